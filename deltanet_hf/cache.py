@@ -1,0 +1,136 @@
+"""The constant-size state of one converted layer, as a layer of transformers' `Cache`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, LinearAttentionCacheLayerMixin, StaticLayer
+
+
+class GatedDeltaNetCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
+    """Recurrent state [B, HV, K, V] float32, the convolution's tail [B, D, W-1], and the number of tokens seen.
+
+    It counts tokens itself, so that fully converted models know their position. `static` keeps the tensors (and the
+    count, as a tensor) at fixed addresses, as compiled decoding needs.
+    """
+
+    is_compileable = True
+    is_croppable = False
+    is_sliding = False
+    supports_early_init = False
+    # `Cache` reads these of every layer that claims to hold linear attention.
+    number_of_states = 1
+    record_past = False
+
+    def __init__(self, static: bool = False) -> None:
+        self.keys = self.values = None
+        self.is_initialized = False
+        self.static = static
+        self.state: torch.Tensor | None = None
+        self.conv_tail: torch.Tensor | None = None
+        self.tokens_seen: int | torch.Tensor = 0
+        self.device: torch.device | None = None
+
+    @property
+    def has_previous_state(self) -> dict[int, bool]:
+        return {0: self.is_initialized}
+
+    @property
+    def batch_size(self) -> int:
+        return -1 if self.state is None else self.state.shape[0]
+
+    def advance(self, tokens: int, state: torch.Tensor, conv_tail: torch.Tensor | None) -> None:
+        """Store the state after `tokens` more tokens."""
+        if self.static and self.is_initialized:
+            assert self.state is not None
+            self.state.copy_(state)
+            if conv_tail is not None and self.conv_tail is not None:
+                self.conv_tail.copy_(conv_tail)
+        else:
+            self.state, self.conv_tail, self.device = state, conv_tail, state.device
+            if self.static:
+                self.tokens_seen = torch.zeros((), dtype=torch.long, device=state.device)
+                if not torch.compiler.is_compiling():
+                    for tensor in (self.state, self.conv_tail, self.tokens_seen):
+                        if tensor is not None:
+                            torch._dynamo.mark_static_address(tensor)
+            self.is_initialized = True
+        self.tokens_seen += tokens
+
+    def get_seq_length(self) -> int:
+        return self.tokens_seen  # type: ignore[return-value]  # a tensor in static caches, as in transformers' own
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return int(self.tokens_seen) + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        return -1
+
+    def reset(self) -> None:
+        for tensor in (self.state, self.conv_tail):
+            if tensor is not None:
+                tensor.zero_()
+        if isinstance(self.tokens_seen, torch.Tensor):
+            self.tokens_seen.zero_()
+        else:
+            self.tokens_seen = 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove != 0:
+            raise ValueError(
+                f"crop: cannot take back {abs(tokens_to_remove)} tokens, a recurrent state holds no history; "
+                "decode without assisted generation or prompt lookup"
+            )
+
+    def _map_batch(self, function: Any) -> None:
+        self.state = None if self.state is None else function(self.state)
+        self.conv_tail = None if self.conv_tail is None else function(self.conv_tail)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self._map_batch(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._map_batch(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self._map_batch(lambda tensor: tensor[indices])
+
+    def offload(self) -> None:
+        self._map_batch(lambda tensor: tensor.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        self._map_batch(lambda tensor: tensor.to(self.device, non_blocking=True))
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        raise TypeError("lazy_initialization: a Gated DeltaNet layer stores its state with `advance`")
+
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError("update: a Gated DeltaNet layer caches no keys or values; it stores its state with `advance`")
+
+    update_conv_state = update
+    update_recurrent_state = update
+
+
+def cache_layer(cache: Cache, layer_idx: int) -> GatedDeltaNetCacheLayer:
+    """This layer's state in `cache`; on first use it takes the place of the key/value layer made for the index."""
+    while len(cache.layers) <= layer_idx:
+        cache.layers.append((cache.layer_class_to_replicate or DynamicLayer)())
+    layer = cache.layers[layer_idx]
+    if not isinstance(layer, GatedDeltaNetCacheLayer):
+        layer = cache.layers[layer_idx] = GatedDeltaNetCacheLayer(static=isinstance(layer, StaticLayer))
+    return layer
+
+
+def cache_bytes(cache: Cache) -> int:
+    """Bytes that a cache holds: states and convolution tails of converted layers, keys and values of the others."""
+    tensors = [
+        tensor
+        for layer in cache.layers
+        for name in ("state", "conv_tail", "keys", "values")
+        if isinstance(tensor := getattr(layer, name, None), torch.Tensor)
+    ]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

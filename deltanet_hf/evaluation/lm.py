@@ -1,0 +1,94 @@
+"""The lm-eval model `deltanet-hf`: stock Hugging Face scoring with this package's families registered."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel
+
+import deltanet_hf  # noqa: F401  registers the model families with transformers' Auto classes
+from deltanet_hf.evaluation.scoring import TokenRequest, score_continuations, token_budget
+from deltanet_hf.evaluation.window import SINKS, restrict_to_window
+
+
+@register_model("deltanet-hf")
+class DeltaNetLM(HFLM):
+    """lm-eval's `hf` model for converted checkpoints and their teachers.
+
+    Prompts, tokenisation and scores are those of `hf` with `softmax_dtype=float32` (bfloat16 sums tie and round);
+    equal inputs are evaluated once and only continuation positions are normalised, which is several times faster.
+
+    Args, besides those of `hf`:
+        window: if given, every softmax layer sees only this many recent tokens and `sinks` first ones (no training).
+        sinks: see `window`; default 4.
+    """
+
+    def __init__(
+        self,
+        pretrained: str | PreTrainedModel,
+        window: int | None = None,
+        sinks: int = SINKS,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(pretrained, **kwargs)
+        if window is not None:
+            restrict_to_window(self.model, int(window), int(sinks))
+        parameters = inspect.signature(self.model.forward).parameters
+        self._keeps_logits = "logits_to_keep" in parameters
+        self._encoded: dict[str, list[int]] = {}
+
+    def tok_encode(
+        self,
+        string: str,
+        add_special_tokens: bool | None = None,
+        left_truncate_len: int | None = None,
+        **kwargs: Any,
+    ) -> list[int]:
+        """As in `hf`, remembering the last contexts: the options of a question share theirs."""
+        if add_special_tokens is not None or left_truncate_len is not None or kwargs:
+            return super().tok_encode(string, add_special_tokens, left_truncate_len, **kwargs)
+        if string not in self._encoded:
+            if len(self._encoded) >= 8:
+                self._encoded.pop(next(iter(self._encoded)))
+            self._encoded[string] = super().tok_encode(string)
+        return list(self._encoded[string])
+
+    @torch.inference_mode()
+    def _loglikelihood_tokens(
+        self,
+        requests: Sequence[tuple[Any, list[int], list[int]]],
+        disable_tqdm: bool = False,
+        override_bs: int | None = None,
+        **_: Any,
+    ) -> list[tuple[float, bool]]:
+        if self.backend != "causal":
+            return super()._loglikelihood_tokens(requests, disable_tqdm=disable_tqdm, override_bs=override_bs)
+        rows = None if self.batch_size == "auto" else int(override_bs or self.batch_size)
+        items = [
+            TokenRequest.truncated(context, continuation, self.max_length) for _, context, continuation in requests
+        ]
+        bar = tqdm(
+            total=len(items), disable=disable_tqdm or self.rank != 0, desc="Running loglikelihood requests"
+        )
+        answers = score_continuations(
+            self._last_logits, items, self.device, token_budget(self.model), rows, on_progress=bar.update
+        )
+        bar.close()
+        for (key, _, _), answer in zip(requests, answers, strict=True):
+            if key is not None:
+                self.cache_hook.add_partial("loglikelihood", key, answer)
+        return answers
+
+    def _last_logits(self, input_ids: torch.Tensor, keep: int) -> torch.Tensor:
+        """Logits [B, keep, V] of the last `keep` positions of right-padded ids [B, T]."""
+        kwargs: dict[str, Any] = {"logits_to_keep": keep} if self._keeps_logits else {}
+        with torch.autocast(
+            self.device.type, dtype=self.mixed_precision_dtype, enabled=self.mixed_precision_dtype is not None
+        ):
+            return self.model(input_ids, use_cache=False, **kwargs).logits[:, -keep:]

@@ -1,0 +1,79 @@
+"""Multiple choice with lettered options in every rotation (used by the YAML files in tasks/rotated)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from datasets import Dataset
+
+Row = dict[str, Any]
+
+
+def rotations(question: str, options: Sequence[str], gold: int, group: int) -> list[Row]:
+    """One row per rotation; `gold` is the index of the right option in the rotated order."""
+    count = len(options)
+    return [
+        {
+            "group": group,
+            "question": question,
+            "options": [options[(i + shift) % count] for i in range(count)],
+            "gold": (gold - shift) % count,
+        }
+        for shift in range(count)
+    ]
+
+
+def _rotated(questions: Iterable[tuple[str, Sequence[str], int]]) -> Dataset:
+    rows = [row for group, item in enumerate(questions) for row in rotations(*item, group)]
+    return Dataset.from_list(rows)
+
+
+def arc(dataset: Dataset) -> Dataset:
+    """ARC rows (question, choices, answerKey) in every rotation."""
+    return _rotated(
+        (row["question"], row["choices"]["text"], row["choices"]["label"].index(row["answerKey"])) for row in dataset
+    )
+
+
+def openbookqa(dataset: Dataset) -> Dataset:
+    """OpenBookQA rows (question_stem, choices, answerKey) in every rotation."""
+    return _rotated(
+        (row["question_stem"], row["choices"]["text"], row["choices"]["label"].index(row["answerKey"].strip()))
+        for row in dataset
+    )
+
+
+def sciq(dataset: Dataset) -> Dataset:
+    """SciQ rows (without the support text) in every rotation."""
+    return _rotated(
+        (row["question"], [row["distractor1"], row["distractor2"], row["distractor3"], row["correct_answer"]], 3)
+        for row in dataset
+    )
+
+
+def prompt(doc: Row) -> str:
+    """The question, a line per lettered option, and the start of the answer."""
+    lines = [f"{letter}. {option}" for letter, option in zip(letters(doc), doc["options"], strict=True)]
+    return "\n".join([f"Question: {doc['question']}", *lines, "Answer:"])
+
+
+def letters(doc: Row) -> list[str]:
+    """A, B, C ... as many as the question has options."""
+    return [chr(ord("A") + i) for i in range(len(doc["options"]))]
+
+
+def process_results(doc: Row, results: list[tuple[float, bool]]) -> Row:
+    """lm-eval's hook: (log-probability, greedy) per letter -> metrics of this rotation."""
+    scores = [log_prob for log_prob, _ in results]
+    right = float(scores.index(max(scores)) == doc["gold"])
+    return {"acc": right, "all_rotations": (doc["group"], right)}
+
+
+def all_right(items: list[tuple[int, float]]) -> float:
+    """Share of questions that are right in every rotation seen."""
+    groups: dict[int, list[float]] = defaultdict(list)
+    for group, right in items:
+        groups[group].append(right)
+    return sum(min(rights) for rights in groups.values()) / len(groups)

@@ -1,0 +1,264 @@
+"""The Gated DeltaNet layer that takes the place of a decoder layer's softmax attention.
+
+Per head, with a log decay g_t <= 0 and a write strength beta_t in [0, 1] (Gated Delta Networks, arXiv 2412.06464):
+
+    S_t = exp(g_t) S_{t-1} + k_t beta_t (v_t - k_t^T exp(g_t) S_{t-1})^T        o_t = D^-0.5 q_t^T S_t
+
+q, k, v come from the teacher's projections; beta = sigmoid(b_proj(x)) and
+g = -exp(A_log) softplus(a_proj(x) + dt_bias); the output is RMSNorm(o) * weight * silu(g_proj(x)), through o_proj.
+
+Shapes in comments: B batch, T tokens, H query heads, HV heads of k, v and state, D head size.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache
+
+from deltanet_hf.cache import GatedDeltaNetCacheLayer, cache_layer
+from deltanet_hf.config import DeltaNetOptions
+from deltanet_hf.padding import real_tokens
+from deltanet_kernels import (
+    causal_conv1d,
+    chunk_gated_delta_rule,
+    fused_recurrent_gated_delta_rule,
+    gated_rms_norm,
+)
+
+CLOSED = -1e4  # a gate logit whose sigmoid and softplus are exactly 0
+
+
+class ShortConv(nn.Module):
+    """Causal depthwise convolution over time; `weight` [channels, 1, taps], the last tap on the current token."""
+
+    def __init__(self, channels: int, taps: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, 1, taps))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """An exact identity: the only start that does no harm to a converted model."""
+        with torch.no_grad():
+            self.weight.zero_()
+            self.weight[..., -1] = 1.0
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        tail: torch.Tensor | None,
+        output_tail: bool,
+        cu_seqlens: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """x [B, T, C], tail [B, C, taps - 1] or None -> the same shapes."""
+        weight = self.weight.squeeze(1)
+        return causal_conv1d(
+            x, weight, initial_state=tail, output_final_state=output_tail, cu_seqlens=cu_seqlens
+        )
+
+
+class DecayGate(nn.Module):
+    """Log decay per head: g = -exp(A_log) * softplus(a + dt_bias), all in float32."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.A_log = nn.Parameter(torch.empty(heads, dtype=torch.float32))
+        self.dt_bias = nn.Parameter(torch.empty(heads, dtype=torch.float32))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """From-scratch start: rates evenly spread over 1..16, steps over 1e-3..1e-1 (Mamba-2's ranges)."""
+        heads = self.A_log.numel()
+        with torch.no_grad():
+            self.A_log.copy_(torch.linspace(1.0, 16.0, heads, device=self.A_log.device).log())
+            step = torch.logspace(-3, -1, heads, device=self.dt_bias.device)
+            self.dt_bias.copy_(step.expm1().log())
+
+    def forward(self, a: torch.Tensor) -> torch.Tensor:
+        """a [B, T, HV] -> g [B, T, HV] float32, <= 0."""
+        return -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias.float())
+
+
+class GatedRMSNorm(nn.Module):
+    """RMSNorm over each head's output, times silu of the gate; `weight` [D], or [H, D] for one per head."""
+
+    def __init__(self, shape: tuple[int, ...], eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(shape))
+        self.eps = eps
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
+        """x, gate [B, T, H, D] -> [B, T, H, D]."""
+        return gated_rms_norm(x, gate, self.weight, self.eps)
+
+
+class GatedDeltaNet(nn.Module):
+    """Drop-in for a decoder layer's `self_attn`.
+
+    Built from the attention module that the family's own constructor made: head counts, biases, learned norms and
+    the use of rotary embeddings are read off it, so that one class serves every family.
+
+    Args:
+        attention: the family's attention module (its weights are not copied; the converter does that).
+        config: the model's config, with its `deltanet` entry.
+        layer_idx: index of the decoder layer.
+    """
+
+    def __init__(self, attention: nn.Module, config: PreTrainedConfig, layer_idx: int) -> None:
+        super().__init__()
+        options = DeltaNetOptions.from_dict(config.deltanet)
+        self.options, self.layer_idx = options, layer_idx
+        self.head_dim: int = attention.head_dim  # type: ignore[assignment]
+        self.num_heads: int = config.num_attention_heads
+        self.num_kv_heads: int = config.num_attention_heads if options.expand_kv else config.num_key_value_heads
+        # SmolLM3 leaves some layers without positions.
+        self.use_rope: bool = options.rope and bool(getattr(attention, "use_rope", True))
+        self._rotate = sys.modules[type(attention).__module__].apply_rotary_pos_emb
+        hidden, heads, kv_heads, head_dim = config.hidden_size, self.num_heads, self.num_kv_heads, self.head_dim
+
+        fused = getattr(attention, "qkv_proj", None)
+        bias = [getattr(fused or getattr(attention, f"{n}_proj"), "bias", None) is not None for n in "qkv"]
+        if options.profile == "native":
+            bias = [False, False, False]
+        self.q_proj = nn.Linear(hidden, heads * head_dim, bias=bias[0])
+        self.k_proj = nn.Linear(hidden, kv_heads * head_dim, bias=bias[1])
+        self.v_proj = nn.Linear(hidden, kv_heads * head_dim, bias=bias[2])
+        self.o_proj = nn.Linear(heads * head_dim, hidden, bias=getattr(attention.o_proj, "bias", None) is not None)
+        self.q_norm = self.k_norm = None
+        if options.qk_norm and hasattr(attention, "q_norm"):
+            self.q_norm = copy.deepcopy(attention.q_norm)
+            self.k_norm = copy.deepcopy(attention.k_norm)
+            self.norms_whole_projection = self.q_norm.weight.numel() != head_dim
+            if self.norms_whole_projection:
+                weight = self.k_norm.weight
+                self.k_norm.weight = nn.Parameter(weight.new_ones(kv_heads * head_dim))
+
+        channels = (heads + 2 * kv_heads) * head_dim
+        self.conv1d = ShortConv(channels, options.conv_size) if options.conv_size else None
+        self.a_proj = nn.Linear(hidden, kv_heads, bias=False)
+        self.b_proj = nn.Linear(hidden, kv_heads, bias=options.gate_bias)
+        self.decay = DecayGate(kv_heads)
+        self.g_proj = nn.Linear(hidden, heads * head_dim, bias=options.gate_bias) if options.output_gate else None
+        self.norm = None
+        if options.output_norm != "none":
+            shape = (head_dim,) if options.output_norm == "shared" else (heads, head_dim)
+            self.norm = GatedRMSNorm(shape, getattr(config, "rms_norm_eps", 1e-6))
+
+    def _split(self, x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(-1, (-1, self.head_dim))
+
+    def _normalise(self, x: torch.Tensor, norm: nn.Module | None) -> torch.Tensor:
+        if norm is None:
+            return x
+        return norm(x) if self.norms_whole_projection else norm(self._split(x)).flatten(-2)
+
+    def _project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """x [B, T, hidden] -> q [B, T, H*D], k, v [B, T, HV*D], through the learned norms."""
+        return (
+            self._normalise(self.q_proj(x), self.q_norm),
+            self._normalise(self.k_proj(x), self.k_norm),
+            self.v_proj(x),
+        )
+
+    def _heads(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position_embeddings: Any
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        q, k, v = self._split(q), self._split(k), self._split(v)
+        if self.use_rope:
+            cos, sin = position_embeddings
+            q, k = self._rotate(q, k, cos, sin, unsqueeze_dim=2)
+        return q, k, v
+
+    def project_qkv(
+        self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q [B, T, H, D], k, v [B, T, HV, D] as softmax attention would see them: no convolution, no activation."""
+        return self._heads(*self._project(hidden_states), position_embeddings)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        cu_seq_lens_q: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Attention's signature. hidden_states [B, T, hidden] -> ([B, T, hidden], None).
+
+        Padding is read from `attention_mask` (2D or 4D), packed sequences from `cu_seq_lens_q` ([N + 1] boundaries
+        over the B*T tokens), the state from `past_key_values`, whose layer it replaces by its own.
+        """
+        batch, length, _ = hidden_states.shape
+        cache = None if past_key_values is None else cache_layer(past_key_values, self.layer_idx)
+        real = real_tokens(attention_mask, length, 0 if cache is None else cache.get_seq_length())
+        x = hidden_states if real is None else hidden_states.masked_fill(~real.unsqueeze(-1), 0.0)
+
+        q, k, v = self._project(x)
+        packed = cu_seq_lens_q is not None and length > 1
+        state = None if cache is None or not cache.is_initialized else cache.state
+        if packed and cache is not None:
+            raise ValueError("cu_seq_lens_q: packed sequences leave no state to continue from; pass use_cache=False")
+        conv_tail = None
+        if self.conv1d is not None:
+            qkv = torch.cat([q, k, v], dim=-1)
+            if real is not None:  # biases made padding non-zero again
+                qkv = qkv.masked_fill(~real.unsqueeze(-1), 0.0)
+            qkv, conv_tail = self._convolve(qkv, cache, cu_seq_lens_q if packed else None)
+            q, k, v = qkv.split([q.shape[-1], k.shape[-1], v.shape[-1]], dim=-1)
+        q, k, v = self._heads(q, k, v, position_embeddings)
+        if self.options.qk_activation == "silu":
+            q, k = F.silu(q), F.silu(k)
+        if self.options.v_activation == "silu":
+            v = F.silu(v)
+
+        a, b = self.a_proj(x), self.b_proj(x).float()
+        if real is not None:
+            a, b = (gate.masked_fill(~real.unsqueeze(-1), CLOSED) for gate in (a, b))
+        inputs = [q, k, v, self.decay(a), b.sigmoid()]
+        if packed:
+            inputs = [tensor.flatten(0, 1).unsqueeze(0) for tensor in inputs]
+        decoding = length == 1 and not torch.is_grad_enabled()
+        rule = fused_recurrent_gated_delta_rule if decoding else chunk_gated_delta_rule
+        output, state = rule(
+            *inputs,
+            initial_state=state,
+            output_final_state=cache is not None,
+            use_qk_l2norm_in_kernel=True,
+            cu_seqlens=cu_seq_lens_q if packed else None,
+        )
+        output = output.view(batch, length, self.num_heads, self.head_dim)
+        if cache is not None:
+            assert state is not None
+            cache.advance(length, state, conv_tail)
+        return self._project_out(output, x), None
+
+    def _convolve(
+        self, qkv: torch.Tensor, cache: GatedDeltaNetCacheLayer | None, cu_seqlens: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The short convolution over q|k|v [B, T, C], continuing from the cache's tail."""
+        assert self.conv1d is not None
+        if cu_seqlens is not None:
+            flat, _ = self.conv1d(qkv.flatten(0, 1).unsqueeze(0), None, False, cu_seqlens)
+            return flat.view_as(qkv), None
+        tail = cache.conv_tail if cache is not None and cache.is_initialized else None
+        return self.conv1d(qkv, tail, cache is not None, None)  # type: ignore[no-any-return]
+
+    def _project_out(self, output: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Gated norm and output projection: output [B, T, H, D], x [B, T, hidden] -> [B, T, hidden]."""
+        gate = None if self.g_proj is None else self._split(self.g_proj(x))
+        if self.norm is not None:
+            output = self.norm(output, gate)
+        elif gate is not None:
+            output = output * F.silu(gate)
+        return self.o_proj(output.flatten(-2))
+

@@ -1,0 +1,85 @@
+"""Which tokens are real, and where packed sequences begin: read off whatever transformers passes down."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def real_tokens(attention_mask: torch.Tensor | None, length: int, seen: int | torch.Tensor) -> torch.Tensor | None:
+    """[B, T] bool, True at real tokens, for the last `length` positions; None when nothing is padded.
+
+    Args:
+        attention_mask: None; 2D [B, S] (1 = real); 4D [B, 1, T, S] bool (True = may attend) or float (0 = may
+            attend): a token is real when it may attend to itself.
+        length: T, the number of tokens in this forward.
+        seen: tokens in the cache before this forward.
+    """
+    if attention_mask is None:
+        return None
+    if not isinstance(attention_mask, torch.Tensor):
+        raise ValueError(
+            f"attention_mask: got {type(attention_mask).__name__}, which converted layers cannot read; "
+            'load the model with attn_implementation="sdpa" or "eager"'
+        )
+    if attention_mask.dim() == 2:
+        return attention_mask[:, -length:].bool()
+    if attention_mask.dim() != 4:
+        raise ValueError(
+            f"attention_mask: got shape {tuple(attention_mask.shape)}, expected [B, S] or [B, 1, T, S]"
+        )
+    first = attention_mask.shape[-1] - length
+    # Static caches are wider than what was seen; sliding ones are narrower.
+    offset = first if isinstance(seen, int) and seen >= first else torch.as_tensor(seen).clamp(max=first)
+    rows = torch.arange(length, device=attention_mask.device)
+    diagonal = attention_mask[:, 0].gather(-1, (rows + offset).view(1, -1, 1).expand(attention_mask.shape[0], -1, 1))
+    diagonal = diagonal.squeeze(-1)
+    return diagonal if diagonal.dtype == torch.bool else diagonal > -1.0
+
+
+def cu_seqlens_of(position_ids: torch.Tensor) -> torch.Tensor | None:
+    """Boundaries of the sequences packed in rows whose positions restart; None where no row restarts.
+
+    Args:
+        position_ids: [B, T] integers.
+
+    Returns:
+        [N + 1] int32 boundaries over the B*T tokens of the flattened rows, every row beginning a sequence.
+    """
+    restarts = position_ids[:, 1:] != position_ids[:, :-1] + 1
+    if position_ids.shape[1] < 2 or not bool(restarts.any()):
+        return None
+    begins = torch.cat([torch.ones_like(restarts[:, :1]), restarts], dim=1).flatten()
+    starts = begins.nonzero().flatten().to(torch.int32)
+    return torch.cat([starts, starts.new_tensor([position_ids.numel()])])
+
+
+def announce_packing(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Forward pre-hook of the decoder: make packed rows known to every layer, once per forward.
+
+    Positions given by the caller that restart inside a row become `cu_seq_lens_q`; and given `cu_seq_lens_q` become
+    positions that restart, from which transformers builds the mask of the layers that stay softmax (it does so only
+    without a cache).
+    """
+    position_ids, cu_seqlens = kwargs.get("position_ids"), kwargs.get("cu_seq_lens_q")
+    if position_ids is None and cu_seqlens is not None:
+        inputs = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
+        if inputs is None:
+            inputs = args[0]
+        positions = torch.arange(inputs.shape[1], device=inputs.device)
+        sequence = torch.searchsorted(cu_seqlens.to(positions), positions, right=True) - 1
+        kwargs["position_ids"] = (positions - cu_seqlens.to(positions)[sequence]).unsqueeze(0)
+        kwargs["use_cache"] = False
+    elif (
+        cu_seqlens is None
+        and kwargs.get("attention_mask") is None
+        and position_ids is not None
+        and position_ids.dim() == 2
+        and position_ids.shape[1] > 1
+    ):
+        found = cu_seqlens_of(position_ids)
+        if found is not None:
+            kwargs["cu_seq_lens_q"] = found
+            kwargs["use_cache"] = False
+    return args, kwargs
