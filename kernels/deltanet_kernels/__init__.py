@@ -1,0 +1,19 @@
+"""Operators of Gated DeltaNet: PyTorch on CPU, Triton on CUDA. Imports torch and triton only."""
+
+from deltanet_kernels.dispatch import (
+    causal_conv1d,
+    chunk_gated_delta_rule,
+    fused_recurrent_gated_delta_rule,
+    gated_rms_norm,
+)
+from deltanet_kernels.reference import naive_gated_delta_rule
+from deltanet_kernels.torch_chunk import torch_chunk_gated_delta_rule
+
+__all__ = [
+    "causal_conv1d",
+    "chunk_gated_delta_rule",
+    "fused_recurrent_gated_delta_rule",
+    "gated_rms_norm",
+    "naive_gated_delta_rule",
+    "torch_chunk_gated_delta_rule",
+]

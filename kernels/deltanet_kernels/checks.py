@@ -1,0 +1,199 @@
+"""Argument checks of the public operators: a message names the argument, what it got and what it needs."""
+
+from typing import NamedTuple
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# cu_seqlens tensors already found valid, with their version: one look at the values (on CUDA a wait for the
+# device) serves all layers of a model.
+_checked_cu_seqlens: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+class DeltaRuleDims(NamedTuple):
+    """Sizes of one call: HO = max(HQ, HV) output heads, N states per head."""
+
+    B: int
+    T: int
+    H: int
+    HQ: int
+    HV: int
+    HO: int
+    K: int
+    V: int
+    N: int
+
+
+def _shape(x: torch.Tensor) -> str:
+    return str(list(x.shape))
+
+
+def _require_tensor(name: str, x: object) -> torch.Tensor:
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name}: got {type(x).__name__}, needs a tensor")
+    return x
+
+
+def _require_float(name: str, x: torch.Tensor) -> None:
+    if x.dtype not in _FLOATS:
+        raise TypeError(f"{name}: got dtype {x.dtype}, needs a floating-point dtype")
+
+
+def _require_device(name: str, x: torch.Tensor, like: str, device: torch.device) -> None:
+    if x.device != device:
+        raise ValueError(f"{name}: got device {x.device}, needs {device} (the device of {like})")
+
+
+def _require_shape(name: str, x: torch.Tensor, shape: tuple[int, ...], meaning: str) -> None:
+    if tuple(x.shape) != shape:
+        raise ValueError(f"{name}: got shape {_shape(x)}, needs {meaning} = {list(shape)}")
+
+
+def check_cu_seqlens(cu_seqlens: torch.Tensor, batch: int, tokens: int, device: torch.device) -> int:
+    """Check packed-sequence offsets against a [1, tokens, ...] batch; return the number of sequences."""
+    _require_tensor("cu_seqlens", cu_seqlens)
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"cu_seqlens: got dtype {cu_seqlens.dtype}, needs int32 or int64")
+    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2:
+        raise ValueError(f"cu_seqlens: got shape {_shape(cu_seqlens)}, needs [N+1] with N >= 1 sequences")
+    if batch != 1:
+        raise ValueError(f"cu_seqlens: got a batch of {batch} rows, needs one row (B = 1)")
+    _require_device("cu_seqlens", cu_seqlens, "the tokens", device)
+    if not torch.compiler.is_compiling():
+        _check_cu_seqlens_values(cu_seqlens, tokens)
+    return cu_seqlens.numel() - 1
+
+
+def _check_cu_seqlens_values(cu_seqlens: torch.Tensor, tokens: int) -> None:
+    # Inference tensors carry no version counter; they are looked at every time.
+    version = None if cu_seqlens.is_inference() else (cu_seqlens._version, tokens)
+    if version is not None and _checked_cu_seqlens.get(cu_seqlens) == version:
+        return
+    offsets = cu_seqlens.tolist()
+    if offsets[0] != 0:
+        raise ValueError(f"cu_seqlens: got a first offset of {offsets[0]}, needs 0")
+    for i in range(1, len(offsets)):
+        if offsets[i] < offsets[i - 1]:
+            raise ValueError(
+                f"cu_seqlens: got {offsets[i - 1]} followed by {offsets[i]} at position {i}, "
+                "needs offsets that never decrease"
+            )
+    if offsets[-1] > tokens:
+        raise ValueError(f"cu_seqlens: got a last offset of {offsets[-1]}, needs at most T = {tokens}")
+    if version is not None:
+        _checked_cu_seqlens[cu_seqlens] = version
+
+
+def check_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    A_log: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    use_gate_in_kernel: bool,
+) -> DeltaRuleDims:
+    """Check the arguments of a gated delta rule and return its sizes.
+
+    Raises:
+        ValueError: a shape, head count, device or offset that does not fit.
+        TypeError: a dtype that does not fit, or something that is not a tensor.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta)):
+        _require_tensor(name, x)
+        _require_float(name, x)
+        _require_device(name, x, "q", q.device)
+    for name, x, meaning in (("q", q, "[B, T, HQ, K]"), ("k", k, "[B, T, H, K]"), ("v", v, "[B, T, HV, V]")):
+        if x.dim() != 4:
+            raise ValueError(f"{name}: got shape {_shape(x)}, needs 4 dimensions {meaning}")
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name}: got dtype {x.dtype}, needs {q.dtype} (the dtype of q)")
+    B, T, HQ, K = q.shape
+    H, HV, V = k.shape[2], v.shape[2], v.shape[3]
+    if T == 0:
+        raise ValueError(f"q: got shape {_shape(q)} with T = 0, needs at least one token")
+    if 0 in (B, HQ, H, HV, K, V):
+        empty = next(name for name, x in (("q", q), ("k", k), ("v", v)) if 0 in x.shape)
+        raise ValueError(f"{empty}: got shape {_shape(q if empty == 'q' else k if empty == 'k' else v)}, "
+                         "needs no empty dimension")  # fmt: skip
+    _require_shape("k", k, (B, T, H, K), "[B, T, H, K] with B, T and K of q")
+    _require_shape("v", v, (B, T, HV, V), "[B, T, HV, V] with B and T of q")
+    if HV % H:
+        raise ValueError(f"v: got {HV} heads, needs a multiple of the {H} heads of k")
+    if HQ % H:
+        raise ValueError(f"q: got {HQ} heads, needs a multiple of the {H} heads of k")
+    if HQ % HV and HV % HQ:
+        raise ValueError(f"q: got {HQ} heads, needs a multiple or a divisor of the {HV} heads of v")
+    _require_shape("g", g, (B, T, HV), "[B, T, HV] with HV of v")
+    _require_shape("beta", beta, (B, T, HV), "[B, T, HV] with HV of v")
+    N = B if cu_seqlens is None else check_cu_seqlens(cu_seqlens, B, T, q.device)
+    if initial_state is not None:
+        _require_tensor("initial_state", initial_state)
+        wanted = torch.float64 if q.dtype == torch.float64 else torch.float32
+        if initial_state.dtype != wanted:
+            raise TypeError(f"initial_state: got dtype {initial_state.dtype}, needs {wanted}")
+        _require_device("initial_state", initial_state, "q", q.device)
+        _require_shape("initial_state", initial_state, (N, HV, K, V), "[N, HV, K, V]")
+    for name, gate in (("A_log", A_log), ("dt_bias", dt_bias)):
+        if use_gate_in_kernel:
+            if gate is None:
+                raise ValueError(f"{name}: got None, needs [HV] = [{HV}] when use_gate_in_kernel is set")
+            _require_tensor(name, gate)
+            _require_float(name, gate)
+            _require_device(name, gate, "q", q.device)
+            _require_shape(name, gate, (HV,), "[HV]")
+        elif gate is not None:
+            raise ValueError(f"{name}: got a tensor, needs None unless use_gate_in_kernel is set")
+    return DeltaRuleDims(B, T, H, HQ, HV, max(HQ, HV), K, V, N)
+
+
+def check_causal_conv1d(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    initial_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+) -> None:
+    """Check the arguments of the short convolution; raises ValueError or TypeError."""
+    for name, tensor in (("x", x), ("weight", weight), ("bias", bias), ("initial_state", initial_state)):
+        if tensor is None and name in ("bias", "initial_state"):
+            continue
+        tensor = _require_tensor(name, tensor)
+        _require_float(name, tensor)
+        _require_device(name, tensor, "x", x.device)
+    if x.dim() != 3 or 0 in x.shape:
+        raise ValueError(f"x: got shape {_shape(x)}, needs [B, T, D] with at least one token")
+    B, T, D = x.shape
+    if weight.dim() != 2 or weight.shape[0] != D or weight.shape[1] < 1:
+        raise ValueError(f"weight: got shape {_shape(weight)}, needs [D, W] with D = {D} and W >= 1")
+    if bias is not None:
+        _require_shape("bias", bias, (D,), "[D]")
+    if activation not in (None, "silu"):
+        raise ValueError(f"activation: got {activation!r}, needs None or 'silu'")
+    N = B if cu_seqlens is None else check_cu_seqlens(cu_seqlens, B, T, x.device)
+    if initial_state is not None:
+        _require_shape("initial_state", initial_state, (N, D, weight.shape[1] - 1), "[N, D, W-1]")
+
+
+def check_gated_rms_norm(x: torch.Tensor, z: torch.Tensor | None, weight: torch.Tensor) -> None:
+    """Check the arguments of the gated norm; raises ValueError or TypeError."""
+    for name, tensor in (("x", x), ("weight", weight), ("z", z)):
+        if tensor is None and name == "z":
+            continue
+        tensor = _require_tensor(name, tensor)
+        _require_float(name, tensor)
+        _require_device(name, tensor, "x", x.device)
+    if x.dim() < 1 or x.shape[-1] == 0:
+        raise ValueError(f"x: got shape {_shape(x)}, needs [..., D] with D >= 1")
+    if z is not None:
+        _require_shape("z", z, tuple(x.shape), "the shape of x")
+    if weight.dim() not in (1, 2) or tuple(weight.shape) != tuple(x.shape[-weight.dim() :]):
+        raise ValueError(
+            f"weight: got shape {_shape(weight)}, needs [D] or [H, D] matching the last dimensions of x, "
+            f"which is {_shape(x)}"
+        )

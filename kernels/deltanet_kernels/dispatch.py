@@ -1,0 +1,209 @@
+"""The public operators, and the one place that chooses between PyTorch (CPU) and Triton (CUDA).
+
+Both sides take the same arguments. A CUDA call that the Triton kernels cannot serve runs in PyTorch and says
+so once, with the reason.
+"""
+
+import functools
+import importlib
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from deltanet_kernels import checks
+from deltanet_kernels.reference import torch_causal_conv1d, torch_gated_rms_norm
+from deltanet_kernels.torch_chunk import torch_chunk_gated_delta_rule
+from deltanet_kernels.torch_recurrent import torch_recurrent_gated_delta_rule
+
+# operator: (module, function) of the Triton side
+_TRITON = {
+    "chunk_gated_delta_rule": ("deltanet_kernels.chunk", "chunk_gated_delta_rule_triton"),
+    "fused_recurrent_gated_delta_rule": (
+        "deltanet_kernels.recurrent",
+        "fused_recurrent_gated_delta_rule_triton",
+    ),
+    "causal_conv1d": ("deltanet_kernels.conv", "causal_conv1d_triton"),
+    "gated_rms_norm": ("deltanet_kernels.norm", "gated_rms_norm_triton"),
+}
+
+
+@functools.cache
+def _triton_function(operator: str) -> Callable[..., Any] | None:
+    """The Triton side of an operator, or None (with a warning) where it cannot be imported."""
+    module, name = _TRITON[operator]
+    try:
+        function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, RuntimeError) as error:
+        _warn_fallback(operator, f"{module} cannot be imported: {error}")
+        return None
+    return function
+
+
+@functools.cache
+def _warn_fallback(operator: str, reason: str) -> None:
+    warnings.warn(
+        f"{operator}: CUDA tensors fall back to the much slower PyTorch form ({reason}).",
+        RuntimeWarning,
+        stacklevel=4,
+    )
+
+
+def _call(
+    operator: str, fallback: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """Run an operator on the device of `tensor`; the Triton side refuses with NotImplementedError."""
+    if tensor.is_cuda and (function := _triton_function(operator)) is not None:
+        try:
+            return function(*args, **kwargs)
+        except NotImplementedError as error:
+            _warn_fallback(operator, str(error))
+    return fallback(*args, **kwargs)
+
+
+def chunk_gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    *,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The gated delta rule (Gated Delta Networks, arXiv 2412.06464, eq. 10), chunk by chunk, differentiable.
+
+        S_t = e^{g_t} S_{t-1} + beta_t k_t (v_t - k_t^T e^{g_t} S_{t-1})^T        o_t = scale * q_t^T S_t
+
+    H divides HQ and HV, and HQ divides HV or HV divides HQ. With HO = max(HQ, HV), output head j reads state
+    j // (HO/HV) with query head j // (HO/HQ), and state i is written with key head i // (HV/H): value heads
+    may share a key head, and query heads may share a state.
+
+    Args:
+        q: queries [B, T, HQ, K]; T >= 1.
+        k: keys [B, T, H, K], dtype of q.
+        v: values [B, T, HV, V], dtype of q.
+        g: log decay per token, <= 0 [B, T, HV]; float32 advised. With use_gate_in_kernel: the raw logit a.
+        beta: write strength in [0, 2] [B, T, HV]; its logit with use_beta_sigmoid_in_kernel.
+        scale: factor of the output, K**-0.5 by default.
+        initial_state: [N, HV, K, V] float32 (float64 with float64 inputs), N = B or the number of packed
+            sequences; zeros by default.
+        output_final_state: also return the state after the last token of each sequence.
+        use_qk_l2norm_in_kernel: replace q and k by x * rsqrt(sum x^2 + 1e-6).
+        cu_seqlens: offsets [N+1] (int32 or int64, first 0, never decreasing, last <= T) of sequences packed
+            into one row (B = 1). Sequences may be empty; tokens after the last offset get o = 0, no gradient.
+        A_log, dt_bias: [HV] float32, required with use_gate_in_kernel.
+        use_gate_in_kernel: the log decay is -exp(A_log) * softplus(g + dt_bias).
+        use_beta_sigmoid_in_kernel: the write strength is sigmoid(beta).
+
+    Returns:
+        o [B, T, HO, V] in the dtype of v, and the final state [N, HV, K, V] float32 or None.
+
+    Raises:
+        ValueError: shapes, head counts, devices or offsets that do not fit, T = 0.
+        TypeError: dtypes that do not fit.
+    """
+    checks.check_delta_rule(q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias, use_gate_in_kernel)
+    return _call(  # type: ignore[no-any-return]
+        "chunk_gated_delta_rule", torch_chunk_gated_delta_rule, q,
+        q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens,
+        A_log=A_log, dt_bias=dt_bias, use_gate_in_kernel=use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+    )  # fmt: skip
+
+
+def fused_recurrent_gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    *,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The gated delta rule by its recurrence: for decoding and short steps.
+
+    Arguments, results and errors as `chunk_gated_delta_rule`.
+    """
+    checks.check_delta_rule(q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias, use_gate_in_kernel)
+    return _call(  # type: ignore[no-any-return]
+        "fused_recurrent_gated_delta_rule", torch_recurrent_gated_delta_rule, q,
+        q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens,
+        A_log=A_log, dt_bias=dt_bias, use_gate_in_kernel=use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+    )  # fmt: skip
+
+
+def causal_conv1d(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Causal depthwise convolution with state: y_t = activation(sum_w weight[:, w] x_{t-W+1+w} + bias).
+
+    Args:
+        x: inputs [B, T, D]; T >= 1.
+        weight: [D, W]; the last column meets the current token.
+        bias: [D] or None.
+        activation: None or "silu".
+        initial_state: the W-1 inputs before the first, oldest first [N, D, W-1]; zeros by default.
+        output_final_state: also return the last W-1 inputs of each sequence.
+        cu_seqlens: offsets [N+1] of packed sequences as for `chunk_gated_delta_rule`; tokens after the last
+            offset get y = 0.
+
+    Returns:
+        y [B, T, D] in the dtype of x, and the final state [N, D, W-1] in the dtype of x or None.
+
+    Raises:
+        ValueError: shapes, devices, offsets or an activation that do not fit.
+        TypeError: dtypes that do not fit.
+    """
+    checks.check_causal_conv1d(x, weight, bias, activation, initial_state, cu_seqlens)
+    return _call(  # type: ignore[no-any-return]
+        "causal_conv1d", torch_causal_conv1d, x,
+        x, weight, bias, activation, initial_state, output_final_state, cu_seqlens,
+    )  # fmt: skip
+
+
+def gated_rms_norm(
+    x: torch.Tensor, z: torch.Tensor | None, weight: torch.Tensor, eps: float = 1e-6
+) -> torch.Tensor:
+    """Gated RMSNorm: rmsnorm(x) * weight * silu(z), over the last dimension, float32 inside.
+
+    Args:
+        x: [..., D].
+        z: gate logits in the shape of x, or None for no gate.
+        weight: [D], or [H, D] with x [..., H, D].
+        eps: added to the mean square.
+
+    Returns:
+        The shape and dtype of x.
+
+    Raises:
+        ValueError: shapes or devices that do not fit.
+        TypeError: dtypes that do not fit.
+    """
+    checks.check_gated_rms_norm(x, z, weight)
+    return _call(  # type: ignore[no-any-return]
+        "gated_rms_norm", torch_gated_rms_norm, x, x, z, weight, eps
+    )
