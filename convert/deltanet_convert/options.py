@@ -1,0 +1,139 @@
+"""Everything that `deltanet-hf convert` can be told."""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from deltanet_hf.config import Profile
+from deltanet_hf.errors import UserError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+MAX_LIST_BYTES = 1_000_000
+
+
+@dataclass(frozen=True)
+class ConvertOptions:
+    """One conversion, as asked for.
+
+    Raises UserError naming the option when a value cannot be used. What depends on the teacher (layer indices) is
+    checked by `kept_layers`.
+    """
+
+    layers: str = "all"  # all | every:N | keep:3,7,11 | a file with the layers that stay softmax
+    profile: str = "teacher"
+    text: Path | None = None  # calibration text; None for the one shipped with the project
+    calibration_tokens: int = 8192
+    dtype: str | None = None  # of the converted weights; None for the teacher's
+    shard_size: int = 5 * 10**9  # bytes
+    dry_run: bool = False
+    resume: bool = False
+    overwrite: bool = False
+    seed: int = 0
+    json: bool = False
+
+    def __post_init__(self) -> None:
+        if self.profile not in get_args(Profile):
+            raise UserError(f"--profile: got '{self.profile}', expected one of {', '.join(get_args(Profile))}")
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise UserError(f"--dtype: got '{self.dtype}', expected one of {', '.join(DTYPES)}")
+        if self.calibration_tokens < 64:
+            raise UserError(f"--calibration-tokens: got {self.calibration_tokens}, needs at least 64")
+        if self.shard_size < 1:
+            raise UserError(f"--shard-size: got {self.shard_size} bytes, needs at least 1")
+        if not 0 <= self.seed < 2**32:
+            raise UserError(f"--seed: got {self.seed}, expected a number from 0 to 2**32 - 1")
+
+    @property
+    def torch_dtype(self) -> torch.dtype | None:
+        return DTYPES[self.dtype] if self.dtype else None
+
+    def decisive(self) -> dict[str, Any]:
+        """What the result depends on, as JSON; `layers` is written by its meaning, `text` by its content elsewhere."""
+        return {
+            "profile": self.profile,
+            "calibration_tokens": self.calibration_tokens,
+            "dtype": self.dtype,
+            "shard_size": self.shard_size,
+            "seed": self.seed,
+        }
+
+
+def parse_size(value: str) -> int:
+    """'5GB', '500 MiB' or '4096' as bytes."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+    if not match or match[2].upper() not in UNITS:
+        raise UserError(f"--shard-size: got '{value}', expected a size such as 5GB or 500MB")
+    return int(float(match[1]) * UNITS[match[2].upper()])
+
+
+def kept_layers(spec: str, num_layers: int) -> tuple[int, ...]:
+    """Indices of the layers that keep softmax attention, ascending.
+
+    Args:
+        spec: `all` (none is kept), `every:N` (layers N-1, 2N-1, ... are kept), `keep:3,7,11`, or a file that lists the
+            kept layers: a JSON list, or numbers separated by commas or white space ('#' begins a comment).
+        num_layers: the teacher's number of decoder layers.
+    """
+    if spec == "all":
+        return ()
+    if spec.startswith("every:"):
+        return _every(spec, num_layers)
+    if spec.startswith("keep:"):
+        return _check_indices(f"--layers {spec}", _numbers(spec.removeprefix("keep:"), "--layers"), num_layers)
+    path = Path(spec).expanduser()
+    if not path.exists():
+        raise UserError(f"--layers: got '{spec}', expected all, every:N, keep:3,7,11 or an existing file")
+    return _check_indices(f"--layers {path}", _from_file(path), num_layers)
+
+
+def _every(spec: str, num_layers: int) -> tuple[int, ...]:
+    value = spec.removeprefix("every:")
+    if not value.isascii() or not value.isdigit() or int(value) < 2:
+        raise UserError(f"--layers {spec}: N must be a whole number of at least 2 (every:1 would convert nothing)")
+    step = int(value)
+    if step > num_layers:
+        raise UserError(f"--layers {spec}: keeps none of the {num_layers} layers; say all, or a smaller N")
+    return tuple(range(step - 1, num_layers, step))
+
+
+def _numbers(text: str, where: str) -> list[int]:
+    words = [word for word in re.split(r"[\s,]+", text) if word]
+    for word in words:
+        if not re.fullmatch(r"-?\d{1,9}", word, re.ASCII):
+            raise UserError(f"{where}: '{word}' is not a layer index; list whole numbers such as 3,7,11")
+    return [int(word) for word in words]
+
+
+def _from_file(path: Path) -> list[int]:
+    try:
+        if path.stat().st_size > MAX_LIST_BYTES:
+            raise UserError(f"--layers {path}: too large for a list of layers; give a JSON list such as [3, 7, 11]")
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--layers {path}: cannot be read ({error}); give a text file of layer indices") from error
+    if not text.lstrip().startswith(("[", "{")):
+        return _numbers("\n".join(line.split("#")[0] for line in text.splitlines()), f"--layers {path}")
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"--layers {path}: not valid JSON ({error}); write a list such as [3, 7, 11]") from error
+    if not isinstance(value, list) or any(type(item) is not int for item in value):
+        raise UserError(f"--layers {path}: expected a JSON list of layer indices such as [3, 7, 11]")
+    return value
+
+
+def _check_indices(where: str, indices: list[int], num_layers: int) -> tuple[int, ...]:
+    if not indices:
+        raise UserError(f"{where}: lists no layer; say --layers all to convert every one")
+    for index in indices:
+        if not 0 <= index < num_layers:
+            raise UserError(f"{where}: layer {index} does not exist; the teacher has layers 0 to {num_layers - 1}")
+        if indices.count(index) > 1:
+            raise UserError(f"{where}: layer {index} is listed twice; list each kept layer once")
+    if len(indices) == num_layers:
+        raise UserError(f"{where}: keeps all {num_layers} layers; leave at least one to convert")
+    return tuple(sorted(indices))

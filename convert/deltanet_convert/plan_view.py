@@ -1,0 +1,58 @@
+"""The plan for people: one line for each run of equal layers, totals, and memory by context length."""
+
+from itertools import groupby
+
+from rich.console import Console
+from rich.table import Table
+
+from .plan import LayerPlan, Plan
+
+
+def size(nbytes: int) -> str:
+    """Bytes in decimal units, as disks and the hub count them."""
+    value, units = float(nbytes), ["B", "kB", "MB", "GB", "TB"]
+    while value >= 1000 and len(units) > 1:
+        value, units = value / 1000, units[1:]
+    return f"{value:.0f} {units[0]}" if units[0] == "B" else f"{value:.1f} {units[0]}"
+
+
+def count(parameters: int) -> str:
+    """Parameters in thousands, millions or billions."""
+    for unit, name in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if parameters >= unit:
+            return f"{parameters / unit:.2f}{name}"
+    return str(parameters)
+
+
+def print_plan(plan: Plan, console: Console) -> None:
+    """Prints what happens to each layer, what the result needs, and the cache of teacher and result by context."""
+    layers = Table(title="Plan, per layer (parameters)", title_justify="left")
+    layers.add_column("layers")
+    layers.add_column("becomes")
+    for column in ("copied", "expanded", "created", "dropped", "size"):
+        layers.add_column(column, justify="right")
+    for _, group in groupby(plan.layers, key=_what):
+        members = list(group)
+        first, last = members[0], members[-1]
+        indices = str(first.index) if first is last else f"{first.index}-{last.index}"
+        window = f" (window {first.window})" if first.window else ""
+        numbers = [count(value) for value in (first.copied, first.expanded, first.created, first.dropped)]
+        kind = "Gated DeltaNet" if first.converted else f"stays softmax{window}"
+        layers.add_row(indices, kind, *numbers, size(first.nbytes))
+    console.print(layers)
+    console.print(
+        f"{count(plan.teacher_parameters)} parameters become {count(plan.parameters)}: {size(plan.nbytes)} in "
+        f"{plan.shards} {'file' if plan.shards == 1 else 'files'}; about {size(plan.peak_memory_bytes)} of memory and "
+        f"{size(plan.disk_bytes)} of disk while converting"
+    )
+    caches = Table(title="Cache of one sequence, by context length", title_justify="left")
+    for column in ("tokens", "teacher", "converted", "ratio"):
+        caches.add_column(column, justify="right")
+    for row in plan.cache_table():
+        ratio = f"{row['teacher'] / row['converted']:.1f}x"
+        caches.add_row(f"{row['context']:,}", size(row["teacher"]), size(row["converted"]), ratio)
+    console.print(caches)
+
+
+def _what(layer: LayerPlan) -> tuple[object, ...]:
+    return (layer.converted, layer.window, layer.copied, layer.expanded, layer.created, layer.dropped)

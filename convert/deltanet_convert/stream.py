@@ -1,0 +1,165 @@
+"""Runs a model that does not fit in memory: embedding, one decoder layer at a time, output head.
+
+The model class itself is run, with its parts swapped, so nothing here knows a family: recorders in the place of the
+decoder layers learn what each layer is called with, and a stand-in layer feeds hidden states to the real output head.
+Everything is computed in float32, with eager attention (the one implementation that every family's options apply to).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .checkpoint import Checkpoint
+from .teacher import Teacher
+
+HEAD_ROWS = 8192  # rows of the output head converted to float32 at a time
+
+
+class _Recorder(nn.Module):
+    """Stands for a decoder layer: hands the hidden states on and keeps the other arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, Any] = {}
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        self.seen = {name: value for name, value in kwargs.items() if value is not None}
+        return hidden_states
+
+
+class _StandIn(nn.Module):
+    """Stands for all decoder layers: whatever goes in, `hidden` comes out."""
+
+    hidden: Tensor
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        return self.hidden
+
+
+class _BlockedHead(nn.Module):
+    """A linear layer without bias whose weight [vocab, hidden] stays in its own dtype."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight_VH = weight
+        self.rounding: torch.dtype | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x.new_empty(*x.shape[:-1], self.weight_VH.shape[0])
+        for start in range(0, self.weight_VH.shape[0], HEAD_ROWS):
+            rows = self.weight_VH[start : start + HEAD_ROWS]
+            rows = rows if self.rounding is None else rows.to(self.rounding)
+            out[..., start : start + HEAD_ROWS] = F.linear(x, rows.float())
+        return out
+
+
+class LayerStream:
+    """The teacher's forward pass in pieces. Only `load_layer`'s results and the pieces' own tensors take memory."""
+
+    def __init__(self, teacher: Teacher) -> None:
+        self.teacher = teacher
+        self.model: Any = teacher.model
+        self.layers = list(self.model.model.layers)  # on the meta device
+        self.layer_kwargs: list[dict[str, Any]] = []
+        for module in self.model.modules():
+            _materialise_buffers(self.model, module)
+
+    @torch.no_grad()
+    def embed(self, *batches: Tensor) -> list[Tensor]:
+        """ids [n, T] -> the first layer's input [n, T, hidden] float32; learns every layer's other arguments.
+
+        Only the rows of the embedding that occur are kept.
+        """
+        used, positions = torch.unique(torch.cat([ids.flatten() for ids in batches]), return_inverse=True)
+        table = self.model.model.embed_tokens
+        table.weight = nn.Parameter(read_rows(self.teacher.checkpoint, "model.embed_tokens.weight", used), False)
+        table.padding_idx = None  # an index into the whole table
+        recorders = [_Recorder() for _ in self.layers]
+        self.model.model.layers = nn.ModuleList(recorders)
+        catch = _First()
+        handle = recorders[0].register_forward_pre_hook(catch)
+        loaded = load_module(self.model.model.norm, self.teacher.checkpoint, "model.norm.")
+        outputs, offset = [], 0
+        for ids in batches:
+            compact = positions[offset : offset + ids.numel()].view_as(ids)
+            offset += ids.numel()
+            rows = []
+            for row in compact:
+                self.model.model(input_ids=row.unsqueeze(0), use_cache=False)
+                rows.append(catch.hidden)
+            outputs.append(torch.cat(rows))
+        handle.remove()
+        loaded.to("meta")
+        self.layer_kwargs = [recorder.seen for recorder in recorders]
+        table.weight = nn.Parameter(table.weight.to("meta"), False)
+        return outputs
+
+    def load_layer(self, index: int) -> nn.Module:
+        """Decoder layer `index` with its weights in float32; `.to("meta")` gives the memory back."""
+        return load_module(self.layers[index], self.teacher.checkpoint, f"model.layers.{index}.")
+
+    def load_head(self) -> "Head":
+        return Head(self)
+
+
+class Head:
+    """Final norm, output head and whatever the family does to the logits."""
+
+    def __init__(self, stream: LayerStream) -> None:
+        checkpoint, tied = stream.teacher.checkpoint, stream.teacher.tied
+        self.model = stream.model
+        self.stand_in = _StandIn()
+        self.model.model.layers = nn.ModuleList([self.stand_in])
+        load_module(self.model.model.norm, checkpoint, "model.norm.")
+        name = "model.embed_tokens.weight" if tied else "lm_head.weight"
+        self.head = self.model.lm_head = _BlockedHead(checkpoint.read(name))
+        self.norms = {name: value.clone() for name, value in self.model.model.norm.state_dict().items()}
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor, rounding: torch.dtype | None = None) -> Tensor:
+        """hidden [n, T, hidden] -> logits [n, T, vocab] float32; weights as they are in `rounding` when given."""
+        self.head.rounding = rounding
+        for name, value in self.model.model.norm.state_dict().items():
+            value.copy_(self.norms[name] if rounding is None else self.norms[name].to(rounding))
+        self.stand_in.hidden = hidden
+        result: Tensor = self.model(inputs_embeds=hidden, use_cache=False).logits
+        return result
+
+
+class _First:
+    """A forward pre-hook that keeps the first positional argument."""
+
+    hidden: Tensor
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self.hidden = args[0]
+
+
+def load_module(module: nn.Module, checkpoint: Checkpoint, prefix: str) -> nn.Module:
+    """Gives a meta module its weights in float32."""
+    weights = {name: checkpoint.read(prefix + name, torch.float32) for name in module.state_dict()}
+    module.load_state_dict(weights, assign=True)
+    return module.requires_grad_(False)
+
+
+def read_rows(checkpoint: Checkpoint, name: str, rows: Tensor) -> Tensor:
+    """Chosen rows (ascending, distinct) of a matrix, float32, without the rest in memory."""
+    width = checkpoint.entries[name].shape[1]
+    found, first = [], 0
+    for block in checkpoint.blocks(name):
+        matrix = block.view(-1, width)
+        inside = rows[(rows >= first) & (rows < first + len(matrix))] - first
+        found.append(matrix[inside].float())
+        first += len(matrix)
+    return torch.cat(found)
+
+
+def _materialise_buffers(model: Any, module: nn.Module) -> None:
+    """Buffers are computed from the config by the model's own initialisation, which a meta device skipped."""
+    missing = [name for name, buffer in module.named_buffers(recurse=False) if buffer.device.type == "meta"]
+    for name in missing:
+        setattr(module, name, torch.empty_like(getattr(module, name), device="cpu"))
+    if missing:
+        model._init_weights(module)
