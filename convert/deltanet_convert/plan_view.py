@@ -1,6 +1,4 @@
-"""The plan for people: one line for each run of equal layers, totals, and memory by context length."""
-
-from itertools import groupby
+"""The plan for people: one line for each kind of layer, totals, and memory by context length."""
 
 from rich.console import Console
 from rich.table import Table
@@ -24,6 +22,17 @@ def count(parameters: int) -> str:
     return str(parameters)
 
 
+def index_ranges(indices: list[int]) -> str:
+    """Ascending layer indices in short: '0-2, 4, 6-7'."""
+    runs: list[list[int]] = []
+    for index in indices:
+        if runs and runs[-1][-1] == index - 1:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
 def print_plan(plan: Plan, console: Console) -> None:
     """Prints what happens to each layer, what the result needs, and the cache of teacher and result by context."""
     layers = Table(title="Plan, per layer (parameters)", title_justify="left")
@@ -31,14 +40,15 @@ def print_plan(plan: Plan, console: Console) -> None:
     layers.add_column("becomes")
     for column in ("copied", "expanded", "created", "dropped", "size"):
         layers.add_column(column, justify="right")
-    for _, group in groupby(plan.layers, key=_what):
-        members = list(group)
-        first, last = members[0], members[-1]
-        indices = str(first.index) if first is last else f"{first.index}-{last.index}"
+    alike: dict[tuple[object, ...], list[LayerPlan]] = {}
+    for layer in plan.layers:
+        alike.setdefault(_what(layer), []).append(layer)
+    for members in alike.values():
+        first = members[0]
         window = f" (window {first.window})" if first.window else ""
-        numbers = [count(value) for value in (first.copied, first.expanded, first.created, first.dropped)]
         kind = "Gated DeltaNet" if first.converted else f"stays softmax{window}"
-        layers.add_row(indices, kind, *numbers, size(first.nbytes))
+        numbers = [count(value) for value in (first.copied, first.expanded, first.created, first.dropped)]
+        layers.add_row(index_ranges([m.index for m in members]), kind, *numbers, size(first.nbytes))
     console.print(layers)
     console.print(
         f"{count(plan.teacher_parameters)} parameters become {count(plan.parameters)}: {size(plan.nbytes)} in "

@@ -1,6 +1,7 @@
 """Where a teacher comes from: a local folder, a GGUF file or the hub. The result is always a local folder."""
 
 import re
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import torch
 from deltanet_hf.errors import UserError
 
 from .checkpoint import PICKLES
+from .files import writing
 
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
 NEEDED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "LICENSE*"]
@@ -21,6 +23,7 @@ class Source:
     name: str  # as the user gave it, or the hub id
     folder: Path
     revision: str | None  # the hub's commit
+    temporary: bool = False  # `folder` is a dequantised copy, to be removed at the end
 
 
 def resolve_source(teacher: str, scratch: Path, dtype: torch.dtype | None) -> Source:
@@ -28,13 +31,13 @@ def resolve_source(teacher: str, scratch: Path, dtype: torch.dtype | None) -> So
 
     Args:
         teacher: a folder, a .gguf file, a folder with one .gguf file, or a hub id.
-        scratch: folder for the dequantised copy; left as it is when it holds a finished one.
+        scratch: folder for the dequantised copy; kept as it is when it was made from the same file.
         dtype: of the dequantised copy; bfloat16 when None.
     """
     path = Path(teacher).expanduser()
     if path.is_file():
         if path.suffix == ".gguf":
-            return Source(path.name, _dequantised(path, scratch, dtype), None)
+            return Source(path.name, _dequantised(path, scratch, dtype), None, True)
         if path.suffix in PICKLES:
             raise UserError(f"{path}: pickled weights can run code when loaded and are refused; give safetensors")
         raise UserError(f"{path}: give the folder that holds config.json and the weights, or a .gguf file")
@@ -43,7 +46,7 @@ def resolve_source(teacher: str, scratch: Path, dtype: torch.dtype | None) -> So
         if ggufs and not (path / "config.json").exists():
             if len(ggufs) > 1:
                 raise UserError(f"{path}: holds {len(ggufs)} .gguf files; give one of them, such as {ggufs[0]}")
-            return Source(ggufs[0].name, _dequantised(ggufs[0], scratch, dtype), None)
+            return Source(ggufs[0].name, _dequantised(ggufs[0], scratch, dtype), None, True)
         return Source(path.resolve().name, path, None)
     if not HUB_ID.match(teacher) or teacher.startswith((".", "/")):
         raise UserError(f"{teacher}: no such folder, and not a hub id of the form owner/name; check the path")
@@ -72,10 +75,11 @@ def _downloaded(repo: str) -> Source:
 def _dequantised(file: Path, scratch: Path, dtype: torch.dtype | None) -> Path:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    folder = scratch / "dequantised"
-    done = folder / "complete"
-    if done.exists():
-        return folder
+    state = file.stat()
+    made_from = f"{file.resolve()} {state.st_size} {state.st_mtime_ns} {dtype}"
+    done = scratch / "made_from"
+    if done.exists() and done.read_text() == made_from:
+        return scratch
     place, name = str(file.parent), file.name
     try:
         model = AutoModelForCausalLM.from_pretrained(
@@ -89,10 +93,12 @@ def _dequantised(file: Path, scratch: Path, dtype: torch.dtype | None) -> Path:
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"{file}: transformers cannot load this GGUF file ({reason}); give safetensors") from error
     _restore_digit_splitting(file, tokenizer)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    done.touch()
-    return folder
+    with writing(scratch):
+        shutil.rmtree(scratch, ignore_errors=True)
+        model.save_pretrained(scratch)
+        tokenizer.save_pretrained(scratch)
+        done.write_text(made_from)
+    return scratch
 
 
 def _restore_digit_splitting(file: Path, tokenizer: object) -> None:

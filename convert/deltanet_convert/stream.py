@@ -68,33 +68,32 @@ class LayerStream:
 
     @torch.no_grad()
     def embed(self, *batches: Tensor) -> list[Tensor]:
-        """ids [n, T] -> the first layer's input [n, T, hidden] float32; learns every layer's other arguments.
-
-        Only the rows of the embedding that occur are kept.
-        """
+        """ids [n, T] -> the first layer's input [n, T, hidden] float32. Only the embedding's rows that occur are kept."""
         used, positions = torch.unique(torch.cat([ids.flatten() for ids in batches]), return_inverse=True)
         table = self.model.model.embed_tokens
         table.weight = nn.Parameter(read_rows(self.teacher.checkpoint, "model.embed_tokens.weight", used), False)
         table.padding_idx = None  # an index into the whole table
-        recorders = [_Recorder() for _ in self.layers]
-        self.model.model.layers = nn.ModuleList(recorders)
-        catch = _First()
-        handle = recorders[0].register_forward_pre_hook(catch)
-        loaded = load_module(self.model.model.norm, self.teacher.checkpoint, "model.norm.")
         outputs, offset = [], 0
         for ids in batches:
             compact = positions[offset : offset + ids.numel()].view_as(ids)
             offset += ids.numel()
-            rows = []
-            for row in compact:
-                self.model.model(input_ids=row.unsqueeze(0), use_cache=False)
-                rows.append(catch.hidden)
-            outputs.append(torch.cat(rows))
-        handle.remove()
-        loaded.to("meta")
-        self.layer_kwargs = [recorder.seen for recorder in recorders]
+            outputs.append(torch.cat([self._through_recorders(input_ids=row.unsqueeze(0)) for row in compact]))
         table.weight = nn.Parameter(table.weight.to("meta"), False)
         return outputs
+
+    @torch.no_grad()
+    def learn_arguments(self, length: int) -> None:
+        """Fills `layer_kwargs` for sequences of `length` tokens; `embed` is not needed for it."""
+        self._through_recorders(inputs_embeds=torch.zeros(1, length, self.teacher.config.hidden_size))
+
+    def _through_recorders(self, **inputs: Tensor) -> Tensor:
+        recorders = [_Recorder() for _ in self.layers]
+        self.model.model.layers = nn.ModuleList(recorders)
+        self.model.model.norm, norm = nn.Identity(), self.model.model.norm
+        hidden: Tensor = self.model.model(**inputs, use_cache=False).last_hidden_state
+        self.model.model.norm = norm
+        self.layer_kwargs = [recorder.seen for recorder in recorders]
+        return hidden
 
     def load_layer(self, index: int) -> nn.Module:
         """Decoder layer `index` with its weights in float32; `.to("meta")` gives the memory back."""
@@ -126,15 +125,6 @@ class Head:
         self.stand_in.hidden = hidden
         result: Tensor = self.model(inputs_embeds=hidden, use_cache=False).logits
         return result
-
-
-class _First:
-    """A forward pre-hook that keeps the first positional argument."""
-
-    hidden: Tensor
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        self.hidden = args[0]
 
 
 def load_module(module: nn.Module, checkpoint: Checkpoint, prefix: str) -> nn.Module:

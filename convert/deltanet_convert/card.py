@@ -1,0 +1,84 @@
+"""The model card of a converted model."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from .plan_view import count, index_ranges, size
+
+
+def model_card(report: dict[str, Any], teacher: Path, plot: str) -> str:
+    """README.md: what the model is, how it was made, what was measured, how to load it.
+
+    Args:
+        report: contents of `conversion.json`.
+        teacher: its folder, whose card names the licence.
+        plot: file name of the per-layer plot.
+    """
+    source, options, check, plan = report["teacher"], report["options"], report["held_out"], report["plan"]
+    converted, total = plan["converted_layers"], len(plan["layers"])
+    kept = [layer["index"] for layer in plan["layers"] if not layer["converted"]]
+    relative = [layer["relative_mse"] for layer in report["layers"]]
+    cosine = [layer["cosine"] for layer in report["layers"]]
+    header = ["---", "library_name: transformers", "pipeline_tag: text-generation", *_licence(teacher)]
+    if "/" in source["name"]:
+        header.append(f"base_model: {source['name']}")
+    header += ["tags:", "- gated-deltanet", "- linear-attention", "---"]
+    stays = f"layers {index_ranges(kept)} keep softmax attention" if kept else "no layer keeps softmax attention"
+    caches = "\n".join(
+        f"| {row['context']:,} | {size(row['teacher'])} | {size(row['converted'])} |" for row in plan["cache_bytes"]
+    )
+    return "\n".join(header) + f"""
+
+# {source["name"]} with Gated DeltaNet layers
+
+{len(converted)} of {total} attention layers of `{source["name"]}` ({source["model_type"]}) are replaced by Gated DeltaNet
+layers in the `{options["profile"]}` profile; {stays}. {count(plan["parameters"])} parameters.
+
+This is the start of a conversion: the new layers are fitted to the teacher's attention, nothing has been trained. Align
+and distil it before use.
+
+```python
+import deltanet_hf  # pip install deltanet-hf
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("PATH")
+tokenizer = AutoTokenizer.from_pretrained("PATH")
+```
+
+## Measured at conversion
+
+{check["tokens"]:,} held-out tokens of {report["text"]["source"]}, in sequences of {report["text"]["sequence_length"]}:
+
+| | teacher | converted |
+|---|---|---|
+| perplexity | {check["teacher_perplexity"]:.2f} | {check["perplexity"]:.2f} |
+| KL to the teacher, nats per token | 0 | {check["kl"]:.3f} |
+
+Each converted layer against the teacher's attention on the teacher's inputs: relative MSE {_mean(relative):.3f} and cosine
+{_mean(cosine):.3f} on average.
+
+![per-layer error]({plot})
+
+Cache of one sequence:
+
+| tokens | teacher | converted |
+|---|---|---|
+{caches}
+
+All figures, options and versions: `conversion.json`.
+"""
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _licence(teacher: Path) -> list[str]:
+    """The licence lines of the teacher's own card."""
+    card = teacher / "README.md"
+    if not card.is_file():
+        return []
+    text = card.read_text(encoding="utf-8", errors="replace")
+    front = re.match(r"---\n(.*?)\n---", text, re.DOTALL)
+    return re.findall(r"^license(?:_name|_link)?: .+$", front[1], re.MULTILINE) if front else []

@@ -1,0 +1,276 @@
+"""The conversion, streamed: embedding, one decoder layer after the other, output head, check, publish.
+
+Every step ends with a line in the workspace's journal; a resumed run skips what the journal says is done.
+"""
+
+import dataclasses
+import hashlib
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from deltanet_hf.config import DeltaNetOptions
+from deltanet_hf.data import shipped_texts
+from deltanet_hf.errors import QualityError, UserError
+from torch import Tensor
+
+from .activations import Activations
+from .checkpoint import Checkpoint, read_json
+from .layer_step import LayerStep
+from .options import ConvertOptions, kept_layers
+from .output import complete_folder, load_tokenizer, versions
+from .plan import Plan, check_disk, make_plan
+from .source import Source, resolve_source
+from .stream import LayerStream
+from .teacher import Teacher, open_teacher
+from .text import CalibrationText, read_text, tokenise
+from .verify import compare_models
+from .workspace import READY, Workspace
+from .writer import ShardWriter
+
+EMBEDDING = "model.embed_tokens.weight"
+SOFTMAX_TOLERANCE = 1e-4  # float32 rounding over one attention layer, with a wide margin; wrong wiring gives about 1
+Progress = Callable[[int, int, str, dict[str, Any]], None]  # layers done, layers in all, what, figures
+
+
+@dataclass(frozen=True)
+class Job:
+    """A conversion that is checked and planned, and not begun."""
+
+    source: Source
+    teacher: Teacher
+    out: Path
+    options: ConvertOptions
+    wiring: DeltaNetOptions
+    dtype: torch.dtype
+    plan: Plan
+
+    def close(self) -> None:
+        """Removes the dequantised copy of a GGUF file."""
+        if self.source.temporary:
+            shutil.rmtree(self.source.folder, ignore_errors=True)
+
+
+def prepare(teacher: str, out: Path, options: ConvertOptions) -> Job:
+    """Finds and checks the teacher and plans the conversion; writes nothing but a GGUF file's dequantised copy."""
+    out = Path(out).expanduser().absolute()
+    source = resolve_source(teacher, out.parent / f".{out.name}.teacher", options.torch_dtype)
+    _check_apart(source.folder, out)
+    opened = open_teacher(source.folder)
+    kept = kept_layers(options.layers, opened.num_layers)
+    wiring = DeltaNetOptions.preset(options.profile, sorted(set(range(opened.num_layers)) - set(kept)))
+    dtype = options.torch_dtype or (torch.float32 if opened.dtype == torch.float64 else opened.dtype)
+    plan = make_plan(opened, wiring, dtype, options.shard_size, options.calibration_tokens)
+    return Job(source, opened, out, options, wiring, dtype, plan)
+
+
+def convert(job: Job, progress: Progress) -> dict[str, Any]:
+    """Runs a conversion to the end and returns the contents of `conversion.json`.
+
+    Raises:
+        UserError: something the user can put right; what was finished stays for `--resume`.
+        QualityError: softmax attention with a converted layer's weights is not the teacher's.
+    """
+    tokenizer = load_tokenizer(job.teacher.folder)
+    text = _text(job, tokenizer)
+    workspace = Workspace(job.out)
+    if job.options.resume and not workspace.folder.exists() and (finished := _finished(job, text)):
+        return finished
+    with workspace.opened(_request(job, text), resume=job.options.resume, overwrite=job.options.overwrite):
+        if READY not in workspace.steps:
+            try:
+                check_disk(job.plan, job.out, _allocated(workspace.folder))
+                _Run(job, text, workspace, progress).all_steps()
+            except (UserError, QualityError):
+                if not workspace.steps:
+                    workspace.discard()
+                raise
+        report = dict(workspace.steps[READY])
+        workspace.publish()
+    job.close()
+    return report
+
+
+class _Run:
+    """The steps, in order."""
+
+    def __init__(self, job: Job, text: CalibrationText, workspace: Workspace, progress: Progress) -> None:
+        self.job, self.text, self.workspace, self.progress = job, text, workspace, progress
+        self.stream = LayerStream(job.teacher)
+        self.writer = ShardWriter(workspace.model, job.plan.layout)
+        self.count = job.teacher.num_layers
+
+    def all_steps(self) -> None:
+        self.writer.prepare()
+        self.stream.learn_arguments(self.text.calibration.shape[1])
+        activations = self._start()
+        step = LayerStep(self.stream, self.job.plan.student, self.job.dtype, self.job.options.seed)
+        for index in range(self.count):
+            name = f"layer {index}"
+            if name not in self.workspace.steps:
+                figures = self._layer(step, index, activations)
+                self.progress(index + 1, self.count, name, figures)
+        check = self._head(activations)
+        self.writer.finish()
+        report = self._report(check)
+        complete_folder(self.job, self.workspace.model, report)
+        self.workspace.done(READY, report)
+
+    def _start(self) -> Activations:
+        """The activations that the next layer needs: the embedding's, or those the journal has come to."""
+        done = sum(f"layer {index}" in self.workspace.steps for index in range(self.count))
+        shapes = [(*ids.shape, self.job.teacher.config.hidden_size) for ids in self._batches()]
+        if "embedding" in self.workspace.steps:
+            self.progress(done, self.count, "resumed", {})
+            return Activations.load(self.workspace.folder, done, *shapes)
+        calibration, held_out = self.stream.embed(*self._batches())
+        activations = Activations(calibration, held_out, held_out.clone())
+        self._copy(EMBEDDING)
+        self.writer.sync()
+        activations.save(self.workspace.folder, 0)
+        self.workspace.done("embedding")
+        return activations
+
+    def _batches(self) -> tuple[Tensor, Tensor]:
+        return self.text.calibration, self.text.held_out
+
+    def _layer(self, step: LayerStep, index: int, activations: Activations) -> dict[str, Any]:
+        layer, figures = step.run(index, activations)
+        if figures.get("softmax_error", 0.0) > SOFTMAX_TOLERANCE:
+            raise QualityError(
+                f"layer {index}: softmax attention with the expanded weights differs from the teacher's by "
+                f"{figures['softmax_error']:.2e}; the conversion is wrong, please report it with the teacher's config"
+            )
+        for name, tensor in layer.state_dict().items():
+            self.writer.write(f"model.layers.{index}.{name}", [tensor])
+        step.release(index)
+        self.writer.sync()
+        activations.save(self.workspace.folder, index + 1)
+        self.workspace.done(f"layer {index}", figures)
+        Activations.forget(self.workspace.folder, index)
+        return figures
+
+    def _head(self, activations: Activations) -> dict[str, Any]:
+        for name in self.job.plan.layout.specs:
+            if not name.startswith(("model.layers.", EMBEDDING)):
+                self._copy(name)
+        head = self.stream.load_head()
+        self.progress(self.count, self.count, "perplexity", {})
+        found = compare_models(
+            head, self.text.held_out, activations.held_out, activations.student, self.job.dtype
+        )
+        return dataclasses.asdict(found)
+
+    def _copy(self, name: str) -> None:
+        self.writer.write(name, _stored(self.job.teacher.checkpoint, name, self.job.dtype))
+
+    def _report(self, check: dict[str, Any]) -> dict[str, Any]:
+        job = self.job
+        layers = [
+            {"index": index, **self.workspace.steps[f"layer {index}"]} for index in job.wiring.layers
+        ]
+        return {
+            "teacher": _teacher_facts(job),
+            "options": _option_facts(job),
+            "text": {
+                "source": self.text.source,
+                "sha256": self.text.sha256,
+                "calibration_tokens": self.text.calibration.numel(),
+                "held_out_tokens": self.text.held_out.numel(),
+                "sequence_length": self.text.calibration.shape[1],
+            },
+            "versions": versions(),
+            "plan": job.plan.to_json(),
+            "layers": layers,
+            "held_out": check,
+        }
+
+
+def _stored(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> Iterator[Tensor]:
+    for block in checkpoint.blocks(name):
+        rounded = block.to(dtype)
+        if not bool(torch.isfinite(rounded).all()):
+            raise UserError(
+                f"{checkpoint.entries[name].file}: tensor '{name}' overflows in {dtype}; choose --dtype bfloat16 or "
+                "float32"
+            )
+        yield rounded
+
+
+def _text(job: Job, tokenizer: Any) -> CalibrationText:
+    options = job.options
+    needed = 2 * options.calibration_tokens
+    if options.text is None:
+        documents = [path.read_text(encoding="utf-8") for path in shipped_texts()]
+        source = "the text shipped with deltanet-hf"
+    else:
+        documents, source = read_text(options.text, needed), str(options.text)
+    text = tokenise(
+        documents,
+        tokenizer,
+        options.calibration_tokens,
+        options.seed,
+        source,
+        int(job.teacher.config.max_position_embeddings),
+    )
+    largest = int(max(text.calibration.max(), text.held_out.max()))
+    if largest >= job.teacher.config.vocab_size:
+        raise UserError(
+            f"{job.teacher.folder}: the tokenizer makes token {largest} but vocab_size in config.json is "
+            f"{job.teacher.config.vocab_size}; give the tokenizer that belongs to the teacher"
+        )
+    return text
+
+
+def _request(job: Job, text: CalibrationText) -> dict[str, Any]:
+    """Everything that the result depends on; a resumed run must ask for the same."""
+    files = [job.teacher.folder / "config.json", *job.teacher.checkpoint.files()]
+    states = {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
+    config = hashlib.sha256(files[0].read_bytes()).hexdigest()
+    return {
+        "teacher": {"name": job.source.name, "revision": job.source.revision, "config": config, "files": states},
+        "options": {**job.options.decisive(), "layers": list(job.wiring.layers)},
+        "text": {"sha256": text.sha256, "tokens": list(text.calibration.shape)},
+        "versions": versions(),
+    }
+
+
+def _finished(job: Job, text: CalibrationText) -> dict[str, Any] | None:
+    """The report in OUT when the conversion that is to be resumed has been completed already."""
+    file = job.out / "conversion.json"
+    if not file.exists():
+        return None
+    report = read_json(file)
+    same = (
+        report.get("teacher") == _teacher_facts(job)
+        and report.get("options") == _option_facts(job)
+        and report.get("text", {}).get("sha256") == text.sha256
+    )
+    return report if same else None
+
+
+def _teacher_facts(job: Job) -> dict[str, Any]:
+    return {
+        "name": job.source.name,
+        "revision": job.source.revision,
+        "model_type": job.teacher.family.model_type,
+        "dtype": str(job.teacher.dtype).removeprefix("torch."),
+        "tied_embeddings": job.teacher.tied,
+    }
+
+
+def _option_facts(job: Job) -> dict[str, Any]:
+    return {**job.options.decisive(), "layers": job.options.layers, "deltanet": job.wiring.to_dict()}
+
+
+def _check_apart(teacher: Path, out: Path) -> None:
+    first, second = teacher.resolve(), out.resolve()
+    if first == second or first in second.parents or second in first.parents:
+        raise UserError(f"{out}: overlaps the teacher's folder {teacher}; choose another output folder")
+
+
+def _allocated(folder: Path) -> int:
+    return sum(file.stat().st_blocks * 512 for file in folder.rglob("*") if file.is_file())
