@@ -42,21 +42,26 @@ class GatedDeltaNetCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
 
     def advance(self, tokens: int, state: torch.Tensor, conv_tail: torch.Tensor | None) -> None:
         """Store the state after `tokens` more tokens."""
-        if self.static and self.is_initialized:
-            assert self.state is not None
-            self.state.copy_(state)
-            if conv_tail is not None and self.conv_tail is not None:
-                self.conv_tail.copy_(conv_tail)
+        if self.static:
+            self._copy_in_place(state, conv_tail)
         else:
             self.state, self.conv_tail, self.device = state, conv_tail, state.device
-            if self.static:
-                self.tokens_seen = torch.zeros((), dtype=torch.long, device=state.device)
-                if not torch.compiler.is_compiling():
-                    for tensor in (self.state, self.conv_tail, self.tokens_seen):
-                        if tensor is not None:
-                            torch._dynamo.mark_static_address(tensor)
-            self.is_initialized = True
+        self.is_initialized = True
         self.tokens_seen += tokens
+
+    @torch.no_grad()
+    def _copy_in_place(self, state: torch.Tensor, conv_tail: torch.Tensor | None) -> None:
+        if self.state is None:
+            self.state, self.device = torch.empty_like(state), state.device
+            self.conv_tail = None if conv_tail is None else torch.empty_like(conv_tail)
+            self.tokens_seen = torch.zeros((), dtype=torch.long, device=state.device)
+            if not torch.compiler.is_compiling():
+                for tensor in (self.state, self.conv_tail, self.tokens_seen):
+                    if tensor is not None:
+                        torch._dynamo.mark_static_address(tensor)
+        self.state.copy_(state)
+        if conv_tail is not None and self.conv_tail is not None:
+            self.conv_tail.copy_(conv_tail)
 
     def get_seq_length(self) -> int:
         return self.tokens_seen  # type: ignore[return-value]  # a tensor in static caches, as in transformers' own

@@ -1,0 +1,130 @@
+"""Every family x profile x {hybrid, fully converted}: what a user does with a converted model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from tiny_models import HYBRID, tiny_student
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+
+from deltanet_hf.families import FAMILIES
+
+LENGTH = 19
+CASES = [
+    pytest.param((family, profile, layers), id=f"{family}-{profile}-{name}")
+    for family in FAMILIES
+    for profile in ("teacher", "native")
+    for name, layers in (("all", None), ("hybrid", HYBRID))
+]
+
+
+@pytest.fixture(scope="module", params=CASES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    family, profile, layers = request.param
+    changes = {"conv_size": 3} if profile == "teacher" and layers is None else {}
+    path: Path = tmp_path_factory.mktemp("model")
+    tiny_student(family, profile, layers, **changes).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+@pytest.fixture(scope="module")
+def tokens() -> torch.Tensor:
+    return torch.randint(3, 97, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+def logits(model: PreTrainedModel, tokens: torch.Tensor, **kwargs: object) -> torch.Tensor:
+    with torch.no_grad():
+        return model(tokens, **kwargs).logits
+
+
+def close(ours: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(ours, expected, rtol=2e-4, atol=2e-4)
+
+
+def test_loads_without_missing_or_unexpected_keys(folder: Path) -> None:
+    _, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert not info["mismatched_keys"]
+
+
+def test_greedy_generation_equals_full_forward(model: PreTrainedModel, tokens: torch.Tensor) -> None:
+    generated = model.generate(
+        tokens, max_new_tokens=8, do_sample=False, eos_token_id=None, return_dict_in_generate=True, output_logits=True
+    )
+    assert generated.sequences.shape == (2, LENGTH + 8)
+    full = logits(model, generated.sequences)[:, LENGTH - 1 : -1]
+    close(torch.stack(generated.logits, dim=1), full)
+
+
+def test_padded_batch_equals_single_rows(model: PreTrainedModel, tokens: torch.Tensor) -> None:
+    single = logits(model, tokens[1:, 5:])
+    left = torch.ones_like(tokens)
+    left[1, :5] = 0
+    positions = (left.cumsum(-1) - 1).clamp(min=0)
+    close(logits(model, tokens, attention_mask=left, position_ids=positions)[1:, 5:], single)
+    right = left.flip(-1)
+    shifted = torch.cat([tokens[:, 5:], tokens[:, :5]], dim=1)
+    close(logits(model, shifted, attention_mask=right)[1:, : LENGTH - 5], single)
+
+
+def test_left_padded_generation_equals_single_row(model: PreTrainedModel, tokens: torch.Tensor) -> None:
+    mask = torch.ones_like(tokens)
+    mask[0, :7] = 0
+    options = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
+    batch = model.generate(tokens, attention_mask=mask, **options)
+    alone = model.generate(tokens[:1, 7:], **options)
+    assert batch[0, LENGTH:].tolist() == alone[0, LENGTH - 7 :].tolist()
+
+
+def test_packed_equals_unpacked(model: PreTrainedModel, tokens: torch.Tensor) -> None:
+    row = tokens[:1]
+    parts = torch.cat([logits(model, row[:, :6]), logits(model, row[:, 6:7]), logits(model, row[:, 7:])], dim=1)
+    positions = torch.cat([torch.arange(6), torch.arange(1), torch.arange(LENGTH - 7)]).unsqueeze(0)
+    close(logits(model, row, position_ids=positions), parts)
+    boundaries = torch.tensor([0, 6, 7, LENGTH], dtype=torch.int32)
+    close(logits(model, row, cu_seq_lens_q=boundaries), parts)
+
+
+def test_chunked_prefill_equals_one_shot(model: PreTrainedModel, tokens: torch.Tensor) -> None:
+    cache = DynamicCache(config=model.config)
+    chunks = [logits(model, part, past_key_values=cache, use_cache=True) for part in tokens.split([7, 1, 11], dim=1)]
+    close(torch.cat(chunks, dim=1), logits(model, tokens))
+    assert cache.get_seq_length() == LENGTH
+
+
+def test_one_row_equals_many(model: PreTrainedModel, tokens: torch.Tensor) -> None:
+    close(torch.cat([logits(model, row) for row in tokens.split(1)]), logits(model, tokens))
+
+
+def test_beam_search_reorders_the_state(model: PreTrainedModel, tokens: torch.Tensor) -> None:
+    options = {"max_new_tokens": 5, "num_beams": 3, "do_sample": False, "eos_token_id": None}
+    with_cache = model.generate(tokens, use_cache=True, **options)
+    without = model.generate(tokens, use_cache=False, **options)
+    assert with_cache.tolist() == without.tolist()
+
+
+def test_peft_trains_saves_loads_and_merges(folder: Path, tokens: torch.Tensor, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_pretrained(folder)
+    before = logits(base.eval(), tokens)
+    model = get_peft_model(base, LoraConfig(r=4, modules_to_save=["decay"], task_type="CAUSAL_LM"))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    for _ in range(2):
+        model(tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    trained = logits(model.eval(), tokens)
+    assert (trained - before).abs().max() > 1e-3
+    model.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path).eval()
+    close(logits(loaded, tokens), trained)
+    close(logits(loaded.merge_and_unload(), tokens), trained)

@@ -1,0 +1,284 @@
+"""Behaviour that one family stands for: caches, checkpointing, dtypes, offload, registration."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import HYBRID, LAYERS, teacher_config, tiny_student, tiny_teacher
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
+
+from deltanet_hf import DeltaNetOptions, converted_config
+from deltanet_hf.cache import GatedDeltaNetCacheLayer, cache_bytes
+from deltanet_hf.errors import UserError
+from deltanet_hf.families import FAMILIES, family_of
+
+
+@pytest.fixture
+def tokens() -> torch.Tensor:
+    return torch.randint(3, 97, (2, 21), generator=torch.Generator().manual_seed(2))
+
+
+@pytest.fixture(params=["teacher", "native"])
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return tiny_student("llama", request.param, HYBRID)
+
+
+def test_state_does_not_grow_with_context(tokens: torch.Tensor) -> None:
+    model = tiny_student("llama", "native")
+    sizes = []
+    for length in (5, 21):
+        cache = DynamicCache(config=model.config)
+        model(tokens[:, :length], past_key_values=cache, use_cache=True)
+        assert all(isinstance(layer, GatedDeltaNetCacheLayer) for layer in cache.layers)
+        sizes.append(cache_bytes(cache))
+    heads, size, channels = 4, 8, 3 * 4 * 8
+    assert sizes == [LAYERS * 2 * 4 * (heads * size * size + channels * 3)] * 2
+
+
+def test_a_cache_made_without_config_works(model: PreTrainedModel, tokens: torch.Tensor) -> None:
+    cache = DynamicCache()
+    parts = [model(part, past_key_values=cache, use_cache=True).logits for part in tokens.split([13, 8], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), model(tokens).logits, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("layers", [None, HYBRID])
+def test_static_cache_equals_dynamic(layers: tuple[int, ...] | None, tokens: torch.Tensor) -> None:
+    model = tiny_student("qwen3", "teacher", layers)
+    mask = torch.ones_like(tokens)
+    mask[1, :4] = 0
+    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "attention_mask": mask}
+    dynamic = model.generate(tokens, **options)
+    static = model.generate(tokens, cache_implementation="static", disable_compile=True, **options)
+    assert static.tolist() == dynamic.tolist()
+
+
+def test_static_cache_keeps_its_addresses(tokens: torch.Tensor) -> None:
+    model = tiny_student("llama", "native")
+    cache = StaticCache(config=model.config, max_cache_len=32)
+    model(tokens, past_key_values=cache, use_cache=True)
+    addresses = [layer.state.data_ptr() for layer in cache.layers]
+    model(tokens[:, :1], past_key_values=cache, use_cache=True)
+    assert [layer.state.data_ptr() for layer in cache.layers] == addresses
+    cache.reset()
+    assert int(cache.get_seq_length()) == 0
+    again = model(tokens, past_key_values=cache, use_cache=True).logits
+    torch.testing.assert_close(again, model(tokens).logits, rtol=2e-4, atol=2e-4)
+
+
+def test_cache_batch_operations(model: PreTrainedModel, tokens: torch.Tensor) -> None:
+    cache = DynamicCache(config=model.config)
+    model(tokens, past_key_values=cache, use_cache=True)
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([3, 0]))
+    swapped = model(tokens[[1, 0], :1], past_key_values=cache, use_cache=True).logits
+    plain = model(torch.cat([tokens, tokens[:, :1]], dim=1)).logits[[1, 0], -1:]
+    torch.testing.assert_close(swapped, plain, rtol=2e-4, atol=2e-4)
+
+
+def test_cropping_is_refused_unless_it_is_nothing(model: PreTrainedModel, tokens: torch.Tensor) -> None:
+    cache = DynamicCache(config=model.config)
+    model(tokens, past_key_values=cache, use_cache=True)
+    cache.layers[HYBRID[0]].crop(0)
+    with pytest.raises(ValueError, match="recurrent state holds no history"):
+        cache.crop(-1)
+
+
+@pytest.mark.parametrize("how", [{"prompt_lookup_num_tokens": 2}, {"assistant_model": "itself"}])
+def test_assisted_generation_is_refused(model: PreTrainedModel, tokens: torch.Tensor, how: dict) -> None:
+    if "assistant_model" in how:
+        how = {"assistant_model": model}
+    with pytest.raises(ValueError, match="stateful"):
+        model.generate(tokens[:1], max_new_tokens=4, **how)
+
+
+def test_sampling_is_reproducible(model: PreTrainedModel, tokens: torch.Tensor) -> None:
+    drawn = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        drawn.append(model.generate(tokens, max_new_tokens=8, do_sample=True, num_return_sequences=2).tolist())
+    assert drawn[0] == drawn[1]
+
+
+def test_generate_with_chunked_prefill(model: PreTrainedModel, tokens: torch.Tensor) -> None:
+    options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+    assert (
+        model.generate(tokens, prefill_chunk_size=8, **options).tolist() == model.generate(tokens, **options).tolist()
+    )
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_masks_of_both_attention_implementations(implementation: str, tokens: torch.Tensor, tmp_path: Path) -> None:
+    tiny_student("gemma3_text", "native", HYBRID).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=implementation).eval()
+    mask = torch.ones_like(tokens)
+    mask[1, :6] = 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    padded = model(tokens, attention_mask=mask, position_ids=positions).logits[1:, 6:]
+    torch.testing.assert_close(padded, model(tokens[1:, 6:]).logits, rtol=2e-4, atol=2e-4)
+
+
+def test_nan_in_padding_does_not_spread() -> None:
+    model = tiny_student("llama", "teacher")
+    hidden = torch.randn(1, 6, 32)
+    hidden[:, :2] = float("nan")
+    positions = model.model.rotary_emb(hidden, torch.arange(6).unsqueeze(0))
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1]])
+    output, _ = model.model.layers[0].self_attn(hidden, positions, mask)
+    assert output[:, 2:].isfinite().all()
+
+
+def test_packed_rows_of_a_batch_do_not_leak(model: PreTrainedModel, tokens: torch.Tensor) -> None:
+    positions = torch.stack([torch.cat([torch.arange(9), torch.arange(12)]), torch.arange(21)])
+    packed = model(tokens, position_ids=positions, use_cache=False).logits
+    torch.testing.assert_close(packed[1:], model(tokens[1:]).logits, rtol=2e-4, atol=2e-4)
+    if not set(range(LAYERS)) - set(model.config.deltanet["layers"]):
+        torch.testing.assert_close(packed[:1, 9:], model(tokens[:1, 9:]).logits, rtol=2e-4, atol=2e-4)
+
+
+def test_packed_input_with_a_cache_is_refused(model: PreTrainedModel, tokens: torch.Tensor) -> None:
+    boundaries = torch.tensor([0, 4, 21], dtype=torch.int32)
+    with pytest.raises(ValueError, match="cu_seq_lens_q"):
+        model.model.layers[0].self_attn(
+            torch.randn(1, 21, 32),
+            model.model.rotary_emb(torch.randn(1, 21, 32), torch.arange(21).unsqueeze(0)),
+            past_key_values=DynamicCache(config=model.config),
+            cu_seq_lens_q=boundaries,
+        )
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_gives_the_same_gradients(
+    reentrant: bool, model: PreTrainedModel, tokens: torch.Tensor
+) -> None:
+    model.train()
+
+    def gradients() -> list[torch.Tensor]:
+        model.zero_grad()
+        model(tokens, labels=tokens, use_cache=False).loss.backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    plain = gradients()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+    checkpointed = gradients()
+    assert len(plain) == len(checkpointed)
+    for one, other in zip(plain, checkpointed, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_every_parameter_gets_a_gradient(tokens: torch.Tensor) -> None:
+    model = tiny_student("qwen3", "teacher", conv_size=4)
+    model(tokens, labels=tokens).loss.backward()
+    assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0] == []
+
+
+def test_decay_parameters_stay_float32(tmp_path: Path, model: PreTrainedModel, tokens: torch.Tensor) -> None:
+    model.to(torch.bfloat16).save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    dtypes = {name.split(".")[-1]: p.dtype for name, p in loaded.named_parameters()}
+    assert dtypes["A_log"] == dtypes["dt_bias"] == torch.float32
+    assert dtypes["weight"] == torch.bfloat16
+    cache = DynamicCache(config=loaded.config)
+    assert loaded(tokens, past_key_values=cache).logits.dtype == torch.bfloat16
+    assert cache.layers[0].state.dtype == torch.float32
+
+
+@pytest.mark.parametrize("where", ["cpu", "disk"])
+def test_offload_is_exact(where: str, tmp_path: Path, tokens: torch.Tensor) -> None:
+    model = tiny_student("qwen2", "native", HYBRID)
+    model.save_pretrained(tmp_path / "model")
+    resident = ("model.embed_tokens", "model.norm", "model.rotary_emb", "model.layers.3", "lm_head")
+    device_map = dict.fromkeys(resident, "cpu") | {f"model.layers.{i}": where for i in range(3)}
+    if where == "cpu":
+        from accelerate import cpu_offload
+
+        offloaded = cpu_offload(AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval(), torch.device("cpu"))
+    else:
+        offloaded = AutoModelForCausalLM.from_pretrained(
+            tmp_path / "model", device_map=device_map, offload_folder=tmp_path / "offload"
+        ).eval()
+        assert any(p.is_meta for p in offloaded.parameters())
+    with torch.no_grad():
+        assert torch.equal(offloaded(tokens).logits, model(tokens).logits)
+        expected = model.generate(tokens, max_new_tokens=3, do_sample=False, eos_token_id=None)
+        assert offloaded.generate(tokens, max_new_tokens=3, do_sample=False, eos_token_id=None).equal(expected)
+
+
+def test_tensor_parallel_plan_spares_converted_layers() -> None:
+    plan = tiny_student("llama", "teacher", HYBRID).config.base_model_tp_plan
+    attention = sorted(name for name in plan if ".self_attn." in name)
+    assert attention == [f"layers.{i}.self_attn.{p}_proj" for i in (1, 3) for p in "koqv"]
+    assert "layers.*.mlp.down_proj" in plan
+
+
+def test_saved_folder_needs_the_plugin_and_says_so(tmp_path: Path) -> None:
+    tiny_student("llama", "native", HYBRID).save_pretrained(tmp_path / "model")
+    saved = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert saved["model_type"] == "deltanet_llama"
+    script = (
+        "import sys, transformers\n"
+        "sys.modules['deltanet_hf'] = None\n"
+        f"transformers.AutoModelForCausalLM.from_pretrained({str(tmp_path / 'model')!r}, trust_remote_code=True)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert run.returncode != 0
+    assert "pip install deltanet-hf" in run.stderr
+
+
+def test_shim_loads_in_a_process_that_never_imported_the_plugin(tmp_path: Path) -> None:
+    tiny_student("llama", "native", HYBRID).save_pretrained(tmp_path / "model")
+    script = (
+        "import transformers\n"
+        f"m = transformers.AutoModelForCausalLM.from_pretrained({str(tmp_path / 'model')!r}, trust_remote_code=True)\n"
+        "print(type(m).__name__, type(m.model.layers[0].self_attn).__name__)\n"
+    )
+    paths = {"PYTHONPATH": ":".join(p for p in sys.path if p), "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=paths, check=False)
+    assert run.stdout.split() == ["DeltaNetLlamaForCausalLM", "GatedDeltaNet"], run.stderr
+
+
+def test_a_second_save_is_complete_too(tmp_path: Path) -> None:
+    tiny_student("llama").save_pretrained(tmp_path / "one")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "one").save_pretrained(tmp_path / "two")
+    names = [{path.name for path in (tmp_path / folder).iterdir()} for folder in ("one", "two")]
+    assert names[0] == names[1]
+    shutil.rmtree(tmp_path / "one")
+    assert AutoConfig.from_pretrained(tmp_path / "two").deltanet["profile"] == "teacher"
+
+
+def test_unsupported_families_are_refused_with_the_list() -> None:
+    with pytest.raises(UserError, match=r"'gpt2' is not supported; supported are gemma2, .*smollm3"):
+        family_of("gpt2")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("profile", "hybrid", "deltanet.profile"),
+        ("layers", [0, 0], "deltanet.layers"),
+        ("layers", [LAYERS], "deltanet.layers"),
+        ("conv_size", 1, "deltanet.conv_size"),
+        ("rope", "yes", "deltanet.rope"),
+        ("heads", 3, "deltanet.heads: unknown key"),
+    ],
+)
+def test_wrong_options_name_the_key(key: str, value: object, message: str) -> None:
+    options = {**DeltaNetOptions.teacher(range(LAYERS)).to_dict(), key: value}
+    base = converted_config(teacher_config("llama"), DeltaNetOptions.teacher(range(LAYERS)))
+    with pytest.raises(ValueError, match=message):
+        type(base)(**{**base.to_dict(), "deltanet": options})
+
+
+def test_nothing_converted_equals_the_teacher(tokens: torch.Tensor) -> None:
+    for family in FAMILIES:
+        teacher = tiny_teacher(family)
+        model = tiny_student(family, layers=())
+        model.load_state_dict(teacher.state_dict())
+        assert torch.equal(model(tokens).logits, teacher(tokens).logits)
