@@ -1,0 +1,263 @@
+"""Chunkwise gated delta rule on CUDA: the launches, their registration with PyTorch, and the public function.
+
+    S_t = e^{g_t} S_{t-1} + beta_t k_t (v_t - k_t^T e^{g_t} S_{t-1})^T        o_t = scale * q_t^T S_t
+
+Forward: chunk_prepare.py (gates, key norms, T), chunk_fwd.py (states, outputs). Backward: chunk_bwd.py. The forward
+pass keeps T, the states S [chunks, HV, K, V] and V' for the backward pass, which so has two heavy kernels.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from .chunk_bwd import _input_backward_kernel, _state_backward_kernel
+from .chunk_fwd import _output_kernel, _state_kernel
+from .chunk_prepare import Chunks, Prepared, cut_chunks, prepare
+from .chunk_segment import compose, segments_for
+from .kernel_config import ChunkConfig, capability, chunk_config, float32_precision, multiprocessors
+
+MAX_HEAD_SIZE = 256
+
+
+def _kept_dtype(dtype: torch.dtype) -> torch.dtype:
+    """bfloat16 keeps the range of V' and dW; float16 would lose small gradients."""
+    return dtype if dtype == torch.bfloat16 else torch.float32
+
+
+def _unit_stride(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _config(k: torch.Tensor, v: torch.Tensor) -> ChunkConfig:
+    return chunk_config(k.shape[3], v.shape[3], k.dtype, capability(k.device))
+
+
+def _sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, int]:
+    K, V = k.shape[3], v.shape[3]
+    BK = max(16, triton.next_power_of_2(K))
+    return {"H": k.shape[2], "HV": v.shape[2], "HQ": q.shape[2], "K": K, "V": V, "BK": BK}
+
+
+def _zero_tail(chunks: Chunks, *tensors: torch.Tensor) -> None:
+    """Tokens after the last packed sequence get zeros."""
+    if chunks.cu_seqlens is not None:
+        end = chunks.cu_seqlens[-1]
+        for x in tensors:
+            tail = torch.arange(x.shape[1], device=x.device) >= end
+            x.masked_fill_(tail.view(1, -1, *[1] * (x.dim() - 2)), 0)
+
+
+@torch.library.custom_op("deltanet::chunk_forward", mutates_args=())
+def chunk_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
+    initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
+    A_log: torch.Tensor | None, dt_bias: torch.Tensor | None,
+    scale: float, norm: bool, sigmoid: bool, final: bool, keep: bool, precision: str, segments: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """o, final state, and what the backward pass needs: row factors, T, S, V', M (empty where not asked for)."""
+    q, k, v = _unit_stride(q), _unit_stride(k), _unit_stride(v)
+    g, beta = g.contiguous(), beta.contiguous()
+    initial_state = None if initial_state is None else initial_state.contiguous()
+    config, sizes = _config(k, v), _sizes(q, k, v)
+    (B, T, HQ, K), HV, V = q.shape, v.shape[2], v.shape[3]
+    C, HO = config.C, max(HQ, HV)
+    chunks = cut_chunks(B, T, C, cu_seqlens)
+    p = prepare(k, g, beta, A_log, dt_bias, chunks, sigmoid, norm, precision, config.prepare_warps)
+
+    o = q.new_empty(B, T, HO, V)
+    ht = q.new_empty((chunks.rows, HV, K, V) if final else (0,), dtype=torch.float32)
+    h = k.new_empty((chunks.count, HV, K, V) if keep else (0,), dtype=_kept_dtype(k.dtype))
+    vn = k.new_empty((B, T, HV, V) if keep else (0,), dtype=_kept_dtype(k.dtype))
+    inputs = (q, k, v, p.G, p.beta, p.r, p.T)
+    where = (chunks.cu_seqlens, chunks.first_chunk, scale, T, B * T)
+    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
+    flags = {"C": C, "NORM": norm, "VARLEN": chunks.varlen, "PRECISION": precision}
+    M = q.new_empty(0, dtype=torch.float32)
+    start = initial_state
+    if segments > 1:
+        M, N = (q.new_empty(chunks.rows, segments, HV, K, D, dtype=torch.float32) for D in (K, V))
+        for out, width, transition in ((M, K, True), (N, V, False)):
+            BV = min(config.state_BV, max(16, triton.next_power_of_2(width)))
+            _state_kernel[(chunks.rows * segments * HV * triton.cdiv(width, BV),)](
+                *inputs, None, o, h, vn, out, *where, *strides, **(sizes | {"V": width}), **flags, BV=BV,
+                INITIAL=False, FINAL=True, OUTPUT=False, KEEP=False, TRANSITION=transition, SEGMENTS=segments,
+                STAGES=config.state_stages, num_warps=config.state_warps,
+            )  # fmt: skip
+        start = compose(M, N, initial_state, False, precision)
+    _state_kernel[(chunks.rows * segments * HV * triton.cdiv(V, config.state_BV),)](
+        *inputs, start, o, h, vn, ht, *where, *strides, **sizes, **flags, BV=config.state_BV,
+        INITIAL=start is not None, FINAL=final, OUTPUT=not keep, KEEP=keep, TRANSITION=False, SEGMENTS=segments,
+        STAGES=config.state_stages, num_warps=config.state_warps,
+    )  # fmt: skip
+    if keep and chunks.count:
+        _output_kernel[(chunks.count * HO * triton.cdiv(V, config.output_BV),)](
+            q, k, p.G, p.r, h, vn, o, chunks.cu_seqlens, chunks.row_of_chunk, chunks.first_chunk, scale, T, B * T,
+            *strides[:6], **sizes, **flags, BV=config.output_BV, num_warps=config.output_warps,
+        )  # fmt: skip
+    _zero_tail(chunks, o)
+    if not keep:
+        return o, ht, p.G.new_empty(0), p.T.new_empty(0), h, vn, M.new_empty(0)
+    return o, ht, torch.stack((p.G, p.beta, p.r)), p.T, h, vn, M
+
+
+@chunk_forward.register_fake
+def _(q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias, scale, norm, sigmoid, final, keep, precision, segments):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+    (B, T, HQ, K), HV, V = q.shape, v.shape[2], v.shape[3]
+    C = _config(k, v).C
+    rows = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    count = B * ((T + C - 1) // C) if cu_seqlens is None else (T + C - 1) // C + rows
+    kept = _kept_dtype(k.dtype)
+    return (
+        q.new_empty(B, T, max(HQ, HV), V),
+        q.new_empty((rows, HV, K, V) if final else (0,), dtype=torch.float32),
+        q.new_empty((3, HV, B * T) if keep else (0,), dtype=torch.float32),
+        k.new_empty((count, HV, C, C) if keep else (0,)),
+        k.new_empty((count, HV, K, V) if keep else (0,), dtype=kept),
+        k.new_empty((B, T, HV, V) if keep else (0,), dtype=kept),
+        q.new_empty((rows, segments, HV, K, K) if keep and segments > 1 else (0,), dtype=torch.float32),
+    )
+
+
+@torch.library.custom_op("deltanet::chunk_backward", mutates_args=())
+def chunk_backward(
+    do: torch.Tensor, dht: torch.Tensor | None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
+    cu_seqlens: torch.Tensor | None, A_log: torch.Tensor | None, dt_bias: torch.Tensor | None,
+    factors: torch.Tensor, Tm: torch.Tensor, h: torch.Tensor, vn: torch.Tensor, M: torch.Tensor,
+    scale: float, norm: bool, sigmoid: bool, initial: bool, precision: str, segments: int,
+) -> tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
+]:  # fmt: skip
+    """Gradients of q, k, v, g, beta, initial state, A_log, dt_bias (empty where there is no such input)."""
+    q, k, do, g = _unit_stride(q), _unit_stride(k), _unit_stride(do), g.contiguous()
+    dht = None if dht is None else dht.contiguous()
+    config, sizes = _config(k, v), _sizes(q, k, v)
+    (B, T, HQ, K), HV, V = q.shape, v.shape[2], v.shape[3]
+    chunks = cut_chunks(B, T, config.C, cu_seqlens)
+    p = Prepared(factors[0], factors[1], factors[2], Tm)
+    dh, dw = torch.empty_like(h), torch.empty_like(vn)
+    dh0 = q.new_empty((chunks.rows, HV, K, V) if initial else (0,), dtype=torch.float32)
+    where = (chunks.cu_seqlens, chunks.first_chunk, scale, T, B * T)
+    strides = (*q.stride()[:3], *k.stride()[:3], *do.stride()[:3])
+    flags = {"C": config.C, "NORM": norm, "VARLEN": chunks.varlen, "PRECISION": precision}
+    grid = (chunks.rows * segments * HV * triton.cdiv(V, config.grad_BV),)
+    common = {
+        **sizes, **flags, "BV": config.grad_BV, "SEGMENTS": segments, "STAGES": config.grad_stages,
+        "num_warps": config.grad_warps,
+    }  # fmt: skip
+    inputs = (q, k, p.G, p.beta, p.r, p.T, do)
+    start = dht
+    if segments > 1:
+        N = q.new_empty(chunks.rows, segments, HV, K, V, dtype=torch.float32)
+        _state_backward_kernel[grid](
+            *inputs, None, dh, dw, N, *where, *strides, **common, FINAL=False, INITIAL=True, KEEP=False
+        )
+        start = compose(M, N, dht, True, precision)
+    _state_backward_kernel[grid](
+        *inputs, start, dh, dw, dh0, *where, *strides, **common, FINAL=start is not None, INITIAL=initial, KEEP=True
+    )
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    dg, dbeta = torch.empty_like(g), torch.empty(beta.shape, dtype=beta.dtype, device=beta.device)
+    gate = A_log is not None
+    sums = q.new_zeros((chunks.count, HV, 2) if gate else (0,), dtype=torch.float32)
+    if chunks.count:
+        _input_backward_kernel[(chunks.count * k.shape[2],)](
+            q, k, p.G, p.beta, p.r, do, h, dh, vn, dw, g, A_log, dt_bias, dq, dk, dv, dg, dbeta, sums,
+            chunks.cu_seqlens, chunks.row_of_chunk, chunks.first_chunk, scale, T, B * T, *strides,
+            **sizes, **flags, BV=config.inputs_BV, GATE=gate, SIGMOID=sigmoid, num_warps=config.inputs_warps,
+        )  # fmt: skip
+    _zero_tail(chunks, dq, dk, dv, dg, dbeta)
+    total = sums.sum(0) if gate else sums.view(0, 2)
+    dA, dbias = (total[:, j].to(torch.float32 if x is None else x.dtype, copy=True) for j, x in enumerate((A_log, dt_bias)))
+    return dq, dk, dv, dg, dbeta, dh0, dA, dbias
+
+
+@chunk_backward.register_fake
+def _(do, dht, q, k, v, g, beta, cu_seqlens, A_log, dt_bias, factors, Tm, h, vn, M, scale, norm, sigmoid, initial, precision, segments):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+    rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    state = (rows, v.shape[2], k.shape[3], v.shape[3]) if initial else (0,)
+    dA = q.new_empty(0, dtype=torch.float32) if A_log is None else torch.empty_like(A_log)
+    dbias = q.new_empty(0, dtype=torch.float32) if dt_bias is None else torch.empty_like(dt_bias)
+    grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v, g, beta)]
+    return (*grads, q.new_empty(state, dtype=torch.float32), dA, dbias)
+
+
+def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias, scale, norm, sigmoid, final, _, precision, segments = inputs
+    _, _, factors, Tm, h, vn, M = output
+    ctx.save_for_backward(q, k, v, g, beta, cu_seqlens, A_log, dt_bias, factors, Tm, h, vn, M)
+    ctx.options = (scale, norm, sigmoid, initial_state is not None, precision, segments)
+    ctx.final = final
+    ctx.mark_non_differentiable(factors, Tm, h, vn, M)
+
+
+def _backward(ctx, do, dht, *_):  # type: ignore[no-untyped-def]
+    q, k, v, g, beta, cu_seqlens, A_log, dt_bias, factors, Tm, h, vn, M = ctx.saved_tensors
+    if do is None:
+        do = q.new_zeros(q.shape[0], q.shape[1], max(q.shape[2], v.shape[2]), v.shape[3])
+    dq, dk, dv, dg, dbeta, dh0, dA, dbias = chunk_backward(
+        do, dht if ctx.final else None, q, k, v, g, beta, cu_seqlens, A_log, dt_bias,
+        factors, Tm, h, vn, M, *ctx.options,
+    )  # fmt: skip
+    gate, initial = A_log is not None, ctx.options[3]
+    return (
+        dq, dk, dv, dg, dbeta, dh0 if initial else None, None, dA if gate else None, dbias if gate else None,
+        *[None] * 7,
+    )  # fmt: skip
+
+
+torch.library.register_autograd("deltanet::chunk_forward", _backward, setup_context=_setup_context)
+
+
+def _segments(q: torch.Tensor, v: torch.Tensor, rows: int, config: ChunkConfig) -> int:
+    K, V = q.shape[3], v.shape[3]
+    if K > 128:
+        return 1  # M would not fit into shared memory
+    programs = rows * v.shape[2] * triton.cdiv(V, config.state_BV)
+    return segments_for(programs, q.shape[0] * q.shape[1] // (rows * config.C), multiprocessors(q.device))
+
+
+def chunk_gated_delta_rule_triton(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    *,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    segments: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`deltanet_kernels.chunk_gated_delta_rule` in Triton; `segments` overrides how sequences are cut.
+
+    Float32 inputs are multiplied as torch.set_float32_matmul_precision asks ("highest": IEEE float32). Runs on the
+    current stream, never waits for the device, and gives the same bits every time.
+
+    Raises:
+        NotImplementedError: head sizes over 256, or dtypes other than float32, bfloat16, float16.
+    """
+    K, V = q.shape[3], v.shape[3]
+    if max(K, V) > MAX_HEAD_SIZE:
+        raise NotImplementedError(f"head sizes {K} and {V}: the kernels go up to {MAX_HEAD_SIZE}")
+    if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise NotImplementedError(f"dtype {q.dtype}: the kernels take float32, bfloat16 and float16")
+    rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if segments is None:
+        segments = _segments(q, v, rows, _config(k, v))
+    inputs = (q, k, v, g, beta, initial_state, A_log, dt_bias)
+    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    o, ht, *_ = chunk_forward(
+        q, k, v, g, beta, initial_state, cu_seqlens,
+        A_log if use_gate_in_kernel else None, dt_bias if use_gate_in_kernel else None,
+        K**-0.5 if scale is None else float(scale), use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel,
+        output_final_state, keep, float32_precision() if q.dtype == torch.float32 else "tf32", segments,
+    )  # fmt: skip
+    return o, ht if output_final_state else None

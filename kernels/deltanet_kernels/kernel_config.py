@@ -1,0 +1,68 @@
+"""Pinned block sizes of the kernels: a table for sm_90, and a default that fits every other chip."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+
+
+@dataclass(frozen=True)
+class ChunkConfig:
+    """Tokens a chunk; slices of V, warps and pipeline stages of the kernels of chunk_*.py."""
+
+    C: int = 64
+    prepare_warps: int = 4
+    state_BV: int = 64
+    state_warps: int = 4
+    state_stages: int = 2
+    output_BV: int = 64
+    output_warps: int = 4
+    grad_BV: int = 64
+    grad_warps: int = 4
+    grad_stages: int = 2
+    inputs_BV: int = 64
+    inputs_warps: int = 8
+
+
+def chunk_config(K: int, V: int, dtype: torch.dtype, capability: tuple[int, int]) -> ChunkConfig:
+    """The configuration for head sizes K, V in `dtype` on a chip of this compute capability."""
+    BK = max(16, triton.next_power_of_2(K))
+    BV = max(16, triton.next_power_of_2(V))
+    config = ChunkConfig()
+    if dtype == torch.float32:
+        # Twice the bytes in shared memory, and products without wgmma.
+        narrow = 16 if BK > 128 else 32
+        config = replace(config, C=32, state_BV=narrow, output_BV=32, grad_BV=narrow, inputs_BV=narrow)
+    elif BK > 128:
+        config = replace(config, state_BV=32, grad_BV=16, inputs_BV=32, inputs_warps=8)
+    elif BK > 64:
+        config = replace(config, state_BV=64, grad_BV=32, inputs_BV=64, inputs_warps=8)
+    return replace(
+        config,
+        state_BV=min(config.state_BV, BV),
+        output_BV=min(config.output_BV, BV),
+        grad_BV=min(config.grad_BV, BV),
+        inputs_BV=min(config.inputs_BV, BV),
+    )
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a CUDA device; 1 elsewhere (the interpreter)."""
+    if device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@functools.cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability of a CUDA device; (0, 0) elsewhere (the interpreter)."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
+def float32_precision() -> str:
+    """Precision of float32 matrix products in the kernels, as torch.set_float32_matmul_precision asks."""
+    return {"highest": "ieee", "high": "tf32x3", "medium": "tf32"}[torch.get_float32_matmul_precision()]

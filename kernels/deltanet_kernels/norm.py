@@ -1,0 +1,149 @@
+"""Gated RMSNorm, forward and backward in one kernel each.
+
+    y = n w silu(z),  n = x / rms(x),  rms(x) = sqrt(mean x^2 + eps)
+
+    dn = dy w silu(z);  dx = (dn - n mean(n dn)) / rms(x);  dw = sum dy n silu(z);  dz = dy n w silu'(z)
+
+w is [D], or [H, D] for x [..., H, D]: a program stays with one head and leaves one partial dw, summed afterwards in
+a fixed order. Float32 inside.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+ROWS = 32  # rows of D a tile
+TILES = 4  # tiles a program: fewer partial sums of dw
+
+
+@triton.jit
+def _norm_forward_kernel(
+    x, z, w, y, rows, eps, HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr,
+    GATE: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, BD)
+    r = tile * ROWS + tl.arange(0, ROWS)
+    m = (r < rows)[:, None] & (d < D)[None, :]
+    at = r[:, None] * D + d[None, :]
+    x_RD = tl.load(x + at, mask=m, other=0.0).to(tl.float32)
+    w_RD = tl.load(w + (r % HEADS)[:, None] * D + d[None, :], mask=m, other=0.0).to(tl.float32)
+    y_RD = x_RD * tl.rsqrt(tl.sum(x_RD * x_RD, axis=1) / D + eps)[:, None] * w_RD
+    if GATE:
+        z_RD = tl.load(z + at, mask=m, other=0.0).to(tl.float32)
+        y_RD = y_RD * z_RD / (1.0 + tl.exp(-z_RD))
+    tl.store(y + at, y_RD.to(y.dtype.element_ty), mask=m)
+
+
+@triton.jit
+def _norm_backward_kernel(
+    x, z, w, dy, dx, dz, dw, rows, eps, HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr,
+    TILES: tl.constexpr, GATE: tl.constexpr,
+):  # fmt: skip
+    """Program (p, h): TILES tiles of the rows of head h; partial dw [programs, HEADS, D]."""
+    head = tl.program_id(0) % HEADS
+    p = (tl.program_id(0) // HEADS).to(tl.int64)
+    d = tl.arange(0, BD)
+    w_D = tl.load(w + head * D + d, mask=d < D, other=0.0).to(tl.float32)
+    dw_D = tl.zeros([BD], dtype=tl.float32)
+    for tile in range(TILES):
+        r = ((p * TILES + tile) * ROWS + tl.arange(0, ROWS)) * HEADS + head
+        m = (r < rows)[:, None] & (d < D)[None, :]
+        at = r[:, None] * D + d[None, :]
+        x_RD = tl.load(x + at, mask=m, other=0.0).to(tl.float32)
+        dy_RD = tl.load(dy + at, mask=m, other=0.0).to(tl.float32)
+        rstd = tl.rsqrt(tl.sum(x_RD * x_RD, axis=1) / D + eps)
+        n_RD = x_RD * rstd[:, None]
+        if GATE:
+            z_RD = tl.load(z + at, mask=m, other=0.0).to(tl.float32)
+            s = 1.0 / (1.0 + tl.exp(-z_RD))
+            dz_RD = dy_RD * n_RD * w_D[None, :] * s * (1.0 + z_RD * (1.0 - s))
+            tl.store(dz + at, dz_RD.to(dz.dtype.element_ty), mask=m)
+            dy_RD *= z_RD * s
+        dw_D += tl.sum(dy_RD * n_RD, axis=0)
+        dn = dy_RD * w_D[None, :]
+        dx_RD = (dn - n_RD * (tl.sum(n_RD * dn, axis=1) / D)[:, None]) * rstd[:, None]
+        tl.store(dx + at, dx_RD.to(dx.dtype.element_ty), mask=m)
+    tl.store(dw + (p * HEADS + head) * D + d, dw_D, mask=d < D)
+
+
+def _sizes(x: torch.Tensor, w: torch.Tensor) -> tuple[int, int, int]:
+    D = x.shape[-1]
+    return x.numel() // D, D, w.numel() // D
+
+
+def _rows(D: int) -> int:
+    return max(1, min(ROWS, 4096 // triton.next_power_of_2(D)))
+
+
+@torch.library.custom_op("deltanet::norm_forward", mutates_args=())
+def norm_forward(x: torch.Tensor, z: torch.Tensor | None, w: torch.Tensor, eps: float) -> torch.Tensor:
+    """gated_rms_norm without gradient."""
+    rows, D, heads = _sizes(x, w)
+    x, w, z = x.contiguous(), w.contiguous(), None if z is None else z.contiguous()
+    y = torch.empty_like(x)
+    tile = _rows(D)
+    _norm_forward_kernel[(triton.cdiv(rows, tile),)](
+        x, z, w, y, rows, eps, HEADS=heads, D=D, BD=triton.next_power_of_2(D), ROWS=tile, GATE=z is not None
+    )
+    return y
+
+
+@norm_forward.register_fake
+def _(x, z, w, eps):  # type: ignore[no-untyped-def]
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+@torch.library.custom_op("deltanet::norm_backward", mutates_args=())
+def norm_backward(
+    dy: torch.Tensor, x: torch.Tensor, z: torch.Tensor | None, w: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of x, z (empty without a gate) and w."""
+    rows, D, heads = _sizes(x, w)
+    dy, x, w, z = dy.contiguous(), x.contiguous(), w.contiguous(), None if z is None else z.contiguous()
+    dx = torch.empty_like(x)
+    dz = x.new_empty(0) if z is None else torch.empty_like(z)
+    tile = _rows(D)
+    programs = triton.cdiv(rows, heads * tile * TILES)
+    dw = torch.empty(programs, heads, D, dtype=torch.float32, device=x.device)
+    _norm_backward_kernel[(programs * heads,)](
+        x, z, w, dy, dx, dz, dw, rows, eps, HEADS=heads, D=D, BD=triton.next_power_of_2(D), ROWS=tile,
+        TILES=TILES, GATE=z is not None,
+    )  # fmt: skip
+    return dx, dz, dw.sum(0).view(w.shape).to(w.dtype, copy=True)
+
+
+@norm_backward.register_fake
+def _(dy, x, z, w, eps):  # type: ignore[no-untyped-def]
+    dz = x.new_empty(0) if z is None else torch.empty(z.shape, dtype=z.dtype, device=z.device)
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device), dz, torch.empty(w.shape, dtype=w.dtype, device=w.device)
+
+
+def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    x, z, w, ctx.eps = inputs
+    ctx.save_for_backward(x, z, w)
+
+
+def _backward(ctx, dy):  # type: ignore[no-untyped-def]
+    x, z, w = ctx.saved_tensors
+    dx, dz, dw = norm_backward(dy, x, z, w, ctx.eps)
+    return dx, None if z is None else dz, dw, None
+
+
+torch.library.register_autograd("deltanet::norm_forward", _backward, setup_context=_setup_context)
+
+
+def gated_rms_norm_triton(
+    x: torch.Tensor, z: torch.Tensor | None, weight: torch.Tensor, eps: float = 1e-6
+) -> torch.Tensor:
+    """`deltanet_kernels.gated_rms_norm` in Triton.
+
+    Raises:
+        NotImplementedError: float64.
+    """
+    if x.dtype == torch.float64:
+        raise NotImplementedError("dtype torch.float64: the kernels compute in float32")
+    y: torch.Tensor = norm_forward(x, z, weight, eps)
+    return y
