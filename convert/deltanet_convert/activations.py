@@ -1,4 +1,4 @@
-"""The hidden states between two layers, kept in memory and, for a resumed run, in one file of the workspace."""
+"""The hidden states between two layers, in memory and, for a resumed run, in one file of the workspace."""
 
 import os
 from dataclasses import dataclass, fields
@@ -6,8 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from deltanet_hf.errors import UserError
 from torch import Tensor
+
+from deltanet_hf.errors import UserError
 
 from .files import sync_folder, writing
 

@@ -24,19 +24,24 @@ def model_card(report: dict[str, Any], teacher: Path, plot: str) -> str:
     if "/" in source["name"]:
         header.append(f"base_model: {source['name']}")
     header += ["tags:", "- gated-deltanet", "- linear-attention", "---"]
-    stays = f"layers {index_ranges(kept)} keep softmax attention" if kept else "no layer keeps softmax attention"
-    caches = "\n".join(
-        f"| {row['context']:,} | {size(row['teacher'])} | {size(row['converted'])} |" for row in plan["cache_bytes"]
+    stays = (
+        f"layers {index_ranges(kept)} keep softmax attention" if kept else "no layer keeps softmax attention"
     )
-    return "\n".join(header) + f"""
+    caches = "\n".join(
+        f"| {row['context']:,} | {size(row['teacher'])} | {size(row['converted'])} |"
+        for row in plan["cache_bytes"]
+    )
+    return (
+        "\n".join(header)
+        + f"""
 
 # {source["name"]} with Gated DeltaNet layers
 
-{len(converted)} of {total} attention layers of `{source["name"]}` ({source["model_type"]}) are replaced by Gated DeltaNet
-layers in the `{options["profile"]}` profile; {stays}. {count(plan["parameters"])} parameters.
+{len(converted)} of {total} attention layers of `{source["name"]}` ({source["model_type"]}) are replaced by
+Gated DeltaNet layers in the `{options["profile"]}` profile; {stays}. {count(plan["parameters"])} parameters.
 
-This is the start of a conversion: the new layers are fitted to the teacher's attention, nothing has been trained. Align
-and distil it before use.
+This is the start of a conversion: the new layers are fitted to the teacher's attention, nothing has been
+trained. Align and distil it before use.
 
 ```python
 import deltanet_hf  # pip install deltanet-hf
@@ -48,15 +53,16 @@ tokenizer = AutoTokenizer.from_pretrained("PATH")
 
 ## Measured at conversion
 
-{check["tokens"]:,} held-out tokens of {report["text"]["source"]}, in sequences of {report["text"]["sequence_length"]}:
+{check["tokens"]:,} held-out tokens of {report["text"]["source"]}, in sequences of
+{report["text"]["sequence_length"]}:
 
 | | teacher | converted |
 |---|---|---|
 | perplexity | {check["teacher_perplexity"]:.2f} | {check["perplexity"]:.2f} |
 | KL to the teacher, nats per token | 0 | {check["kl"]:.3f} |
 
-Each converted layer against the teacher's attention on the teacher's inputs: relative MSE {_mean(relative):.3f} and cosine
-{_mean(cosine):.3f} on average.
+Each converted layer against the teacher's attention on the teacher's inputs: relative MSE
+{_mean(relative):.3f} and cosine {_mean(cosine):.3f} on average.
 
 ![per-layer error]({plot})
 
@@ -68,6 +74,7 @@ Cache of one sequence:
 
 All figures, options and versions: `conversion.json`.
 """
+    )
 
 
 def _mean(values: list[float]) -> float:

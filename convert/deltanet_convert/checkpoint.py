@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deltanet_hf.errors import UserError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+
+from deltanet_hf.errors import UserError
 
 from .safetensors_header import DOWNLOAD_AGAIN, FLOAT_DTYPES, TensorEntry, read_header
 
@@ -31,20 +32,22 @@ def read_json(file: Path) -> dict[str, Any]:
     except (UnicodeDecodeError, ValueError, RecursionError) as error:
         raise UserError(f"{file}: not valid JSON ({error}); {DOWNLOAD_AGAIN}") from error
     if not isinstance(value, dict):
-        raise UserError(f"{file}: holds a {type(value).__name__} where a JSON object belongs; {DOWNLOAD_AGAIN}")
+        raise UserError(
+            f"{file}: holds a {type(value).__name__} where a JSON object belongs; {DOWNLOAD_AGAIN}"
+        )
     return value
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The tensors of a folder of safetensors files; nothing is loaded until `read` or `blocks` asks for it."""
+    """The tensors of a folder of safetensors files; loaded only when `read` or `blocks` asks for them."""
 
     folder: Path
     entries: Mapping[str, TensorEntry]
 
     @classmethod
     def open(cls, folder: Path) -> "Checkpoint":
-        """Checks the index and every header; UserError (file, tensor, remedy) for anything wrong with them."""
+        """Checks the index and every header; UserError for anything wrong with them."""
         index = folder / INDEX_FILE
         if index.exists():
             return cls(folder, _sharded(folder, index))
@@ -72,12 +75,14 @@ class Checkpoint:
         for block in self.blocks(name):
             flat = out.view(-1)[filled : filled + block.numel()]
             flat.copy_(block)
-            _check_finite(entry, flat, "overflows in the conversion's dtype; choose --dtype float32 or bfloat16")
+            _check_finite(
+                entry, flat, "overflows in the conversion's dtype; choose --dtype float32 or bfloat16"
+            )
             filled += block.numel()
         return out
 
     def blocks(self, name: str) -> Iterator[Tensor]:
-        """The tensor's elements in order as flat pieces (dtype as stored), so that no copy of the whole is needed."""
+        """The tensor's elements in order as flat pieces, dtype as stored, without the whole in memory."""
         entry = self.entries[name]
         rows = entry.shape[0] if entry.shape else 1
         per_block = max(1, BLOCK_ELEMENTS * rows // max(1, _numel(entry)))
@@ -119,8 +124,8 @@ def _sharded(folder: Path, index: Path) -> dict[str, TensorEntry]:
     for tensor, shard in weight_map.items():
         if not isinstance(shard, str) or not shard.endswith(".safetensors"):
             raise UserError(
-                f"{index}: weight_map['{tensor}'] is {shard!r}, not a .safetensors file; save the teacher with "
-                "save_pretrained"
+                f"{index}: weight_map['{tensor}'] is {shard!r}, not a .safetensors file; save the teacher "
+                "with save_pretrained"
             )
         if shard not in shards:
             shards[shard] = _inside(folder, shard, index)
@@ -134,7 +139,9 @@ def _sharded(folder: Path, index: Path) -> dict[str, TensorEntry]:
                     f"{file}: tensor '{name}' is in {entries[name].file.name} too; keep one of the two copies"
                 )
             if name not in weight_map:
-                raise UserError(f"{file}: tensor '{name}' is not in weight_map of {index.name}; {DOWNLOAD_AGAIN}")
+                raise UserError(
+                    f"{file}: tensor '{name}' is not in weight_map of {index.name}; {DOWNLOAD_AGAIN}"
+                )
             entries[name] = entry
     for name, shard in weight_map.items():
         if name not in entries or entries[name].file != shards[shard]:
@@ -162,8 +169,8 @@ def _checked(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
     for entry in entries.values():
         if entry.dtype not in FLOAT_DTYPES:
             raise UserError(
-                f"{entry.file}: tensor '{entry.name}' has dtype {entry.dtype}, not a plain float; dequantise the "
-                "teacher first (save it as bfloat16)"
+                f"{entry.file}: tensor '{entry.name}' has dtype {entry.dtype}, not a plain float; "
+                "dequantise the teacher first (save it as bfloat16)"
             )
     return entries
 
@@ -172,8 +179,8 @@ def _nothing_to_read(folder: Path) -> str:
     pickles = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLES)
     if pickles:
         return (
-            f"{folder / pickles[0]}: pickled weights can run code when loaded and are refused; convert them to "
-            "safetensors (load them where you trust them, then save_pretrained)"
+            f"{folder / pickles[0]}: pickled weights can run code when loaded and are refused; convert "
+            "them to safetensors (load them where you trust them, then save_pretrained)"
         )
     shards = sorted(folder.glob("*.safetensors"))
     if shards:

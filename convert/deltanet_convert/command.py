@@ -20,14 +20,16 @@ def convert_command(
     layers: Annotated[
         str,
         typer.Option(
-            help="all | every:N (layers N-1, 2N-1, ... stay softmax) | keep:3,7,11 | a file that lists the kept layers."
+            help="all | every:N (layers N-1, 2N-1, ... stay softmax) | keep:3,7,11 "
+            "| a file that lists the kept layers."
         ),
     ] = "all",
     profile: Annotated[
         str, typer.Option(help="native (exportable) | teacher (keeps RoPE, q/k norms and biases).")
     ] = "teacher",
     text: Annotated[
-        Path | None, typer.Option(help="Calibration text: .txt, .jsonl or .parquet [default: the text shipped].")
+        Path | None,
+        typer.Option(help="Calibration text: .txt, .jsonl or .parquet [default: the text shipped]."),
     ] = None,
     calibration_tokens: Annotated[int, typer.Option(help="Tokens to fit on.")] = 8192,
     dtype: Annotated[
@@ -65,7 +67,9 @@ def convert_command(
             print(json.dumps(job.plan.to_json(), indent=2))
         return
     if text is None:
-        console.print("Calibration text: the public-domain text shipped with deltanet-hf (choose another: --text).")
+        console.print(
+            "Calibration text: the public-domain text shipped with deltanet-hf (choose another: --text)."
+        )
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as bar:
         task = bar.add_task("converting", total=job.teacher.num_layers)

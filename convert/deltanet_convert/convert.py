@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from deltanet_hf.config import DeltaNetOptions
 from deltanet_hf.data import shipped_texts
 from deltanet_hf.errors import QualityError, UserError
-from torch import Tensor
 
 from .activations import Activations
 from .checkpoint import Checkpoint, read_json
@@ -32,7 +33,9 @@ from .workspace import READY, Workspace
 from .writer import ShardWriter
 
 EMBEDDING = "model.embed_tokens.weight"
-SOFTMAX_TOLERANCE = 1e-4  # float32 rounding over one attention layer, with a wide margin; wrong wiring gives about 1
+SOFTMAX_TOLERANCE = (
+    1e-4  # float32 rounding over one attention layer, with a wide margin; wrong wiring gives about 1
+)
 Progress = Callable[[int, int, str, dict[str, Any]], None]  # layers done, layers in all, what, figures
 
 
@@ -55,7 +58,7 @@ class Job:
 
 
 def prepare(teacher: str, out: Path, options: ConvertOptions) -> Job:
-    """Finds and checks the teacher and plans the conversion; writes nothing but a GGUF file's dequantised copy."""
+    """Finds and checks the teacher and plans the conversion; writes at most a GGUF file's copy."""
     out = Path(out).expanduser().absolute()
     source = resolve_source(teacher, out.parent / f".{out.name}.teacher", options.torch_dtype)
     _check_apart(source.folder, out)
@@ -142,7 +145,8 @@ class _Run:
         if figures.get("softmax_error", 0.0) > SOFTMAX_TOLERANCE:
             raise QualityError(
                 f"layer {index}: softmax attention with the expanded weights differs from the teacher's by "
-                f"{figures['softmax_error']:.2e}; the conversion is wrong, please report it with the teacher's config"
+                f"{figures['softmax_error']:.2e}; the conversion is wrong, please report it with the "
+                "teacher's config"
             )
         for name, tensor in layer.state_dict().items():
             self.writer.write(f"model.layers.{index}.{name}", [tensor])
@@ -169,9 +173,7 @@ class _Run:
 
     def _report(self, check: dict[str, Any]) -> dict[str, Any]:
         job = self.job
-        layers = [
-            {"index": index, **self.workspace.steps[f"layer {index}"]} for index in job.wiring.layers
-        ]
+        layers = [{"index": index, **self.workspace.steps[f"layer {index}"]} for index in job.wiring.layers]
         return {
             "teacher": _teacher_facts(job),
             "options": _option_facts(job),
@@ -194,8 +196,8 @@ def _stored(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> Iterator[T
         rounded = block.to(dtype)
         if not bool(torch.isfinite(rounded).all()):
             raise UserError(
-                f"{checkpoint.entries[name].file}: tensor '{name}' overflows in {dtype}; choose --dtype bfloat16 or "
-                "float32"
+                f"{checkpoint.entries[name].file}: tensor '{name}' overflows in {dtype}; choose --dtype "
+                "bfloat16 or float32"
             )
         yield rounded
 
@@ -231,7 +233,12 @@ def _request(job: Job, text: CalibrationText) -> dict[str, Any]:
     states = {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
     config = hashlib.sha256(files[0].read_bytes()).hexdigest()
     return {
-        "teacher": {"name": job.source.name, "revision": job.source.revision, "config": config, "files": states},
+        "teacher": {
+            "name": job.source.name,
+            "revision": job.source.revision,
+            "config": config,
+            "files": states,
+        },
         "options": {**job.options.decisive(), "layers": list(job.wiring.layers)},
         "text": {"sha256": text.sha256, "tokens": list(text.calibration.shape)},
         "versions": versions(),

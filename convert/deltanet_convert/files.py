@@ -1,4 +1,4 @@
-"""Writing to disk so that a crash leaves either the old state or the new one, with errors a user can act on."""
+"""Writing to disk so that a crash leaves the old state or the new one, with errors a user can act on."""
 
 import errno
 import os
@@ -20,8 +20,8 @@ def writing(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in FULL:
             raise UserError(
-                f"{path}: the disk is full or a quota or size limit is reached ({error.strerror}); make room and run "
-                "the same command with --resume, nothing is lost"
+                f"{path}: the disk is full or a quota or size limit is reached ({error.strerror}); make "
+                "room and run the same command with --resume, nothing is lost"
             ) from error
         if error.errno in DENIED:
             raise UserError(

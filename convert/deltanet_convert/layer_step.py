@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from deltanet_hf.layer import DecayGate, GatedDeltaNet, GatedRMSNorm, ShortConv
 from torch import Tensor, nn
+
+from deltanet_hf.layer import DecayGate, GatedDeltaNet, GatedRMSNorm, ShortConv
 
 from .activations import Activations
 from .initialise import LayerCalibration, initialise_layer
@@ -80,7 +81,7 @@ def _advance(
 ) -> tuple[Tensor, Tensor]:
     """Replaces hidden [n, T, hidden] by the layer's output, one sequence at a time.
 
-    With `keep`, returns the inputs and outputs of its attention, [n, T, hidden] each; otherwise two empty tensors.
+    With `keep`, returns the inputs and outputs of its attention, [n, T, hidden]; else two empty tensors.
     """
     seen: list[Tensor] = []
     made: list[Tensor] = []
@@ -99,7 +100,7 @@ def _advance(
 
 
 def _empty_mixer(mixer: GatedDeltaNet) -> GatedDeltaNet:
-    """A meta layer in float32 memory: modules with a defined start are set to it, all else is NaN until it is fitted."""
+    """A meta layer in float32 memory: at its start where one is defined, else NaN until it is fitted."""
     mixer.float().to_empty(device="cpu").requires_grad_(False)
     for parameter in mixer.parameters():
         parameter.fill_(torch.nan)

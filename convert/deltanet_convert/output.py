@@ -7,8 +7,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deltanet_hf.errors import UserError
 from transformers import AutoTokenizer, GenerationConfig
+
+from deltanet_hf.errors import UserError
 
 from .card import model_card
 from .checkpoint import read_json
@@ -83,11 +84,15 @@ def _generation_config(teacher: Path, config: Any) -> GenerationConfig:
 
 def _companions(teacher: Path) -> list[Path]:
     names = [teacher / name for name in TOKENIZER_FILES]
-    return [file for file in [*names, *sorted(teacher.glob("LICENSE*")), *sorted(teacher.glob("NOTICE*"))] if file.is_file()]
+    return [
+        file
+        for file in [*names, *sorted(teacher.glob("LICENSE*")), *sorted(teacher.glob("NOTICE*"))]
+        if file.is_file()
+    ]
 
 
 def _name_tokenizer_class(teacher: Path, folder: Path) -> None:
-    """Names the tokenizer's class where the teacher leaves it to its model type, which the output no longer has."""
+    """Names the tokenizer's class where the teacher leaves it to its model type."""
     file = folder / "tokenizer_config.json"
     settings = read_json(file) if file.exists() else {}
     if "tokenizer_class" not in settings:

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
 from deltanet_hf.config import DeltaNetOptions
 from deltanet_hf.errors import UserError
 from deltanet_hf.modeling import MODEL_CLASSES, converted_config
-from transformers import PreTrainedConfig, PreTrainedModel
 
 from .teacher import Teacher, meta_model, tied_names
 from .text import HELD_OUT_TOKENS, SEQUENCE_LENGTH
@@ -62,7 +63,7 @@ class Plan:
     layout: Layout
 
     def cache_table(self) -> list[dict[str, int]]:
-        """Per context length: bytes of the teacher's KV cache and of the converted model's cache, one sequence."""
+        """Per context length: bytes of the teacher's and of the converted model's cache, one sequence."""
         return [
             {
                 "context": context,
@@ -118,15 +119,15 @@ def make_plan(
 
 
 def check_disk(plan: Plan, out: Path, already_there: int) -> None:
-    """UserError when the file system of `out` has too little room; `already_there` bytes are written already."""
+    """UserError when the disk of `out` has too little room; `already_there` bytes are written."""
     folder = out
     while not folder.exists():
         folder = folder.parent
     free, needed = shutil.disk_usage(folder).free, plan.disk_bytes - already_there
     if free < needed:
         raise UserError(
-            f"{out}: needs {needed / 1e9:.2f} GB but its disk has {free / 1e9:.2f} GB free; make room or choose "
-            "another disk"
+            f"{out}: needs {needed / 1e9:.2f} GB but its disk has {free / 1e9:.2f} GB free; make room or "
+            "choose another disk"
         )
 
 
@@ -199,11 +200,14 @@ def _working_bytes(teacher: Teacher, calibration_tokens: int) -> int:
 def _peak_memory(teacher: Teacher, student: PreTrainedModel, working: int) -> int:
     """The largest of the two phases, decoder layer and output head, in float32 as computed."""
     config, row = teacher.config, SEQUENCE_LENGTH
-    layers = zip(teacher.model.model.layers, student.model.layers, strict=True)
-    layer = max(
+    before: Any = teacher.model.model.layers
+    layers = zip(before, student.model.layers, strict=True)
+    layer: int = max(
         4 * sum(p.numel() for p in old.parameters()) + 4 * sum(p.numel() for p in new.self_attn.parameters())
         for old, new in layers
     )
     inner = 4 * row * (4 * int(config.intermediate_size) + int(config.num_attention_heads) * row)
     embedding = int(config.vocab_size) * int(config.hidden_size) * teacher.dtype.itemsize
-    return RUNTIME_BYTES + max(layer + inner + 2 * working, embedding + working + 4 * 4 * 128 * int(config.vocab_size))
+    return RUNTIME_BYTES + max(
+        layer + inner + 2 * working, embedding + working + 4 * 4 * 128 * int(config.vocab_size)
+    )

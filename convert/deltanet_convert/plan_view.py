@@ -34,7 +34,7 @@ def index_ranges(indices: list[int]) -> str:
 
 
 def print_plan(plan: Plan, console: Console) -> None:
-    """Prints what happens to each layer, what the result needs, and the cache of teacher and result by context."""
+    """Prints what happens to each layer, what the result needs, and the caches by context."""
     layers = Table(title="Plan, per layer (parameters)", title_justify="left")
     layers.add_column("layers")
     layers.add_column("becomes")
@@ -51,9 +51,10 @@ def print_plan(plan: Plan, console: Console) -> None:
         layers.add_row(index_ranges([m.index for m in members]), kind, *numbers, size(first.nbytes))
     console.print(layers)
     console.print(
-        f"{count(plan.teacher_parameters)} parameters become {count(plan.parameters)}: {size(plan.nbytes)} in "
-        f"{plan.shards} {'file' if plan.shards == 1 else 'files'}; about {size(plan.peak_memory_bytes)} of memory and "
-        f"{size(plan.disk_bytes)} of disk while converting"
+        f"{count(plan.teacher_parameters)} parameters become {count(plan.parameters)}: "
+        f"{size(plan.nbytes)} in "
+        f"{plan.shards} {'file' if plan.shards == 1 else 'files'}; about {size(plan.peak_memory_bytes)} "
+        f"of memory and {size(plan.disk_bytes)} of disk while converting"
     )
     caches = Table(title="Cache of one sequence, by context length", title_justify="left")
     for column in ("tokens", "teacher", "converted", "ratio"):

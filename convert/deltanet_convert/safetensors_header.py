@@ -1,6 +1,7 @@
 """Reads and checks the header of one safetensors file before a byte of its data is trusted.
 
-The format: 8 bytes little-endian header length, the header as JSON ({name: {dtype, shape, data_offsets}}), the data.
+The format: 8 bytes little-endian header length, the header as JSON ({name: {dtype, shape, data_offsets}}),
+the data.
 """
 
 import json
@@ -10,14 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from deltanet_hf.errors import UserError
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 ITEM_BYTES = {
-    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2,
-    "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "C64": 8,
-}  # fmt: skip
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
+    **dict.fromkeys(("U32", "I32", "F32"), 4),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
+}
 DOWNLOAD_AGAIN = "download or copy the file again"
 
 
@@ -40,8 +44,9 @@ class TensorEntry:
 def read_header(file: Path) -> dict[str, TensorEntry]:
     """The tensors of one safetensors file.
 
-    Raises UserError naming the file and the tensor when the file is truncated, the header is too large or not JSON, a
-    name occurs twice, a shape contradicts its offsets, or offsets overlap, leave holes or leave the file.
+    Raises UserError naming the file and the tensor when the file is truncated, the header is too large or
+    not JSON, a name occurs twice, a shape contradicts its offsets, or offsets overlap, leave holes or leave
+    the file.
     """
     raw, data_start, size = _header_bytes(file)
     entries = [_entry(file, name, value, data_start, size) for name, value in _parse(file, raw).items()]
@@ -59,8 +64,8 @@ def _header_bytes(file: Path) -> tuple[bytes, int, int]:
                 raise UserError(f"{file}: truncated safetensors file of {size} bytes; {DOWNLOAD_AGAIN}")
             if length > MAX_HEADER_BYTES:
                 raise UserError(
-                    f"{file}: header of {length} bytes is over the limit of {MAX_HEADER_BYTES}: not a safetensors "
-                    f"file, or a damaged one; {DOWNLOAD_AGAIN}"
+                    f"{file}: header of {length} bytes is over the limit of {MAX_HEADER_BYTES}: not a "
+                    f"safetensors file, or a damaged one; {DOWNLOAD_AGAIN}"
                 )
             if length > size - 8:
                 raise UserError(
@@ -69,7 +74,9 @@ def _header_bytes(file: Path) -> tuple[bytes, int, int]:
                 )
             return stream.read(length), 8 + length, size
     except OSError as error:
-        raise UserError(f"{file}: cannot be read ({error.strerror}); check the path and its permissions") from error
+        raise UserError(
+            f"{file}: cannot be read ({error.strerror}); check the path and its permissions"
+        ) from error
 
 
 def _parse(file: Path, raw: bytes) -> dict[str, Any]:
@@ -77,7 +84,9 @@ def _parse(file: Path, raw: bytes) -> dict[str, Any]:
         seen: dict[str, Any] = {}
         for key, value in pairs:
             if key in seen:
-                raise UserError(f"{file}: tensor '{key}' occurs twice in the header; save the checkpoint again")
+                raise UserError(
+                    f"{file}: tensor '{key}' occurs twice in the header; save the checkpoint again"
+                )
             seen[key] = value
         return seen
 
@@ -94,12 +103,18 @@ def _parse(file: Path, raw: bytes) -> dict[str, Any]:
 def _entry(file: Path, name: str, value: Any, data_start: int, size: int) -> TensorEntry:
     where = f"{file}: tensor '{name}'"
     if not isinstance(value, dict) or not {"dtype", "shape", "data_offsets"} <= value.keys():
-        raise UserError(f"{where} has no dtype, shape and data_offsets in the header; save the checkpoint again")
+        raise UserError(
+            f"{where} has no dtype, shape and data_offsets in the header; save the checkpoint again"
+        )
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if dtype not in ITEM_BYTES:
-        raise UserError(f"{where} has unknown dtype {dtype!r}; save the checkpoint as float32, bfloat16 or float16")
+        raise UserError(
+            f"{where} has unknown dtype {dtype!r}; save the checkpoint as float32, bfloat16 or float16"
+        )
     if not _is_ints(shape) or not _is_ints(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise UserError(f"{where} has a bad shape {shape} or data_offsets {offsets}; save the checkpoint again")
+        raise UserError(
+            f"{where} has a bad shape {shape} or data_offsets {offsets}; save the checkpoint again"
+        )
     begin, end = offsets
     if data_start + end > size:
         raise UserError(
@@ -108,8 +123,8 @@ def _entry(file: Path, name: str, value: Any, data_start: int, size: int) -> Ten
     needed = math.prod(shape) * ITEM_BYTES[dtype]
     if end - begin != needed:
         raise UserError(
-            f"{where} of shape {shape} and dtype {dtype} needs {needed} bytes but its data_offsets {offsets} hold "
-            f"{end - begin}; save the checkpoint again"
+            f"{where} of shape {shape} and dtype {dtype} needs {needed} bytes but its data_offsets "
+            f"{offsets} hold {end - begin}; save the checkpoint again"
         )
     return TensorEntry(name, file, dtype, tuple(shape), data_start + begin, data_start + end)
 
@@ -126,4 +141,6 @@ def _check_layout(file: Path, entries: list[TensorEntry], data_start: int, size:
             raise UserError(f"{file}: tensor '{entry.name}' {problem} {previous}; save the checkpoint again")
         position, previous = entry.end, f"'{entry.name}'"
     if position != size:
-        raise UserError(f"{file}: {size - position} bytes after the last tensor belong to none; {DOWNLOAD_AGAIN}")
+        raise UserError(
+            f"{file}: {size - position} bytes after the last tensor belong to none; {DOWNLOAD_AGAIN}"
+        )

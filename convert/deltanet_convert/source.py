@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
 from deltanet_hf.errors import UserError
 
 from .checkpoint import PICKLES
@@ -27,7 +28,8 @@ class Source:
 
 
 def resolve_source(teacher: str, scratch: Path, dtype: torch.dtype | None) -> Source:
-    """Finds the teacher; a GGUF file is dequantised into `scratch` (whole in memory, once), the hub downloaded.
+    """Finds the teacher; a GGUF file is dequantised into `scratch` (whole in memory, once), the hub
+    downloaded.
 
     Args:
         teacher: a folder, a .gguf file, a folder with one .gguf file, or a hub id.
@@ -39,13 +41,17 @@ def resolve_source(teacher: str, scratch: Path, dtype: torch.dtype | None) -> So
         if path.suffix == ".gguf":
             return Source(path.name, _dequantised(path, scratch, dtype), None, True)
         if path.suffix in PICKLES:
-            raise UserError(f"{path}: pickled weights can run code when loaded and are refused; give safetensors")
+            raise UserError(
+                f"{path}: pickled weights can run code when loaded and are refused; give safetensors"
+            )
         raise UserError(f"{path}: give the folder that holds config.json and the weights, or a .gguf file")
     if path.is_dir():
         ggufs = sorted(path.glob("*.gguf"))
         if ggufs and not (path / "config.json").exists():
             if len(ggufs) > 1:
-                raise UserError(f"{path}: holds {len(ggufs)} .gguf files; give one of them, such as {ggufs[0]}")
+                raise UserError(
+                    f"{path}: holds {len(ggufs)} .gguf files; give one of them, such as {ggufs[0]}"
+                )
             return Source(ggufs[0].name, _dequantised(ggufs[0], scratch, dtype), None, True)
         return Source(path.resolve().name, path, None)
     if not HUB_ID.match(teacher) or teacher.startswith((".", "/")):
@@ -60,14 +66,18 @@ def _downloaded(repo: str) -> Source:
     try:
         folder = Path(snapshot_download(repo, allow_patterns=NEEDED, ignore_patterns=NOT_NEEDED))
     except RepositoryNotFoundError as error:
-        raise UserError(f"{repo}: no such folder here and no such model on the hub; check the name") from error
+        raise UserError(
+            f"{repo}: no such folder here and no such model on the hub; check the name"
+        ) from error
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{repo}: cannot be downloaded ({reason}); give a local folder, or try again") from error
+        raise UserError(
+            f"{repo}: cannot be downloaded ({reason}); give a local folder, or try again"
+        ) from error
     if not list(folder.glob("*.safetensors")):
         raise UserError(
-            f"{repo}: the hub has no safetensors weights for it; pickled weights are refused: convert them with "
-            "save_pretrained where you trust them"
+            f"{repo}: the hub has no safetensors weights for it; pickled weights are refused: convert "
+            "them with save_pretrained where you trust them"
         )
     return Source(repo, folder, folder.name)
 
@@ -91,7 +101,9 @@ def _dequantised(file: Path, scratch: Path, dtype: torch.dtype | None) -> Path:
         tokenizer = AutoTokenizer.from_pretrained(place, gguf_file=name)
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
-        raise UserError(f"{file}: transformers cannot load this GGUF file ({reason}); give safetensors") from error
+        raise UserError(
+            f"{file}: transformers cannot load this GGUF file ({reason}); give safetensors"
+        ) from error
     _restore_digit_splitting(file, tokenizer)
     with writing(scratch):
         shutil.rmtree(scratch, ignore_errors=True)

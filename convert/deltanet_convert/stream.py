@@ -1,8 +1,9 @@
 """Runs a model that does not fit in memory: embedding, one decoder layer at a time, output head.
 
-The model class itself is run, with its parts swapped, so nothing here knows a family: recorders in the place of the
-decoder layers learn what each layer is called with, and a stand-in layer feeds hidden states to the real output head.
-Everything is computed in float32, with eager attention (the one implementation that every family's options apply to).
+The model class itself is run, with its parts swapped, so nothing here knows a family: recorders in the place
+of the decoder layers learn what each layer is called with, and a stand-in layer feeds hidden states to the
+real output head. Everything is computed in float32, with eager attention (the one implementation that every
+family's options apply to).
 """
 
 from typing import Any
@@ -56,7 +57,7 @@ class _BlockedHead(nn.Module):
 
 
 class LayerStream:
-    """The teacher's forward pass in pieces. Only `load_layer`'s results and the pieces' own tensors take memory."""
+    """The teacher's forward pass in pieces. Only what is loaded takes memory."""
 
     def __init__(self, teacher: Teacher) -> None:
         self.teacher = teacher
@@ -68,16 +69,20 @@ class LayerStream:
 
     @torch.no_grad()
     def embed(self, *batches: Tensor) -> list[Tensor]:
-        """ids [n, T] -> the first layer's input [n, T, hidden] float32. Only the embedding's rows that occur are kept."""
+        """ids [n, T] -> the first layer's input [n, T, hidden] float32, with the needed rows only."""
         used, positions = torch.unique(torch.cat([ids.flatten() for ids in batches]), return_inverse=True)
         table = self.model.model.embed_tokens
-        table.weight = nn.Parameter(read_rows(self.teacher.checkpoint, "model.embed_tokens.weight", used), False)
+        table.weight = nn.Parameter(
+            read_rows(self.teacher.checkpoint, "model.embed_tokens.weight", used), False
+        )
         table.padding_idx = None  # an index into the whole table
         outputs, offset = [], 0
         for ids in batches:
             compact = positions[offset : offset + ids.numel()].view_as(ids)
             offset += ids.numel()
-            outputs.append(torch.cat([self._through_recorders(input_ids=row.unsqueeze(0)) for row in compact]))
+            outputs.append(
+                torch.cat([self._through_recorders(input_ids=row.unsqueeze(0)) for row in compact])
+            )
         table.weight = nn.Parameter(table.weight.to("meta"), False)
         return outputs
 
@@ -118,7 +123,7 @@ class Head:
 
     @torch.no_grad()
     def logits(self, hidden: Tensor, rounding: torch.dtype | None = None) -> Tensor:
-        """hidden [n, T, hidden] -> logits [n, T, vocab] float32; weights as they are in `rounding` when given."""
+        """hidden [n, T, hidden] -> logits [n, T, vocab] float32; weights rounded to `rounding` if given."""
         self.head.rounding = rounding
         for name, value in self.model.model.norm.state_dict().items():
             value.copy_(self.norms[name] if rounding is None else self.norms[name].to(rounding))

@@ -1,4 +1,4 @@
-"""The teacher: its configuration, checked against the families and against the tensors that are really there."""
+"""The teacher: its configuration, checked against the families and the tensors that are there."""
 
 import re
 from collections.abc import Callable
@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
 from deltanet_hf.errors import UserError
 from deltanet_hf.families import FAMILIES, PREFIX, Family, family_of
-from transformers import PreTrainedConfig, PreTrainedModel
 
 from .checkpoint import Checkpoint, read_json
 
@@ -44,7 +45,7 @@ class Teacher:
 
 
 def open_teacher(folder: Path) -> Teacher:
-    """Reads the config and every header of `folder`; UserError when anything is unsupported or contradictory."""
+    """Reads the config and every header of `folder`; UserError if unsupported or contradictory."""
     raw = read_json(folder / "config.json")
     family = _check_supported(folder / "config.json", raw)
     checkpoint = Checkpoint.open(folder)
@@ -84,19 +85,21 @@ def _check_supported(file: Path, raw: dict[str, Any]) -> Family:
     for key in ("vision_config", "audio_config", "text_config"):
         if key in raw:
             raise UserError(
-                f"{file}: model_type '{model_type}' is multimodal (key '{key}'); only text models are supported: "
-                f"{supported}"
+                f"{file}: model_type '{model_type}' is multimodal (key '{key}'); only text models are "
+                f"supported: {supported}"
             )
     if model_type not in FAMILIES:
         raise UserError(f"{file}: model_type '{model_type}' is not supported; supported are {supported}")
     if raw.get("quantization_config"):
-        raise UserError(f"{file}: key 'quantization_config': the teacher is quantised; save it as bfloat16 first")
+        raise UserError(
+            f"{file}: key 'quantization_config': the teacher is quantised; save it as bfloat16 first"
+        )
     architectures = raw.get("architectures") or []
     family = family_of(model_type)
     if architectures and family.model_name not in architectures:
         raise UserError(
-            f"{file}: architectures {architectures} holds no {family.model_name}; only language models can be "
-            "converted"
+            f"{file}: architectures {architectures} holds no {family.model_name}; only language models "
+            "can be converted"
         )
     return family
 
@@ -106,11 +109,13 @@ def _check_layer_count(file: Path, raw: dict[str, Any], checkpoint: Checkpoint) 
     count, said = max(layers, default=-1) + 1, raw.get("num_hidden_layers")
     if not layers:
         raise UserError(
-            f"{checkpoint.files()[0]}: no tensor is called 'model.layers.0.*'; save the whole causal language model"
+            f"{checkpoint.files()[0]}: no tensor is called 'model.layers.0.*'; save the whole causal "
+            "language model"
         )
     if said is not None and said != count:
         raise UserError(
-            f"{file}: num_hidden_layers is {said!r} but the last tensor is '{_last_layer_tensor(checkpoint, count)}' "
+            f"{file}: num_hidden_layers is {said!r} but the last tensor is "
+            f"'{_last_layer_tensor(checkpoint, count)}' "
             f"({count} layers); correct the config or complete the weights"
         )
 
@@ -125,7 +130,9 @@ def _guarded(file: Path, build: Callable[[], Any]) -> Any:
         return build()
     except Exception as error:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise UserError(f"{file}: transformers cannot build the model from it ({reason}); correct the key") from error
+        raise UserError(
+            f"{file}: transformers cannot build the model from it ({reason}); correct the key"
+        ) from error
 
 
 def _main_dtype(checkpoint: Checkpoint) -> torch.dtype:

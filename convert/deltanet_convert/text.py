@@ -1,4 +1,4 @@
-"""Calibration text: read from txt, jsonl or parquet, cut into sequences, split into calibration and held-out parts."""
+"""Calibration text: read from txt, jsonl or parquet, cut into sequences, split in two."""
 
 import hashlib
 import json
@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deltanet_hf.errors import UserError
 from torch import Tensor
+
+from deltanet_hf.errors import UserError
 
 SEQUENCE_LENGTH = 512
 HELD_OUT_TOKENS = 4096
@@ -71,7 +72,9 @@ def _json_text(path: Path, number: int, line: str) -> str:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"--text {path}: line {number} is not JSON ({error}); write one object a line") from error
+        raise UserError(
+            f"--text {path}: line {number} is not JSON ({error}); write one object a line"
+        ) from error
     text = value.get("text") if isinstance(value, dict) else None
     if not isinstance(text, str):
         raise UserError(f"--text {path}: line {number} has no string under key 'text'; rename the key")
@@ -88,12 +91,15 @@ def _parquet(path: Path) -> Iterator[str]:
         table = parquet.ParquetFile(path)
         if "text" not in table.schema_arrow.names:
             raise UserError(
-                f"--text {path}: no column 'text' (it has {', '.join(table.schema_arrow.names)}); rename the column"
+                f"--text {path}: no column 'text' (it has {', '.join(table.schema_arrow.names)}); rename "
+                "the column"
             )
         for batch in table.iter_batches(batch_size=256, columns=["text"]):
             for value in batch.column(0).to_pylist():
                 if not isinstance(value, str):
-                    raise UserError(f"--text {path}: column 'text' holds {type(value).__name__}; give strings")
+                    raise UserError(
+                        f"--text {path}: column 'text' holds {type(value).__name__}; give strings"
+                    )
                 yield value
     except pyarrow.ArrowInvalid as error:
         raise UserError(f"--text {path}: not a parquet file ({error}); check the file") from error
@@ -120,7 +126,8 @@ def tokenise(
     first_held = min(len(blocks) - 1, int(len(blocks) * (1 - HELD_OUT_SHARE)))
     if first_held < wanted:
         raise UserError(
-            f"--text {source}: {len(ids)} tokens are too few for --calibration-tokens {calibration_tokens} and a "
+            f"--text {source}: {len(ids)} tokens are too few for --calibration-tokens "
+            f"{calibration_tokens} and a "
             f"held-out fifth; give more text, or ask for at most {max(0, first_held) * length}"
         )
     generator = torch.Generator().manual_seed(seed)

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from deltanet_hf.layer import GatedDeltaNet
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from deltanet_hf.layer import GatedDeltaNet
 
 from .stream import Head
 
@@ -17,7 +18,7 @@ LOGIT_TOKENS = 128  # tokens whose logits are in memory at a time
 
 @dataclass(frozen=True)
 class LayerCheck:
-    """How close a converted layer's output is to the teacher's attention, on held-out text, teacher-forced."""
+    """A converted layer's output against the teacher's attention, on held-out text, teacher-forced."""
 
     softmax_error: float  # relative RMS difference of softmax attention with the expanded weights; 0 is exact
     cosine: float  # mean over tokens
@@ -26,7 +27,7 @@ class LayerCheck:
 
 @dataclass(frozen=True)
 class ModelCheck:
-    """The converted model against its teacher on held-out text; `kl` is KL(teacher || converted) in nats per token."""
+    """Converted model against teacher on held-out text; `kl` is KL(teacher || converted), nats per token."""
 
     tokens: int
     teacher_perplexity: float
@@ -49,8 +50,8 @@ class _Fused(nn.Module):
 def softmax_error(attention: Any, layer: GatedDeltaNet, inputs: Tensor, kwargs: dict[str, Any]) -> float:
     """Runs the teacher's own softmax attention on the converted layer's q, k, v and o weights.
 
-    What a profile leaves out (biases, learned norms) is put back, expanded by whole heads. A wrong head mapping, a lost
-    tensor or a wrong scale shows as an error of the order of 1.
+    What a profile leaves out (biases, learned norms) is put back, expanded by whole heads. A wrong head
+    mapping, a lost tensor or a wrong scale shows as an error of the order of 1.
 
     Args:
         inputs: [n, T, hidden] attention inputs; kwargs: the decoder layer's other arguments.
@@ -69,7 +70,9 @@ def softmax_error(attention: Any, layer: GatedDeltaNet, inputs: Tensor, kwargs: 
     k_norm = getattr(attention, "k_norm", None)
     if k_norm is not None and k_norm.weight.numel() > layer.head_dim:
         expanded.k_norm = copy.copy(k_norm)
-        expanded.k_norm._parameters = {"weight": nn.Parameter(_repeat(k_norm.weight, layer.head_dim, groups), False)}
+        expanded.k_norm._parameters = {
+            "weight": nn.Parameter(_repeat(k_norm.weight, layer.head_dim, groups), False)
+        }
     want, _ = attention(hidden_states=inputs, **kwargs)
     got, _ = expanded(hidden_states=inputs, **kwargs)
     return float((got - want).norm() / want.norm().clamp_min(1e-30))
@@ -81,7 +84,8 @@ def _kv_heads(attention: Any) -> int:
 
 def _repeat(values: Tensor, head_dim: int, groups: int) -> Tensor:
     """Rows [kv_heads * D, ...] repeated by whole heads to [kv_heads * groups * D, ...]."""
-    return values.unflatten(0, (-1, head_dim)).repeat_interleave(groups, dim=0).flatten(0, 1)
+    repeated: Tensor = values.unflatten(0, (-1, head_dim)).repeat_interleave(groups, dim=0).flatten(0, 1)
+    return repeated
 
 
 def _with_bias(layer: GatedDeltaNet, attention: Any, name: str, groups: int) -> nn.Module:
@@ -96,7 +100,9 @@ def _with_bias(layer: GatedDeltaNet, attention: Any, name: str, groups: int) -> 
 
 
 @torch.no_grad()
-def compare_outputs(layer: GatedDeltaNet, inputs: Tensor, wanted: Tensor, kwargs: dict[str, Any]) -> tuple[float, float]:
+def compare_outputs(
+    layer: GatedDeltaNet, inputs: Tensor, wanted: Tensor, kwargs: dict[str, Any]
+) -> tuple[float, float]:
     """Mean cosine and relative MSE of the layer's output to `wanted`, both for inputs [n, T, hidden]."""
     cosine = squared = norm = 0.0
     for x, y in zip(inputs.split(1), wanted.split(1), strict=True):
@@ -108,7 +114,9 @@ def compare_outputs(layer: GatedDeltaNet, inputs: Tensor, wanted: Tensor, kwargs
 
 
 @torch.no_grad()
-def compare_models(head: Head, ids: Tensor, teacher: Tensor, student: Tensor, rounding: torch.dtype) -> ModelCheck:
+def compare_models(
+    head: Head, ids: Tensor, teacher: Tensor, student: Tensor, rounding: torch.dtype
+) -> ModelCheck:
     """Perplexities and KL from the last layer's outputs [n, T, hidden] of both models; ids [n, T]."""
     targets = ids[:, 1:].flatten()
     flat_teacher, flat_student = (hidden[:, :-1].flatten(0, 1) for hidden in (teacher, student))

@@ -1,8 +1,8 @@
 """The hidden folder beside OUT where a conversion happens, and the moment in which it becomes OUT.
 
-    .NAME.incomplete/journal.jsonl   what is asked for (first line), then one line for each finished step
-    .NAME.incomplete/model/          the output, published by one rename
-    .NAME.incomplete/replaced/       with --overwrite: the old OUT, from the swap until the new one is in place
+.NAME.incomplete/journal.jsonl   what is asked for (first line), then one line for each finished step
+.NAME.incomplete/model/          the output, published by one rename
+.NAME.incomplete/replaced/       with --overwrite: the old OUT, from the swap until the new one is in place
 """
 
 import fcntl
@@ -42,7 +42,8 @@ class Workspace:
             request: JSON value of everything that the result depends on; a resumed run must ask for the same.
 
         Raises:
-            UserError: OUT exists and may not be replaced, another run is at work here, an unfinished run lies here and
+            UserError: OUT exists and may not be replaced, another run is at work here, an unfinished run
+            lies here and
                 `resume` was not given, or it asked for something else.
         """
         lock = self._lock()
@@ -68,12 +69,16 @@ class Workspace:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             lock.close()
-            raise UserError(f"{self.folder}: another conversion to {self.out} is running; wait for it") from error
+            raise UserError(
+                f"{self.folder}: another conversion to {self.out} is running; wait for it"
+            ) from error
         return lock
 
     def _take_up(self, request: dict[str, Any], resume: bool, overwrite: bool) -> None:
         asked, steps = _read_journal(self.journal)
-        published = READY in steps and not self.model.exists()  # killed after the last rename, while tidying up
+        published = (
+            READY in steps and not self.model.exists()
+        )  # killed after the last rename, while tidying up
         if published and resume:
             self.steps = steps
             return
@@ -83,15 +88,15 @@ class Workspace:
         if not resume:
             if not overwrite:
                 raise UserError(
-                    f"{self.folder}: an interrupted conversion to {self.out} lies here; run with --resume to complete "
-                    "it or with --overwrite to begin again"
+                    f"{self.folder}: an interrupted conversion to {self.out} lies here; run with --resume "
+                    "to complete it or with --overwrite to begin again"
                 )
             self._clear()
             return
         if asked != request:
             raise UserError(
-                f"{self.folder}: the interrupted conversion had another {_difference(asked, request)}; repeat the "
-                "first command with --resume, or begin again with --overwrite"
+                f"{self.folder}: the interrupted conversion had another {_difference(asked, request)}; "
+                "repeat the first command with --resume, or begin again with --overwrite"
             )
         self._check_target(overwrite)
         self.steps = steps
@@ -104,7 +109,7 @@ class Workspace:
             if not overwrite:
                 problem = "exists; choose another folder, or add --overwrite to replace it"
             elif not (self.out / "config.json").exists():
-                problem = "exists and holds no model, so --overwrite would delete something else; choose another folder"
+                problem = "exists and holds no model to overwrite (no config.json); choose another folder"
         if problem:
             if not self.journal.exists():
                 self.discard()
@@ -124,7 +129,7 @@ class Workspace:
             sync_folder(self.folder)
 
     def publish(self) -> None:
-        """Makes `model` the output: after this OUT is complete. An old OUT stays until the new one is in its place."""
+        """Makes `model` the output. An old OUT stays until the new one can take its place."""
         if READY not in self.steps:
             raise ValueError("the output is not ready")
         with writing(self.out):

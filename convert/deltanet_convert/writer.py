@@ -1,7 +1,8 @@
-"""Writes safetensors shards tensor by tensor: the layout is fixed first, so nothing is ever held back in memory.
+"""Writes safetensors shards tensor by tensor: the layout is fixed first, so nothing is ever held back in
+memory.
 
-Every tensor has its place in its shard before the first one is computed. A tensor written twice (after a crash) lands on
-the same bytes, which is what makes a resumed conversion identical to an uninterrupted one.
+Every tensor has its place in its shard before the first one is computed. A tensor written twice (after a
+crash) lands on the same bytes, which is what makes a resumed conversion identical to an uninterrupted one.
 """
 
 import json
@@ -73,7 +74,7 @@ class Layout:
 
 
 def plan_layout(specs: Sequence[TensorSpec], shard_size: int) -> Layout:
-    """Packs the tensors, in order, into shards of at most `shard_size` bytes (a larger tensor gets its own)."""
+    """Packs the tensors, in order, into shards of at most `shard_size` bytes (larger tensors: own shard)."""
     groups: list[list[TensorSpec]] = [[]]
     filled = 0
     for spec in specs:
@@ -83,7 +84,11 @@ def plan_layout(specs: Sequence[TensorSpec], shard_size: int) -> Layout:
         groups[-1].append(spec)
         filled += spec.nbytes
     count = len(groups)
-    names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)] if count > 1 else [SINGLE_FILE]
+    names = (
+        [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+        if count > 1
+        else [SINGLE_FILE]
+    )
     shards = tuple(_shard(name, group) for name, group in zip(names, groups, strict=True))
     return Layout({spec.name: spec for spec in specs}, shards)
 
@@ -106,7 +111,10 @@ def _shard(file_name: str, specs: Sequence[TensorSpec]) -> Shard:
     body += b" " * (-len(body) % 8)
     header = len(body).to_bytes(8, "little") + body
     return Shard(
-        file_name, header, {name: len(header) + begin for name, begin in begins.items()}, len(header) + position
+        file_name,
+        header,
+        {name: len(header) + begin for name, begin in begins.items()},
+        len(header) + position,
     )
 
 
@@ -157,7 +165,7 @@ class ShardWriter:
                     if count > spec.numel:
                         raise ValueError(f"{name}: more than the {spec.numel} elements of its layout")
                     flat = piece.detach().to(spec.dtype).contiguous().reshape(-1)
-                    offset += _write_at(descriptor, memoryview(flat.view(torch.uint8).numpy()), offset)
+                    offset += _write_at(descriptor, memoryview(flat.view(torch.uint8).numpy().data), offset)
             finally:
                 os.close(descriptor)
         if count != spec.numel:
