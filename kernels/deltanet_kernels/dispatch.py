@@ -50,9 +50,7 @@ def _warn_fallback(operator: str, reason: str) -> None:
     )
 
 
-def _call(
-    operator: str, fallback: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any
-) -> Any:
+def _call(operator: str, fallback: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """Run an operator on the device of `tensor`; the Triton side refuses with NotImplementedError."""
     if tensor.is_cuda and (function := _triton_function(operator)) is not None:
         try:
@@ -185,9 +183,7 @@ def causal_conv1d(
     )  # fmt: skip
 
 
-def gated_rms_norm(
-    x: torch.Tensor, z: torch.Tensor | None, weight: torch.Tensor, eps: float = 1e-6
-) -> torch.Tensor:
+def gated_rms_norm(x: torch.Tensor, z: torch.Tensor | None, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
     """Gated RMSNorm: rmsnorm(x) * weight * silu(z), over the last dimension, float32 inside.
 
     Args:

@@ -59,9 +59,7 @@ def naive_gated_delta_rule(
     Arguments and results as `deltanet_kernels.chunk_gated_delta_rule`; slow, differentiable by autograd, and
     with float64 inputs exact to float64.
     """
-    dims = checks.check_delta_rule(
-        q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias, use_gate_in_kernel
-    )
+    dims = checks.check_delta_rule(q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias, use_gate_in_kernel)
     dtype = torch.promote_types(torch.promote_types(q.dtype, g.dtype), beta.dtype)
     scale = dims.K**-0.5 if scale is None else scale
     g, beta = log_decay_and_strength(g, beta, A_log, dt_bias, use_beta_sigmoid_in_kernel, dtype)
@@ -81,9 +79,8 @@ def naive_gated_delta_rule(
     rows: list[torch.Tensor] = []
     states: list[torch.Tensor] = []
     for n, (row, start, end) in enumerate(spans):
-        if initial_state is None:
-            state = v_.new_zeros(1, dims.HV, dims.K, dims.V)
-        else:
+        state = v_.new_zeros(1, dims.HV, dims.K, dims.V)
+        if initial_state is not None:
             state = initial_state[n : n + 1].to(dtype)
         for t in range(start, end):
             state = state * g[row, t, :, None, None].exp()
@@ -165,9 +162,7 @@ def _shifted_sum(
     return F.silu(y) if activation == "silu" else y
 
 
-def torch_gated_rms_norm(
-    x: torch.Tensor, z: torch.Tensor | None, weight: torch.Tensor, eps: float
-) -> torch.Tensor:
+def torch_gated_rms_norm(x: torch.Tensor, z: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """rmsnorm(x) * weight * silu(z) in plain PyTorch, float32 inside (float64 for float64 inputs)."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     y = F.rms_norm(x.to(dtype), x.shape[-1:], eps=eps) * weight.to(dtype)
