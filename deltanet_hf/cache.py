@@ -30,10 +30,10 @@ class GatedDeltaNetCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         self.state: torch.Tensor | None = None
         self.conv_tail: torch.Tensor | None = None
         self.tokens_seen: int | torch.Tensor = 0
-        self.device: torch.device | None = None
+        self.device: torch.device | None = None  # type: ignore[assignment]
 
     @property
-    def has_previous_state(self) -> dict[int, bool]:
+    def has_previous_state(self) -> dict[int, bool]:  # type: ignore[override]
         return {0: self.is_initialized}
 
     @property

@@ -94,18 +94,14 @@ class DeltaNetOptions:
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
-                raise ValueError(
-                    f"deltanet.{name}: got {getattr(self, name)!r}, expected one of {', '.join(allowed)}"
-                )
+                raise ValueError(f"deltanet.{name}: got {getattr(self, name)!r}, expected one of {', '.join(allowed)}")
         for name in ("expand_kv", "rope", "qk_norm", "output_gate", "gate_bias"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"deltanet.{name}: got {getattr(self, name)!r}, expected true or false")
         if type(self.conv_size) is not int or self.conv_size not in (0, 2, 3, 4):
             raise ValueError(f"deltanet.conv_size: got {self.conv_size!r}, expected 0 (none), 2, 3 or 4")
         if any(type(i) is not int or i < 0 for i in self.layers) or len(set(self.layers)) != len(self.layers):
-            raise ValueError(
-                f"deltanet.layers: got {list(self.layers)}, expected distinct non-negative layer indices"
-            )
+            raise ValueError(f"deltanet.layers: got {list(self.layers)}, expected distinct non-negative layer indices")
 
     def with_layers(self, layers: Iterable[int]) -> DeltaNetOptions:
         """The same layer, at other places."""

@@ -34,11 +34,11 @@ class Family:
 
     @property
     def config_class(self) -> type[PreTrainedConfig]:
-        return getattr(transformers, self.config_name)  # type: ignore[no-any-return]
+        return getattr(transformers, self.config_name)
 
     @property
     def model_class(self) -> type[PreTrainedModel]:
-        return getattr(transformers, self.model_name)  # type: ignore[no-any-return]
+        return getattr(transformers, self.model_name)
 
 
 FAMILIES: dict[str, Family] = {

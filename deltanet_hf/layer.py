@@ -58,9 +58,7 @@ class ShortConv(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """x [B, T, C], tail [B, C, taps - 1] or None -> the same shapes."""
         weight = self.weight.squeeze(1)
-        return causal_conv1d(
-            x, weight, initial_state=tail, output_final_state=output_tail, cu_seqlens=cu_seqlens
-        )
+        return causal_conv1d(x, weight, initial_state=tail, output_final_state=output_tail, cu_seqlens=cu_seqlens)
 
 
 class DecayGate(nn.Module):
@@ -133,14 +131,16 @@ class GatedDeltaNet(nn.Module):
         self.k_proj = nn.Linear(hidden, kv_heads * head_dim, bias=bias[1])
         self.v_proj = nn.Linear(hidden, kv_heads * head_dim, bias=bias[2])
         self.o_proj = nn.Linear(heads * head_dim, hidden, bias=getattr(attention.o_proj, "bias", None) is not None)
-        self.q_norm = self.k_norm = None
+        self.q_norm: nn.Module | None = None
+        self.k_norm: nn.Module | None = None
         if options.qk_norm and hasattr(attention, "q_norm"):
-            self.q_norm = copy.deepcopy(attention.q_norm)
-            self.k_norm = copy.deepcopy(attention.k_norm)
-            self.norms_whole_projection = self.q_norm.weight.numel() != head_dim
+            q_norm, k_norm = copy.deepcopy(attention.q_norm), copy.deepcopy(attention.k_norm)
+            assert isinstance(q_norm, nn.Module)
+            assert isinstance(k_norm, nn.Module)
+            self.q_norm, self.k_norm = q_norm, k_norm
+            self.norms_whole_projection = q_norm.get_parameter("weight").numel() != head_dim
             if self.norms_whole_projection:
-                weight = self.k_norm.weight
-                self.k_norm.weight = nn.Parameter(weight.new_ones(kv_heads * head_dim))
+                k_norm.weight = nn.Parameter(k_norm.get_parameter("weight").new_ones(kv_heads * head_dim))
 
         channels = (heads + 2 * kv_heads) * head_dim
         self.conv1d = ShortConv(channels, options.conv_size) if options.conv_size else None
@@ -224,13 +224,18 @@ class GatedDeltaNet(nn.Module):
         a, b = self.a_proj(x), self.b_proj(x).float()
         if real is not None:
             a, b = (gate.masked_fill(~real.unsqueeze(-1), CLOSED) for gate in (a, b))
-        inputs = [q, k, v, self.decay(a), b.sigmoid()]
+        inputs: list[torch.Tensor] = [q, k, v, self.decay(a), b.sigmoid()]
         if packed:
             inputs = [tensor.flatten(0, 1).unsqueeze(0) for tensor in inputs]
         decoding = length == 1 and not torch.is_grad_enabled()
         rule = fused_recurrent_gated_delta_rule if decoding else chunk_gated_delta_rule
+        q, k, v, g, beta = inputs
         output, state = rule(
-            *inputs,
+            q,
+            k,
+            v,
+            g,
+            beta,
             initial_state=state,
             output_final_state=cache is not None,
             use_qk_l2norm_in_kernel=True,
@@ -251,7 +256,7 @@ class GatedDeltaNet(nn.Module):
             flat, _ = self.conv1d(qkv.flatten(0, 1).unsqueeze(0), None, False, cu_seqlens)
             return flat.view_as(qkv), None
         tail = cache.conv_tail if cache is not None and cache.is_initialized else None
-        return self.conv1d(qkv, tail, cache is not None, None)  # type: ignore[no-any-return]
+        return self.conv1d(qkv, tail, cache is not None, None)
 
     def _project_out(self, output: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Gated norm and output projection: output [B, T, H, D], x [B, T, hidden] -> [B, T, hidden]."""
@@ -261,4 +266,3 @@ class GatedDeltaNet(nn.Module):
         elif gate is not None:
             output = output * F.silu(gate)
         return self.o_proj(output.flatten(-2))
-

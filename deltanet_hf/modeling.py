@@ -44,8 +44,7 @@ def _make_config_class(family: Family) -> type[PreTrainedConfig]:
         options = DeltaNetOptions.from_dict(self.deltanet)
         if options.layers and max(options.layers) >= self.num_hidden_layers:
             raise ValueError(
-                f"deltanet.layers: got index {max(options.layers)}, but the model has "
-                f"{self.num_hidden_layers} layers"
+                f"deltanet.layers: got index {max(options.layers)}, but the model has {self.num_hidden_layers} layers"
             )
         self.base_model_tp_plan = _tensor_parallel_plan(base.base_model_tp_plan, self)
 
@@ -124,9 +123,8 @@ def converted_config(teacher: PreTrainedConfig, options: DeltaNetOptions) -> Pre
     for key in ("model_type", "architectures", "auto_map", "transformers_version"):
         values.pop(key, None)
     family = FAMILIES[teacher.model_type]
-    return CONFIG_CLASSES[teacher.model_type](
-        **values, architectures=[_model_name(family)], deltanet=options.to_dict()
-    )
+    config_class: Any = CONFIG_CLASSES[teacher.model_type]
+    return config_class(**values, architectures=[_model_name(family)], deltanet=options.to_dict())
 
 
 register()

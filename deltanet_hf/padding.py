@@ -26,9 +26,7 @@ def real_tokens(attention_mask: torch.Tensor | None, length: int, seen: int | to
     if attention_mask.dim() == 2:
         return attention_mask[:, -length:].bool()
     if attention_mask.dim() != 4:
-        raise ValueError(
-            f"attention_mask: got shape {tuple(attention_mask.shape)}, expected [B, S] or [B, 1, T, S]"
-        )
+        raise ValueError(f"attention_mask: got shape {tuple(attention_mask.shape)}, expected [B, S] or [B, 1, T, S]")
     first = attention_mask.shape[-1] - length
     # Static caches are wider than what was seen; sliding ones are narrower.
     offset = first if isinstance(seen, int) and seen >= first else torch.as_tensor(seen).clamp(max=first)

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from tiny_models import HYBRID, tiny_student
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from deltanet_hf.families import FAMILIES
+from tiny_models import HYBRID, tiny_student
 
 LENGTH = 19
 CASES = [

@@ -1,0 +1,100 @@
+"""`deltanet-hf generate MODEL --prompt TEXT`."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    PreTrainedTokenizerBase,
+    TextStreamer,
+)
+
+from deltanet_hf.cache import cache_bytes
+from deltanet_hf.errors import UserError
+
+
+class _CountingStreamer(TextStreamer):
+    """Prints text as it comes and notes when the first and the last token came."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)  # type: ignore[arg-type]
+        self.times: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.times.append(time.perf_counter())
+        super().put(value)
+
+
+def load_for_inference(model: str, dtype: str = "auto", device: str | None = None) -> tuple[Any, Any]:
+    """Model in eval mode and tokenizer, from a folder or hub id; UserError when there is none."""
+    if not Path(model).exists() and model.count("/") > 1:
+        raise UserError(f"{model}: no such folder; give a converted model's folder or a hub id")
+    if Path(model).is_dir() and not (Path(model) / "config.json").exists():
+        raise UserError(f"{model}/config.json: missing; give the folder that `deltanet-hf convert` wrote")
+    if dtype not in ("auto", "float32", "bfloat16", "float16"):
+        raise UserError(f"--dtype: got {dtype!r}, expected auto, float32, bfloat16 or float16")
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        AutoConfig.from_pretrained(model)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+        loaded = loaded.to(device).eval()
+        tokenizer = AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{model}: cannot be loaded: {str(error).splitlines()[0]}") from error
+    return loaded, tokenizer
+
+
+def generate_command(
+    model: Annotated[str, typer.Argument(help="Folder or hub id of a converted model or of a teacher.")],
+    prompt: Annotated[str, typer.Option(help="Text to continue, or the user's turn of a chat.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy decoding.")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Nucleus sampling, with --temperature.")] = 0.95,
+    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    chat: Annotated[bool, typer.Option(help="Use the tokenizer's chat template, when it has one.")] = True,
+    stats: Annotated[bool, typer.Option("--stats", help="Print tokens per second and the state's bytes.")] = False,
+    dtype: Annotated[str, typer.Option(help="auto (as saved), float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 ... [default: cuda if there is one].")] = None,
+) -> None:
+    """Continue a prompt, token by token."""
+    if not prompt:
+        raise UserError("--prompt: empty; give some text to continue")
+    loaded, tokenizer = load_for_inference(model, dtype, device)
+    if chat and tokenizer.chat_template:
+        turns = [{"role": "user", "content": prompt}]
+        inputs = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    else:
+        inputs = tokenizer(prompt, return_tensors="pt")
+    torch.manual_seed(seed)
+    streamer = _CountingStreamer(tokenizer)
+    cache = DynamicCache(config=loaded.config)
+    sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p} if temperature else {"do_sample": False}
+    started = time.perf_counter()
+    loaded.generate(
+        **inputs.to(loaded.device),
+        max_new_tokens=max_new_tokens,
+        streamer=streamer,
+        past_key_values=cache,
+        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+        **sampling,
+    )
+    if stats:
+        # The streamer is first handed the prompt itself.
+        prefill, tokens = inputs["input_ids"].shape[1], len(streamer.times) - 1
+        first = streamer.times[1] - started
+        decoding = streamer.times[-1] - streamer.times[1]
+        speed = f"{(tokens - 1) / decoding:.1f} tokens/s" if tokens > 1 else "no further tokens"
+        typer.echo(
+            f"prompt {prefill} tokens, first token after {first:.2f} s, then {speed}; "
+            f"state {cache_bytes(cache):,} bytes after {cache.get_seq_length()} tokens",
+            err=True,
+        )
