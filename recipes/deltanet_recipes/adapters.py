@@ -1,0 +1,72 @@
+"""What a distillation stage trains: mixers always in full; the rest by LoRA, in full, or not at all."""
+
+from __future__ import annotations
+
+import torch
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import LoraLayer
+from torch import nn
+
+from deltanet_recipes.models import decoder_layers, mixers
+from deltanet_recipes.schema import DistilBase
+
+
+def train_mixers(student: nn.Module) -> None:
+    """Freeze everything but the mixers, whose weights become float32."""
+    student.requires_grad_(False)
+    for mixer in mixers(student).values():
+        mixer.float().requires_grad_(True)
+
+
+def train_for(student: nn.Module, stage: DistilBase, seed: int) -> None:
+    """Set what requires gradients for a stage; trained weights become float32 (bf16 arithmetic comes by autocast)."""
+    train_mixers(student)
+    if stage.train == "full":
+        decoder_layers(student).float().requires_grad_(True)
+        student.model.norm.float().requires_grad_(True)  # type: ignore[union-attr, operator]
+        if stage.train_embeddings:
+            student.float().requires_grad_(True)
+    elif stage.train == "lora":
+        targets = lora_targets(student, stage.lora.targets)
+        if not targets:
+            return
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            config = LoraConfig(
+                r=stage.lora.rank, lora_alpha=stage.lora.alpha, lora_dropout=0.0, target_modules=targets
+            )
+            get_peft_model(student, config)  # puts the adapters into `student` itself
+        for mixer in mixers(student).values():
+            mixer.requires_grad_(True)
+        for name, parameter in student.named_parameters():
+            if "lora_" in name:
+                parameter.data = parameter.data.float()
+
+
+def lora_targets(student: nn.Module, kinds: tuple[str, ...]) -> list[str]:
+    """Names of the linear layers outside the mixers: those of the MLPs, those of softmax attention."""
+    converted = mixers(student)
+    names = []
+    for index, layer in enumerate(decoder_layers(student)):
+        for part in ("mlp", "self_attn"):
+            kind = "mlp" if part == "mlp" else "attention"
+            if kind not in kinds or (kind == "attention" and index in converted):
+                continue
+            names += [
+                f"model.layers.{index}.{part}.{name}"
+                for name, module in getattr(layer, part).named_modules()
+                if isinstance(module, nn.Linear)
+            ]
+    return names
+
+
+@torch.no_grad()
+def merge_lora(student: nn.Module) -> None:
+    """Fold the adapters into float32 weights and put plain linear layers back in their places."""
+    for name, module in list(student.named_modules()):
+        if not isinstance(module, LoraLayer):
+            continue
+        linear = module.get_base_layer()
+        linear.float()
+        module.merge()
+        student.set_submodule(name, linear)

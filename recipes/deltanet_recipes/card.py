@@ -1,0 +1,79 @@
+"""The model card of a trained student."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from deltanet_recipes.models import teacher_name
+from deltanet_recipes.schema import Recipe, Stage, stage_name
+
+
+def write_card(
+    folder: Path, recipe: Recipe, stages: list[Stage], rows: list[dict[str, Any]], data: list[list[dict[str, Any]]]
+) -> None:
+    """README.md: teacher, tokens, hours, held-out figures, data, and the whole recipe."""
+    teacher = teacher_name(recipe)
+    lines = [
+        "---",
+        "library_name: transformers",
+        "pipeline_tag: text-generation",
+        "tags: [gated-deltanet, linear-attention, distillation]",
+        *([f"base_model: {teacher}"] if not Path(teacher).exists() else []),
+        "---",
+        "",
+        f"# Gated DeltaNet student of {Path(teacher).name if Path(teacher).exists() else teacher}",
+        "",
+        "Converted and distilled with deltanet-hf; `conversion.json` says how it was converted. Load it after",
+        "`pip install deltanet-hf` with `AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)`.",
+        "",
+        "| stage | tokens | hours | held out before | held out after |",
+        "|---|---|---|---|---|",
+    ]
+    hours_total = 0.0
+    for stage in stages:
+        label = stage_name(stage)
+        own = [row for row in rows if row["stage"] == label or row["stage"].startswith(f"{label}.")]
+        seconds: dict[str, float] = {}
+        for row in own:
+            seconds[row["stage"]] = row["seconds"]
+        hours = sum(seconds.values()) / 3600
+        hours_total += hours
+        evaluated = [row for row in own if any(key.startswith("held_out.") for key in row)]
+        before, after = (_figures(evaluated[0]), _figures(evaluated[-1])) if evaluated else ("", "")
+        if any(row["stage"] != label for row in own):
+            before, after = _layer_means(evaluated)
+        lines.append(f"| {label} | {stage.steps * stage.batch_tokens:,} | {hours:.3f} | {before} | {after} |")
+    tokens = sum(stage.steps * stage.batch_tokens for stage in stages)
+    lines += ["", f"In all {tokens:,} training tokens and {hours_total:.2f} device hours per process.", "", "Data:"]
+    for report in (report for reports in data for report in reports):
+        source = report["source"]
+        lines.append(f"- {source['hub'] or Path(source['path']).name}: {report['tokens']:,} tokens tokenised")
+        if report["decontaminated_against"]:
+            lines.append(
+                f"  ({report['documents_contaminated']} of {report['documents_read']} documents dropped for sharing "
+                f"13 tokens with {', '.join(report['decontaminated_against'])})"
+            )
+    settings = recipe.model_dump(mode="json", exclude_unset=True)
+    lines += ["", "Recipe (`recipe.json` has every value):", "", "```yaml"]
+    lines += [yaml.safe_dump(settings, sort_keys=False).rstrip(), "```", ""]
+    (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")
+
+
+def _figures(row: dict[str, Any]) -> str:
+    names = ("held_out.kl", "held_out.perplexity", "held_out.error")
+    return ", ".join(f"{name.removeprefix('held_out.')} {row[name]:.4g}" for name in names if name in row)
+
+
+def _layer_means(rows: list[dict[str, Any]]) -> tuple[str, str]:
+    """Mean error over layers, first and last evaluation of each."""
+    first: dict[str, float] = {}
+    last: dict[str, float] = {}
+    for row in rows:
+        first.setdefault(row["stage"], row["held_out.error"])
+        last[row["stage"]] = row["held_out.error"]
+    if not first:
+        return "", ""
+    return f"error {sum(first.values()) / len(first):.4g}", f"error {sum(last.values()) / len(last):.4g}"

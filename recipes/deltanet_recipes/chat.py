@@ -1,0 +1,39 @@
+"""Chats as tokens, with the assistant's replies marked as what is learned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from deltanet_hf.errors import UserError
+from transformers import PreTrainedTokenizerBase
+
+
+def render_chat(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], separator: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """(ids, scored) of a chat through the tokenizer's template, the separator last.
+
+    A reply is what the template adds between "prompt with the generation header" and "prompt with the reply", so it
+    includes the token that ends the turn. Raises UserError when the template rewrites earlier turns, where this is
+    not defined.
+    """
+    if not tokenizer.chat_template:
+        raise UserError("data: messages_key needs a chat template, and the tokenizer has none")
+    ids: list[int] = []
+    scored: list[bool] = []
+    for turn, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        prompt = _render(tokenizer, messages[:turn], header=True)
+        full = _render(tokenizer, messages[: turn + 1], header=False)
+        if full[: len(prompt)] != prompt or prompt[: len(ids)] != ids:
+            raise UserError("data: the chat template changes earlier turns; use sources with one reply per chat")
+        scored += [False] * (len(prompt) - len(ids)) + [True] * (len(full) - len(prompt))
+        ids = full
+    return np.array([*ids, separator], dtype=np.int64), np.array([*scored, False])
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], header: bool) -> list[int]:
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=header, tokenize=False)
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])

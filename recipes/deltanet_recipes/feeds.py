@@ -1,0 +1,76 @@
+"""Batches of a stage: rows of the mixture, this process's share of them, on its device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from deltanet_recipes.objectives import Batch
+from deltanet_recipes.packing import Mixture, Rows
+from deltanet_recipes.runtime import Runtime
+from deltanet_recipes.schema import StageBase
+from deltanet_recipes.topk import TopKCache
+
+
+class RowFeed:
+    """Every process reads the rows of the whole step (so that all know how many tokens are scored) and keeps its own.
+
+    Args:
+        score_all: count every token as scored (alignment), instead of those with a label.
+        cache: the teacher's cached log-probabilities, in the order of the rows.
+    """
+
+    def __init__(
+        self,
+        mixture: Mixture,
+        stage: StageBase,
+        runtime: Runtime,
+        score_all: bool,
+        cache: TopKCache | None = None,
+    ) -> None:
+        self.mixture, self.stage, self.runtime, self.score_all, self.cache = mixture, stage, runtime, score_all, cache
+        self.taken = 0  # rows of the stage read so far
+
+    @property
+    def state(self) -> Any:
+        return {"mixture": list(self.mixture.state), "taken": self.taken}
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.mixture.state, self.taken = list(state["mixture"]), state["taken"]
+
+    def step(self) -> list[Batch]:
+        rows = self.mixture.take(self.stage.rows_per_step, self.stage.sequence_length)
+        own = self.stage.rows_per_step // self.runtime.world
+        first = self.runtime.rank * own
+        batches = list(self._batches(rows, first, first + own, self.taken))
+        self.taken += len(rows)
+        return batches
+
+    def evaluation(self, rows: Rows) -> list[Batch]:
+        """All the rows, on every process, each micro-batch a step of its own."""
+        size = min(self._size, len(rows))
+        return [
+            batch
+            for begin in range(0, len(rows) - size + 1, size)
+            for batch in self._batches(rows[begin : begin + size], 0, size, -len(rows) + begin)
+        ]
+
+    @property
+    def _size(self) -> int:
+        return micro_batch_rows(self.stage, self.runtime.world)
+
+    def _batches(self, rows: Rows, first: int, last: int, index: int) -> Iterator[Batch]:
+        count = rows.input_ids.numel() if self.score_all else int(rows.scored.sum())
+        scored = torch.tensor(float(max(1, count)), device=self.runtime.device)
+        for begin in range(first, last, self._size):
+            piece = rows[begin : min(begin + self._size, last)]
+            targets = () if self.cache is None else self.cache.read(index + begin, len(piece), self.runtime.device)
+            yield Batch(piece.to(self.runtime.device), scored, targets)
+
+
+def micro_batch_rows(stage: StageBase, world: int) -> int:
+    """Rows that one process holds at once."""
+    return stage.micro_batch_rows or stage.rows_per_step // world

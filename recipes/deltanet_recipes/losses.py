@@ -1,0 +1,179 @@
+"""Losses. The distillation loss never holds the logits of more than a chunk of tokens.
+
+Shapes in comments: N tokens, D hidden size, V vocabulary, K cached log-probabilities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class Head:
+    """From last hidden states to logits: the family's scaling and soft cap beside the output matrix."""
+
+    divisor: float = 1.0  # granite
+    softcap: float | None = None  # gemma2
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Head:
+        config = model.config
+        return cls(
+            divisor=float(getattr(config, "logits_scaling", None) or 1.0),
+            softcap=getattr(config, "final_logit_softcapping", None),
+        )
+
+    def logits(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """hidden [N, D], weight [V, D] -> logits [N, V] float32."""
+        logits = F.linear(hidden, weight).float()
+        if self.divisor != 1.0:
+            logits = logits / self.divisor
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits
+
+
+@dataclass(frozen=True)
+class KlTerms:
+    """Weights and form of the loss on the output distribution (see `schema.DistilBase`)."""
+
+    kl_weight: float = 1.0
+    ce_weight: float = 0.1
+    temperature: float = 1.0
+    reverse: bool = False
+
+
+def kl_divergence(
+    student: torch.Tensor, teacher: torch.Tensor, temperature: float = 1.0, reverse: bool = False
+) -> torch.Tensor:
+    """KL per token, nats, times temperature^2 (Hinton et al. 2015, eq. 2). Logits [N, V] float32 -> [N]."""
+    log_s = F.log_softmax(student / temperature, dim=-1)
+    log_t = F.log_softmax(teacher / temperature, dim=-1)
+    first, second = (log_s, log_t) if reverse else (log_t, log_s)
+    return (first.exp() * (first - second)).sum(-1) * temperature**2
+
+
+def top_k_kl(student: torch.Tensor, ids: torch.Tensor, log_probs: torch.Tensor) -> torch.Tensor:
+    """KL(teacher || student) over the teacher's K best tokens and one bucket for all others: a lower bound of the
+    full KL that reaches it at K = V.
+
+    student: logits [N, V] float32; ids [N, K] int64; log_probs [N, K] float32, the teacher's -> [N] nats.
+    """
+    log_s = F.log_softmax(student, dim=-1).gather(-1, ids)
+    probs = log_probs.exp()
+    rest_t = (1.0 - probs.sum(-1)).clamp(min=0.0)
+    rest_s = (1.0 - log_s.exp().sum(-1)).clamp(min=1e-9)
+    rest = torch.where(rest_t > 1e-6, rest_t * (rest_t.clamp(min=1e-9).log() - rest_s.log()), 0.0)
+    return (probs * (log_probs - log_s)).sum(-1) + rest
+
+
+# A chunk: (student hidden, student weight, teacher inputs..., labels, scored) -> (summed loss, summed KL, summed CE)
+ChunkLoss = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+
+def live_chunk(head: Head, teacher_head: Head, terms: KlTerms) -> ChunkLoss:
+    """Loss of a chunk against the teacher's last hidden states [n, D'] and output matrix [V, D']."""
+
+    def chunk(
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        labels: torch.Tensor,
+        teacher_hidden: torch.Tensor,
+        teacher_weight: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        student = head.logits(hidden, weight)
+        with torch.no_grad():
+            teacher = teacher_head.logits(teacher_hidden, teacher_weight)
+        kl = kl_divergence(student, teacher, terms.temperature, terms.reverse)
+        return _combine(student, kl, labels, terms)
+
+    return chunk
+
+
+def cached_chunk(head: Head, terms: KlTerms) -> ChunkLoss:
+    """Loss of a chunk against the teacher's K best log-probabilities: ids [n, K], log_probs [n, K]."""
+
+    def chunk(
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        labels: torch.Tensor,
+        ids: torch.Tensor,
+        log_probs: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        student = head.logits(hidden, weight)
+        return _combine(student, top_k_kl(student, ids, log_probs.float()), labels, terms)
+
+    return chunk
+
+
+def _combine(
+    student: torch.Tensor, kl: torch.Tensor, labels: torch.Tensor, terms: KlTerms
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    kl_sum = kl.masked_fill(labels < 0, 0.0).sum()
+    ce_sum = F.cross_entropy(student, labels, ignore_index=-100, reduction="sum")
+    return terms.kl_weight * kl_sum + terms.ce_weight * ce_sum, kl_sum.detach(), ce_sum.detach()
+
+
+class ChunkedLoss(torch.autograd.Function):
+    """Runs a ChunkLoss over pieces of the tokens, taking each piece's gradients at once, so that only one piece's
+    logits exist. Backward scales the gradients that are already there.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx,
+        chunk_loss: ChunkLoss,
+        size: int,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        labels: torch.Tensor,
+        per_token: tuple[torch.Tensor, ...],
+        shared: tuple[torch.Tensor, ...],
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """hidden [N, D], weight [V, D], labels [N]; per_token [N, ...] go to the chunk in pieces, shared whole."""
+        needs_hidden, needs_weight = ctx.needs_input_grad[2], ctx.needs_input_grad[3]  # type: ignore[attr-defined]
+        d_hidden = torch.empty_like(hidden) if needs_hidden else None
+        d_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+        sums = hidden.new_zeros(3, dtype=torch.float32)
+        for begin in range(0, hidden.shape[0], size):
+            piece = slice(begin, begin + size)
+            with torch.set_grad_enabled(needs_hidden or needs_weight):
+                h = hidden[piece].detach().requires_grad_(needs_hidden)
+                w = weight.detach().requires_grad_(needs_weight)
+                results = chunk_loss(h, w, labels[piece], *(t[piece] for t in per_token), *shared)
+            wanted = [t for t in (h, w) if t.requires_grad]
+            grads = iter(torch.autograd.grad(results[0], wanted) if wanted else ())
+            if d_hidden is not None:
+                d_hidden[piece] = next(grads)
+            if d_weight is not None:
+                d_weight += next(grads)
+            sums += torch.stack([result.detach() for result in results])
+        ctx.save_for_backward(d_hidden, d_weight)
+        ctx.weight_dtype = weight.dtype  # type: ignore[attr-defined]
+        return sums[0], sums[1], sums[2]
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        d_hidden, d_weight = ctx.saved_tensors  # type: ignore[attr-defined]
+        scale = grads[0]
+        return (
+            None,
+            None,
+            None if d_hidden is None else d_hidden * scale.to(d_hidden.dtype),
+            None if d_weight is None else (d_weight * scale).to(ctx.weight_dtype),  # type: ignore[attr-defined]
+            None,
+            None,
+            None,
+        )
+
+
+def relative_squared_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Per token |output - target|^2 / |target|^2, float32: [..., D] -> [...]."""
+    target = target.float()
+    difference = (output.float() - target).square().sum(-1)
+    return difference / target.square().sum(-1).clamp(min=1e-12)

@@ -1,0 +1,95 @@
+"""Teacher and student: loading them, and the parts that every stage addresses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import deltanet_hf  # noqa: F401  (registers the converted families)
+import torch
+from deltanet_hf.errors import UserError
+from deltanet_hf.families import FAMILIES, PREFIX
+from deltanet_hf.layer import GatedDeltaNet
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from deltanet_recipes.schema import Recipe
+
+
+def load_student(folder: str, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """The converted model, in its stored dtype (or the one given)."""
+    config = _config(folder, "student")
+    if not config.model_type.startswith(PREFIX):
+        raise UserError(
+            f"student: {folder} has model_type {config.model_type!r}, which is not a converted model; make one with "
+            "`deltanet-hf convert`"
+        )
+    return _load(folder, "student", dtype or "auto")
+
+
+def load_teacher(recipe: Recipe, dtype: torch.dtype) -> PreTrainedModel:
+    """The softmax model, frozen, in the compute dtype, with SDPA attention."""
+    name = teacher_name(recipe)
+    config = _config(name, "teacher")
+    if config.model_type not in FAMILIES:
+        raise UserError(f"teacher: {name} has model_type {config.model_type!r}, which is no supported teacher")
+    student = _config(recipe.student, "student")
+    for key in ("hidden_size", "num_hidden_layers", "vocab_size"):
+        if getattr(config, key) != getattr(student, key):
+            raise UserError(
+                f"teacher: {name} has {key} {getattr(config, key)}, the student {getattr(student, key)}: "
+                "it is not the model this student was converted from"
+            )
+    return _load(name, "teacher", dtype).requires_grad_(False)
+
+
+def teacher_name(recipe: Recipe) -> str:
+    """The recipe's teacher, else the one that conversion.json beside the student names."""
+    if recipe.teacher is not None:
+        return recipe.teacher
+    path = Path(recipe.student) / "conversion.json"
+    teacher = json.loads(path.read_text(encoding="utf-8")).get("teacher")
+    name = teacher.get("name") or teacher.get("path") if isinstance(teacher, dict) else teacher
+    if not name:
+        raise UserError(f"teacher: {path} names no teacher; set this key")
+    return str(name)
+
+
+def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise UserError(f"student: {folder} has no usable tokenizer ({' '.join(str(error).split())})") from None
+
+
+def _config(name: str, key: str) -> Any:
+    try:
+        return AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{key}: {name}: {' '.join(str(error).split())}") from None
+
+
+def _load(name: str, key: str, dtype: Any) -> PreTrainedModel:
+    try:
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, attn_implementation="sdpa")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{key}: {name}: {' '.join(str(error).split())}") from None
+    model.config.use_cache = False
+    return model.eval()  # type: ignore[no-any-return]
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """The decoder layers, which every supported family keeps at `model.layers`."""
+    return model.model.layers  # type: ignore[union-attr, return-value]
+
+
+def mixers(student: nn.Module) -> dict[int, GatedDeltaNet]:
+    """The converted layers' mixers by layer index."""
+    layers = enumerate(decoder_layers(student))
+    return {index: layer.self_attn for index, layer in layers if isinstance(layer.self_attn, GatedDeltaNet)}
+
+
+def output_weight(model: nn.Module) -> torch.Tensor:
+    """The output matrix [V, D]."""
+    return model.get_output_embeddings().weight  # type: ignore[operator, no-any-return]

@@ -1,0 +1,119 @@
+"""The table shown before training: what is trained, on how much, in which memory, for how long."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+import torch
+from rich.table import Table
+from torch import nn
+
+from deltanet_recipes.adapters import lora_targets
+from deltanet_recipes.feeds import micro_batch_rows
+from deltanet_recipes.logbook import Logbook
+from deltanet_recipes.models import decoder_layers, mixers, output_weight
+from deltanet_recipes.runtime import Runtime
+from deltanet_recipes.schema import Align, DistilBase, Recipe, Stage, stage_name
+
+UTILISATION = 0.25  # of the measured matmul rate: what a training step of a small model reaches
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Sizes of a stage: parameters trained, peak bytes of one process, floating-point operations per token."""
+
+    mixer_parameters: int
+    rest_parameters: int
+    memory: int
+    flops_per_token: float
+
+
+def estimate(stage: Stage, recipe: Recipe, student: nn.Module, runtime: Runtime) -> Estimate:
+    """Computed from shapes. Teacher in the compute dtype; trained weights, gradients and AdamW at 16 bytes each."""
+    layers, vocabulary = decoder_layers(student), output_weight(student).shape[0]
+    total = sum(p.numel() for p in student.parameters())
+    in_layers = sum(p.numel() for p in layers.parameters())
+    mixer = sum(p.numel() for m in mixers(student).values() for p in m.parameters())
+    rest = _rest(stage, student, in_layers - mixer)
+    width = 2 if runtime.bf16 else 4
+    micro = micro_batch_rows(stage, runtime.world) * stage.sequence_length
+    config = student.config
+    mlp = getattr(config, "intermediate_size", 4 * config.hidden_size)  # type: ignore[union-attr]
+    per_layer = micro * width * (14 * config.hidden_size + 4 * mlp)  # type: ignore[union-attr]
+    shards = runtime.world if recipe.engine.sharding == "fsdp2" else 1
+    if isinstance(stage, Align) and stage.mode == "layerwise":
+        largest = max(sum(p.numel() for p in layer.parameters()) for layer in layers)
+        one = mixer // max(1, len(mixers(student)))
+        memory = width * largest + 16 * one + per_layer
+        return Estimate(mixer, 0, memory, (2 * in_layers + 6 * mixer) * 1.0)
+    weights = (width * total * 2 + 16 * (mixer + rest)) // shards
+    if isinstance(stage, Align):
+        activations = micro * width * 14 * config.hidden_size * len(mixers(student))  # type: ignore[union-attr]
+        return Estimate(mixer, 0, weights + activations, 2.0 * in_layers + 6.0 * mixer)
+    kept = len(layers) if not recipe.engine.gradient_checkpointing else 2
+    logits = 4 * 5 * min(stage.loss_chunk, micro) * vocabulary
+    flops = 2.0 * total * (2 if stage.top_k is None else 1) + 4.0 * total
+    return Estimate(mixer, rest, weights + per_layer * kept + logits, flops)
+
+
+def _rest(stage: Stage, student: nn.Module, layer_weights: int) -> int:
+    if isinstance(stage, Align) or stage.train == "frozen":
+        return 0
+    assert isinstance(stage, DistilBase)
+    if stage.train == "full":
+        return layer_weights + (output_weight(student).numel() if stage.train_embeddings else 0)
+    modules = dict(student.named_modules())
+    names = lora_targets(student, stage.lora.targets)
+    return sum(stage.lora.rank * sum(modules[name].weight.shape) for name in names)  # type: ignore[union-attr, misc]
+
+
+def show_plan(
+    recipe: Recipe, stages: list[Stage], student: nn.Module, runtime: Runtime, logbook: Logbook
+) -> None:
+    """Print the stage table."""
+    if not runtime.main:
+        return
+    rate = _matmul_rate(runtime) * UTILISATION * runtime.world
+    table = Table(title=f"{recipe.student} -> {recipe.output} on {runtime.world} x {_device_name(runtime)}")
+    for column in ("stage", "trained: mixers", "rest", "tokens", "steps x tokens", "rows", "memory", "time, about"):
+        table.add_column(column, justify="left" if column == "stage" else "right")
+    for stage in stages:
+        sizes = estimate(stage, recipe, student, runtime)
+        seconds = sizes.flops_per_token * stage.steps * stage.batch_tokens / rate
+        table.add_row(
+            stage_name(stage),
+            f"{sizes.mixer_parameters / 1e6:.1f}M",
+            f"{sizes.rest_parameters / 1e6:.1f}M",
+            f"{stage.steps * stage.batch_tokens:,}",
+            f"{stage.steps:,} x {stage.batch_tokens:,}",
+            f"{stage.rows_per_step} x {stage.sequence_length:,}",
+            f"{sizes.memory / 2**30:.1f} GiB",
+            _duration(seconds),
+        )
+    logbook.console.print(table)
+
+
+def _matmul_rate(runtime: Runtime) -> float:
+    """Floating-point operations per second of a matrix product on this device, measured now."""
+    size = 4096 if runtime.device.type == "cuda" else 768
+    a = torch.randn(size, size, device=runtime.device, dtype=runtime.compute_dtype)
+    best = math.inf
+    for _ in range(4):
+        began = time.perf_counter()
+        float((a @ a)[0, 0])
+        best = min(best, time.perf_counter() - began)
+    return 2 * size**3 / best
+
+
+def _device_name(runtime: Runtime) -> str:
+    if runtime.device.type == "cuda":
+        return torch.cuda.get_device_name(runtime.device)
+    return f"CPU ({torch.get_num_threads()} threads)"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

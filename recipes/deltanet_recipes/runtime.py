@@ -1,0 +1,92 @@
+"""Where the work runs: device, precision, processes."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import PartialState
+from deltanet_hf.errors import UserError
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from deltanet_recipes.schema import Engine
+
+
+class Runtime:
+    """The process's place among all processes (accelerate) and the numeric settings of a run."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        cpu = engine.device == "cpu"
+        if engine.device == "cuda" and not torch.cuda.is_available():
+            raise UserError("engine.device: cuda asked for, but torch sees no GPU; set it to auto or cpu")
+        if engine.threads is not None:
+            torch.set_num_threads(engine.threads)
+        self._state = PartialState(cpu=cpu)
+        self.device: torch.device = self._state.device
+        self.rank, self.world = self._state.process_index, self._state.num_processes
+        cuda = self.device.type == "cuda"
+        if engine.sharding == "fsdp2" and self.world == 1:
+            raise UserError("engine.sharding: fsdp2 needs several processes; use `accelerate launch -m ...`")
+        self.bf16 = engine.precision == "bf16" or (engine.precision == "auto" and cuda)
+        self.compute_dtype = torch.bfloat16 if self.bf16 else torch.float32
+        self.compile = cuda if engine.compile is None else engine.compile
+        alone = cuda and self.world == 1
+        self.cuda_graphs = (alone and self.compile) if engine.cuda_graphs is None else engine.cuda_graphs
+        if self.cuda_graphs and not alone:
+            raise UserError("engine.cuda_graphs: works on one GPU only; leave the key out")
+        if cuda:
+            torch.set_float32_matmul_precision("high")
+
+    @property
+    def main(self) -> bool:
+        return bool(self._state.is_main_process)
+
+    def barrier(self) -> None:
+        self._state.wait_for_everyone()
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """bf16 arithmetic on fp32 weights. No cache of cast weights: a CUDA graph must repeat the casts."""
+        if not self.bf16:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, cache_enabled=not self.cuda_graphs)
+
+    def shard(self, root: nn.Module, units: list[nn.Module]) -> None:
+        """FSDP2, when asked for: every unit (a decoder layer, a mixer) by itself, what is left with the root."""
+        if self.engine.sharding != "fsdp2":
+            return
+        for unit in units:
+            fully_shard(unit)
+        fully_shard(root, reshard_after_forward=False)
+
+    def sum_gradients(self, parameters: list[nn.Parameter]) -> None:
+        """Add up the gradients of replicated processes (one flat all-reduce); sharded ones did so in backward."""
+        if self.world == 1:
+            return
+        if self.engine.sharding == "fsdp2":
+            for p in parameters:  # FSDP2 averages; the losses here are shares of one sum
+                if p.grad is not None:
+                    p.grad.mul_(self.world)
+            return
+        grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
+        flat = torch.cat([grad.flatten() for grad in grads])
+        dist.all_reduce(flat)
+        for p, piece in zip(parameters, flat.split([grad.numel() for grad in grads]), strict=True):
+            p.grad = piece.view_as(p)
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """The values summed over processes."""
+        if self.world > 1:
+            dist.all_reduce(values)
+        return values
+
+    def peak_memory(self) -> float:
+        """Peak memory of this process in GiB: allocated on the GPU, else resident."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device) / 2**30
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

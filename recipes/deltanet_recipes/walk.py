@@ -1,0 +1,142 @@
+"""Run a causal language model's decoder layer by layer, for every supported family.
+
+The model's own forward is called once with recorders in place of its layers: it embeds the tokens and makes rotary
+embeddings and masks, and the recorders keep what each layer would have received. The layers are then called from
+here. That exposes every hidden state without hooks, moves host synchronisation out of what a CUDA graph records, and
+lets a model be walked one resident layer at a time.
+
+Shapes in comments: R rows, L tokens in a row, D hidden size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from deltanet_recipes.models import decoder_layers
+from deltanet_recipes.packing import Rows
+
+
+@dataclass
+class Entry:
+    """What enters the decoder layers: hidden [R, L, D] and each layer's keyword arguments."""
+
+    hidden: torch.Tensor
+    kwargs: list[dict[str, Any]]
+
+
+class _Recorder(nn.Module):
+    """Stands in for a decoder layer: keeps its arguments, passes the hidden states through."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self._layer = (layer,)  # in a tuple: not a submodule
+        self.kwargs: dict[str, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self._layer[0], name)
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        self.kwargs = kwargs
+        return hidden_states
+
+
+class Walk:
+    """Layer-wise forward of `model`.
+
+    Args:
+        model: a causal language model of a supported family, converted or not.
+        checkpointing: recompute each layer's activations in the backward pass.
+    """
+
+    def __init__(self, model: nn.Module, checkpointing: bool = False) -> None:
+        self.model, self.checkpointing = model, checkpointing
+        self._recorders = nn.ModuleList([_Recorder(layer) for layer in decoder_layers(model)])
+
+    def enter(self, rows: Rows, cu_seqlens: torch.Tensor | None) -> Entry:
+        """Embed rows. cu_seqlens: boundaries of packed documents over the R*L tokens, None when rows are whole."""
+        decoder: Any = self.model.model
+        packing: dict[str, Any] = {}
+        if cu_seqlens is not None:
+            packing = {"position_ids": rows.position_ids, "cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
+        layers, final_norm = decoder.layers, decoder.norm
+        decoder.layers, decoder.norm = self._recorders, nn.Identity()
+        try:
+            hidden = decoder(input_ids=rows.input_ids, use_cache=False, **packing).last_hidden_state
+        finally:
+            decoder.layers, decoder.norm = layers, final_norm
+        return Entry(hidden, [recorder.kwargs for recorder in self._recorders])  # type: ignore[misc]
+
+    def layers(self, entry: Entry) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """(last hidden states after the final norm, the hidden states after each layer), all [R, L, D]."""
+        hidden, states = entry.hidden, []
+        for layer, kwargs in zip(decoder_layers(self.model), entry.kwargs, strict=True):
+            hidden = self.layer(layer, hidden, kwargs)
+            states.append(hidden)
+        return self.model.model.norm(hidden), states  # type: ignore[union-attr, operator]
+
+    def layer(self, layer: nn.Module, hidden: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+        """One decoder layer."""
+        if self.checkpointing and torch.is_grad_enabled():
+            return checkpoint(layer, hidden, use_reentrant=False, **kwargs)  # type: ignore[no-any-return]
+        return layer(hidden, **kwargs)  # type: ignore[no-any-return]
+
+
+def document_boundaries(position_ids: torch.Tensor) -> torch.Tensor | None:
+    """[N + 1] int32 boundaries over the flattened rows; None when no row [R, L] holds a second document.
+
+    Padded by repeating the last boundary (empty sequences) to a length that depends on the rows' shape alone, unless
+    there are more documents than one per 32 tokens.
+    """
+    starts = (position_ids.flatten() == 0).nonzero().flatten().to(torch.int32)
+    rows, length = position_ids.shape
+    if len(starts) == rows:
+        return None
+    room = max(len(starts), rows + rows * length // 32) + 1 - len(starts)
+    return torch.cat([starts, starts.new_full((room,), rows * length)])
+
+
+class AttentionTaps:
+    """Records what enters and leaves the `self_attn` of chosen layers while the model runs."""
+
+    def __init__(self, model: nn.Module, indices: list[int]) -> None:
+        self.inputs: dict[int, dict[str, Any]] = {}
+        self.outputs: dict[int, torch.Tensor] = {}
+        layers = decoder_layers(model)
+        self._handles = [
+            layers[index].self_attn.register_forward_hook(self._hook(index), with_kwargs=True)  # type: ignore[union-attr]
+            for index in indices
+        ]
+
+    def _hook(self, index: int) -> Any:
+        def record(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+            self.inputs[index] = kwargs if not args else {"hidden_states": args[0], **kwargs}
+            self.outputs[index] = output[0]
+
+        return record
+
+    def clear(self) -> None:
+        self.inputs.clear()
+        self.outputs.clear()
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self.clear()
+
+
+def mixer_output(mixer: nn.Module, tap: dict[str, Any], cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+    """A mixer's output [R, L, D] on the input that the teacher's attention received."""
+    output, _ = mixer(
+        hidden_states=tap["hidden_states"].detach(),
+        position_embeddings=tap.get("position_embeddings"),
+        cu_seq_lens_q=cu_seqlens,
+    )
+    return output  # type: ignore[no-any-return]

@@ -1,0 +1,116 @@
+"""A wrong recipe is refused with one clear line per problem, before anything is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deltanet_hf.errors import UserError
+from deltanet_recipes.config import load_recipe
+from deltanet_recipes.schema import Distil, Recipe
+from pydantic import BaseModel
+from tests.recipes.tiny_run import ALIGN, DISTIL, recipe_tree, write_recipe
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    (tmp_path / "student").mkdir()
+    (tmp_path / "student" / "config.json").write_text("{}")
+    (tmp_path / "student" / "conversion.json").write_text('{"teacher": "t"}')
+    (tmp_path / "text.jsonl").write_text('{"text": "w1"}\n')
+    return tmp_path
+
+
+def refused(place: Path, tree: dict[str, Any], *overrides: str) -> str:
+    with pytest.raises(UserError) as caught:
+        load_recipe(write_recipe(place, tree), overrides)
+    return str(caught.value)
+
+
+def test_overrides_reach_nested_keys_and_stages_by_kind(place: Path) -> None:
+    path = write_recipe(place, recipe_tree(place, [ALIGN, DISTIL]))
+    recipe = load_recipe(path, ["stages.distil.tokens=256", "stages.0.optimizer.mixer_lr=1.0e-4", "seed=7"])
+    assert recipe.stages[1].tokens == 256
+    assert recipe.stages[0].optimizer.mixer_lr == 1e-4
+    assert recipe.seed == 7
+
+
+def test_all_problems_are_listed_at_once(place: Path) -> None:
+    tree = recipe_tree(place, [{**ALIGN, "tokns": 1}, {**DISTIL, "batch_tokens": 100}], sed=3)
+    message = refused(place, tree)
+    assert "stages.0.tokns: unknown key" in message
+    assert "sed: unknown key" in message
+    assert "batch_tokens (100) must be a multiple of sequence_length (64)" in message
+
+
+@pytest.mark.parametrize(
+    ("stages", "expected"),
+    [
+        ([], "at least one stage"),
+        ([DISTIL, ALIGN], "must come in the order"),
+        ([ALIGN, ALIGN], "give them a name"),
+        ([{**ALIGN, "cached_tokens": 128}], "needs mode: layerwise"),
+        ([{**DISTIL, "top_k": 4, "direction": "reverse"}], "leave out top_k"),
+        ([{**DISTIL, "kl_weight": 0, "ce_weight": 0}], "nothing to train on"),
+        ([{**DISTIL, "train_embeddings": True}], "needs train: full"),
+        ([{**DISTIL, "tokens": 64}], "less than one step"),
+        ([{**DISTIL, "kind": "repair"}], "no data source has messages_key"),
+    ],
+)
+def test_contradictions(place: Path, stages: list[dict[str, Any]], expected: str) -> None:
+    assert expected in refused(place, recipe_tree(place, stages))
+
+
+def test_missing_files_are_named(place: Path) -> None:
+    tree = recipe_tree(place, [ALIGN], data={"sources": [{"path": "nowhere.jsonl"}], "decontaminate": ["no.txt"]})
+    tree["student"] = str(place / "absent")
+    message = refused(place, tree)
+    assert "student:" in message
+    assert "nowhere.jsonl does not exist" in message
+    assert "no.txt does not exist" in message
+
+
+def test_unknown_file_type_and_unbounded_stream(place: Path) -> None:
+    (place / "text.doc").write_text("x")
+    assert "is none of .txt" in refused(
+        place, recipe_tree(place, [ALIGN], data={"sources": [{"path": str(place / "text.doc")}]})
+    )
+    assert "needs max_tokens" in refused(place, recipe_tree(place, [ALIGN], data={"sources": [{"hub": "a/b"}]}))
+
+
+@pytest.mark.parametrize("override", ["seed", "stages.9.tokens=1", "seed.x=1", "stages.distil.tokens=1"])
+def test_bad_overrides(place: Path, override: str) -> None:
+    assert "override" in refused(place, recipe_tree(place, [ALIGN]), override)
+
+
+def test_not_yaml_and_not_there(place: Path) -> None:
+    (place / "bad.yaml").write_text("a: [1")
+    with pytest.raises(UserError, match="not valid YAML"):
+        load_recipe(place / "bad.yaml")
+    with pytest.raises(UserError, match="no such recipe"):
+        load_recipe(place / "none.yaml")
+
+
+def test_every_key_is_documented() -> None:
+    def sections(model: type[BaseModel]) -> list[type[BaseModel]]:
+        found = [model]
+        for field in model.model_fields.values():
+            for inner in (field.annotation, *getattr(field.annotation, "__args__", ())):
+                if isinstance(inner, type) and issubclass(inner, BaseModel):
+                    found += sections(inner)
+        return found
+
+    for section in {*sections(Recipe), *sections(Distil)}:
+        for name, field in section.model_fields.items():
+            is_section = isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+            assert field.description or is_section or name == "kind", f"{section.__name__}.{name}"
+
+
+def test_shipped_recipes_are_valid(place: Path) -> None:
+    recipes = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
+    assert len(recipes) >= 2
+    for path in recipes:
+        changed = [f"student={place / 'student'}", "data.sources=[]", "data.decontaminate=[]"]
+        recipe = load_recipe(path, changed)
+        assert recipe.stages

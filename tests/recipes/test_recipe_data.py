@@ -1,0 +1,168 @@
+"""Sources, the token cache, packing, mixtures and decontamination."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import lzma
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as parquet
+import pytest
+import torch
+from deltanet_hf.errors import UserError
+from deltanet_recipes.decontaminate import Contamination
+from deltanet_recipes.packing import Mixture, make_rows, split_streams
+from deltanet_recipes.schema import Source
+from deltanet_recipes.tokens import Corpus, load_corpus
+from tests.recipes.tiny_run import make_tokenizer
+
+EOS = 2
+LINES = [{"text": "w1 w2 w3"}, {"text": "w4 w5"}]
+IDS = [5, 6, 7, EOS, 8, 9, EOS]
+
+
+def load(tmp_path: Path, source: Source, **kwargs: Any) -> Corpus:
+    return load_corpus(source, make_tokenizer(), EOS, tmp_path / "cache", **kwargs)
+
+
+def write(path: Path) -> Path:
+    text = "".join(json.dumps(line) + "\n" for line in LINES)
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress(text.encode()))
+    elif path.suffix == ".xz":
+        path.write_bytes(lzma.compress(text.encode()))
+    elif path.suffix == ".parquet":
+        parquet.write_table(pa.Table.from_pylist(LINES), path)
+    elif path.suffix == ".npy":
+        np.save(path, np.array(IDS, dtype=np.uint16))
+    else:
+        path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.xz", "a.parquet", "a.npy"])
+def test_every_file_type_gives_the_same_tokens(tmp_path: Path, name: str) -> None:
+    corpus = load(tmp_path, Source(path=str(write(tmp_path / name))))
+    assert corpus.tokens.tolist() == IDS
+    assert corpus.starts.tolist() == [0, 4, 7]
+
+
+def test_text_files_are_cut_into_documents_of_whole_paragraphs(tmp_path: Path) -> None:
+    paragraphs = [f"w{i} " * 1000 for i in range(8)]
+    (tmp_path / "a.txt").write_text("\n\n".join(paragraphs))
+    corpus = load(tmp_path, Source(path=str(tmp_path / "a.txt")))
+    assert len(corpus.starts) - 1 > 1
+    assert [t for t in corpus.tokens.tolist() if t != EOS] == [4 + i for i in range(8) for _ in range(1000)]
+
+
+def test_second_use_reads_the_cache_and_a_change_does_not(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl")
+    calls: list[int] = []
+    for _ in range(2):
+        load(tmp_path, Source(path=str(path)), progress=lambda label, count: calls.append(count))
+    assert calls == [4, 7]
+    load(tmp_path, Source(path=str(path), max_tokens=5), progress=lambda label, count: calls.append(count))
+    assert calls == [4, 7, 4, 5]
+
+
+def test_errors_name_file_and_remedy(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl")
+    with pytest.raises(UserError, match=r"line 1 has no key 'body'; set text_key"):
+        load(tmp_path, Source(path=str(path), text_key="body"))
+    np.save(tmp_path / "b.npy", np.array([1, 60000], dtype=np.uint16))
+    with pytest.raises(UserError, match="outside the vocabulary"):
+        load(tmp_path, Source(path=str(tmp_path / "b.npy")))
+
+
+def corpus_of(*documents: list[int], weight: float = 1.0, label: str = "c") -> Corpus:
+    starts = np.cumsum([0, *(len(d) for d in documents)])
+    return Corpus(label, weight, np.concatenate([np.array(d) for d in documents]), None, starts, {})
+
+
+def mixture(*corpora: Corpus, isolate: bool = True, repeat: bool = True, holdout: int = 0) -> Mixture:
+    training, _ = split_streams(corpora, holdout, seed=1, shuffle=True)
+    return Mixture(training, EOS, isolate, repeat)
+
+
+def test_positions_restart_and_ends_are_not_scored() -> None:
+    ids = np.array([[5, 6, EOS, 7, 8, 9]])
+    rows = make_rows(ids, np.ones_like(ids, dtype=bool), EOS, isolate=True)
+    assert rows.position_ids.tolist() == [[0, 1, 2, 0, 1]]
+    assert rows.labels.tolist() == [[6, EOS, -100, 8, 9]]
+    joined = make_rows(ids, np.ones_like(ids, dtype=bool), EOS, isolate=False)
+    assert joined.position_ids.tolist() == [[0, 1, 2, 3, 4]]
+
+
+def test_state_resumes_exactly_also_with_other_row_lengths() -> None:
+    documents = [[10 + i] * (5 + i) + [EOS] for i in range(12)]
+    one, two = mixture(corpus_of(*documents)), mixture(corpus_of(*documents))
+    one.take(7, 9)
+    two.state = list(one.state)
+    assert torch.equal(one.take(5, 16).input_ids, two.take(5, 16).input_ids)
+
+
+def test_one_epoch_has_every_token_once_and_the_next_is_in_another_order() -> None:
+    documents = [[10 + i] * 7 + [EOS] for i in range(8)]
+    source = mixture(corpus_of(*documents))
+    first, second = source.take(8, 8).input_ids.flatten(), source.take(8, 8).input_ids.flatten()
+    assert sorted(first.tolist()) == sorted(t for d in documents for t in d)
+    assert sorted(second.tolist()) == sorted(first.tolist())
+    assert first.tolist() != second.tolist()
+
+
+def test_weights_hold_for_every_prefix() -> None:
+    source = mixture(corpus_of([5] * 64, [5] * 64, weight=3), corpus_of([6] * 64, [6] * 64, weight=1))
+    ids = source.take(40, 4).input_ids[:, 0]
+    for rows in range(1, 41):
+        assert abs(int((ids[:rows] == 5).sum()) - 0.75 * rows) <= 1
+
+
+def test_held_out_documents_are_never_trained_on() -> None:
+    documents = [[10 + i] * 7 + [EOS] for i in range(10)]
+    training, held_out = split_streams([corpus_of(*documents)], 16, seed=0, shuffle=True)
+    seen = set(Mixture(training, EOS, True, True).take(40, 8).input_ids.flatten().tolist())
+    kept = set(Mixture(held_out, EOS, True, True).take(4, 8).input_ids.flatten().tolist())
+    assert kept == {18, 19, EOS}
+    assert seen & kept == {EOS}
+
+
+def test_running_out_of_tokens_is_refused_before_training() -> None:
+    source = mixture(corpus_of([5] * 64, [5] * 64, label="small"), repeat=False)
+    source.check(100)
+    with pytest.raises(UserError, match="128 beside the held-out ones"):
+        source.check(128)
+
+
+def test_documents_that_share_thirteen_tokens_are_dropped_and_counted(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    shared = " ".join(f"w{i}" for i in range(13))
+    short = " ".join(f"w{i}" for i in range(12))
+    with open(tmp_path / "a.jsonl", "w") as file:
+        for text in (f"w50 {shared} w51", f"{short} w58", "w30 w31"):
+            file.write(json.dumps({"text": text}) + "\n")
+    (tmp_path / "test.jsonl").write_text(json.dumps({"question": "x", "choices": [f"w40 {shared} w41"]}) + "\n")
+    contamination = Contamination([str(tmp_path / "test.jsonl")], tokenizer)
+    corpus = load(tmp_path, Source(path=str(tmp_path / "a.jsonl")), contamination=contamination)
+    assert corpus.report["documents_contaminated"] == 1
+    assert corpus.report["documents"] == 2
+    assert 4 + 58 in corpus.tokens.tolist()
+
+
+def test_chat_completions_alone_are_scored(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ 'w50 ' if m.role == 'user' else 'w51 ' }}{{ m.content }} w52 {% endfor %}"
+        "{% if add_generation_prompt %}{{ 'w51 ' }}{% endif %}"
+    )
+    chat = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2 w3"}]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
+    source = Source(path=str(tmp_path / "a.jsonl"), messages_key="messages")
+    corpus = load_corpus(source, tokenizer, EOS, tmp_path / "cache")
+    assert corpus.scored is not None
+    scored = [tokenizer.convert_ids_to_tokens(int(t)) for t, s in zip(corpus.tokens, corpus.scored) if s]
+    assert scored == ["w2", "w3", "w52"]
+

@@ -1,0 +1,178 @@
+"""The chunked loss, top-k KL, the walk over layers, Muon's orthogonalisation, schedules."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from deltanet_recipes.losses import (
+    ChunkedLoss,
+    Head,
+    KlTerms,
+    cached_chunk,
+    kl_divergence,
+    live_chunk,
+    top_k_kl,
+)
+from deltanet_recipes.optim import orthogonalise, rate_factor
+from deltanet_recipes.packing import make_rows
+from deltanet_recipes.schema import Align, Optimizer
+from deltanet_recipes.walk import Walk, document_boundaries
+from tests.tiny_models import tiny_student, tiny_teacher
+from torch.nn import functional as F
+
+EOS = 2
+
+
+def example(seed: int = 0) -> tuple[torch.Tensor, ...]:
+    """hidden [23, 8], weight [31, 8], labels [23], teacher hidden [23, 6], teacher weight [31, 6], float64."""
+    g = torch.Generator().manual_seed(seed)
+    hidden, weight, other, other_weight = (
+        torch.randn(shape, generator=g, dtype=torch.float64) for shape in ((23, 8), (31, 8), (23, 6), (31, 6))
+    )
+    labels = torch.randint(0, 31, (23,), generator=g)
+    labels[3:6] = -100
+    return hidden, weight, labels, other, other_weight
+
+
+@pytest.mark.parametrize("terms", [KlTerms(), KlTerms(0.7, 0.3, 2.0), KlTerms(1.0, 0.0, 1.5, reverse=True)])
+@pytest.mark.parametrize("size", [1, 7, 100])
+def test_chunked_loss_and_gradients_equal_the_plain_ones(terms: KlTerms, size: int) -> None:
+    hidden, weight, labels, other, other_weight = example()
+    head = Head(divisor=2.0, softcap=5.0)
+    h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    chunk = live_chunk(head, Head(), terms)
+    total, kl, _ = ChunkedLoss.apply(chunk, size, h, w, labels, (other,), (other_weight,))
+    (3.0 * total).backward()
+
+    h2, w2 = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    student = 5.0 * torch.tanh((h2 @ w2.T).float() / 2.0 / 5.0)
+    scored = labels >= 0
+    teacher = (other @ other_weight.T).float()
+    p, q = (F.log_softmax(x / terms.temperature, -1) for x in (teacher, student))
+    if terms.reverse:
+        p, q = q, p
+    plain_kl = ((p.exp() * (p - q)).sum(-1) * terms.temperature**2)[scored].sum()
+    plain = terms.kl_weight * plain_kl + terms.ce_weight * F.cross_entropy(student[scored], labels[scored], reduction="sum")
+    (3.0 * plain).backward()
+    torch.testing.assert_close(total.double(), plain.double(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(kl.double(), plain_kl.detach().double(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(h.grad, h2.grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(w.grad, w2.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_frozen_output_matrix_gets_no_gradient() -> None:
+    hidden, weight, labels, other, other_weight = example()
+    hidden.requires_grad_()
+    total, _, _ = ChunkedLoss.apply(live_chunk(Head(), Head(), KlTerms()), 5, hidden, weight, labels, (other,), (other_weight,))
+    total.backward()
+    assert weight.grad is None
+    assert hidden.grad is not None
+
+
+def test_cached_top_k_rises_to_the_full_kl() -> None:
+    generator = torch.Generator().manual_seed(0)
+    student, teacher = torch.randn(50, 40, generator=generator), 3 * torch.randn(50, 40, generator=generator)
+    full = kl_divergence(student, teacher).mean()
+    values = []
+    for k in (1, 4, 16, 40):
+        log_probs, ids = teacher.log_softmax(-1).topk(k)
+        values.append(float(top_k_kl(student, ids, log_probs).mean()))
+    assert values == sorted(values)
+    assert values[0] < 0.95 * float(full)
+    assert values[-1] == pytest.approx(float(full), rel=1e-5)
+
+
+def test_cached_gradient_equals_the_live_one_when_everything_is_cached() -> None:
+    hidden, weight, labels, other, other_weight = example()
+    grads = []
+    log_probs, ids = (other @ other_weight.T).float().log_softmax(-1).topk(31)
+    for chunk, per_token, shared in (
+        (live_chunk(Head(), Head(), KlTerms()), (other,), (other_weight,)),
+        (cached_chunk(Head(), KlTerms()), (ids, log_probs), ()),
+    ):
+        h = hidden.clone().requires_grad_()
+        ChunkedLoss.apply(chunk, 6, h, weight, labels, per_token, shared)[0].backward()
+        grads.append(h.grad)
+    torch.testing.assert_close(grads[0], grads[1], rtol=1e-4, atol=1e-6)
+
+
+def packed_rows(isolate: bool = True) -> torch.Tensor:
+    ids = np.random.default_rng(0).integers(3, 97, (2, 25))
+    ids[0, 9] = ids[0, 15] = ids[1, 20] = EOS
+    return make_rows(ids, np.ones_like(ids, dtype=bool), EOS, isolate)
+
+
+FAMILIES = ["llama", "qwen3", "granite", "gemma2", "gemma3_text", "olmo2", "phi3", "smollm3"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_walk_equals_the_models_own_forward(family: str) -> None:
+    rows = packed_rows()
+    for model in (tiny_teacher(family), tiny_student(family, layers=(0, 2))):
+        walk = Walk(model)
+        cu_seqlens = document_boundaries(rows.position_ids)
+        walked, _ = walk.layers(walk.enter(rows, cu_seqlens))
+        own = model.model(input_ids=rows.input_ids, position_ids=rows.position_ids, use_cache=False)
+        torch.testing.assert_close(walked, own.last_hidden_state, rtol=1e-4, atol=1e-4)
+        logits = Head.of(model).logits(walked, model.get_output_embeddings().weight)
+        theirs = model(input_ids=rows.input_ids, position_ids=rows.position_ids, use_cache=False).logits
+        torch.testing.assert_close(logits, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("layers", [(), (0, 2), (0, 1, 2, 3)])
+@torch.no_grad()
+def test_packed_documents_do_not_leak(layers: tuple[int, ...]) -> None:
+    model = tiny_teacher("llama") if not layers else tiny_student("llama", layers=layers)
+    rows = packed_rows()
+    walk = Walk(model)
+    before, _ = walk.layers(walk.enter(rows, document_boundaries(rows.position_ids)))
+    rows.input_ids[0, 3] = 50 if int(rows.input_ids[0, 3]) != 50 else 51
+    after, _ = walk.layers(walk.enter(rows, document_boundaries(rows.position_ids)))
+    changed = (before - after).abs().amax(-1) > 1e-6
+    assert changed[0, 3:10].all()
+    assert not changed[0, 10:].any()
+    assert not changed[1].any()
+
+
+@torch.no_grad()
+def test_without_isolation_documents_are_one_sequence() -> None:
+    model, rows = tiny_student("llama"), packed_rows(isolate=False)
+    walk = Walk(model)
+    assert document_boundaries(rows.position_ids) is None
+    before, _ = walk.layers(walk.enter(rows, None))
+    rows.input_ids[0, 3] += 1
+    after, _ = walk.layers(walk.enter(rows, None))
+    assert ((before - after).abs().amax(-1)[0, 3:] > 0).all()
+
+
+def test_boundaries_have_one_length_for_a_shape() -> None:
+    one = document_boundaries(packed_rows().position_ids)
+    assert one is not None
+    assert one.tolist()[:6] == [0, 10, 16, 24, 45, 48]
+    assert set(one.tolist()[5:]) == {48}
+    more = np.full((2, 65), 5)
+    lengths = set()
+    for ends in ([3], [3, 9]):
+        more[0, ends] = EOS
+        boundaries = document_boundaries(make_rows(more, np.ones_like(more, dtype=bool), EOS, True).position_ids)
+        assert boundaries is not None
+        lengths.add(len(boundaries))
+    assert len(lengths) == 1
+
+
+def test_orthogonalise_gives_singular_values_near_one() -> None:
+    matrices = torch.randn(2, 24, 40, generator=torch.Generator().manual_seed(0))
+    values = torch.linalg.svdvals(orthogonalise(matrices).float())
+    assert values.min() > 0.5
+    assert values.max() < 1.4
+
+
+def test_schedule_warms_up_and_ends_at_its_ratio() -> None:
+    stage = Align(tokens=6400, sequence_length=64, batch_tokens=64, optimizer=Optimizer(warmup=0.1, final_ratio=0.2))
+    factors = [rate_factor(step, stage) for step in range(stage.steps)]
+    assert factors[0] == pytest.approx(0.1)
+    assert max(factors) == pytest.approx(1.0)
+    assert factors[-1] == pytest.approx(0.2)
+    assert factors[10:] == sorted(factors[10:], reverse=True)

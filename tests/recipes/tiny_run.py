@@ -1,0 +1,111 @@
+"""A tiny teacher, its converted student, a tokenizer and a text on disk, and recipes over them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from deltanet_hf import DeltaNetOptions, converted_config
+from deltanet_hf.families import FAMILIES
+from deltanet_hf.modeling import MODEL_CLASSES
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+WORDS = 60
+LAYERS = 3
+SHAPE: dict[str, Any] = {
+    "vocab_size": WORDS + 4,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.15,
+    "tie_word_embeddings": True,
+}
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    vocabulary = {"<pad>": 0, "<bos>": 1, "<eos>": 2, "<unk>": 3, **{f"w{i}": 4 + i for i in range(WORDS)}}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.decoder = decoders.WordPiece()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>"
+    )
+
+
+def make_models(folder: Path, layers: tuple[int, ...] = tuple(range(LAYERS)), family: str = "llama") -> None:
+    """FOLDER/teacher and FOLDER/student: the student has the teacher's weights, new parts at their neutral start."""
+    torch.manual_seed(0)
+    config = FAMILIES[family].config_class(**SHAPE)
+    teacher = FAMILIES[family].model_class(config)
+    options = DeltaNetOptions.preset("teacher", layers)
+    student = MODEL_CLASSES[family](converted_config(config, options))
+    student.load_state_dict(teacher.state_dict(), strict=False)
+    tokenizer = make_tokenizer()
+    for name, model in (("teacher", teacher), ("student", student)):
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    (folder / "student" / "conversion.json").write_text(json.dumps({"teacher": {"path": str(folder / "teacher")}}))
+
+
+def make_text(path: Path, documents: int = 120, seed: int = 0) -> None:
+    """A jsonl of random documents of 20 to 60 words."""
+    generator = torch.Generator().manual_seed(seed)
+    with open(path, "w", encoding="utf-8") as file:
+        for _ in range(documents):
+            length = int(torch.randint(20, 60, (1,), generator=generator))
+            words = torch.randint(0, WORDS, (length,), generator=generator).tolist()
+            file.write(json.dumps({"text": " ".join(f"w{word}" for word in words)}) + "\n")
+
+
+def make_workplace(folder: Path, **kwargs: Any) -> Path:
+    make_models(folder, **kwargs)
+    make_text(folder / "text.jsonl")
+    return folder
+
+
+def recipe_tree(folder: Path, stages: list[dict[str, Any]], **changes: Any) -> dict[str, Any]:
+    """A recipe over the workplace, as YAML would hold it."""
+    data = {"sources": [{"path": str(folder / "text.jsonl")}], "holdout_tokens": 256, "repeat": True}
+    return {
+        "student": str(folder / "student"),
+        "output": str(folder / "run"),
+        "data": {**data, **changes.pop("data", {})},
+        "stages": stages,
+        "engine": {"device": "cpu", "threads": 1},
+        "log": {"every": 1, "evaluate_every": 100, "checkpoint_every": 2},
+        **changes,
+    }
+
+
+def write_recipe(folder: Path, tree: dict[str, Any]) -> Path:
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+ALIGN: dict[str, Any] = {
+    "kind": "align",
+    "tokens": 64 * 2 * 12,
+    "sequence_length": 64,
+    "batch_tokens": 128,
+    "optimizer": {"mixer_lr": 3e-3},
+}
+DISTIL: dict[str, Any] = {
+    "kind": "distil",
+    "tokens": 64 * 2 * 12,
+    "sequence_length": 64,
+    "batch_tokens": 128,
+    "loss_chunk": 50,
+    "lora": {"rank": 4, "alpha": 4},
+    "optimizer": {"mixer_lr": 3e-3, "rest_lr": 1e-3},
+}
