@@ -43,9 +43,10 @@ def run_lm_eval(
         raise UserError("--tasks is missing; for instance --tasks demo_cloze,demo_repeat (no data needed)")
     arguments, user_tasks = _take_include_path(arguments)
     _quiet_lm_eval()
+    from lm_eval.__main__ import cli_evaluate
+
     import deltanet_hf.evaluation.lm  # noqa: F401  registers the model class
     from deltanet_hf.evaluation.local_data import write_task_folder
-    from lm_eval.__main__ import cli_evaluate
 
     model_arguments: dict[str, str | int] = {"pretrained": model}
     if window is not None:

@@ -1,16 +1,17 @@
 """Two small offline tasks built from the public-domain text that ships with this package.
 
-`demo_cloze`: the next word of a passage among four candidates. `demo_repeat`: a passage is given twice, the second
-time cut short; its next word among four words of the passage. The first measures language, the second recall: the
-answer lies further back than a short window reaches.
+`demo_cloze`: the next word of a passage among four that follow the same previous word somewhere in the text.
+`demo_repeat`: a passage is given twice, the second time cut short; its next word among four words of the passage.
+The first measures language, the second recall: the answer lies further back than a short window reaches.
 """
 
 from __future__ import annotations
 
 import random
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,9 @@ _REPEAT_WORDS = 90
 # Words of this length among the most frequent of the text are one token in most vocabularies: the four candidates
 # then need one forward pass.
 _LENGTHS = range(3, 8)
-_COMMON = 600
+_COMMON = 800
+# The most frequent words are skipped: grammar alone gives them away.
+_TOO_COMMON = 60
 
 
 def cloze(text_folder: str | None = None, items: int = ITEMS, **_: Any) -> dict[str, Dataset]:
@@ -35,27 +38,32 @@ def cloze(text_folder: str | None = None, items: int = ITEMS, **_: Any) -> dict[
     words = _words(text_folder)
     common = _common_words(words)
     rng = random.Random(_SEED)
+    followers: dict[str, dict[str, None]] = defaultdict(dict)  # dicts keep the order of the text
+    for previous, word in pairwise(words):
+        if word in common:
+            followers[previous][word] = None
+    fitting = [i for i in range(1, len(words)) if words[i] in common and len(followers[words[i - 1]]) >= OPTIONS]
     rows = []
-    for end in _positions(words, common, items, _CLOZE_WORDS, rng):
-        answer = words[end]
-        context = words[end - _CLOZE_WORDS : end]
-        others = [word for word in common if word != answer]
-        rows.append(_row(" ".join(context), answer, rng.sample(others, OPTIONS - 1), rng))
+    for end in _spread(fitting, len(words), items, _CLOZE_WORDS, rng):
+        context = " ".join(words[end - _CLOZE_WORDS : end])
+        others = [word for word in followers[words[end - 1]] if word != words[end]]
+        rows.append(_row(context, words[end], rng.sample(others, OPTIONS - 1), rng))
     return {"test": Dataset.from_list(rows)}
 
 
 def repeat(text_folder: str | None = None, items: int = ITEMS, **_: Any) -> dict[str, Dataset]:
     """lm-eval's `custom_dataset` of `demo_repeat`: rows of context (a passage and its cut copy), options and gold."""
     words = _words(text_folder)
-    common = set(_common_words(words))
+    common = _common_words(words)
     rng = random.Random(_SEED + 1)
+    half = _REPEAT_WORDS // 2
     rows = []
-    for end in _positions(words, list(common), items, _REPEAT_WORDS, rng):
-        passage = words[end - _REPEAT_WORDS // 2 : end + _REPEAT_WORDS // 2]
-        first, copy = " ".join(passage), " ".join(passage[: _REPEAT_WORDS // 2])
+    for end in _spread([i for i, word in enumerate(words) if word in common], len(words), items, half, rng):
+        passage = words[end - half : end + half]
         others = sorted({word for word in passage if word in common and word != words[end]})
         if len(others) >= OPTIONS - 1:
-            rows.append(_row(f"{first}\n\n{copy}", words[end], rng.sample(others, OPTIONS - 1), rng))
+            context = " ".join(passage) + "\n\n" + " ".join(passage[:half])
+            rows.append(_row(context, words[end], rng.sample(others, OPTIONS - 1), rng))
     return {"test": Dataset.from_list(rows)}
 
 
@@ -68,23 +76,21 @@ def _words(text_folder: str | None) -> list[str]:
     return words
 
 
-def _common_words(words: Sequence[str]) -> list[str]:
-    """The most frequent plain words of a fitting length, most frequent first."""
+def _common_words(words: Sequence[str]) -> set[str]:
+    """Frequent plain words of a fitting length."""
     plain = Counter(word for word in words if len(word) in _LENGTHS and re.fullmatch("[a-z]+", word))
-    return [word for word, _ in sorted(plain.items(), key=lambda item: (-item[1], item[0]))[:_COMMON]]
+    ranked = sorted(plain, key=lambda word: (-plain[word], word))
+    return set(ranked[_TOO_COMMON:_COMMON])
 
 
-def _positions(words: Sequence[str], common: Sequence[str], items: int, span: int, rng: random.Random) -> list[int]:
-    """Positions of common words with `span` words on both sides, spread over the whole text."""
-    allowed = set(common)
-    stride = (len(words) - 2 * span) // items
-    found = []
-    for index in range(items):
-        begin = span + index * stride
-        candidates = [i for i in range(begin, begin + stride) if words[i] in allowed]
-        if candidates:
-            found.append(rng.choice(candidates))
-    return found
+def _spread(positions: Sequence[int], length: int, items: int, span: int, rng: random.Random) -> list[int]:
+    """One of `positions` from each of `items` equal parts of the text, `span` words away from both of its ends."""
+    stride = (length - 2 * span) // items
+    parts: dict[int, list[int]] = defaultdict(list)
+    for position in positions:
+        if span <= position < length - span:
+            parts[(position - span) // stride].append(position)
+    return [rng.choice(parts[index]) for index in range(items) if parts[index]]
 
 
 def _row(context: str, answer: str, others: list[str], rng: random.Random) -> dict[str, Any]:

@@ -16,6 +16,9 @@ import deltanet_hf  # noqa: F401  registers the model families with transformers
 from deltanet_hf.evaluation.scoring import TokenRequest, score_continuations, token_budget
 from deltanet_hf.evaluation.window import SINKS, restrict_to_window
 
+# A generated row is budgeted as this many tokens.
+_TOKENS_PER_ROW = 512
+
 
 @register_model("deltanet-hf")
 class DeltaNetLM(HFLM):
@@ -41,7 +44,7 @@ class DeltaNetLM(HFLM):
             restrict_to_window(self.model, int(window), int(sinks))
         parameters = inspect.signature(self.model.forward).parameters
         self._keeps_logits = "logits_to_keep" in parameters
-        self._encoded: dict[str, list[int]] = {}
+        self._contexts: dict[str, list[int]] = {}
 
     def tok_encode(
         self,
@@ -53,11 +56,18 @@ class DeltaNetLM(HFLM):
         """As in `hf`, remembering the last contexts: the options of a question share theirs."""
         if add_special_tokens is not None or left_truncate_len is not None or kwargs:
             return super().tok_encode(string, add_special_tokens, left_truncate_len, **kwargs)
-        if string not in self._encoded:
-            if len(self._encoded) >= 8:
-                self._encoded.pop(next(iter(self._encoded)))
-            self._encoded[string] = super().tok_encode(string)
-        return list(self._encoded[string])
+        if string not in self._contexts:
+            if len(self._contexts) >= 8:
+                self._contexts.pop(next(iter(self._contexts)))
+            self._contexts[string] = super().tok_encode(string)
+        return list(self._contexts[string])
+
+    def _detect_batch_size(self, requests: Sequence | None = None, pos: int = 0) -> int:
+        """Rows for `batch_size=auto` where rows are counted (generation, rolling windows).
+
+        The stock search tries 64 rows of the whole context first, which takes minutes on a CPU.
+        """
+        return max(1, token_budget(self.model) // _TOKENS_PER_ROW)
 
     @torch.inference_mode()
     def _loglikelihood_tokens(
@@ -65,7 +75,7 @@ class DeltaNetLM(HFLM):
         requests: Sequence[tuple[Any, list[int], list[int]]],
         disable_tqdm: bool = False,
         override_bs: int | None = None,
-        **_: Any,
+        **unused: Any,
     ) -> list[tuple[float, bool]]:
         if self.backend != "causal":
             return super()._loglikelihood_tokens(requests, disable_tqdm=disable_tqdm, override_bs=override_bs)
@@ -73,9 +83,7 @@ class DeltaNetLM(HFLM):
         items = [
             TokenRequest.truncated(context, continuation, self.max_length) for _, context, continuation in requests
         ]
-        bar = tqdm(
-            total=len(items), disable=disable_tqdm or self.rank != 0, desc="Running loglikelihood requests"
-        )
+        bar = tqdm(total=len(items), disable=disable_tqdm or self.rank != 0, desc="Running loglikelihood requests")
         answers = score_continuations(
             self._last_logits, items, self.device, token_budget(self.model), rows, on_progress=bar.update
         )

@@ -85,7 +85,7 @@ def _split(name: str, *splits: str) -> dict[str, tuple[str, ...]]:
     return {split: (f"{name}/{split}",) for split in splits}
 
 
-_LAMBADA = {"test": ("lambada_openai/test", "lambada_openai/llmfoundry")}
+_LAMBADA: dict[str, tuple[str, ...]] = {"test": ("lambada_openai/test", "lambada_openai/llmfoundry")}
 _ALL = ("train", "validation", "test")
 
 TASKS: dict[str, LocalTask] = {
@@ -103,9 +103,7 @@ TASKS: dict[str, LocalTask] = {
     "triviaqa": LocalTask("triviaqa/default.yaml", _split("trivia_qa", "train", "validation"), _trivia_qa),
     "nq_open": LocalTask("nq_open/nq_open.yaml", _split("nq_open", "train", "validation")),
     "arc_easy_rotated": LocalTask("rotated/arc_easy.yaml", _split("arc_easy", "test"), _arc, own=True),
-    "arc_challenge_rotated": LocalTask(
-        "rotated/arc_challenge.yaml", _split("arc_challenge", "test"), _arc, own=True
-    ),
+    "arc_challenge_rotated": LocalTask("rotated/arc_challenge.yaml", _split("arc_challenge", "test"), _arc, own=True),
     "openbookqa_rotated": LocalTask("rotated/openbookqa.yaml", _split("openbookqa", "test"), _openbookqa, own=True),
     "sciq_rotated": LocalTask("rotated/sciq.yaml", _split("sciq", "validation", "test"), own=True),
 }
@@ -154,7 +152,9 @@ def read_rows(path: Path) -> Iterator[Row]:
             try:
                 row = json.loads(line)
             except json.JSONDecodeError as error:
-                raise UserError(f"{path}: line {number} is not JSON ({error.msg}); it needs one object a line") from error
+                raise UserError(
+                    f"{path}: line {number} is not JSON ({error.msg}); it needs one object a line"
+                ) from error
             yield row
 
 
@@ -190,7 +190,9 @@ def write_task_folder(folder: Path, data: Path | None, more: Path | None = None)
 
 def _write_local_tasks(folder: Path, data: Path) -> list[str]:
     if not data.is_dir():
-        raise UserError(f"{data}: no such data folder; it needs files NAME/SPLIT.jsonl.gz, e.g. piqa/validation.jsonl.gz")
+        raise UserError(
+            f"{data}: no such data folder; it needs files NAME/SPLIT.jsonl.gz, e.g. piqa/validation.jsonl.gz"
+        )
     names = [task for task in TASKS if _files(task, data)]
     blimp = _files("blimp_", data).get("train")
     if blimp is not None:

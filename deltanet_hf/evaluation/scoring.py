@@ -76,7 +76,9 @@ def score_continuations(
         batch = rows[begin : begin + min(size, max_rows or size)]
         begin += len(batch)
         members = [(row, index) for row, inputs in enumerate(batch) for index in groups[inputs]]
-        for (_, index), answer in zip(members, _score_batch(last_logits, requests, batch, members, device), strict=True):
+        for (_, index), answer in zip(
+            members, _score_batch(last_logits, requests, batch, members, device), strict=True
+        ):
             answers[index] = answer
         if on_progress is not None:
             on_progress(len(members))

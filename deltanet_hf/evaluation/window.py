@@ -48,7 +48,7 @@ def restrict_to_window(model: PreTrainedModel, window: int = WINDOW, sinks: int 
 
 
 def _mask_builder(window: int, sinks: int) -> Callable[..., Tensor]:
-    def build(*args: Any, mask_function: Callable, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
+    def build(*, mask_function: Callable, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
         """[B, 1, Tq, Tkv] boolean mask; `attention_mask` is the 2D padding mask [B, Tkv] or None."""
 
         def keep(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ def _mask_builder(window: int, sinks: int) -> Callable[..., Tensor]:
 
         # Without the full mask SDPA would fall back to plain causal attention.
         kwargs["allow_is_causal_skip"] = False
-        mask = sdpa_mask(*args, mask_function=and_masks(mask_function, keep), attention_mask=attention_mask, **kwargs)
+        mask = sdpa_mask(mask_function=and_masks(mask_function, keep), attention_mask=attention_mask, **kwargs)
         assert mask is not None
         return mask
 

@@ -1,0 +1,61 @@
+"""Linear path off, and the unfitted start."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from deltanet_hf.errors import UserError
+from deltanet_hf.evaluation.baselines import from_scratch_start, linear_layers, switch_off_linear
+from tiny_models import tiny_student, tiny_teacher
+
+IDS = torch.randint(3, 97, (2, 20), generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def test_linear_path_off_equals_zeroed_output_projections() -> None:
+    off = switch_off_linear(tiny_student("qwen3", layers=(0, 2)))
+    expected = tiny_student("qwen3", layers=(0, 2))
+    before = expected(IDS).logits
+    for layer in linear_layers(expected):
+        layer.o_proj.weight.zero_()
+    torch.testing.assert_close(off(IDS).logits, expected(IDS).logits)
+    assert not torch.allclose(off(IDS).logits, before, atol=1e-2)
+    assert off.generate(IDS, max_new_tokens=4, do_sample=False).shape == (2, 24)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model_type", ["llama", "olmo2", "phi3"])
+@pytest.mark.parametrize("profile", ["teacher", "native"])
+def test_unfitted_start_has_the_teachers_projections(model_type: str, profile: str) -> None:
+    teacher = tiny_teacher(model_type, seed=1)
+    student = from_scratch_start(tiny_student(model_type, profile, (0, 2), seed=2), teacher)
+    layer, attention = student.model.layers[0].self_attn, teacher.model.layers[0].self_attn
+    rows = layer.k_proj.weight.unflatten(0, (4, -1))
+    assert torch.equal(rows[0], rows[1])
+    assert not torch.equal(rows[1], rows[2])
+    if model_type == "phi3":
+        taught = attention.qkv_proj.weight[4 * layer.head_dim :][: layer.head_dim]
+    else:
+        taught = attention.k_proj.weight[: layer.head_dim]
+    assert torch.equal(rows[0], taught)
+    assert torch.equal(layer.o_proj.weight, attention.o_proj.weight)
+    assert torch.equal(layer.norm.weight, torch.ones_like(layer.norm.weight))
+    torch.testing.assert_close(layer.decay.A_log.exp(), torch.linspace(1, 16, 4))
+    for name, weight in teacher.state_dict().items():
+        if "layers.0.self_attn" not in name and "layers.2.self_attn" not in name:
+            assert torch.equal(student.state_dict()[name], weight), name
+
+
+@torch.no_grad()
+def test_unfitted_start_is_deterministic() -> None:
+    teacher = tiny_teacher("llama", seed=1)
+    logits = [from_scratch_start(tiny_student("llama", seed=s), teacher, seed=5)(IDS).logits for s in (2, 3)]
+    torch.testing.assert_close(*logits)
+    other = from_scratch_start(tiny_student("llama", seed=2), teacher, seed=6)(IDS).logits
+    assert not torch.allclose(logits[0], other)
+
+
+def test_softmax_models_are_refused() -> None:
+    with pytest.raises(UserError, match="no Gated DeltaNet layer"):
+        switch_off_linear(tiny_teacher("llama"))

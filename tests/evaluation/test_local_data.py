@@ -1,0 +1,106 @@
+"""Stock tasks on local files: the stock prompts, and the rows of the folder."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from lm_eval.tasks import TaskManager
+
+from deltanet_hf.errors import UserError
+from deltanet_hf.evaluation import rotate
+from deltanet_hf.evaluation.demo import cloze, repeat
+from deltanet_hf.evaluation.local_data import write_task_folder
+
+
+@pytest.fixture(scope="module")
+def tasks(data_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> TaskManager:
+    folder = tmp_path_factory.mktemp("tasks")
+    names = write_task_folder(folder, data_folder)
+    assert {"piqa", "lambada_openai", "arc_easy", "boolq", "sciq", "hellaswag", "blimp_wh_island"} <= set(names)
+    assert "winogrande" not in names
+    return TaskManager(include_path=str(folder), include_defaults=False)
+
+
+def requests(tasks: TaskManager, name: str) -> list[list[tuple[str, str]]]:
+    task = tasks.load([name])["tasks"][name]
+    task.set_config(key="num_fewshot", value=0)
+    task.build_all_requests(rank=0, world_size=1)
+    pairs: dict[int, list[tuple[str, str]]] = {}
+    for instance in task.instances:
+        pairs.setdefault(instance.doc_id, []).append(instance.args)
+    return list(pairs.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "first"),
+    [
+        ("lambada_openai", [("Box 0 holds a", " cat")]),
+        ("piqa", [("Question: Cut 0\nAnswer:", " Saw it."), ("Question: Cut 0\nAnswer:", " Eat it.")]),
+        ("arc_easy", [("Question: What is 0?\nAnswer:", f" {word}") for word in ("one", "two", "six")]),
+        ("boolq", [("Numbers.\nQuestion: is 0 odd?\nAnswer:", f" {word}") for word in ("no", "yes")]),
+        ("blimp_wh_island", [("", " The 0 cats sit."), ("", " The 0 cats sits.")]),
+        ("hellaswag", [("Cooking: Pan 0. He", f" {w}") for w in ("sits.", "runs.", "eats.", "cuts.")]),
+    ],
+)
+def test_prompts_are_the_stock_ones(tasks: TaskManager, name: str, first: list[tuple[str, str]]) -> None:
+    built = requests(tasks, name)
+    assert len(built) == 6
+    assert built[0] == first
+
+
+def test_boolean_answers_become_labels(tasks: TaskManager) -> None:
+    task = tasks.load(["boolq"])["tasks"]["boolq"]
+    assert [task.doc_to_target(doc) for doc in task.validation_docs()] == [0, 1, 0, 1, 0, 1]
+
+
+def test_group_reads_local_rows(tasks: TaskManager) -> None:
+    loaded = tasks.load(["blimp_adjunct_island", "blimp_wh_island"])["tasks"]
+    docs = [list(task.validation_docs()) for task in loaded.values()]
+    assert [{doc["UID"] for doc in rows} for rows in docs] == [{"adjunct_island"}, {"wh_island"}]
+
+
+def test_rotated_options(tasks: TaskManager) -> None:
+    built = requests(tasks, "arc_easy_rotated")
+    assert len(built) == 6 * 3
+    assert built[1][0] == ("Question: What is 0?\nA. two\nB. six\nC. one\nAnswer:", " A")
+    task = tasks.load(["arc_easy_rotated"])["tasks"]["arc_easy_rotated"]
+    docs = list(task.test_docs())
+    assert [doc["options"][doc["gold"]] for doc in docs[:6]] == ["one"] * 3 + ["two"] * 3
+
+
+def test_always_answering_a_letter_is_never_right_in_all_rotations() -> None:
+    rows = [row for group in range(5) for row in rotate.rotations("Why?", ["a", "b", "c", "d"], group % 4, group)]
+    results = [rotate.process_results(row, [(0.0, False)] + [(-1.0, False)] * 3) for row in rows]
+    assert sum(result["acc"] for result in results) == 5
+    assert rotate.all_right([result["all_rotations"] for result in results]) == 0
+    perfect = [rotate.process_results(row, [(float(i == row["gold"]), False) for i in range(4)]) for row in rows]
+    assert rotate.all_right([result["all_rotations"] for result in perfect]) == 1
+
+
+def test_demo_tasks_are_deterministic_and_sound(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    words = [a + b + c for a in "bcdfg" for b in "aeiou" for c in "lmnprstvxz"]
+    (tmp_path / "text.txt").write_text(" ".join(rng.choice(words) for _ in range(9000)))
+    for build in (cloze, repeat):
+        rows = list(build(str(tmp_path), items=20)["test"])
+        assert rows == list(build(str(tmp_path), items=20)["test"])
+        assert len(rows) >= 15
+        assert all(len(set(row["options"])) == 4 for row in rows)
+        assert {row["gold"] for row in rows} == {0, 1, 2, 3}
+    for row in repeat(str(tmp_path), items=20)["test"]:
+        first, copy = row["context"].split("\n\n")
+        assert first.startswith(f"{copy} {row['options'][row['gold']]} ")
+
+
+def test_missing_or_empty_folders_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such data folder"):
+        write_task_folder(tmp_path, tmp_path / "none")
+    with pytest.raises(UserError, match="no file of a known task"):
+        write_task_folder(tmp_path, tmp_path)
+    (tmp_path / "piqa").mkdir()
+    (tmp_path / "piqa" / "validation.jsonl").write_text('{"goal": 1}\nnot json\n')
+    write_task_folder(tmp_path, tmp_path)
+    with pytest.raises(UserError, match=r"validation.jsonl: line 2 is not JSON"):
+        TaskManager(include_path=str(tmp_path), include_defaults=False).load(["piqa"])

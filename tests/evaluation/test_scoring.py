@@ -1,0 +1,67 @@
+"""Batched log-likelihoods against lm-eval's own loop and against one request at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from lm_eval.models.huggingface import HFLM
+
+from deltanet_hf.evaluation.lm import DeltaNetLM
+from deltanet_hf.evaluation.scoring import TokenRequest
+
+REQUESTS = [
+    ("The cat sat on the", " mat"),
+    ("The cat sat on the", " moon and sang"),
+    ("", "Alone"),
+    ("A trailing space ", "moves"),
+    ("Same input", "s"),
+    ("Same input", "t"),
+    ("x" * 60, "y"),
+]
+
+
+def scores(lm: HFLM) -> list[tuple[float, bool]]:
+    return lm.loglikelihood([SimpleNamespace(args=pair, task_name="t") for pair in REQUESTS], disable_tqdm=True)
+
+
+@pytest.mark.parametrize("fixture", ["teacher_folder", "student_folder"])
+@pytest.mark.parametrize("max_length", [None, 20])
+def test_equals_the_stock_model(fixture: str, max_length: int | None, request: pytest.FixtureRequest) -> None:
+    folder = str(request.getfixturevalue(fixture))
+    common = {"pretrained": folder, "device": "cpu", "max_length": max_length}
+    stock = scores(HFLM(**common, softmax_dtype="float32", batch_size=1))
+    for batch_size in ("auto", 3):
+        ours = scores(DeltaNetLM(**common, batch_size=batch_size))
+        assert [s for s, _ in ours] == pytest.approx([s for s, _ in stock], abs=2e-4)
+        assert [g for _, g in ours] == [g for _, g in stock]
+
+
+def test_greedy_flag_is_true_for_the_greedy_continuation(teacher_folder: Path) -> None:
+    lm = DeltaNetLM(str(teacher_folder), device="cpu", batch_size="auto")
+    context = lm.tok_encode("The cat")
+    with torch.no_grad():
+        best = int(lm.model(torch.tensor([context])).logits[0, -1].argmax())
+    other = (best + 1) % 200
+    answers = lm._loglikelihood_tokens([(None, context, [best]), (None, context, [other])], disable_tqdm=True)
+    assert [greedy for _, greedy in answers] == [True, False]
+    assert answers[0][0] > answers[1][0]
+
+
+def test_rerun_gives_the_same_bits(student_folder: Path) -> None:
+    lm = DeltaNetLM(str(student_folder), device="cpu", batch_size="auto")
+    assert scores(lm) == scores(lm)
+
+
+def test_window_changes_long_contexts_only(teacher_folder: Path) -> None:
+    plain = scores(DeltaNetLM(str(teacher_folder), device="cpu", batch_size="auto"))
+    windowed = scores(DeltaNetLM(str(teacher_folder), device="cpu", batch_size="auto", window=16, sinks=0))
+    assert windowed[2] == pytest.approx(plain[2])
+    assert windowed[1][0] != pytest.approx(plain[1][0], abs=1e-3)
+
+
+def test_requests_that_cannot_be_scored_are_refused() -> None:
+    with pytest.raises(ValueError, match="at most 4 continuation tokens"):
+        TokenRequest.truncated([1], [1] * 5, 4)
