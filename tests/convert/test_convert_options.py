@@ -1,0 +1,108 @@
+"""Options of `deltanet-hf convert`: what they mean, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from deltanet_convert.options import ConvertOptions, kept_layers, parse_size
+from deltanet_hf.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("spec", "kept"),
+    [
+        ("all", ()),
+        ("every:4", (3, 7, 11)),
+        ("every:12", (11,)),
+        ("every:2", (1, 3, 5, 7, 9, 11)),
+        ("keep:3,7,11", (3, 7, 11)),
+        ("keep:11, 0", (0, 11)),
+    ],
+)
+def test_layers_that_stay_softmax(spec: str, kept: tuple[int, ...]) -> None:
+    assert kept_layers(spec, 12) == kept
+
+
+@pytest.mark.parametrize("content", ["[5, 2]", "2, 5", "# chosen by KL\n5\n2  # the last\n", "5\t2\n\n"])
+def test_layers_from_a_file(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "layers"
+    file.write_text(content)
+    assert kept_layers(str(file), 6) == (2, 5)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("every:1", "at least 2"),
+        ("every:0", "at least 2"),
+        ("every:-3", "at least 2"),
+        ("every:x", "at least 2"),
+        ("every:7", "keeps none of the 6 layers"),
+        ("keep:6", "layer 6 does not exist; the teacher has layers 0 to 5"),
+        ("keep:-1", "layer -1 does not exist"),
+        ("keep:2,2", "layer 2 is listed twice"),
+        ("keep:", "lists no layer"),
+        ("keep:1.5", "'1.5' is not a layer index"),
+        ("keep:0,1,2,3,4,5", "keeps all 6 layers"),
+        ("some", "expected all, every:N, keep:3,7,11 or an existing file"),
+    ],
+)
+def test_refused_layers(spec: str, message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        kept_layers(spec, 6)
+    assert "--layers" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "lists no layer"),
+        (b"# nothing\n", "lists no layer"),
+        (b"[]", "lists no layer"),
+        (b"[1, 1]", "layer 1 is listed twice"),
+        (b"[1", "not valid JSON"),
+        (b'{"keep": [1]}', "expected a JSON list"),
+        (b"[true]", "expected a JSON list"),
+        (b"[1.0]", "expected a JSON list"),
+        (b"one two", "'one' is not a layer index"),
+        (b"\xff\xfe", "cannot be read"),
+        (b"99", "layer 99 does not exist"),
+    ],
+)
+def test_refused_layer_files(tmp_path: Path, content: bytes, message: str) -> None:
+    file = tmp_path / "layers.json"
+    file.write_bytes(content)
+    with pytest.raises(UserError, match=message) as caught:
+        kept_layers(str(file), 6)
+    assert str(file) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("5GB", 5 * 10**9), ("1.5 kB", 1500), ("2GiB", 2**31), ("77", 77), ("1mib", 2**20)]
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "five", "5 XB", "-1GB", "1e9", "GB"])
+def test_refused_sizes(text: str) -> None:
+    with pytest.raises(UserError, match="--shard-size"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("changes", "option"),
+    [
+        ({"profile": "Native"}, "--profile"),
+        ({"dtype": "int8"}, "--dtype"),
+        ({"calibration_tokens": 0}, "--calibration-tokens"),
+        ({"shard_size": 0}, "--shard-size"),
+        ({"seed": -1}, "--seed"),
+    ],
+)
+def test_refused_values_name_the_option(changes: dict, option: str) -> None:
+    with pytest.raises(UserError, match=option):
+        ConvertOptions(**changes)
