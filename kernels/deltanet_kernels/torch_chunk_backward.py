@@ -12,8 +12,8 @@ and then, for all chunks of a block at once, with P = D * Q K^T and A = D * K K^
     dK = rev * (V' dS^T) - beta * gamma * (dW S^T) + (D * dP)^T Q - (E + E^T) K
     dbeta = rowsum(dW * V) - gamma * rowsum((dW S^T) * K) - rowsum(X * A)
 
-The gradient of G collects, for every factor e^{G_i - G_j}, its value times its gradient, at i and negated at
-j; dg is its sum over the later tokens of the chunk. Shapes as in torch_chunk_forward.py.
+dg_t collects, for every factor e^{G_i - G_j} with i >= t > j, its value times its gradient; summing exactly
+these, instead of differences of sums over i and over j, keeps the digits. Shapes as in torch_chunk_forward.py.
 """
 
 from typing import NamedTuple
@@ -110,8 +110,7 @@ def _parallel(
     both = torch.add(x, x.mT, out=ws.get("system", n, C, C))
 
     dq = torch.bmm(dout_in, states.mT, out=ws.get("dq", n, s.R * C, s.K))
-    dG = row_dot(dq, p.q)
-    dG = dG.view(n, s.R, C, 1).sum(1)
+    read = row_dot(dq, p.q).view(n, s.R, C, 1).sum(1)
     dq.baddbmm_(dscores, p.k)
 
     dk_in = torch.bmm(dwanted, states.mT, out=ws.get("dk_in", n, C, s.K))
@@ -127,10 +126,13 @@ def _parallel(
     torch.mul(dwanted.view(by_head), p.beta.view(M, s.B, s.HV, C, 1), out=dwanted.view(by_head))
     block.view(grads.v).copy_(dwanted.view(by_head))
 
-    dG += pair.sum(-1, keepdim=True) - pair.sum(-2).unsqueeze(-1) - p.beta * predicted - written
-    carried = torch.mul(dstates, states, out=ws.get("dread", n, s.K, s.V)).sum((1, 2))
-    dG[:, -1, 0] += written.sum((1, 2)) + carried * p.last[:, 0, 0]
-    dg = dG.flip(1).cumsum(1).flip(1)
+    earlier = torch.ones(C, C, dtype=s.dtype, device=v.device).triu_(1).expand(n, C, C)
+    across = torch.bmm(pair, earlier, out=ws.get("gram", n, C, C)).tril_()  # sum over j < t of pair_ij, for i >= t
+    dg = across.sum(1).unsqueeze(-1)
+    dg += (read - p.beta * predicted).flip(1).cumsum(1).flip(1)
+    dg[:, 1:] += written[:, :-1].cumsum(1)
+    carried = torch.mul(dstates, states, out=ws.get("dread", n, s.K, s.V)).sum((1, 2), keepdim=True)
+    dg += carried * p.last
     block.view(grads.g.unsqueeze(-1)).copy_(dg.view(M, s.B, s.HV, C, 1))
     block.view(grads.beta.unsqueeze(-1)).copy_(dbeta.view(M, s.B, s.HV, C, 1))
     if s.normalize:

@@ -1,0 +1,209 @@
+"""Shapes and hazards that every form of the gated delta rule has to get right, and the means to compare."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from deltanet_kernels import naive_gated_delta_rule
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of the gated delta rule. K = V and one state per head unless said otherwise."""
+
+    name: str
+    T: int
+    B: int = 1
+    H: int = 1
+    HQ: int | None = None
+    HV: int | None = None
+    K: int = 16
+    V: int | None = None
+    cu_seqlens: tuple[int, ...] | None = None
+    g: str = "random"  # random | zero | shut | heads | tokens | last | reset
+    beta: str = "random"  # random | zero | two
+    keys: str = "random"  # random | equal | zero
+    l2norm: bool = True
+    initial_state: bool = True
+    raw: bool = False  # gates as logits, with A_log, dt_bias and the sigmoid
+    scale: float | None = None
+    condition: float = 1.0  # factor on tolerances: how much the problem itself amplifies rounding
+
+    def __str__(self) -> str:
+        return self.name
+
+
+CASES = [
+    # lengths around the chunk
+    *(Case(f"T={T}", T=T, B=2, H=2) for T in (1, 2, 15, 63, 64, 65, 130)),
+    Case("long", T=400, H=2, K=8),
+    # head sizes
+    *(Case(f"K={K}", T=70, K=K) for K in (40, 60, 96, 100)),
+    Case("K=192,V=256", T=20, K=192, V=256),
+    Case("K<V", T=70, B=2, H=2, K=16, V=40),
+    Case("K>V", T=70, B=2, H=2, K=40, V=16),
+    Case("K=1,V=1", T=20, H=2, K=1, V=1, l2norm=False),
+    # grouped heads
+    Case("value heads share a key head", T=70, B=2, H=2, HQ=2, HV=6),
+    Case("query heads share a state", T=70, B=2, H=2, HQ=6, HV=2),
+    Case("value heads with own queries", T=70, B=2, H=1, HQ=3, HV=3),
+    Case("one key head, 2 queries, 4 values", T=70, B=2, H=1, HQ=2, HV=4, V=24),
+    Case("one key head, 4 queries, 2 values", T=70, B=2, H=1, HQ=4, HV=2, V=24),
+    # packed sequences
+    Case("packed", T=150, H=2, cu_seqlens=(0, 30, 95, 150)),
+    Case("packed, empty and single", T=150, H=2, cu_seqlens=(0, 0, 1, 2, 2, 66, 130, 150, 150)),
+    Case("packed, tokens after the last", T=150, H=2, HQ=4, cu_seqlens=(0, 70, 71, 140)),
+    Case("packed, nothing but empty", T=5, cu_seqlens=(0, 0, 0)),
+    Case("packed, no state", T=90, H=2, HV=4, HQ=2, cu_seqlens=(0, 20, 90), initial_state=False),
+    # gates
+    Case("g=0", T=130, H=2, g="zero"),
+    Case("g=-200", T=130, H=2, g="shut"),
+    Case("open head beside a shut one", T=130, H=2, g="heads"),
+    Case("open tokens between shut ones", T=130, H=2, g="tokens"),
+    Case("shut at a chunk's last token", T=130, H=2, g="last"),
+    Case("g=-inf", T=70, H=2, g="reset"),
+    # write strength and keys
+    Case("beta=0", T=70, H=2, beta="zero"),
+    # A reflection a token: the plain recurrence in float32 errs by 5e-6 (gated: 1e-6) instead of 2e-7.
+    Case("beta=2 on equal keys", T=130, H=2, beta="two", keys="equal", g="zero", condition=30),
+    Case("beta=2 on equal keys, gated", T=130, H=2, beta="two", keys="equal", condition=5),
+    Case("zero keys", T=70, H=2, keys="zero"),
+    Case("keys as they are", T=130, H=2, l2norm=False),
+    # raw gates, scale, no state
+    Case("raw gates", T=70, B=2, H=2, raw=True),
+    Case("raw gates, packed", T=70, H=2, HV=4, HQ=4, raw=True, cu_seqlens=(0, 3, 64, 69)),
+    Case("scale", T=70, H=2, scale=-0.7),
+    Case("no state", T=70, B=2, H=2, initial_state=False),
+]
+
+
+def make_inputs(case: Case, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0) -> dict[str, Any]:
+    """Keyword arguments of the operator. The numbers are those of `dtype`; g, beta and states never below float32."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def rand(*shape: int) -> torch.Tensor:
+        return torch.rand(*shape, generator=generator, dtype=torch.float64)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    B, T, H, K = case.B, case.T, case.H, case.K
+    HQ, HV, V = case.HQ or H, case.HV or H, case.V or K
+    N = B if case.cu_seqlens is None else len(case.cu_seqlens) - 1
+    k = randn(B, T, H, K)
+    if case.keys == "equal":
+        k = randn(B, 1, H, K) + 1e-3 * k
+    elif case.keys == "zero":
+        k[:, ::3] = 0
+        k[..., 0, :] = 0
+    if not case.l2norm:
+        k = k / k.norm(dim=-1, keepdim=True)
+    tensors = {"q": randn(B, T, HQ, K), "k": k, "v": randn(B, T, HV, V)}
+    tensors = {name: x.to(dtype) for name, x in tensors.items()}
+
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    gates = {"g": _log_decay(case, rand(B, T, HV)), "beta": 2 * rand(B, T, HV)}
+    if case.beta == "zero":
+        gates["beta"][:, ::2] = 0
+    elif case.beta == "two":
+        gates["beta"] = 2 - 0.01 * gates["beta"]
+    if case.raw:
+        gates = {"g": randn(B, T, HV), "beta": randn(B, T, HV)}
+        gates |= {"A_log": randn(HV), "dt_bias": randn(HV)}
+    if case.initial_state:
+        gates["initial_state"] = randn(N, HV, K, V)
+    tensors |= {name: x.to(wide) for name, x in gates.items()}
+
+    inputs: dict[str, Any] = {name: x.to(device).requires_grad_() for name, x in tensors.items()}
+    if case.cu_seqlens is not None:
+        inputs["cu_seqlens"] = torch.tensor(case.cu_seqlens, dtype=torch.int32, device=device)
+    return inputs | {
+        "scale": case.scale,
+        "output_final_state": True,
+        "use_qk_l2norm_in_kernel": case.l2norm,
+        "use_gate_in_kernel": case.raw,
+        "use_beta_sigmoid_in_kernel": case.raw,
+    }
+
+
+def _log_decay(case: Case, uniform: torch.Tensor) -> torch.Tensor:
+    g = -0.3 * uniform
+    if case.g == "zero":
+        g.zero_()
+    elif case.g == "shut":
+        g.fill_(-200.0)
+    elif case.g == "heads":
+        g[..., 0] = -200.0
+    elif case.g == "tokens":
+        g[:, 1::3] = -200.0
+    elif case.g == "last":
+        g[:, 63::64] = -200.0
+    elif case.g == "reset":
+        g[:, ::7] = -torch.inf
+    return g
+
+
+def as_double(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The same numbers in float64 on the CPU: what the truth is computed from."""
+    return {
+        name: x.detach().cpu().double().requires_grad_() if isinstance(x, torch.Tensor) and x.requires_grad
+        else x.cpu() if isinstance(x, torch.Tensor) else x
+        for name, x in inputs.items()
+    }  # fmt: skip
+
+
+def results(
+    function: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    inputs: dict[str, Any],
+    outputs: tuple[str, ...] = ("o", "final_state"),
+) -> dict[str, torch.Tensor]:
+    """Output, final state, and the gradient of every input under a random gradient of the named outputs."""
+    o, state = function(**inputs)
+    found = {"o": o.detach(), "final_state": state.detach()}
+    generator = torch.Generator().manual_seed(1)
+    upstream = {
+        "o": torch.randn(o.shape, generator=generator, dtype=torch.float64),
+        "final_state": torch.randn(state.shape, generator=generator, dtype=torch.float64),
+    }
+    used = {"o": o, "final_state": state}
+    leaves = {name: x for name, x in inputs.items() if isinstance(x, torch.Tensor) and x.requires_grad}
+    outputs = tuple(name for name in outputs if used[name].requires_grad)  # an empty output has no history
+    gradients = torch.autograd.grad(
+        [used[name] for name in outputs],
+        list(leaves.values()),
+        [upstream[name].to(used[name]) for name in outputs],
+        allow_unused=True,
+    )
+    for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True):
+        found[f"d{name}"] = torch.zeros_like(leaf) if gradient is None else gradient
+    return found
+
+
+def truth(inputs: dict[str, Any], outputs: tuple[str, ...] = ("o", "final_state")) -> dict[str, torch.Tensor]:
+    """What `results` should be: the recurrence in float64."""
+    return results(naive_gated_delta_rule, as_double(inputs), outputs)
+
+
+@functools.cache
+def truth_of(case: Case, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    """The truth for `make_inputs(case, dtype)`, computed once."""
+    return truth(make_inputs(case, dtype))
+
+
+def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """|found - wanted| / |wanted|; tensors that should be (almost) zero are measured against 0.01 per element."""
+    if wanted.numel() == 0:
+        return 0.0
+    size = max(wanted.norm().item(), 0.01 * wanted.numel() ** 0.5)
+    return (found.detach().cpu().double() - wanted.cpu().double()).norm().item() / size
+
+
+def assert_close(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], tolerance: float) -> None:
+    """Every result within `tolerance` in the relative L2 norm; NaN fails."""
+    assert found.keys() == wanted.keys()
+    errors = {name: relative_error(found[name], wanted[name]) for name in wanted}
+    wrong = {name: f"{error:.1e}" for name, error in errors.items() if not error <= tolerance}
+    assert not wrong, f"relative errors over {tolerance:.0e}: {wrong}"

@@ -1,0 +1,148 @@
+"""Wrong arguments: an error that names the argument, what it got and what it needs."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from deltanet_kernels import (
+    causal_conv1d,
+    chunk_gated_delta_rule,
+    fused_recurrent_gated_delta_rule,
+    gated_rms_norm,
+    naive_gated_delta_rule,
+    torch_chunk_gated_delta_rule,
+)
+
+FORMS = [
+    chunk_gated_delta_rule,
+    fused_recurrent_gated_delta_rule,
+    torch_chunk_gated_delta_rule,
+    naive_gated_delta_rule,
+]
+
+
+def delta_rule_inputs() -> dict[str, Any]:
+    return {
+        "q": torch.randn(1, 6, 2, 8),
+        "k": torch.randn(1, 6, 2, 8),
+        "v": torch.randn(1, 6, 4, 5),
+        "g": -torch.rand(1, 6, 4),
+        "beta": torch.rand(1, 6, 4),
+    }
+
+
+def offsets(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+WRONG: list[tuple[str, dict[str, Any], type[Exception], str]] = [
+    ("not a tensor", {"q": [1.0]}, TypeError, "q: got list, needs a tensor"),
+    ("integer", {"v": torch.ones(1, 6, 4, 5, dtype=torch.int64)}, TypeError, "v: got dtype torch.int64, needs a float"),
+    ("dtypes", {"k": torch.randn(1, 6, 2, 8).bfloat16()}, TypeError, "k: got dtype torch.bfloat16, needs torch.float3"),
+    ("device", {"g": torch.empty(1, 6, 4, device="meta")}, ValueError, "g: got device meta, needs cpu"),
+    ("dimensions", {"q": torch.randn(6, 2, 8)}, ValueError, r"q: got shape \[6, 2, 8\], needs 4 dimensions"),
+    ("tokens", {"k": torch.randn(1, 5, 2, 8)}, ValueError, r"k: got shape \[1, 5, 2, 8\], needs .* = \[1, 6, 2, 8\]"),
+    ("key size", {"k": torch.randn(1, 6, 2, 9)}, ValueError, r"k: got shape .* = \[1, 6, 2, 8\]"),
+    ("batch", {"v": torch.randn(2, 6, 4, 5)}, ValueError, r"v: got shape .* = \[1, 6, 4, 5\]"),
+    ("value heads", {"k": torch.randn(1, 6, 3, 8), "q": torch.randn(1, 6, 3, 8)}, ValueError,
+     "v: got 4 heads, needs a multiple of the 3 heads of k"),
+    ("query heads", {"q": torch.randn(1, 6, 3, 8)}, ValueError, "q: got 3 heads, needs a multiple of the 2 heads of k"),
+    ("query and value heads", {"q": torch.randn(1, 6, 6, 8)}, ValueError,
+     "q: got 6 heads, needs a multiple or a divisor of the 4 heads of v"),
+    ("gate", {"g": torch.rand(1, 6, 2)}, ValueError, r"g: got shape \[1, 6, 2\], needs .* = \[1, 6, 4\]"),
+    ("beta", {"beta": torch.rand(1, 6, 4, 1)}, ValueError, r"beta: got shape \[1, 6, 4, 1\]"),
+    ("state shape", {"initial_state": torch.rand(1, 4, 5, 8)}, ValueError, r"initial_state: .* = \[1, 4, 8, 5\]"),
+    ("state dtype", {"initial_state": torch.rand(1, 4, 8, 5).half()}, TypeError,
+     "initial_state: got dtype torch.float16, needs torch.float32"),
+    ("states per sequence", {"initial_state": torch.rand(1, 4, 8, 5), "cu_seqlens": offsets(0, 3, 6)}, ValueError,
+     r"initial_state: .* = \[2, 4, 8, 5\]"),
+    ("no gate parameters", {"use_gate_in_kernel": True}, ValueError, "A_log: got None"),
+    ("unused gate parameters", {"A_log": torch.zeros(4)}, ValueError, "A_log: got a tensor, needs None"),
+    ("gate parameters", {"use_gate_in_kernel": True, "A_log": torch.zeros(4), "dt_bias": torch.zeros(2)}, ValueError,
+     r"dt_bias: got shape \[2\], needs \[HV\] = \[4\]"),
+    ("offsets as list", {"cu_seqlens": [0, 6]}, TypeError, "cu_seqlens: got list"),
+    ("offset dtype", {"cu_seqlens": torch.tensor([0.0, 6.0])}, TypeError, "cu_seqlens: got dtype torch.float32"),
+    ("no sequence", {"cu_seqlens": offsets(0)}, ValueError, r"cu_seqlens: got shape \[1\]"),
+    ("first offset", {"cu_seqlens": offsets(1, 6)}, ValueError, "cu_seqlens: got a first offset of 1, needs 0"),
+    ("falling offsets", {"cu_seqlens": offsets(0, 4, 3, 6)}, ValueError,
+     "cu_seqlens: got 4 followed by 3 at position 2"),
+    ("last offset", {"cu_seqlens": offsets(0, 7)}, ValueError, "cu_seqlens: got a last offset of 7, needs at most T"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
+@pytest.mark.parametrize(("changes", "error", "message"), [w[1:] for w in WRONG], ids=[w[0] for w in WRONG])
+def test_delta_rule_names_what_is_wrong(
+    form: Callable[..., Any], changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        form(**(delta_rule_inputs() | changes))
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
+def test_no_token(form: Callable[..., Any]) -> None:
+    empty = {name: x[:, :0] for name, x in delta_rule_inputs().items()}
+    with pytest.raises(ValueError, match=r"q: got shape \[1, 0, 2, 8\] with T = 0, needs at least one token"):
+        form(**empty)
+
+
+def test_empty_dimension() -> None:
+    with pytest.raises(ValueError, match=r"v: got shape \[1, 6, 4, 0\], needs no empty dimension"):
+        chunk_gated_delta_rule(**(delta_rule_inputs() | {"v": torch.randn(1, 6, 4, 0)}))
+
+
+def test_packing_needs_one_row() -> None:
+    rows = {name: x.expand(2, *x.shape[1:]) for name, x in delta_rule_inputs().items()}
+    with pytest.raises(ValueError, match="cu_seqlens: got a batch of 2 rows, needs one row"):
+        chunk_gated_delta_rule(**rows, cu_seqlens=offsets(0, 6))
+
+
+def test_offsets_changed_in_place_are_checked_again() -> None:
+    cu_seqlens = offsets(0, 3, 6)
+    inputs = delta_rule_inputs()
+    chunk_gated_delta_rule(**inputs, cu_seqlens=cu_seqlens)
+    cu_seqlens[1] = 7
+    with pytest.raises(ValueError, match="cu_seqlens: got 7 followed by 6"):
+        chunk_gated_delta_rule(**inputs, cu_seqlens=cu_seqlens)
+    cu_seqlens[1] = 3
+    shorter = {name: x[:, :5] for name, x in inputs.items()}
+    with pytest.raises(ValueError, match="needs at most T = 5"):
+        chunk_gated_delta_rule(**shorter, cu_seqlens=cu_seqlens)
+
+
+WRONG_CONV: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"x": torch.randn(6, 4)}, ValueError, r"x: got shape \[6, 4\], needs \[B, T, D\]"),
+    ({"x": torch.randn(1, 0, 4)}, ValueError, r"x: got shape \[1, 0, 4\], .* at least one token"),
+    ({"weight": torch.randn(5, 4)}, ValueError, r"weight: got shape \[5, 4\], needs \[D, W\] with D = 4"),
+    ({"weight": torch.randn(4, 1, 4)}, ValueError, r"weight: got shape \[4, 1, 4\]"),
+    ({"bias": torch.randn(3)}, ValueError, r"bias: got shape \[3\], needs \[D\] = \[4\]"),
+    ({"activation": "relu"}, ValueError, "activation: got 'relu', needs None or 'silu'"),
+    ({"initial_state": torch.randn(1, 4, 4)}, ValueError, r"initial_state: .* = \[1, 4, 3\]"),
+    ({"cu_seqlens": offsets(0, 9)}, ValueError, "cu_seqlens: got a last offset of 9"),
+    ({"x": torch.ones(1, 6, 4, dtype=torch.int32)}, TypeError, "x: got dtype torch.int32"),
+    ({"weight": torch.empty(4, 4, device="meta")}, ValueError, "weight: got device meta, needs cpu"),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), WRONG_CONV)
+def test_convolution_names_what_is_wrong(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        causal_conv1d(**({"x": torch.randn(1, 6, 4), "weight": torch.randn(4, 4)} | changes))
+
+
+WRONG_NORM: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"z": torch.randn(2, 3, 5)}, ValueError, r"z: got shape \[2, 3, 5\], needs the shape of x = \[2, 3, 4\]"),
+    ({"weight": torch.randn(2, 4)}, ValueError, r"weight: got shape \[2, 4\], needs \[D\] or \[H, D\]"),
+    ({"weight": torch.randn(2, 3, 4)}, ValueError, r"weight: got shape \[2, 3, 4\]"),
+    ({"x": torch.tensor(1.0)}, ValueError, r"x: got shape \[\], needs \[..., D\]"),
+    ({"z": torch.ones(2, 3, 4, dtype=torch.bool)}, TypeError, "z: got dtype torch.bool"),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), WRONG_NORM)
+def test_norm_names_what_is_wrong(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    arguments = {"x": torch.randn(2, 3, 4), "z": None, "weight": torch.randn(4), "eps": 1e-6}
+    with pytest.raises(error, match=message):
+        gated_rms_norm(**(arguments | changes))

@@ -1,0 +1,127 @@
+"""What surrounds the CPU path: autocast, torch.compile, checkpointing, memory kept, choice of the implementation."""
+
+import subprocess
+import sys
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from deltanet_kernels import chunk_gated_delta_rule, dispatch, fused_recurrent_gated_delta_rule
+from deltanet_kernels.torch_chunk_forward import FLOOR, Block, Sizes, Workspace, prepare
+from tests.kernels.cases import Case, assert_close, make_inputs, results
+
+
+def test_autocast_does_not_lower_the_precision() -> None:
+    inputs = make_inputs(Case("autocast", T=70, B=2, H=2))
+    plain = results(chunk_gated_delta_rule, inputs)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = results(chunk_gated_delta_rule, inputs)
+        with torch.no_grad():
+            step = {name: x[:, :1] for name, x in inputs.items() if name in ("q", "k", "v", "g", "beta")}
+            o, state = fused_recurrent_gated_delta_rule(**(inputs | step))
+    for name, x in plain.items():
+        assert torch.equal(found[name], x), name
+    with torch.no_grad():
+        again, again_state = fused_recurrent_gated_delta_rule(**(inputs | step))
+    assert torch.equal(o, again)
+    assert torch.equal(state, again_state)
+
+
+def test_compiles_without_graph_break() -> None:
+    inputs = make_inputs(Case("compiled", T=70, H=2, raw=True))
+    compiled = torch.compile(chunk_gated_delta_rule, backend="aot_eager", fullgraph=True)
+    assert_close(results(compiled, inputs), results(chunk_gated_delta_rule, inputs), 1e-6)
+
+
+def test_registered_operators_are_consistent() -> None:
+    """Shapes of the fake implementation, and the gradient's registration, against the real thing."""
+    inputs = make_inputs(Case("registered", T=66, H=1, HQ=2, HV=2, K=3, V=4), torch.float64)
+    tensors = [inputs[name] for name in ("q", "k", "v", "g", "beta", "initial_state")]
+    torch.library.opcheck(torch.ops.deltanet_kernels.torch_chunk_forward.default, (*tensors, 0.5, True, True))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_gradient_checkpointing(use_reentrant: bool) -> None:
+    inputs = make_inputs(Case("checkpoint", T=70, H=2))
+
+    def run(q: torch.Tensor) -> torch.Tensor:
+        return chunk_gated_delta_rule(**(inputs | {"q": q}))[0]
+
+    (plain,) = torch.autograd.grad(run(inputs["q"]).square().sum(), inputs["q"])
+    checkpoint(run, inputs["q"], use_reentrant=use_reentrant).square().sum().backward()
+    assert torch.equal(inputs["q"].grad, plain)
+
+
+def test_second_derivatives_are_refused() -> None:
+    inputs = make_inputs(Case("twice", T=5))
+    o, _ = chunk_gated_delta_rule(**inputs)
+    (gradient,) = torch.autograd.grad(o.square().sum(), inputs["q"], create_graph=True)
+    with pytest.raises(RuntimeError):
+        gradient.sum().backward()
+
+
+def test_backward_keeps_the_inputs_the_states_and_the_values_only() -> None:
+    case = Case("kept", T=256, B=1, H=2, K=32)
+    inputs = make_inputs(case)
+    kept: dict[int, int] = {}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        chunk_gated_delta_rule(**inputs)
+    inputs_bytes = sum(inputs[name].nbytes for name in ("q", "k", "v", "g", "beta"))
+    values_bytes = inputs["v"].nbytes
+    states_bytes = 4 * inputs["initial_state"].nbytes  # four chunks of 64 tokens
+    assert sum(kept.values()) == inputs_bytes + values_bytes + states_bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_decays_too_small_to_matter_are_exactly_zero(dtype: torch.dtype) -> None:
+    """Denormal numbers would slow matrix products down by an order of magnitude."""
+    step = -FLOOR[dtype] / 8.5
+    q = torch.ones(1, 64, 1, 2, dtype=dtype)
+    g = torch.full((1, 64, 1), -step, dtype=dtype)
+    block = Block(0, 1, 64)
+    prepared = prepare(Sizes.of(q, q, q, 1.0, True), block, Workspace(dtype, q.device), q, q, g, torch.ones_like(g))
+    distance = torch.arange(64).unsqueeze(1) - torch.arange(64)
+    expected = torch.where((distance >= 0) & (distance <= 8), torch.exp(-step * distance.to(dtype)), 0.0)
+    torch.testing.assert_close(prepared.decay[0, 0], expected, rtol=1e-5, atol=0)
+
+
+def test_cpu_needs_no_triton_module() -> None:
+    code = (
+        "import sys, torch, deltanet_kernels as d\n"
+        "x = torch.ones(1, 2, 1, 4)\n"
+        "d.chunk_gated_delta_rule(x, x, x, -x[..., 0], x[..., 0])\n"
+        "d.gated_rms_norm(x, None, x[0, 0, 0], 1e-6)\n"
+        "assert not {'deltanet_kernels.chunk', 'deltanet_kernels.norm', 'transformers'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)})
+
+
+def test_fallback_warns_once_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(x: float) -> float:
+        raise NotImplementedError("head size 1024 is too large")
+
+    monkeypatch.setattr(dispatch, "_triton_function", lambda operator: refuse)
+    dispatch._warn_fallback.cache_clear()
+    on_cuda = SimpleNamespace(is_cuda=True)
+    with pytest.warns(RuntimeWarning, match="causal_conv1d: .* much slower .*head size 1024 is too large"):
+        assert dispatch._call("causal_conv1d", lambda x: x + 1, on_cuda, 1) == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert dispatch._call("causal_conv1d", lambda x: x + 1, on_cuda, 1) == 2
+
+
+def test_missing_triton_side_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(dispatch._TRITON, "causal_conv1d", ("deltanet_kernels.no_such_module", "f"))
+    dispatch._triton_function.cache_clear()
+    dispatch._warn_fallback.cache_clear()
+    with pytest.warns(RuntimeWarning, match="no_such_module cannot be imported"):
+        assert dispatch._call("causal_conv1d", lambda x: x + 1, SimpleNamespace(is_cuda=True), 1) == 2
+    dispatch._triton_function.cache_clear()
