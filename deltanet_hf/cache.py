@@ -11,8 +11,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, Linea
 class GatedDeltaNetCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
     """Recurrent state [B, HV, K, V] float32, the convolution's tail [B, D, W-1], and the number of tokens seen.
 
-    It counts tokens itself, so that fully converted models know their position. `static` keeps the tensors (and the
-    count, as a tensor) at fixed addresses, as compiled decoding needs.
+    It counts tokens itself, so that fully converted models know their position. Beside static key/value layers of
+    `static_length` tokens it keeps its tensors (and the count, as a tensor) at fixed addresses, as compiled decoding
+    needs, and asks for masks as wide as theirs.
     """
 
     is_compileable = True
@@ -23,10 +24,10 @@ class GatedDeltaNetCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
     number_of_states = 1
     record_past = False
 
-    def __init__(self, static: bool = False) -> None:
+    def __init__(self, static_length: int | None = None) -> None:
         self.keys = self.values = None
         self.is_initialized = False
-        self.static = static
+        self.static_length = static_length
         self.state: torch.Tensor | None = None
         self.conv_tail: torch.Tensor | None = None
         self.tokens_seen: int | torch.Tensor = 0
@@ -42,7 +43,7 @@ class GatedDeltaNetCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
 
     def advance(self, tokens: int, state: torch.Tensor, conv_tail: torch.Tensor | None) -> None:
         """Store the state after `tokens` more tokens."""
-        if self.static:
+        if self.static_length is not None:
             self._copy_in_place(state, conv_tail)
         else:
             self.state, self.conv_tail, self.device = state, conv_tail, state.device
@@ -67,7 +68,7 @@ class GatedDeltaNetCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         return self.tokens_seen  # type: ignore[return-value]  # a tensor in static caches, as in transformers' own
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return int(self.tokens_seen) + query_length, 0
+        return self.static_length or int(self.tokens_seen) + query_length, 0
 
     def get_max_length(self) -> int:
         return -1
@@ -126,7 +127,12 @@ def cache_layer(cache: Cache, layer_idx: int) -> GatedDeltaNetCacheLayer:
         cache.layers.append((cache.layer_class_to_replicate or DynamicLayer)())
     layer = cache.layers[layer_idx]
     if not isinstance(layer, GatedDeltaNetCacheLayer):
-        layer = cache.layers[layer_idx] = GatedDeltaNetCacheLayer(static=isinstance(layer, StaticLayer))
+        # The longest: layers with sliding windows are shorter than the sequence.
+        lengths = [
+            getattr(other, "static_length", None) or getattr(other, "max_cache_len", 0) for other in cache.layers
+        ]
+        static_length = max(lengths) if isinstance(layer, StaticLayer) else None
+        layer = cache.layers[layer_idx] = GatedDeltaNetCacheLayer(static_length)
     return layer
 
 
