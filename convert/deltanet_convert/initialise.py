@@ -1,0 +1,57 @@
+"""Start values of one converted layer: the teacher's attention, and new parameters fitted to its output."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deltanet_hf.layer import GatedDeltaNet
+
+from .copy_weights import copy_attention
+from .fit import GateFit, Samples, descend, relative_mse, search_memory
+
+
+@dataclass(frozen=True)
+class LayerCalibration:
+    """What the teacher's attention gets on calibration text."""
+
+    hidden_states: Tensor  # [n, T, hidden] float32, after the layer's input norm
+    kwargs: dict[str, Any]  # the attention's other arguments, for a batch of one: position_embeddings, attention_mask
+
+
+@dataclass(frozen=True)
+class LayerFigures:
+    """What the fit found; per state, means over the calibration tokens."""
+
+    half_life: list[float]  # of the state, in tokens
+    beta: list[float]  # write strength
+    search_mse: float  # relative MSE on the calibration text with constant decay and write strength
+    fit_mse: float  # and after the fit
+
+
+def initialise_layer(attention: Any, layer: GatedDeltaNet, calibration: LayerCalibration) -> LayerFigures:
+    """Gives every parameter of `layer` its start value. Uses no random numbers but the global generator's.
+
+    Args:
+        attention: the teacher's attention of this layer, float32.
+        layer: the new layer, float32; whatever it holds is overwritten, but for the convolution (an identity already).
+        calibration: text the layer is fitted on.
+    """
+    copy_attention(attention, layer)
+    samples = Samples(attention, layer, calibration.hidden_states, calibration.kwargs)
+    fit = GateFit(layer, samples.x)
+    search_memory(fit, samples.search_part())
+    found = relative_mse(fit, samples)
+    descend(fit, samples)
+    fit.fold()
+    with torch.no_grad():
+        gates = [fit.gates(sample.x)[:2] for sample in samples.kept]
+    decay, strength = (torch.cat(parts).mean((0, 1)) for parts in zip(*gates, strict=True))
+    return LayerFigures(
+        half_life=(math.log(2) / -decay).tolist(),
+        beta=strength.tolist(),
+        search_mse=found,
+        fit_mse=relative_mse(fit, samples),
+    )
