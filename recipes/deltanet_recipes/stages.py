@@ -62,9 +62,9 @@ class StageRun:
         objective = AlignObjective(teacher, self.student).to(self.runtime.device)
         feed = RowFeed(self.mixture, stage, self.runtime, score_all=True)
         beginning = feed.state
-        first = self.mixture.take(stage.rows_per_step, stage.sequence_length)
+        sample = self.held_out if len(self.held_out) else self.mixture.take(stage.rows_per_step, stage.sequence_length)
         with self.runtime.autocast():
-            objective.measure_scales(feed.evaluation(first))
+            objective.measure_scales(feed.evaluation(sample))
         feed.state = beginning
         if self.runtime.compile:
             compile_layers(list(objective.mixers.values()))

@@ -36,7 +36,7 @@ class TopKCache:
         first %= len(self.ids)
         rows = slice(first, first + count)
         ids = torch.from_numpy(self.ids[rows].astype(np.int64)).flatten(0, 1)
-        log_probs = torch.from_numpy(np.ascontiguousarray(self.log_probs[rows])).flatten(0, 1)
+        log_probs = torch.from_numpy(np.array(self.log_probs[rows])).flatten(0, 1)
         return ids.to(device), log_probs.to(device)
 
 

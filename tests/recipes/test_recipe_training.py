@@ -1,0 +1,259 @@
+"""Stages on a tiny model: the loss falls, frozen parts do not move, merged equals unmerged, runs resume exactly."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deltanet_hf.errors import QualityError, UserError
+from deltanet_recipes import trainer
+from deltanet_recipes.adapters import lora_targets, merge_lora, train_for
+from deltanet_recipes.config import load_recipe
+from deltanet_recipes.logbook import read_log
+from deltanet_recipes.models import load_student, mixers
+from deltanet_recipes.pipeline import run
+from deltanet_recipes.schema import Distil, Lora
+from safetensors.torch import load_file
+from tests.recipes.tiny_run import ALIGN, DISTIL, make_workplace, recipe_tree, write_recipe
+from transformers import AutoModelForCausalLM
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_workplace(tmp_path_factory.mktemp("models"))
+
+
+def train(workplace: Path, out: Path, stages: list[dict[str, Any]], **changes: Any) -> list[dict[str, Any]]:
+    tree = recipe_tree(workplace, stages, output=str(out), **changes)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    run(load_recipe(write_recipe(out.parent, tree)))
+    return read_log(out)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def losses(rows: list[dict[str, Any]]) -> list[tuple[str, int, float]]:
+    return [(row["stage"], row["step"], row["loss"]) for row in rows if "loss" in row]
+
+
+def test_align_lowers_the_error_of_every_layer_and_moves_mixers_only(workplace: Path, tmp_path: Path) -> None:
+    rows = train(workplace, tmp_path / "run", [{**ALIGN, "tokens": 128 * 30}])
+    for layer in range(3):
+        key = f"held_out.error.{layer}"
+        assert rows[-1][key] < 0.85 * rows[0][key]
+    before, after = weights(workplace / "student"), weights(tmp_path / "run" / "final")
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert moved
+    assert all(".self_attn." in name for name in moved)
+    assert len(moved) == sum(".self_attn." in name for name in before)
+
+
+def test_layerwise_alignment_also_lowers_every_error(workplace: Path, tmp_path: Path) -> None:
+    stage = {**ALIGN, "mode": "layerwise", "tokens": 128 * 30, "cached_tokens": 512}
+    rows = train(workplace, tmp_path / "run", [stage])
+    for layer in range(3):
+        own = [row["held_out.error"] for row in rows if row["stage"] == f"align.{layer}" and "held_out.error" in row]
+        assert own[-1] < 0.85 * own[0]
+    assert (tmp_path / "run" / "layers.png").is_file()
+    assert not list((tmp_path / "run").rglob("activations*"))
+
+
+def test_layerwise_and_joint_start_from_the_same_errors(workplace: Path, tmp_path: Path) -> None:
+    short = {**ALIGN, "tokens": 128}
+    joint = train(workplace, tmp_path / "a" / "run", [short])[0]
+    layered = train(workplace, tmp_path / "b" / "run", [{**short, "mode": "layerwise"}])
+    for layer in range(3):
+        first = next(row for row in layered if row["stage"] == f"align.{layer}")
+        assert first["held_out.error"] == pytest.approx(joint[f"held_out.error.{layer}"], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "moving"),
+    [
+        ({"train": "frozen"}, ("self_attn",)),
+        ({"train": "lora"}, ("self_attn", "mlp")),
+        ({"train": "full"}, ("self_attn", "mlp", "norm")),
+        ({"train": "full", "train_embeddings": True}, ("self_attn", "mlp", "norm", "embed_tokens")),
+        ({"train": "full", "hidden_weight": 0.5}, ("self_attn", "mlp", "norm")),
+        ({"train": "full", "top_k": 8}, ("self_attn", "mlp", "norm")),
+        ({"train": "full", "optimizer": {"name": "muon", "mixer_lr": 3e-3, "rest_lr": 1e-3}},
+         ("self_attn", "mlp", "norm")),
+    ],
+)  # fmt: skip
+def test_distil_lowers_the_kl_and_moves_what_it_should(
+    workplace: Path, tmp_path: Path, settings: dict[str, Any], moving: tuple[str, ...]
+) -> None:
+    rows = train(workplace, tmp_path / "run", [{**DISTIL, "ce_weight": 0.0, "tokens": 128 * 20, **settings}])
+    assert rows[-1]["held_out.kl"] < 0.97 * rows[0]["held_out.kl"]
+    before, after = weights(workplace / "student"), weights(tmp_path / "run" / "final")
+    assert before.keys() == after.keys()
+    for name in before:
+        same = torch.equal(before[name], after[name])
+        assert same != any(part in name for part in moving), name
+
+
+def test_final_model_loads_and_has_the_logged_perplexity(workplace: Path, tmp_path: Path) -> None:
+    rows = train(workplace, tmp_path / "run", [DISTIL], data={"isolate_documents": False})
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final").eval()
+    corpus = next((tmp_path / "run" / "tokens").iterdir())
+    tokens = torch.from_file(str(corpus / "tokens.bin"), size=(corpus / "tokens.bin").stat().st_size // 2, dtype=torch.int16)
+    starts = torch.from_numpy(__import__("numpy").load(corpus / "starts.npy"))
+    first = int(starts[torch.searchsorted(starts, starts[-1] - 256, right=True) - 1])
+    ids = tokens[first : first + 4 * 64 + 1].long()
+    total, count = 0.0, 0
+    with torch.no_grad():
+        for row in range(4):
+            piece = ids[row * 64 : (row + 1) * 64 + 1]
+            logits = model(piece[:-1][None]).logits[0].log_softmax(-1)
+            keep = piece[:-1] != 2
+            total -= float(logits.gather(-1, piece[1:, None])[keep].sum())
+            count += int(keep.sum())
+    assert math.exp(total / count) == pytest.approx(rows[-1]["held_out.perplexity"], rel=1e-3)
+    for name in ("README.md", "conversion.json", "recipe.json", "tokenizer.json"):
+        assert (tmp_path / "run" / "final" / name).is_file()
+
+
+def test_repair_learns_completions_only(workplace: Path, tmp_path: Path) -> None:
+    tokenizer_file = workplace / "student" / "tokenizer_config.json"
+    settings = json.loads(tokenizer_file.read_text())
+    settings["chat_template"] = (
+        "{% for m in messages %}{{ 'w50 ' if m.role == 'user' else 'w51 ' }}{{ m.content }} w52 {% endfor %}"
+        "{% if add_generation_prompt %}{{ 'w51 ' }}{% endif %}"
+    )
+    tokenizer_file.write_text(json.dumps(settings))
+    chat = [{"role": "user", "content": "w1 w2 w3"}, {"role": "assistant", "content": "w4 w5 w6"}]
+    (tmp_path / "chat.jsonl").write_text((json.dumps({"m": chat}) + "\n") * 200)
+    data = {"sources": [{"path": str(tmp_path / "chat.jsonl"), "messages_key": "m"}], "holdout_tokens": 128}
+    stage = {**DISTIL, "kind": "repair", "kl_weight": 0.0, "ce_weight": 1.0, "data": {**data, "repeat": True}}
+    rows = train(workplace, tmp_path / "run", [stage])
+    assert rows[-1]["held_out.ce"] < 0.8 * rows[0]["held_out.ce"]
+
+
+def test_merged_adapters_equal_unmerged_ones(workplace: Path) -> None:
+    student = load_student(str(workplace / "student"), torch.float32)
+    names = [name for name, _ in student.named_parameters()]
+    train_for(student, Distil(tokens=8192, lora=Lora(rank=3, alpha=6)), seed=1)
+    with torch.no_grad():
+        for name, parameter in student.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    ids = torch.arange(4, 40)[None]
+    with torch.no_grad():
+        unmerged = student(ids).logits
+        merge_lora(student)
+        merged = student(ids).logits
+    torch.testing.assert_close(merged, unmerged, rtol=1e-4, atol=1e-5)
+    assert [name for name, _ in student.named_parameters()] == names
+    plain = load_student(str(workplace / "student"), torch.float32)
+    with torch.no_grad():
+        assert not torch.allclose(plain(ids).logits, merged, atol=1e-2)
+
+
+def test_adapters_go_to_mlps_and_kept_attention(tmp_path: Path) -> None:
+    make_workplace(tmp_path, layers=(0, 2))
+    student = load_student(str(tmp_path / "student"), torch.float32)
+    targets = lora_targets(student, ("mlp", "attention"))
+    assert {name.split(".", 3)[3] for name in targets if ".1." in name} >= {"self_attn.q_proj", "mlp.up_proj"}
+    assert not any("self_attn" in name for name in targets if ".0." in name or ".2." in name)
+    assert list(mixers(student)) == [0, 2]
+
+
+def test_micro_batches_give_the_same_training(workplace: Path, tmp_path: Path) -> None:
+    whole = train(workplace, tmp_path / "a" / "run", [{**ALIGN, "tokens": 512}, {**DISTIL, "tokens": 512}])
+    parts = train(
+        workplace,
+        tmp_path / "b" / "run",
+        [{**ALIGN, "tokens": 512, "micro_batch_rows": 1}, {**DISTIL, "tokens": 512, "micro_batch_rows": 1}],
+        engine={"device": "cpu", "threads": 1, "gradient_checkpointing": True},
+    )
+    for (_, _, a), (_, _, b) in zip(losses(whole), losses(parts), strict=True):
+        assert a == pytest.approx(b, rel=1e-4)
+
+
+def start(recipe: Path, *arguments: str, processes: int = 1) -> subprocess.Popen[bytes]:
+    path = os.pathsep.join(str(ROOT / part) for part in (".", "kernels", "convert", "recipes"))
+    command = [sys.executable]
+    if processes > 1:
+        command += ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--master-port=0"]
+    return subprocess.Popen(
+        [*command, "-m", "deltanet_recipes.distill", str(recipe), *arguments],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+
+
+@pytest.mark.parametrize("kind", ["joint", "layerwise"])
+def test_killed_run_continues_with_the_same_losses_and_weights(workplace: Path, tmp_path: Path, kind: str) -> None:
+    stages = [{**ALIGN, "mode": kind, "tokens": 128 * 24}, {**DISTIL, "tokens": 128 * 24}]
+    expected = train(workplace, tmp_path / "a" / "run", stages)
+    stop_at = ("align", 5) if kind == "joint" else ("align.1", 5)
+    out = tmp_path / "b" / "run"
+    out.parent.mkdir()
+    recipe = write_recipe(out.parent, recipe_tree(workplace, stages, output=str(out)))
+    for stage, step in (stop_at, ("distil", 5)):
+        process = start(recipe)
+        deadline = time.time() + 240
+        while process.poll() is None and time.time() < deadline:
+            if any(row["stage"] == stage and row["step"] >= step for row in read_log(out)):
+                break
+            time.sleep(0.02)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert not (out / "final").exists()
+    run(load_recipe(recipe))
+    assert losses(read_log(out)) == losses(expected)
+    one, two = weights(tmp_path / "a" / "run" / "final"), weights(out / "final")
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_two_processes_equal_one(workplace: Path, tmp_path: Path) -> None:
+    stages = [{**ALIGN, "tokens": 512}, {**DISTIL, "tokens": 512}]
+    expected = train(workplace, tmp_path / "a" / "run", stages)
+    (tmp_path / "b").mkdir()
+    recipe = write_recipe(tmp_path / "b", recipe_tree(workplace, stages, output=str(tmp_path / "b" / "run")))
+    process = start(recipe, processes=2)
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors.decode()[-2000:]
+    for one, two in zip(losses(expected), losses(read_log(tmp_path / "b" / "run")), strict=True):
+        assert one[:2] == two[:2]
+        assert one[2] == pytest.approx(two[2], rel=1e-4)
+
+
+def test_divergence_stops_and_keeps_the_last_good_checkpoint(
+    workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = trainer.rate_factor
+    monkeypatch.setattr(trainer, "rate_factor", lambda step, stage: 1e6 if step >= 6 else plain(step, stage))
+    with pytest.raises(QualityError, match=r"align: training diverged before step .*step-00000006"):
+        train(workplace, tmp_path / "run", [{**ALIGN, "tokens": 128 * 12}])
+    assert (tmp_path / "run" / "checkpoints" / "00-align" / "step-00000006").is_dir()
+
+
+def test_output_of_another_recipe_is_refused(workplace: Path, tmp_path: Path) -> None:
+    train(workplace, tmp_path / "run", [{**ALIGN, "tokens": 128}])
+    with pytest.raises(UserError, match="holds a run of another recipe"):
+        train(workplace, tmp_path / "run", [{**ALIGN, "tokens": 256}])
+
+
+def test_teacher_of_another_shape_and_unconverted_student_are_refused(workplace: Path, tmp_path: Path) -> None:
+    make_workplace(tmp_path, layers=(0,))
+    config = json.loads((tmp_path / "teacher" / "config.json").read_text())
+    (tmp_path / "teacher" / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2}))
+    with pytest.raises(UserError, match="it is not the model this student was converted from"):
+        train(workplace, tmp_path / "run", [ALIGN], teacher=str(tmp_path / "teacher"))
+    with pytest.raises(UserError, match="which is not a converted model"):
+        train(workplace, tmp_path / "run2", [ALIGN], student=str(workplace / "teacher"), teacher="x")
