@@ -65,14 +65,15 @@ def backward(
         factor = p.beta * p.gamma
         rows_v = ws.get("rows_v", N, C, s.V)
         dstates[(M - 1) * N :] = current
+        dS_of, dV_of, dW_of = (current, *dstates.split(N)), dvalues.split(N), dwanted.split(N)
+        k_of, T_of, read_of = p.k.split(N), p.inverse.split(N), dread.split(N)
+        rev_of, factor_of, last_of = p.rev.split(N), factor.split(N), p.last.split(N)
         for m in reversed(range(M)):
-            rows = slice(m * N, (m + 1) * N)
-            dS, key = dstates[rows], p.k[rows]
-            dvalues[rows].addcmul_(torch.bmm(key, dS, out=rows_v), p.rev[rows])
-            torch.bmm(p.inverse[rows].mT, dvalues[rows], out=dwanted[rows])
-            torch.mul(dwanted[rows], factor[rows], out=rows_v)
-            before = dstates[(m - 1) * N : m * N] if m else current
-            torch.addcmul(dread[rows], dS, p.last[rows], out=before).baddbmm_(key.mT, rows_v, alpha=-1.0)
+            dS = dS_of[m + 1]
+            dV_of[m].addcmul_(torch.bmm(k_of[m], dS, out=rows_v), rev_of[m])
+            torch.bmm(T_of[m].mT, dV_of[m], out=dW_of[m])
+            torch.mul(dW_of[m], factor_of[m], out=rows_v)
+            torch.addcmul(read_of[m], dS, last_of[m], out=dS_of[m]).baddbmm_(k_of[m].mT, rows_v, alpha=-1.0)
         _parallel(s, block, ws, p, v, states, values, dout, dout_in, dwanted, dstates, grads)
     return grads, current.view(s.B, s.HV, s.K, s.V)
 

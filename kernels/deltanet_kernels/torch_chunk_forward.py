@@ -203,17 +203,17 @@ def forward(
         raw = block.view(v)
         states[:N] = current
         read = ws.get("read", N, C, s.V)
+        by_head = read.view(s.B, s.HV, C, s.V)
+        S_of, V_of = (*states.split(N), current), values.split(N)
+        k_of, T_of = p.k.split(N), solve.split(N)
+        gamma_of, rev_of, last_of = p.gamma.split(N), p.rev.split(N), p.last.split(N)
         for m in range(M):
-            rows = slice(m * N, (m + 1) * N)
-            S, new, key = states[rows], values[rows], p.k[rows]
             # V' = T beta (V - gamma * (K S)), then S <- e^{G_C} S + K^T (rev * V')
-            torch.bmm(key, S, out=read).mul_(p.gamma[rows])
-            by_head = read.view(s.B, s.HV, C, s.V)
+            torch.bmm(k_of[m], S_of[m], out=read).mul_(gamma_of[m])
             torch.sub(raw[m], by_head, out=by_head)
-            torch.bmm(solve[rows], read, out=new)
-            torch.mul(new, p.rev[rows], out=read)
-            after = states[(m + 1) * N : (m + 2) * N] if m + 1 < M else current
-            torch.mul(S, p.last[rows], out=after).baddbmm_(key.mT, read)
+            torch.bmm(T_of[m], read, out=V_of[m])
+            torch.mul(V_of[m], rev_of[m], out=read)
+            torch.mul(S_of[m], last_of[m], out=S_of[m + 1]).baddbmm_(k_of[m].mT, read)
         out = torch.bmm(p.q, states, out=ws.get("out", M * N, s.R * C, s.V))
         out.view(M * N, s.R, C, s.V).mul_(p.gamma.unsqueeze(1))
         out.baddbmm_(p.scores, values).mul_(p.inv_q * s.scale)
