@@ -130,7 +130,7 @@ def chunk_backward(
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
 ]:  # fmt: skip
     """Gradients of q, k, v, g, beta, initial state, A_log, dt_bias (empty where there is no such input)."""
-    q, k, do, g = _unit_stride(q), _unit_stride(k), _unit_stride(do), g.contiguous()
+    q, k, v, do, g = _unit_stride(q), _unit_stride(k), _unit_stride(v), _unit_stride(do), g.contiguous()
     dht = None if dht is None else dht.contiguous()
     config, sizes = _config(k, v), _sizes(q, k, v)
     (B, T, HQ, K), HV, V = q.shape, v.shape[2], v.shape[3]
@@ -163,9 +163,9 @@ def chunk_backward(
     sums = q.new_zeros((chunks.count, HV, 2) if gate else (0,), dtype=torch.float32)
     if chunks.count:
         _input_backward_kernel[(chunks.count * k.shape[2],)](
-            q, k, p.G, p.beta, p.r, do, h, dh, vn, dw, g, A_log, dt_bias, dq, dk, dv, dg, dbeta, sums,
+            q, k, v, p.G, p.beta, p.r, do, h, dh, vn, dw, g, A_log, dt_bias, dq, dk, dv, dg, dbeta, sums,
             chunks.cu_seqlens, chunks.row_of_chunk, chunks.first_chunk, scale, T, B * T, *strides,
-            **sizes, **flags, BV=config.inputs_BV, GATE=gate, SIGMOID=sigmoid, num_warps=config.inputs_warps,
+            *v.stride()[:3], **sizes, **flags, BV=config.inputs_BV, GATE=gate, SIGMOID=sigmoid, num_warps=config.inputs_warps,
         )  # fmt: skip
     _zero_tail(chunks, dq, dk, dv, dg, dbeta)
     total = sums.sum(0) if gate else sums.view(0, 2)
@@ -189,7 +189,7 @@ def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
     ctx.save_for_backward(q, k, v, g, beta, cu_seqlens, A_log, dt_bias, factors, Tm, h, vn, M)
     ctx.options = (scale, norm, sigmoid, initial_state is not None, precision, segments)
     ctx.final = final
-    ctx.mark_non_differentiable(factors, Tm, h, vn, M)
+    ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, do, dht, *_):  # type: ignore[no-untyped-def]

@@ -9,7 +9,8 @@ Notation of chunk_prepare.py and chunk_fwd.py; dS is the gradient of the state l
         dP = tril(dO V'^T);  dQ = scale gamma (dO S^T) + scale (D dP) K
         dL = -tril(dW V'^T, -1);  E = beta D dL
         dK = rev (V' dS^T) + dU S^T + scale (D dP)^T Q + (E + E^T) K
-        dbeta = rowsum(dW V') / beta        (beta = sigmoid(b): db = (1 - beta) rowsum(dW V'))
+        dbeta = rowsum(dW V') / beta = rowsum(dW (V - gamma U - (D K K^T) V'))
+        (beta = sigmoid(b): db = (1 - beta) rowsum(dW V'))
         X = dL L;  Y = dP P
         dG = rowsum(Y) - colsum(Y) + rowsum(X) - colsum(X) + rowsum(q dQ_inter) + rowsum(k (dU S^T)) - rowsum(k dK_state)
         dG_last += sum(k dK_state) + e^{G_last} <dS, S>;   dg = reverse cumsum of dG inside the chunk
@@ -132,9 +133,9 @@ def _unit_gradient(x, factor, dx, NORM: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T"])
 def _input_backward_kernel(
-    q, k, G, beta, r, do, h, dh, vn, dw, g, A_log, dt_bias, dq, dk, dv, dg, dbeta, gate_sums,
+    q, k, v, G, beta, r, do, h, dh, vn, dw, g, A_log, dt_bias, dq, dk, dv, dg, dbeta, gate_sums,
     cu_seqlens, row_of_chunk, first_chunk, scale, T, tokens,
-    q_row, q_token, q_head, k_row, k_token, k_head, o_row, o_token, o_head,
+    q_row, q_token, q_head, k_row, k_token, k_head, o_row, o_token, o_head, v_row, v_token, v_head,
     H: tl.constexpr, HV: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, NORM: tl.constexpr, VARLEN: tl.constexpr,
     GATE: tl.constexpr, SIGMOID: tl.constexpr, PRECISION: tl.constexpr,
@@ -162,11 +163,9 @@ def _input_backward_kernel(
     anticausal = i[:, None] <= i[None, :]
 
     k_tile = tl.load(k + row * k_row + key_head * k_head + token * k_token + d[None, :], mask=mK, other=0.0)
-    KK = tl.dot(k_tile, tl.trans(k_tile), input_precision=PRECISION)
     r_i = tl.zeros([C], dtype=tl.float32) + 1.0
     if NORM:
         r_i = tl.load(r + (key_head * SHARE).to(tl.int64) * tokens + flat_i, mask=live, other=0.0)
-        KK = KK * r_i[:, None] * r_i[None, :]
     dk_acc = tl.zeros([C, BK], dtype=tl.float32)
     dq_acc = tl.zeros([C, BK], dtype=tl.float32)
     for s in range(SHARE):
@@ -177,45 +176,7 @@ def _input_backward_kernel(
         gamma = tl.exp(G_i)
         D = tl.where(causal, tl.exp(tl.where(causal, G_i[:, None] - G_i[None, :], 0.0)), 0.0)
         Dt = tl.where(anticausal, tl.exp(tl.where(anticausal, G_i[None, :] - G_i[:, None], 0.0)), 0.0)
-
-        dL = tl.zeros([C, C], dtype=tl.float32)
-        dLt = tl.zeros([C, C], dtype=tl.float32)
-        dK_state = tl.zeros([C, BK], dtype=tl.float32)
-        dK_read = tl.zeros([C, BK], dtype=tl.float32)
-        db = tl.zeros([C], dtype=tl.float32)
-        SdS = tl.zeros([BK], dtype=tl.float32)
-        for i_v in range(0, V, BV):
-            e = i_v + tl.arange(0, BV)
-            mV = live[:, None] & (e < V)[None, :]
-            mS = (d < K)[:, None] & (e < V)[None, :]
-            at = (flat_i[:, None] * HV + head) * V + e[None, :]
-            state = (c.to(tl.int64) * HV + head) * (K * V) + d[:, None] * V + e[None, :]
-            vn_tile = tl.load(vn + at, mask=mV, other=0.0)
-            dw_tile = tl.load(dw + at, mask=mV, other=0.0)
-            S = tl.load(h + state, mask=mS, other=0.0)
-            dS = tl.load(dh + state, mask=mS, other=0.0)
-            tl.store(dv + at, (b_i[:, None] * dw_tile.to(tl.float32)).to(dv.dtype.element_ty), mask=mV)
-            db += tl.sum(dw_tile.to(tl.float32) * vn_tile.to(tl.float32), axis=1)
-            SdS += tl.sum(S.to(tl.float32) * dS.to(tl.float32), axis=1)
-            vn_cast = vn_tile.to(dtype)
-            dw_cast = dw_tile.to(dtype)
-            dL += tl.dot(dw_cast, tl.trans(vn_cast), input_precision=PRECISION)
-            dLt += tl.dot(vn_cast, tl.trans(dw_cast), input_precision=PRECISION)
-            dK_state += tl.dot(vn_cast, tl.trans(dS.to(dtype)), input_precision=PRECISION)
-            dK_read += tl.dot(dw_cast, tl.trans(S.to(dtype)), input_precision=PRECISION)
-        unit = k_tile.to(tl.float32) * r_i[:, None]
-        dK_state *= tl.exp(G_last - G_i)[:, None]
-        dK_read *= -(gamma * b_i)[:, None]
-        # The last token's own write cancels in dG; leaving it out keeps small gate gradients exact.
-        kept = tl.where(i == valid - 1, 0.0, tl.sum(unit * dK_state, axis=1))
-        dG = tl.sum(unit * dK_read, axis=1) - kept
-        dG_last = tl.sum(kept, axis=0) + tl.exp(G_last) * tl.sum(SdS, axis=0)
-        E = tl.where(strict, -b_i[:, None] * D * dL, 0.0)
-        Et = tl.where(i[:, None] < i[None, :], -b_i[None, :] * Dt * dLt, 0.0)
-        X = E * KK
-        dG += tl.sum(X, axis=1) - tl.sum(X, axis=0)
-        dk_acc += dK_state + dK_read
-        dk_acc += tl.dot(((E + Et) * r_i[None, :]).to(dtype), k_tile, input_precision=PRECISION)
+        dG = tl.zeros([C], dtype=tl.float32)
 
         for m in range(GROUP):
             out = head * GROUP + m
@@ -237,9 +198,9 @@ def _input_backward_kernel(
                 S = tl.load(h + state, mask=mS, other=0.0)
                 do_at = do + row * o_row + out * o_head + token * o_token + e[None, :]
                 do_tile = tl.load(do_at, mask=mV, other=0.0).to(dtype)
+                dQ += tl.dot(do_tile, tl.trans(S.to(dtype)), input_precision=PRECISION)
                 dP += tl.dot(do_tile, tl.trans(vn_cast), input_precision=PRECISION)
                 dPt += tl.dot(vn_cast, tl.trans(do_tile), input_precision=PRECISION)
-                dQ += tl.dot(do_tile, tl.trans(S.to(dtype)), input_precision=PRECISION)
             Z = D * dP * scale
             Zt = Dt * dPt * scale
             QK = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * f_i[:, None] * r_i[None, :]
@@ -249,11 +210,62 @@ def _input_backward_kernel(
             dG += tl.sum(q_tile.to(tl.float32) * dQ, axis=1) * f_i
             dQ += tl.dot((Z * r_i[None, :]).to(dtype), k_tile, input_precision=PRECISION)
             dk_acc += tl.dot((Zt * f_i[None, :]).to(dtype), q_tile, input_precision=PRECISION)
-            dq_acc += _unit_gradient(q_tile, f_i, dQ, NORM)
-            if (s * GROUP + m + 1) % READS == 0:
-                dq_at = dq + (flat_i[:, None] * HQ + out // READS) * K + d[None, :]
-                tl.store(dq_at, dq_acc.to(dq.dtype.element_ty), mask=mK)
-                dq_acc = tl.zeros([C, BK], dtype=tl.float32)
+            dQ = _unit_gradient(q_tile, f_i, dQ, NORM)
+            dq_at = dq + (flat_i[:, None] * HQ + out // READS) * K + d[None, :]
+            if READS == 1:
+                tl.store(dq_at, dQ.to(dq.dtype.element_ty), mask=mK)
+            else:
+                dq_acc += dQ
+                if (s * GROUP + m + 1) % READS == 0:
+                    tl.store(dq_at, dq_acc.to(dq.dtype.element_ty), mask=mK)
+                    dq_acc = tl.zeros([C, BK], dtype=tl.float32)
+
+        dK_state = tl.zeros([C, BK], dtype=tl.float32)
+        SdS = tl.zeros([BK], dtype=tl.float32)
+        for i_v in range(0, V, BV):
+            e = i_v + tl.arange(0, BV)
+            mS = (d < K)[:, None] & (e < V)[None, :]
+            at = (flat_i[:, None] * HV + head) * V + e[None, :]
+            state = (c.to(tl.int64) * HV + head) * (K * V) + d[:, None] * V + e[None, :]
+            vn_cast = tl.load(vn + at, mask=live[:, None] & (e < V)[None, :], other=0.0).to(dtype)
+            dS = tl.load(dh + state, mask=mS, other=0.0)
+            S = tl.load(h + state, mask=mS, other=0.0)
+            SdS += tl.sum(S.to(tl.float32) * dS.to(tl.float32), axis=1)
+            dK_state += tl.dot(vn_cast, tl.trans(dS.to(dtype)), input_precision=PRECISION)
+        dK_state *= tl.exp(G_last - G_i)[:, None]
+        # The last token's own write cancels in dG; leaving it out keeps small gate gradients exact.
+        kept = tl.where(i == valid - 1, 0.0, tl.sum(k_tile.to(tl.float32) * dK_state, axis=1) * r_i)
+        dG -= kept
+        dG_last = tl.sum(kept, axis=0) + tl.exp(G_last) * tl.sum(SdS, axis=0)
+        dk_acc += dK_state
+
+        dL = tl.zeros([C, C], dtype=tl.float32)
+        dLt = tl.zeros([C, C], dtype=tl.float32)
+        dK_read = tl.zeros([C, BK], dtype=tl.float32)
+        db = tl.zeros([C], dtype=tl.float32)
+        for i_v in range(0, V, BV):
+            e = i_v + tl.arange(0, BV)
+            mV = live[:, None] & (e < V)[None, :]
+            at = (flat_i[:, None] * HV + head) * V + e[None, :]
+            state = (c.to(tl.int64) * HV + head) * (K * V) + d[:, None] * V + e[None, :]
+            vn_tile = tl.load(vn + at, mask=mV, other=0.0)
+            dw_tile = tl.load(dw + at, mask=mV, other=0.0)
+            S = tl.load(h + state, mask=(d < K)[:, None] & (e < V)[None, :], other=0.0)
+            tl.store(dv + at, (b_i[:, None] * dw_tile.to(tl.float32)).to(dv.dtype.element_ty), mask=mV)
+            db += tl.sum(dw_tile.to(tl.float32) * vn_tile.to(tl.float32), axis=1)
+            vn_cast = vn_tile.to(dtype)
+            dw_cast = dw_tile.to(dtype)
+            dK_read += tl.dot(dw_cast, tl.trans(S.to(dtype)), input_precision=PRECISION)
+            dL += tl.dot(dw_cast, tl.trans(vn_cast), input_precision=PRECISION)
+            dLt += tl.dot(vn_cast, tl.trans(dw_cast), input_precision=PRECISION)
+        KK = tl.dot(k_tile, tl.trans(k_tile), input_precision=PRECISION) * r_i[:, None] * r_i[None, :]
+        X = tl.where(strict, D * dL * KK, 0.0)
+        dU_read = gamma * r_i * tl.sum(k_tile.to(tl.float32) * dK_read, axis=1)
+        bX = b_i[:, None] * X
+        dG += tl.sum(bX, axis=0) - tl.sum(bX, axis=1) - b_i * dU_read
+        dk_acc += dK_read * -(gamma * b_i)[:, None]
+        E = tl.where(strict, b_i[:, None] * D * dL, b_i[None, :] * tl.where(i[:, None] < i[None, :], Dt * dLt, 0.0))
+        dk_acc -= tl.dot((E * r_i[None, :]).to(dtype), k_tile, input_precision=PRECISION)
 
         dG += tl.where(i == valid - 1, dG_last, 0.0)
         dg_i = tl.cumsum(tl.where(live, dG, 0.0), axis=0, reverse=True)
@@ -261,7 +273,19 @@ def _input_backward_kernel(
         if SIGMOID:
             db = (1.0 - b_i) * db
         else:
-            db = db / tl.where(live, b_i, 1.0)
+            shut = live & (b_i == 0.0)
+            db = db / tl.where(b_i == 0.0, 1.0, b_i)
+            if tl.sum(shut.to(tl.int32), axis=0) > 0:
+                # beta = 0: the same sum without the division, rowsum(dW (V - gamma U - (D K K^T) V')).
+                db0 = -dU_read - tl.sum(X, axis=1)
+                for i_v in range(0, V, BV):
+                    e = i_v + tl.arange(0, BV)
+                    mV = live[:, None] & (e < V)[None, :]
+                    at = (flat_i[:, None] * HV + head) * V + e[None, :]
+                    v_at = v + row * v_row + head * v_head + token * v_token + e[None, :]
+                    x = tl.load(v_at, mask=mV, other=0.0).to(tl.float32)
+                    db0 += tl.sum(x * tl.load(dw + at, mask=mV, other=0.0).to(tl.float32), axis=1)
+                db = tl.where(shut, db0, db)
         tl.store(dbeta + gates, db.to(dbeta.dtype.element_ty), mask=live)
         if GATE:
             x = tl.load(g + gates, mask=live, other=0.0).to(tl.float32) + tl.load(dt_bias + head).to(tl.float32)

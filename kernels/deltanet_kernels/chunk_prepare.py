@@ -10,9 +10,10 @@ With raw gate logits a the log decay is g = -e^{A_log} softplus(a + dt_bias); wi
 beta = sigmoid(b). With the L2 norm in the operator k stands for k / sqrt(|k|^2 + 1e-6): the raw keys stay in memory
 and r = 1 / sqrt(|k|^2 + 1e-6) travels as a row factor.
 
-T is built by block inversion: with the inverses of the diagonal blocks of size b in T and B the part of L that joins
-neighbouring blocks, T <- T - T B T gives the inverses of size 2b. Every intermediate is an entry of an inverse, so
-nothing grows, unlike the powers of L.
+T is built by block inversion. Diagonal blocks of 16: with the inverses of blocks of size b in T and B the part of L
+that joins neighbouring ones, T <- T - T B T gives the inverses of size 2b. Then by block rows,
+T_ab = -T_aa sum_{b <= c < a} L_ac T_cb. Every intermediate is an entry of an inverse, so nothing grows, unlike the
+powers of L. Products are float32 (tf32 in three parts on tensor cores).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import triton
 import triton.language as tl
 
 L2_EPS = tl.constexpr(1e-6)
+MERGE_PRECISION = {torch.float32: "tf32x3"}
 
 
 @dataclass(frozen=True)
@@ -116,17 +118,53 @@ def _softplus(x):
 
 
 @triton.jit
-def _invert_unit_lower(L, C: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + L)^{-1} for a strictly lower triangular L [C, C], float32."""
-    i = tl.arange(0, C)[:, None]
-    j = tl.arange(0, C)[None, :]
+def _gate_block(g, beta, A_log, dt_bias, at, live, head, GATE: tl.constexpr, SIGMOID: tl.constexpr):
+    """Log decay and write strength of 16 tokens, zero past the end."""
+    x = tl.load(g + at, mask=live, other=0.0).to(tl.float32)
+    if GATE:
+        x = -tl.exp(tl.load(A_log + head).to(tl.float32)) * _softplus(x + tl.load(dt_bias + head).to(tl.float32))
+    b = tl.load(beta + at, mask=live, other=0.0).to(tl.float32)
+    if SIGMOID:
+        b = 1.0 / (1.0 + tl.exp(-b))
+    return tl.where(live, x, 0.0), tl.where(live, b, 0.0)
+
+
+@triton.jit
+def _key_block(keys, i, live, d, k_token, K: tl.constexpr, NORM: tl.constexpr):
+    """16 keys and 1 / sqrt(|k|^2 + 1e-6) of each (1 without the norm)."""
+    tile = tl.load(keys + i[:, None] * k_token + d[None, :], mask=live[:, None] & (d < K)[None, :], other=0.0)
+    r = tl.zeros([16], dtype=tl.float32) + 1.0
+    if NORM:
+        x = tile.to(tl.float32)
+        r = tl.rsqrt(tl.sum(x * x, axis=1) + L2_EPS)
+    return tile, r
+
+
+@triton.jit
+def _L_block(k_i, k_j, r_i, r_j, b_i, G_i, G_j, PRECISION: tl.constexpr):
+    """A 16 x 16 block of beta_i D_ij <k_i, k_j> below the diagonal."""
+    decay = tl.exp(tl.minimum(G_i[:, None] - G_j[None, :], 0.0))
+    return tl.dot(k_i, tl.trans(k_j), input_precision=PRECISION) * (b_i * r_i)[:, None] * r_j[None, :] * decay
+
+
+@triton.jit
+def _invert_block(L, PRECISION: tl.constexpr):
+    """(I + L)^{-1} of a 16 x 16 diagonal block; only the part of L under the diagonal counts."""
+    i = tl.arange(0, 16)[:, None]
+    j = tl.arange(0, 16)[None, :]
+    L = tl.where(i > j, L, 0.0)
     inverse = tl.where(i == j, 1.0, 0.0) - tl.where(i // 2 == j // 2, L, 0.0)
-    for level in tl.static_range(1, 6):
-        if 2**level < C:
-            joint = tl.where((i >> (level + 1) == j >> (level + 1)) & (i >> level != j >> level), L, 0.0)
-            half = tl.dot(inverse, joint, input_precision=PRECISION)
-            inverse -= tl.dot(half, inverse, input_precision=PRECISION)
+    for level in tl.static_range(1, 4):
+        joint = tl.where((i >> (level + 1) == j >> (level + 1)) & (i >> level != j >> level), L, 0.0)
+        half = tl.dot(inverse, joint, input_precision=PRECISION)
+        inverse -= tl.dot(half, inverse, input_precision=PRECISION)
     return inverse
+
+
+@triton.jit
+def _store_block(tile, C: tl.constexpr, a: tl.constexpr, b: tl.constexpr, x):
+    i = tl.arange(0, 16)
+    tl.store(tile + (a * 16 + i)[:, None] * C + (b * 16 + i)[None, :], x.to(tile.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -135,45 +173,88 @@ def _prepare_kernel(
     cu_seqlens, row_of_chunk, first_chunk, T, tokens, k_row, k_token, k_head,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
     GATE: tl.constexpr, SIGMOID: tl.constexpr, NORM: tl.constexpr, VARLEN: tl.constexpr,
-    SMALLEST: tl.constexpr, PRECISION: tl.constexpr, INVERSE_PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, MERGE: tl.constexpr,
 ):  # fmt: skip
+    """One program a (chunk of 64 or 32 tokens, state head), in blocks of 16 that a warp holds in registers."""
     pid = tl.program_id(0)
     c = pid // HV
     head = pid % HV
     row, first, flat, valid = locate_chunk(c, cu_seqlens, row_of_chunk, first_chunk, T, C, VARLEN)
     if valid <= 0:
         return
-    i = tl.arange(0, C)
-    live = i < valid
-    gates = (flat + i) * HV + head
-    x = tl.load(g + gates, mask=live, other=0.0).to(tl.float32)
-    if GATE:
-        x = -tl.exp(tl.load(A_log + head).to(tl.float32)) * _softplus(x + tl.load(dt_bias + head).to(tl.float32))
-    G = tl.cumsum(tl.where(live, x, 0.0), axis=0)
-    b = tl.load(beta + gates, mask=live, other=0.0).to(tl.float32)
-    if SIGMOID:
-        b = 1.0 / (1.0 + tl.exp(-b))
-    # dbeta = rowsum(dW V') / beta needs V', which is a multiple of beta, in the floating range.
-    b = tl.where(live, tl.where(tl.abs(b) < SMALLEST, SMALLEST, b), 0.0)
-
+    i = tl.arange(0, 16)
     d = tl.arange(0, BK)
-    keys = k + row * k_row + (head // (HV // H)) * k_head + (first + i)[:, None] * k_token + d[None, :]
-    k_CK = tl.load(keys, mask=live[:, None] & (d < K)[None, :], other=0.0)
-    L = tl.dot(k_CK, tl.trans(k_CK), input_precision=PRECISION)
-    rows = head.to(tl.int64) * tokens + flat + i
-    if NORM:
-        x_CK = k_CK.to(tl.float32)
-        r = tl.rsqrt(tl.sum(x_CK * x_CK, axis=1) + L2_EPS)
-        L = L * r[:, None] * r[None, :]
-        tl.store(r_out + rows, r, mask=live)
-    strict = i[:, None] > i[None, :]
-    L = tl.where(strict, b[:, None] * L * tl.exp(tl.where(strict, G[:, None] - G[None, :], 0.0)), 0.0)
-    inverse = _invert_unit_lower(L, C, INVERSE_PRECISION)
+    gates = flat * HV + head
+    rows = head.to(tl.int64) * tokens + flat
+    keys = k + row * k_row + (head // (HV // H)) * k_head + first * k_token
+    tile = T_out + (c.to(tl.int64) * HV + head) * (C * C)
+    zero = tl.zeros([16, 16], dtype=tl.float32)
 
-    tl.store(G_out + rows, G, mask=live)
-    tl.store(beta_out + rows, b, mask=live)
-    tile = (c.to(tl.int64) * HV + head) * (C * C) + i[:, None] * C + i[None, :]
-    tl.store(T_out + tile, inverse.to(T_out.dtype.element_ty))
+    m0 = i < valid
+    m1 = i + 16 < valid
+    g0, b0 = _gate_block(g, beta, A_log, dt_bias, gates + i * HV, m0, head, GATE, SIGMOID)
+    g1, b1 = _gate_block(g, beta, A_log, dt_bias, gates + (i + 16) * HV, m1, head, GATE, SIGMOID)
+    G0 = tl.cumsum(g0, axis=0)
+    G1 = tl.cumsum(g1, axis=0) + tl.sum(g0, axis=0)
+    k0, r0 = _key_block(keys, i, m0, d, k_token, K, NORM)
+    k1, r1 = _key_block(keys, i + 16, m1, d, k_token, K, NORM)
+    tl.store(G_out + rows + i, G0, mask=m0)
+    tl.store(G_out + rows + i + 16, G1, mask=m1)
+    tl.store(beta_out + rows + i, b0, mask=m0)
+    tl.store(beta_out + rows + i + 16, b1, mask=m1)
+    tl.store(r_out + rows + i, r0, mask=m0)
+    tl.store(r_out + rows + i + 16, r1, mask=m1)
+    T00 = _invert_block(_L_block(k0, k0, r0, r0, b0, G0, G0, PRECISION), MERGE)
+    T11 = _invert_block(_L_block(k1, k1, r1, r1, b1, G1, G1, PRECISION), MERGE)
+    L10 = tl.dot(_L_block(k1, k0, r1, r0, b1, G1, G0, PRECISION), T00, input_precision=MERGE)
+    T10 = -tl.dot(T11, L10, input_precision=MERGE)
+    _store_block(tile, C, 0, 0, T00)
+    _store_block(tile, C, 0, 1, zero)
+    _store_block(tile, C, 1, 0, T10)
+    _store_block(tile, C, 1, 1, T11)
+    if C == 64:
+        m2 = i + 32 < valid
+        m3 = i + 48 < valid
+        g2, b2 = _gate_block(g, beta, A_log, dt_bias, gates + (i + 32) * HV, m2, head, GATE, SIGMOID)
+        g3, b3 = _gate_block(g, beta, A_log, dt_bias, gates + (i + 48) * HV, m3, head, GATE, SIGMOID)
+        before = tl.sum(g0, axis=0) + tl.sum(g1, axis=0)
+        G2 = tl.cumsum(g2, axis=0) + before
+        G3 = tl.cumsum(g3, axis=0) + (before + tl.sum(g2, axis=0))
+        k2, r2 = _key_block(keys, i + 32, m2, d, k_token, K, NORM)
+        k3, r3 = _key_block(keys, i + 48, m3, d, k_token, K, NORM)
+        tl.store(G_out + rows + i + 32, G2, mask=m2)
+        tl.store(G_out + rows + i + 48, G3, mask=m3)
+        tl.store(beta_out + rows + i + 32, b2, mask=m2)
+        tl.store(beta_out + rows + i + 48, b3, mask=m3)
+        tl.store(r_out + rows + i + 32, r2, mask=m2)
+        tl.store(r_out + rows + i + 48, r3, mask=m3)
+        T22 = _invert_block(_L_block(k2, k2, r2, r2, b2, G2, G2, PRECISION), MERGE)
+        T33 = _invert_block(_L_block(k3, k3, r3, r3, b3, G3, G3, PRECISION), MERGE)
+        L20 = _L_block(k2, k0, r2, r0, b2, G2, G0, PRECISION)
+        L21 = _L_block(k2, k1, r2, r1, b2, G2, G1, PRECISION)
+        L30 = _L_block(k3, k0, r3, r0, b3, G3, G0, PRECISION)
+        L31 = _L_block(k3, k1, r3, r1, b3, G3, G1, PRECISION)
+        L32 = _L_block(k3, k2, r3, r2, b3, G3, G2, PRECISION)
+        T21 = -tl.dot(T22, tl.dot(L21, T11, input_precision=MERGE), input_precision=MERGE)
+        T32 = -tl.dot(T33, tl.dot(L32, T22, input_precision=MERGE), input_precision=MERGE)
+        X20 = tl.dot(L20, T00, input_precision=MERGE) + tl.dot(L21, T10, input_precision=MERGE)
+        T20 = -tl.dot(T22, X20, input_precision=MERGE)
+        X31 = tl.dot(L31, T11, input_precision=MERGE) + tl.dot(L32, T21, input_precision=MERGE)
+        T31 = -tl.dot(T33, X31, input_precision=MERGE)
+        X30 = tl.dot(L30, T00, input_precision=MERGE) + tl.dot(L31, T10, input_precision=MERGE)
+        T30 = -tl.dot(T33, X30 + tl.dot(L32, T20, input_precision=MERGE), input_precision=MERGE)
+        _store_block(tile, C, 0, 2, zero)
+        _store_block(tile, C, 0, 3, zero)
+        _store_block(tile, C, 1, 2, zero)
+        _store_block(tile, C, 1, 3, zero)
+        _store_block(tile, C, 2, 0, T20)
+        _store_block(tile, C, 2, 1, T21)
+        _store_block(tile, C, 2, 2, T22)
+        _store_block(tile, C, 2, 3, zero)
+        _store_block(tile, C, 3, 0, T30)
+        _store_block(tile, C, 3, 1, T31)
+        _store_block(tile, C, 3, 2, T32)
+        _store_block(tile, C, 3, 3, T33)
 
 
 def cut_chunks(batch: int, tokens: int, size: int, cu_seqlens: torch.Tensor | None) -> Chunks:
@@ -222,7 +303,7 @@ def prepare(
             chunks.cu_seqlens, chunks.row_of_chunk, chunks.first_chunk, T, B * T, *k.stride()[:3],
             H=H, HV=HV, K=K, BK=max(16, triton.next_power_of_2(K)), C=chunks.size,
             GATE=A_log is not None, SIGMOID=sigmoid, NORM=norm, VARLEN=chunks.varlen,
-            SMALLEST=3e-5 if k.dtype == torch.float16 else 1e-20, PRECISION=precision, INVERSE_PRECISION="ieee" if precision == "ieee" else "tf32x3",
+            PRECISION=precision, MERGE=MERGE_PRECISION.get(k.dtype, "tf32") if precision != "ieee" else "ieee",
             num_warps=num_warps,
         )  # fmt: skip
     return Prepared(factors[0], factors[1], factors[2], inverse)

@@ -212,6 +212,7 @@ def _(dy, dfinal, x, weight, bias, state, cu_seqlens, silu):  # type: ignore[no-
 
 def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
     x, weight, bias, state, cu_seqlens, ctx.silu, ctx.final = inputs
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(x, weight, bias, state, cu_seqlens)
 
 

@@ -14,7 +14,7 @@ class ChunkConfig:
     """Tokens a chunk; slices of V, warps and pipeline stages of the kernels of chunk_*.py."""
 
     C: int = 64
-    prepare_warps: int = 4
+    prepare_warps: int = 1
     state_BV: int = 64
     state_warps: int = 4
     state_stages: int = 2
@@ -27,6 +27,7 @@ class ChunkConfig:
     inputs_warps: int = 8
 
 
+@functools.cache
 def chunk_config(K: int, V: int, dtype: torch.dtype, capability: tuple[int, int]) -> ChunkConfig:
     """The configuration for head sizes K, V in `dtype` on a chip of this compute capability."""
     BK = max(16, triton.next_power_of_2(K))
@@ -66,3 +67,10 @@ def capability(device: torch.device) -> tuple[int, int]:
 def float32_precision() -> str:
     """Precision of float32 matrix products in the kernels, as torch.set_float32_matmul_precision asks."""
     return {"highest": "ieee", "high": "tf32x3", "medium": "tf32"}[torch.get_float32_matmul_precision()]
+
+
+def recurrent_config(K: int, V: int, heads: int) -> tuple[int, int]:
+    """Slice of V and warps of the recurrent kernel; `heads` states in all."""
+    BK, BV = triton.next_power_of_2(K), triton.next_power_of_2(V)
+    elements = 2048 if heads < 1024 else 4096  # few states: more programs; many: longer rows
+    return max(1, min(BV, elements // BK)), 2 if elements == 2048 else 4

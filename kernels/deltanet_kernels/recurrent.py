@@ -1,0 +1,204 @@
+"""Gated delta rule by its recurrence, for decoding and short steps: one kernel, the state read and written once.
+
+    S_t = e^{g_t} S_{t-1} + beta_t k_t (v_t - k_t^T e^{g_t} S_{t-1})^T        o_t = scale * q_t^T S_t
+
+A program holds a [K, BV] slice of one head's state and walks its tokens; gate, sigmoid and L2 norm are in it.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .chunk import MAX_HEAD_SIZE, chunk_gated_delta_rule_triton
+from .chunk_prepare import L2_EPS, _softplus, locate_row
+from .kernel_config import recurrent_config
+
+
+@triton.jit(do_not_specialize=["T"])
+def _recurrent_kernel(
+    q, k, v, g, beta, A_log, dt_bias, state, new_state, o, cu_seqlens, scale, T,
+    q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
+    H: tl.constexpr, HV: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, GATE: tl.constexpr, SIGMOID: tl.constexpr, NORM: tl.constexpr,
+    INITIAL: tl.constexpr, FINAL: tl.constexpr, VARLEN: tl.constexpr,
+):  # fmt: skip
+    """One program a (sequence, state head, slice of V)."""
+    HO: tl.constexpr = HQ if HQ > HV else HV
+    GROUP: tl.constexpr = HO // HV
+    NV: tl.constexpr = (V + BV - 1) // BV
+    pid = tl.program_id(0)
+    i_v = pid % NV
+    head = (pid // NV) % HV
+    n = pid // (NV * HV)
+    row, begin, flat, length = locate_row(n, cu_seqlens, T, VARLEN)
+    d = tl.arange(0, BK)
+    e = i_v * BV + tl.arange(0, BV)
+    md = d < K
+    me = e < V
+    mS = md[:, None] & me[None, :]
+    at = (n.to(tl.int64) * HV + head) * K * V + d[:, None] * V + e[None, :]
+    S = tl.zeros([BK, BV], dtype=tl.float32)
+    if INITIAL:
+        S += tl.load(state + at, mask=mS, other=0.0).to(tl.float32)
+    for t in range(0, length):
+        token = begin + t
+        k_d = tl.load(k + row * k_row + token * k_token + (head // (HV // H)) * k_head + d, mask=md, other=0.0)
+        v_e = tl.load(v + row * v_row + token * v_token + head * v_head + e, mask=me, other=0.0).to(tl.float32)
+        k_d = k_d.to(tl.float32)
+        x = tl.load(g + (flat + t) * HV + head).to(tl.float32)
+        b = tl.load(beta + (flat + t) * HV + head).to(tl.float32)
+        if GATE:
+            x = -tl.exp(tl.load(A_log + head).to(tl.float32)) * _softplus(x + tl.load(dt_bias + head).to(tl.float32))
+        if SIGMOID:
+            b = 1.0 / (1.0 + tl.exp(-b))
+        if NORM:
+            k_d = k_d * tl.rsqrt(tl.sum(k_d * k_d, axis=0) + L2_EPS)
+        S = S * tl.exp(x)
+        S += k_d[:, None] * (b * (v_e - tl.sum(k_d[:, None] * S, axis=0)))[None, :]
+        for m in tl.static_range(GROUP):
+            out = head * GROUP + m
+            q_d = tl.load(q + row * q_row + token * q_token + (out // (HO // HQ)) * q_head + d, mask=md, other=0.0)
+            q_d = q_d.to(tl.float32)
+            f = scale
+            if NORM:
+                f = scale * tl.rsqrt(tl.sum(q_d * q_d, axis=0) + L2_EPS)
+            o_e = tl.sum(q_d[:, None] * S, axis=0) * f
+            tl.store(o + ((flat + t) * HO + out) * V + e, o_e.to(o.dtype.element_ty), mask=me)
+    if FINAL:
+        tl.store(new_state + at, S.to(new_state.dtype.element_ty), mask=mS)
+
+
+def _launch(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
+    state: torch.Tensor | None, new_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
+    A_log: torch.Tensor | None, dt_bias: torch.Tensor | None, scale: float, norm: bool, sigmoid: bool,
+) -> torch.Tensor:  # fmt: skip
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    g, beta = g.contiguous(), beta.contiguous()
+    (B, T, HQ, K), H, (HV, V) = q.shape, k.shape[2], v.shape[2:]
+    varlen = cu_seqlens is not None
+    rows = B if cu_seqlens is None else cu_seqlens.numel() - 1
+    o = (torch.zeros if varlen else torch.empty)(B, T, max(HQ, HV), V, dtype=v.dtype, device=v.device)
+    BV, warps = recurrent_config(K, V, rows * HV)
+    _recurrent_kernel[(rows * HV * triton.cdiv(V, BV),)](
+        q, k, v, g, beta, A_log, dt_bias, state, new_state, o, cu_seqlens, scale, T,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], H=H, HV=HV, HQ=HQ, K=K, V=V,
+        BK=triton.next_power_of_2(K), BV=BV, GATE=A_log is not None, SIGMOID=sigmoid, NORM=norm,
+        INITIAL=state is not None, FINAL=new_state is not None, VARLEN=varlen, num_warps=warps,
+    )  # fmt: skip
+    return o
+
+
+@torch.library.custom_op("deltanet::recurrent", mutates_args=())
+def recurrent(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
+    initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
+    A_log: torch.Tensor | None, dt_bias: torch.Tensor | None, scale: float, norm: bool, sigmoid: bool, final: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """o and the final state (empty unless asked for)."""
+    rows = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
+    shape = (rows, v.shape[2], k.shape[3], v.shape[3])
+    state = None if initial_state is None else initial_state.contiguous()
+    cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
+    out = q.new_empty(shape if final else (0,), dtype=torch.float32)
+    o = _launch(q, k, v, g, beta, state, out if final else None, cu_seqlens, A_log, dt_bias, scale, norm, sigmoid)
+    return o, out
+
+
+@recurrent.register_fake
+def _(q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias, scale, norm, sigmoid, final):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+    rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    shape = (rows, v.shape[2], k.shape[3], v.shape[3])
+    o = v.new_empty(q.shape[0], q.shape[1], max(q.shape[2], v.shape[2]), v.shape[3])
+    return o, q.new_empty(shape if final else (0,), dtype=torch.float32)
+
+
+@torch.library.custom_op("deltanet::recurrent_update_", mutates_args=("state",))
+def recurrent_update_(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: torch.Tensor,
+    cu_seqlens: torch.Tensor | None, A_log: torch.Tensor | None, dt_bias: torch.Tensor | None,
+    scale: float, norm: bool, sigmoid: bool,
+) -> torch.Tensor:  # fmt: skip
+    """o; the contiguous float32 or bfloat16 state [N, HV, K, V] moves on in place."""
+    return _launch(q, k, v, g, beta, state, state, cu_seqlens, A_log, dt_bias, scale, norm, sigmoid)
+
+
+@recurrent_update_.register_fake
+def _(q, k, v, g, beta, state, cu_seqlens, A_log, dt_bias, scale, norm, sigmoid):  # type: ignore[no-untyped-def]
+    return v.new_empty(q.shape[0], q.shape[1], max(q.shape[2], v.shape[2]), v.shape[3])
+
+
+def fused_recurrent_gated_delta_rule_triton(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    *,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`deltanet_kernels.fused_recurrent_gated_delta_rule` in Triton; with gradients it runs the chunk kernels.
+
+    Raises:
+        NotImplementedError: head sizes over 256, or dtypes other than float32, bfloat16, float16.
+    """
+    if max(q.shape[3], v.shape[3]) > MAX_HEAD_SIZE:
+        raise NotImplementedError(f"head sizes {q.shape[3]} and {v.shape[3]}: the kernels go up to {MAX_HEAD_SIZE}")
+    if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise NotImplementedError(f"dtype {q.dtype}: the kernels take float32, bfloat16 and float16")
+    inputs = (q, k, v, g, beta, initial_state, A_log, dt_bias)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
+        return chunk_gated_delta_rule_triton(
+            q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens,
+            A_log=A_log, dt_bias=dt_bias, use_gate_in_kernel=use_gate_in_kernel,
+            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        )  # fmt: skip
+    gates = (A_log, dt_bias) if use_gate_in_kernel else (None, None)
+    o, state = recurrent(
+        q, k, v, g, beta, initial_state, cu_seqlens, *gates, q.shape[3] ** -0.5 if scale is None else float(scale),
+        use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, output_final_state,
+    )  # fmt: skip
+    return o, state if output_final_state else None
+
+
+def gated_delta_rule_step_(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    *,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+) -> torch.Tensor:
+    """One or several decoding steps with the state in place; returns o [B, T, max(HQ, HV), V].
+
+    Args:
+        state: [N, HV, K, V] float32 or bfloat16, contiguous; holds the state after the last token on return.
+        A_log, dt_bias: [HV]; given, g is the raw gate logit. The rest as `chunk_gated_delta_rule`, no gradients.
+
+    Raises:
+        ValueError: a state that is not contiguous.
+    """
+    if not state.is_contiguous():
+        raise ValueError(f"state: got strides {state.stride()}, needs a contiguous [N, HV, K, V] tensor")
+    o: torch.Tensor = recurrent_update_(
+        q, k, v, g, beta, state, cu_seqlens, A_log, dt_bias, q.shape[3] ** -0.5 if scale is None else float(scale),
+        use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel,
+    )  # fmt: skip
+    return o
