@@ -154,11 +154,12 @@ def _shifted_sum(
     """y[:, t] = activation(sum_w weight[:, w] x[:, t+w] + bias); x [B, T+W-1, D] -> [B, T, D]."""
     W = weight.shape[1]
     T = x.shape[1] - W + 1
-    y = x[:, :T] * weight[:, 0]
+    taps = weight.t().contiguous()  # [W, D]; a strided factor halves the speed
+    y = x[:, :T] * taps[0]
     for w in range(1, W):
-        y = torch.addcmul(y, x[:, w : w + T], weight[:, w])
+        y.addcmul_(x[:, w : w + T], taps[w])
     if bias is not None:
-        y = y + bias.to(y.dtype)
+        y += bias.to(y.dtype)
     return F.silu(y) if activation == "silu" else y
 
 

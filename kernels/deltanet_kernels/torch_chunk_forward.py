@@ -120,7 +120,8 @@ def _exp_(x: torch.Tensor, floor: float) -> torch.Tensor:
     return torch.threshold_(x, 1.0001 * math.exp(floor), 0.0)
 
 
-def _inverse_norm(x: torch.Tensor) -> torch.Tensor:
+def inverse_norm(x: torch.Tensor) -> torch.Tensor:
+    """1 / sqrt(sum x^2 + 1e-6) over the last dimension [..., 1]; not differentiable."""
     norm: torch.Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return norm.square_().add_(L2_EPS).rsqrt_()
 
@@ -140,8 +141,8 @@ def prepare(
     copies = s.HV // s.HQ if s.HQ < s.HV else 1
     q_ = ws.get("q", M, s.B, s.HQ, copies, C, s.K).copy_(block.view(q).unsqueeze(3)).view(n, s.R * C, s.K)
     k_ = ws.get("k", M, s.B, s.H, s.HV // s.H, C, s.K).copy_(block.view(k).unsqueeze(3)).view(n, C, s.K)
-    inv_q = _inverse_norm(q_) if s.normalize else 1.0
-    inv_k = _inverse_norm(k_) if s.normalize else 1.0
+    inv_q = inverse_norm(q_) if s.normalize else 1.0
+    inv_k = inverse_norm(k_) if s.normalize else 1.0
     if s.normalize:
         k_.mul_(inv_k)
     beta_ = ws.get("beta", M, s.B, s.HV, C, 1).copy_(block.view(beta.unsqueeze(-1))).view(n, C, 1)

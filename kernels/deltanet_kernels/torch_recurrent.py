@@ -3,8 +3,9 @@
 import torch
 
 from deltanet_kernels import checks
-from deltanet_kernels.reference import l2_normalize, log_decay_and_strength
+from deltanet_kernels.reference import log_decay_and_strength
 from deltanet_kernels.torch_chunk import no_autocast, torch_chunk_gated_delta_rule
+from deltanet_kernels.torch_chunk_forward import inverse_norm
 
 # Up to this many tokens the recurrence is faster than one chunk.
 MAX_STEPS = 4
@@ -47,7 +48,7 @@ def torch_recurrent_gated_delta_rule(
         g, beta = log_decay_and_strength(g, beta, A_log, dt_bias, use_beta_sigmoid_in_kernel, dtype)
         q_, k_, v_ = q.to(dtype), k.to(dtype), v.to(dtype)
         if use_qk_l2norm_in_kernel:
-            q_, k_ = l2_normalize(q_), l2_normalize(k_)
+            q_, k_ = q_ * inverse_norm(q_), k_ * inverse_norm(k_)
         if dims.HQ < dims.HV:
             q_ = q_.repeat_interleave(dims.HV // dims.HQ, dim=2)
         if dims.H < dims.HV:
@@ -58,13 +59,13 @@ def torch_recurrent_gated_delta_rule(
         if initial_state is None:
             state = torch.zeros(dims.B, dims.HV, dims.K, dims.V, dtype=dtype, device=q.device)
         else:
-            state = initial_state.to(dtype)
+            state = initial_state.clone()
         outputs = []
         for t in range(dims.T):
-            state = state * decay[:, t, :, None, None]
+            state *= decay[:, t, :, None, None]
             key = k_[:, t].unsqueeze(2)  # [B, HV, 1, K]
             delta = (v_[:, t].unsqueeze(2) - key @ state) * beta[:, t, :, None, None]
-            state = torch.addcmul(state, key.transpose(-1, -2), delta)
+            state.addcmul_(key.transpose(-1, -2), delta)
             outputs.append(q_[:, t] @ state)  # [B, HV, R, V]
         o = torch.stack(outputs, dim=1).view(dims.B, dims.T, dims.HO, dims.V).to(v.dtype)
     return o, state if output_final_state else None
