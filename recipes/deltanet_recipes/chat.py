@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from deltanet_hf.errors import UserError
 from transformers import PreTrainedTokenizerBase
+
+from deltanet_hf.errors import UserError
 
 
 def render_chat(

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deltanet_hf.errors import UserError
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
+from deltanet_hf.errors import UserError
 from deltanet_recipes.runtime import Runtime
 
 _OPTIONS = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)

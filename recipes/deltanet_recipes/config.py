@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from deltanet_hf.errors import UserError
 from pydantic import ValidationError
 
+from deltanet_hf.errors import UserError
 from deltanet_recipes.schema import Data, Recipe, Repair, Source
 
 

@@ -6,8 +6,8 @@ import sys
 
 import typer
 from accelerate import PartialState
-from deltanet_hf.errors import QualityError, UserError
 
+from deltanet_hf.errors import QualityError, UserError
 from deltanet_recipes.command import distill
 
 

@@ -76,9 +76,7 @@ class Logbook:
         path = self.folder / LOG
         if not self.active or not path.is_file():
             return
-        kept = [
-            line for line, row in _rows(path) if not (row["stage"] == stage and row["step"] > step)
-        ]
+        kept = [line for line, row in _rows(path) if not (row["stage"] == stage and row["step"] > step)]
         path.write_text("".join(kept), encoding="utf-8")
 
     def tables(self) -> None:

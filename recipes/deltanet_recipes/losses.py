@@ -153,7 +153,7 @@ class ChunkedLoss(torch.autograd.Function):
             if d_weight is not None:
                 d_weight += next(grads)
             sums += torch.stack([result.detach() for result in results])
-        ctx.save_for_backward(d_hidden, d_weight)
+        ctx.save_for_backward(d_hidden, d_weight)  # type: ignore[arg-type]
         ctx.weight_dtype = weight.dtype  # type: ignore[attr-defined]
         return sums[0], sums[1], sums[2]
 

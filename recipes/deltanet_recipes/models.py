@@ -6,14 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-import deltanet_hf  # noqa: F401  (registers the converted families)
 import torch
-from deltanet_hf.errors import UserError
-from deltanet_hf.families import FAMILIES, PREFIX
-from deltanet_hf.layer import GatedDeltaNet
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+import deltanet_hf  # noqa: F401  (registers the converted families)
+from deltanet_hf.errors import UserError
+from deltanet_hf.families import FAMILIES, PREFIX
+from deltanet_hf.layer import GatedDeltaNet
 from deltanet_recipes.schema import Recipe
 
 
@@ -77,6 +77,11 @@ def _load(name: str, key: str, dtype: Any) -> PreTrainedModel:
         raise UserError(f"{key}: {name}: {' '.join(str(error).split())}") from None
     model.config.use_cache = False
     return model.eval()  # type: ignore[no-any-return]
+
+
+def place(model: nn.Module, device: torch.device) -> nn.Module:
+    """The model on the device (`PreTrainedModel.to` hides its signature from type checkers)."""
+    return model.to(device)
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:

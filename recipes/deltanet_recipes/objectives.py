@@ -44,6 +44,7 @@ class Align(nn.Module):
         self.teacher, self.mixers = teacher, nn.ModuleDict({str(i): m for i, m in mixers(student).items()})
         self.indices = [int(index) for index in self.mixers]
         self.metric_names = [f"error.{index}" for index in self.indices]
+        self.scales: torch.Tensor
         self.register_buffer("scales", torch.ones(len(self.indices)), persistent=False)
         self._walk = Walk(teacher)
         self._taps = AttentionTaps(teacher, self.indices)
@@ -163,6 +164,7 @@ class AlignLayer(nn.Module):
         super().__init__()
         self.mixer = mixer
         self.metric_names = [f"error.{index}"]
+        self.scale: torch.Tensor
         self.register_buffer("scale", torch.ones(()), persistent=False)
 
     def prepare(self, batch: LayerBatch) -> LayerBatch:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from deltanet_hf.layer import GatedDeltaNet
 from torch import nn
 
+from deltanet_hf.layer import GatedDeltaNet
 from deltanet_recipes.schema import Optimizer, StageBase
 
 
@@ -18,9 +18,7 @@ def parameter_groups(module: nn.Module, settings: Optimizer) -> list[dict[str, A
     in_mixers = {
         id(p) for m in module.modules() if isinstance(m, GatedDeltaNet) for p in m.parameters() if p.requires_grad
     }
-    matrices = {
-        id(m.weight) for m in module.modules() if isinstance(m, nn.Linear) and min(m.weight.shape) > 16
-    }
+    matrices = {id(m.weight) for m in module.modules() if isinstance(m, nn.Linear) and min(m.weight.shape) > 16}
     groups: dict[str, dict[str, Any]] = {}
     for p in dict.fromkeys(p for p in module.parameters() if p.requires_grad):
         mixer, matrix = id(p) in in_mixers, id(p) in matrices
@@ -69,14 +67,15 @@ class Muon(torch.optim.Optimizer):
                 if p.grad is not None:
                     by_shape.setdefault(p.shape, []).append(p)
             for shape, params in by_shape.items():
-                grads = [p.grad for p in params]
+                grads = [p.grad for p in params if p.grad is not None]
+                values: list[torch.Tensor] = list(params)
                 buffers = [self.state[p].setdefault("momentum_buffer", torch.zeros_like(p)) for p in params]
                 torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
                 nesterov = torch._foreach_lerp(grads, buffers, group["momentum"])
                 update = orthogonalise(torch.stack(list(nesterov)))
-                torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+                torch._foreach_mul_(values, 1 - group["lr"] * group["weight_decay"])
                 scale = group["lr"] * 0.2 * math.sqrt(max(shape))
-                torch._foreach_add_(params, list(update.to(params[0].dtype).unbind()), alpha=-scale)
+                torch._foreach_add_(values, list(update.to(params[0].dtype).unbind()), alpha=-scale)
 
 
 def orthogonalise(matrices: torch.Tensor) -> torch.Tensor:

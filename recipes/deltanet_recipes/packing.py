@@ -8,8 +8,8 @@ from functools import lru_cache
 
 import numpy as np
 import torch
-from deltanet_hf.errors import UserError
 
+from deltanet_hf.errors import UserError
 from deltanet_recipes.tokens import Corpus
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deltanet_hf.errors import UserError
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from deltanet_hf.errors import UserError
 from deltanet_recipes.card import write_card
 from deltanet_recipes.decontaminate import Contamination
 from deltanet_recipes.logbook import Logbook, read_log
@@ -69,11 +69,11 @@ def run(recipe: Recipe, kinds: tuple[str, ...] | None = None, console: Console |
                 steps_before,
             )  # fmt: skip
             run_stage.run()
-            _save_stage(done, student, {key: d.training.state for key, d in _named(data).items()}, runtime)
+            _save_stage(done, student, {place: d.training.state for place, d in _named(data).items()}, runtime)
         states = _load_stage(done, student)
         student.requires_grad_(False)
-        for key, prepared_data in _named(data).items():
-            prepared_data.training.state = states[key]
+        for place, prepared_data in _named(data).items():
+            prepared_data.training.state = states[place]
         steps_before += stage.steps
         logbook.tables()
     if runtime.main:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from rich.table import Table
@@ -39,9 +40,9 @@ def estimate(stage: Stage, recipe: Recipe, student: nn.Module, runtime: Runtime)
     rest = _rest(stage, student, in_layers - mixer)
     width = 2 if runtime.bf16 else 4
     micro = micro_batch_rows(stage, runtime.world) * stage.sequence_length
-    config = student.config
-    mlp = getattr(config, "intermediate_size", 4 * config.hidden_size)  # type: ignore[union-attr]
-    per_layer = micro * width * (14 * config.hidden_size + 4 * mlp)  # type: ignore[union-attr]
+    config: Any = student.config
+    mlp = getattr(config, "intermediate_size", 4 * config.hidden_size)
+    per_layer = micro * width * (14 * config.hidden_size + 4 * mlp)
     shards = runtime.world if recipe.engine.sharding == "fsdp2" else 1
     if isinstance(stage, Align) and stage.mode == "layerwise":
         largest = max(sum(p.numel() for p in layer.parameters()) for layer in layers)
@@ -50,7 +51,7 @@ def estimate(stage: Stage, recipe: Recipe, student: nn.Module, runtime: Runtime)
         return Estimate(mixer, 0, memory, (2 * in_layers + 6 * mixer) * 1.0)
     weights = (width * total * 2 + 16 * (mixer + rest)) // shards
     if isinstance(stage, Align):
-        activations = micro * width * 14 * config.hidden_size * len(mixers(student))  # type: ignore[union-attr]
+        activations = micro * width * 14 * config.hidden_size * len(mixers(student))
         return Estimate(mixer, 0, weights + activations, 2.0 * in_layers + 6.0 * mixer)
     kept = len(layers) if not recipe.engine.gradient_checkpointing else 2
     logits = 4 * 5 * min(stage.loss_chunk, micro) * vocabulary
@@ -69,9 +70,7 @@ def _rest(stage: Stage, student: nn.Module, layer_weights: int) -> int:
     return sum(stage.lora.rank * sum(modules[name].weight.shape) for name in names)  # type: ignore[union-attr, misc]
 
 
-def show_plan(
-    recipe: Recipe, stages: list[Stage], student: nn.Module, runtime: Runtime, logbook: Logbook
-) -> None:
+def show_plan(recipe: Recipe, stages: list[Stage], student: nn.Module, runtime: Runtime, logbook: Logbook) -> None:
     """Print the stage table."""
     if not runtime.main:
         return

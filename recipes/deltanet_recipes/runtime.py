@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
-from deltanet_hf.errors import UserError
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from deltanet_hf.errors import UserError
 from deltanet_recipes.schema import Engine
 
 

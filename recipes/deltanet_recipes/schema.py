@@ -85,7 +85,7 @@ class Lora(Strict):
     """Low-rank adapters (PEFT) on the linear layers outside the converted mixers; merged on save."""
 
     rank: int = Field(64, gt=0, description="rank r")
-    alpha: float = Field(64.0, gt=0, description="scale = alpha / rank")
+    alpha: int = Field(64, gt=0, description="scale = alpha / rank")
     targets: tuple[Literal["mlp", "attention"], ...] = Field(
         ("mlp", "attention"), description="linears of the MLPs; projections of the layers that stay softmax"
     )

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-from deltanet_hf.errors import UserError
 
+from deltanet_hf.errors import UserError
 from deltanet_recipes.config import file_kind
 from deltanet_recipes.schema import Source
-
 
 TEXT_PIECE = 8000  # characters in a document cut from a .txt file
 

@@ -17,7 +17,7 @@ from deltanet_recipes.layerwise import LayerwiseAlign
 from deltanet_recipes.logbook import Logbook
 from deltanet_recipes.losses import Head, KlTerms, cached_chunk, live_chunk
 from deltanet_recipes.microstep import compile_layers
-from deltanet_recipes.models import decoder_layers, load_teacher, teacher_name
+from deltanet_recipes.models import decoder_layers, load_teacher, place, teacher_name
 from deltanet_recipes.objectives import Align as AlignObjective
 from deltanet_recipes.objectives import Distil as DistilObjective
 from deltanet_recipes.packing import Mixture, Rows
@@ -53,12 +53,12 @@ class StageRun:
             self._distil(self.stage)
 
     def _teacher(self, device: torch.device) -> nn.Module:
-        return load_teacher(self.recipe, self.runtime.compute_dtype).to(device)
+        return place(load_teacher(self.recipe, self.runtime.compute_dtype), device)
 
     def _align(self, stage: Align) -> None:
         teacher = self._teacher(self.runtime.device)
         train_mixers(self.student)
-        self.student.to(self.runtime.device)
+        place(self.student, self.runtime.device)
         objective = AlignObjective(teacher, self.student).to(self.runtime.device)
         feed = RowFeed(self.mixture, stage, self.runtime, score_all=True)
         beginning = feed.state
@@ -91,7 +91,7 @@ class StageRun:
 
     def _distil(self, stage: DistilBase) -> None:
         train_for(self.student, stage, self.recipe.seed)
-        self.student.to(self.runtime.device)
+        place(self.student, self.runtime.device)
         teacher: nn.Module | None = None
         cache: TopKCache | None = None
         terms = KlTerms(stage.kl_weight, stage.ce_weight, stage.temperature, stage.direction == "reverse")
@@ -125,9 +125,7 @@ class StageRun:
         if self.runtime.main and not folder.is_dir():
             teacher = self._teacher(self.runtime.device)
             with self.runtime.autocast():
-                write_cache(
-                    folder, teacher, stage, self.mixture, self.held_out, self.runtime.device, self.logbook
-                )
+                write_cache(folder, teacher, stage, self.mixture, self.held_out, self.runtime.device, self.logbook)
         self.runtime.barrier()
         return TopKCache(folder)
 
@@ -175,4 +173,3 @@ def held_out_rows(mixture: Mixture, stage: Stage, tokens: int, world: int) -> Ro
     rows = max(1, tokens // stage.sequence_length)
     size = micro_batch_rows(stage, world)
     return mixture.take(rows // size * size if rows >= size else rows, stage.sequence_length)
-

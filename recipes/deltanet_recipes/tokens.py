@@ -8,13 +8,14 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from deltanet_hf.errors import UserError
 from transformers import PreTrainedTokenizerBase
 
+from deltanet_hf.errors import UserError
 from deltanet_recipes.chat import render_chat
 from deltanet_recipes.config import file_kind
 from deltanet_recipes.decontaminate import Contamination
@@ -134,9 +135,11 @@ def _token_documents(
     for batch in _batched(documents(source)):
         if source.messages_key is None:
             encoded = tokenizer(list(batch), add_special_tokens=False)["input_ids"]
-            pairs = [(np.array([*ids, separator], dtype=np.int64), None) for ids in encoded if ids]
+            pairs: list[tuple[np.ndarray, np.ndarray | None]] = [
+                (np.array([*ids, separator], dtype=np.int64), None) for ids in encoded if ids
+            ]
         else:
-            pairs = [render_chat(tokenizer, messages, separator) for messages in batch]
+            pairs = list(map(partial(render_chat, tokenizer, separator=separator), batch))
         for ids, target in pairs:
             if skip >= len(ids):
                 skip -= len(ids)

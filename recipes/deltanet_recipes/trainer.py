@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from deltanet_hf.errors import QualityError
 from torch import nn
 
+from deltanet_hf.errors import QualityError
 from deltanet_recipes.checkpoint import Checkpoints
 from deltanet_recipes.logbook import Logbook
 from deltanet_recipes.microstep import MicroStep

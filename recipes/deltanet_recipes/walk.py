@@ -80,7 +80,8 @@ class Walk:
         for layer, kwargs in zip(decoder_layers(self.model), entry.kwargs, strict=True):
             hidden = self.layer(layer, hidden, kwargs)
             states.append(hidden)
-        return self.model.model.norm(hidden), states  # type: ignore[union-attr, operator]
+        decoder: Any = self.model.model
+        return decoder.norm(hidden), states
 
     def layer(self, layer: nn.Module, hidden: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
         """One decoder layer."""

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
+
 from deltanet_hf.errors import UserError
 from deltanet_recipes.config import load_recipe
 from deltanet_recipes.schema import Distil, Recipe
-from pydantic import BaseModel
 from tests.recipes.tiny_run import ALIGN, DISTIL, recipe_tree, write_recipe
 
 

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 import torch
+
 from deltanet_hf.errors import UserError
 from deltanet_recipes.decontaminate import Contamination
 from deltanet_recipes.packing import Mixture, make_rows, split_streams
@@ -163,6 +164,5 @@ def test_chat_completions_alone_are_scored(tmp_path: Path) -> None:
     source = Source(path=str(tmp_path / "a.jsonl"), messages_key="messages")
     corpus = load_corpus(source, tokenizer, EOS, tmp_path / "cache")
     assert corpus.scored is not None
-    scored = [tokenizer.convert_ids_to_tokens(int(t)) for t, s in zip(corpus.tokens, corpus.scored) if s]
+    scored = [tokenizer.convert_ids_to_tokens(int(t)) for t, s in zip(corpus.tokens, corpus.scored, strict=True) if s]
     assert scored == ["w2", "w3", "w52"]
-

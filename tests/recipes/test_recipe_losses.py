@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional as F
+
 from deltanet_recipes.losses import (
     ChunkedLoss,
     Head,
@@ -19,7 +21,6 @@ from deltanet_recipes.packing import make_rows
 from deltanet_recipes.schema import Align, Optimizer
 from deltanet_recipes.walk import Walk, document_boundaries
 from tests.tiny_models import tiny_student, tiny_teacher
-from torch.nn import functional as F
 
 EOS = 2
 
@@ -53,7 +54,9 @@ def test_chunked_loss_and_gradients_equal_the_plain_ones(terms: KlTerms, size: i
     if terms.reverse:
         p, q = q, p
     plain_kl = ((p.exp() * (p - q)).sum(-1) * terms.temperature**2)[scored].sum()
-    plain = terms.kl_weight * plain_kl + terms.ce_weight * F.cross_entropy(student[scored], labels[scored], reduction="sum")
+    plain = terms.kl_weight * plain_kl + terms.ce_weight * F.cross_entropy(
+        student[scored], labels[scored], reduction="sum"
+    )
     (3.0 * plain).backward()
     torch.testing.assert_close(total.double(), plain.double(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(kl.double(), plain_kl.detach().double(), rtol=1e-5, atol=1e-5)
@@ -64,7 +67,9 @@ def test_chunked_loss_and_gradients_equal_the_plain_ones(terms: KlTerms, size: i
 def test_frozen_output_matrix_gets_no_gradient() -> None:
     hidden, weight, labels, other, other_weight = example()
     hidden.requires_grad_()
-    total, _, _ = ChunkedLoss.apply(live_chunk(Head(), Head(), KlTerms()), 5, hidden, weight, labels, (other,), (other_weight,))
+    total, _, _ = ChunkedLoss.apply(
+        live_chunk(Head(), Head(), KlTerms()), 5, hidden, weight, labels, (other,), (other_weight,)
+    )
     total.backward()
     assert weight.grad is None
     assert hidden.grad is not None

@@ -12,8 +12,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
 from deltanet_hf.errors import QualityError, UserError
 from deltanet_recipes import trainer
 from deltanet_recipes.adapters import lora_targets, merge_lora, train_for
@@ -22,9 +26,7 @@ from deltanet_recipes.logbook import read_log
 from deltanet_recipes.models import load_student, mixers
 from deltanet_recipes.pipeline import run
 from deltanet_recipes.schema import Distil, Lora
-from safetensors.torch import load_file
 from tests.recipes.tiny_run import ALIGN, DISTIL, make_workplace, recipe_tree, write_recipe
-from transformers import AutoModelForCausalLM
 
 ROOT = Path(__file__).parents[2]
 
@@ -109,8 +111,10 @@ def test_final_model_loads_and_has_the_logged_perplexity(workplace: Path, tmp_pa
     rows = train(workplace, tmp_path / "run", [DISTIL], data={"isolate_documents": False})
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final").eval()
     corpus = next((tmp_path / "run" / "tokens").iterdir())
-    tokens = torch.from_file(str(corpus / "tokens.bin"), size=(corpus / "tokens.bin").stat().st_size // 2, dtype=torch.int16)
-    starts = torch.from_numpy(__import__("numpy").load(corpus / "starts.npy"))
+    tokens = torch.from_file(
+        str(corpus / "tokens.bin"), size=(corpus / "tokens.bin").stat().st_size // 2, dtype=torch.int16
+    )
+    starts = torch.from_numpy(np.load(corpus / "starts.npy"))
     first = int(starts[torch.searchsorted(starts, starts[-1] - 256, right=True) - 1])
     ids = tokens[first : first + 4 * 64 + 1].long()
     total, count = 0.0, 0

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 import yaml
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
 from deltanet_hf import DeltaNetOptions, converted_config
 from deltanet_hf.families import FAMILIES
 from deltanet_hf.modeling import MODEL_CLASSES
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 WORDS = 60
 LAYERS = 3
