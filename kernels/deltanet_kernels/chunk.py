@@ -16,6 +16,7 @@ from .chunk_fwd import _output_kernel, _state_kernel
 from .chunk_prepare import Chunks, Prepared, cut_chunks, prepare
 from .chunk_segment import compose, segments_for
 from .kernel_config import ChunkConfig, capability, chunk_config, float32_precision, multiprocessors
+from .registration import gradient, operator
 
 MAX_HEAD_SIZE = 256
 
@@ -48,7 +49,24 @@ def _zero_tail(chunks: Chunks, *tensors: torch.Tensor) -> None:
             x.masked_fill_(tail.view(1, -1, *[1] * (x.dim() - 2)), 0)
 
 
-@torch.library.custom_op("deltanet::chunk_forward", mutates_args=())
+def _fake_chunk_forward(q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias, scale, norm, sigmoid, final, keep, precision, segments):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+    (B, T, HQ, K), HV, V = q.shape, v.shape[2], v.shape[3]
+    C = _config(k, v).C
+    rows = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    count = B * ((T + C - 1) // C) if cu_seqlens is None else (T + C - 1) // C + rows
+    kept = _kept_dtype(k.dtype)
+    return (
+        q.new_empty(B, T, max(HQ, HV), V),
+        q.new_empty((rows, HV, K, V) if final else (0,), dtype=torch.float32),
+        q.new_empty((3, HV, B * T) if keep else (0,), dtype=torch.float32),
+        k.new_empty((count, HV, C, C) if keep else (0,)),
+        k.new_empty((count, HV, K, V) if keep else (0,), dtype=kept),
+        k.new_empty((B, T, HV, V) if keep else (0,), dtype=kept),
+        q.new_empty((rows, segments, HV, K, K) if keep and segments > 1 else (0,), dtype=torch.float32),
+    )
+
+
+@operator(_fake_chunk_forward)
 def chunk_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
     initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
@@ -101,25 +119,16 @@ def chunk_forward(
     return o, ht, torch.stack((p.G, p.beta, p.r)), p.T, h, vn, M
 
 
-@chunk_forward.register_fake
-def _(q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias, scale, norm, sigmoid, final, keep, precision, segments):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
-    (B, T, HQ, K), HV, V = q.shape, v.shape[2], v.shape[3]
-    C = _config(k, v).C
-    rows = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    count = B * ((T + C - 1) // C) if cu_seqlens is None else (T + C - 1) // C + rows
-    kept = _kept_dtype(k.dtype)
-    return (
-        q.new_empty(B, T, max(HQ, HV), V),
-        q.new_empty((rows, HV, K, V) if final else (0,), dtype=torch.float32),
-        q.new_empty((3, HV, B * T) if keep else (0,), dtype=torch.float32),
-        k.new_empty((count, HV, C, C) if keep else (0,)),
-        k.new_empty((count, HV, K, V) if keep else (0,), dtype=kept),
-        k.new_empty((B, T, HV, V) if keep else (0,), dtype=kept),
-        q.new_empty((rows, segments, HV, K, K) if keep and segments > 1 else (0,), dtype=torch.float32),
-    )
+def _fake_chunk_backward(do, dht, q, k, v, g, beta, cu_seqlens, A_log, dt_bias, factors, Tm, h, vn, M, scale, norm, sigmoid, initial, precision, segments):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+    rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    state = (rows, v.shape[2], k.shape[3], v.shape[3]) if initial else (0,)
+    dA = q.new_empty(0, dtype=torch.float32) if A_log is None else torch.empty_like(A_log)
+    dbias = q.new_empty(0, dtype=torch.float32) if dt_bias is None else torch.empty_like(dt_bias)
+    grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v, g, beta)]
+    return (*grads, q.new_empty(state, dtype=torch.float32), dA, dbias)
 
 
-@torch.library.custom_op("deltanet::chunk_backward", mutates_args=())
+@operator(_fake_chunk_backward)
 def chunk_backward(
     do: torch.Tensor, dht: torch.Tensor | None,
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
@@ -166,21 +175,12 @@ def chunk_backward(
             q, k, v, p.G, p.beta, p.r, do, h, dh, vn, dw, g, A_log, dt_bias, dq, dk, dv, dg, dbeta, sums,
             chunks.cu_seqlens, chunks.row_of_chunk, chunks.first_chunk, scale, T, B * T, *strides,
             *v.stride()[:3], **sizes, **flags, BV=config.inputs_BV, GATE=gate, SIGMOID=sigmoid, num_warps=config.inputs_warps,
+            num_stages=config.inputs_stages,
         )  # fmt: skip
     _zero_tail(chunks, dq, dk, dv, dg, dbeta)
     total = sums.sum(0) if gate else sums.view(0, 2)
     dA, dbias = (total[:, j].to(torch.float32 if x is None else x.dtype, copy=True) for j, x in enumerate((A_log, dt_bias)))
     return dq, dk, dv, dg, dbeta, dh0, dA, dbias
-
-
-@chunk_backward.register_fake
-def _(do, dht, q, k, v, g, beta, cu_seqlens, A_log, dt_bias, factors, Tm, h, vn, M, scale, norm, sigmoid, initial, precision, segments):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
-    rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    state = (rows, v.shape[2], k.shape[3], v.shape[3]) if initial else (0,)
-    dA = q.new_empty(0, dtype=torch.float32) if A_log is None else torch.empty_like(A_log)
-    dbias = q.new_empty(0, dtype=torch.float32) if dt_bias is None else torch.empty_like(dt_bias)
-    grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v, g, beta)]
-    return (*grads, q.new_empty(state, dtype=torch.float32), dA, dbias)
 
 
 def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
@@ -207,7 +207,7 @@ def _backward(ctx, do, dht, *_):  # type: ignore[no-untyped-def]
     )  # fmt: skip
 
 
-torch.library.register_autograd("deltanet::chunk_forward", _backward, setup_context=_setup_context)
+gradient("chunk_forward", _backward, _setup_context)
 
 
 def _segments(q: torch.Tensor, v: torch.Tensor, rows: int, config: ChunkConfig) -> int:

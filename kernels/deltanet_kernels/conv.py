@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from .chunk_prepare import Chunks, cut_chunks, locate_chunk, locate_row
+from .registration import gradient, operator
 
 TOKENS = 64
 CHANNELS = 64
@@ -147,7 +148,13 @@ def _launch(x: torch.Tensor, weight: torch.Tensor, cu_seqlens: torch.Tensor | No
     return chunks, triton.cdiv(D, BD), {"D": D, "BD": BD, "W": weight.shape[1]}
 
 
-@torch.library.custom_op("deltanet::conv_forward", mutates_args=())
+def _fake_conv_forward(x, weight, bias, state, cu_seqlens, silu, final):  # type: ignore[no-untyped-def]
+    rows = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return y, x.new_empty((rows, x.shape[2], weight.shape[1] - 1) if final else (0,))
+
+
+@operator(_fake_conv_forward)
 def conv_forward(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None, silu: bool, final: bool,
@@ -170,14 +177,12 @@ def conv_forward(
     return y, out
 
 
-@conv_forward.register_fake
-def _(x, weight, bias, state, cu_seqlens, silu, final):  # type: ignore[no-untyped-def]
-    rows = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    return y, x.new_empty((rows, x.shape[2], weight.shape[1] - 1) if final else (0,))
+def _fake_conv_backward(dy, dfinal, x, weight, bias, state, cu_seqlens, silu):  # type: ignore[no-untyped-def]
+    like = [x.new_empty(0) if t is None else torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x, weight, bias, state)]
+    return tuple(like)
 
 
-@torch.library.custom_op("deltanet::conv_backward", mutates_args=())
+@operator(_fake_conv_backward)
 def conv_backward(
     dy: torch.Tensor, dfinal: torch.Tensor | None, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
     state: torch.Tensor | None, cu_seqlens: torch.Tensor | None, silu: bool,
@@ -204,12 +209,6 @@ def conv_backward(
     return dx, total[:W].t().to(weight.dtype, copy=True).contiguous(), dbias, dstate
 
 
-@conv_backward.register_fake
-def _(dy, dfinal, x, weight, bias, state, cu_seqlens, silu):  # type: ignore[no-untyped-def]
-    like = [x.new_empty(0) if t is None else torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x, weight, bias, state)]
-    return tuple(like)
-
-
 def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
     x, weight, bias, state, cu_seqlens, ctx.silu, ctx.final = inputs
     ctx.set_materialize_grads(False)
@@ -224,7 +223,7 @@ def _backward(ctx, dy, dfinal):  # type: ignore[no-untyped-def]
     return dx, dweight, None if bias is None else dbias, None if state is None else dstate, None, None, None
 
 
-torch.library.register_autograd("deltanet::conv_forward", _backward, setup_context=_setup_context)
+gradient("conv_forward", _backward, _setup_context)
 
 
 def causal_conv1d_triton(

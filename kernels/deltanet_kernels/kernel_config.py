@@ -17,14 +17,15 @@ class ChunkConfig:
     prepare_warps: int = 1
     state_BV: int = 64
     state_warps: int = 4
-    state_stages: int = 2
+    state_stages: int = 3
     output_BV: int = 64
     output_warps: int = 4
     grad_BV: int = 64
     grad_warps: int = 4
-    grad_stages: int = 2
-    inputs_BV: int = 64
+    grad_stages: int = 3
+    inputs_BV: int = 32
     inputs_warps: int = 8
+    inputs_stages: int = 3
 
 
 @functools.cache
@@ -38,9 +39,9 @@ def chunk_config(K: int, V: int, dtype: torch.dtype, capability: tuple[int, int]
         narrow = 16 if BK > 128 else 32
         config = replace(config, C=32, state_BV=narrow, output_BV=32, grad_BV=narrow, inputs_BV=narrow)
     elif BK > 128:
-        config = replace(config, state_BV=32, grad_BV=16, inputs_BV=32, inputs_warps=8)
+        config = replace(config, state_BV=32, grad_BV=16, inputs_BV=32, state_stages=2, grad_stages=2)
     elif BK > 64:
-        config = replace(config, state_BV=64, grad_BV=32, inputs_BV=64, inputs_warps=8)
+        config = replace(config, output_BV=128, state_stages=2, grad_stages=2)
     return replace(
         config,
         state_BV=min(config.state_BV, BV),

@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .registration import gradient, operator
+
 ROWS = 32  # rows of D a tile
 TILES = 4  # tiles a program: fewer partial sums of dw
 
@@ -78,7 +80,11 @@ def _rows(D: int) -> int:
     return max(1, min(ROWS, 4096 // triton.next_power_of_2(D)))
 
 
-@torch.library.custom_op("deltanet::norm_forward", mutates_args=())
+def _fake_norm_forward(x, z, w, eps):  # type: ignore[no-untyped-def]
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+@operator(_fake_norm_forward)
 def norm_forward(x: torch.Tensor, z: torch.Tensor | None, w: torch.Tensor, eps: float) -> torch.Tensor:
     """gated_rms_norm without gradient."""
     rows, D, heads = _sizes(x, w)
@@ -91,12 +97,12 @@ def norm_forward(x: torch.Tensor, z: torch.Tensor | None, w: torch.Tensor, eps: 
     return y
 
 
-@norm_forward.register_fake
-def _(x, z, w, eps):  # type: ignore[no-untyped-def]
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+def _fake_norm_backward(dy, x, z, w, eps):  # type: ignore[no-untyped-def]
+    dz = x.new_empty(0) if z is None else torch.empty(z.shape, dtype=z.dtype, device=z.device)
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device), dz, torch.empty(w.shape, dtype=w.dtype, device=w.device)
 
 
-@torch.library.custom_op("deltanet::norm_backward", mutates_args=())
+@operator(_fake_norm_backward)
 def norm_backward(
     dy: torch.Tensor, x: torch.Tensor, z: torch.Tensor | None, w: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -115,12 +121,6 @@ def norm_backward(
     return dx, dz, dw.sum(0).view(w.shape).to(w.dtype, copy=True)
 
 
-@norm_backward.register_fake
-def _(dy, x, z, w, eps):  # type: ignore[no-untyped-def]
-    dz = x.new_empty(0) if z is None else torch.empty(z.shape, dtype=z.dtype, device=z.device)
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device), dz, torch.empty(w.shape, dtype=w.dtype, device=w.device)
-
-
 def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
     x, z, w, ctx.eps = inputs
     ctx.set_materialize_grads(False)
@@ -133,7 +133,7 @@ def _backward(ctx, dy):  # type: ignore[no-untyped-def]
     return dx, None if z is None else dz, dw, None
 
 
-torch.library.register_autograd("deltanet::norm_forward", _backward, setup_context=_setup_context)
+gradient("norm_forward", _backward, _setup_context)
 
 
 def gated_rms_norm_triton(

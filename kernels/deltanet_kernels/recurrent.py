@@ -14,6 +14,7 @@ import triton.language as tl
 from .chunk import MAX_HEAD_SIZE, chunk_gated_delta_rule_triton
 from .chunk_prepare import L2_EPS, _softplus, locate_row
 from .kernel_config import recurrent_config
+from .registration import operator
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -91,7 +92,14 @@ def _launch(
     return o
 
 
-@torch.library.custom_op("deltanet::recurrent", mutates_args=())
+def _fake_recurrent(q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias, scale, norm, sigmoid, final):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+    rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    shape = (rows, v.shape[2], k.shape[3], v.shape[3])
+    o = v.new_empty(q.shape[0], q.shape[1], max(q.shape[2], v.shape[2]), v.shape[3])
+    return o, q.new_empty(shape if final else (0,), dtype=torch.float32)
+
+
+@operator(_fake_recurrent)
 def recurrent(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
     initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
@@ -107,15 +115,11 @@ def recurrent(
     return o, out
 
 
-@recurrent.register_fake
-def _(q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias, scale, norm, sigmoid, final):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
-    rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    shape = (rows, v.shape[2], k.shape[3], v.shape[3])
-    o = v.new_empty(q.shape[0], q.shape[1], max(q.shape[2], v.shape[2]), v.shape[3])
-    return o, q.new_empty(shape if final else (0,), dtype=torch.float32)
+def _fake_recurrent_update_(q, k, v, g, beta, state, cu_seqlens, A_log, dt_bias, scale, norm, sigmoid):  # type: ignore[no-untyped-def]
+    return v.new_empty(q.shape[0], q.shape[1], max(q.shape[2], v.shape[2]), v.shape[3])
 
 
-@torch.library.custom_op("deltanet::recurrent_update_", mutates_args=("state",))
+@operator(_fake_recurrent_update_, mutates=("state",))
 def recurrent_update_(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: torch.Tensor,
     cu_seqlens: torch.Tensor | None, A_log: torch.Tensor | None, dt_bias: torch.Tensor | None,
@@ -123,11 +127,6 @@ def recurrent_update_(
 ) -> torch.Tensor:  # fmt: skip
     """o; the contiguous float32 or bfloat16 state [N, HV, K, V] moves on in place."""
     return _launch(q, k, v, g, beta, state, state, cu_seqlens, A_log, dt_bias, scale, norm, sigmoid)
-
-
-@recurrent_update_.register_fake
-def _(q, k, v, g, beta, state, cu_seqlens, A_log, dt_bias, scale, norm, sigmoid):  # type: ignore[no-untyped-def]
-    return v.new_empty(q.shape[0], q.shape[1], max(q.shape[2], v.shape[2]), v.shape[3])
 
 
 def fused_recurrent_gated_delta_rule_triton(
