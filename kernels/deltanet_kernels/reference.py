@@ -70,30 +70,31 @@ def naive_gated_delta_rule(
     q_ = q_.repeat_interleave(dims.HO // dims.HQ, dim=2) * scale
     queries_per_state = dims.HO // dims.HV
 
-    if cu_seqlens is None:
-        spans = [(slice(b, b + 1), 0, dims.T) for b in range(dims.B)]
-    else:
-        bounds = cu_seqlens.tolist()
-        spans = [(slice(0, 1), start, end) for start, end in pairwise(bounds)]
+    decay = g.exp()
 
-    rows: list[torch.Tensor] = []
+    # Rows, first state, first token and end of what runs together: the whole batch, or one packed sequence.
+    if cu_seqlens is None:
+        spans = [(slice(0, dims.B), 0, dims.T)]
+    else:
+        spans = [(slice(n, n + 1), start, end) for n, (start, end) in enumerate(pairwise(cu_seqlens.tolist()))]
+
+    outputs: list[torch.Tensor] = []  # per token [rows, HO, V]
     states: list[torch.Tensor] = []
-    for n, (row, start, end) in enumerate(spans):
-        state = v_.new_zeros(1, dims.HV, dims.K, dims.V)
+    for rows, start, end in spans:
+        state = v_.new_zeros(rows.stop - rows.start, dims.HV, dims.K, dims.V)
         if initial_state is not None:
-            state = initial_state[n : n + 1].to(dtype)
+            state = initial_state[rows].to(dtype)
         for t in range(start, end):
-            state = state * g[row, t, :, None, None].exp()
-            read = torch.einsum("bhkv,bhk->bhv", state, k_[row, t])
-            delta = beta[row, t, :, None] * (v_[row, t] - read)
-            state = state + k_[row, t].unsqueeze(-1) * delta.unsqueeze(-2)
-            heads = state.repeat_interleave(queries_per_state, dim=1)
-            rows.append(torch.einsum("bhkv,bhk->bhv", heads, q_[row, t]))
+            state = state * decay[:, t, :, None, None]
+            key = k_[:, t].unsqueeze(-1)  # [rows, HV, K, 1]
+            delta = beta[:, t, :, None] * (v_[:, t] - (state * key).sum(-2))
+            state = state + key * delta.unsqueeze(-2)
+            heads = state.repeat_interleave(queries_per_state, dim=1) if queries_per_state > 1 else state
+            outputs.append((heads * q_[:, t].unsqueeze(-1)).sum(-2))
         states.append(state)
     last = spans[-1][2]
-    if cu_seqlens is not None and last < dims.T:
-        rows.append(v_.new_zeros(dims.T - last, dims.HO, dims.V))
-    o = torch.cat(rows).view(dims.B, dims.T, dims.HO, dims.V).to(v.dtype)
+    outputs += [v_.new_zeros(dims.B, dims.HO, dims.V)] * (dims.T - last)
+    o = torch.stack(outputs, dim=1).to(v.dtype)
     return o, torch.cat(states) if output_final_state else None
 
 

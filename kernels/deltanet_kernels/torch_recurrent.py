@@ -8,7 +8,7 @@ from deltanet_kernels.torch_chunk import no_autocast, torch_chunk_gated_delta_ru
 from deltanet_kernels.torch_chunk_forward import inverse_norm
 
 # Up to this many tokens the recurrence is faster than one chunk.
-MAX_STEPS = 4
+MAX_STEPS = 8
 
 
 def torch_recurrent_gated_delta_rule(
