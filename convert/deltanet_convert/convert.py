@@ -33,6 +33,7 @@ from .workspace import READY, Workspace
 from .writer import ShardWriter
 
 EMBEDDING = "model.embed_tokens.weight"
+HEAD = "head"  # the step after the last layer
 SOFTMAX_TOLERANCE = (
     1e-4  # float32 rounding over one attention layer, with a wide margin; wrong wiring gives about 1
 )
@@ -78,9 +79,11 @@ def convert(job: Job, progress: Progress) -> dict[str, Any]:
         QualityError: softmax attention with a converted layer's weights is not the teacher's.
     """
     tokenizer = load_tokenizer(job.teacher.folder)
-    text = _text(job, tokenizer)
+    text = calibration_text(job, tokenizer)
     workspace = Workspace(job.out)
-    if job.options.resume and not workspace.folder.exists() and (finished := _finished(job, text)):
+    if job.options.resume and not workspace.journal.exists() and (finished := _finished(job, text)):
+        if workspace.folder.exists():  # killed by the last stroke of tidying up
+            workspace.discard()
         return finished
     with workspace.opened(_request(job, text), resume=job.options.resume, overwrite=job.options.overwrite):
         if READY not in workspace.steps:
@@ -116,9 +119,12 @@ class _Run:
             if name not in self.workspace.steps:
                 figures = self._layer(step, index, activations)
                 self.progress(index + 1, self.count, name, figures)
-        check = self._head(activations)
+        if HEAD not in self.workspace.steps:
+            check = self._head(activations)
+            self.writer.sync()
+            self.workspace.done(HEAD, check)
         self.writer.finish()
-        report = self._report(check)
+        report = self._report(self.workspace.steps[HEAD])
         complete_folder(self.job, self.workspace.model, report)
         self.workspace.done(READY, report)
 
@@ -202,7 +208,7 @@ def _stored(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> Iterator[T
         yield rounded
 
 
-def _text(job: Job, tokenizer: Any) -> CalibrationText:
+def calibration_text(job: Job, tokenizer: Any) -> CalibrationText:
     options = job.options
     needed = 2 * options.calibration_tokens
     if options.text is None:

@@ -1,0 +1,156 @@
+"""Every family x profile x {hybrid, all}: converted, checked, written, loaded by AutoModel."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from deltanet_convert import copy_weights, layer_step
+from deltanet_hf.errors import QualityError
+from deltanet_hf.families import FAMILIES
+from deltanet_hf.layer import GatedDeltaNet
+from tiny_conversion import quick_start, teacher_folder, tiny_conversion, tiny_job, tiny_tokenizer
+from tiny_models import LAYERS
+
+CASES = [
+    pytest.param(family, profile, layers, id=f"{family}-{profile}-{layers}")
+    for family in FAMILIES
+    for profile in ("teacher", "native")
+    for layers in ("all", "every:2")
+]
+
+
+def held_out_loss(model: Any, ids: torch.Tensor) -> float:
+    with torch.no_grad():
+        return float(torch.stack([model(row[None], labels=row[None]).loss for row in ids]).mean())
+
+
+@pytest.mark.parametrize(("family", "profile", "layers"), CASES)
+def test_converted_model_is_what_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, profile: str, layers: str
+) -> None:
+    monkeypatch.setattr(layer_step, "initialise_layer", quick_start)
+    teacher = teacher_folder(tmp_path / "teacher", family)
+    job = tiny_job(teacher, tmp_path / "out", profile=profile, layers=layers)
+    report = tiny_conversion(teacher, tmp_path / "out", profile=profile, layers=layers)
+
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values()), info
+    converted = [i for i in range(LAYERS) if layers == "all" or i % 2 == 0]
+    found = [i for i, layer in enumerate(model.model.layers) if isinstance(layer.self_attn, GatedDeltaNet)]
+    assert found == converted == report["plan"]["converted_layers"]
+    # Softmax attention with the converted layers' weights is the teacher's.
+    assert [layer["index"] for layer in report["layers"]] == converted
+    assert max(layer["softmax_error"] for layer in report["layers"]) < 1e-5
+    # The streamed perplexities are those of the whole models: nothing of a family is lost on the way.
+    ids = held_out_ids(job)
+    original = AutoModelForCausalLM.from_pretrained(teacher, attn_implementation="eager")
+    check = report["held_out"]
+    assert torch.tensor(check["teacher_perplexity"]).log() == pytest.approx(held_out_loss(original, ids), abs=1e-4)
+    assert torch.tensor(check["perplexity"]).log() == pytest.approx(held_out_loss(model, ids), abs=1e-4)
+    assert check["kl"] > 0
+    # Everything outside the converted attention is the teacher's.
+    before, after = original.state_dict(), model.state_dict()
+    mixers = tuple(f"model.layers.{i}.self_attn." for i in converted)
+    for name, value in before.items():
+        if not name.startswith(mixers):
+            assert torch.equal(after[name], value), name
+
+
+def held_out_ids(job: Any) -> torch.Tensor:
+    from deltanet_convert.convert import calibration_text
+
+    ids: torch.Tensor = calibration_text(job, tiny_tokenizer()).held_out
+    return ids
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        pytest.param(lambda rows, head_dim, times: rows.repeat_interleave(times, dim=0), id="rows repeated"),
+        pytest.param(lambda rows, head_dim, times: torch.cat([rows] * times), id="heads tiled"),
+    ],
+)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "olmo2", "phi3"])
+def test_wrong_head_mapping_is_caught(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, wrong: Any
+) -> None:
+    monkeypatch.setattr(layer_step, "initialise_layer", quick_start)
+    monkeypatch.setattr(copy_weights, "expand_heads", wrong)
+    teacher = teacher_folder(tmp_path / "teacher", family)
+    with pytest.raises(QualityError, match="layer 0: softmax attention"):
+        tiny_conversion(teacher, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_fitted_start_is_better_than_an_arbitrary_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    teacher = teacher_folder(tmp_path / "teacher", "llama", num_hidden_layers=2)
+    fitted = tiny_conversion(teacher, tmp_path / "fitted")
+    monkeypatch.setattr(layer_step, "initialise_layer", quick_start)
+    arbitrary = tiny_conversion(teacher, tmp_path / "arbitrary")
+    for good, bad in zip(fitted["layers"], arbitrary["layers"], strict=True):
+        assert good["relative_mse"] < 0.8 * bad["relative_mse"]
+
+
+def test_output_folder_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_step, "initialise_layer", quick_start)
+    teacher = teacher_folder(tmp_path / "teacher", "qwen3")
+    (teacher / "chat_template.jinja").write_text("{{ messages }}")
+    (teacher / "LICENSE").write_text("terms")
+    (teacher / "README.md").write_text("---\nlicense: apache-2.0\n---\n# teacher\n")
+    report = tiny_conversion(teacher, tmp_path / "out", shard_size=60_000)
+    names = {file.name for file in (tmp_path / "out").iterdir()}
+    assert names >= {
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+        "LICENSE",
+        "README.md",
+        "conversion.json",
+        "layer_errors.png",
+        "deltanet_shim.py",
+        "model.safetensors.index.json",
+        "model-00001-of-00003.safetensors",
+    }
+    assert not any(name.endswith(".tmp") for name in names)
+    assert [file.name for file in tmp_path.iterdir() if file.name.startswith(".")] == []
+    assert json.loads((tmp_path / "out" / "conversion.json").read_text()) == report
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert card.startswith("---\n")
+    assert "license: apache-2.0" in card
+    assert f"{report['held_out']['perplexity']:.2f}" in card
+    assert (tmp_path / "out" / "layer_errors.png").read_bytes().startswith(b"\x89PNG")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer("Hello 1")["input_ids"] == tiny_tokenizer()("Hello 1")["input_ids"]
+    assert tokenizer.chat_template == "{{ messages }}"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_measured_in_the_dtype_that_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
+    monkeypatch.setattr(layer_step, "initialise_layer", quick_start)
+    teacher = teacher_folder(tmp_path / "teacher", "llama")
+    job = tiny_job(teacher, tmp_path / "out", dtype=dtype)
+    report = tiny_conversion(teacher, tmp_path / "out", dtype=dtype)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    stored = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert stored.dtype == getattr(torch, dtype)
+    assert stored.model.layers[0].self_attn.decay.A_log.dtype == torch.float32
+    loss = held_out_loss(model, held_out_ids(job))
+    assert torch.tensor(report["held_out"]["perplexity"]).log() == pytest.approx(loss, abs=1e-4)
+
+
+def test_untied_output_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_step, "initialise_layer", quick_start)
+    teacher = teacher_folder(tmp_path / "teacher", "llama", tie_word_embeddings=False)
+    report = tiny_conversion(teacher, tmp_path / "out")
+    assert report["teacher"]["tied_embeddings"] is False
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values())
+    assert model.lm_head.weight.data_ptr() != model.model.embed_tokens.weight.data_ptr()

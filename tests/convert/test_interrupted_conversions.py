@@ -1,0 +1,268 @@
+"""Conversions killed at many points, refused by the disk, repeated, changed: nothing broken, nothing lost."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deltanet_convert import layer_step
+from deltanet_convert.workspace import Workspace
+from deltanet_hf.errors import UserError
+from tiny_conversion import quick_start, teacher_folder, tiny_conversion
+
+ROOT = Path(__file__).resolve().parents[2]
+TESTS = ROOT / "tests"
+
+
+def digest(folder: Path) -> dict[str, str]:
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(folder.iterdir())}
+
+
+@pytest.mark.parametrize(
+    ("mode", "points", "visible"),
+    [
+        ("fresh", 16, {"absent", "complete"}),
+        ("twice", 8, {"absent", "complete"}),
+        ("overwrite", 8, {"old", "absent", "complete"}),
+    ],
+)
+def test_killed_conversions_resume_to_the_same_bytes(
+    tmp_path: Path, mode: str, points: int, visible: set[str]
+) -> None:
+    paths = os.pathsep.join(str(ROOT / part) for part in (".", "kernels", "convert", "recipes", "tests"))
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    command = [sys.executable, str(TESTS / "kill_points.py"), mode, str(tmp_path), str(points)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["calls"] > 80
+    assert len(result["points"]) > points
+    for point in result["points"]:
+        assert point["killed"], point
+        assert point["visible"] in visible, point
+        assert point["resumed"] == 0, (point, done.stderr)
+        assert point["identical"], point
+        assert point["left behind"] == [], point
+    seen = {point["visible"] for point in result["points"]}
+    assert len(seen) > 1  # points before and after the publication were tried
+    if mode == "overwrite":  # the old model is away for the time between two renames at most
+        assert sum(point["visible"] == "absent" for point in result["points"]) <= 2
+    if mode == "twice":
+        assert any(point["killed again"] for point in result["points"])
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return teacher_folder(tmp_path_factory.mktemp("teacher"), "llama", num_hidden_layers=2)
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_step, "initialise_layer", quick_start)
+
+
+class Stop(Exception):
+    """An interruption that leaves the workspace as it is."""
+
+
+@pytest.fixture
+def interrupted(teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """OUT of a conversion that stopped after its first layer."""
+    done = Workspace.done
+
+    def stop(self: Workspace, step: str, figures: dict[str, Any] | None = None) -> None:
+        done(self, step, figures)
+        if step == "layer 0":
+            raise Stop
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Workspace, "done", stop)
+        with pytest.raises(Stop):
+            tiny_conversion(teacher, tmp_path / "out")
+    return tmp_path / "out"
+
+
+def test_resume_skips_finished_layers_and_gives_the_same_bytes(
+    teacher: Path, interrupted: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fitted: list[int] = []
+
+    def count(attention: Any, layer: Any, calibration: Any) -> Any:
+        fitted.append(layer.layer_idx)
+        return quick_start(attention, layer, calibration)
+
+    monkeypatch.setattr(layer_step, "initialise_layer", count)
+    assert not interrupted.exists()
+    report = tiny_conversion(teacher, interrupted, resume=True)
+    assert fitted == [1]
+    assert tiny_conversion(teacher, tmp_path / "direct") == report
+    assert digest(tmp_path / "direct") == digest(interrupted)
+
+
+def test_without_resume_an_interrupted_conversion_is_reported(teacher: Path, interrupted: Path) -> None:
+    with pytest.raises(UserError, match=r"interrupted conversion .* --resume .* --overwrite"):
+        tiny_conversion(teacher, interrupted)
+    tiny_conversion(teacher, interrupted, resume=True)  # and it is still there
+
+
+def test_overwrite_discards_an_interrupted_conversion(teacher: Path, interrupted: Path) -> None:
+    report = tiny_conversion(teacher, interrupted, overwrite=True, seed=5)
+    assert report["options"]["seed"] == 5
+    assert [file.name for file in interrupted.parent.iterdir() if file.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"seed": 3}, "seed"),
+        ({"profile": "native"}, "profile"),
+        ({"layers": "keep:1"}, "layers"),
+        ({"dtype": "bfloat16"}, "dtype"),
+        ({"shard_size": 1000}, "shard_size"),
+        ({"calibration_tokens": 128}, "calibration_tokens"),
+    ],
+)
+def test_other_options_cannot_resume(
+    teacher: Path, interrupted: Path, changes: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(UserError, match=f"another .*{named}"):
+        tiny_conversion(teacher, interrupted, resume=True, **changes)
+    tiny_conversion(teacher, interrupted, resume=True)
+
+
+def test_other_teacher_cannot_resume(teacher: Path, interrupted: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(teacher, tmp_path / teacher.name)
+    weights = other / "model.safetensors"
+    os.utime(weights, ns=(0, 0))
+    with pytest.raises(UserError, match="another teacher"):
+        tiny_conversion(other, interrupted, resume=True)
+
+
+def test_other_text_cannot_resume(teacher: Path, interrupted: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text("Another text altogether. " * 200)
+    with pytest.raises(UserError, match="another text"):
+        tiny_conversion(teacher, interrupted, resume=True, text=other)
+
+
+def test_damaged_activations_are_reported(teacher: Path, interrupted: Path) -> None:
+    file = next((interrupted.parent / ".out.incomplete").glob("activations-*.bin"))
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(UserError, match="damaged or missing"):
+        tiny_conversion(teacher, interrupted, resume=True)
+
+
+def test_resume_with_nothing_to_resume_starts(teacher: Path, tmp_path: Path) -> None:
+    report = tiny_conversion(teacher, tmp_path / "out", resume=True)
+    assert tiny_conversion(teacher, tmp_path / "out", resume=True) == report  # complete: nothing happens
+
+
+def test_existing_target_is_kept(teacher: Path, tmp_path: Path) -> None:
+    tiny_conversion(teacher, tmp_path / "out")
+    before = digest(tmp_path / "out")
+    with pytest.raises(UserError, match="out: exists; .*--overwrite"):
+        tiny_conversion(teacher, tmp_path / "out", seed=1)
+    assert digest(tmp_path / "out") == before
+    assert not (tmp_path / ".out.incomplete").exists()
+    report = tiny_conversion(teacher, tmp_path / "out", seed=1, overwrite=True)
+    assert report["options"]["seed"] == 1
+    assert digest(tmp_path / "out") != before
+
+
+def test_empty_target_folder_is_used(teacher: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    tiny_conversion(teacher, tmp_path / "out")
+    assert (tmp_path / "out" / "config.json").exists()
+
+
+def test_overwrite_never_deletes_what_is_no_model(teacher: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.txt").write_text("irreplaceable")
+    with pytest.raises(UserError, match="holds no model"):
+        tiny_conversion(teacher, tmp_path / "out", overwrite=True)
+    assert (tmp_path / "out" / "thesis.txt").read_text() == "irreplaceable"
+
+
+@pytest.mark.parametrize("where", ["same", "inside", "around"])
+def test_target_that_overlaps_the_teacher(teacher: Path, where: str) -> None:
+    out = {"same": teacher, "inside": teacher / "out", "around": teacher.parent}[where]
+    with pytest.raises(UserError, match="overlaps the teacher"):
+        tiny_conversion(teacher, out, overwrite=True, text=None)
+    assert (teacher / "model.safetensors").exists()
+
+
+def test_two_conversions_at_once(teacher: Path, tmp_path: Path) -> None:
+    with (
+        Workspace(tmp_path / "out").opened({}, resume=False, overwrite=False),
+        pytest.raises(UserError, match="another conversion"),
+    ):
+        tiny_conversion(teacher, tmp_path / "out", resume=True)
+
+
+@pytest.mark.parametrize(
+    ("call", "nth"),
+    [("posix_fallocate", 1), ("pwrite", 1), ("pwrite", 9), ("fsync", 3), ("fsync", 12), ("replace", 1), ("replace", 5)],
+)
+def test_full_disk_loses_nothing(
+    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, nth: int
+) -> None:
+    real, calls = getattr(os, call), [0]
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        if calls[0] >= nth:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, refuse)
+        with pytest.raises(UserError, match="disk is full"):
+            tiny_conversion(teacher, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    resumed = tiny_conversion(teacher, tmp_path / "out", resume=True)
+    assert tiny_conversion(teacher, tmp_path / "direct") == resumed
+    assert digest(tmp_path / "direct") == digest(tmp_path / "out")
+
+
+def test_too_little_disk_is_noticed_first(
+    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 1000))
+    with pytest.raises(UserError, match="needs 0.07 GB but its disk has 0.00 GB free"):
+        tiny_conversion(teacher, tmp_path / "out")
+    assert not (tmp_path / ".out.incomplete").exists()
+
+
+def test_read_only_target(teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    text = tmp_path / "text.txt"
+    text.write_text("Some words to measure with. " * 200)
+    monkeypatch.setattr(os, "mkdir", refuse)
+    monkeypatch.setattr("tiny_conversion.text_file", lambda folder: text)
+    with pytest.raises(UserError, match="cannot be written"):
+        tiny_conversion(teacher, tmp_path / "out")
+
+
+def test_bad_weight_found_on_the_way_leaves_a_clear_error(teacher: Path, tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    bad = Path(shutil.copytree(teacher, tmp_path / "bad"))
+    weights = load_file(bad / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][0, 0] = torch.nan
+    save_file(weights, bad / "model.safetensors")
+    with pytest.raises(UserError, match=r"model.safetensors: tensor 'model.layers.1.mlp.up_proj.weight' holds NaN"):
+        tiny_conversion(bad, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
