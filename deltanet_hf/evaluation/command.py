@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import sys
 import tempfile
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Annotated
 import typer
 
 from deltanet_hf.errors import UserError
+from deltanet_hf.evaluation.quiet import quiet_lm_eval
 
 EVAL_CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
 
@@ -42,7 +42,7 @@ def run_lm_eval(
     if "--tasks" not in arguments and "-t" not in arguments and "--config" not in arguments:
         raise UserError("--tasks is missing; for instance --tasks demo_cloze,demo_repeat (no data needed)")
     arguments, user_tasks = _take_include_path(arguments)
-    _quiet_lm_eval()
+    quiet_lm_eval()
     from lm_eval.__main__ import cli_evaluate
 
     import deltanet_hf.evaluation.lm  # noqa: F401  registers the model class
@@ -68,15 +68,62 @@ def _take_include_path(arguments: list[str]) -> tuple[list[str], Path | None]:
     return arguments[:at] + arguments[at + 2 :], Path(arguments[at + 1])
 
 
-class _DropExpected(logging.Filter):
-    """Drops lm-eval's warnings about what this package does on purpose."""
+def report(
+    teacher: Annotated[str, typer.Argument(help="Folder or hub id of the softmax teacher.")],
+    students: Annotated[list[str], typer.Argument(help="Converted models: FOLDER or NAME=FOLDER.")],
+    out: Annotated[Path, typer.Option(help="Folder for report.md, report.json and the plots.")],
+    suite: Annotated[str, typer.Option(help="small, full, or texts (no lm-eval tasks).")] = "small",
+    data: Annotated[
+        Path | None,
+        typer.Option(envvar="DELTANET_EVAL_DATA", help="Folder of NAME/SPLIT.jsonl.gz files; default: the hub."),
+    ] = None,
+    text: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=FILE, repeatable: perplexity and KL on it (.txt, .jsonl[.gz|.xz], .npy token ids)."),
+    ] = None,
+    windows: Annotated[int, typer.Option(min=1, help="Windows of 1024 tokens per text.")] = 64,
+    haystack: Annotated[Path | None, typer.Option(help="Text of the needle task; default: the shipped one.")] = None,
+    last_word: Annotated[
+        Path | None, typer.Option(help="JSON {name: [[context ids, target ids], ...]}: greedy exact match.")
+    ] = None,
+    baselines: Annotated[str, typer.Option(help="Comma-separated: window, linear-off, scratch; or none.")] = (
+        "window,linear-off,scratch"
+    ),
+    limit: Annotated[int | None, typer.Option(min=1, help="At most this many rows of everything (a trial).")] = None,
+    max_length: Annotated[
+        int | None, typer.Option(min=1, help="Longest needle and speed context; default: the teacher's.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cuda, cuda:1, cpu; default: cuda if there is one.")] = None,
+    dtype: Annotated[str, typer.Option(help="auto (as stored), bfloat16, float32.")] = "auto",
+) -> None:
+    """Compare TEACHER, STUDENTS and untrained baselines: one table, plots and JSON."""
+    from deltanet_hf.evaluation.report import ReportOptions, run_report
 
-    expected = ("overrides existing task", "Custom kwargs can be passed", "is not of type `str`", "already-initialized")
+    options = ReportOptions(
+        teacher=teacher,
+        students=students,
+        out=out,
+        suite=suite,
+        data=data,
+        texts=_named_files(text or []),
+        windows=windows,
+        haystack=haystack,
+        last_word=last_word,
+        baselines=() if baselines == "none" else tuple(baselines.split(",")),
+        limit=limit,
+        max_length=max_length,
+        device=device,
+        dtype=dtype,
+    )
+    run_report(options, typer.echo)
+    typer.echo((out / "report.md").read_text())
 
-    def filter(self, record: logging.LogRecord) -> bool:
-        return not any(text in record.msg for text in self.expected)
 
-
-def _quiet_lm_eval() -> None:
-    for name in ("lm_eval.tasks._index", "lm_eval.api.task", "lm_eval.models.huggingface"):
-        logging.getLogger(name).addFilter(_DropExpected())
+def _named_files(texts: list[str]) -> dict[str, Path]:
+    files: dict[str, Path] = {}
+    for entry in texts:
+        name, separator, path = entry.partition("=")
+        if not separator or not name or not path:
+            raise UserError(f"--text {entry}: expected NAME=FILE")
+        files[name] = Path(path)
+    return files

@@ -62,6 +62,20 @@ class DeltaNetLM(HFLM):
             self._contexts[string] = super().tok_encode(string)
         return list(self._contexts[string])
 
+    def tokenise(self, instances: Sequence[Any]) -> list[tuple[Any, list[int], list[int]]]:
+        """(None, context ids, continuation ids) of log-likelihood requests, split where lm-eval splits them."""
+        encoded = []
+        for instance in instances:
+            context, continuation = instance.args
+            if context:
+                context_ids, ids = self._encode_pair(context, continuation)
+            else:
+                ids = self.tok_encode(continuation, add_special_tokens=False)
+                starts_itself = ids[0] == self.prefix_token_id
+                context_ids, ids = (ids[:1], ids[1:]) if starts_itself else ([self.prefix_token_id], ids)
+            encoded.append((None, context_ids, ids))
+        return encoded
+
     def _detect_batch_size(self, requests: Sequence | None = None, pos: int = 0) -> int:
         """Rows for `batch_size=auto` where rows are counted (generation, rolling windows).
 

@@ -1,0 +1,152 @@
+"""The report command on tiny models, offline."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lm_eval import simple_evaluate
+from lm_eval.tasks import TaskManager
+from transformers import PreTrainedTokenizerFast
+
+from deltanet_hf.errors import UserError
+from deltanet_hf.evaluation.contestants import line_up, training_tokens
+from deltanet_hf.evaluation.lm import DeltaNetLM
+from deltanet_hf.evaluation.local_data import write_task_folder
+from deltanet_hf.evaluation.report import ReportOptions, run_report
+
+HAYSTACK = "It was a bright cold day in the valley and every clock stood still. " * 80
+
+
+@pytest.fixture(scope="module")
+def options(
+    teacher_folder: Path, student_folder: Path, data_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> ReportOptions:
+    folder = tmp_path_factory.mktemp("report")
+    (folder / "hay.txt").write_text(HAYSTACK)
+    wiki = data_folder / "wikitext2" / "wiki.test.tokens"
+    wiki.parent.mkdir(exist_ok=True)
+    wiki.write_text("".join(f" The cat , it sat @-@ down {i} times . \n" for i in range(90)))
+    return ReportOptions(
+        teacher=str(teacher_folder),
+        students=[f"hybrid={student_folder}"],
+        out=folder / "out",
+        data=data_folder,
+        texts={"hay": folder / "hay.txt"},
+        haystack=folder / "hay.txt",
+        limit=4,
+        max_length=1024,
+        device="cpu",
+    )
+
+
+@pytest.fixture(scope="module")
+def document(options: ReportOptions) -> dict[str, Any]:
+    return run_report(options, say=lambda _: None)
+
+
+def without_times(document: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{k: v for k, v in model.items() if k not in ("seconds", "speed")} for model in document["models"]]
+
+
+def test_rows_files_and_errors(document: dict[str, Any], options: ReportOptions) -> None:
+    names = [model["name"] for model in document["models"]]
+    assert names == [
+        "teacher",
+        "window 64 + 4 sinks",
+        "hybrid",
+        "hybrid, linear path off",
+        "hybrid, unfitted start",
+    ]
+    assert {"report.md", "report.json", "recall.png", "speed.png"} <= {path.name for path in options.out.iterdir()}
+    assert json.loads((options.out / "report.json").read_text()) == json.loads(json.dumps(document))
+    for model in document["models"]:
+        assert set(model["texts"]) == {"hay", "wikitext2", "wikitext2_clean"}
+        assert {"repeat_perplexity", "mqar_8", "mqar_32", "needle_1024"} == set(model["recall"])
+        assert "needle_2048" not in model["recall"]
+        for scores in [*model["tasks"].values(), *model["texts"].values(), model["recall"]]:
+            for score in scores.values():
+                assert set(score) == {"value", "stderr", "items"}
+    text = (options.out / "report.md").read_text()
+    assert "| **hybrid** |" in text
+    assert "a trial, not a result" in text
+
+
+def test_divergence_is_zero_only_for_the_teacher(document: dict[str, Any]) -> None:
+    teacher, window, *others = document["models"]
+    assert "kl" not in teacher["texts"]["hay"]
+    assert all(model["texts"]["hay"]["kl"]["value"] > 1e-3 for model in [window, *others])
+
+
+def test_task_scores_are_lm_evals_own(document: dict[str, Any], options: ReportOptions, tmp_path: Path) -> None:
+    write_task_folder(tmp_path, options.data)
+    names = ["lambada_openai", "piqa", "sciq", "hellaswag"]
+    lm = DeltaNetLM(options.students[0].partition("=")[2], device="cpu", batch_size="auto")
+    results = simple_evaluate(
+        model=lm,
+        tasks=names,
+        task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
+        samples={name: _drawn(name) for name in names},
+        bootstrap_iters=10,
+    )["results"]
+    ours = document["models"][2]["tasks"]
+    for name in names:
+        for metric in ours[name]:
+            assert ours[name][metric]["value"] == pytest.approx(results[name][f"{metric},none"]), (name, metric)
+            if metric != "perplexity":  # theirs is a bootstrap
+                assert ours[name][metric]["stderr"] == pytest.approx(results[name][f"{metric}_stderr,none"])
+
+
+def _drawn(name: str) -> list[int]:
+    from deltanet_hf.evaluation.suite import draw_rows
+
+    return draw_rows(name, 6, 4)
+
+
+def test_rerun_gives_the_same_numbers(document: dict[str, Any], options: ReportOptions) -> None:
+    again = run_report(options, say=lambda _: None)
+    assert without_times(again) == without_times(document)
+
+
+def test_bad_requests_are_one_line(options: ReportOptions, tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    for change, message in (
+        ({"suite": "huge"}, "--suite huge"),
+        ({"baselines": ("magic",)}, "--baselines magic"),
+        ({"students": [str(tmp_path)]}, "not a model that can be loaded"),
+        ({"texts": {"x": tmp_path / "none.txt"}}, "no such text file"),
+        ({"data": tmp_path}, "no file of a known task"),
+    ):
+        with pytest.raises(UserError, match=message) as caught:
+            run_report(replace(options, **change), say=lambda _: None)
+        assert "\n" not in str(caught.value)
+
+
+def test_rows_of_a_pure_student_and_tokens(student_folder: Path, teacher_folder: Path, tmp_path: Path) -> None:
+    config = json.loads((student_folder / "config.json").read_text())
+    config["deltanet"]["layers"] = [0, 1, 2, 3]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "recipe.json").write_text(json.dumps({"stages": [{"tokens": 300}, {"tokens": 700}]}))
+    rows = line_up(str(teacher_folder), [f"a={tmp_path}", f"b={tmp_path}"], ("linear-off", "scratch"))
+    assert [row.name for row in rows] == ["teacher", "a", "a, unfitted start", "b"]
+    assert [row.tokens for row in rows] == [0, 1000, 0, 1000]
+    assert training_tokens(teacher_folder) == 0
+    with pytest.raises(UserError, match="two rows would be called 'a'"):
+        line_up(str(teacher_folder), [f"a={tmp_path}", f"a={tmp_path}"], ())
+
+
+def test_another_vocabulary_is_refused(
+    options: ReportOptions, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    from dataclasses import replace
+
+    from tiny_models import tiny_student
+
+    tiny_student("llama").save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="its vocabulary differs"):
+        run_report(replace(options, students=[str(tmp_path)], baselines=(), suite="texts"), say=lambda _: None)
+    assert torch.get_num_threads() >= 1
