@@ -29,7 +29,7 @@ from deltanet_kernels import chunk_gated_delta_rule, gated_rms_norm
 HALF_LIVES = (1.0, 3.0, 8.0, 32.0, 128.0, 1024.0)  # tokens
 STRENGTHS = (0.01, 0.05, 0.2, 0.6)
 GRID_TOKENS = 1024  # the search looks at this many tokens
-KEPT = 8  # sequences whose projections stay in memory; those of further ones are computed when needed
+KEPT_BYTES = 256 * 2**20  # sequences whose projections stay in memory; further ones are computed when needed
 COMPONENTS = 48  # R; more of them overfit 2048 tokens
 STEPS = 60
 RATES = {"A_log": 0.05, "b_const": 0.1, "weight": 0.02, "gate_const": 0.02}
@@ -50,6 +50,9 @@ class Sample:
     output: Tensor  # [n, T, hidden]: after it
 
 
+NAMES = [field.name for field in fields(Sample)]
+
+
 class Samples:
     """The samples of every calibration sequence, each a batch of one.
 
@@ -62,7 +65,9 @@ class Samples:
 
     def __init__(self, attention: Any, layer: GatedDeltaNet, x: Tensor, kwargs: dict[str, Any]) -> None:
         self.attention, self.layer, self.x, self.kwargs = attention, layer, x, kwargs
-        self.kept = [self._sample(index) for index in range(min(KEPT, len(x)))]
+        self.kept = [self._sample(0)]
+        size = sum(getattr(self.kept[0], name).nbytes for name in NAMES)
+        self.kept += [self._sample(index) for index in range(1, min(len(x), KEPT_BYTES // size))]
 
     def __len__(self) -> int:
         return len(self.x)
@@ -72,9 +77,9 @@ class Samples:
 
     def search_part(self) -> Sample:
         """The first sequences, together, as many as the search looks at."""
-        count = max(1, GRID_TOKENS // self.x.shape[1])
-        names = [field.name for field in fields(Sample)]
-        return Sample(*(torch.cat([getattr(sample, name) for sample in self.kept[:count]]) for name in names))
+        count = min(len(self), max(1, GRID_TOKENS // self.x.shape[1]))
+        parts = [self[index] for index in range(count)]
+        return Sample(*(torch.cat([getattr(part, name) for part in parts]) for name in NAMES))
 
     @torch.no_grad()
     def _sample(self, index: int) -> Sample:
@@ -126,7 +131,7 @@ class GateFit(nn.Module):
         if self.weight is not None and self.weight.shape == weight_HD.shape:
             self.weight.data.copy_(weight_HD)
             return
-        size = weight_HD.square().mean().sqrt()
+        size = weight_HD.square().mean().sqrt().clamp_min(1e-6)
         if self.weight is not None:
             self.weight.data.fill_(float(size))
             weight_HD = weight_HD / size
@@ -233,7 +238,8 @@ def _channel_weights(o: Tensor, want: Tensor, metric: Tensor) -> tuple[Tensor, T
     """Least squares weights [H, D] of o's channels for `want` (both [n, T, H, D]) under `metric`, and errors [H]."""
     o_HND, want_HND = (z.flatten(0, 1).transpose(0, 1) for z in (o, want))
     system = metric * (o_HND.mT @ o_HND)
-    system = system + RIDGE * system.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None] * torch.eye(o.shape[-1])
+    ridge = (RIDGE * system.diagonal(dim1=-2, dim2=-1).mean(-1)).clamp_min(1e-20)
+    system = system + ridge[:, None, None] * torch.eye(o.shape[-1])
     weight = torch.linalg.solve(system, (o_HND * (want_HND @ metric)).sum(1))
     missed = o_HND * weight.unsqueeze(1) - want_HND
     return ((missed @ metric) * missed).sum((1, 2)), weight

@@ -1,0 +1,95 @@
+"""Start values of a converted layer, over every family and both profiles."""
+
+import pytest
+import torch
+
+from blank_layers import blank_layer, layer_inputs
+from deltanet_convert import copy_weights, fit
+from deltanet_convert.initialise import LayerCalibration, initialise_layer
+from deltanet_convert.verify import softmax_error
+from deltanet_hf.families import FAMILIES
+from tiny_models import tiny_teacher
+
+
+def initialised(model_type, profile, index=0, **changes):
+    teacher = tiny_teacher(model_type, attn_implementation="eager")
+    attention, states, kwargs = layer_inputs(teacher, index)
+    layer = blank_layer(model_type, profile, index, **changes)
+    figures = initialise_layer(attention, layer, LayerCalibration(states, kwargs))
+    return attention, layer, states, kwargs, figures
+
+
+@pytest.fixture(autouse=True)
+def short_fit(monkeypatch):
+    monkeypatch.setattr(fit, "STEPS", 6)
+    monkeypatch.setattr(fit, "HALF_LIVES", (2.0, 64.0))
+    monkeypatch.setattr(fit, "STRENGTHS", (0.05, 0.5))
+
+
+@pytest.mark.parametrize("profile", ["native", "teacher"])
+@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+@torch.no_grad()
+def test_keeps_the_teachers_attention_and_fits_its_output(model_type, profile):
+    for index in (0, 2):  # sliding or full attention, with or without positions
+        attention, layer, states, kwargs, figures = initialised(model_type, profile, index)
+        assert all(bool(p.isfinite().all()) for p in layer.parameters())
+        assert softmax_error(attention, layer, states, kwargs) < 1e-5
+        want = torch.cat([attention(hidden_states=x, **kwargs)[0] for x in states.split(1)])
+        got, _ = layer(states, **kwargs)
+        error = float((got - want).square().sum() / want.square().sum())
+        assert error == pytest.approx(figures.fit_mse, rel=1e-3)  # the figures are those of the layer itself
+        assert error < min(1.0, figures.search_mse)
+        assert len(figures.half_life) == len(figures.beta) == layer.num_kv_heads
+        assert min(figures.half_life) > 0
+        assert 0 < min(figures.beta) <= max(figures.beta) < 1
+
+
+def repeat_rows(rows, head_dim, times):
+    return rows.repeat_interleave(times, dim=0)
+
+
+def tile_heads(rows, head_dim, times):
+    return torch.cat([rows] * times)
+
+
+@pytest.mark.parametrize("mapping", [repeat_rows, tile_heads])
+def test_a_wrong_head_mapping_is_not_the_teacher(mapping, monkeypatch):
+    monkeypatch.setattr(copy_weights, "expand_heads", mapping)
+    attention, layer, states, kwargs, _ = initialised("llama", "teacher")
+    assert softmax_error(attention, layer, states, kwargs) > 0.1
+
+
+def test_query_heads_read_their_own_key_value_head():
+    attention, layer, *_ = initialised("qwen2", "teacher")
+    heads, kv_heads, size = layer.num_heads, attention.config.num_key_value_heads, layer.head_dim
+    for head in range(heads):
+        source = head // (heads // kv_heads)
+        for name in ("k_proj", "v_proj"):
+            for part in ("weight", "bias"):
+                got, want = getattr(getattr(layer, name), part), getattr(getattr(attention, name), part)
+                assert torch.equal(got.split(size)[head], want.split(size)[source])
+
+
+def test_one_state_per_key_value_head():
+    attention, layer, states, kwargs, figures = initialised("qwen2", "teacher", expand_kv=False)
+    assert torch.equal(layer.k_proj.weight, attention.k_proj.weight)
+    assert len(figures.half_life) == attention.config.num_key_value_heads
+    assert softmax_error(attention, layer, states, kwargs) < 1e-5
+
+
+@pytest.mark.parametrize("profile", ["native", "teacher"])
+def test_is_reproducible_from_a_seed(profile):
+    states = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        states.append(initialised("llama", profile)[1].state_dict())
+    first, second = states
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+
+
+def test_the_convolution_stays_an_identity():
+    layer = initialised("llama", "native")[1]
+    assert layer.conv1d is not None
+    assert torch.equal(layer.conv1d.weight[..., -1], torch.ones_like(layer.conv1d.weight[..., -1]))
+    assert not layer.conv1d.weight[..., :-1].any()
