@@ -58,7 +58,7 @@ def _fake_chunk_forward(q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_b
     return (
         q.new_empty(B, T, max(HQ, HV), V),
         q.new_empty((rows, HV, K, V) if final else (0,), dtype=torch.float32),
-        q.new_empty((3, HV, B * T) if keep else (0,), dtype=torch.float32),
+        q.new_empty((4, HV, B * T) if keep else (0,), dtype=torch.float32),
         k.new_empty((count, HV, C, C) if keep else (0,)),
         k.new_empty((count, HV, K, V) if keep else (0,), dtype=kept),
         k.new_empty((B, T, HV, V) if keep else (0,), dtype=kept),
@@ -87,7 +87,7 @@ def chunk_forward(
     ht = q.new_empty((chunks.rows, HV, K, V) if final else (0,), dtype=torch.float32)
     h = k.new_empty((chunks.count, HV, K, V) if keep else (0,), dtype=_kept_dtype(k.dtype))
     vn = k.new_empty((B, T, HV, V) if keep else (0,), dtype=_kept_dtype(k.dtype))
-    inputs = (q, k, v, p.G, p.beta, p.r, p.T)
+    inputs = (q, k, v, p.G, p.s, p.beta, p.r, p.T)
     where = (chunks.cu_seqlens, chunks.first_chunk, scale, T, B * T)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
     flags = {"C": C, "NORM": norm, "VARLEN": chunks.varlen, "PRECISION": precision}
@@ -110,13 +110,13 @@ def chunk_forward(
     )  # fmt: skip
     if keep and chunks.count:
         _output_kernel[(chunks.count * HO * triton.cdiv(V, config.output_BV),)](
-            q, k, p.G, p.r, h, vn, o, chunks.cu_seqlens, chunks.row_of_chunk, chunks.first_chunk, scale, T, B * T,
+            q, k, p.G, p.s, p.r, h, vn, o, chunks.cu_seqlens, chunks.row_of_chunk, chunks.first_chunk, scale, T, B * T,
             *strides[:6], **sizes, **flags, BV=config.output_BV, num_warps=config.output_warps,
         )  # fmt: skip
     _zero_tail(chunks, o)
     if not keep:
         return o, ht, p.G.new_empty(0), p.T.new_empty(0), h, vn, M.new_empty(0)
-    return o, ht, torch.stack((p.G, p.beta, p.r)), p.T, h, vn, M
+    return o, ht, torch.stack((p.G, p.s, p.beta, p.r)), p.T, h, vn, M
 
 
 def _fake_chunk_backward(do, dht, q, k, v, g, beta, cu_seqlens, A_log, dt_bias, factors, Tm, h, vn, M, scale, norm, sigmoid, initial, precision, segments):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
@@ -144,7 +144,7 @@ def chunk_backward(
     config, sizes = _config(k, v), _sizes(q, k, v)
     (B, T, HQ, K), HV, V = q.shape, v.shape[2], v.shape[3]
     chunks = cut_chunks(B, T, config.C, cu_seqlens)
-    p = Prepared(factors[0], factors[1], factors[2], Tm)
+    p = Prepared(*factors, Tm)
     dh, dw = torch.empty_like(h), torch.empty_like(vn)
     dh0 = q.new_empty((chunks.rows, HV, K, V) if initial else (0,), dtype=torch.float32)
     where = (chunks.cu_seqlens, chunks.first_chunk, scale, T, B * T)
@@ -155,7 +155,7 @@ def chunk_backward(
         **sizes, **flags, "BV": config.grad_BV, "SEGMENTS": segments, "STAGES": config.grad_stages,
         "num_warps": config.grad_warps,
     }  # fmt: skip
-    inputs = (q, k, p.G, p.beta, p.r, p.T, do)
+    inputs = (q, k, p.G, p.s, p.beta, p.r, p.T, do)
     start = dht
     if segments > 1:
         N = q.new_empty(chunks.rows, segments, HV, K, V, dtype=torch.float32)
@@ -172,7 +172,7 @@ def chunk_backward(
     sums = q.new_zeros((chunks.count, HV, 2) if gate else (0,), dtype=torch.float32)
     if chunks.count:
         _input_backward_kernel[(chunks.count * k.shape[2],)](
-            q, k, v, p.G, p.beta, p.r, do, h, dh, vn, dw, g, A_log, dt_bias, dq, dk, dv, dg, dbeta, sums,
+            q, k, v, p.G, p.s, p.beta, p.r, do, h, dh, vn, dw, g, A_log, dt_bias, dq, dk, dv, dg, dbeta, sums,
             chunks.cu_seqlens, chunks.row_of_chunk, chunks.first_chunk, scale, T, B * T, *strides,
             *v.stride()[:3], **sizes, **flags, BV=config.inputs_BV, GATE=gate, SIGMOID=sigmoid, num_warps=config.inputs_warps,
             num_stages=config.inputs_stages,

@@ -24,13 +24,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .chunk_fwd import load_G, row_norm_factor
+from .chunk_fwd import decay_between, gamma_of, load_G, row_norm_factor
 from .chunk_prepare import _softplus, locate_chunk, locate_row
 
 
 @triton.jit(do_not_specialize=["T"])
 def _state_backward_kernel(
-    q, k, G, beta, r, Tm, do, dht, dh, dw, dh0, cu_seqlens, first_chunk, scale, T, tokens,
+    q, k, G, s, beta, r, Tm, do, dht, dh, dw, dh0, cu_seqlens, first_chunk, scale, T, tokens,
     q_row, q_token, q_head, k_row, k_token, k_head, o_row, o_token, o_head,
     H: tl.constexpr, HV: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, NORM: tl.constexpr, VARLEN: tl.constexpr,
@@ -81,20 +81,20 @@ def _state_backward_kernel(
         token = (first + i).to(tl.int64)[:, None]
         k_tile = tl.load(k_at + token * k_token, mask=live[:, None] & md[None, :], other=0.0)
         T_tile = tl.load(Tm + ((chunk + t) * HV + head) * (C * C) + i[:, None] * C + i[None, :])
-        G_i, G_last = load_G(G + rows + first, i, valid)
+        G_i, s_i, fade, rev = load_G(G, s, rows + first, i, valid)
         beta_i = tl.load(beta + rows + first + i, mask=live, other=0.0)
         if NORM:
             r_i = tl.load(r + rows + first + i, mask=live, other=0.0)
         else:
             r_i = beta_i * 0.0 + 1.0
-        gamma = tl.exp(G_i)
+        gamma = gamma_of(G_i, s_i)
 
         dS_cast = dS.to(dtype)
         if KEEP:
             tl.store(dh + ((chunk + t) * HV + head) * (K * V) + at, dS_cast, mask=mS)
-        decay = tl.where(anticausal, tl.exp(tl.where(anticausal, G_i[None, :] - G_i[:, None], 0.0)), 0.0)
-        dVn = tl.dot(k_tile, dS_cast, input_precision=PRECISION) * tl.exp(G_last - G_i)[:, None]
-        dS = dS * tl.exp(G_last)
+        decay = decay_between(-G_i, s_i, anticausal)
+        dVn = tl.dot(k_tile, dS_cast, input_precision=PRECISION) * rev[:, None]
+        dS = dS * fade
         for m in tl.static_range(GROUP):
             out = head * GROUP + m
             q_tile = tl.load(
@@ -133,7 +133,7 @@ def _unit_gradient(x, factor, dx, NORM: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T"])
 def _input_backward_kernel(
-    q, k, v, G, beta, r, do, h, dh, vn, dw, g, A_log, dt_bias, dq, dk, dv, dg, dbeta, gate_sums,
+    q, k, v, G, s, beta, r, do, h, dh, vn, dw, g, A_log, dt_bias, dq, dk, dv, dg, dbeta, gate_sums,
     cu_seqlens, row_of_chunk, first_chunk, scale, T, tokens,
     q_row, q_token, q_head, k_row, k_token, k_head, o_row, o_token, o_head, v_row, v_token, v_head,
     H: tl.constexpr, HV: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
@@ -168,14 +168,14 @@ def _input_backward_kernel(
         r_i = tl.load(r + (key_head * SHARE).to(tl.int64) * tokens + flat_i, mask=live, other=0.0)
     dk_acc = tl.zeros([C, BK], dtype=tl.float32)
     dq_acc = tl.zeros([C, BK], dtype=tl.float32)
-    for s in range(SHARE):
-        head = key_head * SHARE + s
+    for j in range(SHARE):
+        head = key_head * SHARE + j
         rows = head.to(tl.int64) * tokens + flat
-        G_i, G_last = load_G(G + rows, i, valid)
+        G_i, s_i, fade, rev = load_G(G, s, rows, i, valid)
         b_i = tl.load(beta + rows + i, mask=live, other=0.0)
-        gamma = tl.exp(G_i)
-        D = tl.where(causal, tl.exp(tl.where(causal, G_i[:, None] - G_i[None, :], 0.0)), 0.0)
-        Dt = tl.where(anticausal, tl.exp(tl.where(anticausal, G_i[None, :] - G_i[:, None], 0.0)), 0.0)
+        gamma = gamma_of(G_i, s_i)
+        D = decay_between(G_i, s_i, causal)
+        Dt = decay_between(-G_i, s_i, anticausal)
         dG = tl.zeros([C], dtype=tl.float32)
 
         for m in range(GROUP):
@@ -216,7 +216,7 @@ def _input_backward_kernel(
                 tl.store(dq_at, dQ.to(dq.dtype.element_ty), mask=mK)
             else:
                 dq_acc += dQ
-                if (s * GROUP + m + 1) % READS == 0:
+                if (j * GROUP + m + 1) % READS == 0:
                     tl.store(dq_at, dq_acc.to(dq.dtype.element_ty), mask=mK)
                     dq_acc = tl.zeros([C, BK], dtype=tl.float32)
 
@@ -232,11 +232,11 @@ def _input_backward_kernel(
             S = tl.load(h + state, mask=mS, other=0.0)
             SdS += tl.sum(S.to(tl.float32) * dS.to(tl.float32), axis=1)
             dK_state += tl.dot(vn_cast, tl.trans(dS.to(dtype)), input_precision=PRECISION)
-        dK_state *= tl.exp(G_last - G_i)[:, None]
+        dK_state *= rev[:, None]
         # The last token's own write cancels in dG; leaving it out keeps small gate gradients exact.
         kept = tl.where(i == valid - 1, 0.0, tl.sum(k_tile.to(tl.float32) * dK_state, axis=1) * r_i)
         dG -= kept
-        dG_last = tl.sum(kept, axis=0) + tl.exp(G_last) * tl.sum(SdS, axis=0)
+        dG_last = tl.sum(kept, axis=0) + fade * tl.sum(SdS, axis=0)
         dk_acc += dK_state
 
         dL = tl.zeros([C, C], dtype=tl.float32)

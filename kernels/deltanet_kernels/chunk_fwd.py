@@ -15,11 +15,10 @@ were just made: transposing an accumulator into a product is miscompiled by Trit
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
-from .chunk_prepare import L2_EPS, Chunks, Prepared, locate_chunk, locate_row
+from .chunk_prepare import L2_EPS, locate_chunk, locate_row
 
 
 @triton.jit
@@ -30,36 +29,54 @@ def row_norm_factor(x):
 
 
 @triton.jit
-def load_G(G_rows, i, valid):
-    """G of a chunk's rows, its last value, and the rows past the end set to that last value."""
-    G = tl.load(G_rows + i, mask=i < valid, other=0.0)
-    last = tl.load(G_rows + valid - 1)
-    return tl.where(i < valid, G, last), last
+def load_G(G, s, at, i, valid):
+    """G and s of a chunk's rows, rows past the end like the last one; e^{G_last} and e^{G_last - G}."""
+    G_i = tl.load(G + at + i, mask=i < valid, other=0.0)
+    s_i = tl.load(s + at + i, mask=i < valid, other=0.0)
+    G_last = tl.load(G + at + valid - 1)
+    s_last = tl.load(s + at + valid - 1)
+    G_i = tl.where(i < valid, G_i, G_last)
+    s_i = tl.where(i < valid, s_i, s_last)
+    fade = tl.where(s_last > 0.0, 0.0, tl.exp(G_last))
+    rev = tl.where(s_i == s_last, tl.exp(G_last - G_i), 0.0)
+    return G_i, s_i, fade, rev
+
+
+@triton.jit
+def gamma_of(G, s):
+    """e^G of each row."""
+    return tl.where(s > 0.0, 0.0, tl.exp(G))
+
+
+@triton.jit
+def decay_between(G, s, causal):
+    """D = e^{G_i - G_j} where `causal` (rows i, columns j), else 0."""
+    return tl.where(causal & (s[:, None] == s[None, :]), tl.exp(tl.where(causal, G[:, None] - G[None, :], 0.0)), 0.0)
 
 
 @triton.jit
 def output_tile(
-    q_tile, k_tile, S, Vn, G, r, scale, C: tl.constexpr, NORM: tl.constexpr, PRECISION: tl.constexpr,
+    q_tile, k_tile, S, Vn, G, s, r, scale, C: tl.constexpr, NORM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """O [C, BV] of one chunk and one query head, from S and V' in the matrix type."""
     i = tl.arange(0, C)
     causal = i[:, None] >= i[None, :]
     P = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-    P = P * tl.where(causal, tl.exp(tl.where(causal, G[:, None] - G[None, :], 0.0)), 0.0)
+    P = P * decay_between(G, s, causal)
     if NORM:
         P = P * r[None, :]
-    O = tl.dot(q_tile, S, input_precision=PRECISION) * tl.exp(G)[:, None]
-    O += tl.dot(P.to(Vn.dtype), Vn, input_precision=PRECISION)
+    out_tile = tl.dot(q_tile, S, input_precision=PRECISION) * gamma_of(G, s)[:, None]
+    out_tile += tl.dot(P.to(Vn.dtype), Vn, input_precision=PRECISION)
     if NORM:
-        O = O * (row_norm_factor(q_tile) * scale)[:, None]
+        out_tile = out_tile * (row_norm_factor(q_tile) * scale)[:, None]
     else:
-        O = O * scale
-    return O
+        out_tile = out_tile * scale
+    return out_tile
 
 
 @triton.jit(do_not_specialize=["T"])
 def _state_kernel(
-    q, k, v, G, beta, r, Tm, h0, o, h, vn, ht, cu_seqlens, first_chunk, scale, T, tokens,
+    q, k, v, G, s, beta, r, Tm, h0, o, h, vn, ht, cu_seqlens, first_chunk, scale, T, tokens,
     q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
     H: tl.constexpr, HV: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, NORM: tl.constexpr, VARLEN: tl.constexpr,
@@ -113,7 +130,7 @@ def _state_kernel(
         else:
             v_tile = tl.load(v_at + token * v_token, mask=live[:, None] & me[None, :], other=0.0).to(tl.float32)
         T_tile = tl.load(Tm + ((chunk + t) * HV + head) * (C * C) + i[:, None] * C + i[None, :])
-        G_i, G_last = load_G(G + rows + first, i, valid)
+        G_i, s_i, fade, rev = load_G(G, s, rows + first, i, valid)
         beta_i = tl.load(beta + rows + first + i, mask=live, other=0.0)
         if NORM:
             r_i = tl.load(r + rows + first + i, mask=live, other=0.0)
@@ -124,7 +141,7 @@ def _state_kernel(
         if KEEP:
             tl.store(h + ((chunk + t) * HV + head) * (K * V) + at, S_cast, mask=mS)
         U = tl.dot(k_tile, S_cast, input_precision=PRECISION)
-        W = beta_i[:, None] * (v_tile - (tl.exp(G_i) * r_i)[:, None] * U)
+        W = beta_i[:, None] * (v_tile - (gamma_of(G_i, s_i) * r_i)[:, None] * U)
         Vn = tl.dot(T_tile, W.to(dtype), input_precision=PRECISION)
         if KEEP:
             vn_at = vn + ((flat + token) * HV + head) * V + e[None, :]
@@ -135,11 +152,11 @@ def _state_kernel(
                 q_tile = tl.load(
                     q_at + (out // (HO // HQ)) * q_head + token * q_token, mask=live[:, None] & md[None, :], other=0.0
                 )
-                O = output_tile(q_tile, k_tile, S_cast, Vn.to(dtype), G_i, r_i, scale, C, NORM, PRECISION)
+                out_tile = output_tile(q_tile, k_tile, S_cast, Vn.to(dtype), G_i, s_i, r_i, scale, C, NORM, PRECISION)
                 o_at = o + ((flat + token) * HO + out) * V + e[None, :]
-                tl.store(o_at, O.to(o.dtype.element_ty), mask=live[:, None] & me[None, :])
-        fade = (tl.exp(G_last - G_i) * r_i)[:, None] * Vn
-        S = S * tl.exp(G_last) + tl.dot(tl.trans(k_tile), fade.to(dtype), input_precision=PRECISION)
+                tl.store(o_at, out_tile.to(o.dtype.element_ty), mask=live[:, None] & me[None, :])
+        written = (rev * r_i)[:, None] * Vn
+        S = S * fade + tl.dot(tl.trans(k_tile), written.to(dtype), input_precision=PRECISION)
     if FINAL:
         if KEEP or OUTPUT:
             if segment % SEGMENTS == SEGMENTS - 1:
@@ -150,7 +167,7 @@ def _state_kernel(
 
 @triton.jit(do_not_specialize=["T"])
 def _output_kernel(
-    q, k, G, r, h, vn, o, cu_seqlens, row_of_chunk, first_chunk, scale, T, tokens,
+    q, k, G, s, r, h, vn, o, cu_seqlens, row_of_chunk, first_chunk, scale, T, tokens,
     q_row, q_token, q_head, k_row, k_token, k_head,
     H: tl.constexpr, HV: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, NORM: tl.constexpr, VARLEN: tl.constexpr,
@@ -184,11 +201,11 @@ def _output_kernel(
     S_at = h + (c.to(tl.int64) * HV + head) * (K * V) + d[:, None] * V + e[None, :]
     S = tl.load(S_at, mask=md[:, None] & me[None, :], other=0.0)
     rows = head.to(tl.int64) * tokens + flat
-    G_i, _ = load_G(G + rows, i, valid)
+    G_i, s_i, _, _ = load_G(G, s, rows, i, valid)
     if NORM:
         r_i = tl.load(r + rows + i, mask=live, other=0.0)
     else:
         r_i = G_i * 0.0 + 1.0
-    O = output_tile(q_tile, k_tile, S.to(dtype), Vn.to(dtype), G_i, r_i, scale, C, NORM, PRECISION)
+    out_tile = output_tile(q_tile, k_tile, S.to(dtype), Vn.to(dtype), G_i, s_i, r_i, scale, C, NORM, PRECISION)
     o_at = o + (flat_i[:, None] * HO + out) * V + e[None, :]
-    tl.store(o_at, O.to(o.dtype.element_ty), mask=live[:, None] & me[None, :])
+    tl.store(o_at, out_tile.to(o.dtype.element_ty), mask=live[:, None] & me[None, :])

@@ -4,6 +4,8 @@ Notation, per state head, with C tokens a chunk (rows i, columns j):
 
     G     inclusive cumulative sum of the log decay g inside the chunk, float32
     D_ij  e^{G_i - G_j} for i >= j, else 0
+          A gate below -100 (e^g is nothing in float32) is shut: it counts in s and adds nothing to G, so that what
+          follows it keeps all its digits. D_ij = 0 where s_i != s_j, e^{G_i} = 0 where s_i > 0.
     L     tril(beta_i D_ij <k_i, k_j>, -1),  T = (I + L)^{-1}
 
 With raw gate logits a the log decay is g = -e^{A_log} softplus(a + dt_bias); with raw write logits b the strength is
@@ -119,14 +121,15 @@ def _softplus(x):
 
 @triton.jit
 def _gate_block(g, beta, A_log, dt_bias, at, live, head, GATE: tl.constexpr, SIGMOID: tl.constexpr):
-    """Log decay and write strength of 16 tokens, zero past the end."""
+    """Log decay, shut gates and write strength of 16 tokens, zero past the end."""
     x = tl.load(g + at, mask=live, other=0.0).to(tl.float32)
     if GATE:
         x = -tl.exp(tl.load(A_log + head).to(tl.float32)) * _softplus(x + tl.load(dt_bias + head).to(tl.float32))
     b = tl.load(beta + at, mask=live, other=0.0).to(tl.float32)
     if SIGMOID:
         b = 1.0 / (1.0 + tl.exp(-b))
-    return tl.where(live, x, 0.0), tl.where(live, b, 0.0)
+    shut = live & (x < -100.0)
+    return tl.where(live & (x >= -100.0), x, 0.0), tl.where(shut, 1.0, 0.0), tl.where(live, b, 0.0)
 
 
 @triton.jit
@@ -141,9 +144,10 @@ def _key_block(keys, i, live, d, k_token, K: tl.constexpr, NORM: tl.constexpr):
 
 
 @triton.jit
-def _L_block(k_i, k_j, r_i, r_j, b_i, G_i, G_j, PRECISION: tl.constexpr):
+def _L_block(k_i, k_j, r_i, r_j, b_i, G_i, G_j, s_i, s_j, PRECISION: tl.constexpr):
     """A 16 x 16 block of beta_i D_ij <k_i, k_j> below the diagonal."""
     decay = tl.exp(tl.minimum(G_i[:, None] - G_j[None, :], 0.0))
+    decay = tl.where(s_i[:, None] == s_j[None, :], decay, 0.0)
     return tl.dot(k_i, tl.trans(k_j), input_precision=PRECISION) * (b_i * r_i)[:, None] * r_j[None, :] * decay
 
 
@@ -169,7 +173,7 @@ def _store_block(tile, C: tl.constexpr, a: tl.constexpr, b: tl.constexpr, x):
 
 @triton.jit(do_not_specialize=["T"])
 def _prepare_kernel(
-    k, g, beta, A_log, dt_bias, G_out, beta_out, r_out, T_out,
+    k, g, beta, A_log, dt_bias, G_out, s_out, beta_out, r_out, T_out,
     cu_seqlens, row_of_chunk, first_chunk, T, tokens, k_row, k_token, k_head,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
     GATE: tl.constexpr, SIGMOID: tl.constexpr, NORM: tl.constexpr, VARLEN: tl.constexpr,
@@ -192,21 +196,25 @@ def _prepare_kernel(
 
     m0 = i < valid
     m1 = i + 16 < valid
-    g0, b0 = _gate_block(g, beta, A_log, dt_bias, gates + i * HV, m0, head, GATE, SIGMOID)
-    g1, b1 = _gate_block(g, beta, A_log, dt_bias, gates + (i + 16) * HV, m1, head, GATE, SIGMOID)
+    g0, s0, b0 = _gate_block(g, beta, A_log, dt_bias, gates + i * HV, m0, head, GATE, SIGMOID)
+    g1, s1, b1 = _gate_block(g, beta, A_log, dt_bias, gates + (i + 16) * HV, m1, head, GATE, SIGMOID)
     G0 = tl.cumsum(g0, axis=0)
     G1 = tl.cumsum(g1, axis=0) + tl.sum(g0, axis=0)
+    s1 = tl.cumsum(s1, axis=0) + tl.sum(s0, axis=0)
+    s0 = tl.cumsum(s0, axis=0)
     k0, r0 = _key_block(keys, i, m0, d, k_token, K, NORM)
     k1, r1 = _key_block(keys, i + 16, m1, d, k_token, K, NORM)
     tl.store(G_out + rows + i, G0, mask=m0)
     tl.store(G_out + rows + i + 16, G1, mask=m1)
+    tl.store(s_out + rows + i, s0, mask=m0)
     tl.store(beta_out + rows + i, b0, mask=m0)
+    tl.store(s_out + rows + i + 16, s1, mask=m1)
     tl.store(beta_out + rows + i + 16, b1, mask=m1)
     tl.store(r_out + rows + i, r0, mask=m0)
     tl.store(r_out + rows + i + 16, r1, mask=m1)
-    T00 = _invert_block(_L_block(k0, k0, r0, r0, b0, G0, G0, PRECISION), MERGE)
-    T11 = _invert_block(_L_block(k1, k1, r1, r1, b1, G1, G1, PRECISION), MERGE)
-    L10 = tl.dot(_L_block(k1, k0, r1, r0, b1, G1, G0, PRECISION), T00, input_precision=MERGE)
+    T00 = _invert_block(_L_block(k0, k0, r0, r0, b0, G0, G0, s0, s0, PRECISION), MERGE)
+    T11 = _invert_block(_L_block(k1, k1, r1, r1, b1, G1, G1, s1, s1, PRECISION), MERGE)
+    L10 = tl.dot(_L_block(k1, k0, r1, r0, b1, G1, G0, s1, s0, PRECISION), T00, input_precision=MERGE)
     T10 = -tl.dot(T11, L10, input_precision=MERGE)
     _store_block(tile, C, 0, 0, T00)
     _store_block(tile, C, 0, 1, zero)
@@ -215,26 +223,31 @@ def _prepare_kernel(
     if C == 64:
         m2 = i + 32 < valid
         m3 = i + 48 < valid
-        g2, b2 = _gate_block(g, beta, A_log, dt_bias, gates + (i + 32) * HV, m2, head, GATE, SIGMOID)
-        g3, b3 = _gate_block(g, beta, A_log, dt_bias, gates + (i + 48) * HV, m3, head, GATE, SIGMOID)
+        g2, s2, b2 = _gate_block(g, beta, A_log, dt_bias, gates + (i + 32) * HV, m2, head, GATE, SIGMOID)
+        g3, s3, b3 = _gate_block(g, beta, A_log, dt_bias, gates + (i + 48) * HV, m3, head, GATE, SIGMOID)
         before = tl.sum(g0, axis=0) + tl.sum(g1, axis=0)
         G2 = tl.cumsum(g2, axis=0) + before
         G3 = tl.cumsum(g3, axis=0) + (before + tl.sum(g2, axis=0))
+        before = tl.max(s1, axis=0)
+        s3 = tl.cumsum(s3, axis=0) + (before + tl.sum(s2, axis=0))
+        s2 = tl.cumsum(s2, axis=0) + before
         k2, r2 = _key_block(keys, i + 32, m2, d, k_token, K, NORM)
         k3, r3 = _key_block(keys, i + 48, m3, d, k_token, K, NORM)
         tl.store(G_out + rows + i + 32, G2, mask=m2)
         tl.store(G_out + rows + i + 48, G3, mask=m3)
+        tl.store(s_out + rows + i + 32, s2, mask=m2)
         tl.store(beta_out + rows + i + 32, b2, mask=m2)
+        tl.store(s_out + rows + i + 48, s3, mask=m3)
         tl.store(beta_out + rows + i + 48, b3, mask=m3)
         tl.store(r_out + rows + i + 32, r2, mask=m2)
         tl.store(r_out + rows + i + 48, r3, mask=m3)
-        T22 = _invert_block(_L_block(k2, k2, r2, r2, b2, G2, G2, PRECISION), MERGE)
-        T33 = _invert_block(_L_block(k3, k3, r3, r3, b3, G3, G3, PRECISION), MERGE)
-        L20 = _L_block(k2, k0, r2, r0, b2, G2, G0, PRECISION)
-        L21 = _L_block(k2, k1, r2, r1, b2, G2, G1, PRECISION)
-        L30 = _L_block(k3, k0, r3, r0, b3, G3, G0, PRECISION)
-        L31 = _L_block(k3, k1, r3, r1, b3, G3, G1, PRECISION)
-        L32 = _L_block(k3, k2, r3, r2, b3, G3, G2, PRECISION)
+        T22 = _invert_block(_L_block(k2, k2, r2, r2, b2, G2, G2, s2, s2, PRECISION), MERGE)
+        T33 = _invert_block(_L_block(k3, k3, r3, r3, b3, G3, G3, s3, s3, PRECISION), MERGE)
+        L20 = _L_block(k2, k0, r2, r0, b2, G2, G0, s2, s0, PRECISION)
+        L21 = _L_block(k2, k1, r2, r1, b2, G2, G1, s2, s1, PRECISION)
+        L30 = _L_block(k3, k0, r3, r0, b3, G3, G0, s3, s0, PRECISION)
+        L31 = _L_block(k3, k1, r3, r1, b3, G3, G1, s3, s1, PRECISION)
+        L32 = _L_block(k3, k2, r3, r2, b3, G3, G2, s3, s2, PRECISION)
         T21 = -tl.dot(T22, tl.dot(L21, T11, input_precision=MERGE), input_precision=MERGE)
         T32 = -tl.dot(T33, tl.dot(L32, T22, input_precision=MERGE), input_precision=MERGE)
         X20 = tl.dot(L20, T00, input_precision=MERGE) + tl.dot(L21, T10, input_precision=MERGE)
@@ -272,9 +285,10 @@ def cut_chunks(batch: int, tokens: int, size: int, cu_seqlens: torch.Tensor | No
 
 @dataclass(frozen=True)
 class Prepared:
-    """Row factors, head first [HV, B*T] float32, and T [chunks, HV, C, C] in the matrix type."""
+    """Row factors G, s, beta, r, head first [HV, B*T] float32, and T [chunks, HV, C, C] in the matrix type."""
 
     G: torch.Tensor
+    s: torch.Tensor
     beta: torch.Tensor
     r: torch.Tensor
     T: torch.Tensor
@@ -295,15 +309,15 @@ def prepare(
     """Gates, key norms and T for k [B, T, H, K] (unit stride along K) and contiguous g, beta [B, T, HV]."""
     B, T, H, K = k.shape
     HV = g.shape[2]
-    factors = torch.empty(3, HV, B * T, dtype=torch.float32, device=k.device)
+    factors = torch.empty(4, HV, B * T, dtype=torch.float32, device=k.device)
     inverse = torch.empty(chunks.count, HV, chunks.size, chunks.size, dtype=k.dtype, device=k.device)
     if chunks.count:
         _prepare_kernel[(chunks.count * HV,)](
-            k, g, beta, A_log, dt_bias, factors[0], factors[1], factors[2], inverse,
+            k, g, beta, A_log, dt_bias, *factors, inverse,
             chunks.cu_seqlens, chunks.row_of_chunk, chunks.first_chunk, T, B * T, *k.stride()[:3],
             H=H, HV=HV, K=K, BK=max(16, triton.next_power_of_2(K)), C=chunks.size,
             GATE=A_log is not None, SIGMOID=sigmoid, NORM=norm, VARLEN=chunks.varlen,
             PRECISION=precision, MERGE=MERGE_PRECISION.get(k.dtype, "tf32") if precision != "ieee" else "ieee",
             num_warps=num_warps,
         )  # fmt: skip
-    return Prepared(factors[0], factors[1], factors[2], inverse)
+    return Prepared(*factors, inverse)

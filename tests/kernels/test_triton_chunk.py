@@ -1,0 +1,232 @@
+"""The chunk kernels against the recurrence in float64: forward and every gradient, over all hazards.
+
+Without a GPU they run in Triton's interpreter: float32, a selection of the cases, small heads.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.kernels.triton_mode import DEVICE, GPU
+
+from deltanet_kernels import naive_gated_delta_rule
+from deltanet_kernels.chunk import chunk_gated_delta_rule_triton
+from tests.kernels.cases import (
+    CASES,
+    Case,
+    assert_close,
+    make_inputs,
+    relative_error,
+    results,
+    truth,
+    truth_of,
+)
+
+# The interpreter takes about a second a chunk and head: the cases that reach different code.
+INTERPRETED = {
+    "T=1", "T=65", "one key head, 2 queries, 4 values", "one key head, 4 queries, 2 values", "packed, empty and single",
+    "packed, nothing but empty", "g=-inf", "shut at a chunk's last token", "beta=0", "zero keys", "raw gates, packed",
+    "no state", "K<V",
+}  # fmt: skip
+CHOSEN = [case for case in CASES if GPU or case.name in INTERPRETED]
+gpu = pytest.mark.gpu
+needs_gpu = pytest.mark.skipif(not GPU, reason="needs a CUDA device")
+
+
+def cut(segments: int) -> Callable[..., Any]:
+    def function(**inputs: Any) -> Any:
+        return chunk_gated_delta_rule_triton(**inputs, segments=segments)
+
+    return function
+
+
+@pytest.fixture(autouse=True)
+def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fresh memory is NaN: what a kernel leaves unwritten shows."""
+
+    def poisoned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def function(*args: Any, **kwargs: Any) -> torch.Tensor:
+            x = make(*args, **kwargs)
+            return x.fill_(torch.nan) if x.is_floating_point() else x
+
+        return function
+
+    for name in ("empty", "empty_like"):
+        monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
+
+
+@pytest.mark.parametrize("case", CHOSEN, ids=str)
+def test_float32(case: Case) -> None:
+    inputs = make_inputs(case, torch.float32, DEVICE)
+    assert_close(results(cut(1), inputs), truth_of(case), 3e-6 * case.condition)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("rows", T=70, B=2, HV=2, HQ=1),
+        Case("packed", T=150, H=1, HQ=2, cu_seqlens=(0, 0, 1, 70, 140)),
+    ],
+    ids=str,
+)
+def test_segments_are_exact(case: Case) -> None:
+    inputs = make_inputs(case, torch.float32, DEVICE)
+    assert_close(results(cut(3), inputs), truth_of(case), 3e-6)
+
+
+@pytest.mark.parametrize("output", ["o", "final_state"])
+def test_gradient_of_one_output(output: str) -> None:
+    case = Case("one output", T=40, H=1, HQ=2)
+    inputs = make_inputs(case, torch.float32, DEVICE)
+    assert_close(results(cut(1), inputs, (output,)), truth(inputs, (output,)), 3e-6)
+
+
+def test_strides_of_every_kind() -> None:
+    """q, k, v as slices of one tensor, g and beta expanded, a gradient with zero strides."""
+    torch.manual_seed(0)
+    B, T, H, K = 1, 40, 2, 16
+    joined = torch.randn(B, T, 3 * H * K, device=DEVICE)
+    q, k, v = (x.unflatten(-1, (H, K)) for x in joined.split(H * K, dim=-1))
+    g, beta = (torch.rand(1, T, 1, device=DEVICE).expand(B, T, H) for _ in range(2))
+    found, wanted = [], []
+    for function, into in ((chunk_gated_delta_rule_triton, found), (naive_gated_delta_rule, wanted)):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v, -g, beta)]
+        assert not leaves[0].is_contiguous()
+        o, _ = function(*leaves, use_qk_l2norm_in_kernel=True)
+        into += [o, *torch.autograd.grad(o.sum(), leaves)]
+    for x, y in zip(found, wanted, strict=True):
+        assert relative_error(x, y) < 3e-6
+
+
+def test_forward_without_gradient_is_the_same_and_keeps_nothing() -> None:
+    inputs = make_inputs(Case("inference", T=70, H=1, HQ=2), torch.float32, DEVICE)
+    with_gradient, state = chunk_gated_delta_rule_triton(**inputs)
+    with torch.no_grad():
+        o, final = chunk_gated_delta_rule_triton(**inputs)
+    assert relative_error(o, with_gradient) < 1e-6
+    assert relative_error(final, state) < 1e-6
+    kept = torch.ops.deltanet.chunk_forward(
+        *(inputs[name] for name in ("q", "k", "v", "g", "beta", "initial_state")), None, None, None,
+        1.0, True, False, True, False, "ieee", 1,
+    )[2:]  # fmt: skip
+    assert all(x.numel() == 0 for x in kept)
+
+
+def test_refused_calls_name_the_reason() -> None:
+    x = torch.randn(1, 2, 1, 300, device=DEVICE)
+    gates = torch.rand(1, 2, 1, device=DEVICE)
+    with pytest.raises(NotImplementedError, match="head sizes 300 and 300"):
+        chunk_gated_delta_rule_triton(x, x, x, -gates, gates)
+    x = x[..., :16].double()
+    with pytest.raises(NotImplementedError, match="float64"):
+        chunk_gated_delta_rule_triton(x, x, x, -gates, gates)
+
+
+def test_registered_operator_is_sound() -> None:
+    """Schema, fake implementation and gradient registration agree with what the operator does."""
+    inputs = make_inputs(Case("opcheck", T=20, H=1, HQ=2), torch.float32, DEVICE)
+    arguments = [inputs[name].detach() for name in ("q", "k", "v", "g", "beta", "initial_state")]
+    torch.library.opcheck(
+        torch.ops.deltanet.chunk_forward.default,
+        (*arguments, None, None, None, 1.0, True, False, True, True, "ieee", 1),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+
+
+# On the GPU only: low precision, every head size, bits.
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", [c for c in CASES if c.condition == 1], ids=str)
+def test_low_precision(case: Case, dtype: torch.dtype) -> None:
+    """Within a few roundings of the inputs' dtype (eps/2 a rounding; T, S, V', W are rounded on the way)."""
+    inputs = make_inputs(case, dtype, DEVICE)
+    eps = torch.finfo(dtype).eps
+    assert_close(results(chunk_gated_delta_rule_triton, inputs), truth(inputs), 1.5 * eps)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("K", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("segments", [1, 3])
+def test_integers_bit_for_bit(K: int, segments: int) -> None:
+    """One-hot keys, integer values, no decay, beta 0 or 1: every product is exact, so every bit must be."""
+    torch.manual_seed(0)
+    B, T, H = 2, 192, 2
+    q = torch.randint(-1, 2, (B, T, H, K)) * (torch.rand(B, T, H, K) < 8 / K)
+    k = torch.nn.functional.one_hot(torch.randint(0, K, (B, T, H)), K)
+    v = torch.randint(-4, 5, (B, T, H, K))
+    beta = torch.randint(0, 2, (B, T, H))
+    do = torch.randint(-1, 2, (B, T, H, K)) * (torch.rand(B, T, H, K) < 0.1)
+    answers = []
+    for function, dtype, device, options in (
+        (chunk_gated_delta_rule_triton, torch.bfloat16, "cuda", {"segments": segments}),
+        (naive_gated_delta_rule, torch.float64, "cpu", {}),
+    ):
+        leaves = [x.to(device, dtype).requires_grad_() for x in (q, k, v)]
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        gates = [torch.zeros(B, T, H, dtype=wide, device=device), beta.to(device, wide)]
+        o, state = function(*leaves, *gates, scale=1.0, output_final_state=True, **options)
+        grads = torch.autograd.grad([o], leaves, [do.to(device, dtype)])
+        answers.append([o, state, *grads])
+    for found, wanted in zip(*answers, strict=True):
+        assert torch.equal(found.cpu(), wanted.to(found.dtype))
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("K", [64, 128])
+def test_thousand_runs_are_identical(K: int) -> None:
+    inputs = make_inputs(Case("repeat", T=300, B=2, H=2, K=K), torch.bfloat16, DEVICE)
+    first = results(chunk_gated_delta_rule_triton, inputs)
+    for _ in range(1000):
+        again = results(chunk_gated_delta_rule_triton, inputs)
+        assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+@gpu
+@needs_gpu
+def test_compiles_without_a_graph_break() -> None:
+    inputs = make_inputs(Case("compile", T=130, H=2, K=64), torch.bfloat16, DEVICE)
+    eager = results(chunk_gated_delta_rule_triton, inputs)
+    compiled = results(torch.compile(chunk_gated_delta_rule_triton, fullgraph=True), inputs)
+    assert all(torch.equal(eager[name], compiled[name]) for name in eager)
+
+
+@gpu
+@needs_gpu
+def test_cuda_graph_follows_changed_sequence_bounds() -> None:
+    case = Case("graph", T=300, H=2, K=64, cu_seqlens=(0, 100, 300))
+    inputs = {n: x.detach() if isinstance(x, torch.Tensor) else x for n, x in make_inputs(case, torch.bfloat16, "cuda").items()}
+    chunk_gated_delta_rule_triton(**inputs)  # compile outside the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = chunk_gated_delta_rule_triton(**inputs)
+    for bounds in ((0, 100, 300), (0, 1, 300), (0, 250, 260)):
+        inputs["cu_seqlens"].copy_(torch.tensor(bounds))
+        graph.replay()
+        expected = chunk_gated_delta_rule_triton(**inputs)
+        assert all(torch.equal(x, y) for x, y in zip(captured, expected, strict=True))
+
+
+@gpu
+@needs_gpu
+def test_another_stream_and_no_synchronisation() -> None:
+    inputs = make_inputs(Case("stream", T=200, H=2, K=64, cu_seqlens=(0, 50, 200)), torch.bfloat16, DEVICE)
+    expected = results(chunk_gated_delta_rule_triton, inputs)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.cuda.stream(stream):
+            o, _ = chunk_gated_delta_rule_triton(**inputs)
+            o.sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    stream.synchronize()
+    assert torch.equal(o, expected["o"])
