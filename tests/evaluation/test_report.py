@@ -3,22 +3,38 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
-from transformers import PreTrainedTokenizerFast
 
 from deltanet_hf.errors import UserError
+from deltanet_hf.evaluation import report
 from deltanet_hf.evaluation.contestants import line_up, training_tokens
 from deltanet_hf.evaluation.lm import DeltaNetLM
 from deltanet_hf.evaluation.local_data import write_task_folder
 from deltanet_hf.evaluation.report import ReportOptions, run_report
+from deltanet_hf.evaluation.suite import SUITES, draw_rows
+from tiny_models import tiny_student
 
-HAYSTACK = "It was a bright cold day in the valley and every clock stood still. " * 80
+HAYSTACK = "It was a bright cold day in the valley and every clock stood still. " * 20
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tiny_sizes() -> Iterator[None]:
+    """The small suite's tasks, at contexts that a test can afford."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(
+            SUITES, "tiny", replace(SUITES["small"], pairs=(8,), needle_lengths=(512, 1024), speed_lengths=(16,))
+        )
+        patch.setitem(SUITES, "tiny texts", replace(SUITES["texts"], pairs=(8,), needle_lengths=()))
+        patch.setattr(report, "WINDOW", 128)
+        patch.setattr(report, "REPEATED", 64)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +45,7 @@ def options(
     (folder / "hay.txt").write_text(HAYSTACK)
     wiki = data_folder / "wikitext2" / "wiki.test.tokens"
     wiki.parent.mkdir(exist_ok=True)
-    wiki.write_text("".join(f" The cat , it sat @-@ down {i} times . \n" for i in range(90)))
+    wiki.write_text("".join(f" The cat , it sat @-@ down {i} times . \n" for i in range(20)))
     return ReportOptions(
         teacher=str(teacher_folder),
         students=[f"hybrid={student_folder}"],
@@ -37,8 +53,9 @@ def options(
         data=data_folder,
         texts={"hay": folder / "hay.txt"},
         haystack=folder / "hay.txt",
+        suite="tiny",
         limit=4,
-        max_length=1024,
+        max_length=512,
         device="cpu",
     )
 
@@ -65,8 +82,7 @@ def test_rows_files_and_errors(document: dict[str, Any], options: ReportOptions)
     assert json.loads((options.out / "report.json").read_text()) == json.loads(json.dumps(document))
     for model in document["models"]:
         assert set(model["texts"]) == {"hay", "wikitext2", "wikitext2_clean"}
-        assert {"repeat_perplexity", "mqar_8", "mqar_32", "needle_1024"} == set(model["recall"])
-        assert "needle_2048" not in model["recall"]
+        assert {"repeat_perplexity", "mqar_8", "needle_512"} == set(model["recall"])
         for scores in [*model["tasks"].values(), *model["texts"].values(), model["recall"]]:
             for score in scores.values():
                 assert set(score) == {"value", "stderr", "items"}
@@ -89,7 +105,7 @@ def test_task_scores_are_lm_evals_own(document: dict[str, Any], options: ReportO
         model=lm,
         tasks=names,
         task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
-        samples={name: _drawn(name) for name in names},
+        samples={name: draw_rows(name, 6, 4) for name in names},
         bootstrap_iters=10,
     )["results"]
     ours = document["models"][2]["tasks"]
@@ -100,20 +116,12 @@ def test_task_scores_are_lm_evals_own(document: dict[str, Any], options: ReportO
                 assert ours[name][metric]["stderr"] == pytest.approx(results[name][f"{metric}_stderr,none"])
 
 
-def _drawn(name: str) -> list[int]:
-    from deltanet_hf.evaluation.suite import draw_rows
-
-    return draw_rows(name, 6, 4)
-
-
 def test_rerun_gives_the_same_numbers(document: dict[str, Any], options: ReportOptions) -> None:
     again = run_report(options, say=lambda _: None)
     assert without_times(again) == without_times(document)
 
 
 def test_bad_requests_are_one_line(options: ReportOptions, tmp_path: Path) -> None:
-    from dataclasses import replace
-
     for change, message in (
         ({"suite": "huge"}, "--suite huge"),
         ({"baselines": ("magic",)}, "--baselines magic"),
@@ -139,14 +147,7 @@ def test_rows_of_a_pure_student_and_tokens(student_folder: Path, teacher_folder:
         line_up(str(teacher_folder), [f"a={tmp_path}", f"a={tmp_path}"], ())
 
 
-def test_another_vocabulary_is_refused(
-    options: ReportOptions, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
-    from dataclasses import replace
-
-    from tiny_models import tiny_student
-
+def test_another_vocabulary_is_refused(options: ReportOptions, tmp_path: Path) -> None:
     tiny_student("llama").save_pretrained(tmp_path)
     with pytest.raises(UserError, match="its vocabulary differs"):
-        run_report(replace(options, students=[str(tmp_path)], baselines=(), suite="texts"), say=lambda _: None)
-    assert torch.get_num_threads() >= 1
+        run_report(replace(options, students=[str(tmp_path)], baselines=(), suite="tiny texts"), say=lambda _: None)

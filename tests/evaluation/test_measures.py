@@ -1,0 +1,180 @@
+"""Perplexity, KL, recall probes, errors and averages against values computed another way."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from deltanet_hf.errors import UserError
+from deltanet_hf.evaluation.average import percent_of_teacher
+from deltanet_hf.evaluation.harness import TaskResult
+from deltanet_hf.evaluation.perplexity import score_repeat, score_text
+from deltanet_hf.evaluation.recall import Probe, associative_recall, needles, score_probes
+from deltanet_hf.evaluation.scores import clustered_score, mean_score, perplexity_score
+from deltanet_hf.evaluation.speed import measure_speed
+from deltanet_hf.evaluation.suite import SuiteTask, draw_rows
+from deltanet_hf.evaluation.texts import read_text, token_ids, windows
+from deltanet_hf.evaluation.wikitext import wikitext_texts
+from tiny_models import tiny_student, tiny_teacher
+
+IDS = torch.randint(3, 97, (5, 32), generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def test_perplexity_and_divergence() -> None:
+    teacher, student = tiny_teacher("llama"), tiny_student("llama")
+    scores = score_text(student, IDS, teacher)
+    log_q = student(IDS).logits[:, :-1].double().log_softmax(-1)
+    log_p = teacher(IDS).logits[:, :-1].double().log_softmax(-1)
+    losses = -log_q.gather(-1, IDS[:, 1:, None]).mean(dim=(1, 2))
+    assert scores.perplexity.value == pytest.approx(math.exp(losses.mean()), rel=1e-4)
+    assert scores.perplexity.stderr == pytest.approx(
+        math.exp(losses.mean()) * float(losses.std()) / math.sqrt(5), rel=1e-3
+    )
+    divergence = (log_p.exp() * (log_p - log_q)).sum(-1).mean(1)
+    assert scores.kl is not None
+    assert scores.agreement is not None
+    assert scores.kl.value == pytest.approx(float(divergence.mean()), rel=1e-4)
+    assert scores.agreement.value == pytest.approx(float((log_p.argmax(-1) == log_q.argmax(-1)).double().mean()))
+    itself = score_text(teacher, IDS, teacher)
+    assert itself.kl is not None
+    assert itself.kl.value == pytest.approx(0, abs=1e-6)
+
+
+@torch.no_grad()
+def test_repeat_scores_the_second_copy_only() -> None:
+    model = tiny_teacher("llama")
+    twice = torch.cat([IDS, IDS], dim=1)
+    log_q = model(twice).logits[:, :-1].double().log_softmax(-1).gather(-1, twice[:, 1:, None])[:, 31:]
+    assert log_q.shape[1] == 32
+    assert score_repeat(model, IDS).value == pytest.approx(math.exp(-log_q.mean()), rel=1e-4)
+
+
+@torch.no_grad()
+def test_probes_count_what_greedy_decoding_gives() -> None:
+    """Answers are the model's own greedy continuation, or not."""
+    model = tiny_teacher("llama")
+    right = model.generate(IDS[:1], max_new_tokens=3, do_sample=False, eos_token_id=None)[0].tolist()
+    wrong = [*right[:-1], (right[-1] + 1) % 97]
+    short = model.generate(IDS[1:2, :20], max_new_tokens=2, do_sample=False, eos_token_id=None)[0].tolist()
+    probes = [
+        Probe(tuple(right), ((32, 35),)),
+        Probe(tuple(wrong), ((32, 35), (32, 34))),
+        Probe(tuple(short), ((20, 22),)),
+    ]
+    assert score_probes(model, probes[:1]).value == 1
+    assert score_probes(model, probes[1:2]).value == 0.5
+    assert score_probes(model, probes).value == 0.75
+    assert score_probes(model, probes).items == 3
+
+
+def test_associative_recall_asks_every_key_once(tokenizer: PreTrainedTokenizerFast) -> None:
+    probes = associative_recall(tokenizer, pairs=8, count=3)
+    assert probes == associative_recall(tokenizer, pairs=8, count=3)
+    assert probes[0] != probes[1]
+    for probe in probes:
+        facts = {probe.ids[i]: probe.ids[i + 1] for i in range(0, 24, 3)}
+        assert len({*facts, *facts.values()}) == 16
+        assert len(probe.answers) == 8
+        for begin, end in probe.answers:
+            assert end == begin + 1
+            assert begin > 24
+            assert facts[probe.ids[begin - 1]] == probe.ids[begin]
+    with pytest.raises(UserError, match="100 pairs need 200"):
+        associative_recall(tokenizer, pairs=100)
+
+
+def test_needles_are_in_the_haystack(tokenizer: PreTrainedTokenizerFast) -> None:
+    text = "Grass is green. " * 100
+    haystack = np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"])
+    probes = needles(tokenizer, haystack, length=600, count=3)
+    assert probes == needles(tokenizer, haystack, length=600, count=3)
+    for probe in probes:
+        assert len(probe.ids) in (599, 600)
+        decoded = tokenizer.decode(probe.ids)
+        assert decoded.count("Grass is green. Grass is green.") >= 1
+        for begin, end in probe.answers:
+            question = tokenizer.decode(probe.ids[:begin]).splitlines()[-1]
+            answer = tokenizer.decode(probe.ids[begin:end])
+            assert question.startswith("The secret code of the ")
+            assert f"{question}{answer}.\n" in decoded
+    with pytest.raises(UserError, match="needles at 100 tokens"):
+        needles(tokenizer, haystack, length=100)
+
+
+def test_errors_of_means() -> None:
+    samples = [0.0, 1.0, 1.0, 0.0, 1.0, 1.0, 0.0, 0.0]
+    plain = mean_score(samples)
+    assert plain.stderr == pytest.approx(np.std(samples, ddof=1) / math.sqrt(8))
+    assert clustered_score(samples, range(8)).stderr == pytest.approx(plain.stderr)
+    doubled = clustered_score(np.repeat(samples, 2), np.repeat(range(8), 2))  # copies bring no information
+    assert (doubled.value, doubled.items) == (plain.value, 8)
+    assert doubled.stderr == pytest.approx(plain.stderr)
+    assert perplexity_score([1.0, 3.0]).value == pytest.approx(math.exp(2))
+
+
+def _result(samples: list[float]) -> TaskResult:
+    return TaskResult(np.asarray(samples), {})
+
+
+def test_percent_of_teacher() -> None:
+    tasks = [SuiteTask("a", "acc", 0.5), SuiteTask("b", "acc", 0.0), SuiteTask("c", "acc", 0.25, averaged=False)]
+    teacher = {"a": _result([1] * 9 + [0]), "b": _result([1] * 8 + [0] * 2), "c": _result([1] * 10)}
+    student = {"a": _result([1] * 7 + [0] * 3), "b": _result([1] * 4 + [0] * 6), "c": _result([0] * 10)}
+    score = percent_of_teacher(student, teacher, tasks)
+    assert score is not None
+    assert score.value == pytest.approx(100 * ((0.7 - 0.5) / (0.9 - 0.5) + 0.4 / 0.8) / 2)
+    assert score.stderr > 0
+    itself = percent_of_teacher(teacher, teacher, tasks)
+    assert itself is not None
+    assert (itself.value, itself.stderr) == (100, 0)
+    guessing = {**teacher, "a": _result([1, 0] * 5)}
+    without = percent_of_teacher(student, guessing, tasks)
+    assert without is not None
+    assert (without.value, without.items) == (pytest.approx(50), 1)
+
+
+def test_drawn_rows_are_fixed_and_inside() -> None:
+    assert draw_rows("piqa", 10, None) == list(range(10))
+    drawn = draw_rows("piqa", 1000, 50)
+    assert drawn == draw_rows("piqa", 1000, 50) == sorted(set(drawn))
+    assert drawn != draw_rows("sciq", 1000, 50)
+
+
+def test_texts(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "ab"}\n{"text": "cd"}\n')
+    expected = [*tokenizer("ab")["input_ids"], 2, *tokenizer("cd")["input_ids"]]
+    ids = token_ids(tmp_path / "a.jsonl", tokenizer, 5)
+    assert ids.tolist() == expected
+    assert windows(ids, 2, 9).tolist() == [expected[:2], expected[2:4]]
+    np.save(tmp_path / "b.npy", np.arange(10, dtype=np.uint16))
+    assert token_ids(tmp_path / "b.npy", tokenizer, 5).tolist() == list(range(10))
+    with pytest.raises(UserError, match="5 tokens, but 6 are needed"):
+        token_ids(tmp_path / "a.jsonl", tokenizer, 6)
+    (tmp_path / "c.jsonl").write_text('{"body": 1}\n')
+    with pytest.raises(UserError, match="key `text`"):
+        read_text(tmp_path / "c.jsonl")
+    np.save(tmp_path / "d.npy", np.array([9999]))
+    with pytest.raises(UserError, match="token ids below"):
+        token_ids(tmp_path / "d.npy", tokenizer, 1)
+
+
+def test_wikitext_in_two_formats(tmp_path: Path) -> None:
+    assert wikitext_texts(tmp_path) == {}
+    (tmp_path / "wikitext2").mkdir()
+    (tmp_path / "wikitext2" / "wiki.test.tokens").write_text(" A well @-@ known cat , it sat . \n")
+    texts = wikitext_texts(tmp_path)
+    assert texts["wikitext2"] == " A well @-@ known cat , it sat . \n"
+    assert texts["wikitext2_clean"].startswith(" A well-known cat, it sat.")
+
+
+def test_state_of_a_converted_model_does_not_grow() -> None:
+    teacher = [measure_speed(tiny_teacher("llama"), length).cache_bytes for length in (16, 64)]
+    student = [measure_speed(tiny_student("llama"), length).cache_bytes for length in (16, 64)]
+    assert teacher[1] == 4 * teacher[0]
+    assert student[0] == student[1] > 0
