@@ -39,6 +39,9 @@ COMMANDS = {
     "eval": Subcommand(
         "deltanet_hf.evaluation.command", "evaluate", "Score a model with lm-eval; takes lm-eval's arguments.", PASS_ON
     ),
+    "export": Subcommand(
+        "deltanet_convert.export.command", "export_command", "Write a native model for vLLM, mlx-lm, llama.cpp."
+    ),
     "generate": Subcommand("deltanet_hf.generate", "generate_command", "Continue a prompt, token by token."),
 }
 

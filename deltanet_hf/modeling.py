@@ -17,6 +17,7 @@ from deltanet_hf.config import DeltaNetOptions
 from deltanet_hf.families import FAMILIES, Family
 from deltanet_hf.layer import DecayGate, GatedDeltaNet, GatedRMSNorm, ShortConv
 from deltanet_hf.padding import announce_packing
+from deltanet_hf.qwen3_5 import DeltaNetQwen3_5ForCausalLM, DeltaNetQwen3_5TextConfig
 from deltanet_hf.shim import write_shim
 
 
@@ -115,6 +116,9 @@ def register() -> None:
             globals()[made.__name__] = made  # importable by name: pickling, and the trust_remote_code shim
         AutoConfig.register(family.converted_model_type, config_class)
         AutoModelForCausalLM.register(config_class, model_class)
+    # Not a family: nothing is converted, see deltanet_hf/qwen3_5.py.
+    AutoConfig.register(DeltaNetQwen3_5TextConfig.model_type, DeltaNetQwen3_5TextConfig)
+    AutoModelForCausalLM.register(DeltaNetQwen3_5TextConfig, DeltaNetQwen3_5ForCausalLM)
 
 
 def converted_config(teacher: PreTrainedConfig, options: DeltaNetOptions) -> PreTrainedConfig:

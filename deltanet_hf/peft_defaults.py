@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from deltanet_hf.families import FAMILIES
+from deltanet_hf.qwen3_5 import MODEL_TYPE
 
 
 def register_peft_defaults() -> None:
@@ -13,3 +14,4 @@ def register_peft_defaults() -> None:
         targets = TARGETS.get(family.model_type, ["q_proj", "v_proj"])
         split = ["q_proj", "v_proj"] if "qkv_proj" in targets else []
         TARGETS[family.converted_model_type] = list(dict.fromkeys([*targets, *split]))
+    TARGETS[MODEL_TYPE] = ["q_proj", "v_proj"]

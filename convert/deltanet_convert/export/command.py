@@ -1,0 +1,115 @@
+"""`deltanet-hf export MODEL OUT`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from deltanet_hf.errors import UserError
+
+from ..options import DTYPES, parse_size
+from ..source import resolve_source
+from .folder_writer import Progress as Report
+from .model_folder import ConvertedModel, read_converted_config
+from .obstacles import FORMATS, Obstacle, export_obstacles
+from .stream_export import plan_export, write_export
+
+DEFAULT_SHARD_SIZE = "5GB"
+
+
+def export_command(
+    model: Annotated[str, typer.Argument(help="Folder or hub id of a converted model.")],
+    out: Annotated[Path | None, typer.Argument(help="Folder to make; for gguf, the file.")] = None,
+    style: Annotated[
+        str, typer.Option("--format", help="transformers (also vLLM) | mlx | gguf (llama.cpp).")
+    ] = "transformers",
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="float32 | bfloat16 | float16, for gguf also q8_0 [default: the model's; gguf: float16]."),
+    ] = None,
+    check: Annotated[bool, typer.Option("--check", help="Say whether MODEL can be exported, and stop.")] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Compare the result with MODEL in every runtime installed here.")
+    ] = False,
+    shard_size: Annotated[str, typer.Option(help="Largest weight file, such as 5GB.")] = DEFAULT_SHARD_SIZE,
+    resume: Annotated[bool, typer.Option("--resume", help="Complete an interrupted export.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT, once the new one is complete.")] = False,
+) -> None:
+    """Write a converted model as a Qwen3.5 text model, which other runtimes know."""
+    if style not in FORMATS:
+        raise UserError(f"--format: got '{style}', expected one of {', '.join(FORMATS)}")
+    console = Console()
+    source = model_folder(model)
+    if check:
+        print_check(source, console)
+        return
+    if out is None:
+        raise UserError("OUT: missing; give the folder to make (or --check to ask whether it can be made)")
+    out = out.expanduser().absolute()
+    if out == source.resolve() or source.resolve() in out.parents:
+        raise UserError(f"{out}: lies in the model's folder {source}; choose another place")
+    refuse_obstacles(source, style)
+    opened = ConvertedModel.open(source)
+    _export(opened, out, style, dtype, parse_size(shard_size), resume, overwrite, console)
+    console.print(f"Written to {out}", highlight=False)
+
+
+def _export(
+    model: ConvertedModel,
+    out: Path,
+    style: str,
+    dtype: str | None,
+    shard_size: int,
+    resume: bool,
+    overwrite: bool,
+    console: Console,
+) -> None:
+    if dtype is not None and dtype not in DTYPES:
+        raise UserError(f"--dtype: got '{dtype}', expected one of {', '.join(DTYPES)} for --format {style}")
+    plan = plan_export(model, DTYPES[dtype] if dtype else None, shard_size)
+    for line in plan.notes():
+        console.print(line, highlight=False)
+    with progress_bar(console, "exporting") as report:
+        write_export(plan, out, style, resume=resume, overwrite=overwrite, progress=report)
+
+
+def model_folder(model: str) -> Path:
+    """The model's folder, downloaded if it is a hub id."""
+    if model.endswith(".gguf"):
+        raise UserError(f"{model}: is a GGUF file already; give the converted model's folder")
+    return resolve_source(model, Path("unused"), None).folder
+
+
+def refuse_obstacles(folder: Path, style: str) -> None:
+    """UserError that lists every obstacle to the format, with its remedy."""
+    found = [o for o in export_obstacles(read_converted_config(folder)) if style in o.formats]
+    if found:
+        listed = "".join(f"\n  {obstacle}" for obstacle in found)
+        raise UserError(f"{folder}: cannot be exported as {style}:{listed}")
+
+
+def print_check(folder: Path, console: Console) -> None:
+    """What each format needs that the model does not have; UserError when no format is possible."""
+    obstacles = export_obstacles(read_converted_config(folder))
+    for style in FORMATS:
+        found: list[Obstacle] = [o for o in obstacles if style in o.formats]
+        console.print(f"{style}: {'no' if found else 'yes'}", highlight=False)
+        for obstacle in found:
+            console.print(f"  {obstacle}", highlight=False, markup=False)
+    if all(any(style in o.formats for o in obstacles) for style in FORMATS):
+        raise UserError(f"{folder}: cannot be exported; see above")
+
+
+@contextmanager
+def progress_bar(console: Console, what: str) -> Iterator[Report]:
+    """A bar over the steps of a folder's writing."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

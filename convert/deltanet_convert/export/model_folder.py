@@ -1,0 +1,90 @@
+"""A converted model on disk, checked: its config, options and tensors; and what an exported folder remembers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+
+from deltanet_hf.config import DeltaNetOptions
+from deltanet_hf.errors import UserError
+from deltanet_hf.families import PREFIX
+
+from ..checkpoint import Checkpoint, read_json
+from ..teacher import tied_names
+from ..writer import TensorSpec
+from .rewrite import FLOAT32_SUFFIXES
+
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+FINAL_NORM = "model.norm.weight"
+
+
+@dataclass(frozen=True)
+class ConvertedModel:
+    """A folder that `deltanet-hf convert` (or a training run of ours) wrote."""
+
+    folder: Path
+    config: PreTrainedConfig
+    options: DeltaNetOptions
+    checkpoint: Checkpoint
+
+    @classmethod
+    def open(cls, folder: Path) -> ConvertedModel:
+        """Reads config and headers; UserError when this is no converted model or not a whole one."""
+        config = read_converted_config(folder)
+        return cls(folder, config, DeltaNetOptions.from_dict(config.deltanet), Checkpoint.open(folder))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.checkpoint.dtype(EMBEDDING) if EMBEDDING in self.checkpoint else torch.float32
+
+    @property
+    def tied(self) -> bool:
+        return bool(self.config.tie_word_embeddings)
+
+    def reader(self, dtype: torch.dtype) -> Any:
+        return reader(self.checkpoint, dtype)
+
+
+def read_converted_config(folder: Path) -> PreTrainedConfig:
+    """The config of a converted model's folder."""
+    file = folder / "config.json"
+    model_type = read_json(file).get("model_type")
+    if not isinstance(model_type, str) or not model_type.startswith(PREFIX):
+        raise UserError(f"{file}: model_type {model_type!r} is not a converted model; run `deltanet-hf convert` first")
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"{file}: transformers cannot read it ({reason}); correct the key") from error
+
+
+def reader(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
+    """read(name): one tensor, in `dtype`, or float32 where the layer computes with it in float32."""
+
+    def read(name: str) -> Tensor:
+        if name not in checkpoint:
+            raise UserError(f"{checkpoint.folder}: tensor '{name}' is missing; complete the checkpoint")
+        return checkpoint.read(name, torch.float32 if name.endswith(FLOAT32_SUFFIXES) else dtype)
+
+    return read
+
+
+def output_specs(model: PreTrainedModel, dtype: torch.dtype, float32: tuple[str, ...]) -> list[TensorSpec]:
+    """Name, shape and dtype of every tensor that a model on the meta device saves; `float32` are suffixes."""
+    tied = tied_names(model)
+    return [
+        TensorSpec(name, tuple(tensor.shape), torch.float32 if name.endswith(float32) else dtype)
+        for name, tensor in model.state_dict().items()
+        if name not in tied
+    ]
+
+
+def file_states(checkpoint: Checkpoint) -> dict[str, list[int]]:
+    """Size and time of each weight file: a resumed run must find them as they were."""
+    return {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in checkpoint.files()}

@@ -1,0 +1,145 @@
+"""Who can be exported to the Qwen3.5 architecture, and what stands in the way of the others.
+
+Everything is decided from the config, before a weight is read: `export --check` prints the list, `export` refuses by
+it, and `convert --for native` asks it about a teacher that is still to be converted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from deltanet_hf.config import DeltaNetOptions
+from deltanet_hf.families import PREFIX
+
+FORMATS = ("transformers", "mlx", "gguf")
+BY_INTERVAL = ("mlx", "gguf")  # runtimes that derive the kept layers from `full_attention_interval`
+NATIVE_FAMILY = "qwen3_5_text"
+# Families whose decoder layer, attention aside, is Qwen3.5's: two RMSNorms before, a gated MLP, no extra scalings.
+SAME_SKELETON = ("llama", "mistral", "qwen2", "qwen3", "smollm3", NATIVE_FAMILY)
+CONVERT_AGAIN = "convert again with --for native"
+WIRING = {
+    "rope": (False, "the target's linear layers have no rotary embedding"),
+    "qk_activation": ("silu", "the target applies SiLU to q and k"),
+    "v_activation": ("silu", "the target applies SiLU to v"),
+    "output_norm": ("shared", "the target has one output norm weight for all heads"),
+    "output_gate": (True, "the target gates its output"),
+    "gate_bias": (False, "the target's gates have no bias"),
+}
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """One reason why a model cannot be written in some of the formats, and what to do about it."""
+
+    name: str
+    problem: str
+    remedy: str
+    formats: tuple[str, ...] = FORMATS
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.problem}; {self.remedy}"
+
+
+def family_name(config: PreTrainedConfig) -> str:
+    """The teacher's model_type of a converted model's config (or of a teacher's)."""
+    return str(config.model_type).removeprefix(PREFIX)
+
+
+def kept_layers(config: PreTrainedConfig, options: DeltaNetOptions) -> list[int]:
+    """Indices of the layers that keep softmax attention."""
+    return sorted(set(range(config.num_hidden_layers)) - set(options.layers))
+
+
+def fixed_interval(kept: Iterable[int], num_layers: int) -> int | None:
+    """N when the kept layers are exactly N-1, 2N-1, ...; num_layers + 1 when none is kept; None otherwise."""
+    layers = list(kept)
+    interval = layers[0] + 1 if layers else num_layers + 1
+    return interval if layers == list(range(interval - 1, num_layers, interval)) else None
+
+
+def export_obstacles(config: PreTrainedConfig) -> list[Obstacle]:
+    """Everything that stands between a converted model and the export formats; empty when it can be exported."""
+    options = DeltaNetOptions.from_dict(config.deltanet)
+    return [*_skeleton(config), *_wiring(config, options), *_kept(config, kept_layers(config, options))]
+
+
+def native_obstacles(teacher_config: PreTrainedConfig, layers: Iterable[int]) -> list[Obstacle]:
+    """The same for a teacher whose `layers` are to be converted in the native profile."""
+    options = DeltaNetOptions.native(layers)
+    return [*_skeleton(teacher_config), *_kept(teacher_config, kept_layers(teacher_config, options))]
+
+
+def _skeleton(config: Any) -> list[Obstacle]:
+    family = family_name(config)
+    if family not in SAME_SKELETON:
+        others = ", ".join(SAME_SKELETON)
+        return [
+            Obstacle(
+                "family",
+                f"a {family} decoder layer has norms, scalings or projections that the target has no place for",
+                f"serve it with deltanet_hf, or convert a teacher of one of the families {others}",
+            )
+        ]
+    found = []
+    if config.hidden_act != "silu":
+        problem = f"the MLP's activation is {config.hidden_act}, the target's is silu for MLP and convolution alike"
+        found.append(Obstacle("hidden_act", problem, "serve it with deltanet_hf"))
+    if getattr(config, "mlp_bias", False):
+        found.append(Obstacle("mlp_bias", "the target's MLP has no biases", "serve it with deltanet_hf"))
+    if getattr(config, "attention_bias", False) and family != NATIVE_FAMILY:
+        problem = "the teacher's output projection has a bias, the target's has none"
+        found.append(Obstacle("attention_bias", problem, "serve it with deltanet_hf"))
+    return found
+
+
+def _wiring(config: Any, options: DeltaNetOptions) -> list[Obstacle]:
+    family = family_name(config)
+    found = [
+        Obstacle(f"deltanet.{name}", f"{why}, the model has {getattr(options, name)!r}", CONVERT_AGAIN)
+        for name, (wanted, why) in WIRING.items()
+        if getattr(options, name) != wanted
+    ]
+    if options.conv_size == 0:
+        problem = "the target has a short convolution on q, k and v, the model none"
+        found.append(Obstacle("deltanet.conv_size", problem, CONVERT_AGAIN))
+    if options.qk_norm and family == "qwen3":
+        problem = "the target's linear layers have no learned q/k norms"
+        found.append(Obstacle("deltanet.qk_norm", problem, CONVERT_AGAIN))
+    if options.profile != "native" and (family == "qwen2" or getattr(config, "attention_bias", False)):
+        problem = "q, k and v have biases, the target's have none"
+        found.append(Obstacle("deltanet.profile", problem, CONVERT_AGAIN))
+    return found
+
+
+def _kept(config: Any, kept: list[int]) -> list[Obstacle]:
+    family = family_name(config)
+    if not kept or family not in SAME_SKELETON:
+        return []
+    if family not in ("qwen3", NATIVE_FAMILY):
+        return [
+            Obstacle(
+                "kept layers",
+                f"layers {kept} keep {family}'s softmax attention, and the target's always has q/k norms",
+                "convert every layer (--layers all), or take a Qwen3 teacher",
+            )
+        ]
+    found = []
+    types = getattr(config, "layer_types", None) or []
+    sliding = [i for i in kept if i < len(types) and types[i] == "sliding_attention"]
+    if sliding:
+        problem = f"kept layers {sliding} attend within a sliding window, the target's attend to everything"
+        found.append(Obstacle("sliding window", problem, "convert those layers too"))
+    rope_type = (config.rope_parameters or {}).get("rope_type", "default")
+    if rope_type != "default":
+        problem = f"the kept layers' rotary embedding is of type {rope_type}, which was only tried as default"
+        remedy = "take --format transformers, or set rope_parameters back to default for short contexts"
+        found.append(Obstacle("rope_parameters", problem, remedy, BY_INTERVAL))
+    if fixed_interval(kept, config.num_hidden_layers) is None:
+        problem = f"kept layers {kept} are not N-1, 2N-1, ..., and these runtimes know only a fixed interval"
+        remedy = "take --format transformers, or convert with --layers every:N"
+        found.append(Obstacle("interval", problem, remedy, BY_INTERVAL))
+    return found

@@ -1,0 +1,209 @@
+"""A converted model and its export are the same function, and the export can be undone bit for bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
+
+from deltanet_convert.export.import_native import plan_import, write_import
+from deltanet_convert.export.norms import centre, divide_columns, fold_factors, loses_bits, multiply_columns
+from tiny_export import EVERY_OTHER, exported, native_model, randomise, saved
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama, every layer": ("llama", {}),
+    "llama, tied": ("llama", {"tie_word_embeddings": True}),
+    "mistral": ("mistral", {}),
+    "qwen2": ("qwen2", {}),
+    "smollm3": ("smollm3", {"no_rope_layers": [1, 1, 0, 1]}),
+    "qwen3, hybrid": ("qwen3", {"layers": EVERY_OTHER}),
+    "qwen3, hybrid, tied": ("qwen3", {"layers": EVERY_OTHER, "tie_word_embeddings": True}),
+    "qwen3, hybrid, uneven": ("qwen3", {"layers": (1, 2)}),
+    "grouped states": ("qwen3", {"layers": EVERY_OTHER, "wiring": {"expand_kv": False}}),
+    "three taps": ("llama", {"wiring": {"conv_size": 3}}),
+    "head size 64": ("qwen3", {"layers": (0,), "num_hidden_layers": 2, "head_dim": 64}),
+    "head size 128": ("qwen3", {"layers": (0,), "num_hidden_layers": 2, "head_dim": 128}),
+}
+
+
+def build(case: str) -> PreTrainedModel:
+    model_type, changes = CASES[case]
+    return native_model(model_type, **changes)
+
+
+def token_ids(rows: int = 2, length: int = 70) -> torch.Tensor:
+    return torch.randint(3, 97, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+def load(folder: Path, **kwargs: Any) -> Any:
+    model, report = Qwen3_5ForCausalLM.from_pretrained(folder, output_loading_info=True, **kwargs)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    return model.eval()
+
+
+def restored(folder: Path, out: Path) -> Path:
+    plan = plan_import(folder, None, 10**9)
+    write_import(plan, out, resume=False, overwrite=False, progress=lambda done, total: None)
+    return out
+
+
+def assert_same_tensors(first: Path, second: Path) -> None:
+    one, two = load_file(first / "model.safetensors"), load_file(second / "model.safetensors")
+    assert one.keys() == two.keys()
+    for name, tensor in one.items():
+        assert tensor.dtype == two[name].dtype, name
+        assert torch.equal(tensor, two[name]), name
+
+
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_logits_are_ours(case: str, tmp_path: Path) -> None:
+    model = build(case)
+    theirs = load(exported(saved(model, tmp_path / "model"), tmp_path / "out"))
+    ids = token_ids()
+    difference = (model(ids).logits - theirs(ids).logits).abs().max()
+    assert difference <= 1e-4
+
+
+@pytest.mark.parametrize("case", ["llama, tied", "qwen3, hybrid", "grouped states"])
+@torch.no_grad()
+def test_decoding_continues_the_prefill(case: str, tmp_path: Path) -> None:
+    """Token by token, the export gives what ours gives at once; fully converted models too, by their idle layer."""
+    model = build(case)
+    theirs = load(exported(saved(model, tmp_path / "model"), tmp_path / "out"))
+    ids = token_ids(length=12)
+    wanted = model(ids).logits
+    first = theirs(ids[:, :5], use_cache=True)
+    cache, logits = first.past_key_values, [first.logits]
+    for i in range(5, 12):
+        step = theirs(ids[:, i : i + 1], past_key_values=cache, use_cache=True)
+        logits.append(step.logits)
+    assert (torch.cat(logits, dim=1) - wanted).abs().max() <= 1e-4
+    greedy = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(model.generate(ids, **greedy), theirs.generate(ids, **greedy))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", CASES)
+def test_import_gives_the_same_bits_back(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    model = build(case).to(dtype)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("A_log", "dt_bias")):
+            parameter.data = parameter.data.float()
+    before = saved(model, tmp_path / "model")
+    after = restored(exported(before, tmp_path / "out"), tmp_path / "back")
+    assert_same_tensors(before, after)
+    first, second = (json.loads((folder / "config.json").read_text()) for folder in (before, after))
+    assert first == second
+
+
+@torch.no_grad()
+def test_bfloat16_norms_keep_every_bit(tmp_path: Path) -> None:
+    """The export in bfloat16, computed in float32, is the bfloat16 model computed in float32."""
+    folder = saved(native_model("qwen3", EVERY_OTHER, tie_word_embeddings=True).bfloat16(), tmp_path / "model")
+    out = exported(folder, tmp_path / "out")
+    stored = load_file(out / "model.safetensors")
+    assert stored["model.layers.0.input_layernorm.weight"].dtype == torch.bfloat16
+    assert stored["model.layers.1.self_attn.q_norm.weight"].dtype == torch.float32
+    ours = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    theirs, ids = load(out, dtype=torch.float32), token_ids()
+    assert (ours(ids).logits - theirs(ids).logits).abs().max() <= 1e-4
+
+
+def test_powers_of_two_move_only_where_bits_would_be_lost() -> None:
+    weight = torch.tensor([0.2, -0.7, 0.5, 1.3, 2.7, 0.0]).bfloat16()
+    factors = fold_factors(weight, torch.bfloat16)
+    assert factors is not None
+    assert factors.tolist() == [4.0, -1.0, 1.0, 1.0, 1.0, 1.0]
+    assert loses_bits(weight, torch.bfloat16).tolist() == [True, True, False, False, False, False]
+    assert torch.equal(centre(weight * factors, torch.bfloat16).float() + 1, weight.float() * factors)
+    matrix = torch.randn(3, 6).bfloat16()
+    moved = divide_columns(matrix, factors, "w")
+    assert torch.equal(moved.float() * factors, matrix.float())
+    assert torch.equal(multiply_columns(moved, factors), matrix)
+    assert fold_factors(torch.tensor([0.75, 1.0]), torch.bfloat16) is None
+
+
+@pytest.mark.parametrize("case", ["llama, tied", "qwen3, hybrid, tied"])
+def test_head_is_written_apart_only_where_the_final_norm_needs_it(case: str, tmp_path: Path) -> None:
+    model = build(case).bfloat16()
+    out = exported(saved(model, tmp_path / "model"), tmp_path / "untied")
+    assert "lm_head.weight" in load_file(out / "model.safetensors")
+    assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is False
+    with torch.no_grad():
+        model.model.norm.weight.clamp_(min=0.5)
+    out = exported(saved(model, tmp_path / "other"), tmp_path / "tied")
+    assert "lm_head.weight" not in load_file(out / "model.safetensors")
+    assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is True
+
+
+def test_dtype_is_the_one_asked_for(tmp_path: Path) -> None:
+    out = exported(saved(build("qwen3, hybrid"), tmp_path / "model"), tmp_path / "out", dtype=torch.bfloat16)
+    stored = load_file(out / "model.safetensors")
+    wide = {name for name, tensor in stored.items() if tensor.dtype == torch.float32}
+    assert {name.split(".")[-2] if name.endswith("weight") else name.split(".")[-1] for name in wide} == {
+        "q_norm",
+        "k_norm",
+        "A_log",
+        "dt_bias",
+    }
+    assert {tensor.dtype for tensor in stored.values()} == {torch.float32, torch.bfloat16}
+    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_config_says_what_every_runtime_reads(tmp_path: Path) -> None:
+    hybrid = exported(saved(build("qwen3, hybrid"), tmp_path / "model"), tmp_path / "out")
+    config = json.loads((hybrid / "config.json").read_text())
+    assert config["model_type"] == "qwen3_5_text"
+    assert config["architectures"] == ["Qwen3_5ForCausalLM"]
+    assert config["layer_types"] == ["linear_attention", "full_attention"] * 2
+    assert config["full_attention_interval"] == 2
+    assert config["rope_parameters"]["partial_rotary_factor"] == 1.0
+    assert sum(config["rope_parameters"]["mrope_section"]) == config["head_dim"] // 2
+    assert "deltanet" not in config
+    whole = exported(saved(build("llama, every layer"), tmp_path / "whole"), tmp_path / "mlx", style="mlx")
+    config = json.loads((whole / "config.json").read_text())
+    assert config["model_type"] == "qwen3_5"
+    assert config["num_hidden_layers"] == 5  # the idle layer counts tokens
+    assert config["full_attention_interval"] == 5
+
+
+def test_folder_is_complete(tmp_path: Path) -> None:
+    source = saved(build("llama, every layer"), tmp_path / "model")
+    (source / "LICENSE").write_text("terms")
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    (source / "README.md").write_text("---\nlicense: mit\n---\n# Mine\n")
+    out = exported(source, tmp_path / "out", shard_size=20_000)
+    assert (out / "LICENSE").read_text() == "terms"
+    assert (out / "chat_template.jinja").read_text() == "{{ messages }}"
+    card = (out / "README.md").read_text()
+    assert card.startswith("---\nlicense: mit\n---\n")
+    assert "Qwen3_5ForCausalLM" in card
+    assert "# Mine" in card
+    assert (out / "generation_config.json").exists()
+    assert len(list(out.glob("model-*-of-*.safetensors"))) > 1
+    text = "every word, 1 2 3"
+    assert (
+        AutoTokenizer.from_pretrained(out)(text)["input_ids"]
+        == AutoTokenizer.from_pretrained(source)(text)["input_ids"]
+    )
+    assert load(out).config.num_hidden_layers == 5
+
+
+def test_trained_export_is_not_undone_silently(tmp_path: Path) -> None:
+    from deltanet_hf.errors import UserError
+
+    out = exported(saved(build("grouped states"), tmp_path / "model"), tmp_path / "out")
+    model = load(out)
+    randomise(model, seed=3)
+    model.save_pretrained(out)
+    with pytest.raises(UserError, match=r"export\.json"):
+        restored(out, tmp_path / "back")
+    assert not (tmp_path / "back").exists()

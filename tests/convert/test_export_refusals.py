@@ -1,0 +1,146 @@
+"""Every model that cannot be exported is refused before any work, by the name of the obstacle and with a remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from deltanet_convert.export.command import export_command, refuse_obstacles
+from deltanet_convert.export.obstacles import FORMATS, export_obstacles, fixed_interval, native_obstacles
+from deltanet_hf import DeltaNetOptions, converted_config
+from deltanet_hf.cli import build_app
+from deltanet_hf.errors import UserError
+from deltanet_hf.families import FAMILIES
+from tiny_export import EVERY_OTHER, SIZES, native_model, native_options, saved
+from tiny_models import teacher_config
+
+ALL = (0, 1, 2, 3)
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+SLIDING = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}
+
+
+def config(model_type: str, layers: tuple[int, ...] = ALL, wiring: dict[str, Any] | None = None, **changes: Any) -> Any:
+    config_class: Any = FAMILIES[model_type].config_class
+    teacher = config_class(**{**SIZES, **changes})
+    return converted_config(teacher, native_options(layers, wiring))
+
+
+REFUSED: dict[str, tuple[Any, str, tuple[str, ...]]] = {
+    "hidden_act": (config("llama", hidden_act="gelu"), "hidden_act", FORMATS),
+    "mlp_bias": (config("llama", mlp_bias=True), "mlp_bias", FORMATS),
+    "attention_bias": (config("llama", attention_bias=True), "attention_bias", FORMATS),
+    "rope": (config("llama", wiring={"rope": True}), "deltanet.rope", FORMATS),
+    "q/k norms": (config("qwen3", wiring={"qk_norm": True}), "deltanet.qk_norm", FORMATS),
+    "no convolution": (config("llama", wiring={"conv_size": 0}), "deltanet.conv_size", FORMATS),
+    "no q/k SiLU": (config("llama", wiring={"qk_activation": "none"}), "deltanet.qk_activation", FORMATS),
+    "no v SiLU": (config("llama", wiring={"v_activation": "none"}), "deltanet.v_activation", FORMATS),
+    "norm per head": (config("llama", wiring={"output_norm": "per_head"}), "deltanet.output_norm", FORMATS),
+    "no gate": (config("llama", wiring={"output_gate": False}), "deltanet.output_gate", FORMATS),
+    "gate bias": (config("llama", wiring={"gate_bias": True}), "deltanet.gate_bias", FORMATS),
+    "q/k/v bias": (config("qwen2", wiring={"profile": "teacher"}), "deltanet.profile", FORMATS),
+    "llama hybrid": (config("llama", EVERY_OTHER), "kept layers", FORMATS),
+    "sliding window": (config("qwen3", EVERY_OTHER, **SLIDING), "sliding window", FORMATS),
+    "yarn": (config("qwen3", EVERY_OTHER, rope_parameters=YARN), "rope_parameters", ("mlx", "gguf")),
+    "uneven": (config("qwen3", (1, 2)), "interval", ("mlx", "gguf")),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_obstacle_is_named_with_its_remedy(case: str) -> None:
+    refused, name, formats = REFUSED[case]
+    found = [obstacle for obstacle in export_obstacles(refused) if obstacle.name == name]
+    assert len(found) == 1
+    assert found[0].formats == formats
+    assert found[0].remedy
+
+
+@pytest.mark.parametrize("model_type", ["olmo2", "olmo3", "granite", "gemma2", "gemma3_text", "phi3"])
+def test_families_with_another_skeleton_are_refused(model_type: str) -> None:
+    teacher = teacher_config(model_type)
+    assert [obstacle.name for obstacle in native_obstacles(teacher, ALL)] == ["family"]
+    converted = converted_config(teacher, DeltaNetOptions.native(ALL))
+    assert "family" in [obstacle.name for obstacle in export_obstacles(converted)]
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "smollm3"])
+def test_fully_converted_models_have_no_obstacle(model_type: str) -> None:
+    assert export_obstacles(config(model_type)) == []
+    assert native_obstacles(FAMILIES[model_type].config_class(**SIZES), ALL) == []
+
+
+def test_hybrids_before_conversion() -> None:
+    assert native_obstacles(FAMILIES["qwen3"].config_class(**SIZES), EVERY_OTHER) == []
+    named = [o.name for o in native_obstacles(FAMILIES["mistral"].config_class(**SIZES), EVERY_OTHER)]
+    assert named == ["kept layers"]
+
+
+@pytest.mark.parametrize(
+    ("kept", "layers", "interval"), [([], 4, 5), ([1, 3], 4, 2), ([2], 4, 3), ([0, 1], 2, 1), ([0, 3], 4, None)]
+)
+def test_interval(kept: list[int], layers: int, interval: int | None) -> None:
+    assert fixed_interval(kept, layers) == interval
+
+
+def test_refusal_lists_every_obstacle(tmp_path: Path) -> None:
+    folder = saved(native_model("llama", EVERY_OTHER, wiring={"gate_bias": True}), tmp_path / "model")
+    with pytest.raises(UserError) as caught:
+        refuse_obstacles(folder, "gguf")
+    assert "deltanet.gate_bias" in str(caught.value)
+    assert "kept layers" in str(caught.value)
+    with pytest.raises(UserError, match="kept layers"):
+        export_command(str(folder), tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+
+
+def test_check_says_which_formats_are_possible(tmp_path: Path) -> None:
+    folder = saved(native_model("qwen3", (1, 2)), tmp_path / "model")
+    result = CliRunner().invoke(build_app("export"), ["export", str(folder), "--check"])
+    assert result.exit_code == 0
+    assert "transformers: yes" in result.output
+    assert "mlx: no" in result.output
+    assert "interval" in result.output
+    whole = saved(native_model("llama"), tmp_path / "whole")
+    result = CliRunner().invoke(build_app("export"), ["export", str(whole), "--check"])
+    assert result.output.split() == ["transformers:", "yes", "mlx:", "yes", "gguf:", "yes"]
+
+
+def test_teachers_and_strangers_are_refused(tmp_path: Path) -> None:
+    teacher = FAMILIES["llama"].model_class(FAMILIES["llama"].config_class(**SIZES))
+    teacher.save_pretrained(tmp_path / "teacher")
+    with pytest.raises(UserError, match=r"deltanet-hf convert"):
+        export_command(str(tmp_path / "teacher"), tmp_path / "out")
+    with pytest.raises(UserError, match="GGUF"):
+        export_command("model.gguf", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"style": "onnx"}, "--format"), ({"dtype": "int4"}, "--dtype"), ({"dtype": "q8_0"}, "--dtype")],
+)
+def test_options_are_checked(options: dict[str, str], message: str, tmp_path: Path) -> None:
+    folder = saved(native_model("llama"), tmp_path / "model")
+    with pytest.raises(UserError, match=message):
+        export_command(str(folder), tmp_path / "out", **options)
+
+
+def test_output_may_not_lie_in_the_model(tmp_path: Path) -> None:
+    folder = saved(native_model("llama"), tmp_path / "model")
+    with pytest.raises(UserError, match="OUT"):
+        export_command(str(folder))
+    with pytest.raises(UserError, match="lies in"):
+        export_command(str(folder), folder / "inner")
+
+
+def test_float16_that_underflows_is_refused(tmp_path: Path) -> None:
+    model = native_model("llama").half()
+    with torch.no_grad():
+        model.model.layers[1].input_layernorm.weight.fill_(-1e-3)
+        model.model.layers[1].self_attn.q_proj.weight.fill_(3e-7)
+    folder = saved(model, tmp_path / "model")
+    with pytest.raises(UserError, match="underflows; choose --dtype"):
+        export_command(str(folder), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
