@@ -25,7 +25,7 @@ from deltanet_hf.errors import UserError
 from tiny_conversion import quick_start, teacher_folder, tiny_conversion
 
 CHANGES = ("fsync", "replace", "pwrite", "truncate", "unlink", "rmdir", "mkdir", "posix_fallocate")
-LAST = 14  # calls that are all tried: the publishing and the tidying up
+LAST = 10  # calls that are all tried: the publishing and the tidying up
 
 
 def digest(folder: Path) -> dict[str, str]:
@@ -80,10 +80,11 @@ def main(mode: str, folder: Path, points: int) -> None:
     def run(**options: Any) -> None:
         tiny_conversion(teacher, out, **seeds, **options)
 
+    tiny_conversion(teacher, out, seed=2)  # imports everything, before any fork
+    old = digest(out)
+    shutil.move(out, folder / "old")
     if mode == "overwrite":
-        tiny_conversion(teacher, out, seed=2)
-        old = digest(out)
-        shutil.copytree(out, folder / "old")
+        shutil.copytree(folder / "old", out)
     again: dict[str, Any] = {"overwrite": True} if mode == "overwrite" else {}
 
     def counted() -> None:
@@ -94,7 +95,8 @@ def main(mode: str, folder: Path, points: int) -> None:
     assert in_child(counted) == 0
     total, wanted = int((folder / "calls").read_text()), digest(out)
     shutil.rmtree(out)
-    chosen = sorted({1 + i * (total - 1) // (points - 1) for i in range(points)} | set(range(total - LAST, total + 1)))
+    spread = {1 + i * (total - 1) // (points - 1) for i in range(points)}
+    chosen = sorted(spread if mode == "twice" else spread | set(range(total - LAST, total + 1)))
     found = []
     for n in chosen:
         shutil.rmtree(out, ignore_errors=True)

@@ -77,9 +77,7 @@ def held_out_ids(job: Any) -> torch.Tensor:
     ],
 )
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "olmo2", "phi3"])
-def test_wrong_head_mapping_is_caught(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, wrong: Any
-) -> None:
+def test_wrong_head_mapping_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, wrong: Any) -> None:
     monkeypatch.setattr(layer_step, "initialise_layer", quick_start)
     monkeypatch.setattr(copy_weights, "expand_heads", wrong)
     teacher = teacher_folder(tmp_path / "teacher", family)
