@@ -15,6 +15,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ def main(mode: str, folder: Path, points: int) -> None:
 
         result: dict[str, Any] = {"point": n, "killed": os.WIFSIGNALED(in_child(killed))}
         if mode == "twice":
-            result["killed again"] = os.WIFSIGNALED(in_child(lambda: killed(max(1, n // 2), resume=True)))
+            result["killed again"] = os.WIFSIGNALED(in_child(partial(killed, max(1, n // 2), resume=True)))
         states = {None: "absent", json.dumps(wanted): "complete"}
         if mode == "overwrite":
             states[json.dumps(old)] = "old"

@@ -166,7 +166,7 @@ def test_resume_with_nothing_to_resume_starts(teacher: Path, tmp_path: Path) -> 
 def test_existing_target_is_kept(teacher: Path, tmp_path: Path) -> None:
     tiny_conversion(teacher, tmp_path / "out")
     before = digest(tmp_path / "out")
-    with pytest.raises(UserError, match="out: exists; .*--overwrite"):
+    with pytest.raises(UserError, match=r"out: exists; .*--overwrite"):
         tiny_conversion(teacher, tmp_path / "out", seed=1)
     assert digest(tmp_path / "out") == before
     assert not (tmp_path / ".out.incomplete").exists()
@@ -232,7 +232,7 @@ def test_full_disk_loses_nothing(
 
 def test_too_little_disk_is_noticed_first(teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 1000))
-    with pytest.raises(UserError, match="needs 0.07 GB but its disk has 0.00 GB free"):
+    with pytest.raises(UserError, match=r"needs 0\.07 GB but its disk has 0\.00 GB free"):
         tiny_conversion(teacher, tmp_path / "out")
     assert not (tmp_path / ".out.incomplete").exists()
 

@@ -1,0 +1,142 @@
+"""`deltanet-hf convert` as it is typed: output, exit codes, no tracebacks."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from deltanet_convert import copy_weights, layer_step
+from deltanet_hf.cli import main
+from tiny_conversion import TOKENS, quick_start, teacher_folder, text_file
+
+
+@pytest.fixture
+def teacher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(layer_step, "initialise_layer", quick_start)
+    return teacher_folder(tmp_path / "teacher", "llama", num_hidden_layers=2)
+
+
+def typed(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["deltanet-hf", "convert", *map(str, arguments)])
+    monkeypatch.setenv("COLUMNS", "200")
+    try:
+        main()
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    return 0
+
+
+def test_conversion(
+    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = text_file(tmp_path)
+    code = typed(monkeypatch, teacher, tmp_path / "out", "--text", text, "--calibration-tokens", TOKENS)
+    printed = capsys.readouterr().out
+    assert code == 0
+    assert "Gated DeltaNet" in printed
+    assert "relative MSE" in printed
+    assert "perplexity" in printed
+    assert (tmp_path / "out" / "config.json").exists()
+
+
+def test_default_text_is_announced(
+    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert typed(monkeypatch, teacher, tmp_path / "out", "--calibration-tokens", TOKENS) == 0
+    assert "text shipped with deltanet-hf" in capsys.readouterr().out
+    assert "shipped" in json.loads((tmp_path / "out" / "conversion.json").read_text())["text"]["source"]
+
+
+def test_dry_run_prints_the_plan_and_writes_nothing(
+    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    assert typed(monkeypatch, teacher, tmp_path / "out", "--dry-run", "--layers", "every:2") == 0
+    printed = capsys.readouterr().out
+    assert "stays softmax" in printed
+    assert "131,072" in printed
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_json_is_all_that_stdout_holds(
+    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert typed(monkeypatch, teacher, tmp_path / "out", "--dry-run", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["converted_layers"] == [0, 1]
+    text = text_file(tmp_path)
+    assert typed(monkeypatch, teacher, tmp_path / "out", "--json", "--text", text, "--calibration-tokens", 128) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads((tmp_path / "out" / "conversion.json").read_text())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--layers", "keep:9"],
+        ["--profile", "other"],
+        ["--dtype", "int4"],
+        ["--shard-size", "many"],
+        ["--text", "missing.txt"],
+        ["--calibration-tokens", "100000000"],
+    ],
+)
+def test_user_errors_are_one_line_and_exit_code_2(
+    teacher: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+) -> None:
+    assert typed(monkeypatch, teacher, tmp_path / "out", *arguments) == 2
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("error: ")
+    assert arguments[0] in error
+    assert "\n" not in error
+    assert [file.name for file in tmp_path.iterdir() if file.name != "teacher"] == []
+
+
+def test_bad_teacher_is_exit_code_2(
+    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = load_file(teacher / "model.safetensors")
+    weights.pop("model.norm.weight")
+    save_file(weights, teacher / "model.safetensors")
+    assert typed(monkeypatch, teacher, tmp_path / "out") == 2
+    assert "model.norm.weight" in capsys.readouterr().err
+
+
+def test_teacher_without_tokenizer_is_exit_code_2(
+    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (teacher / name).unlink()
+    assert typed(monkeypatch, teacher, tmp_path / "out") == 2
+    assert "tokenizer" in capsys.readouterr().err
+
+
+def test_failed_verification_is_exit_code_1(
+    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = lambda rows, head_dim, times: rows.repeat_interleave(times, dim=0)  # noqa: E731
+    monkeypatch.setattr(copy_weights, "expand_heads", wrong)
+    text = text_file(tmp_path)
+    code = typed(monkeypatch, teacher, tmp_path / "out", "--text", text, "--calibration-tokens", TOKENS)
+    assert code == 1
+    assert "softmax attention with the expanded weights" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_interruption_is_exit_code_130_and_resumable(
+    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    arguments = [teacher, tmp_path / "out", "--text", text_file(tmp_path), "--calibration-tokens", TOKENS]
+    with monkeypatch.context() as patch:
+        patch.setattr(layer_step, "initialise_layer", interrupt)
+        assert typed(monkeypatch, *arguments) == 130
+    assert typed(monkeypatch, *arguments, "--resume") == 0

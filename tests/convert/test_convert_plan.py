@@ -1,0 +1,117 @@
+"""The plan's figures against the models themselves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import DynamicCache
+
+from deltanet_convert.plan import CONTEXTS, Plan, make_plan, sliding_window
+from deltanet_convert.plan_view import count, index_ranges, print_plan, size
+from deltanet_convert.teacher import open_teacher
+from deltanet_hf import DeltaNetOptions
+from deltanet_hf.families import FAMILIES
+from tiny_models import HYBRID, LAYERS, teacher_config, tiny_student, tiny_teacher
+
+
+def planned(folder: Path, family: str, profile: str, layers: tuple[int, ...], **changes: Any) -> Plan:
+    tiny_teacher(family).save_pretrained(folder)
+    wiring = DeltaNetOptions.preset(profile, layers, **changes)
+    return make_plan(open_teacher(folder), wiring, torch.float32, 10**9, 256)
+
+
+@pytest.mark.parametrize("profile", ["teacher", "native"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameters_are_those_of_the_models(tmp_path: Path, family: str, profile: str) -> None:
+    plan = planned(tmp_path, family, profile, HYBRID)
+    student = tiny_student(family, profile, HYBRID)
+    assert plan.parameters == sum(p.numel() for p in student.parameters())
+    assert plan.teacher_parameters == sum(p.numel() for p in tiny_teacher(family).parameters())
+    assert [layer.index for layer in plan.layers if layer.converted] == list(HYBRID)
+    for layer, module in zip(plan.layers, student.model.layers, strict=True):
+        assert layer.copied + layer.expanded + layer.created == sum(p.numel() for p in module.parameters())
+        if not layer.converted:
+            assert layer.expanded == layer.created == layer.dropped == 0
+
+
+def test_what_is_copied_expanded_created_and_dropped(tmp_path: Path) -> None:
+    native, teacher = (planned(tmp_path / p, "qwen3", p, (0,)).layers[0] for p in ("native", "teacher"))
+    hidden, heads, kv, size_, inner = 32, 4, 2, 16, 48
+    attention = 2 * hidden * heads * size_  # q and o
+    rest = 3 * hidden * inner + 2 * hidden  # MLP, two norms
+    assert native.expanded == teacher.expanded == 2 * hidden * heads * size_  # k and v, twice as many heads
+    assert native.dropped == 2 * size_  # q and k norms
+    assert teacher.dropped == 0
+    assert native.copied == attention + rest
+    assert teacher.copied == attention + rest + 2 * size_
+    gates = 2 * hidden * heads + hidden * heads * size_ + 2 * heads  # a, b, g, decay
+    assert native.created == gates + 4 * 3 * heads * size_ + size_  # convolution, shared norm
+    assert teacher.created == gates + heads + heads * size_ + heads * size_  # gate biases, norm per head
+    assert kv < heads
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "olmo3", "llama"])
+def test_kv_cache_of_windows_is_what_transformers_keeps(tmp_path: Path, family: str) -> None:
+    plan, model = planned(tmp_path, family, "teacher", HYBRID), tiny_teacher(family)
+    length = 33
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(torch.ones(1, length, dtype=torch.int64), past_key_values=cache)
+    for layer, kept in zip(plan.layers, cache.layers, strict=True):
+        # transformers keeps one token less than the window: the next one's place.
+        tokens = layer.window - 1 if layer.window else length
+        assert kept.keys.numel() + kept.values.numel() == tokens * layer.kv_bytes_per_token // 4
+        assert layer.kv_bytes(10**6) == layer.kv_bytes_per_token * (layer.window or 10**6)
+
+
+@pytest.mark.parametrize(("profile", "changes"), [("teacher", {}), ("native", {}), ("teacher", {"expand_kv": False})])
+def test_state_bytes_are_what_the_layer_keeps(tmp_path: Path, profile: str, changes: dict[str, Any]) -> None:
+    plan = planned(tmp_path, "qwen3", profile, tuple(range(LAYERS)), **changes)
+    model = tiny_student("qwen3", profile, **changes)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(torch.ones(1, 9, dtype=torch.int64), past_key_values=cache)
+    for layer, kept in zip(plan.layers, cache.layers, strict=True):
+        tail = 0 if kept.conv_tail is None else kept.conv_tail.nbytes
+        assert layer.state_bytes == kept.state.nbytes + tail
+        assert layer.cache_bytes(10) == layer.cache_bytes(10**6) == layer.state_bytes
+
+
+def test_hybrid_cache_adds_both_kinds(tmp_path: Path) -> None:
+    plan = planned(tmp_path, "llama", "teacher", HYBRID)
+    state, kv = plan.layers[0].state_bytes, plan.layers[1].kv_bytes_per_token
+    for row, context in zip(plan.cache_table(), CONTEXTS, strict=True):
+        assert row == {"context": context, "teacher": 4 * kv * context, "converted": 2 * state + 2 * kv * context}
+
+
+def test_windows_by_layer() -> None:
+    gemma, mistral, llama = (teacher_config(family) for family in ("gemma2", "mistral", "llama"))
+    assert [sliding_window(gemma, i) for i in range(LAYERS)] == [8, None, 8, None]
+    assert sliding_window(mistral, 1) == 8
+    assert sliding_window(llama, 1) is None
+
+
+def test_plan_is_printable_and_json(tmp_path: Path) -> None:
+    plan = planned(tmp_path, "gemma2", "native", HYBRID)
+    value = json.loads(json.dumps(plan.to_json()))
+    assert value["converted_layers"] == list(HYBRID)
+    assert value["bytes"] == plan.layout.nbytes
+    assert value["peak_memory_bytes"] > value["bytes"]
+    console = Console(record=True, width=160)
+    print_plan(plan, console)
+    text = console.export_text()
+    assert "0, 2" in text
+    assert "1, 3" in text
+    assert "131,072" in text
+    assert "stays softmax" in text
+
+
+def test_short_forms() -> None:
+    assert index_ranges([0, 1, 2, 4, 6, 7]) == "0-2, 4, 6-7"
+    assert [size(n) for n in (0, 999, 1500, 2_000_000, 10**9)] == ["0 B", "999 B", "1.5 kB", "2.0 MB", "1.0 GB"]
+    assert [count(n) for n in (7, 1500, 134_515_008, 8_030_000_000)] == ["7", "1.50k", "134.52M", "8.03B"]

@@ -1,0 +1,113 @@
+"""Calibration text: three kinds of file, two disjoint parts, clear refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from deltanet_convert.text import CHARS_PER_TOKEN, CalibrationText, read_text, tokenise
+from deltanet_hf.errors import UserError
+from tiny_conversion import tiny_tokenizer
+
+DOCUMENTS = ["First document.", "Second, with a line\nbreak.", "Third: 1 2 3."]
+
+
+def test_three_kinds_of_file(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("\n".join(DOCUMENTS))
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": t, "id": 1}) for t in DOCUMENTS) + "\n\n")
+    pq.write_table(pa.table({"text": DOCUMENTS, "id": [1, 2, 3]}), tmp_path / "a.parquet")
+    assert read_text(tmp_path / "a.txt", 100) == ["\n".join(DOCUMENTS)]
+    assert read_text(tmp_path / "a.jsonl", 100) == DOCUMENTS
+    assert read_text(tmp_path / "a.parquet", 100) == DOCUMENTS
+
+
+def test_a_corpus_is_not_read_to_its_end(tmp_path: Path) -> None:
+    line = json.dumps({"text": "x" * 10_000})
+    (tmp_path / "a.jsonl").write_text("\n".join([line] * 300 + ["not JSON, and never reached"]))
+    found = read_text(tmp_path / "a.jsonl", 10)
+    assert sum(map(len, found)) == max(1_000_000, CHARS_PER_TOKEN * 10)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("missing.txt", None, "no such file"),
+        ("missing.parquet", None, "no such file"),
+        ("a.csv", b"a,b", "unknown kind '.csv'"),
+        ("a.txt", b"", "holds no text"),
+        ("a.txt", b" \n ", "holds no text"),
+        ("a.txt", b"\xff\xfe\x00", "not UTF-8"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": ', "line 2 is not JSON"),
+        ("a.jsonl", b'{"content": "a"}', "line 1 has no string under key 'text'"),
+        ("a.jsonl", b'["a"]', "line 1 has no string under key 'text'"),
+        ("a.jsonl", b'{"text": 3}', "line 1 has no string under key 'text'"),
+        ("a.parquet", b"PAR1 no", "not a parquet file"),
+    ],
+)
+def test_refused_files(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message) as caught:
+        read_text(tmp_path / name, 100)
+    assert str(tmp_path / name) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_parquet_without_the_column(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"content": DOCUMENTS}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"no column 'text' \(it has content\)"):
+        read_text(tmp_path / "a.parquet", 100)
+
+
+def numbered(count: int) -> list[str]:
+    """A text whose every 64 characters are different."""
+    return ["".join(f"{i:08d}" for i in range(count))]
+
+
+def drawn(seed: int) -> CalibrationText:
+    return tokenise(numbered(1000), tiny_tokenizer(), 256, seed, "text", 64)
+
+
+def test_the_two_parts_are_disjoint_and_drawn_by_the_seed() -> None:
+    one, same, other = drawn(0), drawn(0), drawn(1)
+    assert one.calibration.shape == (4, 64)
+    calibration = {tuple(row.tolist()) for row in one.calibration}
+    held_out = {tuple(row.tolist()) for row in one.held_out}
+    assert len(calibration) == 4
+    assert not calibration & held_out
+    assert torch.equal(one.calibration, same.calibration)
+    assert torch.equal(one.held_out, same.held_out)
+    assert not torch.equal(one.calibration, other.calibration)
+    assert one.sha256 == other.sha256
+    assert one.sha256 != tokenise(numbered(1001), tiny_tokenizer(), 256, 0, "text", 64).sha256
+
+
+def test_held_out_text_comes_after_all_calibration_text() -> None:
+    text = drawn(3)
+    tokenizer = tiny_tokenizer()
+
+    def first_numbers(rows: torch.Tensor) -> list[int]:
+        return [int(tokenizer.decode(row[:8]).replace(" ", "")) for row in rows]
+
+    assert max(first_numbers(text.calibration)) < min(first_numbers(text.held_out))
+
+
+@pytest.mark.parametrize("length", [64, 512])
+def test_sequences_are_no_longer_than_the_model_allows(length: int) -> None:
+    text = tokenise(numbered(4000), tiny_tokenizer(), 1024, 0, "text", length)
+    assert text.calibration.shape == (1024 // length, length)
+
+
+def test_too_little_text_says_how_much_is_possible() -> None:
+    with pytest.raises(UserError, match="--calibration-tokens 4096.* at most 768"):
+        tokenise(numbered(120), tiny_tokenizer(), 4096, 0, "short.txt", 64)
+
+
+def test_documents_end_with_the_end_token() -> None:
+    text = tokenise(["a" * 63] * 12, tiny_tokenizer(), 64, 0, "text", 64)
+    assert text.calibration[0, -1] == tiny_tokenizer().eos_token_id
