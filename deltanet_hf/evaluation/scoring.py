@@ -16,6 +16,8 @@ _MAX_TOKENS_CUDA = 65536
 _MAX_TOKENS_CPU = 2048
 # Rows of logits normalised in float32 at a time.
 _ROWS = 4096
+# Lengths are padded to multiples of this: kernels specialise on shapes, and thousands of lengths would compile anew.
+_LENGTH_STEP = 16
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ def _score_batch(
     device: torch.device,
 ) -> list[tuple[float, bool]]:
     """Answers for `members` = (row in `batch`, request index)."""
-    length = len(batch[0])
+    length = -(-len(batch[0]) // _LENGTH_STEP) * _LENGTH_STEP
     ids = np.zeros((len(batch), length), dtype=np.int64)
     for row, inputs in enumerate(batch):
         ids[row, : len(inputs)] = inputs

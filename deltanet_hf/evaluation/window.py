@@ -54,7 +54,7 @@ def _mask_builder(window: int, sinks: int) -> Callable[..., Tensor]:
         def keep(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             # Left padding moves the sinks: they are the first real tokens of each row.
             start = 0 if attention_mask is None else attention_mask.bool().int().argmax(dim=1)[batch]
-            return (query - key < window) | (key < start + sinks)
+            return (query < key + window) | (key < start + sinks)
 
         # Without the full mask SDPA would fall back to plain causal attention.
         kwargs["allow_is_causal_skip"] = False

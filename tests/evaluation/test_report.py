@@ -54,7 +54,7 @@ def options(
         texts={"hay": folder / "hay.txt"},
         haystack=folder / "hay.txt",
         suite="tiny",
-        limit=4,
+        limit=3,
         max_length=512,
         device="cpu",
     )
@@ -105,7 +105,7 @@ def test_task_scores_are_lm_evals_own(document: dict[str, Any], options: ReportO
         model=lm,
         tasks=names,
         task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
-        samples={name: draw_rows(name, 6, 4) for name in names},
+        samples={name: draw_rows(name, 6, 3) for name in names},
         bootstrap_iters=10,
     )["results"]
     ours = document["models"][2]["tasks"]
