@@ -39,6 +39,9 @@ COMMANDS = {
     "eval": Subcommand(
         "deltanet_hf.evaluation.command", "evaluate", "Score a model with lm-eval; takes lm-eval's arguments.", PASS_ON
     ),
+    "report": Subcommand(
+        "deltanet_hf.evaluation.command", "report", "Compare a teacher, its students and untrained baselines."
+    ),
     "export": Subcommand(
         "deltanet_convert.export.command", "export_command", "Write a native model for vLLM, mlx-lm, llama.cpp."
     ),
@@ -54,7 +57,7 @@ def build_app(chosen: str | None) -> typer.Typer:
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
-        rich_markup_mode="rich",
+        rich_markup_mode="markdown",
     )
     for name, command in COMMANDS.items():
         function = command.load() if name == chosen else _not_chosen

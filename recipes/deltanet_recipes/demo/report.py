@@ -83,7 +83,7 @@ def _summary(
     seconds: float,
     peak_bytes: int,
 ) -> list[str]:
-    check = conversion["check"]
+    check = conversion["held_out"]
     lines = [
         f"Held-out perplexity: teacher {check['teacher_perplexity']:.1f}, converted with no training "
         f"{check['perplexity']:.1f} (KL {check['kl']:.2f}).",

@@ -1,0 +1,119 @@
+"""The command line: help without heavy imports, one-line errors, exit codes, generation."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from deltanet_hf import cli
+from deltanet_hf.errors import QualityError, UserError
+from tiny_models import tiny_student
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    """Exit status of `deltanet-hf ARGUMENTS`."""
+    monkeypatch.setattr(sys, "argv", ["deltanet-hf", *map(str, arguments)])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    return int(stop.value.code or 0)
+
+
+def test_help_lists_every_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(monkeypatch, "--help") == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in cli.COMMANDS)
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_each_command_has_help(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(monkeypatch, name, "--help") == 0
+    assert "Usage" in capsys.readouterr().out
+
+
+def test_help_imports_no_package_above_the_plugin() -> None:
+    script = (
+        "import sys; from deltanet_hf.cli import build_app; build_app(None)\n"
+        "print([name for name in ('deltanet_convert', 'deltanet_recipes', 'lm_eval') if name in sys.modules])"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=_environment())
+    assert run.stdout.strip() == "[]"
+
+
+def _environment() -> dict[str, str]:
+    return {"PYTHONPATH": ":".join(path for path in sys.path if path)}
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"), [(UserError("a.json: x"), 2, "error: a.json: x"), (QualityError("worse"), 1, "failed")]
+)
+def test_errors_are_one_line_with_a_status(
+    error: Exception, status: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(cli.Subcommand, "load", lambda self: fail)
+    assert call(monkeypatch, "generate") == status
+    shown = capsys.readouterr().err
+    assert shown.startswith(said)
+    assert "Traceback" not in shown
+
+
+def test_interruption_has_its_own_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.Subcommand, "load", lambda self: interrupt)
+    assert call(monkeypatch, "generate") == 130
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("model")
+    tiny_student("llama", "native", (0, 2)).save_pretrained(path)
+    words = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, 97)}
+    backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>").save_pretrained(path)
+    return path
+
+
+def test_generate_prints_text_and_stats(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["deltanet-hf", "generate", str(folder), "--prompt", "w5 w6", "--stats"])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert not stop.value.code
+    shown = capsys.readouterr()
+    assert shown.out.split()
+    assert all(word.startswith(("w", "<")) for word in shown.out.split())
+    assert "tokens/s" in shown.err
+    assert "bytes" in shown.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["no/such/folder", "--prompt", "x"], "no such folder"),
+        (["{folder}", "--prompt", ""], "--prompt"),
+        (["{folder}", "--prompt", "x", "--dtype", "int8"], "--dtype"),
+        (["{empty}", "--prompt", "x"], "config.json: missing"),
+    ],
+)
+def test_generate_refuses(
+    arguments: list[str],
+    said: str,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    places = {"folder": folder, "empty": tmp_path}
+    assert call(monkeypatch, "generate", *(argument.format(**places) for argument in arguments)) == 2
+    assert said in capsys.readouterr().err
