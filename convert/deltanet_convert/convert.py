@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,9 +35,7 @@ from .writer import ShardWriter
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "head"  # the step after the last layer
-SOFTMAX_TOLERANCE = (
-    1e-4  # float32 rounding over one attention layer, with a wide margin; wrong wiring gives about 1
-)
+SOFTMAX_TOLERANCE = 1e-4  # float32 rounding over one attention layer, with a wide margin; wrong wiring gives about 1
 Progress = Callable[[int, int, str, dict[str, Any]], None]  # layers done, layers in all, what, figures
 
 
@@ -62,13 +61,25 @@ def prepare(teacher: str, out: Path, options: ConvertOptions) -> Job:
     """Finds and checks the teacher and plans the conversion; writes at most a GGUF file's copy."""
     out = Path(out).expanduser().absolute()
     source = resolve_source(teacher, out.parent / f".{out.name}.teacher", options.torch_dtype)
-    _check_apart(source.folder, out)
-    opened = open_teacher(source.folder)
-    kept = kept_layers(options.layers, opened.num_layers)
-    wiring = DeltaNetOptions.preset(options.profile, sorted(set(range(opened.num_layers)) - set(kept)))
-    dtype = options.torch_dtype or (torch.float32 if opened.dtype == torch.float64 else opened.dtype)
-    plan = make_plan(opened, wiring, dtype, options.shard_size, options.calibration_tokens)
-    return Job(source, opened, out, options, wiring, dtype, plan)
+    with _removed_on_error(source, out):
+        _check_apart(source.folder, out)
+        opened = open_teacher(source.folder)
+        kept = kept_layers(options.layers, opened.num_layers)
+        wiring = DeltaNetOptions.preset(options.profile, sorted(set(range(opened.num_layers)) - set(kept)))
+        dtype = options.torch_dtype or (torch.float32 if opened.dtype == torch.float64 else opened.dtype)
+        plan = make_plan(opened, wiring, dtype, options.shard_size, options.calibration_tokens)
+        return Job(source, opened, out, options, wiring, dtype, plan)
+
+
+@contextmanager
+def _removed_on_error(source: Source, out: Path) -> Iterator[None]:
+    """Removes a GGUF file's copy after an error, unless an interrupted conversion needs it for `--resume`."""
+    try:
+        yield
+    except (UserError, QualityError):
+        if source.temporary and not Workspace(out).folder.exists():
+            shutil.rmtree(source.folder, ignore_errors=True)
+        raise
 
 
 def convert(job: Job, progress: Progress) -> dict[str, Any]:
@@ -78,6 +89,13 @@ def convert(job: Job, progress: Progress) -> dict[str, Any]:
         UserError: something the user can put right; what was finished stays for `--resume`.
         QualityError: softmax attention with a converted layer's weights is not the teacher's.
     """
+    with _removed_on_error(job.source, job.out):
+        report = _convert(job, progress)
+    job.close()
+    return report
+
+
+def _convert(job: Job, progress: Progress) -> dict[str, Any]:
     tokenizer = load_tokenizer(job.teacher.folder)
     text = calibration_text(job, tokenizer)
     workspace = Workspace(job.out)
@@ -96,7 +114,6 @@ def convert(job: Job, progress: Progress) -> dict[str, Any]:
                 raise
         report = dict(workspace.steps[READY])
         workspace.publish()
-    job.close()
     return report
 
 
@@ -169,9 +186,7 @@ class _Run:
                 self._copy(name)
         head = self.stream.load_head()
         self.progress(self.count, self.count, "perplexity", {})
-        found = compare_models(
-            head, self.text.held_out, activations.held_out, activations.student, self.job.dtype
-        )
+        found = compare_models(head, self.text.held_out, activations.held_out, activations.student, self.job.dtype)
         return dataclasses.asdict(found)
 
     def _copy(self, name: str) -> None:

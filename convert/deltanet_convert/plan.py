@@ -194,7 +194,8 @@ def _state_bytes(attention: Any, item: int) -> int:
 
 def _working_bytes(teacher: Teacher, calibration_tokens: int) -> int:
     """Hidden states kept between layers: the teacher's on all text, the student's on the held-out part."""
-    return (calibration_tokens + 2 * HELD_OUT_TOKENS) * int(teacher.config.hidden_size) * 4
+    held_out = min(HELD_OUT_TOKENS, calibration_tokens)
+    return (calibration_tokens + 2 * held_out) * int(teacher.config.hidden_size) * 4
 
 
 def _peak_memory(teacher: Teacher, student: PreTrainedModel, working: int) -> int:
@@ -208,6 +209,4 @@ def _peak_memory(teacher: Teacher, student: PreTrainedModel, working: int) -> in
     )
     inner = 4 * row * (4 * int(config.intermediate_size) + int(config.num_attention_heads) * row)
     embedding = int(config.vocab_size) * int(config.hidden_size) * teacher.dtype.itemsize
-    return RUNTIME_BYTES + max(
-        layer + inner + 2 * working, embedding + working + 4 * 4 * 128 * int(config.vocab_size)
-    )
+    return RUNTIME_BYTES + max(layer + inner + 2 * working, embedding + working + 4 * 4 * 128 * int(config.vocab_size))

@@ -13,7 +13,7 @@ from torch import Tensor
 from deltanet_hf.errors import UserError
 
 SEQUENCE_LENGTH = 512
-HELD_OUT_TOKENS = 4096
+HELD_OUT_TOKENS = 4096  # at most, and not more than for calibration
 HELD_OUT_SHARE = 0.2  # of the text, from its end
 CHARS_PER_TOKEN = 24  # read at most this many: far more than any tokenizer needs, far less than a corpus
 SUFFIXES = (".txt", ".md", ".jsonl", ".json", ".parquet")
@@ -72,9 +72,7 @@ def _json_text(path: Path, number: int, line: str) -> str:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise UserError(
-            f"--text {path}: line {number} is not JSON ({error}); write one object a line"
-        ) from error
+        raise UserError(f"--text {path}: line {number} is not JSON ({error}); write one object a line") from error
     text = value.get("text") if isinstance(value, dict) else None
     if not isinstance(text, str):
         raise UserError(f"--text {path}: line {number} has no string under key 'text'; rename the key")
@@ -91,15 +89,12 @@ def _parquet(path: Path) -> Iterator[str]:
         table = parquet.ParquetFile(path)
         if "text" not in table.schema_arrow.names:
             raise UserError(
-                f"--text {path}: no column 'text' (it has {', '.join(table.schema_arrow.names)}); rename "
-                "the column"
+                f"--text {path}: no column 'text' (it has {', '.join(table.schema_arrow.names)}); rename the column"
             )
         for batch in table.iter_batches(batch_size=256, columns=["text"]):
             for value in batch.column(0).to_pylist():
                 if not isinstance(value, str):
-                    raise UserError(
-                        f"--text {path}: column 'text' holds {type(value).__name__}; give strings"
-                    )
+                    raise UserError(f"--text {path}: column 'text' holds {type(value).__name__}; give strings")
                 yield value
     except pyarrow.ArrowInvalid as error:
         raise UserError(f"--text {path}: not a parquet file ({error}); check the file") from error
@@ -121,7 +116,7 @@ def tokenise(
         ids.extend(tokenizer(document, add_special_tokens=False)["input_ids"])
         if end is not None:
             ids.append(end)
-    wanted, held = -(-calibration_tokens // length), max(1, HELD_OUT_TOKENS // length)
+    wanted, held = -(-calibration_tokens // length), min(HELD_OUT_TOKENS, calibration_tokens) // length
     blocks = torch.tensor(ids[: len(ids) // length * length], dtype=torch.int64).view(-1, length)
     first_held = min(len(blocks) - 1, int(len(blocks) * (1 - HELD_OUT_SHARE)))
     if first_held < wanted:

@@ -104,7 +104,7 @@ def test_sequences_are_no_longer_than_the_model_allows(length: int) -> None:
 
 
 def test_too_little_text_says_how_much_is_possible() -> None:
-    with pytest.raises(UserError, match="--calibration-tokens 4096.* at most 768"):
+    with pytest.raises(UserError, match=r"--calibration-tokens 4096.* at most 768"):
         tokenise(numbered(120), tiny_tokenizer(), 4096, 0, "short.txt", 64)
 
 

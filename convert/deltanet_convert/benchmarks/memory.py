@@ -1,0 +1,125 @@
+"""Peak memory of a conversion against its bound: largest decoder layer + its activations + embeddings + 1 GiB.
+
+    python -m deltanet_convert.benchmarks.memory FOLDER [--layers 18] [--profile teacher] [--calibration-tokens 512]
+
+Writes a Llama checkpoint of random bfloat16 weights into FOLDER (18 layers of an 8B model: 8.4 GB), unless it is there,
+converts it in a process of its own and prints the peak of that process's resident set. Both weights (input and output
+embedding, one layer) count as stored, in bfloat16, although the conversion computes in float32. FOLDER needs room for
+two such models. Linux.
+"""
+
+import argparse
+import json
+import os
+import platform
+import resource
+import shutil
+import string
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from deltanet_convert.teacher import meta_model
+from deltanet_convert.writer import ShardWriter, TensorSpec, plan_layout
+
+GIB = 2**30
+SHAPE = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+}
+
+
+def make_teacher(folder: Path, layers: int) -> LlamaConfig:
+    """A complete checkpoint of random weights, written shard by shard."""
+    config = LlamaConfig(**SHAPE, num_hidden_layers=layers, dtype="bfloat16", architectures=["LlamaForCausalLM"])
+    done = folder / "complete"
+    if done.exists() and done.read_text() == str(layers):
+        return config
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    model = meta_model(LlamaForCausalLM, config, torch.bfloat16)
+    specs = [TensorSpec(name, tuple(tensor.shape), torch.bfloat16) for name, tensor in model.state_dict().items()]
+    writer = ShardWriter(folder, plan_layout(specs, 2 * 10**9))
+    writer.prepare()
+    generator = torch.Generator().manual_seed(0)
+    for spec in specs:
+        if spec.name.endswith("norm.weight"):
+            writer.write(spec.name, [torch.ones(spec.shape)])
+        else:
+            rows = (torch.randn(spec.shape[1], generator=generator) * 0.02 for _ in range(spec.shape[0]))
+            writer.write(spec.name, rows)
+    writer.finish()
+    config.save_pretrained(folder)
+    _tokenizer().save_pretrained(folder)
+    done.write_text(str(layers))
+    return config
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    """One token a character: there is none that belongs to random weights."""
+    vocabulary = {token: index for index, token in enumerate(["<unk>", "<eos>", *string.printable])}
+    backend = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="<eos>")
+
+
+def bound(config: LlamaConfig, tokens: int) -> dict[str, int]:
+    """Bytes of the parts of the bound.
+
+    The activations of a layer: its input and output for all tokens (calibration, and held-out text through teacher and
+    student, as many tokens each), its attention's inputs and outputs, in float32.
+    """
+    model = meta_model(LlamaForCausalLM, config, torch.bfloat16)
+    layer = sum(p.numel() * 2 for p in model.model.layers[0].parameters())
+    embeddings = 2 * int(config.vocab_size) * int(config.hidden_size) * 2
+    activations = 3 * tokens * int(config.hidden_size) * 4 * 3
+    return {"largest_layer": layer, "activations": activations, "embeddings": embeddings, "allowance": GIB}
+
+
+def main() -> None:
+    """Makes the checkpoint, converts it and prints the comparison as JSON; exit code 1 above the bound."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--layers", type=int, default=18)
+    parser.add_argument("--profile", default="teacher")
+    parser.add_argument("--calibration-tokens", type=int, default=512)
+    options = parser.parse_args()
+    teacher, out = options.folder / "teacher", options.folder / "out"
+    config = make_teacher(teacher, options.layers)
+    command = [sys.executable, "-c", "from deltanet_hf.cli import main; main()", "convert", str(teacher), str(out)]
+    command += ["--profile", options.profile, "--calibration-tokens", str(options.calibration_tokens), "--overwrite"]
+    begin = time.perf_counter()
+    subprocess.run(command, check=True)
+    seconds = time.perf_counter() - begin
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+    parts = bound(config, options.calibration_tokens)
+    result = {
+        "checkpoint_bytes": sum(file.stat().st_size for file in teacher.glob("*.safetensors")),
+        "layers": options.layers,
+        "profile": options.profile,
+        "calibration_tokens": options.calibration_tokens,
+        "peak_bytes": peak,
+        "bound_bytes": sum(parts.values()),
+        **{f"bound_{name}": value for name, value in parts.items()},
+        "seconds": round(seconds),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "versions": {name: version(name) for name in ("torch", "transformers")},
+    }
+    print(json.dumps(result, indent=2))
+    sys.exit(peak > result["bound_bytes"])
+
+
+if __name__ == "__main__":
+    main()
