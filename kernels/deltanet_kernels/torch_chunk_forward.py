@@ -99,8 +99,9 @@ class Workspace:
 class Prepared(NamedTuple):
     """What a block needs besides the state."""
 
-    q: torch.Tensor  # raw queries [M*N, R*C, K]
-    k: torch.Tensor  # unit keys [M*N, C, K]
+    q: torch.Tensor  # raw queries [M*N, R*C, K], a part of kq
+    k: torch.Tensor  # unit keys [M*N, C, K], a part of kq
+    kq: torch.Tensor  # keys above queries [M*N, C + R*C, K]: both meet the same matrices
     inv_q: torch.Tensor | float  # 1/|q| [M*N, R*C, 1], or 1
     inv_k: torch.Tensor | float  # 1/|k| [M*N, C, 1], or 1
     beta: torch.Tensor  # [M*N, C, 1]
@@ -138,9 +139,13 @@ def prepare(
     """Everything of a block that does not depend on the state."""
     _, M, C = block
     n = M * s.N
-    copies = s.HV // s.HQ if s.HQ < s.HV else 1
-    q_ = ws.get("q", M, s.B, s.HQ, copies, C, s.K).copy_(block.view(q).unsqueeze(3)).view(n, s.R * C, s.K)
-    k_ = ws.get("k", M, s.B, s.H, s.HV // s.H, C, s.K).copy_(block.view(k).unsqueeze(3)).view(n, C, s.K)
+    kq = ws.get("kq", n, C + s.R * C, s.K)
+    k_, q_ = kq[:, :C], kq[:, C:]
+    k_.view(M, s.B, s.H, s.HV // s.H, C, s.K).copy_(block.view(k).unsqueeze(3))
+    if s.HQ < s.HV:
+        q_.view(M, s.B, s.HQ, s.HV // s.HQ, C, s.K).copy_(block.view(q).unsqueeze(3))
+    else:
+        q_.view(M, s.B, s.HV, s.R, C, s.K).copy_(block.view(q).unflatten(2, (s.HV, s.R)))
     inv_q = inverse_norm(q_) if s.normalize else 1.0
     inv_k = inverse_norm(k_) if s.normalize else 1.0
     if s.normalize:
@@ -159,17 +164,17 @@ def prepare(
     wide = torch.sub(G, G.mT, out=ws.get("wide", n, C, C, dtype=torch.float64))
     decay = _exp_(ws.get("decay", n, C, C).copy_(wide), floor).tril_()
 
-    gram = torch.bmm(k_, k_.mT, out=ws.get("gram", n, C, C)).mul_(decay)
-    scores = torch.bmm(q_, k_.mT, out=ws.get("scores", n, s.R * C, C))
+    products = torch.bmm(kq, k_.mT, out=ws.get("products", n, C + s.R * C, C))
     decay = decay.unsqueeze(1)
-    scores.view(n, s.R, C, C).mul_(decay)
+    products.view(n, 1 + s.R, C, C).mul_(decay)
+    gram, scores = products[:, :C], products[:, C:]
     # The solver reads the strict lower triangle only.
     system = torch.mul(gram, beta_, out=ws.get("system", n, C, C))
     eye = torch.eye(C, dtype=s.dtype, device=q.device).expand(n, C, C)
     inverse = torch.linalg.solve_triangular(
         system, eye, upper=False, unitriangular=True, out=ws.get("inverse", n, C, C)
     )
-    return Prepared(q_, k_, inv_q, inv_k, beta_, gamma, rev, last, decay, gram, scores, inverse)
+    return Prepared(q_, k_, kq, inv_q, inv_k, beta_, gamma, rev, last, decay, gram, scores, inverse)
 
 
 def forward(
@@ -196,27 +201,30 @@ def forward(
     for block in s.blocks():
         _, M, C = block
         p = prepare(s, block, ws, q, k, g, beta)
+        values = ws.get("values", M * N, C, s.V)
         if keep:
             states, values = block.kept(N, all_states, all_values)
+            S_of = (*states.split(N), current)
+            S_of[0].copy_(current)
         else:
-            states, values = ws.get("states", M * N, s.K, s.V), ws.get("values", M * N, C, s.V)
+            S_of = (current,) * (M + 1)
         solve = p.inverse.mul_(p.beta.mT)
         raw = block.view(v)
-        states[:N] = current
-        read = ws.get("read", N, C, s.V)
-        by_head = read.view(s.B, s.HV, C, s.V)
-        S_of, V_of = (*states.split(N), current), values.split(N)
-        k_of, T_of = p.k.split(N), solve.split(N)
-        gamma_of, rev_of, last_of = p.gamma.split(N), p.rev.split(N), p.last.split(N)
+        out = ws.get("out", M * N, s.R * C, s.V)
+        read = ws.get("read", N, 1 + s.R, C, s.V)
+        wanted = ws.get("wanted", N, C, s.V)
+        by_head = wanted.view(s.B, s.HV, C, s.V)
+        kq_of, k_of, T_of = p.kq.split(N), p.k.split(N), solve.split(N)
+        gamma_of, rev_of, last_of = p.gamma.unsqueeze(1).split(N), p.rev.split(N), p.last.split(N)
+        V_of, out_of = values.split(N), out.view(M * N, s.R, C, s.V).split(N)
         for m in range(M):
             # V' = T beta (V - gamma * (K S)), then S <- e^{G_C} S + K^T (rev * V')
-            torch.bmm(k_of[m], S_of[m], out=read).mul_(gamma_of[m])
-            torch.sub(raw[m], by_head, out=by_head)
-            torch.bmm(T_of[m], read, out=V_of[m])
-            torch.mul(V_of[m], rev_of[m], out=read)
-            torch.mul(S_of[m], last_of[m], out=S_of[m + 1]).baddbmm_(k_of[m].mT, read)
-        out = torch.bmm(p.q, states, out=ws.get("out", M * N, s.R * C, s.V))
-        out.view(M * N, s.R, C, s.V).mul_(p.gamma.unsqueeze(1))
+            torch.bmm(kq_of[m], S_of[m], out=read.view(N, -1, s.V))
+            torch.mul(read[:, 1:], gamma_of[m], out=out_of[m])
+            torch.sub(raw[m], read[:, 0].mul_(gamma_of[m][:, 0]).view_as(by_head), out=by_head)
+            torch.bmm(T_of[m], wanted, out=V_of[m])
+            torch.mul(V_of[m], rev_of[m], out=wanted)
+            torch.mul(S_of[m], last_of[m], out=S_of[m + 1]).baddbmm_(k_of[m].mT, wanted)
         out.baddbmm_(p.scores, values).mul_(p.inv_q * s.scale)
         block.view(o).copy_(out.view(M, s.B, s.HV * s.R, C, s.V))
     return o, current.view(s.B, s.HV, s.K, s.V), all_states, all_values
