@@ -11,7 +11,8 @@ from __future__ import annotations
 import torch
 import triton
 
-from .chunk_bwd import _input_backward_kernel, _state_backward_kernel
+from .chunk_bwd import _state_backward_kernel
+from .chunk_bwd_inputs import _key_backward_kernel, _query_backward_kernel
 from .chunk_fwd import _output_kernel, _state_kernel
 from .chunk_prepare import Chunks, Prepared, cut_chunks, prepare
 from .chunk_segment import compose, segments_for
@@ -19,6 +20,7 @@ from .kernel_config import ChunkConfig, capability, chunk_config, float32_precis
 from .registration import gradient, operator
 
 MAX_HEAD_SIZE = 256
+MAX_SEGMENTED_KEY = 128  # M [K, K] in float32 has to fit into shared memory
 
 
 def _kept_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -171,11 +173,16 @@ def chunk_backward(
     gate = A_log is not None
     sums = q.new_zeros((chunks.count, HV, 2) if gate else (0,), dtype=torch.float32)
     if chunks.count:
-        _input_backward_kernel[(chunks.count * k.shape[2],)](
-            q, k, v, p.G, p.s, p.beta, p.r, do, h, dh, vn, dw, g, A_log, dt_bias, dq, dk, dv, dg, dbeta, sums,
-            chunks.cu_seqlens, chunks.row_of_chunk, chunks.first_chunk, scale, T, B * T, *strides,
-            *v.stride()[:3], **sizes, **flags, BV=config.inputs_BV, GATE=gate, SIGMOID=sigmoid, num_warps=config.inputs_warps,
-            num_stages=config.inputs_stages,
+        chunk_of = (chunks.cu_seqlens, chunks.row_of_chunk, chunks.first_chunk, scale, T, B * T)
+        dG = q.new_empty(max(HQ, HV), B * T, dtype=torch.float32)
+        _query_backward_kernel[(chunks.count * HQ,)](
+            q, k, p.G, p.s, p.r, do, h, vn, dq, dG, *chunk_of, *strides, **sizes, **flags, BV=config.query_BV,
+            num_warps=config.query_warps, num_stages=config.query_stages,
+        )  # fmt: skip
+        _key_backward_kernel[(chunks.count * k.shape[2],)](
+            q, k, v, p.G, p.s, p.beta, p.r, do, h, dh, vn, dw, dG, g, A_log, dt_bias, dk, dv, dg, dbeta, sums,
+            *chunk_of, *strides, *v.stride()[:3], **sizes, **flags, BV=config.key_BV, GATE=gate, SIGMOID=sigmoid,
+            num_warps=config.key_warps, num_stages=config.key_stages,
         )  # fmt: skip
     _zero_tail(chunks, dq, dk, dv, dg, dbeta)
     total = sums.sum(0) if gate else sums.view(0, 2)
@@ -211,10 +218,7 @@ gradient("chunk_forward", _backward, _setup_context)
 
 
 def _segments(q: torch.Tensor, v: torch.Tensor, rows: int, config: ChunkConfig) -> int:
-    K, V = q.shape[3], v.shape[3]
-    if K > 128:
-        return 1  # M would not fit into shared memory
-    programs = rows * v.shape[2] * triton.cdiv(V, config.state_BV)
+    programs = rows * v.shape[2] * triton.cdiv(v.shape[3], config.state_BV)
     return segments_for(programs, q.shape[0] * q.shape[1] // (rows * config.C), multiprocessors(q.device))
 
 
@@ -252,6 +256,7 @@ def chunk_gated_delta_rule_triton(
     rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if segments is None:
         segments = _segments(q, v, rows, _config(k, v))
+    segments = segments if K <= MAX_SEGMENTED_KEY else 1
     inputs = (q, k, v, g, beta, initial_state, A_log, dt_bias)
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     o, ht, *_ = chunk_forward(

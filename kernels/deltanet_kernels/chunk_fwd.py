@@ -111,9 +111,15 @@ def _state_kernel(
 
     GROUP: tl.constexpr = HQ // HV if HQ > HV else 1
     HO: tl.constexpr = HQ if HQ > HV else HV
-    k_at = k + row * k_row + (head // (HV // H)) * k_head + begin * k_token + d[None, :]
-    v_at = v + row * v_row + head * v_head + begin * v_token + e[None, :]
-    q_at = q + row * q_row + begin * q_token + d[None, :]
+    # Scalar 64-bit bases and small 32-bit offsets inside a tile: 64-bit tiles of addresses would cost registers.
+    k_base = k + row * k_row + (head // (HV // H)) * k_head + begin * k_token
+    v_base = v + row * v_row + head * v_head + begin * v_token
+    q_base = q + row * q_row + begin * q_token
+    k_at = i[:, None] * k_token + d[None, :]
+    v_at = i[:, None] * v_token + e[None, :]
+    q_at = i[:, None] * q_token + d[None, :]
+    vn_at = i[:, None] * (HV * V) + e[None, :]
+    o_at = i[:, None] * (HO * V) + e[None, :]
     rows = head.to(tl.int64) * tokens + flat
     dtype = k.dtype.element_ty
     count = tl.cdiv(length, C)
@@ -123,12 +129,12 @@ def _state_kernel(
         first = t * C
         valid = tl.minimum(length - first, C)
         live = i < valid
-        token = (first + i).to(tl.int64)[:, None]
-        k_tile = tl.load(k_at + token * k_token, mask=live[:, None] & md[None, :], other=0.0)
+        token = first.to(tl.int64)
+        k_tile = tl.load(k_base + token * k_token + k_at, mask=live[:, None] & md[None, :], other=0.0)
         if TRANSITION:
             v_tile = tl.zeros([C, BV], dtype=tl.float32)
         else:
-            v_tile = tl.load(v_at + token * v_token, mask=live[:, None] & me[None, :], other=0.0).to(tl.float32)
+            v_tile = tl.load(v_base + token * v_token + v_at, mask=live[:, None] & me[None, :], other=0.0).to(tl.float32)
         T_tile = tl.load(Tm + ((chunk + t) * HV + head) * (C * C) + i[:, None] * C + i[None, :])
         G_i, s_i, fade, rev = load_G(G, s, rows + first, i, valid)
         beta_i = tl.load(beta + rows + first + i, mask=live, other=0.0)
@@ -144,17 +150,16 @@ def _state_kernel(
         W = beta_i[:, None] * (v_tile - (gamma_of(G_i, s_i) * r_i)[:, None] * U)
         Vn = tl.dot(T_tile, W.to(dtype), input_precision=PRECISION)
         if KEEP:
-            vn_at = vn + ((flat + token) * HV + head) * V + e[None, :]
-            tl.store(vn_at, Vn.to(vn.dtype.element_ty), mask=live[:, None] & me[None, :])
+            vn_base = vn + ((flat + token) * HV + head) * V
+            tl.store(vn_base + vn_at, Vn.to(vn.dtype.element_ty), mask=live[:, None] & me[None, :])
         if OUTPUT:
             for m in tl.static_range(GROUP):
                 out = head * GROUP + m
-                q_tile = tl.load(
-                    q_at + (out // (HO // HQ)) * q_head + token * q_token, mask=live[:, None] & md[None, :], other=0.0
-                )
+                q_from = q_base + (out // (HO // HQ)) * q_head + token * q_token
+                q_tile = tl.load(q_from + q_at, mask=live[:, None] & md[None, :], other=0.0)
                 out_tile = output_tile(q_tile, k_tile, S_cast, Vn.to(dtype), G_i, s_i, r_i, scale, C, NORM, PRECISION)
-                o_at = o + ((flat + token) * HO + out) * V + e[None, :]
-                tl.store(o_at, out_tile.to(o.dtype.element_ty), mask=live[:, None] & me[None, :])
+                o_base = o + ((flat + token) * HO + out) * V
+                tl.store(o_base + o_at, out_tile.to(o.dtype.element_ty), mask=live[:, None] & me[None, :])
         written = (rev * r_i)[:, None] * Vn
         S = S * fade + tl.dot(tl.trans(k_tile), written.to(dtype), input_precision=PRECISION)
     if FINAL:
@@ -190,15 +195,16 @@ def _output_kernel(
     live = i < valid
     md = d < K
     me = e < V
-    token = (first + i)[:, None]
-    q_at = q + row * q_row + (out // (HO // HQ)) * q_head + token * q_token + d[None, :]
-    k_at = k + row * k_row + (head // (HV // H)) * k_head + token * k_token + d[None, :]
+    q_base = q + row * q_row + (out // (HO // HQ)) * q_head + first * q_token
+    k_base = k + row * k_row + (head // (HV // H)) * k_head + first * k_token
+    q_at = q_base + (i[:, None] * q_token + d[None, :])
+    k_at = k_base + (i[:, None] * k_token + d[None, :])
     q_tile = tl.load(q_at, mask=live[:, None] & md[None, :], other=0.0)
     k_tile = tl.load(k_at, mask=live[:, None] & md[None, :], other=0.0)
     dtype = k.dtype.element_ty
-    flat_i = flat + i
-    Vn = tl.load(vn + (flat_i[:, None] * HV + head) * V + e[None, :], mask=live[:, None] & me[None, :], other=0.0)
-    S_at = h + (c.to(tl.int64) * HV + head) * (K * V) + d[:, None] * V + e[None, :]
+    vn_at = vn + (flat * HV + head) * V + (i[:, None] * (HV * V) + e[None, :])
+    Vn = tl.load(vn_at, mask=live[:, None] & me[None, :], other=0.0)
+    S_at = h + (c.to(tl.int64) * HV + head) * (K * V) + (d[:, None] * V + e[None, :])
     S = tl.load(S_at, mask=md[:, None] & me[None, :], other=0.0)
     rows = head.to(tl.int64) * tokens + flat
     G_i, s_i, _, _ = load_G(G, s, rows, i, valid)
@@ -207,5 +213,5 @@ def _output_kernel(
     else:
         r_i = G_i * 0.0 + 1.0
     out_tile = output_tile(q_tile, k_tile, S.to(dtype), Vn.to(dtype), G_i, s_i, r_i, scale, C, NORM, PRECISION)
-    o_at = o + (flat_i[:, None] * HO + out) * V + e[None, :]
+    o_at = o + (flat * HO + out) * V + (i[:, None] * (HO * V) + e[None, :])
     tl.store(o_at, out_tile.to(o.dtype.element_ty), mask=live[:, None] & me[None, :])

@@ -23,9 +23,12 @@ class ChunkConfig:
     grad_BV: int = 64
     grad_warps: int = 4
     grad_stages: int = 3
-    inputs_BV: int = 32
-    inputs_warps: int = 8
-    inputs_stages: int = 3
+    query_BV: int = 64
+    query_warps: int = 4
+    query_stages: int = 2
+    key_BV: int = 64
+    key_warps: int = 8
+    key_stages: int = 2
 
 
 @functools.cache
@@ -37,17 +40,18 @@ def chunk_config(K: int, V: int, dtype: torch.dtype, capability: tuple[int, int]
     if dtype == torch.float32:
         # Twice the bytes in shared memory, and products without wgmma.
         narrow = 16 if BK > 128 else 32
-        config = replace(config, C=32, state_BV=narrow, output_BV=32, grad_BV=narrow, inputs_BV=narrow)
+        config = replace(config, C=32, state_BV=narrow, output_BV=32, grad_BV=narrow, query_BV=narrow, key_BV=narrow)
     elif BK > 128:
-        config = replace(config, state_BV=32, grad_BV=16, inputs_BV=32, state_stages=2, grad_stages=2)
+        config = replace(config, state_BV=32, grad_BV=16, query_BV=32, key_BV=32, query_warps=8, key_warps=8, state_stages=2, grad_stages=2)
     elif BK > 64:
-        config = replace(config, output_BV=128, state_stages=2, grad_stages=2)
+        config = replace(config, output_BV=128, state_stages=2, grad_BV=32, grad_stages=2, key_BV=128, query_BV=128)
     return replace(
         config,
         state_BV=min(config.state_BV, BV),
         output_BV=min(config.output_BV, BV),
         grad_BV=min(config.grad_BV, BV),
-        inputs_BV=min(config.inputs_BV, BV),
+        query_BV=min(config.query_BV, BV),
+        key_BV=min(config.key_BV, BV),
     )
 
 
