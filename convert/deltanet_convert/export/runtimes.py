@@ -1,0 +1,144 @@
+"""The runtimes that an export can be tried in, behind one call: continue a prompt greedily, say the log-probabilities.
+
+Each is imported only when it is tried. `TOP` log-probabilities of every step are compared, as runtimes give no more.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+TOP = 10
+
+
+class Step(NamedTuple):
+    """One generated token, and the log-probabilities of the most likely tokens at its place."""
+
+    token: int
+    logprobs: dict[int, float]
+
+
+class Runtime(Protocol):
+    """A loaded export."""
+
+    def follow(self, prompt: Sequence[int], tokens: int) -> list[Step]:
+        """Continues `prompt` greedily by `tokens` tokens, decoding from its own cache; fewer where it cannot say."""
+
+
+class Transformers:
+    """transformers' own class for the architecture."""
+
+    package = "transformers"
+
+    def __init__(self, export: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.model: Any = AutoModelForCausalLM.from_pretrained(export, dtype="auto").eval()
+
+    @torch.no_grad()
+    def follow(self, prompt: Sequence[int], tokens: int) -> list[Step]:
+        ids, cache, steps = torch.tensor([prompt]), None, []
+        for _ in range(tokens):
+            out = self.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            cache = out.past_key_values
+            best = out.logits[0, -1].float().log_softmax(-1).topk(TOP)
+            steps.append(
+                Step(int(best.indices[0]), dict(zip(best.indices.tolist(), best.values.tolist(), strict=True)))
+            )
+            ids = best.indices[None, :1]
+        return steps
+
+
+class MlxLm:
+    """mlx-lm, on whatever device MLX finds."""
+
+    package = "mlx-lm"
+
+    def __init__(self, export: Path) -> None:
+        from mlx_lm import load
+
+        self.model: Any = load(str(export))[0]
+
+    def follow(self, prompt: Sequence[int], tokens: int) -> list[Step]:
+        import mlx.core as mx
+        from mlx_lm.generate import generate_step
+
+        steps = []
+        for token, logprobs in generate_step(mx.array(list(prompt)), self.model, max_tokens=tokens):
+            values = torch.tensor(logprobs.astype(mx.float32).tolist())
+            best = values.topk(TOP)
+            steps.append(Step(int(token), dict(zip(best.indices.tolist(), best.values.tolist(), strict=True))))
+        return steps
+
+
+class LlamaCpp:
+    """llama.cpp, through the bindings xllamacpp."""
+
+    package = "xllamacpp"
+
+    def __init__(self, export: Path) -> None:
+        import xllamacpp
+
+        settings = xllamacpp.CommonParams()
+        settings.model.path = str(export)
+        settings.n_ctx = 2048
+        settings.n_parallel = 1
+        settings.warmup = False
+        settings.verbosity = -1
+        settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = torch.get_num_threads()
+        self.server = xllamacpp.Server(settings)
+
+    def follow(self, prompt: Sequence[int], tokens: int) -> list[Step]:
+        # One request a token, the state kept between them: a longer one leaves out tokens that end inside a character.
+        ids, steps = list(prompt), []
+        for _ in range(tokens):
+            request = {"prompt": ids, "max_tokens": 1, "temperature": 0, "logprobs": TOP, "cache_prompt": True}
+            found = (self.server.handle_completions(request)["choices"][0].get("logprobs") or {}).get("content")
+            if not found:
+                break
+            steps.append(Step(found[0]["id"], {entry["id"]: entry["logprob"] for entry in found[0]["top_logprobs"]}))
+            ids.append(found[0]["id"])
+        return steps
+
+
+class Vllm:
+    """vLLM, offline."""
+
+    package = "vllm"
+
+    def __init__(self, export: Path) -> None:
+        from vllm import LLM
+
+        self.model: Any = LLM(model=str(export), max_model_len=2048, enforce_eager=True)
+
+    def follow(self, prompt: Sequence[int], tokens: int) -> list[Step]:
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0, max_tokens=tokens, logprobs=TOP, ignore_eos=True)
+        out = self.model.generate([{"prompt_token_ids": list(prompt)}], sampling, use_tqdm=False)[0].outputs[0]
+        return [
+            Step(token, {i: entry.logprob for i, entry in logprobs.items()})
+            for token, logprobs in zip(out.token_ids, out.logprobs, strict=True)
+        ]
+
+
+RUNTIMES: dict[str, dict[str, Any]] = {
+    "transformers": {"transformers": Transformers, "vllm": Vllm},
+    "mlx": {"mlx_lm": MlxLm},
+    "gguf": {"xllamacpp": LlamaCpp},
+}
+
+
+def installed(module: str) -> bool:
+    """Whether a runtime's package is there; nothing is imported."""
+    return importlib.util.find_spec(module) is not None
+
+
+def describe(runtime: Any) -> str:
+    """Name and version."""
+    return f"{runtime.package} {version(runtime.package)}"

@@ -1,0 +1,135 @@
+"""`export --verify`: the export in every runtime installed here, against our own model in float32."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from deltanet_hf.data import shipped_texts
+from deltanet_hf.errors import QualityError
+
+from .model_folder import ConvertedModel
+from .runtimes import RUNTIMES, Runtime, Step, describe, installed
+
+PROMPT_LENGTHS = (1, 7, 33, 130)  # tokens: under a convolution's width, under a chunk, over one, over two
+NEW_TOKENS = 16
+# llama.cpp alone differs by up to 2e-3 in float32; a wrong rewrite shows as 1e-1 and more.
+LEAST_TOLERANCE = 1e-2
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One runtime's continuations against ours, teacher-forced along its own tokens."""
+
+    runtime: str
+    tokens: int
+    equal: int  # tokens that are our most likely ones too
+    largest: float  # difference of a log-probability
+    mean: float
+    margin: float  # by which our favourite beat the runtime's, where they differ
+    tokens_per_second: float
+
+    def within(self, tolerance: float) -> bool:
+        return self.tokens > 0 and max(self.largest, self.margin) <= tolerance
+
+
+def verify_export(model: ConvertedModel, export: Path, style: str, dtype: torch.dtype | None, console: Console) -> None:
+    """Prints the table of differences. Raises QualityError where one is larger than the dtype's own noise explains.
+
+    Args:
+        dtype: of the export's weights; None when they are quantised: the differences are then only printed.
+    """
+    ours: Any = AutoModelForCausalLM.from_pretrained(model.folder, dtype=torch.float32).eval()
+    prompts = prompts_for(model)
+    found = []
+    for module, runtime in RUNTIMES[style].items():
+        if installed(module):
+            found.append(compare(ours, runtime(export), prompts, describe(runtime)))
+        else:
+            console.print(f"{module}: not installed here, not tried", highlight=False)
+    if not found:
+        return
+    noise = 0.0 if dtype is None else dtype_noise(ours, model, dtype, prompts)
+    tolerance = tolerance_for(noise)
+    console.print(_table(found, tolerance, noise, quantised=dtype is None))
+    wrong = [comparison.runtime for comparison in found if not comparison.within(tolerance)]
+    if wrong and dtype is not None:
+        raise QualityError(f"{export}: differs from {model.folder} in {', '.join(wrong)}; see the table above")
+
+
+def prompts_for(model: ConvertedModel) -> list[list[int]]:
+    """Beginnings of the shipped text, of several lengths."""
+    text = shipped_texts()[0].read_text(encoding="utf-8")[5000:8000]
+    ids = AutoTokenizer.from_pretrained(model.folder)(text, add_special_tokens=False)["input_ids"]
+    limit = int(model.config.max_position_embeddings) - NEW_TOKENS
+    return [ids[: min(length, limit)] for length in PROMPT_LENGTHS]
+
+
+@torch.no_grad()
+def compare(ours: Any, runtime: Runtime, prompts: list[list[int]], name: str) -> Comparison:
+    """Runs every prompt in the runtime and looks up our log-probabilities along its tokens."""
+    differences, equal, margin, seconds, tokens = [], 0, 0.0, 0.0, 0
+    for prompt in prompts:
+        started = time.perf_counter()
+        steps = runtime.follow(prompt, NEW_TOKENS)
+        seconds += time.perf_counter() - started
+        for step, wanted in zip(steps, _our_logprobs(ours, prompt, steps), strict=True):
+            differences += [abs(value - float(wanted[token])) for token, value in step.logprobs.items()]
+            equal += int(wanted.argmax()) == step.token
+            margin = max(margin, float(wanted.max() - wanted[step.token]))
+        tokens += len(steps)
+    mean = sum(differences) / max(1, len(differences))
+    return Comparison(name, tokens, equal, max(differences, default=0.0), mean, margin, tokens / max(seconds, 1e-9))
+
+
+def _our_logprobs(ours: Any, prompt: list[int], steps: list[Step]) -> Tensor:
+    """[steps, vocab]: before each of the runtime's tokens."""
+    ids = torch.tensor([[*prompt, *(step.token for step in steps[:-1])]])
+    logits: Tensor = ours(ids, use_cache=False).logits[0, len(prompt) - 1 :]
+    return logits.float().log_softmax(-1)
+
+
+@torch.no_grad()
+def dtype_noise(ours: Any, model: ConvertedModel, dtype: torch.dtype, prompts: list[list[int]]) -> float:
+    """What our own model's log-probabilities move by when it is run in `dtype`; 0 for float32."""
+    if dtype == torch.float32:
+        return 0.0
+    rounded: Any = AutoModelForCausalLM.from_pretrained(model.folder, dtype=dtype).eval()
+    found = 0.0
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        wanted, got = (m(ids, use_cache=False).logits[0].float().log_softmax(-1) for m in (ours, rounded))
+        best = wanted.topk(10, dim=-1).indices
+        found = max(found, float((wanted - got).gather(-1, best).abs().max()))
+    return found
+
+
+def tolerance_for(noise: float) -> float:
+    """The largest difference that is put down to rounding: runtimes round in other places than we do."""
+    return max(LEAST_TOLERANCE, 4 * noise)
+
+
+def _table(found: list[Comparison], tolerance: float, noise: float, *, quantised: bool) -> Table:
+    table = Table(title=f"log-probabilities against ours in float32 (our own dtype's noise: {noise:.1e})")
+    for heading in ("runtime", "tokens", "same greedy token", "largest difference", "mean", "tokens/s", ""):
+        table.add_column(heading, justify="left" if heading in ("runtime", "") else "right")
+    for one in found:
+        verdict = "quantised" if quantised else "ok" if one.within(tolerance) else f"over {tolerance:.1e}"
+        table.add_row(
+            one.runtime,
+            str(one.tokens),
+            f"{one.equal}/{one.tokens}",
+            f"{one.largest:.1e}",
+            f"{one.mean:.1e}",
+            f"{one.tokens_per_second:.1f}",
+            verdict,
+        )
+    return table
