@@ -19,7 +19,7 @@ from lm_eval.tasks import TaskManager
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.lm import DeltaNetLM
-from deltanet_hf.evaluation.local_data import write_task_folder
+from deltanet_hf.evaluation.local_data import blimp_paradigms, write_task_folder
 from deltanet_hf.evaluation.quiet import quiet_lm_eval
 from deltanet_hf.evaluation.scores import Score, clustered_score, mean_score, perplexity_score
 from deltanet_hf.evaluation.suite import SuiteTask, draw_rows
@@ -49,11 +49,12 @@ class Harness:
         self.tasks: list[SuiteTask] = []
         self._token_cache: dict[str, list[tuple[Any, list[int], list[int]]]] = {}
         with tempfile.TemporaryDirectory(prefix="deltanet-tasks-") as folder:
-            local = write_task_folder(Path(folder), data)
-            # The stock index takes half a minute to read; local tasks do not need it.
-            manager = TaskManager(include_path=folder, include_defaults=data is None)
+            known = write_task_folder(Path(folder), data)
+            # Reading the stock index takes up to half a minute; local tasks and this package's own do not need it.
+            stock = data is None and not all(_members(task.name, known) for task in tasks)
+            manager = TaskManager(include_path=folder, include_defaults=stock)
             for task in tasks:
-                names = _members(task.name, local, manager)
+                names = _members(task.name, manager.all_subtasks if stock else known)
                 if names:
                     self.tasks.append(task)
                     self.parts[task.name] = self._build(task, names, manager, limit)
@@ -95,12 +96,9 @@ class Harness:
         return lm._loglikelihood_tokens(self._token_cache[key])
 
 
-def _members(name: str, local: list[str], manager: TaskManager) -> list[str]:
-    """The tasks that `name` consists of, as far as their data is there."""
-    if name == "blimp":
-        known = local or manager.all_subtasks
-        return [task for task in known if task.startswith("blimp_")]
-    return [name] if not local or name in local else []
+def _members(name: str, known: list[str]) -> list[str]:
+    """The known tasks that `name` consists of: itself, or BLiMP's paradigms."""
+    return [task for task in (blimp_paradigms() if name == "blimp" else [name]) if task in known]
 
 
 def _collect(task: SuiteTask, parts: list[ConfigurableTask]) -> TaskResult:

@@ -169,7 +169,7 @@ def load_local(local_task: str, local_folder: str, **_: object) -> dict[str, Dat
 
 
 def write_task_folder(folder: Path, data: Path | None, more: Path | None = None) -> list[str]:
-    """Write task YAMLs into `folder`, for lm-eval's `--include_path`; returns the names of the tasks on local data.
+    """Write task YAMLs into `folder`, for lm-eval's `--include_path`; returns the names of all tasks in it.
 
     Args:
         data: the user's data folder; None leaves every stock task on the hub.
@@ -182,10 +182,16 @@ def write_task_folder(folder: Path, data: Path | None, more: Path | None = None)
         if not root.is_dir():
             raise UserError(f"{root}: no such folder of lm-eval tasks")
         for index, path in enumerate(sorted(root.glob("**/*.yaml"))):
-            if load_yaml(path, resolve_func=False).get("task") not in names:
-                include = {"include": str(path.resolve())}
-                (folder / f"{root.name}_{index}.yaml").write_text(yaml.safe_dump(include))
+            name = load_yaml(path, resolve_func=False).get("task")
+            if name not in names:
+                (folder / f"{root.name}_{index}.yaml").write_text(yaml.safe_dump({"include": str(path.resolve())}))
+                names += [name] if isinstance(name, str) else []
     return names
+
+
+def blimp_paradigms() -> list[str]:
+    """Names of lm-eval's BLiMP tasks."""
+    return [f"blimp_{path.stem}" for path in sorted((stock_folder() / "blimp").glob("[!_]*.yaml"))]
 
 
 def _write_local_tasks(folder: Path, data: Path) -> list[str]:
@@ -196,8 +202,8 @@ def _write_local_tasks(folder: Path, data: Path) -> list[str]:
     names = [task for task in TASKS if _files(task, data)]
     blimp = _files("blimp_", data).get("train")
     if blimp is not None:
-        stock = {path.stem for path in (stock_folder() / "blimp").glob("*.yaml")}
-        names += [f"blimp_{name}" for name in sorted(_blimp_by_paradigm(blimp)) if name in stock]
+        present = _blimp_by_paradigm(blimp)
+        names += [task for task in blimp_paradigms() if task.removeprefix("blimp_") in present]
     if not names:
         raise UserError(f"{data}: no file of a known task; it needs NAME/SPLIT.jsonl.gz, e.g. piqa/validation.jsonl.gz")
     for task in names:

@@ -1,0 +1,83 @@
+"""`deltanet-hf eval` drives lm-eval's own command line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from lm_eval.api.registry import get_model
+from typer.testing import CliRunner
+
+from deltanet_hf.errors import UserError
+from deltanet_hf.evaluation import command
+from deltanet_hf.evaluation.lm import DeltaNetLM
+
+
+@pytest.fixture
+def app() -> typer.Typer:
+    app = typer.Typer()
+    app.command("eval", context_settings=command.EVAL_CONTEXT)(command.evaluate)
+    app.command("report")(command.report)
+    return app
+
+
+def test_the_model_is_registered() -> None:
+    assert get_model("deltanet-hf") is DeltaNetLM
+
+
+def test_local_tasks_end_to_end(app: typer.Typer, student_folder: Path, data_folder: Path, tmp_path: Path) -> None:
+    """Arguments that are not ours reach lm-eval; the results file holds local scores."""
+    before = list(sys.argv)
+    arguments = ["eval", str(student_folder), "--data", str(data_folder), "--window", "8", "--tasks", "piqa,sciq"]
+    arguments += ["--limit", "3", "--device", "cpu", "--output_path", str(tmp_path)]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exception is None, result.exception
+    results = json.loads(next(tmp_path.rglob("results_*.json")).read_text())
+    assert set(results["results"]) == {"piqa", "sciq"}
+    assert results["n-samples"]["piqa"] == {"original": 6, "effective": 3}
+    assert results["config"]["model_args"]["window"] == 8
+    assert sys.argv == before
+
+
+def test_stock_tasks_use_the_stock_index(monkeypatch: pytest.MonkeyPatch, teacher_folder: Path) -> None:
+    """A task that is not ours needs lm-eval's index; the demo's tasks do not."""
+    import lm_eval.__main__
+    import lm_eval.tasks
+
+    used: list[bool] = []
+    stock = lm_eval.tasks.TaskManager
+    monkeypatch.setattr(lm_eval.__main__, "cli_evaluate", lambda: used.append(lm_eval.tasks.TaskManager is stock))
+    command.run_lm_eval(str(teacher_folder), ["--tasks", "mmlu", "demo_cloze"])
+    command.run_lm_eval(str(teacher_folder), ["-t", "demo_repeat,demo_cloze", "--limit", "2"])
+    assert used == [True, False]
+    assert lm_eval.tasks.TaskManager is stock
+
+
+def test_the_users_own_task_folder_is_included(
+    monkeypatch: pytest.MonkeyPatch, teacher_folder: Path, tmp_path: Path
+) -> None:
+    import lm_eval.__main__
+
+    (tmp_path / "mine.yaml").write_text("task: mine\ndataset_path: json\n")
+    included: list[str] = []
+
+    def read() -> None:
+        folder = Path(sys.argv[sys.argv.index("--include_path") + 1])
+        included.extend(path.read_text() for path in folder.glob("*.yaml"))
+
+    monkeypatch.setattr(lm_eval.__main__, "cli_evaluate", read)
+    command.run_lm_eval(str(teacher_folder), ["--tasks", "mine", "--include_path", str(tmp_path)])
+    assert any("mine.yaml" in text for text in included)
+
+
+def test_mistakes_are_named(app: typer.Typer) -> None:
+    with pytest.raises(UserError, match="--tasks is missing"):
+        command.run_lm_eval("model", ["--limit", "3"])
+    with pytest.raises(UserError, match="--include_path needs a folder"):
+        command.run_lm_eval("model", ["--tasks", "piqa", "--include_path"])
+    result = CliRunner().invoke(app, ["report", "teacher", "student", "--out", "x", "--text", "novel.txt"])
+    assert isinstance(result.exception, UserError)
+    assert "expected NAME=FILE" in str(result.exception)
