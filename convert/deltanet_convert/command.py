@@ -8,7 +8,10 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from deltanet_hf.errors import UserError
+
 from .convert import convert, prepare
+from .export.hooks import import_native, native_folder, refuse_unexportable
 from .options import ConvertOptions, parse_size
 from .plan_view import print_plan
 from .report_view import print_report
@@ -27,6 +30,12 @@ def convert_command(
     profile: Annotated[
         str, typer.Option(help="native (exportable) | teacher (keeps RoPE, q/k norms and biases).")
     ] = "teacher",
+    target: Annotated[
+        str | None,
+        typer.Option(
+            "--for", help="native: --profile native, and a refusal of what `export` could not write later."
+        ),
+    ] = None,
     text: Annotated[
         Path | None,
         typer.Option(help="Calibration text: .txt, .jsonl or .parquet [default: the text shipped]."),
@@ -44,10 +53,26 @@ def convert_command(
     seed: Annotated[int, typer.Option(help="Of the choice of text and of the fit.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan or the result as JSON.")] = False,
 ) -> None:
-    """Turn a softmax model into a Gated DeltaNet model."""
+    """Turn a softmax model into a Gated DeltaNet model; a Qwen3.5 text model, which is one, is imported."""
+    if target not in (None, "native"):
+        raise UserError(f"--for: got '{target}', expected native")
+    console = Console(stderr=as_json)
+    if (native := native_folder(teacher)) is not None:
+        stored = None if dtype is None else ConvertOptions(dtype=dtype).torch_dtype
+        import_native(
+            native,
+            out,
+            stored,
+            parse_size(shard_size),
+            resume=resume,
+            overwrite=overwrite,
+            dry_run=dry_run,
+            console=console,
+        )
+        return
     options = ConvertOptions(
         layers=layers,
-        profile=profile,
+        profile=target or profile,
         text=text,
         calibration_tokens=calibration_tokens,
         dtype=dtype,
@@ -58,8 +83,9 @@ def convert_command(
         seed=seed,
         json=as_json,
     )
-    console = Console(stderr=as_json)
     job = prepare(teacher, out, options)
+    if target is not None:
+        refuse_unexportable(job.source.name, job.teacher.config, job.wiring.layers)
     print_plan(job.plan, console)
     if dry_run:
         job.close()

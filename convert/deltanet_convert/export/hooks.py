@@ -1,0 +1,61 @@
+"""What `deltanet-hf convert` asks of this package: refuse what could not be exported, take Qwen3.5 checkpoints in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from transformers import PreTrainedConfig
+
+from deltanet_hf.errors import UserError
+
+from ..checkpoint import read_json
+from ..source import resolve_source
+from .command import progress_bar
+from .import_native import is_native, plan_import, write_import
+from .obstacles import native_obstacles
+
+
+def refuse_unexportable(name: str, teacher_config: PreTrainedConfig, layers: Iterable[int]) -> None:
+    """UserError with every obstacle and its remedy, when the conversion of `layers` could not be exported later."""
+    found = native_obstacles(teacher_config, layers)
+    if found:
+        listed = "".join(f"\n  {obstacle} ({', '.join(obstacle.formats)})" for obstacle in found)
+        raise UserError(f"{name}: --for native: the result could not be exported:{listed}")
+
+
+def native_folder(teacher: str) -> Path | None:
+    """The teacher's folder when it holds a Qwen3.5 text model, which is renamed and not converted."""
+    folder = Path(teacher).expanduser()
+    if not folder.exists():
+        folder = resolve_source(teacher, Path("unused"), None).folder
+    file = folder / "config.json"
+    return folder if file.is_file() and is_native(read_json(file)) else None
+
+
+def import_native(
+    folder: Path,
+    out: Path,
+    dtype: torch.dtype | None,
+    shard_size: int,
+    *,
+    resume: bool,
+    overwrite: bool,
+    dry_run: bool,
+    console: Console,
+) -> None:
+    """Imports `folder` into `out`; with `dry_run`, only checks it and says what would be written."""
+    out = out.expanduser().absolute()
+    if out == folder.resolve() or folder.resolve() in out.parents:
+        raise UserError(f"{out}: lies in the model's folder {folder}; choose another place")
+    plan = plan_import(folder, dtype, shard_size)
+    what = "an export of ours, which is undone" if plan.record else "a Gated DeltaNet model already: nothing is fitted"
+    console.print(f"{folder} is {what}.", highlight=False)
+    console.print(f"To write: {plan.config.model_type}, {plan.layout.nbytes / 1e9:.2f} GB.", highlight=False)
+    if dry_run:
+        return
+    with progress_bar(console, "importing") as report:
+        write_import(plan, out, resume=resume, overwrite=overwrite, progress=report)
+    console.print(f"Written to {out}", highlight=False)
