@@ -142,6 +142,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
 
+    load = os.getloadavg()[0]
     ours, theirs = names = ["deltanet_kernels", "transformers"]
     rows: list[dict[str, Any]] = []
     print("                               time, ms: ours, theirs, ratio    peak, MiB     relative error")
@@ -167,7 +168,13 @@ def main() -> None:
                 f"{a['peak_mib']:7.0f}{b['peak_mib']:7.0f}{a['relative_error']:10.1e}{b['relative_error']:10.1e}",
                 flush=True,
             )
-    machine = {"cpu": cpu_model(), "cores": os.cpu_count(), "threads": arguments.threads, "system": platform.platform()}
+    machine = {
+        "cpu": cpu_model(),
+        "cores": os.cpu_count(),
+        "threads": arguments.threads,
+        "load_average_before": load,  # well above 0: other work ran beside, the ratio holds, the times are too long
+        "system": platform.platform(),
+    }
     versions = {name: version(name) for name in ("torch", "transformers")} | {"python": platform.python_version()}
     result = {"machine": machine, "versions": versions, "repeats": arguments.repeats, "rows": rows}
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
