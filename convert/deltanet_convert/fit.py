@@ -30,7 +30,8 @@ HALF_LIVES = (1.0, 3.0, 8.0, 32.0, 128.0, 1024.0)  # tokens
 STRENGTHS = (0.01, 0.05, 0.2, 0.6)
 GRID_TOKENS = 1024  # the search looks at this many tokens
 KEPT_BYTES = 256 * 2**20  # sequences whose projections stay in memory; further ones are computed when needed
-COMPONENTS = 48  # R; more of them overfit 2048 tokens
+COMPONENTS = 48  # R, at most
+TOKENS_PER_COMPONENT = 40  # fewer tokens for each component, and the gates learn the calibration text by heart
 STEPS = 60
 RATES = {"A_log": 0.05, "b_const": 0.1, "weight": 0.02, "gate_const": 0.02}
 COMPONENT_RATE = 0.02
@@ -190,7 +191,7 @@ def _fold_linear(target: nn.Linear, weight: Tensor, const: Any, basis: Tensor, o
 def _principal_components(x: Tensor) -> Tensor:
     """[R, hidden]: leading components of x (about the origin), scaled so that each coordinate has mean square 1."""
     flat = x.flatten(0, 1)
-    rank = min(COMPONENTS, *flat.shape)
+    rank = max(1, min(COMPONENTS, len(flat) // TOKENS_PER_COMPONENT, flat.shape[1]))
     _, size, v = torch.svd_lowrank(flat, q=rank, niter=4)
     return v.T / (size / math.sqrt(len(flat))).clamp_min(1e-6 * size[0]).unsqueeze(-1)
 
