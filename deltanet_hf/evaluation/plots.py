@@ -64,7 +64,7 @@ def _lines(axes: Axes, models: list[Model], prefix: str, label: str) -> None:
         axes.errorbar(
             [size for size, _ in points],
             [100 * score["value"] for _, score in points],
-            [100 * score["stderr"] for _, score in points],
+            [100 * (score["stderr"] or 0) for _, score in points],
             label=model["name"],
             capsize=2,
             **_STYLE[model["kind"]],

@@ -11,14 +11,15 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Score:
-    """A value, its standard error, and the number of independent items behind it."""
+    """A value, its standard error (nan when one item leaves it unknown), and the number of independent items."""
 
     value: float
     stderr: float
     items: int
 
-    def to_dict(self) -> dict[str, float]:
-        return asdict(self)
+    def to_dict(self) -> dict[str, float | None]:
+        """JSON form; an unknown error is null."""
+        return {**asdict(self), "stderr": None if math.isnan(self.stderr) else self.stderr}
 
 
 def mean_score(samples: Sequence[float]) -> Score:
@@ -26,7 +27,7 @@ def mean_score(samples: Sequence[float]) -> Score:
     values = np.asarray(samples, dtype=np.float64)
     if values.size == 0:
         raise ValueError("a mean needs at least one sample")
-    error = float(values.std(ddof=1) / math.sqrt(values.size)) if values.size > 1 else 0.0
+    error = float(values.std(ddof=1) / math.sqrt(values.size)) if values.size > 1 else math.nan
     return Score(float(values.mean()), error, int(values.size))
 
 
@@ -48,7 +49,7 @@ def clustered_score(samples: Sequence[float], clusters: Sequence[int]) -> Score:
     mean = sums.sum() / sizes.sum()
     count = len(sizes)
     if count < 2:
-        return Score(float(mean), 0.0, count)
+        return Score(float(mean), math.nan, count)
     residuals = sums - mean * sizes
     variance = count / (count - 1) * float((residuals**2).sum()) / float(sizes.sum()) ** 2
     return Score(float(mean), math.sqrt(variance), count)

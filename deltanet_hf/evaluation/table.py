@@ -66,6 +66,8 @@ def _table(models: list[Model], columns: Sequence[Column]) -> list[str]:
 def _plain(score: dict[str, float] | None, digits: int, scale: float = 1.0) -> str:
     if score is None:
         return "-"
+    if score["stderr"] is None:
+        return f"{scale * score['value']:.{digits}f} (one item)"
     return f"{scale * score['value']:.{digits}f} ± {scale * score['stderr']:.{digits}f}"
 
 

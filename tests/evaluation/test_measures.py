@@ -115,6 +115,8 @@ def test_errors_of_means() -> None:
     doubled = clustered_score(np.repeat(samples, 2), np.repeat(range(8), 2))  # copies bring no information
     assert (doubled.value, doubled.items) == (plain.value, 8)
     assert doubled.stderr == pytest.approx(plain.stderr)
+    assert mean_score([0.5]).to_dict() == {"value": 0.5, "stderr": None, "items": 1}
+    assert clustered_score([0.0, 1.0], [7, 7]).to_dict() == {"value": 0.5, "stderr": None, "items": 1}
     assert perplexity_score([1.0, 3.0]).value == pytest.approx(math.exp(2))
 
 
