@@ -57,7 +57,7 @@ def perplexity(model: Any, windows: Tensor, name: str) -> float:
 def main(
     model: Annotated[Path, typer.Argument(help="The teacher's folder.")],
     eval_file: Annotated[Path, typer.Option("--eval", help="Evaluation text, or .npy of token ids.")],
-    text: Annotated[Path | None, typer.Option(help="Calibration text [default: the one shipped].")] = None,
+    text: Annotated[Path | None, typer.Option(help="Calibration text; without it, the text shipped.")] = None,
     calibration_tokens: Annotated[int, typer.Option(help="Tokens to fit on.")] = 8192,
     windows: Annotated[int, typer.Option(help="Windows of 1024 tokens to score, at most.")] = 64,
 ) -> None:
