@@ -6,6 +6,7 @@ Forward: chunk_prepare.py (gates, key norms, T), chunk_fwd.py (states, outputs).
 pass keeps T, the states S [chunks, HV, K, V] and V' for the backward pass, which so has two heavy kernels.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
 import torch
@@ -51,7 +52,9 @@ def _zero_tail(chunks: Chunks, *tensors: torch.Tensor) -> None:
             x.masked_fill_(tail.view(1, -1, *[1] * (x.dim() - 2)), 0)
 
 
-def _fake_chunk_forward(q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias, scale, norm, sigmoid, final, keep, precision, segments):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+def _fake_chunk_forward(
+    q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias, scale, norm, sigmoid, final, keep, precision, segments
+):  # fmt: skip
     (B, T, HQ, K), HV, V = q.shape, v.shape[2], v.shape[3]
     C = _config(k, v).C
     rows = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -74,7 +77,9 @@ def chunk_forward(
     initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
     A_log: torch.Tensor | None, dt_bias: torch.Tensor | None,
     scale: float, norm: bool, sigmoid: bool, final: bool, keep: bool, precision: str, segments: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
+]:  # fmt: skip
     """o, final state, and what the backward pass needs: row factors, T, S, V', M (empty where not asked for)."""
     q, k, v = _unit_stride(q), _unit_stride(k), _unit_stride(v)
     g, beta = g.contiguous(), beta.contiguous()
@@ -121,7 +126,10 @@ def chunk_forward(
     return o, ht, torch.stack((p.G, p.s, p.beta, p.r)), p.T, h, vn, M
 
 
-def _fake_chunk_backward(do, dht, q, k, v, g, beta, cu_seqlens, A_log, dt_bias, factors, Tm, h, vn, M, scale, norm, sigmoid, initial, precision, segments):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+def _fake_chunk_backward(
+    do, dht, q, k, v, g, beta, cu_seqlens, A_log, dt_bias, factors, Tm, h, vn, M,
+    scale, norm, sigmoid, initial, precision, segments,
+):  # fmt: skip
     rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     state = (rows, v.shape[2], k.shape[3], v.shape[3]) if initial else (0,)
     dA = q.new_empty(0, dtype=torch.float32) if A_log is None else torch.empty_like(A_log)
@@ -146,7 +154,7 @@ def chunk_backward(
     config, sizes = _config(k, v), _sizes(q, k, v)
     (B, T, HQ, K), HV, V = q.shape, v.shape[2], v.shape[3]
     chunks = cut_chunks(B, T, config.C, cu_seqlens)
-    p = Prepared(*factors, Tm)
+    p = Prepared(factors[0], factors[1], factors[2], factors[3], Tm)
     dh, dw = torch.empty_like(h), torch.empty_like(vn)
     dh0 = q.new_empty((chunks.rows, HV, K, V) if initial else (0,), dtype=torch.float32)
     where = (chunks.cu_seqlens, chunks.first_chunk, scale, T, B * T)
@@ -176,22 +184,26 @@ def chunk_backward(
         chunk_of = (chunks.cu_seqlens, chunks.row_of_chunk, chunks.first_chunk, scale, T, B * T)
         dG = q.new_empty(max(HQ, HV), B * T, dtype=torch.float32)
         _query_backward_kernel[(chunks.count * HQ,)](
-            q, k, p.G, p.s, p.r, do, h, vn, dq, dG, *chunk_of, *strides, **sizes, **flags, BV=config.query_BV,
-            num_warps=config.query_warps, num_stages=config.query_stages,
+            q, k, p.G, p.s, do, h, vn, dq, dG, *chunk_of, *strides, **sizes, **flags, BV=config.query_BV,
+            num_warps=config.query_warps, num_stages=config.query_stages, maxnreg=config.query_registers,
         )  # fmt: skip
         _key_backward_kernel[(chunks.count * k.shape[2],)](
-            q, k, v, p.G, p.s, p.beta, p.r, do, h, dh, vn, dw, dG, g, A_log, dt_bias, dk, dv, dg, dbeta, sums,
+            q, k, v, p.G, p.s, p.beta, do, h, dh, vn, dw, dG, g, A_log, dt_bias, dk, dv, dg, dbeta, sums,
             *chunk_of, *strides, *v.stride()[:3], **sizes, **flags, BV=config.key_BV, GATE=gate, SIGMOID=sigmoid,
-            num_warps=config.key_warps, num_stages=config.key_stages,
+            num_warps=config.key_warps, num_stages=config.key_stages, maxnreg=config.key_registers,
         )  # fmt: skip
     _zero_tail(chunks, dq, dk, dv, dg, dbeta)
     total = sums.sum(0) if gate else sums.view(0, 2)
-    dA, dbias = (total[:, j].to(torch.float32 if x is None else x.dtype, copy=True) for j, x in enumerate((A_log, dt_bias)))
+    dA, dbias = (
+        total[:, j].to(torch.float32 if x is None else x.dtype, copy=True) for j, x in enumerate((A_log, dt_bias))
+    )
     return dq, dk, dv, dg, dbeta, dh0, dA, dbias
 
 
-def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias, scale, norm, sigmoid, final, _, precision, segments = inputs
+def _setup_context(ctx, inputs, output):
+    q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias, scale, norm, sigmoid, final, _, precision, segments = (
+        inputs
+    )
     _, _, factors, Tm, h, vn, M = output
     ctx.save_for_backward(q, k, v, g, beta, cu_seqlens, A_log, dt_bias, factors, Tm, h, vn, M)
     ctx.options = (scale, norm, sigmoid, initial_state is not None, precision, segments)
@@ -199,7 +211,7 @@ def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, do, dht, *_):  # type: ignore[no-untyped-def]
+def _backward(ctx, do, dht, *_):
     q, k, v, g, beta, cu_seqlens, A_log, dt_bias, factors, Tm, h, vn, M = ctx.saved_tensors
     if do is None:
         do = q.new_zeros(q.shape[0], q.shape[1], max(q.shape[2], v.shape[2]), v.shape[3])

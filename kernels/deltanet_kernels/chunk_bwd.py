@@ -12,20 +12,22 @@ Notation of chunk_prepare.py and chunk_fwd.py; dS is the gradient of the state l
         dbeta = rowsum(dW V') / beta = rowsum(dW (V - gamma U - (D K K^T) V'))
         (beta = sigmoid(b): db = (1 - beta) rowsum(dW V'))
         X = dL L;  Y = dP P
-        dG = rowsum(Y) - colsum(Y) + rowsum(X) - colsum(X) + rowsum(q dQ_inter) + rowsum(k (dU S^T)) - rowsum(k dK_state)
+        dG = rowsum(Y) - colsum(Y) + rowsum(X) - colsum(X)
+             + rowsum(q dQ_inter) + rowsum(k (dU S^T)) - rowsum(k dK_state)
         dG_last += sum(k dK_state) + e^{G_last} <dS, S>;   dg = reverse cumsum of dG inside the chunk
 
 The diagonal of Y cancels in dG and is left out. Transposed products (dP^T, dL^T) are computed anew with swapped
 operands: Triton 3.4 to 3.7.0 miscompiles a product with a transposed accumulator on Hopper.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
 from .chunk_fwd import decay_between, gamma_of, load_G, row_norm_factor
-from .chunk_prepare import _softplus, locate_chunk, locate_row
+from .chunk_prepare import locate_row
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -45,10 +47,7 @@ def _state_backward_kernel(
     segment = pid // (NV * HV)
     n = segment // SEGMENTS
     row, begin, flat, length = locate_row(n, cu_seqlens, T, VARLEN)
-    if VARLEN:
-        chunk = tl.load(first_chunk + n).to(tl.int64)
-    else:
-        chunk = row * tl.cdiv(T, C)
+    chunk = tl.load(first_chunk + n).to(tl.int64) if VARLEN else row * tl.cdiv(T, C)
     i = tl.arange(0, C)
     d = tl.arange(0, BK)
     e = i_v * BV + tl.arange(0, BV)
@@ -85,12 +84,9 @@ def _state_backward_kernel(
         token = first.to(tl.int64)
         k_tile = tl.load(k_base + token * k_token + k_at, mask=live[:, None] & md[None, :], other=0.0)
         T_tile = tl.load(Tm + ((chunk + t) * HV + head) * (C * C) + i[:, None] * C + i[None, :])
-        G_i, s_i, fade, rev = load_G(G, s, rows + first, i, valid)
+        G_i, s_i, fade, rev = load_G(G, s, rows + first, i, valid, PRECISION)
         beta_i = tl.load(beta + rows + first + i, mask=live, other=0.0)
-        if NORM:
-            r_i = tl.load(r + rows + first + i, mask=live, other=0.0)
-        else:
-            r_i = beta_i * 0.0 + 1.0
+        r_i = tl.load(r + rows + first + i, mask=live, other=0.0) if NORM else beta_i * 0.0 + 1.0
         gamma = gamma_of(G_i, s_i)
 
         dS_cast = dS.to(dtype)

@@ -7,6 +7,7 @@ dL^T) are computed anew with swapped operands: Triton 3.4 to 3.7.0 miscompiles a
 on Hopper.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
 import triton
@@ -17,17 +18,27 @@ from .chunk_prepare import _softplus, locate_chunk
 
 
 @triton.jit
-def _unit_gradient(x, factor, dx, NORM: tl.constexpr):
-    """Gradient to the raw rows x from the gradient dx to x * factor, factor = 1 / sqrt(|x|^2 + eps)."""
+def _unit_rows(x, NORM: tl.constexpr):
+    """Rows x / sqrt(|x|^2 + eps) in the type of x, and that factor; x and 1 without the norm."""
+    factor = tl.zeros([x.shape[0]], dtype=tl.float32) + 1.0
     if NORM:
-        unit = x.to(tl.float32) * factor[:, None]
-        dx = factor[:, None] * (dx - unit * tl.sum(unit * dx, axis=1)[:, None])
+        factor = row_norm_factor(x)
+        x = (x.to(tl.float32) * factor[:, None]).to(x.dtype)
+    return x, factor
+
+
+@triton.jit
+def _raw_gradient(unit, factor, dx, NORM: tl.constexpr):
+    """Gradient to the raw rows from the gradient dx to the unit rows."""
+    if NORM:
+        x = unit.to(tl.float32)
+        dx = factor[:, None] * (dx - x * tl.sum(x * dx, axis=1)[:, None])
     return dx
 
 
 @triton.jit(do_not_specialize=["T"])
 def _query_backward_kernel(
-    q, k, G, s, r, do, h, vn, dq, dG_out, cu_seqlens, row_of_chunk, first_chunk, scale, T, tokens,
+    q, k, G, s, do, h, vn, dq, dG_out, cu_seqlens, row_of_chunk, first_chunk, scale, T, tokens,
     q_row, q_token, q_head, k_row, k_token, k_head, o_row, o_token, o_head,
     H: tl.constexpr, HV: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, NORM: tl.constexpr, VARLEN: tl.constexpr,
@@ -55,11 +66,8 @@ def _query_backward_kernel(
     k_base = k + row * k_row + key_head * k_head + first * k_token
     q_tile = tl.load(q_base + (i[:, None] * q_token + d[None, :]), mask=mK, other=0.0)
     k_tile = tl.load(k_base + (i[:, None] * k_token + d[None, :]), mask=mK, other=0.0)
-    f_i = tl.zeros([C], dtype=tl.float32) + 1.0
-    r_i = f_i
-    if NORM:
-        f_i = row_norm_factor(q_tile)
-        r_i = tl.load(r + (key_head * (HV // H)).to(tl.int64) * tokens + flat_i, mask=live, other=0.0)
+    q_tile, f_i = _unit_rows(q_tile, NORM)
+    k_tile, _ = _unit_rows(k_tile, NORM)
     dq_acc = tl.zeros([C, BK], dtype=tl.float32)
     for j in range(READS):
         out = query_head * READS + j
@@ -77,21 +85,21 @@ def _query_backward_kernel(
             vn_tile = tl.load(vn + at, mask=mV, other=0.0).to(dtype)
             dQ += tl.dot(do_tile, tl.trans(S), input_precision=PRECISION)
             dP += tl.dot(do_tile, tl.trans(vn_tile), input_precision=PRECISION)
-        G_i, s_i, _, _ = load_G(G, s, head.to(tl.int64) * tokens + flat, i, valid)
-        Z = decay_between(G_i, s_i, causal) * dP * (scale * r_i)[None, :]
+        G_i, s_i, _, _ = load_G(G, s, head.to(tl.int64) * tokens + flat, i, valid, PRECISION)
+        Z = decay_between(G_i, s_i, causal) * dP * scale
         Y = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-        Y = tl.where(i[:, None] > i[None, :], Z * Y, 0.0) * f_i[:, None]
+        Y = tl.where(i[:, None] > i[None, :], Z * Y, 0.0)
         dQ *= (gamma_of(G_i, s_i) * scale)[:, None]
-        dG = tl.sum(Y, axis=1) - tl.sum(Y, axis=0) + tl.sum(q_tile.to(tl.float32) * dQ, axis=1) * f_i
+        dG = tl.sum(Y, axis=1) - tl.sum(Y, axis=0) + tl.sum(q_tile.to(tl.float32) * dQ, axis=1)
         tl.store(dG_out + out.to(tl.int64) * tokens + flat_i, dG, mask=live)
         dq_acc += dQ + tl.dot(Z.to(dtype), k_tile, input_precision=PRECISION)
     dq_at = dq + (flat * HQ + query_head) * K + (i[:, None] * (HQ * K) + d[None, :])
-    tl.store(dq_at, _unit_gradient(q_tile, f_i, dq_acc, NORM).to(dq.dtype.element_ty), mask=mK)
+    tl.store(dq_at, _raw_gradient(q_tile, f_i, dq_acc, NORM).to(dq.dtype.element_ty), mask=mK)
 
 
 @triton.jit(do_not_specialize=["T"])
 def _key_backward_kernel(
-    q, k, v, G, s, beta, r, do, h, dh, vn, dw, dG_out, g, A_log, dt_bias, dk, dv, dg, dbeta, gate_sums,
+    q, k, v, G, s, beta, do, h, dh, vn, dw, dG_out, g, A_log, dt_bias, dk, dv, dg, dbeta, gate_sums,
     cu_seqlens, row_of_chunk, first_chunk, scale, T, tokens,
     q_row, q_token, q_head, k_row, k_token, k_head, o_row, o_token, o_head, v_row, v_token, v_head,
     H: tl.constexpr, HV: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
@@ -120,14 +128,12 @@ def _key_backward_kernel(
 
     k_base = k + row * k_row + key_head * k_head + first * k_token
     k_tile = tl.load(k_base + (i[:, None] * k_token + d[None, :]), mask=mK, other=0.0)
-    r_i = tl.zeros([C], dtype=tl.float32) + 1.0
-    if NORM:
-        r_i = tl.load(r + (key_head * SHARE).to(tl.int64) * tokens + flat_i, mask=live, other=0.0)
+    k_tile, r_i = _unit_rows(k_tile, NORM)
     dk_acc = tl.zeros([C, BK], dtype=tl.float32)
     for j in range(SHARE):
         head = key_head * SHARE + j
         rows = head.to(tl.int64) * tokens + flat
-        G_i, s_i, fade, rev = load_G(G, s, rows, i, valid)
+        G_i, s_i, fade, rev = load_G(G, s, rows, i, valid, PRECISION)
         b_i = tl.load(beta + rows + i, mask=live, other=0.0)
         gamma = gamma_of(G_i, s_i)
         dG = tl.zeros([C], dtype=tl.float32)
@@ -137,9 +143,7 @@ def _key_backward_kernel(
             q_base = q + row * q_row + (out // READS) * q_head + first * q_token
             q_at = q_base + (i[:, None] * q_token + d[None, :])
             q_tile = tl.load(q_at, mask=mK, other=0.0)
-            f_i = tl.zeros([C], dtype=tl.float32) + scale
-            if NORM:
-                f_i = f_i * row_norm_factor(q_tile)
+            q_tile, _ = _unit_rows(q_tile, NORM)
             dPt = tl.zeros([C, C], dtype=tl.float32)
             for i_v in range(0, V, BV):
                 e = i_v + tl.arange(0, BV)
@@ -149,7 +153,7 @@ def _key_backward_kernel(
                 do_at = do + row * o_row + out * o_head + first * o_token + (i[:, None] * o_token + e[None, :])
                 do_tile = tl.load(do_at, mask=mV, other=0.0).to(dtype)
                 dPt += tl.dot(vn_tile, tl.trans(do_tile), input_precision=PRECISION)
-            Zt = decay_between(-G_i, s_i, anticausal) * dPt * f_i[None, :]
+            Zt = decay_between(-G_i, s_i, anticausal) * dPt * scale
             dk_acc += tl.dot(Zt.to(dtype), q_tile, input_precision=PRECISION)
             dG += tl.load(dG_out + out.to(tl.int64) * tokens + flat_i, mask=live, other=0.0)
 
@@ -167,7 +171,7 @@ def _key_backward_kernel(
             dK_state += tl.dot(vn_cast, tl.trans(dS.to(dtype)), input_precision=PRECISION)
         dK_state *= rev[:, None]
         # The last token's own write cancels in dG; leaving it out keeps small gate gradients exact.
-        kept = tl.where(i == valid - 1, 0.0, tl.sum(k_tile.to(tl.float32) * dK_state, axis=1) * r_i)
+        kept = tl.where(i == valid - 1, 0.0, tl.sum(k_tile.to(tl.float32) * dK_state, axis=1))
         dG -= kept
         dG_last = tl.sum(kept, axis=0) + fade * tl.sum(SdS, axis=0)
         dk_acc += dK_state
@@ -191,16 +195,16 @@ def _key_backward_kernel(
             dK_read += tl.dot(dw_cast, tl.trans(S.to(dtype)), input_precision=PRECISION)
             dL += tl.dot(dw_cast, tl.trans(vn_cast), input_precision=PRECISION)
             dLt += tl.dot(vn_cast, tl.trans(dw_cast), input_precision=PRECISION)
-        KK = tl.dot(k_tile, tl.trans(k_tile), input_precision=PRECISION) * r_i[:, None] * r_i[None, :]
+        KK = tl.dot(k_tile, tl.trans(k_tile), input_precision=PRECISION)
         dL = decay_between(G_i, s_i, strict) * dL
         X = dL * KK
-        dU_read = gamma * r_i * tl.sum(k_tile.to(tl.float32) * dK_read, axis=1)
+        dU_read = gamma * tl.sum(k_tile.to(tl.float32) * dK_read, axis=1)
         bX = b_i[:, None] * X
         dG += tl.sum(bX, axis=0) - tl.sum(bX, axis=1) - b_i * dU_read
         dk_acc += dK_read * -(gamma * b_i)[:, None]
         dLt = decay_between(-G_i, s_i, i[:, None] < i[None, :]) * dLt
         E = b_i[:, None] * dL + b_i[None, :] * dLt
-        dk_acc -= tl.dot((E * r_i[None, :]).to(dtype), k_tile, input_precision=PRECISION)
+        dk_acc -= tl.dot(E.to(dtype), k_tile, input_precision=PRECISION)
 
         dG += tl.where(i == valid - 1, dG_last, 0.0)
         dg_i = tl.cumsum(tl.where(live, dG, 0.0), axis=0, reverse=True)
@@ -231,4 +235,4 @@ def _key_backward_kernel(
             tl.store(sums + 1, tl.sum(tl.where(live, dg_i, 0.0), axis=0))
         tl.store(dg + gates, dg_i.to(dg.dtype.element_ty), mask=live)
     dk_at = dk + (flat * H + key_head) * K + (i[:, None] * (H * K) + d[None, :])
-    tl.store(dk_at, _unit_gradient(k_tile, r_i, dk_acc, NORM).to(dk.dtype.element_ty), mask=mK)
+    tl.store(dk_at, _raw_gradient(k_tile, r_i, dk_acc, NORM).to(dk.dtype.element_ty), mask=mK)

@@ -18,6 +18,7 @@ T_ab = -T_aa sum_{b <= c < a} L_ac T_cb. Every intermediate is an entry of an in
 powers of L. Products are float32 (tf32 in three parts on tensor cores).
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -320,4 +321,4 @@ def prepare(
             PRECISION=precision, MERGE=MERGE_PRECISION.get(k.dtype, "tf32") if precision != "ieee" else "ieee",
             num_warps=num_warps,
         )  # fmt: skip
-    return Prepared(*factors, inverse)
+    return Prepared(factors[0], factors[1], factors[2], factors[3], inverse)

@@ -6,6 +6,7 @@ N is the state pass from zero, M the state pass from I with v = 0; both run for 
 entering the segments follow one after the other, in float32. Backward, dS_in = M^T dS_out + N'.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
 import torch

@@ -7,6 +7,7 @@ The gradient of the initial state is dx at the positions -(W-1) .. -1; the last 
 gradient joins dx there. p is computed again in the backward pass instead of being kept.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
 import torch
@@ -141,14 +142,16 @@ def _conv_backward_kernel(
         tl.store(dx + at, grad.to(dx.dtype.element_ty), mask=(pos < length)[:, None] & m_d[None, :])
 
 
-def _launch(x: torch.Tensor, weight: torch.Tensor, cu_seqlens: torch.Tensor | None) -> tuple[Chunks, int, dict[str, int]]:
+def _launch(
+    x: torch.Tensor, weight: torch.Tensor, cu_seqlens: torch.Tensor | None
+) -> tuple[Chunks, int, dict[str, int]]:
     B, T, D = x.shape
     chunks = cut_chunks(B, T, TOKENS, cu_seqlens)
     BD = min(CHANNELS, max(16, triton.next_power_of_2(D)))
     return chunks, triton.cdiv(D, BD), {"D": D, "BD": BD, "W": weight.shape[1]}
 
 
-def _fake_conv_forward(x, weight, bias, state, cu_seqlens, silu, final):  # type: ignore[no-untyped-def]
+def _fake_conv_forward(x, weight, bias, state, cu_seqlens, silu, final):
     rows = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     return y, x.new_empty((rows, x.shape[2], weight.shape[1] - 1) if final else (0,))
@@ -177,8 +180,11 @@ def conv_forward(
     return y, out
 
 
-def _fake_conv_backward(dy, dfinal, x, weight, bias, state, cu_seqlens, silu):  # type: ignore[no-untyped-def]
-    like = [x.new_empty(0) if t is None else torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x, weight, bias, state)]
+def _fake_conv_backward(dy, dfinal, x, weight, bias, state, cu_seqlens, silu):
+    like = [
+        x.new_empty(0) if t is None else torch.empty(t.shape, dtype=t.dtype, device=t.device)
+        for t in (x, weight, bias, state)
+    ]
     return tuple(like)
 
 
@@ -209,13 +215,13 @@ def conv_backward(
     return dx, total[:W].t().to(weight.dtype, copy=True).contiguous(), dbias, dstate
 
 
-def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
+def _setup_context(ctx, inputs, output):
     x, weight, bias, state, cu_seqlens, ctx.silu, ctx.final = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(x, weight, bias, state, cu_seqlens)
 
 
-def _backward(ctx, dy, dfinal):  # type: ignore[no-untyped-def]
+def _backward(ctx, dy, dfinal):
     x, weight, bias, state, cu_seqlens = ctx.saved_tensors
     dy = torch.zeros_like(x) if dy is None else dy
     grads = conv_backward(dy, dfinal if ctx.final else None, x, weight, bias, state, cu_seqlens, ctx.silu)

@@ -29,6 +29,8 @@ class ChunkConfig:
     key_BV: int = 64
     key_warps: int = 8
     key_stages: int = 2
+    query_registers: int | None = None  # a limit per thread, so that more programs fit on a multiprocessor
+    key_registers: int | None = None
 
 
 @functools.cache
@@ -42,7 +44,17 @@ def chunk_config(K: int, V: int, dtype: torch.dtype, capability: tuple[int, int]
         narrow = 16 if BK > 128 else 32
         config = replace(config, C=32, state_BV=narrow, output_BV=32, grad_BV=narrow, query_BV=narrow, key_BV=narrow)
     elif BK > 128:
-        config = replace(config, state_BV=32, grad_BV=16, query_BV=32, key_BV=32, query_warps=8, key_warps=8, state_stages=2, grad_stages=2)
+        config = replace(
+            config,
+            state_BV=32,
+            grad_BV=16,
+            query_BV=32,
+            key_BV=32,
+            query_warps=8,
+            key_warps=8,
+            state_stages=2,
+            grad_stages=2,
+        )
     elif BK > 64:
         config = replace(config, output_BV=128, state_stages=2, grad_BV=32, grad_stages=2, key_BV=128, query_BV=128)
     return replace(

@@ -8,6 +8,7 @@ w is [D], or [H, D] for x [..., H, D]: a program stays with one head and leaves 
 a fixed order. Float32 inside.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
 import torch
@@ -80,7 +81,7 @@ def _rows(D: int) -> int:
     return max(1, min(ROWS, 4096 // triton.next_power_of_2(D)))
 
 
-def _fake_norm_forward(x, z, w, eps):  # type: ignore[no-untyped-def]
+def _fake_norm_forward(x, z, w, eps):
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
@@ -97,9 +98,13 @@ def norm_forward(x: torch.Tensor, z: torch.Tensor | None, w: torch.Tensor, eps: 
     return y
 
 
-def _fake_norm_backward(dy, x, z, w, eps):  # type: ignore[no-untyped-def]
+def _fake_norm_backward(dy, x, z, w, eps):
     dz = x.new_empty(0) if z is None else torch.empty(z.shape, dtype=z.dtype, device=z.device)
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device), dz, torch.empty(w.shape, dtype=w.dtype, device=w.device)
+    return (
+        torch.empty(x.shape, dtype=x.dtype, device=x.device),
+        dz,
+        torch.empty(w.shape, dtype=w.dtype, device=w.device),
+    )
 
 
 @operator(_fake_norm_backward)
@@ -121,13 +126,13 @@ def norm_backward(
     return dx, dz, dw.sum(0).view(w.shape).to(w.dtype, copy=True)
 
 
-def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
+def _setup_context(ctx, inputs, output):
     x, z, w, ctx.eps = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(x, z, w)
 
 
-def _backward(ctx, dy):  # type: ignore[no-untyped-def]
+def _backward(ctx, dy):
     x, z, w = ctx.saved_tensors
     dx, dz, dw = norm_backward(dy, x, z, w, ctx.eps)
     return dx, None if z is None else dz, dw, None

@@ -5,6 +5,7 @@
 A program holds a [K, BV] slice of one head's state and walks its tokens; gate, sigmoid and L2 norm are in it.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
 import torch
@@ -56,8 +57,8 @@ def _recurrent_kernel(
             b = 1.0 / (1.0 + tl.exp(-b))
         if NORM:
             k_d = k_d * tl.rsqrt(tl.sum(k_d * k_d, axis=0) + L2_EPS)
-        S = S * tl.exp(x)
-        S += k_d[:, None] * (b * (v_e - tl.sum(k_d[:, None] * S, axis=0)))[None, :]
+        gamma = tl.exp(x)
+        delta = b * (v_e - gamma * tl.sum(k_d[:, None] * S, axis=0))
         for m in tl.static_range(GROUP):
             out = head * GROUP + m
             q_d = tl.load(q + row * q_row + token * q_token + (out // (HO // HQ)) * q_head + d, mask=md, other=0.0)
@@ -65,8 +66,10 @@ def _recurrent_kernel(
             f = scale
             if NORM:
                 f = scale * tl.rsqrt(tl.sum(q_d * q_d, axis=0) + L2_EPS)
-            o_e = tl.sum(q_d[:, None] * S, axis=0) * f
-            tl.store(o + ((flat + t) * HO + out) * V + e, o_e.to(o.dtype.element_ty), mask=me)
+            # q^T S_t = gamma q^T S_{t-1} + (q^T k) delta: both sums over S wait for nothing but S.
+            o_e = gamma * tl.sum(q_d[:, None] * S, axis=0) + tl.sum(q_d * k_d, axis=0) * delta
+            tl.store(o + ((flat + t) * HO + out) * V + e, (o_e * f).to(o.dtype.element_ty), mask=me)
+        S = S * gamma + k_d[:, None] * delta[None, :]
     if FINAL:
         tl.store(new_state + at, S.to(new_state.dtype.element_ty), mask=mS)
 
@@ -92,7 +95,9 @@ def _launch(
     return o
 
 
-def _fake_recurrent(q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias, scale, norm, sigmoid, final):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+def _fake_recurrent(
+    q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias, scale, norm, sigmoid, final
+):  # fmt: skip
     rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     shape = (rows, v.shape[2], k.shape[3], v.shape[3])
     o = v.new_empty(q.shape[0], q.shape[1], max(q.shape[2], v.shape[2]), v.shape[3])
@@ -115,7 +120,7 @@ def recurrent(
     return o, out
 
 
-def _fake_recurrent_update_(q, k, v, g, beta, state, cu_seqlens, A_log, dt_bias, scale, norm, sigmoid):  # type: ignore[no-untyped-def]
+def _fake_recurrent_update_(q, k, v, g, beta, state, cu_seqlens, A_log, dt_bias, scale, norm, sigmoid):
     return v.new_empty(q.shape[0], q.shape[1], max(q.shape[2], v.shape[2]), v.shape[3])
 
 

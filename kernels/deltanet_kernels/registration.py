@@ -14,7 +14,9 @@ import torch
 _LIBRARY = torch.library.Library("deltanet", "DEF")
 
 
-def operator(fake: Callable[..., Any], mutates: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def operator(
+    fake: Callable[..., Any], mutates: Sequence[str] = ()
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a function as torch.ops.deltanet.<its name>, with `fake` giving the shapes of its results."""
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:

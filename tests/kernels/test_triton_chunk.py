@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kernels.triton_mode import DEVICE, GPU
-
 from deltanet_kernels import naive_gated_delta_rule
 from deltanet_kernels.chunk import chunk_gated_delta_rule_triton
 from tests.kernels.cases import (
@@ -23,6 +21,7 @@ from tests.kernels.cases import (
     truth,
     truth_of,
 )
+from tests.kernels.triton_mode import DEVICE, GPU
 
 # The interpreter takes about a second a chunk and head: the cases that reach different code.
 INTERPRETED = {
@@ -202,7 +201,10 @@ def test_compiles_without_a_graph_break() -> None:
 @needs_gpu
 def test_cuda_graph_follows_changed_sequence_bounds() -> None:
     case = Case("graph", T=300, H=2, K=64, cu_seqlens=(0, 100, 300))
-    inputs = {n: x.detach() if isinstance(x, torch.Tensor) else x for n, x in make_inputs(case, torch.bfloat16, "cuda").items()}
+    inputs = {
+        n: x.detach() if isinstance(x, torch.Tensor) else x
+        for n, x in make_inputs(case, torch.bfloat16, "cuda").items()
+    }
     chunk_gated_delta_rule_triton(**inputs)  # compile outside the capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

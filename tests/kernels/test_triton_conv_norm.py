@@ -6,12 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kernels.triton_mode import DEVICE, GPU
-
 from deltanet_kernels.conv import causal_conv1d_triton
 from deltanet_kernels.norm import gated_rms_norm_triton
 from deltanet_kernels.reference import torch_causal_conv1d, torch_gated_rms_norm
 from tests.kernels.cases import relative_error
+from tests.kernels.triton_mode import DEVICE, GPU
 
 DTYPES = [torch.float32, *([torch.bfloat16, torch.float16] if GPU else [])]
 
@@ -67,7 +66,12 @@ def test_convolution(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("shape", "weight", "gate"),
-    [((2, 35, 3, 20), (20,), True), ((2, 35, 3, 20), (3, 20), True), ((70, 16), (16,), False), ((1, 300), (300,), True)],
+    [
+        ((2, 35, 3, 20), (20,), True),
+        ((2, 35, 3, 20), (3, 20), True),
+        ((70, 16), (16,), False),
+        ((1, 300), (300,), True),
+    ],
 )
 def test_norm(shape: tuple[int, ...], weight: tuple[int, ...], gate: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(0)

@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from tests.kernels.triton_mode import DEVICE, GPU
-
 from deltanet_kernels.recurrent import fused_recurrent_gated_delta_rule_triton, gated_delta_rule_step_
 from tests.kernels.cases import Case, make_inputs, relative_error, truth
+from tests.kernels.triton_mode import DEVICE, GPU
 
 CASES = [
     Case("decode", T=1, B=3, H=2, HV=4, HQ=2, raw=True),

@@ -1,1 +1,1 @@
-"""Side-by-side timings against other implementations; results are kept with machine and versions."""
+"""Side-by-side timing of the operators against their peers, with the result tables kept beside it."""

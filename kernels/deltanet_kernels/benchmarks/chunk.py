@@ -1,0 +1,154 @@
+"""The chunked gated delta rule side by side with its peers: `python -m deltanet_kernels.benchmarks.chunk --peers`.
+
+Peers: flash-linear-attention (with FLA_FLASH_QLA=0), FlashQLA (K = V = 128 only) and causal softmax attention (SDPA)
+of the same sizes. Every timed configuration is first compared with the chunked PyTorch form in float64, output and
+gradients, on two heads of the first row; an implementation that fails there is not timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import torch_chunk_gated_delta_rule
+from ..chunk import chunk_gated_delta_rule_triton
+from .timing import median_ms, peak_gib, write
+
+Operator = Callable[..., torch.Tensor]
+
+
+class Shape(NamedTuple):
+    """Rows, tokens, query and key heads, value heads, head size."""
+
+    B: int
+    T: int
+    H: int
+    HV: int
+    D: int
+
+
+SHAPES = [
+    Shape(16, 2048, 9, 9, 64),
+    Shape(8, 2048, 32, 32, 64),
+    Shape(4, 4096, 32, 32, 128),
+    Shape(1, 4096, 32, 32, 128),
+    Shape(1, 32768, 32, 32, 128),
+    Shape(1, 131072, 16, 16, 128),
+    Shape(4, 4096, 16, 32, 128),
+    Shape(4, 4096, 8, 32, 128),
+]
+
+
+def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
+    if q.shape[2] != v.shape[2]:  # softmax attention has query heads over fewer key and value heads, not the reverse
+        raise NotImplementedError("more value heads than query heads")
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+
+def _ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
+    return chunk_gated_delta_rule_triton(q, k, v, g, beta, use_qk_l2norm_in_kernel=True)[0]
+
+
+def implementations(peers: bool) -> tuple[dict[str, Operator], dict[str, str]]:
+    """Name -> operator, and name -> why it is missing."""
+    found: dict[str, Operator] = {"deltanet": _ours}
+    missing: dict[str, str] = {}
+    if not peers:
+        return found, missing
+    os.environ.setdefault("FLA_FLASH_QLA", "0")
+    try:
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule as fla_rule
+
+        found["fla"] = lambda q, k, v, g, b: fla_rule(q, k, v, g, b, use_qk_l2norm_in_kernel=True)[0]
+    except Exception as error:
+        missing["fla"] = repr(error)
+    try:
+        from flash_qla import chunk_gated_delta_rule as qla_rule
+
+        found["flash_qla"] = lambda q, k, v, g, b: qla_rule(q, k, v, g, b, use_qk_l2norm_in_kernel=True)[0]
+    except Exception as error:
+        missing["flash_qla"] = repr(error)
+    return found | {"sdpa": _sdpa}, missing
+
+
+def make(shape: Shape) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """q, k, v in bfloat16, log decay in (-1, 0), beta in (0, 1), and a gradient of o."""
+    torch.manual_seed(0)
+    B, T, H, HV, D = shape
+    heads = (H, H, HV)
+    leaves = [torch.randn(B, T, n, D, device="cuda", dtype=torch.bfloat16) for n in heads]
+    leaves += [-torch.rand(B, T, HV, device="cuda"), torch.rand(B, T, HV, device="cuda")]
+    return [x.requires_grad_() for x in leaves], torch.randn(B, T, HV, D, device="cuda", dtype=torch.bfloat16)
+
+
+def reference(leaves: list[torch.Tensor], do: torch.Tensor, heads: int) -> list[torch.Tensor]:
+    """o and the gradients of q, k, v, g, beta of the first row and key head, in float64."""
+    own = [x.detach()[:1, :, : (1 if j < 2 else heads)].double().requires_grad_() for j, x in enumerate(leaves)]
+    q, k, v, g, beta = own
+    o, _ = torch_chunk_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=True)
+    return [o.detach(), *torch.autograd.grad(o, own, do[:1, :, :heads].double())]
+
+
+def worst_error(operator: Operator, leaves: list[torch.Tensor], do: torch.Tensor, wanted: list[torch.Tensor]) -> float:
+    """Largest relative L2 error among o and the gradients; NaN counts as infinite."""
+    o = operator(*leaves)
+    found = [o.detach(), *torch.autograd.grad(o, leaves, do)]
+    errors = []
+    for x, y in zip(found, wanted, strict=True):
+        part = x[:1, :, : y.shape[2]].double()
+        errors.append(((part - y).norm() / y.norm()).item())
+    return max(e if e == e else float("inf") for e in errors)
+
+
+def measure(name: str, operator: Operator, shape: Shape, repeats: int) -> dict[str, Any]:
+    """One row of the table."""
+    leaves, do = make(shape)
+    row: dict[str, Any] = {"shape": list(shape), "impl": name}
+    if name != "sdpa":
+        row["rel_error"] = worst_error(operator, leaves, do, reference(leaves, do, shape.HV // shape.H))
+        if row["rel_error"] > 0.05:
+            return row | {"failed": "wrong results"}
+
+    def forward() -> None:
+        with torch.no_grad():
+            operator(*leaves)
+
+    def both() -> None:
+        torch.autograd.grad(operator(*leaves), leaves[:3] if name == "sdpa" else leaves, do)
+
+    row["fwd_ms"] = round(median_ms(forward, repeats), 4)
+    row["fwdbwd_ms"] = round(median_ms(both, repeats), 4)
+    row["peak_gib"] = round(peak_gib(both), 4)
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--peers", action="store_true", help="also time flash-linear-attention, FlashQLA and SDPA")
+    parser.add_argument("--shapes", type=int, nargs="*", help="only these rows of the list of shapes")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--output", type=Path, help="folder of the result file; the package's own by default")
+    args = parser.parse_args()
+    found, missing = implementations(args.peers)
+    rows: list[dict[str, Any]] = []
+    for index in args.shapes or range(len(SHAPES)):
+        shape = SHAPES[index]
+        for name, operator in found.items():
+            try:
+                row = measure(name, operator, shape, args.repeats)
+            except Exception as error:
+                row = {"shape": list(shape), "impl": name, "failed": f"{type(error).__name__}: {error}"[:300]}
+            rows.append(row)
+            print(row, flush=True)
+            torch.cuda.empty_cache()
+            write("chunk_h200.json", rows, {"missing": missing, "shape": "B, T, H (q, k), HV (v), K = V"}, args.output)
+
+
+if __name__ == "__main__":
+    main()

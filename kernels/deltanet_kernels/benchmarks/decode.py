@@ -1,0 +1,104 @@
+"""One decoding step under a CUDA graph: `python -m deltanet_kernels.benchmarks.decode --peers`.
+
+32 heads, K = V = 128, float32 state in place, gate, sigmoid and L2 norm in the kernel. The floor is the state read
+and written once at the copy bandwidth measured in the same run. The step is first compared with the recurrence in
+float64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import naive_gated_delta_rule
+from ..recurrent import gated_delta_rule_step_
+from .timing import copy_bandwidth, graph_us, write
+
+HEADS, SIZE = 32, 128
+
+
+def make(batch: int) -> dict[str, torch.Tensor]:
+    """Arguments of one step."""
+    torch.manual_seed(0)
+    x = {n: torch.randn(batch, 1, HEADS, SIZE, device="cuda", dtype=torch.bfloat16) for n in ("q", "k", "v")}
+    x |= {n: torch.randn(batch, 1, HEADS, device="cuda") for n in ("g", "beta")}
+    x |= {n: torch.randn(HEADS, device="cuda") for n in ("A_log", "dt_bias")}
+    return x
+
+
+def step(x: dict[str, torch.Tensor], state: torch.Tensor) -> torch.Tensor:
+    return gated_delta_rule_step_(
+        x["q"], x["k"], x["v"], x["g"], x["beta"], state, use_qk_l2norm_in_kernel=True,
+        A_log=x["A_log"], dt_bias=x["dt_bias"], use_beta_sigmoid_in_kernel=True,
+    )  # fmt: skip
+
+
+def next_step(x: dict[str, torch.Tensor], states: Iterator[torch.Tensor]) -> torch.Tensor:
+    """A step on the next of several states."""
+    return step(x, next(states))
+
+
+def error_of(x: dict[str, torch.Tensor], state: torch.Tensor) -> float:
+    """Relative L2 error of o and the state against the recurrence in float64."""
+    w = {n: t.double() for n, t in x.items()}
+    o, final = naive_gated_delta_rule(
+        w["q"], w["k"], w["v"], w["g"], w["beta"], None, state.double(), True, True, A_log=w["A_log"],
+        dt_bias=w["dt_bias"], use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True,
+    )  # fmt: skip
+    assert final is not None
+    moved = state.clone()
+    found = step(x, moved)
+    pairs = ((found, o), (moved, final))
+    return max(((a.double() - b).norm() / b.norm()).item() for a, b in pairs)
+
+
+def peer_us(x: dict[str, torch.Tensor], state: torch.Tensor) -> float:
+    """flash-linear-attention's recurrent kernel; gate and sigmoid applied outside, not timed."""
+    from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
+
+    g = -x["A_log"].exp() * torch.nn.functional.softplus(x["g"] + x["dt_bias"])
+    beta = x["beta"].sigmoid()
+    return graph_us(
+        lambda: fused_recurrent_gated_delta_rule(
+            x["q"], x["k"], x["v"], g, beta, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True
+        )
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--peers", action="store_true", help="also time flash-linear-attention")
+    parser.add_argument("--output", type=Path, help="folder of the result file; the package's own by default")
+    args = parser.parse_args()
+    bandwidth = copy_bandwidth()
+    rows: list[dict[str, Any]] = []
+    for batch in (1, 8, 64, 256):
+        # Several states in turn: a small one would stay in the L2 cache.
+        x = make(batch)
+        states = [torch.randn(batch, HEADS, SIZE, SIZE, device="cuda") for _ in range(max(1, 64 // batch))]
+        moved = 2 * states[0].numel() * 4
+        row: dict[str, Any] = {"shape": [batch, HEADS, SIZE], "impl": "deltanet", "rel_error": error_of(x, states[0])}
+        turns = itertools.cycle(states)
+        row["us"] = round(graph_us(functools.partial(next_step, x, turns), 64), 3)
+        row["share_of_copy_bandwidth"] = round(moved / (row["us"] * 1e-6) / bandwidth, 3)
+        rows.append(row)
+        print(row, flush=True)
+        if args.peers:
+            try:
+                peer: dict[str, Any] = {"us": round(peer_us(x, states[0]), 3)}
+            except Exception as error:
+                peer = {"failed": repr(error)[:200]}
+            rows.append({"shape": [batch, HEADS, SIZE], "impl": "fla", **peer})
+            print(rows[-1], flush=True)
+    notes = {"copy_bytes_per_s": bandwidth, "shape": "B, heads, K = V; float32 state"}
+    write("decode_h200.json", rows, notes, args.output)
+
+
+if __name__ == "__main__":
+    main()
