@@ -43,6 +43,13 @@ def _sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, int]:
     return {"H": k.shape[2], "HV": v.shape[2], "HQ": q.shape[2], "K": K, "V": V, "BK": BK}
 
 
+def _full(k: torch.Tensor, v: torch.Tensor, chunks: Chunks) -> bool:
+    """Every tile of every kernel is full: nothing needs a mask."""
+    sizes = (k.shape[3], v.shape[3])
+    even = all(size >= 16 and size == triton.next_power_of_2(size) for size in sizes)
+    return even and not chunks.varlen and chunks.tokens % chunks.size == 0
+
+
 def _zero_tail(chunks: Chunks, *tensors: torch.Tensor) -> None:
     """Tokens after the last packed sequence get zeros."""
     if chunks.cu_seqlens is not None:
@@ -97,7 +104,7 @@ def chunk_forward(
     inputs = (q, k, v, p.G, p.s, p.beta, p.r, p.T)
     where = (chunks.cu_seqlens, chunks.first_chunk, scale, T, B * T)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
-    flags = {"C": C, "NORM": norm, "VARLEN": chunks.varlen, "PRECISION": precision}
+    flags = {"C": C, "NORM": norm, "VARLEN": chunks.varlen, "FULL": _full(k, v, chunks), "PRECISION": precision}
     M = q.new_empty(0, dtype=torch.float32)
     start = initial_state
     if segments > 1:
@@ -159,7 +166,7 @@ def chunk_backward(
     dh0 = q.new_empty((chunks.rows, HV, K, V) if initial else (0,), dtype=torch.float32)
     where = (chunks.cu_seqlens, chunks.first_chunk, scale, T, B * T)
     strides = (*q.stride()[:3], *k.stride()[:3], *do.stride()[:3])
-    flags = {"C": config.C, "NORM": norm, "VARLEN": chunks.varlen, "PRECISION": precision}
+    flags = {"C": config.C, "NORM": norm, "VARLEN": chunks.varlen, "FULL": _full(k, v, chunks), "PRECISION": precision}
     grid = (chunks.rows * segments * HV * triton.cdiv(V, config.grad_BV),)
     common = {
         **sizes, **flags, "BV": config.grad_BV, "SEGMENTS": segments, "STAGES": config.grad_stages,

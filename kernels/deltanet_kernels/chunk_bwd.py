@@ -26,7 +26,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .chunk_fwd import decay_between, gamma_of, load_G, row_norm_factor
+from .chunk_fwd import decay_between, gamma_of, load_G, load_tile, row_norm_factor, store_tile
 from .chunk_prepare import locate_row
 
 
@@ -35,7 +35,7 @@ def _state_backward_kernel(
     q, k, G, s, beta, r, Tm, do, dht, dh, dw, dh0, cu_seqlens, first_chunk, scale, T, tokens,
     q_row, q_token, q_head, k_row, k_token, k_head, o_row, o_token, o_head,
     H: tl.constexpr, HV: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, NORM: tl.constexpr, VARLEN: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, NORM: tl.constexpr, VARLEN: tl.constexpr, FULL: tl.constexpr,
     FINAL: tl.constexpr, INITIAL: tl.constexpr, KEEP: tl.constexpr, SEGMENTS: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -58,7 +58,7 @@ def _state_backward_kernel(
     state = segment.to(tl.int64) * HV + head
     dS = tl.zeros([BK, BV], dtype=tl.float32)
     if FINAL:
-        dS += tl.load(dht + state * K * V + at, mask=mS, other=0.0).to(tl.float32)
+        dS += load_tile(dht + state * K * V + at, mS, FULL).to(tl.float32)
 
     GROUP: tl.constexpr = HQ // HV if HQ > HV else 1
     HO: tl.constexpr = HQ if HQ > HV else HV
@@ -79,28 +79,28 @@ def _state_backward_kernel(
     for step in tl.range(start, stop, num_stages=STAGES):
         t = stop - 1 - (step - start)
         first = t * C
-        valid = tl.minimum(length - first, C)
+        valid = C if FULL else tl.minimum(length - first, C)
         live = i < valid
         token = first.to(tl.int64)
-        k_tile = tl.load(k_base + token * k_token + k_at, mask=live[:, None] & md[None, :], other=0.0)
+        k_tile = load_tile(k_base + token * k_token + k_at, live[:, None] & md[None, :], FULL)
         T_tile = tl.load(Tm + ((chunk + t) * HV + head) * (C * C) + i[:, None] * C + i[None, :])
-        G_i, s_i, fade, rev = load_G(G, s, rows + first, i, valid, PRECISION)
-        beta_i = tl.load(beta + rows + first + i, mask=live, other=0.0)
-        r_i = tl.load(r + rows + first + i, mask=live, other=0.0) if NORM else beta_i * 0.0 + 1.0
+        G_i, s_i, fade, rev = load_G(G, s, rows + first, i, valid, FULL, PRECISION)
+        beta_i = load_tile(beta + rows + first + i, live, FULL)
+        r_i = load_tile(r + rows + first + i, live, FULL) if NORM else beta_i * 0.0 + 1.0
         gamma = gamma_of(G_i, s_i)
 
         dS_cast = dS.to(dtype)
         if KEEP:
-            tl.store(dh + ((chunk + t) * HV + head) * (K * V) + at, dS_cast, mask=mS)
+            store_tile(dh + ((chunk + t) * HV + head) * (K * V) + at, dS_cast, mS, FULL)
         decay = decay_between(-G_i, s_i, anticausal)
         dVn = tl.dot(k_tile, dS_cast, input_precision=PRECISION) * rev[:, None]
         dS = dS * fade
         for m in tl.static_range(GROUP):
             out = head * GROUP + m
             q_from = q_base + (out // (HO // HQ)) * q_head + token * q_token
-            q_tile = tl.load(q_from + q_at, mask=live[:, None] & md[None, :], other=0.0)
+            q_tile = load_tile(q_from + q_at, live[:, None] & md[None, :], FULL)
             do_from = do_base + out * o_head + token * o_token
-            do_tile = tl.load(do_from + do_at, mask=live[:, None] & me[None, :], other=0.0)
+            do_tile = load_tile(do_from + do_at, live[:, None] & me[None, :], FULL)
             f = gamma * 0.0 + scale
             if NORM:
                 f = f * row_norm_factor(q_tile)
@@ -111,7 +111,7 @@ def _state_backward_kernel(
         dW = tl.dot(tl.trans(T_tile), (dVn * r_i[:, None]).to(dtype), input_precision=PRECISION)
         if KEEP:
             dw_base = dw + ((flat + token) * HV + head) * V
-            tl.store(dw_base + dw_at, dW.to(dw.dtype.element_ty), mask=live[:, None] & me[None, :])
+            store_tile(dw_base + dw_at, dW, live[:, None] & me[None, :], FULL)
         dU = (-gamma * beta_i * r_i)[:, None] * dW
         dS += tl.dot(tl.trans(k_tile), dU.to(dtype), input_precision=PRECISION)
     if INITIAL:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .chunk_fwd import decay_between, gamma_of, load_G, row_norm_factor
+from .chunk_fwd import decay_between, gamma_of, load_G, load_tile, row_norm_factor, store_tile
 from .chunk_prepare import _softplus, locate_chunk
 
 
@@ -41,7 +41,7 @@ def _query_backward_kernel(
     q, k, G, s, do, h, vn, dq, dG_out, cu_seqlens, row_of_chunk, first_chunk, scale, T, tokens,
     q_row, q_token, q_head, k_row, k_token, k_head, o_row, o_token, o_head,
     H: tl.constexpr, HV: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, NORM: tl.constexpr, VARLEN: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, NORM: tl.constexpr, VARLEN: tl.constexpr, FULL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program a (chunk, query head): dQ, and dG_out [HO, B*T] = rowsum(Y) - colsum(Y) + rowsum(q dQ_inter)."""
@@ -64,8 +64,8 @@ def _query_backward_kernel(
     key_head = (query_head * READS // GROUP) // (HV // H)
     q_base = q + row * q_row + query_head * q_head + first * q_token
     k_base = k + row * k_row + key_head * k_head + first * k_token
-    q_tile = tl.load(q_base + (i[:, None] * q_token + d[None, :]), mask=mK, other=0.0)
-    k_tile = tl.load(k_base + (i[:, None] * k_token + d[None, :]), mask=mK, other=0.0)
+    q_tile = load_tile(q_base + (i[:, None] * q_token + d[None, :]), mK, FULL)
+    k_tile = load_tile(k_base + (i[:, None] * k_token + d[None, :]), mK, FULL)
     q_tile, f_i = _unit_rows(q_tile, NORM)
     k_tile, _ = _unit_rows(k_tile, NORM)
     dq_acc = tl.zeros([C, BK], dtype=tl.float32)
@@ -80,12 +80,12 @@ def _query_backward_kernel(
             at = (flat * HV + head) * V + (i[:, None] * (HV * V) + e[None, :])
             state = (c.to(tl.int64) * HV + head) * (K * V) + (d[:, None] * V + e[None, :])
             do_at = do + row * o_row + out * o_head + first * o_token + (i[:, None] * o_token + e[None, :])
-            do_tile = tl.load(do_at, mask=mV, other=0.0).to(dtype)
-            S = tl.load(h + state, mask=(d < K)[:, None] & (e < V)[None, :], other=0.0).to(dtype)
-            vn_tile = tl.load(vn + at, mask=mV, other=0.0).to(dtype)
+            do_tile = load_tile(do_at, mV, FULL).to(dtype)
+            S = load_tile(h + state, (d < K)[:, None] & (e < V)[None, :], FULL).to(dtype)
+            vn_tile = load_tile(vn + at, mV, FULL).to(dtype)
             dQ += tl.dot(do_tile, tl.trans(S), input_precision=PRECISION)
             dP += tl.dot(do_tile, tl.trans(vn_tile), input_precision=PRECISION)
-        G_i, s_i, _, _ = load_G(G, s, head.to(tl.int64) * tokens + flat, i, valid, PRECISION)
+        G_i, s_i, _, _ = load_G(G, s, head.to(tl.int64) * tokens + flat, i, valid, FULL, PRECISION)
         Z = decay_between(G_i, s_i, causal) * dP * scale
         Y = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         Y = tl.where(i[:, None] > i[None, :], Z * Y, 0.0)
@@ -94,7 +94,7 @@ def _query_backward_kernel(
         tl.store(dG_out + out.to(tl.int64) * tokens + flat_i, dG, mask=live)
         dq_acc += dQ + tl.dot(Z.to(dtype), k_tile, input_precision=PRECISION)
     dq_at = dq + (flat * HQ + query_head) * K + (i[:, None] * (HQ * K) + d[None, :])
-    tl.store(dq_at, _raw_gradient(q_tile, f_i, dq_acc, NORM).to(dq.dtype.element_ty), mask=mK)
+    store_tile(dq_at, _raw_gradient(q_tile, f_i, dq_acc, NORM), mK, FULL)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -103,7 +103,7 @@ def _key_backward_kernel(
     cu_seqlens, row_of_chunk, first_chunk, scale, T, tokens,
     q_row, q_token, q_head, k_row, k_token, k_head, o_row, o_token, o_head, v_row, v_token, v_head,
     H: tl.constexpr, HV: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, NORM: tl.constexpr, VARLEN: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, NORM: tl.constexpr, VARLEN: tl.constexpr, FULL: tl.constexpr,
     GATE: tl.constexpr, SIGMOID: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program a (chunk, key head): dK, dV, dbeta, dg over all its states and their query heads."""
@@ -127,14 +127,14 @@ def _key_backward_kernel(
     anticausal = i[:, None] <= i[None, :]
 
     k_base = k + row * k_row + key_head * k_head + first * k_token
-    k_tile = tl.load(k_base + (i[:, None] * k_token + d[None, :]), mask=mK, other=0.0)
+    k_tile = load_tile(k_base + (i[:, None] * k_token + d[None, :]), mK, FULL)
     k_tile, r_i = _unit_rows(k_tile, NORM)
     dk_acc = tl.zeros([C, BK], dtype=tl.float32)
     for j in range(SHARE):
         head = key_head * SHARE + j
         rows = head.to(tl.int64) * tokens + flat
-        G_i, s_i, fade, rev = load_G(G, s, rows, i, valid, PRECISION)
-        b_i = tl.load(beta + rows + i, mask=live, other=0.0)
+        G_i, s_i, fade, rev = load_G(G, s, rows, i, valid, FULL, PRECISION)
+        b_i = load_tile(beta + rows + i, live, FULL)
         gamma = gamma_of(G_i, s_i)
         dG = tl.zeros([C], dtype=tl.float32)
 
@@ -142,20 +142,20 @@ def _key_backward_kernel(
             out = head * GROUP + m
             q_base = q + row * q_row + (out // READS) * q_head + first * q_token
             q_at = q_base + (i[:, None] * q_token + d[None, :])
-            q_tile = tl.load(q_at, mask=mK, other=0.0)
+            q_tile = load_tile(q_at, mK, FULL)
             q_tile, _ = _unit_rows(q_tile, NORM)
             dPt = tl.zeros([C, C], dtype=tl.float32)
             for i_v in range(0, V, BV):
                 e = i_v + tl.arange(0, BV)
                 mV = live[:, None] & (e < V)[None, :]
                 at = (flat * HV + head) * V + (i[:, None] * (HV * V) + e[None, :])
-                vn_tile = tl.load(vn + at, mask=mV, other=0.0).to(dtype)
+                vn_tile = load_tile(vn + at, mV, FULL).to(dtype)
                 do_at = do + row * o_row + out * o_head + first * o_token + (i[:, None] * o_token + e[None, :])
-                do_tile = tl.load(do_at, mask=mV, other=0.0).to(dtype)
+                do_tile = load_tile(do_at, mV, FULL).to(dtype)
                 dPt += tl.dot(vn_tile, tl.trans(do_tile), input_precision=PRECISION)
             Zt = decay_between(-G_i, s_i, anticausal) * dPt * scale
             dk_acc += tl.dot(Zt.to(dtype), q_tile, input_precision=PRECISION)
-            dG += tl.load(dG_out + out.to(tl.int64) * tokens + flat_i, mask=live, other=0.0)
+            dG += load_tile(dG_out + out.to(tl.int64) * tokens + flat_i, live, FULL)
 
         dK_state = tl.zeros([C, BK], dtype=tl.float32)
         SdS = tl.zeros([BK], dtype=tl.float32)
@@ -164,9 +164,9 @@ def _key_backward_kernel(
             mS = (d < K)[:, None] & (e < V)[None, :]
             at = (flat * HV + head) * V + (i[:, None] * (HV * V) + e[None, :])
             state = (c.to(tl.int64) * HV + head) * (K * V) + (d[:, None] * V + e[None, :])
-            vn_cast = tl.load(vn + at, mask=live[:, None] & (e < V)[None, :], other=0.0).to(dtype)
-            dS = tl.load(dh + state, mask=mS, other=0.0)
-            S = tl.load(h + state, mask=mS, other=0.0)
+            vn_cast = load_tile(vn + at, live[:, None] & (e < V)[None, :], FULL).to(dtype)
+            dS = load_tile(dh + state, mS, FULL)
+            S = load_tile(h + state, mS, FULL)
             SdS += tl.sum(S.to(tl.float32) * dS.to(tl.float32), axis=1)
             dK_state += tl.dot(vn_cast, tl.trans(dS.to(dtype)), input_precision=PRECISION)
         dK_state *= rev[:, None]
@@ -185,10 +185,10 @@ def _key_backward_kernel(
             mV = live[:, None] & (e < V)[None, :]
             at = (flat * HV + head) * V + (i[:, None] * (HV * V) + e[None, :])
             state = (c.to(tl.int64) * HV + head) * (K * V) + (d[:, None] * V + e[None, :])
-            vn_tile = tl.load(vn + at, mask=mV, other=0.0)
-            dw_tile = tl.load(dw + at, mask=mV, other=0.0)
-            S = tl.load(h + state, mask=(d < K)[:, None] & (e < V)[None, :], other=0.0)
-            tl.store(dv + at, (b_i[:, None] * dw_tile.to(tl.float32)).to(dv.dtype.element_ty), mask=mV)
+            vn_tile = load_tile(vn + at, mV, FULL)
+            dw_tile = load_tile(dw + at, mV, FULL)
+            S = load_tile(h + state, (d < K)[:, None] & (e < V)[None, :], FULL)
+            store_tile(dv + at, b_i[:, None] * dw_tile.to(tl.float32), mV, FULL)
             db += tl.sum(dw_tile.to(tl.float32) * vn_tile.to(tl.float32), axis=1)
             vn_cast = vn_tile.to(dtype)
             dw_cast = dw_tile.to(dtype)
@@ -222,12 +222,12 @@ def _key_backward_kernel(
                     mV = live[:, None] & (e < V)[None, :]
                     at = (flat * HV + head) * V + (i[:, None] * (HV * V) + e[None, :])
                     v_at = v + row * v_row + head * v_head + first * v_token + (i[:, None] * v_token + e[None, :])
-                    x = tl.load(v_at, mask=mV, other=0.0).to(tl.float32)
-                    db0 += tl.sum(x * tl.load(dw + at, mask=mV, other=0.0).to(tl.float32), axis=1)
+                    x = load_tile(v_at, mV, FULL).to(tl.float32)
+                    db0 += tl.sum(x * load_tile(dw + at, mV, FULL).to(tl.float32), axis=1)
                 db = tl.where(shut, db0, db)
         tl.store(dbeta + gates, db.to(dbeta.dtype.element_ty), mask=live)
         if GATE:
-            x = tl.load(g + gates, mask=live, other=0.0).to(tl.float32) + tl.load(dt_bias + head).to(tl.float32)
+            x = load_tile(g + gates, live, FULL).to(tl.float32) + tl.load(dt_bias + head).to(tl.float32)
             rate = tl.exp(tl.load(A_log + head).to(tl.float32))
             sums = gate_sums + (c.to(tl.int64) * HV + head) * 2
             tl.store(sums, tl.sum(tl.where(live, -rate * _softplus(x) * dg_i, 0.0), axis=0))
@@ -235,4 +235,4 @@ def _key_backward_kernel(
             tl.store(sums + 1, tl.sum(tl.where(live, dg_i, 0.0), axis=0))
         tl.store(dg + gates, dg_i.to(dg.dtype.element_ty), mask=live)
     dk_at = dk + (flat * H + key_head) * K + (i[:, None] * (H * K) + d[None, :])
-    tl.store(dk_at, _raw_gradient(k_tile, r_i, dk_acc, NORM).to(dk.dtype.element_ty), mask=mK)
+    store_tile(dk_at, _raw_gradient(k_tile, r_i, dk_acc, NORM), mK, FULL)

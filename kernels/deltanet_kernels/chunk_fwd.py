@@ -30,13 +30,32 @@ def row_norm_factor(x):
 
 
 @triton.jit
-def load_G(G, s, at, i, valid, PRECISION: tl.constexpr):
+def load_tile(at, mask, FULL: tl.constexpr):
+    """A tile, zero where the mask is off; FULL: the mask is known to be on everywhere and costs nothing."""
+    if FULL:
+        x = tl.load(at)
+    else:
+        x = tl.load(at, mask=mask, other=0.0)
+    return x
+
+
+@triton.jit
+def store_tile(at, x, mask, FULL: tl.constexpr):
+    """Store a tile in the type of the memory, where the mask is on."""
+    if FULL:
+        tl.store(at, x.to(at.dtype.element_ty))
+    else:
+        tl.store(at, x.to(at.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_G(G, s, at, i, valid, FULL: tl.constexpr, PRECISION: tl.constexpr):
     """G and s of a chunk's rows, rows past the end like the last one; e^{G_last} and e^{G_last - G}.
 
     With products of 10 bits a shut gate is -128 in G (up to 3e-4 off in the decays behind it) and s is not needed.
     """
-    G_i = tl.load(G + at + i, mask=i < valid, other=0.0)
-    s_i = tl.load(s + at + i, mask=i < valid, other=0.0)
+    G_i = load_tile(G + at + i, i < valid, FULL)
+    s_i = load_tile(s + at + i, i < valid, FULL)
     G_last = tl.load(G + at + valid - 1)
     s_last = tl.load(s + at + valid - 1)
     if PRECISION == "tf32":
@@ -44,8 +63,9 @@ def load_G(G, s, at, i, valid, PRECISION: tl.constexpr):
         G_last -= 128.0 * s_last
         s_i = tl.zeros_like(s_i)
         s_last = 0.0
-    G_i = tl.where(i < valid, G_i, G_last)
-    s_i = tl.where(i < valid, s_i, s_last)
+    if not FULL:
+        G_i = tl.where(i < valid, G_i, G_last)
+        s_i = tl.where(i < valid, s_i, s_last)
     fade = tl.where(s_last > 0.0, 0.0, tl.exp(G_last))
     rev = tl.where(s_i == s_last, tl.exp(G_last - G_i), 0.0)
     return G_i, s_i, fade, rev
@@ -84,7 +104,7 @@ def _state_kernel(
     q, k, v, G, s, beta, r, Tm, h0, o, h, vn, ht, cu_seqlens, first_chunk, scale, T, tokens,
     q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
     H: tl.constexpr, HV: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, NORM: tl.constexpr, VARLEN: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, NORM: tl.constexpr, VARLEN: tl.constexpr, FULL: tl.constexpr,
     INITIAL: tl.constexpr, FINAL: tl.constexpr, OUTPUT: tl.constexpr, KEEP: tl.constexpr,
     TRANSITION: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -109,7 +129,7 @@ def _state_kernel(
     if TRANSITION:
         S += tl.where(d[:, None] == e[None, :], 1.0, 0.0)
     if INITIAL:
-        S += tl.load(h0 + state * K * V + at, mask=mS, other=0.0).to(tl.float32)
+        S += load_tile(h0 + state * K * V + at, mS, FULL).to(tl.float32)
 
     GROUP: tl.constexpr = HQ // HV if HQ > HV else 1
     HO: tl.constexpr = HQ if HQ > HV else HV
@@ -129,38 +149,36 @@ def _state_kernel(
     start = (segment % SEGMENTS) * share
     for t in tl.range(start, tl.minimum(start + share, count), num_stages=STAGES):
         first = t * C
-        valid = tl.minimum(length - first, C)
+        valid = C if FULL else tl.minimum(length - first, C)
         live = i < valid
         token = first.to(tl.int64)
-        k_tile = tl.load(k_base + token * k_token + k_at, mask=live[:, None] & md[None, :], other=0.0)
+        k_tile = load_tile(k_base + token * k_token + k_at, live[:, None] & md[None, :], FULL)
         if TRANSITION:
             v_tile = tl.zeros([C, BV], dtype=tl.float32)
         else:
-            v_tile = tl.load(v_base + token * v_token + v_at, mask=live[:, None] & me[None, :], other=0.0).to(
-                tl.float32
-            )
+            v_tile = load_tile(v_base + token * v_token + v_at, live[:, None] & me[None, :], FULL).to(tl.float32)
         T_tile = tl.load(Tm + ((chunk + t) * HV + head) * (C * C) + i[:, None] * C + i[None, :])
-        G_i, s_i, fade, rev = load_G(G, s, rows + first, i, valid, PRECISION)
-        beta_i = tl.load(beta + rows + first + i, mask=live, other=0.0)
-        r_i = tl.load(r + rows + first + i, mask=live, other=0.0) if NORM else beta_i * 0.0 + 1.0
+        G_i, s_i, fade, rev = load_G(G, s, rows + first, i, valid, FULL, PRECISION)
+        beta_i = load_tile(beta + rows + first + i, live, FULL)
+        r_i = load_tile(r + rows + first + i, live, FULL) if NORM else beta_i * 0.0 + 1.0
 
         S_cast = S.to(dtype)
         if KEEP:
-            tl.store(h + ((chunk + t) * HV + head) * (K * V) + at, S_cast, mask=mS)
+            store_tile(h + ((chunk + t) * HV + head) * (K * V) + at, S_cast, mS, FULL)
         U = tl.dot(k_tile, S_cast, input_precision=PRECISION)
         W = beta_i[:, None] * (v_tile - (gamma_of(G_i, s_i) * r_i)[:, None] * U)
         Vn = tl.dot(T_tile, W.to(dtype), input_precision=PRECISION)
         if KEEP:
             vn_base = vn + ((flat + token) * HV + head) * V
-            tl.store(vn_base + vn_at, Vn.to(vn.dtype.element_ty), mask=live[:, None] & me[None, :])
+            store_tile(vn_base + vn_at, Vn, live[:, None] & me[None, :], FULL)
         if OUTPUT:
             for m in tl.static_range(GROUP):
                 out = head * GROUP + m
                 q_from = q_base + (out // (HO // HQ)) * q_head + token * q_token
-                q_tile = tl.load(q_from + q_at, mask=live[:, None] & md[None, :], other=0.0)
+                q_tile = load_tile(q_from + q_at, live[:, None] & md[None, :], FULL)
                 out_tile = output_tile(q_tile, k_tile, S_cast, Vn.to(dtype), G_i, s_i, r_i, scale, C, NORM, PRECISION)
                 o_base = o + ((flat + token) * HO + out) * V
-                tl.store(o_base + o_at, out_tile.to(o.dtype.element_ty), mask=live[:, None] & me[None, :])
+                store_tile(o_base + o_at, out_tile, live[:, None] & me[None, :], FULL)
         written = (rev * r_i)[:, None] * Vn
         S = S * fade + tl.dot(tl.trans(k_tile), written.to(dtype), input_precision=PRECISION)
     if FINAL:
@@ -176,7 +194,7 @@ def _output_kernel(
     q, k, G, s, r, h, vn, o, cu_seqlens, row_of_chunk, first_chunk, scale, T, tokens,
     q_row, q_token, q_head, k_row, k_token, k_head,
     H: tl.constexpr, HV: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, NORM: tl.constexpr, VARLEN: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, NORM: tl.constexpr, VARLEN: tl.constexpr, FULL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program a (chunk, output head, slice of V), from S and V' in memory."""
@@ -200,16 +218,16 @@ def _output_kernel(
     k_base = k + row * k_row + (head // (HV // H)) * k_head + first * k_token
     q_at = q_base + (i[:, None] * q_token + d[None, :])
     k_at = k_base + (i[:, None] * k_token + d[None, :])
-    q_tile = tl.load(q_at, mask=live[:, None] & md[None, :], other=0.0)
-    k_tile = tl.load(k_at, mask=live[:, None] & md[None, :], other=0.0)
+    q_tile = load_tile(q_at, live[:, None] & md[None, :], FULL)
+    k_tile = load_tile(k_at, live[:, None] & md[None, :], FULL)
     dtype = k.dtype.element_ty
     vn_at = vn + (flat * HV + head) * V + (i[:, None] * (HV * V) + e[None, :])
-    Vn = tl.load(vn_at, mask=live[:, None] & me[None, :], other=0.0)
+    Vn = load_tile(vn_at, live[:, None] & me[None, :], FULL)
     S_at = h + (c.to(tl.int64) * HV + head) * (K * V) + (d[:, None] * V + e[None, :])
-    S = tl.load(S_at, mask=md[:, None] & me[None, :], other=0.0)
+    S = load_tile(S_at, md[:, None] & me[None, :], FULL)
     rows = head.to(tl.int64) * tokens + flat
-    G_i, s_i, _, _ = load_G(G, s, rows, i, valid, PRECISION)
-    r_i = tl.load(r + rows + i, mask=live, other=0.0) if NORM else G_i * 0.0 + 1.0
+    G_i, s_i, _, _ = load_G(G, s, rows, i, valid, FULL, PRECISION)
+    r_i = load_tile(r + rows + i, live, FULL) if NORM else G_i * 0.0 + 1.0
     out_tile = output_tile(q_tile, k_tile, S.to(dtype), Vn.to(dtype), G_i, s_i, r_i, scale, C, NORM, PRECISION)
     o_at = o + (flat * HO + out) * V + (i[:, None] * (HO * V) + e[None, :])
-    tl.store(o_at, out_tile.to(o.dtype.element_ty), mask=live[:, None] & me[None, :])
+    store_tile(o_at, out_tile, live[:, None] & me[None, :], FULL)
