@@ -18,7 +18,7 @@ from .safetensors_header import DOWNLOAD_AGAIN, FLOAT_DTYPES, TensorEntry, read_
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-BLOCK_ELEMENTS = 1 << 24  # how much is looked at in one piece: keeps temporary copies at 64 MiB
+BLOCK_ELEMENTS = 1 << 22  # how much is looked at in one piece: keeps temporary copies at 16 MiB
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -32,9 +32,7 @@ def read_json(file: Path) -> dict[str, Any]:
     except (UnicodeDecodeError, ValueError, RecursionError) as error:
         raise UserError(f"{file}: not valid JSON ({error}); {DOWNLOAD_AGAIN}") from error
     if not isinstance(value, dict):
-        raise UserError(
-            f"{file}: holds a {type(value).__name__} where a JSON object belongs; {DOWNLOAD_AGAIN}"
-        )
+        raise UserError(f"{file}: holds a {type(value).__name__} where a JSON object belongs; {DOWNLOAD_AGAIN}")
     return value
 
 
@@ -75,9 +73,7 @@ class Checkpoint:
         for block in self.blocks(name):
             flat = out.view(-1)[filled : filled + block.numel()]
             flat.copy_(block)
-            _check_finite(
-                entry, flat, "overflows in the conversion's dtype; choose --dtype float32 or bfloat16"
-            )
+            _check_finite(entry, flat, "overflows in the conversion's dtype; choose --dtype float32 or bfloat16")
             filled += block.numel()
         return out
 
@@ -139,9 +135,7 @@ def _sharded(folder: Path, index: Path) -> dict[str, TensorEntry]:
                     f"{file}: tensor '{name}' is in {entries[name].file.name} too; keep one of the two copies"
                 )
             if name not in weight_map:
-                raise UserError(
-                    f"{file}: tensor '{name}' is not in weight_map of {index.name}; {DOWNLOAD_AGAIN}"
-                )
+                raise UserError(f"{file}: tensor '{name}' is not in weight_map of {index.name}; {DOWNLOAD_AGAIN}")
             entries[name] = entry
     for name, shard in weight_map.items():
         if name not in entries or entries[name].file != shards[shard]:

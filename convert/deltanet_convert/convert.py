@@ -107,7 +107,7 @@ def _convert(job: Job, progress: Progress) -> dict[str, Any]:
         if READY not in workspace.steps:
             try:
                 check_disk(job.plan, job.out, _allocated(workspace.folder))
-                _Run(job, text, workspace, progress).all_steps()
+                _Run(job, tokenizer, text, workspace, progress).all_steps()
             except (UserError, QualityError):
                 if not workspace.steps:
                     workspace.discard()
@@ -120,8 +120,11 @@ def _convert(job: Job, progress: Progress) -> dict[str, Any]:
 class _Run:
     """The steps, in order."""
 
-    def __init__(self, job: Job, text: CalibrationText, workspace: Workspace, progress: Progress) -> None:
+    def __init__(
+        self, job: Job, tokenizer: Any, text: CalibrationText, workspace: Workspace, progress: Progress
+    ) -> None:
         self.job, self.text, self.workspace, self.progress = job, text, workspace, progress
+        self.tokenizer = tokenizer
         self.stream = LayerStream(job.teacher)
         self.writer = ShardWriter(workspace.model, job.plan.layout)
         self.count = job.teacher.num_layers
@@ -142,7 +145,7 @@ class _Run:
             self.workspace.done(HEAD, check)
         self.writer.finish()
         report = self._report(self.workspace.steps[HEAD])
-        complete_folder(self.job, self.workspace.model, report)
+        complete_folder(self.job, self.tokenizer, self.workspace.model, report)
         self.workspace.done(READY, report)
 
     def _start(self) -> Activations:

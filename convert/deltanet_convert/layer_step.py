@@ -50,6 +50,7 @@ class LayerStep:
             cosine, relative_mse = compare_outputs(mixer, inputs, wanted, kwargs)
             figures |= dataclasses.asdict(LayerCheck(error, cosine, relative_mse))
             layer.self_attn = mixer
+            del attention
         else:
             _advance(layer, activations.calibration, kwargs)
             _advance(layer, activations.held_out, kwargs)
@@ -76,9 +77,7 @@ class LayerStep:
 
 
 @torch.no_grad()
-def _advance(
-    layer: Any, hidden: Tensor, kwargs: dict[str, Any], *, keep: bool = False
-) -> tuple[Tensor, Tensor]:
+def _advance(layer: Any, hidden: Tensor, kwargs: dict[str, Any], *, keep: bool = False) -> tuple[Tensor, Tensor]:
     """Replaces hidden [n, T, hidden] by the layer's output, one sequence at a time.
 
     With `keep`, returns the inputs and outputs of its attention, [n, T, hidden]; else two empty tensors.

@@ -9,28 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import AutoTokenizer, GenerationConfig
 
-from deltanet_hf.errors import UserError
+from deltanet_hf.errors import QualityError, UserError
 
 from .card import model_card
-from .checkpoint import read_json
 from .files import sync_folder, write_atomically, writing
 from .plot import layer_error_plot
 
 if TYPE_CHECKING:
     from .convert import Job
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-)
+# Written by no `save_pretrained`, but read by other tools; the tokenizer itself is saved as transformers loads it.
+COMPANIONS = ("tokenizer.model", "vocab.json", "merges.txt", "chat_template.json", "LICENSE*", "NOTICE*")
+SAMPLE = "In 1859, 12 mice -- \n\tand a cat's 3.50 $ café, naïve 東京 <|im_end|>  did 2+2=4."
 PLOT = "layer_errors.png"
 
 
@@ -60,15 +50,22 @@ def _version(name: str) -> str:
     return version(name)
 
 
-def complete_folder(job: "Job", folder: Path, report: dict[str, Any]) -> None:
-    """Config with its shim, generation config, tokenizer, licence, report, plot and card; safe to repeat."""
+def complete_folder(job: "Job", tokenizer: Any, folder: Path, report: dict[str, Any]) -> None:
+    """Config with its shim, generation config, tokenizer, licence, report, plot and card; safe to repeat.
+
+    Raises QualityError when the tokenizer does not survive being saved.
+    """
     with writing(folder):
         job.plan.config.save_pretrained(folder)
         _generation_config(job.teacher.folder, job.teacher.config).save_pretrained(folder)
-        for file in _companions(job.teacher.folder):
-            shutil.copyfile(file, folder / file.name)
-        _name_tokenizer_class(job.teacher.folder, folder)
+        tokenizer.save_pretrained(folder)
+        for pattern in COMPANIONS:
+            for file in sorted(job.teacher.folder.glob(pattern)):
+                if file.is_file() and not (folder / file.name).exists():
+                    shutil.copyfile(file, folder / file.name)
         layer_error_plot(report["layers"], folder / PLOT)
+    if load_tokenizer(folder)(SAMPLE)["input_ids"] != tokenizer(SAMPLE)["input_ids"]:
+        raise QualityError(f"{folder}: the saved tokenizer differs from the teacher's; please report the teacher")
     write_atomically(folder / "README.md", model_card(report, job.teacher.folder, PLOT).encode())
     write_atomically(folder / "conversion.json", (json.dumps(report, indent=2) + "\n").encode())
     with writing(folder):
@@ -80,21 +77,3 @@ def _generation_config(teacher: Path, config: Any) -> GenerationConfig:
         found: GenerationConfig = GenerationConfig.from_pretrained(teacher)
         return found
     return GenerationConfig.from_model_config(config)
-
-
-def _companions(teacher: Path) -> list[Path]:
-    names = [teacher / name for name in TOKENIZER_FILES]
-    return [
-        file
-        for file in [*names, *sorted(teacher.glob("LICENSE*")), *sorted(teacher.glob("NOTICE*"))]
-        if file.is_file()
-    ]
-
-
-def _name_tokenizer_class(teacher: Path, folder: Path) -> None:
-    """Names the tokenizer's class where the teacher leaves it to its model type."""
-    file = folder / "tokenizer_config.json"
-    settings = read_json(file) if file.exists() else {}
-    if "tokenizer_class" not in settings:
-        settings["tokenizer_class"] = type(load_tokenizer(teacher)).__name__
-        write_atomically(file, (json.dumps(settings, indent=2) + "\n").encode())

@@ -199,12 +199,13 @@ def _working_bytes(teacher: Teacher, calibration_tokens: int) -> int:
 
 
 def _peak_memory(teacher: Teacher, student: PreTrainedModel, working: int) -> int:
-    """The largest of the two phases, decoder layer and output head, in float32 as computed."""
+    """The larger of the two phases: decoder layer (both attentions in float32) and output head."""
     config, row = teacher.config, SEQUENCE_LENGTH
     before: Any = teacher.model.model.layers
     layers = zip(before, student.model.layers, strict=True)
     layer: int = max(
-        4 * sum(p.numel() for p in old.parameters()) + 4 * sum(p.numel() for p in new.self_attn.parameters())
+        teacher.dtype.itemsize * sum(p.numel() for p in old.parameters())
+        + 4 * sum(p.numel() for p in [*old.self_attn.parameters(), *new.self_attn.parameters()])
         for old, new in layers
     )
     inner = 4 * row * (4 * int(config.intermediate_size) + int(config.num_attention_heads) * row)

@@ -12,10 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .checkpoint import Checkpoint
+from .checkpoint import BLOCK_ELEMENTS, Checkpoint
 from .teacher import Teacher
-
-HEAD_ROWS = 8192  # rows of the output head converted to float32 at a time
 
 
 class _Recorder(nn.Module):
@@ -39,21 +37,19 @@ class _StandIn(nn.Module):
         return self.hidden
 
 
-class _BlockedHead(nn.Module):
-    """A linear layer without bias whose weight [vocab, hidden] stays in its own dtype."""
+class StoredLinear(nn.Linear):
+    """A linear layer whose weight stays in its stored dtype: computes in float32, some rows of it at a time."""
 
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__()
-        self.weight_VH = weight
-        self.rounding: torch.dtype | None = None
+    rounding: torch.dtype | None = None  # the weight is rounded to it first
 
-    def forward(self, x: Tensor) -> Tensor:
-        out = x.new_empty(*x.shape[:-1], self.weight_VH.shape[0])
-        for start in range(0, self.weight_VH.shape[0], HEAD_ROWS):
-            rows = self.weight_VH[start : start + HEAD_ROWS]
+    def forward(self, input: Tensor) -> Tensor:
+        out = input.new_empty(*input.shape[:-1], self.out_features)
+        step = max(1, BLOCK_ELEMENTS // self.in_features)
+        for start in range(0, self.out_features, step):
+            rows = self.weight[start : start + step]
             rows = rows if self.rounding is None else rows.to(self.rounding)
-            out[..., start : start + HEAD_ROWS] = F.linear(x, rows.float())
-        return out
+            out[..., start : start + step] = F.linear(input, rows.float())
+        return out if self.bias is None else out + self.bias.float()
 
 
 class LayerStream:
@@ -72,17 +68,13 @@ class LayerStream:
         """ids [n, T] -> the first layer's input [n, T, hidden] float32, with the needed rows only."""
         used, positions = torch.unique(torch.cat([ids.flatten() for ids in batches]), return_inverse=True)
         table = self.model.model.embed_tokens
-        table.weight = nn.Parameter(
-            read_rows(self.teacher.checkpoint, "model.embed_tokens.weight", used), False
-        )
+        table.weight = nn.Parameter(read_rows(self.teacher.checkpoint, "model.embed_tokens.weight", used), False)
         table.padding_idx = None  # an index into the whole table
         outputs, offset = [], 0
         for ids in batches:
             compact = positions[offset : offset + ids.numel()].view_as(ids)
             offset += ids.numel()
-            outputs.append(
-                torch.cat([self._through_recorders(input_ids=row.unsqueeze(0)) for row in compact])
-            )
+            outputs.append(torch.cat([self._through_recorders(input_ids=row.unsqueeze(0)) for row in compact]))
         table.weight = nn.Parameter(table.weight.to("meta"), False)
         return outputs
 
@@ -101,8 +93,12 @@ class LayerStream:
         return hidden
 
     def load_layer(self, index: int) -> nn.Module:
-        """Decoder layer `index` with its weights in float32; `.to("meta")` gives the memory back."""
-        return load_module(self.layers[index], self.teacher.checkpoint, f"model.layers.{index}.")
+        """Decoder layer `index`, its attention and norms in float32; `.to("meta")` gives the memory back."""
+        layer = self.layers[index]
+        for name, module in layer.named_modules():
+            if type(module) is nn.Linear and not name.startswith("self_attn."):
+                module.__class__ = StoredLinear
+        return load_module(layer, self.teacher.checkpoint, f"model.layers.{index}.")
 
     def load_head(self) -> "Head":
         return Head(self)
@@ -118,7 +114,9 @@ class Head:
         self.model.model.layers = nn.ModuleList([self.stand_in])
         load_module(self.model.model.norm, checkpoint, "model.norm.")
         name = "model.embed_tokens.weight" if tied else "lm_head.weight"
-        self.head = self.model.lm_head = _BlockedHead(checkpoint.read(name))
+        self.head = self.model.lm_head
+        self.head.__class__ = StoredLinear
+        self.head.weight = nn.Parameter(checkpoint.read(name), False)
         self.norms = {name: value.clone() for name, value in self.model.model.norm.state_dict().items()}
 
     @torch.no_grad()
@@ -133,8 +131,11 @@ class Head:
 
 
 def load_module(module: nn.Module, checkpoint: Checkpoint, prefix: str) -> nn.Module:
-    """Gives a meta module its weights in float32."""
-    weights = {name: checkpoint.read(prefix + name, torch.float32) for name in module.state_dict()}
+    """Gives a meta module its weights in float32, those of `StoredLinear` as stored."""
+    stored = {f"{name}.weight" for name, child in module.named_modules() if isinstance(child, StoredLinear)}
+    weights = {
+        name: checkpoint.read(prefix + name, None if name in stored else torch.float32) for name in module.state_dict()
+    }
     module.load_state_dict(weights, assign=True)
     return module.requires_grad_(False)
 

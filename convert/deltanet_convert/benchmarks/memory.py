@@ -20,6 +20,7 @@ import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer
@@ -31,7 +32,7 @@ from deltanet_convert.teacher import meta_model
 from deltanet_convert.writer import ShardWriter, TensorSpec, plan_layout
 
 GIB = 2**30
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "hidden_size": 4096,
     "intermediate_size": 14336,
     "num_attention_heads": 32,
