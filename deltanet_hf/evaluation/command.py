@@ -6,7 +6,6 @@ import contextlib
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +13,7 @@ from typing import Annotated
 import typer
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.evaluation.quiet import quiet_lm_eval
+from deltanet_hf.evaluation.patches import quiet_lm_eval, replaced
 
 EVAL_CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
 
@@ -60,20 +59,10 @@ def run_lm_eval(
         known = write_task_folder(Path(folder), data, user_tasks)
         if set(_requested_tasks(arguments)) <= set(known):
             # Reading the index of all stock tasks takes longer than the demo's tasks themselves.
-            undo.enter_context(_replaced(tasks, "TaskManager", partial(tasks.TaskManager, include_defaults=False)))
+            undo.enter_context(replaced(tasks, "TaskManager", partial(tasks.TaskManager, include_defaults=False)))
         arguments = [*command, "--batch_size", "auto", "--include_path", folder, *arguments]
-        undo.enter_context(_replaced(sys, "argv", arguments))
+        undo.enter_context(replaced(sys, "argv", arguments))
         cli_evaluate()
-
-
-@contextlib.contextmanager
-def _replaced(owner: object, name: str, value: object) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 def _requested_tasks(arguments: list[str]) -> list[str]:

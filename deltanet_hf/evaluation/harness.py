@@ -20,7 +20,7 @@ from lm_eval.tasks import TaskManager
 from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.lm import DeltaNetLM
 from deltanet_hf.evaluation.local_data import blimp_paradigms, write_task_folder
-from deltanet_hf.evaluation.quiet import quiet_lm_eval
+from deltanet_hf.evaluation.patches import quiet_lm_eval, templates_compiled_once
 from deltanet_hf.evaluation.scores import Score, clustered_score, mean_score, perplexity_score
 from deltanet_hf.evaluation.suite import SuiteTask, draw_rows
 
@@ -48,7 +48,7 @@ class Harness:
         self.parts: dict[str, list[ConfigurableTask]] = {}
         self.tasks: list[SuiteTask] = []
         self._token_cache: dict[str, list[tuple[Any, list[int], list[int]]]] = {}
-        with tempfile.TemporaryDirectory(prefix="deltanet-tasks-") as folder:
+        with tempfile.TemporaryDirectory(prefix="deltanet-tasks-") as folder, templates_compiled_once():
             known = write_task_folder(Path(folder), data)
             # Reading the stock index takes up to half a minute; local tasks and this package's own do not need it.
             stock = data is None and not all(_members(task.name, known) for task in tasks)
@@ -87,7 +87,8 @@ class Harness:
             answers = self._log_likelihoods(lm, asked) if kind == "loglikelihood" else getattr(lm, kind)(asked)
             for instance, answer in zip(asked, answers, strict=True):
                 instance.resps = [answer]
-        return {task.name: _collect(task, self.parts[task.name]) for task in self.tasks}
+        with templates_compiled_once():
+            return {task.name: _collect(task, self.parts[task.name]) for task in self.tasks}
 
     def _log_likelihoods(self, lm: DeltaNetLM, instances: list[Any]) -> list[tuple[float, bool]]:
         key = f"{lm.tokenizer.name_or_path} {len(lm.tokenizer)} {lm.tokenizer.backend_tokenizer.to_str()}"
