@@ -64,11 +64,12 @@ class LayerStream:
             _materialise_buffers(self.model, module)
 
     @torch.no_grad()
-    def embed(self, *batches: Tensor) -> list[Tensor]:
+    def embed(self, *batches: Tensor, rounding: torch.dtype | None = None) -> list[Tensor]:
         """ids [n, T] -> the first layer's input [n, T, hidden] float32, with the needed rows only."""
         used, positions = torch.unique(torch.cat([ids.flatten() for ids in batches]), return_inverse=True)
         table = self.model.model.embed_tokens
-        table.weight = nn.Parameter(read_rows(self.teacher.checkpoint, "model.embed_tokens.weight", used), False)
+        rows = read_rows(self.teacher.checkpoint, "model.embed_tokens.weight", used)
+        table.weight = nn.Parameter(rows if rounding is None else rows.to(rounding).float(), False)
         table.padding_idx = None  # an index into the whole table
         outputs, offset = [], 0
         for ids in batches:
