@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 
+from deltanet_convert.export.command import export_command
 from deltanet_convert.export.import_native import plan_import, write_import
 from deltanet_convert.export.norms import centre, divide_columns, fold_factors, loses_bits, multiply_columns
 from tiny_export import EVERY_OTHER, exported, native_model, randomise, saved
@@ -179,6 +180,7 @@ def test_folder_is_complete(tmp_path: Path) -> None:
     source = saved(build("llama, every layer"), tmp_path / "model")
     (source / "LICENSE").write_text("terms")
     (source / "chat_template.jinja").write_text("{{ messages }}")
+    (source / "generation_config.json").write_text('{"temperature": 0.7, "do_sample": true}')
     (source / "README.md").write_text("---\nlicense: mit\n---\n# Mine\n")
     out = exported(source, tmp_path / "out", shard_size=20_000)
     assert (out / "LICENSE").read_text() == "terms"
@@ -187,7 +189,7 @@ def test_folder_is_complete(tmp_path: Path) -> None:
     assert card.startswith("---\nlicense: mit\n---\n")
     assert "Qwen3_5ForCausalLM" in card
     assert "# Mine" in card
-    assert (out / "generation_config.json").exists()
+    assert json.loads((out / "generation_config.json").read_text())["temperature"] == 0.7
     assert len(list(out.glob("model-*-of-*.safetensors"))) > 1
     text = "every word, 1 2 3"
     assert (
@@ -207,3 +209,16 @@ def test_trained_export_is_not_undone_silently(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"export\.json"):
         restored(out, tmp_path / "back")
     assert not (tmp_path / "back").exists()
+
+
+def test_mlx_export_says_how_to_keep_the_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = saved(build("llama, every layer"), tmp_path / "model")
+    out = tmp_path / "out"
+    export_command(str(source), out, style="mlx")
+    assert '"tokenizer_type": "arctic"' in capsys.readouterr().out
+    text = "every word, 1 2 3"
+    kept = AutoTokenizer.from_pretrained(out, tokenizer_type="arctic")(text)["input_ids"]
+    assert kept == AutoTokenizer.from_pretrained(source)(text)["input_ids"]
+    assert kept != AutoTokenizer.from_pretrained(out)(text)["input_ids"]
+    export_command(str(source), tmp_path / "plain")
+    assert "tokenizer_type" not in capsys.readouterr().out

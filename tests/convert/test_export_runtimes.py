@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from deltanet_convert.export import gguf
 from deltanet_convert.export.command import export_command
 from deltanet_convert.export.model_folder import ConvertedModel
-from deltanet_convert.export.runtimes import LlamaCpp, MlxLm, Transformers, installed
+from deltanet_convert.export.runtimes import FLOAT32, STORED, LlamaCpp, MlxLm, Transformers, installed
 from deltanet_convert.export.verify import (
     NEW_TOKENS,
     compare,
@@ -66,7 +66,7 @@ def test_transformers_gives_our_log_probabilities(name: str, tmp_path: Path) -> 
     export_command(str(opened.folder), tmp_path / "out")
     prompts = prompts_for(opened)
     assert len({len(prompt) for prompt in prompts}) > 2
-    found = compare(ours(opened.folder), Transformers(tmp_path / "out"), prompts, "transformers")
+    found = compare(ours(opened.folder), Transformers(tmp_path / "out", FLOAT32), prompts, "transformers")
     assert found.equal == found.tokens == NEW_TOKENS * len(prompts)
     assert found.largest <= 1e-3
 
@@ -76,7 +76,7 @@ def test_verification_fails_on_a_wrong_export(tmp_path: Path) -> None:
     other = runtime_folder(tmp_path / "other", "qwen3", EVERY_OTHER, rms_norm_eps=0.3)
     export_command(str(other), tmp_path / "out")
     with pytest.raises(QualityError, match="transformers"):
-        verify_export(opened, tmp_path / "out", "transformers", torch.float32, Console(quiet=True))
+        verify_export(opened, tmp_path / "out", "transformers", torch.float32, torch.float32, Console(quiet=True))
 
 
 def test_verify_prints_the_table(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_verify_prints_the_table(tmp_path: Path) -> None:
 def test_mlx_lm(name: str, tmp_path: Path) -> None:
     opened = model(tmp_path / "model", name)
     export_command(str(opened.folder), tmp_path / "out", style="mlx")
-    found = compare(ours(opened.folder), MlxLm(tmp_path / "out"), prompts_for(opened), "mlx-lm")
+    found = compare(ours(opened.folder), MlxLm(tmp_path / "out", FLOAT32), prompts_for(opened), "mlx-lm")
     assert found.equal == found.tokens > 0
     assert found.largest <= 1e-3
 
@@ -111,7 +111,7 @@ def test_llama_cpp(name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.Mo
     export_command(str(opened.folder), out, style="gguf", dtype=dtype)
     assert [path.name for path in tmp_path.glob(".*")] == []
     mine, prompts = ours(opened.folder), prompts_for(opened)
-    found = compare(mine, LlamaCpp(out), prompts, "llama.cpp")
+    found = compare(mine, LlamaCpp(out, STORED), prompts, "llama.cpp")
     # Eight bits a weight: nothing is claimed beyond "the same model", which a wrong rewrite is not.
     limit = 1.0 if dtype == "q8_0" else tolerance_for(dtype_noise(mine, opened, DTYPES[dtype], prompts))
     assert found.within(limit)

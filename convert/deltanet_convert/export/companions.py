@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -10,10 +9,14 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from ..checkpoint import read_json
-from ..files import write_atomically, writing
-from ..output import TOKENIZER_FILES, load_tokenizer
+from deltanet_hf.errors import QualityError
 
+from ..files import write_atomically, writing
+from ..output import load_tokenizer
+
+# What no `save_pretrained` writes.
+COPIED = ("tokenizer.model", "vocab.json", "merges.txt", "chat_template.json", "LICENSE*", "NOTICE*")
+SAMPLE = "In 1859, 12 mice -- \n\tand a cat's 3.50 $ caf\u00e9, na\u00efve \u6771\u4eac <|im_end|>  did 2+2=4."
 USE = """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -34,13 +37,11 @@ def complete_with_companions(source: Path, folder: Path, config: Any, note: str)
             GenerationConfig.from_pretrained(source).save_pretrained(folder)
         else:
             GenerationConfig.from_model_config(config).save_pretrained(folder)
-        for name in TOKENIZER_FILES:
-            if (source / name).is_file():
-                shutil.copyfile(source / name, folder / name)
-        for pattern in ("LICENSE*", "NOTICE*"):
+        for pattern in COPIED:
             for file in sorted(source.glob(pattern)):
                 shutil.copyfile(file, folder / file.name)
-    _name_tokenizer_class(source, folder)
+    if has_tokenizer(source):
+        _save_tokenizer(source, folder)
     write_atomically(folder / "README.md", _card(source, note).encode())
 
 
@@ -56,13 +57,24 @@ runtimes the attention cache from which they count tokens. `export.json` records
 """
 
 
-def _name_tokenizer_class(source: Path, folder: Path) -> None:
-    """Names the tokenizer's class, which transformers would otherwise look up by the new model type."""
-    file = folder / "tokenizer_config.json"
-    settings = read_json(file) if file.exists() else {}
-    if "tokenizer_class" not in settings and any((folder / name).exists() for name in TOKENIZER_FILES):
-        settings["tokenizer_class"] = type(load_tokenizer(source)).__name__
-        write_atomically(file, (json.dumps(settings, indent=2) + "\n").encode())
+def _save_tokenizer(source: Path, folder: Path) -> None:
+    """The tokenizer as it is loaded from `source`; transformers looks the class up by model type, which is another."""
+    tokenizer = load_tokenizer(source)
+    with writing(folder):
+        tokenizer.save_pretrained(folder)
+    if not same_tokens(source, folder):
+        raise QualityError(f"{folder}: the saved tokenizer differs from the one in {source}; please report the model")
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder holds a tokenizer at all."""
+    return any(folder.glob("tokenizer*")) or any(folder.glob("vocab*"))
+
+
+def same_tokens(first: Path, second: Path) -> bool:
+    """Whether the tokenizers that transformers loads from two folders split a difficult sample alike."""
+    one, two = (load_tokenizer(folder)(SAMPLE)["input_ids"] for folder in (first, second))
+    return bool(one == two)
 
 
 def _card(source: Path, note: str) -> str:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 TOP = 10
+FLOAT32, STORED = "float32", "as stored"
 
 
 class Step(NamedTuple):
@@ -24,7 +25,10 @@ class Step(NamedTuple):
 
 
 class Runtime(Protocol):
-    """A loaded export."""
+    """A loaded export. `modes`: in float32 the comparison is sharp, as stored it is what users get."""
+
+    package: str
+    modes: tuple[str, ...]
 
     def follow(self, prompt: Sequence[int], tokens: int) -> list[Step]:
         """Continues `prompt` greedily by `tokens` tokens, decoding from its own cache; fewer where it cannot say."""
@@ -34,11 +38,13 @@ class Transformers:
     """transformers' own class for the architecture."""
 
     package = "transformers"
+    modes = (FLOAT32, STORED)
 
-    def __init__(self, export: Path) -> None:
+    def __init__(self, export: Path, mode: str) -> None:
         from transformers import AutoModelForCausalLM
 
-        self.model: Any = AutoModelForCausalLM.from_pretrained(export, dtype="auto").eval()
+        dtype = torch.float32 if mode == FLOAT32 else "auto"
+        self.model: Any = AutoModelForCausalLM.from_pretrained(export, dtype=dtype).eval()
 
     @torch.no_grad()
     def follow(self, prompt: Sequence[int], tokens: int) -> list[Step]:
@@ -58,11 +64,15 @@ class MlxLm:
     """mlx-lm, on whatever device MLX finds."""
 
     package = "mlx-lm"
+    modes = (FLOAT32, STORED)
 
-    def __init__(self, export: Path) -> None:
+    def __init__(self, export: Path, mode: str) -> None:
+        import mlx.core as mx
         from mlx_lm import load
 
         self.model: Any = load(str(export))[0]
+        if mode == FLOAT32:
+            self.model.set_dtype(mx.float32)
 
     def follow(self, prompt: Sequence[int], tokens: int) -> list[Step]:
         import mlx.core as mx
@@ -80,8 +90,9 @@ class LlamaCpp:
     """llama.cpp, through the bindings xllamacpp."""
 
     package = "xllamacpp"
+    modes = (STORED,)  # it computes in float32 with weights of the file's dtype
 
-    def __init__(self, export: Path) -> None:
+    def __init__(self, export: Path, mode: str) -> None:
         import xllamacpp
 
         settings = xllamacpp.CommonParams()
@@ -110,11 +121,12 @@ class Vllm:
     """vLLM, offline."""
 
     package = "vllm"
+    modes = (FLOAT32,)  # one engine a process
 
-    def __init__(self, export: Path) -> None:
+    def __init__(self, export: Path, mode: str) -> None:
         from vllm import LLM
 
-        self.model: Any = LLM(model=str(export), max_model_len=2048, enforce_eager=True)
+        self.model: Any = LLM(model=str(export), dtype="float32", max_model_len=1024, enforce_eager=True)
 
     def follow(self, prompt: Sequence[int], tokens: int) -> list[Step]:
         from vllm import SamplingParams
@@ -127,7 +139,7 @@ class Vllm:
         ]
 
 
-RUNTIMES: dict[str, dict[str, Any]] = {
+RUNTIMES: dict[str, dict[str, type[Any]]] = {
     "transformers": {"transformers": Transformers, "vllm": Vllm},
     "mlx": {"mlx_lm": MlxLm},
     "gguf": {"xllamacpp": LlamaCpp},
@@ -139,6 +151,6 @@ def installed(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
 
-def describe(runtime: Any) -> str:
-    """Name and version."""
+def describe(runtime: type[Runtime]) -> str:
+    """Name and version of a runtime's package."""
     return f"{runtime.package} {version(runtime.package)}"

@@ -170,9 +170,9 @@ def write_export(plan: ExportPlan, out: Path, style: str, *, resume: bool, overw
     def complete(folder: Path) -> None:
         with writing(folder):
             plan.config.save_pretrained(folder)
+        complete_with_companions(plan.model.folder, folder, plan.model.config, EXPORTED)
         if style == "mlx":
             name_for_mlx(folder)
-        complete_with_companions(plan.model.folder, folder, plan.model.config, EXPORTED)
         write_atomically(folder / RECORD, (json.dumps(plan.record) + "\n").encode())
 
     layers = [(f"layer {i}", partial(exported_layer, plan, i)) for i in range(plan.config.num_hidden_layers)]

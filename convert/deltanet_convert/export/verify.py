@@ -17,7 +17,7 @@ from deltanet_hf.data import shipped_texts
 from deltanet_hf.errors import QualityError
 
 from .model_folder import ConvertedModel
-from .runtimes import RUNTIMES, Runtime, Step, describe, installed
+from .runtimes import FLOAT32, RUNTIMES, STORED, TOP, Runtime, Step, describe, installed
 
 PROMPT_LENGTHS = (1, 7, 33, 130)  # tokens: under a convolution's width, under a chunk, over one, over two
 NEW_TOKENS = 16
@@ -30,6 +30,7 @@ class Comparison:
     """One runtime's continuations against ours, teacher-forced along its own tokens."""
 
     runtime: str
+    mode: str
     tokens: int
     equal: int  # tokens that are our most likely ones too
     largest: float  # difference of a log-probability
@@ -41,27 +42,40 @@ class Comparison:
         return self.tokens > 0 and max(self.largest, self.margin) <= tolerance
 
 
-def verify_export(model: ConvertedModel, export: Path, style: str, dtype: torch.dtype | None, console: Console) -> None:
-    """Prints the table of differences. Raises QualityError where one is larger than the dtype's own noise explains.
+def verify_export(
+    model: ConvertedModel,
+    export: Path,
+    style: str,
+    rounded: torch.dtype,
+    dtype: torch.dtype | None,
+    console: Console,
+) -> None:
+    """Prints the table of differences. Raises QualityError where one is larger than rounding explains.
 
     Args:
+        rounded: the dtype that the model's weights were rounded to before the rewrite.
         dtype: of the export's weights; None when they are quantised: the differences are then only printed.
     """
-    ours: Any = AutoModelForCausalLM.from_pretrained(model.folder, dtype=torch.float32).eval()
+    ours: Any = AutoModelForCausalLM.from_pretrained(model.folder, dtype=rounded).float().eval()
     prompts = prompts_for(model)
     found = []
     for module, runtime in RUNTIMES[style].items():
-        if installed(module):
-            found.append(compare(ours, runtime(export), prompts, describe(runtime)))
-        else:
+        if not installed(module):
             console.print(f"{module}: not installed here, not tried", highlight=False)
+            continue
+        for mode in runtime.modes:
+            if mode == STORED and dtype == torch.float32 and FLOAT32 in runtime.modes:
+                continue  # the same twice
+            found.append(compare(ours, runtime(export, mode), prompts, describe(runtime), mode))
     if not found:
         return
-    noise = 0.0 if dtype is None else dtype_noise(ours, model, dtype, prompts)
-    tolerance = tolerance_for(noise)
-    console.print(_table(found, tolerance, noise, quantised=dtype is None))
-    wrong = [comparison.runtime for comparison in found if not comparison.within(tolerance)]
-    if wrong and dtype is not None:
+    noise = 0.0
+    if dtype is not None and any(one.mode == STORED for one in found):
+        noise = dtype_noise(ours, model, dtype, prompts)
+    limits = {FLOAT32: LEAST_TOLERANCE, STORED: None if dtype is None else tolerance_for(noise)}
+    console.print(_table(found, limits, noise))
+    wrong = [one.runtime for one in found if (limit := limits[one.mode]) is not None and not one.within(limit)]
+    if wrong:
         raise QualityError(f"{export}: differs from {model.folder} in {', '.join(wrong)}; see the table above")
 
 
@@ -74,7 +88,7 @@ def prompts_for(model: ConvertedModel) -> list[list[int]]:
 
 
 @torch.no_grad()
-def compare(ours: Any, runtime: Runtime, prompts: list[list[int]], name: str) -> Comparison:
+def compare(ours: Any, runtime: Runtime, prompts: list[list[int]], name: str, mode: str = FLOAT32) -> Comparison:
     """Runs every prompt in the runtime and looks up our log-probabilities along its tokens."""
     differences, equal, margin, seconds, tokens = [], 0, 0.0, 0.0, 0
     for prompt in prompts:
@@ -87,14 +101,15 @@ def compare(ours: Any, runtime: Runtime, prompts: list[list[int]], name: str) ->
             margin = max(margin, float(wanted.max() - wanted[step.token]))
         tokens += len(steps)
     mean = sum(differences) / max(1, len(differences))
-    return Comparison(name, tokens, equal, max(differences, default=0.0), mean, margin, tokens / max(seconds, 1e-9))
+    largest = max(differences, default=0.0)
+    return Comparison(name, mode, tokens, equal, largest, mean, margin, tokens / max(seconds, 1e-9))
 
 
 def _our_logprobs(ours: Any, prompt: list[int], steps: list[Step]) -> Tensor:
     """[steps, vocab]: before each of the runtime's tokens."""
     ids = torch.tensor([[*prompt, *(step.token for step in steps[:-1])]])
     logits: Tensor = ours(ids, use_cache=False).logits[0, len(prompt) - 1 :]
-    return logits.float().log_softmax(-1)
+    return logits.float().log_softmax(-1)[: len(steps)]
 
 
 @torch.no_grad()
@@ -107,7 +122,7 @@ def dtype_noise(ours: Any, model: ConvertedModel, dtype: torch.dtype, prompts: l
     for prompt in prompts:
         ids = torch.tensor([prompt])
         wanted, got = (m(ids, use_cache=False).logits[0].float().log_softmax(-1) for m in (ours, rounded))
-        best = wanted.topk(10, dim=-1).indices
+        best = wanted.topk(TOP, dim=-1).indices
         found = max(found, float((wanted - got).gather(-1, best).abs().max()))
     return found
 
@@ -117,19 +132,16 @@ def tolerance_for(noise: float) -> float:
     return max(LEAST_TOLERANCE, 4 * noise)
 
 
-def _table(found: list[Comparison], tolerance: float, noise: float, *, quantised: bool) -> Table:
-    table = Table(title=f"log-probabilities against ours in float32 (our own dtype's noise: {noise:.1e})")
-    for heading in ("runtime", "tokens", "same greedy token", "largest difference", "mean", "tokens/s", ""):
-        table.add_column(heading, justify="left" if heading in ("runtime", "") else "right")
+def _table(found: list[Comparison], limits: dict[str, float | None], noise: float) -> Table:
+    title = "log-probabilities against ours in float32"
+    if noise:
+        title += f" (which rounding to the export's dtype moves by up to {noise:.1e})"
+    table = Table(title=title)
+    for heading in ("runtime", "dtype", "same token", "largest", "mean", "tokens/s", ""):
+        table.add_column(heading, justify="right" if heading in ("same token", "largest", "mean") else "left")
     for one in found:
-        verdict = "quantised" if quantised else "ok" if one.within(tolerance) else f"over {tolerance:.1e}"
-        table.add_row(
-            one.runtime,
-            str(one.tokens),
-            f"{one.equal}/{one.tokens}",
-            f"{one.largest:.1e}",
-            f"{one.mean:.1e}",
-            f"{one.tokens_per_second:.1f}",
-            verdict,
-        )
+        limit = limits[one.mode]
+        verdict = "quantised" if limit is None else "ok" if one.within(limit) else f"over {limit:.0e}"
+        same, speed = f"{one.equal}/{one.tokens}", f"{one.tokens_per_second:.1f}"
+        table.add_row(one.runtime, one.mode, same, f"{one.largest:.1e}", f"{one.mean:.1e}", speed, verdict)
     return table
