@@ -10,15 +10,14 @@ pass keeps T, the states S [chunks, HV, K, V] and V' for the backward pass, whic
 from __future__ import annotations
 
 import torch
-import triton
 
 from .chunk_bwd import _state_backward_kernel
 from .chunk_bwd_inputs import _key_backward_kernel, _query_backward_kernel
 from .chunk_fwd import _output_kernel, _state_kernel
 from .chunk_prepare import Chunks, Prepared, cut_chunks, prepare
 from .chunk_segment import compose, segments_for
-from .kernel_config import ChunkConfig, capability, chunk_config, float32_precision, multiprocessors
-from .registration import gradient, operator
+from .kernel_config import ChunkConfig, capability, cdiv, chunk_config, float32_precision, multiprocessors, power_of_two
+from .registration import differentiable, gradient, operator
 
 MAX_HEAD_SIZE = 256
 MAX_SEGMENTED_KEY = 128  # M [K, K] in float32 has to fit into shared memory
@@ -39,14 +38,14 @@ def _config(k: torch.Tensor, v: torch.Tensor) -> ChunkConfig:
 
 def _sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, int]:
     K, V = k.shape[3], v.shape[3]
-    BK = max(16, triton.next_power_of_2(K))
+    BK = power_of_two(K)
     return {"H": k.shape[2], "HV": v.shape[2], "HQ": q.shape[2], "K": K, "V": V, "BK": BK}
 
 
 def _full(k: torch.Tensor, v: torch.Tensor, chunks: Chunks) -> bool:
     """Every tile of every kernel is full: nothing needs a mask."""
     sizes = (k.shape[3], v.shape[3])
-    even = all(size >= 16 and size == triton.next_power_of_2(size) for size in sizes)
+    even = all(size >= 16 and size == power_of_two(size, 1) for size in sizes)
     return even and not chunks.varlen and chunks.tokens % chunks.size == 0
 
 
@@ -110,20 +109,20 @@ def chunk_forward(
     if segments > 1:
         M, N = (q.new_empty(chunks.rows, segments, HV, K, D, dtype=torch.float32) for D in (K, V))
         for out, width, transition in ((M, K, True), (N, V, False)):
-            BV = min(config.state_BV, max(16, triton.next_power_of_2(width)))
-            _state_kernel[(chunks.rows * segments * HV * triton.cdiv(width, BV),)](
+            BV = min(config.state_BV, power_of_two(width))
+            _state_kernel[(chunks.rows * segments * HV * cdiv(width, BV),)](
                 *inputs, None, o, h, vn, out, *where, *strides, **(sizes | {"V": width}), **flags, BV=BV,
                 INITIAL=False, FINAL=True, OUTPUT=False, KEEP=False, TRANSITION=transition, SEGMENTS=segments,
                 STAGES=config.state_stages, num_warps=config.state_warps,
             )  # fmt: skip
         start = compose(M, N, initial_state, False, precision)
-    _state_kernel[(chunks.rows * segments * HV * triton.cdiv(V, config.state_BV),)](
+    _state_kernel[(chunks.rows * segments * HV * cdiv(V, config.state_BV),)](
         *inputs, start, o, h, vn, ht, *where, *strides, **sizes, **flags, BV=config.state_BV,
         INITIAL=start is not None, FINAL=final, OUTPUT=not keep, KEEP=keep, TRANSITION=False, SEGMENTS=segments,
         STAGES=config.state_stages, num_warps=config.state_warps,
     )  # fmt: skip
     if keep and chunks.count:
-        _output_kernel[(chunks.count * HO * triton.cdiv(V, config.output_BV),)](
+        _output_kernel[(chunks.count * HO * cdiv(V, config.output_BV),)](
             q, k, p.G, p.s, p.r, h, vn, o, chunks.cu_seqlens, chunks.row_of_chunk, chunks.first_chunk, scale, T, B * T,
             *strides[:6], **sizes, **flags, BV=config.output_BV, num_warps=config.output_warps,
         )  # fmt: skip
@@ -167,7 +166,7 @@ def chunk_backward(
     where = (chunks.cu_seqlens, chunks.first_chunk, scale, T, B * T)
     strides = (*q.stride()[:3], *k.stride()[:3], *do.stride()[:3])
     flags = {"C": config.C, "NORM": norm, "VARLEN": chunks.varlen, "FULL": _full(k, v, chunks), "PRECISION": precision}
-    grid = (chunks.rows * segments * HV * triton.cdiv(V, config.grad_BV),)
+    grid = (chunks.rows * segments * HV * cdiv(V, config.grad_BV),)
     common = {
         **sizes, **flags, "BV": config.grad_BV, "SEGMENTS": segments, "STAGES": config.grad_stages,
         "num_warps": config.grad_warps,
@@ -234,10 +233,11 @@ def _backward(ctx, do, dht, *_):
 
 
 gradient("chunk_forward", _backward, _setup_context)
+_chunk = differentiable(chunk_forward, _backward, _setup_context)
 
 
 def _segments(q: torch.Tensor, v: torch.Tensor, rows: int, config: ChunkConfig) -> int:
-    programs = rows * v.shape[2] * triton.cdiv(v.shape[3], config.state_BV)
+    programs = rows * v.shape[2] * cdiv(v.shape[3], config.state_BV)
     return segments_for(programs, q.shape[0] * q.shape[1] // (rows * config.C), multiprocessors(q.device))
 
 
@@ -278,7 +278,7 @@ def chunk_gated_delta_rule_triton(
     segments = segments if K <= MAX_SEGMENTED_KEY else 1
     inputs = (q, k, v, g, beta, initial_state, A_log, dt_bias)
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    o, ht, *_ = chunk_forward(
+    o, ht, *_ = _chunk(
         q, k, v, g, beta, initial_state, cu_seqlens,
         A_log if use_gate_in_kernel else None, dt_bias if use_gate_in_kernel else None,
         K**-0.5 if scale is None else float(scale), use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel,

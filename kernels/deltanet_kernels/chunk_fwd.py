@@ -32,11 +32,7 @@ def row_norm_factor(x):
 @triton.jit
 def load_tile(at, mask, FULL: tl.constexpr):
     """A tile, zero where the mask is off; FULL: the mask is known to be on everywhere and costs nothing."""
-    if FULL:
-        x = tl.load(at)
-    else:
-        x = tl.load(at, mask=mask, other=0.0)
-    return x
+    return tl.load(at) if FULL else tl.load(at, mask=mask, other=0.0)
 
 
 @triton.jit

@@ -27,6 +27,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .kernel_config import cdiv, power_of_two
+
 L2_EPS = tl.constexpr(1e-6)
 MERGE_PRECISION = {torch.float32: "tf32x3"}
 
@@ -274,9 +276,9 @@ def _prepare_kernel(
 def cut_chunks(batch: int, tokens: int, size: int, cu_seqlens: torch.Tensor | None) -> Chunks:
     """Cut [batch, tokens] into chunks of `size`; packed sequences are counted on the device, without a wait."""
     if cu_seqlens is None:
-        return Chunks(size, batch, tokens, batch * triton.cdiv(tokens, size), None, None, None)
+        return Chunks(size, batch, tokens, batch * cdiv(tokens, size), None, None, None)
     rows = cu_seqlens.numel() - 1
-    count = triton.cdiv(tokens, size) + rows
+    count = cdiv(tokens, size) + rows
     table = torch.empty(count + rows, dtype=torch.int32, device=cu_seqlens.device)
     row_of_chunk, first_chunk = table[:count], table[count:]
     cu_seqlens = cu_seqlens.contiguous()
@@ -316,7 +318,7 @@ def prepare(
         _prepare_kernel[(chunks.count * HV,)](
             k, g, beta, A_log, dt_bias, *factors, inverse,
             chunks.cu_seqlens, chunks.row_of_chunk, chunks.first_chunk, T, B * T, *k.stride()[:3],
-            H=H, HV=HV, K=K, BK=max(16, triton.next_power_of_2(K)), C=chunks.size,
+            H=H, HV=HV, K=K, BK=power_of_two(K), C=chunks.size,
             GATE=A_log is not None, SIGMOID=sigmoid, NORM=norm, VARLEN=chunks.varlen,
             PRECISION=precision, MERGE=MERGE_PRECISION.get(k.dtype, "tf32") if precision != "ieee" else "ieee",
             num_warps=num_warps,

@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .kernel_config import cdiv, power_of_two
+
 
 @triton.jit
 def _compose_kernel(
@@ -51,9 +53,9 @@ def compose(
     """States [rows, segments, HV, K, V] entering each segment, from its M and N; from the end when `reverse`."""
     rows, segments, HV, K, V = N.shape
     states = torch.empty_like(N)
-    BV = min(16, max(16, triton.next_power_of_2(V)))
-    _compose_kernel[(rows * HV * triton.cdiv(V, BV),)](
-        M, N, initial, states, K=K, V=V, BK=max(16, triton.next_power_of_2(K)), BV=BV, HV=HV, SEGMENTS=segments,
+    BV = min(16, power_of_two(V))
+    _compose_kernel[(rows * HV * cdiv(V, BV),)](
+        M, N, initial, states, K=K, V=V, BK=power_of_two(K), BV=BV, HV=HV, SEGMENTS=segments,
         INITIAL=initial is not None, REVERSE=reverse, PRECISION="ieee" if precision == "ieee" else "tf32x3",
         num_warps=4,
     )  # fmt: skip

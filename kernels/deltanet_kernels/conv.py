@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 
 from .chunk_prepare import Chunks, cut_chunks, locate_chunk, locate_row
-from .registration import gradient, operator
+from .kernel_config import cdiv, power_of_two
+from .registration import differentiable, gradient, operator
 
 TOKENS = 64
 CHANNELS = 64
@@ -147,8 +148,8 @@ def _launch(
 ) -> tuple[Chunks, int, dict[str, int]]:
     B, T, D = x.shape
     chunks = cut_chunks(B, T, TOKENS, cu_seqlens)
-    BD = min(CHANNELS, max(16, triton.next_power_of_2(D)))
-    return chunks, triton.cdiv(D, BD), {"D": D, "BD": BD, "W": weight.shape[1]}
+    BD = min(CHANNELS, power_of_two(D))
+    return chunks, cdiv(D, BD), {"D": D, "BD": BD, "W": weight.shape[1]}
 
 
 def _fake_conv_forward(x, weight, bias, state, cu_seqlens, silu, final):
@@ -230,6 +231,7 @@ def _backward(ctx, dy, dfinal):
 
 
 gradient("conv_forward", _backward, _setup_context)
+_conv = differentiable(conv_forward, _backward, _setup_context)
 
 
 def causal_conv1d_triton(
@@ -248,5 +250,5 @@ def causal_conv1d_triton(
     """
     if x.dtype == torch.float64:
         raise NotImplementedError("dtype torch.float64: the kernels compute in float32")
-    y, final = conv_forward(x, weight, bias, initial_state, cu_seqlens, activation == "silu", output_final_state)
+    y, final = _conv(x, weight, bias, initial_state, cu_seqlens, activation == "silu", output_final_state)
     return y, final if output_final_state else None

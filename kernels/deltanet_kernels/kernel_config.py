@@ -6,7 +6,16 @@ import functools
 from dataclasses import dataclass, replace
 
 import torch
-import triton
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b rounded up. (Triton's own version costs ten times as much on the host.)"""
+    return -(-a // b)
+
+
+def power_of_two(n: int, least: int = 16) -> int:
+    """The next power of two, at least `least`: a tile's size for n elements."""
+    return max(least, 1 << (n - 1).bit_length())
 
 
 @dataclass(frozen=True)
@@ -36,8 +45,8 @@ class ChunkConfig:
 @functools.cache
 def chunk_config(K: int, V: int, dtype: torch.dtype, capability: tuple[int, int]) -> ChunkConfig:
     """The configuration for head sizes K, V in `dtype` on a chip of this compute capability."""
-    BK = max(16, triton.next_power_of_2(K))
-    BV = max(16, triton.next_power_of_2(V))
+    BK = power_of_two(K)
+    BV = power_of_two(V)
     config = ChunkConfig()
     if dtype == torch.float32:
         # Twice the bytes in shared memory, and products without wgmma.
@@ -88,6 +97,6 @@ def float32_precision() -> str:
 
 def recurrent_config(K: int, V: int, heads: int) -> tuple[int, int]:
     """Slice of V and warps of the recurrent kernel; `heads` states in all."""
-    BK, BV = triton.next_power_of_2(K), triton.next_power_of_2(V)
+    BK, BV = power_of_two(K, 1), power_of_two(V, 1)
     elements = 2048 if heads < 1024 else 4096  # few states: more programs; many: longer rows
     return max(1, min(BV, elements // BK)), 2 if elements == 2048 else 4

@@ -15,7 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .registration import gradient, operator
+from .kernel_config import cdiv, power_of_two
+from .registration import differentiable, gradient, operator
 
 ROWS = 32  # rows of D a tile
 TILES = 4  # tiles a program: fewer partial sums of dw
@@ -78,7 +79,7 @@ def _sizes(x: torch.Tensor, w: torch.Tensor) -> tuple[int, int, int]:
 
 
 def _rows(D: int) -> int:
-    return max(1, min(ROWS, 4096 // triton.next_power_of_2(D)))
+    return max(1, min(ROWS, 4096 // power_of_two(D, 1)))
 
 
 def _fake_norm_forward(x, z, w, eps):
@@ -92,8 +93,8 @@ def norm_forward(x: torch.Tensor, z: torch.Tensor | None, w: torch.Tensor, eps: 
     x, w, z = x.contiguous(), w.contiguous(), None if z is None else z.contiguous()
     y = torch.empty_like(x)
     tile = _rows(D)
-    _norm_forward_kernel[(triton.cdiv(rows, tile),)](
-        x, z, w, y, rows, eps, HEADS=heads, D=D, BD=triton.next_power_of_2(D), ROWS=tile, GATE=z is not None
+    _norm_forward_kernel[(cdiv(rows, tile),)](
+        x, z, w, y, rows, eps, HEADS=heads, D=D, BD=power_of_two(D, 1), ROWS=tile, GATE=z is not None
     )
     return y
 
@@ -117,10 +118,10 @@ def norm_backward(
     dx = torch.empty_like(x)
     dz = x.new_empty(0) if z is None else torch.empty_like(z)
     tile = _rows(D)
-    programs = triton.cdiv(rows, heads * tile * TILES)
+    programs = cdiv(rows, heads * tile * TILES)
     dw = torch.empty(programs, heads, D, dtype=torch.float32, device=x.device)
     _norm_backward_kernel[(programs * heads,)](
-        x, z, w, dy, dx, dz, dw, rows, eps, HEADS=heads, D=D, BD=triton.next_power_of_2(D), ROWS=tile,
+        x, z, w, dy, dx, dz, dw, rows, eps, HEADS=heads, D=D, BD=power_of_two(D, 1), ROWS=tile,
         TILES=TILES, GATE=z is not None,
     )  # fmt: skip
     return dx, dz, dw.sum(0).view(w.shape).to(w.dtype, copy=True)
@@ -139,6 +140,7 @@ def _backward(ctx, dy):
 
 
 gradient("norm_forward", _backward, _setup_context)
+_norm = differentiable(norm_forward, _backward, _setup_context)
 
 
 def gated_rms_norm_triton(
@@ -151,5 +153,5 @@ def gated_rms_norm_triton(
     """
     if x.dtype == torch.float64:
         raise NotImplementedError("dtype torch.float64: the kernels compute in float32")
-    y: torch.Tensor = norm_forward(x, z, weight, eps)
+    y: torch.Tensor = _norm(x, z, weight, eps)
     return y

@@ -31,6 +31,30 @@ def operator(
     return register
 
 
+def differentiable(op: Callable[..., Any], backward: Callable[..., Any], setup_context: Callable[..., Any]) -> Any:
+    """The operator for eager calls that need gradients, as a torch.autograd.Function.
+
+    The gradient that is registered with the operator does the same, but costs 0.2 ms more a call on the host.
+    """
+
+    class Differentiable(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            output = op(*inputs)
+            setup_context(ctx, inputs, output)
+            return output
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            return backward(ctx, *grads)
+
+    def call(*inputs: Any) -> Any:
+        needed = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
+        return Differentiable.apply(*inputs) if needed and not torch.compiler.is_compiling() else op(*inputs)
+
+    return call
+
+
 def gradient(name: str, backward: Callable[..., Any], setup_context: Callable[..., Any]) -> None:
     """Register the gradient formula of deltanet::<name>."""
     torch.library.register_autograd(f"deltanet::{name}", backward, setup_context=setup_context, lib=_LIBRARY)

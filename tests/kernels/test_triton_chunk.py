@@ -143,10 +143,19 @@ def test_registered_operator_is_sound() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", [c for c in CASES if c.condition == 1], ids=str)
 def test_low_precision(case: Case, dtype: torch.dtype) -> None:
-    """Within a few roundings of the inputs' dtype (eps/2 a rounding; T, S, V', W are rounded on the way)."""
+    """Errors at most twice those of the recurrence in the same dtype, or a few roundings (eps/2 each)."""
     inputs = make_inputs(case, dtype, DEVICE)
-    eps = torch.finfo(dtype).eps
-    assert_close(results(chunk_gated_delta_rule_triton, inputs), truth(inputs), 1.5 * eps)
+    wanted = truth(inputs)
+    low = {
+        name: x.detach().cpu().to(dtype).requires_grad_() if isinstance(x, torch.Tensor) and x.requires_grad
+        else x.cpu() if isinstance(x, torch.Tensor) else x
+        for name, x in inputs.items()
+    }  # fmt: skip
+    plain = results(naive_gated_delta_rule, low)
+    found = results(chunk_gated_delta_rule_triton, inputs)
+    for name, x in wanted.items():
+        bound = max(1.5 * torch.finfo(dtype).eps, 2 * relative_error(plain[name], x))
+        assert relative_error(found[name], x) <= bound, name
 
 
 @gpu
