@@ -128,12 +128,16 @@ def cache_layer(cache: Cache, layer_idx: int) -> GatedDeltaNetCacheLayer:
     layer = cache.layers[layer_idx]
     if not isinstance(layer, GatedDeltaNetCacheLayer):
         # The longest: layers with sliding windows are shorter than the sequence.
-        lengths = [
-            getattr(other, "static_length", None) or getattr(other, "max_cache_len", 0) for other in cache.layers
-        ]
+        lengths = [_static_length(other) for other in cache.layers]
         static_length = max(lengths) if isinstance(layer, StaticLayer) else None
         layer = cache.layers[layer_idx] = GatedDeltaNetCacheLayer(static_length)
     return layer
+
+
+def _static_length(layer: Any) -> int:
+    if isinstance(layer, GatedDeltaNetCacheLayer):
+        return layer.static_length or 0
+    return int(layer.max_cache_len) if isinstance(layer, StaticLayer) else 0
 
 
 def cache_bytes(cache: Cache) -> int:
