@@ -35,9 +35,7 @@ class Activations:
             sync_folder(folder)
 
     @classmethod
-    def load(
-        cls, folder: Path, step: int, calibration: tuple[int, ...], held_out: tuple[int, ...]
-    ) -> "Activations":
+    def load(cls, folder: Path, step: int, calibration: tuple[int, ...], held_out: tuple[int, ...]) -> "Activations":
         """Reads what `save` wrote, given the shapes."""
         path, tensors = _path(folder, step), []
         try:

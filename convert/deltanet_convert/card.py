@@ -24,12 +24,9 @@ def model_card(report: dict[str, Any], teacher: Path, plot: str) -> str:
     if "/" in source["name"]:
         header.append(f"base_model: {source['name']}")
     header += ["tags:", "- gated-deltanet", "- linear-attention", "---"]
-    stays = (
-        f"layers {index_ranges(kept)} keep softmax attention" if kept else "no layer keeps softmax attention"
-    )
+    stays = f"layers {index_ranges(kept)} keep softmax attention" if kept else "no layer keeps softmax attention"
     caches = "\n".join(
-        f"| {row['context']:,} | {size(row['teacher'])} | {size(row['converted'])} |"
-        for row in plan["cache_bytes"]
+        f"| {row['context']:,} | {size(row['teacher'])} | {size(row['converted'])} |" for row in plan["cache_bytes"]
     )
     return (
         "\n".join(header)

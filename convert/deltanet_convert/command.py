@@ -23,8 +23,7 @@ def convert_command(
     layers: Annotated[
         str,
         typer.Option(
-            help="all | every:N (layers N-1, 2N-1, ... stay softmax) | keep:3,7,11 "
-            "| a file that lists the kept layers."
+            help="all | every:N (layers N-1, 2N-1, ... stay softmax) | keep:3,7,11 | a file that lists the kept layers."
         ),
     ] = "all",
     profile: Annotated[
@@ -32,18 +31,14 @@ def convert_command(
     ] = "teacher",
     target: Annotated[
         str | None,
-        typer.Option(
-            "--for", help="native: --profile native, and a refusal of what `export` could not write later."
-        ),
+        typer.Option("--for", help="native: --profile native, and a refusal of what `export` could not write later."),
     ] = None,
     text: Annotated[
         Path | None,
         typer.Option(help="Calibration text: .txt, .jsonl or .parquet [default: the text shipped]."),
     ] = None,
     calibration_tokens: Annotated[int, typer.Option(help="Tokens to fit on.")] = 8192,
-    dtype: Annotated[
-        str | None, typer.Option(help="float32 | bfloat16 | float16 [default: the teacher's].")
-    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32 | bfloat16 | float16 [default: the teacher's].")] = None,
     shard_size: Annotated[str, typer.Option(help="Largest weight file, such as 5GB.")] = "5GB",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Complete an interrupted conversion.")] = False,
@@ -93,9 +88,7 @@ def convert_command(
             print(json.dumps(job.plan.to_json(), indent=2))
         return
     if text is None:
-        console.print(
-            "Calibration text: the public-domain text shipped with deltanet-hf (choose another: --text)."
-        )
+        console.print("Calibration text: the public-domain text shipped with deltanet-hf (choose another: --text).")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as bar:
         task = bar.add_task("converting", total=job.teacher.num_layers)

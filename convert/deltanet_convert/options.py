@@ -38,9 +38,7 @@ class ConvertOptions:
 
     def __post_init__(self) -> None:
         if self.profile not in get_args(Profile):
-            raise UserError(
-                f"--profile: got '{self.profile}', expected one of {', '.join(get_args(Profile))}"
-            )
+            raise UserError(f"--profile: got '{self.profile}', expected one of {', '.join(get_args(Profile))}")
         if self.dtype is not None and self.dtype not in DTYPES:
             raise UserError(f"--dtype: got '{self.dtype}', expected one of {', '.join(DTYPES)}")
         if self.calibration_tokens < 64:
@@ -87,9 +85,7 @@ def kept_layers(spec: str, num_layers: int) -> tuple[int, ...]:
     if spec.startswith("every:"):
         return _every(spec, num_layers)
     if spec.startswith("keep:"):
-        return _check_indices(
-            f"--layers {spec}", _numbers(spec.removeprefix("keep:"), "--layers"), num_layers
-        )
+        return _check_indices(f"--layers {spec}", _numbers(spec.removeprefix("keep:"), "--layers"), num_layers)
     path = Path(spec).expanduser()
     if not path.exists():
         raise UserError(f"--layers: got '{spec}', expected all, every:N, keep:3,7,11 or an existing file")
@@ -99,9 +95,7 @@ def kept_layers(spec: str, num_layers: int) -> tuple[int, ...]:
 def _every(spec: str, num_layers: int) -> tuple[int, ...]:
     value = spec.removeprefix("every:")
     if not value.isascii() or not value.isdigit() or int(value) < 2:
-        raise UserError(
-            f"--layers {spec}: N must be a whole number of at least 2 (every:1 would convert nothing)"
-        )
+        raise UserError(f"--layers {spec}: N must be a whole number of at least 2 (every:1 would convert nothing)")
     step = int(value)
     if step > num_layers:
         raise UserError(f"--layers {spec}: keeps none of the {num_layers} layers; say all, or a smaller N")
@@ -119,22 +113,16 @@ def _numbers(text: str, where: str) -> list[int]:
 def _from_file(path: Path) -> list[int]:
     try:
         if path.stat().st_size > MAX_LIST_BYTES:
-            raise UserError(
-                f"--layers {path}: too large for a list of layers; give a JSON list such as [3, 7, 11]"
-            )
+            raise UserError(f"--layers {path}: too large for a list of layers; give a JSON list such as [3, 7, 11]")
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"--layers {path}: cannot be read ({error}); give a text file of layer indices"
-        ) from error
+        raise UserError(f"--layers {path}: cannot be read ({error}); give a text file of layer indices") from error
     if not text.lstrip().startswith(("[", "{")):
         return _numbers("\n".join(line.split("#")[0] for line in text.splitlines()), f"--layers {path}")
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UserError(
-            f"--layers {path}: not valid JSON ({error}); write a list such as [3, 7, 11]"
-        ) from error
+        raise UserError(f"--layers {path}: not valid JSON ({error}); write a list such as [3, 7, 11]") from error
     if not isinstance(value, list) or any(type(item) is not int for item in value):
         raise UserError(f"--layers {path}: expected a JSON list of layer indices such as [3, 7, 11]")
     return value
@@ -145,9 +133,7 @@ def _check_indices(where: str, indices: list[int], num_layers: int) -> tuple[int
         raise UserError(f"{where}: lists no layer; say --layers all to convert every one")
     for index in indices:
         if not 0 <= index < num_layers:
-            raise UserError(
-                f"{where}: layer {index} does not exist; the teacher has layers 0 to {num_layers - 1}"
-            )
+            raise UserError(f"{where}: layer {index} does not exist; the teacher has layers 0 to {num_layers - 1}")
         if indices.count(index) > 1:
             raise UserError(f"{where}: layer {index} is listed twice; list each kept layer once")
     if len(indices) == num_layers:

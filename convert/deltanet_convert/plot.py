@@ -18,9 +18,7 @@ def layer_error_plot(layers: list[dict[str, Any]], path: Path) -> None:
     axes = figure.subplots()
     indices = [layer["index"] for layer in layers]
     axes.bar(indices, [layer["relative_mse"] for layer in layers], color="#4c78a8", label="relative MSE")
-    axes.plot(
-        indices, [layer["cosine"] for layer in layers], "o-", color="#e45756", markersize=3, label="cosine"
-    )
+    axes.plot(indices, [layer["cosine"] for layer in layers], "o-", color="#e45756", markersize=3, label="cosine")
     axes.axhline(1.0, color="grey", linewidth=0.6)
     axes.set(xlabel="decoder layer", title="Converted layers against the teacher's attention (held-out text)")
     axes.set_ylim(bottom=0)

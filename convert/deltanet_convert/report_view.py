@@ -8,9 +8,7 @@ from rich.table import Table
 
 def print_report(report: dict[str, Any], console: Console) -> None:
     """Prints the checks of every converted layer and of the whole model; `report` is `conversion.json`."""
-    table = Table(
-        title="Converted layers against the teacher's attention, held-out text", title_justify="left"
-    )
+    table = Table(title="Converted layers against the teacher's attention, held-out text", title_justify="left")
     for column in ("layer", "cosine", "relative MSE", "softmax with these weights, difference"):
         table.add_column(column, justify="right")
     for layer in report["layers"]:
@@ -21,8 +19,7 @@ def print_report(report: dict[str, Any], console: Console) -> None:
             f"{layer['softmax_error']:.1e}",
         )
     means = [
-        sum(layer[key] for layer in report["layers"]) / len(report["layers"])
-        for key in ("cosine", "relative_mse")
+        sum(layer[key] for layer in report["layers"]) / len(report["layers"]) for key in ("cosine", "relative_mse")
     ]
     table.add_section()
     table.add_row("mean", f"{means[0]:.4f}", f"{means[1]:.4f}", "")

@@ -74,9 +74,7 @@ def _header_bytes(file: Path) -> tuple[bytes, int, int]:
                 )
             return stream.read(length), 8 + length, size
     except OSError as error:
-        raise UserError(
-            f"{file}: cannot be read ({error.strerror}); check the path and its permissions"
-        ) from error
+        raise UserError(f"{file}: cannot be read ({error.strerror}); check the path and its permissions") from error
 
 
 def _parse(file: Path, raw: bytes) -> dict[str, Any]:
@@ -84,9 +82,7 @@ def _parse(file: Path, raw: bytes) -> dict[str, Any]:
         seen: dict[str, Any] = {}
         for key, value in pairs:
             if key in seen:
-                raise UserError(
-                    f"{file}: tensor '{key}' occurs twice in the header; save the checkpoint again"
-                )
+                raise UserError(f"{file}: tensor '{key}' occurs twice in the header; save the checkpoint again")
             seen[key] = value
         return seen
 
@@ -103,23 +99,15 @@ def _parse(file: Path, raw: bytes) -> dict[str, Any]:
 def _entry(file: Path, name: str, value: Any, data_start: int, size: int) -> TensorEntry:
     where = f"{file}: tensor '{name}'"
     if not isinstance(value, dict) or not {"dtype", "shape", "data_offsets"} <= value.keys():
-        raise UserError(
-            f"{where} has no dtype, shape and data_offsets in the header; save the checkpoint again"
-        )
+        raise UserError(f"{where} has no dtype, shape and data_offsets in the header; save the checkpoint again")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if dtype not in ITEM_BYTES:
-        raise UserError(
-            f"{where} has unknown dtype {dtype!r}; save the checkpoint as float32, bfloat16 or float16"
-        )
+        raise UserError(f"{where} has unknown dtype {dtype!r}; save the checkpoint as float32, bfloat16 or float16")
     if not _is_ints(shape) or not _is_ints(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise UserError(
-            f"{where} has a bad shape {shape} or data_offsets {offsets}; save the checkpoint again"
-        )
+        raise UserError(f"{where} has a bad shape {shape} or data_offsets {offsets}; save the checkpoint again")
     begin, end = offsets
     if data_start + end > size:
-        raise UserError(
-            f"{where} ends at byte {data_start + end} but the file has {size}: truncated; {DOWNLOAD_AGAIN}"
-        )
+        raise UserError(f"{where} ends at byte {data_start + end} but the file has {size}: truncated; {DOWNLOAD_AGAIN}")
     needed = math.prod(shape) * ITEM_BYTES[dtype]
     if end - begin != needed:
         raise UserError(
@@ -141,6 +129,4 @@ def _check_layout(file: Path, entries: list[TensorEntry], data_start: int, size:
             raise UserError(f"{file}: tensor '{entry.name}' {problem} {previous}; save the checkpoint again")
         position, previous = entry.end, f"'{entry.name}'"
     if position != size:
-        raise UserError(
-            f"{file}: {size - position} bytes after the last tensor belong to none; {DOWNLOAD_AGAIN}"
-        )
+        raise UserError(f"{file}: {size - position} bytes after the last tensor belong to none; {DOWNLOAD_AGAIN}")

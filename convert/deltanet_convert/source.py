@@ -41,17 +41,13 @@ def resolve_source(teacher: str, scratch: Path, dtype: torch.dtype | None) -> So
         if path.suffix == ".gguf":
             return Source(path.name, _dequantised(path, scratch, dtype), None, True)
         if path.suffix in PICKLES:
-            raise UserError(
-                f"{path}: pickled weights can run code when loaded and are refused; give safetensors"
-            )
+            raise UserError(f"{path}: pickled weights can run code when loaded and are refused; give safetensors")
         raise UserError(f"{path}: give the folder that holds config.json and the weights, or a .gguf file")
     if path.is_dir():
         ggufs = sorted(path.glob("*.gguf"))
         if ggufs and not (path / "config.json").exists():
             if len(ggufs) > 1:
-                raise UserError(
-                    f"{path}: holds {len(ggufs)} .gguf files; give one of them, such as {ggufs[0]}"
-                )
+                raise UserError(f"{path}: holds {len(ggufs)} .gguf files; give one of them, such as {ggufs[0]}")
             return Source(ggufs[0].name, _dequantised(ggufs[0], scratch, dtype), None, True)
         return Source(path.resolve().name, path, None)
     if not HUB_ID.match(teacher) or teacher.startswith((".", "/")):
@@ -66,14 +62,10 @@ def _downloaded(repo: str) -> Source:
     try:
         folder = Path(snapshot_download(repo, allow_patterns=NEEDED, ignore_patterns=NOT_NEEDED))
     except RepositoryNotFoundError as error:
-        raise UserError(
-            f"{repo}: no such folder here and no such model on the hub; check the name"
-        ) from error
+        raise UserError(f"{repo}: no such folder here and no such model on the hub; check the name") from error
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise UserError(
-            f"{repo}: cannot be downloaded ({reason}); give a local folder, or try again"
-        ) from error
+        raise UserError(f"{repo}: cannot be downloaded ({reason}); give a local folder, or try again") from error
     if not list(folder.glob("*.safetensors")):
         raise UserError(
             f"{repo}: the hub has no safetensors weights for it; pickled weights are refused: convert "
@@ -101,9 +93,7 @@ def _dequantised(file: Path, scratch: Path, dtype: torch.dtype | None) -> Path:
         tokenizer = AutoTokenizer.from_pretrained(place, gguf_file=name)
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
-        raise UserError(
-            f"{file}: transformers cannot load this GGUF file ({reason}); give safetensors"
-        ) from error
+        raise UserError(f"{file}: transformers cannot load this GGUF file ({reason}); give safetensors") from error
     _restore_digit_splitting(file, tokenizer)
     with writing(scratch):
         shutil.rmtree(scratch, ignore_errors=True)

@@ -91,15 +91,12 @@ def _check_supported(file: Path, raw: dict[str, Any]) -> Family:
     if model_type not in FAMILIES:
         raise UserError(f"{file}: model_type '{model_type}' is not supported; supported are {supported}")
     if raw.get("quantization_config"):
-        raise UserError(
-            f"{file}: key 'quantization_config': the teacher is quantised; save it as bfloat16 first"
-        )
+        raise UserError(f"{file}: key 'quantization_config': the teacher is quantised; save it as bfloat16 first")
     architectures = raw.get("architectures") or []
     family = family_of(model_type)
     if architectures and family.model_name not in architectures:
         raise UserError(
-            f"{file}: architectures {architectures} holds no {family.model_name}; only language models "
-            "can be converted"
+            f"{file}: architectures {architectures} holds no {family.model_name}; only language models can be converted"
         )
     return family
 
@@ -109,8 +106,7 @@ def _check_layer_count(file: Path, raw: dict[str, Any], checkpoint: Checkpoint) 
     count, said = max(layers, default=-1) + 1, raw.get("num_hidden_layers")
     if not layers:
         raise UserError(
-            f"{checkpoint.files()[0]}: no tensor is called 'model.layers.0.*'; save the whole causal "
-            "language model"
+            f"{checkpoint.files()[0]}: no tensor is called 'model.layers.0.*'; save the whole causal language model"
         )
     if said is not None and said != count:
         raise UserError(
@@ -130,9 +126,7 @@ def _guarded(file: Path, build: Callable[[], Any]) -> Any:
         return build()
     except Exception as error:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise UserError(
-            f"{file}: transformers cannot build the model from it ({reason}); correct the key"
-        ) from error
+        raise UserError(f"{file}: transformers cannot build the model from it ({reason}); correct the key") from error
 
 
 def _main_dtype(checkpoint: Checkpoint) -> torch.dtype:
@@ -156,8 +150,7 @@ def _check_tensors(config_file: Path, model: PreTrainedModel, checkpoint: Checkp
     for name in expected:
         if name not in checkpoint and name not in optional:
             raise UserError(
-                f"{checkpoint.files()[0]}: tensor '{name}' is missing from the checkpoint; "
-                f"{_missing_remedy(name)}"
+                f"{checkpoint.files()[0]}: tensor '{name}' is missing from the checkpoint; {_missing_remedy(name)}"
             )
     for name, entry in checkpoint.entries.items():
         if name not in expected and not DERIVED.search(name):

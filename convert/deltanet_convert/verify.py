@@ -70,9 +70,7 @@ def softmax_error(attention: Any, layer: GatedDeltaNet, inputs: Tensor, kwargs: 
     k_norm = getattr(attention, "k_norm", None)
     if k_norm is not None and k_norm.weight.numel() > layer.head_dim:
         expanded.k_norm = copy.copy(k_norm)
-        expanded.k_norm._parameters = {
-            "weight": nn.Parameter(_repeat(k_norm.weight, layer.head_dim, groups), False)
-        }
+        expanded.k_norm._parameters = {"weight": nn.Parameter(_repeat(k_norm.weight, layer.head_dim, groups), False)}
     want, _ = attention(hidden_states=inputs, **kwargs)
     got, _ = expanded(hidden_states=inputs, **kwargs)
     return float((got - want).norm() / want.norm().clamp_min(1e-30))
@@ -114,9 +112,7 @@ def compare_outputs(
 
 
 @torch.no_grad()
-def compare_models(
-    head: Head, ids: Tensor, teacher: Tensor, student: Tensor, rounding: torch.dtype
-) -> ModelCheck:
+def compare_models(head: Head, ids: Tensor, teacher: Tensor, student: Tensor, rounding: torch.dtype) -> ModelCheck:
     """Perplexities and KL from the last layer's outputs [n, T, hidden] of both models; ids [n, T]."""
     targets = ids[:, 1:].flatten()
     flat_teacher, flat_student = (hidden[:, :-1].flatten(0, 1) for hidden in (teacher, student))

@@ -69,16 +69,12 @@ class Workspace:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             lock.close()
-            raise UserError(
-                f"{self.folder}: another conversion to {self.out} is running; wait for it"
-            ) from error
+            raise UserError(f"{self.folder}: another conversion to {self.out} is running; wait for it") from error
         return lock
 
     def _take_up(self, request: dict[str, Any], resume: bool, overwrite: bool) -> None:
         asked, steps = _read_journal(self.journal)
-        published = (
-            READY in steps and not self.model.exists()
-        )  # killed after the last rename, while tidying up
+        published = READY in steps and not self.model.exists()  # killed after the last rename, while tidying up
         if published and resume:
             self.steps = steps
             return

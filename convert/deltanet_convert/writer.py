@@ -84,11 +84,7 @@ def plan_layout(specs: Sequence[TensorSpec], shard_size: int) -> Layout:
         groups[-1].append(spec)
         filled += spec.nbytes
     count = len(groups)
-    names = (
-        [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
-        if count > 1
-        else [SINGLE_FILE]
-    )
+    names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)] if count > 1 else [SINGLE_FILE]
     shards = tuple(_shard(name, group) for name, group in zip(names, groups, strict=True))
     return Layout({spec.name: spec for spec in specs}, shards)
 

@@ -131,11 +131,13 @@ def measure(name: str, operator: Operator, shape: Shape, repeats: int) -> dict[s
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--peers", action="store_true", help="also time flash-linear-attention, FlashQLA and SDPA")
+    parser.add_argument("--only", nargs="*", help="only these implementations")
     parser.add_argument("--shapes", type=int, nargs="*", help="only these rows of the list of shapes")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--output", type=Path, help="folder of the result file; the package's own by default")
     args = parser.parse_args()
     found, missing = implementations(args.peers)
+    found = {name: operator for name, operator in found.items() if name in (args.only or found)}
     rows: list[dict[str, Any]] = []
     for index in args.shapes or range(len(SHAPES)):
         shape = SHAPES[index]

@@ -13,9 +13,9 @@ import sys
 import time
 from pathlib import Path
 
-from deltanet_convert.workspace import Workspace
 from rich.console import Console
 
+from deltanet_convert.workspace import Workspace
 from deltanet_hf.errors import UserError
 from deltanet_recipes.demo.report import Score, write_report
 from deltanet_recipes.demo.teacher import fetch_teacher
