@@ -20,7 +20,11 @@ def power_of_two(n: int, least: int = 16) -> int:
 
 @dataclass(frozen=True)
 class ChunkConfig:
-    """Tokens a chunk; slices of V, warps and pipeline stages of the kernels of chunk_*.py."""
+    """Tokens a chunk; slices of V, warps and pipeline stages of the kernels of chunk_*.py.
+
+    The loops over V of the input gradients stay unpipelined (one stage): with two stages and K = V = 128 in slices of
+    64, Triton 3.6 gave dk that changed from run to run.
+    """
 
     C: int = 64
     prepare_warps: int = 1
@@ -34,10 +38,10 @@ class ChunkConfig:
     grad_stages: int = 3
     query_BV: int = 64
     query_warps: int = 4
-    query_stages: int = 2
+    query_stages: int = 1
     key_BV: int = 64
     key_warps: int = 8
-    key_stages: int = 2
+    key_stages: int = 1
     query_registers: int | None = None  # a limit per thread, so that more programs fit on a multiprocessor
     key_registers: int | None = None
 
