@@ -17,9 +17,9 @@ from typing import Any
 
 from datasets import Dataset
 
+from deltanet_hf.data import shipped_texts
 from deltanet_hf.errors import UserError
 
-TEXT_FOLDER = Path(__file__).parents[1] / "data" / "text"
 ITEMS = 60
 OPTIONS = 4
 _SEED = 1234
@@ -68,11 +68,12 @@ def repeat(text_folder: str | None = None, items: int = ITEMS, **_: Any) -> dict
 
 
 def _words(text_folder: str | None) -> list[str]:
-    folder = Path(text_folder) if text_folder else TEXT_FOLDER
-    files = sorted(folder.glob("*.txt"))
+    files = sorted(Path(text_folder).glob("*.txt")) if text_folder else shipped_texts()
     words = [word for path in files for word in path.read_text(encoding="utf-8").split()]
     if len(words) < 10 * _REPEAT_WORDS:
-        raise UserError(f"{folder}: {len(words)} words in *.txt; the demo tasks need at least {10 * _REPEAT_WORDS}")
+        raise UserError(
+            f"{text_folder}: {len(words)} words in *.txt; the demo tasks need at least {10 * _REPEAT_WORDS}"
+        )
     return words
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import transformers
 
+from deltanet_hf.data import shipped_texts
 from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.average import percent_of_teacher
 from deltanet_hf.evaluation.contestants import BASELINES, Contestant, Roster, line_up
-from deltanet_hf.evaluation.demo import TEXT_FOLDER
 from deltanet_hf.evaluation.harness import Harness
 from deltanet_hf.evaluation.measure import REPEATED, Material, Measured, build_recall, measure
 from deltanet_hf.evaluation.plots import write_plots
@@ -112,7 +112,7 @@ def _prepare(options: ReportOptions, suite: Suite, roster: Roster) -> Material:
     for name, text in wikitext_texts(options.data).items():
         ids = encode_documents([text], tokenizer, count * WINDOW)
         texts[name] = with_prefix(windows(ids, WINDOW, count), tokenizer)
-    sources = [options.haystack] if options.haystack else sorted(TEXT_FOLDER.glob("*.txt"))
+    sources = [options.haystack] if options.haystack else shipped_texts()
     documents = [document for path in sources for document in read_text(path)]
     haystack = encode_documents(documents, tokenizer, 10 * context)
     if repeat is None:

@@ -12,6 +12,7 @@ from deltanet_recipes.packing import Mixture, Rows
 from deltanet_recipes.runtime import Runtime
 from deltanet_recipes.schema import StageBase
 from deltanet_recipes.topk import TopKCache
+from deltanet_recipes.walk import document_boundaries
 
 
 class RowFeed:
@@ -68,7 +69,9 @@ class RowFeed:
         for begin in range(first, last, self._size):
             piece = rows[begin : min(begin + self._size, last)]
             targets = () if self.cache is None else self.cache.read(index + begin, len(piece), self.runtime.device)
-            yield Batch(piece.to(self.runtime.device), scored, targets)
+            boundaries = document_boundaries(piece.position_ids)  # on the host, where it costs no synchronisation
+            boundaries = None if boundaries is None else boundaries.to(self.runtime.device)
+            yield Batch(piece.to(self.runtime.device), boundaries, scored, targets)
 
 
 def micro_batch_rows(stage: StageBase, world: int) -> int:

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from deltanet_recipes.schema import Recipe
 
 LOG = "log.jsonl"
+LAYER_ERROR = "held_out.error."
 SHOWN = ("loss", "kl", "ce", "hidden", "error", "held_out.kl", "held_out.perplexity", "held_out.error")
 
 
@@ -105,6 +106,19 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
     """All rows of a run, in order."""
     path = folder / LOG
     return [row for _, row in _rows(path)] if path.is_file() else []
+
+
+def layer_errors(rows: list[dict[str, Any]]) -> tuple[dict[int, float], dict[int, float]]:
+    """Held-out alignment error by layer: the first and the last that the log tells."""
+    first: dict[int, float] = {}
+    last: dict[int, float] = {}
+    for row in rows:
+        for key, value in row.items():
+            if key.startswith(LAYER_ERROR):
+                index = int(key.removeprefix(LAYER_ERROR))
+                first.setdefault(index, value)
+                last[index] = value
+    return first, last
 
 
 def _rows(path: Path) -> list[tuple[str, dict[str, Any]]]:

@@ -15,7 +15,7 @@ from torch import nn
 from deltanet_recipes.losses import ChunkedLoss, ChunkLoss, relative_squared_error
 from deltanet_recipes.models import mixers, output_weight
 from deltanet_recipes.packing import Rows
-from deltanet_recipes.walk import AttentionTaps, Entry, Walk, document_boundaries, mixer_output
+from deltanet_recipes.walk import AttentionTaps, Entry, Walk, mixer_output
 
 
 @dataclass
@@ -25,9 +25,9 @@ class Batch:
     """
 
     rows: Rows
+    cu_seqlens: torch.Tensor | None  # boundaries of packed documents (`walk.document_boundaries`)
     scored: torch.Tensor  # [] float32: scored tokens of the whole step
     targets: tuple[torch.Tensor, ...] = ()  # cached log-probabilities of the teacher: ids, log_probs [R*L, K]
-    cu_seqlens: torch.Tensor | None = None
     teacher: Entry | None = None
     student: Entry | None = None
 
@@ -50,10 +50,9 @@ class Align(nn.Module):
         self._taps = AttentionTaps(teacher, self.indices)
 
     def prepare(self, batch: Batch) -> Batch:
-        cu_seqlens = document_boundaries(batch.rows.position_ids)
         with torch.no_grad():
-            entry = self._walk.enter(batch.rows, cu_seqlens)
-        return replace(batch, cu_seqlens=cu_seqlens, teacher=entry)
+            entry = self._walk.enter(batch.rows, batch.cu_seqlens)
+        return replace(batch, teacher=entry)
 
     @torch.no_grad()
     def measure_scales(self, batches: list[Batch]) -> None:
@@ -118,13 +117,12 @@ class Distil(nn.Module):
         self.metric_names = ["kl", "ce", *(["hidden"] if hidden_weight > 0 else [])]
 
     def prepare(self, batch: Batch) -> Batch:
-        cu_seqlens = document_boundaries(batch.rows.position_ids)
-        student = self._student_walk.enter(batch.rows, cu_seqlens)
+        student = self._student_walk.enter(batch.rows, batch.cu_seqlens)
         teacher = None
         if self._teacher_walk is not None:
             with torch.no_grad():
-                teacher = self._teacher_walk.enter(batch.rows, cu_seqlens)
-        return replace(batch, cu_seqlens=cu_seqlens, teacher=teacher, student=student)
+                teacher = self._teacher_walk.enter(batch.rows, batch.cu_seqlens)
+        return replace(batch, teacher=teacher, student=student)
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """(loss [], [KL, CE, hidden error]); per scored token, this micro-batch's share of the step's mean."""

@@ -14,6 +14,7 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from deltanet_hf.data import shipped_texts
 from deltanet_hf.errors import UserError
 from deltanet_recipes.card import write_card
 from deltanet_recipes.decontaminate import Contamination
@@ -26,8 +27,6 @@ from deltanet_recipes.runtime import Runtime
 from deltanet_recipes.schema import Data, Recipe, Repair, Source, Stage, stage_name, stage_tokens
 from deltanet_recipes.stages import StageRun, held_out_rows
 from deltanet_recipes.tokens import Corpus, load_corpus
-
-SHIPPED = ("alice.txt", "pride.txt", "workshop.txt")
 
 
 def run(recipe: Recipe, kinds: tuple[str, ...] | None = None, console: Console | None = None) -> Path:
@@ -104,7 +103,7 @@ class _Prepared:
             raise UserError("data.separator: the tokenizer has no end-of-text token; give an id")
         cache = Path(data.cache) if data.cache else Path(recipe.output) / "tokens"
         cache.mkdir(parents=True, exist_ok=True)
-        sources = data.sources or tuple(Source(path=str(path)) for path in shipped_text())
+        sources = data.sources or tuple(Source(path=str(path)) for path in shipped_texts())
         contamination = Contamination(data.decontaminate, tokenizer) if data.decontaminate else None
         if not runtime.main:
             runtime.barrier()  # the main process tokenises, the others find the result
@@ -121,14 +120,6 @@ class _Prepared:
             cache,
             [corpus.report for corpus in corpora],
         )
-
-
-def shipped_text() -> list[Path]:
-    """The public-domain texts that come with the project."""
-    import deltanet_hf
-
-    folder = Path(str(deltanet_hf.__file__)).parent / "data" / "text"
-    return [folder / name for name in SHIPPED]
 
 
 def load_dtype(student: PreTrainedModel, recipe: Recipe) -> torch.dtype:

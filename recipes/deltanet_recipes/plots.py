@@ -10,6 +10,8 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
+from deltanet_recipes.logbook import layer_errors
+
 
 def draw_plots(folder: Path, rows: list[dict[str, Any]]) -> list[Path]:
     """loss.png, layers.png (alignment error of each layer, first and last), kl.png: those there are rows for."""
@@ -34,14 +36,7 @@ def _curves(path: Path, rows: list[dict[str, Any]], keys: tuple[str, ...], label
 
 
 def _layers(path: Path, rows: list[dict[str, Any]]) -> Path | None:
-    first: dict[int, float] = {}
-    last: dict[int, float] = {}
-    for row in rows:
-        for key, value in row.items():
-            if key.startswith("held_out.error."):
-                index = int(key.rsplit(".", 1)[1])
-                first.setdefault(index, value)
-                last[index] = value
+    first, last = layer_errors(rows)
     figure, axes = pyplot.subplots(figsize=(7, 4))
     if first:
         indices = sorted(first)

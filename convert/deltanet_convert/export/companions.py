@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 
+from deltanet_hf.data import shipped_texts
 from deltanet_hf.errors import QualityError
 
 from ..files import write_atomically, writing
@@ -16,7 +17,10 @@ from ..output import load_tokenizer
 
 # What no `save_pretrained` writes.
 COPIED = ("tokenizer.model", "vocab.json", "merges.txt", "chat_template.json", "LICENSE*", "NOTICE*")
-SAMPLE = "In 1859, 12 mice -- \n\tand a cat's 3.50 $ caf\u00e9, na\u00efve \u6771\u4eac <|im_end|>  did 2+2=4."
+SAMPLE = (
+    "In 1859, 12 mice -- \n\tand a CAT'S 3.50 $ caf\u00e9, nai\u0308ve \u6771\u4eac <|im_end|>  did 2+2=4.\r\n\n"
+    "def f(x):\n    return {'a': x_1 **2 }  # 100000\n\n\n"
+)
 USE = """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -72,8 +76,9 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def same_tokens(first: Path, second: Path) -> bool:
-    """Whether the tokenizers that transformers loads from two folders split a difficult sample alike."""
-    one, two = (load_tokenizer(folder)(SAMPLE)["input_ids"] for folder in (first, second))
+    """Whether the tokenizers that transformers loads from two folders split a difficult sample and plain text alike."""
+    texts = [SAMPLE, shipped_texts()[0].read_text(encoding="utf-8")[:20000]]
+    one, two = (load_tokenizer(folder)(texts)["input_ids"] for folder in (first, second))
     return bool(one == two)
 
 

@@ -13,10 +13,9 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from deltanet_recipes.logbook import read_log
+from deltanet_recipes.logbook import layer_errors, read_log
 
 ERRORS_PLOT, MEMORY_PLOT = "layer_errors.png", "cache_memory.png"
-ERROR_KEY = "held_out.error."
 
 
 @dataclass(frozen=True)
@@ -102,19 +101,6 @@ def _summary(
 
 def _mean(errors: dict[int, float]) -> float:
     return sum(errors.values()) / len(errors)
-
-
-def layer_errors(log: list[dict[str, Any]]) -> tuple[dict[int, float], dict[int, float]]:
-    """Held-out error of each layer in a run's log: the first and the last that it tells."""
-    first: dict[int, float] = {}
-    last: dict[int, float] = {}
-    for row in log:
-        for key, value in row.items():
-            if key.startswith(ERROR_KEY):
-                index = int(key.removeprefix(ERROR_KEY))
-                first.setdefault(index, value)
-                last[index] = value
-    return first, last
 
 
 def draw_errors(before: dict[int, float], after: dict[int, float], path: Path) -> None:
