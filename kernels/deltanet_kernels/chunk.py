@@ -16,7 +16,7 @@ from .chunk_bwd_inputs import _key_backward_kernel, _query_backward_kernel
 from .chunk_fwd import _output_kernel, _state_kernel
 from .chunk_prepare import Chunks, Prepared, cut_chunks, prepare
 from .chunk_segment import compose, segments_for
-from .kernel_config import ChunkConfig, capability, cdiv, chunk_config, float32_precision, multiprocessors, power_of_two
+from .kernel_config import ChunkConfig, capability, cdiv, chunk_config, multiprocessors, power_of_two, product_precision
 from .registration import differentiable, gradient, operator
 
 MAX_HEAD_SIZE = 256
@@ -87,6 +87,7 @@ def chunk_forward(
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
 ]:  # fmt: skip
     """o, final state, and what the backward pass needs: row factors, T, S, V', M (empty where not asked for)."""
+    precision = product_precision(precision, q.dtype)
     q, k, v = _unit_stride(q), _unit_stride(k), _unit_stride(v)
     g, beta = g.contiguous(), beta.contiguous()
     initial_state = None if initial_state is None else initial_state.contiguous()
@@ -155,6 +156,7 @@ def chunk_backward(
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
 ]:  # fmt: skip
     """Gradients of q, k, v, g, beta, initial state, A_log, dt_bias (empty where there is no such input)."""
+    precision = product_precision(precision, q.dtype)
     q, k, v, do, g = _unit_stride(q), _unit_stride(k), _unit_stride(v), _unit_stride(do), g.contiguous()
     dht = None if dht is None else dht.contiguous()
     config, sizes = _config(k, v), _sizes(q, k, v)
@@ -282,6 +284,6 @@ def chunk_gated_delta_rule_triton(
         q, k, v, g, beta, initial_state, cu_seqlens,
         A_log if use_gate_in_kernel else None, dt_bias if use_gate_in_kernel else None,
         K**-0.5 if scale is None else float(scale), use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel,
-        output_final_state, keep, float32_precision() if q.dtype == torch.float32 else "tf32", segments,
+        output_final_state, keep, "auto", segments,
     )  # fmt: skip
     return o, ht if output_final_state else None

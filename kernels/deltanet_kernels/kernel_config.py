@@ -94,8 +94,12 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
-def float32_precision() -> str:
-    """Precision of float32 matrix products in the kernels, as torch.set_float32_matmul_precision asks."""
+def product_precision(precision: str, dtype: torch.dtype) -> str:
+    """Triton's input_precision of matrix products; "auto": what torch.set_float32_matmul_precision asks for."""
+    if precision != "auto":
+        return precision
+    if dtype != torch.float32:
+        return "tf32"  # 16-bit products are exact; this is for the merges of T
     return {"highest": "ieee", "high": "tf32x3", "medium": "tf32"}[torch.get_float32_matmul_precision()]
 
 
@@ -103,4 +107,4 @@ def recurrent_config(K: int, V: int, heads: int) -> tuple[int, int]:
     """Slice of V and warps of the recurrent kernel; `heads` states in all."""
     BK, BV = power_of_two(K, 1), power_of_two(V, 1)
     elements = 2048 if heads < 1024 else 4096  # few states: more programs; many: longer rows
-    return max(1, min(BV, elements // BK)), 2 if elements == 2048 else 4
+    return max(1, min(BV, elements // BK)), 1

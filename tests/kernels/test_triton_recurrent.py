@@ -56,6 +56,16 @@ def test_step_moves_the_state_in_place() -> None:
         gated_delta_rule_step_(*token, state.transpose(2, 3))
 
 
+def test_step_compiles_and_still_moves_the_state() -> None:
+    inputs = make_inputs(Case("compile", T=2, H=1), torch.float32, DEVICE)
+    token = [inputs[name].detach() for name in ("q", "k", "v", "g", "beta")]
+    states = [inputs["initial_state"].detach().clone() for _ in range(2)]
+    compiled = torch.compile(gated_delta_rule_step_, fullgraph=True, backend="aot_eager")
+    assert torch.equal(gated_delta_rule_step_(*token, states[0]), compiled(*token, states[1]))
+    assert torch.equal(*states)
+    assert not torch.equal(states[0], inputs["initial_state"].detach())
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="needs a CUDA device")
 @pytest.mark.parametrize("K", [16, 64, 100, 128, 256])
