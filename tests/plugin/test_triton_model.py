@@ -1,0 +1,80 @@
+"""A converted model computes the same with the Triton operators as with the PyTorch ones, gradients and cache too.
+
+Without a GPU the kernels run in Triton's interpreter, on CPU tensors that are sent to them here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from deltanet_kernels import dispatch
+from tiny_models import tiny_student
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture
+def send(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[str]]:
+    """send("triton") or send("torch"): every operator of the model goes there; returns the calls made."""
+    if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("needs a CUDA device or the interpreter")
+
+    def choose(side: str) -> list[str]:
+        calls: list[str] = []
+
+        def call(operator: str, fallback: Callable[..., Any], _: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            calls.append(operator)
+            function = fallback if side == "torch" else dispatch._triton_function(operator)
+            assert function is not None
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(dispatch, "_call", call)
+        return calls
+
+    return choose
+
+
+def loss_and_gradients(model: PreTrainedModel, tokens: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    loss = model(tokens, attention_mask=mask, labels=tokens, use_cache=False).loss
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach(), **gradients}
+
+
+@pytest.mark.parametrize("profile", ["teacher", "native"])
+def test_gradients_of_the_whole_model(profile: str, send: Callable[[str], list[str]]) -> None:
+    model = tiny_student("qwen3", profile, (1,)).to(DEVICE)
+    tokens = torch.randint(3, 97, (2, 12), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    mask = torch.ones_like(tokens)
+    mask[1, :5] = 0
+    send("torch")
+    wanted = loss_and_gradients(model, tokens, mask)
+    calls = send("triton")
+    found = loss_and_gradients(model, tokens, mask)
+    assert "chunk_gated_delta_rule" in calls
+    assert found.keys() == wanted.keys()
+    for name, x in wanted.items():
+        torch.testing.assert_close(found[name], x, rtol=1e-4, atol=1e-5 * max(1.0, x.abs().max().item()), msg=name)
+
+
+def test_prefill_and_decoding_with_a_cache(send: Callable[[str], list[str]]) -> None:
+    model = tiny_student("llama", "native", (0,)).to(DEVICE)
+    tokens = torch.randint(3, 97, (2, 9), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    answers = []
+    for side in ("torch", "triton"):
+        calls = send(side)
+        cache = DynamicCache(config=model.config)
+        with torch.no_grad():
+            parts = [
+                model(part, past_key_values=cache, use_cache=True).logits for part in tokens.split([7, 1, 1], dim=1)
+            ]
+        answers.append(torch.cat(parts, dim=1))
+        assert {"chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"} <= set(calls)
+    torch.testing.assert_close(answers[1], answers[0], rtol=1e-4, atol=1e-4)
