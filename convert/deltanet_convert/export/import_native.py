@@ -25,16 +25,15 @@ from ..writer import Layout, plan_layout
 from . import rewrite
 from .companions import complete_with_companions
 from .folder_writer import Progress, write_folder
-from .model_folder import EMBEDDING, FINAL_NORM, HEAD, file_states, output_specs, reader
+from .model_folder import EMBEDDING, FINAL_NORM, FLOAT32_KEPT, HEAD, file_states, output_specs, reader
 from .norms import factors_from_json, multiply_columns, uncentre
 from .obstacles import family_name
-from .rewrite import Heads, Named, Read
+from .rewrite import FLOAT32_SUFFIXES, Heads, Named, Read
 from .stream_export import RECORD
 from .target import head_size
 
 NATIVE_MODEL_TYPES = ("qwen3_5_text", "qwen3_5")  # the second holds the text model beside a vision tower (or is mlx's)
 TEXT_PREFIX = "model.language_model."  # of the text model's tensors beside a vision tower
-FLOAT32_KEPT = ("decay.A_log", "decay.dt_bias")
 IMPORTED = """This folder is a Qwen3.5 text model for `deltanet_hf`: the same weights under this project's names.
 
 ```python
@@ -122,7 +121,7 @@ def write_import(plan: ImportPlan, out: Path, *, resume: bool, overwrite: bool, 
 
 
 def _reader(plan: ImportPlan) -> Read:
-    read: Callable[[str], Tensor] = reader(plan.checkpoint, plan.dtype)
+    read: Callable[[str], Tensor] = reader(plan.checkpoint, plan.dtype, FLOAT32_SUFFIXES)
 
     def read_text_model(name: str) -> Tensor:
         return read(name if name in plan.checkpoint else _beside_vision(name))

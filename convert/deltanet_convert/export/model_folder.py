@@ -17,11 +17,11 @@ from deltanet_hf.families import PREFIX
 from ..checkpoint import Checkpoint, read_json
 from ..teacher import tied_names
 from ..writer import TensorSpec
-from .rewrite import FLOAT32_SUFFIXES
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 FINAL_NORM = "model.norm.weight"
+FLOAT32_KEPT = ("A_log", "dt_bias")  # in a converted model of any dtype
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class ConvertedModel:
         return bool(self.config.tie_word_embeddings)
 
     def reader(self, dtype: torch.dtype) -> Any:
-        return reader(self.checkpoint, dtype)
+        return reader(self.checkpoint, dtype, FLOAT32_KEPT)
 
 
 def read_converted_config(folder: Path) -> PreTrainedConfig:
@@ -64,13 +64,13 @@ def read_converted_config(folder: Path) -> PreTrainedConfig:
         raise UserError(f"{file}: transformers cannot read it ({reason}); correct the key") from error
 
 
-def reader(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
-    """read(name): one tensor, in `dtype`, or float32 where the layer computes with it in float32."""
+def reader(checkpoint: Checkpoint, dtype: torch.dtype, float32: tuple[str, ...]) -> Any:
+    """read(name): one tensor, in `dtype`, or in float32 when its name has one of the suffixes `float32`."""
 
     def read(name: str) -> Tensor:
         if name not in checkpoint:
             raise UserError(f"{checkpoint.folder}: tensor '{name}' is missing; complete the checkpoint")
-        return checkpoint.read(name, torch.float32 if name.endswith(FLOAT32_SUFFIXES) else dtype)
+        return checkpoint.read(name, torch.float32 if name.endswith(float32) else dtype)
 
     return read
 

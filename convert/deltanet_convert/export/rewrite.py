@@ -1,7 +1,7 @@
 """The exact rewrite, one module at a time and both ways: a converted model's tensors as Qwen3.5's, and back.
 
-`read(name)` gives a tensor in the export's dtype (decays and norms of q and k in float32). Every function yields the
-tensors of one module under their new names.
+`read(name)` gives a tensor in the export's dtype (decays, and an export's norms of q and k, in float32). Every function
+yields the tensors of one module under their new names.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .norms import centre, divide_columns, multiply_columns, uncentre
 
 Read = Callable[[str], Tensor]
 Named = Iterator[tuple[str, Tensor]]
-FLOAT32_SUFFIXES = ("A_log", "dt_bias", "q_norm.weight", "k_norm.weight")  # of exported and converted models alike
+FLOAT32_SUFFIXES = ("A_log", "dt_bias", "q_norm.weight", "k_norm.weight")  # of an export
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
-from importlib.metadata import version
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from ..checkpoint import read_json
+
 TOP = 10
-FLOAT32, STORED = "float32", "as stored"
+FLOAT32, BFLOAT16, STORED = "float32", "bfloat16", "as stored"
 
 
 class Step(NamedTuple):
@@ -27,7 +29,6 @@ class Step(NamedTuple):
 class Runtime(Protocol):
     """A loaded export. `modes`: in float32 the comparison is sharp, as stored it is what users get."""
 
-    package: str
     modes: tuple[str, ...]
 
     def follow(self, prompt: Sequence[int], tokens: int) -> list[Step]:
@@ -37,7 +38,6 @@ class Runtime(Protocol):
 class Transformers:
     """transformers' own class for the architecture."""
 
-    package = "transformers"
     modes = (FLOAT32, STORED)
 
     def __init__(self, export: Path, mode: str) -> None:
@@ -63,7 +63,6 @@ class Transformers:
 class MlxLm:
     """mlx-lm, on whatever device MLX finds."""
 
-    package = "mlx-lm"
     modes = (FLOAT32, STORED)
 
     def __init__(self, export: Path, mode: str) -> None:
@@ -89,7 +88,6 @@ class MlxLm:
 class LlamaCpp:
     """llama.cpp, through the bindings xllamacpp."""
 
-    package = "xllamacpp"
     modes = (STORED,)  # it computes in float32 with weights of the file's dtype
 
     def __init__(self, export: Path, mode: str) -> None:
@@ -120,13 +118,13 @@ class LlamaCpp:
 class Vllm:
     """vLLM, offline."""
 
-    package = "vllm"
-    modes = (FLOAT32,)  # one engine a process
+    modes = (BFLOAT16,)  # its kernels for a CPU know no other dtype
 
     def __init__(self, export: Path, mode: str) -> None:
         from vllm import LLM
 
-        self.model: Any = LLM(model=str(export), dtype="float32", max_model_len=1024, enforce_eager=True)
+        length = min(1024, read_json(export / "config.json")["max_position_embeddings"])
+        self.model: Any = LLM(model=str(export), dtype=mode, max_model_len=length, enforce_eager=True)
 
     def follow(self, prompt: Sequence[int], tokens: int) -> list[Step]:
         from vllm import SamplingParams
@@ -151,6 +149,7 @@ def installed(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
 
-def describe(runtime: type[Runtime]) -> str:
-    """Name and version of a runtime's package."""
-    return f"{runtime.package} {version(runtime.package)}"
+def describe(module: str) -> str:
+    """Name and version of the distribution that a runtime's module came from (vllm has several)."""
+    name = packages_distributions()[module][0]
+    return f"{name} {version(name)}"
