@@ -20,6 +20,7 @@ from .kernel_config import ChunkConfig, capability, cdiv, chunk_config, multipro
 from .registration import differentiable, gradient, operator
 
 MAX_HEAD_SIZE = 256
+MAX_UNROLLED = 2  # query heads a state whose tiles are prefetched together; more would not fit into shared memory
 MAX_SEGMENTED_KEY = 128  # M [K, K] in float32 has to fit into shared memory
 
 
@@ -99,8 +100,9 @@ def chunk_forward(
 
     o = q.new_empty(B, T, HO, V)
     ht = q.new_empty((chunks.rows, HV, K, V) if final else (0,), dtype=torch.float32)
-    h = k.new_empty((chunks.count, HV, K, V) if keep else (0,), dtype=_kept_dtype(k.dtype))
-    vn = k.new_empty((B, T, HV, V) if keep else (0,), dtype=_kept_dtype(k.dtype))
+    fused = not keep and HO <= MAX_UNROLLED * HV
+    h = k.new_empty((0,) if fused else (chunks.count, HV, K, V), dtype=_kept_dtype(k.dtype))
+    vn = k.new_empty((0,) if fused else (B, T, HV, V), dtype=_kept_dtype(k.dtype))
     inputs = (q, k, v, p.G, p.s, p.beta, p.r, p.T)
     where = (chunks.cu_seqlens, chunks.first_chunk, scale, T, B * T)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
@@ -119,17 +121,17 @@ def chunk_forward(
         start = compose(M, N, initial_state, False, precision)
     _state_kernel[(chunks.rows * segments * HV * cdiv(V, config.state_BV),)](
         *inputs, start, o, h, vn, ht, *where, *strides, **sizes, **flags, BV=config.state_BV,
-        INITIAL=start is not None, FINAL=final, OUTPUT=not keep, KEEP=keep, TRANSITION=False, SEGMENTS=segments,
+        INITIAL=start is not None, FINAL=final, OUTPUT=fused, KEEP=not fused, TRANSITION=False, SEGMENTS=segments,
         STAGES=config.state_stages, num_warps=config.state_warps,
     )  # fmt: skip
-    if keep and chunks.count:
+    if not fused and chunks.count:
         _output_kernel[(chunks.count * HO * cdiv(V, config.output_BV),)](
             q, k, p.G, p.s, p.r, h, vn, o, chunks.cu_seqlens, chunks.row_of_chunk, chunks.first_chunk, scale, T, B * T,
             *strides[:6], **sizes, **flags, BV=config.output_BV, num_warps=config.output_warps,
         )  # fmt: skip
     _zero_tail(chunks, o)
     if not keep:
-        return o, ht, p.G.new_empty(0), p.T.new_empty(0), h, vn, M.new_empty(0)
+        return o, ht, p.G.new_empty(0), p.T.new_empty(0), h.new_empty(0), vn.new_empty(0), M.new_empty(0)
     return o, ht, torch.stack((p.G, p.s, p.beta, p.r)), p.T, h, vn, M
 
 
@@ -170,7 +172,7 @@ def chunk_backward(
     flags = {"C": config.C, "NORM": norm, "VARLEN": chunks.varlen, "FULL": _full(k, v, chunks), "PRECISION": precision}
     grid = (chunks.rows * segments * HV * cdiv(V, config.grad_BV),)
     common = {
-        **sizes, **flags, "BV": config.grad_BV, "SEGMENTS": segments, "STAGES": config.grad_stages,
+        **sizes, **flags, "BV": config.grad_BV, "SEGMENTS": segments, "STAGES": config.grad_stages if HQ <= MAX_UNROLLED * HV else 1,
         "num_warps": config.grad_warps,
     }  # fmt: skip
     inputs = (q, k, p.G, p.s, p.beta, p.r, p.T, do)

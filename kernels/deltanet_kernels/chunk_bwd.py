@@ -62,7 +62,7 @@ def _state_backward_kernel(
 
     GROUP: tl.constexpr = HQ // HV if HQ > HV else 1
     HO: tl.constexpr = HQ if HQ > HV else HV
-    k_base = k + row * k_row + (head // (HV // H)) * k_head + begin * k_token
+    k_base = k + row * k_row + (head // (HV // H)).to(tl.int64) * k_head + begin * k_token
     q_base = q + row * q_row + begin * q_token
     do_base = do + row * o_row + begin * o_token
     k_at = i[:, None] * k_token + d[None, :]
@@ -97,9 +97,9 @@ def _state_backward_kernel(
         dS = dS * fade
         for m in tl.static_range(GROUP):
             out = head * GROUP + m
-            q_from = q_base + (out // (HO // HQ)) * q_head + token * q_token
+            q_from = q_base + (out // (HO // HQ)).to(tl.int64) * q_head + token * q_token
             q_tile = load_tile(q_from + q_at, live[:, None] & md[None, :], FULL)
-            do_from = do_base + out * o_head + token * o_token
+            do_from = do_base + out.to(tl.int64) * o_head + token * o_token
             do_tile = load_tile(do_from + do_at, live[:, None] & me[None, :], FULL)
             f = gamma * 0.0 + scale
             if NORM:

@@ -62,8 +62,8 @@ def _query_backward_kernel(
     dtype = k.dtype.element_ty
     causal = i[:, None] >= i[None, :]
     key_head = (query_head * READS // GROUP) // (HV // H)
-    q_base = q + row * q_row + query_head * q_head + first * q_token
-    k_base = k + row * k_row + key_head * k_head + first * k_token
+    q_base = q + row * q_row + query_head.to(tl.int64) * q_head + first * q_token
+    k_base = k + row * k_row + key_head.to(tl.int64) * k_head + first * k_token
     q_tile = load_tile(q_base + (i[:, None] * q_token + d[None, :]), mK, FULL)
     k_tile = load_tile(k_base + (i[:, None] * k_token + d[None, :]), mK, FULL)
     q_tile, f_i = _unit_rows(q_tile, NORM)
@@ -79,7 +79,7 @@ def _query_backward_kernel(
             mV = live[:, None] & (e < V)[None, :]
             at = (flat * HV + head) * V + (i[:, None] * (HV * V) + e[None, :])
             state = (c.to(tl.int64) * HV + head) * (K * V) + (d[:, None] * V + e[None, :])
-            do_at = do + row * o_row + out * o_head + first * o_token + (i[:, None] * o_token + e[None, :])
+            do_at = do + row * o_row + out.to(tl.int64) * o_head + first * o_token + (i[:, None] * o_token + e[None, :])
             do_tile = load_tile(do_at, mV, FULL).to(dtype)
             S = load_tile(h + state, (d < K)[:, None] & (e < V)[None, :], FULL).to(dtype)
             vn_tile = load_tile(vn + at, mV, FULL).to(dtype)
@@ -126,7 +126,7 @@ def _key_backward_kernel(
     strict = i[:, None] > i[None, :]
     anticausal = i[:, None] <= i[None, :]
 
-    k_base = k + row * k_row + key_head * k_head + first * k_token
+    k_base = k + row * k_row + key_head.to(tl.int64) * k_head + first * k_token
     k_tile = load_tile(k_base + (i[:, None] * k_token + d[None, :]), mK, FULL)
     k_tile, r_i = _unit_rows(k_tile, NORM)
     dk_acc = tl.zeros([C, BK], dtype=tl.float32)
@@ -140,7 +140,7 @@ def _key_backward_kernel(
 
         for m in range(GROUP):
             out = head * GROUP + m
-            q_base = q + row * q_row + (out // READS) * q_head + first * q_token
+            q_base = q + row * q_row + (out // READS).to(tl.int64) * q_head + first * q_token
             q_at = q_base + (i[:, None] * q_token + d[None, :])
             q_tile = load_tile(q_at, mK, FULL)
             q_tile, _ = _unit_rows(q_tile, NORM)
@@ -150,7 +150,9 @@ def _key_backward_kernel(
                 mV = live[:, None] & (e < V)[None, :]
                 at = (flat * HV + head) * V + (i[:, None] * (HV * V) + e[None, :])
                 vn_tile = load_tile(vn + at, mV, FULL).to(dtype)
-                do_at = do + row * o_row + out * o_head + first * o_token + (i[:, None] * o_token + e[None, :])
+                do_at = (
+                    do + row * o_row + out.to(tl.int64) * o_head + first * o_token + (i[:, None] * o_token + e[None, :])
+                )
                 do_tile = load_tile(do_at, mV, FULL).to(dtype)
                 dPt += tl.dot(vn_tile, tl.trans(do_tile), input_precision=PRECISION)
             Zt = decay_between(-G_i, s_i, anticausal) * dPt * scale
@@ -221,7 +223,13 @@ def _key_backward_kernel(
                     e = i_v + tl.arange(0, BV)
                     mV = live[:, None] & (e < V)[None, :]
                     at = (flat * HV + head) * V + (i[:, None] * (HV * V) + e[None, :])
-                    v_at = v + row * v_row + head * v_head + first * v_token + (i[:, None] * v_token + e[None, :])
+                    v_at = (
+                        v
+                        + row * v_row
+                        + head.to(tl.int64) * v_head
+                        + first * v_token
+                        + (i[:, None] * v_token + e[None, :])
+                    )
                     x = load_tile(v_at, mV, FULL).to(tl.float32)
                     db0 += tl.sum(x * load_tile(dw + at, mV, FULL).to(tl.float32), axis=1)
                 db = tl.where(shut, db0, db)

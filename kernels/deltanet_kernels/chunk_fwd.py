@@ -130,8 +130,8 @@ def _state_kernel(
     GROUP: tl.constexpr = HQ // HV if HQ > HV else 1
     HO: tl.constexpr = HQ if HQ > HV else HV
     # Scalar 64-bit bases and small 32-bit offsets inside a tile: 64-bit tiles of addresses would cost registers.
-    k_base = k + row * k_row + (head // (HV // H)) * k_head + begin * k_token
-    v_base = v + row * v_row + head * v_head + begin * v_token
+    k_base = k + row * k_row + (head // (HV // H)).to(tl.int64) * k_head + begin * k_token
+    v_base = v + row * v_row + head.to(tl.int64) * v_head + begin * v_token
     q_base = q + row * q_row + begin * q_token
     k_at = i[:, None] * k_token + d[None, :]
     v_at = i[:, None] * v_token + e[None, :]
@@ -170,7 +170,7 @@ def _state_kernel(
         if OUTPUT:
             for m in tl.static_range(GROUP):
                 out = head * GROUP + m
-                q_from = q_base + (out // (HO // HQ)) * q_head + token * q_token
+                q_from = q_base + (out // (HO // HQ)).to(tl.int64) * q_head + token * q_token
                 q_tile = load_tile(q_from + q_at, live[:, None] & md[None, :], FULL)
                 out_tile = output_tile(q_tile, k_tile, S_cast, Vn.to(dtype), G_i, s_i, r_i, scale, C, NORM, PRECISION)
                 o_base = o + ((flat + token) * HO + out) * V
@@ -210,8 +210,8 @@ def _output_kernel(
     live = i < valid
     md = d < K
     me = e < V
-    q_base = q + row * q_row + (out // (HO // HQ)) * q_head + first * q_token
-    k_base = k + row * k_row + (head // (HV // H)) * k_head + first * k_token
+    q_base = q + row * q_row + (out // (HO // HQ)).to(tl.int64) * q_head + first * q_token
+    k_base = k + row * k_row + (head // (HV // H)).to(tl.int64) * k_head + first * k_token
     q_at = q_base + (i[:, None] * q_token + d[None, :])
     k_at = k_base + (i[:, None] * k_token + d[None, :])
     q_tile = load_tile(q_at, live[:, None] & md[None, :], FULL)

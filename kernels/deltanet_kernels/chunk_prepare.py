@@ -193,7 +193,7 @@ def _prepare_kernel(
     d = tl.arange(0, BK)
     gates = flat * HV + head
     rows = head.to(tl.int64) * tokens + flat
-    keys = k + row * k_row + (head // (HV // H)) * k_head + first * k_token
+    keys = k + row * k_row + (head // (HV // H)).to(tl.int64) * k_head + first * k_token
     tile = T_out + (c.to(tl.int64) * HV + head) * (C * C)
     zero = tl.zeros([16, 16], dtype=tl.float32)
 

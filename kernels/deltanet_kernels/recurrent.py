@@ -46,8 +46,12 @@ def _recurrent_kernel(
         S += tl.load(state + at, mask=mS, other=0.0).to(tl.float32)
     for t in range(0, length):
         token = begin + t
-        k_d = tl.load(k + row * k_row + token * k_token + (head // (HV // H)) * k_head + d, mask=md, other=0.0)
-        v_e = tl.load(v + row * v_row + token * v_token + head * v_head + e, mask=me, other=0.0).to(tl.float32)
+        k_d = tl.load(
+            k + row * k_row + token * k_token + (head // (HV // H)).to(tl.int64) * k_head + d, mask=md, other=0.0
+        )
+        v_e = tl.load(v + row * v_row + token * v_token + head.to(tl.int64) * v_head + e, mask=me, other=0.0).to(
+            tl.float32
+        )
         k_d = k_d.to(tl.float32)
         x = tl.load(g + (flat + t) * HV + head).to(tl.float32)
         b = tl.load(beta + (flat + t) * HV + head).to(tl.float32)
@@ -61,7 +65,9 @@ def _recurrent_kernel(
         delta = b * (v_e - gamma * tl.sum(k_d[:, None] * S, axis=0))
         for m in tl.static_range(GROUP):
             out = head * GROUP + m
-            q_d = tl.load(q + row * q_row + token * q_token + (out // (HO // HQ)) * q_head + d, mask=md, other=0.0)
+            q_d = tl.load(
+                q + row * q_row + token * q_token + (out // (HO // HQ)).to(tl.int64) * q_head + d, mask=md, other=0.0
+            )
             q_d = q_d.to(tl.float32)
             f = scale
             if NORM:
