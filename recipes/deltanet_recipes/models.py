@@ -84,6 +84,13 @@ def place(model: nn.Module, device: torch.device) -> nn.Module:
     return model.to(device)
 
 
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor in main memory, gathered when it is sharded over processes."""
+    full = getattr(tensor, "full_tensor", None)
+    gathered: torch.Tensor = full() if full is not None else tensor
+    return gathered.detach().cpu()
+
+
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
     """The decoder layers, which every supported family keeps at `model.layers`."""
     return model.model.layers  # type: ignore[union-attr, return-value]

@@ -19,7 +19,7 @@ from deltanet_hf.errors import UserError
 from deltanet_recipes.card import write_card
 from deltanet_recipes.decontaminate import Contamination
 from deltanet_recipes.logbook import Logbook, read_log
-from deltanet_recipes.models import load_student, load_tokenizer
+from deltanet_recipes.models import load_student, load_tokenizer, whole
 from deltanet_recipes.packing import Mixture, split_streams
 from deltanet_recipes.plan import show_plan
 from deltanet_recipes.plots import draw_plots
@@ -53,7 +53,8 @@ def run(recipe: Recipe, kinds: tuple[str, ...] | None = None, console: Console |
         prepared.training.check(needed)
 
     torch.manual_seed(recipe.seed)
-    student = load_student(recipe.student, None if runtime.bf16 else torch.float32)
+    mixed = runtime.bf16 and recipe.engine.sharding == "none"  # FSDP2 wants one dtype in a unit
+    student = load_student(recipe.student, None if mixed else torch.float32)
     stored_dtype = load_dtype(student, recipe)
     show_plan(recipe, stages, student, runtime, logbook)
     steps_before = 0
@@ -67,7 +68,7 @@ def run(recipe: Recipe, kinds: tuple[str, ...] | None = None, console: Console |
                 stage, recipe, runtime, student, prepared.training, held_out, logbook, folder, prepared.cache,
                 steps_before,
             )  # fmt: skip
-            run_stage.run()
+            student = run_stage.run()
             _save_stage(done, student, {place: d.training.state for place, d in _named(data).items()}, runtime)
         states = _load_stage(done, student)
         student.requires_grad_(False)
@@ -161,7 +162,7 @@ def _claim(output: Path, recipe: Recipe, stages: list[Stage], runtime: Runtime) 
 
 def _save_stage(path: Path, student: PreTrainedModel, states: dict[str, Any], runtime: Runtime) -> None:
     """Keep all float32 weights (those that were trained so far) and the position in the data."""
-    weights = {name: _whole(t) for name, t in student.state_dict().items() if t.dtype == torch.float32}
+    weights = {name: whole(t) for name, t in student.state_dict().items() if t.dtype == torch.float32}
     if runtime.main:
         tied = set(getattr(student, "all_tied_weights_keys", None) or {})
         kept = {name: t.contiguous().clone() for name, t in weights.items() if name not in tied}
@@ -183,11 +184,6 @@ def _load_stage(path: Path, student: PreTrainedModel) -> dict[str, Any]:
         with torch.no_grad():
             parameters[name].data = tensor.to(parameters[name].device)
     return states  # type: ignore[no-any-return]
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    full = getattr(tensor, "full_tensor", None)
-    return (full() if full is not None else tensor).detach().cpu()
 
 
 def _save_final(

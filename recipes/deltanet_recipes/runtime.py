@@ -54,13 +54,18 @@ class Runtime:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=torch.bfloat16, cache_enabled=not self.cuda_graphs)
 
-    def shard(self, root: nn.Module, units: list[nn.Module]) -> None:
-        """FSDP2, when asked for: every unit (a decoder layer, a mixer) by itself, what is left with the root."""
+    def shard(self, root: nn.Module, units: list[nn.Module], teacher: nn.Module | None) -> None:
+        """FSDP2, when asked for: every unit (a decoder layer, a mixer) by itself, what is left with the root.
+
+        The teacher's embeddings stay whole: they have another dtype than the student's.
+        """
         if self.engine.sharding != "fsdp2":
             return
         for unit in units:
             fully_shard(unit)
-        fully_shard(root, reshard_after_forward=False)
+        inside = {p for unit in units for p in unit.parameters()}
+        ignored = set() if teacher is None else set(teacher.parameters()) - inside
+        fully_shard(root, reshard_after_forward=False, ignored_params=ignored)
 
     def sum_gradients(self, parameters: list[nn.Parameter]) -> None:
         """Add up the gradients of replicated processes (one flat all-reduce); sharded ones did so in backward."""

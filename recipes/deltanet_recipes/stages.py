@@ -17,7 +17,7 @@ from deltanet_recipes.layerwise import LayerwiseAlign
 from deltanet_recipes.logbook import Logbook
 from deltanet_recipes.losses import Head, KlTerms, cached_chunk, live_chunk
 from deltanet_recipes.microstep import compile_layers
-from deltanet_recipes.models import decoder_layers, load_teacher, place, teacher_name
+from deltanet_recipes.models import decoder_layers, load_student, load_teacher, place, teacher_name, whole
 from deltanet_recipes.objectives import Align as AlignObjective
 from deltanet_recipes.objectives import Distil as DistilObjective
 from deltanet_recipes.packing import Mixture, Rows
@@ -42,8 +42,8 @@ class StageRun:
     tokens_folder: Path
     steps_before: int
 
-    def run(self) -> None:
-        """Train. Afterwards the student is whole again (adapters merged), its trained weights in float32."""
+    def run(self) -> PreTrainedModel:
+        """Train. Returns the student whole again: not sharded, adapters merged, its trained weights in float32."""
         if isinstance(self.stage, Align):
             if self.stage.mode == "layerwise":
                 self._align_layerwise(self.stage)
@@ -51,6 +51,22 @@ class StageRun:
                 self._align(self.stage)
         else:
             self._distil(self.stage)
+        student = self._unsharded()
+        merge_lora(student)
+        return student
+
+    @torch.no_grad()
+    def _unsharded(self) -> PreTrainedModel:
+        """The student itself, or after sharded training a fresh one in main memory that holds its weights."""
+        if self.recipe.engine.sharding == "none":
+            return self.student
+        fresh = load_student(self.recipe.student, torch.float32)
+        if not isinstance(self.stage, Align):
+            train_for(fresh, self.stage, self.recipe.seed)
+        parameters = dict(fresh.named_parameters())
+        for name, parameter in self.student.named_parameters():
+            parameters[name].data = whole(parameter)
+        return fresh
 
     def _teacher(self, device: torch.device) -> nn.Module:
         return place(load_teacher(self.recipe, self.runtime.compute_dtype), device)
@@ -68,7 +84,7 @@ class StageRun:
         feed.state = beginning
         if self.runtime.compile:
             compile_layers(list(objective.mixers.values()))
-        self.runtime.shard(objective, [*decoder_layers(teacher), *objective.mixers.values()])
+        self.runtime.shard(objective, [*decoder_layers(teacher), *objective.mixers.values()], teacher)
         self._train(objective, feed, lambda: self._evaluate(objective, feed))
         objective.close()
 
@@ -114,10 +130,9 @@ class StageRun:
             self.recipe.engine.gradient_checkpointing,
         )
         units = [*decoder_layers(self.student), *(decoder_layers(teacher) if teacher is not None else ())]
-        self.runtime.shard(objective, units)
+        self.runtime.shard(objective, units, teacher)
         feed = RowFeed(self.mixture, stage, self.runtime, score_all=False, cache=cache)
         self._train(objective, feed, lambda: self._evaluate(objective, feed))
-        merge_lora(self.student)
 
     def _cache(self, stage: DistilBase) -> TopKCache:
         name = teacher_name(self.recipe)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from deltanet_recipes.models import decoder_layers
@@ -72,7 +73,8 @@ class Walk:
             hidden = decoder(input_ids=rows.input_ids, use_cache=False, **packing).last_hidden_state
         finally:
             decoder.layers, decoder.norm = layers, final_norm
-        return Entry(hidden, [recorder.kwargs for recorder in self._recorders])  # type: ignore[misc]
+        entry = Entry(hidden, [recorder.kwargs for recorder in self._recorders])  # type: ignore[misc]
+        return _in_autocast_dtype(entry)
 
     def layers(self, entry: Entry) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """(last hidden states after the final norm, the hidden states after each layer), all [R, L, D]."""
@@ -102,6 +104,19 @@ def document_boundaries(position_ids: torch.Tensor) -> torch.Tensor | None:
         return None
     room = max(len(starts), rows + rows * length // 32) + 1 - len(starts)
     return torch.cat([starts, starts.new_full((room,), rows * length)])
+
+
+def _in_autocast_dtype(entry: Entry) -> Entry:
+    """float32 embeddings make a float32 residual stream and float32 rotary embeddings, and q would not match v."""
+    device = entry.hidden.device.type
+    if not torch.is_autocast_enabled(device) or entry.hidden.dtype != torch.float32:
+        return entry
+    dtype = torch.get_autocast_dtype(device)
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.dtype == torch.float32 else tensor
+
+    return Entry(cast(entry.hidden), pytree.tree_map_only(torch.Tensor, cast, entry.kwargs))
 
 
 class AttentionTaps:

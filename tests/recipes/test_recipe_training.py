@@ -191,7 +191,7 @@ def start(recipe: Path, *arguments: str, processes: int = 1) -> subprocess.Popen
     path = os.pathsep.join(str(ROOT / part) for part in (".", "kernels", "convert", "recipes"))
     command = [sys.executable]
     if processes > 1:
-        command += ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--master-port=0"]
+        command += ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--standalone"]
     return subprocess.Popen(
         [*command, "-m", "deltanet_recipes.distill", str(recipe), *arguments],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
@@ -224,17 +224,27 @@ def test_killed_run_continues_with_the_same_losses_and_weights(workplace: Path, 
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-def test_two_processes_equal_one(workplace: Path, tmp_path: Path) -> None:
+def test_bf16_arithmetic_trains_float32_embeddings_too(workplace: Path, tmp_path: Path) -> None:
+    settings = {"train": "full", "train_embeddings": True, "ce_weight": 0.0, "tokens": 128 * 20}
+    rows = train(workplace, tmp_path / "run", [{**DISTIL, **settings}], engine={"device": "cpu", "precision": "bf16"})
+    assert rows[-1]["held_out.kl"] < 0.97 * rows[0]["held_out.kl"]
+
+
+@pytest.mark.parametrize("sharding", ["none", "fsdp2"])
+def test_two_processes_equal_one(workplace: Path, tmp_path: Path, sharding: str) -> None:
     stages = [{**ALIGN, "tokens": 512}, {**DISTIL, "tokens": 512}]
     expected = train(workplace, tmp_path / "a" / "run", stages)
     (tmp_path / "b").mkdir()
     recipe = write_recipe(tmp_path / "b", recipe_tree(workplace, stages, output=str(tmp_path / "b" / "run")))
-    process = start(recipe, processes=2)
+    process = start(recipe, f"engine.sharding={sharding}", processes=2)
     _, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors.decode()[-2000:]
     for one, two in zip(losses(expected), losses(read_log(tmp_path / "b" / "run")), strict=True):
         assert one[:2] == two[:2]
         assert one[2] == pytest.approx(two[2], rel=1e-4)
+    one_final, two_final = (weights(tmp_path / part / "run" / "final") for part in "ab")
+    for name in one_final:
+        torch.testing.assert_close(one_final[name], two_final[name], rtol=1e-3, atol=1e-4)
 
 
 def test_divergence_stops_and_keeps_the_last_good_checkpoint(

@@ -1,0 +1,71 @@
+"""recipes/README.md holds what the code and the result files say; the measurement counts what it says it counts."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from deltanet_recipes.measure import Measure, append_rows
+from deltanet_recipes.reference import markdown as keys
+from deltanet_recipes.results_table import markdown as table
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+def test_readme_has_the_current_keys_and_results() -> None:
+    text = (RECIPES / "README.md").read_text()
+    assert keys() in text
+    assert table(json.loads((RECIPES / "results" / "smollm2-135m.json").read_text())) in text
+
+
+class Counting(nn.Module):
+    """Predicts token t + 1 after token t with probability `sure`, the rest spread evenly."""
+
+    def __init__(self, sure: float, vocabulary: int = 50) -> None:
+        super().__init__()
+        self.sure, self.vocabulary = sure, vocabulary
+
+    def forward(self, ids: torch.Tensor, use_cache: bool) -> object:
+        probs = torch.full((*ids.shape, self.vocabulary), (1 - self.sure) / (self.vocabulary - 1))
+        probs.scatter_(-1, ((ids + 1) % self.vocabulary).unsqueeze(-1), self.sure)
+        return type("Output", (), {"logits": probs.log()})
+
+
+@pytest.fixture
+def arrays(tmp_path: Path) -> Path:
+    counting = (np.arange(5000) % 50).astype(np.uint16)
+    for name in ("wt2", "heldwiki", "anarchism"):
+        np.save(tmp_path / f"{name}.npy", counting)
+    words = {"seen": [[[1, 2, 3], [4, 5]], [[7, 8], [9]], [[7, 8], [10]]], "any": [[[1], [3]]]}
+    with gzip.open(tmp_path / "lastword.json.gz", "wt") as file:
+        json.dump(words, file)
+    return tmp_path
+
+
+def test_measures_of_a_model_that_is_known(arrays: Path) -> None:
+    sure, doubtful = Counting(0.9), Counting(0.5)
+    figures = Measure(arrays, sure, torch.device("cpu"), windows=3)(doubtful)
+    assert figures["wt2.perplexity"]["value"] == pytest.approx(2.0, rel=1e-5)
+    assert figures["wt2.perplexity"]["stderr"] == pytest.approx(0.0, abs=1e-5)
+    kl = 0.9 * math.log(0.9 / 0.5) + 0.1 * math.log(0.1 / 0.5)
+    assert figures["heldwiki.kl"]["value"] == pytest.approx(kl, rel=1e-4)
+    assert figures["lastword.seen"]["value"] == pytest.approx(2 / 3)
+    assert figures["lastword.any"]["value"] == 0.0
+    # Second copies are counted from their first token, which does not follow the end of the first copy by one.
+    odd = math.log((1 - 0.5) / 49)
+    expected = math.exp(-(255 * math.log(0.5) + odd) / 256)
+    assert figures["repeat.perplexity"]["value"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_rows_of_a_run_are_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    append_rows(path, [{"run": "a", "tokens": 1}, {"run": "b", "tokens": 2}])
+    append_rows(path, [{"run": "a", "tokens": 3}])
+    assert json.loads(path.read_text()) == [{"run": "b", "tokens": 2}, {"run": "a", "tokens": 3}]
