@@ -28,7 +28,6 @@ from deltanet_convert.export.verify import (
     compare,
     dtype_noise,
     prompts_for,
-    tolerance_for,
     verify_export,
 )
 from deltanet_convert.options import DTYPES
@@ -115,9 +114,10 @@ def test_llama_cpp(name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert [path.name for path in tmp_path.glob(".*")] == []
     mine, prompts = ours(opened.folder), prompts_for(opened)
     found = compare(mine, LlamaCpp(out, STORED), prompts, "llama.cpp")
-    # Eight bits a weight: nothing is claimed beyond "the same model", which a wrong rewrite is not.
-    limit = 1.0 if dtype == "q8_0" else tolerance_for(dtype_noise(mine, opened, DTYPES[dtype], prompts))
-    assert found.within(limit)
+    if dtype == "q8_0":  # eight bits a weight: nothing is claimed beyond "the same model", which a wrong rewrite is not
+        assert 0 < found.mean < 0.2
+    else:
+        assert found.within(dtype_noise(mine, opened, DTYPES[dtype], prompts))
 
 
 def test_missing_converter_is_named_with_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
