@@ -172,7 +172,8 @@ def chunk_backward(
     flags = {"C": config.C, "NORM": norm, "VARLEN": chunks.varlen, "FULL": _full(k, v, chunks), "PRECISION": precision}
     grid = (chunks.rows * segments * HV * cdiv(V, config.grad_BV),)
     common = {
-        **sizes, **flags, "BV": config.grad_BV, "SEGMENTS": segments, "STAGES": config.grad_stages if HQ <= MAX_UNROLLED * HV else 1,
+        **sizes, **flags, "BV": config.grad_BV, "SEGMENTS": segments,
+        "STAGES": config.grad_stages if HQ <= MAX_UNROLLED * HV else 1,
         "num_warps": config.grad_warps,
     }  # fmt: skip
     inputs = (q, k, p.G, p.s, p.beta, p.r, p.T, do)

@@ -100,8 +100,10 @@ def test_strides_of_every_kind() -> None:
         assert relative_error(x, y) < 3e-6
 
 
-def test_forward_without_gradient_is_the_same_and_keeps_nothing() -> None:
-    inputs = make_inputs(Case("inference", T=70, H=1, HQ=2), torch.float32, DEVICE)
+@pytest.mark.parametrize("HQ", [2, 4])
+def test_forward_without_gradient_is_the_same_and_keeps_nothing(HQ: int) -> None:
+    """Two query heads a state are read in the state pass, four in a pass of their own."""
+    inputs = make_inputs(Case("inference", T=70, H=1, HQ=HQ), torch.float32, DEVICE)
     with_gradient, state = chunk_gated_delta_rule_triton(**inputs)
     with torch.no_grad():
         o, final = chunk_gated_delta_rule_triton(**inputs)
@@ -193,6 +195,18 @@ def test_integers_bit_for_bit(K: int, segments: int) -> None:
         answers.append([o, state, *grads])
     for found, wanted in zip(*answers, strict=True):
         assert torch.equal(found.cpu(), wanted.to(found.dtype))
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("K", [64, 128, 256])
+@pytest.mark.parametrize("HQ", [2, 4, 8])
+def test_many_query_heads_fit_into_shared_memory(K: int, HQ: int) -> None:
+    inputs = make_inputs(Case("grouped", T=128, H=1, HQ=HQ, K=K), torch.bfloat16, DEVICE)
+    assert_close(results(chunk_gated_delta_rule_triton, inputs), truth(inputs), 1.5 * torch.finfo(torch.bfloat16).eps)
+    with torch.no_grad():
+        o, _ = chunk_gated_delta_rule_triton(**inputs)
+    assert relative_error(o, truth(inputs)["o"]) < torch.finfo(torch.bfloat16).eps
 
 
 @gpu
