@@ -23,8 +23,8 @@ class ChunkConfig:
     """Tokens a chunk; slices of V, warps and pipeline stages of the kernels of chunk_*.py.
 
     The loops over V of the input gradients stay unpipelined (one stage), and K = V = 128 keeps the backward state pass
-    in slices of 32: with two stages there and slices of 64 in both, Triton 3.6 on an H200 gave gradients that changed from run
-    to run; which of the two it was has not been separated.
+    in slices of 32: with two stages there and slices of 64 in both, Triton 3.6 on an H200 gave gradients that changed
+    from run to run; which of the two it was has not been separated.
     """
 
     C: int = 64
