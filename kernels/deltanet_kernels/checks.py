@@ -6,8 +6,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# cu_seqlens tensors already found valid, with their version: one look at the values (on CUDA a wait for the
-# device) serves all layers of a model.
+# cu_seqlens tensors already found valid, with their version: one look at the values serves all layers of a model.
 _checked_cu_seqlens: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
@@ -70,7 +69,22 @@ def _check_cu_seqlens_values(cu_seqlens: torch.Tensor, tokens: int) -> None:
     version = None if cu_seqlens.is_inference() else (cu_seqlens._version, tokens)
     if version is not None and _checked_cu_seqlens.get(cu_seqlens) == version:
         return
-    offsets = cu_seqlens.tolist()
+    if cu_seqlens.is_cuda:
+        _check_on_device(cu_seqlens, tokens)
+    else:
+        _check_offsets(cu_seqlens.tolist(), tokens)
+    if version is not None:
+        _checked_cu_seqlens[cu_seqlens] = version
+
+
+def _check_on_device(cu_seqlens: torch.Tensor, tokens: int) -> None:
+    """The same without waiting for the device, which stops the program itself where the offsets are wrong."""
+    grows = (cu_seqlens[1:] >= cu_seqlens[:-1]).all()
+    fits = (cu_seqlens[0] == 0) & (cu_seqlens[-1] <= tokens)
+    torch._assert_async(grows & fits, f"cu_seqlens: needs offsets from 0 that never decrease, at most T = {tokens}")
+
+
+def _check_offsets(offsets: list[int], tokens: int) -> None:
     if offsets[0] != 0:
         raise ValueError(f"cu_seqlens: got a first offset of {offsets[0]}, needs 0")
     for i in range(1, len(offsets)):
@@ -81,8 +95,6 @@ def _check_cu_seqlens_values(cu_seqlens: torch.Tensor, tokens: int) -> None:
             )
     if offsets[-1] > tokens:
         raise ValueError(f"cu_seqlens: got a last offset of {offsets[-1]}, needs at most T = {tokens}")
-    if version is not None:
-        _checked_cu_seqlens[cu_seqlens] = version
 
 
 def check_delta_rule(
