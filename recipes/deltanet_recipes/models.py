@@ -45,7 +45,7 @@ def load_teacher(recipe: Recipe, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def teacher_name(recipe: Recipe) -> str:
-    """The recipe's teacher, else the one that conversion.json beside the student names."""
+    """The recipe's teacher, else the one that conversion.json names: a folder, one beside the student, or a Hub id."""
     if recipe.teacher is not None:
         return recipe.teacher
     path = Path(recipe.student) / "conversion.json"
@@ -53,7 +53,8 @@ def teacher_name(recipe: Recipe) -> str:
     name = teacher.get("name") or teacher.get("path") if isinstance(teacher, dict) else teacher
     if not name:
         raise UserError(f"teacher: {path} names no teacher; set this key")
-    return str(name)
+    beside = Path(recipe.student).absolute().parent / str(name)
+    return str(beside) if beside.is_dir() and not Path(name).is_dir() else str(name)
 
 
 def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:

@@ -268,6 +268,13 @@ def test_output_of_another_recipe_is_refused(workplace: Path, tmp_path: Path) ->
         train(workplace, tmp_path / "run", [{**ALIGN, "tokens": 256}])
 
 
+def test_teacher_is_found_by_name_beside_the_student(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_workplace(tmp_path, layers=(0,))
+    (tmp_path / "student" / "conversion.json").write_text(json.dumps({"teacher": {"name": "teacher"}}))
+    monkeypatch.chdir("/")
+    assert train(tmp_path, tmp_path / "run", [{**ALIGN, "tokens": 128}])
+
+
 def test_teacher_of_another_shape_and_unconverted_student_are_refused(workplace: Path, tmp_path: Path) -> None:
     make_workplace(tmp_path, layers=(0,))
     config = json.loads((tmp_path / "teacher" / "config.json").read_text())
