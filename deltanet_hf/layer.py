@@ -176,6 +176,7 @@ class GatedDeltaNet(nn.Module):
         if self.use_rope:
             cos, sin = position_embeddings
             q, k = self._rotate(q, k, cos, sin, unsqueeze_dim=2)
+            q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast cos and sin may be wider than the projections
         return q, k, v
 
     def project_qkv(

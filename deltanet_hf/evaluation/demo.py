@@ -71,9 +71,7 @@ def _words(text_folder: str | None) -> list[str]:
     files = sorted(Path(text_folder).glob("*.txt")) if text_folder else shipped_texts()
     words = [word for path in files for word in path.read_text(encoding="utf-8").split()]
     if len(words) < 10 * _REPEAT_WORDS:
-        raise UserError(
-            f"{text_folder}: {len(words)} words in *.txt; the demo tasks need at least {10 * _REPEAT_WORDS}"
-        )
+        raise UserError(f"{text_folder}: {len(words)} words in *.txt; the tasks need at least {10 * _REPEAT_WORDS}")
     return words
 
 

@@ -179,6 +179,17 @@ def test_every_parameter_gets_a_gradient(tokens: torch.Tensor) -> None:
     assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0] == []
 
 
+@pytest.mark.parametrize("profile", ["teacher", "native"])
+def test_autocast_over_float32_weights_trains(profile: str, tokens: torch.Tensor) -> None:
+    model = tiny_student("qwen3", profile, HYBRID).train()
+    exact = model(tokens, labels=tokens).loss
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(tokens, labels=tokens).loss
+    loss.backward()
+    torch.testing.assert_close(loss.float(), exact, rtol=3e-2, atol=0)
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
 def test_decay_parameters_stay_float32(tmp_path: Path, model: PreTrainedModel, tokens: torch.Tensor) -> None:
     model.to(torch.bfloat16).save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
