@@ -45,7 +45,7 @@ def main() -> None:
 
     console.rule("3. align")
     if not (aligned / "final" / "config.json").exists():
-        _run("align", RECIPE, f"student={converted}", f"output={aligned}")
+        _run("align", RECIPE, f"student={converted}", f"teacher={teacher}", f"output={aligned}")
 
     console.rule("4. evaluate")
     scores = [

