@@ -173,7 +173,7 @@ def main() -> None:
         "cores": os.cpu_count(),
         "threads": arguments.threads,
         "load_average_before": load,  # well above 0: other work ran beside, the ratio holds, the times are too long
-        "system": platform.platform(),
+        "system": f"{platform.system()} {platform.machine()}",
     }
     versions = {name: version(name) for name in ("torch", "transformers")} | {"python": platform.python_version()}
     result = {"machine": machine, "versions": versions, "repeats": arguments.repeats, "rows": rows}
