@@ -61,7 +61,9 @@ def tiny_conversion(teacher: Path, out: Path, **options: Any) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def quick_start(attention: Any, layer: GatedDeltaNet, calibration: LayerCalibration) -> LayerFigures:
+def quick_start(
+    attention: Any, layer: GatedDeltaNet, calibration: LayerCalibration, fit_memory: bool = True
+) -> LayerFigures:
     """Deterministic start values without the fit, for tests of everything around it."""
     copy_attention(attention, layer)
     for name in ("a_proj", "b_proj", "g_proj"):

@@ -1,5 +1,6 @@
 """The model card of a converted model."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,8 @@ def model_card(report: dict[str, Any], teacher: Path, plot: str) -> str:
 # {source["name"]} with Gated DeltaNet layers
 
 {len(converted)} of {total} attention layers of `{source["name"]}` ({source["model_type"]}) are replaced by
-Gated DeltaNet layers in the `{options["profile"]}` profile; {stays}. {count(plan["parameters"])} parameters.
+Gated DeltaNet layers in the `{options["profile"]}` profile{_changes(options)}; {stays}.
+{count(plan["parameters"])} parameters.
 
 This is the start of a conversion: the new layers are fitted to the teacher's attention, nothing has been
 trained. Align and distil it before use.
@@ -72,6 +74,13 @@ Cache of one sequence:
 All figures, options and versions: `conversion.json`.
 """
     )
+
+
+def _changes(options: dict[str, Any]) -> str:
+    """What differs from the profile."""
+    changes = [f"`{key}: {json.dumps(value)}`" for key, value in options["set"].items()]
+    changes += [] if options["fit_memory"] else ["decay and write strength not fitted"]
+    return f" ({', '.join(changes)})" if changes else ""
 
 
 def _mean(values: list[float]) -> float:

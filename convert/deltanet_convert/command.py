@@ -29,6 +29,14 @@ def convert_command(
     profile: Annotated[
         str, typer.Option(help="native (exportable) | teacher (keeps RoPE, q/k norms and biases).")
     ] = "teacher",
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="KEY=VALUE, repeatable: one key of the profile's wiring, such as rope=false."),
+    ] = None,
+    fit_memory: Annotated[
+        bool,
+        typer.Option(help="--no-fit-memory: decay and write strength begin as in a model trained from scratch."),
+    ] = True,
     target: Annotated[
         str | None,
         typer.Option("--for", help="native: --profile native, and a refusal of what `export` could not write later."),
@@ -51,8 +59,12 @@ def convert_command(
     """Turn a softmax model into a Gated DeltaNet model; a Qwen3.5 text model, which is one, is imported."""
     if target not in (None, "native"):
         raise UserError(f"--for: got '{target}', expected native")
+    if target is not None and changes:
+        raise UserError(f"--set {changes[0]}: --for {target} fixes the wiring; leave out one of the two")
     console = Console(stderr=as_json)
     if (native := native_folder(teacher)) is not None:
+        if changes:
+            raise UserError(f"--set {changes[0]}: {teacher} is a Gated DeltaNet model already and is only imported")
         stored = None if dtype is None else ConvertOptions(dtype=dtype).torch_dtype
         import_native(
             native,
@@ -68,6 +80,8 @@ def convert_command(
     options = ConvertOptions(
         layers=layers,
         profile=target or profile,
+        changes=tuple(changes or ()),
+        fit_memory=fit_memory,
         text=text,
         calibration_tokens=calibration_tokens,
         dtype=dtype,

@@ -65,7 +65,7 @@ def prepare(teacher: str, out: Path, options: ConvertOptions) -> Job:
         _check_apart(source.folder, out)
         opened = open_teacher(source.folder)
         kept = kept_layers(options.layers, opened.num_layers)
-        wiring = DeltaNetOptions.preset(options.profile, sorted(set(range(opened.num_layers)) - set(kept)))
+        wiring = options.wiring(sorted(set(range(opened.num_layers)) - set(kept)))
         dtype = options.torch_dtype or (torch.float32 if opened.dtype == torch.float64 else opened.dtype)
         plan = make_plan(opened, wiring, dtype, options.shard_size, options.calibration_tokens)
         return Job(source, opened, out, options, wiring, dtype, plan)
@@ -133,7 +133,8 @@ class _Run:
         self.writer.prepare()
         self.stream.learn_arguments(self.text.calibration.shape[1])
         activations = self._start()
-        step = LayerStep(self.stream, self.job.plan.student, self.job.dtype, self.job.options.seed)
+        options = self.job.options
+        step = LayerStep(self.stream, self.job.plan.student, self.job.dtype, options.seed, options.fit_memory)
         for index in range(self.count):
             name = f"layer {index}"
             if name not in self.workspace.steps:

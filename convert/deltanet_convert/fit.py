@@ -14,6 +14,7 @@ A layer whose gates have no bias gets its constants from a direction w with w . 
 Shapes in names and comments: n sequences, T tokens, H query heads, S states, D head size, R components.
 """
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -100,9 +101,12 @@ class Samples:
 
 
 class GateFit(nn.Module):
-    """The fitted parameters of one layer, in the coordinates in which they are fitted."""
+    """The fitted parameters of one layer, in the coordinates in which they are fitted.
 
-    def __init__(self, layer: GatedDeltaNet, x: Tensor) -> None:
+    Without `fit_memory`, decay and write strength are the layer's own and stay as they are.
+    """
+
+    def __init__(self, layer: GatedDeltaNet, x: Tensor, fit_memory: bool = True) -> None:
         super().__init__()
         self.layer = [layer]  # in a list: its parameters are not fitted
         states, heads, head_dim = layer.num_kv_heads, layer.num_heads, layer.head_dim
@@ -110,10 +114,12 @@ class GateFit(nn.Module):
         rank = len(self.basis)
         f = (x @ self.basis.T).flatten(0, 1)
         self.ones = torch.linalg.solve(f.T @ f + RIDGE * len(f) * torch.eye(rank), f.sum(0))  # f . ones ~ 1
-        self.A_log = nn.Parameter(torch.zeros(states))
-        self.b_const = nn.Parameter(torch.zeros(states))
-        self.a = nn.Parameter(torch.zeros(states, rank))
-        self.b = nn.Parameter(torch.zeros(states, rank))
+        self.fits_memory = fit_memory
+        if fit_memory:
+            self.A_log = nn.Parameter(torch.zeros(states))
+            self.b_const = nn.Parameter(torch.zeros(states))
+            self.a = nn.Parameter(torch.zeros(states, rank))
+            self.b = nn.Parameter(torch.zeros(states, rank))
         self.gate = self.gate_const = self.weight = None
         if layer.g_proj is not None:
             self.gate = nn.Parameter(torch.zeros(heads * head_dim, rank))
@@ -143,8 +149,11 @@ class GateFit(nn.Module):
         """x [n, T, hidden] -> log decay [n, T, S], write strength [n, T, S], output gate logits [n, T, H, D]."""
         layer, f = self.layer[0], x @ self.basis.T
         one = torch.ones_like(f[..., :1]) if layer.options.gate_bias else (f @ self.ones).unsqueeze(-1)
-        decay = -self.A_log.exp() * F.softplus(f @ self.a.T)
-        strength = (f @ self.b.T + one * self.b_const).sigmoid()
+        if self.fits_memory:
+            decay = -self.A_log.exp() * F.softplus(f @ self.a.T)
+            strength = (f @ self.b.T + one * self.b_const).sigmoid()
+        else:
+            decay, strength = layer.decay(layer.a_proj(x)), layer.b_proj(x).sigmoid()
         if self.gate is None or self.gate_const is None:
             return decay, strength, None
         gate = f @ self.gate.T + one * self.gate_const
@@ -170,10 +179,11 @@ class GateFit(nn.Module):
     def fold(self) -> None:
         """Writes the fitted values into the layer."""
         layer = self.layer[0]
-        layer.decay.A_log.copy_(self.A_log)
-        layer.decay.dt_bias.zero_()
-        layer.a_proj.weight.copy_(self.a @ self.basis)
-        _fold_linear(layer.b_proj, self.b, self.b_const, self.basis, self.ones)
+        if self.fits_memory:
+            layer.decay.A_log.copy_(self.A_log)
+            layer.decay.dt_bias.zero_()
+            layer.a_proj.weight.copy_(self.a @ self.basis)
+            _fold_linear(layer.b_proj, self.b, self.b_const, self.basis, self.ones)
         if layer.g_proj is not None and self.gate is not None:
             _fold_linear(layer.g_proj, self.gate, self.gate_const, self.basis, self.ones)
         if layer.norm is not None and self.weight is not None:
@@ -207,8 +217,21 @@ def inverse_silu(y: Tensor) -> Tensor:
 
 
 @torch.no_grad()
+def draw_memory(layer: GatedDeltaNet, spread: float) -> None:
+    """Decay and write strength as a Gated DeltaNet begins that is trained from scratch: `DecayGate`'s ranges, and
+    projections drawn with the standard deviation `spread`."""
+    layer.decay.reset_parameters()
+    for projection in (layer.a_proj, layer.b_proj):
+        nn.init.normal_(projection.weight, std=spread)
+        if projection.bias is not None:
+            nn.init.zeros_(projection.bias)
+
+
+@torch.no_grad()
 def search_memory(fit: GateFit, s: Sample) -> None:
     """Sets each state's half-life and write strength, and each channel's weight, to the best of the grid.
+
+    Where the memory is not fitted, only the weights are set.
 
     The error of a head is the squared norm of what it misses of the teacher's head, seen through o_proj.
     """
@@ -219,19 +242,20 @@ def search_memory(fit: GateFit, s: Sample) -> None:
     weight = torch.ones(layer.num_heads, layer.head_dim)
     metric = layer.o_proj.weight.T.unflatten(0, (layer.num_heads, layer.head_dim))  # [H, D, hidden]
     metric = metric @ metric.mT  # [H, D, D]
-    for life in HALF_LIVES:
-        for beta in STRENGTHS:
+    for life, beta in itertools.product(HALF_LIVES, STRENGTHS) if fit.fits_memory else [(0.0, 0.0)]:
+        if fit.fits_memory:
             fit.set_memory(torch.full((states,), life), torch.full((states,), beta))
-            o, _ = fit.read(s)
-            if layer.norm is not None:
-                o = gated_rms_norm(o, None, torch.ones(layer.head_dim), layer.norm.eps)
-            error, found = _channel_weights(o, s.heads, metric)
-            error = error.view(states, groups).sum(-1)
-            better = error < best
-            best = torch.where(better, error, best)
-            half_life[better], strength[better] = life, beta
-            weight[better.repeat_interleave(groups)] = found[better.repeat_interleave(groups)]
-    fit.set_memory(half_life, strength)
+        o, _ = fit.read(s)
+        if layer.norm is not None:
+            o = gated_rms_norm(o, None, torch.ones(layer.head_dim), layer.norm.eps)
+        error, found = _channel_weights(o, s.heads, metric)
+        error = error.view(states, groups).sum(-1)
+        better = error < best
+        best = torch.where(better, error, best)
+        half_life[better], strength[better] = life, beta
+        weight[better.repeat_interleave(groups)] = found[better.repeat_interleave(groups)]
+    if fit.fits_memory:
+        fit.set_memory(half_life, strength)
     fit.set_channels(weight)
 
 

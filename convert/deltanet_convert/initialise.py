@@ -10,7 +10,7 @@ from torch import Tensor
 from deltanet_hf.layer import GatedDeltaNet
 
 from .copy_weights import copy_attention
-from .fit import GateFit, Samples, descend, relative_mse, search_memory
+from .fit import GateFit, Samples, descend, draw_memory, relative_mse, search_memory
 
 
 @dataclass(frozen=True)
@@ -31,17 +31,23 @@ class LayerFigures:
     fit_mse: float  # and after the fit
 
 
-def initialise_layer(attention: Any, layer: GatedDeltaNet, calibration: LayerCalibration) -> LayerFigures:
+def initialise_layer(
+    attention: Any, layer: GatedDeltaNet, calibration: LayerCalibration, fit_memory: bool = True
+) -> LayerFigures:
     """Gives every parameter of `layer` its start value. Uses no random numbers but the global generator's.
 
     Args:
         attention: the teacher's attention of this layer, float32.
         layer: the new layer, float32; whatever it holds is overwritten, but for the convolution (an identity already).
         calibration: text the layer is fitted on.
+        fit_memory: False leaves decay and write strength at the start of a model trained from scratch, and fits only
+            the output gate and the output norm (an ablation).
     """
     copy_attention(attention, layer)
+    if not fit_memory:
+        draw_memory(layer, float(getattr(attention.config, "initializer_range", 0.02)))
     samples = Samples(attention, layer, calibration.hidden_states, calibration.kwargs)
-    fit = GateFit(layer, samples.x)
+    fit = GateFit(layer, samples.x, fit_memory)
     search_memory(fit, samples.search_part())
     found = relative_mse(fit, samples)
     descend(fit, samples)

@@ -24,12 +24,14 @@ class LayerStep:
         student: the converted model on the meta device.
         dtype: of the stored weights; the student is run with its weights rounded to it.
         seed: of the fit; each layer draws from its own generator, so that a resumed run repeats it.
+        fit_memory: fit decay and write strength; see `initialise_layer`.
     """
 
     stream: LayerStream
     student: Any
     dtype: torch.dtype
     seed: int
+    fit_memory: bool
 
     def run(self, index: int, activations: Activations) -> tuple[nn.Module, dict[str, Any]]:
         """Advances `activations` by layer `index`; the layer as it is to be stored, and its figures.
@@ -63,7 +65,7 @@ class LayerStep:
     ) -> dict[str, Any]:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed * 1_000_003 + index)
-            found = initialise_layer(attention, mixer, LayerCalibration(inputs, kwargs))
+            found = initialise_layer(attention, mixer, LayerCalibration(inputs, kwargs), self.fit_memory)
         for name, parameter in mixer.named_parameters():
             if not bool(torch.isfinite(parameter).all()):
                 raise RuntimeError(f"layer {index}: the start values of {name} are not finite")

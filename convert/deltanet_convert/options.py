@@ -2,18 +2,20 @@
 
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
 
-from deltanet_hf.config import Profile
+from deltanet_hf.config import DeltaNetOptions, Profile
 from deltanet_hf.errors import UserError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 MAX_LIST_BYTES = 1_000_000
+WIRING = [field.name for field in fields(DeltaNetOptions) if field.name not in ("profile", "layers")]
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,8 @@ class ConvertOptions:
 
     layers: str = "all"  # all | every:N | keep:3,7,11 | a file with the layers that stay softmax
     profile: str = "teacher"
+    changes: tuple[str, ...] = ()  # key=value, single keys of the profile's wiring set differently
+    fit_memory: bool = True  # False: decay and write strength begin as in a model trained from scratch
     text: Path | None = None  # calibration text; None for the one shipped with the project
     calibration_tokens: int = 8192
     dtype: str | None = None  # of the converted weights; None for the teacher's
@@ -47,6 +51,21 @@ class ConvertOptions:
             raise UserError(f"--shard-size: got {self.shard_size} bytes, needs at least 1")
         if not 0 <= self.seed < 2**32:
             raise UserError(f"--seed: got {self.seed}, expected a number from 0 to 2**32 - 1")
+        self.wiring(())
+
+    def wiring(self, layers: Iterable[int]) -> DeltaNetOptions:
+        """The profile with the changes, at the given layers."""
+        changes = wiring_changes(self.changes)
+        try:
+            wiring = DeltaNetOptions.preset(self.profile, layers, **changes)
+        except ValueError as error:
+            raise UserError(f"--set: {str(error).removeprefix('deltanet.')}") from None
+        if wiring.output_norm == "none" and not wiring.output_gate:
+            raise UserError(
+                "--set: output_norm=none and output_gate=false together leave no parameter that could bring the "
+                "output to the teacher's scale; keep one of the two"
+            )
+        return wiring
 
     @property
     def torch_dtype(self) -> torch.dtype | None:
@@ -56,11 +75,31 @@ class ConvertOptions:
         """What the result depends on, as JSON, but for `layers` and `text`, whose meaning counts."""
         return {
             "profile": self.profile,
+            "set": wiring_changes(self.changes),
+            "fit_memory": self.fit_memory,
             "calibration_tokens": self.calibration_tokens,
             "dtype": self.dtype,
             "shard_size": self.shard_size,
             "seed": self.seed,
         }
+
+
+def wiring_changes(entries: Iterable[str]) -> dict[str, bool | int | str]:
+    """['rope=false', 'conv_size=4'] as {'rope': False, 'conv_size': 4}."""
+    changes: dict[str, bool | int | str] = {}
+    for entry in entries:
+        key, separator, text = entry.partition("=")
+        if not separator:
+            raise UserError(f"--set {entry}: write it as KEY=VALUE, for example rope=false")
+        if key not in WIRING:
+            raise UserError(f"--set {entry}: unknown key '{key}'; the keys are {', '.join(WIRING)}")
+        if key in changes:
+            raise UserError(f"--set {entry}: {key} is set twice; give each key once")
+        if text in ("true", "false"):
+            changes[key] = text == "true"
+        else:
+            changes[key] = int(text) if text.isascii() and text.isdigit() else text
+    return changes
 
 
 def parse_size(value: str) -> int:

@@ -1,0 +1,155 @@
+"""`--set` and `--no-fit-memory`: single keys of a profile changed, from the command line to the loaded model."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from deltanet_convert import fit, layer_step
+from deltanet_convert.options import ConvertOptions
+from deltanet_hf.cli import main
+from deltanet_hf.errors import UserError
+from tiny_conversion import TOKENS, quick_start, teacher_folder, text_file, tiny_conversion
+
+IDS = torch.randint(4, 60, (2, 12), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def short_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fit, "STEPS", 6)
+    monkeypatch.setattr(fit, "HALF_LIVES", (2.0, 64.0))
+    monkeypatch.setattr(fit, "STRENGTHS", (0.05, 0.5))
+
+
+@pytest.mark.usefixtures("short_fit")
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("profile", "change", "key", "value"),
+    [
+        ("teacher", "rope=false", "rope", False),
+        ("teacher", "qk_norm=false", "qk_norm", False),
+        ("teacher", "qk_activation=none", "qk_activation", "none"),
+        ("teacher", "v_activation=silu", "v_activation", "silu"),
+        ("teacher", "conv_size=4", "conv_size", 4),
+        ("teacher", "output_norm=none", "output_norm", "none"),
+        ("teacher", "output_norm=shared", "output_norm", "shared"),
+        ("teacher", "output_gate=false", "output_gate", False),
+        ("teacher", "expand_kv=false", "expand_kv", False),
+        ("teacher", "gate_bias=false", "gate_bias", False),
+        ("native", "rope=true", "rope", True),
+        ("native", "output_norm=none", "output_norm", "none"),
+        ("native", "expand_kv=false", "expand_kv", False),
+    ],
+)
+def test_a_change_converts_loads_and_decodes(
+    tmp_path: Path, profile: str, change: str, key: str, value: object
+) -> None:
+    teacher = teacher_folder(tmp_path / "teacher", "qwen3", num_hidden_layers=1)
+    report = tiny_conversion(teacher, tmp_path / "out", profile=profile, changes=(change,), calibration_tokens=128)
+    assert report["options"]["set"] == {key: value}
+    assert f"`{key}: {json.dumps(value)}`" in (tmp_path / "out" / "README.md").read_text()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert model.config.deltanet[key] == value
+    for layer in report["layers"]:
+        assert layer["softmax_error"] < 1e-5
+        assert layer["fit_mse"] < min(1.0, layer["search_mse"])
+    whole = model(IDS).logits
+    cache, steps = None, []
+    for position in range(IDS.shape[1]):
+        output = model(IDS[:, position : position + 1], past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        steps.append(output.logits)
+    torch.testing.assert_close(torch.cat(steps, dim=1), whole, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.usefixtures("short_fit")
+@pytest.mark.parametrize("profile", ["native", "teacher"])
+def test_without_the_memory_fit_only_gate_and_norm_are_fitted(tmp_path: Path, profile: str) -> None:
+    teacher = teacher_folder(tmp_path / "teacher", "llama", num_hidden_layers=1)
+    report = tiny_conversion(teacher, tmp_path / "out", profile=profile, fit_memory=False)
+    assert report["options"]["fit_memory"] is False
+    assert "decay and write strength not fitted" in (tmp_path / "out" / "README.md").read_text()
+    mixer = AutoModelForCausalLM.from_pretrained(tmp_path / "out").model.layers[0].self_attn
+    torch.testing.assert_close(mixer.decay.A_log.exp(), torch.linspace(1.0, 16.0, 4))
+    # softplus(dt_bias): the steps of Mamba-2
+    torch.testing.assert_close(mixer.decay.dt_bias.exp().log1p(), torch.logspace(-3, -1, 4), rtol=1e-4, atol=1e-6)
+    spread = float(mixer.a_proj.weight.detach().std())
+    assert spread == pytest.approx(0.2, rel=0.3)  # the tiny teacher's initializer_range
+    assert mixer.b_proj.bias is None or not mixer.b_proj.bias.any()
+    figures = report["layers"][0]
+    assert figures["fit_mse"] < min(1.0, figures["search_mse"])
+    assert min(figures["half_life"]) > 0
+    assert not math.isclose(figures["half_life"][0], figures["half_life"][-1], rel_tol=0.5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (("rope",), "KEY=VALUE"),
+        (("ropes=false",), "unknown key 'ropes'"),
+        (("profile=native",), "unknown key 'profile'"),
+        (("rope=no",), "rope: got 'no', expected true or false"),
+        (("conv_size=9",), "conv_size: got 9"),
+        (("output_norm=false",), "output_norm: got False"),
+        (("rope=false", "rope=true"), "twice"),
+        (("output_norm=none", "output_gate=false"), "keep one of the two"),
+    ],
+)
+def test_a_wrong_change_is_one_clear_error(changes: tuple[str, ...], words: str) -> None:
+    with pytest.raises(UserError, match=r"^--set[^\n]*$") as caught:
+        ConvertOptions(changes=changes)
+    assert words in str(caught.value)
+
+
+def typed(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["deltanet-hf", "convert", *map(str, arguments)])
+    try:
+        main()
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    return 0
+
+
+def test_changes_on_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(layer_step, "initialise_layer", quick_start)
+    teacher = teacher_folder(tmp_path / "teacher", "llama", num_hidden_layers=1)
+    arguments = [teacher, tmp_path / "out", "--text", text_file(tmp_path), "--calibration-tokens", TOKENS]
+    changes = ["--set", "rope=false", "--set", "conv_size=4"]
+    assert typed(monkeypatch, *arguments, "--for", "native", *changes) == 2
+    assert "--for native fixes the wiring" in capsys.readouterr().err
+    assert typed(monkeypatch, *arguments, *changes) == 0
+    wiring = json.loads((tmp_path / "out" / "config.json").read_text())["deltanet"]
+    assert (wiring["rope"], wiring["conv_size"]) == (False, 4)
+    assert typed(monkeypatch, *arguments, *changes, "--resume") == 0  # finished, and asked for the same
+    assert typed(monkeypatch, *arguments, "--set", "rope=false", "--resume") == 2
+
+
+def test_an_interrupted_conversion_is_not_resumed_with_other_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    teacher = teacher_folder(tmp_path / "teacher", "llama", num_hidden_layers=2)
+
+    def stop_at_the_second(*arguments: object, **named: object) -> object:
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return quick_start(*arguments, **named)  # type: ignore[arg-type]
+
+    calls: list[int] = []
+    monkeypatch.setattr(layer_step, "initialise_layer", stop_at_the_second)
+    with pytest.raises(KeyboardInterrupt):
+        tiny_conversion(teacher, tmp_path / "out", changes=("rope=false",))
+    with pytest.raises(UserError, match="had another options"):
+        tiny_conversion(teacher, tmp_path / "out", resume=True)
+    with pytest.raises(UserError, match="had another options"):
+        tiny_conversion(teacher, tmp_path / "out", changes=("rope=false",), fit_memory=False, resume=True)
+    report = tiny_conversion(teacher, tmp_path / "out", changes=("rope=false",), resume=True)
+    assert report["options"]["deltanet"]["rope"] is False
