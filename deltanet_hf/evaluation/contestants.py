@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 import deltanet_hf  # noqa: F401  registers the model families
 from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.baselines import from_scratch_start, switch_off_linear
-from deltanet_hf.evaluation.window import SINKS, WINDOW, restrict_to_window
+from deltanet_hf.evaluation.window import SINKS, WINDOW, restrict_to_window, restricted_as_saved
 
 BASELINES = ("window", "linear-off", "scratch")
 Change = Callable[[PreTrainedModel, PreTrainedModel], PreTrainedModel]
@@ -127,7 +127,7 @@ class Roster:
         except (OSError, ValueError) as error:
             raise UserError(f"{folder}: not a model that can be loaded ({str(error).splitlines()[0]})") from error
         nn.Module.to(model, self.device)  # transformers' own `to` has no types
-        return model.eval()  # type: ignore[no-any-return]
+        return restricted_as_saved(model).eval()
 
     def _check(self, row: Contestant, model: PreTrainedModel) -> None:
         if model.get_output_embeddings().weight.shape[0] != self.teacher.get_output_embeddings().weight.shape[0]:

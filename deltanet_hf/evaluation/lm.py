@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 import deltanet_hf  # noqa: F401  registers the model families with transformers' Auto classes
 from deltanet_hf.evaluation.scoring import TokenRequest, score_continuations, token_budget
-from deltanet_hf.evaluation.window import SINKS, restrict_to_window
+from deltanet_hf.evaluation.window import SINKS, restrict_to_window, restricted_as_saved
 
 # A generated row is budgeted as this many tokens.
 _TOKENS_PER_ROW = 512
@@ -42,6 +42,8 @@ class DeltaNetLM(HFLM):
         super().__init__(pretrained, **kwargs)
         if window is not None:
             restrict_to_window(self.model, int(window), int(sinks))
+        elif isinstance(pretrained, str):
+            restricted_as_saved(self.model)
         parameters = inspect.signature(self.model.forward).parameters
         self._keeps_logits = "logits_to_keep" in parameters
         self._contexts: dict[str, list[int]] = {}

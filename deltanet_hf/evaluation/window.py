@@ -24,6 +24,7 @@ from deltanet_hf.errors import UserError
 
 WINDOW = 64
 SINKS = 4
+SAVED = "softmax_window"  # config key of a model that was trained under the restriction
 
 
 def restrict_to_window(model: PreTrainedModel, window: int = WINDOW, sinks: int = SINKS) -> PreTrainedModel:
@@ -47,6 +48,18 @@ def restrict_to_window(model: PreTrainedModel, window: int = WINDOW, sinks: int 
     return model
 
 
+def train_under_window(model: PreTrainedModel, window: int = WINDOW, sinks: int = SINKS) -> PreTrainedModel:
+    """Restrict a softmax model and note it in its config, so that `restricted_as_saved` finds it after saving."""
+    setattr(model.config, SAVED, {"window": window, "sinks": sinks})
+    return restrict_to_window(model, window, sinks)
+
+
+def restricted_as_saved(model: PreTrainedModel) -> PreTrainedModel:
+    """The model, restricted if it was trained so; a plain `from_pretrained` does not know the restriction."""
+    saved = getattr(model.config, SAVED, None)
+    return model if saved is None else restrict_to_window(model, saved["window"], saved["sinks"])
+
+
 def _mask_builder(window: int, sinks: int) -> Callable[..., Tensor]:
     def build(*, mask_function: Callable, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
         """[B, 1, Tq, Tkv] boolean mask; `attention_mask` is the 2D padding mask [B, Tkv] or None."""
@@ -60,7 +73,7 @@ def _mask_builder(window: int, sinks: int) -> Callable[..., Tensor]:
         kwargs["allow_is_causal_skip"] = False
         mask = sdpa_mask(mask_function=and_masks(mask_function, keep), attention_mask=attention_mask, **kwargs)
         assert mask is not None
-        return mask
+        return mask.contiguous()  # it may be one row's, expanded, which compiled code would take for another kind
 
     return build
 

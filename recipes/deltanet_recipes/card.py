@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from deltanet_hf.evaluation.window import SINKS, WINDOW
 from deltanet_recipes.models import teacher_name
 from deltanet_recipes.schema import Recipe, Stage, stage_name
 
@@ -16,18 +17,16 @@ def write_card(
 ) -> None:
     """README.md: teacher, tokens, hours, held-out figures, data, and the whole recipe."""
     teacher = teacher_name(recipe)
+    title = Path(teacher).name if Path(teacher).exists() else teacher
     lines = [
         "---",
         "library_name: transformers",
         "pipeline_tag: text-generation",
-        "tags: [gated-deltanet, linear-attention, distillation]",
+        f"tags: [{'gated-deltanet, linear-attention, ' if recipe.baseline is None else ''}distillation]",
         *([f"base_model: {teacher}"] if not Path(teacher).exists() else []),
         "---",
         "",
-        f"# Gated DeltaNet student of {Path(teacher).name if Path(teacher).exists() else teacher}",
-        "",
-        "Converted and distilled with deltanet-hf; `conversion.json` says how it was converted. Load it after",
-        "`pip install deltanet-hf` with `AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)`.",
+        *(_converted(title) if recipe.baseline is None else _baseline(title)),
         "",
         "| stage | tokens | hours | held out before | held out after |",
         "|---|---|---|---|---|",
@@ -60,6 +59,25 @@ def write_card(
     lines += ["", "Recipe (`recipe.json` has every value):", "", "```yaml"]
     lines += [yaml.safe_dump(settings, sort_keys=False).rstrip(), "```", ""]
     (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")
+
+
+def _converted(teacher: str) -> list[str]:
+    return [
+        f"# Gated DeltaNet student of {teacher}",
+        "",
+        "Converted and distilled with deltanet-hf; `conversion.json` says how it was converted. Load it after",
+        "`pip install deltanet-hf` with `AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)`.",
+    ]
+
+
+def _baseline(teacher: str) -> list[str]:
+    return [
+        f"# {teacher} distilled under a window of {WINDOW} tokens and {SINKS} sinks",
+        "",
+        "A softmax model, for comparison with linear attention students, trained with deltanet-hf. The weights belong",
+        "to the restricted attention, which a plain `from_pretrained` does not set: load it, then call",
+        "`deltanet_hf.evaluation.window.restricted_as_saved(model)`. `deltanet-hf report` and `eval` do so themselves.",
+    ]
 
 
 def _figures(row: dict[str, Any]) -> str:

@@ -20,6 +20,8 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
+import deltanet_hf  # noqa: F401  (registers the converted families)
+from deltanet_hf.evaluation.window import restricted_as_saved
 from deltanet_recipes.losses import kl_divergence
 from deltanet_recipes.models import place
 
@@ -120,12 +122,10 @@ def _perplexity(losses: torch.Tensor) -> dict[str, float]:
 
 
 def load_for_measure(folder: str, device: torch.device) -> nn.Module:
-    """A model in bfloat16 (float32 on CPU), teacher or student."""
-    import deltanet_hf  # noqa: F401  (registers the converted families)
-
+    """A model in bfloat16 (float32 on CPU), teacher or student; a trained window baseline under its window."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
-    return place(model, device).eval()
+    return place(restricted_as_saved(model), device).eval()
 
 
 def append_rows(path: Path, rows: list[dict[str, Any]]) -> None:

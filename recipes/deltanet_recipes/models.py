@@ -12,14 +12,19 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 import deltanet_hf  # noqa: F401  (registers the converted families)
 from deltanet_hf.errors import UserError
+from deltanet_hf.evaluation.window import train_under_window
 from deltanet_hf.families import FAMILIES, PREFIX
 from deltanet_hf.layer import GatedDeltaNet
 from deltanet_recipes.schema import Recipe
 
 
-def load_student(folder: str, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """The converted model, in its stored dtype (or the one given)."""
+def load_student(folder: str, dtype: torch.dtype | None = None, baseline: str | None = None) -> PreTrainedModel:
+    """The model to be trained, in its stored dtype (or the one given): converted, or for a baseline a softmax model."""
     config = _config(folder, "student")
+    if baseline == "window":
+        if config.model_type not in FAMILIES:
+            raise UserError(f"student: {folder} has model_type {config.model_type!r}; baseline: window needs a teacher")
+        return train_under_window(_load(folder, "student", dtype or "auto"))
     if not config.model_type.startswith(PREFIX):
         raise UserError(
             f"student: {folder} has model_type {config.model_type!r}, which is not a converted model; make one with "
@@ -45,9 +50,14 @@ def load_teacher(recipe: Recipe, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def teacher_name(recipe: Recipe) -> str:
-    """The recipe's teacher, else the one that conversion.json names: a folder, one beside the student, or a Hub id."""
+    """The recipe's teacher, else the one that conversion.json names: a folder, one beside the student, or a Hub id.
+
+    A baseline's teacher is by default the softmax model that it starts from.
+    """
     if recipe.teacher is not None:
         return recipe.teacher
+    if recipe.baseline is not None:
+        return recipe.student
     path = Path(recipe.student) / "conversion.json"
     teacher = json.loads(path.read_text(encoding="utf-8")).get("teacher")
     name = teacher.get("name") or teacher.get("path") if isinstance(teacher, dict) else teacher

@@ -54,7 +54,7 @@ def run(recipe: Recipe, kinds: tuple[str, ...] | None = None, console: Console |
 
     torch.manual_seed(recipe.seed)
     mixed = runtime.bf16 and recipe.engine.sharding == "none"  # FSDP2 wants one dtype in a unit
-    student = load_student(recipe.student, None if mixed else torch.float32)
+    student = load_student(recipe.student, None if mixed else torch.float32, recipe.baseline)
     stored_dtype = load_dtype(student, recipe)
     show_plan(recipe, stages, student, runtime, logbook)
     steps_before = 0

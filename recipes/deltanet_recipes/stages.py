@@ -15,7 +15,7 @@ from deltanet_recipes.adapters import merge_lora, train_for, train_mixers
 from deltanet_recipes.feeds import RowFeed, micro_batch_rows
 from deltanet_recipes.layerwise import LayerwiseAlign
 from deltanet_recipes.logbook import Logbook
-from deltanet_recipes.losses import Head, KlTerms, cached_chunk, live_chunk
+from deltanet_recipes.losses import Head, KlTerms, cached_chunk, live_chunk, relative_squared_error, squared_error
 from deltanet_recipes.microstep import compile_layers
 from deltanet_recipes.models import decoder_layers, load_student, load_teacher, place, teacher_name, whole
 from deltanet_recipes.objectives import Align as AlignObjective
@@ -60,7 +60,7 @@ class StageRun:
         """The student itself, or after sharded training a fresh one in main memory that holds its weights."""
         if self.recipe.engine.sharding == "none":
             return self.student
-        fresh = load_student(self.recipe.student, torch.float32)
+        fresh = load_student(self.recipe.student, torch.float32, self.recipe.baseline)
         if not isinstance(self.stage, Align):
             train_for(fresh, self.stage, self.recipe.seed)
         parameters = dict(fresh.named_parameters())
@@ -75,7 +75,8 @@ class StageRun:
         teacher = self._teacher(self.runtime.device)
         train_mixers(self.student)
         place(self.student, self.runtime.device)
-        objective = AlignObjective(teacher, self.student).to(self.runtime.device)
+        error = torch.compile(squared_error, dynamic=False) if self.runtime.compile else squared_error
+        objective = AlignObjective(teacher, self.student, error).to(self.runtime.device)
         feed = RowFeed(self.mixture, stage, self.runtime, score_all=True)
         beginning = feed.state
         sample = self.held_out if len(self.held_out) else self.mixture.take(stage.rows_per_step, stage.sequence_length)
@@ -117,8 +118,10 @@ class StageRun:
         else:
             cache = self._cache(stage)
             chunk_loss = cached_chunk(Head.of(self.student), terms)
+        hidden_error = relative_squared_error
         if self.runtime.compile:
             chunk_loss = torch.compile(chunk_loss, dynamic=False)
+            hidden_error = torch.compile(hidden_error, dynamic=False)
             layers = [*decoder_layers(self.student), *(decoder_layers(teacher) if teacher is not None else ())]
             compile_layers(layers)
         objective = DistilObjective(
@@ -128,6 +131,7 @@ class StageRun:
             stage.loss_chunk,
             stage.hidden_weight,
             self.recipe.engine.gradient_checkpointing,
+            hidden_error,
         )
         units = [*decoder_layers(self.student), *(decoder_layers(teacher) if teacher is not None else ())]
         self.runtime.shard(objective, units, teacher)

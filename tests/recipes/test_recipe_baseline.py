@@ -1,0 +1,131 @@
+"""`baseline: window`: the softmax teacher trained under a window and sinks, and measured under them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from deltanet_hf.errors import UserError
+from deltanet_hf.evaluation.contestants import Roster, line_up
+from deltanet_hf.evaluation.lm import DeltaNetLM
+from deltanet_hf.evaluation.window import restrict_to_window
+from deltanet_recipes import trainer
+from deltanet_recipes.config import load_recipe
+from deltanet_recipes.logbook import read_log
+from deltanet_recipes.measure import load_for_measure
+from deltanet_recipes.pipeline import run
+from tests.recipes.tiny_run import ALIGN, DISTIL, WORDS, make_workplace, recipe_tree, write_recipe
+
+LENGTH = 128  # the window of 64 must hide something
+STAGE = {**DISTIL, "sequence_length": LENGTH, "tokens": 128 * 12, "ce_weight": 0.0, "optimizer": {"rest_lr": 1e-3}}
+IDS = torch.randint(4, 4 + WORDS, (2, LENGTH), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_workplace(tmp_path_factory.mktemp("models"))
+
+
+def recipe(workplace: Path, out: Path, stages: list[dict[str, Any]], **changes: Any) -> Any:
+    data = {"isolate_documents": False, **changes.pop("data", {})}
+    base = {"student": str(workplace / "teacher"), "baseline": "window", "output": str(out)}
+    tree = recipe_tree(workplace, stages, data=data, **{**base, **changes})
+    out.parent.mkdir(parents=True, exist_ok=True)
+    return load_recipe(write_recipe(out.parent, tree))
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    return model(IDS, use_cache=False).logits
+
+
+@pytest.fixture(scope="module")
+def trained(workplace: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run(recipe(workplace, tmp_path_factory.mktemp("window") / "run", [{**STAGE, "train": "full"}]))
+
+
+@pytest.mark.parametrize("train", ["full", "lora"])
+def test_the_loss_falls_and_only_the_chosen_weights_move(workplace: Path, tmp_path: Path, train: str) -> None:
+    stage = {**STAGE, "train": train, "batch_tokens": 256, "tokens": 256 * 150}
+    stage["optimizer"] = {"rest_lr": 3e-4 if train == "full" else 1e-3}
+    final = run(recipe(workplace, tmp_path / "run", [stage], data={"holdout_tokens": 1024}))
+    rows = read_log(tmp_path / "run")
+    assert rows[0]["held_out.kl"] > 1e-3  # restricted from the start
+    # A teacher with random weights looks everywhere: little of what the window hides can be learnt.
+    assert rows[-1]["held_out.kl"] < 0.97 * rows[0]["held_out.kl"]
+    before, after = load_file(workplace / "teacher" / "model.safetensors"), load_file(final / "model.safetensors")
+    assert before.keys() == after.keys()
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert {name for name in before if name.endswith("proj.weight")} <= moved
+    assert ("model.norm.weight" in moved) == (train == "full")
+    assert "model.embed_tokens.weight" not in moved
+
+
+def test_everything_that_measures_it_restricts_it(trained: Path, workplace: Path) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(trained).eval()
+    assert plain.config.softmax_window == {"window": 64, "sinks": 4}
+    free = logits(plain)
+    wanted = logits(restrict_to_window(plain))
+    assert not torch.allclose(free[:, 70:], wanted[:, 70:], atol=1e-3)
+    torch.testing.assert_close(logits(load_for_measure(str(trained), torch.device("cpu"))), wanted)
+    torch.testing.assert_close(logits(DeltaNetLM(str(trained), device="cpu").model), wanted)
+    rows = line_up(str(workplace / "teacher"), [f"window-distilled={trained}"], ())
+    (_, teacher), (row, student) = Roster(rows, "cpu", "auto")
+    assert (row.name, row.kind, row.tokens) == ("window-distilled", "student", STAGE["tokens"])
+    torch.testing.assert_close(logits(student), wanted)
+    assert "sinks" not in teacher.config._attn_implementation
+
+
+def test_the_card_says_how_to_load_it(trained: Path) -> None:
+    card = (trained / "README.md").read_text()
+    assert "restricted_as_saved" in card
+    assert "gated-deltanet" not in card
+
+
+def test_an_interrupted_run_continues_with_the_same_losses(
+    workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = {**STAGE, "train": "full"}
+    whole = recipe(workplace, tmp_path / "a" / "run", [stage])
+    run(whole)
+    broken = recipe(workplace, tmp_path / "b" / "run", [stage])
+    step = trainer.Trainer._optimiser_step
+
+    def stop_at_seven(self: trainer.Trainer) -> Any:
+        if self.step == 7:
+            raise KeyboardInterrupt
+        return step(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.Trainer, "_optimiser_step", stop_at_seven)
+        with pytest.raises(KeyboardInterrupt):
+            run(broken)
+    run(broken)
+    first, second = ([row.get("loss") for row in read_log(tmp_path / name / "run")] for name in "ab")
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("stages", "changes", "words"),
+    [
+        ([ALIGN, STAGE], {}, "leave out the align stages"),
+        ([{**STAGE, "train": "frozen"}], {}, "trains nothing"),
+        ([STAGE], {"data": {"isolate_documents": True}}, "data.isolate_documents"),
+    ],
+)
+def test_contradictions_are_one_clear_error(
+    workplace: Path, tmp_path: Path, stages: list[dict[str, Any]], changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UserError, match=r"^[^\n]*baseline: window[^\n]*$") as caught:
+        recipe(workplace, tmp_path / "run", stages, **changes)
+    assert words in str(caught.value)
+
+
+def test_a_converted_model_is_no_window_baseline(workplace: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="baseline: window needs a teacher"):
+        run(recipe(workplace, tmp_path / "run", [STAGE], student=str(workplace / "student")))
