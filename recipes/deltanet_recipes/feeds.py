@@ -65,7 +65,7 @@ class RowFeed:
 
     def _batches(self, rows: Rows, first: int, last: int, index: int) -> Iterator[Batch]:
         count = rows.input_ids.numel() if self.score_all else int(rows.scored.sum())
-        scored = torch.tensor(float(max(1, count)), device=self.runtime.device)
+        scored = torch.full((), float(max(1, count)), device=self.runtime.device)  # `tensor` would synchronise
         for begin in range(first, last, self._size):
             piece = rows[begin : min(begin + self._size, last)]
             targets = () if self.cache is None else self.cache.read(index + begin, len(piece), self.runtime.device)

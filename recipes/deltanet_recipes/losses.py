@@ -172,8 +172,11 @@ class ChunkedLoss(torch.autograd.Function):
         )
 
 
+def squared_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Per token |output - target|^2, float32: [..., D] -> [...]."""
+    return (output.float() - target.float()).square().sum(-1)
+
+
 def relative_squared_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Per token |output - target|^2 / |target|^2, float32: [..., D] -> [...]."""
-    target = target.float()
-    difference = (output.float() - target).square().sum(-1)
-    return difference / target.square().sum(-1).clamp(min=1e-12)
+    return squared_error(output, target) / target.float().square().sum(-1).clamp(min=1e-12)

@@ -22,10 +22,15 @@ class MicroStep:
 
     With CUDA graphs, the first batch of a shape runs eagerly as warm-up, then the work is recorded once and replayed
     on the batch's contents; a batch of another shape (more packed documents than usual) runs eagerly.
+
+    Args:
+        alone: every micro-batch is a whole step. A replay then writes the gradients instead of adding them to zeros.
     """
 
-    def __init__(self, runtime: Runtime, objective: nn.Module, parameters: list[nn.Parameter]) -> None:
-        self.runtime, self.objective, self.parameters = runtime, objective, parameters
+    def __init__(
+        self, runtime: Runtime, objective: nn.Module, parameters: list[nn.Parameter], alone: bool = False
+    ) -> None:
+        self.runtime, self.objective, self.parameters, self.alone = runtime, objective, parameters, alone
         self._graph: torch.cuda.CUDAGraph | None = None
         self._static: list[torch.Tensor] = []
         self._shapes: list[Any] = []
@@ -42,6 +47,8 @@ class MicroStep:
         if self._graph is None:
             self._record(leaves, tree)
         if [(t.shape, t.dtype) for t in tensors] != self._shapes:
+            if self.alone:
+                self._zero()
             return self._eager(batch)
         for static, tensor in zip(self._static, tensors, strict=True):
             if static.data_ptr() != tensor.data_ptr():
@@ -51,6 +58,16 @@ class MicroStep:
         self._graph.replay()
         return self._result.clone()
 
+    def begin(self) -> None:
+        """Before the first micro-batch of a step: no gradients are left of the step before."""
+        if not self.alone or self._graph is None:
+            self._zero()
+
+    def _zero(self) -> None:
+        grads = [p.grad for p in self.parameters if p.grad is not None]
+        if grads:
+            torch._foreach_zero_(grads)
+
     def _eager(self, batch: Any) -> torch.Tensor:
         with self.runtime.autocast():
             loss, metrics = self.objective(batch)
@@ -58,7 +75,7 @@ class MicroStep:
         return torch.cat([loss.detach().reshape(1), metrics])
 
     def _record(self, leaves: list[Any], tree: Any) -> None:
-        """Warm up on copies of the batch, then capture. Gradients are left as they were found."""
+        """Warm up on copies of the batch, then capture. Gradients that are added to are left as they were found."""
         copies: dict[int, torch.Tensor] = {}
         static_leaves = []
         for leaf in leaves:
@@ -68,7 +85,9 @@ class MicroStep:
             static_leaves.append(leaf)
         self._shapes = [(t.shape, t.dtype) for t in self._static]
         static = pytree.tree_unflatten(static_leaves, tree)
-        before = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in self.parameters]
+        before = [
+            None if self.alone else torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in self.parameters
+        ]
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):

@@ -6,16 +6,19 @@ micro-batches and processes add up to the gradient of one big batch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from deltanet_recipes.losses import ChunkedLoss, ChunkLoss, relative_squared_error
+from deltanet_recipes.losses import ChunkedLoss, ChunkLoss, relative_squared_error, squared_error
 from deltanet_recipes.models import mixers, output_weight
 from deltanet_recipes.packing import Rows
 from deltanet_recipes.walk import AttentionTaps, Entry, Walk, mixer_output
+
+Error = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (output, target) [..., D] -> [...]
 
 
 @dataclass
@@ -36,11 +39,12 @@ class Align(nn.Module):
     """Mean over converted layers of |student's attention output - teacher's|^2 / mean |teacher's|^2.
 
     The mean square of each layer's target is a constant (`scales`), measured once, so that the loss is linear in the
-    tokens.
+    tokens. `error` is `losses.squared_error`, compiled or not.
     """
 
-    def __init__(self, teacher: nn.Module, student: nn.Module) -> None:
+    def __init__(self, teacher: nn.Module, student: nn.Module, error: Error = squared_error) -> None:
         super().__init__()
+        self.error = error
         self.teacher, self.mixers = teacher, nn.ModuleDict({str(i): m for i, m in mixers(student).items()})
         self.indices = [int(index) for index in self.mixers]
         self.metric_names = [f"error.{index}" for index in self.indices]
@@ -81,8 +85,8 @@ class Align(nn.Module):
         errors = []
         for place, (index, mixer) in enumerate(zip(self.indices, self.mixers.values(), strict=True)):
             output = mixer_output(mixer, self._taps.inputs[index], batch.cu_seqlens)
-            difference = output.float() - self._taps.outputs[index].float()
-            errors.append(difference.square().sum() / (self.scales[place] * batch.scored))
+            error = self.error(output, self._taps.outputs[index]).sum()
+            errors.append(error / (self.scales[place] * batch.scored))
         self._taps.clear()
         each = torch.stack(errors)
         return each.mean(), each.detach()
@@ -98,6 +102,7 @@ class Distil(nn.Module):
         chunk: tokens in a chunk.
         hidden_weight: weight of the residual stream's mean relative squared error.
         checkpointing: recompute the student's activations in the backward pass.
+        hidden_error: `losses.relative_squared_error`, compiled or not.
     """
 
     def __init__(
@@ -108,9 +113,10 @@ class Distil(nn.Module):
         chunk: int,
         hidden_weight: float = 0.0,
         checkpointing: bool = False,
+        hidden_error: Error = relative_squared_error,
     ) -> None:
         super().__init__()
-        self.student, self.teacher = student, teacher
+        self.student, self.teacher, self.hidden_error = student, teacher, hidden_error
         self.chunk_loss, self.chunk, self.hidden_weight = chunk_loss, chunk, hidden_weight
         self._student_walk = Walk(student, checkpointing)
         self._teacher_walk = None if teacher is None else Walk(teacher)
@@ -148,7 +154,7 @@ class Distil(nn.Module):
         )
         metrics: list[Any] = [kl, ce]
         if self.hidden_weight > 0:
-            errors = [relative_squared_error(s, t) for s, t in zip(states, teacher_states, strict=True)]
+            errors = [self.hidden_error(s, t) for s, t in zip(states, teacher_states, strict=True)]
             hidden_error = (torch.stack(errors).mean(0) * batch.rows.scored).sum()
             total = total + self.hidden_weight * hidden_error
             metrics.append(hidden_error.detach())

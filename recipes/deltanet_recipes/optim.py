@@ -87,7 +87,7 @@ def orthogonalise(matrices: torch.Tensor) -> torch.Tensor:
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(5):
         gram = x @ x.mT
-        x = torch.baddbmm(x, b * gram + c * (gram @ gram), x, beta=a)
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
 
 

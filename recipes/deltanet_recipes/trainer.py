@@ -14,6 +14,7 @@ from torch import nn
 
 from deltanet_hf.errors import QualityError
 from deltanet_recipes.checkpoint import Checkpoints
+from deltanet_recipes.feeds import micro_batch_rows
 from deltanet_recipes.logbook import Logbook
 from deltanet_recipes.microstep import MicroStep
 from deltanet_recipes.optim import make_optimizers, parameter_groups, rate_factor, set_rates
@@ -61,7 +62,8 @@ class Trainer:
         self.extra = extra or {}
         self.step, self.seconds = 0, 0.0
         self.best = math.inf
-        self._micro = MicroStep(runtime, objective, self.parameters)
+        alone = micro_batch_rows(stage, runtime.world) >= stage.rows_per_step // runtime.world
+        self._micro = MicroStep(runtime, objective, self.parameters, alone)
 
     def run(self) -> None:
         """All remaining steps. Raises QualityError when the loss diverges; the last good checkpoint stays."""
@@ -100,9 +102,7 @@ class Trainer:
     def _optimiser_step(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(metrics summed over this process's micro-batches, gradient norm)."""
         set_rates(self.optimizers, rate_factor(self.step, self.stage))
-        for p in self.parameters:
-            if p.grad is not None:
-                p.grad.zero_()
+        self._micro.begin()
         metrics: torch.Tensor | None = None
         for batch in self.feed.step():
             new = self._micro(batch)
