@@ -38,7 +38,7 @@ def model_card(report: dict[str, Any], teacher: Path, plot: str) -> str:
 {len(converted)} of {total} attention layers of `{source["name"]}` ({source["model_type"]}) are replaced by
 Gated DeltaNet layers in the `{options["profile"]}` profile{_changes(options)}; {stays}.
 {count(plan["parameters"])} parameters.
-
+{_norms_note(report["inserted_norms"])}
 This is the start of a conversion: the new layers are fitted to the teacher's attention, nothing has been
 trained. Align and distil it before use.
 
@@ -81,6 +81,17 @@ def _changes(options: dict[str, Any]) -> str:
     changes = [f"`{key}: {json.dumps(value)}`" for key, value in options["set"].items()]
     changes += [] if options["fit_memory"] else ["decay and write strength not fitted"]
     return f" ({', '.join(changes)})" if changes else ""
+
+
+def _norms_note(layers: list[dict[str, Any]]) -> str:
+    if not layers:
+        return ""
+    found = _mean([layer["attention_kl"] for layer in layers])
+    return f"""
+Their attention got an RMSNorm on q and k that the teacher does not have, so that the model can be exported as Qwen3.5.
+The norms were fitted to change little (KL of the attention {found:.4f} nats on average) and are to be trained with the
+rest.
+"""
 
 
 def _mean(values: list[float]) -> float:

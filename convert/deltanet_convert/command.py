@@ -39,7 +39,7 @@ def convert_command(
     ] = True,
     target: Annotated[
         str | None,
-        typer.Option("--for", help="native: --profile native, and a refusal of what `export` could not write later."),
+        typer.Option("--for", help="native: --profile native, made so that it can be exported, or refused."),
     ] = None,
     text: Annotated[
         Path | None,
@@ -82,6 +82,7 @@ def convert_command(
         profile=target or profile,
         changes=tuple(changes or ()),
         fit_memory=fit_memory,
+        insert_norms=target == "native",
         text=text,
         calibration_tokens=calibration_tokens,
         dtype=dtype,

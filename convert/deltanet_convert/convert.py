@@ -67,7 +67,7 @@ def prepare(teacher: str, out: Path, options: ConvertOptions) -> Job:
         kept = kept_layers(options.layers, opened.num_layers)
         wiring = options.wiring(sorted(set(range(opened.num_layers)) - set(kept)))
         dtype = options.torch_dtype or (torch.float32 if opened.dtype == torch.float64 else opened.dtype)
-        plan = make_plan(opened, wiring, dtype, options.shard_size, options.calibration_tokens)
+        plan = make_plan(opened, wiring, dtype, options.shard_size, options.calibration_tokens, options.insert_norms)
         return Job(source, opened, out, options, wiring, dtype, plan)
 
 
@@ -213,8 +213,14 @@ class _Run:
             "versions": versions(),
             "plan": job.plan.to_json(),
             "layers": layers,
+            "inserted_norms": self._inserted_norms(),
             "held_out": check,
         }
+
+    def _inserted_norms(self) -> list[dict[str, Any]]:
+        """Figures of the kept layers whose attention is not exactly the teacher's."""
+        normed = [layer.index for layer in self.job.plan.layers if layer.normed]
+        return [{"index": index, **self.workspace.steps[f"layer {index}"]} for index in normed]
 
 
 def _stored(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> Iterator[Tensor]:

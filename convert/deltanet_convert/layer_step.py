@@ -11,6 +11,8 @@ from deltanet_hf.layer import DecayGate, GatedDeltaNet, GatedRMSNorm, ShortConv
 
 from .activations import Activations
 from .initialise import LayerCalibration, initialise_layer
+from .norm_fit import NormFigures, compare_attention, insert_norms
+from .norm_target import INSERTED
 from .stream import LayerStream
 from .verify import LayerCheck, compare_outputs, softmax_error
 
@@ -36,29 +38,49 @@ class LayerStep:
     def run(self, index: int, activations: Activations) -> tuple[nn.Module, dict[str, Any]]:
         """Advances `activations` by layer `index`; the layer as it is to be stored, and its figures.
 
-        Unconverted layers have no figures.
+        Kept layers have figures only where q/k norms are inserted.
         """
         layer: Any = self.stream.load_layer(index)
         kwargs = self.stream.layer_kwargs[index]
-        attention, figures = layer.self_attn, {}
-        if isinstance(self.student.model.layers[index].self_attn, GatedDeltaNet):
-            inputs, _ = _advance(layer, activations.calibration, kwargs, keep=True)
-            mixer = _empty_mixer(self.student.model.layers[index].self_attn)
-            figures = self._fit(index, attention, mixer, inputs, kwargs)
-            del inputs
-            inputs, wanted = _advance(layer, activations.held_out, kwargs, keep=True)
-            error = softmax_error(attention, mixer, inputs[:1], kwargs)
-            _round(mixer, self.dtype)
-            cosine, relative_mse = compare_outputs(mixer, inputs, wanted, kwargs)
-            figures |= dataclasses.asdict(LayerCheck(error, cosine, relative_mse))
-            layer.self_attn = mixer
-            del attention
+        new, figures = self.student.model.layers[index].self_attn, {}
+        if isinstance(new, GatedDeltaNet):
+            figures = self._convert(index, layer, new, activations, kwargs)
+        elif index in getattr(self.student.config, INSERTED, ()):
+            figures = self._insert_norms(layer, new, activations, kwargs)
         else:
             _advance(layer, activations.calibration, kwargs)
             _advance(layer, activations.held_out, kwargs)
+            new = layer.self_attn
+        layer.self_attn = new
         _round(layer, self.dtype)
         _advance(layer, activations.student, kwargs)
         return layer, figures
+
+    def _convert(
+        self, index: int, layer: Any, mixer: GatedDeltaNet, activations: Activations, kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Fits `mixer` to the layer's attention, while the teacher's activations advance."""
+        inputs, _ = _advance(layer, activations.calibration, kwargs, keep=True)
+        figures = self._fit(index, layer.self_attn, _empty_mixer(mixer), inputs, kwargs)
+        del inputs
+        inputs, wanted = _advance(layer, activations.held_out, kwargs, keep=True)
+        error = softmax_error(layer.self_attn, mixer, inputs[:1], kwargs)
+        _round(mixer, self.dtype)
+        cosine, relative_mse = compare_outputs(mixer, inputs, wanted, kwargs)
+        return figures | dataclasses.asdict(LayerCheck(error, cosine, relative_mse))
+
+    def _insert_norms(
+        self, layer: Any, normed: Any, activations: Activations, kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Makes `normed` of the layer's attention, while the teacher's activations advance."""
+        inputs, _ = _advance(layer, activations.calibration, kwargs, keep=True)
+        fit = insert_norms(layer.self_attn, normed.float().to_empty(device="cpu"), inputs, kwargs)
+        del inputs
+        inputs, wanted = _advance(layer, activations.held_out, kwargs, keep=True)
+        _round(normed, self.dtype)
+        compared = compare_attention(layer.self_attn, normed, inputs, kwargs)
+        figures = NormFigures(*compared, *compare_outputs(normed, inputs, wanted, kwargs))
+        return dataclasses.asdict(figures) | dataclasses.asdict(fit)
 
     def _fit(
         self, index: int, attention: nn.Module, mixer: GatedDeltaNet, inputs: Tensor, kwargs: dict[str, Any]

@@ -30,6 +30,7 @@ class ConvertOptions:
     profile: str = "teacher"
     changes: tuple[str, ...] = ()  # key=value, single keys of the profile's wiring set differently
     fit_memory: bool = True  # False: decay and write strength begin as in a model trained from scratch
+    insert_norms: bool = False  # q/k norms in kept layers that have none, for a hybrid that can be exported
     text: Path | None = None  # calibration text; None for the one shipped with the project
     calibration_tokens: int = 8192
     dtype: str | None = None  # of the converted weights; None for the teacher's
@@ -77,6 +78,7 @@ class ConvertOptions:
             "profile": self.profile,
             "set": wiring_changes(self.changes),
             "fit_memory": self.fit_memory,
+            "insert_norms": self.insert_norms,
             "calibration_tokens": self.calibration_tokens,
             "dtype": self.dtype,
             "shard_size": self.shard_size,

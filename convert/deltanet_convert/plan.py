@@ -11,8 +11,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from deltanet_hf.config import DeltaNetOptions
 from deltanet_hf.errors import UserError
+from deltanet_hf.families import family_of
 from deltanet_hf.modeling import MODEL_CLASSES, converted_config
 
+from .norm_target import INSERTED, needs_norms, with_norms
 from .teacher import Teacher, meta_model, tied_names
 from .text import HELD_OUT_TOKENS, SEQUENCE_LENGTH
 from .writer import Layout, TensorSpec, plan_layout
@@ -29,6 +31,7 @@ class LayerPlan:
 
     index: int
     converted: bool
+    normed: bool  # keeps softmax attention, with q/k norms that the teacher does not have
     window: int | None  # sliding window of the teacher's attention, in tokens
     copied: int
     expanded: int  # the teacher's, in another shape: key/value heads repeated, fused projections split
@@ -89,12 +92,23 @@ class Plan:
 
 
 def make_plan(
-    teacher: Teacher, wiring: DeltaNetOptions, dtype: torch.dtype, shard_size: int, calibration_tokens: int
+    teacher: Teacher,
+    wiring: DeltaNetOptions,
+    dtype: torch.dtype,
+    shard_size: int,
+    calibration_tokens: int,
+    insert_norms: bool = False,
 ) -> Plan:
-    """Plans the conversion of `teacher` into layers as in `wiring`, stored in `dtype`."""
-    config = converted_config(teacher.config, wiring)
+    """Plans the conversion of `teacher` into layers as in `wiring`, stored in `dtype`.
+
+    Args:
+        insert_norms: give the kept layers q/k norms where the teacher has none (`norm_target.py`).
+    """
+    kept = set(range(teacher.num_layers)) - set(wiring.layers)
+    inserted = insert_norms and needs_norms(teacher.config, kept)
+    config = converted_config(with_norms(teacher.config, kept) if inserted else teacher.config, wiring)
     config.dtype = dtype
-    student = meta_model(MODEL_CLASSES[teacher.family.model_type], config, dtype)
+    student = meta_model(MODEL_CLASSES[family_of(config.model_type).model_type], config, dtype)
     tied = tied_names(student)
     specs = [
         TensorSpec(name, tuple(tensor.shape), torch.float32 if name.endswith(FLOAT32_NAMES) else dtype)
@@ -168,6 +182,7 @@ def _layer_plan(
     return LayerPlan(
         index=index,
         converted=converted,
+        normed=index in getattr(student.config, INSERTED, ()),
         window=sliding_window(config, index),
         **counts,
         dropped=sum(tensor.numel() for name, tensor in before.items() if name not in sources),

@@ -98,9 +98,7 @@ def _with_bias(layer: GatedDeltaNet, attention: Any, name: str, groups: int) -> 
 
 
 @torch.no_grad()
-def compare_outputs(
-    layer: GatedDeltaNet, inputs: Tensor, wanted: Tensor, kwargs: dict[str, Any]
-) -> tuple[float, float]:
+def compare_outputs(layer: nn.Module, inputs: Tensor, wanted: Tensor, kwargs: dict[str, Any]) -> tuple[float, float]:
     """Mean cosine and relative MSE of the layer's output to `wanted`, both for inputs [n, T, hidden]."""
     cosine = squared = norm = 0.0
     for x, y in zip(inputs.split(1), wanted.split(1), strict=True):

@@ -1,4 +1,5 @@
-"""What a distillation stage trains: mixers always in full; the rest by LoRA, in full, or not at all."""
+"""What a distillation stage trains: what is new (mixers, and q/k norms that the conversion inserted into kept layers)
+always in full; the rest by LoRA, in full, or not at all."""
 
 from __future__ import annotations
 
@@ -18,9 +19,18 @@ def train_mixers(student: nn.Module) -> None:
         mixer.float().requires_grad_(True)
 
 
+def inserted_norms(student: nn.Module) -> list[nn.Module]:
+    """The q/k norms of kept layers that the teacher does not have (`convert --for native`)."""
+    layers = decoder_layers(student)
+    attentions = [layers[index].self_attn for index in getattr(student.config, "inserted_qk_norms", ())]
+    return [norm for attention in attentions for norm in (attention.q_norm, attention.k_norm)]
+
+
 def train_for(student: nn.Module, stage: DistilBase, seed: int) -> None:
     """Set what requires gradients for a stage; trained weights become float32 (bf16 arithmetic comes by autocast)."""
     train_mixers(student)
+    for norm in inserted_norms(student):
+        norm.float().requires_grad_(True)
     if stage.train == "full":
         decoder_layers(student).float().requires_grad_(True)
         student.model.norm.float().requires_grad_(True)  # type: ignore[union-attr, operator]
@@ -36,8 +46,8 @@ def train_for(student: nn.Module, stage: DistilBase, seed: int) -> None:
                 r=stage.lora.rank, lora_alpha=stage.lora.alpha, lora_dropout=0.0, target_modules=targets
             )
             get_peft_model(student, config)  # puts the adapters into `student` itself
-        for mixer in mixers(student).values():
-            mixer.requires_grad_(True)
+        for new in (*mixers(student).values(), *inserted_norms(student)):
+            new.requires_grad_(True)
         for name, parameter in student.named_parameters():
             if "lora_" in name:
                 parameter.data = parameter.data.float()

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 from typer.testing import CliRunner
 
 from deltanet_convert import layer_step
@@ -19,10 +24,16 @@ from tiny_export import EVERY_OTHER, native_model, saved
 
 @pytest.mark.parametrize(
     ("model_type", "layers", "message"),
-    [("llama", "every:2", "kept layers"), ("gemma2", "all", "family"), ("llama", "all", "attention_bias")],
+    [
+        ("smollm3", "every:2", "kept layers"),
+        ("mistral", "every:2", "sliding window"),
+        ("qwen2", "keep:0,1", "interval"),
+        ("gemma2", "all", "family"),
+        ("llama", "every:2", "attention_bias"),
+    ],
 )
 def test_what_could_not_be_exported_is_refused(model_type: str, layers: str, message: str, tmp_path: Path) -> None:
-    teacher = teacher_folder(tmp_path / "teacher", model_type)  # the tiny Llama has biases
+    teacher = teacher_folder(tmp_path / "teacher", model_type)  # the tiny Llama has biases, the tiny Mistral a window
     with pytest.raises(UserError, match=f"--for native.*\n(.*\n)*.*{message}"):
         convert_command(str(teacher), tmp_path / "out", layers=layers, target="native")
     assert [path.name for path in tmp_path.iterdir()] == ["teacher"]
@@ -40,6 +51,61 @@ def test_converted_for_native_can_be_exported(tmp_path: Path, monkeypatch: pytes
     assert json.loads((tmp_path / "out" / "config.json").read_text())["deltanet"]["profile"] == "native"
     export_command(str(tmp_path / "out"), tmp_path / "export")
     assert json.loads((tmp_path / "export" / "config.json").read_text())["model_type"] == "qwen3_5_text"
+
+
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": False, "head_dim": 16},
+    "mistral": {"sliding_window": None},
+    "qwen2": {"tie_word_embeddings": True},
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model_type", HYBRIDS)
+def test_hybrids_without_norms_get_them(
+    model_type: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(layer_step, "initialise_layer", quick_start)
+    teacher = teacher_folder(tmp_path / "teacher", model_type, **HYBRIDS[model_type])
+    options: dict[str, Any] = {"text": text_file(tmp_path), "calibration_tokens": 256, "dtype": dtype}
+    convert_command(str(teacher), tmp_path / "out", layers="every:2", target="native", **options)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "close to the teacher's, not equal" in printed
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["model_type"] == "deltanet_qwen3"
+    assert config["inserted_qk_norms"] == [1, 3]
+    report = json.loads((tmp_path / "out" / "conversion.json").read_text())
+    assert report["teacher"]["model_type"] == model_type
+    assert [layer["index"] for layer in report["layers"]] == [0, 2]
+    assert [layer["index"] for layer in report["inserted_norms"]] == [1, 3]
+    for layer in report["inserted_norms"]:
+        assert layer["attention_kl"] > 0
+        assert layer["relative_mse"] > 0
+    assert "RMSNorm on q and k" in (tmp_path / "out" / "README.md").read_text()
+
+    export_command(str(tmp_path / "out"), tmp_path / "export")
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    theirs = Qwen3_5ForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32).eval()
+    ids = torch.randint(3, 65, (2, 40), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert (ours(ids).logits - theirs(ids).logits).abs().max() <= 1e-4
+        greedy: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+        assert torch.equal(ours.generate(ids, **greedy), theirs.generate(ids, **greedy))
+    convert_command(str(tmp_path / "export"), tmp_path / "back")
+    assert json.loads((tmp_path / "back" / "config.json").read_text()) == config
+    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "back"))
+    assert all(torch.equal(first[name], second[name]) for name in first.keys() | second.keys())
+
+
+def test_norms_are_inserted_for_native_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_step, "initialise_layer", quick_start)
+    teacher = teacher_folder(tmp_path / "teacher", "llama", **HYBRIDS["llama"])
+    options: dict[str, Any] = {"text": text_file(tmp_path), "calibration_tokens": 256, "layers": "every:2"}
+    convert_command(str(teacher), tmp_path / "out", profile="native", **options)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "deltanet_llama"
+    assert json.loads((tmp_path / "out" / "conversion.json").read_text())["inserted_norms"] == []
+    with pytest.raises(UserError, match="convert again with --for native, which inserts them"):
+        export_command(str(tmp_path / "out"), tmp_path / "export")
 
 
 def test_convert_takes_an_export_back(tmp_path: Path) -> None:

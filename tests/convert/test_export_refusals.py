@@ -74,7 +74,11 @@ def test_fully_converted_models_have_no_obstacle(model_type: str) -> None:
 
 def test_hybrids_before_conversion() -> None:
     assert native_obstacles(FAMILIES["qwen3"].config_class(**SIZES), EVERY_OTHER) == []
-    named = [o.name for o in native_obstacles(FAMILIES["mistral"].config_class(**SIZES), EVERY_OTHER)]
+    for model_type in ("llama", "mistral", "qwen2"):  # q/k norms will be inserted; Mistral's window is the longest text
+        assert native_obstacles(FAMILIES[model_type].config_class(**SIZES), EVERY_OTHER) == []
+    windowed = FAMILIES["mistral"].config_class(**{**SIZES, "sliding_window": 8})
+    assert [obstacle.name for obstacle in native_obstacles(windowed, EVERY_OTHER)] == ["sliding window"]
+    named = [o.name for o in native_obstacles(FAMILIES["smollm3"].config_class(**SIZES), EVERY_OTHER)]
     assert named == ["kept layers"]
 
 

@@ -15,6 +15,9 @@ from transformers import PreTrainedConfig
 from deltanet_hf.config import DeltaNetOptions
 from deltanet_hf.families import PREFIX
 
+from ..norm_target import WITHOUT_NORMS, needs_norms
+from ..plan import sliding_window
+
 FORMATS = ("transformers", "mlx", "gguf")
 BY_INTERVAL = ("mlx", "gguf")  # runtimes that derive the kept layers from `full_attention_interval`
 NATIVE_FAMILY = "qwen3_5_text"
@@ -64,13 +67,13 @@ def fixed_interval(kept: Iterable[int], num_layers: int) -> int | None:
 def export_obstacles(config: PreTrainedConfig) -> list[Obstacle]:
     """Everything that stands between a converted model and the export formats; empty when it can be exported."""
     options = DeltaNetOptions.from_dict(config.deltanet)
-    return [*_skeleton(config), *_wiring(config, options), *_kept(config, kept_layers(config, options))]
+    return [*_skeleton(config), *_wiring(config, options), *_kept(config, kept_layers(config, options), False)]
 
 
 def native_obstacles(teacher_config: PreTrainedConfig, layers: Iterable[int]) -> list[Obstacle]:
-    """The same for a teacher whose `layers` are to be converted in the native profile."""
-    options = DeltaNetOptions.native(layers)
-    return [*_skeleton(teacher_config), *_kept(teacher_config, kept_layers(teacher_config, options))]
+    """The same for a teacher whose `layers` are to be converted by `--for native`, which inserts missing q/k norms."""
+    kept = kept_layers(teacher_config, DeltaNetOptions.native(layers))
+    return [*_skeleton(teacher_config), *_kept(teacher_config, kept, needs_norms(teacher_config, kept))]
 
 
 def _skeleton(config: Any) -> list[Obstacle]:
@@ -115,24 +118,24 @@ def _wiring(config: Any, options: DeltaNetOptions) -> list[Obstacle]:
     return found
 
 
-def _kept(config: Any, kept: list[int]) -> list[Obstacle]:
+def _kept(config: Any, kept: list[int], normed: bool) -> list[Obstacle]:
+    """`normed`: q/k norms are going to be inserted into the kept layers."""
     family = family_name(config)
     if not kept or family not in SAME_SKELETON:
         return []
-    if family not in ("qwen3", NATIVE_FAMILY):
-        return [
-            Obstacle(
-                "kept layers",
-                f"layers {kept} keep {family}'s softmax attention, and the target's always has q/k norms",
-                "convert every layer (--layers all), or take a Qwen3 teacher",
-            )
-        ]
+    if family not in ("qwen3", NATIVE_FAMILY) and not normed:
+        remedy = "convert every layer (--layers all), or take a Qwen3 teacher"
+        if family in WITHOUT_NORMS:
+            remedy = f"{CONVERT_AGAIN}, which inserts them"
+        problem = f"layers {kept} keep {family}'s softmax attention, and the target's always has q/k norms"
+        return [Obstacle("kept layers", problem, remedy)]
     found = []
-    types = getattr(config, "layer_types", None) or []
-    sliding = [i for i in kept if i < len(types) and types[i] == "sliding_attention"]
+    longest = int(config.max_position_embeddings)
+    sliding = [i for i in kept if (sliding_window(config, i) or longest) < longest]
     if sliding:
         problem = f"kept layers {sliding} attend within a sliding window, the target's attend to everything"
-        found.append(Obstacle("sliding window", problem, "convert those layers too"))
+        remedy = "convert those layers too, or set sliding_window to null where no text is longer than it"
+        found.append(Obstacle("sliding window", problem, remedy))
     rope_type = (config.rope_parameters or {}).get("rope_type", "default")
     if rope_type != "default":
         problem = f"the kept layers' rotary embedding is of type {rope_type}, which was only tried as default"

@@ -1,0 +1,68 @@
+"""A hybrid whose kept layers got q/k norms at conversion: alignment leaves them, distillation always trains them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from deltanet_convert.norm_target import INSERTED, with_norms
+from deltanet_hf import DeltaNetOptions, converted_config
+from deltanet_hf.families import FAMILIES
+from deltanet_hf.modeling import MODEL_CLASSES
+from deltanet_recipes.adapters import inserted_norms, train_for
+from deltanet_recipes.config import load_recipe
+from deltanet_recipes.models import load_student
+from deltanet_recipes.pipeline import run
+from deltanet_recipes.schema import Distil
+from tests.recipes.tiny_run import ALIGN, DISTIL, SHAPE, make_workplace, recipe_tree, write_recipe
+
+NORMS = {f"model.layers.1.self_attn.{name}_norm.weight" for name in "qk"}
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The usual teacher, and a native student whose layer 1 has inserted norms."""
+    folder = make_workplace(tmp_path_factory.mktemp("models"))
+    torch.manual_seed(0)
+    config = with_norms(FAMILIES["llama"].config_class(**SHAPE), [1])
+    student = MODEL_CLASSES["qwen3"](converted_config(config, DeltaNetOptions.native((0, 2))))
+    student.load_state_dict(load_file(folder / "teacher" / "model.safetensors"), strict=False)
+    student.save_pretrained(folder / "student")
+    return folder
+
+
+def moved_by(workplace: Path, out: Path, stage: dict[str, object]) -> set[str]:
+    """Names of the weights that a run of one stage changed."""
+    out.mkdir()
+    run(load_recipe(write_recipe(out, recipe_tree(workplace, [stage], output=str(out / "run")))))
+    before, after = (load_file(f / "model.safetensors") for f in (workplace / "student", out / "run" / "final"))
+    assert json.loads((out / "run" / "final" / "config.json").read_text())[INSERTED] == [1]
+    return {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
+
+
+@pytest.mark.parametrize("train", ["lora", "full", "frozen"])
+def test_distillation_trains_inserted_norms(workplace: Path, tmp_path: Path, train: str) -> None:
+    moved = moved_by(workplace, tmp_path / "run", {**DISTIL, "tokens": 512, "train": train})
+    assert moved >= NORMS
+    assert ("model.layers.1.self_attn.q_proj.weight" in moved) == (train != "frozen")
+
+
+def test_alignment_leaves_them(workplace: Path, tmp_path: Path) -> None:
+    moved = moved_by(workplace, tmp_path / "run", {**ALIGN, "tokens": 512})
+    assert moved
+    assert not moved & NORMS
+
+
+def test_float32_norms_work_under_autocast(workplace: Path) -> None:
+    student = load_student(str(workplace / "student"), torch.bfloat16)
+    train_for(student, Distil(tokens=8192), seed=0)
+    norms = inserted_norms(student)
+    assert [norm.weight.dtype for norm in norms] == [torch.float32] * 2
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = student(torch.arange(4, 40)[None], labels=torch.arange(4, 40)[None]).loss
+    loss.backward()
+    assert all(norm.weight.grad is not None and norm.weight.grad.abs().sum() > 0 for norm in norms)
