@@ -17,10 +17,16 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """The validated recipe of a YAML file.
 
     Overrides are `dotted.key=value`; list elements are addressed by number or, for stages, by name or kind
-    (`stages.distil.tokens=1000000`); values are parsed as YAML. Relative paths in the file are relative to the
-    working directory. Raises UserError with one line per problem.
+    (`stages.distil.tokens=1000000`); values are parsed as YAML; `stages.align=null` leaves a stage out. Relative
+    paths in the file are relative to the working directory. Raises UserError with one line per problem.
     """
-    path = Path(path)
+    recipe = read_recipe(Path(path), overrides)
+    _check_files(Path(path), recipe)
+    return recipe
+
+
+def read_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """As `load_recipe`, without looking for the files that the recipe names."""
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -33,12 +39,12 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         raise UserError(f"{path}: a recipe is a mapping of keys, this is {type(tree).__name__}")
     for override in overrides:
         _apply(tree, override)
+    if isinstance(tree.get("stages"), list):
+        tree["stages"] = [stage for stage in tree["stages"] if stage is not None]
     try:
-        recipe = Recipe.model_validate(tree)
+        return Recipe.model_validate(tree)
     except ValidationError as error:
         raise UserError(_describe(path, error)) from None
-    _check_files(path, recipe)
-    return recipe
 
 
 def _apply(tree: dict[str, Any], override: str) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import gzip
 import json
 import math
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +22,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 import deltanet_hf  # noqa: F401  (registers the converted families)
-from deltanet_hf.evaluation.window import restricted_as_saved
+from deltanet_hf.evaluation.window import restrict_to_window, restricted_as_saved
 from deltanet_recipes.losses import kl_divergence
 from deltanet_recipes.models import place
 
@@ -121,18 +122,25 @@ def _perplexity(losses: torch.Tensor) -> dict[str, float]:
     return {"value": value, "stderr": value * loss["stderr"]}
 
 
-def load_for_measure(folder: str, device: torch.device) -> nn.Module:
-    """A model in bfloat16 (float32 on CPU), teacher or student; a trained window baseline under its window."""
+def load_for_measure(folder: str, device: torch.device, window: bool = False) -> nn.Module:
+    """A model in bfloat16 (float32 on CPU), teacher or student; a trained window baseline under its window.
+
+    window: restrict a softmax model that was not trained for it.
+    """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
-    return place(restricted_as_saved(model), device).eval()
+    return place(restrict_to_window(model) if window else restricted_as_saved(model), device).eval()
 
 
-def append_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Add rows to a results file; rows of the same run are replaced."""
+def append_rows(path: Path, rows: list[dict[str, Any]], order: Sequence[str] = ()) -> None:
+    """Add rows to a results file; rows of the same run are replaced. Runs named in `order` come last, in that order."""
     old = json.loads(path.read_text()) if path.is_file() else []
     names = {row["run"] for row in rows}
-    path.write_text(json.dumps([row for row in old if row["run"] not in names] + rows, indent=1) + "\n")
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    rows = [row for row in old if row["run"] not in names] + rows
+    rows.sort(key=lambda row: order.index(row["run"]) if row["run"] in order else -1)
+    partial.write_text(json.dumps(rows, indent=1) + "\n")
+    partial.replace(path)
 
 
 def main(
@@ -141,6 +149,9 @@ def main(
     teacher: Annotated[str, typer.Option(help="Folder of the teacher.")],
     model: Annotated[list[str], typer.Option(help="NAME=FOLDER of a model to measure; repeatable.")],
     windows: Annotated[int | None, typer.Option(help="Score at most this many windows of each text.")] = None,
+    window: Annotated[
+        bool, typer.Option("--window", help="Restrict the models to 64 tokens + 4 sinks, without training.")
+    ] = False,
 ) -> None:
     """Measure models and add one row for each to a results file."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -148,9 +159,22 @@ def main(
     show: Callable[[str], None] = typer.echo
     for entry in model:
         name, _, folder = entry.partition("=")
-        figures = measure(load_for_measure(folder, device))
-        append_rows(out, [{"run": name, **run_facts(Path(folder)), "metrics": figures}])
+        figures = measure(load_for_measure(folder, device, window))
+        facts = {**conversion_facts(Path(folder)), **run_facts(Path(folder))}
+        append_rows(out, [{"run": name, "tokens": 0, **facts, "metrics": figures}])
         show(f"{name}: " + "  ".join(f"{key} {figure['value']:.4g}" for key, figure in figures.items()))
+
+
+def conversion_facts(folder: Path) -> dict[str, Any]:
+    """How a model was converted and what its start was worth; empty for one that was not."""
+    path = folder / "conversion.json"
+    report = json.loads(path.read_text()) if path.is_file() else {}
+    if "options" not in report:
+        return {}
+    options = {key: report["options"].get(key) for key in ("profile", "set", "fit_memory", "layers")}
+    start = {key: report["held_out"][key] for key in ("perplexity", "kl")}
+    start["relative_mse"] = float(np.mean([layer["relative_mse"] for layer in report["layers"]]))
+    return {"conversion": options, "start": start}
 
 
 def run_facts(folder: Path) -> dict[str, Any]:
@@ -168,13 +192,25 @@ def run_facts(folder: Path) -> dict[str, Any]:
         for stage in last
     }
     return {
-        "recipe": {key: settings[key] for key in ("stages", "data", "seed")},
+        "recipe": {
+            "stages": settings["stages"],
+            "data": _without_folders(settings["data"]),
+            "seed": settings["seed"],
+            "baseline": settings.get("baseline"),
+        },
         "tokens": tokens,
         "seed": settings["seed"],
         "seconds": seconds,
         "tokens_per_second": speeds,
         "held_out": {stage: {k: v for k, v in row.items() if k.startswith("held_out.")} for stage, row in last.items()},
     }
+
+
+def _without_folders(data: dict[str, Any]) -> dict[str, Any]:
+    """The data settings with names of files alone: where they lay says nothing to a reader."""
+    sources = [{**source, "path": source["path"] and Path(source["path"]).name} for source in data["sources"]]
+    names = [Path(name).name for name in data["decontaminate"]]
+    return {**{key: value for key, value in data.items() if key != "cache"}, "sources": sources, "decontaminate": names}
 
 
 if __name__ == "__main__":

@@ -26,6 +26,9 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         "|---|---|---|" + "---|" * len(COLUMNS),
     ]
     for row in rows:
+        if "error" in row:
+            lines.append(f"| {row['run']} | failed: {row['error']} |" + " |" * (1 + len(COLUMNS)))
+            continue
         cells = [row["run"], f"{row['tokens']:,}", f"{row['seconds']:.0f}" if row.get("seconds") else "-"]
         for key in COLUMNS.values():
             value, stderr = row["metrics"][key]["value"], row["metrics"][key]["stderr"]

@@ -1,0 +1,226 @@
+"""A study on tiny models: rows for finished and failed runs, finished ones skipped, only what is kept left behind."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from deltanet_hf.errors import UserError
+from deltanet_recipes.results_table import markdown
+from deltanet_recipes.study import StudyRun
+from deltanet_recipes.study_config import load_study
+from tests.recipes.tiny_run import ALIGN, DISTIL, WORDS, make_workplace, recipe_tree, write_recipe
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Teacher, text, a recipe, and evaluation arrays of one window each."""
+    folder = make_workplace(tmp_path_factory.mktemp("study"))
+    short = {"tokens": 256}
+    write_recipe(folder, recipe_tree(folder, [{**ALIGN, **short}, {**DISTIL, **short}]))
+    (folder / "calibration.txt").write_text(" ".join(f"w{i * i % WORDS}" for i in range(400)))
+    arrays = folder / "arrays"
+    arrays.mkdir()
+    ids = np.random.default_rng(0).integers(4, 4 + WORDS, 1100).astype(np.uint16)
+    for name in ("wt2", "heldwiki", "anarchism"):
+        np.save(arrays / f"{name}.npy", ids)
+    with gzip.open(arrays / "lastword.json.gz", "wt") as file:
+        json.dump({"seen": [[[5, 6], [7]]], "any": [[[8], [9]]]}, file)
+    return folder
+
+
+def write_study(workplace: Path, folder: Path, runs: list[dict[str, Any]]) -> Path:
+    tree = {
+        "variables": {"home": None, "out": str(folder)},
+        "teacher": "${home}/teacher",
+        "arrays": "${home}/arrays",
+        "output": "${out}/runs",
+        "results": "${out}/results.json",
+        "convert": {"text": "${home}/calibration.txt", "calibration_tokens": 64},
+        "set": {"log.every": 1},
+        "runs": runs,
+    }
+    path = folder / "study.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def command(workplace: Path, study: Path, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", "deltanet_recipes.study", str(study), f"home={workplace}", *arguments]
+
+
+def call(workplace: Path, study: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths())), "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(command(workplace, study, *arguments), env=environment, capture_output=True, text=True)
+
+
+def paths() -> list[Path]:
+    return [ROOT, ROOT / "kernels", ROOT / "convert", ROOT / "recipes"]
+
+
+def rows_of(folder: Path) -> dict[str, dict[str, Any]]:
+    return {row["run"]: row for row in json.loads((folder / "results.json").read_text())}
+
+
+@pytest.mark.slow
+def test_a_study_trains_measures_records_failures_and_resumes(workplace: Path, tmp_path: Path) -> None:
+    recipe = str(workplace / "recipe.yaml")
+    runs: list[dict[str, Any]] = [
+        {"name": "no-rope", "recipe": recipe, "convert": {"set": {"rope": False}}, "set": {"seed": 1}},
+        {
+            "name": "diverging",
+            "recipe": recipe,
+            "set": {"stages.align.optimizer.mixer_lr": 1e6, "log.diverged_factor": 1.01},
+        },
+        {"name": "kept", "recipe": recipe, "set": {"stages.align": None, "stages.distil.train": "full"}, "keep": True},
+        {"name": "window", "untrained": "window"},
+    ]  # fmt: skip
+    study = write_study(workplace, tmp_path, runs)
+    done = call(workplace, study)
+    assert done.returncode == 1, done.stderr
+    rows = rows_of(tmp_path)
+    assert list(rows) == ["no-rope", "diverging", "kept", "window"]
+    assert "diverged" in rows["diverging"]["error"]
+    assert rows["no-rope"]["conversion"] == {
+        "profile": "teacher", "set": {"rope": False}, "fit_memory": True, "layers": "all",
+    }  # fmt: skip
+    assert rows["kept"]["conversion"]["set"] == {}
+    assert (rows["no-rope"]["seed"], rows["kept"]["seed"]) == (1, 0)
+    assert (rows["no-rope"]["tokens"], rows["kept"]["tokens"], rows["window"]["tokens"]) == (512, 256, 0)
+    for name in ("no-rope", "kept", "window"):
+        assert rows[name]["metrics"]["heldwiki.kl"]["value"] > 0
+    assert rows["kept"]["recipe"]["data"]["sources"][0]["path"] == "text.jsonl"
+    assert "failed: " in markdown(list(rows.values()))
+    assert (tmp_path / "runs" / "kept" / "final" / "config.json").is_file()
+    assert not (tmp_path / "runs" / "no-rope" / "final").exists()
+    assert (tmp_path / "runs" / "no-rope" / "log.jsonl").is_file()
+    assert len([f for f in (tmp_path / "runs" / "conversions").iterdir() if (f / "config.json").is_file()]) == 2
+    assert "diverged" in (tmp_path / "runs" / "logs" / "diverging.log").read_text()
+
+    stamps = {name: (tmp_path / "runs" / name / "row.json").stat().st_mtime_ns for name in ("no-rope", "kept")}
+    (tmp_path / "results.json").unlink()
+    runs[1]["set"] = {}  # repaired
+    again = call(workplace, write_study(workplace, tmp_path, runs))
+    assert again.returncode == 1  # its folder holds a run with the other rate
+    assert "another recipe" in rows_of(tmp_path)["diverging"]["error"]
+    assert list(rows_of(tmp_path)) == ["no-rope", "diverging", "kept", "window"]
+    for name, stamp in stamps.items():
+        assert (tmp_path / "runs" / name / "row.json").stat().st_mtime_ns == stamp
+    renamed = call(workplace, write_study(workplace, tmp_path, [{**runs[0], "set": {"seed": 2}}]))
+    assert renamed.returncode == 2
+    assert "with other settings" in renamed.stderr
+
+
+@pytest.mark.slow
+def test_a_study_that_is_ended_leaves_no_process_and_continues(workplace: Path, tmp_path: Path) -> None:
+    recipe = str(workplace / "recipe.yaml")
+    run = {"name": "one", "recipe": recipe, "set": {"stages.distil.tokens": 128 * 400}}
+    study = write_study(workplace, tmp_path, [run])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths())), "CUDA_VISIBLE_DEVICES": ""}
+    process = subprocess.Popen(command(workplace, study), env=environment)
+    log = tmp_path / "runs" / "one" / "log.jsonl"
+    while not (log.is_file() and '"distil", "step": 4,' in log.read_text()):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 130
+    lines = log.read_text()
+    time.sleep(1.0)
+    assert log.read_text() == lines
+    assert not (tmp_path / "results.json").exists()
+    short = call(workplace, study)
+    assert short.returncode == 0, short.stderr
+    assert "continues after step" in (tmp_path / "runs" / "logs" / "one.log").read_text()
+    assert rows_of(tmp_path)["one"]["metrics"]
+
+
+def test_long_runs_come_first_and_one_conversion_serves_many(workplace: Path, tmp_path: Path) -> None:
+    recipe = str(workplace / "recipe.yaml")
+    runs = [
+        {"name": "a", "recipe": recipe},
+        {"name": "b", "recipe": recipe, "set": {"stages.distil.tokens": 10240}},
+        {"name": "c", "recipe": recipe, "convert": {"profile": "native"}},
+        {"name": "start", "untrained": "start"},
+        {"name": "teacher", "untrained": "teacher"},
+    ]
+    study = load_study(write_study(workplace, tmp_path, runs), [f"home={workplace}"])
+    work = StudyRun(study, list(study.runs), [None])
+    assert [run.name for run in work.waiting] == ["b", "a", "c", "start", "teacher"]
+    assert len(work.conversions) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"recipe": "missing.yaml"}, "run bad: missing.yaml: no such recipe"),
+        ({"set": {"stages.distil.trane": "full"}}, "unknown key"),
+        ({"convert": {"layer": "all"}}, "runs.1.convert.layer"),
+        ({"untrained": "start"}, "exactly one of recipe and untrained"),
+        ({"name": "good"}, "two runs are called 'good'"),
+        ({"name": "a/b"}, "names a folder"),
+        ({"set": {"seed": "${seed}"}}, "${seed} is not among"),
+    ],
+)
+def test_a_wrong_study_is_one_clear_error(workplace: Path, tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    good = {"name": "good", "recipe": str(workplace / "recipe.yaml")}
+    study = write_study(workplace, tmp_path, [good, {**good, "name": "bad", **change}])
+    with pytest.raises(UserError) as caught:
+        load_study(study, [f"home={workplace}"])
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(("given", "words"), [((), "home=..."), (("house=x",), "house=x: expected NAME=VALUE")])
+def test_variables_are_asked_for(workplace: Path, tmp_path: Path, given: tuple[str, ...], words: str) -> None:
+    study = write_study(workplace, tmp_path, [{"name": "teacher", "untrained": "teacher"}])
+    with pytest.raises(UserError) as caught:
+        load_study(study, given)
+    assert words in str(caught.value)
+
+
+def test_work_goes_to_the_device_with_the_least(workplace: Path, tmp_path: Path) -> None:
+    recipe = str(workplace / "recipe.yaml")
+    runs = [{"name": f"r{i}", "recipe": recipe, "set": {"baseline": "window", "data.isolate_documents": False,
+             "stages.align": None, "stages.distil.tokens": 128 * (9 - i)}} for i in range(4)]  # fmt: skip
+    study = load_study(write_study(workplace, tmp_path, runs), [f"home={workplace}"])
+    work = StudyRun(study, list(study.runs), ["0", "1", "0", "1"])
+    first = work._next("0")
+    assert first is not None
+    assert first.name == "r0"
+    taken: list[str | None] = []
+
+    def ask_on_the_busy_device() -> None:
+        run = work._next("0")
+        taken.append(run and run.name)
+
+    thread = threading.Thread(target=ask_on_the_busy_device)
+    thread.start()
+    time.sleep(0.1)
+    assert taken == []  # GPU 1 has nothing to do yet
+    assert [work._next("1").name, work._next("1").name] == ["r1", "r2"]  # type: ignore[union-attr]
+    thread.join(5)
+    assert taken == ["r3"]
+
+
+def test_the_study_of_smollm2_is_valid(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    study = load_study(Path("recipes/smollm2-135m-study.yaml"), ["teacher=t", "arrays=a"])
+    tokens = {run.name: study.tokens(run) for run in study.runs}
+    assert {round(count / 1e6, 1) for count in tokens.values()} == {0.0, 9.9, 100.3}
+    for run in study.runs:
+        if run.recipe is not None:
+            sources = study.recipe(run, "student")[1].data.sources
+            assert sources[0].path in ("a/train.npy.xz", "mixture/wiki.npy.xz")
