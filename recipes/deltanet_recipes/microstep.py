@@ -97,7 +97,8 @@ class MicroStep:
         for p, grad in zip(self.parameters, before, strict=True):
             p.grad = grad
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+        # NCCL's watchdog thread asks for events meanwhile, which the default mode forbids in every thread.
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             self._result = self._eager(static)
 
 

@@ -34,10 +34,10 @@ class Runtime:
         self.bf16 = engine.precision == "bf16" or (engine.precision == "auto" and cuda)
         self.compute_dtype = torch.bfloat16 if self.bf16 else torch.float32
         self.compile = cuda if engine.compile is None else engine.compile
-        alone = cuda and self.world == 1
-        self.cuda_graphs = (alone and self.compile) if engine.cuda_graphs is None else engine.cuda_graphs
-        if self.cuda_graphs and not alone:
-            raise UserError("engine.cuda_graphs: works on one GPU only; leave the key out")
+        whole = cuda and engine.sharding == "none"
+        self.cuda_graphs = (whole and self.compile) if engine.cuda_graphs is None else engine.cuda_graphs
+        if self.cuda_graphs and not whole:
+            raise UserError("engine.cuda_graphs: works on GPUs with sharding none only; leave the key out")
         if cuda:
             torch.set_float32_matmul_precision("high")
 
@@ -79,8 +79,10 @@ class Runtime:
         grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
         flat = torch.cat([grad.flatten() for grad in grads])
         dist.all_reduce(flat)
-        for p, piece in zip(parameters, flat.split([grad.numel() for grad in grads]), strict=True):
-            p.grad = piece.view_as(p)
+        pieces = [piece.view_as(p) for p, piece in zip(parameters, flat.split([g.numel() for g in grads]), strict=True)]
+        torch._foreach_copy_(grads, pieces)  # in place: a CUDA graph writes to these very tensors
+        for p, grad in zip(parameters, grads, strict=True):
+            p.grad = grad
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """The values summed over processes."""

@@ -221,7 +221,7 @@ class Engine(Strict):
     )
     compile: bool | None = Field(None, description="torch.compile of the decoder layers; default: on GPU")
     cuda_graphs: bool | None = Field(
-        None, description="replay each micro-batch as one CUDA graph; default: on one GPU, with compile"
+        None, description="replay each micro-batch as one CUDA graph; default: on GPUs with compile and sharding none"
     )
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
     sharding: Literal["none", "fsdp2"] = Field(
