@@ -22,6 +22,7 @@ from deltanet_recipes.schema import (
     Source,
     StageBase,
 )
+from deltanet_recipes.study_config import Conversion, Run, Study
 
 SECTIONS: dict[str, tuple[type[BaseModel], type[BaseModel] | None]] = {
     "the recipe": (Recipe, None),
@@ -36,6 +37,9 @@ SECTIONS: dict[str, tuple[type[BaseModel], type[BaseModel] | None]] = {
     "kind: repair (as distil, other defaults)": (Repair, DistilBase),
     "engine": (Engine, None),
     "log": (Log, None),
+    "a study": (Study, None),
+    "runs (of a study)": (Run, None),
+    "convert (of a run)": (Conversion, None),
 }
 
 
@@ -62,7 +66,7 @@ def _default(field: Any) -> str:
     if field.is_required():
         return "required"
     value = field.get_default(call_default_factory=True)
-    if value is PydanticUndefined or value is None or value == ():
+    if value is PydanticUndefined or value is None or value in ((), {}):
         return "-"
     if isinstance(value, BaseModel):
         changed = ", ".join(f"{key}: {number}" for key, number in value.model_dump(exclude_defaults=True).items())

@@ -165,7 +165,8 @@ class StudyRun:
 
     def _call(self, module: str, arguments: list[str], log: Path, device: str | None, threads: int) -> None:
         """Run `python -m MODULE ...`, its words appended to `log`. Raises Failed unless it ends well."""
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": os.pathsep.join(sys.path)}
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        environment |= dict.fromkeys(("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"), str(threads))
         if device is not None:
             environment["CUDA_VISIBLE_DEVICES"] = device
         with open(log, "ab") as stream:

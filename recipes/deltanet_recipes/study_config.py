@@ -52,7 +52,7 @@ class Run(Strict):
         None, description="instead of a recipe, measure the teacher, it under 64 tokens + 4 sinks, or the conversion"
     )
     set: dict[str, Any] = Field({}, description="overrides of the recipe, `stages.distil.train: lora`")
-    convert: Conversion = Field(default_factory=Conversion)
+    convert: Conversion = Field(default_factory=Conversion, description="options of the conversion, see below")
     keep: bool = Field(False, description="keep the trained model; else only its log and figures stay")
 
     @field_validator("name")
@@ -76,7 +76,7 @@ class Study(Strict):
     arrays: str = Field(..., description="folder of the evaluation's token arrays (deltanet_recipes.measure)")
     output: str = Field(..., description="folder of runs, conversions and logs")
     results: str = Field(..., description="JSON file that the rows are added to")
-    runs: tuple[Run, ...] = Field(..., min_length=1, description="the runs")
+    runs: tuple[Run, ...] = Field(..., min_length=1, description="the rows of the results, see below")
 
     @field_validator("runs")
     @classmethod
