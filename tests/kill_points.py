@@ -1,9 +1,9 @@
-"""Kills conversions with SIGKILL at many points and resumes them; prints what was found as JSON.
+"""Kills conversions and exports with SIGKILL at many points and resumes them; prints what was found as JSON.
 
-    python kill_points.py fresh|overwrite|twice FOLDER POINTS
+    python kill_points.py convert|export|gguf fresh|overwrite|twice FOLDER POINTS
 
 A child process dies before or after its n-th call that changes the disk, for POINTS values of n spread over the whole
-conversion and every one of its last calls (publishing). Run as a script: it forks, which needs a process of its own.
+work and every one of its last calls (publishing). Run as a script: it forks, which needs a process of its own.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,15 +23,85 @@ from typing import Any
 import torch
 
 from deltanet_convert import layer_step, output
+from deltanet_convert.export import gguf
+from deltanet_convert.export.stream_export import write_export
 from deltanet_hf.errors import UserError
 from tiny_conversion import quick_start, teacher_folder, tiny_conversion
+from tiny_export import native_model, planned, saved
 
 CHANGES = ("fsync", "replace", "pwrite", "truncate", "unlink", "rmdir", "mkdir", "posix_fallocate")
 LAST = 10  # calls that are all tried: the publishing and the tidying up
 
 
-def digest(folder: Path) -> dict[str, str]:
-    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(folder.iterdir())}
+@dataclass(frozen=True)
+class Work:
+    """What is killed. `run(resume=..., overwrite=...)` makes `out`, `run_other` a complete output that is different."""
+
+    out: Path
+    run: Callable[..., None]
+    run_other: Callable[[], None]
+
+
+def conversion(folder: Path) -> Work:
+    layer_step.initialise_layer = quick_start
+    output.layer_error_plot = lambda layers, path: path.write_bytes(json.dumps(layers).encode())
+    teacher = teacher_folder(folder / "teacher", "qwen2", num_hidden_layers=2)
+    out = folder / "out"
+    run = partial(tiny_conversion, teacher, out, seed=1, shard_size=40_000)
+    return Work(out, run, partial(tiny_conversion, teacher, out, seed=2))
+
+
+def export(folder: Path) -> Work:
+    source = saved(native_model("qwen3", (0,), num_hidden_layers=2), folder / "model")
+    out = folder / "out"
+    write = partial(write_export, out=out, style="transformers", progress=lambda done, total: None)
+
+    def run(resume: bool = False, overwrite: bool = False) -> None:
+        write(planned(source, shard_size=30_000), resume=resume, overwrite=overwrite)
+
+    return Work(out, run, lambda: write(planned(source), resume=False, overwrite=False))
+
+
+def gguf_export(folder: Path) -> Work:
+    """With a converter that takes the digests of the exported folder: a GGUF file depends on all of it."""
+    source = saved(native_model("qwen3", (0,), num_hidden_layers=2), folder / "model")
+    tools, out = folder / "tools", folder / "out.gguf"
+    tools.mkdir()
+    (tools / gguf.SCRIPT).write_text(
+        "import hashlib, pathlib, sys\n"
+        "files = sorted(pathlib.Path(sys.argv[1]).iterdir())\n"
+        "lines = [f.name + hashlib.sha256(f.read_bytes()).hexdigest() for f in files] + sys.argv[5:6]\n"
+        "pathlib.Path(sys.argv[3]).write_text('\\n'.join(lines))\n"
+    )
+    os.environ["PATH"] = f"{tools}{os.pathsep}{os.environ['PATH']}"
+    write = partial(gguf.write_gguf, out=out, progress=lambda done, total: None)
+
+    def run(resume: bool = False, overwrite: bool = False) -> None:
+        write(planned(source, shard_size=30_000), outtype="float16", resume=resume, overwrite=overwrite)
+
+    return Work(out, run, lambda: write(planned(source), outtype="q8_0", resume=False, overwrite=False))
+
+
+WORKS = {"convert": conversion, "export": export, "gguf": gguf_export}
+
+
+def digest(out: Path) -> dict[str, str]:
+    files = sorted(out.iterdir()) if out.is_dir() else [out]
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+def remove(out: Path) -> None:
+    if out.is_dir():
+        shutil.rmtree(out)
+    else:
+        out.unlink(missing_ok=True)
+
+
+def copy(source: Path, out: Path) -> None:
+    if source.is_dir():
+        shutil.copytree(source, out)
+    else:
+        shutil.copyfile(source, out)
 
 
 def instrument(at_call: Callable[[int], bool], *, after: bool) -> list[int]:
@@ -71,21 +142,15 @@ def in_child(work: Callable[[], None]) -> int:
     return os.waitpid(child, 0)[1]
 
 
-def main(mode: str, folder: Path, points: int) -> None:
+def main(what: str, mode: str, folder: Path, points: int) -> None:
     torch.set_num_threads(1)
-    layer_step.initialise_layer = quick_start
-    output.layer_error_plot = lambda layers, path: path.write_bytes(json.dumps(layers).encode())
-    teacher = teacher_folder(folder / "teacher", "qwen2", num_hidden_layers=2)
-    out, seeds = folder / "out", {"seed": 1, "shard_size": 40_000}
-
-    def run(**options: Any) -> None:
-        tiny_conversion(teacher, out, **seeds, **options)
-
-    tiny_conversion(teacher, out, seed=2)  # imports everything, before any fork
+    work = WORKS[what](folder)
+    out, run = work.out, work.run
+    work.run_other()  # imports everything, before any fork
     old = digest(out)
     shutil.move(out, folder / "old")
     if mode == "overwrite":
-        shutil.copytree(folder / "old", out)
+        copy(folder / "old", out)
     again: dict[str, Any] = {"overwrite": True} if mode == "overwrite" else {}
 
     def counted() -> None:
@@ -95,14 +160,14 @@ def main(mode: str, folder: Path, points: int) -> None:
 
     assert in_child(counted) == 0
     total, wanted = int((folder / "calls").read_text()), digest(out)
-    shutil.rmtree(out)
+    remove(out)
     spread = {1 + i * (total - 1) // (points - 1) for i in range(points)}
     chosen = sorted(spread if mode == "twice" else spread | set(range(total - LAST, total + 1)))
     found = []
     for n in chosen:
-        shutil.rmtree(out, ignore_errors=True)
+        remove(out)
         if mode == "overwrite":
-            shutil.copytree(folder / "old", out)
+            copy(folder / "old", out)
 
         def killed(n: int = n, **options: Any) -> None:
             instrument(lambda call: call == n, after=n % 2 == 0)
@@ -124,4 +189,4 @@ def main(mode: str, folder: Path, points: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]))

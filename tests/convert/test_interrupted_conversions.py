@@ -39,7 +39,7 @@ def digest(folder: Path) -> dict[str, str]:
 def test_killed_conversions_resume_to_the_same_bytes(tmp_path: Path, mode: str, points: int, visible: set[str]) -> None:
     paths = os.pathsep.join(str(ROOT / part) for part in (".", "kernels", "convert", "recipes", "tests"))
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    command = [sys.executable, str(TESTS / "kill_points.py"), mode, str(tmp_path), str(points)]
+    command = [sys.executable, str(TESTS / "kill_points.py"), "convert", mode, str(tmp_path), str(points)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)

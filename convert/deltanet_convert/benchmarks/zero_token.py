@@ -1,10 +1,12 @@
 """How good a converted model is before any training.
 
     python -m deltanet_convert.benchmarks.zero_token MODEL_DIR --eval wikitext2-test.txt [--text wikipedia.jsonl]
+        [--layers every:6]
 
-Converts MODEL_DIR with every layer, once per profile, and prints the mean over the layers of the relative squared error
-of the attention output (teacher-forced, on the held-out part of the calibration text) and the perplexity on the
-evaluation text, in windows of 1024 tokens without overlap, beside the teacher's.
+Converts MODEL_DIR once per profile, and a hybrid of a family without q/k norms also with norms inserted into its kept
+layers (`--for native`). Prints the mean over the converted layers of the relative squared error of the attention output
+(teacher-forced, on the held-out part of the calibration text), and on the evaluation text, in windows of 1024 tokens
+without overlap, the perplexity beside the teacher's and the KL divergence from the teacher.
 """
 
 import math
@@ -24,7 +26,8 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from deltanet_convert.convert import convert, prepare
-from deltanet_convert.options import ConvertOptions
+from deltanet_convert.norm_target import needs_norms
+from deltanet_convert.options import ConvertOptions, kept_layers
 from deltanet_convert.text import read_text
 
 WINDOW = 1024
@@ -45,13 +48,14 @@ def eval_windows(file: Path, model_folder: Path, limit: int) -> Tensor:
 
 
 @torch.inference_mode()
-def perplexity(model: Any, windows: Tensor, name: str) -> float:
-    """exp of the mean loss over every token but the first of each window."""
-    losses = [
-        float(F.cross_entropy(model(row[None], use_cache=False).logits[0, :-1].float(), row[1:]))
-        for row in track(windows, f"perplexity, {name}", transient=True)
-    ]
-    return math.exp(sum(losses) / len(losses))
+def measure(model: Any, teacher: Any, windows: Tensor, name: str) -> tuple[float, float]:
+    """exp of the mean loss over every token but the first of each window, and KL(teacher || model), nats a token."""
+    loss = kl = 0.0
+    for row in track(windows, f"perplexity, {name}", transient=True):
+        got, want = (m(row[None], use_cache=False).logits[0, :-1].float().log_softmax(-1) for m in (model, teacher))
+        loss += float(F.nll_loss(got, row[1:]))
+        kl += float(F.kl_div(got, want, log_target=True, reduction="batchmean"))
+    return math.exp(loss / len(windows)), kl / len(windows)
 
 
 def main(
@@ -60,24 +64,34 @@ def main(
     text: Annotated[Path | None, typer.Option(help="Calibration text; without it, the text shipped.")] = None,
     calibration_tokens: Annotated[int, typer.Option(help="Tokens to fit on.")] = 8192,
     windows: Annotated[int, typer.Option(help="Windows of 1024 tokens to score, at most.")] = 64,
+    layers: Annotated[str, typer.Option(help="As in `deltanet-hf convert`.")] = "all",
 ) -> None:
     """Convert without training, per profile, and measure."""
     ids = eval_windows(eval_file, model, windows)
-    table = Table("start", "relative MSE", "perplexity", "conversion, s", title=f"{model.name}, {len(ids)} windows")
+    title = f"{model.name}, --layers {layers}, {len(ids)} windows"
+    table = Table("start", "relative MSE", "perplexity", "KL to the teacher", "conversion, s", title=title)
     teacher = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    table.add_row("softmax teacher", "-", f"{perplexity(teacher, ids, 'teacher'):.2f}", "-")
-    del teacher
-    for profile in ("teacher", "native"):
+    table.add_row("softmax teacher", "-", f"{measure(teacher, teacher, ids, 'teacher')[0]:.2f}", "0", "-")
+    kept = kept_layers(layers, teacher.config.num_hidden_layers)
+    starts = [("teacher", False), ("native", False), *([("native", True)] * needs_norms(teacher.config, kept))]
+    for profile, insert_norms in starts:
+        name = profile + ", q/k norms inserted" * insert_norms
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "converted"
-            options = ConvertOptions(profile=profile, text=text, calibration_tokens=calibration_tokens)
+            options = ConvertOptions(
+                layers=layers,
+                profile=profile,
+                insert_norms=insert_norms,
+                text=text,
+                calibration_tokens=calibration_tokens,
+            )
             begin = time.perf_counter()
             report = convert(prepare(str(model), out, options), lambda *_: None)
             seconds = time.perf_counter() - begin
             student = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
-            found = perplexity(student, ids, profile)
+            found, kl = measure(student, teacher, ids, name)
         errors = [layer["relative_mse"] for layer in report["layers"]]
-        table.add_row(profile, f"{sum(errors) / len(errors):.3f}", f"{found:.1f}", f"{seconds:.0f}")
+        table.add_row(name, f"{sum(errors) / len(errors):.3f}", f"{found:.1f}", f"{kl:.3f}", f"{seconds:.0f}")
     Console().print(table)
 
 

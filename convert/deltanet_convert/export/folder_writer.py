@@ -28,6 +28,7 @@ def write_folder(
     resume: bool,
     overwrite: bool,
     progress: Progress,
+    finished: Callable[[], bool] = lambda: False,
 ) -> None:
     """Writes the tensors of `steps` into OUT's shards, then everything else by `complete(folder)`, then publishes.
 
@@ -35,8 +36,13 @@ def write_folder(
         request: JSON value of everything that the result depends on.
         layout: every tensor of the output; the steps must write each of them.
         steps: name and tensors of each unit of work, what a resumed run repeats at most.
+        finished: whether an OUT that is there holds just this result: then there is nothing to resume.
     """
     workspace = Workspace(out)
+    if resume and not workspace.journal.exists() and finished():
+        if workspace.folder.exists():  # killed by the last stroke of tidying up
+            workspace.discard()
+        return
     request = json.loads(json.dumps(request))
     with workspace.opened(request, resume=resume, overwrite=overwrite):
         if READY not in workspace.steps:

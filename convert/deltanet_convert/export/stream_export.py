@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 
+from ..checkpoint import read_json
 from ..files import write_atomically, writing
 from ..output import versions
 from ..teacher import meta_model
@@ -27,6 +28,7 @@ from .rewrite import FLOAT32_SUFFIXES, Heads, Named
 from .target import head_size, needs_idle_layer, target_config
 
 RECORD = "export.json"
+MLX_MODEL_TYPE = "qwen3_5"
 
 
 @dataclass(frozen=True)
@@ -185,11 +187,31 @@ def write_export(plan: ExportPlan, out: Path, style: str, *, resume: bool, overw
         resume=resume,
         overwrite=overwrite,
         progress=progress,
+        finished=partial(_finished, plan, out, style),
     )
+
+
+def _finished(plan: ExportPlan, out: Path, style: str) -> bool:
+    """Whether OUT is this export already: the same record and shards, and written after the model's weights."""
+    shards = {out / shard.file_name: shard.size for shard in plan.layout.shards}
+    there = set(out.glob("*.safetensors"))
+    if there != set(shards) or not (out / RECORD).exists() or read_json(out / RECORD) != _as_json(plan.record):
+        return False
+    written = min(file.stat().st_mtime_ns for file in there)
+    mlx = read_json(out / "config.json").get("model_type") == MLX_MODEL_TYPE
+    return (
+        mlx == (style == "mlx")
+        and all(file.stat().st_size == size for file, size in shards.items())
+        and all(file.stat().st_mtime_ns < written for file in plan.model.checkpoint.files())
+    )
+
+
+def _as_json(value: Any) -> Any:
+    return json.loads(json.dumps(value))
 
 
 def name_for_mlx(folder: Path) -> None:
     """mlx-lm finds its model file by `model_type`, and has one for Qwen3.5 with and without vision."""
     file = folder / "config.json"
     values = json.loads(file.read_text(encoding="utf-8"))
-    write_atomically(file, (json.dumps({**values, "model_type": "qwen3_5"}, indent=2) + "\n").encode())
+    write_atomically(file, (json.dumps({**values, "model_type": MLX_MODEL_TYPE}, indent=2) + "\n").encode())
