@@ -114,9 +114,11 @@ def report(
     ] = None,
     device: Annotated[str | None, typer.Option(help="cuda, cuda:1, cpu; default: cuda if there is one.")] = None,
     dtype: Annotated[str, typer.Option(help="auto (as stored), bfloat16, float32.")] = "auto",
+    processes: Annotated[int, typer.Option(min=1, help="Models measured at once, each on a GPU of its own.")] = 1,
 ) -> None:
     """Compare TEACHER, STUDENTS and untrained baselines: one table, plots and JSON."""
-    from deltanet_hf.evaluation.report import ReportOptions, run_report
+    from deltanet_hf.evaluation.bench import ReportOptions
+    from deltanet_hf.evaluation.report import run_report
 
     options = ReportOptions(
         teacher=teacher,
@@ -133,6 +135,7 @@ def report(
         max_length=max_length,
         device=device,
         dtype=dtype,
+        processes=processes,
     )
     run_report(options, typer.echo)
     typer.echo((out / "report.md").read_text())

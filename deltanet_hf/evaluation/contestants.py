@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -109,17 +109,15 @@ class Roster:
         self.tokenizer = _load_tokenizer(rows[0].folder)
         self.teacher = self._load(rows[0].folder)
 
-    def __iter__(self) -> Iterator[tuple[Contestant, PreTrainedModel]]:
-        for row in self.rows:
-            if row.kind == "teacher":
-                yield row, self.teacher
-                continue
-            model = self._load(row.folder)
-            self._check(row, model)
-            yield row, row.change(model, self.teacher) if row.change else model
-            del model
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
+    def model(self, row: Contestant) -> PreTrainedModel:
+        """The model of a row, ready to be measured."""
+        if row.kind == "teacher":
+            return self.teacher
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        model = self._load(row.folder)
+        self._check(row, model)
+        return row.change(model, self.teacher) if row.change else model
 
     def _load(self, folder: str) -> PreTrainedModel:
         try:

@@ -13,11 +13,12 @@ from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.evaluation import report
+from deltanet_hf.evaluation import bench
+from deltanet_hf.evaluation.bench import ReportOptions
 from deltanet_hf.evaluation.contestants import line_up, training_tokens
 from deltanet_hf.evaluation.lm import DeltaNetLM
 from deltanet_hf.evaluation.local_data import write_task_folder
-from deltanet_hf.evaluation.report import ReportOptions, run_report
+from deltanet_hf.evaluation.report import run_report
 from deltanet_hf.evaluation.suite import SUITES, draw_rows
 from tiny_models import tiny_student
 
@@ -32,8 +33,8 @@ def tiny_sizes() -> Iterator[None]:
             SUITES, "tiny", replace(SUITES["small"], pairs=(8,), needle_lengths=(512, 1024), speed_lengths=(16,))
         )
         patch.setitem(SUITES, "tiny texts", replace(SUITES["texts"], pairs=(8,), needle_lengths=()))
-        patch.setattr(report, "WINDOW", 128)
-        patch.setattr(report, "REPEATED", 64)
+        patch.setattr(bench, "WINDOW", 128)
+        patch.setattr(bench, "REPEATED", 64)
         yield
 
 
@@ -121,6 +122,19 @@ def test_rerun_gives_the_same_numbers(document: dict[str, Any], options: ReportO
     assert without_times(again) == without_times(document)
 
 
+def test_several_processes_give_the_same_numbers(options: ReportOptions, tmp_path: Path) -> None:
+    one = replace(options, suite="texts", limit=1, texts={}, data=None, baselines=("window",), out=tmp_path / "one")
+    two = replace(one, processes=2, out=tmp_path / "two")
+    with pytest.MonkeyPatch.context() as patch:  # processes of their own know the usual sizes only
+        patch.setattr(bench, "WINDOW", 1024)
+        patch.setattr(bench, "REPEATED", 256)
+        alone = run_report(one, say=lambda _: None)
+    together = run_report(two, say=lambda _: None)
+    assert [model["name"] for model in together["models"]] == ["teacher", "window 64 + 4 sinks", "hybrid"]
+    assert without_times(together) == without_times(alone)
+    assert (tmp_path / "two" / "report.md").read_text() == (tmp_path / "one" / "report.md").read_text()
+
+
 def test_bad_requests_are_one_line(options: ReportOptions, tmp_path: Path) -> None:
     for change, message in (
         ({"suite": "huge"}, "--suite huge"),
@@ -132,6 +146,8 @@ def test_bad_requests_are_one_line(options: ReportOptions, tmp_path: Path) -> No
         with pytest.raises(UserError, match=message) as caught:
             run_report(replace(options, **change), say=lambda _: None)
         assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match="no such text file"):
+        run_report(replace(options, suite="texts", texts={"x": tmp_path / "none.txt"}, processes=2), lambda _: None)
 
 
 def test_rows_of_a_pure_student_and_tokens(student_folder: Path, teacher_folder: Path, tmp_path: Path) -> None:

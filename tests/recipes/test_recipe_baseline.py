@@ -75,7 +75,8 @@ def test_everything_that_measures_it_restricts_it(trained: Path, workplace: Path
     torch.testing.assert_close(logits(load_for_measure(str(trained), torch.device("cpu"))), wanted)
     torch.testing.assert_close(logits(DeltaNetLM(str(trained), device="cpu").model), wanted)
     rows = line_up(str(workplace / "teacher"), [f"window-distilled={trained}"], ())
-    (_, teacher), (row, student) = Roster(rows, "cpu", "auto")
+    roster, row = Roster(rows, "cpu", "auto"), rows[1]
+    teacher, student = roster.model(rows[0]), roster.model(row)
     assert (row.name, row.kind, row.tokens) == ("window-distilled", "student", STAGE["tokens"])
     torch.testing.assert_close(logits(student), wanted)
     assert "sinks" not in teacher.config._attn_implementation
