@@ -12,17 +12,43 @@ import pytest
 import torch
 from torch import nn
 
+from deltanet_hf.errors import UserError
 from deltanet_recipes.measure import Measure, append_rows
-from deltanet_recipes.reference import markdown as keys
-from deltanet_recipes.results_table import markdown as table
+from deltanet_recipes.readme_tables import BLOCK, rewritten
 
-RECIPES = Path(__file__).parents[2] / "recipes"
+ROOT = Path(__file__).parents[2]
 
 
-def test_readme_has_the_current_keys_and_results() -> None:
-    text = (RECIPES / "README.md").read_text()
-    assert keys() in text
-    assert table(json.loads((RECIPES / "results" / "smollm2-135m.json").read_text())) in text
+@pytest.mark.parametrize("name", ["README.md", "recipes/README.md"])
+def test_generated_tables_are_current(name: str) -> None:
+    """If not: python -m deltanet_recipes.readme_tables README.md recipes/README.md."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    assert BLOCK.search(text)
+    assert rewritten(text, ROOT) == text
+
+
+def test_the_headline_joins_results_and_report(tmp_path: Path) -> None:
+    score = {"value": 0.5, "stderr": 0.25}
+    metrics = {"wt2.perplexity": score, "heldwiki.perplexity": score, "heldwiki.kl": score, "repeat.perplexity": score}
+    append_rows(
+        tmp_path / "a.json", [{"run": "x", "tokens": 2_500_000, "metrics": metrics}, {"run": "y", "error": "!"}]
+    )
+    model = {"name": "ex", "kind": "student", "percent_of_teacher": {"value": 95.04, "stderr": 1.0}}
+    report = {"settings": {"suite": "small"}, "models": [{**model, "recall": {"needle_2048": score}}]}
+    (tmp_path / "r.json").write_text(json.dumps(report))
+    asked = {"results": ["a.json"], "report": "r.json", "rows": [{"run": "x", "label": "Ex", "report": "ex"}]}
+    (tmp_path / "h.yaml").write_text(json.dumps(asked))
+    text = "before\n<!-- headline: h.yaml (note) -->\nold\n<!-- end of headline -->\nafter\n"
+    new = rewritten(text, tmp_path)
+    assert new.startswith("before\n<!-- headline: h.yaml (note) -->\n| | tokens trained |")
+    assert (
+        "| Ex | 2.5M | 0.5 ± 0.2 | 0.5 ± 0.2 | 0.500 ± 0.250 | 0.5 ± 0.2 | 95.0 ± 1.0 | 50.0 ± 25.0 |\n<!-- end" in new
+    )
+    assert new.endswith("after\n")
+    assert rewritten(new, tmp_path) == new
+    (tmp_path / "h.yaml").write_text(json.dumps({**asked, "rows": [{"run": "y", "label": "failed"}]}))
+    with pytest.raises(UserError, match="no measured run 'y'"):
+        rewritten(text, tmp_path)
 
 
 class Counting(nn.Module):
