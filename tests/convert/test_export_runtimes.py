@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,7 @@ from deltanet_convert.export import gguf
 from deltanet_convert.export.command import export_command
 from deltanet_convert.export.model_folder import ConvertedModel
 from deltanet_convert.export.runtimes import FLOAT32, STORED, LlamaCpp, MlxLm, Transformers, installed
-from deltanet_convert.export.verify import (
-    NEW_TOKENS,
-    compare,
-    dtype_noise,
-    prompts_for,
-    verify_export,
-)
+from deltanet_convert.export.verify import NEW_TOKENS, Comparison, Reference, compare, compare_modes, verify_export
 from deltanet_convert.options import DTYPES
 from deltanet_hf.cli import build_app
 from deltanet_hf.errors import QualityError, UserError
@@ -54,21 +49,55 @@ def model(folder: Path, name: str) -> ConvertedModel:
     return ConvertedModel.open(runtime_folder(folder, model_type, layers, **changes))
 
 
-def ours(folder: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(folder).eval()
+def compared(opened: ConvertedModel, running: Any) -> Comparison:
+    """A runtime against our own model, in float32."""
+    reference = Reference.load(opened, torch.float32, None)
+    steps = [running.follow(prompt, NEW_TOKENS) for prompt in reference.prompts]
+    return Comparison("it", FLOAT32, **compare(reference, steps))
 
 
 @pytest.mark.parametrize("name", ["hybrid", "every layer"])
 def test_transformers_gives_our_log_probabilities(name: str, tmp_path: Path) -> None:
     opened = model(tmp_path / "model", name)
     export_command(str(opened.folder), tmp_path / "out")
-    prompts = prompts_for(opened)
-    assert len({len(prompt) for prompt in prompts}) > 2
-    found = compare(ours(opened.folder), Transformers(tmp_path / "out", FLOAT32), prompts, "transformers")
-    assert found.equal == found.tokens == NEW_TOKENS * len(prompts)
+    found = compared(opened, Transformers(tmp_path / "out", FLOAT32))
+    assert found.equal == found.tokens == NEW_TOKENS * 4
     assert found.largest <= 1e-3
+    assert found.within
+
+
+def test_steps_follow_the_tokens_that_are_forced(tmp_path: Path) -> None:
+    opened = model(tmp_path / "model", "hybrid")
+    export_command(str(opened.folder), tmp_path / "out")
+    running = Transformers(tmp_path / "out", FLOAT32)
+    forced = running.follow([5, 6, 7], 3, [9, 8, 4])
+    assert [step.token for step in forced] == [9, 8, 4]
+    assert forced[2].logprobs == pytest.approx(running.follow([5, 6, 7, 9, 8], 1)[0].logprobs, abs=1e-4)
+
+
+def test_rounding_is_measured_in_the_runtime_itself(tmp_path: Path) -> None:
+    opened = model(tmp_path / "model", "hybrid")
+    export_command(str(opened.folder), tmp_path / "out", dtype="bfloat16")
+    reference = Reference.load(opened, torch.bfloat16, "ab")
+    sharp, stored = compare_modes(reference, Transformers, tmp_path / "out", "transformers", torch.bfloat16)
+    assert (sharp.mode, stored.mode) == (FLOAT32, STORED)
+    assert sharp.noise == 0.0
+    assert sharp.within
+    assert stored.noise_of == "its own"
+    assert stored.noise is not None
+    assert 0 < stored.noise < 0.3
+    assert stored.within
+    assert stored.text
+    assert min(*sharp.speed, *stored.speed) > 0
+
+
+def test_more_than_rounding_is_not_within() -> None:
+    good = Comparison("it", STORED, tokens=64, equal=60, largest=3.0, mean=0.019, noise=0.01, noise_of="its own")
+    assert good.within
+    assert not replace(good, mean=0.021).within
+    assert not replace(good, tokens=0).within
+    assert not replace(good, noise=0.0).within
+    assert replace(good, noise=None).within
 
 
 def test_verification_fails_on_a_wrong_export(tmp_path: Path) -> None:
@@ -84,10 +113,13 @@ def test_verify_prints_the_table(name: str, tmp_path: Path) -> None:
     """In bfloat16: the rewrite is exact for the rounded model, kept layers' norms included."""
     opened = model(tmp_path / "model", name)
     arguments = ["export", str(opened.folder), str(tmp_path / "out"), "--dtype", "bfloat16", "--verify"]
-    result = CliRunner().invoke(build_app("export"), arguments)
+    result = CliRunner().invoke(build_app("export"), [*arguments, "--prompt", "The sea"], env={"COLUMNS": "160"})
     assert result.exit_code == 0, result.output
-    assert "transformers" in result.output
     assert "/64" in result.output
+    assert "its own" in result.output
+    rows = [line for line in result.output.splitlines() if line.startswith("│")]
+    assert len(rows) == 4  # ours and transformers', in float32 and bfloat16
+    assert result.output.count("transformers") >= 4  # each of its rows, and each of its continuations
     assert ("idle layer" in " ".join(result.output.split())) == (name == "every layer")
 
 
@@ -96,7 +128,7 @@ def test_verify_prints_the_table(name: str, tmp_path: Path) -> None:
 def test_mlx_lm(name: str, tmp_path: Path) -> None:
     opened = model(tmp_path / "model", name)
     export_command(str(opened.folder), tmp_path / "out", style="mlx")
-    found = compare(ours(opened.folder), MlxLm(tmp_path / "out", FLOAT32), prompts_for(opened), "mlx-lm")
+    found = compared(opened, MlxLm(tmp_path / "out", FLOAT32))
     assert found.equal == found.tokens > 0
     assert found.largest <= 1e-3
 
@@ -112,12 +144,12 @@ def test_llama_cpp(name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.Mo
     out = tmp_path / "out.gguf"
     export_command(str(opened.folder), out, style="gguf", dtype=dtype)
     assert [path.name for path in tmp_path.glob(".*")] == []
-    mine, prompts = ours(opened.folder), prompts_for(opened)
-    found = compare(mine, LlamaCpp(out, STORED), prompts, "llama.cpp")
+    reference = Reference.load(opened, torch.float32, None)
+    (found,) = compare_modes(reference, LlamaCpp, out, "llama.cpp", DTYPES.get(dtype))
     if dtype == "q8_0":  # eight bits a weight: nothing is claimed beyond "the same model", which a wrong rewrite is not
         assert 0 < found.mean < 0.2
     else:
-        assert found.within(dtype_noise(mine, opened, DTYPES[dtype], prompts))
+        assert found.within
 
 
 def test_missing_converter_is_named_with_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,6 +45,9 @@ def export_command(
     verify: Annotated[
         bool, typer.Option("--verify", help="Compare the result with MODEL in every runtime installed here.")
     ] = False,
+    prompt: Annotated[
+        str | None, typer.Option(help="With --verify: a text that every runtime continues, to be printed.")
+    ] = None,
     shard_size: Annotated[str, typer.Option(help="Largest weight file, such as 5GB.")] = DEFAULT_SHARD_SIZE,
     resume: Annotated[bool, typer.Option("--resume", help="Complete an interrupted export.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT, once the new one is complete.")] = False,
@@ -79,7 +82,7 @@ def export_command(
     if style == "mlx" and has_tokenizer(out) and not same_tokens(source, out):
         console.print(MLX_TOKENIZER, highlight=False, markup=False)
     if verify:
-        verify_export(opened, out, style, plan.dtype, weights_dtype(plan.dtype, style, dtype), console)
+        verify_export(opened, out, style, plan.dtype, weights_dtype(plan.dtype, style, dtype), console, prompt)
 
 
 def weights_dtype(stored: torch.dtype, style: str, asked: str | None) -> torch.dtype | None:

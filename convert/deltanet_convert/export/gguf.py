@@ -49,7 +49,9 @@ def write_gguf(plan: ExportPlan, out: Path, outtype: str, *, resume: bool, overw
         raise UserError(f"{out}: give a file name that ends with .gguf")
     work = out.with_name(f".{out.name}.export")
     asked = {"outtype": outtype, "record": plan.record, "files": file_states(plan.model.checkpoint)}
-    if resume and _began_as(work, asked) and out.exists() and not overwrite:  # killed after the last rename
+    began = _began_as(work, asked) if resume else None
+    if resume and work.exists() and began in (None, outtype) and out.exists() and not overwrite:
+        # It was killed after the last rename: before it, OUT could not have been there.
         with writing(work):
             shutil.rmtree(work)
         return
@@ -73,12 +75,14 @@ def write_gguf(plan: ExportPlan, out: Path, outtype: str, *, resume: bool, overw
         shutil.rmtree(work)
 
 
-def _began_as(work: Path, asked: dict[str, Any]) -> bool:
-    """Whether an interrupted export lies here; UserError when it asked for something else."""
-    file = work / REQUEST
-    if file.exists() and read_json(file) != json.loads(json.dumps(asked)):
-        raise UserError(f"{work}: the interrupted export had another model or other options; leave out --resume")
-    return work.exists()
+def _began_as(work: Path, asked: dict[str, Any]) -> str | None:
+    """The outtype of an interrupted export that lies here; UserError when it was one of another model."""
+    if not (work / REQUEST).exists():
+        return None
+    began = read_json(work / REQUEST)
+    if {**began, "outtype": None} != json.loads(json.dumps({**asked, "outtype": None})):
+        raise UserError(f"{work}: the interrupted export had another model or --dtype; leave out --resume")
+    return str(began["outtype"])
 
 
 def _run_converter(script: Path, folder: Path, made: Path, outtype: str, log: Path) -> None:

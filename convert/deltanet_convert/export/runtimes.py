@@ -1,4 +1,5 @@
-"""The runtimes that an export can be tried in, behind one call: continue a prompt greedily, say the log-probabilities.
+"""The runtimes that an export can be tried in, behind two calls: follow a text and say the log-probabilities, and
+continue it as users do.
 
 Each is imported only when it is tried. `TOP` log-probabilities of every step are compared, as runtimes give no more.
 """
@@ -17,10 +18,11 @@ from ..checkpoint import read_json
 
 TOP = 10
 FLOAT32, BFLOAT16, STORED = "float32", "bfloat16", "as stored"
+CONTEXT = 2048  # tokens, at most
 
 
 class Step(NamedTuple):
-    """One generated token, and the log-probabilities of the most likely tokens at its place."""
+    """One token, and the log-probabilities of the most likely tokens at its place."""
 
     token: int
     logprobs: dict[int, float]
@@ -31,8 +33,24 @@ class Runtime(Protocol):
 
     modes: tuple[str, ...]
 
-    def follow(self, prompt: Sequence[int], tokens: int) -> list[Step]:
-        """Continues `prompt` greedily by `tokens` tokens, decoding from its own cache; fewer where it cannot say."""
+    def follow(self, prompt: Sequence[int], tokens: int, forced: Sequence[int] = ()) -> list[Step]:
+        """Decodes `tokens` tokens after `prompt` one by one from its own cache, greedily or those `forced` on it.
+
+        Fewer where it cannot say.
+        """
+
+    def write(self, prompt: Sequence[int], tokens: int, tokenizer: Any) -> str:
+        """Continues `prompt` greedily by `tokens` tokens, in the way that users call it; the text."""
+
+
+def _step(logprobs: torch.Tensor, forced: int | None) -> Step:
+    best = logprobs.topk(TOP)
+    token = int(best.indices[0]) if forced is None else forced
+    return Step(token, dict(zip(best.indices.tolist(), best.values.tolist(), strict=True)))
+
+
+def _nth(forced: Sequence[int], index: int) -> int | None:
+    return forced[index] if forced else None
 
 
 class Transformers:
@@ -47,17 +65,31 @@ class Transformers:
         self.model: Any = AutoModelForCausalLM.from_pretrained(export, dtype=dtype).eval()
 
     @torch.no_grad()
-    def follow(self, prompt: Sequence[int], tokens: int) -> list[Step]:
+    def follow(self, prompt: Sequence[int], tokens: int, forced: Sequence[int] = ()) -> list[Step]:
         ids, cache, steps = torch.tensor([prompt]), None, []
-        for _ in range(tokens):
+        for index in range(tokens):
             out = self.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
             cache = out.past_key_values
-            best = out.logits[0, -1].float().log_softmax(-1).topk(TOP)
-            steps.append(
-                Step(int(best.indices[0]), dict(zip(best.indices.tolist(), best.values.tolist(), strict=True)))
-            )
-            ids = best.indices[None, :1]
+            steps.append(_step(out.logits[0, -1].float().log_softmax(-1), _nth(forced, index)))
+            ids = torch.tensor([[steps[-1].token]])
         return steps
+
+    def write(self, prompt: Sequence[int], tokens: int, tokenizer: Any) -> str:
+        return generated(self.model, prompt, tokens, tokenizer)
+
+
+def generated(model: Any, prompt: Sequence[int], tokens: int, tokenizer: Any) -> str:
+    """What a transformers model (or ours) writes after `prompt`."""
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=tokens,
+        min_new_tokens=tokens,
+        pad_token_id=0,
+    )
+    return str(tokenizer.decode(out[0, len(prompt) :], skip_special_tokens=True))
 
 
 class MlxLm:
@@ -73,16 +105,23 @@ class MlxLm:
         if mode == FLOAT32:
             self.model.set_dtype(mx.float32)
 
-    def follow(self, prompt: Sequence[int], tokens: int) -> list[Step]:
+    def follow(self, prompt: Sequence[int], tokens: int, forced: Sequence[int] = ()) -> list[Step]:
+        import mlx.core as mx
+        from mlx_lm.models.cache import make_prompt_cache
+
+        cache, ids, steps = make_prompt_cache(self.model), list(prompt), []
+        for index in range(tokens):
+            logits = self.model(mx.array([ids]), cache=cache)[0, -1].astype(mx.float32)
+            steps.append(_step(torch.tensor(logits.tolist()).log_softmax(-1), _nth(forced, index)))
+            ids = [steps[-1].token]
+        return steps
+
+    def write(self, prompt: Sequence[int], tokens: int, tokenizer: Any) -> str:
         import mlx.core as mx
         from mlx_lm.generate import generate_step
 
-        steps = []
-        for token, logprobs in generate_step(mx.array(list(prompt)), self.model, max_tokens=tokens):
-            values = torch.tensor(logprobs.astype(mx.float32).tolist())
-            best = values.topk(TOP)
-            steps.append(Step(int(token), dict(zip(best.indices.tolist(), best.values.tolist(), strict=True))))
-        return steps
+        steps = generate_step(mx.array(list(prompt)), self.model, max_tokens=tokens)
+        return str(tokenizer.decode([int(token) for token, _ in steps], skip_special_tokens=True))
 
 
 class LlamaCpp:
@@ -95,24 +134,29 @@ class LlamaCpp:
 
         settings = xllamacpp.CommonParams()
         settings.model.path = str(export)
-        settings.n_ctx = 2048
+        settings.n_ctx = CONTEXT
         settings.n_parallel = 1
         settings.warmup = False
         settings.verbosity = -1
         settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = torch.get_num_threads()
         self.server = xllamacpp.Server(settings)
 
-    def follow(self, prompt: Sequence[int], tokens: int) -> list[Step]:
+    def follow(self, prompt: Sequence[int], tokens: int, forced: Sequence[int] = ()) -> list[Step]:
         # One request a token, the state kept between them: a longer one leaves out tokens that end inside a character.
         ids, steps = list(prompt), []
-        for _ in range(tokens):
+        for index in range(tokens):
             request = {"prompt": ids, "max_tokens": 1, "temperature": 0, "logprobs": TOP, "cache_prompt": True}
             found = (self.server.handle_completions(request)["choices"][0].get("logprobs") or {}).get("content")
             if not found:
                 break
-            steps.append(Step(found[0]["id"], {entry["id"]: entry["logprob"] for entry in found[0]["top_logprobs"]}))
-            ids.append(found[0]["id"])
+            logprobs = {entry["id"]: entry["logprob"] for entry in found[0]["top_logprobs"]}
+            steps.append(Step(forced[index] if forced else found[0]["id"], logprobs))
+            ids.append(steps[-1].token)
         return steps
+
+    def write(self, prompt: Sequence[int], tokens: int, tokenizer: Any) -> str:
+        request = {"prompt": list(prompt), "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        return str(self.server.handle_completions({**request, "cache_prompt": False})["choices"][0]["text"])
 
 
 class Vllm:
@@ -123,18 +167,26 @@ class Vllm:
     def __init__(self, export: Path, mode: str) -> None:
         from vllm import LLM
 
-        length = min(1024, read_json(export / "config.json")["max_position_embeddings"])
+        length = min(CONTEXT, read_json(export / "config.json")["max_position_embeddings"])
         self.model: Any = LLM(model=str(export), dtype=mode, max_model_len=length, enforce_eager=True)
 
-    def follow(self, prompt: Sequence[int], tokens: int) -> list[Step]:
-        from vllm import SamplingParams
-
-        sampling = SamplingParams(temperature=0, max_tokens=tokens, logprobs=TOP, ignore_eos=True)
-        out = self.model.generate([{"prompt_token_ids": list(prompt)}], sampling, use_tqdm=False)[0].outputs[0]
+    def follow(self, prompt: Sequence[int], tokens: int, forced: Sequence[int] = ()) -> list[Step]:
+        if forced:
+            raise NotImplementedError("vLLM decodes what it likes best")
+        out = self._generate(prompt, tokens, TOP)
         return [
             Step(token, {i: entry.logprob for i, entry in logprobs.items()})
             for token, logprobs in zip(out.token_ids, out.logprobs, strict=True)
         ]
+
+    def write(self, prompt: Sequence[int], tokens: int, tokenizer: Any) -> str:
+        return str(self._generate(prompt, tokens, None).text)
+
+    def _generate(self, prompt: Sequence[int], tokens: int, logprobs: int | None) -> Any:
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0, max_tokens=tokens, logprobs=logprobs, ignore_eos=True)
+        return self.model.generate([{"prompt_token_ids": list(prompt)}], sampling, use_tqdm=False)[0].outputs[0]
 
 
 RUNTIMES: dict[str, dict[str, type[Any]]] = {

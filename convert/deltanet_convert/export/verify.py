@@ -1,9 +1,14 @@
-"""`export --verify`: the export in every runtime installed here, against our own model in float32."""
+"""`export --verify`: the export in every runtime installed here, against our own model in float32.
+
+In float32 a runtime must agree with us but for the order of its sums. In fewer bits rounding moves it, and how far is
+measured: against the same runtime in float32 on the same text, where it has float32, else on our own model.
+"""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +18,20 @@ from rich.table import Table
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from deltanet_hf import __version__
 from deltanet_hf.data import shipped_texts
 from deltanet_hf.errors import QualityError
 
 from .model_folder import ConvertedModel
-from .runtimes import BFLOAT16, FLOAT32, RUNTIMES, STORED, TOP, Runtime, Step, describe, installed
+from .runtimes import BFLOAT16, FLOAT32, RUNTIMES, STORED, Runtime, Step, describe, generated, installed
 
 PROMPT_LENGTHS = (2, 7, 33, 130)  # tokens: under the convolution's width, under a chunk ...
 NEW_TOKENS = 16
+SPEED_TOKENS = (512, 64)  # read at once, then decoded
+TRANSCRIPT_TOKENS = 48
 # llama.cpp alone differs by up to 2e-3 in float32; a wrong rewrite shows as 1e-1 and more.
 LEAST_TOLERANCE = 1e-2
+NOISE_FACTOR = 2.0  # a mean over a few hundred values of a noise that has a heavy tail
 
 
 @dataclass(frozen=True)
@@ -31,23 +40,57 @@ class Comparison:
 
     runtime: str
     mode: str
-    tokens: int
-    equal: int  # tokens that are our most likely ones too
-    largest: float  # difference of a log-probability
-    mean: float
-    margin: float  # by which our favourite beat the runtime's, where they differ
-    tokens_per_second: float
+    tokens: int = 0
+    equal: int = 0  # tokens that are our most likely ones too
+    largest: float = 0.0  # difference of a log-probability
+    mean: float = 0.0
+    margin: float = 0.0  # by which our favourite beat the runtime's, where they differ
+    noise: float | None = 0.0  # mean difference that rounding explains; 0 in float32, None when quantised
+    noise_of: str = ""  # whose: the runtime's own, or ours
+    speed: tuple[float, float] = (0.0, 0.0)  # tokens/s: read, decoded
+    text: str = field(default="", repr=False)
 
-    def within(self, noise: float) -> bool:
+    @property
+    def within(self) -> bool:
         """Whether rounding explains the differences.
 
-        Args:
-            noise: mean difference that rounding makes in our own model; 0 in float32, where every single difference
-                is held against `LEAST_TOLERANCE`. In fewer bits single ones are unbounded, and the mean is judged.
+        In float32 every single one is held against `LEAST_TOLERANCE`. In fewer bits single ones are unbounded, and the
+        mean is judged.
         """
-        if noise == 0.0:
+        if self.noise is None:
+            return self.tokens > 0
+        if self.noise == 0.0:
             return self.tokens > 0 and max(self.largest, self.margin) <= LEAST_TOLERANCE
-        return self.tokens > 0 and self.mean <= max(LEAST_TOLERANCE, 4 * noise)
+        return self.tokens > 0 and self.mean <= max(LEAST_TOLERANCE, NOISE_FACTOR * self.noise)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Our own model: in float32, and as it is when everything is computed in `dtype`."""
+
+    folder: Path
+    float32: Any
+    prompts: list[list[int]]
+    speed_prompt: list[int]
+    speed_tokens: int
+    transcript: list[int]  # a prompt to continue; empty for none
+    tokenizer: Any
+
+    @classmethod
+    def load(cls, model: ConvertedModel, rounded: torch.dtype, transcript: str | None) -> Reference:
+        """`rounded`: the dtype that the model's weights were rounded to before the rewrite."""
+        ours: Any = AutoModelForCausalLM.from_pretrained(model.folder, dtype=rounded).float().eval()
+        tokenizer: Any = AutoTokenizer.from_pretrained(model.folder)
+        text = shipped_texts()[0].read_text(encoding="utf-8")[5000:15000]
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        longest = int(model.config.max_position_embeddings)
+        prompts = [ids[: min(length, longest - NEW_TOKENS)] for length in PROMPT_LENGTHS]
+        read, decoded = (min(count, longest // 2 - 1) for count in SPEED_TOKENS)
+        asked = tokenizer(transcript)["input_ids"] if transcript else []
+        return cls(model.folder, ours, prompts, ids[:read], decoded, asked, tokenizer)
+
+    def in_dtype(self, dtype: torch.dtype) -> Any:
+        return AutoModelForCausalLM.from_pretrained(self.folder, dtype=dtype).eval()
 
 
 def verify_export(
@@ -57,95 +100,151 @@ def verify_export(
     rounded: torch.dtype,
     dtype: torch.dtype | None,
     console: Console,
+    prompt: str | None = None,
 ) -> None:
     """Prints the table of differences. Raises QualityError where one is larger than rounding explains.
 
     Args:
         rounded: the dtype that the model's weights were rounded to before the rewrite.
         dtype: of the export's weights; None when they are quantised: the differences are then only printed.
+        prompt: a text that every runtime continues, to be printed.
     """
-    ours: Any = AutoModelForCausalLM.from_pretrained(model.folder, dtype=rounded).float().eval()
-    prompts = prompts_for(model)
+    reference = Reference.load(model, rounded, prompt)
     found = []
     for module, runtime in RUNTIMES[style].items():
         if not installed(module):
             console.print(f"{module}: not installed here, not tried", highlight=False)
             continue
-        for mode in runtime.modes:
-            if mode == STORED and dtype == torch.float32 and FLOAT32 in runtime.modes:
-                continue  # the same twice
-            found.append(compare(ours, runtime(export, mode), prompts, describe(module), mode))
+        found += compare_modes(reference, runtime, export, describe(module), dtype)
     if not found:
         return
-    dtypes = {FLOAT32: torch.float32, BFLOAT16: torch.bfloat16, STORED: dtype}
-    noise = {
-        mode: dtype_noise(ours, model, used, prompts)
-        for mode, used in dtypes.items()
-        if used is not None and any(one.mode == mode for one in found)
-    }
-    console.print(_table(found, noise))
-    wrong = [one.runtime for one in found if one.mode in noise and not one.within(noise[one.mode])]
+    ours = _ourselves(reference, dtype)
+    console.print(_table([*ours, *found]))
+    for one in [*ours, *found] if prompt else []:
+        console.print(f"[bold]{one.runtime}, {one.mode}[/bold]")
+        console.print(one.text, highlight=False, markup=False)
+    wrong = [f"{one.runtime} ({one.mode})" for one in found if not one.within]
     if wrong:
         raise QualityError(f"{export}: differs from {model.folder} in {', '.join(wrong)}; see the table above")
 
 
-def prompts_for(model: ConvertedModel) -> list[list[int]]:
-    """Beginnings of the shipped text, of several lengths."""
-    text = shipped_texts()[0].read_text(encoding="utf-8")[5000:8000]
-    ids = AutoTokenizer.from_pretrained(model.folder)(text, add_special_tokens=False)["input_ids"]
-    limit = int(model.config.max_position_embeddings) - NEW_TOKENS
-    return [ids[: min(length, limit)] for length in PROMPT_LENGTHS]
+def compare_modes(
+    reference: Reference, runtime: type[Any], export: Path, name: str, dtype: torch.dtype | None
+) -> list[Comparison]:
+    """Tries a runtime in each of its modes, the one in float32 last: it says what the others' own rounding does."""
+    modes = [
+        mode for mode in runtime.modes if not (mode == STORED and dtype == torch.float32 and len(runtime.modes) > 1)
+    ]
+    found = []
+    low: list[list[Step]] = []
+    for mode in sorted(modes, key=FLOAT32.__eq__):
+        running = runtime(export, mode)
+        steps = [running.follow(prompt, NEW_TOKENS) for prompt in reference.prompts]
+        used = {FLOAT32: torch.float32, BFLOAT16: torch.bfloat16, STORED: dtype}[mode]
+        noise, noise_of = None if used is None else 0.0, ""
+        if used is not None and used != torch.float32:
+            low, noise_of = steps, "ours"
+            noise = our_noise(reference, used, steps)
+        text = ""
+        if reference.transcript:
+            text = running.write(reference.transcript, TRANSCRIPT_TOKENS, reference.tokenizer)
+        figures = compare(reference, steps)
+        speed = measure_speed(running, reference)
+        found.append(Comparison(name, mode, **figures, noise=noise, noise_of=noise_of, speed=speed, text=text))
+        if mode == FLOAT32 and low:
+            own = own_noise(running, reference.prompts, low)
+            found = [one if one.mode == FLOAT32 else replace(one, noise=own, noise_of="its own") for one in found]
+        del running
+    return found[::-1]
 
 
-@torch.no_grad()
-def compare(ours: Any, runtime: Runtime, prompts: list[list[int]], name: str, mode: str = FLOAT32) -> Comparison:
-    """Runs every prompt in the runtime and looks up our log-probabilities along its tokens."""
-    differences, equal, margin, seconds, tokens = [], 0, 0.0, 0.0, 0
-    for prompt in prompts:
-        started = time.perf_counter()
-        steps = runtime.follow(prompt, NEW_TOKENS)
-        seconds += time.perf_counter() - started
-        for step, wanted in zip(steps, _our_logprobs(ours, prompt, steps), strict=True):
+def compare(reference: Reference, steps_per_prompt: Sequence[list[Step]]) -> dict[str, Any]:
+    """Our log-probabilities along a runtime's tokens: the differences, as `Comparison` names them."""
+    differences, equal, margin, tokens = [], 0, 0.0, 0
+    for prompt, steps in zip(reference.prompts, steps_per_prompt, strict=True):
+        for step, wanted in zip(steps, logprobs_along(reference.float32, prompt, steps), strict=True):
             differences += [abs(value - float(wanted[token])) for token, value in step.logprobs.items()]
             equal += int(wanted.argmax()) == step.token
             margin = max(margin, float(wanted.max() - wanted[step.token]))
         tokens += len(steps)
-    mean = sum(differences) / max(1, len(differences))
-    largest = max(differences, default=0.0)
-    return Comparison(name, mode, tokens, equal, largest, mean, margin, tokens / max(seconds, 1e-9))
-
-
-def _our_logprobs(ours: Any, prompt: list[int], steps: list[Step]) -> Tensor:
-    """[steps, vocab]: before each of the runtime's tokens."""
-    ids = torch.tensor([[*prompt, *(step.token for step in steps[:-1])]])
-    logits: Tensor = ours(ids, use_cache=False).logits[0, len(prompt) - 1 :]
-    return logits.float().log_softmax(-1)[: len(steps)]
+    mean, largest = sum(differences) / max(1, len(differences)), max(differences, default=0.0)
+    return {"tokens": tokens, "equal": equal, "largest": largest, "mean": mean, "margin": margin}
 
 
 @torch.no_grad()
-def dtype_noise(ours: Any, model: ConvertedModel, dtype: torch.dtype, prompts: list[list[int]]) -> float:
-    """What our own model's likeliest log-probabilities move by, on average, in `dtype`; 0 for float32."""
-    if dtype == torch.float32:
-        return 0.0
-    rounded: Any = AutoModelForCausalLM.from_pretrained(model.folder, dtype=dtype).eval()
+def logprobs_along(model: Any, prompt: list[int], steps: Sequence[Step]) -> Tensor:
+    """[steps, vocab]: before each of the runtime's tokens."""
+    ids = torch.tensor([[*prompt, *(step.token for step in steps[:-1])]])
+    logits: Tensor = model(ids, use_cache=False).logits[0, len(prompt) - 1 :]
+    return logits.float().log_softmax(-1)[: len(steps)]
+
+
+def our_noise(reference: Reference, dtype: torch.dtype, steps_per_prompt: Sequence[list[Step]]) -> float:
+    """What `dtype` moves our own log-probabilities by at the same places, on average."""
+    rounded, found = reference.in_dtype(dtype), []
+    for prompt, steps in zip(reference.prompts, steps_per_prompt, strict=True):
+        wanted, got = (logprobs_along(model, prompt, steps) for model in (reference.float32, rounded))
+        for step, one, other in zip(steps, wanted, got, strict=True):
+            tokens = list(step.logprobs)
+            found += (one[tokens] - other[tokens]).abs().tolist()
+    return sum(found) / max(1, len(found))
+
+
+def own_noise(float32: Runtime, prompts: Sequence[list[int]], low: Sequence[list[Step]]) -> float:
+    """Mean difference between the runtime's steps in fewer bits and what it says in float32 along the same tokens."""
     found = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        wanted, got = (m(ids, use_cache=False).logits[0].float().log_softmax(-1) for m in (ours, rounded))
-        best = wanted.topk(TOP, dim=-1).indices
-        found.append((wanted - got).gather(-1, best).abs().flatten())
-    return float(torch.cat(found).mean())
+    for prompt, steps in zip(prompts, low, strict=True):
+        wanted = float32.follow(prompt, len(steps), [step.token for step in steps])
+        for step, other in zip(steps, wanted, strict=True):
+            shared = step.logprobs.keys() & other.logprobs.keys()
+            found += [abs(step.logprobs[token] - other.logprobs[token]) for token in shared]
+    return sum(found) / max(1, len(found))
 
 
-def _table(found: list[Comparison], noise: dict[str, float]) -> Table:
-    title = "log-probabilities against ours in float32"
-    if largest := max(noise.values(), default=0.0):
-        title += f" (rounding alone moves ours by {largest:.1e} on average)"
-    table = Table(title=title)
-    for heading in ("runtime", "dtype", "same token", "largest", "mean", "tokens/s", ""):
-        table.add_column(heading, justify="right" if heading in ("same token", "largest", "mean") else "left")
+def measure_speed(running: Any, reference: Reference) -> tuple[float, float]:
+    """Tokens/s of reading a prompt at once, and of decoding after it; one sequence."""
+    prompt, tokens = reference.speed_prompt, reference.speed_tokens
+    started = time.perf_counter()
+    running.write(prompt, 1, reference.tokenizer)
+    read = time.perf_counter() - started
+    started = time.perf_counter()
+    running.write(prompt, 1 + tokens, reference.tokenizer)
+    both = time.perf_counter() - started
+    return len(prompt) / max(read, 1e-9), tokens / max(both - read, 1e-9)
+
+
+class _Ours:
+    """Our model, behind what is asked of a runtime."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def write(self, prompt: Sequence[int], tokens: int, tokenizer: Any) -> str:
+        return generated(self.model, prompt, tokens, tokenizer)
+
+
+def _ourselves(reference: Reference, dtype: torch.dtype | None) -> list[Comparison]:
+    """Rows for our own model: its speed and its text."""
+    found = []
+    for used in dict.fromkeys((torch.float32, dtype or torch.float32)):
+        ours = _Ours(reference.float32 if used == torch.float32 else reference.in_dtype(used))
+        text = ours.write(reference.transcript, TRANSCRIPT_TOKENS, reference.tokenizer) if reference.transcript else ""
+        mode = str(used).removeprefix("torch.")
+        found.append(Comparison(f"deltanet-hf {__version__}", mode, speed=measure_speed(ours, reference), text=text))
+    return found
+
+
+def _table(found: list[Comparison]) -> Table:
+    table = Table(title="log-probabilities against ours in float32, and tokens/s", title_justify="left")
+    for heading in ("runtime", "dtype", "same token", "largest", "mean", "rounding explains", "read", "decoded", ""):
+        table.add_column(heading, justify="left" if heading in ("runtime", "dtype", "") else "right")
     for one in found:
-        verdict = "quantised" if one.mode not in noise else "ok" if one.within(noise[one.mode]) else "differs"
-        same, speed = f"{one.equal}/{one.tokens}", f"{one.tokens_per_second:.1f}"
-        table.add_row(one.runtime, one.mode, same, f"{one.largest:.1e}", f"{one.mean:.1e}", speed, verdict)
+        speed = [f"{value:.1f}" for value in one.speed]
+        if not one.tokens:
+            table.add_row(one.runtime, one.mode, "", "", "", "", *speed, "")
+            continue
+        verdict = "differs" if not one.within else "quantised" if one.noise is None else "ok"
+        noise = f"{one.noise:.1e} ({one.noise_of})" if one.noise else "-"
+        differences = (f"{one.equal}/{one.tokens}", f"{one.largest:.1e}", f"{one.mean:.1e}", noise)
+        table.add_row(one.runtime, one.mode, *differences, *speed, verdict)
     return table
