@@ -80,3 +80,5 @@ def merge_lora(student: nn.Module) -> None:
         linear.float()
         module.merge()
         student.set_submodule(name, linear)
+    if hasattr(student, "peft_config"):
+        del student.peft_config  # else PEFT takes the next stage's adapters for further ones

@@ -1,0 +1,125 @@
+"""The long stage on a tiny model, and what lets one recorded graph serve rows that pack different documents."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.utils import _pytree as pytree
+
+from deltanet_recipes.adapters import train_for
+from deltanet_recipes.config import load_recipe
+from deltanet_recipes.feeds import RowFeed
+from deltanet_recipes.logbook import read_log
+from deltanet_recipes.losses import Head, KlTerms, live_chunk
+from deltanet_recipes.microstep import MicroStep
+from deltanet_recipes.models import load_student, load_teacher
+from deltanet_recipes.objectives import Align, Distil
+from deltanet_recipes.packing import Mixture, split_streams
+from deltanet_recipes.pipeline import run
+from deltanet_recipes.runtime import Runtime
+from deltanet_recipes.tokens import load_corpus
+from tests.recipes.tiny_run import DISTIL, make_tokenizer, make_workplace, recipe_tree, write_recipe
+
+SEPARATOR = 2
+LONG: dict[str, Any] = {
+    "kind": "long",
+    "tokens": 512 * 40,
+    "sequence_length": 256,
+    "batch_tokens": 512,
+    "optimizer": {"mixer_lr": 3e-3, "rest_lr": 1e-3},
+    "lora": {"rank": 4, "alpha": 4},
+}
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_workplace(tmp_path_factory.mktemp("long"))
+
+
+def train(workplace: Path, out: Path, stages: list[dict[str, Any]], **changes: Any) -> list[dict[str, Any]]:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    tree = recipe_tree(workplace, stages, output=str(out), **changes)
+    run(load_recipe(write_recipe(out.parent, tree)))
+    return read_log(out)
+
+
+@pytest.mark.parametrize("train_what", ["lora", "full"])
+def test_a_long_stage_goes_on_from_distil_on_longer_rows(workplace: Path, tmp_path: Path, train_what: str) -> None:
+    stages = [{**DISTIL, "train": train_what, "tokens": 128 * 6}, {**LONG, "train": train_what}]
+    rows = train(workplace, tmp_path / "run", stages, data={"holdout_tokens": 512})
+    long = [row for row in rows if row["stage"] == "long"]
+    assert [row["step"] for row in long] == list(range(41))
+    assert long[-1]["tokens"] == 512 * 40
+    assert long[-1]["total_steps"] == 6 + 40
+    assert long[-1]["held_out.kl"] < 0.9 * long[0]["held_out.kl"]
+    distilled = load_file(tmp_path / "run" / "stages" / "00-distil.safetensors")
+    final = load_file(tmp_path / "run" / "final" / "model.safetensors")
+    assert any(not torch.equal(final[name], distilled[name]) for name in distilled if ".mlp." in name)
+
+
+def test_recomputed_activations_train_alike(workplace: Path, tmp_path: Path) -> None:
+    plain, checkpointed = (
+        train(
+            workplace,
+            tmp_path / str(recompute) / "run",
+            [{**LONG, "tokens": 512 * 3}],
+            engine={"device": "cpu", "threads": 1, "gradient_checkpointing": recompute},
+        )
+        for recompute in (False, True)
+    )
+    first, second = ([row["loss"] for row in rows if "loss" in row] for rows in (plain, checkpointed))
+    assert len(first) == 3
+    assert first == pytest.approx(second, rel=1e-5)
+
+
+def test_a_long_stage_has_defaults_of_its_own(workplace: Path, tmp_path: Path) -> None:
+    tree = recipe_tree(workplace, [{"kind": "long", "tokens": 65536}])
+    (stage,) = load_recipe(write_recipe(tmp_path, tree)).stages
+    assert (stage.sequence_length, stage.batch_tokens, stage.rows_per_step) == (16384, 65536, 4)
+    assert (stage.optimizer.mixer_lr, stage.optimizer.rest_lr) == (3e-5, 1e-5)
+
+
+@pytest.fixture
+def feed(workplace: Path, tmp_path: Path) -> tuple[Any, RowFeed, Runtime]:
+    """A recipe, and rows of 256 tokens that hold about 6 documents each, never the same number."""
+    recipe = load_recipe(write_recipe(tmp_path, recipe_tree(workplace, [LONG])))
+    corpus = load_corpus(recipe.data.sources[0], make_tokenizer(), SEPARATOR, tmp_path)
+    training, _ = split_streams([corpus], 256, 0, True)
+    runtime = Runtime(recipe.engine)
+    mixture = Mixture(training, SEPARATOR, isolate=True, repeat=True)
+    return recipe, RowFeed(mixture, recipe.stages[0], runtime, score_all=False), runtime
+
+
+@pytest.mark.parametrize("kind", ["align", "distil"])
+def test_packed_rows_differ_in_the_contents_of_tensors_only(feed: tuple[Any, RowFeed, Runtime], kind: str) -> None:
+    """A recorded graph knows the first batch's shapes, Python values and addresses; all else must come by copying."""
+    recipe, rows, runtime = feed
+    student, teacher = load_student(recipe.student), load_teacher(recipe, torch.float32)
+    train_for(student, recipe.stages[0], seed=0)
+    if kind == "align":
+        objective: Any = Align(teacher, student)
+    else:
+        objective = Distil(student, teacher, live_chunk(Head.of(student), Head.of(teacher), KlTerms()), chunk=100)
+    parameters = [p for p in student.parameters() if p.requires_grad]
+    batches = [objective.prepare(rows.step()[0]) for _ in range(6)]
+    documents = {int((batch.rows.position_ids == 0).sum()) for batch in batches}
+    assert len(documents) > 1
+    leaves, tree = pytree.tree_flatten(batches[0])
+    copies: dict[int, torch.Tensor] = {}
+    static = [copies.setdefault(id(x), x.detach().clone()) if isinstance(x, torch.Tensor) else x for x in leaves]
+    recorded = pytree.tree_unflatten(static, tree)
+    step = MicroStep(runtime, objective, parameters)
+    for batch in batches[1:]:
+        other, same_tree = pytree.tree_flatten(batch)
+        assert same_tree == tree
+        for mine, theirs in zip(static, other, strict=True):
+            if isinstance(theirs, torch.Tensor):
+                assert (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype)
+                mine.copy_(theirs)
+            else:
+                assert mine is theirs or mine == theirs
+        torch.testing.assert_close(step._eager(recorded), step._eager(batch), rtol=1e-6, atol=1e-6)
