@@ -171,7 +171,7 @@ def conversion_facts(folder: Path) -> dict[str, Any]:
     report = json.loads(path.read_text()) if path.is_file() else {}
     if "options" not in report:
         return {}
-    options = {key: report["options"].get(key) for key in ("profile", "set", "fit_memory", "layers")}
+    options = {key: report["options"].get(key) for key in ("profile", "set", "fit_memory", "layers", "seed")}
     start = {key: report["held_out"][key] for key in ("perplexity", "kl")}
     start["relative_mse"] = float(np.mean([layer["relative_mse"] for layer in report["layers"]]))
     return {"conversion": options, "start": start}

@@ -32,7 +32,7 @@ from deltanet_recipes.measure import append_rows
 from deltanet_recipes.study_config import Conversion, Run, Study, load_study
 
 ROW = "row.json"  # in a run's folder: it is finished
-CORES_PER_CONVERSION = 8
+CORES_PER_CONVERSION = 6
 
 
 class Failed(Exception):

@@ -27,6 +27,7 @@ class Conversion(Strict):
     fit_memory: bool = Field(True, description="false: --no-fit-memory")
     text: str | None = Field(None, description="--text; default: the text shipped with the project")
     calibration_tokens: int | None = Field(None, gt=0, description="--calibration-tokens")
+    seed: int = Field(0, ge=0, description="--seed")
 
     @field_validator("text")
     @classmethod
@@ -40,7 +41,8 @@ class Conversion(Strict):
             arguments += ["--set", f"{key}={json.dumps(value) if isinstance(value, bool) else value}"]
         arguments += [] if self.fit_memory else ["--no-fit-memory"]
         arguments += ["--text", self.text] if self.text else []
-        return arguments + (["--calibration-tokens", str(self.calibration_tokens)] if self.calibration_tokens else [])
+        arguments += ["--calibration-tokens", str(self.calibration_tokens)] if self.calibration_tokens else []
+        return arguments + (["--seed", str(self.seed)] if self.seed else [])
 
 
 class Run(Strict):

@@ -96,7 +96,7 @@ def test_a_study_trains_measures_records_failures_and_resumes(workplace: Path, t
     assert list(rows) == ["no-rope", "diverging", "kept", "window"]
     assert "diverged" in rows["diverging"]["error"]
     assert rows["no-rope"]["conversion"] == {
-        "profile": "teacher", "set": {"rope": False}, "fit_memory": True, "layers": "all",
+        "profile": "teacher", "set": {"rope": False}, "fit_memory": True, "layers": "all", "seed": 0,
     }  # fmt: skip
     assert rows["kept"]["conversion"]["set"] == {}
     assert (rows["no-rope"]["seed"], rows["kept"]["seed"]) == (1, 0)
