@@ -32,7 +32,7 @@ from deltanet_recipes.measure import append_rows
 from deltanet_recipes.study_config import Conversion, Run, Study, load_study
 
 ROW = "row.json"  # in a run's folder: it is finished
-CORES_PER_CONVERSION = 6
+CORES_PER_CONVERSION = 6  # its products are small: with 64 threads it took several times longer
 
 
 class Failed(Exception):
@@ -69,7 +69,10 @@ class StudyRun:
         """Do everything; returns the number of runs that failed."""
         cores = os.cpu_count() or 1
         converters = max(1, min(len(self.conversions), cores // CORES_PER_CONVERSION))
-        threads = [threading.Thread(target=self._convert_all, args=(min(cores, CORES_PER_CONVERSION),)) for _ in range(converters)]
+        threads = [
+            threading.Thread(target=self._convert_all, args=(min(cores, CORES_PER_CONVERSION),))
+            for _ in range(converters)
+        ]
         threads += [threading.Thread(target=self._run_all, args=(device,)) for device in self.devices]
         for thread in threads:
             thread.start()
