@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from deltanet_convert.export import gguf
 from deltanet_convert.export.command import export_command
 from deltanet_convert.export.model_folder import ConvertedModel
-from deltanet_convert.export.runtimes import FLOAT32, STORED, LlamaCpp, MlxLm, Transformers, installed
+from deltanet_convert.export.runtimes import FLOAT32, STORED, LlamaCpp, MlxLm, Step, Transformers, installed
 from deltanet_convert.export.verify import NEW_TOKENS, Comparison, Reference, compare, compare_modes, verify_export
 from deltanet_convert.options import DTYPES
 from deltanet_hf.cli import build_app
@@ -70,9 +70,11 @@ def test_steps_follow_the_tokens_that_are_forced(tmp_path: Path) -> None:
     opened = model(tmp_path / "model", "hybrid")
     export_command(str(opened.folder), tmp_path / "out")
     running = Transformers(tmp_path / "out", FLOAT32)
-    forced = running.follow([5, 6, 7], 3, [9, 8, 4])
+    (third,) = running.follow([5, 6, 7, 9, 8], 1)
+    forced = running.follow([5, 6, 7], 3, [Step(9, {}), Step(8, {1: 0.0}), Step(4, third.logprobs)])
     assert [step.token for step in forced] == [9, 8, 4]
-    assert forced[2].logprobs == pytest.approx(running.follow([5, 6, 7, 9, 8], 1)[0].logprobs, abs=1e-4)
+    assert forced[1].logprobs.keys() == {1}
+    assert forced[2].logprobs == pytest.approx(third.logprobs, abs=1e-4)
 
 
 def test_rounding_is_measured_in_the_runtime_itself(tmp_path: Path) -> None:
@@ -81,23 +83,24 @@ def test_rounding_is_measured_in_the_runtime_itself(tmp_path: Path) -> None:
     reference = Reference.load(opened, torch.bfloat16, "ab")
     sharp, stored = compare_modes(reference, Transformers, tmp_path / "out", "transformers", torch.bfloat16)
     assert (sharp.mode, stored.mode) == (FLOAT32, STORED)
-    assert sharp.noise == 0.0
+    assert sharp.ours == 0.0
     assert sharp.within
-    assert stored.noise_of == "its own"
-    assert stored.noise is not None
-    assert 0 < stored.noise < 0.3
+    assert stored.own is not None
+    assert 0 < stored.own < 0.3
+    assert stored.mean == pytest.approx(stored.own, abs=1e-3)  # in float32 the runtime is we
     assert stored.within
     assert stored.text
     assert min(*sharp.speed, *stored.speed) > 0
 
 
 def test_more_than_rounding_is_not_within() -> None:
-    good = Comparison("it", STORED, tokens=64, equal=60, largest=3.0, mean=0.019, noise=0.01, noise_of="its own")
+    good = Comparison("it", STORED, tokens=64, equal=60, largest=3.0, mean=0.019, ours=1.0, own=0.01)
     assert good.within
     assert not replace(good, mean=0.021).within
     assert not replace(good, tokens=0).within
-    assert not replace(good, noise=0.0).within
-    assert replace(good, noise=None).within
+    assert replace(good, mean=1.9, own=None).within
+    assert not replace(good, ours=0.0).within
+    assert replace(good, ours=None).within
 
 
 def test_verification_fails_on_a_wrong_export(tmp_path: Path) -> None:
@@ -116,7 +119,6 @@ def test_verify_prints_the_table(name: str, tmp_path: Path) -> None:
     result = CliRunner().invoke(build_app("export"), [*arguments, "--prompt", "The sea"], env={"COLUMNS": "160"})
     assert result.exit_code == 0, result.output
     assert "/64" in result.output
-    assert "its own" in result.output
     rows = [line for line in result.output.splitlines() if line.startswith("│")]
     assert len(rows) == 4  # ours and transformers', in float32 and bfloat16
     assert result.output.count("transformers") >= 4  # each of its rows, and each of its continuations

@@ -33,24 +33,24 @@ class Runtime(Protocol):
 
     modes: tuple[str, ...]
 
-    def follow(self, prompt: Sequence[int], tokens: int, forced: Sequence[int] = ()) -> list[Step]:
-        """Decodes `tokens` tokens after `prompt` one by one from its own cache, greedily or those `forced` on it.
+    def follow(self, prompt: Sequence[int], tokens: int, forced: Sequence[Step] = ()) -> list[Step]:
+        """Decodes `tokens` tokens after `prompt` greedily, one by one from its own cache; fewer where it cannot say.
 
-        Fewer where it cannot say.
+        Args:
+            forced: steps whose tokens to take instead, and whose log-probabilities to look up (where `modes` are two).
         """
 
     def write(self, prompt: Sequence[int], tokens: int, tokenizer: Any) -> str:
         """Continues `prompt` greedily by `tokens` tokens, in the way that users call it; the text."""
 
 
-def _step(logprobs: torch.Tensor, forced: int | None) -> Step:
+def _step(logprobs: torch.Tensor, forced: Sequence[Step], index: int) -> Step:
+    """The `index`-th step, from logprobs [vocab]."""
+    if forced:
+        asked = forced[index]
+        return Step(asked.token, {token: float(logprobs[token]) for token in asked.logprobs})
     best = logprobs.topk(TOP)
-    token = int(best.indices[0]) if forced is None else forced
-    return Step(token, dict(zip(best.indices.tolist(), best.values.tolist(), strict=True)))
-
-
-def _nth(forced: Sequence[int], index: int) -> int | None:
-    return forced[index] if forced else None
+    return Step(int(best.indices[0]), dict(zip(best.indices.tolist(), best.values.tolist(), strict=True)))
 
 
 class Transformers:
@@ -65,12 +65,12 @@ class Transformers:
         self.model: Any = AutoModelForCausalLM.from_pretrained(export, dtype=dtype).eval()
 
     @torch.no_grad()
-    def follow(self, prompt: Sequence[int], tokens: int, forced: Sequence[int] = ()) -> list[Step]:
+    def follow(self, prompt: Sequence[int], tokens: int, forced: Sequence[Step] = ()) -> list[Step]:
         ids, cache, steps = torch.tensor([prompt]), None, []
         for index in range(tokens):
             out = self.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
             cache = out.past_key_values
-            steps.append(_step(out.logits[0, -1].float().log_softmax(-1), _nth(forced, index)))
+            steps.append(_step(out.logits[0, -1].float().log_softmax(-1), forced, index))
             ids = torch.tensor([[steps[-1].token]])
         return steps
 
@@ -105,14 +105,14 @@ class MlxLm:
         if mode == FLOAT32:
             self.model.set_dtype(mx.float32)
 
-    def follow(self, prompt: Sequence[int], tokens: int, forced: Sequence[int] = ()) -> list[Step]:
+    def follow(self, prompt: Sequence[int], tokens: int, forced: Sequence[Step] = ()) -> list[Step]:
         import mlx.core as mx
         from mlx_lm.models.cache import make_prompt_cache
 
         cache, ids, steps = make_prompt_cache(self.model), list(prompt), []
         for index in range(tokens):
             logits = self.model(mx.array([ids]), cache=cache)[0, -1].astype(mx.float32)
-            steps.append(_step(torch.tensor(logits.tolist()).log_softmax(-1), _nth(forced, index)))
+            steps.append(_step(torch.tensor(logits.tolist()).log_softmax(-1), forced, index))
             ids = [steps[-1].token]
         return steps
 
@@ -141,16 +141,16 @@ class LlamaCpp:
         settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = torch.get_num_threads()
         self.server = xllamacpp.Server(settings)
 
-    def follow(self, prompt: Sequence[int], tokens: int, forced: Sequence[int] = ()) -> list[Step]:
+    def follow(self, prompt: Sequence[int], tokens: int, forced: Sequence[Step] = ()) -> list[Step]:
         # One request a token, the state kept between them: a longer one leaves out tokens that end inside a character.
         ids, steps = list(prompt), []
-        for index in range(tokens):
+        for _ in range(tokens):
             request = {"prompt": ids, "max_tokens": 1, "temperature": 0, "logprobs": TOP, "cache_prompt": True}
             found = (self.server.handle_completions(request)["choices"][0].get("logprobs") or {}).get("content")
             if not found:
                 break
             logprobs = {entry["id"]: entry["logprob"] for entry in found[0]["top_logprobs"]}
-            steps.append(Step(forced[index] if forced else found[0]["id"], logprobs))
+            steps.append(Step(found[0]["id"], logprobs))
             ids.append(steps[-1].token)
         return steps
 
@@ -170,9 +170,7 @@ class Vllm:
         length = min(CONTEXT, read_json(export / "config.json")["max_position_embeddings"])
         self.model: Any = LLM(model=str(export), dtype=mode, max_model_len=length, enforce_eager=True)
 
-    def follow(self, prompt: Sequence[int], tokens: int, forced: Sequence[int] = ()) -> list[Step]:
-        if forced:
-            raise NotImplementedError("vLLM decodes what it likes best")
+    def follow(self, prompt: Sequence[int], tokens: int, forced: Sequence[Step] = ()) -> list[Step]:
         out = self._generate(prompt, tokens, TOP)
         return [
             Step(token, {i: entry.logprob for i, entry in logprobs.items()})
