@@ -95,7 +95,8 @@ def convert_command(
     )
     job = prepare(teacher, out, options)
     if target is not None:
-        refuse_unexportable(job.source.name, job.teacher.config, job.wiring.layers)
+        for note in refuse_unexportable(job.source.name, job.teacher.config, job.wiring.layers):
+            console.print(note, highlight=False, markup=False)
     print_plan(job.plan, console)
     if dry_run:
         job.close()

@@ -97,6 +97,21 @@ def test_hybrids_without_norms_get_them(
     assert all(torch.equal(first[name], second[name]) for name in first.keys() | second.keys())
 
 
+def test_scaled_rotary_embeddings_are_for_some_runtimes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Llama 3's: the conversion says which formats it will not have, and which it will."""
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 1e4,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
+    teacher = teacher_folder(tmp_path / "teacher", "llama", **HYBRIDS["llama"], rope_parameters=rope)
+    convert_command(str(teacher), tmp_path / "out", layers="every:2", target="native", dry_run=True)
+    assert "Not for mlx and gguf: rope_parameters" in " ".join(capsys.readouterr().out.split())
+
+
 def test_norms_are_inserted_for_native_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer_step, "initialise_layer", quick_start)
     teacher = teacher_folder(tmp_path / "teacher", "llama", **HYBRIDS["llama"])

@@ -15,15 +15,20 @@ from ..checkpoint import read_json
 from ..source import resolve_source
 from .command import progress_bar
 from .import_native import is_native, plan_import, write_import
-from .obstacles import native_obstacles
+from .obstacles import FORMATS, native_obstacles
 
 
-def refuse_unexportable(name: str, teacher_config: PreTrainedConfig, layers: Iterable[int]) -> None:
-    """UserError with every obstacle and its remedy, when the conversion of `layers` could not be exported later."""
+def refuse_unexportable(name: str, teacher_config: PreTrainedConfig, layers: Iterable[int]) -> list[str]:
+    """What could not be written of the conversion of `layers` in some formats because of the teacher: notes.
+
+    Raises UserError, with every obstacle and its remedy, where another choice of layers or teacher is needed.
+    """
     found = native_obstacles(teacher_config, layers)
-    if found:
-        listed = "".join(f"\n  {obstacle} ({', '.join(obstacle.formats)})" for obstacle in found)
+    refused = [obstacle for obstacle in found if obstacle.formats == FORMATS or obstacle.by_layers]
+    if refused:
+        listed = "".join(f"\n  {obstacle} ({', '.join(obstacle.formats)})" for obstacle in refused)
         raise UserError(f"{name}: --for native: the result could not be exported:{listed}")
+    return [f"Not for {' and '.join(obstacle.formats)}: {obstacle}" for obstacle in found]
 
 
 def native_folder(teacher: str) -> Path | None:

@@ -42,6 +42,7 @@ class Obstacle:
     problem: str
     remedy: str
     formats: tuple[str, ...] = FORMATS
+    by_layers: bool = False  # another choice of layers avoids it
 
     def __str__(self) -> str:
         return f"{self.name}: {self.problem}; {self.remedy}"
@@ -144,5 +145,5 @@ def _kept(config: Any, kept: list[int], normed: bool) -> list[Obstacle]:
     if fixed_interval(kept, config.num_hidden_layers) is None:
         problem = f"kept layers {kept} are not N-1, 2N-1, ..., and these runtimes know only a fixed interval"
         remedy = "take --format transformers, or convert with --layers every:N"
-        found.append(Obstacle("interval", problem, remedy, BY_INTERVAL))
+        found.append(Obstacle("interval", problem, remedy, BY_INTERVAL, by_layers=True))
     return found
