@@ -95,9 +95,9 @@ def test_resume_skips_finished_layers_and_gives_the_same_bytes(
 ) -> None:
     fitted: list[int] = []
 
-    def count(attention: Any, layer: Any, calibration: Any) -> Any:
+    def count(attention: Any, layer: Any, calibration: Any, fit_memory: bool) -> Any:
         fitted.append(layer.layer_idx)
-        return quick_start(attention, layer, calibration)
+        return quick_start(attention, layer, calibration, fit_memory)
 
     monkeypatch.setattr(layer_step, "initialise_layer", count)
     assert not interrupted.exists()
