@@ -2,8 +2,8 @@
 
     S_t = e^{g_t} S_{t-1} + beta_t k_t (v_t - k_t^T e^{g_t} S_{t-1})^T        o_t = scale * q_t^T S_t
 
-Forward: chunk_prepare.py (gates, key norms, T), chunk_fwd.py (states, outputs). Backward: chunk_bwd.py. The forward
-pass keeps T, the states S [chunks, HV, K, V] and V' for the backward pass, which so has two heavy kernels.
+Forward: chunk_prepare.py (gates, key norms, T), chunk_scores.py (P), chunk_fwd.py (states, outputs). Backward:
+chunk_bwd.py, chunk_bwd_inputs.py. The forward pass keeps T, P, the states S [chunks, HV, V, K] and V' for it.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -11,16 +11,25 @@ from __future__ import annotations
 
 import torch
 
-from .chunk_bwd import _state_backward_kernel
-from .chunk_bwd_inputs import _key_backward_kernel, _query_backward_kernel
+from .chunk_bwd import _pair_backward_kernel, _state_backward_kernel
+from .chunk_bwd_inputs import _input_backward_kernel
 from .chunk_fwd import _output_kernel, _state_kernel
-from .chunk_prepare import Chunks, Prepared, cut_chunks, prepare
+from .chunk_prepare import Chunks, cut_chunks, prepare
+from .chunk_scores import scores
 from .chunk_segment import compose, segments_for
-from .kernel_config import ChunkConfig, capability, cdiv, chunk_config, multiprocessors, power_of_two, product_precision
+from .kernel_config import (
+    ChunkConfig,
+    capability,
+    cdiv,
+    chunk_config,
+    multiprocessors,
+    power_of_two,
+    product_precision,
+    slices,
+)
 from .registration import differentiable, gradient, operator
 
 MAX_HEAD_SIZE = 256
-MAX_UNROLLED = 2  # query heads a state whose tiles are prefetched together; more would not fit into shared memory
 MAX_SEGMENTED_KEY = 128  # M [K, K] in float32 has to fit into shared memory
 
 
@@ -70,9 +79,10 @@ def _fake_chunk_forward(
     return (
         q.new_empty(B, T, max(HQ, HV), V),
         q.new_empty((rows, HV, K, V) if final else (0,), dtype=torch.float32),
-        q.new_empty((4, HV, B * T) if keep else (0,), dtype=torch.float32),
+        q.new_empty((6 * HV + 4 * max(HQ, HV), B * T) if keep else (0,), dtype=torch.float32),
         k.new_empty((count, HV, C, C) if keep else (0,)),
-        k.new_empty((count, HV, K, V) if keep else (0,), dtype=kept),
+        k.new_empty((count, max(HQ, HV), C, C) if keep else (0,)),
+        k.new_empty((count, HV, V, K) if keep else (0,), dtype=kept),
         k.new_empty((B, T, HV, V) if keep else (0,), dtype=kept),
         q.new_empty((rows, segments, HV, K, K) if keep and segments > 1 else (0,), dtype=torch.float32),
     )
@@ -85,9 +95,9 @@ def chunk_forward(
     A_log: torch.Tensor | None, dt_bias: torch.Tensor | None,
     scale: float, norm: bool, sigmoid: bool, final: bool, keep: bool, precision: str, segments: int,
 ) -> tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
 ]:  # fmt: skip
-    """o, final state, and what the backward pass needs: row factors, T, S, V', M (empty where not asked for)."""
+    """o, final state, and what the backward pass needs: row factors, T, P, S, V', M (empty where not asked for)."""
     precision = product_precision(precision, q.dtype)
     q, k, v = _unit_stride(q), _unit_stride(k), _unit_stride(v)
     g, beta = g.contiguous(), beta.contiguous()
@@ -96,47 +106,52 @@ def chunk_forward(
     (B, T, HQ, K), HV, V = q.shape, v.shape[2], v.shape[3]
     C, HO = config.C, max(HQ, HV)
     chunks = cut_chunks(B, T, C, cu_seqlens)
-    p = prepare(k, g, beta, A_log, dt_bias, chunks, sigmoid, norm, precision, config.prepare_warps)
+    full = _full(k, v, chunks)
+    P, factors = scores(
+        q, k, g, beta, A_log, dt_bias, chunks, scale, sigmoid, norm, full, precision, config.score_warps
+    )
+    Tm = prepare(k, factors, HV, chunks, precision, config.prepare_warps)
 
     o = q.new_empty(B, T, HO, V)
     ht = q.new_empty((chunks.rows, HV, K, V) if final else (0,), dtype=torch.float32)
-    fused = not keep and HO <= MAX_UNROLLED * HV
-    h = k.new_empty((0,) if fused else (chunks.count, HV, K, V), dtype=_kept_dtype(k.dtype))
-    vn = k.new_empty((0,) if fused else (B, T, HV, V), dtype=_kept_dtype(k.dtype))
-    inputs = (q, k, v, p.G, p.s, p.beta, p.r, p.T)
-    where = (chunks.cu_seqlens, chunks.first_chunk, scale, T, B * T)
+    fused = HQ <= HV
+    stored = keep or not fused
+    h = k.new_empty((chunks.count, HV, V, K) if stored else (0,), dtype=_kept_dtype(k.dtype))
+    vn = k.new_empty((B, T, HV, V) if stored else (0,), dtype=_kept_dtype(k.dtype))
+    M = q.new_empty((chunks.rows, segments, HV, K, K) if segments > 1 else (0,), dtype=torch.float32)
+    inputs = (q, k, v, factors, Tm, P)
+    where = (chunks.cu_seqlens, chunks.first_chunk, T, B * T)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
-    flags = {"C": C, "NORM": norm, "VARLEN": chunks.varlen, "FULL": _full(k, v, chunks), "PRECISION": precision}
-    M = q.new_empty(0, dtype=torch.float32)
+    flags = {"C": C, "VARLEN": chunks.varlen, "FULL": full, "PRECISION": precision}
+    programs = chunks.rows * segments * HV
+    BV, warps = slices(config.state_BV, config.state_warps, V, programs, multiprocessors(q.device))
+    common = {**sizes, **flags, "SEGMENTS": segments, "STAGES": config.state_stages}
     start = initial_state
     if segments > 1:
-        M, N = (q.new_empty(chunks.rows, segments, HV, K, D, dtype=torch.float32) for D in (K, V))
-        for out, width, transition in ((M, K, True), (N, V, False)):
-            BV = min(config.state_BV, power_of_two(width))
-            _state_kernel[(chunks.rows * segments * HV * cdiv(width, BV),)](
-                *inputs, None, o, h, vn, out, *where, *strides, **(sizes | {"V": width}), **flags, BV=BV,
-                INITIAL=False, FINAL=True, OUTPUT=False, KEEP=False, TRANSITION=transition, SEGMENTS=segments,
-                STAGES=config.state_stages, num_warps=config.state_warps,
-            )  # fmt: skip
+        N = q.new_empty(chunks.rows, segments, HV, K, V, dtype=torch.float32)
+        _state_kernel[(programs * (cdiv(K, config.state_BV) + cdiv(V, config.state_BV)),)](
+            *inputs, None, o, h, vn, N, M, *where, *strides, **common, BV=config.state_BV,
+            INITIAL=False, FINAL=True, OUTPUT=False, KEEP=False, TRANSITION=True, num_warps=config.state_warps,
+        )  # fmt: skip
         start = compose(M, N, initial_state, False, precision)
-    _state_kernel[(chunks.rows * segments * HV * cdiv(V, config.state_BV),)](
-        *inputs, start, o, h, vn, ht, *where, *strides, **sizes, **flags, BV=config.state_BV,
-        INITIAL=start is not None, FINAL=final, OUTPUT=fused, KEEP=not fused, TRANSITION=False, SEGMENTS=segments,
-        STAGES=config.state_stages, num_warps=config.state_warps,
+    _state_kernel[(programs * cdiv(V, BV),)](
+        *inputs, start, o, h, vn, ht, M, *where, *strides, **common, BV=BV,
+        INITIAL=start is not None, FINAL=final, OUTPUT=fused, KEEP=stored, TRANSITION=False, num_warps=warps,
     )  # fmt: skip
     if not fused and chunks.count:
         _output_kernel[(chunks.count * HO * cdiv(V, config.output_BV),)](
-            q, k, p.G, p.s, p.r, h, vn, o, chunks.cu_seqlens, chunks.row_of_chunk, chunks.first_chunk, scale, T, B * T,
-            *strides[:6], **sizes, **flags, BV=config.output_BV, num_warps=config.output_warps,
+            q, factors, P, h, vn, o, chunks.cu_seqlens, chunks.row_of_chunk, chunks.first_chunk, T, B * T,
+            *strides[:3], HV=HV, HQ=HQ, K=K, V=V, BK=sizes["BK"], **flags, BV=config.output_BV,
+            num_warps=config.output_warps,
         )  # fmt: skip
     _zero_tail(chunks, o)
     if not keep:
-        return o, ht, p.G.new_empty(0), p.T.new_empty(0), h.new_empty(0), vn.new_empty(0), M.new_empty(0)
-    return o, ht, torch.stack((p.G, p.s, p.beta, p.r)), p.T, h, vn, M
+        factors, Tm, P, h, vn, M = (x.new_empty(0) for x in (factors, Tm, P, h, vn, M))
+    return o, ht, factors, Tm, P, h, vn, M
 
 
 def _fake_chunk_backward(
-    do, dht, q, k, v, g, beta, cu_seqlens, A_log, dt_bias, factors, Tm, h, vn, M,
+    do, dht, q, k, v, g, beta, cu_seqlens, A_log, dt_bias, factors, Tm, P, h, vn, M,
     scale, norm, sigmoid, initial, precision, segments,
 ):  # fmt: skip
     rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -152,7 +167,7 @@ def chunk_backward(
     do: torch.Tensor, dht: torch.Tensor | None,
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
     cu_seqlens: torch.Tensor | None, A_log: torch.Tensor | None, dt_bias: torch.Tensor | None,
-    factors: torch.Tensor, Tm: torch.Tensor, h: torch.Tensor, vn: torch.Tensor, M: torch.Tensor,
+    factors: torch.Tensor, Tm: torch.Tensor, P: torch.Tensor, h: torch.Tensor, vn: torch.Tensor, M: torch.Tensor,
     scale: float, norm: bool, sigmoid: bool, initial: bool, precision: str, segments: int,
 ) -> tuple[
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
@@ -164,19 +179,21 @@ def chunk_backward(
     config, sizes = _config(k, v), _sizes(q, k, v)
     (B, T, HQ, K), HV, V = q.shape, v.shape[2], v.shape[3]
     chunks = cut_chunks(B, T, config.C, cu_seqlens)
-    p = Prepared(factors[0], factors[1], factors[2], factors[3], Tm)
     dh, dw = torch.empty_like(h), torch.empty_like(vn)
     dh0 = q.new_empty((chunks.rows, HV, K, V) if initial else (0,), dtype=torch.float32)
-    where = (chunks.cu_seqlens, chunks.first_chunk, scale, T, B * T)
-    strides = (*q.stride()[:3], *k.stride()[:3], *do.stride()[:3])
-    flags = {"C": config.C, "NORM": norm, "VARLEN": chunks.varlen, "FULL": _full(k, v, chunks), "PRECISION": precision}
-    grid = (chunks.rows * segments * HV * cdiv(V, config.grad_BV),)
+    where = (chunks.cu_seqlens, chunks.first_chunk, T, B * T)
+    q_strides, k_strides, o_strides = q.stride()[:3], k.stride()[:3], do.stride()[:3]
+    flags = {"C": config.C, "VARLEN": chunks.varlen, "FULL": _full(k, v, chunks), "PRECISION": precision}
+    programs = chunks.rows * segments * HV
+    BV, warps = slices(config.grad_BV, config.grad_warps, V, programs, multiprocessors(q.device))
+    grid = (programs * cdiv(V, BV),)
     common = {
-        **sizes, **flags, "BV": config.grad_BV, "SEGMENTS": segments,
-        "STAGES": config.grad_stages if HQ <= MAX_UNROLLED * HV else 1,
-        "num_warps": config.grad_warps,
+        **sizes, **flags, "BV": BV, "SEGMENTS": segments, "num_warps": warps,
+        # More query heads a state need more shared memory a stage.
+        "STAGES": max(1, config.grad_stages - max(HQ // HV, 1) + 1),
     }  # fmt: skip
-    inputs = (q, k, p.G, p.s, p.beta, p.r, p.T, do)
+    inputs = (q, k, factors, Tm, P, do)
+    strides = (*q_strides, *k_strides, *o_strides)
     start = dht
     if segments > 1:
         N = q.new_empty(chunks.rows, segments, HV, K, V, dtype=torch.float32)
@@ -185,23 +202,35 @@ def chunk_backward(
         )
         start = compose(M, N, dht, True, precision)
     _state_backward_kernel[grid](
-        *inputs, start, dh, dw, dh0, *where, *strides, **common, FINAL=start is not None, INITIAL=initial, KEEP=True
+        *inputs,
+        start,
+        dh,
+        dw,
+        dh0,
+        *where,
+        *strides,
+        **common,
+        FINAL=start is not None,
+        INITIAL=initial,
+        KEEP=True,
     )
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     dg, dbeta = torch.empty_like(g), torch.empty(beta.shape, dtype=beta.dtype, device=beta.device)
     gate = A_log is not None
     sums = q.new_zeros((chunks.count, HV, 2) if gate else (0,), dtype=torch.float32)
     if chunks.count:
-        chunk_of = (chunks.cu_seqlens, chunks.row_of_chunk, chunks.first_chunk, scale, T, B * T)
-        dG = q.new_empty(max(HQ, HV), B * T, dtype=torch.float32)
-        _query_backward_kernel[(chunks.count * HQ,)](
-            q, k, p.G, p.s, do, h, vn, dq, dG, *chunk_of, *strides, **sizes, **flags, BV=config.query_BV,
-            num_warps=config.query_warps, num_stages=config.query_stages, maxnreg=config.query_registers,
+        chunk_of = (chunks.cu_seqlens, chunks.row_of_chunk, chunks.first_chunk)
+        dG = q.new_empty(HV, B * T, dtype=torch.float32)
+        Z, E = torch.empty_like(P), torch.empty_like(Tm)
+        _pair_backward_kernel[(chunks.count * HV,)](
+            k, v, factors, P, do, h, vn, dw, Z, E, dG, dv, dbeta, *chunk_of, scale, T, B * T,
+            *k_strides, *o_strides, *v.stride()[:3], **sizes, **flags, BV=config.pair_BV, SIGMOID=sigmoid,
+            num_warps=config.pair_warps, num_stages=1, maxnreg=config.pair_registers,
         )  # fmt: skip
-        _key_backward_kernel[(chunks.count * k.shape[2],)](
-            q, k, v, p.G, p.s, p.beta, do, h, dh, vn, dw, dG, g, A_log, dt_bias, dk, dv, dg, dbeta, sums,
-            *chunk_of, *strides, *v.stride()[:3], **sizes, **flags, BV=config.key_BV, GATE=gate, SIGMOID=sigmoid,
-            num_warps=config.key_warps, num_stages=config.key_stages, maxnreg=config.key_registers,
+        _input_backward_kernel[(chunks.count * k.shape[2],)](
+            q, k, factors, do, h, dh, vn, dw, Z, E, dG, g, A_log, dt_bias, dq, dk, dg, sums, *chunk_of, T, B * T,
+            *strides, **sizes, **flags, NORM=norm, BV=config.input_BV, GATE=gate,
+            num_warps=config.input_warps, num_stages=1, maxnreg=config.input_registers,
         )  # fmt: skip
     _zero_tail(chunks, dq, dk, dv, dg, dbeta)
     total = sums.sum(0) if gate else sums.view(0, 2)
@@ -212,23 +241,38 @@ def chunk_backward(
 
 
 def _setup_context(ctx, inputs, output):
-    q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias, scale, norm, sigmoid, final, _, precision, segments = (
-        inputs
-    )
-    _, _, factors, Tm, h, vn, M = output
-    ctx.save_for_backward(q, k, v, g, beta, cu_seqlens, A_log, dt_bias, factors, Tm, h, vn, M)
+    (
+        q,
+        k,
+        v,
+        g,
+        beta,
+        initial_state,
+        cu_seqlens,
+        A_log,
+        dt_bias,
+        scale,
+        norm,
+        sigmoid,
+        final,
+        _,
+        precision,
+        segments,
+    ) = inputs
+    _, _, factors, Tm, P, h, vn, M = output
+    ctx.save_for_backward(q, k, v, g, beta, cu_seqlens, A_log, dt_bias, factors, Tm, P, h, vn, M)
     ctx.options = (scale, norm, sigmoid, initial_state is not None, precision, segments)
     ctx.final = final
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, do, dht, *_):
-    q, k, v, g, beta, cu_seqlens, A_log, dt_bias, factors, Tm, h, vn, M = ctx.saved_tensors
+    q, k, v, g, beta, cu_seqlens, A_log, dt_bias, factors, Tm, P, h, vn, M = ctx.saved_tensors
     if do is None:
         do = q.new_zeros(q.shape[0], q.shape[1], max(q.shape[2], v.shape[2]), v.shape[3])
     dq, dk, dv, dg, dbeta, dh0, dA, dbias = chunk_backward(
         do, dht if ctx.final else None, q, k, v, g, beta, cu_seqlens, A_log, dt_bias,
-        factors, Tm, h, vn, M, *ctx.options,
+        factors, Tm, P, h, vn, M, *ctx.options,
     )  # fmt: skip
     gate, initial = A_log is not None, ctx.options[3]
     return (

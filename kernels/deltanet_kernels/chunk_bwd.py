@@ -1,23 +1,26 @@
 """Gated delta rule over chunks, backward as a solve: (I + L) V' = W.
 
-Notation of chunk_prepare.py and chunk_fwd.py; dS is the gradient of the state leaving the chunk.
+Notation of chunk_prepare.py, chunk_scores.py and chunk_fwd.py; dS is the gradient of the state leaving the chunk.
 
     sequential, chunks in reverse (`_state_backward_kernel`):
         dV' = rev (K dS) + P^T dO;  dW = T^T dV';  dV = beta dW;  dU = -gamma dV
         dS <- e^{G_last} dS + K^T dU + scale Q^T (gamma dO)
-    all chunks at once, from q, k, dO, V', dW, S, dS (chunk_bwd_inputs.py):
-        dP = tril(dO V'^T);  dQ = scale gamma (dO S^T) + scale (D dP) K
+    all chunks at once, from V', dW, dO (`_pair_backward_kernel`, what is between two tokens of a chunk):
+        dP = tril(dO V'^T);  Z = scale D dP
         dL = -tril(dW V'^T, -1);  E = beta D dL
-        dK = rev (V' dS^T) + dU S^T + scale (D dP)^T Q + (E + E^T) K
         dbeta = rowsum(dW V') / beta = rowsum(dW (V - gamma U - (D K K^T) V'))
         (beta = sigmoid(b): db = (1 - beta) rowsum(dW V'))
-        X = dL L;  Y = dP P
-        dG = rowsum(Y) - colsum(Y) + rowsum(X) - colsum(X)
-             + rowsum(q dQ_inter) + rowsum(k (dU S^T)) - rowsum(k dK_state)
+        X = dL L;  Y = dP P;  dG = rowsum(Y) - colsum(Y) + rowsum(X) - colsum(X)
+    and from Z, E, S, dS (`chunk_bwd_inputs.py`):
+        dQ = scale gamma (dO S^T) + Z K
+        dK = rev (V' dS^T) + dU S^T + Z^T Q + (E + E^T) K
+        dG += rowsum(q dQ_inter) + rowsum(k (dU S^T)) - rowsum(k dK_state)
         dG_last += sum(k dK_state) + e^{G_last} <dS, S>;   dg = reverse cumsum of dG inside the chunk
 
-The diagonal of Y cancels in dG and is left out. Transposed products (dP^T, dL^T) are computed anew with swapped
-operands: Triton 3.4 to 3.7.0 miscompiles a product with a transposed accumulator on Hopper.
+The diagonal of Y cancels in dG and is left out. With the L2 norm in the operator P, Z and E hold the norms of both
+sides, so that raw q and k multiply them. Z and E, one [C, C] tile each, go through memory: their transposes are needed
+too, and Triton 3.4 to 3.7.0 miscompiles a product with a transposed accumulator on Hopper. The state pass is
+transposed like the one in chunk_fwd.py.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -26,20 +29,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .chunk_fwd import decay_between, gamma_of, load_G, load_tile, row_norm_factor, store_tile
-from .chunk_prepare import locate_row
+from .chunk_prepare import locate_chunk, locate_row, row_factors
+from .chunk_scores import decay_between, gamma_of, load_G, load_tile, store_tile
 
 
 @triton.jit(do_not_specialize=["T"])
 def _state_backward_kernel(
-    q, k, G, s, beta, r, Tm, do, dht, dh, dw, dh0, cu_seqlens, first_chunk, scale, T, tokens,
-    q_row, q_token, q_head, k_row, k_token, k_head, o_row, o_token, o_head,
+    q, k, factors, Tm, P, do, dht, dh, dw, dh0, cu_seqlens, first_chunk, T, tokens,
+    q_row, q_token: tl.constexpr, q_head, k_row, k_token: tl.constexpr, k_head, o_row, o_token: tl.constexpr, o_head,
     H: tl.constexpr, HV: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, NORM: tl.constexpr, VARLEN: tl.constexpr, FULL: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, VARLEN: tl.constexpr, FULL: tl.constexpr,
     FINAL: tl.constexpr, INITIAL: tl.constexpr, KEEP: tl.constexpr, SEGMENTS: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One program a (sequence, segment, state head, slice of V), chunks in reverse; writes dS and dW."""
+    """One program a (sequence, segment, state head, slice of V), chunks in reverse; writes dS [V, K] and dW."""
     pid = tl.program_id(0)
     NV: tl.constexpr = (V + BV - 1) // BV
     i_v = pid % NV
@@ -53,12 +56,13 @@ def _state_backward_kernel(
     e = i_v * BV + tl.arange(0, BV)
     md = d < K
     me = e < V
-    mS = md[:, None] & me[None, :]
-    at = d[:, None] * V + e[None, :]
+    mS = me[:, None] & md[None, :]
+    at = e[:, None] * K + d[None, :]
+    outer = d[None, :] * V + e[:, None]
     state = segment.to(tl.int64) * HV + head
-    dS = tl.zeros([BK, BV], dtype=tl.float32)
+    dS = tl.zeros([BV, BK], dtype=tl.float32)
     if FINAL:
-        dS += load_tile(dht + state * K * V + at, mS, FULL).to(tl.float32)
+        dS += load_tile(dht + state * K * V + outer, mS, FULL).to(tl.float32)
 
     GROUP: tl.constexpr = HQ // HV if HQ > HV else 1
     HO: tl.constexpr = HQ if HQ > HV else HV
@@ -67,11 +71,12 @@ def _state_backward_kernel(
     do_base = do + row * o_row + begin * o_token
     k_at = i[:, None] * k_token + d[None, :]
     q_at = i[:, None] * q_token + d[None, :]
-    do_at = i[:, None] * o_token + e[None, :]
-    dw_at = i[:, None] * (HV * V) + e[None, :]
-    rows = head.to(tl.int64) * tokens + flat
+    do_at = i[None, :] * o_token + e[:, None]
+    dw_at = i[None, :] * (HV * V) + e[:, None]
+    plane = tl.full([], HV, tl.int64) * tokens
+    rows = factors + (head.to(tl.int64) * tokens + flat)
+    square = i[:, None] * C + i[None, :]
     dtype = k.dtype.element_ty
-    anticausal = i[:, None] <= i[None, :]
     count = tl.cdiv(length, C)
     share = tl.cdiv(count, SEGMENTS)
     start = (segment % SEGMENTS) * share
@@ -83,40 +88,128 @@ def _state_backward_kernel(
         live = i < valid
         token = first.to(tl.int64)
         k_tile = load_tile(k_base + token * k_token + k_at, live[:, None] & md[None, :], FULL)
-        T_tile = tl.load(Tm + ((chunk + t) * HV + head) * (C * C) + i[:, None] * C + i[None, :])
-        G_i, s_i, fade, rev = load_G(G, s, rows + first, i, valid, FULL, PRECISION)
-        beta_i = load_tile(beta + rows + first + i, live, FULL)
-        r_i = load_tile(r + rows + first + i, live, FULL) if NORM else beta_i * 0.0 + 1.0
-        gamma = gamma_of(G_i, s_i)
+        T_tile = tl.load(Tm + ((chunk + t) * HV + head) * (C * C) + square)
+        last = rows + (token + valid - 1)
+        fade = tl.where(tl.load(last + plane) > 0.0, 0.0, tl.exp(tl.load(last)))
 
         dS_cast = dS.to(dtype)
         if KEEP:
             store_tile(dh + ((chunk + t) * HV + head) * (K * V) + at, dS_cast, mS, FULL)
-        decay = decay_between(-G_i, s_i, anticausal)
-        dVn = tl.dot(k_tile, dS_cast, input_precision=PRECISION) * rev[:, None]
+        dVn = tl.dot(dS_cast, tl.trans(k_tile), input_precision=PRECISION)
+        at_row = head.to(tl.int64) * tokens + flat + token
+        _, _, rev_r, _ = row_factors(factors + 2 * plane, at_row, i, live, FULL)
+        dVn *= rev_r[None, :]
         dS = dS * fade
         for m in tl.static_range(GROUP):
             out = head * GROUP + m
+            do_from = do_base + out.to(tl.int64) * o_head + token * o_token
+            do_tile = load_tile(do_from + do_at, live[None, :] & me[:, None], FULL).to(dtype)
+            P_tile = tl.load(P + ((chunk + t) * HO + out) * (C * C) + square)
+            dVn = tl.dot(do_tile, P_tile, dVn, input_precision=PRECISION)
             q_from = q_base + (out // (HO // HQ)).to(tl.int64) * q_head + token * q_token
             q_tile = load_tile(q_from + q_at, live[:, None] & md[None, :], FULL)
-            do_from = do_base + out.to(tl.int64) * o_head + token * o_token
-            do_tile = load_tile(do_from + do_at, live[:, None] & me[None, :], FULL)
-            f = gamma * 0.0 + scale
-            if NORM:
-                f = f * row_norm_factor(q_tile)
-            Pt = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION) * decay * f[None, :]
-            dVn += tl.dot(Pt.to(dtype), do_tile.to(dtype), input_precision=PRECISION)
-            read = (f * gamma)[:, None] * do_tile.to(tl.float32)
-            dS += tl.dot(tl.trans(q_tile), read.to(dtype), input_precision=PRECISION)
-        dW = tl.dot(tl.trans(T_tile), (dVn * r_i[:, None]).to(dtype), input_precision=PRECISION)
+            _, read_i, _, _ = row_factors(factors + 6 * plane, out.to(tl.int64) * tokens + flat + token, i, live, FULL)
+            read = (read_i[None, :] * do_tile.to(tl.float32)).to(dtype)
+            dS = tl.dot(read, q_tile, dS, input_precision=PRECISION)
+        dW = tl.dot(dVn.to(dtype), T_tile, input_precision=PRECISION)
+        _, erase, _, _ = row_factors(factors + 2 * plane, at_row, i, live, FULL)
+        dS = tl.dot((dW * erase[None, :]).to(dtype), k_tile, dS, input_precision=PRECISION)
         if KEEP:
-            dw_base = dw + ((flat + token) * HV + head) * V
-            store_tile(dw_base + dw_at, dW, live[:, None] & me[None, :], FULL)
-        dU = (-gamma * beta_i * r_i)[:, None] * dW
-        dS += tl.dot(tl.trans(k_tile), dU.to(dtype), input_precision=PRECISION)
+            store_tile(dw + ((flat + token) * HV + head) * V + dw_at, dW, live[None, :] & me[:, None], FULL)
     if INITIAL:
         if KEEP:
             if segment % SEGMENTS == 0:
-                tl.store(dh0 + (n.to(tl.int64) * HV + head) * K * V + at, dS, mask=mS)
+                tl.store(dh0 + (n.to(tl.int64) * HV + head) * K * V + outer, dS, mask=mS)
         else:
-            tl.store(dh0 + state * K * V + at, dS, mask=mS)
+            tl.store(dh0 + state * K * V + outer, dS, mask=mS)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _pair_backward_kernel(
+    k, v, factors, P, do, h, vn, dw, Z_out, E_out, dG_out, dv, dbeta, cu_seqlens, row_of_chunk, first_chunk,
+    scale, T, tokens, k_row, k_token: tl.constexpr, k_head, o_row, o_token: tl.constexpr, o_head,
+    v_row, v_token: tl.constexpr, v_head,
+    H: tl.constexpr, HV: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, VARLEN: tl.constexpr, FULL: tl.constexpr,
+    SIGMOID: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program a (chunk, state head): dV, dbeta, and for the inputs Z, E and dG [HV, B*T]."""
+    HO: tl.constexpr = HQ if HQ > HV else HV
+    GROUP: tl.constexpr = HO // HV
+    pid = tl.program_id(0)
+    head = pid % HV
+    c = pid // HV
+    row, first, flat, valid = locate_chunk(c, cu_seqlens, row_of_chunk, first_chunk, T, C, VARLEN)
+    if valid <= 0:
+        return
+    i = tl.arange(0, C)
+    d = tl.arange(0, BK)
+    live = i < valid
+    dtype = k.dtype.element_ty
+    strict = i[:, None] > i[None, :]
+    square = i[:, None] * C + i[None, :]
+    plane = tl.full([], HV, tl.int64) * tokens
+    rows = factors + (head.to(tl.int64) * tokens + flat)
+    G_i, s_i, _ = load_G(rows, plane, i, valid, FULL, PRECISION)
+    at_row = head.to(tl.int64) * tokens + flat
+    b_i, _, _, r_i = row_factors(factors + 2 * plane, at_row, i, live, FULL)
+    own = (flat * HV + head) * V
+    D = decay_between(G_i, s_i, i[:, None] >= i[None, :]) * r_i[None, :]
+
+    dL = tl.zeros([C, C], dtype=tl.float32)
+    db = tl.zeros([C], dtype=tl.float32)
+    for i_v in range(0, V, BV):
+        e = i_v + tl.arange(0, BV)
+        mV = live[:, None] & (e < V)[None, :]
+        at = own + (i[:, None] * (HV * V) + e[None, :])
+        vn_tile = load_tile(vn + at, mV, FULL)
+        dw_tile = load_tile(dw + at, mV, FULL)
+        store_tile(dv + at, b_i[:, None] * dw_tile.to(tl.float32), mV, FULL)
+        db += tl.sum(dw_tile.to(tl.float32) * vn_tile.to(tl.float32), axis=1)
+        dL += tl.dot(dw_tile.to(dtype), tl.trans(vn_tile.to(dtype)), input_precision=PRECISION)
+    k_base = k + row * k_row + (head // (HV // H)).to(tl.int64) * k_head + first * k_token
+    k_at = k_base + (i[:, None] * k_token + d[None, :])
+    k_tile = load_tile(k_at, live[:, None] & (d < K)[None, :], FULL)
+    dL = tl.where(strict, dL * D, 0.0) * r_i[:, None]
+    tl.store(E_out + (c.to(tl.int64) * HV + head) * (C * C) + square, (dL * -b_i[:, None]).to(dtype))
+    X = dL * tl.dot(k_tile, tl.trans(k_tile), input_precision=PRECISION)
+    X_row = tl.sum(X, axis=1)
+    dG = tl.sum(X * b_i[:, None], axis=0) - b_i * X_row
+    for m in range(GROUP):
+        out = head * GROUP + m
+        dP = tl.zeros([C, C], dtype=tl.float32)
+        do_base = do + row * o_row + out.to(tl.int64) * o_head + first * o_token
+        for i_v in range(0, V, BV):
+            e = i_v + tl.arange(0, BV)
+            mV = live[:, None] & (e < V)[None, :]
+            vn_tile = load_tile(vn + own + (i[:, None] * (HV * V) + e[None, :]), mV, FULL).to(dtype)
+            do_tile = load_tile(do_base + (i[:, None] * o_token + e[None, :]), mV, FULL).to(dtype)
+            dP += tl.dot(do_tile, tl.trans(vn_tile), input_precision=PRECISION)
+        tile = (c.to(tl.int64) * HO + out) * (C * C) + square
+        Y = tl.where(strict, dP * tl.load(P + tile).to(tl.float32), 0.0)
+        dG += tl.sum(Y, axis=1) - tl.sum(Y, axis=0)
+        f_i, _, _, _ = row_factors(factors + 6 * plane, out.to(tl.int64) * tokens + flat, i, live, FULL)
+        tl.store(Z_out + tile, (dP * D * (f_i * scale)[:, None]).to(dtype))
+    tl.store(dG_out + head.to(tl.int64) * tokens + flat + i, dG, mask=live)
+
+    if SIGMOID:
+        db = (1.0 - b_i) * db
+    else:
+        shut = live & (b_i == 0.0)
+        db = db / tl.where(b_i == 0.0, 1.0, b_i)
+        if tl.sum(shut.to(tl.int32), axis=0) > 0:
+            # beta = 0: the same sum without the division, rowsum(dW (V - gamma U - (D K K^T) V')).
+            db0 = -X_row
+            gamma_r = gamma_of(G_i, s_i) * r_i
+            for i_v in range(0, V, BV):
+                e = i_v + tl.arange(0, BV)
+                mV = live[:, None] & (e < V)[None, :]
+                dw_tile = load_tile(dw + own + (i[:, None] * (HV * V) + e[None, :]), mV, FULL).to(tl.float32)
+                v_base = v + row * v_row + head.to(tl.int64) * v_head + first * v_token
+                v_tile = load_tile(v_base + (i[:, None] * v_token + e[None, :]), mV, FULL).to(tl.float32)
+                S_at = h + (c.to(tl.int64) * HV + head) * (K * V) + (e[:, None] * K + d[None, :])
+                S = load_tile(S_at, (e < V)[:, None] & (d < K)[None, :], FULL).to(dtype)
+                U = tl.dot(k_tile, tl.trans(S), input_precision=PRECISION)
+                db0 += tl.sum(dw_tile * (v_tile - gamma_r[:, None] * U), axis=1)
+            db = tl.where(shut, db0, db)
+    tl.store(dbeta + (flat + i) * HV + head, db.to(dbeta.dtype.element_ty), mask=live)

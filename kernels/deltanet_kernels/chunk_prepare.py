@@ -1,4 +1,4 @@
-"""What every chunk needs before the recurrence can run over chunks: gates, key norms and T = (I + L)^{-1}.
+"""What every chunk needs before the recurrence can run over chunks: T = (I + L)^{-1}, from gates and key norms.
 
 Notation, per state head, with C tokens a chunk (rows i, columns j):
 
@@ -102,6 +102,18 @@ def locate_chunk(c, cu_seqlens, row_of_chunk, first_chunk, T, C: tl.constexpr, V
 
 
 @triton.jit
+def row_factors(factors, at, i, live, FULL: tl.constexpr):
+    """Four factors of each row of a chunk, stored side by side from row `at`: one load that a loop can prefetch."""
+    j = tl.arange(0, 4)[None, :]
+    quad = factors + 4 * at + (4 * i[:, None] + j)
+    x = tl.load(quad) if FULL else tl.load(quad, mask=live[:, None] & (j < 4), other=0.0)
+    even, odd = tl.split(tl.reshape(x, [i.shape[0], 2, 2]))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
+
+
+@triton.jit
 def locate_row(n, cu_seqlens, T, VARLEN: tl.constexpr):
     """Sequence n -> (batch row of strided tensors, first token in that row, first token of all, tokens)."""
     if VARLEN:
@@ -123,35 +135,24 @@ def _softplus(x):
 
 
 @triton.jit
-def _gate_block(g, beta, A_log, dt_bias, at, live, head, GATE: tl.constexpr, SIGMOID: tl.constexpr):
-    """Log decay, shut gates and write strength of 16 tokens, zero past the end."""
-    x = tl.load(g + at, mask=live, other=0.0).to(tl.float32)
-    if GATE:
-        x = -tl.exp(tl.load(A_log + head).to(tl.float32)) * _softplus(x + tl.load(dt_bias + head).to(tl.float32))
-    b = tl.load(beta + at, mask=live, other=0.0).to(tl.float32)
-    if SIGMOID:
-        b = 1.0 / (1.0 + tl.exp(-b))
-    shut = live & (x < -100.0)
-    return tl.where(live & (x >= -100.0), x, 0.0), tl.where(shut, 1.0, 0.0), tl.where(live, b, 0.0)
-
-
-@triton.jit
-def _key_block(keys, i, live, d, k_token, K: tl.constexpr, NORM: tl.constexpr):
-    """16 keys and 1 / sqrt(|k|^2 + 1e-6) of each (1 without the norm)."""
+def _block(keys, rows, packed, plane, b: tl.constexpr, valid, d, k_token, K: tl.constexpr):
+    """Keys 16 b to 16 b + 15 of a chunk and their G, s, beta r, r; zero past the end."""
+    i = b * 16 + tl.arange(0, 16)
+    live = i < valid
     tile = tl.load(keys + i[:, None] * k_token + d[None, :], mask=live[:, None] & (d < K)[None, :], other=0.0)
-    r = tl.zeros([16], dtype=tl.float32) + 1.0
-    if NORM:
-        x = tile.to(tl.float32)
-        r = tl.rsqrt(tl.sum(x * x, axis=1) + L2_EPS)
-    return tile, r
+    G = tl.load(rows + i, mask=live, other=0.0)
+    s = tl.load(rows + plane + i, mask=live, other=0.0)
+    beta = tl.load(packed + 4 * i, mask=live, other=0.0)
+    r = tl.load(packed + 4 * i + 3, mask=live, other=0.0)
+    return tile, G, s, beta * r, r
 
 
 @triton.jit
-def _L_block(k_i, k_j, r_i, r_j, b_i, G_i, G_j, s_i, s_j, PRECISION: tl.constexpr):
+def _L_block(k_i, k_j, r_j, b_i, G_i, G_j, s_i, s_j, PRECISION: tl.constexpr):
     """A 16 x 16 block of beta_i D_ij <k_i, k_j> below the diagonal."""
     decay = tl.exp(tl.minimum(G_i[:, None] - G_j[None, :], 0.0))
     decay = tl.where(s_i[:, None] == s_j[None, :], decay, 0.0)
-    return tl.dot(k_i, tl.trans(k_j), input_precision=PRECISION) * (b_i * r_i)[:, None] * r_j[None, :] * decay
+    return tl.dot(k_i, tl.trans(k_j), input_precision=PRECISION) * b_i[:, None] * r_j[None, :] * decay
 
 
 @triton.jit
@@ -176,11 +177,9 @@ def _store_block(tile, C: tl.constexpr, a: tl.constexpr, b: tl.constexpr, x):
 
 @triton.jit(do_not_specialize=["T"])
 def _prepare_kernel(
-    k, g, beta, A_log, dt_bias, G_out, s_out, beta_out, r_out, T_out,
-    cu_seqlens, row_of_chunk, first_chunk, T, tokens, k_row, k_token, k_head,
+    k, factors, T_out, cu_seqlens, row_of_chunk, first_chunk, T, tokens, k_row, k_token: tl.constexpr, k_head,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
-    GATE: tl.constexpr, SIGMOID: tl.constexpr, NORM: tl.constexpr, VARLEN: tl.constexpr,
-    PRECISION: tl.constexpr, MERGE: tl.constexpr,
+    VARLEN: tl.constexpr, PRECISION: tl.constexpr, MERGE: tl.constexpr,
 ):  # fmt: skip
     """One program a (chunk of 64 or 32 tokens, state head), in blocks of 16 that a warp holds in registers."""
     pid = tl.program_id(0)
@@ -189,87 +188,53 @@ def _prepare_kernel(
     row, first, flat, valid = locate_chunk(c, cu_seqlens, row_of_chunk, first_chunk, T, C, VARLEN)
     if valid <= 0:
         return
-    i = tl.arange(0, 16)
     d = tl.arange(0, BK)
-    gates = flat * HV + head
-    rows = head.to(tl.int64) * tokens + flat
+    plane = tl.full([], HV, tl.int64) * tokens
+    at = head.to(tl.int64) * tokens + flat
+    rows = factors + at
+    packed = factors + (2 * plane + 4 * at)
     keys = k + row * k_row + (head // (HV // H)).to(tl.int64) * k_head + first * k_token
     tile = T_out + (c.to(tl.int64) * HV + head) * (C * C)
     zero = tl.zeros([16, 16], dtype=tl.float32)
 
-    m0 = i < valid
-    m1 = i + 16 < valid
-    g0, s0, b0 = _gate_block(g, beta, A_log, dt_bias, gates + i * HV, m0, head, GATE, SIGMOID)
-    g1, s1, b1 = _gate_block(g, beta, A_log, dt_bias, gates + (i + 16) * HV, m1, head, GATE, SIGMOID)
-    G0 = tl.cumsum(g0, axis=0)
-    G1 = tl.cumsum(g1, axis=0) + tl.sum(g0, axis=0)
-    s1 = tl.cumsum(s1, axis=0) + tl.sum(s0, axis=0)
-    s0 = tl.cumsum(s0, axis=0)
-    k0, r0 = _key_block(keys, i, m0, d, k_token, K, NORM)
-    k1, r1 = _key_block(keys, i + 16, m1, d, k_token, K, NORM)
-    tl.store(G_out + rows + i, G0, mask=m0)
-    tl.store(G_out + rows + i + 16, G1, mask=m1)
-    tl.store(s_out + rows + i, s0, mask=m0)
-    tl.store(beta_out + rows + i, b0, mask=m0)
-    tl.store(s_out + rows + i + 16, s1, mask=m1)
-    tl.store(beta_out + rows + i + 16, b1, mask=m1)
-    tl.store(r_out + rows + i, r0, mask=m0)
-    tl.store(r_out + rows + i + 16, r1, mask=m1)
-    T00 = _invert_block(_L_block(k0, k0, r0, r0, b0, G0, G0, s0, s0, PRECISION), MERGE)
-    T11 = _invert_block(_L_block(k1, k1, r1, r1, b1, G1, G1, s1, s1, PRECISION), MERGE)
-    L10 = tl.dot(_L_block(k1, k0, r1, r0, b1, G1, G0, s1, s0, PRECISION), T00, input_precision=MERGE)
-    T10 = -tl.dot(T11, L10, input_precision=MERGE)
+    k0, G0, s0, b0, r0 = _block(keys, rows, packed, plane, 0, valid, d, k_token, K)
+    T00 = _invert_block(_L_block(k0, k0, r0, b0, G0, G0, s0, s0, PRECISION), MERGE)
     _store_block(tile, C, 0, 0, T00)
     _store_block(tile, C, 0, 1, zero)
+    k1, G1, s1, b1, r1 = _block(keys, rows, packed, plane, 1, valid, d, k_token, K)
+    T11 = _invert_block(_L_block(k1, k1, r1, b1, G1, G1, s1, s1, PRECISION), MERGE)
+    L10 = _L_block(k1, k0, r0, b1, G1, G0, s1, s0, PRECISION)
+    T10 = -tl.dot(T11, tl.dot(L10, T00, input_precision=MERGE), input_precision=MERGE)
     _store_block(tile, C, 1, 0, T10)
     _store_block(tile, C, 1, 1, T11)
     if C == 64:
-        m2 = i + 32 < valid
-        m3 = i + 48 < valid
-        g2, s2, b2 = _gate_block(g, beta, A_log, dt_bias, gates + (i + 32) * HV, m2, head, GATE, SIGMOID)
-        g3, s3, b3 = _gate_block(g, beta, A_log, dt_bias, gates + (i + 48) * HV, m3, head, GATE, SIGMOID)
-        before = tl.sum(g0, axis=0) + tl.sum(g1, axis=0)
-        G2 = tl.cumsum(g2, axis=0) + before
-        G3 = tl.cumsum(g3, axis=0) + (before + tl.sum(g2, axis=0))
-        before = tl.max(s1, axis=0)
-        s3 = tl.cumsum(s3, axis=0) + (before + tl.sum(s2, axis=0))
-        s2 = tl.cumsum(s2, axis=0) + before
-        k2, r2 = _key_block(keys, i + 32, m2, d, k_token, K, NORM)
-        k3, r3 = _key_block(keys, i + 48, m3, d, k_token, K, NORM)
-        tl.store(G_out + rows + i + 32, G2, mask=m2)
-        tl.store(G_out + rows + i + 48, G3, mask=m3)
-        tl.store(s_out + rows + i + 32, s2, mask=m2)
-        tl.store(beta_out + rows + i + 32, b2, mask=m2)
-        tl.store(s_out + rows + i + 48, s3, mask=m3)
-        tl.store(beta_out + rows + i + 48, b3, mask=m3)
-        tl.store(r_out + rows + i + 32, r2, mask=m2)
-        tl.store(r_out + rows + i + 48, r3, mask=m3)
-        T22 = _invert_block(_L_block(k2, k2, r2, r2, b2, G2, G2, s2, s2, PRECISION), MERGE)
-        T33 = _invert_block(_L_block(k3, k3, r3, r3, b3, G3, G3, s3, s3, PRECISION), MERGE)
-        L20 = _L_block(k2, k0, r2, r0, b2, G2, G0, s2, s0, PRECISION)
-        L21 = _L_block(k2, k1, r2, r1, b2, G2, G1, s2, s1, PRECISION)
-        L30 = _L_block(k3, k0, r3, r0, b3, G3, G0, s3, s0, PRECISION)
-        L31 = _L_block(k3, k1, r3, r1, b3, G3, G1, s3, s1, PRECISION)
-        L32 = _L_block(k3, k2, r3, r2, b3, G3, G2, s3, s2, PRECISION)
-        T21 = -tl.dot(T22, tl.dot(L21, T11, input_precision=MERGE), input_precision=MERGE)
-        T32 = -tl.dot(T33, tl.dot(L32, T22, input_precision=MERGE), input_precision=MERGE)
+        k2, G2, s2, b2, r2 = _block(keys, rows, packed, plane, 2, valid, d, k_token, K)
+        T22 = _invert_block(_L_block(k2, k2, r2, b2, G2, G2, s2, s2, PRECISION), MERGE)
+        L20 = _L_block(k2, k0, r0, b2, G2, G0, s2, s0, PRECISION)
+        L21 = _L_block(k2, k1, r1, b2, G2, G1, s2, s1, PRECISION)
         X20 = tl.dot(L20, T00, input_precision=MERGE) + tl.dot(L21, T10, input_precision=MERGE)
         T20 = -tl.dot(T22, X20, input_precision=MERGE)
-        X31 = tl.dot(L31, T11, input_precision=MERGE) + tl.dot(L32, T21, input_precision=MERGE)
-        T31 = -tl.dot(T33, X31, input_precision=MERGE)
-        X30 = tl.dot(L30, T00, input_precision=MERGE) + tl.dot(L31, T10, input_precision=MERGE)
-        T30 = -tl.dot(T33, X30 + tl.dot(L32, T20, input_precision=MERGE), input_precision=MERGE)
+        T21 = -tl.dot(T22, tl.dot(L21, T11, input_precision=MERGE), input_precision=MERGE)
         _store_block(tile, C, 0, 2, zero)
-        _store_block(tile, C, 0, 3, zero)
         _store_block(tile, C, 1, 2, zero)
-        _store_block(tile, C, 1, 3, zero)
         _store_block(tile, C, 2, 0, T20)
         _store_block(tile, C, 2, 1, T21)
         _store_block(tile, C, 2, 2, T22)
+        k3, G3, s3, b3, r3 = _block(keys, rows, packed, plane, 3, valid, d, k_token, K)
+        T33 = _invert_block(_L_block(k3, k3, r3, b3, G3, G3, s3, s3, PRECISION), MERGE)
+        L30 = _L_block(k3, k0, r0, b3, G3, G0, s3, s0, PRECISION)
+        L31 = _L_block(k3, k1, r1, b3, G3, G1, s3, s1, PRECISION)
+        L32 = _L_block(k3, k2, r2, b3, G3, G2, s3, s2, PRECISION)
+        X32 = tl.dot(L32, T22, input_precision=MERGE)
+        X31 = tl.dot(L31, T11, input_precision=MERGE) + tl.dot(L32, T21, input_precision=MERGE)
+        X30 = tl.dot(L30, T00, input_precision=MERGE) + tl.dot(L31, T10, input_precision=MERGE)
+        X30 += tl.dot(L32, T20, input_precision=MERGE)
+        _store_block(tile, C, 0, 3, zero)
+        _store_block(tile, C, 1, 3, zero)
         _store_block(tile, C, 2, 3, zero)
-        _store_block(tile, C, 3, 0, T30)
-        _store_block(tile, C, 3, 1, T31)
-        _store_block(tile, C, 3, 2, T32)
+        _store_block(tile, C, 3, 0, -tl.dot(T33, X30, input_precision=MERGE))
+        _store_block(tile, C, 3, 1, -tl.dot(T33, X31, input_precision=MERGE))
+        _store_block(tile, C, 3, 2, -tl.dot(T33, X32, input_precision=MERGE))
         _store_block(tile, C, 3, 3, T33)
 
 
@@ -286,41 +251,17 @@ def cut_chunks(batch: int, tokens: int, size: int, cu_seqlens: torch.Tensor | No
     return Chunks(size, rows, tokens, count, cu_seqlens, row_of_chunk, first_chunk)
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """Row factors G, s, beta, r, head first [HV, B*T] float32, and T [chunks, HV, C, C] in the matrix type."""
-
-    G: torch.Tensor
-    s: torch.Tensor
-    beta: torch.Tensor
-    r: torch.Tensor
-    T: torch.Tensor
-
-
 def prepare(
-    k: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    A_log: torch.Tensor | None,
-    dt_bias: torch.Tensor | None,
-    chunks: Chunks,
-    sigmoid: bool,
-    norm: bool,
-    precision: str,
-    num_warps: int,
-) -> Prepared:
-    """Gates, key norms and T for k [B, T, H, K] (unit stride along K) and contiguous g, beta [B, T, HV]."""
+    k: torch.Tensor, factors: torch.Tensor, heads: int, chunks: Chunks, precision: str, num_warps: int
+) -> torch.Tensor:
+    """T [chunks, HV, C, C] for k [B, T, H, K] (unit stride along K) and the row factors of `heads` states."""
     B, T, H, K = k.shape
-    HV = g.shape[2]
-    factors = torch.empty(4, HV, B * T, dtype=torch.float32, device=k.device)
-    inverse = torch.empty(chunks.count, HV, chunks.size, chunks.size, dtype=k.dtype, device=k.device)
+    inverse = torch.empty(chunks.count, heads, chunks.size, chunks.size, dtype=k.dtype, device=k.device)
     if chunks.count:
-        _prepare_kernel[(chunks.count * HV,)](
-            k, g, beta, A_log, dt_bias, *factors, inverse,
-            chunks.cu_seqlens, chunks.row_of_chunk, chunks.first_chunk, T, B * T, *k.stride()[:3],
-            H=H, HV=HV, K=K, BK=power_of_two(K), C=chunks.size,
-            GATE=A_log is not None, SIGMOID=sigmoid, NORM=norm, VARLEN=chunks.varlen,
+        _prepare_kernel[(chunks.count * heads,)](
+            k, factors, inverse, chunks.cu_seqlens, chunks.row_of_chunk, chunks.first_chunk, T, B * T,
+            *k.stride()[:3], H=H, HV=heads, K=K, BK=power_of_two(K), C=chunks.size, VARLEN=chunks.varlen,
             PRECISION=precision, MERGE=MERGE_PRECISION.get(k.dtype, "tf32") if precision != "ieee" else "ieee",
             num_warps=num_warps,
         )  # fmt: skip
-    return Prepared(factors[0], factors[1], factors[2], factors[3], inverse)
+    return inverse

@@ -63,6 +63,10 @@ def compose(
 
 
 def segments_for(programs: int, chunks_a_row: int, multiprocessors: int) -> int:
-    """How many segments to cut each sequence into so that the chip is full; 1 when it is already."""
-    wanted = 2 * multiprocessors // max(programs, 1)
-    return max(1, min(wanted, chunks_a_row // 16))
+    """How many segments to cut each sequence into so that the chip is full.
+
+    1 when a fifth of it is busy already, or for short sequences: a cut costs one more state pass, twice as wide.
+    """
+    if 5 * programs >= multiprocessors:
+        return 1
+    return max(1, min(multiprocessors // max(programs, 1), chunks_a_row // 64))

@@ -20,14 +20,17 @@ def power_of_two(n: int, least: int = 16) -> int:
 
 @dataclass(frozen=True)
 class ChunkConfig:
-    """Tokens a chunk; slices of V, warps and pipeline stages of the kernels of chunk_*.py.
+    """Tokens a chunk; slices of V, warps, pipeline stages, and registers a thread of the kernels of chunk_*.py.
 
-    The loops over V of the input gradients stay unpipelined (one stage), and K = V = 128 keeps the backward state pass
-    in slices of 32: with two stages there and slices of 64 in both, Triton 3.6 on an H200 gave gradients that changed
-    from run to run; which of the two it was has not been separated.
+    A state pass with a slice of 64 columns a group of four warps reads its computed tiles from registers
+    (chunk_fwd.py). Three stages hide the memory latency, at one program a multiprocessor; two stages do not (the
+    loads are asked for at the end of one chunk and awaited at the start of the next). The loops over V of the input
+    gradients stay unpipelined: with two stages there Triton 3.6 on an H200 gave gradients that changed from run to
+    run. Eight warps on 64 rows would do the same products twice.
     """
 
     C: int = 64
+    score_warps: int = 4
     prepare_warps: int = 1
     state_BV: int = 64
     state_warps: int = 4
@@ -37,48 +40,58 @@ class ChunkConfig:
     grad_BV: int = 64
     grad_warps: int = 4
     grad_stages: int = 3
-    query_BV: int = 64
-    query_warps: int = 4
-    query_stages: int = 1
-    key_BV: int = 64
-    key_warps: int = 8
-    key_stages: int = 1
-    query_registers: int | None = None  # a limit per thread, so that more programs fit on a multiprocessor
-    key_registers: int | None = None
+    pair_BV: int = 64
+    pair_warps: int = 4
+    pair_registers: int | None = None  # a limit, so that more programs fit on a multiprocessor
+    input_BV: int = 64
+    input_warps: int = 4
+    input_registers: int | None = None  # 255, the most there is: without a limit ptxas sometimes chooses 32, and spills
 
 
 @functools.cache
 def chunk_config(K: int, V: int, dtype: torch.dtype, capability: tuple[int, int]) -> ChunkConfig:
-    """The configuration for head sizes K, V in `dtype` on a chip of this compute capability."""
+    """The configuration for head sizes K, V in `dtype` on a chip of this compute capability.
+
+    sm_90 has its own table; elsewhere the state passes are not pipelined and all fits into 99 KiB of shared memory
+    (102 KiB for float32 heads over 128).
+    """
     BK = power_of_two(K)
     BV = power_of_two(V)
     config = ChunkConfig()
     if dtype == torch.float32:
         # Twice the bytes in shared memory, and products without wgmma.
         narrow = 16 if BK > 128 else 32
-        config = replace(config, C=32, state_BV=narrow, output_BV=32, grad_BV=narrow, query_BV=narrow, key_BV=narrow)
-    elif BK > 128:
         config = replace(
-            config,
-            state_BV=32,
-            grad_BV=16,
-            query_BV=32,
-            key_BV=32,
-            query_warps=8,
-            key_warps=8,
-            state_stages=2,
-            grad_stages=2,
+            config, C=32, state_BV=narrow, output_BV=32, grad_BV=narrow, pair_BV=narrow, pair_registers=255,
+            input_BV=narrow, input_registers=255, state_stages=2, grad_stages=2,
+        )  # fmt: skip
+    elif BK > 128:
+        config = replace(config, pair_BV=32, input_BV=32, state_stages=1, grad_stages=1)
+    elif BK > 64 and BV > 64:
+        config = replace(
+            config, state_BV=128, state_warps=8, grad_BV=128, grad_warps=8, output_BV=128, pair_registers=168
         )
-    elif BK > 64:
-        config = replace(config, output_BV=128, state_stages=2, grad_BV=32, grad_stages=2, key_BV=128, query_BV=128)
+    if capability[0] != 9:
+        narrow = min(config.state_BV, 32 if BK > 64 else 64)
+        config = replace(
+            config, state_BV=narrow, state_warps=4, state_stages=1, grad_BV=narrow, grad_warps=4, grad_stages=1,
+            input_BV=min(config.input_BV, 32 if BK <= 128 else 16), input_registers=255,
+        )  # fmt: skip
     return replace(
         config,
         state_BV=min(config.state_BV, BV),
         output_BV=min(config.output_BV, BV),
         grad_BV=min(config.grad_BV, BV),
-        query_BV=min(config.query_BV, BV),
-        key_BV=min(config.key_BV, BV),
+        pair_BV=min(config.pair_BV, BV),
+        input_BV=min(config.input_BV, BV),
     )
+
+
+def slices(BV: int, warps: int, V: int, states: int, processors: int) -> tuple[int, int]:
+    """Slice of V and warps of a state pass over `states` states: narrower ones where wide ones leave the chip idle."""
+    if BV > 64 and 2 * states * cdiv(V, BV) <= processors:
+        return BV // 2, warps // 2
+    return BV, warps
 
 
 @functools.cache

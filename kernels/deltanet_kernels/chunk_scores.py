@@ -1,0 +1,173 @@
+"""Gated delta rule over chunks, first of all: row factors, and P = scale D (Q K^T), what outputs read inside a chunk.
+
+With the L2 norm in the operator P holds the norms of both sides. Both are made once, for all chunks at a time: the
+state passes and the gradients read them from memory (P is [C, C] a chunk and output head, as large as T), which keeps
+exponentials, norms and that product out of the loops over chunks. Notation in chunk_prepare.py.
+
+Row factors, float32, head first [heads, B*T]: G and s; then four side by side a row, beta, -gamma beta r, rev r, r;
+then for each output head 1/|q|, scale gamma / |q| and two unused. gamma = e^G, rev = e^{G_last - G}.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .chunk_prepare import L2_EPS, Chunks, _softplus, locate_chunk
+from .kernel_config import power_of_two
+
+
+@triton.jit
+def row_norm_factor(x):
+    """1 / sqrt(|x|^2 + 1e-6) of each row."""
+    x = x.to(tl.float32)
+    return tl.rsqrt(tl.sum(x * x, axis=1) + L2_EPS)
+
+
+@triton.jit
+def load_tile(at, mask, FULL: tl.constexpr):
+    """A tile, zero where the mask is off; FULL: the mask is known to be on everywhere and costs nothing."""
+    return tl.load(at) if FULL else tl.load(at, mask=mask, other=0.0)
+
+
+@triton.jit
+def store_tile(at, x, mask, FULL: tl.constexpr):
+    """Store a tile in the type of the memory, where the mask is on."""
+    if FULL:
+        tl.store(at, x.to(at.dtype.element_ty))
+    else:
+        tl.store(at, x.to(at.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_G(rows, plane, i, valid, FULL: tl.constexpr, PRECISION: tl.constexpr):
+    """G and s of a chunk's rows, rows past the end like the last one; e^{G_last}.
+
+    With products of 10 bits a shut gate is -128 in G (up to 3e-4 off in the decays behind it) and s is not needed.
+    """
+    G_i = load_tile(rows + i, i < valid, FULL)
+    s_i = load_tile(rows + plane + i, i < valid, FULL)
+    G_last = tl.load(rows + valid - 1)
+    s_last = tl.load(rows + plane + valid - 1)
+    fade = tl.where(s_last > 0.0, 0.0, tl.exp(G_last))
+    if PRECISION == "tf32":
+        G_i -= 128.0 * s_i
+        G_last -= 128.0 * s_last
+        s_i = tl.zeros_like(s_i)
+        s_last = 0.0
+    if not FULL:
+        G_i = tl.where(i < valid, G_i, G_last)
+        s_i = tl.where(i < valid, s_i, s_last)
+    return G_i, s_i, fade
+
+
+@triton.jit
+def gamma_of(G, s):
+    """e^G of each row."""
+    return tl.where(s > 0.0, 0.0, tl.exp(G))
+
+
+@triton.jit
+def decay_between(G, s, causal):
+    """D = e^{G_i - G_j} where `causal` (rows i, columns j), else 0."""
+    return tl.where(causal & (s[:, None] == s[None, :]), tl.exp(tl.where(causal, G[:, None] - G[None, :], 0.0)), 0.0)
+
+
+@triton.jit
+def _gates(g, beta, A_log, dt_bias, at, live, head, GATE: tl.constexpr, SIGMOID: tl.constexpr):
+    """Log decay, shut gates and write strength of a chunk's tokens, zero past the end."""
+    x = tl.load(g + at, mask=live, other=0.0).to(tl.float32)
+    if GATE:
+        x = -tl.exp(tl.load(A_log + head).to(tl.float32)) * _softplus(x + tl.load(dt_bias + head).to(tl.float32))
+    b = tl.load(beta + at, mask=live, other=0.0).to(tl.float32)
+    if SIGMOID:
+        b = 1.0 / (1.0 + tl.exp(-b))
+    shut = live & (x < -100.0)
+    return tl.where(live & (x >= -100.0), x, 0.0), tl.where(shut, 1.0, 0.0), tl.where(live, b, 0.0)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _score_kernel(
+    q, k, g, beta, A_log, dt_bias, factors, P_out, cu_seqlens, row_of_chunk, first_chunk, scale, T, tokens,
+    q_row, q_token: tl.constexpr, q_head, k_row, k_token: tl.constexpr, k_head,
+    H: tl.constexpr, HV: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr,
+    BK: tl.constexpr, C: tl.constexpr, GATE: tl.constexpr, SIGMOID: tl.constexpr, NORM: tl.constexpr,
+    VARLEN: tl.constexpr, FULL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program a (chunk, output head): P and the row factors."""
+    HO: tl.constexpr = HQ if HQ > HV else HV
+    pid = tl.program_id(0)
+    out = pid % HO
+    c = pid // HO
+    head = out // (HO // HV)
+    row, first, flat, valid = locate_chunk(c, cu_seqlens, row_of_chunk, first_chunk, T, C, VARLEN)
+    if valid <= 0:
+        return
+    i = tl.arange(0, C)
+    d = tl.arange(0, BK)
+    live = i < valid
+    mK = live[:, None] & (d < K)[None, :]
+    q_base = q + row * q_row + (out // (HO // HQ)).to(tl.int64) * q_head + first * q_token
+    k_base = k + row * k_row + (head // (HV // H)).to(tl.int64) * k_head + first * k_token
+    q_tile = load_tile(q_base + (i[:, None] * q_token + d[None, :]), mK, FULL)
+    k_tile = load_tile(k_base + (i[:, None] * k_token + d[None, :]), mK, FULL)
+    log_decay, shut, b = _gates(g, beta, A_log, dt_bias, (flat + i) * HV + head, live, head, GATE, SIGMOID)
+    G = tl.cumsum(log_decay, axis=0)
+    s = tl.cumsum(shut, axis=0)
+    s_last = tl.max(s, axis=0)
+    G_last = tl.sum(tl.where(i == C - 1, G, 0.0), axis=0)
+    gamma = tl.where(s > 0.0, 0.0, tl.exp(G))
+    f = tl.zeros([C], dtype=tl.float32) + 1.0
+    r = tl.zeros([C], dtype=tl.float32) + 1.0
+    if NORM:
+        f = row_norm_factor(q_tile)
+        r = row_norm_factor(k_tile)
+    plane = tl.full([], HV, tl.int64) * tokens
+    if out % (HO // HV) == 0:
+        at = head.to(tl.int64) * tokens + flat
+        rows = factors + at
+        packed = factors + (2 * plane + 4 * at)
+        tl.store(rows + i, G, mask=live)
+        tl.store(rows + plane + i, s, mask=live)
+        tl.store(packed + 4 * i, b, mask=live)
+        tl.store(packed + 4 * i + 1, -gamma * b * r, mask=live)
+        tl.store(packed + 4 * i + 2, tl.where(s == s_last, tl.exp(tl.minimum(G_last - G, 0.0)), 0.0) * r, mask=live)
+        tl.store(packed + 4 * i + 3, r, mask=live)
+    reads = factors + (6 * plane + 4 * (out.to(tl.int64) * tokens + flat))
+    tl.store(reads + 4 * i, f, mask=live)
+    tl.store(reads + 4 * i + 1, f * scale * gamma, mask=live)
+    if PRECISION == "tf32":
+        G -= 128.0 * s
+        s = tl.zeros_like(s)
+    P = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+    P *= decay_between(G, s, i[:, None] >= i[None, :]) * (f * scale)[:, None] * r[None, :]
+    tl.store(
+        P_out + (c.to(tl.int64) * HO + out) * (C * C) + i[:, None] * C + i[None, :],
+        P.to(P_out.dtype.element_ty),
+    )
+
+
+def scores(
+    q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
+    A_log: torch.Tensor | None, dt_bias: torch.Tensor | None,
+    chunks: Chunks, scale: float, sigmoid: bool, norm: bool, full: bool, precision: str, num_warps: int,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """P [chunks, HO, C, C] and the row factors [6 HV + 4 HO, B*T].
+
+    From q [B, T, HQ, K], k [B, T, H, K] (unit stride along K) and contiguous g, beta [B, T, HV].
+    """
+    B, T, HQ, K = q.shape
+    HV = g.shape[2]
+    HO = max(HQ, HV)
+    factors = torch.empty(6 * HV + 4 * HO, B * T, dtype=torch.float32, device=k.device)
+    P = torch.empty(chunks.count, HO, chunks.size, chunks.size, dtype=k.dtype, device=k.device)
+    if chunks.count:
+        _score_kernel[(chunks.count * HO,)](
+            q, k, g, beta, A_log, dt_bias, factors, P, chunks.cu_seqlens, chunks.row_of_chunk, chunks.first_chunk,
+            scale, T, B * T, *q.stride()[:3], *k.stride()[:3], H=k.shape[2], HV=HV, HQ=HQ, K=K, BK=power_of_two(K),
+            C=chunks.size, GATE=A_log is not None, SIGMOID=sigmoid, NORM=norm, VARLEN=chunks.varlen, FULL=full,
+            PRECISION=precision, num_warps=num_warps,
+        )  # fmt: skip
+    return P, factors

@@ -1,0 +1,40 @@
+"""How the chunk kernels are cut for a chip: tables, slices of a state pass, segments of a sequence."""
+
+import pytest
+import torch
+
+from deltanet_kernels.chunk_segment import segments_for
+from deltanet_kernels.kernel_config import chunk_config, slices
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (12, 0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("K", "V"), [(8, 8), (64, 64), (100, 40), (128, 128), (40, 128), (256, 256)])
+def test_slices_of_V_never_exceed_the_head(K: int, V: int, dtype: torch.dtype, capability: tuple[int, int]) -> None:
+    config = chunk_config(K, V, dtype, capability)
+    padded = max(16, 1 << (V - 1).bit_length())
+    for name in ("state_BV", "output_BV", "grad_BV", "pair_BV", "input_BV"):
+        assert 16 <= getattr(config, name) <= padded, name
+
+
+def test_only_hopper_prefetches_the_state_passes() -> None:
+    assert chunk_config(128, 128, torch.bfloat16, (9, 0)).state_stages == 3
+    other = chunk_config(128, 128, torch.bfloat16, (8, 9))
+    assert (other.state_stages, other.grad_stages, other.state_BV) == (1, 1, 32)
+
+
+@pytest.mark.parametrize(
+    ("states", "wanted"),
+    [(128, (128, 8)), (67, (128, 8)), (66, (64, 4)), (1, (64, 4))],
+)
+def test_few_states_get_narrow_slices(states: int, wanted: tuple[int, int]) -> None:
+    assert slices(128, 8, 128, states, 132) == wanted
+    assert slices(64, 4, 64, states, 132) == (64, 4)
+
+
+@pytest.mark.parametrize(
+    ("programs", "chunks", "wanted"),
+    [(128, 64, 1), (32, 512, 1), (16, 2048, 8), (16, 256, 4), (16, 64, 1), (0, 0, 1)],
+)
+def test_sequences_are_cut_only_where_the_chip_is_idle(programs: int, chunks: int, wanted: int) -> None:
+    assert segments_for(programs, chunks, 132) == wanted
