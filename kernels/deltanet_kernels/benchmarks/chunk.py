@@ -2,13 +2,17 @@
 
 Peers: flash-linear-attention (with FLA_FLASH_QLA=0), FlashQLA (K = V = 128 only) and causal softmax attention (SDPA)
 of the same sizes. Every timed configuration is first compared with the chunked PyTorch form in float64, output and
-gradients, on two heads of the first row; an implementation that fails there is not timed.
+gradients, on the first key head of the first row; an implementation that fails there is not timed. Each row is
+written as soon as it is measured, one that raises with its error; `--resume` goes on with a file that was cut short.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import json
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +21,7 @@ import torch
 
 from .. import torch_chunk_gated_delta_rule
 from ..chunk import chunk_gated_delta_rule_triton
-from .timing import median_ms, peak_gib, write
+from .timing import RESULTS, median_ms, peak_gib, write
 
 Operator = Callable[..., torch.Tensor]
 
@@ -41,6 +45,8 @@ SHAPES = [
     Shape(1, 131072, 16, 16, 128),
     Shape(4, 4096, 16, 32, 128),
     Shape(4, 4096, 8, 32, 128),
+    Shape(8, 2048, 32, 32, 128),
+    Shape(4, 4096, 32, 32, 64),
 ]
 
 
@@ -87,8 +93,11 @@ def make(shape: Shape) -> tuple[list[torch.Tensor], torch.Tensor]:
     return [x.requires_grad_() for x in leaves], torch.randn(B, T, HV, D, device="cuda", dtype=torch.bfloat16)
 
 
-def reference(leaves: list[torch.Tensor], do: torch.Tensor, heads: int) -> list[torch.Tensor]:
-    """o and the gradients of q, k, v, g, beta of the first row and key head, in float64."""
+@functools.lru_cache(maxsize=1)
+def reference(shape: Shape) -> list[torch.Tensor]:
+    """o and the gradients of q, k, v, g, beta of the first row and key head of `make(shape)`, in float64."""
+    leaves, do = make(shape)
+    heads = shape.HV // shape.H
     own = [x.detach()[:1, :, : (1 if j < 2 else heads)].double().requires_grad_() for j, x in enumerate(leaves)]
     q, k, v, g, beta = own
     o, _ = torch_chunk_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=True)
@@ -111,7 +120,7 @@ def measure(name: str, operator: Operator, shape: Shape, repeats: int) -> dict[s
     leaves, do = make(shape)
     row: dict[str, Any] = {"shape": list(shape), "impl": name}
     if name != "sdpa":
-        row["rel_error"] = worst_error(operator, leaves, do, reference(leaves, do, shape.HV // shape.H))
+        row["rel_error"] = worst_error(operator, leaves, do, reference(shape))
         if row["rel_error"] > 0.05:
             return row | {"failed": "wrong results"}
 
@@ -134,14 +143,26 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="only these implementations")
     parser.add_argument("--shapes", type=int, nargs="*", help="only these rows of the list of shapes")
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--minutes", type=float, default=8, help="start no further row after this long")
+    parser.add_argument(
+        "--resume", action="store_true", help="keep the rows that the result file has and add the others"
+    )
     parser.add_argument("--output", type=Path, help="folder of the result file; the package's own by default")
     args = parser.parse_args()
+    began = time.monotonic()
     found, missing = implementations(args.peers)
     found = {name: operator for name, operator in found.items() if name in (args.only or found)}
-    rows: list[dict[str, Any]] = []
-    for index in args.shapes or range(len(SHAPES)):
-        shape = SHAPES[index]
+    path = (args.output or RESULTS) / "chunk_h200.json"
+    rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"] if args.resume and path.exists() else []
+    done = {(Shape(*row["shape"]), row["impl"]) for row in rows if "failed" not in row}
+    rows = [row for row in rows if "failed" not in row]
+    for shape in [SHAPES[index] for index in args.shapes or range(len(SHAPES))]:
         for name, operator in found.items():
+            if (shape, name) in done:
+                continue
+            if time.monotonic() - began > 60 * args.minutes:
+                missing[f"{name} at {list(shape)}"] = "not reached in time"
+                continue
             try:
                 row = measure(name, operator, shape, args.repeats)
             except Exception as error:
@@ -149,7 +170,7 @@ def main() -> None:
             rows.append(row)
             print(row, flush=True)
             torch.cuda.empty_cache()
-            write("chunk_h200.json", rows, {"missing": missing, "shape": "B, T, H (q, k), HV (v), K = V"}, args.output)
+            write(path.name, rows, {"missing": missing, "shape": "B, T, H (q, k), HV (v), K = V"}, args.output)
 
 
 if __name__ == "__main__":
