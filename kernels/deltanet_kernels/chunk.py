@@ -9,8 +9,11 @@ chunk_bwd.py, chunk_bwd_inputs.py. The forward pass keeps T, P, the states S [ch
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
+from . import chunk_autotune
 from .chunk_bwd import _pair_backward_kernel, _state_backward_kernel
 from .chunk_bwd_inputs import _input_backward_kernel
 from .chunk_fwd import _output_kernel, _state_kernel
@@ -42,8 +45,45 @@ def _unit_stride(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _config(k: torch.Tensor, v: torch.Tensor) -> ChunkConfig:
+def _pinned(k: torch.Tensor, v: torch.Tensor) -> ChunkConfig:
     return chunk_config(k.shape[3], v.shape[3], k.dtype, capability(k.device))
+
+
+def _config(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> ChunkConfig:
+    pinned = _pinned(k, v)
+    if not chunk_autotune.enabled():
+        return pinned
+    (H, K), (HV, V), HQ = k.shape[2:], v.shape[2:], q.shape[2]
+    key = (HQ, H, HV, K, V, k.dtype, k.device)
+    return chunk_autotune.choose(key, pinned, lambda: _trial(HQ, H, HV, K, V, k.dtype, k.device), _milliseconds)
+
+
+def _trial(HQ: int, H: int, HV: int, K: int, V: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+    """Output and gradients of inputs that fill an H200, for the search of a configuration."""
+    generator = torch.Generator(device).manual_seed(0)
+    T = 2048 if device.type == "cuda" else 8
+    B = cdiv(128, HV) if device.type == "cuda" else 1
+    q, k, v, do = (
+        torch.randn(B, T, *heads, generator=generator, device=device).to(dtype)
+        for heads in ((HQ, K), (H, K), (HV, V), (max(HQ, HV), V))
+    )
+    g, beta = (torch.rand(B, T, HV, generator=generator, device=device) for _ in range(2))
+    o, _, *kept = chunk_forward(
+        q, k, v, -g, beta, None, None, None, None, K**-0.5, True, False, False, True, "auto", 1
+    )  # fmt: skip
+    grads = chunk_backward(do, None, q, k, v, -g, beta, None, None, None, *kept, K**-0.5, True, False, False, "auto", 1)
+    return [o, *grads[:5]]
+
+
+def _milliseconds(run: Callable[[], object]) -> float:
+    """Median of five calls between CUDA events."""
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(5)]
+    for start, stop in events:
+        start.record()
+        run()
+        stop.record()
+    torch.cuda.synchronize()
+    return sorted(start.elapsed_time(stop) for start, stop in events)[2]
 
 
 def _sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, int]:
@@ -72,7 +112,7 @@ def _fake_chunk_forward(
     q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias, scale, norm, sigmoid, final, keep, precision, segments
 ):  # fmt: skip
     (B, T, HQ, K), HV, V = q.shape, v.shape[2], v.shape[3]
-    C = _config(k, v).C
+    C = _pinned(k, v).C
     rows = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     count = B * ((T + C - 1) // C) if cu_seqlens is None else (T + C - 1) // C + rows
     kept = _kept_dtype(k.dtype)
@@ -102,7 +142,7 @@ def chunk_forward(
     q, k, v = _unit_stride(q), _unit_stride(k), _unit_stride(v)
     g, beta = g.contiguous(), beta.contiguous()
     initial_state = None if initial_state is None else initial_state.contiguous()
-    config, sizes = _config(k, v), _sizes(q, k, v)
+    config, sizes = _config(q, k, v), _sizes(q, k, v)
     (B, T, HQ, K), HV, V = q.shape, v.shape[2], v.shape[3]
     C, HO = config.C, max(HQ, HV)
     chunks = cut_chunks(B, T, C, cu_seqlens)
@@ -176,7 +216,7 @@ def chunk_backward(
     precision = product_precision(precision, q.dtype)
     q, k, v, do, g = _unit_stride(q), _unit_stride(k), _unit_stride(v), _unit_stride(do), g.contiguous()
     dht = None if dht is None else dht.contiguous()
-    config, sizes = _config(k, v), _sizes(q, k, v)
+    config, sizes = _config(q, k, v), _sizes(q, k, v)
     (B, T, HQ, K), HV, V = q.shape, v.shape[2], v.shape[3]
     chunks = cut_chunks(B, T, config.C, cu_seqlens)
     dh, dw = torch.empty_like(h), torch.empty_like(vn)
@@ -323,7 +363,7 @@ def chunk_gated_delta_rule_triton(
         raise NotImplementedError(f"dtype {q.dtype}: the kernels take float32, bfloat16 and float16")
     rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if segments is None:
-        segments = _segments(q, v, rows, _config(k, v))
+        segments = _segments(q, v, rows, _pinned(k, v))
     segments = segments if K <= MAX_SEGMENTED_KEY else 1
     inputs = (q, k, v, g, beta, initial_state, A_log, dt_bias)
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)

@@ -1,4 +1,7 @@
-"""Pinned block sizes of the kernels: a table for sm_90, and a default that fits every other chip."""
+"""Pinned block sizes of the kernels: a table for sm_90, and a default that fits every other chip.
+
+Nothing is searched for at run time unless DELTANET_AUTOTUNE=1 asks for it (chunk_autotune.py).
+"""
 
 from __future__ import annotations
 

@@ -4,12 +4,13 @@ Without a GPU they run in Triton's interpreter: float32, a selection of the case
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from deltanet_kernels import naive_gated_delta_rule
+from deltanet_kernels import chunk, chunk_autotune, naive_gated_delta_rule
 from deltanet_kernels.chunk import chunk_gated_delta_rule_triton
 from tests.kernels.cases import (
     CASES,
@@ -144,6 +145,29 @@ def test_compiles_without_a_graph_break() -> None:
     backend = "inductor" if GPU else "aot_eager"
     compiled = results(torch.compile(chunk_gated_delta_rule_triton, fullgraph=True, backend=backend), inputs)
     assert all(torch.equal(eager[name], compiled[name]) for name in eager)
+
+
+@pytest.mark.parametrize("name", ["T=65", "beta=0", "raw gates, packed", "query heads share a state"])
+def test_half_precision(name: str) -> None:
+    """The 16-bit paths of the kernels, which the interpreter computes rightly in float16 only."""
+    case = next(case for case in CASES if case.name == name)
+    inputs = make_inputs(case, torch.float16, DEVICE)
+    assert_close(results(cut(1), inputs), truth(inputs), 1.5 * torch.finfo(torch.float16).eps)
+
+
+def test_search_for_a_configuration_leaves_results_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DELTANET_AUTOTUNE=1 tries its candidates with the operators themselves."""
+    inputs = make_inputs(Case("search", T=20, HQ=1), torch.float32, DEVICE)
+    wanted = results(cut(1), inputs)
+    tried = []
+    monkeypatch.setenv("DELTANET_AUTOTUNE", "1")
+    monkeypatch.setattr(chunk_autotune, "_chosen", {})
+    monkeypatch.setattr(chunk_autotune, "candidates", lambda config: [config, replace(config, input_warps=2)])
+    monkeypatch.setattr(chunk, "_milliseconds", lambda run: tried.append(chunk_autotune._forced[-1]) or -len(tried))
+    found = results(cut(1), inputs)
+    assert [config.input_warps for config in tried] == [4, 2]
+    assert list(chunk_autotune._chosen.values()) == [tried[1]]
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 # On the GPU only: low precision, every head size, bits.

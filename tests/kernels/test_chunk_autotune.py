@@ -1,0 +1,78 @@
+"""The opt-in search: what it chooses, what it refuses, and that it asks nothing where it cannot time."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from deltanet_kernels import chunk_autotune
+from deltanet_kernels.kernel_config import ChunkConfig, chunk_config
+
+PINNED = chunk_config(128, 128, torch.bfloat16, (9, 0))
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk_autotune, "_chosen", {})
+
+
+def search(run: Callable[[ChunkConfig], torch.Tensor], times: Callable[[ChunkConfig], float]) -> ChunkConfig:
+    """`choose` with a `run` and a clock that depend on the configuration under trial."""
+
+    def tried() -> ChunkConfig:
+        return chunk_autotune.choose("key", PINNED, lambda: [], lambda _: 0.0)
+
+    return chunk_autotune.choose("key", PINNED, lambda: [run(tried())], lambda _: times(tried()))
+
+
+def test_candidates_start_with_the_pinned_one_and_keep_the_chunk() -> None:
+    found = chunk_autotune.candidates(PINNED)
+    assert found[0] == PINNED
+    assert len(found) == len(set(found)) >= 5
+    assert {config.C for config in found} == {PINNED.C}
+
+
+def test_the_fastest_is_kept() -> None:
+    calls = []
+
+    def run(config: ChunkConfig) -> torch.Tensor:
+        calls.append(config)
+        return torch.ones(2)
+
+    wanted = replace(PINNED, input_BV=32)
+    assert search(run, lambda config: 1.0 if config == wanted else 2.0) == wanted
+    count = len(calls)
+    assert search(run, lambda config: 0.0) == wanted
+    assert len(calls) == count
+
+
+def test_a_candidate_that_fails_or_errs_or_wavers_is_refused() -> None:
+    fails, wrong, wavers = chunk_autotune.candidates(PINNED)[1:4]
+    turns = iter(range(100))
+
+    def run(config: ChunkConfig) -> torch.Tensor:
+        if config == fails:
+            raise RuntimeError("out of resources")
+        if config == wavers:
+            return torch.ones(2) + 1e-3 * next(turns)
+        return torch.full((2,), torch.nan) if config == wrong else torch.ones(2)
+
+    assert search(run, lambda config: 1.0 if config in (fails, wrong, wavers) else 2.0) == PINNED
+
+
+def test_nothing_is_tried_under_graph_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+
+    def run(config: ChunkConfig) -> torch.Tensor:
+        raise AssertionError("tried")
+
+    assert search(run, lambda config: 1.0) == PINNED
+    assert chunk_autotune._chosen == {}
+
+
+@pytest.mark.parametrize(("value", "wanted"), [("1", True), ("0", False), ("", False)])
+def test_only_1_asks_for_it(monkeypatch: pytest.MonkeyPatch, value: str, wanted: bool) -> None:
+    monkeypatch.setenv("DELTANET_AUTOTUNE", value)
+    assert chunk_autotune.enabled() is wanted
