@@ -13,7 +13,7 @@ from typing import Any
 
 import typer
 
-from deltanet_hf.errors import QualityError, UserError
+from deltanet_hf.exit_codes import run_command
 
 
 @dataclass(frozen=True)
@@ -72,16 +72,7 @@ def _not_chosen() -> None:
 def main() -> None:
     """Entry point of the console script."""
     chosen = next((argument for argument in sys.argv[1:] if argument in COMMANDS), None)
-    try:
-        build_app(chosen)()
-    except UserError as error:
-        typer.echo(f"error: {error}", err=True)
-        sys.exit(2)
-    except QualityError as error:
-        typer.echo(f"failed: {error}", err=True)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run_command(build_app(chosen))
 
 
 if __name__ == "__main__":

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-
 import typer
 from accelerate import PartialState
 
-from deltanet_hf.errors import QualityError, UserError
+from deltanet_hf.exit_codes import run_command
 from deltanet_recipes.command import distill
 
 
 def main() -> None:
     try:
-        typer.run(distill)  # exits by SystemExit
-    except UserError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
-    except QualityError as error:
-        print(error, file=sys.stderr)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        sys.exit(130)
+        run_command(lambda: typer.run(distill))
     finally:
         PartialState().destroy_process_group()
 

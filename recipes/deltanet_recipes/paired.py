@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 import math
 import statistics
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from deltanet_hf.errors import UserError
+from deltanet_hf.exit_codes import run_command
 from deltanet_recipes.logbook import read_log
 
 SHARE = 0.3  # the last part of the base run, where rates have decayed and runs differ steadily
@@ -70,8 +70,4 @@ def main(
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(main)
-    except UserError as error:
-        typer.echo(f"error: {error}", err=True)
-        sys.exit(2)
+    run_command(lambda: typer.run(main))

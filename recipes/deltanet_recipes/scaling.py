@@ -18,6 +18,7 @@ import torch
 import typer
 
 from deltanet_hf.errors import UserError
+from deltanet_hf.exit_codes import run_command
 from deltanet_recipes.logbook import read_log
 
 
@@ -102,8 +103,4 @@ def main(
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(main)
-    except UserError as error:
-        typer.echo(f"error: {error}", err=True)
-        sys.exit(2)
+    run_command(lambda: typer.run(main))

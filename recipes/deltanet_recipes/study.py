@@ -28,6 +28,7 @@ import torch
 import typer
 
 from deltanet_hf.errors import UserError
+from deltanet_hf.exit_codes import run_command
 from deltanet_recipes.measure import append_rows
 from deltanet_recipes.study_config import Conversion, Run, Study, load_study
 
@@ -266,10 +267,4 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, _interrupt)  # `timeout` ends its command so
-    try:
-        typer.run(main)
-    except UserError as error:
-        typer.echo(f"error: {error}", err=True)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run_command(lambda: typer.run(main))

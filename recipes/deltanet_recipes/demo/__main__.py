@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 
 from deltanet_convert.workspace import Workspace
-from deltanet_hf.errors import UserError
+from deltanet_hf.exit_codes import run_command
 from deltanet_recipes.demo.report import Score, write_report
 from deltanet_recipes.demo.teacher import fetch_teacher
 
@@ -89,7 +89,4 @@ def _score(name: str, model: Path, out: Path, *options: object) -> Score:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    run_command(main)
