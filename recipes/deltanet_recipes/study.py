@@ -119,7 +119,7 @@ class StudyRun:
                 row = {"run": run.name, "error": str(failure) or repr(failure)}
                 with self.lock:
                     self.failures += 1
-            row["wall_seconds"] = round(time.perf_counter() - began, 1)
+            row |= {"wall_seconds": round(time.perf_counter() - began, 1), "runs_at_once": self.devices.count(device)}
             with self.lock:
                 append_rows(self.results, [row], self.order)
                 self.idle[device] += 1
