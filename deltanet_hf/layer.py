@@ -225,15 +225,11 @@ class GatedDeltaNet(nn.Module):
         a, b = self.a_proj(x), self.b_proj(x).float()
         if real is not None:
             a, b = (gate.masked_fill(~real.unsqueeze(-1), CLOSED) for gate in (a, b))
-        decoding = length == 1 and not torch.is_grad_enabled()
-        rule = fused_recurrent_gated_delta_rule if decoding else chunk_gated_delta_rule
-        gates: dict[str, Any] = {}
-        if decoding:  # the kernel of a step takes logits: seven launches fewer a layer
-            gates = {"A_log": self.decay.A_log, "dt_bias": self.decay.dt_bias}
-            gates |= {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
-        inputs: list[torch.Tensor] = [q, k, v, a, b] if decoding else [q, k, v, self.decay(a), b.sigmoid()]
+        inputs: list[torch.Tensor] = [q, k, v, self.decay(a), b.sigmoid()]
         if packed:
             inputs = [tensor.flatten(0, 1).unsqueeze(0) for tensor in inputs]
+        decoding = length == 1 and not torch.is_grad_enabled()
+        rule = fused_recurrent_gated_delta_rule if decoding else chunk_gated_delta_rule
         q, k, v, g, beta = inputs
         output, state = rule(
             q,
@@ -245,7 +241,6 @@ class GatedDeltaNet(nn.Module):
             output_final_state=cache is not None,
             use_qk_l2norm_in_kernel=True,
             cu_seqlens=cu_seq_lens_q if packed else None,
-            **gates,
         )
         output = output.view(batch, length, self.num_heads, self.head_dim)
         if cache is not None:
