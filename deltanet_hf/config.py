@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 Profile = Literal["native", "teacher"]
 Activation = Literal["silu", "none"]
 OutputNorm = Literal["none", "shared", "per_head"]
+INSERTED_QK_NORMS = "inserted_qk_norms"  # key of config.json: kept layers whose q/k norms are not the teacher's
 
 
 @dataclass(frozen=True)

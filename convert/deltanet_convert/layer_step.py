@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deltanet_hf.config import INSERTED_QK_NORMS
 from deltanet_hf.layer import DecayGate, GatedDeltaNet, GatedRMSNorm, ShortConv
 
 from .activations import Activations
 from .initialise import LayerCalibration, initialise_layer
 from .norm_fit import NormFigures, compare_attention, insert_norms
-from .norm_target import INSERTED
 from .stream import LayerStream
 from .verify import LayerCheck, compare_outputs, softmax_error
 
@@ -45,7 +45,7 @@ class LayerStep:
         new, figures = self.student.model.layers[index].self_attn, {}
         if isinstance(new, GatedDeltaNet):
             figures = self._convert(index, layer, new, activations, kwargs)
-        elif index in getattr(self.student.config, INSERTED, ()):
+        elif index in getattr(self.student.config, INSERTED_QK_NORMS, ()):
             figures = self._insert_norms(layer, new, activations, kwargs)
         else:
             _advance(layer, activations.calibration, kwargs)

@@ -11,27 +11,13 @@ from typing import Any
 
 from transformers import PreTrainedConfig, Qwen3Config
 
+from deltanet_hf.config import INSERTED_QK_NORMS
+
+from .decoder_config import DECODER_KEYS, head_size
+
 # The same decoder layer as Qwen3's but for the norms (and Qwen2's biases, which `norm_fit.py` folds).
 WITHOUT_NORMS = ("llama", "mistral", "qwen2")
-INSERTED = "inserted_qk_norms"  # key of config.json: the kept layers whose norms are not the teacher's
-CARRIED = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "hidden_act",
-    "max_position_embeddings",
-    "initializer_range",
-    "rms_norm_eps",
-    "tie_word_embeddings",
-    "rope_parameters",
-    "attention_dropout",
-    "pad_token_id",
-    "bos_token_id",
-    "eos_token_id",
-)
+CARRIED = (*DECODER_KEYS, "num_hidden_layers", "rope_parameters", "attention_dropout")
 
 
 def needs_norms(teacher: PreTrainedConfig, kept: Iterable[int]) -> bool:
@@ -40,7 +26,7 @@ def needs_norms(teacher: PreTrainedConfig, kept: Iterable[int]) -> bool:
 
 
 def with_norms(teacher: PreTrainedConfig, kept: Iterable[int]) -> Qwen3Config:
-    """The teacher's config as Qwen3's, with the key `INSERTED`."""
+    """The teacher's config as Qwen3's, with the key `INSERTED_QK_NORMS`."""
     values: dict[str, Any] = {name: getattr(teacher, name) for name in CARRIED}
-    head_dim = getattr(teacher, "head_dim", None) or teacher.hidden_size // teacher.num_attention_heads
-    return Qwen3Config(**values, **{"head_dim": head_dim, INSERTED: sorted(kept)})
+    values |= {"head_dim": head_size(teacher), INSERTED_QK_NORMS: sorted(kept)}
+    return Qwen3Config(**values)

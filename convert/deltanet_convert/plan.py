@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from deltanet_hf.config import DeltaNetOptions
+from deltanet_hf.config import INSERTED_QK_NORMS, DeltaNetOptions
 from deltanet_hf.errors import UserError
 from deltanet_hf.families import family_of
 from deltanet_hf.modeling import MODEL_CLASSES, converted_config
 
-from .norm_target import INSERTED, needs_norms, with_norms
+from .norm_target import needs_norms, with_norms
 from .teacher import Teacher, meta_model, tied_names
 from .text import HELD_OUT_TOKENS, SEQUENCE_LENGTH
 from .writer import Layout, TensorSpec, plan_layout
@@ -182,7 +182,7 @@ def _layer_plan(
     return LayerPlan(
         index=index,
         converted=converted,
-        normed=index in getattr(student.config, INSERTED, ()),
+        normed=index in getattr(student.config, INSERTED_QK_NORMS, ()),
         window=sliding_window(config, index),
         **counts,
         dropped=sum(tensor.numel() for name, tensor in before.items() if name not in sources),

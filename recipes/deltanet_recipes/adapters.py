@@ -8,6 +8,7 @@ from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
+from deltanet_hf.config import INSERTED_QK_NORMS
 from deltanet_recipes.models import decoder_layers, mixers
 from deltanet_recipes.schema import DistilBase
 
@@ -22,7 +23,7 @@ def train_mixers(student: nn.Module) -> None:
 def inserted_norms(student: nn.Module) -> list[nn.Module]:
     """The q/k norms of kept layers that the teacher does not have (`convert --for native`)."""
     layers = decoder_layers(student)
-    attentions = [layers[index].self_attn for index in getattr(student.config, "inserted_qk_norms", ())]
+    attentions = [layers[index].self_attn for index in getattr(student.config, INSERTED_QK_NORMS, ())]
     return [norm for attention in attentions for norm in (attention.q_norm, attention.k_norm)]
 
 

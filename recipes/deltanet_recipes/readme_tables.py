@@ -19,6 +19,7 @@ import typer
 import yaml
 
 from deltanet_hf.errors import UserError
+from deltanet_hf.exit_codes import run_command
 from deltanet_recipes import reference, results_table
 
 BLOCK = re.compile(r"(<!-- (results|keys|headline): (\S+)[^\n]*-->\n)(.*?)(<!-- end of \2 -->)", re.DOTALL)
@@ -96,4 +97,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(lambda: typer.run(main))

@@ -70,10 +70,7 @@ class StudyRun:
         """Do everything; returns the number of runs that failed."""
         cores = os.cpu_count() or 1
         converters = max(1, min(len(self.conversions), cores // CORES_PER_CONVERSION))
-        threads = [
-            threading.Thread(target=self._convert_all, args=(min(cores, CORES_PER_CONVERSION),))
-            for _ in range(converters)
-        ]
+        threads = [threading.Thread(target=self._convert_all) for _ in range(converters)]
         threads += [threading.Thread(target=self._run_all, args=(device,)) for device in self.devices]
         for thread in threads:
             thread.start()
@@ -91,7 +88,8 @@ class StudyRun:
             raise
         return self.failures
 
-    def _convert_all(self, threads: int) -> None:
+    def _convert_all(self) -> None:
+        threads = min(os.cpu_count() or 1, CORES_PER_CONVERSION)
         while True:
             with self.lock:
                 if not self.conversions or self.stopped:

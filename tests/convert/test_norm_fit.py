@@ -11,7 +11,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from deltanet_convert import norm_fit
 from deltanet_convert.norm_fit import compare_attention, constant_direction, insert_norms
-from deltanet_convert.norm_target import INSERTED, needs_norms, with_norms
+from deltanet_convert.norm_target import needs_norms, with_norms
+from deltanet_hf.config import INSERTED_QK_NORMS
 from tiny_models import teacher_config, tiny_teacher
 
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "attn_implementation": "eager"}
@@ -122,7 +123,7 @@ def test_config_becomes_qwen3s() -> None:
     teacher = teacher_config("qwen2", rope_parameters={"rope_type": "default", "rope_theta": 5e4})
     config = with_norms(teacher, [3, 1])
     assert config.model_type == "qwen3"
-    assert getattr(config, INSERTED) == [1, 3]
+    assert getattr(config, INSERTED_QK_NORMS) == [1, 3]
     assert config.head_dim == 8
     assert config.rope_parameters["rope_theta"] == 5e4
     assert config.layer_types == ["full_attention"] * 4

@@ -9,8 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from deltanet_convert.norm_target import INSERTED, with_norms
+from deltanet_convert.norm_target import with_norms
 from deltanet_hf import DeltaNetOptions, converted_config
+from deltanet_hf.config import INSERTED_QK_NORMS
 from deltanet_hf.families import FAMILIES
 from deltanet_hf.modeling import MODEL_CLASSES
 from deltanet_recipes.adapters import inserted_norms, train_for
@@ -40,7 +41,7 @@ def moved_by(workplace: Path, out: Path, stage: dict[str, object]) -> set[str]:
     out.mkdir()
     run(load_recipe(write_recipe(out, recipe_tree(workplace, [stage], output=str(out / "run")))))
     before, after = (load_file(f / "model.safetensors") for f in (workplace / "student", out / "run" / "final"))
-    assert json.loads((out / "run" / "final" / "config.json").read_text())[INSERTED] == [1]
+    assert json.loads((out / "run" / "final" / "config.json").read_text())[INSERTED_QK_NORMS] == [1]
     return {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
 
 

@@ -29,6 +29,7 @@ from deltanet_convert.convert import convert, prepare
 from deltanet_convert.norm_target import needs_norms
 from deltanet_convert.options import ConvertOptions, kept_layers
 from deltanet_convert.text import read_text
+from deltanet_hf.exit_codes import run_command
 
 WINDOW = 1024
 
@@ -96,4 +97,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(lambda: typer.run(main))

@@ -19,6 +19,7 @@ from deltanet_hf.modeling import MODEL_CLASSES
 from deltanet_hf.qwen3_5 import MODEL_TYPE, DeltaNetQwen3_5ForCausalLM, DeltaNetQwen3_5TextConfig
 
 from ..checkpoint import Checkpoint, read_json
+from ..decoder_config import head_size
 from ..files import writing
 from ..teacher import meta_model
 from ..writer import Layout, plan_layout
@@ -30,7 +31,6 @@ from .norms import factors_from_json, multiply_columns, uncentre
 from .obstacles import family_name
 from .rewrite import FLOAT32_SUFFIXES, Heads, Named, Read
 from .stream_export import RECORD
-from .target import head_size
 
 NATIVE_MODEL_TYPES = ("qwen3_5_text", "qwen3_5")  # the second holds the text model beside a vision tower (or is mlx's)
 TEXT_PREFIX = "model.language_model."  # of the text model's tensors beside a vision tower

@@ -14,6 +14,7 @@ from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 
 from ..checkpoint import read_json
+from ..decoder_config import head_size
 from ..files import write_atomically, writing
 from ..output import versions
 from ..teacher import meta_model
@@ -25,7 +26,7 @@ from .model_folder import EMBEDDING, FINAL_NORM, HEAD, ConvertedModel, file_stat
 from .norms import centre, divide_columns, factors_to_json, fold_factors, loses_bits
 from .obstacles import NATIVE_FAMILY, family_name
 from .rewrite import FLOAT32_SUFFIXES, Heads, Named
-from .target import head_size, needs_idle_layer, target_config
+from .target import needs_idle_layer, target_config
 
 RECORD = "export.json"
 MLX_MODEL_TYPE = "qwen3_5"

@@ -10,23 +10,9 @@ from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 
 from deltanet_hf.config import DeltaNetOptions
 
+from ..decoder_config import DECODER_KEYS, head_size
 from .obstacles import NATIVE_FAMILY, family_name, fixed_interval, kept_layers
 
-COPIED = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "hidden_act",
-    "max_position_embeddings",
-    "initializer_range",
-    "rms_norm_eps",
-    "tie_word_embeddings",
-    "pad_token_id",
-    "bos_token_id",
-    "eos_token_id",
-)
 LINEAR = (
     "linear_conv_kernel_dim",
     "linear_key_head_dim",
@@ -47,10 +33,6 @@ def needs_idle_layer(config: PreTrainedConfig, options: DeltaNetOptions) -> bool
     return not kept_layers(config, options)
 
 
-def head_size(config: Any) -> int:
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-
-
 def target_config(config: Any, dtype: torch.dtype, *, untied: bool = False) -> Qwen3_5TextConfig:
     """The exported model's config. `untied`: the output head is written although the source shares it."""
     options = DeltaNetOptions.from_dict(config.deltanet)
@@ -58,7 +40,7 @@ def target_config(config: Any, dtype: torch.dtype, *, untied: bool = False) -> Q
     idle = needs_idle_layer(config, options)
     layers = int(config.num_hidden_layers) + idle
     softmax = {*kept, layers - 1} if idle else set(kept)
-    values: dict[str, Any] = {name: getattr(config, name) for name in COPIED}
+    values: dict[str, Any] = {name: getattr(config, name) for name in DECODER_KEYS}
     values |= {
         "architectures": ["Qwen3_5ForCausalLM"],
         "dtype": dtype,

@@ -1,0 +1,26 @@
+"""What every softmax decoder's config says in the same words, for the configs that are made of another's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+DECODER_KEYS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "hidden_act",
+    "max_position_embeddings",
+    "initializer_range",
+    "rms_norm_eps",
+    "tie_word_embeddings",
+    "pad_token_id",
+    "bos_token_id",
+    "eos_token_id",
+)
+
+
+def head_size(config: Any) -> int:
+    """The attention's head size, which some configs leave to be derived."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
