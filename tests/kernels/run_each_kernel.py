@@ -1,0 +1,49 @@
+"""Every Triton kernel once, small, forward and backward, on a GPU: a program to run under compute-sanitizer.
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH=.:kernels compute-sanitizer --tool memcheck \
+        python -m tests.kernels.run_each_kernel
+
+Without the caching allocator every tensor has its own allocation, so that a step past its end is seen.
+"""
+
+import torch
+
+from deltanet_kernels.chunk import chunk_gated_delta_rule_triton
+from deltanet_kernels.conv import causal_conv1d_triton
+from deltanet_kernels.norm import gated_rms_norm_triton
+from deltanet_kernels.recurrent import gated_delta_rule_step_
+from tests.kernels.cases import Case, make_inputs, results
+
+CASES = [
+    Case("packed, grouped", T=150, H=2, HQ=2, HV=4, K=64, raw=True, cu_seqlens=(0, 0, 1, 66, 140)),
+    Case("query heads share a state", T=70, B=2, H=1, HQ=2, HV=1, K=40, V=24),
+    Case("head size 128", T=130, H=1, K=128),
+    Case("head size 256", T=70, H=1, K=256),
+]
+
+
+def main() -> None:
+    for case in CASES:
+        for dtype in (torch.bfloat16, torch.float32):
+            inputs = make_inputs(case, dtype, "cuda")
+            results(chunk_gated_delta_rule_triton, inputs)
+            if case.cu_seqlens is None:
+                token = [inputs[name].detach()[:, :1] for name in ("q", "k", "v", "g", "beta")]
+                gated_delta_rule_step_(*token, inputs["initial_state"].detach().clone())
+        torch.cuda.synchronize()
+        print(case, flush=True)
+    inputs = make_inputs(Case("two segments", T=300, H=1, K=64), torch.bfloat16, "cuda")
+    results(lambda **kwargs: chunk_gated_delta_rule_triton(**kwargs, segments=2), inputs)
+    for bounds in (None, torch.tensor((0, 1, 1, 68, 75), device="cuda")):
+        x = torch.randn(1, 80, 10, device="cuda", requires_grad=True)
+        weight = torch.randn(10, 4, device="cuda", requires_grad=True)
+        y, state = causal_conv1d_triton(x, weight, None, "silu", None, True, bounds)
+        (y.sum() + state.sum()).backward()
+    x, z = (torch.randn(3, 35, 3, 20, device="cuda", requires_grad=True) for _ in range(2))
+    gated_rms_norm_triton(x, z, torch.ones(3, 20, device="cuda", requires_grad=True), 1e-6).sum().backward()
+    torch.cuda.synchronize()
+    print("convolution, norm", flush=True)
+
+
+if __name__ == "__main__":
+    main()
