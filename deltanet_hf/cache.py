@@ -16,7 +16,6 @@ class GatedDeltaNetCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
     needs, and asks for masks as wide as theirs.
     """
 
-    is_compileable = True
     is_croppable = False
     is_sliding = False
     supports_early_init = False
@@ -32,6 +31,11 @@ class GatedDeltaNetCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         self.conv_tail: torch.Tensor | None = None
         self.tokens_seen: int | torch.Tensor = 0
         self.device: torch.device | None = None  # type: ignore[assignment]
+
+    @property
+    def is_compileable(self) -> bool:  # type: ignore[override]
+        """Only at fixed addresses. transformers makes a mask a step for such caches even where nothing is masked."""
+        return self.static_length is not None
 
     @property
     def has_previous_state(self) -> dict[int, bool]:  # type: ignore[override]

@@ -24,7 +24,7 @@ from transformers.cache_utils import Cache
 
 from deltanet_hf.cache import GatedDeltaNetCacheLayer, cache_layer
 from deltanet_hf.config import DeltaNetOptions
-from deltanet_hf.padding import real_tokens
+from deltanet_hf.padding import padded_tokens
 from deltanet_kernels import (
     causal_conv1d,
     chunk_gated_delta_rule,
@@ -192,17 +192,22 @@ class GatedDeltaNet(nn.Module):
         attention_mask: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
         cu_seq_lens_q: torch.Tensor | None = None,
+        padding: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         """Attention's signature. hidden_states [B, T, hidden] -> ([B, T, hidden], None).
 
-        Padding is read from `attention_mask` (2D or 4D), packed sequences from `cu_seq_lens_q` ([N + 1] boundaries
-        over the B*T tokens), the state from `past_key_values`, whose layer it replaces by its own.
+        Where there is an `attention_mask` (2D or 4D), padding is read from it, or from `padding` ([B, T] bool, True at
+        padding), which `announce_padding` took from the same mask. Packed sequences come from `cu_seq_lens_q` ([N + 1]
+        boundaries over the B*T tokens), the state from `past_key_values`, whose layer it replaces by its own.
         """
         batch, length, _ = hidden_states.shape
         cache = None if past_key_values is None else cache_layer(past_key_values, self.layer_idx)
-        real = real_tokens(attention_mask, length, 0 if cache is None else cache.get_seq_length())
-        x = hidden_states if real is None else hidden_states.masked_fill(~real.unsqueeze(-1), 0.0)
+        if attention_mask is None:
+            padding = None
+        elif padding is None:
+            padding = padded_tokens(attention_mask, length, 0 if cache is None else cache.get_seq_length())
+        x = hidden_states if padding is None else hidden_states.masked_fill(padding.unsqueeze(-1), 0.0)
 
         q, k, v = self._project(x)
         packed = cu_seq_lens_q is not None and length > 1
@@ -212,8 +217,8 @@ class GatedDeltaNet(nn.Module):
         conv_tail = None
         if self.conv1d is not None:
             qkv = torch.cat([q, k, v], dim=-1)
-            if real is not None:  # biases made padding non-zero again
-                qkv = qkv.masked_fill(~real.unsqueeze(-1), 0.0)
+            if padding is not None:  # biases made padding non-zero again
+                qkv = qkv.masked_fill(padding.unsqueeze(-1), 0.0)
             qkv, conv_tail = self._convolve(qkv, cache, cu_seq_lens_q if packed else None)
             q, k, v = qkv.split([q.shape[-1], k.shape[-1], v.shape[-1]], dim=-1)
         q, k, v = self._heads(q, k, v, position_embeddings)
@@ -223,8 +228,8 @@ class GatedDeltaNet(nn.Module):
             v = F.silu(v)
 
         a, b = self.a_proj(x), self.b_proj(x).float()
-        if real is not None:
-            a, b = (gate.masked_fill(~real.unsqueeze(-1), CLOSED) for gate in (a, b))
+        if padding is not None:
+            a, b = (gate.masked_fill(padding.unsqueeze(-1), CLOSED) for gate in (a, b))
         inputs: list[torch.Tensor] = [q, k, v, self.decay(a), b.sigmoid()]
         if packed:
             inputs = [tensor.flatten(0, 1).unsqueeze(0) for tensor in inputs]

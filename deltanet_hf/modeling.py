@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from deltanet_hf.config import DeltaNetOptions
 from deltanet_hf.families import FAMILIES, Family
 from deltanet_hf.layer import DecayGate, GatedDeltaNet, GatedRMSNorm, ShortConv
-from deltanet_hf.padding import announce_packing
+from deltanet_hf.padding import announce_packing, announce_padding
 from deltanet_hf.qwen3_5 import DeltaNetQwen3_5ForCausalLM, DeltaNetQwen3_5TextConfig
 from deltanet_hf.shim import write_shim
 
@@ -79,7 +79,8 @@ def _make_model_class(family: Family, config_class: type[PreTrainedConfig]) -> t
         for index in config.deltanet["layers"]:
             layer = self.model.layers[index]
             layer.self_attn = GatedDeltaNet(layer.self_attn, config, index)
-        self.model.register_forward_pre_hook(announce_packing, with_kwargs=True)
+        for hook in (announce_packing, announce_padding):
+            self.model.register_forward_pre_hook(hook, with_kwargs=True)
         self.post_init()
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Which tokens are real, and where packed sequences begin: read off whatever transformers passes down."""
+"""Which tokens are padding, and where packed sequences begin: read off whatever transformers passes down."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 
-def real_tokens(attention_mask: torch.Tensor | None, length: int, seen: int | torch.Tensor) -> torch.Tensor | None:
-    """[B, T] bool, True at real tokens, for the last `length` positions; None when nothing is padded.
+def padded_tokens(attention_mask: torch.Tensor | None, length: int, seen: int | torch.Tensor) -> torch.Tensor | None:
+    """[B, T] bool, True at padding, for the last `length` positions; None when nothing is padded.
 
     Args:
         attention_mask: None; 2D [B, S] (1 = real); 4D [B, 1, T, S] bool (True = may attend) or float (0 = may
@@ -24,7 +24,7 @@ def real_tokens(attention_mask: torch.Tensor | None, length: int, seen: int | to
             'load the model with attn_implementation="sdpa" or "eager"'
         )
     if attention_mask.dim() == 2:
-        return attention_mask[:, -length:].bool()
+        return attention_mask[:, -length:] == 0
     if attention_mask.dim() != 4:
         raise ValueError(f"attention_mask: got shape {tuple(attention_mask.shape)}, expected [B, S] or [B, 1, T, S]")
     first = attention_mask.shape[-1] - length
@@ -33,7 +33,7 @@ def real_tokens(attention_mask: torch.Tensor | None, length: int, seen: int | to
     rows = torch.arange(length, device=attention_mask.device)
     diagonal = attention_mask[:, 0].gather(-1, (rows + offset).view(1, -1, 1).expand(attention_mask.shape[0], -1, 1))
     diagonal = diagonal.squeeze(-1)
-    return diagonal if diagonal.dtype == torch.bool else diagonal > -1.0
+    return ~diagonal if diagonal.dtype == torch.bool else diagonal <= -1.0
 
 
 def cu_seqlens_of(position_ids: torch.Tensor) -> torch.Tensor | None:
@@ -80,4 +80,19 @@ def announce_packing(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any
         if found is not None:
             kwargs["cu_seq_lens_q"] = found
             kwargs["use_cache"] = False
+    return args, kwargs
+
+
+def announce_padding(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Forward pre-hook of the decoder: read the padding off the caller's mask once, not in every layer.
+
+    It goes down as `padding`, and counts where a mask goes down too: transformers drops one that masks nothing.
+    Masks whose columns cannot be told apart here are left to the layers, which see the mask made of them.
+    """
+    mask, cache = kwargs.get("attention_mask"), kwargs.get("past_key_values")
+    inputs = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
+    if isinstance(mask, torch.Tensor) and mask.dim() in (2, 4) and inputs is not None:
+        length, seen = inputs.shape[1], 0 if cache is None else cache.get_seq_length()
+        if mask.dim() == 4 or (isinstance(seen, int) and mask.shape[1] == seen + length):
+            kwargs["padding"] = padded_tokens(mask.to(inputs.device), length, seen)
     return args, kwargs

@@ -1,0 +1,98 @@
+"""What is derived from the attention mask: once a forward, and not at all where nothing is padded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, PreTrainedModel, StaticCache
+
+from deltanet_hf import layer, padding
+from tiny_models import HYBRID, LAYERS, tiny_student
+
+TOKENS = torch.randint(3, 97, (2, 12), generator=torch.Generator().manual_seed(2))
+MASK = torch.ones_like(TOKENS)
+MASK[1, :5] = 0
+
+
+@pytest.fixture
+def derivations(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor | None]:
+    """Every result of `padded_tokens` that had a mask to look at."""
+    found: list[torch.Tensor | None] = []
+    derive = padding.padded_tokens
+
+    def watch(mask: torch.Tensor | None, *args: Any) -> torch.Tensor | None:
+        found.append(derive(mask, *args))
+        return found[-1]
+
+    monkeypatch.setattr(padding, "padded_tokens", watch)
+    monkeypatch.setattr(layer, "padded_tokens", watch)
+    return found
+
+
+def steps(model: PreTrainedModel, mask: torch.Tensor | None, cache: Any) -> torch.Tensor:
+    """Logits of a prefill of ten tokens and two decoding steps."""
+    logits = []
+    for begin, end in ((0, 10), (10, 11), (11, 12)):
+        part = {} if mask is None else {"attention_mask": mask[:, :end]}
+        with torch.no_grad():
+            logits.append(model(TOKENS[:, begin:end], past_key_values=cache, use_cache=True, **part).logits)
+    return torch.cat(logits, dim=1)
+
+
+@pytest.mark.parametrize("layers", [None, HYBRID], ids=["all", "hybrid"])
+def test_a_padded_batch_derives_its_padding_once_a_forward(
+    layers: tuple[int, ...] | None, derivations: list[torch.Tensor | None]
+) -> None:
+    model = tiny_student("llama", "native", layers)
+    padded = steps(model, MASK, DynamicCache(config=model.config))
+    assert [None if x is None else x.tolist() for x in derivations] == [
+        (MASK[:, :10] == 0).tolist(),
+        [[False], [False]],
+        [[False], [False]],
+    ]
+    alone = model(TOKENS[1:, 5:]).logits
+    torch.testing.assert_close(padded[1:, 5:], alone, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("mask", [None, torch.ones_like(TOKENS)], ids=["no mask", "mask of ones"])
+def test_nothing_padded_reaches_no_layer(mask: torch.Tensor | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_student("llama", "teacher")
+    seen: list[Any] = []
+    for block in model.model.layers:
+        block.self_attn.register_forward_pre_hook(
+            lambda module, args, kwargs: seen.append(kwargs["attention_mask"]), with_kwargs=True
+        )
+    steps(model, mask, DynamicCache(config=model.config))
+    assert seen == [None] * (3 * LAYERS)
+
+
+def test_the_masks_of_a_static_cache_are_read_at_the_tokens_seen() -> None:
+    """Wider than what was seen, and handed over as 4D by whoever compiles."""
+    model = tiny_student("qwen3", "native", HYBRID)
+    wanted = steps(model, MASK, DynamicCache(config=model.config))
+    wide = torch.cat([MASK, torch.zeros(2, 8, dtype=MASK.dtype)], dim=1)
+    found = []
+    cache = StaticCache(config=model.config, max_cache_len=20)
+    for begin, end in ((0, 10), (10, 11), (11, 12)):
+        rows = torch.arange(begin, end).view(1, 1, -1, 1)
+        four = (torch.arange(20) <= rows) & wide.bool()[:, None, None, :]
+        with torch.no_grad():
+            found.append(model(TOKENS[:, begin:end], attention_mask=four, past_key_values=cache, use_cache=True).logits)
+    torch.testing.assert_close(torch.cat(found, dim=1)[1:, 5:], wanted[1:, 5:], rtol=2e-4, atol=2e-4)
+    torch.testing.assert_close(torch.cat(found, dim=1)[:1], wanted[:1], rtol=2e-4, atol=2e-4)
+
+
+def test_a_token_padded_at_a_decoding_step_leaves_the_state_alone() -> None:
+    model = tiny_student("llama", "teacher")
+    cache = DynamicCache(config=model.config)
+    mask = torch.ones(2, 13, dtype=torch.long)
+    mask[1, 12] = 0
+    with torch.no_grad():
+        model(TOKENS, past_key_values=cache, use_cache=True)
+        before = [entry.state.clone() for entry in cache.layers]
+        model(TOKENS[:, :1], attention_mask=mask, past_key_values=cache, use_cache=True)
+    for old, entry in zip(before, cache.layers, strict=True):
+        assert torch.equal(entry.state[1], old[1])
+        assert not torch.equal(entry.state[0], old[0])
