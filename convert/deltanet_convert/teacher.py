@@ -53,7 +53,7 @@ def open_teacher(folder: Path) -> Teacher:
     config = _guarded(folder / "config.json", lambda: family.config_class.from_pretrained(folder))
     dtype = _main_dtype(checkpoint)
     model = _guarded(folder / "config.json", lambda: meta_model(family.model_class, config, dtype))
-    _check_tensors(folder / "config.json", model, checkpoint)
+    check_tensors(folder / "config.json", model, checkpoint)
     return Teacher(folder, config, family, checkpoint, model, dtype)
 
 
@@ -137,9 +137,22 @@ def _main_dtype(checkpoint: Checkpoint) -> torch.dtype:
     return max(sizes, key=lambda dtype: sizes[dtype])
 
 
-def _check_tensors(config_file: Path, model: PreTrainedModel, checkpoint: Checkpoint) -> None:
-    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    optional = tied_names(model)
+def check_tensors(
+    config_file: Path,
+    model: PreTrainedModel,
+    checkpoint: Checkpoint,
+    *,
+    stored_as: Callable[[str], str] = str,
+    alone: bool = True,
+) -> None:
+    """UserError unless the checkpoint holds the tensors of `model` (on the meta device) in its shapes.
+
+    Args:
+        stored_as: the model's name of a tensor to the checkpoint's.
+        alone: refuse tensors that are none of the model's.
+    """
+    expected = {stored_as(name): tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    optional = {stored_as(name) for name in tied_names(model)}
     for name, shape in expected.items():
         if name in checkpoint and checkpoint.entries[name].shape != shape:
             entry = checkpoint.entries[name]
@@ -152,7 +165,7 @@ def _check_tensors(config_file: Path, model: PreTrainedModel, checkpoint: Checkp
             raise UserError(
                 f"{checkpoint.files()[0]}: tensor '{name}' is missing from the checkpoint; {_missing_remedy(name)}"
             )
-    for name, entry in checkpoint.entries.items():
+    for name, entry in checkpoint.entries.items() if alone else ():
         if name not in expected and not DERIVED.search(name):
             raise UserError(
                 f"{entry.file}: tensor '{name}' has no place in a {model.config.model_type} model with this "
@@ -164,6 +177,8 @@ def _shape_remedy(name: str) -> str:
     keys = "hidden_size"
     if re.search(r"\.[qkv]_(proj|norm)\.|\.qkv_proj\.|\.o_proj\.", name):
         keys = "hidden_size, num_attention_heads, num_key_value_heads and head_dim"
+    elif ".linear_attn." in name:
+        keys = "hidden_size and the linear_ keys"
     elif ".mlp." in name:
         keys = "hidden_size and intermediate_size"
     elif name.startswith(("model.embed_tokens", "lm_head")):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from deltanet_convert.export.command import export_command, refuse_obstacles
@@ -123,12 +124,46 @@ def test_teachers_and_strangers_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"style": "onnx"}, "--format"), ({"dtype": "int4"}, "--dtype"), ({"dtype": "q8_0"}, "--dtype")],
+    [
+        ({"style": "onnx"}, "--format"),
+        ({"dtype": "int4"}, "--dtype"),
+        ({"dtype": "q8_0"}, "--dtype"),
+        ({"prompt": "The sea"}, "--verify"),
+    ],
 )
-def test_options_are_checked(options: dict[str, str], message: str, tmp_path: Path) -> None:
+def test_options_are_checked(options: dict[str, Any], message: str, tmp_path: Path) -> None:
     folder = saved(native_model("llama"), tmp_path / "model")
     with pytest.raises(UserError, match=message):
         export_command(str(folder), tmp_path / "out", **options)
+
+
+def test_verification_needs_a_tokenizer(tmp_path: Path) -> None:
+    native_model("llama").save_pretrained(tmp_path / "model")
+    with pytest.raises(UserError, match="add the teacher's tokenizer"):
+        export_command(str(tmp_path / "model"), tmp_path / "out", verify=True)
+    assert not (tmp_path / "out").exists()
+    export_command(str(tmp_path / "model"), tmp_path / "out")
+    assert (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        ("model.layers.1.self_attn.conv1d.weight", torch.zeros(7, 1, 4), "has shape"),
+        ("model.layers.2.self_attn.decay.A_log", None, "is missing"),
+        ("model.layers.0.self_attn.q_proj.bias", torch.zeros(64), "has no place"),
+    ],
+)
+def test_weights_that_contradict_the_config_are_named(
+    name: str, tensor: torch.Tensor | None, message: str, tmp_path: Path
+) -> None:
+    folder = saved(native_model("llama"), tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    weights.pop(name, None)
+    save_file(weights if tensor is None else {**weights, name: tensor}, folder / "model.safetensors")
+    with pytest.raises(UserError, match=rf"model\.safetensors: tensor '{name}' {message}"):
+        export_command(str(folder), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_output_may_not_lie_in_the_model(tmp_path: Path) -> None:

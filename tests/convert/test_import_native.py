@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,21 @@ def test_gradients_reach_every_parameter(tmp_path: Path) -> None:
 def test_unsupported_sizes_are_named(key: str, value: int, message: str, tmp_path: Path) -> None:
     folder = native_folder(tmp_path / "native", **{key: value})
     with pytest.raises(UserError, match=message):
+        plan_import(folder, None, 10**9)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("model.layers.0.linear_attn.conv1d.weight", lambda weight: weight.mT),  # as mlx-lm saves its own models
+        ("model.layers.1.linear_attn.in_proj_qkv.weight", lambda weight: weight[:-16]),
+    ],
+)
+def test_tensor_of_another_shape_is_named(name: str, change: Callable[[torch.Tensor], Any], tmp_path: Path) -> None:
+    folder = native_folder(tmp_path / "native")
+    weights = load_file(folder / "model.safetensors")
+    save_file({**weights, name: change(weights[name]).contiguous()}, folder / "model.safetensors")
+    with pytest.raises(UserError, match=rf"model\.safetensors: tensor '{name}' has shape"):
         plan_import(folder, None, 10**9)
 
 

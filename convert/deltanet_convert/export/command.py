@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from deltanet_hf.errors import UserError
 
 from ..options import DTYPES, parse_size
+from ..output import load_tokenizer
 from ..source import resolve_source
 from .companions import has_tokenizer, same_tokens
 from .folder_writer import Progress as Report
@@ -70,6 +71,10 @@ def export_command(
     allowed = OUTTYPES if style == "gguf" else DTYPES
     if dtype is not None and dtype not in allowed:
         raise UserError(f"--dtype: got '{dtype}', expected one of {', '.join(allowed)} for --format {style}")
+    if prompt is not None and not verify:
+        raise UserError("--prompt: is continued by the runtimes that --verify tries; add --verify")
+    if verify:
+        load_tokenizer(source)  # the comparison is made on text
     plan = plan_export(opened, DTYPES[dtype] if dtype and style != "gguf" else None, parse_size(shard_size))
     for line in plan.notes():
         console.print(line, highlight=False)

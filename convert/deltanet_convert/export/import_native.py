@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 
 from deltanet_hf.config import DeltaNetOptions
 from deltanet_hf.errors import UserError
@@ -21,7 +22,7 @@ from deltanet_hf.qwen3_5 import MODEL_TYPE, DeltaNetQwen3_5ForCausalLM, DeltaNet
 from ..checkpoint import Checkpoint, read_json
 from ..decoder_config import head_size
 from ..files import writing
-from ..teacher import meta_model
+from ..teacher import check_tensors, meta_model
 from ..writer import Layout, plan_layout
 from . import rewrite
 from .companions import complete_with_companions
@@ -75,10 +76,13 @@ def plan_import(folder: Path, dtype: torch.dtype | None, shard_size: int) -> Imp
         raise UserError(f"{folder}: tensor '{EMBEDDING}' is missing; give a complete Qwen3.5 text checkpoint")
     dtype = dtype or checkpoint.dtype(embedding)
     try:
-        config = _native_config(raw) if record is None else AutoConfig.for_model(**record["source"])
+        native: PreTrainedConfig = _native_config(raw)
+        config = native if record is None else AutoConfig.for_model(**record["source"])
     except Exception as error:
         where = file if record is None else folder / RECORD
         raise UserError(f"{where}: cannot be read ({' '.join(str(error).split())[:300]}); correct the key") from error
+    stored = meta_model(Qwen3_5ForCausalLM, native, dtype)
+    check_tensors(file, stored, checkpoint, stored_as=partial(_name_in, checkpoint), alone=False)
     config.dtype = dtype
     model_class: type[PreTrainedModel] = DeltaNetQwen3_5ForCausalLM
     if record is not None:
@@ -124,9 +128,13 @@ def _reader(plan: ImportPlan) -> Read:
     read: Callable[[str], Tensor] = reader(plan.checkpoint, plan.dtype, FLOAT32_SUFFIXES)
 
     def read_text_model(name: str) -> Tensor:
-        return read(name if name in plan.checkpoint else _beside_vision(name))
+        return read(_name_in(plan.checkpoint, name))
 
     return read_text_model
+
+
+def _name_in(checkpoint: Checkpoint, name: str) -> str:
+    return name if name in checkpoint else _beside_vision(name)
 
 
 def _beside_vision(name: str) -> str:

@@ -13,10 +13,13 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from deltanet_hf.config import DeltaNetOptions
 from deltanet_hf.errors import UserError
 from deltanet_hf.families import PREFIX
+from deltanet_hf.modeling import MODEL_CLASSES
+from deltanet_hf.qwen3_5 import DeltaNetQwen3_5ForCausalLM
 
 from ..checkpoint import Checkpoint, read_json
-from ..teacher import tied_names
+from ..teacher import check_tensors, meta_model, tied_names
 from ..writer import TensorSpec
+from .obstacles import family_name
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -38,6 +41,12 @@ class ConvertedModel:
         """Reads config and headers; UserError when this is no converted model or not a whole one."""
         config = read_converted_config(folder)
         return cls(folder, config, DeltaNetOptions.from_dict(config.deltanet), Checkpoint.open(folder))
+
+    def check(self) -> None:
+        """UserError unless the weights are those that the config describes."""
+        model_class = MODEL_CLASSES.get(family_name(self.config), DeltaNetQwen3_5ForCausalLM)
+        model = meta_model(model_class, self.config, self.dtype)
+        check_tensors(self.folder / "config.json", model, self.checkpoint)
 
     @property
     def dtype(self) -> torch.dtype:

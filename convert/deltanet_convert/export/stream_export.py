@@ -66,6 +66,7 @@ class ExportPlan:
 
 def plan_export(model: ConvertedModel, dtype: torch.dtype | None, shard_size: int) -> ExportPlan:
     """Reads the norms and lays the output out. The obstacles must have been checked."""
+    model.check()
     dtype = dtype or (torch.float32 if model.dtype == torch.float64 else model.dtype)
     factors, rounded, untied = _norms(model, dtype)
     config = target_config(model.config, dtype, untied=untied)

@@ -16,12 +16,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from deltanet_hf import __version__
 from deltanet_hf.data import shipped_texts
 from deltanet_hf.errors import QualityError
 
+from ..output import load_tokenizer
 from .model_folder import ConvertedModel
 from .runtimes import BFLOAT16, FLOAT32, RUNTIMES, STORED, Runtime, Step, describe, generated, installed
 
@@ -82,7 +83,7 @@ class Reference:
     def load(cls, model: ConvertedModel, rounded: torch.dtype, transcript: str | None) -> Reference:
         """`rounded`: the dtype that the model's weights were rounded to before the rewrite."""
         ours: Any = AutoModelForCausalLM.from_pretrained(model.folder, dtype=rounded).float().eval()
-        tokenizer: Any = AutoTokenizer.from_pretrained(model.folder)
+        tokenizer = load_tokenizer(model.folder)
         text = shipped_texts()[0].read_text(encoding="utf-8")[5000:15000]
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         longest = int(model.config.max_position_embeddings)
