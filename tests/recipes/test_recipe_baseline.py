@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.contestants import Roster, line_up
 from deltanet_hf.evaluation.lm import DeltaNetLM
 from deltanet_hf.evaluation.window import restrict_to_window
+from deltanet_hf.generate import generate_command
 from deltanet_recipes import trainer
 from deltanet_recipes.config import load_recipe
 from deltanet_recipes.logbook import read_log
@@ -80,6 +81,21 @@ def test_everything_that_measures_it_restricts_it(trained: Path, workplace: Path
     assert (row.name, row.kind, row.tokens) == ("window-distilled", "student", STAGE["tokens"])
     torch.testing.assert_close(logits(student), wanted)
     assert "sinks" not in teacher.config._attn_implementation
+
+
+@torch.no_grad()
+def test_generate_continues_under_the_window(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(trained).eval()
+    tokenizer = AutoTokenizer.from_pretrained(trained)
+    words: list[str] = []
+    for model in (plain, restrict_to_window(AutoModelForCausalLM.from_pretrained(trained).eval())):
+        ids = IDS[:1]
+        for _ in range(8):
+            ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
+        words.append(tokenizer.decode(ids[0, LENGTH:], skip_special_tokens=True))
+    assert words[0] != words[1]
+    generate_command(str(trained), tokenizer.decode(IDS[0]), max_new_tokens=8, device="cpu")
+    assert capsys.readouterr().out.split() == words[1].split()
 
 
 def test_the_card_says_how_to_load_it(trained: Path) -> None:
