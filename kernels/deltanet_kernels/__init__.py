@@ -4,6 +4,7 @@ from deltanet_kernels.dispatch import (
     causal_conv1d,
     chunk_gated_delta_rule,
     fused_recurrent_gated_delta_rule,
+    gated_delta_step_,
     gated_rms_norm,
 )
 from deltanet_kernels.reference import naive_gated_delta_rule
@@ -13,6 +14,7 @@ __all__ = [
     "causal_conv1d",
     "chunk_gated_delta_rule",
     "fused_recurrent_gated_delta_rule",
+    "gated_delta_step_",
     "gated_rms_norm",
     "naive_gated_delta_rule",
     "torch_chunk_gated_delta_rule",

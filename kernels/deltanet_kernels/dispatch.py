@@ -16,6 +16,7 @@ from deltanet_kernels import checks
 from deltanet_kernels.reference import torch_causal_conv1d, torch_gated_rms_norm
 from deltanet_kernels.torch_chunk import torch_chunk_gated_delta_rule
 from deltanet_kernels.torch_recurrent import torch_recurrent_gated_delta_rule
+from deltanet_kernels.torch_step import torch_gated_delta_step_
 
 # operator: (module, function) of the Triton side
 _TRITON = {
@@ -26,6 +27,7 @@ _TRITON = {
     ),
     "causal_conv1d": ("deltanet_kernels.conv", "causal_conv1d_triton"),
     "gated_rms_norm": ("deltanet_kernels.norm", "gated_rms_norm_triton"),
+    "gated_delta_step_": ("deltanet_kernels.step", "gated_delta_step_triton_"),
 }
 
 
@@ -203,3 +205,64 @@ def gated_rms_norm(x: torch.Tensor, z: torch.Tensor | None, weight: torch.Tensor
     return _call(  # type: ignore[no-any-return]
         "gated_rms_norm", torch_gated_rms_norm, x, x, z, weight, eps
     )
+
+
+def gated_delta_step_(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    state: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    conv_weight: torch.Tensor | None = None,
+    conv_tail: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    norm_weight: torch.Tensor | None = None,
+    padding: torch.Tensor | None = None,
+    *,
+    scale: float | None = None,
+    eps: float = 1e-6,
+    qk_silu: bool = False,
+    v_silu: bool = False,
+) -> torch.Tensor:
+    """One decoding step, or a few, of a Gated DeltaNet layer between its projections; state and tail in place.
+
+        q, k, v = act(conv(q|k|v));  q, k = x * rsqrt(sum x^2 + 1e-6);  beta = sigmoid(b)
+        g = -exp(A_log) * softplus(a + dt_bias)
+        o = rmsnorm(gated_delta_rule(q, k, v, g, beta)) * norm_weight * silu(z)
+
+    On CUDA one kernel, for states of up to 128 x 128 and for convolutions with HQ = H = HV; else the separate ones.
+    No gradients. Head counts as for `chunk_gated_delta_rule`.
+
+    Args:
+        q, k, v: projections of T tokens [B, T, HQ*K], [B, T, H*K], [B, T, HV*V], or with the heads apart; one dtype.
+        a, b: logits of the decay and of the write strength [B, T, HV].
+        state: [B, HV, K, V] float32 or bfloat16 (float64 with float64 inputs), contiguous.
+        A_log, dt_bias: [HV].
+        conv_weight: [C, W] over the C channels of q|k|v, or None for no convolution.
+        conv_tail: the W-1 inputs before the first token, oldest first [B, C, W-1], contiguous; with conv_weight.
+        z: output gate logits [B, T, HO*V] or with the heads apart, HO = max(HQ, HV), or None for no gate.
+        norm_weight: [V] or [HO, V], or None for no norm.
+        padding: [B, T] bool, True at tokens that leave the state alone and enter the convolution as zeros; what
+            comes out there is finite and means nothing.
+        scale: factor of the output before the norm, K**-0.5 by default.
+        eps: of the norm.
+        qk_silu, v_silu: SiLU on q and k, on v, after the convolution.
+
+    Returns:
+        o [B, T, HO, V] in the dtype of v.
+
+    Raises:
+        ValueError: shapes, head counts or devices that do not fit, a state or tail that is not contiguous, T = 0.
+        TypeError: dtypes that do not fit.
+    """
+    checks.check_gated_delta_step(
+        q, k, v, a, b, state, A_log, dt_bias, conv_weight, conv_tail, z, norm_weight, padding
+    )  # fmt: skip
+    return _call(  # type: ignore[no-any-return]
+        "gated_delta_step_", torch_gated_delta_step_, q,
+        q, k, v, a, b, state, A_log, dt_bias, conv_weight, conv_tail, z, norm_weight, padding,
+        state.shape[2] ** -0.5 if scale is None else scale, eps, qk_silu, v_silu,
+    )  # fmt: skip

@@ -125,3 +125,8 @@ def recurrent_config(K: int, V: int, heads: int) -> tuple[int, int]:
     BK, BV = power_of_two(K, 1), power_of_two(V, 1)
     elements = 2048 if heads < 1024 else 4096  # few states: more programs; many: longer rows
     return max(1, min(BV, elements // BK)), 1
+
+
+def step_warps(elements: int) -> int:
+    """Warps of the fused step, `elements` of state a program: with more of them ptxas repeats loads, or spills."""
+    return max(1, min(4, elements // 2048))

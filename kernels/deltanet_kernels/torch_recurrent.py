@@ -43,29 +43,55 @@ def torch_recurrent_gated_delta_rule(
         )  # fmt: skip
     dims = checks.check_delta_rule(q, k, v, g, beta, initial_state, None, A_log, dt_bias, use_gate_in_kernel)
     dtype = torch.promote_types(q.dtype, torch.float32)
-    scale = dims.K**-0.5 if scale is None else scale
+    if initial_state is None:
+        state = torch.zeros(dims.B, dims.HV, dims.K, dims.V, dtype=dtype, device=q.device)
+    else:
+        state = initial_state.clone()
+    o = torch_recurrent_step_(
+        q, k, v, g, beta, state, scale, use_qk_l2norm_in_kernel, A_log=A_log, dt_bias=dt_bias,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+    )  # fmt: skip
+    return o, state if output_final_state else None
+
+
+def torch_recurrent_step_(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    *,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+) -> torch.Tensor:
+    """The recurrence with the state [B, HV, K, V] in place; A_log and dt_bias given, g is the raw gate logit."""
+    (B, T, HQ, K), H, (HV, V) = q.shape, k.shape[2], v.shape[2:]
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    scale = K**-0.5 if scale is None else scale
     with no_autocast(q.device):
         g, beta = log_decay_and_strength(g, beta, A_log, dt_bias, use_beta_sigmoid_in_kernel, dtype)
         q_, k_, v_ = q.to(dtype), k.to(dtype), v.to(dtype)
         if use_qk_l2norm_in_kernel:
             q_, k_ = q_ * inverse_norm(q_), k_ * inverse_norm(k_)
-        if dims.HQ < dims.HV:
-            q_ = q_.repeat_interleave(dims.HV // dims.HQ, dim=2)
-        if dims.H < dims.HV:
-            k_ = k_.repeat_interleave(dims.HV // dims.H, dim=2)
+        if HQ < HV:
+            q_ = q_.repeat_interleave(HV // HQ, dim=2)
+        if H < HV:
+            k_ = k_.repeat_interleave(HV // H, dim=2)
         # One product per token: rows of q share the state of their group, [B, T, HV, R, K].
-        q_ = q_.unflatten(2, (dims.HV, -1)) * scale
+        q_ = q_.unflatten(2, (HV, -1)) * scale
         decay = g.exp()
-        if initial_state is None:
-            state = torch.zeros(dims.B, dims.HV, dims.K, dims.V, dtype=dtype, device=q.device)
-        else:
-            state = initial_state.clone()
+        S = state.to(dtype)
         outputs = []
-        for t in range(dims.T):
-            state *= decay[:, t, :, None, None]
+        for t in range(T):
+            S *= decay[:, t, :, None, None]
             key = k_[:, t].unsqueeze(2)  # [B, HV, 1, K]
-            delta = (v_[:, t].unsqueeze(2) - key @ state) * beta[:, t, :, None, None]
-            state.addcmul_(key.transpose(-1, -2), delta)
-            outputs.append(q_[:, t] @ state)  # [B, HV, R, V]
-        o = torch.stack(outputs, dim=1).view(dims.B, dims.T, dims.HO, dims.V).to(v.dtype)
-    return o, state if output_final_state else None
+            delta = (v_[:, t].unsqueeze(2) - key @ S) * beta[:, t, :, None, None]
+            S.addcmul_(key.transpose(-1, -2), delta)
+            outputs.append(q_[:, t] @ S)  # [B, HV, R, V]
+        if state.dtype != dtype:
+            state.copy_(S)
+        return torch.stack(outputs, dim=1).view(B, T, max(HQ, HV), V).to(v.dtype)

@@ -1,0 +1,82 @@
+"""A decoding step of a Gated DeltaNet layer put together from its parts: the form that the fused kernel must equal.
+
+In PyTorch it is the CPU path; with the Triton kernels as parts it serves the states that the fused kernel cannot.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+from deltanet_kernels.reference import torch_causal_conv1d, torch_gated_rms_norm
+from deltanet_kernels.torch_recurrent import torch_recurrent_step_
+
+CLOSED = -1e4  # a gate logit whose sigmoid and softplus are exactly 0
+
+
+class StepParts(NamedTuple):
+    """The operators of a step: `causal_conv1d`, the recurrence with its state in place, `gated_rms_norm`."""
+
+    conv: Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+    rule_: Callable[..., torch.Tensor]
+    norm: Callable[..., torch.Tensor]
+
+
+def compose_step_(
+    parts: StepParts,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    state: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    conv_weight: torch.Tensor | None,
+    conv_tail: torch.Tensor | None,
+    z: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
+    padding: torch.Tensor | None,
+    scale: float,
+    eps: float,
+    qk_silu: bool,
+    v_silu: bool,
+) -> torch.Tensor:
+    """`deltanet_kernels.gated_delta_step_` out of `parts`."""
+    (B, T), (K, V) = q.shape[:2], state.shape[2:]
+    q, k, v = (x.reshape(B, T, -1) for x in (q, k, v))
+    if padding is not None:
+        hidden = padding.unsqueeze(-1)
+        q, k, v = (x.masked_fill(hidden, 0.0) for x in (q, k, v))
+        a, b = (x.masked_fill(hidden, CLOSED) for x in (a, b))
+        z = None if z is None else z.reshape(B, T, -1).masked_fill(hidden, 0.0)
+    if conv_weight is not None and conv_tail is not None:
+        both = qk_silu and v_silu
+        qkv = torch.cat([q, k, v], dim=-1)
+        qkv, tail = parts.conv(qkv, conv_weight, None, "silu" if both else None, conv_tail, True)
+        assert tail is not None
+        conv_tail.copy_(tail)
+        q, k, v = qkv.split([q.shape[-1], k.shape[-1], v.shape[-1]], dim=-1)
+        qk_silu, v_silu = qk_silu and not both, v_silu and not both
+    if qk_silu:
+        q, k = F.silu(q), F.silu(k)
+    if v_silu:
+        v = F.silu(v)
+    q, k, v = q.unflatten(-1, (-1, K)), k.unflatten(-1, (-1, K)), v.unflatten(-1, (-1, V))
+    o = parts.rule_(
+        q, k, v, a, b, state, scale, True, A_log=A_log, dt_bias=dt_bias, use_beta_sigmoid_in_kernel=True
+    )  # fmt: skip
+    if z is not None:
+        z = z.reshape(o.shape)
+    if norm_weight is not None:
+        return parts.norm(o, z, norm_weight, eps)
+    return o if z is None else o * F.silu(z)
+
+
+_PARTS = StepParts(torch_causal_conv1d, torch_recurrent_step_, torch_gated_rms_norm)
+
+
+def torch_gated_delta_step_(*args: torch.Tensor | float | None) -> torch.Tensor:
+    """`deltanet_kernels.gated_delta_step_` in PyTorch, float32 inside (float64 for float64 inputs)."""
+    return compose_step_(_PARTS, *args)  # type: ignore[arg-type]

@@ -1,0 +1,262 @@
+"""The fused decoding step against the recurrence in float64, in PyTorch and in Triton: what it fuses, in place."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from deltanet_kernels import gated_delta_step_, naive_gated_delta_rule
+from deltanet_kernels.reference import torch_causal_conv1d, torch_gated_rms_norm
+from deltanet_kernels.step import delta_step_, gated_delta_step_triton_
+from tests.kernels.cases import relative_error
+from tests.kernels.triton_mode import DEVICE, GPU
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call: heads, head sizes, and what is fused."""
+
+    name: str
+    T: int = 1
+    B: int = 2
+    H: int = 2
+    HQ: int = 2
+    HV: int = 2
+    K: int = 16
+    V: int = 16
+    conv: int = 0
+    qk_silu: bool = True
+    v_silu: bool = False
+    gate: bool = True
+    norm: str = "shared"  # none | shared | per_head
+    padding: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+
+NATIVE = {"conv": 4, "v_silu": True}
+CASES = [
+    Step("teacher", norm="per_head"),
+    Step("native", **NATIVE),
+    Step("bare", qk_silu=False, gate=False, norm="none"),
+    Step("gate without norm", norm="none"),
+    Step("norm without gate", gate=False),
+    Step("odd sizes", K=24, V=20, **NATIVE),
+    Step("K > V", K=40, V=8, norm="per_head", conv=2),
+    Step("several tokens", T=3, **NATIVE),
+    Step("more tokens than taps", T=6, conv=3),
+    Step("one tap", conv=1),
+    Step("query heads share a state", HQ=6, HV=2, norm="per_head"),
+    Step("value heads share a key head", H=1, HQ=1, HV=3, T=2),
+    Step("one key head, 4 queries, 2 values", H=1, HQ=4, HV=2, norm="per_head"),
+    Step("grouped heads with a convolution", H=1, HQ=1, HV=2, **NATIVE),
+    Step("padding", padding=True, norm="per_head"),
+    Step("padding and a convolution", T=5, padding=True, **NATIVE),
+    Step("state over 128 x 128", B=1, H=1, HQ=1, HV=1, K=130, V=129, **NATIVE),
+]
+TENSORS = [
+    "q",
+    "k",
+    "v",
+    "a",
+    "b",
+    "state",
+    "A_log",
+    "dt_bias",
+    "conv_weight",
+    "conv_tail",
+    "z",
+    "norm_weight",
+    "padding",
+]
+
+
+def make(case: Step, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0) -> dict[str, Any]:
+    """Keyword arguments of `gated_delta_step_`, the projections in `dtype`."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    B, T, HO, C = case.B, case.T, max(case.HQ, case.HV), (case.HQ + case.H) * case.K + case.HV * case.V
+    x: dict[str, Any] = {
+        "q": randn(B, T, case.HQ * case.K), "k": randn(B, T, case.H * case.K), "v": randn(B, T, case.HV * case.V),
+        "a": randn(B, T, case.HV), "b": randn(B, T, case.HV),
+        "conv_weight": randn(C, case.conv) if case.conv else None,
+        "conv_tail": randn(B, C, case.conv - 1) if case.conv else None,
+        "z": randn(B, T, HO * case.V) if case.gate else None,
+        "norm_weight": {"none": None, "shared": randn(case.V), "per_head": randn(HO, case.V)}[case.norm],
+    }  # fmt: skip
+    x = {name: None if t is None else t.to(device, dtype) for name, t in x.items()}
+    x |= {
+        "state": randn(B, case.HV, case.K, case.V).to(device), "A_log": randn(case.HV).to(device),
+        "dt_bias": randn(case.HV).to(device), "padding": None, "eps": 1e-5,
+        "qk_silu": case.qk_silu, "v_silu": case.v_silu,
+    }  # fmt: skip
+    if case.padding:
+        x["padding"] = (torch.arange(B * T).view(B, T) % 2 == 1).to(device)
+    return x
+
+
+def truth(x: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """o, state and tail in float64, by the recurrence; padded tokens are left out of it one by one."""
+    w = {
+        n: t.detach().cpu().double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t
+        for n, t in x.items()
+    }
+    (B, T), (HV, K, V) = w["q"].shape[:2], w["state"].shape[1:]
+    real = torch.ones(B, T, dtype=torch.bool) if w["padding"] is None else ~w["padding"].cpu()
+    qkv = torch.cat([w["q"], w["k"], w["v"]], dim=-1) * real.unsqueeze(-1)
+    tail = w["conv_tail"]
+    if w["conv_weight"] is not None:
+        qkv, tail = torch_causal_conv1d(qkv, w["conv_weight"], None, None, tail, True)
+    q, k, v = qkv.split([w[name].shape[-1] for name in "qkv"], dim=-1)
+    q, k = (F.silu(q), F.silu(k)) if w["qk_silu"] else (q, k)
+    v = F.silu(v) if w["v_silu"] else v
+    q, k, v = q.unflatten(-1, (-1, K)), k.unflatten(-1, (-1, K)), v.unflatten(-1, (HV, V))
+    o = torch.zeros(B, T, max(q.shape[2], HV), V, dtype=torch.float64)
+    state = w["state"].clone()
+    for n, t in real.nonzero().tolist():
+        token = [y[n : n + 1, t : t + 1] for y in (q, k, v, w["a"], w["b"])]
+        o_n, state_n = naive_gated_delta_rule(
+            *token, None, state[n : n + 1], True, True, A_log=w["A_log"], dt_bias=w["dt_bias"],
+            use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True,
+        )  # fmt: skip
+        o[n, t], state[n] = o_n[0, 0], state_n[0]
+    z = None if w["z"] is None else w["z"].view_as(o)
+    if w["norm_weight"] is not None:
+        o = torch_gated_rms_norm(o, z, w["norm_weight"], w["eps"])
+    elif z is not None:
+        o = o * F.silu(z)
+    found = {"o": o * real[:, :, None, None], "state": state}
+    return found if tail is None else found | {"conv_tail": tail}
+
+
+def run(step_: Callable[..., torch.Tensor], x: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The step's results, in the form of `truth`; the state and the tail of `x` are left as they are."""
+    x = x | {name: None if x[name] is None else x[name].clone() for name in ("state", "conv_tail")}
+    o = step_(**x)
+    assert o.isfinite().all()
+    if x["padding"] is not None:
+        o = o.masked_fill(x["padding"][:, :, None, None], 0.0)
+    found = {"o": o, "state": x["state"]}
+    return found if x["conv_tail"] is None else found | {"conv_tail": x["conv_tail"]}
+
+
+def triton_step_(**x: Any) -> torch.Tensor:
+    return gated_delta_step_triton_(*(x[name] for name in TENSORS), x["state"].shape[2] ** -0.5, x["eps"],
+                                    x["qk_silu"], x["v_silu"])  # fmt: skip
+
+
+SIDES = [pytest.param(gated_delta_step_, id="public"), pytest.param(triton_step_, id="triton")]
+
+
+@pytest.mark.parametrize("step_", SIDES)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_step(case: Step, step_: Callable[..., torch.Tensor]) -> None:
+    x = make(case, device=DEVICE)
+    found, wanted = run(step_, x), truth(x)
+    assert found.keys() == wanted.keys()
+    for name, y in wanted.items():
+        assert relative_error(found[name], y) < 2e-6, name
+
+
+@pytest.mark.parametrize("step_", SIDES)
+def test_steps_one_by_one_equal_steps_together(step_: Callable[..., torch.Tensor]) -> None:
+    """In place: the same state and tail serve four steps in a row, the last of them after padding in one row."""
+    x = make(Step("steps", T=4, conv=4, v_silu=True), device=DEVICE)
+    x["padding"] = torch.zeros(2, 4, dtype=torch.bool, device=DEVICE)
+    x["padding"][1, 2] = True
+    wanted = truth(x)
+    state, tail = x["state"].clone(), x["conv_tail"].clone()
+    parts = []
+    for t in range(4):
+        token = {name: x[name][:, t : t + 1] for name in ("q", "k", "v", "a", "b", "z", "padding")}
+        parts.append(step_(**(x | token | {"state": state, "conv_tail": tail})))
+    o = torch.cat(parts, dim=1).masked_fill(x["padding"][:, :, None, None], 0.0)
+    for found, name in ((o, "o"), (state, "state"), (tail, "conv_tail")):
+        assert relative_error(found, wanted[name]) < 2e-6, name
+
+
+@pytest.mark.parametrize("step_", SIDES)
+def test_nan_in_padding_stays_there(step_: Callable[..., torch.Tensor]) -> None:
+    x = make(Step("nan", T=2, padding=True, **NATIVE), device=DEVICE)
+    wanted = truth(x)
+    for name in ("q", "k", "v", "a", "b", "z"):
+        x[name][x["padding"]] = float("nan")
+    for name, y in run(step_, x).items():
+        assert relative_error(y, wanted[name]) < 2e-6, name
+
+
+@pytest.mark.parametrize("step_", SIDES)
+def test_a_bfloat16_state_is_rounded_once(step_: Callable[..., torch.Tensor]) -> None:
+    x = make(Step("bf16 state"), device=DEVICE)
+    x["state"] = x["state"].bfloat16()
+    found, wanted = run(step_, x), truth(x)
+    assert found["state"].dtype == torch.bfloat16
+    assert relative_error(found["o"], wanted["o"]) < 2e-6
+    assert relative_error(found["state"], wanted["state"]) < torch.finfo(torch.bfloat16).eps
+
+
+@pytest.mark.parametrize("step_", SIDES)
+@pytest.mark.parametrize("case", [Step("native", **NATIVE), Step("padded", padding=True)], ids=str)
+def test_step_compiles_and_still_moves_in_place(case: Step, step_: Callable[..., torch.Tensor]) -> None:
+    x = make(case, device=DEVICE)
+    compiled = torch.compile(step_, fullgraph=True, backend="aot_eager")
+    found, wanted = run(compiled, x), run(step_, x)
+    for name, y in wanted.items():
+        assert torch.equal(found[name], y), name
+    assert not torch.equal(found["state"], x["state"])
+
+
+def test_the_operator_is_registered_consistently() -> None:
+    x = make(Step("registered", padding=True, **NATIVE), device=DEVICE)
+    torch.library.opcheck(delta_step_, (*(x[name] for name in TENSORS), 0.25, 1e-6, True, True))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("q", lambda x: x[..., :-1], r"q: got shape .*heads \* 16"),
+        ("k", lambda x: x[:, :, :16].repeat(1, 1, 3), "q: got 2 heads with 3 of k"),
+        ("v", lambda x: x[..., :16], "v: got 1 heads of 16, needs the 2"),
+        ("a", lambda x: x[..., :1], "a: got shape"),
+        ("state", lambda x: x.transpose(2, 3), "state: got strides"),
+        ("state", lambda x: x.half(), "state: got dtype torch.float16"),
+        ("conv_tail", lambda x: x[..., 1:].contiguous(), "conv_tail: got shape"),
+        ("conv_tail", lambda x: None, "conv_tail: needs a tensor"),
+        ("z", lambda x: x[..., :16], "z: got shape"),
+        ("norm_weight", lambda x: x[:-1], "norm_weight: got shape"),
+        ("padding", lambda x: torch.zeros(2, 1, device=DEVICE), "padding: got dtype"),
+    ],
+)
+def test_wrong_arguments_are_named(name: str, change: Callable[[Any], Any], message: str) -> None:
+    x = make(Step("wrong", **NATIVE), device=DEVICE)
+    with pytest.raises((ValueError, TypeError), match=message):
+        gated_delta_step_(**(x | {name: change(x[name])}))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a CUDA device")
+@pytest.mark.parametrize("K", [16, 64, 100, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("wiring", [{"norm": "per_head"}, NATIVE], ids=["teacher", "native"])
+def test_low_precision_steps_under_a_graph(K: int, dtype: torch.dtype, wiring: dict[str, Any]) -> None:
+    x = make(Step("graph", B=4, H=4, HQ=4, HV=4, K=K, V=K, **wiring), dtype, DEVICE)
+    wanted = truth(x)
+    run(gated_delta_step_, x)  # compiles
+    x = x | {name: None if x[name] is None else x[name].clone() for name in ("state", "conv_tail")}
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = gated_delta_step_(**x)
+    graph.replay()
+    # Head sizes over 128 take the separate kernels, which round to `dtype` between them.
+    epsilon = torch.finfo(dtype).eps
+    assert relative_error(o, wanted["o"]) < (epsilon if K <= 128 else 4 * epsilon)
+    assert relative_error(x["state"], wanted["state"]) < (1e-5 if K <= 128 else epsilon)
+    if x["conv_tail"] is not None:
+        assert relative_error(x["conv_tail"], wanted["conv_tail"]) < 1e-6
