@@ -129,9 +129,7 @@ def _missing_files(data: Data) -> list[str]:
                 f"data.sources.{index}.path: {source.path} is none of .txt, .jsonl, .jsonl.gz, .jsonl.xz, "
                 ".parquet, .npy, .npy.xz"
             )
-    problems += [
-        f"data.decontaminate: {name} does not exist" for name in data.decontaminate if not Path(name).is_file()
-    ]
+    problems += [f"data.decontaminate: {name} does not exist" for name in data.decontaminate if not Path(name).exists()]
     return problems
 
 

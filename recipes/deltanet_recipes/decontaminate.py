@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import lzma
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from deltanet_hf.errors import UserError
 from deltanet_recipes.config import file_kind
 from deltanet_recipes.schema import Source
-from deltanet_recipes.sources import documents, open_file, token_array
+from deltanet_recipes.sources import open_file, token_array
 
 GRAM = 13
 # One odd 64-bit multiplier per place of the n-gram: equal n-grams hash equal, others collide with 2^-64.
@@ -21,11 +23,12 @@ _MULTIPLIERS = np.random.default_rng(13).integers(1, 1 << 63, size=GRAM, dtype=n
 
 
 class Contamination:
-    """The hashed 13-grams of a set of evaluation files."""
+    """The hashed 13-grams of evaluation files; a folder stands for all files in it."""
 
     def __init__(self, files: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> None:
         self.names = [Path(name).name for name in files]
-        grams = [_grams(ids) for name in files for ids in _evaluation_ids(name, tokenizer)]
+        paths = [path for name in files for path in _files(Path(name))]
+        grams = [_grams(ids) for path in paths for ids in _evaluation_ids(path, tokenizer)]
         self._known = np.unique(np.concatenate([np.empty(0, dtype=np.uint64), *grams]))
         self.fingerprint = hashlib.sha256(self._known.tobytes()).hexdigest()
 
@@ -36,6 +39,10 @@ class Contamination:
             return False
         place = np.searchsorted(self._known, grams).clip(max=len(self._known) - 1)
         return bool((self._known[place] == grams).any())
+
+
+def _files(path: Path) -> list[Path]:
+    return sorted(inner for inner in path.rglob("*") if inner.is_file()) if path.is_dir() else [path]
 
 
 def _grams(ids: np.ndarray) -> np.ndarray:
@@ -49,19 +56,33 @@ def _grams(ids: np.ndarray) -> np.ndarray:
     return hashes
 
 
-def _evaluation_ids(name: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[np.ndarray]:
-    source = Source(path=name)
-    kind = file_kind(source)
-    if kind == "npy":
+def _evaluation_ids(path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[np.ndarray]:
+    source = Source(path=str(path))
+    if file_kind(source) == "npy":
         yield token_array(source)
-    elif kind == "jsonl":
-        with open_file(Path(name)) as file:
-            for line in file:
-                for text in _strings(json.loads(line) if line.strip() else None):
-                    yield np.array(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int64)
-    else:
-        for text in documents(source):
-            yield np.array(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int64)
+        return
+    for text in _evaluation_texts(path):
+        yield np.array(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=np.int64)
+
+
+def _evaluation_texts(path: Path) -> Iterator[str]:
+    """Every string of a .jsonl or .parquet file, else the whole file: evaluation texts end in .tokens, .md ... too."""
+    kind = file_kind(Source(path=str(path)))
+    try:
+        if kind == "parquet":
+            import pyarrow.parquet as parquet
+
+            for batch in parquet.ParquetFile(path).iter_batches():
+                yield from _strings(batch.to_pylist())
+            return
+        with open_file(path) as file:
+            if kind == "jsonl":
+                for line in file:
+                    yield from _strings(json.loads(line) if line.strip() else None)
+            else:
+                yield file.read().decode("utf-8")
+    except (OSError, EOFError, ValueError, lzma.LZMAError) as error:
+        raise UserError(f"data.decontaminate: {path}: cannot be read ({error})") from None
 
 
 def _strings(value: Any) -> Iterator[str]:

@@ -57,7 +57,9 @@ class Data(Strict):
     repeat: bool = Field(False, description="start the sources again when they are used up, instead of refusing")
     cache: str | None = Field(None, description="folder of the tokenised corpora; default: OUTPUT/tokens")
     decontaminate: tuple[str, ...] = Field(
-        (), description="evaluation texts (files as in sources.path); documents sharing a 13-gram are dropped"
+        (),
+        description="evaluation files (every text in a .jsonl or .parquet, else all of it) or folders of such; documents "
+        "sharing 13 tokens in a row are dropped",
     )
 
 

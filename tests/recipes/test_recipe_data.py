@@ -153,6 +153,33 @@ def test_documents_that_share_thirteen_tokens_are_dropped_and_counted(tmp_path: 
     assert 4 + 58 in corpus.tokens.tolist()
 
 
+@pytest.mark.parametrize("name", ["wiki.test.tokens", "a.txt", "a.jsonl.gz", "a.parquet", "a.npy"])
+@pytest.mark.parametrize("in_folder", [False, True])
+def test_evaluation_texts_of_every_kind_are_read(tmp_path: Path, name: str, in_folder: bool) -> None:
+    tokenizer = make_tokenizer()
+    shared = " ".join(f"w{i}" for i in range(13))
+    path = tmp_path / "eval" / name
+    path.parent.mkdir()
+    rows = [{"question": "w1", "options": {"label": "A", "text": [shared]}}]
+    if name.endswith(".parquet"):
+        parquet.write_table(pa.Table.from_pylist(rows), path)
+    elif name.endswith(".npy"):
+        np.save(path, np.arange(4, 17))
+    elif name.endswith(".gz"):
+        path.write_bytes(gzip.compress(json.dumps(rows[0]).encode()))
+    else:
+        path.write_text(f"= w50 = \n {shared} \n")
+    contamination = Contamination([str(path.parent if in_folder else path)], tokenizer)
+    assert contamination.touches(np.array([60, *range(4, 17), 61]))
+    assert not contamination.touches(np.array([60, *range(5, 17), 61]))
+
+
+def test_an_evaluation_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl.gz").write_text("{}")
+    with pytest.raises(UserError, match=r"data\.decontaminate: .*a\.jsonl\.gz: cannot be read"):
+        Contamination([str(tmp_path / "a.jsonl.gz")], make_tokenizer())
+
+
 def test_chat_completions_alone_are_scored(tmp_path: Path) -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = (
