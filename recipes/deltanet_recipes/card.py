@@ -76,7 +76,8 @@ def _baseline(teacher: str) -> list[str]:
         "",
         "A softmax model, for comparison with linear attention students, trained with deltanet-hf. The weights belong",
         "to the restricted attention, which a plain `from_pretrained` does not set: load it, then call",
-        "`deltanet_hf.evaluation.window.restricted_as_saved(model)`. `deltanet-hf generate`, `eval` and `report` do so.",
+        "`deltanet_hf.evaluation.window.restricted_as_saved(model)`. `deltanet-hf` itself does so (`generate`, `eval`,",
+        "`report`).",
     ]
 
 

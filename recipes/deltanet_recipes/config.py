@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,11 @@ def _check_files(path: Path, recipe: Recipe) -> None:
         data = stage.data or recipe.data if isinstance(stage, Repair) else recipe.data
         if isinstance(stage, Repair) and not any(source.messages_key for source in data.sources):
             problems.append("stages.repair: no data source has messages_key, so there are no completions")
+    problems += [
+        f"log.trackers: {name} is not installed; `pip install {name}`"
+        for name in recipe.log.trackers
+        if importlib.util.find_spec(name) is None  # accelerate would silently do without it
+    ]
     if problems:
         raise UserError("\n".join(f"{path}: {problem}" for problem in problems))
 

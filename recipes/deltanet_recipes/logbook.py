@@ -30,7 +30,7 @@ class Logbook:
             from accelerate import Accelerator
 
             self._trackers = Accelerator(log_with=list(recipe.log.trackers), project_dir=str(folder))
-            self._trackers.init_trackers("deltanet-hf", config=recipe.model_dump(mode="json"))
+            self._trackers.init_trackers("deltanet-hf", config=_flat(recipe.model_dump(mode="json")))
 
     def say(self, message: str) -> None:
         if self.active:
@@ -130,6 +130,14 @@ def _rows(path: Path) -> list[tuple[str, dict[str, Any]]]:
         except json.JSONDecodeError:
             continue
     return found
+
+
+def _flat(value: Any, name: str = "") -> dict[str, Any]:
+    """A recipe's values under dotted names, as trackers want them; unset keys are left out."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
+    if items is None:
+        return {} if value is None else {name: value}
+    return {key: inner for part, child in items for key, inner in _flat(child, f"{name}.{part}".strip(".")).items()}
 
 
 def _clock(seconds: float) -> str:

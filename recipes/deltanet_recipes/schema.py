@@ -58,8 +58,8 @@ class Data(Strict):
     cache: str | None = Field(None, description="folder of the tokenised corpora; default: OUTPUT/tokens")
     decontaminate: tuple[str, ...] = Field(
         (),
-        description="evaluation files (every text in a .jsonl or .parquet, else all of it) or folders of such; documents "
-        "sharing 13 tokens in a row are dropped",
+        description="evaluation files (every text in a .jsonl or .parquet, else all of it) or folders of such; "
+        "documents sharing 13 tokens in a row are dropped",
     )
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -70,6 +74,15 @@ def test_missing_files_are_named(place: Path) -> None:
     assert "student:" in message
     assert "nowhere.jsonl does not exist" in message
     assert "no.txt does not exist" in message
+
+
+def test_a_tracker_that_is_not_installed_is_named(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = recipe_tree(place, [ALIGN], log={"trackers": ["tensorboard"]})
+    monkeypatch.setitem(sys.modules, "tensorboard", ModuleType("tensorboard"))
+    sys.modules["tensorboard"].__spec__ = ModuleSpec("tensorboard", None)
+    assert load_recipe(write_recipe(place, tree)).log.trackers == ("tensorboard",)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "log.trackers: tensorboard is not installed" in refused(place, tree)
 
 
 def test_unknown_file_type_and_unbounded_stream(place: Path) -> None:
