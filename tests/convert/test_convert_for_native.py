@@ -19,7 +19,7 @@ from deltanet_convert.export.command import export_command
 from deltanet_hf.cli import build_app
 from deltanet_hf.errors import UserError
 from tiny_conversion import quick_start, teacher_folder, text_file
-from tiny_export import EVERY_OTHER, native_model, saved
+from tiny_export import EVERY_OTHER, ROTARY, native_model, saved
 
 
 @pytest.mark.parametrize(
@@ -99,17 +99,9 @@ def test_hybrids_without_norms_get_them(
 
 def test_scaled_rotary_embeddings_are_for_some_runtimes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Llama 3's: the conversion says which formats it will not have, and which it will."""
-    rope = {
-        "rope_type": "llama3",
-        "rope_theta": 1e4,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 32,
-    }
-    teacher = teacher_folder(tmp_path / "teacher", "llama", **HYBRIDS["llama"], rope_parameters=rope)
+    teacher = teacher_folder(tmp_path / "teacher", "llama", **HYBRIDS["llama"], rope_parameters=ROTARY["llama3"])
     convert_command(str(teacher), tmp_path / "out", layers="every:2", target="native", dry_run=True)
-    assert "Not for mlx and gguf: rope_parameters" in " ".join(capsys.readouterr().out.split())
+    assert "Not for gguf: rope_parameters" in " ".join(capsys.readouterr().out.split())
 
 
 def test_norms_are_inserted_for_native_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

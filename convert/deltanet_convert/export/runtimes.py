@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
+from functools import cached_property
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -127,26 +128,45 @@ class MlxLm:
 class LlamaCpp:
     """llama.cpp, through the bindings xllamacpp."""
 
-    modes = (STORED,)  # it computes in float32 with weights of the file's dtype
+    modes = (STORED,)  # the weights' dtype is the file's
 
     def __init__(self, export: Path, mode: str) -> None:
+        self.export = export
+
+    @cached_property
+    def exact(self) -> Any:
+        """For comparisons: by itself it keeps and reads the attention cache in float16."""
+        from xllamacpp import ggml_type, llama_flash_attn_type
+
+        off = llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        wide = ggml_type.GGML_TYPE_F32
+        return self._server(flash_attn_type=off, cache_type_k=wide, cache_type_v=wide)
+
+    @cached_property
+    def plain(self) -> Any:
+        """As users get it."""
+        return self._server()
+
+    def _server(self, **changes: Any) -> Any:
         import xllamacpp
 
         settings = xllamacpp.CommonParams()
-        settings.model.path = str(export)
+        settings.model.path = str(self.export)
         settings.n_ctx = CONTEXT
         settings.n_parallel = 1
         settings.warmup = False
         settings.verbosity = -1
         settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = torch.get_num_threads()
-        self.server = xllamacpp.Server(settings)
+        for name, value in changes.items():
+            setattr(settings, name, value)
+        return xllamacpp.Server(settings)
 
     def follow(self, prompt: Sequence[int], tokens: int, forced: Sequence[Step] = ()) -> list[Step]:
         # One request a token, the state kept between them: a longer one leaves out tokens that end inside a character.
         ids, steps = list(prompt), []
         for _ in range(tokens):
             request = {"prompt": ids, "max_tokens": 1, "temperature": 0, "logprobs": TOP, "cache_prompt": True}
-            found = (self.server.handle_completions(request)["choices"][0].get("logprobs") or {}).get("content")
+            found = (self.exact.handle_completions(request)["choices"][0].get("logprobs") or {}).get("content")
             if not found:
                 break
             logprobs = {entry["id"]: entry["logprob"] for entry in found[0]["top_logprobs"]}
@@ -156,7 +176,7 @@ class LlamaCpp:
 
     def write(self, prompt: Sequence[int], tokens: int, tokenizer: Any) -> str:
         request = {"prompt": list(prompt), "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
-        return str(self.server.handle_completions({**request, "cache_prompt": False})["choices"][0]["text"])
+        return str(self.plain.handle_completions({**request, "cache_prompt": False})["choices"][0]["text"])
 
 
 class Vllm:
