@@ -29,6 +29,7 @@ from deltanet_kernels import (
     causal_conv1d,
     chunk_gated_delta_rule,
     fused_recurrent_gated_delta_rule,
+    gated_delta_step_,
     gated_rms_norm,
 )
 
@@ -97,6 +98,19 @@ class GatedRMSNorm(nn.Module):
     def forward(self, x: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
         """x, gate [B, T, H, D] -> [B, T, H, D]."""
         return gated_rms_norm(x, gate, self.weight, self.eps)
+
+
+def _is_plain(part: nn.Module) -> bool:
+    """Whether the parameters of a part can be read without calling it.
+
+    They cannot where it is wrapped (PEFT), or where hooks fetch them for its call only (offload, sharding).
+    """
+    if type(part) not in (ShortConv, DecayGate, GatedRMSNorm):
+        return False
+    if torch.compiler.is_compiling():
+        return True
+    hooked = "forward" in part.__dict__ or part._forward_pre_hooks or part._forward_hooks
+    return not hooked and not any(parameter.is_meta for parameter in part._parameters.values() if parameter is not None)
 
 
 class GatedDeltaNet(nn.Module):
@@ -207,6 +221,8 @@ class GatedDeltaNet(nn.Module):
             padding = None
         elif padding is None:
             padding = padded_tokens(attention_mask, length, 0 if cache is None else cache.get_seq_length())
+        if length == 1 and cache is not None and self._can_step(cache):
+            return self._step(hidden_states, position_embeddings, cache, padding), None
         x = hidden_states if padding is None else hidden_states.masked_fill(padding.unsqueeze(-1), 0.0)
 
         q, k, v = self._project(x)
@@ -252,6 +268,62 @@ class GatedDeltaNet(nn.Module):
             assert state is not None
             cache.advance(length, state, conv_tail)
         return self._project_out(output, x), None
+
+    def _can_step(self, cache: GatedDeltaNetCacheLayer) -> bool:
+        """Whether the fused step may read the parameters of its parts and change the cache's tensors in place."""
+        if torch.is_grad_enabled() or cache.state is None or not cache.is_initialized:
+            return False
+        parts = [self.decay] + [part for part in (self.norm, self.conv1d) if part is not None]
+        if not all(_is_plain(part) for part in parts) or cache.state.requires_grad:
+            return False
+        # A state made in inference mode can only be changed there.
+        return torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or not cache.state.is_inference()
+
+    def _step(
+        self,
+        x: torch.Tensor,
+        position_embeddings: Any,
+        cache: GatedDeltaNetCacheLayer,
+        padding: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The forward pass of one more token: x [B, 1, hidden] -> [B, 1, hidden]. The cache moves on in place."""
+        assert cache.state is not None
+        q, k, v = self._project(x)
+        conv_weight = conv_tail = None
+        if self.conv1d is not None:
+            conv_weight, conv_tail = self.conv1d.weight.squeeze(1), cache.conv_tail
+        if self.use_rope:
+            if self.conv1d is not None:  # the rotation sits between convolution and activation
+                qkv = torch.cat([q, k, v], dim=-1)
+                if padding is not None:
+                    qkv = qkv.masked_fill(padding.unsqueeze(-1), 0.0)
+                qkv, tail = self._convolve(qkv, cache, None)
+                assert conv_tail is not None
+                assert tail is not None
+                conv_tail.copy_(tail)
+                q, k, v = qkv.split([q.shape[-1], k.shape[-1], v.shape[-1]], dim=-1)
+                conv_weight = conv_tail = None
+            q, k, v = self._heads(q, k, v, position_embeddings)
+        output = gated_delta_step_(
+            q,
+            k,
+            v,
+            self.a_proj(x),
+            self.b_proj(x),
+            cache.state,
+            self.decay.A_log,
+            self.decay.dt_bias,
+            conv_weight,
+            conv_tail,
+            None if self.g_proj is None else self.g_proj(x),
+            None if self.norm is None else self.norm.weight,
+            padding,
+            eps=1e-6 if self.norm is None else self.norm.eps,
+            qk_silu=self.options.qk_activation == "silu",
+            v_silu=self.options.v_activation == "silu",
+        )
+        cache.tokens_seen += 1
+        return self.o_proj(output.flatten(-2))
 
     def _convolve(
         self, qkv: torch.Tensor, cache: GatedDeltaNetCacheLayer | None, cu_seqlens: torch.Tensor | None
