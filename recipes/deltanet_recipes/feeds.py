@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
+from deltanet_hf.errors import UserError
 from deltanet_recipes.objectives import Batch
 from deltanet_recipes.packing import Mixture, Rows
 from deltanet_recipes.runtime import Runtime
-from deltanet_recipes.schema import StageBase
+from deltanet_recipes.schema import Align, Stage, StageBase, stage_name
 from deltanet_recipes.topk import TopKCache
 from deltanet_recipes.walk import document_boundaries
 
@@ -75,5 +76,21 @@ class RowFeed:
 
 
 def micro_batch_rows(stage: StageBase, world: int) -> int:
-    """Rows that one process holds at once."""
-    return stage.micro_batch_rows or stage.rows_per_step // world
+    """Rows that one process holds at once: never more than its share of the step."""
+    share = stage.rows_per_step // world
+    return min(stage.micro_batch_rows or share, share)
+
+
+def check_share(stage: Stage, world: int) -> None:
+    """Refuse a step whose rows the processes cannot share evenly: some rows would be left out."""
+    share, rest = divmod(stage.rows_per_step, world)
+    if rest:
+        raise UserError(
+            f"stages.{stage_name(stage)}: {world} processes cannot share the {stage.rows_per_step} rows of a step "
+            f"evenly; make batch_tokens a multiple of {world} x sequence_length"
+        )
+    if isinstance(stage, Align) and stage.mode == "layerwise" and share % micro_batch_rows(stage, world):
+        raise UserError(
+            f"stages.{stage_name(stage)}: micro_batch_rows ({stage.micro_batch_rows}) must divide the {share} rows "
+            "that each process has of a step"
+        )

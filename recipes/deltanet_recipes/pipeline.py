@@ -18,6 +18,7 @@ from deltanet_hf.data import shipped_texts
 from deltanet_hf.errors import UserError
 from deltanet_recipes.card import write_card
 from deltanet_recipes.decontaminate import Contamination
+from deltanet_recipes.feeds import check_share
 from deltanet_recipes.logbook import Logbook, read_log
 from deltanet_recipes.models import load_student, load_tokenizer, whole
 from deltanet_recipes.packing import Mixture, split_streams
@@ -38,6 +39,8 @@ def run(recipe: Recipe, kinds: tuple[str, ...] | None = None, console: Console |
     if not stages:
         raise UserError(f"stages: the recipe has no {' or '.join(kinds or ())} stage")
     runtime = Runtime(recipe.engine)
+    for stage in stages:
+        check_share(stage, runtime.world)
     output = Path(recipe.output)
     final = output / "final"
     _claim(output, recipe, stages, runtime)

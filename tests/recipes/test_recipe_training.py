@@ -22,10 +22,11 @@ from deltanet_hf.errors import QualityError, UserError
 from deltanet_recipes import trainer
 from deltanet_recipes.adapters import lora_targets, merge_lora, train_for
 from deltanet_recipes.config import load_recipe
+from deltanet_recipes.feeds import check_share
 from deltanet_recipes.logbook import read_log
 from deltanet_recipes.models import load_student, mixers
 from deltanet_recipes.pipeline import run
-from deltanet_recipes.schema import Distil, Lora
+from deltanet_recipes.schema import Align, Distil, Lora
 from tests.recipes.tiny_run import ALIGN, DISTIL, make_workplace, recipe_tree, write_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -250,6 +251,33 @@ def test_two_processes_equal_one(workplace: Path, tmp_path: Path, sharding: str)
     one_final, two_final = (weights(tmp_path / part / "run" / "final") for part in "ab")
     for name in one_final:
         torch.testing.assert_close(one_final[name], two_final[name], rtol=1e-3, atol=1e-4)
+
+
+def test_two_processes_align_layer_by_layer_like_one(workplace: Path, tmp_path: Path) -> None:
+    """A process that may hold more rows than its share holds its share."""
+    stages = [{**ALIGN, "mode": "layerwise", "tokens": 512, "cached_tokens": 256, "micro_batch_rows": 2}]
+    expected = train(workplace, tmp_path / "a" / "run", stages)
+    (tmp_path / "b").mkdir()
+    recipe = write_recipe(tmp_path / "b", recipe_tree(workplace, stages, output=str(tmp_path / "b" / "run")))
+    process = start(recipe, processes=2)
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors.decode()[-2000:]
+    for one, two in zip(losses(expected), losses(read_log(tmp_path / "b" / "run")), strict=True):
+        assert one[:2] == two[:2]
+        assert one[2] == pytest.approx(two[2], rel=1e-4)
+
+
+def test_processes_that_would_leave_rows_out_are_refused() -> None:
+    stage = Distil(tokens=8192, batch_tokens=8192, sequence_length=2048)  # 4 rows a step
+    for world in (1, 2, 4):
+        check_share(stage, world)
+    for world in (3, 8):
+        with pytest.raises(UserError, match=f"distil: {world} processes cannot share the 4 rows of a step evenly"):
+            check_share(stage, world)
+    layered = Align(tokens=6144, batch_tokens=6144, sequence_length=512, micro_batch_rows=4, mode="layerwise")
+    check_share(layered, 3)
+    with pytest.raises(UserError, match=r"micro_batch_rows \(4\) must divide the 6 rows"):
+        check_share(layered, 2)
 
 
 def test_divergence_stops_and_keeps_the_last_good_checkpoint(
