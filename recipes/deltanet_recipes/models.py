@@ -20,33 +20,38 @@ from deltanet_recipes.schema import Recipe
 
 def load_student(folder: str, dtype: torch.dtype | None = None, baseline: str | None = None) -> PreTrainedModel:
     """The model to be trained, in its stored dtype (or the one given): converted, or for a baseline a softmax model."""
-    config = _config(folder, "student")
-    if baseline == "window":
-        if config.model_type not in FAMILIES:
-            raise UserError(f"student: {folder} has model_type {config.model_type!r}; baseline: window needs a teacher")
-        return train_under_window(_load(folder, "student", dtype or "auto"))
-    if not config.model_type.startswith(PREFIX):
-        raise UserError(
-            f"student: {folder} has model_type {config.model_type!r}, which is not a converted model; make one with "
-            "`deltanet-hf convert`"
-        )
-    return _load(folder, "student", dtype or "auto")
+    student = _load(folder, "student", dtype or "auto")
+    return train_under_window(student) if baseline == "window" else student
 
 
 def load_teacher(recipe: Recipe, dtype: torch.dtype) -> PreTrainedModel:
     """The softmax model, frozen, in the compute dtype, with SDPA attention."""
-    name = teacher_name(recipe)
+    return _load(teacher_name(recipe), "teacher", dtype).requires_grad_(False)
+
+
+def check_models(recipe: Recipe) -> None:
+    """Refuse, from their configs alone, a student and a teacher that do not belong together."""
+    folder, name = recipe.student, teacher_name(recipe)
+    student = _config(folder, "student")
+    if recipe.baseline == "window":
+        if student.model_type not in FAMILIES:
+            raise UserError(
+                f"student: {folder} has model_type {student.model_type!r}; baseline: window needs a teacher"
+            )
+    elif not student.model_type.startswith(PREFIX):
+        raise UserError(
+            f"student: {folder} has model_type {student.model_type!r}, which is not a converted model; make one with "
+            "`deltanet-hf convert`"
+        )
     config = _config(name, "teacher")
     if config.model_type not in FAMILIES:
         raise UserError(f"teacher: {name} has model_type {config.model_type!r}, which is no supported teacher")
-    student = _config(recipe.student, "student")
     for key in ("hidden_size", "num_hidden_layers", "vocab_size"):
         if getattr(config, key) != getattr(student, key):
             raise UserError(
                 f"teacher: {name} has {key} {getattr(config, key)}, the student {getattr(student, key)}: "
                 "it is not the model this student was converted from"
             )
-    return _load(name, "teacher", dtype).requires_grad_(False)
 
 
 def teacher_name(recipe: Recipe) -> str:
@@ -75,6 +80,8 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
 
 
 def _config(name: str, key: str) -> Any:
+    if not Path(name).is_dir() and (Path(name).is_absolute() or name.count("/") != 1):
+        raise UserError(f"{key}: {name}: no such folder, and no Hub id (OWNER/NAME)")
     try:
         return AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:

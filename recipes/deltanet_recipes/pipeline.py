@@ -20,7 +20,7 @@ from deltanet_recipes.card import write_card
 from deltanet_recipes.decontaminate import Contamination
 from deltanet_recipes.feeds import check_share
 from deltanet_recipes.logbook import Logbook, read_log
-from deltanet_recipes.models import load_student, load_tokenizer, whole
+from deltanet_recipes.models import check_models, load_student, load_tokenizer, whole
 from deltanet_recipes.packing import Mixture, split_streams
 from deltanet_recipes.plan import show_plan
 from deltanet_recipes.plots import draw_plots
@@ -41,6 +41,7 @@ def run(recipe: Recipe, kinds: tuple[str, ...] | None = None, console: Console |
     runtime = Runtime(recipe.engine)
     for stage in stages:
         check_share(stage, runtime.world)
+    check_models(recipe)
     output = Path(recipe.output)
     final = output / "final"
     _claim(output, recipe, stages, runtime)

@@ -309,5 +309,8 @@ def test_teacher_of_another_shape_and_unconverted_student_are_refused(workplace:
     (tmp_path / "teacher" / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2}))
     with pytest.raises(UserError, match="it is not the model this student was converted from"):
         train(workplace, tmp_path / "run", [ALIGN], teacher=str(tmp_path / "teacher"))
+    with pytest.raises(UserError, match="teacher: /no/where: no such folder"):
+        train(workplace, tmp_path / "run", [ALIGN], teacher="/no/where")
+    assert not (tmp_path / "run").exists()  # nothing was tokenised for a run that cannot be
     with pytest.raises(UserError, match="which is not a converted model"):
         train(workplace, tmp_path / "run2", [ALIGN], student=str(workplace / "teacher"), teacher="x")
