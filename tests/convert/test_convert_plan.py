@@ -50,8 +50,9 @@ def test_what_is_copied_expanded_created_and_dropped(tmp_path: Path) -> None:
     assert native.copied == attention + rest
     assert teacher.copied == attention + rest + 2 * size_
     gates = 2 * hidden * heads + hidden * heads * size_ + 2 * heads  # a, b, g, decay
-    assert native.created == gates + 4 * 3 * heads * size_ + size_  # convolution, shared norm
-    assert teacher.created == gates + heads + heads * size_ + heads * size_  # gate biases, norm per head
+    convolution = 4 * 3 * heads * size_
+    assert native.created == gates + convolution + size_  # shared norm
+    assert teacher.created == gates + convolution + heads + heads * size_ + heads * size_  # gate biases, norm per head
     assert kv < heads
 
 

@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 
-from deltanet_convert.export.command import export_command
 from deltanet_convert.export.companions import same_tokens
 from deltanet_convert.export.import_native import plan_import, write_import
 from deltanet_convert.export.norms import centre, divide_columns, fold_factors, loses_bits, multiply_columns
@@ -215,15 +214,21 @@ def test_trained_export_is_not_undone_silently(tmp_path: Path) -> None:
     assert not (tmp_path / "back").exists()
 
 
-def test_mlx_export_says_how_to_keep_the_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mlx_export_keeps_its_tokenizer(tmp_path: Path) -> None:
+    """transformers has a tokenizer class of its own for the model_type under which mlx-lm finds the model."""
     source = saved(build("llama, every layer"), tmp_path / "model")
-    out = tmp_path / "out"
-    export_command(str(source), out, style="mlx")
+    out = exported(source, tmp_path / "out", style="mlx")
     text = "every word, 1 2 3"
-    replaced = not same_tokens(source, out)  # newer transformers do that
-    assert ('"tokenizer_type": "arctic"' in capsys.readouterr().out) == replaced
-    kept = AutoTokenizer.from_pretrained(out, tokenizer_type="arctic")(text)["input_ids"]
-    assert kept == AutoTokenizer.from_pretrained(source)(text)["input_ids"]
-    assert (kept != AutoTokenizer.from_pretrained(out)(text)["input_ids"]) == replaced
-    export_command(str(source), tmp_path / "plain")
-    assert "tokenizer_type" not in capsys.readouterr().out
+    wanted = AutoTokenizer.from_pretrained(source)(text)["input_ids"]
+    for trusted in (None, False, True):  # mlx-lm passes all three
+        options = {} if trusted is None else {"trust_remote_code": trusted}
+        assert AutoTokenizer.from_pretrained(out, **options)(text)["input_ids"] == wanted
+    back = restored(out, tmp_path / "back")
+    assert "auto_map" not in json.loads((back / "tokenizer_config.json").read_text())
+    assert AutoTokenizer.from_pretrained(back, trust_remote_code=True)(text)["input_ids"] == wanted
+    config = json.loads((out / "tokenizer_config.json").read_text())
+    del config["auto_map"]
+    (out / "tokenizer_config.json").write_text(json.dumps(config))
+    if not same_tokens(source, out):  # newer transformers: the key was needed
+        assert AutoTokenizer.from_pretrained(out)(text)["input_ids"] != wanted
+    assert not (exported(source, tmp_path / "plain") / "own_tokenizer.py").exists()

@@ -17,7 +17,6 @@ from deltanet_hf.errors import UserError
 from ..options import DTYPES, parse_size
 from ..output import load_tokenizer
 from ..source import resolve_source
-from .companions import has_tokenizer, same_tokens
 from .folder_writer import Progress as Report
 from .gguf import OUTTYPES, write_gguf
 from .model_folder import ConvertedModel, read_converted_config
@@ -26,10 +25,6 @@ from .stream_export import plan_export, write_export
 from .verify import verify_export
 
 DEFAULT_SHARD_SIZE = "5GB"
-MLX_TOKENIZER = """\
-Tokenizer: for the one model_type under which mlx-lm finds this model, transformers puts Qwen3.5's splitting rule in the
-place of this tokenizer's own. Load it with the class that keeps tokenizer.json as it is:
-  mlx_lm.load(OUT, tokenizer_config={"tokenizer_type": "arctic"})"""
 
 
 def export_command(
@@ -84,8 +79,6 @@ def export_command(
         else:
             write_export(plan, out, style, resume=resume, overwrite=overwrite, progress=report)
     console.print(f"Written to {out}", highlight=False)
-    if style == "mlx" and has_tokenizer(out) and not same_tokens(source, out):
-        console.print(MLX_TOKENIZER, highlight=False, markup=False)
     if verify:
         verify_export(opened, out, style, plan.dtype, weights_dtype(plan.dtype, style, dtype), console, prompt)
 

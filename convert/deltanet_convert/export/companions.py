@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
 from typing import Any
 
+import transformers
 from transformers import GenerationConfig
 
 from deltanet_hf.data import shipped_texts
 from deltanet_hf.errors import QualityError
 
+from ..checkpoint import read_json
 from ..files import write_atomically, writing
 from ..output import load_tokenizer
 
 # What no `save_pretrained` writes.
 COPIED = ("tokenizer.model", "vocab.json", "merges.txt", "chat_template.json", "LICENSE*", "NOTICE*")
+OWN_TOKENIZER = "own_tokenizer"  # a module in an export for mlx-lm
 SAMPLE = (
     "In 1859, 12 mice -- \n\tand a CAT'S 3.50 $ caf\u00e9, nai\u0308ve \u6771\u4eac <|im_end|>  did 2+2=4.\r\n\n"
     "def f(x):\n    return {'a': x_1 **2 }  # 100000\n\n\n"
@@ -64,10 +68,37 @@ runtimes the attention cache from which they count tokens. `export.json` records
 def _save_tokenizer(source: Path, folder: Path) -> None:
     """The tokenizer as it is loaded from `source`; transformers looks the class up by model type, which is another."""
     tokenizer = load_tokenizer(source)
+    if (source / f"{OWN_TOKENIZER}.py").exists():  # an export for mlx-lm, which is undone
+        tokenizer.init_kwargs.pop("auto_map", None)
     with writing(folder):
         tokenizer.save_pretrained(folder)
+    _check_tokens(source, folder)
+
+
+def _check_tokens(source: Path, folder: Path) -> None:
     if not same_tokens(source, folder):
         raise QualityError(f"{folder}: the saved tokenizer differs from the one in {source}; please report the model")
+
+
+def keep_own_tokenizer(source: Path, folder: Path) -> None:
+    """Makes transformers load the tokenizer of `folder` as it is stored, whatever rule it has for the model_type.
+
+    For a model_type whose tokenizers it does not trust, transformers takes a class of its own, unless `auto_map` names
+    another: then the one in tokenizer_config.json, or with trust_remote_code=True the one in the file named. They are
+    the same here.
+    """
+    if not has_tokenizer(source):
+        return
+    name = type(load_tokenizer(source)).__name__
+    if not hasattr(transformers, name):
+        name = "PreTrainedTokenizerFast"
+    file = folder / "tokenizer_config.json"
+    named = {**read_json(file), "auto_map": {"AutoTokenizer": [None, f"{OWN_TOKENIZER}.Tokenizer"]}}
+    # A class of its own: transformers marks it, and would then save every tokenizer of its class with this file.
+    module = f"from transformers import {name}\n\n\nclass Tokenizer({name}):\n    pass\n"
+    write_atomically(folder / f"{OWN_TOKENIZER}.py", module.encode())
+    write_atomically(file, (json.dumps(named, indent=2) + "\n").encode())
+    _check_tokens(source, folder)
 
 
 def has_tokenizer(folder: Path) -> bool:

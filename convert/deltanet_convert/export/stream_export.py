@@ -20,7 +20,7 @@ from ..output import versions
 from ..teacher import meta_model
 from ..writer import Layout, plan_layout
 from . import rewrite
-from .companions import EXPORTED, complete_with_companions
+from .companions import EXPORTED, complete_with_companions, keep_own_tokenizer
 from .folder_writer import Progress, write_folder
 from .model_folder import EMBEDDING, FINAL_NORM, HEAD, ConvertedModel, file_states, output_specs
 from .norms import centre, divide_columns, factors_to_json, fold_factors, loses_bits
@@ -168,7 +168,7 @@ def write_export(plan: ExportPlan, out: Path, style: str, *, resume: bool, overw
     """Writes OUT; killed at any moment, OUT is absent (or old) or complete, and `resume` completes it.
 
     Args:
-        style: transformers or mlx; the same but for one key of the config.
+        style: transformers or mlx; the same but for one key of the config, and one of the tokenizer's.
     """
 
     def complete(folder: Path) -> None:
@@ -177,6 +177,7 @@ def write_export(plan: ExportPlan, out: Path, style: str, *, resume: bool, overw
         complete_with_companions(plan.model.folder, folder, plan.model.config, EXPORTED)
         if style == "mlx":
             name_for_mlx(folder)
+            keep_own_tokenizer(plan.model.folder, folder)
         write_atomically(folder / RECORD, (json.dumps(plan.record) + "\n").encode())
 
     layers = [(f"layer {i}", partial(exported_layer, plan, i)) for i in range(plan.config.num_hidden_layers)]
