@@ -19,6 +19,10 @@ def render_chat(
     includes the token that ends the turn. Raises UserError when the template rewrites earlier turns, where this is
     not defined.
     """
+    if not isinstance(messages, list) or not all(
+        isinstance(m, dict) and {"role", "content"} <= m.keys() for m in messages
+    ):
+        raise UserError("data: messages_key must name a list of messages, each with a role and a content")
     if not tokenizer.chat_template:
         raise UserError("data: messages_key needs a chat template, and the tokenizer has none")
     ids: list[int] = []

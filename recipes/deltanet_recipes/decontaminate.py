@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import lzma
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from deltanet_hf.errors import UserError
 from deltanet_recipes.config import file_kind
 from deltanet_recipes.schema import Source
-from deltanet_recipes.sources import open_file, token_array
+from deltanet_recipes.sources import UNREADABLE, open_file, token_array
 
 GRAM = 13
 # One odd 64-bit multiplier per place of the n-gram: equal n-grams hash equal, others collide with 2^-64.
@@ -81,7 +80,7 @@ def _evaluation_texts(path: Path) -> Iterator[str]:
                     yield from _strings(json.loads(line) if line.strip() else None)
             else:
                 yield file.read().decode("utf-8")
-    except (OSError, EOFError, ValueError, lzma.LZMAError) as error:
+    except UNREADABLE as error:
         raise UserError(f"data.decontaminate: {path}: cannot be read ({error})") from None
 
 

@@ -16,11 +16,24 @@ from deltanet_hf.errors import UserError
 from deltanet_recipes.config import file_kind
 from deltanet_recipes.schema import Source
 
+UNREADABLE = (OSError, EOFError, ValueError, lzma.LZMAError)  # what broken archives, encodings and Parquet raise
 TEXT_PIECE = 8000  # characters in a document cut from a .txt file
 
 
 def documents(source: Source) -> Iterator[Any]:
     """Texts (str) or chats (list of messages) of a source that is not a token array, in stored order."""
+    # The Hub client has no common base class for "cannot get it".
+    expected = UNREADABLE if source.hub is None else Exception
+    try:
+        yield from _stored(source)
+    except UserError:
+        raise
+    except expected as error:
+        name = source.path or f"data source {source.hub}"
+        raise UserError(f"{name}: cannot be read: {' '.join(str(error).split())}") from None
+
+
+def _stored(source: Source) -> Iterator[Any]:
     if source.hub is not None:
         yield from _from_hub(source)
         return
@@ -48,7 +61,7 @@ def token_array(source: Source) -> np.ndarray:
     with open_file(path) as file:
         try:
             array = np.load(io.BytesIO(file.read()), allow_pickle=False)
-        except ValueError as error:
+        except UNREADABLE as error:
             raise UserError(f"{path}: not a NumPy array of token ids ({error})") from None
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
         raise UserError(f"{path}: expected one dimension of integers, got shape {array.shape}, dtype {array.dtype}")
@@ -101,11 +114,7 @@ def _from_hub(source: Source) -> Iterator[Any]:
     from datasets import load_dataset
 
     key = _key(source)
-    try:
-        rows = load_dataset(str(source.hub), source.name, split=source.split, streaming=source.streaming)
-    except Exception as error:  # the Hub client has no common base class for "cannot get it"
-        raise UserError(f"data source {source.hub}: cannot be loaded: {' '.join(str(error).split())}") from None
-    for row in rows:
+    for row in load_dataset(str(source.hub), source.name, split=source.split, streaming=source.streaming):
         if key not in row:
             raise UserError(f"data source {source.hub}: no field {key!r}; it has {', '.join(row)}; set text_key")
         yield row[key]

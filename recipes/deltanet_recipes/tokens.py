@@ -134,7 +134,12 @@ def _token_documents(
     skip = source.skip_tokens
     for batch in _batched(documents(source)):
         if source.messages_key is None:
-            encoded = tokenizer(list(batch), add_special_tokens=False)["input_ids"]
+            texts = ["" if text is None else text for text in batch]
+            odd = next((text for text in texts if not isinstance(text, str)), None)
+            if odd is not None:
+                name = source.path or source.hub
+                raise UserError(f"{name}: {source.text_key!r} holds a {type(odd).__name__}, not text; set text_key")
+            encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
             pairs: list[tuple[np.ndarray, np.ndarray | None]] = [
                 (np.array([*ids, separator], dtype=np.int64), None) for ids in encoded if ids
             ]

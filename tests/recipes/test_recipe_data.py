@@ -79,6 +79,53 @@ def test_errors_name_file_and_remedy(tmp_path: Path) -> None:
         load(tmp_path, Source(path=str(tmp_path / "b.npy")))
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.parquet", b"PAR", "a.parquet: cannot be read: Parquet file size is 3 bytes"),
+        ("a.txt", b"\xff\xfe", "a.txt: cannot be read: 'utf-8' codec"),
+        ("a.jsonl.gz", b"{}", "a.jsonl.gz: cannot be read: Not a gzipped file"),
+        ("a.jsonl.xz", b"{}", "a.jsonl.xz: cannot be read: Input format"),
+        ("a.npy.xz", b"{}", "a.npy.xz: not a NumPy array"),
+        ("a.jsonl", b'{"text": 5}', "a.jsonl: 'text' holds a int, not text"),
+    ],
+)
+def test_a_broken_file_is_one_line(tmp_path: Path, name: str, content: bytes, said: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        load(tmp_path, Source(path=str(tmp_path / name)))
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("chat", [[{"content": "w1"}], "w1", [{"role": "user"}], None])
+def test_chats_without_roles_are_refused(tmp_path: Path, chat: Any) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"m": chat}))
+    with pytest.raises(UserError, match="each with a role and a content"):
+        load(tmp_path, Source(path=str(tmp_path / "a.jsonl"), messages_key="m"))
+
+
+def test_null_texts_are_skipped(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": null}\n{"text": "w1"}\n')
+    assert load(tmp_path, Source(path=str(tmp_path / "a.jsonl"))).tokens.tolist() == [5, EOS]
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_hub_data_sets_are_read_up_to_their_share_of_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streaming: bool
+) -> None:
+    """`datasets` reads a folder as it reads a data set on the Hub, which tests cannot reach."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hub")
+    (tmp_path / "set").mkdir()
+    write(tmp_path / "set" / "train.jsonl")
+    source = Source(hub=str(tmp_path / "set"), streaming=streaming, max_tokens=6)
+    assert load(tmp_path, source).tokens.tolist() == IDS[:6]
+    with pytest.raises(UserError, match="no field 'body'; it has text; set text_key"):
+        load(tmp_path, source.model_copy(update={"text_key": "body"}))
+    with pytest.raises(UserError, match=r"^data source no/such: cannot be read: [^\n]*Hub[^\n]*$"):
+        load(tmp_path, Source(hub="no/such", streaming=streaming, max_tokens=6))
+
+
 def corpus_of(*documents: list[int], weight: float = 1.0, label: str = "c") -> Corpus:
     starts = np.cumsum([0, *(len(d) for d in documents)])
     return Corpus(label, weight, np.concatenate([np.array(d) for d in documents]), None, starts, {})
