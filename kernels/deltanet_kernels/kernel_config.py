@@ -128,5 +128,5 @@ def recurrent_config(K: int, V: int, heads: int) -> tuple[int, int]:
 
 
 def step_warps(elements: int) -> int:
-    """Warps of the fused step, `elements` of state a program: with more of them the compiler repeats loads or spills."""
+    """Warps of the fused step, `elements` of state a program; with more the compiler repeats loads or spills."""
     return max(1, min(4, elements // 2048))

@@ -1,7 +1,8 @@
 """Registration of operators with PyTorch, for torch.compile, autograd and CUDA graphs.
 
 `torch.library.custom_op` checks every call's outputs for aliases, which costs half a millisecond a call (measured,
-torch 2.11); the operators here never alias, so they are defined directly.
+torch 2.11); the operators here never alias, so they are defined directly. And where nobody watches (no compiler, no
+gradients, no modes, plain tensors) a call skips PyTorch's dispatcher: it is the function itself.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 _LIBRARY = torch.library.Library("deltanet", "DEF")
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def operator(
@@ -25,10 +27,39 @@ def operator(
         _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
         torch.library.register_fake(f"deltanet::{name}", fake, lib=_LIBRARY)
-        op: Callable[..., Any] = getattr(torch.ops.deltanet, name).default
-        return op
+        return Operator(function, getattr(torch.ops.deltanet, name).default)
 
     return register
+
+
+class Operator:
+    """A registered operator: `op` for whoever traces or differentiates, `function` for plain eager calls."""
+
+    def __init__(self, function: Callable[..., Any], op: Callable[..., Any]) -> None:
+        self.function, self.op = function, op
+
+    def __call__(self, *inputs: Any) -> Any:
+        if torch.compiler.is_compiling() or not _is_plain_call(inputs):
+            return self.op(*inputs)
+        return self.function(*inputs)
+
+
+def _is_plain_call(inputs: tuple[Any, ...]) -> bool:
+    """Whether the dispatcher would do nothing but call the function."""
+    if (
+        torch.is_grad_enabled()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
+    ):
+        return False
+    for x in inputs:
+        if type(x) in _PLAIN:
+            if x.is_meta:
+                return False
+        elif isinstance(x, torch.Tensor):
+            return False
+    return True
 
 
 def differentiable(op: Callable[..., Any], backward: Callable[..., Any], setup_context: Callable[..., Any]) -> Any:

@@ -215,7 +215,7 @@ def test_step_compiles_and_still_moves_in_place(case: Step, step_: Callable[...,
 
 def test_the_operator_is_registered_consistently() -> None:
     x = make(Step("registered", padding=True, **NATIVE), device=DEVICE)
-    torch.library.opcheck(delta_step_, (*(x[name] for name in TENSORS), 0.25, 1e-6, True, True))
+    torch.library.opcheck(delta_step_.op, (*(x[name] for name in TENSORS), 0.25, 1e-6, True, True))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,111 @@
+"""When a call of an operator skips PyTorch's dispatcher, and when it must not."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from deltanet_kernels.norm import norm_forward
+from deltanet_kernels.registration import Operator
+from tests.kernels.triton_mode import DEVICE
+
+X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+WEIGHT = torch.ones(8, device=DEVICE)
+
+
+@pytest.fixture
+def ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The way that each call of `norm_forward` took."""
+    taken: list[str] = []
+
+    def note(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *inputs: (taken.append(name), call(*inputs))[1]
+
+    monkeypatch.setattr(norm_forward, "op", note("op", norm_forward.op))
+    monkeypatch.setattr(norm_forward, "function", note("function", norm_forward.function))
+    return taken
+
+
+class Record(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def test_plain_eager_calls_skip_the_dispatcher(ways: list[str]) -> None:
+    with torch.no_grad():
+        direct = norm_forward(X, None, WEIGHT, 1e-6)
+        parameter = norm_forward(X, None, torch.nn.Parameter(WEIGHT), 1e-6)
+    assert ways == ["function", "function"]
+    assert torch.equal(direct, norm_forward.op(X, None, WEIGHT, 1e-6))
+    assert torch.equal(direct, parameter)
+
+
+@contextmanager
+def grad() -> Iterator[torch.Tensor]:
+    yield X.clone().requires_grad_()
+
+
+@contextmanager
+def meta() -> Iterator[torch.Tensor]:
+    with torch.no_grad():
+        yield X.to("meta")
+
+
+@contextmanager
+def fake() -> Iterator[torch.Tensor]:
+    with torch.no_grad():
+        yield FakeTensorMode(allow_non_fake_inputs=True).from_tensor(X)
+
+
+@contextmanager
+def mode() -> Iterator[torch.Tensor]:
+    with torch.no_grad(), Record():
+        yield X
+
+
+@pytest.mark.parametrize("watched", [grad, meta, fake, mode], ids=lambda f: f.__name__)
+def test_watched_calls_take_it(watched: Callable[..., Any], ways: list[str]) -> None:
+    with watched() as x:
+        y = norm_forward(x, None, WEIGHT.to(x.device), 1e-6)
+    assert ways == ["op"] if watched is not mode else ways[0] == "op"
+    assert y.shape == X.shape
+    assert y.requires_grad == (watched is grad)
+    assert y.is_meta == (watched is meta)
+
+
+def test_a_mode_sees_the_operator() -> None:
+    with torch.no_grad(), Record() as record:
+        norm_forward(X, None, WEIGHT, 1e-6)
+    assert "deltanet.norm_forward.default" in record.seen
+
+
+@pytest.mark.filterwarnings("ignore:.*performance drop:UserWarning")
+def test_transforms_take_it(ways: list[str]) -> None:
+    """vmap's tensors call themselves plain; PyTorch unwraps them, row by row."""
+    with torch.no_grad():
+        rows = torch.func.vmap(lambda x: norm_forward(x, None, WEIGHT, 1e-6))(X)
+        assert ways[0] == "op"
+        torch.testing.assert_close(rows, norm_forward(X, None, WEIGHT, 1e-6))
+
+
+def test_compiled_calls_take_it() -> None:
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    with torch.no_grad():
+        compiled = torch.compile(lambda x: norm_forward(x, None, WEIGHT, 1e-6), fullgraph=True, backend=backend)
+        assert torch.equal(compiled(X), norm_forward(X, None, WEIGHT, 1e-6))
+    assert "deltanet.norm_forward.default" in [str(node.target) for node in graphs[0].graph.nodes]
+    assert isinstance(norm_forward, Operator)
