@@ -175,8 +175,22 @@ def test_config_says_what_every_runtime_reads(tmp_path: Path) -> None:
     whole = exported(saved(build("llama, every layer"), tmp_path / "whole"), tmp_path / "mlx", style="mlx")
     config = json.loads((whole / "config.json").read_text())
     assert config["model_type"] == "qwen3_5"
+    assert config["eos_token_id"] == 2
+    config = config["text_config"]
     assert config["num_hidden_layers"] == 5  # the idle layer counts tokens
     assert config["full_attention_interval"] == 5
+
+
+@torch.no_grad()
+def test_transformers_takes_an_export_for_mlx_too(tmp_path: Path) -> None:
+    model = build("qwen3, hybrid, tied")
+    out = exported(saved(model, tmp_path / "model"), tmp_path / "out", style="mlx")
+    theirs = AutoModelForCausalLM.from_pretrained(out).eval()
+    assert (model(token_ids()).logits - theirs(token_ids()).logits).abs().max() <= 1e-4
+    card = (out / "README.md").read_text()
+    assert "from mlx_lm import" in card
+    assert "AutoModelForCausalLM" not in card
+    assert_same_tensors(tmp_path / "model", restored(out, tmp_path / "back"))
 
 
 def test_folder_is_complete(tmp_path: Path) -> None:
@@ -191,6 +205,7 @@ def test_folder_is_complete(tmp_path: Path) -> None:
     card = (out / "README.md").read_text()
     assert card.startswith("---\nlicense: mit\n---\n")
     assert "Qwen3_5ForCausalLM" in card
+    assert "AutoModelForCausalLM.from_pretrained" in card
     assert "# Mine" in card
     assert json.loads((out / "generation_config.json").read_text())["temperature"] == 0.7
     assert len(list(out.glob("model-*-of-*.safetensors"))) > 1

@@ -53,16 +53,29 @@ def complete_with_companions(source: Path, folder: Path, config: Any, note: str)
     write_atomically(folder / "README.md", _card(source, note).encode())
 
 
-EXPORTED = f"""This folder is a Gated DeltaNet model written as a Qwen3.5 dense text model (`Qwen3_5ForCausalLM`),
-exactly: the same function, in an architecture that transformers, vLLM, mlx-lm and llama.cpp know. No other package is
-needed:
+USE_MLX = """```python
+from mlx_lm import generate, load
 
-{USE}
+model, tokenizer = load("PATH")
+print(generate(model, tokenizer, prompt="..."))
+```"""
+EXPORTED = """This folder is a Gated DeltaNet model written as a Qwen3.5 dense text model (`Qwen3_5ForCausalLM`),
+exactly: the same function, in an architecture that transformers, vLLM, mlx-lm and llama.cpp know. This copy is
+{runtimes}; no other package is needed:
+
+{use}
 
 Where no layer keeps softmax attention, one idle layer (all weights 0) follows the last: it adds nothing, and gives
 runtimes the attention cache from which they count tokens. `export.json` records what is needed to undo the rewrite
 (`deltanet-hf convert` does).
 """
+
+
+def export_note(style: str) -> str:
+    """The card's paragraph about an exported folder."""
+    if style == "mlx":
+        return EXPORTED.format(runtimes="for mlx-lm", use=USE_MLX)
+    return EXPORTED.format(runtimes="for transformers and vLLM", use=USE)
 
 
 def _save_tokenizer(source: Path, folder: Path) -> None:

@@ -20,7 +20,7 @@ from ..output import versions
 from ..teacher import meta_model
 from ..writer import Layout, plan_layout
 from . import rewrite
-from .companions import EXPORTED, complete_with_companions, keep_own_tokenizer
+from .companions import complete_with_companions, export_note, keep_own_tokenizer
 from .folder_writer import Progress, write_folder
 from .model_folder import EMBEDDING, FINAL_NORM, HEAD, ConvertedModel, file_states, output_specs
 from .norms import centre, divide_columns, factors_to_json, fold_factors, loses_bits
@@ -30,6 +30,15 @@ from .target import needs_idle_layer, target_config
 
 RECORD = "export.json"
 MLX_MODEL_TYPE = "qwen3_5"
+COMMON_KEYS = (  # of a text model's config and of the config around it
+    "architectures",
+    "dtype",
+    "tie_word_embeddings",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "transformers_version",
+)
 
 
 @dataclass(frozen=True)
@@ -168,13 +177,13 @@ def write_export(plan: ExportPlan, out: Path, style: str, *, resume: bool, overw
     """Writes OUT; killed at any moment, OUT is absent (or old) or complete, and `resume` completes it.
 
     Args:
-        style: transformers or mlx; the same but for one key of the config, and one of the tokenizer's.
+        style: transformers or mlx; the same weights; config and tokenizer are found differently.
     """
 
     def complete(folder: Path) -> None:
         with writing(folder):
             plan.config.save_pretrained(folder)
-        complete_with_companions(plan.model.folder, folder, plan.model.config, EXPORTED)
+        complete_with_companions(plan.model.folder, folder, plan.model.config, export_note(style))
         if style == "mlx":
             name_for_mlx(folder)
             keep_own_tokenizer(plan.model.folder, folder)
@@ -214,7 +223,13 @@ def _as_json(value: Any) -> Any:
 
 
 def name_for_mlx(folder: Path) -> None:
-    """mlx-lm finds its model file by `model_type`, and has one for Qwen3.5 with and without vision."""
+    """mlx-lm finds its model file by `model_type`, and has one for Qwen3.5 with and without vision.
+
+    Nested as in checkpoints with vision, the same file is right for transformers too, which would take the flat one
+    for defaults.
+    """
     file = folder / "config.json"
     values = json.loads(file.read_text(encoding="utf-8"))
-    write_atomically(file, (json.dumps({**values, "model_type": MLX_MODEL_TYPE}, indent=2) + "\n").encode())
+    common = {key: values[key] for key in COMMON_KEYS if key in values}
+    nested = {**common, "model_type": MLX_MODEL_TYPE, "text_config": values}
+    write_atomically(file, (json.dumps(nested, indent=2) + "\n").encode())
