@@ -289,21 +289,11 @@ class GatedDeltaNet(nn.Module):
         """The forward pass of one more token: x [B, 1, hidden] -> [B, 1, hidden]. The cache moves on in place."""
         assert cache.state is not None
         q, k, v = self._project(x)
-        conv_weight = conv_tail = None
+        conv_weight = conv_tail = cos = sin = None
         if self.conv1d is not None:
             conv_weight, conv_tail = self.conv1d.weight.squeeze(1), cache.conv_tail
-        if self.use_rope:
-            if self.conv1d is not None:  # the rotation sits between convolution and activation
-                qkv = torch.cat([q, k, v], dim=-1)
-                if padding is not None:
-                    qkv = qkv.masked_fill(padding.unsqueeze(-1), 0.0)
-                qkv, tail = self._convolve(qkv, cache, None)
-                assert conv_tail is not None
-                assert tail is not None
-                conv_tail.copy_(tail)
-                q, k, v = qkv.split([q.shape[-1], k.shape[-1], v.shape[-1]], dim=-1)
-                conv_weight = conv_tail = None
-            q, k, v = self._heads(q, k, v, position_embeddings)
+        if self.use_rope:  # every family's `apply_rotary_pos_emb` turns the halves of the leading channels
+            cos, sin = position_embeddings
         output = gated_delta_step_(
             q,
             k,
@@ -318,6 +308,8 @@ class GatedDeltaNet(nn.Module):
             None if self.g_proj is None else self.g_proj(x),
             None if self.norm is None else self.norm.weight,
             padding,
+            cos,
+            sin,
             eps=1e-6 if self.norm is None else self.norm.eps,
             qk_silu=self.options.qk_activation == "silu",
             v_silu=self.options.v_activation == "silu",

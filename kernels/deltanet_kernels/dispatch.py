@@ -221,6 +221,8 @@ def gated_delta_step_(
     z: torch.Tensor | None = None,
     norm_weight: torch.Tensor | None = None,
     padding: torch.Tensor | None = None,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
     *,
     scale: float | None = None,
     eps: float = 1e-6,
@@ -229,7 +231,7 @@ def gated_delta_step_(
 ) -> torch.Tensor:
     """One decoding step, or a few, of a Gated DeltaNet layer between its projections; state and tail in place.
 
-        q, k, v = act(conv(q|k|v));  q, k = x * rsqrt(sum x^2 + 1e-6);  beta = sigmoid(b)
+        q, k, v = act(rope(conv(q|k|v)));  q, k = x * rsqrt(sum x^2 + 1e-6);  beta = sigmoid(b)
         g = -exp(A_log) * softplus(a + dt_bias)
         o = rmsnorm(gated_delta_rule(q, k, v, g, beta)) * norm_weight * silu(z)
 
@@ -247,9 +249,11 @@ def gated_delta_step_(
         norm_weight: [V] or [HO, V], or None for no norm.
         padding: [B, T] bool, True at tokens that leave the state alone and enter the convolution as zeros; what
             comes out there is finite and means nothing.
+        cos, sin: [B, T, R] or [1, T, R], R even and <= K: the first R channels of each head of q and k are rotated,
+            channel i < R/2 against channel i + R/2, between convolution and activation; None for no rotation.
         scale: factor of the output before the norm, K**-0.5 by default.
         eps: of the norm.
-        qk_silu, v_silu: SiLU on q and k, on v, after the convolution.
+        qk_silu, v_silu: SiLU on q and k, on v.
 
     Returns:
         o [B, T, HO, V] in the dtype of v.
@@ -259,10 +263,10 @@ def gated_delta_step_(
         TypeError: dtypes that do not fit.
     """
     checks.check_gated_delta_step(
-        q, k, v, a, b, state, A_log, dt_bias, conv_weight, conv_tail, z, norm_weight, padding
+        q, k, v, a, b, state, A_log, dt_bias, conv_weight, conv_tail, z, norm_weight, padding, cos, sin
     )  # fmt: skip
     return _call(  # type: ignore[no-any-return]
         "gated_delta_step_", torch_gated_delta_step_, q,
-        q, k, v, a, b, state, A_log, dt_bias, conv_weight, conv_tail, z, norm_weight, padding,
+        q, k, v, a, b, state, A_log, dt_bias, conv_weight, conv_tail, z, norm_weight, padding, cos, sin,
         state.shape[2] ** -0.5 if scale is None else scale, eps, qk_silu, v_silu,
     )  # fmt: skip

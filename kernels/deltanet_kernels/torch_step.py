@@ -38,6 +38,8 @@ def compose_step_(
     z: torch.Tensor | None,
     norm_weight: torch.Tensor | None,
     padding: torch.Tensor | None,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
     scale: float,
     eps: float,
     qk_silu: bool,
@@ -52,18 +54,20 @@ def compose_step_(
         a, b = (x.masked_fill(hidden, CLOSED) for x in (a, b))
         z = None if z is None else z.reshape(B, T, -1).masked_fill(hidden, 0.0)
     if conv_weight is not None and conv_tail is not None:
-        both = qk_silu and v_silu
+        both = qk_silu and v_silu and cos is None
         qkv = torch.cat([q, k, v], dim=-1)
         qkv, tail = parts.conv(qkv, conv_weight, None, "silu" if both else None, conv_tail, True)
         assert tail is not None
         conv_tail.copy_(tail)
         q, k, v = qkv.split([q.shape[-1], k.shape[-1], v.shape[-1]], dim=-1)
         qk_silu, v_silu = qk_silu and not both, v_silu and not both
+    q, k, v = q.unflatten(-1, (-1, K)), k.unflatten(-1, (-1, K)), v.unflatten(-1, (-1, V))
+    if cos is not None and sin is not None:
+        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
     if qk_silu:
         q, k = F.silu(q), F.silu(k)
     if v_silu:
         v = F.silu(v)
-    q, k, v = q.unflatten(-1, (-1, K)), k.unflatten(-1, (-1, K)), v.unflatten(-1, (-1, V))
     o = parts.rule_(
         q, k, v, a, b, state, scale, True, A_log=A_log, dt_bias=dt_bias, use_beta_sigmoid_in_kernel=True
     )  # fmt: skip
@@ -72,6 +76,14 @@ def compose_step_(
     if norm_weight is not None:
         return parts.norm(o, z, norm_weight, eps)
     return o if z is None else o * F.silu(z)
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding (RoFormer, arXiv 2104.09864) of the first R channels of x [B, T, H, K], in two halves."""
+    turning, rest = x.tensor_split([cos.shape[-1]], dim=-1)
+    first, second = turning.chunk(2, dim=-1)
+    turned = turning * cos.unsqueeze(2) + torch.cat([-second, first], dim=-1) * sin.unsqueeze(2)
+    return torch.cat([turned.to(x.dtype), rest], dim=-1) if rest.shape[-1] else turned.to(x.dtype)
 
 
 _PARTS = StepParts(torch_causal_conv1d, torch_recurrent_step_, torch_gated_rms_norm)

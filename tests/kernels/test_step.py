@@ -33,6 +33,8 @@ class Step:
     gate: bool = True
     norm: str = "shared"  # none | shared | per_head
     padding: bool = False
+    rope: int = 0  # channels that turn
+    positions: int = 1  # rows of cos and sin
 
     def __str__(self) -> str:
         return self.name
@@ -54,6 +56,10 @@ CASES = [
     Step("value heads share a key head", H=1, HQ=1, HV=3, T=2),
     Step("one key head, 4 queries, 2 values", H=1, HQ=4, HV=2, norm="per_head"),
     Step("grouped heads with a convolution", H=1, HQ=1, HV=2, **NATIVE),
+    Step("rotated", rope=16, norm="per_head"),
+    Step("rotated after a convolution, no activation", T=3, rope=16, positions=2, conv=4, qk_silu=False),
+    Step("partly rotated, odd sizes, padding", T=2, K=24, V=20, rope=18, positions=2, padding=True, conv=3),
+    Step("rotated, grouped heads with a convolution", H=1, HQ=4, HV=2, rope=8, conv=4),
     Step("padding", padding=True, norm="per_head"),
     Step("padding and a convolution", T=5, padding=True, **NATIVE),
     Step("state over 128 x 128", B=1, H=1, HQ=1, HV=1, K=130, V=129, **NATIVE),
@@ -72,6 +78,8 @@ TENSORS = [
     "z",
     "norm_weight",
     "padding",
+    "cos",
+    "sin",
 ]
 
 
@@ -92,6 +100,8 @@ def make(case: Step, dtype: torch.dtype = torch.float32, device: str = "cpu", se
         "norm_weight": {"none": None, "shared": randn(case.V), "per_head": randn(HO, case.V)}[case.norm],
     }  # fmt: skip
     x = {name: None if t is None else t.to(device, dtype) for name, t in x.items()}
+    angle = 3 * randn(case.positions, T, case.rope // 2).repeat(1, 1, 2)
+    x |= {"cos": angle.cos().to(device) if case.rope else None, "sin": angle.sin().to(device) if case.rope else None}
     x |= {
         "state": randn(B, case.HV, case.K, case.V).to(device), "A_log": randn(case.HV).to(device),
         "dt_bias": randn(case.HV).to(device), "padding": None, "eps": 1e-5,
@@ -100,6 +110,14 @@ def make(case: Step, dtype: torch.dtype = torch.float32, device: str = "cpu", se
     if case.padding:
         x["padding"] = (torch.arange(B * T).view(B, T) % 2 == 1).to(device)
     return x
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """The rotation as a product of complex numbers, whose angles the halves of cos and sin share."""
+    half = cos.shape[-1] // 2
+    turn = torch.complex(cos[..., :half], sin[..., :half]).unsqueeze(2)
+    turned = torch.complex(x[..., :half], x[..., half : 2 * half]) * turn
+    return torch.cat([turned.real, turned.imag, x[..., 2 * half :]], dim=-1)
 
 
 def truth(x: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -115,9 +133,11 @@ def truth(x: dict[str, Any]) -> dict[str, torch.Tensor]:
     if w["conv_weight"] is not None:
         qkv, tail = torch_causal_conv1d(qkv, w["conv_weight"], None, None, tail, True)
     q, k, v = qkv.split([w[name].shape[-1] for name in "qkv"], dim=-1)
+    q, k, v = q.unflatten(-1, (-1, K)), k.unflatten(-1, (-1, K)), v.unflatten(-1, (HV, V))
+    if w["cos"] is not None:
+        q, k = (rotate(y, w["cos"], w["sin"]) for y in (q, k))
     q, k = (F.silu(q), F.silu(k)) if w["qk_silu"] else (q, k)
     v = F.silu(v) if w["v_silu"] else v
-    q, k, v = q.unflatten(-1, (-1, K)), k.unflatten(-1, (-1, K)), v.unflatten(-1, (HV, V))
     o = torch.zeros(B, T, max(q.shape[2], HV), V, dtype=torch.float64)
     state = w["state"].clone()
     for n, t in real.nonzero().tolist():
@@ -214,7 +234,7 @@ def test_step_compiles_and_still_moves_in_place(case: Step, step_: Callable[...,
 
 
 def test_the_operator_is_registered_consistently() -> None:
-    x = make(Step("registered", padding=True, **NATIVE), device=DEVICE)
+    x = make(Step("registered", padding=True, rope=8, **NATIVE), device=DEVICE)
     torch.library.opcheck(delta_step_.op, (*(x[name] for name in TENSORS), 0.25, 1e-6, True, True))
 
 
@@ -232,10 +252,12 @@ def test_the_operator_is_registered_consistently() -> None:
         ("z", lambda x: x[..., :16], "z: got shape"),
         ("norm_weight", lambda x: x[:-1], "norm_weight: got shape"),
         ("padding", lambda x: torch.zeros(2, 1, device=DEVICE), "padding: got dtype"),
+        ("cos", lambda x: x[..., 1:], "cos: got shape"),
+        ("sin", lambda x: None, "sin: needs a tensor"),
     ],
 )
 def test_wrong_arguments_are_named(name: str, change: Callable[[Any], Any], message: str) -> None:
-    x = make(Step("wrong", **NATIVE), device=DEVICE)
+    x = make(Step("wrong", rope=16, **NATIVE), device=DEVICE)
     with pytest.raises((ValueError, TypeError), match=message):
         gated_delta_step_(**(x | {name: change(x[name])}))
 
@@ -244,7 +266,9 @@ def test_wrong_arguments_are_named(name: str, change: Callable[[Any], Any], mess
 @pytest.mark.skipif(not GPU, reason="needs a CUDA device")
 @pytest.mark.parametrize("K", [16, 64, 100, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("wiring", [{"norm": "per_head"}, NATIVE], ids=["teacher", "native"])
+@pytest.mark.parametrize(
+    "wiring", [{"norm": "per_head", "conv": 4, "qk_silu": False, "rope": 16}, NATIVE], ids=["teacher", "native"]
+)
 def test_low_precision_steps_under_a_graph(K: int, dtype: torch.dtype, wiring: dict[str, Any]) -> None:
     x = make(Step("graph", B=4, H=4, HQ=4, HV=4, K=K, V=K, **wiring), dtype, DEVICE)
     wanted = truth(x)
