@@ -62,7 +62,15 @@ def run_lm_eval(
             undo.enter_context(replaced(tasks, "TaskManager", partial(tasks.TaskManager, include_defaults=False)))
         arguments = [*command, "--batch_size", "auto", "--include_path", folder, *arguments]
         undo.enter_context(replaced(sys, "argv", arguments))
-        cli_evaluate()
+        try:
+            cli_evaluate()
+        except OSError as error:  # what both the model's and the data set's loaders raise
+            line = str(error).splitlines()[0]
+            raise UserError(f"{model}: {line}; without a network, give local folders (MODEL, --data)") from error
+        except ValueError as error:
+            if "Tasks not found" not in str(error):
+                raise
+            raise UserError(f"--tasks: {error}; `lm-eval ls tasks` lists them") from error
 
 
 def _requested_tasks(arguments: list[str]) -> list[str]:

@@ -69,7 +69,12 @@ class Harness:
         wanted = min((n for n in (task.rows, limit) if n is not None), default=None)
         each = None if wanted is None else -(-wanted // len(names))
         built = []
-        for part in manager.load(names)["tasks"].values():
+        try:
+            loaded = manager.load(names)["tasks"]
+        except OSError as error:
+            line = str(error).splitlines()[0]
+            raise UserError(f"{task.name}: {line}; give local files with --data") from error
+        for part in loaded.values():
             if part.config.num_fewshot is None:
                 part.set_config(key="num_fewshot", value=0)
             part.set_fewshot_seed(seed=1234)

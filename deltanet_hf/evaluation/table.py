@@ -7,6 +7,10 @@ from typing import Any
 
 Model = dict[str, Any]
 Column = tuple[str, Callable[[Model], str]]
+_SPEED_NOTE = (
+    "A window with sinks is a mask over a full cache here, which is exact but neither small nor fast: its memory and "
+    "speed are not what an implementation of its own would need."
+)
 
 
 def markdown(document: dict[str, Any]) -> str:
@@ -31,7 +35,7 @@ def markdown(document: dict[str, Any]) -> str:
         parts += ["Shares in percent; `repeat` is the perplexity of the second copy of 256 tokens.", ""]
     speed = [column for index, point in enumerate(models[0]["speed"]) for column in _speed(index, point["length"])]
     if speed:
-        parts += ["## Memory and speed, batch 1", "", *_table(models, speed), ""]
+        parts += ["## Memory and speed, batch 1", "", *_table(models, speed), "", _SPEED_NOTE, ""]
     return "\n".join(parts)
 
 

@@ -73,11 +73,27 @@ def test_the_users_own_task_folder_is_included(
     assert any("mine.yaml" in text for text in included)
 
 
-def test_mistakes_are_named(app: typer.Typer) -> None:
+@pytest.mark.parametrize(("text", "kind"), [("Tasks not found: pika", UserError), ("something else", ValueError)])
+def test_only_unknown_tasks_are_the_users_mistake(monkeypatch: pytest.MonkeyPatch, text: str, kind: type) -> None:
+    import lm_eval.__main__
+
+    def fail() -> None:
+        raise ValueError(text)
+
+    monkeypatch.setattr(lm_eval.__main__, "cli_evaluate", fail)
+    with pytest.raises(kind, match=text):
+        command.run_lm_eval("model", ["--tasks", "demo_cloze"])
+
+
+def test_mistakes_are_named(app: typer.Typer, teacher_folder: Path) -> None:
     with pytest.raises(UserError, match="--tasks is missing"):
         command.run_lm_eval("model", ["--limit", "3"])
     with pytest.raises(UserError, match="--include_path needs a folder"):
         command.run_lm_eval("model", ["--tasks", "piqa", "--include_path"])
+    with pytest.raises(UserError, match=r"^/no/where: [^\n]*give local folders[^\n]*$"):
+        command.run_lm_eval("/no/where", ["--tasks", "demo_cloze"])
+    with pytest.raises(UserError, match=r"Couldn't reach [^\n]*give local folders \(MODEL, --data\)$"):
+        command.run_lm_eval(str(teacher_folder), ["--tasks", "lambada_last_word", "--device", "cpu"])
     result = CliRunner().invoke(app, ["report", "teacher", "student", "--out", "x", "--text", "novel.txt"])
     assert isinstance(result.exception, UserError)
     assert "expected NAME=FILE" in str(result.exception)

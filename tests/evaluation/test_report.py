@@ -87,6 +87,8 @@ def test_rows_files_and_errors(document: dict[str, Any], options: ReportOptions)
         for scores in [*model["tasks"].values(), *model["texts"].values(), model["recall"]]:
             for score in scores.values():
                 assert set(score) == {"value", "stderr", "items"}
+                assert score["stderr"] is not None
+                assert score["items"] >= 2
     text = (options.out / "report.md").read_text()
     assert "| **hybrid** |" in text
     assert "a trial, not a result" in text

@@ -1,0 +1,93 @@
+"""The report's figures show the numbers of its JSON, and its table says what its speeds are not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from deltanet_hf.evaluation import plots
+from deltanet_hf.evaluation.plots import write_plots
+from deltanet_hf.evaluation.table import markdown
+
+
+def score(value: float, stderr: float | None = 0.01) -> dict[str, float | None]:
+    return {"value": value, "stderr": stderr, "items": 10}
+
+
+def model(name: str, kind: str, tokens: int, percent: float | None, **changes: Any) -> dict[str, Any]:
+    speed = {"prefill_tokens_per_second": 900.0, "decode_tokens_per_second": 50.0, "peak_bytes": None}
+    return {
+        "name": name,
+        "kind": kind,
+        "training_tokens": tokens,
+        "percent_of_teacher": None if percent is None else score(percent, 1.0),
+        "tasks": {},
+        "texts": {},
+        "recall": {"needle_2048": score(0.5), "needle_1024": score(0.75, None), "mqar_8": score(0.25)},
+        "speed": [{"length": length, "cache_bytes": 1000 * length, **speed} for length in (1024, 2048)],
+        **changes,
+    }
+
+
+SETTINGS = {
+    "suite": "small",
+    "tasks": {},
+    "rows": {},
+    "without_data": [],
+    "limit": None,
+    "device": "CPU",
+    "dtype": "auto",
+    "torch": "2",
+    "transformers": "5",
+    "seed": 1,
+}
+MODELS = [
+    model("teacher", "teacher", 0, None),
+    model("window 64 + 4 sinks", "baseline", 0, 96.0),
+    model("student", "student", 10_000_000, 90.0),
+    model("student, unfitted start", "baseline", 0, 3.0),
+]
+
+
+def drawn(draw: Any) -> dict[str, list[tuple[float, float]]]:
+    """Points of every labelled line or error bar."""
+    axes = Figure().add_subplot()
+    draw(axes, MODELS)
+    lines = {container.get_label(): container.lines[0] for container in axes.containers}
+    lines |= {line.get_label(): line for line in axes.lines if not line.get_label().startswith("_")}
+    return {label: list(zip(*map(list, line.get_data()), strict=True)) for label, line in lines.items()}
+
+
+def test_quality_stands_against_training_tokens() -> None:
+    points = drawn(plots._quality)
+    assert points == {
+        "window 64 + 4 sinks": [(0, 96.0)],
+        "student": [(10_000_000, 90.0)],
+        "student, unfitted start": [(0, 3.0)],
+    }
+
+
+def test_recall_stands_against_length_and_pairs() -> None:
+    assert drawn(plots._needles)["student"] == [(1024, 75.0), (2048, 50.0)]
+    assert drawn(plots._associative)["teacher"] == [(8, 25.0)]
+
+
+def test_memory_and_speed_stand_against_length() -> None:
+    assert drawn(plots._memory)["student"] == [(1024, 1.024), (2048, 2.048)]
+    assert drawn(plots._decoding)["student"] == [(1024, 50.0), (2048, 50.0)]
+
+
+def test_only_what_was_measured_is_drawn(tmp_path: Path) -> None:
+    names = [path.name for path in write_plots({"models": MODELS}, tmp_path)]
+    assert names == ["quality.png", "recall.png", "speed.png"]
+    assert all((tmp_path / name).stat().st_size > 5000 for name in names)
+    bare = [{**each, "recall": {}, "speed": [], "percent_of_teacher": None} for each in MODELS]
+    assert write_plots({"models": bare}, tmp_path) == []
+
+
+def test_the_windows_memory_is_not_taken_for_its_own() -> None:
+    text = markdown({"settings": SETTINGS, "models": MODELS})
+    assert "| window 64 + 4 sinks | 50.0 ± 1.0 | 75.0 (one item) | 25.0 ± 1.0 |" in text
+    assert "A window with sinks is a mask over a full cache here" in text
