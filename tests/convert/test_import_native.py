@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
@@ -100,6 +101,43 @@ def test_packed_documents_do_not_leak(tmp_path: Path) -> None:
     packed = ours(torch.cat([first, second], dim=1), position_ids=positions).logits
     alone = torch.cat([ours(first).logits, ours(second).logits], dim=1)
     assert (packed - alone).abs().max() <= 1e-4
+
+
+@torch.no_grad()
+def test_batches_of_uneven_prompts_are_continued_as_alone(tmp_path: Path) -> None:
+    _, ours = both(tmp_path)
+    ids, mask = token_ids(rows=2, length=12), torch.ones(2, 12, dtype=torch.long)
+    mask[1, :5] = 0
+    greedy: dict[str, Any] = {"max_new_tokens": 10, "min_new_tokens": 10, "do_sample": False, "pad_token_id": 0}
+    together = ours.generate(ids * mask, attention_mask=mask, **greedy)[:, 12:]
+    assert torch.equal(together[0], ours.generate(ids[:1], **greedy)[0, 12:])
+    assert torch.equal(together[1], ours.generate(ids[1:, 5:], **greedy)[0, 7:])
+
+
+def test_lora_trains_an_import_that_can_be_exported_again(tmp_path: Path) -> None:
+    """PEFT's own default targets; merged, the result is Qwen3.5 again."""
+    _, ours = both(tmp_path)
+    ids = token_ids(length=16)
+    before = ours(ids, labels=ids).loss.item()
+    adapted = get_peft_model(ours, LoraConfig(r=4)).train()
+    trained = [p for p in adapted.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    for _ in range(10):
+        loss = adapted(ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert {name.split(".lora_")[0].split(".")[-1] for name, p in adapted.named_parameters() if p.requires_grad} == {
+        "q_proj",
+        "v_proj",
+    }
+    merged = adapted.merge_and_unload().eval()
+    assert merged(ids, labels=ids).loss.item() < before - 0.1
+    merged.save_pretrained(tmp_path / "merged")
+    tiny_tokenizer().save_pretrained(tmp_path / "merged")
+    theirs = Qwen3_5ForCausalLM.from_pretrained(exported(tmp_path / "merged", tmp_path / "out")).eval()
+    with torch.no_grad():
+        assert (theirs(ids).logits - merged(ids).logits).abs().max() <= 1e-4
 
 
 def test_export_undoes_the_import(tmp_path: Path) -> None:
