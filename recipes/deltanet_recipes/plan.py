@@ -11,24 +11,27 @@ import torch
 from rich.table import Table
 from torch import nn
 
-from deltanet_recipes.adapters import lora_targets
+from deltanet_recipes.adapters import inserted_norms, lora_targets
 from deltanet_recipes.feeds import micro_batch_rows
 from deltanet_recipes.logbook import Logbook
 from deltanet_recipes.models import decoder_layers, mixers, output_weight
 from deltanet_recipes.runtime import Runtime
-from deltanet_recipes.schema import Align, DistilBase, Recipe, Stage, stage_name
+from deltanet_recipes.schema import Align, DistilBase, Recipe, Stage, stage_name, stage_tokens
 
 UTILISATION = 0.25  # of the measured matmul rate: what a training step of a small model reaches
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Sizes of a stage: parameters trained, peak bytes of one process, floating-point operations per token."""
+    """Sizes of a stage: parameters trained, peak bytes of one process, floating-point operations per token, and bytes
+    of the teacher's outputs that all processes keep on disk.
+    """
 
     mixer_parameters: int
     rest_parameters: int
     memory: int
     flops_per_token: float
+    disk: int = 0
 
 
 def estimate(stage: Stage, recipe: Recipe, student: nn.Module, runtime: Runtime) -> Estimate:
@@ -48,7 +51,9 @@ def estimate(stage: Stage, recipe: Recipe, student: nn.Module, runtime: Runtime)
         largest = max(sum(p.numel() for p in layer.parameters()) for layer in layers)
         one = mixer // max(1, len(mixers(student)))
         memory = width * largest + 16 * one + per_layer
-        return Estimate(mixer, 0, memory, (2 * in_layers + 6 * mixer) * 1.0)
+        # Hidden states, attention inputs and outputs, of every process for itself.
+        disk = 3 * width * config.hidden_size * (stage_tokens(stage) + recipe.data.holdout_tokens) * runtime.world
+        return Estimate(mixer, 0, memory, (2 * in_layers + 6 * mixer) * 1.0, disk)
     weights = (width * total * 2 + 16 * (mixer + rest)) // shards
     if isinstance(stage, Align):
         activations = micro * width * 14 * config.hidden_size * len(mixers(student))
@@ -56,18 +61,30 @@ def estimate(stage: Stage, recipe: Recipe, student: nn.Module, runtime: Runtime)
     kept = len(layers) if not recipe.engine.gradient_checkpointing else 2
     logits = 4 * 5 * min(stage.loss_chunk, micro) * vocabulary
     flops = 2.0 * total * (2 if stage.top_k is None else 1) + 4.0 * total
-    return Estimate(mixer, rest, weights + per_layer * kept + logits, flops)
+    entry = (2 if vocabulary <= 1 << 16 else 4) + 2  # a token id and its log-probability
+    disk = (stage_tokens(stage) + recipe.data.holdout_tokens) * (stage.top_k or 0) * entry
+    return Estimate(mixer, rest, weights + per_layer * kept + logits, flops, disk)
 
 
 def _rest(stage: Stage, student: nn.Module, layer_weights: int) -> int:
-    if isinstance(stage, Align) or stage.train == "frozen":
+    if isinstance(stage, Align):
         return 0
     assert isinstance(stage, DistilBase)
     if stage.train == "full":
-        return layer_weights + (output_weight(student).numel() if stage.train_embeddings else 0)
+        if stage.train_embeddings:
+            return _size(student) - _size(*mixers(student).values())
+        return layer_weights + _size(student.model.norm)  # type: ignore[union-attr, arg-type]
+    new = _size(*inserted_norms(student))
+    if stage.train == "frozen":
+        return new
     modules = dict(student.named_modules())
     names = lora_targets(student, stage.lora.targets)
-    return sum(stage.lora.rank * sum(modules[name].weight.shape) for name in names)  # type: ignore[union-attr, misc]
+    return new + sum(stage.lora.rank * sum(modules[name].weight.shape) for name in names)  # type: ignore[union-attr, misc]
+
+
+def _size(*modules: nn.Module) -> int:
+    """Parameters of modules, tied ones once."""
+    return sum(p.numel() for p in {p for module in modules for p in module.parameters()})
 
 
 def show_plan(recipe: Recipe, stages: list[Stage], student: nn.Module, runtime: Runtime, logbook: Logbook) -> None:
@@ -76,7 +93,17 @@ def show_plan(recipe: Recipe, stages: list[Stage], student: nn.Module, runtime: 
         return
     rate = _matmul_rate(runtime) * UTILISATION * runtime.world
     table = Table(title=f"{recipe.student} -> {recipe.output} on {runtime.world} x {_device_name(runtime)}")
-    for column in ("stage", "trained: mixers", "rest", "tokens", "steps x tokens", "rows", "memory", "time, about"):
+    for column in (
+        "stage",
+        "trained: mixers",
+        "rest",
+        "tokens",
+        "steps x tokens",
+        "rows",
+        "memory",
+        "disk",
+        "time, about",
+    ):
         table.add_column(column, justify="left" if column == "stage" else "right")
     for stage in stages:
         sizes = estimate(stage, recipe, student, runtime)
@@ -89,6 +116,7 @@ def show_plan(recipe: Recipe, stages: list[Stage], student: nn.Module, runtime: 
             f"{stage.steps:,} x {stage.batch_tokens:,}",
             f"{stage.rows_per_step} x {stage.sequence_length:,}",
             f"{sizes.memory / 2**30:.1f} GiB",
+            f"{sizes.disk / 2**30:.1f} GiB" if sizes.disk else "-",
             _duration(seconds),
         )
     logbook.console.print(table)

@@ -1,0 +1,98 @@
+"""The stage table: what it counts is what is trained and kept, and 8B fits where the recipes say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from deltanet_hf import DeltaNetOptions, converted_config
+from deltanet_hf.families import FAMILIES
+from deltanet_hf.modeling import MODEL_CLASSES
+from deltanet_recipes.adapters import train_for, train_mixers
+from deltanet_recipes.config import load_recipe, read_recipe
+from deltanet_recipes.layerwise import LayerwiseAlign
+from deltanet_recipes.models import load_student, mixers
+from deltanet_recipes.pipeline import run
+from deltanet_recipes.plan import estimate
+from deltanet_recipes.runtime import Runtime
+from deltanet_recipes.schema import Align
+from tests.recipes.tiny_run import ALIGN, DISTIL, make_workplace, recipe_tree, write_recipe
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_workplace(tmp_path_factory.mktemp("plan"), layers=(0, 2))
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [
+        ALIGN,
+        {**ALIGN, "mode": "layerwise"},
+        {**DISTIL, "train": "frozen"},
+        {**DISTIL, "train": "lora"},
+        {**DISTIL, "train": "lora", "lora": {"rank": 3, "targets": ["mlp"]}},
+        {**DISTIL, "train": "full"},
+        {**DISTIL, "train": "full", "train_embeddings": True},
+    ],
+)
+def test_the_plan_counts_what_is_trained(workplace: Path, tmp_path: Path, stage: dict[str, Any]) -> None:
+    recipe = load_recipe(write_recipe(tmp_path, recipe_tree(workplace, [stage])))
+    student = load_student(recipe.student, torch.float32)
+    sizes = estimate(recipe.stages[0], recipe, student, Runtime(recipe.engine))
+    if isinstance(recipe.stages[0], Align):
+        train_mixers(student)
+    else:
+        train_for(student, recipe.stages[0], seed=0)
+    in_mixers = sum(p.numel() for mixer in mixers(student).values() for p in mixer.parameters())
+    trained = sum(p.numel() for p in student.parameters() if p.requires_grad)
+    assert (sizes.mixer_parameters, sizes.rest_parameters) == (in_mixers, trained - in_mixers)
+
+
+def test_the_plan_knows_the_files_that_a_stage_keeps(
+    workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: dict[str, int] = {}
+
+    def size(pattern: str) -> int:
+        return sum(path.stat().st_size for path in (tmp_path / "run").rglob(pattern))
+
+    def look(self: LayerwiseAlign, index: int, mixer: nn.Module) -> None:
+        kept["activations"] = size("activations-0/*")
+
+    monkeypatch.setattr(LayerwiseAlign, "_train", look)
+    stages = [{**ALIGN, "mode": "layerwise", "cached_tokens": 512}, {**DISTIL, "top_k": 8}]
+    tree = recipe_tree(workplace, stages, output=str(tmp_path / "run"))
+    recipe = load_recipe(write_recipe(tmp_path, tree))
+    run(recipe)
+    kept["top_k"] = size("top8-*/*.npy")
+    student, runtime = load_student(recipe.student), Runtime(recipe.engine)
+    layerwise, distil = (estimate(stage, recipe, student, runtime).disk for stage in recipe.stages)
+    assert layerwise == pytest.approx(kept["activations"], rel=0.1)
+    assert distil == pytest.approx(kept["top_k"], rel=0.1)
+
+
+@pytest.mark.parametrize(("name", "family"), [("qwen3-8b", "qwen3"), ("llama-3.1-8b", "llama")])
+def test_one_gpu_of_24_gb_aligns_8b(name: str, family: str) -> None:
+    """From shapes alone, as the plan computes it: weights on no device."""
+    shape = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
+    size = {"intermediate_size": 14336, "vocab_size": 152064, "tie_word_embeddings": False, "head_dim": 128}
+    config = FAMILIES[family].config_class(**shape, **size)
+    kept = [layer for layer in range(32) if layer % 4 != 3]
+    with torch.device("meta"):
+        student = MODEL_CLASSES[family](converted_config(config, DeltaNetOptions.teacher(kept)))
+    assert sum(p.numel() for p in student.parameters()) > 8e9
+    recipe = read_recipe(RECIPES / f"{name}.yaml")
+    alone: Any = SimpleNamespace(world=1, bf16=True)
+    align = next(stage for stage in recipe.stages if isinstance(stage, Align))
+    assert 2 * 2**30 < estimate(align, recipe, student, alone).memory < 12 * 2**30
+    joint = align.model_copy(update={"mode": "joint"})
+    assert estimate(joint, recipe, student, alone).memory > 24 * 2**30
+    assert estimate(align, recipe, student, alone).disk == pytest.approx(26e9, rel=0.1)
