@@ -81,7 +81,8 @@ def run(recipe: Recipe, kinds: tuple[str, ...] | None = None, console: Console |
         steps_before += stage.steps
         logbook.tables()
     if runtime.main:
-        _save_final(final, student, tokenizer, recipe, stages, stored_dtype, [d.report for d in data.values()])
+        done_recipe = recipe.model_copy(update={"stages": tuple(stages)})  # whose tokens the model has seen
+        _save_final(final, student, tokenizer, done_recipe, stages, stored_dtype, [d.report for d in data.values()])
         draw_plots(output, read_log(output))
     logbook.close()
     runtime.barrier()
@@ -156,8 +157,10 @@ def _claim(output: Path, recipe: Recipe, stages: list[Stage], runtime: Runtime) 
     }
     path = output / "run.json"
     if runtime.main:
-        output.mkdir(parents=True, exist_ok=True)
-        (output / "stages").mkdir(exist_ok=True)
+        try:
+            (output / "stages").mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"output: {output} cannot be written ({error.strerror}); choose another folder") from None
         if path.is_file() and json.loads(path.read_text()) != decisive:
             raise UserError(f"output: {output} holds a run of another recipe; choose another folder or delete it")
         path.write_text(json.dumps(decisive, indent=1))

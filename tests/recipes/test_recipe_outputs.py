@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import csv
+import io
+import json
 from pathlib import Path
 from typing import Any
 
 import accelerate
 import pytest
+import yaml
+from rich.console import Console
 
+from deltanet_hf.errors import UserError
+from deltanet_hf.evaluation.contestants import training_tokens
 from deltanet_recipes.config import load_recipe
 from deltanet_recipes.logbook import read_log
 from deltanet_recipes.pipeline import run
@@ -37,6 +44,69 @@ class Tracker:
 
     def end_training(self) -> None:
         self.ended = True
+
+
+@pytest.fixture(scope="module")
+def finished(workplace: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Folder of a run that read contaminated data and chats, and what it showed."""
+    folder = tmp_path_factory.mktemp("finished")
+    shared = json.loads((workplace / "text.jsonl").read_text().splitlines()[3])["text"]
+    (folder / "quiz.jsonl").write_text(json.dumps({"question": shared}))
+    data = {"decontaminate": [str(folder / "quiz.jsonl")]}
+    tree = recipe_tree(workplace, STAGES, output=str(folder / "run"), data=data)
+    shown = Console(file=io.StringIO(), width=200)
+    run(load_recipe(write_recipe(folder, tree)), console=shown)
+    return folder / "run", shown.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_run_shows_its_plan_and_its_progress(finished: tuple[Path, str]) -> None:
+    shown = finished[1]
+    assert "1 of 120 documents dropped: they share 13 tokens with quiz.jsonl" in shown
+    header = next(line for line in shown.splitlines() if "trained: mixers" in line)
+    assert all(word in header for word in ("rest", "tokens", "memory", "time, about"))
+    line = next(line for line in shown.splitlines() if line.startswith("distil 2/4"))
+    assert all(word in line for word in ("loss", "kl", "tok/s", "GiB", "ETA"))
+
+
+def test_a_run_leaves_tables_and_pictures(finished: tuple[Path, str]) -> None:
+    folder = finished[0]
+    rows = read_log(folder)
+    for stage in ("align", "distil"):
+        with open(folder / f"log.{stage}.csv", newline="") as file:
+            table = list(csv.DictReader(file))
+        own = [row for row in rows if row["stage"] == stage]
+        assert [int(row["step"]) for row in table] == [row["step"] for row in own]
+        assert [float(row["loss"]) for row in table[1:]] == [row["loss"] for row in own[1:]]
+    assert all((folder / name).stat().st_size > 5000 for name in ("loss.png", "layers.png", "kl.png"))
+
+
+def test_the_card_tells_teacher_tokens_hours_scores_data_and_recipe(finished: tuple[Path, str]) -> None:
+    folder = finished[0]
+    card = (folder / "final" / "README.md").read_text()
+    held_out = [row["held_out.kl"] for row in read_log(folder) if "held_out.kl" in row]
+    assert "# Gated DeltaNet student of teacher" in card
+    assert "In all 1,024 training tokens and" in card
+    assert "device hours" in card
+    line = next(line for line in card.splitlines() if line.startswith("| distil | 512 |"))
+    assert f"kl {held_out[0]:.4g}" in line
+    assert f"kl {held_out[-1]:.4g}" in line
+    assert "(1 of 120 documents dropped for sharing 13 tokens with quiz.jsonl)" in card
+    settings = yaml.safe_load(card.partition("```yaml")[2].partition("```")[0])
+    assert settings["stages"][1]["optimizer"] == DISTIL["optimizer"]
+
+
+def test_only_the_stages_that_were_run_are_told(workplace: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(write_recipe(tmp_path, recipe_tree(workplace, STAGES, output=str(tmp_path / "run"))))
+    final = run(recipe, ("align",))
+    assert training_tokens(final) == STAGES[0]["tokens"]
+    assert "distil" not in (final / "README.md").read_text().partition("```yaml")[2]
+
+
+def test_an_output_that_cannot_be_is_one_line(workplace: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    tree = recipe_tree(workplace, STAGES, output=str(tmp_path / "file" / "run"))
+    with pytest.raises(UserError, match=r"^output: [^\n]*cannot be written \(Not a directory\)[^\n]*$"):
+        run(load_recipe(write_recipe(tmp_path, tree)))
 
 
 def test_trackers_get_the_recipe_and_every_row(
