@@ -12,13 +12,20 @@ from deltanet_kernels.chunk import chunk_gated_delta_rule_triton
 from deltanet_kernels.conv import causal_conv1d_triton
 from deltanet_kernels.norm import gated_rms_norm_triton
 from deltanet_kernels.recurrent import gated_delta_rule_step_
+from deltanet_kernels.step import delta_step_
 from tests.kernels.cases import Case, make_inputs, results
+from tests.kernels.test_step import TENSORS, Step, make
 
 CASES = [
     Case("packed, grouped", T=150, H=2, HQ=2, HV=4, K=64, raw=True, cu_seqlens=(0, 0, 1, 66, 140)),
     Case("query heads share a state", T=70, B=2, H=1, HQ=2, HV=1, K=40, V=24),
     Case("head size 128", T=130, H=1, K=128),
     Case("head size 256", T=70, H=1, K=256),
+]
+STEPS = [
+    Step("all of it", T=2, K=64, V=64, conv=4, rope=64, padding=True),
+    Step("odd sizes, grouped heads", H=1, HQ=4, K=100, V=20, norm="per_head", rope=50, positions=2),
+    Step("head size 128", K=128, V=128, conv=4),
 ]
 
 
@@ -41,8 +48,12 @@ def main() -> None:
         (y.sum() + state.sum()).backward()
     x, z = (torch.randn(3, 35, 3, 20, device="cuda", requires_grad=True) for _ in range(2))
     gated_rms_norm_triton(x, z, torch.ones(3, 20, device="cuda", requires_grad=True), 1e-6).sum().backward()
+    for step in STEPS:
+        for dtype in (torch.bfloat16, torch.float32):
+            x = make(step, dtype, "cuda")
+            delta_step_(*(x[name] for name in TENSORS), 0.1, 1e-6, True, True)
     torch.cuda.synchronize()
-    print("convolution, norm", flush=True)
+    print("convolution, norm, fused step", flush=True)
 
 
 if __name__ == "__main__":
