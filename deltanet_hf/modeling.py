@@ -15,8 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from deltanet_hf.config import DeltaNetOptions
 from deltanet_hf.families import FAMILIES, Family
-from deltanet_hf.layer import DecayGate, GatedDeltaNet, GatedRMSNorm, ShortConv
+from deltanet_hf.layer import GatedDeltaNet
 from deltanet_hf.padding import announce_packing, announce_padding
+from deltanet_hf.parts import DecayGate, GatedRMSNorm, ShortConv
 from deltanet_hf.qwen3_5 import DeltaNetQwen3_5ForCausalLM, DeltaNetQwen3_5TextConfig
 from deltanet_hf.shim import write_shim
 

@@ -1,0 +1,90 @@
+"""The parts of a converted layer that have parameters of their own, each called as a module.
+
+PEFT's `modules_to_save` and offloading act on modules that are called, so the layer reads their parameters itself only
+where nothing has been put around them (`is_plain`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from deltanet_kernels import causal_conv1d, gated_rms_norm
+
+
+class ShortConv(nn.Module):
+    """Causal depthwise convolution over time; `weight` [channels, 1, taps], the last tap on the current token."""
+
+    def __init__(self, channels: int, taps: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, 1, taps))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """An exact identity: the only start that does no harm to a converted model."""
+        with torch.no_grad():
+            self.weight.zero_()
+            self.weight[..., -1] = 1.0
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        tail: torch.Tensor | None,
+        output_tail: bool,
+        cu_seqlens: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """x [B, T, C], tail [B, C, taps - 1] or None -> the same shapes."""
+        weight = self.weight.squeeze(1)
+        return causal_conv1d(x, weight, initial_state=tail, output_final_state=output_tail, cu_seqlens=cu_seqlens)
+
+
+class DecayGate(nn.Module):
+    """Log decay per head: g = -exp(A_log) * softplus(a + dt_bias), all in float32."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.A_log = nn.Parameter(torch.empty(heads, dtype=torch.float32))
+        self.dt_bias = nn.Parameter(torch.empty(heads, dtype=torch.float32))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """From-scratch start: rates evenly spread over 1..16, steps over 1e-3..1e-1 (Mamba-2's ranges)."""
+        heads = self.A_log.numel()
+        with torch.no_grad():
+            self.A_log.copy_(torch.linspace(1.0, 16.0, heads, device=self.A_log.device).log())
+            step = torch.logspace(-3, -1, heads, device=self.dt_bias.device)
+            self.dt_bias.copy_(step.expm1().log())
+
+    def forward(self, a: torch.Tensor) -> torch.Tensor:
+        """a [B, T, HV] -> g [B, T, HV] float32, <= 0."""
+        return -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias.float())
+
+
+class GatedRMSNorm(nn.Module):
+    """RMSNorm over each head's output, times silu of the gate; `weight` [D], or [H, D] for one per head."""
+
+    def __init__(self, shape: tuple[int, ...], eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(shape))
+        self.eps = eps
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
+        """x, gate [B, T, H, D] -> [B, T, H, D]."""
+        return gated_rms_norm(x, gate, self.weight, self.eps)
+
+
+def is_plain(part: nn.Module) -> bool:
+    """Whether the parameters of a part can be read without calling it.
+
+    They cannot where it is wrapped (PEFT), or where hooks fetch them for its call only (offload, sharding).
+    """
+    if type(part) not in (ShortConv, DecayGate, GatedRMSNorm):
+        return False
+    if torch.compiler.is_compiling():
+        return True
+    hooked = "forward" in part.__dict__ or part._forward_pre_hooks or part._forward_hooks
+    return not hooked and not any(parameter.is_meta for parameter in part._parameters.values() if parameter is not None)
