@@ -1,8 +1,8 @@
 """One decoding step under a CUDA graph: `python -m deltanet_kernels.benchmarks.decode --peers`.
 
-32 heads, K = V = 128, float32 state in place, gate, sigmoid and L2 norm in the kernel. The floor is the state read
-and written once at the copy bandwidth measured in the same run. The step is first compared with the recurrence in
-float64.
+32 heads, K = V = 128, float32 state in place, gate, sigmoid and L2 norm in the kernel; "whole layer" has the short
+convolution, SiLU, the norm and the output gate in it too. The floor is the state read and written once at the copy
+bandwidth measured in the same run. Each step is first compared with the recurrence in float64.
 """
 
 from __future__ import annotations
@@ -10,17 +10,19 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .. import naive_gated_delta_rule
+from .. import gated_delta_step_, naive_gated_delta_rule
 from ..recurrent import gated_delta_rule_step_
+from ..torch_step import torch_gated_delta_step_
 from .timing import copy_bandwidth, graph_us, write
 
 HEADS, SIZE = 32, 128
+Step = Callable[[dict[str, torch.Tensor], torch.Tensor], torch.Tensor]
 
 
 def make(batch: int) -> dict[str, torch.Tensor]:
@@ -39,9 +41,9 @@ def step(x: dict[str, torch.Tensor], state: torch.Tensor) -> torch.Tensor:
     )  # fmt: skip
 
 
-def next_step(x: dict[str, torch.Tensor], states: Iterator[torch.Tensor]) -> torch.Tensor:
+def next_step(run: Step, x: dict[str, torch.Tensor], states: Iterator[torch.Tensor]) -> torch.Tensor:
     """A step on the next of several states."""
-    return step(x, next(states))
+    return run(x, next(states))
 
 
 def error_of(x: dict[str, torch.Tensor], state: torch.Tensor) -> float:
@@ -56,6 +58,31 @@ def error_of(x: dict[str, torch.Tensor], state: torch.Tensor) -> float:
     found = step(x, moved)
     pairs = ((found, o), (moved, final))
     return max(((a.double() - b).norm() / b.norm()).item() for a, b in pairs)
+
+
+def make_layer(batch: int) -> dict[str, torch.Tensor]:
+    """Arguments of one step of a whole layer in the native profile, but for its state."""
+    torch.manual_seed(0)
+    channels = 3 * HEADS * SIZE
+    shapes = {n: (batch, 1, HEADS * SIZE) for n in ("q", "k", "v", "z")} | {n: (batch, 1, HEADS) for n in ("a", "b")}
+    shapes |= {"conv_weight": (channels, 4), "conv_tail": (batch, channels, 3), "norm_weight": (SIZE,)}
+    x = {n: torch.randn(shape, device="cuda", dtype=torch.bfloat16) for n, shape in shapes.items()}
+    return x | {n: torch.randn(HEADS, device="cuda") for n in ("A_log", "dt_bias")}
+
+
+def layer_step(x: dict[str, torch.Tensor], state: torch.Tensor) -> torch.Tensor:
+    arguments: dict[str, Any] = {**x, "state": state, "qk_silu": True, "v_silu": True}
+    return gated_delta_step_(**arguments)
+
+
+def layer_error_of(x: dict[str, torch.Tensor], state: torch.Tensor) -> float:
+    """Relative L2 error of o and the state against the same step in float64."""
+    w, final, moved = {n: t.double() for n, t in x.items()}, state.double(), state.clone()
+    names = ("q", "k", "v", "a", "b", "state", "A_log", "dt_bias", "conv_weight", "conv_tail", "z", "norm_weight")
+    w["state"] = final
+    o = torch_gated_delta_step_(*(w[n] for n in names), None, None, None, SIZE**-0.5, 1e-6, True, True)
+    found = layer_step(x | {"conv_tail": x["conv_tail"].clone()}, moved)
+    return max(((a.double() - b).norm() / b.norm()).item() for a, b in ((found, o), (moved, final)))
 
 
 def peer_us(x: dict[str, torch.Tensor], state: torch.Tensor) -> float:
@@ -83,12 +110,16 @@ def main() -> None:
         x = make(batch)
         states = [torch.randn(batch, HEADS, SIZE, SIZE, device="cuda") for _ in range(max(1, 64 // batch))]
         moved = 2 * states[0].numel() * 4
-        row: dict[str, Any] = {"shape": [batch, HEADS, SIZE], "impl": "deltanet", "rel_error": error_of(x, states[0])}
-        turns = itertools.cycle(states)
-        row["us"] = round(graph_us(functools.partial(next_step, x, turns), 64), 3)
-        row["share_of_copy_bandwidth"] = round(moved / (row["us"] * 1e-6) / bandwidth, 3)
-        rows.append(row)
-        print(row, flush=True)
+        whole = make_layer(batch)
+        for impl, run, inputs, error in (
+            ("deltanet", step, x, error_of(x, states[0])),
+            ("deltanet, whole layer", layer_step, whole, layer_error_of(whole, states[0])),
+        ):
+            row: dict[str, Any] = {"shape": [batch, HEADS, SIZE], "impl": impl, "rel_error": error}
+            row["us"] = round(graph_us(functools.partial(next_step, run, inputs, itertools.cycle(states)), 64), 3)
+            row["share_of_copy_bandwidth"] = round(moved / (row["us"] * 1e-6) / bandwidth, 3)
+            rows.append(row)
+            print(row, flush=True)
         if args.peers:
             try:
                 peer: dict[str, Any] = {"us": round(peer_us(x, states[0]), 3)}
