@@ -150,8 +150,10 @@ def _named(data: dict[int, _Prepared]) -> dict[str, _Prepared]:
 
 
 def _claim(output: Path, recipe: Recipe, stages: list[Stage], runtime: Runtime) -> None:
-    """Bind the output folder to what decides the result, so that a resume cannot mix two runs."""
-    decisive = {
+    """Bind the output folder to what decides the result, so that a resume cannot mix two runs. A run of the first
+    stages alone (`deltanet-hf align`) may go on with the others.
+    """
+    decisive: dict[str, Any] = {
         "recipe": recipe.model_dump(mode="json", exclude={"log", "engine", "output"}),
         "run": [stage_name(stage) for stage in stages],
     }
@@ -161,7 +163,8 @@ def _claim(output: Path, recipe: Recipe, stages: list[Stage], runtime: Runtime) 
             (output / "stages").mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"output: {output} cannot be written ({error.strerror}); choose another folder") from None
-        if path.is_file() and json.loads(path.read_text()) != decisive:
+        before = json.loads(path.read_text()) if path.is_file() else decisive
+        if before != {**decisive, "run": decisive["run"][: len(before["run"])]}:
             raise UserError(f"output: {output} holds a run of another recipe; choose another folder or delete it")
         path.write_text(json.dumps(decisive, indent=1))
     runtime.barrier()

@@ -10,8 +10,10 @@ from typing import Any
 
 import accelerate
 import pytest
+import torch
 import yaml
 from rich.console import Console
+from safetensors.torch import load_file
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.contestants import training_tokens
@@ -100,6 +102,21 @@ def test_only_the_stages_that_were_run_are_told(workplace: Path, tmp_path: Path)
     final = run(recipe, ("align",))
     assert training_tokens(final) == STAGES[0]["tokens"]
     assert "distil" not in (final / "README.md").read_text().partition("```yaml")[2]
+
+
+def test_distillation_goes_on_where_an_alignment_ended(workplace: Path, tmp_path: Path) -> None:
+    recipes = {}
+    for name in ("parts", "whole"):
+        tree = recipe_tree(workplace, STAGES, output=str(tmp_path / name / "run"))
+        (tmp_path / name).mkdir()
+        recipes[name] = load_recipe(write_recipe(tmp_path / name, tree))
+    run(recipes["parts"], ("align",))
+    files = [load_file(run(recipe) / "model.safetensors") for recipe in recipes.values()]
+    assert all(torch.equal(tensor, files[1][name]) for name, tensor in files[0].items())
+    logs = [read_log(tmp_path / name / "run") for name in recipes]
+    assert [row.get("loss") for row in logs[0]] == [row.get("loss") for row in logs[1]]
+    with pytest.raises(UserError, match="holds a run of another recipe"):
+        run(recipes["whole"], ("align",))
 
 
 def test_an_output_that_cannot_be_is_one_line(workplace: Path, tmp_path: Path) -> None:
