@@ -82,12 +82,14 @@ def saved(model: PreTrainedModel, folder: Path) -> Path:
     return folder
 
 
-def planned(folder: Path, dtype: torch.dtype | None = None, shard_size: int = 10**9) -> ExportPlan:
-    return plan_export(ConvertedModel.open(folder), dtype, shard_size)
+def planned(
+    folder: Path, dtype: torch.dtype | None = None, shard_size: int = 10**9, style: str = "transformers"
+) -> ExportPlan:
+    return plan_export(ConvertedModel.open(folder), dtype, shard_size, style)
 
 
 def exported(folder: Path, out: Path, style: str = "transformers", **options: Any) -> Path:
     """Exports `folder` to `out`."""
     run = {"resume": False, "overwrite": False, "progress": lambda done, total: None}
-    write_export(planned(folder, **options), out, style, **run)  # type: ignore[arg-type]
+    write_export(planned(folder, style=style, **options), out, style, **run)  # type: ignore[arg-type]
     return out

@@ -27,7 +27,6 @@ from tiny_export import EVERY_OTHER, ROTARY, native_model, saved
     [
         ("smollm3", "every:2", "kept layers"),
         ("mistral", "every:2", "sliding window"),
-        ("qwen2", "keep:0,1", "interval"),
         ("gemma2", "all", "family"),
         ("llama", "every:2", "attention_bias"),
     ],
@@ -102,6 +101,14 @@ def test_scaled_rotary_embeddings_are_for_some_runtimes(tmp_path: Path, capsys: 
     teacher = teacher_folder(tmp_path / "teacher", "llama", **HYBRIDS["llama"], rope_parameters=ROTARY["llama3"])
     convert_command(str(teacher), tmp_path / "out", layers="every:2", target="native", dry_run=True)
     assert "Not for gguf: rope_parameters" in " ".join(capsys.readouterr().out.split())
+
+
+def test_uneven_layers_are_said_to_cost_more(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    teacher = teacher_folder(tmp_path / "teacher", "qwen3", num_hidden_layers=4)
+    convert_command(str(teacher), tmp_path / "out", layers="keep:0,1", target="native", dry_run=True)
+    assert "get 3 idle layers of zeros among the 4" in " ".join(capsys.readouterr().out.split())
+    convert_command(str(teacher), tmp_path / "out", layers="every:2", target="native", dry_run=True)
+    assert "idle" not in capsys.readouterr().out
 
 
 def test_norms_are_inserted_for_native_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

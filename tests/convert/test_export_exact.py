@@ -76,6 +76,23 @@ def test_logits_are_ours(case: str, tmp_path: Path) -> None:
     assert difference <= 1e-4
 
 
+@pytest.mark.parametrize("kept", [(0,), (0, 1), (2, 3), (0, 3), (1, 2)])
+@torch.no_grad()
+def test_idle_layers_make_uneven_hybrids_even(kept: tuple[int, ...], tmp_path: Path) -> None:
+    """For the runtimes that know only every N-th layer to be attention; and back."""
+    model = native_model("qwen3", tuple(sorted({0, 1, 2, 3} - set(kept))))
+    out = exported(saved(model, tmp_path / "model"), tmp_path / "out", style="mlx")
+    config = json.loads((out / "config.json").read_text())["text_config"]
+    interval = config["full_attention_interval"]
+    for place, kind in enumerate(config["layer_types"]):
+        assert kind == ("linear_attention" if (place + 1) % interval else "full_attention")
+    theirs, ids = AutoModelForCausalLM.from_pretrained(out).eval(), token_ids()
+    assert (model(ids).logits - theirs(ids).logits).abs().max() <= 1e-4
+    greedy = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(model.generate(ids, **greedy), theirs.generate(ids, **greedy))  # type: ignore[operator]
+    assert_same_tensors(tmp_path / "model", restored(out, tmp_path / "back"))
+
+
 @pytest.mark.parametrize("case", ["llama, tied", "qwen3, hybrid", "grouped states"])
 @torch.no_grad()
 def test_decoding_continues_the_prefill(case: str, tmp_path: Path) -> None:

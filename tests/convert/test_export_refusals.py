@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from deltanet_convert.export.command import export_command, refuse_obstacles
-from deltanet_convert.export.obstacles import FORMATS, export_obstacles, fixed_interval, native_obstacles
+from deltanet_convert.export.obstacles import FORMATS, export_obstacles, native_obstacles
 from deltanet_hf import DeltaNetOptions, converted_config
 from deltanet_hf.cli import build_app
 from deltanet_hf.errors import UserError
@@ -58,7 +58,6 @@ REFUSED: dict[str, tuple[Any, str, tuple[str, ...]]] = {
         "rope_parameters",
         ("mlx", "gguf"),
     ),
-    "uneven": (config("qwen3", (1, 2)), "interval", ("mlx", "gguf")),
 }
 
 
@@ -102,13 +101,6 @@ def test_hybrids_before_conversion() -> None:
     assert named == ["kept layers"]
 
 
-@pytest.mark.parametrize(
-    ("kept", "layers", "interval"), [([], 4, 5), ([1, 3], 4, 2), ([2], 4, 3), ([0, 1], 2, 1), ([0, 3], 4, None)]
-)
-def test_interval(kept: list[int], layers: int, interval: int | None) -> None:
-    assert fixed_interval(kept, layers) == interval
-
-
 def test_refusal_lists_every_obstacle(tmp_path: Path) -> None:
     folder = saved(native_model("llama", EVERY_OTHER, wiring={"gate_bias": True}), tmp_path / "model")
     with pytest.raises(UserError) as caught:
@@ -121,12 +113,12 @@ def test_refusal_lists_every_obstacle(tmp_path: Path) -> None:
 
 
 def test_check_says_which_formats_are_possible(tmp_path: Path) -> None:
-    folder = saved(native_model("qwen3", (1, 2)), tmp_path / "model")
+    rope = {"max_position_embeddings": 256, "rope_parameters": LLAMA3}
+    folder = saved(native_model("qwen3", (1, 2), **rope), tmp_path / "model")
     result = CliRunner().invoke(build_app("export"), ["export", str(folder), "--check"])
     assert result.exit_code == 0
-    assert "transformers: yes" in result.output
-    assert "mlx: no" in result.output
-    assert "interval" in result.output
+    assert "mlx: yes gguf: no rope_parameters: " in " ".join(result.output.split())
+    assert "get 2 idle layers of zeros among the 4" in " ".join(result.output.split())
     whole = saved(native_model("llama"), tmp_path / "whole")
     result = CliRunner().invoke(build_app("export"), ["export", str(whole), "--check"])
     assert result.output.split() == ["transformers:", "yes", "mlx:", "yes", "gguf:", "yes"]

@@ -37,6 +37,7 @@ MODELS: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
     "hybrid, tied": ("qwen3", EVERY_OTHER, {"tie_word_embeddings": True}),
     "every layer": ("llama", ALL, {}),
     "head size 128": ("qwen3", EVERY_OTHER, {"head_dim": 128}),
+    "uneven": ("qwen3", (0, 1), {}),
     "linear rotary": ("qwen3", EVERY_OTHER, {"rope_parameters": ROTARY["linear"], "max_position_embeddings": 256}),
     "llama 3's rotary": ("qwen3", EVERY_OTHER, {"rope_parameters": ROTARY["llama3"], "max_position_embeddings": 256}),
     "yarn": ("qwen3", EVERY_OTHER, {"rope_parameters": ROTARY["yarn"]}),

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from deltanet_hf.config import DeltaNetOptions
 from deltanet_hf.errors import UserError
 
 from ..options import DTYPES, parse_size
@@ -20,7 +21,8 @@ from ..source import resolve_source
 from .folder_writer import Progress as Report
 from .gguf import OUTTYPES, write_gguf
 from .model_folder import ConvertedModel, read_converted_config
-from .obstacles import FORMATS, Obstacle, export_obstacles
+from .obstacles import FORMATS, Obstacle, export_obstacles, kept_layers
+from .slots import uneven_note
 from .stream_export import plan_export, write_export
 from .verify import verify_export
 
@@ -70,7 +72,8 @@ def export_command(
         raise UserError("--prompt: is continued by the runtimes that --verify tries; add --verify")
     if verify:
         load_tokenizer(source)  # the comparison is made on text
-    plan = plan_export(opened, DTYPES[dtype] if dtype and style != "gguf" else None, parse_size(shard_size))
+    stored = DTYPES[dtype] if dtype and style != "gguf" else None
+    plan = plan_export(opened, stored, parse_size(shard_size), style)
     for line in plan.notes():
         console.print(line, highlight=False)
     with progress_bar(console, "exporting") as report:
@@ -105,12 +108,16 @@ def refuse_obstacles(folder: Path, style: str) -> None:
 
 def print_check(folder: Path, console: Console) -> None:
     """What each format needs that the model does not have; UserError when no format is possible."""
-    obstacles = export_obstacles(read_converted_config(folder))
+    config: Any = read_converted_config(folder)
+    obstacles = export_obstacles(config)
+    uneven = uneven_note(kept_layers(config, DeltaNetOptions.from_dict(config.deltanet)), config.num_hidden_layers)
     for style in FORMATS:
         found: list[Obstacle] = [o for o in obstacles if style in o.formats]
         console.print(f"{style}: {'no' if found else 'yes'}", highlight=False)
         for obstacle in found:
             console.print(f"  {obstacle}", highlight=False, markup=False)
+    if uneven:
+        console.print(uneven, highlight=False, markup=False)
     if all(any(style in o.formats for o in obstacles) for style in FORMATS):
         raise UserError(f"{folder}: cannot be exported; see above")
 

@@ -65,9 +65,9 @@ exactly: the same function, in an architecture that transformers, vLLM, mlx-lm a
 
 {use}
 
-Where no layer keeps softmax attention, one idle layer (all weights 0) follows the last: it adds nothing, and gives
-runtimes the attention cache from which they count tokens. `export.json` records what is needed to undo the rewrite
-(`deltanet-hf convert` does).
+A layer whose weights are all 0 is idle and adds nothing: it gives runtimes the attention cache from which they count
+tokens, or the even distances between attention layers that some need. `export.json` records what is needed to undo
+the rewrite (`deltanet-hf convert` does).
 """
 
 

@@ -9,26 +9,31 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedConfig
 
+from deltanet_hf.config import DeltaNetOptions
 from deltanet_hf.errors import UserError
 
 from ..checkpoint import read_json
 from ..source import resolve_source
 from .command import progress_bar
 from .import_native import is_native, plan_import, write_import
-from .obstacles import FORMATS, native_obstacles
+from .obstacles import FORMATS, kept_layers, native_obstacles
+from .slots import uneven_note
 
 
 def refuse_unexportable(name: str, teacher_config: PreTrainedConfig, layers: Iterable[int]) -> list[str]:
-    """What could not be written of the conversion of `layers` in some formats because of the teacher: notes.
+    """What could not be written of the conversion of `layers` in some formats, or costs more there: notes.
 
     Raises UserError, with every obstacle and its remedy, where another choice of layers or teacher is needed.
     """
     found = native_obstacles(teacher_config, layers)
-    refused = [obstacle for obstacle in found if obstacle.formats == FORMATS or obstacle.by_layers]
+    refused = [obstacle for obstacle in found if obstacle.formats == FORMATS]
     if refused:
         listed = "".join(f"\n  {obstacle} ({', '.join(obstacle.formats)})" for obstacle in refused)
         raise UserError(f"{name}: --for native: the result could not be exported:{listed}")
-    return [f"Not for {' and '.join(obstacle.formats)}: {obstacle}" for obstacle in found]
+    notes = [f"Not for {' and '.join(obstacle.formats)}: {obstacle}" for obstacle in found]
+    kept = kept_layers(teacher_config, DeltaNetOptions.native(layers))
+    uneven = uneven_note(kept, int(teacher_config.num_hidden_layers))  # type: ignore[attr-defined]
+    return notes if uneven is None else [*notes, uneven]
 
 
 def native_folder(teacher: str) -> Path | None:

@@ -127,10 +127,20 @@ def write_import(plan: ImportPlan, out: Path, *, resume: bool, overwrite: bool, 
 def _reader(plan: ImportPlan) -> Read:
     read: Callable[[str], Tensor] = reader(plan.checkpoint, plan.dtype, FLOAT32_SUFFIXES)
 
+    places = {} if plan.record is None else _places(plan.record.get("slots", []))
+
     def read_text_model(name: str) -> Tensor:
-        return read(_name_in(plan.checkpoint, name))
+        parts = name.split(".")
+        if name.startswith("model.layers."):
+            parts[2] = places.get(parts[2], parts[2])
+        return read(_name_in(plan.checkpoint, ".".join(parts)))
 
     return read_text_model
+
+
+def _places(sources: list[int | None]) -> dict[str, str]:
+    """Layer of the model -> where it stands in the export."""
+    return {str(layer): str(place) for place, layer in enumerate(sources) if layer is not None}
 
 
 def _name_in(checkpoint: Checkpoint, name: str) -> str:

@@ -20,7 +20,6 @@ from ..plan import sliding_window
 from .rotary import WRITTEN, unlike_transformers
 
 FORMATS = ("transformers", "mlx", "gguf")
-BY_INTERVAL = ("mlx", "gguf")  # runtimes that derive the kept layers from `full_attention_interval`
 NATIVE_FAMILY = "qwen3_5_text"
 # Families whose decoder layer, attention aside, is Qwen3.5's: two RMSNorms before, a gated MLP, no extra scalings.
 SAME_SKELETON = ("llama", "mistral", "qwen2", "qwen3", "smollm3", NATIVE_FAMILY)
@@ -43,7 +42,6 @@ class Obstacle:
     problem: str
     remedy: str
     formats: tuple[str, ...] = FORMATS
-    by_layers: bool = False  # another choice of layers avoids it
 
     def __str__(self) -> str:
         return f"{self.name}: {self.problem}; {self.remedy}"
@@ -57,13 +55,6 @@ def family_name(config: PreTrainedConfig) -> str:
 def kept_layers(config: PreTrainedConfig, options: DeltaNetOptions) -> list[int]:
     """Indices of the layers that keep softmax attention."""
     return sorted(set(range(config.num_hidden_layers)) - set(options.layers))
-
-
-def fixed_interval(kept: Iterable[int], num_layers: int) -> int | None:
-    """N when the kept layers are exactly N-1, 2N-1, ...; num_layers + 1 when none is kept; None otherwise."""
-    layers = list(kept)
-    interval = layers[0] + 1 if layers else num_layers + 1
-    return interval if layers == list(range(interval - 1, num_layers, interval)) else None
 
 
 def export_obstacles(config: PreTrainedConfig) -> list[Obstacle]:
@@ -144,10 +135,6 @@ def _kept(config: Any, kept: list[int], normed: bool) -> list[Obstacle]:
         others = " or ".join(style for style in FORMATS if style not in without)
         remedy = f"take --format {others}, or set rope_parameters back to default for short contexts"
         found.append(Obstacle("rope_parameters", problem, remedy, without))
-    if fixed_interval(kept, config.num_hidden_layers) is None:
-        problem = f"kept layers {kept} are not N-1, 2N-1, ..., and these runtimes know only a fixed interval"
-        remedy = "take --format transformers, or convert with --layers every:N"
-        found.append(Obstacle("interval", problem, remedy, BY_INTERVAL, by_layers=True))
     return found
 
 

@@ -24,9 +24,10 @@ from .companions import complete_with_companions, export_note, keep_own_tokenize
 from .folder_writer import Progress, write_folder
 from .model_folder import EMBEDDING, FINAL_NORM, HEAD, ConvertedModel, file_states, output_specs
 from .norms import centre, divide_columns, factors_to_json, fold_factors, loses_bits
-from .obstacles import NATIVE_FAMILY, family_name
+from .obstacles import NATIVE_FAMILY, family_name, kept_layers
 from .rewrite import FLOAT32_SUFFIXES, Heads, Named
-from .target import needs_idle_layer, target_config
+from .slots import Slots, arrange, uneven_note
+from .target import target_config
 
 RECORD = "export.json"
 MLX_MODEL_TYPE = "qwen3_5"
@@ -51,20 +52,23 @@ class ExportPlan:
     factors: dict[str, Tensor | None]  # norm -> what its weight is multiplied by
     rounded: dict[str, Tensor]  # norm -> its weight, where float32 cannot hold w - 1
     untied: bool
+    slots: Slots
     layout: Layout
     record: dict[str, Any] = field(repr=False)
 
     def notes(self) -> list[str]:
         """What a user should know about this export."""
         found = []
-        if self.record["idle_layer"]:
+        config, kept = self.model.config, kept_layers(self.model.config, self.model.options)
+        if not kept:
             found.append(
                 "No layer keeps softmax attention: one idle layer of zeros is added, without which transformers' own "
                 "class and mlx-lm cannot generate."
             )
         if self.untied:
             found.append("The final norm has weights below 1/2: the output head is written apart from the embedding.")
-        kept = [i for i in range(self.model.config.num_hidden_layers) if i not in self.model.options.layers]
+        if kept and self.slots.idle and (uneven := uneven_note(kept, config.num_hidden_layers)):
+            found.append(uneven)
         if kept and self.dtype != torch.float32 and family_name(self.model.config) != NATIVE_FAMILY:
             found.append(
                 "The q/k norms of the kept layers are stored in float32; a runtime that rounds them to "
@@ -73,23 +77,26 @@ class ExportPlan:
         return found
 
 
-def plan_export(model: ConvertedModel, dtype: torch.dtype | None, shard_size: int) -> ExportPlan:
-    """Reads the norms and lays the output out. The obstacles must have been checked."""
+def plan_export(
+    model: ConvertedModel, dtype: torch.dtype | None, shard_size: int, style: str = "transformers"
+) -> ExportPlan:
+    """Reads the norms and lays the output out. The obstacles to the format `style` must have been checked."""
     model.check()
     dtype = dtype or (torch.float32 if model.dtype == torch.float64 else model.dtype)
     factors, rounded, untied = _norms(model, dtype)
-    config = target_config(model.config, dtype, untied=untied)
+    slots = arrange(kept_layers(model.config, model.options), model.config.num_hidden_layers, style)
+    config = target_config(model.config, dtype, slots, untied=untied)
     specs = output_specs(meta_model(Qwen3_5ForCausalLM, config, dtype), dtype, FLOAT32_SUFFIXES)
     record = {
         "source": model.config.to_dict(),
         "dtype": str(dtype).removeprefix("torch."),
-        "idle_layer": needs_idle_layer(model.config, model.options),
+        "slots": slots.sources,
         "untied": untied,
         "factors": {name: factors_to_json(value) for name, value in factors.items() if value is not None},
         "rounded": {name: value.tolist() for name, value in rounded.items()},
         "versions": versions(),
     }
-    return ExportPlan(model, dtype, config, factors, rounded, untied, plan_layout(specs, shard_size), record)
+    return ExportPlan(model, dtype, config, factors, rounded, untied, slots, plan_layout(specs, shard_size), record)
 
 
 def _norms(model: ConvertedModel, dtype: torch.dtype) -> tuple[dict[str, Tensor | None], dict[str, Tensor], bool]:
@@ -117,20 +124,28 @@ def _norms(model: ConvertedModel, dtype: torch.dtype) -> tuple[dict[str, Tensor 
     return factors, rounded, model.tied and folded is not None
 
 
-def exported_layer(plan: ExportPlan, index: int) -> Named:
-    """All tensors of decoder layer `index` of the target, the idle one included."""
-    config: Any = plan.model.config
-    read = plan.model.reader(plan.dtype)
-    prefix = f"model.layers.{index}."
-    if index == config.num_hidden_layers:
+def exported_layer(plan: ExportPlan, place: int) -> Named:
+    """All tensors of decoder layer `place` of the target."""
+    prefix, source = f"model.layers.{place}.", plan.slots.sources[place]
+    if source is None:
         for name, spec in plan.layout.specs.items():
             if name.startswith(prefix):
                 yield name, torch.zeros(spec.shape)
         return
+    own = f"model.layers.{source}."
+    for name, tensor in _rewritten_layer(plan, source):
+        yield prefix + name.removeprefix(own), tensor
+
+
+def _rewritten_layer(plan: ExportPlan, index: int) -> Named:
+    """The model's layer `index` in the target's form, under its own index."""
+    config: Any = plan.model.config
+    read = plan.model.reader(plan.dtype)
+    prefix = f"model.layers.{index}."
     native = family_name(config) == NATIVE_FAMILY
     first, second = (plan.factors.get(prefix + f"{name}_layernorm.weight") for name in ("input", "post_attention"))
     if native:
-        yield from _native_layer(plan, index, read)
+        yield from _native_attention(plan, index, read)
     elif index in plan.model.options.layers:
         heads = converted_heads(plan.model)
         yield from rewrite.to_linear_attn(read, prefix + "self_attn.", prefix + "linear_attn.", heads, first)
@@ -141,12 +156,12 @@ def exported_layer(plan: ExportPlan, index: int) -> Named:
         yield prefix + name, read(prefix + name) if native else _centred(read(prefix + name), factors, plan.dtype)
 
 
-def _native_layer(plan: ExportPlan, index: int, read: rewrite.Read) -> Named:
+def _native_attention(plan: ExportPlan, index: int, read: rewrite.Read) -> Named:
     prefix = f"model.layers.{index}."
     if index in plan.model.options.layers:
         yield from rewrite.native_to_linear_attn(read, prefix + "linear_attn.")
         return
-    for name in plan.layout.specs:
+    for name in plan.model.checkpoint.entries:
         if name.startswith(prefix + "self_attn."):
             yield name, read(name)
 

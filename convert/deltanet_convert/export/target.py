@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 
 from deltanet_hf.config import DeltaNetOptions
 
 from ..decoder_config import DECODER_KEYS, head_size
-from .obstacles import NATIVE_FAMILY, family_name, fixed_interval, kept_layers
+from .obstacles import NATIVE_FAMILY, family_name, kept_layers
+from .slots import Slots, fixed_interval
 
 LINEAR = (
     "linear_conv_kernel_dim",
@@ -23,23 +23,11 @@ LINEAR = (
 )
 
 
-def needs_idle_layer(config: PreTrainedConfig, options: DeltaNetOptions) -> bool:
-    """Whether no layer keeps attention.
-
-    transformers' own class and mlx-lm read the number of tokens seen off an attention layer's cache and cannot
-    generate without one. The export then ends with one more layer, all of whose weights are 0: it adds nothing to the
-    residual stream and counts tokens.
-    """
-    return not kept_layers(config, options)
-
-
-def target_config(config: Any, dtype: torch.dtype, *, untied: bool = False) -> Qwen3_5TextConfig:
+def target_config(config: Any, dtype: torch.dtype, slots: Slots, *, untied: bool = False) -> Qwen3_5TextConfig:
     """The exported model's config. `untied`: the output head is written although the source shares it."""
     options = DeltaNetOptions.from_dict(config.deltanet)
     kept = kept_layers(config, options)
-    idle = needs_idle_layer(config, options)
-    layers = int(config.num_hidden_layers) + idle
-    softmax = {*kept, layers - 1} if idle else set(kept)
+    layers, softmax = len(slots.sources), slots.softmax
     values: dict[str, Any] = {name: getattr(config, name) for name in DECODER_KEYS}
     values |= {
         "architectures": ["Qwen3_5ForCausalLM"],
@@ -48,7 +36,7 @@ def target_config(config: Any, dtype: torch.dtype, *, untied: bool = False) -> Q
         "head_dim": head_size(config),
         "layer_types": ["full_attention" if i in softmax else "linear_attention" for i in range(layers)],
     }
-    interval = fixed_interval(sorted(softmax), layers)
+    interval = fixed_interval(softmax, layers)
     if interval is not None:
         values["full_attention_interval"] = interval
     if family_name(config) == NATIVE_FAMILY:
@@ -56,7 +44,7 @@ def target_config(config: Any, dtype: torch.dtype, *, untied: bool = False) -> Q
         values["rope_parameters"] = config.rope_parameters
     else:
         values |= _linear(config, options) | {"attention_bias": False, "rope_parameters": _rope(config, bool(kept))}
-    if idle:
+    if not kept:
         values["num_key_value_heads"] = 1  # the idle layer's cache is of no use: as small as it can be
     if untied:
         values["tie_word_embeddings"] = False

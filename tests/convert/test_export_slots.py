@@ -1,0 +1,52 @@
+"""Where the layers of an export stand."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+
+from deltanet_convert.export.slots import arrange, fixed_interval
+
+SUBSETS = [kept for count in range(6) for kept in combinations(range(6), count)]
+
+
+@pytest.mark.parametrize("style", ["transformers", "mlx", "gguf"])
+@pytest.mark.parametrize("kept", SUBSETS)
+def test_every_layer_keeps_its_kind_and_its_order(kept: tuple[int, ...], style: str) -> None:
+    slots = arrange(kept, 6, style)
+    assert [layer for layer in slots.sources if layer is not None] == list(range(6))
+    assert {slots.sources[place] for place in slots.softmax} - {None} == set(kept)
+    assert slots.softmax  # something counts tokens
+    if style != "transformers":
+        interval = slots.softmax[0] + 1
+        assert slots.softmax == tuple(range(interval - 1, len(slots.sources), interval))
+    if kept and (style == "transformers" or fixed_interval(kept, 6) is not None):
+        assert slots.idle == 0
+
+
+def fewest_places(kept: tuple[int, ...], layers: int) -> int:
+    """By trying every period and length: the layers' kinds must be a subsequence of the places' kinds."""
+    for length in range(layers, 3 * layers):
+        for interval in range(2, length + 1):
+            places = iter([(place + 1) % interval == 0 for place in range(length)])
+            if all((layer in kept) in places for layer in range(layers)):
+                return length
+    raise AssertionError("no arrangement")
+
+
+@pytest.mark.parametrize("kept", [kept for kept in SUBSETS if kept])
+def test_idle_layers_are_as_few_as_can_be(kept: tuple[int, ...]) -> None:
+    assert len(arrange(kept, 6, "gguf").sources) == fewest_places(kept, 6)
+
+
+@pytest.mark.parametrize(("kept", "idle"), [((3, 9, 17, 25), 6), ((5, 11, 17, 23, 29), 0), ((), 1)])
+def test_idle_layers_of_a_deep_model(kept: tuple[int, ...], idle: int) -> None:
+    assert arrange(kept, 30, "gguf").idle == idle
+
+
+@pytest.mark.parametrize(
+    ("kept", "layers", "interval"), [([], 4, 5), ([1, 3], 4, 2), ([2], 4, 3), ([0, 1], 2, 1), ([0, 3], 4, None)]
+)
+def test_interval(kept: list[int], layers: int, interval: int | None) -> None:
+    assert fixed_interval(kept, layers) == interval
