@@ -64,7 +64,8 @@ def make_layer(batch: int) -> dict[str, torch.Tensor]:
     """Arguments of one step of a whole layer in the native profile, but for its state."""
     torch.manual_seed(0)
     channels = 3 * HEADS * SIZE
-    shapes = {n: (batch, 1, HEADS * SIZE) for n in ("q", "k", "v", "z")} | {n: (batch, 1, HEADS) for n in ("a", "b")}
+    shapes: dict[str, tuple[int, ...]] = {n: (batch, 1, HEADS * SIZE) for n in ("q", "k", "v", "z")}
+    shapes |= {n: (batch, 1, HEADS) for n in ("a", "b")}
     shapes |= {"conv_weight": (channels, 4), "conv_tail": (batch, channels, 3), "norm_weight": (SIZE,)}
     x = {n: torch.randn(shape, device="cuda", dtype=torch.bfloat16) for n, shape in shapes.items()}
     return x | {n: torch.randn(HEADS, device="cuda") for n in ("A_log", "dt_bias")}
