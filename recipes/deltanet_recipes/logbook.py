@@ -78,7 +78,9 @@ class Logbook:
         if not self.active or not path.is_file():
             return
         kept = [line for line, row in _rows(path) if not (row["stage"] == stage and row["step"] > step)]
-        path.write_text("".join(kept), encoding="utf-8")
+        partial = path.with_suffix(".partial")  # a kill meanwhile must not lose the log
+        partial.write_text("".join(kept), encoding="utf-8")
+        partial.rename(path)
 
     def tables(self) -> None:
         """Rewrite the log as one CSV per stage."""

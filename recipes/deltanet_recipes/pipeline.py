@@ -166,7 +166,9 @@ def _claim(output: Path, recipe: Recipe, stages: list[Stage], runtime: Runtime) 
         before = json.loads(path.read_text()) if path.is_file() else decisive
         if before != {**decisive, "run": decisive["run"][: len(before["run"])]}:
             raise UserError(f"output: {output} holds a run of another recipe; choose another folder or delete it")
-        path.write_text(json.dumps(decisive, indent=1))
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(decisive, indent=1))
+        partial.rename(path)
     runtime.barrier()
 
 
