@@ -127,7 +127,7 @@ def test_check_says_which_formats_are_possible(tmp_path: Path) -> None:
 def test_teachers_and_strangers_are_refused(tmp_path: Path) -> None:
     teacher = FAMILIES["llama"].model_class(FAMILIES["llama"].config_class(**SIZES))
     teacher.save_pretrained(tmp_path / "teacher")
-    with pytest.raises(UserError, match=r"deltanet-hf convert"):
+    with pytest.raises(UserError, match=r"deltanet-hf convert --for native.*--dry-run"):
         export_command(str(tmp_path / "teacher"), tmp_path / "out")
     with pytest.raises(UserError, match="GGUF"):
         export_command("model.gguf", tmp_path / "out")

@@ -65,7 +65,10 @@ def read_converted_config(folder: Path) -> PreTrainedConfig:
     file = folder / "config.json"
     model_type = read_json(file).get("model_type")
     if not isinstance(model_type, str) or not model_type.startswith(PREFIX):
-        raise UserError(f"{file}: model_type {model_type!r} is not a converted model; run `deltanet-hf convert` first")
+        raise UserError(
+            f"{file}: model_type {model_type!r} is not a converted model; run `deltanet-hf convert --for native` first "
+            "(with --dry-run it only says whether the result could be exported)"
+        )
     try:
         return AutoConfig.from_pretrained(folder)
     except Exception as error:
