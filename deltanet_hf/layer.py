@@ -207,6 +207,7 @@ class GatedDeltaNet(nn.Module):
         """The forward pass of one more token: x [B, 1, hidden] -> [B, 1, hidden]. The cache moves on in place."""
         assert cache.state is not None
         q, k, v = self._project(x)
+        q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast learned norms give float32
         conv_weight = conv_tail = cos = sin = None
         if self.conv1d is not None:
             conv_weight, conv_tail = self.conv1d.weight.squeeze(1), cache.conv_tail

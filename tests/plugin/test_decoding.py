@@ -101,6 +101,26 @@ def test_a_compiled_step_with_a_static_cache_equals_the_prefill(wiring: str) -> 
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("wiring", ["teacher", "native"])
+def test_steps_in_low_precision_err_no_more_than_the_separate_operators(
+    wiring: str, taken: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, lower = student(wiring), student(wiring).to(torch.bfloat16)
+    wanted = decode(model, DynamicCache(config=model.config))
+
+    def errors() -> list[float]:
+        with torch.autocast("cpu", torch.bfloat16):
+            mixed = decode(model, DynamicCache(config=model.config))
+        found = (mixed, decode(lower, DynamicCache(config=model.config)))
+        return [float((logits.float() - wanted).norm()) for logits in found]
+
+    fused = errors()
+    assert len(taken) == 3 * 4 * len(HYBRID)
+    monkeypatch.setattr(GatedDeltaNet, "_can_step", lambda self, cache: False)
+    assert all(one <= 1.5 * other for one, other in zip(fused, errors(), strict=True))
+
+
+@torch.no_grad()
 def test_offloaded_parameters_are_not_read_directly(taken: list[tuple[int, ...]]) -> None:
     model = tiny_student("llama", "native")
     wanted = decode(model, DynamicCache(config=model.config))
