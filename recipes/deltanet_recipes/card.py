@@ -41,7 +41,7 @@ def write_card(
         hours = sum(seconds.values()) / 3600
         hours_total += hours
         evaluated = [row for row in own if any(key.startswith("held_out.") for key in row)]
-        before, after = (_figures(evaluated[0]), _figures(evaluated[-1])) if evaluated else ("", "")
+        before, after = (_figures(evaluated[0], stage), _figures(evaluated[-1], stage)) if evaluated else ("", "")
         if any(row["stage"] != label for row in own):
             before, after = _layer_means(evaluated)
         lines.append(f"| {label} | {stage.steps * stage.batch_tokens:,} | {hours:.3f} | {before} | {after} |")
@@ -81,9 +81,10 @@ def _baseline(teacher: str) -> list[str]:
     ]
 
 
-def _figures(row: dict[str, Any]) -> str:
-    names = ("held_out.kl", "held_out.perplexity", "held_out.error")
-    return ", ".join(f"{name.removeprefix('held_out.')} {row[name]:.4g}" for name in names if name in row)
+def _figures(row: dict[str, Any], stage: Stage) -> str:
+    top_k = getattr(stage, "top_k", None)  # their KL is less than the whole one
+    names = {"kl": f"kl of the top {top_k}" if top_k else "kl", "perplexity": "perplexity", "error": "error"}
+    return ", ".join(f"{name} {row[f'held_out.{key}']:.4g}" for key, name in names.items() if f"held_out.{key}" in row)
 
 
 def _layer_means(rows: list[dict[str, Any]]) -> tuple[str, str]:
