@@ -20,11 +20,19 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from deltanet_convert.export import gguf
+from deltanet_convert.export import gguf, verify
 from deltanet_convert.export.command import export_command
 from deltanet_convert.export.model_folder import ConvertedModel
 from deltanet_convert.export.runtimes import FLOAT32, STORED, LlamaCpp, MlxLm, Step, Transformers, installed
-from deltanet_convert.export.verify import NEW_TOKENS, Comparison, Reference, compare, compare_modes, verify_export
+from deltanet_convert.export.verify import (
+    NEW_TOKENS,
+    Comparison,
+    Reference,
+    compare,
+    compare_modes,
+    measure_speed,
+    verify_export,
+)
 from deltanet_convert.options import DTYPES
 from deltanet_hf.cli import build_app
 from deltanet_hf.errors import QualityError, UserError
@@ -95,7 +103,28 @@ def test_rounding_is_measured_in_the_runtime_itself(tmp_path: Path) -> None:
     assert stored.mean == pytest.approx(stored.own, abs=1e-3)  # in float32 the runtime is we
     assert stored.within
     assert stored.text
-    assert min(*sharp.speed, *stored.speed) > 0
+    assert min(sharp.speed[0], stored.speed[0]) > 0
+
+
+def test_speed_is_measured_warm_and_never_made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A runtime that takes 2 s to start, then 1 s to read 256 tokens, and 4 s, or less than none, to decode 32."""
+
+    class Slow:
+        def __init__(self, decoding: float) -> None:
+            self.decoding, self.now = decoding, 0.0
+
+        def perf_counter(self) -> float:
+            return self.now
+
+        def write(self, prompt: list[int], tokens: int, tokenizer: Any) -> str:
+            self.now += (3.0 if self.now == 0 else 1.0) + (self.decoding if tokens > 1 else 0.0)
+            return ""
+
+    reference = Reference(tmp_path, None, [], [5] * 256, 32, [], None)
+    for decoding, speed in ((4.0, 8.0), (-0.5, 0.0)):
+        running = Slow(decoding)
+        monkeypatch.setattr(verify, "time", running)
+        assert measure_speed(running, reference) == (256.0, speed)
 
 
 def test_more_than_rounding_is_not_within() -> None:
@@ -160,7 +189,7 @@ def test_llama_cpp(name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.Mo
     if dtype == "float32":
         assert found.equal == found.tokens > 0
         assert found.largest <= 1e-3
-    assert min(found.speed) > 0
+    assert found.speed[0] > 0
 
 
 def test_missing_converter_is_named_with_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,7 +144,8 @@ class LlamaCpp:
 
     @cached_property
     def plain(self) -> Any:
-        """As users get it."""
+        """As users get it; the other one's memory and threads are given up."""
+        self.__dict__.pop("exact", None)
         return self._server()
 
     def _server(self, **changes: Any) -> Any:

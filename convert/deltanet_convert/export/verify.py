@@ -202,15 +202,17 @@ def own_noise(float32: Runtime, prompts: Sequence[list[int]], low: Sequence[list
 
 
 def measure_speed(running: Any, reference: Reference) -> tuple[float, float]:
-    """Tokens/s of reading a prompt at once, and of decoding after it; one sequence."""
+    """Tokens/s of reading a prompt at once, and of decoding after it; one sequence. 0 where noise hides it."""
     prompt, tokens = reference.speed_prompt, reference.speed_tokens
-    started = time.perf_counter()
-    running.write(prompt, 1, reference.tokenizer)
-    read = time.perf_counter() - started
-    started = time.perf_counter()
-    running.write(prompt, 1 + tokens, reference.tokenizer)
-    both = time.perf_counter() - started
-    return len(prompt) / max(read, 1e-9), tokens / max(both - read, 1e-9)
+
+    def seconds(new: int) -> float:
+        started = time.perf_counter()
+        running.write(prompt, new, reference.tokenizer)
+        return time.perf_counter() - started
+
+    read = min(seconds(1), seconds(1))  # the first warms up
+    decoding = seconds(1 + tokens) - read
+    return len(prompt) / max(read, 1e-9), tokens / decoding if decoding > 0 else 0.0
 
 
 class _Ours:
@@ -251,7 +253,7 @@ def _table(found: list[Comparison]) -> Table:
     for heading in columns:
         table.add_column(heading, justify="left" if heading in ("runtime", "dtype", "") else "right")
     for one in found:
-        speed = [f"{value:.1f}" for value in one.speed]
+        speed = [f"{value:.1f}" if value else "-" for value in one.speed]
         if one.tokens == 0 and one.runtime.startswith(OURS):
             table.add_row(one.runtime, one.mode, *[""] * 5, *speed, "")
             continue
