@@ -161,6 +161,7 @@ class Trainer:
     def _resume(self) -> None:
         folder = self.checkpoints.last()
         if folder is None or json.loads((folder / "state.json").read_text())["label"] != self.label:
+            self.logbook.truncate(self.label, -1)  # rows of a start that was killed before its first checkpoint
             return
         state = self.checkpoints.load(folder, self.objective, self.optimizers)
         self.step, self.seconds = state["step"], state["seconds"]

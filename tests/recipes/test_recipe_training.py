@@ -225,6 +225,25 @@ def test_killed_run_continues_with_the_same_losses_and_weights(workplace: Path, 
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
+def test_a_start_killed_before_its_first_checkpoint_leaves_no_rows(
+    workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = trainer.Trainer._optimiser_step
+
+    def stop(self: trainer.Trainer) -> Any:
+        if self.step == 1:
+            raise KeyboardInterrupt
+        return step(self)
+
+    stages = [{**ALIGN, "tokens": 128 * 4}]
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.Trainer, "_optimiser_step", stop)
+        with pytest.raises(KeyboardInterrupt):
+            train(workplace, tmp_path / "run", stages)
+    assert [row["step"] for row in read_log(tmp_path / "run")] == [0, 1]
+    assert [row["step"] for row in train(workplace, tmp_path / "run", stages)] == [0, 1, 2, 3, 4]
+
+
 def test_bf16_arithmetic_trains_float32_embeddings_too(workplace: Path, tmp_path: Path) -> None:
     settings = {"train": "full", "train_embeddings": True, "ce_weight": 0.0, "tokens": 128 * 20}
     rows = train(
