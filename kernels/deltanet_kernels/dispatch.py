@@ -5,7 +5,6 @@ so once, with the reason.
 """
 
 import functools
-import importlib
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -18,29 +17,30 @@ from deltanet_kernels.torch_chunk import torch_chunk_gated_delta_rule
 from deltanet_kernels.torch_recurrent import torch_recurrent_gated_delta_rule
 from deltanet_kernels.torch_step import torch_gated_delta_step_
 
-# operator: (module, function) of the Triton side
-_TRITON = {
-    "chunk_gated_delta_rule": ("deltanet_kernels.chunk", "chunk_gated_delta_rule_triton"),
-    "fused_recurrent_gated_delta_rule": (
-        "deltanet_kernels.recurrent",
-        "fused_recurrent_gated_delta_rule_triton",
-    ),
-    "causal_conv1d": ("deltanet_kernels.conv", "causal_conv1d_triton"),
-    "gated_rms_norm": ("deltanet_kernels.norm", "gated_rms_norm_triton"),
-    "gated_delta_step_": ("deltanet_kernels.step", "gated_delta_step_triton_"),
-}
-
 
 @functools.cache
 def _triton_function(operator: str) -> Callable[..., Any] | None:
-    """The Triton side of an operator, or None (with a warning) where it cannot be imported."""
-    module, name = _TRITON[operator]
+    """The Triton side of an operator, or None (with a warning) where it cannot be imported.
+
+    Imported at the first call on CUDA, by statements: torch.compile follows those, and refuses importlib.
+    """
     try:
-        function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+        from deltanet_kernels.chunk import chunk_gated_delta_rule_triton
+        from deltanet_kernels.conv import causal_conv1d_triton
+        from deltanet_kernels.norm import gated_rms_norm_triton
+        from deltanet_kernels.recurrent import fused_recurrent_gated_delta_rule_triton
+        from deltanet_kernels.step import gated_delta_step_triton_
     except (ImportError, AttributeError, RuntimeError) as error:
-        _warn_fallback(operator, f"{module} cannot be imported: {error}")
+        _warn_fallback(operator, f"the Triton kernels cannot be imported: {error}")
         return None
-    return function
+    functions: dict[str, Callable[..., Any]] = {
+        "chunk_gated_delta_rule": chunk_gated_delta_rule_triton,
+        "fused_recurrent_gated_delta_rule": fused_recurrent_gated_delta_rule_triton,
+        "causal_conv1d": causal_conv1d_triton,
+        "gated_rms_norm": gated_rms_norm_triton,
+        "gated_delta_step_": gated_delta_step_triton_,
+    }
+    return functions[operator]
 
 
 @functools.cache

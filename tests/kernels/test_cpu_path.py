@@ -119,9 +119,13 @@ def test_fallback_warns_once_with_the_reason(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_missing_triton_side_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(dispatch._TRITON, "causal_conv1d", ("deltanet_kernels.no_such_module", "f"))
+    monkeypatch.setitem(sys.modules, "deltanet_kernels.conv", None)
     dispatch._triton_function.cache_clear()
     dispatch._warn_fallback.cache_clear()
-    with pytest.warns(RuntimeWarning, match="no_such_module cannot be imported"):
-        assert dispatch._call("causal_conv1d", lambda x: x + 1, SimpleNamespace(is_cuda=True), 1) == 2
+    on_cuda = SimpleNamespace(is_cuda=True)
+    with pytest.warns(RuntimeWarning, match="causal_conv1d: .*cannot be imported: .*deltanet_kernels.conv"):
+        assert dispatch._call("causal_conv1d", lambda x: x + 1, on_cuda, 1) == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert dispatch._call("causal_conv1d", lambda x: x + 1, on_cuda, 1) == 2
     dispatch._triton_function.cache_clear()

@@ -1,0 +1,49 @@
+"""The public operators under torch.compile on their way to Triton: no graph break in the choice of the side.
+
+Without a GPU CPU tensors are sent there, and run in Triton's interpreter.
+"""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import deltanet_kernels
+from deltanet_kernels import dispatch
+from tests.kernels.triton_mode import DEVICE
+
+ON_CUDA = SimpleNamespace(is_cuda=True)
+HEADS = torch.randn(3, 1, 2, 1, 16, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+GATES = torch.rand(2, 1, 2, 1, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+DELTA_RULE = (*HEADS, -GATES[0], GATES[1])
+ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
+    "chunk_gated_delta_rule": lambda: DELTA_RULE,
+    "fused_recurrent_gated_delta_rule": lambda: DELTA_RULE,
+    "causal_conv1d": lambda: (HEADS[0].flatten(2), HEADS[1, 0].flatten(1).mT.contiguous()),
+    "gated_rms_norm": lambda: (HEADS[0], HEADS[1], HEADS[2, 0, 0, 0]),
+    "gated_delta_step_": lambda: (
+        *HEADS, *GATES, torch.zeros(1, 1, 16, 16, device=DEVICE), GATES[0, 0, 0], GATES[1, 0, 0]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_no_graph_break_on_the_way_to_triton(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = dispatch._call
+
+    def call(operator: str, _: Any, __: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return real(operator, None, ON_CUDA, *args, **kwargs)  # no PyTorch form: it must not be asked for
+
+    monkeypatch.setattr(dispatch, "_call", call)
+    function = getattr(deltanet_kernels, name)
+    gradients = name != "gated_delta_step_"  # in place, without gradients
+    answers = []
+    for side in (torch.compile(function, backend="aot_eager", fullgraph=True), function):
+        arguments = [x.clone().requires_grad_(gradients) for x in ARGUMENTS[name]()]
+        found = side(*arguments)
+        o = found[0] if isinstance(found, tuple) else found
+        answers.append([o, *torch.autograd.grad(o.square().sum(), arguments)] if gradients else [o, *arguments])
+    for x, y in zip(*answers, strict=True):
+        assert torch.equal(x, y)
