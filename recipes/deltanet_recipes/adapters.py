@@ -1,5 +1,6 @@
 """What a distillation stage trains: what is new (mixers, and q/k norms that the conversion inserted into kept layers)
-always in full; the rest by LoRA, in full, or not at all."""
+always in full; the rest by LoRA, in full, or not at all. An imported model's mixers are not new: LoRA adapts them too.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +10,10 @@ from peft.tuners.lora import LoraLayer
 from torch import nn
 
 from deltanet_hf.config import INSERTED_QK_NORMS
-from deltanet_recipes.models import decoder_layers, mixers
+from deltanet_recipes.models import decoder_layers, is_imported, mixer_name, mixers
 from deltanet_recipes.schema import DistilBase
+
+GATES = ("a_proj", "b_proj")  # one output a head: an adapter would be larger than they are
 
 
 def train_mixers(student: nn.Module) -> None:
@@ -27,11 +30,17 @@ def inserted_norms(student: nn.Module) -> list[nn.Module]:
     return [norm for attention in attentions for norm in (attention.q_norm, attention.k_norm)]
 
 
+def mixers_in_full(student: nn.Module, stage: DistilBase) -> list[nn.Module]:
+    """The mixers that a stage trains as they are, not through adapters."""
+    return [] if stage.train == "lora" and is_imported(student) else list(mixers(student).values())
+
+
 def train_for(student: nn.Module, stage: DistilBase, seed: int) -> None:
     """Set what requires gradients for a stage; trained weights become float32 (bf16 arithmetic comes by autocast)."""
-    train_mixers(student)
-    for norm in inserted_norms(student):
-        norm.float().requires_grad_(True)
+    student.requires_grad_(False)
+    in_full = [*mixers_in_full(student, stage), *inserted_norms(student)]
+    for part in in_full:
+        part.float().requires_grad_(True)
     if stage.train == "full":
         decoder_layers(student).float().requires_grad_(True)
         student.model.norm.float().requires_grad_(True)  # type: ignore[union-attr, operator]
@@ -47,26 +56,28 @@ def train_for(student: nn.Module, stage: DistilBase, seed: int) -> None:
                 r=stage.lora.rank, lora_alpha=stage.lora.alpha, lora_dropout=0.0, target_modules=targets
             )
             get_peft_model(student, config)  # puts the adapters into `student` itself
-        for new in (*mixers(student).values(), *inserted_norms(student)):
-            new.requires_grad_(True)
+        for part in in_full:
+            part.requires_grad_(True)
         for name, parameter in student.named_parameters():
             if "lora_" in name:
                 parameter.data = parameter.data.float()
 
 
 def lora_targets(student: nn.Module, kinds: tuple[str, ...]) -> list[str]:
-    """Names of the linear layers outside the mixers: those of the MLPs, those of softmax attention."""
-    converted = mixers(student)
+    """Names of the linear layers outside the new mixers: those of the MLPs, those of softmax attention, and in an
+    imported model those of linear attention but for its gates.
+    """
+    converted = {} if is_imported(student) else mixers(student)
     names = []
     for index, layer in enumerate(decoder_layers(student)):
-        for part in ("mlp", "self_attn"):
+        for part in ("mlp", mixer_name(layer)):
             kind = "mlp" if part == "mlp" else "attention"
             if kind not in kinds or (kind == "attention" and index in converted):
                 continue
             names += [
                 f"model.layers.{index}.{part}.{name}"
                 for name, module in getattr(layer, part).named_modules()
-                if isinstance(module, nn.Linear)
+                if isinstance(module, nn.Linear) and name not in GATES
             ]
     return names
 

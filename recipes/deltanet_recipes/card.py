@@ -13,20 +13,29 @@ from deltanet_recipes.schema import Recipe, Stage, stage_name
 
 
 def write_card(
-    folder: Path, recipe: Recipe, stages: list[Stage], rows: list[dict[str, Any]], data: list[list[dict[str, Any]]]
+    folder: Path,
+    recipe: Recipe,
+    stages: list[Stage],
+    rows: list[dict[str, Any]],
+    data: list[list[dict[str, Any]]],
+    imported: bool,
 ) -> None:
     """README.md: teacher, tokens, hours, held-out figures, data, and the whole recipe."""
     teacher = teacher_name(recipe)
     title = Path(teacher).name if Path(teacher).exists() else teacher
+    if imported:
+        heading = _imported(Path(recipe.student).name, title)
+    else:
+        heading = _converted(title) if recipe.baseline is None else _baseline(title)
     lines = [
         "---",
         "library_name: transformers",
         "pipeline_tag: text-generation",
         f"tags: [{'gated-deltanet, linear-attention, ' if recipe.baseline is None else ''}distillation]",
-        *([f"base_model: {teacher}"] if not Path(teacher).exists() else []),
+        *([f"base_model: {teacher}"] if not Path(teacher).exists() and not imported else []),
         "---",
         "",
-        *(_converted(title) if recipe.baseline is None else _baseline(title)),
+        *heading,
         "",
         "| stage | tokens | hours | held out before | held out after |",
         "|---|---|---|---|---|",
@@ -67,6 +76,16 @@ def _converted(teacher: str) -> list[str]:
         "",
         "Converted and distilled with deltanet-hf; `conversion.json` says how it was converted. Load it after",
         "`pip install deltanet-hf` with `AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)`.",
+    ]
+
+
+def _imported(student: str, teacher: str) -> list[str]:
+    return [
+        f"# {student}, trained with {teacher} as its teacher",
+        "",
+        "A Qwen3.5 text model under the names of deltanet-hf, with which it was trained. Load it after",
+        "`pip install deltanet-hf` with `AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)`;",
+        "`deltanet-hf export` gives it back to other runtimes.",
     ]
 
 

@@ -15,7 +15,8 @@ from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.window import train_under_window
 from deltanet_hf.families import FAMILIES, PREFIX
 from deltanet_hf.layer import GatedDeltaNet
-from deltanet_recipes.schema import Recipe
+from deltanet_hf.qwen3_5 import MODEL_TYPE
+from deltanet_recipes.schema import Align, Recipe, stage_name
 
 
 def load_student(folder: str, dtype: torch.dtype | None = None, baseline: str | None = None) -> PreTrainedModel:
@@ -25,7 +26,7 @@ def load_student(folder: str, dtype: torch.dtype | None = None, baseline: str | 
 
 
 def load_teacher(recipe: Recipe, dtype: torch.dtype) -> PreTrainedModel:
-    """The softmax model, frozen, in the compute dtype, with SDPA attention."""
+    """The teacher, frozen, in the compute dtype, with SDPA attention."""
     return _load(teacher_name(recipe), "teacher", dtype).requires_grad_(False)
 
 
@@ -44,6 +45,9 @@ def check_models(recipe: Recipe) -> None:
             "`deltanet-hf convert`"
         )
     config = _config(name, "teacher")
+    if student.model_type == MODEL_TYPE:
+        _check_imported(recipe, student, config)
+        return
     if config.model_type not in FAMILIES:
         raise UserError(f"teacher: {name} has model_type {config.model_type!r}, which is no supported teacher")
     for key in ("hidden_size", "num_hidden_layers", "vocab_size"):
@@ -51,6 +55,36 @@ def check_models(recipe: Recipe) -> None:
             raise UserError(
                 f"teacher: {name} has {key} {getattr(config, key)}, the student {getattr(student, key)}: "
                 "it is not the model this student was converted from"
+            )
+
+
+def _check_imported(recipe: Recipe, student: Any, config: Any) -> None:
+    """Qwen3.5 models were never softmax models: any model with their vocabulary may teach them, alignment cannot."""
+    for stage in recipe.stages:
+        if isinstance(stage, Align):
+            raise UserError(
+                f"stages.{stage_name(stage)}: {recipe.student} is a Qwen3.5 model, whose linear layers have no softmax "
+                f"attention to be aligned to; leave the stage out (stages.{stage_name(stage)}=null)"
+            )
+    name = teacher_name(recipe)
+    if config.model_type not in FAMILIES and not config.model_type.startswith(PREFIX):
+        raise UserError(
+            f"teacher: {name} has model_type {config.model_type!r}, which is no supported teacher; of a Qwen3.5 model "
+            "give the folder that `deltanet-hf convert` imported it to"
+        )
+    hidden = any(getattr(stage, "hidden_weight", 0.0) > 0 for stage in recipe.stages)
+    for key in ("vocab_size", *(("hidden_size", "num_hidden_layers") if hidden else ())):
+        if getattr(config, key) != getattr(student, key):
+            raise UserError(
+                f"teacher: {name} has {key} {getattr(config, key)}, the student {getattr(student, key)}"
+                + ("; give one with the same vocabulary" if key == "vocab_size" else "; set hidden_weight to 0")
+            )
+    own = load_tokenizer(recipe.student).get_vocab()
+    for token, number in load_tokenizer(name, "teacher").get_vocab().items():
+        if own.get(token, number) != number:
+            raise UserError(
+                f"teacher: {name} has token {token!r} at {number}, the student at {own[token]}; give one with the "
+                "same vocabulary"
             )
 
 
@@ -72,11 +106,11 @@ def teacher_name(recipe: Recipe) -> str:
     return str(beside) if beside.is_dir() and not Path(name).is_dir() else str(name)
 
 
-def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(folder: str, key: str = "student") -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
-        raise UserError(f"student: {folder} has no usable tokenizer ({' '.join(str(error).split())})") from None
+        raise UserError(f"{key}: {folder} has no usable tokenizer ({' '.join(str(error).split())})") from None
 
 
 def _config(name: str, key: str) -> Any:
@@ -114,10 +148,20 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
     return model.model.layers  # type: ignore[union-attr, return-value]
 
 
+def mixer_name(layer: nn.Module) -> str:
+    """Where a decoder layer keeps its attention, softmax or linear."""
+    return "linear_attn" if hasattr(layer, "linear_attn") else "self_attn"
+
+
 def mixers(student: nn.Module) -> dict[int, GatedDeltaNet]:
-    """The converted layers' mixers by layer index."""
-    layers = enumerate(decoder_layers(student))
-    return {index: layer.self_attn for index, layer in layers if isinstance(layer.self_attn, GatedDeltaNet)}
+    """The Gated DeltaNet layers' mixers by layer index."""
+    found = {index: layer.get_submodule(mixer_name(layer)) for index, layer in enumerate(decoder_layers(student))}
+    return {index: mixer for index, mixer in found.items() if isinstance(mixer, GatedDeltaNet)}
+
+
+def is_imported(student: nn.Module) -> bool:
+    """Whether the student is a Qwen3.5 model, whose mixers were trained with everything else from the beginning."""
+    return student.config.model_type == MODEL_TYPE  # type: ignore[union-attr, no-any-return]
 
 
 def output_weight(model: nn.Module) -> torch.Tensor:

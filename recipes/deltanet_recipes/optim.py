@@ -16,7 +16,11 @@ from deltanet_recipes.schema import Optimizer, StageBase
 def parameter_groups(module: nn.Module, settings: Optimizer) -> list[dict[str, Any]]:
     """The trainable parameters of a module by rate: mixers and the rest, matrices and the others."""
     in_mixers = {
-        id(p) for m in module.modules() if isinstance(m, GatedDeltaNet) for p in m.parameters() if p.requires_grad
+        id(p)
+        for mixer in module.modules()
+        if isinstance(mixer, GatedDeltaNet)
+        for name, p in mixer.named_parameters()
+        if p.requires_grad and "lora_" not in name
     }
     matrices = {id(m.weight) for m in module.modules() if isinstance(m, nn.Linear) and min(m.weight.shape) > 16}
     groups: dict[str, dict[str, Any]] = {}

@@ -20,7 +20,7 @@ from deltanet_recipes.card import write_card
 from deltanet_recipes.decontaminate import Contamination
 from deltanet_recipes.feeds import check_share
 from deltanet_recipes.logbook import Logbook, read_log
-from deltanet_recipes.models import check_models, load_student, load_tokenizer, whole
+from deltanet_recipes.models import check_models, is_imported, load_student, load_tokenizer, whole
 from deltanet_recipes.packing import Mixture, split_streams
 from deltanet_recipes.plan import show_plan
 from deltanet_recipes.plots import draw_plots
@@ -223,6 +223,6 @@ def _save_final(
         source = Path(recipe.student) / name
         if source.is_file() and not (partial / name).is_file():
             shutil.copy(source, partial / name)
-    write_card(partial, recipe, stages, read_log(Path(recipe.output)), data)
+    write_card(partial, recipe, stages, read_log(Path(recipe.output)), data, is_imported(student))
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)

@@ -11,7 +11,7 @@ import torch
 from rich.table import Table
 from torch import nn
 
-from deltanet_recipes.adapters import inserted_norms, lora_targets
+from deltanet_recipes.adapters import inserted_norms, lora_targets, mixers_in_full
 from deltanet_recipes.feeds import micro_batch_rows
 from deltanet_recipes.logbook import Logbook
 from deltanet_recipes.models import decoder_layers, mixers, output_weight
@@ -39,7 +39,7 @@ def estimate(stage: Stage, recipe: Recipe, student: nn.Module, runtime: Runtime)
     layers, vocabulary = decoder_layers(student), output_weight(student).shape[0]
     total = sum(p.numel() for p in student.parameters())
     in_layers = sum(p.numel() for p in layers.parameters())
-    mixer = sum(p.numel() for m in mixers(student).values() for p in m.parameters())
+    mixer = _size(*(mixers(student).values() if isinstance(stage, Align) else mixers_in_full(student, stage)))
     rest = _rest(stage, student, in_layers - mixer)
     width = 2 if runtime.bf16 else 4
     micro = micro_batch_rows(stage, runtime.world) * stage.sequence_length

@@ -69,7 +69,7 @@ class Optimizer(Strict):
     name: Literal["adamw", "muon"] = Field(
         "adamw", description="adamw, or muon for the matrices of the layers and adamw for everything else"
     )
-    mixer_lr: float = Field(1e-3, ge=0, description="peak rate of the converted mixers")
+    mixer_lr: float = Field(1e-3, ge=0, description="peak rate of the mixers that are trained in full")
     rest_lr: float = Field(1e-4, ge=0, description="peak rate of everything else that is trained (LoRA too)")
     gate_lr_scale: float = Field(
         1.0, gt=0, description="factor on mixer_lr for decay, beta and gate biases (vectors of the mixers)"
@@ -84,12 +84,13 @@ class Optimizer(Strict):
 
 
 class Lora(Strict):
-    """Low-rank adapters (PEFT) on the linear layers outside the converted mixers; merged on save."""
+    """Low-rank adapters (PEFT) on the linear layers outside the new mixers; merged on save."""
 
     rank: int = Field(64, gt=0, description="rank r")
     alpha: int = Field(64, gt=0, description="scale = alpha / rank")
     targets: tuple[Literal["mlp", "attention"], ...] = Field(
-        ("mlp", "attention"), description="linears of the MLPs; projections of the layers that stay softmax"
+        ("mlp", "attention"),
+        description="linears of the MLPs; projections of the layers that stay softmax (of all, in an imported model)",
     )
 
 
@@ -153,7 +154,9 @@ class DistilBase(StageBase):
     """KL to the teacher's next-token distribution, with terms on the labels and on the hidden states."""
 
     train: Literal["lora", "full", "frozen"] = Field(
-        "lora", description="what else is trained beside the mixers: adapters, every layer weight, or nothing"
+        "lora",
+        description="what else is trained beside the mixers: adapters (an imported model's mixers are trained by these "
+        "too), every layer weight, or nothing",
     )
     train_embeddings: bool = Field(False, description="with train: full, also the embeddings and the head")
     lora: Lora = Field(default_factory=Lora)
@@ -246,10 +249,16 @@ class Log(Strict):
 
 
 class Recipe(Strict):
-    """A whole run: a converted model, its teacher, data, and stages in order."""
+    """A whole run: a converted (or imported) model, its teacher, data, and stages in order."""
 
-    student: str = Field(..., description="folder of the converted model (deltanet-hf convert)")
-    teacher: str | None = Field(None, description="folder or Hub id; default: the one in conversion.json")
+    student: str = Field(
+        ..., description="folder of the converted model, or of an imported Qwen3.5 model (deltanet-hf convert)"
+    )
+    teacher: str | None = Field(
+        None,
+        description="folder or Hub id; default: the one in conversion.json. For an imported model: its own folder, or "
+        "any model with its vocabulary",
+    )
     output: str = Field(..., description="folder for checkpoints, logs, plots and the final model")
     baseline: Literal["window"] | None = Field(
         None,

@@ -1,0 +1,226 @@
+"""Recipes on an imported Qwen3.5 model: trained as a converted one is, but LoRA adapts its mixers, and nothing can be
+aligned.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
+
+from deltanet_convert.export.import_native import plan_import, write_import
+from deltanet_hf.errors import UserError
+from deltanet_recipes import trainer
+from deltanet_recipes.adapters import merge_lora, train_for
+from deltanet_recipes.config import load_recipe
+from deltanet_recipes.logbook import read_log
+from deltanet_recipes.models import is_imported, load_student, mixers
+from deltanet_recipes.optim import parameter_groups
+from deltanet_recipes.pipeline import run
+from deltanet_recipes.plan import estimate
+from deltanet_recipes.runtime import Runtime
+from deltanet_recipes.schema import Distil, Lora
+from tests.recipes.tiny_run import ALIGN, DISTIL, SHAPE, make_tokenizer, make_workplace, recipe_tree, write_recipe
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ 'w50 ' if m.role == 'user' else 'w51 ' }}{{ m.content }} w52 {% endfor %}"
+    "{% if add_generation_prompt %}{{ 'w51 ' }}{% endif %}"
+)
+LINEAR = {
+    **{key: SHAPE[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings")},
+    "num_hidden_layers": 4,  # three linear ones and one of gated softmax attention
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.15,
+    "tie_word_embeddings": True,
+}
+
+FAST = {**DISTIL, "optimizer": {"mixer_lr": 1e-2, "rest_lr": 1e-2}}
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`student`: an imported model; `native`: the same before the import; `teacher`: a Llama of its vocabulary."""
+    folder = make_workplace(tmp_path_factory.mktemp("models"))
+    shutil.rmtree(folder / "student")
+    torch.manual_seed(3)
+    Qwen3_5ForCausalLM(Qwen3_5TextConfig(**LINEAR)).save_pretrained(folder / "native")
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder / "native")
+    plan = plan_import(folder / "native", None, 10**9)
+    write_import(plan, folder / "student", resume=False, overwrite=False, progress=lambda done, total: None)
+    chat = [{"role": "user", "content": "w1 w2 w3"}, {"role": "assistant", "content": "w4 w5 w6"}]
+    (folder / "chat.jsonl").write_text((json.dumps({"m": chat}) + "\n") * 200)
+    return folder
+
+
+def train(workplace: Path, out: Path, stages: list[dict[str, Any]], teacher: str, **changes: Any) -> Path:
+    """Runs a recipe; the folder of the final model."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    tree = recipe_tree(workplace, stages, output=str(out), teacher=str(workplace / teacher), **changes)
+    return run(load_recipe(write_recipe(out.parent, tree)))
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def moved(before: Path, after: Path) -> set[str]:
+    one, two = weights(before), weights(after)
+    assert one.keys() == two.keys()
+    return {name for name in one if not torch.equal(one[name], two[name])}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("settings", [{"train": "lora"}, {"train": "full"}, {"train": "frozen"}, {"top_k": 8}])
+def test_another_model_teaches_and_only_what_should_moves(
+    workplace: Path, tmp_path: Path, settings: dict[str, Any], precision: str
+) -> None:
+    stage = {**FAST, "ce_weight": 0.0, "tokens": 128 * 20, **settings}
+    engine = {"device": "cpu", "precision": precision, "threads": 1}
+    final = train(workplace, tmp_path / "run", [stage], "teacher", engine=engine)
+    rows = read_log(tmp_path / "run")
+    assert rows[-1]["held_out.kl"] < 0.97 * rows[0]["held_out.kl"]
+    names = set(weights(workplace / "student"))
+    projections = {
+        n for n in names if n.endswith("_proj.weight") and not n.endswith(("a_proj.weight", "b_proj.weight"))
+    }
+    expected = {
+        "lora": projections,
+        "full": {name for name in names if "embed_tokens" not in name},
+        "frozen": {name for name in names if ".linear_attn." in name},
+    }
+    assert len(projections) == 3 * 5 + 4 + 4 * 3
+    assert moved(workplace / "student", final) == expected[settings.get("train", "lora")]
+
+
+def test_it_can_be_its_own_teacher_and_the_result_generates_in_batches(workplace: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.jsonl").write_text((json.dumps({"text": "w1 w2 w3 w4 w5 w6 w7 w8"}) + "\n") * 200)
+    stage = {**FAST, "kl_weight": 0.1, "ce_weight": 1.0, "tokens": 128 * 20}
+    data = {"sources": [{"path": str(tmp_path / "text.jsonl")}]}
+    final = train(workplace, tmp_path / "run", [stage], "student", data=data)
+    rows = read_log(tmp_path / "run")
+    assert rows[0]["held_out.kl"] == pytest.approx(0.0, abs=1e-6)
+    assert rows[-1]["held_out.ce"] < 0.8 * rows[0]["held_out.ce"]
+    card = (final / "README.md").read_text()
+    assert "# student, trained with student as its teacher" in card
+    assert "onverted" not in card
+    loaded: Any = AutoModelForCausalLM.from_pretrained(final, output_loading_info=True)
+    model, report = loaded
+    assert not report["missing_keys"]
+    assert is_imported(model)
+    ids, mask = torch.randint(4, 64, (2, 12), generator=torch.Generator().manual_seed(1)), torch.ones(2, 12).long()
+    mask[1, :5] = 0
+    greedy: dict[str, Any] = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    together = model.eval().generate(ids * mask, attention_mask=mask, **greedy)[:, 12:]
+    assert torch.equal(together[0], model.generate(ids[:1], **greedy)[0, 12:])
+    assert torch.equal(together[1], model.generate(ids[1:, 5:], **greedy)[0, 7:])
+
+
+def test_interrupted_stages_continue_with_the_same_losses_and_weights(
+    workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat = {"sources": [{"path": str(workplace / "chat.jsonl"), "messages_key": "m"}], "holdout_tokens": 128}
+    stages = [
+        {**DISTIL, "tokens": 128 * 6},
+        {**DISTIL, "kind": "long", "tokens": 256 * 6, "sequence_length": 128, "batch_tokens": 256},
+        {**DISTIL, "kind": "repair", "ce_weight": 1.0, "tokens": 128 * 6, "data": {**chat, "repeat": True}},
+    ]
+    expected = train(workplace, tmp_path / "a" / "run", stages, "teacher")
+    step = trainer.Trainer._optimiser_step
+    for kind in ("distil", "long", "repair"):
+
+        def stop(self: trainer.Trainer, kind: str = kind) -> Any:
+            if self.label == kind and self.step == 5:
+                raise KeyboardInterrupt
+            return step(self)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(trainer.Trainer, "_optimiser_step", stop)
+            with pytest.raises(KeyboardInterrupt):
+                train(workplace, tmp_path / "b" / "run", stages, "teacher")
+    again = train(workplace, tmp_path / "b" / "run", stages, "teacher")
+    one, two = (
+        [(row["stage"], row["step"], row.get("loss")) for row in read_log(tmp_path / part / "run")] for part in "ab"
+    )
+    assert one == two
+    assert not moved(expected, again)
+
+
+def test_merged_adapters_equal_unmerged_ones(workplace: Path) -> None:
+    student = load_student(str(workplace / "student"), torch.float32)
+    names = [name for name, _ in student.named_parameters()]
+    stage = Distil(tokens=8192, lora=Lora(rank=3, alpha=6))
+    train_for(student, stage, seed=1)
+    with torch.no_grad():
+        for name, parameter in student.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    groups = {group["name"]: group["peak_lr"] for group in parameter_groups(student, stage.optimizer)}
+    assert set(groups.values()) == {stage.optimizer.rest_lr}  # adapters of mixers too
+    ids = torch.arange(4, 40)[None]
+    with torch.no_grad():
+        unmerged = student(ids).logits
+        merge_lora(student)
+        merged = student(ids).logits
+        plain = load_student(str(workplace / "student"), torch.float32)(ids).logits
+    torch.testing.assert_close(merged, unmerged, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(plain, merged, atol=1e-2)
+    assert [name for name, _ in student.named_parameters()] == names
+    assert list(mixers(student)) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("train", ["lora", "full", "frozen"])
+def test_the_plan_counts_what_is_trained(workplace: Path, tmp_path: Path, train: str) -> None:
+    tree = recipe_tree(workplace, [{**DISTIL, "train": train}], teacher=str(workplace / "teacher"))
+    recipe = load_recipe(write_recipe(tmp_path, tree))
+    student = load_student(recipe.student, torch.float32)
+    sizes = estimate(recipe.stages[0], recipe, student, Runtime(recipe.engine))
+    train_for(student, recipe.stages[0], seed=0)  # type: ignore[arg-type]
+    whole = [
+        p for m in mixers(student).values() for n, p in m.named_parameters() if p.requires_grad and "lora" not in n
+    ]
+    assert sizes.mixer_parameters == sum(p.numel() for p in whole)
+    trained = sum(p.numel() for p in student.parameters() if p.requires_grad)
+    assert sizes.rest_parameters == trained - sizes.mixer_parameters
+
+
+def test_alignment_is_refused(workplace: Path, tmp_path: Path) -> None:
+    stages = [{**ALIGN, "name": "first"}, DISTIL]
+    with pytest.raises(UserError, match=r"^stages\.first: [^\n]*no softmax attention[^\n]*\(stages\.first=null\)$"):
+        train(workplace, tmp_path / "run", stages, "teacher")
+    assert not (tmp_path / "run").exists()
+
+
+def test_teachers_that_cannot_teach_it_are_refused(workplace: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"teacher: .*'qwen3_5_text'.*`deltanet-hf convert` imported it to"):
+        train(workplace, tmp_path / "run", [DISTIL], "native")
+    with pytest.raises(UserError, match=r"num_hidden_layers 3, the student 4; set hidden_weight to 0"):
+        train(workplace, tmp_path / "run", [{**DISTIL, "hidden_weight": 0.5}], "teacher")
+    shutil.copytree(workplace / "teacher", tmp_path / "teacher")
+    file = tmp_path / "teacher" / "tokenizer.json"
+    file.write_text(file.read_text().replace('"w7"', '"w8-"').replace('"w8"', '"w7"'))
+    with pytest.raises(UserError, match=r"teacher: .* has token 'w7' at 12, the student at 11; .*same vocabulary"):
+        train(workplace, tmp_path / "run", [DISTIL], str(tmp_path / "teacher"))
+    config = json.loads((workplace / "teacher" / "config.json").read_text())
+    (tmp_path / "teacher" / "config.json").write_text(json.dumps({**config, "vocab_size": 65}))
+    with pytest.raises(UserError, match=r"vocab_size 65, the student 64; give one with the same vocabulary"):
+        train(workplace, tmp_path / "run", [DISTIL], str(tmp_path / "teacher"))
+    assert not (tmp_path / "run").exists()
