@@ -74,6 +74,10 @@ def chunk_config(K: int, V: int, dtype: torch.dtype, capability: tuple[int, int]
         config = replace(
             config, state_BV=128, state_warps=8, grad_BV=128, grad_warps=8, output_BV=128, pair_registers=168
         )
+    if dtype == torch.float16 and BK < 64:
+        # With wider slices ptxas 12.8 (Triton 3.6) computes shared memory addresses of the products of dK from a
+        # register that nothing has written; ptxas 12.9 does not.
+        config = replace(config, input_BV=BK)
     if capability[0] != 9:
         narrow = min(config.state_BV, 32 if BK > 64 else 64)
         config = replace(

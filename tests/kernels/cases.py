@@ -44,6 +44,8 @@ CASES = [
     *(Case(f"K={K}", T=70, K=K) for K in (40, 60, 96, 100)),
     Case("K=192,V=256", T=20, K=192, V=256),
     Case("K<V", T=70, B=2, H=2, K=16, V=40),
+    Case("K=16,V=128", T=70, K=16, V=128),
+    Case("K=32,V=60", T=70, K=32, V=60),
     Case("K>V", T=70, B=2, H=2, K=40, V=16),
     Case("K=1,V=1", T=20, H=2, K=1, V=1, l2norm=False),
     # grouped heads

@@ -8,13 +8,19 @@ from deltanet_kernels.kernel_config import chunk_config, slices
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (12, 0)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("K", "V"), [(8, 8), (64, 64), (100, 40), (128, 128), (40, 128), (256, 256)])
 def test_slices_of_V_never_exceed_the_head(K: int, V: int, dtype: torch.dtype, capability: tuple[int, int]) -> None:
     config = chunk_config(K, V, dtype, capability)
     padded = max(16, 1 << (V - 1).bit_length())
     for name in ("state_BV", "output_BV", "grad_BV", "pair_BV", "input_BV"):
         assert 16 <= getattr(config, name) <= padded, name
+
+
+@pytest.mark.parametrize(("K", "V", "wanted"), [(16, 40, 16), (16, 16, 16), (32, 256, 32), (40, 128, 64), (40, 16, 16)])
+def test_float16_gradients_of_narrow_keys_take_narrow_slices(K: int, V: int, wanted: int) -> None:
+    """What ptxas 12.8 gets right (kernel_config.py)."""
+    assert chunk_config(K, V, torch.float16, (9, 0)).input_BV == wanted
 
 
 def test_only_hopper_prefetches_the_state_passes() -> None:
