@@ -33,6 +33,7 @@ from .kernel_config import (
 from .registration import differentiable, gradient, operator
 
 MAX_HEAD_SIZE = 256
+MIN_HALF_SIZE = 16  # smaller heads are computed in float32: too few numbers for their roundings to average out
 MAX_SEGMENTED_KEY = 128  # M [K, K] in float32 has to fit into shared memory
 
 
@@ -350,8 +351,9 @@ def chunk_gated_delta_rule_triton(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`deltanet_kernels.chunk_gated_delta_rule` in Triton; `segments` overrides how sequences are cut.
 
-    Float32 inputs are multiplied as torch.set_float32_matmul_precision asks ("highest": IEEE float32). Runs on the
-    current stream, never waits for the device, and gives the same bits every time.
+    Float32 inputs are multiplied as torch.set_float32_matmul_precision asks ("highest": IEEE float32); so are heads
+    smaller than 16, in every dtype. Runs on the current stream, never waits for the device, and gives the same bits
+    every time.
 
     Raises:
         NotImplementedError: head sizes over 256, or dtypes other than float32, bfloat16, float16.
@@ -361,6 +363,9 @@ def chunk_gated_delta_rule_triton(
         raise NotImplementedError(f"head sizes {K} and {V}: the kernels go up to {MAX_HEAD_SIZE}")
     if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise NotImplementedError(f"dtype {q.dtype}: the kernels take float32, bfloat16 and float16")
+    dtype = v.dtype
+    if min(K, V) < MIN_HALF_SIZE:
+        q, k, v = q.float(), k.float(), v.float()
     rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if segments is None:
         segments = _segments(q, v, rows, _pinned(k, v))
@@ -373,4 +378,4 @@ def chunk_gated_delta_rule_triton(
         K**-0.5 if scale is None else float(scale), use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel,
         output_final_state, keep, "auto", segments,
     )  # fmt: skip
-    return o, ht if output_final_state else None
+    return o.to(dtype), ht if output_final_state else None

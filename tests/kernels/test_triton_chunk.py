@@ -147,7 +147,7 @@ def test_compiles_without_a_graph_break() -> None:
     assert all(torch.equal(eager[name], compiled[name]) for name in eager)
 
 
-@pytest.mark.parametrize("name", ["T=65", "beta=0", "raw gates, packed", "query heads share a state"])
+@pytest.mark.parametrize("name", ["T=65", "K=1,V=1", "beta=0", "raw gates, packed", "query heads share a state"])
 def test_half_precision(name: str) -> None:
     """The 16-bit paths of the kernels, which the interpreter computes rightly in float16 only."""
     case = next(case for case in CASES if case.name == name)
