@@ -14,7 +14,7 @@ import deltanet_kernels
 from deltanet_kernels import dispatch
 from tests.kernels.triton_mode import DEVICE
 
-ON_CUDA = SimpleNamespace(is_cuda=True)
+ON_CUDA: Any = SimpleNamespace(is_cuda=True)
 HEADS = torch.randn(3, 1, 2, 1, 16, generator=torch.Generator().manual_seed(0)).to(DEVICE)
 GATES = torch.rand(2, 1, 2, 1, generator=torch.Generator().manual_seed(1)).to(DEVICE)
 DELTA_RULE = (*HEADS, -GATES[0], GATES[1])
