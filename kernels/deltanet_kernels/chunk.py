@@ -26,9 +26,9 @@ from .kernel_config import (
     cdiv,
     chunk_config,
     multiprocessors,
-    power_of_two,
     product_precision,
     slices,
+    tile_width,
 )
 from .registration import differentiable, gradient, operator
 
@@ -89,14 +89,14 @@ def _milliseconds(run: Callable[[], object]) -> float:
 
 def _sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, int]:
     K, V = k.shape[3], v.shape[3]
-    BK = power_of_two(K)
+    BK = tile_width(K, k.dtype)
     return {"H": k.shape[2], "HV": v.shape[2], "HQ": q.shape[2], "K": K, "V": V, "BK": BK}
 
 
 def _full(k: torch.Tensor, v: torch.Tensor, chunks: Chunks) -> bool:
     """Every tile of every kernel is full: nothing needs a mask."""
     sizes = (k.shape[3], v.shape[3])
-    even = all(size >= 16 and size == power_of_two(size, 1) for size in sizes)
+    even = all(size == tile_width(size, k.dtype) for size in sizes)
     return even and not chunks.varlen and chunks.tokens % chunks.size == 0
 
 

@@ -21,6 +21,17 @@ def power_of_two(n: int, least: int = 16) -> int:
     return max(least, 1 << (n - 1).bit_length())
 
 
+def tile_width(size: int, dtype: torch.dtype) -> int:
+    """The width of a tile that holds a head of this size: a power of two, in float16 at least 64.
+
+    Narrower float16 tiles lie in shared memory in another pattern than [C, C] ones. Where two tiles follow each other
+    at one address in two patterns, ptxas 12.8 (Triton 3.6) computes the addresses of all products but the first of a
+    sum from the wrong register (ptxas 12.9 does not): on an H200 dk came out wrong at K = 16, V = 40. bfloat16 tiles,
+    laid out in another order, and the slices of 32 columns for K over 128 do not meet there.
+    """
+    return power_of_two(size, 64 if dtype == torch.float16 else 16)
+
+
 @dataclass(frozen=True)
 class ChunkConfig:
     """Tokens a chunk; slices of V, warps, pipeline stages, and registers a thread of the kernels of chunk_*.py.
@@ -58,8 +69,8 @@ def chunk_config(K: int, V: int, dtype: torch.dtype, capability: tuple[int, int]
     sm_90 has its own table; elsewhere the state passes are not pipelined and all fits into 99 KiB of shared memory
     (102 KiB for float32 heads over 128).
     """
-    BK = power_of_two(K)
-    BV = power_of_two(V)
+    BK = tile_width(K, dtype)
+    BV = tile_width(V, dtype)
     config = ChunkConfig()
     if dtype == torch.float32:
         # Twice the bytes in shared memory, and products without wgmma.
@@ -74,10 +85,6 @@ def chunk_config(K: int, V: int, dtype: torch.dtype, capability: tuple[int, int]
         config = replace(
             config, state_BV=128, state_warps=8, grad_BV=128, grad_warps=8, output_BV=128, pair_registers=168
         )
-    if dtype == torch.float16 and BK < 64:
-        # With wider slices ptxas 12.8 (Triton 3.6) computes shared memory addresses of the products of dK from a
-        # register that nothing has written; ptxas 12.9 does not.
-        config = replace(config, input_BV=BK)
     if capability[0] != 9:
         narrow = min(config.state_BV, 32 if BK > 64 else 64)
         config = replace(
