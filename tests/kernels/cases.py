@@ -51,6 +51,7 @@ CASES = [
     # grouped heads
     Case("value heads share a key head", T=70, B=2, H=2, HQ=2, HV=6),
     Case("query heads share a state", T=70, B=2, H=2, HQ=6, HV=2),
+    Case("query heads share a state of narrow values", T=70, HQ=3, K=40, V=24),
     Case("value heads with own queries", T=70, B=2, H=1, HQ=3, HV=3),
     Case("one key head, 2 queries, 4 values", T=70, B=2, H=1, HQ=2, HV=4, V=24),
     Case("one key head, 4 queries, 2 values", T=70, B=2, H=1, HQ=4, HV=2, V=24),

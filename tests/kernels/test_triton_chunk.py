@@ -195,7 +195,8 @@ def test_low_precision(case: Case, dtype: torch.dtype) -> None:
 @needs_gpu
 @pytest.mark.parametrize("K", [16, 32, 64, 128, 256])
 @pytest.mark.parametrize("segments", [1, 3])
-def test_integers_bit_for_bit(K: int, segments: int) -> None:
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
+def test_integers_bit_for_bit(K: int, segments: int, half: torch.dtype) -> None:
     """One-hot keys, integer values, no decay, beta 0 or 1: every product is exact, so every bit must be."""
     torch.manual_seed(0)
     B, T, H = 2, 192, 2
@@ -206,7 +207,7 @@ def test_integers_bit_for_bit(K: int, segments: int) -> None:
     do = torch.randint(-1, 2, (B, T, H, K)) * (torch.rand(B, T, H, K) < 0.1)
     answers = []
     for function, dtype, device, options in (
-        (chunk_gated_delta_rule_triton, torch.bfloat16, "cuda", {"segments": segments}),
+        (chunk_gated_delta_rule_triton, half, "cuda", {"segments": segments}),
         (naive_gated_delta_rule, torch.float64, "cpu", {}),
     ):
         leaves = [x.to(device, dtype).requires_grad_() for x in (q, k, v)]
