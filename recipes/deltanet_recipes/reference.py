@@ -57,7 +57,7 @@ def markdown() -> str:
             if name == "kind" or same:
                 continue
             meaning = field.description or f"see {name} below"
-            lines.append(f"| `{name}` | {_default(field)} | {meaning}{_choices(field.annotation)} |")
+            lines.append(f"| `{field.alias or name}` | {_default(field)} | {meaning}{_choices(field.annotation)} |")
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
 

@@ -215,7 +215,7 @@ def _converts(run: Run) -> bool:
 
 
 def _asked(run: Run) -> dict[str, Any]:
-    return run.model_dump(mode="json", exclude={"keep"})
+    return run.model_dump(mode="json", by_alias=True, exclude={"keep"})
 
 
 def _last_words(log: Path, begin: int) -> str:

@@ -23,6 +23,7 @@ class Conversion(Strict):
 
     layers: str = Field("all", description="--layers")
     profile: str = Field("teacher", description="--profile")
+    target: Literal["native"] | None = Field(None, alias="for", description="--for, instead of a profile")
     set: dict[str, bool | int | str] = Field({}, description="--set, each key of it")
     fit_memory: bool = Field(True, description="false: --no-fit-memory")
     text: str | None = Field(None, description="--text; default: the text shipped with the project")
@@ -36,7 +37,8 @@ class Conversion(Strict):
 
     def arguments(self) -> list[str]:
         """The command line's."""
-        arguments = ["--layers", self.layers, "--profile", self.profile]
+        kind = ["--for", self.target] if self.target else ["--profile", self.profile]
+        arguments = ["--layers", self.layers, *kind]
         for key, value in self.set.items():
             arguments += ["--set", f"{key}={json.dumps(value) if isinstance(value, bool) else value}"]
         arguments += [] if self.fit_memory else ["--no-fit-memory"]

@@ -154,13 +154,17 @@ def test_long_runs_come_first_and_one_conversion_serves_many(workplace: Path, tm
         {"name": "a", "recipe": recipe},
         {"name": "b", "recipe": recipe, "set": {"stages.distil.tokens": 10240}},
         {"name": "c", "recipe": recipe, "convert": {"profile": "native"}},
+        {"name": "d", "recipe": recipe, "convert": {"for": "native"}},
         {"name": "start", "untrained": "start"},
         {"name": "teacher", "untrained": "teacher"},
     ]
     study = load_study(write_study(workplace, tmp_path, runs), [f"home={workplace}"])
     work = StudyRun(study, list(study.runs), [None])
-    assert [run.name for run in work.waiting] == ["b", "a", "c", "start", "teacher"]
-    assert len(work.conversions) == 2
+    assert [run.name for run in work.waiting] == ["b", "a", "c", "d", "start", "teacher"]
+    assert len(work.conversions) == 3
+    native, exportable = (run.convert.arguments() for run in work.waiting[2:4])
+    assert "--profile native" in " ".join(native)
+    assert "--for native" in " ".join(exportable)
 
 
 @pytest.mark.parametrize(
