@@ -3,7 +3,8 @@
     S_t = e^{g_t} S_{t-1} + beta_t k_t (v_t - k_t^T e^{g_t} S_{t-1})^T        o_t = scale * q_t^T S_t
 
 Forward: chunk_prepare.py (gates, key norms, T), chunk_scores.py (P), chunk_fwd.py (states, outputs). Backward:
-chunk_bwd.py, chunk_bwd_inputs.py. The forward pass keeps T, P, the states S [chunks, HV, V, K] and V' for it.
+chunk_bwd.py, chunk_bwd_inputs.py. The forward pass keeps T, P, the states S [chunks, HV, V, K] and V' for it, and of
+sequences that are cut (chunk_segment.py) the maps M and what each segment forgets.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -19,13 +20,14 @@ from .chunk_bwd_inputs import _input_backward_kernel
 from .chunk_fwd import _output_kernel, _state_kernel
 from .chunk_prepare import Chunks, cut_chunks, prepare
 from .chunk_scores import scores
-from .chunk_segment import compose, segments_for
+from .chunk_segment import compose, composed_at_most, forgetting, segments_for
 from .kernel_config import (
     ChunkConfig,
     capability,
     cdiv,
     chunk_config,
     multiprocessors,
+    power_of_two,
     product_precision,
     slices,
     tile_width,
@@ -100,6 +102,10 @@ def _full(k: torch.Tensor, v: torch.Tensor, chunks: Chunks) -> bool:
     return even and not chunks.varlen and chunks.tokens % chunks.size == 0
 
 
+def _composed(segments: int, config: ChunkConfig, V: int, device: torch.device) -> int:
+    return composed_at_most(segments, cdiv(V, config.state_BV), multiprocessors(device))
+
+
 def _zero_tail(chunks: Chunks, *tensors: torch.Tensor) -> None:
     """Tokens after the last packed sequence get zeros."""
     if chunks.cu_seqlens is not None:
@@ -126,6 +132,7 @@ def _fake_chunk_forward(
         k.new_empty((count, HV, V, K) if keep else (0,), dtype=kept),
         k.new_empty((B, T, HV, V) if keep else (0,), dtype=kept),
         q.new_empty((rows, segments, HV, K, K) if keep and segments > 1 else (0,), dtype=torch.float32),
+        q.new_empty(1 + 2 * rows * segments * HV if keep and segments > 1 else 0, dtype=torch.int32),
     )
 
 
@@ -136,9 +143,10 @@ def chunk_forward(
     A_log: torch.Tensor | None, dt_bias: torch.Tensor | None,
     scale: float, norm: bool, sigmoid: bool, final: bool, keep: bool, precision: str, segments: int,
 ) -> tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor,
+    torch.Tensor,
 ]:  # fmt: skip
-    """o, final state, and what the backward pass needs: row factors, T, P, S, V', M (empty where not asked for)."""
+    """o, final state, and what the backward pass needs: row factors, T, P, S, V', M, table (empty if not asked for)."""
     precision = product_precision(precision, q.dtype)
     q, k, v = _unit_stride(q), _unit_stride(k), _unit_stride(v)
     g, beta = g.contiguous(), beta.contiguous()
@@ -148,8 +156,8 @@ def chunk_forward(
     C, HO = config.C, max(HQ, HV)
     chunks = cut_chunks(B, T, C, cu_seqlens)
     full = _full(k, v, chunks)
-    P, factors = scores(
-        q, k, g, beta, A_log, dt_bias, chunks, scale, sigmoid, norm, full, precision, config.score_warps
+    P, factors, bounds = scores(
+        q, k, g, beta, A_log, dt_bias, chunks, scale, sigmoid, norm, full, segments > 1, precision, config.score_warps
     )
     Tm = prepare(k, factors, HV, chunks, precision, config.prepare_warps)
 
@@ -166,17 +174,21 @@ def chunk_forward(
     flags = {"C": C, "VARLEN": chunks.varlen, "FULL": full, "PRECISION": precision}
     programs = chunks.rows * segments * HV
     BV, warps = slices(config.state_BV, config.state_warps, V, programs, multiprocessors(q.device))
-    common = {**sizes, **flags, "SEGMENTS": segments, "STAGES": config.state_stages}
-    start = initial_state
+    composed = _composed(segments, config, V, q.device)
+    common = {
+        **sizes, **flags, "SEGMENTS": segments, "POWER": power_of_two(segments, 1), "STAGES": config.state_stages,
+    }  # fmt: skip
+    start, table = initial_state, q.new_empty(0, dtype=torch.int32)
     if segments > 1:
+        table = forgetting(bounds, chunks, segments)
         N = q.new_empty(chunks.rows, segments, HV, K, V, dtype=torch.float32)
         _state_kernel[(programs * (cdiv(K, config.state_BV) + cdiv(V, config.state_BV)),)](
-            *inputs, None, o, h, vn, N, M, *where, *strides, **common, BV=config.state_BV,
+            *inputs, None, o, h, vn, N, M, table, composed, *where, *strides, **common, BV=config.state_BV,
             INITIAL=False, FINAL=True, OUTPUT=False, KEEP=False, TRANSITION=True, num_warps=config.state_warps,
         )  # fmt: skip
-        start = compose(M, N, initial_state, False, precision)
+        start = compose(M, N, initial_state, table, composed, False, precision)
     _state_kernel[(programs * cdiv(V, BV),)](
-        *inputs, start, o, h, vn, ht, M, *where, *strides, **common, BV=BV,
+        *inputs, start, o, h, vn, ht, M, table, composed, *where, *strides, **common, BV=BV,
         INITIAL=start is not None, FINAL=final, OUTPUT=fused, KEEP=stored, TRANSITION=False, num_warps=warps,
     )  # fmt: skip
     if not fused and chunks.count:
@@ -187,12 +199,12 @@ def chunk_forward(
         )  # fmt: skip
     _zero_tail(chunks, o)
     if not keep:
-        factors, Tm, P, h, vn, M = (x.new_empty(0) for x in (factors, Tm, P, h, vn, M))
-    return o, ht, factors, Tm, P, h, vn, M
+        factors, Tm, P, h, vn, M, table = (x.new_empty(0) for x in (factors, Tm, P, h, vn, M, table))
+    return o, ht, factors, Tm, P, h, vn, M, table
 
 
 def _fake_chunk_backward(
-    do, dht, q, k, v, g, beta, cu_seqlens, A_log, dt_bias, factors, Tm, P, h, vn, M,
+    do, dht, q, k, v, g, beta, cu_seqlens, A_log, dt_bias, factors, Tm, P, h, vn, M, table,
     scale, norm, sigmoid, initial, precision, segments,
 ):  # fmt: skip
     rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -209,6 +221,7 @@ def chunk_backward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
     cu_seqlens: torch.Tensor | None, A_log: torch.Tensor | None, dt_bias: torch.Tensor | None,
     factors: torch.Tensor, Tm: torch.Tensor, P: torch.Tensor, h: torch.Tensor, vn: torch.Tensor, M: torch.Tensor,
+    table: torch.Tensor,
     scale: float, norm: bool, sigmoid: bool, initial: bool, precision: str, segments: int,
 ) -> tuple[
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
@@ -228,8 +241,9 @@ def chunk_backward(
     programs = chunks.rows * segments * HV
     BV, warps = slices(config.grad_BV, config.grad_warps, V, programs, multiprocessors(q.device))
     grid = (programs * cdiv(V, BV),)
+    composed = _composed(segments, config, V, q.device)
     common = {
-        **sizes, **flags, "BV": BV, "SEGMENTS": segments, "num_warps": warps,
+        **sizes, **flags, "BV": BV, "SEGMENTS": segments, "POWER": power_of_two(segments, 1), "num_warps": warps,
         # More query heads a state need more shared memory a stage.
         "STAGES": max(1, config.grad_stages - max(HQ // HV, 1) + 1),
     }  # fmt: skip
@@ -239,15 +253,17 @@ def chunk_backward(
     if segments > 1:
         N = q.new_empty(chunks.rows, segments, HV, K, V, dtype=torch.float32)
         _state_backward_kernel[grid](
-            *inputs, None, dh, dw, N, *where, *strides, **common, FINAL=False, INITIAL=True, KEEP=False
+            *inputs, None, dh, dw, N, table, composed, *where, *strides, **common, FINAL=False, INITIAL=True, KEEP=False
         )
-        start = compose(M, N, dht, True, precision)
+        start = compose(M, N, dht, table, composed, True, precision)
     _state_backward_kernel[grid](
         *inputs,
         start,
         dh,
         dw,
         dh0,
+        table,
+        composed,
         *where,
         *strides,
         **common,
@@ -300,20 +316,20 @@ def _setup_context(ctx, inputs, output):
         precision,
         segments,
     ) = inputs
-    _, _, factors, Tm, P, h, vn, M = output
-    ctx.save_for_backward(q, k, v, g, beta, cu_seqlens, A_log, dt_bias, factors, Tm, P, h, vn, M)
+    _, _, factors, Tm, P, h, vn, M, table = output
+    ctx.save_for_backward(q, k, v, g, beta, cu_seqlens, A_log, dt_bias, factors, Tm, P, h, vn, M, table)
     ctx.options = (scale, norm, sigmoid, initial_state is not None, precision, segments)
     ctx.final = final
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, do, dht, *_):
-    q, k, v, g, beta, cu_seqlens, A_log, dt_bias, factors, Tm, P, h, vn, M = ctx.saved_tensors
+    q, k, v, g, beta, cu_seqlens, A_log, dt_bias, factors, Tm, P, h, vn, M, table = ctx.saved_tensors
     if do is None:
         do = q.new_zeros(q.shape[0], q.shape[1], max(q.shape[2], v.shape[2]), v.shape[3])
     dq, dk, dv, dg, dbeta, dh0, dA, dbias = chunk_backward(
         do, dht if ctx.final else None, q, k, v, g, beta, cu_seqlens, A_log, dt_bias,
-        factors, Tm, P, h, vn, M, *ctx.options,
+        factors, Tm, P, h, vn, M, table, *ctx.options,
     )  # fmt: skip
     gate, initial = A_log is not None, ctx.options[3]
     return (

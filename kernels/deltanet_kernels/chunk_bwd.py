@@ -31,18 +31,22 @@ import triton.language as tl
 
 from .chunk_prepare import locate_chunk, locate_row, row_factors
 from .chunk_scores import decay_between, gamma_of, load_G, load_tile, store_tile
+from .chunk_segment import segment_span, transition_span
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "composed"])
 def _state_backward_kernel(
-    q, k, factors, Tm, P, do, dht, dh, dw, dh0, cu_seqlens, first_chunk, T, tokens,
+    q, k, factors, Tm, P, do, dht, dh, dw, dh0, table, composed, cu_seqlens, first_chunk, T, tokens,
     q_row, q_token: tl.constexpr, q_head, k_row, k_token: tl.constexpr, k_head, o_row, o_token: tl.constexpr, o_head,
     H: tl.constexpr, HV: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, VARLEN: tl.constexpr, FULL: tl.constexpr,
-    FINAL: tl.constexpr, INITIAL: tl.constexpr, KEEP: tl.constexpr, SEGMENTS: tl.constexpr,
+    FINAL: tl.constexpr, INITIAL: tl.constexpr, KEEP: tl.constexpr, SEGMENTS: tl.constexpr, POWER: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One program a (sequence, segment, state head, slice of V), chunks in reverse; writes dS [V, K] and dW."""
+    """One program a (sequence, segment, state head, slice of V), chunks in reverse; writes dS [V, K] and dW.
+
+    Not KEEP: only N' of each segment, to dh0, where it is needed.
+    """
     pid = tl.program_id(0)
     NV: tl.constexpr = (V + BV - 1) // BV
     i_v = pid % NV
@@ -77,10 +81,12 @@ def _state_backward_kernel(
     rows = factors + (head.to(tl.int64) * tokens + flat)
     square = i[:, None] * C + i[None, :]
     dtype = k.dtype.element_ty
+    s = segment % SEGMENTS
     count = tl.cdiv(length, C)
-    share = tl.cdiv(count, SEGMENTS)
-    start = (segment % SEGMENTS) * share
-    stop = tl.minimum(start + share, count)
+    if KEEP:
+        start, stop, ends = segment_span(table, composed, n, s, head, count, HV, SEGMENTS, POWER, True)
+    else:
+        start, stop, ends = transition_span(table, composed, n, s, head, count, False, HV, SEGMENTS, True)
     for step in tl.range(start, stop, num_stages=STAGES):
         t = stop - 1 - (step - start)
         first = t * C
@@ -117,11 +123,9 @@ def _state_backward_kernel(
         if KEEP:
             store_tile(dw + ((flat + token) * HV + head) * V + dw_at, dW, live[None, :] & me[:, None], FULL)
     if INITIAL:
-        if KEEP:
-            if segment % SEGMENTS == 0:
-                tl.store(dh0 + (n.to(tl.int64) * HV + head) * K * V + outer, dS, mask=mS)
-        else:
-            tl.store(dh0 + state * K * V + outer, dS, mask=mS)
+        to = n.to(tl.int64) * HV + head if KEEP else state
+        if ends:
+            tl.store(dh0 + to * K * V + outer, dS, mask=mS)
 
 
 @triton.jit(do_not_specialize=["T"])

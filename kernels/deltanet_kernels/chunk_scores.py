@@ -6,6 +6,9 @@ exponentials, norms and that product out of the loops over chunks. Notation in c
 
 Row factors, float32, head first [heads, B*T]: G and s; then four side by side a row, beta, -gamma beta r, rev r, r;
 then for each output head 1/|q|, scale gamma / |q| and two unused. gamma = e^G, rev = e^{G_last - G}.
+
+Where sequences are cut into segments, also the bound of what each chunk leaves of the state before it, as a logarithm
+[chunks, HV]: the sum of g + max(0, log |1 - beta |k|^2|); minus infinity behind a shut gate (chunk_segment.py).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -90,13 +93,13 @@ def _gates(g, beta, A_log, dt_bias, at, live, head, GATE: tl.constexpr, SIGMOID:
 
 @triton.jit(do_not_specialize=["T"])
 def _score_kernel(
-    q, k, g, beta, A_log, dt_bias, factors, P_out, cu_seqlens, row_of_chunk, first_chunk, scale, T, tokens,
+    q, k, g, beta, A_log, dt_bias, factors, P_out, bounds, cu_seqlens, row_of_chunk, first_chunk, scale, T, tokens,
     q_row, q_token: tl.constexpr, q_head, k_row, k_token: tl.constexpr, k_head,
     H: tl.constexpr, HV: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr,
     BK: tl.constexpr, C: tl.constexpr, GATE: tl.constexpr, SIGMOID: tl.constexpr, NORM: tl.constexpr,
-    VARLEN: tl.constexpr, FULL: tl.constexpr, PRECISION: tl.constexpr,
+    BOUND: tl.constexpr, VARLEN: tl.constexpr, FULL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program a (chunk, output head): P and the row factors."""
+    """One program a (chunk, output head): P, the row factors, the bound."""
     HO: tl.constexpr = HQ if HQ > HV else HV
     pid = tl.program_id(0)
     out = pid % HO
@@ -135,6 +138,11 @@ def _score_kernel(
         tl.store(packed + 4 * i + 1, -gamma * b * r, mask=live)
         tl.store(packed + 4 * i + 2, tl.where(s == s_last, tl.exp(tl.minimum(G_last - G, 0.0)), 0.0) * r, mask=live)
         tl.store(packed + 4 * i + 3, r, mask=live)
+        if BOUND:
+            wide = k_tile.to(tl.float32)
+            longer = tl.log(tl.abs(1.0 - b * r * r * tl.sum(wide * wide, axis=1)))
+            bound = G_last + tl.sum(tl.where(longer <= 0.0, 0.0, longer), axis=0)
+            tl.store(bounds + c.to(tl.int64) * HV + head, tl.where(s_last > 0.0, -float("inf"), bound))
     reads = factors + (6 * plane + 4 * (out.to(tl.int64) * tokens + flat))
     tl.store(reads + 4 * i, f, mask=live)
     tl.store(reads + 4 * i + 1, f * scale * gamma, mask=live)
@@ -152,9 +160,9 @@ def _score_kernel(
 def scores(
     q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
     A_log: torch.Tensor | None, dt_bias: torch.Tensor | None,
-    chunks: Chunks, scale: float, sigmoid: bool, norm: bool, full: bool, precision: str, num_warps: int,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """P [chunks, HO, C, C] and the row factors [6 HV + 4 HO, B*T].
+    chunks: Chunks, scale: float, sigmoid: bool, norm: bool, full: bool, bound: bool, precision: str, num_warps: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """P [chunks, HO, C, C], the row factors [6 HV + 4 HO, B*T], and the bounds [chunks, HV] where asked for.
 
     From q [B, T, HQ, K], k [B, T, H, K] (unit stride along K) and contiguous g, beta [B, T, HV].
     """
@@ -163,11 +171,12 @@ def scores(
     HO = max(HQ, HV)
     factors = torch.empty(6 * HV + 4 * HO, B * T, dtype=torch.float32, device=k.device)
     P = torch.empty(chunks.count, HO, chunks.size, chunks.size, dtype=k.dtype, device=k.device)
+    bounds = torch.empty((chunks.count, HV) if bound else (0,), dtype=torch.float32, device=k.device)
     if chunks.count:
         _score_kernel[(chunks.count * HO,)](
-            q, k, g, beta, A_log, dt_bias, factors, P, chunks.cu_seqlens, chunks.row_of_chunk, chunks.first_chunk,
-            scale, T, B * T, *q.stride()[:3], *k.stride()[:3], H=k.shape[2], HV=HV, HQ=HQ, K=K, BK=power_of_two(K),
-            C=chunks.size, GATE=A_log is not None, SIGMOID=sigmoid, NORM=norm, VARLEN=chunks.varlen, FULL=full,
-            PRECISION=precision, num_warps=num_warps,
+            q, k, g, beta, A_log, dt_bias, factors, P, bounds, chunks.cu_seqlens, chunks.row_of_chunk,
+            chunks.first_chunk, scale, T, B * T, *q.stride()[:3], *k.stride()[:3], H=k.shape[2], HV=HV, HQ=HQ, K=K,
+            BK=power_of_two(K), C=chunks.size, GATE=A_log is not None, SIGMOID=sigmoid, NORM=norm, BOUND=bound,
+            VARLEN=chunks.varlen, FULL=full, PRECISION=precision, num_warps=num_warps,
         )  # fmt: skip
-    return P, factors
+    return P, factors, bounds

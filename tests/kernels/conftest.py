@@ -1,0 +1,23 @@
+"""What the tests of the kernels share."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fresh memory is NaN: what a kernel leaves unwritten shows."""
+
+    def poisoned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def function(*args: Any, **kwargs: Any) -> torch.Tensor:
+            x = make(*args, **kwargs)
+            return x.fill_(torch.nan) if x.is_floating_point() else x
+
+        return function
+
+    for name in ("empty", "empty_like"):
+        monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
