@@ -4,8 +4,8 @@ A block stands between `<!-- KIND: FILE ... -->` and `<!-- end of KIND -->`; wha
 
 results FILE: the rows of a results file (deltanet_recipes.measure).
 keys FILE: the keys of a recipe (FILE is not read).
-headline FILE: a YAML file {results: [FILE, ...], report: FILE or null, rows: [{run, label}, ...]}, its paths beside it:
-the named rows with what a reader wants to know first, and their scores in a `deltanet-hf report` JSON.
+headline FILE: a YAML file {results: [FILE, ...], reports: [FILE, ...], rows: [{run, label}, ...]}, its paths beside it:
+the named rows with what a reader wants to know first, and their scores in the JSON of `deltanet-hf report` calls.
 """
 
 from __future__ import annotations
@@ -53,10 +53,9 @@ def headline(path: Path) -> str:
     """The table that a YAML file asks for. Raises UserError if it names a run that is in no results file."""
     asked = yaml.safe_load(path.read_text())
     rows = {row["run"]: row for name in asked["results"] for row in json.loads((path.parent / name).read_text())}
-    report: dict[str, Any] | None = None
-    if asked.get("report"):
-        report = json.loads((path.parent / asked["report"]).read_text())
-    columns = ["tokens trained", *METRICS, *([] if report is None else _report_columns(report))]
+    reports = [json.loads((path.parent / name).read_text()) for name in asked.get("reports", [])]
+    models = {model["name"]: model for report in reports for model in report["models"]}
+    columns = ["tokens trained", *METRICS, *(_report_columns(reports[0]) if reports else [])]
     lines = ["| | " + " | ".join(columns) + " |", "|---|" + "---|" * len(columns)]
     for entry in asked["rows"]:
         row = rows.get(entry["run"])
@@ -64,7 +63,7 @@ def headline(path: Path) -> str:
             raise UserError(f"{path}: no measured run {entry['run']!r} in {', '.join(asked['results'])}")
         cells = [f"{row['tokens'] / 1e6:.1f}M" if row["tokens"] else "-"]
         cells += [_cell(row["metrics"].get(key), digits) for key, digits in METRICS.values()]
-        cells += [] if report is None else _report_cells(report, entry.get("report", entry["run"]))
+        cells += _report_cells(models.get(entry.get("report", entry["run"]))) if reports else []
         lines.append(f"| {entry['label']} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -73,9 +72,8 @@ def _report_columns(report: dict[str, Any]) -> list[str]:
     return [f"% of teacher, {report['settings']['suite']} suite", "4 needles in 2,048 tokens, %"]
 
 
-def _report_cells(report: dict[str, Any], name: str) -> list[str]:
-    """The report's scores of a model; dashes where it was not in the report."""
-    model = next((model for model in report["models"] if model["name"] == name), None)
+def _report_cells(model: dict[str, Any] | None) -> list[str]:
+    """A model's scores; dashes where it is in no report."""
     if model is None:
         return ["-", "-"]
     percent = None if model["kind"] == "teacher" else model["percent_of_teacher"]

@@ -36,7 +36,7 @@ def test_the_headline_joins_results_and_report(tmp_path: Path) -> None:
     model = {"name": "ex", "kind": "student", "percent_of_teacher": {"value": 95.04, "stderr": 1.0}}
     report = {"settings": {"suite": "small"}, "models": [{**model, "recall": {"needle_2048": score}}]}
     (tmp_path / "r.json").write_text(json.dumps(report))
-    asked = {"results": ["a.json"], "report": "r.json", "rows": [{"run": "x", "label": "Ex", "report": "ex"}]}
+    asked = {"results": ["a.json"], "reports": ["r.json"], "rows": [{"run": "x", "label": "Ex", "report": "ex"}]}
     (tmp_path / "h.yaml").write_text(json.dumps(asked))
     text = "before\n<!-- headline: h.yaml (note) -->\nold\n<!-- end of headline -->\nafter\n"
     new = rewritten(text, tmp_path)
