@@ -128,13 +128,25 @@ def test_speed_is_measured_warm_and_never_made_up(tmp_path: Path, monkeypatch: p
 
 
 def test_more_than_rounding_is_not_within() -> None:
-    good = Comparison("it", STORED, tokens=64, equal=60, largest=3.0, mean=0.019, ours=1.0, own=0.01)
+    good = Comparison("it", STORED, tokens=64, equal=60, decoded=3.0, mean=0.019, ours=1.0, own=0.01)
     assert good.within
     assert not replace(good, mean=0.021).within
     assert not replace(good, tokens=0).within
     assert replace(good, mean=1.9, own=None).within
     assert not replace(good, ours=0.0).within
     assert replace(good, ours=None).within
+    assert replace(good, ours=0.0, decoded=0.001).within
+    assert not replace(good, ours=0.0, decoded=0.001, read=3.0).within
+
+
+def test_reading_and_decoding_are_told_apart(tmp_path: Path) -> None:
+    """A runtime that reads prompts as we do, and loses its state after the first token."""
+    opened = model(tmp_path / "model", "hybrid")
+    export_command(str(opened.folder), tmp_path / "out")
+    reference, running = Reference.load(opened, torch.float32, None), Transformers(tmp_path / "out", FLOAT32)
+    good = [running.follow(prompt, 3) for prompt in reference.prompts]
+    figures = compare(reference, [[steps[0], steps[0], steps[2]] for steps in good])
+    assert figures["read"] <= 1e-3 < 1e-1 < figures["decoded"]
 
 
 def test_verification_fails_on_a_wrong_export(tmp_path: Path) -> None:
