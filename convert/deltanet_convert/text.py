@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deltanet_hf.data import prefix_ids
 from deltanet_hf.errors import UserError
 
 SEQUENCE_LENGTH = 512
@@ -105,7 +106,8 @@ def tokenise(
 ) -> CalibrationText:
     """Cuts the documents into sequences of `min(512, max_length)` tokens and draws both parts with `seed`.
 
-    The held-out sequences come from the last fifth of the text, the calibration sequences from the rest.
+    Each begins as the tokenizer begins a text: models that learned with a begin-of-text token need it. The held-out
+    sequences come from the last fifth of the text, the calibration sequences from the rest.
 
     Raises UserError when the text is too short for the tokens asked for.
     """
@@ -117,7 +119,10 @@ def tokenise(
         if end is not None:
             ids.append(end)
     wanted, held = -(-calibration_tokens // length), min(HELD_OUT_TOKENS, calibration_tokens) // length
-    blocks = torch.tensor(ids[: len(ids) // length * length], dtype=torch.int64).view(-1, length)
+    prefix = prefix_ids(tokenizer)
+    cut = length - len(prefix)
+    blocks = torch.tensor(ids[: len(ids) // cut * cut], dtype=torch.int64).view(-1, cut)
+    blocks = torch.cat([torch.tensor(prefix, dtype=torch.int64).expand(len(blocks), -1), blocks], dim=1)
     first_held = min(len(blocks) - 1, int(len(blocks) * (1 - HELD_OUT_SHARE)))
     if first_held < wanted:
         raise UserError(

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from deltanet_hf.data import prefix_ids
 from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.scores import Score, clustered_score
 from deltanet_hf.evaluation.scoring import token_budget
-from deltanet_hf.evaluation.texts import prefix_ids
 
 _ITEMS = (
     *("amber", "anchor", "arrow", "basket", "beacon", "bridge", "button", "candle", "carpet", "castle", "cellar"),

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from deltanet_hf.data import prefix_ids
 from deltanet_hf.errors import UserError
 
 
@@ -68,11 +69,6 @@ def windows(ids: np.ndarray, length: int, count: int) -> Tensor:
     """The first `count` windows [count, length] int64, without overlap; fewer if the text ends."""
     count = min(count, ids.size // length)
     return torch.from_numpy(ids[: count * length].reshape(count, length))
-
-
-def prefix_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What the tokenizer itself puts before a text: the begin-of-text token of some families, nothing for others."""
-    return [i for i in tokenizer("")["input_ids"] if i == tokenizer.bos_token_id]
 
 
 def with_prefix(windows_NT: Tensor, tokenizer: PreTrainedTokenizerBase) -> Tensor:

@@ -83,10 +83,14 @@ class Mixture:
     """Rows drawn from several streams by weight. `state` is all that a resumed run needs.
 
     A row comes from the stream that is furthest behind its share, so any prefix of the run has the right mixture.
+    `begin` is the token that every row starts with, for models that know no text without it.
     """
 
-    def __init__(self, streams: Sequence[Stream], separator: int, isolate: bool, repeat: bool) -> None:
+    def __init__(
+        self, streams: Sequence[Stream], separator: int, isolate: bool, repeat: bool, begin: int | None = None
+    ) -> None:
         self.streams, self.separator, self.isolate, self.repeat = list(streams), separator, isolate, repeat
+        self.begin = begin
         total = sum(stream.corpus.weight for stream in self.streams)
         self.shares = [stream.corpus.weight / total for stream in self.streams]
         self.state: list[int] = [0] * len(self.streams)  # tokens taken from each stream
@@ -111,6 +115,9 @@ class Mixture:
             index = int(np.argmax(behind))
             ids[row], scored[row] = self.streams[index].read(self.state[index], length + 1)
             self.state[index] += length
+            if self.begin is not None and ids[row, 0] != self.begin:  # a row from the middle of a document
+                ids[row], scored[row] = np.roll(ids[row], 1), np.roll(scored[row], 1)
+                ids[row, 0], scored[row, :2] = self.begin, False
         return make_rows(ids, scored, self.separator, self.isolate)
 
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from deltanet_hf.data import shipped_texts
+from deltanet_hf.data import prefix_ids, shipped_texts
 from deltanet_hf.errors import UserError
 from deltanet_recipes.card import write_card
 from deltanet_recipes.decontaminate import Contamination
@@ -119,10 +119,11 @@ class _Prepared:
             for corpus in corpora:
                 logbook.say(_describe(corpus))
         training, held_out = split_streams(corpora, data.holdout_tokens, recipe.seed, data.shuffle)
+        begin = next(iter(prefix_ids(tokenizer)), None)
         return cls(
             data,
-            Mixture(training, separator, data.isolate_documents, data.repeat),
-            Mixture(held_out, separator, data.isolate_documents, repeat=True),
+            Mixture(training, separator, data.isolate_documents, data.repeat, begin),
+            Mixture(held_out, separator, data.isolate_documents, True, begin),
             cache,
             [corpus.report for corpus in corpora],
         )

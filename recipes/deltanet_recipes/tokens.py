@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from deltanet_hf.data import prefix_ids
 from deltanet_hf.errors import UserError
 from deltanet_recipes.chat import render_chat
 from deltanet_recipes.config import file_kind
@@ -140,8 +141,9 @@ def _token_documents(
                 name = source.path or source.hub
                 raise UserError(f"{name}: {source.text_key!r} holds a {type(odd).__name__}, not text; set text_key")
             encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
+            prefix = prefix_ids(tokenizer)
             pairs: list[tuple[np.ndarray, np.ndarray | None]] = [
-                (np.array([*ids, separator], dtype=np.int64), None) for ids in encoded if ids
+                (np.array([*prefix, *ids, separator], dtype=np.int64), None) for ids in encoded if ids
             ]
         else:
             pairs = list(map(partial(render_chat, tokenizer, separator=separator), batch))
@@ -175,7 +177,7 @@ def _fingerprint(
         f"{stat.st_size} {stat.st_mtime_ns}" if stat else "",
         backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items())),
         str(tokenizer.chat_template) if source.messages_key else "",
-        str(separator),
+        f"{separator} {prefix_ids(tokenizer)}",
         contamination.fingerprint if contamination else "",
     ]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 
 from deltanet_convert.text import CHARS_PER_TOKEN, CalibrationText, read_text, tokenise
 from deltanet_hf.errors import UserError
@@ -111,3 +112,15 @@ def test_too_little_text_says_how_much_is_possible() -> None:
 def test_documents_end_with_the_end_token() -> None:
     text = tokenise(["a" * 63] * 12, tiny_tokenizer(), 64, 0, "text", 64)
     assert text.calibration[0, -1] == tiny_tokenizer().eos_token_id
+
+
+def test_sequences_begin_with_the_token_that_the_tokenizer_puts_before_a_text() -> None:
+    tokenizer = tiny_tokenizer()
+    bos = tokenizer.bos_token_id
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", bos)])
+    text, plain = tokenise(numbered(1000), tokenizer, 256, 0, "text", 64), drawn(0)
+    for rows in (text.calibration, text.held_out):
+        assert rows.shape[1] == 64
+        assert rows[:, 0].tolist() == [bos] * len(rows)
+        assert bos not in rows[:, 1:]
+    assert bos not in plain.calibration

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 
 from deltanet_hf.errors import UserError
 from deltanet_recipes.decontaminate import Contamination
@@ -143,6 +144,33 @@ def test_positions_restart_and_ends_are_not_scored() -> None:
     assert rows.labels.tolist() == [[6, EOS, -100, 8, 9]]
     joined = make_rows(ids, np.ones_like(ids, dtype=bool), EOS, isolate=False)
     assert joined.position_ids.tolist() == [[0, 1, 2, 3, 4]]
+
+
+def test_rows_from_within_a_document_begin_as_documents_do() -> None:
+    begin = 4
+    documents = [[begin, *range(10, 19), EOS], [begin, *range(20, 24), EOS]]
+    training, _ = split_streams([corpus_of(*documents)], 0, seed=0, shuffle=False)
+    rows = Mixture(training, EOS, True, True, begin).take(3, 6)
+    assert rows.input_ids.tolist() == [
+        [begin, 10, 11, 12, 13, 14],
+        [begin, 15, 16, 17, 18, EOS],
+        [begin, 20, 21, 22, 23, EOS],
+    ]
+    assert rows.labels.tolist() == [
+        [10, 11, 12, 13, 14, 15],
+        [-100, 16, 17, 18, EOS, -100],  # what follows a begin that was put there cannot be known
+        [-100, 21, 22, 23, EOS, -100],
+    ]
+
+
+def test_documents_get_the_token_that_the_tokenizer_puts_before_a_text(tmp_path: Path) -> None:
+    source, tokenizer = Source(path=str(write(tmp_path / "a.jsonl"))), make_tokenizer()
+    begin = tokenizer.bos_token_id
+    backend = tokenizer.backend_tokenizer
+    backend.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", begin)])
+    corpus = load_corpus(source, tokenizer, EOS, tmp_path / "cache")
+    assert corpus.tokens.tolist() == [begin, *IDS[:4], begin, *IDS[4:]]
+    assert load(tmp_path, source).tokens.tolist() == IDS  # not from the cache of the other
 
 
 def test_state_resumes_exactly_also_with_other_row_lengths() -> None:

@@ -29,23 +29,29 @@ from deltanet_convert.convert import convert, prepare
 from deltanet_convert.norm_target import needs_norms
 from deltanet_convert.options import ConvertOptions, kept_layers
 from deltanet_convert.text import read_text
+from deltanet_hf.data import prefix_ids
 from deltanet_hf.exit_codes import run_command
 
 WINDOW = 1024
 
 
 def eval_windows(file: Path, model_folder: Path, limit: int) -> Tensor:
-    """Token ids [n, 1024] of a text (.txt, .jsonl, .parquet) or of an array of token ids (.npy)."""
+    """Token ids [n, 1024] of a text (.txt, .jsonl, .parquet) or of an array of token ids (.npy).
+
+    Those of a text stand behind the begin-of-text token, if the tokenizer has one.
+    """
+    prefix: list[int] = []
     if file.suffix == ".npy":
         ids = torch.from_numpy(np.load(file).astype(np.int64))
     else:
         tokenizer = AutoTokenizer.from_pretrained(model_folder)
         text = "\n\n".join(read_text(file, limit * WINDOW))
-        ids = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
+        ids, prefix = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"]), prefix_ids(tokenizer)
     count = min(limit, len(ids) // WINDOW)
     if count == 0:
         raise typer.BadParameter(f"{file} has {len(ids)} tokens, a window needs {WINDOW}", param_hint="--eval")
-    return ids[: count * WINDOW].view(count, WINDOW)
+    rows = ids[: count * WINDOW].view(count, WINDOW)
+    return torch.cat([torch.tensor(prefix, dtype=torch.int64).expand(count, -1), rows], dim=1)
 
 
 @torch.inference_mode()
