@@ -20,14 +20,13 @@ from .chunk_bwd_inputs import _input_backward_kernel
 from .chunk_fwd import _output_kernel, _state_kernel
 from .chunk_prepare import Chunks, cut_chunks, prepare
 from .chunk_scores import scores
-from .chunk_segment import compose, composed_at_most, forgetting, segments_for
+from .chunk_segment import compose, composes, forgetting, segments_for
 from .kernel_config import (
     ChunkConfig,
     capability,
     cdiv,
     chunk_config,
     multiprocessors,
-    power_of_two,
     product_precision,
     slices,
     tile_width,
@@ -36,7 +35,6 @@ from .registration import differentiable, gradient, operator
 
 MAX_HEAD_SIZE = 256
 MIN_HALF_SIZE = 16  # smaller heads are computed in float32: too few numbers for their roundings to average out
-MAX_SEGMENTED_KEY = 128  # M [K, K] in float32 has to fit into shared memory
 
 
 def _kept_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -102,8 +100,13 @@ def _full(k: torch.Tensor, v: torch.Tensor, chunks: Chunks) -> bool:
     return even and not chunks.varlen and chunks.tokens % chunks.size == 0
 
 
-def _composed(segments: int, config: ChunkConfig, V: int, device: torch.device) -> int:
-    return composed_at_most(segments, cdiv(V, config.state_BV), multiprocessors(device))
+def _programs(rows: int, v: torch.Tensor, config: ChunkConfig) -> int:
+    """Programs of a state pass over `rows` uncut sequences."""
+    return rows * v.shape[2] * cdiv(v.shape[3], config.state_BV)
+
+
+def _composes(k: torch.Tensor, v: torch.Tensor, rows: int, segments: int) -> bool:
+    return segments > 1 and composes(_programs(rows, v, _pinned(k, v)), k.shape[3], multiprocessors(k.device))
 
 
 def _zero_tail(chunks: Chunks, *tensors: torch.Tensor) -> None:
@@ -131,8 +134,10 @@ def _fake_chunk_forward(
         k.new_empty((count, max(HQ, HV), C, C) if keep else (0,)),
         k.new_empty((count, HV, V, K) if keep else (0,), dtype=kept),
         k.new_empty((B, T, HV, V) if keep else (0,), dtype=kept),
-        q.new_empty((rows, segments, HV, K, K) if keep and segments > 1 else (0,), dtype=torch.float32),
-        q.new_empty(1 + 2 * rows * segments * HV if keep and segments > 1 else 0, dtype=torch.int32),
+        q.new_empty(
+            (rows, segments, HV, K, K) if keep and _composes(k, v, rows, segments) else (0,), dtype=torch.float32
+        ),
+        q.new_empty((rows, HV, segments, 5, 2) if keep and segments > 1 else (0,), dtype=torch.int32),
     )
 
 
@@ -167,29 +172,30 @@ def chunk_forward(
     stored = keep or not fused
     h = k.new_empty((chunks.count, HV, V, K) if stored else (0,), dtype=_kept_dtype(k.dtype))
     vn = k.new_empty((B, T, HV, V) if stored else (0,), dtype=_kept_dtype(k.dtype))
-    M = q.new_empty((chunks.rows, segments, HV, K, K) if segments > 1 else (0,), dtype=torch.float32)
+    composed = _composes(k, v, chunks.rows, segments)
+    M = q.new_empty((chunks.rows, segments, HV, K, K) if composed else (0,), dtype=torch.float32)
     inputs = (q, k, v, factors, Tm, P)
     where = (chunks.cu_seqlens, chunks.first_chunk, T, B * T)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
     flags = {"C": C, "VARLEN": chunks.varlen, "FULL": full, "PRECISION": precision}
     programs = chunks.rows * segments * HV
     BV, warps = slices(config.state_BV, config.state_warps, V, programs, multiprocessors(q.device))
-    composed = _composed(segments, config, V, q.device)
     common = {
-        **sizes, **flags, "SEGMENTS": segments, "POWER": power_of_two(segments, 1), "STAGES": config.state_stages,
+        **sizes, **flags, "BV": BV, "SEGMENTS": segments, "COMPOSED": composed, "STAGES": config.state_stages,
+        "num_warps": warps,
     }  # fmt: skip
     start, table = initial_state, q.new_empty(0, dtype=torch.int32)
     if segments > 1:
-        table = forgetting(bounds, chunks, segments)
-        N = q.new_empty(chunks.rows, segments, HV, K, V, dtype=torch.float32)
-        _state_kernel[(programs * (cdiv(K, config.state_BV) + cdiv(V, config.state_BV)),)](
-            *inputs, None, o, h, vn, N, M, table, composed, *where, *strides, **common, BV=config.state_BV,
-            INITIAL=False, FINAL=True, OUTPUT=False, KEEP=False, TRANSITION=True, num_warps=config.state_warps,
+        table = forgetting(bounds, chunks, segments, composed)
+        start = q.new_empty(chunks.rows, segments, HV, K, V, dtype=torch.float32)
+        _state_kernel[(programs * (cdiv(V, BV) + (cdiv(K, BV) if composed else 0)),)](
+            *inputs, None, o, h, vn, start, M, table, *where, *strides, **common,
+            INITIAL=False, FINAL=True, OUTPUT=False, KEEP=False, TRANSITION=True,
         )  # fmt: skip
-        start = compose(M, N, initial_state, table, composed, False, precision)
+        compose(M if composed else None, start, initial_state, table, False, precision)
     _state_kernel[(programs * cdiv(V, BV),)](
-        *inputs, start, o, h, vn, ht, M, table, composed, *where, *strides, **common, BV=BV,
-        INITIAL=start is not None, FINAL=final, OUTPUT=fused, KEEP=stored, TRANSITION=False, num_warps=warps,
+        *inputs, start, o, h, vn, ht, M, table, *where, *strides, **common,
+        INITIAL=start is not None, FINAL=final, OUTPUT=fused, KEEP=stored, TRANSITION=False,
     )  # fmt: skip
     if not fused and chunks.count:
         _output_kernel[(chunks.count * HO * cdiv(V, config.output_BV),)](
@@ -241,9 +247,8 @@ def chunk_backward(
     programs = chunks.rows * segments * HV
     BV, warps = slices(config.grad_BV, config.grad_warps, V, programs, multiprocessors(q.device))
     grid = (programs * cdiv(V, BV),)
-    composed = _composed(segments, config, V, q.device)
     common = {
-        **sizes, **flags, "BV": BV, "SEGMENTS": segments, "POWER": power_of_two(segments, 1), "num_warps": warps,
+        **sizes, **flags, "BV": BV, "SEGMENTS": segments, "num_warps": warps,
         # More query heads a state need more shared memory a stage.
         "STAGES": max(1, config.grad_stages - max(HQ // HV, 1) + 1),
     }  # fmt: skip
@@ -251,26 +256,15 @@ def chunk_backward(
     strides = (*q_strides, *k_strides, *o_strides)
     start = dht
     if segments > 1:
-        N = q.new_empty(chunks.rows, segments, HV, K, V, dtype=torch.float32)
+        start = q.new_empty(chunks.rows, segments, HV, K, V, dtype=torch.float32)
         _state_backward_kernel[grid](
-            *inputs, None, dh, dw, N, table, composed, *where, *strides, **common, FINAL=False, INITIAL=True, KEEP=False
+            *inputs, None, dh, dw, start, table, *where, *strides, **common, FINAL=False, INITIAL=True, KEEP=False
         )
-        start = compose(M, N, dht, table, composed, True, precision)
+        compose(M if M.numel() else None, start, dht, table, True, precision)
     _state_backward_kernel[grid](
-        *inputs,
-        start,
-        dh,
-        dw,
-        dh0,
-        table,
-        composed,
-        *where,
-        *strides,
-        **common,
-        FINAL=start is not None,
-        INITIAL=initial,
-        KEEP=True,
-    )
+        *inputs, start, dh, dw, dh0, table, *where, *strides, **common,
+        FINAL=start is not None, INITIAL=initial, KEEP=True,
+    )  # fmt: skip
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     dg, dbeta = torch.empty_like(g), torch.empty(beta.shape, dtype=beta.dtype, device=beta.device)
     gate = A_log is not None
@@ -343,8 +337,8 @@ _chunk = differentiable(chunk_forward, _backward, _setup_context)
 
 
 def _segments(q: torch.Tensor, v: torch.Tensor, rows: int, config: ChunkConfig) -> int:
-    programs = rows * v.shape[2] * cdiv(v.shape[3], config.state_BV)
-    return segments_for(programs, q.shape[0] * q.shape[1] // (rows * config.C), multiprocessors(q.device))
+    chunks_a_row = q.shape[0] * q.shape[1] // (rows * config.C)
+    return segments_for(_programs(rows, v, config), chunks_a_row, multiprocessors(q.device))
 
 
 def chunk_gated_delta_rule_triton(
@@ -385,7 +379,6 @@ def chunk_gated_delta_rule_triton(
     rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if segments is None:
         segments = _segments(q, v, rows, _pinned(k, v))
-    segments = segments if K <= MAX_SEGMENTED_KEY else 1
     inputs = (q, k, v, g, beta, initial_state, A_log, dt_bias)
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     o, ht, *_ = _chunk(

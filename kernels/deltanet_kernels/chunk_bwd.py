@@ -31,21 +31,21 @@ import triton.language as tl
 
 from .chunk_prepare import locate_chunk, locate_row, row_factors
 from .chunk_scores import decay_between, gamma_of, load_G, load_tile, store_tile
-from .chunk_segment import segment_span, transition_span
+from .chunk_segment import N_BACK, WALK_BACK, load_span
 
 
-@triton.jit(do_not_specialize=["T", "composed"])
+@triton.jit(do_not_specialize=["T"])
 def _state_backward_kernel(
-    q, k, factors, Tm, P, do, dht, dh, dw, dh0, table, composed, cu_seqlens, first_chunk, T, tokens,
+    q, k, factors, Tm, P, do, dht, dh, dw, dh0, table, cu_seqlens, first_chunk, T, tokens,
     q_row, q_token: tl.constexpr, q_head, k_row, k_token: tl.constexpr, k_head, o_row, o_token: tl.constexpr, o_head,
     H: tl.constexpr, HV: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, VARLEN: tl.constexpr, FULL: tl.constexpr,
-    FINAL: tl.constexpr, INITIAL: tl.constexpr, KEEP: tl.constexpr, SEGMENTS: tl.constexpr, POWER: tl.constexpr,
+    FINAL: tl.constexpr, INITIAL: tl.constexpr, KEEP: tl.constexpr, SEGMENTS: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program a (sequence, segment, state head, slice of V), chunks in reverse; writes dS [V, K] and dW.
 
-    Not KEEP: only N' of each segment, to dh0, where it is needed.
+    Not KEEP: only N' of each segment, where it is needed, to dh0 as the gradient entering the one before.
     """
     pid = tl.program_id(0)
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -81,12 +81,10 @@ def _state_backward_kernel(
     rows = factors + (head.to(tl.int64) * tokens + flat)
     square = i[:, None] * C + i[None, :]
     dtype = k.dtype.element_ty
-    s = segment % SEGMENTS
     count = tl.cdiv(length, C)
-    if KEEP:
-        start, stop, ends = segment_span(table, composed, n, s, head, count, HV, SEGMENTS, POWER, True)
-    else:
-        start, stop, ends = transition_span(table, composed, n, s, head, count, False, HV, SEGMENTS, True)
+    start, stop = count * 0, count
+    if SEGMENTS > 1:
+        start, stop = load_span(table, n, head, segment % SEGMENTS, WALK_BACK if KEEP else N_BACK, HV, SEGMENTS)
     for step in tl.range(start, stop, num_stages=STAGES):
         t = stop - 1 - (step - start)
         first = t * C
@@ -123,8 +121,8 @@ def _state_backward_kernel(
         if KEEP:
             store_tile(dw + ((flat + token) * HV + head) * V + dw_at, dW, live[None, :] & me[:, None], FULL)
     if INITIAL:
-        to = n.to(tl.int64) * HV + head if KEEP else state
-        if ends:
+        to = n.to(tl.int64) * HV + head if KEEP else state - HV
+        if (start <= stop) & (start == 0 if KEEP else stop >= 0):
             tl.store(dh0 + to * K * V + outer, dS, mask=mS)
 
 

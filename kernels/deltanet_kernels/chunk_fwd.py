@@ -11,8 +11,8 @@ transposed, S^T [BV, K], U^T, W^T, V'^T, O^T [BV, C]: then each product has the 
 tensor cores of Hopper read from registers, and a loaded one on the right; nothing on the path from one chunk to the
 next goes through shared memory. For the backward pass it also writes V' and the states, V first: [V, K].
 
-When sequences x heads do not fill the chip a sequence is cut into segments that run at once (chunk_segment.py); only
-where a program's walk starts and stops depends on that.
+When sequences x heads do not fill the chip a sequence is cut into segments that run at once (chunk_segment.py); a
+table then says which chunks a program walks, and nothing else changes.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -23,26 +23,27 @@ import triton.language as tl
 
 from .chunk_prepare import locate_chunk, locate_row, row_factors
 from .chunk_scores import load_tile, store_tile
-from .chunk_segment import segment_span, transition_span
+from .chunk_segment import M_PASS, N_PASS, WALK, load_span
 
 
-@triton.jit(do_not_specialize=["T", "composed"])
+@triton.jit(do_not_specialize=["T"])
 def _state_kernel(
-    q, k, v, factors, Tm, P, h0, o, h, vn, ht, M, table, composed, cu_seqlens, first_chunk, T, tokens,
+    q, k, v, factors, Tm, P, h0, o, h, vn, ht, M, table, cu_seqlens, first_chunk, T, tokens,
     q_row, q_token: tl.constexpr, q_head, k_row, k_token: tl.constexpr, k_head, v_row, v_token: tl.constexpr, v_head,
     H: tl.constexpr, HV: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, VARLEN: tl.constexpr, FULL: tl.constexpr,
     INITIAL: tl.constexpr, FINAL: tl.constexpr, OUTPUT: tl.constexpr, KEEP: tl.constexpr,
-    TRANSITION: tl.constexpr, SEGMENTS: tl.constexpr, POWER: tl.constexpr,
+    TRANSITION: tl.constexpr, SEGMENTS: tl.constexpr, COMPOSED: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program a (sequence, segment, state head, slice of V), chunk after chunk.
 
-    TRANSITION: only the map of each segment, where it is needed; N goes to ht, and slices of M follow those of V.
+    TRANSITION: only the map of each segment, where it is needed. N goes to ht, as the state entering the next one;
+    where COMPOSED slices of M follow those of V.
     """
     pid = tl.program_id(0)
     NV: tl.constexpr = (V + BV - 1) // BV
-    SLICES: tl.constexpr = NV + (K + BV - 1) // BV if TRANSITION else NV
+    SLICES: tl.constexpr = NV + (K + BV - 1) // BV if TRANSITION and COMPOSED else NV
     i_v = pid % SLICES
     head = (pid // SLICES) % HV
     segment = pid // (SLICES * HV)
@@ -87,12 +88,11 @@ def _state_kernel(
     # V I = V exactly: as an operand of a product V comes through shared memory like the rest. Triton would prefetch
     # 16-bit tiles that only elementwise code reads in registers, one value a register, and spill others.
     unit = tl.where(i[:, None] == i[None, :], 1.0, 0.0).to(dtype)
-    s = segment % SEGMENTS
     count = tl.cdiv(length, C)
-    if TRANSITION:
-        start, stop, ends = transition_span(table, composed, n, s, head, count, linear, HV, SEGMENTS, False)
-    else:
-        start, stop, ends = segment_span(table, composed, n, s, head, count, HV, SEGMENTS, POWER, False)
+    start, stop = count * 0, count
+    if SEGMENTS > 1:
+        which = tl.where(linear, M_PASS, N_PASS) if TRANSITION else WALK
+        start, stop = load_span(table, n, head, segment % SEGMENTS, which, HV, SEGMENTS)
     for t in tl.range(start, stop, num_stages=STAGES):
         first = t * C
         valid = C if FULL else tl.minimum(length - first, C)
@@ -139,13 +139,14 @@ def _state_kernel(
                 store_tile(o + ((flat + token) * HO + out) * V + o_at, out_tile, v_mask, FULL)
         _, _, rev_r, _ = row_factors(factors + 2 * plane, at_row, i, live, FULL)
         S = tl.dot((Vn * rev_r[None, :]).to(dtype), k_tile, S * fade, input_precision=PRECISION)
-    if ends:
-        if TRANSITION:
+    if TRANSITION:
+        if start <= stop:
             if linear:
                 tl.store(M + state * K * K + (d[None, :] * K + e[:, None]), S, mask=md[None, :] & (e < K)[:, None])
             else:
-                tl.store(ht + state * K * V + outer, S, mask=mS)
-        elif FINAL:
+                tl.store(ht + (state + HV) * K * V + outer, S, mask=mS)
+    elif FINAL:  # noqa: SIM102 (known when compiling; the next is not)
+        if (start <= stop) & (stop == count):
             tl.store(ht + (n.to(tl.int64) * HV + head) * K * V + outer, S, mask=mS)
 
 

@@ -13,16 +13,17 @@ largest float32 number, e^88.7 in each of 256 rows, times e^-200 is under half o
 zero, and N needs w chunks only. Backward it is the first w' chunks of a segment. With gates of -0.5 a token that is
 seven chunks of 64, with -0.01 it is 313.
 
-A table on the device, from `forgetting`, holds w and w' of every segment and state head. Segments that forget neither
-backward nor forward remember (0 in the table), and so does one whose bound is NaN. The device also decides what becomes
-of these, by their number:
+A segment forgets where there are both w and w' chunks; else, or where a bound is NaN, it remembers. What becomes of
+those that remember is chosen by the caller:
 
-    few    M and N of each are computed in full, and `compose` links them: exact, all segments at once, but three
-           times the work (N and M, then the pass proper)
-    many   they are not cut from what follows (backward: from what comes before): one program walks on through the
-           next segment, and the program of that one has nothing to do
+    composed   their M and N are computed in full, and `compose` links them: all segments at once, for three times
+               the work (N and M, then the pass proper)
+    walked     they are not cut from what follows (backward: from what comes before): one program walks on through
+               the next segment, and the program of that one has nothing to do
 
-So a sequence of one slow and many fast heads costs no more than it would uncut, and fast heads fill the chip.
+So which chunks a program walks is decided on the device, for every segment and state head, in a table from
+`forgetting`, int32 [rows, HV, segments, 5, 2]: the chunks [start, stop) of the passes WALK, WALK_BACK, N, N_BACK
+and M. Where start > stop a program has nothing to do, and nothing to write.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -36,121 +37,104 @@ from .chunk_prepare import Chunks, locate_row
 from .kernel_config import cdiv, power_of_two
 
 FORGOTTEN = tl.constexpr(-200.0)
+WALK, WALK_BACK, N_PASS, N_BACK, M_PASS = (tl.constexpr(j) for j in range(5))
+MAX_SEGMENTS = 64
+MAX_COMPOSED_KEY = 128  # M [K, K] in float32 has to fit into shared memory
 
 
 @triton.jit
-def _reach(bounds, first, step, n, HV: tl.constexpr, BLOCK: tl.constexpr):
+def load_span(table, n, head, s, which, HV: tl.constexpr, SEGMENTS: tl.constexpr):
+    """First and last + 1 of the chunks that a pass walks for segment s."""
+    at = table + 10 * ((n * HV + head) * SEGMENTS + s) + 2 * which
+    return tl.load(at), tl.load(at + 1)
+
+
+@triton.jit
+def _reach(bounds, first, step, n, longest, HV: tl.constexpr, POWER: tl.constexpr, BLOCK: tl.constexpr):
     """How many of n chunks, chunk `first` and on by `step`, it takes to forget all before them; 0: more than n."""
     i = tl.arange(0, BLOCK)
-    total = 0.0
+    total = tl.zeros([POWER], dtype=tl.float32)
     never = 1 << 30
     least = n * 0 + never
-    for start in range(0, n, BLOCK):
-        live = start + i < n
-        x = tl.load(bounds + (first + step * (start + i)) * HV, mask=live, other=0.0)
-        enough = live & (total + tl.cumsum(x, axis=0) <= FORGOTTEN)
-        least = tl.minimum(least, tl.min(tl.where(enough, start + i + 1, never), axis=0))
-        total += tl.sum(x, axis=0)
+    for start in range(0, longest, BLOCK):
+        at = (start + i)[None, :]
+        live = at < n[:, None]
+        x = tl.load(bounds + (first[:, None] + step * at) * HV, mask=live, other=0.0)
+        sums = total[:, None] + tl.cumsum(x, axis=1)
+        # Both carried inside the reductions: Triton 3.6 does not compile `total += tl.sum(...)` in such a loop.
+        total = tl.sum(tl.where(i[None, :] == BLOCK - 1, sums, 0.0), axis=1)
+        least = tl.min(tl.where(live & (sums <= FORGOTTEN), at + 1, least[:, None]), axis=1)
     return tl.where(least < never, least, 0)
+
+
+@triton.jit
+def _store_span(table, which, needed, start, stop, mask):
+    tl.store(table + 2 * which, tl.where(needed, start, 1), mask=mask)
+    tl.store(table + 2 * which + 1, tl.where(needed, stop, 0), mask=mask)
 
 
 @triton.jit(do_not_specialize=["T"])
 def _forgetting_kernel(
     bounds, table, cu_seqlens, first_chunk, T, HV: tl.constexpr, C: tl.constexpr, SEGMENTS: tl.constexpr,
-    VARLEN: tl.constexpr, BLOCK: tl.constexpr,
+    POWER: tl.constexpr, COMPOSED: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program a (sequence, state head, segment)."""
-    pid = tl.program_id(0)
-    s = pid % SEGMENTS
-    head = (pid // SEGMENTS) % HV
-    n = pid // (SEGMENTS * HV)
+    """One program a (sequence, state head)."""
+    head = tl.program_id(0) % HV
+    n = tl.program_id(0) // HV
     row, _, _, length = locate_row(n, cu_seqlens, T, VARLEN)
     chunk = tl.load(first_chunk + n).to(tl.int64) if VARLEN else row * tl.cdiv(T, C)
-    start, stop = _segment(s, tl.cdiv(length, C), SEGMENTS)
+    count = tl.cdiv(length, C)
+    share = tl.cdiv(count, SEGMENTS)
+    s = tl.arange(0, POWER)
+    exists = s < SEGMENTS
+    start = tl.minimum(s * share, count)
+    stop = tl.where(exists, tl.minimum(start + share, count), start)
     own = bounds + chunk * HV + head
-    forward = _reach(own, stop - 1, -1, stop - start, HV, BLOCK)
-    backward = _reach(own, start, 1, stop - start, HV, BLOCK)
-    forgets = (forward > 0) & (backward > 0)
-    tl.store(table + 1 + 2 * pid, tl.where(forgets, forward, 0))
-    tl.store(table + 2 + 2 * pid, tl.where(forgets, backward, 0))
-    tl.atomic_add(table, tl.where(forgets | (start == stop), 0, 1))
+    before = _reach(own, stop - 1, -1, stop - start, share, HV, POWER, BLOCK)
+    behind = _reach(own, start, 1, stop - start, share, HV, POWER, BLOCK)
+    forgets = (before > 0) & (behind > 0)
+    spans = table + 10 * (tl.program_id(0) * SEGMENTS + s)
+    remembers = exists & (forgets == 0) if COMPOSED else s < 0
+    needed = (forgets | remembers) & (s < SEGMENTS - 1)
+    _store_span(spans, N_PASS, needed, tl.where(forgets, stop - before, start), stop, exists)
+    needed = (forgets | remembers) & (s > 0)
+    _store_span(spans, N_BACK, needed, start, tl.where(forgets, start + behind, stop), exists)
+    _store_span(spans, M_PASS, remembers, start, stop, exists)
+
+    # A pass is cut behind a segment, backward in front of it, where a state to start from is known.
+    cut = (forgets | remembers)[None, :]
+    i = s[None, :]
+    j = s[:, None]
+    last = tl.min(tl.where(cut & (i >= j), i, SEGMENTS - 1), axis=1)
+    known = tl.max(tl.where(cut & (i == j - 1), 1, 0), axis=1) > 0
+    last_stop = tl.minimum((last + 1) * share, count)
+    _store_span(spans, WALK, (s == 0) | (known & (start < stop)), start, last_stop, exists)
+    last = tl.max(tl.where(cut & (i <= j), i, 0), axis=1)
+    known = tl.max(tl.where(cut & (i == j + 1), 1, 0), axis=1) > 0
+    last_start = tl.minimum(last * share, count)
+    _store_span(spans, WALK_BACK, (s == SEGMENTS - 1) | (known & (start < stop)), last_start, stop, exists)
 
 
-def forgetting(bounds: torch.Tensor, chunks: Chunks, segments: int) -> torch.Tensor:
-    """Bounds [chunks, HV] -> int32: how many segments remember, then w, w' for [rows, HV, segments]."""
+def forgetting(bounds: torch.Tensor, chunks: Chunks, segments: int, composed: bool) -> torch.Tensor:
+    """From the bounds [chunks, HV] which chunks each program of the state passes walks."""
     HV = bounds.shape[1]
-    programs = chunks.rows * HV * segments
-    table = torch.zeros(1 + 2 * programs, dtype=torch.int32, device=bounds.device)
-    if programs:
-        _forgetting_kernel[(programs,)](
+    table = torch.empty(chunks.rows, HV, segments, 5, 2, dtype=torch.int32, device=bounds.device)
+    if table.numel():
+        power = power_of_two(segments, 1)
+        _forgetting_kernel[(chunks.rows * HV,)](
             bounds, table, chunks.cu_seqlens, chunks.first_chunk, chunks.tokens, HV=HV, C=chunks.size,
-            SEGMENTS=segments, VARLEN=chunks.varlen, BLOCK=128, num_warps=1,
+            SEGMENTS=segments, POWER=power, COMPOSED=composed, VARLEN=chunks.varlen,
+            BLOCK=max(32, 512 // power), num_warps=4,
         )  # fmt: skip
     return table
 
 
 @triton.jit
-def _segment(s, count, SEGMENTS: tl.constexpr):
-    """Chunks [start, stop) of segment s of a sequence of `count` chunks."""
-    share = tl.cdiv(count, SEGMENTS)
-    return tl.minimum(s * share, count), tl.minimum(s * share + share, count)
-
-
-@triton.jit
-def transition_span(
-    table, composed, n, s, head, count, linear, HV: tl.constexpr, SEGMENTS: tl.constexpr, REVERSE: tl.constexpr
-):  # fmt: skip
-    """Chunks that the pass for N, or where `linear` for M, of a segment walks, and whether it is needed."""
-    start, stop = _segment(s, count, SEGMENTS)
-    at = table + 1 + 2 * ((n * HV + head) * SEGMENTS + s)
-    warm = tl.load(at + 1) if REVERSE else tl.load(at)
-    whole = (warm == 0) & (tl.load(table) <= composed)
-    outermost = s == (0 if REVERSE else SEGMENTS - 1)  # nothing follows that would need N
-    needed = tl.where(linear, whole, (whole | (warm > 0)) & (outermost == 0))
-    walked = tl.where(needed, tl.where(whole, stop - start, warm), 0)
-    if REVERSE:
-        stop = start + walked
-    else:
-        start = stop - walked
-    return start, stop, needed
-
-
-@triton.jit
-def segment_span(
-    table, composed, n, s, head, count, HV: tl.constexpr, SEGMENTS: tl.constexpr, POWER: tl.constexpr,
-    REVERSE: tl.constexpr,
-):  # fmt: skip
-    """Chunks [start, stop) that the program of a segment walks: none where it is not cut from the one before.
-
-    (From the one behind where REVERSE.) Then whether the walk ends where the sequence does.
-    """
-    if SEGMENTS == 1:
-        return count * 0, count, count >= 0
-    j = tl.arange(0, POWER)
-    warm = tl.load(table + 1 + 2 * ((n * HV + head) * SEGMENTS + j), mask=j < SEGMENTS, other=0)
-    cut = (j < SEGMENTS) & ((warm > 0) | (tl.load(table) <= composed))
-    if REVERSE:
-        last = tl.max(tl.where(cut & (j <= s), j, 0), axis=0)
-        runs = (s == SEGMENTS - 1) | (tl.max(tl.where(j == s + 1, cut.to(tl.int32), 0), axis=0) > 0)
-        ends = runs & (last == 0)
-        start, _ = _segment(last, count, SEGMENTS)
-        _, stop = _segment(s, count, SEGMENTS)
-        return tl.where(runs, start, stop), stop, ends
-    last = tl.min(tl.where(cut & (j >= s), j, SEGMENTS - 1), axis=0)
-    runs = (s == 0) | (tl.max(tl.where(j == s - 1, cut.to(tl.int32), 0), axis=0) > 0)
-    ends = runs & (last == SEGMENTS - 1)
-    start, _ = _segment(s, count, SEGMENTS)
-    _, stop = _segment(last, count, SEGMENTS)
-    return start, tl.where(runs, stop, start), ends
-
-
-@triton.jit(do_not_specialize=["composed"])
 def _compose_kernel(
-    M, N, initial, states, table, composed,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, HV: tl.constexpr, SEGMENTS: tl.constexpr,
-    INITIAL: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
+    M, states, table, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, HV: tl.constexpr,
+    SEGMENTS: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program a (sequence, head, slice of V): M, N [rows, SEGMENTS, HV, ...] -> states entering each segment."""
+    """One program a (sequence, head, slice of V): adds M S_in to the N that `states` holds."""
     pid = tl.program_id(0)
     NV: tl.constexpr = (V + BV - 1) // BV
     i_v = pid % NV
@@ -159,38 +143,46 @@ def _compose_kernel(
     d = tl.arange(0, BK)
     e = i_v * BV + tl.arange(0, BV)
     mS = (d < K)[:, None] & (e < V)[None, :]
-    at = d[:, None] * V + e[None, :]
-    few = tl.load(table) <= composed
-    S = tl.zeros([BK, BV], dtype=tl.float32)
-    if INITIAL:
-        S += tl.load(initial + (n * HV + head) * K * V + at, mask=mS, other=0.0).to(tl.float32)
-    for step in range(SEGMENTS):
+    mM = (d < K)[:, None] & (d < K)[None, :]
+    at = states + d[:, None] * V + e[None, :]
+    first = SEGMENTS - 1 if REVERSE else 0
+    S = tl.load(at + ((n * SEGMENTS + first) * HV + head) * K * V, mask=mS, other=0.0)
+    for step in range(SEGMENTS - 1):
         s = SEGMENTS - 1 - step if REVERSE else step
         segment = (n * SEGMENTS + s) * HV + head
-        tl.store(states + segment * K * V + at, S, mask=mS)
-        remembers = few & (tl.load(table + 1 + 2 * ((n * HV + head) * SEGMENTS + s)) == 0)
-        mM = (d < tl.where(remembers, K, 0))[:, None] & (d < K)[None, :]
-        if REVERSE:
-            M_tile = tl.load(M + segment * K * K + d[None, :] * K + d[:, None], mask=mM, other=0.0)
-        else:
-            M_tile = tl.load(M + segment * K * K + d[:, None] * K + d[None, :], mask=mM, other=0.0)
-        N_tile = tl.load(N + segment * K * V + at, mask=mS, other=0.0)
-        S = N_tile + tl.where(remembers, tl.dot(M_tile, S, input_precision=PRECISION), 0.0)
+        to = at + (segment - HV if REVERSE else segment + HV) * K * V
+        S_in = S
+        S = tl.load(to, mask=mS, other=0.0)
+        start, stop = load_span(table, n, head, s, M_PASS, HV, SEGMENTS)
+        if start <= stop:
+            if REVERSE:
+                M_tile = tl.load(M + segment * K * K + d[None, :] * K + d[:, None], mask=mM, other=0.0)
+            else:
+                M_tile = tl.load(M + segment * K * K + d[:, None] * K + d[None, :], mask=mM, other=0.0)
+            S += tl.dot(M_tile, S_in, input_precision=PRECISION)
+            tl.store(to, S, mask=mS)
 
 
 def compose(
-    M: torch.Tensor, N: torch.Tensor, initial: torch.Tensor | None, table: torch.Tensor, composed: int,
+    M: torch.Tensor | None, states: torch.Tensor, initial: torch.Tensor | None, table: torch.Tensor,
     reverse: bool, precision: str,
 ) -> torch.Tensor:  # fmt: skip
-    """States [rows, segments, HV, K, V] entering each segment, from its M and N; from the end when `reverse`."""
-    rows, segments, HV, K, V = N.shape
-    states = torch.empty_like(N)
-    BV = min(16, power_of_two(V))
-    if rows:
+    """States [rows, segments, HV, K, V] entering each segment; from the end when `reverse`.
+
+    On entry `states` holds at each segment the N of the segment before it (backward: behind it), and at the first
+    (backward: the last) anything. M is None where nothing is composed.
+    """
+    rows, segments, HV, K, V = states.shape
+    outermost = states[:, -1 if reverse else 0]
+    if initial is None:
+        outermost.zero_()
+    else:
+        outermost.copy_(initial)
+    if M is not None and rows:
+        BV = min(16, power_of_two(V))
         _compose_kernel[(rows * HV * cdiv(V, BV),)](
-            M, N, initial, states, table, composed, K=K, V=V, BK=power_of_two(K), BV=BV, HV=HV, SEGMENTS=segments,
-            INITIAL=initial is not None, REVERSE=reverse, PRECISION="ieee" if precision == "ieee" else "tf32x3",
-            num_warps=4,
+            M, states, table, K=K, V=V, BK=power_of_two(K), BV=BV, HV=HV, SEGMENTS=segments, REVERSE=reverse,
+            PRECISION="ieee" if precision == "ieee" else "tf32x3", num_warps=8,
         )  # fmt: skip
     return states
 
@@ -203,9 +195,9 @@ def segments_for(programs: int, chunks_a_row: int, multiprocessors: int) -> int:
     """
     if 5 * programs >= multiprocessors:
         return 1
-    return max(1, min(multiprocessors // max(programs, 1), chunks_a_row // 64))
+    return max(1, min(multiprocessors // max(programs, 1), chunks_a_row // 64, MAX_SEGMENTS))
 
 
-def composed_at_most(segments: int, slices: int, multiprocessors: int) -> int:
-    """Up to how many remembering segments get an M, each with its N in `slices` slices of V."""
-    return multiprocessors * (segments - 2) // (2 * slices)
+def composes(programs: int, K: int, multiprocessors: int) -> bool:
+    """Whether segments that remember are composed, of a batch that uncut fills `programs` multiprocessors."""
+    return K <= MAX_COMPOSED_KEY and 5 * programs < multiprocessors
