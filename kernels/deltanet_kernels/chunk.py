@@ -100,15 +100,6 @@ def _full(k: torch.Tensor, v: torch.Tensor, chunks: Chunks) -> bool:
     return even and not chunks.varlen and chunks.tokens % chunks.size == 0
 
 
-def _programs(rows: int, v: torch.Tensor, config: ChunkConfig) -> int:
-    """Programs of a state pass over `rows` uncut sequences."""
-    return rows * v.shape[2] * cdiv(v.shape[3], config.state_BV)
-
-
-def _composes(k: torch.Tensor, v: torch.Tensor, rows: int, segments: int) -> bool:
-    return segments > 1 and composes(_programs(rows, v, _pinned(k, v)), k.shape[3], multiprocessors(k.device))
-
-
 def _zero_tail(chunks: Chunks, *tensors: torch.Tensor) -> None:
     """Tokens after the last packed sequence get zeros."""
     if chunks.cu_seqlens is not None:
@@ -134,9 +125,7 @@ def _fake_chunk_forward(
         k.new_empty((count, max(HQ, HV), C, C) if keep else (0,)),
         k.new_empty((count, HV, V, K) if keep else (0,), dtype=kept),
         k.new_empty((B, T, HV, V) if keep else (0,), dtype=kept),
-        q.new_empty(
-            (rows, segments, HV, K, K) if keep and _composes(k, v, rows, segments) else (0,), dtype=torch.float32
-        ),
+        q.new_empty((rows, segments, HV, K, K) if keep and composes(segments, K) else (0,), dtype=torch.float32),
         q.new_empty((rows, HV, segments, 5, 2) if keep and segments > 1 else (0,), dtype=torch.int32),
     )
 
@@ -172,7 +161,7 @@ def chunk_forward(
     stored = keep or not fused
     h = k.new_empty((chunks.count, HV, V, K) if stored else (0,), dtype=_kept_dtype(k.dtype))
     vn = k.new_empty((B, T, HV, V) if stored else (0,), dtype=_kept_dtype(k.dtype))
-    composed = _composes(k, v, chunks.rows, segments)
+    composed = composes(segments, K)
     M = q.new_empty((chunks.rows, segments, HV, K, K) if composed else (0,), dtype=torch.float32)
     inputs = (q, k, v, factors, Tm, P)
     where = (chunks.cu_seqlens, chunks.first_chunk, T, B * T)
@@ -337,8 +326,8 @@ _chunk = differentiable(chunk_forward, _backward, _setup_context)
 
 
 def _segments(q: torch.Tensor, v: torch.Tensor, rows: int, config: ChunkConfig) -> int:
-    chunks_a_row = q.shape[0] * q.shape[1] // (rows * config.C)
-    return segments_for(_programs(rows, v, config), chunks_a_row, multiprocessors(q.device))
+    programs = rows * v.shape[2] * cdiv(v.shape[3], min(config.state_BV, 64))
+    return segments_for(programs, q.shape[0] * q.shape[1] // (rows * config.C), multiprocessors(q.device))
 
 
 def chunk_gated_delta_rule_triton(

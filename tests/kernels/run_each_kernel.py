@@ -6,6 +6,8 @@
 Without the caching allocator every tensor has its own allocation, so that a step past its end is seen.
 """
 
+import functools
+
 import torch
 
 from deltanet_kernels.chunk import chunk_gated_delta_rule_triton
@@ -39,8 +41,9 @@ def main() -> None:
                 gated_delta_rule_step_(*token, inputs["initial_state"].detach().clone())
         torch.cuda.synchronize()
         print(case, flush=True)
-    inputs = make_inputs(Case("two segments", T=300, H=1, K=64), torch.bfloat16, "cuda")
-    results(lambda **kwargs: chunk_gated_delta_rule_triton(**kwargs, segments=2), inputs)
+    for segments in (2, 4):  # walked, composed
+        inputs = make_inputs(Case(f"{segments} segments", T=300, H=2, K=64, g="heads"), torch.bfloat16, "cuda")
+        results(functools.partial(chunk_gated_delta_rule_triton, segments=segments), inputs)
     for bounds in (None, torch.tensor((0, 1, 1, 68, 75), device="cuda")):
         x = torch.randn(1, 80, 10, device="cuda", requires_grad=True)
         weight = torch.randn(10, 4, device="cuda", requires_grad=True)

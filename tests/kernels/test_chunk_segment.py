@@ -1,7 +1,7 @@
 """Sequences cut into segments give what the recurrence gives, whatever their heads forget.
 
-Float32, chunks of 32 tokens. On one multiprocessor segments that remember are walked one after the other, on many they
-are composed (chunk_segment.py); both are asked for here.
+Float32, chunks of 32 tokens. Segments that remember are walked one after the other or composed (chunk_segment.py); both
+are asked for here.
 """
 
 import math
@@ -22,10 +22,10 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 C = 32
 
 
-@pytest.fixture(params=[1, 1000], ids=["walked", "composed"])
-def processors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(chunk, "multiprocessors", lambda device: request.param)
-    return request.param
+@pytest.fixture(params=[False, True], ids=["walked", "composed"])
+def remembering(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What becomes of segments that remember."""
+    monkeypatch.setattr(chunk, "composes", lambda segments, K: segments > 1 and request.param)
 
 
 def uniform(*shape: int) -> torch.Tensor:
@@ -71,14 +71,16 @@ def segmented(**inputs: Any) -> Any:
     return chunk_gated_delta_rule_triton(**inputs, segments=3)
 
 
+@pytest.mark.usefixtures("remembering")
 @pytest.mark.parametrize("gates", [fast, one_fast_head, one_fast_segment, shut_tokens, torch.zeros_like, torch.clone])
-def test_segments_are_exact(gates: Any, processors: int) -> None:
+def test_segments_are_exact(gates: Any) -> None:
     """Forward and every gradient, among them those of the initial state."""
     inputs = with_gates(Case("segments", T=6 * C - 5, HV=2 if gates is one_fast_head else 1), gates)
     assert_close(results(segmented, inputs), truth(inputs), 3e-6)
 
 
-def test_a_shorter_warm_up_would_show(processors: int) -> None:
+@pytest.mark.usefixtures("remembering")
+def test_a_shorter_warm_up_would_show() -> None:
     inputs = with_gates(Case("warm-up", T=9 * C), within_a_chunk)
     found = results(segmented, inputs)
     assert_close(found, truth(inputs), 3e-6)
@@ -86,6 +88,7 @@ def test_a_shorter_warm_up_would_show(processors: int) -> None:
     assert all(torch.equal(found[name], whole[name]) for name in whole)
 
 
+@pytest.mark.usefixtures("remembering")
 @pytest.mark.parametrize(
     "case",
     [
@@ -95,13 +98,13 @@ def test_a_shorter_warm_up_would_show(processors: int) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("gates", [fast, torch.clone])
-def test_segments_of_other_calls(case: Case, gates: Any, processors: int) -> None:
+def test_segments_of_other_calls(case: Case, gates: Any) -> None:
     inputs = with_gates(case, gates)
     assert_close(results(segmented, inputs), truth(inputs), 3e-6)
 
 
 def test_segments_with_raw_gates() -> None:
-    inputs = make_inputs(Case("raw gates", T=100, HV=2, raw=True), torch.float32, DEVICE)
+    inputs = make_inputs(Case("raw gates", T=70, B=2, H=2, raw=True), torch.float32, DEVICE)
     assert_close(results(segmented, inputs), truth(inputs), 3e-6)
 
 
@@ -149,25 +152,25 @@ def test_no_chunk_keeps_more_than_its_bound() -> None:
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("composed", [False, True])
 def test_walks_are_as_short_as_the_bounds_allow(bad: float, composed: bool) -> None:
-    """Two segments of 150 chunks: 100 are enough at -2 a chunk, 67 at -3, all are not at -1."""
-    share = 150
-    bounds = torch.full((4 * share, 2), -2.0)
-    bounds[:share, 1] = -1.0
+    """Two segments of 600 chunks: 400 are enough at -0.5 a chunk, 67 at -3, all are not at -0.25."""
+    share = 600
+    bounds = torch.full((4 * share, 2), -0.5)
+    bounds[:share, 1] = -0.25
     bounds[share : 2 * share, 1] = -3.0
-    bounds[2 * share + 120, 0] = bad
+    bounds[2 * share + 500, 0] = bad
     bounds[2 * share : 3 * share, 1] = -3.0
     bounds[2 * share + 20, 1] = -torch.inf
-    bounds[2 * share + 145, 1] = 40.0  # 4 chunks of -3 behind it, and 76 before it
+    bounds[2 * share + 595, 1] = 900.0  # 4 chunks of -3 behind it, and 363 before it
     found = forgetting(bounds.to(DEVICE), cut_chunks(2, 2 * share * C - 1, C, None), 2, composed).tolist()
-    idle, first, second, both = [1, 0], [0, 150], [150, 300], [0, 300]
+    idle, first, second, both = [1, 0], [0, 600], [600, 1200], [0, 1200]
     # For each head and segment: walk, walk back, N, N backward, M.
-    assert found[0][0] == [[first, first, [50, 150], idle, idle], [second, second, idle, [150, 250], idle]]
-    assert found[1][1] == [[first, first, [69, 150], idle, idle], [second, second, idle, [150, 250], idle]]
-    for remembers, behind in ((found[0][1], 217), (found[1][0], 250)):
+    assert found[0][0] == [[first, first, [200, 600], idle, idle], [second, second, idle, [600, 1000], idle]]
+    assert found[1][1] == [[first, first, [232, 600], idle, idle], [second, second, idle, [600, 1000], idle]]
+    for remembers, behind in ((found[0][1], 667), (found[1][0], 1000)):
         if composed:
-            wanted = [[first, first, first, idle, first], [second, second, idle, [150, behind], idle]]
+            wanted = [[first, first, first, idle, first], [second, second, idle, [600, behind], idle]]
         else:
-            wanted = [[both, first, idle, idle, idle], [idle, second, idle, [150, behind], idle]]
+            wanted = [[both, first, idle, idle, idle], [idle, second, idle, [600, behind], idle]]
         assert remembers == wanted
 
 
@@ -176,6 +179,6 @@ def test_what_is_forgotten_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     inputs = with_gates(Case("fresh memory", T=192, HV=2), one_fast_segment)
     tensors = [inputs[name].detach() for name in ("q", "k", "v", "g", "beta", "initial_state")]
     tensors[3][..., 1] = -16.0
-    monkeypatch.setattr(chunk, "multiprocessors", lambda device: 1000)
+    monkeypatch.setattr(chunk, "composes", lambda segments, K: True)
     *_, M, _ = torch.ops.deltanet.chunk_forward(*tensors, None, None, None, 1.0, True, False, True, True, "ieee", 3)
     assert M[0].isfinite().all(-1).all(-1).tolist() == [[True, False], [False, False], [True, False]]

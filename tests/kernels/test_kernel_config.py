@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from deltanet_kernels.chunk_segment import segments_for
+from deltanet_kernels.chunk_segment import composes, segments_for
 from deltanet_kernels.kernel_config import chunk_config, slices, tile_width
 
 
@@ -42,7 +42,13 @@ def test_few_states_get_narrow_slices(states: int, wanted: tuple[int, int]) -> N
 
 @pytest.mark.parametrize(
     ("programs", "chunks", "wanted"),
-    [(128, 64, 1), (32, 512, 1), (16, 2048, 8), (16, 256, 4), (16, 64, 1), (0, 0, 1)],
+    [(128, 512, 1), (64, 512, 2), (32, 2048, 4), (64, 100, 1), (1, 1000, 15), (1, 10**6, 64), (0, 0, 1)],
 )
 def test_sequences_are_cut_only_where_the_chip_is_idle(programs: int, chunks: int, wanted: int) -> None:
     assert segments_for(programs, chunks, 132) == wanted
+
+
+def test_only_many_segments_of_narrow_keys_are_composed() -> None:
+    assert composes(4, 128)
+    assert not composes(3, 128)
+    assert not composes(64, 192)

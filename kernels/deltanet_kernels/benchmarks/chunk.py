@@ -23,17 +23,23 @@ from .. import torch_chunk_gated_delta_rule
 from ..chunk import chunk_gated_delta_rule_triton
 from .timing import RESULTS, median_ms, peak_gib, write
 
+SHAPE_NOTE = "B, T, H (q, k), HV (v), K = V; log decays in (-1, 0) or in `gates`"
 Operator = Callable[..., torch.Tensor]
 
 
 class Shape(NamedTuple):
-    """Rows, tokens, query and key heads, value heads, head size."""
+    """Rows, tokens, query and key heads, value heads, head size; the strongest log decay."""
 
     B: int
     T: int
     H: int
     HV: int
     D: int
+    g: float = -1.0
+
+    def labels(self) -> dict[str, Any]:
+        """How a row of the result file tells the shape; without gates they are in (-1, 0)."""
+        return {"shape": list(self[:5])} | ({} if self.g == -1.0 else {"gates": [self.g, 0.0]})
 
 
 SHAPES = [
@@ -47,6 +53,9 @@ SHAPES = [
     Shape(4, 4096, 8, 32, 128),
     Shape(8, 2048, 32, 32, 128),
     Shape(4, 4096, 32, 32, 64),
+    # Long sequences of heads that forget nothing within a segment (chunk_segment.py).
+    Shape(1, 32768, 32, 32, 128, -0.01),
+    Shape(1, 131072, 16, 16, 128, -0.01),
 ]
 
 
@@ -84,12 +93,12 @@ def implementations(peers: bool) -> tuple[dict[str, Operator], dict[str, str]]:
 
 
 def make(shape: Shape) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """q, k, v in bfloat16, log decay in (-1, 0), beta in (0, 1), and a gradient of o."""
+    """q, k, v in bfloat16, log decay in (g, 0), beta in (0, 1), and a gradient of o."""
     torch.manual_seed(0)
-    B, T, H, HV, D = shape
+    B, T, H, HV, D, g = shape
     heads = (H, H, HV)
     leaves = [torch.randn(B, T, n, D, device="cuda", dtype=torch.bfloat16) for n in heads]
-    leaves += [-torch.rand(B, T, HV, device="cuda"), torch.rand(B, T, HV, device="cuda")]
+    leaves += [g * torch.rand(B, T, HV, device="cuda"), torch.rand(B, T, HV, device="cuda")]
     return [x.requires_grad_() for x in leaves], torch.randn(B, T, HV, D, device="cuda", dtype=torch.bfloat16)
 
 
@@ -118,7 +127,7 @@ def worst_error(operator: Operator, leaves: list[torch.Tensor], do: torch.Tensor
 def measure(name: str, operator: Operator, shape: Shape, repeats: int) -> dict[str, Any]:
     """One row of the table."""
     leaves, do = make(shape)
-    row: dict[str, Any] = {"shape": list(shape), "impl": name}
+    row: dict[str, Any] = {**shape.labels(), "impl": name}
     if name != "sdpa":
         row["rel_error"] = worst_error(operator, leaves, do, reference(shape))
         if row["rel_error"] > 0.05:
@@ -154,23 +163,23 @@ def main() -> None:
     found = {name: operator for name, operator in found.items() if name in (args.only or found)}
     path = (args.output or RESULTS) / "chunk_h200.json"
     rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"] if args.resume and path.exists() else []
-    done = {(Shape(*row["shape"]), row["impl"]) for row in rows if "failed" not in row}
+    done = {(Shape(*row["shape"], *row.get("gates", [])[:1]), row["impl"]) for row in rows if "failed" not in row}
     rows = [row for row in rows if "failed" not in row]
     for shape in [SHAPES[index] for index in args.shapes or range(len(SHAPES))]:
         for name, operator in found.items():
-            if (shape, name) in done:
+            if (shape, name) in done or (name == "sdpa" and shape.g != -1.0):  # softmax has no gates
                 continue
             if time.monotonic() - began > 60 * args.minutes:
-                missing[f"{name} at {list(shape)}"] = "not reached in time"
+                missing[f"{name} at {shape.labels()}"] = "not reached in time"
                 continue
             try:
                 row = measure(name, operator, shape, args.repeats)
             except Exception as error:
-                row = {"shape": list(shape), "impl": name, "failed": f"{type(error).__name__}: {error}"[:300]}
+                row = {**shape.labels(), "impl": name, "failed": f"{type(error).__name__}: {error}"[:300]}
             rows.append(row)
             print(row, flush=True)
             torch.cuda.empty_cache()
-            write(path.name, rows, {"missing": missing, "shape": "B, T, H (q, k), HV (v), K = V"}, args.output)
+            write(path.name, rows, {"missing": missing, "shape": SHAPE_NOTE}, args.output)
 
 
 if __name__ == "__main__":
