@@ -168,7 +168,7 @@ def chunk_forward(
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
     flags = {"C": C, "VARLEN": chunks.varlen, "FULL": full, "PRECISION": precision}
     programs = chunks.rows * segments * HV
-    BV, warps = slices(config.state_BV, config.state_warps, V, programs, multiprocessors(q.device))
+    BV, warps = slices(config.state_BV, config.state_warps, V, chunks.rows * HV, multiprocessors(q.device))
     common = {
         **sizes, **flags, "BV": BV, "SEGMENTS": segments, "COMPOSED": composed, "STAGES": config.state_stages,
         "num_warps": warps,
@@ -234,7 +234,7 @@ def chunk_backward(
     q_strides, k_strides, o_strides = q.stride()[:3], k.stride()[:3], do.stride()[:3]
     flags = {"C": config.C, "VARLEN": chunks.varlen, "FULL": _full(k, v, chunks), "PRECISION": precision}
     programs = chunks.rows * segments * HV
-    BV, warps = slices(config.grad_BV, config.grad_warps, V, programs, multiprocessors(q.device))
+    BV, warps = slices(config.grad_BV, config.grad_warps, V, chunks.rows * HV, multiprocessors(q.device))
     grid = (programs * cdiv(V, BV),)
     common = {
         **sizes, **flags, "BV": BV, "SEGMENTS": segments, "num_warps": warps,

@@ -189,22 +189,25 @@ def compose(
 
 
 def segments_for(programs: int, chunks_a_row: int, multiprocessors: int) -> int:
-    """How many segments to cut each sequence into so that `programs` walks over uncut ones fill the chip.
+    """How many segments to cut each sequence into where `programs` walks of uncut ones leave the chip idle.
 
-    A walk has at most 64 columns of the state here: on an H200 (head size 128, bfloat16) a chunk takes such a walk
-    1.5 us and one of 128 columns 2.6, so that more, wider segments are no faster, and slower where states are
-    remembered. Segments of under 64 chunks are not worth their launches: at 4096 tokens x 32 heads the kernels of
-    forward and backward took 0.56 ms in one and 0.54 in four.
+    A walk is of at most 64 columns of the state here: on an H200 (head size 128, bfloat16) a chunk takes it 1.5 us,
+    and one of 128 columns 2.6. Wider, more segments were no faster over forward and backward, and much slower where
+    states are remembered. Where those are composed, twice the segments let the passes of some heads fill the chip:
+    131072 tokens x 16 heads, every second of which remembers, 2.92 / 8.65 ms in four, 2.42 / 7.83 in eight, and no
+    difference if none does. Under 256 chunks the launches cost the host more than they save.
     """
-    return max(1, min(multiprocessors // max(programs, 1), chunks_a_row // 64, MAX_SEGMENTS))
+    fill = multiprocessors // max(programs, 1)
+    if fill < 2 or chunks_a_row < 256:
+        return 1
+    return min(2 * fill if fill >= 4 else fill, chunks_a_row // 64, MAX_SEGMENTS)
 
 
 def composes(segments: int, K: int) -> bool:
     """Whether segments that remember are composed, not walked.
 
-    It takes three passes over a segment instead of one over a sequence. Of a full chip, on an H200, forward / forward
-    + backward when all remember: 131072 tokens x 16 heads of 128 in four segments 2.99 / 8.72 ms composed, 4.19 /
-    12.05 walked, 4.07 / 11.98 uncut; 32768 x 32 in two 1.29 / 4.25 walked, 1.24 / 4.21 uncut, and in four composed
-    1.46 / 4.39.
+    It takes three passes over a segment instead of one over a sequence. On an H200, forward / forward + backward when
+    all remember: 131072 tokens x 16 heads of 128 in four segments 2.99 / 8.72 ms composed, 4.19 / 12.05 walked, uncut
+    4.07 / 11.98; 32768 x 32 in two 1.29 / 4.25 walked, 1.24 / 4.21 uncut, and in four 1.46 / 4.39 composed.
     """
     return segments >= 4 and K <= MAX_COMPOSED_KEY

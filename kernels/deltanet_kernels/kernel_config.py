@@ -102,7 +102,10 @@ def chunk_config(K: int, V: int, dtype: torch.dtype, capability: tuple[int, int]
 
 
 def slices(BV: int, warps: int, V: int, states: int, processors: int) -> tuple[int, int]:
-    """Slice of V and warps of a state pass over `states` states: narrower ones where wide ones leave the chip idle."""
+    """Slice of V and warps of a state pass over `states` states: narrower ones where wide ones leave the chip idle.
+
+    Segments do not count: cut or not, the sequences of few states are walked in narrow slices (chunk_segment.py).
+    """
     if BV > 64 and 2 * states * cdiv(V, BV) <= processors:
         return BV // 2, warps // 2
     return BV, warps
