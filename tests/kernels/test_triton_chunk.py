@@ -99,13 +99,14 @@ def test_refused_calls_name_the_reason() -> None:
         chunk_gated_delta_rule_triton(x, x, x, -gates, gates)
 
 
-def test_registered_operator_is_sound() -> None:
+@pytest.mark.parametrize("segments", [1, 2, 4])
+def test_registered_operator_is_sound(segments: int) -> None:
     """Schema, fake implementation and gradient registration agree with what the operator does."""
     inputs = make_inputs(Case("opcheck", T=20, H=1, HQ=2), torch.float32, DEVICE)
     arguments = [inputs[name].detach() for name in ("q", "k", "v", "g", "beta", "initial_state")]
     torch.library.opcheck(
         torch.ops.deltanet.chunk_forward.default,
-        (*arguments, None, None, None, 1.0, True, False, True, True, "ieee", 1),
+        (*arguments, None, None, None, 1.0, True, False, True, True, "ieee", segments),
         test_utils=("test_schema", "test_faketensor"),
     )
 
