@@ -91,6 +91,8 @@ def _single_token_words(tokenizer: PreTrainedTokenizerBase, wanted: int = 1000) 
     """
     ids = []
     for token_id, text in enumerate(tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))):
+        if text is None:  # a vocabulary with gaps
+            continue
         word = text[1:]
         # How byte-level and SentencePiece vocabularies write a leading space.
         if text[:1] in ("Ġ", "▁") and len(word) >= 3 and word.isascii() and word.isalpha() and word.islower():

@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from deltanet_hf.errors import UserError
@@ -87,6 +89,15 @@ def test_associative_recall_asks_every_key_once(tokenizer: PreTrainedTokenizerFa
             assert facts[probe.ids[begin - 1]] == probe.ids[begin]
     with pytest.raises(UserError, match="100 pairs need 200"):
         associative_recall(tokenizer, pairs=100)
+
+
+def test_associative_recall_with_a_vocabulary_that_has_gaps() -> None:
+    words = {f"▁{a}{b}word": 2 * i + 1 for i, (a, b) in enumerate((a, b) for a in "abcdef" for b in "abcdef")}
+    backend = Tokenizer(WordLevel({"<unk>": 0, "\n": 2, **words}, unk_token="<unk>"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+    assert None in tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+    (probe,) = associative_recall(tokenizer, pairs=4, count=1)
+    assert len(probe.answers) == 4
 
 
 def test_needles_are_in_the_haystack(tokenizer: PreTrainedTokenizerFast) -> None:
