@@ -42,7 +42,19 @@ def test_few_states_get_narrow_slices(states: int, wanted: tuple[int, int]) -> N
 
 @pytest.mark.parametrize(
     ("programs", "chunks", "wanted"),
-    [(128, 512, 1), (64, 512, 2), (40, 512, 3), (32, 2048, 8), (32, 300, 4), (1, 255, 1), (1, 10**6, 64), (0, 0, 1)],
+    [
+        (128, 512, 1),
+        (64, 512, 2),
+        (40, 512, 3),
+        (32, 2048, 8),
+        (32, 300, 4),
+        (9, 512, 14),
+        (8, 1024, 16),
+        (8, 256, 8),
+        (1, 255, 1),
+        (1, 10**6, 64),
+        (0, 0, 1),
+    ],
 )
 def test_sequences_are_cut_only_where_the_chip_is_idle(programs: int, chunks: int, wanted: int) -> None:
     assert segments_for(programs, chunks, 132) == wanted
