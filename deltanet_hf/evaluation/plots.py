@@ -33,10 +33,12 @@ def _save(path: Path, panels: list[tuple[list[Model], Any]]) -> Path:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6.4 * len(panels), 4.2), layout="constrained")
+    figure = Figure(figsize=(5.4 * len(panels) + 2.6, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     for index, (models, draw) in enumerate(panels):
         draw(figure.add_subplot(1, len(panels), index + 1), models)
+    # Beside the panels: lines run all over them.
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize="small")
     figure.savefig(path, dpi=130)
     return path
 
@@ -52,10 +54,18 @@ def _quality(axes: Axes, models: list[Model]) -> None:
         tokens = model["training_tokens"] if model["kind"] == "student" else 0
         axes.errorbar(tokens, score["value"], 2 * score["stderr"], fmt=marker, label=model["name"])
     axes.set_xscale("symlog", linthresh=1e6)
+    most = max(model["training_tokens"] for model in models)
+    axes.set_xticks([0, *(10**k for k in range(6, len(str(most))))])
     axes.set_xlim(left=-2e5)
     axes.set_xlabel("training tokens")
     axes.set_ylabel("% of teacher, chance-corrected (± 2 standard errors)")
-    axes.legend(fontsize="small")
+
+
+def _sizes(axes: Axes, measured: list[int], label: str) -> None:
+    """A logarithmic axis that names what was measured."""
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(measured, [f"{size:,}" for size in measured])
+    axes.set_xlabel(label)
 
 
 def _lines(axes: Axes, models: list[Model], prefix: str, label: str) -> None:
@@ -69,11 +79,9 @@ def _lines(axes: Axes, models: list[Model], prefix: str, label: str) -> None:
             capsize=2,
             **_STYLE[model["kind"]],
         )
-    axes.set_xscale("log", base=2)
+    _sizes(axes, sorted({int(n.rpartition("_")[2]) for n in models[0]["recall"] if n.startswith(prefix)}), label)
     axes.set_ylim(-3, 103)
-    axes.set_xlabel(label)
     axes.set_ylabel("answers right, %")
-    axes.legend(fontsize="small")
 
 
 def _needles(axes: Axes, models: list[Model]) -> None:
@@ -89,11 +97,9 @@ def _memory(axes: Axes, models: list[Model]) -> None:
         lengths = [point["length"] for point in model["speed"]]
         megabytes = [point["cache_bytes"] / 1e6 for point in model["speed"]]
         axes.plot(lengths, megabytes, label=model["name"], **_STYLE[model["kind"]])
-    axes.set_xscale("log", base=2)
+    _sizes(axes, [point["length"] for point in models[0]["speed"]], "context length, tokens")
     axes.set_yscale("log")
-    axes.set_xlabel("context length, tokens")
     axes.set_ylabel("cache or state, MB at batch 1")
-    axes.legend(fontsize="small")
 
 
 def _decoding(axes: Axes, models: list[Model]) -> None:
@@ -101,8 +107,6 @@ def _decoding(axes: Axes, models: list[Model]) -> None:
         lengths = [point["length"] for point in model["speed"]]
         speeds = [point["decode_tokens_per_second"] for point in model["speed"]]
         axes.plot(lengths, speeds, label=model["name"], **_STYLE[model["kind"]])
-    axes.set_xscale("log", base=2)
+    _sizes(axes, [point["length"] for point in models[0]["speed"]], "context length, tokens")
     axes.set_ylim(bottom=0)
-    axes.set_xlabel("context length, tokens")
     axes.set_ylabel("generated tokens a second at batch 1")
-    axes.legend(fontsize="small")
