@@ -127,7 +127,8 @@ def verify_export(
     if not found:
         return
     ours = _ourselves(reference, dtype)
-    console.print(_table([*ours, *found]))
+    console.print(_differences(found))
+    console.print(_speeds([*ours, *found]))
     for one in [*ours, *found] if prompt else []:
         console.print(f"[bold]{one.runtime}, {one.mode}[/bold]")
         console.print(one.text, highlight=False, markup=False)
@@ -247,30 +248,34 @@ def _ourselves(reference: Reference, dtype: torch.dtype | None) -> list[Comparis
     return found
 
 
-def _table(found: list[Comparison]) -> Table:
-    table = Table(title="log-probabilities against ours in float32, and tokens/s", title_justify="left")
-    columns = (
-        "runtime",
-        "dtype",
-        "same token",
-        "largest, read",
-        "decoded",
-        "mean",
-        "own rounding",
-        "our rounding",
-        "tokens/s, read",
-        "decoded",
-        "",
-    )
-    for heading in columns:
-        table.add_column(heading, justify="left" if heading in ("runtime", "dtype", "") else "right")
+def _differences(found: list[Comparison]) -> Table:
+    """The largest difference right after a prompt and while decoding, the mean one, and the mean of rounding alone."""
+    columns = ("same", "read", "decoded", "mean", "rounding")
+    table = _table("Differences of log-probabilities to ours in float32", columns)
+    table.add_column("")
     for one in found:
-        speed = [f"{value:.1f}" if value else "-" for value in one.speed]
-        if one.tokens == 0 and one.runtime.startswith(OURS):
-            table.add_row(one.runtime, one.mode, *[""] * 6, *speed, "")
-            continue
         verdict = "differs" if not one.within else "quantised" if one.ours is None else "ok"
-        noise = [f"{value:.1e}" if value else "-" for value in (one.own, one.ours)]
-        differences = (f"{one.equal}/{one.tokens}", f"{one.read:.1e}", f"{one.decoded:.1e}", f"{one.mean:.1e}", *noise)
-        table.add_row(one.runtime, one.mode, *differences, *speed, verdict)
+        noise = _short(one.own) if one.own is not None else f"{_short(one.ours)}, ours" if one.ours else "-"
+        figures = (_short(one.read), _short(one.decoded), _short(one.mean), noise)
+        table.add_row(one.runtime, one.mode, f"{one.equal}/{one.tokens}", *figures, verdict)
     return table
+
+
+def _speeds(found: list[Comparison]) -> Table:
+    table = _table("Tokens a second, one sequence", ("read", "decoded"))
+    for one in found:
+        table.add_row(one.runtime, one.mode, *(f"{value:.1f}" if value else "-" for value in one.speed))
+    return table
+
+
+def _table(title: str, numbers: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left")
+    for heading in ("runtime", "dtype"):
+        table.add_column(heading)
+    for heading in numbers:
+        table.add_column(heading, justify="right")
+    return table
+
+
+def _short(value: float) -> str:
+    return f"{value:.1e}".replace("e-0", "e-").replace("e+00", "")
