@@ -6,6 +6,7 @@ the attention's inputs and outputs and the next layer's hidden states; then the 
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,7 @@ class LayerwiseAlign:
     Args:
         rows: the rows to keep activations of; held_out: rows for evaluation.
         folder: activations, checkpoints and finished mixers of the stage.
+        steps_before: of the stages before this one; each layer takes all of this one's steps.
     """
 
     def __init__(
@@ -59,7 +61,9 @@ class LayerwiseAlign:
         held_out: Rows,
         logbook: Logbook,
         folder: Path,
+        steps_before: int,
     ) -> None:
+        self.steps_before = steps_before
         self.label, self.stage, self.log, self.runtime = label, stage, log, runtime
         self.teacher, self.student, self.logbook, self.folder = teacher, student, logbook, folder
         self._activations = folder / f"activations-{runtime.rank}"
@@ -80,9 +84,9 @@ class LayerwiseAlign:
             layer.to("cpu")
             if index in converted:
                 self._train(index, converted[index])
-        for file in self._activations.iterdir():
-            file.unlink()
-        self._activations.rmdir()
+                self.steps_before += self.stage.steps
+        shutil.rmtree(self._activations)
+        self.runtime.barrier()  # the main process deletes the whole folder next
 
     def _open(self, name: str, rows: Rows) -> _Block:
         """Embed rows; their activations live in files that the system pages in and out."""
@@ -132,6 +136,7 @@ class LayerwiseAlign:
             lambda: self._evaluate(objective),
             self.logbook,
             self.folder / f"checkpoints-{index:03d}",
+            self.steps_before,
         )
         trainer.run()
         mixer.to("cpu")

@@ -20,12 +20,12 @@ from deltanet_recipes.card import write_card
 from deltanet_recipes.decontaminate import Contamination
 from deltanet_recipes.feeds import check_share
 from deltanet_recipes.logbook import Logbook, read_log
-from deltanet_recipes.models import check_models, is_imported, load_student, load_tokenizer, whole
+from deltanet_recipes.models import check_models, is_imported, load_student, load_tokenizer, mixers, whole
 from deltanet_recipes.packing import Mixture, split_streams
 from deltanet_recipes.plan import show_plan
 from deltanet_recipes.plots import draw_plots
 from deltanet_recipes.runtime import Runtime
-from deltanet_recipes.schema import Data, Recipe, Repair, Source, Stage, stage_name, stage_tokens
+from deltanet_recipes.schema import Align, Data, Recipe, Repair, Source, Stage, stage_name, stage_tokens
 from deltanet_recipes.stages import StageRun, held_out_rows
 from deltanet_recipes.tokens import Corpus, load_corpus
 
@@ -78,7 +78,8 @@ def run(recipe: Recipe, kinds: tuple[str, ...] | None = None, console: Console |
         student.requires_grad_(False)
         for place, prepared_data in _named(data).items():
             prepared_data.training.state = states[place]
-        steps_before += stage.steps
+        layerwise = isinstance(stage, Align) and stage.mode == "layerwise"
+        steps_before += stage.steps * (len(mixers(student)) if layerwise else 1)
         logbook.tables()
     if runtime.main:
         done_recipe = recipe.model_copy(update={"stages": tuple(stages)})  # whose tokens the model has seen

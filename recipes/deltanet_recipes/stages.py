@@ -104,6 +104,7 @@ class StageRun:
             self.held_out,
             self.logbook,
             self.folder,
+            self.steps_before,
         ).run()
 
     def _distil(self, stage: DistilBase) -> None:
@@ -159,7 +160,7 @@ class StageRun:
             evaluate,
             self.logbook,
             self.folder,
-            {"steps_before": self.steps_before},
+            self.steps_before,
         )
         trainer.run()
 

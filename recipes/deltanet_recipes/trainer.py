@@ -37,7 +37,7 @@ class Trainer:
     Args:
         label: name of the stage in the log.
         evaluate: figures on held-out rows, by name; the same on every process.
-        extra: further state to keep in checkpoints (JSON).
+        steps_before: of everything trained before in this run, for the log.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Trainer:
         evaluate: Callable[[], dict[str, float]],
         logbook: Logbook,
         folder: Path,
-        extra: dict[str, Any] | None = None,
+        steps_before: int,
     ) -> None:
         self.label, self.stage, self.log, self.runtime = label, stage, log, runtime
         self.objective, self.feed, self.evaluate, self.logbook = objective, feed, evaluate, logbook
@@ -59,7 +59,7 @@ class Trainer:
         fused = runtime.device.type == "cuda"
         self.optimizers = make_optimizers(parameter_groups(objective, stage.optimizer), stage.optimizer, fused)
         self.checkpoints = Checkpoints(folder, log.keep, runtime)
-        self.extra = extra or {}
+        self.steps_before = steps_before
         self.step, self.seconds = 0, 0.0
         self.best = math.inf
         alone = micro_batch_rows(stage, runtime.world) >= stage.rows_per_step // runtime.world
@@ -141,7 +141,7 @@ class Trainer:
         row = {
             "stage": self.label,
             "step": self.step,
-            "total_steps": self.extra.get("steps_before", 0) + self.step,
+            "total_steps": self.steps_before + self.step,
             "tokens": self.step * self.stage.batch_tokens,
             **means,
             **({"error": sum(errors) / len(errors)} if errors else {}),
@@ -156,7 +156,7 @@ class Trainer:
 
     def _state(self) -> dict[str, Any]:
         best = None if math.isinf(self.best) else self.best
-        return {"label": self.label, "feed": self.feed.state, "seconds": self.seconds, "best": best, **self.extra}
+        return {"label": self.label, "feed": self.feed.state, "seconds": self.seconds, "best": best}
 
     def _resume(self) -> None:
         folder = self.checkpoints.last()

@@ -133,12 +133,17 @@ def test_an_output_that_cannot_be_is_one_line(workplace: Path, tmp_path: Path) -
         run(load_recipe(write_recipe(tmp_path, tree)))
 
 
-def test_trackers_get_the_recipe_and_every_row(
-    workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("mode", "steps"),
+    [("joint", [0, 2, 4, 4, 6, 8]), ("layerwise", [0, 2, 4, 4, 6, 8, 8, 10, 12, 12, 14, 16])],
+)
+def test_trackers_get_the_recipe_and_every_row_at_its_step(
+    workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, steps: list[int]
 ) -> None:
     made: list[Tracker] = []
     monkeypatch.setattr(accelerate, "Accelerator", lambda **kwargs: made.append(Tracker(**kwargs)) or made[-1])
-    tree = recipe_tree(workplace, STAGES, output=str(tmp_path / "run"), log={"every": 2, "trackers": ["tensorboard"]})
+    stages = [{**STAGES[0], "mode": mode}, STAGES[1]]
+    tree = recipe_tree(workplace, stages, output=str(tmp_path / "run"), log={"every": 2, "trackers": ["tensorboard"]})
     with monkeypatch.context() as patch:  # whether it is installed here or not
         patch.setattr("importlib.util.find_spec", lambda name: name)
         recipe = load_recipe(write_recipe(tmp_path, tree))
@@ -148,5 +153,5 @@ def test_trackers_get_the_recipe_and_every_row(
     assert tracker.config["stages.1.optimizer.mixer_lr"] == 3e-3
     assert all(isinstance(value, (bool, int, float, str)) for value in tracker.config.values())
     rows = read_log(tmp_path / "run")
-    assert [step for step, _ in tracker.points] == [row["total_steps"] for row in rows] == [0, 2, 4, 4, 6, 8]
+    assert [step for step, _ in tracker.points] == [row["total_steps"] for row in rows] == steps
     assert tracker.points[-1][1]["distil/held_out.kl"] == rows[-1]["held_out.kl"]

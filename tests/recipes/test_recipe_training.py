@@ -26,8 +26,9 @@ from deltanet_recipes.feeds import check_share
 from deltanet_recipes.logbook import read_log
 from deltanet_recipes.models import load_student, mixers
 from deltanet_recipes.pipeline import run
+from deltanet_recipes.runtime import Runtime
 from deltanet_recipes.schema import Align, Distil, Lora
-from tests.recipes.tiny_run import ALIGN, DISTIL, make_workplace, recipe_tree, write_recipe
+from tests.recipes.tiny_run import ALIGN, DISTIL, LAYERS, make_workplace, recipe_tree, write_recipe
 
 ROOT = Path(__file__).parents[2]
 
@@ -287,6 +288,20 @@ def test_two_processes_align_layer_by_layer_like_one(workplace: Path, tmp_path: 
     for one, two in zip(losses(expected), losses(read_log(tmp_path / "b" / "run")), strict=True):
         assert one[:2] == two[:2]
         assert one[2] == pytest.approx(two[2], rel=1e-4)
+
+
+def test_every_process_has_put_its_activations_away_before_one_deletes_the_folder(
+    workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run" / "checkpoints"
+    met: list[tuple[int, int]] = []  # where processes wait for each other: finished mixers, folders of activations
+    monkeypatch.setattr(
+        Runtime,
+        "barrier",
+        lambda self: met.append((len(list(folder.glob("*/mixer-*"))), len(list(folder.glob("*/activations-*"))))),
+    )
+    train(workplace, tmp_path / "run", [{**ALIGN, "mode": "layerwise", "tokens": 512, "cached_tokens": 256}])
+    assert (LAYERS, 0) in met
 
 
 def test_processes_that_would_leave_rows_out_are_refused() -> None:
