@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltanet_hf.data import prefix_ids
+from deltanet_hf.data import prefix_ids, with_prefix
 from deltanet_hf.errors import UserError
 
 SEQUENCE_LENGTH = 512
@@ -119,10 +119,9 @@ def tokenise(
         if end is not None:
             ids.append(end)
     wanted, held = -(-calibration_tokens // length), min(HELD_OUT_TOKENS, calibration_tokens) // length
-    prefix = prefix_ids(tokenizer)
-    cut = length - len(prefix)
+    cut = length - len(prefix_ids(tokenizer))
     blocks = torch.tensor(ids[: len(ids) // cut * cut], dtype=torch.int64).view(-1, cut)
-    blocks = torch.cat([torch.tensor(prefix, dtype=torch.int64).expand(len(blocks), -1), blocks], dim=1)
+    blocks = with_prefix(blocks, tokenizer)
     first_held = min(len(blocks) - 1, int(len(blocks) * (1 - HELD_OUT_SHARE)))
     if first_held < wanted:
         raise UserError(

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 
@@ -16,3 +18,9 @@ def prefix_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     Those that have one may know no text without it: Gemma 3's perplexity doubles.
     """
     return [i for i in tokenizer("")["input_ids"] if i == tokenizer.bos_token_id]
+
+
+def with_prefix(windows_NT: Tensor, tokenizer: PreTrainedTokenizerBase) -> Tensor:
+    """Windows that begin the way the model's training documents did."""
+    prefix = torch.tensor(prefix_ids(tokenizer), dtype=torch.long).expand(windows_NT.shape[0], -1)
+    return torch.cat([prefix, windows_NT], dim=1)

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 import transformers
 
-from deltanet_hf.data import shipped_texts
+from deltanet_hf.data import shipped_texts, with_prefix
 from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.contestants import BASELINES, Contestant, Roster
 from deltanet_hf.evaluation.harness import Harness
 from deltanet_hf.evaluation.measure import REPEATED, Material, Measured, build_recall, measure
 from deltanet_hf.evaluation.scoring import TokenRequest
 from deltanet_hf.evaluation.suite import SEED, SUITES, Suite, SuiteTask
-from deltanet_hf.evaluation.texts import encode_documents, read_text, token_ids, windows, with_prefix
+from deltanet_hf.evaluation.texts import encode_documents, read_text, token_ids, windows
 from deltanet_hf.evaluation.wikitext import wikitext_texts
 
 WINDOW = 1024

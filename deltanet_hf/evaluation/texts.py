@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from deltanet_hf.data import prefix_ids
 from deltanet_hf.errors import UserError
 
 
@@ -69,9 +68,3 @@ def windows(ids: np.ndarray, length: int, count: int) -> Tensor:
     """The first `count` windows [count, length] int64, without overlap; fewer if the text ends."""
     count = min(count, ids.size // length)
     return torch.from_numpy(ids[: count * length].reshape(count, length))
-
-
-def with_prefix(windows_NT: Tensor, tokenizer: PreTrainedTokenizerBase) -> Tensor:
-    """Windows that begin the way the model's training documents did."""
-    prefix = torch.tensor(prefix_ids(tokenizer), dtype=torch.long).expand(windows_NT.shape[0], -1)
-    return torch.cat([prefix, windows_NT], dim=1)

@@ -167,10 +167,10 @@ def _compose_kernel(
 def compose(
     M: torch.Tensor | None, states: torch.Tensor, initial: torch.Tensor | None, table: torch.Tensor,
     reverse: bool, precision: str,
-) -> torch.Tensor:  # fmt: skip
-    """States [rows, segments, HV, K, V] entering each segment; from the end when `reverse`.
+) -> None:  # fmt: skip
+    """Makes `states` [rows, segments, HV, K, V] those entering each segment; from the end when `reverse`.
 
-    On entry `states` holds at each segment the N of the segment before it (backward: behind it), and at the first
+    On entry it holds at each segment the N of the segment before it (backward: behind it), and at the first
     (backward: the last) anything. M is None where nothing is composed.
     """
     rows, segments, HV, K, V = states.shape
@@ -185,7 +185,6 @@ def compose(
             M, states, table, K=K, V=V, BK=power_of_two(K), BV=BV, HV=HV, SEGMENTS=segments, REVERSE=reverse,
             PRECISION="ieee" if precision == "ieee" else "tf32x3", num_warps=8,
         )  # fmt: skip
-    return states
 
 
 def segments_for(programs: int, chunks_a_row: int, multiprocessors: int) -> int:

@@ -132,7 +132,7 @@ def _token_documents(
             if piece.size:
                 yield piece, None
         return
-    skip = source.skip_tokens
+    skip, prefix = source.skip_tokens, prefix_ids(tokenizer)
     for batch in _batched(documents(source)):
         if source.messages_key is None:
             texts = ["" if text is None else text for text in batch]
@@ -141,7 +141,6 @@ def _token_documents(
                 name = source.path or source.hub
                 raise UserError(f"{name}: {source.text_key!r} holds a {type(odd).__name__}, not text; set text_key")
             encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
-            prefix = prefix_ids(tokenizer)
             pairs: list[tuple[np.ndarray, np.ndarray | None]] = [
                 (np.array([*prefix, *ids, separator], dtype=np.int64), None) for ids in encoded if ids
             ]

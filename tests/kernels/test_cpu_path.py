@@ -104,28 +104,27 @@ def test_cpu_needs_no_triton_module() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)})
 
 
+def falls_back_with_one_warning(words: str) -> None:
+    on_cuda = SimpleNamespace(is_cuda=True)
+    with pytest.warns(RuntimeWarning, match=words):
+        assert dispatch._call("causal_conv1d", lambda x: x + 1, on_cuda, 1) == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert dispatch._call("causal_conv1d", lambda x: x + 1, on_cuda, 1) == 2
+
+
 def test_fallback_warns_once_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(x: float) -> float:
         raise NotImplementedError("head size 1024 is too large")
 
     monkeypatch.setattr(dispatch, "_triton_function", lambda operator: refuse)
     dispatch._warn_fallback.cache_clear()
-    on_cuda = SimpleNamespace(is_cuda=True)
-    with pytest.warns(RuntimeWarning, match="causal_conv1d: .* much slower .*head size 1024 is too large"):
-        assert dispatch._call("causal_conv1d", lambda x: x + 1, on_cuda, 1) == 2
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert dispatch._call("causal_conv1d", lambda x: x + 1, on_cuda, 1) == 2
+    falls_back_with_one_warning("causal_conv1d: .* much slower .*head size 1024 is too large")
 
 
 def test_missing_triton_side_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deltanet_kernels.conv", None)
     dispatch._triton_function.cache_clear()
     dispatch._warn_fallback.cache_clear()
-    on_cuda = SimpleNamespace(is_cuda=True)
-    with pytest.warns(RuntimeWarning, match="causal_conv1d: .*cannot be imported: .*deltanet_kernels.conv"):
-        assert dispatch._call("causal_conv1d", lambda x: x + 1, on_cuda, 1) == 2
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert dispatch._call("causal_conv1d", lambda x: x + 1, on_cuda, 1) == 2
+    falls_back_with_one_warning("causal_conv1d: .*cannot be imported: .*deltanet_kernels.conv")
     dispatch._triton_function.cache_clear()

@@ -29,7 +29,7 @@ from deltanet_convert.convert import convert, prepare
 from deltanet_convert.norm_target import needs_norms
 from deltanet_convert.options import ConvertOptions, kept_layers
 from deltanet_convert.text import read_text
-from deltanet_hf.data import prefix_ids
+from deltanet_hf.data import with_prefix
 from deltanet_hf.exit_codes import run_command
 
 WINDOW = 1024
@@ -40,18 +40,18 @@ def eval_windows(file: Path, model_folder: Path, limit: int) -> Tensor:
 
     Those of a text stand behind the begin-of-text token, if the tokenizer has one.
     """
-    prefix: list[int] = []
+    tokenizer = None
     if file.suffix == ".npy":
         ids = torch.from_numpy(np.load(file).astype(np.int64))
     else:
         tokenizer = AutoTokenizer.from_pretrained(model_folder)
         text = "\n\n".join(read_text(file, limit * WINDOW))
-        ids, prefix = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"]), prefix_ids(tokenizer)
+        ids = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
     count = min(limit, len(ids) // WINDOW)
     if count == 0:
         raise typer.BadParameter(f"{file} has {len(ids)} tokens, a window needs {WINDOW}", param_hint="--eval")
     rows = ids[: count * WINDOW].view(count, WINDOW)
-    return torch.cat([torch.tensor(prefix, dtype=torch.int64).expand(count, -1), rows], dim=1)
+    return rows if tokenizer is None else with_prefix(rows, tokenizer)
 
 
 @torch.inference_mode()
