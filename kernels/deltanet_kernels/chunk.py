@@ -2,9 +2,10 @@
 
     S_t = e^{g_t} S_{t-1} + beta_t k_t (v_t - k_t^T e^{g_t} S_{t-1})^T        o_t = scale * q_t^T S_t
 
-Forward: chunk_prepare.py (gates, key norms, T), chunk_scores.py (P), chunk_fwd.py (states, outputs). Backward:
-chunk_bwd.py, chunk_bwd_inputs.py. The forward pass keeps T, P, the states S [chunks, HV, V, K] and V' for it, and of
-sequences that are cut (chunk_segment.py) the maps M and what each segment forgets.
+Forward: chunk_scores.py (gates, norms, P, L), chunk_prepare.py (T), chunk_fwd.py (states, outputs). Backward:
+chunk_bwd.py, chunk_bwd_inputs.py, or chunk_bwd_whole.py for small heads. The forward pass keeps T, P, the states S
+[chunks, HV, V, K] and V' for it, and of sequences that are cut (chunk_segment.py) the maps M and what each segment
+forgets.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -17,6 +18,7 @@ import torch
 from . import chunk_autotune
 from .chunk_bwd import _pair_backward_kernel, _state_backward_kernel
 from .chunk_bwd_inputs import _input_backward_kernel
+from .chunk_bwd_whole import _whole_backward_kernel
 from .chunk_fwd import _output_kernel, _state_kernel
 from .chunk_prepare import Chunks, cut_chunks, prepare
 from .chunk_scores import scores
@@ -100,6 +102,12 @@ def _full(k: torch.Tensor, v: torch.Tensor, chunks: Chunks) -> bool:
     return even and not chunks.varlen and chunks.tokens % chunks.size == 0
 
 
+def _whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, config: ChunkConfig) -> bool:
+    """One kernel makes all gradients inside a chunk (chunk_bwd_whole.py), not two."""
+    widths = {tile_width(size, k.dtype) for size in (k.shape[3], v.shape[3])}
+    return q.shape[2] == k.shape[2] == v.shape[2] and widths == {config.whole_size}
+
+
 def _zero_tail(chunks: Chunks, *tensors: torch.Tensor) -> None:
     """Tokens after the last packed sequence get zeros."""
     if chunks.cu_seqlens is not None:
@@ -150,10 +158,11 @@ def chunk_forward(
     C, HO = config.C, max(HQ, HV)
     chunks = cut_chunks(B, T, C, cu_seqlens)
     full = _full(k, v, chunks)
-    P, factors, bounds = scores(
+    P, L, factors, bounds = scores(
         q, k, g, beta, A_log, dt_bias, chunks, scale, sigmoid, norm, full, segments > 1, precision, config.score_warps
     )
-    Tm = prepare(k, factors, HV, chunks, precision, config.prepare_warps)
+    Tm = prepare(L, k.dtype, T, chunks, precision, config.prepare_warps)
+    del L  # as large as two of T
 
     o = q.new_empty(B, T, HO, V)
     ht = q.new_empty((chunks.rows, HV, K, V) if final else (0,), dtype=torch.float32)
@@ -260,18 +269,25 @@ def chunk_backward(
     sums = q.new_zeros((chunks.count, HV, 2) if gate else (0,), dtype=torch.float32)
     if chunks.count:
         chunk_of = (chunks.cu_seqlens, chunks.row_of_chunk, chunks.first_chunk)
-        dG = q.new_empty(HV, B * T, dtype=torch.float32)
         Z, E = torch.empty_like(P), torch.empty_like(Tm)
-        _pair_backward_kernel[(chunks.count * HV,)](
-            k, v, factors, P, do, h, vn, dw, Z, E, dG, dv, dbeta, *chunk_of, scale, T, B * T,
-            *k_strides, *o_strides, *v.stride()[:3], **sizes, **flags, BV=config.pair_BV, SIGMOID=sigmoid,
-            num_warps=config.pair_warps, num_stages=1, maxnreg=config.pair_registers,
-        )  # fmt: skip
-        _input_backward_kernel[(chunks.count * k.shape[2],)](
-            q, k, factors, do, h, dh, vn, dw, Z, E, dG, g, A_log, dt_bias, dq, dk, dg, sums, *chunk_of, T, B * T,
-            *strides, **sizes, **flags, NORM=norm, BV=config.input_BV, GATE=gate,
-            num_warps=config.input_warps, num_stages=1, maxnreg=config.input_registers,
-        )  # fmt: skip
+        if _whole(q, k, v, config):
+            _whole_backward_kernel[(chunks.count * HV,)](
+                q, k, v, factors, P, do, h, dh, vn, dw, Z, E, g, A_log, dt_bias, dq, dk, dv, dg, dbeta, sums, *chunk_of,
+                scale, T, B * T, *strides, *v.stride()[:3], H=HV, K=K, V=V, BK=sizes["BK"], BV=tile_width(V, v.dtype),
+                **flags, NORM=norm, GATE=gate, SIGMOID=sigmoid, num_warps=4, num_stages=1, maxnreg=255,
+            )  # fmt: skip
+        else:
+            dG = q.new_empty(HV, B * T, dtype=torch.float32)
+            _pair_backward_kernel[(chunks.count * HV,)](
+                k, v, factors, P, do, h, vn, dw, Z, E, dG, dv, dbeta, *chunk_of, scale, T, B * T,
+                *k_strides, *o_strides, *v.stride()[:3], **sizes, **flags, BV=config.pair_BV, SIGMOID=sigmoid,
+                num_warps=config.pair_warps, num_stages=1, maxnreg=config.pair_registers,
+            )  # fmt: skip
+            _input_backward_kernel[(chunks.count * k.shape[2],)](
+                q, k, factors, do, h, dh, vn, dw, Z, E, dG, g, A_log, dt_bias, dq, dk, dg, sums, *chunk_of, T, B * T,
+                *strides, **sizes, **flags, NORM=norm, BV=config.input_BV, GATE=gate,
+                num_warps=config.input_warps, num_stages=1, maxnreg=config.input_registers,
+            )  # fmt: skip
     _zero_tail(chunks, dq, dk, dv, dg, dbeta)
     total = sums.sum(0) if gate else sums.view(0, 2)
     dA, dbias = (

@@ -11,7 +11,7 @@ Notation of chunk_prepare.py, chunk_scores.py and chunk_fwd.py; dS is the gradie
         dbeta = rowsum(dW V') / beta = rowsum(dW (V - gamma U - (D K K^T) V'))
         (beta = sigmoid(b): db = (1 - beta) rowsum(dW V'))
         X = dL L;  Y = dP P;  dG = rowsum(Y) - colsum(Y) + rowsum(X) - colsum(X)
-    and from Z, E, S, dS (`chunk_bwd_inputs.py`):
+    and from Z, E, S, dS (`chunk_bwd_inputs.py`; small heads have both in one, `chunk_bwd_whole.py`):
         dQ = scale gamma (dO S^T) + Z K
         dK = rev (V' dS^T) + dU S^T + Z^T Q + (E + E^T) K
         dG += rowsum(q dQ_inter) + rowsum(k (dU S^T)) - rowsum(k dK_state)
@@ -159,7 +159,12 @@ def _pair_backward_kernel(
     D = decay_between(G_i, s_i, i[:, None] >= i[None, :]) * r_i[None, :]
 
     dL = tl.zeros([C, C], dtype=tl.float32)
+    dP = tl.zeros([C, C], dtype=tl.float32)
     db = tl.zeros([C], dtype=tl.float32)
+    if GROUP == 1:
+        # Loaded before the products that it meets elementwise: Triton takes the layout of the later one.
+        P_tile = tl.load(P + (c.to(tl.int64) * HO + head) * (C * C) + square)
+    o_base = do + row * o_row + (head * GROUP).to(tl.int64) * o_head + first * o_token
     for i_v in range(0, V, BV):
         e = i_v + tl.arange(0, BV)
         mV = live[:, None] & (e < V)[None, :]
@@ -167,8 +172,14 @@ def _pair_backward_kernel(
         vn_tile = load_tile(vn + at, mV, FULL)
         dw_tile = load_tile(dw + at, mV, FULL)
         store_tile(dv + at, b_i[:, None] * dw_tile.to(tl.float32), mV, FULL)
-        db += tl.sum(dw_tile.to(tl.float32) * vn_tile.to(tl.float32), axis=1)
-        dL += tl.dot(dw_tile.to(dtype), tl.trans(vn_tile.to(dtype)), input_precision=PRECISION)
+        if vn.dtype.element_ty != dtype:
+            db += tl.sum(dw_tile.to(tl.float32) * vn_tile.to(tl.float32), axis=1)
+        dL = tl.dot(dw_tile.to(dtype), tl.trans(vn_tile.to(dtype)), dL, input_precision=PRECISION)
+        if GROUP == 1:
+            do_tile = load_tile(o_base + (i[:, None] * o_token + e[None, :]), mV, FULL).to(dtype)
+            dP = tl.dot(do_tile, tl.trans(vn_tile.to(dtype)), dP, input_precision=PRECISION)
+    if vn.dtype.element_ty == dtype:
+        db = tl.sum(tl.where(i[:, None] == i[None, :], dL, 0.0), axis=1)
     k_base = k + row * k_row + (head // (HV // H)).to(tl.int64) * k_head + first * k_token
     k_at = k_base + (i[:, None] * k_token + d[None, :])
     k_tile = load_tile(k_at, live[:, None] & (d < K)[None, :], FULL)
@@ -179,16 +190,18 @@ def _pair_backward_kernel(
     dG = tl.sum(X * b_i[:, None], axis=0) - b_i * X_row
     for m in range(GROUP):
         out = head * GROUP + m
-        dP = tl.zeros([C, C], dtype=tl.float32)
-        do_base = do + row * o_row + out.to(tl.int64) * o_head + first * o_token
-        for i_v in range(0, V, BV):
-            e = i_v + tl.arange(0, BV)
-            mV = live[:, None] & (e < V)[None, :]
-            vn_tile = load_tile(vn + own + (i[:, None] * (HV * V) + e[None, :]), mV, FULL).to(dtype)
-            do_tile = load_tile(do_base + (i[:, None] * o_token + e[None, :]), mV, FULL).to(dtype)
-            dP += tl.dot(do_tile, tl.trans(vn_tile), input_precision=PRECISION)
+        if GROUP > 1:
+            dP = tl.zeros([C, C], dtype=tl.float32)
+            for i_v in range(0, V, BV):
+                e = i_v + tl.arange(0, BV)
+                mV = live[:, None] & (e < V)[None, :]
+                vn_tile = load_tile(vn + own + (i[:, None] * (HV * V) + e[None, :]), mV, FULL).to(dtype)
+                do_tile = load_tile(o_base + m * o_head + (i[:, None] * o_token + e[None, :]), mV, FULL).to(dtype)
+                dP = tl.dot(do_tile, tl.trans(vn_tile), dP, input_precision=PRECISION)
         tile = (c.to(tl.int64) * HO + out) * (C * C) + square
-        Y = tl.where(strict, dP * tl.load(P + tile).to(tl.float32), 0.0)
+        if GROUP > 1:
+            P_tile = tl.load(P + tile)
+        Y = tl.where(strict, dP * P_tile.to(tl.float32), 0.0)
         dG += tl.sum(Y, axis=1) - tl.sum(Y, axis=0)
         f_i, _, _, _ = row_factors(factors + 6 * plane, out.to(tl.int64) * tokens + flat, i, live, FULL)
         tl.store(Z_out + tile, (dP * D * (f_i * scale)[:, None]).to(dtype))

@@ -1,4 +1,4 @@
-"""What every chunk needs before the recurrence can run over chunks: T = (I + L)^{-1}, from gates and key norms.
+"""What every chunk needs before the recurrence can run over chunks: T = (I + L)^{-1}.
 
 Notation, per state head, with C tokens a chunk (rows i, columns j):
 
@@ -27,7 +27,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .kernel_config import cdiv, power_of_two
+from .kernel_config import cdiv
 
 L2_EPS = tl.constexpr(1e-6)
 MERGE_PRECISION = {torch.float32: "tf32x3"}
@@ -135,24 +135,10 @@ def _softplus(x):
 
 
 @triton.jit
-def _block(keys, rows, packed, plane, b: tl.constexpr, valid, d, k_token, K: tl.constexpr):
-    """Keys 16 b to 16 b + 15 of a chunk and their G, s, beta r, r; zero past the end."""
-    i = b * 16 + tl.arange(0, 16)
-    live = i < valid
-    tile = tl.load(keys + i[:, None] * k_token + d[None, :], mask=live[:, None] & (d < K)[None, :], other=0.0)
-    G = tl.load(rows + i, mask=live, other=0.0)
-    s = tl.load(rows + plane + i, mask=live, other=0.0)
-    beta = tl.load(packed + 4 * i, mask=live, other=0.0)
-    r = tl.load(packed + 4 * i + 3, mask=live, other=0.0)
-    return tile, G, s, beta * r, r
-
-
-@triton.jit
-def _L_block(k_i, k_j, r_j, b_i, G_i, G_j, s_i, s_j, PRECISION: tl.constexpr):
-    """A 16 x 16 block of beta_i D_ij <k_i, k_j> below the diagonal."""
-    decay = tl.exp(tl.minimum(G_i[:, None] - G_j[None, :], 0.0))
-    decay = tl.where(s_i[:, None] == s_j[None, :], decay, 0.0)
-    return tl.dot(k_i, tl.trans(k_j), input_precision=PRECISION) * b_i[:, None] * r_j[None, :] * decay
+def _block(tile, C: tl.constexpr, a: tl.constexpr, b: tl.constexpr):
+    """Rows 16 a to 16 a + 15, columns 16 b to 16 b + 15 of a tile."""
+    i = tl.arange(0, 16)
+    return tl.load(tile + (a * 16 + i)[:, None] * C + (b * 16 + i)[None, :])
 
 
 @triton.jit
@@ -177,41 +163,31 @@ def _store_block(tile, C: tl.constexpr, a: tl.constexpr, b: tl.constexpr, x):
 
 @triton.jit(do_not_specialize=["T"])
 def _prepare_kernel(
-    k, factors, T_out, cu_seqlens, row_of_chunk, first_chunk, T, tokens, k_row, k_token: tl.constexpr, k_head,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
-    VARLEN: tl.constexpr, PRECISION: tl.constexpr, MERGE: tl.constexpr,
+    L, T_out, cu_seqlens, row_of_chunk, first_chunk, T,
+    HV: tl.constexpr, C: tl.constexpr, VARLEN: tl.constexpr, MERGE: tl.constexpr,
 ):  # fmt: skip
     """One program a (chunk of 64 or 32 tokens, state head), in blocks of 16 that a warp holds in registers."""
     pid = tl.program_id(0)
     c = pid // HV
-    head = pid % HV
-    row, first, flat, valid = locate_chunk(c, cu_seqlens, row_of_chunk, first_chunk, T, C, VARLEN)
+    _, _, _, valid = locate_chunk(c, cu_seqlens, row_of_chunk, first_chunk, T, C, VARLEN)
     if valid <= 0:
         return
-    d = tl.arange(0, BK)
-    plane = tl.full([], HV, tl.int64) * tokens
-    at = head.to(tl.int64) * tokens + flat
-    rows = factors + at
-    packed = factors + (2 * plane + 4 * at)
-    keys = k + row * k_row + (head // (HV // H)).to(tl.int64) * k_head + first * k_token
-    tile = T_out + (c.to(tl.int64) * HV + head) * (C * C)
+    source = L + pid.to(tl.int64) * (C * C)
+    tile = T_out + pid.to(tl.int64) * (C * C)
     zero = tl.zeros([16, 16], dtype=tl.float32)
 
-    k0, G0, s0, b0, r0 = _block(keys, rows, packed, plane, 0, valid, d, k_token, K)
-    T00 = _invert_block(_L_block(k0, k0, r0, b0, G0, G0, s0, s0, PRECISION), MERGE)
+    T00 = _invert_block(_block(source, C, 0, 0), MERGE)
     _store_block(tile, C, 0, 0, T00)
     _store_block(tile, C, 0, 1, zero)
-    k1, G1, s1, b1, r1 = _block(keys, rows, packed, plane, 1, valid, d, k_token, K)
-    T11 = _invert_block(_L_block(k1, k1, r1, b1, G1, G1, s1, s1, PRECISION), MERGE)
-    L10 = _L_block(k1, k0, r0, b1, G1, G0, s1, s0, PRECISION)
+    T11 = _invert_block(_block(source, C, 1, 1), MERGE)
+    L10 = _block(source, C, 1, 0)
     T10 = -tl.dot(T11, tl.dot(L10, T00, input_precision=MERGE), input_precision=MERGE)
     _store_block(tile, C, 1, 0, T10)
     _store_block(tile, C, 1, 1, T11)
     if C == 64:
-        k2, G2, s2, b2, r2 = _block(keys, rows, packed, plane, 2, valid, d, k_token, K)
-        T22 = _invert_block(_L_block(k2, k2, r2, b2, G2, G2, s2, s2, PRECISION), MERGE)
-        L20 = _L_block(k2, k0, r0, b2, G2, G0, s2, s0, PRECISION)
-        L21 = _L_block(k2, k1, r1, b2, G2, G1, s2, s1, PRECISION)
+        T22 = _invert_block(_block(source, C, 2, 2), MERGE)
+        L20 = _block(source, C, 2, 0)
+        L21 = _block(source, C, 2, 1)
         X20 = tl.dot(L20, T00, input_precision=MERGE) + tl.dot(L21, T10, input_precision=MERGE)
         T20 = -tl.dot(T22, X20, input_precision=MERGE)
         T21 = -tl.dot(T22, tl.dot(L21, T11, input_precision=MERGE), input_precision=MERGE)
@@ -220,11 +196,10 @@ def _prepare_kernel(
         _store_block(tile, C, 2, 0, T20)
         _store_block(tile, C, 2, 1, T21)
         _store_block(tile, C, 2, 2, T22)
-        k3, G3, s3, b3, r3 = _block(keys, rows, packed, plane, 3, valid, d, k_token, K)
-        T33 = _invert_block(_L_block(k3, k3, r3, b3, G3, G3, s3, s3, PRECISION), MERGE)
-        L30 = _L_block(k3, k0, r0, b3, G3, G0, s3, s0, PRECISION)
-        L31 = _L_block(k3, k1, r1, b3, G3, G1, s3, s1, PRECISION)
-        L32 = _L_block(k3, k2, r2, b3, G3, G2, s3, s2, PRECISION)
+        T33 = _invert_block(_block(source, C, 3, 3), MERGE)
+        L30 = _block(source, C, 3, 0)
+        L31 = _block(source, C, 3, 1)
+        L32 = _block(source, C, 3, 2)
         X32 = tl.dot(L32, T22, input_precision=MERGE)
         X31 = tl.dot(L31, T11, input_precision=MERGE) + tl.dot(L32, T21, input_precision=MERGE)
         X30 = tl.dot(L30, T00, input_precision=MERGE) + tl.dot(L31, T10, input_precision=MERGE)
@@ -252,16 +227,14 @@ def cut_chunks(batch: int, tokens: int, size: int, cu_seqlens: torch.Tensor | No
 
 
 def prepare(
-    k: torch.Tensor, factors: torch.Tensor, heads: int, chunks: Chunks, precision: str, num_warps: int
+    L: torch.Tensor, dtype: torch.dtype, tokens: int, chunks: Chunks, precision: str, num_warps: int
 ) -> torch.Tensor:
-    """T [chunks, HV, C, C] for k [B, T, H, K] (unit stride along K) and the row factors of `heads` states."""
-    B, T, H, K = k.shape
-    inverse = torch.empty(chunks.count, heads, chunks.size, chunks.size, dtype=k.dtype, device=k.device)
+    """T [chunks, HV, C, C] in `dtype` from L [chunks, HV, C, C] of rows of so many tokens."""
+    inverse = torch.empty(L.shape, dtype=dtype, device=L.device)
     if chunks.count:
-        _prepare_kernel[(chunks.count * heads,)](
-            k, factors, inverse, chunks.cu_seqlens, chunks.row_of_chunk, chunks.first_chunk, T, B * T,
-            *k.stride()[:3], H=H, HV=heads, K=K, BK=power_of_two(K), C=chunks.size, VARLEN=chunks.varlen,
-            PRECISION=precision, MERGE=MERGE_PRECISION.get(k.dtype, "tf32") if precision != "ieee" else "ieee",
-            num_warps=num_warps,
+        _prepare_kernel[(chunks.count * L.shape[1],)](
+            L, inverse, chunks.cu_seqlens, chunks.row_of_chunk, chunks.first_chunk, tokens, HV=L.shape[1],
+            C=chunks.size, VARLEN=chunks.varlen,
+            MERGE=MERGE_PRECISION.get(dtype, "tf32") if precision != "ieee" else "ieee", num_warps=num_warps,
         )  # fmt: skip
     return inverse

@@ -1,8 +1,9 @@
-"""Gated delta rule over chunks, first of all: row factors, and P = scale D (Q K^T), what outputs read inside a chunk.
+"""Gated delta rule over chunks, first of all: row factors, P = scale D (Q K^T), what outputs read in a chunk, and L.
 
-With the L2 norm in the operator P holds the norms of both sides. Both are made once, for all chunks at a time: the
+With the L2 norm in the operator P and L hold the norms of both sides. All are made once, for all chunks at a time: the
 state passes and the gradients read them from memory (P is [C, C] a chunk and output head, as large as T), which keeps
-exponentials, norms and that product out of the loops over chunks. Notation in chunk_prepare.py.
+exponentials, norms and that product out of the loops over chunks. L, in float32, is for chunk_prepare.py alone, which
+has the notation; its product is made here, where the keys lie as a whole tile.
 
 Row factors, float32, head first [heads, B*T]: G and s; then four side by side a row, beta, -gamma beta r, rev r, r;
 then for each output head 1/|q|, scale gamma / |q| and two unused. gamma = e^G, rev = e^{G_last - G}.
@@ -93,13 +94,14 @@ def _gates(g, beta, A_log, dt_bias, at, live, head, GATE: tl.constexpr, SIGMOID:
 
 @triton.jit(do_not_specialize=["T"])
 def _score_kernel(
-    q, k, g, beta, A_log, dt_bias, factors, P_out, bounds, cu_seqlens, row_of_chunk, first_chunk, scale, T, tokens,
+    q, k, g, beta, A_log, dt_bias, factors, P_out, L_out, bounds, cu_seqlens, row_of_chunk, first_chunk,
+    scale, T, tokens,
     q_row, q_token: tl.constexpr, q_head, k_row, k_token: tl.constexpr, k_head,
     H: tl.constexpr, HV: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr,
     BK: tl.constexpr, C: tl.constexpr, GATE: tl.constexpr, SIGMOID: tl.constexpr, NORM: tl.constexpr,
     BOUND: tl.constexpr, VARLEN: tl.constexpr, FULL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program a (chunk, output head): P, the row factors, the bound."""
+    """One program a (chunk, output head): P, L, the row factors, the bound."""
     HO: tl.constexpr = HQ if HQ > HV else HV
     pid = tl.program_id(0)
     out = pid % HO
@@ -150,19 +152,23 @@ def _score_kernel(
         G -= 128.0 * s
         s = tl.zeros_like(s)
     P = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-    P *= decay_between(G, s, i[:, None] >= i[None, :]) * (f * scale)[:, None] * r[None, :]
-    tl.store(
-        P_out + (c.to(tl.int64) * HO + out) * (C * C) + i[:, None] * C + i[None, :],
-        P.to(P_out.dtype.element_ty),
-    )
+    D = decay_between(G, s, i[:, None] >= i[None, :]) * r[None, :]
+    square = i[:, None] * C + i[None, :]
+    P *= D * (f * scale)[:, None]
+    tl.store(P_out + (c.to(tl.int64) * HO + out) * (C * C) + square, P.to(P_out.dtype.element_ty))
+    if out % (HO // HV) == 0:
+        L = tl.dot(k_tile, tl.trans(k_tile), input_precision=PRECISION)
+        L = tl.where(i[:, None] > i[None, :], L * D * (b * r)[:, None], 0.0)
+        tl.store(L_out + (c.to(tl.int64) * HV + head) * (C * C) + square, L)
 
 
 def scores(
     q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
     A_log: torch.Tensor | None, dt_bias: torch.Tensor | None,
     chunks: Chunks, scale: float, sigmoid: bool, norm: bool, full: bool, bound: bool, precision: str, num_warps: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """P [chunks, HO, C, C], the row factors [6 HV + 4 HO, B*T], and the bounds [chunks, HV] where asked for.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """P [chunks, HO, C, C], L [chunks, HV, C, C] in float32, the row factors [6 HV + 4 HO, B*T], and the bounds
+    [chunks, HV] where asked for.
 
     From q [B, T, HQ, K], k [B, T, H, K] (unit stride along K) and contiguous g, beta [B, T, HV].
     """
@@ -171,12 +177,13 @@ def scores(
     HO = max(HQ, HV)
     factors = torch.empty(6 * HV + 4 * HO, B * T, dtype=torch.float32, device=k.device)
     P = torch.empty(chunks.count, HO, chunks.size, chunks.size, dtype=k.dtype, device=k.device)
+    L = torch.empty(chunks.count, HV, chunks.size, chunks.size, dtype=torch.float32, device=k.device)
     bounds = torch.empty((chunks.count, HV) if bound else (0,), dtype=torch.float32, device=k.device)
     if chunks.count:
         _score_kernel[(chunks.count * HO,)](
-            q, k, g, beta, A_log, dt_bias, factors, P, bounds, chunks.cu_seqlens, chunks.row_of_chunk,
+            q, k, g, beta, A_log, dt_bias, factors, P, L, bounds, chunks.cu_seqlens, chunks.row_of_chunk,
             chunks.first_chunk, scale, T, B * T, *q.stride()[:3], *k.stride()[:3], H=k.shape[2], HV=HV, HQ=HQ, K=K,
             BK=power_of_two(K), C=chunks.size, GATE=A_log is not None, SIGMOID=sigmoid, NORM=norm, BOUND=bound,
             VARLEN=chunks.varlen, FULL=full, PRECISION=precision, num_warps=num_warps,
         )  # fmt: skip
-    return P, factors, bounds
+    return P, L, factors, bounds

@@ -59,6 +59,7 @@ class ChunkConfig:
     pair_registers: int | None = None  # a limit, so that more programs fit on a multiprocessor
     input_BV: int = 64
     input_warps: int = 4
+    whole_size: int = 0  # where K and V fill tiles of this width the two gradient kernels are one (chunk_bwd_whole.py)
     input_registers: int | None = None  # 255, the most there is: without a limit ptxas sometimes chooses 32, and spills
 
 
@@ -83,14 +84,18 @@ def chunk_config(K: int, V: int, dtype: torch.dtype, capability: tuple[int, int]
         config = replace(config, pair_BV=32, input_BV=32, state_stages=1, grad_stages=1)
     elif BK > 64 and BV > 64:
         config = replace(
-            config, state_BV=128, state_warps=8, grad_BV=128, grad_warps=8, output_BV=128, pair_registers=168
-        )
+            config, state_BV=128, state_warps=8, grad_BV=128, grad_warps=8, output_BV=128, pair_registers=255,
+            pair_BV=128 if dtype == torch.bfloat16 else 64,
+        )  # fmt: skip
     if capability[0] != 9:
         narrow = min(config.state_BV, 32 if BK > 64 else 64)
         config = replace(
             config, state_BV=narrow, state_warps=4, state_stages=1, grad_BV=narrow, grad_warps=4, grad_stages=1,
             input_BV=min(config.input_BV, 32 if BK <= 128 else 16), input_registers=255,
+            pair_BV=min(config.pair_BV, 64),
         )  # fmt: skip
+    elif dtype == torch.bfloat16:
+        config = replace(config, whole_size=64)
     return replace(
         config,
         state_BV=min(config.state_BV, BV),

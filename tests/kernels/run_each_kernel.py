@@ -21,6 +21,7 @@ from tests.kernels.test_step import TENSORS, Step, make
 CASES = [
     Case("packed, grouped", T=150, H=2, HQ=2, HV=4, K=64, raw=True, cu_seqlens=(0, 0, 1, 66, 140)),
     Case("query heads share a state", T=70, B=2, H=1, HQ=2, HV=1, K=40, V=24),
+    Case("head size 64, nothing shared", T=130, H=2, K=64, raw=True),
     Case("head size 128", T=130, H=1, K=128),
     Case("head size 256", T=70, H=1, K=256),
 ]

@@ -134,7 +134,7 @@ def test_no_chunk_keeps_more_than_its_bound() -> None:
     g[:, 70, 1] = -200.0
     chunks = cut_chunks(1, T, C, None)
     inputs = [x.to(DEVICE) for x in (q, k, g, beta)]
-    _, _, bounds = scores(*inputs, None, None, chunks, 1.0, False, False, False, True, "ieee", 4)
+    *_, bounds = scores(*inputs, None, None, chunks, 1.0, False, False, False, True, "ieee", 4)
     lengths = [(1 - beta[0, :, h] * k[0, :, 0].square().sum(-1)).abs().clamp(min=1).log() for h in range(HV)]
     wanted = g[0].T + torch.stack(lengths)
     wanted[1, 70] = -torch.inf

@@ -31,6 +31,13 @@ def test_only_hopper_prefetches_the_state_passes() -> None:
     assert (other.state_stages, other.grad_stages, other.state_BV) == (1, 1, 32)
 
 
+def test_one_kernel_makes_the_gradients_of_small_bfloat16_heads_on_hopper() -> None:
+    """Elsewhere it would spill, and float16 keeps V' and dW in float32."""
+    assert chunk_config(64, 64, torch.bfloat16, (9, 0)).whole_size == 64
+    assert chunk_config(64, 64, torch.bfloat16, (8, 0)).whole_size == 0
+    assert chunk_config(64, 64, torch.float16, (9, 0)).whole_size == 0
+
+
 @pytest.mark.parametrize(
     ("states", "wanted"),
     [(128, (128, 8)), (67, (128, 8)), (66, (64, 4)), (1, (64, 4))],

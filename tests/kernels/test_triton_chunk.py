@@ -12,6 +12,7 @@ import torch
 
 from deltanet_kernels import chunk, chunk_autotune, naive_gated_delta_rule
 from deltanet_kernels.chunk import chunk_gated_delta_rule_triton
+from deltanet_kernels.kernel_config import chunk_config
 from tests.kernels.cases import (
     CASES,
     Case,
@@ -30,6 +31,7 @@ INTERPRETED = {
     "packed, nothing but empty", "g=-inf", "shut at a chunk's last token", "beta=0", "zero keys", "raw gates, packed",
     "no state", "K<V",
 }  # fmt: skip
+WHOLE = {"T=65", "beta=0", "g=-inf", "shut at a chunk's last token", "raw gates, packed", "K<V"}
 CHOSEN = [case for case in CASES if GPU or case.name in INTERPRETED]
 gpu = pytest.mark.gpu
 needs_gpu = pytest.mark.skipif(not GPU, reason="needs a CUDA device")
@@ -47,6 +49,17 @@ def cut(segments: int) -> Callable[..., Any]:
 def test_float32(case: Case) -> None:
     inputs = make_inputs(case, torch.float32, DEVICE)
     assert_close(results(cut(1), inputs), truth_of(case), 3e-6 * case.condition)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.name in WHOLE], ids=str)
+def test_one_kernel_for_all_gradients(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel of bfloat16 heads that share nothing and are small, here in float32."""
+    case = replace(case, HQ=None, HV=None)
+    launched = []
+    monkeypatch.setattr(chunk, "_whole", lambda q, k, v, config: launched.append(q.shape) or True)
+    inputs = make_inputs(case, torch.float32, DEVICE)
+    assert_close(results(cut(1), inputs), truth(inputs), 3e-6)
+    assert launched
 
 
 @pytest.mark.parametrize("output", ["o", "final_state"])
@@ -126,6 +139,23 @@ def test_half_precision(name: str) -> None:
     case = next(case for case in CASES if case.name == name)
     inputs = make_inputs(case, torch.float16, DEVICE)
     assert_close(results(cut(1), inputs), truth(inputs), 1.5 * torch.finfo(torch.float16).eps)
+
+
+@pytest.mark.parametrize(
+    ("K", "V", "HQ", "dtype", "wanted"),
+    [
+        (64, 64, 2, torch.bfloat16, True),
+        (40, 60, 2, torch.bfloat16, True),
+        (16, 40, 2, torch.bfloat16, False),
+        (128, 64, 2, torch.bfloat16, False),
+        (64, 64, 4, torch.bfloat16, False),
+        (64, 64, 2, torch.float16, False),
+    ],
+)
+def test_one_kernel_only_where_its_tiles_are_alike(K: int, V: int, HQ: int, dtype: torch.dtype, wanted: bool) -> None:
+    """Narrow tiles beside wide ones are what ptxas 12.8 gets wrong; shared heads need the general kernels."""
+    q, k, v = (torch.empty(1, 1, *heads, dtype=dtype) for heads in ((HQ, K), (2, K), (2, V)))
+    assert chunk._whole(q, k, v, chunk_config(K, V, dtype, (9, 0))) is wanted
 
 
 def test_search_for_a_configuration_leaves_results_alone(monkeypatch: pytest.MonkeyPatch) -> None:
