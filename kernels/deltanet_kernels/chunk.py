@@ -33,6 +33,7 @@ from .kernel_config import (
     slices,
     tile_width,
 )
+from .launch import launch
 from .registration import differentiable, gradient, operator
 
 MAX_HEAD_SIZE = 256
@@ -186,17 +187,20 @@ def chunk_forward(
     if segments > 1:
         table = forgetting(bounds, chunks, segments, composed)
         start = q.new_empty(chunks.rows, segments, HV, K, V, dtype=torch.float32)
-        _state_kernel[(programs * (cdiv(V, BV) + (cdiv(K, BV) if composed else 0)),)](
+        launch(
+            _state_kernel, programs * (cdiv(V, BV) + (cdiv(K, BV) if composed else 0)),
             *inputs, None, o, h, vn, start, M, table, *where, *strides, **common,
             INITIAL=False, FINAL=True, OUTPUT=False, KEEP=False, TRANSITION=True,
         )  # fmt: skip
         compose(M if composed else None, start, initial_state, table, False, precision)
-    _state_kernel[(programs * cdiv(V, BV),)](
+    launch(
+        _state_kernel, programs * cdiv(V, BV),
         *inputs, start, o, h, vn, ht, M, table, *where, *strides, **common,
         INITIAL=start is not None, FINAL=final, OUTPUT=fused, KEEP=stored, TRANSITION=False,
     )  # fmt: skip
     if not fused and chunks.count:
-        _output_kernel[(chunks.count * HO * cdiv(V, config.output_BV),)](
+        launch(
+            _output_kernel, chunks.count * HO * cdiv(V, config.output_BV),
             q, factors, P, h, vn, o, chunks.cu_seqlens, chunks.row_of_chunk, chunks.first_chunk, T, B * T,
             *strides[:3], HV=HV, HQ=HQ, K=K, V=V, BK=sizes["BK"], **flags, BV=config.output_BV,
             num_warps=config.output_warps,
@@ -244,7 +248,7 @@ def chunk_backward(
     flags = {"C": config.C, "VARLEN": chunks.varlen, "FULL": _full(k, v, chunks), "PRECISION": precision}
     programs = chunks.rows * segments * HV
     BV, warps = slices(config.grad_BV, config.grad_warps, V, chunks.rows * HV, multiprocessors(q.device))
-    grid = (programs * cdiv(V, BV),)
+    walks = programs * cdiv(V, BV)
     common = {
         **sizes, **flags, "BV": BV, "SEGMENTS": segments, "num_warps": warps,
         # More query heads a state need more shared memory a stage.
@@ -255,11 +259,13 @@ def chunk_backward(
     start = dht
     if segments > 1:
         start = q.new_empty(chunks.rows, segments, HV, K, V, dtype=torch.float32)
-        _state_backward_kernel[grid](
-            *inputs, None, dh, dw, start, table, *where, *strides, **common, FINAL=False, INITIAL=True, KEEP=False
-        )
+        launch(
+            _state_backward_kernel, walks,
+            *inputs, None, dh, dw, start, table, *where, *strides, **common, FINAL=False, INITIAL=True, KEEP=False,
+        )  # fmt: skip
         compose(M if M.numel() else None, start, dht, table, True, precision)
-    _state_backward_kernel[grid](
+    launch(
+        _state_backward_kernel, walks,
         *inputs, start, dh, dw, dh0, table, *where, *strides, **common,
         FINAL=start is not None, INITIAL=initial, KEEP=True,
     )  # fmt: skip
@@ -271,19 +277,22 @@ def chunk_backward(
         chunk_of = (chunks.cu_seqlens, chunks.row_of_chunk, chunks.first_chunk)
         Z, E = torch.empty_like(P), torch.empty_like(Tm)
         if _whole(q, k, v, config):
-            _whole_backward_kernel[(chunks.count * HV,)](
+            launch(
+                _whole_backward_kernel, chunks.count * HV,
                 q, k, v, factors, P, do, h, dh, vn, dw, Z, E, g, A_log, dt_bias, dq, dk, dv, dg, dbeta, sums, *chunk_of,
                 scale, T, B * T, *strides, *v.stride()[:3], H=HV, K=K, V=V, BK=sizes["BK"], BV=tile_width(V, v.dtype),
                 **flags, NORM=norm, GATE=gate, SIGMOID=sigmoid, num_warps=4, num_stages=1, maxnreg=255,
             )  # fmt: skip
         else:
             dG = q.new_empty(HV, B * T, dtype=torch.float32)
-            _pair_backward_kernel[(chunks.count * HV,)](
+            launch(
+                _pair_backward_kernel, chunks.count * HV,
                 k, v, factors, P, do, h, vn, dw, Z, E, dG, dv, dbeta, *chunk_of, scale, T, B * T,
                 *k_strides, *o_strides, *v.stride()[:3], **sizes, **flags, BV=config.pair_BV, SIGMOID=sigmoid,
                 num_warps=config.pair_warps, num_stages=1, maxnreg=config.pair_registers,
             )  # fmt: skip
-            _input_backward_kernel[(chunks.count * k.shape[2],)](
+            launch(
+                _input_backward_kernel, chunks.count * k.shape[2],
                 q, k, factors, do, h, dh, vn, dw, Z, E, dG, g, A_log, dt_bias, dq, dk, dg, sums, *chunk_of, T, B * T,
                 *strides, **sizes, **flags, NORM=norm, BV=config.input_BV, GATE=gate,
                 num_warps=config.input_warps, num_stages=1, maxnreg=config.input_registers,

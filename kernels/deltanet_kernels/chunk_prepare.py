@@ -28,6 +28,7 @@ import triton
 import triton.language as tl
 
 from .kernel_config import cdiv
+from .launch import launch
 
 L2_EPS = tl.constexpr(1e-6)
 MERGE_PRECISION = {torch.float32: "tf32x3"}
@@ -222,7 +223,7 @@ def cut_chunks(batch: int, tokens: int, size: int, cu_seqlens: torch.Tensor | No
     table = torch.empty(count + rows, dtype=torch.int32, device=cu_seqlens.device)
     row_of_chunk, first_chunk = table[:count], table[count:]
     cu_seqlens = cu_seqlens.contiguous()
-    _chunk_table_kernel[(rows + 1,)](cu_seqlens, row_of_chunk, first_chunk, rows, count, C=size, BLOCK=256)
+    launch(_chunk_table_kernel, rows + 1, cu_seqlens, row_of_chunk, first_chunk, rows, count, C=size, BLOCK=256)
     return Chunks(size, rows, tokens, count, cu_seqlens, row_of_chunk, first_chunk)
 
 
@@ -232,7 +233,8 @@ def prepare(
     """T [chunks, HV, C, C] in `dtype` from L [chunks, HV, C, C] of rows of so many tokens."""
     inverse = torch.empty(L.shape, dtype=dtype, device=L.device)
     if chunks.count:
-        _prepare_kernel[(chunks.count * L.shape[1],)](
+        launch(
+            _prepare_kernel, chunks.count * L.shape[1],
             L, inverse, chunks.cu_seqlens, chunks.row_of_chunk, chunks.first_chunk, tokens, HV=L.shape[1],
             C=chunks.size, VARLEN=chunks.varlen,
             MERGE=MERGE_PRECISION.get(dtype, "tf32") if precision != "ieee" else "ieee", num_warps=num_warps,

@@ -21,6 +21,7 @@ import triton.language as tl
 
 from .chunk_prepare import L2_EPS, Chunks, _softplus, locate_chunk
 from .kernel_config import power_of_two
+from .launch import launch
 
 
 @triton.jit
@@ -180,7 +181,8 @@ def scores(
     L = torch.empty(chunks.count, HV, chunks.size, chunks.size, dtype=torch.float32, device=k.device)
     bounds = torch.empty((chunks.count, HV) if bound else (0,), dtype=torch.float32, device=k.device)
     if chunks.count:
-        _score_kernel[(chunks.count * HO,)](
+        launch(
+            _score_kernel, chunks.count * HO,
             q, k, g, beta, A_log, dt_bias, factors, P, L, bounds, chunks.cu_seqlens, chunks.row_of_chunk,
             chunks.first_chunk, scale, T, B * T, *q.stride()[:3], *k.stride()[:3], H=k.shape[2], HV=HV, HQ=HQ, K=K,
             BK=power_of_two(K), C=chunks.size, GATE=A_log is not None, SIGMOID=sigmoid, NORM=norm, BOUND=bound,

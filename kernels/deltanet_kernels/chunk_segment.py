@@ -35,6 +35,7 @@ import triton.language as tl
 
 from .chunk_prepare import Chunks, locate_row
 from .kernel_config import cdiv, power_of_two
+from .launch import launch
 
 FORGOTTEN = tl.constexpr(-200.0)
 WALK, WALK_BACK, N_PASS, N_BACK, M_PASS = (tl.constexpr(j) for j in range(5))
@@ -122,7 +123,8 @@ def forgetting(bounds: torch.Tensor, chunks: Chunks, segments: int, composed: bo
     table = torch.empty(chunks.rows, HV, segments, 5, 2, dtype=torch.int32, device=bounds.device)
     if table.numel():
         power = power_of_two(segments, 1)
-        _forgetting_kernel[(chunks.rows * HV,)](
+        launch(
+            _forgetting_kernel, chunks.rows * HV,
             bounds, table, chunks.cu_seqlens, chunks.first_chunk, chunks.tokens, HV=HV, C=chunks.size,
             SEGMENTS=segments, POWER=power, COMPOSED=composed, VARLEN=chunks.varlen,
             BLOCK=max(32, 512 // power), num_warps=4,
@@ -181,7 +183,8 @@ def compose(
         outermost.copy_(initial)
     if M is not None and rows:
         BV = min(16, power_of_two(V))
-        _compose_kernel[(rows * HV * cdiv(V, BV),)](
+        launch(
+            _compose_kernel, rows * HV * cdiv(V, BV),
             M, states, table, K=K, V=V, BK=power_of_two(K), BV=BV, HV=HV, SEGMENTS=segments, REVERSE=reverse,
             PRECISION="ieee" if precision == "ieee" else "tf32x3", num_warps=8,
         )  # fmt: skip

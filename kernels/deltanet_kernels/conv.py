@@ -16,6 +16,7 @@ import triton.language as tl
 
 from .chunk_prepare import Chunks, cut_chunks, locate_chunk, locate_row
 from .kernel_config import cdiv, power_of_two
+from .launch import launch
 from .registration import differentiable, gradient, operator
 
 TOKENS = 64
@@ -170,14 +171,16 @@ def conv_forward(
     (_, T, D), W = x.shape, weight.shape[1]
     y = torch.zeros_like(x) if chunks.varlen else torch.empty_like(x)
     out = x.new_empty((chunks.rows, D, W - 1) if final else (0,))
-    _conv_forward_kernel[(chunks.count * ND,)](
+    launch(
+        _conv_forward_kernel, chunks.count * ND,
         x, weight, bias, state, y, chunks.cu_seqlens, chunks.row_of_chunk, chunks.first_chunk, T, **sizes, C=TOKENS,
         SILU=silu, BIAS=bias is not None, INITIAL=state is not None, VARLEN=chunks.varlen,
     )  # fmt: skip
     if final and W > 1:
-        _conv_state_kernel[(chunks.rows * ND,)](
-            x, state, out, chunks.cu_seqlens, T, **sizes, INITIAL=state is not None, VARLEN=chunks.varlen
-        )
+        launch(
+            _conv_state_kernel, chunks.rows * ND,
+            x, state, out, chunks.cu_seqlens, T, **sizes, INITIAL=state is not None, VARLEN=chunks.varlen,
+        )  # fmt: skip
     return y, out
 
 
@@ -207,7 +210,8 @@ def conv_backward(
     flags = {"SILU": silu, "BIAS": bias is not None, "INITIAL": state is not None, "FINAL": dfinal is not None}
     for out, programs, C in ((dx, chunks.count, TOKENS), (dstate, chunks.rows if dstate.numel() else 0, 16)):
         if programs:
-            _conv_backward_kernel[(programs * ND,)](
+            launch(
+                _conv_backward_kernel, programs * ND,
                 x, weight, bias, state, dy, dfinal, out, dweight, chunks.cu_seqlens, chunks.row_of_chunk,
                 chunks.first_chunk, T, **sizes, **flags, C=C, VARLEN=chunks.varlen, TO_STATE=out is dstate,
             )  # fmt: skip

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from .kernel_config import cdiv, power_of_two
+from .launch import launch
 from .registration import differentiable, gradient, operator
 
 ROWS = 32  # rows of D a tile
@@ -93,9 +94,10 @@ def norm_forward(x: torch.Tensor, z: torch.Tensor | None, w: torch.Tensor, eps: 
     x, w, z = x.contiguous(), w.contiguous(), None if z is None else z.contiguous()
     y = torch.empty_like(x)
     tile = _rows(D)
-    _norm_forward_kernel[(cdiv(rows, tile),)](
-        x, z, w, y, rows, eps, HEADS=heads, D=D, BD=power_of_two(D, 1), ROWS=tile, GATE=z is not None
-    )
+    launch(
+        _norm_forward_kernel, cdiv(rows, tile),
+        x, z, w, y, rows, eps, HEADS=heads, D=D, BD=power_of_two(D, 1), ROWS=tile, GATE=z is not None,
+    )  # fmt: skip
     return y
 
 
@@ -120,7 +122,8 @@ def norm_backward(
     tile = _rows(D)
     programs = cdiv(rows, heads * tile * TILES)
     dw = torch.empty(programs, heads, D, dtype=torch.float32, device=x.device)
-    _norm_backward_kernel[(programs * heads,)](
+    launch(
+        _norm_backward_kernel, programs * heads,
         x, z, w, dy, dx, dz, dw, rows, eps, HEADS=heads, D=D, BD=power_of_two(D, 1), ROWS=tile,
         TILES=TILES, GATE=z is not None,
     )  # fmt: skip

@@ -15,6 +15,7 @@ import triton.language as tl
 from .chunk import MAX_HEAD_SIZE, chunk_gated_delta_rule_triton
 from .chunk_prepare import L2_EPS, _softplus, locate_row
 from .kernel_config import cdiv, power_of_two, recurrent_config
+from .launch import launch
 from .registration import operator
 
 
@@ -92,7 +93,8 @@ def _launch(
     rows = B if cu_seqlens is None else cu_seqlens.numel() - 1
     o = (torch.zeros if varlen else torch.empty)(B, T, max(HQ, HV), V, dtype=v.dtype, device=v.device)
     BV, warps = recurrent_config(K, V, rows * HV)
-    _recurrent_kernel[(rows * HV * cdiv(V, BV),)](
+    launch(
+        _recurrent_kernel, rows * HV * cdiv(V, BV),
         q, k, v, g, beta, A_log, dt_bias, state, new_state, o, cu_seqlens, scale, T,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], H=H, HV=HV, HQ=HQ, K=K, V=V,
         BK=power_of_two(K, 1), BV=BV, GATE=A_log is not None, SIGMOID=sigmoid, NORM=norm,

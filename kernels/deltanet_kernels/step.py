@@ -21,6 +21,7 @@ from .chunk import MAX_HEAD_SIZE
 from .chunk_prepare import L2_EPS, _softplus
 from .conv import causal_conv1d_triton
 from .kernel_config import power_of_two, step_warps
+from .launch import launch
 from .norm import gated_rms_norm_triton
 from .recurrent import gated_delta_rule_step_
 from .registration import operator
@@ -198,7 +199,8 @@ def delta_step_(
     W = 0 if conv_weight is None else conv_weight.shape[1]
     o = v.new_empty(B, T, max(HQ, HV), V)
     BK, BV = power_of_two(K, 1), power_of_two(V, 1)
-    _step_kernel[(B * HV,)](
+    launch(
+        _step_kernel, B * HV,
         q.contiguous(), k.contiguous(), v.contiguous(), a.contiguous(), b.contiguous(), A_log, dt_bias, state,
         None if conv_weight is None else conv_weight.contiguous(), conv_tail, None if z is None else z.contiguous(),
         None if norm_weight is None else norm_weight.contiguous(), None if padding is None else padding.contiguous(),

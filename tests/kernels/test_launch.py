@@ -1,0 +1,99 @@
+"""Launches that go past Triton's argument binder: the right code for the arguments, on the tensors' device."""
+
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+from deltanet_kernels import launch as module
+from deltanet_kernels.launch import launch, specialization
+from tests.kernels.triton_mode import DEVICE, GPU
+
+needs_gpu = pytest.mark.skipif(not GPU, reason="needs a CUDA device")
+
+
+def _body(x, y, n, few, factor, SIZE: tl.constexpr, OFFSET: tl.constexpr):  # type: ignore[no-untyped-def]
+    i = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    tl.store(y + i, tl.load(x + i, mask=i < n, other=0.0) * factor + OFFSET + few, mask=i < n)
+
+
+KERNEL = triton.jit(do_not_specialize=["few"])(_body)
+ALIGNED = torch.zeros(64)
+ARGUMENTS = {
+    "x": [ALIGNED, ALIGNED[1:], ALIGNED[4:], ALIGNED.half(), ALIGNED.bfloat16(), ALIGNED.long(), None],
+    "n": [1, 2, 16, 17, 0, -1, -16, 2**31 - 1, 2**31, 2**31 + 16, 2**40, 2**63, True, False, 1.0],
+    "few": [1, 2, 16, 2**31, 2**40, True],
+    "factor": [1.0, 2.0, 16.0, 3, 16],
+    "SIZE": [16, 32, True],
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_equal_specialization_means_equal_code(name: str) -> None:
+    """Wherever Triton would compile anew, the specialization differs."""
+    kernel = JITFunction(_body, do_not_specialize=["few"])
+    binder = create_function_from_signature(kernel.signature, kernel.params, make_backend(GPUTarget("cuda", 90, 32)))
+    seen: dict[Any, Any] = {}
+    for value in ARGUMENTS[name]:
+        given = {"x": ALIGNED, "y": ALIGNED, "n": 5, "few": 5, "factor": 0.5, "SIZE": 16, "OFFSET": 0, name: value}
+        tritons = [str(part) for part in binder(**given)[1]]
+        if name == "SIZE":
+            tritons.append(str(value))
+        ours = tuple(specialization(kernel, tuple(given.values())))
+        assert seen.setdefault(ours, tritons) == tritons, value
+    assert len(seen) > 1
+
+
+def _run(x: torch.Tensor, n: int, few: int, factor: float, OFFSET: int) -> torch.Tensor:
+    y = torch.zeros_like(x)
+    launch(KERNEL, triton.cdiv(x.numel(), 16), x, y, n, few, factor, SIZE=16, OFFSET=OFFSET)
+    return y
+
+
+@pytest.mark.parametrize("again", [1, 2])
+@pytest.mark.parametrize("first", [0, 1, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_values_are_of_this_call(dtype: torch.dtype, first: int, again: int) -> None:
+    x = torch.randn(200, device=DEVICE).to(dtype)[first:]
+    for n, few, factor, OFFSET in [(100, 3, 2.0, 1), (16, 3, 2.0, 1), (1, 1, 0.5, 1), (100, 7, 0.5, 0)]:
+        wanted = torch.where(torch.arange(len(x), device=DEVICE) < n, x * factor + OFFSET + few, 0.0)
+        torch.testing.assert_close(_run(x, n, few, factor, OFFSET), wanted.to(dtype), rtol=2e-3, atol=2e-3)
+
+
+@needs_gpu
+def test_a_launch_seen_before_passes_the_binder_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(64, device=DEVICE)
+    wanted = _run(x, 48, 5, 2.5, 3)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("bound again")
+
+    monkeypatch.setattr(JITFunction, "run", refuse)
+    assert torch.equal(_run(x, 48, 5, 2.5, 3), wanted)
+    assert _run(x * 2, 32, 6, 1.5, 3)[31] == x[31] * 3 + 9  # the same code, other values
+    with pytest.raises(AssertionError, match="bound again"):
+        _run(x, 48, 5, 2.5, 4)
+
+
+@needs_gpu
+def test_lengths_share_their_code() -> None:
+    x = torch.randn(64, device=DEVICE)
+    _run(x, 33, 5, 2.0, 0)
+    before = len(module._compiled)
+    for n in range(35, 63, 2):
+        _run(x, n, n, n / 2, 0)
+    assert len(module._compiled) == before
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_tensors_on_another_device_than_the_current_one() -> None:
+    x = torch.randn(64, device="cuda:1")
+    assert torch.cuda.current_device() == 0
+    for _ in range(2):
+        assert torch.equal(_run(x, 64, 1, 2.0, 0), x * 2 + 1)
+    assert torch.cuda.current_device() == 0
