@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 Profile = Literal["native", "teacher"]
@@ -31,6 +31,7 @@ class DeltaNetOptions:
     output_norm: OutputNorm  # RMSNorm over each head's output, its weight shared by the heads or not
     output_gate: bool  # the output is multiplied by silu(g_proj(x))
     gate_bias: bool  # biases on b_proj (write strength) and g_proj (output gate)
+    householder_steps: int = 1  # writes (key, value, strength) per token: n_h of DeltaProduct; above 1 `teacher` only
 
     @classmethod
     def native(cls, layers: Iterable[int]) -> DeltaNetOptions:
@@ -84,7 +85,8 @@ class DeltaNetOptions:
         known = {f.name for f in fields(cls)}
         if unknown := sorted(set(values) - known):
             raise ValueError(f"deltanet.{unknown[0]}: unknown key; known keys are {', '.join(sorted(known))}")
-        if missing := sorted(known - set(values)):
+        required = {f.name for f in fields(cls) if f.default is MISSING}
+        if missing := sorted(required - set(values)):
             raise ValueError(f"deltanet.{missing[0]}: missing key; add it to the config's `deltanet` entry")
         options = cls(**{**values, "layers": tuple(values["layers"])})
         options._validate()
@@ -105,6 +107,13 @@ class DeltaNetOptions:
                 raise ValueError(f"deltanet.{name}: got {getattr(self, name)!r}, expected true or false")
         if type(self.conv_size) is not int or self.conv_size not in (0, 2, 3, 4):
             raise ValueError(f"deltanet.conv_size: got {self.conv_size!r}, expected 0 (none), 2, 3 or 4")
+        if type(self.householder_steps) is not int or self.householder_steps < 1:
+            raise ValueError(f"deltanet.householder_steps: got {self.householder_steps!r}, expected 1, 2 or more")
+        if self.householder_steps > 1 and self.profile == "native":
+            raise ValueError(
+                f"deltanet.householder_steps: got {self.householder_steps} in the native profile, whose runtimes write "
+                "once per token; take the teacher profile, or 1"
+            )
         if any(type(i) is not int or i < 0 for i in self.layers) or len(set(self.layers)) != len(self.layers):
             raise ValueError(f"deltanet.layers: got {list(self.layers)}, expected distinct non-negative layer indices")
 

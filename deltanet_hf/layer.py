@@ -6,6 +6,7 @@ Per head, with a log decay g_t <= 0 and a write strength beta_t in [0, 1] (Gated
 
 q, k, v come from the teacher's projections; beta = sigmoid(b_proj(x)) and
 g = -exp(A_log) softplus(a_proj(x) + dt_bias); the output is RMSNorm(o) * weight * silu(g_proj(x)), through o_proj.
+With `householder_steps` n_h > 1 a token writes n_h times before it is read (householder.py).
 
 Shapes in comments: B batch, T tokens, H query heads, HV heads of k, v and state, D head size.
 """
@@ -24,6 +25,7 @@ from transformers.cache_utils import Cache
 
 from deltanet_hf.cache import GatedDeltaNetCacheLayer, cache_layer
 from deltanet_hf.config import DeltaNetOptions
+from deltanet_hf.householder import HouseholderStep, interleave
 from deltanet_hf.padding import padded_tokens
 from deltanet_hf.parts import DecayGate, GatedRMSNorm, ShortConv, is_plain
 from deltanet_kernels import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule, gated_delta_step_
@@ -74,11 +76,14 @@ class GatedDeltaNet(nn.Module):
             if self.norms_whole_projection:
                 k_norm.weight = nn.Parameter(k_norm.get_parameter("weight").new_ones(kv_heads * head_dim))
 
-        channels = (heads + 2 * kv_heads) * head_dim
+        channels = (heads + 2 * kv_heads * options.householder_steps) * head_dim
         self.conv1d = ShortConv(channels, options.conv_size) if options.conv_size else None
         self.a_proj = nn.Linear(hidden, kv_heads, bias=False)
         self.b_proj = nn.Linear(hidden, kv_heads, bias=options.gate_bias)
         self.decay = DecayGate(kv_heads)
+        self.householder = nn.ModuleList(
+            HouseholderStep(hidden, kv_heads * head_dim, kv_heads) for _ in range(options.householder_steps - 1)
+        )
         self.g_proj = nn.Linear(hidden, heads * head_dim, bias=options.gate_bias) if options.output_gate else None
         self.norm = None
         if options.output_norm != "none":
@@ -144,6 +149,9 @@ class GatedDeltaNet(nn.Module):
         x = hidden_states if padding is None else hidden_states.masked_fill(padding.unsqueeze(-1), 0.0)
 
         q, k, v = self._project(x)
+        a, b = self.a_proj(x), self.b_proj(x)
+        if self.householder:
+            k, v, b = self._before(k, v, b, x)
         packed = cu_seq_lens_q is not None and length > 1
         state = None if cache is None or not cache.is_initialized else cache.state
         if packed and cache is not None:
@@ -161,10 +169,13 @@ class GatedDeltaNet(nn.Module):
         if self.options.v_activation == "silu":
             v = F.silu(v)
 
-        a, b = self.a_proj(x), self.b_proj(x).float()
         if padding is not None:
             a, b = (gate.masked_fill(padding.unsqueeze(-1), CLOSED) for gate in (a, b))
-        inputs: list[torch.Tensor] = [q, k, v, self.decay(a), b.sigmoid()]
+        inputs: list[torch.Tensor] = [q, k, v, self.decay(a), b.float().sigmoid()]
+        cu_seqlens = cu_seq_lens_q if packed else None
+        if self.householder:
+            inputs = interleave(*inputs)
+            cu_seqlens = None if cu_seqlens is None else cu_seqlens * self.options.householder_steps
         if packed:
             inputs = [tensor.flatten(0, 1).unsqueeze(0) for tensor in inputs]
         decoding = length == 1 and not torch.is_grad_enabled()
@@ -179,17 +190,27 @@ class GatedDeltaNet(nn.Module):
             initial_state=state,
             output_final_state=cache is not None,
             use_qk_l2norm_in_kernel=True,
-            cu_seqlens=cu_seq_lens_q if packed else None,
+            cu_seqlens=cu_seqlens,
         )
-        output = output.view(batch, length, self.num_heads, self.head_dim)
+        output = output.view(batch, length, -1, self.num_heads, self.head_dim)[:, :, -1]  # read after the last write
         if cache is not None:
             assert state is not None
             cache.advance(length, state, conv_tail)
         return self._project_out(output, x), None
 
+    def _before(
+        self, k: torch.Tensor, v: torch.Tensor, b: torch.Tensor, x: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """k, v [B, T, HV*D] and b [B, T, HV] behind those of the new steps: [B, T, n_h*HV*D], [B, T, n_h*HV]."""
+        for step in self.householder:
+            k_new, v_new, b_new = step(x)
+            k = torch.cat([self._normalise(k_new, self.k_norm), k], dim=-1)
+            v, b = torch.cat([v_new, v], dim=-1), torch.cat([b_new, b], dim=-1)
+        return k, v, b
+
     def _can_step(self, cache: GatedDeltaNetCacheLayer) -> bool:
         """Whether the fused step may read the parameters of its parts and change the cache's tensors in place."""
-        if torch.is_grad_enabled() or cache.state is None or not cache.is_initialized:
+        if self.householder or torch.is_grad_enabled() or cache.state is None or not cache.is_initialized:
             return False
         parts = [self.decay] + [part for part in (self.norm, self.conv1d) if part is not None]
         if not all(is_plain(part) for part in parts) or cache.state.requires_grad:

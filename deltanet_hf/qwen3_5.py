@@ -46,6 +46,7 @@ class NativeGatedDeltaNet(GatedDeltaNet):
         self.a_proj = nn.Linear(hidden, values, bias=False)
         self.b_proj = nn.Linear(hidden, values, bias=False)
         self.decay = DecayGate(values)
+        self.householder = nn.ModuleList()
         self.g_proj = nn.Linear(hidden, values * self.head_dim, bias=False)
         self.norm = GatedRMSNorm((self.head_dim,), config.rms_norm_eps)
 
@@ -76,8 +77,8 @@ class DeltaNetQwen3_5TextConfig(Qwen3_5TextConfig):
             )
         linear = [i for i, kind in enumerate(self.layer_types or []) if kind == "linear_attention"]
         native = {**DeltaNetOptions.native(linear).to_dict(), "conv_size": self.linear_conv_kernel_dim}
-        if self.deltanet is None:
-            self.deltanet = DeltaNetOptions.from_dict(native).to_dict()
+        given = native if self.deltanet is None else self.deltanet
+        self.deltanet = DeltaNetOptions.from_dict(given).to_dict()
         if self.deltanet != native:
             raise ValueError(f"deltanet: got {self.deltanet}, expected {native}, which layer_types and the sizes imply")
         plan = Qwen3_5TextConfig.base_model_tp_plan or {}

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deltanet_hf.householder import HouseholderStep
 from deltanet_hf.layer import GatedDeltaNet
 
 from .copy_weights import copy_attention
@@ -42,6 +43,9 @@ def initialise_layer(
         calibration: text the layer is fitted on.
         fit_memory: False leaves decay and write strength at the start of a model trained from scratch, and fits only
             the output gate and the output norm (an ablation).
+
+    Further Householder steps are added to the fitted layer, so that it is the same for any number of them; the figures
+    are of the fitted layer.
     """
     copy_attention(attention, layer)
     if not fit_memory:
@@ -52,6 +56,9 @@ def initialise_layer(
     found = relative_mse(fit, samples)
     descend(fit, samples)
     fit.fold()
+    for module in layer.modules():
+        if isinstance(module, HouseholderStep):
+            module.start(float(layer.k_proj.weight.std()))
     with torch.no_grad():
         gates = [fit.gates(sample.x)[:2] for sample in samples.kept]
     decay, strength = (torch.cat(parts).mean((0, 1)) for parts in zip(*gates, strict=True))

@@ -203,8 +203,7 @@ def _source(name: str, before: dict[str, torch.Tensor]) -> str:
 def _state_bytes(attention: Any, item: int) -> int:
     state = attention.num_kv_heads * attention.head_dim**2 * 4  # float32 always
     taps = attention.options.conv_size
-    channels = (attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim
-    return int(state + (taps - 1) * channels * item) if taps else int(state)
+    return int(state + (taps - 1) * attention.conv1d.weight.shape[0] * item) if taps else int(state)
 
 
 def _working_bytes(teacher: Teacher, calibration_tokens: int) -> int:

@@ -49,7 +49,8 @@ def from_scratch_start(student: PreTrainedModel, teacher: PreTrainedModel, seed:
     generator = torch.Generator().manual_seed(seed)
     spread = float(getattr(student.config, "initializer_range", 0.02))
     for layer in linear_layers(student):
-        for gate in (layer.a_proj, layer.b_proj, layer.g_proj):
+        steps = [module for module in layer.householder.modules() if isinstance(module, nn.Linear)]
+        for gate in (layer.a_proj, layer.b_proj, layer.g_proj, *steps):
             if gate is not None:
                 gate.weight.copy_(torch.randn(gate.weight.shape, generator=generator) * spread)
                 if gate.bias is not None:

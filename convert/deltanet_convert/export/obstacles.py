@@ -31,6 +31,7 @@ WIRING = {
     "output_norm": ("shared", "the target has one output norm weight for all heads"),
     "output_gate": (True, "the target gates its output"),
     "gate_bias": (False, "the target's gates have no bias"),
+    "householder_steps": (1, "the target writes once per token"),
 }
 
 
