@@ -60,12 +60,12 @@ def interleave(
 
     Args:
         q: [B, T, H, D]; k, v: [B, T, n_h*HV, D], the heads of the first step first; g: [B, T, HV];
-        beta: [B, T, n_h*HV].
+        beta: [B, T, n_h*HV]. The keys may have fewer heads, as in the operator.
 
     Returns:
         The same five as [B, T*n_h, ...]; queries and decays are 0 where the operator is not to read or to forget.
     """
-    steps = k.shape[2] // g.shape[2]
+    steps = beta.shape[2] // g.shape[2]
     q = F.pad(q.unsqueeze(2), (0, 0, 0, 0, steps - 1, 0)).flatten(1, 2)
     g = F.pad(g.unsqueeze(2), (0, 0, 0, steps - 1)).flatten(1, 2)
     k, v, beta = (x.unflatten(2, (steps, -1)).flatten(1, 2) for x in (k, v, beta))
