@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from deltanet_convert import fit, layer_step
 from deltanet_convert.options import ConvertOptions
+from deltanet_hf.cache import cache_bytes
 from deltanet_hf.cli import main
 from deltanet_hf.errors import UserError
 from tiny_conversion import TOKENS, quick_start, teacher_folder, text_file, tiny_conversion
@@ -42,6 +43,7 @@ def short_fit(monkeypatch: pytest.MonkeyPatch) -> None:
         ("teacher", "output_gate=false", "output_gate", False),
         ("teacher", "expand_kv=false", "expand_kv", False),
         ("teacher", "gate_bias=false", "gate_bias", False),
+        ("teacher", "householder_steps=2", "householder_steps", 2),
         ("native", "rope=true", "rope", True),
         ("native", "output_norm=none", "output_norm", "none"),
         ("native", "expand_kv=false", "expand_kv", False),
@@ -97,6 +99,7 @@ def test_without_the_memory_fit_only_gate_and_norm_are_fitted(tmp_path: Path, pr
         (("rope=no",), "rope: got 'no', expected true or false"),
         (("conv_size=9",), "conv_size: got 9"),
         (("output_norm=false",), "output_norm: got False"),
+        (("householder_steps=0",), "householder_steps: got 0, expected 1, 2 or more"),
         (("rope=false", "rope=true"), "twice"),
         (("output_norm=none", "output_gate=false"), "keep one of the two"),
     ],
@@ -105,6 +108,29 @@ def test_a_wrong_change_is_one_clear_error(changes: tuple[str, ...], words: str)
     with pytest.raises(UserError, match=r"^--set[^\n]*$") as caught:
         ConvertOptions(changes=changes)
     assert words in str(caught.value)
+
+
+def test_the_native_profile_takes_no_further_steps() -> None:
+    with pytest.raises(UserError, match=r"^--set: householder_steps: got 2 in the native profile.*take the teacher"):
+        ConvertOptions(profile="native", changes=("householder_steps=2",))
+
+
+@pytest.mark.usefixtures("short_fit")
+@torch.no_grad()
+def test_further_steps_hardly_change_the_start(tmp_path: Path) -> None:
+    teacher = teacher_folder(tmp_path / "teacher", "qwen3", num_hidden_layers=2)
+    reports = {n: tiny_conversion(teacher, tmp_path / str(n), changes=(f"householder_steps={n}",)) for n in (1, 3)}
+    for plain, more in zip(reports[1]["layers"], reports[3]["layers"], strict=True):
+        assert more["relative_mse"] == pytest.approx(plain["relative_mse"], rel=0.05)
+    first = [reports[n]["layers"][0] for n in (1, 3)]
+    assert first[0]["fit_mse"] == first[1]["fit_mse"]  # the fit does not see them
+    assert reports[3]["held_out"]["perplexity"] == pytest.approx(reports[1]["held_out"]["perplexity"], rel=0.05)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "3")
+    assert reports[3]["plan"]["parameters"] == sum(p.numel() for p in model.parameters())
+    cache = model(IDS[:1], use_cache=True).past_key_values
+    assert reports[3]["plan"]["cache_bytes"][0]["converted"] == cache_bytes(cache)
+    created = [sum(layer["created"] for layer in reports[n]["plan"]["layers"]) for n in (1, 3)]
+    assert created[1] - created[0] == reports[3]["plan"]["parameters"] - reports[1]["plan"]["parameters"]
 
 
 def typed(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:

@@ -43,6 +43,11 @@ REFUSED: dict[str, tuple[Any, str, tuple[str, ...]]] = {
     "norm per head": (config("llama", wiring={"output_norm": "per_head"}), "deltanet.output_norm", FORMATS),
     "no gate": (config("llama", wiring={"output_gate": False}), "deltanet.output_gate", FORMATS),
     "gate bias": (config("llama", wiring={"gate_bias": True}), "deltanet.gate_bias", FORMATS),
+    "several writes": (
+        config("llama", wiring={"profile": "teacher", "householder_steps": 2}),
+        "deltanet.householder_steps",
+        FORMATS,
+    ),
     "q/k/v bias": (config("qwen2", wiring={"profile": "teacher"}), "deltanet.profile", FORMATS),
     "llama hybrid": (config("llama", EVERY_OTHER), "kept layers", FORMATS),
     "sliding window": (config("qwen3", EVERY_OTHER, **SLIDING), "sliding window", FORMATS),
