@@ -7,7 +7,8 @@ The gradient of the initial state is dx at the positions -(W-1) .. -1; the last 
 gradient joins dx there. p is computed again in the backward pass instead of being kept.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
+# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment, misc"
+# ruff: noqa: RUF005 (Triton does not know starred tuples)
 from __future__ import annotations
 
 import torch
@@ -19,45 +20,74 @@ from .kernel_config import cdiv, power_of_two
 from .launch import launch
 from .registration import differentiable, gradient, operator
 
-TOKENS = 64
+TOKENS = 64  # of a program
 CHANNELS = 64
+AHEAD = 16  # tokens whose loads are under way together
 
 
 @triton.jit
-def _input_at(x, state, flat, n, pos, length, d, D: tl.constexpr, W: tl.constexpr, INITIAL: tl.constexpr, m_d):
-    """x [tile, channels] of sequence n at the positions `pos`, negative ones from its state; zero past the end."""
-    m = (pos >= 0) & (pos < length)
-    tile = tl.load(x + (flat + pos)[:, None] * D + d[None, :], mask=m[:, None] & m_d[None, :], other=0.0).to(tl.float32)
+def _within(pos, start, stop, m_d):
+    """The mask m_d where start <= pos < stop, else nothing."""
+    pos = tl.where(m_d, pos, stop)
+    return (pos >= start) & (pos < stop)
+
+
+@triton.jit
+def _input_at(x, state, n, pos, length, d, D: tl.constexpr, W: tl.constexpr, INITIAL: tl.constexpr, m_d):
+    """Channels d of the input at a position of sequence n, negative ones from its state; zero past the end."""
+    value = tl.load(x + pos * D + d, mask=_within(pos, 0, length, m_d), other=0.0).to(tl.float32)
     if INITIAL:
-        old = (pos < 0) & (pos >= 1 - W)
-        at = (n * D + d)[None, :] * (W - 1) + (W - 1 + pos)[:, None]
-        tile += tl.load(state + at, mask=old[:, None] & m_d[None, :], other=0.0).to(tl.float32)
-    return tile
+        at = (n * D + d) * (W - 1) + (W - 1 + pos)
+        value += tl.load(state + at, mask=_within(pos, 1 - W, 0, m_d), other=0.0).to(tl.float32)
+    return value
 
 
 @triton.jit
-def _pre_activation(
-    x, state, weight, bias, flat, n, pos, length, d, D: tl.constexpr, W: tl.constexpr, INITIAL: tl.constexpr,
-    BIAS: tl.constexpr, m_d,
-):  # fmt: skip
-    p = (pos[:, None] * 0 + d[None, :] * 0).to(tl.float32)
-    if BIAS:
-        p += tl.load(bias + d, mask=m_d, other=0.0).to(tl.float32)[None, :]
+def _taps(weight, d, W: tl.constexpr, m_d):
+    taps = ()
     for w in tl.static_range(W):
-        tap = tl.load(weight + d * W + w, mask=m_d, other=0.0).to(tl.float32)
-        p += tap[None, :] * _input_at(x, state, flat, n, pos - (W - 1) + w, length, d, D, W, INITIAL, m_d)
+        taps = taps + (tl.load(weight + d * W + w, mask=m_d, other=0.0).to(tl.float32),)
+    return taps
+
+
+@triton.jit
+def _history(x, state, n, pos, length, d, D: tl.constexpr, W: tl.constexpr, INITIAL: tl.constexpr, m_d):
+    """The W-1 inputs before a position, oldest first."""
+    inputs = ()
+    for w in tl.static_range(W - 1):
+        inputs = inputs + (_input_at(x, state, n, pos - (W - 1) + w, length, d, D, W, INITIAL, m_d),)
+    return inputs
+
+
+@triton.jit
+def _pre_activation(inputs, taps, bias_d, W: tl.constexpr):
+    p = bias_d
+    for w in tl.static_range(W):
+        p += taps[w] * inputs[w]
     return p
+
+
+@triton.jit
+def _before_activation(dy, inputs, taps, bias_d, W: tl.constexpr, SILU: tl.constexpr):
+    """dp of a token from its dy."""
+    if SILU:
+        p = _pre_activation(inputs, taps, bias_d, W)
+        g = 1.0 / (1.0 + tl.exp(-p))
+        dy = dy * g * (1.0 + p * (1.0 - g))
+    return dy
 
 
 @triton.jit(do_not_specialize=["T"])
 def _conv_forward_kernel(
     x, weight, bias, state, y, cu_seqlens, row_of_chunk, first_chunk, T,
     D: tl.constexpr, BD: tl.constexpr, W: tl.constexpr, C: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr,
-    INITIAL: tl.constexpr, VARLEN: tl.constexpr,
+    INITIAL: tl.constexpr, VARLEN: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
+    """One program a chunk of C tokens and BD channels, token after token; each thread holds the window of its own."""
     ND: tl.constexpr = (D + BD - 1) // BD
     c = tl.program_id(0) // ND
     d = (tl.program_id(0) % ND) * BD + tl.arange(0, BD)
+    m_d = d < D
     row, first, _, valid = locate_chunk(c, cu_seqlens, row_of_chunk, first_chunk, T, C, VARLEN)
     if valid <= 0:
         return
@@ -65,12 +95,25 @@ def _conv_forward_kernel(
     if VARLEN:
         n = tl.load(row_of_chunk + c).to(tl.int64)
     _, begin, flat, length = locate_row(n, cu_seqlens, T, VARLEN)
-    pos = first - begin + tl.arange(0, C)
-    p = _pre_activation(x, state, weight, bias, flat, n, pos, length, d, D, W, INITIAL, BIAS, d < D)
-    if SILU:
-        p = p / (1.0 + tl.exp(-p))
-    m = (pos < length)[:, None] & (d < D)[None, :]
-    tl.store(y + (flat + pos)[:, None] * D + d[None, :], p.to(y.dtype.element_ty), mask=m)
+    pos = first - begin
+    x += flat * D
+    y += flat * D
+    taps = _taps(weight, d, W, m_d)
+    bias_d = tl.zeros([BD], dtype=tl.float32)
+    if BIAS:
+        bias_d += tl.load(bias + d, mask=m_d, other=0.0).to(tl.float32)
+    inputs = _history(x, state, n, pos, length, d, D, W, INITIAL, m_d)
+    for block in range(0, C, AHEAD):
+        window = inputs
+        for u in tl.static_range(AHEAD):
+            window = window + (_input_at(x, state, n, pos + block + u, length, d, D, W, False, m_d),)
+        for u in tl.static_range(AHEAD):
+            p = _pre_activation(window[u:], taps, bias_d, W)
+            if SILU:
+                p = p / (1.0 + tl.exp(-p))
+            at = pos + block + u
+            tl.store(y + at * D + d, p.to(y.dtype.element_ty), mask=_within(at, 0, length, m_d))
+        inputs = window[AHEAD:]
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -84,28 +127,28 @@ def _conv_state_kernel(
     d = (tl.program_id(0) % ND) * BD + tl.arange(0, BD)
     _, _, flat, length = locate_row(n, cu_seqlens, T, VARLEN)
     for j in tl.static_range(W - 1):
-        pos = length - (W - 1) + j + tl.arange(0, 1)
-        tile = _input_at(x, state, flat, n, pos, length, d, D, W, INITIAL, d < D)
-        at = (n * D + d)[None, :] * (W - 1) + j
-        tl.store(final + at, tile.to(final.dtype.element_ty), mask=(d < D)[None, :])
+        value = _input_at(x + flat * D, state, n, length - (W - 1) + j, length, d, D, W, INITIAL, d < D)
+        tl.store(final + (n * D + d) * (W - 1) + j, value.to(final.dtype.element_ty), mask=d < D)
 
 
 @triton.jit(do_not_specialize=["T"])
 def _conv_backward_kernel(
     x, weight, bias, state, dy, dfinal, dx, dweight, cu_seqlens, row_of_chunk, first_chunk, T,
     D: tl.constexpr, BD: tl.constexpr, W: tl.constexpr, C: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr,
-    INITIAL: tl.constexpr, FINAL: tl.constexpr, VARLEN: tl.constexpr, TO_STATE: tl.constexpr,
+    INITIAL: tl.constexpr, FINAL: tl.constexpr, VARLEN: tl.constexpr, TO_STATE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """dx and partial dweight (last row: dbias) of a chunk; TO_STATE: the gradient of sequence c's initial state."""
+    """dx and partial dweight (last row: dbias) of a chunk; TO_STATE: the gradient of sequence c's initial state.
+
+    Token after token from the last one on, so that dp of the W-1 tokens behind one is there.
+    """
     ND: tl.constexpr = (D + BD - 1) // BD
     c = tl.program_id(0) // ND
     d = (tl.program_id(0) % ND) * BD + tl.arange(0, BD)
     m_d = d < D
-    i = tl.arange(0, C)
     if TO_STATE:
         n = c.to(tl.int64)
-        _, begin, flat, length = locate_row(n, cu_seqlens, T, VARLEN)
-        pos = tl.where(i < W - 1, i - (W - 1), length + W)
+        _, _, flat, length = locate_row(n, cu_seqlens, T, VARLEN)
+        stop = flat * 0
     else:
         row, first, _, valid = locate_chunk(c, cu_seqlens, row_of_chunk, first_chunk, T, C, VARLEN)
         if valid <= 0:
@@ -114,34 +157,55 @@ def _conv_backward_kernel(
         if VARLEN:
             n = tl.load(row_of_chunk + c).to(tl.int64)
         _, begin, flat, length = locate_row(n, cu_seqlens, T, VARLEN)
-        pos = (first - begin).to(tl.int32) + i
-    grad = tl.zeros([C, BD], dtype=tl.float32)
-    if FINAL:
-        j = pos - length + W - 1
-        at = (n * D + d)[None, :] * (W - 1) + j[:, None]
-        grad += tl.load(dfinal + at, mask=((j >= 0) & (j < W - 1))[:, None] & m_d[None, :], other=0.0).to(tl.float32)
-    for s in tl.static_range(W):
-        at_s = pos + s
-        m = ((at_s >= 0) & (at_s < length))[:, None] & m_d[None, :]
-        dp = tl.load(dy + (flat + at_s)[:, None] * D + d[None, :], mask=m, other=0.0).to(tl.float32)
-        if SILU:
-            p = _pre_activation(x, state, weight, bias, flat, n, at_s, length, d, D, W, INITIAL, BIAS, m_d)
-            g = 1.0 / (1.0 + tl.exp(-p))
-            dp = dp * g * (1.0 + p * (1.0 - g))
-        tap = tl.load(weight + d * W + (W - 1 - s), mask=m_d, other=0.0).to(tl.float32)
-        grad += tap[None, :] * dp
-        if s == 0 and not TO_STATE:
-            sums = dweight + c.to(tl.int64) * (W + 1) * D + d
+        stop = first - begin + C
+    x += flat * D
+    dy += flat * D
+    taps = _taps(weight, d, W, m_d)
+    bias_d = tl.zeros([BD], dtype=tl.float32)
+    if BIAS:
+        bias_d += tl.load(bias + d, mask=m_d, other=0.0).to(tl.float32)
+    inputs = _history(x, state, n, stop, length, d, D, W, INITIAL, m_d)
+    behind = inputs
+    dps = ()
+    sums = ()
+    for s in tl.static_range(W - 1):
+        behind = behind + (_input_at(x, state, n, stop + s, length, d, D, W, False, m_d),)
+        dp = tl.load(dy + (stop + s) * D + d, mask=_within(stop + s, 0, length, m_d), other=0.0).to(tl.float32)
+        dps = dps + (_before_activation(dp, behind[s:], taps, bias_d, W, SILU),)
+    for _ in tl.static_range(W + 1):
+        sums = sums + (tl.zeros([BD], dtype=tl.float32),)
+    for block in range(0, C, AHEAD):
+        grads = ()
+        window = inputs
+        for u in tl.static_range(AHEAD):
+            at = stop - 1 - block - u
+            window = (_input_at(x, state, n, at - (W - 1), length, d, D, W, INITIAL, m_d),) + window
+            grads = grads + (tl.load(dy + at * D + d, mask=_within(at, 0, length, m_d), other=0.0).to(tl.float32),)
+        for u in tl.static_range(AHEAD):
+            at = stop - 1 - block - u
+            own = window[AHEAD - 1 - u :]
+            dps = (_before_activation(grads[u], own, taps, bias_d, W, SILU),) + dps
+            products = ()
             for w in tl.static_range(W):
-                tile = _input_at(x, state, flat, n, pos - (W - 1) + w, length, d, D, W, INITIAL, m_d)
-                tl.store(sums + w * D, tl.sum(dp * tile, axis=0), mask=m_d)
-            tl.store(sums + W * D, tl.sum(dp, axis=0), mask=m_d)
-    if TO_STATE:
-        at = (n * D + d)[None, :] * (W - 1) + i[:, None]
-        tl.store(dx + at, grad.to(dx.dtype.element_ty), mask=(i < W - 1)[:, None] & m_d[None, :])
-    else:
-        at = (flat + pos)[:, None] * D + d[None, :]
-        tl.store(dx + at, grad.to(dx.dtype.element_ty), mask=(pos < length)[:, None] & m_d[None, :])
+                products = products + (sums[w] + dps[0] * own[w],)
+            sums = products + (sums[W] + dps[0],)
+            grad = tl.zeros([BD], dtype=tl.float32)
+            if FINAL:
+                j = at - length + W - 1
+                m = _within(j, 0, W - 1, m_d)
+                grad += tl.load(dfinal + (n * D + d) * (W - 1) + j, mask=m, other=0.0).to(tl.float32)
+            for s in tl.static_range(W):
+                grad += taps[W - 1 - s] * dps[s]
+            dps = dps[: W - 1]
+            if TO_STATE:
+                tl.store(dx + (n * D + d) * (W - 1) + (W - 1 + at), grad.to(dx.dtype.element_ty), mask=m_d)
+            else:
+                m = _within(at, 0, length, m_d)
+                tl.store(dx + (flat + at) * D + d, grad.to(dx.dtype.element_ty), mask=m)
+        inputs = window[: W - 1]
+    if not TO_STATE:
+        for w in tl.static_range(W + 1):
+            tl.store(dweight + (c.to(tl.int64) * (W + 1) + w) * D + d, sums[w], mask=m_d)
 
 
 def _launch(
@@ -175,11 +239,13 @@ def conv_forward(
         _conv_forward_kernel, chunks.count * ND,
         x, weight, bias, state, y, chunks.cu_seqlens, chunks.row_of_chunk, chunks.first_chunk, T, **sizes, C=TOKENS,
         SILU=silu, BIAS=bias is not None, INITIAL=state is not None, VARLEN=chunks.varlen,
+        AHEAD=AHEAD, num_warps=1,
     )  # fmt: skip
     if final and W > 1:
         launch(
             _conv_state_kernel, chunks.rows * ND,
             x, state, out, chunks.cu_seqlens, T, **sizes, INITIAL=state is not None, VARLEN=chunks.varlen,
+            num_warps=1,
         )  # fmt: skip
     return y, out
 
@@ -208,12 +274,13 @@ def conv_backward(
     dweight = partial(chunks.count, W + 1, D, dtype=torch.float32, device=x.device)
     dstate = x.new_empty(0) if state is None else torch.empty_like(state)
     flags = {"SILU": silu, "BIAS": bias is not None, "INITIAL": state is not None, "FINAL": dfinal is not None}
-    for out, programs, C in ((dx, chunks.count, TOKENS), (dstate, chunks.rows if dstate.numel() else 0, 16)):
+    for out, programs, C in ((dx, chunks.count, TOKENS), (dstate, chunks.rows if dstate.numel() else 0, W - 1)):
         if programs:
             launch(
                 _conv_backward_kernel, programs * ND,
                 x, weight, bias, state, dy, dfinal, out, dweight, chunks.cu_seqlens, chunks.row_of_chunk,
                 chunks.first_chunk, T, **sizes, **flags, C=C, VARLEN=chunks.varlen, TO_STATE=out is dstate,
+                AHEAD=min(AHEAD, C), num_warps=1,
             )  # fmt: skip
     total = dweight.sum(0)
     dbias = x.new_empty(0) if bias is None else total[W].to(bias.dtype, copy=True)
