@@ -82,7 +82,7 @@ class GatedDeltaNet(nn.Module):
         self.b_proj = nn.Linear(hidden, kv_heads, bias=options.gate_bias)
         self.decay = DecayGate(kv_heads)
         self.householder = nn.ModuleList(
-            HouseholderStep(hidden, kv_heads * head_dim, kv_heads) for _ in range(options.householder_steps - 1)
+            HouseholderStep(self.k_proj, kv_heads) for _ in range(options.householder_steps - 1)
         )
         self.g_proj = nn.Linear(hidden, heads * head_dim, bias=options.gate_bias) if options.output_gate else None
         self.norm = None
@@ -100,11 +100,9 @@ class GatedDeltaNet(nn.Module):
 
     def _project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """x [B, T, hidden] -> q [B, T, H*D], k, v [B, T, HV*D], through the learned norms."""
-        return (
-            self._normalise(self.q_proj(x), self.q_norm),
-            self._normalise(self.k_proj(x), self.k_norm),
-            self.v_proj(x),
-        )
+        q, k = self._normalise(self.q_proj(x), self.q_norm), self._normalise(self.k_proj(x), self.k_norm)
+        v = self.v_proj(x)
+        return q.to(v.dtype), k.to(v.dtype), v  # under autocast learned norms give float32
 
     def _heads(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position_embeddings: Any
@@ -158,11 +156,10 @@ class GatedDeltaNet(nn.Module):
             raise ValueError("cu_seq_lens_q: packed sequences leave no state to continue from; pass use_cache=False")
         conv_tail = None
         if self.conv1d is not None:
-            qkv = torch.cat([q, k, v], dim=-1)
+            parts = [q, k, v]
             if padding is not None:  # biases made padding non-zero again
-                qkv = qkv.masked_fill(padding.unsqueeze(-1), 0.0)
-            qkv, conv_tail = self._convolve(qkv, cache, cu_seq_lens_q if packed else None)
-            q, k, v = qkv.split([q.shape[-1], k.shape[-1], v.shape[-1]], dim=-1)
+                parts = [part.masked_fill(padding.unsqueeze(-1), 0.0) for part in parts]
+            (q, k, v), conv_tail = self._convolve(parts, cache, cu_seq_lens_q if packed else None)
         q, k, v = self._heads(q, k, v, position_embeddings)
         if self.options.qk_activation == "silu":
             q, k = F.silu(q), F.silu(k)
@@ -204,7 +201,7 @@ class GatedDeltaNet(nn.Module):
         """k, v [B, T, HV*D] and b [B, T, HV] behind those of the new steps: [B, T, n_h*HV*D], [B, T, n_h*HV]."""
         for step in self.householder:
             k_new, v_new, b_new = step(x)
-            k = torch.cat([self._normalise(k_new, self.k_norm), k], dim=-1)
+            k = torch.cat([self._normalise(k_new, self.k_norm).to(k.dtype), k], dim=-1)
             v, b = torch.cat([v_new, v], dim=-1), torch.cat([b_new, b], dim=-1)
         return k, v, b
 
@@ -228,7 +225,6 @@ class GatedDeltaNet(nn.Module):
         """The forward pass of one more token: x [B, 1, hidden] -> [B, 1, hidden]. The cache moves on in place."""
         assert cache.state is not None
         q, k, v = self._project(x)
-        q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast learned norms give float32
         conv_weight = conv_tail = cos = sin = None
         if self.conv1d is not None:
             conv_weight, conv_tail = self.conv1d.weight.squeeze(1), cache.conv_tail
@@ -258,15 +254,15 @@ class GatedDeltaNet(nn.Module):
         return self.o_proj(output.flatten(-2))
 
     def _convolve(
-        self, qkv: torch.Tensor, cache: GatedDeltaNetCacheLayer | None, cu_seqlens: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The short convolution over q|k|v [B, T, C], continuing from the cache's tail."""
+        self, parts: list[torch.Tensor], cache: GatedDeltaNetCacheLayer | None, cu_seqlens: torch.Tensor | None
+    ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+        """The short convolution over q, k, v [B, T, C_i], continuing from the cache's tail."""
         assert self.conv1d is not None
         if cu_seqlens is not None:
-            flat, _ = self.conv1d(qkv.flatten(0, 1).unsqueeze(0), None, False, cu_seqlens)
-            return flat.view_as(qkv), None
+            flat, _ = self.conv1d([part.flatten(0, 1).unsqueeze(0) for part in parts], None, False, cu_seqlens)
+            return [x.view_as(part) for x, part in zip(flat, parts, strict=True)], None
         tail = cache.conv_tail if cache is not None and cache.is_initialized else None
-        return self.conv1d(qkv, tail, cache is not None, None)
+        return self.conv1d(parts, tail, cache is not None, None)
 
     def _project_out(self, output: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Gated norm and output projection: output [B, T, H, D], x [B, T, hidden] -> [B, T, hidden]."""

@@ -6,6 +6,8 @@ where nothing has been put around them (`is_plain`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -29,14 +31,24 @@ class ShortConv(nn.Module):
 
     def forward(
         self,
-        x: torch.Tensor,
+        parts: Sequence[torch.Tensor],
         tail: torch.Tensor | None,
         output_tail: bool,
         cu_seqlens: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """x [B, T, C], tail [B, C, taps - 1] or None -> the same shapes."""
-        weight = self.weight.squeeze(1)
-        return causal_conv1d(x, weight, initial_state=tail, output_final_state=output_tail, cu_seqlens=cu_seqlens)
+    ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+        """Parts [B, T, C_i] of the channels C, tail [B, C, taps - 1] or None -> the same shapes.
+
+        Part by part: joined, they would be copied forward and backward.
+        """
+        sizes = [part.shape[-1] for part in parts]
+        weights = self.weight.squeeze(1).split(sizes)
+        tails = [None] * len(parts) if tail is None else tail.split(sizes, dim=1)
+        outputs, ends = [], []
+        for x, taps, before in zip(parts, weights, tails, strict=True):
+            y, end = causal_conv1d(x, taps, None, None, before, output_tail, cu_seqlens)
+            outputs.append(y)
+            ends.append(end)
+        return outputs, torch.cat([end for end in ends if end is not None], dim=1) if output_tail else None
 
 
 class DecayGate(nn.Module):

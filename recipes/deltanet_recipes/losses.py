@@ -89,10 +89,38 @@ def live_chunk(head: Head, teacher_head: Head, terms: KlTerms) -> ChunkLoss:
         student = head.logits(hidden, weight)
         with torch.no_grad():
             teacher = teacher_head.logits(teacher_hidden, teacher_weight)
-        kl = kl_divergence(student, teacher, terms.temperature, terms.reverse)
-        return _combine(student, kl, labels, terms)
+        return _from_logits(student, teacher, labels, terms)
 
     return chunk
+
+
+def _from_logits(
+    student: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor, terms: KlTerms
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Loss of logits [n, V] with the gradient written out: one pass over them for the normalisers and one for
+    values and gradient, where autograd goes over them twice more.
+
+        z = s / temperature, p = softmax(z), u = softmax(t / temperature), temperature^2 KL(u || p) has the gradient
+        temperature (p - u), and temperature^2 KL(p || u) has temperature p (log p - log u - KL(p || u)).
+    """
+    s, tau = student.detach(), terms.temperature
+    log_p, log_u = F.log_softmax(s / tau, dim=-1), F.log_softmax(teacher / tau, dim=-1)
+    p, u = log_p.exp(), log_u.exp()
+    if terms.reverse:
+        kl = (p * (log_p - log_u)).sum(-1, keepdim=True)
+        gradient = tau * p * (log_p - log_u - kl)
+    else:
+        kl = (u * (log_u - log_p)).sum(-1, keepdim=True)
+        gradient = tau * (p - u)
+    log_p = log_p if tau == 1.0 else F.log_softmax(s, dim=-1)
+    is_label = torch.arange(s.shape[-1], device=s.device) == labels[:, None]
+    ce = -torch.where(is_label, log_p, 0.0).sum(-1)
+    gradient = terms.kl_weight * gradient + terms.ce_weight * (log_p.exp() - is_label.float())
+    scored = labels >= 0
+    kl_sum = (kl.squeeze(-1) * tau**2).masked_fill(~scored, 0.0).sum()
+    ce_sum = ce.masked_fill(~scored, 0.0).sum()
+    through = (student * gradient.masked_fill(~scored[:, None], 0.0)).sum()
+    return terms.kl_weight * kl_sum + terms.ce_weight * ce_sum + (through - through.detach()), kl_sum, ce_sum
 
 
 def cached_chunk(head: Head, terms: KlTerms) -> ChunkLoss:
@@ -106,17 +134,11 @@ def cached_chunk(head: Head, terms: KlTerms) -> ChunkLoss:
         log_probs: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         student = head.logits(hidden, weight)
-        return _combine(student, top_k_kl(student, ids, log_probs.float()), labels, terms)
+        kl_sum = top_k_kl(student, ids, log_probs.float()).masked_fill(labels < 0, 0.0).sum()
+        ce_sum = F.cross_entropy(student, labels, ignore_index=-100, reduction="sum")
+        return terms.kl_weight * kl_sum + terms.ce_weight * ce_sum, kl_sum.detach(), ce_sum.detach()
 
     return chunk
-
-
-def _combine(
-    student: torch.Tensor, kl: torch.Tensor, labels: torch.Tensor, terms: KlTerms
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    kl_sum = kl.masked_fill(labels < 0, 0.0).sum()
-    ce_sum = F.cross_entropy(student, labels, ignore_index=-100, reduction="sum")
-    return terms.kl_weight * kl_sum + terms.ce_weight * ce_sum, kl_sum.detach(), ce_sum.detach()
 
 
 class ChunkedLoss(torch.autograd.Function):

@@ -77,7 +77,8 @@ class Muon(torch.optim.Optimizer):
                 torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
                 nesterov = torch._foreach_lerp(grads, buffers, group["momentum"])
                 update = orthogonalise(torch.stack(list(nesterov)))
-                torch._foreach_mul_(values, 1 - group["lr"] * group["weight_decay"])
+                if group["weight_decay"]:
+                    torch._foreach_mul_(values, 1 - group["lr"] * group["weight_decay"])
                 scale = group["lr"] * 0.2 * math.sqrt(max(shape))
                 torch._foreach_add_(values, list(update.to(params[0].dtype).unbind()), alpha=-scale)
 
