@@ -58,7 +58,7 @@ def initialise_layer(
     fit.fold()
     for module in layer.modules():
         if isinstance(module, HouseholderStep):
-            module.start(float(layer.k_proj.weight.std()))
+            module.start(layer.k_proj)
     with torch.no_grad():
         gates = [fit.gates(sample.x)[:2] for sample in samples.kept]
     decay, strength = (torch.cat(parts).mean((0, 1)) for parts in zip(*gates, strict=True))

@@ -196,7 +196,7 @@ def test_gradients_reach_every_step_from_its_start() -> None:
     mixers = [module for module in model.modules() if isinstance(module, GatedDeltaNet)]
     for mixer in mixers:
         for step in mixer.householder:
-            step.start(0.1)
+            step.start(mixer.k_proj)
     model(TOKENS, labels=TOKENS).loss.backward()
     assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0] == []
     strength = mixers[0].householder[0](torch.randn(3, 32))[2].sigmoid()
