@@ -43,12 +43,14 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_models(folder: Path, layers: tuple[int, ...] = tuple(range(LAYERS)), family: str = "llama") -> None:
+def make_models(
+    folder: Path, layers: tuple[int, ...] = tuple(range(LAYERS)), family: str = "llama", **wiring: Any
+) -> None:
     """FOLDER/teacher and FOLDER/student: the student has the teacher's weights, new parts at their neutral start."""
     torch.manual_seed(0)
     config = FAMILIES[family].config_class(**SHAPE)
     teacher = FAMILIES[family].model_class(config)
-    options = DeltaNetOptions.preset("teacher", layers)
+    options = DeltaNetOptions.preset("teacher", layers, **wiring)
     student = MODEL_CLASSES[family](converted_config(config, options))
     student.load_state_dict(teacher.state_dict(), strict=False)
     tokenizer = make_tokenizer()
