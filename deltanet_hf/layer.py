@@ -169,10 +169,10 @@ class GatedDeltaNet(nn.Module):
         if padding is not None:
             a, b = (gate.masked_fill(padding.unsqueeze(-1), CLOSED) for gate in (a, b))
         inputs: list[torch.Tensor] = [q, k, v, self.decay(a), b.float().sigmoid()]
-        cu_seqlens = cu_seq_lens_q if packed else None
-        if self.householder:
+        cu_seqlens, steps = cu_seq_lens_q if packed else None, self.options.householder_steps
+        if steps > 1:
             inputs = interleave(*inputs)
-            cu_seqlens = None if cu_seqlens is None else cu_seqlens * self.options.householder_steps
+            cu_seqlens = None if cu_seqlens is None else cu_seqlens * steps
         if packed:
             inputs = [tensor.flatten(0, 1).unsqueeze(0) for tensor in inputs]
         decoding = length == 1 and not torch.is_grad_enabled()
@@ -189,7 +189,9 @@ class GatedDeltaNet(nn.Module):
             use_qk_l2norm_in_kernel=True,
             cu_seqlens=cu_seqlens,
         )
-        output = output.view(batch, length, -1, self.num_heads, self.head_dim)[:, :, -1]  # read after the last write
+        if steps > 1:
+            output = output[:, steps - 1 :: steps]
+        output = output.view(batch, length, self.num_heads, self.head_dim)
         if cache is not None:
             assert state is not None
             cache.advance(length, state, conv_tail)

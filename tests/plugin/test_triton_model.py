@@ -48,9 +48,9 @@ def loss_and_gradients(model: PreTrainedModel, tokens: torch.Tensor, mask: torch
     return {"loss": loss.detach(), **gradients}
 
 
-@pytest.mark.parametrize("profile", ["teacher", "native"])
-def test_gradients_of_the_whole_model(profile: str, send: Callable[[str], list[str]]) -> None:
-    model = tiny_student("qwen3", profile, (1,)).to(DEVICE)
+@pytest.mark.parametrize(("profile", "steps"), [("teacher", 1), ("native", 1), ("teacher", 2)])
+def test_gradients_of_the_whole_model(profile: str, steps: int, send: Callable[[str], list[str]]) -> None:
+    model = tiny_student("qwen3", profile, (1,), householder_steps=steps).to(DEVICE)
     tokens = torch.randint(3, 97, (2, 12), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     mask = torch.ones_like(tokens)
     mask[1, :5] = 0
@@ -64,8 +64,14 @@ def test_gradients_of_the_whole_model(profile: str, send: Callable[[str], list[s
         torch.testing.assert_close(found[name], x, rtol=1e-4, atol=1e-5 * max(1.0, x.abs().max().item()), msg=name)
 
 
-def test_prefill_and_decoding_with_a_cache(send: Callable[[str], list[str]]) -> None:
-    model = tiny_student("llama", "native", (0,)).to(DEVICE)
+@pytest.mark.parametrize(
+    ("profile", "steps", "decoder"),
+    [("native", 1, "gated_delta_step_"), ("teacher", 2, "fused_recurrent_gated_delta_rule")],
+)
+def test_prefill_and_decoding_with_a_cache(
+    profile: str, steps: int, decoder: str, send: Callable[[str], list[str]]
+) -> None:
+    model = tiny_student("llama", profile, (0,), householder_steps=steps).to(DEVICE)
     tokens = torch.randint(3, 97, (2, 9), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     answers = []
     for side in ("torch", "triton"):
@@ -76,5 +82,5 @@ def test_prefill_and_decoding_with_a_cache(send: Callable[[str], list[str]]) -> 
                 model(part, past_key_values=cache, use_cache=True).logits for part in tokens.split([7, 1, 1], dim=1)
             ]
         answers.append(torch.cat(parts, dim=1))
-        assert {"chunk_gated_delta_rule", "gated_delta_step_"} <= set(calls)
+        assert {"chunk_gated_delta_rule", decoder} <= set(calls)
     torch.testing.assert_close(answers[1], answers[0], rtol=1e-4, atol=1e-4)
