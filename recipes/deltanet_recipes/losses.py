@@ -30,7 +30,11 @@ class Head:
 
     def logits(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """hidden [N, D], weight [V, D] -> logits [N, V] float32."""
-        logits = F.linear(hidden, weight).float()
+        return self.scaled(F.linear(hidden, weight))
+
+    def scaled(self, product: torch.Tensor) -> torch.Tensor:
+        """Hidden states times output matrix [N, V] -> logits [N, V] float32."""
+        logits = product.float()
         if self.divisor != 1.0:
             logits = logits / self.divisor
         if self.softcap is not None:
@@ -86,22 +90,24 @@ def live_chunk(head: Head, teacher_head: Head, terms: KlTerms) -> ChunkLoss:
         teacher_hidden: torch.Tensor,
         teacher_weight: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        student = head.logits(hidden, weight)
+        product = F.linear(hidden, weight)
         with torch.no_grad():
             teacher = teacher_head.logits(teacher_hidden, teacher_weight)
-        return _from_logits(student, teacher, labels, terms)
+        return _from_logits(head.scaled(product), teacher, labels, terms, product.dtype)
 
     return chunk
 
 
 def _from_logits(
-    student: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor, terms: KlTerms
+    student: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor, terms: KlTerms, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Loss of logits [n, V] with the gradient written out: one pass over them for the normalisers and one for
     values and gradient, where autograd goes over them twice more.
 
         z = s / temperature, p = softmax(z), u = softmax(t / temperature), temperature^2 KL(u || p) has the gradient
         temperature (p - u), and temperature^2 KL(p || u) has temperature p (log p - log u - KL(p || u)).
+
+    The gradient is kept in `dtype`, which the output matrix rounds it to anyway.
     """
     s, tau = student.detach(), terms.temperature
     log_p, log_u = F.log_softmax(s / tau, dim=-1), F.log_softmax(teacher / tau, dim=-1)
@@ -119,7 +125,7 @@ def _from_logits(
     scored = labels >= 0
     kl_sum = (kl.squeeze(-1) * tau**2).masked_fill(~scored, 0.0).sum()
     ce_sum = ce.masked_fill(~scored, 0.0).sum()
-    through = (student * gradient.masked_fill(~scored[:, None], 0.0)).sum()
+    through = (student.to(dtype) * gradient.masked_fill(~scored[:, None], 0.0).to(dtype)).sum()
     return terms.kl_weight * kl_sum + terms.ce_weight * ce_sum + (through - through.detach()), kl_sum, ce_sum
 
 

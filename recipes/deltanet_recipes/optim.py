@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from deltanet_hf.layer import GatedDeltaNet
 from deltanet_recipes.schema import Optimizer, StageBase
@@ -76,17 +77,25 @@ class Muon(torch.optim.Optimizer):
                 buffers = [self.state[p].setdefault("momentum_buffer", torch.zeros_like(p)) for p in params]
                 torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
                 nesterov = torch._foreach_lerp(grads, buffers, group["momentum"])
-                update = orthogonalise(torch.stack(list(nesterov)))
+                update = orthogonalise(_stack(list(nesterov)))
                 if group["weight_decay"]:
                     torch._foreach_mul_(values, 1 - group["lr"] * group["weight_decay"])
                 scale = group["lr"] * 0.2 * math.sqrt(max(shape))
                 torch._foreach_add_(values, list(update.to(params[0].dtype).unbind()), alpha=-scale)
 
 
-def orthogonalise(matrices: torch.Tensor) -> torch.Tensor:
-    """[M, m, n] -> the nearest semi-orthogonal matrices, roughly: five quintic Newton-Schulz steps in bf16."""
+def _stack(matrices: list[torch.Tensor]) -> torch.Tensor:
+    """M matrices [m, n] -> [M, m, n] bfloat16, by one kernel where they are whole."""
+    if isinstance(matrices[0], DTensor):
+        return torch.stack(matrices).bfloat16()
+    stacked = matrices[0].new_empty(len(matrices), *matrices[0].shape, dtype=torch.bfloat16)
+    torch._foreach_copy_(list(stacked.unbind()), matrices)
+    return stacked
+
+
+def orthogonalise(x: torch.Tensor) -> torch.Tensor:
+    """[M, m, n] -> the nearest semi-orthogonal matrices, roughly: five quintic Newton-Schulz steps."""
     a, b, c = 3.4445, -4.7750, 2.0315
-    x = matrices.bfloat16()
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
