@@ -1,4 +1,4 @@
-"""Several writes per token: n_h generalised Householder steps (DeltaProduct, arXiv 2502.10297, eqs. 3-5, gated).
+"""Several writes per token: n_h generalised Householder steps (Gated DeltaProduct, arXiv 2502.10297).
 
 Token t has n_h keys k_{t,j} (of unit length), values v_{t,j} and write strengths beta_{t,j}, one decay g_t and one
 query. With S_{t,0} = exp(g_t) S_{t-1},
@@ -49,8 +49,9 @@ class HouseholderStep(nn.Module):
         """The teacher's keys with a little noise, values 0, strength `START_STRENGTH`; `keys` is the layer's k_proj.
 
         The model then begins as it would without the step, up to the little that a weak write of nothing erases, so
-        what training makes of it is due to the capacity, not to the start. Drawn keys begin alike and learn less;
-        drawn or copied values change the start (a layer's relative MSE of 0.6 becomes 2 to 60).
+        what training makes of it is due to the capacity, not to the start. Values of 0, because any others would be
+        read at once; the teacher's keys, because those are what its queries look for. The teacher's own write comes
+        last of a token's: nothing new erases from it before it is read.
         """
         noise = START_NOISE * keys.weight.std() * torch.randn_like(keys.weight)
         self.k_proj.weight.copy_(keys.weight + noise)

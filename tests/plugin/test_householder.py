@@ -41,7 +41,7 @@ def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
 def delta_product(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
 ) -> torch.Tensor:
-    """One sequence, one state: q [T, D], k, v [T, n_h, D], g [T], beta [T, n_h] -> [T, D]; arXiv 2502.10297, eq. 5."""
+    """One sequence, one state: q [T, D], k, v [T, n_h, D], g [T], beta [T, n_h] -> [T, D] (arXiv 2502.10297)."""
     S = torch.zeros(k.shape[-1], v.shape[-1], dtype=v.dtype)
     outputs = []
     for t in range(len(q)):
