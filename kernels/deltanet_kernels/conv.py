@@ -137,7 +137,7 @@ def _conv_backward_kernel(
     D: tl.constexpr, BD: tl.constexpr, W: tl.constexpr, C: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr,
     INITIAL: tl.constexpr, FINAL: tl.constexpr, VARLEN: tl.constexpr, TO_STATE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """dx and partial dweight (last row: dbias) of a chunk; TO_STATE: the gradient of sequence c's initial state.
+    """dx and partial dweight (with a bias, last: dbias) of a chunk; TO_STATE: the gradient of sequence c's initial state.
 
     Token after token from the last one on, so that dp of the W-1 tokens behind one is there.
     """
@@ -204,8 +204,9 @@ def _conv_backward_kernel(
                 tl.store(dx + (flat + at) * D + d, grad.to(dx.dtype.element_ty), mask=m)
         inputs = window[: W - 1]
     if not TO_STATE:
-        for w in tl.static_range(W + 1):
-            tl.store(dweight + (c.to(tl.int64) * (W + 1) + w) * D + d, sums[w], mask=m_d)
+        SUMS: tl.constexpr = W + 1 if BIAS else W
+        for w in tl.static_range(SUMS):
+            tl.store(dweight + (c.to(tl.int64) * D + d) * SUMS + w, sums[w], mask=m_d)
 
 
 def _launch(
@@ -271,7 +272,7 @@ def conv_backward(
     (_, T, D), W = x.shape, weight.shape[1]
     dx = torch.zeros_like(x) if chunks.varlen else torch.empty_like(x)
     partial = torch.zeros if chunks.varlen else torch.empty
-    dweight = partial(chunks.count, W + 1, D, dtype=torch.float32, device=x.device)
+    dweight = partial(chunks.count, D, W + (bias is not None), dtype=torch.float32, device=x.device)
     dstate = x.new_empty(0) if state is None else torch.empty_like(state)
     flags = {"SILU": silu, "BIAS": bias is not None, "INITIAL": state is not None, "FINAL": dfinal is not None}
     for out, programs, C in ((dx, chunks.count, TOKENS), (dstate, chunks.rows if dstate.numel() else 0, W - 1)):
@@ -283,8 +284,8 @@ def conv_backward(
                 AHEAD=min(AHEAD, C), num_warps=1,
             )  # fmt: skip
     total = dweight.sum(0)
-    dbias = x.new_empty(0) if bias is None else total[W].to(bias.dtype, copy=True)
-    return dx, total[:W].t().to(weight.dtype, copy=True).contiguous(), dbias, dstate
+    dbias = x.new_empty(0) if bias is None else total[:, W].to(bias.dtype, copy=True)
+    return dx, total[:, :W].to(weight.dtype).contiguous(), dbias, dstate
 
 
 def _setup_context(ctx, inputs, output):
