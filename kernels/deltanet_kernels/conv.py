@@ -137,7 +137,7 @@ def _conv_backward_kernel(
     D: tl.constexpr, BD: tl.constexpr, W: tl.constexpr, C: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr,
     INITIAL: tl.constexpr, FINAL: tl.constexpr, VARLEN: tl.constexpr, TO_STATE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """dx and partial dweight (with a bias, last: dbias) of a chunk; TO_STATE: the gradient of sequence c's initial state.
+    """dx and partial dweight (last, if any: dbias) of a chunk; TO_STATE: the gradient of sequence c's initial state.
 
     Token after token from the last one on, so that dp of the W-1 tokens behind one is there.
     """
