@@ -97,6 +97,21 @@ def test_generate_prints_text_and_stats(
     assert "bytes" in shown.err
 
 
+def test_compiled_generation_says_the_same(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = []
+    for more in ([], ["--compile"], ["--temperature", "1"], ["--temperature", "1", "--compile"]):
+        arguments = ["deltanet-hf", "generate", str(folder), "--prompt", "w5 w6", "--max-new-tokens", "9", *more]
+        monkeypatch.setattr(sys, "argv", arguments)
+        with pytest.raises(SystemExit):
+            cli.main()
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    assert texts[2] == texts[3]
+    assert texts[0] != texts[2]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
