@@ -3,9 +3,9 @@
     S_t = e^{g_t} S_{t-1} + beta_t k_t (v_t - k_t^T e^{g_t} S_{t-1})^T        o_t = scale * q_t^T S_t
 
 Forward: chunk_scores.py (gates, norms, P, L), chunk_prepare.py (T), chunk_fwd.py (states, outputs). Backward:
-chunk_bwd.py, chunk_bwd_inputs.py, or chunk_bwd_whole.py for small heads. The forward pass keeps T, P, the states S
-[chunks, HV, V, K] and V' for it, and of sequences that are cut (chunk_segment.py) the maps M and what each segment
-forgets.
+chunk_bwd.py, chunk_bwd_inputs.py, or chunk_bwd_whole.py for small heads and chunk_hopper.py for those of 128 on
+Hopper. The forward pass keeps T, P, the states S [chunks, HV, V, K] and V' for it, and of sequences that are cut
+(chunk_segment.py) the maps M and what each segment forgets.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import torch
 
-from . import chunk_autotune
+from . import chunk_autotune, chunk_hopper
 from .chunk_bwd import _pair_backward_kernel, _state_backward_kernel
 from .chunk_bwd_inputs import _input_backward_kernel
 from .chunk_bwd_whole import _whole_backward_kernel
@@ -245,7 +245,8 @@ def chunk_backward(
     dh0 = q.new_empty((chunks.rows, HV, K, V) if initial else (0,), dtype=torch.float32)
     where = (chunks.cu_seqlens, chunks.first_chunk, T, B * T)
     q_strides, k_strides, o_strides = q.stride()[:3], k.stride()[:3], do.stride()[:3]
-    flags = {"C": config.C, "VARLEN": chunks.varlen, "FULL": _full(k, v, chunks), "PRECISION": precision}
+    full = _full(k, v, chunks)
+    flags = {"C": config.C, "VARLEN": chunks.varlen, "FULL": full, "PRECISION": precision}
     programs = chunks.rows * segments * HV
     BV, warps = slices(config.grad_BV, config.grad_warps, V, chunks.rows * HV, multiprocessors(q.device))
     walks = programs * cdiv(V, BV)
@@ -273,7 +274,12 @@ def chunk_backward(
     dg, dbeta = torch.empty_like(g), torch.empty(beta.shape, dtype=beta.dtype, device=beta.device)
     gate = A_log is not None
     sums = q.new_zeros((chunks.count, HV, 2) if gate else (0,), dtype=torch.float32)
-    if chunks.count:
+    if chunks.count and chunk_hopper.fits(q, k, do, config, full, precision):
+        chunk_hopper.gradients(
+            q, k, v, factors, P, do, h, dh, vn, dw, g, A_log, dt_bias, dq, dk, dv, dg, dbeta, sums,
+            scale, norm, sigmoid,
+        )  # fmt: skip
+    elif chunks.count:
         chunk_of = (chunks.cu_seqlens, chunks.row_of_chunk, chunks.first_chunk)
         Z, E = torch.empty_like(P), torch.empty_like(Tm)
         if _whole(q, k, v, config):
@@ -307,23 +313,9 @@ def chunk_backward(
 
 def _setup_context(ctx, inputs, output):
     (
-        q,
-        k,
-        v,
-        g,
-        beta,
-        initial_state,
-        cu_seqlens,
-        A_log,
-        dt_bias,
-        scale,
-        norm,
-        sigmoid,
-        final,
-        _,
-        precision,
+        q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias, scale, norm, sigmoid, final, _, precision,
         segments,
-    ) = inputs
+    ) = inputs  # fmt: skip
     _, _, factors, Tm, P, h, vn, M, table = output
     ctx.save_for_backward(q, k, v, g, beta, cu_seqlens, A_log, dt_bias, factors, Tm, P, h, vn, M, table)
     ctx.options = (scale, norm, sigmoid, initial_state is not None, precision, segments)

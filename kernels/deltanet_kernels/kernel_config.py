@@ -60,6 +60,7 @@ class ChunkConfig:
     input_BV: int = 64
     input_warps: int = 4
     whole_size: int = 0  # where K and V fill tiles of this width the two gradient kernels are one (chunk_bwd_whole.py)
+    hopper: bool = False  # the Gluon kernel where it fits (chunk_hopper.py)
     input_registers: int | None = None  # 255, the most there is: without a limit ptxas sometimes chooses 32, and spills
 
 
@@ -95,7 +96,7 @@ def chunk_config(K: int, V: int, dtype: torch.dtype, capability: tuple[int, int]
             pair_BV=min(config.pair_BV, 64),
         )  # fmt: skip
     elif dtype == torch.bfloat16:
-        config = replace(config, whole_size=64)
+        config = replace(config, whole_size=64, hopper=K == V == 128)
     return replace(
         config,
         state_BV=min(config.state_BV, BV),

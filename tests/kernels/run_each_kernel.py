@@ -23,6 +23,8 @@ CASES = [
     Case("query heads share a state", T=70, B=2, H=1, HQ=2, HV=1, K=40, V=24),
     Case("head size 64, nothing shared", T=130, H=2, K=64, raw=True),
     Case("head size 128", T=130, H=1, K=128),
+    Case("head size 128, whole chunks", T=128, H=2, K=128, raw=True),
+    Case("head size 128, whole chunks, grouped", T=64, H=1, HV=2, K=128, beta="zero"),
     Case("head size 256", T=70, H=1, K=256),
 ]
 STEPS = [

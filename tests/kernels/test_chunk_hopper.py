@@ -1,0 +1,252 @@
+"""The Gluon kernel for the gradients inside a chunk on Hopper: where it serves, and on such a chip what it computes.
+
+Elsewhere it is only compiled for one.
+"""
+
+import functools
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import triton
+
+from deltanet_kernels import chunk, chunk_hopper, naive_gated_delta_rule
+from deltanet_kernels.chunk import chunk_gated_delta_rule_triton
+from deltanet_kernels.kernel_config import chunk_config
+from tests.kernels.cases import Case, make_inputs, relative_error, results, truth
+from tests.kernels.triton_mode import DEVICE, GPU
+
+HOPPER = GPU and torch.cuda.get_device_capability() == (9, 0)
+needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+gpu = pytest.mark.gpu
+EPS = torch.finfo(torch.bfloat16).eps
+
+WHOLE_CHUNKS = [
+    Case("two heads", T=192, B=2, H=2),
+    Case("value heads share a key head", T=128, B=2, H=2, HV=6),
+    Case("raw gates, grouped", T=128, HV=2, raw=True),
+    Case("g=0", T=128, g="zero"),
+    Case("g=-200", T=128, g="shut"),
+    Case("open tokens between shut ones", T=128, g="tokens"),
+    Case("shut at a chunk's last token", T=128, g="last"),
+    Case("g=-inf", T=128, g="reset"),
+    Case("beta=0", T=128, H=2, beta="zero"),
+    Case("beta=0, as they are", T=128, H=2, HV=4, beta="zero", l2norm=False),
+    Case("beta=2", T=128, beta="two"),
+    Case("zero keys", T=128, keys="zero"),
+    Case("keys as they are", T=128, H=2, l2norm=False),
+    Case("raw gates", T=192, B=2, H=2, raw=True),
+    Case("raw gates, keys as they are", T=128, raw=True, l2norm=False),
+    Case("scale", T=64, scale=-0.7),
+    Case("no state", T=192, initial_state=False),
+]
+COMPILE = """
+import sys
+import deltanet_kernels.chunk
+assert "deltanet_kernels.chunk_bwd_hopper" not in sys.modules
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+from deltanet_kernels.chunk_bwd_hopper import _chunk_gradient_kernel as kernel
+constants = {"q_token": 4096, "k_token": 4096, "o_token": 4096, "v_token": 4096, "H": 32, "HV": 32}
+constants |= {"NORM": True, "GATE": GATE, "SIGMOID": GATE}
+wide = {name: "*fp32" for name in ("factors", "g", "A_log", "dt_bias", "dg", "dbeta", "gate_sums")}
+types = wide | {"scale": "fp32", "T": "i32", "tokens": "i32"}
+types |= {f"{name}_{step}": "i32" for name in "qkov" for step in ("row", "head")}
+signature = {name: "constexpr" if name in constants else types.get(name, "*bf16") for name in kernel.arg_names}
+even = {(n,): [["tt.divisibility", 16]] for n, name in enumerate(signature) if name not in ("scale", "T", *constants)}
+source = GluonASTSource(kernel, signature, {(kernel.arg_names.index(n),): x for n, x in constants.items()}, even)
+compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "maxnreg": 255})
+assert "wgmma.mma_async" in compiled.asm["ptx"] and "cp.async.cg.shared.global" in compiled.asm["ptx"]
+print("shared", compiled.metadata.shared)
+"""
+
+
+@pytest.mark.parametrize("gate", [False, True])
+def test_compiles_for_hopper_without_a_gpu_and_is_imported_only_then(gate: bool) -> None:
+    """Two programs must fit into the 228 KiB of a multiprocessor, of which each program costs one more."""
+    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    run = subprocess.run(
+        [sys.executable, "-c", f"GATE = {gate}\n{COMPILE}"], env=environment, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert int(run.stdout.split("shared")[1]) <= 113 * 1024
+
+
+def _inputs(heads: tuple[int, int, int], K: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    return [torch.zeros(1, 64, n, K, dtype=dtype) for n in (*heads, max(heads))]
+
+
+@pytest.mark.parametrize(
+    ("heads", "K", "dtype", "capability", "wanted"),
+    [
+        ((2, 2, 2), 128, torch.bfloat16, (9, 0), True),
+        ((2, 2, 6), 128, torch.bfloat16, (9, 0), True),
+        ((4, 2, 2), 128, torch.bfloat16, (9, 0), False),
+        ((2, 2, 2), 64, torch.bfloat16, (9, 0), False),
+        ((2, 2, 2), 100, torch.bfloat16, (9, 0), False),
+        ((2, 2, 2), 256, torch.bfloat16, (9, 0), False),
+        ((2, 2, 2), 128, torch.float16, (9, 0), False),
+        ((2, 2, 2), 128, torch.float32, (9, 0), False),
+        ((2, 2, 2), 128, torch.bfloat16, (8, 0), False),
+        ((2, 2, 2), 128, torch.bfloat16, (10, 0), False),
+        ((2, 2, 2), 128, torch.bfloat16, (0, 0), False),
+    ],
+)
+def test_serves_heads_of_128_in_bfloat16_on_hopper(
+    heads: tuple[int, int, int],
+    K: int,
+    dtype: torch.dtype,
+    capability: tuple[int, int],
+    wanted: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(chunk_hopper, "_kernel", lambda: "a kernel")
+    q, k, _, do = _inputs(heads, K, dtype)
+    config = chunk_config(K, K, dtype, capability)
+    assert chunk_hopper.fits(q, k, do, config, True, "tf32") is wanted
+    assert not chunk_hopper.fits(q, k, do, config, False, "tf32")
+    assert not chunk_hopper.fits(q, k, do, config, True, "ieee")
+
+
+def test_leaves_addresses_that_16_bytes_do_not_divide_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk_hopper, "_kernel", lambda: "a kernel")
+    q, k, _, do = _inputs((2, 2, 2), 128, torch.bfloat16)
+    config = chunk_config(128, 128, torch.bfloat16, (9, 0))
+    wide = torch.zeros(1, 64, 2, 132, dtype=torch.bfloat16)
+    shifted = torch.zeros(q.numel() + 8, dtype=torch.bfloat16)
+    for odd in (wide[..., :128], shifted[4:-4].view(q.shape)):
+        assert not chunk_hopper.fits(odd, k, do, config, True, "tf32")
+        assert not chunk_hopper.fits(q, odd, do, config, True, "tf32")
+        assert not chunk_hopper.fits(q, k, odd, config, True, "tf32")
+    packed = torch.zeros(1, 64, 6, 128, dtype=torch.bfloat16)
+    assert chunk_hopper.fits(packed[:, :, :2], packed[:, :, 2:4], packed[:, :, 4:], config, True, "tf32")
+    assert chunk_hopper.fits(q, k, do[:, :1].expand(-1, 64, -1, -1), config, True, "tf32")
+
+
+def test_other_tritons_keep_the_stock_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = chunk_hopper._kernel.__wrapped__
+    with monkeypatch.context() as context:
+        context.setattr(triton, "__version__", "3.5.1")
+        assert find() is None
+        context.setattr(triton, "__version__", "4.0.0")
+        assert find() is None
+    monkeypatch.setitem(sys.modules, "deltanet_kernels.chunk_bwd_hopper", None)
+    assert find() is None
+
+
+# On a Hopper GPU only.
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+    """The queries' shape of every launch of the Gluon kernel."""
+    seen: list[torch.Size] = []
+    gradients = chunk_hopper.gradients
+    monkeypatch.setattr(chunk_hopper, "gradients", lambda q, *rest: (seen.append(q.shape), gradients(q, *rest))[1])
+    return seen
+
+
+@functools.cache
+def _stock_config(*key: Any) -> Any:
+    return replace(chunk_config(*key), hopper=False)
+
+
+@gpu
+@needs_hopper
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("case", WHOLE_CHUNKS, ids=str)
+def test_gradients(case: Case, launched: list[torch.Size], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Errors as small as test_triton_chunk.test_low_precision asks for, and no larger than the stock kernels'."""
+    inputs = make_inputs(replace(case, K=128), torch.bfloat16, DEVICE)
+    wanted = truth(inputs)
+    low = {name: x.detach().cpu() if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+    for name, x in low.items():
+        if isinstance(x, torch.Tensor):
+            low[name] = (x if name == "initial_state" else x.to(torch.bfloat16)).requires_grad_()
+    plain = results(naive_gated_delta_rule, low)
+    found = results(chunk_gated_delta_rule_triton, inputs)
+    assert len(launched) == 1
+    monkeypatch.setattr(chunk, "chunk_config", _stock_config)
+    stock = results(chunk_gated_delta_rule_triton, inputs)
+    assert len(launched) == 1
+    for name, x in wanted.items():
+        error = relative_error(found[name], x)
+        assert error <= 1.3 * relative_error(stock[name], x) + 0.1 * EPS, name
+        # A_log and dt_bias get one number a head, a sum over all tokens that cancels: only the stock kernels compare.
+        if name not in ("dA_log", "ddt_bias"):
+            assert error <= max(1.5 * EPS, 2 * relative_error(plain[name], x)), name
+
+
+@gpu
+@needs_hopper
+def test_gradients_of_strided_inputs(launched: list[torch.Size]) -> None:
+    """q, k and v in one tensor, the gradient of o transposed, or one number expanded."""
+    inputs = make_inputs(Case("strides", T=128, B=2, H=2, K=128), torch.bfloat16, DEVICE)
+    leaves = [inputs[name] for name in ("q", "k", "v")]
+    together = torch.cat([x.detach() for x in leaves], 2).split(2, 2)
+    gates = [inputs[name].detach() for name in ("g", "beta")]
+    do = torch.randn(2, 2, 128, 128, device="cuda").bfloat16().transpose(1, 2)
+    for upstream in (do, torch.ones((), device="cuda", dtype=torch.bfloat16).expand(do.shape)):
+        answers = []
+        for given, gradient in ((together, upstream), (leaves, upstream.contiguous())):
+            own = [x.detach().requires_grad_() for x in given]
+            o, _ = chunk_gated_delta_rule_triton(*own, *gates, use_qk_l2norm_in_kernel=True)
+            answers.append(torch.autograd.grad(o, own, gradient))
+        assert all(torch.equal(x, y) for x, y in zip(*answers, strict=True))
+    # The expanded gradient has a unit stride nowhere and is copied first; all four calls came here.
+    assert len(launched) == 4
+
+
+@gpu
+@needs_hopper
+@pytest.mark.parametrize("HV", [2, 4])
+@pytest.mark.parametrize("segments", [1, 3])
+def test_integers_bit_for_bit(HV: int, segments: int, launched: list[torch.Size]) -> None:
+    """One-hot keys, integer values, no decay, beta 0 or 1: every product is exact, so every bit must be."""
+    torch.manual_seed(0)
+    B, T, H, K = 2, 192, 2, 128
+    q = torch.randint(-1, 2, (B, T, H, K)) * (torch.rand(B, T, H, K) < 8 / K)
+    k = torch.nn.functional.one_hot(torch.randint(0, K, (B, T, H)), K)
+    v = torch.randint(-4, 5, (B, T, HV, K))
+    beta = torch.randint(0, 2, (B, T, HV))
+    do = torch.randint(-1, 2, (B, T, HV, K)) * (torch.rand(B, T, HV, K) < 0.1)
+    answers = []
+    functions: list[tuple[Callable[..., Any], torch.dtype, str, dict[str, Any]]] = [
+        (chunk_gated_delta_rule_triton, torch.bfloat16, "cuda", {"segments": segments}),
+        (naive_gated_delta_rule, torch.float64, "cpu", {}),
+    ]
+    for function, dtype, device, options in functions:
+        leaves = [x.to(device, dtype).requires_grad_() for x in (q, k, v)]
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        gates = [torch.zeros(B, T, HV, dtype=wide, device=device), beta.to(device, wide)]
+        o, _ = function(*leaves, *gates, scale=1.0, **options)
+        answers.append(torch.autograd.grad([o], leaves, [do.to(device, dtype)]))
+    for found, wanted in zip(*answers, strict=True):
+        assert torch.equal(found.cpu(), wanted.to(found.dtype))
+    assert launched
+
+
+@gpu
+@needs_hopper
+@pytest.mark.parametrize("HV", [8, 16])
+def test_thousand_runs_are_identical(HV: int, launched: list[torch.Size]) -> None:
+    """Enough programs to fill the chip twice over."""
+    inputs = make_inputs(Case("repeat", T=1280, B=2, H=8, HV=HV, K=128, raw=True), torch.bfloat16, DEVICE)
+    leaves = [x for x in inputs.values() if isinstance(x, torch.Tensor)]
+    upstream = torch.randn(2, 1280, HV, 128, device=DEVICE).bfloat16()
+
+    def gradients() -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(chunk_gated_delta_rule_triton(**inputs)[0], leaves, upstream)
+
+    first = gradients()
+    assert all(x.isfinite().all() for x in first)
+    for _ in range(1000):
+        assert all(torch.equal(x, y) for x, y in zip(first, gradients(), strict=True))
+    assert len(launched) == 1001
