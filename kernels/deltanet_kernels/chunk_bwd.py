@@ -11,7 +11,7 @@ Notation of chunk_prepare.py, chunk_scores.py and chunk_fwd.py; dS is the gradie
         dbeta = rowsum(dW V') / beta = rowsum(dW (V - gamma U - (D K K^T) V'))
         (beta = sigmoid(b): db = (1 - beta) rowsum(dW V'))
         X = dL L;  Y = dP P;  dG = rowsum(Y) - colsum(Y) + rowsum(X) - colsum(X)
-    and from Z, E, S, dS (`chunk_bwd_inputs.py`; small heads have both in one, `chunk_bwd_whole.py`):
+    and from Z, E, S, dS (`chunk_bwd_inputs.py`; both in one: `chunk_bwd_whole.py`, small heads; `chunk_bwd_hopper.py`):
         dQ = scale gamma (dO S^T) + Z K
         dK = rev (V' dS^T) + dU S^T + Z^T Q + (E + E^T) K
         dG += rowsum(q dQ_inter) + rowsum(k (dU S^T)) - rowsum(k dK_state)

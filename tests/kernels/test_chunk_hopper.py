@@ -237,7 +237,7 @@ def test_integers_bit_for_bit(HV: int, segments: int, launched: list[torch.Size]
 @needs_hopper
 @pytest.mark.parametrize("HV", [8, 16])
 def test_thousand_runs_are_identical(HV: int, launched: list[torch.Size]) -> None:
-    """Enough programs to fill the chip twice over."""
+    """More programs than the chip holds at a time."""
     inputs = make_inputs(Case("repeat", T=1280, B=2, H=8, HV=HV, K=128, raw=True), torch.bfloat16, DEVICE)
     leaves = [x for x in inputs.values() if isinstance(x, torch.Tensor)]
     upstream = torch.randn(2, 1280, HV, 128, device=DEVICE).bfloat16()
