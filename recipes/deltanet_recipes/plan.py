@@ -92,31 +92,27 @@ def show_plan(recipe: Recipe, stages: list[Stage], student: nn.Module, runtime: 
     if not runtime.main:
         return
     rate = _matmul_rate(runtime) * UTILISATION * runtime.world
-    table = Table(title=f"{recipe.student} -> {recipe.output} on {runtime.world} x {_device_name(runtime)}")
-    for column in (
-        "stage",
-        "trained: mixers",
-        "rest",
-        "tokens",
-        "steps x tokens",
-        "rows",
-        "memory",
-        "disk",
-        "time, about",
-    ):
-        table.add_column(column, justify="left" if column == "stage" else "right")
-    for stage in stages:
-        sizes = estimate(stage, recipe, student, runtime)
-        seconds = sizes.flops_per_token * stage.steps * stage.batch_tokens / rate
+    table = Table(
+        title=f"{recipe.student} -> {recipe.output} on {runtime.world} x {_device_name(runtime)}",
+        caption="mixers, rest: parameters that are trained",
+        padding=(0, 0),
+    )
+    sizes = [estimate(stage, recipe, student, runtime) for stage in stages]
+    disk = ["disk"] if any(size.disk for size in sizes) else []
+    for column in ("stage", "mixers", "rest", "tokens", "steps x tokens", "rows", "memory", *disk, "time, about"):
+        table.add_column(column, justify="left" if column == "stage" else "right", overflow="fold")
+    for stage, size in zip(stages, sizes, strict=True):
+        seconds = size.flops_per_token * stage.steps * stage.batch_tokens / rate
+        on_disk = [f"{size.disk / 2**30:.1f} GiB" if size.disk else "-"] if disk else []
         table.add_row(
             stage_name(stage),
-            f"{sizes.mixer_parameters / 1e6:.1f}M",
-            f"{sizes.rest_parameters / 1e6:.1f}M",
-            f"{stage.steps * stage.batch_tokens:,}",
+            f"{size.mixer_parameters / 1e6:.1f}M",
+            f"{size.rest_parameters / 1e6:.1f}M",
+            _count(stage.steps * stage.batch_tokens),
             f"{stage.steps:,} x {stage.batch_tokens:,}",
             f"{stage.rows_per_step} x {stage.sequence_length:,}",
-            f"{sizes.memory / 2**30:.1f} GiB",
-            f"{sizes.disk / 2**30:.1f} GiB" if sizes.disk else "-",
+            f"{size.memory / 2**30:.1f} GiB",
+            *on_disk,
             _duration(seconds),
         )
     logbook.console.print(table)
@@ -138,6 +134,10 @@ def _device_name(runtime: Runtime) -> str:
     if runtime.device.type == "cuda":
         return torch.cuda.get_device_name(runtime.device)
     return f"CPU ({torch.get_num_threads()} threads)"
+
+
+def _count(tokens: int) -> str:
+    return f"{tokens / 1e6:.2f}M" if tokens >= 10**6 else f"{tokens:,}"
 
 
 def _duration(seconds: float) -> str:
