@@ -180,6 +180,7 @@ def main() -> None:
             print(row, flush=True)
             torch.cuda.empty_cache()
             write(path.name, rows, {"missing": missing, "shape": SHAPE_NOTE}, args.output)
+    write(path.name, rows, {"missing": missing, "shape": SHAPE_NOTE}, args.output)
 
 
 if __name__ == "__main__":
