@@ -18,6 +18,9 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return function
 
+    # A device context keeps the constructors that it finds at its first use, for good; it must not keep these.
+    with torch.device("cpu"):
+        torch.empty(0)
     for name in ("empty", "empty_like"):
         monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
