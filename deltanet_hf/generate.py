@@ -12,8 +12,8 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    MaxLengthCriteria,
     PreTrainedTokenizerBase,
+    StoppingCriteria,
     StoppingCriteriaList,
     TextStreamer,
 )
@@ -35,6 +35,17 @@ class _CountingStreamer(TextStreamer):
     def put(self, value: torch.Tensor) -> None:
         self.times.append(time.perf_counter())
         super().put(value)
+
+
+class _After(StoppingCriteria):
+    """Stops after so many calls, one a token."""
+
+    def __init__(self, tokens: int) -> None:
+        self.left = tokens
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
+        self.left -= 1
+        return torch.full((len(input_ids),), self.left <= 0, device=input_ids.device)
 
 
 def load_for_inference(model: str, dtype: str = "auto", device: str | None = None) -> tuple[Any, Any]:
@@ -97,8 +108,7 @@ def generate_command(
     if compiled:  # transformers compiles the steps of static caches
         options["cache_implementation"] = "static"
         typer.echo("compiling ...", err=True)
-        few = StoppingCriteriaList([MaxLengthCriteria(inputs["input_ids"].shape[1] + COMPILING_TOKENS)])
-        loaded.generate(**options, stopping_criteria=few)
+        loaded.generate(**options, stopping_criteria=StoppingCriteriaList([_After(COMPILING_TOKENS)]))
     torch.manual_seed(seed)
     started = time.perf_counter()
     cache = loaded.generate(**options, streamer=streamer).past_key_values
