@@ -43,11 +43,25 @@ def _input_at(x, state, n, pos, length, d, D: tl.constexpr, W: tl.constexpr, INI
 
 
 @triton.jit
-def _taps(weight, d, W: tl.constexpr, m_d):
+def _sequence(c, row, first, cu_seqlens, row_of_chunk, T, VARLEN: tl.constexpr):
+    """A chunk placed by `locate_chunk` -> (its sequence, its first position there, first token and length of that)."""
+    n = row
+    if VARLEN:
+        n = tl.load(row_of_chunk + c).to(tl.int64)
+    _, begin, flat, length = locate_row(n, cu_seqlens, T, VARLEN)
+    return n, first - begin, flat, length
+
+
+@triton.jit
+def _parameters(weight, bias, d, W: tl.constexpr, BIAS: tl.constexpr, m_d):
+    """The W taps of channels d, and their bias."""
     taps = ()
     for w in tl.static_range(W):
         taps = taps + (tl.load(weight + d * W + w, mask=m_d, other=0.0).to(tl.float32),)
-    return taps
+    bias_d = tl.zeros_like(d).to(tl.float32)
+    if BIAS:
+        bias_d += tl.load(bias + d, mask=m_d, other=0.0).to(tl.float32)
+    return taps, bias_d
 
 
 @triton.jit
@@ -91,17 +105,10 @@ def _conv_forward_kernel(
     row, first, _, valid = locate_chunk(c, cu_seqlens, row_of_chunk, first_chunk, T, C, VARLEN)
     if valid <= 0:
         return
-    n = row
-    if VARLEN:
-        n = tl.load(row_of_chunk + c).to(tl.int64)
-    _, begin, flat, length = locate_row(n, cu_seqlens, T, VARLEN)
-    pos = first - begin
+    n, pos, flat, length = _sequence(c, row, first, cu_seqlens, row_of_chunk, T, VARLEN)
     x += flat * D
     y += flat * D
-    taps = _taps(weight, d, W, m_d)
-    bias_d = tl.zeros([BD], dtype=tl.float32)
-    if BIAS:
-        bias_d += tl.load(bias + d, mask=m_d, other=0.0).to(tl.float32)
+    taps, bias_d = _parameters(weight, bias, d, W, BIAS, m_d)
     inputs = _history(x, state, n, pos, length, d, D, W, INITIAL, m_d)
     for block in range(0, C, AHEAD):
         window = inputs
@@ -153,17 +160,11 @@ def _conv_backward_kernel(
         row, first, _, valid = locate_chunk(c, cu_seqlens, row_of_chunk, first_chunk, T, C, VARLEN)
         if valid <= 0:
             return
-        n = row
-        if VARLEN:
-            n = tl.load(row_of_chunk + c).to(tl.int64)
-        _, begin, flat, length = locate_row(n, cu_seqlens, T, VARLEN)
-        stop = first - begin + C
+        n, pos, flat, length = _sequence(c, row, first, cu_seqlens, row_of_chunk, T, VARLEN)
+        stop = pos + C
     x += flat * D
     dy += flat * D
-    taps = _taps(weight, d, W, m_d)
-    bias_d = tl.zeros([BD], dtype=tl.float32)
-    if BIAS:
-        bias_d += tl.load(bias + d, mask=m_d, other=0.0).to(tl.float32)
+    taps, bias_d = _parameters(weight, bias, d, W, BIAS, m_d)
     inputs = _history(x, state, n, stop, length, d, D, W, INITIAL, m_d)
     behind = inputs
     dps = ()

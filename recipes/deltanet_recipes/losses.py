@@ -58,8 +58,12 @@ def kl_divergence(
     """KL per token, nats, times temperature^2 (Hinton et al. 2015, eq. 2). Logits [N, V] float32 -> [N]."""
     log_s = F.log_softmax(student / temperature, dim=-1)
     log_t = F.log_softmax(teacher / temperature, dim=-1)
-    first, second = (log_s, log_t) if reverse else (log_t, log_s)
-    return (first.exp() * (first - second)).sum(-1) * temperature**2
+    return (_kl(log_s, log_t) if reverse else _kl(log_t, log_s)) * temperature**2
+
+
+def _kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+    """KL(p || q): log-probabilities [N, V] -> [N]."""
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
 def top_k_kl(student: torch.Tensor, ids: torch.Tensor, log_probs: torch.Tensor) -> torch.Tensor:
@@ -113,17 +117,17 @@ def _from_logits(
     log_p, log_u = F.log_softmax(s / tau, dim=-1), F.log_softmax(teacher / tau, dim=-1)
     p, u = log_p.exp(), log_u.exp()
     if terms.reverse:
-        kl = (p * (log_p - log_u)).sum(-1, keepdim=True)
-        gradient = tau * p * (log_p - log_u - kl)
+        kl = _kl(log_p, log_u)
+        gradient = tau * p * (log_p - log_u - kl[:, None])
     else:
-        kl = (u * (log_u - log_p)).sum(-1, keepdim=True)
+        kl = _kl(log_u, log_p)
         gradient = tau * (p - u)
     log_p = log_p if tau == 1.0 else F.log_softmax(s, dim=-1)
     is_label = torch.arange(s.shape[-1], device=s.device) == labels[:, None]
     ce = -torch.where(is_label, log_p, 0.0).sum(-1)
     gradient = terms.kl_weight * gradient + terms.ce_weight * (log_p.exp() - is_label.float())
     scored = labels >= 0
-    kl_sum = (kl.squeeze(-1) * tau**2).masked_fill(~scored, 0.0).sum()
+    kl_sum = (kl * tau**2).masked_fill(~scored, 0.0).sum()
     ce_sum = ce.masked_fill(~scored, 0.0).sum()
     through = (student.to(dtype) * gradient.masked_fill(~scored[:, None], 0.0).to(dtype)).sum()
     return terms.kl_weight * kl_sum + terms.ce_weight * ce_sum + (through - through.detach()), kl_sum, ce_sum
