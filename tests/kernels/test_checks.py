@@ -1,5 +1,7 @@
 """Wrong arguments: an error that names the argument, what it got and what it needs."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -146,3 +148,31 @@ def test_norm_names_what_is_wrong(changes: dict[str, Any], error: type[Exception
     arguments = {"x": torch.randn(2, 3, 4), "z": None, "weight": torch.randn(4), "eps": 1e-6}
     with pytest.raises(error, match=message):
         gated_rms_norm(**(arguments | changes))
+
+
+WRONG_OFFSETS_ON_A_GPU = """
+import torch
+from deltanet_kernels import chunk_gated_delta_rule
+
+q, v, g = (torch.ones(1, 128, *size, device="cuda") for size in ((1, 16), (1, 16), (1,)))
+cu_seqlens = torch.tensor({offsets}, dtype=torch.int32, device="cuda")
+chunk_gated_delta_rule(q, q, v, -g, g / 2, cu_seqlens=cu_seqlens)
+torch.cuda.synchronize()
+print("went through")
+"""
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("wrong", [(1, 128), (0, 70, 60, 128), (0, 129)])
+def test_wrong_offsets_on_a_gpu_stop_the_program(wrong: tuple[int, ...]) -> None:
+    """In a process of its own: the device's assertion ends the whole CUDA context."""
+
+    def run(cu_seqlens: tuple[int, ...]) -> subprocess.CompletedProcess[str]:
+        program = WRONG_OFFSETS_ON_A_GPU.format(offsets=cu_seqlens)
+        return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+
+    assert run((0, 70, 128)).stdout == "went through\n"
+    failed = run(wrong)
+    assert failed.returncode != 0
+    assert "went through" not in failed.stdout
+    assert "needs offsets from 0 that never decrease, at most T = 128" in failed.stderr

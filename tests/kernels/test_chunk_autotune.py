@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from deltanet_kernels import chunk_autotune
-from deltanet_kernels.kernel_config import ChunkConfig, chunk_config
+from deltanet_kernels.chunk import chunk_gated_delta_rule_triton
+from deltanet_kernels.kernel_config import ChunkConfig, capability, chunk_config
+from tests.kernels.cases import Case, make_inputs, results
 
 PINNED = chunk_config(128, 128, torch.bfloat16, (9, 0))
 
@@ -76,3 +78,17 @@ def test_nothing_is_tried_under_graph_capture(monkeypatch: pytest.MonkeyPatch) -
 def test_only_1_asks_for_it(monkeypatch: pytest.MonkeyPatch, value: str, wanted: bool) -> None:
     monkeypatch.setenv("DELTANET_AUTOTUNE", value)
     assert chunk_autotune.enabled() is wanted
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_search_with_its_own_clock_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = make_inputs(Case("grouped", T=128, H=1, HV=2, K=64), torch.bfloat16, "cuda")
+    pinned = results(chunk_gated_delta_rule_triton, inputs)
+    monkeypatch.setenv("DELTANET_AUTOTUNE", "1")
+    for _ in range(2):
+        for name, x in results(chunk_gated_delta_rule_triton, inputs).items():
+            assert (x - pinned[name]).norm() <= chunk_autotune.TOLERANCE * pinned[name].norm(), name
+    (found,) = chunk_autotune._chosen.values()
+    config = chunk_config(64, 64, torch.bfloat16, capability(torch.device("cuda", 0)))
+    assert found in chunk_autotune.candidates(config)
