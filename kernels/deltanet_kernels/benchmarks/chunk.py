@@ -2,8 +2,9 @@
 
 Peers: flash-linear-attention (with FLA_FLASH_QLA=0), FlashQLA (K = V = 128 only) and causal softmax attention (SDPA)
 of the same sizes. Every timed configuration is first compared with the chunked PyTorch form in float64, output and
-gradients, on the first key head of the first row; an implementation that fails there is not timed. Each row is
-written as soon as it is measured, one that raises with its error; `--resume` goes on with a file that was cut short.
+gradients, on the first key head of the first row; an implementation that fails there is not timed. Ours and softmax are
+timed as a CUDA graph too (fwdbwd_graph_ms): short calls otherwise take what the host takes. Each row is written as soon
+as it is measured, one that raises with its error; `--resume` goes on with a file that was cut short.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 
 from .. import torch_chunk_gated_delta_rule
 from ..chunk import chunk_gated_delta_rule_triton
-from .timing import RESULTS, median_ms, peak_gib, write
+from .timing import RESULTS, graph_us, median_ms, peak_gib, write
 
 SHAPE_NOTE = "B, T, H (q, k), HV (v), K = V; log decays in (-1, 0) or in `gates`"
 Operator = Callable[..., torch.Tensor]
@@ -143,6 +144,8 @@ def measure(name: str, operator: Operator, shape: Shape, repeats: int) -> dict[s
     row["fwd_ms"] = round(median_ms(forward, repeats), 4)
     row["fwdbwd_ms"] = round(median_ms(both, repeats), 4)
     row["peak_gib"] = round(peak_gib(both), 4)
+    if name in ("deltanet", "sdpa"):
+        row["fwdbwd_graph_ms"] = round(graph_us(both, 1, repeats) / 1e3, 4)
     return row
 
 
