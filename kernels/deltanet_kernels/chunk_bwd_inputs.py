@@ -23,6 +23,18 @@ def _raw_gradient(x, dx, factor, NORM: tl.constexpr):
     return dx
 
 
+@triton.jit
+def store_gate_gradient(dg_i, g, A_log, dt_bias, dg, sums, at, head, live, GATE: tl.constexpr, FULL: tl.constexpr):
+    """dg of a chunk's tokens; where GATE that of the raw logits, and the chunk's part of dA_log and ddt_bias."""
+    if GATE:
+        a = load_tile(g + at, live, FULL).to(tl.float32) + tl.load(dt_bias + head).to(tl.float32)
+        rate = tl.exp(tl.load(A_log + head).to(tl.float32))
+        tl.store(sums, tl.sum(tl.where(live, -rate * _softplus(a) * dg_i, 0.0), axis=0))
+        dg_i = -rate / (1.0 + tl.exp(-a)) * dg_i
+        tl.store(sums + 1, tl.sum(tl.where(live, dg_i, 0.0), axis=0))
+    tl.store(dg + at, dg_i.to(dg.dtype.element_ty), mask=live)
+
+
 @triton.jit(do_not_specialize=["T"])
 def _input_backward_kernel(
     q, k, factors, do, h, dh, vn, dw, Z, E, dG_in, g, A_log, dt_bias, dq, dk, dg, gate_sums,
@@ -128,15 +140,8 @@ def _input_backward_kernel(
 
         if x % GROUP == GROUP - 1:
             dg_i = tl.cumsum(tl.where(live, dG, 0.0), axis=0, reverse=True)
-            gates = (flat + i) * HV + head
-            if GATE:
-                a = load_tile(g + gates, live, FULL).to(tl.float32) + tl.load(dt_bias + head).to(tl.float32)
-                rate = tl.exp(tl.load(A_log + head).to(tl.float32))
-                sums = gate_sums + (c.to(tl.int64) * HV + head) * 2
-                tl.store(sums, tl.sum(tl.where(live, -rate * _softplus(a) * dg_i, 0.0), axis=0))
-                dg_i = -rate / (1.0 + tl.exp(-a)) * dg_i
-                tl.store(sums + 1, tl.sum(tl.where(live, dg_i, 0.0), axis=0))
-            tl.store(dg + gates, dg_i.to(dg.dtype.element_ty), mask=live)
+            sums = gate_sums + (c.to(tl.int64) * HV + head) * 2
+            store_gate_gradient(dg_i, g, A_log, dt_bias, dg, sums, (flat + i) * HV + head, head, live, GATE, FULL)
     _, _, _, r_i = row_factors(factors + 2 * plane, (key_head * (HV // H)).to(tl.int64) * tokens + flat, i, live, FULL)
     dk_at = dk + (flat * H + key_head) * K + (i[:, None] * (H * K) + d[None, :])
     # Loaded once more, not kept in registers through the loops.

@@ -18,8 +18,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .chunk_bwd_inputs import _raw_gradient
-from .chunk_prepare import _softplus, locate_chunk, row_factors
+from .chunk_bwd_inputs import _raw_gradient, store_gate_gradient
+from .chunk_prepare import locate_chunk, row_factors
 from .chunk_scores import gamma_of, load_G, load_tile, store_tile
 
 
@@ -141,12 +141,5 @@ def _whole_backward_kernel(
     # A scan, or sums of both in one dimension, would bring the tiles above into another layout in float32.
     after = (i[:, None] <= i[None, :]) & live[None, :]
     dg_i = tl.sum(tl.where(after, dG_pairs[None, :] + dG[None, :], 0.0), axis=1)
-    gates = (flat + i) * H + head
-    if GATE:
-        a = load_tile(g + gates, live, FULL).to(tl.float32) + tl.load(dt_bias + head).to(tl.float32)
-        rate = tl.exp(tl.load(A_log + head).to(tl.float32))
-        sums = gate_sums + (c.to(tl.int64) * H + head) * 2
-        tl.store(sums, tl.sum(tl.where(live, -rate * _softplus(a) * dg_i, 0.0), axis=0))
-        dg_i = -rate / (1.0 + tl.exp(-a)) * dg_i
-        tl.store(sums + 1, tl.sum(tl.where(live, dg_i, 0.0), axis=0))
-    tl.store(dg + gates, dg_i.to(dg.dtype.element_ty), mask=live)
+    sums = gate_sums + (c.to(tl.int64) * H + head) * 2
+    store_gate_gradient(dg_i, g, A_log, dt_bias, dg, sums, (flat + i) * H + head, head, live, GATE, FULL)
