@@ -11,7 +11,9 @@ from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from deltanet_kernels import launch as module
+from deltanet_kernels.chunk import chunk_gated_delta_rule_triton
 from deltanet_kernels.launch import launch, specialization
+from tests.kernels.cases import Case, make_inputs, results
 from tests.kernels.triton_mode import DEVICE, GPU
 
 needs_gpu = pytest.mark.skipif(not GPU, reason="needs a CUDA device")
@@ -90,7 +92,23 @@ def test_lengths_share_their_code() -> None:
     assert len(module._compiled) == before
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+
+
+@needs_two_gpus
+@pytest.mark.parametrize("K", [40, 64, 128])
+def test_operators_give_the_same_bits_on_every_device(K: int) -> None:
+    case = Case("whole chunks", T=128, H=2, K=K, raw=True)
+    first, second = (
+        results(chunk_gated_delta_rule_triton, make_inputs(case, torch.bfloat16, device))
+        for device in ("cuda:0", "cuda:1")
+    )
+    for name, x in first.items():
+        assert torch.equal(x.cpu(), second[name].cpu()), name
+    assert torch.cuda.current_device() == 0
+
+
+@needs_two_gpus
 def test_tensors_on_another_device_than_the_current_one() -> None:
     x = torch.randn(64, device="cuda:1")
     assert torch.cuda.current_device() == 0
