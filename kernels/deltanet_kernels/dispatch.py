@@ -4,7 +4,6 @@ Both sides take the same arguments. A CUDA call that the Triton kernels cannot s
 so once, with the reason.
 """
 
-import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -13,12 +12,13 @@ import torch
 
 from deltanet_kernels import checks
 from deltanet_kernels.reference import torch_causal_conv1d, torch_gated_rms_norm
+from deltanet_kernels.registration import cached
 from deltanet_kernels.torch_chunk import torch_chunk_gated_delta_rule
 from deltanet_kernels.torch_recurrent import torch_recurrent_gated_delta_rule
 from deltanet_kernels.torch_step import torch_gated_delta_step_
 
 
-@functools.cache
+@cached
 def _triton_function(operator: str) -> Callable[..., Any] | None:
     """The Triton side of an operator, or None (with a warning) where it cannot be imported.
 
@@ -43,7 +43,7 @@ def _triton_function(operator: str) -> Callable[..., Any] | None:
     return functions[operator]
 
 
-@functools.cache
+@cached
 def _warn_fallback(operator: str, reason: str) -> None:
     warnings.warn(
         f"{operator}: CUDA tensors fall back to the much slower PyTorch form ({reason}).",

@@ -5,10 +5,11 @@ Nothing is searched for at run time unless DELTANET_AUTOTUNE=1 asks for it (chun
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, replace
 
 import torch
+
+from .registration import cached
 
 
 def cdiv(a: int, b: int) -> int:
@@ -64,7 +65,7 @@ class ChunkConfig:
     input_registers: int | None = None  # 255, the most there is: without a limit ptxas sometimes chooses 32, and spills
 
 
-@functools.cache
+@cached
 def chunk_config(K: int, V: int, dtype: torch.dtype, capability: tuple[int, int]) -> ChunkConfig:
     """The configuration for head sizes K, V in `dtype` on a chip of this compute capability.
 
@@ -117,7 +118,7 @@ def slices(BV: int, warps: int, V: int, states: int, processors: int) -> tuple[i
     return BV, warps
 
 
-@functools.cache
+@cached
 def multiprocessors(device: torch.device) -> int:
     """Multiprocessors of a CUDA device; 1 elsewhere (the interpreter)."""
     if device.type != "cuda":
@@ -125,7 +126,7 @@ def multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-@functools.cache
+@cached
 def capability(device: torch.device) -> tuple[int, int]:
     """Compute capability of a CUDA device; (0, 0) elsewhere (the interpreter)."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)

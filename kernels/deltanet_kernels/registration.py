@@ -7,13 +7,31 @@ gradients, no modes, plain tensors) a call skips PyTorch's dispatcher: it is the
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 _LIBRARY = torch.library.Library("deltanet", "DEF")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def cached(function: Callable[P, R]) -> Callable[P, R]:
+    """functools.cache, which torch.compile ignores with a warning to the user: while tracing the function itself."""
+    known: Any = functools.cache(function)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        result: R = known(*args, **kwargs)
+        return result
+
+    call.cache_clear = known.cache_clear  # type: ignore[attr-defined]
+    return call
 
 
 def operator(

@@ -29,6 +29,7 @@ ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.filterwarnings("error:Dynamo detected")
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_no_graph_break_on_the_way_to_triton(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real = dispatch._call
