@@ -235,8 +235,8 @@ def gated_delta_step_(
         g = -exp(A_log) * softplus(a + dt_bias)
         o = rmsnorm(gated_delta_rule(q, k, v, g, beta)) * norm_weight * silu(z)
 
-    On CUDA one kernel, for states of up to 128 x 128 and for convolutions with HQ = H = HV; else the separate ones.
-    No gradients. Head counts as for `chunk_gated_delta_rule`.
+    On CUDA one kernel, where several tokens or query heads meet a state up to 128 x 128, and with a convolution only
+    for HQ = H = HV; else the separate ones. No gradients. Head counts as for `chunk_gated_delta_rule`.
 
     Args:
         q, k, v: projections of T tokens [B, T, HQ*K], [B, T, H*K], [B, T, HV*V], or with the heads apart; one dtype.

@@ -148,6 +148,16 @@ def recurrent_config(K: int, V: int, heads: int) -> tuple[int, int]:
     return max(1, min(BV, elements // BK)), 1
 
 
+def step_slices(K: int, V: int, programs: int, processors: int) -> tuple[int, int, bool]:
+    """Columns of a slice of the one-token step, warps of a program, and whether the next slice is asked for early.
+
+    Rows of 256 bytes of float32; narrower ones cost bandwidth. A thread a channel of q and k: with more threads the
+    sums over K, which cross the warps, take longer than the loads. Asking early takes the registers of a third program
+    on a multiprocessor, so only where there is none.
+    """
+    return min(power_of_two(V, 1), 64), max(1, power_of_two(K, 1) // 32), programs <= 2 * processors
+
+
 def step_warps(elements: int) -> int:
-    """Warps of the fused step, `elements` of state a program; with more the compiler repeats loads or spills."""
+    """Warps of the step of several tokens, `elements` of state a program; more make the compiler repeat loads."""
     return max(1, min(4, elements // 2048))

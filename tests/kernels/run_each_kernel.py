@@ -31,6 +31,10 @@ STEPS = [
     Step("all of it", T=2, K=64, V=64, conv=4, rope=64, padding=True),
     Step("odd sizes, grouped heads", H=1, HQ=4, K=100, V=20, norm="per_head", rope=50, positions=2),
     Step("head size 128", K=128, V=128, conv=4),
+    Step("several tokens, odd sizes", T=3, K=100, V=20, conv=4, rope=50, positions=2),
+    Step("slices of wide values, padding", B=4, K=64, V=200, conv=4, rope=64, padding=True),
+    Step("many programs", B=150, K=128, V=100, conv=2),
+    Step("head size 256", K=256, V=256, conv=4),
 ]
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from deltanet_kernels.chunk_segment import composes, segments_for
-from deltanet_kernels.kernel_config import chunk_config, slices, tile_width
+from deltanet_kernels.kernel_config import chunk_config, slices, step_slices, tile_width
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (12, 0)])
@@ -71,3 +71,17 @@ def test_only_many_segments_of_narrow_keys_are_composed() -> None:
     assert composes(4, 128)
     assert not composes(3, 128)
     assert not composes(64, 192)
+
+
+@pytest.mark.parametrize(("K", "V"), [(8, 8), (16, 256), (64, 64), (96, 40), (100, 65), (128, 128), (256, 200)])
+def test_a_step_of_one_token_takes_slices_that_fit_into_registers(K: int, V: int) -> None:
+    width, warps, _ = step_slices(K, V, 64, 132)
+    assert width & (width - 1) == 0
+    assert width < 2 * V
+    padded = 1 << (K - 1).bit_length()
+    assert padded * width <= 64 * 32 * warps  # elements of a slice, a quarter of a thread's registers
+
+
+@pytest.mark.parametrize(("programs", "early"), [(1, True), (264, True), (265, False), (8192, False)])
+def test_slices_are_asked_for_early_where_two_programs_a_multiprocessor_are_all(programs: int, early: bool) -> None:
+    assert step_slices(128, 128, programs, 132) == (64, 4, early)
