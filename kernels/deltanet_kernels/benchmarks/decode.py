@@ -92,11 +92,11 @@ def peer_us(x: dict[str, torch.Tensor], state: torch.Tensor) -> float:
 
     g = -x["A_log"].exp() * torch.nn.functional.softplus(x["g"] + x["dt_bias"])
     beta = x["beta"].sigmoid()
-    return graph_us(
-        lambda: fused_recurrent_gated_delta_rule(
-            x["q"], x["k"], x["v"], g, beta, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True
-        )
-    )
+    run = functools.partial(
+        fused_recurrent_gated_delta_rule, x["q"], x["k"], x["v"], g=g, beta=beta, initial_state=state,
+        output_final_state=True, use_qk_l2norm_in_kernel=True,
+    )  # fmt: skip
+    return graph_us(run)
 
 
 def main() -> None:
