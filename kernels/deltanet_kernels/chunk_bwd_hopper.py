@@ -12,9 +12,7 @@ of products are read from there: no operand of a product is in registers, and tr
 for dW, V', K, then S, dS at its start, and for dO, P, Q as soon as the last product with dS and dW is done, in their
 places. So 112 KiB hold the 160 of a chunk, and two programs of four warps share a multiprocessor, one waiting for
 memory while the other computes. Results go by way of shared memory too, for rows of 16 bytes a thread.
-
-Tensor cores and plain threads see shared memory through different proxies: a fence stands between what threads have
-written or copied there and the product that reads it, and a product is awaited before its operands are overwritten.
+gluon_tiles.py has the tiles, and the rule for the proxies through which tensor cores and threads see shared memory.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -29,44 +27,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-# Triton 3.9 has other names than 3.6.
-_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-_view = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
+from .gluon_tiles import COLUMNS, ROWS, SHARED, SQUARE, TILE, WIDE, arrived, barrier, copy, tile_at, view, zeros
 
-TILE = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # 16 bytes a thread
-NARROW = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-SQUARE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
-WIDE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
-ROWS = gl.constexpr(gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])))
-COLUMNS = gl.constexpr(gl.SliceLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])))
 WIDE_ROWS = gl.constexpr(gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])))
-SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
-
-
-@gluon.jit
-def _arrived(pending: gl.constexpr):
-    """All copies but the last `pending` groups are in shared memory, for every thread and for the tensor cores."""
-    async_copy.wait_group(pending)
-    fence_async_shared()
-    _barrier()
-
-
-@gluon.jit
-def _tile_at(at, stride: gl.constexpr, rows: gl.constexpr, columns: gl.constexpr):
-    """Addresses of a tile, 16 bytes each: a thread's first one, and constants added to it."""
-    layout: gl.constexpr = NARROW if columns == 64 else TILE
-    cube: gl.constexpr = gl.BlockedLayout(
-        [rows * columns // 1024, 1, 8], [1, 256 // columns, columns // 8], [1, 4, 1], [2, 1, 0]
-    )
-    step: gl.constexpr = 1024 // columns
-    part = gl.arange(0, rows // step, layout=gl.SliceLayout(1, gl.SliceLayout(2, cube)))
-    i = gl.arange(0, step, layout=gl.SliceLayout(0, gl.SliceLayout(2, cube)))
-    d = gl.arange(0, columns, layout=gl.SliceLayout(0, gl.SliceLayout(1, cube)))
-    at = at + (i[None, :, None] * stride + d[None, None, :])
-    at = at + part[:, None, None] * (step * stride)
-    at = gl.convert_layout(gl.reshape(at, [rows, columns]), layout, assert_trivial=True)
-    return gl.max_contiguous(gl.multiple_of(at, [1, 16]), [1, 8])
 
 
 @gluon.jit
@@ -78,11 +41,6 @@ def _wide(x):
 @gluon.jit
 def _row_sum(x):
     return gl.convert_layout(gl.sum(x, axis=1), ROWS, assert_trivial=True)
-
-
-@gluon.jit
-def _zeros(columns: gl.constexpr):
-    return gl.zeros([64, columns], gl.float32, WIDE if columns == 128 else SQUARE)
 
 
 @gluon.jit
@@ -126,12 +84,12 @@ def _chunk_gradient_kernel(
     k_s = gl.allocate_shared_memory(bf16, [64, 128], SHARED)
     S_s = gl.allocate_shared_memory(bf16, [128, 128], SHARED)
     dS_s = gl.allocate_shared_memory(bf16, [128, 128], SHARED)
-    _copy(dw_s, _tile_at(dw + own, HV * 128, 64, 128))
-    _copy(vn_s, _tile_at(vn + own, HV * 128, 64, 128))
-    _copy(k_s, _tile_at(k + (row * k_row + key_head * k_head + first * k_token), k_token, 64, 128))
+    copy(dw_s, tile_at(dw + own, HV * 128, 64, 128))
+    copy(vn_s, tile_at(vn + own, HV * 128, 64, 128))
+    copy(k_s, tile_at(k + (row * k_row + key_head * k_head + first * k_token), k_token, 64, 128))
     async_copy.commit_group()
-    _copy(S_s, _tile_at(h + 4 * square, 128, 128, 128))
-    _copy(dS_s, _tile_at(dh + 4 * square, 128, 128, 128))
+    copy(S_s, tile_at(h + 4 * square, 128, 128, 128))
+    copy(dS_s, tile_at(dh + 4 * square, 128, 128, 128))
     async_copy.commit_group()
 
     plane = gl.to_tensor(HV).to(gl.int64) * tokens
@@ -155,12 +113,12 @@ def _chunk_gradient_kernel(
     gamma_i = gl.where(s_i > 0.0, 0.0, gl.exp(G_i))
     G_i -= 128.0 * s_i
 
-    _arrived(1)
-    dL = warpgroup_mma(dw_s, vn_s.permute((1, 0)), _zeros(64), use_acc=False, is_async=True)
-    KK = warpgroup_mma(k_s, k_s.permute((1, 0)), _zeros(64), use_acc=False, is_async=True)
+    arrived(1)
+    dL = warpgroup_mma(dw_s, vn_s.permute((1, 0)), zeros(64), use_acc=False, is_async=True)
+    KK = warpgroup_mma(k_s, k_s.permute((1, 0)), zeros(64), use_acc=False, is_async=True)
     b_t = gl.load(of_state + 4 * gl.arange(0, 64, layout=gl.SliceLayout(1, TILE)))
     dV = (b_t[:, None] * dw_s.load(TILE).to(f32)).to(bf16)
-    gl.store(_tile_at(dv + own, HV * 128, 64, 128), dV)
+    gl.store(tile_at(dv + own, HV * 128, 64, 128), dV)
     dL, KK = warpgroup_mma_wait(0, deps=(dL, KK))
     decay = _decay(G_i, r_i, tril)
     db = gl.sum(gl.where(diagonal, dL, 0.0), axis=1)
@@ -171,7 +129,7 @@ def _chunk_gradient_kernel(
     dG_col = gl.sum(X * b_i[:, None], axis=0)
     dG_row = -b_i * X_row + gl.convert_layout(dG_col, ROWS)
 
-    _arrived(0)
+    arrived(0)
     if SIGMOID:
         db = (1.0 - b_i) * db
     else:
@@ -179,7 +137,7 @@ def _chunk_gradient_kernel(
         db = db / gl.where(shut, 1.0, b_i)
         if gl.sum(shut.to(gl.int32), axis=0) > 0:
             # beta = 0: the same sum without the division, rowsum(dW (V - gamma U - (D K K^T) V')).
-            U = warpgroup_mma(k_s, S_s.permute((1, 0)), _zeros(128), use_acc=False, is_async=True)
+            U = warpgroup_mma(k_s, S_s.permute((1, 0)), zeros(128), use_acc=False, is_async=True)
             wide_i = gl.arange(0, 64, layout=WIDE_ROWS)[:, None]
             wide_e = gl.arange(0, 128, layout=gl.SliceLayout(0, WIDE))[None, :]
             v_at = v + (row * v_row + head.to(gl.int64) * v_head + first * v_token)
@@ -194,19 +152,19 @@ def _chunk_gradient_kernel(
         S_part = S_s.slice(part * 16, 16).load(TILE).to(f32)
         SdS += S_part * dS_s.slice(part * 16, 16).load(TILE).to(f32)
     SdS = gl.sum(gl.sum(SdS, axis=1), axis=0)
-    dK = warpgroup_mma(dw_s, S_s, _zeros(128), use_acc=False, is_async=True)
-    kept = warpgroup_mma(vn_s, dS_s, _zeros(128), use_acc=False, is_async=True)
+    dK = warpgroup_mma(dw_s, S_s, zeros(128), use_acc=False, is_async=True)
+    kept = warpgroup_mma(vn_s, dS_s, zeros(128), use_acc=False, is_async=True)
     dK, kept = warpgroup_mma_wait(0, deps=(dK, kept))
-    _barrier()
-    late = _view(dS_s, bf16, [2, 64, 128], SHARED)
+    barrier()
+    late = view(dS_s, bf16, [2, 64, 128], SHARED)
     do_s = late.index(0)
     q_s = late.index(1)
-    squares = _view(dw_s, bf16, [2, 64, 64], SHARED)
+    squares = view(dw_s, bf16, [2, 64, 64], SHARED)
     P_s = squares.index(0)
     E_s = squares.index(1)
-    _copy(do_s, _tile_at(do + (row * o_row + head.to(gl.int64) * o_head + first * o_token), o_token, 64, 128))
-    _copy(P_s, _tile_at(P + square, 64, 64, 64))
-    _copy(q_s, _tile_at(q + (row * q_row + key_head * q_head + first * q_token), q_token, 64, 128))
+    copy(do_s, tile_at(do + (row * o_row + head.to(gl.int64) * o_head + first * o_token), o_token, 64, 128))
+    copy(P_s, tile_at(P + square, 64, 64, 64))
+    copy(q_s, tile_at(q + (row * q_row + key_head * q_head + first * q_token), q_token, 64, 128))
     async_copy.commit_group()
     E_s.store(E)
     k_tile = k_s.load(WIDE).to(f32)
@@ -223,9 +181,9 @@ def _chunk_gradient_kernel(
     f_i = gl.load(of_output + 4 * i)
     read_i = gl.load(of_output + 4 * i + 1)
 
-    _arrived(0)
-    dP = warpgroup_mma(do_s, vn_s.permute((1, 0)), _zeros(64), use_acc=False, is_async=True)
-    dQ = warpgroup_mma(do_s, S_s, _zeros(128), use_acc=False, is_async=True)
+    arrived(0)
+    dP = warpgroup_mma(do_s, vn_s.permute((1, 0)), zeros(64), use_acc=False, is_async=True)
+    dQ = warpgroup_mma(do_s, S_s, zeros(128), use_acc=False, is_async=True)
     P_tile = P_s.load(SQUARE).to(f32)
     dP = warpgroup_mma_wait(1, deps=(dP,))
     Y = gl.where(strict, dP * P_tile, 0.0)
@@ -236,7 +194,7 @@ def _chunk_gradient_kernel(
     Z_s.store((dP * decay * (f_i * scale)[:, None]).to(bf16))
     dQ = warpgroup_mma_wait(0, deps=(dQ,))
     fence_async_shared()
-    _barrier()
+    barrier()
     dQ *= _wide(read_i)
     q_tile = q_s.load(WIDE).to(f32)
     dG_row += _row_sum(q_tile * dQ)
@@ -246,10 +204,10 @@ def _chunk_gradient_kernel(
     dK = warpgroup_mma(Z_s.permute((1, 0)), q_s, dK, is_async=True)
     dQ = warpgroup_mma_wait(3, deps=(dQ,))
     do_s.store(_raw_gradient(q_tile, dQ, f_i, NORM).to(bf16))
-    gl.store(_tile_at(dq + own, HV * 128, 64, 128), do_s.load(TILE))
+    gl.store(tile_at(dq + own, HV * 128, 64, 128), do_s.load(TILE))
     dK = warpgroup_mma_wait(0, deps=(dK,))
     vn_s.store(_raw_gradient(k_s.load(WIDE).to(f32), dK, r_i, NORM).to(bf16))
-    gl.store(_tile_at(dk + own, HV * 128, 64, 128), vn_s.load(TILE))
+    gl.store(tile_at(dk + own, HV * 128, 64, 128), vn_s.load(TILE))
 
     dG = gl.convert_layout(dG_row, COLUMNS)
     dg_i = gl.sum(gl.where(i[:, None] <= j[None, :], dG[None, :], 0.0), axis=1)
