@@ -2,10 +2,10 @@
 
     S_t = e^{g_t} S_{t-1} + beta_t k_t (v_t - k_t^T e^{g_t} S_{t-1})^T        o_t = scale * q_t^T S_t
 
-Forward: chunk_scores.py (gates, norms, P, L), chunk_prepare.py (T), chunk_fwd.py (states, outputs). Backward:
-chunk_bwd.py, chunk_bwd_inputs.py, or chunk_bwd_whole.py for small heads and chunk_hopper.py for those of 128 on
-Hopper. The forward pass keeps T, P, the states S [chunks, HV, V, K] and V' for it, and of sequences that are cut
-(chunk_segment.py) the maps M and what each segment forgets.
+Forward: chunk_scores.py (gates, norms, P, L) and chunk_prepare.py (T), or both in one on Hopper, then chunk_fwd.py
+(states, outputs). Backward: chunk_bwd.py, chunk_bwd_inputs.py, or one kernel for both, chunk_bwd_whole.py for small
+heads, on Hopper another for those of 128 (chunk_hopper.py). The forward pass keeps T, P, the states S [chunks, HV, V,
+K] and V' for it, and of sequences that are cut (chunk_segment.py) the maps M and what each segment forgets.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -159,11 +159,13 @@ def chunk_forward(
     C, HO = config.C, max(HQ, HV)
     chunks = cut_chunks(B, T, C, cu_seqlens)
     full = _full(k, v, chunks)
-    P, L, factors, bounds = scores(
-        q, k, g, beta, A_log, dt_bias, chunks, scale, sigmoid, norm, full, segments > 1, precision, config.score_warps
-    )
-    Tm = prepare(L, k.dtype, T, chunks, precision, config.prepare_warps)
-    del L  # as large as two of T
+    asked = (q, k, g, beta, A_log, dt_bias, chunks, scale, sigmoid, norm)
+    if chunk_hopper.prepares(q, k, config, full, precision):
+        P, Tm, factors, bounds = chunk_hopper.prepare(*asked, segments > 1)
+    else:
+        P, L, factors, bounds = scores(*asked, full, segments > 1, precision, config.score_warps)
+        Tm = prepare(L, k.dtype, T, chunks, precision, config.prepare_warps)
+        del L  # as large as two of T
 
     o = q.new_empty(B, T, HO, V)
     ht = q.new_empty((chunks.rows, HV, K, V) if final else (0,), dtype=torch.float32)

@@ -1,9 +1,12 @@
-"""Gated delta rule over chunks, backward on Hopper: where the Gluon kernel of chunk_bwd_hopper.py serves, its launch.
+"""Gated delta rule over chunks on Hopper: where the Gluon kernels serve, and their launches.
 
-It makes all gradients inside a chunk in place of the two kernels of chunk_bwd.py and chunk_bwd_inputs.py, which stay
-the path for everything else: other chips, types and head sizes, packed sequences, ragged lengths, several query heads
-a state. Value heads that share a key head each get a program and a part of dq and dk of their own, in bfloat16, added
-up afterwards (in float32): two [64, 128] sums more do not fit into the registers of a program.
+chunk_prepare_hopper.py makes what comes before the state pass in place of chunk_scores.py and chunk_prepare.py, for
+keys of 64 and 128. chunk_bwd_hopper.py makes all gradients inside a chunk in place of chunk_bwd.py and
+chunk_bwd_inputs.py, for keys and values of 128. The others stay the path for everything else: other chips, types and
+head sizes, packed sequences, ragged lengths, several query heads a state.
+
+Value heads that share a key head each get a program and a part of dq and dk of their own, in bfloat16, added up
+afterwards (in float32): two [64, 128] sums more do not fit into the registers of a program.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -16,24 +19,33 @@ import torch
 import triton
 import triton.language as tl
 
+from .chunk_prepare import Chunks
 from .kernel_config import ChunkConfig
 from .launch import launch
 
 TRITON_VERSIONS = ((3, 6), (3, 9))
-"""First and last Triton whose Gluon the kernel was compiled with; it is an experimental language."""
+"""First and last Triton whose Gluon the kernels were compiled with; it is an experimental language."""
+REGISTERS = {False: 128, True: 168}
+"""A thread's in the kernel before the state pass, by whether value heads share a key head: no more spill in fewer."""
 
 
 @functools.cache
-def _kernel() -> Any:
-    """The Gluon kernel, imported where it is first needed; None where this Triton has no such Gluon."""
+def _kernel(prepare: bool) -> Any:
+    """The Gluon kernel before the state pass, or that of the gradients, imported where it is first needed.
+
+    None where this Triton has no such Gluon.
+    """
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])
     if not TRITON_VERSIONS[0] <= version <= TRITON_VERSIONS[1]:
         return None
     try:
-        from .chunk_bwd_hopper import _chunk_gradient_kernel
+        if prepare:
+            from .chunk_prepare_hopper import _prepare_chunk_kernel as kernel
+        else:
+            from .chunk_bwd_hopper import _chunk_gradient_kernel as kernel
     except (ImportError, AttributeError):
         return None
-    return _chunk_gradient_kernel
+    return kernel
 
 
 def _copied_by_16_bytes(x: torch.Tensor) -> bool:
@@ -41,13 +53,47 @@ def _copied_by_16_bytes(x: torch.Tensor) -> bool:
     return x.dtype == torch.bfloat16 and x.data_ptr() % 16 == 0 and not (row | token | head) % 8
 
 
+def _serves(prepare: bool, chosen: bool, full: bool, precision: str, *tiles: torch.Tensor) -> bool:
+    q, k = tiles[:2]
+    if not (chosen and full and precision == "tf32" and q.shape[2] == k.shape[2]):
+        return False
+    return all(_copied_by_16_bytes(x) for x in tiles) and _kernel(prepare) is not None
+
+
 def fits(
     q: torch.Tensor, k: torch.Tensor, do: torch.Tensor, config: ChunkConfig, full: bool, precision: str
 ) -> bool:  # fmt: skip
-    """The Gluon kernel serves these inputs [B, T, heads, 128] (unit stride in the last dimension)."""
-    if not (config.hopper and full and precision == "tf32" and q.shape[2] == k.shape[2]):
-        return False
-    return all(_copied_by_16_bytes(x) for x in (q, k, do)) and _kernel() is not None
+    """The kernel of the gradients serves these inputs [B, T, heads, 128] (unit stride in the last dimension)."""
+    return _serves(False, config.hopper, full, precision, q, k, do)
+
+
+def prepares(q: torch.Tensor, k: torch.Tensor, config: ChunkConfig, full: bool, precision: str) -> bool:
+    """The kernel before the state pass serves these q, k [B, T, heads, K] (unit stride along K)."""
+    return _serves(True, config.hopper_prepare, full, precision, q, k)
+
+
+def prepare(
+    q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
+    A_log: torch.Tensor | None, dt_bias: torch.Tensor | None,
+    chunks: Chunks, scale: float, sigmoid: bool, norm: bool, bound: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """P [chunks, HV, C, C], T [chunks, HV, C, C], row factors [10 HV, B*T], and the bounds [chunks, HV] if asked for.
+
+    Inputs and outputs as in chunk_scores.py.
+    """
+    B, T, H, K = k.shape
+    HV = g.shape[2]
+    factors = torch.empty(10 * HV, B * T, dtype=torch.float32, device=k.device)
+    P, inverse = (torch.empty(chunks.count, HV, chunks.size, chunks.size, dtype=k.dtype, device=k.device) for _ in "PT")
+    bounds = torch.empty((chunks.count, HV) if bound else (0,), dtype=torch.float32, device=k.device)
+    if chunks.count:
+        launch(
+            _kernel(True), chunks.count * H,
+            q, k, g, beta, A_log, dt_bias, factors, P, inverse, bounds, scale, T, B * T,
+            *q.stride()[:3], *k.stride()[:3], H=H, HV=HV, K=K, NORM=norm, GATE=A_log is not None, SIGMOID=sigmoid,
+            BOUND=bound, num_warps=4, maxnreg=REGISTERS[HV > H],
+        )  # fmt: skip
+    return P, inverse, factors, bounds
 
 
 @triton.jit
@@ -75,7 +121,7 @@ def gradients(
     (B, T, H, K), HV = k.shape, v.shape[2]
     dq_parts, dk_parts = (dq, dk) if H == HV else (torch.empty_like(dv) for _ in range(2))
     launch(
-        _kernel(), B * (T // 64) * HV,
+        _kernel(False), B * (T // 64) * HV,
         q, k, v, factors, P, do, h, dh, vn, dw, g, A_log, dt_bias, dq_parts, dk_parts, dv, dg, dbeta, gate_sums,
         scale, T, B * T, *q.stride()[:3], *k.stride()[:3], *do.stride()[:3], *v.stride()[:3], H=H, HV=HV,
         NORM=norm, GATE=A_log is not None, SIGMOID=sigmoid, num_warps=4, maxnreg=255,

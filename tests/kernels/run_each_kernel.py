@@ -25,6 +25,8 @@ CASES = [
     Case("head size 128", T=130, H=1, K=128),
     Case("head size 128, whole chunks", T=128, H=2, K=128, raw=True),
     Case("head size 128, whole chunks, grouped", T=64, H=1, HV=2, K=128, beta="zero"),
+    Case("head size 64, whole chunks", T=64, H=2, K=64),
+    Case("head size 64, whole chunks, grouped", T=128, H=1, HV=2, K=64, V=128, raw=True),
     Case("head size 256", T=70, H=1, K=256),
 ]
 STEPS = [
@@ -48,8 +50,8 @@ def main() -> None:
                 gated_delta_rule_step_(*token, inputs["initial_state"].detach().clone())
         torch.cuda.synchronize()
         print(case, flush=True)
-    for segments in (2, 4):  # walked, composed
-        inputs = make_inputs(Case(f"{segments} segments", T=300, H=2, K=64, g="heads"), torch.bfloat16, "cuda")
+    for segments, T in ((2, 300), (2, 256), (4, 300)):  # walked, in whole chunks, composed
+        inputs = make_inputs(Case(f"{segments} segments", T=T, H=2, K=64, g="heads"), torch.bfloat16, "cuda")
         results(functools.partial(chunk_gated_delta_rule_triton, segments=segments), inputs)
     for bounds in (None, torch.tensor((0, 1, 1, 68, 75), device="cuda")):
         x = torch.randn(1, 80, 10, device="cuda", requires_grad=True)

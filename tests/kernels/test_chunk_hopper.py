@@ -107,7 +107,7 @@ def test_serves_heads_of_128_in_bfloat16_on_hopper(
     wanted: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(chunk_hopper, "_kernel", lambda: "a kernel")
+    monkeypatch.setattr(chunk_hopper, "_kernel", lambda prepare: "a kernel")
     q, k, _, do = _inputs(heads, K, dtype)
     config = chunk_config(K, K, dtype, capability)
     assert chunk_hopper.fits(q, k, do, config, True, "tf32") is wanted
@@ -116,7 +116,7 @@ def test_serves_heads_of_128_in_bfloat16_on_hopper(
 
 
 def test_leaves_addresses_that_16_bytes_do_not_divide_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunk_hopper, "_kernel", lambda: "a kernel")
+    monkeypatch.setattr(chunk_hopper, "_kernel", lambda prepare: "a kernel")
     q, k, _, do = _inputs((2, 2, 2), 128, torch.bfloat16)
     config = chunk_config(128, 128, torch.bfloat16, (9, 0))
     wide = torch.zeros(1, 64, 2, 132, dtype=torch.bfloat16)
@@ -134,11 +134,12 @@ def test_other_tritons_keep_the_stock_kernels(monkeypatch: pytest.MonkeyPatch) -
     find = chunk_hopper._kernel.__wrapped__
     with monkeypatch.context() as context:
         context.setattr(triton, "__version__", "3.5.1")
-        assert find() is None
+        assert find(False) is None
         context.setattr(triton, "__version__", "4.0.0")
-        assert find() is None
-    monkeypatch.setitem(sys.modules, "deltanet_kernels.chunk_bwd_hopper", None)
-    assert find() is None
+        assert find(True) is None
+    for prepare, module in ((False, "chunk_bwd_hopper"), (True, "chunk_prepare_hopper")):
+        monkeypatch.setitem(sys.modules, f"deltanet_kernels.{module}", None)
+        assert find(prepare) is None
 
 
 # On a Hopper GPU only.
@@ -155,7 +156,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
 
 @functools.cache
 def _stock_config(*key: Any) -> Any:
-    return replace(chunk_config(*key), hopper=False)
+    return replace(chunk_config(*key), hopper=False, hopper_prepare=False)
 
 
 @gpu

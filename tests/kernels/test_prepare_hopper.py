@@ -1,0 +1,313 @@
+"""The Gluon kernel of all before the state pass on Hopper: where it serves, and on such a chip what it computes.
+
+Elsewhere it is only compiled for one.
+"""
+
+import functools
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from deltanet_kernels import chunk, chunk_hopper, naive_gated_delta_rule
+from deltanet_kernels.chunk import chunk_gated_delta_rule_triton
+from deltanet_kernels.chunk_prepare import cut_chunks, prepare
+from deltanet_kernels.chunk_scores import scores
+from deltanet_kernels.kernel_config import chunk_config
+from tests.kernels.cases import Case, make_inputs, relative_error, results, truth
+from tests.kernels.triton_mode import DEVICE, GPU
+
+HOPPER = GPU and torch.cuda.get_device_capability() == (9, 0)
+needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+gpu = pytest.mark.gpu
+EPS = torch.finfo(torch.bfloat16).eps
+
+WHOLE_CHUNKS = [
+    Case("two heads", T=192, B=2, H=2),
+    Case("two value heads share a key head", T=128, B=2, H=2, HV=4),
+    Case("four value heads share a key head", T=128, HV=4),
+    Case("raw gates, three value heads share a key head", T=128, HV=3, raw=True),
+    Case("g=0", T=128, g="zero"),
+    Case("g=-200", T=128, g="shut"),
+    Case("open tokens between shut ones", T=128, HV=2, g="tokens"),
+    Case("shut at a chunk's last token", T=128, g="last"),
+    Case("g=-inf", T=128, g="reset"),
+    Case("beta=0", T=128, H=2, beta="zero"),
+    Case("beta=2", T=128, beta="two"),
+    # A rounding of T to bfloat16 alone changes the outputs by up to a tenth where nothing decays.
+    Case("beta=2 on nearly equal keys", T=128, HV=2, beta="two", keys="equal", condition=5),
+    Case("beta=2 on nearly equal keys, no decay", T=128, beta="two", keys="equal", g="zero", condition=30),
+    Case("zero keys", T=128, keys="zero"),
+    Case("keys as they are", T=128, H=2, HV=4, l2norm=False),
+    Case("raw gates", T=192, B=2, H=2, raw=True),
+    Case("raw gates, keys as they are", T=128, raw=True, l2norm=False),
+    Case("scale", T=64, scale=-0.7, initial_state=False),
+]
+COMPILE = """
+import sys
+import deltanet_kernels.chunk
+assert "deltanet_kernels.chunk_prepare_hopper" not in sys.modules
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+from deltanet_kernels.chunk_hopper import REGISTERS
+from deltanet_kernels.chunk_prepare_hopper import _prepare_chunk_kernel as kernel
+constants = {"q_token": 8 * K, "k_token": 8 * K, "H": 8, "HV": 8 * SHARE, "K": K}
+constants |= {"NORM": NORM, "GATE": not NORM, "SIGMOID": not NORM, "BOUND": NORM}
+wide = {name: "*fp32" for name in ("g", "beta", "A_log", "dt_bias", "factors", "bounds")}
+types = wide | {"scale": "fp32", "T": "i32", "tokens": "i32"}
+types |= {f"{name}_{step}": "i32" for name in "qk" for step in ("row", "head")}
+signature = {name: "constexpr" if name in constants else types.get(name, "*bf16") for name in kernel.arg_names}
+even = {(n,): [["tt.divisibility", 16]] for n, name in enumerate(signature) if name not in ("scale", "T", *constants)}
+source = GluonASTSource(kernel, signature, {(kernel.arg_names.index(n),): x for n, x in constants.items()}, even)
+options = {"num_warps": 4, "maxnreg": REGISTERS[SHARE > 1]}
+compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+for instruction in ("wgmma.mma_async", "mma.sync.aligned.m16n8k8", "tf32", "cp.async.cg.shared.global"):
+    assert instruction in compiled.asm["ptx"], instruction
+print("programs", min(65536 // (128 * REGISTERS[SHARE > 1]), 228 * 1024 // (compiled.metadata.shared + 1024)))
+"""
+
+
+@pytest.mark.parametrize(
+    ("K", "share", "norm", "programs"), [(128, 1, True, 4), (128, 2, False, 3), (64, 1, False, 4), (64, 3, True, 3)]
+)
+def test_compiles_for_hopper_without_a_gpu_and_is_imported_only_then(
+    K: int, share: int, norm: bool, programs: int
+) -> None:
+    """Four programs must fit on a multiprocessor, three where value heads share the products."""
+    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    code = f"K, SHARE, NORM = {K}, {share}, {norm}\n{COMPILE}"
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert int(run.stdout.split("programs")[1]) == programs
+
+
+@pytest.mark.parametrize(
+    ("heads", "K", "V", "dtype", "capability", "wanted"),
+    [
+        ((2, 2, 2), 128, 128, torch.bfloat16, (9, 0), True),
+        ((2, 2, 8), 128, 64, torch.bfloat16, (9, 0), True),
+        ((2, 2, 2), 64, 64, torch.bfloat16, (9, 0), True),
+        ((2, 2, 2), 64, 256, torch.bfloat16, (9, 0), True),
+        ((4, 2, 2), 128, 128, torch.bfloat16, (9, 0), False),
+        ((2, 2, 2), 32, 64, torch.bfloat16, (9, 0), False),
+        ((2, 2, 2), 100, 128, torch.bfloat16, (9, 0), False),
+        ((2, 2, 2), 256, 128, torch.bfloat16, (9, 0), False),
+        ((2, 2, 2), 128, 128, torch.float16, (9, 0), False),
+        ((2, 2, 2), 64, 64, torch.float32, (9, 0), False),
+        ((2, 2, 2), 128, 128, torch.bfloat16, (8, 0), False),
+        ((2, 2, 2), 128, 128, torch.bfloat16, (10, 0), False),
+    ],
+)
+def test_serves_keys_of_64_and_128_in_bfloat16_on_hopper(
+    heads: tuple[int, int, int],
+    K: int,
+    V: int,
+    dtype: torch.dtype,
+    capability: tuple[int, int],
+    wanted: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(chunk_hopper, "_kernel", lambda prepare: "a kernel")
+    q, k = (torch.zeros(1, 64, n, K, dtype=dtype) for n in heads[:2])
+    config = chunk_config(K, V, dtype, capability)
+    assert chunk_hopper.prepares(q, k, config, True, "tf32") is wanted
+    assert not chunk_hopper.prepares(q, k, config, False, "tf32")
+    assert not chunk_hopper.prepares(q, k, config, True, "ieee")
+
+
+def test_leaves_addresses_that_16_bytes_do_not_divide_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk_hopper, "_kernel", lambda prepare: "a kernel")
+    q = torch.zeros(1, 64, 2, 64, dtype=torch.bfloat16)
+    config = chunk_config(64, 64, torch.bfloat16, (9, 0))
+    wide = torch.zeros(1, 64, 2, 68, dtype=torch.bfloat16)
+    shifted = torch.zeros(q.numel() + 8, dtype=torch.bfloat16)
+    for odd in (wide[..., :64], shifted[4:-4].view(q.shape)):
+        assert not chunk_hopper.prepares(odd, q, config, True, "tf32")
+        assert not chunk_hopper.prepares(q, odd, config, True, "tf32")
+    packed = torch.zeros(1, 64, 6, 64, dtype=torch.bfloat16)
+    assert chunk_hopper.prepares(packed[:, :, :2], packed[:, :, 2:4], config, True, "tf32")
+    assert chunk_hopper.prepares(q[:, :1].expand(-1, 64, -1, -1), q, config, True, "tf32")
+
+
+# On a Hopper GPU only.
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+    """The keys' shape of every launch of the Gluon kernel."""
+    seen: list[torch.Size] = []
+    kernel = chunk_hopper.prepare
+    monkeypatch.setattr(chunk_hopper, "prepare", lambda q, k, *rest: (seen.append(k.shape), kernel(q, k, *rest))[1])
+    return seen
+
+
+@functools.cache
+def _stock_config(*key: Any) -> Any:
+    return replace(chunk_config(*key), hopper_prepare=False)
+
+
+@gpu
+@needs_hopper
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("case", WHOLE_CHUNKS, ids=str)
+@pytest.mark.parametrize(("K", "V"), [(64, 64), (64, 128), (128, 64), (128, 128)])
+def test_results(case: Case, K: int, V: int, launched: list[torch.Size], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs and gradients: a few roundings (eps/2 each) off, or as far as with the stock kernels."""
+    inputs = make_inputs(replace(case, K=K, V=V), torch.bfloat16, DEVICE)
+    wanted, found = truth(inputs), results(chunk_gated_delta_rule_triton, inputs)
+    assert len(launched) == 1
+    monkeypatch.setattr(chunk, "chunk_config", _stock_config)
+    stock = results(chunk_gated_delta_rule_triton, inputs)
+    assert len(launched) == 1
+    _assert_close(found, stock, wanted, case.condition)
+
+
+def _assert_close(
+    found: dict[str, torch.Tensor], stock: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], condition: float
+) -> None:
+    for name, x in wanted.items():
+        bound = max(1.5 * EPS * condition, 1.3 * relative_error(stock[name], x) + 0.1 * EPS)
+        assert relative_error(found[name], x) <= bound, name
+
+
+@dataclass
+class Before:
+    """What there is before the state pass."""
+
+    P: torch.Tensor
+    T: torch.Tensor
+    sums: torch.Tensor  # G, s: [2, HV, tokens]
+    of_state: torch.Tensor  # [HV, tokens, 4]
+    of_output: torch.Tensor  # [HV, tokens, 2]
+    bounds: torch.Tensor
+
+    def __init__(self, P: torch.Tensor, T: torch.Tensor, factors: torch.Tensor, bounds: torch.Tensor) -> None:
+        HV, tokens = P.shape[1], factors.shape[1]
+        self.P, self.T, self.bounds = P, T, bounds
+        self.sums = factors[: 2 * HV].view(2, HV, tokens)
+        self.of_state = factors[2 * HV : 6 * HV].view(HV, tokens, 4)
+        self.of_output = factors[6 * HV :].view(HV, tokens, 4)[..., :2]
+
+    def same(self, other: "Before") -> bool:
+        return all(torch.equal(x, y) for x, y in zip(vars(self).values(), vars(other).values(), strict=True))
+
+
+def _both(inputs: dict[str, Any], bound: bool = False) -> tuple[Before, Before, torch.Tensor]:
+    """From the Gluon kernel; from the stock kernels, with L."""
+    q, k, g, beta = (inputs[name].detach() for name in ("q", "k", "g", "beta"))
+    raw, norm = inputs["use_gate_in_kernel"], inputs["use_qk_l2norm_in_kernel"]
+    A_log, dt_bias = (inputs[name].detach() if raw else None for name in ("A_log", "dt_bias"))
+    chunks = cut_chunks(q.shape[0], q.shape[1], 64, None)
+    asked = (q, k, g, beta, A_log, dt_bias, chunks, inputs["scale"] or 0.1, raw, norm)
+    P, T, factors, bounds = chunk_hopper.prepare(*asked, bound)
+    found = Before(P, T, factors, bounds)
+    P, L, factors, bounds = scores(*asked, True, bound, "tf32", 4)
+    return found, Before(P, prepare(L, q.dtype, q.shape[1], chunks, "tf32", 1), factors, bounds), L
+
+
+@gpu
+@needs_hopper
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("case", WHOLE_CHUNKS, ids=str)
+@pytest.mark.parametrize("K", [64, 128])
+def test_everything_before_the_state_pass(case: Case, K: int) -> None:
+    """Row factors and bounds in float32, P within a rounding, T as near to the inverse of L as from the stock."""
+    found, stock, L = _both(make_inputs(replace(case, K=K), torch.bfloat16, DEVICE), bound=True)
+    assert torch.equal(found.sums[1], stock.sums[1])
+    for name in ("sums", "of_state", "of_output", "bounds"):
+        torch.testing.assert_close(getattr(found, name), getattr(stock, name), rtol=2e-5, atol=2e-5)
+    assert relative_error(found.P, stock.P) <= 0.5 * EPS
+    torch.testing.assert_close(found.P.float(), stock.P.float(), rtol=1.01 * EPS, atol=1e-6)
+    identity = torch.eye(64, dtype=torch.float64)
+    wanted = torch.linalg.inv(L.double().cpu().tril(-1) + identity)
+    assert relative_error(found.T, wanted) <= 1.1 * relative_error(stock.T, wanted) + 1e-3 * EPS
+    for x in (found.P, found.T):
+        assert not x.triu(1).any()
+
+
+@gpu
+@needs_hopper
+@pytest.mark.parametrize("HV", [2, 8])
+@pytest.mark.parametrize("K", [64, 128])
+def test_strides(K: int, HV: int, launched: list[torch.Size]) -> None:
+    """q and k in one tensor; one token's key, one sequence's queries expanded."""
+    inputs = make_inputs(Case("strides", T=128, B=2, H=2, HV=HV, K=K), torch.bfloat16, DEVICE)
+    q, k = (inputs[name].detach() for name in ("q", "k"))
+    together = torch.cat([q, k], 2).split(2, 2)
+    expanded = q[:1].expand(2, -1, -1, -1), k[:, :1].expand(-1, 128, -1, -1)
+    rest = [inputs[name].detach() for name in ("v", "g", "beta")]
+    for given in (together, expanded):
+        o, _ = chunk_gated_delta_rule_triton(*given, *rest, use_qk_l2norm_in_kernel=True)
+        wanted, _ = chunk_gated_delta_rule_triton(*(x.contiguous() for x in given), *rest, use_qk_l2norm_in_kernel=True)
+        assert torch.equal(o, wanted)
+    assert len(launched) == 4
+
+
+@gpu
+@needs_hopper
+@pytest.mark.parametrize("HV", [2, 4, 6])
+@pytest.mark.parametrize(("K", "V"), [(64, 64), (128, 64)])
+@pytest.mark.parametrize("segments", [1, 3])
+def test_integers_bit_for_bit(HV: int, K: int, V: int, segments: int, launched: list[torch.Size]) -> None:
+    """One-hot keys, integer values, no decay, beta 0 or 1: every product is exact, so every bit must be."""
+    torch.manual_seed(0)
+    B, T, H = 2, 192, 2
+    q = torch.randint(-1, 2, (B, T, H, K)) * (torch.rand(B, T, H, K) < 8 / K)
+    k = torch.nn.functional.one_hot(torch.randint(0, K // 8, (B, T, H)), K)
+    v = torch.randint(-4, 5, (B, T, HV, V))
+    beta = torch.randint(0, 2, (B, T, HV))
+    answers = []
+    functions: list[tuple[Callable[..., Any], torch.dtype, str, dict[str, Any]]] = [
+        (chunk_gated_delta_rule_triton, torch.bfloat16, "cuda", {"segments": segments}),
+        (naive_gated_delta_rule, torch.float64, "cpu", {}),
+    ]
+    for function, dtype, device, options in functions:
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        gates = [torch.zeros(B, T, HV, dtype=wide, device=device), beta.to(device, wide)]
+        o, state = function(
+            *(x.to(device, dtype) for x in (q, k, v)), *gates, scale=1.0, output_final_state=True, **options
+        )
+        answers.append((o, state))
+    for found, wanted in zip(*answers, strict=True):
+        assert torch.equal(found.cpu(), wanted.to(found.dtype))
+    assert launched
+
+
+@gpu
+@needs_hopper
+@pytest.mark.parametrize("segments", [2, 4])
+@pytest.mark.parametrize("K", [64, 128])
+def test_segments(K: int, segments: int, launched: list[torch.Size], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut by the bounds: heads that forget and heads that remember."""
+    inputs = make_inputs(Case("segments", T=768, HV=2, K=K), torch.bfloat16, DEVICE)
+    inputs["g"] = (inputs["g"].detach() * torch.tensor([60.0, 0.05], device=DEVICE)).requires_grad_()
+    cut = functools.partial(chunk_gated_delta_rule_triton, segments=segments)
+    wanted, found = truth(inputs), results(cut, inputs)
+    assert len(launched) == 1
+    monkeypatch.setattr(chunk, "chunk_config", _stock_config)
+    stock = results(cut, inputs)
+    _assert_close(found, stock, wanted, 1)
+
+
+@gpu
+@needs_hopper
+@pytest.mark.parametrize("K", [64, 128])
+@pytest.mark.parametrize("HV", [8, 16, 32])
+def test_thousand_runs_are_identical(K: int, HV: int) -> None:
+    """More programs than the chip holds at a time."""
+    inputs = make_inputs(Case("repeat", T=2560, B=2, H=8, HV=HV, K=K, raw=True), torch.bfloat16, DEVICE)
+    first, _, _ = _both(inputs, bound=True)
+    q, k, g, beta, A_log, dt_bias = (inputs[name].detach() for name in ("q", "k", "g", "beta", "A_log", "dt_bias"))
+    chunks = cut_chunks(2, 2560, 64, None)
+    for _ in range(1000):
+        P, T, factors, bounds = chunk_hopper.prepare(
+            q, k, g, beta, A_log, dt_bias, chunks, 0.1, True, True, True
+        )  # fmt: skip
+        assert first.same(Before(P, T, factors, bounds))
