@@ -39,7 +39,7 @@ WHOLE_CHUNKS = [
     Case("g=-inf", T=128, g="reset"),
     Case("beta=0", T=128, H=2, beta="zero"),
     Case("beta=2", T=128, beta="two"),
-    # A rounding of T to bfloat16 alone changes the outputs by up to a tenth where nothing decays.
+    # The exact T rounded to bfloat16 changes the outputs by up to .13 where nothing decays.
     Case("beta=2 on nearly equal keys", T=128, HV=2, beta="two", keys="equal", condition=5),
     Case("beta=2 on nearly equal keys, no decay", T=128, beta="two", keys="equal", g="zero", condition=30),
     Case("zero keys", T=128, keys="zero"),
