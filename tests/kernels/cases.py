@@ -190,6 +190,15 @@ def truth(inputs: dict[str, Any], outputs: tuple[str, ...] = ("o", "final_state"
     return results(naive_gated_delta_rule, as_double(inputs), outputs)
 
 
+def plainly_in(dtype: torch.dtype, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """What the recurrence itself gives in `dtype`, gates and all; only a state is float32 in every call."""
+    low = {name: x.detach().cpu() if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+    for name, x in low.items():
+        if isinstance(x, torch.Tensor) and x.is_floating_point():
+            low[name] = (x if name == "initial_state" else x.to(dtype)).requires_grad_()
+    return results(naive_gated_delta_rule, low)
+
+
 @functools.cache
 def truth_of(case: Case, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     """The truth for `make_inputs(case, dtype)`, computed once."""

@@ -19,7 +19,7 @@ from deltanet_kernels.chunk import chunk_gated_delta_rule_triton
 from deltanet_kernels.chunk_prepare import cut_chunks, prepare
 from deltanet_kernels.chunk_scores import scores
 from deltanet_kernels.kernel_config import chunk_config
-from tests.kernels.cases import Case, make_inputs, relative_error, results, truth
+from tests.kernels.cases import Case, make_inputs, plainly_in, relative_error, results, truth
 from tests.kernels.triton_mode import DEVICE, GPU
 
 HOPPER = GPU and torch.cuda.get_device_capability() == (9, 0)
@@ -39,14 +39,15 @@ WHOLE_CHUNKS = [
     Case("g=-inf", T=128, g="reset"),
     Case("beta=0", T=128, H=2, beta="zero"),
     Case("beta=2", T=128, beta="two"),
-    # The exact T rounded to bfloat16 changes the outputs by up to .13 where nothing decays.
-    Case("beta=2 on nearly equal keys", T=128, HV=2, beta="two", keys="equal", condition=5),
-    Case("beta=2 on nearly equal keys, no decay", T=128, beta="two", keys="equal", g="zero", condition=30),
     Case("zero keys", T=128, keys="zero"),
     Case("keys as they are", T=128, H=2, HV=4, l2norm=False),
     Case("raw gates", T=192, B=2, H=2, raw=True),
     Case("raw gates, keys as they are", T=128, raw=True, l2norm=False),
     Case("scale", T=64, scale=-0.7, initial_state=False),
+]
+REFLECTIONS = [
+    Case("beta=2 on nearly equal keys", T=128, HV=2, beta="two", keys="equal"),
+    Case("beta=2 on nearly equal keys, no decay", T=128, beta="two", keys="equal", g="zero"),
 ]
 COMPILE = """
 import sys
@@ -158,23 +159,36 @@ def _stock_config(*key: Any) -> Any:
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("case", WHOLE_CHUNKS, ids=str)
 @pytest.mark.parametrize(("K", "V"), [(64, 64), (64, 128), (128, 64), (128, 128)])
-def test_results(case: Case, K: int, V: int, launched: list[torch.Size], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outputs and gradients: a few roundings (eps/2 each) off, or as far as with the stock kernels."""
+def test_results(case: Case, K: int, V: int, launched: list[torch.Size]) -> None:
     inputs = make_inputs(replace(case, K=K, V=V), torch.bfloat16, DEVICE)
-    wanted, found = truth(inputs), results(chunk_gated_delta_rule_triton, inputs)
+    _assert_close(results(chunk_gated_delta_rule_triton, inputs), inputs)
     assert len(launched) == 1
-    monkeypatch.setattr(chunk, "chunk_config", _stock_config)
-    stock = results(chunk_gated_delta_rule_triton, inputs)
-    assert len(launched) == 1
-    _assert_close(found, stock, wanted, case.condition)
 
 
-def _assert_close(
-    found: dict[str, torch.Tensor], stock: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], condition: float
-) -> None:
-    for name, x in wanted.items():
-        bound = max(1.5 * EPS * condition, 1.3 * relative_error(stock[name], x) + 0.1 * EPS)
-        assert relative_error(found[name], x) <= bound, name
+def _assert_close(found: dict[str, torch.Tensor], inputs: dict[str, Any]) -> None:
+    """Errors at most twice those of the recurrence in bfloat16, or a few roundings (eps/2 each)."""
+    plain = plainly_in(torch.bfloat16, inputs)
+    for name, x in truth(inputs).items():
+        assert relative_error(found[name], x) <= max(1.5 * EPS, 2 * relative_error(plain[name], x)), name
+
+
+@gpu
+@needs_hopper
+@pytest.mark.parametrize("case", REFLECTIONS, ids=str)
+@pytest.mark.parametrize(("K", "V"), [(64, 64), (128, 64)])
+def test_reflections(case: Case, K: int, V: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As exact as the stock kernels on average: here T in bfloat16, however made, is off by .02 to .13, by luck."""
+    logarithms = []
+    for seed in range(40):
+        inputs = make_inputs(replace(case, K=K, V=V), torch.bfloat16, DEVICE, seed)
+        wanted, found = truth(inputs), results(chunk_gated_delta_rule_triton, inputs)
+        with monkeypatch.context() as without:
+            without.setattr(chunk, "chunk_config", _stock_config)
+            stock = results(chunk_gated_delta_rule_triton, inputs)
+        pairs = [[relative_error(x[name], wanted[name]) for name in wanted] for x in (found, stock)]
+        logarithms.append(torch.tensor(pairs).clamp(min=1e-9).log())
+    found_mean, stock_mean = torch.stack(logarithms).mean(0).exp()
+    assert (found_mean <= 1.5 * stock_mean).all(), (found_mean / stock_mean, list(wanted))
 
 
 @dataclass
@@ -215,7 +229,7 @@ def _both(inputs: dict[str, Any], bound: bool = False) -> tuple[Before, Before, 
 @gpu
 @needs_hopper
 @pytest.mark.usefixtures("poisoned_memory")
-@pytest.mark.parametrize("case", WHOLE_CHUNKS, ids=str)
+@pytest.mark.parametrize("case", WHOLE_CHUNKS + REFLECTIONS, ids=str)
 @pytest.mark.parametrize("K", [64, 128])
 def test_everything_before_the_state_pass(case: Case, K: int) -> None:
     """Row factors and bounds in float32, P within a rounding, T as near to the inverse of L as from the stock."""
@@ -284,16 +298,13 @@ def test_integers_bit_for_bit(HV: int, K: int, V: int, segments: int, launched: 
 @needs_hopper
 @pytest.mark.parametrize("segments", [2, 4])
 @pytest.mark.parametrize("K", [64, 128])
-def test_segments(K: int, segments: int, launched: list[torch.Size], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_segments(K: int, segments: int, launched: list[torch.Size]) -> None:
     """Cut by the bounds: heads that forget and heads that remember."""
     inputs = make_inputs(Case("segments", T=768, HV=2, K=K), torch.bfloat16, DEVICE)
     inputs["g"] = (inputs["g"].detach() * torch.tensor([60.0, 0.05], device=DEVICE)).requires_grad_()
     cut = functools.partial(chunk_gated_delta_rule_triton, segments=segments)
-    wanted, found = truth(inputs), results(cut, inputs)
+    _assert_close(results(cut, inputs), inputs)
     assert len(launched) == 1
-    monkeypatch.setattr(chunk, "chunk_config", _stock_config)
-    stock = results(cut, inputs)
-    _assert_close(found, stock, wanted, 1)
 
 
 @gpu

@@ -18,6 +18,7 @@ from tests.kernels.cases import (
     Case,
     assert_close,
     make_inputs,
+    plainly_in,
     relative_error,
     results,
     truth,
@@ -182,13 +183,7 @@ def test_search_for_a_configuration_leaves_results_alone(monkeypatch: pytest.Mon
 def test_low_precision(case: Case, dtype: torch.dtype) -> None:
     """Errors at most twice those of the recurrence in the same dtype, or a few roundings (eps/2 each)."""
     inputs = make_inputs(case, dtype, DEVICE)
-    wanted = truth(inputs)
-    low = {name: x.detach().cpu() if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
-    for name, x in low.items():
-        if isinstance(x, torch.Tensor) and x.is_floating_point():  # a state is float32 in every call
-            low[name] = (x if name == "initial_state" else x.to(dtype)).requires_grad_()
-    plain = results(naive_gated_delta_rule, low)
-    found = results(chunk_gated_delta_rule_triton, inputs)
+    wanted, plain, found = truth(inputs), plainly_in(dtype, inputs), results(chunk_gated_delta_rule_triton, inputs)
     for name, x in wanted.items():
         bound = max(1.5 * torch.finfo(dtype).eps, 2 * relative_error(plain[name], x))
         assert relative_error(found[name], x) <= bound, name
