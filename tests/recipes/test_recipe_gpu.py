@@ -80,12 +80,22 @@ def test_a_replayed_graph_gives_eager_gradients(models: Path, isolate: bool, alo
 
 @pytest.mark.parametrize("isolate", [False, True])
 @pytest.mark.parametrize("graphs", [False, True])
+def test_compiled_layers_give_eager_gradients(models: Path, isolate: bool, graphs: bool) -> None:
+    """In float32; in bfloat16 both round at other places, which moves single gradients of this model by their size."""
+    plain = gradients(models, False, False, isolate, precision="fp32")
+    compiled = gradients(models, True, graphs, isolate, precision="fp32")
+    assert plain.keys() == compiled.keys()
+    for name, grad in plain.items():
+        assert relative_error(compiled[name], grad) < 0.01, name
+
+
+@pytest.mark.parametrize("isolate", [False, True])
+@pytest.mark.parametrize("graphs", [False, True])
 def test_compiled_layers_are_as_exact_as_eager_ones(models: Path, isolate: bool, graphs: bool) -> None:
-    """Both round to bfloat16 at other places, so each is held against float32."""
+    """In bfloat16, each against float32: the geometric mean of all gradients' errors."""
     truth = gradients(models, False, False, isolate, precision="fp32")
-    plain = gradients(models, False, False, isolate)
-    compiled = gradients(models, True, graphs, isolate)
-    assert truth.keys() == compiled.keys()
-    for name, grad in truth.items():
-        allowed = 2 * relative_error(plain[name], grad) + 0.01
-        assert relative_error(compiled[name], grad) < allowed, (name, allowed)
+    plain, compiled = (
+        torch.tensor([relative_error(found[name], grad) for name, grad in truth.items()]).log().mean().exp()
+        for found in (gradients(models, False, False, isolate), gradients(models, True, graphs, isolate))
+    )
+    assert compiled < 1.5 * plain
