@@ -32,6 +32,7 @@ def gradients(
     from transformers import AutoModelForCausalLM
 
     runtime = Runtime(Engine(compile=compiled, cuda_graphs=graphs, precision=precision))
+    torch.set_float32_matmul_precision("highest")  # not TF32, which the runtime asks for
     dtype = runtime.compute_dtype
     student = load_student(str(folder / "student"), torch.bfloat16).to(dtype)  # type: ignore[arg-type]
     teacher = AutoModelForCausalLM.from_pretrained(folder / "teacher", dtype=dtype).cuda().eval()
