@@ -53,9 +53,10 @@ def _decay(G, r, tril):
 
 @gluon.jit
 def _raw_gradient(x, dx, factor, NORM: gl.constexpr):
-    """Gradient to the raw rows x from dx = factor * (gradient to the unit rows factor * x)."""
+    """Gradient to the raw rows x, as in chunk_bwd_inputs.py and with its reason for unit rows."""
     if NORM:
-        dx -= _wide(factor * factor * _row_sum(x * dx)) * x
+        x = _wide(factor) * x
+        dx -= _wide(_row_sum(x * dx)) * x
     return dx
 
 

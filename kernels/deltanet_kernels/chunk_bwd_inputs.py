@@ -16,10 +16,14 @@ from .chunk_scores import load_tile, store_tile
 
 @triton.jit
 def _raw_gradient(x, dx, factor, NORM: tl.constexpr):
-    """Gradient to the raw rows x from dx = factor * (gradient to the unit rows factor * x)."""
+    """Gradient to the raw rows x from dx = factor * (gradient to the unit rows factor * x).
+
+    The sum is over unit rows: of two equal sums x dx, one before and one after a product that adds to dx, ptxas 12.8
+    and 12.9 keep one, that after it (seen with Triton 3.9: dG took the wrong one).
+    """
     if NORM:
-        x = x.to(tl.float32)
-        dx -= (factor * factor * tl.sum(x * dx, axis=1))[:, None] * x
+        x = factor[:, None] * x.to(tl.float32)
+        dx -= tl.sum(x * dx, axis=1)[:, None] * x
     return dx
 
 
