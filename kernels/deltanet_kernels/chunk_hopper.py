@@ -64,7 +64,7 @@ def fits(
     q: torch.Tensor, k: torch.Tensor, do: torch.Tensor, config: ChunkConfig, full: bool, precision: str
 ) -> bool:  # fmt: skip
     """The kernel of the gradients serves these inputs [B, T, heads, 128] (unit stride in the last dimension)."""
-    return _serves(False, config.hopper, full, precision, q, k, do)
+    return _serves(False, config.hopper_gradients, full, precision, q, k, do)
 
 
 def prepares(q: torch.Tensor, k: torch.Tensor, config: ChunkConfig, full: bool, precision: str) -> bool:

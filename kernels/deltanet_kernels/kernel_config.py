@@ -61,7 +61,7 @@ class ChunkConfig:
     input_BV: int = 64
     input_warps: int = 4
     whole_size: int = 0  # where K and V fill tiles of this width the two gradient kernels are one (chunk_bwd_whole.py)
-    hopper: bool = False  # the Gluon kernel of the gradients where it fits (chunk_hopper.py)
+    hopper_gradients: bool = False  # the Gluon kernel of the gradients where it fits (chunk_hopper.py)
     hopper_prepare: bool = False  # and that of all before the state pass
     input_registers: int | None = None  # 255, the most there is: without a limit ptxas sometimes chooses 32, and spills
 
@@ -98,7 +98,7 @@ def chunk_config(K: int, V: int, dtype: torch.dtype, capability: tuple[int, int]
             pair_BV=min(config.pair_BV, 64),
         )  # fmt: skip
     elif dtype == torch.bfloat16:
-        config = replace(config, whole_size=64, hopper=K == V == 128, hopper_prepare=K in (64, 128))
+        config = replace(config, whole_size=64, hopper_gradients=K == V == 128, hopper_prepare=K in (64, 128))
     return replace(
         config,
         state_BV=min(config.state_BV, BV),

@@ -18,7 +18,7 @@ import triton
 from deltanet_kernels import chunk, chunk_hopper, naive_gated_delta_rule
 from deltanet_kernels.chunk import chunk_gated_delta_rule_triton
 from deltanet_kernels.kernel_config import chunk_config
-from tests.kernels.cases import Case, make_inputs, relative_error, results, truth
+from tests.kernels.cases import Case, make_inputs, plainly_in, relative_error, results, truth
 from tests.kernels.triton_mode import DEVICE, GPU
 
 HOPPER = GPU and torch.cuda.get_device_capability() == (9, 0)
@@ -156,7 +156,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
 
 @functools.cache
 def _stock_config(*key: Any) -> Any:
-    return replace(chunk_config(*key), hopper=False, hopper_prepare=False)
+    return replace(chunk_config(*key), hopper_gradients=False, hopper_prepare=False)
 
 
 @gpu
@@ -166,12 +166,7 @@ def _stock_config(*key: Any) -> Any:
 def test_gradients(case: Case, launched: list[torch.Size], monkeypatch: pytest.MonkeyPatch) -> None:
     """Errors as small as test_triton_chunk.test_low_precision asks for, and no larger than the stock kernels'."""
     inputs = make_inputs(replace(case, K=128), torch.bfloat16, DEVICE)
-    wanted = truth(inputs)
-    low = {name: x.detach().cpu() if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
-    for name, x in low.items():
-        if isinstance(x, torch.Tensor):
-            low[name] = (x if name == "initial_state" else x.to(torch.bfloat16)).requires_grad_()
-    plain = results(naive_gated_delta_rule, low)
+    wanted, plain = truth(inputs), plainly_in(torch.bfloat16, inputs)
     found = results(chunk_gated_delta_rule_triton, inputs)
     assert len(launched) == 1
     monkeypatch.setattr(chunk, "chunk_config", _stock_config)
