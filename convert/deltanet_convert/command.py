@@ -10,8 +10,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from deltanet_hf.errors import UserError
 
-from .convert import convert, prepare
+from .convert import convert
 from .export.hooks import import_native, native_folder, refuse_unexportable
+from .job import prepare
 from .options import ConvertOptions, parse_size
 from .plan_view import print_plan
 from .report_view import print_report

@@ -5,29 +5,23 @@ Every step ends with a line in the workspace's journal; a resumed run skips what
 
 import dataclasses
 import hashlib
-import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from deltanet_hf.config import DeltaNetOptions
 from deltanet_hf.data import shipped_texts
 from deltanet_hf.errors import QualityError, UserError
 
 from .activations import Activations
 from .checkpoint import Checkpoint, read_json
+from .job import Job, removed_on_error
 from .layer_step import LayerStep
-from .options import ConvertOptions, kept_layers
 from .output import complete_folder, load_tokenizer, versions
-from .plan import Plan, check_disk, make_plan
-from .source import Source, resolve_source
+from .plan import check_disk
 from .stream import LayerStream
-from .teacher import Teacher, open_teacher
 from .text import CalibrationText, read_text, tokenise
 from .verify import compare_models
 from .workspace import READY, Workspace
@@ -39,49 +33,6 @@ SOFTMAX_TOLERANCE = 1e-4  # float32 rounding over one attention layer, with a wi
 Progress = Callable[[int, int, str, dict[str, Any]], None]  # layers done, layers in all, what, figures
 
 
-@dataclass(frozen=True)
-class Job:
-    """A conversion that is checked and planned, and not begun."""
-
-    source: Source
-    teacher: Teacher
-    out: Path
-    options: ConvertOptions
-    wiring: DeltaNetOptions
-    dtype: torch.dtype
-    plan: Plan
-
-    def close(self) -> None:
-        """Removes the dequantised copy of a GGUF file."""
-        if self.source.temporary:
-            shutil.rmtree(self.source.folder, ignore_errors=True)
-
-
-def prepare(teacher: str, out: Path, options: ConvertOptions) -> Job:
-    """Finds and checks the teacher and plans the conversion; writes at most a GGUF file's copy."""
-    out = Path(out).expanduser().absolute()
-    source = resolve_source(teacher, out.parent / f".{out.name}.teacher", options.torch_dtype)
-    with _removed_on_error(source, out):
-        _check_apart(source.folder, out)
-        opened = open_teacher(source.folder)
-        kept = kept_layers(options.layers, opened.num_layers)
-        wiring = options.wiring(sorted(set(range(opened.num_layers)) - set(kept)))
-        dtype = options.torch_dtype or (torch.float32 if opened.dtype == torch.float64 else opened.dtype)
-        plan = make_plan(opened, wiring, dtype, options.shard_size, options.calibration_tokens, options.insert_norms)
-        return Job(source, opened, out, options, wiring, dtype, plan)
-
-
-@contextmanager
-def _removed_on_error(source: Source, out: Path) -> Iterator[None]:
-    """Removes a GGUF file's copy after an error, unless an interrupted conversion needs it for `--resume`."""
-    try:
-        yield
-    except (UserError, QualityError):
-        if source.temporary and not Workspace(out).folder.exists():
-            shutil.rmtree(source.folder, ignore_errors=True)
-        raise
-
-
 def convert(job: Job, progress: Progress) -> dict[str, Any]:
     """Runs a conversion to the end and returns the contents of `conversion.json`.
 
@@ -89,7 +40,7 @@ def convert(job: Job, progress: Progress) -> dict[str, Any]:
         UserError: something the user can put right; what was finished stays for `--resume`.
         QualityError: softmax attention with a converted layer's weights is not the teacher's.
     """
-    with _removed_on_error(job.source, job.out):
+    with removed_on_error(job.source, job.out):
         report = _convert(job, progress)
     job.close()
     return report
@@ -303,12 +254,6 @@ def _teacher_facts(job: Job) -> dict[str, Any]:
 
 def _option_facts(job: Job) -> dict[str, Any]:
     return {**job.options.decisive(), "layers": job.options.layers, "deltanet": job.wiring.to_dict()}
-
-
-def _check_apart(teacher: Path, out: Path) -> None:
-    first, second = teacher.resolve(), out.resolve()
-    if first == second or first in second.parents or second in first.parents:
-        raise UserError(f"{out}: overlaps the teacher's folder {teacher}; choose another output folder")
 
 
 def _allocated(folder: Path) -> int:

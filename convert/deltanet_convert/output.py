@@ -5,7 +5,7 @@ import platform
 import shutil
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import AutoTokenizer, GenerationConfig
 
@@ -13,10 +13,8 @@ from deltanet_hf.errors import QualityError, UserError
 
 from .card import model_card
 from .files import sync_folder, write_atomically, writing
+from .job import Job
 from .plot import layer_error_plot
-
-if TYPE_CHECKING:
-    from .convert import Job
 
 # Written by no `save_pretrained`, but read by other tools; the tokenizer itself is saved as transformers loads it.
 COMPANIONS = ("tokenizer.model", "vocab.json", "merges.txt", "chat_template.json", "LICENSE*", "NOTICE*")
@@ -50,7 +48,7 @@ def _version(name: str) -> str:
     return version(name)
 
 
-def complete_folder(job: "Job", tokenizer: Any, folder: Path, report: dict[str, Any]) -> None:
+def complete_folder(job: Job, tokenizer: Any, folder: Path, report: dict[str, Any]) -> None:
     """Config with its shim, generation config, tokenizer, licence, report, plot and card; safe to repeat.
 
     Raises QualityError when the tokenizer does not survive being saved.

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from deltanet_convert import layer_step
-from deltanet_convert.convert import prepare
+from deltanet_convert.job import prepare
 from deltanet_convert.options import ConvertOptions
 from deltanet_hf.errors import UserError
 from tiny_conversion import quick_start, tiny_conversion

@@ -25,7 +25,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from deltanet_convert.convert import convert, prepare
+from deltanet_convert.convert import convert
+from deltanet_convert.job import prepare
 from deltanet_convert.norm_target import needs_norms
 from deltanet_convert.options import ConvertOptions, kept_layers
 from deltanet_convert.text import read_text

@@ -1,0 +1,67 @@
+"""A conversion that is checked and planned, and not begun."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from deltanet_hf.config import DeltaNetOptions
+from deltanet_hf.errors import QualityError, UserError
+
+from .options import ConvertOptions, kept_layers
+from .plan import Plan, make_plan
+from .source import Source, resolve_source
+from .teacher import Teacher, open_teacher
+from .workspace import Workspace
+
+
+@dataclass(frozen=True)
+class Job:
+    """A conversion that is checked and planned, and not begun."""
+
+    source: Source
+    teacher: Teacher
+    out: Path
+    options: ConvertOptions
+    wiring: DeltaNetOptions
+    dtype: torch.dtype
+    plan: Plan
+
+    def close(self) -> None:
+        """Removes the dequantised copy of a GGUF file."""
+        if self.source.temporary:
+            shutil.rmtree(self.source.folder, ignore_errors=True)
+
+
+def prepare(teacher: str, out: Path, options: ConvertOptions) -> Job:
+    """Finds and checks the teacher and plans the conversion; writes at most a GGUF file's copy."""
+    out = Path(out).expanduser().absolute()
+    source = resolve_source(teacher, out.parent / f".{out.name}.teacher", options.torch_dtype)
+    with removed_on_error(source, out):
+        _check_apart(source.folder, out)
+        opened = open_teacher(source.folder)
+        kept = kept_layers(options.layers, opened.num_layers)
+        wiring = options.wiring(sorted(set(range(opened.num_layers)) - set(kept)))
+        dtype = options.torch_dtype or (torch.float32 if opened.dtype == torch.float64 else opened.dtype)
+        plan = make_plan(opened, wiring, dtype, options.shard_size, options.calibration_tokens, options.insert_norms)
+        return Job(source, opened, out, options, wiring, dtype, plan)
+
+
+@contextmanager
+def removed_on_error(source: Source, out: Path) -> Iterator[None]:
+    """Removes a GGUF file's copy after an error, unless an interrupted conversion needs it for `--resume`."""
+    try:
+        yield
+    except (UserError, QualityError):
+        if source.temporary and not Workspace(out).folder.exists():
+            shutil.rmtree(source.folder, ignore_errors=True)
+        raise
+
+
+def _check_apart(teacher: Path, out: Path) -> None:
+    first, second = teacher.resolve(), out.resolve()
+    if first == second or first in second.parents or second in first.parents:
+        raise UserError(f"{out}: overlaps the teacher's folder {teacher}; choose another output folder")
