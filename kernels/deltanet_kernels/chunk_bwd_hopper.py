@@ -27,7 +27,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .gluon_tiles import COLUMNS, ROWS, SHARED, SQUARE, TILE, WIDE, arrived, barrier, copy, tile_at, view, zeros
+from .gluon_tiles import (
+    COLUMNS,
+    ROWS,
+    SHARED,
+    SQUARE,
+    TILE,
+    WIDE,
+    arrived,
+    barrier,
+    copy,
+    softplus,
+    tile_at,
+    view,
+    zeros,
+)
 
 WIDE_ROWS = gl.constexpr(gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])))
 
@@ -216,9 +230,9 @@ def _chunk_gradient_kernel(
     if GATE:
         a = gl.load(g + gates).to(f32) + gl.load(dt_bias + head).to(f32)
         rate = gl.exp(gl.load(A_log + head).to(f32))
-        softplus = gl.where(a > 20.0, a, gl.log(1.0 + gl.exp(gl.minimum(a, 20.0))))
+        positive = softplus(a)
         sums = gate_sums + (c.to(gl.int64) * HV + head) * 2
-        gl.store(sums, gl.sum(-rate * softplus * dg_i, axis=0))
+        gl.store(sums, gl.sum(-rate * positive * dg_i, axis=0))
         dg_i = -rate / (1.0 + gl.exp(-a)) * dg_i
         gl.store(sums + 1, gl.sum(dg_i, axis=0))
     gl.store(dg + gates, dg_i.to(dg.dtype.element_ty))

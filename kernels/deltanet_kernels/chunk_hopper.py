@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from .chunk_prepare import Chunks
+from .chunk_scores import empty_outputs
 from .kernel_config import ChunkConfig
 from .launch import launch
 
@@ -83,9 +84,8 @@ def prepare(
     """
     B, T, H, K = k.shape
     HV = g.shape[2]
-    factors = torch.empty(10 * HV, B * T, dtype=torch.float32, device=k.device)
-    P, inverse = (torch.empty(chunks.count, HV, chunks.size, chunks.size, dtype=k.dtype, device=k.device) for _ in "PT")
-    bounds = torch.empty((chunks.count, HV) if bound else (0,), dtype=torch.float32, device=k.device)
+    P, factors, bounds = empty_outputs(k, HV, HV, chunks, bound)
+    inverse = torch.empty_like(P)
     if chunks.count:
         launch(
             _kernel(True), chunks.count * H,

@@ -28,7 +28,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma, warpgroup_mma_wait
 
-from .gluon_tiles import COLUMNS, NARROW, ROWS, SHARED, SQUARE, arrived, barrier, copy, tile_at, view, zeros
+from .chunk_prepare import L2_EPS
+from .gluon_tiles import COLUMNS, NARROW, ROWS, SHARED, SQUARE, arrived, barrier, copy, softplus, tile_at, view, zeros
 
 EACH = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # a row a thread
 ALL = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))  # 64 rows in every warp
@@ -74,8 +75,7 @@ def _load_gates(g, beta, at):
 def _sum_gates(x, b, head, A_log, dt_bias, gates_s, sums_s, GATE: gl.constexpr, SIGMOID: gl.constexpr):
     """G and s into sums_s, beta into the second row of gates_s."""
     if GATE:
-        x += gl.load(dt_bias + head).to(gl.float32)
-        x = gl.where(x > 20.0, x, gl.log(1.0 + gl.exp(gl.minimum(x, 20.0))))
+        x = softplus(x + gl.load(dt_bias + head).to(gl.float32))
         x = -gl.exp(gl.load(A_log + head).to(gl.float32)) * x
     if SIGMOID:
         b = 1.0 / (1.0 + gl.exp(-b))
@@ -232,7 +232,6 @@ def _prepare_chunk_kernel(
     barrier()
     cubes: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
     b_s = view(k_s, f32, [64, 64], LONG) if K == 128 else gl.allocate_shared_memory(f32, [64, 64], LONG)
-    QK_s = b_s
     if K == 64:
         P_s = q_s
         solve_s = view(k_s, f32, [4, 4, 2, 8, 8], cubes).index(0)
@@ -254,12 +253,11 @@ def _prepare_chunk_kernel(
     none = gl.zeros([64], f32, EACH)
     f = none + 1.0
     r = none + 1.0
-    kk = none
     if NORM or BOUND:
         kk = kk_s.load(EACH)
     if NORM:
-        f = gl.rsqrt(qq_s.load(EACH) + 1e-6)
-        r = gl.rsqrt(kk + 1e-6)
+        f = gl.rsqrt(qq_s.load(EACH) + L2_EPS)
+        r = gl.rsqrt(kk + L2_EPS)
 
     for share in range(SHARE):
         head = first_head + share

@@ -163,6 +163,15 @@ def _score_kernel(
         tl.store(L_out + (c.to(tl.int64) * HV + head) * (C * C) + square, L)
 
 
+def empty_outputs(
+    k: torch.Tensor, HV: int, HO: int, chunks: Chunks, bound: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """P [chunks, HO, C, C], the row factors [6 HV + 4 HO, B*T], and the bounds [chunks, HV] where asked for."""
+    P = torch.empty(chunks.count, HO, chunks.size, chunks.size, dtype=k.dtype, device=k.device)
+    factors = torch.empty(6 * HV + 4 * HO, k.shape[0] * k.shape[1], dtype=torch.float32, device=k.device)
+    return P, factors, torch.empty((chunks.count, HV) if bound else (0,), dtype=torch.float32, device=k.device)
+
+
 def scores(
     q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
     A_log: torch.Tensor | None, dt_bias: torch.Tensor | None,
@@ -176,10 +185,8 @@ def scores(
     B, T, HQ, K = q.shape
     HV = g.shape[2]
     HO = max(HQ, HV)
-    factors = torch.empty(6 * HV + 4 * HO, B * T, dtype=torch.float32, device=k.device)
-    P = torch.empty(chunks.count, HO, chunks.size, chunks.size, dtype=k.dtype, device=k.device)
+    P, factors, bounds = empty_outputs(k, HV, HO, chunks, bound)
     L = torch.empty(chunks.count, HV, chunks.size, chunks.size, dtype=torch.float32, device=k.device)
-    bounds = torch.empty((chunks.count, HV) if bound else (0,), dtype=torch.float32, device=k.device)
     if chunks.count:
         launch(
             _score_kernel, chunks.count * HO,

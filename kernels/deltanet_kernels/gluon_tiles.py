@@ -51,6 +51,12 @@ def tile_at(at, stride: gl.constexpr, rows: gl.constexpr, columns: gl.constexpr)
 
 
 @gluon.jit
+def softplus(x):
+    """As in chunk_prepare.py."""
+    return gl.where(x > 20.0, x, gl.log(1.0 + gl.exp(gl.minimum(x, 20.0))))
+
+
+@gluon.jit
 def zeros(columns: gl.constexpr):
     """Where a product of 64 rows begins."""
     return gl.zeros([64, columns], gl.float32, WIDE if columns == 128 else SQUARE)

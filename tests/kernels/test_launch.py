@@ -17,6 +17,7 @@ from tests.kernels.cases import Case, make_inputs, results
 from tests.kernels.triton_mode import DEVICE, GPU
 
 needs_gpu = pytest.mark.skipif(not GPU, reason="needs a CUDA device")
+needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
 
 def _body(x, y, n, few, factor, SIZE: tl.constexpr, OFFSET: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -90,9 +91,6 @@ def test_lengths_share_their_code() -> None:
     for n in range(35, 63, 2):
         _run(x, n, n, n / 2, 0)
     assert len(module._compiled) == before
-
-
-needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
 
 @needs_two_gpus

@@ -46,6 +46,11 @@ def next_step(run: Step, x: dict[str, torch.Tensor], states: Iterator[torch.Tens
     return run(x, next(states))
 
 
+def worst(*pairs: tuple[torch.Tensor, torch.Tensor]) -> float:
+    """The largest relative L2 error of a tensor beside the true one."""
+    return max(((found.double() - true).norm() / true.norm()).item() for found, true in pairs)
+
+
 def error_of(x: dict[str, torch.Tensor], state: torch.Tensor, o: torch.Tensor, final: torch.Tensor) -> float:
     """Relative L2 error of o and the state after a step from `state` against the recurrence in float64."""
     w = {n: t.double() for n, t in x.items()}
@@ -54,8 +59,7 @@ def error_of(x: dict[str, torch.Tensor], state: torch.Tensor, o: torch.Tensor, f
         dt_bias=w["dt_bias"], use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True,
     )  # fmt: skip
     assert true_final is not None
-    pairs = ((o, true_o), (final, true_final))
-    return max(((a.double() - b).norm() / b.norm()).item() for a, b in pairs)
+    return worst((o, true_o), (final, true_final))
 
 
 def make_layer(batch: int) -> dict[str, torch.Tensor]:
@@ -81,7 +85,7 @@ def layer_error_of(x: dict[str, torch.Tensor], state: torch.Tensor) -> float:
     w["state"] = final
     o = torch_gated_delta_step_(*(w[n] for n in names), None, None, None, SIZE**-0.5, 1e-6, True, True)
     found = layer_step(x | {"conv_tail": x["conv_tail"].clone()}, moved)
-    return max(((a.double() - b).norm() / b.norm()).item() for a, b in ((found, o), (moved, final)))
+    return worst((found, o), (moved, final))
 
 
 def measure_peer(x: dict[str, torch.Tensor], states: list[torch.Tensor]) -> dict[str, Any]:
