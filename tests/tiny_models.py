@@ -8,8 +8,8 @@ import torch
 from transformers import PreTrainedModel
 
 from deltanet_hf import DeltaNetOptions, converted_config
-from deltanet_hf.families import FAMILIES
-from deltanet_hf.modeling import MODEL_CLASSES
+from deltanet_hf.models.families import FAMILIES
+from deltanet_hf.models.factory import MODEL_CLASSES
 
 LAYERS = 4
 COMMON: dict[str, Any] = {

@@ -11,8 +11,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from deltanet_hf.config import INSERTED_QK_NORMS, DeltaNetOptions
 from deltanet_hf.errors import UserError
-from deltanet_hf.families import family_of
-from deltanet_hf.modeling import MODEL_CLASSES, converted_config
+from deltanet_hf.models.families import family_of
+from deltanet_hf.models.factory import MODEL_CLASSES, converted_config
 
 from .norm_target import needs_norms, with_norms
 from .teacher import Teacher, meta_model, tied_names

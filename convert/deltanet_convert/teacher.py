@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.families import FAMILIES, PREFIX, Family, family_of
+from deltanet_hf.models.families import FAMILIES, PREFIX, Family, family_of
 
 from .checkpoint import Checkpoint, read_json
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from deltanet_convert import copy_weights, layer_step
 from deltanet_hf.errors import QualityError
-from deltanet_hf.families import FAMILIES
+from deltanet_hf.models.families import FAMILIES
 from deltanet_hf.layer import GatedDeltaNet
 from tiny_conversion import quick_start, teacher_folder, tiny_conversion, tiny_job, tiny_tokenizer
 from tiny_models import LAYERS

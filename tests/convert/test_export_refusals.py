@@ -15,7 +15,7 @@ from deltanet_convert.export.obstacles import FORMATS, export_obstacles, native_
 from deltanet_hf import DeltaNetOptions, converted_config
 from deltanet_hf.cli import build_app
 from deltanet_hf.errors import UserError
-from deltanet_hf.families import FAMILIES
+from deltanet_hf.models.families import FAMILIES
 from tiny_export import EVERY_OTHER, ROTARY, SIZES, native_model, native_options, saved
 from tiny_models import teacher_config
 

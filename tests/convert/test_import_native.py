@@ -19,7 +19,7 @@ from deltanet_convert.export.import_native import is_native, plan_import, write_
 from deltanet_convert.export.obstacles import export_obstacles
 from deltanet_hf.errors import UserError
 from deltanet_hf.layer import GatedDeltaNet
-from deltanet_hf.modeling import DeltaNetQwen3_5ForCausalLM, DeltaNetQwen3_5TextConfig
+from deltanet_hf.models.factory import DeltaNetQwen3_5ForCausalLM, DeltaNetQwen3_5TextConfig
 from tiny_conversion import tiny_tokenizer
 from tiny_export import SIZES, exported, randomise
 

@@ -7,7 +7,7 @@ from blank_layers import blank_layer, layer_inputs
 from deltanet_convert import copy_weights, fit
 from deltanet_convert.initialise import LayerCalibration, initialise_layer
 from deltanet_convert.verify import softmax_error
-from deltanet_hf.families import FAMILIES
+from deltanet_hf.models.families import FAMILIES
 from tiny_models import tiny_teacher
 
 

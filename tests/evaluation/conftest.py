@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from deltanet_hf import DeltaNetOptions, converted_config
-from deltanet_hf.modeling import MODEL_CLASSES
+from deltanet_hf.models.factory import MODEL_CLASSES
 from tiny_models import randomise, teacher_config, tiny_teacher
 
 VOCABULARY = 340

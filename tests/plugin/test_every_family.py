@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
-from deltanet_hf.families import FAMILIES
+from deltanet_hf.models.families import FAMILIES
 from tiny_models import HYBRID, tiny_student
 
 LENGTH = 19

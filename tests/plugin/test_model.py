@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrai
 from deltanet_hf import DeltaNetOptions, converted_config
 from deltanet_hf.cache import GatedDeltaNetCacheLayer, cache_bytes
 from deltanet_hf.errors import UserError
-from deltanet_hf.families import FAMILIES, family_of
+from deltanet_hf.models.families import FAMILIES, family_of
 from tiny_models import HYBRID, LAYERS, teacher_config, tiny_student, tiny_teacher
 
 

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from deltanet_convert.norm_target import with_norms
 from deltanet_hf import DeltaNetOptions, converted_config
 from deltanet_hf.config import INSERTED_QK_NORMS
-from deltanet_hf.families import FAMILIES
-from deltanet_hf.modeling import MODEL_CLASSES
+from deltanet_hf.models.families import FAMILIES
+from deltanet_hf.models.factory import MODEL_CLASSES
 from deltanet_recipes.adapters import inserted_norms, train_for
 from deltanet_recipes.config import load_recipe
 from deltanet_recipes.models import load_student

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from deltanet_hf import DeltaNetOptions, converted_config
-from deltanet_hf.families import FAMILIES
-from deltanet_hf.modeling import MODEL_CLASSES
+from deltanet_hf.models.families import FAMILIES
+from deltanet_hf.models.factory import MODEL_CLASSES
 from deltanet_recipes.adapters import train_for, train_mixers
 from deltanet_recipes.config import load_recipe, read_recipe
 from deltanet_recipes.layerwise import LayerwiseAlign

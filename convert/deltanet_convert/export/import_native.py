@@ -16,7 +16,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 
 from deltanet_hf.config import DeltaNetOptions
 from deltanet_hf.errors import UserError
-from deltanet_hf.modeling import MODEL_CLASSES
+from deltanet_hf.models.factory import MODEL_CLASSES
 from deltanet_hf.qwen3_5 import MODEL_TYPE, DeltaNetQwen3_5ForCausalLM, DeltaNetQwen3_5TextConfig
 
 from ..checkpoint import Checkpoint, read_json

@@ -12,8 +12,8 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from deltanet_hf.config import DeltaNetOptions
 from deltanet_hf.errors import UserError
-from deltanet_hf.families import PREFIX
-from deltanet_hf.modeling import MODEL_CLASSES
+from deltanet_hf.models.families import PREFIX
+from deltanet_hf.models.factory import MODEL_CLASSES
 from deltanet_hf.qwen3_5 import DeltaNetQwen3_5ForCausalLM
 
 from ..checkpoint import Checkpoint, read_json

@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from deltanet_hf.config import DeltaNetOptions
-from deltanet_hf.families import PREFIX
+from deltanet_hf.models.families import PREFIX
 
 from ..norm_target import WITHOUT_NORMS, needs_norms
 from ..plan import sliding_window

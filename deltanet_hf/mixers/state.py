@@ -1,19 +1,24 @@
-"""The constant-size state of one converted layer, as a layer of transformers' `Cache`."""
+"""The constant-size state of one layer, as a layer of transformers' `Cache`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, LinearAttentionCacheLayerMixin, StaticLayer
 
+State = dict[str, Tensor]
+"""The tensors that a mixer keeps between calls, by the names of its `state_shapes`; each begins with the batch."""
 
-class GatedDeltaNetCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
-    """Recurrent state [B, HV, K, V] float32, the convolution's tail [B, D, W-1], and the number of tokens seen.
 
-    It counts tokens itself, so that fully converted models know their position. Beside static key/value layers of
-    `static_length` tokens it keeps its tensors (and the count, as a tensor) at fixed addresses, as compiled decoding
-    needs, and asks for masks as wide as theirs.
+class MixerCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
+    """A mixer's state and the number of tokens it has seen.
+
+    The layer counts tokens itself, so that models without any softmax layer know their position. Beside static
+    key/value layers of `static_length` tokens it keeps its tensors (and the count, as a tensor) at fixed addresses, as
+    compiled decoding requires, and asks for masks as wide as theirs.
     """
 
     is_croppable = False
@@ -27,14 +32,13 @@ class GatedDeltaNetCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         self.keys = self.values = None
         self.is_initialized = False
         self.static_length = static_length
-        self.state: torch.Tensor | None = None
-        self.conv_tail: torch.Tensor | None = None
-        self.tokens_seen: int | torch.Tensor = 0
+        self.state: State = {}
+        self.tokens_seen: int | Tensor = 0
         self.device: torch.device | None = None  # type: ignore[assignment]
 
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
-        """Only at fixed addresses. transformers makes a mask a step for such caches even where nothing is masked."""
+        """Only at fixed addresses: for such caches transformers makes a mask per step even where nothing is masked."""
         return self.static_length is not None
 
     @property
@@ -43,30 +47,29 @@ class GatedDeltaNetCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
 
     @property
     def batch_size(self) -> int:
-        return -1 if self.state is None else self.state.shape[0]
+        return -1 if not self.state else next(iter(self.state.values())).shape[0]
 
-    def advance(self, tokens: int, state: torch.Tensor, conv_tail: torch.Tensor | None) -> None:
+    def advance(self, tokens: int, state: State) -> None:
         """Store the state after `tokens` more tokens."""
         if self.static_length is not None:
-            self._copy_in_place(state, conv_tail)
+            self._copy_in_place(state)
         else:
-            self.state, self.conv_tail, self.device = state, conv_tail, state.device
+            self.state = state
+        self.device = next(iter(state.values())).device
         self.is_initialized = True
         self.tokens_seen += tokens
 
     @torch.no_grad()
-    def _copy_in_place(self, state: torch.Tensor, conv_tail: torch.Tensor | None) -> None:
-        if self.state is None:
-            self.state, self.device = torch.empty_like(state), state.device
-            self.conv_tail = None if conv_tail is None else torch.empty_like(conv_tail)
-            self.tokens_seen = torch.zeros((), dtype=torch.long, device=state.device)
+    def _copy_in_place(self, state: State) -> None:
+        if not self.state:
+            self.state = {name: torch.empty_like(tensor) for name, tensor in state.items()}
+            device = next(iter(state.values())).device
+            self.tokens_seen = torch.zeros((), dtype=torch.long, device=device)
             if not torch.compiler.is_compiling():
-                for tensor in (self.state, self.conv_tail, self.tokens_seen):
-                    if tensor is not None:
-                        torch._dynamo.mark_static_address(tensor)
-        self.state.copy_(state)
-        if conv_tail is not None and self.conv_tail is not None:
-            self.conv_tail.copy_(conv_tail)
+                for tensor in (*self.state.values(), self.tokens_seen):
+                    torch._dynamo.mark_static_address(tensor)
+        for name, tensor in state.items():
+            self.state[name].copy_(tensor)
 
     def get_seq_length(self) -> int:
         return self.tokens_seen  # type: ignore[return-value]  # a tensor in static caches, as in transformers' own
@@ -81,10 +84,9 @@ class GatedDeltaNetCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         return -1
 
     def reset(self) -> None:
-        for tensor in (self.state, self.conv_tail):
-            if tensor is not None:
-                tensor.zero_()
-        if isinstance(self.tokens_seen, torch.Tensor):
+        for tensor in self.state.values():
+            tensor.zero_()
+        if isinstance(self.tokens_seen, Tensor):
             self.tokens_seen.zero_()
         else:
             self.tokens_seen = 0
@@ -96,9 +98,8 @@ class GatedDeltaNetCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
                 "decode without assisted generation or prompt lookup"
             )
 
-    def _map_batch(self, function: Any) -> None:
-        self.state = None if self.state is None else function(self.state)
-        self.conv_tail = None if self.conv_tail is None else function(self.conv_tail)
+    def _map_batch(self, function: Callable[[Tensor], Tensor]) -> None:
+        self.state = {name: function(tensor) for name, tensor in self.state.items()}
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self._map_batch(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
@@ -106,7 +107,7 @@ class GatedDeltaNetCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
     def batch_repeat_interleave(self, repeats: int) -> None:
         self._map_batch(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
+    def batch_select_indices(self, indices: Tensor) -> None:
         self._map_batch(lambda tensor: tensor[indices])
 
     def offload(self) -> None:
@@ -116,40 +117,38 @@ class GatedDeltaNetCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         self._map_batch(lambda tensor: tensor.to(self.device, non_blocking=True))
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        raise TypeError("lazy_initialization: a Gated DeltaNet layer stores its state with `advance`")
+        raise TypeError("lazy_initialization: a converted layer stores its state with `advance`")
 
     def update(self, *args: Any, **kwargs: Any) -> Any:
-        raise TypeError("update: a Gated DeltaNet layer caches no keys or values; it stores its state with `advance`")
+        raise TypeError("update: a converted layer caches no growing keys and values; it stores its state with `advance`")
 
     update_conv_state = update
     update_recurrent_state = update
 
 
-def cache_layer(cache: Cache, layer_idx: int) -> GatedDeltaNetCacheLayer:
+def cache_layer(cache: Cache, layer_idx: int) -> MixerCacheLayer:
     """This layer's state in `cache`; on first use it takes the place of the key/value layer made for the index."""
     while len(cache.layers) <= layer_idx:
         cache.layers.append((cache.layer_class_to_replicate or DynamicLayer)())
     layer = cache.layers[layer_idx]
-    if not isinstance(layer, GatedDeltaNetCacheLayer):
+    if not isinstance(layer, MixerCacheLayer):
         # The longest: layers with sliding windows are shorter than the sequence.
         lengths = [_static_length(other) for other in cache.layers]
         static_length = max(lengths) if isinstance(layer, StaticLayer) else None
-        layer = cache.layers[layer_idx] = GatedDeltaNetCacheLayer(static_length)
+        layer = cache.layers[layer_idx] = MixerCacheLayer(static_length)
     return layer
 
 
 def _static_length(layer: Any) -> int:
-    if isinstance(layer, GatedDeltaNetCacheLayer):
+    if isinstance(layer, MixerCacheLayer):
         return layer.static_length or 0
     return int(layer.max_cache_len) if isinstance(layer, StaticLayer) else 0
 
 
 def cache_bytes(cache: Cache) -> int:
-    """Bytes that a cache holds: states and convolution tails of converted layers, keys and values of the others."""
-    tensors = [
-        tensor
-        for layer in cache.layers
-        for name in ("state", "conv_tail", "keys", "values")
-        if isinstance(tensor := getattr(layer, name, None), torch.Tensor)
-    ]
+    """Bytes that a cache holds: the states of converted layers, the keys and values of the others."""
+    tensors: list[Tensor] = []
+    for layer in cache.layers:
+        kept = layer.state.values() if isinstance(layer, MixerCacheLayer) else (layer.keys, layer.values)  # type: ignore[attr-defined]
+        tensors += [tensor for tensor in kept if isinstance(tensor, Tensor)]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

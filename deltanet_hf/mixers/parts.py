@@ -1,7 +1,7 @@
-"""The parts of a converted layer that have parameters of their own, each called as a module.
+"""The parts of a mixer that have parameters of their own, each called as a module.
 
-PEFT's `modules_to_save` and offloading act on modules that are called, so the layer reads their parameters itself only
-where nothing has been put around them (`is_plain`).
+PEFT's `modules_to_save` and offloading act on modules that are called, so a mixer reads the parameters of its parts
+itself only where nothing has been put around them (`is_plain`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,14 @@ from torch.nn import functional as F
 from deltanet_kernels import causal_conv1d, gated_rms_norm
 
 
-class ShortConv(nn.Module):
+class Part(nn.Module):
+    """Base of the parts; each defines the values that its parameters begin with."""
+
+    def reset_parameters(self) -> None:
+        raise NotImplementedError
+
+
+class ShortConv(Part):
     """Causal depthwise convolution over time; `weight` [channels, 1, taps], the last tap on the current token."""
 
     def __init__(self, channels: int, taps: int) -> None:
@@ -24,7 +31,7 @@ class ShortConv(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """An exact identity: the only start that does no harm to a converted model."""
+        """An exact identity: the only start that leaves a converted model as it was."""
         with torch.no_grad():
             self.weight.zero_()
             self.weight[..., -1] = 1.0
@@ -36,9 +43,10 @@ class ShortConv(nn.Module):
         output_tail: bool,
         cu_seqlens: torch.Tensor | None,
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-        """Parts [B, T, C_i] of the channels C, tail [B, C, taps - 1] or None -> the same shapes.
+        """Convolve parts [B, T, C_i] of the channels C, continuing from tail [B, C, taps - 1] (None: zeros).
 
-        Part by part: joined, they would be copied forward and backward.
+        Returns the same shapes; the new tail is None unless `output_tail`. The parts are convolved one by one, because
+        joining them would copy them forward and backward.
         """
         sizes = [part.shape[-1] for part in parts]
         weights = self.weight.squeeze(1).split(sizes)
@@ -51,8 +59,8 @@ class ShortConv(nn.Module):
         return outputs, torch.cat([end for end in ends if end is not None], dim=1) if output_tail else None
 
 
-class DecayGate(nn.Module):
-    """Log decay per head: g = -exp(A_log) * softplus(a + dt_bias), all in float32."""
+class DecayGate(Part):
+    """Log decay per head: g = -exp(A_log) * softplus(a + dt_bias), all in float32 (Mamba-2, arXiv 2405.21060)."""
 
     def __init__(self, heads: int) -> None:
         super().__init__()
@@ -61,7 +69,7 @@ class DecayGate(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """From-scratch start: rates evenly spread over 1..16, steps over 1e-3..1e-1 (Mamba-2's ranges)."""
+        """The start of training from scratch: exp(A_log) evenly spread over 1..16, steps over 1e-3..1e-1."""
         heads = self.A_log.numel()
         with torch.no_grad():
             self.A_log.copy_(torch.linspace(1.0, 16.0, heads, device=self.A_log.device).log())
@@ -73,8 +81,8 @@ class DecayGate(nn.Module):
         return -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias.float())
 
 
-class GatedRMSNorm(nn.Module):
-    """RMSNorm over each head's output, times silu of the gate; `weight` [D], or [H, D] for one per head."""
+class GatedRMSNorm(Part):
+    """RMSNorm over each head's output, times SiLU of the gate; `weight` [D], or [H, D] for a weight per head."""
 
     def __init__(self, shape: tuple[int, ...], eps: float) -> None:
         super().__init__()
@@ -92,9 +100,9 @@ class GatedRMSNorm(nn.Module):
 def is_plain(part: nn.Module) -> bool:
     """Whether the parameters of a part can be read without calling it.
 
-    They cannot where it is wrapped (PEFT), or where hooks fetch them for its call only (offload, sharding).
+    They cannot where it is wrapped (PEFT), or where hooks fetch them for its call only (offloading, sharding).
     """
-    if type(part) not in (ShortConv, DecayGate, GatedRMSNorm):
+    if Part not in type(part).__bases__:  # a subclass of a part is what sharding makes of it
         return False
     if torch.compiler.is_compiling():
         return True

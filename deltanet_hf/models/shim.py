@@ -12,18 +12,24 @@ SHIM_NAME = "deltanet_shim"
 _SHIM = '''"""Loads the classes of this model from the installed package `deltanet-hf`."""
 
 try:
-    import deltanet_hf.modeling
+    from deltanet_hf.models import {module}
 except ImportError as error:
     raise ImportError("This is a Gated DeltaNet model: run `pip install deltanet-hf`, then load it again.") from error
 
-{config_name} = deltanet_hf.modeling.{config_name}
-{model_name} = deltanet_hf.modeling.{model_name}
+{config_name} = {module}.{config_name}
+{model_name} = {module}.{model_name}
 '''
 
 
-def write_shim(folder: str | Path, config_name: str, model_name: str) -> dict[str, str]:
-    """Write the shim into `folder` and return the `auto_map` that config.json needs to point at it."""
+def write_shim(folder: str | Path, config_name: str, model_name: str, module: str = "factory") -> dict[str, str]:
+    """Write the shim into `folder` and return the `auto_map` that config.json needs to point at it.
+
+    Args:
+        folder: made if it does not exist.
+        config_name, model_name: names of the classes in `deltanet_hf.models.MODULE`.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{SHIM_NAME}.py").write_text(_SHIM.format(config_name=config_name, model_name=model_name))
+    shim = _SHIM.format(config_name=config_name, model_name=model_name, module=module)
+    (folder / f"{SHIM_NAME}.py").write_text(shim)
     return {"AutoConfig": f"{SHIM_NAME}.{config_name}", "AutoModelForCausalLM": f"{SHIM_NAME}.{model_name}"}

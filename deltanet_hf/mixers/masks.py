@@ -1,20 +1,24 @@
-"""Which tokens are padding, and where packed sequences begin: read off whatever transformers passes down."""
+"""Where padding lies and where packed sequences begin, read off the arguments that transformers passes down."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
 
 def padded_tokens(attention_mask: torch.Tensor | None, length: int, seen: int | torch.Tensor) -> torch.Tensor | None:
     """[B, T] bool, True at padding, for the last `length` positions; None when nothing is padded.
 
     Args:
-        attention_mask: None; 2D [B, S] (1 = real); 4D [B, 1, T, S] bool (True = may attend) or float (0 = may
-            attend): a token is real when it may attend to itself.
+        attention_mask: None; 2D [B, S] (1 for a real token); 4D [B, 1, T, S] bool (True: may attend) or float (0: may
+            attend), where a token is real if it may attend to itself.
         length: T, the number of tokens in this forward.
         seen: tokens in the cache before this forward.
+
+    Raises:
+        ValueError: a mask of another kind or shape.
     """
     if attention_mask is None:
         return None
@@ -36,14 +40,35 @@ def padded_tokens(attention_mask: torch.Tensor | None, length: int, seen: int | 
     return ~diagonal if diagonal.dtype == torch.bool else diagonal <= -1.0
 
 
+def sliding_window(config: PreTrainedConfig, layer: int) -> int | None:
+    """Tokens that a layer's softmax attention sees in the family's own sliding window; None for all."""
+    window = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None)
+    if window is None or (types is not None and types[layer] != "sliding_attention"):
+        return None
+    return int(window)
+
+
+def padding_in(
+    attention_mask: torch.Tensor | None, padding: torch.Tensor | None, length: int, seen: int | torch.Tensor
+) -> torch.Tensor | None:
+    """The padding of one layer's call: what `announce_padding` found if it did, else what the layer's mask says.
+
+    transformers drops a mask that masks nothing, and then nothing is padded.
+    """
+    if attention_mask is None:
+        return None
+    return padded_tokens(attention_mask, length, seen) if padding is None else padding
+
+
 def cu_seqlens_of(position_ids: torch.Tensor) -> torch.Tensor | None:
-    """Boundaries of the sequences packed in rows whose positions restart; None where no row restarts.
+    """Boundaries of the sequences packed into rows whose positions restart; None if no row restarts.
 
     Args:
         position_ids: [B, T] integers.
 
     Returns:
-        [N + 1] int32 boundaries over the B*T tokens of the flattened rows, every row beginning a sequence.
+        [N + 1] int32 boundaries over the B*T tokens of the flattened rows, where every row begins a new sequence.
     """
     restarts = position_ids[:, 1:] != position_ids[:, :-1] + 1
     if position_ids.shape[1] < 2 or not bool(restarts.any()):
@@ -54,11 +79,10 @@ def cu_seqlens_of(position_ids: torch.Tensor) -> torch.Tensor | None:
 
 
 def announce_packing(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Forward pre-hook of the decoder: make packed rows known to every layer, once per forward.
+    """Forward pre-hook of the decoder: tell every layer about packed rows, once per forward.
 
-    Positions given by the caller that restart inside a row become `cu_seq_lens_q`; and given `cu_seq_lens_q` become
-    positions that restart, from which transformers builds the mask of the layers that stay softmax (it does so only
-    without a cache).
+    Positions that restart inside a row become `cu_seq_lens_q`. The other way round, `cu_seq_lens_q` becomes positions
+    that restart, from which transformers builds the mask of softmax layers (it does so only without a cache).
     """
     position_ids, cu_seqlens = kwargs.get("position_ids"), kwargs.get("cu_seq_lens_q")
     if position_ids is None and cu_seqlens is not None:
@@ -84,10 +108,10 @@ def announce_packing(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any
 
 
 def announce_padding(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Forward pre-hook of the decoder: read the padding off the caller's mask once, not in every layer.
+    """Forward pre-hook of the decoder: read the padding off the caller's mask once instead of in every layer.
 
-    It goes down as `padding`, and counts where a mask goes down too: transformers drops one that masks nothing.
-    Masks whose columns cannot be told apart here are left to the layers, which see the mask made of them.
+    The layers get it as `padding` and use it where they also get a mask (`padding_in`). Where it is not known here which
+    columns of the mask belong to this forward, the layers read the mask that transformers makes of it.
     """
     mask, cache = kwargs.get("attention_mask"), kwargs.get("past_key_values")
     inputs = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
