@@ -16,7 +16,7 @@ from deltanet_convert.options import ConvertOptions
 from deltanet_hf.cache import cache_bytes
 from deltanet_hf.cli import main
 from deltanet_hf.errors import UserError
-from tiny_conversion import TOKENS, quick_start, teacher_folder, text_file, tiny_conversion
+from support.tiny_conversion import TOKENS, quick_start, teacher_folder, text_file, tiny_conversion
 
 IDS = torch.randint(4, 60, (2, 12), generator=torch.Generator().manual_seed(0))
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from deltanet_convert import copy_weights, layer_step
 from deltanet_hf.cli import main
-from tiny_conversion import TOKENS, quick_start, teacher_folder, text_file
+from support.tiny_conversion import TOKENS, quick_start, teacher_folder, text_file
 
 
 @pytest.fixture

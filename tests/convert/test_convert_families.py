@@ -14,8 +14,8 @@ from deltanet_convert import copy_weights, layer_step
 from deltanet_hf.errors import QualityError
 from deltanet_hf.families import FAMILIES
 from deltanet_hf.layer import GatedDeltaNet
-from tiny_conversion import quick_start, teacher_folder, tiny_conversion, tiny_job, tiny_tokenizer
-from tiny_models import LAYERS
+from support.tiny_conversion import quick_start, teacher_folder, tiny_conversion, tiny_job, tiny_tokenizer
+from support.tiny_models import LAYERS
 
 CASES = [
     pytest.param(family, profile, layers, id=f"{family}-{profile}-{layers}")

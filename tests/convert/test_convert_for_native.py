@@ -18,8 +18,8 @@ from deltanet_convert.command import convert_command
 from deltanet_convert.export.command import export_command
 from deltanet_hf.cli import build_app
 from deltanet_hf.errors import UserError
-from tiny_conversion import quick_start, teacher_folder, text_file
-from tiny_export import EVERY_OTHER, ROTARY, native_model, saved
+from support.tiny_conversion import quick_start, teacher_folder, text_file
+from support.tiny_export import EVERY_OTHER, ROTARY, native_model, saved
 
 
 @pytest.mark.parametrize(

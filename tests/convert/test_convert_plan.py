@@ -16,7 +16,7 @@ from deltanet_convert.plan_view import count, index_ranges, print_plan, size
 from deltanet_convert.teacher import open_teacher
 from deltanet_hf import DeltaNetOptions
 from deltanet_hf.families import FAMILIES
-from tiny_models import HYBRID, LAYERS, teacher_config, tiny_student, tiny_teacher
+from support.tiny_models import HYBRID, LAYERS, teacher_config, tiny_student, tiny_teacher
 
 
 def planned(folder: Path, family: str, profile: str, layers: tuple[int, ...], **changes: Any) -> Plan:

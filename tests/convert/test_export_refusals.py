@@ -16,8 +16,8 @@ from deltanet_hf import DeltaNetOptions, converted_config
 from deltanet_hf.cli import build_app
 from deltanet_hf.errors import UserError
 from deltanet_hf.families import FAMILIES
-from tiny_export import EVERY_OTHER, ROTARY, SIZES, native_model, native_options, saved
-from tiny_models import teacher_config
+from support.tiny_export import EVERY_OTHER, ROTARY, SIZES, native_model, native_options, saved
+from support.tiny_models import teacher_config
 
 ALL = (0, 1, 2, 3)
 LLAMA3 = ROTARY["llama3"]

@@ -36,8 +36,8 @@ from deltanet_convert.export.verify import (
 from deltanet_convert.options import DTYPES
 from deltanet_hf.cli import build_app
 from deltanet_hf.errors import QualityError, UserError
-from runtime_models import converter_for_any_tokenizer, runtime_folder
-from tiny_export import EVERY_OTHER, ROTARY
+from support.runtime_models import converter_for_any_tokenizer, runtime_folder
+from support.tiny_export import EVERY_OTHER, ROTARY
 
 ALL = (0, 1, 2, 3)
 MODELS: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {

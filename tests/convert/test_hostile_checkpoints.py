@@ -18,7 +18,7 @@ from deltanet_convert.source import resolve_source
 from deltanet_convert.teacher import open_teacher
 from deltanet_hf.errors import UserError
 from deltanet_hf.families import FAMILIES
-from tiny_models import tiny_teacher
+from support.tiny_models import tiny_teacher
 
 Q = "model.layers.0.self_attn.q_proj.weight"
 

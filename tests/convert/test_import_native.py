@@ -20,8 +20,8 @@ from deltanet_convert.export.obstacles import export_obstacles
 from deltanet_hf.errors import UserError
 from deltanet_hf.layer import GatedDeltaNet
 from deltanet_hf.modeling import DeltaNetQwen3_5ForCausalLM, DeltaNetQwen3_5TextConfig
-from tiny_conversion import tiny_tokenizer
-from tiny_export import SIZES, exported, randomise
+from support.tiny_conversion import tiny_tokenizer
+from support.tiny_export import SIZES, exported, randomise
 
 NATIVE: dict[str, Any] = {
     **SIZES,

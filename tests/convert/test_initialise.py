@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from blank_layers import blank_layer, layer_inputs
 from deltanet_convert import copy_weights, fit
 from deltanet_convert.initialise import LayerCalibration, initialise_layer
 from deltanet_convert.verify import softmax_error
 from deltanet_hf.families import FAMILIES
-from tiny_models import tiny_teacher
+from support.blank_layers import blank_layer, layer_inputs
+from support.tiny_models import tiny_teacher
 
 
 def initialised(model_type, profile, index=0, **changes):

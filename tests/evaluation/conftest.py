@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from deltanet_hf import DeltaNetOptions, converted_config
 from deltanet_hf.modeling import MODEL_CLASSES
-from tiny_models import randomise, teacher_config, tiny_teacher
+from support.tiny_models import randomise, teacher_config, tiny_teacher
 
 VOCABULARY = 340
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from deltanet_hf import cli
 from deltanet_hf.errors import QualityError, UserError
-from tiny_models import tiny_student
+from support.tiny_models import tiny_student
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:

@@ -12,7 +12,7 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from deltanet_hf import layer
 from deltanet_hf.layer import GatedDeltaNet
-from tiny_models import HYBRID, LAYERS, tiny_student
+from support.tiny_models import HYBRID, LAYERS, tiny_student
 
 TOKENS = torch.randint(3, 97, (2, 12), generator=torch.Generator().manual_seed(4))
 WIRINGS: dict[str, dict[str, Any]] = {

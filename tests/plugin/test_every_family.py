@@ -10,7 +10,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from deltanet_hf.families import FAMILIES
-from tiny_models import HYBRID, tiny_student
+from support.tiny_models import HYBRID, tiny_student
 
 LENGTH = 19
 CASES = [

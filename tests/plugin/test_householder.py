@@ -16,7 +16,7 @@ from deltanet_hf.cache import cache_bytes
 from deltanet_hf.evaluation.baselines import from_scratch_start
 from deltanet_hf.householder import interleave
 from deltanet_hf.layer import GatedDeltaNet
-from tiny_models import HYBRID, tiny_student, tiny_teacher
+from support.tiny_models import HYBRID, tiny_student, tiny_teacher
 
 TOKENS = torch.randint(3, 97, (2, 14), generator=torch.Generator().manual_seed(6))
 WIRINGS: dict[str, tuple[str, dict[str, Any]]] = {

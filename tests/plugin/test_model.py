@@ -16,7 +16,7 @@ from deltanet_hf import DeltaNetOptions, converted_config
 from deltanet_hf.cache import GatedDeltaNetCacheLayer, cache_bytes
 from deltanet_hf.errors import UserError
 from deltanet_hf.families import FAMILIES, family_of
-from tiny_models import HYBRID, LAYERS, teacher_config, tiny_student, tiny_teacher
+from support.tiny_models import HYBRID, LAYERS, teacher_config, tiny_student, tiny_teacher
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from deltanet_hf import layer, padding
-from tiny_models import HYBRID, LAYERS, tiny_student
+from support.tiny_models import HYBRID, LAYERS, tiny_student
 
 TOKENS = torch.randint(3, 97, (2, 12), generator=torch.Generator().manual_seed(2))
 MASK = torch.ones_like(TOKENS)

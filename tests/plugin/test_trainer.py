@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments
 
-from tiny_models import HYBRID, tiny_student
+from support.tiny_models import HYBRID, tiny_student
 
 
 class _Rows(Dataset):

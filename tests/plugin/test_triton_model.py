@@ -14,7 +14,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from deltanet_kernels import dispatch
-from tiny_models import tiny_student
+from support.tiny_models import tiny_student
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from deltanet_convert.export.gguf import SCRIPT, find_converter
 from deltanet_hf.data import shipped_texts
-from tiny_export import native_model
+from support.tiny_export import native_model
 
 SPECIAL = ["<pad>", "<bos>", "<eos>"]
 VOCABULARY = 192

@@ -1,6 +1,6 @@
 """Kills conversions and exports with SIGKILL at many points and resumes them; prints what was found as JSON.
 
-    python kill_points.py convert|export|gguf fresh|overwrite|twice FOLDER POINTS
+    python -m support.kill_points convert|export|gguf fresh|overwrite|twice FOLDER POINTS
 
 A child process dies before or after its n-th call that changes the disk, for POINTS values of n spread over the whole
 work and every one of its last calls (publishing). Run as a script: it forks, which needs a process of its own.
@@ -26,8 +26,8 @@ from deltanet_convert import layer_step, output
 from deltanet_convert.export import gguf
 from deltanet_convert.export.stream_export import write_export
 from deltanet_hf.errors import UserError
-from tiny_conversion import quick_start, teacher_folder, tiny_conversion
-from tiny_export import native_model, planned, saved
+from support.tiny_conversion import quick_start, teacher_folder, tiny_conversion
+from support.tiny_export import native_model, planned, saved
 
 CHANGES = ("fsync", "replace", "pwrite", "truncate", "unlink", "rmdir", "mkdir", "posix_fallocate")
 LAST = 10  # calls that are all tried: the publishing and the tidying up

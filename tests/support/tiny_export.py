@@ -13,7 +13,7 @@ from deltanet_convert.export.stream_export import ExportPlan, plan_export, write
 from deltanet_hf import DeltaNetOptions, converted_config
 from deltanet_hf.families import FAMILIES
 from deltanet_hf.modeling import MODEL_CLASSES
-from tiny_conversion import tiny_tokenizer
+from support.tiny_conversion import tiny_tokenizer
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,

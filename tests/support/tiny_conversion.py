@@ -19,7 +19,7 @@ from deltanet_convert.job import Job, prepare
 from deltanet_convert.options import ConvertOptions
 from deltanet_hf.data import shipped_texts
 from deltanet_hf.layer import GatedDeltaNet
-from tiny_models import COMMON, tiny_teacher
+from support.tiny_models import COMMON, tiny_teacher
 
 TOKENS = 256  # of calibration: two sequences of the tiny models' 128 positions
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from deltanet_hf.layer import DecayGate, GatedDeltaNet, GatedRMSNorm, ShortConv
-from tiny_models import tiny_student
+from support.tiny_models import tiny_student
 
 
 def layer_inputs(
