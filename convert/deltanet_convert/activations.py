@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from deltanet_hf.errors import UserError
-
-from .files import sync_folder, writing
+from deltanet_hf.safe_write import sync_folder, writing
 
 
 @dataclass

@@ -14,18 +14,18 @@ from torch import Tensor
 
 from deltanet_hf.data import shipped_texts
 from deltanet_hf.errors import QualityError, UserError
+from deltanet_hf.publish import READY, Workspace
 
 from .activations import Activations
-from .checkpoint import Checkpoint, read_json
+from .calibration_text import CalibrationText, read_text, tokenise
+from .compare_to_teacher import compare_models
+from .conversion_plan import check_disk
 from .job import Job, removed_on_error
 from .layer_step import LayerStep
-from .output import complete_folder, load_tokenizer, versions
-from .plan import check_disk
-from .stream import LayerStream
-from .text import CalibrationText, read_text, tokenise
-from .verify import compare_models
-from .workspace import READY, Workspace
-from .writer import ShardWriter
+from .layer_stream import LayerStream
+from .output_files import complete_folder, load_tokenizer, versions
+from .storage.safetensors_folder import Checkpoint, read_json
+from .storage.shard_writer import ShardWriter
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "head"  # the step after the last layer

@@ -11,8 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from deltanet_convert import fit, layer_step
+from deltanet_convert import layer_step
 from deltanet_convert.options import ConvertOptions
+from deltanet_convert.start import fit
 from deltanet_hf.cache import cache_bytes
 from deltanet_hf.cli import main
 from deltanet_hf.errors import UserError

@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from deltanet_convert import copy_weights, layer_step
+from deltanet_convert import layer_step
+from deltanet_convert.start import copy_weights
 from deltanet_hf.errors import QualityError
 from deltanet_hf.families import FAMILIES
 from deltanet_hf.layer import GatedDeltaNet

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from deltanet_convert.export.command import export_command, refuse_obstacles
+from deltanet_convert.export.export_command import export_command, refuse_obstacles
 from deltanet_convert.export.obstacles import FORMATS, export_obstacles, native_obstacles
 from deltanet_hf import DeltaNetOptions, converted_config
 from deltanet_hf.cli import build_app

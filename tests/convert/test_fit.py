@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from deltanet_convert import fit as fit_module
-from deltanet_convert.copy_weights import copy_attention
-from deltanet_convert.fit import GateFit, Samples, descend, inverse_silu, relative_mse, search_memory
+from deltanet_convert.start import fit as fit_module
+from deltanet_convert.start.copy_weights import copy_attention
+from deltanet_convert.start.fit import GateFit, Samples, descend, inverse_silu, relative_mse, search_memory
 from support.blank_layers import blank_layer, layer_inputs
 from support.tiny_models import tiny_teacher
 

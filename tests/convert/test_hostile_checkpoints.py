@@ -12,10 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from deltanet_convert import safetensors_header
-from deltanet_convert.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
-from deltanet_convert.source import resolve_source
-from deltanet_convert.teacher import open_teacher
+from deltanet_convert.storage import safetensors_header
+from deltanet_convert.storage.safetensors_folder import INDEX_FILE, SINGLE_FILE, Checkpoint
+from deltanet_convert.storage.teacher_source import resolve_source
+from deltanet_convert.teacher_model import open_teacher
 from deltanet_hf.errors import UserError
 from deltanet_hf.families import FAMILIES
 from support.tiny_models import tiny_teacher

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from deltanet_convert import layer_step
-from deltanet_convert.workspace import Workspace
 from deltanet_hf.errors import UserError
+from deltanet_hf.publish import Workspace
 from support.tiny_conversion import quick_start, teacher_folder, tiny_conversion
 
 ROOT = Path(__file__).resolve().parents[2]

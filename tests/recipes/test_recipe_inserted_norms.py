@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from deltanet_convert.norm_target import with_norms
+from deltanet_convert.start.norm_target import with_norms
 from deltanet_hf import DeltaNetOptions, converted_config
 from deltanet_hf.config import INSERTED_QK_NORMS
 from deltanet_hf.families import FAMILIES

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from deltanet_convert import layer_step, output
+from deltanet_convert import layer_step, output_files
 from deltanet_convert.export import gguf
 from deltanet_convert.export.stream_export import write_export
 from deltanet_hf.errors import UserError
@@ -44,7 +44,7 @@ class Work:
 
 def conversion(folder: Path) -> Work:
     layer_step.initialise_layer = quick_start
-    output.layer_error_plot = lambda layers, path: path.write_bytes(json.dumps(layers).encode())
+    output_files.layer_error_plot = lambda layers, path: path.write_bytes(json.dumps(layers).encode())
     teacher = teacher_folder(folder / "teacher", "qwen2", num_hidden_layers=2)
     out = folder / "out"
     run = partial(tiny_conversion, teacher, out, seed=1, shard_size=40_000)

@@ -13,10 +13,10 @@ from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
 from deltanet_convert.convert import convert
-from deltanet_convert.copy_weights import copy_attention
-from deltanet_convert.initialise import LayerCalibration, LayerFigures
 from deltanet_convert.job import Job, prepare
 from deltanet_convert.options import ConvertOptions
+from deltanet_convert.start.copy_weights import copy_attention
+from deltanet_convert.start.initialise import LayerCalibration, LayerFigures
 from deltanet_hf.data import shipped_texts
 from deltanet_hf.layer import GatedDeltaNet
 from support.tiny_models import COMMON, tiny_teacher

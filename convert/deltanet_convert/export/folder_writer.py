@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from deltanet_hf.errors import UserError
+from deltanet_hf.publish import READY, Workspace
+from deltanet_hf.safe_write import sync_folder, writing
 
-from ..files import sync_folder, writing
-from ..workspace import READY, Workspace
-from ..writer import Layout, ShardWriter
+from ..storage.shard_writer import Layout, ShardWriter
 from .rewrite import Named
 
 Progress = Callable[[int, int], None]  # steps done, steps in all

@@ -18,12 +18,12 @@ from deltanet_hf.config import DeltaNetOptions
 from deltanet_hf.errors import UserError
 from deltanet_hf.modeling import MODEL_CLASSES
 from deltanet_hf.qwen3_5 import MODEL_TYPE, DeltaNetQwen3_5ForCausalLM, DeltaNetQwen3_5TextConfig
+from deltanet_hf.safe_write import writing
 
-from ..checkpoint import Checkpoint, read_json
 from ..decoder_config import head_size
-from ..files import writing
-from ..teacher import check_tensors, meta_model
-from ..writer import Layout, plan_layout
+from ..storage.safetensors_folder import Checkpoint, read_json
+from ..storage.shard_writer import Layout, plan_layout
+from ..teacher_model import check_tensors, meta_model
 from . import rewrite
 from .companions import complete_with_companions
 from .folder_writer import Progress, write_folder

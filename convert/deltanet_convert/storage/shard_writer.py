@@ -15,8 +15,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .checkpoint import INDEX_FILE, SINGLE_FILE
-from .files import sync_folder, write_atomically, writing
+from deltanet_hf.safe_write import sync_folder, write_atomically, writing
+
+from .safetensors_folder import INDEX_FILE, SINGLE_FILE
 from .safetensors_header import FLOAT_DTYPES
 
 DTYPE_NAMES = {dtype: name for name, dtype in FLOAT_DTYPES.items()}

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from deltanet_hf.errors import UserError
 from deltanet_hf.families import FAMILIES, PREFIX, Family, family_of
 
-from .checkpoint import Checkpoint, read_json
+from .storage.safetensors_folder import Checkpoint, read_json
 
 LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 # Old Llama checkpoints carry the rotary frequencies, which follow from the config.

@@ -3,7 +3,7 @@
 from rich.console import Console
 from rich.table import Table
 
-from .plan import LayerPlan, Plan
+from ..conversion_plan import LayerPlan, Plan
 
 
 def size(nbytes: int) -> str:

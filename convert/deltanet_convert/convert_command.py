@@ -14,8 +14,8 @@ from .convert import convert
 from .export.hooks import import_native, native_folder, refuse_unexportable
 from .job import prepare
 from .options import ConvertOptions, parse_size
-from .plan_view import print_plan
-from .report_view import print_report
+from .views.plan_view import print_plan
+from .views.report_view import print_report
 
 
 def convert_command(

@@ -14,9 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from deltanet_hf.errors import UserError
-
-from .files import sync_folder, writing
+from .errors import UserError
+from .safe_write import sync_folder, writing
 
 JOURNAL = "journal.jsonl"
 LOCK = "lock"

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from deltanet_hf.layer import GatedDeltaNet
 
-from .stream import Head
+from .layer_stream import Head
 
 LOGIT_TOKENS = 128  # tokens whose logits are in memory at a time
 

@@ -16,15 +16,15 @@ from deltanet_hf.config import DeltaNetOptions
 from deltanet_hf.errors import UserError
 
 from ..options import DTYPES, parse_size
-from ..output import load_tokenizer
-from ..source import resolve_source
+from ..output_files import load_tokenizer
+from ..storage.teacher_source import resolve_source
 from .folder_writer import Progress as Report
 from .gguf import OUTTYPES, write_gguf
 from .model_folder import ConvertedModel, read_converted_config
 from .obstacles import FORMATS, Obstacle, export_obstacles, kept_layers
+from .runtime_check import verify_export
 from .slots import uneven_note
 from .stream_export import plan_export, write_export
-from .verify import verify_export
 
 DEFAULT_SHARD_SIZE = "5GB"
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, Qwen3Config
 
 from deltanet_hf.config import INSERTED_QK_NORMS
 
-from .decoder_config import DECODER_KEYS, head_size
+from ..decoder_config import DECODER_KEYS, head_size
 
 # The same decoder layer as Qwen3's but for the norms (and Qwen2's biases, which `norm_fit.py` folds).
 WITHOUT_NORMS = ("llama", "mistral", "qwen2")

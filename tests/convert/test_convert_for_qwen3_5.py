@@ -14,8 +14,8 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 from typer.testing import CliRunner
 
 from deltanet_convert import layer_step
-from deltanet_convert.command import convert_command
-from deltanet_convert.export.command import export_command
+from deltanet_convert.convert_command import convert_command
+from deltanet_convert.export.export_command import export_command
 from deltanet_hf.cli import build_app
 from deltanet_hf.errors import UserError
 from support.tiny_conversion import quick_start, teacher_folder, text_file

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .checkpoint import BLOCK_ELEMENTS, Checkpoint
-from .teacher import Teacher
+from .storage.safetensors_folder import BLOCK_ELEMENTS, Checkpoint
+from .teacher_model import Teacher
 
 
 class _Recorder(nn.Module):

@@ -10,11 +10,11 @@ from typing import Any
 from transformers import AutoTokenizer, GenerationConfig
 
 from deltanet_hf.errors import QualityError, UserError
+from deltanet_hf.safe_write import sync_folder, write_atomically, writing
 
-from .card import model_card
-from .files import sync_folder, write_atomically, writing
 from .job import Job
-from .plot import layer_error_plot
+from .views.conversion_card import model_card
+from .views.layer_error_plot import layer_error_plot
 
 # Written by no `save_pretrained`, but read by other tools; the tokenizer itself is saved as transformers loads it.
 COMPANIONS = ("tokenizer.model", "vocab.json", "merges.txt", "chat_template.json", "LICENSE*", "NOTICE*")

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 
 from deltanet_hf.errors import UserError
+from deltanet_hf.safe_write import writing
 
-from .checkpoint import PICKLES
-from .files import writing
+from .safetensors_folder import PICKLES
 
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
 NEEDED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "LICENSE*"]

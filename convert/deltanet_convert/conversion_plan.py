@@ -14,10 +14,10 @@ from deltanet_hf.errors import UserError
 from deltanet_hf.families import family_of
 from deltanet_hf.modeling import MODEL_CLASSES, converted_config
 
-from .norm_target import needs_norms, with_norms
-from .teacher import Teacher, meta_model, tied_names
-from .text import HELD_OUT_TOKENS, SEQUENCE_LENGTH
-from .writer import Layout, TensorSpec, plan_layout
+from .calibration_text import HELD_OUT_TOKENS, SEQUENCE_LENGTH
+from .start.norm_target import needs_norms, with_norms
+from .storage.shard_writer import Layout, TensorSpec, plan_layout
+from .teacher_model import Teacher, meta_model, tied_names
 
 CONTEXTS = (1024, 4096, 16384, 32768, 65536, 131072)
 RUNTIME_BYTES = 600 * 2**20  # Python, torch, transformers and the tokenizer, measured
