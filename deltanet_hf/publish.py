@@ -1,60 +1,113 @@
-"""The hidden folder beside OUT where a conversion happens, and the moment in which it becomes OUT.
+"""Writes an output folder that is never seen half finished.
 
-.NAME.incomplete/journal.jsonl   what is asked for (first line), then one line for each finished step
-.NAME.incomplete/model/          the output, published by one rename
-.NAME.incomplete/replaced/       with --overwrite: the old OUT, from the swap until the new one is in place
+The work happens in a hidden folder beside OUT:
+
+.NAME.incomplete/journal.jsonl   the request (first line), then one line per finished step
+.NAME.incomplete/model/          the new folder, which one rename turns into OUT
+.NAME.incomplete/replaced/       with `overwrite`: the old OUT, until the new one is in its place
+.NAME.incomplete/lock            held by the process that is writing
+
+A process killed at any moment leaves OUT absent, old or complete. The next call with `resume` continues after the last
+finished step and produces the same bytes. `publish_folder` is the entry; this module imports neither torch nor
+transformers.
 """
 
 import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from .errors import UserError
+from . import step_journal
+from .errors import QualityError, UserError
 from .safe_write import sync_folder, writing
 
 JOURNAL = "journal.jsonl"
 LOCK = "lock"
-READY = "ready"  # the step after which `model` only waits for its rename
+READY = "ready"  # the last step: after it, `model` only has to be renamed
+
+
+def publish_folder(
+    out: Path,
+    request: dict[str, Any],
+    fill: Callable[["Workspace"], dict[str, Any]],
+    *,
+    resume: bool,
+    overwrite: bool,
+    finished: Callable[[], dict[str, Any] | None] = lambda: None,
+    what: str = "conversion",
+) -> dict[str, Any]:
+    """Creates the folder `out`, or replaces it, in one rename.
+
+    Args:
+        request: JSON value of everything that the result depends on. A resumed run must have the same request.
+        fill: writes all files into `workspace.model` and returns figures to record. It may call `workspace.done(step)`
+            after each unit of work and skip the steps that are in `workspace.steps`.
+        resume: continue an interrupted run; if there is none, start from the beginning.
+        overwrite: replace an existing `out` that holds a model (a `config.json`), and discard an interrupted run
+            unless `resume` is given too.
+        finished: called with `resume` when no run was interrupted: the figures, if `out` already holds this result.
+        what: noun for the work in error messages.
+
+    Returns:
+        The figures of `fill`, or those of the run that had finished it.
+
+    Raises:
+        UserError: `out` exists and may not be replaced; another process is writing it; an interrupted run exists and
+            `resume` was not given, or its request was different; the disk refuses to write.
+    """
+    request = json.loads(json.dumps(request))  # as the journal will hold it: tuples become lists
+    workspace = Workspace(out, what)
+    if resume and not workspace.journal.exists() and (figures := finished()) is not None:
+        if workspace.folder.exists():  # the earlier run was killed during the last step of its cleanup
+            workspace.discard()
+        return figures
+    with workspace.opened(request, resume=resume, overwrite=overwrite):
+        if READY not in workspace.steps:
+            try:
+                figures = fill(workspace)
+            except (UserError, QualityError):
+                if not workspace.steps:  # nothing worth resuming
+                    workspace.discard()
+                raise
+            with writing(workspace.model):
+                sync_folder(workspace.model)
+            workspace.done(READY, figures)
+        figures = dict(workspace.steps[READY])
+        workspace.publish()
+    return figures
 
 
 class Workspace:
-    """One conversion's folder, its lock and its journal of finished steps."""
+    """The hidden folder of one output folder: its lock, its journal and the rename that publishes it."""
 
-    def __init__(self, out: Path) -> None:
-        self.out = out
+    def __init__(self, out: Path, what: str = "conversion") -> None:
+        self.out, self.what = out, what
         self.folder = out.parent / f".{out.name}.incomplete"
         self.model = self.folder / "model"
         self.replaced = self.folder / "replaced"
         self.journal = self.folder / JOURNAL
-        self.steps: dict[str, dict[str, Any]] = {}
+        self.steps: step_journal.Steps = {}
 
     @contextmanager
     def opened(self, request: dict[str, Any], *, resume: bool, overwrite: bool) -> Iterator["Workspace"]:
-        """The folder, locked, either fresh or with the finished steps of the run that was interrupted.
+        """Locks the folder and prepares it: empty, or with the finished steps of an interrupted run.
 
-        Args:
-            request: JSON value of everything that the result depends on; a resumed run must ask for the same.
-
-        Raises:
-            UserError: OUT exists and may not be replaced, another run is at work here, an unfinished run
-            lies here and
-                `resume` was not given, or it asked for something else.
+        Arguments and errors are those of `publish_folder`.
         """
         lock = self._lock()
         try:
             if self.journal.exists():
-                self._take_up(request, resume, overwrite)
+                self._continue(request, resume, overwrite)
             if not self.journal.exists():
                 self._clear()
-                self._check_target(overwrite)
+                self._check_out(overwrite)
                 with writing(self.model):
                     self.model.mkdir()
-                self._append({"request": request})
+                step_journal.append(self.journal, {"request": request})
             yield self
         finally:
             lock.close()
@@ -68,35 +121,37 @@ class Workspace:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             lock.close()
-            raise UserError(f"{self.folder}: another conversion to {self.out} is running; wait for it") from error
+            raise UserError(f"{self.folder}: another {self.what} to {self.out} is running; wait for it") from error
         return lock
 
-    def _take_up(self, request: dict[str, Any], resume: bool, overwrite: bool) -> None:
-        asked, steps = _read_journal(self.journal)
-        published = READY in steps and not self.model.exists()  # killed after the last rename, while tidying up
+    def _continue(self, request: dict[str, Any], resume: bool, overwrite: bool) -> None:
+        """Loads the finished steps of the interrupted run, or clears the folder for a new one."""
+        before, steps = step_journal.read(self.journal)
+        published = READY in steps and not self.model.exists()  # killed after the last rename, during cleanup
         if published and resume:
             self.steps = steps
             return
-        if asked is None or published:
+        if before is None or published:
             self._clear()
             return
         if not resume:
             if not overwrite:
                 raise UserError(
-                    f"{self.folder}: an interrupted conversion to {self.out} lies here; run with --resume "
-                    "to complete it or with --overwrite to begin again"
+                    f"{self.folder}: holds an interrupted {self.what} to {self.out}; run with --resume to complete it "
+                    "or with --overwrite to start again"
                 )
             self._clear()
             return
-        if asked != request:
+        if before != request:
+            difference = step_journal.first_difference(before, request)
             raise UserError(
-                f"{self.folder}: the interrupted conversion had another {_difference(asked, request)}; "
-                "repeat the first command with --resume, or begin again with --overwrite"
+                f"{self.folder}: the interrupted {self.what} had another {difference}; "
+                "repeat the first command with --resume, or start again with --overwrite"
             )
-        self._check_target(overwrite)
+        self._check_out(overwrite)
         self.steps = steps
 
-    def _check_target(self, overwrite: bool) -> None:
+    def _check_out(self, overwrite: bool) -> None:
         problem = None
         if self.out.is_symlink() or (self.out.exists() and not self.out.is_dir()):
             problem = "exists and is not a folder; choose another name"
@@ -111,20 +166,12 @@ class Workspace:
             raise UserError(f"{self.out}: {problem}")
 
     def done(self, step: str, figures: dict[str, Any] | None = None) -> None:
-        """Records a finished step; what it wrote must be on the disk already."""
-        self._append({"step": step, "figures": figures or {}})
+        """Records a finished step. Everything that the step wrote must already be on the disk."""
+        step_journal.append(self.journal, {"step": step, "figures": figures or {}})
         self.steps[step] = figures or {}
 
-    def _append(self, line: dict[str, Any]) -> None:
-        with writing(self.journal):
-            with self.journal.open("ab") as stream:
-                stream.write((json.dumps(line) + "\n").encode())
-                stream.flush()
-                os.fsync(stream.fileno())
-            sync_folder(self.folder)
-
     def publish(self) -> None:
-        """Makes `model` the output. An old OUT stays until the new one can take its place."""
+        """Renames `model` to OUT. An old OUT is kept until the new one can take its place."""
         if READY not in self.steps:
             raise ValueError("the output is not ready")
         with writing(self.out):
@@ -136,7 +183,7 @@ class Workspace:
         self.discard()
 
     def discard(self) -> None:
-        """Removes the folder and everything in it; an old OUT that was set aside goes back first."""
+        """Removes the hidden folder with everything in it; an old OUT that was set aside is put back first."""
         self._clear()
         with writing(self.folder):
             shutil.rmtree(self.folder)
@@ -146,7 +193,7 @@ class Workspace:
             if self.replaced.exists() and not self.out.exists():
                 os.replace(self.replaced, self.out)
             for entry in sorted(self.folder.iterdir()):
-                if entry.name in (JOURNAL, LOCK):  # the journal goes last: it says what the rest is
+                if entry.name in (JOURNAL, LOCK):  # the journal goes last, because it describes the rest
                     continue
                 if entry.is_dir() and not entry.is_symlink():
                     shutil.rmtree(entry)
@@ -158,26 +205,3 @@ class Workspace:
 
 def _is_empty_folder(path: Path) -> bool:
     return path.is_dir() and not any(path.iterdir())
-
-
-def _read_journal(path: Path) -> tuple[dict[str, Any] | None, dict[str, dict[str, Any]]]:
-    """The request and the finished steps. A last line torn by a crash is cut off."""
-    data = path.read_bytes()
-    whole = data[: data.rfind(b"\n") + 1]
-    if len(whole) != len(data):
-        with writing(path):
-            os.truncate(path, len(whole))
-    lines = [json.loads(line) for line in whole.splitlines()]
-    if not lines:
-        return None, {}
-    return lines[0]["request"], {line["step"]: line["figures"] for line in lines[1:]}
-
-
-def _difference(asked: dict[str, Any], request: dict[str, Any]) -> str:
-    for key in sorted(asked.keys() | request.keys()):
-        if asked.get(key) != request.get(key):
-            old, new = asked.get(key), request.get(key)
-            if isinstance(old, dict) and isinstance(new, dict):
-                return f"{key}: {_difference(old, new)}"
-            return f"{key} ({old!r}, now {new!r})"
-    return "request"

@@ -1,4 +1,4 @@
-"""Writing to disk so that a crash leaves the old state or the new one, with errors a user can act on."""
+"""Writing files so that a crash leaves either the old state or the new one, with errors that users can act on."""
 
 import errno
 import os
@@ -14,14 +14,14 @@ DENIED = {errno.EROFS, errno.EACCES, errno.EPERM}
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turns the operating system's refusals to write `path` into UserErrors."""
+    """Turns an operating system error that says `path` cannot be written into a UserError; others pass through."""
     try:
         yield
     except OSError as error:
         if error.errno in FULL:
             raise UserError(
-                f"{path}: the disk is full or a quota or size limit is reached ({error.strerror}); make "
-                "room and run the same command with --resume, nothing is lost"
+                f"{path}: the disk is full, or a quota or size limit is reached ({error.strerror}); free some space "
+                "and run the same command with --resume: finished work is kept"
             ) from error
         if error.errno in DENIED:
             raise UserError(
@@ -31,7 +31,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes renames and new files inside `folder` survive a power cut."""
+    """Flushes renames and new directory entries of `folder` to the disk, so that they survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -40,7 +40,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """The whole file or nothing: temporary name, fsync, rename."""
+    """Writes `data` to `path` completely or not at all: to a temporary name first, then fsync and rename."""
     temporary = path.with_name(path.name + ".tmp")
     with writing(path):
         with temporary.open("wb") as stream:

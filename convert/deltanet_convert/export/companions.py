@@ -15,8 +15,8 @@ from deltanet_hf.data import shipped_texts
 from deltanet_hf.errors import QualityError
 from deltanet_hf.safe_write import write_atomically, writing
 
-from ..output_files import load_tokenizer
 from ..storage.safetensors_folder import read_json
+from ..storage.saved_tokenizer import load_tokenizer
 
 # What no `save_pretrained` writes.
 COPIED = ("tokenizer.model", "vocab.json", "merges.txt", "chat_template.json", "LICENSE*", "NOTICE*")

@@ -16,7 +16,7 @@ from deltanet_hf.config import DeltaNetOptions
 from deltanet_hf.errors import UserError
 
 from ..options import DTYPES, parse_size
-from ..output_files import load_tokenizer
+from ..storage.saved_tokenizer import load_tokenizer
 from ..storage.teacher_source import resolve_source
 from .folder_writer import Progress as Report
 from .gguf import OUTTYPES, write_gguf

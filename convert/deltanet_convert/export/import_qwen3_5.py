@@ -121,6 +121,7 @@ def write_import(plan: ImportPlan, out: Path, *, resume: bool, overwrite: bool, 
         resume=resume,
         overwrite=overwrite,
         progress=progress,
+        what="import",
     )
 
 

@@ -22,7 +22,7 @@ from deltanet_hf import __version__
 from deltanet_hf.data import shipped_texts
 from deltanet_hf.errors import QualityError
 
-from ..output_files import load_tokenizer
+from ..storage.saved_tokenizer import load_tokenizer
 from .model_folder import ConvertedModel
 from .runtimes import BFLOAT16, FLOAT32, RUNTIMES, STORED, Runtime, Step, describe, generated, installed
 

@@ -16,9 +16,9 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 from deltanet_hf.safe_write import write_atomically, writing
 
 from ..decoder_config import head_size
-from ..output_files import versions
 from ..storage.safetensors_folder import read_json
 from ..storage.shard_writer import Layout, plan_layout
+from ..storage.versions import versions
 from ..teacher_model import meta_model
 from . import rewrite
 from .companions import complete_with_companions, export_note, keep_own_tokenizer
