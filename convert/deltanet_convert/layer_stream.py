@@ -1,9 +1,9 @@
-"""Runs a model that does not fit in memory: embedding, one decoder layer at a time, output head.
+"""Runs a teacher that does not fit in memory: embedding, one decoder layer at a time, output head.
 
-The model class itself is run, with its parts swapped, so nothing here knows a family: recorders in the place
-of the decoder layers learn what each layer is called with, and a stand-in layer feeds hidden states to the
-real output head. Everything is computed in float32, with eager attention (the one implementation that every
-family's options apply to).
+The model class itself is run with some of its parts replaced, so that nothing here depends on the family.
+`LayerwiseDecoder` learns the arguments of each decoder layer, and a stand-in layer feeds hidden states to the real
+output head. Everything is computed in float32 with eager attention, the one implementation that applies every option
+of every family.
 """
 
 from typing import Any
@@ -12,89 +12,57 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from deltanet_hf.models.decoder import LayerwiseDecoder
+
 from .storage.safetensors_folder import BLOCK_ELEMENTS, Checkpoint
 from .teacher_model import Teacher
 
 
-class _Recorder(nn.Module):
-    """Stands for a decoder layer: hands the hidden states on and keeps the other arguments."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: dict[str, Any] = {}
-
-    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-        self.seen = {name: value for name, value in kwargs.items() if value is not None}
-        return hidden_states
-
-
-class _StandIn(nn.Module):
-    """Stands for all decoder layers: whatever goes in, `hidden` comes out."""
-
-    hidden: Tensor
-
-    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-        return self.hidden
-
-
-class StoredLinear(nn.Linear):
-    """A linear layer whose weight stays in its stored dtype: computes in float32, some rows of it at a time."""
-
-    rounding: torch.dtype | None = None  # the weight is rounded to it first
-
-    def forward(self, input: Tensor) -> Tensor:
-        out = input.new_empty(*input.shape[:-1], self.out_features)
-        step = max(1, BLOCK_ELEMENTS // self.in_features)
-        for start in range(0, self.out_features, step):
-            rows = self.weight[start : start + step]
-            rows = rows if self.rounding is None else rows.to(self.rounding)
-            out[..., start : start + step] = F.linear(input, rows.float())
-        return out if self.bias is None else out + self.bias.float()
-
-
 class LayerStream:
-    """The teacher's forward pass in pieces. Only what is loaded takes memory."""
+    """The forward pass of a teacher in pieces. Only the piece that is loaded takes memory.
+
+    After `learn_arguments`, `layer_kwargs[i]` holds the keyword arguments of decoder layer i, without those that are
+    None, so that they can be passed to its attention too.
+    """
 
     def __init__(self, teacher: Teacher) -> None:
         self.teacher = teacher
         self.model: Any = teacher.model
-        self.layers = list(self.model.model.layers)  # on the meta device
+        self.decoder = LayerwiseDecoder(self.model)
+        self.layers = self.decoder.layers  # on the meta device
         self.layer_kwargs: list[dict[str, Any]] = []
         for module in self.model.modules():
             _materialise_buffers(self.model, module)
 
     @torch.no_grad()
     def embed(self, *batches: Tensor, rounding: torch.dtype | None = None) -> list[Tensor]:
-        """ids [n, T] -> the first layer's input [n, T, hidden] float32, with the needed rows only."""
+        """Computes the first layer's inputs, [n, T, hidden] float32, for each batch of token ids [n, T].
+
+        Only the rows of the embedding that occur are read. `rounding`: the dtype to which they are rounded first.
+        """
         used, positions = torch.unique(torch.cat([ids.flatten() for ids in batches]), return_inverse=True)
         table = self.model.model.embed_tokens
         rows = read_rows(self.teacher.checkpoint, "model.embed_tokens.weight", used)
         table.weight = nn.Parameter(rows if rounding is None else rows.to(rounding).float(), False)
-        table.padding_idx = None  # an index into the whole table
+        table.padding_idx = None  # it is an index into the complete table
         outputs, offset = [], 0
         for ids in batches:
             compact = positions[offset : offset + ids.numel()].view_as(ids)
             offset += ids.numel()
-            outputs.append(torch.cat([self._through_recorders(input_ids=row.unsqueeze(0)) for row in compact]))
+            outputs.append(torch.cat([self.decoder.enter(input_ids=row.unsqueeze(0)).hidden for row in compact]))
         table.weight = nn.Parameter(table.weight.to("meta"), False)
         return outputs
 
     @torch.no_grad()
     def learn_arguments(self, length: int) -> None:
-        """Fills `layer_kwargs` for sequences of `length` tokens; `embed` is not needed for it."""
-        self._through_recorders(inputs_embeds=torch.zeros(1, length, self.teacher.config.hidden_size))
-
-    def _through_recorders(self, **inputs: Tensor) -> Tensor:
-        recorders = [_Recorder() for _ in self.layers]
-        self.model.model.layers = nn.ModuleList(recorders)
-        self.model.model.norm, norm = nn.Identity(), self.model.model.norm
-        hidden: Tensor = self.model.model(**inputs, use_cache=False).last_hidden_state
-        self.model.model.norm = norm
-        self.layer_kwargs = [recorder.seen for recorder in recorders]
-        return hidden
+        """Fills `layer_kwargs` for sequences of `length` tokens; `embed` need not have run."""
+        inputs = self.decoder.enter(inputs_embeds=torch.zeros(1, length, self.teacher.config.hidden_size))
+        self.layer_kwargs = [
+            {name: value for name, value in kwargs.items() if value is not None} for kwargs in inputs.kwargs
+        ]
 
     def load_layer(self, index: int) -> nn.Module:
-        """Decoder layer `index`, its attention and norms in float32; `.to("meta")` gives the memory back."""
+        """Decoder layer `index` with attention and norms in float32; `.to("meta")` releases the memory."""
         layer = self.layers[index]
         for name, module in layer.named_modules():
             if type(module) is nn.Linear and not name.startswith("self_attn."):
@@ -102,11 +70,12 @@ class LayerStream:
         return load_module(layer, self.teacher.checkpoint, f"model.layers.{index}.")
 
     def load_head(self) -> "Head":
+        """The final norm and the output head; from then on, the model's layers are replaced."""
         return Head(self)
 
 
 class Head:
-    """Final norm, output head and whatever the family does to the logits."""
+    """Final norm, output head and whatever else the family applies to the logits."""
 
     def __init__(self, stream: LayerStream) -> None:
         checkpoint, tied = stream.teacher.checkpoint, stream.teacher.tied
@@ -122,7 +91,10 @@ class Head:
 
     @torch.no_grad()
     def logits(self, hidden: Tensor, rounding: torch.dtype | None = None) -> Tensor:
-        """hidden [n, T, hidden] -> logits [n, T, vocab] float32; weights rounded to `rounding` if given."""
+        """Computes logits [n, T, vocab] float32 from the last layer's output [n, T, hidden].
+
+        `rounding`: the dtype to which the weights are rounded first.
+        """
         self.head.rounding = rounding
         for name, value in self.model.model.norm.state_dict().items():
             value.copy_(self.norms[name] if rounding is None else self.norms[name].to(rounding))
@@ -131,8 +103,32 @@ class Head:
         return result
 
 
+class _StandIn(nn.Module):
+    """Takes the place of all decoder layers: returns `hidden`, whatever it receives."""
+
+    hidden: Tensor
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        return self.hidden
+
+
+class StoredLinear(nn.Linear):
+    """A linear layer whose weight stays in its stored dtype; it computes in float32, a block of rows at a time."""
+
+    rounding: torch.dtype | None = None  # the weight is rounded to this dtype first
+
+    def forward(self, input: Tensor) -> Tensor:
+        out = input.new_empty(*input.shape[:-1], self.out_features)
+        step = max(1, BLOCK_ELEMENTS // self.in_features)
+        for start in range(0, self.out_features, step):
+            rows = self.weight[start : start + step]
+            rows = rows if self.rounding is None else rows.to(self.rounding)
+            out[..., start : start + step] = F.linear(input, rows.float())
+        return out if self.bias is None else out + self.bias.float()
+
+
 def load_module(module: nn.Module, checkpoint: Checkpoint, prefix: str) -> nn.Module:
-    """Gives a meta module its weights in float32, those of `StoredLinear` as stored."""
+    """Loads the weights of a module on the meta device, in float32; those of `StoredLinear` keep their dtype."""
     stored = {f"{name}.weight" for name, child in module.named_modules() if isinstance(child, StoredLinear)}
     weights = {
         name: checkpoint.read(prefix + name, None if name in stored else torch.float32) for name in module.state_dict()
@@ -142,7 +138,7 @@ def load_module(module: nn.Module, checkpoint: Checkpoint, prefix: str) -> nn.Mo
 
 
 def read_rows(checkpoint: Checkpoint, name: str, rows: Tensor) -> Tensor:
-    """Chosen rows (ascending, distinct) of a matrix, float32, without the rest in memory."""
+    """Reads the given rows (ascending, distinct) of a matrix as float32, without holding the others in memory."""
     width = checkpoint.entries[name].shape[1]
     found, first = [], 0
     for block in checkpoint.blocks(name):
@@ -154,7 +150,7 @@ def read_rows(checkpoint: Checkpoint, name: str, rows: Tensor) -> Tensor:
 
 
 def _materialise_buffers(model: Any, module: nn.Module) -> None:
-    """Buffers are computed from the config by the model's own initialisation, which a meta device skipped."""
+    """Computes the buffers that the meta device left empty, by the model's own initialisation from its config."""
     missing = [name for name, buffer in module.named_buffers(recurse=False) if buffer.device.type == "meta"]
     for name in missing:
         setattr(module, name, torch.empty_like(getattr(module, name), device="cpu"))
