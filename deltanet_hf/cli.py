@@ -32,7 +32,7 @@ class Subcommand:
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 COMMANDS = {
     "convert": Subcommand(
-        "deltanet_convert.command", "convert_command", "Turn a softmax model into a Gated DeltaNet model."
+        "deltanet_convert.convert_command", "convert_command", "Turn a softmax model into a Gated DeltaNet model."
     ),
     "align": Subcommand("deltanet_recipes.command", "align", "Match each converted layer to its teacher's attention."),
     "distill": Subcommand("deltanet_recipes.command", "distill", "Run every stage of a recipe."),
@@ -43,7 +43,7 @@ COMMANDS = {
         "deltanet_hf.evaluation.command", "report", "Compare a teacher, its students and untrained baselines."
     ),
     "export": Subcommand(
-        "deltanet_convert.export.command", "export_command", "Write a native model for vLLM, mlx-lm, llama.cpp."
+        "deltanet_convert.export.export_command", "export_command", "Write a native model for vLLM, mlx-lm, llama.cpp."
     ),
     "generate": Subcommand("deltanet_hf.generate", "generate_command", "Continue a prompt, token by token."),
 }

@@ -10,12 +10,12 @@ import torch
 
 from deltanet_hf.config import DeltaNetOptions
 from deltanet_hf.errors import QualityError, UserError
+from deltanet_hf.publish import Workspace
 
+from .conversion_plan import Plan, make_plan
 from .options import ConvertOptions, kept_layers
-from .plan import Plan, make_plan
-from .source import Source, resolve_source
-from .teacher import Teacher, open_teacher
-from .workspace import Workspace
+from .storage.teacher_source import Source, resolve_source
+from .teacher_model import Teacher, open_teacher
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deltanet_hf.config import INSERTED_QK_NORMS
+from deltanet_hf.models.layers import INSERTED_QK_NORMS
 from deltanet_hf.layer import DecayGate, GatedDeltaNet, GatedRMSNorm, ShortConv
 
 from .activations import Activations
-from .initialise import LayerCalibration, initialise_layer
-from .norm_fit import NormFigures, compare_attention, insert_norms
-from .stream import LayerStream
-from .verify import LayerCheck, compare_outputs, softmax_error
+from .compare_to_teacher import LayerCheck, compare_outputs, softmax_error
+from .layer_stream import LayerStream
+from .start.initialise import LayerCalibration, initialise_layer
+from .start.norm_fit import NormFigures, compare_attention, insert_norms
 
 
 @dataclass(frozen=True)

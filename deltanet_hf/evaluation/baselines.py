@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.layer import GatedDeltaNet
+from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
 
 
 def linear_layers(model: PreTrainedModel) -> list[GatedDeltaNet]:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 import deltanet_hf  # noqa: F401  registers the model families
 from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.baselines import from_scratch_start, switch_off_linear
-from deltanet_hf.evaluation.window import SINKS, WINDOW, restrict_to_window, restricted_as_saved
+from deltanet_hf.mixers.window import SINKS, WINDOW, restrict_to_window, restricted_as_saved
 
 BASELINES = ("window", "linear-off", "scratch")
 Change = Callable[[PreTrainedModel, PreTrainedModel], PreTrainedModel]

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 import deltanet_hf  # noqa: F401  registers the model families with transformers' Auto classes
 from deltanet_hf.evaluation.scoring import TokenRequest, score_continuations, token_budget
-from deltanet_hf.evaluation.window import SINKS, restrict_to_window, restricted_as_saved
+from deltanet_hf.mixers.window import SINKS, restrict_to_window, restricted_as_saved
 
 # A generated row is budgeted as this many tokens.
 _TOKENS_PER_ROW = 512

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from deltanet_hf.mixers import FLOAT32_NAMES, MIXERS
+from deltanet_hf.mixers import FLOAT32_NAMES
 from deltanet_hf.mixers.parts import Part
 from deltanet_hf.mixers.window import announce
 from deltanet_hf.models.families import FAMILIES, Family
@@ -49,9 +49,7 @@ def config_class(model_type: str) -> type[PreTrainedConfig]:
     def __post_init__(self: Any, **kwargs: Any) -> None:
         base.__post_init__(self, **kwargs)
         if self.deltanet is None:
-            mixer = MIXERS["gated_deltanet"]
-            table = LayerTable.uniform(mixer, mixer.default_settings("faithful"), self.num_hidden_layers)
-            self.deltanet = table.to_dict()
+            self.deltanet = LayerTable.preset(self.num_hidden_layers).to_dict()
         self.base_model_tp_plan = _tensor_parallel_plan(base.base_model_tp_plan, LayerTable.of(self).softmax)
         model_class(model_type)  # whoever has a configuration may ask AutoModelForCausalLM for the model
 

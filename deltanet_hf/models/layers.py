@@ -54,6 +54,32 @@ class LayerTable:
         return cls({name: Kind(mixer, settings)}, layers)
 
     @classmethod
+    def preset(
+        cls,
+        num_layers: int,
+        mixer: str = "gated_deltanet",
+        profile: str = "faithful",
+        softmax: Collection[int] = (),
+        training: bool = True,
+        **changes: Any,
+    ) -> LayerTable:
+        """One mixer with its recommended settings everywhere, but for the layers in `softmax`.
+
+        Args:
+            mixer: a name in `MIXERS`.
+            profile, training: see `LayerKind.default_settings`.
+            changes: single settings that differ from the recommended ones.
+
+        Raises:
+            ValueError: an unknown mixer, profile or setting, or a setting with a wrong value.
+        """
+        if mixer not in MIXERS:
+            raise ValueError(f"mixer: got {mixer!r}, expected one of {', '.join(MIXERS)}")
+        kind = MIXERS[mixer]
+        settings = {**kind.default_settings(profile, training).to_dict(), **changes}
+        return cls.uniform(kind, kind.Settings.from_dict(settings, mixer), num_layers, softmax)
+
+    @classmethod
     def from_dict(cls, values: Any, num_layers: int) -> LayerTable:
         """Read a config's `deltanet` entry.
 

@@ -9,7 +9,7 @@ from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
-from deltanet_hf.config import INSERTED_QK_NORMS
+from deltanet_hf.models.layers import INSERTED_QK_NORMS
 from deltanet_recipes.models import decoder_layers, is_imported, mixer_name, mixers
 from deltanet_recipes.schema import DistilBase
 

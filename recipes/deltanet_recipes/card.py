@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from deltanet_hf.evaluation.window import SINKS, WINDOW
+from deltanet_hf.mixers.window import SINKS, WINDOW
 from deltanet_recipes.models import teacher_name
 from deltanet_recipes.schema import Recipe, Stage, stage_name
 
@@ -95,7 +95,7 @@ def _baseline(teacher: str) -> list[str]:
         "",
         "A softmax model, for comparison with linear attention students, trained with deltanet-hf. The weights belong",
         "to the restricted attention, which a plain `from_pretrained` does not set: load it, then call",
-        "`deltanet_hf.evaluation.window.restricted_as_saved(model)`. `deltanet-hf` itself does so (`generate`, `eval`,",
+        "`deltanet_hf.mixers.window.restricted_as_saved(model)`. `deltanet-hf` itself does so (`generate`, `eval`,",
         "`report`).",
     ]
 

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 import deltanet_hf  # noqa: F401  (registers the converted families)
-from deltanet_hf.evaluation.window import restrict_to_window, restricted_as_saved
+from deltanet_hf.mixers.window import restrict_to_window, restricted_as_saved
 from deltanet_recipes.losses import kl_divergence
 from deltanet_recipes.models import place
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from deltanet_hf.layer import GatedDeltaNet
+from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
 from deltanet_recipes.schema import Optimizer, StageBase
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from deltanet_convert import copy_weights, layer_step
+from deltanet_convert import layer_step
+from deltanet_convert.start import copy_weights
 from deltanet_hf.cli import main
-from tiny_conversion import TOKENS, quick_start, teacher_folder, text_file
+from support.tiny_conversion import TOKENS, quick_start, teacher_folder, text_file
 
 
 @pytest.fixture

@@ -10,12 +10,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from deltanet_convert import copy_weights, layer_step
+from deltanet_convert import layer_step
+from deltanet_convert.start import copy_weights
 from deltanet_hf.errors import QualityError
 from deltanet_hf.models.families import FAMILIES
-from deltanet_hf.layer import GatedDeltaNet
-from tiny_conversion import quick_start, teacher_folder, tiny_conversion, tiny_job, tiny_tokenizer
-from tiny_models import LAYERS
+from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
+from support.tiny_conversion import quick_start, teacher_folder, tiny_conversion, tiny_job, tiny_tokenizer
+from support.tiny_models import LAYERS
 
 CASES = [
     pytest.param(family, profile, layers, id=f"{family}-{profile}-{layers}")

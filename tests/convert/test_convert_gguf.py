@@ -14,7 +14,7 @@ from deltanet_convert import layer_step
 from deltanet_convert.job import prepare
 from deltanet_convert.options import ConvertOptions
 from deltanet_hf.errors import UserError
-from tiny_conversion import quick_start, tiny_conversion
+from support.tiny_conversion import quick_start, tiny_conversion
 
 HIDDEN, INNER, HEADS, KV, LAYERS, HEAD = 32, 48, 4, 2, 2, 8
 

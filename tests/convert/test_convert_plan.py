@@ -11,12 +11,12 @@ import torch
 from rich.console import Console
 from transformers import DynamicCache
 
-from deltanet_convert.plan import CONTEXTS, Plan, make_plan, sliding_window
-from deltanet_convert.plan_view import count, index_ranges, print_plan, size
-from deltanet_convert.teacher import open_teacher
+from deltanet_convert.conversion_plan import CONTEXTS, Plan, make_plan, sliding_window
+from deltanet_convert.teacher_model import open_teacher
+from deltanet_convert.views.plan_view import count, index_ranges, print_plan, size
 from deltanet_hf import DeltaNetOptions
 from deltanet_hf.models.families import FAMILIES
-from tiny_models import HYBRID, LAYERS, teacher_config, tiny_student, tiny_teacher
+from support.tiny_models import HYBRID, LAYERS, teacher_config, tiny_student, tiny_teacher
 
 
 def planned(folder: Path, family: str, profile: str, layers: tuple[int, ...], **changes: Any) -> Plan:

@@ -11,9 +11,9 @@ import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
 
-from deltanet_convert.text import CHARS_PER_TOKEN, CalibrationText, read_text, tokenise
+from deltanet_convert.calibration_text import CHARS_PER_TOKEN, CalibrationText, read_text, tokenise
 from deltanet_hf.errors import UserError
-from tiny_conversion import tiny_tokenizer
+from support.tiny_conversion import tiny_tokenizer
 
 DOCUMENTS = ["First document.", "Second, with a line\nbreak.", "Third: 1 2 3."]
 

@@ -12,8 +12,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from deltanet_convert.checkpoint import Checkpoint
-from deltanet_convert.writer import ShardWriter, TensorSpec, plan_layout
+from deltanet_convert.storage.safetensors_folder import Checkpoint
+from deltanet_convert.storage.shard_writer import ShardWriter, TensorSpec, plan_layout
 from deltanet_hf.errors import UserError
 
 TENSORS = {

@@ -14,7 +14,7 @@ import pytest
 from deltanet_convert.export import gguf
 from deltanet_convert.export.stream_export import write_export
 from deltanet_hf.errors import UserError
-from tiny_export import EVERY_OTHER, exported, native_model, planned, saved
+from support.tiny_export import EVERY_OTHER, exported, native_model, planned, saved
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -53,7 +53,7 @@ def test_killed_exports_resume_to_the_same_bytes(
     """SIGKILL in a process of its own, before and after calls that change the disk, the last ones all."""
     paths = os.pathsep.join(str(ROOT / part) for part in (".", "kernels", "convert", "recipes", "tests"))
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    command = [sys.executable, str(ROOT / "tests" / "kill_points.py"), what, mode, str(tmp_path), str(points)]
+    command = [sys.executable, "-m", "support.kill_points", what, mode, str(tmp_path), str(points)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 
 from deltanet_convert.export.companions import same_tokens
-from deltanet_convert.export.import_native import plan_import, write_import
+from deltanet_convert.export.import_qwen3_5 import plan_import, write_import
 from deltanet_convert.export.norms import centre, divide_columns, fold_factors, loses_bits, multiply_columns
-from tiny_export import EVERY_OTHER, ROTARY, exported, native_model, randomise, saved
+from support.tiny_export import EVERY_OTHER, ROTARY, exported, native_model, randomise, saved
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, every layer": ("llama", {}),

@@ -10,14 +10,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from deltanet_convert.export.command import export_command, refuse_obstacles
+from deltanet_convert.export.export_command import export_command, refuse_obstacles
 from deltanet_convert.export.obstacles import FORMATS, export_obstacles, native_obstacles
 from deltanet_hf import DeltaNetOptions, converted_config
 from deltanet_hf.cli import build_app
 from deltanet_hf.errors import UserError
 from deltanet_hf.models.families import FAMILIES
-from tiny_export import EVERY_OTHER, ROTARY, SIZES, native_model, native_options, saved
-from tiny_models import teacher_config
+from support.tiny_export import EVERY_OTHER, ROTARY, SIZES, native_model, native_options, saved
+from support.tiny_models import teacher_config
 
 ALL = (0, 1, 2, 3)
 LLAMA3 = ROTARY["llama3"]

@@ -20,11 +20,10 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from deltanet_convert.export import gguf, verify
-from deltanet_convert.export.command import export_command
+from deltanet_convert.export import gguf, runtime_check
+from deltanet_convert.export.export_command import export_command
 from deltanet_convert.export.model_folder import ConvertedModel
-from deltanet_convert.export.runtimes import FLOAT32, STORED, LlamaCpp, MlxLm, Step, Transformers, installed
-from deltanet_convert.export.verify import (
+from deltanet_convert.export.runtime_check import (
     NEW_TOKENS,
     Comparison,
     Reference,
@@ -33,11 +32,12 @@ from deltanet_convert.export.verify import (
     measure_speed,
     verify_export,
 )
+from deltanet_convert.export.runtimes import FLOAT32, STORED, LlamaCpp, MlxLm, Step, Transformers, installed
 from deltanet_convert.options import DTYPES
 from deltanet_hf.cli import build_app
 from deltanet_hf.errors import QualityError, UserError
-from runtime_models import converter_for_any_tokenizer, runtime_folder
-from tiny_export import EVERY_OTHER, ROTARY
+from support.runtime_models import converter_for_any_tokenizer, runtime_folder
+from support.tiny_export import EVERY_OTHER, ROTARY
 
 ALL = (0, 1, 2, 3)
 MODELS: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
@@ -123,7 +123,7 @@ def test_speed_is_measured_warm_and_never_made_up(tmp_path: Path, monkeypatch: p
     reference = Reference(tmp_path, None, [], [5] * 256, 32, [], None)
     for decoding, speed in ((4.0, 8.0), (-0.5, 0.0)):
         running = Slow(decoding)
-        monkeypatch.setattr(verify, "time", running)
+        monkeypatch.setattr(runtime_check, "time", running)
         assert measure_speed(running, reference) == (256.0, speed)
 
 

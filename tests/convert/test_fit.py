@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from blank_layers import blank_layer, layer_inputs
-from deltanet_convert import fit as fit_module
-from deltanet_convert.copy_weights import copy_attention
-from deltanet_convert.fit import GateFit, Samples, descend, inverse_silu, relative_mse, search_memory
-from tiny_models import tiny_teacher
+from deltanet_convert.start import fit as fit_module
+from deltanet_convert.start.copy_weights import copy_attention
+from deltanet_convert.start.fit import GateFit, Samples, descend, inverse_silu, relative_mse, search_memory
+from support.blank_layers import blank_layer, layer_inputs
+from support.tiny_models import tiny_teacher
 
 
 def prepared(profile="teacher", sequences=2, tokens=48, **changes):

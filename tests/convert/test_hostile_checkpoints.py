@@ -12,13 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from deltanet_convert import safetensors_header
-from deltanet_convert.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
-from deltanet_convert.source import resolve_source
-from deltanet_convert.teacher import open_teacher
+from deltanet_convert.storage import safetensors_header
+from deltanet_convert.storage.safetensors_folder import INDEX_FILE, SINGLE_FILE, Checkpoint
+from deltanet_convert.storage.teacher_source import resolve_source
+from deltanet_convert.teacher_model import open_teacher
 from deltanet_hf.errors import UserError
 from deltanet_hf.models.families import FAMILIES
-from tiny_models import tiny_teacher
+from support.tiny_models import tiny_teacher
 
 Q = "model.layers.0.self_attn.q_proj.weight"
 

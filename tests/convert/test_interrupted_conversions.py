@@ -16,12 +16,11 @@ from typing import Any
 import pytest
 
 from deltanet_convert import layer_step
-from deltanet_convert.workspace import Workspace
 from deltanet_hf.errors import UserError
-from tiny_conversion import quick_start, teacher_folder, tiny_conversion
+from deltanet_hf.publish import Workspace
+from support.tiny_conversion import quick_start, teacher_folder, tiny_conversion
 
 ROOT = Path(__file__).resolve().parents[2]
-TESTS = ROOT / "tests"
 
 
 def digest(folder: Path) -> dict[str, str]:
@@ -39,7 +38,7 @@ def digest(folder: Path) -> dict[str, str]:
 def test_killed_conversions_resume_to_the_same_bytes(tmp_path: Path, mode: str, points: int, visible: set[str]) -> None:
     paths = os.pathsep.join(str(ROOT / part) for part in (".", "kernels", "convert", "recipes", "tests"))
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    command = [sys.executable, str(TESTS / "kill_points.py"), "convert", mode, str(tmp_path), str(points)]
+    command = [sys.executable, "-m", "support.kill_points", "convert", mode, str(tmp_path), str(points)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
@@ -244,7 +243,7 @@ def test_read_only_target(teacher: Path, tmp_path: Path, monkeypatch: pytest.Mon
     text = tmp_path / "text.txt"
     text.write_text("Some words to measure with. " * 200)
     monkeypatch.setattr(os, "mkdir", refuse)
-    monkeypatch.setattr("tiny_conversion.text_file", lambda folder: text)
+    monkeypatch.setattr("support.tiny_conversion.text_file", lambda folder: text)
     with pytest.raises(UserError, match="cannot be written"):
         tiny_conversion(teacher, tmp_path / "out")
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
-from deltanet_convert import norm_fit
-from deltanet_convert.norm_fit import compare_attention, constant_direction, insert_norms
-from deltanet_convert.norm_target import needs_norms, with_norms
-from deltanet_hf.config import INSERTED_QK_NORMS
-from tiny_models import teacher_config, tiny_teacher
+from deltanet_convert.start import norm_fit
+from deltanet_convert.start.norm_fit import compare_attention, constant_direction, insert_norms
+from deltanet_convert.start.norm_target import needs_norms, with_norms
+from deltanet_hf.models.layers import INSERTED_QK_NORMS
+from support.tiny_models import teacher_config, tiny_teacher
 
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "attn_implementation": "eager"}
 FAMILIES = {"llama": {"attention_bias": False}, "mistral": {"sliding_window": None}, "qwen2": {}}

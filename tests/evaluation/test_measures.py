@@ -22,7 +22,7 @@ from deltanet_hf.evaluation.speed import measure_speed
 from deltanet_hf.evaluation.suite import SuiteTask, draw_rows
 from deltanet_hf.evaluation.texts import read_text, token_ids, windows
 from deltanet_hf.evaluation.wikitext import wikitext_texts
-from tiny_models import tiny_student, tiny_teacher
+from support.tiny_models import tiny_student, tiny_teacher
 
 IDS = torch.randint(3, 97, (5, 32), generator=torch.Generator().manual_seed(0))
 

@@ -7,8 +7,8 @@ import torch
 from transformers import PreTrainedModel
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.evaluation.window import restrict_to_window
-from tiny_models import tiny_student, tiny_teacher
+from deltanet_hf.mixers.window import restrict_to_window
+from support.tiny_models import tiny_student, tiny_teacher
 
 IDS = torch.randint(3, 97, (2, 24), generator=torch.Generator().manual_seed(0))
 

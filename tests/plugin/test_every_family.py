@@ -10,13 +10,13 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from deltanet_hf.models.families import FAMILIES
-from tiny_models import HYBRID, tiny_student
+from support.tiny_models import HYBRID, tiny_student
 
 LENGTH = 19
 CASES = [
     pytest.param((family, profile, layers), id=f"{family}-{profile}-{name}")
     for family in FAMILIES
-    for profile in ("teacher", "native")
+    for profile in ("faithful", "qwen3_5")
     for name, layers in (("all", None), ("hybrid", HYBRID))
 ]
 
@@ -24,7 +24,7 @@ CASES = [
 @pytest.fixture(scope="module", params=CASES)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     family, profile, layers = request.param
-    changes = {"conv_size": 3} if profile == "teacher" and layers is None else {}
+    changes = {"conv_size": 3} if profile == "faithful" and layers is None else {}
     path: Path = tmp_path_factory.mktemp("model")
     tiny_student(family, profile, layers, **changes).save_pretrained(path)
     return path

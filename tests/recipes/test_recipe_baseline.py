@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.contestants import Roster, line_up
 from deltanet_hf.evaluation.lm import DeltaNetLM
-from deltanet_hf.evaluation.window import restrict_to_window
+from deltanet_hf.mixers.window import restrict_to_window
 from deltanet_hf.generate import generate_command
 from deltanet_recipes import trainer
 from deltanet_recipes.config import load_recipe

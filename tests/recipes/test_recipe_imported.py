@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 
-from deltanet_convert.export.import_native import plan_import, write_import
+from deltanet_convert.export.import_qwen3_5 import plan_import, write_import
 from deltanet_hf.errors import UserError
 from deltanet_recipes import trainer
 from deltanet_recipes.adapters import merge_lora, train_for

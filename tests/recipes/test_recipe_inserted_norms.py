@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from deltanet_convert.norm_target import with_norms
+from deltanet_convert.start.norm_target import with_norms
 from deltanet_hf import DeltaNetOptions, converted_config
-from deltanet_hf.config import INSERTED_QK_NORMS
+from deltanet_hf.models.layers import INSERTED_QK_NORMS
 from deltanet_hf.models.families import FAMILIES
-from deltanet_hf.models.factory import MODEL_CLASSES
+from deltanet_hf.models.factory import model_class
 from deltanet_recipes.adapters import inserted_norms, train_for
 from deltanet_recipes.config import load_recipe
 from deltanet_recipes.models import load_student
@@ -30,7 +30,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = make_workplace(tmp_path_factory.mktemp("models"))
     torch.manual_seed(0)
     config = with_norms(FAMILIES["llama"].config_class(**SHAPE), [1])
-    student = MODEL_CLASSES["qwen3"](converted_config(config, DeltaNetOptions.native((0, 2))))
+    student = model_class("qwen3")(converted_config(config, DeltaNetOptions.native((0, 2))))
     student.load_state_dict(load_file(folder / "teacher" / "model.safetensors"), strict=False)
     student.save_pretrained(folder / "student")
     return folder

@@ -20,7 +20,7 @@ from deltanet_recipes.optim import orthogonalise, rate_factor
 from deltanet_recipes.packing import make_rows
 from deltanet_recipes.schema import Align, Optimizer
 from deltanet_recipes.walk import Walk, document_boundaries
-from tests.tiny_models import tiny_student, tiny_teacher
+from support.tiny_models import tiny_student, tiny_teacher
 
 EOS = 2
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from deltanet_hf import DeltaNetOptions, converted_config
 from deltanet_hf.models.families import FAMILIES
-from deltanet_hf.models.factory import MODEL_CLASSES
+from deltanet_hf.models.factory import model_class
 from deltanet_recipes.adapters import train_for, train_mixers
 from deltanet_recipes.config import load_recipe, read_recipe
 from deltanet_recipes.layerwise import LayerwiseAlign
@@ -87,7 +87,7 @@ def test_one_gpu_of_24_gb_aligns_8b(name: str, family: str) -> None:
     config = FAMILIES[family].config_class(**shape, **size)
     kept = [layer for layer in range(32) if layer % 4 != 3]
     with torch.device("meta"):
-        student = MODEL_CLASSES[family](converted_config(config, DeltaNetOptions.teacher(kept)))
+        student = model_class(family)(converted_config(config, DeltaNetOptions.teacher(kept)))
     assert sum(p.numel() for p in student.parameters()) > 8e9
     recipe = read_recipe(RECIPES / f"{name}.yaml")
     alone: Any = SimpleNamespace(world=1, bf16=True)

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from deltanet_hf import DeltaNetOptions, converted_config
 from deltanet_hf.models.families import FAMILIES
-from deltanet_hf.models.factory import MODEL_CLASSES
+from deltanet_hf.models.factory import model_class
 
 WORDS = 60
 LAYERS = 3
@@ -51,7 +51,7 @@ def make_models(
     config = FAMILIES[family].config_class(**SHAPE)
     teacher = FAMILIES[family].model_class(config)
     options = DeltaNetOptions.preset("teacher", layers, **wiring)
-    student = MODEL_CLASSES[family](converted_config(config, options))
+    student = model_class(family)(converted_config(config, options))
     student.load_state_dict(teacher.state_dict(), strict=False)
     tokenizer = make_tokenizer()
     for name, model in (("teacher", teacher), ("student", student)):

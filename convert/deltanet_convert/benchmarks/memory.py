@@ -28,8 +28,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from deltanet_convert.teacher import meta_model
-from deltanet_convert.writer import ShardWriter, TensorSpec, plan_layout
+from deltanet_convert.storage.shard_writer import ShardWriter, TensorSpec, plan_layout
+from deltanet_convert.teacher_model import meta_model
 
 GIB = 2**30
 SHAPE: dict[str, Any] = {

@@ -25,11 +25,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from deltanet_convert.calibration_text import read_text
 from deltanet_convert.convert import convert
 from deltanet_convert.job import prepare
-from deltanet_convert.norm_target import needs_norms
 from deltanet_convert.options import ConvertOptions, kept_layers
-from deltanet_convert.text import read_text
+from deltanet_convert.start.norm_target import needs_norms
 from deltanet_hf.data import with_prefix
 from deltanet_hf.exit_codes import run_command
 

@@ -13,10 +13,10 @@ from transformers import GenerationConfig
 
 from deltanet_hf.data import shipped_texts
 from deltanet_hf.errors import QualityError
+from deltanet_hf.safe_write import write_atomically, writing
 
-from ..checkpoint import read_json
-from ..files import write_atomically, writing
-from ..output import load_tokenizer
+from ..storage.safetensors_folder import read_json
+from ..storage.saved_tokenizer import load_tokenizer
 
 # What no `save_pretrained` writes.
 COPIED = ("tokenizer.model", "vocab.json", "merges.txt", "chat_template.json", "LICENSE*", "NOTICE*")

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from deltanet_hf.errors import UserError
+from deltanet_hf.safe_write import sync_folder, write_atomically, writing
 
-from ..checkpoint import read_json
-from ..files import sync_folder, write_atomically, writing
+from ..storage.safetensors_folder import read_json
 from .folder_writer import Progress
 from .model_folder import file_states
 from .stream_export import ExportPlan, write_export

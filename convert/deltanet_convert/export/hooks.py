@@ -12,10 +12,10 @@ from transformers import PreTrainedConfig
 from deltanet_hf.config import DeltaNetOptions
 from deltanet_hf.errors import UserError
 
-from ..checkpoint import read_json
-from ..source import resolve_source
-from .command import progress_bar
-from .import_native import is_native, plan_import, write_import
+from ..storage.safetensors_folder import read_json
+from ..storage.teacher_source import resolve_source
+from .export_command import progress_bar
+from .import_qwen3_5 import is_native, plan_import, write_import
 from .obstacles import FORMATS, kept_layers, native_obstacles
 from .slots import uneven_note
 

@@ -13,12 +13,12 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from deltanet_hf.config import DeltaNetOptions
 from deltanet_hf.errors import UserError
 from deltanet_hf.models.families import PREFIX
-from deltanet_hf.models.factory import MODEL_CLASSES
-from deltanet_hf.qwen3_5 import DeltaNetQwen3_5ForCausalLM
+from deltanet_hf.models.factory import model_class
+from deltanet_hf.models.qwen3_5 import DeltaNetQwen3_5ForCausalLM
 
-from ..checkpoint import Checkpoint, read_json
-from ..teacher import check_tensors, meta_model, tied_names
-from ..writer import TensorSpec
+from ..storage.safetensors_folder import Checkpoint, read_json
+from ..storage.shard_writer import TensorSpec
+from ..teacher_model import check_tensors, meta_model, tied_names
 from .obstacles import family_name
 
 EMBEDDING = "model.embed_tokens.weight"

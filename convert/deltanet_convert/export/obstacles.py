@@ -15,8 +15,8 @@ from transformers import PreTrainedConfig
 from deltanet_hf.config import DeltaNetOptions
 from deltanet_hf.models.families import PREFIX
 
-from ..norm_target import WITHOUT_NORMS, needs_norms
-from ..plan import sliding_window
+from ..conversion_plan import sliding_window
+from ..start.norm_target import WITHOUT_NORMS, needs_norms
 from .rotary import WRITTEN, unlike_transformers
 
 FORMATS = ("transformers", "mlx", "gguf")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from deltanet_hf.errors import UserError
 
-from ..copy_weights import expand_heads
+from ..start.copy_weights import expand_heads
 from .norms import centre, divide_columns, multiply_columns, uncentre
 
 Read = Callable[[str], Tensor]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ..checkpoint import read_json
+from ..storage.safetensors_folder import read_json
 
 TOP = 10
 FLOAT32, BFLOAT16, STORED = "float32", "bfloat16", "as stored"

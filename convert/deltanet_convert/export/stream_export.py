@@ -13,21 +13,22 @@ from torch import Tensor
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 
-from ..checkpoint import read_json
+from deltanet_hf.safe_write import write_atomically, writing
+
 from ..decoder_config import head_size
-from ..files import write_atomically, writing
-from ..output import versions
-from ..teacher import meta_model
-from ..writer import Layout, plan_layout
+from ..storage.safetensors_folder import read_json
+from ..storage.shard_writer import Layout, plan_layout
+from ..storage.versions import versions
+from ..teacher_model import meta_model
 from . import rewrite
 from .companions import complete_with_companions, export_note, keep_own_tokenizer
 from .folder_writer import Progress, write_folder
 from .model_folder import EMBEDDING, FINAL_NORM, HEAD, ConvertedModel, file_states, output_specs
 from .norms import centre, divide_columns, factors_to_json, fold_factors, loses_bits
 from .obstacles import NATIVE_FAMILY, family_name, kept_layers
+from .qwen3_5_config import target_config
 from .rewrite import FLOAT32_SUFFIXES, Heads, Named
 from .slots import Slots, arrange, uneven_note
-from .target import target_config
 
 RECORD = "export.json"
 MLX_MODEL_TYPE = "qwen3_5"

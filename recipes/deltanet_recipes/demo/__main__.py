@@ -15,8 +15,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from deltanet_convert.workspace import Workspace
 from deltanet_hf.exit_codes import run_command
+from deltanet_hf.publish import Workspace
 from deltanet_recipes.demo.report import Score, write_report
 from deltanet_recipes.demo.teacher import fetch_teacher
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from deltanet_convert.source import resolve_source
+from deltanet_convert.storage.teacher_source import resolve_source
 from deltanet_hf.errors import UserError
 
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
