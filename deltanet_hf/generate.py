@@ -18,8 +18,8 @@ from transformers import (
     TextStreamer,
 )
 
-from deltanet_hf.mixers.state import cache_bytes
 from deltanet_hf.errors import UserError
+from deltanet_hf.mixers.state import cache_bytes
 from deltanet_hf.mixers.window import restricted_as_saved
 
 COMPILING_TOKENS = 4  # generated before the clock starts: the steps are compiled, then recorded as CUDA graphs

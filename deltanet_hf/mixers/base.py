@@ -60,8 +60,8 @@ class LayerKind:
     fp32: ClassVar[tuple[str, ...]] = ()
     """Last names of the parameters that are float32 whatever the model's dtype."""
     new_weights: ClassVar[bool] = True
-    """Whether it has weights that the teacher does not have: recipes align such layers and train them in full. Otherwise
-    its weights are the teacher's, and recipes treat them as those of softmax attention."""
+    """Whether it has weights that the teacher does not have: recipes align such layers and train them in full.
+    Otherwise its weights are the teacher's, and recipes treat them as those of softmax attention."""
     without_lora: ClassVar[tuple[str, ...]] = ()
     """Names of its linear layers that are smaller than an adapter would be."""
 
@@ -79,9 +79,7 @@ class LayerKind:
         raise NotImplementedError
 
     @classmethod
-    def from_attention(
-        cls, attention: nn.Module, config: PreTrainedConfig, layer_idx: int, settings: Any
-    ) -> nn.Module:
+    def from_attention(cls, attention: nn.Module, config: PreTrainedConfig, layer_idx: int, settings: Any) -> nn.Module:
         """The layer that takes the place of `attention`, the module that the family's own constructor made."""
         raise NotImplementedError
 

@@ -6,10 +6,10 @@ and one query. With S_{t,0} = exp(g_t) S_{t-1},
     S_{t,j} = (I - beta_{t,j} k_{t,j} k_{t,j}^T) S_{t,j-1} + beta_{t,j} k_{t,j} v_{t,j}^T,   j = 1 .. n_h
     S_t = S_{t,n_h}        o_t = D^-0.5 q_t^T S_t
 
-The transition matrix is a product of n_h Householder-like factors instead of one, so a token can write n_h associations.
-It cannot rotate: with strengths of at most 1 every factor contracts. To the gated delta rule this is a sequence n_h
-times as long, in which the first write of each token decays (g = 0 at the others) and the last one is read, so the
-operators are those of Gated DeltaNet.
+The transition matrix is a product of n_h Householder-like factors instead of one, so a token can write n_h
+associations. It cannot rotate: with strengths of at most 1 every factor contracts. To the gated delta rule this is a
+sequence n_h times as long, in which the first write of each token decays (g = 0 at the others) and the last one is
+read, so the operators are those of Gated DeltaNet.
 """
 
 from __future__ import annotations

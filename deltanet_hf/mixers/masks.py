@@ -110,8 +110,8 @@ def announce_packing(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any
 def announce_padding(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Forward pre-hook of the decoder: read the padding off the caller's mask once instead of in every layer.
 
-    The layers get it as `padding` and use it where they also get a mask (`padding_in`). Where it is not known here which
-    columns of the mask belong to this forward, the layers read the mask that transformers makes of it.
+    The layers get it as `padding` and use it where they also get a mask (`padding_in`). Where it is not known here
+    which columns of the mask belong to this forward, the layers read the mask that transformers makes of it.
     """
     mask, cache = kwargs.get("attention_mask"), kwargs.get("past_key_values")
     inputs = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")

@@ -120,7 +120,9 @@ class MixerCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         raise TypeError("lazy_initialization: a converted layer stores its state with `advance`")
 
     def update(self, *args: Any, **kwargs: Any) -> Any:
-        raise TypeError("update: a converted layer caches no growing keys and values; it stores its state with `advance`")
+        raise TypeError(
+            "update: a converted layer caches no growing keys and values; it stores its state with `advance`"
+        )
 
     update_conv_state = update
     update_recurrent_state = update

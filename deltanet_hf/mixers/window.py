@@ -68,7 +68,7 @@ class WindowAttention(LayerKind):
         """
         if "forward" in vars(attention):
             raise UserError(
-                f"layer {layer_idx}: its attention is offloaded or compiled, so no window can be put on it; do that first"
+                f"layer {layer_idx}: its attention is offloaded or compiled; put the window on it before that"
             )
         attention.__class__ = windowed_class(_unrestricted(type(attention)))
         attention.settings = settings
@@ -162,10 +162,7 @@ class _Tokens:
             sequences = torch.searchsorted(starts, places, right=True) - 1
             numbers = places - starts[sequences] + 1
             return cls(numbers.view(batch, length).int(), sequences.view(batch, length), columns)
-        if padding is None:
-            numbers = columns + 1
-        else:
-            numbers = (~padding).cumsum(-1)
+        numbers = columns + 1 if padding is None else (~padding).cumsum(-1)
         if count is not None:
             numbers = numbers + count[:, None]
         if padding is not None:
@@ -251,7 +248,7 @@ def _unrestricted(attention: type[nn.Module]) -> type[nn.Module]:
 
 
 def restrict_to_window(model: PreTrainedModel, window: int = 64, sinks: int = 4) -> PreTrainedModel:
-    """Put every softmax layer of `model` under a window and sinks, without training; returns the model, changed in place.
+    """Put every softmax layer of `model` under a window and sinks, without training; returns the model itself.
 
     Layers with a recurrent state are not touched. A family's own sliding window stays in force: tokens outside of both
     are not seen.

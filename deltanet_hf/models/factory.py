@@ -28,7 +28,7 @@ from deltanet_hf.models.shim import write_shim
 
 
 def _tensor_parallel_plan(plan: dict[str, str] | None, softmax: list[int]) -> dict[str, str] | None:
-    """The teacher's plan for the layers in `softmax` only: it would shard the others' projections by the wrong heads."""
+    """The teacher's plan for the layers in `softmax`; it would shard the others' projections by the wrong heads."""
     if plan is None:
         return None
     rewritten: dict[str, str] = {}

@@ -1,6 +1,6 @@
 """The layer table: which kind of layer stands where. It is the `deltanet` entry of config.json.
 
-    {"kinds": {"linear": {"mixer": "gated_deltanet", ...settings}, "local": {"mixer": "window", "window": 64, "sinks": 4}},
+    {"kinds": {"linear": {"mixer": "gated_deltanet", ...}, "local": {"mixer": "window", "window": 64, "sinks": 4}},
      "layers": ["linear", "softmax", "local", ...]}
 
 `layers` names a kind for every decoder layer; "softmax" is the teacher's own attention. Nothing else in the project

@@ -36,7 +36,9 @@ class DeltaNetQwen3_5TextConfig(Qwen3_5TextConfig):
             self.deltanet = implied
         self.deltanet = LayerTable.of(self).to_dict()
         if self.deltanet != implied:
-            raise ValueError(f"deltanet: got {self.deltanet}, expected {implied}, which layer_types and the sizes imply")
+            raise ValueError(
+                f"deltanet: got {self.deltanet}, expected {implied}, which layer_types and the sizes imply"
+            )
         plan = Qwen3_5TextConfig.base_model_tp_plan or {}
         # Its styles are for the fused projections.
         plan = {name: style for name, style in plan.items() if ".linear_attn." not in name}

@@ -10,7 +10,7 @@ from accelerate import cpu_offload
 from peft import LoraConfig, get_peft_model
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
-from deltanet_hf import layer
+from deltanet_hf.mixers import gated_deltanet
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
 from support.tiny_models import HYBRID, LAYERS, tiny_student
 
@@ -30,13 +30,13 @@ WIRINGS: dict[str, dict[str, Any]] = {
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The shape of q at every fused step."""
     shapes: list[tuple[int, ...]] = []
-    step_ = layer.gated_delta_step_
+    step_ = gated_deltanet.gated_delta_step_
 
     def watch(q: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         shapes.append(tuple(q.shape))
         return step_(q, *args, **kwargs)
 
-    monkeypatch.setattr(layer, "gated_delta_step_", watch)
+    monkeypatch.setattr(gated_deltanet, "gated_delta_step_", watch)
     return shapes
 
 
@@ -60,15 +60,12 @@ def test_steps_equal_the_separate_operators_and_the_prefill(
     fused, separate = DynamicCache(config=model.config), DynamicCache(config=model.config)
     found = decode(model, fused)
     assert len(taken) == 4 * len(HYBRID)
-    monkeypatch.setattr(GatedDeltaNet, "_can_step", lambda self, cache: False)
+    monkeypatch.setattr(GatedDeltaNet, "step", lambda *args: None)
     torch.testing.assert_close(found, decode(model, separate), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found, model(TOKENS).logits[:, 8:], rtol=2e-4, atol=2e-4)
     for index in HYBRID:
         one, other = fused.layers[index], separate.layers[index]
         torch.testing.assert_close(one.state, other.state, rtol=1e-5, atol=1e-5)
-        assert (one.conv_tail is None) == (other.conv_tail is None)
-        if one.conv_tail is not None:
-            torch.testing.assert_close(one.conv_tail, other.conv_tail, rtol=1e-5, atol=1e-5)
         assert one.get_seq_length() == other.get_seq_length() == 12
 
 
@@ -82,7 +79,7 @@ def test_generation_of_a_padded_batch_draws_the_same_tokens(
     options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
     fused = model.generate(TOKENS, **options)
     assert len(taken) == 5 * len(HYBRID)
-    monkeypatch.setattr(GatedDeltaNet, "_can_step", lambda self, cache: False)
+    monkeypatch.setattr(GatedDeltaNet, "step", lambda *args: None)
     assert fused.tolist() == model.generate(TOKENS, **options).tolist()
 
 
@@ -116,7 +113,7 @@ def test_steps_in_low_precision_err_no_more_than_the_separate_operators(
 
     fused = errors()
     assert len(taken) == 3 * 4 * len(HYBRID)
-    monkeypatch.setattr(GatedDeltaNet, "_can_step", lambda self, cache: False)
+    monkeypatch.setattr(GatedDeltaNet, "step", lambda *args: None)
     assert all(one <= 1.5 * other for one, other in zip(fused, errors(), strict=True))
 
 
@@ -148,7 +145,7 @@ def test_a_cache_with_gradients_is_left_as_it_is(taken: list[tuple[int, ...]]) -
     model = tiny_student("llama", "qwen3_5")
     cache = DynamicCache(config=model.config)
     loss = model(TOKENS, past_key_values=cache, use_cache=True).logits.sum()
-    states = [entry.state for entry in cache.layers]
+    states = [entry.state["state"] for entry in cache.layers]
     before = [state.detach().clone() for state in states]
     with torch.no_grad():
         model(TOKENS[:, :1], past_key_values=cache, use_cache=True)

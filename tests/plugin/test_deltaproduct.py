@@ -1,4 +1,4 @@
-"""Several writes per token: the layer against DeltaProduct's recurrence, and everything that runs through it."""
+"""Gated DeltaProduct: the layer against its recurrence, and everything that runs through it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from peft import LoraConfig, get_peft_model
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
 
-from deltanet_hf import DeltaNetOptions, layer
-from deltanet_hf.mixers.state import cache_bytes
+import deltanet_kernels
+from deltanet_hf import LayerTable
 from deltanet_hf.evaluation.baselines import from_scratch_start
 from deltanet_hf.mixers.deltaproduct import interleave
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
+from deltanet_hf.mixers.state import cache_bytes
 from support.tiny_models import HYBRID, tiny_student, tiny_teacher
 
 TOKENS = torch.randint(3, 97, (2, 14), generator=torch.Generator().manual_seed(6))
@@ -23,7 +24,10 @@ WIRINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "two": ("qwen3", {"mixer": "deltaproduct", "num_householder": 2}),
     "three, grouped heads": ("llama", {"mixer": "deltaproduct", "num_householder": 3, "expand_kv": False}),
     "two, norms over all heads": ("olmo2", {"mixer": "deltaproduct", "num_householder": 2, "conv_size": 0}),
-    "two, SiLU on v, no norm": ("phi3", {"mixer": "deltaproduct", "num_householder": 2, "v_activation": "silu", "output_norm": "none"}),
+    "two, SiLU on v, no norm": (
+        "phi3",
+        {"mixer": "deltaproduct", "num_householder": 2, "v_activation": "silu", "output_norm": "none"},
+    ),
 }
 HEADS = [(4, 4, 4), (4, 2, 2), (2, 2, 4)]  # of q, of k in a step, of v in a step
 
@@ -67,7 +71,7 @@ def test_interleaved_steps_are_the_recurrence(rule: str, heads: tuple[int, int, 
     q, k, v = draw(B, T, H, D), draw(B, T, steps * HK, D), draw(B, T, steps * HV, D)
     g, beta = -draw(B, T, HV).exp(), draw(B, T, steps * HV).sigmoid()
     inputs = interleave(q, k, v, g, beta)
-    o, _ = getattr(layer, rule)(*inputs, use_qk_l2norm_in_kernel=True)
+    o, _ = getattr(deltanet_kernels, rule)(*inputs, use_qk_l2norm_in_kernel=True)
     found = o.view(B, T, steps, -1, D)[:, :, -1]
     k, v, beta = (x.unflatten(2, (steps, -1)) for x in (k, v, beta))
     outputs = max(H, HV)
@@ -90,7 +94,7 @@ def test_the_layer_decays_first_writes_its_own_step_last_and_reads(steps: int, e
     mixer: Any = model.model.layers[0].self_attn
     x = torch.randn(1, 7, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     found, _ = mixer(x)
-    D, groups = mixer.head_dim, mixer.num_heads // mixer.num_kv_heads
+    D, groups = mixer.head_dim, mixer.num_heads // mixer.num_states
     parts = [*reversed(mixer.householder), mixer]  # in the order in which they write
     k = torch.stack([part.k_proj(x)[0] for part in parts], 1).unflatten(-1, (-1, D))  # [T, n_h, HV, D]
     v = torch.stack([part.v_proj(x)[0] for part in parts], 1).unflatten(-1, (-1, D))
@@ -106,7 +110,10 @@ def test_the_layer_decays_first_writes_its_own_step_last_and_reads(steps: int, e
 
 @torch.no_grad()
 def test_a_step_of_strength_zero_is_no_step() -> None:
-    plain, more = tiny_student("qwen3", conv_size=0), tiny_student("qwen3", conv_size=0, mixer="deltaproduct", num_householder=3)
+    plain, more = (
+        tiny_student("qwen3", conv_size=0),
+        tiny_student("qwen3", conv_size=0, mixer="deltaproduct", num_householder=3),
+    )
     more.load_state_dict(plain.state_dict(), strict=False)
     wanted = plain(TOKENS).logits
     steps: Any = [step for block in more.model.layers for step in block.self_attn.householder]
@@ -147,7 +154,7 @@ def test_padding_writes_nothing(model: PreTrainedModel) -> None:
     logits = model(TOKENS, attention_mask=mask, past_key_values=padded, use_cache=True).logits
     close(logits[1:, :-5], model(TOKENS[1:, :-5], past_key_values=alone, use_cache=True).logits)
     for index in HYBRID:
-        close(padded.layers[index].state[1:], alone.layers[index].state)
+        close(padded.layers[index].state["state"][1:], alone.layers[index].state["state"])
     before = [padded.layers[index].state["state"].clone() for index in HYBRID]
     step = torch.cat([mask, torch.tensor([[1], [0]])], dim=1)
     model(TOKENS[:, :1], attention_mask=step, past_key_values=padded, use_cache=True)
@@ -183,7 +190,11 @@ def test_a_compiled_model_has_one_graph() -> None:
 def test_the_state_is_no_larger(model: PreTrainedModel) -> None:
     """Only the convolution's tail grows, by the channels of the new keys and values."""
     sizes = []
-    for student in (model, tiny_student("llama", mixer="deltaproduct", num_householder=1), tiny_student("llama", mixer="deltaproduct", num_householder=2)):
+    for student in (
+        model,
+        tiny_student("llama", mixer="deltaproduct", num_householder=1),
+        tiny_student("llama", mixer="deltaproduct", num_householder=2),
+    ):
         cache = DynamicCache(config=student.config)
         student(TOKENS, past_key_values=cache, use_cache=True)
         sizes.append(cache_bytes(cache))
@@ -199,7 +210,7 @@ def test_gradients_reach_every_step_from_its_start() -> None:
             step.start(mixer.k_proj)
     model(TOKENS, labels=TOKENS).loss.backward()
     assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0] == []
-    strength = mixers[0].householder[0](torch.randn(3, 32))[2].sigmoid()
+    strength = mixers[0].householder[0].b_proj(torch.randn(3, 32)).sigmoid()
     assert float(strength.detach().max()) == pytest.approx(0.02, rel=1e-4)
 
 
@@ -213,7 +224,9 @@ def test_autocast_trains() -> None:
 
 
 def test_default_lora_targets_the_new_values_too() -> None:
-    model = get_peft_model(tiny_student("llama", mixer="deltaproduct", num_householder=2), LoraConfig(r=2, task_type="CAUSAL_LM"))
+    model = get_peft_model(
+        tiny_student("llama", mixer="deltaproduct", num_householder=2), LoraConfig(r=2, task_type="CAUSAL_LM")
+    )
     assert any("householder.0.v_proj.lora_A" in name for name, _ in model.named_parameters())
 
 
@@ -234,19 +247,12 @@ def test_an_unfitted_start_has_no_trained_step() -> None:
         assert float(linear.weight.detach().std()) == pytest.approx(0.2, rel=0.3)  # initializer_range
 
 
-@pytest.mark.parametrize(("value", "words"), [(0, "1, 2 or more"), (True, "1, 2 or more"), ("two", "1, 2 or more")])
-def test_a_wrong_number_of_steps_is_named(value: object, words: str) -> None:
-    options = {**DeltaNetOptions.teacher(range(4)).to_dict(), "householder_steps": value}
-    with pytest.raises(ValueError, match=rf"^deltanet\.householder_steps: .*{words}"):
-        DeltaNetOptions.from_dict(options)
+@pytest.mark.parametrize("value", [0, True, "two"])
+def test_a_wrong_number_of_writes_is_named(value: object) -> None:
+    with pytest.raises(ValueError, match=r"^deltaproduct\.num_householder: .*at least 1"):
+        LayerTable.preset(4, "deltaproduct", num_householder=value)
 
 
-def test_the_native_profile_writes_once() -> None:
-    with pytest.raises(ValueError, match=r"deltanet\.householder_steps: got 2 in the native profile"):
-        DeltaNetOptions.preset("qwen3_5", range(4), mixer="deltaproduct", num_householder=2)
-
-
-def test_a_config_from_before_the_option_writes_once() -> None:
-    options = DeltaNetOptions.teacher(range(4)).to_dict()
-    del options["householder_steps"]
-    assert DeltaNetOptions.from_dict(options) == DeltaNetOptions.teacher(range(4))
+def test_qwen3_5_writes_once() -> None:
+    with pytest.raises(ValueError, match="profile: got qwen3_5, whose layer writes once per token"):
+        LayerTable.preset(4, "deltaproduct", "qwen3_5")

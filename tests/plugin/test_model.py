@@ -7,14 +7,15 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
 
-from deltanet_hf import DeltaNetOptions, converted_config
-from deltanet_hf.mixers.state import MixerCacheLayer, cache_bytes
+from deltanet_hf import LayerTable, converted_config
 from deltanet_hf.errors import UserError
+from deltanet_hf.mixers.state import MixerCacheLayer, cache_bytes
 from deltanet_hf.models.families import FAMILIES, family_of
 from support.tiny_models import HYBRID, LAYERS, teacher_config, tiny_student, tiny_teacher
 
@@ -137,7 +138,7 @@ def test_packed_rows_of_a_batch_do_not_leak(model: PreTrainedModel, tokens: torc
     positions = torch.stack([torch.cat([torch.arange(9), torch.arange(12)]), torch.arange(21)])
     packed = model(tokens, position_ids=positions, use_cache=False).logits
     torch.testing.assert_close(packed[1:], model(tokens[1:]).logits, rtol=2e-4, atol=2e-4)
-    if not set(range(LAYERS)) - set(model.config.deltanet["layers"]):
+    if not LayerTable.of(model.config).softmax:
         torch.testing.assert_close(packed[:1, 9:], model(tokens[:1, 9:]).logits, rtol=2e-4, atol=2e-4)
 
 
@@ -261,7 +262,7 @@ def test_a_second_save_is_complete_too(tmp_path: Path) -> None:
     names = [{path.name for path in (tmp_path / folder).iterdir()} for folder in ("one", "two")]
     assert names[0] == names[1]
     shutil.rmtree(tmp_path / "one")
-    assert AutoConfig.from_pretrained(tmp_path / "two").deltanet["profile"] == "faithful"
+    assert AutoConfig.from_pretrained(tmp_path / "two").deltanet["layers"] == ["linear"] * LAYERS
 
 
 def test_unsupported_families_are_refused_with_the_list() -> None:
@@ -270,21 +271,42 @@ def test_unsupported_families_are_refused_with_the_list() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "message"),
+    ("path", "value", "message"),
     [
-        ("profile", "hybrid", "deltanet.profile"),
-        ("layers", [0, 0], "deltanet.layers"),
-        ("layers", [LAYERS], "deltanet.layers"),
-        ("conv_size", 1, "deltanet.conv_size"),
-        ("rope", "yes", "deltanet.rope"),
-        ("heads", 3, "deltanet.heads: unknown key"),
+        (
+            "kinds.linear.mixer",
+            "hybrid",
+            r"deltanet\.kinds\.linear\.mixer: got 'hybrid', expected one of gated_deltanet",
+        ),
+        ("kinds.linear.mixer", None, r"deltanet\.kinds\.linear\.mixer: missing key"),
+        ("kinds.linear", 3, r"deltanet\.kinds\.linear\.mixer: missing key"),
+        ("kinds.softmax", {"mixer": "window"}, r"deltanet\.kinds: 'softmax' cannot be the name"),
+        ("kinds", [], r"deltanet\.kinds: got \[\]"),
+        ("layers", ["linear"] * 3, r"deltanet\.layers: got 3 names, but the model has 4 layers"),
+        ("layers", "linear", r"deltanet\.layers: got 'linear' names"),
+        ("layers", ["linear", "local", "softmax", "linear"], r"deltanet\.layers: layer 1 is 'local', expected one of"),
+        ("kinds.linear.conv_size", 1, r"deltanet\.kinds\.linear\.conv_size"),
+        ("kinds.linear.rope", "yes", r"deltanet\.kinds\.linear\.rope"),
+        ("kinds.linear.heads", 3, r"deltanet\.kinds\.linear\.heads: unknown key"),
+        ("profile", "faithful", r"deltanet: got keys \['kinds', 'layers', 'profile'\]"),
     ],
 )
-def test_wrong_options_name_the_key(key: str, value: object, message: str) -> None:
-    options = {**DeltaNetOptions.teacher(range(LAYERS)).to_dict(), key: value}
-    base = converted_config(teacher_config("llama"), DeltaNetOptions.teacher(range(LAYERS)))
+def test_wrong_tables_name_the_key(path: str, value: object, message: str) -> None:
+    table: Any = LayerTable.preset(LAYERS).to_dict()
+    place, keys = table, path.split(".")
+    for key in keys[:-1]:
+        place = place[key]
+    place[keys[-1]] = value
+    base = converted_config(teacher_config("llama"), LayerTable.preset(LAYERS))
     with pytest.raises(ValueError, match=message):
-        type(base)(**{**base.to_dict(), "deltanet": options})
+        type(base)(**{**base.to_dict(), "deltanet": table})
+
+
+def test_a_missing_setting_is_named() -> None:
+    table: Any = LayerTable.preset(LAYERS).to_dict()
+    del table["kinds"]["linear"]["rope"]
+    with pytest.raises(ValueError, match=r"deltanet\.kinds\.linear\.rope: missing key"):
+        LayerTable.from_dict(table, LAYERS)
 
 
 def test_nothing_converted_equals_the_teacher(tokens: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""What is derived from the attention mask: once a forward, and not at all where nothing is padded."""
+"""Padding is derived from the attention mask once per forward, and not at all where nothing is padded."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
-from deltanet_hf import layer, padding
+from deltanet_hf.mixers import masks
 from support.tiny_models import HYBRID, LAYERS, tiny_student
 
 TOKENS = torch.randint(3, 97, (2, 12), generator=torch.Generator().manual_seed(2))
@@ -20,14 +20,13 @@ MASK[1, :5] = 0
 def derivations(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor | None]:
     """Every result of `padded_tokens` that had a mask to look at."""
     found: list[torch.Tensor | None] = []
-    derive = padding.padded_tokens
+    derive = masks.padded_tokens
 
     def watch(mask: torch.Tensor | None, *args: Any) -> torch.Tensor | None:
         found.append(derive(mask, *args))
         return found[-1]
 
-    monkeypatch.setattr(padding, "padded_tokens", watch)
-    monkeypatch.setattr(layer, "padded_tokens", watch)
+    monkeypatch.setattr(masks, "padded_tokens", watch)
     return found
 
 

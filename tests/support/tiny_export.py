@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 from deltanet_convert.export.model_folder import ConvertedModel
 from deltanet_convert.export.stream_export import ExportPlan, plan_export, write_export
 from deltanet_hf import DeltaNetOptions, converted_config
-from deltanet_hf.models.families import FAMILIES
 from deltanet_hf.models.factory import model_class
+from deltanet_hf.models.families import FAMILIES
 from support.tiny_conversion import tiny_tokenizer
 
 SIZES: dict[str, Any] = {

@@ -8,8 +8,8 @@ import torch
 from transformers import PreTrainedModel
 
 from deltanet_hf import LayerTable, converted_config
-from deltanet_hf.models.families import FAMILIES
 from deltanet_hf.models.factory import model_class
+from deltanet_hf.models.families import FAMILIES
 
 LAYERS = 4
 COMMON: dict[str, Any] = {
@@ -78,7 +78,11 @@ def tiny_student(
     model_type: str, profile: str = "faithful", layers: tuple[int, ...] | None = None, seed: int = 0, **changes: Any
 ) -> PreTrainedModel:
     """A converted model with random weights (no teacher behind them); `changes` may name another mixer."""
-    config = converted_config(teacher_config(model_type), tiny_table(profile, layers, **changes))
-    model = model_class(model_type)(config)
+    return tiny_mixture(model_type, tiny_table(profile, layers, **changes), seed)
+
+
+def tiny_mixture(model_type: str, table: LayerTable, seed: int = 0) -> PreTrainedModel:
+    """A converted model with random weights and any layer table."""
+    model = model_class(model_type)(converted_config(teacher_config(model_type), table))
     randomise(model, seed)
     return model.eval()
