@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from deltanet_convert import copy_weights, layer_step
-from deltanet_hf.cli import main
+from deltanet_recipes.cli import main
 from tiny_conversion import TOKENS, quick_start, teacher_folder, text_file
 
 

@@ -34,8 +34,8 @@ from deltanet_convert.export.verify import (
     verify_export,
 )
 from deltanet_convert.options import DTYPES
-from deltanet_hf.cli import build_app
 from deltanet_hf.errors import QualityError, UserError
+from deltanet_recipes.cli import build_app
 from runtime_models import converter_for_any_tokenizer, runtime_folder
 from tiny_export import EVERY_OTHER, ROTARY
 

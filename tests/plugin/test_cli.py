@@ -10,8 +10,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from deltanet_hf import cli
 from deltanet_hf.errors import QualityError, UserError
+from deltanet_recipes import cli
 from tiny_models import tiny_student
 
 
@@ -37,7 +37,7 @@ def test_each_command_has_help(name: str, monkeypatch: pytest.MonkeyPatch, capsy
 
 def test_help_imports_no_package_above_the_plugin() -> None:
     script = (
-        "import sys; from deltanet_hf.cli import build_app; build_app(None)\n"
+        "import sys; from deltanet_recipes.cli import build_app; build_app(None)\n"
         "print([name for name in ('deltanet_convert', 'deltanet_recipes', 'lm_eval') if name in sys.modules])"
     )
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=_environment())
