@@ -37,8 +37,10 @@ def exit_with(error: Exception) -> None:
 
     Expected are `UserError`, `QualityError` and the absence of a package that an extra installs.
     """
-    if isinstance(error, ModuleNotFoundError) and (extra := EXTRAS.get((error.name or "").partition(".")[0])):
-        error = UserError(f"{error.name} is not installed; run pip install 'deltanet-hf[{extra}]'")
+    if isinstance(error, ModuleNotFoundError):
+        package = (error.name or "").partition(".")[0]
+        if package in EXTRAS:
+            error = UserError(f"{package} is not installed; run pip install 'deltanet-hf[{EXTRAS[package]}]'")
     if isinstance(error, UserError):
         typer.echo(f"error: {error}", err=True)
         sys.exit(2)
