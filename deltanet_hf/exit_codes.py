@@ -1,4 +1,4 @@
-"""What every command of the project ends with: 0, 1 a check failed, 2 something the user can put right, 130 stopped."""
+"""Exit codes of every command: 0 success, 1 failed check, 2 mistake that the user can correct, 130 interrupted."""
 
 from __future__ import annotations
 
@@ -9,16 +9,41 @@ import typer
 
 from deltanet_hf.errors import QualityError, UserError
 
+# Optional packages by top-level module, and the extra of deltanet-hf that installs each.
+EXTRAS = {
+    "accelerate": "train",
+    "datasets": "train",
+    "gguf": "gguf",
+    "lm_eval": "eval",
+    "peft": "train",
+    "pyarrow": "train",
+    "pydantic": "train",
+}
+
 
 def run_command(command: Callable[[], object]) -> None:
-    """Call a command; what it raises becomes one line and the exit code."""
+    """Call `command`. An expected exception is printed as one line, and the process exits with its code."""
     try:
         command()
-    except UserError as error:
-        typer.echo(f"error: {error}", err=True)
-        sys.exit(2)
-    except QualityError as error:
-        typer.echo(f"failed: {error}", err=True)
-        sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
+    except Exception as error:
+        exit_with(error)
+        raise
+
+
+def exit_with(error: Exception) -> None:
+    """Print an expected exception as one line and exit with its code; return if the exception is unexpected.
+
+    Expected are `UserError`, `QualityError` and the absence of a package that an extra installs.
+    """
+    if isinstance(error, ModuleNotFoundError):
+        package = (error.name or "").partition(".")[0]
+        if package in EXTRAS:
+            error = UserError(f"{package} is not installed; run pip install 'deltanet-hf[{EXTRAS[package]}]'")
+    if isinstance(error, UserError):
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(2)
+    if isinstance(error, QualityError):
+        typer.echo(f"failed: {error}", err=True)
+        sys.exit(1)

@@ -1,1 +1,6 @@
-"""Evaluation: lm-eval with local data, perplexity and recall, untrained baselines, and the comparing report."""
+"""Evaluation of models.
+
+`measures/` holds the one implementation of each measure; it depends on torch and numpy alone. `tasks/` holds what is
+measured: lm-eval tasks, texts and recall probes. `report/` compares a teacher with its students. Loading a model
+imports nothing from here; lm-eval and datasets come with `pip install 'deltanet-hf[eval]'`.
+"""

@@ -99,7 +99,7 @@ class StudyRun:
             if not (folder / "conversion.json").is_file():
                 arguments = ["convert", self.study.teacher, str(folder), *self.options[folder].arguments(), "--resume"]
                 try:
-                    self._call("deltanet_hf.cli", arguments, self.logs / f"{folder.name}.log", None, threads)
+                    self._call("deltanet_recipes.cli", arguments, self.logs / f"{folder.name}.log", None, threads)
                 except Failed as failure:
                     error = str(failure)
             with self.lock:
@@ -155,7 +155,7 @@ class StudyRun:
         folder.mkdir(parents=True, exist_ok=True)
         if run.recipe is not None:
             overrides, _ = self.study.recipe(run, str(student))
-            self._call("deltanet_hf.cli", ["distill", run.recipe, *overrides], log, device, threads)
+            self._call("deltanet_recipes.cli", ["distill", run.recipe, *overrides], log, device, threads)
             model = folder / "final"
         figures = folder / "figures.json"
         arguments = [self.study.arrays, str(figures), "--teacher", self.study.teacher, "--model", f"{run.name}={model}"]
@@ -183,7 +183,7 @@ class StudyRun:
             with self.lock:
                 self.processes.remove(process)
         if code:
-            what = arguments[0] if module == "deltanet_hf.cli" else "measure"
+            what = arguments[0] if module == "deltanet_recipes.cli" else "measure"
             raise Failed(f"{what} ended with exit code {code}: {_last_words(log, begin)}")
 
     def _finish(self, run: Run, row: dict[str, Any]) -> None:

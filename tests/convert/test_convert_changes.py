@@ -13,10 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from deltanet_convert import layer_step
 from deltanet_convert.options import ConvertOptions
-from deltanet_convert.start import fit
 from deltanet_hf.mixers.state import cache_bytes
-from deltanet_hf.cli import main
 from deltanet_hf.errors import UserError
+from deltanet_recipes.cli import main
 from support.tiny_conversion import TOKENS, quick_start, teacher_folder, text_file, tiny_conversion
 
 IDS = torch.randint(4, 60, (2, 12), generator=torch.Generator().manual_seed(0))

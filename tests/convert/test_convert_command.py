@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from deltanet_convert import layer_step
 from deltanet_convert.start import copy_weights
-from deltanet_hf.cli import main
+from deltanet_recipes.cli import main
 from support.tiny_conversion import TOKENS, quick_start, teacher_folder, text_file
 
 

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from deltanet_convert import layer_step
 from deltanet_convert.convert_command import convert_command
 from deltanet_convert.export.export_command import export_command
-from deltanet_hf.cli import build_app
 from deltanet_hf.errors import UserError
+from deltanet_recipes.cli import build_app
 from support.tiny_conversion import quick_start, teacher_folder, text_file
 from support.tiny_export import EVERY_OTHER, ROTARY, native_model, saved
 

@@ -34,8 +34,8 @@ from deltanet_convert.export.runtime_check import (
 )
 from deltanet_convert.export.runtimes import FLOAT32, STORED, LlamaCpp, MlxLm, Step, Transformers, installed
 from deltanet_convert.options import DTYPES
-from deltanet_hf.cli import build_app
 from deltanet_hf.errors import QualityError, UserError
+from deltanet_recipes.cli import build_app
 from support.runtime_models import converter_for_any_tokenizer, runtime_folder
 from support.tiny_export import EVERY_OTHER, ROTARY
 

@@ -12,15 +12,17 @@ from lm_eval.api.registry import get_model
 from typer.testing import CliRunner
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.evaluation import command
-from deltanet_hf.evaluation.lm import DeltaNetLM
+from deltanet_hf.evaluation.tasks.lm_eval_model import DeltaNetLM
+from deltanet_hf.evaluation.tasks.lm_eval_run import run_lm_eval
+from deltanet_recipes.cli import COMMANDS
+from deltanet_recipes.evaluation_command import evaluate, report
 
 
 @pytest.fixture
 def app() -> typer.Typer:
     app = typer.Typer()
-    app.command("eval", context_settings=command.EVAL_CONTEXT)(command.evaluate)
-    app.command("report")(command.report)
+    app.command("eval", context_settings=COMMANDS["eval"].context)(evaluate)
+    app.command("report")(report)
     return app
 
 
@@ -50,8 +52,8 @@ def test_stock_tasks_use_the_stock_index(monkeypatch: pytest.MonkeyPatch, teache
     used: list[bool] = []
     stock = lm_eval.tasks.TaskManager
     monkeypatch.setattr(lm_eval.__main__, "cli_evaluate", lambda: used.append(lm_eval.tasks.TaskManager is stock))
-    command.run_lm_eval(str(teacher_folder), ["--tasks", "mmlu", "demo_cloze"])
-    command.run_lm_eval(str(teacher_folder), ["-t", "demo_repeat,demo_cloze", "--limit", "2"])
+    run_lm_eval(str(teacher_folder), ["--tasks", "mmlu", "demo_cloze"])
+    run_lm_eval(str(teacher_folder), ["-t", "demo_repeat,demo_cloze", "--limit", "2"])
     assert used == [True, False]
     assert lm_eval.tasks.TaskManager is stock
 
@@ -69,7 +71,7 @@ def test_the_users_own_task_folder_is_included(
         included.extend(path.read_text() for path in folder.glob("*.yaml"))
 
     monkeypatch.setattr(lm_eval.__main__, "cli_evaluate", read)
-    command.run_lm_eval(str(teacher_folder), ["--tasks", "mine", "--include_path", str(tmp_path)])
+    run_lm_eval(str(teacher_folder), ["--tasks", "mine", "--include_path", str(tmp_path)])
     assert any("mine.yaml" in text for text in included)
 
 
@@ -82,18 +84,18 @@ def test_only_unknown_tasks_are_the_users_mistake(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(lm_eval.__main__, "cli_evaluate", fail)
     with pytest.raises(kind, match=text):
-        command.run_lm_eval("model", ["--tasks", "demo_cloze"])
+        run_lm_eval("model", ["--tasks", "demo_cloze"])
 
 
 def test_mistakes_are_named(app: typer.Typer, teacher_folder: Path) -> None:
     with pytest.raises(UserError, match="--tasks is missing"):
-        command.run_lm_eval("model", ["--limit", "3"])
+        run_lm_eval("model", ["--limit", "3"])
     with pytest.raises(UserError, match="--include_path needs a folder"):
-        command.run_lm_eval("model", ["--tasks", "piqa", "--include_path"])
+        run_lm_eval("model", ["--tasks", "piqa", "--include_path"])
     with pytest.raises(UserError, match=r"^/no/where: [^\n]*give local folders[^\n]*$"):
-        command.run_lm_eval("/no/where", ["--tasks", "demo_cloze"])
+        run_lm_eval("/no/where", ["--tasks", "demo_cloze"])
     with pytest.raises(UserError, match=r"Couldn't reach [^\n]*give local folders \(MODEL, --data\)$"):
-        command.run_lm_eval(str(teacher_folder), ["--tasks", "lambada_last_word", "--device", "cpu"])
+        run_lm_eval(str(teacher_folder), ["--tasks", "lambada_last_word", "--device", "cpu"])
     result = CliRunner().invoke(app, ["report", "teacher", "student", "--out", "x", "--text", "novel.txt"])
     assert isinstance(result.exception, UserError)
     assert "expected NAME=FILE" in str(result.exception)

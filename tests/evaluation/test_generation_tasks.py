@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.evaluation.harness import Harness
-from deltanet_hf.evaluation.suite import FULL, SuiteTask
+from deltanet_hf.evaluation.tasks.harness import Harness
+from deltanet_hf.evaluation.tasks.suites import FULL, SuiteTask
 
 ROWS: dict[str, list[dict[str, Any]]] = {
     "gsm8k/test": [{"question": f"{i} + 1?", "answer": f"One more.\n#### {i + 1}"} for i in range(4)],

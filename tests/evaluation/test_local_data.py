@@ -9,9 +9,9 @@ import pytest
 from lm_eval.tasks import TaskManager
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.evaluation import rotate
-from deltanet_hf.evaluation.demo import cloze, repeat
-from deltanet_hf.evaluation.local_data import write_task_folder
+from deltanet_hf.evaluation.tasks.demo_tasks import cloze, repeat
+from deltanet_hf.evaluation.tasks.local_data import write_task_folder
+from deltanet_hf.evaluation.tasks.rotated_options import all_right, process_results, rotations
 
 
 @pytest.fixture(scope="module")
@@ -71,12 +71,12 @@ def test_rotated_options(tasks: TaskManager) -> None:
 
 
 def test_always_answering_a_letter_is_never_right_in_all_rotations() -> None:
-    rows = [row for group in range(5) for row in rotate.rotations("Why?", ["a", "b", "c", "d"], group % 4, group)]
-    results = [rotate.process_results(row, [(0.0, False)] + [(-1.0, False)] * 3) for row in rows]
+    rows = [row for group in range(5) for row in rotations("Why?", ["a", "b", "c", "d"], group % 4, group)]
+    results = [process_results(row, [(0.0, False)] + [(-1.0, False)] * 3) for row in rows]
     assert sum(result["acc"] for result in results) == 5
-    assert rotate.all_right([result["all_rotations"] for result in results]) == 0
-    perfect = [rotate.process_results(row, [(float(i == row["gold"]), False) for i in range(4)]) for row in rows]
-    assert rotate.all_right([result["all_rotations"] for result in perfect]) == 1
+    assert all_right([result["all_rotations"] for result in results]) == 0
+    perfect = [process_results(row, [(float(i == row["gold"]), False) for i in range(4)]) for row in rows]
+    assert all_right([result["all_rotations"] for result in perfect]) == 1
 
 
 def test_demo_tasks_are_deterministic_and_sound(tmp_path: Path) -> None:

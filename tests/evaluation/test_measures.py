@@ -13,15 +13,16 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.evaluation.average import percent_of_teacher
-from deltanet_hf.evaluation.harness import TaskResult
-from deltanet_hf.evaluation.perplexity import score_repeat, score_text
-from deltanet_hf.evaluation.recall import Probe, associative_recall, needles, score_probes
-from deltanet_hf.evaluation.scores import clustered_score, mean_score, perplexity_score
-from deltanet_hf.evaluation.speed import measure_speed
-from deltanet_hf.evaluation.suite import SuiteTask, draw_rows
-from deltanet_hf.evaluation.texts import read_text, token_ids, windows
-from deltanet_hf.evaluation.wikitext import wikitext_texts
+from deltanet_hf.evaluation.measures.probes import Probe, score_probes
+from deltanet_hf.evaluation.measures.scores import clustered_score, mean_score, perplexity_score
+from deltanet_hf.evaluation.measures.speed import measure_speed
+from deltanet_hf.evaluation.measures.text_scores import score_repeat, score_text
+from deltanet_hf.evaluation.report.teacher_share import percent_of_teacher
+from deltanet_hf.evaluation.tasks.harness import TaskResult
+from deltanet_hf.evaluation.tasks.recall_tasks import associative_recall, needles
+from deltanet_hf.evaluation.tasks.suites import SuiteTask, draw_rows
+from deltanet_hf.evaluation.tasks.text_windows import read_text, token_ids, windows
+from deltanet_hf.evaluation.tasks.wikitext import wikitext_texts
 from support.tiny_models import tiny_student, tiny_teacher
 
 IDS = torch.randint(3, 97, (5, 32), generator=torch.Generator().manual_seed(0))

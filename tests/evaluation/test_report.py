@@ -13,13 +13,12 @@ from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.evaluation import bench
-from deltanet_hf.evaluation.bench import ReportOptions
-from deltanet_hf.evaluation.contestants import line_up, training_tokens
-from deltanet_hf.evaluation.lm import DeltaNetLM
-from deltanet_hf.evaluation.local_data import write_task_folder
-from deltanet_hf.evaluation.report import run_report
-from deltanet_hf.evaluation.suite import SUITES, draw_rows
+from deltanet_hf.evaluation.report.contestants import line_up, training_tokens
+from deltanet_hf.evaluation.report.material import ReportOptions
+from deltanet_hf.evaluation.report.write_report import run_report
+from deltanet_hf.evaluation.tasks.lm_eval_model import DeltaNetLM
+from deltanet_hf.evaluation.tasks.local_data import write_task_folder
+from deltanet_hf.evaluation.tasks.suites import SUITES, draw_rows
 from support.tiny_models import tiny_student
 
 HAYSTACK = "It was a bright cold day in the valley and every clock stood still. " * 20
@@ -29,12 +28,10 @@ HAYSTACK = "It was a bright cold day in the valley and every clock stood still. 
 def tiny_sizes() -> Iterator[None]:
     """The small suite's tasks, at contexts that a test can afford."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(
-            SUITES, "tiny", replace(SUITES["small"], pairs=(8,), needle_lengths=(512, 1024), speed_lengths=(16,))
-        )
-        patch.setitem(SUITES, "tiny texts", replace(SUITES["texts"], pairs=(8,), needle_lengths=()))
-        patch.setattr(bench, "WINDOW", 128)
-        patch.setattr(bench, "REPEATED", 64)
+        short = {"pairs": (8,), "text_window": 128, "repeated": 64}
+        tiny = replace(SUITES["small"], needle_lengths=(512, 1024), speed_lengths=(16,), **short)
+        patch.setitem(SUITES, "tiny", tiny)
+        patch.setitem(SUITES, "tiny texts", replace(SUITES["texts"], needle_lengths=(), **short))
         yield
 
 
@@ -127,10 +124,7 @@ def test_rerun_gives_the_same_numbers(document: dict[str, Any], options: ReportO
 def test_several_processes_give_the_same_numbers(options: ReportOptions, tmp_path: Path) -> None:
     one = replace(options, suite="texts", limit=1, texts={}, data=None, baselines=("window",), out=tmp_path / "one")
     two = replace(one, processes=2, out=tmp_path / "two")
-    with pytest.MonkeyPatch.context() as patch:  # processes of their own know the usual sizes only
-        patch.setattr(bench, "WINDOW", 1024)
-        patch.setattr(bench, "REPEATED", 256)
-        alone = run_report(one, say=lambda _: None)
+    alone = run_report(one, say=lambda _: None)
     together = run_report(two, say=lambda _: None)
     assert [model["name"] for model in together["models"]] == ["teacher", "window 64 + 4 sinks", "hybrid"]
     assert without_times(together) == without_times(alone)

@@ -7,9 +7,15 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from deltanet_hf.evaluation import plots
-from deltanet_hf.evaluation.plots import write_plots
-from deltanet_hf.evaluation.table import markdown
+from deltanet_hf.evaluation.report.figures import (
+    draw_associative,
+    draw_decoding,
+    draw_memory,
+    draw_needles,
+    draw_quality,
+    write_figures,
+)
+from deltanet_hf.evaluation.report.markdown import markdown
 
 
 def score(value: float, stderr: float | None = 0.01) -> dict[str, float | None]:
@@ -61,7 +67,7 @@ def drawn(draw: Any) -> dict[str, list[tuple[float, float]]]:
 
 
 def test_quality_stands_against_training_tokens() -> None:
-    points = drawn(plots._quality)
+    points = drawn(draw_quality)
     assert points == {
         "window 64 + 4 sinks": [(0, 96.0)],
         "student": [(10_000_000, 90.0)],
@@ -70,21 +76,21 @@ def test_quality_stands_against_training_tokens() -> None:
 
 
 def test_recall_stands_against_length_and_pairs() -> None:
-    assert drawn(plots._needles)["student"] == [(1024, 75.0), (2048, 50.0)]
-    assert drawn(plots._associative)["teacher"] == [(8, 25.0)]
+    assert drawn(draw_needles)["student"] == [(1024, 75.0), (2048, 50.0)]
+    assert drawn(draw_associative)["teacher"] == [(8, 25.0)]
 
 
 def test_memory_and_speed_stand_against_length() -> None:
-    assert drawn(plots._memory)["student"] == [(1024, 1.024), (2048, 2.048)]
-    assert drawn(plots._decoding)["student"] == [(1024, 50.0), (2048, 50.0)]
+    assert drawn(draw_memory)["student"] == [(1024, 1.024), (2048, 2.048)]
+    assert drawn(draw_decoding)["student"] == [(1024, 50.0), (2048, 50.0)]
 
 
 def test_only_what_was_measured_is_drawn(tmp_path: Path) -> None:
-    names = [path.name for path in write_plots({"models": MODELS}, tmp_path)]
+    names = [path.name for path in write_figures({"models": MODELS}, tmp_path)]
     assert names == ["quality.png", "recall.png", "speed.png"]
     assert all((tmp_path / name).stat().st_size > 5000 for name in names)
     bare = [{**each, "recall": {}, "speed": [], "percent_of_teacher": None} for each in MODELS]
-    assert write_plots({"models": bare}, tmp_path) == []
+    assert write_figures({"models": bare}, tmp_path) == []
 
 
 def test_the_windows_memory_is_not_taken_for_its_own() -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from lm_eval.models.huggingface import HFLM
 
-from deltanet_hf.evaluation.lm import DeltaNetLM
-from deltanet_hf.evaluation.scoring import TokenRequest
+from deltanet_hf.evaluation.measures.continuations import TokenRequest
+from deltanet_hf.evaluation.tasks.lm_eval_model import DeltaNetLM
 
 REQUESTS = [
     ("The cat sat on the", " mat"),

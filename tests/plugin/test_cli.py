@@ -1,8 +1,7 @@
-"""The command line: help without heavy imports, one-line errors, exit codes, generation."""
+"""The command line: help, one-line errors, exit codes, generation."""
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,8 +9,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from deltanet_hf import cli
-from deltanet_hf.errors import QualityError, UserError
+from deltanet_hf.errors import QualityError, UserError, one_line
+from deltanet_recipes.cli import COMMANDS, Subcommand, main
 from support.tiny_models import tiny_student
 
 
@@ -19,61 +18,74 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
     """Exit status of `deltanet-hf ARGUMENTS`."""
     monkeypatch.setattr(sys, "argv", ["deltanet-hf", *map(str, arguments)])
     with pytest.raises(SystemExit) as stop:
-        cli.main()
+        main()
     return int(stop.value.code or 0)
 
 
 def test_help_lists_every_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(monkeypatch, "--help") == 0
     shown = capsys.readouterr().out
-    assert all(name in shown for name in cli.COMMANDS)
+    assert all(name in shown for name in COMMANDS)
 
 
-@pytest.mark.parametrize("name", cli.COMMANDS)
+@pytest.mark.parametrize("name", COMMANDS)
 def test_each_command_has_help(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(monkeypatch, name, "--help") == 0
     assert "Usage" in capsys.readouterr().out
 
 
-def test_help_imports_no_package_above_the_plugin() -> None:
-    script = (
-        "import sys; from deltanet_hf.cli import build_app; build_app(None)\n"
-        "print([name for name in ('deltanet_convert', 'deltanet_recipes', 'lm_eval') if name in sys.modules])"
-    )
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=_environment())
-    assert run.stdout.strip() == "[]"
+def failing(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    """Make `deltanet-hf generate` raise `error`."""
 
+    def fail() -> None:
+        raise error
 
-def _environment() -> dict[str, str]:
-    return {"PYTHONPATH": ":".join(path for path in sys.path if path)}
+    monkeypatch.setattr(Subcommand, "load", lambda self: fail)
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "said"), [(UserError("a.json: x"), 2, "error: a.json: x"), (QualityError("worse"), 1, "failed")]
+    ("error", "status", "said"),
+    [
+        (UserError("a.json: x"), 2, "error: a.json: x"),
+        (QualityError("worse"), 1, "failed: worse"),
+        (ModuleNotFoundError(name="lm_eval.api"), 2, "error: lm_eval is not installed; run pip install 'deltanet-hf["),
+        (ModuleNotFoundError(name="peft"), 2, "error: peft is not installed; run pip install 'deltanet-hf[train]'"),
+    ],
 )
 def test_errors_are_one_line_with_a_status(
     error: Exception, status: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail() -> None:
-        raise error
-
-    monkeypatch.setattr(cli.Subcommand, "load", lambda self: fail)
+    failing(monkeypatch, error)
     assert call(monkeypatch, "generate") == status
     shown = capsys.readouterr().err
     assert shown.startswith(said)
-    assert "Traceback" not in shown
+    assert shown.count("\n") == 1
+
+
+@pytest.mark.parametrize("error", [ValueError("a defect"), ModuleNotFoundError(name="deltanet_hf.absent")])
+def test_unexpected_errors_keep_their_traceback(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing(monkeypatch, error)
+    monkeypatch.setattr(sys, "argv", ["deltanet-hf", "generate"])
+    with pytest.raises(type(error)):
+        main()
 
 
 def test_interruption_has_its_own_status(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(cli.Subcommand, "load", lambda self: interrupt)
+    failing(monkeypatch, KeyboardInterrupt())
     assert call(monkeypatch, "generate") == 130
+
+
+@pytest.mark.parametrize(
+    ("error", "limit", "line"),
+    [(ValueError("a\n  b"), None, "a b"), (ValueError("abc"), 2, "ab"), (ValueError(), None, "ValueError")],
+)
+def test_an_exception_as_one_line(error: Exception, limit: int | None, line: str) -> None:
+    assert one_line(error, limit) == line
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A converted model with a word-level tokenizer."""
     path: Path = tmp_path_factory.mktemp("model")
     tiny_student("llama", "qwen3_5", (0, 2)).save_pretrained(path)
     words = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, 97)}
@@ -86,10 +98,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_generate_prints_text_and_stats(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["deltanet-hf", "generate", str(folder), "--prompt", "w5 w6", "--stats"])
-    with pytest.raises(SystemExit) as stop:
-        cli.main()
-    assert not stop.value.code
+    assert call(monkeypatch, "generate", folder, "--prompt", "w5 w6", "--stats") == 0
     shown = capsys.readouterr()
     assert shown.out.split()
     assert all(word.startswith(("w", "<")) for word in shown.out.split())
@@ -102,10 +111,7 @@ def test_compiled_generation_says_the_same(
 ) -> None:
     texts = []
     for more in ([], ["--compile"], ["--temperature", "1"], ["--temperature", "1", "--compile"]):
-        arguments = ["deltanet-hf", "generate", str(folder), "--prompt", "w5 w6", "--max-new-tokens", "9", *more]
-        monkeypatch.setattr(sys, "argv", arguments)
-        with pytest.raises(SystemExit):
-            cli.main()
+        assert call(monkeypatch, "generate", folder, "--prompt", "w5 w6", "--max-new-tokens", "9", *more) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1]
     assert texts[2] == texts[3]

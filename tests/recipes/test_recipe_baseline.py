@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.evaluation.contestants import Roster, line_up
-from deltanet_hf.evaluation.lm import DeltaNetLM
+from deltanet_hf.evaluation.report.contestants import Roster, line_up
+from deltanet_hf.evaluation.tasks.lm_eval_model import DeltaNetLM
 from deltanet_hf.mixers.window import restrict_to_window
 from deltanet_hf.generate import generate_command
 from deltanet_recipes import trainer

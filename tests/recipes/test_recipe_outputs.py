@@ -16,7 +16,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.evaluation.contestants import training_tokens
+from deltanet_hf.evaluation.report.contestants import training_tokens
 from deltanet_recipes.config import load_recipe
 from deltanet_recipes.logbook import read_log
 from deltanet_recipes.pipeline import run

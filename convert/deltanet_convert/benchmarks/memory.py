@@ -99,7 +99,7 @@ def main() -> None:
     options = parser.parse_args()
     teacher, out = options.folder / "teacher", options.folder / "out"
     config = make_teacher(teacher, options.layers)
-    command = [sys.executable, "-c", "from deltanet_hf.cli import main; main()", "convert", str(teacher), str(out)]
+    command = [sys.executable, "-c", "from deltanet_recipes.cli import main; main()", "convert", str(teacher), str(out)]
     command += ["--profile", options.profile, "--calibration-tokens", str(options.calibration_tokens), "--overwrite"]
     begin = time.perf_counter()
     subprocess.run(command, check=True)

@@ -71,7 +71,7 @@ def main() -> None:
 
 def _run(*arguments: object, capture: bool = False) -> str:
     """`deltanet-hf ARGUMENTS` in a process of its own; its output when `capture`, else shown as it comes."""
-    command = [sys.executable, "-m", "deltanet_hf.cli", *map(str, arguments)]
+    command = [sys.executable, "-m", "deltanet_recipes.cli", *map(str, arguments)]
     console.print(f"[dim]$ deltanet-hf {' '.join(command[3:])}[/]", highlight=False, soft_wrap=True)
     run = subprocess.run(command, check=False, text=True, stdout=subprocess.PIPE if capture else None)
     if run.returncode:

@@ -1,0 +1,141 @@
+"""Log-likelihood and greedy exact match of continuations, computed in batches that are limited by tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from deltanet_hf.evaluation.measures.scores import Score, mean_score
+
+# Share of the accelerator's memory for one copy of a batch's logits; three copies exist during normalisation.
+_LOGIT_SHARE = 0.05
+_MAX_TOKENS_CUDA = 65536
+_MAX_TOKENS_CPU = 2048
+# Number of positions whose logits are normalised in float32 at a time.
+_ROWS = 4096
+# Sequence lengths are padded to a multiple of this, because kernels are compiled per shape.
+_LENGTH_STEP = 16
+
+
+@dataclass(frozen=True)
+class TokenRequest:
+    """A continuation to score: `targets` are the tokens after each of the last `len(targets)` positions of `inputs`."""
+
+    inputs: tuple[int, ...]
+    targets: tuple[int, ...]
+
+    @classmethod
+    def truncated(cls, context: list[int], continuation: list[int], max_length: int) -> TokenRequest:
+        """A request whose inputs are cut on the left to `max_length` tokens.
+
+        Raises ValueError if the context or the continuation is empty, or the continuation longer than `max_length`.
+        """
+        if not context or not continuation or len(continuation) > max_length:
+            raise ValueError(
+                f"a request needs a context, a continuation and at most {max_length} continuation tokens, "
+                f"got {len(context)} and {len(continuation)} tokens"
+            )
+        whole = tuple(context + continuation)[-(max_length + 1) :]
+        return cls(whole[:-1], tuple(continuation))
+
+
+def token_budget(model: PreTrainedModel) -> int:
+    """Number of padded tokens per forward pass that limits the logits to a small share of the device's memory."""
+    if model.device.type != "cuda":
+        return _MAX_TOKENS_CPU
+    vocabulary = model.get_output_embeddings().weight.shape[0]
+    memory = torch.cuda.get_device_properties(model.device).total_memory
+    bytes_per_token = vocabulary * model.dtype.itemsize
+    return int(min(_MAX_TOKENS_CUDA, max(2048, _LOGIT_SHARE * memory / bytes_per_token)))
+
+
+def score_continuations(
+    last_logits: Callable[[Tensor, int], Tensor],
+    requests: list[TokenRequest],
+    device: torch.device,
+    max_tokens: int,
+    max_rows: int | None = None,
+    on_progress: Callable[[int], object] | None = None,
+) -> list[tuple[float, bool]]:
+    """Score each request; the results are in the order of the requests.
+
+    Args:
+        last_logits: function (ids [B, T] int64, keep) -> logits [B, keep, V] of the last `keep` positions. Rows are
+            padded on the right without a mask, which is exact for causal models.
+        max_tokens: largest number of padded tokens per batch; a batch has at least one row.
+        max_rows: largest number of rows per batch; None for no limit.
+        on_progress: called after each batch with the number of requests in it.
+
+    Returns, per request, the sum of the targets' log-probabilities in nats, and whether greedy decoding gives exactly
+    the targets. Requests with equal inputs share a row. Log-probabilities are normalised in float32 and summed in
+    float64, so a rerun gives the same bits.
+    """
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for index, request in enumerate(requests):
+        groups.setdefault(request.inputs, []).append(index)
+    rows = sorted(groups, key=lambda inputs: (-len(inputs), inputs))
+    answers: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
+    begin = 0
+    while begin < len(rows):
+        size = max(1, max_tokens // len(rows[begin]))
+        batch = rows[begin : begin + min(size, max_rows or size)]
+        begin += len(batch)
+        members = [(row, index) for row, inputs in enumerate(batch) for index in groups[inputs]]
+        for (_, index), answer in zip(
+            members, _score_batch(last_logits, requests, batch, members, device), strict=True
+        ):
+            answers[index] = answer
+        if on_progress is not None:
+            on_progress(len(members))
+    return answers
+
+
+def exact_match(
+    last_logits: Callable[[Tensor, int], Tensor],
+    requests: list[TokenRequest],
+    device: torch.device,
+    max_tokens: int,
+    max_rows: int | None = None,
+) -> Score:
+    """Share of requests for which greedy decoding gives exactly the targets; arguments as in `score_continuations`."""
+    answers = score_continuations(last_logits, requests, device, max_tokens, max_rows)
+    return mean_score([float(greedy) for _, greedy in answers])
+
+
+def _score_batch(
+    last_logits: Callable[[Tensor, int], Tensor],
+    requests: list[TokenRequest],
+    batch: list[tuple[int, ...]],
+    members: list[tuple[int, int]],
+    device: torch.device,
+) -> list[tuple[float, bool]]:
+    """The results for `members`, which are pairs (row in `batch`, index of the request)."""
+    length = -(-len(batch[0]) // _LENGTH_STEP) * _LENGTH_STEP
+    ids = np.zeros((len(batch), length), dtype=np.int64)
+    for row, inputs in enumerate(batch):
+        ids[row, : len(inputs)] = inputs
+    counts = np.array([len(requests[index].targets) for _, index in members])
+    ends = np.array([len(batch[row]) for row, _ in members])
+    keep = int(length - (ends - counts).min())
+    logits = last_logits(torch.from_numpy(ids).to(device), keep)  # [B, keep, V]
+
+    row_of = np.repeat([row for row, _ in members], counts)
+    position_of = np.concatenate([np.arange(e - c, e) for e, c in zip(ends, counts, strict=True)]) - (length - keep)
+    targets = np.concatenate([requests[index].targets for _, index in members])
+    row_N, position_N, target_N = (torch.from_numpy(x).to(device) for x in (row_of, position_of, targets))
+    log_probs, hits = [], []
+    for start in range(0, len(targets), _ROWS):
+        part = slice(start, start + _ROWS)
+        selected = logits[row_N[part], position_N[part]].float()  # [<= _ROWS, V]
+        chosen = selected.gather(1, target_N[part, None]).squeeze(1)
+        log_probs.append(chosen - selected.logsumexp(dim=1))
+        hits.append(selected.argmax(dim=1) == target_N[part])
+    starts = np.concatenate([[0], np.cumsum(counts)[:-1]])
+    sums = np.add.reduceat(torch.cat(log_probs).double().cpu().numpy(), starts)
+    exact = np.logical_and.reduceat(torch.cat(hits).cpu().numpy(), starts)
+    return [(float(s), bool(e)) for s, e in zip(sums, exact, strict=True)]

@@ -1,0 +1,143 @@
+"""The models of a report: a teacher, its students, and their untrained baselines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+import deltanet_hf  # noqa: F401  registers the model families
+from deltanet_hf.errors import UserError, one_line
+from deltanet_hf.evaluation.baselines import from_scratch_start, switch_off_linear
+from deltanet_hf.mixers.window import SINKS, WINDOW, restrict_to_window, restricted_as_saved
+
+BASELINES = ("window", "linear-off", "scratch")
+Change = Callable[[PreTrainedModel, PreTrainedModel], PreTrainedModel]
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A row of the report: one model.
+
+    Attributes:
+        kind: "teacher", "student" or "baseline".
+        folder: folder or Hub id of the weights.
+        tokens: number of training tokens according to recipe.json; 0 for teachers and untrained models.
+        change: function (newly loaded model, teacher) -> model that makes a baseline, in place; None for none.
+    """
+
+    name: str
+    kind: str
+    folder: str
+    tokens: int = 0
+    change: Change | None = None
+
+
+def line_up(teacher: str, students: list[str], baselines: tuple[str, ...]) -> list[Contestant]:
+    """All rows in order: the teacher, its window baseline, then each student followed by its baselines.
+
+    Args:
+        students: folders or Hub ids, or NAME=FOLDER.
+        baselines: names in `BASELINES`. `linear-off` applies to students that kept softmax layers; `scratch` is added
+            once per configuration of the converted layers.
+
+    Raises UserError if two rows have the same name.
+    """
+    rows = [Contestant("teacher", "teacher", teacher)]
+    if "window" in baselines:
+        rows.append(Contestant(f"window {WINDOW} + {SINKS} sinks", "baseline", teacher, change=_window))
+    wirings: list[object] = []
+    for text in students:
+        name, folder = _named(text)
+        if name in {row.name for row in rows}:
+            raise UserError(f"{text}: two rows would be called {name!r}; name them with NAME=FOLDER")
+        rows.append(Contestant(name, "student", folder, training_tokens(Path(folder))))
+        wiring, hybrid = _wiring(folder)
+        if "linear-off" in baselines and hybrid:
+            rows.append(Contestant(f"{name}, linear path off", "baseline", folder, change=_linear_off))
+        if "scratch" in baselines and wiring is not None and wiring not in wirings:
+            wirings.append(wiring)
+            rows.append(Contestant(f"{name}, unfitted start", "baseline", folder, change=from_scratch_start))
+    return rows
+
+
+def _window(model: PreTrainedModel, teacher: PreTrainedModel) -> PreTrainedModel:
+    return restrict_to_window(model)
+
+
+def _linear_off(model: PreTrainedModel, teacher: PreTrainedModel) -> PreTrainedModel:
+    return switch_off_linear(model)
+
+
+def _named(text: str) -> tuple[str, str]:
+    name, separator, folder = text.partition("=")
+    if separator and not Path(text).exists():
+        return name, folder
+    parts = [part for part in Path(text).parts if part not in ("final", "/")]
+    return (parts[-1] if parts else text), text
+
+
+def _wiring(folder: str) -> tuple[object, bool]:
+    """(configuration of the converted layers, whether softmax layers remain); (None, False) if it cannot be read."""
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        return None, False
+    config = json.loads(path.read_text())
+    wiring = config.get("deltanet")
+    if wiring is None:
+        return None, False
+    return wiring, len(wiring["layers"]) < config["num_hidden_layers"]
+
+
+def training_tokens(folder: Path) -> int:
+    """Number of training tokens of a distilled model, from the stages in its recipe.json; 0 if there is none."""
+    path = folder / "recipe.json"
+    if not path.is_file():
+        return 0
+    stages = json.loads(path.read_text()).get("stages", [])
+    return sum(int(stage.get("tokens", 0)) for stage in stages)
+
+
+class Roster:
+    """Loads the models of the rows one at a time; only the teacher stays in memory, for the KL divergence."""
+
+    def __init__(self, rows: list[Contestant], device: str | None, dtype: str) -> None:
+        self.rows = rows
+        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.dtype = dtype
+        self.tokenizer = _load_tokenizer(rows[0].folder)
+        self.teacher = self._load(rows[0].folder)
+
+    def model(self, row: Contestant) -> PreTrainedModel:
+        """The model of a row, in eval mode on the device. Raises UserError if it cannot be loaded or compared."""
+        if row.kind == "teacher":
+            return self.teacher
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        model = self._load(row.folder)
+        self._check(row, model)
+        return row.change(model, self.teacher) if row.change else model
+
+    def _load(self, folder: str) -> PreTrainedModel:
+        try:
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=self.dtype)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{folder}: not a model that can be loaded ({one_line(error, 300)})") from error
+        nn.Module.to(model, self.device)  # transformers' own `to` is not typed
+        return restricted_as_saved(model).eval()
+
+    def _check(self, row: Contestant, model: PreTrainedModel) -> None:
+        if model.get_output_embeddings().weight.shape[0] != self.teacher.get_output_embeddings().weight.shape[0]:
+            raise UserError(f"{row.folder}: its vocabulary differs from the teacher's; a report uses one tokenizer")
+
+
+def _load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder}: no tokenizer there ({one_line(error, 300)})") from error

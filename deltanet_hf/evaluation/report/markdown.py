@@ -1,0 +1,115 @@
+"""The report as Markdown: one table per group of measurements, each score with its standard error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+Model = dict[str, Any]
+Column = tuple[str, Callable[[Model], str]]
+_SPEED_NOTE = (
+    "A window with sinks is a mask over a full cache here, which is exact but neither small nor fast; the memory and "
+    "speed given for it are not those of a dedicated implementation."
+)
+
+
+def markdown(document: dict[str, Any]) -> str:
+    """The text of report.md from a report's JSON document."""
+    models, settings = document["models"], document["settings"]
+    parts = ["# Evaluation report", "", _conditions(settings), ""]
+    tasks = settings["tasks"]
+    if tasks:
+        columns = [_percent(), *(_task(name, task["metric"]) for name, task in tasks.items())]
+        parts += ["## Tasks", "", *_table(models, columns), "", _task_notes(settings), ""]
+    rotated = [_task(task, "all_rotations") for task in tasks if task.endswith("_rotated")]
+    if rotated:
+        parts += [
+            "Percent of questions answered correctly in all rotations:",
+            "",
+            *_table(models, rotated),
+            "",
+        ]
+    texts = list(models[0]["texts"])
+    if texts:
+        parts += ["## Perplexity", "", *_table(models, [_text(text, "perplexity", 2) for text in texts]), ""]
+        divergences = [_text(text, "kl", 3) for text in texts]
+        parts += ["## KL(teacher || model), nats per token", "", *_table(models[1:], divergences), ""]
+    recall = list(models[0]["recall"])
+    if recall:
+        parts += ["## Recall", "", *_table(models, [_recall(name) for name in recall]), ""]
+        parts += ["Percent of correct answers; `repeat` is the perplexity of the second copy of 256 tokens.", ""]
+    speed = [column for index, point in enumerate(models[0]["speed"]) for column in _speed(index, point["length"])]
+    if speed:
+        parts += ["## Memory and speed, batch 1", "", *_table(models, speed), "", _SPEED_NOTE, ""]
+    return "\n".join(parts)
+
+
+def _conditions(settings: dict[str, Any]) -> str:
+    limit = f", at most {settings['limit']} rows per measurement (a trial, not a result)" if settings["limit"] else ""
+    return (
+        f"Suite `{settings['suite']}`{limit}. {settings['device']}, dtype {settings['dtype']}, "
+        f"torch {settings['torch']}, transformers {settings['transformers']}, seed {settings['seed']}. "
+        "± is one standard error."
+    )
+
+
+def _task_notes(settings: dict[str, Any]) -> str:
+    rows = ", ".join(f"{name} {count}" for name, count in settings["rows"].items())
+    metrics = ", ".join(f"{n} {t['metric']} (chance {100 * t['chance']:.0f})" for n, t in settings["tasks"].items())
+    missing = f" No data for: {', '.join(settings['without_data'])}." if settings["without_data"] else ""
+    return (
+        "`% of teacher` is the mean over tasks of (model - chance) / (teacher - chance); its error follows from paired "
+        "items. Generation tasks, rotated tasks and tasks in which the teacher is at chance are not part of it. "
+        f"Metrics in percent: {metrics}. Rows scored: {rows}.{missing}"
+    )
+
+
+def _table(models: list[Model], columns: Sequence[Column]) -> list[str]:
+    lines = ["| model | " + " | ".join(title for title, _ in columns) + " |", "|---|" + "---|" * len(columns)]
+    for model in models:
+        name = f"**{model['name']}**" if model["kind"] == "student" else model["name"]
+        lines.append(f"| {name} | " + " | ".join(cell(model) for _, cell in columns) + " |")
+    return lines
+
+
+def _plain(score: dict[str, float] | None, digits: int, scale: float = 1.0) -> str:
+    if score is None:
+        return "-"
+    if score["stderr"] is None:
+        return f"{scale * score['value']:.{digits}f} (one item)"
+    return f"{scale * score['value']:.{digits}f} ± {scale * score['stderr']:.{digits}f}"
+
+
+def _percent() -> Column:
+    return "% of teacher", lambda model: _plain(model["percent_of_teacher"], 1)
+
+
+def _task(name: str, metric: str) -> Column:
+    return name, lambda model: _plain(model["tasks"][name].get(metric), 1, 100)
+
+
+def _text(name: str, key: str, digits: int) -> Column:
+    return name, lambda model: _plain(model["texts"][name].get(key), digits)
+
+
+def _recall(name: str) -> Column:
+    kind, _, size = name.rpartition("_")
+    title = {
+        "repeat": "repeat",
+        "mqar": f"MQAR, {size} pairs",
+        "needle": f"4 needles in {size}",
+        "last_word": f"last word ({size})",
+    }[kind]
+    digits, scale = (2, 1) if kind == "repeat" else (1, 100)
+    return title, lambda model: _plain(model["recall"][name], digits, scale)
+
+
+def _speed(index: int, length: int) -> list[Column]:
+    def cell(key: str, scale: float, digits: int) -> Callable[[Model], str]:
+        return lambda model: f"{model['speed'][index][key] / scale:.{digits}f}"
+
+    return [
+        (f"cache MB at {length}", cell("cache_bytes", 1e6, 2)),
+        (f"decode tokens/s at {length}", cell("decode_tokens_per_second", 1, 0)),
+        (f"prefill tokens/s at {length}", cell("prefill_tokens_per_second", 1, 0)),
+    ]

@@ -1,0 +1,149 @@
+"""The options of a report, and the inputs that all of its models are measured on."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from deltanet_hf.data import shipped_texts, with_prefix
+from deltanet_hf.errors import UserError, one_line
+from deltanet_hf.evaluation.measures.continuations import TokenRequest
+from deltanet_hf.evaluation.measures.probes import Probe
+from deltanet_hf.evaluation.report.contestants import BASELINES
+from deltanet_hf.evaluation.tasks.harness import Harness
+from deltanet_hf.evaluation.tasks.recall_tasks import associative_recall, needles
+from deltanet_hf.evaluation.tasks.suites import SUITES, Suite
+from deltanet_hf.evaluation.tasks.text_windows import encode_documents, read_text, token_ids, windows
+from deltanet_hf.evaluation.tasks.wikitext import wikitext_texts
+
+_NO_LIMIT = 10**6  # tokens of a last-word request
+_HAYSTACKS = 10  # length of the haystack text, in contexts
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    """The models of a report and its inputs.
+
+    Attributes:
+        teacher: folder or Hub id.
+        students: folders or Hub ids, or NAME=FOLDER.
+        out: folder for the report's files.
+        suite: a name in `SUITES`.
+        data: folder of NAME/SPLIT.jsonl.gz files; None loads rows from the Hub.
+        texts: name -> file, for perplexity and KL divergence. WikiText-2 is added if `data` holds it. The first file
+            also gives the segments of the exact repeat.
+        windows: number of windows per text.
+        haystack: text file of the needle task; None for the text that ships with this package.
+        last_word: JSON file {name: [[context ids, answer ids], ...]}, measured by greedy exact match.
+        baselines: names in `BASELINES`.
+        limit: largest number of rows per task, windows per text and recall probes; None for no limit.
+        max_length: longest context of needles and speed in tokens; None for the teacher's limit.
+        device: torch device; None for CUDA if there is a GPU, else the CPU.
+        dtype: name of a torch dtype, or "auto" for the dtype that each model is stored in.
+        processes: number of models measured in parallel; with GPUs, each process has its own.
+    """
+
+    teacher: str
+    students: list[str]
+    out: Path
+    suite: str = "small"
+    data: Path | None = None
+    texts: dict[str, Path] = field(default_factory=dict)
+    windows: int = 64
+    haystack: Path | None = None
+    last_word: Path | None = None
+    baselines: tuple[str, ...] = BASELINES
+    limit: int | None = None
+    max_length: int | None = None
+    device: str | None = None
+    dtype: str = "auto"
+    processes: int = 1
+
+
+@dataclass
+class Material:
+    """The inputs of a report, read and tokenised.
+
+    Attributes:
+        harness: lm-eval tasks; None if the suite has none.
+        texts: name -> windows [N, T] int64 of token ids.
+        repeat: segments [N, T] int64 of the exact repeat.
+        recall: `needle_LENGTH` or `mqar_PAIRS` -> probes.
+        last_word: name -> requests, scored by greedy exact match.
+        speed_lengths: context lengths at which memory and speed are measured.
+    """
+
+    harness: Harness | None
+    texts: dict[str, Tensor]
+    repeat: Tensor
+    recall: dict[str, list[Probe]]
+    last_word: dict[str, list[TokenRequest]]
+    speed_lengths: tuple[int, ...]
+
+
+def read_material(options: ReportOptions, tokenizer: PreTrainedTokenizerBase, longest: int) -> Material:
+    """Read, tokenise and check all inputs before any model runs; UserError for one that cannot be used.
+
+    Args:
+        longest: the longest context of the teacher in tokens, which `options.max_length` replaces.
+    """
+    suite = SUITES[options.suite]
+    length, repeated = suite.text_window, suite.repeated
+    count = min(options.windows, options.limit or options.windows)
+    context = options.max_length or longest
+    texts: dict[str, Tensor] = {}
+    repeat: Tensor | None = None
+    for name, path in options.texts.items():
+        ids = token_ids(path, tokenizer, length)
+        texts[name] = with_prefix(windows(ids, length, count), tokenizer)
+        if repeat is None:
+            repeat = windows(ids, repeated, count)
+    for name, text in wikitext_texts(options.data).items():
+        ids = encode_documents([text], tokenizer, count * length)
+        texts[name] = with_prefix(windows(ids, length, count), tokenizer)
+    sources = [options.haystack] if options.haystack else shipped_texts()
+    documents = [document for path in sources for document in read_text(path)]
+    haystack = encode_documents(documents, tokenizer, _HAYSTACKS * context)
+    probes = min(suite.probes, options.limit or suite.probes)
+    return Material(
+        harness=Harness(suite.tasks, options.data, options.limit) if suite.tasks else None,
+        texts=texts,
+        repeat=windows(haystack, repeated, count) if repeat is None else repeat,
+        recall=_recall(suite, tokenizer, haystack, context, probes),
+        last_word=_read_last_word(options.last_word, options.limit),
+        speed_lengths=tuple(length for length in suite.speed_lengths if length <= context),
+    )
+
+
+def _recall(
+    suite: Suite, tokenizer: PreTrainedTokenizerBase, haystack: np.ndarray, longest: int, count: int
+) -> dict[str, list[Probe]]:
+    """The recall probes of the suite; needle lengths above `longest` tokens are left out."""
+    built = {f"mqar_{pairs}": associative_recall(tokenizer, pairs, count) for pairs in suite.pairs}
+    for length in suite.needle_lengths:
+        if length <= longest:
+            built[f"needle_{length}"] = needles(tokenizer, haystack, length, count)
+    return built
+
+
+def _read_last_word(path: Path | None, limit: int | None) -> dict[str, list[TokenRequest]]:
+    if path is None:
+        return {}
+    opener = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opener(path, "rt") as stream:
+            groups = json.load(stream)
+        return {
+            name: [TokenRequest.truncated(context, answer, _NO_LIMIT) for context, answer in pairs[:limit]]
+            for name, pairs in groups.items()
+        }
+    except (OSError, ValueError, AttributeError) as error:
+        raise UserError(
+            f"{path}: expected JSON {{name: [[context ids, answer ids], ...]}} ({one_line(error)})"
+        ) from error

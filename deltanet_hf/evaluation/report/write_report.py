@@ -1,0 +1,77 @@
+"""Writes a report: a teacher, its students and untrained baselines in one table, with figures and JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deltanet_hf.errors import UserError
+from deltanet_hf.evaluation.measures.scores import Score
+from deltanet_hf.evaluation.report.bench import Outcome, measure_rows
+from deltanet_hf.evaluation.report.contestants import BASELINES, Contestant, line_up
+from deltanet_hf.evaluation.report.figures import write_figures
+from deltanet_hf.evaluation.report.markdown import markdown
+from deltanet_hf.evaluation.report.material import ReportOptions
+from deltanet_hf.evaluation.report.model_scores import ModelScores
+from deltanet_hf.evaluation.report.teacher_share import percent_of_teacher
+from deltanet_hf.evaluation.tasks.suites import SUITES
+
+
+@dataclass
+class Row:
+    """A model of the report with its scores; `percent` is its share of the teacher's task scores, if known."""
+
+    contestant: Contestant
+    scores: ModelScores
+    percent: Score | None = None
+
+
+def run_report(options: ReportOptions, say: Callable[[str], None] = print) -> dict[str, Any]:
+    """Measure every model and write report.md, report.json and the figures into `options.out`; returns the JSON.
+
+    report.md and report.json are rewritten after each model, so an interrupted run leaves the models it finished.
+
+    Args:
+        say: receives lines of progress.
+
+    Raises UserError for an unknown suite or baseline, and for models or inputs that cannot be used.
+    """
+    if options.suite not in SUITES:
+        raise UserError(f"--suite {options.suite}: unknown; choose one of {', '.join(SUITES)}")
+    if unknown := sorted(set(options.baselines) - set(BASELINES)):
+        raise UserError(f"--baselines {unknown[0]}: unknown; choose from {', '.join(BASELINES)}")
+    contestants = line_up(options.teacher, options.students, options.baselines)
+    rows: list[Row] = []
+    document: dict[str, Any] = {}
+    for contestant, outcome in zip(contestants, measure_rows(options, contestants, say), strict=True):
+        row = Row(contestant, outcome.scores)
+        rows.append(row)
+        if outcome.tasks:
+            row.percent = percent_of_teacher(row.scores.tasks, rows[0].scores.tasks, outcome.tasks)
+        document = _document(rows, outcome)
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / "report.json").write_text(json.dumps(document, indent=1))
+        (options.out / "report.md").write_text(markdown(document))
+    write_figures(document, options.out)
+    return document
+
+
+def _document(rows: list[Row], last: Outcome) -> dict[str, Any]:
+    counts = {name: len(result.samples) for name, result in rows[0].scores.tasks.items()}
+    return {
+        "settings": {**last.settings, "rows": counts},
+        "models": [
+            {
+                "name": row.contestant.name,
+                "kind": row.contestant.kind,
+                "folder": Path(row.contestant.folder).name,
+                "training_tokens": row.contestant.tokens,
+                "percent_of_teacher": row.percent.to_dict() if row.percent else None,
+                **row.scores.to_dict(),
+            }
+            for row in rows
+        ],
+    }

@@ -1,0 +1,1 @@
+"""The inputs of an evaluation: lm-eval tasks on the Hub's or on local data, windows of text, and recall probes."""

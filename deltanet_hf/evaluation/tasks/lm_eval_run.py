@@ -1,0 +1,86 @@
+"""Runs lm-eval's own command line with this package's model class, tasks and local data."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+
+from lm_eval import __main__ as lm_eval_command
+from lm_eval import tasks
+
+import deltanet_hf.evaluation.tasks.lm_eval_model  # noqa: F401  registers the model class with lm-eval
+from deltanet_hf.errors import UserError, one_line
+from deltanet_hf.evaluation.tasks.lm_eval_patches import quiet_lm_eval, replaced
+from deltanet_hf.evaluation.tasks.local_data import write_task_folder
+
+_ERROR_LENGTH = 300
+
+
+def run_lm_eval(
+    model: str, arguments: list[str], data: Path | None = None, window: int | None = None, sinks: int = 4
+) -> None:
+    """Evaluate a model with lm-eval's command line.
+
+    Args:
+        model: folder or Hub id.
+        arguments: command-line arguments of lm-eval; `--tasks` is required.
+        data: folder of NAME/SPLIT.jsonl.gz files; None loads all rows from the Hub.
+        window: number of recent tokens that softmax layers may see; None for no restriction.
+        sinks: number of first tokens that stay visible under `window`.
+
+    Raises UserError for unknown tasks, and for models and data sets that cannot be loaded.
+    """
+    requested = requested_tasks(arguments)
+    if not requested:
+        raise UserError("--tasks is missing; for instance --tasks demo_cloze,demo_repeat (no data needed)")
+    arguments, user_tasks = _take_include_path(arguments)
+    quiet_lm_eval()
+    model_arguments: dict[str, str | int] = {"pretrained": model}
+    if window is not None:
+        model_arguments |= {"window": window, "sinks": sinks}
+    command = ["lm-eval", "run", "--model", "deltanet-hf", "--model_args", json.dumps(model_arguments)]
+    with tempfile.TemporaryDirectory(prefix="deltanet-tasks-") as folder, contextlib.ExitStack() as undo:
+        known = write_task_folder(Path(folder), data, user_tasks)
+        if set(requested) <= set(known):
+            # Reading the index of all stock tasks takes longer than running the demo's tasks.
+            undo.enter_context(replaced(tasks, "TaskManager", partial(tasks.TaskManager, include_defaults=False)))
+        arguments = [*command, "--batch_size", "auto", "--include_path", folder, *arguments]
+        undo.enter_context(replaced(sys, "argv", arguments))
+        try:
+            lm_eval_command.cli_evaluate()
+        except OSError as error:  # raised by the loaders of models and of data sets
+            line = one_line(error, _ERROR_LENGTH)
+            raise UserError(f"{model}: {line}; without a network, give local folders (MODEL, --data)") from error
+        except ValueError as error:
+            if "Tasks not found" not in str(error):
+                raise
+            raise UserError(f"--tasks: {one_line(error)}; `lm-eval ls tasks` lists them") from error
+
+
+def requested_tasks(arguments: list[str]) -> list[str]:
+    """The values of `--tasks`, which lm-eval accepts separated by spaces or commas."""
+    names: list[str] = []
+    taking = False
+    for argument in arguments:
+        if argument.startswith("-"):
+            taking = argument in ("--tasks", "-t")
+        elif taking:
+            names += argument.split(",")
+    return names
+
+
+def _take_include_path(arguments: list[str]) -> tuple[list[str], Path | None]:
+    """The arguments without `--include_path FOLDER`, and FOLDER.
+
+    lm-eval accepts one such folder only, so the user's tasks are written into the folder of this package's tasks.
+    """
+    if "--include_path" not in arguments:
+        return arguments, None
+    at = arguments.index("--include_path")
+    if at + 1 == len(arguments):
+        raise UserError("--include_path needs a folder of task YAML files")
+    return arguments[:at] + arguments[at + 2 :], Path(arguments[at + 1])

@@ -1,0 +1,95 @@
+"""The suites of a report: their tasks, with metric, chance level and number of rows, and their other measurements."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+SEED = 1234
+
+
+@dataclass(frozen=True)
+class SuiteTask:
+    """A task of a suite.
+
+    Attributes:
+        metric: the metric of lm-eval that is usually published: `acc`, `acc_norm` (normalised by length) or
+            `exact_match`.
+        chance: expected score of guessing, which the chance-corrected average subtracts.
+        rows: number of rows to score, drawn with a fixed seed; None for all.
+        averaged: whether the task is part of the "% of teacher" average.
+    """
+
+    name: str
+    metric: str
+    chance: float
+    rows: int | None = None
+    averaged: bool = True
+
+
+# BLiMP has 67 paradigms of 1000 pairs; with 200 pairs of each, the standard error is 0.3 points.
+_BLIMP_SMALL = SuiteTask("blimp", "acc", 0.5, rows=200 * 67)
+
+SMALL = (
+    SuiteTask("lambada_openai", "acc", 0.0),
+    SuiteTask("hellaswag", "acc_norm", 0.25),
+    SuiteTask("piqa", "acc", 0.5),
+    SuiteTask("arc_easy", "acc", 0.25),
+    SuiteTask("sciq", "acc", 0.25),
+    _BLIMP_SMALL,
+)
+FULL = (
+    *SMALL[:-1],
+    SuiteTask("blimp", "acc", 0.5),
+    SuiteTask("arc_challenge", "acc_norm", 0.25),
+    SuiteTask("winogrande", "acc", 0.5),
+    SuiteTask("boolq", "acc", 0.5),
+    SuiteTask("openbookqa", "acc_norm", 0.25),
+    SuiteTask("lambada_last_word", "exact_match", 0.0, rows=1000, averaged=False),
+    SuiteTask("triviaqa", "exact_match", 0.0, rows=1000, averaged=False),
+    SuiteTask("nq_open", "exact_match", 0.0, rows=1000, averaged=False),
+    SuiteTask("gsm8k", "exact_match", 0.0, rows=250, averaged=False),
+    SuiteTask("arc_easy_rotated", "acc", 0.25, averaged=False),
+    SuiteTask("arc_challenge_rotated", "acc", 0.25, averaged=False),
+    SuiteTask("openbookqa_rotated", "acc", 0.25, averaged=False),
+    SuiteTask("sciq_rotated", "acc", 0.25, averaged=False),
+)
+
+
+@dataclass(frozen=True)
+class Suite:
+    """The measurements of a report.
+
+    Attributes:
+        tasks: lm-eval tasks; none in the suite `texts`.
+        pairs: list sizes of associative recall, in pairs.
+        needle_lengths: lengths of the needle probes, in tokens.
+        probes: number of recall probes per list size or length.
+        speed_lengths: context lengths in tokens at which memory and speed are measured.
+        text_window: tokens per window of a text.
+        repeated: tokens per segment of the exact repeat.
+    """
+
+    tasks: tuple[SuiteTask, ...]
+    pairs: tuple[int, ...]
+    needle_lengths: tuple[int, ...]
+    probes: int
+    speed_lengths: tuple[int, ...]
+    text_window: int = 1024
+    repeated: int = 256
+
+
+_LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
+SUITES = {
+    "texts": Suite((), (8, 32), (1024, 2048), 32, ()),
+    # With 128 probes of 4 needles, the standard error is 2 to 4 points.
+    "small": Suite(SMALL, (8, 32), (1024, 2048), 128, (1024, 4096)),
+    "full": Suite(FULL, (4, 8, 16, 32, 64), _LENGTHS, 128, _LENGTHS),
+}
+
+
+def draw_rows(task: str, available: int, count: int | None) -> list[int]:
+    """Sorted indices of `count` of a task's rows, all for None; equal for every model, machine and rerun."""
+    if count is None or count >= available:
+        return list(range(available))
+    return sorted(random.Random(f"{SEED} {task}").sample(range(available), count))

@@ -1,0 +1,98 @@
+"""The console script `deltanet-hf`.
+
+A subcommand's module is imported only when that subcommand is called, so that `deltanet-hf --help` imports neither
+torch nor transformers. Exit codes are those of `deltanet_hf.exit_codes`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import typer
+
+
+@dataclass(frozen=True)
+class Subcommand:
+    """The module and function of a subcommand, its line in the help, and its Click context settings."""
+
+    module: str
+    function: str
+    help: str
+    context: dict[str, Any] = field(default_factory=dict)
+
+    def load(self) -> Callable[..., Any]:
+        return getattr(importlib.import_module(self.module), self.function)
+
+
+UNKNOWN_ALLOWED = {"allow_extra_args": True, "ignore_unknown_options": True}
+COMMANDS = {
+    "convert": Subcommand(
+        "deltanet_convert.convert_command",
+        "convert_command",
+        "Convert a pretrained softmax model into a Gated DeltaNet model.",
+    ),
+    "recipes": Subcommand(
+        "deltanet_recipes.shipped", "recipes_command", "List the training recipes that are installed, or copy one."
+    ),
+    "align": Subcommand(
+        "deltanet_recipes.command", "align", "Train each converted layer to reproduce its teacher's attention output."
+    ),
+    "distill": Subcommand("deltanet_recipes.command", "distill", "Run all training stages of a recipe."),
+    "eval": Subcommand(
+        "deltanet_recipes.evaluation_command",
+        "evaluate",
+        "Score a model with lm-eval; accepts all options of lm-eval.",
+        UNKNOWN_ALLOWED,
+    ),
+    "report": Subcommand(
+        "deltanet_recipes.evaluation_command", "report", "Compare a teacher, its students and untrained baselines."
+    ),
+    "export": Subcommand(
+        "deltanet_convert.export.export_command",
+        "export_command",
+        "Export a converted model for vLLM, mlx-lm or llama.cpp.",
+    ),
+    "generate": Subcommand("deltanet_hf.generate", "generate_command", "Generate text that continues a prompt."),
+}
+
+
+def build_app(chosen: str | None) -> typer.Typer:
+    """The Typer application; only the module of the subcommand `chosen` is imported, none for None."""
+    app = typer.Typer(
+        name="deltanet-hf",
+        help="Convert a pretrained softmax language model into a Gated DeltaNet model; train, evaluate and run it.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="markdown",
+    )
+    for name, command in COMMANDS.items():
+        function = command.load() if name == chosen else _not_imported
+        app.command(name, help=command.help, context_settings=command.context)(function)
+    return app
+
+
+def _not_imported() -> None:
+    """Placeholder function of a subcommand that was not called."""
+
+
+def main() -> None:
+    """Run the subcommand that the process's arguments name."""
+    chosen = next((argument for argument in sys.argv[1:] if argument in COMMANDS), None)
+    try:
+        build_app(chosen)()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as error:
+        from deltanet_hf.exit_codes import exit_with  # imports torch and transformers, which `--help` does not need
+
+        exit_with(error)
+        raise
+
+
+if __name__ == "__main__":
+    main()

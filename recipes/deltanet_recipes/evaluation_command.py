@@ -1,0 +1,122 @@
+"""The options of `deltanet-hf eval` and `deltanet-hf report`; evaluation is imported when a command runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+DATA_VARIABLE = "DELTANET_EVAL_DATA"
+
+
+def evaluate(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="Folder or Hub id of a converted model or of a softmax model.")],
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            envvar=DATA_VARIABLE,
+            help="Folder of NAME/SPLIT.jsonl.gz files. Stock tasks whose files it holds need no network.",
+        ),
+    ] = None,
+    window: Annotated[
+        int | None,
+        typer.Option(help="Restrict softmax layers to this many recent tokens (a baseline without training)."),
+    ] = None,
+    sinks: Annotated[int, typer.Option(help="Number of first tokens that stay visible with --window.")] = 4,
+) -> None:
+    """Score MODEL with lm-eval. All other options are passed to lm-eval (`--tasks`, `--limit`, `--output_path` ...)."""
+    from deltanet_hf.evaluation.tasks.lm_eval_run import run_lm_eval
+
+    run_lm_eval(model, context.args, data=data, window=window, sinks=sinks)
+
+
+def report(
+    teacher: Annotated[str, typer.Argument(help="Folder or Hub id of the softmax teacher.")],
+    students: Annotated[list[str], typer.Argument(help="Converted models, each given as FOLDER or NAME=FOLDER.")],
+    out: Annotated[Path, typer.Option(help="Folder for report.md, report.json and the figures.")],
+    suite: Annotated[
+        str, typer.Option(help="Set of measurements: small, full, or texts (no lm-eval tasks).")
+    ] = "small",
+    data: Annotated[
+        Path | None,
+        typer.Option(envvar=DATA_VARIABLE, help="Folder of NAME/SPLIT.jsonl.gz files; the Hub is used without it."),
+    ] = None,
+    text: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="NAME=FILE, repeatable: measure perplexity and KL divergence on this text "
+            "(.txt, .jsonl, .jsonl.gz, .jsonl.xz, or .npy with token ids)."
+        ),
+    ] = None,
+    windows: Annotated[int, typer.Option(min=1, help="Number of windows of 1024 tokens per text.")] = 64,
+    haystack: Annotated[
+        Path | None, typer.Option(help="Text file for the needle task; a text ships with deltanet-hf.")
+    ] = None,
+    last_word: Annotated[
+        Path | None,
+        typer.Option(
+            help="JSON file {name: [[context ids, answer ids], ...]}: measure the share of answers that greedy "
+            "decoding gives."
+        ),
+    ] = None,
+    baselines: Annotated[
+        str,
+        typer.Option(
+            help="Comma-separated list of window (softmax restricted to a window), linear-off (linear layers give "
+            "zero) and scratch (converted layers without fitted start values); or none."
+        ),
+    ] = "window,linear-off,scratch",
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Use at most this many rows of each measurement, for a trial.")
+    ] = None,
+    max_length: Annotated[
+        int | None,
+        typer.Option(min=1, help="Longest context for needles and speed, in tokens; the teacher's limit by default."),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Device such as cuda, cuda:1 or cpu; cuda by default if there is a GPU.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Model dtype: auto (as stored), bfloat16 or float32.")] = "auto",
+    processes: Annotated[
+        int, typer.Option(min=1, help="Number of models to measure in parallel, each on its own GPU.")
+    ] = 1,
+) -> None:
+    """Compare TEACHER, STUDENTS and untrained baselines in one table, with figures and JSON."""
+    texts = named_files(text or [])
+    from deltanet_hf.evaluation.report.material import ReportOptions
+    from deltanet_hf.evaluation.report.write_report import run_report
+
+    options = ReportOptions(
+        teacher=teacher,
+        students=students,
+        out=out,
+        suite=suite,
+        data=data,
+        texts=texts,
+        windows=windows,
+        haystack=haystack,
+        last_word=last_word,
+        baselines=() if baselines == "none" else tuple(baselines.split(",")),
+        limit=limit,
+        max_length=max_length,
+        device=device,
+        dtype=dtype,
+        processes=processes,
+    )
+    run_report(options, typer.echo)
+    typer.echo((out / "report.md").read_text())
+
+
+def named_files(texts: list[str]) -> dict[str, Path]:
+    """NAME -> FILE from the values of `--text`; UserError for a value that is not NAME=FILE."""
+    files: dict[str, Path] = {}
+    for entry in texts:
+        name, separator, path = entry.partition("=")
+        if not separator or not name or not path:
+            from deltanet_hf.errors import UserError
+
+            raise UserError(f"--text {entry}: expected NAME=FILE")
+        files[name] = Path(path)
+    return files
