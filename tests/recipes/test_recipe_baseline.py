@@ -15,11 +15,11 @@ from deltanet_hf.evaluation.report.contestants import Roster, line_up
 from deltanet_hf.evaluation.tasks.lm_eval_model import DeltaNetLM
 from deltanet_hf.mixers.window import restrict_to_window
 from deltanet_hf.generate import generate_command
-from deltanet_recipes import trainer
 from deltanet_recipes.config import load_recipe
-from deltanet_recipes.logbook import read_log
-from deltanet_recipes.measure import load_for_measure
-from deltanet_recipes.pipeline import run
+from deltanet_recipes.study.results_row import load_for_measure
+from deltanet_recipes.training import trainer
+from deltanet_recipes.training.logbook import read_log
+from deltanet_recipes.training.pipeline import run
 from tests.recipes.tiny_run import ALIGN, DISTIL, WORDS, make_workplace, recipe_tree, write_recipe
 
 LENGTH = 128  # the window of 64 must hide something

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from deltanet_hf.errors import UserError
-from deltanet_recipes.measure import Measure, append_rows
-from deltanet_recipes.readme_tables import BLOCK, rewritten
+from deltanet_recipes.study.results_row import Measure, append_rows
+from readme_tables import BLOCK, rewritten
 
 ROOT = Path(__file__).parents[2]
 

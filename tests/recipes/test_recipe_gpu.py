@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from deltanet_recipes.adapters import train_for
-from deltanet_recipes.losses import Head, KlTerms, live_chunk
-from deltanet_recipes.microstep import MicroStep, compile_layers
-from deltanet_recipes.models import decoder_layers, load_student
-from deltanet_recipes.objectives import Batch, Distil
-from deltanet_recipes.packing import make_rows
-from deltanet_recipes.runtime import Runtime
+from deltanet_recipes.data.packing import make_rows
 from deltanet_recipes.schema import Distil as DistilStage
-from deltanet_recipes.schema import Engine
-from deltanet_recipes.walk import document_boundaries
+from deltanet_recipes.schema_sections import Engine
+from deltanet_recipes.training.adapters import train_for
+from deltanet_recipes.training.layer_runner import document_boundaries
+from deltanet_recipes.training.losses import Head, KlTerms, live_chunk
+from deltanet_recipes.training.microstep import MicroStep, compile_layers
+from deltanet_recipes.training.model_pair import decoder_layers, load_student
+from deltanet_recipes.training.objectives import Batch, Distil
+from deltanet_recipes.training.runtime import Runtime
 from tests.recipes.tiny_run import SHAPE, make_models
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

@@ -18,16 +18,17 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 
 from deltanet_convert.export.import_qwen3_5 import plan_import, write_import
 from deltanet_hf.errors import UserError
-from deltanet_recipes import trainer
-from deltanet_recipes.adapters import merge_lora, train_for
 from deltanet_recipes.config import load_recipe
-from deltanet_recipes.logbook import read_log
-from deltanet_recipes.models import is_imported, load_student, mixers
-from deltanet_recipes.optim import parameter_groups
-from deltanet_recipes.pipeline import run
-from deltanet_recipes.plan import estimate
-from deltanet_recipes.runtime import Runtime
-from deltanet_recipes.schema import Distil, Lora
+from deltanet_recipes.schema import Distil
+from deltanet_recipes.schema_sections import Lora
+from deltanet_recipes.training import trainer
+from deltanet_recipes.training.adapters import merge_lora, train_for
+from deltanet_recipes.training.cost_estimate import estimate
+from deltanet_recipes.training.logbook import read_log
+from deltanet_recipes.training.model_pair import is_imported, load_student, mixers
+from deltanet_recipes.training.optim import parameter_groups
+from deltanet_recipes.training.pipeline import run
+from deltanet_recipes.training.runtime import Runtime
 from tests.recipes.tiny_run import ALIGN, DISTIL, SHAPE, make_tokenizer, make_workplace, recipe_tree, write_recipe
 
 CHAT_TEMPLATE = (

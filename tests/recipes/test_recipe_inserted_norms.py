@@ -14,11 +14,11 @@ from deltanet_hf import DeltaNetOptions, converted_config
 from deltanet_hf.models.layers import INSERTED_QK_NORMS
 from deltanet_hf.models.families import FAMILIES
 from deltanet_hf.models.factory import model_class
-from deltanet_recipes.adapters import inserted_norms, train_for
 from deltanet_recipes.config import load_recipe
-from deltanet_recipes.models import load_student
-from deltanet_recipes.pipeline import run
 from deltanet_recipes.schema import Distil
+from deltanet_recipes.training.adapters import inserted_norms, train_for
+from deltanet_recipes.training.model_pair import load_student
+from deltanet_recipes.training.pipeline import run
 from tests.recipes.tiny_run import ALIGN, DISTIL, SHAPE, make_workplace, recipe_tree, write_recipe
 
 NORMS = {f"model.layers.1.self_attn.{name}_norm.weight" for name in "qk"}

@@ -10,18 +10,18 @@ import torch
 from safetensors.torch import load_file
 from torch.utils import _pytree as pytree
 
-from deltanet_recipes.adapters import train_for
 from deltanet_recipes.config import load_recipe
-from deltanet_recipes.feeds import RowFeed
-from deltanet_recipes.logbook import read_log
-from deltanet_recipes.losses import Head, KlTerms, live_chunk
-from deltanet_recipes.microstep import MicroStep
-from deltanet_recipes.models import load_student, load_teacher
-from deltanet_recipes.objectives import Align, Distil
-from deltanet_recipes.packing import Mixture, split_streams
-from deltanet_recipes.pipeline import run
-from deltanet_recipes.runtime import Runtime
-from deltanet_recipes.tokens import load_corpus
+from deltanet_recipes.data.packing import Mixture, split_streams
+from deltanet_recipes.data.tokens import load_corpus
+from deltanet_recipes.training.adapters import train_for
+from deltanet_recipes.training.feeds import RowFeed
+from deltanet_recipes.training.logbook import read_log
+from deltanet_recipes.training.losses import Head, KlTerms, live_chunk
+from deltanet_recipes.training.microstep import MicroStep
+from deltanet_recipes.training.model_pair import load_student, load_teacher
+from deltanet_recipes.training.objectives import Align, Distil
+from deltanet_recipes.training.pipeline import run
+from deltanet_recipes.training.runtime import Runtime
 from tests.recipes.tiny_run import DISTIL, make_tokenizer, make_workplace, recipe_tree, write_recipe
 
 SEPARATOR = 2

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from deltanet_hf.errors import UserError
-from deltanet_recipes.paired import compare, main, markdown
+from paired import compare, main, markdown
 
 
 def log(factor: float, align_tokens: int, until: int) -> list[dict[str, float | str]]:

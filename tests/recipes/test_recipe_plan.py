@@ -13,14 +13,14 @@ from torch import nn
 from deltanet_hf import DeltaNetOptions, converted_config
 from deltanet_hf.models.families import FAMILIES
 from deltanet_hf.models.factory import model_class
-from deltanet_recipes.adapters import train_for, train_mixers
 from deltanet_recipes.config import load_recipe, read_recipe
-from deltanet_recipes.layerwise import LayerwiseAlign
-from deltanet_recipes.models import load_student, mixers
-from deltanet_recipes.pipeline import run
-from deltanet_recipes.plan import estimate
-from deltanet_recipes.runtime import Runtime
 from deltanet_recipes.schema import Align
+from deltanet_recipes.training.adapters import train_for, train_mixers
+from deltanet_recipes.training.cost_estimate import estimate
+from deltanet_recipes.training.layerwise import LayerwiseAlign
+from deltanet_recipes.training.model_pair import load_student, mixers
+from deltanet_recipes.training.pipeline import run
+from deltanet_recipes.training.runtime import Runtime
 from tests.recipes.tiny_run import ALIGN, DISTIL, make_workplace, recipe_tree, write_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"

@@ -18,9 +18,9 @@ import pytest
 import yaml
 
 from deltanet_hf.errors import UserError
-from deltanet_recipes.results_table import markdown
-from deltanet_recipes.study import StudyRun
-from deltanet_recipes.study_config import load_study
+from deltanet_recipes.study.runner import StudyRun
+from deltanet_recipes.study.study_config import load_study
+from results_table import markdown
 from tests.recipes.tiny_run import ALIGN, DISTIL, WORDS, make_workplace, recipe_tree, write_recipe
 
 ROOT = Path(__file__).parents[2]

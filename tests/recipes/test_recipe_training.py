@@ -19,15 +19,16 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from deltanet_hf.errors import QualityError, UserError
-from deltanet_recipes import trainer
-from deltanet_recipes.adapters import lora_targets, merge_lora, train_for
 from deltanet_recipes.config import load_recipe
-from deltanet_recipes.feeds import check_share
-from deltanet_recipes.logbook import read_log
-from deltanet_recipes.models import load_student, mixers
-from deltanet_recipes.pipeline import run
-from deltanet_recipes.runtime import Runtime
-from deltanet_recipes.schema import Align, Distil, Lora
+from deltanet_recipes.schema import Align, Distil
+from deltanet_recipes.schema_sections import Lora
+from deltanet_recipes.training import trainer
+from deltanet_recipes.training.adapters import lora_targets, merge_lora, train_for
+from deltanet_recipes.training.feeds import check_share
+from deltanet_recipes.training.logbook import read_log
+from deltanet_recipes.training.model_pair import load_student, mixers
+from deltanet_recipes.training.pipeline import run
+from deltanet_recipes.training.runtime import Runtime
 from tests.recipes.tiny_run import ALIGN, DISTIL, LAYERS, make_workplace, recipe_tree, write_recipe
 
 ROOT = Path(__file__).parents[2]
