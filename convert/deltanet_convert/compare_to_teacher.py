@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
+from deltanet_hf.mixers import Mixer
 
 from .layer_stream import Head
 
@@ -20,7 +20,6 @@ LOGIT_TOKENS = 128  # tokens whose logits are in memory at a time
 class LayerCheck:
     """A converted layer's output against the teacher's attention, on held-out text, teacher-forced."""
 
-    softmax_error: float  # relative RMS difference of softmax attention with the expanded weights; 0 is exact
     cosine: float  # mean over tokens
     relative_mse: float  # squared error over the squared norm of the teacher's output
 
@@ -47,7 +46,7 @@ class _Fused(nn.Module):
 
 
 @torch.no_grad()
-def softmax_error(attention: Any, layer: GatedDeltaNet, inputs: Tensor, kwargs: dict[str, Any]) -> float:
+def softmax_error(attention: Any, layer: Mixer, inputs: Tensor, kwargs: dict[str, Any]) -> float:
     """Runs the teacher's own softmax attention on the converted layer's q, k, v and o weights.
 
     What a profile leaves out (biases, learned norms) is put back, expanded by whole heads. A wrong head
@@ -56,17 +55,17 @@ def softmax_error(attention: Any, layer: GatedDeltaNet, inputs: Tensor, kwargs: 
     Args:
         inputs: [n, T, hidden] attention inputs; kwargs: the decoder layer's other arguments.
     """
-    groups = layer.num_kv_heads // _kv_heads(attention)
+    groups = layer.num_states // _kv_heads(attention)
     expanded = copy.copy(attention)
     expanded._modules = dict(attention._modules)
     projections = [_with_bias(layer, attention, name, groups) for name in ("q_proj", "k_proj", "v_proj")]
     if hasattr(attention, "qkv_proj"):
         expanded.qkv_proj = _Fused(*projections)
-        expanded.num_key_value_heads = layer.num_kv_heads
+        expanded.num_key_value_heads = layer.num_states
     else:
         expanded.q_proj, expanded.k_proj, expanded.v_proj = projections
     expanded.o_proj = layer.o_proj
-    expanded.num_key_value_groups = layer.num_heads // layer.num_kv_heads
+    expanded.num_key_value_groups = layer.num_heads // layer.num_states
     k_norm = getattr(attention, "k_norm", None)
     if k_norm is not None and k_norm.weight.numel() > layer.head_dim:
         expanded.k_norm = copy.copy(k_norm)
@@ -86,7 +85,7 @@ def _repeat(values: Tensor, head_dim: int, groups: int) -> Tensor:
     return repeated
 
 
-def _with_bias(layer: GatedDeltaNet, attention: Any, name: str, groups: int) -> nn.Module:
+def _with_bias(layer: Mixer, attention: Any, name: str, groups: int) -> nn.Module:
     projection = getattr(layer, name)
     bias = getattr(getattr(attention, name, None), "bias", None)
     if projection.bias is not None or bias is None:

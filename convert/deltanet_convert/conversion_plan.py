@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from deltanet_hf.config import INSERTED_QK_NORMS, DeltaNetOptions
 from deltanet_hf.errors import UserError
+from deltanet_hf.mixers import FLOAT32_NAMES
+from deltanet_hf.mixers.masks import sliding_window
+from deltanet_hf.models.factory import converted_config, model_class
 from deltanet_hf.models.families import family_of
-from deltanet_hf.models.factory import MODEL_CLASSES, converted_config
+from deltanet_hf.models.layers import INSERTED_QK_NORMS, SOFTMAX, LayerTable
 
 from .calibration_text import HELD_OUT_TOKENS, SEQUENCE_LENGTH
 from .start.norm_target import needs_norms, with_norms
@@ -22,7 +24,6 @@ from .teacher_model import Teacher, meta_model, tied_names
 CONTEXTS = (1024, 4096, 16384, 32768, 65536, 131072)
 RUNTIME_BYTES = 600 * 2**20  # Python, torch, transformers and the tokenizer, measured
 SMALL_FILES_BYTES = 64 * 2**20  # tokenizer, card, plot
-FLOAT32_NAMES = ("decay.A_log", "decay.dt_bias")
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,8 @@ class LayerPlan:
     """What happens to one decoder layer; the counts are numbers of parameters of the output."""
 
     index: int
-    converted: bool
+    kind: str  # its name in the layer table
+    title: str  # the same for people
     normed: bool  # keeps softmax attention, with q/k norms that the teacher does not have
     window: int | None  # sliding window of the teacher's attention, in tokens
     copied: int
@@ -40,6 +42,10 @@ class LayerPlan:
     nbytes: int
     state_bytes: int  # of one sequence, any length; 0 where attention stays
     kv_bytes_per_token: int  # of the teacher's attention
+
+    @property
+    def converted(self) -> bool:
+        return self.kind != SOFTMAX
 
     def kv_bytes(self, context: int) -> int:
         """The teacher's cache of this layer for one sequence of `context` tokens."""
@@ -93,30 +99,30 @@ class Plan:
 
 def make_plan(
     teacher: Teacher,
-    wiring: DeltaNetOptions,
+    table: LayerTable,
     dtype: torch.dtype,
     shard_size: int,
     calibration_tokens: int,
     insert_norms: bool = False,
 ) -> Plan:
-    """Plans the conversion of `teacher` into layers as in `wiring`, stored in `dtype`.
+    """Plans the conversion of `teacher` into the layers of `table`, stored in `dtype`.
 
     Args:
         insert_norms: give the kept layers q/k norms where the teacher has none (`norm_target.py`).
     """
-    kept = set(range(teacher.num_layers)) - set(wiring.layers)
+    kept = table.softmax
     inserted = insert_norms and needs_norms(teacher.config, kept)
-    config = converted_config(with_norms(teacher.config, kept) if inserted else teacher.config, wiring)
+    config = converted_config(with_norms(teacher.config, kept) if inserted else teacher.config, table)
     config.dtype = dtype
     student = meta_model(model_class(family_of(config.model_type).model_type), config, dtype)
     tied = tied_names(student)
     specs = [
-        TensorSpec(name, tuple(tensor.shape), torch.float32 if name.endswith(FLOAT32_NAMES) else dtype)
+        TensorSpec(name, tuple(tensor.shape), torch.float32 if name.rpartition(".")[2] in FLOAT32_NAMES else dtype)
         for name, tensor in student.state_dict().items()
         if name not in tied
     ]
     layout = plan_layout(specs, shard_size)
-    layers = tuple(_layer_plan(teacher, student, wiring, specs, i) for i in range(teacher.num_layers))
+    layers = tuple(_layer_plan(teacher, student, table, specs, i) for i in range(teacher.num_layers))
     working = _working_bytes(teacher, calibration_tokens)
     return Plan(
         layers=layers,
@@ -145,19 +151,10 @@ def check_disk(plan: Plan, out: Path, already_there: int) -> None:
         )
 
 
-def sliding_window(config: PreTrainedConfig, layer: int) -> int | None:
-    """Tokens that a layer's attention can see; None for all."""
-    window = getattr(config, "sliding_window", None)
-    types = getattr(config, "layer_types", None)
-    if window is None or (types is not None and types[layer] != "sliding_attention"):
-        return None
-    return int(window)
-
-
 def _layer_plan(
     teacher: Teacher,
     student: PreTrainedModel,
-    wiring: DeltaNetOptions,
+    table: LayerTable,
     specs: Sequence[TensorSpec],
     index: int,
 ) -> LayerPlan:
@@ -173,7 +170,7 @@ def _layer_plan(
         else:
             kind = "copied" if tuple(before[source].shape) == spec.shape else "expanded"
         counts[kind] += spec.numel
-    converted = index in wiring.layers
+    kind = table[index]
     attention: Any = student.model.layers[index].self_attn
     item = mine[0].dtype.itemsize
     teacher_attention: Any = teacher.model.model.layers[index].self_attn
@@ -181,13 +178,14 @@ def _layer_plan(
     kv_width = int(config.num_key_value_heads) * int(teacher_attention.head_dim)
     return LayerPlan(
         index=index,
-        converted=converted,
+        kind=table.layers[index],
+        title="softmax" if kind is None else kind.mixer.title,
         normed=index in getattr(student.config, INSERTED_QK_NORMS, ()),
         window=sliding_window(config, index),
         **counts,
         dropped=sum(tensor.numel() for name, tensor in before.items() if name not in sources),
         nbytes=sum(spec.nbytes for spec in mine),
-        state_bytes=_state_bytes(attention, item) if converted else 0,
+        state_bytes=0 if kind is None else attention.state_bytes(mine[0].dtype),
         kv_bytes_per_token=2 * kv_width * item,
     )
 
@@ -198,12 +196,6 @@ def _source(name: str, before: dict[str, torch.Tensor]) -> str:
         for part in ("q_proj", "k_proj", "v_proj"):
             name = name.replace(f"self_attn.{part}.", "self_attn.qkv_proj.")
     return name
-
-
-def _state_bytes(attention: Any, item: int) -> int:
-    state = attention.num_kv_heads * attention.head_dim**2 * 4  # float32 always
-    taps = attention.options.conv_size
-    return int(state + (taps - 1) * attention.conv1d.weight.shape[0] * item) if taps else int(state)
 
 
 def _working_bytes(teacher: Teacher, calibration_tokens: int) -> int:

@@ -21,7 +21,7 @@ def request(job: Job, text: CalibrationText) -> dict[str, Any]:
             "config": config,
             "files": states,
         },
-        "options": {**job.options.decisive(), "layers": list(job.wiring.layers)},
+        "options": {**job.options.decisive(), "layers": list(job.table.layers)},
         "text": {"sha256": text.sha256, "tokens": list(text.calibration.shape)},
         "versions": versions(),
     }
@@ -49,7 +49,7 @@ def report(
         },
         "versions": versions(),
         "plan": job.plan.to_json(),
-        "layers": [{"index": index, **steps[f"layer {index}"]} for index in job.wiring.layers],
+        "layers": [{"index": index, **steps[f"layer {index}"]} for index in job.table.converted],
         "inserted_norms": [{"index": index, **steps[f"layer {index}"]} for index in normed],
         "held_out": held_out,
     }
@@ -80,4 +80,4 @@ def _teacher_facts(job: Job) -> dict[str, Any]:
 
 
 def _option_facts(job: Job) -> dict[str, Any]:
-    return {**job.options.decisive(), "layers": job.options.layers, "deltanet": job.wiring.to_dict()}
+    return {**job.options.decisive(), "layers": job.options.layers, "deltanet": job.table.to_dict()}

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from deltanet_hf.errors import UserError
+from deltanet_hf.mixers import MIXERS
 
 from .convert import convert
 from .export.hooks import import_native, native_folder, refuse_unexportable
@@ -27,21 +28,29 @@ def convert_command(
             help="all | every:N (layers N-1, 2N-1, ... stay softmax) | keep:3,7,11 | a file that lists the kept layers."
         ),
     ] = "all",
+    mixer: Annotated[str, typer.Option(help=f"Rule of the converted layers: {', '.join(MIXERS)}.")] = "gated_deltanet",
     profile: Annotated[
-        str, typer.Option(help="native (exportable) | teacher (keeps RoPE, q/k norms and biases).")
-    ] = "teacher",
+        str,
+        typer.Option(
+            help="faithful: keep everything that the teacher's attention has. qwen3_5: make exactly Qwen3.5's layer, so "
+            "that the model can be exported to other runtimes."
+        ),
+    ] = "faithful",
+    training: Annotated[
+        bool,
+        typer.Option(
+            "--training/--no-training",
+            help="Whether the model will be distilled. --no-training takes the settings that are better without.",
+        ),
+    ] = True,
     changes: Annotated[
         list[str] | None,
-        typer.Option("--set", help="KEY=VALUE, repeatable: one key of the profile's wiring, such as rope=false."),
+        typer.Option("--set", help="KEY=VALUE, repeatable: one setting of the mixer, such as rope=false."),
     ] = None,
     fit_memory: Annotated[
         bool,
         typer.Option(help="--no-fit-memory: decay and write strength begin as in a model trained from scratch."),
     ] = True,
-    target: Annotated[
-        str | None,
-        typer.Option("--for", help="native: --profile native, made so that it can be exported, or refused."),
-    ] = None,
     text: Annotated[
         Path | None,
         typer.Option(help="Calibration text: .txt, .jsonl or .parquet [default: the text shipped]."),
@@ -58,10 +67,8 @@ def convert_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan or the result as JSON.")] = False,
 ) -> None:
     """Turn a softmax model into a Gated DeltaNet model; a Qwen3.5 text model, which is one, is imported."""
-    if target not in (None, "native"):
-        raise UserError(f"--for: got '{target}', expected native")
-    if target is not None and changes:
-        raise UserError(f"--set {changes[0]}: --for {target} fixes the wiring; leave out one of the two")
+    if profile == "qwen3_5" and changes:
+        raise UserError(f"--set {changes[0]}: --profile qwen3_5 fixes the settings; leave out one of the two")
     console = Console(stderr=as_json)
     if (native := native_folder(teacher)) is not None:
         if changes:
@@ -80,10 +87,11 @@ def convert_command(
         return
     options = ConvertOptions(
         layers=layers,
-        profile=target or profile,
+        mixer=mixer,
+        profile=profile,
+        training=training,
         changes=tuple(changes or ()),
         fit_memory=fit_memory,
-        insert_norms=target == "native",
         text=text,
         calibration_tokens=calibration_tokens,
         dtype=dtype,
@@ -95,8 +103,8 @@ def convert_command(
         json=as_json,
     )
     job = prepare(teacher, out, options)
-    if target is not None:
-        for note in refuse_unexportable(job.source.name, job.teacher.config, job.wiring.layers):
+    if profile == "qwen3_5":
+        for note in refuse_unexportable(job.source.name, job.teacher.config, job.table.softmax):
             console.print(note, highlight=False, markup=False)
     print_plan(job.plan, console)
     if dry_run:

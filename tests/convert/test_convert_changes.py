@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from deltanet_convert import layer_step
 from deltanet_convert.options import ConvertOptions
-from deltanet_hf.mixers.state import cache_bytes
 from deltanet_hf.errors import UserError
+from deltanet_hf.mixers.state import cache_bytes
 from deltanet_recipes.cli import main
 from support.tiny_conversion import TOKENS, quick_start, teacher_folder, text_file, tiny_conversion
 

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from deltanet_convert import layer_step
 from deltanet_convert.start import copy_weights
 from deltanet_hf.errors import QualityError
-from deltanet_hf.models.families import FAMILIES
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
+from deltanet_hf.models.families import FAMILIES
 from support.tiny_conversion import quick_start, teacher_folder, tiny_conversion, tiny_job, tiny_tokenizer
 from support.tiny_models import LAYERS
 

@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 
 from deltanet_convert.start.norm_target import with_norms
 from deltanet_hf import DeltaNetOptions, converted_config
-from deltanet_hf.models.layers import INSERTED_QK_NORMS
-from deltanet_hf.models.families import FAMILIES
 from deltanet_hf.models.factory import model_class
+from deltanet_hf.models.families import FAMILIES
+from deltanet_hf.models.layers import INSERTED_QK_NORMS
 from deltanet_recipes.config import load_recipe
 from deltanet_recipes.schema import Distil
 from deltanet_recipes.training.adapters import inserted_norms, train_for

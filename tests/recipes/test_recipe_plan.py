@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from deltanet_hf import DeltaNetOptions, converted_config
-from deltanet_hf.models.families import FAMILIES
 from deltanet_hf.models.factory import model_class
+from deltanet_hf.models.families import FAMILIES
 from deltanet_recipes.config import load_recipe, read_recipe
 from deltanet_recipes.schema import Align
 from deltanet_recipes.training.adapters import train_for, train_mixers

@@ -12,8 +12,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from deltanet_hf import DeltaNetOptions, converted_config
-from deltanet_hf.models.families import FAMILIES
 from deltanet_hf.models.factory import model_class
+from deltanet_hf.models.families import FAMILIES
 
 WORDS = 60
 LAYERS = 3

@@ -12,7 +12,6 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from deltanet_hf.config import DeltaNetOptions
 from deltanet_hf.errors import UserError
 
 from ..options import DTYPES, parse_size
@@ -21,7 +20,7 @@ from ..storage.teacher_source import resolve_source
 from .folder_writer import Progress as Report
 from .gguf import OUTTYPES, write_gguf
 from .model_folder import ConvertedModel, read_converted_config
-from .obstacles import FORMATS, Obstacle, export_obstacles, kept_layers
+from .obstacles import FORMATS, Obstacle, export_obstacles
 from .runtime_check import verify_export
 from .slots import uneven_note
 from .stream_export import plan_export, write_export
@@ -110,7 +109,7 @@ def print_check(folder: Path, console: Console) -> None:
     """What each format needs that the model does not have; UserError when no format is possible."""
     config: Any = read_converted_config(folder)
     obstacles = export_obstacles(config)
-    uneven = uneven_note(kept_layers(config, DeltaNetOptions.from_dict(config.deltanet)), config.num_hidden_layers)
+    uneven = uneven_note(LayerTable.of(config).softmax, config.num_hidden_layers)
     for style in FORMATS:
         found: list[Obstacle] = [o for o in obstacles if style in o.formats]
         console.print(f"{style}: {'no' if found else 'yes'}", highlight=False)

@@ -2,37 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from transformers import PreTrainedConfig
 
-from deltanet_hf.config import DeltaNetOptions
 from deltanet_hf.errors import UserError
 
 from ..storage.safetensors_folder import read_json
 from ..storage.teacher_source import resolve_source
 from .export_command import progress_bar
 from .import_qwen3_5 import is_native, plan_import, write_import
-from .obstacles import FORMATS, kept_layers, native_obstacles
+from .obstacles import FORMATS, planned_obstacles
 from .slots import uneven_note
 
 
-def refuse_unexportable(name: str, teacher_config: PreTrainedConfig, layers: Iterable[int]) -> list[str]:
-    """What could not be written of the conversion of `layers` in some formats, or costs more there: notes.
+def refuse_unexportable(name: str, teacher_config: PreTrainedConfig, softmax: list[int]) -> list[str]:
+    """Checks that a conversion by `--profile qwen3_5` could be exported.
 
-    Raises UserError, with every obstacle and its remedy, where another choice of layers or teacher is needed.
+    Args:
+        name: of the teacher, for messages.
+        softmax: the layers that are to keep softmax attention.
+
+    Returns:
+        Notes about formats that cannot be written, or that cost more with this choice of layers.
+
+    Raises:
+        UserError: another choice of layers or teacher is necessary; lists every obstacle and its remedy.
     """
-    found = native_obstacles(teacher_config, layers)
+    found = planned_obstacles(teacher_config, softmax)
     refused = [obstacle for obstacle in found if obstacle.formats == FORMATS]
     if refused:
         listed = "".join(f"\n  {obstacle} ({', '.join(obstacle.formats)})" for obstacle in refused)
-        raise UserError(f"{name}: --for native: the result could not be exported:{listed}")
+        raise UserError(f"{name}: --profile qwen3_5: the result could not be exported:{listed}")
     notes = [f"Not for {' and '.join(obstacle.formats)}: {obstacle}" for obstacle in found]
-    kept = kept_layers(teacher_config, DeltaNetOptions.native(layers))
-    uneven = uneven_note(kept, int(teacher_config.num_hidden_layers))  # type: ignore[attr-defined]
+    uneven = uneven_note(softmax, int(teacher_config.num_hidden_layers))  # type: ignore[attr-defined]
     return notes if uneven is None else [*notes, uneven]
 
 

@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deltanet_hf.qwen3_5 import MODEL_TYPE, DeltaNetQwen3_5ForCausalLM, DeltaNetQwen3_5TextConfig
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 
-from deltanet_hf.config import DeltaNetOptions
 from deltanet_hf.errors import UserError
-from deltanet_hf.models.factory import model_class
-from deltanet_hf.qwen3_5 import MODEL_TYPE, DeltaNetQwen3_5ForCausalLM, DeltaNetQwen3_5TextConfig
 from deltanet_hf.safe_write import writing
 
 from ..decoder_config import head_size
@@ -187,12 +185,11 @@ def _weight(plan: ImportPlan, read: Read, norm: str) -> Tensor:
 
 def _restored_layer(plan: ImportPlan, index: int) -> Named:
     config: Any = plan.config
-    options = DeltaNetOptions.from_dict(config.deltanet)
     read, prefix = _reader(plan), f"model.layers.{index}."
     first, second = prefix + "input_layernorm.weight", prefix + "post_attention_layernorm.weight"
     attention, factors = prefix + "self_attn.", _factors(plan, first)
-    if index in options.layers:
-        states = config.num_attention_heads if options.expand_kv else config.num_key_value_heads
+    if (kind := LayerTable.of(config)[index]) is not None:
+        states = config.num_attention_heads if kind.settings.expand_kv else config.num_key_value_heads
         heads = Heads(config.num_attention_heads, states, head_size(config))
         yield from rewrite.from_linear_attn(read, prefix + "linear_attn.", attention, heads, factors)
     else:

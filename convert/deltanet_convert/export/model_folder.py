@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from deltanet_hf.config import DeltaNetOptions
 from deltanet_hf.errors import UserError
-from deltanet_hf.models.families import PREFIX
+from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
 from deltanet_hf.models.factory import model_class
+from deltanet_hf.models.families import FAMILIES, PREFIX
+from deltanet_hf.models.layers import LayerTable
 from deltanet_hf.models.qwen3_5 import DeltaNetQwen3_5ForCausalLM
 
 from ..storage.safetensors_folder import Checkpoint, read_json
@@ -24,7 +25,7 @@ from .obstacles import family_name
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 FINAL_NORM = "model.norm.weight"
-FLOAT32_KEPT = ("A_log", "dt_bias")  # in a converted model of any dtype
+FLOAT32_KEPT = GatedDeltaNet.fp32  # the mixer that can be exported
 
 
 @dataclass(frozen=True)
@@ -33,19 +34,20 @@ class ConvertedModel:
 
     folder: Path
     config: PreTrainedConfig
-    options: DeltaNetOptions
+    table: LayerTable
     checkpoint: Checkpoint
 
     @classmethod
     def open(cls, folder: Path) -> ConvertedModel:
         """Reads config and headers; UserError when this is no converted model or not a whole one."""
         config = read_converted_config(folder)
-        return cls(folder, config, DeltaNetOptions.from_dict(config.deltanet), Checkpoint.open(folder))
+        return cls(folder, config, LayerTable.of(config), Checkpoint.open(folder))
 
     def check(self) -> None:
         """UserError unless the weights are those that the config describes."""
-        model_class = MODEL_CLASSES.get(family_name(self.config), DeltaNetQwen3_5ForCausalLM)
-        model = meta_model(model_class, self.config, self.dtype)
+        family = family_name(self.config)
+        made = model_class(family) if family in FAMILIES else DeltaNetQwen3_5ForCausalLM
+        model = meta_model(made, self.config, self.dtype)
         check_tensors(self.folder / "config.json", model, self.checkpoint)
 
     @property

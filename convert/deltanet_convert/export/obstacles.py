@@ -6,16 +6,15 @@ it, and `convert --for native` asks it about a teacher that is still to be conve
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedConfig
 
-from deltanet_hf.config import DeltaNetOptions
+from deltanet_hf.mixers.masks import sliding_window
 from deltanet_hf.models.families import PREFIX
+from deltanet_hf.models.layers import Kind, LayerTable
 
-from ..conversion_plan import sliding_window
 from ..start.norm_target import WITHOUT_NORMS, needs_norms
 from .rotary import WRITTEN, unlike_transformers
 
@@ -31,7 +30,6 @@ WIRING = {
     "output_norm": ("shared", "the target has one output norm weight for all heads"),
     "output_gate": (True, "the target gates its output"),
     "gate_bias": (False, "the target's gates have no bias"),
-    "householder_steps": (1, "the target writes once per token"),
 }
 
 
@@ -53,21 +51,20 @@ def family_name(config: PreTrainedConfig) -> str:
     return str(config.model_type).removeprefix(PREFIX)
 
 
-def kept_layers(config: PreTrainedConfig, options: DeltaNetOptions) -> list[int]:
-    """Indices of the layers that keep softmax attention."""
-    return sorted(set(range(config.num_hidden_layers)) - set(options.layers))
-
-
 def export_obstacles(config: PreTrainedConfig) -> list[Obstacle]:
     """Everything that stands between a converted model and the export formats; empty when it can be exported."""
-    options = DeltaNetOptions.from_dict(config.deltanet)
-    return [*_skeleton(config), *_wiring(config, options), *_kept(config, kept_layers(config, options), False)]
+    table = LayerTable.of(config)
+    settings = [obstacle for name, kind in table.kinds.items() for obstacle in _settings(config, name, kind)]
+    return [*_skeleton(config), *settings, *_kept(config, table.softmax, False)]
 
 
-def native_obstacles(teacher_config: PreTrainedConfig, layers: Iterable[int]) -> list[Obstacle]:
-    """The same for a teacher whose `layers` are to be converted by `--for native`, which inserts missing q/k norms."""
-    kept = kept_layers(teacher_config, DeltaNetOptions.native(layers))
-    return [*_skeleton(teacher_config), *_kept(teacher_config, kept, needs_norms(teacher_config, kept))]
+def planned_obstacles(teacher_config: PreTrainedConfig, softmax: list[int]) -> list[Obstacle]:
+    """The same for a teacher that is still to be converted by `--profile qwen3_5`, which inserts missing q/k norms.
+
+    Args:
+        softmax: the layers that are to keep softmax attention.
+    """
+    return [*_skeleton(teacher_config), *_kept(teacher_config, softmax, needs_norms(teacher_config, softmax))]
 
 
 def _skeleton(config: Any) -> list[Obstacle]:
@@ -93,22 +90,27 @@ def _skeleton(config: Any) -> list[Obstacle]:
     return found
 
 
-def _wiring(config: Any, options: DeltaNetOptions) -> list[Obstacle]:
-    family = family_name(config)
+def _settings(config: Any, name: str, kind: Kind) -> list[Obstacle]:
+    """Obstacles in a kind of layer, called `name` in the layer table."""
+    family, where = family_name(config), f"deltanet.kinds.{name}"
+    if kind.mixer.name != "gated_deltanet":
+        problem = f"the target's linear layers are Gated DeltaNet, the model's {kind.mixer.title}"
+        return [Obstacle(f"{where}.mixer", problem, CONVERT_AGAIN)]
+    settings = kind.settings
     found = [
-        Obstacle(f"deltanet.{name}", f"{why}, the model has {getattr(options, name)!r}", CONVERT_AGAIN)
-        for name, (wanted, why) in WIRING.items()
-        if getattr(options, name) != wanted
+        Obstacle(f"{where}.{key}", f"{why}, the model has {getattr(settings, key)!r}", CONVERT_AGAIN)
+        for key, (wanted, why) in WIRING.items()
+        if getattr(settings, key) != wanted
     ]
-    if options.conv_size == 0:
+    if settings.conv_size == 0:
         problem = "the target has a short convolution on q, k and v, the model none"
-        found.append(Obstacle("deltanet.conv_size", problem, CONVERT_AGAIN))
-    if options.qk_norm and family == "qwen3":
+        found.append(Obstacle(f"{where}.conv_size", problem, CONVERT_AGAIN))
+    if settings.qk_norm and family == "qwen3":
         problem = "the target's linear layers have no learned q/k norms"
-        found.append(Obstacle("deltanet.qk_norm", problem, CONVERT_AGAIN))
-    if options.profile != "native" and (family == "qwen2" or getattr(config, "attention_bias", False)):
+        found.append(Obstacle(f"{where}.qk_norm", problem, CONVERT_AGAIN))
+    if settings.qkv_bias and (family == "qwen2" or getattr(config, "attention_bias", False)):
         problem = "q, k and v have biases, the target's have none"
-        found.append(Obstacle("deltanet.profile", problem, CONVERT_AGAIN))
+        found.append(Obstacle(f"{where}.qkv_bias", problem, CONVERT_AGAIN))
     return found
 
 

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 
-from deltanet_hf.config import DeltaNetOptions
+from deltanet_hf.models.layers import LayerTable
 
 from ..decoder_config import DECODER_KEYS, head_size
-from .obstacles import NATIVE_FAMILY, family_name, kept_layers
+from .obstacles import NATIVE_FAMILY, family_name
 from .slots import Slots, fixed_interval
 
 LINEAR = (
@@ -25,8 +25,8 @@ LINEAR = (
 
 def target_config(config: Any, dtype: torch.dtype, slots: Slots, *, untied: bool = False) -> Qwen3_5TextConfig:
     """The exported model's config. `untied`: the output head is written although the source shares it."""
-    options = DeltaNetOptions.from_dict(config.deltanet)
-    kept = kept_layers(config, options)
+    table = LayerTable.of(config)
+    kept = table.softmax
     layers, softmax = len(slots.sources), slots.softmax
     values: dict[str, Any] = {name: getattr(config, name) for name in DECODER_KEYS}
     values |= {
@@ -43,7 +43,7 @@ def target_config(config: Any, dtype: torch.dtype, slots: Slots, *, untied: bool
         values |= {name: getattr(config, name) for name in LINEAR}
         values["rope_parameters"] = config.rope_parameters
     else:
-        values |= _linear(config, options) | {"attention_bias": False, "rope_parameters": _rope(config, bool(kept))}
+        values |= _linear(config, table) | {"attention_bias": False, "rope_parameters": _rope(config, bool(kept))}
     if not kept:
         values["num_key_value_heads"] = 1  # the idle layer's cache is of no use: as small as it can be
     if untied:
@@ -51,10 +51,10 @@ def target_config(config: Any, dtype: torch.dtype, slots: Slots, *, untied: bool
     return Qwen3_5TextConfig(**values)
 
 
-def _linear(config: Any, options: DeltaNetOptions) -> dict[str, Any]:
+def _linear(config: Any, table: LayerTable) -> dict[str, Any]:
     heads = int(config.num_attention_heads)  # grouped key/value heads are repeated
     return {
-        "linear_conv_kernel_dim": options.conv_size,
+        "linear_conv_kernel_dim": table.only_kind.settings.conv_size,
         "linear_key_head_dim": head_size(config),
         "linear_value_head_dim": head_size(config),
         "linear_num_key_heads": heads,

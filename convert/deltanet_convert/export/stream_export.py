@@ -111,7 +111,7 @@ def _norms(model: ConvertedModel, dtype: torch.dtype) -> tuple[dict[str, Tensor 
         prefix = f"model.layers.{index}."
         for name in ("input_layernorm.weight", "post_attention_layernorm.weight"):
             factors[prefix + name] = fold_factors(read(prefix + name), dtype)
-        if index not in model.options.layers:
+        if model.table[index] is None:
             for name in ("self_attn.q_norm.weight", "self_attn.k_norm.weight"):
                 weight = read(prefix + name)
                 if bool(loses_bits(weight, torch.float32).any()):
@@ -147,7 +147,7 @@ def _rewritten_layer(plan: ExportPlan, index: int) -> Named:
     first, second = (plan.factors.get(prefix + f"{name}_layernorm.weight") for name in ("input", "post_attention"))
     if native:
         yield from _native_attention(plan, index, read)
-    elif index in plan.model.options.layers:
+    elif plan.model.table[index] is not None:
         heads = converted_heads(plan.model)
         yield from rewrite.to_linear_attn(read, prefix + "self_attn.", prefix + "linear_attn.", heads, first)
     else:
@@ -159,7 +159,7 @@ def _rewritten_layer(plan: ExportPlan, index: int) -> Named:
 
 def _native_attention(plan: ExportPlan, index: int, read: rewrite.Read) -> Named:
     prefix = f"model.layers.{index}."
-    if index in plan.model.options.layers:
+    if plan.model.table[index] is not None:
         yield from rewrite.native_to_linear_attn(read, prefix + "linear_attn.")
         return
     for name in plan.model.checkpoint.entries:

@@ -93,9 +93,9 @@ class Samples:
         finally:
             handle.remove()
         q, k, v = layer.project_qkv(x, self.kwargs.get("position_embeddings"))
-        if layer.options.qk_activation == "silu":
+        if layer.settings.qk_activation == "silu":
             q, k = F.silu(q), F.silu(k)
-        if layer.options.v_activation == "silu":
+        if layer.settings.v_activation == "silu":
             v = F.silu(v)
         return Sample(x, q, k, v, heads[0].view_as(q), output)
 
@@ -109,7 +109,7 @@ class GateFit(nn.Module):
     def __init__(self, layer: GatedDeltaNet, x: Tensor, fit_memory: bool = True) -> None:
         super().__init__()
         self.layer = [layer]  # in a list: its parameters are not fitted
-        states, heads, head_dim = layer.num_kv_heads, layer.num_heads, layer.head_dim
+        states, heads, head_dim = layer.num_states, layer.num_heads, layer.head_dim
         self.basis = _principal_components(x)  # [R, hidden]
         rank = len(self.basis)
         f = (x @ self.basis.T).flatten(0, 1)
@@ -148,7 +148,7 @@ class GateFit(nn.Module):
     def gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """x [n, T, hidden] -> log decay [n, T, S], write strength [n, T, S], output gate logits [n, T, H, D]."""
         layer, f = self.layer[0], x @ self.basis.T
-        one = torch.ones_like(f[..., :1]) if layer.options.gate_bias else (f @ self.ones).unsqueeze(-1)
+        one = torch.ones_like(f[..., :1]) if layer.settings.gate_bias else (f @ self.ones).unsqueeze(-1)
         if self.fits_memory:
             decay = -self.A_log.exp() * F.softplus(f @ self.a.T)
             strength = (f @ self.b.T + one * self.b_const).sigmoid()
@@ -236,7 +236,7 @@ def search_memory(fit: GateFit, s: Sample) -> None:
     The error of a head is the squared norm of what it misses of the teacher's head, seen through o_proj.
     """
     layer = fit.layer[0]
-    states, groups = layer.num_kv_heads, layer.num_heads // layer.num_kv_heads
+    states, groups = layer.num_states, layer.num_heads // layer.num_states
     best = torch.full((states,), math.inf)
     half_life, strength = torch.ones(states), torch.full((states,), 0.5)
     weight = torch.ones(layer.num_heads, layer.head_dim)

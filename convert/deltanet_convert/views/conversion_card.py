@@ -18,7 +18,8 @@ def model_card(report: dict[str, Any], teacher: Path, plot: str) -> str:
     """
     source, options, check, plan = report["teacher"], report["options"], report["held_out"], report["plan"]
     converted, total = plan["converted_layers"], len(plan["layers"])
-    kept = [layer["index"] for layer in plan["layers"] if not layer["converted"]]
+    kept = [layer["index"] for layer in plan["layers"] if layer["index"] not in converted]
+    title = next(layer["title"] for layer in plan["layers"] if layer["index"] in converted)
     relative = [layer["relative_mse"] for layer in report["layers"]]
     cosine = [layer["cosine"] for layer in report["layers"]]
     header = ["---", "library_name: transformers", "pipeline_tag: text-generation", *_licence(teacher)]
@@ -33,10 +34,10 @@ def model_card(report: dict[str, Any], teacher: Path, plot: str) -> str:
         "\n".join(header)
         + f"""
 
-# {source["name"]} with Gated DeltaNet layers
+# {source["name"]} with {title} layers
 
 {len(converted)} of {total} attention layers of `{source["name"]}` ({source["model_type"]}) are replaced by
-Gated DeltaNet layers in the `{options["profile"]}` profile{_changes(options)}; {stays}.
+{title} layers in the `{options["profile"]}` profile{_changes(options)}; {stays}.
 {count(plan["parameters"])} parameters.
 {_norms_note(report["inserted_norms"])}
 This is the start of a conversion: the new layers are fitted to the teacher's attention, nothing has been

@@ -46,7 +46,7 @@ def print_plan(plan: Plan, console: Console) -> None:
     for members in alike.values():
         first = members[0]
         window = f" (window {first.window})" if first.window else ""
-        kind = "Gated DeltaNet" if first.converted else f"stays softmax{window}{', q/k norms inserted' * first.normed}"
+        kind = first.title if first.converted else f"stays softmax{window}{', q/k norms inserted' * first.normed}"
         numbers = [count(value) for value in (first.copied, first.expanded, first.created, first.dropped)]
         layers.add_row(index_ranges([m.index for m in members]), kind, *numbers, size(first.nbytes))
     console.print(layers)
@@ -66,4 +66,4 @@ def print_plan(plan: Plan, console: Console) -> None:
 
 
 def _what(layer: LayerPlan) -> tuple[object, ...]:
-    return (layer.converted, layer.window, layer.copied, layer.expanded, layer.created, layer.dropped)
+    return (layer.kind, layer.window, layer.copied, layer.expanded, layer.created, layer.dropped)

@@ -16,7 +16,7 @@ def print_report(report: dict[str, Any], console: Console) -> None:
             str(layer["index"]),
             f"{layer['cosine']:.4f}",
             f"{layer['relative_mse']:.4f}",
-            f"{layer['softmax_error']:.1e}",
+            f"{layer['softmax_error']:.1e}" if "softmax_error" in layer else "",
         )
     means = [
         sum(layer[key] for layer in report["layers"]) / len(report["layers"]) for key in ("cosine", "relative_mse")

@@ -12,9 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 import deltanet_hf  # noqa: F401  (registers the converted families)
 from deltanet_hf.errors import UserError
+from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
 from deltanet_hf.mixers.window import train_under_window
 from deltanet_hf.models.families import FAMILIES, PREFIX
-from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
 from deltanet_hf.models.qwen3_5_config import MODEL_TYPE
 from deltanet_recipes.schema import Align, Recipe, stage_name
 
