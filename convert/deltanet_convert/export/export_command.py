@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from deltanet_hf.errors import UserError
+from deltanet_hf.models.layers import LayerTable
 
 from ..options import DTYPES, parse_size
 from ..storage.saved_tokenizer import load_tokenizer

@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deltanet_hf.qwen3_5 import MODEL_TYPE, DeltaNetQwen3_5ForCausalLM, DeltaNetQwen3_5TextConfig
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 
 from deltanet_hf.errors import UserError
+from deltanet_hf.models.factory import model_class
+from deltanet_hf.models.layers import LayerTable
+from deltanet_hf.models.qwen3_5 import DeltaNetQwen3_5ForCausalLM
+from deltanet_hf.models.qwen3_5_config import MODEL_TYPE, DeltaNetQwen3_5TextConfig
 from deltanet_hf.safe_write import writing
 
 from ..decoder_config import head_size
@@ -82,10 +85,10 @@ def plan_import(folder: Path, dtype: torch.dtype | None, shard_size: int) -> Imp
     stored = meta_model(Qwen3_5ForCausalLM, native, dtype)
     check_tensors(file, stored, checkpoint, stored_as=partial(_name_in, checkpoint), alone=False)
     config.dtype = dtype
-    model_class: type[PreTrainedModel] = DeltaNetQwen3_5ForCausalLM
+    made: type[PreTrainedModel] = DeltaNetQwen3_5ForCausalLM
     if record is not None:
-        model_class = model_class(family_name(config))
-    specs = output_specs(meta_model(model_class, config, dtype), dtype, FLOAT32_KEPT)
+        made = model_class(family_name(config))
+    specs = output_specs(meta_model(made, config, dtype), dtype, FLOAT32_KEPT)
     return ImportPlan(folder, checkpoint, config, plan_layout(specs, shard_size), dtype, record)
 
 
@@ -153,7 +156,7 @@ def _beside_vision(name: str) -> str:
 def _native_layer(plan: ImportPlan, index: int) -> Named:
     config: Any = plan.config
     read, prefix = _reader(plan), f"model.layers.{index}."
-    linear = index in config.deltanet["layers"]
+    linear = LayerTable.of(config)[index] is not None
     if linear:
         rows = config.linear_num_key_heads * config.linear_key_head_dim
         yield from rewrite.native_from_linear_attn(read, prefix + "linear_attn.", rows)

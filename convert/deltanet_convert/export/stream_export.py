@@ -25,7 +25,7 @@ from .companions import complete_with_companions, export_note, keep_own_tokenize
 from .folder_writer import Progress, write_folder
 from .model_folder import EMBEDDING, FINAL_NORM, HEAD, ConvertedModel, file_states, output_specs
 from .norms import centre, divide_columns, factors_to_json, fold_factors, loses_bits
-from .obstacles import NATIVE_FAMILY, family_name, kept_layers
+from .obstacles import NATIVE_FAMILY, family_name
 from .qwen3_5_config import target_config
 from .rewrite import FLOAT32_SUFFIXES, Heads, Named
 from .slots import Slots, arrange, uneven_note
@@ -60,7 +60,7 @@ class ExportPlan:
     def notes(self) -> list[str]:
         """What a user should know about this export."""
         found = []
-        config, kept = self.model.config, kept_layers(self.model.config, self.model.options)
+        config, kept = self.model.config, self.model.table.softmax
         if not kept:
             found.append(
                 "No layer keeps softmax attention: one idle layer of zeros is added, without which transformers' own "
@@ -85,7 +85,7 @@ def plan_export(
     model.check()
     dtype = dtype or (torch.float32 if model.dtype == torch.float64 else model.dtype)
     factors, rounded, untied = _norms(model, dtype)
-    slots = arrange(kept_layers(model.config, model.options), model.config.num_hidden_layers, style)
+    slots = arrange(model.table.softmax, model.config.num_hidden_layers, style)
     config = target_config(model.config, dtype, slots, untied=untied)
     specs = output_specs(meta_model(Qwen3_5ForCausalLM, config, dtype), dtype, FLOAT32_SUFFIXES)
     record = {
@@ -185,7 +185,7 @@ def _centred(weight: Tensor, factors: Tensor | None, dtype: torch.dtype) -> Tens
 
 def converted_heads(model: ConvertedModel) -> Heads:
     config: Any = model.config
-    states = config.num_attention_heads if model.options.expand_kv else config.num_key_value_heads
+    states = config.num_attention_heads if model.table.only_kind.settings.expand_kv else config.num_key_value_heads
     return Heads(config.num_attention_heads, states, head_size(config))
 
 
