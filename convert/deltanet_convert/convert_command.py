@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from deltanet_hf.errors import UserError
 
 from .convert import convert
-from .export.hooks import import_native, native_folder, refuse_unexportable
+from .export.hooks import check_exportable, import_qwen3_5, qwen3_5_folder
 from .job import prepare
 from .options import ConvertOptions, parse_size
 from .views.plan_view import print_plan
@@ -63,11 +63,11 @@ def convert_command(
     if target is not None and changes:
         raise UserError(f"--set {changes[0]}: --for {target} fixes the wiring; leave out one of the two")
     console = Console(stderr=as_json)
-    if (native := native_folder(teacher)) is not None:
+    if (native := qwen3_5_folder(teacher)) is not None:
         if changes:
             raise UserError(f"--set {changes[0]}: {teacher} is a Gated DeltaNet model already and is only imported")
         stored = None if dtype is None else ConvertOptions(dtype=dtype).torch_dtype
-        import_native(
+        import_qwen3_5(
             native,
             out,
             stored,
@@ -96,7 +96,7 @@ def convert_command(
     )
     job = prepare(teacher, out, options)
     if target is not None:
-        for note in refuse_unexportable(job.source.name, job.teacher.config, job.wiring.layers):
+        for note in check_exportable(job.source.name, job.teacher.config, job.wiring.layers):
             console.print(note, highlight=False, markup=False)
     print_plan(job.plan, console)
     if dry_run:

@@ -14,7 +14,7 @@ import pytest
 from deltanet_convert.export import gguf
 from deltanet_convert.export.stream_export import write_export
 from deltanet_hf.errors import UserError
-from support.tiny_export import EVERY_OTHER, exported, native_model, planned, saved
+from support.tiny_export import EVERY_OTHER, exportable_model, exported, planned, saved
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -29,7 +29,7 @@ def digest(folder: Path) -> dict[str, str]:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    return saved(native_model("qwen3", EVERY_OTHER), tmp_path / "model")
+    return saved(exportable_model("qwen3", EVERY_OTHER), tmp_path / "model")
 
 
 def run(source: Path, out: Path, *, resume: bool = False, overwrite: bool = False) -> None:
@@ -92,7 +92,7 @@ def test_resume_refuses_another_source(source: Path, tmp_path: Path, monkeypatch
         write_export(planned(source), tmp_path / "out", "transformers", resume=False, overwrite=False, progress=killed)
     with pytest.raises(UserError, match="--resume"):
         run(source, tmp_path / "out")
-    saved(native_model("qwen3", EVERY_OTHER, rms_norm_eps=1e-4), source)
+    saved(exportable_model("qwen3", EVERY_OTHER, rms_norm_eps=1e-4), source)
     with pytest.raises(UserError, match="had another"):
         run(source, tmp_path / "out", resume=True)
     run(source, tmp_path / "out", overwrite=True)
@@ -129,6 +129,6 @@ def test_gguf_resume_refuses_another_model(source: Path, tmp_path: Path, monkeyp
 
     with pytest.raises(UserError, match="no memory"):
         export(resume=False)
-    saved(native_model("qwen3", EVERY_OTHER, rms_norm_eps=1e-4), source)
+    saved(exportable_model("qwen3", EVERY_OTHER, rms_norm_eps=1e-4), source)
     with pytest.raises(UserError, match="leave out --resume"):
         export(resume=True)

@@ -15,7 +15,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 from deltanet_convert.export.companions import same_tokens
 from deltanet_convert.export.import_qwen3_5 import plan_import, write_import
 from deltanet_convert.export.norms import centre, divide_columns, fold_factors, loses_bits, multiply_columns
-from support.tiny_export import EVERY_OTHER, ROTARY, exported, native_model, randomise, saved
+from support.tiny_export import EVERY_OTHER, ROTARY, exportable_model, exported, randomise, saved
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, every layer": ("llama", {}),
@@ -38,7 +38,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def build(case: str) -> PreTrainedModel:
     model_type, changes = CASES[case]
-    return native_model(model_type, **changes)
+    return exportable_model(model_type, **changes)
 
 
 def token_ids(rows: int = 2, length: int = 70) -> torch.Tensor:
@@ -80,7 +80,7 @@ def test_logits_are_ours(case: str, tmp_path: Path) -> None:
 @torch.no_grad()
 def test_idle_layers_make_uneven_hybrids_even(kept: tuple[int, ...], tmp_path: Path) -> None:
     """For the runtimes that know only every N-th layer to be attention; and back."""
-    model = native_model("qwen3", tuple(sorted({0, 1, 2, 3} - set(kept))))
+    model = exportable_model("qwen3", tuple(sorted({0, 1, 2, 3} - set(kept))))
     out = exported(saved(model, tmp_path / "model"), tmp_path / "out", style="mlx")
     config = json.loads((out / "config.json").read_text())["text_config"]
     interval = config["full_attention_interval"]
@@ -128,7 +128,7 @@ def test_import_gives_the_same_bits_back(case: str, dtype: torch.dtype, tmp_path
 @torch.no_grad()
 def test_bfloat16_norms_keep_every_bit(tmp_path: Path) -> None:
     """The export in bfloat16, computed in float32, is the bfloat16 model computed in float32."""
-    folder = saved(native_model("qwen3", EVERY_OTHER, tie_word_embeddings=True).bfloat16(), tmp_path / "model")
+    folder = saved(exportable_model("qwen3", EVERY_OTHER, tie_word_embeddings=True).bfloat16(), tmp_path / "model")
     out = exported(folder, tmp_path / "out")
     stored = load_file(out / "model.safetensors")
     assert stored["model.layers.0.input_layernorm.weight"].dtype == torch.bfloat16

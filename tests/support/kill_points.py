@@ -27,7 +27,7 @@ from deltanet_convert.export import gguf
 from deltanet_convert.export.stream_export import write_export
 from deltanet_hf.errors import UserError
 from support.tiny_conversion import quick_start, teacher_folder, tiny_conversion
-from support.tiny_export import native_model, planned, saved
+from support.tiny_export import exportable_model, planned, saved
 
 CHANGES = ("fsync", "replace", "pwrite", "truncate", "unlink", "rmdir", "mkdir", "posix_fallocate")
 LAST = 10  # calls that are all tried: the publishing and the tidying up
@@ -52,7 +52,7 @@ def conversion(folder: Path) -> Work:
 
 
 def export(folder: Path) -> Work:
-    source = saved(native_model("qwen3", (0,), num_hidden_layers=2), folder / "model")
+    source = saved(exportable_model("qwen3", (0,), num_hidden_layers=2), folder / "model")
     out = folder / "out"
     write = partial(write_export, out=out, style="transformers", progress=lambda done, total: None)
 
@@ -64,7 +64,7 @@ def export(folder: Path) -> Work:
 
 def gguf_export(folder: Path) -> Work:
     """With a converter that takes the digests of the exported folder: a GGUF file depends on all of it."""
-    source = saved(native_model("qwen3", (0,), num_hidden_layers=2), folder / "model")
+    source = saved(exportable_model("qwen3", (0,), num_hidden_layers=2), folder / "model")
     tools, out = folder / "tools", folder / "out.gguf"
     tools.mkdir()
     (tools / gguf.SCRIPT).write_text(

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from deltanet_convert.export.gguf import SCRIPT, find_converter
 from deltanet_hf.data import shipped_texts
-from support.tiny_export import native_model
+from support.tiny_export import exportable_model
 
 SPECIAL = ["<pad>", "<bos>", "<eos>"]
 VOCABULARY = 192
@@ -55,6 +55,6 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 def runtime_folder(folder: Path, model_type: str, layers: tuple[int, ...], **changes: Any) -> Path:
     """A random converted model of sizes that every runtime's kernels take."""
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "head_dim": 64}
-    native_model(model_type, layers, **{**sizes, **changes}).save_pretrained(folder)
+    exportable_model(model_type, layers, **{**sizes, **changes}).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder

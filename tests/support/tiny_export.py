@@ -59,17 +59,17 @@ def randomise(model: torch.nn.Module, seed: int = 0, scale: float = 0.2) -> None
                 parameter.copy_(noise * (0.5 if "conv1d" in name else scale))
 
 
-def native_options(layers: tuple[int, ...], wiring: dict[str, Any] | None = None) -> DeltaNetOptions:
+def exportable_options(layers: tuple[int, ...], wiring: dict[str, Any] | None = None) -> DeltaNetOptions:
     """The native profile, with some of its wiring changed."""
     return DeltaNetOptions.from_dict({**DeltaNetOptions.native(layers).to_dict(), **(wiring or {})})
 
 
-def native_model(
+def exportable_model(
     model_type: str, layers: tuple[int, ...] = (0, 1, 2, 3), wiring: dict[str, Any] | None = None, **changes: Any
 ) -> PreTrainedModel:
     """A converted model in the native profile, float32, in eval mode; config values and wiring can be changed."""
     config_class: Any = FAMILIES[model_type].config_class
-    config = converted_config(config_class(**{**SIZES, **changes}), native_options(layers, wiring))
+    config = converted_config(config_class(**{**SIZES, **changes}), exportable_options(layers, wiring))
     model = MODEL_CLASSES[model_type](config)
     randomise(model)
     return model.eval()
