@@ -1,4 +1,4 @@
-"""Calibration text: read from txt, jsonl or parquet, cut into sequences, split in two."""
+"""Reads calibration text from txt, jsonl or parquet files, cuts it into sequences and splits off a held-out part."""
 
 import hashlib
 import json
@@ -14,26 +14,30 @@ from deltanet_hf.data import prefix_ids, with_prefix
 from deltanet_hf.errors import UserError
 
 SEQUENCE_LENGTH = 512
-HELD_OUT_TOKENS = 4096  # at most, and not more than for calibration
-HELD_OUT_SHARE = 0.2  # of the text, from its end
-CHARS_PER_TOKEN = 24  # read at most this many: far more than any tokenizer needs, far less than a corpus
+HELD_OUT_TOKENS = 4096  # at most, and never more than the calibration tokens
+HELD_OUT_SHARE = 0.2  # share of the text, at its end, from which held-out sequences are drawn
+CHARS_PER_TOKEN = 24  # characters read per token: more than any tokenizer uses, far less than a corpus has
 SUFFIXES = (".txt", ".md", ".jsonl", ".json", ".parquet")
 
 
 @dataclass(frozen=True)
 class CalibrationText:
-    """Token ids [n, T] int64 for calibration and, from another part of the text, for measuring."""
+    """Token ids [n, T] int64 for calibration and, from another part of the text, for measurement."""
 
     calibration: Tensor
     held_out: Tensor
     source: str
-    sha256: str  # of the characters that were read
+    sha256: str  # hash of the characters that were read
 
 
 def read_text(path: Path, needed_tokens: int) -> list[str]:
-    """The documents of a file, in order, as far as `needed_tokens` may need them.
+    """Reads the documents of a file in order, until they suffice for `needed_tokens` tokens.
 
-    `.txt`: one document; `.jsonl`: one object a line with key `text`; `.parquet`: a column `text`.
+    A `.txt` file is one document; a `.jsonl` file has one object per line with the key `text`; a `.parquet` file has a
+    column `text`.
+
+    Raises:
+        UserError: the file is missing, of another kind, unreadable or empty.
     """
     budget = max(1_000_000, CHARS_PER_TOKEN * needed_tokens)
     documents: list[str] = []
@@ -73,7 +77,7 @@ def _json_text(path: Path, number: int, line: str) -> str:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"--text {path}: line {number} is not JSON ({error}); write one object a line") from error
+        raise UserError(f"--text {path}: line {number} is not JSON ({error}); write one object per line") from error
     text = value.get("text") if isinstance(value, dict) else None
     if not isinstance(text, str):
         raise UserError(f"--text {path}: line {number} has no string under key 'text'; rename the key")
@@ -104,12 +108,14 @@ def _parquet(path: Path) -> Iterator[str]:
 def tokenise(
     documents: list[str], tokenizer: Any, calibration_tokens: int, seed: int, source: str, max_length: int
 ) -> CalibrationText:
-    """Cuts the documents into sequences of `min(512, max_length)` tokens and draws both parts with `seed`.
+    """Cuts the documents into sequences and draws calibration and held-out sequences with `seed`.
 
-    Each begins as the tokenizer begins a text: models that learned with a begin-of-text token need it. The held-out
-    sequences come from the last fifth of the text, the calibration sequences from the rest.
+    A sequence has `min(512, max_length, calibration_tokens)` tokens. It begins with the begin-of-text token if the
+    tokenizer adds one, because models trained with that token depend on it. The held-out sequences come from the last
+    fifth of the text, the calibration sequences from the rest.
 
-    Raises UserError when the text is too short for the tokens asked for.
+    Raises:
+        UserError: the text is too short for `calibration_tokens`.
     """
     length = min(SEQUENCE_LENGTH, max_length, calibration_tokens)
     ids: list[int] = []
@@ -127,7 +133,7 @@ def tokenise(
         raise UserError(
             f"--text {source}: {len(ids)} tokens are too few for --calibration-tokens "
             f"{calibration_tokens} and a "
-            f"held-out fifth; give more text, or ask for at most {max(0, first_held) * length}"
+            f"held-out fifth; give more text, or use at most {max(0, first_held) * length}"
         )
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randperm(first_held, generator=generator)[:wanted]

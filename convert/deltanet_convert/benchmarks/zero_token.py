@@ -1,12 +1,12 @@
-"""How good a converted model is before any training.
+"""Measures converted models before any training.
 
     python -m deltanet_convert.benchmarks.zero_token MODEL_DIR --eval wikitext2-test.txt [--text wikipedia.jsonl]
         [--layers every:6]
 
-Converts MODEL_DIR once per profile, and a hybrid of a family without q/k norms also with norms inserted into its kept
-layers (`--for native`). Prints the mean over the converted layers of the relative squared error of the attention output
-(teacher-forced, on the held-out part of the calibration text), and on the evaluation text, in windows of 1024 tokens
-without overlap, the perplexity beside the teacher's and the KL divergence from the teacher.
+Converts MODEL_DIR once per profile; a hybrid of a family without q/k norms is also converted with norms inserted into
+its kept layers. Prints the relative squared error of the attention output, mean over the converted layers, on the
+teacher's inputs of the held-out part of the calibration text. On the evaluation text, in windows of 1024 tokens without
+overlap, it prints the perplexity of teacher and converted model and the KL divergence between them.
 """
 
 import math
@@ -37,9 +37,9 @@ WINDOW = 1024
 
 
 def eval_windows(file: Path, model_folder: Path, limit: int) -> Tensor:
-    """Token ids [n, 1024] of a text (.txt, .jsonl, .parquet) or of an array of token ids (.npy).
+    """Token ids [n, 1024] of a text (.txt, .jsonl, .parquet) or of an array of token ids (.npy), at most `limit` rows.
 
-    Those of a text stand behind the begin-of-text token, if the tokenizer has one.
+    Rows of a text begin with the begin-of-text token if the tokenizer has one.
     """
     tokenizer = None
     if file.suffix == ".npy":
@@ -57,7 +57,7 @@ def eval_windows(file: Path, model_folder: Path, limit: int) -> Tensor:
 
 @torch.inference_mode()
 def measure(model: Any, teacher: Any, windows: Tensor, name: str) -> tuple[float, float]:
-    """exp of the mean loss over every token but the first of each window, and KL(teacher || model), nats a token."""
+    """Returns perplexity and KL(teacher || model) in nats per token, over all tokens but the first of each window."""
     loss = kl = 0.0
     for row in track(windows, f"perplexity, {name}", transient=True):
         got, want = (m(row[None], use_cache=False).logits[0, :-1].float().log_softmax(-1) for m in (model, teacher))
@@ -69,12 +69,14 @@ def measure(model: Any, teacher: Any, windows: Tensor, name: str) -> tuple[float
 def main(
     model: Annotated[Path, typer.Argument(help="The teacher's folder.")],
     eval_file: Annotated[Path, typer.Option("--eval", help="Evaluation text, or .npy of token ids.")],
-    text: Annotated[Path | None, typer.Option(help="Calibration text; without it, the text shipped.")] = None,
-    calibration_tokens: Annotated[int, typer.Option(help="Tokens to fit on.")] = 8192,
-    windows: Annotated[int, typer.Option(help="Windows of 1024 tokens to score, at most.")] = 64,
-    layers: Annotated[str, typer.Option(help="As in `deltanet-hf convert`.")] = "all",
+    text: Annotated[
+        Path | None, typer.Option(help="Calibration text [default: the text shipped with deltanet-hf].")
+    ] = None,
+    calibration_tokens: Annotated[int, typer.Option(help="Number of tokens to fit on.")] = 8192,
+    windows: Annotated[int, typer.Option(help="Largest number of windows of 1024 tokens to score.")] = 64,
+    layers: Annotated[str, typer.Option(help="Layers to convert, as in `deltanet-hf convert`.")] = "all",
 ) -> None:
-    """Convert without training, per profile, and measure."""
+    """Convert a model with every profile and measure the results without training."""
     ids = eval_windows(eval_file, model, windows)
     title = f"{model.name}, --layers {layers}, {len(ids)} windows"
     table = Table("start", "relative MSE", "perplexity", "KL to the teacher", "conversion, s", title=title)
