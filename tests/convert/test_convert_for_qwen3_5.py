@@ -1,4 +1,4 @@
-"""`convert --for native` refuses before any work what could not be exported; `convert` takes Qwen3.5 models in."""
+"""Conversions for export are refused before any work if the result could not be exported; Qwen3.5 is imported."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_hybrids_without_norms_get_them(
 
 
 def test_scaled_rotary_embeddings_are_for_some_runtimes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Llama 3's: the conversion says which formats it will not have, and which it will."""
+    """With Llama 3's rotary embedding, the conversion prints the formats that will not be possible."""
     teacher = teacher_folder(tmp_path / "teacher", "llama", **HYBRIDS["llama"], rope_parameters=ROTARY["llama3"])
     convert_command(str(teacher), tmp_path / "out", layers="every:2", target="native", dry_run=True)
     assert "Not for gguf: rope_parameters" in " ".join(capsys.readouterr().out.split())

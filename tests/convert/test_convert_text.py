@@ -1,4 +1,4 @@
-"""Calibration text: three kinds of file, two disjoint parts, clear refusals."""
+"""Calibration text: three kinds of files, two disjoint parts, clear errors."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_parquet_without_the_column(tmp_path: Path) -> None:
 
 
 def numbered(count: int) -> list[str]:
-    """A text whose every 64 characters are different."""
+    """A text in which no two blocks of 64 characters are equal."""
     return ["".join(f"{i:08d}" for i in range(count))]
 
 

@@ -1,4 +1,4 @@
-"""Every model that cannot be exported is refused before any work, by the name of the obstacle and with a remedy."""
+"""A model that cannot be exported is refused before any work; the error names the obstacle and a remedy."""
 
 from __future__ import annotations
 

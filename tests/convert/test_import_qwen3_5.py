@@ -1,4 +1,4 @@
-"""Qwen3.5 text checkpoints become deltanet_hf models: the same function, the same bits, our cache and packing."""
+"""Imported Qwen3.5 text checkpoints: same function, same bits, with the cache and packing of deltanet-hf."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_batches_of_uneven_prompts_are_continued_as_alone(tmp_path: Path) -> Non
 
 
 def test_lora_trains_an_import_that_can_be_exported_again(tmp_path: Path) -> None:
-    """PEFT's own default targets; merged, the result is Qwen3.5 again."""
+    """PEFT's default target modules are found, and the merged model is exported as Qwen3.5 again."""
     _, ours = both(tmp_path)
     ids = token_ids(length=16)
     before = ours(ids, labels=ids).loss.item()
@@ -160,7 +160,7 @@ def load_all(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_text_model_beside_a_vision_tower(tmp_path: Path) -> None:
-    """As the official checkpoints are: nested config, other prefix, tensors that are none of ours."""
+    """A checkpoint like the official ones: nested config, another prefix, tensors of a vision tower."""
     folder = qwen3_5_folder(tmp_path / "qwen3_5")
     plain = imported(folder, tmp_path / "plain")
     weights = {
