@@ -1,8 +1,6 @@
-"""Reads calibration text from txt, jsonl or parquet files, cuts it into sequences and splits off a held-out part."""
+"""Reads calibration text, cuts it into sequences and splits off a held-out part."""
 
 import hashlib
-import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,13 +9,13 @@ import torch
 from torch import Tensor
 
 from deltanet_hf.data import prefix_ids, with_prefix
+from deltanet_hf.data.text_files import read_documents
 from deltanet_hf.errors import UserError
 
 SEQUENCE_LENGTH = 512
 HELD_OUT_TOKENS = 4096  # at most, and never more than the calibration tokens
 HELD_OUT_SHARE = 0.2  # share of the text, at its end, from which held-out sequences are drawn
 CHARS_PER_TOKEN = 24  # characters read per token: more than any tokenizer uses, far less than a corpus has
-SUFFIXES = (".txt", ".md", ".jsonl", ".json", ".parquet")
 
 
 @dataclass(frozen=True)
@@ -33,76 +31,21 @@ class CalibrationText:
 def read_text(path: Path, needed_tokens: int) -> list[str]:
     """Reads the documents of a file in order, until they suffice for `needed_tokens` tokens.
 
-    A `.txt` file is one document; a `.jsonl` file has one object per line with the key `text`; a `.parquet` file has a
-    column `text`.
+    The formats are those of `deltanet_hf.data.text_files`.
 
     Raises:
         UserError: the file is missing, of another kind, unreadable or empty.
     """
     budget = max(1_000_000, CHARS_PER_TOKEN * needed_tokens)
     documents: list[str] = []
-    try:
-        for document in _documents(path, budget):
-            documents.append(document[:budget])
-            budget -= len(documents[-1])
-            if budget <= 0:
-                break
-    except FileNotFoundError as error:
-        raise UserError(f"--text {path}: no such file; give a .txt, .jsonl or .parquet file") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"--text {path}: is not UTF-8 text ({error.reason}); convert it to UTF-8") from error
-    except OSError as error:
-        raise UserError(f"--text {path}: cannot be read ({error.strerror}); check the path") from error
+    for document in read_documents(path, f"--text {path}", limit=budget):
+        documents.append(document[:budget])
+        budget -= len(documents[-1])
+        if budget <= 0:
+            break
     if not any(document.strip() for document in documents):
         raise UserError(f"--text {path}: holds no text; give a file with at least a few pages")
     return documents
-
-
-def _documents(path: Path, budget: int) -> Iterator[str]:
-    if path.suffix not in SUFFIXES:
-        raise UserError(f"--text {path}: unknown kind '{path.suffix}'; give a .txt, .jsonl or .parquet file")
-    if path.suffix == ".parquet":
-        yield from _parquet(path)
-    elif path.suffix in (".jsonl", ".json"):
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    yield _json_text(path, number, line)
-    else:
-        with path.open(encoding="utf-8") as stream:
-            yield stream.read(budget)
-
-
-def _json_text(path: Path, number: int, line: str) -> str:
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"--text {path}: line {number} is not JSON ({error}); write one object per line") from error
-    text = value.get("text") if isinstance(value, dict) else None
-    if not isinstance(text, str):
-        raise UserError(f"--text {path}: line {number} has no string under key 'text'; rename the key")
-    return text
-
-
-def _parquet(path: Path) -> Iterator[str]:
-    import pyarrow
-    from pyarrow import parquet
-
-    if not path.exists():
-        raise FileNotFoundError(path)
-    try:
-        table = parquet.ParquetFile(path)
-        if "text" not in table.schema_arrow.names:
-            raise UserError(
-                f"--text {path}: no column 'text' (it has {', '.join(table.schema_arrow.names)}); rename the column"
-            )
-        for batch in table.iter_batches(batch_size=256, columns=["text"]):
-            for value in batch.column(0).to_pylist():
-                if not isinstance(value, str):
-                    raise UserError(f"--text {path}: column 'text' holds {type(value).__name__}; give strings")
-                yield value
-    except pyarrow.ArrowInvalid as error:
-        raise UserError(f"--text {path}: not a parquet file ({error}); check the file") from error
 
 
 def tokenise(
