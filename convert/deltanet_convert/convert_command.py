@@ -12,7 +12,7 @@ from deltanet_hf.errors import UserError
 from deltanet_hf.mixers import MIXERS
 
 from .convert import convert
-from .export.hooks import import_native, native_folder, refuse_unexportable
+from .export.hooks import check_exportable, import_qwen3_5, qwen3_5_folder
 from .job import prepare
 from .options import ConvertOptions, parse_size
 from .views.plan_view import print_plan
@@ -32,8 +32,8 @@ def convert_command(
     profile: Annotated[
         str,
         typer.Option(
-            help="faithful: keep everything that the teacher's attention has. qwen3_5: make exactly Qwen3.5's layer, so "
-            "that the model can be exported to other runtimes."
+            help="faithful: keep everything that the teacher's attention has. qwen3_5: make exactly Qwen3.5's layer, "
+            "so that the model can be exported to other runtimes."
         ),
     ] = "faithful",
     training: Annotated[
@@ -70,11 +70,11 @@ def convert_command(
     if profile == "qwen3_5" and changes:
         raise UserError(f"--set {changes[0]}: --profile qwen3_5 fixes the settings; leave out one of the two")
     console = Console(stderr=as_json)
-    if (native := native_folder(teacher)) is not None:
+    if (native := qwen3_5_folder(teacher)) is not None:
         if changes:
             raise UserError(f"--set {changes[0]}: {teacher} is a Gated DeltaNet model already and is only imported")
         stored = None if dtype is None else ConvertOptions(dtype=dtype).torch_dtype
-        import_native(
+        import_qwen3_5(
             native,
             out,
             stored,
@@ -104,7 +104,7 @@ def convert_command(
     )
     job = prepare(teacher, out, options)
     if profile == "qwen3_5":
-        for note in refuse_unexportable(job.source.name, job.teacher.config, job.table.softmax):
+        for note in check_exportable(job.source.name, job.teacher.config, job.table.softmax):
             console.print(note, highlight=False, markup=False)
     print_plan(job.plan, console)
     if dry_run:

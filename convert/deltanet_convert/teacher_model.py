@@ -1,4 +1,4 @@
-"""The teacher: its configuration, checked against the families and the tensors that are there."""
+"""Opens a teacher: checks that its family is supported and that its tensors are those of its config."""
 
 import re
 from collections.abc import Callable
@@ -15,20 +15,20 @@ from deltanet_hf.models.families import FAMILIES, PREFIX, Family, family_of
 from .storage.safetensors_folder import Checkpoint, read_json
 
 LAYER = re.compile(r"^model\.layers\.(\d+)\.")
-# Old Llama checkpoints carry the rotary frequencies, which follow from the config.
+# Old Llama checkpoints contain the rotary frequencies, which follow from the config.
 DERIVED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 
 
 @dataclass(frozen=True)
 class Teacher:
-    """A supported, complete checkpoint. `model` has its shapes on the meta device and no data."""
+    """A supported, complete checkpoint. `model` is on the meta device: it has shapes and no data."""
 
     folder: Path
     config: PreTrainedConfig
     family: Family
     checkpoint: Checkpoint
     model: PreTrainedModel
-    dtype: torch.dtype  # of most of its weights
+    dtype: torch.dtype  # dtype of most of its weights
 
     @property
     def num_layers(self) -> int:
@@ -45,7 +45,11 @@ class Teacher:
 
 
 def open_teacher(folder: Path) -> Teacher:
-    """Reads the config and every header of `folder`; UserError if unsupported or contradictory."""
+    """Reads the config and every header of `folder`.
+
+    Raises:
+        UserError: the family is not supported, or config and tensors contradict each other.
+    """
     raw = read_json(folder / "config.json")
     family = _check_supported(folder / "config.json", raw)
     checkpoint = Checkpoint.open(folder)
@@ -58,9 +62,9 @@ def open_teacher(folder: Path) -> Teacher:
 
 
 def meta_model(cls: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The model's modules and shapes without data.
+    """Builds a model on the meta device: modules and shapes without data.
 
-    Eager attention: the one implementation that applies every option of every family (soft capping).
+    It uses eager attention, the one implementation that applies every option of every family (soft capping).
     """
     with torch.device("meta"):
         model = cls._from_config(config, dtype=dtype, attn_implementation="eager")
@@ -68,7 +72,7 @@ def meta_model(cls: type[PreTrainedModel], config: PreTrainedConfig, dtype: torc
 
 
 def tied_names(model: PreTrainedModel) -> set[str]:
-    """Names of the parameters that are other parameters' data (the output head of a tied model)."""
+    """Names of the parameters that share another parameter's data (the output head of a tied model)."""
     if not getattr(model.config, "tie_word_embeddings", False):
         return set()
     keys: Any = model._tied_weights_keys or {}
@@ -121,7 +125,7 @@ def _last_layer_tensor(checkpoint: Checkpoint, count: int) -> str:
 
 
 def _guarded(file: Path, build: Callable[[], Any]) -> Any:
-    """Runs a constructor of transformers, whose own checks raise all sorts of errors on a bad config."""
+    """Runs a constructor of transformers and turns its errors, which may be of any type, into UserErrors."""
     try:
         return build()
     except Exception as error:
@@ -145,11 +149,11 @@ def check_tensors(
     stored_as: Callable[[str], str] = str,
     alone: bool = True,
 ) -> None:
-    """UserError unless the checkpoint holds the tensors of `model` (on the meta device) in its shapes.
+    """Raises a UserError unless the checkpoint holds the tensors of `model` (on the meta device) in its shapes.
 
     Args:
-        stored_as: the model's name of a tensor to the checkpoint's.
-        alone: refuse tensors that are none of the model's.
+        stored_as: maps the model's name of a tensor to the checkpoint's.
+        alone: also refuse tensors that the model does not have.
     """
     expected = {stored_as(name): tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     optional = {stored_as(name) for name in tied_names(model)}

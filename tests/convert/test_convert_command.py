@@ -1,4 +1,4 @@
-"""`deltanet-hf convert` as it is typed: output, exit codes, no tracebacks."""
+"""The command `deltanet-hf convert`: output, exit codes, no tracebacks."""
 
 from __future__ import annotations
 

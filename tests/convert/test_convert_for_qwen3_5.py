@@ -1,4 +1,4 @@
-"""`convert --for native` refuses before any work what could not be exported; `convert` takes Qwen3.5 models in."""
+"""Conversions for export are refused before any work if the result could not be exported; Qwen3.5 is imported."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from deltanet_convert.export.export_command import export_command
 from deltanet_hf.errors import UserError
 from deltanet_recipes.cli import build_app
 from support.tiny_conversion import quick_start, teacher_folder, text_file
-from support.tiny_export import EVERY_OTHER, ROTARY, native_model, saved
+from support.tiny_export import EVERY_OTHER, ROTARY, exportable_model, saved
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ from support.tiny_export import EVERY_OTHER, ROTARY, native_model, saved
 )
 def test_what_could_not_be_exported_is_refused(model_type: str, layers: str, message: str, tmp_path: Path) -> None:
     teacher = teacher_folder(tmp_path / "teacher", model_type)  # the tiny Llama has biases, the tiny Mistral a window
-    with pytest.raises(UserError, match=f"--for native.*\n(.*\n)*.*{message}"):
+    with pytest.raises(UserError, match=f"--profile qwen3_5.*\n(.*\n)*.*{message}"):
         convert_command(str(teacher), tmp_path / "out", layers=layers, target="native")
     assert [path.name for path in tmp_path.iterdir()] == ["teacher"]
 
@@ -97,7 +97,7 @@ def test_hybrids_without_norms_get_them(
 
 
 def test_scaled_rotary_embeddings_are_for_some_runtimes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Llama 3's: the conversion says which formats it will not have, and which it will."""
+    """With Llama 3's rotary embedding, the conversion prints the formats that will not be possible."""
     teacher = teacher_folder(tmp_path / "teacher", "llama", **HYBRIDS["llama"], rope_parameters=ROTARY["llama3"])
     convert_command(str(teacher), tmp_path / "out", layers="every:2", target="native", dry_run=True)
     assert "Not for gguf: rope_parameters" in " ".join(capsys.readouterr().out.split())
@@ -118,12 +118,12 @@ def test_norms_are_inserted_for_native_only(tmp_path: Path, monkeypatch: pytest.
     convert_command(str(teacher), tmp_path / "out", profile="native", **options)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "deltanet_llama"
     assert json.loads((tmp_path / "out" / "conversion.json").read_text())["inserted_norms"] == []
-    with pytest.raises(UserError, match="convert again with --for native, which inserts them"):
+    with pytest.raises(UserError, match="convert again with --profile qwen3_5, which inserts them"):
         export_command(str(tmp_path / "out"), tmp_path / "export")
 
 
 def test_convert_takes_an_export_back(tmp_path: Path) -> None:
-    source = saved(native_model("qwen3", EVERY_OTHER), tmp_path / "model")
+    source = saved(exportable_model("qwen3", EVERY_OTHER), tmp_path / "model")
     export_command(str(source), tmp_path / "export")
     arguments = ["convert", str(tmp_path / "export"), str(tmp_path / "back")]
     result = CliRunner().invoke(build_app("convert"), [*arguments, "--dry-run"])

@@ -1,4 +1,4 @@
-"""Damaged, contradictory and malicious teachers: one line that names file, tensor and remedy, and nothing loaded."""
+"""Damaged, contradictory and malicious teachers give one line with file, tensor and remedy; nothing is loaded."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def edit_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any])
 
 
 def edit_header(file: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Rewrites the header only, leaving the data where it is."""
+    """Rewrites the header of a safetensors file and leaves the data unchanged."""
     raw = file.read_bytes()
     length = int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8 : 8 + length])

@@ -1,4 +1,4 @@
-"""Qwen3.5 text checkpoints become deltanet_hf models: the same function, the same bits, our cache and packing."""
+"""Imported Qwen3.5 text checkpoints: same function, same bits, with the cache and packing of deltanet-hf."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 
-from deltanet_convert.export.import_qwen3_5 import is_native, plan_import, write_import
+from deltanet_convert.export.import_qwen3_5 import is_qwen3_5, plan_import, write_import
 from deltanet_convert.export.obstacles import export_obstacles
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
@@ -23,7 +23,7 @@ from deltanet_hf.models.qwen3_5 import DeltaNetQwen3_5ForCausalLM, DeltaNetQwen3
 from support.tiny_conversion import tiny_tokenizer
 from support.tiny_export import SIZES, exported, randomise
 
-NATIVE: dict[str, Any] = {
+QWEN3_5: dict[str, Any] = {
     **SIZES,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 6,
@@ -38,9 +38,9 @@ NATIVE: dict[str, Any] = {
 }
 
 
-def native_folder(folder: Path, **changes: Any) -> Path:
+def qwen3_5_folder(folder: Path, **changes: Any) -> Path:
     """A random Qwen3.5 text checkpoint: three linear layers, one gated attention layer."""
-    model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**{**NATIVE, **changes}))
+    model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**{**QWEN3_5, **changes}))
     randomise(model, scale=0.1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -58,7 +58,7 @@ def imported(folder: Path, out: Path, dtype: torch.dtype | None = None) -> Path:
 
 
 def both(tmp_path: Path, **changes: Any) -> tuple[Any, Any]:
-    folder = native_folder(tmp_path / "native", **changes)
+    folder = qwen3_5_folder(tmp_path / "qwen3_5", **changes)
     theirs = Qwen3_5ForCausalLM.from_pretrained(folder).eval()
     ours, report = AutoModelForCausalLM.from_pretrained(imported(folder, tmp_path / "ours"), output_loading_info=True)
     assert not report["missing_keys"]
@@ -115,7 +115,7 @@ def test_batches_of_uneven_prompts_are_continued_as_alone(tmp_path: Path) -> Non
 
 
 def test_lora_trains_an_import_that_can_be_exported_again(tmp_path: Path) -> None:
-    """PEFT's own default targets; merged, the result is Qwen3.5 again."""
+    """PEFT's default target modules are found, and the merged model is exported as Qwen3.5 again."""
     _, ours = both(tmp_path)
     ids = token_ids(length=16)
     before = ours(ids, labels=ids).loss.item()
@@ -141,7 +141,7 @@ def test_lora_trains_an_import_that_can_be_exported_again(tmp_path: Path) -> Non
 
 
 def test_export_undoes_the_import(tmp_path: Path) -> None:
-    folder = native_folder(tmp_path / "native")
+    folder = qwen3_5_folder(tmp_path / "qwen3_5")
     ours = imported(folder, tmp_path / "ours")
     assert export_obstacles(DeltaNetQwen3_5TextConfig.from_pretrained(ours)) == []
     again = exported(ours, tmp_path / "again")
@@ -160,8 +160,8 @@ def load_all(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_text_model_beside_a_vision_tower(tmp_path: Path) -> None:
-    """As the official checkpoints are: nested config, other prefix, tensors that are none of ours."""
-    folder = native_folder(tmp_path / "native")
+    """A checkpoint like the official ones: nested config, another prefix, tensors of a vision tower."""
+    folder = qwen3_5_folder(tmp_path / "qwen3_5")
     plain = imported(folder, tmp_path / "plain")
     weights = {
         name.replace("model.", "model.language_model.", 1): tensor
@@ -172,7 +172,7 @@ def test_text_model_beside_a_vision_tower(tmp_path: Path) -> None:
     text = json.loads((folder / "config.json").read_text())
     whole = {"model_type": "qwen3_5", "text_config": text, "vision_config": {}, "tie_word_embeddings": False}
     (folder / "config.json").write_text(json.dumps(whole))
-    assert is_native(whole)
+    assert is_qwen3_5(whole)
     nested = imported(folder, tmp_path / "nested")
     one, two = load_all(plain), load_all(nested)
     assert one.keys() == two.keys()
@@ -181,7 +181,7 @@ def test_text_model_beside_a_vision_tower(tmp_path: Path) -> None:
 
 
 def test_decays_stay_float32(tmp_path: Path) -> None:
-    out = imported(native_folder(tmp_path / "native"), tmp_path / "ours", torch.bfloat16)
+    out = imported(qwen3_5_folder(tmp_path / "qwen3_5"), tmp_path / "ours", torch.bfloat16)
     wide = {name.split(".")[-1] for name, tensor in load_all(out).items() if tensor.dtype == torch.float32}
     assert wide == {"A_log", "dt_bias"}
     model = AutoModelForCausalLM.from_pretrained(out)
@@ -190,7 +190,7 @@ def test_decays_stay_float32(tmp_path: Path) -> None:
 
 
 def test_gradients_reach_every_parameter(tmp_path: Path) -> None:
-    config = DeltaNetQwen3_5TextConfig(**NATIVE)
+    config = DeltaNetQwen3_5TextConfig(**QWEN3_5)
     model = DeltaNetQwen3_5ForCausalLM(config)
     randomise(model)
     ids = token_ids(length=9)
@@ -203,7 +203,7 @@ def test_gradients_reach_every_parameter(tmp_path: Path) -> None:
     [("linear_key_head_dim", 8, "linear_key_head_dim"), ("linear_conv_kernel_dim", 5, "conv_size")],
 )
 def test_unsupported_sizes_are_named(key: str, value: int, message: str, tmp_path: Path) -> None:
-    folder = native_folder(tmp_path / "native", **{key: value})
+    folder = qwen3_5_folder(tmp_path / "qwen3_5", **{key: value})
     with pytest.raises(UserError, match=message):
         plan_import(folder, None, 10**9)
 
@@ -216,7 +216,7 @@ def test_unsupported_sizes_are_named(key: str, value: int, message: str, tmp_pat
     ],
 )
 def test_tensor_of_another_shape_is_named(name: str, change: Callable[[torch.Tensor], Any], tmp_path: Path) -> None:
-    folder = native_folder(tmp_path / "native")
+    folder = qwen3_5_folder(tmp_path / "qwen3_5")
     weights = load_file(folder / "model.safetensors")
     save_file({**weights, name: change(weights[name]).contiguous()}, folder / "model.safetensors")
     with pytest.raises(UserError, match=rf"model\.safetensors: tensor '{name}' has shape"):
@@ -224,7 +224,7 @@ def test_tensor_of_another_shape_is_named(name: str, change: Callable[[torch.Ten
 
 
 def test_missing_tensor_is_named(tmp_path: Path) -> None:
-    folder = native_folder(tmp_path / "native")
+    folder = qwen3_5_folder(tmp_path / "qwen3_5")
     weights = load_file(folder / "model.safetensors")
     del weights["model.layers.2.linear_attn.A_log"]
     save_file(weights, folder / "model.safetensors")

@@ -1,4 +1,4 @@
-"""Start values of a converted layer, over every family and both profiles."""
+"""Start values of a converted layer, for every family and both profiles."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Conversions killed at many points, refused by the disk, repeated, changed: nothing broken, nothing lost."""
+"""Conversions that are killed, hit a full disk, or are repeated with other options leave nothing broken or lost."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_killed_conversions_resume_to_the_same_bytes(tmp_path: Path, mode: str, 
         assert point["left behind"] == [], point
     seen = {point["visible"] for point in result["points"]}
     assert len(seen) > 1  # points before and after the publication were tried
-    if mode == "overwrite":  # the old model is away for the time between two renames at most
+    if mode == "overwrite":  # the old model is absent only between two renames
         assert sum(point["visible"] == "absent" for point in result["points"]) <= 2
     if mode == "twice":
         assert any(point["killed again"] for point in result["points"])
@@ -69,12 +69,12 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Stop(Exception):
-    """An interruption that leaves the workspace as it is."""
+    """An interruption after which no code cleans up."""
 
 
 @pytest.fixture
 def interrupted(teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """OUT of a conversion that stopped after its first layer."""
+    """The output path of a conversion that stopped after its first layer."""
     done = Workspace.done
 
     def stop(self: Workspace, step: str, figures: dict[str, Any] | None = None) -> None:
@@ -109,7 +109,7 @@ def test_resume_skips_finished_layers_and_gives_the_same_bytes(
 def test_without_resume_an_interrupted_conversion_is_reported(teacher: Path, interrupted: Path) -> None:
     with pytest.raises(UserError, match=r"interrupted conversion .* --resume .* --overwrite"):
         tiny_conversion(teacher, interrupted)
-    tiny_conversion(teacher, interrupted, resume=True)  # and it is still there
+    tiny_conversion(teacher, interrupted, resume=True)  # the interrupted run is still there
 
 
 def test_overwrite_discards_an_interrupted_conversion(teacher: Path, interrupted: Path) -> None:

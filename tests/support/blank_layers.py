@@ -1,4 +1,4 @@
-"""A layer to be given start values, and what the converter knows about its teacher."""
+"""Layers without values and their inputs, for tests of start values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.tiny_models import tiny_student
 def layer_inputs(
     teacher: Any, index: int, sequences: int = 2, tokens: int = 24
 ) -> tuple[Any, torch.Tensor, dict[str, Any]]:
-    """Attention inputs [n, T, hidden] of one layer and its other arguments, as the converter sees them."""
+    """One layer's attention, its inputs [n, T, hidden] and its other arguments, as the converter gets them."""
     attention = teacher.model.layers[index].self_attn
     seen: list[dict[str, Any]] = []
     handle = attention.register_forward_pre_hook(lambda module, args, kwargs: seen.append({**kwargs}), with_kwargs=True)
@@ -28,7 +28,7 @@ def layer_inputs(
 
 
 def blank_layer(model_type: str, profile: str, index: int, **changes: Any) -> GatedDeltaNet:
-    """A converted layer full of NaN, as the converter hands it over."""
+    """A converted layer whose copied parameters are NaN, as the converter passes it to a start rule."""
     layer = tiny_student(model_type, profile, **changes).model.layers[index].self_attn.requires_grad_(False)
     for parameter in layer.parameters():
         parameter.fill_(torch.nan)

@@ -2,8 +2,8 @@
 
     python -m support.kill_points convert|export|gguf fresh|overwrite|twice FOLDER POINTS
 
-A child process dies before or after its n-th call that changes the disk, for POINTS values of n spread over the whole
-work and every one of its last calls (publishing). Run as a script: it forks, which needs a process of its own.
+A child process is killed before or after its n-th call that changes the disk, for POINTS values of n spread over the
+complete work and for each of its last calls (publication). This runs as a separate process because it forks.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from deltanet_convert.export import gguf
 from deltanet_convert.export.stream_export import write_export
 from deltanet_hf.errors import UserError
 from support.tiny_conversion import quick_start, teacher_folder, tiny_conversion
-from support.tiny_export import native_model, planned, saved
+from support.tiny_export import exportable_model, planned, saved
 
 CHANGES = ("fsync", "replace", "pwrite", "truncate", "unlink", "rmdir", "mkdir", "posix_fallocate")
-LAST = 10  # calls that are all tried: the publishing and the tidying up
+LAST = 10  # number of last calls that are all tried: publication and cleanup
 
 
 @dataclass(frozen=True)
 class Work:
-    """What is killed. `run(resume=..., overwrite=...)` makes `out`, `run_other` a complete output that is different."""
+    """The work that is killed: `run(resume=..., overwrite=...)` writes `out`; `run_other` writes a different output."""
 
     out: Path
     run: Callable[..., None]
@@ -52,7 +52,7 @@ def conversion(folder: Path) -> Work:
 
 
 def export(folder: Path) -> Work:
-    source = saved(native_model("qwen3", (0,), num_hidden_layers=2), folder / "model")
+    source = saved(exportable_model("qwen3", (0,), num_hidden_layers=2), folder / "model")
     out = folder / "out"
     write = partial(write_export, out=out, style="transformers", progress=lambda done, total: None)
 
@@ -63,8 +63,8 @@ def export(folder: Path) -> Work:
 
 
 def gguf_export(folder: Path) -> Work:
-    """With a converter that takes the digests of the exported folder: a GGUF file depends on all of it."""
-    source = saved(native_model("qwen3", (0,), num_hidden_layers=2), folder / "model")
+    """Uses a converter that writes digests of the exported folder, so that the GGUF file depends on every file."""
+    source = saved(exportable_model("qwen3", (0,), num_hidden_layers=2), folder / "model")
     tools, out = folder / "tools", folder / "out.gguf"
     tools.mkdir()
     (tools / gguf.SCRIPT).write_text(
@@ -105,7 +105,7 @@ def copy(source: Path, out: Path) -> None:
 
 
 def instrument(at_call: Callable[[int], bool], *, after: bool) -> list[int]:
-    """Wraps the calls that change the disk; dies where `at_call(n)` says so. Returns the counter."""
+    """Wraps the calls that change the disk; call n kills the process if `at_call(n)`. Returns the counter of calls."""
     counter = [0]
 
     def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -127,7 +127,7 @@ def instrument(at_call: Callable[[int], bool], *, after: bool) -> list[int]:
 
 
 def in_child(work: Callable[[], None]) -> int:
-    """Runs `work` in a forked process; its wait status."""
+    """Runs `work` in a forked process and returns its wait status."""
     child = os.fork()
     if child == 0:
         try:

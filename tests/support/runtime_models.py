@@ -1,4 +1,4 @@
-"""Tiny models with a tokenizer that llama.cpp can hold, for the tests that start other runtimes."""
+"""Tiny models with a tokenizer that llama.cpp supports, for tests that run other runtimes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from transformers import PreTrainedTokenizerFast
 
 from deltanet_convert.export.gguf import SCRIPT, find_converter
 from deltanet_hf.data import shipped_texts
-from support.tiny_export import native_model
+from support.tiny_export import exportable_model
 
 SPECIAL = ["<pad>", "<bos>", "<eos>"]
 VOCABULARY = 192
 
-# llama.cpp names a tokenizer's splitting rule by a hash over its output, and knows only published ones.
+# llama.cpp identifies a tokenizer's splitting rule by a hash of its output and knows only published tokenizers.
 WRAPPER = """
 import runpy, sys
 sys.path.insert(0, {folder!r})
@@ -34,7 +34,7 @@ def converter_for_any_tokenizer(folder: Path) -> None:
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """GPT-2's kind: byte-level BPE, with a handful of merges; every token is whole characters."""
+    """A byte-level BPE tokenizer like GPT-2's with few merges; no token ends inside a character."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -53,8 +53,8 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def runtime_folder(folder: Path, model_type: str, layers: tuple[int, ...], **changes: Any) -> Path:
-    """A random converted model of sizes that every runtime's kernels take."""
+    """Saves a random converted model whose sizes every runtime's kernels support."""
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "head_dim": 64}
-    native_model(model_type, layers, **{**sizes, **changes}).save_pretrained(folder)
+    exportable_model(model_type, layers, **{**sizes, **changes}).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder

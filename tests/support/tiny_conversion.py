@@ -1,4 +1,4 @@
-"""A tiny teacher folder with a tokenizer, and a conversion of it."""
+"""Tiny teacher folders with a tokenizer, and their conversion."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from deltanet_hf.data import shipped_texts
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
 from support.tiny_models import COMMON, tiny_teacher
 
-TOKENS = 256  # of calibration: two sequences of the tiny models' 128 positions
+TOKENS = 256  # calibration tokens: two sequences of the tiny models' 128 positions
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character."""
+    """A tokenizer with one token per character."""
     special = ["<pad>", "<bos>", "<eos>", "<unk>"]
     vocabulary = [*special, *string.ascii_letters, *string.digits, " ", *".,;:!?'-"]
     assert len(vocabulary) <= COMMON["vocab_size"]
@@ -44,20 +44,20 @@ def teacher_folder(path: Path, model_type: str, max_shard_size: str = "50MB", **
 
 
 def text_file(folder: Path) -> Path:
-    """A short calibration text."""
+    """Writes a short calibration text."""
     file = folder / "text.txt"
     file.write_text(shipped_texts()[0].read_text(encoding="utf-8")[5000:8000], encoding="utf-8")
     return file
 
 
 def tiny_job(teacher: Path, out: Path, **options: Any) -> Job:
-    """A planned conversion on the short text beside `out`."""
+    """Plans a conversion on the short text beside `out`."""
     options = {"text": text_file(out.parent), "calibration_tokens": TOKENS, **options}
     return prepare(str(teacher), out, ConvertOptions(**options))
 
 
 def tiny_conversion(teacher: Path, out: Path, **options: Any) -> dict[str, Any]:
-    """Converts and returns the report."""
+    """Converts `teacher` and returns the report."""
     return convert(tiny_job(teacher, out, **options), lambda *args: None)
 
 
@@ -65,7 +65,7 @@ def tiny_conversion(teacher: Path, out: Path, **options: Any) -> dict[str, Any]:
 def quick_start(
     attention: Any, layer: GatedDeltaNet, calibration: LayerCalibration, fit_memory: bool = True
 ) -> LayerFigures:
-    """Deterministic start values without the fit, for tests of everything around it."""
+    """Sets deterministic start values without the fit, for tests of the code around it."""
     copy_attention(attention, layer)
     for name in ("a_proj", "b_proj", "g_proj"):
         projection = getattr(layer, name)

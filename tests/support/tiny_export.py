@@ -30,7 +30,7 @@ SIZES: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
 }
-ROTARY: dict[str, dict[str, Any]] = {  # scaled rotary embeddings that change much within a hundred tokens
+ROTARY: dict[str, dict[str, Any]] = {  # scaled rotary embeddings whose effect is large within a hundred tokens
     "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
     "llama3": {
         "rope_type": "llama3",
@@ -46,7 +46,7 @@ EVERY_OTHER = (0, 2)  # of four layers: 1 and 3 keep softmax
 
 
 def randomise(model: torch.nn.Module, seed: int = 0, scale: float = 0.2) -> None:
-    """Random weights; norm weights from 0.2 to 2.7, which bfloat16 cannot all hold zero-centred."""
+    """Sets random weights; norm weights are from 0.2 to 2.7, which zero-centred bfloat16 cannot represent exactly."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -59,24 +59,24 @@ def randomise(model: torch.nn.Module, seed: int = 0, scale: float = 0.2) -> None
                 parameter.copy_(noise * (0.5 if "conv1d" in name else scale))
 
 
-def native_options(layers: tuple[int, ...], wiring: dict[str, Any] | None = None) -> DeltaNetOptions:
-    """The native profile, with some of its wiring changed."""
+def exportable_options(layers: tuple[int, ...], wiring: dict[str, Any] | None = None) -> DeltaNetOptions:
+    """Options of the exportable profile, with the changes in `wiring`."""
     return DeltaNetOptions.from_dict({**DeltaNetOptions.native(layers).to_dict(), **(wiring or {})})
 
 
-def native_model(
+def exportable_model(
     model_type: str, layers: tuple[int, ...] = (0, 1, 2, 3), wiring: dict[str, Any] | None = None, **changes: Any
 ) -> PreTrainedModel:
-    """A converted model in the native profile, float32, in eval mode; config values and wiring can be changed."""
+    """A converted model in the exportable profile, float32, in eval mode; config values and wiring can be changed."""
     config_class: Any = FAMILIES[model_type].config_class
-    config = converted_config(config_class(**{**SIZES, **changes}), native_options(layers, wiring))
+    config = converted_config(config_class(**{**SIZES, **changes}), exportable_options(layers, wiring))
     model = model_class(model_type)(config)
     randomise(model)
     return model.eval()
 
 
 def saved(model: PreTrainedModel, folder: Path) -> Path:
-    """The model's folder, with a tokenizer."""
+    """Saves the model with a tokenizer and returns the folder."""
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
@@ -89,7 +89,7 @@ def planned(
 
 
 def exported(folder: Path, out: Path, style: str = "transformers", **options: Any) -> Path:
-    """Exports `folder` to `out`."""
+    """Exports `folder` to `out` and returns `out`."""
     run = {"resume": False, "overwrite": False, "progress": lambda done, total: None}
     write_export(planned(folder, style=style, **options), out, style, **run)  # type: ignore[arg-type]
     return out

@@ -3,9 +3,10 @@
     python -m deltanet_convert.benchmarks.zero_token MODEL_DIR --eval wikitext2-test.txt [--text wikipedia.jsonl]
         [--layers every:6]
 
-Converts MODEL_DIR once per profile, and with `--no-training`. Prints the mean over the converted layers of the relative squared error of the attention output
-(teacher-forced, on the held-out part of the calibration text), and on the evaluation text, in windows of 1024 tokens
-without overlap, the perplexity beside the teacher's and the KL divergence from the teacher.
+Converts MODEL_DIR once per profile, and with `--no-training`. Prints the relative squared error of the attention
+output, mean over the converted layers, on the teacher's inputs of the held-out part of the calibration text. On the evaluation
+text, in windows of 1024 tokens without overlap, it prints the perplexity of teacher and converted model and the KL
+divergence between them.
 """
 
 import math

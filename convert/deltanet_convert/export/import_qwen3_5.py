@@ -1,4 +1,4 @@
-"""Reads Qwen3.5 text checkpoints into deltanet_hf: exports of ours back into what they were, others as they are."""
+"""Imports Qwen3.5 text checkpoints: undoes an export of deltanet-hf, and renames the tensors of any other."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ..storage.safetensors_folder import Checkpoint, read_json
 from ..storage.shard_writer import Layout, plan_layout
 from ..teacher_model import check_tensors, meta_model
 from . import rewrite
-from .companions import complete_with_companions
+from .companions import write_companions
 from .folder_writer import Progress, write_folder
 from .model_folder import EMBEDDING, FINAL_NORM, FLOAT32_KEPT, HEAD, file_states, output_specs, reader
 from .norms import factors_from_json, multiply_columns, uncentre
@@ -34,8 +34,11 @@ from .obstacles import family_name
 from .rewrite import FLOAT32_SUFFIXES, Heads, Named, Read
 from .stream_export import RECORD
 
-NATIVE_MODEL_TYPES = ("qwen3_5_text", "qwen3_5")  # the second holds the text model beside a vision tower (or is mlx's)
-TEXT_PREFIX = "model.language_model."  # of the text model's tensors beside a vision tower
+QWEN3_5_MODEL_TYPES = (
+    "qwen3_5_text",
+    "qwen3_5",
+)  # the second has a nested text model: beside a vision tower, or for mlx
+TEXT_PREFIX = "model.language_model."  # prefix of the text model's tensors if there is a vision tower
 IMPORTED = """This folder is a Qwen3.5 text model for `deltanet_hf`: the same weights under this project's names.
 
 ```python
@@ -49,23 +52,31 @@ model = AutoModelForCausalLM.from_pretrained("PATH")
 
 @dataclass(frozen=True)
 class ImportPlan:
-    """A checked import."""
+    """A checked import: where the tensors come from and what is written."""
 
     folder: Path
     checkpoint: Checkpoint
     config: PreTrainedConfig
     layout: Layout
     dtype: torch.dtype
-    record: dict[str, Any] | None  # export.json, when the folder is an export of a converted model
+    record: dict[str, Any] | None  # export.json, if the folder is an export of a converted model
 
 
-def is_native(config: dict[str, Any]) -> bool:
-    """Whether the contents of a config.json are a Qwen3.5 text model's."""
-    return config.get("model_type") in NATIVE_MODEL_TYPES
+def is_qwen3_5(config: dict[str, Any]) -> bool:
+    """Whether the contents of a config.json describe a Qwen3.5 text model."""
+    return config.get("model_type") in QWEN3_5_MODEL_TYPES
 
 
 def plan_import(folder: Path, dtype: torch.dtype | None, shard_size: int) -> ImportPlan:
-    """Reads config, record and headers of a Qwen3.5 folder; UserError when something is missing."""
+    """Reads config, record and headers of a Qwen3.5 folder.
+
+    Args:
+        dtype: dtype of the result; None for the embedding's.
+        shard_size: largest size of a weight file, in bytes.
+
+    Raises:
+        UserError: a tensor is missing or has another shape, or the config cannot be read.
+    """
     file = folder / "config.json"
     raw = read_json(file)
     record = read_json(folder / RECORD) if (folder / RECORD).exists() else None
@@ -77,12 +88,12 @@ def plan_import(folder: Path, dtype: torch.dtype | None, shard_size: int) -> Imp
         raise UserError(f"{folder}: tensor '{EMBEDDING}' is missing; give a complete Qwen3.5 text checkpoint")
     dtype = dtype or checkpoint.dtype(embedding)
     try:
-        native: PreTrainedConfig = _native_config(raw)
-        config = native if record is None else AutoConfig.for_model(**record["source"])
+        imported: PreTrainedConfig = _imported_config(raw)
+        config = imported if record is None else AutoConfig.for_model(**record["source"])
     except Exception as error:
         where = file if record is None else folder / RECORD
         raise UserError(f"{where}: cannot be read ({' '.join(str(error).split())[:300]}); correct the key") from error
-    stored = meta_model(Qwen3_5ForCausalLM, native, dtype)
+    stored = meta_model(Qwen3_5ForCausalLM, imported, dtype)
     check_tensors(file, stored, checkpoint, stored_as=partial(_name_in, checkpoint), alone=False)
     config.dtype = dtype
     made: type[PreTrainedModel] = DeltaNetQwen3_5ForCausalLM
@@ -92,25 +103,25 @@ def plan_import(folder: Path, dtype: torch.dtype | None, shard_size: int) -> Imp
     return ImportPlan(folder, checkpoint, config, plan_layout(specs, shard_size), dtype, record)
 
 
-def _native_config(raw: dict[str, Any]) -> DeltaNetQwen3_5TextConfig:
+def _imported_config(raw: dict[str, Any]) -> DeltaNetQwen3_5TextConfig:
     values = dict(raw.get("text_config", raw))
     if raw.get("tie_word_embeddings") is not None:
         values["tie_word_embeddings"] = raw["tie_word_embeddings"]
-    native = Qwen3_5TextConfig(**{**values, "model_type": "qwen3_5_text"}).to_dict()
+    imported = Qwen3_5TextConfig(**{**values, "model_type": "qwen3_5_text"}).to_dict()
     for key in ("model_type", "architectures", "auto_map", "transformers_version"):
-        native.pop(key, None)
-    return DeltaNetQwen3_5TextConfig(**native, architectures=[DeltaNetQwen3_5ForCausalLM.__name__])
+        imported.pop(key, None)
+    return DeltaNetQwen3_5TextConfig(**imported, architectures=[DeltaNetQwen3_5ForCausalLM.__name__])
 
 
 def write_import(plan: ImportPlan, out: Path, *, resume: bool, overwrite: bool, progress: Progress) -> None:
-    """Writes OUT, crash-safe like the export."""
+    """Writes the folder OUT through `publish_folder`, as an export does."""
 
     def complete(folder: Path) -> None:
         with writing(folder):
             plan.config.save_pretrained(folder)
-        complete_with_companions(plan.folder, folder, plan.config, IMPORTED)
+        write_companions(plan.folder, folder, plan.config, IMPORTED)
 
-    layer, ends = (_native_layer, _native_ends) if plan.record is None else (_restored_layer, _restored_ends)
+    layer, ends = (_renamed_layer, _renamed_ends) if plan.record is None else (_restored_layer, _restored_ends)
     layers = [(f"layer {i}", partial(layer, plan, i)) for i in range(plan.config.num_hidden_layers)]
     dtype = str(plan.dtype)
     write_folder(
@@ -141,7 +152,7 @@ def _reader(plan: ImportPlan) -> Read:
 
 
 def _places(sources: list[int | None]) -> dict[str, str]:
-    """Layer of the model -> where it stands in the export."""
+    """Maps each layer of the model to its place in the export; both as strings."""
     return {str(layer): str(place) for place, layer in enumerate(sources) if layer is not None}
 
 
@@ -153,19 +164,19 @@ def _beside_vision(name: str) -> str:
     return name.replace("model.", TEXT_PREFIX, 1)
 
 
-def _native_layer(plan: ImportPlan, index: int) -> Named:
+def _renamed_layer(plan: ImportPlan, index: int) -> Named:
     config: Any = plan.config
     read, prefix = _reader(plan), f"model.layers.{index}."
     linear = LayerTable.of(config)[index] is not None
     if linear:
         rows = config.linear_num_key_heads * config.linear_key_head_dim
-        yield from rewrite.native_from_linear_attn(read, prefix + "linear_attn.", rows)
+        yield from rewrite.rename_from_qwen3_5(read, prefix + "linear_attn.", rows)
     for name in plan.layout.specs:
         if name.startswith(prefix) and not name.startswith(prefix + "linear_attn."):
             yield name, read(name)
 
 
-def _native_ends(plan: ImportPlan) -> Named:
+def _renamed_ends(plan: ImportPlan) -> Named:
     read = _reader(plan)
     for name in (EMBEDDING, FINAL_NORM, HEAD):
         if name in plan.layout.specs:
@@ -179,7 +190,7 @@ def _factors(plan: ImportPlan, norm: str) -> Tensor | None:
 
 
 def _weight(plan: ImportPlan, read: Read, norm: str) -> Tensor:
-    """A norm's weight as it was before the export."""
+    """Restores a norm's weight to its value before the export."""
     assert plan.record is not None
     if norm in plan.record["rounded"]:
         return torch.tensor(plan.record["rounded"][norm])

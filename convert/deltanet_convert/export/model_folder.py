@@ -1,4 +1,4 @@
-"""A converted model on disk, checked: its config, options and tensors; and what an exported folder remembers."""
+"""Opens and checks a converted model's folder: its config, its options and its tensors."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from .obstacles import family_name
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 FINAL_NORM = "model.norm.weight"
-FLOAT32_KEPT = GatedDeltaNet.fp32  # the mixer that can be exported
+FLOAT32_KEPT = GatedDeltaNet.fp32  # suffixes of the parameters that a converted model of any dtype has in float32
 
 
 @dataclass(frozen=True)
 class ConvertedModel:
-    """A folder that `deltanet-hf convert` (or a training run of ours) wrote."""
+    """The folder of a model that `deltanet-hf convert` or a training run wrote."""
 
     folder: Path
     config: PreTrainedConfig
@@ -39,12 +39,12 @@ class ConvertedModel:
 
     @classmethod
     def open(cls, folder: Path) -> ConvertedModel:
-        """Reads config and headers; UserError when this is no converted model or not a whole one."""
+        """Reads the config and all headers; UserError if the model is not a converted one or is incomplete."""
         config = read_converted_config(folder)
         return cls(folder, config, LayerTable.of(config), Checkpoint.open(folder))
 
     def check(self) -> None:
-        """UserError unless the weights are those that the config describes."""
+        """Raises UserError unless names and shapes of the weights are those that the config describes."""
         family = family_name(self.config)
         made = model_class(family) if family in FAMILIES else DeltaNetQwen3_5ForCausalLM
         model = meta_model(made, self.config, self.dtype)
@@ -63,13 +63,13 @@ class ConvertedModel:
 
 
 def read_converted_config(folder: Path) -> PreTrainedConfig:
-    """The config of a converted model's folder."""
+    """Reads the config of a converted model's folder; UserError if it is not a converted model."""
     file = folder / "config.json"
     model_type = read_json(file).get("model_type")
     if not isinstance(model_type, str) or not model_type.startswith(PREFIX):
         raise UserError(
-            f"{file}: model_type {model_type!r} is not a converted model; run `deltanet-hf convert --for native` first "
-            "(with --dry-run it only says whether the result could be exported)"
+            f"{file}: model_type {model_type!r} is not a converted model; run `deltanet-hf convert --profile qwen3_5` "
+            "first (with --dry-run it only prints whether the result could be exported)"
         )
     try:
         return AutoConfig.from_pretrained(folder)
@@ -79,7 +79,7 @@ def read_converted_config(folder: Path) -> PreTrainedConfig:
 
 
 def reader(checkpoint: Checkpoint, dtype: torch.dtype, float32: tuple[str, ...]) -> Any:
-    """read(name): one tensor, in `dtype`, or in float32 when its name has one of the suffixes `float32`."""
+    """Returns `read(name)`: one tensor in `dtype`, or in float32 if its name ends with one of `float32`."""
 
     def read(name: str) -> Tensor:
         if name not in checkpoint:
@@ -90,7 +90,10 @@ def reader(checkpoint: Checkpoint, dtype: torch.dtype, float32: tuple[str, ...])
 
 
 def output_specs(model: PreTrainedModel, dtype: torch.dtype, float32: tuple[str, ...]) -> list[TensorSpec]:
-    """Name, shape and dtype of every tensor that a model on the meta device saves; `float32` are suffixes."""
+    """Name, shape and dtype of every tensor that a model (on the meta device) saves.
+
+    Tensors are stored in `dtype`, those whose name ends with one of `float32` in float32.
+    """
     tied = tied_names(model)
     return [
         TensorSpec(name, tuple(tensor.shape), torch.float32 if name.endswith(float32) else dtype)
@@ -100,5 +103,5 @@ def output_specs(model: PreTrainedModel, dtype: torch.dtype, float32: tuple[str,
 
 
 def file_states(checkpoint: Checkpoint) -> dict[str, list[int]]:
-    """Size and time of each weight file: a resumed run must find them as they were."""
+    """Size in bytes and modification time in ns of each weight file; a resumed run requires the same values."""
     return {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in checkpoint.files()}

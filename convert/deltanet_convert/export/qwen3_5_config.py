@@ -1,4 +1,4 @@
-"""The config of the exported model: a Qwen3.5 dense text model."""
+"""Makes the config of an exported model, a Qwen3.5 dense text model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 from deltanet_hf.models.layers import LayerTable
 
 from ..decoder_config import DECODER_KEYS, head_size
-from .obstacles import NATIVE_FAMILY, family_name
+from .obstacles import QWEN3_5_FAMILY, family_name
 from .slots import Slots, fixed_interval
 
 LINEAR = (
@@ -23,8 +23,15 @@ LINEAR = (
 )
 
 
-def target_config(config: Any, dtype: torch.dtype, slots: Slots, *, untied: bool = False) -> Qwen3_5TextConfig:
-    """The exported model's config. `untied`: the output head is written although the source shares it."""
+def qwen3_5_config(config: Any, dtype: torch.dtype, slots: Slots, *, untied: bool = False) -> Qwen3_5TextConfig:
+    """Makes the exported model's config.
+
+    Args:
+        config: the converted model's.
+        dtype: dtype of the weights.
+        slots: the layers of the export.
+        untied: whether the output head is written although it shares the embedding's weights in the model.
+    """
     table = LayerTable.of(config)
     kept = table.softmax
     layers, softmax = len(slots.sources), slots.softmax
@@ -39,20 +46,20 @@ def target_config(config: Any, dtype: torch.dtype, slots: Slots, *, untied: bool
     interval = fixed_interval(softmax, layers)
     if interval is not None:
         values["full_attention_interval"] = interval
-    if family_name(config) == NATIVE_FAMILY:
+    if family_name(config) == QWEN3_5_FAMILY:
         values |= {name: getattr(config, name) for name in LINEAR}
         values["rope_parameters"] = config.rope_parameters
     else:
         values |= _linear(config, table) | {"attention_bias": False, "rope_parameters": _rope(config, bool(kept))}
     if not kept:
-        values["num_key_value_heads"] = 1  # the idle layer's cache is of no use: as small as it can be
+        values["num_key_value_heads"] = 1  # nothing reads the idle layer's cache, so it is as small as possible
     if untied:
         values["tie_word_embeddings"] = False
     return Qwen3_5TextConfig(**values)
 
 
 def _linear(config: Any, table: LayerTable) -> dict[str, Any]:
-    heads = int(config.num_attention_heads)  # grouped key/value heads are repeated
+    heads = int(config.num_attention_heads)  # the export repeats grouped key/value heads
     return {
         "linear_conv_kernel_dim": table.only_kind.settings.conv_size,
         "linear_key_head_dim": head_size(config),
@@ -63,7 +70,13 @@ def _linear(config: Any, table: LayerTable) -> dict[str, Any]:
 
 
 def _rope(config: Any, used: bool) -> dict[str, Any]:
-    """Rotation of the whole head. In text all of M-RoPE's position axes agree, so any split of the frequencies does."""
+    """Rotary embedding of all channels of a head.
+
+    In text, the three position axes of M-RoPE have equal values, so any split of the frequencies is correct.
+
+    Args:
+        used: whether any layer of the model uses the embedding (otherwise only the idle layer has it).
+    """
     teacher = dict(config.rope_parameters or {})
     rope = teacher if used else {"rope_theta": teacher.get("rope_theta", 10000.0)}
     half = head_size(config) // 2

@@ -1,7 +1,8 @@
-"""`export --verify`: the export in every runtime installed here, against our own model in float32.
+"""`export --verify`: compares the export in every installed runtime with deltanet-hf's model in float32.
 
-In float32 a runtime must agree with us but for the order of its sums. In fewer bits rounding moves it, and how far is
-measured: against the same runtime in float32 on the same tokens, where it has float32, else on our own model.
+In float32, a runtime may differ only by the order of its sums. In fewer bits it also rounds. The size of that rounding
+is measured: with the runtime itself in float32 on the same tokens if it supports float32, otherwise with deltanet-hf's
+model.
 """
 
 from __future__ import annotations
@@ -26,31 +27,31 @@ from ..storage.saved_tokenizer import load_tokenizer
 from .model_folder import ConvertedModel
 from .runtimes import BFLOAT16, FLOAT32, RUNTIMES, STORED, Runtime, Step, describe, generated, installed
 
-PROMPT_LENGTHS = (2, 7, 33, 130)  # tokens: under the convolution's width, under a chunk ...
+PROMPT_LENGTHS = (2, 7, 33, 130)  # in tokens: shorter than the convolution, shorter than a chunk, longer
 NEW_TOKENS = 16
-SPEED_TOKENS = (256, 32)  # read at once, then decoded
+SPEED_TOKENS = (256, 32)  # tokens read at once, tokens decoded after them
 TRANSCRIPT_TOKENS = 32
-# The order of sums alone made 2e-4 in 30 layers; a wrong rewrite shows as 1e-1 and more.
+# The order of sums alone gave 2e-4 in 30 layers; a wrong rewrite gives 1e-1 and more.
 LEAST_TOLERANCE = 1e-2
 OURS = "deltanet-hf"
-NOISE_FACTOR = 2.0  # a mean over a few hundred values of a noise that has a heavy tail
+NOISE_FACTOR = 2.0  # a margin, because the mean is over a few hundred values with a heavy tail
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One runtime's continuations against ours, teacher-forced along its own tokens."""
+    """One runtime in one mode, compared with deltanet-hf's model along the tokens that the runtime decoded."""
 
     runtime: str
     mode: str
     tokens: int = 0
-    equal: int = 0  # tokens that are our most likely ones too
-    read: float = 0.0  # largest difference of a log-probability right after a prompt
-    decoded: float = 0.0  # and of one after a token decoded from the runtime's own cache
+    equal: int = 0  # tokens that are the most likely ones in deltanet-hf's model too
+    read: float = 0.0  # largest difference of a log-probability directly after a prompt
+    decoded: float = 0.0  # and after a token decoded with the runtime's own cache
     mean: float = 0.0
-    margin: float = 0.0  # by which our favourite beat the runtime's, where they differ
-    ours: float | None = 0.0  # mean difference that the dtype makes in our model; 0 in float32, None when quantised
-    own: float | None = None  # and in the runtime itself, where it has float32 too
-    speed: tuple[float, float] = (0.0, 0.0)  # tokens/s: read, decoded
+    margin: float = 0.0  # largest log-probability by which deltanet-hf's best token exceeds the runtime's
+    ours: float | None = 0.0  # mean difference that the dtype makes in deltanet-hf's model; None if quantised
+    own: float | None = None  # and in the runtime itself, if it also supports float32
+    speed: tuple[float, float] = (0.0, 0.0)  # tokens per second: read, decoded
     text: str = field(default="", repr=False)
 
     @property
@@ -61,8 +62,9 @@ class Comparison:
     def within(self) -> bool:
         """Whether rounding explains the differences.
 
-        In float32 every single one is held against `LEAST_TOLERANCE`. In fewer bits single ones are unbounded, and the
-        mean is held against that of the runtime's own rounding, or, where it has no float32, ours.
+        In float32, every single difference is compared with `LEAST_TOLERANCE`. In fewer bits, single differences have
+        no bound, and the mean is compared with the mean of the runtime's own rounding or, if it has no float32, with
+        the mean of the rounding in deltanet-hf's model. Quantised weights have no bound.
         """
         if self.ours is None:
             return self.tokens > 0
@@ -74,19 +76,19 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Reference:
-    """Our own model: in float32, and as it is when everything is computed in `dtype`."""
+    """deltanet-hf's model, with the prompts for the comparison."""
 
     folder: Path
     float32: Any
     prompts: list[list[int]]
     speed_prompt: list[int]
     speed_tokens: int
-    transcript: list[int]  # a prompt to continue; empty for none
+    transcript: list[int]  # tokens of the prompt to continue; empty if there is none
     tokenizer: Any
 
     @classmethod
     def load(cls, model: ConvertedModel, rounded: torch.dtype, transcript: str | None) -> Reference:
-        """`rounded`: the dtype that the model's weights were rounded to before the rewrite."""
+        """Loads the model in float32; `rounded`: the dtype to which the export rounded its weights."""
         ours: Any = AutoModelForCausalLM.from_pretrained(model.folder, dtype=rounded).float().eval()
         tokenizer = load_tokenizer(model.folder)
         text = shipped_texts()[0].read_text(encoding="utf-8")[5000:15000]
@@ -110,18 +112,21 @@ def verify_export(
     console: Console,
     prompt: str | None = None,
 ) -> None:
-    """Prints the table of differences. Raises QualityError where one is larger than rounding explains.
+    """Compares the export with the model in every installed runtime and prints tables of differences and speeds.
 
     Args:
-        rounded: the dtype that the model's weights were rounded to before the rewrite.
-        dtype: of the export's weights; None when they are quantised: the differences are then only printed.
-        prompt: a text that every runtime continues, to be printed.
+        rounded: the dtype to which the export rounded the model's weights.
+        dtype: dtype of the export's weights; None if they are quantised, which makes any difference acceptable.
+        prompt: a text that every runtime continues; the continuations are printed.
+
+    Raises:
+        QualityError: a difference is larger than rounding explains.
     """
     reference = Reference.load(model, rounded, prompt)
     found = []
     for module, runtime in RUNTIMES[style].items():
         if not installed(module):
-            console.print(f"{module}: not installed here, not tried", highlight=False)
+            console.print(f"{module}: not installed, skipped", highlight=False)
             continue
         found += compare_modes(reference, runtime, export, describe(module), dtype)
     if not found:
@@ -140,7 +145,7 @@ def verify_export(
 def compare_modes(
     reference: Reference, runtime: type[Any], export: Path, name: str, dtype: torch.dtype | None
 ) -> list[Comparison]:
-    """Tries a runtime in each of its modes, the one in float32 last: it says what the others' own rounding does."""
+    """Runs a runtime in each of its modes. float32 comes last and measures the rounding of the others."""
     modes = [
         mode for mode in runtime.modes if not (mode == STORED and dtype == torch.float32 and len(runtime.modes) > 1)
     ]
@@ -167,7 +172,7 @@ def compare_modes(
 
 
 def compare(reference: Reference, steps_per_prompt: Sequence[list[Step]]) -> dict[str, Any]:
-    """Our log-probabilities along a runtime's tokens: the differences, as `Comparison` names them."""
+    """Compares log-probabilities along the runtime's tokens; returns fields of `Comparison`."""
     read: list[float] = []
     decoded: list[float] = []
     equal, margin, tokens = 0, 0.0, 0
@@ -187,14 +192,14 @@ def compare(reference: Reference, steps_per_prompt: Sequence[list[Step]]) -> dic
 
 @torch.no_grad()
 def logprobs_along(model: Any, prompt: list[int], steps: Sequence[Step]) -> Tensor:
-    """[steps, vocab]: before each of the runtime's tokens."""
+    """Log-probabilities [steps, vocab] of `model` at the position of each of the runtime's tokens."""
     ids = torch.tensor([[*prompt, *(step.token for step in steps[:-1])]])
     logits: Tensor = model(ids, use_cache=False).logits[0, len(prompt) - 1 :]
     return logits.float().log_softmax(-1)[: len(steps)]
 
 
 def our_noise(reference: Reference, dtype: torch.dtype, steps_per_prompt: Sequence[list[Step]]) -> float:
-    """What `dtype` moves our own log-probabilities by at the same places, on average."""
+    """Mean difference between deltanet-hf's model in `dtype` and in float32, at the same positions."""
     rounded, found = reference.in_dtype(dtype), []
     for prompt, steps in zip(reference.prompts, steps_per_prompt, strict=True):
         wanted, got = (logprobs_along(model, prompt, steps) for model in (reference.float32, rounded))
@@ -205,7 +210,7 @@ def our_noise(reference: Reference, dtype: torch.dtype, steps_per_prompt: Sequen
 
 
 def own_noise(float32: Runtime, prompts: Sequence[list[int]], low: Sequence[list[Step]]) -> float:
-    """Mean difference between the runtime's steps in fewer bits and what it says in float32 along the same tokens."""
+    """Mean difference between the runtime's steps in fewer bits and in float32, along the same tokens."""
     found = []
     for prompt, steps in zip(prompts, low, strict=True):
         for step, wanted in zip(steps, float32.follow(prompt, len(steps), steps), strict=True):
@@ -214,7 +219,7 @@ def own_noise(float32: Runtime, prompts: Sequence[list[int]], low: Sequence[list
 
 
 def measure_speed(running: Any, reference: Reference) -> tuple[float, float]:
-    """Tokens/s of reading a prompt at once, and of decoding after it; one sequence. 0 where noise hides it."""
+    """Tokens per second of reading a prompt at once and of decoding after it; one sequence. 0 if noise hides it."""
     prompt, tokens = reference.speed_prompt, reference.speed_tokens
 
     def seconds(new: int) -> float:
@@ -228,7 +233,7 @@ def measure_speed(running: Any, reference: Reference) -> tuple[float, float]:
 
 
 class _Ours:
-    """Our model, behind what is asked of a runtime."""
+    """deltanet-hf's model with the method of a runtime."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -238,7 +243,7 @@ class _Ours:
 
 
 def _ourselves(reference: Reference, dtype: torch.dtype | None) -> list[Comparison]:
-    """Rows for our own model: its speed and its text."""
+    """Rows for deltanet-hf's own model: its speed and its text."""
     found = []
     for used in dict.fromkeys((torch.float32, dtype or torch.float32)):
         ours = _Ours(reference.float32 if used == torch.float32 else reference.in_dtype(used))
@@ -249,20 +254,20 @@ def _ourselves(reference: Reference, dtype: torch.dtype | None) -> list[Comparis
 
 
 def _differences(found: list[Comparison]) -> Table:
-    """The largest difference right after a prompt and while decoding, the mean one, and the mean of rounding alone."""
+    """Table of the largest differences after a prompt and while decoding, the mean, and the mean of rounding alone."""
     columns = ("same", "read", "decoded", "mean", "rounding")
-    table = _table("Differences of log-probabilities to ours in float32", columns)
+    table = _table("Differences of log-probabilities from deltanet-hf in float32", columns)
     table.add_column("")
     for one in found:
         verdict = "differs" if not one.within else "quantised" if one.ours is None else "ok"
-        noise = _short(one.own) if one.own is not None else f"{_short(one.ours)}, ours" if one.ours else "-"
+        noise = _short(one.own) if one.own is not None else f"{_short(one.ours)}, {OURS}" if one.ours else "-"
         figures = (_short(one.read), _short(one.decoded), _short(one.mean), noise)
         table.add_row(one.runtime, one.mode, f"{one.equal}/{one.tokens}", *figures, verdict)
     return table
 
 
 def _speeds(found: list[Comparison]) -> Table:
-    table = _table("Tokens a second, one sequence", ("read", "decoded"))
+    table = _table("Tokens per second, one sequence", ("read", "decoded"))
     for one in found:
         table.add_row(one.runtime, one.mode, *(f"{value:.1f}" if value else "-" for value in one.speed))
     return table

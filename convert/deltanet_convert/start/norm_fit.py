@@ -1,19 +1,19 @@
-"""Fits q/k norms into softmax attention that has none, so that its attention stays what it was.
+"""Inserts q/k norms into softmax attention that has none, so that the attention changes as little as possible.
 
-RMSNorm takes the size of q and k out, head by head and token by token, and one weight for all heads cannot put it back.
-But it can be given something constant to divide by. If a channel of each head is w sqrt(D) for every token, and w is
-large beside the other channels, then rms(q) ~ w and
+RMSNorm divides q and k by their size, per head and token, and one weight for all heads cannot restore it. But the norm
+can be made to divide by a constant. If one channel of each head is w sqrt(D) for every token, and w is large compared
+with the other channels, then rms(q) ~ w and
 
     norm(q) = w q / rms(q) ~ q.
 
-That channel must not reach the scores: its rotary partner is 0, and so is the whole rotary pair in k. So each key/value
-head and its query heads give up two of their D/2 rotary pairs, one for the constant of q and one for that of k: those
-that matter least to the attention.
+That channel may not affect the scores: its rotary partner is set to 0, and so is the same rotary pair in k. Each
+key/value head and its query heads therefore give up two of their D/2 rotary pairs, one for the constant of q and one
+for the constant of k. The pairs that affect the attention least are chosen.
 
-The constant comes from the layer's inputs x, which are normalised: least squares find u with u . x ~ 1. An error there
-rescales the token's q (or k), so every token is weighted by what that does to the attention p: to second order, a
-change d of the logits has KL = 1/2 Var_p(d). Biases, which the target has no place for, ride on u too, W + b u^T, and
-for q and k the division gives them back exactly: (W x + b (u . x)) / (u . x).
+The constant comes from the layer's inputs x, which are normalised: least squares find u with u . x ~ 1. An error
+rescales the token's q (or k), so every token is weighted by the effect of that on the attention p: to second order, a
+change d of the logits has KL = 1/2 Var_p(d). Qwen3.5 has no biases; they are added through u too, as W + b u^T. For q
+and k the division restores them exactly: (W x + b (u . x)) / (u . x).
 
 Shapes in names and comments: n sequences, T tokens, H query heads, S key/value heads, G = H/S, D head size.
 """
@@ -28,39 +28,41 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Of the constant, in units of the largest head's root mean square: at 8 the norm shrinks q by 1/128 on average. Less is
-# better where no direction is constant enough; 0 is a plain norm, which gives no pair up.
+# Sizes of the constant that are tried, in units of the largest head's root mean square. At 8 the norm shrinks q by
+# 1/128 on average. Smaller sizes are better if no direction is constant enough; 0 is a plain norm and gives up no pair.
 SIZES = (0.0, 1.0, 2.0, 4.0, 8.0)
-RIDGE = 1e-2  # of the inputs' mean square
-SEARCH_SEQUENCES = 2  # pairs and size are chosen on this many sequences
+RIDGE = 1e-2  # ridge of the least squares, relative to the inputs' mean square
+SEARCH_SEQUENCES = 2  # number of sequences on which pairs and size are chosen
 
 
 @dataclass(frozen=True)
 class Fit:
-    """What was chosen for a layer."""
+    """The choices for one layer."""
 
     size: float  # one of SIZES
-    q_pairs: list[int]  # per key/value head: the rotary pair of q's constant; empty for size 0
+    q_pairs: list[int]  # per key/value head, the rotary pair of q's constant; empty for size 0
     k_pairs: list[int]
 
 
 @dataclass(frozen=True)
 class NormFigures:
-    """A kept layer with inserted norms against the teacher's, on held-out text, teacher-forced."""
+    """A kept layer with inserted norms compared with the teacher's, on the teacher's inputs of held-out text."""
 
     attention_kl: float  # KL(teacher's || this attention), nats, mean over heads and tokens
     logit_error: float  # relative RMS error of the attention logits, each row about its mean
-    cosine: float  # of the attention's output, mean over tokens
-    relative_mse: float  # squared error of that output over the squared norm of the teacher's
+    cosine: float  # cosine of the attention's outputs, mean over tokens
+    relative_mse: float  # squared error of the output divided by the squared norm of the teacher's output
 
 
 @torch.no_grad()
 def insert_norms(attention: Any, normed: Any, x: Tensor, kwargs: dict[str, Any]) -> Fit:
-    """Gives every parameter of `normed` its value: the size with the least KL of the attention is taken.
+    """Sets every parameter of `normed`. Of `SIZES`, the one with the smallest KL of the attention is used.
 
     Args:
-        attention: the teacher's, float32; normed: Qwen3's, float32, without biases.
-        x: attention inputs [n, T, hidden]; kwargs: the attention's other arguments, for a batch of one.
+        attention: the teacher's attention, float32.
+        normed: a Qwen3 attention without biases, float32.
+        x: attention inputs [n, T, hidden].
+        kwargs: the attention's other arguments, for a batch of one.
     """
     normed.requires_grad_(False)
     pairs = _least_important_pairs(attention, x[:SEARCH_SEQUENCES], kwargs)
@@ -77,13 +79,13 @@ def insert_norms(attention: Any, normed: Any, x: Tensor, kwargs: dict[str, Any])
 
 
 def _largest_head(attention: Any, name: str, x: Tensor) -> float:
-    """Root mean square of the head of q or k that is largest."""
+    """The largest root mean square of a head of q or k (`name`)."""
     heads = getattr(attention, f"{name}_proj")(x).unflatten(-1, (-1, int(attention.head_dim)))
     return max(1e-3, float(heads.square().mean((0, 1, 3)).max().sqrt()))
 
 
 def _fill(normed: Any, attention: Any, fit: Fit, ones: dict[str, Tensor], scales: dict[str, float]) -> None:
-    """Writes the weights of `normed`."""
+    """Writes the weights of `normed` for one choice; ones: u per projection; scales: `_largest_head` of q and k."""
     dim, groups = int(attention.head_dim), int(attention.num_key_value_groups)
     for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
         source, target = getattr(attention, name), getattr(normed, name).weight
@@ -103,7 +105,7 @@ def _fill(normed: Any, attention: Any, fit: Fit, ones: dict[str, Tensor], scales
 
 
 def constant_direction(x: Tensor, weights: Tensor) -> Tensor:
-    """u [hidden] with u . x ~ 1, by least squares: x [n, T, hidden], weights [n, T] >= 0."""
+    """Returns u [hidden] with u . x ~ 1 by least squares, for x [n, T, hidden] and weights [n, T] >= 0."""
     flat, share = x.flatten(0, 1), weights.flatten()
     share = share / share.mean().clamp_min(1e-30)
     system = flat.T @ (flat * share.unsqueeze(1)) / len(flat)
@@ -113,7 +115,7 @@ def constant_direction(x: Tensor, weights: Tensor) -> Tensor:
 
 @torch.no_grad()
 def compare_attention(attention: Any, normed: Any, x: Tensor, kwargs: dict[str, Any]) -> tuple[float, float]:
-    """KL of the attention and relative RMS error of its logits; x [n, T, hidden], on a text that was not fitted on."""
+    """Returns the KL of the attention in nats and the relative RMS error of its logits, for inputs x [n, T, hidden]."""
     kl = error = size = 0.0
     for row in x.split(1):
         want, got = (_logits(module, *_projected(module, row), kwargs) for module in (attention, normed))
@@ -132,14 +134,14 @@ def _about_mean(logits: Tensor, seen: Tensor) -> Tensor:
 
 
 def _projected(attention: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    """q [n, T, H, D] and k [n, T, S, D], through the norms where there are any."""
+    """Computes q [n, T, H, D] and k [n, T, S, D], after the norms if there are any."""
     q, k = (getattr(attention, f"{n}_proj")(x).unflatten(-1, (-1, int(attention.head_dim))) for n in "qk")
     norms = [getattr(attention, f"{n}_norm", None) or nn.Identity() for n in "qk"]
     return norms[0](q), norms[1](k)
 
 
 def _rotated(attention: Any, q: Tensor, k: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """q, k [n, H, T, D]: with their positions, and k repeated to the query heads."""
+    """Applies the rotary embedding and repeats k to the query heads; returns q and k [n, H, T, D]."""
     cos, sin = kwargs["position_embeddings"]
     rotate = sys.modules[type(attention).__module__].apply_rotary_pos_emb
     q, k = rotate(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
@@ -147,13 +149,13 @@ def _rotated(attention: Any, q: Tensor, k: Tensor, kwargs: dict[str, Any]) -> tu
 
 
 def _logits(attention: Any, q: Tensor, k: Tensor, kwargs: dict[str, Any]) -> Tensor:
-    """[n, H, T, T], not masked yet."""
+    """Attention logits [n, H, T, T] without the mask."""
     q, k = _rotated(attention, q, k, kwargs)
     return q @ k.mT * attention.scaling  # type: ignore[no-any-return]
 
 
 def _seen(logits: Tensor, kwargs: dict[str, Any]) -> Tensor:
-    """[1, 1, T, T] bool: which key each query attends to."""
+    """Marks [1, 1, T, T] the keys that each query attends to."""
     mask = kwargs.get("attention_mask")
     if mask is None:
         length = logits.shape[-1]
@@ -162,7 +164,7 @@ def _seen(logits: Tensor, kwargs: dict[str, Any]) -> Tensor:
 
 
 def _attention_of(attention: Any, x: Tensor, kwargs: dict[str, Any]) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Sequence by sequence: q [1, T, H, D], k [1, T, S, D], the seen positions, the attention [1, H, T, T]."""
+    """Yields per sequence q [1, T, H, D], k [1, T, S, D], the mask of `_seen` and the attention [1, H, T, T]."""
     for row in x.split(1):
         q, k = _projected(attention, row)
         logits = _logits(attention, q, k, kwargs)
@@ -171,7 +173,7 @@ def _attention_of(attention: Any, x: Tensor, kwargs: dict[str, Any]) -> Iterator
 
 
 def _least_important_pairs(attention: Any, x: Tensor, kwargs: dict[str, Any]) -> tuple[list[int], list[int]]:
-    """Per key/value head, the two rotary pairs without which its heads' attention changes least."""
+    """Per key/value head, the two rotary pairs whose removal changes the attention of its heads least."""
     dim, groups = int(attention.head_dim), int(attention.num_key_value_groups)
     loss = torch.zeros(dim // 2, attention.q_proj.out_features // dim)
     for q, k, _, p in _attention_of(attention, x, kwargs):
@@ -185,7 +187,7 @@ def _least_important_pairs(attention: Any, x: Tensor, kwargs: dict[str, Any]) ->
 
 
 def _token_weights(attention: Any, x: Tensor, kwargs: dict[str, Any]) -> dict[str, Tensor]:
-    """[n, T] each: what a relative error of a token's q, k (biases aside) and v does, all heads together."""
+    """Per token [n, T], the effect of a relative error of its q, k (without biases) and v, summed over the heads."""
     found: dict[str, list[Tensor]] = {"q": [], "k": [], "v": []}
     for q, k, seen, p in _attention_of(attention, x, kwargs):
         logits = _logits(attention, q - _bias(attention, "q"), k, kwargs).masked_fill(~seen, 0.0)
@@ -202,6 +204,6 @@ def _bias(attention: Any, name: str) -> Tensor:
 
 
 def _variance(p: Tensor, values: Tensor) -> Tensor:
-    """Variance of `values` [..., T] under the probabilities p."""
+    """Variance of `values` [..., T] under the probabilities p [..., T]."""
     mean = (p * values).sum(-1, keepdim=True)
     return (p * (values - mean).square()).sum(-1)

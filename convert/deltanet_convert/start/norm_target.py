@@ -1,7 +1,8 @@
-"""Kept softmax layers for export: Llama's kind of attention as Qwen3's, which has an RMSNorm on q and k.
+"""The config of a hybrid whose kept softmax layers get q/k norms, so that it can be exported.
 
-The export's target knows softmax attention with q/k norms only. A hybrid of a family without them is therefore written
-as a converted Qwen3 model, whose kept layers get norms that `norm_fit.py` makes as neutral as it can.
+Qwen3.5, the architecture of exports, has only softmax attention with an RMSNorm on q and k. A hybrid of a family
+without these norms is therefore written as a converted Qwen3 model. `norm_fit.py` fits the norms of its kept layers so
+that they change the attention as little as possible.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from deltanet_hf.models.layers import INSERTED_QK_NORMS
 
 from ..decoder_config import DECODER_KEYS, head_size
 
-# The same decoder layer as Qwen3's but for the norms (and Qwen2's biases, which `norm_fit.py` folds).
+# Families whose decoder layer equals Qwen3's except for the norms (and Qwen2's biases, which `norm_fit.py` folds).
 WITHOUT_NORMS = ("llama", "mistral", "qwen2")
 CARRIED = (*DECODER_KEYS, "num_hidden_layers", "rope_parameters", "attention_dropout")
 
@@ -26,7 +27,7 @@ def needs_norms(teacher: PreTrainedConfig, kept: Iterable[int]) -> bool:
 
 
 def with_norms(teacher: PreTrainedConfig, kept: Iterable[int]) -> Qwen3Config:
-    """The teacher's config as Qwen3's, with the key `INSERTED_QK_NORMS`."""
+    """The teacher's config as a Qwen3 config, with the list of `kept` layers under the key `INSERTED_QK_NORMS`."""
     values: dict[str, Any] = {name: getattr(teacher, name) for name in CARRIED}
     values |= {"head_dim": head_size(teacher), INSERTED_QK_NORMS: sorted(kept)}
     return Qwen3Config(**values)

@@ -1,4 +1,4 @@
-"""A teacher's weights on disk: every header is checked first, tensors are read one by one, lazily."""
+"""A model's weights on disk: every header is checked first; tensors are read one by one, when they are used."""
 
 import json
 import os
@@ -18,11 +18,11 @@ from .safetensors_header import DOWNLOAD_AGAIN, FLOAT_DTYPES, TensorEntry, read_
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-BLOCK_ELEMENTS = 1 << 22  # how much is looked at in one piece: keeps temporary copies at 16 MiB
+BLOCK_ELEMENTS = 1 << 22  # elements per block, which limits temporary copies to 16 MiB
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object from a file; UserError when the file is missing, unreadable or something else."""
+    """Reads a JSON object from a file; UserError if the file is missing, unreadable or something else."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -38,14 +38,14 @@ def read_json(file: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The tensors of a folder of safetensors files; loaded only when `read` or `blocks` asks for them."""
+    """The tensors of a folder of safetensors files; only `read` and `blocks` load them."""
 
     folder: Path
     entries: Mapping[str, TensorEntry]
 
     @classmethod
     def open(cls, folder: Path) -> "Checkpoint":
-        """Checks the index and every header; UserError for anything wrong with them."""
+        """Checks the index and every header; UserError if any of them is damaged, inconsistent or unsafe."""
         index = folder / INDEX_FILE
         if index.exists():
             return cls(folder, _sharded(folder, index))
@@ -63,9 +63,10 @@ class Checkpoint:
         return FLOAT_DTYPES[self.entries[name].dtype]
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """One whole tensor, in memory of its own, in `dtype` (default: as stored).
+        """Reads a complete tensor into new memory, in `dtype` (default: as stored).
 
-        Raises UserError for a NaN or an infinite value.
+        Raises:
+            UserError: the tensor holds a NaN or an infinite value, or overflows in `dtype`.
         """
         entry = self.entries[name]
         out = torch.empty(entry.shape, dtype=dtype or self.dtype(name))
@@ -78,12 +79,15 @@ class Checkpoint:
         return out
 
     def blocks(self, name: str) -> Iterator[Tensor]:
-        """The tensor's elements in order as flat pieces, dtype as stored, without the whole in memory."""
+        """Yields the tensor's elements in order, as flat pieces in the stored dtype.
+
+        The complete tensor is never in memory.
+        """
         entry = self.entries[name]
         rows = entry.shape[0] if entry.shape else 1
         per_block = max(1, BLOCK_ELEMENTS * rows // max(1, _numel(entry)))
         try:
-            # Opened for each tensor: the pages of a memory map count as resident until it is closed.
+            # Opened once per tensor, because the pages of a memory map count as resident until it is closed.
             with safe_open(entry.file, framework="pt") as shard:
                 if not entry.shape:
                     pieces: Iterator[Tensor] = iter([shard.get_tensor(name)])
@@ -144,7 +148,7 @@ def _sharded(folder: Path, index: Path) -> dict[str, TensorEntry]:
 
 
 def _inside(folder: Path, shard: str, source: Path) -> Path:
-    """The shard's path, refused when it leads out of the folder (absolute, '..', a link)."""
+    """The shard's path; UserError if it leads out of the folder (absolute, '..' or a link)."""
     remedy = "weights must lie in the teacher's own folder: copy the file there and correct the entry"
     if os.path.isabs(shard) or ".." in Path(shard).parts or "\\" in shard or "\0" in shard:
         raise UserError(f"{source}: shard {shard!r} leaves the folder; {remedy}")

@@ -1,7 +1,7 @@
 """Reads and checks the header of one safetensors file before a byte of its data is trusted.
 
-The format: 8 bytes little-endian header length, the header as JSON ({name: {dtype, shape, data_offsets}}),
-the data.
+The format: the length of the header in 8 bytes, little-endian; the header as JSON, {name: {dtype, shape,
+data_offsets}}; the data.
 """
 
 import json
@@ -27,7 +27,7 @@ DOWNLOAD_AGAIN = "download or copy the file again"
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where one tensor lies: `start` and `end` count bytes from the beginning of the file."""
+    """Position of one tensor: `start` and `end` count bytes from the beginning of the file."""
 
     name: str
     file: Path

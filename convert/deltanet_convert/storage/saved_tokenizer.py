@@ -15,6 +15,6 @@ def load_tokenizer(folder: Path) -> Any:
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(
-            f"{folder}: its tokenizer cannot be loaded ({reason}); add the model's tokenizer.json and "
+            f"{folder}: its tokenizer cannot be loaded ({reason}); add the teacher's tokenizer.json and "
             "tokenizer_config.json"
         ) from error

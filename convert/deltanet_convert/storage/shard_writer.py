@@ -1,8 +1,7 @@
-"""Writes safetensors shards tensor by tensor: the layout is fixed first, so nothing is ever held back in
-memory.
+"""Writes safetensors shards tensor by tensor, in any order, without holding tensors in memory.
 
-Every tensor has its place in its shard before the first one is computed. A tensor written twice (after a
-crash) lands on the same bytes, which is what makes a resumed conversion identical to an uninterrupted one.
+The layout is fixed first: every tensor has its place in its shard before the first one is computed. A tensor that is
+written twice, after a crash, fills the same bytes. A resumed conversion is therefore identical to an uninterrupted one.
 """
 
 import json
@@ -42,7 +41,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Shard:
-    """One file: its complete header and the offset of each tensor from the file's beginning."""
+    """One file: its complete header, and the offset of each tensor from the beginning of the file, in bytes."""
 
     file_name: str
     header: bytes
@@ -52,7 +51,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Layout:
-    """Every tensor of the output and its place."""
+    """All tensors of the output and their places."""
 
     specs: Mapping[str, TensorSpec]
     shards: tuple[Shard, ...]
@@ -62,7 +61,7 @@ class Layout:
         return sum(shard.size for shard in self.shards)
 
     def index(self) -> bytes | None:
-        """The index file; None when one shard holds everything."""
+        """The contents of the index file; None if there is only one shard."""
         if len(self.shards) == 1:
             return None
         weight_map = {name: shard.file_name for shard in self.shards for name in shard.offsets}
@@ -75,7 +74,7 @@ class Layout:
 
 
 def plan_layout(specs: Sequence[TensorSpec], shard_size: int) -> Layout:
-    """Packs the tensors, in order, into shards of at most `shard_size` bytes (larger tensors: own shard)."""
+    """Packs the tensors, in order, into shards of at most `shard_size` bytes; a larger tensor has its own shard."""
     groups: list[list[TensorSpec]] = [[]]
     filled = 0
     for spec in specs:
@@ -91,7 +90,7 @@ def plan_layout(specs: Sequence[TensorSpec], shard_size: int) -> Layout:
 
 
 def _shard(file_name: str, specs: Sequence[TensorSpec]) -> Shard:
-    # Wider dtypes first: every tensor then begins at a multiple of its item size.
+    # Wider dtypes come first, so that every tensor begins at a multiple of its item size.
     ordered = sorted(specs, key=lambda spec: -spec.dtype.itemsize)
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begins: dict[str, int] = {}
@@ -116,7 +115,7 @@ def _shard(file_name: str, specs: Sequence[TensorSpec]) -> Shard:
 
 
 class ShardWriter:
-    """Fills the shards of a layout inside `folder`, under temporary names until `finish`."""
+    """Fills the shards of a layout in `folder`; they have temporary names until `finish`."""
 
     def __init__(self, folder: Path, layout: Layout) -> None:
         self.folder = folder
@@ -128,7 +127,7 @@ class ShardWriter:
         return self.folder / (shard.file_name + ".tmp")
 
     def prepare(self) -> None:
-        """Reserves every shard's space on the disk and writes the headers; safe to repeat."""
+        """Reserves the disk space of every shard and writes the headers; safe to repeat."""
         for shard in self.layout.shards:
             if (self.folder / shard.file_name).exists():
                 continue
@@ -147,9 +146,10 @@ class ShardWriter:
             sync_folder(self.folder)
 
     def write(self, name: str, pieces: Iterable[Tensor]) -> None:
-        """Writes one tensor given as consecutive pieces of its elements, converted to the layout's dtype.
+        """Writes one tensor, given as consecutive pieces of its elements, in the layout's dtype.
 
-        Raises ValueError when the pieces do not add up to the tensor's size.
+        Raises:
+            ValueError: the pieces together do not have the tensor's number of elements.
         """
         spec, shard = self.layout.specs[name], self._shard_of[name]
         path, offset, count = self._temporary(shard), shard.offsets[name], 0
@@ -169,7 +169,7 @@ class ShardWriter:
             raise ValueError(f"{name}: {count} elements written, the layout has {spec.numel}")
 
     def sync(self) -> None:
-        """Returns when everything written so far is on the disk."""
+        """Flushes everything written so far to the disk."""
         for shard in self._touched.values():
             path = self._temporary(shard)
             with writing(path):
@@ -181,7 +181,7 @@ class ShardWriter:
         self._touched.clear()
 
     def finish(self) -> None:
-        """Gives the shards their names, then writes the index; safe to repeat."""
+        """Renames the shards to their final names, then writes the index; safe to repeat."""
         self.sync()
         for shard in self.layout.shards:
             final = self.folder / shard.file_name

@@ -1,4 +1,4 @@
-"""Where a teacher comes from: a local folder, a GGUF file or the hub. The result is always a local folder."""
+"""Finds a teacher given as a local folder, a GGUF file or a hub id; the result is always a local folder."""
 
 import re
 import shutil
@@ -19,22 +19,24 @@ NOT_NEEDED = ["original/*", "consolidated*", "*/*.safetensors", "onnx/*"]
 
 @dataclass(frozen=True)
 class Source:
-    """A teacher on disk."""
+    """The folder of a teacher."""
 
-    name: str  # as the user gave it, or the hub id
+    name: str  # the folder's or file's name, or the hub id
     folder: Path
-    revision: str | None  # the hub's commit
-    temporary: bool = False  # `folder` is a dequantised copy, to be removed at the end
+    revision: str | None  # commit on the hub
+    temporary: bool = False  # `folder` is a dequantised copy, which is removed at the end
 
 
 def resolve_source(teacher: str, scratch: Path, dtype: torch.dtype | None) -> Source:
-    """Finds the teacher; a GGUF file is dequantised into `scratch` (whole in memory, once), the hub
-    downloaded.
+    """Finds the teacher. A GGUF file is dequantised, for which it is completely in memory once; a hub id is downloaded.
 
     Args:
         teacher: a folder, a .gguf file, a folder with one .gguf file, or a hub id.
-        scratch: folder for the dequantised copy; kept as it is when it was made from the same file.
-        dtype: of the dequantised copy; bfloat16 when None.
+        scratch: folder for the dequantised copy, which is reused if it was made from the same file.
+        dtype: dtype of the dequantised copy; None for bfloat16.
+
+    Raises:
+        UserError: there is no such teacher, or its weights are pickled or cannot be read.
     """
     path = Path(teacher).expanduser()
     if path.is_file():
@@ -104,7 +106,7 @@ def _dequantised(file: Path, scratch: Path, dtype: torch.dtype | None) -> Path:
 
 
 def _restore_digit_splitting(file: Path, tokenizer: object) -> None:
-    """GGUF names SmolLM's pre-tokenizer ('smollm'); transformers rebuilds it without the digit splitter."""
+    """Restores the splitting of digits, which transformers omits when a GGUF file names the pre-tokenizer 'smollm'."""
     from gguf import GGUFReader
     from tokenizers import pre_tokenizers
 

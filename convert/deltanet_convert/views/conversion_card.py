@@ -1,4 +1,4 @@
-"""The model card of a converted model."""
+"""Writes the model card of a converted model."""
 
 import json
 import re
@@ -9,11 +9,11 @@ from .plan_view import count, index_ranges, size
 
 
 def model_card(report: dict[str, Any], teacher: Path, plot: str) -> str:
-    """README.md: what the model is, how it was made, what was measured, how to load it.
+    """Returns README.md: the model's layers, its measurements, its cache sizes and how to load it.
 
     Args:
         report: contents of `conversion.json`.
-        teacher: its folder, whose card names the licence.
+        teacher: the teacher's folder, whose model card names the licence.
         plot: file name of the per-layer plot.
     """
     source, options, check, plan = report["teacher"], report["options"], report["held_out"], report["plan"]
@@ -40,8 +40,8 @@ def model_card(report: dict[str, Any], teacher: Path, plot: str) -> str:
 {title} layers in the `{options["profile"]}` profile{_changes(options)}; {stays}.
 {count(plan["parameters"])} parameters.
 {_norms_note(report["inserted_norms"])}
-This is the start of a conversion: the new layers are fitted to the teacher's attention, nothing has been
-trained. Align and distil it before use.
+The new layers were fitted to the teacher's attention on calibration text; the model has not been trained. Distil
+it before use (`deltanet-hf distill`).
 
 ```python
 import deltanet_hf  # pip install deltanet-hf
@@ -78,7 +78,7 @@ All figures, options and versions: `conversion.json`.
 
 
 def _changes(options: dict[str, Any]) -> str:
-    """What differs from the profile."""
+    """Lists the settings that differ from the profile, in parentheses."""
     changes = [f"`{key}: {json.dumps(value)}`" for key, value in options["set"].items()]
     changes += [] if options["fit_memory"] else ["decay and write strength not fitted"]
     return f" ({', '.join(changes)})" if changes else ""
@@ -89,9 +89,9 @@ def _norms_note(layers: list[dict[str, Any]]) -> str:
         return ""
     found = _mean([layer["attention_kl"] for layer in layers])
     return f"""
-Their attention got an RMSNorm on q and k that the teacher does not have, so that the model can be exported as Qwen3.5.
-The norms were fitted to change little (KL of the attention {found:.4f} nats on average) and are to be trained with the
-rest.
+Their attention has an RMSNorm on q and k that the teacher does not have, so that the model can be exported as Qwen3.5.
+The norms were fitted to change the attention little (KL divergence {found:.4f} nats on average); distillation trains
+them.
 """
 
 
@@ -100,7 +100,7 @@ def _mean(values: list[float]) -> float:
 
 
 def _licence(teacher: Path) -> list[str]:
-    """The licence lines of the teacher's own card."""
+    """The licence lines of the teacher's model card."""
     card = teacher / "README.md"
     if not card.is_file():
         return []

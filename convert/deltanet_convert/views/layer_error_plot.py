@@ -1,14 +1,14 @@
-"""The per-layer error as a picture."""
+"""Draws the error of each converted layer."""
 
 from pathlib import Path
 from typing import Any
 
 
 def layer_error_plot(layers: list[dict[str, Any]], path: Path) -> None:
-    """Relative MSE (bars) and cosine (line) of each converted layer's output, as a PNG.
+    """Draws relative MSE (bars) and cosine (line) of each converted layer's output into the PNG file `path`.
 
     Args:
-        layers: one dict a converted layer with `index`, `relative_mse` and `cosine`.
+        layers: one dict per converted layer with `index`, `relative_mse` and `cosine`.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

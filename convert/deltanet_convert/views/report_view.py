@@ -1,4 +1,4 @@
-"""The result of a conversion on the terminal."""
+"""Prints the result of a conversion on the terminal."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from rich.table import Table
 
 
 def print_report(report: dict[str, Any], console: Console) -> None:
-    """Prints the checks of every converted layer and of the whole model; `report` is `conversion.json`."""
+    """Prints the checks of every converted layer and of the model; `report`: the contents of `conversion.json`."""
     table = Table(title="Converted layers against the teacher's attention, held-out text", title_justify="left")
     for column in ("layer", "cosine", "relative MSE", "softmax with these weights, difference"):
         table.add_column(column, justify="right")

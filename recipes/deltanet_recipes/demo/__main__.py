@@ -16,6 +16,7 @@ from pathlib import Path
 from rich.console import Console
 
 from deltanet_hf.exit_codes import run_command
+from deltanet_hf.publish import Workspace
 from deltanet_recipes.demo.demo_report import Score, write_report
 from deltanet_recipes.demo.fetch_teacher import fetch_teacher
 
