@@ -221,7 +221,7 @@ def test_work_goes_to_the_device_with_the_least(workplace: Path, tmp_path: Path)
 
 def test_the_study_of_smollm2_is_valid(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    study = load_study(Path("recipes/smollm2-135m-study.yaml"), ["teacher=t", "arrays=a"])
+    study = load_study(Path("recipes/studies/smollm2-135m-study.yaml"), ["teacher=t", "arrays=a"])
     tokens = {run.name: study.tokens(run) for run in study.runs}
     assert {round(count / 1e6, 1) for count in tokens.values()} == {0.0, 9.9, 100.3}
     for run in study.runs:
