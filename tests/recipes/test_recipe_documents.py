@@ -84,7 +84,7 @@ def test_measures_of_a_model_that_is_known(arrays: Path) -> None:
     assert figures["heldwiki.kl"]["value"] == pytest.approx(kl, rel=1e-4)
     assert figures["lastword.seen"]["value"] == pytest.approx(2 / 3)
     assert figures["lastword.any"]["value"] == 0.0
-    # Second copies are counted from their first token, which does not follow the end of the first copy by one.
+    # The first token of the second copy is scored too, and it is not the last token of the first copy plus one.
     odd = math.log((1 - 0.5) / 49)
     expected = math.exp(-(255 * math.log(0.5) + odd) / 256)
     assert figures["repeat.perplexity"]["value"] == pytest.approx(expected, rel=1e-4)
