@@ -1,8 +1,9 @@
-"""Runs over the same tokens, batch by batch: `python -m deltanet_recipes.paired FOLDER BASE RUN... --out FILE`.
+"""Compares runs over the same tokens batch by batch: `python tools/paired.py FOLDER BASE RUN... --out FILE`.
 
-A batch is as hard for every run that trains on it, so the ratio of two runs' KL on the same batches is far less noisy
-than the difference of their final figures, and a run that was cut off can still be compared up to where it came.
-FOLDER/RUN/log.jsonl are logs of distillations with the same data, order and batch size (as of a study's output).
+A batch is equally hard for all runs that train on it, so the ratio of the KL of two runs on the same batches is far
+less noisy than the difference of their final figures, and a run that was cut off can still be compared up to its last
+step. FOLDER/RUN/log.jsonl are the logs of distillations with the same data, order and batch size, as in the output
+folder of a study.
 """
 
 from __future__ import annotations
@@ -19,17 +20,20 @@ from deltanet_hf.errors import UserError
 from deltanet_hf.exit_codes import run_command
 from deltanet_recipes.training.logbook import read_log
 
-SHARE = 0.3  # the last part of the base run, where rates have decayed and runs differ steadily
+SHARE = 0.3  # share of the base run at its end, where the rates have decayed and the runs differ steadily
 
 
 def kl_by_token(log: list[dict[str, Any]]) -> dict[int, float]:
-    """KL of the training batches of the distil stage, by the tokens that the whole run had seen."""
+    """The KL of each logged interval of the distil stage, by the tokens that the run had seen in all stages."""
     before = sum({row["stage"]: row["tokens"] for row in log if row["stage"] != "distil"}.values())
     return {before + row["tokens"]: row["kl"] for row in log if row["stage"] == "distil" and "kl" in row}
 
 
 def compare(log: list[dict[str, Any]], base: list[dict[str, Any]]) -> dict[str, Any]:
-    """Mean ratio of the KL to the base run's, with its standard error, over the last batches that both took."""
+    """The mean ratio of the KL to that of the base run over the last batches of both, with its standard error.
+
+    Raises UserError if fewer than two logged intervals are in both logs.
+    """
     own, other = kl_by_token(log), kl_by_token(base)
     begin = max(other) - SHARE * (max(other) - min(other))
     ratios = [own[place] / other[place] for place in sorted(own.keys() & other.keys()) if place > begin]
@@ -45,7 +49,7 @@ def compare(log: list[dict[str, Any]], base: list[dict[str, Any]]) -> dict[str, 
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """One line for each run."""
+    """A Markdown table with one line per run."""
     lines = ["| run | error after alignment | KL, relative to the base | tokens |", "|---|---|---|---|"]
     for row in rows:
         error = "-" if row["aligned_error"] is None else f"{row['aligned_error']:.4f}"
@@ -56,11 +60,11 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 
 def main(
     folder: Annotated[Path, typer.Argument(help="Output folder of a study.")],
-    base: Annotated[str, typer.Argument(help="The run that the others are held against.")],
-    runs: Annotated[list[str], typer.Argument(help="Runs with the same data in the same order.")],
+    base: Annotated[str, typer.Argument(help="Run with which the others are compared.")],
+    runs: Annotated[list[str], typer.Argument(help="Other runs with the same data in the same order.")],
     out: Annotated[Path, typer.Option(help="JSON file to write.")],
 ) -> None:
-    """Compare runs with a base run, print the table, write it as JSON."""
+    """Compare runs with a base run, print the comparison as a table and write it as JSON."""
     logs = {name: read_log(folder / name) for name in (base, *runs)}
     if missing := [name for name, log in logs.items() if not kl_by_token(log)]:
         raise UserError(f"{folder / missing[0]}: no log of a distil stage there")

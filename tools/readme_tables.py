@@ -1,11 +1,12 @@
-"""Rewrites the generated blocks of Markdown files: `python -m deltanet_recipes.readme_tables README.md ...`.
+"""Rewrites the generated tables of Markdown files: `python tools/readme_tables.py README.md ...`.
 
-A block stands between `<!-- KIND: FILE ... -->` and `<!-- end of KIND -->`; what follows FILE is for the reader.
+A table is the text between `<!-- KIND: FILE ... -->` and `<!-- end of KIND -->`; what follows FILE is a note for the
+reader. There are three kinds:
 
-results FILE: the rows of a results file (deltanet_recipes.study.results_row).
-keys FILE: the keys of a recipe (FILE is not read).
-headline FILE: a YAML file {results: [FILE, ...], reports: [FILE, ...], rows: [{run, label}, ...]}, its paths beside it:
-the named rows with what a reader wants to know first, and their scores in the JSON of `deltanet-hf report` calls.
+- results FILE: the rows of a results file (deltanet_recipes.study.results_row).
+- keys FILE: the keys of a recipe (FILE is not read).
+- headline FILE: selected rows and columns of several results files and of the JSON files of `deltanet-hf report`.
+  FILE is YAML, {results: [FILE, ...], reports: [FILE, ...], rows: [{run, label}, ...]}, with paths relative to itself.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ NEEDLES = "needle_2048"
 
 
 def rewritten(text: str, root: Path) -> str:
-    """`text` with every block as the files say; their paths are relative to `root`."""
+    """`text` with all generated tables made anew from their files, whose paths are relative to `root`."""
 
     def block(match: re.Match[str]) -> str:
         opening, kind, file, _, closing = match.groups()
@@ -51,7 +52,7 @@ def rewritten(text: str, root: Path) -> str:
 
 
 def headline(path: Path) -> str:
-    """The table that a YAML file asks for. Raises UserError if it names a run that is in no results file."""
+    """The table that a YAML file describes. Raises UserError if it names a run that is in no results file."""
     asked = yaml.safe_load(path.read_text())
     rows = {row["run"]: row for name in asked["results"] for row in json.loads((path.parent / name).read_text())}
     reports = [json.loads((path.parent / name).read_text()) for name in asked.get("reports", [])]
@@ -74,7 +75,7 @@ def _report_columns(report: dict[str, Any]) -> list[str]:
 
 
 def _report_cells(model: dict[str, Any] | None) -> list[str]:
-    """A model's scores; dashes where it is in no report."""
+    """The scores of a model; dashes if it is in no report."""
     if model is None:
         return ["-", "-"]
     percent = None if model["kind"] == "teacher" else model["percent_of_teacher"]
@@ -90,7 +91,7 @@ def _cell(score: dict[str, float] | None, digits: int, scale: float = 1.0) -> st
 def main(
     files: Annotated[list[Path], typer.Argument(help="Markdown files; paths in them are relative to here.")],
 ) -> None:
-    """Rewrite the generated tables of FILES."""
+    """Rewrite the generated tables of Markdown files."""
     for file in files:
         file.write_text(rewritten(file.read_text(encoding="utf-8"), Path()), encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""The keys of a recipe as Markdown, for recipes/README.md: `python -m deltanet_recipes.reference`."""
+"""Prints the keys of recipes and studies as Markdown tables: `python tools/recipe_keys.py`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SECTIONS: dict[str, tuple[type[BaseModel], type[BaseModel] | None]] = {
 
 
 def markdown() -> str:
-    """One table for each section: key, default, meaning. Inherited keys are listed where they are defined."""
+    """One table per section with key, default and meaning. Inherited keys are listed where they are defined."""
     assert issubclass(Distil, DistilBase)
     blocks = []
     for title, (model, parent) in SECTIONS.items():
@@ -43,7 +43,7 @@ def markdown() -> str:
             )
             if name == "kind" or same:
                 continue
-            meaning = field.description or f"see {name} below"
+            meaning = field.description or f"See {name} below."
             lines.append(f"| `{field.alias or name}` | {_default(field)} | {meaning}{_choices(field.annotation)} |")
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
@@ -64,7 +64,7 @@ def _default(field: Any) -> str:
 
 
 def _choices(annotation: Any) -> str:
-    """The values of a Literal that is not spelled out by its description."""
+    """The values of a Literal, in parentheses."""
     values = [value for value in get_args(annotation) if isinstance(value, str)]
     return f" ({', '.join(values)})" if values else ""
 

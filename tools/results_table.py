@@ -1,4 +1,4 @@
-"""The results table of recipes/README.md, from a results file: `python -m deltanet_recipes.results_table FILE`."""
+"""Prints a results file as a Markdown table: `python tools/results_table.py FILE`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COLUMNS = {
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """One line for each run: what it cost, and every metric with its standard error."""
+    """One line per run: tokens, seconds, and every metric with its standard error."""
     lines = [
         "| run | tokens | seconds | " + " | ".join(COLUMNS) + " |",
         "|---|---|---|" + "---|" * len(COLUMNS),
@@ -42,8 +42,10 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def main(results: Annotated[Path, typer.Argument(help="JSON file of deltanet_recipes.study.results_row.")]) -> None:
-    """Print the table."""
+def main(
+    results: Annotated[Path, typer.Argument(help="JSON file of results.")],
+) -> None:
+    """Print the table of a results file."""
     typer.echo(markdown(json.loads(results.read_text())))
 
 

@@ -1,7 +1,7 @@
-"""One recipe on several numbers of GPUs: `python -m deltanet_recipes.scaling RECIPE OUT [key=value ...] --gpus 1,2,4`.
+"""Runs one recipe on several numbers of GPUs: `python tools/scaling.py RECIPE OUT [key=value ...] --gpus 1,2,4`.
 
-Every run is an `accelerate launch` of its own over the same tokens in the same order; the table shows how fast each
-was and whether its losses are those of the first.
+Every run is one `accelerate launch` over the same tokens in the same order. The table shows the speed of each run and
+how far its losses are from those of the first.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from deltanet_recipes.training.logbook import read_log
 
 
 def launch(recipe: Path, folder: Path, overrides: list[str], processes: int, sharding: str) -> list[dict[str, Any]]:
-    """The log of one run. Raises UserError with its last words when it fails."""
+    """Run the recipe and return its log. Raises UserError with the last line of output if the run fails."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     command = [
@@ -43,7 +43,7 @@ def launch(recipe: Path, folder: Path, overrides: list[str], processes: int, sha
 
 
 def summarise(log: list[dict[str, Any]], first: list[dict[str, Any]] | None) -> dict[str, Any]:
-    """Speed over the second half of the steps, and the largest relative difference of a logged loss to `first`."""
+    """Speed over the second half of the steps, and the largest relative difference of a logged loss from `first`."""
     losses = [row["loss"] for row in log]
     against = [row["loss"] for row in first] if first else losses
     if len(against) != len(losses):
@@ -57,7 +57,7 @@ def summarise(log: list[dict[str, Any]], first: list[dict[str, Any]] | None) -> 
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """One line for each run."""
+    """A Markdown table with one line per run."""
     lines = ["| GPUs | sharding | tokens/s | speed-up | memory, GiB | last loss | largest difference of a loss |"]
     lines.append("|---|---|---|---|---|---|---|")
     for row in rows:
@@ -72,15 +72,13 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 
 
 def main(
-    recipe: Annotated[Path, typer.Argument(help="Recipe to run, short: a few hundred steps are enough.")],
-    out: Annotated[Path, typer.Argument(help="Folder for the runs and scaling.json.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, as for distill.")] = None,
-    gpus: Annotated[
-        str, typer.Option(help="Numbers of GPUs; the first one is what the others are held against.")
-    ] = "1,2,4",
-    sharding: Annotated[str, typer.Option(help="Kinds of engine.sharding for several GPUs.")] = "none,fsdp2",
+    recipe: Annotated[Path, typer.Argument(help="Recipe; a few hundred steps are enough.")],
+    out: Annotated[Path, typer.Argument(help="Folder for the runs and for scaling.json.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, as for `deltanet-hf distill`.")] = None,
+    gpus: Annotated[str, typer.Option(help="Numbers of GPUs. The runs are compared with the first.")] = "1,2,4",
+    sharding: Annotated[str, typer.Option(help="Values of engine.sharding for runs on several GPUs.")] = "none,fsdp2",
 ) -> None:
-    """Run the recipe on every number of GPUs, print the table, write scaling.json."""
+    """Run a recipe on several numbers of GPUs, print the table and write scaling.json."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     rows: list[dict[str, Any]] = []
     first: list[dict[str, Any]] | None = None

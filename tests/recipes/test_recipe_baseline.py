@@ -111,7 +111,7 @@ def test_an_interrupted_run_continues_with_the_same_losses(
     whole = recipe(workplace, tmp_path / "a" / "run", [stage])
     run(whole)
     broken = recipe(workplace, tmp_path / "b" / "run", [stage])
-    step = trainer.Trainer._optimiser_step
+    step = trainer.Trainer.optimiser_step
 
     def stop_at_seven(self: trainer.Trainer) -> Any:
         if self.step == 7:
@@ -119,7 +119,7 @@ def test_an_interrupted_run_continues_with_the_same_losses(
         return step(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(trainer.Trainer, "_optimiser_step", stop_at_seven)
+        patch.setattr(trainer.Trainer, "optimiser_step", stop_at_seven)
         with pytest.raises(KeyboardInterrupt):
             run(broken)
     run(broken)

@@ -1,4 +1,4 @@
-"""Distillation of a student that writes several times per token."""
+"""Distillation of a student whose state is written several times per token."""
 
 from __future__ import annotations
 

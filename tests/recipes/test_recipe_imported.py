@@ -1,6 +1,4 @@
-"""Recipes on an imported Qwen3.5 model: trained as a converted one is, but LoRA adapts its mixers, and nothing can be
-aligned.
-"""
+"""Recipes on an imported Qwen3.5 model: LoRA adapts its mixers too, and there is no align stage."""
 
 from __future__ import annotations
 
@@ -57,7 +55,7 @@ FAST = {**DISTIL, "optimizer": {"mixer_lr": 1e-2, "rest_lr": 1e-2}}
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`student`: an imported model; `native`: the same before the import; `teacher`: a Llama of its vocabulary."""
+    """`student`: an imported model; `native`: that model before the import; `teacher`: a Llama of its vocabulary."""
     folder = make_workplace(tmp_path_factory.mktemp("models"))
     shutil.rmtree(folder / "student")
     torch.manual_seed(3)
@@ -73,7 +71,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(workplace: Path, out: Path, stages: list[dict[str, Any]], teacher: str, **changes: Any) -> Path:
-    """Runs a recipe; the folder of the final model."""
+    """Run a recipe and return the folder of the final model."""
     out.parent.mkdir(parents=True, exist_ok=True)
     tree = recipe_tree(workplace, stages, output=str(out), teacher=str(workplace / teacher), **changes)
     return run(load_recipe(write_recipe(out.parent, tree)))
@@ -145,7 +143,7 @@ def test_interrupted_stages_continue_with_the_same_losses_and_weights(
         {**DISTIL, "kind": "repair", "ce_weight": 1.0, "tokens": 128 * 6, "data": {**chat, "repeat": True}},
     ]
     expected = train(workplace, tmp_path / "a" / "run", stages, "teacher")
-    step = trainer.Trainer._optimiser_step
+    step = trainer.Trainer.optimiser_step
     for kind in ("distil", "long", "repair"):
 
         def stop(self: trainer.Trainer, kind: str = kind) -> Any:
@@ -154,7 +152,7 @@ def test_interrupted_stages_continue_with_the_same_losses_and_weights(
             return step(self)
 
         with monkeypatch.context() as patch:
-            patch.setattr(trainer.Trainer, "_optimiser_step", stop)
+            patch.setattr(trainer.Trainer, "optimiser_step", stop)
             with pytest.raises(KeyboardInterrupt):
                 train(workplace, tmp_path / "b" / "run", stages, "teacher")
     again = train(workplace, tmp_path / "b" / "run", stages, "teacher")

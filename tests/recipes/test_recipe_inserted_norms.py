@@ -1,4 +1,4 @@
-"""A hybrid whose kept layers got q/k norms at conversion: alignment leaves them, distillation always trains them."""
+"""A hybrid whose kept layers got q/k norms at conversion: alignment does not change them, distillation trains them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NORMS = {f"model.layers.1.self_attn.{name}_norm.weight" for name in "qk"}
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The usual teacher, and a native student whose layer 1 has inserted norms."""
+    """A softmax teacher, and a student with Qwen3.5's layer and inserted norms in layer 1."""
     folder = make_workplace(tmp_path_factory.mktemp("models"))
     torch.manual_seed(0)
     config = with_norms(FAMILIES["llama"].config_class(**SHAPE), [1])
@@ -37,7 +37,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def moved_by(workplace: Path, out: Path, stage: dict[str, object]) -> set[str]:
-    """Names of the weights that a run of one stage changed."""
+    """The names of the weights that a run of one stage changes."""
     out.mkdir()
     run(load_recipe(write_recipe(out, recipe_tree(workplace, [stage], output=str(out / "run")))))
     before, after = (load_file(f / "model.safetensors") for f in (workplace / "student", out / "run" / "final"))

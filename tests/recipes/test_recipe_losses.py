@@ -1,4 +1,4 @@
-"""The chunked loss, top-k KL, the walk over layers, Muon's orthogonalisation, schedules."""
+"""The chunked loss, top-k KL, the layer runner, Muon's orthogonalisation and schedules."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ FAMILIES = ["llama", "qwen3", "granite", "gemma2", "gemma3_text", "olmo2", "phi3
 
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
-def test_walk_equals_the_models_own_forward(family: str) -> None:
+def test_the_layer_runner_equals_the_models_own_forward(family: str) -> None:
     rows = packed_rows()
     for model in (tiny_teacher(family), tiny_student(family, layers=(0, 2))):
         runner = LayerRunner(model)

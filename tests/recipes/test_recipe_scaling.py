@@ -1,4 +1,4 @@
-"""The table of one recipe on several processes."""
+"""tools/scaling.py runs one recipe on several numbers of processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.recipes.tiny_run import DISTIL, make_workplace, recipe_tree, write_re
 ROOT = Path(__file__).parents[2]
 
 
-def test_two_processes_stand_beside_one(tmp_path: Path) -> None:
+def test_one_and_two_processes_are_compared(tmp_path: Path) -> None:
     make_workplace(tmp_path)
     recipe = write_recipe(tmp_path, recipe_tree(tmp_path, [{**DISTIL, "tokens": 128 * 4}]))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}

@@ -1,4 +1,4 @@
-"""The demo's result: report.md, two plots, and one screen of summary."""
+"""Writes the result of the demo: report.md, two plots, and a summary for the terminal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ERRORS_PLOT, MEMORY_PLOT = "layer_errors.png", "cache_memory.png"
 
 @dataclass(frozen=True)
 class Score:
-    """One model's accuracies: task -> (accuracy, standard error)."""
+    """The accuracies of one model: task -> (accuracy, standard error)."""
 
     name: str
     accuracy: dict[str, tuple[float, float]]
@@ -28,7 +28,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Report:
-    """Where the report is, and what to print of it."""
+    """The path of the report and the summary to print."""
 
     path: Path
     summary: str
@@ -45,7 +45,14 @@ def write_report(
     seconds: float,
     peak_bytes: int,
 ) -> Report:
-    """Write report.md and the plots into `folder`."""
+    """Write report.md and the plots into `folder`.
+
+    Args:
+        origin: where the teacher came from.
+        converted: folder of the converted model; aligned: folder of the align run.
+        answers: the greedy answer to `prompt` by model.
+        seconds: duration of the demo; peak_bytes: peak memory of its processes.
+    """
     conversion = json.loads((converted / "conversion.json").read_text())
     before, after = layer_errors(read_log(aligned))
     draw_errors(before, after, folder / ERRORS_PLOT)
@@ -56,7 +63,7 @@ def write_report(
         "",
         f"Made by `make demo` on {os.cpu_count()} CPU cores ({platform.machine()}), Python "
         f"{platform.python_version()}, torch {version('torch')}, transformers {version('transformers')}; "
-        f"teacher from {origin}. The alignment is a few minutes of demonstration: recipes/ has the real thing.",
+        f"teacher from {origin}. The alignment is kept short; `deltanet-hf recipes` lists complete recipes.",
         "",
         summary,
         "",
@@ -84,10 +91,10 @@ def _summary(
 ) -> list[str]:
     check = conversion["held_out"]
     lines = [
-        f"Held-out perplexity: teacher {check['teacher_perplexity']:.1f}, converted with no training "
+        f"Held-out perplexity: teacher {check['teacher_perplexity']:.1f}, converted without training "
         f"{check['perplexity']:.1f} (KL {check['kl']:.2f}).",
-        f"Relative error of the attention outputs, mean over layers: {_mean(before):.3f} at the start, "
-        f"{_mean(after):.3f} aligned.",
+        f"Relative error of the attention outputs, mean over layers: {_mean(before):.3f} before alignment, "
+        f"{_mean(after):.3f} after.",
         f"This run took {seconds / 60:.1f} minutes and at most {peak_bytes / 2**30:.1f} GiB of memory.",
         "",
         "| model | next word among 4 | word of a repeated passage among 4 |",
@@ -104,9 +111,9 @@ def _mean(errors: dict[int, float]) -> float:
 
 
 def draw_errors(before: dict[int, float], after: dict[int, float], path: Path) -> None:
-    """Bars per layer: error of the attention output before and after alignment."""
+    """Draw one pair of bars per layer: the error of the attention output before and after alignment."""
     figure, axes = _canvas()
-    axes.bar([i - 0.2 for i in before], list(before.values()), 0.4, label="fitted start", color="#9ecae1")
+    axes.bar([i - 0.2 for i in before], list(before.values()), 0.4, label="converted", color="#9ecae1")
     axes.bar([i + 0.2 for i in after], list(after.values()), 0.4, label="aligned", color="#3182bd")
     axes.set(xlabel="decoder layer", ylabel="relative MSE, held-out text", title="Gated DeltaNet against attention")
     axes.legend()
@@ -114,12 +121,12 @@ def draw_errors(before: dict[int, float], after: dict[int, float], path: Path) -
 
 
 def draw_memory(cache: list[dict[str, int]], path: Path) -> None:
-    """Bytes of one sequence's cache by context length, teacher and converted."""
+    """Draw the cache memory of one sequence over the context length, for teacher and converted model."""
     figure, axes = _canvas()
     contexts = [row["context"] for row in cache]
     axes.loglog(contexts, [row["teacher"] / 2**20 for row in cache], "o-", label="teacher's KV cache", base=2)
     axes.loglog(contexts, [row["converted"] / 2**20 for row in cache], "o-", label="Gated DeltaNet state", base=2)
-    axes.set(xlabel="tokens of context", ylabel="MiB for one sequence", title="Memory that generation holds")
+    axes.set(xlabel="tokens of context", ylabel="MiB for one sequence", title="Cache memory during generation")
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120)

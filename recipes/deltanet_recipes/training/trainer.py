@@ -82,7 +82,7 @@ class Trainer:
         totals: torch.Tensor | None = None
         since, began = 0, time.perf_counter()
         while self.step < self.stage.steps:
-            metrics, norm = self._optimiser_step()
+            metrics, norm = self.optimiser_step()
             self.step += 1
             since += 1
             values = torch.cat([metrics, norm.reshape(1)])
@@ -101,7 +101,7 @@ class Trainer:
                 self.checkpoints.save(self.step, self.objective, self.optimizers, self._state())
             totals, since, began = None, 0, time.perf_counter()
 
-    def _optimiser_step(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def optimiser_step(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Do one step; returns the metrics summed over this process's micro-batches and the gradient norm []."""
         set_rates(self.optimizers, rate_factor(self.step, self.stage))
         self._micro.begin()
