@@ -64,7 +64,7 @@ def score_repeat(model: PreTrainedModel, segments_NT: Tensor) -> Score:
 
 @torch.inference_mode()
 def window_means(model: nn.Module, windows_NT: Tensor, rows: int, teacher: nn.Module | None = None) -> WindowMeans:
-    """Run the model, and the teacher if given, on windows [N, T] int64 that lie on the model's device.
+    """Run the model, and the teacher if given, on windows [N, T] int64 on the model's device.
 
     Args:
         rows: windows per forward pass.
