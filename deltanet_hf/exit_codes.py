@@ -17,7 +17,6 @@ EXTRAS = {
     "lm_eval": "eval",
     "peft": "train",
     "pyarrow": "train",
-    "pydantic": "train",
 }
 
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from deltanet_convert.start.initialise import LayerCalibration, initialise_layer
 
 from deltanet_convert.compare_to_teacher import softmax_error
 from deltanet_convert.start import copy_weights, fit
-from deltanet_convert.start.initialise import LayerCalibration, initialise_layer
 from deltanet_hf.models.families import FAMILIES
 from support.blank_layers import blank_layer, layer_inputs
 from support.tiny_models import tiny_teacher

@@ -1,4 +1,4 @@
-"""A byte-level tokenizer, saved tiny models and a small data folder."""
+"""A byte-level tokenizer, folders of tiny models, and a small data folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VOCABULARY = 340
 
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte; 70 words are in the vocabulary too, as every real one has them."""
+    """One token per byte, and 70 words in the vocabulary besides."""
     specials = ["<pad>", "<s>", "</s>"]
     words = ["Ġ" + a + b + c for a in "bcdfghk" for b in "ao" for c in "lmnpr"]
     symbols = specials + sorted(pre_tokenizers.ByteLevel.alphabet()) + words
@@ -41,7 +41,7 @@ def teacher_folder(tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.
 
 @pytest.fixture(scope="session")
 def student_folder(tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A hybrid: layers 0 and 2 of 4 converted."""
+    """A hybrid model: layers 0 and 2 of 4 are converted."""
     folder = tmp_path_factory.mktemp("models") / "student"
     teacher = teacher_config("llama", vocab_size=VOCABULARY, max_position_embeddings=2048)
     model = model_class("llama")(converted_config(teacher, DeltaNetOptions.teacher((0, 2)))).eval()
@@ -60,7 +60,7 @@ def _write(folder: Path, name: str, rows: list[dict[str, object]]) -> None:
 
 @pytest.fixture(scope="session")
 def data_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A few invented rows per task, in the layouts that collections of these sets come in."""
+    """Six rows per task, in the layouts in which these data sets are distributed."""
     folder = tmp_path_factory.mktemp("data")
     count = range(6)
     _write(folder, "lambada_openai/llmfoundry", [{"context": f"Box {i} holds a", "continuation": "cat"} for i in count])

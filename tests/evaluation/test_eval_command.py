@@ -1,4 +1,4 @@
-"""`deltanet-hf eval` drives lm-eval's own command line."""
+"""`deltanet-hf eval` runs lm-eval's own command line."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.tasks.lm_eval_model import DeltaNetLM
 from deltanet_hf.evaluation.tasks.lm_eval_run import run_lm_eval
 from deltanet_recipes.cli import COMMANDS
-from deltanet_recipes.evaluation_command import evaluate, report
+from deltanet_recipes.evaluation_command import evaluate, named_files
 
 
 @pytest.fixture
 def app() -> typer.Typer:
+    """An application with the command `eval`; the callback makes the command's name part of the arguments."""
     app = typer.Typer()
+    app.callback()(lambda: None)
     app.command("eval", context_settings=COMMANDS["eval"].context)(evaluate)
-    app.command("report")(report)
     return app
 
 
@@ -31,7 +32,7 @@ def test_the_model_is_registered() -> None:
 
 
 def test_local_tasks_end_to_end(app: typer.Typer, student_folder: Path, data_folder: Path, tmp_path: Path) -> None:
-    """Arguments that are not ours reach lm-eval; the results file holds local scores."""
+    """Options of lm-eval reach it, and the results file holds scores of local rows."""
     before = list(sys.argv)
     arguments = ["eval", str(student_folder), "--data", str(data_folder), "--window", "8", "--tasks", "piqa,sciq"]
     arguments += ["--limit", "3", "--device", "cpu", "--output_path", str(tmp_path)]
@@ -45,7 +46,7 @@ def test_local_tasks_end_to_end(app: typer.Typer, student_folder: Path, data_fol
 
 
 def test_stock_tasks_use_the_stock_index(monkeypatch: pytest.MonkeyPatch, teacher_folder: Path) -> None:
-    """A task that is not ours needs lm-eval's index; the demo's tasks do not."""
+    """lm-eval's index is read for stock tasks, but not for the tasks of this package."""
     import lm_eval.__main__
     import lm_eval.tasks
 
@@ -87,15 +88,26 @@ def test_only_unknown_tasks_are_the_users_mistake(monkeypatch: pytest.MonkeyPatc
         run_lm_eval("model", ["--tasks", "demo_cloze"])
 
 
-def test_mistakes_are_named(app: typer.Typer, teacher_folder: Path) -> None:
-    with pytest.raises(UserError, match="--tasks is missing"):
-        run_lm_eval("model", ["--limit", "3"])
-    with pytest.raises(UserError, match="--include_path needs a folder"):
-        run_lm_eval("model", ["--tasks", "piqa", "--include_path"])
-    with pytest.raises(UserError, match=r"^/no/where: [^\n]*give local folders[^\n]*$"):
-        run_lm_eval("/no/where", ["--tasks", "demo_cloze"])
-    with pytest.raises(UserError, match=r"Couldn't reach [^\n]*give local folders \(MODEL, --data\)$"):
-        run_lm_eval(str(teacher_folder), ["--tasks", "lambada_last_word", "--device", "cpu"])
-    result = CliRunner().invoke(app, ["report", "teacher", "student", "--out", "x", "--text", "novel.txt"])
-    assert isinstance(result.exception, UserError)
-    assert "expected NAME=FILE" in str(result.exception)
+@pytest.mark.parametrize(
+    ("model", "arguments", "said"),
+    [
+        ("model", ["--limit", "3"], "--tasks is missing"),
+        ("model", ["--tasks", "piqa", "--include_path"], "--include_path needs a folder"),
+        ("/no/where", ["--tasks", "demo_cloze"], r"^/no/where: [^\n]*give local folders[^\n]*$"),
+        (
+            "{teacher}",
+            ["--tasks", "lambada_last_word", "--device", "cpu"],
+            r"Couldn't reach [^\n]*give local folders \(MODEL, --data\)$",
+        ),
+    ],
+)
+def test_mistakes_are_named(model: str, arguments: list[str], said: str, teacher_folder: Path) -> None:
+    with pytest.raises(UserError, match=said):
+        run_lm_eval(model.format(teacher=teacher_folder), arguments)
+
+
+@pytest.mark.parametrize("text", ["novel.txt", "=novel.txt", "novel="])
+def test_a_text_without_name_or_file_is_refused(text: str) -> None:
+    assert named_files(["a=b.txt", "c=d=e.txt"]) == {"a": Path("b.txt"), "c": Path("d=e.txt")}
+    with pytest.raises(UserError, match=f"--text {text}: expected NAME=FILE"):
+        named_files([text])

@@ -1,4 +1,4 @@
-"""Tasks that are answered by writing: what counts as right, on rows and answers that are known."""
+"""Generation tasks count the correct ones among known answers to known rows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     "nq_open/train": [{"question": f"who was {i}", "answer": [f"Duke {i}"]} for i in range(8)],
     "lambada_openai/test": [{"text": f"Box number {i} holds a cat{i}"} for i in range(4)],
 }
-# What a model writes; the first two are right.
+# Generated texts; the first two per task are correct.
 REPLIES = {
     "gsm8k": [" One more.\n#### 1", " That makes 2.", " That makes 4.", " No idea"],
     "triviaqa": [" King 0", " king 1.", " King 1", " Nobody"],
@@ -60,6 +60,6 @@ def test_exact_match_counts_what_was_written(data: Path, name: str) -> None:
 
 
 def test_rows_that_cannot_be_had_are_one_line() -> None:
-    """Tests have no network; a user without one is told what to do."""
+    """Without a network, the message says what to do."""
     with pytest.raises(UserError, match=r"^lambada_last_word: [^\n]*Hub[^\n]*; give local files with --data$"):
         Harness((SuiteTask("lambada_last_word", "exact_match", 0.0),), None, None)

@@ -1,11 +1,13 @@
-"""Stock tasks on local files: the stock prompts, and the rows of the folder."""
+"""Stock tasks on local files have the stock prompts and the rows of the folder."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from datasets import Dataset
 from lm_eval.tasks import TaskManager
 
 from deltanet_hf.errors import UserError
@@ -24,6 +26,7 @@ def tasks(data_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> TaskMa
 
 
 def requests(tasks: TaskManager, name: str) -> list[list[tuple[str, str]]]:
+    """(context, continuation) of each request, per document."""
     task = tasks.load([name])["tasks"][name]
     task.set_config(key="num_fewshot", value=0)
     task.build_all_requests(rank=0, world_size=1)
@@ -79,26 +82,37 @@ def test_always_answering_a_letter_is_never_right_in_all_rotations() -> None:
     assert all_right([result["all_rotations"] for result in perfect]) == 1
 
 
-def test_demo_tasks_are_deterministic_and_sound(tmp_path: Path) -> None:
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    """A folder with a text of 9000 random words."""
     rng = random.Random(0)
     words = [a + b + c for a in "bcdfg" for b in "aeiou" for c in "lmnprstvxz"]
     (tmp_path / "text.txt").write_text(" ".join(rng.choice(words) for _ in range(9000)))
-    for build in (cloze, repeat):
-        rows = list(build(str(tmp_path), items=20)["test"])
-        assert rows == list(build(str(tmp_path), items=20)["test"])
-        assert len(rows) >= 15
-        assert all(len(set(row["options"])) == 4 for row in rows)
-        assert {row["gold"] for row in rows} == {0, 1, 2, 3}
-    for row in repeat(str(tmp_path), items=20)["test"]:
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize("build", [cloze, repeat])
+def test_demo_tasks_are_deterministic_and_sound(build: Callable[..., dict[str, Dataset]], text: str) -> None:
+    rows = list(build(text, items=20)["test"])
+    assert rows == list(build(text, items=20)["test"])
+    assert len(rows) >= 15
+    assert all(len(set(row["options"])) == 4 for row in rows)
+    assert {row["gold"] for row in rows} == {0, 1, 2, 3}
+
+
+def test_the_repeats_answer_is_the_next_word_of_the_passage(text: str) -> None:
+    for row in repeat(text, items=20)["test"]:
         first, copy = row["context"].split("\n\n")
         assert first.startswith(f"{copy} {row['options'][row['gold']]} ")
 
 
-def test_missing_or_empty_folders_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no such data folder"):
-        write_task_folder(tmp_path, tmp_path / "none")
-    with pytest.raises(UserError, match="no file of a known task"):
-        write_task_folder(tmp_path, tmp_path)
+@pytest.mark.parametrize(("folder", "said"), [("none", "no such data folder"), ("", "no file of a known task")])
+def test_missing_or_empty_folders_are_refused(folder: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=said):
+        write_task_folder(tmp_path, tmp_path / folder)
+
+
+def test_a_line_that_is_not_json_is_named(tmp_path: Path) -> None:
     (tmp_path / "piqa").mkdir()
     (tmp_path / "piqa" / "validation.jsonl").write_text('{"goal": 1}\nnot json\n')
     write_task_folder(tmp_path, tmp_path)

@@ -1,4 +1,4 @@
-"""Perplexity, KL, recall probes, errors and averages against values computed another way."""
+"""Perplexity, KL divergence, recall, errors and averages equal values that are computed in another way."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_repeat_scores_the_second_copy_only() -> None:
 
 @torch.no_grad()
 def test_probes_count_what_greedy_decoding_gives() -> None:
-    """Answers are the model's own greedy continuation, or not."""
+    """Probes whose answers are the model's greedy continuation are correct; changed ones are not."""
     model = tiny_teacher("llama")
     right = model.generate(IDS[:1], max_new_tokens=3, do_sample=False, eos_token_id=None)[0].tolist()
     wrong = [*right[:-1], (right[-1] + 1) % 97]
@@ -124,7 +124,7 @@ def test_errors_of_means() -> None:
     plain = mean_score(samples)
     assert plain.stderr == pytest.approx(np.std(samples, ddof=1) / math.sqrt(8))
     assert clustered_score(samples, range(8)).stderr == pytest.approx(plain.stderr)
-    doubled = clustered_score(np.repeat(samples, 2), np.repeat(range(8), 2))  # copies bring no information
+    doubled = clustered_score(np.repeat(samples, 2), np.repeat(range(8), 2))  # copies add no information
     assert (doubled.value, doubled.items) == (plain.value, 8)
     assert doubled.stderr == pytest.approx(plain.stderr)
     assert mean_score([0.5]).to_dict() == {"value": 0.5, "stderr": None, "items": 1}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ HAYSTACK = "It was a bright cold day in the valley and every clock stood still. 
 
 @pytest.fixture(scope="module", autouse=True)
 def tiny_sizes() -> Iterator[None]:
-    """The small suite's tasks, at contexts that a test can afford."""
+    """Suites with the usual tasks and short texts and contexts."""
     with pytest.MonkeyPatch.context() as patch:
         short = {"pairs": (8,), "text_window": 128, "repeated": 64}
         tiny = replace(SUITES["small"], needle_lengths=(512, 1024), speed_lengths=(16,), **short)
@@ -73,7 +73,7 @@ def test_rows_files_and_errors(document: dict[str, Any], options: ReportOptions)
         "teacher",
         "window 64 + 4 sinks",
         "hybrid",
-        "hybrid, linear path off",
+        "hybrid, linear layers off",
         "hybrid, unfitted start",
     ]
     assert {"report.md", "report.json", "recall.png", "speed.png"} <= {path.name for path in options.out.iterdir()}
@@ -112,7 +112,7 @@ def test_task_scores_are_lm_evals_own(document: dict[str, Any], options: ReportO
     for name in names:
         for metric in ours[name]:
             assert ours[name][metric]["value"] == pytest.approx(results[name][f"{metric},none"]), (name, metric)
-            if metric != "perplexity":  # theirs is a bootstrap
+            if metric != "perplexity":  # lm-eval estimates its error by a bootstrap
                 assert ours[name][metric]["stderr"] == pytest.approx(results[name][f"{metric}_stderr,none"])
 
 
@@ -131,19 +131,24 @@ def test_several_processes_give_the_same_numbers(options: ReportOptions, tmp_pat
     assert (tmp_path / "two" / "report.md").read_text() == (tmp_path / "one" / "report.md").read_text()
 
 
-def test_bad_requests_are_one_line(options: ReportOptions, tmp_path: Path) -> None:
-    for change, message in (
-        ({"suite": "huge"}, "--suite huge"),
-        ({"baselines": ("magic",)}, "--baselines magic"),
-        ({"students": [str(tmp_path)]}, "not a model that can be loaded"),
-        ({"texts": {"x": tmp_path / "none.txt"}}, "no such text file"),
-        ({"data": tmp_path}, "no file of a known task"),
-    ):
-        with pytest.raises(UserError, match=message) as caught:
-            run_report(replace(options, **change), say=lambda _: None)
-        assert "\n" not in str(caught.value)
-    with pytest.raises(UserError, match="no such text file"):
-        run_report(replace(options, suite="texts", texts={"x": tmp_path / "none.txt"}, processes=2), lambda _: None)
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda empty: {"suite": "huge"}, "--suite huge"),
+        (lambda empty: {"baselines": ("magic",)}, "--baselines magic"),
+        (lambda empty: {"students": [str(empty)]}, "not a model that can be loaded"),
+        (lambda empty: {"texts": {"x": empty / "none.txt"}}, "no such text file"),
+        (lambda empty: {"data": empty}, "no file of a known task"),
+        (lambda empty: {"suite": "texts", "texts": {"x": empty / "none.txt"}, "processes": 2}, "no such text file"),
+    ],
+    ids=["suite", "baseline", "student", "text", "data", "text in a process"],
+)
+def test_bad_requests_are_one_line(
+    change: Callable[[Path], dict[str, Any]], said: str, options: ReportOptions, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=said) as caught:
+        run_report(replace(options, **change(tmp_path)), say=lambda _: None)
+    assert "\n" not in str(caught.value)
 
 
 def test_rows_of_a_pure_student_and_tokens(student_folder: Path, teacher_folder: Path, tmp_path: Path) -> None:

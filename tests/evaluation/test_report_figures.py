@@ -1,4 +1,4 @@
-"""The report's figures show the numbers of its JSON, and its table says what its speeds are not."""
+"""The report's figures show the numbers of its JSON; its table explains the speeds of the window baseline."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ MODELS = [
 
 
 def drawn(draw: Any) -> dict[str, list[tuple[float, float]]]:
-    """Points of every labelled line or error bar."""
+    """Label -> points of each labelled line or error bar."""
     axes = Figure().add_subplot()
     draw(axes, MODELS)
     lines = {container.get_label(): container.lines[0] for container in axes.containers}
@@ -66,7 +66,7 @@ def drawn(draw: Any) -> dict[str, list[tuple[float, float]]]:
     return {label: list(zip(*map(list, line.get_data()), strict=True)) for label, line in lines.items()}
 
 
-def test_quality_stands_against_training_tokens() -> None:
+def test_quality_is_drawn_by_training_tokens() -> None:
     points = drawn(draw_quality)
     assert points == {
         "window 64 + 4 sinks": [(0, 96.0)],
@@ -75,12 +75,12 @@ def test_quality_stands_against_training_tokens() -> None:
     }
 
 
-def test_recall_stands_against_length_and_pairs() -> None:
+def test_recall_is_drawn_by_length_and_pairs() -> None:
     assert drawn(draw_needles)["student"] == [(1024, 75.0), (2048, 50.0)]
     assert drawn(draw_associative)["teacher"] == [(8, 25.0)]
 
 
-def test_memory_and_speed_stand_against_length() -> None:
+def test_memory_and_speed_are_drawn_by_length() -> None:
     assert drawn(draw_memory)["student"] == [(1024, 1.024), (2048, 2.048)]
     assert drawn(draw_decoding)["student"] == [(1024, 50.0), (2048, 50.0)]
 
@@ -93,7 +93,7 @@ def test_only_what_was_measured_is_drawn(tmp_path: Path) -> None:
     assert write_figures({"models": bare}, tmp_path) == []
 
 
-def test_the_windows_memory_is_not_taken_for_its_own() -> None:
+def test_the_table_explains_the_memory_of_the_window() -> None:
     text = markdown({"settings": SETTINGS, "models": MODELS})
     assert "| window 64 + 4 sinks | 50.0 ± 1.0 | 75.0 (one item) | 25.0 ± 1.0 |" in text
     assert "A window with sinks is a mask over a full cache here" in text

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deltanet_hf.models.families import FAMILIES
 from deltanet_hf.models.decoder import LayerwiseDecoder
+from deltanet_hf.models.families import FAMILIES
 from support.tiny_models import tiny_teacher
 
 

@@ -14,7 +14,7 @@ from support.tiny_models import tiny_student
 # Not imported where a model is only loaded and run.
 EVALUATION = ("deltanet_hf.evaluation", "lm_eval", "datasets")
 CONVERSION = ("deltanet_convert", "gguf", "matplotlib")
-TRAINING = ("deltanet_recipes", "peft", "pydantic")  # transformers itself imports accelerate where it is installed
+TRAINING = ("deltanet_recipes", "peft")  # transformers itself imports accelerate where it is installed
 
 
 def imported(script: str, names: tuple[str, ...]) -> list[str]:

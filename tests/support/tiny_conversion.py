@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deltanet_convert.start.initialise import LayerCalibration, LayerFigures
 from tokenizers import Regex, Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
@@ -16,7 +17,6 @@ from deltanet_convert.convert import convert
 from deltanet_convert.job import Job, prepare
 from deltanet_convert.options import ConvertOptions
 from deltanet_convert.start.copy_weights import copy_attention
-from deltanet_convert.start.initialise import LayerCalibration, LayerFigures
 from deltanet_hf.data import shipped_texts
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
 from support.tiny_models import COMMON, tiny_teacher

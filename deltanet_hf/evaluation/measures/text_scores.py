@@ -64,7 +64,7 @@ def score_repeat(model: PreTrainedModel, segments_NT: Tensor) -> Score:
 
 @torch.inference_mode()
 def window_means(model: nn.Module, windows_NT: Tensor, rows: int, teacher: nn.Module | None = None) -> WindowMeans:
-    """Run the model, and the teacher if given, on windows [N, T] int64 that lie on the model's device.
+    """Run the model, and the teacher if given, on windows [N, T] int64 on the model's device.
 
     Args:
         rows: windows per forward pass.
@@ -104,7 +104,7 @@ def token_losses(logits_NTV: Tensor, tokens_NT: Tensor) -> Tensor:
 def token_divergences(teacher_NTV: Tensor, student_NTV: Tensor) -> Tensor:
     """KL(teacher || student) [N, T] in nats from logits of any dtype, in float32."""
     parts = [
-        kl_divergence(teacher.float().log_softmax(-1), student.float().log_softmax(-1))
+        kl_from_log_probs(teacher.float().log_softmax(-1), student.float().log_softmax(-1))
         for teacher, student in zip(
             teacher_NTV.flatten(0, 1).split(_ROWS), student_NTV.flatten(0, 1).split(_ROWS), strict=True
         )
@@ -112,7 +112,7 @@ def token_divergences(teacher_NTV: Tensor, student_NTV: Tensor) -> Tensor:
     return torch.cat(parts).view(teacher_NTV.shape[:2])
 
 
-def kl_divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
+def kl_from_log_probs(log_p: Tensor, log_q: Tensor) -> Tensor:
     """KL(p || q) [...] in nats from log-probabilities [..., V]."""
     return (log_p.exp() * (log_p - log_q)).sum(-1)
 

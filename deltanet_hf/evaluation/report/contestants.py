@@ -62,7 +62,7 @@ def line_up(teacher: str, students: list[str], baselines: tuple[str, ...]) -> li
         rows.append(Contestant(name, "student", folder, training_tokens(Path(folder))))
         wiring, hybrid = _wiring(folder)
         if "linear-off" in baselines and hybrid:
-            rows.append(Contestant(f"{name}, linear path off", "baseline", folder, change=_linear_off))
+            rows.append(Contestant(f"{name}, linear layers off", "baseline", folder, change=_linear_off))
         if "scratch" in baselines and wiring is not None and wiring not in wirings:
             wirings.append(wiring)
             rows.append(Contestant(f"{name}, unfitted start", "baseline", folder, change=from_scratch_start))

@@ -7,6 +7,11 @@ from typing import Any
 
 Model = dict[str, Any]
 Column = tuple[str, Callable[[Model], str]]
+_BASELINE_NOTE = (
+    "Baselines are not trained: `window` is the teacher whose softmax layers see only the last and first tokens, "
+    "`linear layers off` a student whose converted layers output zero, and `unfitted start` a converted model whose "
+    "new parameters start as in a model trained from scratch."
+)
 _SPEED_NOTE = (
     "A window with sinks is a mask over a full cache here, which is exact but neither small nor fast; the memory and "
     "speed given for it are not those of a dedicated implementation."
@@ -17,6 +22,8 @@ def markdown(document: dict[str, Any]) -> str:
     """The text of report.md from a report's JSON document."""
     models, settings = document["models"], document["settings"]
     parts = ["# Evaluation report", "", _conditions(settings), ""]
+    if any(model["kind"] == "baseline" for model in models):
+        parts += [_BASELINE_NOTE, ""]
     tasks = settings["tasks"]
     if tasks:
         columns = [_percent(), *(_task(name, task["metric"]) for name, task in tasks.items())]
@@ -40,7 +47,7 @@ def markdown(document: dict[str, Any]) -> str:
         parts += ["Percent of correct answers; `repeat` is the perplexity of the second copy of 256 tokens.", ""]
     speed = [column for index, point in enumerate(models[0]["speed"]) for column in _speed(index, point["length"])]
     if speed:
-        parts += ["## Memory and speed, batch 1", "", *_table(models, speed), "", _SPEED_NOTE, ""]
+        parts += ["## Memory and speed, batch size 1", "", *_table(models, speed), "", _SPEED_NOTE, ""]
     return "\n".join(parts)
 
 

@@ -105,7 +105,7 @@ class Harness:
         key = f"{lm.tokenizer.name_or_path} {len(lm.tokenizer)} {lm.tokenizer.backend_tokenizer.to_str()}"
         if key not in self._token_cache:
             self._token_cache = {key: lm.tokenise(instances)}
-        return lm._loglikelihood_tokens(self._token_cache[key])
+        return lm.score_tokens(self._token_cache[key])
 
 
 def _members(name: str, known: list[str]) -> list[str]:

@@ -78,6 +78,10 @@ class DeltaNetLM(HFLM):
             encoded.append((None, context_ids, ids))
         return encoded
 
+    def score_tokens(self, requests: Sequence[tuple[Any, list[int], list[int]]]) -> list[tuple[float, bool]]:
+        """(log-probability in nats, whether greedy decoding gives it) of each continuation from `tokenise`."""
+        return self._loglikelihood_tokens(requests)
+
     def _detect_batch_size(self, requests: Sequence | None = None, pos: int = 0) -> int:
         """Rows per batch for `batch_size=auto` in generation and rolling windows.
 

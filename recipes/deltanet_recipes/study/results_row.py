@@ -2,17 +2,17 @@
 
 Command: `python -m deltanet_recipes.study.results_row ARRAYS OUT ...`.
 
-Perplexity over windows of 1024 tokens without overlap; KL to the teacher on the held-out text; perplexity of the second
-copy of 256-token segments that occur twice in a row; greedy exact match of a passage's last word.
+The figures are perplexity over windows of 1024 tokens without overlap, KL(teacher || model) on the held-out text,
+perplexity of the second copy of segments of 256 tokens that are given twice in a row, and the share of passages whose
+last word greedy decoding gives.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
-import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,26 +20,30 @@ import numpy as np
 import torch
 import typer
 from torch import nn
-from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 import deltanet_hf  # noqa: F401  (registers the converted families)
+from deltanet_hf.evaluation.measures.continuations import TokenRequest, exact_match
+from deltanet_hf.evaluation.measures.scores import Score, mean_score, perplexity_score
+from deltanet_hf.evaluation.measures.text_scores import repeat_means, window_means
 from deltanet_hf.mixers.window import restrict_to_window, restricted_as_saved
-from deltanet_recipes.training.losses import kl_divergence
 from deltanet_recipes.training.model_pair import place
 
-WINDOW = 1024
-SEGMENT = 256
-TEXTS = {"wt2": 64, "heldwiki": 64, "anarchism": 40}  # array: windows scored at most
-ROWS = 8  # windows in a batch
+TEXT_WINDOW = 1024  # tokens per window of a text
+SEGMENT = 256  # tokens per segment of the exact repeat
+SEGMENTS = 64
+TEXTS = {"wt2": 64, "heldwiki": 64, "anarchism": 40}  # array -> largest number of windows
+ROWS = 8  # windows or segments per forward pass
+WORD_ROWS = 32  # passages per forward pass
 
 
 class Measure:
-    """Evaluates models against one teacher, whose logits are recomputed for each student.
+    """Measures models against one teacher, whose logits are recomputed for each model.
 
     Args:
         arrays: folder with wt2.npy, heldwiki.npy, anarchism.npy (token ids) and lastword.json.gz.
-        windows: score at most this many windows (and as many segments and words) of each, None for all.
+        device: the device of the teacher and of all models.
+        windows: largest number of windows, segments and words of each array; None for no limit.
     """
 
     def __init__(self, arrays: Path, teacher: nn.Module, device: torch.device, windows: int | None = None) -> None:
@@ -50,84 +54,48 @@ class Measure:
 
     @torch.no_grad()
     def __call__(self, model: nn.Module) -> dict[str, dict[str, float]]:
-        """Every metric as {"value", "stderr"}."""
+        """Name of a figure -> {"value", "stderr"}."""
         figures: dict[str, dict[str, float]] = {}
         for name, limit in TEXTS.items():
-            losses, kls = self._score(model, self._cut(self.tokens[name], WINDOW, limit), name == "heldwiki")
-            figures[f"{name}.perplexity"] = _perplexity(losses)
-            if kls is not None:
-                figures[f"{name}.kl"] = _mean(kls)
-        figures["repeat.perplexity"] = _perplexity(self._repeat(model))
+            windows = self._cut(self.tokens[name], TEXT_WINDOW, limit)
+            means = window_means(model, windows, ROWS, self.teacher if name == "heldwiki" else None)
+            figures[f"{name}.perplexity"] = _figure(perplexity_score(means.losses))
+            if means.divergences:
+                figures[f"{name}.kl"] = _figure(mean_score(means.divergences))
+        segments = self._cut(self.tokens["heldwiki"], SEGMENT, SEGMENTS)
+        figures["repeat.perplexity"] = _figure(perplexity_score(repeat_means(model, segments, ROWS)))
         for name, cases in self.words.items():
-            figures[f"lastword.{name}"] = _mean(self._last_words(model, cases[: self.windows]))
+            figures[f"lastword.{name}"] = _figure(self._last_words(model, cases[: self.windows]))
         return figures
 
     def _cut(self, tokens: np.ndarray, size: int, limit: int) -> torch.Tensor:
+        """The first windows [n, size] int64 of an array, on the device."""
         count = min(len(tokens) // size, limit, self.windows or limit)
-        return torch.from_numpy(tokens[: count * size].reshape(count, size))
+        return torch.from_numpy(tokens[: count * size].reshape(count, size)).to(self.device)
 
-    def _score(
-        self, model: nn.Module, windows: torch.Tensor, against: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Mean loss of each window, and its mean KL to the teacher when asked for; nats per token."""
-        losses, kls = [], []
-        for ids in windows.split(ROWS):
-            ids = ids.to(self.device)
-            logits = model(ids, use_cache=False).logits[:, :-1]
-            teacher = self.teacher(ids, use_cache=False).logits[:, :-1] if against else None
-            for row in range(len(ids)):
-                student = logits[row].float()
-                losses.append(F.cross_entropy(student, ids[row, 1:]))
-                if teacher is not None:
-                    kls.append(kl_divergence(student, teacher[row].float()).mean())
-        return torch.stack(losses).cpu(), torch.stack(kls).cpu() if kls else None
+    def _last_words(self, model: nn.Module, cases: list[list[list[int]]]) -> Score:
+        """Share of cases (context ids, word ids) for which greedy decoding gives the whole word."""
+        longest = max(len(context) + len(word) for context, word in cases)
+        requests = [TokenRequest.truncated(context, word, longest) for context, word in cases]
 
-    def _repeat(self, model: nn.Module) -> torch.Tensor:
-        """Mean loss of the second copy of each segment."""
-        segments = self._cut(self.tokens["heldwiki"], SEGMENT, 64)
-        losses = []
-        for ids in segments.repeat(1, 2).split(ROWS):
-            ids = ids.to(self.device)
-            logits = model(ids, use_cache=False).logits[:, SEGMENT - 1 : -1].float()
-            losses.append(F.cross_entropy(logits.transpose(1, 2), ids[:, SEGMENT:], reduction="none").mean(-1))
-        return torch.cat(losses).cpu()
+        def last_logits(ids: torch.Tensor, keep: int) -> torch.Tensor:
+            return model(ids, use_cache=False).logits[:, -keep:]
 
-    def _last_words(self, model: nn.Module, cases: list[list[list[int]]]) -> torch.Tensor:
-        """1 where greedy decoding gives the whole word. Rows are padded on the right, which a causal model ignores."""
-        hits = []
-        for batch in _batches(sorted(cases, key=lambda case: len(case[0])), 32):
-            length = max(len(context) + len(word) for context, word in batch)
-            ids = torch.zeros(len(batch), length, dtype=torch.long)
-            for row, (context, word) in enumerate(batch):
-                ids[row, : len(context) + len(word)] = torch.tensor(context + word)
-            best = model(ids.to(self.device), use_cache=False).logits.argmax(-1).cpu()
-            for row, (context, word) in enumerate(batch):
-                predicted = best[row, len(context) - 1 : len(context) + len(word) - 1].tolist()
-                hits.append(float(predicted == word))
-        return torch.tensor(hits)
+        return exact_match(last_logits, requests, self.device, WORD_ROWS * longest, WORD_ROWS)
 
 
-def _batches(cases: list[Any], size: int) -> Iterator[list[Any]]:
-    for begin in range(0, len(cases), size):
-        yield cases[begin : begin + size]
-
-
-def _mean(values: torch.Tensor) -> dict[str, float]:
-    spread = float(values.std()) / math.sqrt(len(values)) if len(values) > 1 else 0.0
-    return {"value": float(values.mean()), "stderr": spread}
-
-
-def _perplexity(losses: torch.Tensor) -> dict[str, float]:
-    """exp of the mean loss; its standard error by the delta method over windows."""
-    loss = _mean(losses)
-    value = math.exp(min(loss["value"], 50.0))
-    return {"value": value, "stderr": value * loss["stderr"]}
+def _figure(score: Score) -> dict[str, float]:
+    """JSON form of a score; the error of a single item is given as 0."""
+    return {"value": score.value, "stderr": score.stderr if score.items > 1 else 0.0}
 
 
 def load_for_measure(folder: str, device: torch.device, window: bool = False) -> nn.Module:
-    """A model in bfloat16 (float32 on CPU), teacher or student; a trained window baseline under its window.
+    """Load a teacher or student in eval mode, in bfloat16 on a GPU and float32 on a CPU.
 
-    window: restrict a softmax model that was not trained for it.
+    A softmax model that was trained under a window is restricted to it.
+
+    Args:
+        window: restrict any softmax model to the window of the baseline, without training.
     """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
@@ -135,7 +103,7 @@ def load_for_measure(folder: str, device: torch.device, window: bool = False) ->
 
 
 def append_rows(path: Path, rows: list[dict[str, Any]], order: Sequence[str] = ()) -> None:
-    """Add rows to a results file; rows of the same run are replaced. Runs named in `order` come last, in that order."""
+    """Add rows to a JSON results file, replacing rows of the same runs; runs in `order` come last, in that order."""
     old = json.loads(path.read_text()) if path.is_file() else []
     names = {row["run"] for row in rows}
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
@@ -146,29 +114,28 @@ def append_rows(path: Path, rows: list[dict[str, Any]], order: Sequence[str] = (
 
 
 def main(
-    arrays: Annotated[Path, typer.Argument(help="Folder with the token arrays.")],
-    out: Annotated[Path, typer.Argument(help="JSON file to add rows to.")],
+    arrays: Annotated[Path, typer.Argument(help="Folder of the token arrays.")],
+    out: Annotated[Path, typer.Argument(help="JSON file to which rows are added.")],
     teacher: Annotated[str, typer.Option(help="Folder of the teacher.")],
     model: Annotated[list[str], typer.Option(help="NAME=FOLDER of a model to measure; repeatable.")],
-    windows: Annotated[int | None, typer.Option(help="Score at most this many windows of each text.")] = None,
+    windows: Annotated[int | None, typer.Option(help="Largest number of windows per text.")] = None,
     window: Annotated[
-        bool, typer.Option("--window", help="Restrict the models to 64 tokens + 4 sinks, without training.")
+        bool, typer.Option("--window", help="Restrict the models to the last 64 and first 4 tokens, without training.")
     ] = False,
 ) -> None:
-    """Measure models and add one row for each to a results file."""
+    """Measure models and add one row per model to a results file."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     measure = Measure(arrays, load_for_measure(teacher, device), device, windows)
-    show: Callable[[str], None] = typer.echo
     for entry in model:
         name, _, folder = entry.partition("=")
         figures = measure(load_for_measure(folder, device, window))
         facts = {**conversion_facts(Path(folder)), **run_facts(Path(folder))}
         append_rows(out, [{"run": name, "tokens": 0, **facts, "metrics": figures}])
-        show(f"{name}: " + "  ".join(f"{key} {figure['value']:.4g}" for key, figure in figures.items()))
+        typer.echo(f"{name}: " + "  ".join(f"{key} {figure['value']:.4g}" for key, figure in figures.items()))
 
 
 def conversion_facts(folder: Path) -> dict[str, Any]:
-    """How a model was converted and what its start was worth; empty for one that was not."""
+    """Options of a model's conversion and its quality before training; empty for a model that was not converted."""
     path = folder / "conversion.json"
     report = json.loads(path.read_text()) if path.is_file() else {}
     if "options" not in report:
@@ -180,7 +147,7 @@ def conversion_facts(folder: Path) -> dict[str, Any]:
 
 
 def run_facts(folder: Path) -> dict[str, Any]:
-    """Recipe, tokens, seed, seconds and speed of the run that made a model; empty for any other folder."""
+    """Recipe, tokens, seed, seconds and speed of the run that made a model; empty for a folder without recipe.json."""
     recipe, log = folder / "recipe.json", folder.parent / "log.jsonl"
     if not recipe.is_file() or not log.is_file():
         return {}
@@ -209,7 +176,7 @@ def run_facts(folder: Path) -> dict[str, Any]:
 
 
 def _without_folders(data: dict[str, Any]) -> dict[str, Any]:
-    """The data settings with names of files alone: where they lay says nothing to a reader."""
+    """The data settings with file names instead of paths, which mean nothing on another machine."""
     sources = [{**source, "path": source["path"] and Path(source["path"]).name} for source in data["sources"]]
     names = [Path(name).name for name in data["decontaminate"]]
     return {**{key: value for key, value in data.items() if key != "cache"}, "sources": sources, "decontaminate": names}
