@@ -3,15 +3,12 @@
 Importing this package registers every converted family with `AutoConfig` and `AutoModelForCausalLM`.
 """
 
-import importlib.util
+from deltanet_hf.models.factory import converted_config, register
+from deltanet_hf.models.layers import LayerTable
+from deltanet_hf.models.qwen3_5_config import register_qwen3_5
 
-from deltanet_hf.config import DeltaNetOptions
-from deltanet_hf.modeling import converted_config
+register()
+register_qwen3_5()
 
-if importlib.util.find_spec("peft") is not None:
-    from deltanet_hf.peft_defaults import register_peft_defaults
-
-    register_peft_defaults()
-
-__all__ = ["DeltaNetOptions", "converted_config"]
+__all__ = ["LayerTable", "converted_config"]
 __version__ = "0.1.0"

@@ -18,9 +18,8 @@ from transformers import (
     TextStreamer,
 )
 
-from deltanet_hf.cache import cache_bytes
 from deltanet_hf.errors import UserError
-from deltanet_hf.evaluation.window import restricted_as_saved
+from deltanet_hf.mixers.state import cache_bytes
 
 COMPILING_TOKENS = 4  # generated before the clock starts: the steps are compiled, then recorded as CUDA graphs
 
@@ -49,10 +48,7 @@ class _After(StoppingCriteria):
 
 
 def load_for_inference(model: str, dtype: str = "auto", device: str | None = None) -> tuple[Any, Any]:
-    """Model in eval mode and tokenizer, from a folder or hub id; UserError when there is none.
-
-    A softmax model that was trained under a window (a recipe's `baseline: window`) sees that window here too.
-    """
+    """Model in eval mode and tokenizer, from a folder or hub id; UserError when there is none."""
     if not Path(model).exists() and model.count("/") > 1:
         raise UserError(f"{model}: no such folder; give a converted model's folder or a hub id")
     if Path(model).is_dir() and not (Path(model) / "config.json").exists():
@@ -64,7 +60,7 @@ def load_for_inference(model: str, dtype: str = "auto", device: str | None = Non
     try:
         AutoConfig.from_pretrained(model)
         loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
-        loaded = restricted_as_saved(loaded.to(device)).eval()
+        loaded = loaded.to(device).eval()
         tokenizer = AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError) as error:
         raise UserError(f"{model}: cannot be loaded: {str(error).splitlines()[0]}") from error

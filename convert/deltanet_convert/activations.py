@@ -1,4 +1,4 @@
-"""The hidden states between two layers, in memory and, for a resumed run, in one file of the workspace."""
+"""The hidden states between two decoder layers: in memory and, for a resumed run, in a file of the hidden folder."""
 
 import os
 from dataclasses import dataclass, fields
@@ -9,20 +9,19 @@ import torch
 from torch import Tensor
 
 from deltanet_hf.errors import UserError
-
-from .files import sync_folder, writing
+from deltanet_hf.safe_write import sync_folder, writing
 
 
 @dataclass
 class Activations:
-    """Inputs of the next decoder layer, [n, T, hidden] float32."""
+    """Inputs of the next decoder layer, [n, T, hidden] float32: n sequences of T tokens."""
 
-    calibration: Tensor  # the teacher's
-    held_out: Tensor  # the teacher's
-    student: Tensor  # the converted model's own, on the held-out text
+    calibration: Tensor  # the teacher's, on the calibration text
+    held_out: Tensor  # the teacher's, on the held-out text
+    student: Tensor  # the converted model's, on the held-out text
 
     def save(self, folder: Path, step: int) -> None:
-        """Writes `activations-STEP`, complete or not at all."""
+        """Writes the file `activations-STEP.bin`, completely or not at all."""
         path = _path(folder, step)
         temporary = path.with_suffix(".tmp")
         with writing(path):
@@ -36,7 +35,11 @@ class Activations:
 
     @classmethod
     def load(cls, folder: Path, step: int, calibration: tuple[int, ...], held_out: tuple[int, ...]) -> "Activations":
-        """Reads what `save` wrote, given the shapes."""
+        """Reads the file that `save` wrote; `calibration` and `held_out` are the shapes of the tensors.
+
+        Raises:
+            UserError: the file is missing or has another size.
+        """
         path, tensors = _path(folder, step), []
         try:
             with path.open("rb") as stream:
@@ -44,11 +47,12 @@ class Activations:
                     count = int(np.prod(shape))
                     tensors.append(torch.from_numpy(np.fromfile(stream, np.float32, count)).view(shape))
         except (OSError, RuntimeError) as error:
-            raise UserError(f"{path}: damaged or missing ({error}); begin again with --overwrite") from error
+            raise UserError(f"{path}: damaged or missing ({error}); start again with --overwrite") from error
         return cls(*tensors)
 
     @staticmethod
     def forget(folder: Path, step: int) -> None:
+        """Removes the file of a step, if it exists."""
         _path(folder, step).unlink(missing_ok=True)
 
 

@@ -1,10 +1,10 @@
-"""The conversion, streamed: embedding, one decoder layer after the other, output head, check, publish.
+"""Runs a conversion: embedding, one decoder layer after the other, output head, check, publication.
 
-Every step ends with a line in the workspace's journal; a resumed run skips what the journal says is done.
+Only one decoder layer of the teacher is in memory at a time. Every step ends with a line in the journal of the output
+folder (`deltanet_hf.publish`); a resumed run skips the steps that the journal lists.
 """
 
 import dataclasses
-import hashlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,62 +14,57 @@ from torch import Tensor
 
 from deltanet_hf.data import shipped_texts
 from deltanet_hf.errors import QualityError, UserError
+from deltanet_hf.publish import Workspace, publish_folder
 
 from .activations import Activations
-from .checkpoint import Checkpoint, read_json
+from .calibration_text import CalibrationText, read_text, tokenise
+from .compare_to_teacher import compare_models
+from .conversion_plan import check_disk
+from .conversion_record import finished_report, report, request
 from .job import Job, removed_on_error
 from .layer_step import LayerStep
-from .output import complete_folder, load_tokenizer, versions
-from .plan import check_disk
-from .stream import LayerStream
-from .text import CalibrationText, read_text, tokenise
-from .verify import compare_models
-from .workspace import READY, Workspace
-from .writer import ShardWriter
+from .layer_stream import LayerStream
+from .output_files import write_other_files
+from .storage.safetensors_folder import Checkpoint
+from .storage.saved_tokenizer import load_tokenizer
+from .storage.shard_writer import ShardWriter
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "head"  # the step after the last layer
-SOFTMAX_TOLERANCE = 1e-4  # float32 rounding over one attention layer, with a wide margin; wrong wiring gives about 1
-Progress = Callable[[int, int, str, dict[str, Any]], None]  # layers done, layers in all, what, figures
+# Rounding in float32 over one attention layer stays far below this; a wrong wiring gives about 1.
+SOFTMAX_TOLERANCE = 1e-4
+Progress = Callable[[int, int, str, dict[str, Any]], None]  # finished layers, all layers, name of the step, its figures
 
 
 def convert(job: Job, progress: Progress) -> dict[str, Any]:
     """Runs a conversion to the end and returns the contents of `conversion.json`.
 
     Raises:
-        UserError: something the user can put right; what was finished stays for `--resume`.
-        QualityError: softmax attention with a converted layer's weights is not the teacher's.
+        UserError: something that the user can correct; finished steps are kept for `--resume`.
+        QualityError: softmax attention with a converted layer's weights differs from the teacher's.
     """
     with removed_on_error(job.source, job.out):
-        report = _convert(job, progress)
+        tokenizer = load_tokenizer(job.teacher.folder)
+        text = calibration_text(job, tokenizer)
+
+        def fill(workspace: Workspace) -> dict[str, Any]:
+            check_disk(job.plan, job.out, _allocated(workspace.folder))
+            return _Run(job, tokenizer, text, workspace, progress).all_steps()
+
+        found = publish_folder(
+            job.out,
+            request(job, text),
+            fill,
+            resume=job.options.resume,
+            overwrite=job.options.overwrite,
+            finished=lambda: finished_report(job, text),
+        )
     job.close()
-    return report
-
-
-def _convert(job: Job, progress: Progress) -> dict[str, Any]:
-    tokenizer = load_tokenizer(job.teacher.folder)
-    text = calibration_text(job, tokenizer)
-    workspace = Workspace(job.out)
-    if job.options.resume and not workspace.journal.exists() and (finished := _finished(job, text)):
-        if workspace.folder.exists():  # killed by the last stroke of tidying up
-            workspace.discard()
-        return finished
-    with workspace.opened(_request(job, text), resume=job.options.resume, overwrite=job.options.overwrite):
-        if READY not in workspace.steps:
-            try:
-                check_disk(job.plan, job.out, _allocated(workspace.folder))
-                _Run(job, tokenizer, text, workspace, progress).all_steps()
-            except (UserError, QualityError):
-                if not workspace.steps:
-                    workspace.discard()
-                raise
-        report = dict(workspace.steps[READY])
-        workspace.publish()
-    return report
+    return found
 
 
 class _Run:
-    """The steps, in order."""
+    """The steps of one conversion, in order."""
 
     def __init__(
         self, job: Job, tokenizer: Any, text: CalibrationText, workspace: Workspace, progress: Progress
@@ -80,7 +75,8 @@ class _Run:
         self.writer = ShardWriter(workspace.model, job.plan.layout)
         self.count = job.teacher.num_layers
 
-    def all_steps(self) -> None:
+    def all_steps(self) -> dict[str, Any]:
+        """Writes the complete folder; returns the report."""
         self.writer.prepare()
         self.stream.learn_arguments(self.text.calibration.shape[1])
         activations = self._start()
@@ -96,12 +92,12 @@ class _Run:
             self.writer.sync()
             self.workspace.done(HEAD, check)
         self.writer.finish()
-        report = self._report(self.workspace.steps[HEAD])
-        complete_folder(self.job, self.tokenizer, self.workspace.model, report)
-        self.workspace.done(READY, report)
+        found = report(self.job, self.text, self.workspace.steps, self.workspace.steps[HEAD])
+        write_other_files(self.job, self.tokenizer, self.workspace.model, found)
+        return found
 
     def _start(self) -> Activations:
-        """The activations that the next layer needs: the embedding's, or those the journal has come to."""
+        """The inputs of the next layer: the embedding's output, or the activations that an interrupted run saved."""
         done = sum(f"layer {index}" in self.workspace.steps for index in range(self.count))
         shapes = [(*ids.shape, self.job.teacher.config.hidden_size) for ids in self._batches()]
         if "embedding" in self.workspace.steps:
@@ -137,6 +133,7 @@ class _Run:
         return figures
 
     def _head(self, activations: Activations) -> dict[str, Any]:
+        """Copies the final norm and the output head, and compares both models on the held-out text."""
         for name in self.job.plan.layout.specs:
             if not name.startswith(("model.layers.", EMBEDDING)):
                 self._copy(name)
@@ -146,35 +143,11 @@ class _Run:
         return dataclasses.asdict(found)
 
     def _copy(self, name: str) -> None:
-        self.writer.write(name, _stored(self.job.teacher.checkpoint, name, self.job.dtype))
-
-    def _report(self, check: dict[str, Any]) -> dict[str, Any]:
-        job = self.job
-        layers = [{"index": index, **self.workspace.steps[f"layer {index}"]} for index in job.wiring.layers]
-        return {
-            "teacher": _teacher_facts(job),
-            "options": _option_facts(job),
-            "text": {
-                "source": self.text.source,
-                "sha256": self.text.sha256,
-                "calibration_tokens": self.text.calibration.numel(),
-                "held_out_tokens": self.text.held_out.numel(),
-                "sequence_length": self.text.calibration.shape[1],
-            },
-            "versions": versions(),
-            "plan": job.plan.to_json(),
-            "layers": layers,
-            "inserted_norms": self._inserted_norms(),
-            "held_out": check,
-        }
-
-    def _inserted_norms(self) -> list[dict[str, Any]]:
-        """Figures of the kept layers whose attention is not exactly the teacher's."""
-        normed = [layer.index for layer in self.job.plan.layers if layer.normed]
-        return [{"index": index, **self.workspace.steps[f"layer {index}"]} for index in normed]
+        self.writer.write(name, _rounded_blocks(self.job.teacher.checkpoint, name, self.job.dtype))
 
 
-def _stored(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> Iterator[Tensor]:
+def _rounded_blocks(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> Iterator[Tensor]:
+    """A stored tensor's elements in `dtype`, in flat pieces; UserError if one of them overflows."""
     for block in checkpoint.blocks(name):
         rounded = block.to(dtype)
         if not bool(torch.isfinite(rounded).all()):
@@ -186,6 +159,11 @@ def _stored(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> Iterator[T
 
 
 def calibration_text(job: Job, tokenizer: Any) -> CalibrationText:
+    """Reads and tokenises the job's calibration text; without `--text`, the text that deltanet-hf ships.
+
+    Raises:
+        UserError: the text cannot be read or is too short, or the tokenizer has more tokens than the embedding.
+    """
     options = job.options
     needed = 2 * options.calibration_tokens
     if options.text is None:
@@ -210,51 +188,6 @@ def calibration_text(job: Job, tokenizer: Any) -> CalibrationText:
     return text
 
 
-def _request(job: Job, text: CalibrationText) -> dict[str, Any]:
-    """Everything that the result depends on; a resumed run must ask for the same."""
-    files = [job.teacher.folder / "config.json", *job.teacher.checkpoint.files()]
-    states = {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
-    config = hashlib.sha256(files[0].read_bytes()).hexdigest()
-    return {
-        "teacher": {
-            "name": job.source.name,
-            "revision": job.source.revision,
-            "config": config,
-            "files": states,
-        },
-        "options": {**job.options.decisive(), "layers": list(job.wiring.layers)},
-        "text": {"sha256": text.sha256, "tokens": list(text.calibration.shape)},
-        "versions": versions(),
-    }
-
-
-def _finished(job: Job, text: CalibrationText) -> dict[str, Any] | None:
-    """The report in OUT when the conversion that is to be resumed has been completed already."""
-    file = job.out / "conversion.json"
-    if not file.exists():
-        return None
-    report = read_json(file)
-    same = (
-        report.get("teacher") == _teacher_facts(job)
-        and report.get("options") == _option_facts(job)
-        and report.get("text", {}).get("sha256") == text.sha256
-    )
-    return report if same else None
-
-
-def _teacher_facts(job: Job) -> dict[str, Any]:
-    return {
-        "name": job.source.name,
-        "revision": job.source.revision,
-        "model_type": job.teacher.family.model_type,
-        "dtype": str(job.teacher.dtype).removeprefix("torch."),
-        "tied_embeddings": job.teacher.tied,
-    }
-
-
-def _option_facts(job: Job) -> dict[str, Any]:
-    return {**job.options.decisive(), "layers": job.options.layers, "deltanet": job.wiring.to_dict()}
-
-
 def _allocated(folder: Path) -> int:
+    """Bytes on the disk that the files of a folder take."""
     return sum(file.stat().st_blocks * 512 for file in folder.rglob("*") if file.is_file())

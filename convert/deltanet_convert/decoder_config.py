@@ -1,4 +1,4 @@
-"""What every softmax decoder's config says in the same words, for the configs that are made of another's."""
+"""The config keys that all supported families share, for making one family's config from another's."""
 
 from __future__ import annotations
 
@@ -22,5 +22,5 @@ DECODER_KEYS = (
 
 
 def head_size(config: Any) -> int:
-    """The attention's head size, which some configs leave to be derived."""
+    """The head size of the attention; some configs do not store it and it follows from the hidden size."""
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import torch
 
-from deltanet_hf.config import DeltaNetOptions
 from deltanet_hf.errors import QualityError, UserError
+from deltanet_hf.models.layers import LayerTable
+from deltanet_hf.publish import Workspace
 
-from .options import ConvertOptions, kept_layers
-from .plan import Plan, make_plan
-from .source import Source, resolve_source
-from .teacher import Teacher, open_teacher
-from .workspace import Workspace
+from .conversion_plan import Plan, make_plan
+from .options import ConvertOptions, softmax_layers
+from .storage.teacher_source import Source, resolve_source
+from .teacher_model import Teacher, open_teacher
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Job:
     teacher: Teacher
     out: Path
     options: ConvertOptions
-    wiring: DeltaNetOptions
+    table: LayerTable
     dtype: torch.dtype
     plan: Plan
 
@@ -43,11 +43,10 @@ def prepare(teacher: str, out: Path, options: ConvertOptions) -> Job:
     with removed_on_error(source, out):
         _check_apart(source.folder, out)
         opened = open_teacher(source.folder)
-        kept = kept_layers(options.layers, opened.num_layers)
-        wiring = options.wiring(sorted(set(range(opened.num_layers)) - set(kept)))
+        table = options.table(opened.num_layers, softmax_layers(options.layers, opened.num_layers))
         dtype = options.torch_dtype or (torch.float32 if opened.dtype == torch.float64 else opened.dtype)
-        plan = make_plan(opened, wiring, dtype, options.shard_size, options.calibration_tokens, options.insert_norms)
-        return Job(source, opened, out, options, wiring, dtype, plan)
+        plan = make_plan(opened, table, dtype, options.shard_size, options.calibration_tokens, options.insert_norms)
+        return Job(source, opened, out, options, table, dtype, plan)
 
 
 @contextmanager

@@ -7,14 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deltanet_hf.config import INSERTED_QK_NORMS
-from deltanet_hf.layer import DecayGate, GatedDeltaNet, GatedRMSNorm, ShortConv
+from deltanet_hf.mixers import FLOAT32_NAMES, LayerKind, Mixer
+from deltanet_hf.mixers.parts import Part
+from deltanet_hf.models.layers import INSERTED_QK_NORMS
 
 from .activations import Activations
-from .initialise import LayerCalibration, initialise_layer
-from .norm_fit import NormFigures, compare_attention, insert_norms
-from .stream import LayerStream
-from .verify import LayerCheck, compare_outputs, softmax_error
+from .compare_to_teacher import LayerCheck, compare_outputs, softmax_error
+from .layer_stream import LayerStream
+from .start import start_rule
+from .start.calibration import LayerCalibration
+from .start.norm_fit import NormFigures, compare_attention, insert_norms
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class LayerStep:
         student: the converted model on the meta device.
         dtype: of the stored weights; the student is run with its weights rounded to it.
         seed: of the fit; each layer draws from its own generator, so that a resumed run repeats it.
-        fit_memory: fit decay and write strength; see `initialise_layer`.
+        fit_memory: fit decay and write strength (`start/gated_deltanet.py`).
     """
 
     stream: LayerStream
@@ -43,7 +45,7 @@ class LayerStep:
         layer: Any = self.stream.load_layer(index)
         kwargs = self.stream.layer_kwargs[index]
         new, figures = self.student.model.layers[index].self_attn, {}
-        if isinstance(new, GatedDeltaNet):
+        if isinstance(new, LayerKind):
             figures = self._convert(index, layer, new, activations, kwargs)
         elif index in getattr(self.student.config, INSERTED_QK_NORMS, ()):
             figures = self._insert_norms(layer, new, activations, kwargs)
@@ -57,17 +59,17 @@ class LayerStep:
         return layer, figures
 
     def _convert(
-        self, index: int, layer: Any, mixer: GatedDeltaNet, activations: Activations, kwargs: dict[str, Any]
+        self, index: int, layer: Any, new: Any, activations: Activations, kwargs: dict[str, Any]
     ) -> dict[str, Any]:
-        """Fits `mixer` to the layer's attention, while the teacher's activations advance."""
+        """Starts `new` from the layer's attention, while the teacher's activations advance."""
         inputs, _ = _advance(layer, activations.calibration, kwargs, keep=True)
-        figures = self._fit(index, layer.self_attn, _empty_mixer(mixer), inputs, kwargs)
+        figures = self._start(index, layer.self_attn, _empty_layer(new), inputs, kwargs)
         del inputs
         inputs, wanted = _advance(layer, activations.held_out, kwargs, keep=True)
-        error = softmax_error(layer.self_attn, mixer, inputs[:1], kwargs)
-        _round(mixer, self.dtype)
-        cosine, relative_mse = compare_outputs(mixer, inputs, wanted, kwargs)
-        return figures | dataclasses.asdict(LayerCheck(error, cosine, relative_mse))
+        if isinstance(new, Mixer):
+            figures["softmax_error"] = softmax_error(layer.self_attn, new, inputs[:1], kwargs)
+        _round(new, self.dtype)
+        return figures | dataclasses.asdict(LayerCheck(*compare_outputs(new, inputs, wanted, kwargs)))
 
     def _insert_norms(
         self, layer: Any, normed: Any, activations: Activations, kwargs: dict[str, Any]
@@ -82,16 +84,16 @@ class LayerStep:
         figures = NormFigures(*compared, *compare_outputs(normed, inputs, wanted, kwargs))
         return dataclasses.asdict(figures) | dataclasses.asdict(fit)
 
-    def _fit(
-        self, index: int, attention: nn.Module, mixer: GatedDeltaNet, inputs: Tensor, kwargs: dict[str, Any]
+    def _start(
+        self, index: int, attention: nn.Module, new: Any, inputs: Tensor, kwargs: dict[str, Any]
     ) -> dict[str, Any]:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed * 1_000_003 + index)
-            found = initialise_layer(attention, mixer, LayerCalibration(inputs, kwargs), self.fit_memory)
-        for name, parameter in mixer.named_parameters():
+            figures = start_rule(new.name)(attention, new, LayerCalibration(inputs, kwargs), self.fit_memory)
+        for name, parameter in new.named_parameters():
             if not bool(torch.isfinite(parameter).all()):
                 raise RuntimeError(f"layer {index}: the start values of {name} are not finite")
-        return dataclasses.asdict(found)
+        return figures
 
     def release(self, index: int) -> None:
         """Gives the memory of layer `index` back."""
@@ -122,21 +124,20 @@ def _advance(layer: Any, hidden: Tensor, kwargs: dict[str, Any], *, keep: bool =
     return torch.cat(seen), torch.cat(made)
 
 
-def _empty_mixer(mixer: GatedDeltaNet) -> GatedDeltaNet:
-    """A meta layer in float32 memory: at its start where one is defined, else NaN until it is fitted."""
-    mixer.float().to_empty(device="cpu").requires_grad_(False)
-    for parameter in mixer.parameters():
+def _empty_layer(layer: nn.Module) -> nn.Module:
+    """A layer on the meta device in float32 memory: parts at their start, everything else NaN until it is started."""
+    layer.float().to_empty(device="cpu").requires_grad_(False)
+    for parameter in layer.parameters():
         parameter.fill_(torch.nan)
-    for module in mixer.modules():
-        if isinstance(module, (DecayGate, GatedRMSNorm, ShortConv)):
+    for module in layer.modules():
+        if isinstance(module, Part):
             module.reset_parameters()
-    return mixer
+    return layer
 
 
 @torch.no_grad()
 def _round(module: nn.Module, dtype: torch.dtype) -> None:
-    """Rounds the weights to what will be stored; a decay gate is stored in float32."""
-    for child in module.modules():
-        if not isinstance(child, DecayGate):
-            for parameter in child.parameters(recurse=False):
-                parameter.copy_(parameter.to(dtype))
+    """Rounds the weights to what will be stored."""
+    for name, parameter in module.named_parameters():
+        if name.rpartition(".")[2] not in FLOAT32_NAMES:
+            parameter.copy_(parameter.to(dtype))

@@ -1,36 +1,40 @@
-"""Everything that `deltanet-hf convert` can be told."""
+"""The options of `deltanet-hf convert`, checked."""
 
 import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
-from deltanet_hf.config import DeltaNetOptions, Profile
 from deltanet_hf.errors import UserError
+from deltanet_hf.mixers import MIXERS
+from deltanet_hf.models.layers import LayerTable
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 MAX_LIST_BYTES = 1_000_000
-WIRING = [field.name for field in fields(DeltaNetOptions) if field.name not in ("profile", "layers")]
+PROFILES = ("faithful", "qwen3_5")
 
 
 @dataclass(frozen=True)
 class ConvertOptions:
-    """One conversion, as asked for.
+    """The options of one conversion.
 
-    Raises UserError naming the option when a value cannot be used. What depends on the teacher (layer
-    indices) is checked by `kept_layers`.
+    Whatever depends on the teacher (layer indices) is checked by `softmax_layers`.
+
+    Raises:
+        UserError: a value cannot be used; the message names the option.
     """
 
     layers: str = "all"  # all | every:N | keep:3,7,11 | a file with the layers that stay softmax
-    profile: str = "teacher"
-    changes: tuple[str, ...] = ()  # key=value, single keys of the profile's wiring set differently
+    mixer: str = "gated_deltanet"
+    profile: str = "faithful"
+    training: bool = True  # whether the result will be distilled; False: the settings that are best without
+    changes: tuple[str, ...] = ()  # key=value: single settings of the mixer that differ from the recommended ones
     fit_memory: bool = True  # False: decay and write strength begin as in a model trained from scratch
-    insert_norms: bool = False  # q/k norms in kept layers that have none, for a hybrid that can be exported
     text: Path | None = None  # calibration text; None for the one shipped with the project
     calibration_tokens: int = 8192
     dtype: str | None = None  # of the converted weights; None for the teacher's
@@ -42,43 +46,57 @@ class ConvertOptions:
     json: bool = False
 
     def __post_init__(self) -> None:
-        if self.profile not in get_args(Profile):
-            raise UserError(f"--profile: got '{self.profile}', expected one of {', '.join(get_args(Profile))}")
+        if self.mixer not in MIXERS:
+            raise UserError(f"--mixer: got '{self.mixer}', expected one of {', '.join(MIXERS)}")
+        if self.profile not in PROFILES:
+            raise UserError(f"--profile: got '{self.profile}', expected one of {', '.join(PROFILES)}")
         if self.dtype is not None and self.dtype not in DTYPES:
             raise UserError(f"--dtype: got '{self.dtype}', expected one of {', '.join(DTYPES)}")
         if self.calibration_tokens < 64:
-            raise UserError(f"--calibration-tokens: got {self.calibration_tokens}, needs at least 64")
+            raise UserError(f"--calibration-tokens: got {self.calibration_tokens}, expected at least 64")
         if self.shard_size < 1:
-            raise UserError(f"--shard-size: got {self.shard_size} bytes, needs at least 1")
+            raise UserError(f"--shard-size: got {self.shard_size} bytes, expected at least 1")
         if not 0 <= self.seed < 2**32:
             raise UserError(f"--seed: got {self.seed}, expected a number from 0 to 2**32 - 1")
-        self.wiring(())
+        self.table(1, ())
 
-    def wiring(self, layers: Iterable[int]) -> DeltaNetOptions:
-        """The profile with the changes, at the given layers."""
-        changes = wiring_changes(self.changes)
+    def table(self, num_layers: int, softmax: Iterable[int]) -> LayerTable:
+        """The layer table of the converted model; the layers in `softmax` keep the teacher's attention."""
+        kind = MIXERS[self.mixer]
         try:
-            wiring = DeltaNetOptions.preset(self.profile, layers, **changes)
+            recommended = kind.default_settings(self.profile, self.training)
         except ValueError as error:
-            raise UserError(f"--set: {str(error).removeprefix('deltanet.')}") from None
-        if wiring.output_norm == "none" and not wiring.output_gate:
+            raise UserError(f"--{error}") from None
+        changes = changed_settings(self.changes, recommended)
+        try:
+            settings = kind.Settings.from_dict({**recommended.to_dict(), **changes}, "--set")
+        except ValueError as error:
+            raise UserError(str(error).replace("--set.", "--set: ", 1)) from None
+        if getattr(settings, "output_norm", "") == "none" and not getattr(settings, "output_gate", True):
             raise UserError(
                 "--set: output_norm=none and output_gate=false together leave no parameter that could bring the "
                 "output to the teacher's scale; keep one of the two"
             )
-        return wiring
+        return LayerTable.uniform(kind, settings, num_layers, set(softmax))
+
+    @property
+    def insert_norms(self) -> bool:
+        """Give q/k norms to softmax layers that have none: Qwen3.5's always have them."""
+        return self.profile == "qwen3_5"
 
     @property
     def torch_dtype(self) -> torch.dtype | None:
         return DTYPES[self.dtype] if self.dtype else None
 
     def decisive(self) -> dict[str, Any]:
-        """What the result depends on, as JSON, but for `layers` and `text`, whose meaning counts."""
+        """The options that the result depends on, as JSON; `layers` and `text` are recorded by what they mean."""
+        recommended = MIXERS[self.mixer].default_settings(self.profile, self.training)
         return {
+            "mixer": self.mixer,
             "profile": self.profile,
-            "set": wiring_changes(self.changes),
+            "training": self.training,
+            "set": changed_settings(self.changes, recommended),
             "fit_memory": self.fit_memory,
-            "insert_norms": self.insert_norms,
             "calibration_tokens": self.calibration_tokens,
             "dtype": self.dtype,
             "shard_size": self.shard_size,
@@ -86,15 +104,16 @@ class ConvertOptions:
         }
 
 
-def wiring_changes(entries: Iterable[str]) -> dict[str, bool | int | str]:
-    """['rope=false', 'conv_size=4'] as {'rope': False, 'conv_size': 4}."""
+def changed_settings(entries: Iterable[str], recommended: Any) -> dict[str, bool | int | str]:
+    """['rope=false', 'conv_size=4'] as {'rope': False, 'conv_size': 4}; the keys are those of `recommended`."""
+    known = [field.name for field in fields(recommended)]
     changes: dict[str, bool | int | str] = {}
     for entry in entries:
         key, separator, text = entry.partition("=")
         if not separator:
             raise UserError(f"--set {entry}: write it as KEY=VALUE, for example rope=false")
-        if key not in WIRING:
-            raise UserError(f"--set {entry}: unknown key '{key}'; the keys are {', '.join(WIRING)}")
+        if key not in known:
+            raise UserError(f"--set {entry}: unknown key '{key}'; the keys are {', '.join(known)}")
         if key in changes:
             raise UserError(f"--set {entry}: {key} is set twice; give each key once")
         if text in ("true", "false"):
@@ -112,12 +131,11 @@ def parse_size(value: str) -> int:
     return int(float(match[1]) * UNITS[match[2].upper()])
 
 
-def kept_layers(spec: str, num_layers: int) -> tuple[int, ...]:
+def softmax_layers(spec: str, num_layers: int) -> tuple[int, ...]:
     """Indices of the layers that keep softmax attention, ascending.
 
     Args:
-        spec: `all` (none is kept), `every:N` (layers N-1, 2N-1, ... are kept), `keep:3,7,11`, or a file that
-        lists the
+        spec: `all` (none is kept), `every:N` (layers N-1, 2N-1, ... are kept), `keep:3,7,11`, or a file that lists the
             kept layers: a JSON list, or numbers separated by commas or white space ('#' begins a comment).
         num_layers: the teacher's number of decoder layers.
     """

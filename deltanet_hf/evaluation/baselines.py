@@ -1,7 +1,7 @@
-"""Baselines that need no training, at the settings of the models they stand beside.
+"""Changes to a converted model that a report measures beside it; neither needs training.
 
-The window + sinks baseline has a file of its own (`window.py`). These two take a converted model: one shows how much
-of a hybrid's quality comes through its linear layers, the other what a conversion without a fitted start begins with.
+One shows how much of a hybrid's quality comes through its linear layers, the other what a conversion without a fitted
+start begins with. The window + sinks baseline is a kind of layer (`deltanet_hf/mixers/window.py`).
 """
 
 from __future__ import annotations
@@ -11,19 +11,21 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.layer import GatedDeltaNet
+from deltanet_hf.mixers import Mixer
 
 
-def linear_layers(model: PreTrainedModel) -> list[GatedDeltaNet]:
-    """The Gated DeltaNet layers of a converted model, in order. Raises UserError if there are none."""
-    layers = [module for module in model.modules() if isinstance(module, GatedDeltaNet)]
+def linear_layers(model: PreTrainedModel) -> list[Mixer]:
+    """The layers of a converted model with a recurrent state, in order. Raises UserError if there are none."""
+    layers = [module for module in model.modules() if isinstance(module, Mixer)]
     if not layers:
-        raise UserError(f"{type(model).__name__}: no Gated DeltaNet layer; this baseline needs a converted model")
+        raise UserError(
+            f"{type(model).__name__}: no layer with a recurrent state; this baseline needs a converted model"
+        )
     return layers
 
 
 def switch_off_linear(model: PreTrainedModel) -> PreTrainedModel:
-    """Make every Gated DeltaNet layer contribute exactly zero (its state and cache still advance), in place."""
+    """Make every layer with a recurrent state contribute exactly zero, in place; its state and cache still advance."""
 
     def silence(module: nn.Module, inputs: tuple, output: tuple[Tensor, None]) -> tuple[Tensor, None]:
         return torch.zeros_like(output[0]), None
@@ -38,23 +40,12 @@ def from_scratch_start(student: PreTrainedModel, teacher: PreTrainedModel, seed:
     """Turn `student` into an unfitted start of its own architecture, in place.
 
     Every weight that the teacher has is the teacher's again (key and value heads repeated where the student has one
-    per query head); everything new has the default start of a Gated DeltaNet trained from scratch: decays spread over
-    their usual range, gates drawn at random, output norms 1, no fit to the teacher's attention. It is what a converter
-    without calibration writes.
+    per query head). Everything else has the start of a mixer trained from scratch, with no fit to the teacher's
+    attention. A converter without calibration writes the same.
     """
-    for layer in linear_layers(student):
-        for module in (layer.decay, layer.conv1d, layer.norm):
-            if module is not None:
-                module.reset_parameters()
     generator = torch.Generator().manual_seed(seed)
-    spread = float(getattr(student.config, "initializer_range", 0.02))
     for layer in linear_layers(student):
-        steps = [module for module in layer.householder.modules() if isinstance(module, nn.Linear)]
-        for gate in (layer.a_proj, layer.b_proj, layer.g_proj, *steps):
-            if gate is not None:
-                gate.weight.copy_(torch.randn(gate.weight.shape, generator=generator) * spread)
-                if gate.bias is not None:
-                    gate.bias.zero_()
+        layer.start_from_scratch(float(getattr(student.config, "initializer_range", 0.02)), generator)
     source = _split_fused(teacher)
     for name, target in student.state_dict().items():
         if name in source:
@@ -63,7 +54,7 @@ def from_scratch_start(student: PreTrainedModel, teacher: PreTrainedModel, seed:
 
 
 def _repeat_heads(weight: Tensor, target: Tensor, student: PreTrainedModel) -> Tensor:
-    """Whole head blocks repeated along the rows: head g of the target reads the teacher's head g // repeats."""
+    """Repeat head blocks along the rows: head g of the target reads the teacher's head g // repeats."""
     if weight.shape == target.shape:
         return weight
     repeats = target.shape[0] // weight.shape[0]
@@ -72,7 +63,7 @@ def _repeat_heads(weight: Tensor, target: Tensor, student: PreTrainedModel) -> T
 
 
 def _split_fused(teacher: PreTrainedModel) -> dict[str, Tensor]:
-    """The teacher's weights, a fused `qkv_proj` also given as q_proj, k_proj and v_proj."""
+    """The teacher's weights by name; the parts of a fused `qkv_proj` also as q_proj, k_proj and v_proj."""
     config = teacher.config
     groups = config.num_attention_heads // config.num_key_value_heads
     state: dict[str, Tensor] = {}

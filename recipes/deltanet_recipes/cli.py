@@ -31,7 +31,7 @@ class Subcommand:
 UNKNOWN_ALLOWED = {"allow_extra_args": True, "ignore_unknown_options": True}
 COMMANDS = {
     "convert": Subcommand(
-        "deltanet_convert.command",
+        "deltanet_convert.convert_command",
         "convert_command",
         "Convert a pretrained softmax model into a Gated DeltaNet model.",
     ),
@@ -52,7 +52,7 @@ COMMANDS = {
         "deltanet_recipes.evaluation_command", "report", "Compare a teacher, its students and untrained baselines."
     ),
     "export": Subcommand(
-        "deltanet_convert.export.command",
+        "deltanet_convert.export.export_command",
         "export_command",
         "Export a converted model for vLLM, mlx-lm or llama.cpp.",
     ),

@@ -1,4 +1,4 @@
-"""`deltanet-hf align RECIPE` and `deltanet-hf distill RECIPE`."""
+"""The commands `deltanet-hf align` and `deltanet-hf distill`, which run a recipe."""
 
 from __future__ import annotations
 
@@ -7,20 +7,22 @@ from typing import Annotated
 
 import typer
 
-RecipeArgument = Annotated[Path, typer.Argument(help="YAML file; recipes/README.md explains every key.")]
+RecipeArgument = Annotated[
+    Path, typer.Argument(help="YAML file, or the name of a shipped recipe (`deltanet-hf recipes` lists them).")
+]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(help="key=value, dotted, parsed as YAML: stages.distil.tokens=1000000 output=runs/b"),
+    typer.Argument(help="Values that replace those of the recipe: stages.distil.tokens=1000000 output=runs/b"),
 ]
 
 
 def align(recipe: RecipeArgument, overrides: Overrides = None) -> None:
-    """Run a recipe's align stages: each converted layer learns its teacher's attention output."""
+    """Run the align stages of a recipe, in which each converted layer learns its teacher's attention output."""
     _run(recipe, overrides, ("align",))
 
 
 def distill(recipe: RecipeArgument, overrides: Overrides = None) -> None:
-    """Run all stages of a recipe; called again after an interruption, it continues where it was."""
+    """Run all stages of a recipe. After an interruption, the same command continues the run."""
     _run(recipe, overrides, None)
 
 
@@ -28,6 +30,6 @@ def _run(recipe: Path, overrides: list[str] | None, kinds: tuple[str, ...] | Non
     from deltanet_recipes.config import load_recipe
 
     settings = load_recipe(recipe, overrides or ())
-    from deltanet_recipes.pipeline import run
+    from deltanet_recipes.training.pipeline import run
 
     run(settings, kinds)

@@ -1,4 +1,4 @@
-"""Read a recipe: YAML, then `key=value` overrides, then every check, before anything is loaded."""
+"""Reads a recipe: the YAML file, then `key=value` overrides, then every check, before any model is loaded."""
 
 from __future__ import annotations
 
@@ -10,34 +10,41 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from deltanet_hf.data.text_files import plain_suffix, text_format
 from deltanet_hf.errors import UserError
-from deltanet_recipes.schema import Data, Recipe, Repair, Source
+from deltanet_recipes.schema import Recipe, Repair
+from deltanet_recipes.schema_sections import Data
+from deltanet_recipes.shipped import recipe_path
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """The validated recipe of a YAML file.
+    """Read and validate a recipe.
 
-    Overrides are `dotted.key=value`; list elements are addressed by number or, for stages, by name or kind
-    (`stages.distil.tokens=1000000`); values are parsed as YAML; `stages.align=null` leaves a stage out. Relative
-    paths in the file are relative to the working directory. Raises UserError with one line per problem.
+    Args:
+        path: a YAML file, or the name of a shipped recipe (`shipped.recipe_path`). Relative paths in the file are
+            relative to the working directory.
+        overrides: strings `dotted.key=value` that replace values of the file. List elements are addressed by number
+            or, for stages, by name or kind (`stages.distil.tokens=1000000`); values are parsed as YAML;
+            `stages.align=null` leaves a stage out.
+
+    Raises UserError with one line per problem.
     """
-    recipe = read_recipe(Path(path), overrides)
+    recipe = read_recipe(path, overrides)
     _check_files(Path(path), recipe)
     return recipe
 
 
-def read_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """As `load_recipe`, without looking for the files that the recipe names."""
+def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """As `load_recipe`, but without a look at the files that the recipe names."""
+    path = recipe_path(path)
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such recipe; give the path of a YAML file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read ({error})") from None
     except yaml.YAMLError as error:
         raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):
-        raise UserError(f"{path}: a recipe is a mapping of keys, this is {type(tree).__name__}")
+        raise UserError(f"{path}: a recipe is a mapping of keys, but this file holds a {type(tree).__name__}")
     for override in overrides:
         _apply(tree, override)
     if isinstance(tree.get("stages"), list):
@@ -68,7 +75,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
 
 
 def _position(node: Any, part: str, key: str, parent: str) -> Any:
-    """The index of `part` in a section: itself in a mapping, a number or stage label in a list."""
+    """The index of `part` in a section: `part` itself in a mapping; in a list, its number or the stage's place."""
     if isinstance(node, dict):
         return part
     if isinstance(node, list):
@@ -82,14 +89,14 @@ def _position(node: Any, part: str, key: str, parent: str) -> Any:
 
 
 def _describe(path: Path, error: ValidationError) -> str:
-    """One line per problem: where, what."""
+    """One line per problem: the file, the key and the message."""
     kinds = {"align", "distil", "long", "repair"}
     lines = []
     for problem in error.errors(include_url=False):
         where = ".".join(str(part) for part in problem["loc"] if part not in kinds) or "recipe"
         message = problem["msg"].removeprefix("Value error, ")
         if problem["type"] == "extra_forbidden":
-            message = "unknown key; see recipes/README.md for the keys there are"
+            message = "unknown key; docs/training.md lists the keys"
         elif problem["type"] == "missing":
             message = "this key is required"
         lines.append(f"{path}: {where}: {message}")
@@ -97,7 +104,7 @@ def _describe(path: Path, error: ValidationError) -> str:
 
 
 def _check_files(path: Path, recipe: Recipe) -> None:
-    """Everything the recipe names on disk must be there before any work begins."""
+    """Refuse a recipe that names files, folders or trackers that do not exist."""
     problems = []
     student = Path(recipe.student)
     if not (student / "config.json").is_file():
@@ -130,19 +137,14 @@ def _missing_files(data: Data) -> list[str]:
     for index, source in enumerate(data.sources):
         if source.path is not None and not Path(source.path).is_file():
             problems.append(f"data.sources.{index}.path: {source.path} does not exist")
-        elif source.path is not None and file_kind(source) is None:
+        elif source.path is not None and not _is_known_kind(Path(source.path)):
             problems.append(
-                f"data.sources.{index}.path: {source.path} is none of .txt, .jsonl, .jsonl.gz, .jsonl.xz, "
-                ".parquet, .npy, .npy.xz"
+                f"data.sources.{index}.path: {source.path} is none of .txt, .md, .jsonl, .npy (each also as .gz or "
+                ".xz) and .parquet"
             )
     problems += [f"data.decontaminate: {name} does not exist" for name in data.decontaminate if not Path(name).exists()]
     return problems
 
 
-def file_kind(source: Source) -> str | None:
-    """txt, jsonl, parquet or npy, by the file's name; None for anything else."""
-    name = str(source.path)
-    for ending in (".gz", ".xz"):
-        name = name.removesuffix(ending)
-    kind = Path(name).suffix.removeprefix(".")
-    return kind if kind in {"txt", "jsonl", "parquet", "npy"} else None
+def _is_known_kind(path: Path) -> bool:
+    return text_format(path) is not None or plain_suffix(path) == ".npy"

@@ -1,4 +1,4 @@
-"""`accelerate launch -m deltanet_recipes.distill RECIPE.yaml [key=value ...]`: the same as `deltanet-hf distill`."""
+"""`accelerate launch -m deltanet_recipes.distill RECIPE [key=value ...]`: `deltanet-hf distill` on several GPUs."""
 
 from __future__ import annotations
 

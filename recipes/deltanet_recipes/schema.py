@@ -1,113 +1,30 @@
-"""What a recipe may say: every key with its meaning, unit and default. Unknown keys are errors."""
+"""The keys of a recipe with their meanings, units and defaults. Unknown keys are errors."""
 
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-
-class Strict(BaseModel):
-    """Base of every section: no unknown keys, no changes after validation."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Source(Strict):
-    """One corpus of the mixture."""
-
-    path: str | None = Field(
-        None, description="local file: .txt, .jsonl (also .gz, .xz), .parquet, or .npy (.npy.xz) with token ids"
-    )
-    hub: str | None = Field(None, description="dataset id on the Hub, instead of path")
-    name: str | None = Field(None, description="configuration of the Hub dataset")
-    split: str = Field("train", description="split of the Hub dataset")
-    streaming: bool = Field(True, description="Hub only: read documents as they arrive, no full download")
-    text_key: str = Field("text", description="field that holds the text (jsonl, parquet, Hub)")
-    messages_key: str | None = Field(
-        None, description="field with chat messages; the chat template renders them, replies are the completions"
-    )
-    weight: float = Field(1.0, gt=0, description="share of the rows drawn from this source (relative)")
-    max_tokens: int | None = Field(None, gt=0, description="tokens to keep at most; required when streaming")
-    skip_tokens: int = Field(0, ge=0, description="tokens at the start of the source that are never used")
-
-    @model_validator(mode="after")
-    def _one_origin(self) -> Source:
-        if (self.path is None) == (self.hub is None):
-            raise ValueError("give exactly one of path (a local file) and hub (a dataset id)")
-        if self.hub is not None and self.streaming and self.max_tokens is None:
-            raise ValueError("a streamed source needs max_tokens, or it never ends")
-        return self
-
-
-class Data(Strict):
-    """Where the tokens come from and how rows are cut from them."""
-
-    sources: tuple[Source, ...] = Field((), description="the mixture; empty: the text shipped with the project")
-    shuffle: bool = Field(True, description="permute the documents of each source (by seed and epoch)")
-    separator: int | None = Field(
-        None, ge=0, description="token id that ends a document; default: the tokenizer's end of text"
-    )
-    isolate_documents: bool = Field(
-        True, description="documents packed into one row do not see each other (positions and state restart)"
-    )
-    holdout_tokens: int = Field(
-        32768, ge=0, description="tokens kept from training for evaluation, from the end of the sources"
-    )
-    repeat: bool = Field(False, description="start the sources again when they are used up, instead of refusing")
-    cache: str | None = Field(None, description="folder of the tokenised corpora; default: OUTPUT/tokens")
-    decontaminate: tuple[str, ...] = Field(
-        (),
-        description="evaluation files (every text in a .jsonl or .parquet, else all of it) or folders of such; "
-        "documents sharing 13 tokens in a row are dropped",
-    )
-
-
-class Optimizer(Strict):
-    """Optimiser and schedule of one stage. Rates are per step, for AdamW."""
-
-    name: Literal["adamw", "muon"] = Field(
-        "adamw", description="adamw, or muon for the matrices of the layers and adamw for everything else"
-    )
-    mixer_lr: float = Field(1e-3, ge=0, description="peak rate of the mixers that are trained in full")
-    rest_lr: float = Field(1e-4, ge=0, description="peak rate of everything else that is trained (LoRA too)")
-    gate_lr_scale: float = Field(
-        1.0, gt=0, description="factor on mixer_lr for decay, beta and gate biases (vectors of the mixers)"
-    )
-    muon_lr_scale: float = Field(1.0, gt=0, description="factor on both rates for the matrices Muon updates")
-    schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="decay after the warm-up")
-    final_ratio: float = Field(0.1, ge=0, le=1, description="rate at the end / peak rate")
-    warmup: float = Field(0.02, ge=0, lt=1, description="share of the steps with a linearly rising rate")
-    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's moment decays")
-    weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay of matrices")
-    clip: float = Field(1.0, gt=0, description="largest gradient norm")
-
-
-class Lora(Strict):
-    """Low-rank adapters (PEFT) on the linear layers outside the new mixers; merged on save."""
-
-    rank: int = Field(64, gt=0, description="rank r")
-    alpha: int = Field(64, gt=0, description="scale = alpha / rank")
-    targets: tuple[Literal["mlp", "attention"], ...] = Field(
-        ("mlp", "attention"),
-        description="linears of the MLPs; projections of the layers that stay softmax (of all, in an imported model)",
-    )
+from deltanet_recipes.schema_sections import Data, Engine, Log, Lora, Optimizer, Strict
 
 
 class StageBase(Strict):
-    """Keys that all stages share."""
+    """The keys that all stages share."""
 
-    name: str | None = Field(None, description="label in logs and folders; default: the kind")
-    tokens: int = Field(..., gt=0, description="training tokens of the stage (rounded down to whole steps)")
-    sequence_length: int = Field(512, gt=1, description="tokens in a row")
-    batch_tokens: int = Field(8192, gt=0, description="tokens in one optimiser step, over all processes")
+    name: str | None = Field(None, description="Name in logs and folders. Default: the kind.")
+    tokens: int = Field(
+        ..., gt=0, description="Training tokens of the stage, rounded down to a multiple of batch_tokens."
+    )
+    sequence_length: int = Field(512, gt=1, description="Tokens per row.")
+    batch_tokens: int = Field(8192, gt=0, description="Tokens per optimiser step, over all processes.")
     micro_batch_rows: int | None = Field(
-        None, gt=0, description="rows that one process holds at once; default: its whole share of the step"
+        None, gt=0, description="Rows that one process works on at once. Default: all its rows of a step."
     )
     optimizer: Optimizer = Field(default_factory=Optimizer)
 
     @model_validator(mode="after")
-    def _whole_rows(self) -> StageBase:
+    def _rows_fit_the_step(self) -> StageBase:
         if self.batch_tokens % self.sequence_length:
             raise ValueError(
                 f"batch_tokens ({self.batch_tokens}) must be a multiple of sequence_length ({self.sequence_length})"
@@ -128,14 +45,16 @@ class StageBase(Strict):
 
 
 class Align(StageBase):
-    """Match each converted layer's attention output to the teacher's, teacher-forced; mixers only."""
+    """Trains the mixers alone: each converted layer learns the attention output of the teacher's layer on its input."""
 
     kind: Literal["align"] = "align"
     mode: Literal["joint", "layerwise"] = Field(
-        "joint", description="all layers in one pass, or one layer after the other from cached activations"
+        "joint",
+        description="joint: all layers in one pass. layerwise: one layer after the other, from cached activations, "
+        "with one layer of the teacher on the GPU.",
     )
     cached_tokens: int | None = Field(
-        None, gt=1, description="layerwise: distinct tokens whose activations are kept; default: tokens"
+        None, gt=1, description="layerwise: number of distinct tokens whose activations are cached. Default: tokens."
     )
 
     @model_validator(mode="after")
@@ -151,29 +70,36 @@ class Align(StageBase):
 
 
 class DistilBase(StageBase):
-    """KL to the teacher's next-token distribution, with terms on the labels and on the hidden states."""
+    """Minimises the KL to the teacher's next-token distribution, with terms on the text and on the hidden states."""
 
     train: Literal["lora", "full", "frozen"] = Field(
         "lora",
-        description="what else is trained beside the mixers: adapters (an imported model's mixers are trained by these "
-        "too), every layer weight, or nothing",
+        description="What is trained beside the mixers. lora: adapters, also for the mixers of an imported model. "
+        "full: every weight of the decoder layers. frozen: nothing.",
     )
-    train_embeddings: bool = Field(False, description="with train: full, also the embeddings and the head")
+    train_embeddings: bool = Field(
+        False, description="With train: full, train the embeddings and the output matrix too."
+    )
     lora: Lora = Field(default_factory=Lora)
-    kl_weight: float = Field(1.0, ge=0, description="weight of the KL term (nats per token)")
-    ce_weight: float = Field(0.1, ge=0, description="weight of the cross-entropy on the text (nats per token)")
+    kl_weight: float = Field(1.0, ge=0, description="Weight of the KL term (nats per token).")
+    ce_weight: float = Field(0.1, ge=0, description="Weight of the cross-entropy on the text (nats per token).")
     hidden_weight: float = Field(
-        0.0, ge=0, description="weight of the relative squared error of the residual stream, mean over layers"
+        0.0, ge=0, description="Weight of the relative squared error of the residual stream, averaged over layers."
     )
-    temperature: float = Field(1.0, gt=0, description="softens both distributions; gradients scaled by its square")
+    temperature: float = Field(
+        1.0, gt=0, description="Divides the logits of both models; the KL is multiplied by its square."
+    )
     direction: Literal["forward", "reverse"] = Field(
-        "forward", description="forward: KL(teacher || student); reverse: KL(student || teacher)"
+        "forward", description="forward: KL(teacher || student). reverse: KL(student || teacher)."
     )
     top_k: int | None = Field(
-        None, gt=0, description="use the teacher's k best log-probabilities, cached on disk; default: all, live"
+        None,
+        gt=0,
+        description="Cache the teacher's k best log-probabilities on disk and train on those. Default: compute all "
+        "while training.",
     )
     loss_chunk: int = Field(
-        4096, gt=0, description="tokens whose logits exist at once; the peak is chunk x vocabulary in fp32"
+        4096, gt=0, description="Tokens whose logits are in memory at once, as fp32 arrays of loss_chunk x vocabulary."
     )
 
     @model_validator(mode="after")
@@ -192,82 +118,53 @@ class DistilBase(StageBase):
 
 
 class Distil(DistilBase):
-    """The main stage."""
+    """The main stage of distillation."""
 
     kind: Literal["distil"] = "distil"
 
 
 class Long(DistilBase):
-    """The same loss on long rows, at a low rate."""
+    """The loss of `distil` on long rows, at a low rate."""
 
     kind: Literal["long"] = "long"
-    sequence_length: int = Field(16384, gt=1, description="tokens in a row")
-    batch_tokens: int = Field(65536, gt=0, description="tokens in one optimiser step, over all processes")
+    sequence_length: int = Field(16384, gt=1, description="Tokens per row.")
+    batch_tokens: int = Field(65536, gt=0, description="Tokens per optimiser step, over all processes.")
     optimizer: Optimizer = Field(default_factory=lambda: Optimizer(mixer_lr=3e-5, rest_lr=1e-5))
 
 
 class Repair(DistilBase):
-    """The same loss on the completions of chat examples only (sources with messages_key)."""
+    """The loss of `distil` on the replies of chats only, from sources with messages_key."""
 
     kind: Literal["repair"] = "repair"
     optimizer: Optimizer = Field(default_factory=lambda: Optimizer(mixer_lr=5e-5, rest_lr=2e-5))
-    data: Data | None = Field(None, description="the chat data of this stage; default: the recipe's data")
+    data: Data | None = Field(None, description="The chat data of this stage. Default: the data of the recipe.")
 
 
 Stage = Annotated[Align | Distil | Long | Repair, Field(discriminator="kind")]
 
 
-class Engine(Strict):
-    """How the work runs. The results do not depend on it beyond rounding."""
-
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: the GPU when there is one")
-    precision: Literal["auto", "bf16", "fp32"] = Field(
-        "auto", description="arithmetic; weights that are trained are always fp32. auto: bf16 on GPU, fp32 on CPU"
-    )
-    compile: bool | None = Field(None, description="torch.compile of the decoder layers; default: on GPU")
-    cuda_graphs: bool | None = Field(
-        None, description="replay each micro-batch as one CUDA graph; default: on GPUs with compile and sharding none"
-    )
-    gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
-    sharding: Literal["none", "fsdp2"] = Field(
-        "none", description="with several processes: replicate, or shard weights and optimiser (FSDP2)"
-    )
-    threads: int | None = Field(None, gt=0, description="CPU threads; default: torch's own choice")
-
-
-class Log(Strict):
-    """What is written while training."""
-
-    every: int = Field(10, gt=0, description="steps between log lines")
-    evaluate_every: int = Field(200, gt=0, description="steps between evaluations on the held-out rows")
-    checkpoint_every: int = Field(200, gt=0, description="steps between checkpoints")
-    keep: int = Field(2, gt=0, description="checkpoints kept")
-    trackers: tuple[Literal["tensorboard", "wandb"], ...] = Field((), description="also report to these")
-    diverged_factor: float = Field(
-        5.0, gt=1, description="stop when the mean loss of a log interval exceeds the best one by this factor"
-    )
-
-
 class Recipe(Strict):
-    """A whole run: a converted (or imported) model, its teacher, data, and stages in order."""
+    """One run: a converted or imported model, its teacher, the data, and the stages in order."""
 
     student: str = Field(
-        ..., description="folder of the converted model, or of an imported Qwen3.5 model (deltanet-hf convert)"
+        ...,
+        description="Folder of the model to train, which `deltanet-hf convert` wrote: a converted model or an "
+        "imported Qwen3.5 model.",
     )
     teacher: str | None = Field(
         None,
-        description="folder or Hub id; default: the one in conversion.json. For an imported model: its own folder, or "
-        "any model with its vocabulary",
+        description="Folder or Hub id. Default: the one in conversion.json. For an imported model: its own folder, "
+        "or any model with its vocabulary.",
     )
-    output: str = Field(..., description="folder for checkpoints, logs, plots and the final model")
+    output: str = Field(..., description="Folder for checkpoints, logs, plots and the final model.")
     baseline: Literal["window"] | None = Field(
         None,
         description="window: for comparison, student is a softmax model (the teacher's folder, say) and is trained "
         "seeing only the last 64 tokens and the first 4; nothing is converted, so no align stages",
     )
-    seed: int = Field(0, ge=0, description="order of the data and start of new weights (LoRA)")
+    seed: int = Field(0, ge=0, description="Random seed of the data order and of new adapters.")
     data: Data = Field(default_factory=Data)
-    stages: tuple[Stage, ...] = Field(..., description="run in this order, over consecutive tokens")
+    stages: tuple[Stage, ...] = Field(..., description="The stages, which run in this order over consecutive tokens.")
     engine: Engine = Field(default_factory=Engine)
     log: Log = Field(default_factory=Log)
 
@@ -292,7 +189,7 @@ class Recipe(Strict):
     @classmethod
     def _stage_order(cls, stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
         if not stages:
-            raise ValueError("at least one stage is needed")
+            raise ValueError("at least one stage is required")
         labels = [stage_name(stage) for stage in stages]
         if len(set(labels)) != len(labels):
             raise ValueError(f"two stages are called the same ({', '.join(labels)}): give them a name")
@@ -309,7 +206,7 @@ def stage_name(stage: Stage) -> str:
 
 
 def stage_tokens(stage: Stage) -> int:
-    """Distinct tokens that a stage takes from the data."""
+    """The number of distinct tokens that a stage takes from the data."""
     if isinstance(stage, Align) and stage.cached_tokens is not None:
         return stage.cached_tokens
     return stage.steps * stage.batch_tokens

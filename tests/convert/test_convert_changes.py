@@ -1,4 +1,4 @@
-"""`--set` and `--no-fit-memory`: single keys of a profile changed, from the command line to the loaded model."""
+"""`--set` and `--no-fit-memory` change single settings of a profile, from the command line to the loaded model."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from deltanet_convert import fit, layer_step
+from deltanet_convert import layer_step
 from deltanet_convert.options import ConvertOptions
-from deltanet_hf.cache import cache_bytes
 from deltanet_hf.errors import UserError
+from deltanet_hf.mixers.state import cache_bytes
 from deltanet_recipes.cli import main
-from tiny_conversion import TOKENS, quick_start, teacher_folder, text_file, tiny_conversion
+from support.tiny_conversion import TOKENS, quick_start, teacher_folder, text_file, tiny_conversion
 
 IDS = torch.randint(4, 60, (2, 12), generator=torch.Generator().manual_seed(0))
 
@@ -79,7 +79,7 @@ def test_without_the_memory_fit_only_gate_and_norm_are_fitted(tmp_path: Path, pr
     assert "decay and write strength not fitted" in (tmp_path / "out" / "README.md").read_text()
     mixer = AutoModelForCausalLM.from_pretrained(tmp_path / "out").model.layers[0].self_attn
     torch.testing.assert_close(mixer.decay.A_log.exp(), torch.linspace(1.0, 16.0, 4))
-    # softplus(dt_bias): the steps of Mamba-2
+    # softplus(dt_bias) has the range of Mamba-2's step sizes
     torch.testing.assert_close(mixer.decay.dt_bias.exp().log1p(), torch.logspace(-3, -1, 4), rtol=1e-4, atol=1e-6)
     spread = float(mixer.a_proj.weight.detach().std())
     assert spread == pytest.approx(0.2, rel=0.3)  # the tiny teacher's initializer_range
@@ -123,7 +123,7 @@ def test_further_steps_hardly_change_the_start(tmp_path: Path) -> None:
     for plain, more in zip(reports[1]["layers"], reports[3]["layers"], strict=True):
         assert more["relative_mse"] == pytest.approx(plain["relative_mse"], rel=0.05)
     first = [reports[n]["layers"][0] for n in (1, 3)]
-    assert first[0]["fit_mse"] == first[1]["fit_mse"]  # the fit does not see them
+    assert first[0]["fit_mse"] == first[1]["fit_mse"]  # the fit does not use the further steps
     assert reports[3]["held_out"]["perplexity"] == pytest.approx(reports[1]["held_out"]["perplexity"], rel=0.05)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "3")
     assert reports[3]["plan"]["parameters"] == sum(p.numel() for p in model.parameters())
@@ -154,7 +154,7 @@ def test_changes_on_the_command_line(
     assert typed(monkeypatch, *arguments, *changes) == 0
     wiring = json.loads((tmp_path / "out" / "config.json").read_text())["deltanet"]
     assert (wiring["rope"], wiring["conv_size"]) == (False, 4)
-    assert typed(monkeypatch, *arguments, *changes, "--resume") == 0  # finished, and asked for the same
+    assert typed(monkeypatch, *arguments, *changes, "--resume") == 0  # finished already, with the same options
     assert typed(monkeypatch, *arguments, "--set", "rope=false", "--resume") == 2
 
 

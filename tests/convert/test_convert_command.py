@@ -1,4 +1,4 @@
-"""`deltanet-hf convert` as it is typed: output, exit codes, no tracebacks."""
+"""The command `deltanet-hf convert`: output, exit codes, no tracebacks."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from deltanet_convert import copy_weights, layer_step
+from deltanet_convert import layer_step
+from deltanet_convert.start import copy_weights
 from deltanet_recipes.cli import main
-from tiny_conversion import TOKENS, quick_start, teacher_folder, text_file
+from support.tiny_conversion import TOKENS, quick_start, teacher_folder, text_file
 
 
 @pytest.fixture

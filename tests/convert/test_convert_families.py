@@ -1,4 +1,4 @@
-"""Every family x profile x {hybrid, all}: converted, checked, written, loaded by AutoModel."""
+"""Converts, checks, writes and loads every family with every profile, as a hybrid and with all layers."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from deltanet_convert import copy_weights, layer_step
+from deltanet_convert import layer_step
+from deltanet_convert.start import copy_weights
 from deltanet_hf.errors import QualityError
-from deltanet_hf.families import FAMILIES
-from deltanet_hf.layer import GatedDeltaNet
-from tiny_conversion import quick_start, teacher_folder, tiny_conversion, tiny_job, tiny_tokenizer
-from tiny_models import LAYERS
+from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
+from deltanet_hf.models.families import FAMILIES
+from support.tiny_conversion import quick_start, teacher_folder, tiny_conversion, tiny_job, tiny_tokenizer
+from support.tiny_models import LAYERS
 
 CASES = [
     pytest.param(family, profile, layers, id=f"{family}-{profile}-{layers}")
@@ -50,7 +51,7 @@ def test_converted_model_is_what_was_measured(
     # Softmax attention with the converted layers' weights is the teacher's.
     assert [layer["index"] for layer in report["layers"]] == converted
     assert max(layer["softmax_error"] for layer in report["layers"]) < 1e-5
-    # The streamed perplexities are those of the whole models: nothing of a family is lost on the way.
+    # The perplexities computed layer by layer equal those of the complete models.
     ids = held_out_ids(job)
     original = AutoModelForCausalLM.from_pretrained(teacher, attn_implementation="eager")
     check = report["held_out"]
@@ -68,7 +69,7 @@ def test_converted_model_is_what_was_measured(
 def held_out_ids(job: Any) -> torch.Tensor:
     from deltanet_convert.convert import calibration_text
 
-    # AutoTokenizer takes its own class for some families: the conversion and the user see the same tokens.
+    # AutoTokenizer uses its own class for some families; conversion and user get the same tokens.
     ids: torch.Tensor = calibration_text(job, AutoTokenizer.from_pretrained(job.teacher.folder)).held_out
     return ids
 

@@ -1,4 +1,4 @@
-"""A GGUF file as teacher: dequantised through transformers, with the digit splitter that it forgets."""
+"""A GGUF file as teacher: transformers dequantises it, and the digit splitter that it omits is restored."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from deltanet_convert import layer_step
 from deltanet_convert.job import prepare
 from deltanet_convert.options import ConvertOptions
 from deltanet_hf.errors import UserError
-from tiny_conversion import quick_start, tiny_conversion
+from support.tiny_conversion import quick_start, tiny_conversion
 
 HIDDEN, INNER, HEADS, KV, LAYERS, HEAD = 32, 48, 4, 2, 2, 8
 
 
 def permuted(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """GGUF's order of the rows of q and k: rotary pairs side by side."""
+    """Reorders the rows of q and k as GGUF stores them: the two rows of a rotary pair are adjacent."""
     return weight.view(heads, 2, HEAD // 2, HIDDEN).transpose(1, 2).reshape(weight.shape)
 
 
 def write_gguf(path: Path) -> dict[str, torch.Tensor]:
-    """A tiny Llama with a byte-level tokenizer that merges '1' and '2'; returns some weights by HF name."""
+    """Writes a tiny Llama with a byte-level tokenizer that merges '1' and '2'; returns some weights by HF name."""
     torch.manual_seed(0)
     tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *bytes_to_unicode().values(), "12"]
     writer = gguf.GGUFWriter(path, "llama")

@@ -1,4 +1,4 @@
-"""Options of `deltanet-hf convert`: what they mean, and what is refused."""
+"""The options of `deltanet-hf convert`: their meaning and their errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plan's figures against the models themselves."""
+"""The numbers of a plan equal those of the models."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 from rich.console import Console
 from transformers import DynamicCache
 
-from deltanet_convert.plan import CONTEXTS, Plan, make_plan, sliding_window
-from deltanet_convert.plan_view import count, index_ranges, print_plan, size
-from deltanet_convert.teacher import open_teacher
+from deltanet_convert.conversion_plan import CONTEXTS, Plan, make_plan, sliding_window
+from deltanet_convert.teacher_model import open_teacher
+from deltanet_convert.views.plan_view import count, index_ranges, print_plan, size
 from deltanet_hf import DeltaNetOptions
-from deltanet_hf.families import FAMILIES
-from tiny_models import HYBRID, LAYERS, teacher_config, tiny_student, tiny_teacher
+from deltanet_hf.models.families import FAMILIES
+from support.tiny_models import HYBRID, LAYERS, teacher_config, tiny_student, tiny_teacher
 
 
 def planned(folder: Path, family: str, profile: str, layers: tuple[int, ...], **changes: Any) -> Plan:
@@ -64,7 +64,7 @@ def test_kv_cache_of_windows_is_what_transformers_keeps(tmp_path: Path, family: 
     with torch.no_grad():
         model(torch.ones(1, length, dtype=torch.int64), past_key_values=cache)
     for layer, kept in zip(plan.layers, cache.layers, strict=True):
-        # transformers keeps one token less than the window: the next one's place.
+        # transformers keeps one token less than the window, because the next token takes its place.
         tokens = layer.window - 1 if layer.window else length
         assert kept.keys.numel() + kept.values.numel() == tokens * layer.kv_bytes_per_token // 4
         assert layer.kv_bytes(10**6) == layer.kv_bytes_per_token * (layer.window or 10**6)

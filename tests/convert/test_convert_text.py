@@ -1,9 +1,12 @@
-"""Calibration text: three kinds of file, two disjoint parts, clear refusals."""
+"""Calibration text: three kinds of files, two disjoint parts, clear errors."""
 
 from __future__ import annotations
 
+import gzip
 import json
+import lzma
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -11,9 +14,9 @@ import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
 
-from deltanet_convert.text import CHARS_PER_TOKEN, CalibrationText, read_text, tokenise
+from deltanet_convert.calibration_text import CHARS_PER_TOKEN, CalibrationText, read_text, tokenise
 from deltanet_hf.errors import UserError
-from tiny_conversion import tiny_tokenizer
+from support.tiny_conversion import tiny_tokenizer
 
 DOCUMENTS = ["First document.", "Second, with a line\nbreak.", "Third: 1 2 3."]
 
@@ -25,6 +28,16 @@ def test_three_kinds_of_file(tmp_path: Path) -> None:
     assert read_text(tmp_path / "a.txt", 100) == ["\n".join(DOCUMENTS)]
     assert read_text(tmp_path / "a.jsonl", 100) == DOCUMENTS
     assert read_text(tmp_path / "a.parquet", 100) == DOCUMENTS
+
+
+@pytest.mark.parametrize(("suffix", "opener"), [(".gz", gzip.open), (".xz", lzma.open)])
+def test_compressed_files(tmp_path: Path, suffix: str, opener: Any) -> None:
+    with opener(tmp_path / f"a.jsonl{suffix}", "wt") as stream:
+        stream.write("\n".join(json.dumps({"text": t}) for t in DOCUMENTS))
+    assert read_text(tmp_path / f"a.jsonl{suffix}", 100) == DOCUMENTS
+    (tmp_path / f"a.txt{suffix}").write_bytes(b"not compressed")
+    with pytest.raises(UserError, match="cannot be read"):
+        read_text(tmp_path / f"a.txt{suffix}", 100)
 
 
 def test_a_corpus_is_not_read_to_its_end(tmp_path: Path) -> None:
@@ -40,6 +53,7 @@ def test_a_corpus_is_not_read_to_its_end(tmp_path: Path) -> None:
         ("missing.txt", None, "no such file"),
         ("missing.parquet", None, "no such file"),
         ("a.csv", b"a,b", "unknown kind '.csv'"),
+        ("a.parquet.gz", b"a,b", "unknown kind '.gz'"),
         ("a.txt", b"", "holds no text"),
         ("a.txt", b" \n ", "holds no text"),
         ("a.txt", b"\xff\xfe\x00", "not UTF-8"),
@@ -66,7 +80,7 @@ def test_parquet_without_the_column(tmp_path: Path) -> None:
 
 
 def numbered(count: int) -> list[str]:
-    """A text whose every 64 characters are different."""
+    """A text in which no two blocks of 64 characters are equal."""
     return ["".join(f"{i:08d}" for i in range(count))]
 
 

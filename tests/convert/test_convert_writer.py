@@ -1,4 +1,4 @@
-"""The shard writer: files that the safetensors library reads, the same bytes whatever the order of writing."""
+"""The shard writer: the safetensors library reads its files, and the order of writing does not change the bytes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from deltanet_convert.checkpoint import Checkpoint
-from deltanet_convert.writer import ShardWriter, TensorSpec, plan_layout
+from deltanet_convert.storage.safetensors_folder import Checkpoint
+from deltanet_convert.storage.shard_writer import ShardWriter, TensorSpec, plan_layout
 from deltanet_hf.errors import UserError
 
 TENSORS = {
@@ -64,7 +64,7 @@ def test_shards_stay_within_the_size_and_the_index_is_right(tmp_path: Path) -> N
     for shard in layout.shards:
         data = sum(layout.specs[name].nbytes for name in shard.offsets)
         assert data <= 200 or len(shard.offsets) == 1
-    assert Checkpoint.open(tmp_path / "out").entries.keys() == TENSORS.keys()  # our own strict reader agrees
+    assert Checkpoint.open(tmp_path / "out").entries.keys() == TENSORS.keys()  # this package's strict reader accepts it
 
 
 def test_offsets_are_multiples_of_the_item_size() -> None:

@@ -1,4 +1,4 @@
-"""An export killed at any moment leaves nothing, the old folder or a complete one, and can be completed."""
+"""An export that is killed at any moment leaves no folder, the old one or a complete one, and can be resumed."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import pytest
 from deltanet_convert.export import gguf
 from deltanet_convert.export.stream_export import write_export
 from deltanet_hf.errors import UserError
-from tiny_export import EVERY_OTHER, exported, native_model, planned, saved
+from support.tiny_export import EVERY_OTHER, exportable_model, exported, planned, saved
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 class Killed(BaseException):
-    """Stands for SIGKILL: nothing may catch it and tidy up."""
+    """Stands for SIGKILL: no code may catch it and clean up."""
 
 
 def digest(folder: Path) -> dict[str, str]:
@@ -29,7 +29,7 @@ def digest(folder: Path) -> dict[str, str]:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    return saved(native_model("qwen3", EVERY_OTHER), tmp_path / "model")
+    return saved(exportable_model("qwen3", EVERY_OTHER), tmp_path / "model")
 
 
 def run(source: Path, out: Path, *, resume: bool = False, overwrite: bool = False) -> None:
@@ -50,10 +50,10 @@ def run(source: Path, out: Path, *, resume: bool = False, overwrite: bool = Fals
 def test_killed_exports_resume_to_the_same_bytes(
     what: str, mode: str, points: int, visible: set[str], tmp_path: Path
 ) -> None:
-    """SIGKILL in a process of its own, before and after calls that change the disk, the last ones all."""
+    """A separate process gets SIGKILL before or after calls that change the disk; the last ones are all tried."""
     paths = os.pathsep.join(str(ROOT / part) for part in (".", "kernels", "convert", "recipes", "tests"))
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    command = [sys.executable, str(ROOT / "tests" / "kill_points.py"), what, mode, str(tmp_path), str(points)]
+    command = [sys.executable, "-m", "support.kill_points", what, mode, str(tmp_path), str(points)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
@@ -62,13 +62,13 @@ def test_killed_exports_resume_to_the_same_bytes(
     for point in result["points"]:
         assert point["killed"], (point, done.stderr)
         assert point["visible"] in visible, point
-        if point["resumed"] != 0:  # nothing was left to resume but a complete file
+        if point["resumed"] != 0:  # only a complete file was left, with nothing to resume
             assert (what, point["resumed"], point["visible"]) == ("gguf", 2, "complete"), (point, done.stderr)
         assert point["identical"], point
         assert point["left behind"] == [], point
     seen = {point["visible"] for point in result["points"]}
     assert len(seen) > 1  # points before and after the publication were tried
-    if what == "export" and mode == "overwrite":  # the old folder is away for the time between two renames at most
+    if what == "export" and mode == "overwrite":  # the old folder is absent only between two renames
         assert sum(point["visible"] == "absent" for point in result["points"]) <= 2
     if mode == "twice":
         assert any(point["killed again"] for point in result["points"])
@@ -92,7 +92,7 @@ def test_resume_refuses_another_source(source: Path, tmp_path: Path, monkeypatch
         write_export(planned(source), tmp_path / "out", "transformers", resume=False, overwrite=False, progress=killed)
     with pytest.raises(UserError, match="--resume"):
         run(source, tmp_path / "out")
-    saved(native_model("qwen3", EVERY_OTHER, rms_norm_eps=1e-4), source)
+    saved(exportable_model("qwen3", EVERY_OTHER, rms_norm_eps=1e-4), source)
     with pytest.raises(UserError, match="had another"):
         run(source, tmp_path / "out", resume=True)
     run(source, tmp_path / "out", overwrite=True)
@@ -104,7 +104,7 @@ def test_resume_of_a_finished_export_changes_nothing(source: Path, tmp_path: Pat
     before = digest(tmp_path / "out")
     run(source, tmp_path / "out", resume=True)
     assert digest(tmp_path / "out") == before
-    with pytest.raises(UserError, match="--overwrite"):  # another style is another export
+    with pytest.raises(UserError, match="--overwrite"):  # another format is another export
         write_export(
             planned(source, shard_size=30_000),
             tmp_path / "out",
@@ -113,7 +113,7 @@ def test_resume_of_a_finished_export_changes_nothing(source: Path, tmp_path: Pat
             overwrite=False,
             progress=lambda done, total: None,
         )
-    os.utime(source / "model.safetensors")  # trained on, in the same shapes
+    os.utime(source / "model.safetensors")  # as if trained further with the same shapes
     with pytest.raises(UserError, match="--overwrite"):
         run(source, tmp_path / "out", resume=True)
 
@@ -129,6 +129,6 @@ def test_gguf_resume_refuses_another_model(source: Path, tmp_path: Path, monkeyp
 
     with pytest.raises(UserError, match="no memory"):
         export(resume=False)
-    saved(native_model("qwen3", EVERY_OTHER, rms_norm_eps=1e-4), source)
+    saved(exportable_model("qwen3", EVERY_OTHER, rms_norm_eps=1e-4), source)
     with pytest.raises(UserError, match="leave out --resume"):
         export(resume=True)

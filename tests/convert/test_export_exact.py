@@ -1,4 +1,4 @@
-"""A converted model and its export are the same function, and the export can be undone bit for bit."""
+"""A converted model and its export compute the same function, and the import undoes the export bit for bit."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 
 from deltanet_convert.export.companions import same_tokens
-from deltanet_convert.export.import_native import plan_import, write_import
+from deltanet_convert.export.import_qwen3_5 import plan_import, write_import
 from deltanet_convert.export.norms import centre, divide_columns, fold_factors, loses_bits, multiply_columns
-from tiny_export import EVERY_OTHER, ROTARY, exported, native_model, randomise, saved
+from support.tiny_export import EVERY_OTHER, ROTARY, exportable_model, exported, randomise, saved
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, every layer": ("llama", {}),
@@ -38,7 +38,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def build(case: str) -> PreTrainedModel:
     model_type, changes = CASES[case]
-    return native_model(model_type, **changes)
+    return exportable_model(model_type, **changes)
 
 
 def token_ids(rows: int = 2, length: int = 70) -> torch.Tensor:
@@ -79,8 +79,8 @@ def test_logits_are_ours(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kept", [(0,), (0, 1), (2, 3), (0, 3), (1, 2)])
 @torch.no_grad()
 def test_idle_layers_make_uneven_hybrids_even(kept: tuple[int, ...], tmp_path: Path) -> None:
-    """For the runtimes that know only every N-th layer to be attention; and back."""
-    model = native_model("qwen3", tuple(sorted({0, 1, 2, 3} - set(kept))))
+    """Exports with idle layers, for runtimes in which every N-th layer is attention, and imports them again."""
+    model = exportable_model("qwen3", tuple(sorted({0, 1, 2, 3} - set(kept))))
     out = exported(saved(model, tmp_path / "model"), tmp_path / "out", style="mlx")
     config = json.loads((out / "config.json").read_text())["text_config"]
     interval = config["full_attention_interval"]
@@ -96,7 +96,7 @@ def test_idle_layers_make_uneven_hybrids_even(kept: tuple[int, ...], tmp_path: P
 @pytest.mark.parametrize("case", ["llama, tied", "qwen3, hybrid", "grouped states"])
 @torch.no_grad()
 def test_decoding_continues_the_prefill(case: str, tmp_path: Path) -> None:
-    """Token by token, the export gives what ours gives at once; fully converted models too, by their idle layer."""
+    """Decoding the export token by token gives the model's output for the complete text, with an idle layer too."""
     model = build(case)
     theirs = load(exported(saved(model, tmp_path / "model"), tmp_path / "out"))
     ids = token_ids(length=12)
@@ -127,8 +127,8 @@ def test_import_gives_the_same_bits_back(case: str, dtype: torch.dtype, tmp_path
 
 @torch.no_grad()
 def test_bfloat16_norms_keep_every_bit(tmp_path: Path) -> None:
-    """The export in bfloat16, computed in float32, is the bfloat16 model computed in float32."""
-    folder = saved(native_model("qwen3", EVERY_OTHER, tie_word_embeddings=True).bfloat16(), tmp_path / "model")
+    """The bfloat16 export computed in float32 equals the bfloat16 model computed in float32."""
+    folder = saved(exportable_model("qwen3", EVERY_OTHER, tie_word_embeddings=True).bfloat16(), tmp_path / "model")
     out = exported(folder, tmp_path / "out")
     stored = load_file(out / "model.safetensors")
     assert stored["model.layers.0.input_layernorm.weight"].dtype == torch.bfloat16
@@ -194,7 +194,7 @@ def test_config_says_what_every_runtime_reads(tmp_path: Path) -> None:
     assert config["model_type"] == "qwen3_5"
     assert config["eos_token_id"] == 2
     config = config["text_config"]
-    assert config["num_hidden_layers"] == 5  # the idle layer counts tokens
+    assert config["num_hidden_layers"] == 5  # the idle layer's cache counts tokens
     assert config["full_attention_interval"] == 5
 
 
@@ -247,7 +247,7 @@ def test_trained_export_is_not_undone_silently(tmp_path: Path) -> None:
 
 
 def test_mlx_export_keeps_its_tokenizer(tmp_path: Path) -> None:
-    """transformers has a tokenizer class of its own for the model_type under which mlx-lm finds the model."""
+    """transformers has its own tokenizer class for the model_type by which mlx-lm finds the model; it is not used."""
     source = saved(build("llama, every layer"), tmp_path / "model")
     out = exported(source, tmp_path / "out", style="mlx")
     text = "every word, 1 2 3"
@@ -261,6 +261,6 @@ def test_mlx_export_keeps_its_tokenizer(tmp_path: Path) -> None:
     config = json.loads((out / "tokenizer_config.json").read_text())
     del config["auto_map"]
     (out / "tokenizer_config.json").write_text(json.dumps(config))
-    if not same_tokens(source, out):  # newer transformers: the key was needed
+    if not same_tokens(source, out):  # in newer transformers, the key makes the difference
         assert AutoTokenizer.from_pretrained(out)(text)["input_ids"] != wanted
     assert not (exported(source, tmp_path / "plain") / "own_tokenizer.py").exists()

@@ -1,4 +1,4 @@
-"""Every model that cannot be exported is refused before any work, by the name of the obstacle and with a remedy."""
+"""A model that cannot be exported is refused before any work; the error names the obstacle and a remedy."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from deltanet_convert.export.command import export_command, refuse_obstacles
-from deltanet_convert.export.obstacles import FORMATS, export_obstacles, native_obstacles
+from deltanet_convert.export.export_command import export_command, refuse_obstacles
+from deltanet_convert.export.obstacles import FORMATS, export_obstacles, teacher_obstacles
 from deltanet_hf import DeltaNetOptions, converted_config
 from deltanet_hf.errors import UserError
-from deltanet_hf.families import FAMILIES
-from deltanet_recipes.cli import build_app
-from tiny_export import EVERY_OTHER, ROTARY, SIZES, native_model, native_options, saved
-from tiny_models import teacher_config
+from deltanet_hf.models.families import FAMILIES
+from support.tiny_export import EVERY_OTHER, ROTARY, SIZES, exportable_model, exportable_options, saved
+from support.tiny_models import teacher_config
 
 ALL = (0, 1, 2, 3)
 LLAMA3 = ROTARY["llama3"]
@@ -28,7 +27,7 @@ SLIDING = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers":
 def config(model_type: str, layers: tuple[int, ...] = ALL, wiring: dict[str, Any] | None = None, **changes: Any) -> Any:
     config_class: Any = FAMILIES[model_type].config_class
     teacher = config_class(**{**SIZES, **changes})
-    return converted_config(teacher, native_options(layers, wiring))
+    return converted_config(teacher, exportable_options(layers, wiring))
 
 
 REFUSED: dict[str, tuple[Any, str, tuple[str, ...]]] = {
@@ -85,7 +84,7 @@ def test_rotary_embeddings_that_every_runtime_computes(rope_type: str) -> None:
 @pytest.mark.parametrize("model_type", ["olmo2", "olmo3", "granite", "gemma2", "gemma3_text", "phi3"])
 def test_families_with_another_skeleton_are_refused(model_type: str) -> None:
     teacher = teacher_config(model_type)
-    assert [obstacle.name for obstacle in native_obstacles(teacher, ALL)] == ["family"]
+    assert [obstacle.name for obstacle in teacher_obstacles(teacher, ALL)] == ["family"]
     converted = converted_config(teacher, DeltaNetOptions.native(ALL))
     assert "family" in [obstacle.name for obstacle in export_obstacles(converted)]
 
@@ -93,21 +92,21 @@ def test_families_with_another_skeleton_are_refused(model_type: str) -> None:
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "smollm3"])
 def test_fully_converted_models_have_no_obstacle(model_type: str) -> None:
     assert export_obstacles(config(model_type)) == []
-    assert native_obstacles(FAMILIES[model_type].config_class(**SIZES), ALL) == []
+    assert teacher_obstacles(FAMILIES[model_type].config_class(**SIZES), ALL) == []
 
 
 def test_hybrids_before_conversion() -> None:
-    assert native_obstacles(FAMILIES["qwen3"].config_class(**SIZES), EVERY_OTHER) == []
+    assert teacher_obstacles(FAMILIES["qwen3"].config_class(**SIZES), EVERY_OTHER) == []
     for model_type in ("llama", "mistral", "qwen2"):  # q/k norms will be inserted; Mistral's window is the longest text
-        assert native_obstacles(FAMILIES[model_type].config_class(**SIZES), EVERY_OTHER) == []
+        assert teacher_obstacles(FAMILIES[model_type].config_class(**SIZES), EVERY_OTHER) == []
     windowed = FAMILIES["mistral"].config_class(**{**SIZES, "sliding_window": 8})
-    assert [obstacle.name for obstacle in native_obstacles(windowed, EVERY_OTHER)] == ["sliding window"]
-    named = [o.name for o in native_obstacles(FAMILIES["smollm3"].config_class(**SIZES), EVERY_OTHER)]
+    assert [obstacle.name for obstacle in teacher_obstacles(windowed, EVERY_OTHER)] == ["sliding window"]
+    named = [o.name for o in teacher_obstacles(FAMILIES["smollm3"].config_class(**SIZES), EVERY_OTHER)]
     assert named == ["kept layers"]
 
 
 def test_refusal_lists_every_obstacle(tmp_path: Path) -> None:
-    folder = saved(native_model("llama", EVERY_OTHER, wiring={"gate_bias": True}), tmp_path / "model")
+    folder = saved(exportable_model("llama", EVERY_OTHER, wiring={"gate_bias": True}), tmp_path / "model")
     with pytest.raises(UserError) as caught:
         refuse_obstacles(folder, "gguf")
     assert "deltanet.gate_bias" in str(caught.value)
@@ -119,12 +118,12 @@ def test_refusal_lists_every_obstacle(tmp_path: Path) -> None:
 
 def test_check_says_which_formats_are_possible(tmp_path: Path) -> None:
     rope = {"max_position_embeddings": 256, "rope_parameters": LLAMA3}
-    folder = saved(native_model("qwen3", (1, 2), **rope), tmp_path / "model")
+    folder = saved(exportable_model("qwen3", (1, 2), **rope), tmp_path / "model")
     result = CliRunner().invoke(build_app("export"), ["export", str(folder), "--check"])
     assert result.exit_code == 0
     assert "mlx: yes gguf: no rope_parameters: " in " ".join(result.output.split())
     assert "get 2 idle layers of zeros among the 4" in " ".join(result.output.split())
-    whole = saved(native_model("llama"), tmp_path / "whole")
+    whole = saved(exportable_model("llama"), tmp_path / "whole")
     result = CliRunner().invoke(build_app("export"), ["export", str(whole), "--check"])
     assert result.output.split() == ["transformers:", "yes", "mlx:", "yes", "gguf:", "yes"]
 
@@ -132,7 +131,7 @@ def test_check_says_which_formats_are_possible(tmp_path: Path) -> None:
 def test_teachers_and_strangers_are_refused(tmp_path: Path) -> None:
     teacher = FAMILIES["llama"].model_class(FAMILIES["llama"].config_class(**SIZES))
     teacher.save_pretrained(tmp_path / "teacher")
-    with pytest.raises(UserError, match=r"deltanet-hf convert --for native.*--dry-run"):
+    with pytest.raises(UserError, match=r"deltanet-hf convert --profile qwen3_5.*--dry-run"):
         export_command(str(tmp_path / "teacher"), tmp_path / "out")
     with pytest.raises(UserError, match="GGUF"):
         export_command("model.gguf", tmp_path / "out")
@@ -148,13 +147,13 @@ def test_teachers_and_strangers_are_refused(tmp_path: Path) -> None:
     ],
 )
 def test_options_are_checked(options: dict[str, Any], message: str, tmp_path: Path) -> None:
-    folder = saved(native_model("llama"), tmp_path / "model")
+    folder = saved(exportable_model("llama"), tmp_path / "model")
     with pytest.raises(UserError, match=message):
         export_command(str(folder), tmp_path / "out", **options)
 
 
 def test_verification_needs_a_tokenizer(tmp_path: Path) -> None:
-    native_model("llama").save_pretrained(tmp_path / "model")
+    exportable_model("llama").save_pretrained(tmp_path / "model")
     with pytest.raises(UserError, match="add the teacher's tokenizer"):
         export_command(str(tmp_path / "model"), tmp_path / "out", verify=True)
     assert not (tmp_path / "out").exists()
@@ -173,7 +172,7 @@ def test_verification_needs_a_tokenizer(tmp_path: Path) -> None:
 def test_weights_that_contradict_the_config_are_named(
     name: str, tensor: torch.Tensor | None, message: str, tmp_path: Path
 ) -> None:
-    folder = saved(native_model("llama"), tmp_path / "model")
+    folder = saved(exportable_model("llama"), tmp_path / "model")
     weights = load_file(folder / "model.safetensors")
     weights.pop(name, None)
     save_file(weights if tensor is None else {**weights, name: tensor}, folder / "model.safetensors")
@@ -183,7 +182,7 @@ def test_weights_that_contradict_the_config_are_named(
 
 
 def test_output_may_not_lie_in_the_model(tmp_path: Path) -> None:
-    folder = saved(native_model("llama"), tmp_path / "model")
+    folder = saved(exportable_model("llama"), tmp_path / "model")
     with pytest.raises(UserError, match="OUT"):
         export_command(str(folder))
     with pytest.raises(UserError, match="lies in"):
@@ -191,7 +190,7 @@ def test_output_may_not_lie_in_the_model(tmp_path: Path) -> None:
 
 
 def test_float16_that_underflows_is_refused(tmp_path: Path) -> None:
-    model = native_model("llama").half()
+    model = exportable_model("llama").half()
     with torch.no_grad():
         model.model.layers[1].input_layernorm.weight.fill_(-1e-3)
         model.model.layers[1].self_attn.q_proj.weight.fill_(3e-7)

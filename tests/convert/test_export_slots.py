@@ -1,4 +1,4 @@
-"""Where the layers of an export stand."""
+"""The arrangement of a model's layers in an export."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_every_layer_keeps_its_kind_and_its_order(kept: tuple[int, ...], style: 
     slots = arrange(kept, 6, style)
     assert [layer for layer in slots.sources if layer is not None] == list(range(6))
     assert {slots.sources[place] for place in slots.softmax} - {None} == set(kept)
-    assert slots.softmax  # something counts tokens
+    assert slots.softmax  # an attention layer whose cache counts tokens
     if style != "transformers":
         interval = slots.softmax[0] + 1
         assert slots.softmax == tuple(range(interval - 1, len(slots.sources), interval))
@@ -26,7 +26,7 @@ def test_every_layer_keeps_its_kind_and_its_order(kept: tuple[int, ...], style: 
 
 
 def fewest_places(kept: tuple[int, ...], layers: int) -> int:
-    """By trying every period and length: the layers' kinds must be a subsequence of the places' kinds."""
+    """Finds the best arrangement by trying every interval and length: the kinds of the layers are a subsequence."""
     for length in range(layers, 3 * layers):
         for interval in range(2, length + 1):
             places = iter([(place + 1) % interval == 0 for place in range(length)])

@@ -1,18 +1,18 @@
-"""The fit of a converted layer's own parameters: on targets whose answer is known, and at its edges."""
+"""The fit of a converted layer's own parameters, on data with a known solution and in edge cases."""
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from blank_layers import blank_layer, layer_inputs
-from deltanet_convert import fit as fit_module
-from deltanet_convert.copy_weights import copy_attention
-from deltanet_convert.fit import GateFit, Samples, descend, inverse_silu, relative_mse, search_memory
-from tiny_models import tiny_teacher
+from deltanet_convert.start import fit as fit_module
+from deltanet_convert.start.copy_weights import copy_attention
+from deltanet_convert.start.fit import GateFit, Samples, descend, inverse_silu, relative_mse, search_memory
+from support.blank_layers import blank_layer, layer_inputs
+from support.tiny_models import tiny_teacher
 
 
 def prepared(profile="teacher", sequences=2, tokens=48, **changes):
-    """A layer with the teacher's weights, its fit and its samples."""
+    """Makes a layer with the teacher's weights, its fit and its samples."""
     attention, states, kwargs = layer_inputs(tiny_teacher("llama", attn_implementation="eager"), 0, sequences, tokens)
     layer = blank_layer("llama", profile, 0, **changes)
     copy_attention(attention, layer)
@@ -21,7 +21,7 @@ def prepared(profile="teacher", sequences=2, tokens=48, **changes):
 
 
 def scatter(fit):
-    """Fitted values that are all different, so that nothing is right by being constant."""
+    """Sets fitted values that all differ, so that no result is correct only because they are constant."""
     with torch.no_grad():
         for parameter in fit.parameters():
             parameter.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
@@ -92,7 +92,7 @@ def test_constants_without_biases_come_from_a_direction():
     layer, _, _, _ = prepared("native")
     generator = torch.Generator().manual_seed(2)
     x, other = (torch.randn(1, 400, 32, generator=generator) * 0.3 for _ in range(2))
-    common = torch.randn(32, generator=generator)  # what all inputs share, as those of trained models do
+    common = torch.randn(32, generator=generator)  # a component of all inputs, as in trained models
     fit = GateFit(layer, x + common)
     fit.set_memory(torch.full((layer.num_kv_heads,), 16.0), torch.full((layer.num_kv_heads,), 0.1))
     fit.fold()

@@ -1,4 +1,4 @@
-"""Damaged, contradictory and malicious teachers: one line that names file, tensor and remedy, and nothing loaded."""
+"""Damaged, contradictory and malicious teachers give one line with file, tensor and remedy; nothing is loaded."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from deltanet_convert import safetensors_header
-from deltanet_convert.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
-from deltanet_convert.source import resolve_source
-from deltanet_convert.teacher import open_teacher
+from deltanet_convert.storage import safetensors_header
+from deltanet_convert.storage.safetensors_folder import INDEX_FILE, SINGLE_FILE, Checkpoint
+from deltanet_convert.storage.teacher_source import resolve_source
+from deltanet_convert.teacher_model import open_teacher
 from deltanet_hf.errors import UserError
-from deltanet_hf.families import FAMILIES
-from tiny_models import tiny_teacher
+from deltanet_hf.models.families import FAMILIES
+from support.tiny_models import tiny_teacher
 
 Q = "model.layers.0.self_attn.q_proj.weight"
 
@@ -69,7 +69,7 @@ def edit_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any])
 
 
 def edit_header(file: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Rewrites the header only, leaving the data where it is."""
+    """Rewrites the header of a safetensors file and leaves the data unchanged."""
     raw = file.read_bytes()
     length = int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8 : 8 + length])

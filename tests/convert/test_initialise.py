@@ -1,14 +1,14 @@
-"""Start values of a converted layer, over every family and both profiles."""
+"""Start values of a converted layer, for every family and both profiles."""
 
 import pytest
 import torch
+from deltanet_convert.start.initialise import LayerCalibration, initialise_layer
 
-from blank_layers import blank_layer, layer_inputs
-from deltanet_convert import copy_weights, fit
-from deltanet_convert.initialise import LayerCalibration, initialise_layer
-from deltanet_convert.verify import softmax_error
-from deltanet_hf.families import FAMILIES
-from tiny_models import tiny_teacher
+from deltanet_convert.compare_to_teacher import softmax_error
+from deltanet_convert.start import copy_weights, fit
+from deltanet_hf.models.families import FAMILIES
+from support.blank_layers import blank_layer, layer_inputs
+from support.tiny_models import tiny_teacher
 
 
 def initialised(model_type, profile, index=0, **changes):

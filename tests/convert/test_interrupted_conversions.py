@@ -1,4 +1,4 @@
-"""Conversions killed at many points, refused by the disk, repeated, changed: nothing broken, nothing lost."""
+"""Conversions that are killed, hit a full disk, or are repeated with other options leave nothing broken or lost."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from typing import Any
 import pytest
 
 from deltanet_convert import layer_step
-from deltanet_convert.workspace import Workspace
 from deltanet_hf.errors import UserError
-from tiny_conversion import quick_start, teacher_folder, tiny_conversion
+from deltanet_hf.publish import Workspace
+from support.tiny_conversion import quick_start, teacher_folder, tiny_conversion
 
 ROOT = Path(__file__).resolve().parents[2]
-TESTS = ROOT / "tests"
 
 
 def digest(folder: Path) -> dict[str, str]:
@@ -39,7 +38,7 @@ def digest(folder: Path) -> dict[str, str]:
 def test_killed_conversions_resume_to_the_same_bytes(tmp_path: Path, mode: str, points: int, visible: set[str]) -> None:
     paths = os.pathsep.join(str(ROOT / part) for part in (".", "kernels", "convert", "recipes", "tests"))
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    command = [sys.executable, str(TESTS / "kill_points.py"), "convert", mode, str(tmp_path), str(points)]
+    command = [sys.executable, "-m", "support.kill_points", "convert", mode, str(tmp_path), str(points)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
@@ -53,7 +52,7 @@ def test_killed_conversions_resume_to_the_same_bytes(tmp_path: Path, mode: str, 
         assert point["left behind"] == [], point
     seen = {point["visible"] for point in result["points"]}
     assert len(seen) > 1  # points before and after the publication were tried
-    if mode == "overwrite":  # the old model is away for the time between two renames at most
+    if mode == "overwrite":  # the old model is absent only between two renames
         assert sum(point["visible"] == "absent" for point in result["points"]) <= 2
     if mode == "twice":
         assert any(point["killed again"] for point in result["points"])
@@ -70,12 +69,12 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Stop(Exception):
-    """An interruption that leaves the workspace as it is."""
+    """An interruption after which no code cleans up."""
 
 
 @pytest.fixture
 def interrupted(teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """OUT of a conversion that stopped after its first layer."""
+    """The output path of a conversion that stopped after its first layer."""
     done = Workspace.done
 
     def stop(self: Workspace, step: str, figures: dict[str, Any] | None = None) -> None:
@@ -110,7 +109,7 @@ def test_resume_skips_finished_layers_and_gives_the_same_bytes(
 def test_without_resume_an_interrupted_conversion_is_reported(teacher: Path, interrupted: Path) -> None:
     with pytest.raises(UserError, match=r"interrupted conversion .* --resume .* --overwrite"):
         tiny_conversion(teacher, interrupted)
-    tiny_conversion(teacher, interrupted, resume=True)  # and it is still there
+    tiny_conversion(teacher, interrupted, resume=True)  # the interrupted run is still there
 
 
 def test_overwrite_discards_an_interrupted_conversion(teacher: Path, interrupted: Path) -> None:
@@ -244,7 +243,7 @@ def test_read_only_target(teacher: Path, tmp_path: Path, monkeypatch: pytest.Mon
     text = tmp_path / "text.txt"
     text.write_text("Some words to measure with. " * 200)
     monkeypatch.setattr(os, "mkdir", refuse)
-    monkeypatch.setattr("tiny_conversion.text_file", lambda folder: text)
+    monkeypatch.setattr("support.tiny_conversion.text_file", lambda folder: text)
     with pytest.raises(UserError, match="cannot be written"):
         tiny_conversion(teacher, tmp_path / "out")
 

@@ -1,4 +1,4 @@
-"""q/k norms inserted into attention without any: neutral where the inputs allow it, a plain norm where they do not."""
+"""Inserted q/k norms keep the attention if the inputs have a constant direction, and are plain norms otherwise."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
-from deltanet_convert import norm_fit
-from deltanet_convert.norm_fit import compare_attention, constant_direction, insert_norms
-from deltanet_convert.norm_target import needs_norms, with_norms
-from deltanet_hf.config import INSERTED_QK_NORMS
-from tiny_models import teacher_config, tiny_teacher
+from deltanet_convert.start import norm_fit
+from deltanet_convert.start.norm_fit import compare_attention, constant_direction, insert_norms
+from deltanet_convert.start.norm_target import needs_norms, with_norms
+from deltanet_hf.models.layers import INSERTED_QK_NORMS
+from support.tiny_models import teacher_config, tiny_teacher
 
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "attn_implementation": "eager"}
 FAMILIES = {"llama": {"attention_bias": False}, "mistral": {"sliding_window": None}, "qwen2": {}}
 
 
 def inputs(model: Any, constant: float, seed: int = 0) -> tuple[Tensor, dict[str, Any]]:
-    """[4, 64, 64] normalised inputs, whose first channel has the mean `constant`, and the other arguments."""
+    """Normalised inputs [4, 64, 64] with mean `constant` in the first channel, and the attention's other arguments."""
     x = torch.randn(4, 64, 64, generator=torch.Generator().manual_seed(seed))
     x[..., 0] = constant + 0.02 * x[..., 0]
     positions = torch.arange(64)[None]
@@ -29,9 +29,9 @@ def inputs(model: Any, constant: float, seed: int = 0) -> tuple[Tensor, dict[str
 
 
 def both(family: str) -> tuple[Any, Any, Any]:
-    """The teacher, its second layer's attention, and Qwen3's, still random.
+    """The teacher, its second layer's attention, and a Qwen3 attention with random weights.
 
-    As in real models, heads differ in size, and some rotary pairs (here 2 and 5) matter little.
+    As in real models, heads differ in size, and some rotary pairs (here 2 and 5) have little effect.
     """
     model: Any = tiny_teacher(family, **SIZES, **FAMILIES[family])
     config = with_norms(model.config, [1])
@@ -73,7 +73,7 @@ def test_without_a_constant_direction_a_plain_norm_is_taken(family: str, monkeyp
 
 
 def test_the_constants_do_not_reach_the_logits() -> None:
-    """Nothing but the two pairs and the size is lost: without them in the teacher too, the logits agree."""
+    """Only the two rotary pairs are lost: a teacher without them has the same logits."""
     model, attention, normed = both("mistral")
     x, kwargs = inputs(model, 3.0)
     x[..., 0] = 3.0  # exactly constant
@@ -89,7 +89,7 @@ def test_the_constants_do_not_reach_the_logits() -> None:
 
 
 def test_biases_ride_on_the_constant() -> None:
-    """Qwen2's biases, ten times as large: the division gives them back though the direction is only nearly constant."""
+    """The division restores Qwen2's biases, ten times as large, although the direction is only nearly constant."""
     model, attention, normed = both("qwen2")
     for name in ("q_proj", "k_proj"):
         getattr(attention, name).bias.data.mul_(10)

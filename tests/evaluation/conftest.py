@@ -11,8 +11,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from deltanet_hf import DeltaNetOptions, converted_config
-from deltanet_hf.modeling import MODEL_CLASSES
-from tiny_models import randomise, teacher_config, tiny_teacher
+from deltanet_hf.models.factory import model_class
+from support.tiny_models import randomise, teacher_config, tiny_teacher
 
 VOCABULARY = 340
 
@@ -44,7 +44,7 @@ def student_folder(tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.
     """A hybrid model: layers 0 and 2 of 4 are converted."""
     folder = tmp_path_factory.mktemp("models") / "student"
     teacher = teacher_config("llama", vocab_size=VOCABULARY, max_position_embeddings=2048)
-    model = MODEL_CLASSES["llama"](converted_config(teacher, DeltaNetOptions.teacher((0, 2)))).eval()
+    model = model_class("llama")(converted_config(teacher, DeltaNetOptions.teacher((0, 2)))).eval()
     randomise(model, 3)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

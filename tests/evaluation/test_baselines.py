@@ -7,7 +7,7 @@ import torch
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.baselines import from_scratch_start, linear_layers, switch_off_linear
-from tiny_models import tiny_student, tiny_teacher
+from support.tiny_models import tiny_student, tiny_teacher
 
 IDS = torch.randint(3, 97, (2, 20), generator=torch.Generator().manual_seed(0))
 

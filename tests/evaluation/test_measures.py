@@ -23,7 +23,7 @@ from deltanet_hf.evaluation.tasks.recall_tasks import associative_recall, needle
 from deltanet_hf.evaluation.tasks.suites import SuiteTask, draw_rows
 from deltanet_hf.evaluation.tasks.text_windows import read_text, token_ids, windows
 from deltanet_hf.evaluation.tasks.wikitext import wikitext_texts
-from tiny_models import tiny_student, tiny_teacher
+from support.tiny_models import tiny_student, tiny_teacher
 
 IDS = torch.randint(3, 97, (5, 32), generator=torch.Generator().manual_seed(0))
 

@@ -19,7 +19,7 @@ from deltanet_hf.evaluation.report.write_report import run_report
 from deltanet_hf.evaluation.tasks.lm_eval_model import DeltaNetLM
 from deltanet_hf.evaluation.tasks.local_data import write_task_folder
 from deltanet_hf.evaluation.tasks.suites import SUITES, draw_rows
-from tiny_models import tiny_student
+from support.tiny_models import tiny_student
 
 HAYSTACK = "It was a bright cold day in the valley and every clock stood still. " * 20
 

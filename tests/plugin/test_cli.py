@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from deltanet_hf.errors import QualityError, UserError, one_line
 from deltanet_recipes.cli import COMMANDS, Subcommand, main
-from tiny_models import tiny_student
+from support.tiny_models import tiny_student
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
@@ -87,7 +87,7 @@ def test_an_exception_as_one_line(error: Exception, limit: int | None, line: str
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A converted model with a word-level tokenizer."""
     path: Path = tmp_path_factory.mktemp("model")
-    tiny_student("llama", "native", (0, 2)).save_pretrained(path)
+    tiny_student("llama", "qwen3_5", (0, 2)).save_pretrained(path)
     words = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, 97)}
     backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()

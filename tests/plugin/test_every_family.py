@@ -1,4 +1,4 @@
-"""Every family x profile x {hybrid, fully converted}: what a user does with a converted model."""
+"""Every family, profile and kind of layer: loading, generation, padding, packing, beams and PEFT."""
 
 from __future__ import annotations
 
@@ -9,24 +9,45 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
-from deltanet_hf.families import FAMILIES
-from tiny_models import HYBRID, tiny_student
+from deltanet_hf import LayerTable
+from deltanet_hf.mixers import MIXERS
+from deltanet_hf.models.families import FAMILIES
+from support.tiny_models import HYBRID, tiny_mixture, tiny_student
 
 LENGTH = 19
+GATED_DELTANET = [(profile, layers) for profile in ("faithful", "qwen3_5") for layers in (None, HYBRID)]
+MIXTURE = LayerTable(
+    {
+        "linear": LayerTable.preset(1).only_kind,
+        "local": LayerTable.preset(1, "window", window=5, sinks=2).only_kind,
+    },
+    ("linear", "softmax", "local", "local"),
+)
+"""All kinds in one model; the last two layers cover both kinds of attention of families with sliding windows."""
 CASES = [
-    pytest.param((family, profile, layers), id=f"{family}-{profile}-{name}")
-    for family in FAMILIES
-    for profile in ("teacher", "native")
-    for name, layers in (("all", None), ("hybrid", HYBRID))
+    *(
+        pytest.param((family, profile, layers), id=f"{family}-{profile}-{'all' if layers is None else 'hybrid'}")
+        for family in FAMILIES
+        for profile, layers in GATED_DELTANET
+    ),
+    *(pytest.param((family, "mixture", None), id=f"{family}-mixture") for family in FAMILIES),
+    *(pytest.param(("llama", mixer, None), id=f"llama-{mixer}") for mixer in MIXERS if mixer != "gated_deltanet"),
 ]
 
 
 @pytest.fixture(scope="module", params=CASES)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    family, profile, layers = request.param
-    changes = {"conv_size": 3} if profile == "teacher" and layers is None else {}
+    family, what, layers = request.param
     path: Path = tmp_path_factory.mktemp("model")
-    tiny_student(family, profile, layers, **changes).save_pretrained(path)
+    if what == "mixture":
+        student = tiny_mixture(family, MIXTURE)
+    elif what in MIXERS:
+        student = tiny_student(family, mixer=what)
+    else:
+        student = tiny_student(
+            family, what, layers, **({"conv_size": 3} if (what, layers) == GATED_DELTANET[0] else {})
+        )
+    student.save_pretrained(path)
     return path
 
 
@@ -116,7 +137,8 @@ def test_peft_trains_saves_loads_and_merges(folder: Path, tokens: torch.Tensor, 
     torch.manual_seed(0)
     base = AutoModelForCausalLM.from_pretrained(folder)
     before = logits(base.eval(), tokens)
-    model = get_peft_model(base, LoraConfig(r=4, modules_to_save=["decay"], task_type="CAUSAL_LM"))
+    saved = ["decay"] if any(name.endswith("decay") for name, _ in base.named_modules()) else None
+    model = get_peft_model(base, LoraConfig(r=4, modules_to_save=saved, task_type="CAUSAL_LM"))
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
     for _ in range(2):
         model(tokens, labels=tokens).loss.backward()

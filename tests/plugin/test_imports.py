@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tiny_models import tiny_student
+from support.tiny_models import tiny_student
 
 # Not imported where a model is only loaded and run.
 EVALUATION = ("deltanet_hf.evaluation", "lm_eval", "datasets")

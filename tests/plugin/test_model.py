@@ -7,16 +7,17 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
 
-from deltanet_hf import DeltaNetOptions, converted_config
-from deltanet_hf.cache import GatedDeltaNetCacheLayer, cache_bytes
+from deltanet_hf import LayerTable, converted_config
 from deltanet_hf.errors import UserError
-from deltanet_hf.families import FAMILIES, family_of
-from tiny_models import HYBRID, LAYERS, teacher_config, tiny_student, tiny_teacher
+from deltanet_hf.mixers.state import MixerCacheLayer, cache_bytes
+from deltanet_hf.models.families import FAMILIES, family_of
+from support.tiny_models import HYBRID, LAYERS, teacher_config, tiny_student, tiny_teacher
 
 
 @pytest.fixture
@@ -24,18 +25,18 @@ def tokens() -> torch.Tensor:
     return torch.randint(3, 97, (2, 21), generator=torch.Generator().manual_seed(2))
 
 
-@pytest.fixture(params=["teacher", "native"])
+@pytest.fixture(params=["faithful", "qwen3_5"])
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     return tiny_student("llama", request.param, HYBRID)
 
 
 def test_state_does_not_grow_with_context(tokens: torch.Tensor) -> None:
-    model = tiny_student("llama", "native")
+    model = tiny_student("llama", "qwen3_5")
     sizes = []
     for length in (5, 21):
         cache = DynamicCache(config=model.config)
         model(tokens[:, :length], past_key_values=cache, use_cache=True)
-        assert all(isinstance(layer, GatedDeltaNetCacheLayer) for layer in cache.layers)
+        assert all(isinstance(layer, MixerCacheLayer) for layer in cache.layers)
         sizes.append(cache_bytes(cache))
     heads, size, channels = 4, 8, 3 * 4 * 8
     assert sizes == [LAYERS * 2 * 4 * (heads * size * size + channels * 3)] * 2
@@ -49,7 +50,7 @@ def test_a_cache_made_without_config_works(model: PreTrainedModel, tokens: torch
 
 @pytest.mark.parametrize("layers", [None, HYBRID])
 def test_static_cache_equals_dynamic(layers: tuple[int, ...] | None, tokens: torch.Tensor) -> None:
-    model = tiny_student("qwen3", "teacher", layers)
+    model = tiny_student("qwen3", "faithful", layers)
     mask = torch.ones_like(tokens)
     mask[1, :4] = 0
     options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "attention_mask": mask}
@@ -59,12 +60,12 @@ def test_static_cache_equals_dynamic(layers: tuple[int, ...] | None, tokens: tor
 
 
 def test_static_cache_keeps_its_addresses(tokens: torch.Tensor) -> None:
-    model = tiny_student("llama", "native")
+    model = tiny_student("llama", "qwen3_5")
     cache = StaticCache(config=model.config, max_cache_len=32)
     model(tokens, past_key_values=cache, use_cache=True)
-    addresses = [layer.state.data_ptr() for layer in cache.layers]
+    addresses = [layer.state["state"].data_ptr() for layer in cache.layers]
     model(tokens[:, :1], past_key_values=cache, use_cache=True)
-    assert [layer.state.data_ptr() for layer in cache.layers] == addresses
+    assert [layer.state["state"].data_ptr() for layer in cache.layers] == addresses
     cache.reset()
     assert int(cache.get_seq_length()) == 0
     again = model(tokens, past_key_values=cache, use_cache=True).logits
@@ -114,7 +115,7 @@ def test_generate_with_chunked_prefill(model: PreTrainedModel, tokens: torch.Ten
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_masks_of_both_attention_implementations(implementation: str, tokens: torch.Tensor, tmp_path: Path) -> None:
-    tiny_student("gemma3_text", "native", HYBRID).save_pretrained(tmp_path)
+    tiny_student("gemma3_text", "qwen3_5", HYBRID).save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=implementation).eval()
     mask = torch.ones_like(tokens)
     mask[1, :6] = 0
@@ -124,7 +125,7 @@ def test_masks_of_both_attention_implementations(implementation: str, tokens: to
 
 
 def test_nan_in_padding_does_not_spread() -> None:
-    model = tiny_student("llama", "teacher")
+    model = tiny_student("llama", "faithful")
     hidden = torch.randn(1, 6, 32)
     hidden[:, :2] = float("nan")
     positions = model.model.rotary_emb(hidden, torch.arange(6).unsqueeze(0))
@@ -137,7 +138,7 @@ def test_packed_rows_of_a_batch_do_not_leak(model: PreTrainedModel, tokens: torc
     positions = torch.stack([torch.cat([torch.arange(9), torch.arange(12)]), torch.arange(21)])
     packed = model(tokens, position_ids=positions, use_cache=False).logits
     torch.testing.assert_close(packed[1:], model(tokens[1:]).logits, rtol=2e-4, atol=2e-4)
-    if not set(range(LAYERS)) - set(model.config.deltanet["layers"]):
+    if not LayerTable.of(model.config).softmax:
         torch.testing.assert_close(packed[:1, 9:], model(tokens[:1, 9:]).logits, rtol=2e-4, atol=2e-4)
 
 
@@ -174,12 +175,12 @@ def test_gradient_checkpointing_gives_the_same_gradients(
 
 
 def test_every_parameter_gets_a_gradient(tokens: torch.Tensor) -> None:
-    model = tiny_student("qwen3", "teacher", conv_size=4)
+    model = tiny_student("qwen3", "faithful", conv_size=4)
     model(tokens, labels=tokens).loss.backward()
     assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0] == []
 
 
-@pytest.mark.parametrize("profile", ["teacher", "native"])
+@pytest.mark.parametrize("profile", ["faithful", "qwen3_5"])
 def test_autocast_over_float32_weights_trains(profile: str, tokens: torch.Tensor) -> None:
     model = tiny_student("qwen3", profile, HYBRID).train()
     exact = model(tokens, labels=tokens).loss
@@ -198,12 +199,12 @@ def test_decay_parameters_stay_float32(tmp_path: Path, model: PreTrainedModel, t
     assert dtypes["weight"] == torch.bfloat16
     cache = DynamicCache(config=loaded.config)
     assert loaded(tokens, past_key_values=cache).logits.dtype == torch.bfloat16
-    assert cache.layers[0].state.dtype == torch.float32
+    assert cache.layers[0].state["state"].dtype == torch.float32
 
 
 @pytest.mark.parametrize("where", ["cpu", "disk"])
 def test_offload_is_exact(where: str, tmp_path: Path, tokens: torch.Tensor) -> None:
-    model = tiny_student("qwen2", "native", HYBRID)
+    model = tiny_student("qwen2", "qwen3_5", HYBRID)
     model.save_pretrained(tmp_path / "model")
     resident = ("model.embed_tokens", "model.norm", "model.rotary_emb", "model.layers.3", "lm_head")
     device_map = dict.fromkeys(resident, "cpu") | {f"model.layers.{i}": where for i in range(3)}
@@ -223,14 +224,14 @@ def test_offload_is_exact(where: str, tmp_path: Path, tokens: torch.Tensor) -> N
 
 
 def test_tensor_parallel_plan_spares_converted_layers() -> None:
-    plan = tiny_student("llama", "teacher", HYBRID).config.base_model_tp_plan
+    plan = tiny_student("llama", "faithful", HYBRID).config.base_model_tp_plan
     attention = sorted(name for name in plan if ".self_attn." in name)
     assert attention == [f"layers.{i}.self_attn.{p}_proj" for i in (1, 3) for p in "koqv"]
     assert "layers.*.mlp.down_proj" in plan
 
 
 def test_saved_folder_needs_the_plugin_and_says_so(tmp_path: Path) -> None:
-    tiny_student("llama", "native", HYBRID).save_pretrained(tmp_path / "model")
+    tiny_student("llama", "qwen3_5", HYBRID).save_pretrained(tmp_path / "model")
     saved = json.loads((tmp_path / "model" / "config.json").read_text())
     assert saved["model_type"] == "deltanet_llama"
     script = (
@@ -244,7 +245,7 @@ def test_saved_folder_needs_the_plugin_and_says_so(tmp_path: Path) -> None:
 
 
 def test_shim_loads_in_a_process_that_never_imported_the_plugin(tmp_path: Path) -> None:
-    tiny_student("llama", "native", HYBRID).save_pretrained(tmp_path / "model")
+    tiny_student("llama", "qwen3_5", HYBRID).save_pretrained(tmp_path / "model")
     script = (
         "import transformers\n"
         f"m = transformers.AutoModelForCausalLM.from_pretrained({str(tmp_path / 'model')!r}, trust_remote_code=True)\n"
@@ -261,7 +262,7 @@ def test_a_second_save_is_complete_too(tmp_path: Path) -> None:
     names = [{path.name for path in (tmp_path / folder).iterdir()} for folder in ("one", "two")]
     assert names[0] == names[1]
     shutil.rmtree(tmp_path / "one")
-    assert AutoConfig.from_pretrained(tmp_path / "two").deltanet["profile"] == "teacher"
+    assert AutoConfig.from_pretrained(tmp_path / "two").deltanet["layers"] == ["linear"] * LAYERS
 
 
 def test_unsupported_families_are_refused_with_the_list() -> None:
@@ -270,21 +271,42 @@ def test_unsupported_families_are_refused_with_the_list() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "message"),
+    ("path", "value", "message"),
     [
-        ("profile", "hybrid", "deltanet.profile"),
-        ("layers", [0, 0], "deltanet.layers"),
-        ("layers", [LAYERS], "deltanet.layers"),
-        ("conv_size", 1, "deltanet.conv_size"),
-        ("rope", "yes", "deltanet.rope"),
-        ("heads", 3, "deltanet.heads: unknown key"),
+        (
+            "kinds.linear.mixer",
+            "hybrid",
+            r"deltanet\.kinds\.linear\.mixer: got 'hybrid', expected one of gated_deltanet",
+        ),
+        ("kinds.linear.mixer", None, r"deltanet\.kinds\.linear\.mixer: missing key"),
+        ("kinds.linear", 3, r"deltanet\.kinds\.linear\.mixer: missing key"),
+        ("kinds.softmax", {"mixer": "window"}, r"deltanet\.kinds: 'softmax' cannot be the name"),
+        ("kinds", [], r"deltanet\.kinds: got \[\]"),
+        ("layers", ["linear"] * 3, r"deltanet\.layers: got 3 names, but the model has 4 layers"),
+        ("layers", "linear", r"deltanet\.layers: got 'linear' names"),
+        ("layers", ["linear", "local", "softmax", "linear"], r"deltanet\.layers: layer 1 is 'local', expected one of"),
+        ("kinds.linear.conv_size", 1, r"deltanet\.kinds\.linear\.conv_size"),
+        ("kinds.linear.rope", "yes", r"deltanet\.kinds\.linear\.rope"),
+        ("kinds.linear.heads", 3, r"deltanet\.kinds\.linear\.heads: unknown key"),
+        ("profile", "faithful", r"deltanet: got keys \['kinds', 'layers', 'profile'\]"),
     ],
 )
-def test_wrong_options_name_the_key(key: str, value: object, message: str) -> None:
-    options = {**DeltaNetOptions.teacher(range(LAYERS)).to_dict(), key: value}
-    base = converted_config(teacher_config("llama"), DeltaNetOptions.teacher(range(LAYERS)))
+def test_wrong_tables_name_the_key(path: str, value: object, message: str) -> None:
+    table: Any = LayerTable.preset(LAYERS).to_dict()
+    place, keys = table, path.split(".")
+    for key in keys[:-1]:
+        place = place[key]
+    place[keys[-1]] = value
+    base = converted_config(teacher_config("llama"), LayerTable.preset(LAYERS))
     with pytest.raises(ValueError, match=message):
-        type(base)(**{**base.to_dict(), "deltanet": options})
+        type(base)(**{**base.to_dict(), "deltanet": table})
+
+
+def test_a_missing_setting_is_named() -> None:
+    table: Any = LayerTable.preset(LAYERS).to_dict()
+    del table["kinds"]["linear"]["rope"]
+    with pytest.raises(ValueError, match=r"deltanet\.kinds\.linear\.rope: missing key"):
+        LayerTable.from_dict(table, LAYERS)
 
 
 def test_nothing_converted_equals_the_teacher(tokens: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""What is derived from the attention mask: once a forward, and not at all where nothing is padded."""
+"""Padding is derived from the attention mask once per forward, and not at all where nothing is padded."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
-from deltanet_hf import layer, padding
-from tiny_models import HYBRID, LAYERS, tiny_student
+from deltanet_hf.mixers import masks
+from support.tiny_models import HYBRID, LAYERS, tiny_student
 
 TOKENS = torch.randint(3, 97, (2, 12), generator=torch.Generator().manual_seed(2))
 MASK = torch.ones_like(TOKENS)
@@ -20,14 +20,13 @@ MASK[1, :5] = 0
 def derivations(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor | None]:
     """Every result of `padded_tokens` that had a mask to look at."""
     found: list[torch.Tensor | None] = []
-    derive = padding.padded_tokens
+    derive = masks.padded_tokens
 
     def watch(mask: torch.Tensor | None, *args: Any) -> torch.Tensor | None:
         found.append(derive(mask, *args))
         return found[-1]
 
-    monkeypatch.setattr(padding, "padded_tokens", watch)
-    monkeypatch.setattr(layer, "padded_tokens", watch)
+    monkeypatch.setattr(masks, "padded_tokens", watch)
     return found
 
 
@@ -45,7 +44,7 @@ def steps(model: PreTrainedModel, mask: torch.Tensor | None, cache: Any) -> torc
 def test_a_padded_batch_derives_its_padding_once_a_forward(
     layers: tuple[int, ...] | None, derivations: list[torch.Tensor | None]
 ) -> None:
-    model = tiny_student("llama", "native", layers)
+    model = tiny_student("llama", "qwen3_5", layers)
     padded = steps(model, MASK, DynamicCache(config=model.config))
     assert [None if x is None else x.tolist() for x in derivations] == [
         (MASK[:, :10] == 0).tolist(),
@@ -58,7 +57,7 @@ def test_a_padded_batch_derives_its_padding_once_a_forward(
 
 @pytest.mark.parametrize("mask", [None, torch.ones_like(TOKENS)], ids=["no mask", "mask of ones"])
 def test_nothing_padded_reaches_no_layer(mask: torch.Tensor | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_student("llama", "teacher")
+    model = tiny_student("llama", "faithful")
     seen: list[Any] = []
     for block in model.model.layers:
         block.self_attn.register_forward_pre_hook(
@@ -70,7 +69,7 @@ def test_nothing_padded_reaches_no_layer(mask: torch.Tensor | None, monkeypatch:
 
 def test_the_masks_of_a_static_cache_are_read_at_the_tokens_seen() -> None:
     """Wider than what was seen, and handed over as 4D by whoever compiles."""
-    model = tiny_student("qwen3", "native", HYBRID)
+    model = tiny_student("qwen3", "qwen3_5", HYBRID)
     wanted = steps(model, MASK, DynamicCache(config=model.config))
     wide = torch.cat([MASK, torch.zeros(2, 8, dtype=MASK.dtype)], dim=1)
     found = []
@@ -85,14 +84,14 @@ def test_the_masks_of_a_static_cache_are_read_at_the_tokens_seen() -> None:
 
 
 def test_a_token_padded_at_a_decoding_step_leaves_the_state_alone() -> None:
-    model = tiny_student("llama", "teacher")
+    model = tiny_student("llama", "faithful")
     cache = DynamicCache(config=model.config)
     mask = torch.ones(2, 13, dtype=torch.long)
     mask[1, 12] = 0
     with torch.no_grad():
         model(TOKENS, past_key_values=cache, use_cache=True)
-        before = [entry.state.clone() for entry in cache.layers]
+        before = [entry.state["state"].clone() for entry in cache.layers]
         model(TOKENS[:, :1], attention_mask=mask, past_key_values=cache, use_cache=True)
     for old, entry in zip(before, cache.layers, strict=True):
-        assert torch.equal(entry.state[1], old[1])
-        assert not torch.equal(entry.state[0], old[0])
+        assert torch.equal(entry.state["state"][1], old[1])
+        assert not torch.equal(entry.state["state"][0], old[0])

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments
 
-from tiny_models import HYBRID, tiny_student
+from support.tiny_models import HYBRID, tiny_student
 
 
 class _Rows(Dataset):
@@ -38,7 +38,7 @@ def _trainer(folder: Path, profile: str, layers: tuple[int, ...] | None) -> Trai
     return Trainer(model=tiny_student("llama", profile, layers), args=arguments, train_dataset=_Rows())
 
 
-@pytest.mark.parametrize(("profile", "layers"), [("teacher", None), ("native", HYBRID)])
+@pytest.mark.parametrize(("profile", "layers"), [("faithful", None), ("qwen3_5", HYBRID)])
 def test_resumed_training_is_bit_equal(profile: str, layers: tuple[int, ...] | None, tmp_path: Path) -> None:
     whole = _trainer(tmp_path / "run", profile, layers)
     start = {name: p.detach().clone() for name, p in whole.model.named_parameters()}

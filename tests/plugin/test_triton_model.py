@@ -14,7 +14,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from deltanet_kernels import dispatch
-from tiny_models import tiny_student
+from support.tiny_models import tiny_student
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -48,9 +48,9 @@ def loss_and_gradients(model: PreTrainedModel, tokens: torch.Tensor, mask: torch
     return {"loss": loss.detach(), **gradients}
 
 
-@pytest.mark.parametrize(("profile", "steps"), [("teacher", 1), ("native", 1), ("teacher", 2)])
+@pytest.mark.parametrize(("profile", "steps"), [("faithful", 1), ("qwen3_5", 1), ("faithful", 2)])
 def test_gradients_of_the_whole_model(profile: str, steps: int, send: Callable[[str], list[str]]) -> None:
-    model = tiny_student("qwen3", profile, (1,), householder_steps=steps).to(DEVICE)
+    model = tiny_student("qwen3", profile, (1,), mixer="deltaproduct", num_householder=steps).to(DEVICE)
     tokens = torch.randint(3, 97, (2, 12), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     mask = torch.ones_like(tokens)
     mask[1, :5] = 0
@@ -66,12 +66,12 @@ def test_gradients_of_the_whole_model(profile: str, steps: int, send: Callable[[
 
 @pytest.mark.parametrize(
     ("profile", "steps", "decoder"),
-    [("native", 1, "gated_delta_step_"), ("teacher", 2, "fused_recurrent_gated_delta_rule")],
+    [("qwen3_5", 1, "gated_delta_step_"), ("faithful", 2, "fused_recurrent_gated_delta_rule")],
 )
 def test_prefill_and_decoding_with_a_cache(
     profile: str, steps: int, decoder: str, send: Callable[[str], list[str]]
 ) -> None:
-    model = tiny_student("llama", profile, (0,), householder_steps=steps).to(DEVICE)
+    model = tiny_student("llama", profile, (0,), mixer="deltaproduct", num_householder=steps).to(DEVICE)
     tokens = torch.randint(3, 97, (2, 9), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     answers = []
     for side in ("torch", "triton"):

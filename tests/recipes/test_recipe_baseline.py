@@ -13,13 +13,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.report.contestants import Roster, line_up
 from deltanet_hf.evaluation.tasks.lm_eval_model import DeltaNetLM
-from deltanet_hf.evaluation.window import restrict_to_window
 from deltanet_hf.generate import generate_command
-from deltanet_recipes import trainer
+from deltanet_hf.mixers.window import restrict_to_window
 from deltanet_recipes.config import load_recipe
-from deltanet_recipes.logbook import read_log
-from deltanet_recipes.measure import load_for_measure
-from deltanet_recipes.pipeline import run
+from deltanet_recipes.study.results_row import load_for_measure
+from deltanet_recipes.training import trainer
+from deltanet_recipes.training.logbook import read_log
+from deltanet_recipes.training.pipeline import run
 from tests.recipes.tiny_run import ALIGN, DISTIL, WORDS, make_workplace, recipe_tree, write_recipe
 
 LENGTH = 128  # the window of 64 must hide something
@@ -111,7 +111,7 @@ def test_an_interrupted_run_continues_with_the_same_losses(
     whole = recipe(workplace, tmp_path / "a" / "run", [stage])
     run(whole)
     broken = recipe(workplace, tmp_path / "b" / "run", [stage])
-    step = trainer.Trainer._optimiser_step
+    step = trainer.Trainer.optimiser_step
 
     def stop_at_seven(self: trainer.Trainer) -> Any:
         if self.step == 7:
@@ -119,7 +119,7 @@ def test_an_interrupted_run_continues_with_the_same_losses(
         return step(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(trainer.Trainer, "_optimiser_step", stop_at_seven)
+        patch.setattr(trainer.Trainer, "optimiser_step", stop_at_seven)
         with pytest.raises(KeyboardInterrupt):
             run(broken)
     run(broken)

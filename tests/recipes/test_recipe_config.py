@@ -14,7 +14,8 @@ from pydantic import BaseModel
 
 from deltanet_hf.errors import UserError
 from deltanet_recipes.config import load_recipe
-from deltanet_recipes.schema import Distil, Recipe
+from deltanet_recipes.schema import Distil, DistilBase, Recipe
+from deltanet_recipes.shipped import recipe_path, recipes_command, shipped_recipes
 from tests.recipes.tiny_run import ALIGN, DISTIL, recipe_tree, write_recipe
 
 
@@ -121,11 +122,40 @@ def test_every_key_is_documented() -> None:
             assert field.description or is_section or name == "kind", f"{section.__name__}.{name}"
 
 
-def test_shipped_recipes_are_valid(place: Path) -> None:
-    folder = Path(__file__).parents[2] / "recipes"
-    recipes = sorted(set(folder.glob("*.yaml")) - set(folder.glob("*-study.yaml")))
+def test_shipped_recipes_are_valid_and_train_by_lora(place: Path) -> None:
+    recipes = shipped_recipes()
     assert len(recipes) >= 2
-    for path in recipes:
+    for name in recipes:
         changed = [f"student={place / 'student'}", "data.sources=[]", "data.decontaminate=[]"]
-        recipe = load_recipe(path, changed)
+        recipe = load_recipe(name, changed)
         assert recipe.stages
+        assert {stage.train for stage in recipe.stages if isinstance(stage, DistilBase)} <= {"lora"}
+
+
+def test_a_file_comes_before_a_shipped_recipe_of_its_name(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    name = next(iter(shipped_recipes()))
+    assert recipe_path(name) == shipped_recipes()[name]
+    Path(name).write_text("")
+    assert recipe_path(name) == Path(name)
+    with pytest.raises(UserError, match=rf"^nowhere: no such recipe; [^\n]*\b{name}\b[^\n]*$"):
+        recipe_path("nowhere")
+
+
+def test_shipped_recipes_are_listed_and_copied(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.chdir(place)
+    recipes_command()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(shipped_recipes())
+    assert "  SmolLM2-135M-Instruct, every layer converted, 9.9M tokens" in "\n".join(lines)
+    recipes_command("smollm2-135m-10m")
+    assert Path("smollm2-135m-10m.yaml").read_bytes() == shipped_recipes()["smollm2-135m-10m"].read_bytes()
+    for copy in (None, place / "smollm2-135m-10m.yaml"):
+        with pytest.raises(UserError, match=r"exists already; choose another file with --out"):
+            recipes_command("smollm2-135m-10m", copy)
+    recipes_command("qwen3-8b", place / "mine.yaml")
+    assert (place / "mine.yaml").is_file()
+    with pytest.raises(UserError, match="nowhere: no shipped recipe has this name; there are demo, "):
+        recipes_command("nowhere")
+    with pytest.raises(UserError, match="cannot be written"):
+        recipes_command("qwen3-8b", place / "absent" / "mine.yaml")

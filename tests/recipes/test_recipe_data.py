@@ -16,10 +16,10 @@ import torch
 from tokenizers.processors import TemplateProcessing
 
 from deltanet_hf.errors import UserError
-from deltanet_recipes.decontaminate import Contamination
-from deltanet_recipes.packing import Mixture, make_rows, split_streams
-from deltanet_recipes.schema import Source
-from deltanet_recipes.tokens import Corpus, load_corpus
+from deltanet_recipes.data.decontaminate import Contamination
+from deltanet_recipes.data.packing import Mixture, make_rows, split_streams
+from deltanet_recipes.data.tokens import Corpus, load_corpus
+from deltanet_recipes.schema_sections import Source
 from tests.recipes.tiny_run import make_tokenizer
 
 EOS = 2
@@ -73,7 +73,7 @@ def test_second_use_reads_the_cache_and_a_change_does_not(tmp_path: Path) -> Non
 
 def test_errors_name_file_and_remedy(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl")
-    with pytest.raises(UserError, match=r"line 1 has no key 'body'; set text_key"):
+    with pytest.raises(UserError, match=r"line 1 has no string under key 'body'; set text_key"):
         load(tmp_path, Source(path=str(path), text_key="body"))
     np.save(tmp_path / "b.npy", np.array([1, 60000], dtype=np.uint16))
     with pytest.raises(UserError, match="outside the vocabulary"):
@@ -83,12 +83,12 @@ def test_errors_name_file_and_remedy(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("a.parquet", b"PAR", "a.parquet: cannot be read: Parquet file size is 3 bytes"),
-        ("a.txt", b"\xff\xfe", "a.txt: cannot be read: 'utf-8' codec"),
-        ("a.jsonl.gz", b"{}", "a.jsonl.gz: cannot be read: Not a gzipped file"),
-        ("a.jsonl.xz", b"{}", "a.jsonl.xz: cannot be read: Input format"),
+        ("a.parquet", b"PAR", "a.parquet: not a parquet file (Parquet file size is 3 bytes"),
+        ("a.txt", b"\xff\xfe", "a.txt: is not UTF-8 text (invalid start byte)"),
+        ("a.jsonl.gz", b"{}", "a.jsonl.gz: cannot be read (Not a gzipped file"),
+        ("a.jsonl.xz", b"{}", "a.jsonl.xz: cannot be read (Input format"),
         ("a.npy.xz", b"{}", "a.npy.xz: not a NumPy array"),
-        ("a.jsonl", b'{"text": 5}', "a.jsonl: 'text' holds a int, not text"),
+        ("a.jsonl", b'{"text": 5}', "a.jsonl: line 1 has no string under key 'text'; set text_key"),
     ],
 )
 def test_a_broken_file_is_one_line(tmp_path: Path, name: str, content: bytes, said: str) -> None:

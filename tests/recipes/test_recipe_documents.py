@@ -1,4 +1,4 @@
-"""recipes/README.md holds what the code and the result files say; the measurement counts what it says it counts."""
+"""The generated tables of the documents are current; the measurement gives known figures for a known model."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import torch
 from torch import nn
 
 from deltanet_hf.errors import UserError
-from deltanet_recipes.measure import Measure, append_rows
-from deltanet_recipes.readme_tables import BLOCK, rewritten
+from deltanet_recipes.study.results_row import Measure, append_rows
+from readme_tables import BLOCK, rewritten
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("name", ["README.md", "recipes/README.md"])
+@pytest.mark.parametrize("name", ["README.md", "docs/training.md", "docs/journal-training.md"])
 def test_generated_tables_are_current(name: str) -> None:
-    """If not: python -m deltanet_recipes.readme_tables README.md recipes/README.md."""
+    """If this fails, run: python tools/readme_tables.py README.md docs/training.md docs/journal-training.md."""
     text = (ROOT / name).read_text(encoding="utf-8")
     assert BLOCK.search(text)
     assert rewritten(text, ROOT) == text
@@ -84,7 +84,7 @@ def test_measures_of_a_model_that_is_known(arrays: Path) -> None:
     assert figures["heldwiki.kl"]["value"] == pytest.approx(kl, rel=1e-4)
     assert figures["lastword.seen"]["value"] == pytest.approx(2 / 3)
     assert figures["lastword.any"]["value"] == 0.0
-    # Second copies are counted from their first token, which does not follow the end of the first copy by one.
+    # The first token of the second copy is scored too, and it is not the last token of the first copy plus one.
     odd = math.log((1 - 0.5) / 49)
     expected = math.exp(-(255 * math.log(0.5) + odd) / 256)
     assert figures["repeat.perplexity"]["value"] == pytest.approx(expected, rel=1e-4)

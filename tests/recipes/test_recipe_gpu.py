@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from deltanet_recipes.adapters import train_for
-from deltanet_recipes.losses import Head, KlTerms, live_chunk
-from deltanet_recipes.microstep import MicroStep, compile_layers
-from deltanet_recipes.models import decoder_layers, load_student
-from deltanet_recipes.objectives import Batch, Distil
-from deltanet_recipes.packing import make_rows
-from deltanet_recipes.runtime import Runtime
+from deltanet_recipes.data.packing import make_rows
 from deltanet_recipes.schema import Distil as DistilStage
-from deltanet_recipes.schema import Engine
-from deltanet_recipes.walk import document_boundaries
+from deltanet_recipes.schema_sections import Engine
+from deltanet_recipes.training.adapters import train_for
+from deltanet_recipes.training.layer_runner import document_boundaries
+from deltanet_recipes.training.losses import Head, KlTerms, live_chunk
+from deltanet_recipes.training.microstep import MicroStep, compile_layers
+from deltanet_recipes.training.model_pair import decoder_layers, load_student
+from deltanet_recipes.training.objectives import Batch, Distil
+from deltanet_recipes.training.runtime import Runtime
 from tests.recipes.tiny_run import SHAPE, make_models
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -28,7 +28,7 @@ LARGER = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2
 def gradients(
     folder: Path, compiled: bool, graphs: bool, isolate: bool, alone: bool = False, precision: Any = "bf16"
 ) -> dict[str, torch.Tensor]:
-    """Gradients of three micro-batches: their sum, or with `alone` those of the last one."""
+    """The gradients of three micro-batches: their sum, or with `alone` those of the last one."""
     from transformers import AutoModelForCausalLM
 
     runtime = Runtime(Engine(compile=compiled, cuda_graphs=graphs, precision=precision))
@@ -82,7 +82,7 @@ def test_a_replayed_graph_gives_eager_gradients(models: Path, isolate: bool, alo
 @pytest.mark.parametrize("isolate", [False, True])
 @pytest.mark.parametrize("graphs", [False, True])
 def test_compiled_layers_give_eager_gradients(models: Path, isolate: bool, graphs: bool) -> None:
-    """In float32; in bfloat16 both round at other places, which moves single gradients of this model by their size."""
+    """In float32. In bfloat16, different places of rounding change single gradients of this model by their size."""
     plain = gradients(models, False, False, isolate, precision="fp32")
     compiled = gradients(models, True, graphs, isolate, precision="fp32")
     assert plain.keys() == compiled.keys()
@@ -93,7 +93,7 @@ def test_compiled_layers_give_eager_gradients(models: Path, isolate: bool, graph
 @pytest.mark.parametrize("isolate", [False, True])
 @pytest.mark.parametrize("graphs", [False, True])
 def test_compiled_layers_are_as_exact_as_eager_ones(models: Path, isolate: bool, graphs: bool) -> None:
-    """In bfloat16, each against float32: the geometric mean of all gradients' errors."""
+    """In bfloat16, by the geometric mean of the errors of all gradients against float32."""
     truth = gradients(models, False, False, isolate, precision="fp32")
     means = []
     for found in (gradients(models, False, False, isolate), gradients(models, True, graphs, isolate)):

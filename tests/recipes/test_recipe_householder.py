@@ -1,4 +1,4 @@
-"""Distillation of a student that writes several times per token."""
+"""Distillation of a student whose state is written several times per token."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file
 
 from deltanet_recipes.config import load_recipe
-from deltanet_recipes.logbook import read_log
-from deltanet_recipes.models import load_student
-from deltanet_recipes.optim import parameter_groups
-from deltanet_recipes.pipeline import run
-from deltanet_recipes.schema import Optimizer
+from deltanet_recipes.schema_sections import Optimizer
+from deltanet_recipes.training.logbook import read_log
+from deltanet_recipes.training.model_pair import load_student
+from deltanet_recipes.training.optim import parameter_groups
+from deltanet_recipes.training.pipeline import run
 from tests.recipes.tiny_run import ALIGN, DISTIL, make_workplace, recipe_tree, write_recipe
 
 

@@ -1,6 +1,4 @@
-"""Recipes on an imported Qwen3.5 model: trained as a converted one is, but LoRA adapts its mixers, and nothing can be
-aligned.
-"""
+"""Recipes on an imported Qwen3.5 model: LoRA adapts its mixers too, and there is no align stage."""
 
 from __future__ import annotations
 
@@ -16,18 +14,19 @@ from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 
-from deltanet_convert.export.import_native import plan_import, write_import
+from deltanet_convert.export.import_qwen3_5 import plan_import, write_import
 from deltanet_hf.errors import UserError
-from deltanet_recipes import trainer
-from deltanet_recipes.adapters import merge_lora, train_for
 from deltanet_recipes.config import load_recipe
-from deltanet_recipes.logbook import read_log
-from deltanet_recipes.models import is_imported, load_student, mixers
-from deltanet_recipes.optim import parameter_groups
-from deltanet_recipes.pipeline import run
-from deltanet_recipes.plan import estimate
-from deltanet_recipes.runtime import Runtime
-from deltanet_recipes.schema import Distil, Lora
+from deltanet_recipes.schema import Distil
+from deltanet_recipes.schema_sections import Lora
+from deltanet_recipes.training import trainer
+from deltanet_recipes.training.adapters import merge_lora, train_for
+from deltanet_recipes.training.cost_estimate import estimate
+from deltanet_recipes.training.logbook import read_log
+from deltanet_recipes.training.model_pair import is_imported, load_student, mixers
+from deltanet_recipes.training.optim import parameter_groups
+from deltanet_recipes.training.pipeline import run
+from deltanet_recipes.training.runtime import Runtime
 from tests.recipes.tiny_run import ALIGN, DISTIL, SHAPE, make_tokenizer, make_workplace, recipe_tree, write_recipe
 
 CHAT_TEMPLATE = (
@@ -56,7 +55,7 @@ FAST = {**DISTIL, "optimizer": {"mixer_lr": 1e-2, "rest_lr": 1e-2}}
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`student`: an imported model; `native`: the same before the import; `teacher`: a Llama of its vocabulary."""
+    """`student`: an imported model; `native`: that model before the import; `teacher`: a Llama of its vocabulary."""
     folder = make_workplace(tmp_path_factory.mktemp("models"))
     shutil.rmtree(folder / "student")
     torch.manual_seed(3)
@@ -72,7 +71,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(workplace: Path, out: Path, stages: list[dict[str, Any]], teacher: str, **changes: Any) -> Path:
-    """Runs a recipe; the folder of the final model."""
+    """Run a recipe and return the folder of the final model."""
     out.parent.mkdir(parents=True, exist_ok=True)
     tree = recipe_tree(workplace, stages, output=str(out), teacher=str(workplace / teacher), **changes)
     return run(load_recipe(write_recipe(out.parent, tree)))
@@ -144,7 +143,7 @@ def test_interrupted_stages_continue_with_the_same_losses_and_weights(
         {**DISTIL, "kind": "repair", "ce_weight": 1.0, "tokens": 128 * 6, "data": {**chat, "repeat": True}},
     ]
     expected = train(workplace, tmp_path / "a" / "run", stages, "teacher")
-    step = trainer.Trainer._optimiser_step
+    step = trainer.Trainer.optimiser_step
     for kind in ("distil", "long", "repair"):
 
         def stop(self: trainer.Trainer, kind: str = kind) -> Any:
@@ -153,7 +152,7 @@ def test_interrupted_stages_continue_with_the_same_losses_and_weights(
             return step(self)
 
         with monkeypatch.context() as patch:
-            patch.setattr(trainer.Trainer, "_optimiser_step", stop)
+            patch.setattr(trainer.Trainer, "optimiser_step", stop)
             with pytest.raises(KeyboardInterrupt):
                 train(workplace, tmp_path / "b" / "run", stages, "teacher")
     again = train(workplace, tmp_path / "b" / "run", stages, "teacher")

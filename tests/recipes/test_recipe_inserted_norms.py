@@ -1,4 +1,4 @@
-"""A hybrid whose kept layers got q/k norms at conversion: alignment leaves them, distillation always trains them."""
+"""A hybrid whose kept layers got q/k norms at conversion: alignment does not change them, distillation trains them."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from deltanet_convert.norm_target import with_norms
+from deltanet_convert.start.norm_target import with_norms
 from deltanet_hf import DeltaNetOptions, converted_config
-from deltanet_hf.config import INSERTED_QK_NORMS
-from deltanet_hf.families import FAMILIES
-from deltanet_hf.modeling import MODEL_CLASSES
-from deltanet_recipes.adapters import inserted_norms, train_for
+from deltanet_hf.models.factory import model_class
+from deltanet_hf.models.families import FAMILIES
+from deltanet_hf.models.layers import INSERTED_QK_NORMS
 from deltanet_recipes.config import load_recipe
-from deltanet_recipes.models import load_student
-from deltanet_recipes.pipeline import run
 from deltanet_recipes.schema import Distil
+from deltanet_recipes.training.adapters import inserted_norms, train_for
+from deltanet_recipes.training.model_pair import load_student
+from deltanet_recipes.training.pipeline import run
 from tests.recipes.tiny_run import ALIGN, DISTIL, SHAPE, make_workplace, recipe_tree, write_recipe
 
 NORMS = {f"model.layers.1.self_attn.{name}_norm.weight" for name in "qk"}
@@ -26,18 +26,18 @@ NORMS = {f"model.layers.1.self_attn.{name}_norm.weight" for name in "qk"}
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The usual teacher, and a native student whose layer 1 has inserted norms."""
+    """A softmax teacher, and a student with Qwen3.5's layer and inserted norms in layer 1."""
     folder = make_workplace(tmp_path_factory.mktemp("models"))
     torch.manual_seed(0)
     config = with_norms(FAMILIES["llama"].config_class(**SHAPE), [1])
-    student = MODEL_CLASSES["qwen3"](converted_config(config, DeltaNetOptions.native((0, 2))))
+    student = model_class("qwen3")(converted_config(config, DeltaNetOptions.native((0, 2))))
     student.load_state_dict(load_file(folder / "teacher" / "model.safetensors"), strict=False)
     student.save_pretrained(folder / "student")
     return folder
 
 
 def moved_by(workplace: Path, out: Path, stage: dict[str, object]) -> set[str]:
-    """Names of the weights that a run of one stage changed."""
+    """The names of the weights that a run of one stage changes."""
     out.mkdir()
     run(load_recipe(write_recipe(out, recipe_tree(workplace, [stage], output=str(out / "run")))))
     before, after = (load_file(f / "model.safetensors") for f in (workplace / "student", out / "run" / "final"))

@@ -1,4 +1,4 @@
-"""The long stage on a tiny model, and what lets one recorded graph serve rows that pack different documents."""
+"""The long stage on a tiny model, and batches that one recorded CUDA graph can serve whatever documents they pack."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import torch
 from safetensors.torch import load_file
 from torch.utils import _pytree as pytree
 
-from deltanet_recipes.adapters import train_for
 from deltanet_recipes.config import load_recipe
-from deltanet_recipes.feeds import RowFeed
-from deltanet_recipes.logbook import read_log
-from deltanet_recipes.losses import Head, KlTerms, live_chunk
-from deltanet_recipes.microstep import MicroStep
-from deltanet_recipes.models import load_student, load_teacher
-from deltanet_recipes.objectives import Align, Distil
-from deltanet_recipes.packing import Mixture, split_streams
-from deltanet_recipes.pipeline import run
-from deltanet_recipes.runtime import Runtime
-from deltanet_recipes.tokens import load_corpus
+from deltanet_recipes.data.packing import Mixture, split_streams
+from deltanet_recipes.data.tokens import load_corpus
+from deltanet_recipes.training.adapters import train_for
+from deltanet_recipes.training.feeds import RowFeed
+from deltanet_recipes.training.logbook import read_log
+from deltanet_recipes.training.losses import Head, KlTerms, live_chunk
+from deltanet_recipes.training.microstep import MicroStep
+from deltanet_recipes.training.model_pair import load_student, load_teacher
+from deltanet_recipes.training.objectives import Align, Distil
+from deltanet_recipes.training.pipeline import run
+from deltanet_recipes.training.runtime import Runtime
 from tests.recipes.tiny_run import DISTIL, make_tokenizer, make_workplace, recipe_tree, write_recipe
 
 SEPARATOR = 2
@@ -85,7 +85,7 @@ def test_a_long_stage_has_defaults_of_its_own(workplace: Path, tmp_path: Path) -
 
 @pytest.fixture
 def feed(workplace: Path, tmp_path: Path) -> tuple[Any, RowFeed, Runtime]:
-    """A recipe, and rows of 256 tokens that hold about 6 documents each, never the same number."""
+    """A recipe, and rows of 256 tokens with about 6 documents each, whose number varies."""
     recipe = load_recipe(write_recipe(tmp_path, recipe_tree(workplace, [LONG])))
     corpus = load_corpus(recipe.data.sources[0], make_tokenizer(), SEPARATOR, tmp_path)
     training, _ = split_streams([corpus], 256, 0, True)
@@ -96,7 +96,7 @@ def feed(workplace: Path, tmp_path: Path) -> tuple[Any, RowFeed, Runtime]:
 
 @pytest.mark.parametrize("kind", ["align", "distil"])
 def test_packed_rows_differ_in_the_contents_of_tensors_only(feed: tuple[Any, RowFeed, Runtime], kind: str) -> None:
-    """A recorded graph knows the first batch's shapes, Python values and addresses; all else must come by copying."""
+    """A graph keeps the shapes, Python values and addresses of its first batch; only contents can be copied."""
     recipe, rows, runtime = feed
     student, teacher = load_student(recipe.student), load_teacher(recipe, torch.float32)
     train_for(student, recipe.stages[0], seed=0)
@@ -122,4 +122,4 @@ def test_packed_rows_differ_in_the_contents_of_tensors_only(feed: tuple[Any, Row
                 mine.copy_(theirs)
             else:
                 assert mine is theirs or mine == theirs
-        torch.testing.assert_close(step._eager(recorded), step._eager(batch), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(step.run_eagerly(recorded), step.run_eagerly(batch), rtol=1e-6, atol=1e-6)

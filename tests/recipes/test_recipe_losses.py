@@ -1,4 +1,4 @@
-"""The chunked loss, top-k KL, the walk over layers, Muon's orthogonalisation, schedules."""
+"""The chunked loss, top-k KL, the layer runner, Muon's orthogonalisation and schedules."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from deltanet_recipes.losses import (
+from deltanet_recipes.data.packing import make_rows
+from deltanet_recipes.schema import Align
+from deltanet_recipes.schema_sections import Optimizer
+from deltanet_recipes.training.layer_runner import LayerRunner, document_boundaries
+from deltanet_recipes.training.losses import (
     ChunkedLoss,
     Head,
     KlTerms,
@@ -16,11 +20,8 @@ from deltanet_recipes.losses import (
     live_chunk,
     top_k_kl,
 )
-from deltanet_recipes.optim import orthogonalise, rate_factor
-from deltanet_recipes.packing import make_rows
-from deltanet_recipes.schema import Align, Optimizer
-from deltanet_recipes.walk import Walk, document_boundaries
-from tests.tiny_models import tiny_student, tiny_teacher
+from deltanet_recipes.training.optim import orthogonalise, rate_factor
+from support.tiny_models import tiny_student, tiny_teacher
 
 EOS = 2
 
@@ -113,12 +114,12 @@ FAMILIES = ["llama", "qwen3", "granite", "gemma2", "gemma3_text", "olmo2", "phi3
 
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
-def test_walk_equals_the_models_own_forward(family: str) -> None:
+def test_the_layer_runner_equals_the_models_own_forward(family: str) -> None:
     rows = packed_rows()
     for model in (tiny_teacher(family), tiny_student(family, layers=(0, 2))):
-        walk = Walk(model)
+        runner = LayerRunner(model)
         cu_seqlens = document_boundaries(rows.position_ids)
-        walked, _ = walk.layers(walk.enter(rows, cu_seqlens))
+        walked, _ = runner.run_layers(runner.embed(rows, cu_seqlens))
         own = model.model(input_ids=rows.input_ids, position_ids=rows.position_ids, use_cache=False)
         torch.testing.assert_close(walked, own.last_hidden_state, rtol=1e-4, atol=1e-4)
         logits = Head.of(model).logits(walked, model.get_output_embeddings().weight)
@@ -131,10 +132,10 @@ def test_walk_equals_the_models_own_forward(family: str) -> None:
 def test_packed_documents_do_not_leak(layers: tuple[int, ...]) -> None:
     model = tiny_teacher("llama") if not layers else tiny_student("llama", layers=layers)
     rows = packed_rows()
-    walk = Walk(model)
-    before, _ = walk.layers(walk.enter(rows, document_boundaries(rows.position_ids)))
+    runner = LayerRunner(model)
+    before, _ = runner.run_layers(runner.embed(rows, document_boundaries(rows.position_ids)))
     rows.input_ids[0, 3] = 50 if int(rows.input_ids[0, 3]) != 50 else 51
-    after, _ = walk.layers(walk.enter(rows, document_boundaries(rows.position_ids)))
+    after, _ = runner.run_layers(runner.embed(rows, document_boundaries(rows.position_ids)))
     changed = (before - after).abs().amax(-1) > 1e-6
     assert changed[0, 3:10].all()
     assert not changed[0, 10:].any()
@@ -144,11 +145,11 @@ def test_packed_documents_do_not_leak(layers: tuple[int, ...]) -> None:
 @torch.no_grad()
 def test_without_isolation_documents_are_one_sequence() -> None:
     model, rows = tiny_student("llama"), packed_rows(isolate=False)
-    walk = Walk(model)
+    runner = LayerRunner(model)
     assert document_boundaries(rows.position_ids) is None
-    before, _ = walk.layers(walk.enter(rows, None))
+    before, _ = runner.run_layers(runner.embed(rows, None))
     rows.input_ids[0, 3] += 1
-    after, _ = walk.layers(walk.enter(rows, None))
+    after, _ = runner.run_layers(runner.embed(rows, None))
     assert ((before - after).abs().amax(-1)[0, 3:] > 0).all()
 
 

@@ -1,4 +1,4 @@
-"""What a run shows and leaves: the plan, progress, logs, trackers, plots and the model card."""
+"""The output of a run: plan, progress, logs, trackers, plots and model card."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.report.contestants import training_tokens
 from deltanet_recipes.config import load_recipe
-from deltanet_recipes.logbook import read_log
-from deltanet_recipes.pipeline import run
+from deltanet_recipes.training.logbook import read_log
+from deltanet_recipes.training.pipeline import run
 from tests.recipes.tiny_run import ALIGN, DISTIL, make_workplace, recipe_tree, write_recipe
 
 STAGES = [{**ALIGN, "tokens": 128 * 4}, {**DISTIL, "tokens": 128 * 4}]
@@ -31,7 +31,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Tracker:
-    """Takes from accelerate's place what a tracker would be given."""
+    """Stands in for accelerate and records what a tracker would be given."""
 
     def __init__(self, log_with: list[str], project_dir: str) -> None:
         self.log_with, self.project_dir, self.ended = log_with, project_dir, False
@@ -50,7 +50,7 @@ class Tracker:
 
 @pytest.fixture(scope="module")
 def finished(workplace: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Folder of a run that read contaminated data and chats, and what it showed."""
+    """The folder of a run that read contaminated data, and the text it printed."""
     folder = tmp_path_factory.mktemp("finished")
     shared = json.loads((workplace / "text.jsonl").read_text().splitlines()[3])["text"]
     (folder / "quiz.jsonl").write_text(json.dumps({"question": shared}))
@@ -82,7 +82,7 @@ def test_a_run_leaves_tables_and_pictures(finished: tuple[Path, str]) -> None:
     assert all((folder / name).stat().st_size > 5000 for name in ("loss.png", "layers.png", "kl.png"))
 
 
-def test_the_card_tells_teacher_tokens_hours_scores_data_and_recipe(finished: tuple[Path, str]) -> None:
+def test_the_card_names_teacher_tokens_hours_scores_data_and_recipe(finished: tuple[Path, str]) -> None:
     folder = finished[0]
     card = (folder / "final" / "README.md").read_text()
     held_out = [row["held_out.kl"] for row in read_log(folder) if "held_out.kl" in row]
@@ -104,7 +104,7 @@ def test_the_card_does_not_pass_a_part_of_the_kl_off_as_all_of_it(workplace: Pat
     assert f"| kl of the top 8 {last:.4g}, perplexity" in (final / "README.md").read_text()
 
 
-def test_only_the_stages_that_were_run_are_told(workplace: Path, tmp_path: Path) -> None:
+def test_the_card_names_only_the_stages_that_were_run(workplace: Path, tmp_path: Path) -> None:
     recipe = load_recipe(write_recipe(tmp_path, recipe_tree(workplace, STAGES, output=str(tmp_path / "run"))))
     final = run(recipe, ("align",))
     assert training_tokens(final) == STAGES[0]["tokens"]
@@ -144,7 +144,7 @@ def test_trackers_get_the_recipe_and_every_row_at_its_step(
     monkeypatch.setattr(accelerate, "Accelerator", lambda **kwargs: made.append(Tracker(**kwargs)) or made[-1])
     stages = [{**STAGES[0], "mode": mode}, STAGES[1]]
     tree = recipe_tree(workplace, stages, output=str(tmp_path / "run"), log={"every": 2, "trackers": ["tensorboard"]})
-    with monkeypatch.context() as patch:  # whether it is installed here or not
+    with monkeypatch.context() as patch:  # as if every tracker were installed
         patch.setattr("importlib.util.find_spec", lambda name: name)
         recipe = load_recipe(write_recipe(tmp_path, tree))
     run(recipe)

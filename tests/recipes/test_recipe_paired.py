@@ -1,4 +1,4 @@
-"""Runs over the same tokens, compared batch by batch."""
+"""tools/paired.py compares runs over the same tokens batch by batch."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from deltanet_hf.errors import UserError
-from deltanet_recipes.paired import compare, main, markdown
+from paired import compare, main, markdown
 
 
 def log(factor: float, align_tokens: int, until: int) -> list[dict[str, float | str]]:
-    """A run whose KL on the batch that ends at token t is factor * t; its alignment took `align_tokens`."""
+    """The log of a run whose KL on the batch that ends at token t is factor * t, after `align_tokens` of alignment."""
     rows: list[dict[str, float | str]] = []
     if align_tokens:
         rows.append({"stage": "align", "step": 1, "tokens": align_tokens, "held_out.error": 0.5})

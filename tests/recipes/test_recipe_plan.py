@@ -1,4 +1,4 @@
-"""The stage table: what it counts is what is trained and kept, and 8B fits where the recipes say."""
+"""The estimates before training: parameters and files are counted right, and 8B fits where the recipes say."""
 
 from __future__ import annotations
 
@@ -11,19 +11,17 @@ import torch
 from torch import nn
 
 from deltanet_hf import DeltaNetOptions, converted_config
-from deltanet_hf.families import FAMILIES
-from deltanet_hf.modeling import MODEL_CLASSES
-from deltanet_recipes.adapters import train_for, train_mixers
+from deltanet_hf.models.factory import model_class
+from deltanet_hf.models.families import FAMILIES
 from deltanet_recipes.config import load_recipe, read_recipe
-from deltanet_recipes.layerwise import LayerwiseAlign
-from deltanet_recipes.models import load_student, mixers
-from deltanet_recipes.pipeline import run
-from deltanet_recipes.plan import estimate
-from deltanet_recipes.runtime import Runtime
 from deltanet_recipes.schema import Align
+from deltanet_recipes.training.adapters import train_for, train_mixers
+from deltanet_recipes.training.cost_estimate import estimate
+from deltanet_recipes.training.layerwise import LayerwiseAlign
+from deltanet_recipes.training.model_pair import load_student, mixers
+from deltanet_recipes.training.pipeline import run
+from deltanet_recipes.training.runtime import Runtime
 from tests.recipes.tiny_run import ALIGN, DISTIL, make_workplace, recipe_tree, write_recipe
-
-RECIPES = Path(__file__).parents[2] / "recipes"
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +65,7 @@ def test_the_plan_knows_the_files_that_a_stage_keeps(
     def look(self: LayerwiseAlign, index: int, mixer: nn.Module) -> None:
         kept["activations"] = size("activations-0/*")
 
-    monkeypatch.setattr(LayerwiseAlign, "_train", look)
+    monkeypatch.setattr(LayerwiseAlign, "train_mixer", look)
     stages = [{**ALIGN, "mode": "layerwise", "cached_tokens": 512}, {**DISTIL, "top_k": 8}]
     tree = recipe_tree(workplace, stages, output=str(tmp_path / "run"))
     recipe = load_recipe(write_recipe(tmp_path, tree))
@@ -81,15 +79,15 @@ def test_the_plan_knows_the_files_that_a_stage_keeps(
 
 @pytest.mark.parametrize(("name", "family"), [("qwen3-8b", "qwen3"), ("llama-3.1-8b", "llama")])
 def test_one_gpu_of_24_gb_aligns_8b(name: str, family: str) -> None:
-    """From shapes alone, as the plan computes it: weights on no device."""
+    """The estimate needs shapes only, so the weights are on the meta device."""
     shape = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
     size = {"intermediate_size": 14336, "vocab_size": 152064, "tie_word_embeddings": False, "head_dim": 128}
     config = FAMILIES[family].config_class(**shape, **size)
     kept = [layer for layer in range(32) if layer % 4 != 3]
     with torch.device("meta"):
-        student = MODEL_CLASSES[family](converted_config(config, DeltaNetOptions.teacher(kept)))
+        student = model_class(family)(converted_config(config, DeltaNetOptions.teacher(kept)))
     assert sum(p.numel() for p in student.parameters()) > 8e9
-    recipe = read_recipe(RECIPES / f"{name}.yaml")
+    recipe = read_recipe(name)
     alone: Any = SimpleNamespace(world=1, bf16=True)
     align = next(stage for stage in recipe.stages if isinstance(stage, Align))
     assert 2 * 2**30 < estimate(align, recipe, student, alone).memory < 12 * 2**30

@@ -1,4 +1,4 @@
-"""The table of one recipe on several processes."""
+"""tools/scaling.py runs one recipe on several numbers of processes."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from pathlib import Path
 import pytest
 
 from deltanet_hf.errors import UserError
-from deltanet_recipes.scaling import markdown, summarise
+from scaling import markdown, summarise
 from tests.recipes.tiny_run import DISTIL, make_workplace, recipe_tree, write_recipe
 
+ROOT = Path(__file__).parents[2]
 
-def test_two_processes_stand_beside_one(tmp_path: Path) -> None:
+
+def test_one_and_two_processes_are_compared(tmp_path: Path) -> None:
     make_workplace(tmp_path)
     recipe = write_recipe(tmp_path, recipe_tree(tmp_path, [{**DISTIL, "tokens": 128 * 4}]))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "deltanet_recipes.scaling", str(recipe), str(tmp_path / "out")]
+    command = [sys.executable, str(ROOT / "tools" / "scaling.py"), str(recipe), str(tmp_path / "out")]
     options = ["--gpus", "1,2", "--sharding", "none"]
     done = subprocess.run([*command, *options], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

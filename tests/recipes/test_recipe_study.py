@@ -1,4 +1,4 @@
-"""A study on tiny models: rows for finished and failed runs, finished ones skipped, only what is kept left behind."""
+"""A study on tiny models: rows for finished and failed runs, resuming, and the files that are kept."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ import pytest
 import yaml
 
 from deltanet_hf.errors import UserError
-from deltanet_recipes.results_table import markdown
-from deltanet_recipes.study import StudyRun
-from deltanet_recipes.study_config import load_study
+from deltanet_recipes.study.runner import StudyRun
+from deltanet_recipes.study.study_config import load_study
+from results_table import markdown
 from tests.recipes.tiny_run import ALIGN, DISTIL, WORDS, make_workplace, recipe_tree, write_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Teacher, text, a recipe, and evaluation arrays of one window each."""
+    """A folder with teacher, text, a recipe, and evaluation arrays of one window each."""
     folder = make_workplace(tmp_path_factory.mktemp("study"))
     short = {"tokens": 256}
     write_recipe(folder, recipe_tree(folder, [{**ALIGN, **short}, {**DISTIL, **short}]))
@@ -188,7 +188,7 @@ def test_a_wrong_study_is_one_clear_error(workplace: Path, tmp_path: Path, chang
 
 
 @pytest.mark.parametrize(("given", "words"), [((), "home=..."), (("house=x",), "house=x: expected NAME=VALUE")])
-def test_variables_are_asked_for(workplace: Path, tmp_path: Path, given: tuple[str, ...], words: str) -> None:
+def test_missing_variables_are_named(workplace: Path, tmp_path: Path, given: tuple[str, ...], words: str) -> None:
     study = write_study(workplace, tmp_path, [{"name": "teacher", "untrained": "teacher"}])
     with pytest.raises(UserError) as caught:
         load_study(study, given)
@@ -221,7 +221,7 @@ def test_work_goes_to_the_device_with_the_least(workplace: Path, tmp_path: Path)
 
 def test_the_study_of_smollm2_is_valid(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    study = load_study(Path("recipes/smollm2-135m-study.yaml"), ["teacher=t", "arrays=a"])
+    study = load_study(Path("recipes/studies/smollm2-135m-study.yaml"), ["teacher=t", "arrays=a"])
     tokens = {run.name: study.tokens(run) for run in study.runs}
     assert {round(count / 1e6, 1) for count in tokens.values()} == {0.0, 9.9, 100.3}
     for run in study.runs:

@@ -1,4 +1,4 @@
-"""Stages on a tiny model: the loss falls, frozen parts do not move, merged equals unmerged, runs resume exactly."""
+"""Stages on a tiny model: losses fall, frozen weights stay, merged adapters equal unmerged ones, runs resume exactly."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from deltanet_hf.errors import QualityError, UserError
-from deltanet_recipes import trainer
-from deltanet_recipes.adapters import lora_targets, merge_lora, train_for
 from deltanet_recipes.config import load_recipe
-from deltanet_recipes.feeds import check_share
-from deltanet_recipes.logbook import read_log
-from deltanet_recipes.models import load_student, mixers
-from deltanet_recipes.pipeline import run
-from deltanet_recipes.runtime import Runtime
-from deltanet_recipes.schema import Align, Distil, Lora
+from deltanet_recipes.schema import Align, Distil
+from deltanet_recipes.schema_sections import Lora
+from deltanet_recipes.training import trainer
+from deltanet_recipes.training.adapters import lora_targets, merge_lora, train_for
+from deltanet_recipes.training.feeds import check_share
+from deltanet_recipes.training.logbook import read_log
+from deltanet_recipes.training.model_pair import load_student, mixers
+from deltanet_recipes.training.pipeline import run
+from deltanet_recipes.training.runtime import Runtime
 from tests.recipes.tiny_run import ALIGN, DISTIL, LAYERS, make_workplace, recipe_tree, write_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -229,7 +230,7 @@ def test_killed_run_continues_with_the_same_losses_and_weights(workplace: Path, 
 def test_a_start_killed_before_its_first_checkpoint_leaves_no_rows(
     workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step = trainer.Trainer._optimiser_step
+    step = trainer.Trainer.optimiser_step
 
     def stop(self: trainer.Trainer) -> Any:
         if self.step == 1:
@@ -238,7 +239,7 @@ def test_a_start_killed_before_its_first_checkpoint_leaves_no_rows(
 
     stages = [{**ALIGN, "tokens": 128 * 4}]
     with monkeypatch.context() as patch:
-        patch.setattr(trainer.Trainer, "_optimiser_step", stop)
+        patch.setattr(trainer.Trainer, "optimiser_step", stop)
         with pytest.raises(KeyboardInterrupt):
             train(workplace, tmp_path / "run", stages)
     assert [row["step"] for row in read_log(tmp_path / "run")] == [0, 1]
@@ -258,8 +259,9 @@ def test_bf16_arithmetic_trains_float32_embeddings_too(workplace: Path, tmp_path
 
 @pytest.mark.parametrize("sharding", ["none", "fsdp2"])
 def test_two_processes_equal_one(workplace: Path, tmp_path: Path, sharding: str) -> None:
-    """One process takes the same rows one by one: AdamW's first step of a stage is as long for a gradient that is
-    nothing but rounding, so the gradients must be sums of the same parts.
+    """The single process takes its rows one by one, so that both runs sum the same parts of each gradient.
+
+    AdamW's first step has full length even for a gradient that consists of rounding errors only.
     """
     stages = [{**stage, "tokens": 512, "micro_batch_rows": 1} for stage in (ALIGN, DISTIL)]
     expected = train(workplace, tmp_path / "a" / "run", stages)
@@ -277,7 +279,7 @@ def test_two_processes_equal_one(workplace: Path, tmp_path: Path, sharding: str)
 
 
 def test_two_processes_align_layer_by_layer_like_one(workplace: Path, tmp_path: Path) -> None:
-    """A process that may hold more rows than its share holds its share."""
+    """`micro_batch_rows` may exceed the rows that a process has of a step."""
     stages = [{**ALIGN, "mode": "layerwise", "tokens": 512, "cached_tokens": 256, "micro_batch_rows": 2}]
     expected = train(workplace, tmp_path / "a" / "run", stages)
     (tmp_path / "b").mkdir()
@@ -290,11 +292,11 @@ def test_two_processes_align_layer_by_layer_like_one(workplace: Path, tmp_path: 
         assert one[2] == pytest.approx(two[2], rel=1e-4)
 
 
-def test_every_process_has_put_its_activations_away_before_one_deletes_the_folder(
+def test_every_process_deletes_its_activations_before_one_deletes_the_folder(
     workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "run" / "checkpoints"
-    met: list[tuple[int, int]] = []  # where processes wait for each other: finished mixers, folders of activations
+    met: list[tuple[int, int]] = []  # at each barrier: the numbers of finished mixers and of folders with activations
     monkeypatch.setattr(
         Runtime,
         "barrier",
@@ -305,7 +307,7 @@ def test_every_process_has_put_its_activations_away_before_one_deletes_the_folde
 
 
 def test_processes_that_would_leave_rows_out_are_refused() -> None:
-    stage = Distil(tokens=8192, batch_tokens=8192, sequence_length=2048)  # 4 rows a step
+    stage = Distil(tokens=8192, batch_tokens=8192, sequence_length=2048)  # 4 rows per step
     for world in (1, 2, 4):
         check_share(stage, world)
     for world in (3, 8):
@@ -348,6 +350,6 @@ def test_teacher_of_another_shape_and_unconverted_student_are_refused(workplace:
         train(workplace, tmp_path / "run", [ALIGN], teacher=str(tmp_path / "teacher"))
     with pytest.raises(UserError, match="teacher: /no/where: no such folder"):
         train(workplace, tmp_path / "run", [ALIGN], teacher="/no/where")
-    assert not (tmp_path / "run").exists()  # nothing was tokenised for a run that cannot be
+    assert not (tmp_path / "run").exists()  # the run was refused before anything was tokenised
     with pytest.raises(UserError, match="which is not a converted model"):
         train(workplace, tmp_path / "run2", [ALIGN], student=str(workplace / "teacher"), teacher="x")

@@ -1,4 +1,4 @@
-"""A tiny teacher, its converted student, a tokenizer and a text on disk, and recipes over them."""
+"""Writes a tiny teacher, its converted student, a tokenizer and a text to disk, and recipes that use them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from deltanet_hf import DeltaNetOptions, converted_config
-from deltanet_hf.families import FAMILIES
-from deltanet_hf.modeling import MODEL_CLASSES
+from deltanet_hf.models.factory import model_class
+from deltanet_hf.models.families import FAMILIES
 
 WORDS = 60
 LAYERS = 3
@@ -46,12 +46,12 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 def make_models(
     folder: Path, layers: tuple[int, ...] = tuple(range(LAYERS)), family: str = "llama", **wiring: Any
 ) -> None:
-    """FOLDER/teacher and FOLDER/student: the student has the teacher's weights, new parts at their neutral start."""
+    """Write FOLDER/teacher and FOLDER/student, which has the teacher's weights and untrained new parameters."""
     torch.manual_seed(0)
     config = FAMILIES[family].config_class(**SHAPE)
     teacher = FAMILIES[family].model_class(config)
     options = DeltaNetOptions.preset("teacher", layers, **wiring)
-    student = MODEL_CLASSES[family](converted_config(config, options))
+    student = model_class(family)(converted_config(config, options))
     student.load_state_dict(teacher.state_dict(), strict=False)
     tokenizer = make_tokenizer()
     for name, model in (("teacher", teacher), ("student", student)):
@@ -61,7 +61,7 @@ def make_models(
 
 
 def make_text(path: Path, documents: int = 120, seed: int = 0) -> None:
-    """A jsonl of random documents of 20 to 60 words."""
+    """Write a .jsonl file of random documents of 20 to 60 words."""
     generator = torch.Generator().manual_seed(seed)
     with open(path, "w", encoding="utf-8") as file:
         for _ in range(documents):
@@ -77,7 +77,7 @@ def make_workplace(folder: Path, **kwargs: Any) -> Path:
 
 
 def recipe_tree(folder: Path, stages: list[dict[str, Any]], **changes: Any) -> dict[str, Any]:
-    """A recipe over the workplace, as YAML would hold it."""
+    """A recipe over the files in `folder`, as a YAML file holds it."""
     data = {"sources": [{"path": str(folder / "text.jsonl")}], "holdout_tokens": 256, "repeat": True}
     return {
         "student": str(folder / "student"),

@@ -1,1 +1,1 @@
-"""Commands that measure conversions."""
+"""Benchmarks of conversions; each is a command."""

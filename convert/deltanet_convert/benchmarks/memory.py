@@ -1,11 +1,11 @@
-"""Peak memory of a conversion against its bound: largest decoder layer + its activations + embeddings + 1 GiB.
+"""Compares the peak memory of a conversion with its bound: largest layer + its activations + embeddings + 1 GiB.
 
     python -m deltanet_convert.benchmarks.memory FOLDER [--layers 18] [--profile teacher] [--calibration-tokens 512]
 
-Writes a Llama checkpoint of random bfloat16 weights into FOLDER (18 layers of an 8B model: 8.4 GB), unless it is there,
-converts it in a process of its own and prints the peak of that process's resident set. Both weights (input and output
-embedding, one layer) count as stored, in bfloat16, although the conversion computes in float32. FOLDER needs room for
-two such models. Linux.
+Writes a Llama checkpoint of random bfloat16 weights into FOLDER (18 layers of an 8B model: 8.4 GB), unless it exists,
+converts it in a separate process and prints the peak of that process's resident set. The bound counts the weights
+(input and output embedding, one layer) as stored, in bfloat16, although the conversion computes in float32. FOLDER must
+have space for two such models. Linux only.
 """
 
 import argparse
@@ -28,8 +28,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from deltanet_convert.teacher import meta_model
-from deltanet_convert.writer import ShardWriter, TensorSpec, plan_layout
+from deltanet_convert.storage.shard_writer import ShardWriter, TensorSpec, plan_layout
+from deltanet_convert.teacher_model import meta_model
 
 GIB = 2**30
 SHAPE: dict[str, Any] = {
@@ -43,7 +43,7 @@ SHAPE: dict[str, Any] = {
 
 
 def make_teacher(folder: Path, layers: int) -> LlamaConfig:
-    """A complete checkpoint of random weights, written shard by shard."""
+    """Writes a complete checkpoint of random weights shard by shard; returns its config."""
     config = LlamaConfig(**SHAPE, num_hidden_layers=layers, dtype="bfloat16", architectures=["LlamaForCausalLM"])
     done = folder / "complete"
     if done.exists() and done.read_text() == str(layers):
@@ -69,7 +69,7 @@ def make_teacher(folder: Path, layers: int) -> LlamaConfig:
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character: there is none that belongs to random weights."""
+    """A tokenizer with one token per character, since random weights have no tokenizer of their own."""
     vocabulary = {token: index for index, token in enumerate(["<unk>", "<eos>", *string.printable])}
     backend = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
     backend.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")
@@ -77,10 +77,10 @@ def _tokenizer() -> PreTrainedTokenizerFast:
 
 
 def bound(config: LlamaConfig, tokens: int) -> dict[str, int]:
-    """Bytes of the parts of the bound.
+    """The parts of the bound in bytes.
 
-    The activations of a layer: its input and output for all tokens (calibration, and held-out text through teacher and
-    student, as many tokens each), its attention's inputs and outputs, in float32.
+    The activations of a layer are its input and output and its attention's inputs and outputs, in float32, for all
+    tokens: calibration text, and held-out text through teacher and student, with `tokens` tokens each.
     """
     model = meta_model(LlamaForCausalLM, config, torch.bfloat16)
     layer = sum(p.numel() * 2 for p in model.model.layers[0].parameters())
@@ -90,7 +90,7 @@ def bound(config: LlamaConfig, tokens: int) -> dict[str, int]:
 
 
 def main() -> None:
-    """Makes the checkpoint, converts it and prints the comparison as JSON; exit code 1 above the bound."""
+    """Writes the checkpoint, converts it and prints the comparison as JSON; exits with 1 above the bound."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--layers", type=int, default=18)

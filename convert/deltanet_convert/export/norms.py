@@ -1,8 +1,9 @@
-"""Zero-centred norms: the target computes x_hat * (1 + w'), so w' = w - 1 must not lose bits.
+"""Zero-centred norms: Qwen3.5 computes x_hat * (1 + w'), so an export stores w' = w - 1.
 
-In bfloat16 it does wherever w < 1/2. There, the norm's weight is multiplied by a (signed) power of two that brings it
-into [1/2, 1), and the columns of the matrices that read the norm's output are divided by it: both exact, the product
-unchanged. The q/k norms have no such reader (a rotation follows) and are stored in float32.
+In bfloat16, w - 1 loses bits wherever w < 1/2. There, the norm's weight is multiplied by a (signed) power of two that
+brings it into [1/2, 1), and the columns of the matrices that read the norm's output are divided by the same power. Both
+operations are exact and the product is unchanged. The q/k norms are followed by a rotation instead of a matrix and are
+stored in float32.
 """
 
 from __future__ import annotations
@@ -16,23 +17,26 @@ from deltanet_hf.errors import UserError
 
 
 def centre(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """w -> w - 1 in `dtype`."""
+    """Returns w - 1 in `dtype`."""
     return (weight.double() - 1.0).to(dtype)
 
 
 def uncentre(stored: Tensor, factors: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The weight that `centre` (after multiplication by `factors`) was given."""
+    """Undoes `centre` and the multiplication by `factors` before it."""
     weight = stored.double() + 1.0
     return (weight if factors is None else weight / factors.double()).to(dtype)
 
 
 def loses_bits(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """[C] bool: the channels whose w - 1 is not exact in `dtype`."""
+    """Marks the channels [C] whose w - 1 is not exact in `dtype`."""
     return centre(weight, dtype).double() + 1.0 != weight.double()
 
 
 def fold_factors(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """[C] float32 powers of two (1 where nothing is lost, negative for negative weights); None when all are 1."""
+    """Powers of two [C] float32 by which the weights are multiplied; None if all of them are 1.
+
+    A factor is 1 where w - 1 is exact, and negative where the weight is negative.
+    """
     lost = loses_bits(weight, dtype)
     if not bool(lost.any()):
         return None
@@ -41,7 +45,7 @@ def fold_factors(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
 
 
 def divide_columns(matrix: Tensor, factors: Tensor | None, name: str) -> Tensor:
-    """matrix [R, C] with its columns divided by `factors` [C]; UserError where that underflows."""
+    """Divides the columns of a matrix [R, C] by `factors` [C]; UserError if a value underflows."""
     if factors is None:
         return matrix
     divided = (matrix.float() / factors).to(matrix.dtype)
@@ -56,7 +60,7 @@ def multiply_columns(matrix: Tensor, factors: Tensor | None) -> Tensor:
 
 
 def factors_to_json(factors: Tensor) -> dict[str, list[int]]:
-    """Channels, exponents and signs (-1 or 1) of the factors that are not 1."""
+    """Lists channels, exponents and signs (-1 or 1) of the factors that are not 1."""
     channels = (factors != 1).nonzero().flatten()
     chosen = factors[channels]
     return {
@@ -67,7 +71,7 @@ def factors_to_json(factors: Tensor) -> dict[str, list[int]]:
 
 
 def factors_from_json(value: dict[str, Any], width: int) -> Tensor:
-    """The factors that `factors_to_json` was given."""
+    """Undoes `factors_to_json`; width: the number of channels C."""
     factors = torch.ones(width)
     signs = torch.tensor(value["signs"], dtype=torch.float32)
     factors[torch.tensor(value["channels"])] = signs * torch.exp2(torch.tensor(value["exponents"]).float())

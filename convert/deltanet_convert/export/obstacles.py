@@ -1,43 +1,42 @@
-"""Who can be exported to the Qwen3.5 architecture, and what stands in the way of the others.
+"""Decides from a config whether a model can be exported to the Qwen3.5 architecture, and lists the obstacles.
 
-Everything is decided from the config, before a weight is read: `export --check` prints the list, `export` refuses by
-it, and `convert --for native` asks it about a teacher that is still to be converted.
+No weight is read. `export --check` prints the list, `export` refuses by it, and `convert --profile qwen3_5` applies it
+to a teacher before the conversion.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedConfig
 
-from deltanet_hf.config import DeltaNetOptions
-from deltanet_hf.families import PREFIX
+from deltanet_hf.mixers.masks import sliding_window
+from deltanet_hf.models.families import PREFIX
+from deltanet_hf.models.layers import Kind, LayerTable
 
-from ..norm_target import WITHOUT_NORMS, needs_norms
-from ..plan import sliding_window
+from ..start.norm_target import WITHOUT_NORMS, needs_norms
 from .rotary import WRITTEN, unlike_transformers
 
 FORMATS = ("transformers", "mlx", "gguf")
-NATIVE_FAMILY = "qwen3_5_text"
-# Families whose decoder layer, attention aside, is Qwen3.5's: two RMSNorms before, a gated MLP, no extra scalings.
-SAME_SKELETON = ("llama", "mistral", "qwen2", "qwen3", "smollm3", NATIVE_FAMILY)
-CONVERT_AGAIN = "convert again with --for native"
+QWEN3_5_FAMILY = "qwen3_5_text"
+# Families whose decoder layer equals Qwen3.5's except for the attention: an RMSNorm before attention and before MLP, a
+# gated MLP, no extra scalings.
+SAME_SKELETON = ("llama", "mistral", "qwen2", "qwen3", "smollm3", QWEN3_5_FAMILY)
+CONVERT_AGAIN = "convert again with --profile qwen3_5"
 WIRING = {
-    "rope": (False, "the target's linear layers have no rotary embedding"),
-    "qk_activation": ("silu", "the target applies SiLU to q and k"),
-    "v_activation": ("silu", "the target applies SiLU to v"),
-    "output_norm": ("shared", "the target has one output norm weight for all heads"),
-    "output_gate": (True, "the target gates its output"),
-    "gate_bias": (False, "the target's gates have no bias"),
-    "householder_steps": (1, "the target writes once per token"),
+    "rope": (False, "Qwen3.5's linear layers have no rotary embedding"),
+    "qk_activation": ("silu", "Qwen3.5 applies SiLU to q and k"),
+    "v_activation": ("silu", "Qwen3.5 applies SiLU to v"),
+    "output_norm": ("shared", "Qwen3.5 has one output norm weight for all heads"),
+    "output_gate": (True, "Qwen3.5 gates the output"),
+    "gate_bias": (False, "Qwen3.5's gates have no bias"),
 }
 
 
 @dataclass(frozen=True)
 class Obstacle:
-    """One reason why a model cannot be written in some of the formats, and what to do about it."""
+    """One reason why a model cannot be exported in some of the formats, with the remedy."""
 
     name: str
     problem: str
@@ -49,25 +48,24 @@ class Obstacle:
 
 
 def family_name(config: PreTrainedConfig) -> str:
-    """The teacher's model_type of a converted model's config (or of a teacher's)."""
+    """The model_type of the teacher, given a converted model's config or the teacher's own."""
     return str(config.model_type).removeprefix(PREFIX)
 
 
-def kept_layers(config: PreTrainedConfig, options: DeltaNetOptions) -> list[int]:
-    """Indices of the layers that keep softmax attention."""
-    return sorted(set(range(config.num_hidden_layers)) - set(options.layers))
-
-
 def export_obstacles(config: PreTrainedConfig) -> list[Obstacle]:
-    """Everything that stands between a converted model and the export formats; empty when it can be exported."""
-    options = DeltaNetOptions.from_dict(config.deltanet)
-    return [*_skeleton(config), *_wiring(config, options), *_kept(config, kept_layers(config, options), False)]
+    """Lists the obstacles to exporting a converted model; empty if every format is possible."""
+    table = LayerTable.of(config)
+    settings = [obstacle for name, kind in table.kinds.items() for obstacle in _settings(config, name, kind)]
+    return [*_skeleton(config), *settings, *_softmax(config, table.softmax, False)]
 
 
-def native_obstacles(teacher_config: PreTrainedConfig, layers: Iterable[int]) -> list[Obstacle]:
-    """The same for a teacher whose `layers` are to be converted by `--for native`, which inserts missing q/k norms."""
-    kept = kept_layers(teacher_config, DeltaNetOptions.native(layers))
-    return [*_skeleton(teacher_config), *_kept(teacher_config, kept, needs_norms(teacher_config, kept))]
+def teacher_obstacles(teacher_config: PreTrainedConfig, softmax: list[int]) -> list[Obstacle]:
+    """The obstacles to exporting a teacher after a conversion with `--profile qwen3_5`.
+
+    Args:
+        softmax: the layers that keep softmax attention; the profile inserts missing q/k norms into them.
+    """
+    return [*_skeleton(teacher_config), *_softmax(teacher_config, softmax, needs_norms(teacher_config, softmax))]
 
 
 def _skeleton(config: Any) -> list[Obstacle]:
@@ -77,69 +75,74 @@ def _skeleton(config: Any) -> list[Obstacle]:
         return [
             Obstacle(
                 "family",
-                f"a {family} decoder layer has norms, scalings or projections that the target has no place for",
+                f"a {family} decoder layer has norms, scalings or projections that Qwen3.5 does not have",
                 f"serve it with deltanet_hf, or convert a teacher of one of the families {others}",
             )
         ]
     found = []
     if config.hidden_act != "silu":
-        problem = f"the MLP's activation is {config.hidden_act}, the target's is silu for MLP and convolution alike"
+        problem = f"the MLP's activation is {config.hidden_act}, Qwen3.5's is silu for MLP and convolution"
         found.append(Obstacle("hidden_act", problem, "serve it with deltanet_hf"))
     if getattr(config, "mlp_bias", False):
-        found.append(Obstacle("mlp_bias", "the target's MLP has no biases", "serve it with deltanet_hf"))
-    if getattr(config, "attention_bias", False) and family != NATIVE_FAMILY:
-        problem = "the teacher's output projection has a bias, the target's has none"
+        found.append(Obstacle("mlp_bias", "Qwen3.5's MLP has no biases", "serve it with deltanet_hf"))
+    if getattr(config, "attention_bias", False) and family != QWEN3_5_FAMILY:
+        problem = "the teacher's output projection has a bias, Qwen3.5's has none"
         found.append(Obstacle("attention_bias", problem, "serve it with deltanet_hf"))
     return found
 
 
-def _wiring(config: Any, options: DeltaNetOptions) -> list[Obstacle]:
-    family = family_name(config)
+def _settings(config: Any, name: str, kind: Kind) -> list[Obstacle]:
+    """Obstacles in a kind of layer, called `name` in the layer table."""
+    family, where = family_name(config), f"deltanet.kinds.{name}"
+    if kind.mixer.name != "gated_deltanet":
+        problem = f"Qwen3.5's linear layers are Gated DeltaNet, the model's {kind.mixer.title}"
+        return [Obstacle(f"{where}.mixer", problem, CONVERT_AGAIN)]
+    settings = kind.settings
     found = [
-        Obstacle(f"deltanet.{name}", f"{why}, the model has {getattr(options, name)!r}", CONVERT_AGAIN)
-        for name, (wanted, why) in WIRING.items()
-        if getattr(options, name) != wanted
+        Obstacle(f"{where}.{key}", f"{why}, the model has {getattr(settings, key)!r}", CONVERT_AGAIN)
+        for key, (wanted, why) in WIRING.items()
+        if getattr(settings, key) != wanted
     ]
-    if options.conv_size == 0:
-        problem = "the target has a short convolution on q, k and v, the model none"
-        found.append(Obstacle("deltanet.conv_size", problem, CONVERT_AGAIN))
-    if options.qk_norm and family == "qwen3":
-        problem = "the target's linear layers have no learned q/k norms"
-        found.append(Obstacle("deltanet.qk_norm", problem, CONVERT_AGAIN))
-    if options.profile != "native" and (family == "qwen2" or getattr(config, "attention_bias", False)):
-        problem = "q, k and v have biases, the target's have none"
-        found.append(Obstacle("deltanet.profile", problem, CONVERT_AGAIN))
+    if settings.conv_size == 0:
+        problem = "Qwen3.5 has a short convolution on q, k and v, the model has none"
+        found.append(Obstacle(f"{where}.conv_size", problem, CONVERT_AGAIN))
+    if settings.qk_norm and family == "qwen3":
+        problem = "Qwen3.5's linear layers have no learned q/k norms"
+        found.append(Obstacle(f"{where}.qk_norm", problem, CONVERT_AGAIN))
+    if settings.qkv_bias and (family == "qwen2" or getattr(config, "attention_bias", False)):
+        problem = "q, k and v have biases, Qwen3.5's have none"
+        found.append(Obstacle(f"{where}.qkv_bias", problem, CONVERT_AGAIN))
     return found
 
 
-def _kept(config: Any, kept: list[int], normed: bool) -> list[Obstacle]:
-    """`normed`: q/k norms are going to be inserted into the kept layers."""
+def _softmax(config: Any, kept: list[int], normed: bool) -> list[Obstacle]:
+    """Obstacles in the layers that keep softmax attention; `normed`: q/k norms will be inserted into them."""
     family = family_name(config)
     if not kept or family not in SAME_SKELETON:
         return []
-    if family not in ("qwen3", NATIVE_FAMILY) and not normed:
-        remedy = "convert every layer (--layers all), or take a Qwen3 teacher"
+    if family not in ("qwen3", QWEN3_5_FAMILY) and not normed:
+        remedy = "convert every layer (--layers all), or use a Qwen3 teacher"
         if family in WITHOUT_NORMS:
             remedy = f"{CONVERT_AGAIN}, which inserts them"
-        problem = f"layers {kept} keep {family}'s softmax attention, and the target's always has q/k norms"
+        problem = f"layers {kept} keep {family}'s softmax attention, and Qwen3.5's always has q/k norms"
         return [Obstacle("kept layers", problem, remedy)]
     found = []
     longest = int(config.max_position_embeddings)
     sliding = [i for i in kept if (sliding_window(config, i) or longest) < longest]
     if sliding:
-        problem = f"kept layers {sliding} attend within a sliding window, the target's attend to everything"
-        remedy = "convert those layers too, or set sliding_window to null where no text is longer than it"
+        problem = f"kept layers {sliding} attend within a sliding window, Qwen3.5's attend to all tokens"
+        remedy = "convert those layers too, or set sliding_window to null if no text is longer than the window"
         found.append(Obstacle("sliding window", problem, remedy))
     rope = config.rope_parameters or {}
     if without := unlike_transformers(rope):
         problem = f"the kept layers' rotary embedding is {_rotary(rope)}, which these runtimes are not known to compute"
         others = " or ".join(style for style in FORMATS if style not in without)
-        remedy = f"take --format {others}, or set rope_parameters back to default for short contexts"
+        remedy = f"use --format {others}, or set rope_parameters back to default for short contexts"
         found.append(Obstacle("rope_parameters", problem, remedy, without))
     return found
 
 
 def _rotary(rope: dict[str, Any]) -> str:
-    """'yarn with factor 4.0, truncate False'."""
+    """Describes rope_parameters, such as 'yarn with factor 4.0, truncate False'."""
     values = [f"{key} {value}" for key, value in rope.items() if key not in WRITTEN and value is not None]
     return f"{rope.get('rope_type', 'default')} with {', '.join(values)}"

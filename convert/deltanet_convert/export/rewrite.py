@@ -1,7 +1,7 @@
-"""The exact rewrite, one module at a time and both ways: a converted model's tensors as Qwen3.5's, and back.
+"""Rewrites a converted model's tensors as Qwen3.5's and back, exactly, one module per function.
 
-`read(name)` gives a tensor in the export's dtype (decays, and an export's norms of q and k, in float32). Every function
-yields the tensors of one module under their new names.
+`read(name)` returns a tensor in the export's dtype; decays and, in an export, the norms of q and k are in float32.
+Every function yields the tensors of one module with their new names.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from torch import Tensor
 
 from deltanet_hf.errors import UserError
 
-from ..copy_weights import expand_heads
+from ..start.copy_weights import expand_heads
 from .norms import centre, divide_columns, multiply_columns, uncentre
 
 Read = Callable[[str], Tensor]
 Named = Iterator[tuple[str, Tensor]]
-FLOAT32_SUFFIXES = ("A_log", "dt_bias", "q_norm.weight", "k_norm.weight")  # of an export
+FLOAT32_SUFFIXES = ("A_log", "dt_bias", "q_norm.weight", "k_norm.weight")  # float32 in an export
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Head counts of a converted layer: `queries`, and `states` that the export repeats to as many."""
+    """Head counts of a converted layer. The export repeats each of the `states` heads to get `queries` heads."""
 
     queries: int
     states: int
@@ -36,7 +36,12 @@ class Heads:
 
 
 def to_linear_attn(read: Read, source: str, target: str, heads: Heads, factors: Tensor | None) -> Named:
-    """A converted layer. source, target: 'model.layers.3.self_attn.' and 'model.layers.3.linear_attn.'."""
+    """Rewrites a converted linear layer.
+
+    Args:
+        source, target: name prefixes such as 'model.layers.3.self_attn.' and 'model.layers.3.linear_attn.'.
+        factors: powers of two [hidden] of the norm before the layer; None for 1.
+    """
 
     def columns(name: str) -> Tensor:
         return divide_columns(read(source + name), factors, source + name)
@@ -58,7 +63,11 @@ def to_linear_attn(read: Read, source: str, target: str, heads: Heads, factors: 
 
 
 def from_linear_attn(read: Read, source: str, target: str, heads: Heads, factors: Tensor | None) -> Named:
-    """Undoes `to_linear_attn`; source and target have changed places."""
+    """Undoes `to_linear_attn`; the two prefixes are exchanged.
+
+    Raises:
+        UserError: heads that the export had repeated are no longer equal.
+    """
 
     def columns(name: str) -> Tensor:
         return multiply_columns(read(source + name), factors)
@@ -87,9 +96,9 @@ def from_linear_attn(read: Read, source: str, target: str, heads: Heads, factors
 
 
 def to_gated_attention(read: Read, prefix: str, head_dim: int, factors: Tensor | None) -> Named:
-    """A kept Qwen3 layer: a gate of sigmoid(0) = 1/2 after the heads, and twice the output projection."""
+    """Rewrites the attention of a kept Qwen3 layer: an output gate of sigmoid(0) = 1/2 and a doubled projection."""
     q = divide_columns(read(prefix + "q_proj.weight"), factors, prefix + "q_proj.weight")
-    per_head = q.unflatten(0, (-1, head_dim))  # [H, D, hidden]; the target's rows are D of q, then D of gate
+    per_head = q.unflatten(0, (-1, head_dim))  # [H, D, hidden]; Qwen3.5: per head D rows of q, D rows of gate
     yield prefix + "q_proj.weight", torch.cat([per_head, torch.zeros_like(per_head)], dim=1).flatten(0, 1)
     for name in ("k_proj.weight", "v_proj.weight"):
         yield prefix + name, divide_columns(read(prefix + name), factors, prefix + name)
@@ -102,7 +111,7 @@ def to_gated_attention(read: Read, prefix: str, head_dim: int, factors: Tensor |
 
 
 def from_gated_attention(read: Read, prefix: str, head_dim: int, factors: Tensor | None, dtype: torch.dtype) -> Named:
-    """Undoes `to_gated_attention`."""
+    """Undoes `to_gated_attention`; UserError if the gate is no longer 0."""
     q, gate = read(prefix + "q_proj.weight").unflatten(0, (-1, 2 * head_dim)).split(head_dim, dim=1)
     if bool(gate.any()):
         raise _trained(prefix + "q_proj.weight", "the attention gate is no longer 0")
@@ -115,7 +124,7 @@ def from_gated_attention(read: Read, prefix: str, head_dim: int, factors: Tensor
 
 
 def to_mlp(read: Read, prefix: str, factors: Tensor | None) -> Named:
-    """Gate and up read the second norm's output."""
+    """Rewrites the MLP, whose projections `gate` and `up` read the second norm's output."""
     for name in ("gate_proj.weight", "up_proj.weight"):
         yield prefix + name, divide_columns(read(prefix + name), factors, prefix + name)
     yield prefix + "down_proj.weight", read(prefix + "down_proj.weight")
@@ -128,8 +137,8 @@ def from_mlp(read: Read, prefix: str, factors: Tensor | None) -> Named:
     yield prefix + "down_proj.weight", read(prefix + "down_proj.weight")
 
 
-# Our layer in `deltanet_qwen3_5_text` has Qwen3.5's own head counts: nothing is repeated, only names differ.
-NATIVE_NAMES = {
+# A `deltanet_qwen3_5_text` layer has Qwen3.5's own head counts: no head is repeated and only the names differ.
+QWEN3_5_NAMES = {
     "g_proj.weight": "in_proj_z.weight",
     "a_proj.weight": "in_proj_a.weight",
     "b_proj.weight": "in_proj_b.weight",
@@ -141,20 +150,20 @@ NATIVE_NAMES = {
 }
 
 
-def native_to_linear_attn(read: Read, prefix: str) -> Named:
-    """A `deltanet_qwen3_5_text` layer under Qwen3.5's names."""
+def rename_to_qwen3_5(read: Read, prefix: str) -> Named:
+    """Renames the tensors of a `deltanet_qwen3_5_text` layer to Qwen3.5's names."""
     yield prefix + "in_proj_qkv.weight", torch.cat([read(prefix + f"{name}_proj.weight") for name in "qkv"])
-    for ours, theirs in NATIVE_NAMES.items():
+    for ours, theirs in QWEN3_5_NAMES.items():
         yield prefix + theirs, read(prefix + ours)
 
 
-def native_from_linear_attn(read: Read, prefix: str, key_rows: int) -> Named:
-    """Undoes `native_to_linear_attn`; key_rows = key heads * head size."""
+def rename_from_qwen3_5(read: Read, prefix: str, key_rows: int) -> Named:
+    """Undoes `rename_to_qwen3_5`; key_rows: number of key heads * head size."""
     qkv = read(prefix + "in_proj_qkv.weight")
     parts = qkv.split([key_rows, key_rows, len(qkv) - 2 * key_rows])
     for name, part in zip("qkv", parts, strict=True):
         yield prefix + f"{name}_proj.weight", part
-    for ours, theirs in NATIVE_NAMES.items():
+    for ours, theirs in QWEN3_5_NAMES.items():
         yield prefix + ours, read(prefix + theirs)
 
 

@@ -1,15 +1,15 @@
-"""Which rotary embeddings of kept layers the runtimes compute as transformers does.
+"""Lists the rotary embeddings that other runtimes compute as transformers does.
 
-Those below were compared by log-probabilities (tests/convert/test_export_runtimes.py). llama.cpp has no factors per
-frequency in this architecture, as Llama 3's would need, and takes only the default ramp of yarn; no runtime reads
-yarn's `attention_factor` or `truncate` as transformers does.
+Those in `SAME` were compared by log-probabilities (tests/convert/test_export_runtimes.py). In this architecture,
+llama.cpp has no factors per frequency, which Llama 3's embedding requires, and supports only the default ramp of yarn.
+No runtime reads yarn's `attention_factor` or `truncate` as transformers does.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-SAME: dict[str, dict[str, set[str]]] = {  # format -> rope_type -> keys that are read
+SAME: dict[str, dict[str, set[str]]] = {  # format -> rope_type -> keys that the runtime reads
     "mlx": {
         "default": set(),
         "linear": {"factor"},
@@ -27,7 +27,7 @@ DEFAULTS = {"beta_fast": 32, "beta_slow": 1, "truncate": True}
 
 
 def unlike_transformers(rope: dict[str, Any]) -> tuple[str, ...]:
-    """The formats (of `SAME`) whose runtime is not known to compute a config's `rope_parameters`."""
+    """The formats in `SAME` whose runtime is not known to compute the given `rope_parameters` correctly."""
     return tuple(style for style in SAME if _differs(style, rope))
 
 

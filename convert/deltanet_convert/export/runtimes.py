@@ -1,7 +1,8 @@
-"""The runtimes that an export can be tried in, behind two calls: follow a text and say the log-probabilities, and
-continue it as users do.
+"""The runtimes in which an export can be tried, behind one protocol.
 
-Each is imported only when it is tried. `TOP` log-probabilities of every step are compared, as runtimes give no more.
+`follow` decodes token by token and returns log-probabilities; `write` continues a text as users do. A runtime's package
+is imported only when the runtime is used. Per step, the `TOP` most likely tokens are compared, because not every
+runtime returns more.
 """
 
 from __future__ import annotations
@@ -15,47 +16,50 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ..checkpoint import read_json
+from ..storage.safetensors_folder import read_json
 
 TOP = 10
 FLOAT32, BFLOAT16, STORED = "float32", "bfloat16", "as stored"
-CONTEXT = 2048  # tokens, at most
+CONTEXT = 2048  # largest number of tokens in a sequence
 
 
 class Step(NamedTuple):
-    """One token, and the log-probabilities of the most likely tokens at its place."""
+    """One token and the log-probabilities of the most likely tokens at its position."""
 
     token: int
     logprobs: dict[int, float]
 
 
 class Runtime(Protocol):
-    """A loaded export. `modes`: in float32 the comparison is sharp, as stored it is what users get."""
+    """A loaded export. `modes` lists the dtypes it can run in: float32 for a sharp comparison, or as users run it."""
 
     modes: tuple[str, ...]
 
     def follow(self, prompt: Sequence[int], tokens: int, forced: Sequence[Step] = ()) -> list[Step]:
-        """Decodes `tokens` tokens after `prompt` greedily, one by one from its own cache; fewer where it cannot say.
+        """Decodes `tokens` tokens after `prompt` greedily, one at a time with the runtime's own cache.
+
+        The result is shorter if the runtime stops returning log-probabilities.
 
         Args:
-            forced: steps whose tokens to take instead, and whose log-probabilities to look up (where `modes` are two).
+            forced: steps whose tokens are used instead of the greedy ones, and for whose tokens the log-probabilities
+                are returned. Only runtimes with two modes support it.
         """
 
     def write(self, prompt: Sequence[int], tokens: int, tokenizer: Any) -> str:
-        """Continues `prompt` greedily by `tokens` tokens, in the way that users call it; the text."""
+        """Continues `prompt` greedily by `tokens` tokens through the interface that users call; returns the text."""
 
 
 def _step(logprobs: torch.Tensor, forced: Sequence[Step], index: int) -> Step:
-    """The `index`-th step, from logprobs [vocab]."""
+    """Makes the `index`-th step from log-probabilities [vocab]."""
     if forced:
-        asked = forced[index]
-        return Step(asked.token, {token: float(logprobs[token]) for token in asked.logprobs})
+        given = forced[index]
+        return Step(given.token, {token: float(logprobs[token]) for token in given.logprobs})
     best = logprobs.topk(TOP)
     return Step(int(best.indices[0]), dict(zip(best.indices.tolist(), best.values.tolist(), strict=True)))
 
 
 class Transformers:
-    """transformers' own class for the architecture."""
+    """transformers' own Qwen3.5 class."""
 
     modes = (FLOAT32, STORED)
 
@@ -80,7 +84,7 @@ class Transformers:
 
 
 def generated(model: Any, prompt: Sequence[int], tokens: int, tokenizer: Any) -> str:
-    """What a transformers model (or ours) writes after `prompt`."""
+    """The text that a transformers model generates greedily after `prompt`, exactly `tokens` tokens."""
     ids = torch.tensor([prompt])
     out = model.generate(
         ids,
@@ -94,7 +98,7 @@ def generated(model: Any, prompt: Sequence[int], tokens: int, tokenizer: Any) ->
 
 
 class MlxLm:
-    """mlx-lm, on whatever device MLX finds."""
+    """mlx-lm, on MLX's default device."""
 
     modes = (FLOAT32, STORED)
 
@@ -126,16 +130,16 @@ class MlxLm:
 
 
 class LlamaCpp:
-    """llama.cpp, through the bindings xllamacpp."""
+    """llama.cpp through the Python bindings xllamacpp."""
 
-    modes = (STORED,)  # the weights' dtype is the file's
+    modes = (STORED,)  # the GGUF file fixes the dtype of the weights
 
     def __init__(self, export: Path, mode: str) -> None:
         self.export = export
 
     @cached_property
     def exact(self) -> Any:
-        """For comparisons: by itself it keeps and reads the attention cache in float16."""
+        """A server for comparisons: its attention cache is float32, where llama.cpp's default is float16."""
         from xllamacpp import ggml_type, llama_flash_attn_type
 
         off = llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
@@ -144,7 +148,7 @@ class LlamaCpp:
 
     @cached_property
     def plain(self) -> Any:
-        """As users get it; the other one's memory and threads are given up."""
+        """A server with default settings; the memory and threads of the other server are released."""
         self.__dict__.pop("exact", None)
         return self._server()
 
@@ -163,7 +167,8 @@ class LlamaCpp:
         return xllamacpp.Server(settings)
 
     def follow(self, prompt: Sequence[int], tokens: int, forced: Sequence[Step] = ()) -> list[Step]:
-        # One request a token, the state kept between them: a longer one leaves out tokens that end inside a character.
+        # One request per token, with the state kept between requests: longer requests omit tokens that end inside a
+        # character.
         ids, steps = list(prompt), []
         for _ in range(tokens):
             request = {"prompt": ids, "max_tokens": 1, "temperature": 0, "logprobs": TOP, "cache_prompt": True}
@@ -181,9 +186,9 @@ class LlamaCpp:
 
 
 class Vllm:
-    """vLLM, offline."""
+    """vLLM in this process."""
 
-    modes = (BFLOAT16,)  # its kernels for a CPU know no other dtype
+    modes = (BFLOAT16,)  # its CPU kernels support no other dtype
 
     def __init__(self, export: Path, mode: str) -> None:
         from vllm import LLM
@@ -216,11 +221,11 @@ RUNTIMES: dict[str, dict[str, type[Any]]] = {
 
 
 def installed(module: str) -> bool:
-    """Whether a runtime's package is there; nothing is imported."""
+    """Whether a runtime's package is installed; nothing is imported."""
     return importlib.util.find_spec(module) is not None
 
 
 def describe(module: str) -> str:
-    """Name and version of the distribution that a runtime's module came from (vllm has several)."""
+    """Name and version of the distribution that contains a module (several distributions contain vllm)."""
     name = packages_distributions()[module][0]
     return f"{name} {version(name)}"

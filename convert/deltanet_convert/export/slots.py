@@ -1,10 +1,10 @@
-"""Which layer of the model stands at which place of the export, and where idle layers stand between them.
+"""Assigns the model's layers to the layers of the export, with idle layers in between where a runtime requires them.
 
-An idle layer has only zeros for weights: it adds nothing to the residual stream, so it may stand anywhere.
+All weights of an idle layer are zero. It adds nothing to the residual stream and may be inserted anywhere.
 
-Two needs are met by it. transformers' own class and mlx-lm read the number of tokens seen off an attention layer's
-cache and cannot generate without one: a fully converted model ends with an idle attention layer. And mlx-lm and
-llama.cpp know no list of attention layers, only that every N-th is one: where the kept layers stand otherwise, idle
+Idle layers have two uses. transformers' own class and mlx-lm read the number of tokens from the cache of an attention
+layer and cannot generate without one, so a fully converted model ends with an idle attention layer. mlx-lm and
+llama.cpp do not read a list of attention layers: every N-th layer is one. Where the kept layers are elsewhere, idle
 layers fill the gaps.
 """
 
@@ -13,12 +13,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-BY_INTERVAL = ("mlx", "gguf")  # formats whose runtimes derive the attention layers from `full_attention_interval`
+BY_INTERVAL = ("mlx", "gguf")  # formats whose runtimes find attention layers by `full_attention_interval`
 
 
 @dataclass(frozen=True)
 class Slots:
-    """`sources[i]` is the model's layer at place i of the export, None for an idle one; `softmax` are places."""
+    """The layers of an export.
+
+    `sources[i]` is the model's layer at place i of the export, None for an idle layer. `softmax` lists the places of
+    the softmax layers.
+    """
 
     sources: tuple[int | None, ...]
     softmax: tuple[int, ...]
@@ -29,14 +33,14 @@ class Slots:
 
 
 def fixed_interval(kept: Iterable[int], num_layers: int) -> int | None:
-    """N when the kept layers are exactly N-1, 2N-1, ...; num_layers + 1 when none is kept; None otherwise."""
+    """Returns N if the kept layers are exactly N-1, 2N-1, ...; num_layers + 1 if none is kept; otherwise None."""
     layers = list(kept)
     interval = layers[0] + 1 if layers else num_layers + 1
     return interval if layers == list(range(interval - 1, num_layers, interval)) else None
 
 
 def arrange(kept: Iterable[int], num_layers: int, style: str) -> Slots:
-    """The places of an export in a format, with the fewest idle layers, and of those the fewest attention layers."""
+    """Arranges an export in the format `style`: fewest idle layers first, then fewest attention layers."""
     softmax = tuple(sorted(kept))
     if not softmax:
         return Slots((*range(num_layers), None), (num_layers,))
@@ -47,7 +51,7 @@ def arrange(kept: Iterable[int], num_layers: int, style: str) -> Slots:
 
 
 def _spread(kept: set[int], num_layers: int, interval: int) -> Slots:
-    """Attention at the places N-1, 2N-1, ... only: a layer of the wrong kind waits for the next place."""
+    """Puts attention at the places N-1, 2N-1, ... only; where the next layer does not fit, an idle one is inserted."""
     sources: list[int | None] = []
     layer = 0
     while layer < num_layers:
@@ -59,13 +63,13 @@ def _spread(kept: set[int], num_layers: int, interval: int) -> Slots:
 
 
 def uneven_note(kept: Iterable[int], num_layers: int) -> str | None:
-    """What an uneven choice of layers costs in the formats `BY_INTERVAL`."""
+    """Describes what kept layers at unequal distances cost in the formats `BY_INTERVAL`; None if they are equal."""
     layers = sorted(kept)
     if fixed_interval(layers, num_layers) is not None:
         return None
     idle = arrange(layers, num_layers, BY_INTERVAL[0]).idle
     return (
-        f"Kept layers {layers} are not N-1, 2N-1, ...; mlx-lm and llama.cpp, which know only a fixed interval, get "
-        f"{idle} idle layers of zeros among the {num_layers}: the same function, {idle / num_layers:.0%} more work. "
-        "Layers chosen by --layers every:N need none."
+        f"Kept layers {layers} are not N-1, 2N-1, ...; mlx-lm and llama.cpp, which support only a fixed "
+        f"interval, get {idle} idle layers of zeros among the {num_layers}: the same function, "
+        f"{idle / num_layers:.0%} more work. Layers chosen by --layers every:N need no idle layers."
     )

@@ -1,4 +1,4 @@
-"""`transformers` and `mlx` exports: one decoder layer at a time, into a folder that appears when it is complete."""
+"""Writes exports in the formats `transformers` and `mlx`, one decoder layer at a time."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ from torch import Tensor
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 
-from ..checkpoint import read_json
+from deltanet_hf.safe_write import write_atomically, writing
+
 from ..decoder_config import head_size
-from ..files import write_atomically, writing
-from ..output import versions
-from ..teacher import meta_model
-from ..writer import Layout, plan_layout
+from ..storage.safetensors_folder import read_json
+from ..storage.shard_writer import Layout, plan_layout
+from ..storage.versions import versions
+from ..teacher_model import meta_model
 from . import rewrite
-from .companions import complete_with_companions, export_note, keep_own_tokenizer
+from .companions import export_note, keep_own_tokenizer, write_companions
 from .folder_writer import Progress, write_folder
 from .model_folder import EMBEDDING, FINAL_NORM, HEAD, ConvertedModel, file_states, output_specs
 from .norms import centre, divide_columns, factors_to_json, fold_factors, loses_bits
-from .obstacles import NATIVE_FAMILY, family_name, kept_layers
+from .obstacles import QWEN3_5_FAMILY, family_name
+from .qwen3_5_config import qwen3_5_config
 from .rewrite import FLOAT32_SUFFIXES, Heads, Named
 from .slots import Slots, arrange, uneven_note
-from .target import target_config
 
 RECORD = "export.json"
 MLX_MODEL_TYPE = "qwen3_5"
-COMMON_KEYS = (  # of a text model's config and of the config around it
+COMMON_KEYS = (  # keys that a nested config has both inside and outside `text_config`
     "architectures",
     "dtype",
     "tie_word_embeddings",
@@ -44,35 +45,37 @@ COMMON_KEYS = (  # of a text model's config and of the config around it
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """A checked export: what is written where, and what the norms' powers of two are."""
+    """A checked export: its tensors and files, and the powers of two that move out of the norms."""
 
     model: ConvertedModel
     dtype: torch.dtype
     config: Qwen3_5TextConfig
-    factors: dict[str, Tensor | None]  # norm -> what its weight is multiplied by
-    rounded: dict[str, Tensor]  # norm -> its weight, where float32 cannot hold w - 1
-    untied: bool
+    factors: dict[str, Tensor | None]  # norm -> the powers of two by which its weight is multiplied
+    rounded: dict[str, Tensor]  # norm -> its exact weight, if float32 cannot hold w - 1
+    untied: bool  # whether the output head is written although it shares the embedding's weights in the model
     slots: Slots
     layout: Layout
     record: dict[str, Any] = field(repr=False)
 
     def notes(self) -> list[str]:
-        """What a user should know about this export."""
+        """Notes for the user about this export."""
         found = []
-        config, kept = self.model.config, kept_layers(self.model.config, self.model.options)
+        config, kept = self.model.config, self.model.table.softmax
         if not kept:
             found.append(
-                "No layer keeps softmax attention: one idle layer of zeros is added, without which transformers' own "
-                "class and mlx-lm cannot generate."
+                "No layer keeps softmax attention. One idle layer of zeros is added, because transformers' own class "
+                "and mlx-lm cannot generate without an attention layer."
             )
         if self.untied:
-            found.append("The final norm has weights below 1/2: the output head is written apart from the embedding.")
+            found.append(
+                "The final norm has weights below 1/2, so the output head is written separately from the embedding."
+            )
         if kept and self.slots.idle and (uneven := uneven_note(kept, config.num_hidden_layers)):
             found.append(uneven)
-        if kept and self.dtype != torch.float32 and family_name(self.model.config) != NATIVE_FAMILY:
+        if kept and self.dtype != torch.float32 and family_name(self.model.config) != QWEN3_5_FAMILY:
             found.append(
-                "The q/k norms of the kept layers are stored in float32; a runtime that rounds them to "
-                f"{str(self.dtype).removeprefix('torch.')} loses up to 2**-9 of weights below 1/2."
+                "The q/k norms of the kept layers are stored in float32. A runtime that rounds them to "
+                f"{str(self.dtype).removeprefix('torch.')} changes weights below 1/2 by up to 2**-9."
             )
         return found
 
@@ -80,12 +83,19 @@ class ExportPlan:
 def plan_export(
     model: ConvertedModel, dtype: torch.dtype | None, shard_size: int, style: str = "transformers"
 ) -> ExportPlan:
-    """Reads the norms and lays the output out. The obstacles to the format `style` must have been checked."""
+    """Reads the norms and plans all tensors of the export.
+
+    Args:
+        model: a model without obstacles to the format (`refuse_obstacles`).
+        dtype: dtype of the weights; None for the model's.
+        shard_size: largest size of a weight file, in bytes.
+        style: transformers, mlx or gguf.
+    """
     model.check()
     dtype = dtype or (torch.float32 if model.dtype == torch.float64 else model.dtype)
     factors, rounded, untied = _norms(model, dtype)
-    slots = arrange(kept_layers(model.config, model.options), model.config.num_hidden_layers, style)
-    config = target_config(model.config, dtype, slots, untied=untied)
+    slots = arrange(model.table.softmax, model.config.num_hidden_layers, style)
+    config = qwen3_5_config(model.config, dtype, slots, untied=untied)
     specs = output_specs(meta_model(Qwen3_5ForCausalLM, config, dtype), dtype, FLOAT32_SUFFIXES)
     record = {
         "source": model.config.to_dict(),
@@ -100,17 +110,22 @@ def plan_export(
 
 
 def _norms(model: ConvertedModel, dtype: torch.dtype) -> tuple[dict[str, Tensor | None], dict[str, Tensor], bool]:
-    """Powers of two of the norms, norms that stay rounded, and whether the output head must be written apart."""
+    """Computes what happens to the norms.
+
+    Returns:
+        The powers of two per norm; the norms that are stored rounded; whether the output head, although it shares the
+        embedding's weights in the model, is written separately.
+    """
     factors: dict[str, Tensor | None] = {}
     rounded: dict[str, Tensor] = {}
-    if family_name(model.config) == NATIVE_FAMILY:
+    if family_name(model.config) == QWEN3_5_FAMILY:
         return factors, rounded, False
     read = model.reader(dtype)
     for index in range(model.config.num_hidden_layers):
         prefix = f"model.layers.{index}."
         for name in ("input_layernorm.weight", "post_attention_layernorm.weight"):
             factors[prefix + name] = fold_factors(read(prefix + name), dtype)
-        if index not in model.options.layers:
+        if model.table[index] is None:
             for name in ("self_attn.q_norm.weight", "self_attn.k_norm.weight"):
                 weight = read(prefix + name)
                 if bool(loses_bits(weight, torch.float32).any()):
@@ -118,14 +133,14 @@ def _norms(model: ConvertedModel, dtype: torch.dtype) -> tuple[dict[str, Tensor 
     final = read(FINAL_NORM)
     folded = fold_factors(final, dtype)
     if folded is not None and model.tied and dtype == torch.float32:
-        # One rounding of 2**-24 is not worth a second copy of the embedding.
+        # A rounding by 2**-24 is accepted to avoid a second copy of the embedding.
         rounded[FINAL_NORM], folded = final, None
     factors[FINAL_NORM] = folded
     return factors, rounded, model.tied and folded is not None
 
 
 def exported_layer(plan: ExportPlan, place: int) -> Named:
-    """All tensors of decoder layer `place` of the target."""
+    """Yields all tensors of decoder layer `place` of the export."""
     prefix, source = f"model.layers.{place}.", plan.slots.sources[place]
     if source is None:
         for name, spec in plan.layout.specs.items():
@@ -138,28 +153,28 @@ def exported_layer(plan: ExportPlan, place: int) -> Named:
 
 
 def _rewritten_layer(plan: ExportPlan, index: int) -> Named:
-    """The model's layer `index` in the target's form, under its own index."""
+    """Yields the model's layer `index` with Qwen3.5's tensors, named by the model's index."""
     config: Any = plan.model.config
     read = plan.model.reader(plan.dtype)
     prefix = f"model.layers.{index}."
-    native = family_name(config) == NATIVE_FAMILY
+    qwen3_5 = family_name(config) == QWEN3_5_FAMILY
     first, second = (plan.factors.get(prefix + f"{name}_layernorm.weight") for name in ("input", "post_attention"))
-    if native:
-        yield from _native_attention(plan, index, read)
-    elif index in plan.model.options.layers:
+    if qwen3_5:
+        yield from _renamed_attention(plan, index, read)
+    elif plan.model.table[index] is not None:
         heads = converted_heads(plan.model)
         yield from rewrite.to_linear_attn(read, prefix + "self_attn.", prefix + "linear_attn.", heads, first)
     else:
         yield from rewrite.to_gated_attention(read, prefix + "self_attn.", head_size(config), first)
     yield from rewrite.to_mlp(read, prefix + "mlp.", second)
     for name, factors in (("input_layernorm.weight", first), ("post_attention_layernorm.weight", second)):
-        yield prefix + name, read(prefix + name) if native else _centred(read(prefix + name), factors, plan.dtype)
+        yield prefix + name, read(prefix + name) if qwen3_5 else _centred(read(prefix + name), factors, plan.dtype)
 
 
-def _native_attention(plan: ExportPlan, index: int, read: rewrite.Read) -> Named:
+def _renamed_attention(plan: ExportPlan, index: int, read: rewrite.Read) -> Named:
     prefix = f"model.layers.{index}."
-    if index in plan.model.options.layers:
-        yield from rewrite.native_to_linear_attn(read, prefix + "linear_attn.")
+    if plan.model.table[index] is not None:
+        yield from rewrite.rename_to_qwen3_5(read, prefix + "linear_attn.")
         return
     for name in plan.model.checkpoint.entries:
         if name.startswith(prefix + "self_attn."):
@@ -167,12 +182,12 @@ def _native_attention(plan: ExportPlan, index: int, read: rewrite.Read) -> Named
 
 
 def exported_ends(plan: ExportPlan) -> Named:
-    """Embedding, final norm and output head."""
+    """Yields embedding, final norm and output head."""
     read, dtype = plan.model.reader(plan.dtype), plan.dtype
-    native = family_name(plan.model.config) == NATIVE_FAMILY
+    qwen3_5 = family_name(plan.model.config) == QWEN3_5_FAMILY
     factors = plan.factors.get(FINAL_NORM)
     yield EMBEDDING, read(EMBEDDING)
-    yield FINAL_NORM, read(FINAL_NORM) if native else _centred(read(FINAL_NORM), factors, dtype)
+    yield FINAL_NORM, read(FINAL_NORM) if qwen3_5 else _centred(read(FINAL_NORM), factors, dtype)
     if HEAD in plan.layout.specs:
         source = EMBEDDING if plan.model.tied else HEAD
         yield HEAD, divide_columns(read(source), factors, source)
@@ -184,21 +199,21 @@ def _centred(weight: Tensor, factors: Tensor | None, dtype: torch.dtype) -> Tens
 
 def converted_heads(model: ConvertedModel) -> Heads:
     config: Any = model.config
-    states = config.num_attention_heads if model.options.expand_kv else config.num_key_value_heads
+    states = config.num_attention_heads if model.table.only_kind.settings.expand_kv else config.num_key_value_heads
     return Heads(config.num_attention_heads, states, head_size(config))
 
 
 def write_export(plan: ExportPlan, out: Path, style: str, *, resume: bool, overwrite: bool, progress: Progress) -> None:
-    """Writes OUT; killed at any moment, OUT is absent (or old) or complete, and `resume` completes it.
+    """Writes the folder OUT through `publish_folder`: at any moment, OUT is absent, old or complete.
 
     Args:
-        style: transformers or mlx; the same weights; config and tokenizer are found differently.
+        style: transformers or mlx. The weights are the same; config.json and the tokenizer's files differ.
     """
 
     def complete(folder: Path) -> None:
         with writing(folder):
             plan.config.save_pretrained(folder)
-        complete_with_companions(plan.model.folder, folder, plan.model.config, export_note(style))
+        write_companions(plan.model.folder, folder, plan.model.config, export_note(style))
         if style == "mlx":
             name_for_mlx(folder)
             keep_own_tokenizer(plan.model.folder, folder)
@@ -219,7 +234,7 @@ def write_export(plan: ExportPlan, out: Path, style: str, *, resume: bool, overw
 
 
 def _finished(plan: ExportPlan, out: Path, style: str) -> bool:
-    """Whether OUT is this export already: the same record and shards, and written after the model's weights."""
+    """Whether OUT is this export already: same record, same shards, and newer than the model's weights."""
     shards = {out / shard.file_name: shard.size for shard in plan.layout.shards}
     there = set(out.glob("*.safetensors"))
     if there != set(shards) or not (out / RECORD).exists() or read_json(out / RECORD) != _as_json(plan.record):
@@ -238,10 +253,11 @@ def _as_json(value: Any) -> Any:
 
 
 def name_for_mlx(folder: Path) -> None:
-    """mlx-lm finds its model file by `model_type`, and has one for Qwen3.5 with and without vision.
+    """Nests the text model's config as in checkpoints with a vision tower.
 
-    Nested as in checkpoints with vision, the same file is right for transformers too, which would take the flat one
-    for defaults.
+    mlx-lm finds its model class by `model_type` and has a single one for Qwen3.5 with and without vision, named after
+    the nested config. transformers reads the nested file too; from a flat file of that model_type it would take
+    default values.
     """
     file = folder / "config.json"
     values = json.loads(file.read_text(encoding="utf-8"))

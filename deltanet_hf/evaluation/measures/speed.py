@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from deltanet_hf.cache import cache_bytes
+from deltanet_hf.mixers.state import cache_bytes
 
 _DECODED = 16  # steps
 

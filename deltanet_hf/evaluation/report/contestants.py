@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 import deltanet_hf  # noqa: F401  registers the model families
 from deltanet_hf.errors import UserError, one_line
 from deltanet_hf.evaluation.baselines import from_scratch_start, switch_off_linear
-from deltanet_hf.evaluation.window import SINKS, WINDOW, restrict_to_window, restricted_as_saved
+from deltanet_hf.mixers.window import WindowSettings, restrict_to_window
+from deltanet_hf.models.layers import SOFTMAX
 
 BASELINES = ("window", "linear-off", "scratch")
 Change = Callable[[PreTrainedModel, PreTrainedModel], PreTrainedModel]
@@ -50,7 +51,9 @@ def line_up(teacher: str, students: list[str], baselines: tuple[str, ...]) -> li
     """
     rows = [Contestant("teacher", "teacher", teacher)]
     if "window" in baselines:
-        rows.append(Contestant(f"window {WINDOW} + {SINKS} sinks", "baseline", teacher, change=_window))
+        window = WindowSettings()
+        name = f"window {window.window} + {window.sinks} sinks"
+        rows.append(Contestant(name, "baseline", teacher, change=_window))
     wirings: list[object] = []
     for text in students:
         name, folder = _named(text)
@@ -91,7 +94,7 @@ def _wiring(folder: str) -> tuple[object, bool]:
     wiring = config.get("deltanet")
     if wiring is None:
         return None, False
-    return wiring, len(wiring["layers"]) < config["num_hidden_layers"]
+    return wiring["kinds"], SOFTMAX in wiring["layers"]
 
 
 def training_tokens(folder: Path) -> int:
@@ -129,7 +132,7 @@ class Roster:
         except (OSError, ValueError) as error:
             raise UserError(f"{folder}: not a model that can be loaded ({one_line(error, 300)})") from error
         nn.Module.to(model, self.device)  # transformers' own `to` is not typed
-        return restricted_as_saved(model).eval()
+        return model.eval()
 
     def _check(self, row: Contestant, model: PreTrainedModel) -> None:
         if model.get_output_embeddings().weight.shape[0] != self.teacher.get_output_embeddings().weight.shape[0]:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 import deltanet_hf  # noqa: F401  registers the model families with transformers' Auto classes
 from deltanet_hf.evaluation.measures.continuations import TokenRequest, score_continuations, token_budget
-from deltanet_hf.evaluation.window import SINKS, restrict_to_window, restricted_as_saved
+from deltanet_hf.mixers.window import WindowSettings, restrict_to_window
 
 # Number of tokens that a row counts for where batches are counted in rows.
 _TOKENS_PER_ROW = 512
@@ -38,14 +38,12 @@ class DeltaNetLM(HFLM):
         self,
         pretrained: str | PreTrainedModel,
         window: int | None = None,
-        sinks: int = SINKS,
+        sinks: int = WindowSettings.sinks,
         **kwargs: Any,
     ) -> None:
         super().__init__(pretrained, **kwargs)
         if window is not None:
             restrict_to_window(self.model, int(window), int(sinks))
-        elif isinstance(pretrained, str):
-            restricted_as_saved(self.model)
         parameters = inspect.signature(self.model.forward).parameters
         self._keeps_logits = "logits_to_keep" in parameters
         self._contexts: dict[str, list[int]] = {}

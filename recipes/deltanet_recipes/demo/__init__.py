@@ -1,1 +1,1 @@
-"""`make demo`: the main job on SmolLM2-135M-Instruct, on a CPU, from the checkpoint to a report."""
+"""`make demo` converts, aligns and evaluates SmolLM2-135M-Instruct on a CPU and writes a report."""

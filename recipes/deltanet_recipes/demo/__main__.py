@@ -1,7 +1,7 @@
-"""`python -m deltanet_recipes.demo FOLDER`: every step is the command that a user would type.
+"""`python -m deltanet_recipes.demo FOLDER` runs the demo; every step is a command that a user could type.
 
-FOLDER/out holds teacher, converted and aligned models and scores; FOLDER/report.md and the plots beside it are the
-result. A step whose output is already there is not run again.
+FOLDER/out holds the teacher, the converted and the aligned model, and the scores. The result is FOLDER/report.md and
+the plots beside it. A step whose output exists already is not run again.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from deltanet_convert.workspace import Workspace
 from deltanet_hf.exit_codes import run_command
-from deltanet_recipes.demo.report import Score, write_report
-from deltanet_recipes.demo.teacher import fetch_teacher
+from deltanet_hf.publish import Workspace
+from deltanet_recipes.demo.demo_report import Score, write_report
+from deltanet_recipes.demo.fetch_teacher import fetch_teacher
 
-RECIPE = Path("recipes/demo.yaml")
+RECIPE = "demo"
 CALIBRATION_TOKENS = 2048
 TASKS = ("demo_cloze", "demo_repeat")
 PROMPT = "What is the capital of France?"
@@ -28,7 +28,7 @@ console = Console()
 
 
 def main() -> None:
-    """Run what is missing, then write the report."""
+    """Run the steps whose output is missing, then write the report."""
     folder = Path(sys.argv[1])
     out = folder / "out"
     converted, aligned = out / "converted", out / "align"
@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def _run(*arguments: object, capture: bool = False) -> str:
-    """`deltanet-hf ARGUMENTS` in a process of its own; its output when `capture`, else shown as it comes."""
+    """Run `deltanet-hf ARGUMENTS` as a process. With `capture`, return its output instead of showing it."""
     command = [sys.executable, "-m", "deltanet_recipes.cli", *map(str, arguments)]
     console.print(f"[dim]$ deltanet-hf {' '.join(command[3:])}[/]", highlight=False, soft_wrap=True)
     run = subprocess.run(command, check=False, text=True, stdout=subprocess.PIPE if capture else None)
@@ -80,7 +80,7 @@ def _run(*arguments: object, capture: bool = False) -> str:
 
 
 def _score(name: str, model: Path, out: Path, *options: object) -> Score:
-    """lm-eval's accuracies of `model` on the demo's tasks, from an earlier run if there is one."""
+    """The lm-eval accuracies of `model` on the tasks of the demo, read from an earlier run if there is one."""
     folder = out / "eval" / name.replace(" ", "_").replace(",", "")
     if not list(folder.rglob("results_*.json")):
         _run("eval", model, "--tasks", ",".join(TASKS), "--output_path", folder, "--device", "cpu", *options)

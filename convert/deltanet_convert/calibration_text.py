@@ -1,0 +1,77 @@
+"""Reads calibration text, cuts it into sequences and splits off a held-out part."""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deltanet_hf.data import prefix_ids, with_prefix
+from deltanet_hf.data.text_files import TextFile
+from deltanet_hf.errors import UserError
+
+SEQUENCE_LENGTH = 512
+HELD_OUT_TOKENS = 4096  # at most, and never more than the calibration tokens
+HELD_OUT_SHARE = 0.2  # share of the text, at its end, from which held-out sequences are drawn
+CHARS_PER_TOKEN = 24  # characters read per token: more than any tokenizer uses, far less than a corpus has
+
+
+@dataclass(frozen=True)
+class CalibrationText:
+    """Token ids [n, T] int64 for calibration and, from another part of the text, for measurement."""
+
+    calibration: Tensor
+    held_out: Tensor
+    source: str
+    sha256: str  # hash of the characters that were read
+
+
+def read_text(path: Path, needed_tokens: int) -> list[str]:
+    """Reads the documents of a file in order, until they suffice for `needed_tokens` tokens.
+
+    The formats are those of `deltanet_hf.data.text_files`.
+
+    Raises:
+        UserError: the file is missing, of another kind, unreadable or empty.
+    """
+    budget = max(1_000_000, CHARS_PER_TOKEN * needed_tokens)
+    return list(TextFile(path, option="--text").documents(budget))
+
+
+def tokenise(
+    documents: list[str], tokenizer: Any, calibration_tokens: int, seed: int, source: str, max_length: int
+) -> CalibrationText:
+    """Cuts the documents into sequences and draws calibration and held-out sequences with `seed`.
+
+    A sequence has `min(512, max_length, calibration_tokens)` tokens. It begins with the begin-of-text token if the
+    tokenizer adds one, because models trained with that token depend on it. The held-out sequences come from the last
+    fifth of the text, the calibration sequences from the rest.
+
+    Raises:
+        UserError: the text is too short for `calibration_tokens`.
+    """
+    length = min(SEQUENCE_LENGTH, max_length, calibration_tokens)
+    ids: list[int] = []
+    end = tokenizer.eos_token_id
+    for document in documents:
+        ids.extend(tokenizer(document, add_special_tokens=False)["input_ids"])
+        if end is not None:
+            ids.append(end)
+    wanted, held = -(-calibration_tokens // length), min(HELD_OUT_TOKENS, calibration_tokens) // length
+    cut = length - len(prefix_ids(tokenizer))
+    blocks = torch.tensor(ids[: len(ids) // cut * cut], dtype=torch.int64).view(-1, cut)
+    blocks = with_prefix(blocks, tokenizer)
+    first_held = min(len(blocks) - 1, int(len(blocks) * (1 - HELD_OUT_SHARE)))
+    if first_held < wanted:
+        raise UserError(
+            f"--text {source}: {len(ids)} tokens are too few for --calibration-tokens "
+            f"{calibration_tokens} and a "
+            f"held-out fifth; give more text, or use at most {max(0, first_held) * length}"
+        )
+    generator = torch.Generator().manual_seed(seed)
+    chosen = torch.randperm(first_held, generator=generator)[:wanted]
+    measured = first_held + torch.randperm(len(blocks) - first_held, generator=generator)[:held]
+    digest = hashlib.sha256("\0".join(documents).encode()).hexdigest()
+    return CalibrationText(blocks[chosen], blocks[measured], source, digest)

@@ -1,0 +1,130 @@
+"""Checks of a converted layer against the teacher's attention, and of the whole model against the teacher."""
+
+import copy
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from deltanet_hf.evaluation.measures.text_scores import kl_from_log_probs
+from deltanet_hf.mixers import Mixer
+
+from .layer_stream import Head
+
+LOGIT_TOKENS = 128  # tokens whose logits are in memory at a time
+
+
+@dataclass(frozen=True)
+class LayerCheck:
+    """A converted layer's output against the teacher's attention, on held-out text, teacher-forced."""
+
+    cosine: float  # mean over tokens
+    relative_mse: float  # squared error over the squared norm of the teacher's output
+
+
+@dataclass(frozen=True)
+class ModelCheck:
+    """Converted model against teacher on held-out text; `kl` is KL(teacher || converted), nats per token."""
+
+    tokens: int
+    teacher_perplexity: float
+    perplexity: float
+    kl: float
+
+
+class _Fused(nn.Module):
+    """q|k|v projections as one module, as phi3 calls them."""
+
+    def __init__(self, *parts: nn.Module) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([part(x) for part in self.parts], dim=-1)
+
+
+@torch.no_grad()
+def softmax_error(attention: Any, layer: Mixer, inputs: Tensor, kwargs: dict[str, Any]) -> float:
+    """Runs the teacher's own softmax attention on the converted layer's q, k, v and o weights.
+
+    What a profile leaves out (biases, learned norms) is put back, expanded by whole heads. A wrong head
+    mapping, a lost tensor or a wrong scale shows as an error of the order of 1.
+
+    Args:
+        inputs: [n, T, hidden] attention inputs; kwargs: the decoder layer's other arguments.
+    """
+    groups = layer.num_states // _kv_heads(attention)
+    expanded = copy.copy(attention)
+    expanded._modules = dict(attention._modules)
+    projections = [_with_bias(layer, attention, name, groups) for name in ("q_proj", "k_proj", "v_proj")]
+    if hasattr(attention, "qkv_proj"):
+        expanded.qkv_proj = _Fused(*projections)
+        expanded.num_key_value_heads = layer.num_states
+    else:
+        expanded.q_proj, expanded.k_proj, expanded.v_proj = projections
+    expanded.o_proj = layer.o_proj
+    expanded.num_key_value_groups = layer.num_heads // layer.num_states
+    k_norm = getattr(attention, "k_norm", None)
+    if k_norm is not None and k_norm.weight.numel() > layer.head_dim:
+        expanded.k_norm = copy.copy(k_norm)
+        expanded.k_norm._parameters = {"weight": nn.Parameter(_repeat(k_norm.weight, layer.head_dim, groups), False)}
+    want, _ = attention(hidden_states=inputs, **kwargs)
+    got, _ = expanded(hidden_states=inputs, **kwargs)
+    return float((got - want).norm() / want.norm().clamp_min(1e-30))
+
+
+def _kv_heads(attention: Any) -> int:
+    return int(attention.config.num_key_value_heads)
+
+
+def _repeat(values: Tensor, head_dim: int, groups: int) -> Tensor:
+    """Rows [kv_heads * D, ...] repeated by whole heads to [kv_heads * groups * D, ...]."""
+    repeated: Tensor = values.unflatten(0, (-1, head_dim)).repeat_interleave(groups, dim=0).flatten(0, 1)
+    return repeated
+
+
+def _with_bias(layer: Mixer, attention: Any, name: str, groups: int) -> nn.Module:
+    projection = getattr(layer, name)
+    bias = getattr(getattr(attention, name, None), "bias", None)
+    if projection.bias is not None or bias is None:
+        return projection  # type: ignore[no-any-return]
+    full = copy.copy(projection)
+    full._parameters = dict(projection._parameters)
+    full.bias = nn.Parameter(bias if name == "q_proj" else _repeat(bias, layer.head_dim, groups), False)
+    return full  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def compare_outputs(layer: nn.Module, inputs: Tensor, wanted: Tensor, kwargs: dict[str, Any]) -> tuple[float, float]:
+    """Mean cosine and relative MSE of the layer's output to `wanted`, both for inputs [n, T, hidden]."""
+    cosine = squared = norm = 0.0
+    for x, y in zip(inputs.split(1), wanted.split(1), strict=True):
+        out, _ = layer(hidden_states=x, **kwargs)
+        cosine += float(F.cosine_similarity(out, y, dim=-1).double().mean())
+        squared += float((out - y).double().square().sum())
+        norm += float(y.double().square().sum())
+    return cosine / len(inputs), squared / max(norm, 1e-30)
+
+
+@torch.no_grad()
+def compare_models(head: Head, ids: Tensor, teacher: Tensor, student: Tensor, rounding: torch.dtype) -> ModelCheck:
+    """Perplexities and KL from the last layer's outputs [n, T, hidden] of both models; ids [n, T]."""
+    targets = ids[:, 1:].flatten()
+    flat_teacher, flat_student = (hidden[:, :-1].flatten(0, 1) for hidden in (teacher, student))
+    losses = torch.zeros(3, dtype=torch.float64)
+    for start in range(0, len(targets), LOGIT_TOKENS):
+        part = slice(start, start + LOGIT_TOKENS)
+        want = head.logits(flat_teacher[None, part]).squeeze(0).log_softmax(-1)
+        got = head.logits(flat_student[None, part], rounding).squeeze(0).log_softmax(-1)
+        losses[0] += F.nll_loss(want, targets[part], reduction="sum").double()
+        losses[1] += F.nll_loss(got, targets[part], reduction="sum").double()
+        losses[2] += kl_from_log_probs(want, got).double().sum()
+    teacher_loss, loss, kl = (losses / len(targets)).tolist()
+    return ModelCheck(len(targets), _exp(teacher_loss), _exp(loss), kl)
+
+
+def _exp(loss: float) -> float:
+    return math.exp(min(loss, 700.0))

@@ -1,0 +1,219 @@
+"""What a conversion will do, computed from shapes alone: nothing is read but headers, nothing is written."""
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from deltanet_hf.errors import UserError
+from deltanet_hf.mixers import FLOAT32_NAMES
+from deltanet_hf.mixers.masks import sliding_window
+from deltanet_hf.models.factory import converted_config, model_class
+from deltanet_hf.models.families import family_of
+from deltanet_hf.models.layers import INSERTED_QK_NORMS, SOFTMAX, LayerTable
+
+from .calibration_text import HELD_OUT_TOKENS, SEQUENCE_LENGTH
+from .start.norm_target import needs_norms, with_norms
+from .storage.shard_writer import Layout, TensorSpec, plan_layout
+from .teacher_model import Teacher, meta_model, tied_names
+
+CONTEXTS = (1024, 4096, 16384, 32768, 65536, 131072)
+RUNTIME_BYTES = 600 * 2**20  # Python, torch, transformers and the tokenizer, measured
+SMALL_FILES_BYTES = 64 * 2**20  # tokenizer, card, plot
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What happens to one decoder layer; the counts are numbers of parameters of the output."""
+
+    index: int
+    kind: str  # its name in the layer table
+    title: str  # the same for people
+    normed: bool  # keeps softmax attention, with q/k norms that the teacher does not have
+    window: int | None  # sliding window of the teacher's attention, in tokens
+    copied: int
+    expanded: int  # the teacher's, in another shape: key/value heads repeated, fused projections split
+    created: int
+    dropped: int  # the teacher's, that the converted layer has no place for
+    nbytes: int
+    state_bytes: int  # of one sequence, any length; 0 where attention stays
+    kv_bytes_per_token: int  # of the teacher's attention
+
+    @property
+    def converted(self) -> bool:
+        return self.kind != SOFTMAX
+
+    def kv_bytes(self, context: int) -> int:
+        """The teacher's cache of this layer for one sequence of `context` tokens."""
+        return self.kv_bytes_per_token * min(context, self.window or context)
+
+    def cache_bytes(self, context: int) -> int:
+        """The converted model's cache of this layer."""
+        return self.state_bytes if self.converted else self.kv_bytes(context)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The whole conversion."""
+
+    layers: tuple[LayerPlan, ...]
+    teacher_parameters: int
+    parameters: int
+    nbytes: int  # of the shards
+    shards: int
+    peak_memory_bytes: int  # estimate
+    disk_bytes: int  # including the working copies of activations
+    config: PreTrainedConfig
+    student: PreTrainedModel  # on the meta device
+    layout: Layout
+
+    def cache_table(self) -> list[dict[str, int]]:
+        """Per context length: bytes of the teacher's and of the converted model's cache, one sequence."""
+        return [
+            {
+                "context": context,
+                "teacher": sum(layer.kv_bytes(context) for layer in self.layers),
+                "converted": sum(layer.cache_bytes(context) for layer in self.layers),
+            }
+            for context in CONTEXTS
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything that `print_plan` shows, as numbers (bytes, parameters, tokens)."""
+        return {
+            "layers": [asdict(layer) for layer in self.layers],
+            "converted_layers": [layer.index for layer in self.layers if layer.converted],
+            "teacher_parameters": self.teacher_parameters,
+            "parameters": self.parameters,
+            "bytes": self.nbytes,
+            "shards": self.shards,
+            "peak_memory_bytes": self.peak_memory_bytes,
+            "disk_bytes": self.disk_bytes,
+            "cache_bytes": self.cache_table(),
+        }
+
+
+def make_plan(
+    teacher: Teacher,
+    table: LayerTable,
+    dtype: torch.dtype,
+    shard_size: int,
+    calibration_tokens: int,
+    insert_norms: bool = False,
+) -> Plan:
+    """Plans the conversion of `teacher` into the layers of `table`, stored in `dtype`.
+
+    Args:
+        insert_norms: give the kept layers q/k norms where the teacher has none (`norm_target.py`).
+    """
+    kept = table.softmax
+    inserted = insert_norms and needs_norms(teacher.config, kept)
+    config = converted_config(with_norms(teacher.config, kept) if inserted else teacher.config, table)
+    config.dtype = dtype
+    student = meta_model(model_class(family_of(config.model_type).model_type), config, dtype)
+    tied = tied_names(student)
+    specs = [
+        TensorSpec(name, tuple(tensor.shape), torch.float32 if name.rpartition(".")[2] in FLOAT32_NAMES else dtype)
+        for name, tensor in student.state_dict().items()
+        if name not in tied
+    ]
+    layout = plan_layout(specs, shard_size)
+    layers = tuple(_layer_plan(teacher, student, table, specs, i) for i in range(teacher.num_layers))
+    working = _working_bytes(teacher, calibration_tokens)
+    return Plan(
+        layers=layers,
+        teacher_parameters=sum(p.numel() for p in teacher.model.parameters()),
+        parameters=sum(spec.numel for spec in specs),
+        nbytes=layout.nbytes,
+        shards=len(layout.shards),
+        peak_memory_bytes=_peak_memory(teacher, student, working),
+        disk_bytes=layout.nbytes + 2 * working + SMALL_FILES_BYTES,
+        config=config,
+        student=student,
+        layout=layout,
+    )
+
+
+def check_disk(plan: Plan, out: Path, already_there: int) -> None:
+    """UserError when the disk of `out` has too little room; `already_there` bytes are written."""
+    folder = out
+    while not folder.exists():
+        folder = folder.parent
+    free, needed = shutil.disk_usage(folder).free, plan.disk_bytes - already_there
+    if free < needed:
+        raise UserError(
+            f"{out}: needs {needed / 1e9:.2f} GB but its disk has {free / 1e9:.2f} GB free; make room or "
+            "choose another disk"
+        )
+
+
+def _layer_plan(
+    teacher: Teacher,
+    student: PreTrainedModel,
+    table: LayerTable,
+    specs: Sequence[TensorSpec],
+    index: int,
+) -> LayerPlan:
+    prefix = f"model.layers.{index}."
+    before = {n: t for n, t in teacher.model.state_dict().items() if n.startswith(prefix)}
+    mine = [spec for spec in specs if spec.name.startswith(prefix)]
+    counts = {"copied": 0, "expanded": 0, "created": 0}
+    sources = {_source(spec.name, before) for spec in mine}
+    for spec in mine:
+        source = _source(spec.name, before)
+        if source not in before:
+            kind = "created"
+        else:
+            kind = "copied" if tuple(before[source].shape) == spec.shape else "expanded"
+        counts[kind] += spec.numel
+    kind = table[index]
+    attention: Any = student.model.layers[index].self_attn
+    item = mine[0].dtype.itemsize
+    teacher_attention: Any = teacher.model.model.layers[index].self_attn
+    config = teacher.config
+    kv_width = int(config.num_key_value_heads) * int(teacher_attention.head_dim)
+    return LayerPlan(
+        index=index,
+        kind=table.layers[index],
+        title="softmax" if kind is None else kind.mixer.title,
+        normed=index in getattr(student.config, INSERTED_QK_NORMS, ()),
+        window=sliding_window(config, index),
+        **counts,
+        dropped=sum(tensor.numel() for name, tensor in before.items() if name not in sources),
+        nbytes=sum(spec.nbytes for spec in mine),
+        state_bytes=0 if kind is None else attention.state_bytes(mine[0].dtype),
+        kv_bytes_per_token=2 * kv_width * item,
+    )
+
+
+def _source(name: str, before: dict[str, torch.Tensor]) -> str:
+    """The teacher's tensor that an output tensor comes from: its namesake, or the fused projection (phi3)."""
+    if name not in before:
+        for part in ("q_proj", "k_proj", "v_proj"):
+            name = name.replace(f"self_attn.{part}.", "self_attn.qkv_proj.")
+    return name
+
+
+def _working_bytes(teacher: Teacher, calibration_tokens: int) -> int:
+    """Hidden states kept between layers: the teacher's on all text, the student's on the held-out part."""
+    held_out = min(HELD_OUT_TOKENS, calibration_tokens)
+    return (calibration_tokens + 2 * held_out) * int(teacher.config.hidden_size) * 4
+
+
+def _peak_memory(teacher: Teacher, student: PreTrainedModel, working: int) -> int:
+    """The larger of the two phases: decoder layer (both attentions in float32) and output head."""
+    config, row = teacher.config, SEQUENCE_LENGTH
+    before: Any = teacher.model.model.layers
+    layers = zip(before, student.model.layers, strict=True)
+    layer: int = max(
+        teacher.dtype.itemsize * sum(p.numel() for p in old.parameters())
+        + 4 * sum(p.numel() for p in [*old.self_attn.parameters(), *new.self_attn.parameters()])
+        for old, new in layers
+    )
+    inner = 4 * row * (4 * int(config.intermediate_size) + int(config.num_attention_heads) * row)
+    embedding = int(config.vocab_size) * int(config.hidden_size) * teacher.dtype.itemsize
+    return RUNTIME_BYTES + max(layer + inner + 2 * working, embedding + working + 4 * 4 * 128 * int(config.vocab_size))

@@ -1,0 +1,83 @@
+"""The records of a conversion: the request that a resumed run must repeat, and the report `conversion.json`."""
+
+import hashlib
+from typing import Any
+
+from .calibration_text import CalibrationText
+from .job import Job
+from .storage.safetensors_folder import read_json
+from .storage.versions import versions
+
+
+def request(job: Job, text: CalibrationText) -> dict[str, Any]:
+    """Everything that the result depends on, as a JSON value."""
+    files = [job.teacher.folder / "config.json", *job.teacher.checkpoint.files()]
+    states = {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
+    config = hashlib.sha256(files[0].read_bytes()).hexdigest()
+    return {
+        "teacher": {
+            "name": job.source.name,
+            "revision": job.source.revision,
+            "config": config,
+            "files": states,
+        },
+        "options": {**job.options.decisive(), "layers": list(job.table.layers)},
+        "text": {"sha256": text.sha256, "tokens": list(text.calibration.shape)},
+        "versions": versions(),
+    }
+
+
+def report(
+    job: Job, text: CalibrationText, steps: dict[str, dict[str, Any]], held_out: dict[str, Any]
+) -> dict[str, Any]:
+    """The contents of `conversion.json`.
+
+    Args:
+        steps: figures by step name, from the journal.
+        held_out: perplexities and KL divergence on the held-out text.
+    """
+    normed = [layer.index for layer in job.plan.layers if layer.normed]
+    return {
+        "teacher": _teacher_facts(job),
+        "options": _option_facts(job),
+        "text": {
+            "source": text.source,
+            "sha256": text.sha256,
+            "calibration_tokens": text.calibration.numel(),
+            "held_out_tokens": text.held_out.numel(),
+            "sequence_length": text.calibration.shape[1],
+        },
+        "versions": versions(),
+        "plan": job.plan.to_json(),
+        "layers": [{"index": index, **steps[f"layer {index}"]} for index in job.table.converted],
+        "inserted_norms": [{"index": index, **steps[f"layer {index}"]} for index in normed],
+        "held_out": held_out,
+    }
+
+
+def finished_report(job: Job, text: CalibrationText) -> dict[str, Any] | None:
+    """The report in the output folder if this very conversion has been completed already, otherwise None."""
+    file = job.out / "conversion.json"
+    if not file.exists():
+        return None
+    found = read_json(file)
+    same = (
+        found.get("teacher") == _teacher_facts(job)
+        and found.get("options") == _option_facts(job)
+        and found.get("text", {}).get("sha256") == text.sha256
+    )
+    return found if same else None
+
+
+def _teacher_facts(job: Job) -> dict[str, Any]:
+    return {
+        "name": job.source.name,
+        "revision": job.source.revision,
+        "model_type": job.teacher.family.model_type,
+        "dtype": str(job.teacher.dtype).removeprefix("torch."),
+        "tied_embeddings": job.teacher.tied,
+    }
+
+
+def _option_facts(job: Job) -> dict[str, Any]:
+    return {**job.options.decisive(), "layers": job.options.layers, "deltanet": job.table.to_dict()}

@@ -1,0 +1,53 @@
+"""Writes all files of a converted model except its weights."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from transformers import GenerationConfig
+
+from deltanet_hf.errors import QualityError
+from deltanet_hf.safe_write import write_atomically, writing
+
+from .job import Job
+from .storage.saved_tokenizer import load_tokenizer
+from .views.conversion_card import model_card
+from .views.layer_error_plot import layer_error_plot
+
+# Files that no `save_pretrained` writes but that other tools read.
+COPIED = ("tokenizer.model", "vocab.json", "merges.txt", "chat_template.json", "LICENSE*", "NOTICE*")
+SAMPLE = "In 1859, 12 mice -- \n\tand a cat's 3.50 $ café, naïve 東京 <|im_end|>  did 2+2=4."
+PLOT = "layer_errors.png"
+
+
+def write_other_files(job: Job, tokenizer: Any, folder: Path, report: dict[str, Any]) -> None:
+    """Writes config, generation config, tokenizer, licence, report, plot and model card; safe to repeat.
+
+    Args:
+        tokenizer: the teacher's.
+        report: the contents of `conversion.json`.
+
+    Raises:
+        QualityError: the saved tokenizer does not give the same tokens as the teacher's.
+    """
+    with writing(folder):
+        job.plan.config.save_pretrained(folder)
+        _generation_config(job.teacher.folder, job.teacher.config).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        for pattern in COPIED:
+            for file in sorted(job.teacher.folder.glob(pattern)):
+                if file.is_file() and not (folder / file.name).exists():
+                    shutil.copyfile(file, folder / file.name)
+        layer_error_plot(report["layers"], folder / PLOT)
+    if load_tokenizer(folder)(SAMPLE)["input_ids"] != tokenizer(SAMPLE)["input_ids"]:
+        raise QualityError(f"{folder}: the saved tokenizer differs from the teacher's; please report the teacher")
+    write_atomically(folder / "README.md", model_card(report, job.teacher.folder, PLOT).encode())
+    write_atomically(folder / "conversion.json", (json.dumps(report, indent=2) + "\n").encode())
+
+
+def _generation_config(teacher: Path, config: Any) -> GenerationConfig:
+    if (teacher / "generation_config.json").exists():
+        found: GenerationConfig = GenerationConfig.from_pretrained(teacher)
+        return found
+    return GenerationConfig.from_model_config(config)

@@ -1,0 +1,20 @@
+"""The start of Gated DeltaProduct: a fitted Gated DeltaNet, and further writes of almost nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deltanet_hf.mixers.deltaproduct import DeltaProduct
+
+from .calibration import LayerCalibration
+from .gated_deltanet import start_gated_deltanet
+
+
+def start_deltaproduct(
+    attention: Any, layer: DeltaProduct, calibration: LayerCalibration, fit_memory: bool = True
+) -> dict[str, Any]:
+    """A rule of `START`. The fit ignores the further writes, so it is the same for any number of them."""
+    figures = start_gated_deltanet(attention, layer, calibration, fit_memory)
+    for write in layer.householder:
+        write.start(layer.k_proj)
+    return figures

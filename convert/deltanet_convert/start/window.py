@@ -1,0 +1,17 @@
+"""The start of a window: the teacher's attention as it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from .calibration import LayerCalibration
+
+
+def start_window(
+    attention: Any, layer: nn.Module, calibration: LayerCalibration, fit_memory: bool = True
+) -> dict[str, Any]:
+    """A rule of `START`; no figures."""
+    layer.load_state_dict(attention.state_dict())
+    return {}

@@ -1,0 +1,186 @@
+"""A model's weights on disk: every header is checked first; tensors are read one by one, when they are used."""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from deltanet_hf.errors import UserError
+
+from .safetensors_header import DOWNLOAD_AGAIN, FLOAT_DTYPES, TensorEntry, read_header
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+BLOCK_ELEMENTS = 1 << 22  # elements per block, which limits temporary copies to 16 MiB
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Reads a JSON object from a file; UserError if the file is missing, unreadable or something else."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(f"{file}: no such file; give a complete checkpoint folder") from error
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read ({error.strerror}); check its permissions") from error
+    except (UnicodeDecodeError, ValueError, RecursionError) as error:
+        raise UserError(f"{file}: not valid JSON ({error}); {DOWNLOAD_AGAIN}") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{file}: holds a {type(value).__name__} where a JSON object belongs; {DOWNLOAD_AGAIN}")
+    return value
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The tensors of a folder of safetensors files; only `read` and `blocks` load them."""
+
+    folder: Path
+    entries: Mapping[str, TensorEntry]
+
+    @classmethod
+    def open(cls, folder: Path) -> "Checkpoint":
+        """Checks the index and every header; UserError if any of them is damaged, inconsistent or unsafe."""
+        index = folder / INDEX_FILE
+        if index.exists():
+            return cls(folder, _sharded(folder, index))
+        if (folder / SINGLE_FILE).exists():
+            return cls(folder, _checked(read_header(_inside(folder, SINGLE_FILE, folder / SINGLE_FILE))))
+        raise UserError(_nothing_to_read(folder))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.entries
+
+    def files(self) -> list[Path]:
+        return sorted({entry.file for entry in self.entries.values()})
+
+    def dtype(self, name: str) -> torch.dtype:
+        return FLOAT_DTYPES[self.entries[name].dtype]
+
+    def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """Reads a complete tensor into new memory, in `dtype` (default: as stored).
+
+        Raises:
+            UserError: the tensor holds a NaN or an infinite value, or overflows in `dtype`.
+        """
+        entry = self.entries[name]
+        out = torch.empty(entry.shape, dtype=dtype or self.dtype(name))
+        filled = 0
+        for block in self.blocks(name):
+            flat = out.view(-1)[filled : filled + block.numel()]
+            flat.copy_(block)
+            _check_finite(entry, flat, "overflows in the conversion's dtype; choose --dtype float32 or bfloat16")
+            filled += block.numel()
+        return out
+
+    def blocks(self, name: str) -> Iterator[Tensor]:
+        """Yields the tensor's elements in order, as flat pieces in the stored dtype.
+
+        The complete tensor is never in memory.
+        """
+        entry = self.entries[name]
+        rows = entry.shape[0] if entry.shape else 1
+        per_block = max(1, BLOCK_ELEMENTS * rows // max(1, _numel(entry)))
+        try:
+            # Opened once per tensor, because the pages of a memory map count as resident until it is closed.
+            with safe_open(entry.file, framework="pt") as shard:
+                if not entry.shape:
+                    pieces: Iterator[Tensor] = iter([shard.get_tensor(name)])
+                else:
+                    part = shard.get_slice(name)
+                    pieces = (part[row : row + per_block] for row in range(0, rows, per_block))
+                for piece in pieces:
+                    flat = piece.reshape(-1)
+                    _check_finite(entry, flat, "holds {}; the teacher is damaged: " + DOWNLOAD_AGAIN)
+                    yield flat
+        except (SafetensorError, OSError) as error:
+            raise UserError(
+                f"{entry.file}: tensor '{name}' cannot be read ({error}); the file changed or is damaged, "
+                f"{DOWNLOAD_AGAIN}"
+            ) from error
+
+
+def _numel(entry: TensorEntry) -> int:
+    return entry.nbytes // FLOAT_DTYPES[entry.dtype].itemsize
+
+
+def _check_finite(entry: TensorEntry, values: Tensor, problem: str) -> None:
+    if bool(torch.isfinite(values).all()):
+        return
+    kind = "NaN" if bool(torch.isnan(values).any()) else "an infinite value"
+    raise UserError(f"{entry.file}: tensor '{entry.name}' {problem.format(kind)}")
+
+
+def _sharded(folder: Path, index: Path) -> dict[str, TensorEntry]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError(f"{index}: key 'weight_map' is missing or empty; {DOWNLOAD_AGAIN}")
+    shards: dict[str, Path] = {}
+    for tensor, shard in weight_map.items():
+        if not isinstance(shard, str) or not shard.endswith(".safetensors"):
+            raise UserError(
+                f"{index}: weight_map['{tensor}'] is {shard!r}, not a .safetensors file; save the teacher "
+                "with save_pretrained"
+            )
+        if shard not in shards:
+            shards[shard] = _inside(folder, shard, index)
+    entries: dict[str, TensorEntry] = {}
+    for shard, file in sorted(shards.items()):
+        if not file.is_file():
+            raise UserError(f"{index}: shard '{shard}' is not in {folder}; download the missing file")
+        for name, entry in read_header(file).items():
+            if name in entries:
+                raise UserError(
+                    f"{file}: tensor '{name}' is in {entries[name].file.name} too; keep one of the two copies"
+                )
+            if name not in weight_map:
+                raise UserError(f"{file}: tensor '{name}' is not in weight_map of {index.name}; {DOWNLOAD_AGAIN}")
+            entries[name] = entry
+    for name, shard in weight_map.items():
+        if name not in entries or entries[name].file != shards[shard]:
+            raise UserError(f"{index}: tensor '{name}' is not in its shard '{shard}'; {DOWNLOAD_AGAIN}")
+    return _checked(entries)
+
+
+def _inside(folder: Path, shard: str, source: Path) -> Path:
+    """The shard's path; UserError if it leads out of the folder (absolute, '..' or a link)."""
+    remedy = "weights must lie in the teacher's own folder: copy the file there and correct the entry"
+    if os.path.isabs(shard) or ".." in Path(shard).parts or "\\" in shard or "\0" in shard:
+        raise UserError(f"{source}: shard {shard!r} leaves the folder; {remedy}")
+    path = folder / shard
+    allowed = [folder.resolve()]
+    if folder.resolve().parent.name == "snapshots":  # a hub cache links its snapshots to ../../blobs
+        allowed.append(folder.resolve().parent.parent / "blobs")
+    if not any(path.resolve().is_relative_to(root) for root in allowed):
+        raise UserError(f"{source}: shard {shard!r} is a link that leaves the folder; {remedy}")
+    return path
+
+
+def _checked(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
+    if not entries:
+        raise UserError("the checkpoint holds no tensors; download it again")
+    for entry in entries.values():
+        if entry.dtype not in FLOAT_DTYPES:
+            raise UserError(
+                f"{entry.file}: tensor '{entry.name}' has dtype {entry.dtype}, not a plain float; "
+                "dequantise the teacher first (save it as bfloat16)"
+            )
+    return entries
+
+
+def _nothing_to_read(folder: Path) -> str:
+    pickles = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLES)
+    if pickles:
+        return (
+            f"{folder / pickles[0]}: pickled weights can run code when loaded and are refused; convert "
+            "them to safetensors (load them where you trust them, then save_pretrained)"
+        )
+    shards = sorted(folder.glob("*.safetensors"))
+    if shards:
+        return f"{folder / INDEX_FILE}: the index is missing beside {shards[0].name}; download it"
+    return f"{folder}: holds no {SINGLE_FILE}, no {INDEX_FILE}; give a folder with safetensors weights"

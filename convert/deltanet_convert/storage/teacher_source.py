@@ -1,0 +1,122 @@
+"""Finds a teacher given as a local folder, a GGUF file or a hub id; the result is always a local folder."""
+
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from deltanet_hf.errors import UserError
+from deltanet_hf.safe_write import writing
+
+from .safetensors_folder import PICKLES
+
+HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
+NEEDED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "LICENSE*"]
+NOT_NEEDED = ["original/*", "consolidated*", "*/*.safetensors", "onnx/*"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """The folder of a teacher."""
+
+    name: str  # the folder's or file's name, or the hub id
+    folder: Path
+    revision: str | None  # commit on the hub
+    temporary: bool = False  # `folder` is a dequantised copy, which is removed at the end
+
+
+def resolve_source(teacher: str, scratch: Path, dtype: torch.dtype | None) -> Source:
+    """Finds the teacher. A GGUF file is dequantised, for which it is completely in memory once; a hub id is downloaded.
+
+    Args:
+        teacher: a folder, a .gguf file, a folder with one .gguf file, or a hub id.
+        scratch: folder for the dequantised copy, which is reused if it was made from the same file.
+        dtype: dtype of the dequantised copy; None for bfloat16.
+
+    Raises:
+        UserError: there is no such teacher, or its weights are pickled or cannot be read.
+    """
+    path = Path(teacher).expanduser()
+    if path.is_file():
+        if path.suffix == ".gguf":
+            return Source(path.name, _dequantised(path, scratch, dtype), None, True)
+        if path.suffix in PICKLES:
+            raise UserError(f"{path}: pickled weights can run code when loaded and are refused; give safetensors")
+        raise UserError(f"{path}: give the folder that holds config.json and the weights, or a .gguf file")
+    if path.is_dir():
+        ggufs = sorted(path.glob("*.gguf"))
+        if ggufs and not (path / "config.json").exists():
+            if len(ggufs) > 1:
+                raise UserError(f"{path}: holds {len(ggufs)} .gguf files; give one of them, such as {ggufs[0]}")
+            return Source(ggufs[0].name, _dequantised(ggufs[0], scratch, dtype), None, True)
+        return Source(path.resolve().name, path, None)
+    if not HUB_ID.match(teacher) or teacher.startswith((".", "/")):
+        raise UserError(f"{teacher}: no such folder, and not a hub id of the form owner/name; check the path")
+    return _downloaded(teacher)
+
+
+def _downloaded(repo: str) -> Source:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    try:
+        folder = Path(snapshot_download(repo, allow_patterns=NEEDED, ignore_patterns=NOT_NEEDED))
+    except RepositoryNotFoundError as error:
+        raise UserError(f"{repo}: no such folder here and no such model on the hub; check the name") from error
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{repo}: cannot be downloaded ({reason}); give a local folder, or try again") from error
+    if not list(folder.glob("*.safetensors")):
+        raise UserError(
+            f"{repo}: the hub has no safetensors weights for it; pickled weights are refused: convert "
+            "them with save_pretrained where you trust them"
+        )
+    return Source(repo, folder, folder.name)
+
+
+def _dequantised(file: Path, scratch: Path, dtype: torch.dtype | None) -> Path:
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    state = file.stat()
+    made_from = f"{file.resolve()} {state.st_size} {state.st_mtime_ns} {dtype}"
+    done = scratch / "made_from"
+    if done.exists() and done.read_text() == made_from:
+        return scratch
+    place, name = str(file.parent), file.name
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            place,
+            gguf_file=name,
+            dtype=dtype or torch.bfloat16,
+            quantization_config=GgufConfig(dequantize=True),
+        )
+        tokenizer = AutoTokenizer.from_pretrained(place, gguf_file=name)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"{file}: transformers cannot load this GGUF file ({reason}); give safetensors") from error
+    _restore_digit_splitting(file, tokenizer)
+    with writing(scratch):
+        shutil.rmtree(scratch, ignore_errors=True)
+        model.save_pretrained(scratch)
+        tokenizer.save_pretrained(scratch)
+        done.write_text(made_from)
+    return scratch
+
+
+def _restore_digit_splitting(file: Path, tokenizer: object) -> None:
+    """Restores the splitting of digits, which transformers omits when a GGUF file names the pre-tokenizer 'smollm'."""
+    from gguf import GGUFReader
+    from tokenizers import pre_tokenizers
+
+    field = GGUFReader(file).get_field("tokenizer.ggml.pre")
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if field is None or backend is None or field.contents() != "smollm":
+        return
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+    )

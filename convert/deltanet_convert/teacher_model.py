@@ -1,0 +1,202 @@
+"""Opens a teacher: checks that its family is supported and that its tensors are those of its config."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from deltanet_hf.errors import UserError
+from deltanet_hf.models.families import FAMILIES, PREFIX, Family, family_of
+
+from .storage.safetensors_folder import Checkpoint, read_json
+
+LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+# Old Llama checkpoints contain the rotary frequencies, which follow from the config.
+DERIVED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """A supported, complete checkpoint. `model` is on the meta device: it has shapes and no data."""
+
+    folder: Path
+    config: PreTrainedConfig
+    family: Family
+    checkpoint: Checkpoint
+    model: PreTrainedModel
+    dtype: torch.dtype  # dtype of most of its weights
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.config.num_hidden_layers)
+
+    @property
+    def tied(self) -> bool:
+        return "lm_head.weight" in tied_names(self.model)
+
+    def layer_names(self, index: int) -> list[str]:
+        """Names of one decoder layer's tensors, in the model's order."""
+        prefix = f"model.layers.{index}."
+        return [name for name in self.model.state_dict() if name.startswith(prefix)]
+
+
+def open_teacher(folder: Path) -> Teacher:
+    """Reads the config and every header of `folder`.
+
+    Raises:
+        UserError: the family is not supported, or config and tensors contradict each other.
+    """
+    raw = read_json(folder / "config.json")
+    family = _check_supported(folder / "config.json", raw)
+    checkpoint = Checkpoint.open(folder)
+    _check_layer_count(folder / "config.json", raw, checkpoint)
+    config = _guarded(folder / "config.json", lambda: family.config_class.from_pretrained(folder))
+    dtype = _main_dtype(checkpoint)
+    model = _guarded(folder / "config.json", lambda: meta_model(family.model_class, config, dtype))
+    check_tensors(folder / "config.json", model, checkpoint)
+    return Teacher(folder, config, family, checkpoint, model, dtype)
+
+
+def meta_model(cls: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Builds a model on the meta device: modules and shapes without data.
+
+    It uses eager attention, the one implementation that applies every option of every family (soft capping).
+    """
+    with torch.device("meta"):
+        model = cls._from_config(config, dtype=dtype, attn_implementation="eager")
+    return model.eval()  # type: ignore[no-any-return]
+
+
+def tied_names(model: PreTrainedModel) -> set[str]:
+    """Names of the parameters that share another parameter's data (the output head of a tied model)."""
+    if not getattr(model.config, "tie_word_embeddings", False):
+        return set()
+    keys: Any = model._tied_weights_keys or {}
+    return set(keys)
+
+
+def _check_supported(file: Path, raw: dict[str, Any]) -> Family:
+    model_type = raw.get("model_type")
+    supported = ", ".join(sorted(FAMILIES))
+    if not isinstance(model_type, str):
+        raise UserError(f"{file}: key 'model_type' is missing; supported model types are {supported}")
+    if model_type.startswith(PREFIX):
+        raise UserError(f"{file}: model_type '{model_type}' is converted already; give the original teacher")
+    for key in ("vision_config", "audio_config", "text_config"):
+        if key in raw:
+            raise UserError(
+                f"{file}: model_type '{model_type}' is multimodal (key '{key}'); only text models are "
+                f"supported: {supported}"
+            )
+    if model_type not in FAMILIES:
+        raise UserError(f"{file}: model_type '{model_type}' is not supported; supported are {supported}")
+    if raw.get("quantization_config"):
+        raise UserError(f"{file}: key 'quantization_config': the teacher is quantised; save it as bfloat16 first")
+    architectures = raw.get("architectures") or []
+    family = family_of(model_type)
+    if architectures and family.model_name not in architectures:
+        raise UserError(
+            f"{file}: architectures {architectures} holds no {family.model_name}; only language models can be converted"
+        )
+    return family
+
+
+def _check_layer_count(file: Path, raw: dict[str, Any], checkpoint: Checkpoint) -> None:
+    layers = {int(match[1]) for name in checkpoint.entries if (match := LAYER.match(name))}
+    count, said = max(layers, default=-1) + 1, raw.get("num_hidden_layers")
+    if not layers:
+        raise UserError(
+            f"{checkpoint.files()[0]}: no tensor is called 'model.layers.0.*'; save the whole causal language model"
+        )
+    if said is not None and said != count:
+        raise UserError(
+            f"{file}: num_hidden_layers is {said!r} but the last tensor is "
+            f"'{_last_layer_tensor(checkpoint, count)}' "
+            f"({count} layers); correct the config or complete the weights"
+        )
+
+
+def _last_layer_tensor(checkpoint: Checkpoint, count: int) -> str:
+    return min(name for name in checkpoint.entries if name.startswith(f"model.layers.{count - 1}."))
+
+
+def _guarded(file: Path, build: Callable[[], Any]) -> Any:
+    """Runs a constructor of transformers and turns its errors, which may be of any type, into UserErrors."""
+    try:
+        return build()
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise UserError(f"{file}: transformers cannot build the model from it ({reason}); correct the key") from error
+
+
+def _main_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    sizes: dict[torch.dtype, int] = {}
+    for name, entry in checkpoint.entries.items():
+        dtype = checkpoint.dtype(name)
+        sizes[dtype] = sizes.get(dtype, 0) + entry.nbytes // dtype.itemsize
+    return max(sizes, key=lambda dtype: sizes[dtype])
+
+
+def check_tensors(
+    config_file: Path,
+    model: PreTrainedModel,
+    checkpoint: Checkpoint,
+    *,
+    stored_as: Callable[[str], str] = str,
+    alone: bool = True,
+) -> None:
+    """Raises a UserError unless the checkpoint holds the tensors of `model` (on the meta device) in its shapes.
+
+    Args:
+        stored_as: maps the model's name of a tensor to the checkpoint's.
+        alone: also refuse tensors that the model does not have.
+    """
+    expected = {stored_as(name): tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    optional = {stored_as(name) for name in tied_names(model)}
+    for name, shape in expected.items():
+        if name in checkpoint and checkpoint.entries[name].shape != shape:
+            entry = checkpoint.entries[name]
+            raise UserError(
+                f"{entry.file}: tensor '{name}' has shape {list(entry.shape)} but {config_file.name} needs "
+                f"{list(shape)}; {_shape_remedy(name)}"
+            )
+    for name in expected:
+        if name not in checkpoint and name not in optional:
+            raise UserError(
+                f"{checkpoint.files()[0]}: tensor '{name}' is missing from the checkpoint; {_missing_remedy(name)}"
+            )
+    for name, entry in checkpoint.entries.items() if alone else ():
+        if name not in expected and not DERIVED.search(name):
+            raise UserError(
+                f"{entry.file}: tensor '{name}' has no place in a {model.config.model_type} model with this "
+                f"{config_file.name}; {_extra_remedy(name)}"
+            )
+
+
+def _shape_remedy(name: str) -> str:
+    keys = "hidden_size"
+    if re.search(r"\.[qkv]_(proj|norm)\.|\.qkv_proj\.|\.o_proj\.", name):
+        keys = "hidden_size, num_attention_heads, num_key_value_heads and head_dim"
+    elif ".linear_attn." in name:
+        keys = "hidden_size and the linear_ keys"
+    elif ".mlp." in name:
+        keys = "hidden_size and intermediate_size"
+    elif name.startswith(("model.embed_tokens", "lm_head")):
+        keys = "vocab_size and hidden_size"
+    return f"check {keys} in the config"
+
+
+def _missing_remedy(name: str) -> str:
+    if name == "lm_head.weight":
+        return "add it, or set tie_word_embeddings to true if the output head is the embedding"
+    return "add the file that holds it, or correct the config"
+
+
+def _extra_remedy(name: str) -> str:
+    if name.endswith(".bias"):
+        return "the config switches this bias off: correct it (attention_bias, mlp_bias)"
+    return "remove it, or correct the config"

@@ -1,0 +1,109 @@
+"""Writes the model card of a converted model."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from .plan_view import count, index_ranges, size
+
+
+def model_card(report: dict[str, Any], teacher: Path, plot: str) -> str:
+    """Returns README.md: the model's layers, its measurements, its cache sizes and how to load it.
+
+    Args:
+        report: contents of `conversion.json`.
+        teacher: the teacher's folder, whose model card names the licence.
+        plot: file name of the per-layer plot.
+    """
+    source, options, check, plan = report["teacher"], report["options"], report["held_out"], report["plan"]
+    converted, total = plan["converted_layers"], len(plan["layers"])
+    kept = [layer["index"] for layer in plan["layers"] if layer["index"] not in converted]
+    title = next(layer["title"] for layer in plan["layers"] if layer["index"] in converted)
+    relative = [layer["relative_mse"] for layer in report["layers"]]
+    cosine = [layer["cosine"] for layer in report["layers"]]
+    header = ["---", "library_name: transformers", "pipeline_tag: text-generation", *_licence(teacher)]
+    if "/" in source["name"]:
+        header.append(f"base_model: {source['name']}")
+    header += ["tags:", "- gated-deltanet", "- linear-attention", "---"]
+    stays = f"layers {index_ranges(kept)} keep softmax attention" if kept else "no layer keeps softmax attention"
+    caches = "\n".join(
+        f"| {row['context']:,} | {size(row['teacher'])} | {size(row['converted'])} |" for row in plan["cache_bytes"]
+    )
+    return (
+        "\n".join(header)
+        + f"""
+
+# {source["name"]} with {title} layers
+
+{len(converted)} of {total} attention layers of `{source["name"]}` ({source["model_type"]}) are replaced by
+{title} layers in the `{options["profile"]}` profile{_changes(options)}; {stays}.
+{count(plan["parameters"])} parameters.
+{_norms_note(report["inserted_norms"])}
+The new layers were fitted to the teacher's attention on calibration text; the model has not been trained. Distil
+it before use (`deltanet-hf distill`).
+
+```python
+import deltanet_hf  # pip install deltanet-hf
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("PATH")
+tokenizer = AutoTokenizer.from_pretrained("PATH")
+```
+
+## Measured at conversion
+
+{check["tokens"]:,} held-out tokens of {report["text"]["source"]}, in sequences of
+{report["text"]["sequence_length"]}:
+
+| | teacher | converted |
+|---|---|---|
+| perplexity | {check["teacher_perplexity"]:.2f} | {check["perplexity"]:.2f} |
+| KL to the teacher, nats per token | 0 | {check["kl"]:.3f} |
+
+Each converted layer against the teacher's attention on the teacher's inputs: relative MSE
+{_mean(relative):.3f} and cosine {_mean(cosine):.3f} on average.
+
+![per-layer error]({plot})
+
+Cache of one sequence:
+
+| tokens | teacher | converted |
+|---|---|---|
+{caches}
+
+All figures, options and versions: `conversion.json`.
+"""
+    )
+
+
+def _changes(options: dict[str, Any]) -> str:
+    """Lists the settings that differ from the profile, in parentheses."""
+    changes = [f"`{key}: {json.dumps(value)}`" for key, value in options["set"].items()]
+    changes += [] if options["fit_memory"] else ["decay and write strength not fitted"]
+    return f" ({', '.join(changes)})" if changes else ""
+
+
+def _norms_note(layers: list[dict[str, Any]]) -> str:
+    if not layers:
+        return ""
+    found = _mean([layer["attention_kl"] for layer in layers])
+    return f"""
+Their attention has an RMSNorm on q and k that the teacher does not have, so that the model can be exported as Qwen3.5.
+The norms were fitted to change the attention little (KL divergence {found:.4f} nats on average); distillation trains
+them.
+"""
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _licence(teacher: Path) -> list[str]:
+    """The licence lines of the teacher's model card."""
+    card = teacher / "README.md"
+    if not card.is_file():
+        return []
+    text = card.read_text(encoding="utf-8", errors="replace")
+    front = re.match(r"---\n(.*?)\n---", text, re.DOTALL)
+    return re.findall(r"^license(?:_name|_link)?: .+$", front[1], re.MULTILINE) if front else []

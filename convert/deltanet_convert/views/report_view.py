@@ -1,0 +1,44 @@
+"""Prints the result of a conversion on the terminal."""
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+def print_report(report: dict[str, Any], console: Console) -> None:
+    """Prints the checks of every converted layer and of the model; `report`: the contents of `conversion.json`."""
+    table = Table(title="Converted layers against the teacher's attention, held-out text", title_justify="left")
+    for column in ("layer", "cosine", "relative MSE", "softmax with these weights, difference"):
+        table.add_column(column, justify="right")
+    for layer in report["layers"]:
+        table.add_row(
+            str(layer["index"]),
+            f"{layer['cosine']:.4f}",
+            f"{layer['relative_mse']:.4f}",
+            f"{layer['softmax_error']:.1e}" if "softmax_error" in layer else "",
+        )
+    means = [
+        sum(layer[key] for layer in report["layers"]) / len(report["layers"]) for key in ("cosine", "relative_mse")
+    ]
+    table.add_section()
+    table.add_row("mean", f"{means[0]:.4f}", f"{means[1]:.4f}", "")
+    console.print(table)
+    if report["inserted_norms"]:
+        console.print(_norms_table(report["inserted_norms"]))
+    check = report["held_out"]
+    console.print(
+        f"Held-out text ({check['tokens']:,} tokens of {report['text']['source']}): perplexity "
+        f"{check['teacher_perplexity']:.2f} -> {check['perplexity']:.2f}, KL to the teacher "
+        f"{check['kl']:.3f} nats"
+    )
+
+
+def _norms_table(layers: list[dict[str, Any]]) -> Table:
+    table = Table(title="Kept layers with inserted q/k norms: close to the teacher's, not equal", title_justify="left")
+    for column in ("layer", "cosine", "relative MSE", "attention KL, nats", "attention logits, relative error"):
+        table.add_column(column, justify="right")
+    for layer in layers:
+        figures = (f"{layer[key]:.4f}" for key in ("cosine", "relative_mse", "attention_kl", "logit_error"))
+        table.add_row(str(layer["index"]), *figures)
+    return table

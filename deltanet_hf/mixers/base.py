@@ -1,0 +1,460 @@
+"""What every mixer has, and what a mixer has to say of itself.
+
+A mixer takes the place of a decoder layer's softmax attention. `LayerKind` is the contract that all kinds of layers
+keep, the window (`window.py`) among them: it is what the cache, the converter and the recipes ask. `Mixer` is the
+base of those with a recurrent state. It owns everything around the recurrence, in this order:
+
+    projections -> learned q/k norms -> short convolution -> rotary embedding -> activation
+    -> the mixer's own `gates` and `mix` -> output norm and gate -> output projection
+
+with padding, packed sequences and the cache. To add one, see docs/contributing.md.
+
+Shapes in comments: B batch, T tokens, D head size; HQ, HK, HV heads of q, k and v; H heads of the output; C channels
+of the convolution.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache
+
+from deltanet_hf.mixers.masks import padding_in
+from deltanet_hf.mixers.parts import GatedRMSNorm, Part, ShortConv
+from deltanet_hf.mixers.settings import MixerSettings, check_bool, check_choice
+from deltanet_hf.mixers.state import MixerCacheLayer, State, cache_layer
+
+Activation = Literal["silu", "none"]
+OutputNorm = Literal["none", "shared", "per_head"]
+PositionEmbeddings = tuple[Tensor, Tensor]  # cos and sin, each [B, T, R] or [1, T, R]
+
+
+@dataclass(frozen=True)
+class TensorShape:
+    """Shape and dtype of one tensor of a state, for one sequence (without the batch)."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return int(torch.Size(self.shape).numel()) * self.dtype.itemsize
+
+
+class LayerKind:
+    """The contract of a kind of layer. The classes in `MIXERS` derive from it and from `nn.Module`."""
+
+    name: ClassVar[str]
+    """Its name in config.json and for `deltanet-hf convert --mixer`."""
+    title: ClassVar[str]
+    """Its name for people."""
+    Settings: ClassVar[type[MixerSettings]]
+    fp32: ClassVar[tuple[str, ...]] = ()
+    """Last names of the parameters that are float32 whatever the model's dtype."""
+    new_weights: ClassVar[bool] = True
+    """Whether it has weights that the teacher does not have: recipes align such layers and train them in full.
+    Otherwise its weights are the teacher's, and recipes treat them as those of softmax attention."""
+    without_lora: ClassVar[tuple[str, ...]] = ()
+    """Names of its linear layers that are smaller than an adapter would be."""
+
+    @classmethod
+    def default_settings(cls, profile: str, training: bool = True) -> MixerSettings:
+        """The recommended settings.
+
+        Args:
+            profile: "faithful" keeps everything that the teacher's attention has; "qwen3_5" is the layer of Qwen3.5.
+            training: whether the converted model will be distilled; False asks for the better start.
+
+        Raises:
+            ValueError: this kind of layer has no such profile.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def from_attention(cls, attention: nn.Module, config: PreTrainedConfig, layer_idx: int, settings: Any) -> nn.Module:
+        """The layer that takes the place of `attention`, the module that the family's own constructor made."""
+        raise NotImplementedError
+
+    def state_shapes(self, dtype: torch.dtype) -> dict[str, TensorShape]:
+        """The state of one sequence, as it is kept in the cache of a model of this dtype."""
+        raise NotImplementedError
+
+    def state_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of the state of one sequence, the same at any length."""
+        return sum(shape.nbytes for shape in self.state_shapes(dtype).values())
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """The shape of the attention that a mixer replaces, and the parts of it that have no weights of their own."""
+
+    hidden_size: int
+    head_dim: int
+    num_q_heads: int
+    num_k_heads: int
+    num_v_heads: int
+    q_bias: bool = False
+    k_bias: bool = False
+    v_bias: bool = False
+    o_bias: bool = False
+    norm_eps: float = 1e-6
+    q_norm: nn.Module | None = None
+    k_norm: nn.Module | None = None
+    rotate: Callable[..., tuple[Tensor, Tensor]] | None = None
+    """The family's `apply_rotary_pos_emb`; None for no rotary embedding."""
+
+    @classmethod
+    def of(cls, attention: Any, config: PreTrainedConfig, settings: MixerProjections) -> AttentionShape:
+        """Read the shape off a family's attention module.
+
+        Head counts, biases, learned norms and the use of rotary embeddings come from the module that the family's own
+        constructor made, so that one mixer serves every family.
+        """
+        heads: int = config.num_attention_heads
+        kv_heads: int = heads if settings.expand_kv else config.num_key_value_heads
+        fused = getattr(attention, "qkv_proj", None)
+        bias = [getattr(fused or getattr(attention, f"{n}_proj"), "bias", None) is not None for n in "qkv"]
+        q_norm: Any = None
+        k_norm: Any = None
+        if settings.qk_norm and hasattr(attention, "q_norm"):
+            q_norm, k_norm = copy.deepcopy(attention.q_norm), copy.deepcopy(attention.k_norm)
+            if q_norm.weight.numel() != attention.head_dim:  # one norm over all heads (OLMo)
+                k_norm.weight = nn.Parameter(k_norm.weight.new_ones(kv_heads * attention.head_dim))
+        # SmolLM3 leaves some layers without positions.
+        rotates = settings.rope and bool(getattr(attention, "use_rope", True))
+        return cls(
+            hidden_size=config.hidden_size,
+            head_dim=attention.head_dim,
+            num_q_heads=heads,
+            num_k_heads=kv_heads,
+            num_v_heads=kv_heads,
+            q_bias=bias[0] and settings.qkv_bias,
+            k_bias=bias[1] and settings.qkv_bias,
+            v_bias=bias[2] and settings.qkv_bias,
+            o_bias=getattr(attention.o_proj, "bias", None) is not None,
+            norm_eps=getattr(config, "rms_norm_eps", 1e-6),
+            q_norm=q_norm,
+            k_norm=k_norm,
+            rotate=sys.modules[type(attention).__module__].apply_rotary_pos_emb if rotates else None,
+        )
+
+
+@dataclass(frozen=True)
+class MixerProjections(MixerSettings):
+    """The settings of everything that surrounds a recurrence; all mixers with a recurrent state share them."""
+
+    expand_kv: bool  # key/value heads repeated to the number of query heads: one state per query head
+    rope: bool  # the teacher's rotary embedding on q and k
+    qk_norm: bool  # the teacher's learned q/k norms, where it has them
+    qkv_bias: bool  # the teacher's biases of the q, k and v projections, where it has them
+    conv_size: int  # taps of the causal depthwise convolution on q|k|v; 0 for none
+    qk_activation: Activation
+    v_activation: Activation
+    output_norm: OutputNorm  # RMSNorm over a head's output, its weight shared by the heads or one per head
+    output_gate: bool  # multiply by SiLU of a projection of the layer's input
+    gate_bias: bool  # biases in the projections of write strength and output gate
+
+    def validate(self, where: str) -> None:
+        for name, allowed in (
+            ("qk_activation", Activation),
+            ("v_activation", Activation),
+            ("output_norm", OutputNorm),
+        ):
+            check_choice(where, name, getattr(self, name), get_args(allowed))
+        for name in ("expand_kv", "rope", "qk_norm", "qkv_bias", "output_gate", "gate_bias"):
+            check_bool(where, name, getattr(self, name))
+        if type(self.conv_size) is not int or self.conv_size not in (0, 2, 3, 4):
+            raise ValueError(f"{where}.conv_size: got {self.conv_size!r}, expected 0 (none), 2, 3 or 4")
+
+
+FAITHFUL: dict[str, Any] = {
+    "expand_kv": True,
+    "rope": True,
+    "qk_norm": True,
+    "qkv_bias": True,
+    "conv_size": 4,
+    "qk_activation": "none",
+    "v_activation": "none",
+    "output_norm": "per_head",
+    "output_gate": True,
+    "gate_bias": True,
+}  # everything that the teacher's attention has, and a convolution that begins as an identity
+
+
+class Mixer(LayerKind, nn.Module):
+    """Base of the mixers with a recurrent state; a drop-in for a decoder layer's `self_attn`.
+
+    A subclass defines `add_gates`, `gates`, `mix` and `recurrent_shapes`, and may define `project` (more inputs than
+    one key and value per token), `step` (a fused decoding step) and `start_from_scratch`.
+
+    Args:
+        shape: the attention that it replaces (its weights are not copied; the converter does that).
+        settings: its settings.
+        layer_idx: index of the decoder layer.
+    """
+
+    Settings: ClassVar[type[MixerProjections]] = MixerProjections
+
+    def __init__(self, shape: AttentionShape, settings: MixerProjections, layer_idx: int) -> None:
+        super().__init__()
+        self.settings, self.layer_idx, self.head_dim = settings, layer_idx, shape.head_dim
+        self.num_heads = max(shape.num_q_heads, shape.num_v_heads)  # of the output
+        self.num_states = shape.num_v_heads
+        self._rotate = shape.rotate
+        hidden, head_dim = shape.hidden_size, shape.head_dim
+        self.q_proj = nn.Linear(hidden, shape.num_q_heads * head_dim, bias=shape.q_bias)
+        self.k_proj = nn.Linear(hidden, shape.num_k_heads * head_dim, bias=shape.k_bias)
+        self.v_proj = nn.Linear(hidden, shape.num_v_heads * head_dim, bias=shape.v_bias)
+        self.o_proj = nn.Linear(self.num_heads * head_dim, hidden, bias=shape.o_bias)
+        self.q_norm, self.k_norm = shape.q_norm, shape.k_norm
+        self._norms_all_heads = shape.q_norm is not None and shape.q_norm.get_parameter("weight").numel() != head_dim
+        self.conv1d = ShortConv(self.conv_channels, settings.conv_size) if settings.conv_size else None
+        self.add_gates()
+        self.g_proj = None
+        if settings.output_gate:
+            self.g_proj = nn.Linear(hidden, self.num_heads * head_dim, bias=settings.gate_bias)
+        self.norm = None
+        if settings.output_norm != "none":
+            weight = (head_dim,) if settings.output_norm == "shared" else (self.num_heads, head_dim)
+            self.norm = GatedRMSNorm(weight, shape.norm_eps)
+
+    @classmethod
+    def default_settings(cls, profile: str, training: bool = True) -> MixerProjections:
+        """As in the base class.
+
+        Without SiLU on q and k a model that is distilled on 10M tokens or more comes closer to its teacher; with it the
+        untrained model is the better one (docs/results.md).
+        """
+        if profile != "faithful":
+            raise ValueError(f"profile: got {profile!r}, but {cls.name} has only faithful")
+        return cls.Settings(**{**FAITHFUL, "qk_activation": "none" if training else "silu"})
+
+    @classmethod
+    def from_attention(cls, attention: nn.Module, config: PreTrainedConfig, layer_idx: int, settings: Any) -> nn.Module:
+        return cls(AttentionShape.of(attention, config, settings), settings, layer_idx)
+
+    # What a subclass says.
+
+    @property
+    def conv_channels(self) -> int:
+        """C: channels of everything that `project` returns."""
+        return self.q_proj.out_features + self.k_proj.out_features + self.v_proj.out_features
+
+    def add_gates(self) -> None:
+        """Make the modules that `gates` uses."""
+        raise NotImplementedError
+
+    def gates(self, x: Tensor, padding: Tensor | None) -> tuple[Tensor, ...]:
+        """Everything else that the recurrence reads, from the layer's input.
+
+        Args:
+            x: [B, T, hidden], zeros at padding.
+            padding: [B, T] bool, True at tokens that are to leave the state alone; None for no padding.
+
+        Returns:
+            Tensors [B, T, ...].
+        """
+        raise NotImplementedError
+
+    def mix(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gates: tuple[Tensor, ...],
+        state: State | None,
+        keep_state: bool,
+        cu_seqlens: Tensor | None,
+    ) -> tuple[Tensor, State]:
+        """The recurrence.
+
+        Args:
+            q, k, v: [B, T, HQ, D], [B, T, HK, D], [B, T, HV, D] behind convolution, rotation and activation.
+            gates: of `gates`.
+            state: after the tokens before, by the names of `recurrent_shapes`; None for zeros.
+            keep_state: whether the state after the last token is wanted.
+            cu_seqlens: [N + 1] boundaries of sequences packed into one row (B = 1), or None.
+
+        Returns:
+            The outputs [B, T, H, D], and the new state (empty unless `keep_state`).
+        """
+        raise NotImplementedError
+
+    def recurrent_shapes(self) -> dict[str, TensorShape]:
+        """The recurrent state of one sequence."""
+        raise NotImplementedError
+
+    def step(
+        self, x: Tensor, position_embeddings: PositionEmbeddings | None, state: State, padding: Tensor | None
+    ) -> Tensor | None:
+        """One more token, with the state changed in place: x [B, 1, hidden] -> [B, 1, hidden].
+
+        Called without gradients, on a state that may be changed. None where the separate operators are to be used.
+        """
+        return None
+
+    def start_from_scratch(self, spread: float, generator: torch.Generator | None = None) -> None:
+        """Give everything that the teacher does not have the start of a model trained from scratch.
+
+        Parts begin at their own start; projections are drawn with the standard deviation `spread`, biases are zero.
+        """
+        for module in self.modules():
+            if isinstance(module, Part):
+                module.reset_parameters()
+        for name, linear in self.named_modules():
+            if isinstance(linear, nn.Linear) and name not in ("q_proj", "k_proj", "v_proj", "o_proj"):
+                with torch.no_grad():
+                    noise = torch.randn(linear.weight.shape, generator=generator)
+                    linear.weight.copy_(noise * spread)
+                    if linear.bias is not None:
+                        linear.bias.zero_()
+
+    # What all share.
+
+    def state_shapes(self, dtype: torch.dtype) -> dict[str, TensorShape]:
+        shapes = self.recurrent_shapes()
+        if self.conv1d is not None:
+            shapes["conv_tail"] = TensorShape((self.conv_channels, self.settings.conv_size - 1), dtype)
+        return shapes
+
+    def project_qkv(
+        self, hidden_states: Tensor, position_embeddings: PositionEmbeddings | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v [B, T, heads, D] as softmax attention would see them: no convolution, no activation."""
+        return self._rotated(*Mixer.project(self, hidden_states), position_embeddings)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [B, T, hidden] -> q [B, T, HQ*D], k [B, T, HK*D], v [B, T, HV*D], through the learned norms."""
+        q, k = self.normalise(self.q_proj(x), self.q_norm), self.normalise(self.k_proj(x), self.k_norm)
+        v = self.v_proj(x)
+        return q.to(v.dtype), k.to(v.dtype), v  # under autocast learned norms give float32
+
+    def normalise(self, x: Tensor, norm: nn.Module | None) -> Tensor:
+        """The learned norm of q or k [B, T, heads*D], per head or over all heads."""
+        if norm is None:
+            return x
+        return norm(x) if self._norms_all_heads else norm(self._split(x)).flatten(-2)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: PositionEmbeddings | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        padding: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """Attention's signature. hidden_states [B, T, hidden] -> ([B, T, hidden], None).
+
+        Where there is an `attention_mask` (2D or 4D), padding is read from it, or from `padding` ([B, T] bool, True at
+        padding), which `announce_padding` took from the same mask. Packed sequences come from `cu_seq_lens_q` ([N + 1]
+        boundaries over the B*T tokens), the state from `past_key_values`, whose layer it replaces by its own.
+
+        Raises:
+            ValueError: a mask that cannot be read, or packed sequences together with a cache.
+        """
+        length = hidden_states.shape[1]
+        cache = None if past_key_values is None else cache_layer(past_key_values, self.layer_idx)
+        padding = padding_in(attention_mask, padding, length, 0 if cache is None else cache.get_seq_length())
+        if length == 1 and cache is not None and may_change(cache):
+            output = self.step(hidden_states, position_embeddings, cache.state, padding)
+            if output is not None:
+                cache.tokens_seen += 1
+                return output, None
+        packed = cu_seq_lens_q if length > 1 else None
+        if packed is not None and cache is not None:
+            raise ValueError("cu_seq_lens_q: packed sequences leave no state to continue from; pass use_cache=False")
+        x = hidden_states if padding is None else hidden_states.masked_fill(padding.unsqueeze(-1), 0.0)
+        state = cache.state if cache is not None and cache.is_initialized else None
+        output, state = self._attend(x, position_embeddings, padding, state, cache is not None, packed)
+        if cache is not None:
+            cache.advance(length, state)
+        return self._project_out(output, x), None
+
+    def _attend(
+        self,
+        x: Tensor,
+        position_embeddings: PositionEmbeddings | None,
+        padding: Tensor | None,
+        state: State | None,
+        keep_state: bool,
+        cu_seqlens: Tensor | None,
+    ) -> tuple[Tensor, State]:
+        """Everything between the layer's input x [B, T, hidden] and the output norm [B, T, H, D]."""
+        batch, length, _ = x.shape
+        parts, conv_tail = self._convolve(self.project(x), padding, state, keep_state, cu_seqlens)
+        q, k, v = self._rotated(*parts, position_embeddings)
+        if self.settings.qk_activation == "silu":
+            q, k = F.silu(q), F.silu(k)
+        if self.settings.v_activation == "silu":
+            v = F.silu(v)
+        gates = self.gates(x, padding)
+        if cu_seqlens is not None:
+            q, k, v, *gates = (tensor.flatten(0, 1).unsqueeze(0) for tensor in (q, k, v, *gates))  # type: ignore[assignment]
+        output, state = self.mix(q, k, v, tuple(gates), state, keep_state, cu_seqlens)
+        if conv_tail is not None:
+            state = {**state, "conv_tail": conv_tail}
+        return output.view(batch, length, self.num_heads, self.head_dim), state
+
+    def _split(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim))
+
+    def _rotated(
+        self, q: Tensor, k: Tensor, v: Tensor, position_embeddings: PositionEmbeddings | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = self._split(q), self._split(k), self._split(v)
+        if self._rotate is not None:
+            assert position_embeddings is not None
+            cos, sin = position_embeddings
+            q, k = self._rotate(q, k, cos, sin, unsqueeze_dim=2)
+            q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast cos and sin may be wider than the projections
+        return q, k, v
+
+    def _convolve(
+        self,
+        parts: tuple[Tensor, Tensor, Tensor],
+        padding: Tensor | None,
+        state: State | None,
+        keep_state: bool,
+        cu_seqlens: Tensor | None,
+    ) -> tuple[tuple[Tensor, ...] | list[Tensor], Tensor | None]:
+        """The short convolution over q, k, v [B, T, C_i], continuing from the state's tail; and the new tail."""
+        if self.conv1d is None:
+            return parts, None
+        inputs = list(parts)
+        if padding is not None:  # biases made padding non-zero again
+            inputs = [part.masked_fill(padding.unsqueeze(-1), 0.0) for part in inputs]
+        if cu_seqlens is not None:
+            flat, _ = self.conv1d([part.flatten(0, 1).unsqueeze(0) for part in inputs], None, False, cu_seqlens)
+            return [x.view_as(part) for x, part in zip(flat, inputs, strict=True)], None
+        return self.conv1d(inputs, None if state is None else state["conv_tail"], keep_state, None)
+
+    def _project_out(self, output: Tensor, x: Tensor) -> Tensor:
+        """Gated norm and output projection: output [B, T, H, D], x [B, T, hidden] -> [B, T, hidden]."""
+        gate = None if self.g_proj is None else self._split(self.g_proj(x))
+        if self.norm is not None:
+            output = self.norm(output, gate)
+        elif gate is not None:
+            output = output * F.silu(gate)
+        return self.o_proj(output.flatten(-2))
+
+
+def may_change(cache: MixerCacheLayer) -> bool:
+    """Whether a fused decoding step may change the state of this cache in place."""
+    if torch.is_grad_enabled() or not cache.state or not cache.is_initialized:
+        return False
+    tensors = cache.state.values()
+    if any(tensor.requires_grad for tensor in tensors):
+        return False
+    # A state made in inference mode can only be changed there.
+    in_inference = torch.compiler.is_compiling() or torch.is_inference_mode_enabled()
+    return in_inference or not any(tensor.is_inference() for tensor in tensors)

@@ -1,0 +1,144 @@
+"""Gated DeltaNet (Gated Delta Networks, arXiv 2412.06464, eq. 10).
+
+Per head, with a log decay g_t <= 0 and a write strength beta_t in [0, 1]:
+
+    S_t = exp(g_t) S_{t-1} + k_t beta_t (v_t - k_t^T exp(g_t) S_{t-1})^T        o_t = D^-0.5 q_t^T S_t
+
+q and k have unit length; beta = sigmoid(b_proj(x)) and g = -exp(A_log) softplus(a_proj(x) + dt_bias). The output is
+RMSNorm(o) * weight * silu(g_proj(x)), through o_proj.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from deltanet_hf.mixers.base import Mixer, MixerProjections, PositionEmbeddings, TensorShape
+from deltanet_hf.mixers.parts import DecayGate, is_plain
+from deltanet_hf.mixers.state import State
+from deltanet_kernels import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule, gated_delta_step_
+
+CLOSED_GATE = -1e4  # a gate logit whose sigmoid and softplus are exactly 0
+
+QWEN3_5: dict[str, Any] = {
+    "expand_kv": True,
+    "rope": False,
+    "qk_norm": False,
+    "qkv_bias": False,
+    "conv_size": 4,
+    "qk_activation": "silu",
+    "v_activation": "silu",
+    "output_norm": "shared",
+    "output_gate": True,
+    "gate_bias": False,
+}  # the layer of Qwen3.5's text models
+
+
+class GatedDeltaNet(Mixer):
+    """The Gated DeltaNet layer; see the module's docstring for the rule and `Mixer` for what surrounds it."""
+
+    name: ClassVar[str] = "gated_deltanet"
+    title: ClassVar[str] = "Gated DeltaNet"
+    fp32: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias")
+    without_lora: ClassVar[tuple[str, ...]] = ("a_proj", "b_proj")  # one output per head
+
+    @classmethod
+    def default_settings(cls, profile: str, training: bool = True) -> MixerProjections:
+        if profile == "qwen3_5":
+            return cls.Settings(**QWEN3_5)
+        return super().default_settings(profile, training)
+
+    def add_gates(self) -> None:
+        hidden = self.q_proj.in_features
+        self.a_proj = nn.Linear(hidden, self.num_states, bias=False)
+        self.b_proj = nn.Linear(hidden, self.num_states, bias=self.settings.gate_bias)
+        self.decay = DecayGate(self.num_states)
+
+    def gates(self, x: Tensor, padding: Tensor | None) -> tuple[Tensor, ...]:
+        """Log decay g and write strength beta, both [B, T, HV] float32; both 0 at padding."""
+        a, b = self.a_proj(x), self.b_proj(x)
+        if padding is not None:
+            a, b = (gate.masked_fill(padding.unsqueeze(-1), CLOSED_GATE) for gate in (a, b))
+        return self.decay(a), b.float().sigmoid()
+
+    def mix(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gates: tuple[Tensor, ...],
+        state: State | None,
+        keep_state: bool,
+        cu_seqlens: Tensor | None,
+    ) -> tuple[Tensor, State]:
+        g, beta = gates
+        return delta_rule(q, k, v, g, beta, state, keep_state, cu_seqlens, recurrent=q.shape[1] == 1)
+
+    def recurrent_shapes(self) -> dict[str, TensorShape]:
+        return {"state": TensorShape((self.num_states, self.head_dim, self.head_dim), torch.float32)}
+
+    def step(
+        self, x: Tensor, position_embeddings: PositionEmbeddings | None, state: State, padding: Tensor | None
+    ) -> Tensor | None:
+        """By one kernel between the projections, where the parameters of the parts can be read."""
+        parts = (self.decay, self.norm, self.conv1d)
+        if not all(is_plain(part) for part in parts if part is not None):
+            return None
+        q, k, v = self.project(x)
+        cos = sin = None
+        if self._rotate is not None:  # every family's `apply_rotary_pos_emb` turns the halves of the leading channels
+            assert position_embeddings is not None
+            cos, sin = position_embeddings
+        output = gated_delta_step_(
+            q,
+            k,
+            v,
+            self.a_proj(x),
+            self.b_proj(x),
+            state["state"],
+            self.decay.A_log,
+            self.decay.dt_bias,
+            None if self.conv1d is None else self.conv1d.weight.squeeze(1),
+            state.get("conv_tail"),
+            None if self.g_proj is None else self.g_proj(x),
+            None if self.norm is None else self.norm.weight,
+            padding,
+            cos,
+            sin,
+            eps=1e-6 if self.norm is None else self.norm.eps,
+            qk_silu=self.settings.qk_activation == "silu",
+            v_silu=self.settings.v_activation == "silu",
+        )
+        return self.o_proj(output.flatten(-2))
+
+
+def delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: State | None,
+    keep_state: bool,
+    cu_seqlens: Tensor | None,
+    recurrent: bool,
+) -> tuple[Tensor, State]:
+    """The gated delta rule with q and k brought to unit length, on a mixer's state; arguments as in `Mixer.mix`.
+
+    `recurrent` takes the tokens one by one, which is the faster way for very few; it has no gradients on CUDA.
+    """
+    rule = fused_recurrent_gated_delta_rule if recurrent and not torch.is_grad_enabled() else chunk_gated_delta_rule
+    output, new_state = rule(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        initial_state=None if state is None else state["state"],
+        output_final_state=keep_state,
+        use_qk_l2norm_in_kernel=True,
+        cu_seqlens=cu_seqlens,
+    )
+    return output, {} if new_state is None else {"state": new_state}

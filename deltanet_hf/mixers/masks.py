@@ -1,0 +1,122 @@
+"""Where padding lies and where packed sequences begin, read off the arguments that transformers passes down."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+
+def padded_tokens(attention_mask: torch.Tensor | None, length: int, seen: int | torch.Tensor) -> torch.Tensor | None:
+    """[B, T] bool, True at padding, for the last `length` positions; None when nothing is padded.
+
+    Args:
+        attention_mask: None; 2D [B, S] (1 for a real token); 4D [B, 1, T, S] bool (True: may attend) or float (0: may
+            attend), where a token is real if it may attend to itself.
+        length: T, the number of tokens in this forward.
+        seen: tokens in the cache before this forward.
+
+    Raises:
+        ValueError: a mask of another kind or shape.
+    """
+    if attention_mask is None:
+        return None
+    if not isinstance(attention_mask, torch.Tensor):
+        raise ValueError(
+            f"attention_mask: got {type(attention_mask).__name__}, which converted layers cannot read; "
+            'load the model with attn_implementation="sdpa" or "eager"'
+        )
+    if attention_mask.dim() == 2:
+        return attention_mask[:, -length:] == 0
+    if attention_mask.dim() != 4:
+        raise ValueError(f"attention_mask: got shape {tuple(attention_mask.shape)}, expected [B, S] or [B, 1, T, S]")
+    first = attention_mask.shape[-1] - length
+    # Static caches are wider than what was seen; sliding ones are narrower.
+    offset = first if isinstance(seen, int) and seen >= first else torch.as_tensor(seen).clamp(max=first)
+    rows = torch.arange(length, device=attention_mask.device)
+    diagonal = attention_mask[:, 0].gather(-1, (rows + offset).view(1, -1, 1).expand(attention_mask.shape[0], -1, 1))
+    diagonal = diagonal.squeeze(-1)
+    return ~diagonal if diagonal.dtype == torch.bool else diagonal <= -1.0
+
+
+def sliding_window(config: PreTrainedConfig, layer: int) -> int | None:
+    """Tokens that a layer's softmax attention sees in the family's own sliding window; None for all."""
+    window = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None)
+    if window is None or (types is not None and types[layer] != "sliding_attention"):
+        return None
+    return int(window)
+
+
+def padding_in(
+    attention_mask: torch.Tensor | None, padding: torch.Tensor | None, length: int, seen: int | torch.Tensor
+) -> torch.Tensor | None:
+    """The padding of one layer's call: what `announce_padding` found if it did, else what the layer's mask says.
+
+    transformers drops a mask that masks nothing, and then nothing is padded.
+    """
+    if attention_mask is None:
+        return None
+    return padded_tokens(attention_mask, length, seen) if padding is None else padding
+
+
+def cu_seqlens_of(position_ids: torch.Tensor) -> torch.Tensor | None:
+    """Boundaries of the sequences packed into rows whose positions restart; None if no row restarts.
+
+    Args:
+        position_ids: [B, T] integers.
+
+    Returns:
+        [N + 1] int32 boundaries over the B*T tokens of the flattened rows, where every row begins a new sequence.
+    """
+    restarts = position_ids[:, 1:] != position_ids[:, :-1] + 1
+    if position_ids.shape[1] < 2 or not bool(restarts.any()):
+        return None
+    begins = torch.cat([torch.ones_like(restarts[:, :1]), restarts], dim=1).flatten()
+    starts = begins.nonzero().flatten().to(torch.int32)
+    return torch.cat([starts, starts.new_tensor([position_ids.numel()])])
+
+
+def announce_packing(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Forward pre-hook of the decoder: tell every layer about packed rows, once per forward.
+
+    Positions that restart inside a row become `cu_seq_lens_q`. The other way round, `cu_seq_lens_q` becomes positions
+    that restart, from which transformers builds the mask of softmax layers (it does so only without a cache).
+    """
+    position_ids, cu_seqlens = kwargs.get("position_ids"), kwargs.get("cu_seq_lens_q")
+    if position_ids is None and cu_seqlens is not None:
+        inputs = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
+        if inputs is None:
+            inputs = args[0]
+        positions = torch.arange(inputs.shape[1], device=inputs.device)
+        sequence = torch.searchsorted(cu_seqlens.to(positions), positions, right=True) - 1
+        kwargs["position_ids"] = (positions - cu_seqlens.to(positions)[sequence]).unsqueeze(0)
+        kwargs["use_cache"] = False
+    elif (
+        cu_seqlens is None
+        and kwargs.get("attention_mask") is None
+        and position_ids is not None
+        and position_ids.dim() == 2
+        and position_ids.shape[1] > 1
+    ):
+        found = cu_seqlens_of(position_ids)
+        if found is not None:
+            kwargs["cu_seq_lens_q"] = found
+            kwargs["use_cache"] = False
+    return args, kwargs
+
+
+def announce_padding(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Forward pre-hook of the decoder: read the padding off the caller's mask once instead of in every layer.
+
+    The layers get it as `padding` and use it where they also get a mask (`padding_in`). Where it is not known here
+    which columns of the mask belong to this forward, the layers read the mask that transformers makes of it.
+    """
+    mask, cache = kwargs.get("attention_mask"), kwargs.get("past_key_values")
+    inputs = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
+    if isinstance(mask, torch.Tensor) and mask.dim() in (2, 4) and inputs is not None:
+        length, seen = inputs.shape[1], 0 if cache is None else cache.get_seq_length()
+        if mask.dim() == 4 or (isinstance(seen, int) and mask.shape[1] == seen + length):
+            kwargs["padding"] = padded_tokens(mask.to(inputs.device), length, seen)
+    return args, kwargs

@@ -1,0 +1,110 @@
+"""The parts of a mixer that have parameters of their own, each called as a module.
+
+PEFT's `modules_to_save` and offloading act on modules that are called, so a mixer reads the parameters of its parts
+itself only where nothing has been put around them (`is_plain`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from deltanet_kernels import causal_conv1d, gated_rms_norm
+
+
+class Part(nn.Module):
+    """Base of the parts; each defines the values that its parameters begin with."""
+
+    def reset_parameters(self) -> None:
+        raise NotImplementedError
+
+
+class ShortConv(Part):
+    """Causal depthwise convolution over time; `weight` [channels, 1, taps], the last tap on the current token."""
+
+    def __init__(self, channels: int, taps: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, 1, taps))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """An exact identity: the only start that leaves a converted model as it was."""
+        with torch.no_grad():
+            self.weight.zero_()
+            self.weight[..., -1] = 1.0
+
+    def forward(
+        self,
+        parts: Sequence[torch.Tensor],
+        tail: torch.Tensor | None,
+        output_tail: bool,
+        cu_seqlens: torch.Tensor | None,
+    ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+        """Convolve parts [B, T, C_i] of the channels C, continuing from tail [B, C, taps - 1] (None: zeros).
+
+        Returns the same shapes; the new tail is None unless `output_tail`. The parts are convolved one by one, because
+        joining them would copy them forward and backward.
+        """
+        sizes = [part.shape[-1] for part in parts]
+        weights = self.weight.squeeze(1).split(sizes)
+        tails = [None] * len(parts) if tail is None else tail.split(sizes, dim=1)
+        outputs, ends = [], []
+        for x, taps, before in zip(parts, weights, tails, strict=True):
+            y, end = causal_conv1d(x, taps, None, None, before, output_tail, cu_seqlens)
+            outputs.append(y)
+            ends.append(end)
+        return outputs, torch.cat([end for end in ends if end is not None], dim=1) if output_tail else None
+
+
+class DecayGate(Part):
+    """Log decay per head: g = -exp(A_log) * softplus(a + dt_bias), all in float32 (Mamba-2, arXiv 2405.21060)."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.A_log = nn.Parameter(torch.empty(heads, dtype=torch.float32))
+        self.dt_bias = nn.Parameter(torch.empty(heads, dtype=torch.float32))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The start of training from scratch: exp(A_log) evenly spread over 1..16, steps over 1e-3..1e-1."""
+        heads = self.A_log.numel()
+        with torch.no_grad():
+            self.A_log.copy_(torch.linspace(1.0, 16.0, heads, device=self.A_log.device).log())
+            step = torch.logspace(-3, -1, heads, device=self.dt_bias.device)
+            self.dt_bias.copy_(step.expm1().log())
+
+    def forward(self, a: torch.Tensor) -> torch.Tensor:
+        """a [B, T, HV] -> g [B, T, HV] float32, <= 0."""
+        return -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias.float())
+
+
+class GatedRMSNorm(Part):
+    """RMSNorm over each head's output, times SiLU of the gate; `weight` [D], or [H, D] for a weight per head."""
+
+    def __init__(self, shape: tuple[int, ...], eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(shape))
+        self.eps = eps
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
+        """x, gate [B, T, H, D] -> [B, T, H, D]."""
+        return gated_rms_norm(x, gate, self.weight, self.eps)
+
+
+def is_plain(part: nn.Module) -> bool:
+    """Whether the parameters of a part can be read without calling it.
+
+    They cannot where it is wrapped (PEFT), or where hooks fetch them for its call only (offloading, sharding).
+    """
+    if Part not in type(part).__bases__:  # a subclass of a part is what sharding makes of it
+        return False
+    if torch.compiler.is_compiling():
+        return True
+    hooked = "forward" in part.__dict__ or part._forward_pre_hooks or part._forward_hooks
+    return not hooked and not any(parameter.is_meta for parameter in part._parameters.values() if parameter is not None)

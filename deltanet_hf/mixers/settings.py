@@ -1,0 +1,60 @@
+"""The settings of a mixer: what config.json says of one kind of layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, fields
+from typing import Any, TypeVar
+
+Self = TypeVar("Self", bound="MixerSettings")
+
+
+@dataclass(frozen=True)
+class MixerSettings:
+    """Base of the settings; a mixer's own ones are a frozen dataclass of bools, integers and names."""
+
+    @classmethod
+    def from_dict(cls: type[Self], values: Mapping[str, Any], where: str = "deltanet") -> Self:
+        """Read settings from JSON values.
+
+        Args:
+            values: the settings by name.
+            where: what error messages call them.
+
+        Raises:
+            ValueError: a key is missing, unknown or has a wrong value; the message names it.
+        """
+        known = {f.name: f for f in fields(cls)}
+        if unknown := sorted(set(values) - set(known)):
+            raise ValueError(f"{where}.{unknown[0]}: unknown key; known keys are {', '.join(sorted(known))}")
+        required = {name for name, f in known.items() if f.default is MISSING}
+        if missing := sorted(required - set(values)):
+            raise ValueError(f"{where}.{missing[0]}: missing key; add it to the config's `deltanet` entry")
+        settings = cls(**values)
+        settings.validate(where)
+        return settings
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form."""
+        return asdict(self)
+
+    def validate(self, where: str) -> None:
+        """Raise ValueError for the first value that is not allowed."""
+
+
+def check_choice(where: str, name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Raise ValueError unless `value` is one of `choices`."""
+    if value not in choices:
+        raise ValueError(f"{where}.{name}: got {value!r}, expected one of {', '.join(choices)}")
+
+
+def check_bool(where: str, name: str, value: object) -> None:
+    """Raise ValueError unless `value` is a bool."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{where}.{name}: got {value!r}, expected true or false")
+
+
+def check_at_least(where: str, name: str, value: object, least: int) -> None:
+    """Raise ValueError unless `value` is an integer of at least `least`."""
+    if type(value) is not int or value < least:
+        raise ValueError(f"{where}.{name}: got {value!r}, expected a whole number of at least {least}")

@@ -1,0 +1,156 @@
+"""The constant-size state of one layer, as a layer of transformers' `Cache`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, LinearAttentionCacheLayerMixin, StaticLayer
+
+State = dict[str, Tensor]
+"""The tensors that a mixer keeps between calls, by the names of its `state_shapes`; each begins with the batch."""
+
+
+class MixerCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
+    """A mixer's state and the number of tokens it has seen.
+
+    The layer counts tokens itself, so that models without any softmax layer know their position. Beside static
+    key/value layers of `static_length` tokens it keeps its tensors (and the count, as a tensor) at fixed addresses, as
+    compiled decoding requires, and asks for masks as wide as theirs.
+    """
+
+    is_croppable = False
+    is_sliding = False
+    supports_early_init = False
+    # `Cache` reads these of every layer that claims to hold linear attention.
+    number_of_states = 1
+    record_past = False
+
+    def __init__(self, static_length: int | None = None) -> None:
+        self.keys = self.values = None
+        self.is_initialized = False
+        self.static_length = static_length
+        self.state: State = {}
+        self.tokens_seen: int | Tensor = 0
+        self.device: torch.device | None = None  # type: ignore[assignment]
+
+    @property
+    def is_compileable(self) -> bool:  # type: ignore[override]
+        """Only at fixed addresses: for such caches transformers makes a mask per step even where nothing is masked."""
+        return self.static_length is not None
+
+    @property
+    def has_previous_state(self) -> dict[int, bool]:  # type: ignore[override]
+        return {0: self.is_initialized}
+
+    @property
+    def batch_size(self) -> int:
+        return -1 if not self.state else next(iter(self.state.values())).shape[0]
+
+    def advance(self, tokens: int, state: State) -> None:
+        """Store the state after `tokens` more tokens."""
+        if self.static_length is not None:
+            self._copy_in_place(state)
+        else:
+            self.state = state
+        self.device = next(iter(state.values())).device
+        self.is_initialized = True
+        self.tokens_seen += tokens
+
+    @torch.no_grad()
+    def _copy_in_place(self, state: State) -> None:
+        if not self.state:
+            self.state = {name: torch.empty_like(tensor) for name, tensor in state.items()}
+            device = next(iter(state.values())).device
+            self.tokens_seen = torch.zeros((), dtype=torch.long, device=device)
+            if not torch.compiler.is_compiling():
+                for tensor in (*self.state.values(), self.tokens_seen):
+                    torch._dynamo.mark_static_address(tensor)
+        for name, tensor in state.items():
+            self.state[name].copy_(tensor)
+
+    def get_seq_length(self) -> int:
+        return self.tokens_seen  # type: ignore[return-value]  # a tensor in static caches, as in transformers' own
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.static_length or int(self.tokens_seen) + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        return -1
+
+    def reset(self) -> None:
+        for tensor in self.state.values():
+            tensor.zero_()
+        if isinstance(self.tokens_seen, Tensor):
+            self.tokens_seen.zero_()
+        else:
+            self.tokens_seen = 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove != 0:
+            raise ValueError(
+                f"crop: cannot take back {abs(tokens_to_remove)} tokens, a recurrent state holds no history; "
+                "decode without assisted generation or prompt lookup"
+            )
+
+    def _map_batch(self, function: Callable[[Tensor], Tensor]) -> None:
+        self.state = {name: function(tensor) for name, tensor in self.state.items()}
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self._map_batch(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._map_batch(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._map_batch(lambda tensor: tensor[indices])
+
+    def offload(self) -> None:
+        self._map_batch(lambda tensor: tensor.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        self._map_batch(lambda tensor: tensor.to(self.device, non_blocking=True))
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        raise TypeError("lazy_initialization: a converted layer stores its state with `advance`")
+
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError(
+            "update: a converted layer caches no growing keys and values; it stores its state with `advance`"
+        )
+
+    update_conv_state = update
+    update_recurrent_state = update
+
+
+def cache_layer(cache: Cache, layer_idx: int) -> MixerCacheLayer:
+    """This layer's state in `cache`; on first use it takes the place of the key/value layer made for the index."""
+    while len(cache.layers) <= layer_idx:
+        cache.layers.append((cache.layer_class_to_replicate or DynamicLayer)())
+    layer = cache.layers[layer_idx]
+    if not isinstance(layer, MixerCacheLayer):
+        # The longest: layers with sliding windows are shorter than the sequence.
+        lengths = [_static_length(other) for other in cache.layers]
+        static_length = max(lengths) if isinstance(layer, StaticLayer) else None
+        layer = cache.layers[layer_idx] = MixerCacheLayer(static_length)
+    return layer
+
+
+def _static_length(layer: Any) -> int:
+    if isinstance(layer, MixerCacheLayer):
+        return layer.static_length or 0
+    return int(layer.max_cache_len) if isinstance(layer, StaticLayer) else 0
+
+
+def cache_bytes(cache: Cache) -> int:
+    """Bytes that a cache holds: the states of converted layers, the keys and values of the others."""
+    tensors: list[Tensor] = []
+    for layer in cache.layers:
+        kept = layer.state.values() if isinstance(layer, MixerCacheLayer) else (layer.keys, layer.values)  # type: ignore[attr-defined]
+        tensors += [tensor for tensor in kept if isinstance(tensor, Tensor)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

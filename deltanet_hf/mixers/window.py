@@ -1,0 +1,286 @@
+"""Softmax attention over a sliding window and attention sinks, with a cache of constant size.
+
+Every query sees the last `window` tokens (itself included) and the first `sinks` tokens of its own sequence (Xiao et
+al., Efficient Streaming Language Models with Attention Sinks, arXiv 2309.17453). Positions stay those of the
+unrestricted model. Distances are counted in tokens that are not padding.
+
+The layer is the family's own attention module, with its weights and their names: only the mask and the cache differ,
+so everything a family does in its attention (learned norms, capped scores, a sliding window of its own) stays as it
+is. It is a kind of layer for `deltanet-hf convert --mixer window`, and the baseline that needs no training.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache
+
+from deltanet_hf.errors import UserError
+from deltanet_hf.mixers.base import LayerKind, PositionEmbeddings, TensorShape
+from deltanet_hf.mixers.masks import announce_packing, announce_padding, padding_in, sliding_window
+from deltanet_hf.mixers.settings import MixerSettings, check_at_least
+from deltanet_hf.mixers.state import State, cache_layer
+
+
+@dataclass(frozen=True)
+class WindowSettings(MixerSettings):
+    """Settings of the window."""
+
+    window: int = 64  # the most recent tokens that a query sees, itself included
+    sinks: int = 4  # the tokens at the start of each sequence that every query sees
+
+    def validate(self, where: str) -> None:
+        check_at_least(where, "window", self.window, 1)
+        check_at_least(where, "sinks", self.sinks, 0)
+
+
+class WindowAttention(LayerKind):
+    """Restricts the attention module of a family; see the module's docstring.
+
+    `windowed_class` puts it in front of the family's class, so that `super().forward` is the family's attention.
+    """
+
+    name: ClassVar[str] = "window"
+    title: ClassVar[str] = "window + sinks"
+    Settings: ClassVar[type[MixerSettings]] = WindowSettings
+    new_weights: ClassVar[bool] = False
+
+    settings: WindowSettings
+    layer_idx: int
+
+    @classmethod
+    def default_settings(cls, profile: str, training: bool = True) -> WindowSettings:
+        if profile != "faithful":
+            raise ValueError(f"profile: got {profile!r}, but {cls.name} has only faithful")
+        return WindowSettings()
+
+    @classmethod
+    def from_attention(cls, attention: nn.Module, config: PreTrainedConfig, layer_idx: int, settings: Any) -> nn.Module:
+        """The attention module itself, restricted in place.
+
+        Raises:
+            UserError: something has replaced the module's forward function (offloading, torch.compile).
+        """
+        if "forward" in vars(attention):
+            raise UserError(
+                f"layer {layer_idx}: its attention is offloaded or compiled; put the window on it before that"
+            )
+        attention.__class__ = windowed_class(_unrestricted(type(attention)))
+        attention.settings = settings
+        return attention
+
+    def state_shapes(self, dtype: torch.dtype) -> dict[str, TensorShape]:
+        config: Any = self.config  # type: ignore[attr-defined]
+        slots = self.settings.window + self.settings.sinks
+        heads, head_dim = int(config.num_key_value_heads), int(self.head_dim)  # type: ignore[attr-defined]
+        return {
+            "keys": TensorShape((heads, slots, head_dim), dtype),
+            "values": TensorShape((heads, slots, head_dim), dtype),
+            "numbers": TensorShape((slots,), torch.int32),
+            "count": TensorShape((), torch.int32),
+        }
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: PositionEmbeddings | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        padding: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention's signature. hidden_states [B, T, hidden] -> ([B, T, hidden], attention weights or None).
+
+        Raises:
+            ValueError: an attention implementation that takes no mask, a mask that cannot be read, or packed sequences
+                together with a cache.
+        """
+        implementation = self.config._attn_implementation  # type: ignore[attr-defined]
+        if implementation not in ("eager", "sdpa"):
+            raise ValueError(
+                f"attn_implementation: got {implementation!r}, which takes no mask for window + sinks; load the model "
+                'with attn_implementation="sdpa" or "eager"'
+            )
+        batch, length, _ = hidden_states.shape
+        cache = None if past_key_values is None else cache_layer(past_key_values, self.layer_idx)
+        padding = padding_in(attention_mask, padding, length, 0 if cache is None else cache.get_seq_length())
+        packed = cu_seq_lens_q if length > 1 else None
+        if packed is not None and cache is not None:
+            raise ValueError("cu_seq_lens_q: packed sequences leave no state to continue from; pass use_cache=False")
+        state = cache.state if cache is not None and cache.is_initialized else {}
+        tokens = _Tokens.of(batch, length, padding, packed, state.get("count"), hidden_states.device)
+        kept = None
+        if cache is not None:
+            kept = _KeptTokens(self.settings, state, tokens)
+        keys = tokens if kept is None else kept.seen
+        mask = tokens.sees(keys, self.settings, sliding_window(self.config, self.layer_idx)).unsqueeze(1)  # type: ignore[attr-defined]
+        if implementation == "eager":
+            lowest = torch.finfo(hidden_states.dtype).min
+            mask = torch.zeros_like(mask, dtype=hidden_states.dtype).masked_fill(~mask, lowest)
+        output, weights = super().forward(  # type: ignore[misc]
+            hidden_states=hidden_states,
+            position_embeddings=position_embeddings,
+            attention_mask=mask,
+            past_key_values=kept,
+            **kwargs,
+        )
+        if cache is not None:
+            assert kept is not None
+            cache.advance(length, kept.state)
+        return output, weights
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """Where tokens stand in their sequences: [B, T] or [1, T] for all rows alike."""
+
+    numbers: Tensor  # 1, 2, 3, ... in each sequence; 0 for padding and empty places
+    sequences: Tensor | None  # the sequence of each token in rows that pack several
+    columns: Tensor | None = None  # their columns, for tokens of the present call
+
+    @classmethod
+    def of(
+        cls,
+        batch: int,
+        length: int,
+        padding: Tensor | None,
+        cu_seqlens: Tensor | None,
+        count: Tensor | None,
+        device: torch.device,
+    ) -> _Tokens:
+        """The tokens of a call, `count` [B] tokens into their sequences."""
+        columns = torch.arange(length, device=device)[None]
+        if cu_seqlens is not None:
+            places = torch.arange(batch * length, device=device)
+            starts = cu_seqlens.to(places)
+            sequences = torch.searchsorted(starts, places, right=True) - 1
+            numbers = places - starts[sequences] + 1
+            return cls(numbers.view(batch, length).int(), sequences.view(batch, length), columns)
+        numbers = columns + 1 if padding is None else (~padding).cumsum(-1)
+        if count is not None:
+            numbers = numbers + count[:, None]
+        if padding is not None:
+            numbers = numbers.masked_fill(padding, 0)
+        return cls(numbers.int(), None, columns)
+
+    def sees(self, keys: _Tokens, settings: WindowSettings, family_window: int | None) -> Tensor:
+        """[B, Tq, Tk] bool: what the tokens, as queries, see of `keys`; `family_window` is the family's own.
+
+        Padding sees itself, because a query that sees nothing gives NaN.
+        """
+        query, key = self.numbers.unsqueeze(2), keys.numbers.unsqueeze(1)
+        distance = query - key
+        seen = (distance >= 0) & (key > 0) & ((distance < settings.window) | (key <= settings.sinks))
+        if family_window is not None:
+            seen = seen & (distance < family_window)
+        if self.sequences is not None and keys.sequences is not None:
+            seen = seen & (self.sequences.unsqueeze(2) == keys.sequences.unsqueeze(1))
+        first = keys.numbers.shape[1] - self.numbers.shape[1]  # the present tokens are the last of the keys
+        itself = torch.arange(keys.numbers.shape[1], device=key.device) - first == self.columns.unsqueeze(2)  # type: ignore[union-attr]
+        return seen | (itself & (query == 0))
+
+
+class _KeptTokens:
+    """Stands for the cache in one call of the family's attention.
+
+    Sinks have places of their own, token number n the place n - 1; the others go round through `window` places.
+    """
+
+    def __init__(self, settings: WindowSettings, state: State, tokens: _Tokens) -> None:
+        self.settings, self.old, self.tokens = settings, state, tokens
+        self.state: State = {}
+        self.seen = tokens
+        if state:
+            rows = state["numbers"].shape[0]
+            numbers = torch.cat([state["numbers"], tokens.numbers.expand(rows, -1)], dim=1)
+            self.seen = _Tokens(numbers, None)
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Takes the keys and values [B, HV, T, D] of the call; returns those that its queries may see."""
+        batch, heads, length, head_dim = keys.shape
+        window, sinks = self.settings.window, self.settings.sinks
+        numbers = self.tokens.numbers.expand(batch, length)
+        old = self.old or {
+            "keys": keys.new_zeros(batch, heads, window + sinks, head_dim),
+            "values": values.new_zeros(batch, heads, window + sinks, head_dim),
+            "numbers": numbers.new_zeros(batch, window + sinks),
+            "count": numbers.new_zeros(batch),
+        }
+        count = torch.maximum(old["count"], numbers.amax(dim=1))
+        is_sink = (numbers > 0) & (numbers <= sinks)
+        stays = is_sink | (numbers > (count - window)[:, None]) & (numbers > 0)
+        place = torch.where(is_sink, numbers - 1, sinks + numbers % window)
+        # What does not stay goes to one place more, which is cut off.
+        place = torch.where(stays, place, window + sinks).long()
+        self.state = {
+            "keys": _put(old["keys"], keys, place),
+            "values": _put(old["values"], values, place),
+            "numbers": _put(old["numbers"][:, None, :, None], numbers[:, None, :, None], place)[:, 0, :, 0],
+            "count": count,
+        }
+        if not self.old:
+            return keys, values
+        return torch.cat([old["keys"], keys], dim=2), torch.cat([old["values"], values], dim=2)
+
+
+def _put(old: Tensor, new: Tensor, place: Tensor) -> Tensor:
+    """`old` [B, H, S, D] with the tokens `new` [B, H, T, D] at the places [B, T]; place S is dropped."""
+    room = torch.cat([old, old[:, :, :1]], dim=2)
+    return room.scatter(2, place[:, None, :, None].expand_as(new), new)[:, :, :-1].contiguous()
+
+
+@functools.cache
+def windowed_class(attention: type[nn.Module]) -> type[nn.Module]:
+    """A family's attention class under a window."""
+    name = f"Window{attention.__name__}"
+    return type(name, (WindowAttention, attention), {"__module__": attention.__module__, "__qualname__": name})
+
+
+def _unrestricted(attention: type[nn.Module]) -> type[nn.Module]:
+    """The family's class, which `windowed_class` has put second."""
+    return attention.__bases__[1] if issubclass(attention, WindowAttention) else attention
+
+
+def restrict_to_window(model: PreTrainedModel, window: int = 64, sinks: int = 4) -> PreTrainedModel:
+    """Put every softmax layer of `model` under a window and sinks, without training; returns the model itself.
+
+    Layers with a recurrent state are not touched. A family's own sliding window stays in force: tokens outside of both
+    are not seen.
+
+    Args:
+        model: a model of a supported family, converted or not.
+        window: number of most recent tokens that a query sees, itself included (>= 1).
+        sinks: number of tokens at the start of each sequence that all queries see (>= 0).
+
+    Raises:
+        UserError: a window or a number of sinks that makes no sense, or a model without such layers.
+    """
+    if window < 1 or sinks < 0:
+        raise UserError(f"window must be >= 1 and sinks >= 0, got window={window}, sinks={sinks}")
+    settings = WindowSettings(window, sinks)
+    decoder: Any = getattr(model, "model", None)
+    found = False
+    for index, layer in enumerate(getattr(decoder, "layers", ())):
+        attention = getattr(layer, "self_attn", None)
+        if attention is not None and (isinstance(attention, WindowAttention) or not isinstance(attention, LayerKind)):
+            WindowAttention.from_attention(attention, model.config, index, settings)
+            found = True
+    if not found:
+        raise UserError(f"{type(model).__name__}: no softmax attention was found in it, so no window can be put on it")
+    announce(decoder)
+    model._is_stateful = True
+    return model
+
+
+def announce(decoder: nn.Module) -> None:
+    """Make packed rows and padding known to the layers of a decoder, once."""
+    present = decoder._forward_pre_hooks.values()
+    for hook in (announce_packing, announce_padding):
+        if hook not in present:
+            decoder.register_forward_pre_hook(hook, with_kwargs=True)

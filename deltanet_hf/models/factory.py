@@ -1,0 +1,144 @@
+"""One factory for all families: `<Family>Config` and `<Family>ForCausalLM` with layers as a `LayerTable` says.
+
+Weight names stay the teacher's, except inside the converted layers' `self_attn`. The saved `model_type` is
+`deltanet_<family>`, so that a library without this plugin refuses the folder instead of running softmax attention.
+
+A family's modelling code is imported when its first configuration is made, not before: `import deltanet_hf` registers
+the configurations only.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from deltanet_hf.mixers import FLOAT32_NAMES
+from deltanet_hf.mixers.parts import Part
+from deltanet_hf.mixers.window import announce
+from deltanet_hf.models.families import FAMILIES, Family
+from deltanet_hf.models.layers import LayerTable
+from deltanet_hf.models.peft_defaults import register_peft_defaults
+from deltanet_hf.models.shim import write_shim
+
+
+def _tensor_parallel_plan(plan: dict[str, str] | None, softmax: list[int]) -> dict[str, str] | None:
+    """The teacher's plan for the layers in `softmax`; it would shard the others' projections by the wrong heads."""
+    if plan is None:
+        return None
+    rewritten: dict[str, str] = {}
+    for pattern, style in plan.items():
+        if pattern.startswith("layers.*.self_attn."):
+            rewritten |= {pattern.replace("*", str(i), 1): style for i in softmax}
+        else:
+            rewritten[pattern] = style
+    return rewritten
+
+
+@functools.cache
+def config_class(model_type: str) -> type[PreTrainedConfig]:
+    """The configuration class of a converted family, by the teacher's `model_type`."""
+    family = FAMILIES[model_type]
+    base = family.config_class
+
+    def __post_init__(self: Any, **kwargs: Any) -> None:
+        base.__post_init__(self, **kwargs)
+        if self.deltanet is None:
+            self.deltanet = LayerTable.preset(self.num_hidden_layers).to_dict()
+        self.base_model_tp_plan = _tensor_parallel_plan(base.base_model_tp_plan, LayerTable.of(self).softmax)
+        model_class(model_type)  # whoever has a configuration may ask AutoModelForCausalLM for the model
+
+    def to_dict(self: Any) -> dict[str, Any]:
+        if "peft" in sys.modules:  # PEFT reads this dictionary before it looks for a model's default targets
+            register_peft_defaults()
+        return base.to_dict(self)
+
+    def save_pretrained(self: Any, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
+        self.auto_map = write_shim(save_directory, type(self).__name__, _model_name(family))
+        base.save_pretrained(self, save_directory, *args, **kwargs)
+
+    name = f"DeltaNet{base.__name__}"
+    namespace = {
+        "__module__": __name__,
+        "__qualname__": name,
+        "__doc__": f"{base.__name__} with a `deltanet` entry (`LayerTable`): which kind of layer stands where.",
+        "__annotations__": {"deltanet": dict | None},
+        "deltanet": None,
+        "model_type": family.converted_model_type,
+        "__post_init__": __post_init__,
+        "to_dict": to_dict,
+        "save_pretrained": save_pretrained,
+    }
+    return type(name, (base,), namespace)
+
+
+def _model_name(family: Family) -> str:
+    return f"DeltaNet{family.model_name}"
+
+
+@functools.cache
+def model_class(model_type: str) -> type[PreTrainedModel]:
+    """The model class of a converted family, by the teacher's `model_type`; registers it with transformers."""
+    family = FAMILIES[model_type]
+    base = family.model_class
+
+    def __init__(self: Any, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
+        base.__init__(self, config, *args, **kwargs)
+        for index, kind in LayerTable.of(config).converted.items():
+            layer = self.model.layers[index]
+            layer.self_attn = kind.mixer.from_attention(layer.self_attn, config, index, kind.settings)
+        announce(self.model)
+        self.post_init()
+
+    @torch.no_grad()
+    def _init_weights(self: Any, module: nn.Module) -> None:
+        if isinstance(module, Part):
+            module.reset_parameters()
+        else:
+            base._init_weights(self, module)
+
+    name = _model_name(family)
+    namespace = {
+        "__module__": __name__,
+        "__qualname__": name,
+        "__doc__": f"{base.__name__} with layers as `config.deltanet` says (`LayerTable`).",
+        "config_class": config_class(model_type),
+        "_is_stateful": True,
+        "_keep_in_fp32_modules_strict": list(FLOAT32_NAMES),
+        "__init__": __init__,
+        "_init_weights": _init_weights,
+    }
+    made: Any = type(name, (base,), namespace)
+    AutoModelForCausalLM.register(config_class(model_type), made)
+    return made
+
+
+def __getattr__(name: str) -> Any:
+    """The made classes by name, for pickling and for the `trust_remote_code` shim."""
+    for model_type, family in FAMILIES.items():
+        if name == _model_name(family):
+            return model_class(model_type)
+        if name == f"DeltaNet{family.config_name}":
+            return config_class(model_type)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def register() -> None:
+    """Register the configuration of every family with AutoConfig."""
+    for model_type, family in FAMILIES.items():
+        AutoConfig.register(family.converted_model_type, config_class(model_type))
+
+
+def converted_config(teacher: PreTrainedConfig, table: LayerTable) -> PreTrainedConfig:
+    """The converted model's config: everything of the teacher's, and the `deltanet` entry."""
+    values = teacher.to_dict()
+    for key in ("model_type", "architectures", "auto_map", "transformers_version"):
+        values.pop(key, None)
+    family = FAMILIES[teacher.model_type]
+    made: Any = config_class(teacher.model_type)
+    return made(**values, architectures=[_model_name(family)], deltanet=table.to_dict())

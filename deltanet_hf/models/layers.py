@@ -1,0 +1,154 @@
+"""The layer table: which kind of layer stands where. It is the `deltanet` entry of config.json.
+
+    {"kinds": {"linear": {"mixer": "gated_deltanet", ...}, "local": {"mixer": "window", "window": 64, "sinks": 4}},
+     "layers": ["linear", "softmax", "local", ...]}
+
+`layers` names a kind for every decoder layer; "softmax" is the teacher's own attention. Nothing else in the project
+computes which layers are converted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from deltanet_hf.mixers import MIXERS, LayerKind
+from deltanet_hf.mixers.settings import MixerSettings
+
+SOFTMAX = "softmax"
+KIND_NAMES = {"window": "local"}  # how a table names a kind that is made of one mixer; else "linear"
+INSERTED_QK_NORMS = "inserted_qk_norms"  # key of config.json: softmax layers whose q/k norms are not the teacher's
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of layer: a mixer and its settings."""
+
+    mixer: type[LayerKind]
+    settings: Any
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"mixer": self.mixer.name, **self.settings.to_dict()}
+
+
+@dataclass(frozen=True)
+class LayerTable:
+    """The kind of every decoder layer.
+
+    Args:
+        kinds: kinds by the names that `layers` uses.
+        layers: a name of `kinds`, or "softmax", per decoder layer.
+    """
+
+    kinds: Mapping[str, Kind]
+    layers: tuple[str, ...]
+
+    @classmethod
+    def uniform(
+        cls, mixer: type[LayerKind], settings: MixerSettings, num_layers: int, softmax: Collection[int] = ()
+    ) -> LayerTable:
+        """One kind everywhere, but for the layers in `softmax`."""
+        name = KIND_NAMES.get(mixer.name, "linear")
+        layers = tuple(SOFTMAX if index in softmax else name for index in range(num_layers))
+        return cls({name: Kind(mixer, settings)}, layers)
+
+    @classmethod
+    def preset(
+        cls,
+        num_layers: int,
+        mixer: str = "gated_deltanet",
+        profile: str = "faithful",
+        softmax: Collection[int] = (),
+        training: bool = True,
+        **changes: Any,
+    ) -> LayerTable:
+        """One mixer with its recommended settings everywhere, but for the layers in `softmax`.
+
+        Args:
+            mixer: a name in `MIXERS`.
+            profile, training: see `LayerKind.default_settings`.
+            changes: single settings that differ from the recommended ones.
+
+        Raises:
+            ValueError: an unknown mixer, profile or setting, or a setting with a wrong value.
+        """
+        if mixer not in MIXERS:
+            raise ValueError(f"mixer: got {mixer!r}, expected one of {', '.join(MIXERS)}")
+        kind = MIXERS[mixer]
+        settings = {**kind.default_settings(profile, training).to_dict(), **changes}
+        return cls.uniform(kind, kind.Settings.from_dict(settings, mixer), num_layers, softmax)
+
+    @classmethod
+    def from_dict(cls, values: Any, num_layers: int) -> LayerTable:
+        """Read a config's `deltanet` entry.
+
+        Raises:
+            ValueError: naming the key that is missing, unknown or wrong.
+        """
+        if not isinstance(values, Mapping) or set(values) != {"kinds", "layers"}:
+            keys = f"keys {sorted(values)}" if isinstance(values, Mapping) else repr(values)
+            raise ValueError(f"deltanet: got {keys}, expected `kinds` and `layers`; convert the model again")
+        kinds, layers = values["kinds"], values["layers"]
+        if not isinstance(kinds, Mapping):
+            raise ValueError(f"deltanet.kinds: got {kinds!r}, expected settings by name")
+        known = {name: _kind(name, kind) for name, kind in kinds.items()}
+        if not isinstance(layers, (list, tuple)) or len(layers) != num_layers:
+            found = len(layers) if isinstance(layers, (list, tuple)) else repr(layers)
+            raise ValueError(f"deltanet.layers: got {found} names, but the model has {num_layers} layers")
+        for index, name in enumerate(layers):
+            if name != SOFTMAX and name not in known:
+                choices = ", ".join([SOFTMAX, *known])
+                raise ValueError(f"deltanet.layers: layer {index} is {name!r}, expected one of {choices}")
+        return cls(known, tuple(layers))
+
+    @classmethod
+    def of(cls, config: Any) -> LayerTable:
+        """The table of a converted model's config."""
+        return cls.from_dict(config.deltanet, config.num_hidden_layers)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form, as it stands in config.json."""
+        return {"kinds": {name: kind.to_dict() for name, kind in self.kinds.items()}, "layers": list(self.layers)}
+
+    def __getitem__(self, index: int) -> Kind | None:
+        """The kind of a layer; None for softmax."""
+        return self.kinds.get(self.layers[index])
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    @property
+    def converted(self) -> dict[int, Kind]:
+        """The kinds of the layers that are not softmax, by index."""
+        return {index: self.kinds[name] for index, name in enumerate(self.layers) if name != SOFTMAX}
+
+    @property
+    def softmax(self) -> list[int]:
+        """Indices of the layers that keep the teacher's softmax attention."""
+        return [index for index, name in enumerate(self.layers) if name == SOFTMAX]
+
+    @property
+    def only_kind(self) -> Kind:
+        """The one kind of all converted layers.
+
+        Raises:
+            ValueError: there is none, or more than one.
+        """
+        found = list(dict.fromkeys(name for name in self.layers if name != SOFTMAX))
+        if len(found) != 1:
+            raise ValueError(f"deltanet.layers: got the kinds {found}, expected one beside softmax")
+        return self.kinds[found[0]]
+
+
+def _kind(name: Any, values: Any) -> Kind:
+    where = f"deltanet.kinds.{name}"
+    if not isinstance(name, str) or name == SOFTMAX:
+        raise ValueError(f"deltanet.kinds: {name!r} cannot be the name of a kind")
+    if not isinstance(values, Mapping) or not isinstance(values.get("mixer"), str):
+        raise ValueError(f"{where}.mixer: missing key; it names one of {', '.join(MIXERS)}")
+    mixer = MIXERS.get(values["mixer"])
+    if mixer is None:
+        raise ValueError(f"{where}.mixer: got {values['mixer']!r}, expected one of {', '.join(MIXERS)}")
+    settings = {key: value for key, value in values.items() if key != "mixer"}
+    return Kind(mixer, mixer.Settings.from_dict(settings, where))

@@ -1,0 +1,207 @@
+"""Writes an output folder that is never seen half finished.
+
+The work happens in a hidden folder beside OUT:
+
+.NAME.incomplete/journal.jsonl   the request (first line), then one line per finished step
+.NAME.incomplete/model/          the new folder, which one rename turns into OUT
+.NAME.incomplete/replaced/       with `overwrite`: the old OUT, until the new one is in its place
+.NAME.incomplete/lock            held by the process that is writing
+
+A process killed at any moment leaves OUT absent, old or complete. The next call with `resume` continues after the last
+finished step and produces the same bytes. `publish_folder` is the entry; this module imports neither torch nor
+transformers.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from . import step_journal
+from .errors import QualityError, UserError
+from .safe_write import sync_folder, writing
+
+JOURNAL = "journal.jsonl"
+LOCK = "lock"
+READY = "ready"  # the last step: after it, `model` only has to be renamed
+
+
+def publish_folder(
+    out: Path,
+    request: dict[str, Any],
+    fill: Callable[["Workspace"], dict[str, Any]],
+    *,
+    resume: bool,
+    overwrite: bool,
+    finished: Callable[[], dict[str, Any] | None] = lambda: None,
+    what: str = "conversion",
+) -> dict[str, Any]:
+    """Creates the folder `out`, or replaces it, in one rename.
+
+    Args:
+        request: JSON value of everything that the result depends on. A resumed run must have the same request.
+        fill: writes all files into `workspace.model` and returns figures to record. It may call `workspace.done(step)`
+            after each unit of work and skip the steps that are in `workspace.steps`.
+        resume: continue an interrupted run; if there is none, start from the beginning.
+        overwrite: replace an existing `out` that holds a model (a `config.json`), and discard an interrupted run
+            unless `resume` is given too.
+        finished: called with `resume` when no run was interrupted: the figures, if `out` already holds this result.
+        what: noun for the work in error messages.
+
+    Returns:
+        The figures of `fill`, or those of the run that had finished it.
+
+    Raises:
+        UserError: `out` exists and may not be replaced; another process is writing it; an interrupted run exists and
+            `resume` was not given, or its request was different; the disk refuses to write.
+    """
+    request = json.loads(json.dumps(request))  # as the journal will hold it: tuples become lists
+    workspace = Workspace(out, what)
+    if resume and not workspace.journal.exists() and (figures := finished()) is not None:
+        if workspace.folder.exists():  # the earlier run was killed during the last step of its cleanup
+            workspace.discard()
+        return figures
+    with workspace.opened(request, resume=resume, overwrite=overwrite):
+        if READY not in workspace.steps:
+            try:
+                figures = fill(workspace)
+            except (UserError, QualityError):
+                if not workspace.steps:  # nothing worth resuming
+                    workspace.discard()
+                raise
+            with writing(workspace.model):
+                sync_folder(workspace.model)
+            workspace.done(READY, figures)
+        figures = dict(workspace.steps[READY])
+        workspace.publish()
+    return figures
+
+
+class Workspace:
+    """The hidden folder of one output folder: its lock, its journal and the rename that publishes it."""
+
+    def __init__(self, out: Path, what: str = "conversion") -> None:
+        self.out, self.what = out, what
+        self.folder = out.parent / f".{out.name}.incomplete"
+        self.model = self.folder / "model"
+        self.replaced = self.folder / "replaced"
+        self.journal = self.folder / JOURNAL
+        self.steps: step_journal.Steps = {}
+
+    @contextmanager
+    def opened(self, request: dict[str, Any], *, resume: bool, overwrite: bool) -> Iterator["Workspace"]:
+        """Locks the folder and prepares it: empty, or with the finished steps of an interrupted run.
+
+        Arguments and errors are those of `publish_folder`.
+        """
+        lock = self._lock()
+        try:
+            if self.journal.exists():
+                self._continue(request, resume, overwrite)
+            if not self.journal.exists():
+                self._clear()
+                self._check_out(overwrite)
+                with writing(self.model):
+                    self.model.mkdir()
+                step_journal.append(self.journal, {"request": request})
+            yield self
+        finally:
+            lock.close()
+
+    def _lock(self) -> IO[str]:
+        with writing(self.folder):
+            self.out.parent.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(exist_ok=True)
+            lock = (self.folder / LOCK).open("w")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            lock.close()
+            raise UserError(f"{self.folder}: another {self.what} to {self.out} is running; wait for it") from error
+        return lock
+
+    def _continue(self, request: dict[str, Any], resume: bool, overwrite: bool) -> None:
+        """Loads the finished steps of the interrupted run, or clears the folder for a new one."""
+        before, steps = step_journal.read(self.journal)
+        published = READY in steps and not self.model.exists()  # killed after the last rename, during cleanup
+        if published and resume:
+            self.steps = steps
+            return
+        if before is None or published:
+            self._clear()
+            return
+        if not resume:
+            if not overwrite:
+                raise UserError(
+                    f"{self.folder}: holds an interrupted {self.what} to {self.out}; run with --resume to complete it "
+                    "or with --overwrite to start again"
+                )
+            self._clear()
+            return
+        if before != request:
+            difference = step_journal.first_difference(before, request)
+            raise UserError(
+                f"{self.folder}: the interrupted {self.what} had another {difference}; "
+                "repeat the first command with --resume, or start again with --overwrite"
+            )
+        self._check_out(overwrite)
+        self.steps = steps
+
+    def _check_out(self, overwrite: bool) -> None:
+        problem = None
+        if self.out.is_symlink() or (self.out.exists() and not self.out.is_dir()):
+            problem = "exists and is not a folder; choose another name"
+        elif self.out.exists() and not _is_empty_folder(self.out):
+            if not overwrite:
+                problem = "exists; choose another folder, or add --overwrite to replace it"
+            elif not (self.out / "config.json").exists():
+                problem = "exists and holds no model to overwrite (no config.json); choose another folder"
+        if problem:
+            if not self.journal.exists():
+                self.discard()
+            raise UserError(f"{self.out}: {problem}")
+
+    def done(self, step: str, figures: dict[str, Any] | None = None) -> None:
+        """Records a finished step. Everything that the step wrote must already be on the disk."""
+        step_journal.append(self.journal, {"step": step, "figures": figures or {}})
+        self.steps[step] = figures or {}
+
+    def publish(self) -> None:
+        """Renames `model` to OUT. An old OUT is kept until the new one can take its place."""
+        if READY not in self.steps:
+            raise ValueError("the output is not ready")
+        with writing(self.out):
+            if self.model.exists():
+                if self.out.exists() and not _is_empty_folder(self.out):
+                    os.replace(self.out, self.replaced)
+                os.replace(self.model, self.out)
+                sync_folder(self.out.parent)
+        self.discard()
+
+    def discard(self) -> None:
+        """Removes the hidden folder with everything in it; an old OUT that was set aside is put back first."""
+        self._clear()
+        with writing(self.folder):
+            shutil.rmtree(self.folder)
+
+    def _clear(self) -> None:
+        with writing(self.folder):
+            if self.replaced.exists() and not self.out.exists():
+                os.replace(self.replaced, self.out)
+            for entry in sorted(self.folder.iterdir()):
+                if entry.name in (JOURNAL, LOCK):  # the journal goes last, because it describes the rest
+                    continue
+                if entry.is_dir() and not entry.is_symlink():
+                    shutil.rmtree(entry)
+                else:
+                    entry.unlink()
+            self.journal.unlink(missing_ok=True)
+        self.steps = {}
+
+
+def _is_empty_folder(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())

@@ -1,0 +1,51 @@
+"""Writing files so that a crash leaves either the old state or the new one, with errors that users can act on."""
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from .errors import UserError
+
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+DENIED = {errno.EROFS, errno.EACCES, errno.EPERM}
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns an operating system error that says `path` cannot be written into a UserError; others pass through."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in FULL:
+            raise UserError(
+                f"{path}: the disk is full, or a quota or size limit is reached ({error.strerror}); free some space "
+                "and run the same command with --resume: finished work is kept"
+            ) from error
+        if error.errno in DENIED:
+            raise UserError(
+                f"{path}: cannot be written ({error.strerror}); choose an output folder that you may write to"
+            ) from error
+        raise
+
+
+def sync_folder(folder: Path) -> None:
+    """Flushes renames and new directory entries of `folder` to the disk, so that they survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Writes `data` to `path` completely or not at all: to a temporary name first, then fsync and rename."""
+    temporary = path.with_name(path.name + ".tmp")
+    with writing(path):
+        with temporary.open("wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+        sync_folder(path.parent)

@@ -1,0 +1,138 @@
+"""Writes the result of the demo: report.md, two plots, and a summary for the terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from deltanet_recipes.training.logbook import layer_errors, read_log
+
+ERRORS_PLOT, MEMORY_PLOT = "layer_errors.png", "cache_memory.png"
+
+
+@dataclass(frozen=True)
+class Score:
+    """The accuracies of one model: task -> (accuracy, standard error)."""
+
+    name: str
+    accuracy: dict[str, tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Report:
+    """The path of the report and the summary to print."""
+
+    path: Path
+    summary: str
+
+
+def write_report(
+    folder: Path,
+    origin: str,
+    converted: Path,
+    aligned: Path,
+    scores: list[Score],
+    prompt: str,
+    answers: dict[str, str],
+    seconds: float,
+    peak_bytes: int,
+) -> Report:
+    """Write report.md and the plots into `folder`.
+
+    Args:
+        origin: where the teacher came from.
+        converted: folder of the converted model; aligned: folder of the align run.
+        answers: the greedy answer to `prompt` by model.
+        seconds: duration of the demo; peak_bytes: peak memory of its processes.
+    """
+    conversion = json.loads((converted / "conversion.json").read_text())
+    before, after = layer_errors(read_log(aligned))
+    draw_errors(before, after, folder / ERRORS_PLOT)
+    draw_memory(conversion["plan"]["cache_bytes"], folder / MEMORY_PLOT)
+    summary = "\n".join(_summary(conversion, before, after, scores, seconds, peak_bytes))
+    lines = [
+        "# SmolLM2-135M-Instruct without its KV cache",
+        "",
+        f"Made by `make demo` on {os.cpu_count()} CPU cores ({platform.machine()}), Python "
+        f"{platform.python_version()}, torch {version('torch')}, transformers {version('transformers')}; "
+        f"teacher from {origin}. The alignment is kept short; `deltanet-hf recipes` lists complete recipes.",
+        "",
+        summary,
+        "",
+        f"![per-layer error]({ERRORS_PLOT})",
+        "",
+        f"![cache memory]({MEMORY_PLOT})",
+        "",
+        f"## Greedy answers to: {prompt}",
+        "",
+    ]
+    for name, answer in answers.items():
+        lines += [f"**{name}**", "", "```", answer, "```", ""]
+    path = folder / "report.md"
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return Report(path, summary)
+
+
+def _summary(
+    conversion: dict[str, Any],
+    before: dict[int, float],
+    after: dict[int, float],
+    scores: list[Score],
+    seconds: float,
+    peak_bytes: int,
+) -> list[str]:
+    check = conversion["held_out"]
+    lines = [
+        f"Held-out perplexity: teacher {check['teacher_perplexity']:.1f}, converted without training "
+        f"{check['perplexity']:.1f} (KL {check['kl']:.2f}).",
+        f"Relative error of the attention outputs, mean over layers: {_mean(before):.3f} before alignment, "
+        f"{_mean(after):.3f} after.",
+        f"This run took {seconds / 60:.1f} minutes and at most {peak_bytes / 2**30:.1f} GiB of memory.",
+        "",
+        "| model | next word among 4 | word of a repeated passage among 4 |",
+        "|---|---|---|",
+    ]
+    for score in scores:
+        cells = [f"{100 * value:.0f}% ± {100 * error:.0f}" for value, error in score.accuracy.values()]
+        lines.append(f"| {score.name} | {' | '.join(cells)} |")
+    return lines
+
+
+def _mean(errors: dict[int, float]) -> float:
+    return sum(errors.values()) / len(errors)
+
+
+def draw_errors(before: dict[int, float], after: dict[int, float], path: Path) -> None:
+    """Draw one pair of bars per layer: the error of the attention output before and after alignment."""
+    figure, axes = _canvas()
+    axes.bar([i - 0.2 for i in before], list(before.values()), 0.4, label="converted", color="#9ecae1")
+    axes.bar([i + 0.2 for i in after], list(after.values()), 0.4, label="aligned", color="#3182bd")
+    axes.set(xlabel="decoder layer", ylabel="relative MSE, held-out text", title="Gated DeltaNet against attention")
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def draw_memory(cache: list[dict[str, int]], path: Path) -> None:
+    """Draw the cache memory of one sequence over the context length, for teacher and converted model."""
+    figure, axes = _canvas()
+    contexts = [row["context"] for row in cache]
+    axes.loglog(contexts, [row["teacher"] / 2**20 for row in cache], "o-", label="teacher's KV cache", base=2)
+    axes.loglog(contexts, [row["converted"] / 2**20 for row in cache], "o-", label="Gated DeltaNet state", base=2)
+    axes.set(xlabel="tokens of context", ylabel="MiB for one sequence", title="Cache memory during generation")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def _canvas() -> tuple[Figure, Any]:
+    figure = Figure(figsize=(8, 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, figure.subplots()

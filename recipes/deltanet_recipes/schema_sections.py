@@ -1,0 +1,148 @@
+"""The sections of a recipe beside its stages: data, optimiser, adapters, engine, log."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class Strict(BaseModel):
+    """Base class of every section: refuses unknown keys and cannot be changed after validation."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Source(Strict):
+    """One data source of the mixture."""
+
+    path: str | None = Field(
+        None, description="Local file: .txt, .md, .jsonl, .npy with token ids (each also as .gz or .xz), or .parquet."
+    )
+    hub: str | None = Field(None, description="Data set id on the Hub, instead of path.")
+    name: str | None = Field(None, description="Configuration of the Hub data set.")
+    split: str = Field("train", description="Split of the Hub data set.")
+    streaming: bool = Field(
+        True, description="Hub only: read documents as they arrive instead of downloading all first."
+    )
+    text_key: str = Field("text", description="Key or column that holds the text (jsonl, parquet, Hub).")
+    messages_key: str | None = Field(
+        None,
+        description="Key or column that holds chat messages, instead of text_key. The chat template renders them, "
+        "and stages of kind repair train on the replies.",
+    )
+    weight: float = Field(1.0, gt=0, description="Relative share of the rows that are drawn from this source.")
+    max_tokens: int | None = Field(None, gt=0, description="Largest number of tokens to keep; required when streaming.")
+    skip_tokens: int = Field(0, ge=0, description="Number of tokens at the start of the source that are not used.")
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> Source:
+        if (self.path is None) == (self.hub is None):
+            raise ValueError("give exactly one of path (a local file) and hub (a data set id)")
+        if self.hub is not None and self.streaming and self.max_tokens is None:
+            raise ValueError("a streamed source needs max_tokens, or it never ends")
+        return self
+
+
+class Data(Strict):
+    """The data sources and how rows are cut from them."""
+
+    sources: tuple[Source, ...] = Field(
+        (), description="The mixture. Empty: the text that is installed with the package."
+    )
+    shuffle: bool = Field(True, description="Permute the documents of each source, by seed and epoch.")
+    separator: int | None = Field(
+        None, ge=0, description="Token id that ends a document. Default: the tokenizer's end-of-text token."
+    )
+    isolate_documents: bool = Field(
+        True, description="Documents packed into one row do not see each other: positions and states restart."
+    )
+    holdout_tokens: int = Field(
+        32768,
+        ge=0,
+        description="Number of tokens at the end of the sources that are held out of training for evaluation.",
+    )
+    repeat: bool = Field(
+        False, description="Start the sources again when they are used up, instead of refusing the run."
+    )
+    cache: str | None = Field(None, description="Folder for the tokenised sources. Default: OUTPUT/tokens.")
+    decontaminate: tuple[str, ...] = Field(
+        (),
+        description="Evaluation files or folders of them. Documents that share 13 tokens in a row with any text in "
+        "these files are dropped.",
+    )
+
+
+class Optimizer(Strict):
+    """Optimiser and schedule of one stage. Rates are those of AdamW."""
+
+    name: Literal["adamw", "muon"] = Field(
+        "adamw", description="adamw, or muon for the matrices of the layers and adamw for everything else."
+    )
+    mixer_lr: float = Field(
+        1e-3, ge=0, description="Peak rate of the mixers (the new layers), which are trained in full."
+    )
+    rest_lr: float = Field(
+        1e-4, ge=0, description="Peak rate of everything else that is trained, LoRA adapters included."
+    )
+    gate_lr_scale: float = Field(
+        1.0, gt=0, description="Factor on mixer_lr for decay, beta and gate biases (the vectors of the mixers)."
+    )
+    muon_lr_scale: float = Field(1.0, gt=0, description="Factor on both rates for the matrices that Muon updates.")
+    schedule: Literal["cosine", "linear", "constant"] = Field(
+        "cosine", description="Decay of the rates after the warm-up."
+    )
+    final_ratio: float = Field(0.1, ge=0, le=1, description="Rate at the end, divided by the peak rate.")
+    warmup: float = Field(0.02, ge=0, lt=1, description="Share of the steps during which the rates rise linearly.")
+    betas: tuple[float, float] = Field((0.9, 0.95), description="Moment decays of AdamW.")
+    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay of matrices.")
+    clip: float = Field(1.0, gt=0, description="Largest gradient norm; larger gradients are scaled down to it.")
+
+
+class Lora(Strict):
+    """Low-rank adapters (PEFT) on the linear layers outside the new mixers. They are merged on save."""
+
+    rank: int = Field(64, gt=0, description="Rank r of the adapters.")
+    alpha: int = Field(64, gt=0, description="The adapters are scaled by alpha / rank.")
+    targets: tuple[Literal["mlp", "attention"], ...] = Field(
+        ("mlp", "attention"),
+        description="mlp: linear layers of the MLPs. attention: projections of the layers that stay softmax, or of "
+        "all layers of an imported model.",
+    )
+
+
+class Engine(Strict):
+    """Device, precision and memory settings. They change the results only by rounding."""
+
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: the GPU if there is one.")
+    precision: Literal["auto", "bf16", "fp32"] = Field(
+        "auto",
+        description="Precision of the arithmetic; trained weights are always fp32. auto: bf16 on a GPU, fp32 on a CPU.",
+    )
+    compile: bool | None = Field(None, description="Use torch.compile for the decoder layers. Default: on GPUs.")
+    cuda_graphs: bool | None = Field(
+        None, description="Replay each micro-batch as one CUDA graph. Default: on GPUs with compile and sharding none."
+    )
+    gradient_checkpointing: bool = Field(
+        False, description="Recompute activations in the backward pass, which saves memory and costs time."
+    )
+    sharding: Literal["none", "fsdp2"] = Field(
+        "none",
+        description="With several processes: none replicates the model, fsdp2 shards weights and optimiser state.",
+    )
+    threads: int | None = Field(None, gt=0, description="Number of CPU threads. Default: the choice of torch.")
+
+
+class Log(Strict):
+    """How often a run logs, evaluates and saves."""
+
+    every: int = Field(10, gt=0, description="Steps between log lines.")
+    evaluate_every: int = Field(200, gt=0, description="Steps between evaluations on the held-out rows.")
+    checkpoint_every: int = Field(200, gt=0, description="Steps between checkpoints.")
+    keep: int = Field(2, gt=0, description="Number of checkpoints that are kept.")
+    trackers: tuple[Literal["tensorboard", "wandb"], ...] = Field(
+        (), description="Services that the log is sent to as well: tensorboard, wandb."
+    )
+    diverged_factor: float = Field(
+        5.0, gt=1, description="Stop when the mean loss of a log interval exceeds the best one by this factor."
+    )

@@ -1,0 +1,63 @@
+"""The recipes that are installed with the package, and `deltanet-hf recipes`, which lists and copies them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from deltanet_hf.errors import UserError
+
+FOLDER = Path(__file__).parent / "yaml"
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """The YAML file of each shipped recipe, by its name, in alphabetical order."""
+    return {path.stem: path for path in sorted(FOLDER.glob("*.yaml"))}
+
+
+def recipe_path(recipe: str | Path) -> Path:
+    """The file that a recipe argument stands for: the file of that path if there is one, else the shipped recipe.
+
+    Raises UserError with the names of the shipped recipes if it is neither.
+    """
+    path = Path(recipe)
+    if path.exists():
+        return path
+    shipped = shipped_recipes()
+    if str(recipe) not in shipped:
+        raise UserError(f"{recipe}: no such recipe; give the path of a YAML file, or one of {', '.join(shipped)}")
+    return shipped[str(recipe)]
+
+
+def recipes_command(
+    name: Annotated[str | None, typer.Argument(help="Shipped recipe to copy; without it, all are listed.")] = None,
+    out: Annotated[Path | None, typer.Option(help="File to write; by default NAME.yaml in this folder.")] = None,
+) -> None:
+    """List the recipes that are installed with the package, or copy one to edit it."""
+    shipped = shipped_recipes()
+    if name is None:
+        if out is not None:
+            raise UserError("--out: give the name of the recipe to copy, too")
+        width = max(map(len, shipped))
+        for label, path in shipped.items():
+            typer.echo(f"{label:{width}}  {_purpose(path)}")
+        return
+    if name not in shipped:
+        raise UserError(f"{name}: no shipped recipe has this name; there are {', '.join(shipped)}")
+    copy = out or Path(f"{name}.yaml")
+    if copy.exists():
+        raise UserError(f"{copy}: exists already; choose another file with --out")
+    try:
+        shutil.copyfile(shipped[name], copy)
+    except OSError as error:
+        raise UserError(f"{copy}: cannot be written ({error.strerror}); choose another file with --out") from None
+    typer.echo(f"{copy}: copied; edit it and run it with `deltanet-hf distill {copy}`")
+
+
+def _purpose(path: Path) -> str:
+    """The first comment line of a recipe, which says what it is for."""
+    with path.open(encoding="utf-8") as file:
+        return file.readline().removeprefix("#").strip()

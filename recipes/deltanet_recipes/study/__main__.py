@@ -1,0 +1,20 @@
+"""`python -m deltanet_recipes.study STUDY.yaml NAME=VALUE ...`: convert, distil and measure every run of a study."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType
+
+import typer
+
+from deltanet_hf.exit_codes import run_command
+from deltanet_recipes.study.runner import main
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _interrupt)  # `timeout` and job schedulers end a command by SIGTERM.
+    run_command(lambda: typer.run(main))

@@ -1,0 +1,96 @@
+"""What a distillation stage trains: what is new (mixers, and q/k norms that the conversion inserted into kept layers)
+always in full; the rest by LoRA, in full, or not at all. An imported model's mixers are not new: LoRA adapts them too.
+"""
+
+from __future__ import annotations
+
+import torch
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import LoraLayer
+from torch import nn
+
+from deltanet_hf.models.layers import INSERTED_QK_NORMS
+from deltanet_recipes.schema import DistilBase
+from deltanet_recipes.training.model_pair import decoder_layers, is_imported, mixer_name, mixers
+
+GATES = ("a_proj", "b_proj")  # one output a head: an adapter would be larger than they are
+
+
+def train_mixers(student: nn.Module) -> None:
+    """Freeze everything but the mixers, whose weights become float32."""
+    student.requires_grad_(False)
+    for mixer in mixers(student).values():
+        mixer.float().requires_grad_(True)
+
+
+def inserted_norms(student: nn.Module) -> list[nn.Module]:
+    """The q/k norms of kept layers that the teacher does not have (`convert --for native`)."""
+    layers = decoder_layers(student)
+    attentions = [layers[index].self_attn for index in getattr(student.config, INSERTED_QK_NORMS, ())]
+    return [norm for attention in attentions for norm in (attention.q_norm, attention.k_norm)]
+
+
+def mixers_in_full(student: nn.Module, stage: DistilBase) -> list[nn.Module]:
+    """The mixers that a stage trains as they are, not through adapters."""
+    return [] if stage.train == "lora" and is_imported(student) else list(mixers(student).values())
+
+
+def train_for(student: nn.Module, stage: DistilBase, seed: int) -> None:
+    """Set what requires gradients for a stage; trained weights become float32 (bf16 arithmetic comes by autocast)."""
+    student.requires_grad_(False)
+    in_full = [*mixers_in_full(student, stage), *inserted_norms(student)]
+    for part in in_full:
+        part.float().requires_grad_(True)
+    if stage.train == "full":
+        decoder_layers(student).float().requires_grad_(True)
+        student.model.norm.float().requires_grad_(True)  # type: ignore[union-attr, operator]
+        if stage.train_embeddings:
+            student.float().requires_grad_(True)
+    elif stage.train == "lora":
+        targets = lora_targets(student, stage.lora.targets)
+        if not targets:
+            return
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            config = LoraConfig(
+                r=stage.lora.rank, lora_alpha=stage.lora.alpha, lora_dropout=0.0, target_modules=targets
+            )
+            get_peft_model(student, config)  # puts the adapters into `student` itself
+        for part in in_full:
+            part.requires_grad_(True)
+        for name, parameter in student.named_parameters():
+            if "lora_" in name:
+                parameter.data = parameter.data.float()
+
+
+def lora_targets(student: nn.Module, kinds: tuple[str, ...]) -> list[str]:
+    """Names of the linear layers outside the new mixers: those of the MLPs, those of softmax attention, and in an
+    imported model those of linear attention but for its gates.
+    """
+    converted = {} if is_imported(student) else mixers(student)
+    names = []
+    for index, layer in enumerate(decoder_layers(student)):
+        for part in ("mlp", mixer_name(layer)):
+            kind = "mlp" if part == "mlp" else "attention"
+            if kind not in kinds or (kind == "attention" and index in converted):
+                continue
+            names += [
+                f"model.layers.{index}.{part}.{name}"
+                for name, module in getattr(layer, part).named_modules()
+                if isinstance(module, nn.Linear) and name not in GATES
+            ]
+    return names
+
+
+@torch.no_grad()
+def merge_lora(student: nn.Module) -> None:
+    """Fold the adapters into float32 weights and put plain linear layers back in their places."""
+    for name, module in list(student.named_modules()):
+        if not isinstance(module, LoraLayer):
+            continue
+        linear = module.get_base_layer()
+        linear.float()
+        module.merge()
+        student.set_submodule(name, linear)
+    if hasattr(student, "peft_config"):
+        del student.peft_config  # else PEFT takes the next stage's adapters for further ones

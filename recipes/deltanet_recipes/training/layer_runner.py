@@ -1,0 +1,167 @@
+"""Runs a causal language model's decoder layer by layer, for every supported family.
+
+The model's own forward is called once with recorders in place of its layers: it embeds the tokens, computes rotary
+embeddings and masks, and each recorder keeps the arguments that its layer would have received. The layers are then
+called from here. That gives access to every hidden state without hooks, keeps host synchronisation out of recorded
+CUDA graphs, and lets a model run with only one layer at a time on the GPU.
+
+Shapes: R rows, L tokens per row, D hidden size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+
+from deltanet_recipes.data.packing import Rows
+from deltanet_recipes.training.model_pair import decoder_layers
+
+
+@dataclass
+class LayerInputs:
+    """The input of the decoder layers: hidden [R, L, D] and the keyword arguments of each layer."""
+
+    hidden: torch.Tensor
+    kwargs: list[dict[str, Any]]
+
+
+class _Recorder(nn.Module):
+    """Replaces a decoder layer: keeps the arguments it is called with and returns the hidden states unchanged."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self._layer = (layer,)  # in a tuple, so that it is not registered as a submodule
+        self.kwargs: dict[str, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self._layer[0], name)
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        self.kwargs = kwargs
+        return hidden_states
+
+
+class LayerRunner:
+    """Calls the decoder layers of `model` one after the other.
+
+    Args:
+        model: a causal language model of a supported family, converted or not.
+        checkpointing: recompute each layer's activations in the backward pass.
+    """
+
+    def __init__(self, model: nn.Module, checkpointing: bool = False) -> None:
+        self.model, self.checkpointing = model, checkpointing
+        self._recorders = nn.ModuleList([_Recorder(layer) for layer in decoder_layers(model)])
+
+    def embed(self, rows: Rows, cu_seqlens: torch.Tensor | None) -> LayerInputs:
+        """Embed rows and collect the arguments of each layer.
+
+        Args:
+            cu_seqlens: [N + 1] int32, boundaries of packed documents over the R*L tokens (`document_boundaries`), or
+                None if no row holds more than one document.
+        """
+        decoder: Any = self.model.model
+        packing: dict[str, Any] = {}
+        if cu_seqlens is not None:
+            packing = {"position_ids": rows.position_ids, "cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
+        layers, final_norm = decoder.layers, decoder.norm
+        decoder.layers, decoder.norm = self._recorders, nn.Identity()
+        try:
+            hidden = decoder(input_ids=rows.input_ids, use_cache=False, **packing).last_hidden_state
+        finally:
+            decoder.layers, decoder.norm = layers, final_norm
+        entry = LayerInputs(hidden, [recorder.kwargs for recorder in self._recorders])  # type: ignore[misc]
+        return _in_autocast_dtype(entry)
+
+    def run_layers(self, entry: LayerInputs) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Returns the hidden states after the final norm and those after each layer, all [R, L, D]."""
+        hidden, states = entry.hidden, []
+        for layer, kwargs in zip(decoder_layers(self.model), entry.kwargs, strict=True):
+            hidden = self.run_layer(layer, hidden, kwargs)
+            states.append(hidden)
+        decoder: Any = self.model.model
+        return decoder.norm(hidden), states
+
+    def run_layer(self, layer: nn.Module, hidden: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+        """The output [R, L, D] of one decoder layer."""
+        if self.checkpointing and torch.is_grad_enabled():
+            return checkpoint(layer, hidden, use_reentrant=False, **kwargs)  # type: ignore[no-any-return]
+        return layer(hidden, **kwargs)  # type: ignore[no-any-return]
+
+
+def document_boundaries(position_ids: torch.Tensor) -> torch.Tensor | None:
+    """Document boundaries [N + 1] int32 over the flattened rows; None if no row of [R, L] holds a second document.
+
+    The last boundary is repeated (empty sequences) up to a length that depends on the shape of the rows alone, unless
+    there are more documents than one per 32 tokens.
+    """
+    starts = (position_ids.flatten() == 0).nonzero().flatten().to(torch.int32)
+    rows, length = position_ids.shape
+    if len(starts) == rows:
+        return None
+    room = max(len(starts), rows + rows * length // 32) + 1 - len(starts)
+    return torch.cat([starts, starts.new_full((room,), rows * length)])
+
+
+def _in_autocast_dtype(entry: LayerInputs) -> LayerInputs:
+    """Cast float32 inputs to the autocast dtype.
+
+    Float32 embeddings would give a float32 residual stream and float32 rotary embeddings, so that the dtype of q would
+    differ from that of v.
+    """
+    device = entry.hidden.device.type
+    if not torch.is_autocast_enabled(device) or entry.hidden.dtype != torch.float32:
+        return entry
+    dtype = torch.get_autocast_dtype(device)
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.dtype == torch.float32 else tensor
+
+    return LayerInputs(cast(entry.hidden), pytree.tree_map_only(torch.Tensor, cast, entry.kwargs))
+
+
+class AttentionTaps:
+    """Records the arguments and the output of `self_attn` in the chosen layers while the model runs."""
+
+    def __init__(self, model: nn.Module, indices: list[int]) -> None:
+        self.inputs: dict[int, dict[str, Any]] = {}
+        self.outputs: dict[int, torch.Tensor] = {}
+        layers = decoder_layers(model)
+        self._handles = [
+            layers[index].self_attn.register_forward_hook(self._hook(index), with_kwargs=True)  # type: ignore[union-attr]
+            for index in indices
+        ]
+
+    def _hook(self, index: int) -> Any:
+        def record(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+            self.inputs[index] = kwargs if not args else {"hidden_states": args[0], **kwargs}
+            self.outputs[index] = output[0]
+
+        return record
+
+    def clear(self) -> None:
+        self.inputs.clear()
+        self.outputs.clear()
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self.clear()
+
+
+def mixer_output(mixer: nn.Module, tap: dict[str, Any], cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+    """The output [R, L, D] of a mixer for the arguments (`tap`) that the teacher's attention received."""
+    output, _ = mixer(
+        hidden_states=tap["hidden_states"].detach(),
+        position_embeddings=tap.get("position_embeddings"),
+        cu_seq_lens_q=cu_seqlens,
+    )
+    return output  # type: ignore[no-any-return]

@@ -1,0 +1,152 @@
+"""The output of a run while it trains: a JSONL log and CSV tables, a progress bar or lines, and optional trackers."""
+
+from __future__ import annotations
+
+import csv
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from deltanet_recipes.schema import Recipe
+
+LOG = "log.jsonl"
+LAYER_ERROR = "held_out.error."
+SHOWN = ("loss", "kl", "ce", "hidden", "error", "held_out.kl", "held_out.perplexity", "held_out.error")
+
+
+class Logbook:
+    """The log of a run. A row is a dict with `stage`, `step` and numbers. Only an `active` logbook writes anything.
+
+    The logbook of the main process is active; those of the other processes are not.
+    """
+
+    def __init__(self, folder: Path, recipe: Recipe, active: bool, console: Console | None = None) -> None:
+        self.folder, self.active = folder, active
+        self.console = console or Console(stderr=True)
+        self._progress: Progress | None = None
+        self._trackers: Any = None
+        if active and recipe.log.trackers:
+            from accelerate import Accelerator
+
+            self._trackers = Accelerator(log_with=list(recipe.log.trackers), project_dir=str(folder))
+            self._trackers.init_trackers("deltanet-hf", config=_flat(recipe.model_dump(mode="json")))
+
+    def say(self, message: str) -> None:
+        """Print a message."""
+        if self.active:
+            self.console.print(message, highlight=False)
+
+    def begin(self, label: str, steps: int, done: int) -> None:
+        """Show a progress bar for a stage. Where the output is no terminal, rows are printed as lines instead."""
+        if self.active and self.console.is_terminal:
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            self._progress = Progress(*columns, console=self.console)
+            self._progress.start()
+            self._progress.add_task(label, total=steps, completed=done)
+
+    def end(self) -> None:
+        """Remove the progress bar."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def write(self, row: dict[str, Any], steps: int) -> None:
+        """Append a row to the log and show it; `steps` is the number of steps of the stage."""
+        if not self.active:
+            return
+        with open(self.folder / LOG, "a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        numbers = {k: v for k, v in row.items() if isinstance(v, (int, float))}
+        if self._trackers is not None:
+            named = {f"{row['stage']}/{key}": value for key, value in numbers.items()}
+            self._trackers.log(named, step=row["total_steps"])
+        parts = [f"{key} {row[key]:.4g}" for key in SHOWN if key in row]
+        parts.append(f"{row['tokens_per_second']:,.0f} tok/s")
+        parts.append(f"{row['memory_gib']:.1f} GiB")
+        if self._progress is not None:
+            self._progress.update(
+                self._progress.task_ids[0], completed=row["step"], description=f"{row['stage']} {'  '.join(parts)}"
+            )
+        else:
+            left = (steps - row["step"]) * row["seconds_per_step"]
+            self.console.print(
+                f"{row['stage']} {row['step']}/{steps}  {'  '.join(parts)}  ETA {_clock(left)}", highlight=False
+            )
+
+    def truncate(self, stage: str, step: int) -> None:
+        """Remove a stage's rows after `step`, which a resumed run writes again."""
+        path = self.folder / LOG
+        if not self.active or not path.is_file():
+            return
+        kept = [line for line, row in _rows(path) if not (row["stage"] == stage and row["step"] > step)]
+        partial = path.with_suffix(".partial")  # a kill while writing does not lose the log
+        partial.write_text("".join(kept), encoding="utf-8")
+        partial.rename(path)
+
+    def tables(self) -> None:
+        """Write the log as one CSV file per stage, log.STAGE.csv."""
+        path = self.folder / LOG
+        if not self.active or not path.is_file():
+            return
+        by_stage: dict[str, list[dict[str, Any]]] = {}
+        for _, row in _rows(path):
+            by_stage.setdefault(row["stage"], []).append(row)
+        for stage, rows in by_stage.items():
+            columns = list(dict.fromkeys(key for row in rows for key in row))
+            with open(self.folder / f"log.{stage}.csv", "w", newline="", encoding="utf-8") as file:
+                writer = csv.DictWriter(file, columns)
+                writer.writeheader()
+                writer.writerows(rows)
+
+    def close(self) -> None:
+        """Write the tables and close the trackers."""
+        self.end()
+        self.tables()
+        if self._trackers is not None:
+            self._trackers.end_training()
+
+
+def read_log(folder: Path) -> list[dict[str, Any]]:
+    """All rows of the log in the folder of a run, in order; none if there is no log."""
+    path = folder / LOG
+    return [row for _, row in _rows(path)] if path.is_file() else []
+
+
+def layer_errors(rows: list[dict[str, Any]]) -> tuple[dict[int, float], dict[int, float]]:
+    """The first and the last held-out alignment error of each layer in the log."""
+    first: dict[int, float] = {}
+    last: dict[int, float] = {}
+    for row in rows:
+        for key, value in row.items():
+            if key.startswith(LAYER_ERROR):
+                index = int(key.removeprefix(LAYER_ERROR))
+                first.setdefault(index, value)
+                last[index] = value
+    return first, last
+
+
+def _rows(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    """The lines of a log with their content. A line that a kill cut short is left out."""
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        try:
+            found.append((line, json.loads(line)))
+        except json.JSONDecodeError:
+            continue
+    return found
+
+
+def _flat(value: Any, name: str = "") -> dict[str, Any]:
+    """The values of a recipe under dotted names, for trackers. Keys without a value are left out."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
+    if items is None:
+        return {} if value is None else {name: value}
+    return {key: inner for part, child in items for key, inner in _flat(child, f"{name}.{part}".strip(".")).items()}
+
+
+def _clock(seconds: float) -> str:
+    return time.strftime("%H:%M:%S" if seconds >= 3600 else "%M:%S", time.gmtime(max(0.0, seconds)))

@@ -1,0 +1,228 @@
+"""Losses. The distillation loss never holds the logits of more than one chunk of tokens in memory.
+
+Shapes: N tokens, n tokens of one chunk, D hidden size, V vocabulary, K cached log-probabilities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class Head:
+    """The way from the last hidden states to logits: the output matrix and the family's scaling and soft cap."""
+
+    divisor: float = 1.0  # granite
+    softcap: float | None = None  # gemma2
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Head:
+        config = model.config
+        return cls(
+            divisor=float(getattr(config, "logits_scaling", None) or 1.0),
+            softcap=getattr(config, "final_logit_softcapping", None),
+        )
+
+    def logits(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """hidden [N, D], weight [V, D] -> logits [N, V] float32."""
+        return self.scaled(F.linear(hidden, weight))
+
+    def scaled(self, product: torch.Tensor) -> torch.Tensor:
+        """Hidden states times output matrix [N, V] -> logits [N, V] float32."""
+        logits = product.float()
+        if self.divisor != 1.0:
+            logits = logits / self.divisor
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits
+
+
+@dataclass(frozen=True)
+class KlTerms:
+    """Weights and form of the loss on the output distribution; `schema.DistilBase` describes each."""
+
+    kl_weight: float = 1.0
+    ce_weight: float = 0.1
+    temperature: float = 1.0
+    reverse: bool = False
+
+
+def kl_divergence(
+    student: torch.Tensor, teacher: torch.Tensor, temperature: float = 1.0, reverse: bool = False
+) -> torch.Tensor:
+    """KL per token in nats, times temperature^2 (Hinton et al. 2015, eq. 2): logits [N, V] float32 -> [N]."""
+    log_s = F.log_softmax(student / temperature, dim=-1)
+    log_t = F.log_softmax(teacher / temperature, dim=-1)
+    return (_kl(log_s, log_t) if reverse else _kl(log_t, log_s)) * temperature**2
+
+
+def _kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+    """KL(p || q): log-probabilities [N, V] -> [N]."""
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+def top_k_kl(student: torch.Tensor, ids: torch.Tensor, log_probs: torch.Tensor) -> torch.Tensor:
+    """KL(teacher || student) per token [N] in nats over the teacher's K best tokens and one bucket for all others.
+
+    It is a lower bound of the full KL and equals it at K = V.
+
+    Args:
+        student: logits [N, V] float32.
+        ids: the teacher's best tokens [N, K] int64.
+        log_probs: the teacher's log-probabilities of these [N, K] float32.
+    """
+    log_s = F.log_softmax(student, dim=-1).gather(-1, ids)
+    probs = log_probs.exp()
+    rest_t = (1.0 - probs.sum(-1)).clamp(min=0.0)
+    rest_s = (1.0 - log_s.exp().sum(-1)).clamp(min=1e-9)
+    rest = torch.where(rest_t > 1e-6, rest_t * (rest_t.clamp(min=1e-9).log() - rest_s.log()), 0.0)
+    return (probs * (log_probs - log_s)).sum(-1) + rest
+
+
+# (student hidden, student weight, labels, teacher inputs...) -> (summed loss, summed KL, summed cross-entropy)
+ChunkLoss = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+
+def live_chunk(head: Head, teacher_head: Head, terms: KlTerms) -> ChunkLoss:
+    """The loss of a chunk, given the teacher's last hidden states [n, D'] and output matrix [V, D']."""
+
+    def chunk(
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        labels: torch.Tensor,
+        teacher_hidden: torch.Tensor,
+        teacher_weight: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        product = F.linear(hidden, weight)
+        with torch.no_grad():
+            teacher = teacher_head.logits(teacher_hidden, teacher_weight)
+        return _from_logits(head.scaled(product), teacher, labels, terms, product.dtype)
+
+    return chunk
+
+
+def _from_logits(
+    student: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor, terms: KlTerms, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The loss of logits [n, V] with its gradient written out.
+
+    This takes one pass over the logits for the normalisers and one for values and gradient; autograd would take two
+    more. With p = softmax(s / temperature) and u = softmax(t / temperature), the gradient with respect to s is
+
+        temperature (p - u) for temperature^2 KL(u || p), and
+        temperature p (log p - log u - KL(p || u)) for temperature^2 KL(p || u).
+
+    The gradient is kept in `dtype`, the dtype of the product with the output matrix, to which it is rounded anyway.
+    """
+    s, tau = student.detach(), terms.temperature
+    log_p, log_u = F.log_softmax(s / tau, dim=-1), F.log_softmax(teacher / tau, dim=-1)
+    p, u = log_p.exp(), log_u.exp()
+    if terms.reverse:
+        kl = _kl(log_p, log_u)
+        gradient = tau * p * (log_p - log_u - kl[:, None])
+    else:
+        kl = _kl(log_u, log_p)
+        gradient = tau * (p - u)
+    log_p = log_p if tau == 1.0 else F.log_softmax(s, dim=-1)
+    is_label = torch.arange(s.shape[-1], device=s.device) == labels[:, None]
+    ce = -torch.where(is_label, log_p, 0.0).sum(-1)
+    gradient = terms.kl_weight * gradient + terms.ce_weight * (log_p.exp() - is_label.float())
+    scored = labels >= 0
+    kl_sum = (kl * tau**2).masked_fill(~scored, 0.0).sum()
+    ce_sum = ce.masked_fill(~scored, 0.0).sum()
+    through = (student.to(dtype) * gradient.masked_fill(~scored[:, None], 0.0).to(dtype)).sum()
+    return terms.kl_weight * kl_sum + terms.ce_weight * ce_sum + (through - through.detach()), kl_sum, ce_sum
+
+
+def cached_chunk(head: Head, terms: KlTerms) -> ChunkLoss:
+    """The loss of a chunk, given the teacher's K best log-probabilities: ids [n, K], log_probs [n, K]."""
+
+    def chunk(
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        labels: torch.Tensor,
+        ids: torch.Tensor,
+        log_probs: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        student = head.logits(hidden, weight)
+        kl_sum = top_k_kl(student, ids, log_probs.float()).masked_fill(labels < 0, 0.0).sum()
+        ce_sum = F.cross_entropy(student, labels, ignore_index=-100, reduction="sum")
+        return terms.kl_weight * kl_sum + terms.ce_weight * ce_sum, kl_sum.detach(), ce_sum.detach()
+
+    return chunk
+
+
+class ChunkedLoss(torch.autograd.Function):
+    """Runs a ChunkLoss over pieces of the tokens and takes the gradients of each piece at once.
+
+    Only the logits of one piece exist at a time. The backward pass scales the gradients that the forward pass took.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx,
+        chunk_loss: ChunkLoss,
+        size: int,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        labels: torch.Tensor,
+        per_token: tuple[torch.Tensor, ...],
+        shared: tuple[torch.Tensor, ...],
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns summed loss, KL and cross-entropy, each [] float32.
+
+        Args:
+            size: tokens per piece.
+            hidden: [N, D]; weight: [V, D]; labels: [N].
+            per_token: tensors [N, ...] of which each call of the chunk's loss gets its piece.
+            shared: tensors that every call gets as they are.
+        """
+        needs_hidden, needs_weight = ctx.needs_input_grad[2], ctx.needs_input_grad[3]  # type: ignore[attr-defined]
+        d_hidden = torch.empty_like(hidden) if needs_hidden else None
+        d_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+        sums = hidden.new_zeros(3, dtype=torch.float32)
+        for begin in range(0, hidden.shape[0], size):
+            piece = slice(begin, begin + size)
+            with torch.set_grad_enabled(needs_hidden or needs_weight):
+                h = hidden[piece].detach().requires_grad_(needs_hidden)
+                w = weight.detach().requires_grad_(needs_weight)
+                results = chunk_loss(h, w, labels[piece], *(t[piece] for t in per_token), *shared)
+            wanted = [t for t in (h, w) if t.requires_grad]
+            grads = iter(torch.autograd.grad(results[0], wanted) if wanted else ())
+            if d_hidden is not None:
+                d_hidden[piece] = next(grads)
+            if d_weight is not None:
+                d_weight += next(grads)
+            sums += torch.stack([result.detach() for result in results])
+        ctx.save_for_backward(d_hidden, d_weight)  # type: ignore[arg-type]
+        ctx.weight_dtype = weight.dtype  # type: ignore[attr-defined]
+        return sums[0], sums[1], sums[2]
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        d_hidden, d_weight = ctx.saved_tensors  # type: ignore[attr-defined]
+        scale = grads[0]
+        return (
+            None,
+            None,
+            None if d_hidden is None else d_hidden * scale.to(d_hidden.dtype),
+            None if d_weight is None else (d_weight * scale).to(ctx.weight_dtype),  # type: ignore[attr-defined]
+            None,
+            None,
+            None,
+        )
+
+
+def squared_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """|output - target|^2 per token in float32: [..., D] -> [...]."""
+    return (output.float() - target.float()).square().sum(-1)
+
+
+def relative_squared_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """|output - target|^2 / |target|^2 per token in float32: [..., D] -> [...]."""
+    return squared_error(output, target) / target.float().square().sum(-1).clamp(min=1e-12)

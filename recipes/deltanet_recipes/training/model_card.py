@@ -1,0 +1,124 @@
+"""Writes the model card of a trained student."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from deltanet_hf.mixers.window import SINKS, WINDOW
+from deltanet_recipes.schema import Recipe, Stage, stage_name
+from deltanet_recipes.training.model_pair import teacher_name
+
+
+def write_card(
+    folder: Path,
+    recipe: Recipe,
+    stages: list[Stage],
+    rows: list[dict[str, Any]],
+    data: list[list[dict[str, Any]]],
+    imported: bool,
+) -> None:
+    """Write README.md: teacher, tokens, hours, held-out figures, data and the recipe.
+
+    Args:
+        rows: the log of the run.
+        data: the reports of the corpora, by the data section they belong to.
+        imported: the student is an imported Qwen3.5 model.
+    """
+    teacher = teacher_name(recipe)
+    title = Path(teacher).name if Path(teacher).exists() else teacher
+    if imported:
+        heading = _imported(Path(recipe.student).name, title)
+    else:
+        heading = _converted(title) if recipe.baseline is None else _baseline(title)
+    lines = [
+        "---",
+        "library_name: transformers",
+        "pipeline_tag: text-generation",
+        f"tags: [{'gated-deltanet, linear-attention, ' if recipe.baseline is None else ''}distillation]",
+        *([f"base_model: {teacher}"] if not Path(teacher).exists() and not imported else []),
+        "---",
+        "",
+        *heading,
+        "",
+        "| stage | tokens | hours | held out before | held out after |",
+        "|---|---|---|---|---|",
+    ]
+    hours_total = 0.0
+    for stage in stages:
+        label = stage_name(stage)
+        own = [row for row in rows if row["stage"] == label or row["stage"].startswith(f"{label}.")]
+        seconds: dict[str, float] = {}
+        for row in own:
+            seconds[row["stage"]] = row["seconds"]
+        hours = sum(seconds.values()) / 3600
+        hours_total += hours
+        evaluated = [row for row in own if any(key.startswith("held_out.") for key in row)]
+        before, after = (_figures(evaluated[0], stage), _figures(evaluated[-1], stage)) if evaluated else ("", "")
+        if any(row["stage"] != label for row in own):
+            before, after = _layer_means(evaluated)
+        lines.append(f"| {label} | {stage.steps * stage.batch_tokens:,} | {hours:.3f} | {before} | {after} |")
+    tokens = sum(stage.steps * stage.batch_tokens for stage in stages)
+    lines += ["", f"In all {tokens:,} training tokens and {hours_total:.2f} device hours per process.", "", "Data:"]
+    for report in (report for reports in data for report in reports):
+        source = report["source"]
+        lines.append(f"- {source['hub'] or Path(source['path']).name}: {report['tokens']:,} tokens tokenised")
+        if report["decontaminated_against"]:
+            lines.append(
+                f"  ({report['documents_contaminated']} of {report['documents_read']} documents dropped for sharing "
+                f"13 tokens with {', '.join(report['decontaminated_against'])})"
+            )
+    settings = recipe.model_dump(mode="json", exclude_unset=True)
+    lines += ["", "Recipe (`recipe.json` has every value):", "", "```yaml"]
+    lines += [yaml.safe_dump(settings, sort_keys=False).rstrip(), "```", ""]
+    (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")
+
+
+def _converted(teacher: str) -> list[str]:
+    return [
+        f"# Gated DeltaNet student of {teacher}",
+        "",
+        "Converted and distilled with deltanet-hf; `conversion.json` says how it was converted. Load it after",
+        "`pip install deltanet-hf` with `AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)`.",
+    ]
+
+
+def _imported(student: str, teacher: str) -> list[str]:
+    return [
+        f"# {student}, trained with {teacher} as its teacher",
+        "",
+        "A Qwen3.5 text model with the weight names of deltanet-hf, which trained it. Load it after",
+        "`pip install deltanet-hf` with `AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)`;",
+        "`deltanet-hf export` converts it back for other runtimes.",
+    ]
+
+
+def _baseline(teacher: str) -> list[str]:
+    return [
+        f"# {teacher} distilled under a window of {WINDOW} tokens and {SINKS} sinks",
+        "",
+        "A softmax model, for comparison with linear attention students, trained with deltanet-hf. The weights belong",
+        "to the restricted attention, which a plain `from_pretrained` does not set: load it, then call",
+        "`deltanet_hf.mixers.window.restricted_as_saved(model)`. `deltanet-hf` itself does so (`generate`, `eval`,",
+        "`report`).",
+    ]
+
+
+def _figures(row: dict[str, Any], stage: Stage) -> str:
+    top_k = getattr(stage, "top_k", None)  # the KL over these tokens is smaller than the full one
+    names = {"kl": f"kl of the top {top_k}" if top_k else "kl", "perplexity": "perplexity", "error": "error"}
+    return ", ".join(f"{name} {row[f'held_out.{key}']:.4g}" for key, name in names.items() if f"held_out.{key}" in row)
+
+
+def _layer_means(rows: list[dict[str, Any]]) -> tuple[str, str]:
+    """The mean error over layers, at the first and at the last evaluation of each."""
+    first: dict[str, float] = {}
+    last: dict[str, float] = {}
+    for row in rows:
+        first.setdefault(row["stage"], row["held_out.error"])
+        last[row["stage"]] = row["held_out.error"]
+    if not first:
+        return "", ""
+    return f"error {sum(first.values()) / len(first):.4g}", f"error {sum(last.values()) / len(last):.4g}"

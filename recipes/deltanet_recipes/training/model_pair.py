@@ -1,0 +1,169 @@
+"""Teacher and student: loading them, and the parts that every stage addresses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+import deltanet_hf  # noqa: F401  (registers the converted families)
+from deltanet_hf.errors import UserError
+from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
+from deltanet_hf.mixers.window import train_under_window
+from deltanet_hf.models.families import FAMILIES, PREFIX
+from deltanet_hf.models.qwen3_5_config import MODEL_TYPE
+from deltanet_recipes.schema import Align, Recipe, stage_name
+
+
+def load_student(folder: str, dtype: torch.dtype | None = None, baseline: str | None = None) -> PreTrainedModel:
+    """The model to be trained, in its stored dtype (or the one given): converted, or for a baseline a softmax model."""
+    student = _load(folder, "student", dtype or "auto")
+    return train_under_window(student) if baseline == "window" else student
+
+
+def load_teacher(recipe: Recipe, dtype: torch.dtype) -> PreTrainedModel:
+    """The teacher, frozen, in the compute dtype, with SDPA attention."""
+    return _load(teacher_name(recipe), "teacher", dtype).requires_grad_(False)
+
+
+def check_models(recipe: Recipe) -> None:
+    """Refuse, from their configs alone, a student and a teacher that do not belong together."""
+    folder, name = recipe.student, teacher_name(recipe)
+    student = _config(folder, "student")
+    if recipe.baseline == "window":
+        if student.model_type not in FAMILIES:
+            raise UserError(
+                f"student: {folder} has model_type {student.model_type!r}; baseline: window needs a teacher"
+            )
+    elif not student.model_type.startswith(PREFIX):
+        raise UserError(
+            f"student: {folder} has model_type {student.model_type!r}, which is not a converted model; make one with "
+            "`deltanet-hf convert`"
+        )
+    config = _config(name, "teacher")
+    if student.model_type == MODEL_TYPE:
+        _check_imported(recipe, student, config)
+        return
+    if config.model_type not in FAMILIES:
+        raise UserError(f"teacher: {name} has model_type {config.model_type!r}, which is no supported teacher")
+    for key in ("hidden_size", "num_hidden_layers", "vocab_size"):
+        if getattr(config, key) != getattr(student, key):
+            raise UserError(
+                f"teacher: {name} has {key} {getattr(config, key)}, the student {getattr(student, key)}: "
+                "it is not the model this student was converted from"
+            )
+
+
+def _check_imported(recipe: Recipe, student: Any, config: Any) -> None:
+    """Qwen3.5 models were never softmax models: any model with their vocabulary may teach them, alignment cannot."""
+    for stage in recipe.stages:
+        if isinstance(stage, Align):
+            raise UserError(
+                f"stages.{stage_name(stage)}: {recipe.student} is a Qwen3.5 model, whose linear layers have no softmax "
+                f"attention to be aligned to; leave the stage out (stages.{stage_name(stage)}=null)"
+            )
+    name = teacher_name(recipe)
+    if config.model_type not in FAMILIES and not config.model_type.startswith(PREFIX):
+        raise UserError(
+            f"teacher: {name} has model_type {config.model_type!r}, which is no supported teacher; of a Qwen3.5 model "
+            "give the folder that `deltanet-hf convert` imported it to"
+        )
+    hidden = any(getattr(stage, "hidden_weight", 0.0) > 0 for stage in recipe.stages)
+    for key in ("vocab_size", *(("hidden_size", "num_hidden_layers") if hidden else ())):
+        if getattr(config, key) != getattr(student, key):
+            raise UserError(
+                f"teacher: {name} has {key} {getattr(config, key)}, the student {getattr(student, key)}"
+                + ("; give one with the same vocabulary" if key == "vocab_size" else "; set hidden_weight to 0")
+            )
+    own = load_tokenizer(recipe.student).get_vocab()
+    for token, number in load_tokenizer(name, "teacher").get_vocab().items():
+        if own.get(token, number) != number:
+            raise UserError(
+                f"teacher: {name} has token {token!r} at {number}, the student at {own[token]}; give one with the "
+                "same vocabulary"
+            )
+
+
+def teacher_name(recipe: Recipe) -> str:
+    """The recipe's teacher, else the one that conversion.json names: a folder, one beside the student, or a Hub id.
+
+    A baseline's teacher is by default the softmax model that it starts from.
+    """
+    if recipe.teacher is not None:
+        return recipe.teacher
+    if recipe.baseline is not None:
+        return recipe.student
+    path = Path(recipe.student) / "conversion.json"
+    teacher = json.loads(path.read_text(encoding="utf-8")).get("teacher")
+    name = teacher.get("name") or teacher.get("path") if isinstance(teacher, dict) else teacher
+    if not name:
+        raise UserError(f"teacher: {path} names no teacher; set this key")
+    beside = Path(recipe.student).absolute().parent / str(name)
+    return str(beside) if beside.is_dir() and not Path(name).is_dir() else str(name)
+
+
+def load_tokenizer(folder: str, key: str = "student") -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{key}: {folder} has no usable tokenizer ({' '.join(str(error).split())})") from None
+
+
+def _config(name: str, key: str) -> Any:
+    if not Path(name).is_dir() and (Path(name).is_absolute() or name.count("/") != 1):
+        raise UserError(f"{key}: {name}: no such folder, and no Hub id (OWNER/NAME)")
+    try:
+        return AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{key}: {name}: {' '.join(str(error).split())}") from None
+
+
+def _load(name: str, key: str, dtype: Any) -> PreTrainedModel:
+    try:
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, attn_implementation="sdpa")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{key}: {name}: {' '.join(str(error).split())}") from None
+    model.config.use_cache = False
+    return model.eval()  # type: ignore[no-any-return]
+
+
+def place(model: nn.Module, device: torch.device) -> nn.Module:
+    """The model on the device (`PreTrainedModel.to` hides its signature from type checkers)."""
+    return model.to(device)
+
+
+def gathered_on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor in main memory, gathered when it is sharded over processes."""
+    full = getattr(tensor, "full_tensor", None)
+    gathered: torch.Tensor = full() if full is not None else tensor
+    return gathered.detach().cpu()
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """The decoder layers, which every supported family keeps at `model.layers`."""
+    return model.model.layers  # type: ignore[union-attr, return-value]
+
+
+def mixer_name(layer: nn.Module) -> str:
+    """Where a decoder layer keeps its attention, softmax or linear."""
+    return "linear_attn" if hasattr(layer, "linear_attn") else "self_attn"
+
+
+def mixers(student: nn.Module) -> dict[int, GatedDeltaNet]:
+    """The Gated DeltaNet layers' mixers by layer index."""
+    found = {index: layer.get_submodule(mixer_name(layer)) for index, layer in enumerate(decoder_layers(student))}
+    return {index: mixer for index, mixer in found.items() if isinstance(mixer, GatedDeltaNet)}
+
+
+def is_imported(student: nn.Module) -> bool:
+    """Whether the student is a Qwen3.5 model, whose mixers were trained with everything else from the beginning."""
+    return student.config.model_type == MODEL_TYPE  # type: ignore[union-attr, no-any-return]
+
+
+def output_weight(model: nn.Module) -> torch.Tensor:
+    """The output matrix [V, D]."""
+    return model.get_output_embeddings().weight  # type: ignore[operator, no-any-return]

@@ -1,0 +1,200 @@
+"""The losses of the stages as modules: they take a batch and return the loss and its metrics.
+
+A loss is a sum over tokens divided by `scored`, the number of scored tokens in all micro-batches and processes of the
+optimiser step, so that their gradients add up to the gradient of one large batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from deltanet_recipes.data.packing import Rows
+from deltanet_recipes.training.layer_runner import AttentionTaps, LayerInputs, LayerRunner, mixer_output
+from deltanet_recipes.training.losses import ChunkedLoss, ChunkLoss, relative_squared_error, squared_error
+from deltanet_recipes.training.model_pair import mixers, output_weight
+
+Error = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (output, target) [..., D] -> [...]
+
+
+@dataclass
+class Batch:
+    """A micro-batch.
+
+    An objective's `prepare` fills `teacher` and `student`; after that, its forward only does work on the device. A
+    forward on an unprepared batch prepares it first, which embeddings that are trained or sharded require.
+    """
+
+    rows: Rows
+    cu_seqlens: torch.Tensor | None  # boundaries of packed documents (`layer_runner.document_boundaries`)
+    scored: torch.Tensor  # [] float32: scored tokens of the optimiser step
+    targets: tuple[torch.Tensor, ...] = ()  # the teacher's cached ids and log_probs, [R*L, K] each
+    teacher: LayerInputs | None = None
+    student: LayerInputs | None = None
+
+
+class Align(nn.Module):
+    """Mean over the converted layers of |student's attention output - teacher's|^2 / mean |teacher's|^2.
+
+    The mean square of each layer's teacher output is a constant (`scales`) that is measured once, so that the loss is
+    linear in the tokens. `error` is `losses.squared_error`, compiled or not.
+    """
+
+    def __init__(self, teacher: nn.Module, student: nn.Module, error: Error = squared_error) -> None:
+        super().__init__()
+        self.error = error
+        self.teacher, self.mixers = teacher, nn.ModuleDict({str(i): m for i, m in mixers(student).items()})
+        self.indices = [int(index) for index in self.mixers]
+        self.metric_names = [f"error.{index}" for index in self.indices]
+        self.scales: torch.Tensor
+        self.register_buffer("scales", torch.ones(len(self.indices)), persistent=False)
+        self._runner = LayerRunner(teacher)
+        self._taps = AttentionTaps(teacher, self.indices)
+
+    def prepare(self, batch: Batch) -> Batch:
+        with torch.no_grad():
+            entry = self._runner.embed(batch.rows, batch.cu_seqlens)
+        return replace(batch, teacher=entry)
+
+    @torch.no_grad()
+    def measure_scales(self, batches: list[Batch]) -> None:
+        """Set each layer's scale to the mean of |teacher's output|^2 per token over some rows."""
+        total = torch.zeros_like(self.scales)
+        for batch in batches:
+            self._teach(self.prepare(batch))
+            total += torch.stack([self._taps.outputs[i].float().square().sum(-1).mean() for i in self.indices])
+        self.scales.copy_(total / len(batches))
+        self._taps.clear()
+
+    def close(self) -> None:
+        """Remove the hooks from the teacher."""
+        self._taps.remove()
+
+    def _teach(self, batch: Batch) -> None:
+        assert batch.teacher is not None
+        with torch.no_grad():
+            self._runner.run_layers(batch.teacher)
+
+    def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the loss [] and the relative error of each layer [layers].
+
+        Both are this micro-batch's share of the mean over the optimiser step.
+        """
+        if batch.teacher is None:
+            batch = self.prepare(batch)
+        self._teach(batch)
+        errors = []
+        for place, (index, mixer) in enumerate(zip(self.indices, self.mixers.values(), strict=True)):
+            output = mixer_output(mixer, self._taps.inputs[index], batch.cu_seqlens)
+            error = self.error(output, self._taps.outputs[index]).sum()
+            errors.append(error / (self.scales[place] * batch.scored))
+        self._taps.clear()
+        each = torch.stack(errors)
+        return each.mean(), each.detach()
+
+
+class Distil(nn.Module):
+    """KL to the teacher, cross-entropy, and optionally the error of the residual stream after each layer.
+
+    Args:
+        student: the model that is trained; adapters are already in place.
+        teacher: the teacher, or None if its log-probabilities come with the batch.
+        chunk_loss: loss of a chunk of tokens (`losses.live_chunk` or `losses.cached_chunk`).
+        chunk: number of tokens in a chunk.
+        hidden_weight: weight of the mean relative squared error of the residual stream.
+        checkpointing: recompute the student's activations in the backward pass.
+        hidden_error: `losses.relative_squared_error`, compiled or not.
+    """
+
+    def __init__(
+        self,
+        student: nn.Module,
+        teacher: nn.Module | None,
+        chunk_loss: ChunkLoss,
+        chunk: int,
+        hidden_weight: float = 0.0,
+        checkpointing: bool = False,
+        hidden_error: Error = relative_squared_error,
+    ) -> None:
+        super().__init__()
+        self.student, self.teacher, self.hidden_error = student, teacher, hidden_error
+        self.chunk_loss, self.chunk, self.hidden_weight = chunk_loss, chunk, hidden_weight
+        self._student_layers = LayerRunner(student, checkpointing)
+        self._teacher_layers = None if teacher is None else LayerRunner(teacher)
+        self.metric_names = ["kl", "ce", *(["hidden"] if hidden_weight > 0 else [])]
+
+    def prepare(self, batch: Batch) -> Batch:
+        student = self._student_layers.embed(batch.rows, batch.cu_seqlens)
+        teacher = None
+        if self._teacher_layers is not None:
+            with torch.no_grad():
+                teacher = self._teacher_layers.embed(batch.rows, batch.cu_seqlens)
+        return replace(batch, teacher=teacher, student=student)
+
+    def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the loss [] and the metrics [KL, cross-entropy, residual-stream error if it has a weight].
+
+        All are this micro-batch's share of the mean per scored token over the optimiser step.
+        """
+        if batch.student is None:
+            batch = self.prepare(batch)
+        assert batch.student is not None
+        per_token: tuple[torch.Tensor, ...] = batch.targets
+        shared: tuple[torch.Tensor, ...] = ()
+        teacher_states: list[torch.Tensor] = []
+        if self._teacher_layers is not None and self.teacher is not None and batch.teacher is not None:
+            with torch.no_grad():
+                hidden, teacher_states = self._teacher_layers.run_layers(batch.teacher)
+            per_token, shared = (hidden.flatten(0, 1),), (output_weight(self.teacher),)
+        hidden, states = self._student_layers.run_layers(batch.student)
+        total, kl, ce = ChunkedLoss.apply(
+            self.chunk_loss,
+            self.chunk,
+            hidden.flatten(0, 1),
+            output_weight(self.student),
+            batch.rows.labels.flatten(),
+            per_token,
+            shared,
+        )
+        metrics: list[Any] = [kl, ce]
+        if self.hidden_weight > 0:
+            errors = [self.hidden_error(s, t) for s, t in zip(states, teacher_states, strict=True)]
+            hidden_error = (torch.stack(errors).mean(0) * batch.rows.scored).sum()
+            total = total + self.hidden_weight * hidden_error
+            metrics.append(hidden_error.detach())
+        return total / batch.scored, torch.stack(metrics) / batch.scored
+
+
+class AlignLayer(nn.Module):
+    """The relative squared error of one mixer on cached inputs and outputs of the teacher's attention."""
+
+    def __init__(self, mixer: nn.Module, index: int) -> None:
+        super().__init__()
+        self.mixer = mixer
+        self.metric_names = [f"error.{index}"]
+        self.scale: torch.Tensor
+        self.register_buffer("scale", torch.ones(()), persistent=False)
+
+    def prepare(self, batch: LayerBatch) -> LayerBatch:
+        return batch
+
+    def forward(self, batch: LayerBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the loss [] and the relative error [1], as this micro-batch's share of the mean over the step."""
+        output = mixer_output(self.mixer, batch.tap, batch.cu_seqlens)
+        difference = output.float() - batch.target.float()
+        error = difference.square().sum() / (self.scale * batch.scored)
+        return error, error.detach().reshape(1)
+
+
+@dataclass
+class LayerBatch:
+    """The arguments (`tap`) and the output (`target` [R, L, D]) of one attention layer of the teacher."""
+
+    tap: dict[str, Any]
+    target: torch.Tensor
+    scored: torch.Tensor
+    cu_seqlens: torch.Tensor | None

@@ -1,0 +1,125 @@
+"""Parameter groups, optimisers and schedules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
+from deltanet_recipes.schema import StageBase
+from deltanet_recipes.schema_sections import Optimizer
+
+
+def parameter_groups(module: nn.Module, settings: Optimizer) -> list[dict[str, Any]]:
+    """The trainable parameters of a module by rate: mixers and the rest, matrices and the others."""
+    in_mixers = {
+        id(p)
+        for mixer in module.modules()
+        if isinstance(mixer, GatedDeltaNet)
+        for name, p in mixer.named_parameters()
+        if p.requires_grad and "lora_" not in name
+    }
+    matrices = {id(m.weight) for m in module.modules() if isinstance(m, nn.Linear) and min(m.weight.shape) > 16}
+    groups: dict[str, dict[str, Any]] = {}
+    for p in dict.fromkeys(p for p in module.parameters() if p.requires_grad):
+        mixer, matrix = id(p) in in_mixers, id(p) in matrices
+        name = ("mixer" if mixer else "rest") + ("" if matrix else ".vectors")
+        rate = settings.mixer_lr if mixer else settings.rest_lr
+        if mixer and not matrix:
+            rate *= settings.gate_lr_scale
+        muon = matrix and settings.name == "muon"
+        if muon:
+            rate *= settings.muon_lr_scale
+        decay = settings.weight_decay if matrix else 0.0
+        group = groups.setdefault(
+            name, {"name": name, "params": [], "peak_lr": rate, "weight_decay": decay, "muon": muon}
+        )
+        group["params"].append(p)
+    return [groups[name] for name in sorted(groups)]
+
+
+def make_optimizers(groups: list[dict[str, Any]], settings: Optimizer, fused: bool) -> list[torch.optim.Optimizer]:
+    """AdamW for the groups, and Muon for those marked for it."""
+    optimizers: list[torch.optim.Optimizer] = []
+    adamw = [{k: v for k, v in group.items() if k != "muon"} for group in groups if not group["muon"]]
+    muon = [{k: v for k, v in group.items() if k != "muon"} for group in groups if group["muon"]]
+    if adamw:
+        optimizers.append(torch.optim.AdamW(adamw, lr=0.0, betas=settings.betas, fused=fused))
+    if muon:
+        optimizers.append(Muon(muon))
+    return optimizers
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum whose update is orthogonalised (Jordan et al. 2024, "Muon"), all matrices of one shape at once.
+
+    The update is scaled by 0.2 sqrt(max(shape)), so that its root mean square is that of an AdamW step and AdamW's
+    rates carry over (Liu et al. 2025, "Muon is scalable for LLM training", eq. 4).
+    """
+
+    def __init__(self, groups: Iterable[dict[str, Any]], momentum: float = 0.95) -> None:
+        super().__init__(list(groups), {"lr": 0.0, "momentum": momentum, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            by_shape: dict[torch.Size, list[nn.Parameter]] = {}
+            for p in group["params"]:
+                if p.grad is not None:
+                    by_shape.setdefault(p.shape, []).append(p)
+            for shape, params in by_shape.items():
+                grads = [p.grad for p in params if p.grad is not None]
+                values: list[torch.Tensor] = list(params)
+                buffers = [self.state[p].setdefault("momentum_buffer", torch.zeros_like(p)) for p in params]
+                torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
+                nesterov = torch._foreach_lerp(grads, buffers, group["momentum"])
+                update = orthogonalise(_stack(list(nesterov)))
+                if group["weight_decay"]:
+                    torch._foreach_mul_(values, 1 - group["lr"] * group["weight_decay"])
+                scale = group["lr"] * 0.2 * math.sqrt(max(shape))
+                torch._foreach_add_(values, list(update.to(params[0].dtype).unbind()), alpha=-scale)
+
+
+def _stack(matrices: list[torch.Tensor]) -> torch.Tensor:
+    """M matrices [m, n] -> [M, m, n] bfloat16, by one kernel where they are whole."""
+    if isinstance(matrices[0], DTensor):
+        return torch.stack(matrices).bfloat16()
+    stacked = matrices[0].new_empty(len(matrices), *matrices[0].shape, dtype=torch.bfloat16)
+    torch._foreach_copy_(list(stacked.unbind()), matrices)
+    return stacked
+
+
+def orthogonalise(x: torch.Tensor) -> torch.Tensor:
+    """[M, m, n] -> the nearest semi-orthogonal matrices, roughly: five quintic Newton-Schulz steps."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if tall else x
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for _ in range(5):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
+def rate_factor(step: int, stage: StageBase) -> float:
+    """Rate / peak rate at a step (0-based): linear warm-up, then the stage's decay to `final_ratio`."""
+    settings, steps = stage.optimizer, stage.steps
+    warmup = round(settings.warmup * steps)
+    if step < warmup:
+        return (step + 1) / warmup
+    if settings.schedule == "constant":
+        return 1.0
+    done = (step - warmup) / max(1, steps - 1 - warmup)
+    shape = 0.5 * (1 + math.cos(math.pi * done)) if settings.schedule == "cosine" else 1 - done
+    return settings.final_ratio + (1 - settings.final_ratio) * shape
+
+
+def set_rates(optimizers: list[torch.optim.Optimizer], factor: float) -> None:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak_lr"] * factor

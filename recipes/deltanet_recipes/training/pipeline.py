@@ -1,0 +1,245 @@
+"""Runs a recipe: data, stages, final model. After a kill at any point, the same call continues the run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from deltanet_hf.data import prefix_ids, shipped_texts
+from deltanet_hf.errors import UserError
+from deltanet_recipes.data.decontaminate import Contamination
+from deltanet_recipes.data.packing import Mixture, split_streams
+from deltanet_recipes.data.tokens import Corpus, load_corpus
+from deltanet_recipes.schema import Align, Recipe, Repair, Stage, stage_name, stage_tokens
+from deltanet_recipes.schema_sections import Data, Source
+from deltanet_recipes.training.cost_estimate import show_plan
+from deltanet_recipes.training.feeds import check_share
+from deltanet_recipes.training.logbook import Logbook, read_log
+from deltanet_recipes.training.model_card import write_card
+from deltanet_recipes.training.model_pair import (
+    check_models,
+    gathered_on_cpu,
+    is_imported,
+    load_student,
+    load_tokenizer,
+    mixers,
+)
+from deltanet_recipes.training.run_plots import draw_plots
+from deltanet_recipes.training.runtime import Runtime
+from deltanet_recipes.training.stages import StageRun, held_out_rows
+
+
+def run(recipe: Recipe, kinds: tuple[str, ...] | None = None, console: Console | None = None) -> Path:
+    """Run the stages of a recipe and return the folder of the final model.
+
+    Args:
+        kinds: run only stages of these kinds; None for all.
+        console: where messages are printed; standard error by default.
+
+    Raises UserError for what the user can put right, QualityError if training diverges.
+    """
+    stages = [stage for stage in recipe.stages if kinds is None or stage.kind in kinds]
+    if not stages:
+        raise UserError(f"stages: the recipe has no {' or '.join(kinds or ())} stage")
+    runtime = Runtime(recipe.engine)
+    for stage in stages:
+        check_share(stage, runtime.world)
+    check_models(recipe)
+    output = Path(recipe.output)
+    final = output / "final"
+    _claim(output, recipe, stages, runtime)
+    logbook = Logbook(output, recipe, runtime.main, console)
+    tokenizer = load_tokenizer(recipe.student)
+    data = {id(recipe.data): _Prepared.of(recipe.data, recipe, tokenizer, runtime, logbook)}
+    for stage in stages:
+        if isinstance(stage, Repair) and stage.data is not None:
+            data[id(stage.data)] = _Prepared.of(stage.data, recipe, tokenizer, runtime, logbook)
+    stage_data = {stage_name(s): s.data or recipe.data if isinstance(s, Repair) else recipe.data for s in stages}
+    for key, prepared in data.items():
+        needed = sum(stage_tokens(s) for s in stages if id(stage_data[stage_name(s)]) == key)
+        prepared.training.check(needed)
+
+    torch.manual_seed(recipe.seed)
+    # FSDP2 shards parameters together only if they have one dtype.
+    mixed = runtime.bf16 and recipe.engine.sharding == "none"
+    student = load_student(recipe.student, None if mixed else torch.float32, recipe.baseline)
+    stored_dtype = load_dtype(student, recipe)
+    show_plan(recipe, stages, student, runtime, logbook)
+    steps_before = 0
+    for number, stage in enumerate(stages):
+        prepared = data[id(stage_data[stage_name(stage)])]
+        done = output / "stages" / f"{number:02d}-{stage_name(stage)}.safetensors"
+        if not done.is_file():
+            held_out = held_out_rows(prepared.held_out, stage, prepared.settings.holdout_tokens, runtime.world)
+            folder = output / "checkpoints" / f"{number:02d}-{stage_name(stage)}"
+            run_stage = StageRun(
+                stage, recipe, runtime, student, prepared.training, held_out, logbook, folder, prepared.cache,
+                steps_before,
+            )  # fmt: skip
+            student = run_stage.run()
+            _save_stage(done, student, {place: d.training.state for place, d in _named(data).items()}, runtime)
+        states = _load_stage(done, student)
+        student.requires_grad_(False)
+        for place, prepared_data in _named(data).items():
+            prepared_data.training.state = states[place]
+        layerwise = isinstance(stage, Align) and stage.mode == "layerwise"
+        steps_before += stage.steps * (len(mixers(student)) if layerwise else 1)
+        logbook.tables()
+    if runtime.main:
+        done_recipe = recipe.model_copy(update={"stages": tuple(stages)})  # the stages whose tokens the model has seen
+        _save_final(final, student, tokenizer, done_recipe, stages, stored_dtype, [d.report for d in data.values()])
+        draw_plots(output, read_log(output))
+    logbook.close()
+    runtime.barrier()
+    logbook.say(f"final model: {final}")
+    return final
+
+
+@dataclass
+class _Prepared:
+    """The tokenised data of the recipe, or of a stage that has its own data."""
+
+    settings: Data
+    training: Mixture
+    held_out: Mixture
+    cache: Path
+    report: list[dict[str, Any]]
+
+    @classmethod
+    def of(
+        cls, data: Data, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, runtime: Runtime, logbook: Logbook
+    ) -> _Prepared:
+        separator = data.separator if data.separator is not None else tokenizer.eos_token_id
+        if separator is None:
+            raise UserError("data.separator: the tokenizer has no end-of-text token; set the id of one")
+        cache = Path(data.cache) if data.cache else Path(recipe.output) / "tokens"
+        cache.mkdir(parents=True, exist_ok=True)
+        sources = data.sources or tuple(Source(path=str(path)) for path in shipped_texts())
+        contamination = Contamination(data.decontaminate, tokenizer) if data.decontaminate else None
+        if not runtime.main:
+            runtime.barrier()  # the main process tokenises, the others read its result
+        corpora = [load_corpus(source, tokenizer, separator, cache, contamination) for source in sources]
+        if runtime.main:
+            runtime.barrier()
+            for corpus in corpora:
+                logbook.say(_describe(corpus))
+        training, held_out = split_streams(corpora, data.holdout_tokens, recipe.seed, data.shuffle)
+        begin = next(iter(prefix_ids(tokenizer)), None)
+        return cls(
+            data,
+            Mixture(training, separator, data.isolate_documents, data.repeat, begin),
+            Mixture(held_out, separator, data.isolate_documents, True, begin),
+            cache,
+            [corpus.report for corpus in corpora],
+        )
+
+
+def load_dtype(student: PreTrainedModel, recipe: Recipe) -> torch.dtype:
+    """The dtype in which the student's folder is stored and in which the final model is saved."""
+    stored = json.loads((Path(recipe.student) / "config.json").read_text()).get("dtype")
+    return getattr(torch, stored) if isinstance(stored, str) else student.dtype
+
+
+def _describe(corpus: Corpus) -> str:
+    report = corpus.report
+    text = f"data: {corpus.label}: {report['tokens']:,} tokens in {report['documents']:,} documents"
+    if report["decontaminated_against"]:
+        text += (
+            f"; {report['documents_contaminated']:,} of {report['documents_read']:,} documents dropped: they share "
+            f"13 tokens with {', '.join(report['decontaminated_against'])}"
+        )
+    return text
+
+
+def _named(data: dict[int, _Prepared]) -> dict[str, _Prepared]:
+    return {str(place): prepared for place, prepared in enumerate(data.values())}
+
+
+def _claim(output: Path, recipe: Recipe, stages: list[Stage], runtime: Runtime) -> None:
+    """Write the settings that decide the result into the output folder, or compare them with those that are there.
+
+    This keeps a resumed run from mixing two recipes. A run of the first stages alone (`deltanet-hf align`) may be
+    continued with the others. Raises UserError if the folder holds a run of another recipe.
+    """
+    decisive: dict[str, Any] = {
+        "recipe": recipe.model_dump(mode="json", exclude={"log", "engine", "output"}),
+        "run": [stage_name(stage) for stage in stages],
+    }
+    path = output / "run.json"
+    if runtime.main:
+        try:
+            (output / "stages").mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"output: {output} cannot be written ({error.strerror}); choose another folder") from None
+        before = json.loads(path.read_text()) if path.is_file() else decisive
+        if before != {**decisive, "run": decisive["run"][: len(before["run"])]}:
+            raise UserError(f"output: {output} holds a run of another recipe; choose another folder or delete it")
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(decisive, indent=1))
+        partial.rename(path)
+    runtime.barrier()
+
+
+def _save_stage(path: Path, student: PreTrainedModel, states: dict[str, Any], runtime: Runtime) -> None:
+    """Save all float32 weights, which are those trained so far, and the positions in the data."""
+    weights = {name: gathered_on_cpu(t) for name, t in student.state_dict().items() if t.dtype == torch.float32}
+    if runtime.main:
+        tied = set(getattr(student, "all_tied_weights_keys", None) or {})
+        kept = {name: t.contiguous().clone() for name, t in weights.items() if name not in tied}
+        partial = path.with_suffix(".partial")
+        save_file(kept, partial, metadata={"states": json.dumps(states), "time": time.strftime("%F %T")})
+        partial.rename(path)
+        shutil.rmtree(path.parent.parent / "checkpoints" / path.stem, ignore_errors=True)
+    runtime.barrier()
+
+
+def _load_stage(path: Path, student: PreTrainedModel) -> dict[str, Any]:
+    """Set the student's weights to those of a finished stage, in float32, and return the positions in the data."""
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        states = json.loads(file.metadata()["states"])
+    parameters = dict(student.named_parameters())
+    for name, tensor in load_file(path).items():
+        with torch.no_grad():
+            parameters[name].data = tensor.to(parameters[name].device)
+    return states  # type: ignore[no-any-return]
+
+
+def _save_final(
+    folder: Path,
+    student: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    recipe: Recipe,
+    stages: list[Stage],
+    dtype: torch.dtype,
+    data: list[list[dict[str, Any]]],
+) -> None:
+    """Save the model in `dtype` with its tokenizer, recipe, conversion report and card."""
+    partial = folder.with_name("final.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    keep = {n for n, _ in student.named_parameters() if n.endswith(("A_log", "dt_bias"))}
+    for name, parameter in student.named_parameters():
+        if name not in keep:
+            parameter.data = parameter.data.to(dtype)
+    student.config.use_cache = True
+    student.config.dtype = dtype
+    student.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    (partial / "recipe.json").write_text(json.dumps(recipe.model_dump(mode="json"), indent=1))
+    for name in ("conversion.json", "generation_config.json", "chat_template.jinja"):
+        source = Path(recipe.student) / name
+        if source.is_file() and not (partial / name).is_file():
+            shutil.copy(source, partial / name)
+    write_card(partial, recipe, stages, read_log(Path(recipe.output)), data, is_imported(student))
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)

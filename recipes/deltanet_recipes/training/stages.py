@@ -1,0 +1,222 @@
+"""Runs one stage: builds its objective, its batches and its evaluation, and trains."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from deltanet_recipes.data.packing import Mixture, Rows
+from deltanet_recipes.schema import Align, DistilBase, Recipe, Stage, stage_name, stage_tokens
+from deltanet_recipes.training.adapters import merge_lora, train_for, train_mixers
+from deltanet_recipes.training.feeds import RowFeed, micro_batch_rows
+from deltanet_recipes.training.layerwise import LayerwiseAlign
+from deltanet_recipes.training.logbook import Logbook
+from deltanet_recipes.training.losses import (
+    Head,
+    KlTerms,
+    cached_chunk,
+    live_chunk,
+    relative_squared_error,
+    squared_error,
+)
+from deltanet_recipes.training.microstep import compile_layers
+from deltanet_recipes.training.model_pair import (
+    decoder_layers,
+    gathered_on_cpu,
+    load_student,
+    load_teacher,
+    place,
+    teacher_name,
+)
+from deltanet_recipes.training.objectives import Align as AlignObjective
+from deltanet_recipes.training.objectives import Distil as DistilObjective
+from deltanet_recipes.training.runtime import Runtime
+from deltanet_recipes.training.top_k_cache import TopKCache, cache_folder, write_cache
+from deltanet_recipes.training.trainer import Trainer
+
+
+@dataclass
+class StageRun:
+    """A stage of a run with everything it works on.
+
+    Args:
+        mixture: the training data, at the position where the stage begins.
+        held_out: rows that are never trained on.
+        folder: folder of the stage's checkpoints.
+        tokens_folder: folder of the tokenised data, in which the teacher's cached log-probabilities are kept too.
+        steps_before: optimiser steps of the stages before this one, for the log.
+    """
+
+    stage: Stage
+    recipe: Recipe
+    runtime: Runtime
+    student: PreTrainedModel
+    mixture: Mixture
+    held_out: Rows
+    logbook: Logbook
+    folder: Path
+    tokens_folder: Path
+    steps_before: int
+
+    def run(self) -> PreTrainedModel:
+        """Train and return the student: unsharded, with merged adapters, its trained weights in float32."""
+        if isinstance(self.stage, Align):
+            if self.stage.mode == "layerwise":
+                self._align_layerwise(self.stage)
+            else:
+                self._align(self.stage)
+        else:
+            self._distil(self.stage)
+        student = self._unsharded()
+        merge_lora(student)
+        return student
+
+    @torch.no_grad()
+    def _unsharded(self) -> PreTrainedModel:
+        """The student; after sharded training, a new copy of it in main memory with the trained weights."""
+        if self.recipe.engine.sharding == "none":
+            return self.student
+        fresh = load_student(self.recipe.student, torch.float32, self.recipe.baseline)
+        if not isinstance(self.stage, Align):
+            train_for(fresh, self.stage, self.recipe.seed)
+        parameters = dict(fresh.named_parameters())
+        for name, parameter in self.student.named_parameters():
+            parameters[name].data = gathered_on_cpu(parameter)
+        return fresh
+
+    def _teacher(self, device: torch.device) -> nn.Module:
+        return place(load_teacher(self.recipe, self.runtime.compute_dtype), device)
+
+    def _align(self, stage: Align) -> None:
+        teacher = self._teacher(self.runtime.device)
+        train_mixers(self.student)
+        place(self.student, self.runtime.device)
+        error = torch.compile(squared_error, dynamic=False) if self.runtime.compile else squared_error
+        objective = AlignObjective(teacher, self.student, error).to(self.runtime.device)
+        feed = RowFeed(self.mixture, stage, self.runtime, score_all=True)
+        beginning = feed.state
+        sample = self.held_out if len(self.held_out) else self.mixture.take(stage.rows_per_step, stage.sequence_length)
+        with self.runtime.autocast():
+            objective.measure_scales(feed.evaluation(sample))
+        feed.state = beginning
+        if self.runtime.compile:
+            compile_layers(list(objective.mixers.values()))
+        self.runtime.shard(objective, [*decoder_layers(teacher), *objective.mixers.values()], teacher)
+        self._train(objective, feed, lambda: self._evaluate(objective, feed))
+        objective.close()
+
+    def _align_layerwise(self, stage: Align) -> None:
+        teacher = self._teacher(torch.device("cpu"))
+        train_mixers(self.student)
+        rows = stage_tokens(stage) // stage.sequence_length
+        LayerwiseAlign(
+            stage_name(stage),
+            stage,
+            self.recipe.log,
+            self.runtime,
+            teacher,
+            self.student,
+            self.mixture.take(rows, stage.sequence_length),
+            self.held_out,
+            self.logbook,
+            self.folder,
+            self.steps_before,
+        ).run()
+
+    def _distil(self, stage: DistilBase) -> None:
+        train_for(self.student, stage, self.recipe.seed)
+        place(self.student, self.runtime.device)
+        teacher: nn.Module | None = None
+        cache: TopKCache | None = None
+        terms = KlTerms(stage.kl_weight, stage.ce_weight, stage.temperature, stage.direction == "reverse")
+        if stage.top_k is None:
+            teacher = self._teacher(self.runtime.device)
+            chunk_loss = live_chunk(Head.of(self.student), Head.of(teacher), terms)
+        else:
+            cache = self._cache(stage)
+            chunk_loss = cached_chunk(Head.of(self.student), terms)
+        hidden_error = relative_squared_error
+        if self.runtime.compile:
+            chunk_loss = torch.compile(chunk_loss, dynamic=False)
+            hidden_error = torch.compile(hidden_error, dynamic=False)
+            layers = [*decoder_layers(self.student), *(decoder_layers(teacher) if teacher is not None else ())]
+            compile_layers(layers)
+        objective = DistilObjective(
+            self.student,
+            teacher,
+            chunk_loss,
+            stage.loss_chunk,
+            stage.hidden_weight,
+            self.recipe.engine.gradient_checkpointing,
+            hidden_error,
+        )
+        units = [*decoder_layers(self.student), *(decoder_layers(teacher) if teacher is not None else ())]
+        self.runtime.shard(objective, units, teacher)
+        feed = RowFeed(self.mixture, stage, self.runtime, score_all=False, cache=cache)
+        self._train(objective, feed, lambda: self._evaluate(objective, feed))
+
+    def _cache(self, stage: DistilBase) -> TopKCache:
+        name = teacher_name(self.recipe)
+        folder = cache_folder(self.tokens_folder, stage, self.mixture, name, self.recipe.seed)
+        if self.runtime.main and not folder.is_dir():
+            teacher = self._teacher(self.runtime.device)
+            with self.runtime.autocast():
+                write_cache(folder, teacher, stage, self.mixture, self.held_out, self.runtime.device, self.logbook)
+        self.runtime.barrier()
+        return TopKCache(folder)
+
+    def _train(self, objective: nn.Module, feed: RowFeed, evaluate: Callable[[], dict[str, float]]) -> None:
+        trainer = Trainer(
+            stage_name(self.stage),
+            self.stage,
+            self.recipe.log,
+            self.runtime,
+            objective,
+            feed,
+            evaluate,
+            self.logbook,
+            self.folder,
+            self.steps_before,
+        )
+        trainer.run()
+
+    @torch.no_grad()
+    def _evaluate(self, objective: nn.Module, feed: RowFeed) -> dict[str, float]:
+        """The objective's metrics averaged over the held-out rows, with the perplexity or the mean layer error."""
+        if not len(self.held_out):
+            return {}
+        totals, scored = None, 0.0
+        for batch in feed.evaluation(self.held_out):
+            with self.runtime.autocast():
+                _, metrics = objective(batch)
+            weighted = metrics * batch.scored
+            totals = weighted if totals is None else totals + weighted
+            scored += float(batch.scored)
+        assert totals is not None
+        values = dict(zip(objective.metric_names, (totals / scored).tolist(), strict=True))  # type: ignore[arg-type]
+        if "ce" in values:
+            values["perplexity"] = math.exp(min(values["ce"], 50.0))
+        else:
+            values["error"] = sum(values.values()) / len(values)
+        return values
+
+
+def held_out_rows(mixture: Mixture, stage: Stage, tokens: int, world: int) -> Rows:
+    """The rows on which every evaluation of a stage is done: complete micro-batches if there are enough tokens.
+
+    Args:
+        tokens: tokens that are held out.
+        world: number of processes.
+    """
+    if not mixture.streams:
+        return mixture.take(0, stage.sequence_length)
+    mixture.state = [0] * len(mixture.streams)
+    rows = max(1, tokens // stage.sequence_length)
+    size = micro_batch_rows(stage, world)
+    return mixture.take(rows // size * size if rows >= size else rows, stage.sequence_length)

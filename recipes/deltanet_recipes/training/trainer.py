@@ -1,0 +1,173 @@
+"""The training loop that all stages share."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from deltanet_hf.errors import QualityError
+from deltanet_recipes.schema import StageBase
+from deltanet_recipes.schema_sections import Log
+from deltanet_recipes.training.feeds import micro_batch_rows
+from deltanet_recipes.training.logbook import Logbook
+from deltanet_recipes.training.microstep import MicroStep
+from deltanet_recipes.training.optim import make_optimizers, parameter_groups, rate_factor, set_rates
+from deltanet_recipes.training.runtime import Runtime
+from deltanet_recipes.training.training_state import Checkpoints
+
+
+class Feed(Protocol):
+    """The source of a stage's batches. A resumed run sets `state` to continue where the checkpoint was written."""
+
+    state: Any
+
+    def step(self) -> list[Any]:
+        """The micro-batches of the next optimiser step that this process works on."""
+
+
+class Trainer:
+    """Trains the parameters of `objective` that require gradients.
+
+    Args:
+        label: name of the stage in the log.
+        evaluate: returns figures on held-out rows by name, the same on every process.
+        folder: folder of the stage's checkpoints.
+        steps_before: optimiser steps of this run before the stage, for the log.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        stage: StageBase,
+        log: Log,
+        runtime: Runtime,
+        objective: nn.Module,
+        feed: Feed,
+        evaluate: Callable[[], dict[str, float]],
+        logbook: Logbook,
+        folder: Path,
+        steps_before: int,
+    ) -> None:
+        self.label, self.stage, self.log, self.runtime = label, stage, log, runtime
+        self.objective, self.feed, self.evaluate, self.logbook = objective, feed, evaluate, logbook
+        self.parameters = [p for p in objective.parameters() if p.requires_grad]
+        fused = runtime.device.type == "cuda"
+        self.optimizers = make_optimizers(parameter_groups(objective, stage.optimizer), stage.optimizer, fused)
+        self.checkpoints = Checkpoints(folder, log.keep, runtime)
+        self.steps_before = steps_before
+        self.step, self.seconds = 0, 0.0
+        self.best = math.inf
+        alone = micro_batch_rows(stage, runtime.world) >= stage.rows_per_step // runtime.world
+        self._micro = MicroStep(runtime, objective, self.parameters, alone)
+
+    def run(self) -> None:
+        """Do all remaining steps. Raises QualityError if the loss diverges; the last good checkpoint is kept."""
+        self._resume()
+        self.logbook.begin(self.label, self.stage.steps, self.step)
+        try:
+            if self.step == 0:
+                self._record({}, 0, 0.0, self._held_out())
+            self._loop()
+        finally:
+            self.logbook.end()
+
+    def _loop(self) -> None:
+        totals: torch.Tensor | None = None
+        since, began = 0, time.perf_counter()
+        while self.step < self.stage.steps:
+            metrics, norm = self.optimiser_step()
+            self.step += 1
+            since += 1
+            values = torch.cat([metrics, norm.reshape(1)])
+            totals = values if totals is None else totals + values
+            done = self.step == self.stage.steps
+            evaluate = done or self.step % self.log.evaluate_every == 0
+            save = not done and self.step % self.log.checkpoint_every == 0
+            if not (evaluate or save or self.step % self.log.every == 0):
+                continue
+            means = self._means(totals, since)
+            elapsed = time.perf_counter() - began
+            self.seconds += elapsed
+            self._check(means)
+            self._record(means, since, elapsed, self._held_out() if evaluate else {})
+            if save:
+                self.checkpoints.save(self.step, self.objective, self.optimizers, self._state())
+            totals, since, began = None, 0, time.perf_counter()
+
+    def optimiser_step(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Do one step; returns the metrics summed over this process's micro-batches and the gradient norm []."""
+        set_rates(self.optimizers, rate_factor(self.step, self.stage))
+        self._micro.begin()
+        metrics: torch.Tensor | None = None
+        for batch in self.feed.step():
+            new = self._micro(batch)
+            metrics = new if metrics is None else metrics + new
+        assert metrics is not None
+        self.runtime.sum_gradients(self.parameters)
+        norm = nn.utils.clip_grad_norm_(self.parameters, self.stage.optimizer.clip)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        full = getattr(norm, "full_tensor", None)
+        return metrics, norm if full is None else full()
+
+    def _means(self, totals: torch.Tensor, since: int) -> dict[str, float]:
+        values = totals / since
+        values[:-1] = self.runtime.sum(values[:-1].clone())
+        names = ["loss", *self.objective.metric_names, "grad_norm"]  # type: ignore[misc]
+        return dict(zip(names, values.tolist(), strict=True))
+
+    def _check(self, means: dict[str, float]) -> None:
+        loss = means["loss"]
+        bad = not math.isfinite(loss) or not math.isfinite(means["grad_norm"])
+        if bad or loss > self.best * self.log.diverged_factor:
+            last = self.checkpoints.last()
+            kept = f"the last good checkpoint is {last}" if last else "no checkpoint had been written yet"
+            raise QualityError(
+                f"{self.label}: training diverged before step {self.step} (loss {loss:.4g}, best {self.best:.4g}); "
+                f"{kept}; lower optimizer.mixer_lr and rest_lr"
+            )
+        self.best = min(self.best, loss)
+
+    def _held_out(self) -> dict[str, float]:
+        return {f"held_out.{name}": value for name, value in self.evaluate().items()}
+
+    def _record(self, means: dict[str, float], since: int, elapsed: float, held_out: dict[str, float]) -> None:
+        errors = [value for name, value in means.items() if name.startswith("error.")]
+        row = {
+            "stage": self.label,
+            "step": self.step,
+            "total_steps": self.steps_before + self.step,
+            "tokens": self.step * self.stage.batch_tokens,
+            **means,
+            **({"error": sum(errors) / len(errors)} if errors else {}),
+            **held_out,
+            "lr_factor": rate_factor(max(0, self.step - 1), self.stage),
+            "tokens_per_second": since * self.stage.batch_tokens / elapsed if elapsed else 0.0,
+            "seconds_per_step": elapsed / since if since else 0.0,
+            "seconds": self.seconds,
+            "memory_gib": self.runtime.peak_memory(),
+        }
+        self.logbook.write(row, self.stage.steps)
+
+    def _state(self) -> dict[str, Any]:
+        best = None if math.isinf(self.best) else self.best
+        return {"label": self.label, "feed": self.feed.state, "seconds": self.seconds, "best": best}
+
+    def _resume(self) -> None:
+        folder = self.checkpoints.last()
+        if folder is None or json.loads((folder / "state.json").read_text())["label"] != self.label:
+            self.logbook.truncate(self.label, -1)  # rows of a run that was killed before its first checkpoint
+            return
+        state = self.checkpoints.load(folder, self.objective, self.optimizers)
+        self.step, self.seconds = state["step"], state["seconds"]
+        self.best = math.inf if state["best"] is None else state["best"]
+        self.feed.state = state["feed"]
+        self.logbook.truncate(self.label, self.step)
+        self.logbook.say(f"{self.label}: continues after step {self.step} from {folder}")

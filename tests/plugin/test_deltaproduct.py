@@ -1,0 +1,258 @@
+"""Gated DeltaProduct: the layer against its recurrence, and everything that runs through it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
+
+import deltanet_kernels
+from deltanet_hf import LayerTable
+from deltanet_hf.evaluation.baselines import from_scratch_start
+from deltanet_hf.mixers.deltaproduct import interleave
+from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
+from deltanet_hf.mixers.state import cache_bytes
+from support.tiny_models import HYBRID, tiny_student, tiny_teacher
+
+TOKENS = torch.randint(3, 97, (2, 14), generator=torch.Generator().manual_seed(6))
+WIRINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "two": ("qwen3", {"mixer": "deltaproduct", "num_householder": 2}),
+    "three, grouped heads": ("llama", {"mixer": "deltaproduct", "num_householder": 3, "expand_kv": False}),
+    "two, norms over all heads": ("olmo2", {"mixer": "deltaproduct", "num_householder": 2, "conv_size": 0}),
+    "two, SiLU on v, no norm": (
+        "phi3",
+        {"mixer": "deltaproduct", "num_householder": 2, "v_activation": "silu", "output_norm": "none"},
+    ),
+}
+HEADS = [(4, 4, 4), (4, 2, 2), (2, 2, 4)]  # of q, of k in a step, of v in a step
+
+
+@pytest.fixture(params=WIRINGS, scope="module")
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    family, changes = WIRINGS[request.param]
+    return tiny_student(family, "faithful", HYBRID, **changes)
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    torch.testing.assert_close(found, wanted, rtol=2e-4, atol=2e-4)
+
+
+def delta_product(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
+) -> torch.Tensor:
+    """One sequence, one state: q [T, D], k, v [T, n_h, D], g [T], beta [T, n_h] -> [T, D] (arXiv 2502.10297)."""
+    S = torch.zeros(k.shape[-1], v.shape[-1], dtype=v.dtype)
+    outputs = []
+    for t in range(len(q)):
+        S = g[t].exp() * S
+        for j in range(k.shape[1]):
+            key = F.normalize(k[t, j], dim=0)
+            S = S - beta[t, j] * torch.outer(key, key @ S) + beta[t, j] * torch.outer(key, v[t, j])
+        outputs.append(F.normalize(q[t], dim=0) @ S / len(q[t]) ** 0.5)
+    return torch.stack(outputs)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("rule", ["chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"])
+def test_interleaved_steps_are_the_recurrence(rule: str, heads: tuple[int, int, int], steps: int) -> None:
+    H, HK, HV = heads
+    B, T, D = 2, 9, 5
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+    q, k, v = draw(B, T, H, D), draw(B, T, steps * HK, D), draw(B, T, steps * HV, D)
+    g, beta = -draw(B, T, HV).exp(), draw(B, T, steps * HV).sigmoid()
+    inputs = interleave(q, k, v, g, beta)
+    o, _ = getattr(deltanet_kernels, rule)(*inputs, use_qk_l2norm_in_kernel=True)
+    found = o.view(B, T, steps, -1, D)[:, :, -1]
+    k, v, beta = (x.unflatten(2, (steps, -1)) for x in (k, v, beta))
+    outputs = max(H, HV)
+    for b in range(B):
+        for j in range(outputs):
+            state = j // (outputs // HV)
+            key = state // (HV // HK)
+            query = q[b, :, j // (outputs // H)]
+            wanted = delta_product(query, k[b, :, :, key], v[b, :, :, state], g[b, :, state], beta[b, :, :, state])
+            torch.testing.assert_close(found[b, :, j], wanted, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("expand_kv", [True, False])
+@pytest.mark.parametrize("steps", [2, 3])
+def test_the_layer_decays_first_writes_its_own_step_last_and_reads(steps: int, expand_kv: bool) -> None:
+    """Without convolution, norm and gate the layer is the recurrence between its projections."""
+    changes = {"conv_size": 0, "output_norm": "none", "output_gate": False, "rope": False, "qk_activation": "none"}
+    model = tiny_student("llama", mixer="deltaproduct", num_householder=steps, expand_kv=expand_kv, **changes).double()
+    mixer: Any = model.model.layers[0].self_attn
+    x = torch.randn(1, 7, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    found, _ = mixer(x)
+    D, groups = mixer.head_dim, mixer.num_heads // mixer.num_states
+    parts = [*reversed(mixer.householder), mixer]  # in the order in which they write
+    k = torch.stack([part.k_proj(x)[0] for part in parts], 1).unflatten(-1, (-1, D))  # [T, n_h, HV, D]
+    v = torch.stack([part.v_proj(x)[0] for part in parts], 1).unflatten(-1, (-1, D))
+    beta = torch.stack([part.b_proj(x)[0] for part in parts], 1).sigmoid()
+    q, g = mixer.q_proj(x)[0].unflatten(-1, (-1, D)), mixer.decay(mixer.a_proj(x))[0].double()
+    heads = [
+        delta_product(q[:, h], k[:, :, s], v[:, :, s], g[:, s], beta[:, :, s])
+        for h in range(mixer.num_heads)
+        for s in [h // groups]
+    ]
+    torch.testing.assert_close(found[0], mixer.o_proj(torch.cat(heads, dim=-1)), rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_step_of_strength_zero_is_no_step() -> None:
+    plain, more = (
+        tiny_student("qwen3", conv_size=0),
+        tiny_student("qwen3", conv_size=0, mixer="deltaproduct", num_householder=3),
+    )
+    more.load_state_dict(plain.state_dict(), strict=False)
+    wanted = plain(TOKENS).logits
+    steps: Any = [step for block in more.model.layers for step in block.self_attn.householder]
+    for step in steps:
+        step.b_proj.bias.fill_(-1e4)
+    close(more(TOKENS).logits, wanted)
+    steps[0].b_proj.bias.zero_()
+    assert (more(TOKENS).logits - wanted).abs().max() > 1e-2
+
+
+@torch.no_grad()
+def test_prefill_decoding_and_short_steps_agree(model: PreTrainedModel) -> None:
+    cache = DynamicCache(config=model.config)
+    parts = [model(part, past_key_values=cache, use_cache=True).logits for part in TOKENS.split([6, 1, 1, 3, 3], dim=1)]
+    close(torch.cat(parts, dim=1), model(TOKENS).logits)
+    assert cache.get_seq_length() == TOKENS.shape[1]
+
+
+@torch.no_grad()
+def test_generation_with_static_caches_and_padding(model: PreTrainedModel) -> None:
+    mask = torch.ones_like(TOKENS)
+    mask[1, :4] = 0
+    options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
+    found = model.generate(TOKENS, attention_mask=mask, **options)
+    alone = model.generate(TOKENS[1:, 4:], **options)
+    assert found[1, 4:].tolist() == alone[0].tolist()
+    static = {"cache_implementation": "static", "disable_compile": True}
+    assert model.generate(TOKENS, attention_mask=mask, **static, **options).tolist() == found.tolist()
+    full = model(alone).logits[:, TOKENS.shape[1] - 5 : -1].argmax(-1)
+    assert full.tolist() == alone[:, TOKENS.shape[1] - 4 :].tolist()
+
+
+@torch.no_grad()
+def test_padding_writes_nothing(model: PreTrainedModel) -> None:
+    mask = torch.ones_like(TOKENS)
+    mask[1, -5:] = 0
+    padded, alone = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    logits = model(TOKENS, attention_mask=mask, past_key_values=padded, use_cache=True).logits
+    close(logits[1:, :-5], model(TOKENS[1:, :-5], past_key_values=alone, use_cache=True).logits)
+    for index in HYBRID:
+        close(padded.layers[index].state["state"][1:], alone.layers[index].state["state"])
+    before = [padded.layers[index].state["state"].clone() for index in HYBRID]
+    step = torch.cat([mask, torch.tensor([[1], [0]])], dim=1)
+    model(TOKENS[:, :1], attention_mask=step, past_key_values=padded, use_cache=True)
+    for index, old in zip(HYBRID, before, strict=True):
+        assert torch.equal(padded.layers[index].state["state"][1], old[1])
+        assert not torch.equal(padded.layers[index].state["state"][0], old[0])
+
+
+@torch.no_grad()
+def test_packed_documents_do_not_leak(model: PreTrainedModel) -> None:
+    row = TOKENS[:1]
+    wanted = torch.cat([model(part).logits for part in row.split([5, 1, 8], dim=1)], dim=1)
+    boundaries = torch.tensor([0, 5, 6, 14], dtype=torch.int32)
+    close(model(row, cu_seq_lens_q=boundaries).logits, wanted)
+    positions = torch.stack([torch.cat([torch.arange(5), torch.arange(9)]), torch.arange(14)])
+    close(model(TOKENS, position_ids=positions, use_cache=False).logits[1:], model(TOKENS[1:]).logits)
+
+
+@torch.no_grad()
+def test_a_compiled_model_has_one_graph() -> None:
+    model = tiny_student("llama", mixer="deltaproduct", num_householder=2)
+    wanted = model(TOKENS).logits
+    close(torch.compile(model, fullgraph=True, backend="aot_eager")(TOKENS, use_cache=False).logits, wanted)
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    model(TOKENS[:, :10], past_key_values=cache, use_cache=True)
+    addresses = [entry.state["state"].data_ptr() for entry in cache.layers]
+    step = torch.compile(model, fullgraph=True, backend="aot_eager")
+    logits = [step(TOKENS[:, t : t + 1], past_key_values=cache, use_cache=True).logits for t in range(10, 14)]
+    close(torch.cat(logits, dim=1), wanted[:, 10:])
+    assert [entry.state["state"].data_ptr() for entry in cache.layers] == addresses
+
+
+def test_the_state_is_no_larger(model: PreTrainedModel) -> None:
+    """Only the convolution's tail grows, by the channels of the new keys and values."""
+    sizes = []
+    for student in (
+        model,
+        tiny_student("llama", mixer="deltaproduct", num_householder=1),
+        tiny_student("llama", mixer="deltaproduct", num_householder=2),
+    ):
+        cache = DynamicCache(config=student.config)
+        student(TOKENS, past_key_values=cache, use_cache=True)
+        sizes.append(cache_bytes(cache))
+    heads, size, layers = 4, 8, 4
+    assert sizes[2] - sizes[1] == layers * 2 * 2 * heads * size * 3 * 4
+
+
+def test_gradients_reach_every_step_from_its_start() -> None:
+    model = tiny_student("qwen3", mixer="deltaproduct", num_householder=3)
+    mixers = [module for module in model.modules() if isinstance(module, GatedDeltaNet)]
+    for mixer in mixers:
+        for step in mixer.householder:
+            step.start(mixer.k_proj)
+    model(TOKENS, labels=TOKENS).loss.backward()
+    assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0] == []
+    strength = mixers[0].householder[0].b_proj(torch.randn(3, 32)).sigmoid()
+    assert float(strength.detach().max()) == pytest.approx(0.02, rel=1e-4)
+
+
+def test_autocast_trains() -> None:
+    model = tiny_student("qwen3", "faithful", HYBRID, mixer="deltaproduct", num_householder=2).train()
+    exact = model(TOKENS, labels=TOKENS).loss
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(TOKENS, labels=TOKENS).loss
+    loss.backward()
+    torch.testing.assert_close(loss.float(), exact, rtol=3e-2, atol=0)
+
+
+def test_default_lora_targets_the_new_values_too() -> None:
+    model = get_peft_model(
+        tiny_student("llama", mixer="deltaproduct", num_householder=2), LoraConfig(r=2, task_type="CAUSAL_LM")
+    )
+    assert any("householder.0.v_proj.lora_A" in name for name, _ in model.named_parameters())
+
+
+def test_a_saved_model_is_the_same(model: PreTrainedModel, tmp_path: Path) -> None:
+    model.save_pretrained(tmp_path)
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert torch.equal(loaded.eval()(TOKENS).logits, model(TOKENS).logits)
+
+
+def test_an_unfitted_start_has_no_trained_step() -> None:
+    student = tiny_student("llama", mixer="deltaproduct", num_householder=2)
+    from_scratch_start(student, tiny_teacher("llama"))
+    step: Any = student.model.layers[0].self_attn.householder[0]
+    assert not step.b_proj.bias.any()
+    for linear in (step.k_proj, step.v_proj, step.b_proj):
+        assert float(linear.weight.detach().std()) == pytest.approx(0.2, rel=0.3)  # initializer_range
+
+
+@pytest.mark.parametrize("value", [0, True, "two"])
+def test_a_wrong_number_of_writes_is_named(value: object) -> None:
+    with pytest.raises(ValueError, match=r"^deltaproduct\.num_householder: .*at least 1"):
+        LayerTable.preset(4, "deltaproduct", num_householder=value)
+
+
+def test_qwen3_5_writes_once() -> None:
+    with pytest.raises(ValueError, match="profile: got qwen3_5, whose layer writes once per token"):
+        LayerTable.preset(4, "deltaproduct", "qwen3_5")

@@ -1,0 +1,134 @@
+"""`publish_folder`: OUT is absent, old or complete, whatever happens while it is being written."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deltanet_hf.errors import QualityError, UserError
+from deltanet_hf.publish import Workspace, publish_folder
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: no code may catch it and clean up."""
+
+
+def filler(text: str, dies_after: str | None = None, error: BaseException | None = None) -> Any:
+    """Writes two files in two steps; raises after the step `dies_after`."""
+
+    def fill(workspace: Workspace) -> dict[str, Any]:
+        for step in ("config.json", "weights"):
+            if step not in workspace.steps:
+                (workspace.model / step).write_text(text)
+                workspace.done(step)
+            if step == dies_after:
+                raise error or Killed
+        return {"text": text}
+
+    return fill
+
+
+def files(out: Path) -> dict[str, str]:
+    return {file.name: file.read_text() for file in out.iterdir()}
+
+
+def test_the_figures_and_files_of_a_complete_run(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    figures = publish_folder(out, {"seed": 1}, filler("new"), resume=False, overwrite=False)
+    assert figures == {"text": "new"}
+    assert files(out) == {"config.json": "new", "weights": "new"}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_killed_run_is_resumed_after_its_last_step(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(Killed):
+        publish_folder(out, {"sizes": (1, 2)}, filler("first", "config.json"), resume=False, overwrite=False)
+    assert not out.exists()
+    publish_folder(out, {"sizes": (1, 2)}, filler("second"), resume=True, overwrite=False)
+    assert files(out) == {"config.json": "first", "weights": "second"}
+
+
+def test_replacing_without_resuming_starts_again(tmp_path: Path) -> None:
+    """How a training run publishes its final model: the folder is always written anew."""
+    out = tmp_path / "final"
+    again: dict[str, Any] = {"resume": False, "overwrite": True, "what": "training run"}
+    publish_folder(out, {}, filler("old"), **again)
+    with pytest.raises(Killed):
+        publish_folder(out, {}, filler("half", "config.json"), **again)
+    assert files(out) == {"config.json": "old", "weights": "old"}
+    publish_folder(out, {"another": "request"}, filler("new"), **again)
+    assert files(out) == {"config.json": "new", "weights": "new"}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["final"]
+
+
+@pytest.mark.parametrize("error", [UserError("refused"), QualityError("bad")])
+def test_an_error_before_the_first_step_leaves_nothing(tmp_path: Path, error: Exception) -> None:
+    def fill(workspace: Workspace) -> dict[str, Any]:
+        raise error
+
+    with pytest.raises(type(error)):
+        publish_folder(tmp_path / "out", {}, fill, resume=False, overwrite=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_after_a_step_keeps_it_for_resuming(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    fill = filler("first", "config.json", UserError("disk"))
+    with pytest.raises(UserError, match="disk"):
+        publish_folder(out, {}, fill, resume=False, overwrite=False, what="export")
+    with pytest.raises(UserError, match=r"interrupted export .* --resume .* --overwrite"):
+        publish_folder(out, {}, filler("second"), resume=False, overwrite=False, what="export")
+    publish_folder(out, {}, filler("second"), resume=True, overwrite=False)
+    assert files(out)["config.json"] == "first"
+
+
+def test_a_resumed_run_names_what_has_changed(tmp_path: Path) -> None:
+    out, before = tmp_path / "out", {"options": {"seed": 1, "dtype": None}}
+    with pytest.raises(Killed):
+        publish_folder(out, before, filler("first", "weights"), resume=False, overwrite=False)
+    now = {"options": {"seed": 2, "dtype": None}}
+    with pytest.raises(UserError, match=r"had another options: seed \(1, now 2\); repeat the first command"):
+        publish_folder(out, now, filler("first"), resume=True, overwrite=False)
+
+
+def test_a_finished_result_is_returned_and_not_made_again(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    publish_folder(out, {}, filler("new"), resume=False, overwrite=False)
+
+    def fill(workspace: Workspace) -> dict[str, Any]:
+        raise AssertionError
+
+    found = publish_folder(out, {}, fill, resume=True, overwrite=False, finished=lambda: {"text": "found"})
+    assert found == {"text": "found"}
+    with pytest.raises(UserError, match="out: exists"):
+        publish_folder(out, {}, fill, resume=True, overwrite=False, finished=lambda: None)
+
+
+def test_a_journal_line_torn_by_a_crash_is_cut_off(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(Killed):
+        publish_folder(out, {}, filler("first", "config.json"), resume=False, overwrite=False)
+    with Workspace(out).journal.open("a") as journal:
+        journal.write('{"step": "wei')
+    publish_folder(out, {}, filler("second"), resume=True, overwrite=False)
+    assert files(out) == {"config.json": "first", "weights": "second"}
+
+
+def test_the_modules_import_neither_torch_nor_transformers() -> None:
+    """Their own imports: that of the package is tested elsewhere."""
+    folder = Path(__file__).resolve().parents[2] / "deltanet_hf"
+    program = (
+        "import importlib, sys, types\n"
+        "package = types.ModuleType('deltanet_hf')\n"
+        f"package.__path__ = [{str(folder)!r}]\n"
+        "sys.modules['deltanet_hf'] = package\n"
+        "importlib.import_module('deltanet_hf.publish')\n"
+        "print([name for name in ('torch', 'transformers') if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

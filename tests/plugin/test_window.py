@@ -1,0 +1,199 @@
+"""Window + sinks against attention computed by hand, with a cache of constant size, as a baseline and as a layer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import cpu_offload
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
+
+from deltanet_hf.errors import UserError
+from deltanet_hf.mixers.state import cache_bytes
+from deltanet_hf.mixers.window import restrict_to_window
+from support.tiny_models import tiny_student, tiny_teacher
+
+IDS = torch.randint(3, 97, (2, 24), generator=torch.Generator().manual_seed(0))
+
+
+def windowed(model_type: str, window: int = 5, sinks: int = 2) -> PreTrainedModel:
+    return restrict_to_window(tiny_teacher(model_type), window, sinks)
+
+
+@torch.no_grad()
+def test_output_depends_on_window_and_sinks_only() -> None:
+    """One layer: the last token must see exactly the last 5 tokens and the first 2."""
+    model = restrict_to_window(tiny_teacher("llama", num_hidden_layers=1), 5, 2)
+    ids = IDS[:1]
+    reference = model(ids).logits[0, -1]
+    for position in range(ids.shape[1]):
+        changed = ids.clone()
+        changed[0, position] = (changed[0, position] + 1) % 97
+        moved = not torch.equal(model(changed).logits[0, -1], reference)
+        assert moved == (position < 2 or position >= 24 - 5), position
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "gemma3_text", "qwen3"])
+def test_equals_an_explicit_4d_mask(model_type: str) -> None:
+    position = torch.arange(IDS.shape[1])
+    distance = position[:, None] - position
+    mask = (distance >= 0) & ((distance < 5) | (position < 2))
+    ours = windowed(model_type)(IDS).logits
+    if "gemma" in model_type:  # their own window of 8 hides the sinks from half of the layers
+        local = mask & (distance < 8)
+        plain = tiny_teacher(model_type)
+        plain.set_attn_implementation("eager")
+        masks = {"full_attention": mask, "sliding_attention": local}
+        float_masks = {
+            key: torch.zeros(2, 1, 24, 24).masked_fill(~value, torch.finfo(torch.float32).min)
+            for key, value in masks.items()
+        }
+        torch.testing.assert_close(ours, plain(IDS, attention_mask=float_masks).logits, atol=2e-5, rtol=1e-4)
+        return
+    expected = tiny_teacher(model_type)(IDS, attention_mask=mask.expand(2, 1, 24, 24)).logits
+    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_wide_window_changes_nothing() -> None:
+    torch.testing.assert_close(windowed("llama", 24, 0)(IDS).logits, tiny_teacher("llama")(IDS).logits)
+
+
+@torch.no_grad()
+def test_generation_with_left_padding_equals_full_forward() -> None:
+    model = windowed("llama")
+    padded = torch.cat([torch.zeros(1, 6, dtype=torch.long), IDS[:1, :12]], dim=1)
+    batch = torch.cat([padded, IDS[1:, :18]])
+    mask = torch.ones_like(batch)
+    mask[0, :6] = 0
+    generated = model.generate(
+        batch, attention_mask=mask, max_new_tokens=10, do_sample=False, pad_token_id=0, eos_token_id=None
+    )
+    for row, start in ((0, 6), (1, 0)):
+        ids = batch[row : row + 1, start:]
+        for _ in range(10):
+            ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
+        assert generated[row, start:].tolist() == ids[0].tolist()
+
+
+def reference_mask(numbers: torch.Tensor, window: int = 5, sinks: int = 2) -> torch.Tensor:
+    """[T, T] bool for tokens with these numbers (1, 2, ...; 0 for padding) in their sequence."""
+    distance = numbers[:, None] - numbers
+    seen = (distance >= 0) & ((distance < window) | (numbers <= sinks)) & (numbers > 0)
+    return seen | torch.eye(len(numbers), dtype=torch.bool)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("window", [1, 3, 5, 30])
+@pytest.mark.parametrize("sinks", [0, 1, 4])
+@pytest.mark.parametrize("parts", [[24], [1] * 24, [7, 1, 1, 9, 6], [3, 21], [23, 1]], ids=str)
+def test_the_cache_gives_what_the_mask_gives(window: int, sinks: int, parts: list[int]) -> None:
+    """However the sequence is cut, and with a cache whose bytes do not depend on its length."""
+    model = windowed("llama", window, sinks)
+    wanted = model(IDS, use_cache=False).logits
+    mask = reference_mask(torch.arange(1, 25), window, sinks)
+    by_mask = tiny_teacher("llama")(IDS, attention_mask=mask.expand(2, 1, 24, 24)).logits
+    torch.testing.assert_close(wanted, by_mask, atol=1e-5, rtol=1e-4)
+    cache, sizes = DynamicCache(config=model.config), set()
+    found = []
+    for part in IDS.split(parts, dim=1):
+        found.append(model(part, past_key_values=cache, use_cache=True).logits)
+        sizes.add(cache_bytes(cache))
+    torch.testing.assert_close(torch.cat(found, dim=1), wanted, atol=1e-5, rtol=1e-4)
+    per_row = sum(layer.self_attn.state_bytes(torch.float32) for layer in model.model.layers)
+    assert sizes == {2 * per_row}
+    assert cache.get_seq_length() == 24
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_distances_are_counted_in_real_tokens(side: str) -> None:
+    """A padded row gives what the row alone gives, in the prompt and in tokens after it."""
+    model = windowed("llama", 4, 2)
+    row, padding = IDS[:1, :14], torch.zeros(1, 6, dtype=torch.long)
+    mask = torch.cat([torch.zeros(1, 6), torch.ones(1, 14)], dim=1).long()
+    ids = torch.cat([padding, row], dim=1)
+    if side == "right":
+        mask, ids = mask.flip(-1), torch.cat([row, padding], dim=1)
+    batch, masks = torch.cat([ids, IDS[1:, :20]]), torch.cat([mask, torch.ones(1, 20).long()])
+    cache, alone = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    positions = (masks.cumsum(-1) - 1).clamp(min=0)
+    found = model(batch, attention_mask=masks, position_ids=positions, past_key_values=cache, use_cache=True).logits
+    wanted = model(row, past_key_values=alone, use_cache=True).logits
+    torch.testing.assert_close(found[:1][mask.bool()], wanted[0], atol=1e-5, rtol=1e-4)
+    for step in range(14, 18):
+        masks = torch.cat([masks, torch.ones(2, 1).long()], dim=1)
+        positions = masks.cumsum(-1)[:, -1:] - 1
+        token = IDS[:1, step : step + 1]
+        found = model(
+            token.expand(2, -1), attention_mask=masks, position_ids=positions, past_key_values=cache, use_cache=True
+        ).logits
+        wanted = model(token, past_key_values=alone, use_cache=True).logits
+        torch.testing.assert_close(found[:1], wanted, atol=1e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_a_cache_that_is_reset_is_empty() -> None:
+    model = windowed("llama")
+    cache = StaticCache(config=model.config, max_cache_len=32)
+    model(IDS, past_key_values=cache, use_cache=True)
+    addresses = [layer.state["keys"].data_ptr() for layer in cache.layers]
+    cache.reset()
+    again = model(IDS, past_key_values=cache, use_cache=True).logits
+    assert [layer.state["keys"].data_ptr() for layer in cache.layers] == addresses
+    torch.testing.assert_close(again, model(IDS, use_cache=False).logits)
+
+
+@torch.no_grad()
+def test_flash_attention_is_refused() -> None:
+    model = windowed("llama")
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match="attn_implementation: got 'flash_attention_2'"):
+        model.model.layers[0].self_attn(torch.randn(1, 3, 32))
+
+
+@torch.no_grad()
+def test_an_offloaded_model_can_be_restricted() -> None:
+    model = cpu_offload(tiny_teacher("llama"), torch.device("cpu"))
+    assert torch.equal(restrict_to_window(model, 5, 2)(IDS).logits, windowed("llama")(IDS).logits)
+
+
+def test_attention_that_was_compiled_is_refused() -> None:
+    model = tiny_teacher("llama")
+    attention = model.model.layers[1].self_attn
+    attention.forward = torch.compile(attention.forward)
+    with pytest.raises(UserError, match=r"layer 1: its attention is offloaded or compiled"):
+        restrict_to_window(model)
+
+
+@torch.no_grad()
+def test_a_second_window_replaces_the_first() -> None:
+    model = restrict_to_window(windowed("llama", 3, 1), 5, 2)
+    torch.testing.assert_close(model(IDS).logits, windowed("llama")(IDS).logits)
+    assert len(model.model._forward_pre_hooks) == 2
+
+
+@torch.no_grad()
+def test_a_saved_window_is_a_window(tmp_path: Path) -> None:
+    """Trained or not, the restriction is part of the model, unlike that of the baseline."""
+    model = tiny_student("llama", mixer="window", window=5, sinks=2)
+    model.load_state_dict(tiny_teacher("llama").state_dict())
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(loaded(IDS).logits, windowed("llama")(IDS).logits)
+
+
+@torch.no_grad()
+def test_hybrid_keeps_its_linear_layers() -> None:
+    """Through a linear layer the last token still depends on tokens outside of the window."""
+    model = restrict_to_window(tiny_student("llama", layers=(0, 2)), 5, 2)
+    changed = IDS.clone()
+    changed[0, 10] = (changed[0, 10] + 1) % 97
+    assert not torch.equal(model(IDS).logits[0, -1], model(changed).logits[0, -1])
+
+
+def test_impossible_window_is_refused() -> None:
+    with pytest.raises(UserError, match="window must be >= 1"):
+        windowed("llama", window=0)

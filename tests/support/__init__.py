@@ -1,0 +1,1 @@
+"""Helpers that several test folders share: tiny models, tiny conversions and exports, and the crash-test driver."""

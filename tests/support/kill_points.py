@@ -1,0 +1,192 @@
+"""Kills conversions and exports with SIGKILL at many points and resumes them; prints what was found as JSON.
+
+    python -m support.kill_points convert|export|gguf fresh|overwrite|twice FOLDER POINTS
+
+A child process is killed before or after its n-th call that changes the disk, for POINTS values of n spread over the
+complete work and for each of its last calls (publication). This runs as a separate process because it forks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deltanet_convert import layer_step, output_files
+from deltanet_convert.export import gguf
+from deltanet_convert.export.stream_export import write_export
+from deltanet_hf.errors import UserError
+from support.tiny_conversion import quick_start, teacher_folder, tiny_conversion
+from support.tiny_export import exportable_model, planned, saved
+
+CHANGES = ("fsync", "replace", "pwrite", "truncate", "unlink", "rmdir", "mkdir", "posix_fallocate")
+LAST = 10  # number of last calls that are all tried: publication and cleanup
+
+
+@dataclass(frozen=True)
+class Work:
+    """The work that is killed: `run(resume=..., overwrite=...)` writes `out`; `run_other` writes a different output."""
+
+    out: Path
+    run: Callable[..., None]
+    run_other: Callable[[], None]
+
+
+def conversion(folder: Path) -> Work:
+    layer_step.initialise_layer = quick_start
+    output_files.layer_error_plot = lambda layers, path: path.write_bytes(json.dumps(layers).encode())
+    teacher = teacher_folder(folder / "teacher", "qwen2", num_hidden_layers=2)
+    out = folder / "out"
+    run = partial(tiny_conversion, teacher, out, seed=1, shard_size=40_000)
+    return Work(out, run, partial(tiny_conversion, teacher, out, seed=2))
+
+
+def export(folder: Path) -> Work:
+    source = saved(exportable_model("qwen3", (0,), num_hidden_layers=2), folder / "model")
+    out = folder / "out"
+    write = partial(write_export, out=out, style="transformers", progress=lambda done, total: None)
+
+    def run(resume: bool = False, overwrite: bool = False) -> None:
+        write(planned(source, shard_size=30_000), resume=resume, overwrite=overwrite)
+
+    return Work(out, run, lambda: write(planned(source), resume=False, overwrite=False))
+
+
+def gguf_export(folder: Path) -> Work:
+    """Uses a converter that writes digests of the exported folder, so that the GGUF file depends on every file."""
+    source = saved(exportable_model("qwen3", (0,), num_hidden_layers=2), folder / "model")
+    tools, out = folder / "tools", folder / "out.gguf"
+    tools.mkdir()
+    (tools / gguf.SCRIPT).write_text(
+        "import hashlib, pathlib, sys\n"
+        "files = sorted(pathlib.Path(sys.argv[1]).iterdir())\n"
+        "lines = [f.name + hashlib.sha256(f.read_bytes()).hexdigest() for f in files] + sys.argv[5:6]\n"
+        "pathlib.Path(sys.argv[3]).write_text('\\n'.join(lines))\n"
+    )
+    os.environ["PATH"] = f"{tools}{os.pathsep}{os.environ['PATH']}"
+    write = partial(gguf.write_gguf, out=out, progress=lambda done, total: None)
+
+    def run(resume: bool = False, overwrite: bool = False) -> None:
+        write(planned(source, shard_size=30_000), outtype="float16", resume=resume, overwrite=overwrite)
+
+    return Work(out, run, lambda: write(planned(source), outtype="q8_0", resume=False, overwrite=False))
+
+
+WORKS = {"convert": conversion, "export": export, "gguf": gguf_export}
+
+
+def digest(out: Path) -> dict[str, str]:
+    files = sorted(out.iterdir()) if out.is_dir() else [out]
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+def remove(out: Path) -> None:
+    if out.is_dir():
+        shutil.rmtree(out)
+    else:
+        out.unlink(missing_ok=True)
+
+
+def copy(source: Path, out: Path) -> None:
+    if source.is_dir():
+        shutil.copytree(source, out)
+    else:
+        shutil.copyfile(source, out)
+
+
+def instrument(at_call: Callable[[int], bool], *, after: bool) -> list[int]:
+    """Wraps the calls that change the disk; call n kills the process if `at_call(n)`. Returns the counter of calls."""
+    counter = [0]
+
+    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            counter[0] += 1
+            dies = at_call(counter[0])
+            if dies and not after:
+                os.kill(os.getpid(), signal.SIGKILL)
+            result = function(*args, **kwargs)
+            if dies:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result
+
+        return wrapped
+
+    for name in CHANGES:
+        setattr(os, name, wrap(getattr(os, name)))
+    return counter
+
+
+def in_child(work: Callable[[], None]) -> int:
+    """Runs `work` in a forked process and returns its wait status."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+        except UserError as error:
+            print(error, file=sys.stderr)
+            os._exit(2)
+        except BaseException as error:
+            print(repr(error), file=sys.stderr)
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(child, 0)[1]
+
+
+def main(what: str, mode: str, folder: Path, points: int) -> None:
+    torch.set_num_threads(1)
+    work = WORKS[what](folder)
+    out, run = work.out, work.run
+    work.run_other()  # imports everything, before any fork
+    old = digest(out)
+    shutil.move(out, folder / "old")
+    if mode == "overwrite":
+        copy(folder / "old", out)
+    again: dict[str, Any] = {"overwrite": True} if mode == "overwrite" else {}
+
+    def counted() -> None:
+        counter = instrument(lambda n: False, after=False)
+        run(**again)
+        (folder / "calls").write_text(str(counter[0]))
+
+    assert in_child(counted) == 0
+    total, wanted = int((folder / "calls").read_text()), digest(out)
+    remove(out)
+    spread = {1 + i * (total - 1) // (points - 1) for i in range(points)}
+    chosen = sorted(spread if mode == "twice" else spread | set(range(total - LAST, total + 1)))
+    found = []
+    for n in chosen:
+        remove(out)
+        if mode == "overwrite":
+            copy(folder / "old", out)
+
+        def killed(n: int = n, **options: Any) -> None:
+            instrument(lambda call: call == n, after=n % 2 == 0)
+            run(**again, **options)
+
+        result: dict[str, Any] = {"point": n, "killed": os.WIFSIGNALED(in_child(killed))}
+        if mode == "twice":
+            result["killed again"] = os.WIFSIGNALED(in_child(partial(killed, max(1, n // 2), resume=True)))
+        states = {None: "absent", json.dumps(wanted): "complete"}
+        if mode == "overwrite":
+            states[json.dumps(old)] = "old"
+        seen = json.dumps(digest(out)) if out.exists() else None
+        result["visible"] = states.get(seen, "broken")
+        result["resumed"] = os.waitstatus_to_exitcode(in_child(lambda: run(**again, resume=True)))
+        result["identical"] = out.exists() and digest(out) == wanted
+        result["left behind"] = sorted(file.name for file in folder.iterdir() if file.name.startswith("."))
+        found.append(result)
+    print(json.dumps({"calls": total, "points": found}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]))

@@ -1,0 +1,88 @@
+"""Tiny teachers with random weights, one per family, each with that family's peculiarities switched on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from deltanet_hf import LayerTable, converted_config
+from deltanet_hf.models.factory import model_class
+from deltanet_hf.models.families import FAMILIES
+
+LAYERS = 4
+COMMON: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.2,
+}
+SLIDING = ["sliding_attention", "full_attention"] * (LAYERS // 2)
+PECULIAR: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True, "tie_word_embeddings": True},
+    "mistral": {"sliding_window": 8, "head_dim": 16},
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
+    "olmo2": {},
+    "olmo3": {"sliding_window": 8, "layer_types": SLIDING},
+    "granite": {"attention_multiplier": 0.2, "residual_multiplier": 0.5, "embedding_multiplier": 2.0},
+    "smollm3": {"no_rope_layers": [1, 1, 0, 1], "layer_types": None},
+    "gemma2": {"sliding_window": 8, "head_dim": 16, "query_pre_attn_scalar": 12, "layer_types": SLIDING},
+    "gemma3_text": {"sliding_window": 8, "head_dim": 16, "query_pre_attn_scalar": 12, "layer_types": SLIDING},
+    "phi3": {"partial_rotary_factor": 0.5},
+}
+HYBRID = (0, 2)  # converted layers of a hybrid: beside a kept full-attention one, and under it
+
+
+def teacher_config(model_type: str, **changes: Any) -> Any:
+    """The family's tiny configuration."""
+    return FAMILIES[model_type].config_class(**{**COMMON, **PECULIAR[model_type], **changes})
+
+
+def randomise(model: torch.nn.Module, seed: int) -> None:
+    """Random weights everywhere, norms and biases too: nothing may be right only because it is 0 or 1."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if name.endswith("norm.weight"):
+                parameter.copy_(1.0 + 0.3 * noise)
+            elif name.endswith("A_log"):
+                parameter.copy_(noise)
+            else:
+                parameter.copy_(0.2 * noise)
+
+
+def tiny_teacher(model_type: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """A softmax teacher in float32, in eval mode."""
+    model = FAMILIES[model_type].model_class(teacher_config(model_type, **changes))
+    randomise(model, seed)
+    return model.eval()
+
+
+def tiny_table(profile: str = "faithful", layers: tuple[int, ...] | None = None, **changes: Any) -> LayerTable:
+    """The layer table of a tiny student: every layer converted, unless `layers` says which."""
+    softmax = () if layers is None else tuple(index for index in range(LAYERS) if index not in layers)
+    return LayerTable.preset(LAYERS, profile=profile, softmax=softmax, **changes)
+
+
+def tiny_student(
+    model_type: str, profile: str = "faithful", layers: tuple[int, ...] | None = None, seed: int = 0, **changes: Any
+) -> PreTrainedModel:
+    """A converted model with random weights (no teacher behind them); `changes` may name another mixer."""
+    return tiny_mixture(model_type, tiny_table(profile, layers, **changes), seed)
+
+
+def tiny_mixture(model_type: str, table: LayerTable, seed: int = 0) -> PreTrainedModel:
+    """A converted model with random weights and any layer table."""
+    model = model_class(model_type)(converted_config(teacher_config(model_type), table))
+    randomise(model, seed)
+    return model.eval()

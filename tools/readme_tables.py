@@ -1,0 +1,100 @@
+"""Rewrites the generated tables of Markdown files: `python tools/readme_tables.py README.md ...`.
+
+A table is the text between `<!-- KIND: FILE ... -->` and `<!-- end of KIND -->`; what follows FILE is a note for the
+reader. There are three kinds:
+
+- results FILE: the rows of a results file (deltanet_recipes.study.results_row).
+- keys FILE: the keys of a recipe (FILE is not read).
+- headline FILE: selected rows and columns of several results files and of the JSON files of `deltanet-hf report`.
+  FILE is YAML, {results: [FILE, ...], reports: [FILE, ...], rows: [{run, label}, ...]}, with paths relative to itself.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+import recipe_keys
+import results_table
+from deltanet_hf.errors import UserError
+from deltanet_hf.exit_codes import run_command
+
+BLOCK = re.compile(r"(<!-- (results|keys|headline): (\S+)[^\n]*-->\n)(.*?)(<!-- end of \2 -->)", re.DOTALL)
+METRICS = {
+    "WikiText-2": ("wt2.perplexity", 1),
+    "held-out Wikipedia": ("heldwiki.perplexity", 1),
+    "KL to the teacher": ("heldwiki.kl", 3),
+    "exact repeat": ("repeat.perplexity", 1),
+}
+NEEDLES = "needle_2048"
+
+
+def rewritten(text: str, root: Path) -> str:
+    """`text` with all generated tables made anew from their files, whose paths are relative to `root`."""
+
+    def block(match: re.Match[str]) -> str:
+        opening, kind, file, _, closing = match.groups()
+        path = root / file
+        if kind == "keys":
+            table = recipe_keys.markdown()
+        elif kind == "results":
+            table = results_table.markdown(json.loads(path.read_text()))
+        else:
+            table = headline(path)
+        return f"{opening}{table}\n{closing}"
+
+    return BLOCK.sub(block, text)
+
+
+def headline(path: Path) -> str:
+    """The table that a YAML file describes. Raises UserError if it names a run that is in no results file."""
+    asked = yaml.safe_load(path.read_text())
+    rows = {row["run"]: row for name in asked["results"] for row in json.loads((path.parent / name).read_text())}
+    reports = [json.loads((path.parent / name).read_text()) for name in asked.get("reports", [])]
+    models = {model["name"]: model for report in reports for model in report["models"]}
+    columns = ["tokens trained", *METRICS, *(_report_columns(reports[0]) if reports else [])]
+    lines = ["| | " + " | ".join(columns) + " |", "|---|" + "---|" * len(columns)]
+    for entry in asked["rows"]:
+        row = rows.get(entry["run"])
+        if row is None or "error" in row:
+            raise UserError(f"{path}: no measured run {entry['run']!r} in {', '.join(asked['results'])}")
+        cells = [f"{row['tokens'] / 1e6:.1f}M" if row["tokens"] else "-"]
+        cells += [_cell(row["metrics"].get(key), digits) for key, digits in METRICS.values()]
+        cells += _report_cells(models.get(entry.get("report", entry["run"]))) if reports else []
+        lines.append(f"| {entry['label']} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _report_columns(report: dict[str, Any]) -> list[str]:
+    return [f"% of teacher, {report['settings']['suite']} suite", "4 needles in 2,048 tokens, %"]
+
+
+def _report_cells(model: dict[str, Any] | None) -> list[str]:
+    """The scores of a model; dashes if it is in no report."""
+    if model is None:
+        return ["-", "-"]
+    percent = None if model["kind"] == "teacher" else model["percent_of_teacher"]
+    return ["100" if model["kind"] == "teacher" else _cell(percent, 1), _cell(model["recall"].get(NEEDLES), 1, 100)]
+
+
+def _cell(score: dict[str, float] | None, digits: int, scale: float = 1.0) -> str:
+    if score is None:
+        return "-"
+    return f"{scale * score['value']:.{digits}f} ± {scale * score['stderr']:.{digits}f}"
+
+
+def main(
+    files: Annotated[list[Path], typer.Argument(help="Markdown files; paths in them are relative to here.")],
+) -> None:
+    """Rewrite the generated tables of Markdown files."""
+    for file in files:
+        file.write_text(rewritten(file.read_text(encoding="utf-8"), Path()), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    run_command(lambda: typer.run(main))
