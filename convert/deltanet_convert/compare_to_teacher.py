@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from deltanet_hf.evaluation.measures.text_scores import kl_from_log_probs
 from deltanet_hf.mixers import Mixer
 
 from .layer_stream import Head
@@ -120,7 +121,7 @@ def compare_models(head: Head, ids: Tensor, teacher: Tensor, student: Tensor, ro
         got = head.logits(flat_student[None, part], rounding).squeeze(0).log_softmax(-1)
         losses[0] += F.nll_loss(want, targets[part], reduction="sum").double()
         losses[1] += F.nll_loss(got, targets[part], reduction="sum").double()
-        losses[2] += F.kl_div(got, want, reduction="sum", log_target=True).double()
+        losses[2] += kl_from_log_probs(want, got).double().sum()
     teacher_loss, loss, kl = (losses / len(targets)).tolist()
     return ModelCheck(len(targets), _exp(teacher_loss), _exp(loss), kl)
 
