@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deltanet_hf.data import prefix_ids, with_prefix
-from deltanet_hf.data.text_files import read_documents
+from deltanet_hf.data.text_files import TextFile
 from deltanet_hf.errors import UserError
 
 SEQUENCE_LENGTH = 512
@@ -37,15 +37,7 @@ def read_text(path: Path, needed_tokens: int) -> list[str]:
         UserError: the file is missing, of another kind, unreadable or empty.
     """
     budget = max(1_000_000, CHARS_PER_TOKEN * needed_tokens)
-    documents: list[str] = []
-    for document in read_documents(path, f"--text {path}", limit=budget):
-        documents.append(document[:budget])
-        budget -= len(documents[-1])
-        if budget <= 0:
-            break
-    if not any(document.strip() for document in documents):
-        raise UserError(f"--text {path}: holds no text; give a file with at least a few pages")
-    return documents
+    return list(TextFile(path, option="--text").documents(budget))
 
 
 def tokenise(

@@ -1,88 +1,186 @@
-"""Reads the documents of a text file; every option that takes text supports the same formats."""
+"""The one reader of text files, behind every `--text` option and every `sources.path` of a recipe.
+
+The name of a file decides its format: plain text (.txt, .md, .tokens, .raw), JSON lines (.jsonl, .json; one value per
+line) or Parquet. Plain text and JSON lines may be compressed (.gz, .xz). All text is UTF-8.
+"""
+
+from __future__ import annotations
 
 import gzip
+import io
 import json
 import lzma
+import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
-from ..errors import UserError
+from deltanet_hf.errors import UserError
 
-KINDS = (".txt", ".md", ".jsonl", ".json", ".parquet")
-COMPRESSED: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
-GIVE = "give a .txt, .jsonl or .parquet file"
+FORMATS = ".txt, .md, .jsonl (each also as .gz or .xz) or .parquet"
+LONGEST_LINE = 1 << 28  # characters; a longer line of JSON is no document but would be held in memory all the same
+PARQUET_ROWS = 256  # rows decoded at once
+_SUFFIXES: dict[str, Literal["text", "jsonl", "parquet"]] = {
+    ".txt": "text",
+    ".md": "text",
+    ".tokens": "text",
+    ".raw": "text",
+    ".jsonl": "jsonl",
+    ".json": "jsonl",
+    ".parquet": "parquet",
+}
+_COMPRESSED = (".gz", ".xz")
+_UNREADABLE = (OSError, EOFError, lzma.LZMAError, zlib.error)
+_MISSING = object()
 
 
-def read_documents(path: Path, where: str, limit: int | None = None, key: str = "text") -> Iterator[str]:
-    """Yields the documents of a file in order, reading it as far as they are consumed.
+def plain_suffix(path: Path) -> str:
+    """The suffix of a file's name, without the one of its compression: `.jsonl` for `a.jsonl.xz`."""
+    return Path(path.stem).suffix if path.suffix in _COMPRESSED else path.suffix
 
-    `.txt` and `.md` files are one document. `.jsonl` and `.json` files have one JSON object per line, with the text
-    under `key`. `.parquet` files have a column `key`. All but the last may end in `.gz` or `.xz` and are decompressed.
+
+def text_format(path: Path) -> Literal["text", "jsonl", "parquet"] | None:
+    """The format of a file by its name, or None for a name that this module does not know."""
+    if path.suffix in _COMPRESSED and plain_suffix(path) == ".parquet":
+        return None
+    return _SUFFIXES.get(plain_suffix(path))
+
+
+def open_file(path: Path) -> IO[bytes]:
+    """Open a file for reading bytes, through gzip or xz if its name ends in .gz or .xz."""
+    if path.suffix == ".gz":
+        return gzip.open(path, "rb")  # type: ignore[return-value]
+    if path.suffix == ".xz":
+        return lzma.open(path, "rb")
+    return open(path, "rb")
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """A text file and how errors speak of it. Every method raises UserError in one line: file, key, remedy.
 
     Args:
-        where: how error messages name the file, such as '--text corpus.jsonl'.
-        limit: largest number of characters of a `.txt` or `.md` file that are read; None for all.
-        key: key of a JSON object, or name of a column.
-
-    Raises:
-        UserError: the file is missing, of another kind, not UTF-8, damaged, or has no text under `key`.
+        path: the file.
+        key: key of a JSON line, or column of a Parquet file, that holds the text. Plain text has no keys.
+        option: where the user named the file, `--text` for example; errors begin with it.
+        key_option: the setting that chooses `key`, if there is one; errors about the key name it as the remedy.
     """
-    compressed = path.suffix in COMPRESSED
-    kind = path.with_suffix("").suffix if compressed else path.suffix
-    if kind not in KINDS or (compressed and kind == ".parquet"):
-        raise UserError(f"{where}: unknown kind '{path.suffix}'; {GIVE}")
-    try:
-        if kind == ".parquet":
-            yield from _parquet(path, where, key)
-        else:
-            with _opened(path) as stream:
-                if kind in (".txt", ".md"):
-                    yield stream.read() if limit is None else stream.read(limit)
-                else:
-                    for number, line in enumerate(stream, 1):
-                        if line.strip():
-                            yield _json_text(line, f"{where}: line {number}", key)
-    except FileNotFoundError as error:
-        raise UserError(f"{where}: no such file; {GIVE}") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{where}: is not UTF-8 text ({error.reason}); convert it to UTF-8") from error
-    except (OSError, EOFError, lzma.LZMAError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"{where}: cannot be read ({reason}); check the path") from error
+
+    path: Path
+    key: str = "text"
+    option: str = ""
+    key_option: str = ""
+
+    def documents(self, max_characters: int | None = None) -> Iterator[str]:
+        """The documents in stored order: the strings under `key`, or the whole of a plain text file.
+
+        Null values are skipped. With `max_characters`, reading ends when the documents together have that many; the
+        last one is cut. Raises UserError also if no document has any text.
+        """
+        self._check_format()
+        left = max_characters
+        any_text = False
+        for place, value in self._values(max_characters):
+            if value is None:
+                continue
+            if not isinstance(value, str):
+                raise self._error(f"{place} has no string under key {self.key!r}; {self._key_remedy}")
+            document = value if left is None else value[:left]
+            any_text = any_text or bool(document.strip())
+            yield document
+            if left is not None:
+                left -= len(document)
+                if left <= 0:
+                    break
+        if not any_text:
+            raise self._error("holds no text; give a file with at least a few pages")
+
+    def values(self) -> Iterator[Any]:
+        """As `documents`, but every value under `key` as it is stored, of any type (lists of chat messages)."""
+        self._check_format()
+        for place, value in self._values(None):
+            if value is _MISSING:
+                raise self._error(f"{place} has no key {self.key!r}; {self._key_remedy}")
+            yield value
+
+    def records(self) -> Iterator[Any]:
+        """Whole records: the value of each JSON line, a dict per Parquet row, else all text of the file.
+
+        A name of unknown format counts as plain text here.
+        """
+        for _, record in self._records(None, None):
+            yield record
+
+    def _check_format(self) -> None:
+        if text_format(self.path) is None:
+            raise self._error(f"unknown kind {self.path.suffix!r}; give a file of the kinds {FORMATS}")
+
+    def _values(self, max_characters: int | None) -> Iterator[tuple[str, Any]]:
+        """(place in the file, value under the key or _MISSING) of each record."""
+        plain = text_format(self.path) == "text"
+        for place, record in self._records(max_characters, self.key):
+            yield place, record if plain else record.get(self.key, _MISSING) if isinstance(record, dict) else _MISSING
+
+    def _records(self, max_characters: int | None, column: str | None) -> Iterator[tuple[str, Any]]:
+        kind = text_format(self.path)
+        try:
+            if kind == "parquet":
+                yield from self._parquet(column)
+            else:
+                with open_file(self.path) as file:
+                    stream = io.TextIOWrapper(file, encoding="utf-8")
+                    if kind == "jsonl":
+                        yield from self._json_lines(stream)
+                    else:
+                        yield "the file", stream.read(-1 if max_characters is None else max_characters)
+        except FileNotFoundError:
+            raise self._error(f"no such file; give a file of the kinds {FORMATS}") from None
+        except UnicodeDecodeError as error:
+            raise self._error(f"is not UTF-8 text ({error.reason}); convert it to UTF-8") from None
+        except _UNREADABLE as error:
+            raise self._error(f"cannot be read ({_one_line(error)}); check the file") from None
+
+    def _json_lines(self, stream: io.TextIOWrapper) -> Iterator[tuple[str, Any]]:
+        number = 0
+        while line := stream.readline(LONGEST_LINE):
+            number += 1
+            if len(line) == LONGEST_LINE:
+                raise self._error(f"line {number} has {LONGEST_LINE} characters or more; write one document per line")
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise self._error(f"line {number} is not JSON ({error}); write one object per line") from None
+            yield f"line {number}", record
+
+    def _parquet(self, column: str | None) -> Iterator[tuple[str, Any]]:
+        import pyarrow
+        from pyarrow import parquet
+
+        if not self.path.exists():
+            raise FileNotFoundError(self.path)
+        try:
+            table = parquet.ParquetFile(self.path)
+            names = table.schema_arrow.names
+            if column is not None and column not in names:
+                raise self._error(f"no column {column!r} (it has {', '.join(names)}); {self._key_remedy}")
+            number = 0
+            for batch in table.iter_batches(batch_size=PARQUET_ROWS, columns=None if column is None else [column]):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"row {number}", row
+        except pyarrow.ArrowInvalid as error:
+            raise self._error(f"not a parquet file ({_one_line(error)}); check the file") from None
+
+    @property
+    def _key_remedy(self) -> str:
+        return f"set {self.key_option}" if self.key_option else f"rename the key to {self.key!r}"
+
+    def _error(self, message: str) -> UserError:
+        return UserError(f"{self.option} {self.path}: {message}".strip())
 
 
-def _opened(path: Path) -> IO[str]:
-    opener = COMPRESSED.get(path.suffix, open)
-    return opener(path, "rt", encoding="utf-8")  # type: ignore[no-any-return]
-
-
-def _json_text(line: str, where: str, key: str) -> str:
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where} is not JSON ({error}); write one object per line") from error
-    text = value.get(key) if isinstance(value, dict) else None
-    if not isinstance(text, str):
-        raise UserError(f"{where} has no string under key '{key}'; rename the key")
-    return text
-
-
-def _parquet(path: Path, where: str, key: str) -> Iterator[str]:
-    import pyarrow
-    from pyarrow import parquet
-
-    if not path.exists():
-        raise FileNotFoundError(path)
-    try:
-        table = parquet.ParquetFile(path)
-        if key not in table.schema_arrow.names:
-            columns = ", ".join(table.schema_arrow.names)
-            raise UserError(f"{where}: no column '{key}' (it has {columns}); rename the column")
-        for batch in table.iter_batches(batch_size=256, columns=[key]):
-            for value in batch.column(0).to_pylist():
-                if not isinstance(value, str):
-                    raise UserError(f"{where}: column '{key}' holds {type(value).__name__}; give strings")
-                yield value
-    except pyarrow.ArrowInvalid as error:
-        raise UserError(f"{where}: not a parquet file ({error}); check the file") from error
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
