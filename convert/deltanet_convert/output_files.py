@@ -11,12 +11,10 @@ from deltanet_hf.errors import QualityError
 from deltanet_hf.safe_write import write_atomically, writing
 
 from .job import Job
-from .storage.saved_tokenizer import load_tokenizer
+from .storage.saved_tokenizer import COPIED, load_tokenizer
 from .views.conversion_card import model_card
 from .views.layer_error_plot import layer_error_plot
 
-# Files that no `save_pretrained` writes but that other tools read.
-COPIED = ("tokenizer.model", "vocab.json", "merges.txt", "chat_template.json", "LICENSE*", "NOTICE*")
 SAMPLE = "In 1859, 12 mice -- \n\tand a cat's 3.50 $ café, naïve 東京 <|im_end|>  did 2+2=4."
 PLOT = "layer_errors.png"
 

@@ -16,10 +16,8 @@ from deltanet_hf.errors import QualityError
 from deltanet_hf.safe_write import write_atomically, writing
 
 from ..storage.safetensors_folder import read_json
-from ..storage.saved_tokenizer import load_tokenizer
+from ..storage.saved_tokenizer import COPIED, load_tokenizer
 
-# Files that no `save_pretrained` writes.
-COPIED = ("tokenizer.model", "vocab.json", "merges.txt", "chat_template.json", "LICENSE*", "NOTICE*")
 OWN_TOKENIZER = "own_tokenizer"  # name of a Python module that exports for mlx-lm contain
 SAMPLE = (
     "In 1859, 12 mice -- \n\tand a CAT'S 3.50 $ caf\u00e9, nai\u0308ve \u6771\u4eac <|im_end|>  did 2+2=4.\r\n\n"

@@ -55,8 +55,8 @@ class Reference:
         longest = int(model.config.max_position_embeddings)
         prompts = [ids[: min(length, longest - NEW_TOKENS)] for length in PROMPT_LENGTHS]
         read, decoded = (min(count, longest // 2 - 1) for count in SPEED_TOKENS)
-        asked = tokenizer(transcript)["input_ids"] if transcript else []
-        return cls(model.folder, ours, prompts, ids[:read], decoded, asked, tokenizer)
+        continued = tokenizer(transcript)["input_ids"] if transcript else []
+        return cls(model.folder, ours, prompts, ids[:read], decoded, continued, tokenizer)
 
     def in_dtype(self, dtype: torch.dtype) -> Any:
         return AutoModelForCausalLM.from_pretrained(self.folder, dtype=dtype).eval()

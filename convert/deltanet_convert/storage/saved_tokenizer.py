@@ -1,4 +1,4 @@
-"""Loads a folder's tokenizer with an error that says what to add."""
+"""A model folder's tokenizer, and the files beside it that are copied as they are."""
 
 from pathlib import Path
 from typing import Any
@@ -6,6 +6,9 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from deltanet_hf.errors import UserError
+
+# Files that no `save_pretrained` writes but that other tools read.
+COPIED = ("tokenizer.model", "vocab.json", "merges.txt", "chat_template.json", "LICENSE*", "NOTICE*")
 
 
 def load_tokenizer(folder: Path) -> Any:
