@@ -13,6 +13,7 @@ from deltanet_hf.models.layers import LayerTable
 from deltanet_hf.publish import Workspace
 
 from .conversion_plan import Plan, make_plan
+from .export.obstacles import teacher_obstacles
 from .options import ConvertOptions, softmax_layers
 from .storage.teacher_source import Source, resolve_source
 from .teacher_model import Teacher, open_teacher
@@ -44,8 +45,10 @@ def prepare(teacher: str, out: Path, options: ConvertOptions) -> Job:
         _check_apart(source.folder, out)
         opened = open_teacher(source.folder)
         table = options.table(opened.num_layers, softmax_layers(options.layers, opened.num_layers))
+        # Qwen3.5's softmax layers have q/k norms. Where something else stands in the way of an export, none are inserted.
+        insert_norms = options.profile == "qwen3_5" and not teacher_obstacles(opened.config, table.softmax)
         dtype = options.torch_dtype or (torch.float32 if opened.dtype == torch.float64 else opened.dtype)
-        plan = make_plan(opened, table, dtype, options.shard_size, options.calibration_tokens, options.insert_norms)
+        plan = make_plan(opened, table, dtype, options.shard_size, options.calibration_tokens, insert_norms)
         return Job(source, opened, out, options, table, dtype, plan)
 
 

@@ -80,11 +80,6 @@ class ConvertOptions:
         return LayerTable.uniform(kind, settings, num_layers, set(softmax))
 
     @property
-    def insert_norms(self) -> bool:
-        """Give q/k norms to softmax layers that have none: Qwen3.5's always have them."""
-        return self.profile == "qwen3_5"
-
-    @property
     def torch_dtype(self) -> torch.dtype | None:
         return DTYPES[self.dtype] if self.dtype else None
 

@@ -6,13 +6,15 @@ import json
 import math
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from deltanet_convert import layer_step
 from deltanet_convert.options import ConvertOptions
+from deltanet_convert.start import START, fit
+from deltanet_hf import LayerTable
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.state import cache_bytes
 from deltanet_recipes.cli import main
@@ -31,34 +33,41 @@ def short_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("short_fit")
 @torch.no_grad()
 @pytest.mark.parametrize(
-    ("profile", "change", "key", "value"),
+    ("mixer", "change", "key", "value"),
     [
-        ("teacher", "rope=false", "rope", False),
-        ("teacher", "qk_norm=false", "qk_norm", False),
-        ("teacher", "qk_activation=none", "qk_activation", "none"),
-        ("teacher", "v_activation=silu", "v_activation", "silu"),
-        ("teacher", "conv_size=4", "conv_size", 4),
-        ("teacher", "output_norm=none", "output_norm", "none"),
-        ("teacher", "output_norm=shared", "output_norm", "shared"),
-        ("teacher", "output_gate=false", "output_gate", False),
-        ("teacher", "expand_kv=false", "expand_kv", False),
-        ("teacher", "gate_bias=false", "gate_bias", False),
-        ("teacher", "householder_steps=2", "householder_steps", 2),
-        ("native", "rope=true", "rope", True),
-        ("native", "output_norm=none", "output_norm", "none"),
-        ("native", "expand_kv=false", "expand_kv", False),
+        ("gated_deltanet", "rope=false", "rope", False),
+        ("gated_deltanet", "qk_norm=false", "qk_norm", False),
+        ("gated_deltanet", "qkv_bias=false", "qkv_bias", False),
+        ("gated_deltanet", "qk_activation=silu", "qk_activation", "silu"),
+        ("gated_deltanet", "v_activation=silu", "v_activation", "silu"),
+        ("gated_deltanet", "conv_size=3", "conv_size", 3),
+        ("gated_deltanet", "output_norm=none", "output_norm", "none"),
+        ("gated_deltanet", "output_norm=shared", "output_norm", "shared"),
+        ("gated_deltanet", "output_gate=false", "output_gate", False),
+        ("gated_deltanet", "expand_kv=false", "expand_kv", False),
+        ("gated_deltanet", "gate_bias=false", "gate_bias", False),
+        ("deltaproduct", "num_householder=3", "num_householder", 3),
+        ("window", "window=5", "window", 5),
+        ("window", "sinks=0", "sinks", 0),
+        *(
+            ("qwen3_5", change, key, value)
+            for change, key, value in (
+                ("rope=true", "rope", True),
+                ("output_norm=none", "output_norm", "none"),
+                ("expand_kv=false", "expand_kv", False),
+            )
+        ),
     ],
 )
-def test_a_change_converts_loads_and_decodes(
-    tmp_path: Path, profile: str, change: str, key: str, value: object
-) -> None:
+def test_a_change_converts_loads_and_decodes(tmp_path: Path, mixer: str, change: str, key: str, value: object) -> None:
     teacher = teacher_folder(tmp_path / "teacher", "qwen3", num_hidden_layers=1)
-    report = tiny_conversion(teacher, tmp_path / "out", profile=profile, changes=(change,), calibration_tokens=128)
+    what = {"profile": mixer} if mixer == "qwen3_5" else {"mixer": mixer}
+    report = tiny_conversion(teacher, tmp_path / "out", **what, changes=(change,), calibration_tokens=128)
     assert report["options"]["set"] == {key: value}
     assert f"`{key}: {json.dumps(value)}`" in (tmp_path / "out" / "README.md").read_text()
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    assert model.config.deltanet[key] == value
-    for layer in report["layers"]:
+    assert LayerTable.of(model.config).only_kind.to_dict()[key] == value
+    for layer in report["layers"] if mixer != "window" else ():
         assert layer["softmax_error"] < 1e-5
         assert layer["fit_mse"] < min(1.0, layer["search_mse"])
     whole = model(IDS).logits
@@ -71,7 +80,7 @@ def test_a_change_converts_loads_and_decodes(
 
 
 @pytest.mark.usefixtures("short_fit")
-@pytest.mark.parametrize("profile", ["native", "teacher"])
+@pytest.mark.parametrize("profile", ["qwen3_5", "faithful"])
 def test_without_the_memory_fit_only_gate_and_norm_are_fitted(tmp_path: Path, profile: str) -> None:
     teacher = teacher_folder(tmp_path / "teacher", "llama", num_hidden_layers=1)
     report = tiny_conversion(teacher, tmp_path / "out", profile=profile, fit_memory=False)
@@ -95,11 +104,11 @@ def test_without_the_memory_fit_only_gate_and_norm_are_fitted(tmp_path: Path, pr
     [
         (("rope",), "KEY=VALUE"),
         (("ropes=false",), "unknown key 'ropes'"),
-        (("profile=native",), "unknown key 'profile'"),
+        (("profile=qwen3_5",), "unknown key 'profile'"),
         (("rope=no",), "rope: got 'no', expected true or false"),
         (("conv_size=9",), "conv_size: got 9"),
         (("output_norm=false",), "output_norm: got False"),
-        (("householder_steps=0",), "householder_steps: got 0, expected 1, 2 or more"),
+        (("num_householder=2",), "unknown key 'num_householder'"),
         (("rope=false", "rope=true"), "twice"),
         (("output_norm=none", "output_gate=false"), "keep one of the two"),
     ],
@@ -110,16 +119,36 @@ def test_a_wrong_change_is_one_clear_error(changes: tuple[str, ...], words: str)
     assert words in str(caught.value)
 
 
-def test_the_native_profile_takes_no_further_steps() -> None:
-    with pytest.raises(UserError, match=r"^--set: householder_steps: got 2 in the native profile.*take the teacher"):
-        ConvertOptions(profile="native", changes=("householder_steps=2",))
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mixer": "deltaproduct", "changes": ("num_householder=0",)}, "^--set: num_householder: got 0, .* at least 1"),
+        ({"mixer": "deltaproduct", "profile": "qwen3_5"}, "^--profile: got qwen3_5, whose layer writes once per token"),
+        ({"mixer": "window", "profile": "qwen3_5"}, "^--profile: got 'qwen3_5', but window has only faithful"),
+        ({"mixer": "window", "changes": ("window=0",)}, "^--set: window: got 0, expected a whole number of at least 1"),
+        ({"mixer": "mamba"}, "^--mixer: got 'mamba', expected one of gated_deltanet, deltaproduct, window"),
+        ({"profile": "native"}, "^--profile: got 'native', expected one of faithful, qwen3_5"),
+    ],
+)
+def test_options_that_do_not_fit_together_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        ConvertOptions(**options)
+
+
+def test_the_settings_depend_on_whether_the_model_will_be_trained() -> None:
+    """SiLU on q and k is the better start and, after training, the worse end."""
+    found = [ConvertOptions(training=t).table(1, ()).only_kind.settings.qk_activation for t in (True, False)]
+    assert found == ["none", "silu"]
 
 
 @pytest.mark.usefixtures("short_fit")
 @torch.no_grad()
 def test_further_steps_hardly_change_the_start(tmp_path: Path) -> None:
     teacher = teacher_folder(tmp_path / "teacher", "qwen3", num_hidden_layers=2)
-    reports = {n: tiny_conversion(teacher, tmp_path / str(n), changes=(f"householder_steps={n}",)) for n in (1, 3)}
+    reports = {
+        n: tiny_conversion(teacher, tmp_path / str(n), mixer="deltaproduct", changes=(f"num_householder={n}",))
+        for n in (1, 3)
+    }
     for plain, more in zip(reports[1]["layers"], reports[3]["layers"], strict=True):
         assert more["relative_mse"] == pytest.approx(plain["relative_mse"], rel=0.05)
     first = [reports[n]["layers"][0] for n in (1, 3)]
@@ -145,14 +174,14 @@ def typed(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
 def test_changes_on_the_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(layer_step, "initialise_layer", quick_start)
+    monkeypatch.setitem(START, "gated_deltanet", quick_start)
     teacher = teacher_folder(tmp_path / "teacher", "llama", num_hidden_layers=1)
     arguments = [teacher, tmp_path / "out", "--text", text_file(tmp_path), "--calibration-tokens", TOKENS]
     changes = ["--set", "rope=false", "--set", "conv_size=4"]
-    assert typed(monkeypatch, *arguments, "--for", "native", *changes) == 2
-    assert "--for native fixes the wiring" in capsys.readouterr().err
+    assert typed(monkeypatch, *arguments, "--profile", "qwen3_5", *changes) == 2
+    assert "--profile qwen3_5 fixes the settings" in capsys.readouterr().err
     assert typed(monkeypatch, *arguments, *changes) == 0
-    wiring = json.loads((tmp_path / "out" / "config.json").read_text())["deltanet"]
+    wiring = json.loads((tmp_path / "out" / "config.json").read_text())["deltanet"]["kinds"]["linear"]
     assert (wiring["rope"], wiring["conv_size"]) == (False, 4)
     assert typed(monkeypatch, *arguments, *changes, "--resume") == 0  # finished already, with the same options
     assert typed(monkeypatch, *arguments, "--set", "rope=false", "--resume") == 2
@@ -170,7 +199,7 @@ def test_an_interrupted_conversion_is_not_resumed_with_other_changes(
         return quick_start(*arguments, **named)  # type: ignore[arg-type]
 
     calls: list[int] = []
-    monkeypatch.setattr(layer_step, "initialise_layer", stop_at_the_second)
+    monkeypatch.setitem(START, "gated_deltanet", stop_at_the_second)
     with pytest.raises(KeyboardInterrupt):
         tiny_conversion(teacher, tmp_path / "out", changes=("rope=false",))
     with pytest.raises(UserError, match="had another options"):
@@ -178,4 +207,4 @@ def test_an_interrupted_conversion_is_not_resumed_with_other_changes(
     with pytest.raises(UserError, match="had another options"):
         tiny_conversion(teacher, tmp_path / "out", changes=("rope=false",), fit_memory=False, resume=True)
     report = tiny_conversion(teacher, tmp_path / "out", changes=("rope=false",), resume=True)
-    assert report["options"]["deltanet"]["rope"] is False
+    assert report["options"]["deltanet"]["kinds"]["linear"]["rope"] is False

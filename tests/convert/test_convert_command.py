@@ -9,15 +9,14 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from deltanet_convert import layer_step
-from deltanet_convert.start import copy_weights
+from deltanet_convert.start import START, copy_weights
 from deltanet_recipes.cli import main
 from support.tiny_conversion import TOKENS, quick_start, teacher_folder, text_file
 
 
 @pytest.fixture
 def teacher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(layer_step, "initialise_layer", quick_start)
+    monkeypatch.setitem(START, "gated_deltanet", quick_start)
     return teacher_folder(tmp_path / "teacher", "llama", num_hidden_layers=2)
 
 
@@ -138,6 +137,6 @@ def test_interruption_is_exit_code_130_and_resumable(
 
     arguments = [teacher, tmp_path / "out", "--text", text_file(tmp_path), "--calibration-tokens", TOKENS]
     with monkeypatch.context() as patch:
-        patch.setattr(layer_step, "initialise_layer", interrupt)
+        patch.setitem(START, "gated_deltanet", interrupt)
         assert typed(monkeypatch, *arguments) == 130
     assert typed(monkeypatch, *arguments, "--resume") == 0

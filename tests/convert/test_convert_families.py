@@ -10,8 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from deltanet_convert import layer_step
-from deltanet_convert.start import copy_weights
+from deltanet_convert.start import START, copy_weights
 from deltanet_hf.errors import QualityError
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
 from deltanet_hf.models.families import FAMILIES
@@ -21,7 +20,7 @@ from support.tiny_models import LAYERS
 CASES = [
     pytest.param(family, profile, layers, id=f"{family}-{profile}-{layers}")
     for family in FAMILIES
-    for profile in ("teacher", "native")
+    for profile in ("faithful", "qwen3_5")
     for layers in ("all", "every:2")
 ]
 
@@ -35,7 +34,7 @@ def held_out_loss(model: Any, ids: torch.Tensor) -> float:
 def test_converted_model_is_what_was_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, profile: str, layers: str
 ) -> None:
-    monkeypatch.setattr(layer_step, "initialise_layer", quick_start)
+    monkeypatch.setitem(START, "gated_deltanet", quick_start)
     teacher = teacher_folder(tmp_path / "teacher", family)
     job = tiny_job(teacher, tmp_path / "out", profile=profile, layers=layers)
     report = tiny_conversion(teacher, tmp_path / "out", profile=profile, layers=layers)
@@ -83,7 +82,7 @@ def held_out_ids(job: Any) -> torch.Tensor:
 )
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "olmo2", "phi3"])
 def test_wrong_head_mapping_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, wrong: Any) -> None:
-    monkeypatch.setattr(layer_step, "initialise_layer", quick_start)
+    monkeypatch.setitem(START, "gated_deltanet", quick_start)
     monkeypatch.setattr(copy_weights, "expand_heads", wrong)
     teacher = teacher_folder(tmp_path / "teacher", family)
     with pytest.raises(QualityError, match="layer 0: softmax attention"):
@@ -94,14 +93,14 @@ def test_wrong_head_mapping_is_caught(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_fitted_start_is_better_than_an_arbitrary_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     teacher = teacher_folder(tmp_path / "teacher", "llama", num_hidden_layers=2)
     fitted = tiny_conversion(teacher, tmp_path / "fitted")
-    monkeypatch.setattr(layer_step, "initialise_layer", quick_start)
+    monkeypatch.setitem(START, "gated_deltanet", quick_start)
     arbitrary = tiny_conversion(teacher, tmp_path / "arbitrary")
     for good, bad in zip(fitted["layers"], arbitrary["layers"], strict=True):
         assert good["relative_mse"] < 0.8 * bad["relative_mse"]
 
 
 def test_output_folder_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_step, "initialise_layer", quick_start)
+    monkeypatch.setitem(START, "gated_deltanet", quick_start)
     teacher = teacher_folder(tmp_path / "teacher", "qwen3")
     (teacher / "chat_template.jinja").write_text("{{ messages }}")
     (teacher / "LICENSE").write_text("terms")
@@ -137,7 +136,7 @@ def test_output_folder_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_measured_in_the_dtype_that_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
-    monkeypatch.setattr(layer_step, "initialise_layer", quick_start)
+    monkeypatch.setitem(START, "gated_deltanet", quick_start)
     teacher = teacher_folder(tmp_path / "teacher", "llama")
     job = tiny_job(teacher, tmp_path / "out", dtype=dtype)
     report = tiny_conversion(teacher, tmp_path / "out", dtype=dtype)
@@ -150,7 +149,7 @@ def test_measured_in_the_dtype_that_is_stored(tmp_path: Path, monkeypatch: pytes
 
 
 def test_untied_output_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_step, "initialise_layer", quick_start)
+    monkeypatch.setitem(START, "gated_deltanet", quick_start)
     teacher = teacher_folder(tmp_path / "teacher", "llama", tie_word_embeddings=False)
     report = tiny_conversion(teacher, tmp_path / "out")
     assert report["teacher"]["tied_embeddings"] is False

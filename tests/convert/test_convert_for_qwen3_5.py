@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 from typer.testing import CliRunner
 
-from deltanet_convert import layer_step
 from deltanet_convert.convert_command import convert_command
 from deltanet_convert.export.export_command import export_command
+from deltanet_convert.start import START
 from deltanet_hf.errors import UserError
 from deltanet_recipes.cli import build_app
 from support.tiny_conversion import quick_start, teacher_folder, text_file
@@ -34,20 +34,18 @@ from support.tiny_export import EVERY_OTHER, ROTARY, exportable_model, saved
 def test_what_could_not_be_exported_is_refused(model_type: str, layers: str, message: str, tmp_path: Path) -> None:
     teacher = teacher_folder(tmp_path / "teacher", model_type)  # the tiny Llama has biases, the tiny Mistral a window
     with pytest.raises(UserError, match=f"--profile qwen3_5.*\n(.*\n)*.*{message}"):
-        convert_command(str(teacher), tmp_path / "out", layers=layers, target="native")
+        convert_command(str(teacher), tmp_path / "out", layers=layers, profile="qwen3_5")
     assert [path.name for path in tmp_path.iterdir()] == ["teacher"]
 
 
-def test_converted_for_native_can_be_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_step, "initialise_layer", quick_start)
+def test_converted_for_qwen3_5_can_be_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(START, "gated_deltanet", quick_start)
     teacher = teacher_folder(tmp_path / "teacher", "qwen3", num_hidden_layers=2)
     text = text_file(tmp_path)
-    with pytest.raises(UserError, match="--for"):
-        convert_command(str(teacher), tmp_path / "out", target="vllm")
     convert_command(
-        str(teacher), tmp_path / "out", layers="every:2", target="native", text=text, calibration_tokens=256
+        str(teacher), tmp_path / "out", layers="every:2", profile="qwen3_5", text=text, calibration_tokens=256
     )
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["deltanet"]["profile"] == "native"
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["deltanet"]["kinds"]["linear"]["rope"] is False
     export_command(str(tmp_path / "out"), tmp_path / "export")
     assert json.loads((tmp_path / "export" / "config.json").read_text())["model_type"] == "qwen3_5_text"
 
@@ -64,10 +62,10 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 def test_hybrids_without_norms_get_them(
     model_type: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(layer_step, "initialise_layer", quick_start)
+    monkeypatch.setitem(START, "gated_deltanet", quick_start)
     teacher = teacher_folder(tmp_path / "teacher", model_type, **HYBRIDS[model_type])
     options: dict[str, Any] = {"text": text_file(tmp_path), "calibration_tokens": 256, "dtype": dtype}
-    convert_command(str(teacher), tmp_path / "out", layers="every:2", target="native", **options)
+    convert_command(str(teacher), tmp_path / "out", layers="every:2", profile="qwen3_5", **options)
     printed = " ".join(capsys.readouterr().out.split())
     assert "close to the teacher's, not equal" in printed
     config = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -99,23 +97,23 @@ def test_hybrids_without_norms_get_them(
 def test_scaled_rotary_embeddings_are_for_some_runtimes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With Llama 3's rotary embedding, the conversion prints the formats that will not be possible."""
     teacher = teacher_folder(tmp_path / "teacher", "llama", **HYBRIDS["llama"], rope_parameters=ROTARY["llama3"])
-    convert_command(str(teacher), tmp_path / "out", layers="every:2", target="native", dry_run=True)
+    convert_command(str(teacher), tmp_path / "out", layers="every:2", profile="qwen3_5", dry_run=True)
     assert "Not for gguf: rope_parameters" in " ".join(capsys.readouterr().out.split())
 
 
 def test_uneven_layers_are_said_to_cost_more(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     teacher = teacher_folder(tmp_path / "teacher", "qwen3", num_hidden_layers=4)
-    convert_command(str(teacher), tmp_path / "out", layers="keep:0,1", target="native", dry_run=True)
+    convert_command(str(teacher), tmp_path / "out", layers="keep:0,1", profile="qwen3_5", dry_run=True)
     assert "get 3 idle layers of zeros among the 4" in " ".join(capsys.readouterr().out.split())
-    convert_command(str(teacher), tmp_path / "out", layers="every:2", target="native", dry_run=True)
+    convert_command(str(teacher), tmp_path / "out", layers="every:2", profile="qwen3_5", dry_run=True)
     assert "idle" not in capsys.readouterr().out
 
 
-def test_norms_are_inserted_for_native_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_step, "initialise_layer", quick_start)
+def test_norms_are_inserted_for_qwen3_5_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(START, "gated_deltanet", quick_start)
     teacher = teacher_folder(tmp_path / "teacher", "llama", **HYBRIDS["llama"])
     options: dict[str, Any] = {"text": text_file(tmp_path), "calibration_tokens": 256, "layers": "every:2"}
-    convert_command(str(teacher), tmp_path / "out", profile="native", **options)
+    convert_command(str(teacher), tmp_path / "out", **options)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "deltanet_llama"
     assert json.loads((tmp_path / "out" / "conversion.json").read_text())["inserted_norms"] == []
     with pytest.raises(UserError, match="convert again with --profile qwen3_5, which inserts them"):

@@ -10,9 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from deltanet_convert import layer_step
 from deltanet_convert.job import prepare
 from deltanet_convert.options import ConvertOptions
+from deltanet_convert.start import START
 from deltanet_hf.errors import UserError
 from support.tiny_conversion import quick_start, tiny_conversion
 
@@ -75,7 +75,7 @@ def write_gguf(path: Path) -> dict[str, torch.Tensor]:
 
 
 def test_conversion_of_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_step, "initialise_layer", quick_start)
+    monkeypatch.setitem(START, "gated_deltanet", quick_start)
     kept = write_gguf(tmp_path / "tiny.gguf")
     report = tiny_conversion(tmp_path / "tiny.gguf", tmp_path / "out", dtype="float32", layers="keep:0")
     assert report["teacher"]["name"] == "tiny.gguf"

@@ -11,21 +11,23 @@ import torch
 from rich.console import Console
 from transformers import DynamicCache
 
-from deltanet_convert.conversion_plan import CONTEXTS, Plan, make_plan, sliding_window
+from deltanet_convert.conversion_plan import CONTEXTS, Plan, make_plan
 from deltanet_convert.teacher_model import open_teacher
 from deltanet_convert.views.plan_view import count, index_ranges, print_plan, size
-from deltanet_hf import DeltaNetOptions
+from deltanet_hf import LayerTable
+from deltanet_hf.mixers.masks import sliding_window
 from deltanet_hf.models.families import FAMILIES
 from support.tiny_models import HYBRID, LAYERS, teacher_config, tiny_student, tiny_teacher
 
 
 def planned(folder: Path, family: str, profile: str, layers: tuple[int, ...], **changes: Any) -> Plan:
     tiny_teacher(family).save_pretrained(folder)
-    wiring = DeltaNetOptions.preset(profile, layers, **changes)
-    return make_plan(open_teacher(folder), wiring, torch.float32, 10**9, 256)
+    softmax = [index for index in range(LAYERS) if index not in layers]
+    table = LayerTable.preset(LAYERS, profile=profile, softmax=softmax, **changes)
+    return make_plan(open_teacher(folder), table, torch.float32, 10**9, 256)
 
 
-@pytest.mark.parametrize("profile", ["teacher", "native"])
+@pytest.mark.parametrize("profile", ["faithful", "qwen3_5"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parameters_are_those_of_the_models(tmp_path: Path, family: str, profile: str) -> None:
     plan = planned(tmp_path, family, profile, HYBRID)
@@ -40,7 +42,7 @@ def test_parameters_are_those_of_the_models(tmp_path: Path, family: str, profile
 
 
 def test_what_is_copied_expanded_created_and_dropped(tmp_path: Path) -> None:
-    native, teacher = (planned(tmp_path / p, "qwen3", p, (0,)).layers[0] for p in ("native", "teacher"))
+    native, teacher = (planned(tmp_path / p, "qwen3", p, (0,)).layers[0] for p in ("qwen3_5", "faithful"))
     hidden, heads, kv, size_, inner = 32, 4, 2, 16, 48
     attention = 2 * hidden * heads * size_  # q and o
     rest = 3 * hidden * inner + 2 * hidden  # MLP, two norms
@@ -70,7 +72,7 @@ def test_kv_cache_of_windows_is_what_transformers_keeps(tmp_path: Path, family: 
         assert layer.kv_bytes(10**6) == layer.kv_bytes_per_token * (layer.window or 10**6)
 
 
-@pytest.mark.parametrize(("profile", "changes"), [("teacher", {}), ("native", {}), ("teacher", {"expand_kv": False})])
+@pytest.mark.parametrize(("profile", "changes"), [("teacher", {}), ("qwen3_5", {}), ("teacher", {"expand_kv": False})])
 def test_state_bytes_are_what_the_layer_keeps(tmp_path: Path, profile: str, changes: dict[str, Any]) -> None:
     plan = planned(tmp_path, "qwen3", profile, tuple(range(LAYERS)), **changes)
     model = tiny_student("qwen3", profile, **changes)
@@ -84,7 +86,7 @@ def test_state_bytes_are_what_the_layer_keeps(tmp_path: Path, profile: str, chan
 
 
 def test_hybrid_cache_adds_both_kinds(tmp_path: Path) -> None:
-    plan = planned(tmp_path, "llama", "teacher", HYBRID)
+    plan = planned(tmp_path, "llama", "faithful", HYBRID)
     state, kv = plan.layers[0].state_bytes, plan.layers[1].kv_bytes_per_token
     for row, context in zip(plan.cache_table(), CONTEXTS, strict=True):
         assert row == {"context": context, "teacher": 4 * kv * context, "converted": 2 * state + 2 * kv * context}
@@ -98,7 +100,7 @@ def test_windows_by_layer() -> None:
 
 
 def test_plan_is_printable_and_json(tmp_path: Path) -> None:
-    plan = planned(tmp_path, "gemma2", "native", HYBRID)
+    plan = planned(tmp_path, "gemma2", "qwen3_5", HYBRID)
     value = json.loads(json.dumps(plan.to_json()))
     assert value["converted_layers"] == list(HYBRID)
     assert value["bytes"] == plan.layout.nbytes

@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 
 from deltanet_convert.export.export_command import export_command, refuse_obstacles
 from deltanet_convert.export.obstacles import FORMATS, export_obstacles, teacher_obstacles
-from deltanet_hf import DeltaNetOptions, converted_config
+from deltanet_hf import LayerTable, converted_config
 from deltanet_hf.errors import UserError
 from deltanet_hf.models.families import FAMILIES
-from support.tiny_export import EVERY_OTHER, ROTARY, SIZES, exportable_model, exportable_options, saved
+from support.tiny_export import EVERY_OTHER, ROTARY, SIZES, exportable_model, exportable_table, saved
 from support.tiny_models import teacher_config
 
 ALL = (0, 1, 2, 3)
@@ -27,27 +27,31 @@ SLIDING = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers":
 def config(model_type: str, layers: tuple[int, ...] = ALL, wiring: dict[str, Any] | None = None, **changes: Any) -> Any:
     config_class: Any = FAMILIES[model_type].config_class
     teacher = config_class(**{**SIZES, **changes})
-    return converted_config(teacher, exportable_options(layers, wiring))
+    return converted_config(teacher, exportable_table(layers, wiring))
 
 
 REFUSED: dict[str, tuple[Any, str, tuple[str, ...]]] = {
     "hidden_act": (config("llama", hidden_act="gelu"), "hidden_act", FORMATS),
     "mlp_bias": (config("llama", mlp_bias=True), "mlp_bias", FORMATS),
     "attention_bias": (config("llama", attention_bias=True), "attention_bias", FORMATS),
-    "rope": (config("llama", wiring={"rope": True}), "deltanet.rope", FORMATS),
-    "q/k norms": (config("qwen3", wiring={"qk_norm": True}), "deltanet.qk_norm", FORMATS),
-    "no convolution": (config("llama", wiring={"conv_size": 0}), "deltanet.conv_size", FORMATS),
-    "no q/k SiLU": (config("llama", wiring={"qk_activation": "none"}), "deltanet.qk_activation", FORMATS),
-    "no v SiLU": (config("llama", wiring={"v_activation": "none"}), "deltanet.v_activation", FORMATS),
-    "norm per head": (config("llama", wiring={"output_norm": "per_head"}), "deltanet.output_norm", FORMATS),
-    "no gate": (config("llama", wiring={"output_gate": False}), "deltanet.output_gate", FORMATS),
-    "gate bias": (config("llama", wiring={"gate_bias": True}), "deltanet.gate_bias", FORMATS),
-    "several writes": (
-        config("llama", wiring={"profile": "teacher", "householder_steps": 2}),
-        "deltanet.householder_steps",
+    "rope": (config("llama", wiring={"rope": True}), "deltanet.kinds.linear.rope", FORMATS),
+    "q/k norms": (config("qwen3", wiring={"qk_norm": True}), "deltanet.kinds.linear.qk_norm", FORMATS),
+    "no convolution": (config("llama", wiring={"conv_size": 0}), "deltanet.kinds.linear.conv_size", FORMATS),
+    "no q/k SiLU": (config("llama", wiring={"qk_activation": "none"}), "deltanet.kinds.linear.qk_activation", FORMATS),
+    "no v SiLU": (config("llama", wiring={"v_activation": "none"}), "deltanet.kinds.linear.v_activation", FORMATS),
+    "norm per head": (
+        config("llama", wiring={"output_norm": "per_head"}),
+        "deltanet.kinds.linear.output_norm",
         FORMATS,
     ),
-    "q/k/v bias": (config("qwen2", wiring={"profile": "teacher"}), "deltanet.profile", FORMATS),
+    "no gate": (config("llama", wiring={"output_gate": False}), "deltanet.kinds.linear.output_gate", FORMATS),
+    "gate bias": (config("llama", wiring={"gate_bias": True}), "deltanet.kinds.linear.gate_bias", FORMATS),
+    "several writes": (
+        config("llama", wiring={"mixer": "deltaproduct", "profile": "faithful"}),
+        "deltanet.kinds.linear.mixer",
+        FORMATS,
+    ),
+    "q/k/v bias": (config("qwen2", wiring={"qkv_bias": True}), "deltanet.kinds.linear.qkv_bias", FORMATS),
     "llama hybrid": (config("llama", EVERY_OTHER), "kept layers", FORMATS),
     "sliding window": (config("qwen3", EVERY_OTHER, **SLIDING), "sliding window", FORMATS),
     "llama3": (config("qwen3", EVERY_OTHER, rope_parameters=LLAMA3), "rope_parameters", ("gguf",)),
@@ -85,7 +89,7 @@ def test_rotary_embeddings_that_every_runtime_computes(rope_type: str) -> None:
 def test_families_with_another_skeleton_are_refused(model_type: str) -> None:
     teacher = teacher_config(model_type)
     assert [obstacle.name for obstacle in teacher_obstacles(teacher, ALL)] == ["family"]
-    converted = converted_config(teacher, DeltaNetOptions.native(ALL))
+    converted = converted_config(teacher, LayerTable.preset(4, profile="qwen3_5"))
     assert "family" in [obstacle.name for obstacle in export_obstacles(converted)]
 
 
@@ -109,7 +113,7 @@ def test_refusal_lists_every_obstacle(tmp_path: Path) -> None:
     folder = saved(exportable_model("llama", EVERY_OTHER, wiring={"gate_bias": True}), tmp_path / "model")
     with pytest.raises(UserError) as caught:
         refuse_obstacles(folder, "gguf")
-    assert "deltanet.gate_bias" in str(caught.value)
+    assert "deltanet.kinds.linear.gate_bias" in str(caught.value)
     assert "kept layers" in str(caught.value)
     with pytest.raises(UserError, match="kept layers"):
         export_command(str(folder), tmp_path / "out")

@@ -27,7 +27,7 @@ def scatter(fit):
             parameter.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
 
 
-@pytest.mark.parametrize("profile", ["native", "teacher"])
+@pytest.mark.parametrize("profile", ["qwen3_5", "faithful"])
 @torch.no_grad()
 def test_the_folded_layer_is_the_fitted_one(profile):
     layer, fit, samples, kwargs = prepared(profile)
@@ -40,7 +40,7 @@ def test_the_folded_layer_is_the_fitted_one(profile):
 @torch.no_grad()
 def test_the_search_finds_the_memory_that_made_the_target():
     layer, fit, samples, _ = prepared()
-    states = layer.num_kv_heads
+    states = layer.num_states
     half_life = torch.tensor([fit_module.HALF_LIVES[1 + i % 4] for i in range(states)])
     strength = torch.tensor([fit_module.STRENGTHS[2 + i % 2] for i in range(states)])
     channels = torch.rand(layer.num_heads, layer.head_dim) + 0.5
@@ -58,10 +58,10 @@ def test_the_search_finds_the_memory_that_made_the_target():
     torch.testing.assert_close(fit.weight, wanted["weight"], rtol=0.02, atol=0.02)
 
 
-@pytest.mark.parametrize("profile", ["native", "teacher"])
+@pytest.mark.parametrize("profile", ["qwen3_5", "faithful"])
 def test_descent_learns_gates_that_depend_on_the_input(profile):
     layer, fit, samples, _ = prepared(profile, sequences=4, tokens=100)
-    fit.set_memory(torch.full((layer.num_kv_heads,), 8.0), torch.full((layer.num_kv_heads,), 0.2))
+    fit.set_memory(torch.full((layer.num_states,), 8.0), torch.full((layer.num_states,), 0.2))
     start = {name: value.clone() for name, value in fit.state_dict().items()}
     scatter(fit)
     with torch.no_grad():
@@ -83,18 +83,18 @@ def test_few_tokens_leave_few_components():
 def test_one_state_can_serve_several_query_heads():
     layer, fit, samples, _ = prepared(expand_kv=False)
     search_memory(fit, samples.search_part())
-    assert fit.A_log.shape == (layer.num_kv_heads,) != (layer.num_heads,)
+    assert fit.A_log.shape == (layer.num_states,) != (layer.num_heads,)
     assert relative_mse(fit, samples) < 1.0
 
 
 @torch.no_grad()
 def test_constants_without_biases_come_from_a_direction():
-    layer, _, _, _ = prepared("native")
+    layer, _, _, _ = prepared("qwen3_5")
     generator = torch.Generator().manual_seed(2)
     x, other = (torch.randn(1, 400, 32, generator=generator) * 0.3 for _ in range(2))
     common = torch.randn(32, generator=generator)  # a component of all inputs, as in trained models
     fit = GateFit(layer, x + common)
-    fit.set_memory(torch.full((layer.num_kv_heads,), 16.0), torch.full((layer.num_kv_heads,), 0.1))
+    fit.set_memory(torch.full((layer.num_states,), 16.0), torch.full((layer.num_states,), 0.1))
     fit.fold()
     assert layer.b_proj.bias is None
     assert layer.g_proj.bias is None

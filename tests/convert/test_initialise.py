@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from deltanet_convert.start.initialise import LayerCalibration, initialise_layer
 
 from deltanet_convert.compare_to_teacher import softmax_error
 from deltanet_convert.start import copy_weights, fit
+from deltanet_convert.start.calibration import LayerCalibration
+from deltanet_convert.start.gated_deltanet import start_gated_deltanet
 from deltanet_hf.models.families import FAMILIES
 from support.blank_layers import blank_layer, layer_inputs
 from support.tiny_models import tiny_teacher
@@ -15,7 +16,7 @@ def initialised(model_type, profile, index=0, **changes):
     teacher = tiny_teacher(model_type, attn_implementation="eager")
     attention, states, kwargs = layer_inputs(teacher, index)
     layer = blank_layer(model_type, profile, index, **changes)
-    figures = initialise_layer(attention, layer, LayerCalibration(states, kwargs))
+    figures = start_gated_deltanet(attention, layer, LayerCalibration(states, kwargs))
     return attention, layer, states, kwargs, figures
 
 
@@ -26,7 +27,7 @@ def short_fit(monkeypatch):
     monkeypatch.setattr(fit, "STRENGTHS", (0.05, 0.5))
 
 
-@pytest.mark.parametrize("profile", ["native", "teacher"])
+@pytest.mark.parametrize("profile", ["qwen3_5", "faithful"])
 @pytest.mark.parametrize("model_type", sorted(FAMILIES))
 @torch.no_grad()
 def test_keeps_the_teachers_attention_and_fits_its_output(model_type, profile):
@@ -39,7 +40,7 @@ def test_keeps_the_teachers_attention_and_fits_its_output(model_type, profile):
         error = float((got - want).square().sum() / want.square().sum())
         assert error == pytest.approx(figures.fit_mse, rel=1e-3)  # the figures are those of the layer itself
         assert error < min(1.0, figures.search_mse)
-        assert len(figures.half_life) == len(figures.beta) == layer.num_kv_heads
+        assert len(figures.half_life) == len(figures.beta) == layer.num_states
         assert min(figures.half_life) > 0
         assert 0 < min(figures.beta) <= max(figures.beta) < 1
 
@@ -55,12 +56,12 @@ def tile_heads(rows, head_dim, times):
 @pytest.mark.parametrize("mapping", [repeat_rows, tile_heads])
 def test_a_wrong_head_mapping_is_not_the_teacher(mapping, monkeypatch):
     monkeypatch.setattr(copy_weights, "expand_heads", mapping)
-    attention, layer, states, kwargs, _ = initialised("llama", "teacher")
+    attention, layer, states, kwargs, _ = initialised("llama", "faithful")
     assert softmax_error(attention, layer, states, kwargs) > 0.1
 
 
 def test_query_heads_read_their_own_key_value_head():
-    attention, layer, *_ = initialised("qwen2", "teacher")
+    attention, layer, *_ = initialised("qwen2", "faithful")
     heads, kv_heads, size = layer.num_heads, attention.config.num_key_value_heads, layer.head_dim
     for head in range(heads):
         source = head // (heads // kv_heads)
@@ -71,13 +72,13 @@ def test_query_heads_read_their_own_key_value_head():
 
 
 def test_one_state_per_key_value_head():
-    attention, layer, states, kwargs, figures = initialised("qwen2", "teacher", expand_kv=False)
+    attention, layer, states, kwargs, figures = initialised("qwen2", "faithful", expand_kv=False)
     assert torch.equal(layer.k_proj.weight, attention.k_proj.weight)
     assert len(figures.half_life) == attention.config.num_key_value_heads
     assert softmax_error(attention, layer, states, kwargs) < 1e-5
 
 
-@pytest.mark.parametrize("profile", ["native", "teacher"])
+@pytest.mark.parametrize("profile", ["qwen3_5", "faithful"])
 def test_is_reproducible_from_a_seed(profile):
     states = []
     for _ in range(2):
@@ -89,7 +90,7 @@ def test_is_reproducible_from_a_seed(profile):
 
 
 def test_the_convolution_stays_an_identity():
-    layer = initialised("llama", "native")[1]
+    layer = initialised("llama", "qwen3_5")[1]
     assert layer.conv1d is not None
     assert torch.equal(layer.conv1d.weight[..., -1], torch.ones_like(layer.conv1d.weight[..., -1]))
     assert not layer.conv1d.weight[..., :-1].any()

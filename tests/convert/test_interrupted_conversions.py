@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from deltanet_convert import layer_step
+from deltanet_convert.start import START
 from deltanet_hf.errors import UserError
 from deltanet_hf.publish import Workspace
 from support.tiny_conversion import quick_start, teacher_folder, tiny_conversion
@@ -65,7 +65,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_step, "initialise_layer", quick_start)
+    monkeypatch.setitem(START, "gated_deltanet", quick_start)
 
 
 class Stop(Exception):
@@ -98,7 +98,7 @@ def test_resume_skips_finished_layers_and_gives_the_same_bytes(
         fitted.append(layer.layer_idx)
         return quick_start(attention, layer, calibration, fit_memory)
 
-    monkeypatch.setattr(layer_step, "initialise_layer", count)
+    monkeypatch.setitem(START, "gated_deltanet", count)
     assert not interrupted.exists()
     report = tiny_conversion(teacher, interrupted, resume=True)
     assert fitted == [1]
@@ -122,7 +122,7 @@ def test_overwrite_discards_an_interrupted_conversion(teacher: Path, interrupted
     ("changes", "named"),
     [
         ({"seed": 3}, "seed"),
-        ({"profile": "native"}, "profile"),
+        ({"profile": "qwen3_5"}, "profile"),
         ({"layers": "keep:1"}, "layers"),
         ({"dtype": "bfloat16"}, "dtype"),
         ({"shard_size": 1000}, "shard_size"),

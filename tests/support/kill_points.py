@@ -22,9 +22,10 @@ from typing import Any
 
 import torch
 
-from deltanet_convert import layer_step, output_files
+from deltanet_convert import output_files
 from deltanet_convert.export import gguf
 from deltanet_convert.export.stream_export import write_export
+from deltanet_convert.start import START
 from deltanet_hf.errors import UserError
 from support.tiny_conversion import quick_start, teacher_folder, tiny_conversion
 from support.tiny_export import exportable_model, planned, saved
@@ -43,7 +44,7 @@ class Work:
 
 
 def conversion(folder: Path) -> Work:
-    layer_step.initialise_layer = quick_start
+    START["gated_deltanet"] = quick_start
     output_files.layer_error_plot = lambda layers, path: path.write_bytes(json.dumps(layers).encode())
     teacher = teacher_folder(folder / "teacher", "qwen2", num_hidden_layers=2)
     out = folder / "out"

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deltanet_convert.start.initialise import LayerCalibration, LayerFigures
 from tokenizers import Regex, Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
@@ -16,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from deltanet_convert.convert import convert
 from deltanet_convert.job import Job, prepare
 from deltanet_convert.options import ConvertOptions
+from deltanet_convert.start.calibration import LayerCalibration
 from deltanet_convert.start.copy_weights import copy_attention
 from deltanet_hf.data import shipped_texts
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
@@ -64,13 +64,13 @@ def tiny_conversion(teacher: Path, out: Path, **options: Any) -> dict[str, Any]:
 @torch.no_grad()
 def quick_start(
     attention: Any, layer: GatedDeltaNet, calibration: LayerCalibration, fit_memory: bool = True
-) -> LayerFigures:
-    """Sets deterministic start values without the fit, for tests of the code around it."""
+) -> dict[str, Any]:
+    """A rule of `START` that sets deterministic start values without the fit, for tests of the code around it."""
     copy_attention(attention, layer)
     for name in ("a_proj", "b_proj", "g_proj"):
         projection = getattr(layer, name)
         projection.weight.normal_(0, 0.1)
         if projection.bias is not None:
             projection.bias.fill_(1.0)
-    heads = layer.num_kv_heads
-    return LayerFigures([1.0] * heads, [0.5] * heads, 1.0, float(calibration.hidden_states.square().mean()))
+    figures = {"half_life": [1.0] * layer.num_states, "beta": [0.5] * layer.num_states}
+    return {**figures, "search_mse": 1.0, "fit_mse": float(calibration.hidden_states.square().mean())}

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from deltanet_convert.export.export_plan import ExportPlan, plan_export
 from deltanet_convert.export.model_folder import ConvertedModel
 from deltanet_convert.export.stream_export import write_export
-from deltanet_hf import DeltaNetOptions, converted_config
+from deltanet_hf import LayerTable, converted_config
 from deltanet_hf.models.factory import model_class
 from deltanet_hf.models.families import FAMILIES
 from support.tiny_conversion import tiny_tokenizer
@@ -60,17 +60,20 @@ def randomise(model: torch.nn.Module, seed: int = 0, scale: float = 0.2) -> None
                 parameter.copy_(noise * (0.5 if "conv1d" in name else scale))
 
 
-def exportable_options(layers: tuple[int, ...], wiring: dict[str, Any] | None = None) -> DeltaNetOptions:
-    """Options of the exportable profile, with the changes in `wiring`."""
-    return DeltaNetOptions.from_dict({**DeltaNetOptions.native(layers).to_dict(), **(wiring or {})})
+def exportable_table(layers: tuple[int, ...], changes: dict[str, Any] | None = None) -> LayerTable:
+    """The layer table of the exportable profile, with `changes` of its settings; `layers` are converted."""
+    softmax = tuple(index for index in range(SIZES["num_hidden_layers"]) if index not in layers)
+    return LayerTable.preset(
+        SIZES["num_hidden_layers"], **{"profile": "qwen3_5", "softmax": softmax, **(changes or {})}
+    )
 
 
 def exportable_model(
     model_type: str, layers: tuple[int, ...] = (0, 1, 2, 3), wiring: dict[str, Any] | None = None, **changes: Any
 ) -> PreTrainedModel:
-    """A converted model in the exportable profile, float32, in eval mode; config values and wiring can be changed."""
+    """A converted model in the exportable profile, float32, in eval mode; `wiring` changes settings of its layers."""
     config_class: Any = FAMILIES[model_type].config_class
-    config = converted_config(config_class(**{**SIZES, **changes}), exportable_options(layers, wiring))
+    config = converted_config(config_class(**{**SIZES, **changes}), exportable_table(layers, wiring))
     model = model_class(model_type)(config)
     randomise(model)
     return model.eval()
