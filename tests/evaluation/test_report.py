@@ -137,9 +137,12 @@ def test_several_processes_give_the_same_numbers(options: ReportOptions, tmp_pat
         (lambda empty: {"suite": "huge"}, "--suite huge"),
         (lambda empty: {"baselines": ("magic",)}, "--baselines magic"),
         (lambda empty: {"students": [str(empty)]}, "not a model that can be loaded"),
-        (lambda empty: {"texts": {"x": empty / "none.txt"}}, "no such text file"),
+        (lambda empty: {"texts": {"x": empty / "none.txt"}}, "none.txt: no such file"),
         (lambda empty: {"data": empty}, "no file of a known task"),
-        (lambda empty: {"suite": "texts", "texts": {"x": empty / "none.txt"}, "processes": 2}, "no such text file"),
+        (
+            lambda empty: {"suite": "texts", "texts": {"x": empty / "none.txt"}, "processes": 2},
+            "none.txt: no such file",
+        ),
     ],
     ids=["suite", "baseline", "student", "text", "data", "text in a process"],
 )
