@@ -170,7 +170,7 @@ def _layer_plan(
         else:
             kind = "copied" if tuple(before[source].shape) == spec.shape else "expanded"
         counts[kind] += spec.numel
-    kind = table[index]
+    replaced = table[index]
     attention: Any = student.model.layers[index].self_attn
     item = mine[0].dtype.itemsize
     teacher_attention: Any = teacher.model.model.layers[index].self_attn
@@ -179,13 +179,13 @@ def _layer_plan(
     return LayerPlan(
         index=index,
         kind=table.layers[index],
-        title="softmax" if kind is None else kind.mixer.title,
+        title="softmax" if replaced is None else replaced.mixer.title,
         normed=index in getattr(student.config, INSERTED_QK_NORMS, ()),
         window=sliding_window(config, index),
         **counts,
         dropped=sum(tensor.numel() for name, tensor in before.items() if name not in sources),
         nbytes=sum(spec.nbytes for spec in mine),
-        state_bytes=0 if kind is None else attention.state_bytes(mine[0].dtype),
+        state_bytes=0 if replaced is None else attention.state_bytes(mine[0].dtype),
         kv_bytes_per_token=2 * kv_width * item,
     )
 

@@ -391,8 +391,8 @@ class Mixer(LayerKind, nn.Module):
     ) -> tuple[Tensor, State]:
         """Everything between the layer's input x [B, T, hidden] and the output norm [B, T, H, D]."""
         batch, length, _ = x.shape
-        parts, conv_tail = self._convolve(self.project(x), padding, state, keep_state, cu_seqlens)
-        q, k, v = self._rotated(*parts, position_embeddings)
+        (q, k, v), conv_tail = self._convolve(self.project(x), padding, state, keep_state, cu_seqlens)
+        q, k, v = self._rotated(q, k, v, position_embeddings)
         if self.settings.qk_activation == "silu":
             q, k = F.silu(q), F.silu(k)
         if self.settings.v_activation == "silu":

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -85,6 +85,7 @@ class DeltaProduct(GatedDeltaNet):
     title: ClassVar[str] = "Gated DeltaProduct"
     Settings: ClassVar[type[MixerProjections]] = DeltaProductSettings
     settings: DeltaProductSettings  # type: ignore[assignment]
+    householder: nn.ModuleList
 
     @classmethod
     def default_settings(cls, profile: str, training: bool = True) -> MixerProjections:
@@ -105,6 +106,7 @@ class DeltaProduct(GatedDeltaNet):
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """As in the base class, with k, v [B, T, n_h*HV*D], the heads of the first write first."""
         q, k, v = super().project(x)
+        write: Any
         for write in self.householder:
             k_new, v_new = self.normalise(write.k_proj(x), self.k_norm), write.v_proj(x)
             k, v = torch.cat([k_new.to(k.dtype), k], dim=-1), torch.cat([v_new, v], dim=-1)
@@ -113,6 +115,7 @@ class DeltaProduct(GatedDeltaNet):
     def gates(self, x: Tensor, padding: Tensor | None) -> tuple[Tensor, ...]:
         """Log decay g [B, T, HV] and write strengths beta [B, T, n_h*HV] in the order of `project`."""
         g, beta = super().gates(x, padding)
+        write: Any
         for write in self.householder:
             b = write.b_proj(x)
             if padding is not None:

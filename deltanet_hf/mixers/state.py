@@ -151,6 +151,9 @@ def cache_bytes(cache: Cache) -> int:
     """Bytes that a cache holds: the states of converted layers, the keys and values of the others."""
     tensors: list[Tensor] = []
     for layer in cache.layers:
-        kept = layer.state.values() if isinstance(layer, MixerCacheLayer) else (layer.keys, layer.values)  # type: ignore[attr-defined]
+        if isinstance(layer, MixerCacheLayer):
+            kept: list[Any] = list(layer.state.values())
+        else:
+            kept = [getattr(layer, name, None) for name in ("keys", "values")]
         tensors += [tensor for tensor in kept if isinstance(tensor, Tensor)]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -70,7 +70,7 @@ class WindowAttention(LayerKind):
             raise UserError(
                 f"layer {layer_idx}: its attention is offloaded or compiled; put the window on it before that"
             )
-        attention.__class__ = windowed_class(_unrestricted(type(attention)))
+        attention.__class__ = windowed_class(_unrestricted(type(attention)))  # type: ignore[arg-type]
         attention.settings = settings
         return attention
 
@@ -267,10 +267,11 @@ def restrict_to_window(model: PreTrainedModel, window: int = 64, sinks: int = 4)
     decoder: Any = getattr(model, "model", None)
     found = False
     for index, layer in enumerate(getattr(decoder, "layers", ())):
-        attention = getattr(layer, "self_attn", None)
-        if attention is not None and (isinstance(attention, WindowAttention) or not isinstance(attention, LayerKind)):
-            WindowAttention.from_attention(attention, model.config, index, settings)
-            found = True
+        attention: Any = getattr(layer, "self_attn", None)
+        if attention is None or (isinstance(attention, LayerKind) and attention.name != WindowAttention.name):
+            continue
+        WindowAttention.from_attention(attention, model.config, index, settings)
+        found = True
     if not found:
         raise UserError(f"{type(model).__name__}: no softmax attention was found in it, so no window can be put on it")
     announce(decoder)

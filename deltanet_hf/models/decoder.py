@@ -35,8 +35,9 @@ class LayerwiseDecoder:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._decoder: Any = model.model
-        self.layers: list[nn.Module] = list(self._decoder.layers)
+        decoder: Any = model.model
+        self._decoder = decoder
+        self.layers: list[nn.Module] = list(decoder.layers)
         self._recorders = nn.ModuleList([_Recorder(layer) for layer in self.layers])
 
     def enter(self, **inputs: Any) -> LayerInputs:

@@ -109,12 +109,7 @@ def _check_files(path: Path, recipe: Recipe) -> None:
     student = Path(recipe.student)
     if not (student / "config.json").is_file():
         problems.append(f"student: {student} is not a model folder; make one with `deltanet-hf convert`")
-    if (
-        recipe.baseline is None
-        and recipe.teacher is None
-        and student.is_dir()
-        and not (student / "conversion.json").is_file()
-    ):
+    if recipe.teacher is None and student.is_dir() and not (student / "conversion.json").is_file():
         problems.append(f"teacher: {student} has no conversion.json that names its teacher; set this key")
     stage_data = [stage.data for stage in recipe.stages if isinstance(stage, Repair) and stage.data is not None]
     for data in (recipe.data, *stage_data):

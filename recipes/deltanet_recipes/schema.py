@@ -157,33 +157,11 @@ class Recipe(Strict):
         "or any model with its vocabulary.",
     )
     output: str = Field(..., description="Folder for checkpoints, logs, plots and the final model.")
-    baseline: Literal["window"] | None = Field(
-        None,
-        description="window: for comparison, student is a softmax model (the teacher's folder, say) and is trained "
-        "seeing only the last 64 tokens and the first 4; nothing is converted, so no align stages",
-    )
     seed: int = Field(0, ge=0, description="Random seed of the data order and of new adapters.")
     data: Data = Field(default_factory=Data)
     stages: tuple[Stage, ...] = Field(..., description="The stages, which run in this order over consecutive tokens.")
     engine: Engine = Field(default_factory=Engine)
     log: Log = Field(default_factory=Log)
-
-    @model_validator(mode="after")
-    def _baseline_has_no_mixers(self) -> Recipe:
-        if self.baseline is None:
-            return self
-        name = f"baseline: {self.baseline}"
-        for stage in self.stages:
-            if isinstance(stage, Align):
-                raise ValueError(f"{name} has no converted layers to align: leave out the align stages")
-            if stage.train == "frozen":
-                raise ValueError(f"{name} with train: frozen trains nothing: use full or lora")
-        for data in (self.data, *(stage.data for stage in self.stages if isinstance(stage, Repair))):
-            if data is not None and data.isolate_documents:
-                raise ValueError(
-                    f"{name} gives sinks only to a row's first document: set data.isolate_documents to false"
-                )
-        return self
 
     @field_validator("stages")
     @classmethod

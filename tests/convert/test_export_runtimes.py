@@ -21,11 +21,11 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from deltanet_convert.export import gguf, runtime_check
+from deltanet_convert.export.comparison import Comparison
 from deltanet_convert.export.export_command import export_command
 from deltanet_convert.export.model_folder import ConvertedModel
 from deltanet_convert.export.runtime_check import (
     NEW_TOKENS,
-    Comparison,
     Reference,
     compare,
     compare_modes,

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from deltanet_convert.export.export_plan import ExportPlan, plan_export
 from deltanet_convert.export.model_folder import ConvertedModel
-from deltanet_convert.export.stream_export import ExportPlan, plan_export, write_export
+from deltanet_convert.export.stream_export import write_export
 from deltanet_hf import DeltaNetOptions, converted_config
 from deltanet_hf.models.factory import model_class
 from deltanet_hf.models.families import FAMILIES

@@ -15,13 +15,14 @@ from deltanet_hf.models.layers import LayerTable
 from ..options import DTYPES, parse_size
 from ..storage.saved_tokenizer import load_tokenizer
 from ..storage.teacher_source import resolve_source
+from .export_plan import plan_export
 from .gguf import OUTTYPES, write_gguf
 from .model_folder import ConvertedModel, read_converted_config
 from .obstacles import FORMATS, Obstacle, export_obstacles
 from .progress import progress_bar
 from .runtime_check import verify_export
 from .slots import uneven_note
-from .stream_export import plan_export, write_export
+from .stream_export import write_export
 
 DEFAULT_SHARD_SIZE = "5GB"
 

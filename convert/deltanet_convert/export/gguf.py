@@ -15,9 +15,10 @@ from deltanet_hf.errors import UserError
 from deltanet_hf.safe_write import sync_folder, write_atomically, writing
 
 from ..storage.safetensors_folder import read_json
+from .export_plan import ExportPlan
 from .folder_writer import Progress
 from .model_folder import file_states
-from .stream_export import ExportPlan, write_export
+from .stream_export import write_export
 
 REQUEST = "request.json"
 SCRIPT = "convert_hf_to_gguf.py"

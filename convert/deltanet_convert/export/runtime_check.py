@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -24,6 +23,7 @@ from deltanet_hf.data import shipped_texts
 from deltanet_hf.errors import QualityError
 
 from ..storage.saved_tokenizer import load_tokenizer
+from .comparison import OURS, Comparison, differences_table, speeds_table
 from .model_folder import ConvertedModel
 from .runtimes import BFLOAT16, FLOAT32, RUNTIMES, STORED, Runtime, Step, describe, generated, installed
 
@@ -31,47 +31,6 @@ PROMPT_LENGTHS = (2, 7, 33, 130)  # in tokens: shorter than the convolution, sho
 NEW_TOKENS = 16
 SPEED_TOKENS = (256, 32)  # tokens read at once, tokens decoded after them
 TRANSCRIPT_TOKENS = 32
-# The order of sums alone gave 2e-4 in 30 layers; a wrong rewrite gives 1e-1 and more.
-LEAST_TOLERANCE = 1e-2
-OURS = "deltanet-hf"
-NOISE_FACTOR = 2.0  # a margin, because the mean is over a few hundred values with a heavy tail
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """One runtime in one mode, compared with deltanet-hf's model along the tokens that the runtime decoded."""
-
-    runtime: str
-    mode: str
-    tokens: int = 0
-    equal: int = 0  # tokens that are the most likely ones in deltanet-hf's model too
-    read: float = 0.0  # largest difference of a log-probability directly after a prompt
-    decoded: float = 0.0  # and after a token decoded with the runtime's own cache
-    mean: float = 0.0
-    margin: float = 0.0  # largest log-probability by which deltanet-hf's best token exceeds the runtime's
-    ours: float | None = 0.0  # mean difference that the dtype makes in deltanet-hf's model; None if quantised
-    own: float | None = None  # and in the runtime itself, if it also supports float32
-    speed: tuple[float, float] = (0.0, 0.0)  # tokens per second: read, decoded
-    text: str = field(default="", repr=False)
-
-    @property
-    def largest(self) -> float:
-        return max(self.read, self.decoded)
-
-    @property
-    def within(self) -> bool:
-        """Whether rounding explains the differences.
-
-        In float32, every single difference is compared with `LEAST_TOLERANCE`. In fewer bits, single differences have
-        no bound, and the mean is compared with the mean of the runtime's own rounding or, if it has no float32, with
-        the mean of the rounding in deltanet-hf's model. Quantised weights have no bound.
-        """
-        if self.ours is None:
-            return self.tokens > 0
-        if self.ours == 0.0:
-            return self.tokens > 0 and max(self.largest, self.margin) <= LEAST_TOLERANCE
-        rounding = self.ours if self.own is None else self.own
-        return self.tokens > 0 and self.mean <= max(LEAST_TOLERANCE, NOISE_FACTOR * rounding)
 
 
 @dataclass(frozen=True)
@@ -132,8 +91,8 @@ def verify_export(
     if not found:
         return
     ours = _ourselves(reference, dtype)
-    console.print(_differences(found))
-    console.print(_speeds([*ours, *found]))
+    console.print(differences_table(found))
+    console.print(speeds_table([*ours, *found]))
     for one in [*ours, *found] if prompt else []:
         console.print(f"[bold]{one.runtime}, {one.mode}[/bold]")
         console.print(one.text, highlight=False, markup=False)
@@ -251,36 +210,3 @@ def _ourselves(reference: Reference, dtype: torch.dtype | None) -> list[Comparis
         mode = str(used).removeprefix("torch.")
         found.append(Comparison(f"{OURS} {__version__}", mode, speed=measure_speed(ours, reference), text=text))
     return found
-
-
-def _differences(found: list[Comparison]) -> Table:
-    """Table of the largest differences after a prompt and while decoding, the mean, and the mean of rounding alone."""
-    columns = ("same", "read", "decoded", "mean", "rounding")
-    table = _table("Differences of log-probabilities from deltanet-hf in float32", columns)
-    table.add_column("")
-    for one in found:
-        verdict = "differs" if not one.within else "quantised" if one.ours is None else "ok"
-        noise = _short(one.own) if one.own is not None else f"{_short(one.ours)}, {OURS}" if one.ours else "-"
-        figures = (_short(one.read), _short(one.decoded), _short(one.mean), noise)
-        table.add_row(one.runtime, one.mode, f"{one.equal}/{one.tokens}", *figures, verdict)
-    return table
-
-
-def _speeds(found: list[Comparison]) -> Table:
-    table = _table("Tokens per second, one sequence", ("read", "decoded"))
-    for one in found:
-        table.add_row(one.runtime, one.mode, *(f"{value:.1f}" if value else "-" for value in one.speed))
-    return table
-
-
-def _table(title: str, numbers: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left")
-    for heading in ("runtime", "dtype"):
-        table.add_column(heading)
-    for heading in numbers:
-        table.add_column(heading, justify="right")
-    return table
-
-
-def _short(value: float) -> str:
-    return f"{value:.1e}".replace("e-0", "e-").replace("e+00", "")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
+from deltanet_hf.mixers import Mixer
 
 
 def expand_heads(rows: Tensor, head_dim: int, times: int) -> Tensor:
@@ -18,7 +18,7 @@ def expand_heads(rows: Tensor, head_dim: int, times: int) -> Tensor:
 
 
 @torch.no_grad()
-def copy_attention(attention: Any, layer: GatedDeltaNet) -> None:
+def copy_attention(attention: Any, layer: Mixer) -> None:
     """Copies the teacher's q, k, v, o projections and learned q/k norms into `layer`, as far as it has them."""
     head_dim, kv_heads = layer.head_dim, int(attention.config.num_key_value_heads)
     times = layer.num_states // kv_heads

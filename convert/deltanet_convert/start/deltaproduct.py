@@ -15,6 +15,7 @@ def start_deltaproduct(
 ) -> dict[str, Any]:
     """A rule of `START`. The fit ignores the further writes, so it is the same for any number of them."""
     figures = start_gated_deltanet(attention, layer, calibration, fit_memory)
+    write: Any
     for write in layer.householder:
         write.start(layer.k_proj)
     return figures

@@ -26,7 +26,7 @@ import deltanet_hf  # noqa: F401  (registers the converted families)
 from deltanet_hf.evaluation.measures.continuations import TokenRequest, exact_match
 from deltanet_hf.evaluation.measures.scores import Score, mean_score, perplexity_score
 from deltanet_hf.evaluation.measures.text_scores import repeat_means, window_means
-from deltanet_hf.mixers.window import restrict_to_window, restricted_as_saved
+from deltanet_hf.mixers.window import restrict_to_window
 from deltanet_recipes.training.model_pair import place
 
 TEXT_WINDOW = 1024  # tokens per window of a text
@@ -92,14 +92,12 @@ def _figure(score: Score) -> dict[str, float]:
 def load_for_measure(folder: str, device: torch.device, window: bool = False) -> nn.Module:
     """Load a teacher or student in eval mode, in bfloat16 on a GPU and float32 on a CPU.
 
-    A softmax model that was trained under a window is restricted to it.
-
     Args:
-        window: restrict any softmax model to the window of the baseline, without training.
+        window: put softmax layers under a window of 64 tokens + 4 sinks.
     """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
-    return place(restrict_to_window(model) if window else restricted_as_saved(model), device).eval()
+    return place(restrict_to_window(model) if window else model, device).eval()
 
 
 def append_rows(path: Path, rows: list[dict[str, Any]], order: Sequence[str] = ()) -> None:
@@ -140,7 +138,10 @@ def conversion_facts(folder: Path) -> dict[str, Any]:
     report = json.loads(path.read_text()) if path.is_file() else {}
     if "options" not in report:
         return {}
-    options = {key: report["options"].get(key) for key in ("profile", "set", "fit_memory", "layers", "seed")}
+    options = {
+        key: report["options"].get(key)
+        for key in ("mixer", "profile", "training", "set", "fit_memory", "layers", "seed")
+    }
     start = {key: report["held_out"][key] for key in ("perplexity", "kl")}
     start["relative_mse"] = float(np.mean([layer["relative_mse"] for layer in report["layers"]]))
     return {"conversion": options, "start": start}
@@ -165,7 +166,6 @@ def run_facts(folder: Path) -> dict[str, Any]:
             "stages": settings["stages"],
             "data": _without_folders(settings["data"]),
             "seed": settings["seed"],
-            "baseline": settings.get("baseline"),
         },
         "tokens": tokens,
         "seed": settings["seed"],

@@ -188,7 +188,7 @@ class StudyRun:
         if not run.keep:
             for name in ("final", "stages", "checkpoints"):
                 shutil.rmtree(folder / name, ignore_errors=True)
-        (folder / ROW).write_text(json.dumps({"asked": _asked(run), "row": row}, indent=1))
+        (folder / ROW).write_text(json.dumps({"settings": _settings(run), "row": row}, indent=1))
 
     def _finished(self, run: Run) -> bool:
         """Whether the run was done by an earlier call; its row is added to the results again, should they be new."""
@@ -196,7 +196,7 @@ class StudyRun:
         if not path.is_file():
             return False
         found = json.loads(path.read_text())
-        if found["asked"] != _asked(run):
+        if found["settings"] != _settings(run):
             raise UserError(f"{path.parent}: holds a run of this name with other settings; delete it or rename the run")
         append_rows(self.results, [found["row"]], self.order)
         return True
@@ -208,10 +208,10 @@ class StudyRun:
 
 def _converts(run: Run) -> bool:
     """Whether a run begins with a conversion, not with the teacher itself."""
-    return run.untrained not in ("teacher", "window") and "baseline" not in run.set
+    return run.untrained not in ("teacher", "window")
 
 
-def _asked(run: Run) -> dict[str, Any]:
+def _settings(run: Run) -> dict[str, Any]:
     return run.model_dump(mode="json", by_alias=True, exclude={"keep"})
 
 
@@ -235,7 +235,7 @@ def visible_gpus() -> list[str]:
 
 
 def main(
-    study: Annotated[Path, typer.Argument(help="YAML file; recipes/README.md explains every key.")],
+    study: Annotated[Path, typer.Argument(help="YAML file; docs/training.md explains every key.")],
     variables: Annotated[list[str] | None, typer.Argument(help="NAME=VALUE of the file's variables.")] = None,
     gpus: Annotated[int | None, typer.Option(min=1, help="Use this many GPUs; default: all.")] = None,
     per_gpu: Annotated[int, typer.Option(min=1, help="Runs at once on one GPU.")] = 1,

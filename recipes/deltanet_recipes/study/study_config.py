@@ -23,8 +23,9 @@ class Conversion(Strict):
     """What `deltanet-hf convert` is told."""
 
     layers: str = Field("all", description="--layers")
-    profile: str = Field("teacher", description="--profile")
-    target: Literal["native"] | None = Field(None, alias="for", description="--for, instead of a profile")
+    mixer: str = Field("gated_deltanet", description="--mixer")
+    profile: str = Field("faithful", description="--profile")
+    training: bool = Field(True, description="false: --no-training")
     set: dict[str, bool | int | str] = Field({}, description="--set, each key of it")
     fit_memory: bool = Field(True, description="false: --no-fit-memory")
     text: str | None = Field(None, description="--text; default: the text shipped with the project")
@@ -38,8 +39,8 @@ class Conversion(Strict):
 
     def arguments(self) -> list[str]:
         """The command line's."""
-        kind = ["--for", self.target] if self.target else ["--profile", self.profile]
-        arguments = ["--layers", self.layers, *kind]
+        arguments = ["--layers", self.layers, "--mixer", self.mixer, "--profile", self.profile]
+        arguments += [] if self.training else ["--no-training"]
         for key, value in self.set.items():
             arguments += ["--set", f"{key}={json.dumps(value) if isinstance(value, bool) else value}"]
         arguments += [] if self.fit_memory else ["--no-fit-memory"]

@@ -1,5 +1,7 @@
-"""What a distillation stage trains: what is new (mixers, and q/k norms that the conversion inserted into kept layers)
-always in full; the rest by LoRA, in full, or not at all. An imported model's mixers are not new: LoRA adapts them too.
+"""Chooses the weights that a stage trains.
+
+New weights (mixers, and q/k norms that the conversion inserted into softmax layers) are always trained in full; the
+rest by LoRA, in full, or not at all. An imported model's mixers are not new, so LoRA adapts them too.
 """
 
 from __future__ import annotations
@@ -9,11 +11,10 @@ from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
+from deltanet_hf.mixers import LayerKind
 from deltanet_hf.models.layers import INSERTED_QK_NORMS
 from deltanet_recipes.schema import DistilBase
 from deltanet_recipes.training.model_pair import decoder_layers, is_imported, mixer_name, mixers
-
-GATES = ("a_proj", "b_proj")  # one output a head: an adapter would be larger than they are
 
 
 def train_mixers(student: nn.Module) -> None:
@@ -24,7 +25,7 @@ def train_mixers(student: nn.Module) -> None:
 
 
 def inserted_norms(student: nn.Module) -> list[nn.Module]:
-    """The q/k norms of kept layers that the teacher does not have (`convert --for native`)."""
+    """The q/k norms of kept layers that the teacher does not have (`convert --profile qwen3_5`)."""
     layers = decoder_layers(student)
     attentions = [layers[index].self_attn for index in getattr(student.config, INSERTED_QK_NORMS, ())]
     return [norm for attention in attentions for norm in (attention.q_norm, attention.k_norm)]
@@ -64,8 +65,10 @@ def train_for(student: nn.Module, stage: DistilBase, seed: int) -> None:
 
 
 def lora_targets(student: nn.Module, kinds: tuple[str, ...]) -> list[str]:
-    """Names of the linear layers outside the new mixers: those of the MLPs, those of softmax attention, and in an
-    imported model those of linear attention but for its gates.
+    """Names of the linear layers that adapters are put on.
+
+    They are those of the MLPs and of attention that is the teacher's (softmax and windows). In an imported model they
+    are also those of linear attention, but for the ones that the mixer names in `without_lora`.
     """
     converted = {} if is_imported(student) else mixers(student)
     names = []
@@ -74,10 +77,12 @@ def lora_targets(student: nn.Module, kinds: tuple[str, ...]) -> list[str]:
             kind = "mlp" if part == "mlp" else "attention"
             if kind not in kinds or (kind == "attention" and index in converted):
                 continue
+            room = getattr(layer, part)
+            without = room.without_lora if isinstance(room, LayerKind) else ()
             names += [
                 f"model.layers.{index}.{part}.{name}"
-                for name, module in getattr(layer, part).named_modules()
-                if isinstance(module, nn.Linear) and name not in GATES
+                for name, module in room.named_modules()
+                if isinstance(module, nn.Linear) and name not in without
             ]
     return names
 

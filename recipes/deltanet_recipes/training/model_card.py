@@ -7,7 +7,6 @@ from typing import Any
 
 import yaml
 
-from deltanet_hf.mixers.window import SINKS, WINDOW
 from deltanet_recipes.schema import Recipe, Stage, stage_name
 from deltanet_recipes.training.model_pair import teacher_name
 
@@ -32,12 +31,12 @@ def write_card(
     if imported:
         heading = _imported(Path(recipe.student).name, title)
     else:
-        heading = _converted(title) if recipe.baseline is None else _baseline(title)
+        heading = _converted(title)
     lines = [
         "---",
         "library_name: transformers",
         "pipeline_tag: text-generation",
-        f"tags: [{'gated-deltanet, linear-attention, ' if recipe.baseline is None else ''}distillation]",
+        "tags: [gated-deltanet, linear-attention, distillation]",
         *([f"base_model: {teacher}"] if not Path(teacher).exists() and not imported else []),
         "---",
         "",
@@ -92,17 +91,6 @@ def _imported(student: str, teacher: str) -> list[str]:
         "A Qwen3.5 text model with the weight names of deltanet-hf, which trained it. Load it after",
         "`pip install deltanet-hf` with `AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)`;",
         "`deltanet-hf export` converts it back for other runtimes.",
-    ]
-
-
-def _baseline(teacher: str) -> list[str]:
-    return [
-        f"# {teacher} distilled under a window of {WINDOW} tokens and {SINKS} sinks",
-        "",
-        "A softmax model, for comparison with linear attention students, trained with deltanet-hf. The weights belong",
-        "to the restricted attention, which a plain `from_pretrained` does not set: load it, then call",
-        "`deltanet_hf.mixers.window.restricted_as_saved(model)`. `deltanet-hf` itself does so (`generate`, `eval`,",
-        "`report`).",
     ]
 
 

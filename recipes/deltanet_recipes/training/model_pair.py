@@ -11,18 +11,17 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import deltanet_hf  # noqa: F401  (registers the converted families)
-from deltanet_hf.errors import UserError
-from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
-from deltanet_hf.mixers.window import train_under_window
+from deltanet_hf.errors import UserError, one_line
+from deltanet_hf.mixers import LayerKind
 from deltanet_hf.models.families import FAMILIES, PREFIX
+from deltanet_hf.models.layers import LayerTable
 from deltanet_hf.models.qwen3_5_config import MODEL_TYPE
 from deltanet_recipes.schema import Align, Recipe, stage_name
 
 
-def load_student(folder: str, dtype: torch.dtype | None = None, baseline: str | None = None) -> PreTrainedModel:
-    """The model to be trained, in its stored dtype (or the one given): converted, or for a baseline a softmax model."""
-    student = _load(folder, "student", dtype or "auto")
-    return train_under_window(student) if baseline == "window" else student
+def load_student(folder: str, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """The converted model to be trained, in its stored dtype or the one given."""
+    return _load(folder, "student", dtype or "auto")
 
 
 def load_teacher(recipe: Recipe, dtype: torch.dtype) -> PreTrainedModel:
@@ -34,12 +33,7 @@ def check_models(recipe: Recipe) -> None:
     """Refuse, from their configs alone, a student and a teacher that do not belong together."""
     folder, name = recipe.student, teacher_name(recipe)
     student = _config(folder, "student")
-    if recipe.baseline == "window":
-        if student.model_type not in FAMILIES:
-            raise UserError(
-                f"student: {folder} has model_type {student.model_type!r}; baseline: window needs a teacher"
-            )
-    elif not student.model_type.startswith(PREFIX):
+    if not student.model_type.startswith(PREFIX):
         raise UserError(
             f"student: {folder} has model_type {student.model_type!r}, which is not a converted model; make one with "
             "`deltanet-hf convert`"
@@ -48,6 +42,7 @@ def check_models(recipe: Recipe) -> None:
     if student.model_type == MODEL_TYPE:
         _check_imported(recipe, student, config)
         return
+    _check_trainable(recipe, LayerTable.of(student))
     if config.model_type not in FAMILIES:
         raise UserError(f"teacher: {name} has model_type {config.model_type!r}, which is no supported teacher")
     for key in ("hidden_size", "num_hidden_layers", "vocab_size"):
@@ -56,6 +51,18 @@ def check_models(recipe: Recipe) -> None:
                 f"teacher: {name} has {key} {getattr(config, key)}, the student {getattr(student, key)}: "
                 "it is not the model this student was converted from"
             )
+
+
+def _check_trainable(recipe: Recipe, table: LayerTable) -> None:
+    """Refuse stages that have nothing to train: layers without new weights, such as windows, are not aligned."""
+    if any(kind.mixer.new_weights for kind in table.converted.values()):
+        return
+    for stage in recipe.stages:
+        where = f"stages.{stage_name(stage)}: {recipe.student} has no layer with weights that its teacher does not have"
+        if isinstance(stage, Align):
+            raise UserError(f"{where}, so there is nothing to align; leave the stage out")
+        if stage.train == "frozen" and not stage.train_embeddings:
+            raise UserError(f"{where}, so train: frozen trains nothing; use lora or full")
 
 
 def _check_imported(recipe: Recipe, student: Any, config: Any) -> None:
@@ -89,14 +96,9 @@ def _check_imported(recipe: Recipe, student: Any, config: Any) -> None:
 
 
 def teacher_name(recipe: Recipe) -> str:
-    """The recipe's teacher, else the one that conversion.json names: a folder, one beside the student, or a Hub id.
-
-    A baseline's teacher is by default the softmax model that it starts from.
-    """
+    """The recipe's teacher, else the one that conversion.json names: a folder, one beside the student, or a Hub id."""
     if recipe.teacher is not None:
         return recipe.teacher
-    if recipe.baseline is not None:
-        return recipe.student
     path = Path(recipe.student) / "conversion.json"
     teacher = json.loads(path.read_text(encoding="utf-8")).get("teacher")
     name = teacher.get("name") or teacher.get("path") if isinstance(teacher, dict) else teacher
@@ -110,7 +112,7 @@ def load_tokenizer(folder: str, key: str = "student") -> PreTrainedTokenizerBase
     try:
         return AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
-        raise UserError(f"{key}: {folder} has no usable tokenizer ({' '.join(str(error).split())})") from None
+        raise UserError(f"{key}: {folder} has no usable tokenizer ({one_line(error)})") from None
 
 
 def _config(name: str, key: str) -> Any:
@@ -119,14 +121,14 @@ def _config(name: str, key: str) -> Any:
     try:
         return AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
-        raise UserError(f"{key}: {name}: {' '.join(str(error).split())}") from None
+        raise UserError(f"{key}: {name}: {one_line(error)}") from None
 
 
 def _load(name: str, key: str, dtype: Any) -> PreTrainedModel:
     try:
         model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, attn_implementation="sdpa")
     except (OSError, ValueError) as error:
-        raise UserError(f"{key}: {name}: {' '.join(str(error).split())}") from None
+        raise UserError(f"{key}: {name}: {one_line(error)}") from None
     model.config.use_cache = False
     return model.eval()  # type: ignore[no-any-return]
 
@@ -153,10 +155,10 @@ def mixer_name(layer: nn.Module) -> str:
     return "linear_attn" if hasattr(layer, "linear_attn") else "self_attn"
 
 
-def mixers(student: nn.Module) -> dict[int, GatedDeltaNet]:
-    """The Gated DeltaNet layers' mixers by layer index."""
+def mixers(student: nn.Module) -> dict[int, Any]:
+    """The mixers with weights that the teacher does not have, by layer index."""
     found = {index: layer.get_submodule(mixer_name(layer)) for index, layer in enumerate(decoder_layers(student))}
-    return {index: mixer for index, mixer in found.items() if isinstance(mixer, GatedDeltaNet)}
+    return {index: mixer for index, mixer in found.items() if isinstance(mixer, LayerKind) and mixer.new_weights}
 
 
 def is_imported(student: nn.Module) -> bool:

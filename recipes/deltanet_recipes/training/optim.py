@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
+from deltanet_hf.mixers import LayerKind
 from deltanet_recipes.schema import StageBase
 from deltanet_recipes.schema_sections import Optimizer
 
@@ -20,7 +20,7 @@ def parameter_groups(module: nn.Module, settings: Optimizer) -> list[dict[str, A
     in_mixers = {
         id(p)
         for mixer in module.modules()
-        if isinstance(mixer, GatedDeltaNet)
+        if isinstance(mixer, LayerKind) and mixer.new_weights
         for name, p in mixer.named_parameters()
         if p.requires_grad and "lora_" not in name
     }

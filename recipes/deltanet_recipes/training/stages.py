@@ -82,7 +82,7 @@ class StageRun:
         """The student; after sharded training, a new copy of it in main memory with the trained weights."""
         if self.recipe.engine.sharding == "none":
             return self.student
-        fresh = load_student(self.recipe.student, torch.float32, self.recipe.baseline)
+        fresh = load_student(self.recipe.student, torch.float32)
         if not isinstance(self.stage, Align):
             train_for(fresh, self.stage, self.recipe.seed)
         parameters = dict(fresh.named_parameters())
