@@ -11,6 +11,7 @@ is. It is a kind of layer for `deltanet-hf convert --mixer window`, and the base
 
 from __future__ import annotations
 
+import copy
 import functools
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -72,6 +73,10 @@ class WindowAttention(LayerKind):
             )
         attention.__class__ = windowed_class(_unrestricted(type(attention)))  # type: ignore[arg-type]
         attention.settings = settings
+        if getattr(attention, "attn_logit_softcapping", None) is not None:  # SDPA would ignore the cap
+            eager = copy.copy(config)
+            eager._attn_implementation = "eager"
+            attention.config = eager  # type: ignore[assignment]
         return attention
 
     def state_shapes(self, dtype: torch.dtype) -> dict[str, TensorShape]:
