@@ -99,12 +99,16 @@ class StudyRun:
                     self._call("deltanet_recipes.cli", arguments, self.logs / f"{folder.name}.log", None, threads)
                 except Failed as failure:
                     error = str(failure)
-            with self.lock:
-                self.converted[folder] = error
-                self.lock.notify_all()
+            self.conversion_done(folder, error)
+
+    def conversion_done(self, folder: Path, error: str | None = None) -> None:
+        """Let the runs that use the converted model in `folder` begin, or fail with `error`."""
+        with self.lock:
+            self.converted[folder] = error
+            self.lock.notify_all()
 
     def _run_all(self, device: str | None) -> None:
-        while (run := self._next(device)) is not None:
+        while (run := self.next_run(device)) is not None:
             began = time.perf_counter()
             try:
                 row = self._run(run, device)
@@ -124,7 +128,7 @@ class StudyRun:
                 self._finish(run, row)
             typer.echo(f"{run.name}: {row.get('error') or _figures(row)} ({row['wall_seconds']:.0f} s)")
 
-    def _next(self, device: str | None) -> Run | None:
+    def next_run(self, device: str | None) -> Run | None:
         """The longest run whose conversion is done, once there is one; None when all are taken.
 
         A worker leaves it to one whose device has less to do.

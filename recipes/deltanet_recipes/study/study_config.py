@@ -11,7 +11,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from deltanet_hf.errors import UserError
+from deltanet_hf.errors import UserError, one_line
 from deltanet_recipes.config import read_recipe
 from deltanet_recipes.schema import Recipe, stage_tokens
 from deltanet_recipes.schema_sections import Strict
@@ -122,7 +122,7 @@ def load_study(path: Path, given: Sequence[str] = ()) -> Study:
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"{path}: cannot be read as YAML ({' '.join(str(error).split())})") from None
+        raise UserError(f"{path}: cannot be read as YAML ({one_line(error)})") from None
     if not isinstance(tree, dict) or not isinstance(tree.get("runs"), list):
         raise UserError(f"{path}: a study is a mapping with a list `runs`")
     variables = _variables(path, tree.pop("variables", None) or {}, given)

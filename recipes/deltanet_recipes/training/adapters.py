@@ -82,7 +82,7 @@ def lora_targets(student: nn.Module, kinds: tuple[str, ...]) -> list[str]:
             names += [
                 f"model.layers.{index}.{part}.{name}"
                 for name, module in room.named_modules()
-                if isinstance(module, nn.Linear) and name not in without
+                if isinstance(module, nn.Linear) and name.rpartition(".")[2] not in without
             ]
     return names
 
