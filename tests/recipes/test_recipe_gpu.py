@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from deltanet_hf.mixers import MIXERS
 from deltanet_recipes.data.packing import make_rows
 from deltanet_recipes.schema import Distil as DistilStage
 from deltanet_recipes.schema_sections import Engine
@@ -61,11 +62,11 @@ def relative_error(grad: torch.Tensor, truth: torch.Tensor) -> float:
     return float((grad - truth).norm() / truth.norm().clamp(min=1e-6))
 
 
-@pytest.fixture
-def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture(params=MIXERS)
+def models(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     changed: dict[str, Any] = {**SHAPE, **LARGER}
     monkeypatch.setattr("support.tiny_run.SHAPE", changed)
-    make_models(tmp_path)
+    make_models(tmp_path, mixer=request.param)
     return tmp_path
 
 

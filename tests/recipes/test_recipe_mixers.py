@@ -21,13 +21,15 @@ from deltanet_recipes.training.optim import parameter_groups
 from deltanet_recipes.training.pipeline import run
 from support.tiny_run import ALIGN, DISTIL, WORDS, make_workplace, recipe_tree, write_recipe
 
+SETTINGS = {"window": {"window": 8}}  # no document is longer than the default window
 IDS = torch.randint(4, 4 + WORDS, (2, 40), generator=torch.Generator().manual_seed(3))
 
 
 @pytest.fixture(params=MIXERS, scope="module")
 def workplace(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a student with this mixer in layers 0 and 2, beside its softmax layer 1."""
-    return make_workplace(tmp_path_factory.mktemp(request.param), layers=(0, 2), mixer=request.param)
+    settings = {"mixer": request.param, **SETTINGS.get(request.param, {})}
+    return make_workplace(tmp_path_factory.mktemp(request.param), layers=(0, 2), **settings)
 
 
 def train(workplace: Path, out: Path, stages: list[dict[str, Any]], **data: Any) -> Path:
@@ -46,7 +48,7 @@ def stages_for(workplace: Path, distil: dict[str, Any]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("train_key", ["lora", "full"])
 @pytest.mark.parametrize("isolated", [False, True])
 def test_it_is_aligned_and_distilled(workplace: Path, tmp_path: Path, train_key: str, isolated: bool) -> None:
-    stages = stages_for(workplace, {"tokens": 128 * 20, "train": train_key, "sequence_length": 128})
+    stages = stages_for(workplace, {"tokens": 128 * 20, "train": train_key, "ce_weight": 0.0})
     final = train(workplace, tmp_path / "run", stages, isolate_documents=isolated)
     rows = read_log(tmp_path / "run")
     aligned = [row["held_out.error.0"] for row in rows if "held_out.error.0" in row]
