@@ -17,7 +17,7 @@ from deltanet_hf.models.families import family_of
 from deltanet_hf.models.layers import INSERTED_QK_NORMS, SOFTMAX, LayerTable
 
 from .calibration_text import HELD_OUT_TOKENS, SEQUENCE_LENGTH
-from .start.norm_target import needs_norms, with_norms
+from .start.norm_config import needs_norms, with_norms
 from .storage.shard_writer import Layout, TensorSpec, plan_layout
 from .teacher_model import Teacher, meta_model, tied_names
 
@@ -108,7 +108,7 @@ def make_plan(
     """Plans the conversion of `teacher` into the layers of `table`, stored in `dtype`.
 
     Args:
-        insert_norms: give the kept layers q/k norms where the teacher has none (`norm_target.py`).
+        insert_norms: give the kept layers q/k norms where the teacher has none (`norm_config.py`).
     """
     kept = table.softmax
     inserted = insert_norms and needs_norms(teacher.config, kept)

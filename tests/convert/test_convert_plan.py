@@ -60,7 +60,7 @@ def test_what_is_copied_expanded_created_and_dropped(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "olmo3", "llama"])
 def test_kv_cache_of_windows_is_what_transformers_keeps(tmp_path: Path, family: str) -> None:
-    plan, model = planned(tmp_path, family, "teacher", HYBRID), tiny_teacher(family)
+    plan, model = planned(tmp_path, family, "faithful", HYBRID), tiny_teacher(family)
     length = 33
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
@@ -72,7 +72,9 @@ def test_kv_cache_of_windows_is_what_transformers_keeps(tmp_path: Path, family: 
         assert layer.kv_bytes(10**6) == layer.kv_bytes_per_token * (layer.window or 10**6)
 
 
-@pytest.mark.parametrize(("profile", "changes"), [("teacher", {}), ("qwen3_5", {}), ("teacher", {"expand_kv": False})])
+@pytest.mark.parametrize(
+    ("profile", "changes"), [("faithful", {}), ("qwen3_5", {}), ("faithful", {"expand_kv": False})]
+)
 def test_state_bytes_are_what_the_layer_keeps(tmp_path: Path, profile: str, changes: dict[str, Any]) -> None:
     plan = planned(tmp_path, "qwen3", profile, tuple(range(LAYERS)), **changes)
     model = tiny_student("qwen3", profile, **changes)
@@ -89,7 +91,7 @@ def test_hybrid_cache_adds_both_kinds(tmp_path: Path) -> None:
     plan = planned(tmp_path, "llama", "faithful", HYBRID)
     state, kv = plan.layers[0].state_bytes, plan.layers[1].kv_bytes_per_token
     for row, context in zip(plan.cache_table(), CONTEXTS, strict=True):
-        assert row == {"context": context, "teacher": 4 * kv * context, "converted": 2 * state + 2 * kv * context}
+        assert row == {"context": context, "faithful": 4 * kv * context, "converted": 2 * state + 2 * kv * context}
 
 
 def test_windows_by_layer() -> None:

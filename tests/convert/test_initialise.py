@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from deltanet_convert.compare_to_teacher import softmax_error
-from deltanet_convert.start import copy_weights, fit
+from deltanet_convert.start import copy_weights
 from deltanet_convert.start.calibration import LayerCalibration
 from deltanet_convert.start.gated_deltanet import start_gated_deltanet
 from deltanet_hf.models.families import FAMILIES
@@ -22,9 +22,9 @@ def initialised(model_type, profile, index=0, **changes):
 
 @pytest.fixture(autouse=True)
 def short_fit(monkeypatch):
-    monkeypatch.setattr(fit, "STEPS", 6)
-    monkeypatch.setattr(fit, "HALF_LIVES", (2.0, 64.0))
-    monkeypatch.setattr(fit, "STRENGTHS", (0.05, 0.5))
+    monkeypatch.setattr(gate_fit, "STEPS", 6)
+    monkeypatch.setattr(gate_fit, "HALF_LIVES", (2.0, 64.0))
+    monkeypatch.setattr(gate_fit, "STRENGTHS", (0.05, 0.5))
 
 
 @pytest.mark.parametrize("profile", ["qwen3_5", "faithful"])
