@@ -1,4 +1,4 @@
-"""Argument checks of the public operators: a message names the argument, what it got and what it needs."""
+"""Argument checks of the public operators. A message names the argument, what it got and what it needs."""
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary

@@ -3,8 +3,8 @@
     p_t = sum_w weight[w] x_{t-W+1+w} + bias;  y_t = act(p_t)         x_{-1}, x_{-2}, ... from the initial state
     dp_t = dy_t act'(p_t);  dx_t = sum_s weight[W-1-s] dp_{t+s};  dweight[w] = sum_t dp_t x_{t-W+1+w}
 
-The gradient of the initial state is dx at the positions -(W-1) .. -1; the last W-1 inputs are the final state, whose
-gradient joins dx there. p is computed again in the backward pass instead of being kept.
+The gradient of the initial state is dx at the positions -(W-1) .. -1. The last W-1 inputs are the final state, whose
+gradient is added to dx there. The backward pass computes p again instead of keeping it.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment, misc"
@@ -20,9 +20,9 @@ from deltanet_kernels.common.registration import differentiable, gradient, opera
 from deltanet_kernels.common.sequences import Chunks, cut_chunks, locate_chunk, locate_row
 from deltanet_kernels.common.sizes import cdiv, power_of_two
 
-TOKENS = 64  # of a program
-CHANNELS = 64
-AHEAD = 16  # tokens whose loads are under way together
+TOKENS = 64  # per program
+CHANNELS = 64  # per program
+AHEAD = 16  # tokens whose loads are issued together
 
 
 @triton.jit
@@ -97,7 +97,7 @@ def _conv_forward_kernel(
     D: tl.constexpr, BD: tl.constexpr, W: tl.constexpr, C: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr,
     INITIAL: tl.constexpr, VARLEN: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """One program a chunk of C tokens and BD channels, token after token; each thread holds the window of its own."""
+    """One program per chunk of C tokens and BD channels, token by token; a thread holds the window of its channels."""
     ND: tl.constexpr = (D + BD - 1) // BD
     c = tl.program_id(0) // ND
     d = (tl.program_id(0) % ND) * BD + tl.arange(0, BD)
@@ -230,7 +230,7 @@ def conv_forward(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None, silu: bool, final: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """y and the final state (empty unless asked for)."""
+    """y and the final state (empty unless requested)."""
     x, weight = x.contiguous(), weight.contiguous()
     state = None if state is None else state.contiguous()
     chunks, ND, sizes = _launch(x, weight, cu_seqlens)

@@ -4,8 +4,8 @@
 
     dn = dy w silu(z);  dx = (dn - n mean(n dn)) / rms(x);  dw = sum dy n silu(z);  dz = dy n w silu'(z)
 
-w is [D], or [H, D] for x [..., H, D]: a program stays with one head and leaves one partial dw, summed afterwards in
-a fixed order. Float32 inside.
+w is [D], or [H, D] for x [..., H, D]. Each program of the backward kernel processes rows of one head and writes one
+partial dw; the partial sums are added afterwards in a fixed order. Computes in float32.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -19,8 +19,8 @@ from deltanet_kernels.common.launch import launch
 from deltanet_kernels.common.registration import differentiable, gradient, operator
 from deltanet_kernels.common.sizes import cdiv, power_of_two
 
-ROWS = 32  # rows of D a tile
-TILES = 4  # tiles a program: fewer partial sums of dw
+ROWS = 32  # rows of D per tile
+TILES = 4  # tiles per program: fewer partial sums of dw
 
 
 @triton.jit

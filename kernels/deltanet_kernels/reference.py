@@ -1,4 +1,4 @@
-"""REFCN"""
+"""The short convolution and the gated norm in plain PyTorch: the CPU path, and the reference for the kernels."""
 
 from itertools import pairwise
 

@@ -19,7 +19,7 @@ def test_slices_of_V_never_exceed_the_head(K: int, V: int, dtype: torch.dtype, c
 
 @pytest.mark.parametrize(("K", "V"), [(16, 40), (40, 16), (32, 64), (64, 128), (128, 24)])
 def test_float16_tiles_lie_in_shared_memory_in_one_pattern(K: int, V: int) -> None:
-    """ptxas 12.8 mixes up tiles less than 128 bytes wide with the others (kernel_config.tile_width)."""
+    """ptxas 12.8 mixes up tiles less than 128 bytes wide with the others (config.tile_width)."""
     config = chunk_config(K, V, torch.float16, (9, 0))
     widths = [getattr(config, name) for name in ("state_BV", "output_BV", "grad_BV", "pair_BV", "input_BV")]
     assert min(tile_width(K, torch.float16), *widths) >= 64

@@ -1,6 +1,6 @@
 """Sequences cut into segments give what the recurrence gives, whatever their heads forget.
 
-Float32, chunks of 32 tokens. Segments that remember are walked one after the other or composed (chunk_segment.py); both
+Float32, chunks of 32 tokens. Segments that remember are walked one after the other or composed (segments.py); both
 are asked for here.
 """
 

@@ -1,8 +1,8 @@
 """Registration of operators with PyTorch, for torch.compile, autograd and CUDA graphs.
 
-`torch.library.custom_op` checks every call's outputs for aliases, which costs half a millisecond a call (measured,
-torch 2.11); the operators here never alias, so they are defined directly. And where nobody watches (no compiler, no
-gradients, no modes, plain tensors) a call skips PyTorch's dispatcher: it is the function itself.
+`torch.library.custom_op` checks every call's outputs for aliases, which costs half a millisecond per call (measured,
+torch 2.11); the operators here never alias, so they are defined directly. Where nothing observes a call (no compiler,
+no gradients, no modes, plain tensors), it skips PyTorch's dispatcher and calls the function itself.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""SEQ"""
+"""Cutting sequences into chunks, and locating a chunk's or a sequence's tokens from within a kernel.
+
+Rows of a batch have equal length. Packed sequences lie one after the other in a single row; their lengths are known
+only on the device, so a small kernel writes the table of chunks and the host launches an upper bound of programs.
+"""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
@@ -18,7 +22,7 @@ class Chunks:
     """How the tokens are cut into chunks: fixed rows, or packed sequences described on the device."""
 
     size: int
-    """tokens a chunk"""
+    """tokens per chunk"""
     rows: int
     """batch rows, or packed sequences"""
     tokens: int

@@ -1,11 +1,12 @@
-"""Chunkwise gated delta rule on CUDA: the launches, their registration with PyTorch, and the public function.
+"""Chunked gated delta rule on CUDA: the launches, their registration with PyTorch, and the entry point.
 
-    S_t = e^{g_t} S_{t-1} + beta_t k_t (v_t - k_t^T e^{g_t} S_{t-1})^T        o_t = scale * q_t^T S_t
+Forward: scores.py and solve.py, or hopper/solve.py for both, then states.py. Backward: states_backward.py, then
+gradients_pairs.py and gradients_inputs.py, or gradients_64.py or hopper/gradients_128.py for both. The package
+docstring says which kernel serves which call and defines the symbols. `Kept` lists what the forward pass keeps for
+the backward pass.
 
-Forward: chunk_scores.py (gates, norms, P, L) and chunk_prepare.py (T), or both in one on Hopper, then chunk_fwd.py
-(states, outputs). Backward: chunk_bwd.py, chunk_bwd_inputs.py, or one kernel for both, chunk_bwd_whole.py for small
-heads, on Hopper another for those of 128 (select.py). The forward pass keeps T, P, the states S [chunks, HV, V,
-K] and V' for it, and of sequences that are cut (chunk_segment.py) the maps M and what each segment forgets.
+Short names in this file: Tm is T, h the states S [chunks, HV, V, K], vn the values V', dh and dw the gradients of S and
+W, ht and dht the final state and its gradient.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -109,7 +110,7 @@ def _full(k: torch.Tensor, v: torch.Tensor, chunks: Chunks) -> bool:
 
 
 def joins_gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, config: ChunkConfig) -> bool:
-    """One kernel makes all gradients inside a chunk (chunk_bwd_whole.py), not two."""
+    """One kernel makes all gradients inside a chunk (gradients_64.py), not two."""
     widths = {tile_width(size, k.dtype) for size in (k.shape[3], v.shape[3])}
     return q.shape[2] == k.shape[2] == v.shape[2] and widths == {config.joint_size}
 

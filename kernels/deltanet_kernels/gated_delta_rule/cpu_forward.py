@@ -1,4 +1,4 @@
-"""The chunked gated delta rule in plain PyTorch, forward; the algebra is in torch_chunk.py.
+"""The chunked gated delta rule in plain PyTorch, forward; the algebra is in cpu.py.
 
 Shapes inside a block of M chunks of C tokens: the B * HV states of a chunk lie side by side in N, the R query
 heads that share a state lie in the rows of one matrix, and chunks lie outermost, so that

@@ -1,4 +1,4 @@
-"""The gated delta rule token by token in plain PyTorch: decoding on CPU, a handful of operations a token."""
+"""The gated delta rule token by token in plain PyTorch: decoding on CPU, a few operations per token."""
 
 import torch
 

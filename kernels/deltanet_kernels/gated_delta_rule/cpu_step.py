@@ -1,6 +1,6 @@
-"""A decoding step of a Gated DeltaNet layer put together from its parts: the form that the fused kernel must equal.
+"""A decoding step of a Gated DeltaNet layer composed of operators: the definition of the fused kernel's results.
 
-In PyTorch it is the CPU path; with the Triton kernels as parts it serves the states that the fused kernel cannot.
+With PyTorch operators it is the CPU path. With Triton operators it serves states that the fused kernel does not.
 """
 
 from collections.abc import Callable

@@ -1,12 +1,12 @@
-"""One decoding step of a whole Gated DeltaNet layer between its projections: one kernel, everything in place.
+"""One decoding step of a Gated DeltaNet layer between its projections: one kernel that updates state and tail in place.
 
     q, k, v = act(rope(conv(q|k|v)))                        conv over the token and the W-1 inputs before it
-    q, k    = x / sqrt(sum x^2 + 1e-6)                      rope and act on q and k, act on v: as asked for
+    q, k    = x / sqrt(sum x^2 + 1e-6)                      rope and act on q and k, act on v: optional
     S       = e^g S + beta k (v - k^T e^g S)^T              g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b)
     o       = rmsnorm(scale S^T q) * weight * silu(z)
 
-One token is taken through the state in slices of its columns; several tokens, and several query heads that read one
-state, have the whole state in a program's registers (step_kernels.py). Where it does not fit there, and for
+A step of one token processes the state in slices of its columns. Several tokens, and several query heads that read one
+state, keep the complete state in a program's registers (step_kernels.py). If it does not fit there, and for
 convolutions whose channels several heads share, the separate kernels run.
 """
 
