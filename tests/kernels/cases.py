@@ -1,4 +1,4 @@
-"""Shapes and hazards that every form of the gated delta rule has to get right, and the means to compare."""
+"""Shapes and hazards on which every form of the gated delta rule is tested, and functions to compare results."""
 
 import functools
 from collections.abc import Callable
@@ -150,7 +150,7 @@ def _log_decay(case: Case, uniform: torch.Tensor) -> torch.Tensor:
 
 
 def as_double(inputs: dict[str, Any]) -> dict[str, Any]:
-    """The same numbers in float64 on the CPU: what the truth is computed from."""
+    """The same numbers in float64 on the CPU, from which the truth is computed."""
     return {
         name: x.detach().cpu().double().requires_grad_() if isinstance(x, torch.Tensor) and x.requires_grad
         else x.cpu() if isinstance(x, torch.Tensor) else x
@@ -186,12 +186,12 @@ def results(
 
 
 def truth(inputs: dict[str, Any], outputs: tuple[str, ...] = ("o", "final_state")) -> dict[str, torch.Tensor]:
-    """What `results` should be: the recurrence in float64."""
+    """The correct value of `results`: the recurrence in float64."""
     return results(naive_gated_delta_rule, as_double(inputs), outputs)
 
 
 def plainly_in(dtype: torch.dtype, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """What the recurrence itself gives in `dtype`, gates and all; only a state is float32 in every call."""
+    """Results of the recurrence computed in `dtype`, gates included; only the state is float32."""
     low = {name: x.detach().cpu() if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
     for name, x in low.items():
         if isinstance(x, torch.Tensor) and x.is_floating_point():

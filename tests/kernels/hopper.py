@@ -1,4 +1,4 @@
-"""What the tests of the Gluon kernels share: where they run, cases of whole chunks, and compiling one without a GPU."""
+"""Shared by the tests of the Gluon kernels: where they run, cases of complete chunks, and compiling without a GPU."""
 
 import json
 import os

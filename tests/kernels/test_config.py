@@ -1,4 +1,4 @@
-"""How the chunk kernels are cut for a chip: tables, slices of a state pass, segments of a sequence."""
+"""Configurations of the chunk kernels: tables per chip, slices of the state, segments of a sequence."""
 
 import pytest
 import torch

@@ -1,6 +1,6 @@
-"""The Gluon kernel for the gradients inside a chunk on Hopper: where it serves, and on such a chip what it computes.
+"""The Gluon kernel of the gradients within a chunk: which calls it serves, and its results on a Hopper GPU.
 
-Elsewhere it is only compiled for one.
+On other machines it is only compiled for Hopper.
 """
 
 import functools

@@ -1,6 +1,6 @@
-"""The Gluon kernel of all before the state pass on Hopper: where it serves, and on such a chip what it computes.
+"""The Gluon kernel of scores and inverse: which calls it serves, and its results on a Hopper GPU.
 
-Elsewhere it is only compiled for one.
+On other machines it is only compiled for Hopper.
 """
 
 import functools
@@ -140,7 +140,7 @@ def _assert_close(draws: list[dict[str, Any]], function: Callable[..., Any]) -> 
 
 @dataclass
 class Before:
-    """What there is before the state pass."""
+    """The tensors that the state kernel reads."""
 
     P: torch.Tensor
     T: torch.Tensor

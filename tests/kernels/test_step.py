@@ -1,4 +1,4 @@
-"""The fused decoding step against the recurrence in float64, in PyTorch and in Triton: what it fuses, in place."""
+"""The fused decoding step against the recurrence in float64, in PyTorch and in Triton, with in-place updates."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

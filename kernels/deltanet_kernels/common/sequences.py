@@ -1,6 +1,6 @@
 """Cutting sequences into chunks, and locating a chunk's or a sequence's tokens from within a kernel.
 
-Rows of a batch have equal length. Packed sequences lie one after the other in a single row; their lengths are known
+Rows of a batch have equal length. Packed sequences follow one another in a single row; their lengths are known
 only on the device, so a small kernel writes the table of chunks and the host launches an upper bound of programs.
 """
 

@@ -67,7 +67,7 @@ def joint_gradients_kernel(
     value_at = (flat * H + head) * V + (i[:, None] * (H * V) + e[None, :])
     state_at = (c.to(tl.int64) * H + head) * (K * V) + (e[:, None] * K + d[None, :])
 
-    # Loads stand before the products that they meet elementwise: Triton takes the layout of the later one.
+    # Loads stand before the products that they are combined with elementwise: Triton takes the layout of the later one.
     do_tile = load_tile(o_at, mV, FULL)
     vn_tile = load_tile(vn + value_at, mV, FULL)
     dw_tile = load_tile(dw + value_at, mV, FULL)

@@ -57,7 +57,7 @@ def pair_gradients_kernel(
     dP = tl.zeros([C, C], dtype=tl.float32)
     db = tl.zeros([C], dtype=tl.float32)
     if GROUP == 1:
-        # Loaded before the products that it meets elementwise: Triton takes the layout of the later one.
+        # Loaded before the products that it is combined with elementwise: Triton takes the layout of the later one.
         P_tile = tl.load(P + (c.to(tl.int64) * HO + head) * (C * C) + square)
     o_base = do + row * o_row + (head * GROUP).to(tl.int64) * o_head + first * o_token
     for i_v in range(0, V, BV):

@@ -32,8 +32,8 @@ def _gates(g, beta, A_log, dt_bias, at, live, head, GATE: tl.constexpr, SIGMOID:
     b = tl.load(beta + at, mask=live, other=0.0).to(tl.float32)
     if SIGMOID:
         b = 1.0 / (1.0 + tl.exp(-b))
-    shut = live & (x < -100.0)
-    return tl.where(live & (x >= -100.0), x, 0.0), tl.where(shut, 1.0, 0.0), tl.where(live, b, 0.0)
+    closed = live & (x < -100.0)
+    return tl.where(live & (x >= -100.0), x, 0.0), tl.where(closed, 1.0, 0.0), tl.where(live, b, 0.0)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -62,9 +62,9 @@ def scores_kernel(
     k_base = k + row * k_row + (head // (HV // H)).to(tl.int64) * k_head + first * k_token
     q_tile = load_tile(q_base + (i[:, None] * q_token + d[None, :]), mK, FULL)
     k_tile = load_tile(k_base + (i[:, None] * k_token + d[None, :]), mK, FULL)
-    log_decay, shut, b = _gates(g, beta, A_log, dt_bias, (flat + i) * HV + head, live, head, GATE, SIGMOID)
+    log_decay, closed, b = _gates(g, beta, A_log, dt_bias, (flat + i) * HV + head, live, head, GATE, SIGMOID)
     G = tl.cumsum(log_decay, axis=0)
-    s = tl.cumsum(shut, axis=0)
+    s = tl.cumsum(closed, axis=0)
     s_last = tl.max(s, axis=0)
     G_last = tl.sum(tl.where(i == C - 1, G, 0.0), axis=0)
     gamma = tl.where(s > 0.0, 0.0, tl.exp(G))
