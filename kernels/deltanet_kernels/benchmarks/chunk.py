@@ -1,10 +1,12 @@
-"""Times the chunked gated delta rule beside other implementations: `python -m deltanet_kernels.benchmarks.chunk --peers`.
+"""Times the chunked gated delta rule beside other implementations.
+
+    python -m deltanet_kernels.benchmarks.chunk --peers
 
 Peers: flash-linear-attention (with FLA_FLASH_QLA=0), FlashQLA (K = V = 128 only) and causal softmax attention (SDPA)
 of the same sizes. Every timed configuration is first compared with the chunked PyTorch form in float64, output and
 gradients, on the first key head of the first row; an implementation that fails there is not timed. `deltanet` and
-`sdpa` are also timed as a CUDA graph (fwdbwd_graph_ms), because the host limits short calls. Each row is written as soon
-as it is measured, or with its error if it raises; `--resume` continues an incomplete file.
+`sdpa` are also timed as a CUDA graph (fwdbwd_graph_ms), because the host limits short calls. Each row is written as
+soon as it is measured, or with its error if it raises; `--resume` continues an incomplete file.
 """
 
 from __future__ import annotations
