@@ -27,14 +27,14 @@ AHEAD = 16  # tokens whose loads are issued together
 
 @triton.jit
 def _within(pos, start, stop, m_d):
-    """The mask m_d where start <= pos < stop, else nothing."""
+    """The mask m_d if start <= pos < stop, else all False."""
     pos = tl.where(m_d, pos, stop)
     return (pos >= start) & (pos < stop)
 
 
 @triton.jit
 def _input_at(x, state, n, pos, length, d, D: tl.constexpr, W: tl.constexpr, INITIAL: tl.constexpr, m_d):
-    """Channels d of the input at a position of sequence n, negative ones from its state; zero past the end."""
+    """Channels d of the input at a position of sequence n; negative positions are in its state; past the end 0."""
     value = tl.load(x + pos * D + d, mask=_within(pos, 0, length, m_d), other=0.0).to(tl.float32)
     if INITIAL:
         at = (n * D + d) * (W - 1) + (W - 1 + pos)
@@ -83,7 +83,7 @@ def _pre_activation(inputs, taps, bias_d, W: tl.constexpr):
 
 @triton.jit
 def _before_activation(dy, inputs, taps, bias_d, W: tl.constexpr, SILU: tl.constexpr):
-    """dp of a token from its dy."""
+    """Gradient dp of a token's pre-activation from its dy."""
     if SILU:
         p = _pre_activation(inputs, taps, bias_d, W)
         g = 1.0 / (1.0 + tl.exp(-p))
@@ -128,7 +128,7 @@ def _conv_state_kernel(
     x, state, final, cu_seqlens, T, D: tl.constexpr, BD: tl.constexpr, W: tl.constexpr, INITIAL: tl.constexpr,
     VARLEN: tl.constexpr,
 ):  # fmt: skip
-    """final [N, D, W-1]: the last W-1 inputs of each sequence."""
+    """Store the last W-1 inputs of each sequence in final [N, D, W-1]."""
     ND: tl.constexpr = (D + BD - 1) // BD
     n = (tl.program_id(0) // ND).to(tl.int64)
     d = (tl.program_id(0) % ND) * BD + tl.arange(0, BD)
@@ -144,9 +144,10 @@ def _conv_backward_kernel(
     D: tl.constexpr, BD: tl.constexpr, W: tl.constexpr, C: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr,
     INITIAL: tl.constexpr, FINAL: tl.constexpr, VARLEN: tl.constexpr, TO_STATE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """dx and partial dweight (last, if any: dbias) of a chunk; TO_STATE: the gradient of sequence c's initial state.
+    """Compute dx and a partial dweight (with dbias as the last column) of a chunk.
 
-    Token after token from the last one on, so that dp of the W-1 tokens behind one is there.
+    TO_STATE: compute the gradient of the initial state of sequence c instead. Tokens are processed from the last to
+    the first, so that dp of the next W-1 tokens is known.
     """
     ND: tl.constexpr = (D + BD - 1) // BD
     c = tl.program_id(0) // ND

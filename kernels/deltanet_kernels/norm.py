@@ -47,7 +47,7 @@ def _norm_backward_kernel(
     x, z, w, dy, dx, dz, dw, rows, eps, HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr,
     TILES: tl.constexpr, GATE: tl.constexpr,
 ):  # fmt: skip
-    """Program (p, h): TILES tiles of the rows of head h; partial dw [programs, HEADS, D]."""
+    """Program (p, h) computes TILES tiles of rows of head h, and a partial dw [programs, HEADS, D]."""
     head = tl.program_id(0) % HEADS
     p = (tl.program_id(0) // HEADS).to(tl.int64)
     d = tl.arange(0, BD)
@@ -89,7 +89,7 @@ def _fake_norm_forward(x, z, w, eps):
 
 @operator(_fake_norm_forward)
 def norm_forward(x: torch.Tensor, z: torch.Tensor | None, w: torch.Tensor, eps: float) -> torch.Tensor:
-    """gated_rms_norm without gradient."""
+    """The forward pass of gated_rms_norm."""
     rows, D, heads = _sizes(x, w)
     x, w, z = x.contiguous(), w.contiguous(), None if z is None else z.contiguous()
     y = torch.empty_like(x)

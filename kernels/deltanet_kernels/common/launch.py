@@ -45,7 +45,7 @@ def launch(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
 
 
 def specialization(kernel: JITFunction[Any], args: tuple[Any, ...]) -> list[Any]:
-    """Of each argument what the code compiled for it depends on: where two calls agree in it, so does their code.
+    """The properties of each argument that its compiled code depends on: calls with equal properties share their code.
 
     The value of a constant; of a tensor its dtype and whether its address is a multiple of 16; of another integer its
     width, and whether it is 1 or a multiple of 16.

@@ -20,7 +20,7 @@ R = TypeVar("R")
 
 
 def cached(function: Callable[P, R]) -> Callable[P, R]:
-    """functools.cache, which torch.compile ignores with a warning to the user: while tracing the function itself."""
+    """functools.cache, except under torch.compile, which would warn about the cache: there the function is called."""
     known: Any = functools.cache(function)
 
     @functools.wraps(function)
@@ -51,7 +51,7 @@ def operator(
 
 
 class Operator:
-    """A registered operator: `op` for whoever traces or differentiates, `function` for plain eager calls."""
+    """A registered operator: `op` where PyTorch traces or differentiates, `function` for plain eager calls."""
 
     def __init__(self, function: Callable[..., Any], op: Callable[..., Any]) -> None:
         self.function, self.op = function, op

@@ -102,7 +102,7 @@ def locate_row(n, cu_seqlens, T, VARLEN: tl.constexpr):
 
 
 def cut_chunks(batch: int, tokens: int, size: int, cu_seqlens: torch.Tensor | None) -> Chunks:
-    """Cut [batch, tokens] into chunks of `size`; packed sequences are counted on the device, without a wait."""
+    """Cut [batch, tokens] into chunks of `size`; the device counts packed sequences, so the host does not wait."""
     if cu_seqlens is None:
         return Chunks(size, batch, tokens, batch * cdiv(tokens, size), None, None, None)
     rows = cu_seqlens.numel() - 1

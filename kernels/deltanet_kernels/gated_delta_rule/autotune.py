@@ -49,7 +49,7 @@ def candidates(config: ChunkConfig) -> list[ChunkConfig]:
 
 
 def fastest(configs: Iterable[ChunkConfig], measure: Callable[[ChunkConfig], float]) -> ChunkConfig:
-    """The configuration with the smallest `measure`; the first one, which must run, where nothing is smaller."""
+    """The configuration with the smallest `measure`; the first one, whose errors are raised, if no other is smaller."""
     first, *others = configs
     best, least = first, measure(first)
     for config in others:

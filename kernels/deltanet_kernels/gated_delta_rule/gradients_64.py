@@ -40,7 +40,7 @@ def joint_gradients_kernel(
     NORM: tl.constexpr, VARLEN: tl.constexpr, FULL: tl.constexpr,
     GATE: tl.constexpr, SIGMOID: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program per (chunk, head): dQ, dK, dV, dbeta, dg."""
+    """Compute dQ, dK, dV, dbeta and dg; one program per (chunk, head)."""
     pid = tl.program_id(0)
     head = pid % H
     c = pid // H

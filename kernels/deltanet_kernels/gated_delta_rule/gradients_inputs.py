@@ -25,7 +25,7 @@ def input_gradients_kernel(
     BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, NORM: tl.constexpr, VARLEN: tl.constexpr, FULL: tl.constexpr,
     GATE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program per (chunk, key head): dQ, dK, dg over all its output heads."""
+    """Compute dQ, dK and dg, summed over the output heads of a key head; one program per (chunk, key head)."""
     HO: tl.constexpr = HQ if HQ > HV else HV
     GROUP: tl.constexpr = HO // HV
     READS: tl.constexpr = HO // HQ

@@ -30,7 +30,7 @@ def pair_gradients_kernel(
     BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, VARLEN: tl.constexpr, FULL: tl.constexpr,
     SIGMOID: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program per (chunk, state head): dV, dbeta, and for the inputs Z, E and dG [HV, B*T]."""
+    """Compute dV, dbeta, Z, E and dG [HV, B*T]; one program per (chunk, state head)."""
     HO: tl.constexpr = HQ if HQ > HV else HV
     GROUP: tl.constexpr = HO // HV
     pid = tl.program_id(0)

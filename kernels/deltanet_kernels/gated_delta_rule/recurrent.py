@@ -31,7 +31,7 @@ def _recurrent_kernel(
     BK: tl.constexpr, BV: tl.constexpr, GATE: tl.constexpr, SIGMOID: tl.constexpr, NORM: tl.constexpr,
     INITIAL: tl.constexpr, FINAL: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
-    """One program per (sequence, state head, slice of V)."""
+    """Process the tokens of a sequence in order; one program per (sequence, state head, slice of V)."""
     HO: tl.constexpr = HQ if HQ > HV else HV
     GROUP: tl.constexpr = HO // HV
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -122,7 +122,7 @@ def recurrent(
     initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
     A_log: torch.Tensor | None, dt_bias: torch.Tensor | None, scale: float, norm: bool, sigmoid: bool, final: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """o and the final state (empty unless requested)."""
+    """Return o and the final state (empty unless `final`)."""
     rows = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
     shape = (rows, v.shape[2], k.shape[3], v.shape[3])
     state = None if initial_state is None else initial_state.contiguous()
@@ -142,7 +142,7 @@ def recurrent_update_(
     cu_seqlens: torch.Tensor | None, A_log: torch.Tensor | None, dt_bias: torch.Tensor | None,
     scale: float, norm: bool, sigmoid: bool,
 ) -> torch.Tensor:  # fmt: skip
-    """o; the contiguous float32 or bfloat16 state [N, HV, K, V] moves on in place."""
+    """Return o and update the contiguous float32 or bfloat16 state [N, HV, K, V] in place."""
     return _launch(q, k, v, g, beta, state, state, cu_seqlens, A_log, dt_bias, scale, norm, sigmoid)
 
 

@@ -45,7 +45,7 @@ def scores_kernel(
     BK: tl.constexpr, C: tl.constexpr, GATE: tl.constexpr, SIGMOID: tl.constexpr, NORM: tl.constexpr,
     BOUND: tl.constexpr, VARLEN: tl.constexpr, FULL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program per (chunk, output head): P, L, the row factors, the bound."""
+    """Compute P, L, the row factors and the bound; one program per (chunk, output head)."""
     HO: tl.constexpr = HQ if HQ > HV else HV
     pid = tl.program_id(0)
     out = pid % HO

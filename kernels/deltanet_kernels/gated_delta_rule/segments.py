@@ -81,7 +81,7 @@ def chunk_spans_kernel(
     bounds, table, cu_seqlens, first_chunk, T, HV: tl.constexpr, C: tl.constexpr, SEGMENTS: tl.constexpr,
     POWER: tl.constexpr, COMPOSED: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program per (sequence, state head)."""
+    """Write the table of chunks per pass; one program per (sequence, state head)."""
     head = tl.program_id(0) % HV
     n = tl.program_id(0) // HV
     row, _, _, length = locate_row(n, cu_seqlens, T, VARLEN)
@@ -138,7 +138,7 @@ def _compose_kernel(
     M, states, table, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, HV: tl.constexpr,
     SEGMENTS: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program per (sequence, head, slice of V): add M S_in to the N that `states` holds."""
+    """Add M S_in to the N that `states` holds; one program per (sequence, head, slice of V)."""
     pid = tl.program_id(0)
     NV: tl.constexpr = (V + BV - 1) // BV
     i_v = pid % NV

@@ -28,7 +28,7 @@ def _block(tile, C: tl.constexpr, a: tl.constexpr, b: tl.constexpr):
 
 @triton.jit
 def _invert_block(L, PRECISION: tl.constexpr):
-    """(I + L)^{-1} of a 16 x 16 diagonal block; only the part of L under the diagonal counts."""
+    """(I + L)^{-1} of a 16 x 16 diagonal block; only the part of L below the diagonal is read."""
     i = tl.arange(0, 16)[:, None]
     j = tl.arange(0, 16)[None, :]
     L = tl.where(i > j, L, 0.0)
@@ -51,7 +51,7 @@ def inverse_kernel(
     L, T_out, cu_seqlens, row_of_chunk, first_chunk, T,
     HV: tl.constexpr, C: tl.constexpr, VARLEN: tl.constexpr, MERGE: tl.constexpr,
 ):  # fmt: skip
-    """One program per (chunk of 64 or 32 tokens, state head), in blocks of 16 that a warp holds in registers."""
+    """Compute T in blocks of 16 held in registers; one program per (chunk of 64 or 32 tokens, state head)."""
     pid = tl.program_id(0)
     c = pid // HV
     _, _, _, valid = locate_chunk(c, cu_seqlens, row_of_chunk, first_chunk, T, C, VARLEN)
@@ -101,7 +101,7 @@ def inverse_kernel(
 def invert(
     L: torch.Tensor, dtype: torch.dtype, tokens: int, chunks: Chunks, precision: str, num_warps: int
 ) -> torch.Tensor:
-    """T [chunks, HV, C, C] in `dtype` from L [chunks, HV, C, C] of rows of so many tokens."""
+    """T [chunks, HV, C, C] in `dtype` from L [chunks, HV, C, C]; `tokens` is the length of a row."""
     inverse = torch.empty(L.shape, dtype=dtype, device=L.device)
     if chunks.count:
         launch(

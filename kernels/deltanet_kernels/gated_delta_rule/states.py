@@ -36,7 +36,7 @@ def states_kernel(
     TRANSITION: tl.constexpr, SEGMENTS: tl.constexpr, COMPOSED: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One program per (sequence, segment, state head, slice of V), chunk after chunk.
+    """Process chunks in order; one program per (sequence, segment, state head, slice of V).
 
     TRANSITION: compute only the map of each segment, where it is used. N is written to ht, as the state that enters
     the next segment; if COMPOSED, slices of M follow those of V.
@@ -157,7 +157,7 @@ def outputs_kernel(
     BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, VARLEN: tl.constexpr, FULL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program per (chunk, output head, slice of V), from S and V' in memory."""
+    """Compute O from S and V' in memory; one program per (chunk, output head, slice of V)."""
     HO: tl.constexpr = HQ if HQ > HV else HV
     NV: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)

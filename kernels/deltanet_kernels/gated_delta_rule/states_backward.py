@@ -44,7 +44,7 @@ def states_backward_kernel(
     FINAL: tl.constexpr, INITIAL: tl.constexpr, KEEP: tl.constexpr, SEGMENTS: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One program per (sequence, segment, state head, slice of V), chunks in reverse; writes dS [V, K] and dW.
+    """Process chunks in reverse, write dS [V, K] and dW; one program per (sequence, segment, state head, slice of V).
 
     Not KEEP: compute only N' of each segment, where it is used, into dh0 as the gradient that enters the previous one.
     """

@@ -131,7 +131,7 @@ def one_token_kernel(
     V_SILU: tl.constexpr, GATE: tl.constexpr, NORM: tl.constexpr, NORM_HEADS: tl.constexpr, PADDING: tl.constexpr,
     SLICE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """One token, one program per (row, state head); no state serves several query heads.
+    """Process one token with at most one query head per state; one program per (row, state head).
 
     AHEAD: load a slice of the state while the previous one is processed.
     """
@@ -215,7 +215,7 @@ def step_kernel(
     BV: tl.constexpr, W: tl.constexpr, R: tl.constexpr, ROPE_ROWS: tl.constexpr, QK_SILU: tl.constexpr,
     V_SILU: tl.constexpr, GATE: tl.constexpr, NORM: tl.constexpr, NORM_HEADS: tl.constexpr, PADDING: tl.constexpr,
 ):  # fmt: skip
-    """T tokens, or several query heads per state; one program per (row, state head)."""
+    """Process T tokens, or several query heads per state; one program per (row, state head)."""
     HO: tl.constexpr = HQ if HQ > HV else HV
     GROUP: tl.constexpr = HO // HV
     C: tl.constexpr = (HQ + H) * K + HV * V

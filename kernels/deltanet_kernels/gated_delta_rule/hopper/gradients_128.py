@@ -59,7 +59,7 @@ def _row_sum(x):
 
 @gluon.jit
 def _decay(G, r, tril):
-    """D_ij r_j."""
+    """D_ij r_j for i >= j, else 0."""
     G_j = gl.convert_layout(G, COLUMNS)
     r_j = gl.convert_layout(r, COLUMNS)
     return gl.where(tril, gl.exp(gl.minimum(G[:, None] - G_j[None, :], 0.0)), 0.0) * r_j[None, :]
@@ -67,7 +67,7 @@ def _decay(G, r, tril):
 
 @gluon.jit
 def _raw_gradient(x, dx, factor, NORM: gl.constexpr):
-    """Gradient to the raw rows x, as in ../gradients_raw.py, over unit rows for the same reason."""
+    """Gradient of the raw rows x, as in ../gradients_raw.py, over unit rows for the same reason."""
     if NORM:
         x = _wide(factor) * x
         dx -= _wide(_row_sum(x * dx)) * x
@@ -81,7 +81,7 @@ def gradients_128_kernel(
     v_row, v_token: gl.constexpr, v_head,
     H: gl.constexpr, HV: gl.constexpr, NORM: gl.constexpr, GATE: gl.constexpr, SIGMOID: gl.constexpr,
 ):  # fmt: skip
-    """One program per (chunk, head): dQ, dK, dV, dbeta, dg."""
+    """Compute dQ, dK, dV, dbeta and dg; one program per (chunk, value head)."""
     bf16: gl.constexpr = gl.bfloat16
     f32: gl.constexpr = gl.float32
     pid = gl.program_id(0)

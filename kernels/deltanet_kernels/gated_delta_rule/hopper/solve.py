@@ -78,7 +78,7 @@ def _square_sums(tile, K: gl.constexpr):
 
 @gluon.jit
 def _load_gates(g, beta, at):
-    """Gates for the first 64 threads, write strengths for the others."""
+    """Load gates into the first 64 threads and write strengths into the others."""
     n = gl.arange(0, 128, layout=EACH)
     x = gl.load(g + at, mask=n < 64, other=0.0).to(gl.float32)
     return x, gl.load(beta + at, mask=n >= 64, other=0.0).to(gl.float32)
@@ -86,7 +86,7 @@ def _load_gates(g, beta, at):
 
 @gluon.jit
 def _sum_gates(x, b, head, A_log, dt_bias, gates_s, sums_s, GATE: gl.constexpr, SIGMOID: gl.constexpr):
-    """G and s into sums_s, beta into the second row of gates_s."""
+    """Store G and s in sums_s, and beta in the second row of gates_s."""
     if GATE:
         x = softplus(x + gl.load(dt_bias + head).to(gl.float32))
         x = -gl.exp(gl.load(A_log + head).to(gl.float32)) * x
@@ -100,7 +100,7 @@ def _sum_gates(x, b, head, A_log, dt_bias, gates_s, sums_s, GATE: gl.constexpr, 
 
 @gluon.jit
 def _store_quads(at, x0, x1, x2, x3):
-    """Four factors of each row side by side."""
+    """Store four factors per row side by side."""
     quad = gl.arange(0, 4, layout=gl.SliceLayout(0, QUADS))[None, :]
     quad += 4 * gl.arange(0, 64, layout=gl.SliceLayout(1, QUADS))[:, None]
     x = gl.reshape(gl.join(gl.join(x0, x2), gl.join(x1, x3)), [64, 4])
@@ -123,7 +123,7 @@ def _diagonal(x):
 
 @gluon.jit
 def _inner(x, y):
-    """x [64, 16] and y [16, 16], loaded by pairs, as factors of a product."""
+    """x [64, 16] and y [16, 16], loaded in pairs of columns, as the factors of a product (see above)."""
     x = gl.reshape(gl.permute(gl.reshape(x, [64, 2, 4, 2]), (0, 1, 3, 2)), [64, 16])
     y = gl.reshape(gl.permute(gl.reshape(y, [2, 4, 2, 16]), (0, 2, 1, 3)), [16, 16])
     return gl.convert_layout(x, LEFT), gl.convert_layout(y, RIGHT)
@@ -131,14 +131,14 @@ def _inner(x, y):
 
 @gluon.jit
 def _times(x, tile, z):
-    """x tile^T + z."""
+    """Return x tile^T + z."""
     x, y = _inner(x, tile.permute((1, 0)).load(RIGHT_PAIRS))
     return mma_v2(x, y, z, input_precision="tf32")
 
 
 @gluon.jit
 def _beside(x, y, layout: gl.constexpr):
-    """[4, 16, 8] twice -> [4, 16, 16]."""
+    """Join two tiles [4, 16, 8] along the columns: [4, 16, 16]."""
     x = gl.reshape(gl.permute(gl.join(x, y), (0, 1, 3, 2)), [4, 16, 16])
     return gl.convert_layout(x, layout)
 
@@ -199,7 +199,7 @@ def scores_and_inverse_kernel(
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, NORM: gl.constexpr, GATE: gl.constexpr,
     SIGMOID: gl.constexpr, BOUND: gl.constexpr,
 ):  # fmt: skip
-    """One program per (chunk, key head): for each of its value heads P, T, the row factors, the bound."""
+    """Compute P, T, row factors and bound for the value heads of a key head; one program per (chunk, key head)."""
     bf16: gl.constexpr = gl.bfloat16
     f32: gl.constexpr = gl.float32
     SHARE: gl.constexpr = HV // H
