@@ -1,4 +1,4 @@
-"""Every Triton kernel once, small, forward and backward, on a GPU: a program to run under compute-sanitizer.
+"""Runs every Triton kernel once, on small inputs, forward and backward, on a GPU, for compute-sanitizer.
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH=.:kernels compute-sanitizer --tool memcheck \
         python -m tests.kernels.run_each_kernel

@@ -83,5 +83,5 @@ def test_a_step_of_one_token_takes_slices_that_fit_into_registers(K: int, V: int
 
 
 @pytest.mark.parametrize(("programs", "early"), [(1, True), (264, True), (265, False), (8192, False)])
-def test_slices_are_asked_for_early_where_two_programs_a_multiprocessor_are_all(programs: int, early: bool) -> None:
+def test_slices_are_loaded_early_with_at_most_two_programs_per_multiprocessor(programs: int, early: bool) -> None:
     assert step_slices(128, 128, programs, 132) == (64, 4, early)

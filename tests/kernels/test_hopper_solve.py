@@ -28,7 +28,7 @@ CASES = [
     Case("two value heads share a key head", T=128, B=2, H=2, HV=4),
     Case("four value heads share a key head", T=128, HV=4),
     Case("raw gates, three value heads share a key head", T=128, HV=3, raw=True),
-    Case("open tokens between shut ones", T=128, HV=2, g="tokens"),
+    Case("open tokens between closed ones", T=128, HV=2, g="tokens"),
     Case("beta=2 on nearly equal keys", T=128, HV=2, beta="two", keys="equal"),
     Case("beta=2 on nearly equal keys, no decay", T=128, beta="two", keys="equal", g="zero"),
     Case("keys as they are", T=128, H=2, HV=4, l2norm=False),

@@ -33,7 +33,7 @@ def uniform(*shape: int) -> torch.Tensor:
 
 
 def fast(g: torch.Tensor) -> torch.Tensor:
-    """About -208 a chunk: one or two chunks of warm-up. In eighths, so that float32 adds them up exactly."""
+    """About -208 per chunk: one or two chunks of warm-up. In eighths, so that float32 adds them up exactly."""
     return -(104 * uniform(*g.shape)).round() / 8
 
 
@@ -122,7 +122,7 @@ def test_gates_that_only_hold_growth_down_do_not_forget() -> None:
     inputs["beta"] = torch.ones_like(inputs["beta"]).requires_grad_()
     inputs["k"] = (key / key.norm() * math.sqrt(1 + math.exp(4))).repeat(1, 192, 1, 1).requires_grad_()
     found = results(segmented, inputs)
-    assert_close(found, truth(inputs), 15e-6)  # a reflection a token, as with beta = 2 on equal keys
+    assert_close(found, truth(inputs), 15e-6)  # a reflection per token, as with beta = 2 on equal keys
 
 
 def test_no_chunk_keeps_more_than_its_bound() -> None:
@@ -152,7 +152,7 @@ def test_no_chunk_keeps_more_than_its_bound() -> None:
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("composed", [False, True])
 def test_spans_are_as_short_as_the_bounds_allow(bad: float, composed: bool) -> None:
-    """Two segments of 600 chunks: 400 are enough at -0.5 a chunk, 67 at -3, all are not at -0.25."""
+    """Two segments of 600 chunks: 400 are enough at -0.5 per chunk, 67 at -3, all are not at -0.25."""
     share = 600
     bounds = torch.full((4 * share, 2), -0.5)
     bounds[:share, 1] = -0.25

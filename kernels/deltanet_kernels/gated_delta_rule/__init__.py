@@ -21,6 +21,7 @@ the kernels; `config.py` holds the sizes that they are launched with.
                                    gradients_inputs.py
     the same in one kernel         gradients_64.py           sm_90, bfloat16, 32 < K, V <= 64, HQ = H = HV
     the same in one kernel         hopper/gradients_128.py   sm_90, bfloat16, K = V = 128, HQ = H, complete chunks
+    last steps that these share    gradients_raw.py          gradients of the raw rows and of the gates
     long sequences, cut            segments.py               sequences x heads leave most of the chip idle
     recurrence, short inputs       recurrent.py              CUDA, without gradients
     decoding step of a layer       step.py, step_kernels.py  CUDA; states up to 128 x 128, larger for one token
