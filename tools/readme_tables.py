@@ -53,16 +53,16 @@ def rewritten(text: str, root: Path) -> str:
 
 def headline(path: Path) -> str:
     """The table that a YAML file describes. Raises UserError if it names a run that is in no results file."""
-    asked = yaml.safe_load(path.read_text())
-    rows = {row["run"]: row for name in asked["results"] for row in json.loads((path.parent / name).read_text())}
-    reports = [json.loads((path.parent / name).read_text()) for name in asked.get("reports", [])]
+    layout = yaml.safe_load(path.read_text())
+    rows = {row["run"]: row for name in layout["results"] for row in json.loads((path.parent / name).read_text())}
+    reports = [json.loads((path.parent / name).read_text()) for name in layout.get("reports", [])]
     models = {model["name"]: model for report in reports for model in report["models"]}
     columns = ["tokens trained", *METRICS, *(_report_columns(reports[0]) if reports else [])]
     lines = ["| | " + " | ".join(columns) + " |", "|---|" + "---|" * len(columns)]
-    for entry in asked["rows"]:
+    for entry in layout["rows"]:
         row = rows.get(entry["run"])
         if row is None or "error" in row:
-            raise UserError(f"{path}: no measured run {entry['run']!r} in {', '.join(asked['results'])}")
+            raise UserError(f"{path}: no measured run {entry['run']!r} in {', '.join(layout['results'])}")
         cells = [f"{row['tokens'] / 1e6:.1f}M" if row["tokens"] else "-"]
         cells += [_cell(row["metrics"].get(key), digits) for key, digits in METRICS.values()]
         cells += _report_cells(models.get(entry.get("report", entry["run"]))) if reports else []

@@ -43,7 +43,7 @@ def markdown() -> str:
             )
             if name == "kind" or same:
                 continue
-            meaning = field.description or f"See {name} below."
+            meaning = (field.description or f"See {name} below.").replace("|", "\\|")
             lines.append(f"| `{field.alias or name}` | {_default(field)} | {meaning}{_choices(field.annotation)} |")
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)

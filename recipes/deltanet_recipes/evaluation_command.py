@@ -47,7 +47,7 @@ def report(
         list[str] | None,
         typer.Option(
             help="NAME=FILE, repeatable: measure perplexity and KL divergence on this text "
-            "(.txt, .jsonl, .jsonl.gz, .jsonl.xz, or .npy with token ids)."
+            "(.txt, .md or .jsonl, each also as .gz or .xz, .parquet, or .npy with token ids)."
         ),
     ] = None,
     windows: Annotated[int, typer.Option(min=1, help="Number of windows of 1024 tokens per text.")] = 64,

@@ -107,7 +107,7 @@ class DistilBase(StageBase):
         if self.kl_weight == 0 and self.ce_weight == 0:
             raise ValueError("kl_weight and ce_weight are both 0: nothing to train on")
         if self.top_k is not None and self.direction == "reverse":
-            raise ValueError("reverse KL needs the whole distribution of the teacher: leave out top_k")
+            raise ValueError("reverse KL needs the full distribution of the teacher: leave out top_k")
         if self.top_k is not None and self.hidden_weight > 0:
             raise ValueError("hidden_weight needs the teacher beside the student: leave out top_k")
         if self.top_k is not None and self.temperature != 1.0:

@@ -10,9 +10,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from deltanet_hf import DeltaNetOptions, converted_config
+from deltanet_hf import converted_config
 from deltanet_hf.models.factory import model_class
-from support.tiny_models import randomise, teacher_config, tiny_teacher
+from support.tiny_models import randomise, teacher_config, tiny_table, tiny_teacher
 
 VOCABULARY = 340
 
@@ -44,7 +44,7 @@ def student_folder(tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.
     """A hybrid model: layers 0 and 2 of 4 are converted."""
     folder = tmp_path_factory.mktemp("models") / "student"
     teacher = teacher_config("llama", vocab_size=VOCABULARY, max_position_embeddings=2048)
-    model = model_class("llama")(converted_config(teacher, DeltaNetOptions.teacher((0, 2)))).eval()
+    model = model_class("llama")(converted_config(teacher, tiny_table(layers=(0, 2)))).eval()
     randomise(model, 3)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

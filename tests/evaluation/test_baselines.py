@@ -1,4 +1,4 @@
-"""Linear path off, and the unfitted start."""
+"""Changes to a converted model: its linear layers switched off, and the unfitted start."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ IDS = torch.randint(3, 97, (2, 20), generator=torch.Generator().manual_seed(0))
 
 
 @torch.no_grad()
-def test_linear_path_off_equals_zeroed_output_projections() -> None:
+def test_linear_layers_off_equal_zeroed_output_projections() -> None:
     off = switch_off_linear(tiny_student("qwen3", layers=(0, 2)))
     expected = tiny_student("qwen3", layers=(0, 2))
     before = expected(IDS).logits
@@ -26,7 +26,7 @@ def test_linear_path_off_equals_zeroed_output_projections() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("model_type", ["llama", "olmo2", "phi3"])
-@pytest.mark.parametrize("profile", ["teacher", "native"])
+@pytest.mark.parametrize("profile", ["faithful", "qwen3_5"])
 def test_unfitted_start_has_the_teachers_projections(model_type: str, profile: str) -> None:
     teacher = tiny_teacher(model_type, seed=1)
     student = from_scratch_start(tiny_student(model_type, profile, (0, 2), seed=2), teacher)
@@ -57,5 +57,5 @@ def test_unfitted_start_is_deterministic() -> None:
 
 
 def test_softmax_models_are_refused() -> None:
-    with pytest.raises(UserError, match="no Gated DeltaNet layer"):
+    with pytest.raises(UserError, match="no layer with a recurrent state"):
         switch_off_linear(tiny_teacher("llama"))

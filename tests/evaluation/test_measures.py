@@ -21,7 +21,7 @@ from deltanet_hf.evaluation.report.teacher_share import percent_of_teacher
 from deltanet_hf.evaluation.tasks.harness import TaskResult
 from deltanet_hf.evaluation.tasks.recall_tasks import associative_recall, needles
 from deltanet_hf.evaluation.tasks.suites import SuiteTask, draw_rows
-from deltanet_hf.evaluation.tasks.text_windows import read_text, token_ids, windows
+from deltanet_hf.evaluation.tasks.text_windows import token_ids, windows
 from deltanet_hf.evaluation.tasks.wikitext import wikitext_texts
 from support.tiny_models import tiny_student, tiny_teacher
 
@@ -171,8 +171,8 @@ def test_texts(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="5 tokens, but 6 are needed"):
         token_ids(tmp_path / "a.jsonl", tokenizer, 6)
     (tmp_path / "c.jsonl").write_text('{"body": 1}\n')
-    with pytest.raises(UserError, match="key `text`"):
-        read_text(tmp_path / "c.jsonl")
+    with pytest.raises(UserError, match="line 1 has no string under key 'text'"):
+        token_ids(tmp_path / "c.jsonl", tokenizer, 1)
     np.save(tmp_path / "d.npy", np.array([9999]))
     with pytest.raises(UserError, match="token ids below"):
         token_ids(tmp_path / "d.npy", tokenizer, 1)

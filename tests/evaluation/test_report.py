@@ -19,6 +19,7 @@ from deltanet_hf.evaluation.report.write_report import run_report
 from deltanet_hf.evaluation.tasks.lm_eval_model import DeltaNetLM
 from deltanet_hf.evaluation.tasks.local_data import write_task_folder
 from deltanet_hf.evaluation.tasks.suites import SUITES, draw_rows
+from deltanet_hf.models.layers import LayerTable
 from support.tiny_models import tiny_student
 
 HAYSTACK = "It was a bright cold day in the valley and every clock stood still. " * 20
@@ -137,9 +138,12 @@ def test_several_processes_give_the_same_numbers(options: ReportOptions, tmp_pat
         (lambda empty: {"suite": "huge"}, "--suite huge"),
         (lambda empty: {"baselines": ("magic",)}, "--baselines magic"),
         (lambda empty: {"students": [str(empty)]}, "not a model that can be loaded"),
-        (lambda empty: {"texts": {"x": empty / "none.txt"}}, "no such text file"),
+        (lambda empty: {"texts": {"x": empty / "none.txt"}}, "none.txt: no such file"),
         (lambda empty: {"data": empty}, "no file of a known task"),
-        (lambda empty: {"suite": "texts", "texts": {"x": empty / "none.txt"}, "processes": 2}, "no such text file"),
+        (
+            lambda empty: {"suite": "texts", "texts": {"x": empty / "none.txt"}, "processes": 2},
+            "none.txt: no such file",
+        ),
     ],
     ids=["suite", "baseline", "student", "text", "data", "text in a process"],
 )
@@ -153,7 +157,7 @@ def test_bad_requests_are_one_line(
 
 def test_rows_of_a_pure_student_and_tokens(student_folder: Path, teacher_folder: Path, tmp_path: Path) -> None:
     config = json.loads((student_folder / "config.json").read_text())
-    config["deltanet"]["layers"] = [0, 1, 2, 3]
+    config["deltanet"]["layers"] = ["linear"] * 4
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "recipe.json").write_text(json.dumps({"stages": [{"tokens": 300}, {"tokens": 700}]}))
     rows = line_up(str(teacher_folder), [f"a={tmp_path}", f"b={tmp_path}"], ("linear-off", "scratch"))
@@ -162,6 +166,26 @@ def test_rows_of_a_pure_student_and_tokens(student_folder: Path, teacher_folder:
     assert training_tokens(teacher_folder) == 0
     with pytest.raises(UserError, match="two rows would be called 'a'"):
         line_up(str(teacher_folder), [f"a={tmp_path}", f"a={tmp_path}"], ())
+
+
+def _config_folder(folder: Path, table: LayerTable) -> str:
+    folder.mkdir()
+    config = {"num_hidden_layers": len(table), "deltanet": table.to_dict()}
+    (folder / "config.json").write_text(json.dumps(config))
+    return f"{folder.name}={folder}"
+
+
+def test_untrained_baselines_follow_from_each_students_layers(tmp_path: Path) -> None:
+    """Other layers are another configuration; a model of windows has no linear layers to switch off."""
+    tables = {
+        "a": LayerTable.preset(4, softmax=(1, 3)),
+        "b": LayerTable.preset(4, softmax=(3,)),
+        "c": LayerTable.preset(4, mixer="window", softmax=(3,)),
+    }
+    students = [_config_folder(tmp_path / name, table) for name, table in tables.items()]
+    names = [row.name for row in line_up("teacher", students, ("linear-off", "scratch"))]
+    off, start = "linear layers off", "unfitted start"
+    assert names == ["teacher", "a", f"a, {off}", f"a, {start}", "b", f"b, {off}", f"b, {start}", "c"]
 
 
 def test_another_vocabulary_is_refused(options: ReportOptions, tmp_path: Path) -> None:

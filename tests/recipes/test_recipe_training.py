@@ -1,4 +1,4 @@
-"""Stages on a tiny model: losses fall, frozen weights stay, merged adapters equal unmerged ones, runs resume exactly."""
+"""Stages on a tiny model: losses fall, frozen weights stay, merged adapters equal unmerged ones, runs resume."""
 
 from __future__ import annotations
 

@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 import deltanet_hf  # noqa: F401  registers the model families
 from deltanet_hf.errors import UserError, one_line
 from deltanet_hf.evaluation.baselines import from_scratch_start, switch_off_linear
+from deltanet_hf.mixers import Mixer
 from deltanet_hf.mixers.window import WindowSettings, restrict_to_window
-from deltanet_hf.models.layers import SOFTMAX
+from deltanet_hf.models.layers import LayerTable
 
 BASELINES = ("window", "linear-off", "scratch")
 Change = Callable[[PreTrainedModel, PreTrainedModel], PreTrainedModel]
@@ -86,7 +87,10 @@ def _named(text: str) -> tuple[str, str]:
 
 
 def _wiring(folder: str) -> tuple[object, bool]:
-    """(configuration of the converted layers, whether softmax layers remain); (None, False) if it cannot be read."""
+    """(configuration of the converted layers, whether softmax layers remain) of a local folder.
+
+    It is (None, False) for a folder without config.json and for a model without a layer that has a recurrent state.
+    """
     path = Path(folder) / "config.json"
     if not path.is_file():
         return None, False
@@ -94,7 +98,12 @@ def _wiring(folder: str) -> tuple[object, bool]:
     wiring = config.get("deltanet")
     if wiring is None:
         return None, False
-    return wiring["kinds"], SOFTMAX in wiring["layers"]
+    try:
+        table = LayerTable.from_dict(wiring, config["num_hidden_layers"])
+    except ValueError as error:
+        raise UserError(f"{path}: {one_line(error)}") from error
+    recurrent = any(issubclass(kind.mixer, Mixer) for kind in table.converted.values())
+    return (wiring, bool(table.softmax)) if recurrent else (None, False)
 
 
 def training_tokens(folder: Path) -> int:

@@ -12,10 +12,6 @@ _BASELINE_NOTE = (
     "`linear layers off` a student whose converted layers output zero, and `unfitted start` a converted model whose "
     "new parameters start as in a model trained from scratch."
 )
-_SPEED_NOTE = (
-    "A window with sinks is a mask over a full cache here, which is exact but neither small nor fast; the memory and "
-    "speed given for it are not those of a dedicated implementation."
-)
 
 
 def markdown(document: dict[str, Any]) -> str:
@@ -47,7 +43,7 @@ def markdown(document: dict[str, Any]) -> str:
         parts += ["Percent of correct answers; `repeat` is the perplexity of the second copy of 256 tokens.", ""]
     speed = [column for index, point in enumerate(models[0]["speed"]) for column in _speed(index, point["length"])]
     if speed:
-        parts += ["## Memory and speed, batch size 1", "", *_table(models, speed), "", _SPEED_NOTE, ""]
+        parts += ["## Memory and speed, batch size 1", "", *_table(models, speed), ""]
     return "\n".join(parts)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from deltanet_hf.data import shipped_texts, with_prefix
+from deltanet_hf.data.text_files import TextFile
 from deltanet_hf.errors import UserError, one_line
 from deltanet_hf.evaluation.measures.continuations import TokenRequest
 from deltanet_hf.evaluation.measures.probes import Probe
@@ -19,7 +20,7 @@ from deltanet_hf.evaluation.report.contestants import BASELINES
 from deltanet_hf.evaluation.tasks.harness import Harness
 from deltanet_hf.evaluation.tasks.recall_tasks import associative_recall, needles
 from deltanet_hf.evaluation.tasks.suites import SUITES, Suite
-from deltanet_hf.evaluation.tasks.text_windows import encode_documents, read_text, token_ids, windows
+from deltanet_hf.evaluation.tasks.text_windows import encode_documents, token_ids, windows
 from deltanet_hf.evaluation.tasks.wikitext import wikitext_texts
 
 _NO_LIMIT = 10**6  # tokens of a last-word request
@@ -108,7 +109,7 @@ def read_material(options: ReportOptions, tokenizer: PreTrainedTokenizerBase, lo
         ids = encode_documents([text], tokenizer, count * length)
         texts[name] = with_prefix(windows(ids, length, count), tokenizer)
     sources = [options.haystack] if options.haystack else shipped_texts()
-    documents = [document for path in sources for document in read_text(path)]
+    documents = (text for path in sources for text in TextFile(path, option="--haystack").documents())
     haystack = encode_documents(documents, tokenizer, _HAYSTACKS * context)
     probes = min(suite.probes, options.limit or suite.probes)
     return Material(

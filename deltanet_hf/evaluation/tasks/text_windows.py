@@ -2,46 +2,23 @@
 
 from __future__ import annotations
 
-import gzip
-import json
-import lzma
+from collections.abc import Iterable
 from pathlib import Path
-from typing import IO, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from deltanet_hf.data.text_files import TextFile
 from deltanet_hf.errors import UserError
-
-
-def _open(path: Path) -> IO[str]:
-    opener: Any = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)
-    return opener(path, "rt", encoding="utf-8")  # type: ignore[no-any-return]
-
-
-def read_text(path: Path) -> list[str]:
-    """The documents of a text file.
-
-    A .jsonl file has one document per line, under the key `text`; any other file is one document. Files that end in
-    .gz or .xz are decompressed. Raises UserError if the file is missing or a line is not of that form.
-    """
-    if not path.is_file():
-        raise UserError(f"{path}: no such text file")
-    with _open(path) as stream:
-        if ".jsonl" in path.suffixes:
-            try:
-                return [json.loads(line)["text"] for line in stream]
-            except (json.JSONDecodeError, KeyError) as error:
-                raise UserError(f"{path}: every line must be a JSON object with the key `text` ({error!r})") from error
-        return [stream.read()]
 
 
 def token_ids(path: Path, tokenizer: PreTrainedTokenizerBase, needed: int) -> np.ndarray:
     """At least `needed` token ids [n] int64 of a text file, its documents joined by the end-of-text token.
 
-    A .npy file holds token ids of the same tokenizer. Raises UserError if the file has fewer tokens.
+    The file is of a format of `deltanet_hf.data.text_files`, or a .npy file with token ids of the same tokenizer.
+    Raises UserError if it cannot be read or has fewer tokens.
     """
     if path.suffix == ".npy":
         if not path.is_file():
@@ -50,13 +27,13 @@ def token_ids(path: Path, tokenizer: PreTrainedTokenizerBase, needed: int) -> np
         if ids.ndim != 1 or ids.size == 0 or ids.max() >= len(tokenizer):
             raise UserError(f"{path}: expected a 1-D array of token ids below {len(tokenizer)}")
     else:
-        ids = encode_documents(read_text(path), tokenizer, needed)
+        ids = encode_documents(TextFile(path, option="--text").documents(), tokenizer, needed)
     if ids.size < needed:
         raise UserError(f"{path}: {ids.size} tokens, but {needed} are needed; give a longer text or fewer windows")
     return ids
 
 
-def encode_documents(documents: list[str], tokenizer: PreTrainedTokenizerBase, needed: int) -> np.ndarray:
+def encode_documents(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, needed: int) -> np.ndarray:
     """Token ids [n] int64 of the documents, joined by the end-of-text token.
 
     Documents after the one that completes `needed` tokens are left out.
