@@ -83,7 +83,7 @@ def _has_new_weights(converted: list[dict[str, Any]]) -> bool:
 
 
 def _tags(mixer: str, new_weights: bool) -> list[str]:
-    return [f"- {mixer.replace('_', '-')}", "- linear-attention" if new_weights else "- sliding-window-attention"]
+    return [f"- {mixer.replace('_', '-')}", "- linear-attention"] if new_weights else ["- sliding-window-attention"]
 
 
 def _settings(options: dict[str, Any], converted: list[dict[str, Any]]) -> str:
