@@ -1,4 +1,4 @@
-"""Operators of Gated DeltaNet: PyTorch on CPU, Triton on CUDA. Imports torch and triton only."""
+"""Operators of Gated DeltaNet: PyTorch on CPU, Triton on CUDA. Imports only torch and triton."""
 
 from deltanet_kernels.dispatch import (
     causal_conv1d,
@@ -7,8 +7,8 @@ from deltanet_kernels.dispatch import (
     gated_delta_step_,
     gated_rms_norm,
 )
-from deltanet_kernels.reference import naive_gated_delta_rule
-from deltanet_kernels.torch_chunk import torch_chunk_gated_delta_rule
+from deltanet_kernels.gated_delta_rule.cpu import torch_chunk_gated_delta_rule
+from deltanet_kernels.gated_delta_rule.reference import naive_gated_delta_rule
 
 __all__ = [
     "causal_conv1d",

@@ -1,4 +1,4 @@
-"""The fused decoding step against the recurrence in float64, in PyTorch and in Triton: what it fuses, in place."""
+"""The fused decoding step against the recurrence in float64, in PyTorch and in Triton, with in-place updates."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,8 +9,9 @@ import torch
 from torch.nn import functional as F
 
 from deltanet_kernels import gated_delta_step_, naive_gated_delta_rule
+from deltanet_kernels.arguments import StepCall
+from deltanet_kernels.gated_delta_rule.step import delta_step_, gated_delta_step_triton_
 from deltanet_kernels.reference import torch_causal_conv1d, torch_gated_rms_norm
-from deltanet_kernels.step import delta_step_, gated_delta_step_triton_
 from tests.kernels.cases import relative_error
 from tests.kernels.triton_mode import DEVICE, GPU
 
@@ -65,7 +66,7 @@ CASES = [
     Step("state over 128 x 128", B=1, H=1, HQ=1, HV=1, K=130, V=129, **NATIVE),
     Step("several tokens, state over 128 x 128", T=2, B=1, H=1, HQ=1, HV=1, K=130, V=129, **NATIVE),
     Step("query heads share a state over 128 x 128", B=1, H=1, HQ=2, HV=1, K=130, V=129),
-    # One token through slices of 64 columns, the next one asked for early in the first four (step_slices).
+    # One token in slices of 64 columns; the first four load the next slice early (step_slices).
     Step("slice, early: two", B=1, H=1, HQ=1, HV=1, V=128, **NATIVE),
     Step("slice, early: a column over", B=1, K=24, V=65, norm="per_head", conv=1),
     Step("slice, early: three and a bit", B=1, H=1, HQ=1, HV=1, K=40, V=200, rope=14, positions=1, conv=3),
@@ -184,8 +185,8 @@ def run(step_: Callable[..., torch.Tensor], x: dict[str, Any]) -> dict[str, torc
 
 
 def triton_step_(**x: Any) -> torch.Tensor:
-    return gated_delta_step_triton_(*(x[name] for name in TENSORS), x["state"].shape[2] ** -0.5, x["eps"],
-                                    x["qk_silu"], x["v_silu"])  # fmt: skip
+    call = StepCall(*(x[name] for name in TENSORS), None, x["eps"], x["qk_silu"], x["v_silu"])
+    return gated_delta_step_triton_(call)
 
 
 SIDES = [pytest.param(gated_delta_step_, id="public"), pytest.param(triton_step_, id="triton")]

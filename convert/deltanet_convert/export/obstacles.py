@@ -15,7 +15,7 @@ from deltanet_hf.mixers.masks import sliding_window
 from deltanet_hf.models.families import PREFIX
 from deltanet_hf.models.layers import Kind, LayerTable
 
-from ..start.norm_target import WITHOUT_NORMS, needs_norms
+from ..start.norm_config import WITHOUT_NORMS, needs_norms
 from .rotary import WRITTEN, unlike_transformers
 
 FORMATS = ("transformers", "mlx", "gguf")
@@ -95,7 +95,7 @@ def _settings(config: Any, name: str, kind: Kind) -> list[Obstacle]:
     """Obstacles in a kind of layer, called `name` in the layer table."""
     family, where = family_name(config), f"deltanet.kinds.{name}"
     if kind.mixer.name != "gated_deltanet":
-        problem = f"Qwen3.5's linear layers are Gated DeltaNet, the model's {kind.mixer.title}"
+        problem = f"Qwen3.5's linear layers are Gated DeltaNet, the model's are {kind.mixer.title}"
         return [Obstacle(f"{where}.mixer", problem, CONVERT_AGAIN)]
     settings = kind.settings
     found = [

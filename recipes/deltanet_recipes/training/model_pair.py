@@ -15,7 +15,7 @@ from deltanet_hf.errors import UserError, one_line
 from deltanet_hf.mixers import LayerKind
 from deltanet_hf.models.families import FAMILIES, PREFIX
 from deltanet_hf.models.layers import LayerTable
-from deltanet_hf.models.qwen3_5_config import MODEL_TYPE
+from deltanet_hf.models.qwen3_5 import MODEL_TYPE
 from deltanet_recipes.schema import Align, Recipe, stage_name
 
 
@@ -84,7 +84,7 @@ def _check_imported(recipe: Recipe, student: Any, config: Any) -> None:
     if config.model_type not in FAMILIES and not config.model_type.startswith(PREFIX):
         raise UserError(
             f"teacher: {name} has model_type {config.model_type!r}, which is no supported teacher; for a Qwen3.5 "
-            "model give the folder that `deltanet-hf convert` wrote"
+            "model give the folder that `deltanet-hf convert` imported it to"
         )
     hidden = any(getattr(stage, "hidden_weight", 0.0) > 0 for stage in recipe.stages)
     for key in ("vocab_size", *(("hidden_size", "num_hidden_layers") if hidden else ())):

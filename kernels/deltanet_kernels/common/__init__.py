@@ -1,0 +1,1 @@
+"""Parts that kernels of every operator share: launching, registration with PyTorch, sequences, tiles, device facts."""
