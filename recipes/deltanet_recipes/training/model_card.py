@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 
 from deltanet_hf.mixers import LayerKind
 from deltanet_hf.models.layers import LayerTable
-from deltanet_hf.models.qwen3_5_config import MODEL_TYPE
+from deltanet_hf.models.qwen3_5 import MODEL_TYPE
 from deltanet_recipes.schema import Recipe, Stage, stage_name
 from deltanet_recipes.training.model_pair import teacher_name
 
