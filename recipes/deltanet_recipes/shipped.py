@@ -24,7 +24,7 @@ def recipe_path(recipe: str | Path) -> Path:
     Raises UserError with the names of the shipped recipes if it is neither.
     """
     path = Path(recipe)
-    if path.exists():
+    if path.is_file():
         return path
     shipped = shipped_recipes()
     if str(recipe) not in shipped:

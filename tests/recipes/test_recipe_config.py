@@ -136,6 +136,9 @@ def test_a_file_comes_before_a_shipped_recipe_of_its_name(place: Path, monkeypat
     monkeypatch.chdir(place)
     name = next(iter(shipped_recipes()))
     assert recipe_path(name) == shipped_recipes()[name]
+    Path(name).mkdir()  # `make demo` runs the recipe `demo` beside its folder `demo`
+    assert recipe_path(name) == shipped_recipes()[name]
+    Path(name).rmdir()
     Path(name).write_text("")
     assert recipe_path(name) == Path(name)
     with pytest.raises(UserError, match=rf"^nowhere: no such recipe; [^\n]*\b{name}\b[^\n]*$"):
