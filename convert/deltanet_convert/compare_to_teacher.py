@@ -1,4 +1,6 @@
-"""Checks of a converted layer against the teacher's attention, and of the whole model against the teacher."""
+"""Compares a converted layer with the teacher's attention, and the converted model with the teacher."""
+
+from __future__ import annotations
 
 import copy
 import math
@@ -19,24 +21,24 @@ LOGIT_TOKENS = 128  # tokens whose logits are in memory at a time
 
 @dataclass(frozen=True)
 class LayerCheck:
-    """A converted layer's output against the teacher's attention, on held-out text, teacher-forced."""
+    """A converted layer compared with the teacher's attention, on the teacher's inputs of held-out text."""
 
-    cosine: float  # mean over tokens
-    relative_mse: float  # squared error over the squared norm of the teacher's output
+    cosine: float  # cosine of the outputs, mean over tokens
+    relative_mse: float  # squared error of the output divided by the squared norm of the teacher's output
 
 
 @dataclass(frozen=True)
 class ModelCheck:
-    """Converted model against teacher on held-out text; `kl` is KL(teacher || converted), nats per token."""
+    """The converted model compared with the teacher on held-out text."""
 
-    tokens: int
+    tokens: int  # number of predicted tokens
     teacher_perplexity: float
     perplexity: float
-    kl: float
+    kl: float  # KL(teacher || converted), nats per token
 
 
 class _Fused(nn.Module):
-    """q|k|v projections as one module, as phi3 calls them."""
+    """The q, k and v projections as one module that concatenates their outputs, as phi3 has them."""
 
     def __init__(self, *parts: nn.Module) -> None:
         super().__init__()
@@ -48,13 +50,19 @@ class _Fused(nn.Module):
 
 @torch.no_grad()
 def softmax_error(attention: Any, layer: Mixer, inputs: Tensor, kwargs: dict[str, Any]) -> float:
-    """Runs the teacher's own softmax attention on the converted layer's q, k, v and o weights.
+    """Error of the teacher's softmax attention when it runs with the converted layer's q, k, v and o weights.
 
-    What a profile leaves out (biases, learned norms) is put back, expanded by whole heads. A wrong head
-    mapping, a lost tensor or a wrong scale shows as an error of the order of 1.
+    Biases and learned norms that the converted layer leaves out are taken from the teacher; each head's share is
+    repeated as in the converted layer. A wrong head mapping, a lost tensor or a wrong scale gives an error of about 1.
 
     Args:
-        inputs: [n, T, hidden] attention inputs; kwargs: the decoder layer's other arguments.
+        attention: the teacher's attention.
+        layer: the converted layer.
+        inputs: attention inputs [n, T, hidden].
+        kwargs: the attention's other arguments.
+
+    Returns:
+        Norm of the difference of the outputs divided by the norm of the teacher's output.
     """
     groups = layer.num_states // _kv_heads(attention)
     expanded = copy.copy(attention)
@@ -81,12 +89,13 @@ def _kv_heads(attention: Any) -> int:
 
 
 def _repeat(values: Tensor, head_dim: int, groups: int) -> Tensor:
-    """Rows [kv_heads * D, ...] repeated by whole heads to [kv_heads * groups * D, ...]."""
+    """Repeats each head's block of rows: [kv_heads * D, ...] -> [kv_heads * groups * D, ...]."""
     repeated: Tensor = values.unflatten(0, (-1, head_dim)).repeat_interleave(groups, dim=0).flatten(0, 1)
     return repeated
 
 
 def _with_bias(layer: Mixer, attention: Any, name: str, groups: int) -> nn.Module:
+    """The layer's projection `name`, with the teacher's bias if the layer leaves it out."""
     projection = getattr(layer, name)
     bias = getattr(getattr(attention, name, None), "bias", None)
     if projection.bias is not None or bias is None:
@@ -99,7 +108,7 @@ def _with_bias(layer: Mixer, attention: Any, name: str, groups: int) -> nn.Modul
 
 @torch.no_grad()
 def compare_outputs(layer: nn.Module, inputs: Tensor, wanted: Tensor, kwargs: dict[str, Any]) -> tuple[float, float]:
-    """Mean cosine and relative MSE of the layer's output to `wanted`, both for inputs [n, T, hidden]."""
+    """Mean cosine and relative MSE between the layer's output for `inputs` and `wanted`, both [n, T, hidden]."""
     cosine = squared = norm = 0.0
     for x, y in zip(inputs.split(1), wanted.split(1), strict=True):
         out, _ = layer(hidden_states=x, **kwargs)
@@ -111,7 +120,14 @@ def compare_outputs(layer: nn.Module, inputs: Tensor, wanted: Tensor, kwargs: di
 
 @torch.no_grad()
 def compare_models(head: Head, ids: Tensor, teacher: Tensor, student: Tensor, rounding: torch.dtype) -> ModelCheck:
-    """Perplexities and KL from the last layer's outputs [n, T, hidden] of both models; ids [n, T]."""
+    """Compares two models by the outputs of their last layers.
+
+    Args:
+        head: final norm and output head of the teacher; both models have the same.
+        ids: token ids [n, T].
+        teacher, student: outputs of the last decoder layer [n, T, hidden].
+        rounding: dtype to which the head's weights are rounded for the student.
+    """
     targets = ids[:, 1:].flatten()
     flat_teacher, flat_student = (hidden[:, :-1].flatten(0, 1) for hidden in (teacher, student))
     losses = torch.zeros(3, dtype=torch.float64)

@@ -1,4 +1,6 @@
-"""What a conversion will do, computed from shapes alone: nothing is read but headers, nothing is written."""
+"""Plans a conversion from shapes alone: only file headers are read, and nothing is written."""
+
+from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
@@ -17,7 +19,7 @@ from deltanet_hf.models.families import family_of
 from deltanet_hf.models.layers import INSERTED_QK_NORMS, SOFTMAX, LayerTable
 
 from .calibration_text import HELD_OUT_TOKENS, SEQUENCE_LENGTH
-from .start.norm_target import needs_norms, with_norms
+from .start.norm_config import needs_norms, with_norms
 from .storage.shard_writer import Layout, TensorSpec, plan_layout
 from .teacher_model import Teacher, meta_model, tied_names
 
@@ -28,37 +30,37 @@ SMALL_FILES_BYTES = 64 * 2**20  # tokenizer, card, plot
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What happens to one decoder layer; the counts are numbers of parameters of the output."""
+    """The plan of one decoder layer; the counts are numbers of parameters, of the output unless stated otherwise."""
 
     index: int
-    kind: str  # its name in the layer table
-    title: str  # the same for people
-    normed: bool  # keeps softmax attention, with q/k norms that the teacher does not have
+    kind: str  # name of its kind in the layer table
+    title: str  # name of its mixer for people; "softmax" where attention stays
+    normed: bool  # whether a layer that stays softmax gets q/k norms, which the teacher does not have
     window: int | None  # sliding window of the teacher's attention, in tokens
-    copied: int
-    expanded: int  # the teacher's, in another shape: key/value heads repeated, fused projections split
-    created: int
-    dropped: int  # the teacher's, that the converted layer has no place for
-    nbytes: int
-    state_bytes: int  # of one sequence, any length; 0 where attention stays
-    kv_bytes_per_token: int  # of the teacher's attention
+    copied: int  # taken over from the teacher unchanged
+    expanded: int  # taken over in another shape: key/value heads repeated, fused projections split
+    created: int  # not in the teacher
+    dropped: int  # parameters of the teacher that the converted layer does not have
+    nbytes: int  # bytes of the weights
+    state_bytes: int  # bytes of one sequence's state, at any length; 0 where attention stays
+    kv_bytes_per_token: int  # bytes per token of the teacher's keys and values
 
     @property
     def converted(self) -> bool:
         return self.kind != SOFTMAX
 
     def kv_bytes(self, context: int) -> int:
-        """The teacher's cache of this layer for one sequence of `context` tokens."""
+        """Bytes of the teacher's cache of this layer for one sequence of `context` tokens."""
         return self.kv_bytes_per_token * min(context, self.window or context)
 
     def cache_bytes(self, context: int) -> int:
-        """The converted model's cache of this layer."""
+        """Bytes of the converted model's cache of this layer for one sequence of `context` tokens."""
         return self.state_bytes if self.converted else self.kv_bytes(context)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The whole conversion."""
+    """The plan of a conversion."""
 
     layers: tuple[LayerPlan, ...]
     teacher_parameters: int
@@ -72,7 +74,7 @@ class Plan:
     layout: Layout
 
     def cache_table(self) -> list[dict[str, int]]:
-        """Per context length: bytes of the teacher's and of the converted model's cache, one sequence."""
+        """Bytes of the teacher's and of the converted model's cache of one sequence, per context length."""
         return [
             {
                 "context": context,
@@ -108,7 +110,7 @@ def make_plan(
     """Plans the conversion of `teacher` into the layers of `table`, stored in `dtype`.
 
     Args:
-        insert_norms: give the kept layers q/k norms where the teacher has none (`norm_target.py`).
+        insert_norms: give the kept layers q/k norms where the teacher has none (`norm_config.py`).
     """
     kept = table.softmax
     inserted = insert_norms and needs_norms(teacher.config, kept)
@@ -122,7 +124,7 @@ def make_plan(
         if name not in tied
     ]
     layout = plan_layout(specs, shard_size)
-    layers = tuple(_layer_plan(teacher, student, table, specs, i) for i in range(teacher.num_layers))
+    layers = tuple(_layer_plan(teacher, student, table, specs, dtype, i) for i in range(teacher.num_layers))
     working = _working_bytes(teacher, calibration_tokens)
     return Plan(
         layers=layers,
@@ -139,7 +141,7 @@ def make_plan(
 
 
 def check_disk(plan: Plan, out: Path, already_there: int) -> None:
-    """UserError when the disk of `out` has too little room; `already_there` bytes are written."""
+    """Raises UserError if the disk of `out` has too little space; `already_there` bytes are written already."""
     folder = out
     while not folder.exists():
         folder = folder.parent
@@ -156,6 +158,7 @@ def _layer_plan(
     student: PreTrainedModel,
     table: LayerTable,
     specs: Sequence[TensorSpec],
+    dtype: torch.dtype,
     index: int,
 ) -> LayerPlan:
     prefix = f"model.layers.{index}."
@@ -172,7 +175,6 @@ def _layer_plan(
         counts[kind] += spec.numel
     replaced = table[index]
     attention: Any = student.model.layers[index].self_attn
-    item = mine[0].dtype.itemsize
     teacher_attention: Any = teacher.model.model.layers[index].self_attn
     config = teacher.config
     kv_width = int(config.num_key_value_heads) * int(teacher_attention.head_dim)
@@ -185,13 +187,13 @@ def _layer_plan(
         **counts,
         dropped=sum(tensor.numel() for name, tensor in before.items() if name not in sources),
         nbytes=sum(spec.nbytes for spec in mine),
-        state_bytes=0 if replaced is None else attention.state_bytes(mine[0].dtype),
-        kv_bytes_per_token=2 * kv_width * item,
+        state_bytes=0 if replaced is None else attention.state_bytes(dtype),
+        kv_bytes_per_token=2 * kv_width * dtype.itemsize,
     )
 
 
 def _source(name: str, before: dict[str, torch.Tensor]) -> str:
-    """The teacher's tensor that an output tensor comes from: its namesake, or the fused projection (phi3)."""
+    """Name of the teacher's tensor that an output tensor comes from: the same, or the fused projection's (phi3)."""
     if name not in before:
         for part in ("q_proj", "k_proj", "v_proj"):
             name = name.replace(f"self_attn.{part}.", "self_attn.qkv_proj.")
@@ -199,13 +201,13 @@ def _source(name: str, before: dict[str, torch.Tensor]) -> str:
 
 
 def _working_bytes(teacher: Teacher, calibration_tokens: int) -> int:
-    """Hidden states kept between layers: the teacher's on all text, the student's on the held-out part."""
+    """Bytes of the hidden states between layers: the teacher's on all text, the student's on the held-out part."""
     held_out = min(HELD_OUT_TOKENS, calibration_tokens)
     return (calibration_tokens + 2 * held_out) * int(teacher.config.hidden_size) * 4
 
 
 def _peak_memory(teacher: Teacher, student: PreTrainedModel, working: int) -> int:
-    """The larger of the two phases: decoder layer (both attentions in float32) and output head."""
+    """Estimated peak memory in bytes: of a decoder layer (both attentions in float32) or of the output head."""
     config, row = teacher.config, SEQUENCE_LENGTH
     before: Any = teacher.model.model.layers
     layers = zip(before, student.model.layers, strict=True)

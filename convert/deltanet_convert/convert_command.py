@@ -14,77 +14,95 @@ from deltanet_hf.mixers import MIXERS
 from .convert import convert
 from .export.hooks import check_exportable, import_qwen3_5, qwen3_5_folder
 from .job import prepare
-from .options import ConvertOptions, parse_size
+from .options import DTYPES, ConvertOptions, parse_size, set_keys
 from .views.plan_view import print_plan
 from .views.report_view import print_report
 
+DEFAULTS = ConvertOptions()
+CONVERSION_ONLY = {
+    "layers": "--layers",
+    "mixer": "--mixer",
+    "training": "--no-training",
+    "changes": "--set",
+    "fit_memory": "--no-fit-memory",
+    "text": "--text",
+    "calibration_tokens": "--calibration-tokens",
+    "seed": "--seed",
+}  # fields of `ConvertOptions` that have no effect on the import of a Qwen3.5 model
+
 
 def convert_command(
-    teacher: Annotated[str, typer.Argument(help="Folder, hub id or .gguf file of the softmax model.")],
-    out: Annotated[Path, typer.Argument(help="Folder to make.")],
+    teacher: Annotated[
+        str,
+        typer.Argument(help="Softmax model to convert: a folder, a hub id or a .gguf file."),
+    ],
+    out: Annotated[Path, typer.Argument(help="Folder to write the converted model to.")],
     layers: Annotated[
         str,
         typer.Option(
-            help="all | every:N (layers N-1, 2N-1, ... stay softmax) | keep:3,7,11 | a file that lists the kept layers."
+            help="Layers to convert. `all`: every layer. `every:N`: layers N-1, 2N-1, ... keep softmax attention. "
+            "`keep:3,7,11`: these layers keep it. Otherwise a file that lists the layers that keep it."
         ),
-    ] = "all",
-    mixer: Annotated[str, typer.Option(help=f"Rule of the converted layers: {', '.join(MIXERS)}.")] = "gated_deltanet",
+    ] = DEFAULTS.layers,
+    mixer: Annotated[
+        str, typer.Option(help=f"Layer that replaces softmax attention: {', '.join(MIXERS)}.")
+    ] = DEFAULTS.mixer,
     profile: Annotated[
         str,
         typer.Option(
-            help="faithful: keep everything that the teacher's attention has. qwen3_5: make exactly Qwen3.5's layer, "
-            "so that the model can be exported to other runtimes."
+            help="Recommended settings. `faithful` keeps everything that the teacher's attention has. `qwen3_5` makes "
+            "exactly Qwen3.5's layer, so that the model can be exported to other runtimes."
         ),
-    ] = "faithful",
+    ] = DEFAULTS.profile,
     training: Annotated[
         bool,
         typer.Option(
             "--training/--no-training",
-            help="Whether the model will be distilled. --no-training takes the settings that are better without.",
+            help="Whether you will distil the model. `--no-training` takes the settings that are better untrained.",
         ),
-    ] = True,
+    ] = DEFAULTS.training,
     changes: Annotated[
         list[str] | None,
-        typer.Option("--set", help="KEY=VALUE, repeatable: one setting of the mixer, such as rope=false."),
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Change one setting of the mixer, for example `rope=false`. Repeat the option for several. Keys of "
+            f"{set_keys()}.",
+        ),
     ] = None,
     fit_memory: Annotated[
         bool,
-        typer.Option(help="--no-fit-memory: decay and write strength begin as in a model trained from scratch."),
-    ] = True,
+        typer.Option(
+            help="Whether to fit decay and write strength to the teacher. `--no-fit-memory` starts them as in a model "
+            "trained from scratch."
+        ),
+    ] = DEFAULTS.fit_memory,
     text: Annotated[
         Path | None,
-        typer.Option(help="Calibration text: .txt, .jsonl or .parquet [default: the text shipped]."),
+        typer.Option(
+            help="Calibration text: .txt, .md or .jsonl (each also as .gz or .xz) or .parquet.",
+            show_default="text shipped with deltanet-hf",
+        ),
     ] = None,
-    calibration_tokens: Annotated[int, typer.Option(help="Tokens to fit on.")] = 8192,
-    dtype: Annotated[str | None, typer.Option(help="float32 | bfloat16 | float16 [default: the teacher's].")] = None,
-    shard_size: Annotated[str, typer.Option(help="Largest weight file, such as 5GB.")] = "5GB",
+    calibration_tokens: Annotated[
+        int, typer.Option(help="Number of tokens of the calibration text that the layers are fitted on.")
+    ] = DEFAULTS.calibration_tokens,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help=f"Dtype of the weights: {', '.join(DTYPES)}.", show_default="the teacher's"),
+    ] = None,
+    shard_size: Annotated[str, typer.Option(help="Largest size of a weight file.")] = "5GB",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Complete an interrupted conversion.")] = False,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace OUT, once the new model is complete.")
+        bool, typer.Option("--overwrite", help="Replace an existing folder OUT as soon as the new model is complete.")
     ] = False,
-    seed: Annotated[int, typer.Option(help="Of the choice of text and of the fit.")] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Random seed for the choice of calibration text and for start values.")
+    ] = DEFAULTS.seed,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan or the result as JSON.")] = False,
 ) -> None:
-    """Turn a softmax model into a Gated DeltaNet model; a Qwen3.5 text model, which is one, is imported."""
-    if profile == "qwen3_5" and changes:
-        raise UserError(f"--set {changes[0]}: --profile qwen3_5 fixes the settings; leave out one of the two")
-    console = Console(stderr=as_json)
-    if (native := qwen3_5_folder(teacher)) is not None:
-        if changes:
-            raise UserError(f"--set {changes[0]}: {teacher} is a Gated DeltaNet model already and is only imported")
-        stored = None if dtype is None else ConvertOptions(dtype=dtype).torch_dtype
-        import_qwen3_5(
-            native,
-            out,
-            stored,
-            parse_size(shard_size),
-            resume=resume,
-            overwrite=overwrite,
-            dry_run=dry_run,
-            console=console,
-        )
-        return
+    """Converts a softmax model; a Qwen3.5 text model has Gated DeltaNet layers already and is imported."""
     options = ConvertOptions(
         layers=layers,
         mixer=mixer,
@@ -102,6 +120,20 @@ def convert_command(
         seed=seed,
         json=as_json,
     )
+    console = Console(stderr=as_json)
+    if (native := qwen3_5_folder(teacher)) is not None:
+        _refuse_conversion_options(teacher, options)
+        import_qwen3_5(
+            native,
+            out,
+            options.torch_dtype,
+            options.shard_size,
+            resume=resume,
+            overwrite=overwrite,
+            dry_run=dry_run,
+            console=console,
+        )
+        return
     job = prepare(teacher, out, options)
     if profile == "qwen3_5":
         for note in check_exportable(job.source.name, job.teacher.config, job.table.softmax):
@@ -127,3 +159,10 @@ def convert_command(
     console.print(f"Written to {job.out}")
     if as_json:
         print(json.dumps(report, indent=2))
+
+
+def _refuse_conversion_options(teacher: str, options: ConvertOptions) -> None:
+    """Raises UserError for an option that has no effect on an import."""
+    for field, name in CONVERSION_ONLY.items():
+        if getattr(options, field) != getattr(DEFAULTS, field):
+            raise UserError(f"{name}: {teacher} is a Gated DeltaNet model already and is only imported; leave it out")

@@ -1,4 +1,6 @@
-"""A conversion that is checked and planned, and not begun."""
+"""Checks and plans a conversion before any work begins."""
+
+from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
@@ -21,7 +23,7 @@ from .teacher_model import Teacher, open_teacher
 
 @dataclass(frozen=True)
 class Job:
-    """A conversion that is checked and planned, and not begun."""
+    """A conversion that is checked and planned but has not begun."""
 
     source: Source
     teacher: Teacher
@@ -32,20 +34,30 @@ class Job:
     plan: Plan
 
     def close(self) -> None:
-        """Removes the dequantised copy of a GGUF file."""
+        """Removes the dequantised copy of a GGUF teacher."""
         if self.source.temporary:
             shutil.rmtree(self.source.folder, ignore_errors=True)
 
 
 def prepare(teacher: str, out: Path, options: ConvertOptions) -> Job:
-    """Finds and checks the teacher and plans the conversion; writes at most a GGUF file's copy."""
+    """Finds and checks the teacher and plans the conversion.
+
+    Nothing is written except the dequantised copy of a GGUF teacher.
+
+    Args:
+        teacher: a folder, a hub id or a .gguf file.
+        out: the folder that will be made.
+
+    Raises:
+        UserError: the teacher, an option or the output folder cannot be used.
+    """
     out = Path(out).expanduser().absolute()
     source = resolve_source(teacher, out.parent / f".{out.name}.teacher", options.torch_dtype)
     with removed_on_error(source, out):
         _check_apart(source.folder, out)
         opened = open_teacher(source.folder)
         table = options.table(opened.num_layers, softmax_layers(options.layers, opened.num_layers))
-        # Qwen3.5's softmax layers have q/k norms. Where something else stands in the way of an export, none are inserted.
+        # Qwen3.5's softmax layers have q/k norms. None are inserted if something else prevents an export.
         insert_norms = options.profile == "qwen3_5" and not teacher_obstacles(opened.config, table.softmax)
         dtype = options.torch_dtype or (torch.float32 if opened.dtype == torch.float64 else opened.dtype)
         plan = make_plan(opened, table, dtype, options.shard_size, options.calibration_tokens, insert_norms)
@@ -54,7 +66,7 @@ def prepare(teacher: str, out: Path, options: ConvertOptions) -> Job:
 
 @contextmanager
 def removed_on_error(source: Source, out: Path) -> Iterator[None]:
-    """Removes a GGUF file's copy after an error, unless an interrupted conversion needs it for `--resume`."""
+    """Removes the copy of a GGUF teacher after an error, unless an interrupted conversion can use it to resume."""
     try:
         yield
     except (UserError, QualityError):

@@ -1,4 +1,6 @@
-"""One decoder layer's part of a conversion: run the teacher, fit the new layer, check it, run the student."""
+"""The steps for one decoder layer: run the teacher's, start the new one, check it, run the student's."""
+
+from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
@@ -21,14 +23,14 @@ from .start.norm_fit import NormFigures, compare_attention, insert_norms
 
 @dataclass(frozen=True)
 class LayerStep:
-    """Turns layers of a stream, one after the other.
+    """Converts the decoder layers of a stream in ascending order.
 
     Args:
         stream: the teacher.
         student: the converted model on the meta device.
-        dtype: of the stored weights; the student is run with its weights rounded to it.
-        seed: of the fit; each layer draws from its own generator, so that a resumed run repeats it.
-        fit_memory: fit decay and write strength (`start/gated_deltanet.py`).
+        dtype: dtype of the stored weights; the student runs in float32 with its weights rounded to this dtype.
+        seed: random seed of the start values. Each layer has its own, so that a resumed run repeats them.
+        fit_memory: whether to fit decay and write strength (`start/gated_deltanet.py`).
     """
 
     stream: LayerStream
@@ -38,9 +40,9 @@ class LayerStep:
     fit_memory: bool
 
     def run(self, index: int, activations: Activations) -> tuple[nn.Module, dict[str, Any]]:
-        """Advances `activations` by layer `index`; the layer as it is to be stored, and its figures.
+        """Advances `activations` by layer `index`; returns the layer to be stored, and its figures.
 
-        Kept layers have figures only where q/k norms are inserted.
+        Layers that keep softmax attention have figures only if q/k norms are inserted.
         """
         layer: Any = self.stream.load_layer(index)
         kwargs = self.stream.layer_kwargs[index]
@@ -61,7 +63,7 @@ class LayerStep:
     def _convert(
         self, index: int, layer: Any, new: Any, activations: Activations, kwargs: dict[str, Any]
     ) -> dict[str, Any]:
-        """Starts `new` from the layer's attention, while the teacher's activations advance."""
+        """Gives `new` its start values, checks it, and advances the teacher's activations."""
         inputs, _ = _advance(layer, activations.calibration, kwargs, keep=True)
         figures = self._start(index, layer.self_attn, _empty_layer(new), inputs, kwargs)
         del inputs
@@ -74,7 +76,7 @@ class LayerStep:
     def _insert_norms(
         self, layer: Any, normed: Any, activations: Activations, kwargs: dict[str, Any]
     ) -> dict[str, Any]:
-        """Makes `normed` of the layer's attention, while the teacher's activations advance."""
+        """Fills `normed` from the layer's attention, checks it, and advances the teacher's activations."""
         inputs, _ = _advance(layer, activations.calibration, kwargs, keep=True)
         fit = insert_norms(layer.self_attn, normed.float().to_empty(device="cpu"), inputs, kwargs)
         del inputs
@@ -87,6 +89,7 @@ class LayerStep:
     def _start(
         self, index: int, attention: nn.Module, new: Any, inputs: Tensor, kwargs: dict[str, Any]
     ) -> dict[str, Any]:
+        """Runs the start rule of `new` on the attention's inputs [n, T, hidden]; returns its figures."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed * 1_000_003 + index)
             figures = start_rule(new.name)(attention, new, LayerCalibration(inputs, kwargs), self.fit_memory)
@@ -96,7 +99,7 @@ class LayerStep:
         return figures
 
     def release(self, index: int) -> None:
-        """Gives the memory of layer `index` back."""
+        """Frees the memory of layer `index`."""
         layer = self.stream.layers[index]
         layer.self_attn.to("meta")
         layer.to("meta")
@@ -106,7 +109,8 @@ class LayerStep:
 def _advance(layer: Any, hidden: Tensor, kwargs: dict[str, Any], *, keep: bool = False) -> tuple[Tensor, Tensor]:
     """Replaces hidden [n, T, hidden] by the layer's output, one sequence at a time.
 
-    With `keep`, returns the inputs and outputs of its attention, [n, T, hidden]; else two empty tensors.
+    Returns:
+        With `keep`, the inputs and outputs of the layer's attention, both [n, T, hidden]; otherwise two empty tensors.
     """
     seen: list[Tensor] = []
     made: list[Tensor] = []
@@ -125,7 +129,7 @@ def _advance(layer: Any, hidden: Tensor, kwargs: dict[str, Any], *, keep: bool =
 
 
 def _empty_layer(layer: nn.Module) -> nn.Module:
-    """A layer on the meta device in float32 memory: parts at their start, everything else NaN until it is started."""
+    """Moves a layer from the meta device to float32 memory: parts get their start values, all else is NaN."""
     layer.float().to_empty(device="cpu").requires_grad_(False)
     for parameter in layer.parameters():
         parameter.fill_(torch.nan)
@@ -137,7 +141,7 @@ def _empty_layer(layer: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def _round(module: nn.Module, dtype: torch.dtype) -> None:
-    """Rounds the weights to what will be stored."""
+    """Rounds the weights to the dtype in which they are stored."""
     for name, parameter in module.named_parameters():
         if name.rpartition(".")[2] not in FLOAT32_NAMES:
             parameter.copy_(parameter.to(dtype))

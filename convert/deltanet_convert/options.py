@@ -1,4 +1,6 @@
-"""The options of `deltanet-hf convert`, checked."""
+"""The options of `deltanet-hf convert` and their checks."""
+
+from __future__ import annotations
 
 import json
 import re
@@ -11,6 +13,7 @@ import torch
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers import MIXERS
+from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
 from deltanet_hf.models.layers import LayerTable
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -23,21 +26,21 @@ PROFILES = ("faithful", "qwen3_5")
 class ConvertOptions:
     """The options of one conversion.
 
-    Whatever depends on the teacher (layer indices) is checked by `softmax_layers`.
+    `softmax_layers` checks what depends on the teacher (layer indices).
 
     Raises:
-        UserError: a value cannot be used; the message names the option.
+        UserError: a value cannot be used, or two options contradict each other; the message names the option.
     """
 
-    layers: str = "all"  # all | every:N | keep:3,7,11 | a file with the layers that stay softmax
-    mixer: str = "gated_deltanet"
-    profile: str = "faithful"
-    training: bool = True  # whether the result will be distilled; False: the settings that are best without
-    changes: tuple[str, ...] = ()  # key=value: single settings of the mixer that differ from the recommended ones
-    fit_memory: bool = True  # False: decay and write strength begin as in a model trained from scratch
-    text: Path | None = None  # calibration text; None for the one shipped with the project
+    layers: str = "all"  # all | every:N | keep:3,7,11 | a file that lists the layers that stay softmax
+    mixer: str = "gated_deltanet"  # a name in `MIXERS`
+    profile: str = "faithful"  # one of `PROFILES`
+    training: bool = True  # whether the model will be distilled; False takes the settings that are best without
+    changes: tuple[str, ...] = ()  # "key=value": settings of the mixer that differ from the recommended ones
+    fit_memory: bool = True  # False starts decay and write strength as in a model trained from scratch
+    text: Path | None = None  # calibration text; None for the text shipped with deltanet-hf
     calibration_tokens: int = 8192
-    dtype: str | None = None  # of the converted weights; None for the teacher's
+    dtype: str | None = None  # dtype of the converted weights; None for the teacher's
     shard_size: int = 5 * 10**9  # bytes
     dry_run: bool = False
     resume: bool = False
@@ -58,10 +61,28 @@ class ConvertOptions:
             raise UserError(f"--shard-size: got {self.shard_size} bytes, expected at least 1")
         if not 0 <= self.seed < 2**32:
             raise UserError(f"--seed: got {self.seed}, expected a number from 0 to 2**32 - 1")
+        self._check_contradictions()
         self.table(1, ())
 
+    def _check_contradictions(self) -> None:
+        """Raises UserError for options that would change nothing, or that the profile fixes."""
+        if self.profile == "qwen3_5" and self.changes:
+            raise UserError(f"--set {self.changes[0]}: --profile qwen3_5 fixes the settings; leave out one of the two")
+        if not self.training and self.profile == "qwen3_5":
+            raise UserError(
+                "--no-training: --profile qwen3_5 fixes the settings, with or without training; leave out one of the "
+                "two"
+            )
+        if not self.fit_memory and not issubclass(MIXERS[self.mixer], GatedDeltaNet):
+            raise UserError(f"--no-fit-memory: no decay is fitted in layers of --mixer {self.mixer}; leave it out")
+
     def table(self, num_layers: int, softmax: Iterable[int]) -> LayerTable:
-        """The layer table of the converted model; the layers in `softmax` keep the teacher's attention."""
+        """The layer table of the converted model.
+
+        Args:
+            num_layers: the teacher's number of decoder layers.
+            softmax: indices of the layers that keep the teacher's attention.
+        """
         kind = MIXERS[self.mixer]
         try:
             recommended = kind.default_settings(self.profile, self.training)
@@ -74,8 +95,8 @@ class ConvertOptions:
             raise UserError(str(error).replace("--set.", "--set: ", 1)) from None
         if getattr(settings, "output_norm", "") == "none" and not getattr(settings, "output_gate", True):
             raise UserError(
-                "--set: output_norm=none and output_gate=false together leave no parameter that could bring the "
-                "output to the teacher's scale; keep one of the two"
+                "--set: output_norm=none and output_gate=false together leave no parameter that brings the output to "
+                "the teacher's scale; keep one of the two"
             )
         return LayerTable.uniform(kind, settings, num_layers, set(softmax))
 
@@ -84,7 +105,10 @@ class ConvertOptions:
         return DTYPES[self.dtype] if self.dtype else None
 
     def decisive(self) -> dict[str, Any]:
-        """The options that the result depends on, as JSON; `layers` and `text` are recorded by what they mean."""
+        """The options that affect the result, as JSON values.
+
+        `layers` and `text` are not among them, because conversion_record.py records their contents.
+        """
         recommended = MIXERS[self.mixer].default_settings(self.profile, self.training)
         return {
             "mixer": self.mixer,
@@ -100,7 +124,15 @@ class ConvertOptions:
 
 
 def changed_settings(entries: Iterable[str], recommended: Any) -> dict[str, bool | int | str]:
-    """['rope=false', 'conv_size=4'] as {'rope': False, 'conv_size': 4}; the keys are those of `recommended`."""
+    """Parses ['rope=false', 'conv_size=4'] into {'rope': False, 'conv_size': 4}.
+
+    Args:
+        entries: the values of `--set`.
+        recommended: settings of the mixer, whose names are the keys that are allowed.
+
+    Raises:
+        UserError: an entry without '=', an unknown key, or a key that is given twice.
+    """
     known = [field.name for field in fields(recommended)]
     changes: dict[str, bool | int | str] = {}
     for entry in entries:
@@ -118,8 +150,20 @@ def changed_settings(entries: Iterable[str], recommended: Any) -> dict[str, bool
     return changes
 
 
+def set_keys() -> str:
+    """The keys of `--set` by mixer, for the help text: those that all share first, then what one has beyond them."""
+    names = {mixer: [field.name for field in fields(kind.Settings)] for mixer, kind in MIXERS.items()}
+    first, *others = MIXERS
+    parts = [f"{first}: {', '.join(names[first])}"]
+    for mixer in others:
+        own = [name for name in names[mixer] if name not in names[first]]
+        same = "the same and " if len(own) < len(names[mixer]) else ""
+        parts.append(f"{mixer}: {same}{', '.join(own)}")
+    return "; ".join(parts)
+
+
 def parse_size(value: str) -> int:
-    """'5GB', '500 MiB' or '4096' as bytes."""
+    """Parses '5GB', '500 MiB' or '4096' into a number of bytes."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
     if not match or match[2].upper() not in UNITS:
         raise UserError(f"--shard-size: got '{value}', expected a size such as 5GB or 500MB")
@@ -133,6 +177,9 @@ def softmax_layers(spec: str, num_layers: int) -> tuple[int, ...]:
         spec: `all` (none is kept), `every:N` (layers N-1, 2N-1, ... are kept), `keep:3,7,11`, or a file that lists the
             kept layers: a JSON list, or numbers separated by commas or white space ('#' begins a comment).
         num_layers: the teacher's number of decoder layers.
+
+    Raises:
+        UserError: the specification or the file cannot be read, or names layers that do not exist.
     """
     if spec == "all":
         return ()
@@ -149,7 +196,7 @@ def softmax_layers(spec: str, num_layers: int) -> tuple[int, ...]:
 def _every(spec: str, num_layers: int) -> tuple[int, ...]:
     value = spec.removeprefix("every:")
     if not value.isascii() or not value.isdigit() or int(value) < 2:
-        raise UserError(f"--layers {spec}: N must be a whole number of at least 2 (every:1 would convert nothing)")
+        raise UserError(f"--layers {spec}: N has to be a whole number of at least 2 (every:1 would convert nothing)")
     step = int(value)
     if step > num_layers:
         raise UserError(f"--layers {spec}: keeps none of the {num_layers} layers; say all, or a smaller N")

@@ -3,9 +3,10 @@
 How to add one: see docs/contributing.md. The tests run over every row of the table.
 """
 
-from deltanet_hf.mixers.base import LayerKind, Mixer
+from deltanet_hf.mixers.base import Mixer
 from deltanet_hf.mixers.deltaproduct import DeltaProduct
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
+from deltanet_hf.mixers.layer_kind import LayerKind
 from deltanet_hf.mixers.window import WindowAttention
 
 MIXERS: dict[str, type[LayerKind]] = {

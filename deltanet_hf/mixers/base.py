@@ -1,13 +1,12 @@
-"""What every mixer has, and what a mixer has to say of itself.
+"""The base of the mixers with a recurrent state.
 
-A mixer takes the place of a decoder layer's softmax attention. `LayerKind` is the contract that all kinds of layers
-keep, the window (`window.py`) among them: it is what the cache, the converter and the recipes ask. `Mixer` is the
-base of those with a recurrent state. It owns everything around the recurrence, in this order:
+A mixer takes the place of a decoder layer's softmax attention. `Mixer` owns everything around the recurrence, in this
+order:
 
     projections -> learned q/k norms -> short convolution -> rotary embedding -> activation
     -> the mixer's own `gates` and `mix` -> output norm and gate -> output projection
 
-with padding, packed sequences and the cache. To add one, see docs/contributing.md.
+with padding, packed sequences and the cache. To add a mixer, see docs/contributing.md.
 
 Shapes in comments: B batch, T tokens, D head size; HQ, HK, HV heads of q, k and v; H heads of the output; C channels
 of the convolution.
@@ -15,11 +14,7 @@ of the convolution.
 
 from __future__ import annotations
 
-import copy
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -27,166 +22,11 @@ from torch.nn import functional as F
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
+from deltanet_hf.mixers.attention_shape import FAITHFUL, AttentionShape, MixerProjections
+from deltanet_hf.mixers.layer_kind import LayerKind, PositionEmbeddings, TensorShape
 from deltanet_hf.mixers.masks import padding_in
 from deltanet_hf.mixers.parts import GatedRMSNorm, Part, ShortConv
-from deltanet_hf.mixers.settings import MixerSettings, check_bool, check_choice
 from deltanet_hf.mixers.state import MixerCacheLayer, State, cache_layer
-
-Activation = Literal["silu", "none"]
-OutputNorm = Literal["none", "shared", "per_head"]
-PositionEmbeddings = tuple[Tensor, Tensor]  # cos and sin, each [B, T, R] or [1, T, R]
-
-
-@dataclass(frozen=True)
-class TensorShape:
-    """Shape and dtype of one tensor of a state, for one sequence (without the batch)."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return int(torch.Size(self.shape).numel()) * self.dtype.itemsize
-
-
-class LayerKind:
-    """The contract of a kind of layer. The classes in `MIXERS` derive from it and from `nn.Module`."""
-
-    name: ClassVar[str]
-    """Its name in config.json and for `deltanet-hf convert --mixer`."""
-    title: ClassVar[str]
-    """Its name for people."""
-    Settings: ClassVar[type[MixerSettings]]
-    fp32: ClassVar[tuple[str, ...]] = ()
-    """Last names of the parameters that are float32 whatever the model's dtype."""
-    new_weights: ClassVar[bool] = True
-    """Whether it has weights that the teacher does not have: recipes align such layers and train them in full.
-    Otherwise its weights are the teacher's, and recipes treat them as those of softmax attention."""
-    without_lora: ClassVar[tuple[str, ...]] = ()
-    """Names of its linear layers that are smaller than an adapter would be."""
-
-    @classmethod
-    def default_settings(cls, profile: str, training: bool = True) -> MixerSettings:
-        """The recommended settings.
-
-        Args:
-            profile: "faithful" keeps everything that the teacher's attention has; "qwen3_5" is the layer of Qwen3.5.
-            training: whether the converted model will be distilled; False asks for the better start.
-
-        Raises:
-            ValueError: this kind of layer has no such profile.
-        """
-        raise NotImplementedError
-
-    @classmethod
-    def from_attention(cls, attention: nn.Module, config: PreTrainedConfig, layer_idx: int, settings: Any) -> nn.Module:
-        """The layer that takes the place of `attention`, the module that the family's own constructor made."""
-        raise NotImplementedError
-
-    def state_shapes(self, dtype: torch.dtype) -> dict[str, TensorShape]:
-        """The state of one sequence, as it is kept in the cache of a model of this dtype."""
-        raise NotImplementedError
-
-    def state_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of the state of one sequence, the same at any length."""
-        return sum(shape.nbytes for shape in self.state_shapes(dtype).values())
-
-
-@dataclass(frozen=True)
-class AttentionShape:
-    """The shape of the attention that a mixer replaces, and the parts of it that have no weights of their own."""
-
-    hidden_size: int
-    head_dim: int
-    num_q_heads: int
-    num_k_heads: int
-    num_v_heads: int
-    q_bias: bool = False
-    k_bias: bool = False
-    v_bias: bool = False
-    o_bias: bool = False
-    norm_eps: float = 1e-6
-    q_norm: nn.Module | None = None
-    k_norm: nn.Module | None = None
-    rotate: Callable[..., tuple[Tensor, Tensor]] | None = None
-    """The family's `apply_rotary_pos_emb`; None for no rotary embedding."""
-
-    @classmethod
-    def of(cls, attention: Any, config: PreTrainedConfig, settings: MixerProjections) -> AttentionShape:
-        """Read the shape off a family's attention module.
-
-        Head counts, biases, learned norms and the use of rotary embeddings come from the module that the family's own
-        constructor made, so that one mixer serves every family.
-        """
-        heads: int = config.num_attention_heads
-        kv_heads: int = heads if settings.expand_kv else config.num_key_value_heads
-        fused = getattr(attention, "qkv_proj", None)
-        bias = [getattr(fused or getattr(attention, f"{n}_proj"), "bias", None) is not None for n in "qkv"]
-        q_norm: Any = None
-        k_norm: Any = None
-        if settings.qk_norm and hasattr(attention, "q_norm"):
-            q_norm, k_norm = copy.deepcopy(attention.q_norm), copy.deepcopy(attention.k_norm)
-            if q_norm.weight.numel() != attention.head_dim:  # one norm over all heads (OLMo)
-                k_norm.weight = nn.Parameter(k_norm.weight.new_ones(kv_heads * attention.head_dim))
-        # SmolLM3 leaves some layers without positions.
-        rotates = settings.rope and bool(getattr(attention, "use_rope", True))
-        return cls(
-            hidden_size=config.hidden_size,
-            head_dim=attention.head_dim,
-            num_q_heads=heads,
-            num_k_heads=kv_heads,
-            num_v_heads=kv_heads,
-            q_bias=bias[0] and settings.qkv_bias,
-            k_bias=bias[1] and settings.qkv_bias,
-            v_bias=bias[2] and settings.qkv_bias,
-            o_bias=getattr(attention.o_proj, "bias", None) is not None,
-            norm_eps=getattr(config, "rms_norm_eps", 1e-6),
-            q_norm=q_norm,
-            k_norm=k_norm,
-            rotate=sys.modules[type(attention).__module__].apply_rotary_pos_emb if rotates else None,
-        )
-
-
-@dataclass(frozen=True)
-class MixerProjections(MixerSettings):
-    """The settings of everything that surrounds a recurrence; all mixers with a recurrent state share them."""
-
-    expand_kv: bool  # key/value heads repeated to the number of query heads: one state per query head
-    rope: bool  # the teacher's rotary embedding on q and k
-    qk_norm: bool  # the teacher's learned q/k norms, where it has them
-    qkv_bias: bool  # the teacher's biases of the q, k and v projections, where it has them
-    conv_size: int  # taps of the causal depthwise convolution on q|k|v; 0 for none
-    qk_activation: Activation
-    v_activation: Activation
-    output_norm: OutputNorm  # RMSNorm over a head's output, its weight shared by the heads or one per head
-    output_gate: bool  # multiply by SiLU of a projection of the layer's input
-    gate_bias: bool  # biases in the projections of write strength and output gate
-
-    def validate(self, where: str) -> None:
-        for name, allowed in (
-            ("qk_activation", Activation),
-            ("v_activation", Activation),
-            ("output_norm", OutputNorm),
-        ):
-            check_choice(where, name, getattr(self, name), get_args(allowed))
-        for name in ("expand_kv", "rope", "qk_norm", "qkv_bias", "output_gate", "gate_bias"):
-            check_bool(where, name, getattr(self, name))
-        if type(self.conv_size) is not int or self.conv_size not in (0, 2, 3, 4):
-            raise ValueError(f"{where}.conv_size: got {self.conv_size!r}, expected 0 (none), 2, 3 or 4")
-
-
-FAITHFUL: dict[str, Any] = {
-    "expand_kv": True,
-    "rope": True,
-    "qk_norm": True,
-    "qkv_bias": True,
-    "conv_size": 4,
-    "qk_activation": "none",
-    "v_activation": "none",
-    "output_norm": "per_head",
-    "output_gate": True,
-    "gate_bias": True,
-}  # everything that the teacher's attention has, and a convolution that begins as an identity
 
 
 class Mixer(LayerKind, nn.Module):

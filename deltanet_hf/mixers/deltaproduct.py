@@ -22,8 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from deltanet_hf.mixers.base import MixerProjections, PositionEmbeddings
+from deltanet_hf.mixers.attention_shape import MixerProjections
 from deltanet_hf.mixers.gated_deltanet import CLOSED_GATE, GatedDeltaNet, delta_rule
+from deltanet_hf.mixers.layer_kind import PositionEmbeddings
 from deltanet_hf.mixers.settings import check_at_least
 from deltanet_hf.mixers.state import State
 

@@ -15,7 +15,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from deltanet_hf.mixers.base import Mixer, MixerProjections, PositionEmbeddings, TensorShape
+from deltanet_hf.mixers.attention_shape import MixerProjections
+from deltanet_hf.mixers.base import Mixer
+from deltanet_hf.mixers.layer_kind import PositionEmbeddings, TensorShape
 from deltanet_hf.mixers.parts import DecayGate, is_plain
 from deltanet_hf.mixers.state import State
 from deltanet_kernels import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule, gated_delta_step_

@@ -11,6 +11,7 @@ is. It is a kind of layer for `deltanet-hf convert --mixer window`, and the base
 
 from __future__ import annotations
 
+import copy
 import functools
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -21,10 +22,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.mixers.base import LayerKind, PositionEmbeddings, TensorShape
+from deltanet_hf.mixers.layer_kind import LayerKind, PositionEmbeddings, TensorShape
 from deltanet_hf.mixers.masks import announce_packing, announce_padding, padding_in, sliding_window
 from deltanet_hf.mixers.settings import MixerSettings, check_at_least
-from deltanet_hf.mixers.state import State, cache_layer
+from deltanet_hf.mixers.state import cache_layer
+from deltanet_hf.mixers.window_cache import KeptTokens, Tokens
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,10 @@ class WindowAttention(LayerKind):
             )
         attention.__class__ = windowed_class(_unrestricted(type(attention)))  # type: ignore[arg-type]
         attention.settings = settings
+        if getattr(attention, "attn_logit_softcapping", None) is not None:  # SDPA would ignore the cap
+            eager = copy.copy(config)
+            eager._attn_implementation = "eager"
+            attention.config = eager  # type: ignore[assignment]
         return attention
 
     def state_shapes(self, dtype: torch.dtype) -> dict[str, TensorShape]:
@@ -114,12 +120,12 @@ class WindowAttention(LayerKind):
         if packed is not None and cache is not None:
             raise ValueError("cu_seq_lens_q: packed sequences leave no state to continue from; pass use_cache=False")
         state = cache.state if cache is not None and cache.is_initialized else {}
-        tokens = _Tokens.of(batch, length, padding, packed, state.get("count"), hidden_states.device)
-        kept = None
-        if cache is not None:
-            kept = _KeptTokens(self.settings, state, tokens)
+        tokens = Tokens.of(batch, length, padding, packed, state.get("count"), hidden_states.device)
+        window, sinks = self.settings.window, self.settings.sinks
+        kept = None if cache is None else KeptTokens(window, sinks, state, tokens)
+        family_window = sliding_window(self.config, self.layer_idx)  # type: ignore[attr-defined]
         keys = tokens if kept is None else kept.seen
-        mask = tokens.sees(keys, self.settings, sliding_window(self.config, self.layer_idx)).unsqueeze(1)  # type: ignore[attr-defined]
+        mask = tokens.sees(keys, window, sinks, family_window).unsqueeze(1)
         if implementation == "eager":
             lowest = torch.finfo(hidden_states.dtype).min
             mask = torch.zeros_like(mask, dtype=hidden_states.dtype).masked_fill(~mask, lowest)
@@ -134,105 +140,6 @@ class WindowAttention(LayerKind):
             assert kept is not None
             cache.advance(length, kept.state)
         return output, weights
-
-
-@dataclass(frozen=True)
-class _Tokens:
-    """Where tokens stand in their sequences: [B, T] or [1, T] for all rows alike."""
-
-    numbers: Tensor  # 1, 2, 3, ... in each sequence; 0 for padding and empty places
-    sequences: Tensor | None  # the sequence of each token in rows that pack several
-    columns: Tensor | None = None  # their columns, for tokens of the present call
-
-    @classmethod
-    def of(
-        cls,
-        batch: int,
-        length: int,
-        padding: Tensor | None,
-        cu_seqlens: Tensor | None,
-        count: Tensor | None,
-        device: torch.device,
-    ) -> _Tokens:
-        """The tokens of a call, `count` [B] tokens into their sequences."""
-        columns = torch.arange(length, device=device)[None]
-        if cu_seqlens is not None:
-            places = torch.arange(batch * length, device=device)
-            starts = cu_seqlens.to(places)
-            sequences = torch.searchsorted(starts, places, right=True) - 1
-            numbers = places - starts[sequences] + 1
-            return cls(numbers.view(batch, length).int(), sequences.view(batch, length), columns)
-        numbers = columns + 1 if padding is None else (~padding).cumsum(-1)
-        if count is not None:
-            numbers = numbers + count[:, None]
-        if padding is not None:
-            numbers = numbers.masked_fill(padding, 0)
-        return cls(numbers.int(), None, columns)
-
-    def sees(self, keys: _Tokens, settings: WindowSettings, family_window: int | None) -> Tensor:
-        """[B, Tq, Tk] bool: what the tokens, as queries, see of `keys`; `family_window` is the family's own.
-
-        Padding sees itself, because a query that sees nothing gives NaN.
-        """
-        query, key = self.numbers.unsqueeze(2), keys.numbers.unsqueeze(1)
-        distance = query - key
-        seen = (distance >= 0) & (key > 0) & ((distance < settings.window) | (key <= settings.sinks))
-        if family_window is not None:
-            seen = seen & (distance < family_window)
-        if self.sequences is not None and keys.sequences is not None:
-            seen = seen & (self.sequences.unsqueeze(2) == keys.sequences.unsqueeze(1))
-        first = keys.numbers.shape[1] - self.numbers.shape[1]  # the present tokens are the last of the keys
-        itself = torch.arange(keys.numbers.shape[1], device=key.device) - first == self.columns.unsqueeze(2)  # type: ignore[union-attr]
-        return seen | (itself & (query == 0))
-
-
-class _KeptTokens:
-    """Stands for the cache in one call of the family's attention.
-
-    Sinks have places of their own, token number n the place n - 1; the others go round through `window` places.
-    """
-
-    def __init__(self, settings: WindowSettings, state: State, tokens: _Tokens) -> None:
-        self.settings, self.old, self.tokens = settings, state, tokens
-        self.state: State = {}
-        self.seen = tokens
-        if state:
-            rows = state["numbers"].shape[0]
-            numbers = torch.cat([state["numbers"], tokens.numbers.expand(rows, -1)], dim=1)
-            self.seen = _Tokens(numbers, None)
-
-    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Takes the keys and values [B, HV, T, D] of the call; returns those that its queries may see."""
-        batch, heads, length, head_dim = keys.shape
-        window, sinks = self.settings.window, self.settings.sinks
-        numbers = self.tokens.numbers.expand(batch, length)
-        old = self.old or {
-            "keys": keys.new_zeros(batch, heads, window + sinks, head_dim),
-            "values": values.new_zeros(batch, heads, window + sinks, head_dim),
-            "numbers": numbers.new_zeros(batch, window + sinks),
-            "count": numbers.new_zeros(batch),
-        }
-        count = torch.maximum(old["count"], numbers.amax(dim=1))
-        is_sink = (numbers > 0) & (numbers <= sinks)
-        stays = is_sink | (numbers > (count - window)[:, None]) & (numbers > 0)
-        place = torch.where(is_sink, numbers - 1, sinks + numbers % window)
-        # What does not stay goes to one place more, which is cut off.
-        place = torch.where(stays, place, window + sinks).long()
-        self.state = {
-            "keys": _put(old["keys"], keys, place),
-            "values": _put(old["values"], values, place),
-            "numbers": _put(old["numbers"][:, None, :, None], numbers[:, None, :, None], place)[:, 0, :, 0],
-            "count": count,
-        }
-        if not self.old:
-            return keys, values
-        return torch.cat([old["keys"], keys], dim=2), torch.cat([old["values"], values], dim=2)
-
-
-def _put(old: Tensor, new: Tensor, place: Tensor) -> Tensor:
-    """`old` [B, H, S, D] with the tokens `new` [B, H, T, D] at the places [B, T]; place S is dropped."""
-    room = torch.cat([old, old[:, :, :1]], dim=2)
-    return room.scatter(2, place[:, None, :, None].expand_as(new), new)[:, :, :-1].contiguous()
 
 
 @functools.cache

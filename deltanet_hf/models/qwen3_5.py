@@ -3,25 +3,76 @@
 Such a checkpoint has gated softmax attention in its other layers, so the base class is `Qwen3_5ForCausalLM` itself and
 only `layers[i].linear_attn` is replaced. What is gained: these kernels, LoRA on q, k and v apart, packing, left padding
 and a cache that counts tokens. `deltanet-hf convert` renames the weights (convert/deltanet_convert/export).
+
+Qwen3.5's modelling code is imported when the first configuration is made, as in `factory.py`.
 """
 
 from __future__ import annotations
 
+import functools
+import sys
+from os import PathLike
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import Cache
-from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
+from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 
-from deltanet_hf.mixers.base import AttentionShape
-from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
+from deltanet_hf.mixers.attention_shape import AttentionShape
+from deltanet_hf.mixers.gated_deltanet import QWEN3_5, GatedDeltaNet
 from deltanet_hf.mixers.masks import announce_packing
 from deltanet_hf.mixers.parts import Part
-from deltanet_hf.models.layers import LayerTable
-from deltanet_hf.models.qwen3_5_config import DeltaNetQwen3_5TextConfig, register_model
+from deltanet_hf.models.layers import SOFTMAX, Kind, LayerTable
+from deltanet_hf.models.peft_defaults import register_peft_defaults
+from deltanet_hf.models.shim import write_shim
 
-__all__ = ["DeltaNetQwen3_5ForCausalLM", "DeltaNetQwen3_5TextConfig"]
+MODEL_TYPE = "deltanet_qwen3_5_text"
+MODEL_NAME = "DeltaNetQwen3_5ForCausalLM"
+
+
+class DeltaNetQwen3_5TextConfig(Qwen3_5TextConfig):
+    """Qwen3_5TextConfig whose linear layers are this project's. `deltanet` follows from `layer_types`."""
+
+    model_type = MODEL_TYPE
+    deltanet: dict | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        if self.linear_key_head_dim != self.linear_value_head_dim:
+            raise ValueError(
+                f"linear_key_head_dim: got {self.linear_key_head_dim}, expected linear_value_head_dim "
+                f"({self.linear_value_head_dim}): one head size for keys and values"
+            )
+        implied = self._implied_table().to_dict()
+        if self.deltanet is None:
+            self.deltanet = implied
+        self.deltanet = LayerTable.of(self).to_dict()
+        if self.deltanet != implied:
+            raise ValueError(
+                f"deltanet: got {self.deltanet}, expected {implied}, which layer_types and the sizes imply"
+            )
+        plan = Qwen3_5TextConfig.base_model_tp_plan or {}
+        # Its styles are for the fused projections.
+        plan = {name: style for name, style in plan.items() if ".linear_attn." not in name}
+        self.base_model_tp_plan = plan  # type: ignore[misc]
+        model_class()  # whoever has a configuration may ask AutoModelForCausalLM for the model
+
+    def _implied_table(self) -> LayerTable:
+        settings = GatedDeltaNet.Settings(**{**QWEN3_5, "conv_size": self.linear_conv_kernel_dim})
+        types = self.layer_types or []
+        layers = tuple("linear" if kind == "linear_attention" else SOFTMAX for kind in types)
+        return LayerTable({"linear": Kind(GatedDeltaNet, settings)}, layers)
+
+    def to_dict(self) -> dict[str, Any]:
+        if "peft" in sys.modules:  # PEFT reads this dictionary before it looks for a model's default targets
+            register_peft_defaults()
+        return super().to_dict()
+
+    def save_pretrained(self, save_directory: str | PathLike, *args: Any, **kwargs: Any) -> None:
+        self.auto_map = write_shim(str(save_directory), type(self).__name__, MODEL_NAME, "qwen3_5")
+        super().save_pretrained(save_directory, *args, **kwargs)
 
 
 class LinearAttention(GatedDeltaNet):
@@ -51,26 +102,43 @@ def _shape(config: DeltaNetQwen3_5TextConfig) -> AttentionShape:
     )
 
 
-class DeltaNetQwen3_5ForCausalLM(Qwen3_5ForCausalLM):
-    """Qwen3_5ForCausalLM whose linear layers are this project's Gated DeltaNet."""
+@functools.cache
+def model_class() -> type[PreTrainedModel]:
+    """The class `DeltaNetQwen3_5ForCausalLM`; registers it with AutoModelForCausalLM."""
+    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 
-    config_class = DeltaNetQwen3_5TextConfig
-    _is_stateful = True
-    _keep_in_fp32_modules_strict = list(GatedDeltaNet.fp32)  # noqa: RUF012
+    class DeltaNetQwen3_5ForCausalLM(Qwen3_5ForCausalLM):
+        """Qwen3_5ForCausalLM whose linear layers are this project's Gated DeltaNet."""
 
-    def __init__(self, config: DeltaNetQwen3_5TextConfig) -> None:
-        super().__init__(config)
-        for index, kind in LayerTable.of(config).converted.items():
-            self.model.layers[index].linear_attn = LinearAttention(_shape(config), kind.settings, index)
-        self.model.register_forward_pre_hook(announce_packing, with_kwargs=True)
-        self.post_init()
+        config_class = DeltaNetQwen3_5TextConfig
+        _is_stateful = True
+        _keep_in_fp32_modules_strict = list(GatedDeltaNet.fp32)  # noqa: RUF012
 
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, Part):
-            module.reset_parameters()
-        else:
-            super()._init_weights(module)
+        def __init__(self, config: DeltaNetQwen3_5TextConfig) -> None:
+            super().__init__(config)
+            for index, kind in LayerTable.of(config).converted.items():
+                self.model.layers[index].linear_attn = LinearAttention(_shape(config), kind.settings, index)
+            self.model.register_forward_pre_hook(announce_packing, with_kwargs=True)
+            self.post_init()
+
+        @torch.no_grad()
+        def _init_weights(self, module: nn.Module) -> None:
+            if isinstance(module, Part):
+                module.reset_parameters()
+            else:
+                super()._init_weights(module)
+
+    DeltaNetQwen3_5ForCausalLM.__qualname__ = MODEL_NAME  # importable by name, for pickling and for the shim
+    AutoModelForCausalLM.register(DeltaNetQwen3_5TextConfig, DeltaNetQwen3_5ForCausalLM)
+    return DeltaNetQwen3_5ForCausalLM
 
 
-register_model(DeltaNetQwen3_5ForCausalLM)
+def __getattr__(name: str) -> Any:
+    if name == MODEL_NAME:
+        return model_class()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def register() -> None:
+    """Register the configuration with AutoConfig."""
+    AutoConfig.register(MODEL_TYPE, DeltaNetQwen3_5TextConfig)

@@ -33,7 +33,8 @@ COMMANDS = {
     "convert": Subcommand(
         "deltanet_convert.convert_command",
         "convert_command",
-        "Convert a pretrained softmax model into a Gated DeltaNet model.",
+        "Convert a pretrained softmax model into a Gated DeltaNet model.\n\n"
+        "Example: `deltanet-hf convert HuggingFaceTB/SmolLM2-135M student --layers every:6`",
     ),
     "recipes": Subcommand(
         "deltanet_recipes.shipped", "recipes_command", "List the training recipes that are installed, or copy one."

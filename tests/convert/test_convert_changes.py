@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from deltanet_convert.options import ConvertOptions
-from deltanet_convert.start import START, fit
+from deltanet_convert.start import START, gate_fit
 from deltanet_hf import LayerTable
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.state import cache_bytes
@@ -25,9 +25,9 @@ IDS = torch.randint(4, 60, (2, 12), generator=torch.Generator().manual_seed(0))
 
 @pytest.fixture
 def short_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fit, "STEPS", 6)
-    monkeypatch.setattr(fit, "HALF_LIVES", (2.0, 64.0))
-    monkeypatch.setattr(fit, "STRENGTHS", (0.05, 0.5))
+    monkeypatch.setattr(gate_fit, "STEPS", 6)
+    monkeypatch.setattr(gate_fit, "HALF_LIVES", (2.0, 64.0))
+    monkeypatch.setattr(gate_fit, "STRENGTHS", (0.05, 0.5))
 
 
 @pytest.mark.usefixtures("short_fit")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import gguf
@@ -14,6 +15,7 @@ from deltanet_convert.job import prepare
 from deltanet_convert.options import ConvertOptions
 from deltanet_convert.start import START
 from deltanet_hf.errors import UserError
+from deltanet_recipes.cli import main
 from support.tiny_conversion import quick_start, tiny_conversion
 
 HIDDEN, INNER, HEADS, KV, LAYERS, HEAD = 32, 48, 4, 2, 2, 8
@@ -117,4 +119,17 @@ def test_copy_is_removed_after_an_error(tmp_path: Path) -> None:
     write_gguf(tmp_path / "tiny.gguf")
     with pytest.raises(UserError, match="--layers"):
         prepare(str(tmp_path / "tiny.gguf"), tmp_path / "out", ConvertOptions(layers="keep:7"))
+    assert [file.name for file in tmp_path.iterdir()] == ["tiny.gguf"]
+
+
+def test_missing_package_is_named_with_its_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_gguf(tmp_path / "tiny.gguf")
+    monkeypatch.setitem(sys.modules, "gguf", None)  # importing it raises ModuleNotFoundError
+    monkeypatch.setattr(sys, "argv", ["deltanet-hf", "convert", str(tmp_path / "tiny.gguf"), str(tmp_path / "out")])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == "error: gguf is not installed; run pip install 'deltanet-hf[gguf]'\n"
     assert [file.name for file in tmp_path.iterdir()] == ["tiny.gguf"]

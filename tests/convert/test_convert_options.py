@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deltanet_convert.options import ConvertOptions, kept_layers, parse_size
+from deltanet_convert.options import ConvertOptions, parse_size, softmax_layers
 from deltanet_hf.errors import UserError
 
 
@@ -22,14 +22,14 @@ from deltanet_hf.errors import UserError
     ],
 )
 def test_layers_that_stay_softmax(spec: str, kept: tuple[int, ...]) -> None:
-    assert kept_layers(spec, 12) == kept
+    assert softmax_layers(spec, 12) == kept
 
 
 @pytest.mark.parametrize("content", ["[5, 2]", "2, 5", "# chosen by KL\n5\n2  # the last\n", "5\t2\n\n"])
 def test_layers_from_a_file(tmp_path: Path, content: str) -> None:
     file = tmp_path / "layers"
     file.write_text(content)
-    assert kept_layers(str(file), 6) == (2, 5)
+    assert softmax_layers(str(file), 6) == (2, 5)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_layers_from_a_file(tmp_path: Path, content: str) -> None:
 )
 def test_refused_layers(spec: str, message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
-        kept_layers(spec, 6)
+        softmax_layers(spec, 6)
     assert "--layers" in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -76,7 +76,7 @@ def test_refused_layer_files(tmp_path: Path, content: bytes, message: str) -> No
     file = tmp_path / "layers.json"
     file.write_bytes(content)
     with pytest.raises(UserError, match=message) as caught:
-        kept_layers(str(file), 6)
+        softmax_layers(str(file), 6)
     assert str(file) in str(caught.value)
 
 

@@ -9,22 +9,38 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 
 from deltanet_convert.conversion_plan import CONTEXTS, Plan, make_plan
 from deltanet_convert.teacher_model import open_teacher
 from deltanet_convert.views.plan_view import count, index_ranges, print_plan, size
 from deltanet_hf import LayerTable
+from deltanet_hf.mixers import FLOAT32_NAMES, MIXERS
 from deltanet_hf.mixers.masks import sliding_window
+from deltanet_hf.mixers.state import cache_bytes
 from deltanet_hf.models.families import FAMILIES
 from support.tiny_models import HYBRID, LAYERS, teacher_config, tiny_student, tiny_teacher
 
 
-def planned(folder: Path, family: str, profile: str, layers: tuple[int, ...], **changes: Any) -> Plan:
+def planned(
+    folder: Path,
+    family: str,
+    profile: str,
+    layers: tuple[int, ...],
+    dtype: torch.dtype = torch.float32,
+    **changes: Any,
+) -> Plan:
     tiny_teacher(family).save_pretrained(folder)
     softmax = [index for index in range(LAYERS) if index not in layers]
     table = LayerTable.preset(LAYERS, profile=profile, softmax=softmax, **changes)
-    return make_plan(open_teacher(folder), table, torch.float32, 10**9, 256)
+    return make_plan(open_teacher(folder), table, dtype, 10**9, 256)
+
+
+def cast(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Casts the weights as they are stored: some parameters stay float32."""
+    for name, parameter in model.named_parameters():
+        if name.rpartition(".")[2] not in FLOAT32_NAMES:
+            parameter.data = parameter.data.to(dtype)
 
 
 @pytest.mark.parametrize("profile", ["faithful", "qwen3_5"])
@@ -60,7 +76,7 @@ def test_what_is_copied_expanded_created_and_dropped(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "olmo3", "llama"])
 def test_kv_cache_of_windows_is_what_transformers_keeps(tmp_path: Path, family: str) -> None:
-    plan, model = planned(tmp_path, family, "teacher", HYBRID), tiny_teacher(family)
+    plan, model = planned(tmp_path, family, "faithful", HYBRID), tiny_teacher(family)
     length = 33
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
@@ -72,24 +88,40 @@ def test_kv_cache_of_windows_is_what_transformers_keeps(tmp_path: Path, family: 
         assert layer.kv_bytes(10**6) == layer.kv_bytes_per_token * (layer.window or 10**6)
 
 
-@pytest.mark.parametrize(("profile", "changes"), [("teacher", {}), ("qwen3_5", {}), ("teacher", {"expand_kv": False})])
-def test_state_bytes_are_what_the_layer_keeps(tmp_path: Path, profile: str, changes: dict[str, Any]) -> None:
-    plan = planned(tmp_path, "qwen3", profile, tuple(range(LAYERS)), **changes)
-    model = tiny_student("qwen3", profile, **changes)
+CACHES: list[tuple[str, dict[str, Any]]] = [
+    ("faithful", {}),
+    ("qwen3_5", {}),
+    ("faithful", {"expand_kv": False}),
+    ("faithful", {"conv_size": 0}),
+    *(("faithful", {"mixer": mixer}) for mixer in MIXERS),
+    ("faithful", {"mixer": "window", "window": 3, "sinks": 0}),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+@pytest.mark.parametrize(("profile", "changes"), CACHES)
+def test_cache_bytes_are_those_of_the_model(
+    tmp_path: Path, family: str, profile: str, changes: dict[str, Any], dtype: torch.dtype
+) -> None:
+    plan = planned(tmp_path, family, profile, tuple(range(LAYERS)), dtype, **changes)
+    model = tiny_student(family, profile, **changes)
+    cast(model, dtype)
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(torch.ones(1, 9, dtype=torch.int64), past_key_values=cache)
+        for _ in range(2):
+            model(torch.ones(1, 60, dtype=torch.int64), past_key_values=cache, use_cache=True)
     for layer, kept in zip(plan.layers, cache.layers, strict=True):
-        tail = 0 if kept.conv_tail is None else kept.conv_tail.nbytes
-        assert layer.state_bytes == kept.state.nbytes + tail
+        assert layer.state_bytes == sum(tensor.nbytes for tensor in kept.state.values())
         assert layer.cache_bytes(10) == layer.cache_bytes(10**6) == layer.state_bytes
+    assert cache_bytes(cache) == plan.cache_table()[0]["converted"]
 
 
 def test_hybrid_cache_adds_both_kinds(tmp_path: Path) -> None:
     plan = planned(tmp_path, "llama", "faithful", HYBRID)
     state, kv = plan.layers[0].state_bytes, plan.layers[1].kv_bytes_per_token
     for row, context in zip(plan.cache_table(), CONTEXTS, strict=True):
-        assert row == {"context": context, "teacher": 4 * kv * context, "converted": 2 * state + 2 * kv * context}
+        assert row == {"context": context, "faithful": 4 * kv * context, "converted": 2 * state + 2 * kv * context}
 
 
 def test_windows_by_layer() -> None:

@@ -15,6 +15,7 @@ from deltanet_convert.export.obstacles import FORMATS, export_obstacles, teacher
 from deltanet_hf import LayerTable, converted_config
 from deltanet_hf.errors import UserError
 from deltanet_hf.models.families import FAMILIES
+from deltanet_recipes.cli import build_app
 from support.tiny_export import EVERY_OTHER, ROTARY, SIZES, exportable_model, exportable_table, saved
 from support.tiny_models import teacher_config
 

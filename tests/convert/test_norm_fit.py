@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from deltanet_convert.start import norm_fit
+from deltanet_convert.start.norm_config import needs_norms, with_norms
 from deltanet_convert.start.norm_fit import compare_attention, constant_direction, insert_norms
-from deltanet_convert.start.norm_target import needs_norms, with_norms
 from deltanet_hf.models.layers import INSERTED_QK_NORMS
 from support.tiny_models import teacher_config, tiny_teacher
 

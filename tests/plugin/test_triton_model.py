@@ -48,9 +48,11 @@ def loss_and_gradients(model: PreTrainedModel, tokens: torch.Tensor, mask: torch
     return {"loss": loss.detach(), **gradients}
 
 
-@pytest.mark.parametrize(("profile", "steps"), [("faithful", 1), ("qwen3_5", 1), ("faithful", 2)])
-def test_gradients_of_the_whole_model(profile: str, steps: int, send: Callable[[str], list[str]]) -> None:
-    model = tiny_student("qwen3", profile, (1,), mixer="deltaproduct", num_householder=steps).to(DEVICE)
+@pytest.mark.parametrize(
+    ("mixer", "profile"), [("gated_deltanet", "faithful"), ("gated_deltanet", "qwen3_5"), ("deltaproduct", "faithful")]
+)
+def test_gradients_of_the_whole_model(mixer: str, profile: str, send: Callable[[str], list[str]]) -> None:
+    model = tiny_student("qwen3", profile, (1,), mixer=mixer).to(DEVICE)
     tokens = torch.randint(3, 97, (2, 12), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     mask = torch.ones_like(tokens)
     mask[1, :5] = 0
@@ -65,13 +67,16 @@ def test_gradients_of_the_whole_model(profile: str, steps: int, send: Callable[[
 
 
 @pytest.mark.parametrize(
-    ("profile", "steps", "decoder"),
-    [("qwen3_5", 1, "gated_delta_step_"), ("faithful", 2, "fused_recurrent_gated_delta_rule")],
+    ("mixer", "profile", "decoder"),
+    [
+        ("gated_deltanet", "qwen3_5", "gated_delta_step_"),
+        ("deltaproduct", "faithful", "fused_recurrent_gated_delta_rule"),
+    ],
 )
 def test_prefill_and_decoding_with_a_cache(
-    profile: str, steps: int, decoder: str, send: Callable[[str], list[str]]
+    mixer: str, profile: str, decoder: str, send: Callable[[str], list[str]]
 ) -> None:
-    model = tiny_student("llama", profile, (0,), mixer="deltaproduct", num_householder=steps).to(DEVICE)
+    model = tiny_student("llama", profile, (0,), mixer=mixer).to(DEVICE)
     tokens = torch.randint(3, 97, (2, 9), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     answers = []
     for side in ("torch", "triton"):

@@ -197,3 +197,21 @@ def test_hybrid_keeps_its_linear_layers() -> None:
 def test_impossible_window_is_refused() -> None:
     with pytest.raises(UserError, match="window must be >= 1"):
         windowed("llama", window=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_on_a_gpu_the_cache_gives_what_the_mask_gives(dtype: torch.dtype) -> None:
+    """Read in chunks, decoded, and decoded from CUDA graphs with a static cache."""
+    model = windowed("llama").to("cuda", dtype)
+    ids = IDS.cuda()
+    wanted = windowed("llama").double()(IDS).logits.cuda()
+    rounding = float((model(ids, use_cache=False).logits.double() - wanted).norm())
+    cache = DynamicCache(config=model.config)
+    parts = [model(part, past_key_values=cache, use_cache=True).logits for part in ids.split([7, 1, 1, 9, 6], dim=1)]
+    assert float((torch.cat(parts, dim=1).double() - wanted).norm()) <= 2 * rounding
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    eager = model.generate(ids, **options)
+    assert model.generate(ids, cache_implementation="static", **options).tolist() == eager.tolist()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from deltanet_convert.start.norm_target import with_norms
+from deltanet_convert.start.norm_config import with_norms
 from deltanet_hf import DeltaNetOptions, converted_config
 from deltanet_hf.models.factory import model_class
 from deltanet_hf.models.families import FAMILIES

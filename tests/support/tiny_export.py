@@ -60,12 +60,12 @@ def randomise(model: torch.nn.Module, seed: int = 0, scale: float = 0.2) -> None
                 parameter.copy_(noise * (0.5 if "conv1d" in name else scale))
 
 
-def exportable_table(layers: tuple[int, ...], changes: dict[str, Any] | None = None) -> LayerTable:
+def exportable_table(
+    layers: tuple[int, ...], changes: dict[str, Any] | None = None, num_layers: int = SIZES["num_hidden_layers"]
+) -> LayerTable:
     """The layer table of the exportable profile, with `changes` of its settings; `layers` are converted."""
-    softmax = tuple(index for index in range(SIZES["num_hidden_layers"]) if index not in layers)
-    return LayerTable.preset(
-        SIZES["num_hidden_layers"], **{"profile": "qwen3_5", "softmax": softmax, **(changes or {})}
-    )
+    softmax = tuple(index for index in range(num_layers) if index not in layers)
+    return LayerTable.preset(num_layers, **{"profile": "qwen3_5", "softmax": softmax, **(changes or {})})
 
 
 def exportable_model(
@@ -73,7 +73,8 @@ def exportable_model(
 ) -> PreTrainedModel:
     """A converted model in the exportable profile, float32, in eval mode; `wiring` changes settings of its layers."""
     config_class: Any = FAMILIES[model_type].config_class
-    config = converted_config(config_class(**{**SIZES, **changes}), exportable_table(layers, wiring))
+    sizes = {**SIZES, **changes}
+    config = converted_config(config_class(**sizes), exportable_table(layers, wiring, sizes["num_hidden_layers"]))
     model = model_class(model_type)(config)
     randomise(model)
     return model.eval()

@@ -1,4 +1,4 @@
-"""Tiny teachers with random weights, one per family, each with that family's peculiarities switched on."""
+"""Tiny teachers with random weights, one per family, each with the special features of its family."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PECULIAR: dict[str, dict[str, Any]] = {
     "gemma3_text": {"sliding_window": 8, "head_dim": 16, "query_pre_attn_scalar": 12, "layer_types": SLIDING},
     "phi3": {"partial_rotary_factor": 0.5},
 }
-HYBRID = (0, 2)  # converted layers of a hybrid: beside a kept full-attention one, and under it
+HYBRID = (0, 2)  # converted layers of a hybrid; every second layer keeps softmax attention
 
 
 def teacher_config(model_type: str, **changes: Any) -> Any:
@@ -48,7 +48,7 @@ def teacher_config(model_type: str, **changes: Any) -> Any:
 
 
 def randomise(model: torch.nn.Module, seed: int) -> None:
-    """Random weights everywhere, norms and biases too: nothing may be right only because it is 0 or 1."""
+    """Sets random weights, norms and biases included, so that no result is correct only because they are 0 or 1."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -69,7 +69,7 @@ def tiny_teacher(model_type: str, seed: int = 0, **changes: Any) -> PreTrainedMo
 
 
 def tiny_table(profile: str = "faithful", layers: tuple[int, ...] | None = None, **changes: Any) -> LayerTable:
-    """The layer table of a tiny student: every layer converted, unless `layers` says which."""
+    """The layer table of a tiny student; `layers` are the converted ones, by default all."""
     softmax = () if layers is None else tuple(index for index in range(LAYERS) if index not in layers)
     return LayerTable.preset(LAYERS, profile=profile, softmax=softmax, **changes)
 
@@ -77,12 +77,12 @@ def tiny_table(profile: str = "faithful", layers: tuple[int, ...] | None = None,
 def tiny_student(
     model_type: str, profile: str = "faithful", layers: tuple[int, ...] | None = None, seed: int = 0, **changes: Any
 ) -> PreTrainedModel:
-    """A converted model with random weights (no teacher behind them); `changes` may name another mixer."""
+    """A converted model with random weights that come from no teacher; `changes` may name another mixer."""
     return tiny_mixture(model_type, tiny_table(profile, layers, **changes), seed)
 
 
 def tiny_mixture(model_type: str, table: LayerTable, seed: int = 0) -> PreTrainedModel:
-    """A converted model with random weights and any layer table."""
+    """A converted model with random weights and the given layer table."""
     model = model_class(model_type)(converted_config(teacher_config(model_type), table))
     randomise(model, seed)
     return model.eval()

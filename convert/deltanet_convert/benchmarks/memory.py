@@ -1,6 +1,6 @@
 """Compares the peak memory of a conversion with its bound: largest layer + its activations + embeddings + 1 GiB.
 
-    python -m deltanet_convert.benchmarks.memory FOLDER [--layers 18] [--profile teacher] [--calibration-tokens 512]
+    python -m deltanet_convert.benchmarks.memory FOLDER [--layers 18] [--profile faithful] [--calibration-tokens 512]
 
 Writes a Llama checkpoint of random bfloat16 weights into FOLDER (18 layers of an 8B model: 8.4 GB), unless it exists,
 converts it in a separate process and prints the peak of that process's resident set. The bound counts the weights
@@ -94,7 +94,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--layers", type=int, default=18)
-    parser.add_argument("--profile", default="teacher")
+    parser.add_argument("--profile", default="faithful")
     parser.add_argument("--calibration-tokens", type=int, default=512)
     options = parser.parse_args()
     teacher, out = options.folder / "teacher", options.folder / "out"

@@ -17,8 +17,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 from deltanet_hf.errors import UserError
 from deltanet_hf.models.factory import model_class
 from deltanet_hf.models.layers import LayerTable
-from deltanet_hf.models.qwen3_5 import DeltaNetQwen3_5ForCausalLM
-from deltanet_hf.models.qwen3_5_config import MODEL_TYPE, DeltaNetQwen3_5TextConfig
+from deltanet_hf.models.qwen3_5 import MODEL_TYPE, DeltaNetQwen3_5ForCausalLM, DeltaNetQwen3_5TextConfig
 from deltanet_hf.safe_write import writing
 
 from ..decoder_config import head_size

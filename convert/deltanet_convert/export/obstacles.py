@@ -15,7 +15,7 @@ from deltanet_hf.mixers.masks import sliding_window
 from deltanet_hf.models.families import PREFIX
 from deltanet_hf.models.layers import Kind, LayerTable
 
-from ..start.norm_target import WITHOUT_NORMS, needs_norms
+from ..start.norm_config import WITHOUT_NORMS, needs_norms
 from .rotary import WRITTEN, unlike_transformers
 
 FORMATS = ("transformers", "mlx", "gguf")

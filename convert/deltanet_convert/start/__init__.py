@@ -1,7 +1,7 @@
 """Start values of converted layers: one rule per mixer, one row here.
 
-A rule gives every parameter of the new layer its start value. Without a row, a mixer begins with the teacher's
-projections and everything else as in a model trained from scratch.
+A rule gives every parameter of the new layer its start value. A mixer without a row starts with the teacher's
+projections, and with everything else as in a model trained from scratch.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from .gated_deltanet import start_gated_deltanet
 from .window import start_window
 
 StartRule = Callable[[Any, Any, LayerCalibration, bool], dict[str, Any]]
-"""(attention, layer, calibration, fit_memory) -> figures for conversion.json. `attention` is the teacher's, `layer` the
-new one, both float32. A rule uses no random numbers but those of torch's global generator."""
+"""(attention, layer, calibration, fit_memory) -> figures for `conversion.json`.
+
+`attention` is the teacher's module and `layer` the new one, both float32. `fit_memory` is the option `--fit-memory`;
+rules that fit no decay ignore it. A rule draws random numbers from torch's global generator only."""
 
 START: dict[str, StartRule] = {
     "gated_deltanet": start_gated_deltanet,
@@ -27,5 +29,5 @@ START: dict[str, StartRule] = {
 
 
 def start_rule(mixer: str) -> StartRule:
-    """The rule of a mixer, by its name."""
+    """The rule of the mixer with this name."""
     return START.get(mixer, start_from_scratch)

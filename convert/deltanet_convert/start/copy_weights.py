@@ -1,8 +1,10 @@
-"""What a converted layer takes over from the teacher's attention: projections, biases, learned norms.
+"""Copies projections, biases and learned norms from the teacher's attention to a converted layer.
 
 Under grouped-query attention, query head h reads key/value head h // (n_q / n_kv). A layer that has one key/value head
 per query head therefore repeats whole blocks of `head_dim` rows, each block n_q / n_kv times in a row.
 """
+
+from __future__ import annotations
 
 from typing import Any
 
@@ -13,13 +15,13 @@ from deltanet_hf.mixers import Mixer
 
 
 def expand_heads(rows: Tensor, head_dim: int, times: int) -> Tensor:
-    """[heads * head_dim, ...] -> [heads * times * head_dim, ...]: every head's block `times` in a row."""
+    """Repeats each head's block of rows: [heads * head_dim, ...] -> [heads * times * head_dim, ...]."""
     return rows.unflatten(0, (-1, head_dim)).repeat_interleave(times, dim=0).flatten(0, 1)
 
 
 @torch.no_grad()
 def copy_attention(attention: Any, layer: Mixer) -> None:
-    """Copies the teacher's q, k, v, o projections and learned q/k norms into `layer`, as far as it has them."""
+    """Copies the teacher's q, k, v, o projections and learned q/k norms to `layer`, if it has them."""
     head_dim, kv_heads = layer.head_dim, int(attention.config.num_key_value_heads)
     times = layer.num_states // kv_heads
     weights, biases = _projections(attention, layer.num_heads * head_dim, kv_heads * head_dim)
@@ -35,11 +37,12 @@ def copy_attention(attention: Any, layer: Mixer) -> None:
     k_norm: Any = layer.k_norm
     if q_norm is not None:
         q_norm.weight.copy_(attention.q_norm.weight)
-        whole = attention.k_norm.weight.numel() > head_dim  # OLMo normalises all heads together
-        k_norm.weight.copy_(expand_heads(attention.k_norm.weight, head_dim, times if whole else 1))
+        all_heads = attention.k_norm.weight.numel() > head_dim  # OLMo normalises all heads together
+        k_norm.weight.copy_(expand_heads(attention.k_norm.weight, head_dim, times if all_heads else 1))
 
 
 def _projections(attention: Any, q_rows: int, kv_rows: int) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Weights and biases of the q, k and v projections, also where they are one module (phi3)."""
     fused = getattr(attention, "qkv_proj", None)
     if fused is not None:
         sizes = [q_rows, kv_rows, kv_rows]

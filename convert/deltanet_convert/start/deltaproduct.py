@@ -1,4 +1,4 @@
-"""The start of Gated DeltaProduct: a fitted Gated DeltaNet, and further writes of almost nothing."""
+"""The start of Gated DeltaProduct: a fitted Gated DeltaNet whose further writes are close to zero."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .gated_deltanet import start_gated_deltanet
 def start_deltaproduct(
     attention: Any, layer: DeltaProduct, calibration: LayerCalibration, fit_memory: bool = True
 ) -> dict[str, Any]:
-    """A rule of `START`. The fit ignores the further writes, so it is the same for any number of them."""
+    """A rule of `START`. The fit ignores the further writes; its result does not depend on their number."""
     figures = start_gated_deltanet(attention, layer, calibration, fit_memory)
     write: Any
     for write in layer.householder:

@@ -1,4 +1,4 @@
-"""The start of Gated DeltaNet: the teacher's attention, and the new parameters fitted to its output."""
+"""The start of Gated DeltaNet: the teacher's weights; the new parameters are fitted to the attention's output."""
 
 from __future__ import annotations
 
@@ -13,30 +13,31 @@ from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
 
 from .calibration import LayerCalibration
 from .copy_weights import copy_attention
-from .fit import GateFit, Samples, descend, draw_memory, relative_mse, search_memory
+from .gate_fit import GateFit, descend, draw_memory, relative_mse, search_memory
+from .samples import Samples
 
 
 @dataclass(frozen=True)
 class FitFigures:
-    """What the fit found."""
+    """The results of the fit; means are over the calibration tokens, errors are relative MSE on them."""
 
-    half_life: list[float]  # per state, in tokens; the mean over the calibration tokens
-    beta: list[float]  # write strength per state, likewise
-    search_mse: float  # relative MSE on the calibration text with constant decay and write strength
-    fit_mse: float  # and after the fit
+    half_life: list[float]  # mean half-life per state, in tokens
+    beta: list[float]  # mean write strength per state
+    search_mse: float  # error with constant decay and write strength, before the fit
+    fit_mse: float  # error after the fit
 
 
 def start_gated_deltanet(
     attention: Any, layer: GatedDeltaNet, calibration: LayerCalibration, fit_memory: bool = True
 ) -> dict[str, Any]:
-    """A rule of `START`; the figures are those of `FitFigures`.
+    """A rule of `START`; returns the fields of `FitFigures`.
 
     Args:
         attention: the teacher's attention of this layer, float32.
-        layer: the new layer, float32; whatever it holds is overwritten, but for the convolution (an identity already).
-        calibration: text that the layer is fitted on.
-        fit_memory: False leaves decay and write strength at the start of a model trained from scratch, and fits only
-            the output gate and the output norm.
+        layer: the new layer, float32. Its convolution is an identity already; everything else is overwritten.
+        calibration: the inputs on which the layer is fitted.
+        fit_memory: False starts decay and write strength as in a model trained from scratch, and fits only the output
+            gate and the output norm.
     """
     copy_attention(attention, layer)
     if not fit_memory:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from deltanet_hf.errors import UserError
+from deltanet_hf.errors import UserError, one_line
 from deltanet_hf.safe_write import writing
 
 from .safetensors_folder import PICKLES
@@ -66,7 +66,7 @@ def _downloaded(repo: str) -> Source:
     except RepositoryNotFoundError as error:
         raise UserError(f"{repo}: no such folder here and no such model on the hub; check the name") from error
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = one_line(error, 200)
         raise UserError(f"{repo}: cannot be downloaded ({reason}); give a local folder, or try again") from error
     if not list(folder.glob("*.safetensors")):
         raise UserError(
@@ -77,6 +77,13 @@ def _downloaded(repo: str) -> Source:
 
 
 def _dequantised(file: Path, scratch: Path, dtype: torch.dtype | None) -> Path:
+    """Writes the dequantised copy of a GGUF file to `scratch`, unless it is there already; returns `scratch`.
+
+    Raises:
+        UserError: transformers cannot load the file.
+        ModuleNotFoundError: the package `gguf` is missing.
+    """
+    from gguf import GGUFReader  # without it, transformers raises an error that does not name the extra
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     state = file.stat()
@@ -93,10 +100,12 @@ def _dequantised(file: Path, scratch: Path, dtype: torch.dtype | None) -> Path:
             quantization_config=GgufConfig(dequantize=True),
         )
         tokenizer = AutoTokenizer.from_pretrained(place, gguf_file=name)
-    except Exception as error:
-        reason = " ".join(str(error).split())[:300]
+        splitting = GGUFReader(file).get_field("tokenizer.ggml.pre")
+    except Exception as error:  # a damaged file raises errors of many types
+        reason = one_line(error, 300)
         raise UserError(f"{file}: transformers cannot load this GGUF file ({reason}); give safetensors") from error
-    _restore_digit_splitting(file, tokenizer)
+    if splitting is not None and splitting.contents() == "smollm":
+        _restore_digit_splitting(tokenizer)
     with writing(scratch):
         shutil.rmtree(scratch, ignore_errors=True)
         model.save_pretrained(scratch)
@@ -105,14 +114,12 @@ def _dequantised(file: Path, scratch: Path, dtype: torch.dtype | None) -> Path:
     return scratch
 
 
-def _restore_digit_splitting(file: Path, tokenizer: object) -> None:
+def _restore_digit_splitting(tokenizer: object) -> None:
     """Restores the splitting of digits, which transformers omits when a GGUF file names the pre-tokenizer 'smollm'."""
-    from gguf import GGUFReader
     from tokenizers import pre_tokenizers
 
-    field = GGUFReader(file).get_field("tokenizer.ggml.pre")
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if field is None or backend is None or field.contents() != "smollm":
+    if backend is None:
         return
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -19,13 +19,14 @@ def model_card(report: dict[str, Any], teacher: Path, plot: str) -> str:
     source, options, check, plan = report["teacher"], report["options"], report["held_out"], report["plan"]
     converted, total = plan["converted_layers"], len(plan["layers"])
     kept = [layer["index"] for layer in plan["layers"] if layer["index"] not in converted]
-    title = next(layer["title"] for layer in plan["layers"] if layer["index"] in converted)
+    changed = [layer for layer in plan["layers"] if layer["index"] in converted]
+    title = changed[0]["title"]
     relative = [layer["relative_mse"] for layer in report["layers"]]
     cosine = [layer["cosine"] for layer in report["layers"]]
     header = ["---", "library_name: transformers", "pipeline_tag: text-generation", *_licence(teacher)]
     if "/" in source["name"]:
         header.append(f"base_model: {source['name']}")
-    header += ["tags:", "- gated-deltanet", "- linear-attention", "---"]
+    header += ["tags:", *_tags(options["mixer"], _has_new_weights(changed)), "---"]
     stays = f"layers {index_ranges(kept)} keep softmax attention" if kept else "no layer keeps softmax attention"
     caches = "\n".join(
         f"| {row['context']:,} | {size(row['teacher'])} | {size(row['converted'])} |" for row in plan["cache_bytes"]
@@ -37,11 +38,10 @@ def model_card(report: dict[str, Any], teacher: Path, plot: str) -> str:
 # {source["name"]} with {title} layers
 
 {len(converted)} of {total} attention layers of `{source["name"]}` ({source["model_type"]}) are replaced by
-{title} layers in the `{options["profile"]}` profile{_changes(options)}; {stays}.
+{title} layers{_settings(options, changed)}; {stays}.
 {count(plan["parameters"])} parameters.
 {_norms_note(report["inserted_norms"])}
-The new layers were fitted to the teacher's attention on calibration text; the model has not been trained. Distil
-it before use (`deltanet-hf distill`).
+{_state_of_training(report, changed)}
 
 ```python
 import deltanet_hf  # pip install deltanet-hf
@@ -61,8 +61,8 @@ tokenizer = AutoTokenizer.from_pretrained("PATH")
 | perplexity | {check["teacher_perplexity"]:.2f} | {check["perplexity"]:.2f} |
 | KL to the teacher, nats per token | 0 | {check["kl"]:.3f} |
 
-Each converted layer against the teacher's attention on the teacher's inputs: relative MSE
-{_mean(relative):.3f} and cosine {_mean(cosine):.3f} on average.
+Output of the converted layers against the teacher's attention, on the teacher's inputs: relative MSE
+{_mean(relative):.3f} and cosine {_mean(cosine):.3f}, mean over layers.
 
 ![per-layer error]({plot})
 
@@ -77,11 +77,50 @@ All figures, options and versions: `conversion.json`.
     )
 
 
-def _changes(options: dict[str, Any]) -> str:
-    """Lists the settings that differ from the profile, in parentheses."""
-    changes = [f"`{key}: {json.dumps(value)}`" for key, value in options["set"].items()]
+def _has_new_weights(converted: list[dict[str, Any]]) -> bool:
+    """Whether the converted layers have weights that the teacher does not have, by their plans."""
+    return any(layer["created"] for layer in converted)
+
+
+def _tags(mixer: str, new_weights: bool) -> list[str]:
+    return [f"- {mixer.replace('_', '-')}", "- linear-attention" if new_weights else "- sliding-window-attention"]
+
+
+def _settings(options: dict[str, Any], converted: list[dict[str, Any]]) -> str:
+    """The profile and the settings that differ from it; all settings of a layer without new weights."""
+    if not _has_new_weights(converted):
+        settings = options["deltanet"]["kinds"][converted[0]["kind"]]
+        return f" ({', '.join(_setting(*item) for item in settings.items() if item[0] != 'mixer')})"
+    changes = [_setting(*item) for item in options["set"].items()]
+    changes += [] if options["training"] else ["`--no-training`"]
     changes += [] if options["fit_memory"] else ["decay and write strength not fitted"]
-    return f" ({', '.join(changes)})" if changes else ""
+    return f" in the `{options['profile']}` profile" + (f" ({', '.join(changes)})" if changes else "")
+
+
+def _setting(key: str, value: Any) -> str:
+    return f"`{key}: {json.dumps(value)}`"
+
+
+def _state_of_training(report: dict[str, Any], converted: list[dict[str, Any]]) -> str:
+    """Where the weights of the converted layers come from, and whether to train the model before use."""
+    if not _has_new_weights(converted):
+        return """\
+All weights are the teacher's; nothing was fitted or trained. The converted layers see only a part of the context, so
+the model can be used as it is where that part is enough. Training adapts it further (`deltanet-hf distill`)."""
+    if any("fit_mse" in layer for layer in report["layers"]):
+        start = (
+            "The new layers were fitted to the teacher's attention on calibration text; the model has not been trained."
+        )
+    else:
+        start = """\
+The new layers have the teacher's projections; their other weights start as in a model trained from scratch. The model
+has not been trained."""
+    if report["options"]["training"]:
+        return f"{start}\nDistil it before use (`deltanet-hf distill`)."
+    return f"""\
+{start}
+Its settings are those that are better without training; the measurements below show how far it is from its teacher.
+For a model that will be distilled, convert again without `--no-training`."""
 
 
 def _norms_note(layers: list[dict[str, Any]]) -> str:

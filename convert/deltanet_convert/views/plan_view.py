@@ -1,4 +1,6 @@
-"""The plan for people: one line for each kind of layer, totals, and memory by context length."""
+"""Prints a plan: one line per kind of layer, totals, and cache sizes by context length."""
+
+from __future__ import annotations
 
 from rich.console import Console
 from rich.table import Table
@@ -7,7 +9,7 @@ from ..conversion_plan import LayerPlan, Plan
 
 
 def size(nbytes: int) -> str:
-    """Bytes in decimal units, as disks and the hub count them."""
+    """Formats a number of bytes in decimal units, as disks and the hub do."""
     value, units = float(nbytes), ["B", "kB", "MB", "GB", "TB"]
     while value >= 1000 and len(units) > 1:
         value, units = value / 1000, units[1:]
@@ -15,7 +17,7 @@ def size(nbytes: int) -> str:
 
 
 def count(parameters: int) -> str:
-    """Parameters in thousands, millions or billions."""
+    """Formats a number of parameters in thousands, millions or billions."""
     for unit, name in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
         if parameters >= unit:
             return f"{parameters / unit:.2f}{name}"
@@ -23,7 +25,7 @@ def count(parameters: int) -> str:
 
 
 def index_ranges(indices: list[int]) -> str:
-    """Ascending layer indices in short: '0-2, 4, 6-7'."""
+    """Abbreviates ascending layer indices: '0-2, 4, 6-7'."""
     runs: list[list[int]] = []
     for index in indices:
         if runs and runs[-1][-1] == index - 1:
@@ -34,21 +36,27 @@ def index_ranges(indices: list[int]) -> str:
 
 
 def print_plan(plan: Plan, console: Console) -> None:
-    """Prints what happens to each layer, what the result needs, and the caches by context."""
-    layers = Table(title="Plan, per layer (parameters)", title_justify="left")
+    """Prints the plan of each layer, the sizes of the result, and the cache sizes by context length."""
+    layers = Table(title="Plan (parameters and bytes per layer)", title_justify="left")
     layers.add_column("layers")
-    layers.add_column("becomes")
-    for column in ("copied", "expanded", "created", "dropped", "size"):
+    layers.add_column("become")
+    for column in ("copied", "expanded", "created", "dropped", "weights", "cache, one sequence"):
         layers.add_column(column, justify="right")
     alike: dict[tuple[object, ...], list[LayerPlan]] = {}
     for layer in plan.layers:
-        alike.setdefault(_what(layer), []).append(layer)
+        alike.setdefault(_shown(layer), []).append(layer)
     for members in alike.values():
         first = members[0]
         window = f" (window {first.window})" if first.window else ""
-        kind = first.title if first.converted else f"stays softmax{window}{', q/k norms inserted' * first.normed}"
+        kept = f"stays softmax{window}{', q/k norms inserted' * first.normed}"
         numbers = [count(value) for value in (first.copied, first.expanded, first.created, first.dropped)]
-        layers.add_row(index_ranges([m.index for m in members]), kind, *numbers, size(first.nbytes))
+        layers.add_row(
+            index_ranges([member.index for member in members]),
+            first.title if first.converted else kept,
+            *numbers,
+            size(first.nbytes),
+            size(first.state_bytes) if first.converted else f"{size(first.kv_bytes_per_token)} per token",
+        )
     console.print(layers)
     console.print(
         f"{count(plan.teacher_parameters)} parameters become {count(plan.parameters)}: "
@@ -65,5 +73,7 @@ def print_plan(plan: Plan, console: Console) -> None:
     console.print(caches)
 
 
-def _what(layer: LayerPlan) -> tuple[object, ...]:
-    return (layer.kind, layer.window, layer.copied, layer.expanded, layer.created, layer.dropped)
+def _shown(layer: LayerPlan) -> tuple[object, ...]:
+    """Everything that a row shows; layers with equal values share a row."""
+    counts = (layer.copied, layer.expanded, layer.created, layer.dropped, layer.nbytes, layer.state_bytes)
+    return (layer.kind, layer.normed, None if layer.converted else layer.window, *counts)

@@ -9,20 +9,18 @@ from rich.table import Table
 def print_report(report: dict[str, Any], console: Console) -> None:
     """Prints the checks of every converted layer and of the model; `report`: the contents of `conversion.json`."""
     table = Table(title="Converted layers against the teacher's attention, held-out text", title_justify="left")
-    for column in ("layer", "cosine", "relative MSE", "softmax with these weights, difference"):
+    layers = report["layers"]
+    columns = ["layer", "cosine", "relative MSE"]
+    if any("softmax_error" in layer for layer in layers):  # only layers that have the teacher's projections
+        columns.append("softmax attention with these weights, difference")
+    for column in columns:
         table.add_column(column, justify="right")
-    for layer in report["layers"]:
-        table.add_row(
-            str(layer["index"]),
-            f"{layer['cosine']:.4f}",
-            f"{layer['relative_mse']:.4f}",
-            f"{layer['softmax_error']:.1e}" if "softmax_error" in layer else "",
-        )
-    means = [
-        sum(layer[key] for layer in report["layers"]) / len(report["layers"]) for key in ("cosine", "relative_mse")
-    ]
+    for layer in layers:
+        row = [str(layer["index"]), f"{layer['cosine']:.4f}", f"{layer['relative_mse']:.4f}"]
+        table.add_row(*row, *([f"{layer['softmax_error']:.1e}"] if "softmax_error" in layer else []))
+    means = [sum(layer[key] for layer in layers) / len(layers) for key in ("cosine", "relative_mse")]
     table.add_section()
-    table.add_row("mean", f"{means[0]:.4f}", f"{means[1]:.4f}", "")
+    table.add_row("mean", f"{means[0]:.4f}", f"{means[1]:.4f}")
     console.print(table)
     if report["inserted_norms"]:
         console.print(_norms_table(report["inserted_norms"]))

@@ -13,6 +13,7 @@ _BASELINE_NOTE = (
     "new parameters start as in a model trained from scratch."
 )
 
+
 def markdown(document: dict[str, Any]) -> str:
     """The text of report.md from a report's JSON document."""
     models, settings = document["models"], document["settings"]

@@ -15,7 +15,7 @@ from deltanet_hf.errors import UserError, one_line
 from deltanet_hf.mixers import LayerKind
 from deltanet_hf.models.families import FAMILIES, PREFIX
 from deltanet_hf.models.layers import LayerTable
-from deltanet_hf.models.qwen3_5_config import MODEL_TYPE
+from deltanet_hf.models.qwen3_5 import MODEL_TYPE
 from deltanet_recipes.schema import Align, Recipe, stage_name
 
 

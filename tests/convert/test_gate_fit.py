@@ -1,17 +1,25 @@
 """The fit of a converted layer's own parameters, on data with a known solution and in edge cases."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import pytest
 import torch
 from torch.nn import functional as F
 
-from deltanet_convert.start import fit as fit_module
+from deltanet_convert.start import gate_fit
+from deltanet_convert.start import samples as samples_module
 from deltanet_convert.start.copy_weights import copy_attention
-from deltanet_convert.start.fit import GateFit, Samples, descend, inverse_silu, relative_mse, search_memory
+from deltanet_convert.start.gate_fit import GateFit, descend, inverse_silu, relative_mse, search_memory
+from deltanet_convert.start.samples import Samples
 from support.blank_layers import blank_layer, layer_inputs
 from support.tiny_models import tiny_teacher
 
 
-def prepared(profile="teacher", sequences=2, tokens=48, **changes):
+def prepared(
+    profile: str = "faithful", sequences: int = 2, tokens: int = 48, **changes: Any
+) -> tuple[Any, GateFit, Samples, dict[str, Any]]:
     """Makes a layer with the teacher's weights, its fit and its samples."""
     attention, states, kwargs = layer_inputs(tiny_teacher("llama", attn_implementation="eager"), 0, sequences, tokens)
     layer = blank_layer("llama", profile, 0, **changes)
@@ -20,7 +28,7 @@ def prepared(profile="teacher", sequences=2, tokens=48, **changes):
     return layer, GateFit(layer, states), Samples(attention, layer, states, kwargs), kwargs
 
 
-def scatter(fit):
+def scatter(fit: GateFit) -> None:
     """Sets fitted values that all differ, so that no result is correct only because they are constant."""
     with torch.no_grad():
         for parameter in fit.parameters():
@@ -29,7 +37,7 @@ def scatter(fit):
 
 @pytest.mark.parametrize("profile", ["qwen3_5", "faithful"])
 @torch.no_grad()
-def test_the_folded_layer_is_the_fitted_one(profile):
+def test_the_folded_layer_is_the_fitted_one(profile: str) -> None:
     layer, fit, samples, kwargs = prepared(profile)
     scatter(fit)
     fit.fold()
@@ -38,11 +46,11 @@ def test_the_folded_layer_is_the_fitted_one(profile):
 
 
 @torch.no_grad()
-def test_the_search_finds_the_memory_that_made_the_target():
+def test_the_search_finds_the_memory_that_made_the_target() -> None:
     layer, fit, samples, _ = prepared()
     states = layer.num_states
-    half_life = torch.tensor([fit_module.HALF_LIVES[1 + i % 4] for i in range(states)])
-    strength = torch.tensor([fit_module.STRENGTHS[2 + i % 2] for i in range(states)])
+    half_life = torch.tensor([gate_fit.HALF_LIVES[1 + i % 4] for i in range(states)])
+    strength = torch.tensor([gate_fit.STRENGTHS[2 + i % 2] for i in range(states)])
     channels = torch.rand(layer.num_heads, layer.head_dim) + 0.5
     fit.set_memory(half_life, strength)
     fit.set_channels(channels)
@@ -59,7 +67,7 @@ def test_the_search_finds_the_memory_that_made_the_target():
 
 
 @pytest.mark.parametrize("profile", ["qwen3_5", "faithful"])
-def test_descent_learns_gates_that_depend_on_the_input(profile):
+def test_descent_learns_gates_that_depend_on_the_input(profile: str) -> None:
     layer, fit, samples, _ = prepared(profile, sequences=4, tokens=100)
     fit.set_memory(torch.full((layer.num_states,), 8.0), torch.full((layer.num_states,), 0.2))
     start = {name: value.clone() for name, value in fit.state_dict().items()}
@@ -73,14 +81,14 @@ def test_descent_learns_gates_that_depend_on_the_input(profile):
     assert relative_mse(fit, samples) < 0.3 * before
 
 
-def test_few_tokens_leave_few_components():
+def test_few_tokens_leave_few_components() -> None:
     _, small, _, _ = prepared(sequences=1, tokens=20)
     _, large, _, _ = prepared(sequences=2, tokens=100)
     assert len(small.basis) == 1
-    assert len(large.basis) == 200 // fit_module.TOKENS_PER_COMPONENT
+    assert len(large.basis) == 200 // gate_fit.TOKENS_PER_COMPONENT
 
 
-def test_one_state_can_serve_several_query_heads():
+def test_one_state_can_serve_several_query_heads() -> None:
     layer, fit, samples, _ = prepared(expand_kv=False)
     search_memory(fit, samples.search_part())
     assert fit.A_log.shape == (layer.num_states,) != (layer.num_heads,)
@@ -88,7 +96,7 @@ def test_one_state_can_serve_several_query_heads():
 
 
 @torch.no_grad()
-def test_constants_without_biases_come_from_a_direction():
+def test_constants_without_biases_come_from_a_direction() -> None:
     layer, _, _, _ = prepared("qwen3_5")
     generator = torch.Generator().manual_seed(2)
     x, other = (torch.randn(1, 400, 32, generator=generator) * 0.3 for _ in range(2))
@@ -105,8 +113,8 @@ def test_constants_without_biases_come_from_a_direction():
 
 
 @torch.no_grad()
-def test_sequences_beyond_the_kept_ones_are_the_same(monkeypatch):
-    monkeypatch.setattr(fit_module, "KEPT_BYTES", 1)
+def test_sequences_beyond_the_kept_ones_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samples_module, "KEPT_BYTES", 1)
     _, _, samples, _ = prepared(sequences=3, tokens=16)
     assert len(samples.kept) == 1
     monkeypatch.undo()
@@ -116,7 +124,7 @@ def test_sequences_beyond_the_kept_ones_are_the_same(monkeypatch):
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 65])
-def test_short_and_ragged_sequences(tokens):
+def test_short_and_ragged_sequences(tokens: int) -> None:
     _, fit, samples, _ = prepared(sequences=1, tokens=tokens)
     search_memory(fit, samples.search_part())
     descend(fit, samples)
@@ -124,7 +132,7 @@ def test_short_and_ragged_sequences(tokens):
 
 
 @torch.no_grad()
-def test_a_silent_teacher_leaves_finite_values():
+def test_a_silent_teacher_leaves_finite_values() -> None:
     layer, fit, samples, _ = prepared(sequences=1, tokens=8)
     layer.o_proj.weight.zero_()
     for sample in samples.kept:
@@ -136,7 +144,7 @@ def test_a_silent_teacher_leaves_finite_values():
     assert all(bool(p.isfinite().all()) for p in layer.parameters())
 
 
-def test_inverse_silu():
+def test_inverse_silu() -> None:
     y = torch.tensor([-0.2, -0.1, 0.0, 0.01, 0.5, 1.0, 7.0, 300.0])
     torch.testing.assert_close(F.silu(inverse_silu(y)), y, rtol=1e-4, atol=1e-5)
     assert float(inverse_silu(torch.tensor(-5.0))) == float(inverse_silu(torch.tensor(-0.2)))

@@ -1,23 +1,25 @@
-"""Fits what a converted layer has beyond the teacher's attention to the attention's output on calibration text.
+"""Fits the parameters that Gated DeltaNet has beyond the teacher's attention to that attention's output.
 
-Everything of the teacher stays as it is. Fitted are the decay, the write strength, the output gate and the output
-norm's weight, by Adam through the operator on the relative squared error of the layer's output. Two measures make
-some tens of steps enough:
+The teacher's own parameters do not change. Decay, write strength, output gate and the weight of the output norm are
+fitted on calibration text: Adam, through the operator, minimises the relative squared error of the layer's output. Two
+measures keep the number of steps at some tens:
 
-- The start is a search over a grid of (half-life, write strength), head by head, because the error has basins of short
-  and of long memory between which a gradient does not cross; the weight per output channel is solved for at each point.
-- The gates' projections are fitted in the coordinates of the layer input's leading principal components, scaled to
-  unit size, and folded back into the projections afterwards.
+- The fit starts from a search over a grid of (half-life, write strength), head by head, because the error has basins
+  of short and of long memory and a gradient does not cross from one to the other. At each point of the grid, the
+  weights of the output channels are the solution of a least squares problem.
+- The projections of the gates are fitted in the coordinates of the leading principal components of the layer's input,
+  scaled to unit size. Afterwards they are folded back into the projections.
 
-A layer whose gates have no bias gets its constants from a direction w with w . x ~ 1 for every input x.
+Where the gates have no bias, their constants come from a direction w with w . x ~ 1 for every input x.
 
 Shapes in names and comments: n sequences, T tokens, H query heads, S states, D head size, R components.
 """
 
+from __future__ import annotations
+
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -27,83 +29,26 @@ from torch.nn import functional as F
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
 from deltanet_kernels import chunk_gated_delta_rule, gated_rms_norm
 
+from .samples import Sample, Samples
+
 HALF_LIVES = (1.0, 3.0, 8.0, 32.0, 128.0, 1024.0)  # tokens
 STRENGTHS = (0.01, 0.05, 0.2, 0.6)
-GRID_TOKENS = 1024  # the search looks at this many tokens
-KEPT_BYTES = 256 * 2**20  # sequences whose projections stay in memory; further ones are computed when needed
 COMPONENTS = 48  # R, at most
-TOKENS_PER_COMPONENT = 40  # fewer tokens for each component, and the gates learn the calibration text by heart
-STEPS = 60
-RATES = {"A_log": 0.05, "b_const": 0.1, "weight": 0.02, "gate_const": 0.02}
-COMPONENT_RATE = 0.02
+TOKENS_PER_COMPONENT = 40  # with fewer tokens per component, the gates overfit the calibration text
+STEPS = 60  # at least; one step per sequence where there are more sequences
+RATES = {"A_log": 0.05, "b_const": 0.1, "weight": 0.02, "gate_const": 0.02}  # learning rates by parameter
+COMPONENT_RATE = 0.02  # learning rate of the projections
 OPEN_GATE = 1.2784645  # silu(OPEN_GATE) = 1
-RIDGE = 1e-4
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One layer's inputs and targets on a batch of sequences."""
-
-    x: Tensor  # [n, T, hidden]
-    q: Tensor  # [n, T, H, D], as the operator gets it, before its L2 norm
-    k: Tensor  # [n, T, S, D]
-    v: Tensor  # [n, T, S, D]
-    heads: Tensor  # [n, T, H, D]: the teacher's attention before o_proj
-    output: Tensor  # [n, T, hidden]: after it
-
-
-NAMES = [field.name for field in fields(Sample)]
-
-
-class Samples:
-    """The samples of every calibration sequence, each a batch of one.
-
-    Args:
-        attention: the teacher's.
-        layer: the converted layer, with the teacher's weights; its convolution is passed over: it is an identity still.
-        x: attention inputs [n, T, hidden].
-        kwargs: the attention's other arguments.
-    """
-
-    def __init__(self, attention: Any, layer: GatedDeltaNet, x: Tensor, kwargs: dict[str, Any]) -> None:
-        self.attention, self.layer, self.x, self.kwargs = attention, layer, x, kwargs
-        self.kept = [self._sample(0)]
-        size = sum(getattr(self.kept[0], name).nbytes for name in NAMES)
-        self.kept += [self._sample(index) for index in range(1, min(len(x), KEPT_BYTES // size))]
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def __getitem__(self, index: int) -> Sample:
-        return self.kept[index] if index < len(self.kept) else self._sample(index)
-
-    def search_part(self) -> Sample:
-        """The first sequences, together, as many as the search looks at."""
-        count = min(len(self), max(1, GRID_TOKENS // self.x.shape[1]))
-        parts = [self[index] for index in range(count)]
-        return Sample(*(torch.cat([getattr(part, name) for part in parts]) for name in NAMES))
-
-    @torch.no_grad()
-    def _sample(self, index: int) -> Sample:
-        x, layer = self.x[index : index + 1], self.layer
-        heads: list[Tensor] = []
-        handle = self.attention.o_proj.register_forward_pre_hook(lambda module, args: heads.append(args[0]))
-        try:
-            output, _ = self.attention(hidden_states=x, **self.kwargs)
-        finally:
-            handle.remove()
-        q, k, v = layer.project_qkv(x, self.kwargs.get("position_embeddings"))
-        if layer.settings.qk_activation == "silu":
-            q, k = F.silu(q), F.silu(k)
-        if layer.settings.v_activation == "silu":
-            v = F.silu(v)
-        return Sample(x, q, k, v, heads[0].view_as(q), output)
+RIDGE = 1e-4  # of least squares, relative to the mean of the diagonal
 
 
 class GateFit(nn.Module):
     """The fitted parameters of one layer, in the coordinates in which they are fitted.
 
-    Without `fit_memory`, decay and write strength are the layer's own and stay as they are.
+    Args:
+        layer: the layer, with the teacher's weights.
+        x: its inputs on the calibration text, [n, T, hidden].
+        fit_memory: False uses the layer's own decay and write strength, and does not change them.
     """
 
     def __init__(self, layer: GatedDeltaNet, x: Tensor, fit_memory: bool = True) -> None:
@@ -128,13 +73,13 @@ class GateFit(nn.Module):
             self.weight = nn.Parameter(torch.ones_like(layer.norm.weight))
 
     def set_memory(self, half_life: Tensor, strength: Tensor) -> None:
-        """Constant decay and write strength per state; half-life in tokens."""
+        """Sets constant decay and write strength, both [S]; half-life in tokens."""
         # With dt_bias = 0 and a = 0, the decay is exp(A_log) * softplus(0) = exp(A_log) * ln 2 = ln 2 / half-life.
         self.A_log.data.copy_(-half_life.log())
         self.b_const.data.copy_(strength.logit())
 
     def set_channels(self, weight_HD: Tensor) -> None:
-        """The output channels' weights, into the norm where it has one per head, else into the gate."""
+        """Sets the weights of the output channels: in the norm if it has a weight per head, else in the gate."""
         if self.weight is not None and self.weight.shape == weight_HD.shape:
             self.weight.data.copy_(weight_HD)
             return
@@ -146,7 +91,11 @@ class GateFit(nn.Module):
             self.gate_const.data.copy_(inverse_silu(weight_HD).flatten())
 
     def gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """x [n, T, hidden] -> log decay [n, T, S], write strength [n, T, S], output gate logits [n, T, H, D]."""
+        """Computes log decay and write strength, [n, T, S], and output gate logits, [n, T, H, D] or None.
+
+        Args:
+            x: [n, T, hidden].
+        """
         layer, f = self.layer[0], x @ self.basis.T
         one = torch.ones_like(f[..., :1]) if layer.settings.gate_bias else (f @ self.ones).unsqueeze(-1)
         if self.fits_memory:
@@ -160,13 +109,13 @@ class GateFit(nn.Module):
         return decay, strength, gate.unflatten(-1, (layer.num_heads, layer.head_dim))
 
     def read(self, s: Sample) -> tuple[Tensor, Tensor | None]:
-        """The operator's output [n, T, H, D] and the gate logits."""
+        """Returns the operator's output [n, T, H, D] and the output gate logits."""
         decay, strength, gate = self.gates(s.x)
         o, _ = chunk_gated_delta_rule(s.q, s.k, s.v, decay, strength, use_qk_l2norm_in_kernel=True)
         return o, gate
 
     def forward(self, s: Sample) -> Tensor:
-        """The layer's output [n, T, hidden]."""
+        """Returns the layer's output [n, T, hidden]."""
         layer = self.layer[0]
         o, gate = self.read(s)
         if layer.norm is not None and self.weight is not None:
@@ -199,7 +148,10 @@ def _fold_linear(target: nn.Linear, weight: Tensor, const: Any, basis: Tensor, o
 
 
 def _principal_components(x: Tensor) -> Tensor:
-    """[R, hidden]: leading components of x (about the origin), scaled so that each coordinate has mean square 1."""
+    """Leading principal components [R, hidden] of x [n, T, hidden] about the origin.
+
+    They are scaled so that each coordinate of x has a mean square of 1.
+    """
     flat = x.flatten(0, 1)
     rank = max(1, min(COMPONENTS, len(flat) // TOKENS_PER_COMPONENT, flat.shape[1]))
     _, size, v = torch.svd_lowrank(flat, q=rank, niter=4)
@@ -207,7 +159,7 @@ def _principal_components(x: Tensor) -> Tensor:
 
 
 def inverse_silu(y: Tensor) -> Tensor:
-    """x >= -1 with silu(x) = y (Newton's method); y below -0.2 is taken as -0.2."""
+    """Returns x >= -1 with silu(x) = y, by Newton's method; y below -0.2 counts as -0.2."""
     y = y.clamp_min(-0.2)
     x = torch.where(y > 0.5, y + 0.3, 2 * y.clamp_max(0.5))
     for _ in range(20):
@@ -218,8 +170,10 @@ def inverse_silu(y: Tensor) -> Tensor:
 
 @torch.no_grad()
 def draw_memory(layer: GatedDeltaNet, spread: float) -> None:
-    """Decay and write strength as a Gated DeltaNet begins that is trained from scratch: `DecayGate`'s ranges, and
-    projections drawn with the standard deviation `spread`."""
+    """Sets decay and write strength to the start of a Gated DeltaNet that is trained from scratch.
+
+    The decay gets `DecayGate`'s ranges. The projections are drawn with the standard deviation `spread`.
+    """
     layer.decay.reset_parameters()
     for projection in (layer.a_proj, layer.b_proj):
         nn.init.normal_(projection.weight, std=spread)
@@ -229,11 +183,10 @@ def draw_memory(layer: GatedDeltaNet, spread: float) -> None:
 
 @torch.no_grad()
 def search_memory(fit: GateFit, s: Sample) -> None:
-    """Sets each state's half-life and write strength, and each channel's weight, to the best of the grid.
+    """Sets each state's half-life and write strength, and each channel's weight, to the best point of the grid.
 
-    Where the memory is not fitted, only the weights are set.
-
-    The error of a head is the squared norm of what it misses of the teacher's head, seen through o_proj.
+    If the memory is not fitted, only the weights are set. The error of a head is the squared norm of its difference
+    from the teacher's head after o_proj.
     """
     layer = fit.layer[0]
     states, groups = layer.num_states, layer.num_heads // layer.num_states
@@ -260,7 +213,12 @@ def search_memory(fit: GateFit, s: Sample) -> None:
 
 
 def _channel_weights(o: Tensor, want: Tensor, metric: Tensor) -> tuple[Tensor, Tensor]:
-    """Least squares weights [H, D] of o's channels for `want` (both [n, T, H, D]) under `metric`, and errors [H]."""
+    """Returns least squares weights [H, D] of the channels of o, and the remaining squared errors [H].
+
+    Args:
+        o: [n, T, H, D]; `want`, its target, has the same shape.
+        metric: [H, D, D], the scalar product in which errors are measured.
+    """
     o_HND, want_HND = (z.flatten(0, 1).transpose(0, 1) for z in (o, want))
     system = metric * (o_HND.mT @ o_HND)
     ridge = (RIDGE * system.diagonal(dim1=-2, dim2=-1).mean(-1)).clamp_min(1e-20)
@@ -271,7 +229,7 @@ def _channel_weights(o: Tensor, want: Tensor, metric: Tensor) -> tuple[Tensor, T
 
 
 def descend(fit: GateFit, samples: Samples) -> None:
-    """Adam over the sequences in turn, on the squared error relative to the teacher's output."""
+    """Minimises the squared error relative to the teacher's output with Adam, one sequence per step."""
     groups = [
         {"params": [parameter], "lr": 0.0, "peak": RATES.get(name, COMPONENT_RATE)}
         for name, parameter in fit.named_parameters()
@@ -290,7 +248,7 @@ def descend(fit: GateFit, samples: Samples) -> None:
 
 
 def _schedule(sequences: int) -> Iterator[tuple[float, int]]:
-    """(factor on the learning rates, sequence) of each step: five steps up, then a cosine down to 5%."""
+    """Yields (factor of the learning rates, sequence) for each step: five steps of warm-up, a cosine down to 5%."""
     steps = max(STEPS, sequences)
     for step in range(steps):
         factor = min(1.0, (step + 1) / 5) * (0.05 + 0.475 * (1 + math.cos(math.pi * step / steps)))
@@ -299,6 +257,6 @@ def _schedule(sequences: int) -> Iterator[tuple[float, int]]:
 
 @torch.no_grad()
 def relative_mse(fit: GateFit, samples: Samples) -> float:
-    """Squared error of the fitted layer over the squared norm of the teacher's output, on the kept sequences."""
+    """Squared error of the fitted layer divided by the squared norm of the teacher's output, on `samples.kept`."""
     error = sum(float((fit(s) - s.output).square().sum()) for s in samples.kept)
     return error / max(sum(float(s.output.square().sum()) for s in samples.kept), 1e-30)

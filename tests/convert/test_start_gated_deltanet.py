@@ -1,38 +1,46 @@
-"""Start values of a converted layer, for every family and both profiles."""
+"""Start values of a converted Gated DeltaNet layer, for every family and both profiles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from deltanet_convert.compare_to_teacher import softmax_error
-from deltanet_convert.start import copy_weights, fit
+from deltanet_convert.start import copy_weights, gate_fit
 from deltanet_convert.start.calibration import LayerCalibration
-from deltanet_convert.start.gated_deltanet import start_gated_deltanet
+from deltanet_convert.start.gated_deltanet import FitFigures, start_gated_deltanet
 from deltanet_hf.models.families import FAMILIES
 from support.blank_layers import blank_layer, layer_inputs
 from support.tiny_models import tiny_teacher
 
 
-def initialised(model_type, profile, index=0, **changes):
+def started(
+    model_type: str, profile: str, index: int = 0, **changes: Any
+) -> tuple[Any, Any, torch.Tensor, dict[str, Any], FitFigures]:
+    """The teacher's attention, the started layer, the attention's inputs and other arguments, and the figures."""
     teacher = tiny_teacher(model_type, attn_implementation="eager")
     attention, states, kwargs = layer_inputs(teacher, index)
     layer = blank_layer(model_type, profile, index, **changes)
     figures = start_gated_deltanet(attention, layer, LayerCalibration(states, kwargs))
-    return attention, layer, states, kwargs, figures
+    return attention, layer, states, kwargs, FitFigures(**figures)
 
 
 @pytest.fixture(autouse=True)
-def short_fit(monkeypatch):
-    monkeypatch.setattr(fit, "STEPS", 6)
-    monkeypatch.setattr(fit, "HALF_LIVES", (2.0, 64.0))
-    monkeypatch.setattr(fit, "STRENGTHS", (0.05, 0.5))
+def short_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate_fit, "STEPS", 6)
+    monkeypatch.setattr(gate_fit, "HALF_LIVES", (2.0, 64.0))
+    monkeypatch.setattr(gate_fit, "STRENGTHS", (0.05, 0.5))
 
 
 @pytest.mark.parametrize("profile", ["qwen3_5", "faithful"])
 @pytest.mark.parametrize("model_type", sorted(FAMILIES))
 @torch.no_grad()
-def test_keeps_the_teachers_attention_and_fits_its_output(model_type, profile):
+def test_keeps_the_teachers_attention_and_fits_its_output(model_type: str, profile: str) -> None:
     for index in (0, 2):  # sliding or full attention, with or without positions
-        attention, layer, states, kwargs, figures = initialised(model_type, profile, index)
+        attention, layer, states, kwargs, figures = started(model_type, profile, index)
         assert all(bool(p.isfinite().all()) for p in layer.parameters())
         assert softmax_error(attention, layer, states, kwargs) < 1e-5
         want = torch.cat([attention(hidden_states=x, **kwargs)[0] for x in states.split(1)])
@@ -45,23 +53,25 @@ def test_keeps_the_teachers_attention_and_fits_its_output(model_type, profile):
         assert 0 < min(figures.beta) <= max(figures.beta) < 1
 
 
-def repeat_rows(rows, head_dim, times):
+def repeat_rows(rows: torch.Tensor, head_dim: int, times: int) -> torch.Tensor:
     return rows.repeat_interleave(times, dim=0)
 
 
-def tile_heads(rows, head_dim, times):
+def tile_heads(rows: torch.Tensor, head_dim: int, times: int) -> torch.Tensor:
     return torch.cat([rows] * times)
 
 
 @pytest.mark.parametrize("mapping", [repeat_rows, tile_heads])
-def test_a_wrong_head_mapping_is_not_the_teacher(mapping, monkeypatch):
+def test_a_wrong_head_mapping_is_not_the_teacher(
+    mapping: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(copy_weights, "expand_heads", mapping)
-    attention, layer, states, kwargs, _ = initialised("llama", "faithful")
+    attention, layer, states, kwargs, _ = started("llama", "faithful")
     assert softmax_error(attention, layer, states, kwargs) > 0.1
 
 
-def test_query_heads_read_their_own_key_value_head():
-    attention, layer, *_ = initialised("qwen2", "faithful")
+def test_query_heads_read_their_own_key_value_head() -> None:
+    attention, layer, *_ = started("qwen2", "faithful")
     heads, kv_heads, size = layer.num_heads, attention.config.num_key_value_heads, layer.head_dim
     for head in range(heads):
         source = head // (heads // kv_heads)
@@ -71,26 +81,26 @@ def test_query_heads_read_their_own_key_value_head():
                 assert torch.equal(got.split(size)[head], want.split(size)[source])
 
 
-def test_one_state_per_key_value_head():
-    attention, layer, states, kwargs, figures = initialised("qwen2", "faithful", expand_kv=False)
+def test_one_state_per_key_value_head() -> None:
+    attention, layer, states, kwargs, figures = started("qwen2", "faithful", expand_kv=False)
     assert torch.equal(layer.k_proj.weight, attention.k_proj.weight)
     assert len(figures.half_life) == attention.config.num_key_value_heads
     assert softmax_error(attention, layer, states, kwargs) < 1e-5
 
 
 @pytest.mark.parametrize("profile", ["qwen3_5", "faithful"])
-def test_is_reproducible_from_a_seed(profile):
+def test_is_reproducible_from_a_seed(profile: str) -> None:
     states = []
     for _ in range(2):
         torch.manual_seed(3)
-        states.append(initialised("llama", profile)[1].state_dict())
+        states.append(started("llama", profile)[1].state_dict())
     first, second = states
     for name, value in first.items():
         assert torch.equal(value, second[name]), name
 
 
-def test_the_convolution_stays_an_identity():
-    layer = initialised("llama", "qwen3_5")[1]
+def test_the_convolution_stays_an_identity() -> None:
+    layer = started("llama", "qwen3_5")[1]
     assert layer.conv1d is not None
     assert torch.equal(layer.conv1d.weight[..., -1], torch.ones_like(layer.conv1d.weight[..., -1]))
     assert not layer.conv1d.weight[..., :-1].any()

@@ -1,0 +1,78 @@
+"""The inputs of a converted layer's operator and the outputs of the teacher's attention, on calibration text.
+
+Shapes: n sequences, T tokens, H query heads, S states, D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
+
+SEARCH_TOKENS = 1024  # number of tokens that `Samples.search_part` returns
+KEPT_BYTES = 256 * 2**20  # memory for samples; those of further sequences are computed each time they are read
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One layer's inputs and the outputs that it is to reproduce, for a batch of sequences."""
+
+    x: Tensor  # [n, T, hidden]
+    q: Tensor  # [n, T, H, D], as the operator receives it, before its L2 norm
+    k: Tensor  # [n, T, S, D]
+    v: Tensor  # [n, T, S, D]
+    heads: Tensor  # [n, T, H, D]: output of the teacher's attention before o_proj
+    output: Tensor  # [n, T, hidden]: and after o_proj
+
+
+NAMES = [field.name for field in fields(Sample)]
+
+
+class Samples:
+    """The samples of all calibration sequences, each of them a batch of one.
+
+    Args:
+        attention: the teacher's attention.
+        layer: the converted layer with the teacher's weights. Its convolution is left out, as it is still an identity.
+        x: attention inputs [n, T, hidden].
+        kwargs: the attention's other arguments.
+    """
+
+    def __init__(self, attention: Any, layer: GatedDeltaNet, x: Tensor, kwargs: dict[str, Any]) -> None:
+        self.attention, self.layer, self.x, self.kwargs = attention, layer, x, kwargs
+        self.kept = [self._sample(0)]
+        size = sum(getattr(self.kept[0], name).nbytes for name in NAMES)
+        self.kept += [self._sample(index) for index in range(1, min(len(x), KEPT_BYTES // size))]
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> Sample:
+        return self.kept[index] if index < len(self.kept) else self._sample(index)
+
+    def search_part(self) -> Sample:
+        """The first sequences as one batch, about `SEARCH_TOKENS` tokens."""
+        count = min(len(self), max(1, SEARCH_TOKENS // self.x.shape[1]))
+        parts = [self[index] for index in range(count)]
+        return Sample(*(torch.cat([getattr(part, name) for part in parts]) for name in NAMES))
+
+    @torch.no_grad()
+    def _sample(self, index: int) -> Sample:
+        x, layer = self.x[index : index + 1], self.layer
+        heads: list[Tensor] = []
+        handle = self.attention.o_proj.register_forward_pre_hook(lambda module, args: heads.append(args[0]))
+        try:
+            output, _ = self.attention(hidden_states=x, **self.kwargs)
+        finally:
+            handle.remove()
+        q, k, v = layer.project_qkv(x, self.kwargs.get("position_embeddings"))
+        if layer.settings.qk_activation == "silu":
+            q, k = F.silu(q), F.silu(k)
+        if layer.settings.v_activation == "silu":
+            v = F.silu(v)
+        return Sample(x, q, k, v, heads[0].view_as(q), output)

@@ -1,0 +1,181 @@
+"""Every mixer in `MIXERS` converts, loads, decodes and resumes, and a mixer needs no more than a class and a row."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from deltanet_convert.start import START, gate_fit, start_rule
+from deltanet_convert.start.from_scratch import start_from_scratch
+from deltanet_hf import LayerTable
+from deltanet_hf.mixers import MIXERS, Mixer
+from deltanet_hf.mixers.base import TensorShape
+from deltanet_hf.mixers.gated_deltanet import delta_rule
+from deltanet_hf.mixers.state import State, cache_bytes
+from support.tiny_conversion import quick_start, teacher_folder, tiny_conversion
+from support.tiny_models import LAYERS
+
+IDS = torch.randint(4, 60, (2, 90), generator=torch.Generator().manual_seed(0))  # more tokens than the window sees
+
+
+class ConstantDecay(Mixer):
+    """A throw-away mixer: the delta rule with one constant decay per head and write strength 1."""
+
+    name: ClassVar[str] = "constant_decay"
+    title: ClassVar[str] = "constant decay"
+
+    def add_gates(self) -> None:
+        pass
+
+    def gates(self, x: torch.Tensor, padding: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        half_life = 2.0 ** torch.arange(1, self.num_states + 1, device=x.device)
+        decay = (-torch.log(torch.tensor(2.0)) / half_life).expand(*x.shape[:2], -1)
+        strength = torch.ones_like(decay)
+        if padding is not None:
+            decay, strength = (gate.masked_fill(padding.unsqueeze(-1), 0.0) for gate in (decay, strength))
+        return decay, strength
+
+    def mix(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        gates: tuple[torch.Tensor, ...],
+        state: State | None,
+        keep_state: bool,
+        cu_seqlens: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, State]:
+        return delta_rule(q, k, v, *gates, state, keep_state, cu_seqlens, recurrent=q.shape[1] == 1)
+
+    def recurrent_shapes(self) -> dict[str, TensorShape]:
+        return {"state": TensorShape((self.num_states, self.head_dim, self.head_dim), torch.float32)}
+
+
+@pytest.fixture(params=[*MIXERS, ConstantDecay.name])
+def mixer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of each mixer in turn; the fit is short."""
+    monkeypatch.setattr(gate_fit, "STEPS", 6)
+    monkeypatch.setattr(gate_fit, "HALF_LIVES", (2.0, 64.0))
+    monkeypatch.setattr(gate_fit, "STRENGTHS", (0.05, 0.5))
+    monkeypatch.setitem(MIXERS, ConstantDecay.name, ConstantDecay)
+    return str(request.param)
+
+
+@pytest.mark.parametrize("layers", ["all", "every:2"])
+@torch.no_grad()
+def test_conversion_loads_and_decodes(tmp_path: Path, mixer: str, layers: str) -> None:
+    teacher = teacher_folder(tmp_path / "teacher", "qwen3")
+    report = tiny_conversion(teacher, tmp_path / "out", mixer=mixer, layers=layers)
+    converted = [index for index in range(LAYERS) if layers == "all" or index % 2 == 0]
+    assert [layer["index"] for layer in report["layers"]] == report["plan"]["converted_layers"] == converted
+
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values()), info
+    assert sorted(LayerTable.of(model.config).converted) == converted
+    for index in converted:
+        assert isinstance(model.model.layers[index].self_attn, MIXERS[mixer])
+    assert report["plan"]["parameters"] == sum(parameter.numel() for parameter in model.parameters())
+
+    complete = model.eval()(IDS).logits
+    cache, parts = DynamicCache(config=model.config), []
+    for part in (IDS[:, :40], *IDS[:, 40:].split(1, dim=1)):
+        parts.append(model(part, past_key_values=cache, use_cache=True).logits)
+    torch.testing.assert_close(torch.cat(parts, dim=1), complete, rtol=1e-3, atol=1e-3)
+
+    cache = DynamicCache(config=model.config)
+    model(IDS[:1], past_key_values=cache, use_cache=True)
+    kept = [layer for layer in report["plan"]["layers"] if layer["index"] not in converted]
+    state = sum(layer["state_bytes"] for layer in report["plan"]["layers"])
+    assert cache_bytes(cache) == state + sum(layer["kv_bytes_per_token"] for layer in kept) * IDS.shape[1]
+
+
+def test_resumed_conversion_gives_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mixer: str) -> None:
+    teacher = teacher_folder(tmp_path / "teacher", "llama", num_hidden_layers=3)
+    tiny_conversion(teacher, tmp_path / "whole", mixer=mixer)
+    rule = start_rule(mixer)
+
+    def stopped(attention: Any, layer: Any, *rest: Any) -> dict[str, Any]:
+        if layer.layer_idx == 1:
+            raise KeyboardInterrupt
+        return rule(attention, layer, *rest)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setitem(START, mixer, stopped)
+        tiny_conversion(teacher, tmp_path / "resumed", mixer=mixer)
+    tiny_conversion(teacher, tmp_path / "resumed", mixer=mixer, resume=True)
+    names = {file.name for file in (tmp_path / "whole").iterdir()}
+    assert names == {file.name for file in (tmp_path / "resumed").iterdir()}
+    for name in names:
+        assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "resumed" / name).read_bytes(), name
+
+
+def test_every_mixer_has_a_start_rule(mixer: str) -> None:
+    assert set(START) <= set(MIXERS)
+    assert start_rule(mixer) is START.get(mixer, start_from_scratch)
+
+
+@torch.no_grad()
+def test_mixer_without_a_row_starts_from_scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One class and one row in `MIXERS` are all that a conversion needs."""
+    monkeypatch.setitem(MIXERS, ConstantDecay.name, ConstantDecay)
+    teacher = teacher_folder(tmp_path / "teacher", "qwen2", num_hidden_layers=2)
+    report = tiny_conversion(teacher, tmp_path / "out", mixer=ConstantDecay.name, changes=("output_norm=shared",))
+    assert report["options"]["deltanet"]["kinds"]["linear"]["mixer"] == ConstantDecay.name
+    before, after = load_file(teacher / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    for name in ("q_proj.weight", "q_proj.bias", "o_proj.weight"):
+        full = f"model.layers.1.self_attn.{name}"
+        assert torch.equal(before[full], after[full])
+    assert float(after["model.layers.1.self_attn.g_proj.weight"].std()) == pytest.approx(0.2, rel=0.2)
+    for layer in report["layers"]:
+        assert layer["softmax_error"] < 1e-5
+        assert "fit_mse" not in layer
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "their other weights start as in a model trained from scratch" in card
+    assert "fitted" not in card
+
+
+def test_card_and_plan_of_a_window_say_that_nothing_is_fitted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from rich.console import Console
+
+    from deltanet_convert.views.report_view import print_report
+
+    teacher = teacher_folder(tmp_path / "teacher", "llama", num_hidden_layers=2)
+    report = tiny_conversion(teacher, tmp_path / "out", mixer="window", changes=("window=5",))
+    before, after = load_file(teacher / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    for layer in report["plan"]["layers"]:
+        assert layer["created"] == layer["expanded"] == layer["dropped"] == 0
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "window + sinks layers (`window: 5`, `sinks: 4`); no layer keeps softmax attention" in card
+    assert "All weights are the teacher's; nothing was fitted or trained." in card
+    for words in ("Distil it before use", "fitted to the teacher", "gated-deltanet", "linear-attention"):
+        assert words not in card
+    print_report(report, Console(width=160))
+    assert "softmax attention with these weights" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("training", "wanted", "not_wanted"),
+    [
+        (True, "Distil it before use", "better without training"),
+        (False, "Its settings are those that are better without training", "Distil it before use"),
+    ],
+)
+def test_card_says_whether_to_distil(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, training: bool, wanted: str, not_wanted: str
+) -> None:
+    monkeypatch.setitem(START, "gated_deltanet", quick_start)
+    teacher = teacher_folder(tmp_path / "teacher", "llama", num_hidden_layers=1)
+    tiny_conversion(teacher, tmp_path / "out", training=training)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert wanted in card
+    assert not_wanted not in card
+    assert ("(`--no-training`)" in card) is not training
