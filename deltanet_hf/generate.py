@@ -21,11 +21,11 @@ from transformers import (
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.state import cache_bytes
 
-COMPILING_TOKENS = 4  # generated before the clock starts: the steps are compiled, then recorded as CUDA graphs
+COMPILING_TOKENS = 4  # generated before the clock starts, while the steps are compiled and recorded as CUDA graphs
 
 
 class _CountingStreamer(TextStreamer):
-    """Prints text as it comes and notes when the first and the last token came."""
+    """Prints text as it is generated and records the time of each token."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)  # type: ignore[arg-type]
@@ -37,7 +37,7 @@ class _CountingStreamer(TextStreamer):
 
 
 class _After(StoppingCriteria):
-    """Stops after so many calls, one a token."""
+    """Stops generation after a number of tokens."""
 
     def __init__(self, tokens: int) -> None:
         self.left = tokens
@@ -48,7 +48,7 @@ class _After(StoppingCriteria):
 
 
 def load_for_inference(model: str, dtype: str = "auto", device: str | None = None) -> tuple[Any, Any]:
-    """Model in eval mode and tokenizer, from a folder or hub id; UserError when there is none."""
+    """Load a model in eval mode and its tokenizer from a folder or hub id; UserError if there is none."""
     if not Path(model).exists() and model.count("/") > 1:
         raise UserError(f"{model}: no such folder; give a converted model's folder or a hub id")
     if Path(model).is_dir() and not (Path(model) / "config.json").exists():
@@ -68,22 +68,35 @@ def load_for_inference(model: str, dtype: str = "auto", device: str | None = Non
 
 
 def generate_command(
-    model: Annotated[str, typer.Argument(help="Folder or hub id of a converted model or of a teacher.")],
-    prompt: Annotated[str, typer.Option(help="Text to continue, or the user's turn of a chat.")],
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 128,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy decoding.")] = 0.0,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Nucleus sampling, with --temperature.")] = 0.95,
-    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
-    chat: Annotated[bool, typer.Option(help="Use the tokenizer's chat template, when it has one.")] = True,
-    stats: Annotated[bool, typer.Option("--stats", help="Print tokens per second and the state's bytes.")] = False,
+    model: Annotated[str, typer.Argument(help="Folder or hub id of a converted model or a softmax model.")],
+    prompt: Annotated[
+        str, typer.Option(help="Text to continue, or the message to answer if the model has a chat template.")
+    ],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Largest number of tokens to generate.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 decodes greedily.")] = 0.0,
+    top_p: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            help="Sample from the likeliest tokens that together have this probability (with --temperature).",
+        ),
+    ] = 0.95,
+    seed: Annotated[int, typer.Option(help="Random seed for sampling.")] = 0,
+    chat: Annotated[bool, typer.Option(help="Use the tokenizer's chat template if it has one.")] = True,
+    stats: Annotated[bool, typer.Option("--stats", help="Print tokens per second and the size of the cache.")] = False,
     compiled: Annotated[
         bool,
-        typer.Option("--compile", help="Compile the model first: several times the tokens per second on CUDA."),
+        typer.Option("--compile", help="Compile the model first, which makes decoding several times faster on CUDA."),
     ] = False,
-    dtype: Annotated[str, typer.Option(help="auto (as saved), float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 ... [default: cuda if there is one].")] = None,
+    dtype: Annotated[
+        str, typer.Option(help="Dtype of the weights: auto (as saved), float32, bfloat16 or float16.")
+    ] = "auto",
+    device: Annotated[
+        str | None, typer.Option(help="Device, such as cpu, cuda or cuda:1 [default: a GPU if there is one].")
+    ] = None,
 ) -> None:
-    """Continue a prompt, token by token."""
+    """Continue a prompt and print the text as it is generated."""
     if not prompt:
         raise UserError("--prompt: empty; give some text to continue")
     loaded, tokenizer = load_for_inference(model, dtype, device)

@@ -7,8 +7,8 @@ from deltanet_kernels.dispatch import (
     gated_delta_step_,
     gated_rms_norm,
 )
-from deltanet_kernels.reference import naive_gated_delta_rule
-from deltanet_kernels.torch_chunk import torch_chunk_gated_delta_rule
+from deltanet_kernels.gated_delta_rule.cpu import torch_chunk_gated_delta_rule
+from deltanet_kernels.gated_delta_rule.reference import naive_gated_delta_rule
 
 __all__ = [
     "causal_conv1d",

@@ -1,27 +1,13 @@
 """Argument checks of the public operators: a message names the argument, what it got and what it needs."""
 
-from typing import NamedTuple
-
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from deltanet_kernels.arguments import RuleCall, StepCall
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # cu_seqlens tensors already found valid, with their version: one look at the values serves all layers of a model.
 _checked_cu_seqlens: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-
-
-class DeltaRuleDims(NamedTuple):
-    """Sizes of one call: HO = max(HQ, HV) output heads, N states per head."""
-
-    B: int
-    T: int
-    H: int
-    HQ: int
-    HV: int
-    HO: int
-    K: int
-    V: int
-    N: int
 
 
 def _shape(x: torch.Tensor) -> str:
@@ -97,24 +83,14 @@ def _check_offsets(offsets: list[int], tokens: int) -> None:
         raise ValueError(f"cu_seqlens: got a last offset of {offsets[-1]}, needs at most T = {tokens}")
 
 
-def check_delta_rule(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    A_log: torch.Tensor | None,
-    dt_bias: torch.Tensor | None,
-    use_gate_in_kernel: bool,
-) -> DeltaRuleDims:
-    """Check the arguments of a gated delta rule and return its sizes.
+def check_delta_rule(call: RuleCall) -> None:
+    """Check the arguments of a gated delta rule.
 
     Raises:
         ValueError: a shape, head count, device or offset that does not fit.
-        TypeError: a dtype that does not fit, or something that is not a tensor.
+        TypeError: a dtype that does not fit, or an argument that is not a tensor.
     """
+    q, k, v, g, beta, initial_state, cu_seqlens = (*call[:5], call.initial_state, call.cu_seqlens)
     for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta)):
         _require_tensor(name, x)
         _require_float(name, x)
@@ -150,8 +126,8 @@ def check_delta_rule(
             raise TypeError(f"initial_state: got dtype {initial_state.dtype}, needs {wanted}")
         _require_device("initial_state", initial_state, "q", q.device)
         _require_shape("initial_state", initial_state, (N, HV, K, V), "[N, HV, K, V]")
-    for name, gate in (("A_log", A_log), ("dt_bias", dt_bias)):
-        if use_gate_in_kernel:
+    for name, gate in (("A_log", call.A_log), ("dt_bias", call.dt_bias)):
+        if call.use_gate_in_kernel:
             if gate is None:
                 raise ValueError(f"{name}: got None, needs [HV] = [{HV}] when use_gate_in_kernel is set")
             _require_tensor(name, gate)
@@ -160,7 +136,6 @@ def check_delta_rule(
             _require_shape(name, gate, (HV,), "[HV]")
         elif gate is not None:
             raise ValueError(f"{name}: got a tensor, needs None unless use_gate_in_kernel is set")
-    return DeltaRuleDims(B, T, H, HQ, HV, max(HQ, HV), K, V, N)
 
 
 def check_causal_conv1d(
@@ -211,24 +186,14 @@ def check_gated_rms_norm(x: torch.Tensor, z: torch.Tensor | None, weight: torch.
         )
 
 
-def check_gated_delta_step(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    state: torch.Tensor,
-    A_log: torch.Tensor,
-    dt_bias: torch.Tensor,
-    conv_weight: torch.Tensor | None,
-    conv_tail: torch.Tensor | None,
-    z: torch.Tensor | None,
-    norm_weight: torch.Tensor | None,
-    padding: torch.Tensor | None,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-) -> None:
-    """Check the arguments of a fused step; raises ValueError or TypeError."""
+def check_gated_delta_step(call: StepCall) -> None:
+    """Check the arguments of a decoding step.
+
+    Raises:
+        ValueError: a shape, head count or device that does not fit, or a state or tail that is not contiguous.
+        TypeError: a dtype that does not fit, or an argument that is not a tensor.
+    """
+    q, k, v, a, b, state, A_log, dt_bias, conv_weight, conv_tail, z, norm_weight, padding, cos, sin = call[:15]
     given = {
         "q": q, "k": k, "v": v, "a": a, "b": b, "state": state, "A_log": A_log, "dt_bias": dt_bias,
         "conv_weight": conv_weight, "conv_tail": conv_tail, "z": z, "norm_weight": norm_weight,

@@ -15,10 +15,10 @@ import torch
 import triton
 import triton.language as tl
 
-from .chunk_prepare import Chunks, cut_chunks, locate_chunk, locate_row
-from .kernel_config import cdiv, power_of_two
-from .launch import launch
-from .registration import differentiable, gradient, operator
+from deltanet_kernels.common.launch import launch
+from deltanet_kernels.common.registration import differentiable, gradient, operator
+from deltanet_kernels.common.sequences import Chunks, cut_chunks, locate_chunk, locate_row
+from deltanet_kernels.common.sizes import cdiv, power_of_two
 
 TOKENS = 64  # of a program
 CHANNELS = 64

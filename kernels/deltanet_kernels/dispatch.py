@@ -11,11 +11,12 @@ from typing import Any
 import torch
 
 from deltanet_kernels import checks
+from deltanet_kernels.arguments import RuleCall, StepCall
+from deltanet_kernels.common.registration import cached
+from deltanet_kernels.gated_delta_rule.cpu import chunked
+from deltanet_kernels.gated_delta_rule.cpu_recurrent import torch_recurrent_gated_delta_rule
+from deltanet_kernels.gated_delta_rule.cpu_step import torch_gated_delta_step_
 from deltanet_kernels.reference import torch_causal_conv1d, torch_gated_rms_norm
-from deltanet_kernels.registration import cached
-from deltanet_kernels.torch_chunk import torch_chunk_gated_delta_rule
-from deltanet_kernels.torch_recurrent import torch_recurrent_gated_delta_rule
-from deltanet_kernels.torch_step import torch_gated_delta_step_
 
 
 @cached
@@ -25,11 +26,11 @@ def _triton_function(operator: str) -> Callable[..., Any] | None:
     Imported at the first call on CUDA, by statements: torch.compile follows those, and refuses importlib.
     """
     try:
-        from deltanet_kernels.chunk import chunk_gated_delta_rule_triton
         from deltanet_kernels.conv import causal_conv1d_triton
+        from deltanet_kernels.gated_delta_rule.chunk import chunk_gated_delta_rule_triton
+        from deltanet_kernels.gated_delta_rule.recurrent import fused_recurrent_gated_delta_rule_triton
+        from deltanet_kernels.gated_delta_rule.step import gated_delta_step_triton_
         from deltanet_kernels.norm import gated_rms_norm_triton
-        from deltanet_kernels.recurrent import fused_recurrent_gated_delta_rule_triton
-        from deltanet_kernels.step import gated_delta_step_triton_
     except (ImportError, AttributeError, RuntimeError) as error:
         _warn_fallback(operator, f"the Triton kernels cannot be imported: {error}")
         return None
@@ -111,13 +112,12 @@ def chunk_gated_delta_rule(
         ValueError: shapes, head counts, devices or offsets that do not fit, T = 0.
         TypeError: dtypes that do not fit.
     """
-    checks.check_delta_rule(q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias, use_gate_in_kernel)
-    return _call(  # type: ignore[no-any-return]
-        "chunk_gated_delta_rule", torch_chunk_gated_delta_rule, q,
-        q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens,
-        A_log=A_log, dt_bias=dt_bias, use_gate_in_kernel=use_gate_in_kernel,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+    call = RuleCall(
+        q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, A_log, dt_bias,
+        use_gate_in_kernel, use_beta_sigmoid_in_kernel,
     )  # fmt: skip
+    checks.check_delta_rule(call)
+    return _call("chunk_gated_delta_rule", chunked, q, call)  # type: ignore[no-any-return]
 
 
 def fused_recurrent_gated_delta_rule(
@@ -141,13 +141,12 @@ def fused_recurrent_gated_delta_rule(
 
     Arguments, results and errors as `chunk_gated_delta_rule`.
     """
-    checks.check_delta_rule(q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias, use_gate_in_kernel)
-    return _call(  # type: ignore[no-any-return]
-        "fused_recurrent_gated_delta_rule", torch_recurrent_gated_delta_rule, q,
-        q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens,
-        A_log=A_log, dt_bias=dt_bias, use_gate_in_kernel=use_gate_in_kernel,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+    call = RuleCall(
+        q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, A_log, dt_bias,
+        use_gate_in_kernel, use_beta_sigmoid_in_kernel,
     )  # fmt: skip
+    checks.check_delta_rule(call)
+    return _call("fused_recurrent_gated_delta_rule", torch_recurrent_gated_delta_rule, q, call)  # type: ignore[no-any-return]
 
 
 def causal_conv1d(
@@ -262,11 +261,9 @@ def gated_delta_step_(
         ValueError: shapes, head counts or devices that do not fit, a state or tail that is not contiguous, T = 0.
         TypeError: dtypes that do not fit.
     """
-    checks.check_gated_delta_step(
-        q, k, v, a, b, state, A_log, dt_bias, conv_weight, conv_tail, z, norm_weight, padding, cos, sin
+    call = StepCall(
+        q, k, v, a, b, state, A_log, dt_bias, conv_weight, conv_tail, z, norm_weight, padding, cos, sin, scale, eps,
+        qk_silu, v_silu,
     )  # fmt: skip
-    return _call(  # type: ignore[no-any-return]
-        "gated_delta_step_", torch_gated_delta_step_, q,
-        q, k, v, a, b, state, A_log, dt_bias, conv_weight, conv_tail, z, norm_weight, padding, cos, sin,
-        state.shape[2] ** -0.5 if scale is None else scale, eps, qk_silu, v_silu,
-    )  # fmt: skip
+    checks.check_gated_delta_step(call)
+    return _call("gated_delta_step_", torch_gated_delta_step_, q, call)  # type: ignore[no-any-return]

@@ -15,9 +15,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .kernel_config import cdiv, power_of_two
-from .launch import launch
-from .registration import differentiable, gradient, operator
+from deltanet_kernels.common.launch import launch
+from deltanet_kernels.common.registration import differentiable, gradient, operator
+from deltanet_kernels.common.sizes import cdiv, power_of_two
 
 ROWS = 32  # rows of D a tile
 TILES = 4  # tiles a program: fewer partial sums of dw

@@ -31,7 +31,7 @@ WHOLE_CHUNKS = [
 ]
 COMPILE = """
 import importlib, json, sys
-import deltanet_kernels.chunk
+import deltanet_kernels.gated_delta_rule.chunk
 module, name, constants, registers = json.loads(sys.argv[1])
 assert module not in sys.modules
 import triton

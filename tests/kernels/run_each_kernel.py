@@ -10,13 +10,13 @@ import functools
 
 import torch
 
-from deltanet_kernels.chunk import chunk_gated_delta_rule_triton
 from deltanet_kernels.conv import causal_conv1d_triton
+from deltanet_kernels.gated_delta_rule.recurrent import gated_delta_rule_step_
+from deltanet_kernels.gated_delta_rule.step import delta_step_
 from deltanet_kernels.norm import gated_rms_norm_triton
-from deltanet_kernels.recurrent import gated_delta_rule_step_
-from deltanet_kernels.step import delta_step_
 from tests.kernels.cases import Case, make_inputs, results
 from tests.kernels.test_step import TENSORS, Step, make
+from tests.kernels.triton_mode import triton_chunk
 
 CASES = [
     Case("packed, grouped", T=150, H=2, HQ=2, HV=4, K=64, raw=True, cu_seqlens=(0, 0, 1, 66, 140)),
@@ -44,7 +44,7 @@ def main() -> None:
     for case in CASES:
         for dtype in (torch.bfloat16, torch.float32):
             inputs = make_inputs(case, dtype, "cuda")
-            results(chunk_gated_delta_rule_triton, inputs)
+            results(triton_chunk, inputs)
             if case.cu_seqlens is None:
                 token = [inputs[name].detach()[:, :1] for name in ("q", "k", "v", "g", "beta")]
                 gated_delta_rule_step_(*token, inputs["initial_state"].detach().clone())
@@ -52,7 +52,7 @@ def main() -> None:
         print(case, flush=True)
     for segments, T in ((2, 300), (2, 256), (4, 300)):  # walked, in whole chunks, composed
         inputs = make_inputs(Case(f"{segments} segments", T=T, H=2, K=64, g="heads"), torch.bfloat16, "cuda")
-        results(functools.partial(chunk_gated_delta_rule_triton, segments=segments), inputs)
+        results(functools.partial(triton_chunk, segments=segments), inputs)
     for bounds in (None, torch.tensor((0, 1, 1, 68, 75), device="cuda")):
         x = torch.randn(1, 80, 10, device="cuda", requires_grad=True)
         weight = torch.randn(10, 4, device="cuda", requires_grad=True)

@@ -10,11 +10,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from deltanet_kernels import launch as module
-from deltanet_kernels.chunk import chunk_gated_delta_rule_triton
-from deltanet_kernels.launch import launch, specialization
+from deltanet_kernels.common import launch as module
+from deltanet_kernels.common.launch import launch, specialization
 from tests.kernels.cases import Case, make_inputs, results
-from tests.kernels.triton_mode import DEVICE, GPU
+from tests.kernels.triton_mode import DEVICE, GPU, triton_chunk
 
 needs_gpu = pytest.mark.skipif(not GPU, reason="needs a CUDA device")
 needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
@@ -98,8 +97,7 @@ def test_lengths_share_their_code() -> None:
 def test_operators_give_the_same_bits_on_every_device(K: int) -> None:
     case = Case("whole chunks", T=128, H=2, K=K, raw=True)
     first, second = (
-        results(chunk_gated_delta_rule_triton, make_inputs(case, torch.bfloat16, device))
-        for device in ("cuda:0", "cuda:1")
+        results(triton_chunk, make_inputs(case, torch.bfloat16, device)) for device in ("cuda:0", "cuda:1")
     )
     for name, x in first.items():
         assert torch.equal(x.cpu(), second[name].cpu()), name

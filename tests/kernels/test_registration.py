@@ -9,8 +9,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from deltanet_kernels.common.registration import Operator
 from deltanet_kernels.norm import norm_forward
-from deltanet_kernels.registration import Operator
 from tests.kernels.triton_mode import DEVICE
 
 X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0)).to(DEVICE)

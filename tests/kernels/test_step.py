@@ -9,8 +9,9 @@ import torch
 from torch.nn import functional as F
 
 from deltanet_kernels import gated_delta_step_, naive_gated_delta_rule
+from deltanet_kernels.arguments import StepCall
+from deltanet_kernels.gated_delta_rule.step import delta_step_, gated_delta_step_triton_
 from deltanet_kernels.reference import torch_causal_conv1d, torch_gated_rms_norm
-from deltanet_kernels.step import delta_step_, gated_delta_step_triton_
 from tests.kernels.cases import relative_error
 from tests.kernels.triton_mode import DEVICE, GPU
 
@@ -184,8 +185,8 @@ def run(step_: Callable[..., torch.Tensor], x: dict[str, Any]) -> dict[str, torc
 
 
 def triton_step_(**x: Any) -> torch.Tensor:
-    return gated_delta_step_triton_(*(x[name] for name in TENSORS), x["state"].shape[2] ** -0.5, x["eps"],
-                                    x["qk_silu"], x["v_silu"])  # fmt: skip
+    call = StepCall(*(x[name] for name in TENSORS), None, x["eps"], x["qk_silu"], x["v_silu"])
+    return gated_delta_step_triton_(call)
 
 
 SIDES = [pytest.param(gated_delta_step_, id="public"), pytest.param(triton_step_, id="triton")]

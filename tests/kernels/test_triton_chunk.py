@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from deltanet_kernels import chunk, chunk_autotune, naive_gated_delta_rule
-from deltanet_kernels.chunk import chunk_gated_delta_rule_triton
-from deltanet_kernels.kernel_config import chunk_config
+from deltanet_kernels import naive_gated_delta_rule
+from deltanet_kernels.gated_delta_rule import autotune, chunk
+from deltanet_kernels.gated_delta_rule.config import chunk_config
 from tests.kernels.cases import (
     CASES,
     Case,
@@ -24,7 +24,7 @@ from tests.kernels.cases import (
     truth,
     truth_of,
 )
-from tests.kernels.triton_mode import DEVICE, GPU
+from tests.kernels.triton_mode import DEVICE, GPU, triton_chunk
 
 # The interpreter takes about a second a chunk and head: the cases that reach different code.
 INTERPRETED = {
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 def cut(segments: int) -> Callable[..., Any]:
     def function(**inputs: Any) -> Any:
-        return chunk_gated_delta_rule_triton(**inputs, segments=segments)
+        return triton_chunk(**inputs, segments=segments)
 
     return function
 
@@ -57,7 +57,7 @@ def test_one_kernel_for_all_gradients(case: Case, monkeypatch: pytest.MonkeyPatc
     """The kernel of bfloat16 heads that share nothing and are small, here in float32."""
     case = replace(case, HQ=None, HV=None)
     launched = []
-    monkeypatch.setattr(chunk, "_whole", lambda q, k, v, config: launched.append(q.shape) or True)
+    monkeypatch.setattr(chunk, "joins_gradients", lambda q, k, v, config: launched.append(q.shape) or True)
     inputs = make_inputs(case, torch.float32, DEVICE)
     assert_close(results(cut(1), inputs), truth(inputs), 3e-6)
     assert launched
@@ -78,7 +78,7 @@ def test_strides_of_every_kind() -> None:
     q, k, v = (x.unflatten(-1, (H, K)) for x in joined.split(H * K, dim=-1))
     g, beta = (torch.rand(1, T, 1, device=DEVICE).expand(B, T, H) for _ in range(2))
     found, wanted = [], []
-    for function, into in ((chunk_gated_delta_rule_triton, found), (naive_gated_delta_rule, wanted)):
+    for function, into in ((triton_chunk, found), (naive_gated_delta_rule, wanted)):
         leaves = [x.detach().requires_grad_() for x in (q, k, v, -g, beta)]
         assert not leaves[0].is_contiguous()
         o, _ = function(*leaves, use_qk_l2norm_in_kernel=True)
@@ -91,9 +91,9 @@ def test_strides_of_every_kind() -> None:
 def test_forward_without_gradient_is_the_same_and_keeps_nothing(HQ: int) -> None:
     """Two query heads a state are read in the state pass, four in a pass of their own."""
     inputs = make_inputs(Case("inference", T=70, H=1, HQ=HQ), torch.float32, DEVICE)
-    with_gradient, state = chunk_gated_delta_rule_triton(**inputs)
+    with_gradient, state = triton_chunk(**inputs)
     with torch.no_grad():
-        o, final = chunk_gated_delta_rule_triton(**inputs)
+        o, final = triton_chunk(**inputs)
     assert relative_error(o, with_gradient) < 1e-6
     assert relative_error(final, state) < 1e-6
     kept = torch.ops.deltanet.chunk_forward(
@@ -107,10 +107,10 @@ def test_refused_calls_name_the_reason() -> None:
     x = torch.randn(1, 2, 1, 300, device=DEVICE)
     gates = torch.rand(1, 2, 1, device=DEVICE)
     with pytest.raises(NotImplementedError, match="head sizes 300 and 300"):
-        chunk_gated_delta_rule_triton(x, x, x, -gates, gates)
+        triton_chunk(x, x, x, -gates, gates)
     x = x[..., :16].double()
     with pytest.raises(NotImplementedError, match="float64"):
-        chunk_gated_delta_rule_triton(x, x, x, -gates, gates)
+        triton_chunk(x, x, x, -gates, gates)
 
 
 @pytest.mark.parametrize("segments", [1, 2, 4])
@@ -128,9 +128,9 @@ def test_registered_operator_is_sound(segments: int) -> None:
 def test_compiles_without_a_graph_break() -> None:
     case, dtype = (Case("compile", T=130, H=2, K=64), torch.bfloat16) if GPU else (Case("compile", T=20), torch.float32)
     inputs = make_inputs(case, dtype, DEVICE)
-    eager = results(chunk_gated_delta_rule_triton, inputs)
+    eager = results(triton_chunk, inputs)
     backend = "inductor" if GPU else "aot_eager"
-    compiled = results(torch.compile(chunk_gated_delta_rule_triton, fullgraph=True, backend=backend), inputs)
+    compiled = results(torch.compile(triton_chunk, fullgraph=True, backend=backend), inputs)
     assert all(torch.equal(eager[name], compiled[name]) for name in eager)
 
 
@@ -156,7 +156,7 @@ def test_half_precision(name: str) -> None:
 def test_one_kernel_only_where_its_tiles_are_alike(K: int, V: int, HQ: int, dtype: torch.dtype, wanted: bool) -> None:
     """Narrow tiles beside wide ones are what ptxas 12.8 gets wrong; shared heads need the general kernels."""
     q, k, v = (torch.empty(1, 1, *heads, dtype=dtype) for heads in ((HQ, K), (2, K), (2, V)))
-    assert chunk._whole(q, k, v, chunk_config(K, V, dtype, (9, 0))) is wanted
+    assert chunk.joins_gradients(q, k, v, chunk_config(K, V, dtype, (9, 0))) is wanted
 
 
 def test_search_for_a_configuration_leaves_results_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,12 +164,12 @@ def test_search_for_a_configuration_leaves_results_alone(monkeypatch: pytest.Mon
     inputs = make_inputs(Case("search", T=20, HQ=1), torch.float32, DEVICE)
     tried = []
     monkeypatch.setenv("DELTANET_AUTOTUNE", "1")
-    monkeypatch.setattr(chunk_autotune, "_chosen", {})
-    monkeypatch.setattr(chunk_autotune, "candidates", lambda config: [config, replace(config, input_warps=2)])
-    monkeypatch.setattr(chunk, "_milliseconds", lambda run: tried.append(chunk_autotune._forced[-1]) or -len(tried))
+    monkeypatch.setattr(autotune, "_chosen", {})
+    monkeypatch.setattr(autotune, "candidates", lambda config: [config, replace(config, input_warps=2)])
+    monkeypatch.setattr(chunk, "_milliseconds", lambda run: tried.append(autotune._forced[-1]) or -len(tried))
     found = results(cut(1), inputs)
     assert [config.input_warps for config in tried] == [4, 2]
-    assert list(chunk_autotune._chosen.values()) == [tried[1]]
+    assert list(autotune._chosen.values()) == [tried[1]]
     assert_close(found, truth(inputs), 3e-6)
 
 
@@ -183,7 +183,7 @@ def test_search_for_a_configuration_leaves_results_alone(monkeypatch: pytest.Mon
 def test_low_precision(case: Case, dtype: torch.dtype) -> None:
     """Errors at most twice those of the recurrence in the same dtype, or a few roundings (eps/2 each)."""
     inputs = make_inputs(case, dtype, DEVICE)
-    wanted, plain, found = truth(inputs), plainly_in(dtype, inputs), results(chunk_gated_delta_rule_triton, inputs)
+    wanted, plain, found = truth(inputs), plainly_in(dtype, inputs), results(triton_chunk, inputs)
     for name, x in wanted.items():
         bound = max(1.5 * torch.finfo(dtype).eps, 2 * relative_error(plain[name], x))
         assert relative_error(found[name], x) <= bound, name
@@ -205,7 +205,7 @@ def test_integers_bit_for_bit(K: int, segments: int, half: torch.dtype) -> None:
     do = torch.randint(-1, 2, (B, T, H, K)) * (torch.rand(B, T, H, K) < 0.1)
     answers = []
     for function, dtype, device, options in (
-        (chunk_gated_delta_rule_triton, half, "cuda", {"segments": segments}),
+        (triton_chunk, half, "cuda", {"segments": segments}),
         (naive_gated_delta_rule, torch.float64, "cpu", {}),
     ):
         leaves = [x.to(device, dtype).requires_grad_() for x in (q, k, v)]
@@ -224,9 +224,9 @@ def test_integers_bit_for_bit(K: int, segments: int, half: torch.dtype) -> None:
 @pytest.mark.parametrize("HQ", [2, 4, 8])
 def test_many_query_heads_fit_into_shared_memory(K: int, HQ: int) -> None:
     inputs = make_inputs(Case("grouped", T=128, H=1, HQ=HQ, K=K), torch.bfloat16, DEVICE)
-    assert_close(results(chunk_gated_delta_rule_triton, inputs), truth(inputs), 1.5 * torch.finfo(torch.bfloat16).eps)
+    assert_close(results(triton_chunk, inputs), truth(inputs), 1.5 * torch.finfo(torch.bfloat16).eps)
     with torch.no_grad():
-        o, _ = chunk_gated_delta_rule_triton(**inputs)
+        o, _ = triton_chunk(**inputs)
     assert relative_error(o, truth(inputs)["o"]) < torch.finfo(torch.bfloat16).eps
 
 
@@ -235,9 +235,9 @@ def test_many_query_heads_fit_into_shared_memory(K: int, HQ: int) -> None:
 @pytest.mark.parametrize("K", [64, 128])
 def test_thousand_runs_are_identical(K: int) -> None:
     inputs = make_inputs(Case("repeat", T=300, B=2, H=2, K=K), torch.bfloat16, DEVICE)
-    first = results(chunk_gated_delta_rule_triton, inputs)
+    first = results(triton_chunk, inputs)
     for _ in range(1000):
-        again = results(chunk_gated_delta_rule_triton, inputs)
+        again = results(triton_chunk, inputs)
         assert all(torch.equal(first[name], again[name]) for name in first)
 
 
@@ -249,14 +249,14 @@ def test_cuda_graph_follows_changed_sequence_bounds() -> None:
         n: x.detach() if isinstance(x, torch.Tensor) else x
         for n, x in make_inputs(case, torch.bfloat16, "cuda").items()
     }
-    chunk_gated_delta_rule_triton(**inputs)  # compile outside the capture
+    triton_chunk(**inputs)  # compile outside the capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = chunk_gated_delta_rule_triton(**inputs)
+        captured = triton_chunk(**inputs)
     for bounds in ((0, 100, 300), (0, 1, 300), (0, 250, 260)):
         inputs["cu_seqlens"].copy_(torch.tensor(bounds))
         graph.replay()
-        expected = chunk_gated_delta_rule_triton(**inputs)
+        expected = triton_chunk(**inputs)
         assert all(torch.equal(x, y) for x, y in zip(captured, expected, strict=True))
 
 
@@ -264,13 +264,13 @@ def test_cuda_graph_follows_changed_sequence_bounds() -> None:
 @needs_gpu
 def test_another_stream_and_no_synchronisation() -> None:
     inputs = make_inputs(Case("stream", T=200, H=2, K=64, cu_seqlens=(0, 50, 200)), torch.bfloat16, DEVICE)
-    expected = results(chunk_gated_delta_rule_triton, inputs)
+    expected = results(triton_chunk, inputs)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     torch.cuda.set_sync_debug_mode("error")
     try:
         with torch.cuda.stream(stream):
-            o, _ = chunk_gated_delta_rule_triton(**inputs)
+            o, _ = triton_chunk(**inputs)
             o.sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")

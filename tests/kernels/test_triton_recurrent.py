@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from deltanet_kernels.recurrent import fused_recurrent_gated_delta_rule_triton, gated_delta_rule_step_
+from deltanet_kernels.gated_delta_rule.recurrent import gated_delta_rule_step_
 from tests.kernels.cases import Case, make_inputs, relative_error, truth
-from tests.kernels.triton_mode import DEVICE, GPU
+from tests.kernels.triton_mode import DEVICE, GPU, triton_recurrent
 
 CASES = [
     Case("decode", T=1, B=3, H=2, HV=4, HQ=2, raw=True),
@@ -21,14 +21,14 @@ def test_recurrent(case: Case) -> None:
     inputs = make_inputs(case, torch.float32, DEVICE)
     wanted = truth(inputs)
     with torch.no_grad():
-        o, state = fused_recurrent_gated_delta_rule_triton(**inputs)
+        o, state = triton_recurrent(**inputs)
     assert relative_error(o, wanted["o"]) < 1e-6
     assert relative_error(state, wanted["final_state"]) < 1e-6
 
 
 def test_gradients_come_from_the_chunk_kernels() -> None:
     inputs = make_inputs(Case("gradient", T=3, H=1), torch.float32, DEVICE)
-    o, _ = fused_recurrent_gated_delta_rule_triton(**inputs)
+    o, _ = triton_recurrent(**inputs)
     o.sum().backward()
     assert inputs["k"].grad is not None
     assert inputs["k"].grad.abs().sum() > 0

@@ -9,21 +9,12 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
-from deltanet_hf import LayerTable
 from deltanet_hf.mixers import MIXERS
 from deltanet_hf.models.families import FAMILIES
-from support.tiny_models import HYBRID, tiny_mixture, tiny_student
+from support.tiny_models import HYBRID, mixture_table, tiny_mixture, tiny_student
 
 LENGTH = 19
 GATED_DELTANET = [(profile, layers) for profile in ("faithful", "qwen3_5") for layers in (None, HYBRID)]
-MIXTURE = LayerTable(
-    {
-        "linear": LayerTable.preset(1).only_kind,
-        "local": LayerTable.preset(1, "window", window=5, sinks=2).only_kind,
-    },
-    ("linear", "softmax", "local", "local"),
-)
-"""All kinds in one model; the last two layers cover both kinds of attention of families with sliding windows."""
 CASES = [
     *(
         pytest.param((family, profile, layers), id=f"{family}-{profile}-{'all' if layers is None else 'hybrid'}")
@@ -40,7 +31,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     family, what, layers = request.param
     path: Path = tmp_path_factory.mktemp("model")
     if what == "mixture":
-        student = tiny_mixture(family, MIXTURE)
+        student = tiny_mixture(family, mixture_table())
     elif what in MIXERS:
         student = tiny_student(family, mixer=what)
     else:

@@ -17,7 +17,16 @@ from deltanet_hf import LayerTable, converted_config
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.state import MixerCacheLayer, cache_bytes
 from deltanet_hf.models.families import FAMILIES, family_of
-from support.tiny_models import HYBRID, LAYERS, teacher_config, tiny_student, tiny_teacher
+from support.tiny_models import (
+    HYBRID,
+    LAYERS,
+    mixture_table,
+    teacher_config,
+    tiny_mixture,
+    tiny_student,
+    tiny_table,
+    tiny_teacher,
+)
 
 
 @pytest.fixture
@@ -25,8 +34,10 @@ def tokens() -> torch.Tensor:
     return torch.randint(3, 97, (2, 21), generator=torch.Generator().manual_seed(2))
 
 
-@pytest.fixture(params=["faithful", "qwen3_5"])
+@pytest.fixture(params=["faithful", "qwen3_5", "mixture"])
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    if request.param == "mixture":
+        return tiny_mixture("llama", mixture_table())
     return tiny_student("llama", request.param, HYBRID)
 
 
@@ -48,9 +59,11 @@ def test_a_cache_made_without_config_works(model: PreTrainedModel, tokens: torch
     torch.testing.assert_close(torch.cat(parts, dim=1), model(tokens).logits, rtol=2e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize("layers", [None, HYBRID])
-def test_static_cache_equals_dynamic(layers: tuple[int, ...] | None, tokens: torch.Tensor) -> None:
-    model = tiny_student("qwen3", "faithful", layers)
+@pytest.mark.parametrize(
+    "table", [tiny_table(), tiny_table(layers=HYBRID), mixture_table()], ids=["all", "hybrid", "mixture"]
+)
+def test_static_cache_equals_dynamic(table: LayerTable, tokens: torch.Tensor) -> None:
+    model = tiny_mixture("qwen3", table)
     mask = torch.ones_like(tokens)
     mask[1, :4] = 0
     options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "attention_mask": mask}
@@ -203,8 +216,9 @@ def test_decay_parameters_stay_float32(tmp_path: Path, model: PreTrainedModel, t
 
 
 @pytest.mark.parametrize("where", ["cpu", "disk"])
-def test_offload_is_exact(where: str, tmp_path: Path, tokens: torch.Tensor) -> None:
-    model = tiny_student("qwen2", "qwen3_5", HYBRID)
+@pytest.mark.parametrize("table", [tiny_table("qwen3_5", HYBRID), mixture_table()], ids=["hybrid", "mixture"])
+def test_offload_is_exact(table: LayerTable, where: str, tmp_path: Path, tokens: torch.Tensor) -> None:
+    model = tiny_mixture("qwen2", table)
     model.save_pretrained(tmp_path / "model")
     resident = ("model.embed_tokens", "model.norm", "model.rotary_emb", "model.layers.3", "lm_head")
     device_map = dict.fromkeys(resident, "cpu") | {f"model.layers.{i}": where for i in range(3)}

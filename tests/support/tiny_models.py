@@ -42,6 +42,15 @@ PECULIAR: dict[str, dict[str, Any]] = {
 HYBRID = (0, 2)  # converted layers of a hybrid; every second layer keeps softmax attention
 
 
+def mixture_table() -> LayerTable:
+    """All kinds of layers in one model; the last two layers cover both kinds of attention of sliding-window families."""
+    kinds = {
+        "linear": LayerTable.preset(1).only_kind,
+        "local": LayerTable.preset(1, "window", window=5, sinks=2).only_kind,
+    }
+    return LayerTable(kinds, ("linear", "softmax", "local", "local"))
+
+
 def teacher_config(model_type: str, **changes: Any) -> Any:
     """The family's tiny configuration."""
     return FAMILIES[model_type].config_class(**{**COMMON, **PECULIAR[model_type], **changes})

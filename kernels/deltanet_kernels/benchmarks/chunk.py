@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import torch_chunk_gated_delta_rule
-from ..chunk import chunk_gated_delta_rule_triton
+from ..arguments import RuleCall
+from ..gated_delta_rule.chunk import chunk_gated_delta_rule_triton
 from .timing import RESULTS, graph_us, median_ms, peak_gib, write
 
 SHAPE_NOTE = "B, T, H (q, k), HV (v), K = V; log decays in (-1, 0) or in `gates`"
@@ -54,7 +55,7 @@ SHAPES = [
     Shape(4, 4096, 8, 32, 128),
     Shape(8, 2048, 32, 32, 128),
     Shape(4, 4096, 32, 32, 64),
-    # Long sequences of heads that forget nothing within a segment (chunk_segment.py).
+    # Long sequences whose heads decay too slowly to forget anything within a segment (segments.py).
     Shape(1, 32768, 32, 32, 128, -0.01),
     Shape(1, 131072, 16, 16, 128, -0.01),
 ]
@@ -68,7 +69,7 @@ def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, be
 
 
 def _ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
-    return chunk_gated_delta_rule_triton(q, k, v, g, beta, use_qk_l2norm_in_kernel=True)[0]
+    return chunk_gated_delta_rule_triton(RuleCall(q, k, v, g, beta, use_qk_l2norm_in_kernel=True))[0]
 
 
 def implementations(peers: bool) -> tuple[dict[str, Operator], dict[str, str]]:

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from .. import gated_delta_step_, naive_gated_delta_rule
-from ..recurrent import gated_delta_rule_step_
-from ..torch_step import torch_gated_delta_step_
+from ..arguments import StepCall
+from ..gated_delta_rule.cpu_step import torch_gated_delta_step_
+from ..gated_delta_rule.recurrent import gated_delta_rule_step_
 from .timing import copy_bandwidth, graph_us, write
 
 HEADS, SIZE = 32, 128
@@ -83,7 +84,7 @@ def layer_error_of(x: dict[str, torch.Tensor], state: torch.Tensor) -> float:
     w, final, moved = {n: t.double() for n, t in x.items()}, state.double(), state.clone()
     names = ("q", "k", "v", "a", "b", "state", "A_log", "dt_bias", "conv_weight", "conv_tail", "z", "norm_weight")
     w["state"] = final
-    o = torch_gated_delta_step_(*(w[n] for n in names), None, None, None, SIZE**-0.5, 1e-6, True, True)
+    o = torch_gated_delta_step_(StepCall(*(w[n] for n in names), None, None, None, None, 1e-6, True, True))
     found = layer_step(x | {"conv_tail": x["conv_tail"].clone()}, moved)
     return worst((found, o), (moved, final))
 

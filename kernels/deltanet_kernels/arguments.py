@@ -1,0 +1,87 @@
+"""The arguments of the operators as one typed object each, so that inner functions do not repeat the list.
+
+The field names, their order and their defaults are those of the public functions in dispatch.py, which document them.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+
+class RuleDims(NamedTuple):
+    """Sizes of one call: HO = max(HQ, HV) output heads, N states per head."""
+
+    B: int
+    T: int
+    H: int
+    HQ: int
+    HV: int
+    HO: int
+    K: int
+    V: int
+    N: int
+
+
+class RuleCall(NamedTuple):
+    """One call of the gated delta rule; `chunk_gated_delta_rule` documents the fields."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    g: torch.Tensor
+    beta: torch.Tensor
+    scale: float | None = None
+    initial_state: torch.Tensor | None = None
+    output_final_state: bool = False
+    use_qk_l2norm_in_kernel: bool = False
+    cu_seqlens: torch.Tensor | None = None
+    A_log: torch.Tensor | None = None
+    dt_bias: torch.Tensor | None = None
+    use_gate_in_kernel: bool = False
+    use_beta_sigmoid_in_kernel: bool = False
+
+    @property
+    def factor(self) -> float:
+        """The factor of the output: `scale`, or K**-0.5 by default."""
+        return self.q.shape[3] ** -0.5 if self.scale is None else float(self.scale)
+
+    @property
+    def dims(self) -> RuleDims:
+        """Sizes of checked arguments."""
+        (B, T, HQ, K), H, (HV, V) = self.q.shape, self.k.shape[2], self.v.shape[2:]
+        N = B if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+        return RuleDims(B, T, H, HQ, HV, max(HQ, HV), K, V, N)
+
+    def needs_gradients(self) -> bool:
+        """Whether autograd records this call."""
+        inputs = (self.q, self.k, self.v, self.g, self.beta, self.initial_state, self.A_log, self.dt_bias)
+        return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+
+
+class StepCall(NamedTuple):
+    """One decoding step; `gated_delta_step_` documents the fields. The operator takes them in this order."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    a: torch.Tensor
+    b: torch.Tensor
+    state: torch.Tensor
+    A_log: torch.Tensor
+    dt_bias: torch.Tensor
+    conv_weight: torch.Tensor | None
+    conv_tail: torch.Tensor | None
+    z: torch.Tensor | None
+    norm_weight: torch.Tensor | None
+    padding: torch.Tensor | None
+    cos: torch.Tensor | None
+    sin: torch.Tensor | None
+    scale: float | None
+    eps: float
+    qk_silu: bool
+    v_silu: bool
+
+    @property
+    def factor(self) -> float:
+        """The factor of the output: `scale`, or K**-0.5 by default."""
+        return float(self.state.shape[2] ** -0.5) if self.scale is None else self.scale

@@ -1,0 +1,29 @@
+"""TILES"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+L2_EPS = tl.constexpr(1e-6)
+
+
+@triton.jit
+def load_tile(at, mask, FULL: tl.constexpr):
+    """A tile, zero where the mask is off; FULL: the mask is known to be on everywhere and costs nothing."""
+    return tl.load(at) if FULL else tl.load(at, mask=mask, other=0.0)
+
+
+@triton.jit
+def store_tile(at, x, mask, FULL: tl.constexpr):
+    """Store a tile in the type of the memory, where the mask is on."""
+    if FULL:
+        tl.store(at, x.to(at.dtype.element_ty))
+    else:
+        tl.store(at, x.to(at.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def softplus(x):
+    return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))

@@ -1,0 +1,150 @@
+"""The chunked gated delta rule in plain PyTorch, backward; the algebra is in torch_chunk.py.
+
+With dS the gradient of the state after the chunk and dO that of the (unscaled) output, last chunk first:
+
+    dV' = rev * (K dS) + P^T dO          dW = (I + L)^-T dV'          dV = beta * dW
+    dS <- e^{G_C} dS + Q^T (gamma * dO) - K^T (beta * gamma * dW)
+
+and then, for all chunks of a block at once, with P = D * Q K^T and A = D * K K^T:
+
+    dP = dO V'^T                  dQ = gamma * (dO S^T) + (D * dP) K
+    X = tril(dW V'^T, -1)         E = beta * D * X              (the gradient of L is -X)
+    dK = rev * (V' dS^T) - beta * gamma * (dW S^T) + (D * dP)^T Q - (E + E^T) K
+    dbeta = rowsum(dW * V) - gamma * rowsum((dW S^T) * K) - rowsum(X * A)
+
+dg_t collects, for every factor e^{G_i - G_j} with i >= t > j, its value times its gradient; summing exactly
+these, instead of differences of sums over i and over j, keeps the digits. Shapes as in torch_chunk_forward.py.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from deltanet_kernels.gated_delta_rule.cpu_forward import Block, Prepared, Sizes, Workspace, prepare
+
+
+class Gradients(NamedTuple):
+    """Gradients, each in the shape and dtype of its input."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    g: torch.Tensor
+    beta: torch.Tensor
+
+
+def backward(
+    s: Sizes,
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    all_states: torch.Tensor,
+    all_values: torch.Tensor,
+    do: torch.Tensor,
+    dfinal: torch.Tensor,
+) -> tuple[Gradients, torch.Tensor]:
+    """Gradients of q, k, v, g, beta, and of the initial state [B, HV, K, V]."""
+    q, k, v, g, beta = inputs
+    N = s.N
+    ws = Workspace(s.dtype, v.device)
+    grads = Gradients(*(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs))
+    current = torch.empty(N, s.K, s.V, dtype=s.dtype, device=v.device)
+    current.copy_(dfinal.reshape(N, s.K, s.V))
+    for block in reversed(s.blocks()):
+        _, M, C = block
+        states, values = block.kept(N, all_states, all_values)
+        p = prepare(s, block, ws, q, k, g, beta)
+        dout = ws.get("dout", M, s.B, s.HV * s.R, C, s.V).copy_(block.view(do)).view(M * N, s.R * C, s.V)
+        dout.mul_(p.inv_q * s.scale)
+        dout_in = ws.get("dout_in", M * N, s.R * C, s.V)
+        heads = (M * N, s.R, C, s.V)
+        torch.mul(dout.view(heads), p.gamma.unsqueeze(1), out=dout_in.view(heads))
+
+        dvalues = torch.bmm(p.scores.mT, dout, out=ws.get("dvalues", M * N, C, s.V))
+        dread = torch.bmm(p.q.mT, dout_in, out=ws.get("dread", M * N, s.K, s.V))
+        dwanted = ws.get("dwanted", M * N, C, s.V)
+        dstates = ws.get("dstates", M * N, s.K, s.V)  # gradient of the state after each chunk
+        factor = p.beta * p.gamma
+        rows_v = ws.get("rows_v", N, C, s.V)
+        dstates[(M - 1) * N :] = current
+        dS_of, dV_of, dW_of = (current, *dstates.split(N)), dvalues.split(N), dwanted.split(N)
+        k_of, T_of, read_of = p.k.split(N), p.inverse.split(N), dread.split(N)
+        rev_of, factor_of, last_of = p.rev.split(N), factor.split(N), p.last.split(N)
+        for m in reversed(range(M)):
+            dS = dS_of[m + 1]
+            dV_of[m].addcmul_(torch.bmm(k_of[m], dS, out=rows_v), rev_of[m])
+            torch.bmm(T_of[m].mT, dV_of[m], out=dW_of[m])
+            torch.mul(dW_of[m], factor_of[m], out=rows_v)
+            torch.addcmul(read_of[m], dS, last_of[m], out=dS_of[m]).baddbmm_(k_of[m].mT, rows_v, alpha=-1.0)
+        _parallel(s, block, ws, p, v, states, values, dout, dout_in, dwanted, dstates, grads)
+    return grads, current.view(s.B, s.HV, s.K, s.V)
+
+
+def _parallel(
+    s: Sizes,
+    block: Block,
+    ws: Workspace,
+    p: Prepared,
+    v: torch.Tensor,
+    states: torch.Tensor,
+    values: torch.Tensor,
+    dout: torch.Tensor,
+    dout_in: torch.Tensor,
+    dwanted: torch.Tensor,
+    dstates: torch.Tensor,
+    grads: Gradients,
+) -> None:
+    """Everything of a block that needs no loop, written into `grads`."""
+    _, M, C = block
+    n = M * s.N
+
+    def row_dot(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.mul(x, y, out=ws.get("product", *x.shape)).sum(-1, keepdim=True)
+
+    # Inside the chunk. `pair` is the gradient of G_i - G_j.
+    dscores = torch.bmm(dout, values.mT, out=ws.get("dscores", n, s.R * C, C))
+    pair = torch.mul(dscores, p.scores, out=ws.get("pair", n, s.R * C, C)).view(n, s.R, C, C)
+    pair = pair.sum(1) if s.R > 1 else pair.squeeze(1)
+    dscores.view(n, s.R, C, C).mul_(p.decay)
+    x = torch.bmm(dwanted, values.mT, out=ws.get("x", n, C, C)).tril_(-1)
+    inner = p.gram.mul_(x)
+    pair.addcmul_(inner, p.beta, value=-1.0).tril_(-1)
+    x.mul_(p.decay.squeeze(1)).mul_(p.beta)
+    both = torch.add(x, x.mT, out=ws.get("system", n, C, C))
+
+    dq = torch.bmm(dout_in, states.mT, out=ws.get("dq", n, s.R * C, s.K))
+    read = row_dot(dq, p.q).view(n, s.R, C, 1).sum(1)
+    dq.baddbmm_(dscores, p.k)
+
+    dk_in = torch.bmm(dwanted, states.mT, out=ws.get("dk_in", n, C, s.K))
+    predicted = row_dot(dk_in, p.k).mul_(p.gamma)
+    dk = torch.bmm(values, dstates.mT, out=ws.get("dk", n, C, s.K)).mul_(p.rev)
+    written = row_dot(dk, p.k)
+    dk.addcmul_(dk_in, p.beta * p.gamma, value=-1.0)
+    dk.baddbmm_(dscores.mT, p.q).baddbmm_(both, p.k, alpha=-1.0)
+
+    by_head = (M, s.B, s.HV, C, s.V)
+    dbeta = row_dot(dwanted.view(by_head), block.view(v)).view(n, C, 1)
+    dbeta -= predicted + inner.sum(-1, keepdim=True)
+    torch.mul(dwanted.view(by_head), p.beta.view(M, s.B, s.HV, C, 1), out=dwanted.view(by_head))
+    block.view(grads.v).copy_(dwanted.view(by_head))
+
+    earlier = torch.ones(C, C, dtype=s.dtype, device=v.device).triu_(1).expand(n, C, C)
+    across = torch.bmm(pair, earlier, out=ws.get("gram", n, C, C)).tril_()  # sum over j < t of pair_ij, for i >= t
+    dg = across.sum(1).unsqueeze(-1)
+    dg += (read - p.beta * predicted).flip(1).cumsum(1).flip(1)
+    dg[:, 1:] += written[:, :-1].cumsum(1)
+    carried = torch.mul(dstates, states, out=ws.get("dread", n, s.K, s.V)).sum((1, 2), keepdim=True)
+    dg += carried * p.last
+    block.view(grads.g.unsqueeze(-1)).copy_(dg.view(M, s.B, s.HV, C, 1))
+    block.view(grads.beta.unsqueeze(-1)).copy_(dbeta.view(M, s.B, s.HV, C, 1))
+    if s.normalize:
+        dq.addcmul_(p.q, row_dot(p.q, dq) * p.inv_q * p.inv_q, value=-1.0)
+        dk.addcmul_(p.k, row_dot(p.k, dk), value=-1.0).mul_(p.inv_k)
+    _write(dq, grads.q, block, s.B)
+    _write(dk, grads.k, block, s.B)
+
+
+def _write(dx: torch.Tensor, grad: torch.Tensor, block: Block, B: int) -> None:
+    """Sum the copies of shared heads and put the block's rows in place."""
+    heads = grad.shape[2]
+    dx = dx.view(block.M, B, heads, -1, block.C, grad.shape[3])
+    block.view(grad).copy_(dx.sum(3) if dx.shape[3] > 1 else dx.squeeze(3))

@@ -1,0 +1,230 @@
+"""The chunked gated delta rule in plain PyTorch, forward; the algebra is in torch_chunk.py.
+
+Shapes inside a block of M chunks of C tokens: the B * HV states of a chunk lie side by side in N, the R query
+heads that share a state lie in the rows of one matrix, and chunks lie outermost, so that
+
+    q [M*N, R*C, K]    k [M*N, C, K]    v [M*N, C, V]    gates [M*N, C, 1]    S [M*N, K, V]
+
+are contiguous and the loop over chunks takes slices of N. Everything is written into a workspace that the
+blocks share: on CPU a fresh buffer costs more (page faults) than the arithmetic that fills it.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from deltanet_kernels.gated_delta_rule.reference import L2_EPS
+
+CHUNK = 64
+# Matrices (chunk and head) per block: enough to amortise the call of an operator, few enough for the cache.
+BLOCK_MATRICES = 32
+# A decay below e^FLOOR counts as 0: smaller factors make denormal numbers, which are 10 to 60 times slower.
+FLOOR = {torch.float32: -69.0, torch.float64: -690.0}
+
+
+class Sizes(NamedTuple):
+    """Sizes and settings of one call."""
+
+    B: int
+    T: int
+    H: int
+    HQ: int
+    HV: int
+    K: int
+    V: int
+    R: int  # query heads per state
+    scale: float
+    normalize: bool
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, normalize: bool) -> "Sizes":
+        """Sizes from checked inputs."""
+        B, T, HQ, K = q.shape
+        H, HV, V = k.shape[2], v.shape[2], v.shape[3]
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        return cls(B, T, H, HQ, HV, K, V, max(HQ, HV) // HV, scale, normalize, dtype)
+
+    @property
+    def N(self) -> int:
+        """States per chunk."""
+        return self.B * self.HV
+
+    def blocks(self) -> list["Block"]:
+        """The tokens, cut into blocks of whole chunks and one shorter chunk at the end."""
+        whole, tail = divmod(self.T, CHUNK)
+        step = max(1, BLOCK_MATRICES // self.N)
+        found = [Block(c * CHUNK, min(step, whole - c), CHUNK) for c in range(0, whole, step)]
+        return [*found, Block(whole * CHUNK, 1, tail)] if tail else found
+
+
+class Block(NamedTuple):
+    """M chunks of C tokens, from token `start` on."""
+
+    start: int
+    M: int
+    C: int
+
+    def kept(self, N: int, states: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The block's S [M*N, K, V] and V' [M*N, C, V] in what forward keeps for backward."""
+        first = self.start // CHUNK * N
+        rows = values[self.start * N : (self.start + self.M * self.C) * N]
+        return states[first : first + self.M * N], rows.view(self.M * N, self.C, values.shape[1])
+
+    def view(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, T, H, D] -> the block's [M, B, H, C, D], as a view."""
+        B, _, H, D = x.shape
+        rows = x[:, self.start : self.start + self.M * self.C]
+        return rows.view(B, self.M, self.C, H, D).permute(1, 0, 3, 2, 4)
+
+
+class Workspace:
+    """Named buffers that are used again by every block."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype = dtype
+        self.device = device
+        self._buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+
+    def get(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """An uninitialised contiguous tensor; valid until the same name is asked for again."""
+        key = (name, dtype or self.dtype)
+        size = math.prod(shape)
+        if key not in self._buffers or self._buffers[key].numel() < size:
+            self._buffers[key] = torch.empty(size, dtype=key[1], device=self.device)
+        return self._buffers[key][:size].view(shape)
+
+
+class Prepared(NamedTuple):
+    """What a block needs besides the state."""
+
+    q: torch.Tensor  # raw queries [M*N, R*C, K], a part of kq
+    k: torch.Tensor  # unit keys [M*N, C, K], a part of kq
+    kq: torch.Tensor  # keys above queries [M*N, C + R*C, K]: both meet the same matrices
+    inv_q: torch.Tensor | float  # 1/|q| [M*N, R*C, 1], or 1
+    inv_k: torch.Tensor | float  # 1/|k| [M*N, C, 1], or 1
+    beta: torch.Tensor  # [M*N, C, 1]
+    gamma: torch.Tensor  # e^G [M*N, C, 1]
+    rev: torch.Tensor  # e^{G_C - G} [M*N, C, 1]
+    last: torch.Tensor  # e^{G_C} [M*N, 1, 1]
+    decay: torch.Tensor  # D [M*N, 1, C, C]
+    gram: torch.Tensor  # D * K K^T [M*N, C, C]; on and above the diagonal not used
+    scores: torch.Tensor  # D * Q K^T [M*N, R*C, C]
+    inverse: torch.Tensor  # (I + L)^-1 [M*N, C, C]
+
+
+def _exp_(x: torch.Tensor, floor: float) -> torch.Tensor:
+    """e^x for x <= 0 in place; 0 where x <= floor, so that no denormal number appears."""
+    x.clamp_(min=floor, max=0.0).exp_()
+    # 1.0001: the exponential of the floor itself has to fall below the threshold in spite of rounding.
+    return torch.threshold_(x, 1.0001 * math.exp(floor), 0.0)
+
+
+def inverse_norm(x: torch.Tensor) -> torch.Tensor:
+    """1 / sqrt(sum x^2 + 1e-6) over the last dimension [..., 1]; not differentiable."""
+    norm: torch.Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return norm.square_().add_(L2_EPS).rsqrt_()
+
+
+def prepare(
+    s: Sizes,
+    block: Block,
+    ws: Workspace,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+) -> Prepared:
+    """Everything of a block that does not depend on the state."""
+    _, M, C = block
+    n = M * s.N
+    kq = ws.get("kq", n, C + s.R * C, s.K)
+    k_, q_ = kq[:, :C], kq[:, C:]
+    k_.view(M, s.B, s.H, s.HV // s.H, C, s.K).copy_(block.view(k).unsqueeze(3))
+    if s.HQ < s.HV:
+        q_.view(M, s.B, s.HQ, s.HV // s.HQ, C, s.K).copy_(block.view(q).unsqueeze(3))
+    else:
+        q_.view(M, s.B, s.HV, s.R, C, s.K).copy_(block.view(q).unflatten(2, (s.HV, s.R)))
+    inv_q = inverse_norm(q_) if s.normalize else 1.0
+    inv_k = inverse_norm(k_) if s.normalize else 1.0
+    if s.normalize:
+        k_.mul_(inv_k)
+    beta_ = ws.get("beta", M, s.B, s.HV, C, 1).copy_(block.view(beta.unsqueeze(-1))).view(n, C, 1)
+
+    # Summed in float64: beside a shut gate (g = -200) float32 sums would lose the digits of the open ones.
+    # Below 10 * floor a token forgets everything; a bound keeps differences of g = -inf defined.
+    floor = FLOOR[s.dtype]
+    G = ws.get("G", M, s.B, s.HV, C, 1, dtype=torch.float64).copy_(block.view(g.unsqueeze(-1)))
+    G = G.view(n, C, 1).clamp_(min=10 * floor).cumsum(1)
+    total = G[:, -1:]
+    gamma = _exp_(G.to(s.dtype, copy=True), floor)
+    rev = _exp_((total - G).to(s.dtype), floor)
+    last = _exp_(total.to(s.dtype, copy=True), floor)
+    wide = torch.sub(G, G.mT, out=ws.get("wide", n, C, C, dtype=torch.float64))
+    decay = _exp_(ws.get("decay", n, C, C).copy_(wide), floor).tril_()
+
+    products = torch.bmm(kq, k_.mT, out=ws.get("products", n, C + s.R * C, C))
+    decay = decay.unsqueeze(1)
+    products.view(n, 1 + s.R, C, C).mul_(decay)
+    gram, scores = products[:, :C], products[:, C:]
+    # The solver reads the strict lower triangle only.
+    system = torch.mul(gram, beta_, out=ws.get("system", n, C, C))
+    eye = torch.eye(C, dtype=s.dtype, device=q.device).expand(n, C, C)
+    inverse = torch.linalg.solve_triangular(
+        system, eye, upper=False, unitriangular=True, out=ws.get("inverse", n, C, C)
+    )
+    return Prepared(q_, k_, kq, inv_q, inv_k, beta_, gamma, rev, last, decay, gram, scores, inverse)
+
+
+def forward(
+    s: Sizes,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor | None,
+    keep: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Output [B, T, HO, V] and final state [B, HV, K, V]; with `keep`, what the backward needs of every chunk:
+    S [chunks*N, K, V] and V' [T*N, V], else empty tensors."""
+    N = s.N
+    ws = Workspace(s.dtype, v.device)
+    o = torch.empty(s.B, s.T, s.R * s.HV, s.V, dtype=v.dtype, device=v.device)
+    current = torch.zeros(N, s.K, s.V, dtype=s.dtype, device=v.device)
+    if state is not None:
+        current.copy_(state.reshape(N, s.K, s.V))
+    chunks = -(-s.T // CHUNK) if keep else 0
+    all_states = torch.empty(chunks * N, s.K, s.V, dtype=s.dtype, device=v.device)
+    all_values = torch.empty(s.T * N if keep else 0, s.V, dtype=s.dtype, device=v.device)
+    for block in s.blocks():
+        _, M, C = block
+        p = prepare(s, block, ws, q, k, g, beta)
+        values = ws.get("values", M * N, C, s.V)
+        if keep:
+            states, values = block.kept(N, all_states, all_values)
+            S_of = (*states.split(N), current)
+            S_of[0].copy_(current)
+        else:
+            S_of = (current,) * (M + 1)
+        solve = p.inverse.mul_(p.beta.mT)
+        raw = block.view(v)
+        out = ws.get("out", M * N, s.R * C, s.V)
+        read = ws.get("read", N, 1 + s.R, C, s.V)
+        wanted = ws.get("wanted", N, C, s.V)
+        by_head = wanted.view(s.B, s.HV, C, s.V)
+        kq_of, k_of, T_of = p.kq.split(N), p.k.split(N), solve.split(N)
+        gamma_of, rev_of, last_of = p.gamma.unsqueeze(1).split(N), p.rev.split(N), p.last.split(N)
+        V_of, out_of = values.split(N), out.view(M * N, s.R, C, s.V).split(N)
+        for m in range(M):
+            # V' = T beta (V - gamma * (K S)), then S <- e^{G_C} S + K^T (rev * V')
+            torch.bmm(kq_of[m], S_of[m], out=read.view(N, -1, s.V))
+            torch.mul(read[:, 1:], gamma_of[m], out=out_of[m])
+            torch.sub(raw[m], read[:, 0].mul_(gamma_of[m][:, 0]).view_as(by_head), out=by_head)
+            torch.bmm(T_of[m], wanted, out=V_of[m])
+            torch.mul(V_of[m], rev_of[m], out=wanted)
+            torch.mul(S_of[m], last_of[m], out=S_of[m + 1]).baddbmm_(k_of[m].mT, wanted)
+        out.baddbmm_(p.scores, values).mul_(p.inv_q * s.scale)
+        block.view(o).copy_(out.view(M, s.B, s.HV * s.R, C, s.V))
+    return o, current.view(s.B, s.HV, s.K, s.V), all_states, all_values

@@ -1,0 +1,74 @@
+"""The gated delta rule token by token in plain PyTorch: decoding on CPU, a handful of operations a token."""
+
+import torch
+
+from deltanet_kernels.arguments import RuleCall
+from deltanet_kernels.gated_delta_rule.cpu import chunked, no_autocast
+from deltanet_kernels.gated_delta_rule.cpu_forward import inverse_norm
+from deltanet_kernels.gated_delta_rule.reference import log_decay_and_strength
+
+# Up to this many tokens the recurrence is faster than one chunk.
+MAX_STEPS = 8
+
+
+def torch_recurrent_gated_delta_rule(call: RuleCall) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`deltanet_kernels.fused_recurrent_gated_delta_rule` in PyTorch, for checked arguments; differentiable.
+
+    Computes in float32 (float64 for float64 inputs). Long or packed inputs and calls that need gradients use the
+    chunked form, which computes the same results faster.
+    """
+    if call.needs_gradients() or call.cu_seqlens is not None or call.q.shape[1] > MAX_STEPS:
+        return chunked(call)
+    if call.initial_state is None:
+        dims, dtype = call.dims, torch.promote_types(call.q.dtype, torch.float32)
+        state = torch.zeros(dims.B, dims.HV, dims.K, dims.V, dtype=dtype, device=call.q.device)
+    else:
+        state = call.initial_state.clone()
+    o = torch_recurrent_step_(
+        call.q, call.k, call.v, call.g, call.beta, state, call.scale, call.use_qk_l2norm_in_kernel, A_log=call.A_log,
+        dt_bias=call.dt_bias, use_beta_sigmoid_in_kernel=call.use_beta_sigmoid_in_kernel,
+    )  # fmt: skip
+    return o, state if call.output_final_state else None
+
+
+def torch_recurrent_step_(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    *,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+) -> torch.Tensor:
+    """The recurrence with the state [B, HV, K, V] in place; A_log and dt_bias given, g is the raw gate logit."""
+    (B, T, HQ, K), H, (HV, V) = q.shape, k.shape[2], v.shape[2:]
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    scale = K**-0.5 if scale is None else scale
+    with no_autocast(q.device):
+        g, beta = log_decay_and_strength(g, beta, A_log, dt_bias, use_beta_sigmoid_in_kernel, dtype)
+        q_, k_, v_ = q.to(dtype), k.to(dtype), v.to(dtype)
+        if use_qk_l2norm_in_kernel:
+            q_, k_ = q_ * inverse_norm(q_), k_ * inverse_norm(k_)
+        if HQ < HV:
+            q_ = q_.repeat_interleave(HV // HQ, dim=2)
+        if H < HV:
+            k_ = k_.repeat_interleave(HV // H, dim=2)
+        # One product per token: rows of q share the state of their group, [B, T, HV, R, K].
+        q_ = q_.unflatten(2, (HV, -1)) * scale
+        decay = g.exp()
+        S = state.to(dtype)
+        outputs = []
+        for t in range(T):
+            S *= decay[:, t, :, None, None]
+            key = k_[:, t].unsqueeze(2)  # [B, HV, 1, K]
+            delta = (v_[:, t].unsqueeze(2) - key @ S) * beta[:, t, :, None, None]
+            S.addcmul_(key.transpose(-1, -2), delta)
+            outputs.append(q_[:, t] @ S)  # [B, HV, R, V]
+        if state.dtype != dtype:
+            state.copy_(S)
+        return torch.stack(outputs, dim=1).view(B, T, max(HQ, HV), V).to(v.dtype)

@@ -1,0 +1,76 @@
+"""A decoding step of a Gated DeltaNet layer put together from its parts: the form that the fused kernel must equal.
+
+In PyTorch it is the CPU path; with the Triton kernels as parts it serves the states that the fused kernel cannot.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+from deltanet_kernels.arguments import StepCall
+from deltanet_kernels.gated_delta_rule.cpu_recurrent import torch_recurrent_step_
+from deltanet_kernels.reference import torch_causal_conv1d, torch_gated_rms_norm
+
+CLOSED = -1e4  # a gate logit whose sigmoid and softplus are exactly 0
+
+
+class StepParts(NamedTuple):
+    """The operators of a step: `causal_conv1d`, the recurrence with its state in place, `gated_rms_norm`."""
+
+    conv: Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+    rule_: Callable[..., torch.Tensor]
+    norm: Callable[..., torch.Tensor]
+
+
+def compose_step_(parts: StepParts, call: StepCall) -> torch.Tensor:
+    """`deltanet_kernels.gated_delta_step_` composed of `parts`."""
+    q, k, v, a, b, state, A_log, dt_bias, conv_weight, conv_tail, z, norm_weight, padding, cos, sin, *options = call
+    _, eps, qk_silu, v_silu = options
+    (B, T), (K, V) = q.shape[:2], state.shape[2:]
+    q, k, v = (x.reshape(B, T, -1) for x in (q, k, v))
+    if padding is not None:
+        hidden = padding.unsqueeze(-1)
+        q, k, v = (x.masked_fill(hidden, 0.0) for x in (q, k, v))
+        a, b = (x.masked_fill(hidden, CLOSED) for x in (a, b))
+        z = None if z is None else z.reshape(B, T, -1).masked_fill(hidden, 0.0)
+    if conv_weight is not None and conv_tail is not None:
+        both = qk_silu and v_silu and cos is None
+        qkv = torch.cat([q, k, v], dim=-1)
+        qkv, tail = parts.conv(qkv, conv_weight, None, "silu" if both else None, conv_tail, True)
+        assert tail is not None
+        conv_tail.copy_(tail)
+        q, k, v = qkv.split([q.shape[-1], k.shape[-1], v.shape[-1]], dim=-1)
+        qk_silu, v_silu = qk_silu and not both, v_silu and not both
+    q, k, v = q.unflatten(-1, (-1, K)), k.unflatten(-1, (-1, K)), v.unflatten(-1, (-1, V))
+    if cos is not None and sin is not None:
+        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+    if qk_silu:
+        q, k = F.silu(q), F.silu(k)
+    if v_silu:
+        v = F.silu(v)
+    o = parts.rule_(
+        q, k, v, a, b, state, call.factor, True, A_log=A_log, dt_bias=dt_bias, use_beta_sigmoid_in_kernel=True
+    )  # fmt: skip
+    if z is not None:
+        z = z.reshape(o.shape)
+    if norm_weight is not None:
+        return parts.norm(o, z, norm_weight, eps)
+    return o if z is None else o * F.silu(z)
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding (RoFormer, arXiv 2104.09864) of the first R channels of x [B, T, H, K], in two halves."""
+    turning, rest = x.tensor_split([cos.shape[-1]], dim=-1)
+    first, second = turning.chunk(2, dim=-1)
+    turned = turning * cos.unsqueeze(2) + torch.cat([-second, first], dim=-1) * sin.unsqueeze(2)
+    return torch.cat([turned.to(x.dtype), rest], dim=-1) if rest.shape[-1] else turned.to(x.dtype)
+
+
+_PARTS = StepParts(torch_causal_conv1d, torch_recurrent_step_, torch_gated_rms_norm)
+
+
+def torch_gated_delta_step_(call: StepCall) -> torch.Tensor:
+    """`deltanet_kernels.gated_delta_step_` in PyTorch, float32 inside (float64 for float64 inputs)."""
+    return compose_step_(_PARTS, call)

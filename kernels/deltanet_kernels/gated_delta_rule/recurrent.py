@@ -1,0 +1,195 @@
+"""Gated delta rule by its recurrence, for decoding and short steps: one kernel, the state read and written once.
+
+    S_t = e^{g_t} S_{t-1} + beta_t k_t (v_t - k_t^T e^{g_t} S_{t-1})^T        o_t = scale * q_t^T S_t
+
+A program holds a [K, BV] slice of one head's state and walks its tokens; gate, sigmoid and L2 norm are in it.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from deltanet_kernels.arguments import RuleCall
+from deltanet_kernels.common.launch import launch
+from deltanet_kernels.common.registration import operator
+from deltanet_kernels.common.sequences import locate_row
+from deltanet_kernels.common.sizes import cdiv, power_of_two
+from deltanet_kernels.common.tiles import L2_EPS, softplus
+from deltanet_kernels.gated_delta_rule.chunk import chunk_gated_delta_rule_triton
+from deltanet_kernels.gated_delta_rule.config import check_supported, recurrent_config
+
+
+@triton.jit(do_not_specialize=["T"])
+def _recurrent_kernel(
+    q, k, v, g, beta, A_log, dt_bias, state, new_state, o, cu_seqlens, scale, T,
+    q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
+    H: tl.constexpr, HV: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, GATE: tl.constexpr, SIGMOID: tl.constexpr, NORM: tl.constexpr,
+    INITIAL: tl.constexpr, FINAL: tl.constexpr, VARLEN: tl.constexpr,
+):  # fmt: skip
+    """One program a (sequence, state head, slice of V)."""
+    HO: tl.constexpr = HQ if HQ > HV else HV
+    GROUP: tl.constexpr = HO // HV
+    NV: tl.constexpr = (V + BV - 1) // BV
+    pid = tl.program_id(0)
+    i_v = pid % NV
+    head = (pid // NV) % HV
+    n = pid // (NV * HV)
+    row, begin, flat, length = locate_row(n, cu_seqlens, T, VARLEN)
+    d = tl.arange(0, BK)
+    e = i_v * BV + tl.arange(0, BV)
+    md = d < K
+    me = e < V
+    mS = md[:, None] & me[None, :]
+    at = (n.to(tl.int64) * HV + head) * K * V + d[:, None] * V + e[None, :]
+    S = tl.zeros([BK, BV], dtype=tl.float32)
+    if INITIAL:
+        S += tl.load(state + at, mask=mS, other=0.0).to(tl.float32)
+    for t in range(0, length):
+        token = begin + t
+        k_d = tl.load(
+            k + row * k_row + token * k_token + (head // (HV // H)).to(tl.int64) * k_head + d, mask=md, other=0.0
+        )
+        v_e = tl.load(v + row * v_row + token * v_token + head.to(tl.int64) * v_head + e, mask=me, other=0.0).to(
+            tl.float32
+        )
+        k_d = k_d.to(tl.float32)
+        x = tl.load(g + (flat + t) * HV + head).to(tl.float32)
+        b = tl.load(beta + (flat + t) * HV + head).to(tl.float32)
+        if GATE:
+            x = -tl.exp(tl.load(A_log + head).to(tl.float32)) * softplus(x + tl.load(dt_bias + head).to(tl.float32))
+        if SIGMOID:
+            b = 1.0 / (1.0 + tl.exp(-b))
+        if NORM:
+            k_d = k_d * tl.rsqrt(tl.sum(k_d * k_d, axis=0) + L2_EPS)
+        gamma = tl.exp(x)
+        delta = b * (v_e - gamma * tl.sum(k_d[:, None] * S, axis=0))
+        for m in tl.static_range(GROUP):
+            out = head * GROUP + m
+            q_d = tl.load(
+                q + row * q_row + token * q_token + (out // (HO // HQ)).to(tl.int64) * q_head + d, mask=md, other=0.0
+            )
+            q_d = q_d.to(tl.float32)
+            f = scale
+            if NORM:
+                f = scale * tl.rsqrt(tl.sum(q_d * q_d, axis=0) + L2_EPS)
+            # q^T S_t = gamma q^T S_{t-1} + (q^T k) delta: both sums over S wait for nothing but S.
+            o_e = gamma * tl.sum(q_d[:, None] * S, axis=0) + tl.sum(q_d * k_d, axis=0) * delta
+            tl.store(o + ((flat + t) * HO + out) * V + e, (o_e * f).to(o.dtype.element_ty), mask=me)
+        S = S * gamma + k_d[:, None] * delta[None, :]
+    if FINAL:
+        tl.store(new_state + at, S.to(new_state.dtype.element_ty), mask=mS)
+
+
+def _launch(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
+    state: torch.Tensor | None, new_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
+    A_log: torch.Tensor | None, dt_bias: torch.Tensor | None, scale: float, norm: bool, sigmoid: bool,
+) -> torch.Tensor:  # fmt: skip
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    g, beta = g.contiguous(), beta.contiguous()
+    (B, T, HQ, K), H, (HV, V) = q.shape, k.shape[2], v.shape[2:]
+    varlen = cu_seqlens is not None
+    rows = B if cu_seqlens is None else cu_seqlens.numel() - 1
+    o = (torch.zeros if varlen else torch.empty)(B, T, max(HQ, HV), V, dtype=v.dtype, device=v.device)
+    BV, warps = recurrent_config(K, V, rows * HV)
+    launch(
+        _recurrent_kernel, rows * HV * cdiv(V, BV),
+        q, k, v, g, beta, A_log, dt_bias, state, new_state, o, cu_seqlens, scale, T,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], H=H, HV=HV, HQ=HQ, K=K, V=V,
+        BK=power_of_two(K, 1), BV=BV, GATE=A_log is not None, SIGMOID=sigmoid, NORM=norm,
+        INITIAL=state is not None, FINAL=new_state is not None, VARLEN=varlen, num_warps=warps,
+    )  # fmt: skip
+    return o
+
+
+def _fake_recurrent(
+    q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias, scale, norm, sigmoid, final
+):  # fmt: skip
+    rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    shape = (rows, v.shape[2], k.shape[3], v.shape[3])
+    o = v.new_empty(q.shape[0], q.shape[1], max(q.shape[2], v.shape[2]), v.shape[3])
+    return o, q.new_empty(shape if final else (0,), dtype=torch.float32)
+
+
+@operator(_fake_recurrent)
+def recurrent(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
+    initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
+    A_log: torch.Tensor | None, dt_bias: torch.Tensor | None, scale: float, norm: bool, sigmoid: bool, final: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """o and the final state (empty unless asked for)."""
+    rows = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
+    shape = (rows, v.shape[2], k.shape[3], v.shape[3])
+    state = None if initial_state is None else initial_state.contiguous()
+    cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
+    out = q.new_empty(shape if final else (0,), dtype=torch.float32)
+    o = _launch(q, k, v, g, beta, state, out if final else None, cu_seqlens, A_log, dt_bias, scale, norm, sigmoid)
+    return o, out
+
+
+def _fake_recurrent_update_(q, k, v, g, beta, state, cu_seqlens, A_log, dt_bias, scale, norm, sigmoid):
+    return v.new_empty(q.shape[0], q.shape[1], max(q.shape[2], v.shape[2]), v.shape[3])
+
+
+@operator(_fake_recurrent_update_, mutates=("state",))
+def recurrent_update_(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: torch.Tensor,
+    cu_seqlens: torch.Tensor | None, A_log: torch.Tensor | None, dt_bias: torch.Tensor | None,
+    scale: float, norm: bool, sigmoid: bool,
+) -> torch.Tensor:  # fmt: skip
+    """o; the contiguous float32 or bfloat16 state [N, HV, K, V] moves on in place."""
+    return _launch(q, k, v, g, beta, state, state, cu_seqlens, A_log, dt_bias, scale, norm, sigmoid)
+
+
+def fused_recurrent_gated_delta_rule_triton(call: RuleCall) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`deltanet_kernels.fused_recurrent_gated_delta_rule` in Triton; calls that need gradients use the chunk kernels.
+
+    Raises:
+        NotImplementedError: head sizes over 256, or dtypes other than float32, bfloat16, float16.
+    """
+    check_supported(call.q.dtype, call.q.shape[3], call.v.shape[3])
+    if call.needs_gradients():
+        return chunk_gated_delta_rule_triton(call)
+    gates = (call.A_log, call.dt_bias) if call.use_gate_in_kernel else (None, None)
+    o, state = recurrent(
+        call.q, call.k, call.v, call.g, call.beta, call.initial_state, call.cu_seqlens, *gates, call.factor,
+        call.use_qk_l2norm_in_kernel, call.use_beta_sigmoid_in_kernel, call.output_final_state,
+    )  # fmt: skip
+    return o, state if call.output_final_state else None
+
+
+def gated_delta_rule_step_(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    *,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+) -> torch.Tensor:
+    """One or several decoding steps with the state in place; returns o [B, T, max(HQ, HV), V].
+
+    Args:
+        state: [N, HV, K, V] float32 or bfloat16, contiguous; holds the state after the last token on return.
+        A_log, dt_bias: [HV]; given, g is the raw gate logit. The rest as `chunk_gated_delta_rule`, no gradients.
+
+    Raises:
+        ValueError: a state that is not contiguous.
+    """
+    if not state.is_contiguous():
+        raise ValueError(f"state: got strides {state.stride()}, needs a contiguous [N, HV, K, V] tensor")
+    o: torch.Tensor = recurrent_update_(
+        q, k, v, g, beta, state, cu_seqlens, A_log, dt_bias, q.shape[3] ** -0.5 if scale is None else float(scale),
+        use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel,
+    )  # fmt: skip
+    return o

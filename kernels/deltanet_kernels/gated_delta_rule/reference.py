@@ -1,0 +1,103 @@
+"""Plain PyTorch forms of the operators: the recurrence as the truth, the short convolution, the gated norm.
+
+The gated delta rule (Gated Delta Networks, arXiv 2412.06464, equation 10), per state S [K, V]:
+
+    S_t = e^{g_t} S_{t-1} + beta_t k_t (v_t - k_t^T e^{g_t} S_{t-1})^T        o_t = scale * q_t^T S_t
+"""
+
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+
+from deltanet_kernels import checks
+from deltanet_kernels.arguments import RuleCall
+
+L2_EPS = 1e-6
+
+
+def l2_normalize(x: torch.Tensor) -> torch.Tensor:
+    """x * rsqrt(sum x^2 + 1e-6) over the last dimension."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
+
+
+def log_decay_and_strength(
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    A_log: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    use_beta_sigmoid_in_kernel: bool,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log decay and write strength [B, T, HV] in `dtype` from the raw logits (A_log given) or as they are."""
+    g, beta = g.to(dtype), beta.to(dtype)
+    if A_log is not None and dt_bias is not None:
+        g = -A_log.to(dtype).exp() * F.softplus(g + dt_bias.to(dtype))
+    if use_beta_sigmoid_in_kernel:
+        beta = beta.sigmoid()
+    return g, beta
+
+
+def naive_gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    *,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The recurrence, one token at a time, in the widest dtype among the inputs: the truth for tests.
+
+    Arguments and results as `deltanet_kernels.chunk_gated_delta_rule`; slow, differentiable by autograd, and
+    with float64 inputs exact to float64.
+    """
+    call = RuleCall(
+        q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, A_log, dt_bias,
+        use_gate_in_kernel, use_beta_sigmoid_in_kernel,
+    )  # fmt: skip
+    checks.check_delta_rule(call)
+    dims = call.dims
+    dtype = torch.promote_types(torch.promote_types(q.dtype, g.dtype), beta.dtype)
+    g, beta = log_decay_and_strength(g, beta, A_log, dt_bias, use_beta_sigmoid_in_kernel, dtype)
+    q_, k_, v_ = q.to(dtype), k.to(dtype), v.to(dtype)
+    if use_qk_l2norm_in_kernel:
+        q_, k_ = l2_normalize(q_), l2_normalize(k_)
+    k_ = k_.repeat_interleave(dims.HV // dims.H, dim=2)
+    q_ = q_.repeat_interleave(dims.HO // dims.HQ, dim=2) * call.factor
+    queries_per_state = dims.HO // dims.HV
+
+    decay = g.exp()
+
+    # Rows, first state, first token and end of what runs together: the whole batch, or one packed sequence.
+    if cu_seqlens is None:
+        spans = [(slice(0, dims.B), 0, dims.T)]
+    else:
+        spans = [(slice(n, n + 1), start, end) for n, (start, end) in enumerate(pairwise(cu_seqlens.tolist()))]
+
+    outputs: list[torch.Tensor] = []  # per token [rows, HO, V]
+    states: list[torch.Tensor] = []
+    for rows, start, end in spans:
+        state = v_.new_zeros(rows.stop - rows.start, dims.HV, dims.K, dims.V)
+        if initial_state is not None:
+            state = initial_state[rows].to(dtype)
+        for t in range(start, end):
+            state = state * decay[:, t, :, None, None]
+            key = k_[:, t].unsqueeze(-1)  # [rows, HV, K, 1]
+            delta = beta[:, t, :, None] * (v_[:, t] - (state * key).sum(-2))
+            state = state + key * delta.unsqueeze(-2)
+            heads = state.repeat_interleave(queries_per_state, dim=1) if queries_per_state > 1 else state
+            outputs.append((heads * q_[:, t].unsqueeze(-1)).sum(-2))
+        states.append(state)
+    last = spans[-1][2]
+    outputs += [v_.new_zeros(dims.B, dims.HO, dims.V)] * (dims.T - last)
+    o = torch.stack(outputs, dim=1).to(v.dtype)
+    return o, torch.cat(states) if output_final_state else None

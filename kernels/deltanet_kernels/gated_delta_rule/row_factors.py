@@ -1,0 +1,119 @@
+"""ROWF"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from deltanet_kernels.common.sequences import Chunks
+from deltanet_kernels.common.tiles import L2_EPS, load_tile
+
+
+@triton.jit
+def row_factors(factors, at, i, live, FULL: tl.constexpr):
+    """Four factors of each row of a chunk, stored side by side from row `at`: one load that a loop can prefetch."""
+    j = tl.arange(0, 4)[None, :]
+    quad = factors + 4 * at + (4 * i[:, None] + j)
+    x = tl.load(quad) if FULL else tl.load(quad, mask=live[:, None] & (j < 4), other=0.0)
+    even, odd = tl.split(tl.reshape(x, [i.shape[0], 2, 2]))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
+
+
+@triton.jit
+def state_factors(factors, plane):
+    """Start of the four factors per token and state head; `plane` = HV * tokens."""
+    return factors + 2 * plane
+
+
+@triton.jit
+def output_factors(factors, plane):
+    """Start of the four factors per token and output head; `plane` = HV * tokens."""
+    return factors + 6 * plane
+
+
+@triton.jit
+def row_norm_factor(x):
+    """1 / sqrt(|x|^2 + 1e-6) of each row."""
+    x = x.to(tl.float32)
+    return tl.rsqrt(tl.sum(x * x, axis=1) + L2_EPS)
+
+
+@triton.jit
+def load_G(rows, plane, i, valid, FULL: tl.constexpr, PRECISION: tl.constexpr):
+    """G and s of a chunk's rows, rows past the end like the last one; e^{G_last}.
+
+    With products of 10 bits a shut gate is -128 in G (up to 3e-4 off in the decays behind it) and s is not needed.
+    """
+    G_i = load_tile(rows + i, i < valid, FULL)
+    s_i = load_tile(rows + plane + i, i < valid, FULL)
+    G_last = tl.load(rows + valid - 1)
+    s_last = tl.load(rows + plane + valid - 1)
+    fade = tl.where(s_last > 0.0, 0.0, tl.exp(G_last))
+    if PRECISION == "tf32":
+        G_i -= 128.0 * s_i
+        G_last -= 128.0 * s_last
+        s_i = tl.zeros_like(s_i)
+        s_last = 0.0
+    if not FULL:
+        G_i = tl.where(i < valid, G_i, G_last)
+        s_i = tl.where(i < valid, s_i, s_last)
+    return G_i, s_i, fade
+
+
+@triton.jit
+def gamma_of(G, s):
+    """e^G of each row."""
+    return tl.where(s > 0.0, 0.0, tl.exp(G))
+
+
+@triton.jit
+def decay_between(G, s, causal):
+    """D = e^{G_i - G_j} where `causal` (rows i, columns j), else 0."""
+    return tl.where(causal & (s[:, None] == s[None, :]), tl.exp(tl.where(causal, G[:, None] - G[None, :], 0.0)), 0.0)
+
+
+class ChunkInputs(NamedTuple):
+    """Everything that the scores, the row factors and the inverse are computed from."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    g: torch.Tensor
+    beta: torch.Tensor
+    A_log: torch.Tensor | None
+    dt_bias: torch.Tensor | None
+    chunks: Chunks
+    scale: float
+    sigmoid: bool
+    """`beta` holds logits of the write strength."""
+    norm: bool
+    """q and k are normalised to unit length."""
+    bound: bool
+    """Also compute the bounds, which cutting sequences into segments requires."""
+
+
+class ChunkTensors(NamedTuple):
+    """The tensors that every later stage reads: the result of scores.py with solve.py, or of hopper/solve.py."""
+
+    P: torch.Tensor
+    """Decayed and scaled scores within a chunk [chunks, HO, C, C], dtype of the keys."""
+    T: torch.Tensor
+    """(I + L)^-1 [chunks, HV, C, C], dtype of the keys."""
+    factors: torch.Tensor
+    """Row factors [6 HV + 4 HO, B*T], float32."""
+    bounds: torch.Tensor
+    """Upper bound of the log of each chunk's gain on the state [chunks, HV], float32; empty unless requested."""
+
+
+def empty_scores(
+    k: torch.Tensor, HV: int, HO: int, chunks: Chunks, bound: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """P [chunks, HO, C, C], the row factors [6 HV + 4 HO, B*T], and the bounds [chunks, HV] (empty unless `bound`)."""
+    P = torch.empty(chunks.count, HO, chunks.size, chunks.size, dtype=k.dtype, device=k.device)
+    factors = torch.empty(6 * HV + 4 * HO, k.shape[0] * k.shape[1], dtype=torch.float32, device=k.device)
+    return P, factors, torch.empty((chunks.count, HV) if bound else (0,), dtype=torch.float32, device=k.device)

@@ -1,0 +1,133 @@
+"""Gated delta rule over chunks, first of all: row factors, P = scale D (Q K^T), what outputs read in a chunk, and L.
+
+With the L2 norm in the operator P and L hold the norms of both sides. All are made once, for all chunks at a time: the
+state passes and the gradients read them from memory (P is [C, C] a chunk and output head, as large as T), which keeps
+exponentials, norms and that product out of the loops over chunks. L, in float32, is for chunk_prepare.py alone, which
+has the notation; its product is made here, where the keys lie as a whole tile.
+
+Row factors, float32, head first [heads, B*T]: G and s; then four side by side a row, beta, -gamma beta r, rev r, r;
+then for each output head 1/|q|, scale gamma / |q| and two unused. gamma = e^G, rev = e^{G_last - G}.
+
+Where sequences are cut into segments, also the bound of what each chunk leaves of the state before it, as a logarithm
+[chunks, HV]: the sum of g + max(0, log |1 - beta |k|^2|); minus infinity behind a shut gate (chunk_segment.py).
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from deltanet_kernels.common.launch import launch
+from deltanet_kernels.common.sequences import locate_chunk
+from deltanet_kernels.common.sizes import power_of_two
+from deltanet_kernels.common.tiles import load_tile, softplus
+from deltanet_kernels.gated_delta_rule.row_factors import ChunkInputs, decay_between, empty_scores, row_norm_factor
+
+
+@triton.jit
+def _gates(g, beta, A_log, dt_bias, at, live, head, GATE: tl.constexpr, SIGMOID: tl.constexpr):
+    """Log decay, shut gates and write strength of a chunk's tokens, zero past the end."""
+    x = tl.load(g + at, mask=live, other=0.0).to(tl.float32)
+    if GATE:
+        x = -tl.exp(tl.load(A_log + head).to(tl.float32)) * softplus(x + tl.load(dt_bias + head).to(tl.float32))
+    b = tl.load(beta + at, mask=live, other=0.0).to(tl.float32)
+    if SIGMOID:
+        b = 1.0 / (1.0 + tl.exp(-b))
+    shut = live & (x < -100.0)
+    return tl.where(live & (x >= -100.0), x, 0.0), tl.where(shut, 1.0, 0.0), tl.where(live, b, 0.0)
+
+
+@triton.jit(do_not_specialize=["T"])
+def scores_kernel(
+    q, k, g, beta, A_log, dt_bias, factors, P_out, L_out, bounds, cu_seqlens, row_of_chunk, first_chunk,
+    scale, T, tokens,
+    q_row, q_token: tl.constexpr, q_head, k_row, k_token: tl.constexpr, k_head,
+    H: tl.constexpr, HV: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr,
+    BK: tl.constexpr, C: tl.constexpr, GATE: tl.constexpr, SIGMOID: tl.constexpr, NORM: tl.constexpr,
+    BOUND: tl.constexpr, VARLEN: tl.constexpr, FULL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program a (chunk, output head): P, L, the row factors, the bound."""
+    HO: tl.constexpr = HQ if HQ > HV else HV
+    pid = tl.program_id(0)
+    out = pid % HO
+    c = pid // HO
+    head = out // (HO // HV)
+    row, first, flat, valid = locate_chunk(c, cu_seqlens, row_of_chunk, first_chunk, T, C, VARLEN)
+    if valid <= 0:
+        return
+    i = tl.arange(0, C)
+    d = tl.arange(0, BK)
+    live = i < valid
+    mK = live[:, None] & (d < K)[None, :]
+    q_base = q + row * q_row + (out // (HO // HQ)).to(tl.int64) * q_head + first * q_token
+    k_base = k + row * k_row + (head // (HV // H)).to(tl.int64) * k_head + first * k_token
+    q_tile = load_tile(q_base + (i[:, None] * q_token + d[None, :]), mK, FULL)
+    k_tile = load_tile(k_base + (i[:, None] * k_token + d[None, :]), mK, FULL)
+    log_decay, shut, b = _gates(g, beta, A_log, dt_bias, (flat + i) * HV + head, live, head, GATE, SIGMOID)
+    G = tl.cumsum(log_decay, axis=0)
+    s = tl.cumsum(shut, axis=0)
+    s_last = tl.max(s, axis=0)
+    G_last = tl.sum(tl.where(i == C - 1, G, 0.0), axis=0)
+    gamma = tl.where(s > 0.0, 0.0, tl.exp(G))
+    f = tl.zeros([C], dtype=tl.float32) + 1.0
+    r = tl.zeros([C], dtype=tl.float32) + 1.0
+    if NORM:
+        f = row_norm_factor(q_tile)
+        r = row_norm_factor(k_tile)
+    plane = tl.full([], HV, tl.int64) * tokens
+    if out % (HO // HV) == 0:
+        at = head.to(tl.int64) * tokens + flat
+        rows = factors + at
+        packed = factors + (2 * plane + 4 * at)
+        tl.store(rows + i, G, mask=live)
+        tl.store(rows + plane + i, s, mask=live)
+        tl.store(packed + 4 * i, b, mask=live)
+        tl.store(packed + 4 * i + 1, -gamma * b * r, mask=live)
+        tl.store(packed + 4 * i + 2, tl.where(s == s_last, tl.exp(tl.minimum(G_last - G, 0.0)), 0.0) * r, mask=live)
+        tl.store(packed + 4 * i + 3, r, mask=live)
+        if BOUND:
+            wide = k_tile.to(tl.float32)
+            longer = tl.log(tl.abs(1.0 - b * r * r * tl.sum(wide * wide, axis=1)))
+            bound = G_last + tl.sum(tl.where(longer <= 0.0, 0.0, longer), axis=0)
+            tl.store(bounds + c.to(tl.int64) * HV + head, tl.where(s_last > 0.0, -float("inf"), bound))
+    reads = factors + (6 * plane + 4 * (out.to(tl.int64) * tokens + flat))
+    tl.store(reads + 4 * i, f, mask=live)
+    tl.store(reads + 4 * i + 1, f * scale * gamma, mask=live)
+    if PRECISION == "tf32":
+        G -= 128.0 * s
+        s = tl.zeros_like(s)
+    P = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+    D = decay_between(G, s, i[:, None] >= i[None, :]) * r[None, :]
+    square = i[:, None] * C + i[None, :]
+    P *= D * (f * scale)[:, None]
+    tl.store(P_out + (c.to(tl.int64) * HO + out) * (C * C) + square, P.to(P_out.dtype.element_ty))
+    if out % (HO // HV) == 0:
+        L = tl.dot(k_tile, tl.trans(k_tile), input_precision=PRECISION)
+        L = tl.where(i[:, None] > i[None, :], L * D * (b * r)[:, None], 0.0)
+        tl.store(L_out + (c.to(tl.int64) * HV + head) * (C * C) + square, L)
+
+
+def scores(
+    inputs: ChunkInputs, full: bool, precision: str, num_warps: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """P [chunks, HO, C, C], L [chunks, HV, C, C] in float32, the row factors, and the bounds (empty unless requested).
+
+    Reads q [B, T, HQ, K], k [B, T, H, K] (unit stride along K) and contiguous g, beta [B, T, HV].
+    """
+    q, k, g, beta, A_log, dt_bias, chunks, scale, sigmoid, norm, bound = inputs
+    B, T, HQ, K = q.shape
+    HV = g.shape[2]
+    HO = max(HQ, HV)
+    P, factors, bounds = empty_scores(k, HV, HO, chunks, bound)
+    L = torch.empty(chunks.count, HV, chunks.size, chunks.size, dtype=torch.float32, device=k.device)
+    if chunks.count:
+        launch(
+            scores_kernel, chunks.count * HO,
+            q, k, g, beta, A_log, dt_bias, factors, P, L, bounds, chunks.cu_seqlens, chunks.row_of_chunk,
+            chunks.first_chunk, scale, T, B * T, *q.stride()[:3], *k.stride()[:3], H=k.shape[2], HV=HV, HQ=HQ, K=K,
+            BK=power_of_two(K), C=chunks.size, GATE=A_log is not None, SIGMOID=sigmoid, NORM=norm, BOUND=bound,
+            VARLEN=chunks.varlen, FULL=full, PRECISION=precision, num_warps=num_warps,
+        )  # fmt: skip
+    return P, L, factors, bounds

@@ -1,0 +1,103 @@
+"""One decoding step of a whole Gated DeltaNet layer between its projections: one kernel, everything in place.
+
+    q, k, v = act(rope(conv(q|k|v)))                        conv over the token and the W-1 inputs before it
+    q, k    = x / sqrt(sum x^2 + 1e-6)                      rope and act on q and k, act on v: as asked for
+    S       = e^g S + beta k (v - k^T e^g S)^T              g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b)
+    o       = rmsnorm(scale S^T q) * weight * silu(z)
+
+One token is taken through the state in slices of its columns; several tokens, and several query heads that read one
+state, have the whole state in a program's registers (step_kernels.py). Where it does not fit there, and for
+convolutions whose channels several heads share, the separate kernels run.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+from __future__ import annotations
+
+import torch
+
+from deltanet_kernels.arguments import StepCall
+from deltanet_kernels.common.device import multiprocessors
+from deltanet_kernels.common.launch import launch
+from deltanet_kernels.common.registration import operator
+from deltanet_kernels.common.sizes import power_of_two
+from deltanet_kernels.conv import causal_conv1d_triton
+from deltanet_kernels.gated_delta_rule.config import check_supported, step_slices, step_warps
+from deltanet_kernels.gated_delta_rule.cpu_step import StepParts, compose_step_
+from deltanet_kernels.gated_delta_rule.recurrent import gated_delta_rule_step_
+from deltanet_kernels.gated_delta_rule.step_kernels import one_token_kernel, step_kernel
+from deltanet_kernels.norm import gated_rms_norm_triton
+
+
+def _heads(q: torch.Tensor, k: torch.Tensor, state: torch.Tensor) -> tuple[int, int, int]:
+    """HQ, H and HV; q and k come with their heads apart or flat."""
+    tokens = q.shape[0] * q.shape[1]
+    HV, K = state.shape[1], state.shape[2]
+    return q.numel() // (tokens * K), k.numel() // (tokens * K), HV
+
+
+def _fake_delta_step_(
+    q, k, v, a, b, state, A_log, dt_bias, conv_weight, conv_tail, z, norm_weight, padding, cos, sin, scale, eps,
+    qk_silu, v_silu,
+):  # fmt: skip
+    HQ, _, HV = _heads(q, k, state)
+    return v.new_empty(q.shape[0], q.shape[1], max(HQ, HV), state.shape[3])
+
+
+@operator(_fake_delta_step_, mutates=("state", "conv_tail"))
+def delta_step_(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, a: torch.Tensor, b: torch.Tensor, state: torch.Tensor,
+    A_log: torch.Tensor, dt_bias: torch.Tensor, conv_weight: torch.Tensor | None, conv_tail: torch.Tensor | None,
+    z: torch.Tensor | None, norm_weight: torch.Tensor | None, padding: torch.Tensor | None,
+    cos: torch.Tensor | None, sin: torch.Tensor | None, scale: float, eps: float, qk_silu: bool,
+    v_silu: bool,
+) -> torch.Tensor:  # fmt: skip
+    """o [B, T, max(HQ, HV), V]; the contiguous state and convolution tail move on in place."""
+    HQ, H, HV = _heads(q, k, state)
+    (B, T), (K, V) = q.shape[:2], state.shape[2:]
+    W = 0 if conv_weight is None else conv_weight.shape[1]
+    o = v.new_empty(B, T, max(HQ, HV), V)
+    BK, BV = power_of_two(K, 1), power_of_two(V, 1)
+    tensors = (
+        q.contiguous(), k.contiguous(), v.contiguous(), a.contiguous(), b.contiguous(), A_log, dt_bias, state,
+        None if conv_weight is None else conv_weight.contiguous(), conv_tail, None if z is None else z.contiguous(),
+        None if norm_weight is None else norm_weight.contiguous(), None if padding is None else padding.contiguous(),
+        None if cos is None else cos.contiguous(), None if sin is None else sin.contiguous(), o,
+    )  # fmt: skip
+    options = {
+        "H": H, "HV": HV, "HQ": HQ, "K": K, "V": V, "BK": BK, "BV": BV, "W": W,
+        "R": 0 if cos is None else cos.shape[2], "ROPE_ROWS": cos is not None and cos.shape[0] > 1,
+        "QK_SILU": qk_silu, "V_SILU": v_silu, "GATE": z is not None, "NORM": norm_weight is not None,
+        "NORM_HEADS": 1 if norm_weight is None else norm_weight.numel() // V, "PADDING": padding is not None,
+    }  # fmt: skip
+    if _in_slices(T, HQ, HV):
+        width, warps, ahead = step_slices(K, V, B * HV, multiprocessors(state.device))
+        launch(one_token_kernel, B * HV, *tensors, scale, eps, **options, SLICE=width, AHEAD=ahead, num_warps=warps)
+    else:
+        launch(step_kernel, B * HV, *tensors, scale, eps, T, **options, num_warps=step_warps(BK * BV))
+    return o
+
+
+def _in_slices(T: int, HQ: int, HV: int) -> bool:
+    """Whether a state is read only once, so that a program needs no more than a slice of it at a time."""
+    return T == 1 and HQ <= HV
+
+
+_PARTS = StepParts(causal_conv1d_triton, gated_delta_rule_step_, gated_rms_norm_triton)
+MAX_STATE = 128 * 128  # elements that a program can keep in registers
+
+
+def gated_delta_step_triton_(call: StepCall) -> torch.Tensor:
+    """`deltanet_kernels.gated_delta_step_` in Triton, for checked arguments.
+
+    Raises:
+        NotImplementedError: head sizes over 256, or dtypes other than float32, bfloat16, float16.
+    """
+    HQ, H, HV = _heads(call.q, call.k, call.state)
+    K, V = call.state.shape[2:]
+    check_supported(call.q.dtype, K, V)
+    shared = call.conv_weight is not None and not HQ == H == HV
+    large = power_of_two(K, 1) * power_of_two(V, 1) > MAX_STATE
+    if shared or (large and not _in_slices(call.q.shape[1], HQ, HV)):
+        return compose_step_(_PARTS, call)
+    o: torch.Tensor = delta_step_(*call[:15], call.factor, *call[16:])
+    return o

@@ -1,0 +1,87 @@
+"""How the chunk kernels are cut for a chip: tables, slices of a state pass, segments of a sequence."""
+
+import pytest
+import torch
+
+from deltanet_kernels.gated_delta_rule.config import chunk_config, slices, step_slices, tile_width
+from deltanet_kernels.gated_delta_rule.segments import composes, segments_for
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (12, 0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("K", "V"), [(8, 8), (64, 64), (100, 40), (128, 128), (40, 128), (256, 256)])
+def test_slices_of_V_never_exceed_the_head(K: int, V: int, dtype: torch.dtype, capability: tuple[int, int]) -> None:
+    config = chunk_config(K, V, dtype, capability)
+    padded = max(64 if dtype == torch.float16 else 16, 1 << (V - 1).bit_length())
+    for name in ("state_BV", "output_BV", "grad_BV", "pair_BV", "input_BV"):
+        assert 16 <= getattr(config, name) <= padded, name
+
+
+@pytest.mark.parametrize(("K", "V"), [(16, 40), (40, 16), (32, 64), (64, 128), (128, 24)])
+def test_float16_tiles_lie_in_shared_memory_in_one_pattern(K: int, V: int) -> None:
+    """ptxas 12.8 mixes up tiles less than 128 bytes wide with the others (kernel_config.tile_width)."""
+    config = chunk_config(K, V, torch.float16, (9, 0))
+    widths = [getattr(config, name) for name in ("state_BV", "output_BV", "grad_BV", "pair_BV", "input_BV")]
+    assert min(tile_width(K, torch.float16), *widths) >= 64
+
+
+def test_only_hopper_prefetches_the_state_passes() -> None:
+    assert chunk_config(128, 128, torch.bfloat16, (9, 0)).state_stages == 3
+    other = chunk_config(128, 128, torch.bfloat16, (8, 9))
+    assert (other.state_stages, other.grad_stages, other.state_BV) == (1, 1, 32)
+
+
+def test_one_kernel_makes_the_gradients_of_small_bfloat16_heads_on_hopper() -> None:
+    """Elsewhere it would spill, and float16 keeps V' and dW in float32."""
+    assert chunk_config(64, 64, torch.bfloat16, (9, 0)).joint_size == 64
+    assert chunk_config(64, 64, torch.bfloat16, (8, 0)).joint_size == 0
+    assert chunk_config(64, 64, torch.float16, (9, 0)).joint_size == 0
+
+
+@pytest.mark.parametrize(
+    ("states", "wanted"),
+    [(128, (128, 8)), (67, (128, 8)), (66, (64, 4)), (1, (64, 4))],
+)
+def test_few_states_get_narrow_slices(states: int, wanted: tuple[int, int]) -> None:
+    assert slices(128, 8, 128, states, 132) == wanted
+    assert slices(64, 4, 64, states, 132) == (64, 4)
+
+
+@pytest.mark.parametrize(
+    ("programs", "chunks", "wanted"),
+    [
+        (128, 512, 1),
+        (64, 512, 2),
+        (40, 512, 3),
+        (32, 2048, 8),
+        (32, 300, 4),
+        (9, 512, 14),
+        (8, 1024, 16),
+        (8, 256, 8),
+        (1, 255, 1),
+        (1, 10**6, 64),
+        (0, 0, 1),
+    ],
+)
+def test_sequences_are_cut_only_where_the_chip_is_idle(programs: int, chunks: int, wanted: int) -> None:
+    assert segments_for(programs, chunks, 132) == wanted
+
+
+def test_only_many_segments_of_narrow_keys_are_composed() -> None:
+    assert composes(4, 128)
+    assert not composes(3, 128)
+    assert not composes(64, 192)
+
+
+@pytest.mark.parametrize(("K", "V"), [(8, 8), (16, 256), (64, 64), (96, 40), (100, 65), (128, 128), (256, 200)])
+def test_a_step_of_one_token_takes_slices_that_fit_into_registers(K: int, V: int) -> None:
+    width, warps, _ = step_slices(K, V, 64, 132)
+    assert width & (width - 1) == 0
+    assert width < 2 * V
+    padded = 1 << (K - 1).bit_length()
+    assert padded * width <= 64 * 32 * warps  # elements of a slice, a quarter of a thread's registers
+
+
+@pytest.mark.parametrize(("programs", "early"), [(1, True), (264, True), (265, False), (8192, False)])
+def test_slices_are_asked_for_early_where_two_programs_a_multiprocessor_are_all(programs: int, early: bool) -> None:
+    assert step_slices(128, 128, programs, 132) == (64, 4, early)

@@ -1,0 +1,213 @@
+"""The Gluon kernel for the gradients inside a chunk on Hopper: where it serves, and on such a chip what it computes.
+
+Elsewhere it is only compiled for one.
+"""
+
+import functools
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import triton
+
+from deltanet_kernels import naive_gated_delta_rule
+from deltanet_kernels.gated_delta_rule import chunk
+from deltanet_kernels.gated_delta_rule.config import chunk_config
+from deltanet_kernels.gated_delta_rule.hopper import select
+from tests.kernels.cases import Case, make_inputs, plainly_in, relative_error, results, truth
+from tests.kernels.hopper import EPS, WHOLE_CHUNKS, compile_for_hopper, needs_hopper
+from tests.kernels.triton_mode import DEVICE, triton_chunk
+
+gpu = pytest.mark.gpu
+CASES = [
+    *WHOLE_CHUNKS,
+    Case("value heads share a key head", T=128, B=2, H=2, HV=6),
+    Case("raw gates, grouped", T=128, HV=2, raw=True),
+    Case("open tokens between shut ones", T=128, g="tokens"),
+    Case("beta=0, as they are", T=128, H=2, HV=4, beta="zero", l2norm=False),
+    Case("keys as they are", T=128, H=2, l2norm=False),
+    Case("scale", T=64, scale=-0.7),
+    Case("no state", T=192, initial_state=False),
+]
+
+
+@pytest.mark.parametrize("gate", [False, True])
+def test_compiles_for_hopper_without_a_gpu_and_is_imported_only_then(gate: bool) -> None:
+    """Two programs must fit into the 228 KiB of a multiprocessor, of which each program costs one more."""
+    constants = {"q_token": 4096, "k_token": 4096, "o_token": 4096, "v_token": 4096, "H": 32, "HV": 32}
+    constants |= {"NORM": True, "GATE": gate, "SIGMOID": gate}
+    compiled = compile_for_hopper("gated_delta_rule.hopper.gradients_128", "gradients_128_kernel", constants, 255)
+    assert "wgmma.mma_async" in compiled.ptx
+    assert "cp.async.cg.shared.global" in compiled.ptx
+    assert compiled.shared <= 113 * 1024
+
+
+def _inputs(heads: tuple[int, int, int], K: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    return [torch.zeros(1, 64, n, K, dtype=dtype) for n in (*heads, max(heads))]
+
+
+@pytest.mark.parametrize(
+    ("heads", "K", "dtype", "capability", "wanted"),
+    [
+        ((2, 2, 2), 128, torch.bfloat16, (9, 0), True),
+        ((2, 2, 6), 128, torch.bfloat16, (9, 0), True),
+        ((4, 2, 2), 128, torch.bfloat16, (9, 0), False),
+        ((2, 2, 2), 64, torch.bfloat16, (9, 0), False),
+        ((2, 2, 2), 100, torch.bfloat16, (9, 0), False),
+        ((2, 2, 2), 256, torch.bfloat16, (9, 0), False),
+        ((2, 2, 2), 128, torch.float16, (9, 0), False),
+        ((2, 2, 2), 128, torch.float32, (9, 0), False),
+        ((2, 2, 2), 128, torch.bfloat16, (8, 0), False),
+        ((2, 2, 2), 128, torch.bfloat16, (10, 0), False),
+        ((2, 2, 2), 128, torch.bfloat16, (0, 0), False),
+    ],
+)
+def test_serves_heads_of_128_in_bfloat16_on_hopper(
+    heads: tuple[int, int, int],
+    K: int,
+    dtype: torch.dtype,
+    capability: tuple[int, int],
+    wanted: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(select, "gradients_kernel", lambda: "a kernel")
+    q, k, _, do = _inputs(heads, K, dtype)
+    config = chunk_config(K, K, dtype, capability)
+    assert select.serves_gradients(q, k, do, config, True, "tf32") is wanted
+    assert not select.serves_gradients(q, k, do, config, False, "tf32")
+    assert not select.serves_gradients(q, k, do, config, True, "ieee")
+
+
+def test_leaves_addresses_that_16_bytes_do_not_divide_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select, "gradients_kernel", lambda: "a kernel")
+    q, k, _, do = _inputs((2, 2, 2), 128, torch.bfloat16)
+    config = chunk_config(128, 128, torch.bfloat16, (9, 0))
+    wide = torch.zeros(1, 64, 2, 132, dtype=torch.bfloat16)
+    shifted = torch.zeros(q.numel() + 8, dtype=torch.bfloat16)
+    for odd in (wide[..., :128], shifted[4:-4].view(q.shape)):
+        assert not select.serves_gradients(odd, k, do, config, True, "tf32")
+        assert not select.serves_gradients(q, odd, do, config, True, "tf32")
+        assert not select.serves_gradients(q, k, odd, config, True, "tf32")
+    packed = torch.zeros(1, 64, 6, 128, dtype=torch.bfloat16)
+    assert select.serves_gradients(packed[:, :, :2], packed[:, :, 2:4], packed[:, :, 4:], config, True, "tf32")
+    assert select.serves_gradients(q, k, do[:, :1].expand(-1, 64, -1, -1), config, True, "tf32")
+
+
+def test_other_tritons_keep_the_stock_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    finders = (select.solve_kernel.__wrapped__, "solve"), (select.gradients_kernel.__wrapped__, "gradients_128")
+    for find, module in finders:
+        for version in ("3.5.1", "4.0.0"):
+            with monkeypatch.context() as context:
+                context.setattr(triton, "__version__", version)
+                assert find() is None
+        monkeypatch.setitem(sys.modules, f"deltanet_kernels.gated_delta_rule.hopper.{module}", None)
+        assert find() is None
+
+
+# On a Hopper GPU only.
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+    """The queries' shape of every launch of the Gluon kernel."""
+    seen: list[torch.Size] = []
+    gradients = select.gradients
+    monkeypatch.setattr(select, "gradients", lambda q, *rest: (seen.append(q.shape), gradients(q, *rest))[1])
+    return seen
+
+
+@functools.cache
+def _stock_config(*key: Any) -> Any:
+    return replace(chunk_config(*key), hopper_gradients=False, hopper_solve=False)
+
+
+@gpu
+@needs_hopper
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_gradients(case: Case, launched: list[torch.Size], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Errors as small as test_triton_chunk.test_low_precision asks for, and no larger than the stock kernels'."""
+    inputs = make_inputs(replace(case, K=128), torch.bfloat16, DEVICE)
+    wanted, plain = truth(inputs), plainly_in(torch.bfloat16, inputs)
+    found = results(triton_chunk, inputs)
+    assert len(launched) == 1
+    monkeypatch.setattr(chunk, "chunk_config", _stock_config)
+    stock = results(triton_chunk, inputs)
+    assert len(launched) == 1
+    for name, x in wanted.items():
+        error = relative_error(found[name], x)
+        assert error <= 1.3 * relative_error(stock[name], x) + 0.1 * EPS, name
+        # A_log and dt_bias get one number a head, a sum over all tokens that cancels: only the stock kernels compare.
+        if name not in ("dA_log", "ddt_bias"):
+            assert error <= max(1.5 * EPS, 2 * relative_error(plain[name], x)), name
+
+
+@gpu
+@needs_hopper
+def test_gradients_of_strided_inputs(launched: list[torch.Size]) -> None:
+    """q, k and v in one tensor, the gradient of o transposed, or one number expanded."""
+    inputs = make_inputs(Case("strides", T=128, B=2, H=2, K=128), torch.bfloat16, DEVICE)
+    leaves = [inputs[name] for name in ("q", "k", "v")]
+    together = torch.cat([x.detach() for x in leaves], 2).split(2, 2)
+    gates = [inputs[name].detach() for name in ("g", "beta")]
+    do = torch.randn(2, 2, 128, 128, device="cuda").bfloat16().transpose(1, 2)
+    for upstream in (do, torch.ones((), device="cuda", dtype=torch.bfloat16).expand(do.shape)):
+        answers = []
+        for given, gradient in ((together, upstream), (leaves, upstream.contiguous())):
+            own = [x.detach().requires_grad_() for x in given]
+            o, _ = triton_chunk(*own, *gates, use_qk_l2norm_in_kernel=True)
+            answers.append(torch.autograd.grad(o, own, gradient))
+        assert all(torch.equal(x, y) for x, y in zip(*answers, strict=True))
+    # The expanded gradient has a unit stride nowhere and is copied first; all four calls came here.
+    assert len(launched) == 4
+
+
+@gpu
+@needs_hopper
+@pytest.mark.parametrize("HV", [2, 4])
+@pytest.mark.parametrize("segments", [1, 3])
+def test_integers_bit_for_bit(HV: int, segments: int, launched: list[torch.Size]) -> None:
+    """One-hot keys, integer values, no decay, beta 0 or 1: every product is exact, so every bit must be."""
+    torch.manual_seed(0)
+    B, T, H, K = 2, 192, 2, 128
+    q = torch.randint(-1, 2, (B, T, H, K)) * (torch.rand(B, T, H, K) < 8 / K)
+    k = torch.nn.functional.one_hot(torch.randint(0, K, (B, T, H)), K)
+    v = torch.randint(-4, 5, (B, T, HV, K))
+    beta = torch.randint(0, 2, (B, T, HV))
+    do = torch.randint(-1, 2, (B, T, HV, K)) * (torch.rand(B, T, HV, K) < 0.1)
+    answers = []
+    functions: list[tuple[Callable[..., Any], torch.dtype, str, dict[str, Any]]] = [
+        (triton_chunk, torch.bfloat16, "cuda", {"segments": segments}),
+        (naive_gated_delta_rule, torch.float64, "cpu", {}),
+    ]
+    for function, dtype, device, options in functions:
+        leaves = [x.to(device, dtype).requires_grad_() for x in (q, k, v)]
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        gates = [torch.zeros(B, T, HV, dtype=wide, device=device), beta.to(device, wide)]
+        o, _ = function(*leaves, *gates, scale=1.0, **options)
+        answers.append(torch.autograd.grad([o], leaves, [do.to(device, dtype)]))
+    for found, wanted in zip(*answers, strict=True):
+        assert torch.equal(found.cpu(), wanted.to(found.dtype))
+    assert launched
+
+
+@gpu
+@needs_hopper
+@pytest.mark.parametrize("HV", [8, 16])
+def test_thousand_runs_are_identical(HV: int, launched: list[torch.Size]) -> None:
+    """More programs than the chip holds at a time."""
+    inputs = make_inputs(Case("repeat", T=1280, B=2, H=8, HV=HV, K=128, raw=True), torch.bfloat16, DEVICE)
+    leaves = [x for x in inputs.values() if isinstance(x, torch.Tensor)]
+    upstream = torch.randn(2, 1280, HV, 128, device=DEVICE).bfloat16()
+
+    def gradients() -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(triton_chunk(**inputs)[0], leaves, upstream)
+
+    first = gradients()
+    assert all(x.isfinite().all() for x in first)
+    for _ in range(1000):
+        assert all(torch.equal(x, y) for x, y in zip(first, gradients(), strict=True))
+    assert len(launched) == 1001

@@ -1,0 +1,221 @@
+"""Print a hash of the machine code of every kernel in its pinned configurations, without a GPU.
+
+    PYTHONPATH=.:kernels python tools/kernel_machine_code.py [--only NAME] > after.txt
+    diff <(cut -d' ' -f1-3 before.txt) <(cut -d' ' -f1-3 after.txt)
+
+The operators run on CPU tensors with a launch function that compiles each kernel for sm_90 instead of running it.
+A line holds the hash, the call, the number of the launch within the call and the kernel's name. The hash covers the
+code and the constants in the cubin, and the shared memory and registers per program; it does not cover names,
+line numbers and file names. Two trees with equal first three columns run the same machine code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib
+import pkgutil
+import struct
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile, make_backend
+from triton.runtime.jit import create_function_from_signature
+
+import deltanet_kernels
+from deltanet_kernels.arguments import RuleCall, StepCall
+from deltanet_kernels.conv import causal_conv1d_triton
+from deltanet_kernels.gated_delta_rule.chunk import chunk_gated_delta_rule_triton
+from deltanet_kernels.gated_delta_rule.recurrent import fused_recurrent_gated_delta_rule_triton
+from deltanet_kernels.gated_delta_rule.step import gated_delta_step_triton_
+from deltanet_kernels.norm import gated_rms_norm_triton
+
+TARGET = GPUTarget("cuda", 90, 32)
+BACKEND = make_backend(TARGET)
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def sections(cubin: bytes) -> list[tuple[str, bytes, int]]:
+    """Name, content and info field of every section of a 64-bit ELF file."""
+    (offset,) = struct.unpack_from("<Q", cubin, 40)
+    size, count, names = struct.unpack_from("<HHH", cubin, 58)
+    headers = [struct.unpack_from("<IIQQQQIIQQ", cubin, offset + n * size) for n in range(count)]
+    start = headers[names][4]
+    found = []
+    for name, kind, _, _, at, length, _, info, _, _ in headers:
+        end = cubin.index(b"\0", start + name)
+        content = b"" if kind == 8 else cubin[at : at + length]
+        found.append((cubin[start + name : end].decode(), content, info))
+    return found
+
+
+def code_hash(compiled: Any) -> str:
+    """Hash of what decides how the kernel runs: code, constants, registers, shared memory."""
+    digest = hashlib.sha256(str(compiled.metadata.shared).encode())
+    for name, content, info in sections(compiled.asm["cubin"]):
+        if name.startswith((".text", ".nv.constant")):
+            digest.update(f"{name.split('.')[1]} {info >> 24}".encode() + content)
+    return digest.hexdigest()[:16]
+
+
+class Recorder:
+    """Stands in for `launch`: compiles each new kernel and argument combination once, and prints its hash."""
+
+    def __init__(self) -> None:
+        self.call = ""
+        self.count = 0
+        self.known: dict[str, str] = {}
+
+    def __call__(self, kernel: Any, programs: int, *args: Any, **options: Any) -> None:
+        if isinstance(programs, tuple):
+            programs = programs[0]
+        binder = create_function_from_signature(kernel.signature, kernel.params, BACKEND)
+        bound, specialization, _ = binder(*args, **options)
+        parsed, signature, constants, attributes = kernel._pack_args(
+            BACKEND, options, bound, specialization, None
+        )  # fmt: skip
+        key = str((id(kernel), signature, constants, attributes, parsed))
+        if key not in self.known:
+            source = ASTSource
+            if kernel.is_gluon():
+                from triton.experimental.gluon._runtime import GluonASTSource as source
+            compiled = compile(source(kernel, signature, constants, attributes), target=TARGET, options=parsed.__dict__)
+            self.known[key] = code_hash(compiled)
+        print(self.known[key], self.call, self.count, kernel.__name__, flush=True)
+        self.count += 1
+
+
+def install(recorder: Recorder) -> None:
+    """Put the recorder, and an H200's capability and size, in place of the package's own functions."""
+    values = {"launch": recorder, "capability": lambda _: (9, 0), "multiprocessors": lambda _: 132}
+    for module in pkgutil.walk_packages(deltanet_kernels.__path__, "deltanet_kernels."):
+        if "benchmarks" not in module.name:
+            importlib.import_module(module.name)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("deltanet_kernels"):
+            for attribute, value in values.items():
+                if callable(getattr(module, attribute, None)):
+                    setattr(module, attribute, value)
+
+
+def rule_inputs(
+    T: int, heads: tuple[int, int, int], K: int, V: int, dtype: torch.dtype, raw: bool, packed: bool
+) -> dict[str, Any]:
+    H, HQ, HV = heads
+    B = 1 if packed else 2
+    sizes = {"q": (B, T, HQ, K), "k": (B, T, H, K), "v": (B, T, HV, V)}
+    inputs: dict[str, Any] = {name: torch.zeros(size, dtype=dtype) for name, size in sizes.items()}
+    inputs |= {"g": torch.zeros(B, T, HV), "beta": torch.zeros(B, T, HV)}
+    if raw:
+        inputs |= {"A_log": torch.zeros(HV), "dt_bias": torch.zeros(HV)}
+    inputs = {name: x.requires_grad_() for name, x in inputs.items()}
+    if packed:
+        inputs["cu_seqlens"] = torch.tensor([0, 70, T], dtype=torch.int32)
+        inputs["initial_state"] = torch.zeros(2, HV, K, V)
+    flags = {"use_gate_in_kernel": raw, "use_beta_sigmoid_in_kernel": raw, "use_qk_l2norm_in_kernel": True}
+    return inputs | flags
+
+
+def rule_cases() -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """Name of the call, `rule_inputs`, and further arguments."""
+    found = []
+    for label, heads, K, V, dtype, raw, packed, T, extra in (
+        ("128", (2, 2, 2), 128, 128, "bf16", False, False, 128, {}),
+        ("128-raw", (2, 2, 2), 128, 128, "bf16", True, False, 128, {}),
+        ("128-grouped", (2, 2, 4), 128, 128, "bf16", False, False, 128, {}),
+        ("128-packed-raw", (2, 2, 2), 128, 128, "bf16", True, True, 150, {}),
+        ("128-queries", (1, 4, 1), 128, 128, "bf16", False, False, 128, {}),
+        ("64", (2, 2, 2), 64, 64, "bf16", False, False, 128, {}),
+        ("64-packed", (2, 2, 2), 64, 64, "bf16", True, True, 150, {}),
+        ("64-segments", (2, 2, 2), 64, 64, "bf16", False, False, 256, {"segments": 2}),
+        ("64-composed", (2, 2, 2), 64, 64, "bf16", False, False, 256, {"segments": 4}),
+        ("64-grouped", (1, 1, 2), 64, 64, "bf16", True, False, 128, {}),
+        ("256", (1, 1, 1), 256, 256, "bf16", False, False, 128, {}),
+        ("16", (2, 2, 2), 16, 16, "bf16", False, False, 130, {}),
+        ("128", (2, 2, 2), 128, 128, "fp16", True, False, 128, {}),
+        ("64", (2, 2, 2), 64, 64, "fp32", False, False, 128, {}),
+        ("128-packed", (1, 1, 2), 128, 128, "fp32", True, True, 150, {}),
+    ):
+        inputs = {"T": T, "heads": heads, "K": K, "V": V, "raw": raw, "packed": packed, "dtype": DTYPES[dtype]}
+        found.append((f"chunk-{dtype}-{label}", inputs, extra))
+    return found
+
+
+def calls() -> list[tuple[str, Callable[[], object]]]:
+    """Every call whose kernels are compared: a name without spaces, and the call."""
+    found: list[tuple[str, Callable[[], object]]] = []
+
+    def differentiated(function: Callable[..., Any], **arguments: Any) -> None:
+        outputs = [x for x in function(**arguments) if x is not None]
+        sum(x.float().sum() for x in outputs).backward()
+
+    for name, inputs, extra in rule_cases():
+
+        def both(inputs: Any = inputs, extra: Any = extra) -> None:
+            call = RuleCall(**rule_inputs(**inputs), output_final_state=True)
+            differentiated(chunk_gated_delta_rule_triton, call=call, **extra)
+
+        found.append((name, both))
+    for dtype, K, heads in (("bf16", 128, (2, 2, 2)), ("fp32", 64, (1, 2, 4)), ("fp16", 16, (1, 4, 2))):
+        inputs = rule_inputs(2, heads, K, K, DTYPES[dtype], True, False)
+        inputs = {name: x.detach() if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+        call = RuleCall(**inputs)
+        found.append((f"recurrent-{dtype}-{K}", lambda call=call: fused_recurrent_gated_delta_rule_triton(call)))
+    for dtype in ("bf16", "fp32"):
+        for packed in (None, torch.tensor([0, 30, 80], dtype=torch.int32)):
+
+            def conv(dtype: str = dtype, packed: Any = packed) -> None:
+                x = torch.zeros(1, 80, 128, dtype=DTYPES[dtype]).requires_grad_()
+                w = torch.zeros(128, 4, dtype=DTYPES[dtype]).requires_grad_()
+                arguments = {"activation": "silu", "output_final_state": True, "cu_seqlens": packed}
+                differentiated(causal_conv1d_triton, x=x, weight=w, **arguments)
+
+            found.append((f"conv-{dtype}{'' if packed is None else '-packed'}", conv))
+
+        def norm(dtype: str = dtype) -> None:
+            x, z = (torch.zeros(2, 80, 4, 128, dtype=DTYPES[dtype]).requires_grad_() for _ in range(2))
+            w = torch.zeros(128, dtype=DTYPES[dtype]).requires_grad_()
+            gated_rms_norm_triton(x, z, w, 1e-6).float().sum().backward()
+
+        found.append((f"norm-{dtype}", norm))
+    for dtype, K, T, HQ in (("bf16", 128, 1, 2), ("bf16", 64, 2, 2), ("fp32", 64, 1, 4), ("bf16", 256, 1, 2)):
+
+        def decode(dtype: str = dtype, K: int = K, T: int = T, HQ: int = HQ) -> None:
+            kind, conv = DTYPES[dtype], HQ == 2
+            q, k, v = (torch.zeros(2, T, heads * K, dtype=kind) for heads in (HQ, 2, 2))
+            a, b = (torch.zeros(2, T, 2, dtype=kind) for _ in range(2))
+            C = (HQ + 4) * K
+            options = {
+                "conv_weight": torch.zeros(C, 4, dtype=kind) if conv else None,
+                "conv_tail": torch.zeros(2, C, 3, dtype=kind) if conv else None,
+                "z": torch.zeros(2, T, HQ * K, dtype=kind), "norm_weight": torch.zeros(K, dtype=kind),
+                "padding": torch.zeros(2, T, dtype=torch.bool), "qk_silu": True, "v_silu": conv,
+            }  # fmt: skip
+            if not conv:
+                options |= {name: torch.zeros(1, T, K // 2) for name in ("cos", "sin")}
+            options = dict.fromkeys(StepCall._fields) | {"scale": K**-0.5, "eps": 1e-6} | options
+            tensors = {"q": q, "k": k, "v": v, "a": a, "b": b, "state": torch.zeros(2, 2, K, K)}
+            gates = {"A_log": torch.zeros(2), "dt_bias": torch.zeros(2)}
+            gated_delta_step_triton_(StepCall(**options | tensors | gates))
+
+        found.append((f"step-{dtype}-{K}-{T}", decode))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="compile only the calls whose name contains this text")
+    only = parser.parse_args().only
+    recorder = Recorder()
+    install(recorder)
+    for name, call in calls():
+        if only in name:
+            recorder.call, recorder.count = name, 0
+            call()
+
+
+if __name__ == "__main__":
+    main()
