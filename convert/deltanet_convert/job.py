@@ -69,7 +69,7 @@ def removed_on_error(source: Source, out: Path) -> Iterator[None]:
     """Removes the copy of a GGUF teacher after an error, unless an interrupted conversion can use it to resume."""
     try:
         yield
-    except (UserError, QualityError):
+    except (UserError, QualityError, ModuleNotFoundError):
         if source.temporary and not Workspace(out).folder.exists():
             shutil.rmtree(source.folder, ignore_errors=True)
         raise

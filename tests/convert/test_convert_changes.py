@@ -12,14 +12,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from deltanet_convert.options import ConvertOptions
+from deltanet_convert.options import ConvertOptions, changed_settings
 from deltanet_convert.start import START, gate_fit
 from deltanet_hf import LayerTable
 from deltanet_hf.errors import UserError
+from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
 from deltanet_hf.mixers.state import cache_bytes
 from deltanet_recipes.cli import main
 from support.tiny_conversion import TOKENS, quick_start, teacher_folder, text_file, tiny_conversion
 
+QWEN3_5 = GatedDeltaNet.default_settings("qwen3_5")
 IDS = torch.randint(4, 60, (2, 12), generator=torch.Generator().manual_seed(0))
 
 
@@ -49,34 +51,42 @@ def short_fit(monkeypatch: pytest.MonkeyPatch) -> None:
         ("deltaproduct", "num_householder=3", "num_householder", 3),
         ("window", "window=5", "window", 5),
         ("window", "sinks=0", "sinks", 0),
-        *(
-            ("qwen3_5", change, key, value)
-            for change, key, value in (
-                ("rope=true", "rope", True),
-                ("output_norm=none", "output_norm", "none"),
-                ("expand_kv=false", "expand_kv", False),
-            )
-        ),
     ],
 )
 def test_a_change_converts_loads_and_decodes(tmp_path: Path, mixer: str, change: str, key: str, value: object) -> None:
     teacher = teacher_folder(tmp_path / "teacher", "qwen3", num_hidden_layers=1)
-    what = {"profile": mixer} if mixer == "qwen3_5" else {"mixer": mixer}
-    report = tiny_conversion(teacher, tmp_path / "out", **what, changes=(change,), calibration_tokens=128)
+    report = tiny_conversion(teacher, tmp_path / "out", mixer=mixer, changes=(change,), calibration_tokens=128)
     assert report["options"]["set"] == {key: value}
     assert f"`{key}: {json.dumps(value)}`" in (tmp_path / "out" / "README.md").read_text()
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    assert LayerTable.of(model.config).only_kind.to_dict()[key] == value
-    for layer in report["layers"] if mixer != "window" else ():
+    check_result(tmp_path / "out", report, {key: value})
+
+
+@pytest.mark.usefixtures("short_fit")
+@torch.no_grad()
+@pytest.mark.parametrize("last", ["rope=true", "output_norm=none", "expand_kv=false"])
+def test_several_changes_together(tmp_path: Path, last: str) -> None:
+    """The settings of Qwen3.5's layer, which `--profile qwen3_5` has, with one change."""
+    teacher = teacher_folder(tmp_path / "teacher", "qwen3", num_hidden_layers=1)
+    wanted = {**QWEN3_5.to_dict(), **changed_settings([last], QWEN3_5)}
+    changes = tuple(f"{key}={json.dumps(value).strip(chr(34))}" for key, value in wanted.items())
+    report = tiny_conversion(teacher, tmp_path / "out", changes=changes, calibration_tokens=128)
+    check_result(tmp_path / "out", report, wanted)
+
+
+def check_result(folder: Path, report: dict[str, Any], settings: dict[str, Any]) -> None:
+    """The model in `folder` has the settings, was fitted, and decodes as it computes complete rows."""
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    assert settings.items() <= LayerTable.of(model.config).only_kind.to_dict().items()
+    for layer in report["layers"] if report["options"]["mixer"] != "window" else ():
         assert layer["softmax_error"] < 1e-5
         assert layer["fit_mse"] < min(1.0, layer["search_mse"])
-    whole = model(IDS).logits
+    complete = model(IDS).logits
     cache, steps = None, []
     for position in range(IDS.shape[1]):
         output = model(IDS[:, position : position + 1], past_key_values=cache, use_cache=True)
         cache = output.past_key_values
         steps.append(output.logits)
-    torch.testing.assert_close(torch.cat(steps, dim=1), whole, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(torch.cat(steps, dim=1), complete, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.usefixtures("short_fit")
@@ -128,6 +138,9 @@ def test_a_wrong_change_is_one_clear_error(changes: tuple[str, ...], words: str)
         ({"mixer": "window", "changes": ("window=0",)}, "^--set: window: got 0, expected a whole number of at least 1"),
         ({"mixer": "mamba"}, "^--mixer: got 'mamba', expected one of gated_deltanet, deltaproduct, window"),
         ({"profile": "native"}, "^--profile: got 'native', expected one of faithful, qwen3_5"),
+        ({"profile": "qwen3_5", "changes": ("rope=true",)}, "^--set rope=true: --profile qwen3_5 fixes the settings"),
+        ({"profile": "qwen3_5", "training": False}, "^--no-training: --profile qwen3_5 fixes the settings"),
+        ({"mixer": "window", "fit_memory": False}, "^--no-fit-memory: no decay is fitted .* --mixer window"),
     ],
 )
 def test_options_that_do_not_fit_together_are_refused(options: dict[str, Any], message: str) -> None:

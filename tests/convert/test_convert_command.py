@@ -140,3 +140,13 @@ def test_interruption_is_exit_code_130_and_resumable(
         patch.setitem(START, "gated_deltanet", interrupt)
         assert typed(monkeypatch, *arguments) == 130
     assert typed(monkeypatch, *arguments, "--resume") == 0
+
+
+def test_parquet_without_its_package_names_the_extra(
+    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text.parquet").write_bytes(b"PAR1")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)  # importing it raises ModuleNotFoundError
+    assert typed(monkeypatch, teacher, tmp_path / "out", "--text", tmp_path / "text.parquet") == 2
+    assert capsys.readouterr().err == "error: pyarrow is not installed; run pip install 'deltanet-hf[train]'\n"
+    assert not (tmp_path / "out").exists()

@@ -14,7 +14,7 @@ from deltanet_convert.start import START, gate_fit, start_rule
 from deltanet_convert.start.from_scratch import start_from_scratch
 from deltanet_hf import LayerTable
 from deltanet_hf.mixers import MIXERS, Mixer
-from deltanet_hf.mixers.base import TensorShape
+from deltanet_hf.mixers.layer_kind import TensorShape
 from deltanet_hf.mixers.gated_deltanet import delta_rule
 from deltanet_hf.mixers.state import State, cache_bytes
 from support.tiny_conversion import quick_start, teacher_folder, tiny_conversion
@@ -104,9 +104,10 @@ def test_resumed_conversion_gives_the_same_bytes(tmp_path: Path, monkeypatch: py
             raise KeyboardInterrupt
         return rule(attention, layer, *rest)
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setitem(START, mixer, stopped)
-        tiny_conversion(teacher, tmp_path / "resumed", mixer=mixer)
+        with pytest.raises(KeyboardInterrupt):
+            tiny_conversion(teacher, tmp_path / "resumed", mixer=mixer)
     tiny_conversion(teacher, tmp_path / "resumed", mixer=mixer, resume=True)
     names = {file.name for file in (tmp_path / "whole").iterdir()}
     assert names == {file.name for file in (tmp_path / "resumed").iterdir()}
@@ -156,7 +157,7 @@ def test_card_and_plan_of_a_window_say_that_nothing_is_fitted(
     card = (tmp_path / "out" / "README.md").read_text()
     assert "window + sinks layers (`window: 5`, `sinks: 4`); no layer keeps softmax attention" in card
     assert "All weights are the teacher's; nothing was fitted or trained." in card
-    for words in ("Distil it before use", "fitted to the teacher", "gated-deltanet", "linear-attention"):
+    for words in ("Distil the model before use", "fitted to the teacher", "gated-deltanet", "linear-attention"):
         assert words not in card
     print_report(report, Console(width=160))
     assert "softmax attention with these weights" not in capsys.readouterr().out
@@ -165,8 +166,8 @@ def test_card_and_plan_of_a_window_say_that_nothing_is_fitted(
 @pytest.mark.parametrize(
     ("training", "wanted", "not_wanted"),
     [
-        (True, "Distil it before use", "better without training"),
-        (False, "Its settings are those that are better without training", "Distil it before use"),
+        (True, "Distil the model before use", "better without training"),
+        (False, "Its settings are those that are better without training", "Distil the model before use"),
     ],
 )
 def test_card_says_whether_to_distil(

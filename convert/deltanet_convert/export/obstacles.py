@@ -95,7 +95,7 @@ def _settings(config: Any, name: str, kind: Kind) -> list[Obstacle]:
     """Obstacles in a kind of layer, called `name` in the layer table."""
     family, where = family_name(config), f"deltanet.kinds.{name}"
     if kind.mixer.name != "gated_deltanet":
-        problem = f"Qwen3.5's linear layers are Gated DeltaNet, the model's {kind.mixer.title}"
+        problem = f"Qwen3.5's linear layers are Gated DeltaNet, the model's are {kind.mixer.title}"
         return [Obstacle(f"{where}.mixer", problem, CONVERT_AGAIN)]
     settings = kind.settings
     found = [

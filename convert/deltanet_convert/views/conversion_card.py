@@ -83,7 +83,7 @@ def _has_new_weights(converted: list[dict[str, Any]]) -> bool:
 
 
 def _tags(mixer: str, new_weights: bool) -> list[str]:
-    return [f"- {mixer.replace('_', '-')}", "- linear-attention" if new_weights else "- sliding-window-attention"]
+    return [f"- {mixer.replace('_', '-')}", "- linear-attention"] if new_weights else ["- sliding-window-attention"]
 
 
 def _settings(options: dict[str, Any], converted: list[dict[str, Any]]) -> str:
@@ -108,15 +108,13 @@ def _state_of_training(report: dict[str, Any], converted: list[dict[str, Any]]) 
 All weights are the teacher's; nothing was fitted or trained. The converted layers see only a part of the context, so
 the model can be used as it is where that part is enough. Training adapts it further (`deltanet-hf distill`)."""
     if any("fit_mse" in layer for layer in report["layers"]):
-        start = (
-            "The new layers were fitted to the teacher's attention on calibration text; the model has not been trained."
-        )
+        start = """\
+The new layers were fitted to the teacher's attention on calibration text, and have not been trained."""
     else:
         start = """\
-The new layers have the teacher's projections; their other weights start as in a model trained from scratch. The model
-has not been trained."""
+The new layers have the teacher's projections; their other weights start as in a model trained from scratch."""
     if report["options"]["training"]:
-        return f"{start}\nDistil it before use (`deltanet-hf distill`)."
+        return f"{start}\nDistil the model before use (`deltanet-hf distill`)."
     return f"""\
 {start}
 Its settings are those that are better without training; the measurements below show how far it is from its teacher.
