@@ -71,7 +71,9 @@ def test_command_lines_parse(page: Path) -> None:
             continue
         assert words[0] in COMMANDS, line
         command = typer.main.get_command(build_app(words[0])).commands[words[0]]  # type: ignore[attr-defined]
-        options = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+        options = {"--help"} | {
+            option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)
+        }
         if all(word.startswith("-") for word in words[1:]):  # a mention: `deltanet-hf convert`, `... convert --layers`
             assert options.issuperset(words[1:]), line
             continue
