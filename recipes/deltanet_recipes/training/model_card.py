@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from deltanet_hf.models.qwen3_5_config import MODEL_TYPE
 from transformers import PreTrainedConfig
 
 from deltanet_hf.mixers import LayerKind
 from deltanet_hf.models.layers import LayerTable
-from deltanet_hf.models.qwen3_5_config import MODEL_TYPE
 from deltanet_recipes.schema import Recipe, Stage, stage_name
 from deltanet_recipes.training.model_pair import teacher_name
 
