@@ -1,7 +1,7 @@
 """The picture of README.md: `python tools/quality_plot.py docs/images/quality.png`.
 
-Left: KL to the teacher (recipes/results) against the memory that one sequence of 32,768 tokens takes. Right: that memory
-against the context length. The bytes are those that the layers of SmolLM2-135M report of themselves, in bfloat16.
+Left: KL to the teacher (recipes/results) against the memory that one sequence of 32,768 tokens takes. Right: that
+memory against the context length. The layers of a SmolLM2-135M in bfloat16 report their bytes themselves.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ reader. There are three kinds:
 - results FILE: the rows of a results file (deltanet_recipes.study.results_row).
 - keys FILE: the keys of a recipe (FILE is not read).
 - headline FILE: selected rows and columns of several results files and of the JSON files of `deltanet-hf report`.
-  FILE is YAML, {results: [FILE, ...], reports: [FILE, ...], columns: [NAME, ...], rows: [{run, label}, ...]}, with paths
-  relative to itself. Without `columns`, the table has all of them.
+  FILE is YAML, {results: [FILE, ...], reports: [FILE, ...], columns: [NAME, ...], rows: [{run, label}, ...]}, with
+  paths relative to itself. Without `columns`, the table has all of them.
 """
 
 from __future__ import annotations
