@@ -14,8 +14,8 @@ from deltanet_convert.start import START, gate_fit, start_rule
 from deltanet_convert.start.from_scratch import start_from_scratch
 from deltanet_hf import LayerTable
 from deltanet_hf.mixers import MIXERS, Mixer
-from deltanet_hf.mixers.layer_kind import TensorShape
 from deltanet_hf.mixers.gated_deltanet import delta_rule
+from deltanet_hf.mixers.layer_kind import TensorShape
 from deltanet_hf.mixers.state import State, cache_bytes
 from support.tiny_conversion import quick_start, teacher_folder, tiny_conversion
 from support.tiny_models import LAYERS
