@@ -1,15 +1,21 @@
-# Two commands do everything on a machine that has Python (>= 3.10) and make: `make demo` and `make test`.
+# `make demo` and `make test` do everything on a machine that has Python (>= 3.10) and make.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-gpu lint clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m deltanet_recipes.demo demo
 
 test: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
+
+# The kernels and models on a CUDA device (without one, `make test` runs the kernels in Triton's interpreter).
+test-gpu: $(VENV)/.installed
+	$(BIN)/python -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'no CUDA device')"
+	$(BIN)/python -m pytest tests/kernels tests/plugin
+	$(BIN)/python -m pytest -m gpu tests/recipes
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

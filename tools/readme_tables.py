@@ -6,7 +6,8 @@ reader. There are three kinds:
 - results FILE: the rows of a results file (deltanet_recipes.study.results_row).
 - keys FILE: the keys of a recipe (FILE is not read).
 - headline FILE: selected rows and columns of several results files and of the JSON files of `deltanet-hf report`.
-  FILE is YAML, {results: [FILE, ...], reports: [FILE, ...], rows: [{run, label}, ...]}, with paths relative to itself.
+  FILE is YAML, {results: [FILE, ...], reports: [FILE, ...], columns: [NAME, ...], rows: [{run, label}, ...]}, with paths
+  relative to itself. Without `columns`, the table has all of them.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ def headline(path: Path) -> str:
     reports = [json.loads((path.parent / name).read_text()) for name in layout.get("reports", [])]
     models = {model["name"]: model for report in reports for model in report["models"]}
     columns = ["tokens trained", *METRICS, *(_report_columns(reports[0]) if reports else [])]
-    lines = ["| | " + " | ".join(columns) + " |", "|---|" + "---|" * len(columns)]
+    shown = layout.get("columns", columns)
+    lines = ["| | " + " | ".join(shown) + " |", "|---|" + "---|" * len(shown)]
     for entry in layout["rows"]:
         row = rows.get(entry["run"])
         if row is None or "error" in row:
@@ -66,7 +68,8 @@ def headline(path: Path) -> str:
         cells = [f"{row['tokens'] / 1e6:.1f}M" if row["tokens"] else "-"]
         cells += [_cell(row["metrics"].get(key), digits) for key, digits in METRICS.values()]
         cells += _report_cells(models.get(entry.get("report", entry["run"]))) if reports else []
-        lines.append(f"| {entry['label']} | " + " | ".join(cells) + " |")
+        by_name = dict(zip(columns, cells, strict=True))
+        lines.append(f"| {entry['label']} | " + " | ".join(by_name[name] for name in shown) + " |")
     return "\n".join(lines)
 
 

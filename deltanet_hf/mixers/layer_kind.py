@@ -41,7 +41,7 @@ class LayerKind:
     """Whether it has weights that the teacher does not have: recipes align such layers and train them in full.
     Otherwise its weights are the teacher's, and recipes treat them as those of softmax attention."""
     without_lora: ClassVar[tuple[str, ...]] = ()
-    """Names of its linear layers that are smaller than an adapter would be."""
+    """Last names of its linear layers that are smaller than an adapter would be."""
 
     @classmethod
     def default_settings(cls, profile: str, training: bool = True) -> MixerSettings:

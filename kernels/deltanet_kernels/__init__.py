@@ -1,4 +1,4 @@
-"""Operators of Gated DeltaNet: PyTorch on CPU, Triton on CUDA. Imports torch and triton only."""
+"""Operators of Gated DeltaNet: PyTorch on CPU, Triton on CUDA. Imports only torch and triton."""
 
 from deltanet_kernels.dispatch import (
     causal_conv1d,

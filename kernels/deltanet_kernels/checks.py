@@ -1,4 +1,4 @@
-"""Argument checks of the public operators: a message names the argument, what it got and what it needs."""
+"""Argument checks of the public operators. A message names the argument, what it got and what it needs."""
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -6,7 +6,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from deltanet_kernels.arguments import RuleCall, StepCall
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# cu_seqlens tensors already found valid, with their version: one look at the values serves all layers of a model.
+# cu_seqlens tensors already found valid, with their version, so that a model's layers read the values only once.
 _checked_cu_seqlens: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
@@ -51,7 +51,7 @@ def check_cu_seqlens(cu_seqlens: torch.Tensor, batch: int, tokens: int, device: 
 
 
 def _check_cu_seqlens_values(cu_seqlens: torch.Tensor, tokens: int) -> None:
-    # Inference tensors carry no version counter; they are looked at every time.
+    # Inference tensors have no version counter, so their values are read at every call.
     version = None if cu_seqlens.is_inference() else (cu_seqlens._version, tokens)
     if version is not None and _checked_cu_seqlens.get(cu_seqlens) == version:
         return
@@ -64,7 +64,7 @@ def _check_cu_seqlens_values(cu_seqlens: torch.Tensor, tokens: int) -> None:
 
 
 def _check_on_device(cu_seqlens: torch.Tensor, tokens: int) -> None:
-    """The same without waiting for the device, which stops the program itself where the offsets are wrong."""
+    """Check the values on the device without waiting for it; wrong offsets stop the program by a device assertion."""
     grows = (cu_seqlens[1:] >= cu_seqlens[:-1]).all()
     fits = (cu_seqlens[0] == 0) & (cu_seqlens[-1] <= tokens)
     torch._assert_async(grows & fits, f"cu_seqlens: needs offsets from 0 that never decrease, at most T = {tokens}")

@@ -3,8 +3,8 @@
     p_t = sum_w weight[w] x_{t-W+1+w} + bias;  y_t = act(p_t)         x_{-1}, x_{-2}, ... from the initial state
     dp_t = dy_t act'(p_t);  dx_t = sum_s weight[W-1-s] dp_{t+s};  dweight[w] = sum_t dp_t x_{t-W+1+w}
 
-The gradient of the initial state is dx at the positions -(W-1) .. -1; the last W-1 inputs are the final state, whose
-gradient joins dx there. p is computed again in the backward pass instead of being kept.
+The gradient of the initial state is dx at the positions -(W-1) .. -1. The last W-1 inputs are the final state, whose
+gradient is added to dx there. The backward pass computes p again instead of keeping it.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment, misc"
@@ -20,21 +20,21 @@ from deltanet_kernels.common.registration import differentiable, gradient, opera
 from deltanet_kernels.common.sequences import Chunks, cut_chunks, locate_chunk, locate_row
 from deltanet_kernels.common.sizes import cdiv, power_of_two
 
-TOKENS = 64  # of a program
-CHANNELS = 64
-AHEAD = 16  # tokens whose loads are under way together
+TOKENS = 64  # per program
+CHANNELS = 64  # per program
+AHEAD = 16  # tokens whose loads are issued together
 
 
 @triton.jit
 def _within(pos, start, stop, m_d):
-    """The mask m_d where start <= pos < stop, else nothing."""
+    """The mask m_d if start <= pos < stop, else all False."""
     pos = tl.where(m_d, pos, stop)
     return (pos >= start) & (pos < stop)
 
 
 @triton.jit
 def _input_at(x, state, n, pos, length, d, D: tl.constexpr, W: tl.constexpr, INITIAL: tl.constexpr, m_d):
-    """Channels d of the input at a position of sequence n, negative ones from its state; zero past the end."""
+    """Channels d of the input at a position of sequence n; negative positions are in its state; past the end 0."""
     value = tl.load(x + pos * D + d, mask=_within(pos, 0, length, m_d), other=0.0).to(tl.float32)
     if INITIAL:
         at = (n * D + d) * (W - 1) + (W - 1 + pos)
@@ -83,7 +83,7 @@ def _pre_activation(inputs, taps, bias_d, W: tl.constexpr):
 
 @triton.jit
 def _before_activation(dy, inputs, taps, bias_d, W: tl.constexpr, SILU: tl.constexpr):
-    """dp of a token from its dy."""
+    """Gradient dp of a token's pre-activation from its dy."""
     if SILU:
         p = _pre_activation(inputs, taps, bias_d, W)
         g = 1.0 / (1.0 + tl.exp(-p))
@@ -97,7 +97,7 @@ def _conv_forward_kernel(
     D: tl.constexpr, BD: tl.constexpr, W: tl.constexpr, C: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr,
     INITIAL: tl.constexpr, VARLEN: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """One program a chunk of C tokens and BD channels, token after token; each thread holds the window of its own."""
+    """One program per chunk of C tokens and BD channels, token by token; a thread holds the window of its channels."""
     ND: tl.constexpr = (D + BD - 1) // BD
     c = tl.program_id(0) // ND
     d = (tl.program_id(0) % ND) * BD + tl.arange(0, BD)
@@ -128,7 +128,7 @@ def _conv_state_kernel(
     x, state, final, cu_seqlens, T, D: tl.constexpr, BD: tl.constexpr, W: tl.constexpr, INITIAL: tl.constexpr,
     VARLEN: tl.constexpr,
 ):  # fmt: skip
-    """final [N, D, W-1]: the last W-1 inputs of each sequence."""
+    """Store the last W-1 inputs of each sequence in final [N, D, W-1]."""
     ND: tl.constexpr = (D + BD - 1) // BD
     n = (tl.program_id(0) // ND).to(tl.int64)
     d = (tl.program_id(0) % ND) * BD + tl.arange(0, BD)
@@ -144,9 +144,10 @@ def _conv_backward_kernel(
     D: tl.constexpr, BD: tl.constexpr, W: tl.constexpr, C: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr,
     INITIAL: tl.constexpr, FINAL: tl.constexpr, VARLEN: tl.constexpr, TO_STATE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """dx and partial dweight (last, if any: dbias) of a chunk; TO_STATE: the gradient of sequence c's initial state.
+    """Compute dx and a partial dweight (with dbias as the last column) of a chunk.
 
-    Token after token from the last one on, so that dp of the W-1 tokens behind one is there.
+    TO_STATE: compute the gradient of the initial state of sequence c instead. Tokens are processed from the last to
+    the first, so that dp of the next W-1 tokens is known.
     """
     ND: tl.constexpr = (D + BD - 1) // BD
     c = tl.program_id(0) // ND
@@ -230,7 +231,7 @@ def conv_forward(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None, silu: bool, final: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """y and the final state (empty unless asked for)."""
+    """y and the final state (empty unless requested)."""
     x, weight = x.contiguous(), weight.contiguous()
     state = None if state is None else state.contiguous()
     chunks, ND, sizes = _launch(x, weight, cu_seqlens)

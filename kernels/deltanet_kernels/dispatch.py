@@ -1,7 +1,7 @@
-"""The public operators, and the one place that chooses between PyTorch (CPU) and Triton (CUDA).
+"""The public operators, and the only place that chooses between PyTorch (CPU) and Triton (CUDA).
 
-Both sides take the same arguments. A CUDA call that the Triton kernels cannot serve runs in PyTorch and says
-so once, with the reason.
+Each function packs its arguments into one object and checks them once; both forms take that object. A CUDA call that
+the Triton kernels do not support runs in PyTorch, and a warning says so once with the reason.
 """
 
 import warnings
@@ -21,9 +21,9 @@ from deltanet_kernels.reference import torch_causal_conv1d, torch_gated_rms_norm
 
 @cached
 def _triton_function(operator: str) -> Callable[..., Any] | None:
-    """The Triton side of an operator, or None (with a warning) where it cannot be imported.
+    """The Triton form of an operator, or None (with a warning) if it cannot be imported.
 
-    Imported at the first call on CUDA, by statements: torch.compile follows those, and refuses importlib.
+    Imported at the first call on CUDA, by import statements: torch.compile traces those and refuses importlib.
     """
     try:
         from deltanet_kernels.conv import causal_conv1d_triton
@@ -54,7 +54,10 @@ def _warn_fallback(operator: str, reason: str) -> None:
 
 
 def _call(operator: str, fallback: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Run an operator on the device of `tensor`; the Triton side refuses with NotImplementedError."""
+    """Run the form of an operator for the device of `tensor`; `fallback` is the PyTorch form.
+
+    The Triton form raises NotImplementedError for calls that it does not support.
+    """
     if tensor.is_cuda and (function := _triton_function(operator)) is not None:
         try:
             return function(*args, **kwargs)
@@ -92,7 +95,7 @@ def chunk_gated_delta_rule(
         q: queries [B, T, HQ, K]; T >= 1.
         k: keys [B, T, H, K], dtype of q.
         v: values [B, T, HV, V], dtype of q.
-        g: log decay per token, <= 0 [B, T, HV]; float32 advised. With use_gate_in_kernel: the raw logit a.
+        g: log decay per token, <= 0 [B, T, HV]; float32 is recommended. With use_gate_in_kernel: the raw logit a.
         beta: write strength in [0, 2] [B, T, HV]; its logit with use_beta_sigmoid_in_kernel.
         scale: factor of the output, K**-0.5 by default.
         initial_state: [N, HV, K, V] float32 (float64 with float64 inputs), N = B or the number of packed
@@ -137,9 +140,9 @@ def fused_recurrent_gated_delta_rule(
     use_gate_in_kernel: bool = False,
     use_beta_sigmoid_in_kernel: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The gated delta rule by its recurrence: for decoding and short steps.
+    """The gated delta rule by its recurrence, for decoding and short inputs.
 
-    Arguments, results and errors as `chunk_gated_delta_rule`.
+    Arguments, results and errors are those of `chunk_gated_delta_rule`; calls that need gradients use its kernels.
     """
     call = RuleCall(
         q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, A_log, dt_bias,
@@ -162,7 +165,7 @@ def causal_conv1d(
 
     Args:
         x: inputs [B, T, D]; T >= 1.
-        weight: [D, W]; the last column meets the current token.
+        weight: [D, W]; the last column multiplies the current token.
         bias: [D] or None.
         activation: None or "silu".
         initial_state: the W-1 inputs before the first, oldest first [N, D, W-1]; zeros by default.
@@ -185,7 +188,7 @@ def causal_conv1d(
 
 
 def gated_rms_norm(x: torch.Tensor, z: torch.Tensor | None, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
-    """Gated RMSNorm: rmsnorm(x) * weight * silu(z), over the last dimension, float32 inside.
+    """Gated RMSNorm over the last dimension: rmsnorm(x) * weight * silu(z), computed in float32.
 
     Args:
         x: [..., D].
@@ -228,31 +231,33 @@ def gated_delta_step_(
     qk_silu: bool = False,
     v_silu: bool = False,
 ) -> torch.Tensor:
-    """One decoding step, or a few, of a Gated DeltaNet layer between its projections; state and tail in place.
+    """One or several decoding steps of a Gated DeltaNet layer between its projections; updates state and tail in place.
 
         q, k, v = act(rope(conv(q|k|v)));  q, k = x * rsqrt(sum x^2 + 1e-6);  beta = sigmoid(b)
         g = -exp(A_log) * softplus(a + dt_bias)
         o = rmsnorm(gated_delta_rule(q, k, v, g, beta)) * norm_weight * silu(z)
 
-    On CUDA one kernel, where several tokens or query heads meet a state up to 128 x 128, and with a convolution only
-    for HQ = H = HV; else the separate ones. No gradients. Head counts as for `chunk_gated_delta_rule`.
+    On CUDA one kernel computes this for one token, and for several tokens or several query heads per state up to a
+    state of 128 x 128; with a convolution it requires HQ = H = HV. Other calls run the separate kernels. No gradients.
+    Head counts as for `chunk_gated_delta_rule`.
 
     Args:
-        q, k, v: projections of T tokens [B, T, HQ*K], [B, T, H*K], [B, T, HV*V], or with the heads apart; one dtype.
+        q, k, v: projections of T tokens [B, T, HQ*K], [B, T, H*K], [B, T, HV*V], or with the heads as a
+            dimension of their own [B, T, heads, size]; one dtype.
         a, b: logits of the decay and of the write strength [B, T, HV].
         state: [B, HV, K, V] float32 or bfloat16 (float64 with float64 inputs), contiguous.
         A_log, dt_bias: [HV].
         conv_weight: [C, W] over the C channels of q|k|v, or None for no convolution.
         conv_tail: the W-1 inputs before the first token, oldest first [B, C, W-1], contiguous; with conv_weight.
-        z: output gate logits [B, T, HO*V] or with the heads apart, HO = max(HQ, HV), or None for no gate.
+        z: output gate logits [B, T, HO*V] or [B, T, HO, V], HO = max(HQ, HV), or None for no gate.
         norm_weight: [V] or [HO, V], or None for no norm.
-        padding: [B, T] bool, True at tokens that leave the state alone and enter the convolution as zeros; what
-            comes out there is finite and means nothing.
+        padding: [B, T] bool, True at tokens that do not change the state and enter the convolution as zeros; their
+            outputs are finite and have no meaning.
         cos, sin: [B, T, R] or [1, T, R], R even and <= K: the first R channels of each head of q and k are rotated,
             channel i < R/2 against channel i + R/2, between convolution and activation; None for no rotation.
         scale: factor of the output before the norm, K**-0.5 by default.
-        eps: of the norm.
-        qk_silu, v_silu: SiLU on q and k, on v.
+        eps: added to the mean square in the norm.
+        qk_silu, v_silu: apply SiLU to q and k, and to v.
 
     Returns:
         o [B, T, HO, V] in the dtype of v.

@@ -4,8 +4,8 @@
 
     dn = dy w silu(z);  dx = (dn - n mean(n dn)) / rms(x);  dw = sum dy n silu(z);  dz = dy n w silu'(z)
 
-w is [D], or [H, D] for x [..., H, D]: a program stays with one head and leaves one partial dw, summed afterwards in
-a fixed order. Float32 inside.
+w is [D], or [H, D] for x [..., H, D]. Each program of the backward kernel processes rows of one head and writes one
+partial dw; the partial sums are added afterwards in a fixed order. Computes in float32.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -19,8 +19,8 @@ from deltanet_kernels.common.launch import launch
 from deltanet_kernels.common.registration import differentiable, gradient, operator
 from deltanet_kernels.common.sizes import cdiv, power_of_two
 
-ROWS = 32  # rows of D a tile
-TILES = 4  # tiles a program: fewer partial sums of dw
+ROWS = 32  # rows of D per tile
+TILES = 4  # tiles per program: fewer partial sums of dw
 
 
 @triton.jit
@@ -47,7 +47,7 @@ def _norm_backward_kernel(
     x, z, w, dy, dx, dz, dw, rows, eps, HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr,
     TILES: tl.constexpr, GATE: tl.constexpr,
 ):  # fmt: skip
-    """Program (p, h): TILES tiles of the rows of head h; partial dw [programs, HEADS, D]."""
+    """Program (p, h) computes TILES tiles of rows of head h, and a partial dw [programs, HEADS, D]."""
     head = tl.program_id(0) % HEADS
     p = (tl.program_id(0) // HEADS).to(tl.int64)
     d = tl.arange(0, BD)
@@ -89,7 +89,7 @@ def _fake_norm_forward(x, z, w, eps):
 
 @operator(_fake_norm_forward)
 def norm_forward(x: torch.Tensor, z: torch.Tensor | None, w: torch.Tensor, eps: float) -> torch.Tensor:
-    """gated_rms_norm without gradient."""
+    """The forward pass of gated_rms_norm."""
     rows, D, heads = _sizes(x, w)
     x, w, z = x.contiguous(), w.contiguous(), None if z is None else z.contiguous()
     y = torch.empty_like(x)

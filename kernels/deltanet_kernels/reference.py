@@ -1,4 +1,4 @@
-"""REFCN"""
+"""The short convolution and the gated norm in plain PyTorch: the CPU path, and the reference for the kernels."""
 
 from itertools import pairwise
 
@@ -17,8 +17,8 @@ def torch_causal_conv1d(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Causal depthwise convolution in plain PyTorch, float32 inside (float64 for float64 inputs).
 
-    Every sequence is laid out behind the W-1 inputs that precede it, so that one sum over W shifted views
-    serves the batched and the packed form. Arguments and results as `deltanet_kernels.causal_conv1d`.
+    Every sequence is placed after the W-1 inputs that precede it, so that one sum over W shifted views computes
+    the batched and the packed form. Arguments and results as `deltanet_kernels.causal_conv1d`.
     """
     B, T, D = x.shape
     W = weight.shape[1]

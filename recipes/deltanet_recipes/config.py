@@ -11,7 +11,7 @@ import yaml
 from pydantic import ValidationError
 
 from deltanet_hf.data.text_files import plain_suffix, text_format
-from deltanet_hf.errors import UserError
+from deltanet_hf.errors import UserError, one_line
 from deltanet_recipes.schema import Recipe, Repair
 from deltanet_recipes.schema_sections import Data
 from deltanet_recipes.shipped import recipe_path
@@ -42,7 +42,7 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read ({error})") from None
     except yaml.YAMLError as error:
-        raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+        raise UserError(f"{path}: not valid YAML: {one_line(error)}") from None
     if not isinstance(tree, dict):
         raise UserError(f"{path}: a recipe is a mapping of keys, but this file holds a {type(tree).__name__}")
     for override in overrides:

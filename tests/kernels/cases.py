@@ -1,4 +1,4 @@
-"""Shapes and hazards that every form of the gated delta rule has to get right, and the means to compare."""
+"""Shapes and hazards on which every form of the gated delta rule is tested, and functions to compare results."""
 
 import functools
 from collections.abc import Callable
@@ -23,7 +23,7 @@ class Case:
     K: int = 16
     V: int | None = None
     cu_seqlens: tuple[int, ...] | None = None
-    g: str = "random"  # random | zero | shut | heads | tokens | last | reset
+    g: str = "random"  # random | zero | closed | heads | tokens | last | reset
     beta: str = "random"  # random | zero | two
     keys: str = "random"  # random | equal | zero
     l2norm: bool = True
@@ -63,14 +63,14 @@ CASES = [
     Case("packed, no state", T=90, H=2, HV=4, HQ=2, cu_seqlens=(0, 20, 90), initial_state=False),
     # gates
     Case("g=0", T=130, H=2, g="zero"),
-    Case("g=-200", T=130, H=2, g="shut"),
-    Case("open head beside a shut one", T=130, H=2, g="heads"),
-    Case("open tokens between shut ones", T=130, H=2, g="tokens"),
-    Case("shut at a chunk's last token", T=130, H=2, g="last"),
+    Case("g=-200", T=130, H=2, g="closed"),
+    Case("open head beside a closed one", T=130, H=2, g="heads"),
+    Case("open tokens between closed ones", T=130, H=2, g="tokens"),
+    Case("closed at a chunk's last token", T=130, H=2, g="last"),
     Case("g=-inf", T=70, H=2, g="reset"),
     # write strength and keys
     Case("beta=0", T=70, H=2, beta="zero"),
-    # A reflection a token: the plain recurrence in float32 errs by 5e-6 (gated: 1e-6) instead of 2e-7.
+    # A reflection per token: the plain recurrence in float32 errs by 5e-6 (gated: 1e-6) instead of 2e-7.
     Case("beta=2 on equal keys", T=130, H=2, beta="two", keys="equal", g="zero", condition=30),
     Case("beta=2 on equal keys, gated", T=130, H=2, beta="two", keys="equal", condition=5),
     Case("zero keys", T=70, H=2, keys="zero"),
@@ -136,7 +136,7 @@ def _log_decay(case: Case, uniform: torch.Tensor) -> torch.Tensor:
     g = -0.3 * uniform
     if case.g == "zero":
         g.zero_()
-    elif case.g == "shut":
+    elif case.g == "closed":
         g.fill_(-200.0)
     elif case.g == "heads":
         g[..., 0] = -200.0
@@ -150,7 +150,7 @@ def _log_decay(case: Case, uniform: torch.Tensor) -> torch.Tensor:
 
 
 def as_double(inputs: dict[str, Any]) -> dict[str, Any]:
-    """The same numbers in float64 on the CPU: what the truth is computed from."""
+    """The same numbers in float64 on the CPU, from which the truth is computed."""
     return {
         name: x.detach().cpu().double().requires_grad_() if isinstance(x, torch.Tensor) and x.requires_grad
         else x.cpu() if isinstance(x, torch.Tensor) else x
@@ -186,12 +186,12 @@ def results(
 
 
 def truth(inputs: dict[str, Any], outputs: tuple[str, ...] = ("o", "final_state")) -> dict[str, torch.Tensor]:
-    """What `results` should be: the recurrence in float64."""
+    """The correct value of `results`: the recurrence in float64."""
     return results(naive_gated_delta_rule, as_double(inputs), outputs)
 
 
 def plainly_in(dtype: torch.dtype, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """What the recurrence itself gives in `dtype`, gates and all; only a state is float32 in every call."""
+    """Results of the recurrence computed in `dtype`, gates included; only the state is float32."""
     low = {name: x.detach().cpu() if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
     for name, x in low.items():
         if isinstance(x, torch.Tensor) and x.is_floating_point():

@@ -1,4 +1,4 @@
-"""What the tests of the kernels share."""
+"""Fixtures that the tests of the kernels share."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ import torch
 
 @pytest.fixture
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fresh memory is NaN: what a kernel leaves unwritten shows."""
+    """Fill new memory with NaN, so that elements that no kernel writes are noticed."""
 
     def poisoned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def function(*args: Any, **kwargs: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What the tests of the Gluon kernels share: where they run, cases of whole chunks, and compiling one without a GPU."""
+"""Shared by the tests of the Gluon kernels: where they run, cases of complete chunks, and compiling without a GPU."""
 
 import json
 import os
@@ -20,8 +20,8 @@ EPS = torch.finfo(torch.bfloat16).eps
 WHOLE_CHUNKS = [
     Case("two heads", T=192, B=2, H=2),
     Case("g=0", T=128, g="zero"),
-    Case("g=-200", T=128, g="shut"),
-    Case("shut at a chunk's last token", T=128, g="last"),
+    Case("g=-200", T=128, g="closed"),
+    Case("closed at a chunk's last token", T=128, g="last"),
     Case("g=-inf", T=128, g="reset"),
     Case("beta=0", T=128, H=2, beta="zero"),
     Case("beta=2", T=128, beta="two"),
@@ -52,7 +52,7 @@ print("\\n" + json.dumps({"shared": compiled.metadata.shared, "ptx": compiled.as
 
 @dataclass(frozen=True)
 class Compiled:
-    """Bytes of shared memory a program, and the PTX."""
+    """Bytes of shared memory per program, and the PTX."""
 
     shared: int
     ptx: str
@@ -62,7 +62,7 @@ def compile_for_hopper(module: str, kernel: str, constants: dict[str, Any], regi
     """The Gluon kernel for sm_90, in a new process: importing the operators has not imported its module."""
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    asked = json.dumps([f"deltanet_kernels.{module}", kernel, constants, registers])
-    run = subprocess.run([sys.executable, "-c", COMPILE, asked], env=environment, capture_output=True, text=True)
+    request = json.dumps([f"deltanet_kernels.{module}", kernel, constants, registers])
+    run = subprocess.run([sys.executable, "-c", COMPILE, request], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
     return Compiled(**json.loads(run.stdout.splitlines()[-1]))

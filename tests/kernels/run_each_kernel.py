@@ -1,4 +1,4 @@
-"""Every Triton kernel once, small, forward and backward, on a GPU: a program to run under compute-sanitizer.
+"""Runs every Triton kernel once, on small inputs, forward and backward, on a GPU, for compute-sanitizer.
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH=.:kernels compute-sanitizer --tool memcheck \
         python -m tests.kernels.run_each_kernel
@@ -50,7 +50,7 @@ def main() -> None:
                 gated_delta_rule_step_(*token, inputs["initial_state"].detach().clone())
         torch.cuda.synchronize()
         print(case, flush=True)
-    for segments, T in ((2, 300), (2, 256), (4, 300)):  # walked, in whole chunks, composed
+    for segments, T in ((2, 300), (2, 256), (4, 300)):  # sequential, complete chunks, composed
         inputs = make_inputs(Case(f"{segments} segments", T=T, H=2, K=64, g="heads"), torch.bfloat16, "cuda")
         results(functools.partial(triton_chunk, segments=segments), inputs)
     for bounds in (None, torch.tensor((0, 1, 1, 68, 75), device="cuda")):

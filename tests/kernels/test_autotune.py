@@ -1,4 +1,4 @@
-"""The opt-in search: what it chooses, what it refuses, and that it asks nothing where it cannot time."""
+"""The opt-in search: what it chooses, what it rejects, and that it does not run where it cannot time."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Wrong arguments: an error that names the argument, what it got and what it needs."""
+"""Wrong arguments raise an error that names the argument, what it got and what it needs."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""How the chunk kernels are cut for a chip: tables, slices of a state pass, segments of a sequence."""
+"""Configurations of the chunk kernels: tables per chip, slices of the state, segments of a sequence."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def test_slices_of_V_never_exceed_the_head(K: int, V: int, dtype: torch.dtype, c
 
 @pytest.mark.parametrize(("K", "V"), [(16, 40), (40, 16), (32, 64), (64, 128), (128, 24)])
 def test_float16_tiles_lie_in_shared_memory_in_one_pattern(K: int, V: int) -> None:
-    """ptxas 12.8 mixes up tiles less than 128 bytes wide with the others (kernel_config.tile_width)."""
+    """ptxas 12.8 mixes up tiles less than 128 bytes wide with the others (config.tile_width)."""
     config = chunk_config(K, V, torch.float16, (9, 0))
     widths = [getattr(config, name) for name in ("state_BV", "output_BV", "grad_BV", "pair_BV", "input_BV")]
     assert min(tile_width(K, torch.float16), *widths) >= 64
@@ -83,5 +83,5 @@ def test_a_step_of_one_token_takes_slices_that_fit_into_registers(K: int, V: int
 
 
 @pytest.mark.parametrize(("programs", "early"), [(1, True), (264, True), (265, False), (8192, False)])
-def test_slices_are_asked_for_early_where_two_programs_a_multiprocessor_are_all(programs: int, early: bool) -> None:
+def test_slices_are_loaded_early_with_at_most_two_programs_per_multiprocessor(programs: int, early: bool) -> None:
     assert step_slices(128, 128, programs, 132) == (64, 4, early)

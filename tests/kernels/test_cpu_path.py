@@ -1,4 +1,4 @@
-"""What surrounds the CPU path: autocast, torch.compile, checkpointing, memory kept, choice of the implementation."""
+"""The CPU path under autocast, torch.compile and checkpointing; memory kept; choice of the implementation."""
 
 import subprocess
 import sys

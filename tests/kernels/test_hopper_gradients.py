@@ -1,6 +1,6 @@
-"""The Gluon kernel for the gradients inside a chunk on Hopper: where it serves, and on such a chip what it computes.
+"""The Gluon kernel of the gradients within a chunk: which calls it serves, and its results on a Hopper GPU.
 
-Elsewhere it is only compiled for one.
+On other machines it is only compiled for Hopper.
 """
 
 import functools
@@ -26,7 +26,7 @@ CASES = [
     *WHOLE_CHUNKS,
     Case("value heads share a key head", T=128, B=2, H=2, HV=6),
     Case("raw gates, grouped", T=128, HV=2, raw=True),
-    Case("open tokens between shut ones", T=128, g="tokens"),
+    Case("open tokens between closed ones", T=128, g="tokens"),
     Case("beta=0, as they are", T=128, H=2, HV=4, beta="zero", l2norm=False),
     Case("keys as they are", T=128, H=2, l2norm=False),
     Case("scale", T=64, scale=-0.7),
@@ -129,7 +129,7 @@ def _stock_config(*key: Any) -> Any:
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_gradients(case: Case, launched: list[torch.Size], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Errors as small as test_triton_chunk.test_low_precision asks for, and no larger than the stock kernels'."""
+    """Errors within the bounds of test_triton_chunk.test_low_precision, and no larger than the Triton kernels'."""
     inputs = make_inputs(replace(case, K=128), torch.bfloat16, DEVICE)
     wanted, plain = truth(inputs), plainly_in(torch.bfloat16, inputs)
     found = results(triton_chunk, inputs)
@@ -140,7 +140,7 @@ def test_gradients(case: Case, launched: list[torch.Size], monkeypatch: pytest.M
     for name, x in wanted.items():
         error = relative_error(found[name], x)
         assert error <= 1.3 * relative_error(stock[name], x) + 0.1 * EPS, name
-        # A_log and dt_bias get one number a head, a sum over all tokens that cancels: only the stock kernels compare.
+        # A_log and dt_bias get one number per head, a sum over all tokens that cancels; only Triton's compares.
         if name not in ("dA_log", "ddt_bias"):
             assert error <= max(1.5 * EPS, 2 * relative_error(plain[name], x)), name
 

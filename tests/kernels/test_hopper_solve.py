@@ -1,6 +1,6 @@
-"""The Gluon kernel of all before the state pass on Hopper: where it serves, and on such a chip what it computes.
+"""The Gluon kernel of scores and inverse: which calls it serves, and its results on a Hopper GPU.
 
-Elsewhere it is only compiled for one.
+On other machines it is only compiled for Hopper.
 """
 
 import functools
@@ -28,7 +28,7 @@ CASES = [
     Case("two value heads share a key head", T=128, B=2, H=2, HV=4),
     Case("four value heads share a key head", T=128, HV=4),
     Case("raw gates, three value heads share a key head", T=128, HV=3, raw=True),
-    Case("open tokens between shut ones", T=128, HV=2, g="tokens"),
+    Case("open tokens between closed ones", T=128, HV=2, g="tokens"),
     Case("beta=2 on nearly equal keys", T=128, HV=2, beta="two", keys="equal"),
     Case("beta=2 on nearly equal keys, no decay", T=128, beta="two", keys="equal", g="zero"),
     Case("keys as they are", T=128, H=2, HV=4, l2norm=False),
@@ -140,7 +140,7 @@ def _assert_close(draws: list[dict[str, Any]], function: Callable[..., Any]) -> 
 
 @dataclass
 class Before:
-    """What there is before the state pass."""
+    """The tensors that the state kernel reads."""
 
     P: torch.Tensor
     T: torch.Tensor

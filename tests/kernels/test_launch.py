@@ -1,4 +1,4 @@
-"""Launches that go past Triton's argument binder: the right code for the arguments, on the tensors' device."""
+"""Launches that skip Triton's argument binder run the right code for the arguments, on the tensors' device."""
 
 from typing import Any
 

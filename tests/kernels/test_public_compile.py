@@ -1,6 +1,6 @@
-"""The public operators under torch.compile on their way to Triton: no graph break in the choice of the side.
+"""The public operators under torch.compile: choosing the Triton form breaks no graph.
 
-Without a GPU CPU tensors are sent there, and run in Triton's interpreter.
+Without a GPU, CPU tensors are sent to the Triton form, in Triton's interpreter.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ def test_no_graph_break_on_the_way_to_triton(name: str, monkeypatch: pytest.Monk
     real = dispatch._call
 
     def call(operator: str, _: Any, __: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return real(operator, None, ON_CUDA, *args, **kwargs)  # no PyTorch form: it must not be asked for
+        return real(operator, None, ON_CUDA, *args, **kwargs)  # no PyTorch form: it is not used
 
     monkeypatch.setattr(dispatch, "_call", call)
     function = getattr(deltanet_kernels, name)

@@ -1,4 +1,4 @@
-"""When a call of an operator skips PyTorch's dispatcher, and when it must not."""
+"""Which calls of an operator skip PyTorch's dispatcher, and which do not."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

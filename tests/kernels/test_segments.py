@@ -1,7 +1,7 @@
-"""Sequences cut into segments give what the recurrence gives, whatever their heads forget.
+"""Sequences cut into segments give the results of the recurrence, whatever their heads forget.
 
-Float32, chunks of 32 tokens. Segments that remember are walked one after the other or composed (chunk_segment.py); both
-are asked for here.
+Float32, chunks of 32 tokens. Segments that remember are processed sequentially or composed (segments.py); both are
+tested here.
 """
 
 import math
@@ -22,9 +22,9 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 C = 32
 
 
-@pytest.fixture(params=[False, True], ids=["walked", "composed"])
+@pytest.fixture(params=[False, True], ids=["sequential", "composed"])
 def remembering(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What becomes of segments that remember."""
+    """The treatment of segments that remember."""
     monkeypatch.setattr(chunk, "composes", lambda segments, K: segments > 1 and request.param)
 
 
@@ -33,7 +33,7 @@ def uniform(*shape: int) -> torch.Tensor:
 
 
 def fast(g: torch.Tensor) -> torch.Tensor:
-    """About -208 a chunk: one or two chunks of warm-up. In eighths, so that float32 adds them up exactly."""
+    """About -208 per chunk: one or two chunks of warm-up. In eighths, so that float32 adds them up exactly."""
     return -(104 * uniform(*g.shape)).round() / 8
 
 
@@ -46,7 +46,7 @@ def one_fast_segment(g: torch.Tensor) -> torch.Tensor:
     return torch.cat([g[:, :third], fast(g[:, :third]), g[:, 2 * third :]], 1)
 
 
-def shut_tokens(g: torch.Tensor) -> torch.Tensor:
+def closed_tokens(g: torch.Tensor) -> torch.Tensor:
     """One token of each segment forgets everything before it, inside a chunk."""
     g = g.clone()
     g[:, 40::64] = -torch.inf
@@ -72,7 +72,7 @@ def segmented(**inputs: Any) -> Any:
 
 
 @pytest.mark.usefixtures("remembering")
-@pytest.mark.parametrize("gates", [fast, one_fast_head, one_fast_segment, shut_tokens, torch.zeros_like, torch.clone])
+@pytest.mark.parametrize("gates", [fast, one_fast_head, one_fast_segment, closed_tokens, torch.zeros_like, torch.clone])
 def test_segments_are_exact(gates: Any) -> None:
     """Forward and every gradient, among them those of the initial state."""
     inputs = with_gates(Case("segments", T=6 * C - 5, HV=2 if gates is one_fast_head else 1), gates)
@@ -122,7 +122,7 @@ def test_gates_that_only_hold_growth_down_do_not_forget() -> None:
     inputs["beta"] = torch.ones_like(inputs["beta"]).requires_grad_()
     inputs["k"] = (key / key.norm() * math.sqrt(1 + math.exp(4))).repeat(1, 192, 1, 1).requires_grad_()
     found = results(segmented, inputs)
-    assert_close(found, truth(inputs), 15e-6)  # a reflection a token, as with beta = 2 on equal keys
+    assert_close(found, truth(inputs), 15e-6)  # a reflection per token, as with beta = 2 on equal keys
 
 
 def test_no_chunk_keeps_more_than_its_bound() -> None:
@@ -151,8 +151,8 @@ def test_no_chunk_keeps_more_than_its_bound() -> None:
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("composed", [False, True])
-def test_walks_are_as_short_as_the_bounds_allow(bad: float, composed: bool) -> None:
-    """Two segments of 600 chunks: 400 are enough at -0.5 a chunk, 67 at -3, all are not at -0.25."""
+def test_spans_are_as_short_as_the_bounds_allow(bad: float, composed: bool) -> None:
+    """Two segments of 600 chunks: 400 are enough at -0.5 per chunk, 67 at -3, all are not at -0.25."""
     share = 600
     bounds = torch.full((4 * share, 2), -0.5)
     bounds[:share, 1] = -0.25
@@ -163,7 +163,7 @@ def test_walks_are_as_short_as_the_bounds_allow(bad: float, composed: bool) -> N
     bounds[2 * share + 595, 1] = 900.0  # 4 chunks of -3 behind it, and 363 before it
     found = chunk_spans(bounds.to(DEVICE), cut_chunks(2, 2 * share * C - 1, C, None), 2, composed).tolist()
     idle, first, second, both = [1, 0], [0, 600], [600, 1200], [0, 1200]
-    # For each head and segment: walk, walk back, N, N backward, M.
+    # Per head and segment: WALK, WALK_BACK, N_PASS, N_BACK, M_PASS.
     assert found[0][0] == [[first, first, [200, 600], idle, idle], [second, second, idle, [600, 1000], idle]]
     assert found[1][1] == [[first, first, [232, 600], idle, idle], [second, second, idle, [600, 1000], idle]]
     for remembers, behind in ((found[0][1], 667), (found[1][0], 1000)):

@@ -1,4 +1,4 @@
-"""The fused decoding step against the recurrence in float64, in PyTorch and in Triton: what it fuses, in place."""
+"""The fused decoding step against the recurrence in float64, in PyTorch and in Triton, with in-place updates."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -66,7 +66,7 @@ CASES = [
     Step("state over 128 x 128", B=1, H=1, HQ=1, HV=1, K=130, V=129, **NATIVE),
     Step("several tokens, state over 128 x 128", T=2, B=1, H=1, HQ=1, HV=1, K=130, V=129, **NATIVE),
     Step("query heads share a state over 128 x 128", B=1, H=1, HQ=2, HV=1, K=130, V=129),
-    # One token through slices of 64 columns, the next one asked for early in the first four (step_slices).
+    # One token in slices of 64 columns; the first four load the next slice early (step_slices).
     Step("slice, early: two", B=1, H=1, HQ=1, HV=1, V=128, **NATIVE),
     Step("slice, early: a column over", B=1, K=24, V=65, norm="per_head", conv=1),
     Step("slice, early: three and a bit", B=1, H=1, HQ=1, HV=1, K=40, V=200, rope=14, positions=1, conv=3),

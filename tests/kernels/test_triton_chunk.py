@@ -26,13 +26,13 @@ from tests.kernels.cases import (
 )
 from tests.kernels.triton_mode import DEVICE, GPU, triton_chunk
 
-# The interpreter takes about a second a chunk and head: the cases that reach different code.
+# The interpreter takes about a second per chunk and head: the cases that reach different code.
 INTERPRETED = {
     "T=1", "T=65", "one key head, 2 queries, 4 values", "one key head, 4 queries, 2 values", "packed, empty and single",
-    "packed, nothing but empty", "g=-inf", "shut at a chunk's last token", "beta=0", "zero keys", "raw gates, packed",
+    "packed, nothing but empty", "g=-inf", "closed at a chunk's last token", "beta=0", "zero keys", "raw gates, packed",
     "no state", "K<V",
 }  # fmt: skip
-WHOLE = {"T=65", "beta=0", "g=-inf", "shut at a chunk's last token", "raw gates, packed", "K<V"}
+WHOLE = {"T=65", "beta=0", "g=-inf", "closed at a chunk's last token", "raw gates, packed", "K<V"}
 CHOSEN = [case for case in CASES if GPU or case.name in INTERPRETED]
 gpu = pytest.mark.gpu
 needs_gpu = pytest.mark.skipif(not GPU, reason="needs a CUDA device")

@@ -11,7 +11,7 @@ CASES = [
     Case("decode", T=1, B=3, H=2, HV=4, HQ=2, raw=True),
     Case("query heads share a state", T=4, H=1, HQ=4, HV=2, K=24, V=20),
     Case("packed", T=9, H=1, cu_seqlens=(0, 0, 1, 5, 8)),
-    Case("shut gates, no norm", T=5, H=1, g="reset", l2norm=False, scale=0.7),
+    Case("closed gates, no norm", T=5, H=1, g="reset", l2norm=False, scale=0.7),
     Case("no state", T=3, H=1, initial_state=False),
 ]
 

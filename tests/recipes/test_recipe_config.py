@@ -16,7 +16,7 @@ from deltanet_hf.errors import UserError
 from deltanet_recipes.config import load_recipe
 from deltanet_recipes.schema import Distil, DistilBase, Recipe
 from deltanet_recipes.shipped import recipe_path, recipes_command, shipped_recipes
-from tests.recipes.tiny_run import ALIGN, DISTIL, recipe_tree, write_recipe
+from support.tiny_run import ALIGN, DISTIL, recipe_tree, write_recipe
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from deltanet_recipes.data.decontaminate import Contamination
 from deltanet_recipes.data.packing import Mixture, make_rows, split_streams
 from deltanet_recipes.data.tokens import Corpus, load_corpus
 from deltanet_recipes.schema_sections import Source
-from tests.recipes.tiny_run import make_tokenizer
+from support.tiny_run import make_tokenizer
 
 EOS = 2
 LINES = [{"text": "w1 w2 w3"}, {"text": "w4 w5"}]

@@ -19,9 +19,9 @@ from readme_tables import BLOCK, rewritten
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/training.md", "docs/journal-training.md"])
+@pytest.mark.parametrize("name", ["README.md", "docs/results.md", "docs/training.md", "docs/journal-training.md"])
 def test_generated_tables_are_current(name: str) -> None:
-    """If this fails, run: python tools/readme_tables.py README.md docs/training.md docs/journal-training.md."""
+    """If this fails, run: python tools/readme_tables.py README.md docs/{results,training,journal-training}.md."""
     text = (ROOT / name).read_text(encoding="utf-8")
     assert BLOCK.search(text)
     assert rewritten(text, ROOT) == text

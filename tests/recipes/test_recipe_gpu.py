@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from deltanet_hf.mixers import MIXERS
 from deltanet_recipes.data.packing import make_rows
 from deltanet_recipes.schema import Distil as DistilStage
 from deltanet_recipes.schema_sections import Engine
@@ -19,7 +20,7 @@ from deltanet_recipes.training.microstep import MicroStep, compile_layers
 from deltanet_recipes.training.model_pair import decoder_layers, load_student
 from deltanet_recipes.training.objectives import Batch, Distil
 from deltanet_recipes.training.runtime import Runtime
-from tests.recipes.tiny_run import SHAPE, make_models
+from support.tiny_run import SHAPE, make_models
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 LARGER = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 256}
@@ -61,11 +62,11 @@ def relative_error(grad: torch.Tensor, truth: torch.Tensor) -> float:
     return float((grad - truth).norm() / truth.norm().clamp(min=1e-6))
 
 
-@pytest.fixture
-def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture(params=MIXERS)
+def models(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     changed: dict[str, Any] = {**SHAPE, **LARGER}
-    monkeypatch.setattr("tests.recipes.tiny_run.SHAPE", changed)
-    make_models(tmp_path)
+    monkeypatch.setattr("support.tiny_run.SHAPE", changed)
+    make_models(tmp_path, mixer=request.param)
     return tmp_path
 
 

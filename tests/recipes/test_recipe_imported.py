@@ -27,7 +27,7 @@ from deltanet_recipes.training.model_pair import is_imported, load_student, mixe
 from deltanet_recipes.training.optim import parameter_groups
 from deltanet_recipes.training.pipeline import run
 from deltanet_recipes.training.runtime import Runtime
-from tests.recipes.tiny_run import ALIGN, DISTIL, SHAPE, make_tokenizer, make_workplace, recipe_tree, write_recipe
+from support.tiny_run import ALIGN, DISTIL, SHAPE, make_tokenizer, make_workplace, recipe_tree, write_recipe
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ 'w50 ' if m.role == 'user' else 'w51 ' }}{{ m.content }} w52 {% endfor %}"

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from deltanet_convert.start.norm_config import with_norms
-from deltanet_hf import DeltaNetOptions, converted_config
+from deltanet_hf import LayerTable, converted_config
 from deltanet_hf.models.factory import model_class
 from deltanet_hf.models.families import FAMILIES
 from deltanet_hf.models.layers import INSERTED_QK_NORMS
@@ -19,7 +19,7 @@ from deltanet_recipes.schema import Distil
 from deltanet_recipes.training.adapters import inserted_norms, train_for
 from deltanet_recipes.training.model_pair import load_student
 from deltanet_recipes.training.pipeline import run
-from tests.recipes.tiny_run import ALIGN, DISTIL, SHAPE, make_workplace, recipe_tree, write_recipe
+from support.tiny_run import ALIGN, DISTIL, LAYERS, SHAPE, make_workplace, recipe_tree, write_recipe
 
 NORMS = {f"model.layers.1.self_attn.{name}_norm.weight" for name in "qk"}
 
@@ -30,7 +30,8 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = make_workplace(tmp_path_factory.mktemp("models"))
     torch.manual_seed(0)
     config = with_norms(FAMILIES["llama"].config_class(**SHAPE), [1])
-    student = model_class("qwen3")(converted_config(config, DeltaNetOptions.native((0, 2))))
+    table = LayerTable.preset(LAYERS, profile="qwen3_5", softmax=(1,))
+    student = model_class("qwen3")(converted_config(config, table))
     student.load_state_dict(load_file(folder / "teacher" / "model.safetensors"), strict=False)
     student.save_pretrained(folder / "student")
     return folder

@@ -22,7 +22,7 @@ from deltanet_recipes.training.model_pair import load_student, load_teacher
 from deltanet_recipes.training.objectives import Align, Distil
 from deltanet_recipes.training.pipeline import run
 from deltanet_recipes.training.runtime import Runtime
-from tests.recipes.tiny_run import DISTIL, make_tokenizer, make_workplace, recipe_tree, write_recipe
+from support.tiny_run import DISTIL, make_tokenizer, make_workplace, recipe_tree, write_recipe
 
 SEPARATOR = 2
 LONG: dict[str, Any] = {

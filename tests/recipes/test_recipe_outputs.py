@@ -20,7 +20,7 @@ from deltanet_hf.evaluation.report.contestants import training_tokens
 from deltanet_recipes.config import load_recipe
 from deltanet_recipes.training.logbook import read_log
 from deltanet_recipes.training.pipeline import run
-from tests.recipes.tiny_run import ALIGN, DISTIL, make_workplace, recipe_tree, write_recipe
+from support.tiny_run import ALIGN, DISTIL, make_workplace, recipe_tree, write_recipe
 
 STAGES = [{**ALIGN, "tokens": 128 * 4}, {**DISTIL, "tokens": 128 * 4}]
 

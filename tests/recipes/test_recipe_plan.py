@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from deltanet_hf import DeltaNetOptions, converted_config
+from deltanet_hf import LayerTable, converted_config
 from deltanet_hf.models.factory import model_class
 from deltanet_hf.models.families import FAMILIES
 from deltanet_recipes.config import load_recipe, read_recipe
@@ -21,7 +21,7 @@ from deltanet_recipes.training.layerwise import LayerwiseAlign
 from deltanet_recipes.training.model_pair import load_student, mixers
 from deltanet_recipes.training.pipeline import run
 from deltanet_recipes.training.runtime import Runtime
-from tests.recipes.tiny_run import ALIGN, DISTIL, make_workplace, recipe_tree, write_recipe
+from support.tiny_run import ALIGN, DISTIL, make_workplace, recipe_tree, write_recipe
 
 
 @pytest.fixture(scope="module")
@@ -83,9 +83,9 @@ def test_one_gpu_of_24_gb_aligns_8b(name: str, family: str) -> None:
     shape = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
     size = {"intermediate_size": 14336, "vocab_size": 152064, "tie_word_embeddings": False, "head_dim": 128}
     config = FAMILIES[family].config_class(**shape, **size)
-    kept = [layer for layer in range(32) if layer % 4 != 3]
+    table = LayerTable.preset(32, softmax=range(3, 32, 4))
     with torch.device("meta"):
-        student = model_class(family)(converted_config(config, DeltaNetOptions.teacher(kept)))
+        student = model_class(family)(converted_config(config, table))
     assert sum(p.numel() for p in student.parameters()) > 8e9
     recipe = read_recipe(name)
     alone: Any = SimpleNamespace(world=1, bf16=True)

@@ -12,7 +12,7 @@ import pytest
 
 from deltanet_hf.errors import UserError
 from scaling import markdown, summarise
-from tests.recipes.tiny_run import DISTIL, make_workplace, recipe_tree, write_recipe
+from support.tiny_run import DISTIL, make_workplace, recipe_tree, write_recipe
 
 ROOT = Path(__file__).parents[2]
 

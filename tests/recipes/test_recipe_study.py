@@ -21,7 +21,7 @@ from deltanet_hf.errors import UserError
 from deltanet_recipes.study.runner import StudyRun
 from deltanet_recipes.study.study_config import load_study
 from results_table import markdown
-from tests.recipes.tiny_run import ALIGN, DISTIL, WORDS, make_workplace, recipe_tree, write_recipe
+from support.tiny_run import ALIGN, DISTIL, WORDS, make_workplace, recipe_tree, write_recipe
 
 ROOT = Path(__file__).parents[2]
 
@@ -96,7 +96,8 @@ def test_a_study_trains_measures_records_failures_and_resumes(workplace: Path, t
     assert list(rows) == ["no-rope", "diverging", "kept", "window"]
     assert "diverged" in rows["diverging"]["error"]
     assert rows["no-rope"]["conversion"] == {
-        "profile": "teacher", "set": {"rope": False}, "fit_memory": True, "layers": "all", "seed": 0,
+        "mixer": "gated_deltanet", "profile": "faithful", "training": True, "set": {"rope": False},
+        "fit_memory": True, "layers": "all", "seed": 0,
     }  # fmt: skip
     assert rows["kept"]["conversion"]["set"] == {}
     assert (rows["no-rope"]["seed"], rows["kept"]["seed"]) == (1, 0)
@@ -153,8 +154,8 @@ def test_long_runs_come_first_and_one_conversion_serves_many(workplace: Path, tm
     runs = [
         {"name": "a", "recipe": recipe},
         {"name": "b", "recipe": recipe, "set": {"stages.distil.tokens": 10240}},
-        {"name": "c", "recipe": recipe, "convert": {"profile": "native"}},
-        {"name": "d", "recipe": recipe, "convert": {"for": "native"}},
+        {"name": "c", "recipe": recipe, "convert": {"profile": "qwen3_5"}},
+        {"name": "d", "recipe": recipe, "convert": {"mixer": "window", "training": False}},
         {"name": "start", "untrained": "start"},
         {"name": "teacher", "untrained": "teacher"},
     ]
@@ -162,9 +163,10 @@ def test_long_runs_come_first_and_one_conversion_serves_many(workplace: Path, tm
     work = StudyRun(study, list(study.runs), [None])
     assert [run.name for run in work.waiting] == ["b", "a", "c", "d", "start", "teacher"]
     assert len(work.conversions) == 3
-    native, exportable = (run.convert.arguments() for run in work.waiting[2:4])
-    assert "--profile native" in " ".join(native)
-    assert "--for native" in " ".join(exportable)
+    qwen3_5, window = (" ".join(run.convert.arguments()) for run in work.waiting[2:4])
+    assert "--mixer gated_deltanet --profile qwen3_5" in qwen3_5
+    assert "--no-training" not in qwen3_5
+    assert "--mixer window --profile faithful --no-training" in window
 
 
 @pytest.mark.parametrize(
@@ -197,24 +199,26 @@ def test_missing_variables_are_named(workplace: Path, tmp_path: Path, given: tup
 
 def test_work_goes_to_the_device_with_the_least(workplace: Path, tmp_path: Path) -> None:
     recipe = str(workplace / "recipe.yaml")
-    runs = [{"name": f"r{i}", "recipe": recipe, "set": {"baseline": "window", "data.isolate_documents": False,
-             "stages.align": None, "stages.distil.tokens": 128 * (9 - i)}} for i in range(4)]  # fmt: skip
+    lengths = [{"stages.align": None, "stages.distil.tokens": 128 * (9 - i)} for i in range(4)]
+    runs = [{"name": f"r{i}", "recipe": recipe, "set": lengths[i]} for i in range(4)]
     study = load_study(write_study(workplace, tmp_path, runs), [f"home={workplace}"])
     work = StudyRun(study, list(study.runs), ["0", "1", "0", "1"])
-    first = work._next("0")
+    (conversion,) = work.conversions
+    work.conversion_done(conversion)
+    first = work.next_run("0")
     assert first is not None
     assert first.name == "r0"
     taken: list[str | None] = []
 
     def ask_on_the_busy_device() -> None:
-        run = work._next("0")
+        run = work.next_run("0")
         taken.append(run and run.name)
 
     thread = threading.Thread(target=ask_on_the_busy_device)
     thread.start()
     time.sleep(0.1)
     assert taken == []  # GPU 1 has nothing to do yet
-    assert [work._next("1").name, work._next("1").name] == ["r1", "r2"]  # type: ignore[union-attr]
+    assert [work.next_run("1").name, work.next_run("1").name] == ["r1", "r2"]  # type: ignore[union-attr]
     thread.join(5)
     assert taken == ["r3"]
 

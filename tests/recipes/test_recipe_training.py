@@ -29,7 +29,7 @@ from deltanet_recipes.training.logbook import read_log
 from deltanet_recipes.training.model_pair import load_student, mixers
 from deltanet_recipes.training.pipeline import run
 from deltanet_recipes.training.runtime import Runtime
-from tests.recipes.tiny_run import ALIGN, DISTIL, LAYERS, make_workplace, recipe_tree, write_recipe
+from support.tiny_run import ALIGN, DISTIL, LAYERS, make_workplace, recipe_tree, write_recipe
 
 ROOT = Path(__file__).parents[2]
 

@@ -1,1 +1,1 @@
-"""Side-by-side timing of the operators against their peers, with the result tables kept beside it."""
+"""Timings of the operators beside other implementations, and the result files."""

@@ -1,10 +1,12 @@
-"""The chunked gated delta rule side by side with its peers: `python -m deltanet_kernels.benchmarks.chunk --peers`.
+"""Times the chunked gated delta rule beside other implementations.
+
+    python -m deltanet_kernels.benchmarks.chunk --peers
 
 Peers: flash-linear-attention (with FLA_FLASH_QLA=0), FlashQLA (K = V = 128 only) and causal softmax attention (SDPA)
 of the same sizes. Every timed configuration is first compared with the chunked PyTorch form in float64, output and
-gradients, on the first key head of the first row; an implementation that fails there is not timed. Ours and softmax are
-timed as a CUDA graph too (fwdbwd_graph_ms): short calls otherwise take what the host takes. Each row is written as soon
-as it is measured, one that raises with its error; `--resume` goes on with a file that was cut short.
+gradients, on the first key head of the first row; an implementation that fails there is not timed. `deltanet` and
+`sdpa` are also timed as a CUDA graph (fwdbwd_graph_ms), because the host limits short calls. Each row is written as
+soon as it is measured, or with its error if it raises; `--resume` continues an incomplete file.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ class Shape(NamedTuple):
     g: float = -1.0
 
     def labels(self) -> dict[str, Any]:
-        """How a row of the result file tells the shape; without gates they are in (-1, 0)."""
+        """The shape in a row of the result file; without the key `gates` log decays are in (-1, 0)."""
         return {"shape": list(self[:5])} | ({} if self.g == -1.0 else {"gates": [self.g, 0.0]})
 
 
@@ -152,15 +154,15 @@ def measure(name: str, operator: Operator, shape: Shape, repeats: int) -> dict[s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--peers", action="store_true", help="also time flash-linear-attention, FlashQLA and SDPA")
-    parser.add_argument("--only", nargs="*", help="only these implementations")
-    parser.add_argument("--shapes", type=int, nargs="*", help="only these rows of the list of shapes")
+    parser.add_argument("--peers", action="store_true", help="Also time flash-linear-attention, FlashQLA and SDPA.")
+    parser.add_argument("--only", nargs="*", help="Time only these implementations.")
+    parser.add_argument("--shapes", type=int, nargs="*", help="Time only these indices of the list of shapes.")
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--minutes", type=float, default=8, help="start no further row after this long")
+    parser.add_argument("--minutes", type=float, default=8, help="Start no further row after this many minutes.")
     parser.add_argument(
-        "--resume", action="store_true", help="keep the rows that the result file has and add the others"
+        "--resume", action="store_true", help="Keep the rows of the result file and add the missing ones."
     )
-    parser.add_argument("--output", type=Path, help="folder of the result file; the package's own by default")
+    parser.add_argument("--output", type=Path, help="Folder of the result file (default: the package's own).")
     args = parser.parse_args()
     began = time.monotonic()
     found, missing = implementations(args.peers)

@@ -87,7 +87,7 @@ def _peak(name: str, D: int, backward: bool, threads: int) -> int:
     torch.set_num_threads(threads)
     inputs = make_inputs(D, backward)
     function = operator(name)
-    run(function, make_inputs(16, backward, T=130), backward)  # what is loaded on first use is no cost of the call
+    run(function, make_inputs(16, backward, T=130), backward)  # load libraries before measuring the call
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the peak
     before = _status("VmRSS")
     run(function, inputs, backward)

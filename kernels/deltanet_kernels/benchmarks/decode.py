@@ -1,7 +1,7 @@
-"""One decoding step under a CUDA graph: `python -m deltanet_kernels.benchmarks.decode --peers`.
+"""Times one decoding step in a CUDA graph: `python -m deltanet_kernels.benchmarks.decode --peers`.
 
-32 heads, K = V = 128, float32 state in place, gate, sigmoid and L2 norm in the kernel; "whole layer" has the short
-convolution, SiLU, the norm and the output gate in it too. The floor is the state read and written once at the copy
+32 heads, K = V = 128, float32 state in place, gate, sigmoid and L2 norm in the kernel; "whole layer" also includes the
+short convolution, SiLU, the norm and the output gate. The floor is reading and writing the state once at the copy
 bandwidth measured in the same run. Each step is first compared with the recurrence in float64.
 """
 
@@ -43,7 +43,7 @@ def step(x: dict[str, torch.Tensor], state: torch.Tensor) -> torch.Tensor:
 
 
 def next_step(run: Step, x: dict[str, torch.Tensor], states: Iterator[torch.Tensor]) -> torch.Tensor:
-    """A step on the next of several states."""
+    """Run a step on the next of several states."""
     return run(x, next(states))
 
 
@@ -64,7 +64,7 @@ def error_of(x: dict[str, torch.Tensor], state: torch.Tensor, o: torch.Tensor, f
 
 
 def make_layer(batch: int) -> dict[str, torch.Tensor]:
-    """Arguments of one step of a whole layer in the native profile, but for its state."""
+    """Arguments of one step of a whole layer with convolution and SiLU on v, without its state."""
     torch.manual_seed(0)
     channels = 3 * HEADS * SIZE
     shapes: dict[str, tuple[int, ...]] = {n: (batch, 1, HEADS * SIZE) for n in ("q", "k", "v", "z")}
@@ -84,7 +84,8 @@ def layer_error_of(x: dict[str, torch.Tensor], state: torch.Tensor) -> float:
     w, final, moved = {n: t.double() for n, t in x.items()}, state.double(), state.clone()
     names = ("q", "k", "v", "a", "b", "state", "A_log", "dt_bias", "conv_weight", "conv_tail", "z", "norm_weight")
     w["state"] = final
-    o = torch_gated_delta_step_(StepCall(*(w[n] for n in names), None, None, None, None, 1e-6, True, True))
+    given: dict[str, Any] = dict.fromkeys(StepCall._fields) | {n: w[n] for n in names}
+    o = torch_gated_delta_step_(StepCall(**given | {"eps": 1e-6, "qk_silu": True, "v_silu": True}))
     found = layer_step(x | {"conv_tail": x["conv_tail"].clone()}, moved)
     return worst((found, o), (moved, final))
 

@@ -1,8 +1,8 @@
-"""Seconds of the first calls, which compile: `python -m deltanet_kernels.benchmarks.first_call`.
+"""Times the first calls, which compile the kernels: `python -m deltanet_kernels.benchmarks.first_call`.
 
-What a layer of the native profile calls, in bfloat16: forward and backward of the convolution, the chunked gated delta
-rule and the gated norm, and a decoding step. Each time in a new process, first with an empty cache of compiled
-kernels, then with the one that this has filled. A process's start and the making of the inputs are not counted.
+The calls are those of one Gated DeltaNet layer in bfloat16: forward and backward of the convolution, the chunked gated
+delta rule and the gated norm, and a decoding step. Each run is a new process, first with an empty cache of compiled
+kernels, then with the cache that the first run filled. Starting the process and creating the inputs are not counted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _done() -> float:
 
 
 def seconds(size: int) -> dict[str, float]:
-    """Of each operator with two heads of this size, from its call to the end of its work on the device."""
+    """Seconds per operator with two heads of this size, from its call to the end of its work on the device."""
     torch.manual_seed(0)
     bf16: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     x = torch.randn(1, 256, 6 * size, **bf16).requires_grad_()

@@ -53,7 +53,7 @@ def peak_gib(run: Callable[[], object]) -> float:
 
 
 def copy_bandwidth() -> float:
-    """Bytes a second of a large device-to-device copy, read and written bytes counted."""
+    """Bytes per second of a large device-to-device copy, read and written bytes counted."""
     source = torch.randint(0, 255, (2**32,), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return 2 * 2**32 / (median_ms(lambda: target.copy_(source), 10) * 1e-3)
@@ -71,7 +71,7 @@ def machine() -> dict[str, str]:
 
 
 def write(name: str, rows: list[dict[str, Any]], notes: dict[str, Any], folder: Path | None) -> Path:
-    """Write a result file: machine, versions, notes, one line a row."""
+    """Write a result file: machine, versions, notes, one line per row."""
     path = (folder or RESULTS) / name
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n  ".join(json.dumps(row) for row in rows)

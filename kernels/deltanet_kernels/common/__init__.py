@@ -1,1 +1,1 @@
-"""COMMON"""
+"""Parts that kernels of every operator share: launching, registration with PyTorch, sequences, tiles, device facts."""

@@ -1,4 +1,4 @@
-"""DEVICE"""
+"""Facts about a CUDA device that choose a configuration."""
 
 import torch
 

@@ -1,9 +1,9 @@
-"""Launching kernels with less work on the host, on the device where their tensors are.
+"""Launches kernels with less work on the host, on the device where their tensors are.
 
-Triton binds, specialises and looks up every argument at each call: 12 to 40 microseconds a launch on the host of an
-H200, for kernels of some thirty arguments (Triton 3.6), more than many of these kernels run. Here a launch whose like
-has been seen before goes straight to the compiled kernel. And Triton launches on the current device, whatever the
-tensors' is.
+Triton binds, specialises and looks up every argument at each call: 12 to 40 microseconds per launch on the host of an
+H200, for kernels of some thirty arguments (Triton 3.6), longer than many of these kernels run. Here a launch that
+equals an earlier one in everything the code depends on goes straight to the compiled kernel. Triton also launches on
+the current device, whichever device the tensors are on; `launch` switches to the tensors' device.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def launch(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
 
 
 def specialization(kernel: JITFunction[Any], args: tuple[Any, ...]) -> list[Any]:
-    """Of each argument what the code compiled for it depends on: where two calls agree in it, so does their code.
+    """The properties of each argument that its compiled code depends on: calls with equal properties share their code.
 
     The value of a constant; of a tensor its dtype and whether its address is a multiple of 16; of another integer its
     width, and whether it is 1 or a multiple of 16.

@@ -1,4 +1,8 @@
-"""SEQ"""
+"""Cutting sequences into chunks, and locating a chunk's or a sequence's tokens from within a kernel.
+
+Rows of a batch have equal length. Packed sequences follow one another in a single row; their lengths are known
+only on the device, so a small kernel writes the table of chunks and the host launches an upper bound of programs.
+"""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
@@ -18,7 +22,7 @@ class Chunks:
     """How the tokens are cut into chunks: fixed rows, or packed sequences described on the device."""
 
     size: int
-    """tokens a chunk"""
+    """tokens per chunk"""
     rows: int
     """batch rows, or packed sequences"""
     tokens: int
@@ -98,7 +102,7 @@ def locate_row(n, cu_seqlens, T, VARLEN: tl.constexpr):
 
 
 def cut_chunks(batch: int, tokens: int, size: int, cu_seqlens: torch.Tensor | None) -> Chunks:
-    """Cut [batch, tokens] into chunks of `size`; packed sequences are counted on the device, without a wait."""
+    """Cut [batch, tokens] into chunks of `size`; the device counts packed sequences, so the host does not wait."""
     if cu_seqlens is None:
         return Chunks(size, batch, tokens, batch * cdiv(tokens, size), None, None, None)
     rows = cu_seqlens.numel() - 1

@@ -1,4 +1,4 @@
-"""SIZES"""
+"""Integer arithmetic for grids and tiles."""
 
 
 def cdiv(a: int, b: int) -> int:

@@ -1,4 +1,4 @@
-"""TILES"""
+"""Functions for Triton kernels: masked loads and stores of tiles, softplus, the epsilon of the L2 norm."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
@@ -11,13 +11,13 @@ L2_EPS = tl.constexpr(1e-6)
 
 @triton.jit
 def load_tile(at, mask, FULL: tl.constexpr):
-    """A tile, zero where the mask is off; FULL: the mask is known to be on everywhere and costs nothing."""
+    """Load a tile, zero where the mask is off. FULL: the mask is on everywhere and is not evaluated."""
     return tl.load(at) if FULL else tl.load(at, mask=mask, other=0.0)
 
 
 @triton.jit
 def store_tile(at, x, mask, FULL: tl.constexpr):
-    """Store a tile in the type of the memory, where the mask is on."""
+    """Store a tile in the dtype of the memory, where the mask is on."""
     if FULL:
         tl.store(at, x.to(at.dtype.element_ty))
     else:

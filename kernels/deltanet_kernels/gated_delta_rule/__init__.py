@@ -1,1 +1,53 @@
-"""GDR"""
+"""The gated delta rule (Gated Delta Networks, arXiv 2412.06464, equation 10).
+
+    S_t = e^{g_t} S_{t-1} + beta_t k_t (v_t - k_t^T e^{g_t} S_{t-1})^T        o_t = scale * q_t^T S_t
+
+Each file below computes one stage of one form of the operator. `chunk.py`, `recurrent.py` and `step.py` choose among
+the kernels; `config.py` holds the sizes that they are launched with.
+
+    stage                          file                      when
+    -----------------------------  ------------------------  ---------------------------------------------------------
+    recurrence, reference          reference.py              any device, float32 and float64; the tests' ground truth
+    CPU, chunked                   cpu.py, cpu_forward.py,   CPU tensors, and CUDA calls that no kernel supports
+                                   cpu_backward.py
+    CPU, few tokens                cpu_recurrent.py          CPU tensors without gradients, at most 8 tokens
+    CPU, decoding step             cpu_step.py               CPU tensors, and the composition used by step.py
+    scores, row factors            scores.py                 any chip, dtype and head size up to 256
+    inverse (I + L)^-1             solve.py                  any chip, dtype and head size up to 256
+    both in one                    hopper/solve.py           sm_90, bfloat16, K = 64 or 128, HQ = H, complete chunks
+    states and outputs             states.py                 any chip, dtype and head size up to 256
+    gradients of the states        states_backward.py        any chip, dtype and head size up to 256
+    gradients within a chunk       gradients_pairs.py, then  any chip, dtype and head size up to 256
+                                   gradients_inputs.py
+    the same in one kernel         gradients_64.py           sm_90, bfloat16, 32 < K, V <= 64, HQ = H = HV
+    the same in one kernel         hopper/gradients_128.py   sm_90, bfloat16, K = V = 128, HQ = H, complete chunks
+    last steps that these share    gradients_raw.py          gradients of the raw rows and of the gates
+    long sequences, cut            segments.py               sequences x heads leave most of the chip idle
+    recurrence, short inputs       recurrent.py              CUDA, without gradients
+    decoding step of a layer       step.py, step_kernels.py  CUDA; states up to 128 x 128, larger for one token
+
+"Any dtype" means float32, bfloat16 and float16. sm_90 is Hopper (H100, H200). The two kernels in hopper/ are written
+in Gluon and also require Triton 3.6 to 3.9; without it the Triton kernels serve.
+
+Glossary, for one state head and a chunk of C tokens with rows i and columns j:
+
+    state S        [K, V] matrix that the recurrence updates; float32 unless the caller holds it in bfloat16
+    chunk          C consecutive tokens of one sequence; a complete chunk has no padding
+    G              inclusive cumulative sum of the log decay g within the chunk
+    gamma, rev     e^G and e^{G_last - G}: decay since the start, and until the end, of the chunk
+    D_ij           e^{G_i - G_j} for i >= j, else 0
+    L              strictly lower triangle of beta_i D_ij <k_i, k_j>
+    T              (I + L)^-1
+    P              scores: scale * D * (Q K^T), lower triangle
+    U, W           U = K S, W = beta (V - gamma U)
+    V'             T W: the values that the chunk writes into the state
+    closed gate    a token with g < -100; e^g is 0 in float32, so the state before it is forgotten
+    s              number of closed gates up to and including a token of the chunk. A closed gate counts in s and adds
+                   nothing to G, so that G keeps its digits. D_ij = 0 where s_i != s_j; gamma_i = 0 where s_i > 0
+    row factors    float32 numbers per token and head, computed once: G, s, and those listed in row_factors.py
+    f, r           1 / |q| and 1 / |k| if the operator normalises q and k, else 1
+    state kernel   the sequential stage, which processes the chunks of a sequence in order (states.py)
+    segment        a run of consecutive chunks of one sequence that a program processes (segments.py)
+    bound          upper bound of the logarithm of a chunk's gain on the state, used to find what a segment forgets
+    dX             gradient of the loss with respect to X
+"""

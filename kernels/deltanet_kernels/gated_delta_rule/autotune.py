@@ -1,9 +1,9 @@
-"""Opt-in search for the chunk kernels' configuration: DELTANET_AUTOTUNE=1.
+"""Opt-in search for the configuration of the chunk kernels: DELTANET_AUTOTUNE=1.
 
 The first call of each combination of head counts, head sizes and dtype times the pinned configuration and a few
-neighbours of it on inputs of its own, forward and backward, and keeps the fastest for the life of the process. Each
-candidate compiles its kernels, some ten seconds in all, so this is for chips without a pinned table of their own. A
-candidate counts only if it runs, agrees with the pinned configuration, and gives the same bits twice.
+variations of it, on inputs of its own, forward and backward. The fastest is used for the life of the process. Each
+candidate compiles its kernels, some ten seconds in all, so the search is for chips without a pinned table. A candidate
+counts only if it runs, agrees with the pinned configuration, and gives the same bits twice.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def enabled() -> bool:
 
 
 def candidates(config: ChunkConfig) -> list[ChunkConfig]:
-    """The pinned configuration first, then one change at a time; never the tokens a chunk."""
+    """The pinned configuration first, then one change at a time; never the tokens per chunk."""
     changes: list[dict[str, Any]] = [
         {"state_stages": 2, "grad_stages": 2},
         {"state_stages": 1, "grad_stages": 1},
@@ -41,7 +41,7 @@ def candidates(config: ChunkConfig) -> list[ChunkConfig]:
     found = [config]
     for change in changes:
         other = replace(config, **change)
-        # A group of four warps for 64 columns of the state, as in the pinned table.
+        # Four warps per 64 columns of the state, as in the pinned table.
         other = replace(other, state_warps=8 if other.state_BV > 64 else 4, grad_warps=8 if other.grad_BV > 64 else 4)
         if other not in found:
             found.append(other)
@@ -49,7 +49,7 @@ def candidates(config: ChunkConfig) -> list[ChunkConfig]:
 
 
 def fastest(configs: Iterable[ChunkConfig], measure: Callable[[ChunkConfig], float]) -> ChunkConfig:
-    """The configuration with the smallest `measure`; the first one, which must run, where nothing is smaller."""
+    """The configuration with the smallest `measure`; the first one, whose errors are raised, if no other is smaller."""
     first, *others = configs
     best, least = first, measure(first)
     for config in others:
@@ -70,8 +70,8 @@ def choose(
 ) -> ChunkConfig:
     """The configuration for `key`: the one being tried, the one found before, or the outcome of a search now.
 
-    `run` calls the operators, which come back here for their configuration; `clock` times a call. Under graph capture
-    nothing can be timed and the pinned configuration serves.
+    `run` calls the operators, which call this function for their configuration; `clock` times a call. Under graph
+    capture nothing can be timed and the pinned configuration is used.
     """
     if _forced:
         return _forced[-1]

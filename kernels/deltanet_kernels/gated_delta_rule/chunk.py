@@ -1,11 +1,12 @@
-"""Chunkwise gated delta rule on CUDA: the launches, their registration with PyTorch, and the public function.
+"""Chunked gated delta rule on CUDA: the launches, their registration with PyTorch, and the entry point.
 
-    S_t = e^{g_t} S_{t-1} + beta_t k_t (v_t - k_t^T e^{g_t} S_{t-1})^T        o_t = scale * q_t^T S_t
+Forward: scores.py and solve.py, or hopper/solve.py for both, then states.py. Backward: states_backward.py, then
+gradients_pairs.py and gradients_inputs.py, or gradients_64.py or hopper/gradients_128.py for both. The package
+docstring says which kernel serves which call and defines the symbols. `Kept` lists what the forward pass keeps for
+the backward pass.
 
-Forward: chunk_scores.py (gates, norms, P, L) and chunk_prepare.py (T), or both in one on Hopper, then chunk_fwd.py
-(states, outputs). Backward: chunk_bwd.py, chunk_bwd_inputs.py, or one kernel for both, chunk_bwd_whole.py for small
-heads, on Hopper another for those of 128 (select.py). The forward pass keeps T, P, the states S [chunks, HV, V,
-K] and V' for it, and of sequences that are cut (chunk_segment.py) the maps M and what each segment forgets.
+Short names in this file: Tm is T, h the states S [chunks, HV, V, K], vn the values V', dh and dw the gradients of S and
+W, ht and dht the final state and its gradient.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -42,11 +43,11 @@ from deltanet_kernels.gated_delta_rule.solve import invert
 from deltanet_kernels.gated_delta_rule.states import outputs_kernel, states_kernel
 from deltanet_kernels.gated_delta_rule.states_backward import states_backward_kernel
 
-MIN_HALF_SIZE = 16  # smaller heads are computed in float32: too few numbers for their roundings to average out
+MIN_HALF_SIZE = 16  # smaller heads are computed in float32: too few numbers for their rounding errors to average out
 
 
 def _kept_dtype(dtype: torch.dtype) -> torch.dtype:
-    """bfloat16 keeps the range of V' and dW; float16 would lose small gradients."""
+    """Dtype in which V' and dW are stored: float32 for float16, which would lose small gradients."""
     return dtype if dtype == torch.bfloat16 else torch.float32
 
 
@@ -102,14 +103,14 @@ def _sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, int]:
 
 
 def _full(k: torch.Tensor, v: torch.Tensor, chunks: Chunks) -> bool:
-    """Every tile of every kernel is full: nothing needs a mask."""
+    """Whether every tile of every kernel is full, so that no mask is applied."""
     sizes = (k.shape[3], v.shape[3])
     even = all(size == tile_width(size, k.dtype) for size in sizes)
     return even and not chunks.varlen and chunks.tokens % chunks.size == 0
 
 
 def joins_gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, config: ChunkConfig) -> bool:
-    """One kernel makes all gradients inside a chunk (chunk_bwd_whole.py), not two."""
+    """Whether one kernel (gradients_64.py) computes all gradients within a chunk instead of two."""
     widths = {tile_width(size, k.dtype) for size in (k.shape[3], v.shape[3])}
     return q.shape[2] == k.shape[2] == v.shape[2] and widths == {config.joint_size}
 
@@ -180,7 +181,7 @@ def chunk_forward(
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor,
     torch.Tensor,
 ]:  # fmt: skip
-    """o, final state, and what the backward pass needs: row factors, T, P, S, V', M, table (empty if not asked for)."""
+    """o, the final state (empty unless `final`), and the fields of `Kept` (empty unless `keep`)."""
     precision = product_precision(precision, q.dtype)
     q, k, v = _unit_stride(q), _unit_stride(k), _unit_stride(v)
     g, beta = g.contiguous(), beta.contiguous()
@@ -265,7 +266,7 @@ def chunk_backward(
 ) -> tuple[
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
 ]:  # fmt: skip
-    """Gradients of q, k, v, g, beta, initial state, A_log, dt_bias (empty where there is no such input)."""
+    """Gradients of q, k, v, g, beta, the initial state, A_log and dt_bias; empty for absent inputs."""
     precision = product_precision(precision, q.dtype)
     q, k, v, do, g = _unit_stride(q), _unit_stride(k), _unit_stride(v), _unit_stride(do), g.contiguous()
     dht = None if dht is None else dht.contiguous()
@@ -280,10 +281,10 @@ def chunk_backward(
     flags = {"C": config.C, "VARLEN": chunks.varlen, "FULL": full, "PRECISION": precision}
     programs = chunks.rows * segments * HV
     BV, warps = slices(config.grad_BV, config.grad_warps, V, chunks.rows * HV, multiprocessors(q.device))
-    walks = programs * cdiv(V, BV)
+    programs *= cdiv(V, BV)
     common = {
         **sizes, **flags, "BV": BV, "SEGMENTS": segments, "num_warps": warps,
-        # More query heads a state need more shared memory a stage.
+        # More query heads per state take more shared memory per stage.
         "STAGES": max(1, config.grad_stages - max(HQ // HV, 1) + 1),
     }  # fmt: skip
     inputs = (q, k, factors, Tm, P, do)
@@ -292,12 +293,12 @@ def chunk_backward(
     if segments > 1:
         start = q.new_empty(chunks.rows, segments, HV, K, V, dtype=torch.float32)
         launch(
-            states_backward_kernel, walks,
+            states_backward_kernel, programs,
             *inputs, None, dh, dw, start, table, *where, *strides, **common, FINAL=False, INITIAL=True, KEEP=False,
         )  # fmt: skip
         compose(M if M.numel() else None, start, dht, table, True, precision)
     launch(
-        states_backward_kernel, walks,
+        states_backward_kernel, programs,
         *inputs, start, dh, dw, dh0, table, *where, *strides, **common,
         FINAL=start is not None, INITIAL=initial, KEEP=True,
     )  # fmt: skip

@@ -1,6 +1,6 @@
-"""Pinned block sizes of the kernels: a table for sm_90, and a default that fits every other chip.
+"""Pinned block sizes of the kernels: a table for sm_90, and defaults that fit every other chip.
 
-Nothing is searched for at run time unless DELTANET_AUTOTUNE=1 asks for it (autotune.py).
+Nothing is searched for at run time unless DELTANET_AUTOTUNE=1 is set (autotune.py).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from deltanet_kernels.common.sizes import cdiv, power_of_two
 def tile_width(size: int, dtype: torch.dtype) -> int:
     """The width of a tile that holds a head of this size: a power of two, in float16 at least 64.
 
-    Narrower float16 tiles lie in shared memory in another pattern than [C, C] ones. Where two tiles follow each other
-    at one address in two patterns, ptxas 12.8 (Triton 3.6) computes the addresses of all products but the first of a
+    Narrower float16 tiles have another layout in shared memory than [C, C] ones. Where two tiles follow each other
+    at one address in two layouts, ptxas 12.8 (Triton 3.6) computes the addresses of all products but the first of a
     sum from the wrong register (ptxas 12.9 does not): on an H200 dk came out wrong at K = 16, V = 40. bfloat16 tiles,
-    laid out in another order, and the slices of 32 columns for K over 128 do not meet there.
+    which are placed in another order, and the slices of 32 columns for K over 128 do not follow each other there.
     """
     return power_of_two(size, 64 if dtype == torch.float16 else 16)
 
@@ -37,11 +37,11 @@ def check_supported(dtype: torch.dtype, K: int, V: int) -> None:
 
 @dataclass(frozen=True)
 class ChunkConfig:
-    """Tokens a chunk; slices of V, warps, pipeline stages, and registers a thread of the kernels of chunk_*.py.
+    """Tokens per chunk; slices of V, warps, pipeline stages and registers per thread of the chunk kernels.
 
-    A state pass with a slice of 64 columns a group of four warps reads its computed tiles from registers
-    (chunk_fwd.py). Three stages hide the memory latency, at one program a multiprocessor; two stages do not (the
-    loads are asked for at the end of one chunk and awaited at the start of the next). The loops over V of the input
+    A state kernel with 64 columns per group of four warps reads its computed tiles from registers (states.py). Three
+    stages hide the memory latency at one program per multiprocessor; two stages do not (the loads are issued at the
+    end of one chunk and awaited at the start of the next). The loops over V of the input
     gradients stay unpipelined: with two stages there Triton 3.6 on an H200 gave gradients that changed from run to
     run. Eight warps on 64 rows would do the same products twice.
     """
@@ -62,18 +62,18 @@ class ChunkConfig:
     pair_registers: int | None = None  # a limit, so that more programs fit on a multiprocessor
     input_BV: int = 64
     input_warps: int = 4
-    joint_size: int = 0  # where K and V fill tiles of this width the two gradient kernels are one (chunk_bwd_whole.py)
+    joint_size: int = 0  # if K and V fill tiles of this width, one kernel computes all gradients (gradients_64.py)
     hopper_gradients: bool = False  # the Gluon kernel of the gradients where it fits (select.py)
-    hopper_solve: bool = False  # and that of all before the state pass
-    input_registers: int | None = None  # 255, the most there is: without a limit ptxas sometimes chooses 32, and spills
+    hopper_solve: bool = False  # use hopper/solve.py where it fits
+    input_registers: int | None = None  # 255 is the maximum; without a limit ptxas sometimes chooses 32, and spills
 
 
 @cached
 def chunk_config(K: int, V: int, dtype: torch.dtype, capability: tuple[int, int]) -> ChunkConfig:
     """The configuration for head sizes K, V in `dtype` on a chip of this compute capability.
 
-    sm_90 has its own table; elsewhere the state passes are not pipelined and all fits into 99 KiB of shared memory
-    (102 KiB for float32 heads over 128).
+    sm_90 has its own table; elsewhere the state kernels are not pipelined and all fits into 99 KiB of shared
+    memory (102 KiB for float32 heads over 128).
     """
     BK = tile_width(K, dtype)
     BV = tile_width(V, dtype)
@@ -112,9 +112,9 @@ def chunk_config(K: int, V: int, dtype: torch.dtype, capability: tuple[int, int]
 
 
 def slices(BV: int, warps: int, V: int, states: int, processors: int) -> tuple[int, int]:
-    """Slice of V and warps of a state pass over `states` states: narrower ones where wide ones leave the chip idle.
+    """Slice of V and warps of a state kernel over `states` states: narrower slices where wide ones leave the chip idle.
 
-    Segments do not count: cut or not, the sequences of few states are walked in narrow slices (chunk_segment.py).
+    Segments do not count: cut or not, the sequences of few states are processed in narrow slices (segments.py).
     """
     if BV > 64 and 2 * states * cdiv(V, BV) <= processors:
         return BV // 2, warps // 2
@@ -122,7 +122,7 @@ def slices(BV: int, warps: int, V: int, states: int, processors: int) -> tuple[i
 
 
 def product_precision(precision: str, dtype: torch.dtype) -> str:
-    """Triton's input_precision of matrix products; "auto": what torch.set_float32_matmul_precision asks for."""
+    """Triton's input_precision of matrix products; "auto": as set by torch.set_float32_matmul_precision."""
     if precision != "auto":
         return precision
     if dtype != torch.float32:
@@ -138,15 +138,15 @@ def recurrent_config(K: int, V: int, heads: int) -> tuple[int, int]:
 
 
 def step_slices(K: int, V: int, programs: int, processors: int) -> tuple[int, int, bool]:
-    """Columns of a slice of the one-token step, warps of a program, and whether the next slice is asked for early.
+    """Columns per slice of the one-token step, warps per program, and whether the next slice is loaded early.
 
-    Rows of 256 bytes of float32; narrower ones cost bandwidth. A thread a channel of q and k: with more threads the
-    sums over K, which cross the warps, take longer than the loads. Asking early takes the registers of a third program
-    on a multiprocessor, so only where there is none.
+    Slices have rows of 256 bytes of float32; narrower ones cost bandwidth. There is one thread per channel of q and k:
+    with more threads the sums over K, which cross the warps, take longer than the loads. Loading early takes the
+    registers of a third program per multiprocessor, so it is used only where there is none.
     """
     return min(power_of_two(V, 1), 64), max(1, power_of_two(K, 1) // 32), programs <= 2 * processors
 
 
 def step_warps(elements: int) -> int:
-    """Warps of the step of several tokens, `elements` of state a program; more make the compiler repeat loads."""
+    """Warps of the step of several tokens with `elements` of state per program; more make the compiler repeat loads."""
     return max(1, min(4, elements // 2048))

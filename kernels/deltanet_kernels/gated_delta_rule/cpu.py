@@ -1,15 +1,15 @@
-"""The gated delta rule by chunks in plain PyTorch: the path of CPU tensors, differentiable, float32 inside.
+"""The chunked gated delta rule in plain PyTorch: the CPU path, differentiable, computed in float32.
 
-Inside a chunk of C tokens, with G the inclusive sum of g over the chunk, D_ij = e^{G_i - G_j} for i >= j else
+Within a chunk of C tokens, with G the inclusive sum of g over the chunk, D_ij = e^{G_i - G_j} for i >= j else
 0, and L = tril(beta * D * K K^T, -1), the C rank-one updates of the recurrence are one unit triangular system
 
-    (I + L) V' = W,   W = beta * (V - e^G * (K S))          (values, less what the state already predicts)
+    (I + L) V' = W,   W = beta * (V - e^G * (K S))          (values minus what the state already predicts)
     O = scale * (e^G * (Q S) + (D * Q K^T) V')              S <- e^{G_C} S + K^T (e^{G_C - G} * V')
 
 (the UT transform of Yang et al., arXiv 2406.06484, with the gate of arXiv 2412.06464). Only S and V' of each
 chunk are kept for the backward, which solves the transposed system instead of differentiating through the
-inverse and recomputes everything else. Chunks are worked on in blocks: everything that does not need S is
-done for a whole block at once, the loop over chunks holds a few small products.
+inverse and recomputes everything else. Chunks are processed in blocks: everything that does not depend on S is
+computed for all chunks of a block at once, and the loop over chunks contains a few small products.
 """
 
 from itertools import pairwise
@@ -25,11 +25,11 @@ from deltanet_kernels.gated_delta_rule.reference import log_decay_and_strength
 
 
 def no_autocast(device: torch.device) -> torch.autocast:
-    """Autocast off: it would turn the float32 products into bfloat16 ones."""
+    """Turn autocast off, which would turn the float32 products into bfloat16 ones."""
     return torch.autocast(device.type, enabled=False)
 
 
-# Registered as operators so that torch.compile takes them as they are.
+# Registered as operators so that torch.compile does not trace into them.
 @torch.library.custom_op("deltanet_kernels::torch_chunk_forward", mutates_args=())
 def _forward_op(
     q: torch.Tensor,
@@ -196,7 +196,7 @@ def _run_packed(
     normalize: bool,
     offsets: list[int],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Packed sequences: those with equally many chunks run as one batch, short rows padded with beta = 0."""
+    """Packed sequences: those with equal numbers of chunks run as one batch, shorter rows padded with beta = 0."""
     device = q.device
     groups: dict[int, list[int]] = {}
     for n, (start, end) in enumerate(pairwise(offsets)):

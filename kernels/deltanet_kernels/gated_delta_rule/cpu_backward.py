@@ -1,4 +1,4 @@
-"""The chunked gated delta rule in plain PyTorch, backward; the algebra is in torch_chunk.py.
+"""The chunked gated delta rule in plain PyTorch, backward; the algebra is in cpu.py.
 
 With dS the gradient of the state after the chunk and dO that of the (unscaled) output, last chunk first:
 
@@ -13,7 +13,7 @@ and then, for all chunks of a block at once, with P = D * Q K^T and A = D * K K^
     dbeta = rowsum(dW * V) - gamma * rowsum((dW S^T) * K) - rowsum(X * A)
 
 dg_t collects, for every factor e^{G_i - G_j} with i >= t > j, its value times its gradient; summing exactly
-these, instead of differences of sums over i and over j, keeps the digits. Shapes as in torch_chunk_forward.py.
+these terms, instead of differences of sums over i and over j, avoids cancellation. Shapes as in cpu_forward.py.
 """
 
 from typing import NamedTuple
@@ -92,7 +92,7 @@ def _parallel(
     dstates: torch.Tensor,
     grads: Gradients,
 ) -> None:
-    """Everything of a block that needs no loop, written into `grads`."""
+    """Compute the gradients of a block that require no loop over chunks, into `grads`."""
     _, M, C = block
     n = M * s.N
 

@@ -1,12 +1,12 @@
-"""The chunked gated delta rule in plain PyTorch, forward; the algebra is in torch_chunk.py.
+"""The chunked gated delta rule in plain PyTorch, forward; the algebra is in cpu.py.
 
-Shapes inside a block of M chunks of C tokens: the B * HV states of a chunk lie side by side in N, the R query
-heads that share a state lie in the rows of one matrix, and chunks lie outermost, so that
+Shapes within a block of M chunks of C tokens: the B * HV states of a chunk form the dimension N, the R query
+heads that share a state are rows of one matrix, and chunks are the outermost dimension, so that
 
     q [M*N, R*C, K]    k [M*N, C, K]    v [M*N, C, V]    gates [M*N, C, 1]    S [M*N, K, V]
 
-are contiguous and the loop over chunks takes slices of N. Everything is written into a workspace that the
-blocks share: on CPU a fresh buffer costs more (page faults) than the arithmetic that fills it.
+are contiguous and the loop over chunks takes slices of N entries. All results are written into a workspace that the
+blocks share: on CPU a new buffer costs more (page faults) than the arithmetic that fills it.
 """
 
 import math
@@ -52,7 +52,7 @@ class Sizes(NamedTuple):
         return self.B * self.HV
 
     def blocks(self) -> list["Block"]:
-        """The tokens, cut into blocks of whole chunks and one shorter chunk at the end."""
+        """The tokens, cut into blocks of complete chunks and one shorter chunk at the end."""
         whole, tail = divmod(self.T, CHUNK)
         step = max(1, BLOCK_MATRICES // self.N)
         found = [Block(c * CHUNK, min(step, whole - c), CHUNK) for c in range(0, whole, step)]
@@ -80,7 +80,7 @@ class Block(NamedTuple):
 
 
 class Workspace:
-    """Named buffers that are used again by every block."""
+    """Named buffers that every block reuses."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype = dtype
@@ -88,7 +88,7 @@ class Workspace:
         self._buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
 
     def get(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """An uninitialised contiguous tensor; valid until the same name is asked for again."""
+        """An uninitialised contiguous tensor; valid until the same name is requested again."""
         key = (name, dtype or self.dtype)
         size = math.prod(shape)
         if key not in self._buffers or self._buffers[key].numel() < size:
@@ -97,11 +97,11 @@ class Workspace:
 
 
 class Prepared(NamedTuple):
-    """What a block needs besides the state."""
+    """Everything that a block computes independently of the state."""
 
     q: torch.Tensor  # raw queries [M*N, R*C, K], a part of kq
     k: torch.Tensor  # unit keys [M*N, C, K], a part of kq
-    kq: torch.Tensor  # keys above queries [M*N, C + R*C, K]: both meet the same matrices
+    kq: torch.Tensor  # keys above queries [M*N, C + R*C, K]: both multiply the same matrices
     inv_q: torch.Tensor | float  # 1/|q| [M*N, R*C, 1], or 1
     inv_k: torch.Tensor | float  # 1/|k| [M*N, C, 1], or 1
     beta: torch.Tensor  # [M*N, C, 1]
@@ -152,8 +152,8 @@ def prepare(
         k_.mul_(inv_k)
     beta_ = ws.get("beta", M, s.B, s.HV, C, 1).copy_(block.view(beta.unsqueeze(-1))).view(n, C, 1)
 
-    # Summed in float64: beside a shut gate (g = -200) float32 sums would lose the digits of the open ones.
-    # Below 10 * floor a token forgets everything; a bound keeps differences of g = -inf defined.
+    # Summed in float64: next to a closed gate (g = -200) float32 sums would lose the digits of the other gates.
+    # Below 10 * floor a token forgets everything; the clamp keeps differences of g = -inf defined.
     floor = FLOOR[s.dtype]
     G = ws.get("G", M, s.B, s.HV, C, 1, dtype=torch.float64).copy_(block.view(g.unsqueeze(-1)))
     G = G.view(n, C, 1).clamp_(min=10 * floor).cumsum(1)
@@ -187,8 +187,10 @@ def forward(
     state: torch.Tensor | None,
     keep: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Output [B, T, HO, V] and final state [B, HV, K, V]; with `keep`, what the backward needs of every chunk:
-    S [chunks*N, K, V] and V' [T*N, V], else empty tensors."""
+    """Output [B, T, HO, V] and final state [B, HV, K, V].
+
+    With `keep` also S [chunks*N, K, V] and V' [T*N, V] of every chunk, which the backward pass reads; else empty.
+    """
     N = s.N
     ws = Workspace(s.dtype, v.device)
     o = torch.empty(s.B, s.T, s.R * s.HV, s.V, dtype=v.dtype, device=v.device)

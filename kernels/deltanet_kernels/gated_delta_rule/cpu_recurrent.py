@@ -1,4 +1,4 @@
-"""The gated delta rule token by token in plain PyTorch: decoding on CPU, a handful of operations a token."""
+"""The gated delta rule token by token in plain PyTorch: decoding on CPU, a few operations per token."""
 
 import torch
 
@@ -45,7 +45,7 @@ def torch_recurrent_step_(
     dt_bias: torch.Tensor | None = None,
     use_beta_sigmoid_in_kernel: bool = False,
 ) -> torch.Tensor:
-    """The recurrence with the state [B, HV, K, V] in place; A_log and dt_bias given, g is the raw gate logit."""
+    """The recurrence, updating the state [B, HV, K, V] in place; with A_log and dt_bias, g is the raw gate logit."""
     (B, T, HQ, K), H, (HV, V) = q.shape, k.shape[2], v.shape[2:]
     dtype = torch.promote_types(q.dtype, torch.float32)
     scale = K**-0.5 if scale is None else scale

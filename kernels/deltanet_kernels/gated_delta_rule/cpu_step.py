@@ -1,6 +1,6 @@
-"""A decoding step of a Gated DeltaNet layer put together from its parts: the form that the fused kernel must equal.
+"""A decoding step of a Gated DeltaNet layer composed of operators: the definition of the fused kernel's results.
 
-In PyTorch it is the CPU path; with the Triton kernels as parts it serves the states that the fused kernel cannot.
+With PyTorch operators it is the CPU path. With Triton operators it serves states that the fused kernel does not.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ CLOSED = -1e4  # a gate logit whose sigmoid and softplus are exactly 0
 
 
 class StepParts(NamedTuple):
-    """The operators of a step: `causal_conv1d`, the recurrence with its state in place, `gated_rms_norm`."""
+    """The operators that make up a step: `causal_conv1d`, the recurrence with its state in place, `gated_rms_norm`."""
 
     conv: Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
     rule_: Callable[..., torch.Tensor]
@@ -61,7 +61,10 @@ def compose_step_(parts: StepParts, call: StepCall) -> torch.Tensor:
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding (RoFormer, arXiv 2104.09864) of the first R channels of x [B, T, H, K], in two halves."""
+    """Rotary embedding (RoFormer, arXiv 2104.09864) of the first R channels of x [B, T, H, K].
+
+    Channel i < R/2 is rotated against channel i + R/2.
+    """
     turning, rest = x.tensor_split([cos.shape[-1]], dim=-1)
     first, second = turning.chunk(2, dim=-1)
     turned = turning * cos.unsqueeze(2) + torch.cat([-second, first], dim=-1) * sin.unsqueeze(2)

@@ -1,15 +1,15 @@
-"""Gated delta rule over chunks, backward: all gradients of a chunk and head in one program, for small heads.
+"""Chunked gated delta rule, backward: all gradients of a chunk and head in one program, for small heads.
 
-Notation and formulas in chunk_bwd.py. In place of its two kernels where heads share nothing, are at most 64 wide and
-in bfloat16: a whole head's tiles then fit into one program, and no loop over V is left. (Over 32: with narrower tiles
-beside those of [C, C] ptxas 12.8 mixes up addresses, as kernel_config.tile_width tells.) dK_read = dU S^T and
-dK_kept = rev (V' dS^T) are products of what is in memory, with the row factors put in afterwards:
+states_backward.py has the formulas. Replaces gradients_pairs.py and gradients_inputs.py where heads share nothing, are
+33 to 64 wide and in bfloat16: the tiles of a head then fit into one program and no loop over V remains. (Over 32: with
+narrower tiles beside those of [C, C] ptxas 12.8 mixes up addresses; see config.tile_width.) dK_read = dU S^T and
+dK_kept = rev (V' dS^T) are products of tensors in memory, and the row factors are applied afterwards:
 
     dQ = scale gamma (dO S^T) + Z K;   dK = -beta gamma (dW S^T) + rev (V' dS^T) + Z^T Q + (E + E^T) K
 
-so that rowsum(k dK_read) and rowsum(k dK_kept) for dG come from them. Z and E go through memory (the cache): their
-transposes are needed, and a product with a transposed accumulator is a hazard. At 128 the same registers hold half as
-much, and what spills costs more than what is saved.
+so that rowsum(k dK_read) and rowsum(k dK_kept) for dG come from the same products. Z and E go through memory (the
+cache): their transposes are required, and Triton miscompiles products with a transposed accumulator. With heads of 128
+the same registers hold half as much of a tile, and the spills cost more than the single kernel saves.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -20,13 +20,13 @@ import triton.language as tl
 
 from deltanet_kernels.common.sequences import locate_chunk
 from deltanet_kernels.common.tiles import load_tile, store_tile
-from deltanet_kernels.gated_delta_rule.gradients_inputs import raw_gradient, store_gate_gradient
+from deltanet_kernels.gated_delta_rule.gradients_raw import raw_gradient, store_gate_gradient
 from deltanet_kernels.gated_delta_rule.row_factors import gamma_of, load_G, output_factors, row_factors, state_factors
 
 
 @triton.jit
 def _row(factors, at, i, live, j: tl.constexpr, FULL: tl.constexpr):
-    """Row factor j (chunk_scores.py) of a chunk's tokens."""
+    """Row factor j (scores.py) of a chunk's tokens."""
     return load_tile(factors + (4 * at + j) + 4 * i, live, FULL)
 
 
@@ -40,7 +40,7 @@ def joint_gradients_kernel(
     NORM: tl.constexpr, VARLEN: tl.constexpr, FULL: tl.constexpr,
     GATE: tl.constexpr, SIGMOID: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program a (chunk, head): dQ, dK, dV, dbeta, dg."""
+    """Compute dQ, dK, dV, dbeta and dg; one program per (chunk, head)."""
     pid = tl.program_id(0)
     head = pid % H
     c = pid // H
@@ -67,7 +67,7 @@ def joint_gradients_kernel(
     value_at = (flat * H + head) * V + (i[:, None] * (H * V) + e[None, :])
     state_at = (c.to(tl.int64) * H + head) * (K * V) + (e[:, None] * K + d[None, :])
 
-    # Loads stand before the products that they meet elementwise: Triton takes the layout of the later one.
+    # Loads stand before the products that they are combined with elementwise: Triton takes the layout of the later one.
     do_tile = load_tile(o_at, mV, FULL)
     vn_tile = load_tile(vn + value_at, mV, FULL)
     dw_tile = load_tile(dw + value_at, mV, FULL)
@@ -99,16 +99,16 @@ def joint_gradients_kernel(
     if SIGMOID:
         db = (1.0 - b_i) * db
     else:
-        shut = live & (b_i == 0.0)
+        zero_beta = live & (b_i == 0.0)
         db = db / tl.where(b_i == 0.0, 1.0, b_i)
-        if tl.sum(shut.to(tl.int32), axis=0) > 0:
+        if tl.sum(zero_beta.to(tl.int32), axis=0) > 0:
             # beta = 0: the same sum without the division, rowsum(dW (V - gamma U - (D K K^T) V')).
             v_at = v + row * v_row + head.to(tl.int64) * v_head + first * v_token
             v_tile = load_tile(v_at + (i[:, None] * v_token + e[None, :]), mV, FULL).to(tl.float32)
             U = tl.dot(k_tile, tl.trans(S), input_precision=PRECISION)
             again = load_tile(dw + value_at, mV, FULL).to(tl.float32)
             db0 = tl.sum(again * (v_tile - (gamma_of(G_i, s_i) * r_i)[:, None] * U), axis=1) - X_row
-            db = tl.where(shut, db0, db)
+            db = tl.where(zero_beta, db0, db)
     tl.store(dbeta + (flat + i) * H + head, db.to(dbeta.dtype.element_ty), mask=live)
 
     dQ = tl.dot(do_tile, S, input_precision=PRECISION) * read_i[:, None]
@@ -120,7 +120,7 @@ def joint_gradients_kernel(
 
     k_again = load_tile(k_at, mK, FULL)
     dK = tl.dot(dw_tile, S, input_precision=PRECISION) * erase_i[:, None]
-    # From the cache, not kept in registers until here.
+    # Read from the cache here instead of being kept in registers.
     dS = load_tile(dh + state_at, mS, FULL)
     SdS = tl.sum(load_tile(h + state_at, mS, FULL).to(tl.float32) * dS.to(tl.float32), axis=1)
     kept = tl.dot(load_tile(vn + value_at, mV, FULL), dS, input_precision=PRECISION) * rev_i[:, None]

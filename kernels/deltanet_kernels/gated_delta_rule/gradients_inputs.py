@@ -1,7 +1,7 @@
-"""Gated delta rule over chunks, backward: the gradients of q, k and the gates, all chunks at once.
+"""Chunked gated delta rule, backward: the gradients of q, k and the gates, all chunks in parallel.
 
-Notation and formulas in chunk_bwd.py. V', dW, S, dS, Z and E are in memory, so that what is left is matrix products
-with few accumulators, and two programs share a multiprocessor.
+states_backward.py has the formulas. V', dW, S, dS, Z and E are in memory, so that what remains is matrix products with
+few accumulators, and two programs share a multiprocessor.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -11,33 +11,9 @@ import triton
 import triton.language as tl
 
 from deltanet_kernels.common.sequences import locate_chunk
-from deltanet_kernels.common.tiles import load_tile, softplus, store_tile
+from deltanet_kernels.common.tiles import load_tile, store_tile
+from deltanet_kernels.gated_delta_rule.gradients_raw import raw_gradient, store_gate_gradient
 from deltanet_kernels.gated_delta_rule.row_factors import output_factors, row_factors, state_factors
-
-
-@triton.jit
-def raw_gradient(x, dx, factor, NORM: tl.constexpr):
-    """Gradient to the raw rows x from dx = factor * (gradient to the unit rows factor * x).
-
-    The sum is over unit rows: of two equal sums x dx, one before and one after a product that adds to dx, ptxas 12.8
-    and 12.9 keep one, that after it (seen with Triton 3.9: dG took the wrong one).
-    """
-    if NORM:
-        x = factor[:, None] * x.to(tl.float32)
-        dx -= tl.sum(x * dx, axis=1)[:, None] * x
-    return dx
-
-
-@triton.jit
-def store_gate_gradient(dg_i, g, A_log, dt_bias, dg, sums, at, head, live, GATE: tl.constexpr, FULL: tl.constexpr):
-    """dg of a chunk's tokens; where GATE that of the raw logits, and the chunk's part of dA_log and ddt_bias."""
-    if GATE:
-        a = load_tile(g + at, live, FULL).to(tl.float32) + tl.load(dt_bias + head).to(tl.float32)
-        rate = tl.exp(tl.load(A_log + head).to(tl.float32))
-        tl.store(sums, tl.sum(tl.where(live, -rate * softplus(a) * dg_i, 0.0), axis=0))
-        dg_i = -rate / (1.0 + tl.exp(-a)) * dg_i
-        tl.store(sums + 1, tl.sum(tl.where(live, dg_i, 0.0), axis=0))
-    tl.store(dg + at, dg_i.to(dg.dtype.element_ty), mask=live)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -49,7 +25,7 @@ def input_gradients_kernel(
     BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, NORM: tl.constexpr, VARLEN: tl.constexpr, FULL: tl.constexpr,
     GATE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program a (chunk, key head): dQ, dK, dg over all its output heads."""
+    """Compute dQ, dK and dg, summed over the output heads of a key head; one program per (chunk, key head)."""
     HO: tl.constexpr = HQ if HQ > HV else HV
     GROUP: tl.constexpr = HO // HV
     READS: tl.constexpr = HO // HQ
@@ -151,6 +127,6 @@ def input_gradients_kernel(
         state_factors(factors, plane), (key_head * (HV // H)).to(tl.int64) * tokens + flat, i, live, FULL
     )
     dk_at = dk + (flat * H + key_head) * K + (i[:, None] * (H * K) + d[None, :])
-    # Loaded once more, not kept in registers through the loops.
+    # Loaded once more instead of being kept in registers through the loops.
     k_again = load_tile(k_base + (i[:, None] * k_token + d[None, :]), mK, FULL)
     store_tile(dk_at, raw_gradient(k_again, dk_acc, r_i, NORM), mK, FULL)

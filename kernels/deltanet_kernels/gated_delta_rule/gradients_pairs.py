@@ -1,4 +1,7 @@
-"""PAIRS"""
+"""Chunked gated delta rule, backward: gradients of the terms between two tokens of a chunk, all chunks in parallel.
+
+Writes dV, dbeta, and Z, E and dG for gradients_inputs.py. states_backward.py has the formulas.
+"""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
@@ -27,7 +30,7 @@ def pair_gradients_kernel(
     BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, VARLEN: tl.constexpr, FULL: tl.constexpr,
     SIGMOID: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program a (chunk, state head): dV, dbeta, and for the inputs Z, E and dG [HV, B*T]."""
+    """Compute dV, dbeta, Z, E and dG [HV, B*T]; one program per (chunk, state head)."""
     HO: tl.constexpr = HQ if HQ > HV else HV
     GROUP: tl.constexpr = HO // HV
     pid = tl.program_id(0)
@@ -54,7 +57,7 @@ def pair_gradients_kernel(
     dP = tl.zeros([C, C], dtype=tl.float32)
     db = tl.zeros([C], dtype=tl.float32)
     if GROUP == 1:
-        # Loaded before the products that it meets elementwise: Triton takes the layout of the later one.
+        # Loaded before the products that it is combined with elementwise: Triton takes the layout of the later one.
         P_tile = tl.load(P + (c.to(tl.int64) * HO + head) * (C * C) + square)
     o_base = do + row * o_row + (head * GROUP).to(tl.int64) * o_head + first * o_token
     for i_v in range(0, V, BV):
@@ -102,9 +105,9 @@ def pair_gradients_kernel(
     if SIGMOID:
         db = (1.0 - b_i) * db
     else:
-        shut = live & (b_i == 0.0)
+        zero_beta = live & (b_i == 0.0)
         db = db / tl.where(b_i == 0.0, 1.0, b_i)
-        if tl.sum(shut.to(tl.int32), axis=0) > 0:
+        if tl.sum(zero_beta.to(tl.int32), axis=0) > 0:
             # beta = 0: the same sum without the division, rowsum(dW (V - gamma U - (D K K^T) V')).
             db0 = -X_row
             gamma_r = gamma_of(G_i, s_i) * r_i
@@ -118,5 +121,5 @@ def pair_gradients_kernel(
                 S = load_tile(S_at, (e < V)[:, None] & (d < K)[None, :], FULL).to(dtype)
                 U = tl.dot(k_tile, tl.trans(S), input_precision=PRECISION)
                 db0 += tl.sum(dw_tile * (v_tile - gamma_r[:, None] * U), axis=1)
-            db = tl.where(shut, db0, db)
+            db = tl.where(zero_beta, db0, db)
     tl.store(dbeta + (flat + i) * HV + head, db.to(dbeta.dtype.element_ty), mask=live)

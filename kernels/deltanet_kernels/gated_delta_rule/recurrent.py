@@ -1,8 +1,9 @@
-"""Gated delta rule by its recurrence, for decoding and short steps: one kernel, the state read and written once.
+"""Gated delta rule by its recurrence, for short inputs: one kernel that reads and writes the state once.
 
     S_t = e^{g_t} S_{t-1} + beta_t k_t (v_t - k_t^T e^{g_t} S_{t-1})^T        o_t = scale * q_t^T S_t
 
-A program holds a [K, BV] slice of one head's state and walks its tokens; gate, sigmoid and L2 norm are in it.
+A program holds a [K, BV] slice of one head's state and processes its tokens in order. The kernel also computes the
+gates, the sigmoid and the L2 norm.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -30,7 +31,7 @@ def _recurrent_kernel(
     BK: tl.constexpr, BV: tl.constexpr, GATE: tl.constexpr, SIGMOID: tl.constexpr, NORM: tl.constexpr,
     INITIAL: tl.constexpr, FINAL: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
-    """One program a (sequence, state head, slice of V)."""
+    """Process the tokens of a sequence in order; one program per (sequence, state head, slice of V)."""
     HO: tl.constexpr = HQ if HQ > HV else HV
     GROUP: tl.constexpr = HO // HV
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -121,7 +122,7 @@ def recurrent(
     initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
     A_log: torch.Tensor | None, dt_bias: torch.Tensor | None, scale: float, norm: bool, sigmoid: bool, final: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """o and the final state (empty unless asked for)."""
+    """Return o and the final state (empty unless `final`)."""
     rows = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
     shape = (rows, v.shape[2], k.shape[3], v.shape[3])
     state = None if initial_state is None else initial_state.contiguous()
@@ -141,7 +142,7 @@ def recurrent_update_(
     cu_seqlens: torch.Tensor | None, A_log: torch.Tensor | None, dt_bias: torch.Tensor | None,
     scale: float, norm: bool, sigmoid: bool,
 ) -> torch.Tensor:  # fmt: skip
-    """o; the contiguous float32 or bfloat16 state [N, HV, K, V] moves on in place."""
+    """Return o and update the contiguous float32 or bfloat16 state [N, HV, K, V] in place."""
     return _launch(q, k, v, g, beta, state, state, cu_seqlens, A_log, dt_bias, scale, norm, sigmoid)
 
 

@@ -1,4 +1,14 @@
-"""ROWF"""
+"""Row factors: float32 numbers per token and head that every chunk kernel reads instead of computing them again.
+
+One tensor [6 HV + 4 HO, B*T], head first. With plane = HV * B * T elements per block:
+
+    offset 0            G [HV, B*T]
+    offset plane        s [HV, B*T]
+    offset 2 plane      per token and state head, side by side: beta, -gamma beta r, rev r, r
+    offset 6 plane      per token and output head, side by side: 1/|q|, scale gamma / |q|, and two unused numbers
+
+The package docstring defines the symbols.
+"""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
@@ -46,9 +56,9 @@ def row_norm_factor(x):
 
 @triton.jit
 def load_G(rows, plane, i, valid, FULL: tl.constexpr, PRECISION: tl.constexpr):
-    """G and s of a chunk's rows, rows past the end like the last one; e^{G_last}.
+    """G and s of a chunk's rows, where rows past the end equal the last one, and e^{G_last}.
 
-    With products of 10 bits a shut gate is -128 in G (up to 3e-4 off in the decays behind it) and s is not needed.
+    With tf32 products (10 bits) a closed gate is -128 in G, which moves the decays after it by up to 3e-4; s is then 0.
     """
     G_i = load_tile(rows + i, i < valid, FULL)
     s_i = load_tile(rows + plane + i, i < valid, FULL)

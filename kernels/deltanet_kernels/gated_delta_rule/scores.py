@@ -1,15 +1,12 @@
-"""Gated delta rule over chunks, first of all: row factors, P = scale D (Q K^T), what outputs read in a chunk, and L.
+"""Chunked gated delta rule, first stage: row factors, scores P, and L.
 
-With the L2 norm in the operator P and L hold the norms of both sides. All are made once, for all chunks at a time: the
-state passes and the gradients read them from memory (P is [C, C] a chunk and output head, as large as T), which keeps
-exponentials, norms and that product out of the loops over chunks. L, in float32, is for chunk_prepare.py alone, which
-has the notation; its product is made here, where the keys lie as a whole tile.
+With the L2 norm in the operator, P and L include the norms of both sides, so that raw q and k multiply them later. All
+are computed once for all chunks in parallel. The later stages read them from memory (P is [C, C] per chunk and output
+head, as large as T), which keeps exponentials, norms and that product out of their loops over chunks. L, in float32,
+is read by solve.py alone; its product is computed here because the complete tile of keys is here.
 
-Row factors, float32, head first [heads, B*T]: G and s; then four side by side a row, beta, -gamma beta r, rev r, r;
-then for each output head 1/|q|, scale gamma / |q| and two unused. gamma = e^G, rev = e^{G_last - G}.
-
-Where sequences are cut into segments, also the bound of what each chunk leaves of the state before it, as a logarithm
-[chunks, HV]: the sum of g + max(0, log |1 - beta |k|^2|); minus infinity behind a shut gate (chunk_segment.py).
+Where sequences are cut into segments, the bounds [chunks, HV] are written too: the sum over the chunk's tokens of
+g + max(0, log |1 - beta |k|^2|), and minus infinity if the chunk has a closed gate (segments.py).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -28,15 +25,15 @@ from deltanet_kernels.gated_delta_rule.row_factors import ChunkInputs, decay_bet
 
 @triton.jit
 def _gates(g, beta, A_log, dt_bias, at, live, head, GATE: tl.constexpr, SIGMOID: tl.constexpr):
-    """Log decay, shut gates and write strength of a chunk's tokens, zero past the end."""
+    """Log decay, closed gates and write strength of a chunk's tokens, zero past the end."""
     x = tl.load(g + at, mask=live, other=0.0).to(tl.float32)
     if GATE:
         x = -tl.exp(tl.load(A_log + head).to(tl.float32)) * softplus(x + tl.load(dt_bias + head).to(tl.float32))
     b = tl.load(beta + at, mask=live, other=0.0).to(tl.float32)
     if SIGMOID:
         b = 1.0 / (1.0 + tl.exp(-b))
-    shut = live & (x < -100.0)
-    return tl.where(live & (x >= -100.0), x, 0.0), tl.where(shut, 1.0, 0.0), tl.where(live, b, 0.0)
+    closed = live & (x < -100.0)
+    return tl.where(live & (x >= -100.0), x, 0.0), tl.where(closed, 1.0, 0.0), tl.where(live, b, 0.0)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -48,7 +45,7 @@ def scores_kernel(
     BK: tl.constexpr, C: tl.constexpr, GATE: tl.constexpr, SIGMOID: tl.constexpr, NORM: tl.constexpr,
     BOUND: tl.constexpr, VARLEN: tl.constexpr, FULL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program a (chunk, output head): P, L, the row factors, the bound."""
+    """Compute P, L, the row factors and the bound; one program per (chunk, output head)."""
     HO: tl.constexpr = HQ if HQ > HV else HV
     pid = tl.program_id(0)
     out = pid % HO
@@ -65,9 +62,9 @@ def scores_kernel(
     k_base = k + row * k_row + (head // (HV // H)).to(tl.int64) * k_head + first * k_token
     q_tile = load_tile(q_base + (i[:, None] * q_token + d[None, :]), mK, FULL)
     k_tile = load_tile(k_base + (i[:, None] * k_token + d[None, :]), mK, FULL)
-    log_decay, shut, b = _gates(g, beta, A_log, dt_bias, (flat + i) * HV + head, live, head, GATE, SIGMOID)
+    log_decay, closed, b = _gates(g, beta, A_log, dt_bias, (flat + i) * HV + head, live, head, GATE, SIGMOID)
     G = tl.cumsum(log_decay, axis=0)
-    s = tl.cumsum(shut, axis=0)
+    s = tl.cumsum(closed, axis=0)
     s_last = tl.max(s, axis=0)
     G_last = tl.sum(tl.where(i == C - 1, G, 0.0), axis=0)
     gamma = tl.where(s > 0.0, 0.0, tl.exp(G))

@@ -1,29 +1,30 @@
-"""Splitting of long sequences into segments that run at once, without losing anything.
+"""Cuts long sequences into segments that run in parallel, with exact results.
 
-A segment's effect on the state is affine:
+The effect of a segment on the state is affine:
 
     S_out = M S_in + N,  M <- e^{G_last} M - K^T (rev (T (beta gamma (K M)))) from M = I
 
-N is the state pass from zero, M the state pass from I with v = 0. Backward, dS_in = M^T dS_out + N'.
+N is the result of the state kernel started from zero, M its result started from I with v = 0. Backward,
+dS_in = M^T dS_out + N'.
 
-**Forgetting.** A token multiplies the state by e^{g_t} (I - beta_t k_t k_t^T), so it lengthens nothing by more than
-e^{g_t} max(1, |1 - beta_t |k_t|^2|). The logarithms of that are summed over each chunk (chunk_scores.py). Where they
-come to -200 over the last w chunks of a segment, what lies before them reaches the segment's end as nothing: the
-largest float32 number, e^88.7 in each of 256 rows, times e^-200 is under half of the smallest one, e^-103.97. M is
-zero, and N needs w chunks only. Backward it is the first w' chunks of a segment. With gates of -0.5 a token that is
-seven chunks of 64, with -0.01 it is 313.
+**Forgetting.** A token multiplies the state by e^{g_t} (I - beta_t k_t k_t^T), which lengthens no vector by more than
+e^{g_t} max(1, |1 - beta_t |k_t|^2|). scores.py sums the logarithms of that bound over each chunk. Where they add up to
+-200 over the last w chunks of a segment, nothing of the state before those chunks reaches the segment's end: the
+largest float32 number, e^88.7 in each of 256 rows, times e^-200 is under half of the smallest one, e^-103.97. Then M is
+zero, and N requires only w chunks. Backward, the first w' chunks of a segment suffice in the same way. With gates of
+-0.5 per token that is seven chunks of 64, with -0.01 it is 313.
 
-A segment forgets where there are both w and w' chunks; else, or where a bound is NaN, it remembers. What becomes of
-those that remember depends on how many segments there are (`composes`):
+A segment forgets if both w and w' exist; otherwise, or if a bound is NaN, it remembers. `composes` chooses between two
+treatments of segments that remember, by the number of segments:
 
-    composed   their M and N are computed in full, and `compose` links them: all segments at once, for three times
-               the work (N and M, then the pass proper)
-    walked     they are not cut from what follows (backward: from what comes before): one program walks on through
-               the next segment, and the program of that one has nothing to do
+    composed    their M and N are computed in full and `compose` links them: all segments run in parallel, for three
+                times the work (N and M, then the state kernel itself)
+    sequential  they are not cut from the next segment (backward: from the previous one): one program continues
+                through the next segment, and the program of that segment has nothing to do
 
-So which chunks a program walks is decided on the device, for every segment and state head, in a table from
-`chunk_spans`, int32 [rows, HV, segments, 5, 2]: the chunks [start, stop) of the passes WALK, WALK_BACK, N, N_BACK
-and M. Where start > stop a program has nothing to do, and nothing to write.
+The device therefore decides, per segment and state head, which chunks a program processes. `chunk_spans` writes that
+table, int32 [rows, HV, segments, 5, 2]: the chunks [start, stop) of the passes WALK (forward), WALK_BACK (backward),
+N_PASS, N_BACK and M_PASS. Where start > stop a program has nothing to do and nothing to write.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -40,19 +41,19 @@ from deltanet_kernels.common.sizes import cdiv, power_of_two
 FORGOTTEN = tl.constexpr(-200.0)
 WALK, WALK_BACK, N_PASS, N_BACK, M_PASS = (tl.constexpr(j) for j in range(5))
 MAX_SEGMENTS = 64
-MAX_COMPOSED_KEY = 128  # M [K, K] in float32 has to fit into shared memory
+MAX_COMPOSED_KEY = 128  # M [K, K] in float32 is held in shared memory
 
 
 @triton.jit
 def load_span(table, n, head, s, which, HV: tl.constexpr, SEGMENTS: tl.constexpr):
-    """First and last + 1 of the chunks that a pass walks for segment s."""
+    """First and last + 1 of the chunks that a pass processes for segment s."""
     at = table + 10 * ((n * HV + head) * SEGMENTS + s) + 2 * which
     return tl.load(at), tl.load(at + 1)
 
 
 @triton.jit
 def _reach(bounds, first, step, n, longest, HV: tl.constexpr, POWER: tl.constexpr, BLOCK: tl.constexpr):
-    """How many of n chunks, chunk `first` and on by `step`, it takes to forget all before them; 0: more than n."""
+    """Chunks, from `first` in steps of `step`, that forget everything before them; 0 if that takes more than n."""
     i = tl.arange(0, BLOCK)
     total = tl.zeros([POWER], dtype=tl.float32)
     never = 1 << 30
@@ -80,7 +81,7 @@ def chunk_spans_kernel(
     bounds, table, cu_seqlens, first_chunk, T, HV: tl.constexpr, C: tl.constexpr, SEGMENTS: tl.constexpr,
     POWER: tl.constexpr, COMPOSED: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program a (sequence, state head)."""
+    """Write the table of chunks per pass; one program per (sequence, state head)."""
     head = tl.program_id(0) % HV
     n = tl.program_id(0) // HV
     row, _, _, length = locate_row(n, cu_seqlens, T, VARLEN)
@@ -103,7 +104,7 @@ def chunk_spans_kernel(
     _store_span(spans, N_BACK, needed, start, tl.where(forgets, start + behind, stop), exists)
     _store_span(spans, M_PASS, remembers, start, stop, exists)
 
-    # A pass is cut behind a segment, backward in front of it, where a state to start from is known.
+    # A pass ends after a segment (backward: before it) if the state to start the next one from is known.
     cut = (forgets | remembers)[None, :]
     i = s[None, :]
     j = s[:, None]
@@ -118,7 +119,7 @@ def chunk_spans_kernel(
 
 
 def chunk_spans(bounds: torch.Tensor, chunks: Chunks, segments: int, composed: bool) -> torch.Tensor:
-    """From the bounds [chunks, HV] which chunks each program of the state passes walks."""
+    """The chunks that each program of the state kernels processes, from the bounds [chunks, HV]; layout above."""
     HV = bounds.shape[1]
     table = torch.empty(chunks.rows, HV, segments, 5, 2, dtype=torch.int32, device=bounds.device)
     if table.numel():
@@ -137,7 +138,7 @@ def _compose_kernel(
     M, states, table, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, HV: tl.constexpr,
     SEGMENTS: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program a (sequence, head, slice of V): adds M S_in to the N that `states` holds."""
+    """Add M S_in to the N that `states` holds; one program per (sequence, head, slice of V)."""
     pid = tl.program_id(0)
     NV: tl.constexpr = (V + BV - 1) // BV
     i_v = pid % NV
@@ -170,10 +171,10 @@ def compose(
     M: torch.Tensor | None, states: torch.Tensor, initial: torch.Tensor | None, table: torch.Tensor,
     reverse: bool, precision: str,
 ) -> None:  # fmt: skip
-    """Makes `states` [rows, segments, HV, K, V] those entering each segment; from the end when `reverse`.
+    """Turn `states` [rows, segments, HV, K, V] into the states that enter each segment; from the end if `reverse`.
 
-    On entry it holds at each segment the N of the segment before it (backward: behind it), and at the first
-    (backward: the last) anything. M is None where nothing is composed.
+    On entry it holds, per segment, the N of the previous segment (backward: of the next one); the entry of the first
+    (backward: the last) segment is ignored. M is None where nothing is composed.
     """
     rows, segments, HV, K, V = states.shape
     outermost = states[:, -1 if reverse else 0]
@@ -191,12 +192,12 @@ def compose(
 
 
 def segments_for(programs: int, chunks_a_row: int, multiprocessors: int) -> int:
-    """How many segments to cut each sequence into where `programs` walks of uncut ones leave the chip idle.
+    """The number of segments per sequence, given that `programs` programs would process uncut sequences.
 
-    A walk is of at most 64 columns of the state here: on an H200 (head size 128, bfloat16) a chunk takes it 1.5 us,
-    and one of 128 columns 2.6. Wider, more segments were no faster over forward and backward, and much slower where
-    states are remembered. Where those are composed, twice the segments let the passes of some heads fill the chip:
-    131072 tokens x 16 heads, every second of which remembers, 2.92 / 8.65 ms in four, 2.42 / 7.83 in eight, and no
+    A program has at most 64 columns of the state here: on an H200 (head size 128, bfloat16) it takes 1.5 us per chunk,
+    with 128 columns 2.6. Wider slices with more segments were no faster over forward and backward, and much slower
+    where segments remember. Where those are composed, twice the segments let the passes of some heads fill the chip:
+    131072 tokens x 16 heads, where every second head remembers, 2.92 / 8.65 ms in four, 2.42 / 7.83 in eight, and no
     difference if none does. That many only of 64 chunks or more: 65536 x 4 that remember took 0.46 / 1.29 ms in 16
     segments and 0.55 / 1.45 in 33, 32768 x 9 of 64 0.37 ms forward in 8 and 0.30 in 14. Under 256 chunks in all the
     launches cost the host more than they save.
@@ -210,10 +211,11 @@ def segments_for(programs: int, chunks_a_row: int, multiprocessors: int) -> int:
 
 
 def composes(segments: int, K: int) -> bool:
-    """Whether segments that remember are composed, not walked.
+    """Whether segments that remember are composed, not processed sequentially.
 
-    It takes three passes over a segment instead of one over a sequence. On an H200, forward / forward + backward when
-    all remember: 131072 tokens x 16 heads of 128 in four segments 2.99 / 8.72 ms composed, 4.19 / 12.05 walked, uncut
-    4.07 / 11.98; 32768 x 32 in two 1.29 / 4.25 walked, 1.24 / 4.21 uncut, and in four 1.46 / 4.39 composed.
+    Composing takes three passes over a segment instead of one over a sequence. On an H200, forward / forward +
+    backward when all segments remember: 131072 tokens x 16 heads of 128 in four segments 2.99 / 8.72 ms composed,
+    4.19 / 12.05 sequential, uncut 4.07 / 11.98; 32768 x 32 in two 1.29 / 4.25 sequential, 1.24 / 4.21 uncut, and in
+    four 1.46 / 4.39 composed.
     """
     return segments >= 4 and K <= MAX_COMPOSED_KEY

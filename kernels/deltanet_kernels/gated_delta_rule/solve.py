@@ -1,21 +1,9 @@
-"""What every chunk needs before the recurrence can run over chunks: T = (I + L)^{-1}.
+"""Chunked gated delta rule, second stage: T = (I + L)^{-1} by block inversion.
 
-Notation, per state head, with C tokens a chunk (rows i, columns j):
-
-    G     inclusive cumulative sum of the log decay g inside the chunk, float32
-    D_ij  e^{G_i - G_j} for i >= j, else 0
-          A gate below -100 (e^g is nothing in float32) is shut: it counts in s and adds nothing to G, so that what
-          follows it keeps all its digits. D_ij = 0 where s_i != s_j, e^{G_i} = 0 where s_i > 0.
-    L     tril(beta_i D_ij <k_i, k_j>, -1),  T = (I + L)^{-1}
-
-With raw gate logits a the log decay is g = -e^{A_log} softplus(a + dt_bias); with raw write logits b the strength is
-beta = sigmoid(b). With the L2 norm in the operator k stands for k / sqrt(|k|^2 + 1e-6): the raw keys stay in memory
-and r = 1 / sqrt(|k|^2 + 1e-6) travels as a row factor.
-
-T is built by block inversion. Diagonal blocks of 16: with the inverses of blocks of size b in T and B the part of L
-that joins neighbouring ones, T <- T - T B T gives the inverses of size 2b. Then by block rows,
-T_ab = -T_aa sum_{b <= c < a} L_ac T_cb. Every intermediate is an entry of an inverse, so nothing grows, unlike the
-powers of L. Products are float32 (tf32 in three parts on tensor cores).
+The diagonal blocks are 16 x 16. With the inverses of blocks of size b in T, and B the part of L that joins neighbouring
+blocks, T <- T - T B T gives the inverses of size 2b. Then by block rows, T_ab = -T_aa sum_{b <= c < a} L_ac T_cb. Every
+intermediate is an entry of an inverse, so nothing grows, unlike the powers of L. Products are float32 (tf32 in three
+parts on tensor cores).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -40,7 +28,7 @@ def _block(tile, C: tl.constexpr, a: tl.constexpr, b: tl.constexpr):
 
 @triton.jit
 def _invert_block(L, PRECISION: tl.constexpr):
-    """(I + L)^{-1} of a 16 x 16 diagonal block; only the part of L under the diagonal counts."""
+    """(I + L)^{-1} of a 16 x 16 diagonal block; only the part of L below the diagonal is read."""
     i = tl.arange(0, 16)[:, None]
     j = tl.arange(0, 16)[None, :]
     L = tl.where(i > j, L, 0.0)
@@ -63,7 +51,7 @@ def inverse_kernel(
     L, T_out, cu_seqlens, row_of_chunk, first_chunk, T,
     HV: tl.constexpr, C: tl.constexpr, VARLEN: tl.constexpr, MERGE: tl.constexpr,
 ):  # fmt: skip
-    """One program a (chunk of 64 or 32 tokens, state head), in blocks of 16 that a warp holds in registers."""
+    """Compute T in blocks of 16 held in registers; one program per (chunk of 64 or 32 tokens, state head)."""
     pid = tl.program_id(0)
     c = pid // HV
     _, _, _, valid = locate_chunk(c, cu_seqlens, row_of_chunk, first_chunk, T, C, VARLEN)
@@ -113,7 +101,7 @@ def inverse_kernel(
 def invert(
     L: torch.Tensor, dtype: torch.dtype, tokens: int, chunks: Chunks, precision: str, num_warps: int
 ) -> torch.Tensor:
-    """T [chunks, HV, C, C] in `dtype` from L [chunks, HV, C, C] of rows of so many tokens."""
+    """T [chunks, HV, C, C] in `dtype` from L [chunks, HV, C, C]; `tokens` is the length of a row."""
     inverse = torch.empty(L.shape, dtype=dtype, device=L.device)
     if chunks.count:
         launch(

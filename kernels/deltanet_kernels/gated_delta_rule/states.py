@@ -1,18 +1,17 @@
-"""Gated delta rule over chunks, forward: the state pass and the outputs.
+"""Chunked gated delta rule, third stage: the states and the outputs.
 
-Per state head, with C tokens a chunk, S [K, V] the state entering the chunk, T, P, G as in chunk_prepare.py and
-chunk_scores.py, gamma = e^G, rev = e^{G_last - G} and W, R, U [C, V]:
+With S the state that enters the chunk (the package docstring defines the symbols):
 
-    U = K S;  R = V - gamma U;  W = beta R;  V' = T W
+    U = K S;  W = beta (V - gamma U);  V' = T W
     O = scale gamma (Q S) + P V';  S <- e^{G_last} S + K^T (rev V')
 
-One program walks a sequence chunk by chunk with its slice of the state in registers. Everything is computed
-transposed, S^T [BV, K], U^T, W^T, V'^T, O^T [BV, C]: then each product has the computed factor on the left, which the
-tensor cores of Hopper read from registers, and a loaded one on the right; nothing on the path from one chunk to the
-next goes through shared memory. For the backward pass it also writes V' and the states, V first: [V, K].
+Each program processes the chunks of one sequence in order, with its slice of the state in registers. Everything is
+computed transposed, S^T [BV, K], U^T, W^T, V'^T, O^T [BV, C]: each product then has its computed factor on the left,
+which Hopper's tensor cores read from registers, and a loaded factor on the right. No data on the path from one chunk to
+the next passes through shared memory. For the backward pass the kernel also writes V' and the states, as [V, K].
 
-When sequences x heads do not fill the chip a sequence is cut into segments that run at once (chunk_segment.py); a
-table then says which chunks a program walks, and nothing else changes.
+If sequences x heads do not fill the chip, each sequence is cut into segments that run in parallel (segments.py). A
+table then says which chunks a program processes; nothing else changes.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -37,10 +36,10 @@ def states_kernel(
     TRANSITION: tl.constexpr, SEGMENTS: tl.constexpr, COMPOSED: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One program a (sequence, segment, state head, slice of V), chunk after chunk.
+    """Process chunks in order; one program per (sequence, segment, state head, slice of V).
 
-    TRANSITION: only the map of each segment, where it is needed. N goes to ht, as the state entering the next one;
-    where COMPOSED slices of M follow those of V.
+    TRANSITION: compute only the map of each segment, where it is used. N is written to ht, as the state that enters
+    the next segment; if COMPOSED, slices of M follow those of V.
     """
     pid = tl.program_id(0)
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -158,7 +157,7 @@ def outputs_kernel(
     BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, VARLEN: tl.constexpr, FULL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program a (chunk, output head, slice of V), from S and V' in memory."""
+    """Compute O from S and V' in memory; one program per (chunk, output head, slice of V)."""
     HO: tl.constexpr = HQ if HQ > HV else HV
     NV: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)

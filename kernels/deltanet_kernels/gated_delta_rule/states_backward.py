@@ -1,26 +1,26 @@
-"""Gated delta rule over chunks, backward as a solve: (I + L) V' = W.
+"""Chunked gated delta rule, backward: the gradients of the states, chunks in reverse order.
 
-Notation of chunk_prepare.py, chunk_scores.py and chunk_fwd.py; dS is the gradient of the state leaving the chunk.
+The backward pass solves the transposed system of (I + L) V' = W. dS is the gradient of the state that leaves the chunk.
 
-    sequential, chunks in reverse (`states_backward_kernel`):
+    this file, sequential:
         dV' = rev (K dS) + P^T dO;  dW = T^T dV';  dV = beta dW;  dU = -gamma dV
         dS <- e^{G_last} dS + K^T dU + scale Q^T (gamma dO)
-    all chunks at once, from V', dW, dO (`pair_gradients_kernel`, what is between two tokens of a chunk):
+    gradients_pairs.py, all chunks in parallel, from V', dW and dO (terms between two tokens of a chunk):
         dP = tril(dO V'^T);  Z = scale D dP
         dL = -tril(dW V'^T, -1);  E = beta D dL
         dbeta = rowsum(dW V') / beta = rowsum(dW (V - gamma U - (D K K^T) V'))
         (beta = sigmoid(b): db = (1 - beta) rowsum(dW V'))
         X = dL L;  Y = dP P;  dG = rowsum(Y) - colsum(Y) + rowsum(X) - colsum(X)
-    and from Z, E, S, dS (`chunk_bwd_inputs.py`; both in one: `chunk_bwd_whole.py`, small heads; `chunk_bwd_hopper.py`):
+    gradients_inputs.py, all chunks in parallel, from Z, E, S and dS:
         dQ = scale gamma (dO S^T) + Z K
         dK = rev (V' dS^T) + dU S^T + Z^T Q + (E + E^T) K
         dG += rowsum(q dQ_inter) + rowsum(k (dU S^T)) - rowsum(k dK_state)
-        dG_last += sum(k dK_state) + e^{G_last} <dS, S>;   dg = reverse cumsum of dG inside the chunk
+        dG_last += sum(k dK_state) + e^{G_last} <dS, S>;   dg = reverse cumsum of dG within the chunk
 
-The diagonal of Y cancels in dG and is left out. With the L2 norm in the operator P, Z and E hold the norms of both
-sides, so that raw q and k multiply them. Z and E, one [C, C] tile each, go through memory: their transposes are needed
-too, and Triton 3.4 to 3.7.0 miscompiles a product with a transposed accumulator on Hopper. The state pass is
-transposed like the one in chunk_fwd.py.
+gradients_64.py and hopper/gradients_128.py compute the last two stages in one kernel. The diagonal of Y cancels in dG
+and is left out. With the L2 norm in the operator P, Z and E include the norms of both sides, so that raw q and k
+multiply them. Z and E, one [C, C] tile each, go through memory: their transposes are required too, and Triton 3.4 to
+3.7.0 miscompiles a product with a transposed accumulator on Hopper. The state is transposed as in states.py.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -44,9 +44,9 @@ def states_backward_kernel(
     FINAL: tl.constexpr, INITIAL: tl.constexpr, KEEP: tl.constexpr, SEGMENTS: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One program a (sequence, segment, state head, slice of V), chunks in reverse; writes dS [V, K] and dW.
+    """Process chunks in reverse, write dS [V, K] and dW; one program per (sequence, segment, state head, slice of V).
 
-    Not KEEP: only N' of each segment, where it is needed, to dh0 as the gradient entering the one before.
+    Not KEEP: compute only N' of each segment, where it is used, into dh0 as the gradient that enters the previous one.
     """
     pid = tl.program_id(0)
     NV: tl.constexpr = (V + BV - 1) // BV

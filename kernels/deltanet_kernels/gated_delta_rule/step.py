@@ -1,12 +1,12 @@
-"""One decoding step of a whole Gated DeltaNet layer between its projections: one kernel, everything in place.
+"""One decoding step of a Gated DeltaNet layer between its projections: one kernel that updates state and tail in place.
 
     q, k, v = act(rope(conv(q|k|v)))                        conv over the token and the W-1 inputs before it
-    q, k    = x / sqrt(sum x^2 + 1e-6)                      rope and act on q and k, act on v: as asked for
+    q, k    = x / sqrt(sum x^2 + 1e-6)                      rope and act on q and k, act on v: optional
     S       = e^g S + beta k (v - k^T e^g S)^T              g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b)
     o       = rmsnorm(scale S^T q) * weight * silu(z)
 
-One token is taken through the state in slices of its columns; several tokens, and several query heads that read one
-state, have the whole state in a program's registers (step_kernels.py). Where it does not fit there, and for
+A step of one token processes the state in slices of its columns. Several tokens, and several query heads that read one
+state, keep the complete state in a program's registers (step_kernels.py). If it does not fit there, and for
 convolutions whose channels several heads share, the separate kernels run.
 """
 
@@ -29,7 +29,7 @@ from deltanet_kernels.norm import gated_rms_norm_triton
 
 
 def _heads(q: torch.Tensor, k: torch.Tensor, state: torch.Tensor) -> tuple[int, int, int]:
-    """HQ, H and HV; q and k come with their heads apart or flat."""
+    """HQ, H and HV; q and k are [B, T, heads * K] or [B, T, heads, K]."""
     tokens = q.shape[0] * q.shape[1]
     HV, K = state.shape[1], state.shape[2]
     return q.numel() // (tokens * K), k.numel() // (tokens * K), HV
@@ -51,7 +51,7 @@ def delta_step_(
     cos: torch.Tensor | None, sin: torch.Tensor | None, scale: float, eps: float, qk_silu: bool,
     v_silu: bool,
 ) -> torch.Tensor:  # fmt: skip
-    """o [B, T, max(HQ, HV), V]; the contiguous state and convolution tail move on in place."""
+    """Return o [B, T, max(HQ, HV), V] and update the contiguous state and convolution tail in place."""
     HQ, H, HV = _heads(q, k, state)
     (B, T), (K, V) = q.shape[:2], state.shape[2:]
     W = 0 if conv_weight is None else conv_weight.shape[1]
@@ -78,7 +78,7 @@ def delta_step_(
 
 
 def _in_slices(T: int, HQ: int, HV: int) -> bool:
-    """Whether a state is read only once, so that a program needs no more than a slice of it at a time."""
+    """Whether a state is read only once, so that a program can hold one slice of it at a time."""
     return T == 1 and HQ <= HV
 
 

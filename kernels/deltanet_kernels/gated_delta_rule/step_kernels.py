@@ -1,7 +1,7 @@
-"""The kernels of step.py: one token, a slice of the state at a time, and several tokens with the whole state.
+"""The two kernels of step.py: one token with a slice of the state at a time, several tokens with the complete state.
 
-A program has one head of one row, so that it can norm the output and, owning the head's channels, move the
-convolution's tail on.
+A program computes one head of one row. It can therefore normalise the output and, because the head's channels are its
+own, update the convolution's tail.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment, misc"
@@ -21,7 +21,7 @@ def _silu(x):
 
 @triton.jit
 def _is_real(padding, row, inside, PADDING: tl.constexpr):
-    """Whether tokens `row` count: they lie in this step (`inside`) and are not padding."""
+    """Whether tokens `row` count: they are in this step (`inside`) and are not padding."""
     real = inside
     if PADDING:
         real = real & (tl.load(padding + row, mask=inside, other=1).to(tl.int32) == 0)
@@ -33,9 +33,9 @@ def _window(
     x, tail, padding, n, t, T, c, m, first, WIDTH: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
     PADDING: tl.constexpr,
 ):  # fmt: skip
-    """What the convolution, which calls channels c (where m) of x [B, T, WIDTH] first + c, meets at token t.
+    """The W inputs of the convolution at token t for channels c (masked by m) of x [B, T, WIDTH].
 
-    Oldest first; without a convolution the token alone.
+    Oldest first; without a convolution only the token itself. Channel c of x is channel first + c of the convolution.
     """
     TAPS: tl.constexpr = W if W > 1 else 1
     inputs = ()
@@ -73,7 +73,7 @@ def _head(
     C: tl.constexpr, W: tl.constexpr, R: tl.constexpr, ROPE_ROWS: tl.constexpr, SILU: tl.constexpr,
     PADDING: tl.constexpr,
 ):  # fmt: skip
-    """Head `head` of q or k at token t: convolved, rotated, activated; its length is not 1 yet."""
+    """Head `head` of q or k at token t: convolved, rotated, activated; not normalised yet."""
     y = _channels(x, weight, tail, padding, n, t, T, head * K + d, m, first, WIDTH, C, W, PADDING)
     if R > 0:
         # The first R channels turn: channel i < R / 2 with channel i + R / 2, whose value is computed again here.
@@ -90,7 +90,7 @@ def _head(
 
 @triton.jit
 def _gates(a, b, A_log, dt_bias, row, head, real, HV: tl.constexpr):
-    """Decay and write strength of state head `head` at token `row`; a padded token leaves the state alone."""
+    """Decay and write strength of state head `head` at token `row`; a padded token does not change the state."""
     x = tl.load(a + row * HV + head).to(tl.float32) + tl.load(dt_bias + head).to(tl.float32)
     y = tl.load(b + row * HV + head).to(tl.float32)
     gamma = tl.exp(-tl.exp(tl.load(A_log + head).to(tl.float32)) * softplus(x))
@@ -102,7 +102,7 @@ def _move_tail(
     q, k, v, tail, padding, n, T, head, d, md, f, mf, H: tl.constexpr, HV: tl.constexpr, HQ: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, PADDING: tl.constexpr,
 ):  # fmt: skip
-    """The last W-1 inputs of head `head`, all of whose channels are this program's: only without head groups."""
+    """Store the last W-1 inputs of head `head`. Requires HQ = H = HV, so that its channels are this program's alone."""
     C: tl.constexpr = (HQ + H) * K + HV * V
     c = head * K + d
     c_v = head * V + f
@@ -131,16 +131,16 @@ def one_token_kernel(
     V_SILU: tl.constexpr, GATE: tl.constexpr, NORM: tl.constexpr, NORM_HEADS: tl.constexpr, PADDING: tl.constexpr,
     SLICE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """One token, one program a (row, state head); no state has several query heads.
+    """Process one token with at most one query head per state; one program per (row, state head).
 
-    AHEAD: a slice of the state is asked for while the one before it is worked on.
+    AHEAD: load a slice of the state while the previous one is processed.
     """
     C: tl.constexpr = (HQ + H) * K + HV * V
     SLICES: tl.constexpr = (V + SLICE - 1) // SLICE
     head = tl.program_id(0) % HV
     n = (tl.program_id(0) // HV).to(tl.int64)
     row = n * HV + head
-    t = n * 0  # a tensor in the interpreter too
+    t = n * 0  # keeps t a tensor in the interpreter
     d = tl.arange(0, BK)
     e = tl.arange(0, SLICE)
     f = tl.arange(0, BV)
@@ -148,7 +148,7 @@ def one_token_kernel(
     mf = f < V
     at = state + row * K * V + d[:, None] * V + e[None, :]
     S = tl.load(at, mask=md[:, None] & (e < V)[None, :], other=0.0)
-    tl.debug_barrier()  # or the compiler asks for the state last
+    tl.debug_barrier()  # otherwise the compiler loads the state last
     real = _is_real(padding, n, n >= 0, PADDING)
     q_d = _head(
         q, conv_weight, conv_tail, padding, cos, sin, n, t, 1, head // (HV // HQ), d, md, 0, K, HQ * K, C, W, R,
@@ -215,7 +215,7 @@ def step_kernel(
     BV: tl.constexpr, W: tl.constexpr, R: tl.constexpr, ROPE_ROWS: tl.constexpr, QK_SILU: tl.constexpr,
     V_SILU: tl.constexpr, GATE: tl.constexpr, NORM: tl.constexpr, NORM_HEADS: tl.constexpr, PADDING: tl.constexpr,
 ):  # fmt: skip
-    """T tokens, or several query heads a state; one program a (row, state head)."""
+    """Process T tokens, or several query heads per state; one program per (row, state head)."""
     HO: tl.constexpr = HQ if HQ > HV else HV
     GROUP: tl.constexpr = HO // HV
     C: tl.constexpr = (HQ + H) * K + HV * V
@@ -229,7 +229,7 @@ def step_kernel(
     at = state + (n * HV + head) * K * V + d[:, None] * V + e[None, :]
     S = tl.load(at, mask=mS, other=0.0).to(tl.float32)
     for token in range(0, T):
-        t = n * 0 + token  # a tensor in the interpreter too
+        t = n * 0 + token  # keeps t a tensor in the interpreter
         row = n * T + t
         real = _is_real(padding, row, t >= 0, PADDING)
         k_d = _head(

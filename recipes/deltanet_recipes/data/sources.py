@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from deltanet_hf.data.text_files import TextFile, open_file, text_format
-from deltanet_hf.errors import UserError
+from deltanet_hf.errors import UserError, one_line
 from deltanet_recipes.schema_sections import Source
 
 TEXT_PIECE = 8000  # smallest number of characters of a document that is cut from a plain text file
@@ -79,4 +79,4 @@ def _from_hub(source: Source) -> Iterator[Any]:
     except UserError:
         raise
     except Exception as error:  # The Hub client's errors for data sets that it cannot get share no base class.
-        raise UserError(f"data source {source.hub}: cannot be read: {' '.join(str(error).split())}") from None
+        raise UserError(f"data source {source.hub}: cannot be read: {one_line(error)}") from None

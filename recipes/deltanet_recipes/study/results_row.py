@@ -1,10 +1,13 @@
-"""The figures of the results table, from token arrays on disk.
+"""Measures the figures of the results table on token arrays.
 
 Command: `python -m deltanet_recipes.study.results_row ARRAYS OUT ...`.
 
-The figures are perplexity over windows of 1024 tokens without overlap, KL(teacher || model) on the held-out text,
-perplexity of the second copy of segments of 256 tokens that are given twice in a row, and the share of passages whose
-last word greedy decoding gives.
+The figures are:
+
+- perplexity over windows of 1024 tokens without overlap, per text;
+- KL(teacher || model) in nats per token, on the held-out text;
+- perplexity of the second copy of a 256-token segment that occurs twice in a row;
+- share of passages whose last word greedy decoding gives exactly.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ WORD_ROWS = 32  # passages per forward pass
 
 
 class Measure:
-    """Measures models against one teacher, whose logits are recomputed for each model.
+    """Measures models against one teacher; its logits are computed again for each model.
 
     Args:
         arrays: folder with wt2.npy, heldwiki.npy, anarchism.npy (token ids) and lastword.json.gz.

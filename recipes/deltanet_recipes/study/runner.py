@@ -1,10 +1,12 @@
-"""Many runs by one command: `python -m deltanet_recipes.study STUDY.yaml NAME=VALUE ... --gpus N`.
+"""Carries out a study, which is a list of runs: `python -m deltanet_recipes.study STUDY.yaml NAME=VALUE ... --gpus N`.
 
-Each run is converted (once per distinct conversion), distilled and measured by processes of its own, on one GPU; its
-row is in the results file before the next run begins there. Called again, it skips finished runs and continues the
-others; a run that fails becomes a row with its error, is tried again by the next call, and stops nothing else.
+Each run is distilled and measured on one GPU, in processes of its own; runs with the same conversion share it. The row
+of a run is written to the results file before the next run begins on its GPU. The same command, called again, skips
+finished runs and continues the others. A run that fails becomes a row with its error and does not stop the others; the
+next call tries it again.
 
-OUTPUT/NAME: the run. OUTPUT/conversions: converted models. OUTPUT/logs/NAME.log: what its processes said.
+Folders: OUTPUT/NAME holds a run, OUTPUT/conversions the converted models, and OUTPUT/logs/NAME.log the output of the
+run's processes.
 """
 
 from __future__ import annotations
@@ -29,20 +31,22 @@ from deltanet_hf.errors import UserError
 from deltanet_recipes.study.results_row import append_rows
 from deltanet_recipes.study.study_config import Conversion, Run, Study, load_study
 
-ROW = "row.json"  # in a run's folder: it is finished
-CORES_PER_CONVERSION = 6  # its products are small: with 64 threads it took several times longer
+ROW = "row.json"  # a run's folder holds this file when the run is finished
+CORES_PER_CONVERSION = 6  # the matrices are small: with 64 threads a conversion took several times longer
 
 
 class Failed(Exception):
-    """A process of a run ended with an error; the message is its last words."""
+    """A process of a run ended with an error, which is the message."""
 
 
 class StudyRun:
-    """Works off the runs of a study.
+    """Carries out runs of a study, one worker thread per entry of `devices`.
 
     Args:
-        runs: of the study, those to be done.
-        devices: GPU of each worker, as CUDA_VISIBLE_DEVICES wants it; one None for the CPU.
+        runs: the runs to carry out.
+        devices: the GPU of each worker, as a value of CUDA_VISIBLE_DEVICES, or None for the CPU.
+
+    Raises UserError if a run's folder holds a run with other settings.
     """
 
     def __init__(self, study: Study, runs: list[Run], devices: list[str | None]) -> None:
@@ -64,7 +68,7 @@ class StudyRun:
         self.failures = 0
 
     def work(self) -> int:
-        """Do everything; returns the number of runs that failed."""
+        """Carry out all runs; returns the number of runs that failed."""
         cores = os.cpu_count() or 1
         converters = max(1, min(len(self.conversions), cores // CORES_PER_CONVERSION))
         threads = [threading.Thread(target=self._convert_all) for _ in range(converters)]
@@ -99,16 +103,20 @@ class StudyRun:
                     self._call("deltanet_recipes.cli", arguments, self.logs / f"{folder.name}.log", None, threads)
                 except Failed as failure:
                     error = str(failure)
-            with self.lock:
-                self.converted[folder] = error
-                self.lock.notify_all()
+            self.conversion_done(folder, error)
+
+    def conversion_done(self, folder: Path, error: str | None = None) -> None:
+        """Let the runs that use the converted model in `folder` begin, or fail with `error`."""
+        with self.lock:
+            self.converted[folder] = error
+            self.lock.notify_all()
 
     def _run_all(self, device: str | None) -> None:
-        while (run := self._next(device)) is not None:
+        while (run := self.next_run(device)) is not None:
             began = time.perf_counter()
             try:
                 row = self._run(run, device)
-            except Exception as failure:  # whatever it is, the other runs go on
+            except Exception as failure:  # whatever went wrong, the other runs continue
                 if self.stopped:
                     return
                 row = {"run": run.name, "error": str(failure) or repr(failure)}
@@ -124,10 +132,10 @@ class StudyRun:
                 self._finish(run, row)
             typer.echo(f"{run.name}: {row.get('error') or _figures(row)} ({row['wall_seconds']:.0f} s)")
 
-    def _next(self, device: str | None) -> Run | None:
-        """The longest run whose conversion is done, once there is one; None when all are taken.
+    def next_run(self, device: str | None) -> Run | None:
+        """Take the longest waiting run whose conversion is done, or None if no run is left.
 
-        A worker leaves it to one whose device has less to do.
+        Blocks until there is such a run, and while an idle worker has a device with fewer tokens to train.
         """
         with self.lock:
             while self.waiting and not self.stopped:
@@ -143,7 +151,7 @@ class StudyRun:
         return None
 
     def _run(self, run: Run, device: str | None) -> dict[str, Any]:
-        """Train and measure; the row."""
+        """Train and measure; returns the row."""
         student = self._folder(run.convert) if _converts(run) else Path(self.study.teacher)
         if error := self.converted.get(student):
             raise Failed(error)
@@ -163,7 +171,7 @@ class StudyRun:
         return row  # type: ignore[no-any-return]
 
     def _call(self, module: str, arguments: list[str], log: Path, device: str | None, threads: int) -> None:
-        """Run `python -m MODULE ...`, its words appended to `log`. Raises Failed unless it ends well."""
+        """Run `python -m MODULE ...` and append its output to `log`. Raises Failed if its exit code is not 0."""
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         environment |= dict.fromkeys(("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"), str(threads))
         if device is not None:
@@ -191,7 +199,7 @@ class StudyRun:
         (folder / ROW).write_text(json.dumps({"settings": _settings(run), "row": row}, indent=1))
 
     def _finished(self, run: Run) -> bool:
-        """Whether the run was done by an earlier call; its row is added to the results again, should they be new."""
+        """Whether an earlier call finished the run; if so, its row is added to the results, which may be a new file."""
         path = self.output / run.name / ROW
         if not path.is_file():
             return False
@@ -202,12 +210,12 @@ class StudyRun:
         return True
 
     def _folder(self, conversion: Conversion) -> Path:
-        asked = json.dumps([self.study.teacher, conversion.arguments()])
-        return self.output / "conversions" / hashlib.sha256(asked.encode()).hexdigest()[:12]
+        options = json.dumps([self.study.teacher, conversion.arguments()])
+        return self.output / "conversions" / hashlib.sha256(options.encode()).hexdigest()[:12]
 
 
 def _converts(run: Run) -> bool:
-    """Whether a run begins with a conversion, not with the teacher itself."""
+    """Whether a run works on a converted model; otherwise it measures the teacher."""
     return run.untrained not in ("teacher", "window")
 
 
@@ -216,7 +224,7 @@ def _settings(run: Run) -> dict[str, Any]:
 
 
 def _last_words(log: Path, begin: int) -> str:
-    """The last line that says what went wrong, else the last line."""
+    """The last line of `log` after byte `begin` that reports an error, or else the last line."""
     with open(log, "rb") as stream:
         stream.seek(begin)
         lines = [line.strip() for line in stream.read().decode(errors="replace").splitlines() if line.strip()]
@@ -229,19 +237,22 @@ def _figures(row: dict[str, Any]) -> str:
 
 
 def visible_gpus() -> list[str]:
-    """Names of the GPUs that this process may use, for CUDA_VISIBLE_DEVICES."""
+    """The GPUs that this process may use, as values of CUDA_VISIBLE_DEVICES."""
     allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
     return allowed.split(",") if allowed else [str(index) for index in range(torch.cuda.device_count())]
 
 
 def main(
-    study: Annotated[Path, typer.Argument(help="YAML file; docs/training.md explains every key.")],
-    variables: Annotated[list[str] | None, typer.Argument(help="NAME=VALUE of the file's variables.")] = None,
-    gpus: Annotated[int | None, typer.Option(min=1, help="Use this many GPUs; default: all.")] = None,
-    per_gpu: Annotated[int, typer.Option(min=1, help="Runs at once on one GPU.")] = 1,
-    only: Annotated[list[str] | None, typer.Option(help="Only runs of this name (* matches all); repeatable.")] = None,
+    study: Annotated[Path, typer.Argument(help="YAML file of the study; docs/training.md explains every key.")],
+    variables: Annotated[list[str] | None, typer.Argument(help="NAME=VALUE for variables of the file.")] = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help="Number of GPUs to use. Default: all.")] = None,
+    per_gpu: Annotated[int, typer.Option(min=1, help="Number of runs that share a GPU at a time.")] = 1,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(help="Carry out only the runs with this name, in which * matches any text; repeatable."),
+    ] = None,
 ) -> None:
-    """Convert, distil and measure every run of a study."""
+    """Convert, distil and measure every run of a study, and write one row per run to its results file."""
     settings = load_study(study, variables or ())
     runs = [run for run in settings.runs if any(fnmatch.fnmatch(run.name, pattern) for pattern in only or ["*"])]
     if not runs:

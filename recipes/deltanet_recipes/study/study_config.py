@@ -1,4 +1,4 @@
-"""Read a study: a list of runs, each a recipe with overrides and a conversion, checked before anything begins."""
+"""Reads and checks a study: a list of runs, each a recipe with overrides and options of the conversion."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from deltanet_hf.errors import UserError
+from deltanet_hf.errors import UserError, one_line
 from deltanet_recipes.config import read_recipe
 from deltanet_recipes.schema import Recipe, stage_tokens
 from deltanet_recipes.schema_sections import Strict
@@ -20,17 +20,19 @@ VARIABLE = re.compile(r"\$\{(\w+)\}")
 
 
 class Conversion(Strict):
-    """What `deltanet-hf convert` is told."""
+    """Options of `deltanet-hf convert`."""
 
-    layers: str = Field("all", description="--layers")
-    mixer: str = Field("gated_deltanet", description="--mixer")
-    profile: str = Field("faithful", description="--profile")
-    training: bool = Field(True, description="false: --no-training")
-    set: dict[str, bool | int | str] = Field({}, description="--set, each key of it")
-    fit_memory: bool = Field(True, description="false: --no-fit-memory")
-    text: str | None = Field(None, description="--text; default: the text shipped with the project")
-    calibration_tokens: int | None = Field(None, gt=0, description="--calibration-tokens")
-    seed: int = Field(0, ge=0, description="--seed")
+    layers: str = Field("all", description="--layers: which layers keep softmax attention; all: none keeps it.")
+    mixer: str = Field("gated_deltanet", description="--mixer: the kind of layer that replaces attention.")
+    profile: str = Field("faithful", description="--profile: the settings of the mixer to start from.")
+    training: bool = Field(True, description="false: --no-training, for a model that will not be distilled.")
+    set: dict[str, bool | int | str] = Field({}, description="--set: single settings of the mixer, by name.")
+    fit_memory: bool = Field(True, description="false: --no-fit-memory.")
+    text: str | None = Field(
+        None, description="--text: the calibration text. Default: the text that is installed with the package."
+    )
+    calibration_tokens: int | None = Field(None, gt=0, description="--calibration-tokens.")
+    seed: int = Field(0, ge=0, description="--seed: selects the calibration sample.")
 
     @field_validator("text")
     @classmethod
@@ -38,7 +40,7 @@ class Conversion(Strict):
         return text or None
 
     def arguments(self) -> list[str]:
-        """The command line's."""
+        """The arguments of `deltanet-hf convert` after TEACHER and OUT."""
         arguments = ["--layers", self.layers, "--mixer", self.mixer, "--profile", self.profile]
         arguments += [] if self.training else ["--no-training"]
         for key, value in self.set.items():
@@ -50,16 +52,18 @@ class Conversion(Strict):
 
 
 class Run(Strict):
-    """A row of the results: something trained and measured, or measured without training."""
+    """A run makes one row of the results: a model that is trained and measured, or only measured."""
 
-    name: str = Field(..., description="of the row, and of the run's folder")
-    recipe: str | None = Field(None, description="YAML file of the base recipe")
+    name: str = Field(..., description="Name of the row and of the run's folder.")
+    recipe: str | None = Field(None, description="Recipe of the run: a YAML file or the name of a shipped recipe.")
     untrained: Literal["teacher", "window", "start"] | None = Field(
-        None, description="instead of a recipe, measure the teacher, it under 64 tokens + 4 sinks, or the conversion"
+        None,
+        description="Measure without training, instead of a recipe. teacher: the teacher. window: the teacher "
+        "restricted to a window of 64 tokens and 4 sinks. start: the converted model.",
     )
-    set: dict[str, Any] = Field({}, description="overrides of the recipe, `stages.distil.train: lora`")
-    convert: Conversion = Field(default_factory=Conversion, description="options of the conversion, see below")
-    keep: bool = Field(False, description="keep the trained model; else only its log and figures stay")
+    set: dict[str, Any] = Field({}, description="Overrides of the recipe, such as `stages.distil.train: lora`.")
+    convert: Conversion = Field(default_factory=Conversion, description="Options of the conversion, see below.")
+    keep: bool = Field(False, description="Keep the trained model. Otherwise only its log and its figures are kept.")
 
     @field_validator("name")
     @classmethod
@@ -76,13 +80,17 @@ class Run(Strict):
 
 
 class Study(Strict):
-    """The whole list and what all runs share."""
+    """A list of runs and the settings that they share."""
 
-    teacher: str = Field(..., description="folder of the softmax model")
-    arrays: str = Field(..., description="folder of the evaluation's token arrays (deltanet_recipes.study.results_row)")
-    output: str = Field(..., description="folder of runs, conversions and logs")
-    results: str = Field(..., description="JSON file that the rows are added to")
-    runs: tuple[Run, ...] = Field(..., min_length=1, description="the rows of the results, see below")
+    teacher: str = Field(..., description="Folder of the softmax model.")
+    arrays: str = Field(
+        ..., description="Folder of the token arrays for evaluation (see deltanet_recipes.study.results_row)."
+    )
+    output: str = Field(..., description="Folder of runs, conversions and logs.")
+    results: str = Field(..., description="JSON file to which the rows are added.")
+    runs: tuple[Run, ...] = Field(
+        ..., min_length=1, description="The runs, in the order of the results table; see below."
+    )
 
     @field_validator("runs")
     @classmethod
@@ -93,7 +101,10 @@ class Study(Strict):
         return runs
 
     def recipe(self, run: Run, student: str) -> tuple[list[str], Recipe]:
-        """The overrides of a run's recipe as typed on a command line, and the recipe; files are not looked for."""
+        """The overrides of a run's recipe as command-line arguments, and the recipe with them.
+
+        The files that the recipe names need not exist.
+        """
         assert run.recipe is not None
         overrides = {
             "teacher": self.teacher,
@@ -106,23 +117,23 @@ class Study(Strict):
         return typed, read_recipe(Path(run.recipe), typed)
 
     def tokens(self, run: Run) -> int:
-        """Training tokens of a run: what its cost is judged by."""
+        """Number of training tokens of a run, which stands for its cost."""
         return 0 if run.recipe is None else sum(map(stage_tokens, self.recipe(run, "-")[1].stages))
 
 
 def load_study(path: Path, given: Sequence[str] = ()) -> Study:
-    """The validated study of a YAML file.
+    """Read and validate a study with the recipes of all its runs.
 
-    `variables` of the file have values or null; `given` ("name=value") sets them; `${name}` in any string is replaced.
-    `set` and `convert` at the top are the defaults of every run; keys that begin with `x-` hold YAML anchors and are
-    passed over. Every run's recipe is validated too.
+    The file's `variables` have a value or null. Entries of `given` ("NAME=VALUE") set them; those that are null have
+    no default. `${NAME}` is replaced in every string. `set` and `convert` at the top of the file are defaults for every
+    run. Keys that begin with `x-` hold YAML anchors and are ignored.
 
-    Raises UserError, one line per problem.
+    Raises UserError with one line per problem.
     """
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"{path}: cannot be read as YAML ({' '.join(str(error).split())})") from None
+        raise UserError(f"{path}: cannot be read as YAML ({one_line(error)})") from None
     if not isinstance(tree, dict) or not isinstance(tree.get("runs"), list):
         raise UserError(f"{path}: a study is a mapping with a list `runs`")
     variables = _variables(path, tree.pop("variables", None) or {}, given)

@@ -1,7 +1,8 @@
 """Chooses the weights that a stage trains.
 
-New weights (mixers, and q/k norms that the conversion inserted into softmax layers) are always trained in full; the
-rest by LoRA, in full, or not at all. An imported model's mixers are not new, so LoRA adapts them too.
+Weights that the teacher does not have are always trained in full: those of mixers, and the q/k norms that the
+conversion inserted into softmax layers. Distillation stages train everything else by LoRA, in full, or not at all
+(`train`). The mixers of an imported model are pretrained, so LoRA adapts them as it does the rest.
 """
 
 from __future__ import annotations
@@ -18,26 +19,32 @@ from deltanet_recipes.training.model_pair import decoder_layers, is_imported, mi
 
 
 def train_mixers(student: nn.Module) -> None:
-    """Freeze everything but the mixers, whose weights become float32."""
+    """Freeze everything but the mixers and convert the mixers to float32."""
     student.requires_grad_(False)
     for mixer in mixers(student).values():
         mixer.float().requires_grad_(True)
 
 
 def inserted_norms(student: nn.Module) -> list[nn.Module]:
-    """The q/k norms of kept layers that the teacher does not have (`convert --profile qwen3_5`)."""
+    """The q/k norms that `deltanet-hf convert --profile qwen3_5` inserted into the softmax layers of the student."""
     layers = decoder_layers(student)
     attentions = [layers[index].self_attn for index in getattr(student.config, INSERTED_QK_NORMS, ())]
     return [norm for attention in attentions for norm in (attention.q_norm, attention.k_norm)]
 
 
 def mixers_in_full(student: nn.Module, stage: DistilBase) -> list[nn.Module]:
-    """The mixers that a stage trains as they are, not through adapters."""
+    """The mixers whose own weights a stage trains; all but those of an imported model under LoRA."""
     return [] if stage.train == "lora" and is_imported(student) else list(mixers(student).values())
 
 
 def train_for(student: nn.Module, stage: DistilBase, seed: int) -> None:
-    """Set what requires gradients for a stage; trained weights become float32 (bf16 arithmetic comes by autocast)."""
+    """Prepare the student for a stage: add adapters for `train: lora` and set what requires gradients.
+
+    Trained weights become float32; autocast computes with them in bfloat16.
+
+    Args:
+        seed: random seed of new adapters.
+    """
     student.requires_grad_(False)
     in_full = [*mixers_in_full(student, stage), *inserted_norms(student)]
     for part in in_full:
@@ -65,10 +72,13 @@ def train_for(student: nn.Module, stage: DistilBase, seed: int) -> None:
 
 
 def lora_targets(student: nn.Module, kinds: tuple[str, ...]) -> list[str]:
-    """Names of the linear layers that adapters are put on.
+    """Names of the linear layers that get adapters.
 
-    They are those of the MLPs and of attention that is the teacher's (softmax and windows). In an imported model they
-    are also those of linear attention, but for the ones that the mixer names in `without_lora`.
+    These are the linear layers of MLPs and of attention with the teacher's weights (softmax and windows). In an
+    imported model they include those of mixers, except for the ones in the mixer's `without_lora`.
+
+    Args:
+        kinds: "mlp", "attention" or both.
     """
     converted = {} if is_imported(student) else mixers(student)
     names = []
@@ -82,14 +92,14 @@ def lora_targets(student: nn.Module, kinds: tuple[str, ...]) -> list[str]:
             names += [
                 f"model.layers.{index}.{part}.{name}"
                 for name, module in room.named_modules()
-                if isinstance(module, nn.Linear) and name not in without
+                if isinstance(module, nn.Linear) and name.rpartition(".")[2] not in without
             ]
     return names
 
 
 @torch.no_grad()
 def merge_lora(student: nn.Module) -> None:
-    """Fold the adapters into float32 weights and put plain linear layers back in their places."""
+    """Add the adapters to the weights, in float32, and put the plain linear layers back in their places."""
     for name, module in list(student.named_modules()):
         if not isinstance(module, LoraLayer):
             continue
@@ -98,4 +108,4 @@ def merge_lora(student: nn.Module) -> None:
         module.merge()
         student.set_submodule(name, linear)
     if hasattr(student, "peft_config"):
-        del student.peft_config  # else PEFT takes the next stage's adapters for further ones
+        del student.peft_config  # else PEFT would treat the adapters of the next stage as additional ones

@@ -1,16 +1,14 @@
 """Runs a causal language model's decoder layer by layer, for every supported family.
 
-The model's own forward is called once with recorders in place of its layers: it embeds the tokens, computes rotary
-embeddings and masks, and each recorder keeps the arguments that its layer would have received. The layers are then
-called from here. That gives access to every hidden state without hooks, keeps host synchronisation out of recorded
-CUDA graphs, and lets a model run with only one layer at a time on the GPU.
+`LayerwiseDecoder` embeds the tokens and collects the arguments of each layer; the layers are then called from here.
+That gives access to every hidden state without hooks, keeps host synchronisation out of recorded CUDA graphs, and lets
+a model run with only one layer at a time on the GPU.
 
 Shapes: R rows, L tokens per row, D hidden size.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,35 +16,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
+from deltanet_hf.models.decoder import LayerInputs, LayerwiseDecoder
 from deltanet_recipes.data.packing import Rows
 from deltanet_recipes.training.model_pair import decoder_layers
-
-
-@dataclass
-class LayerInputs:
-    """The input of the decoder layers: hidden [R, L, D] and the keyword arguments of each layer."""
-
-    hidden: torch.Tensor
-    kwargs: list[dict[str, Any]]
-
-
-class _Recorder(nn.Module):
-    """Replaces a decoder layer: keeps the arguments it is called with and returns the hidden states unchanged."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self._layer = (layer,)  # in a tuple, so that it is not registered as a submodule
-        self.kwargs: dict[str, Any] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self._layer[0], name)
-
-    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        self.kwargs = kwargs
-        return hidden_states
 
 
 class LayerRunner:
@@ -59,7 +31,7 @@ class LayerRunner:
 
     def __init__(self, model: nn.Module, checkpointing: bool = False) -> None:
         self.model, self.checkpointing = model, checkpointing
-        self._recorders = nn.ModuleList([_Recorder(layer) for layer in decoder_layers(model)])
+        self._decoder = LayerwiseDecoder(model)
 
     def embed(self, rows: Rows, cu_seqlens: torch.Tensor | None) -> LayerInputs:
         """Embed rows and collect the arguments of each layer.
@@ -68,17 +40,10 @@ class LayerRunner:
             cu_seqlens: [N + 1] int32, boundaries of packed documents over the R*L tokens (`document_boundaries`), or
                 None if no row holds more than one document.
         """
-        decoder: Any = self.model.model
         packing: dict[str, Any] = {}
         if cu_seqlens is not None:
             packing = {"position_ids": rows.position_ids, "cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
-        layers, final_norm = decoder.layers, decoder.norm
-        decoder.layers, decoder.norm = self._recorders, nn.Identity()
-        try:
-            hidden = decoder(input_ids=rows.input_ids, use_cache=False, **packing).last_hidden_state
-        finally:
-            decoder.layers, decoder.norm = layers, final_norm
-        entry = LayerInputs(hidden, [recorder.kwargs for recorder in self._recorders])  # type: ignore[misc]
+        entry = self._decoder.enter(input_ids=rows.input_ids, **packing)
         return _in_autocast_dtype(entry)
 
     def run_layers(self, entry: LayerInputs) -> tuple[torch.Tensor, list[torch.Tensor]]:

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from deltanet_hf.evaluation.measures.text_scores import kl_from_log_probs
+
 
 @dataclass(frozen=True)
 class Head:
@@ -58,12 +60,7 @@ def kl_divergence(
     """KL per token in nats, times temperature^2 (Hinton et al. 2015, eq. 2): logits [N, V] float32 -> [N]."""
     log_s = F.log_softmax(student / temperature, dim=-1)
     log_t = F.log_softmax(teacher / temperature, dim=-1)
-    return (_kl(log_s, log_t) if reverse else _kl(log_t, log_s)) * temperature**2
-
-
-def _kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
-    """KL(p || q): log-probabilities [N, V] -> [N]."""
-    return (log_p.exp() * (log_p - log_q)).sum(-1)
+    return (kl_from_log_probs(log_s, log_t) if reverse else kl_from_log_probs(log_t, log_s)) * temperature**2
 
 
 def top_k_kl(student: torch.Tensor, ids: torch.Tensor, log_probs: torch.Tensor) -> torch.Tensor:
@@ -123,10 +120,10 @@ def _from_logits(
     log_p, log_u = F.log_softmax(s / tau, dim=-1), F.log_softmax(teacher / tau, dim=-1)
     p, u = log_p.exp(), log_u.exp()
     if terms.reverse:
-        kl = _kl(log_p, log_u)
+        kl = kl_from_log_probs(log_p, log_u)
         gradient = tau * p * (log_p - log_u - kl[:, None])
     else:
-        kl = _kl(log_u, log_p)
+        kl = kl_from_log_probs(log_u, log_p)
         gradient = tau * (p - u)
     log_p = log_p if tau == 1.0 else F.log_softmax(s, dim=-1)
     is_label = torch.arange(s.shape[-1], device=s.device) == labels[:, None]

@@ -6,7 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from deltanet_hf.models.qwen3_5_config import MODEL_TYPE
+from transformers import PreTrainedConfig
 
+from deltanet_hf.mixers import LayerKind
+from deltanet_hf.models.layers import LayerTable
 from deltanet_recipes.schema import Recipe, Stage, stage_name
 from deltanet_recipes.training.model_pair import teacher_name
 
@@ -17,26 +21,30 @@ def write_card(
     stages: list[Stage],
     rows: list[dict[str, Any]],
     data: list[list[dict[str, Any]]],
-    imported: bool,
+    config: PreTrainedConfig,
 ) -> None:
     """Write README.md: teacher, tokens, hours, held-out figures, data and the recipe.
 
     Args:
         rows: the log of the run.
         data: the reports of the corpora, by the data section they belong to.
-        imported: the student is an imported Qwen3.5 model.
+        config: the student's.
     """
     teacher = teacher_name(recipe)
     title = Path(teacher).name if Path(teacher).exists() else teacher
+    imported = config.model_type == MODEL_TYPE
+    mixers = _mixers(config)
     if imported:
         heading = _imported(Path(recipe.student).name, title)
     else:
-        heading = _converted(title)
+        heading = _converted(title, " and ".join(mixer.title for mixer in mixers))
+    linear = [mixer.name.replace("_", "-") for mixer in mixers if mixer.new_weights]
+    tags = [*linear, *(["linear-attention"] if linear else []), "distillation"]
     lines = [
         "---",
         "library_name: transformers",
         "pipeline_tag: text-generation",
-        "tags: [gated-deltanet, linear-attention, distillation]",
+        f"tags: [{', '.join(tags)}]",
         *([f"base_model: {teacher}"] if not Path(teacher).exists() and not imported else []),
         "---",
         "",
@@ -75,9 +83,14 @@ def write_card(
     (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")
 
 
-def _converted(teacher: str) -> list[str]:
+def _mixers(config: PreTrainedConfig) -> list[type[LayerKind]]:
+    """The mixers of the student's layers, each once."""
+    return list(dict.fromkeys(kind.mixer for kind in LayerTable.of(config).converted.values()))
+
+
+def _converted(teacher: str, mixers: str) -> list[str]:
     return [
-        f"# Gated DeltaNet student of {teacher}",
+        f"# {mixers} student of {teacher}",
         "",
         "Converted and distilled with deltanet-hf; `conversion.json` says how it was converted. Load it after",
         "`pip install deltanet-hf` with `AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)`.",

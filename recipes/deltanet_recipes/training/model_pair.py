@@ -1,4 +1,4 @@
-"""Teacher and student: loading them, and the parts that every stage addresses."""
+"""Loads teacher and student, checks that they belong together, and finds their parts."""
 
 from __future__ import annotations
 
@@ -20,17 +20,21 @@ from deltanet_recipes.schema import Align, Recipe, stage_name
 
 
 def load_student(folder: str, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """The converted model to be trained, in its stored dtype or the one given."""
+    """The student, in `dtype` or, by default, in the dtypes of its folder. Raises UserError if it cannot be loaded."""
     return _load(folder, "student", dtype or "auto")
 
 
 def load_teacher(recipe: Recipe, dtype: torch.dtype) -> PreTrainedModel:
-    """The teacher, frozen, in the compute dtype, with SDPA attention."""
+    """The teacher in `dtype`, frozen, with SDPA attention. Raises UserError if it cannot be loaded."""
     return _load(teacher_name(recipe), "teacher", dtype).requires_grad_(False)
 
 
 def check_models(recipe: Recipe) -> None:
-    """Refuse, from their configs alone, a student and a teacher that do not belong together."""
+    """Compare the configs of student and teacher, without loading weights.
+
+    Raises UserError if the student is no converted model, if the teacher cannot teach it, or if a stage has nothing to
+    train in it.
+    """
     folder, name = recipe.student, teacher_name(recipe)
     student = _config(folder, "student")
     if not student.model_type.startswith(PREFIX):
@@ -54,7 +58,7 @@ def check_models(recipe: Recipe) -> None:
 
 
 def _check_trainable(recipe: Recipe, table: LayerTable) -> None:
-    """Refuse stages that have nothing to train: layers without new weights, such as windows, are not aligned."""
+    """Refuse stages that would train nothing, because every converted layer has the teacher's weights (windows)."""
     if any(kind.mixer.new_weights for kind in table.converted.values()):
         return
     for stage in recipe.stages:
@@ -66,7 +70,10 @@ def _check_trainable(recipe: Recipe, table: LayerTable) -> None:
 
 
 def _check_imported(recipe: Recipe, student: Any, config: Any) -> None:
-    """Qwen3.5 models were never softmax models: any model with their vocabulary may teach them, alignment cannot."""
+    """Check the teacher of an imported Qwen3.5 model, which may be any model with its vocabulary.
+
+    Align stages are refused, because such a model was not made from softmax attention.
+    """
     for stage in recipe.stages:
         if isinstance(stage, Align):
             raise UserError(
@@ -76,8 +83,8 @@ def _check_imported(recipe: Recipe, student: Any, config: Any) -> None:
     name = teacher_name(recipe)
     if config.model_type not in FAMILIES and not config.model_type.startswith(PREFIX):
         raise UserError(
-            f"teacher: {name} has model_type {config.model_type!r}, which is no supported teacher; of a Qwen3.5 model "
-            "give the folder that `deltanet-hf convert` imported it to"
+            f"teacher: {name} has model_type {config.model_type!r}, which is no supported teacher; for a Qwen3.5 "
+            "model give the folder that `deltanet-hf convert` wrote"
         )
     hidden = any(getattr(stage, "hidden_weight", 0.0) > 0 for stage in recipe.stages)
     for key in ("vocab_size", *(("hidden_size", "num_hidden_layers") if hidden else ())):
@@ -96,7 +103,10 @@ def _check_imported(recipe: Recipe, student: Any, config: Any) -> None:
 
 
 def teacher_name(recipe: Recipe) -> str:
-    """The recipe's teacher, else the one that conversion.json names: a folder, one beside the student, or a Hub id."""
+    """Folder or Hub id of the teacher: the recipe's, or else the one that the student's conversion.json names.
+
+    A folder of that name beside the student is taken before a Hub id. Raises UserError if no teacher is named.
+    """
     if recipe.teacher is not None:
         return recipe.teacher
     path = Path(recipe.student) / "conversion.json"
@@ -109,6 +119,7 @@ def teacher_name(recipe: Recipe) -> str:
 
 
 def load_tokenizer(folder: str, key: str = "student") -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder or Hub id; `key` is the recipe's key that an error names."""
     try:
         return AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
@@ -134,12 +145,12 @@ def _load(name: str, key: str, dtype: Any) -> PreTrainedModel:
 
 
 def place(model: nn.Module, device: torch.device) -> nn.Module:
-    """The model on the device (`PreTrainedModel.to` hides its signature from type checkers)."""
+    """The model, moved to the device. (Type checkers do not see the signature of `PreTrainedModel.to`.)"""
     return model.to(device)
 
 
 def gathered_on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor in main memory, gathered when it is sharded over processes."""
+    """The tensor in main memory, gathered from all processes if it is sharded."""
     full = getattr(tensor, "full_tensor", None)
     gathered: torch.Tensor = full() if full is not None else tensor
     return gathered.detach().cpu()
@@ -151,21 +162,21 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
 
 
 def mixer_name(layer: nn.Module) -> str:
-    """Where a decoder layer keeps its attention, softmax or linear."""
+    """Name of the submodule in which a decoder layer keeps its attention or its mixer."""
     return "linear_attn" if hasattr(layer, "linear_attn") else "self_attn"
 
 
 def mixers(student: nn.Module) -> dict[int, Any]:
-    """The mixers with weights that the teacher does not have, by layer index."""
+    """The mixers by layer index, without those whose weights are all the teacher's (`LayerKind.new_weights`)."""
     found = {index: layer.get_submodule(mixer_name(layer)) for index, layer in enumerate(decoder_layers(student))}
     return {index: mixer for index, mixer in found.items() if isinstance(mixer, LayerKind) and mixer.new_weights}
 
 
 def is_imported(student: nn.Module) -> bool:
-    """Whether the student is a Qwen3.5 model, whose mixers were trained with everything else from the beginning."""
+    """Whether the student is an imported Qwen3.5 model, whose mixers were pretrained with the rest of it."""
     return student.config.model_type == MODEL_TYPE  # type: ignore[union-attr, no-any-return]
 
 
 def output_weight(model: nn.Module) -> torch.Tensor:
-    """The output matrix [V, D]."""
+    """The output matrix [V, D] of a causal language model."""
     return model.get_output_embeddings().weight  # type: ignore[operator, no-any-return]

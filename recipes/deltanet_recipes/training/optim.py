@@ -16,7 +16,16 @@ from deltanet_recipes.schema_sections import Optimizer
 
 
 def parameter_groups(module: nn.Module, settings: Optimizer) -> list[dict[str, Any]]:
-    """The trainable parameters of a module by rate: mixers and the rest, matrices and the others."""
+    """Group the trainable parameters of a module by learning rate.
+
+    The groups are `mixer` (new weights of mixers, at `mixer_lr`) and `rest` (all others, LoRA adapters included, at
+    `rest_lr`). Each has a second group, NAME.vectors, for everything but matrices: vectors, convolutions, and linear
+    layers with at most 16 inputs or outputs, such as a projection to one value per head. Weight decay and Muon apply to
+    matrices only.
+
+    Returns:
+        Groups for `make_optimizers`, in the order of their names.
+    """
     in_mixers = {
         id(p)
         for mixer in module.modules()
@@ -56,10 +65,10 @@ def make_optimizers(groups: list[dict[str, Any]], settings: Optimizer, fused: bo
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum whose update is orthogonalised (Jordan et al. 2024, "Muon"), all matrices of one shape at once.
+    """Momentum with orthogonalised updates (Jordan et al. 2024, "Muon"). Matrices of one shape are updated together.
 
-    The update is scaled by 0.2 sqrt(max(shape)), so that its root mean square is that of an AdamW step and AdamW's
-    rates carry over (Liu et al. 2025, "Muon is scalable for LLM training", eq. 4).
+    The update is scaled by 0.2 sqrt(max(shape)). Its root mean square is then that of an AdamW step, so AdamW's rates
+    can be used (Liu et al. 2025, "Muon is scalable for LLM training", eq. 4).
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], momentum: float = 0.95) -> None:
@@ -86,7 +95,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def _stack(matrices: list[torch.Tensor]) -> torch.Tensor:
-    """M matrices [m, n] -> [M, m, n] bfloat16, by one kernel where they are whole."""
+    """M matrices [m, n] -> [M, m, n] bfloat16; one kernel copies them, unless they are sharded."""
     if isinstance(matrices[0], DTensor):
         return torch.stack(matrices).bfloat16()
     stacked = matrices[0].new_empty(len(matrices), *matrices[0].shape, dtype=torch.bfloat16)
@@ -95,7 +104,7 @@ def _stack(matrices: list[torch.Tensor]) -> torch.Tensor:
 
 
 def orthogonalise(x: torch.Tensor) -> torch.Tensor:
-    """[M, m, n] -> the nearest semi-orthogonal matrices, roughly: five quintic Newton-Schulz steps."""
+    """Approximate the nearest semi-orthogonal matrices of x [M, m, n] by five quintic Newton-Schulz steps."""
     a, b, c = 3.4445, -4.7750, 2.0315
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
@@ -107,7 +116,10 @@ def orthogonalise(x: torch.Tensor) -> torch.Tensor:
 
 
 def rate_factor(step: int, stage: StageBase) -> float:
-    """Rate / peak rate at a step (0-based): linear warm-up, then the stage's decay to `final_ratio`."""
+    """Learning rate at a step (counted from 0), divided by the peak rate.
+
+    It rises linearly during the warm-up and then follows the stage's schedule down to `final_ratio`.
+    """
     settings, steps = stage.optimizer, stage.steps
     warmup = round(settings.warmup * steps)
     if step < warmup:
@@ -120,6 +132,7 @@ def rate_factor(step: int, stage: StageBase) -> float:
 
 
 def set_rates(optimizers: list[torch.optim.Optimizer], factor: float) -> None:
+    """Set the learning rate of every group to `factor` times its peak."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group["peak_lr"] * factor

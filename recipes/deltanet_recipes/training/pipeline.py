@@ -23,12 +23,11 @@ from deltanet_recipes.schema import Align, Recipe, Repair, Stage, stage_name, st
 from deltanet_recipes.schema_sections import Data, Source
 from deltanet_recipes.training.cost_estimate import show_plan
 from deltanet_recipes.training.feeds import check_share
+from deltanet_recipes.training.final_model import save_final
 from deltanet_recipes.training.logbook import Logbook, read_log
-from deltanet_recipes.training.model_card import write_card
 from deltanet_recipes.training.model_pair import (
     check_models,
     gathered_on_cpu,
-    is_imported,
     load_student,
     load_tokenizer,
     mixers,
@@ -96,7 +95,7 @@ def run(recipe: Recipe, kinds: tuple[str, ...] | None = None, console: Console |
         logbook.tables()
     if runtime.main:
         done_recipe = recipe.model_copy(update={"stages": tuple(stages)})  # the stages whose tokens the model has seen
-        _save_final(final, student, tokenizer, done_recipe, stages, stored_dtype, [d.report for d in data.values()])
+        save_final(final, student, tokenizer, done_recipe, stages, stored_dtype, [d.report for d in data.values()])
         draw_plots(output, read_log(output))
     logbook.close()
     runtime.barrier()
@@ -213,33 +212,3 @@ def _load_stage(path: Path, student: PreTrainedModel) -> dict[str, Any]:
         with torch.no_grad():
             parameters[name].data = tensor.to(parameters[name].device)
     return states  # type: ignore[no-any-return]
-
-
-def _save_final(
-    folder: Path,
-    student: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    recipe: Recipe,
-    stages: list[Stage],
-    dtype: torch.dtype,
-    data: list[list[dict[str, Any]]],
-) -> None:
-    """Save the model in `dtype` with its tokenizer, recipe, conversion report and card."""
-    partial = folder.with_name("final.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    keep = {n for n, _ in student.named_parameters() if n.endswith(("A_log", "dt_bias"))}
-    for name, parameter in student.named_parameters():
-        if name not in keep:
-            parameter.data = parameter.data.to(dtype)
-    student.config.use_cache = True
-    student.config.dtype = dtype
-    student.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
-    (partial / "recipe.json").write_text(json.dumps(recipe.model_dump(mode="json"), indent=1))
-    for name in ("conversion.json", "generation_config.json", "chat_template.jinja"):
-        source = Path(recipe.student) / name
-        if source.is_file() and not (partial / name).is_file():
-            shutil.copy(source, partial / name)
-    write_card(partial, recipe, stages, read_log(Path(recipe.output)), data, is_imported(student))
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)

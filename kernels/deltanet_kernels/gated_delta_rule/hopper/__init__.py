@@ -1,1 +1,1 @@
-"""HOP"""
+"""Kernels for Hopper (sm_90) in Gluon; select.py says which calls they serve."""

@@ -1,18 +1,18 @@
-"""Gated delta rule over chunks, backward: all gradients of a chunk and head in one program, for Hopper, in Gluon.
+"""Chunked gated delta rule, backward: all gradients of a chunk and head in one program, for Hopper, in Gluon.
 
-Notation and formulas in chunk_bwd.py and chunk_bwd_whole.py, for K = V = 128, C = 64, bfloat16, whole chunks:
+../states_backward.py and ../gradients_64.py have the formulas. For K = V = 128, C = 64, bfloat16, complete chunks:
 
-    first    dL = -(dW V'^T), K K^T:    dV, dbeta, E, and of dG what X gives
-    then     dW S, V' dS^T, <S, dS>:    dK_read, dK_kept, and of dG what they give
-    last     dP = dO V'^T, dO S^T:      Z, what Y gives;  dQ = scale gamma (dO S^T) + Z K;
+    first    dL = -(dW V'^T), K K^T:    dV, dbeta, E, and the terms of dG that X contributes
+    then     dW S, V' dS^T, <S, dS>:    dK_read, dK_kept, and the terms of dG that they contribute
+    last     dP = dO V'^T, dO S^T:      Z, the terms of Y;  dQ = scale gamma (dO S^T) + Z K;
                                         dK = dK_read + dK_kept + (E + E^T) K + Z^T Q
 
-Tiles are copied straight into shared memory, in the pattern of the tensor cores (128 bytes swizzled), and all operands
-of products are read from there: no operand of a product is in registers, and transposes cost nothing. A program asks
-for dW, V', K, then S, dS at its start, and for dO, P, Q as soon as the last product with dS and dW is done, in their
-places. So 112 KiB hold the 160 of a chunk, and two programs of four warps share a multiprocessor, one waiting for
-memory while the other computes. Results go by way of shared memory too, for rows of 16 bytes a thread.
-gluon_tiles.py has the tiles, and the rule for the proxies through which tensor cores and threads see shared memory.
+Tiles are copied straight into shared memory in the layout of the tensor cores (128 bytes swizzled), and all operands of
+products are read from there: no operand of a product is in registers, and transposes cost nothing. A program starts
+the copies of dW, V', K, then S, dS at its beginning, and those of dO, P, Q into the same places as soon as the last
+product with dS and dW is done. The 160 KiB of a chunk thus fit into 112, and two programs of four warps share a
+multiprocessor, one waiting for memory while the other computes. Results are stored through shared memory too, in rows
+of 16 bytes per thread. tiles.py has the layouts and the rule for fences between tensor cores and threads.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -59,7 +59,7 @@ def _row_sum(x):
 
 @gluon.jit
 def _decay(G, r, tril):
-    """D_ij r_j."""
+    """D_ij r_j for i >= j, else 0."""
     G_j = gl.convert_layout(G, COLUMNS)
     r_j = gl.convert_layout(r, COLUMNS)
     return gl.where(tril, gl.exp(gl.minimum(G[:, None] - G_j[None, :], 0.0)), 0.0) * r_j[None, :]
@@ -67,7 +67,7 @@ def _decay(G, r, tril):
 
 @gluon.jit
 def _raw_gradient(x, dx, factor, NORM: gl.constexpr):
-    """Gradient to the raw rows x, as in chunk_bwd_inputs.py and with its reason for unit rows."""
+    """Gradient of the raw rows x, as in ../gradients_raw.py, over unit rows for the same reason."""
     if NORM:
         x = _wide(factor) * x
         dx -= _wide(_row_sum(x * dx)) * x
@@ -81,7 +81,7 @@ def gradients_128_kernel(
     v_row, v_token: gl.constexpr, v_head,
     H: gl.constexpr, HV: gl.constexpr, NORM: gl.constexpr, GATE: gl.constexpr, SIGMOID: gl.constexpr,
 ):  # fmt: skip
-    """One program a (chunk, head): dQ, dK, dV, dbeta, dg."""
+    """Compute dQ, dK, dV, dbeta and dg; one program per (chunk, value head)."""
     bf16: gl.constexpr = gl.bfloat16
     f32: gl.constexpr = gl.float32
     pid = gl.program_id(0)
@@ -148,9 +148,9 @@ def gradients_128_kernel(
     if SIGMOID:
         db = (1.0 - b_i) * db
     else:
-        shut = b_i == 0.0
-        db = db / gl.where(shut, 1.0, b_i)
-        if gl.sum(shut.to(gl.int32), axis=0) > 0:
+        zero_beta = b_i == 0.0
+        db = db / gl.where(zero_beta, 1.0, b_i)
+        if gl.sum(zero_beta.to(gl.int32), axis=0) > 0:
             # beta = 0: the same sum without the division, rowsum(dW (V - gamma U - (D K K^T) V')).
             U = warpgroup_mma(k_s, S_s.permute((1, 0)), zeros(128), use_acc=False, is_async=True)
             wide_i = gl.arange(0, 64, layout=WIDE_ROWS)[:, None]
@@ -159,7 +159,7 @@ def gradients_128_kernel(
             v_tile = gl.load(v_at + (wide_i * v_token + wide_e)).to(f32)
             U = warpgroup_mma_wait(0, deps=(U,))
             db0 = _row_sum(dw_s.load(WIDE).to(f32) * (v_tile - _wide(gamma_i * r_i) * U)) - X_row
-            db = gl.where(shut, db0, db)
+            db = gl.where(zero_beta, db0, db)
     gl.store(dbeta + (flat + i) * HV + head, db.to(dbeta.dtype.element_ty))
 
     SdS = gl.zeros([16, 128], f32, TILE)
@@ -192,7 +192,7 @@ def gradients_128_kernel(
     k_kept = gl.where(i == 63, 0.0, k_kept)
     dG_last = gl.sum(k_kept, axis=0) + fade * SdS
     dG_row += gl.where(i == 63, dG_last, -k_kept)
-    # Read once more, not kept in registers until here.
+    # Read once more instead of being kept in registers.
     f_i = gl.load(of_output + 4 * i)
     read_i = gl.load(of_output + 4 * i + 1)
 

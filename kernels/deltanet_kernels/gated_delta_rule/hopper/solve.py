@@ -1,23 +1,23 @@
-"""Gated delta rule over chunks, what comes before the state pass in one program, for Hopper, in Gluon.
+"""Chunked gated delta rule, the stages before the states in one kernel, for Hopper, in Gluon.
 
-Row factors, P, T and the bounds of chunk_scores.py and chunk_prepare.py, in the same layouts, for K = 64 or 128,
-C = 64, bfloat16, whole chunks, and as many query as key heads. L stays in the multiprocessor, and one program serves
-all value heads of a key head: Q K^T and K K^T are made once.
+Row factors, P, T and the bounds of scores.py and solve.py, in the same layouts, for K = 64 or 128, C = 64, bfloat16,
+complete chunks, and as many query heads as key heads. L stays in the multiprocessor, and one program serves all value
+heads of a key head, so Q K^T and K K^T are computed once.
 
-    D_ij r_j = 2^{x_i - (x_j - log2 r_j)}, x = log2(e) (G - 128 s):  one exponential an entry, for P and for L;
+    D_ij r_j = 2^{x_i - (x_j - log2 r_j)}, x = log2(e) (G - 128 s):  one exponential per entry, for P and for L;
     T in three steps, with b = -L, Y = T^T, and T_a the inverse of a diagonal block:
-        8      each column of T_a by substitution, all columns of a chunk at once, in float32
+        8      each column of T_a by substitution, all columns of a chunk in parallel, in float32
         16     T_lower = T_a b T_a' for the two blocks on the diagonal
         64     by block rows of 16:  Y_a = E_a T_a^T + (sum_{c < a} Y_c b_ac^T) T_a^T
 
-Every intermediate is an entry of an inverse or L times one, as in chunk_prepare.py; products of the steps 16 and 64 are
-tf32, as there. They are transposed, so that what one product gives is the left factor of the next as it lies in the
-registers: a warp has 16 columns of T from the first block to the last and waits for no other. In an accumulator a
-thread has columns 2t and 2t + 1, in a factor t and t + 4, so both factors of a product take their inner index in
-another order (`_inner`).
+Every intermediate is an entry of an inverse or L times one, as in ../solve.py; products of the steps 16 and 64 are
+tf32, as there. They are transposed, so that the result of one product is the left factor of the next in the register
+layout that it already has: a warp holds 16 columns of T from the first block to the last and waits for no other warp.
+In an accumulator a thread holds columns 2t and 2t + 1, in a factor columns t and t + 4, so both factors of a product
+permute their inner index (`_inner`).
 
-Programs of four warps, four to a multiprocessor, or three where value heads share the products; what bounds them is
-shared memory, which everything passes through.
+Four programs of four warps run per multiprocessor, three where value heads share the products. The limit is the
+bandwidth of shared memory, through which all data passes.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -44,15 +44,15 @@ from deltanet_kernels.gated_delta_rule.hopper.tiles import (
     zeros,
 )
 
-EACH = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # a row a thread
+EACH = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # one row per thread
 ALL = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))  # 64 rows in every warp
 QUADS = gl.constexpr(gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0]))
-SOLVE = gl.constexpr(gl.BlockedLayout([1, 1, 8], [4, 8, 1], [4, 1, 1], [2, 1, 0]))  # a column of a block a thread
+SOLVE = gl.constexpr(gl.BlockedLayout([1, 1, 8], [4, 8, 1], [4, 1, 1], [2, 1, 0]))  # one column of a block per thread
 STRIP = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))
 LEFT = gl.constexpr(gl.DotOperandLayout(0, gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]), 1))
 RIGHT = gl.constexpr(gl.DotOperandLayout(1, gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]), 1))
 RIGHT_PAIRS = gl.constexpr(gl.DotOperandLayout(1, gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]), 2))
-BLOCK = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8]))  # a diagonal block a warp
+BLOCK = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8]))  # one diagonal block per warp
 BLOCK_LEFT = gl.constexpr(gl.DotOperandLayout(0, gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8]), 2))
 BLOCK_RIGHT = gl.constexpr(gl.DotOperandLayout(1, gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8]), 2))
 VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -68,7 +68,7 @@ def _add(x, y):
 
 @gluon.jit
 def _square_sums(tile, K: gl.constexpr):
-    """|x|^2 of each row, two numbers a word."""
+    """|x|^2 of each row, reading two numbers per word."""
     words = view(tile, gl.int32, [64, K // 2], gl.NVMMASharedLayout(128, 32, 2))
     x = words.load(gl.BlockedLayout([1, K // 4], [16, 2], [4, 1], [0, 1]))
     even = (x << 16).to(gl.float32, bitcast=True)
@@ -78,7 +78,7 @@ def _square_sums(tile, K: gl.constexpr):
 
 @gluon.jit
 def _load_gates(g, beta, at):
-    """Gates for the first 64 threads, write strengths for the others."""
+    """Load gates into the first 64 threads and write strengths into the others."""
     n = gl.arange(0, 128, layout=EACH)
     x = gl.load(g + at, mask=n < 64, other=0.0).to(gl.float32)
     return x, gl.load(beta + at, mask=n >= 64, other=0.0).to(gl.float32)
@@ -86,7 +86,7 @@ def _load_gates(g, beta, at):
 
 @gluon.jit
 def _sum_gates(x, b, head, A_log, dt_bias, gates_s, sums_s, GATE: gl.constexpr, SIGMOID: gl.constexpr):
-    """G and s into sums_s, beta into the second row of gates_s."""
+    """Store G and s in sums_s, and beta in the second row of gates_s."""
     if GATE:
         x = softplus(x + gl.load(dt_bias + head).to(gl.float32))
         x = -gl.exp(gl.load(A_log + head).to(gl.float32)) * x
@@ -100,7 +100,7 @@ def _sum_gates(x, b, head, A_log, dt_bias, gates_s, sums_s, GATE: gl.constexpr, 
 
 @gluon.jit
 def _store_quads(at, x0, x1, x2, x3):
-    """Four factors of each row side by side."""
+    """Store four factors per row side by side."""
     quad = gl.arange(0, 4, layout=gl.SliceLayout(0, QUADS))[None, :]
     quad += 4 * gl.arange(0, 64, layout=gl.SliceLayout(1, QUADS))[:, None]
     x = gl.reshape(gl.join(gl.join(x0, x2), gl.join(x1, x3)), [64, 4])
@@ -109,7 +109,7 @@ def _store_quads(at, x0, x1, x2, x3):
 
 @gluon.jit
 def _diagonal(x):
-    """The 16 x 16 blocks on the diagonal of a [64, 64] tile, one below the other: [64, 16], a block a warp."""
+    """The 16 x 16 blocks on the diagonal of a [64, 64] tile, one below the other: [64, 16], one block per warp."""
     even, odd = gl.split(gl.permute(gl.reshape(x, [64, 2, 2, 16]), (0, 3, 1, 2)))
     x0, x2 = gl.split(even)
     x1, x3 = gl.split(odd)
@@ -123,7 +123,7 @@ def _diagonal(x):
 
 @gluon.jit
 def _inner(x, y):
-    """x [64, 16] and y [16, 16], loaded by pairs, as factors of a product."""
+    """x [64, 16] and y [16, 16], loaded in pairs of columns, as the factors of a product (see above)."""
     x = gl.reshape(gl.permute(gl.reshape(x, [64, 2, 4, 2]), (0, 1, 3, 2)), [64, 16])
     y = gl.reshape(gl.permute(gl.reshape(y, [2, 4, 2, 16]), (0, 2, 1, 3)), [16, 16])
     return gl.convert_layout(x, LEFT), gl.convert_layout(y, RIGHT)
@@ -131,14 +131,14 @@ def _inner(x, y):
 
 @gluon.jit
 def _times(x, tile, z):
-    """x tile^T + z."""
+    """Return x tile^T + z."""
     x, y = _inner(x, tile.permute((1, 0)).load(RIGHT_PAIRS))
     return mma_v2(x, y, z, input_precision="tf32")
 
 
 @gluon.jit
 def _beside(x, y, layout: gl.constexpr):
-    """[4, 16, 8] twice -> [4, 16, 16]."""
+    """Join two tiles [4, 16, 8] along the columns: [4, 16, 16]."""
     x = gl.reshape(gl.permute(gl.join(x, y), (0, 1, 3, 2)), [4, 16, 16])
     return gl.convert_layout(x, layout)
 
@@ -156,7 +156,7 @@ def _invert_blocks(b, solve_s, lower_s, small_s):
     i = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, SOLVE)))[None, None, :]
     X = gl.where(i == j, 1.0, 0.0) + gl.zeros([8, 8, 8], gl.float32, SOLVE)
     for n in gl.static_range(7):
-        x = gl.sum(gl.where(i == n, X, 0.0), axis=2)  # a register: every other term is known to be 0
+        x = gl.sum(gl.where(i == n, X, 0.0), axis=2)  # one register: every other term is known to be 0
         X = gl.where(i > n, X + columns_s.slice(n, 1, 1).load(SOLVE) * x[:, :, None], X)
     small_s.store(gl.reshape(X, [64, 8]))
     small = small_s.reshape([4, 16, 8])
@@ -199,7 +199,7 @@ def scores_and_inverse_kernel(
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, NORM: gl.constexpr, GATE: gl.constexpr,
     SIGMOID: gl.constexpr, BOUND: gl.constexpr,
 ):  # fmt: skip
-    """One program a (chunk, key head): for each of its value heads P, T, the row factors, the bound."""
+    """Compute P, T, row factors and bound for the value heads of a key head; one program per (chunk, key head)."""
     bf16: gl.constexpr = gl.bfloat16
     f32: gl.constexpr = gl.float32
     SHARE: gl.constexpr = HV // H
@@ -216,7 +216,7 @@ def scores_and_inverse_kernel(
     copy(q_s, tile_at(q + (row * q_row + key_head.to(gl.int64) * q_head + first * q_token), q_token, 64, K))
     copy(k_s, tile_at(k + (row * k_row + key_head.to(gl.int64) * k_head + first * k_token), k_token, 64, K))
     async_copy.commit_group()
-    # One allocation each: what lies in one allocation is kept apart by barriers.
+    # One allocation each: Triton separates accesses to the same allocation by barriers.
     gates_s = gl.allocate_shared_memory(f32, [2, 64], VECTOR)
     sums_s = gl.allocate_shared_memory(f32, [2, 64], VECTOR)
     qq_s = gl.allocate_shared_memory(f32, [64], VECTOR)
@@ -302,7 +302,7 @@ def scores_and_inverse_kernel(
         if SHARE > 1:
             QK = QK_s.load(SQUARE)
         P_s.store((QK * gl.where(causal, D, 0.0) * read_s.load(ROWS)[:, None]).to(bf16))
-        # On and over the diagonal this is anything; nothing reads it.
+        # The entries on and above the diagonal are undefined; nothing reads them.
         negative = KK * D * write_s.load(ROWS)[:, None]
         b_s.store(negative)
         inverse = _invert_blocks(negative, solve_s, lower_s, small_s)

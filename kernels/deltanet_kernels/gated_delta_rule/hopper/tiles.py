@@ -1,7 +1,7 @@
-"""Tiles of the Gluon kernels for Hopper: layouts, copies into shared memory, and what Triton has named anew since 3.6.
+"""Tiles of the Gluon kernels for Hopper: layouts, copies into shared memory, and names that Triton changed after 3.6.
 
-Tensor cores and plain threads see shared memory through different proxies: a fence stands between what threads have
-written or copied there and the product that reads it, and a product is awaited before its operands are overwritten.
+Tensor cores and threads access shared memory through different proxies. A fence separates what threads have written or
+copied there from the product that reads it, and a product is awaited before its operands are overwritten.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -11,12 +11,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared
 
-# Triton 3.9 has other names than 3.6.
+# Triton 3.9 renamed these.
 copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 view = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 
-TILE = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # 16 bytes a thread
+TILE = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # 16 bytes per thread
 NARROW = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 SQUARE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 WIDE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
@@ -52,11 +52,11 @@ def tile_at(at, stride: gl.constexpr, rows: gl.constexpr, columns: gl.constexpr)
 
 @gluon.jit
 def softplus(x):
-    """As in chunk_prepare.py."""
+    """log(1 + e^x), as in common/tiles.py."""
     return gl.where(x > 20.0, x, gl.log(1.0 + gl.exp(gl.minimum(x, 20.0))))
 
 
 @gluon.jit
 def zeros(columns: gl.constexpr):
-    """Where a product of 64 rows begins."""
+    """A zero accumulator for a product with 64 rows."""
     return gl.zeros([64, columns], gl.float32, WIDE if columns == 128 else SQUARE)

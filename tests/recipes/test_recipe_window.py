@@ -1,10 +1,11 @@
-"""`baseline: window`: the softmax teacher trained under a window and sinks, and measured under them."""
+"""The window baseline: a student converted with `--mixer window`, trained and measured like any other."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -16,11 +17,14 @@ from deltanet_hf.evaluation.tasks.lm_eval_model import DeltaNetLM
 from deltanet_hf.generate import generate_command
 from deltanet_hf.mixers.window import restrict_to_window
 from deltanet_recipes.config import load_recipe
+from deltanet_recipes.data.packing import make_rows
 from deltanet_recipes.study.results_row import load_for_measure
 from deltanet_recipes.training import trainer
+from deltanet_recipes.training.layer_runner import LayerRunner, document_boundaries
 from deltanet_recipes.training.logbook import read_log
+from deltanet_recipes.training.model_pair import load_student
 from deltanet_recipes.training.pipeline import run
-from tests.recipes.tiny_run import ALIGN, DISTIL, WORDS, make_workplace, recipe_tree, write_recipe
+from support.tiny_run import ALIGN, DISTIL, WORDS, make_workplace, recipe_tree, write_recipe
 
 LENGTH = 128  # the window of 64 must hide something
 STAGE = {**DISTIL, "sequence_length": LENGTH, "tokens": 128 * 12, "ce_weight": 0.0, "optimizer": {"rest_lr": 1e-3}}
@@ -29,13 +33,12 @@ IDS = torch.randint(4, 4 + WORDS, (2, LENGTH), generator=torch.Generator().manua
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_workplace(tmp_path_factory.mktemp("models"))
+    return make_workplace(tmp_path_factory.mktemp("models"), mixer="window")
 
 
 def recipe(workplace: Path, out: Path, stages: list[dict[str, Any]], **changes: Any) -> Any:
     data = {"isolate_documents": False, **changes.pop("data", {})}
-    base = {"student": str(workplace / "teacher"), "baseline": "window", "output": str(out)}
-    tree = recipe_tree(workplace, stages, data=data, **{**base, **changes})
+    tree = recipe_tree(workplace, stages, data=data, **{"output": str(out), **changes})
     out.parent.mkdir(parents=True, exist_ok=True)
     return load_recipe(write_recipe(out.parent, tree))
 
@@ -43,6 +46,13 @@ def recipe(workplace: Path, out: Path, stages: list[dict[str, Any]], **changes: 
 @torch.no_grad()
 def logits(model: Any) -> torch.Tensor:
     return model(IDS, use_cache=False).logits
+
+
+def teacher_with(weights: Path, workplace: Path) -> Any:
+    """The softmax teacher, unrestricted, with the weights of another folder."""
+    model = AutoModelForCausalLM.from_pretrained(workplace / "teacher").eval()
+    assert not model.load_state_dict(load_file(weights / "model.safetensors"), strict=False).unexpected_keys
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -67,12 +77,26 @@ def test_the_loss_falls_and_only_the_chosen_weights_move(workplace: Path, tmp_pa
     assert "model.embed_tokens.weight" not in moved
 
 
-def test_everything_that_measures_it_restricts_it(trained: Path, workplace: Path) -> None:
+@torch.no_grad()
+def test_isolated_documents_have_a_window_and_sinks_of_their_own(workplace: Path) -> None:
+    student = load_student(str(workplace / "student"))
+    ids = np.concatenate([IDS[0, :99], [2], IDS[1, :81]])[None]  # a document of 100 tokens and one of 80
+    rows = make_rows(ids, np.ones_like(ids, dtype=bool), 2, True)
+    layers = LayerRunner(student)
+    hidden, _ = layers.run_layers(layers.embed(rows, document_boundaries(rows.position_ids)))
+    for part in (slice(0, 100), slice(100, 180)):
+        alone = student.model(input_ids=rows.input_ids[:, part]).last_hidden_state
+        torch.testing.assert_close(hidden[:, part], alone)
+
+
+def test_everything_that_measures_it_measures_it_under_its_window(trained: Path, workplace: Path) -> None:
     plain = AutoModelForCausalLM.from_pretrained(trained).eval()
-    assert plain.config.softmax_window == {"window": 64, "sinks": 4}
-    free = logits(plain)
-    wanted = logits(restrict_to_window(plain))
+    assert plain.config.deltanet["kinds"] == {"local": {"mixer": "window", "window": 64, "sinks": 4}}
+    unrestricted = teacher_with(trained, workplace)
+    free = logits(unrestricted)
+    wanted = logits(restrict_to_window(unrestricted))
     assert not torch.allclose(free[:, 70:], wanted[:, 70:], atol=1e-3)
+    torch.testing.assert_close(logits(plain), wanted)
     torch.testing.assert_close(logits(load_for_measure(str(trained), torch.device("cpu"))), wanted)
     torch.testing.assert_close(logits(DeltaNetLM(str(trained), device="cpu").model), wanted)
     rows = line_up(str(workplace / "teacher"), [f"window-distilled={trained}"], ())
@@ -80,15 +104,17 @@ def test_everything_that_measures_it_restricts_it(trained: Path, workplace: Path
     teacher, student = roster.model(rows[0]), roster.model(row)
     assert (row.name, row.kind, row.tokens) == ("window-distilled", "student", STAGE["tokens"])
     torch.testing.assert_close(logits(student), wanted)
-    assert "sinks" not in teacher.config._attn_implementation
+    original = AutoModelForCausalLM.from_pretrained(workplace / "teacher").eval()
+    torch.testing.assert_close(logits(teacher), logits(original))
 
 
 @torch.no_grad()
-def test_generate_continues_under_the_window(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plain = AutoModelForCausalLM.from_pretrained(trained).eval()
+def test_generate_continues_under_the_window(
+    trained: Path, workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     tokenizer = AutoTokenizer.from_pretrained(trained)
     words: list[str] = []
-    for model in (plain, restrict_to_window(AutoModelForCausalLM.from_pretrained(trained).eval())):
+    for model in (teacher_with(trained, workplace), restrict_to_window(teacher_with(trained, workplace))):
         ids = IDS[:1]
         for _ in range(8):
             ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
@@ -98,18 +124,18 @@ def test_generate_continues_under_the_window(trained: Path, capsys: pytest.Captu
     assert capsys.readouterr().out.split() == words[1].split()
 
 
-def test_the_card_says_how_to_load_it(trained: Path) -> None:
+def test_the_card_does_not_call_it_linear_attention(trained: Path) -> None:
     card = (trained / "README.md").read_text()
-    assert "restricted_as_saved" in card
-    assert "gated-deltanet" not in card
+    assert "# window + sinks student of " in card
+    assert "tags: [distillation]" in card
 
 
 def test_an_interrupted_run_continues_with_the_same_losses(
     workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage = {**STAGE, "train": "full"}
-    whole = recipe(workplace, tmp_path / "a" / "run", [stage])
-    run(whole)
+    complete = recipe(workplace, tmp_path / "a" / "run", [stage])
+    run(complete)
     broken = recipe(workplace, tmp_path / "b" / "run", [stage])
     step = trainer.Trainer.optimiser_step
 
@@ -128,21 +154,15 @@ def test_an_interrupted_run_continues_with_the_same_losses(
 
 
 @pytest.mark.parametrize(
-    ("stages", "changes", "words"),
+    ("stages", "words"),
     [
-        ([ALIGN, STAGE], {}, "leave out the align stages"),
-        ([{**STAGE, "train": "frozen"}], {}, "trains nothing"),
-        ([STAGE], {"data": {"isolate_documents": True}}, "data.isolate_documents"),
+        ([ALIGN, STAGE], "stages.align: .* nothing to align; leave the stage out"),
+        ([{**STAGE, "train": "frozen"}], "stages.distil: .* trains nothing; use lora or full"),
     ],
 )
-def test_contradictions_are_one_clear_error(
-    workplace: Path, tmp_path: Path, stages: list[dict[str, Any]], changes: dict[str, Any], words: str
+def test_stages_without_anything_to_train_are_one_clear_error(
+    workplace: Path, tmp_path: Path, stages: list[dict[str, Any]], words: str
 ) -> None:
-    with pytest.raises(UserError, match=r"^[^\n]*baseline: window[^\n]*$") as caught:
-        recipe(workplace, tmp_path / "run", stages, **changes)
-    assert words in str(caught.value)
-
-
-def test_a_converted_model_is_no_window_baseline(workplace: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="baseline: window needs a teacher"):
-        run(recipe(workplace, tmp_path / "run", [STAGE], student=str(workplace / "student")))
+    with pytest.raises(UserError, match=rf"^(?s:(?!.*\n)){words}$"):
+        run(recipe(workplace, tmp_path / "run", stages))
+    assert not (tmp_path / "run").exists()

@@ -11,7 +11,7 @@ import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from deltanet_hf import DeltaNetOptions, converted_config
+from deltanet_hf import LayerTable, converted_config
 from deltanet_hf.models.factory import model_class
 from deltanet_hf.models.families import FAMILIES
 
@@ -50,8 +50,9 @@ def make_models(
     torch.manual_seed(0)
     config = FAMILIES[family].config_class(**SHAPE)
     teacher = FAMILIES[family].model_class(config)
-    options = DeltaNetOptions.preset("teacher", layers, **wiring)
-    student = model_class(family)(converted_config(config, options))
+    softmax = tuple(index for index in range(LAYERS) if index not in layers)
+    table = LayerTable.preset(LAYERS, softmax=softmax, **wiring)
+    student = model_class(family)(converted_config(config, table))
     student.load_state_dict(teacher.state_dict(), strict=False)
     tokenizer = make_tokenizer()
     for name, model in (("teacher", teacher), ("student", student)):

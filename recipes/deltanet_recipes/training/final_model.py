@@ -1,0 +1,60 @@
+"""Writes the final model of a run: weights, tokenizer, recipe, conversion report and model card."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from deltanet_hf.mixers import FLOAT32_NAMES
+from deltanet_hf.publish import Workspace, publish_folder
+from deltanet_recipes.schema import Recipe, Stage
+from deltanet_recipes.training.logbook import read_log
+from deltanet_recipes.training.model_card import write_card
+
+FROM_STUDENT = ("conversion.json", "generation_config.json", "chat_template.jinja")
+
+
+def save_final(
+    folder: Path,
+    student: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    recipe: Recipe,
+    stages: list[Stage],
+    dtype: torch.dtype,
+    data: list[list[dict[str, Any]]],
+) -> None:
+    """Save the trained model; whatever happens, `folder` is absent, holds an earlier result, or is complete.
+
+    Args:
+        folder: the folder to be written; an earlier result is replaced.
+        student: the trained model. Its weights are converted to `dtype` in place, except for those that its mixers
+            keep in float32.
+        recipe, stages: what the model was trained with.
+        dtype: the dtype of the saved weights.
+        data: the reports of the corpora, by the data section they belong to.
+    """
+    for name, parameter in student.named_parameters():
+        if name.rpartition(".")[2] not in FLOAT32_NAMES:
+            parameter.data = parameter.data.to(dtype)
+    student.config.use_cache = True
+    student.config.dtype = dtype
+
+    def fill(workspace: Workspace) -> dict[str, Any]:
+        model = workspace.model
+        student.save_pretrained(model)
+        tokenizer.save_pretrained(model)
+        (model / "recipe.json").write_text(json.dumps(recipe.model_dump(mode="json"), indent=1))
+        for name in FROM_STUDENT:
+            source = Path(recipe.student) / name
+            if source.is_file() and not (model / name).is_file():
+                shutil.copy(source, model / name)
+        write_card(model, recipe, stages, read_log(Path(recipe.output)), data, student.config)
+        return {}
+
+    # The stages are saved already, so an interrupted call has nothing to resume: it is repeated.
+    publish_folder(folder, {}, fill, resume=False, overwrite=True, what="training run")

@@ -1,0 +1,133 @@
+"""Every mixer through the recipes: alignment, distillation by LoRA and in full, the saved model, resumed runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from deltanet_hf.mixers import FLOAT32_NAMES, MIXERS
+from deltanet_hf.models.layers import LayerTable
+from deltanet_recipes.config import load_recipe
+from deltanet_recipes.schema_sections import Optimizer
+from deltanet_recipes.training import trainer
+from deltanet_recipes.training.logbook import read_log
+from deltanet_recipes.training.model_pair import load_student, mixers
+from deltanet_recipes.training.optim import parameter_groups
+from deltanet_recipes.training.pipeline import run
+from support.tiny_run import ALIGN, DISTIL, WORDS, make_workplace, recipe_tree, write_recipe
+
+SETTINGS = {"window": {"window": 8}}  # no document is longer than the default window
+IDS = torch.randint(4, 4 + WORDS, (2, 40), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.fixture(params=MIXERS, scope="module")
+def workplace(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a student with this mixer in layers 0 and 2, beside its softmax layer 1."""
+    settings = {"mixer": request.param, **SETTINGS.get(request.param, {})}
+    return make_workplace(tmp_path_factory.mktemp(request.param), layers=(0, 2), **settings)
+
+
+def train(workplace: Path, out: Path, stages: list[dict[str, Any]], **data: Any) -> Path:
+    """Run a recipe and return the folder of the final model."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    tree = recipe_tree(workplace, stages, output=str(out), data=data)
+    return run(load_recipe(write_recipe(out.parent, tree)))
+
+
+def stages_for(workplace: Path, distil: dict[str, Any]) -> list[dict[str, Any]]:
+    """An align stage, where the mixer has weights to align, and a distil stage."""
+    align = {**ALIGN, "tokens": 128 * 10}
+    return [*([align] if mixers(load_student(str(workplace / "student"))) else []), {**DISTIL, **distil}]
+
+
+@pytest.mark.parametrize("train_key", ["lora", "full"])
+@pytest.mark.parametrize("isolated", [False, True])
+def test_it_is_aligned_and_distilled(workplace: Path, tmp_path: Path, train_key: str, isolated: bool) -> None:
+    stages = stages_for(workplace, {"tokens": 128 * 20, "train": train_key, "ce_weight": 0.0})
+    final = train(workplace, tmp_path / "run", stages, isolate_documents=isolated)
+    rows = read_log(tmp_path / "run")
+    aligned = [row["held_out.error.0"] for row in rows if "held_out.error.0" in row]
+    distilled = [row["held_out.kl"] for row in rows if "held_out.kl" in row]
+    assert len(aligned) >= 2 or len(stages) == 1
+    assert not aligned or aligned[-1] < aligned[0]
+    assert distilled[-1] < distilled[0]
+    before, after = (load_file(folder / "model.safetensors") for folder in (workplace / "student", final))
+    assert before.keys() == after.keys()
+    student = load_student(str(workplace / "student"))
+    new = {id(p) for mixer in mixers(student).values() for p in mixer.parameters()}
+    for name, parameter in student.named_parameters():
+        matrix = parameter.dim() == 2 and ".layers." in name
+        if id(parameter) in new or matrix:
+            assert not torch.equal(before[name], after[name]), name
+        wide = name.rpartition(".")[2] in FLOAT32_NAMES
+        assert after[name].dtype == (torch.float32 if wide else before[name].dtype)
+
+
+@torch.no_grad()
+def test_the_final_model_loads_with_its_layer_table(workplace: Path, tmp_path: Path) -> None:
+    final = train(workplace, tmp_path / "run", stages_for(workplace, {"tokens": 256}))
+    model = AutoModelForCausalLM.from_pretrained(final).eval()
+    student = load_student(str(workplace / "student"))
+    assert LayerTable.of(model.config) == LayerTable.of(student.config)
+    student.load_state_dict(load_file(final / "model.safetensors"), strict=False)
+    torch.testing.assert_close(model(IDS, use_cache=False).logits, student(IDS).logits)
+    card = (final / "README.md").read_text()
+    (kind,) = LayerTable.of(model.config).kinds.values()
+    assert f"# {kind.mixer.title} student of " in card
+    assert ("linear-attention" in card) == kind.mixer.new_weights
+
+
+def test_an_interrupted_run_continues_with_the_same_losses(
+    workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stages = stages_for(workplace, {"train": "full"})
+    train(workplace, tmp_path / "a" / "run", stages)
+    step = trainer.Trainer.optimiser_step
+
+    def stop_at_seven(self: trainer.Trainer) -> Any:
+        if self.step == 7:
+            raise KeyboardInterrupt
+        return step(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.Trainer, "optimiser_step", stop_at_seven)
+        with pytest.raises(KeyboardInterrupt):
+            train(workplace, tmp_path / "b" / "run", stages)
+    train(workplace, tmp_path / "b" / "run", stages)
+    first, second = ([row.get("loss") for row in read_log(tmp_path / name / "run")] for name in "ab")
+    assert first == second
+
+
+@pytest.mark.parametrize("isolated", [False, True])
+def test_further_writes_are_trained_by_both_stages(tmp_path: Path, isolated: bool) -> None:
+    folder = make_workplace(tmp_path / "models", mixer="deltaproduct", num_householder=2)
+    muon = {"name": "muon", "mixer_lr": 6.0e-3, "rest_lr": 2.0e-3}
+    stages = [{**ALIGN, "tokens": 128 * 10}, {**DISTIL, "tokens": 128 * 20, "train": "full", "optimizer": muon}]
+    final = train(folder, tmp_path / "run", stages, isolate_documents=isolated)
+    rows = read_log(tmp_path / "run")
+    aligned = [row["held_out.error.0"] for row in rows if "held_out.error.0" in row]
+    distilled = [row["held_out.kl"] for row in rows if "held_out.kl" in row]
+    assert aligned[-1] < aligned[0]
+    assert distilled[-1] < 0.97 * distilled[0]
+    before, after = (load_file(path / "model.safetensors") for path in (folder / "student", final))
+    new = [name for name in before if ".householder." in name]
+    assert len(new) == 3 * 4  # k_proj, v_proj, b_proj with its bias
+    assert not [name for name in new if torch.equal(before[name], after[name])]
+
+
+def test_muon_takes_the_matrices_of_further_writes(tmp_path: Path) -> None:
+    folder = make_workplace(tmp_path, mixer="deltaproduct", num_householder=2)
+    student = load_student(str(folder / "student"))
+    groups = {
+        id(p): group["name"] for group in parameter_groups(student, Optimizer(name="muon")) for p in group["params"]
+    }
+    mixer = student.model.layers[0].self_attn
+    write = mixer.householder[0]
+    for name in ("k_proj", "v_proj"):
+        assert groups[id(getattr(write, name).weight)] == groups[id(getattr(mixer, name).weight)] == "mixer"
+    assert groups[id(write.b_proj.bias)] == groups[id(write.b_proj.weight)] == "mixer.vectors"

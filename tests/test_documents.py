@@ -1,0 +1,125 @@
+"""README.md and docs/: length, links, command lines and the example of a mixer."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+
+from deltanet_hf.mixers import MIXERS, Mixer
+from deltanet_recipes.cli import COMMANDS, build_app
+from deltanet_recipes.shipped import shipped_recipes
+from support.tiny_models import tiny_student
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "recipes/README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+UsageError = typer.BadParameter.__mro__[1]  # of Click, which newer versions of Typer contain
+EXAMPLE = re.compile(r"<!-- example: retention [^\n]*-->\n```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub makes of a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", FENCED.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def command_lines(text: str) -> list[str]:
+    """All `deltanet-hf ...` command lines of a page: of code blocks, without prompt and comment, and of inline code."""
+    blocks = "\n".join(match[2] for match in FENCED.finditer(text))
+    prose = FENCED.sub("", text)
+    blocks += "\n" + "\n".join(line for line in prose.splitlines() if line.startswith("    "))
+    lines = blocks.replace("\\\n", " ").splitlines()
+    found = [line.strip().removeprefix("$ ") for line in lines]
+    found = [line for line in found if line.startswith("deltanet-hf ")]
+    return found + [" ".join(span.split()) for span in re.findall(r"`(deltanet-hf [^`]+)`", prose)]
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in LINK.findall(page.read_text(encoding="utf-8")):
+        if link.startswith(("https://", "http://")):
+            continue
+        path, _, anchor = link.partition("#")
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.exists(), link
+        if anchor:
+            assert anchor in anchors(linked), link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_command_lines_parse(page: Path) -> None:
+    for line in command_lines(page.read_text(encoding="utf-8")):
+        words = shlex.split(line, comments=True)[1:]
+        if not words or words[0] == "--help":
+            continue
+        assert words[0] in COMMANDS, line
+        command = typer.main.get_command(build_app(words[0])).commands[words[0]]  # type: ignore[attr-defined]
+        try:
+            command.make_context(words[0], words[1:]).close()
+        except UsageError as error:
+            # `deltanet-hf convert` alone is a mention of the command.
+            if type(error).__name__ != "MissingParameter" or any(not word.startswith("-") for word in words[1:]):
+                pytest.fail(f"{line}: {error}")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_recipes_modules_and_scripts_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for line in command_lines(text):
+        words = shlex.split(line, comments=True)
+        if words[1] in ("align", "distill") and len(words) > 2 and re.fullmatch(r"[a-z0-9.-]+", words[2]):
+            assert words[2] in shipped_recipes() or words[2].endswith(".yaml"), line
+    for module in re.findall(r"python -m\s+(deltanet_[\w.]*\w)", text):
+        assert importlib.util.find_spec(module) is not None, module
+    for script in re.findall(r"python (tools/\w+\.py)", text):
+        assert (ROOT / script).exists(), script
+
+
+@pytest.fixture
+def retention(monkeypatch: pytest.MonkeyPatch) -> type[Mixer]:
+    """The mixer of docs/contributing.md, registered."""
+    match = EXAMPLE.search((ROOT / "docs/contributing.md").read_text(encoding="utf-8"))
+    assert match is not None
+    module = types.ModuleType("retention_example")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec(compile(match[1], "docs/contributing.md", "exec"), vars(module))
+    mixer: type[Mixer] = vars(module)["Retention"]
+    monkeypatch.setitem(MIXERS, mixer.name, mixer)
+    return mixer
+
+
+def test_the_example_of_a_mixer_works(retention: type[Mixer]) -> None:
+    model = tiny_student("llama", mixer=retention.name)
+    assert isinstance(model.model.layers[0].self_attn, retention)
+    tokens = torch.randint(3, 97, (2, 11), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(tokens)
+    mask[0, :4] = 0
+    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    batch = model.generate(tokens, attention_mask=mask, **options)
+    assert torch.equal(batch[:1, 11:], model.generate(tokens[:1, 4:], **options)[:, 7:])
+    cached = model.generate(tokens, return_dict_in_generate=True, output_logits=True, **options)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            torch.stack(cached.logits, 1), model(cached.sequences).logits[:, 10:-1], rtol=2e-4, atol=2e-4
+        )
+        parts = torch.cat([model(tokens[:1, :5]).logits, model(tokens[:1, 5:]).logits], 1)
+        positions = torch.cat([torch.arange(5), torch.arange(6)]).unsqueeze(0)
+        packed = model(tokens[:1], position_ids=positions).logits
+    torch.testing.assert_close(packed, parts, rtol=2e-4, atol=2e-4)
