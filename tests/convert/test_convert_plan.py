@@ -121,7 +121,7 @@ def test_hybrid_cache_adds_both_kinds(tmp_path: Path) -> None:
     plan = planned(tmp_path, "llama", "faithful", HYBRID)
     state, kv = plan.layers[0].state_bytes, plan.layers[1].kv_bytes_per_token
     for row, context in zip(plan.cache_table(), CONTEXTS, strict=True):
-        assert row == {"context": context, "faithful": 4 * kv * context, "converted": 2 * state + 2 * kv * context}
+        assert row == {"context": context, "teacher": 4 * kv * context, "converted": 2 * state + 2 * kv * context}
 
 
 def test_windows_by_layer() -> None:

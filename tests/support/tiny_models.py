@@ -43,7 +43,7 @@ HYBRID = (0, 2)  # converted layers of a hybrid; every second layer keeps softma
 
 
 def mixture_table() -> LayerTable:
-    """All kinds of layers in one model. Families with sliding windows have one and one full layer among the last two."""
+    """All kinds of layers in one model; the last two are a sliding and a full attention layer in some families."""
     kinds = {
         "linear": LayerTable.preset(1).only_kind,
         "local": LayerTable.preset(1, "window", window=5, sinks=2).only_kind,
