@@ -140,4 +140,6 @@ def test_peft_trains_saves_loads_and_merges(folder: Path, tokens: torch.Tensor, 
     model.save_pretrained(tmp_path)
     loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path).eval()
     close(logits(loaded, tokens), trained)
-    close(logits(loaded.merge_and_unload(), tokens), trained)
+    # In float64: after steps this large, float32 rounding alone exceeds the tolerance on some CPUs.
+    exact = logits(loaded.double(), tokens)
+    torch.testing.assert_close(logits(loaded.merge_and_unload(), tokens), exact, rtol=1e-5, atol=1e-5)
