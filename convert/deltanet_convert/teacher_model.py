@@ -38,11 +38,6 @@ class Teacher:
     def tied(self) -> bool:
         return "lm_head.weight" in tied_names(self.model)
 
-    def layer_names(self, index: int) -> list[str]:
-        """Names of one decoder layer's tensors, in the model's order."""
-        prefix = f"model.layers.{index}."
-        return [name for name in self.model.state_dict() if name.startswith(prefix)]
-
 
 def open_teacher(folder: Path) -> Teacher:
     """Reads the config and every header of `folder`.

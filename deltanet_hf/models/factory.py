@@ -10,7 +10,6 @@ the configurations only.
 from __future__ import annotations
 
 import functools
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +53,7 @@ def config_class(model_type: str) -> type[PreTrainedConfig]:
         model_class(model_type)  # whoever has a configuration may ask AutoModelForCausalLM for the model
 
     def to_dict(self: Any) -> dict[str, Any]:
-        if "peft" in sys.modules:  # PEFT reads this dictionary before it looks for a model's default targets
-            register_peft_defaults()
+        register_peft_defaults()
         return base.to_dict(self)
 
     def save_pretrained(self: Any, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import functools
+import sys
 
 from deltanet_hf.models.families import FAMILIES
 
 
-@functools.cache
 def register_peft_defaults() -> None:
-    """Tell PEFT the teacher's default targets, by the names they have in converted layers."""
+    """Tell PEFT, where it is imported, the teacher's default targets by the names they have in converted layers.
+
+    PEFT reads a configuration's dictionary before it looks for a model's default targets, so the configurations call
+    this in `to_dict`; PEFT itself is never imported for it.
+    """
+    if "peft" in sys.modules:
+        _register()
+
+
+@functools.cache
+def _register() -> None:
     from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as TARGETS
 
     for family in FAMILIES.values():

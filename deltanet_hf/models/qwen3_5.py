@@ -10,7 +10,6 @@ Qwen3.5's modelling code is imported when the first configuration is made, as in
 from __future__ import annotations
 
 import functools
-import sys
 from os import PathLike
 from typing import Any
 
@@ -66,8 +65,7 @@ class DeltaNetQwen3_5TextConfig(Qwen3_5TextConfig):
         return LayerTable({"linear": Kind(GatedDeltaNet, settings)}, layers)
 
     def to_dict(self) -> dict[str, Any]:
-        if "peft" in sys.modules:  # PEFT reads this dictionary before it looks for a model's default targets
-            register_peft_defaults()
+        register_peft_defaults()
         return super().to_dict()
 
     def save_pretrained(self, save_directory: str | PathLike, *args: Any, **kwargs: Any) -> None:
