@@ -9,12 +9,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.mixers import MIXERS
 
 from .convert import convert
 from .export.hooks import check_exportable, import_qwen3_5, qwen3_5_folder
 from .job import prepare
-from .options import DTYPES, ConvertOptions, parse_size, set_keys
+from .options import CHOICES, DTYPES, ConvertOptions, parse_size, set_keys
 from .views.plan_view import print_plan
 from .views.report_view import print_report
 
@@ -41,11 +40,12 @@ def convert_command(
         str,
         typer.Option(
             help="Layers to convert. `all`: every layer. `every:N`: layers N-1, 2N-1, ... keep softmax attention. "
-            "`keep:3,7,11`: these layers keep it. Otherwise a file that lists the layers that keep it."
+            "`keep:3,7,11`: these layers keep it. Otherwise a file that lists the layers, or the key/value heads, that "
+            "keep it."
         ),
     ] = DEFAULTS.layers,
     mixer: Annotated[
-        str, typer.Option(help=f"Layer that replaces softmax attention: {', '.join(MIXERS)}.")
+        str, typer.Option(help=f"Layer that replaces softmax attention: {', '.join(CHOICES)}.")
     ] = DEFAULTS.mixer,
     profile: Annotated[
         str,

@@ -16,6 +16,7 @@ from deltanet_hf.publish import Workspace
 
 from .conversion_plan import Plan, make_plan
 from .export.obstacles import teacher_obstacles
+from .head_selection import selected_heads
 from .options import ConvertOptions, softmax_layers
 from .storage.teacher_source import Source, resolve_source
 from .teacher_model import Teacher, open_teacher
@@ -56,7 +57,11 @@ def prepare(teacher: str, out: Path, options: ConvertOptions) -> Job:
     with removed_on_error(source, out):
         _check_apart(source.folder, out)
         opened = open_teacher(source.folder)
-        table = options.table(opened.num_layers, softmax_layers(options.layers, opened.num_layers))
+        heads = selected_heads(options.layers, opened.config)
+        if heads is None:
+            table = options.table(opened.num_layers, softmax_layers(options.layers, opened.num_layers))
+        else:
+            table = options.head_table(opened.num_layers, int(opened.config.num_key_value_heads), heads)
         # Qwen3.5's softmax layers have q/k norms. None are inserted if something else prevents an export.
         insert_norms = options.profile == "qwen3_5" and not teacher_obstacles(opened.config, table.softmax)
         dtype = options.torch_dtype or (torch.float32 if opened.dtype == torch.float64 else opened.dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,14 @@ import torch
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers import MIXERS
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
+from deltanet_hf.mixers.mixed_heads import MixedHeads
 from deltanet_hf.models.layers import LayerTable
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 MAX_LIST_BYTES = 1_000_000
 PROFILES = ("faithful", "qwen3_5")
+CHOICES = tuple(name for name in MIXERS if name != MixedHeads.name)  # mixed heads come of a selection of heads
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,12 @@ class ConvertOptions:
 
     def __post_init__(self) -> None:
         if self.mixer not in MIXERS:
-            raise UserError(f"--mixer: got '{self.mixer}', expected one of {', '.join(MIXERS)}")
+            raise UserError(f"--mixer: got '{self.mixer}', expected one of {', '.join(CHOICES)}")
+        if self.mixer == MixedHeads.name:
+            raise UserError(
+                f"--mixer {self.mixer}: comes of a selection of key/value heads; give it as --layers FILE "
+                "(deltanet-hf select --unit kv_head), and the mixer of the other heads here"
+            )
         if self.profile not in PROFILES:
             raise UserError(f"--profile: got '{self.profile}', expected one of {', '.join(PROFILES)}")
         if self.dtype is not None and self.dtype not in DTYPES:
@@ -83,6 +90,23 @@ class ConvertOptions:
             num_layers: the teacher's number of decoder layers.
             softmax: indices of the layers that keep the teacher's attention.
         """
+        return LayerTable.uniform(MIXERS[self.mixer], self.settings(), num_layers, set(softmax))
+
+    def head_table(self, num_layers: int, num_heads: int, softmax: Collection[tuple[int, int]]) -> LayerTable:
+        """The same for a choice of key/value heads: `softmax` are the (layer, head) that keep the teacher's attention.
+
+        Raises:
+            UserError: the profile is for an export, which has heads of one kind in each layer.
+        """
+        if self.profile == "qwen3_5":
+            raise UserError(
+                "--profile qwen3_5: the heads of one layer of Qwen3.5 are of one kind, --layers keeps single heads; "
+                "select whole layers (--unit layer), or leave the profile out"
+            )
+        return LayerTable.by_heads(MIXERS[self.mixer], self.settings(), num_layers, num_heads, softmax)
+
+    def settings(self) -> Any:
+        """The settings of the mixer."""
         kind = MIXERS[self.mixer]
         try:
             recommended = kind.default_settings(self.profile, self.training)
@@ -98,7 +122,7 @@ class ConvertOptions:
                 "--set: output_norm=none and output_gate=false together leave no parameter that brings the output to "
                 "the teacher's scale; keep one of the two"
             )
-        return LayerTable.uniform(kind, settings, num_layers, set(softmax))
+        return settings
 
     @property
     def torch_dtype(self) -> torch.dtype | None:
@@ -152,8 +176,12 @@ def changed_settings(entries: Iterable[str], recommended: Any) -> dict[str, bool
 
 def set_keys() -> str:
     """The keys of `--set` by mixer, for the help text: those that all share first, then what one has beyond them."""
-    names = {mixer: [field.name for field in fields(kind.Settings)] for mixer, kind in MIXERS.items()}
-    first, *others = MIXERS
+    names = {
+        mixer: [field.name for field in fields(kind.Settings)]
+        for mixer, kind in MIXERS.items()
+        if mixer != MixedHeads.name
+    }
+    first, *others = names
     parts = [f"{first}: {', '.join(names[first])}"]
     for mixer in others:
         own = [name for name in names[mixer] if name not in names[first]]

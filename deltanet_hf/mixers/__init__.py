@@ -7,6 +7,7 @@ from deltanet_hf.mixers.base import Mixer
 from deltanet_hf.mixers.deltaproduct import DeltaProduct
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
 from deltanet_hf.mixers.layer_kind import LayerKind
+from deltanet_hf.mixers.mixed_heads import MixedHeads
 from deltanet_hf.mixers.window import WindowAttention
 
 MIXERS: dict[str, type[LayerKind]] = {
@@ -15,6 +16,7 @@ MIXERS: dict[str, type[LayerKind]] = {
         GatedDeltaNet,
         DeltaProduct,
         WindowAttention,
+        MixedHeads,
     )
 }
 

@@ -157,8 +157,8 @@ def _unrestricted(attention: type[nn.Module]) -> type[nn.Module]:
 def restrict_to_window(model: PreTrainedModel, window: int = 64, sinks: int = 4) -> PreTrainedModel:
     """Put every softmax layer of `model` under a window and sinks, without training; returns the model itself.
 
-    Layers with a recurrent state are not touched. A family's own sliding window stays in force: tokens outside of both
-    are not seen.
+    Layers with a recurrent state are not touched; of a layer with mixed heads, the softmax heads are restricted. A
+    family's own sliding window stays in force: tokens outside of both are not seen.
 
     Args:
         model: a model of a supported family, converted or not.
@@ -175,9 +175,11 @@ def restrict_to_window(model: PreTrainedModel, window: int = 64, sinks: int = 4)
     found = False
     for index, layer in enumerate(getattr(decoder, "layers", ())):
         attention: Any = getattr(layer, "self_attn", None)
-        if attention is None or (isinstance(attention, LayerKind) and attention.name != WindowAttention.name):
+        if isinstance(attention, LayerKind) and attention.name != WindowAttention.name:
+            attention = getattr(attention, "softmax", None)  # of mixed heads
+        if attention is None:
             continue
-        WindowAttention.from_attention(attention, model.config, index, settings)
+        WindowAttention.from_attention(attention, attention.config, index, settings)
         found = True
     if not found:
         raise UserError(f"{type(model).__name__}: no softmax attention was found in it, so no window can be put on it")

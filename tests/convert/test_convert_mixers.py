@@ -1,4 +1,4 @@
-"""Every mixer in `MIXERS` converts, loads, decodes and resumes, and a mixer needs no more than a class and a row."""
+"""Every mixer that can be chosen converts, loads, decodes and resumes, and a mixer needs no more than a class and a row."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from deltanet_convert.options import CHOICES
 from deltanet_convert.start import START, gate_fit, start_rule
 from deltanet_convert.start.from_scratch import start_from_scratch
 from deltanet_hf import LayerTable
@@ -56,7 +57,7 @@ class ConstantDecay(Mixer):
         return {"state": TensorShape((self.num_states, self.head_dim, self.head_dim), torch.float32)}
 
 
-@pytest.fixture(params=[*MIXERS, ConstantDecay.name])
+@pytest.fixture(params=[*CHOICES, ConstantDecay.name])
 def mixer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The name of each mixer in turn; the fit is short."""
     monkeypatch.setattr(gate_fit, "STEPS", 6)
