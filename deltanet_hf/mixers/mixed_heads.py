@@ -111,12 +111,13 @@ class MixedHeads(LayerKind, nn.Module):
                 "key/value heads; list one kind per key/value head"
             )
         self.settings, self.layer_idx = settings, layer_idx
-        first = next(iter(settings.branches))
+        found = settings.branches
+        self.kinds = tuple(found)
         for kind in BRANCHES:
-            heads = settings.branches.get(kind)
             branch = None
-            if heads is not None:
-                narrow: Any = narrow_attention(attention, config, layer_idx, heads, bias=kind == first)
+            if kind in found:
+                bias = kind == self.kinds[0]
+                narrow: Any = narrow_attention(attention, config, layer_idx, found[kind], bias)
                 branch = _branch(kind, narrow, layer_idx, settings)
             self.register_module(kind, branch)
 
@@ -135,7 +136,7 @@ class MixedHeads(LayerKind, nn.Module):
     @property
     def branches(self) -> dict[str, Any]:
         """The branches by name."""
-        return {kind: getattr(self, kind) for kind in self.settings.branches}
+        return {kind: getattr(self, kind) for kind in self.kinds}
 
     @property
     def full_title(self) -> str:

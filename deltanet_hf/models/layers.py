@@ -30,6 +30,11 @@ class Kind:
     mixer: type[LayerKind]
     settings: Any
 
+    @property
+    def new_weights(self) -> bool:
+        """Whether layers of this kind have weights that the teacher does not have; of mixed heads, linear heads do."""
+        return self.mixer.new_weights and "linear" in getattr(self.settings, "heads", ("linear",))
+
     def to_dict(self) -> dict[str, Any]:
         return {"mixer": self.mixer.name, **self.settings.to_dict()}
 

@@ -1,4 +1,4 @@
-"""Every mixer that can be chosen converts, loads, decodes and resumes, and a mixer needs no more than a class and a row."""
+"""Every mixer that can be chosen converts, loads, decodes and resumes; a mixer needs no more than a class and a row."""
 
 from __future__ import annotations
 

@@ -17,12 +17,13 @@ from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.head_split import narrow_weights
 from deltanet_hf.mixers.mixed_cache import ConstantMixedCacheLayer, MixedCacheLayer
 from deltanet_hf.mixers.mixed_heads import MixedHeads
+from deltanet_hf.mixers.quantized_cache import quantized_cache
 from deltanet_hf.mixers.restrict_heads import restrict_heads
 from deltanet_hf.mixers.state import cache_bytes
 from deltanet_hf.mixers.window import restrict_to_window
 from deltanet_hf.models.families import FAMILIES
 from support.float64 import assert_same_function
-from support.tiny_models import LAYERS, ONE_NORM, mixed_table, tiny_mixture, tiny_teacher
+from support.tiny_models import LAYERS, ONE_NORM, mixed_mixture_table, mixed_table, tiny_mixture, tiny_teacher
 
 FOUR = {"num_key_value_heads": 4, "num_attention_heads": 8, "head_dim": 16}
 SPLITTABLE = [family for family in FAMILIES if family not in ONE_NORM]
@@ -332,4 +333,22 @@ def test_new_parts_are_the_linear_branch() -> None:
     attention = tiny_mixture("llama", mixed_table("softmax", "linear")).model.layers[0].self_attn
     assert isinstance(attention, MixedHeads)
     assert attention.new_parts() == [attention.linear]
+    assert mixed_table("softmax", "linear").only_kind.new_weights
     assert tiny_mixture("llama", mixed_table("softmax", "window")).model.layers[0].self_attn.new_parts() == []
+    assert not mixed_table("softmax", "window").only_kind.new_weights
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@torch.no_grad()
+@pytest.mark.parametrize("bits", [None, 8])
+def test_on_a_gpu_all_caches_give_the_same_tokens(bits: int | None) -> None:
+    """Growing, offloaded, from CUDA graphs with a static cache, and quantised (its exact part is longer than this)."""
+    model = tiny_mixture("gemma2", mixed_mixture_table()).to("cuda")
+    ids, wanted = IDS.cuda(), model.generate(IDS.cuda(), **GREEDY).tolist()
+    if bits is not None:
+        cache = quantized_cache(model.config, bits)
+        assert model.generate(ids, past_key_values=cache, **GREEDY).tolist() == wanted
+        return
+    for implementation in ("static", "offloaded"):
+        assert model.generate(ids, cache_implementation=implementation, **GREEDY).tolist() == wanted
