@@ -16,7 +16,6 @@ from deltanet_hf.mixers import Mixer
 from deltanet_hf.mixers.mixed_heads import MixedHeads
 
 from .layer_stream import Head
-from .start.attention_part import attention_part
 
 LOGIT_TOKENS = 128  # tokens whose logits are in memory at a time
 
@@ -68,7 +67,7 @@ def softmax_error(attention: Any, layer: Mixer | MixedHeads, inputs: Tensor, kwa
         Norm of the difference of the outputs divided by the norm of the teacher's output.
     """
     if isinstance(layer, MixedHeads):
-        forms = [_softmax_form(attention_part(attention, layer, kind), part) for kind, part in layer.branches.items()]
+        forms = [_softmax_form(layer.part_of(attention, kind), part) for kind, part in layer.branches.items()]
     else:
         forms = [_softmax_form(attention, layer)]
     want, _ = attention(hidden_states=inputs, **kwargs)

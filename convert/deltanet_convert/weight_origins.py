@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltanet_hf.mixers.head_split import narrow_attention
 from deltanet_hf.mixers.mixed_heads import MixedHeads
 
 ATTENTION = "self_attn."
@@ -26,13 +25,11 @@ def count_origins(
     """
     if not isinstance(new, MixedHeads):
         return _counts({name: tuple(tensor.shape) for name, tensor in before.items()}, shapes)
-    branches = new.settings.branches
-    first = next(iter(branches))
+    first = new.kinds[0]
     origins = {name: tuple(tensor.shape) for name, tensor in before.items() if not name.startswith(ATTENTION)}
     counts = _counts(origins, {name: shape for name, shape in shapes.items() if not name.startswith(ATTENTION)})
-    for kind, heads in branches.items():
-        with torch.device("meta"):
-            part = narrow_attention(attention, attention.config, new.layer_idx, heads, bias=kind == first)
+    for kind in new.kinds:
+        part = new.part_of(attention, kind)
         prefix = f"{ATTENTION}{kind}."
         own = {ATTENTION + n.removeprefix(prefix): shape for n, shape in shapes.items() if n.startswith(prefix)}
         had = {f"{ATTENTION}{name}": tuple(tensor.shape) for name, tensor in part.state_dict().items()}

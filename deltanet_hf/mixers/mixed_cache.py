@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, LinearAttentionCacheLayerMixin
 
 from deltanet_hf.mixers.state import MixerCacheLayer, static_length_beside
 
@@ -102,15 +102,25 @@ class MixedCacheLayer(CacheLayerMixin):
             part.batch_select_indices(indices)
 
 
-class ConstantMixedCacheLayer(MixedCacheLayer, MixerCacheLayer):
+class ConstantMixedCacheLayer(MixedCacheLayer, LinearAttentionCacheLayerMixin):  # type: ignore[misc]
     """Without a growing part; transformers leaves out of offloading what holds a state only."""
 
+    # `Cache` reads these of every layer that claims to hold linear attention.
+    number_of_states = 1
+    record_past = False
+
     def __init__(self, parts: dict[str, Any]) -> None:
-        super().__init__(parts, None)
+        MixedCacheLayer.__init__(self, parts, None)
 
     @property
     def has_previous_state(self) -> dict[int, bool]:  # type: ignore[override]
         return {0: self.is_initialized}
+
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError("update: no branch of this layer caches growing keys and values")
+
+    update_conv_state = update
+    update_recurrent_state = update
 
 
 def mixed_cache_layer(cache: Cache, layer_idx: int, constant: Sequence[str], growing: str | None) -> MixedCacheLayer:

@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
 from deltanet_hf.mixers.base import Mixer
-from deltanet_hf.mixers.head_split import narrow_attention
+from deltanet_hf.mixers.head_split import narrow_attention, narrow_weights
 from deltanet_hf.mixers.layer_kind import LayerKind, PositionEmbeddings, TensorShape
 from deltanet_hf.mixers.mixed_cache import mixed_cache_layer
 from deltanet_hf.mixers.settings import MixerSettings, check_choice
@@ -147,6 +147,17 @@ class MixedHeads(LayerKind, nn.Module):
     @property
     def growing_heads(self) -> int:
         return len(self.settings.indices("softmax"))
+
+    def part_of(self, attention: Any, kind: str) -> nn.Module:
+        """The part of a complete softmax attention, weights included, that the branch `kind` replaces.
+
+        Without gradients; the outputs of the parts of all branches sum to that of `attention`.
+        """
+        heads = self.settings.branches[kind]  # type: ignore[index]
+        with torch.device("meta"):
+            part = narrow_attention(attention, attention.config, self.layer_idx, heads, kind == self.kinds[0])
+        part.load_state_dict(narrow_weights(attention, part, heads), assign=True)
+        return part.train(attention.training).requires_grad_(False)
 
     def new_parts(self) -> list[nn.Module]:
         return [] if self.linear is None else [self.linear]

@@ -94,7 +94,7 @@ class QuantizedKVLayer(DynamicLayer):
         return int(stored + super().get_seq_length())
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> None:
-        if not self.is_initialized:
+        if self.keys is None or self.values is None:
             return
         self.keys, self.values = function(self.keys), function(self.values)
         if self._quantized_keys is not None and self._quantized_values is not None:

@@ -14,12 +14,13 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from deltanet_convert.compare_to_teacher import softmax_error
 from deltanet_convert.job import prepare
 from deltanet_convert.options import ConvertOptions
-from deltanet_convert.start import START, attention_part, gate_fit
+from deltanet_convert.start import START, gate_fit
 from deltanet_convert.start.calibration import LayerCalibration
 from deltanet_convert.start.mixed_heads import start_mixed_heads
 from deltanet_convert.views.plan_view import print_plan
 from deltanet_hf import LayerTable
 from deltanet_hf.errors import QualityError, UserError
+from deltanet_hf.mixers import mixed_heads as mixed_module
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
 from deltanet_hf.mixers.head_split import narrow_weights
 from deltanet_hf.mixers.mixed_heads import MixedHeads
@@ -160,7 +161,7 @@ def test_the_linear_branch_is_fitted_to_the_output_of_its_own_heads() -> None:
     attention, states, kwargs = layer_inputs(teacher, 0)
     layer = blank("llama", "softmax", "linear")
     figures = start_mixed_heads(attention, layer, LayerCalibration(states, kwargs))
-    part = attention_part.attention_part(attention, layer, "linear")
+    part = layer.part_of(attention, "linear")
     want = torch.cat([part(hidden_states=row, **kwargs)[0] for row in states.split(1)])
     got = torch.cat([layer.linear(hidden_states=row, **kwargs)[0] for row in states.split(1)])
     error = float((got - want).square().sum() / want.square().sum())
@@ -196,7 +197,7 @@ def test_a_conversion_with_wrong_rows_stops(tmp_path: Path, monkeypatch: pytest.
 
     def wrong(attention: Any, layer: Any, *rest: Any) -> dict[str, Any]:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(attention_part, "narrow_weights", other_heads)
+            patch.setattr(mixed_module, "narrow_weights", other_heads)
             figures = start_mixed_heads(attention, layer, *rest)
         layer.softmax.o_proj.weight.copy_(attention.o_proj.weight[:, 16:])
         return figures

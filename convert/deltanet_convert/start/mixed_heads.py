@@ -7,7 +7,6 @@ from typing import Any
 from deltanet_hf.mixers import LayerKind
 from deltanet_hf.mixers.mixed_heads import MixedHeads
 
-from .attention_part import attention_part
 from .calibration import LayerCalibration
 
 
@@ -19,7 +18,7 @@ def start_mixed_heads(
 
     figures: dict[str, Any] = {}
     for kind, branch in layer.branches.items():
-        part = attention_part(attention, layer, kind)
+        part = layer.part_of(attention, kind)
         if isinstance(branch, LayerKind):
             figures |= start_rule(branch.name)(part, branch, calibration, fit_memory)
         else:
