@@ -76,10 +76,12 @@ class StepCall(NamedTuple):
     padding: torch.Tensor | None
     cos: torch.Tensor | None
     sin: torch.Tensor | None
+    k_offset: torch.Tensor | None
     scale: float | None
     eps: float
     qk_silu: bool
     v_silu: bool
+    allow_neg_eigval: bool
 
     @property
     def factor(self) -> float:

@@ -230,10 +230,12 @@ def gated_delta_step_(
     eps: float = 1e-6,
     qk_silu: bool = False,
     v_silu: bool = False,
+    k_offset: torch.Tensor | None = None,
+    allow_neg_eigval: bool = False,
 ) -> torch.Tensor:
     """One or several decoding steps of a Gated DeltaNet layer between its projections; updates state and tail in place.
 
-        q, k, v = act(rope(conv(q|k|v)));  q, k = x * rsqrt(sum x^2 + 1e-6);  beta = sigmoid(b)
+        q, k, v = act(rope(conv(q|k|v)) - offset);  q, k = x * rsqrt(sum x^2 + 1e-6);  beta = sigmoid(b)
         g = -exp(A_log) * softplus(a + dt_bias)
         o = rmsnorm(gated_delta_rule(q, k, v, g, beta)) * norm_weight * silu(z)
 
@@ -245,7 +247,8 @@ def gated_delta_step_(
         q, k, v: projections of T tokens [B, T, HQ*K], [B, T, H*K], [B, T, HV*V], or with the heads as a
             dimension of their own [B, T, heads, size]; one dtype.
         a, b: logits of the decay and of the write strength [B, T, HV].
-        state: [B, HV, K, V] float32 or bfloat16 (float64 with float64 inputs), contiguous.
+        state: [B, HV, K, V] float32 or bfloat16 (float64 or bfloat16 with float64 inputs), contiguous; the arithmetic
+            is float32, and a bfloat16 state is rounded once, to nearest, when it is stored.
         A_log, dt_bias: [HV].
         conv_weight: [C, W] over the C channels of q|k|v, or None for no convolution.
         conv_tail: the W-1 inputs before the first token, oldest first [B, C, W-1], contiguous; with conv_weight.
@@ -258,6 +261,9 @@ def gated_delta_step_(
         scale: factor of the output before the norm, K**-0.5 by default.
         eps: added to the mean square in the norm.
         qk_silu, v_silu: apply SiLU to q and k, and to v.
+        k_offset: [H, K], subtracted from the keys between rotation and activation; None for 0.
+        allow_neg_eigval: the write strength is 2 sigmoid(b), so that the factors I - beta k k^T have eigenvalues down
+            to -1 (arXiv 2411.12537).
 
     Returns:
         o [B, T, HO, V] in the dtype of v.
@@ -267,8 +273,8 @@ def gated_delta_step_(
         TypeError: dtypes that do not fit.
     """
     call = StepCall(
-        q, k, v, a, b, state, A_log, dt_bias, conv_weight, conv_tail, z, norm_weight, padding, cos, sin, scale, eps,
-        qk_silu, v_silu,
+        q, k, v, a, b, state, A_log, dt_bias, conv_weight, conv_tail, z, norm_weight, padding, cos, sin, k_offset,
+        scale, eps, qk_silu, v_silu, allow_neg_eigval,
     )  # fmt: skip
     checks.check_gated_delta_step(call)
     return _call("gated_delta_step_", torch_gated_delta_step_, q, call)  # type: ignore[no-any-return]
