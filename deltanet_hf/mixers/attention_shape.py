@@ -15,6 +15,7 @@ from deltanet_hf.mixers.settings import MixerSettings, check_bool, check_choice
 
 Activation = Literal["silu", "none"]
 OutputNorm = Literal["none", "shared", "per_head"]
+StateDtype = Literal["float32", "bfloat16"]
 
 
 @dataclass(frozen=True)
@@ -31,15 +32,28 @@ class MixerProjections(MixerSettings):
     output_norm: OutputNorm  # RMSNorm over a head's output, its weight shared by the heads or one per head
     output_gate: bool  # multiply by SiLU of a projection of the layer's input
     gate_bias: bool  # biases in the projections of write strength and output gate
+    k_offset: bool = False  # a learned vector per key head, subtracted from the keys after the rotary embedding
+    allow_neg_eigval: bool = False  # write strengths up to 2 instead of 1
+    state_dtype: StateDtype = "float32"  # of the state in the cache; the arithmetic is float32
 
     def validate(self, where: str) -> None:
         for name, allowed in (
             ("qk_activation", Activation),
             ("v_activation", Activation),
             ("output_norm", OutputNorm),
+            ("state_dtype", StateDtype),
         ):
             check_choice(where, name, getattr(self, name), get_args(allowed))
-        for name in ("expand_kv", "rope", "qk_norm", "qkv_bias", "output_gate", "gate_bias"):
+        for name in (
+            "expand_kv",
+            "rope",
+            "qk_norm",
+            "qkv_bias",
+            "output_gate",
+            "gate_bias",
+            "k_offset",
+            "allow_neg_eigval",
+        ):
             check_bool(where, name, getattr(self, name))
         if type(self.conv_size) is not int or self.conv_size not in (0, 2, 3, 4):
             raise ValueError(f"{where}.conv_size: got {self.conv_size!r}, expected 0 (none), 2, 3 or 4")

@@ -3,7 +3,7 @@
 A mixer takes the place of a decoder layer's softmax attention. `Mixer` owns everything around the recurrence, in this
 order:
 
-    projections -> learned q/k norms -> short convolution -> rotary embedding -> activation
+    projections -> learned q/k norms -> short convolution -> rotary embedding -> offset of the keys -> activation
     -> the mixer's own `gates` and `mix` -> output norm and gate -> output projection
 
 with padding, packed sequences and the cache. To add a mixer, see docs/contributing.md.
@@ -25,7 +25,7 @@ from transformers.cache_utils import Cache
 from deltanet_hf.mixers.attention_shape import FAITHFUL, AttentionShape, MixerProjections
 from deltanet_hf.mixers.layer_kind import LayerKind, PositionEmbeddings, TensorShape
 from deltanet_hf.mixers.masks import padding_in
-from deltanet_hf.mixers.parts import GatedRMSNorm, Part, ShortConv
+from deltanet_hf.mixers.parts import GatedRMSNorm, KeyOffset, Part, ShortConv
 from deltanet_hf.mixers.state import MixerCacheLayer, State, cache_layer
 
 
@@ -57,6 +57,7 @@ class Mixer(LayerKind, nn.Module):
         self.q_norm, self.k_norm = shape.q_norm, shape.k_norm
         self._norms_all_heads = shape.q_norm is not None and shape.q_norm.get_parameter("weight").numel() != head_dim
         self.conv1d = ShortConv(self.conv_channels, settings.conv_size) if settings.conv_size else None
+        self.k_offset = KeyOffset(shape.num_k_heads, head_dim) if settings.k_offset else None
         self.add_gates()
         self.g_proj = None
         if settings.output_gate:
@@ -168,7 +169,7 @@ class Mixer(LayerKind, nn.Module):
     def project_qkv(
         self, hidden_states: Tensor, position_embeddings: PositionEmbeddings | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v [B, T, heads, D] as softmax attention would see them: no convolution, no activation."""
+        """q, k, v [B, T, heads, D] as softmax attention would see them: no convolution, offset or activation."""
         return self._rotated(*Mixer.project(self, hidden_states), position_embeddings)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -233,6 +234,8 @@ class Mixer(LayerKind, nn.Module):
         batch, length, _ = x.shape
         (q, k, v), conv_tail = self._convolve(self.project(x), padding, state, keep_state, cu_seqlens)
         q, k, v = self._rotated(q, k, v, position_embeddings)
+        if self.k_offset is not None:
+            k = self.k_offset(k)
         if self.settings.qk_activation == "silu":
             q, k = F.silu(q), F.silu(k)
         if self.settings.v_activation == "silu":

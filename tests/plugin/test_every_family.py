@@ -22,6 +22,7 @@ CASES = [
         for profile, layers in GATED_DELTANET
     ),
     *(pytest.param((family, "mixture", None), id=f"{family}-mixture") for family in FAMILIES),
+    *(pytest.param((family, "levers", HYBRID), id=f"{family}-levers") for family in FAMILIES),
     *(pytest.param(("llama", mixer, None), id=f"llama-{mixer}") for mixer in MIXERS if mixer != "gated_deltanet"),
 ]
 
@@ -34,6 +35,8 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         student = tiny_mixture(family, mixture_table())
     elif what in MIXERS:
         student = tiny_student(family, mixer=what)
+    elif what == "levers":
+        student = tiny_student(family, "faithful", layers, k_offset=True, allow_neg_eigval=True, expand_kv=False)
     else:
         student = tiny_student(
             family, what, layers, **({"conv_size": 3} if (what, layers) == GATED_DELTANET[0] else {})

@@ -76,7 +76,7 @@ class GateFit(nn.Module):
         """Sets constant decay and write strength, both [S]; half-life in tokens."""
         # With dt_bias = 0 and a = 0, the decay is exp(A_log) * softplus(0) = exp(A_log) * ln 2 = ln 2 / half-life.
         self.A_log.data.copy_(-half_life.log())
-        self.b_const.data.copy_(strength.logit())
+        self.b_const.data.copy_((strength / self.layer[0].max_strength).logit())
 
     def set_channels(self, weight_HD: Tensor) -> None:
         """Sets the weights of the output channels: in the norm if it has a weight per head, else in the gate."""
@@ -100,9 +100,9 @@ class GateFit(nn.Module):
         one = torch.ones_like(f[..., :1]) if layer.settings.gate_bias else (f @ self.ones).unsqueeze(-1)
         if self.fits_memory:
             decay = -self.A_log.exp() * F.softplus(f @ self.a.T)
-            strength = (f @ self.b.T + one * self.b_const).sigmoid()
+            strength = layer.strength(f @ self.b.T + one * self.b_const)
         else:
-            decay, strength = layer.decay(layer.a_proj(x)), layer.b_proj(x).sigmoid()
+            decay, strength = layer.decay(layer.a_proj(x)), layer.strength(layer.b_proj(x))
         if self.gate is None or self.gate_const is None:
             return decay, strength, None
         gate = f @ self.gate.T + one * self.gate_const
@@ -114,15 +114,19 @@ class GateFit(nn.Module):
         o, _ = chunk_gated_delta_rule(s.q, s.k, s.v, decay, strength, use_qk_l2norm_in_kernel=True)
         return o, gate
 
-    def forward(self, s: Sample) -> Tensor:
-        """Returns the layer's output [n, T, hidden]."""
+    def heads(self, s: Sample) -> Tensor:
+        """Returns the layer's output before o_proj [n, T, H, D]."""
         layer = self.layer[0]
         o, gate = self.read(s)
         if layer.norm is not None and self.weight is not None:
             o = gated_rms_norm(o, gate, self.weight, layer.norm.eps)
         elif gate is not None:
             o = o * F.silu(gate)
-        return layer.o_proj(o.flatten(-2))  # type: ignore[no-any-return]
+        return o
+
+    def forward(self, s: Sample) -> Tensor:
+        """Returns the layer's output [n, T, hidden]."""
+        return self.layer[0].o_proj(self.heads(s).flatten(-2))  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def fold(self) -> None:
@@ -193,8 +197,7 @@ def search_memory(fit: GateFit, s: Sample) -> None:
     best = torch.full((states,), math.inf)
     half_life, strength = torch.ones(states), torch.full((states,), 0.5)
     weight = torch.ones(layer.num_heads, layer.head_dim)
-    metric = layer.o_proj.weight.T.unflatten(0, (layer.num_heads, layer.head_dim))  # [H, D, hidden]
-    metric = metric @ metric.mT  # [H, D, D]
+    metric = head_metric(layer)
     for life, beta in itertools.product(HALF_LIVES, STRENGTHS) if fit.fits_memory else [(0.0, 0.0)]:
         if fit.fits_memory:
             fit.set_memory(torch.full((states,), life), torch.full((states,), beta))
@@ -210,6 +213,12 @@ def search_memory(fit: GateFit, s: Sample) -> None:
     if fit.fits_memory:
         fit.set_memory(half_life, strength)
     fit.set_channels(weight)
+
+
+def head_metric(layer: GatedDeltaNet) -> Tensor:
+    """The scalar product [H, D, D] in which a head's error is its squared norm after o_proj."""
+    columns = layer.o_proj.weight.T.unflatten(0, (layer.num_heads, layer.head_dim))  # [H, D, hidden]
+    return columns @ columns.mT
 
 
 def _channel_weights(o: Tensor, want: Tensor, metric: Tensor) -> tuple[Tensor, Tensor]:
