@@ -43,7 +43,7 @@ def start_gated_deltanet(
     if not fit_memory:
         draw_memory(layer, float(getattr(attention.config, "initializer_range", 0.02)))
     samples = Samples(attention, layer, calibration.hidden_states, calibration.kwargs)
-    fit = GateFit(layer, samples.x, fit_memory)
+    fit = GateFit(layer, samples, fit_memory)
     search_memory(fit, samples.search_part())
     found = relative_mse(fit, samples)
     descend(fit, samples)
