@@ -99,7 +99,7 @@ class DeltaProduct(GatedDeltaNet):
 
     @property
     def conv_channels(self) -> int:
-        writes = self.k_proj.out_features + self.v_proj.out_features
+        writes = self.kv_repeats * (self.k_proj.out_features + self.v_proj.out_features)
         return self.q_proj.out_features + self.settings.num_householder * writes
 
     def add_gates(self) -> None:

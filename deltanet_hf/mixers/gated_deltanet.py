@@ -24,6 +24,7 @@ from deltanet_hf.mixers.base import Mixer
 from deltanet_hf.mixers.layer_kind import PositionEmbeddings, TensorShape
 from deltanet_hf.mixers.parts import DecayGate, is_plain
 from deltanet_hf.mixers.state import State
+from deltanet_hf.mixers.window_branch import WindowBranch
 from deltanet_kernels import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule, gated_delta_step_
 
 CLOSED_GATE = -1e4  # a gate logit whose sigmoid and softplus are exactly 0
@@ -47,8 +48,8 @@ class GatedDeltaNet(Mixer):
 
     name: ClassVar[str] = "gated_deltanet"
     title: ClassVar[str] = "Gated DeltaNet"
-    fp32: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias")
-    without_lora: ClassVar[tuple[str, ...]] = ("a_proj", "b_proj")  # one output per head
+    fp32: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias", *WindowBranch.FP32)
+    without_lora: ClassVar[tuple[str, ...]] = ("a_proj", "b_proj", "share_proj")  # one output per head
 
     @classmethod
     def default_settings(cls, profile: str, training: bool = True) -> MixerProjections:
@@ -101,7 +102,8 @@ class GatedDeltaNet(Mixer):
         parts = (self.decay, self.norm, self.conv1d, self.k_offset)
         if not all(is_plain(part) for part in parts if part is not None):
             return None
-        q, k, v = self.project(x)
+        parts = self.project(x)
+        q, k, v = self.repeated(*parts)
         cos = sin = None
         if self._rotate is not None:  # every family's `apply_rotary_pos_emb` turns the halves of the leading channels
             assert position_embeddings is not None
@@ -128,6 +130,11 @@ class GatedDeltaNet(Mixer):
             k_offset=None if self.k_offset is None else self.k_offset.weight,
             allow_neg_eigval=self.settings.allow_neg_eigval,
         )
+        if self.window_branch is not None:
+            q, k, v = self.window_inputs(parts, position_embeddings)
+            output, kept = self.window_branch(x, q, k, v, output, padding, state, True, None)
+            for name, tensor in kept.items():
+                state[name].copy_(tensor)
         return self.o_proj(output.flatten(-2))
 
 

@@ -89,7 +89,7 @@ def test_keys_that_share_a_direction_are_centred() -> None:
     attention, layer, states, kwargs = case(common=8.0)
     copy_attention(attention, layer)
     samples = Samples(attention, layer, states, kwargs)
-    fit = GateFit(layer, samples.x)
+    fit = GateFit(layer, samples)
     shares = choose_key_offset(layer, fit, samples)
     assert min(shares) > 0
     seen, unseen = samples.halves()
@@ -109,7 +109,7 @@ def test_the_share_is_chosen_on_sequences_that_the_search_does_not_see(monkeypat
     attention, layer, states, kwargs = case()
     copy_attention(attention, layer)
     samples = Samples(attention, layer, states, kwargs)
-    fit = GateFit(layer, samples.x)
+    fit = GateFit(layer, samples)
     seen, unseen = samples.halves()
     assert torch.equal(torch.cat([seen.x, unseen.x]), states)
     mean, heads = mean_keys(layer, samples), GateFit.heads
@@ -146,7 +146,7 @@ def test_strengths_up_to_2_start_with_the_same_strengths(fit_memory: bool) -> No
                 projection.weight.zero_()
             layer.b_proj.bias.fill_(0.0 if not allowed else torch.tensor(0.25).logit())
         samples = Samples(attention, layer, states, kwargs)
-        fit = GateFit(layer, samples.x, fit_memory)
+        fit = GateFit(layer, samples, fit_memory)
         search_memory(fit, samples.search_part())
         layers.append(layer)
         fits.append((fit.gates(states)[1], fit(samples.search_part())))

@@ -30,6 +30,7 @@ from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
 from deltanet_kernels import chunk_gated_delta_rule, gated_rms_norm
 
 from .samples import Sample, Samples
+from .share_fit import ShareFit
 
 HALF_LIVES = (1.0, 3.0, 8.0, 32.0, 128.0, 1024.0)  # tokens
 STRENGTHS = (0.01, 0.05, 0.2, 0.6)
@@ -47,12 +48,13 @@ class GateFit(nn.Module):
 
     Args:
         layer: the layer, with the teacher's weights.
-        x: its inputs on the calibration text, [n, T, hidden].
+        samples: its samples on the calibration text.
         fit_memory: False uses the layer's own decay and write strength, and does not change them.
     """
 
-    def __init__(self, layer: GatedDeltaNet, x: Tensor, fit_memory: bool = True) -> None:
+    def __init__(self, layer: GatedDeltaNet, samples: Samples, fit_memory: bool = True) -> None:
         super().__init__()
+        x = samples.x
         self.layer = [layer]  # in a list: its parameters are not fitted
         states, heads, head_dim = layer.num_states, layer.num_heads, layer.head_dim
         self.basis = _principal_components(x)  # [R, hidden]
@@ -71,6 +73,11 @@ class GateFit(nn.Module):
             self.gate_const = nn.Parameter(torch.full((heads * head_dim,), OPEN_GATE))
         if layer.norm is not None:
             self.weight = nn.Parameter(torch.ones_like(layer.norm.weight))
+        self.share: ShareFit | None = None
+        if layer.window_branch is not None:
+            f = torch.cat([sample.x for sample in samples.kept]) @ self.basis.T
+            missed = torch.cat([sample.missed for sample in samples.kept])
+            self.share = ShareFit(layer.window_branch, f, missed)
 
     def set_memory(self, half_life: Tensor, strength: Tensor) -> None:
         """Sets constant decay and write strength, both [S]; half-life in tokens."""
@@ -122,6 +129,8 @@ class GateFit(nn.Module):
             o = gated_rms_norm(o, gate, self.weight, layer.norm.eps)
         elif gate is not None:
             o = o * F.silu(gate)
+        if self.share is not None:
+            o = s.near + self.share(s.x @ self.basis.T, s.lse) * (o - s.near)
         return o
 
     def forward(self, s: Sample) -> Tensor:
@@ -141,6 +150,8 @@ class GateFit(nn.Module):
             _fold_linear(layer.g_proj, self.gate, self.gate_const, self.basis, self.ones)
         if layer.norm is not None and self.weight is not None:
             layer.norm.weight.copy_(self.weight)
+        if self.share is not None:
+            self.share.fold(self.basis)
 
 
 def _fold_linear(target: nn.Linear, weight: Tensor, const: Any, basis: Tensor, ones: Tensor) -> None:
@@ -198,13 +209,17 @@ def search_memory(fit: GateFit, s: Sample) -> None:
     half_life, strength = torch.ones(states), torch.full((states,), 0.5)
     weight = torch.ones(layer.num_heads, layer.head_dim)
     metric = head_metric(layer)
+    share, want = torch.ones(()), s.heads
+    if fit.share is not None:  # the state's part of the output, and what is left to it
+        share = fit.share(s.x @ fit.basis.T, s.lse)
+        want = s.heads - (1 - share) * s.near
     for life, beta in itertools.product(HALF_LIVES, STRENGTHS) if fit.fits_memory else [(0.0, 0.0)]:
         if fit.fits_memory:
             fit.set_memory(torch.full((states,), life), torch.full((states,), beta))
         o, _ = fit.read(s)
         if layer.norm is not None:
             o = gated_rms_norm(o, None, torch.ones(layer.head_dim), layer.norm.eps)
-        error, found = _channel_weights(o, s.heads, metric)
+        error, found = _channel_weights(share * o, want, metric)
         error = error.view(states, groups).sum(-1)
         better = error < best
         best = torch.where(better, error, best)

@@ -14,6 +14,8 @@ from torch.nn import functional as F
 
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
 
+from .share_fit import missed_scores
+
 SEARCH_TOKENS = 1024  # number of tokens that `Samples.search_part` returns
 KEPT_BYTES = 256 * 2**20  # memory for samples; those of further sequences are computed each time they are read
 
@@ -28,6 +30,9 @@ class Sample:
     v: Tensor  # [n, T, S, D]
     heads: Tensor  # [n, T, H, D]: output of the teacher's attention before o_proj
     output: Tensor  # [n, T, hidden]: and after o_proj
+    near: Tensor  # [n, T, H, D]: output of the layer's window; [n, 0] without one
+    lse: Tensor  # [n, T, H]: its log-sum-exp
+    missed: Tensor  # [n, T, H]: log of the mean exponential of the scores that it misses; nan where it misses none
 
 
 NAMES = [field.name for field in fields(Sample)]
@@ -86,7 +91,12 @@ class Samples:
         finally:
             handle.remove()
         q, k, v = self._operator_inputs(x)
-        return Sample(x, q, k, v, heads[0].view_as(q), output)
+        near = lse = missed = x.new_empty(1, 0)
+        if self.layer.window_branch is not None:
+            parts = self.layer.window_inputs(self.layer.project(x), self.kwargs.get("position_embeddings"))
+            near, lse = self.layer.window_branch.attend(*parts, None)
+            missed = missed_scores(self.layer.window_branch, *parts[:2])
+        return Sample(x, q, k, v, heads[0].view_as(q), output, near, lse, missed)
 
     @torch.no_grad()
     def _operator_inputs(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
