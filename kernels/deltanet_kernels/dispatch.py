@@ -11,12 +11,15 @@ from typing import Any
 import torch
 
 from deltanet_kernels import checks
-from deltanet_kernels.arguments import RuleCall, StepCall
+from deltanet_kernels.arguments import RuleCall, StepCall, WindowCall, WindowStepCall
 from deltanet_kernels.common.registration import cached
 from deltanet_kernels.gated_delta_rule.cpu import chunked
 from deltanet_kernels.gated_delta_rule.cpu_recurrent import torch_recurrent_gated_delta_rule
 from deltanet_kernels.gated_delta_rule.cpu_step import torch_gated_delta_step_
 from deltanet_kernels.reference import torch_causal_conv1d, torch_gated_rms_norm
+from deltanet_kernels.window.checks import check_window_attention, check_window_step
+from deltanet_kernels.window.cpu import torch_window_attention
+from deltanet_kernels.window.cpu_step import torch_window_step_
 
 
 @cached
@@ -278,3 +281,83 @@ def gated_delta_step_(
     )  # fmt: skip
     checks.check_gated_delta_step(call)
     return _call("gated_delta_step_", torch_gated_delta_step_, q, call)  # type: ignore[no-any-return]
+
+
+def window_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    window: int,
+    sinks: int,
+    scale: float | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal softmax attention to the last `window` tokens and the first `sinks` of the sequence, differentiable.
+
+    A window beside sinks is the attention of StreamingLLM (arXiv 2309.17453). Memory and time are proportional to
+    T (window + sinks). HK divides HQ, and query head j reads key head j // (HQ/HK). Keys carry their rotation.
+
+    Args:
+        q: queries [B, T, HQ, D]; T >= 1.
+        k, v: keys and values [B, T, HK, D], dtype of q.
+        window: number of last tokens that a query sees, its own included; >= 1.
+        sinks: number of first tokens of its sequence that a query sees, whatever their distance; >= 0.
+        scale: factor of the scores, D**-0.5 by default.
+        cu_seqlens: offsets [N+1] of packed sequences as for `chunk_gated_delta_rule`; tokens after the last offset
+            get o = 0 and lse = 0, no gradient.
+
+    Returns:
+        o [B, T, HQ, D] in the dtype of q, and the logarithm of each query's sum of exponentials of its scores,
+        lse [B, T, HQ] float32 (float64 with float64 inputs). Both are differentiable.
+
+    Raises:
+        ValueError: shapes, head counts, devices, offsets, a window or sinks that do not fit, T = 0.
+        TypeError: dtypes that do not fit.
+    """
+    call = WindowCall(q, k, v, window, sinks, scale, cu_seqlens)
+    check_window_attention(call)
+    return torch_window_attention(call)
+
+
+def window_step_(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    window: int,
+    sinks: int,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    numbers: torch.Tensor,
+    count: torch.Tensor,
+    share: torch.Tensor | None = None,
+    far: torch.Tensor | None = None,
+    scale: float | None = None,
+    padding: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """One decoding step of `window_attention` with a cache of S = window + sinks places, updated in place.
+
+    The token gets the number n = count + 1. Token n <= sinks is kept at place n - 1, any other at place
+    sinks + n % window, where it replaces token n - window. On CUDA this is one kernel. No gradients.
+
+    Args:
+        q: the token's queries [B, 1, HQ, D].
+        k, v: its key and value [B, 1, HK, D], dtype of q.
+        window, sinks: as for `window_attention`.
+        keys, values: kept keys and values [B, HK, S, D], dtype of k, contiguous.
+        numbers: number of the token at each place, 0 if empty [B, S] int32, contiguous.
+        count: tokens that each row has seen [B] int32, contiguous; below 2**23.
+        share, far: weight in [0, 1] [B, 1, HQ] and another output [B, 1, HQ, D], given together: the result is
+            share * far + (1 - share) * o.
+        scale: factor of the scores, D**-0.5 by default.
+        padding: [B, 1] bool, True in rows whose cache stays as it is; their outputs are 0.
+
+    Returns:
+        o [B, 1, HQ, D] in the dtype of q.
+
+    Raises:
+        ValueError: shapes, head counts or devices that do not fit, a cache that is not contiguous.
+        TypeError: dtypes that do not fit.
+    """
+    call = WindowStepCall(q, k, v, window, sinks, keys, values, numbers, count, share, far, scale, padding)
+    check_window_step(call)
+    return torch_window_step_(call)
