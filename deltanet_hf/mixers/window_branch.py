@@ -25,6 +25,7 @@ from deltanet_hf.mixers.layer_kind import TensorShape
 from deltanet_hf.mixers.parts import Part
 from deltanet_hf.mixers.state import State
 from deltanet_hf.mixers.window_cache import KeptTokens, Tokens
+from deltanet_kernels import window_attention
 
 
 class ShareSlopes(Part):
@@ -143,10 +144,8 @@ class WindowBranch(nn.Module):
         """Attention within a call: w [B, T, H, D] and log Z [B, T, H] float32."""
         shape = q.shape
         if cu_seqlens is not None:
-            tokens = Tokens.of(q.shape[0], q.shape[1], None, cu_seqlens, None, q.device)
-            near, lse = _masked(q, k, v, tokens.sees(tokens, self.window, self.sinks, None), self.scale)
-            return near, lse
-        near, lse = _blocked(q, k, v, self.window, self.sinks, self.scale)
+            q, k, v = (part.flatten(0, 1).unsqueeze(0) for part in (q, k, v))
+        near, lse = window_attention(q, k, v, self.window, self.sinks, self.scale, cu_seqlens)
         return near.view(shape), lse.view(shape[:3])
 
     def _attend_kept(
@@ -183,37 +182,3 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tupl
     lse = scores.logsumexp(-1)
     output = torch.einsum("bthgn,bnhd->bthgd", (scores - lse.unsqueeze(-1)).exp(), v.float())
     return output.flatten(2, 3).to(v.dtype), lse.flatten(2, 3)
-
-
-def _blocked(q: Tensor, k: Tensor, v: Tensor, window: int, sinks: int, scale: float) -> tuple[Tensor, Tensor]:
-    B, T, H, D = q.shape
-    HK = k.shape[2]
-    n = -(-T // window)
-    tail = n * window - T
-    qb = nn.functional.pad(q, (0, 0, 0, 0, 0, tail)).view(B, n, window, HK, H // HK, D)
-
-    def blocks(x: Tensor) -> Tensor:
-        padded = nn.functional.pad(x, (0, 0, 0, 0, window, tail))
-        b = padded.view(B, n + 1, window, HK, D)
-        return torch.cat([b[:, :-1], b[:, 1:]], dim=2)
-
-    kb, vb = blocks(k), blocks(v)
-    scores = torch.einsum("bniagd,bnjad->bnagij", qb.float(), kb.float()) * scale
-    i = torch.arange(window, device=q.device)[:, None]
-    j = torch.arange(2 * window, device=q.device)[None]
-    local = (j - window <= i) & (j > i)
-    first = torch.arange(n, device=q.device)[:, None, None] * window
-    local = local[None] & (first + j - window >= 0)
-    s = min(sinks, T)
-    far = first + i - torch.arange(s, device=q.device) >= window  # [n, W, s]
-    sink_scores = torch.einsum("bniagd,bsad->bnagis", qb.float(), k[:, :s].float()) * scale
-    scores = torch.cat([scores, sink_scores], dim=-1)
-    mask = torch.cat([local, far], dim=-1)[:, None, None]
-    scores = scores.masked_fill(~mask, -torch.inf)
-    lse = scores.logsumexp(-1)
-    p = (scores - lse.unsqueeze(-1)).exp()
-    out = torch.einsum("bnagij,bnjad->bniagd", p[..., : 2 * window], vb.float())
-    out = out + torch.einsum("bnagis,bsad->bniagd", p[..., 2 * window :], v[:, :s].float())
-    out = out.reshape(B, n * window, H, D)[:, :T].to(v.dtype)
-    lse = lse.permute(0, 1, 4, 2, 3).reshape(B, n * window, H)[:, :T]
-    return out, lse
