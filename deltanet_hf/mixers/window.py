@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -154,8 +155,10 @@ def _unrestricted(attention: type[nn.Module]) -> type[nn.Module]:
     return attention.__bases__[1] if issubclass(attention, WindowAttention) else attention
 
 
-def restrict_to_window(model: PreTrainedModel, window: int = 64, sinks: int = 4) -> PreTrainedModel:
-    """Put every softmax layer of `model` under a window and sinks, without training; returns the model itself.
+def restrict_to_window(
+    model: PreTrainedModel, window: int = 64, sinks: int = 4, layers: Collection[int] | None = None
+) -> PreTrainedModel:
+    """Put softmax layers of `model` under a window and sinks, without training; returns the model itself.
 
     Layers with a recurrent state are not touched. A family's own sliding window stays in force: tokens outside of both
     are not seen.
@@ -164,6 +167,7 @@ def restrict_to_window(model: PreTrainedModel, window: int = 64, sinks: int = 4)
         model: a model of a supported family, converted or not.
         window: number of most recent tokens that a query sees, itself included (>= 1).
         sinks: number of tokens at the start of each sequence that all queries see (>= 0).
+        layers: indices of the layers to restrict; None for all.
 
     Raises:
         UserError: a window or a number of sinks that makes no sense, or a model without such layers.
@@ -176,6 +180,8 @@ def restrict_to_window(model: PreTrainedModel, window: int = 64, sinks: int = 4)
     for index, layer in enumerate(getattr(decoder, "layers", ())):
         attention: Any = getattr(layer, "self_attn", None)
         if attention is None or (isinstance(attention, LayerKind) and attention.name != WindowAttention.name):
+            continue
+        if layers is not None and index not in layers:
             continue
         WindowAttention.from_attention(attention, model.config, index, settings)
         found = True
