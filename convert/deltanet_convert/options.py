@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.mixers import MIXERS
+from deltanet_hf.mixers import MIXER_NAMES, MIXERS, LayerKind, recommended
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
+from deltanet_hf.mixers.settings import MixerSettings
 from deltanet_hf.models.layers import LayerTable
 
 from .select.selection_file import parse_selection
@@ -35,7 +36,7 @@ class ConvertOptions:
     """
 
     layers: str = "all"  # all | every:N | keep:3,7,11 | auto:25% | a file that lists the layers that stay softmax
-    mixer: str = "gated_deltanet"  # a name in `MIXERS`
+    mixer: str = "gated_deltanet"  # a name in `MIXER_NAMES`
     profile: str = "faithful"  # one of `PROFILES`
     training: bool = True  # whether the model will be distilled; False takes the settings that are best without
     changes: tuple[str, ...] = ()  # "key=value": settings of the mixer that differ from the recommended ones
@@ -51,8 +52,8 @@ class ConvertOptions:
     json: bool = False
 
     def __post_init__(self) -> None:
-        if self.mixer not in MIXERS:
-            raise UserError(f"--mixer: got '{self.mixer}', expected one of {', '.join(MIXERS)}")
+        if self.mixer not in MIXER_NAMES:
+            raise UserError(f"--mixer: got '{self.mixer}', expected one of {', '.join(MIXER_NAMES)}")
         if self.profile not in PROFILES:
             raise UserError(f"--profile: got '{self.profile}', expected one of {', '.join(PROFILES)}")
         if self.dtype is not None and self.dtype not in DTYPES:
@@ -75,7 +76,7 @@ class ConvertOptions:
                 "--no-training: --profile qwen3_5 fixes the settings, with or without training; leave out one of the "
                 "two"
             )
-        if not self.fit_memory and not issubclass(MIXERS[self.mixer], GatedDeltaNet):
+        if not self.fit_memory and not issubclass(self._recommended()[0], GatedDeltaNet):
             raise UserError(f"--no-fit-memory: no decay is fitted in layers of --mixer {self.mixer}; leave it out")
 
     def table(self, num_layers: int, softmax: Iterable[int]) -> LayerTable:
@@ -85,14 +86,10 @@ class ConvertOptions:
             num_layers: the teacher's number of decoder layers.
             softmax: indices of the layers that keep the teacher's attention.
         """
-        kind = MIXERS[self.mixer]
+        kind, defaults = self._recommended()
+        changes = changed_settings(self.changes, defaults)
         try:
-            recommended = kind.default_settings(self.profile, self.training)
-        except ValueError as error:
-            raise UserError(f"--{error}") from None
-        changes = changed_settings(self.changes, recommended)
-        try:
-            settings = kind.Settings.from_dict({**recommended.to_dict(), **changes}, "--set")
+            settings = kind.Settings.from_dict({**defaults.to_dict(), **changes}, "--set")
         except ValueError as error:
             raise UserError(str(error).replace("--set.", "--set: ", 1)) from None
         if getattr(settings, "output_norm", "") == "none" and not getattr(settings, "output_gate", True):
@@ -101,6 +98,12 @@ class ConvertOptions:
                 "the teacher's scale; keep one of the two"
             )
         return LayerTable.uniform(kind, settings, num_layers, set(softmax))
+
+    def _recommended(self) -> tuple[type[LayerKind], MixerSettings]:
+        try:
+            return recommended(self.mixer, self.profile, self.training)
+        except ValueError as error:
+            raise UserError(f"--{error}") from None
 
     @property
     def torch_dtype(self) -> torch.dtype | None:
@@ -111,12 +114,11 @@ class ConvertOptions:
 
         `layers` and `text` are not among them, because conversion_record.py records their contents.
         """
-        recommended = MIXERS[self.mixer].default_settings(self.profile, self.training)
         return {
             "mixer": self.mixer,
             "profile": self.profile,
             "training": self.training,
-            "set": changed_settings(self.changes, recommended),
+            "set": changed_settings(self.changes, self._recommended()[1]),
             "fit_memory": self.fit_memory,
             "calibration_tokens": self.calibration_tokens,
             "dtype": self.dtype,
@@ -232,7 +234,8 @@ def _from_file(path: Path, teacher_config: Any) -> list[int]:
         return _from_selection(f"--layers {path}", value, teacher_config)
     if not isinstance(value, list) or any(type(item) is not int for item in value):
         raise UserError(
-            f"--layers {path}: expected a JSON list of layer indices such as [3, 7, 11], or what deltanet-hf select wrote"
+            f"--layers {path}: expected a JSON list of layer indices such as [3, 7, 11], or the file that "
+            "deltanet-hf select wrote"
         )
     return value
 

@@ -78,6 +78,7 @@ FAITHFUL: dict[str, Any] = {
     "output_gate": True,
     "gate_bias": True,
 }  # everything that the teacher's attention has, and a convolution that begins as an identity
+BESIDE_WINDOW: dict[str, Any] = {"window": 128, "shared_kv": True}  # what `NAME+window` changes in NAME's settings
 
 
 @dataclass(frozen=True)
