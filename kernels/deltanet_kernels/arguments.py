@@ -105,7 +105,7 @@ class WindowCall(NamedTuple):
 
 
 class WindowStepCall(NamedTuple):
-    """One decoding step of that attention; `window_step_` documents the fields. The operator takes them in this order."""
+    """One decoding step of that attention; `window_step_` documents the fields, in the operator's order."""
 
     q: torch.Tensor
     k: torch.Tensor

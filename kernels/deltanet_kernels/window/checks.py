@@ -1,4 +1,4 @@
-"""Argument checks of the attention over window and sinks. A message names the argument, what it got and what it needs."""
+"""Argument checks of the attention over window and sinks. Messages name the argument, what it is and what it needs."""
 
 import torch
 
