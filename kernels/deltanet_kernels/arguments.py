@@ -115,7 +115,7 @@ class WindowStepCall(NamedTuple):
     keys: torch.Tensor
     values: torch.Tensor
     numbers: torch.Tensor
-    count: torch.Tensor
+    count: torch.Tensor  # type: ignore[assignment]  # tuples have a method of this name
     share: torch.Tensor | None = None
     far: torch.Tensor | None = None
     scale: float | None = None

@@ -15,18 +15,19 @@ from tests.kernels.triton_mode import DEVICE, GPU
 from tests.kernels.window_cases import CASES, Case, make, results, truth
 
 TILES = [
-    *(Case(f"T={T}", T=T, window=64, sinks=4) for T in (63, 64, 65, 68, 69, 127, 128, 129, 200)),
-    Case("many chunks", T=700, window=70, sinks=4, HQ=3, D=8),
-    Case("many chunks, packed", T=700, window=30, sinks=20, HQ=3, D=8, cu_seqlens=(0, 5, 450, 451, 451, 690)),
+    *(case for case in CASES if not case.name.startswith("T=")),
+    *(Case(f"T={T}", T=T, window=32, sinks=4, HQ=1) for T in (1, 31, 32, 33, 36, 64, 65, 96, 97)),
+    Case("many chunks", T=430, window=70, sinks=4, HQ=3, D=8),
+    Case("many chunks, packed", T=430, window=30, sinks=20, HQ=3, D=8, cu_seqlens=(0, 5, 350, 351, 351, 420)),
 ]
-PACKED = Case("packed", T=150, window=20, sinks=4, HQ=4, HK=2, cu_seqlens=(0, 0, 30, 140))
+PACKED = Case("packed", T=90, window=20, sinks=4, HQ=4, HK=2, cu_seqlens=(0, 0, 30, 80))
 
 
 def triton_window(**inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return window_attention_triton(WindowCall(**inputs))
 
 
-@pytest.mark.parametrize("case", [*CASES, *TILES], ids=str)
+@pytest.mark.parametrize("case", TILES, ids=str)
 def test_results_and_gradients(case: Case) -> None:
     inputs = make(case, torch.float32, DEVICE)
     assert_close(results(triton_window, inputs), truth(inputs), 2e-6 * case.condition)
@@ -47,14 +48,14 @@ def test_float16(case: Case) -> None:
 
 
 def test_no_element_is_left_out(poisoned_memory: None) -> None:
-    for case in (PACKED, Case("rows", T=150, window=20, sinks=17, B=2, HQ=4, D=20)):
+    for case in (PACKED, Case("rows", T=90, window=20, sinks=17, B=2, D=20)):
         inputs = make(case, torch.float32, DEVICE)
         assert_close(results(triton_window, inputs), truth(inputs), 2e-6)
 
 
 def test_strided_and_expanded_inputs() -> None:
     """Heads before tokens, as models keep them; one key for all heads; a gradient that is one number."""
-    inputs = make(Case("strided", T=80, window=20, sinks=4, B=2, HQ=4, HK=2), torch.float32, DEVICE)
+    inputs = make(Case("strided", T=40, window=20, sinks=4, B=2, HQ=4, HK=2), torch.float32, DEVICE)
     wanted = truth(inputs, "o")
     layouts = {
         "heads first": {name: inputs[name].detach().transpose(1, 2).contiguous().transpose(1, 2) for name in "qkv"},
@@ -74,7 +75,7 @@ def test_tokens_after_the_last_sequence_reach_nothing() -> None:
     inputs = make(PACKED, torch.float32, DEVICE)
     wanted = truth(inputs, "o")
     for name in ("q", "k", "v"):
-        inputs[name].data[:, 140:] = torch.nan
+        inputs[name].data[:, 80:] = torch.nan
     assert_close(results(triton_window, inputs, "o"), wanted, 2e-6)
 
 
@@ -98,7 +99,9 @@ def test_the_operators_are_registered_consistently(offsets: tuple[int, ...] | No
 
 
 def test_one_run_gives_the_bits_of_the_next() -> None:
-    case = Case("", T=2000, window=100, sinks=4, B=4, HQ=8, HK=2, D=64) if GPU else PACKED
+    case = Case("", T=70, window=20, sinks=4)
+    if GPU:
+        case = Case("", T=2000, window=100, sinks=4, B=4, HQ=8, HK=2, D=64)
     inputs = make(case, torch.float32, DEVICE)
     first = results(triton_window, inputs)
     for _ in range(20 if GPU else 1):
@@ -112,7 +115,7 @@ needs_gpu = pytest.mark.skipif(not GPU, reason="needs a CUDA device")
 
 @gpu
 @needs_gpu
-@pytest.mark.parametrize("case", [*CASES, *TILES], ids=str)
+@pytest.mark.parametrize("case", TILES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_low_precision(case: Case, dtype: torch.dtype) -> None:
     inputs = make(case, dtype, DEVICE)

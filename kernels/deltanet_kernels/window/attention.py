@@ -44,7 +44,7 @@ def window_forward(
     (q, k, v), strides = _rows(q, k, v)
     (B, T, HQ, D), HK = q.shape, k.shape[2]
     window, sinks = _reach(window, sinks, T)
-    config = window_config(D, sinks, q.dtype, False)
+    config = window_config("forward", D, sinks, q.dtype)
     chunks = cut_chunks(B, T, config.M, cu_seqlens)
     make = torch.zeros if chunks.varlen else torch.empty
     o = make(q.shape, dtype=q.dtype, device=q.device)
@@ -72,31 +72,34 @@ def window_backward(
     o, lse, dlse = o.contiguous(), lse.contiguous(), None if dlse is None else dlse.contiguous()
     (B, T, HQ, D), HK = q.shape, k.shape[2]
     window, sinks = _reach(window, sinks, T)
-    config = window_config(D, sinks, q.dtype, True)
+    config = window_config("gradients_q", D, sinks, q.dtype)
     chunks = cut_chunks(B, T, config.M, cu_seqlens)
     make = torch.zeros if chunks.varlen else torch.empty
     dq, dk, dv = (make(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     delta = torch.empty_like(lse)
     parts = lse.new_empty(chunks.count, 2, HQ, sinks, D)
     sums = lse.new_empty(chunks.rows, 2, HK, sinks, D)
-    sizes: dict[str, Any] = {"HQ": HQ, "HK": HK, "D": D, "SINKS": sinks, "BM": config.M, "BD": config.D}
-    sizes |= {"VARLEN": chunks.varlen}
-    options = {"STAGES": config.stages, "PRECISION": product_precision("auto", q.dtype), "num_warps": config.warps}
+    sizes: dict[str, Any] = {"HQ": HQ, "HK": HK, "D": D, "SINKS": sinks, "BD": config.D, "VARLEN": chunks.varlen}
+    precision = product_precision("auto", q.dtype)
     launch(
         gradients_q_kernel, chunks.count * HQ,
         q, k, v, o, do, lse, dlse, dq, delta, parts, chunks.cu_seqlens, chunks.row_of_chunk, chunks.first_chunk, T,
-        window, scale, *strides, **sizes, BN=config.N, BS=config.S, DLSE=dlse is not None, **options,
+        window, scale, *strides, **sizes, BM=config.M, BN=config.N, BS=config.S, DLSE=dlse is not None,
+        STAGES=config.stages, PRECISION=precision, num_warps=config.warps,
     )  # fmt: skip
     if sinks:
         launch(
             sink_sums_kernel, chunks.rows * 2 * HK * sinks,
-            parts, sums, chunks.cu_seqlens, chunks.first_chunk, T, window, **sizes, ROWS=PARTS, num_warps=4,
+            parts, sums, chunks.cu_seqlens, chunks.first_chunk, T, window, **sizes, BM=config.M, ROWS=PARTS,
+            num_warps=4,
         )  # fmt: skip
-    tiles = cut_chunks(B, T, config.N, cu_seqlens)
+    config = window_config("gradients_k", D, sinks, q.dtype)
+    chunks = cut_chunks(B, T, config.N, cu_seqlens)
     launch(
-        gradients_k_kernel, tiles.count * HK,
-        q, k, v, do, lse, delta, sums, dk, dv, tiles.cu_seqlens, tiles.row_of_chunk, tiles.first_chunk, T,
-        window, scale, *strides, **sizes, BN=config.N, **options,
+        gradients_k_kernel, chunks.count * HK,
+        q, k, v, do, lse, delta, sums, dk, dv, chunks.cu_seqlens, chunks.row_of_chunk, chunks.first_chunk, T,
+        window, scale, *strides, **sizes, BM=config.M, BN=config.N, STAGES=config.stages, PRECISION=precision,
+        num_warps=config.warps,
     )  # fmt: skip
     return dq, dk, dv
 

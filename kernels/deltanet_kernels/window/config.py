@@ -30,10 +30,11 @@ class WindowConfig:
 
 
 @cached
-def window_config(D: int, sinks: int, dtype: torch.dtype, backward: bool) -> WindowConfig:
-    """Sizes for a head size, number of sinks and dtype; the backward kernels hold four tiles instead of three.
+def window_config(kernel: str, D: int, sinks: int, dtype: torch.dtype) -> WindowConfig:
+    """Sizes for a head size, number of sinks and dtype.
 
-    Float32 tiles are multiplied in registers, and so are smaller.
+    `kernel` is "forward", "gradients_q" or "gradients_k"; a program of the last keeps N keys, one of the others M
+    queries. Float32 tiles are multiplied in registers, and so are smaller.
     """
     BD = tile_width(D, dtype)
     if dtype == torch.float32:
@@ -42,9 +43,9 @@ def window_config(D: int, sinks: int, dtype: torch.dtype, backward: bool) -> Win
     if BD <= 64:
         M, N, stages = 64, 64, 2
     elif BD == 128:
-        M, N, stages = 64, 32 if backward else 64, 2
+        M, N, stages = {"forward": (64, 64, 2), "gradients_q": (64, 32, 2), "gradients_k": (32, 64, 2)}[kernel]
     else:
-        M, N, stages = 32 if backward else 64, 32, 1
+        M, N, stages = (64 if kernel == "forward" else 32), 32, 1
     least = 64 if dtype == torch.float16 else 16  # see tile_width
     return WindowConfig(M, N, min(N, power_of_two(max(sinks, 1), least)), BD, 4, stages)
 

@@ -10,7 +10,7 @@ So none reads a count that another has already moved on. The program of a key he
 and value; the others take them from k and v, and give the place that is being written the weight 0.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment, misc"
+# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment, misc, var-annotated"
 # ruff: noqa: RUF005 (Triton does not know starred tuples)
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def step_kernel(
         q_D = tl.load(q + at + g * D, mask=m_d, other=0.0).to(tl.float32) * (scale * LOG2E)
         qs = qs + (q_D,)
         tops = tops + (tl.sum(q_D * k_D.to(tl.float32), axis=0),)
-        totals = totals + (1.0,)
+        totals = totals + (tl.full([], 1.0, tl.float32),)
         sums = sums + (v_D.to(tl.float32),)
     for start in range(0, PLACES, BN):
         j = start + tl.arange(0, BN)
