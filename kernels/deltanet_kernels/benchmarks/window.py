@@ -6,7 +6,8 @@ the last computes another function and is not compared. Steps run in a CUDA grap
 
     python -m deltanet_kernels.benchmarks.window --sweep 64
 
-times other tile sizes for heads of 64, of one kernel at a time, and prints the fastest; it writes no file.
+times other tile sizes for heads of 64, of one kernel at a time, and prints the fastest. `--sweep step` does the same
+for the decoding step. Neither writes a file.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from .. import window_attention, window_step_
 from ..arguments import WindowCall, WindowStepCall
-from ..window import attention
-from ..window.config import WindowConfig, window_config
+from ..window import attention, step
+from ..window.config import WindowConfig, step_heads, step_places, window_config
 from ..window.cpu import torch_window_attention
 from ..window.cpu_step import torch_window_step_
 from .timing import copy_bandwidth, graph_us, median_ms, peak_gib, write
@@ -162,11 +163,11 @@ def measure_step(B: int, window: int, bandwidth: float) -> list[dict[str, Any]]:
         error = ((call(form, cache()).double() - wanted).norm() / wanted.norm()).item()
         turns = itertools.cycle(caches)
 
-        def step(form: Callable[..., torch.Tensor] = form, turns: Any = turns) -> torch.Tensor:
+        def run(form: Callable[..., torch.Tensor] = form, turns: Any = turns) -> torch.Tensor:
             return call(form, next(turns))
 
         row: dict[str, Any] = {"step": [B, HQ, HK, D, window], "impl": name, "rel_error": error}
-        row["us"] = round(graph_us(step, 64), 3)
+        row["us"] = round(graph_us(run, 64), 3)
         row["share_of_copy_bandwidth"] = round(size / (row["us"] * 1e-6) / bandwidth, 3)
         rows.append(row)
     return rows
@@ -198,17 +199,35 @@ def sweep(D: int) -> None:
                 print(f"{shape}, {kernel}, {sizes}: {ms:.4f} ms, error {error:.1e}{pinned}", flush=True)
 
 
+def sweep_steps(bandwidth: float) -> None:
+    """Print the times of decoding steps with other numbers of query heads per program and places per tile."""
+    for B, window in STEPS:
+        for heads, places in itertools.product((1, 2, 4), (16, 32, 64, 128)):
+            step.step_heads = functools.partial(_constant, heads)
+            step.step_places = functools.partial(_constant, places)
+            row = measure_step(B, window, bandwidth)[0]
+            print(f"heads {heads}, places {places}: {row}", flush=True)
+    step.step_heads, step.step_places = step_heads, step_places
+
+
+def _constant(value: int, *_: int) -> int:
+    return value
+
+
 def _replaced(which: str, sizes: WindowConfig, kernel: str, *rest: Any) -> WindowConfig:
     return sizes if kernel == which else window_config(kernel, *rest)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sweep", type=int, metavar="D", help="time other tile sizes for heads of D")
+    parser.add_argument("--sweep", metavar="D", help="time other tile sizes for heads of D, or of the decoding step")
     parser.add_argument("--output", type=Path, help="folder of the result file; the package's own by default")
     args = parser.parse_args()
+    if args.sweep == "step":
+        sweep_steps(copy_bandwidth())
+        return
     if args.sweep:
-        sweep(args.sweep)
+        sweep(int(args.sweep))
         return
     rows: list[dict[str, Any]] = []
     for shape in SHAPES:
