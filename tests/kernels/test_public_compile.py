@@ -26,6 +26,11 @@ ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "gated_delta_step_": lambda: (
         *HEADS, *GATES, torch.zeros(1, 1, 16, 16, device=DEVICE), GATES[0, 0, 0], GATES[1, 0, 0]
     ),
+    "window_attention": lambda: (*HEADS, 1, 1),
+    "window_step_": lambda: (
+        *HEADS[:, :, :1], 3, 1, *torch.zeros(2, 1, 1, 4, 16, device=DEVICE),
+        torch.zeros(1, 4, dtype=torch.int32, device=DEVICE), torch.zeros(1, dtype=torch.int32, device=DEVICE),
+    ),
 }  # fmt: skip
 
 
