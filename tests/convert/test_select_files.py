@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from deltanet_convert.options import softmax_layers
-from deltanet_convert.select import Selection, read_selection
+from deltanet_convert.select import Selection, probes, read_selection
 from deltanet_convert.select.budget import Budget, Memory
 from deltanet_convert.select.command import select_command
 from deltanet_convert.select.units import Candidates
@@ -21,6 +21,11 @@ from support.tiny_selection import tiny_selection, tiny_task
 THIRTY = Candidates(tuple((i,) for i in range(30)), (), None)
 # SmolLM2-135M: 768 bytes per token and layer, states of 9 heads of 64 x 64 in float32.
 SMOLLM2 = Memory(at=2048, teacher=30 * 768 * 2048, kept=768.0 * 2048, other=4.0 * 9 * 64 * 64, fixed=0)
+
+
+@pytest.fixture(autouse=True)
+def short_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes, "CHARACTERS", 2000)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +70,7 @@ def test_budgets_in_bytes_are_kept_and_could_not_keep_one_more(spec: str) -> Non
         (Budget.auto, "", "--layers auto:: got '', expected a number"),
         (Budget.auto, "40MB@", "'' is no length in tokens"),
         (Budget.auto, "40XB@2048", "--layers auto:: got '40XB', expected a size"),
-        (Budget.auto, "1MB@2048", "are too few: the states alone are 4.4 MB, with one unit kept 5.9 MB"),
+        (Budget.auto, "1MB@2048", "are too few: the states alone are 4.4 MB, with one unit kept 5.8 MB"),
         (Budget.auto, "1GB@2048", "keeps all 30 units"),
         (Budget.auto, "0%@2048", "0 B are too few"),
     ],
@@ -86,7 +91,7 @@ def test_a_length_at_which_the_cache_is_smaller_than_the_state_is_refused() -> N
 
 
 def test_bytes_are_those_of_the_converted_model(far: Path, tmp_path: Path) -> None:
-    budget = Budget.memory("400KB", 2000)
+    budget = Budget.memory("2MB", 2000)
     for unit, heads in (("layer", 1), ("kv_head", 2)):
         task = tiny_task(far, tmp_path / "s.json", budget, unit=unit)
         assert task.memory is not None

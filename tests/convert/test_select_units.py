@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from deltanet_convert.select import methods
+from deltanet_convert.select import methods, probes
 from deltanet_convert.select.gates import blended
 from deltanet_convert.select.methods import Forward, every_nth
 from deltanet_convert.select.objectives import AnswerLoss, TextKL
@@ -30,6 +30,11 @@ from support.tiny_models import COMMON, LAYERS, tiny_teacher
 from support.tiny_selection import tiny_selection
 
 WINDOW, SINKS, LENGTH = 5, 2, 24
+
+
+@pytest.fixture(autouse=True)
+def short_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes, "CHARACTERS", 2000)
 
 
 def eager(model: PreTrainedModel) -> PreTrainedModel:
@@ -144,17 +149,17 @@ def test_layers_with_a_sliding_window_are_no_candidates() -> None:
 def test_probes_fill_their_length_and_ask_for_what_the_text_says() -> None:
     tokenizer = tiny_tokenizer()
     text = haystack(tokenizer)
-    probes = recall_probes(tokenizer, text, 500, 3, 64, seed=5)
-    assert [probe.format for probe in probes] == [kind.name for kind in FORMATS for _ in range(3)]
-    for probe in probes:
+    found = recall_probes(tokenizer, text, 500, 3, 64, seed=5)
+    assert [probe.format for probe in found] == [kind.name for kind in FORMATS for _ in range(3)]
+    for probe in found:
         assert len(probe.ids) == 500
         first = min(begin for begin, _ in probe.answers)
         for begin, end in probe.answers:
             answer, before = probe.ids[begin:end], probe.ids[:first]
             places = [i for i in range(len(before)) if before[i : i + len(answer)] == answer]
             assert places, probe.format
-    assert probes == recall_probes(tokenizer, text, 500, 3, 64, seed=5)
-    assert probes != recall_probes(tokenizer, text, 500, 3, 64, seed=6)
+    assert found == recall_probes(tokenizer, text, 500, 3, 64, seed=5)
+    assert found != recall_probes(tokenizer, text, 500, 3, 64, seed=6)
 
 
 def test_probes_that_do_not_fit_are_refused() -> None:

@@ -21,11 +21,10 @@ from .references import References
 from .scoring import Scorer
 from .selection_file import Selection
 from .switchable import SwitchableModel
-from .task import SelectionTask
+from .task import TEXT_ROWS, SelectionTask
 from .units import Unit, evenly, to_json
 
 DIGITS = 6  # of the scores in the file
-TEXT_ROWS = 4  # rows of running text per probe of a format
 Show = Callable[[float, int, str | None], None]
 """Called with the rounds that are done (with a fraction), their total, and a line about what is done or None."""
 

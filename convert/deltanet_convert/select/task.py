@@ -20,6 +20,8 @@ from .select_options import SelectOptions
 from .selection_file import Selection
 from .units import Candidates, Unit
 
+TEXT_ROWS = 4  # rows of running text for `kl`, per probe of a format for the other methods
+
 
 @dataclass(frozen=True)
 class SelectionTask:
