@@ -1,6 +1,7 @@
 """`deltanet-hf convert TEACHER OUT`."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +16,9 @@ from .convert import convert
 from .export.hooks import check_exportable, import_qwen3_5, qwen3_5_folder
 from .job import prepare
 from .options import DTYPES, ConvertOptions, parse_size, set_keys
+from .select.for_convert import AUTO
+from .select.progress import shown_on
+from .select.run import unseen
 from .views.plan_view import print_plan
 from .views.report_view import print_report
 
@@ -41,7 +45,9 @@ def convert_command(
         str,
         typer.Option(
             help="Layers to convert. `all`: every layer. `every:N`: layers N-1, 2N-1, ... keep softmax attention. "
-            "`keep:3,7,11`: these layers keep it. Otherwise a file that lists the layers that keep it."
+            "`keep:3,7,11`: these layers keep it. `auto:25%` (or `auto:7`, `auto:40MB@32768`): choose so many as "
+            "`deltanet-hf select` does; slow without a GPU. Otherwise a file that lists the layers that keep it, such "
+            "as the one that `deltanet-hf select` writes."
         ),
     ] = DEFAULTS.layers,
     mixer: Annotated[
@@ -134,7 +140,8 @@ def convert_command(
             console=console,
         )
         return
-    job = prepare(teacher, out, options)
+    with shown_on(console) if layers.startswith(AUTO) else nullcontext(unseen) as show:
+        job = prepare(teacher, out, options, show)
     if profile == "qwen3_5":
         for note in check_exportable(job.source.name, job.teacher.config, job.table.softmax):
             console.print(note, highlight=False, markup=False)
