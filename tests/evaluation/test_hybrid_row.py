@@ -22,7 +22,7 @@ TEXTS = {"wt2": ("wt2", 64, 3), "1k": ("heldwiki", 64, 3), "wiki_4k": ("heldwiki
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short windows and probes, for models of 340 tokens."""
     cells = {
-        "needles_1k": (recall_cells.CELLS["needles_1k"][0], 600, 3),
+        "needles_1k": (recall_cells.CELLS["needles_1k"][0], 420, 3),
         "pairs_8": (recall_cells.CELLS["pairs_8"][0], 8, 4),
     }
     monkeypatch.setattr(recall_cells, "CELLS", cells)

@@ -203,6 +203,9 @@ def test_relative_scores() -> None:
     weak = clusters([[1] + [0] * 9] * 4)
     assert relative_score(half, weak, clusters([[0] * 10] * 4)) is None  # a teacher of 10% cannot show it
     assert relative_score(half, teacher, teacher) is None
+    empty = Clusters(np.zeros(4), np.zeros(4))
+    assert math.isnan(empty.score.value)
+    assert relative_score(empty, empty, empty) is None
 
 
 def test_paired_differences_see_what_is_common() -> None:
