@@ -17,6 +17,7 @@ from deltanet_hf.evaluation.measures.probes import Probe
 from deltanet_hf.mixers.layer_kind import LayerKind
 from deltanet_hf.mixers.state import MixerCacheLayer
 
+_QUESTION = 16  # tokens of the longest question of the probes in this package
 _SHARE = 1e4  # logit of a share that is exactly 0 or 1
 
 
@@ -38,12 +39,12 @@ def switch_off_softmax(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def switch_off_window(model: PreTrainedModel) -> PreTrainedModel:
-    """Give the state of every layer that has a window beside its state the whole output. UserError if there is none."""
+    """Leave out the window of every layer that has one beside its state. UserError if there is none."""
     return _fix_share(model, _SHARE)
 
 
 def switch_off_state(model: PreTrainedModel) -> PreTrainedModel:
-    """Give the window of every layer that has a window beside its state the whole output. UserError if there is none."""
+    """Leave out the state of every layer that has a window beside it. UserError if there is none."""
     return _fix_share(model, -_SHARE)
 
 
@@ -89,6 +90,3 @@ def exact_with_zeroed_states(model: PreTrainedModel, probes: Sequence[Probe]) ->
         greedy = model(ids[:, asked:], past_key_values=cache, use_cache=True).logits[0].argmax(-1)
         right.append(bool((greedy[begin - asked - 1 : -1] == ids[0, begin:end]).all()))
     return right
-
-
-_QUESTION = 16  # tokens of the longest question of the probes in this package

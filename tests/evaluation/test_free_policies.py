@@ -34,7 +34,7 @@ def test_measured_bytes_are_those_of_the_plan() -> None:
 def test_the_window_is_the_smallest_with_the_bytes(kept: tuple[int, ...]) -> None:
     teacher = tiny_teacher("llama")
     others = LAYERS - len(kept)
-    for window in (1, 2, 17, 90):
+    for window in (1, 17):
         budget = len(kept) * KEY_VALUE * TOKENS + others * window_bytes(window)
         for less, expected in ((0, window), (1, window), (-1, window + 1)):
             policy = window_of_bytes(teacher, kept, budget - less, TOKENS)
