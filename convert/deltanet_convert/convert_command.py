@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.mixers import MIXERS
+from deltanet_hf.mixers import MIXER_NAMES
 
 from .convert import convert
 from .export.hooks import check_exportable, import_qwen3_5, qwen3_5_folder
@@ -45,7 +45,7 @@ def convert_command(
         ),
     ] = DEFAULTS.layers,
     mixer: Annotated[
-        str, typer.Option(help=f"Layer that replaces softmax attention: {', '.join(MIXERS)}.")
+        str, typer.Option(help=f"Layer that replaces softmax attention: {', '.join(MIXER_NAMES)}.")
     ] = DEFAULTS.mixer,
     profile: Annotated[
         str,
