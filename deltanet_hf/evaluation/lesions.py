@@ -16,9 +16,9 @@ from deltanet_hf.evaluation.baselines import linear_layers
 from deltanet_hf.evaluation.measures.probes import Probe
 from deltanet_hf.mixers.layer_kind import LayerKind
 from deltanet_hf.mixers.state import MixerCacheLayer
+from deltanet_hf.mixers.window_branch import WindowBranch
 
 _QUESTION = 16  # tokens of the longest question of the probes in this package
-_SHARE = 1e4  # logit of a share that is exactly 0 or 1
 
 
 def switch_off_softmax(model: PreTrainedModel) -> PreTrainedModel:
@@ -40,28 +40,25 @@ def switch_off_softmax(model: PreTrainedModel) -> PreTrainedModel:
 
 def switch_off_window(model: PreTrainedModel) -> PreTrainedModel:
     """Leave out the window of every layer that has one beside its state. UserError if there is none."""
-    return _fix_share(model, _SHARE)
+    return _fix_share(model, 1.0)
 
 
 def switch_off_state(model: PreTrainedModel) -> PreTrainedModel:
     """Leave out the state of every layer that has a window beside it. UserError if there is none."""
-    return _fix_share(model, -_SHARE)
+    return _fix_share(model, 0.0)
 
 
-def _fix_share(model: PreTrainedModel, logit: float) -> PreTrainedModel:
-    shares = [
-        branch.share_proj
-        for layer in model.modules()
-        if isinstance(layer, LayerKind) and (branch := getattr(layer, "window_branch", None)) is not None
-    ]
-    if not shares:
+def _fix_share(model: PreTrainedModel, share: float) -> PreTrainedModel:
+    """Give the state this share of the output, at every token and head."""
+    branches = [module for module in model.modules() if isinstance(module, WindowBranch)]
+    if not branches:
         raise UserError(f"{type(model).__name__}: no layer with a window beside its state; this lesion needs one")
 
-    def fixed(module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
-        return torch.full_like(output, logit)
+    def fixed(x: Tensor, lse: Tensor, numbers: Tensor) -> Tensor:
+        return torch.full_like(lse, share)
 
-    for share in shares:
-        share.register_forward_hook(fixed)
+    for branch in branches:
+        branch.share = fixed  # type: ignore[method-assign]
     return model
 
 

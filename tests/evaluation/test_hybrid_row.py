@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from deltanet_hf.evaluation.measures.relative import Clusters
 from deltanet_hf.evaluation.tasks import recall_cells
-from deltanet_recipes.study import hybrid_measure, hybrid_row
+from deltanet_recipes.study import hybrid_measure, hybrid_row, references
 from deltanet_recipes.study.hybrid_measure import Measured
 
 TEXTS = {"wt2": ("wt2", 64, 3), "1k": ("heldwiki", 64, 3), "wiki_4k": ("heldwiki", 200, 3), "4k": ("novels", 200, 3)}
@@ -30,7 +30,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hybrid_measure, "TEXTS", TEXTS)
     monkeypatch.setattr(hybrid_measure, "SEGMENT", 16)
     monkeypatch.setattr(hybrid_measure, "SEGMENTS", 4)
-    monkeypatch.setattr(hybrid_measure, "BYTES_AT", 128)
+    for module in (hybrid_measure, references):
+        monkeypatch.setattr(module, "BYTES_AT", 128)
 
 
 @pytest.fixture(scope="module")
