@@ -31,13 +31,15 @@ class Clusters:
 
     @property
     def mean(self) -> float:
-        return float(self.sums.sum() / self.sizes.sum())
+        """The mean over items; nan without any."""
+        items = int(self.sizes.sum())
+        return float(self.sums.sum()) / items if items else math.nan
 
     @property
     def score(self) -> Score:
         """The mean over items; its error is that of the ratio estimator over clusters."""
         count = len(self.sizes)
-        if count < 2:
+        if count < 2 or math.isnan(self.mean):
             return Score(self.mean, math.nan, count)
         residuals = self.sums - self.mean * self.sizes
         variance = count / (count - 1) * float((residuals**2).sum()) / float(self.sizes.sum()) ** 2
@@ -51,12 +53,12 @@ def relative_score(
 
     The control is the teacher without the facts, or without the context that holds them.
     """
-    if teacher.mean < LEAST_TEACHER or teacher.mean <= control.mean:
+    if not teacher.mean >= LEAST_TEACHER or teacher.mean <= control.mean:
         return None
     value = (student.mean - control.mean) / (teacher.mean - control.mean)
     draws = _draws(len(teacher.sizes))
-    means = [(draws @ part.sums) / (draws @ part.sizes) for part in (student, teacher, control)]
     with np.errstate(divide="ignore", invalid="ignore"):
+        means = [(draws @ part.sums) / (draws @ part.sizes) for part in (student, teacher, control)]
         ratios = (means[0] - means[2]) / (means[1] - means[2])
     return Score(value, _spread(ratios), len(teacher.sizes))
 
@@ -64,7 +66,8 @@ def relative_score(
 def paired_difference(one: Clusters, other: Clusters) -> Score:
     """Mean of `one` minus mean of `other` over the same items."""
     draws = _draws(len(one.sizes))
-    differences = (draws @ one.sums) / (draws @ one.sizes) - (draws @ other.sums) / (draws @ other.sizes)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        differences = (draws @ one.sums) / (draws @ one.sizes) - (draws @ other.sums) / (draws @ other.sizes)
     return Score(one.mean - other.mean, _spread(differences), len(one.sizes))
 
 

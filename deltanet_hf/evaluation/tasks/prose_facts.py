@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import random
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from deltanet_hf.data import prefix_ids
@@ -83,19 +82,18 @@ PEOPLE, FACTS_EACH = 3, 2
 
 
 def prose_facts(
-    tokenizer: PreTrainedTokenizerBase, haystack: np.ndarray, length: int, count: int = 64, seed: int = 1234
+    tokenizer: PreTrainedTokenizerBase, haystack: Haystack, length: int, count: int = 64, seed: int = 1234
 ) -> list[Probe]:
     """Probes of six facts each.
 
     Args:
-        haystack: token ids [n] of a text.
+        haystack: the running text.
         length: tokens per probe, including the questions.
         count: number of probes.
 
     Raises UserError if the text is too short, or `length` too small.
     """
     rng = random.Random(f"{seed} prose {length}")
-    text = Haystack(tokenizer, haystack)
 
     def encode(words: str) -> list[int]:
         return list(tokenizer(words, add_special_tokens=False)["input_ids"])
@@ -121,7 +119,7 @@ def prose_facts(
         rng.shuffle(told)
         opening = encode("\n\nTo sum up:")
         body = length - len(opening) - len(tail)
-        ids, facts = text.with_facts(rng, prefix_ids(tokenizer), told, body)
+        ids, facts = haystack.with_facts(rng, prefix_ids(tokenizer), told, body)
         ids += opening
         begin = len(ids)
         probes.append(Probe((*ids, *tail), tuple((begin + a, begin + b) for a, b in answers), tuple(facts)))

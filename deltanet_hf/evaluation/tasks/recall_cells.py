@@ -8,23 +8,24 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from deltanet_hf.evaluation.measures.probes import Probe
+from deltanet_hf.evaluation.tasks.haystack import Haystack
 from deltanet_hf.evaluation.tasks.prose_facts import prose_facts
 from deltanet_hf.evaluation.tasks.recall_sweeps import one_fact, replaced_pairs, spread_pairs
 from deltanet_hf.evaluation.tasks.recall_tasks import associative_recall, needles
 
-Build = Callable[[PreTrainedTokenizerBase, np.ndarray, int, int], list[Probe]]
+Build = Callable[[PreTrainedTokenizerBase, Haystack, int, int], list[Probe]]
 _LENGTHS = {1024: "1k", 2048: "2k", 4096: "4k", 8192: "8k"}
 
 
-def _needles(tokenizer: PreTrainedTokenizerBase, haystack: np.ndarray, length: int, count: int) -> list[Probe]:
-    return needles(tokenizer, haystack, length, count)
+def _needles(tokenizer: PreTrainedTokenizerBase, haystack: Haystack, length: int, count: int) -> list[Probe]:
+    return needles(tokenizer, haystack.ids, length, count)
 
 
-def _pairs(tokenizer: PreTrainedTokenizerBase, haystack: np.ndarray, pairs: int, count: int) -> list[Probe]:
+def _pairs(tokenizer: PreTrainedTokenizerBase, haystack: Haystack, pairs: int, count: int) -> list[Probe]:
     return associative_recall(tokenizer, pairs, count)
 
 
-def _replaced(tokenizer: PreTrainedTokenizerBase, haystack: np.ndarray, pairs: int, count: int) -> list[Probe]:
+def _replaced(tokenizer: PreTrainedTokenizerBase, haystack: Haystack, pairs: int, count: int) -> list[Probe]:
     return replaced_pairs(tokenizer, pairs, count)
 
 
@@ -59,8 +60,9 @@ def recall_cells(
         sweeps: whether to add the sweeps over distance, load and replaced facts, and contexts of 8k tokens.
         limit: largest number of probes per cell; None for no limit.
     """
+    text = Haystack(tokenizer, haystack)
     return {
-        name: build(tokenizer, haystack, size, min(count, limit or count))
+        name: build(tokenizer, text, size, min(count, limit or count))
         for name, (build, size, count) in {**CELLS, **(SWEEPS if sweeps else {})}.items()
         if size <= longest or build not in _TOKENS
     }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from deltanet_hf.data import prefix_ids
@@ -19,18 +18,17 @@ ASKED = 16  # pairs that a load probe asks for
 
 
 def one_fact(
-    tokenizer: PreTrainedTokenizerBase, haystack: np.ndarray, distance: int, count: int = 64, seed: int = 1234
+    tokenizer: PreTrainedTokenizerBase, haystack: Haystack, distance: int, count: int = 64, seed: int = 1234
 ) -> list[Probe]:
     """One fact, `distance` tokens of text, and the question about it.
 
     Args:
-        haystack: token ids [n] of a text.
+        haystack: the running text.
         count: number of probes.
 
     Raises UserError if the text is too short.
     """
     rng = random.Random(f"{seed} distance {distance}")
-    text = Haystack(tokenizer, haystack)
 
     def encode(words: str) -> list[int]:
         return list(tokenizer(words, add_special_tokens=False)["input_ids"])
@@ -38,7 +36,7 @@ def one_fact(
     probes = []
     for _ in range(count):
         name, code = rng.choice(ITEMS), f" {rng.randrange(10**5, 10**6)}"
-        piece, _ = text.piece(rng, LEAD + distance)
+        piece, _ = haystack.piece(rng, LEAD + distance)
         ids = [*prefix_ids(tokenizer), *piece[:LEAD]]
         fact, reply = encode(f"\nThe secret code of the {name} is{code}.\n"), encode(code)
         told = (len(ids), len(ids) + len(fact))
@@ -48,7 +46,7 @@ def one_fact(
 
 
 def spread_pairs(
-    tokenizer: PreTrainedTokenizerBase, haystack: np.ndarray, pairs: int, count: int = 64, seed: int = 1234
+    tokenizer: PreTrainedTokenizerBase, haystack: Haystack, pairs: int, count: int = 64, seed: int = 1234
 ) -> list[Probe]:
     """Lines "key value" of single-token words, spread over a text of fixed length, and questions about at most 16.
 
@@ -58,14 +56,13 @@ def spread_pairs(
     """
     words, newline = _words(tokenizer, 2 * pairs), _newline(tokenizer)
     rng = random.Random(f"{seed} load {pairs}")
-    text = Haystack(tokenizer, haystack)
     probes = []
     for _ in range(count):
         drawn = rng.sample(words, 2 * pairs)
         facts = list(zip(drawn[:pairs], drawn[pairs:], strict=True))
         lines = [[*newline, key, value, *newline] for key, value in facts]
         prefix = prefix_ids(tokenizer)
-        ids, told = text.with_facts(rng, prefix, lines, SPREAD, between_sentences=False)
+        ids, told = haystack.with_facts(rng, prefix, lines, SPREAD, between_sentences=False)
         probes.append(_asked(ids, rng.sample(facts, min(pairs, ASKED)), newline, tuple(told)))
     return probes
 
