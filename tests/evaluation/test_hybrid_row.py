@@ -74,6 +74,11 @@ def test_rows(small: None, arrays: Path, teacher_folder: Path, student_folder: P
         assert hybrid[policy]["mb_2k"] >= hybrid["mb_2k"]
         assert hybrid["ahead"][policy].keys() == {"better", "worse"}
     assert str(arrays) not in json.dumps(rows)
+    windowed = call(arrays, tmp_path / "rows.json", teacher_folder, model=[f"windowed={teacher_folder}"], window=True)
+    assert windowed["windowed"]["kinds"] == {"window 64": 4}
+    assert windowed["windowed"]["kept"] == []
+    assert windowed["windowed"]["kl_4k"] > 0
+    assert windowed["itself"] == teacher
 
 
 def test_runs_share_figures(

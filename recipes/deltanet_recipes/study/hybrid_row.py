@@ -28,13 +28,15 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedModel
 
 from deltanet_hf.evaluation.free_policies import SINKS
 from deltanet_hf.evaluation.measures.relative import paired_difference, relative_score
 from deltanet_hf.evaluation.measures.scores import Score
 from deltanet_hf.exit_codes import run_command
-from deltanet_hf.models.layers import SOFTMAX, LayerTable
+from deltanet_hf.mixers.layer_kind import LayerKind
+from deltanet_hf.mixers.window import WindowAttention
+from deltanet_hf.models.layers import SOFTMAX
 from deltanet_recipes.study.hybrid_measure import HybridMeasure, Measured
 from deltanet_recipes.study.references import References
 from deltanet_recipes.study.results_row import append_rows, load_for_measure, run_facts
@@ -106,27 +108,26 @@ def compared(student: Measured, policy: Measured) -> dict[str, list[str]]:
     return {"better": better, "worse": worse}
 
 
-def layer_facts(config: Any) -> dict[str, Any]:
-    """The kinds of a model's layers with their numbers, and the indices of those that keep softmax attention."""
-    if getattr(config, "deltanet", None) is None:
-        return {"kinds": {SOFTMAX: config.num_hidden_layers}, "kept": list(range(config.num_hidden_layers))}
-    table = LayerTable.of(config)
+def layer_facts(model: PreTrainedModel) -> dict[str, Any]:
+    """The kinds of a model's layers with their numbers, and the indices of those with the teacher's attention."""
     kinds: dict[str, int] = {}
-    for index in range(len(table)):
-        kind = table[index]
-        settings = {} if kind is None else kind.to_dict()
-        name = settings.get("mixer", SOFTMAX)
-        if window := settings.get("window"):
-            name = f"window {window}" if name == "window" else f"{name}+window {window}"
+    kept = []
+    for index, layer in enumerate(model.model.layers):
+        attention = layer.self_attn
+        name = attention.name if isinstance(attention, LayerKind) else SOFTMAX
+        if name == SOFTMAX:
+            kept.append(index)
+        elif window := getattr(attention.settings, "window", 0):
+            name = f"{name} {window}" if name == WindowAttention.name else f"{name}+window {window}"
         kinds[name] = kinds.get(name, 0) + 1
-    return {"kinds": kinds, "kept": table.softmax}
+    return {"kinds": kinds, "kept": kept}
 
 
 def make_row(name: str, folder: str, model: Any, references: References, free: bool = True) -> dict[str, Any]:
     """Measure one model and its free policies."""
     measure = references.measure
     student = measure(model)
-    facts = layer_facts(model.config)
+    facts = layer_facts(model)
     run = run_facts(Path(folder))
     row: dict[str, Any] = {"run": name, **facts, "tokens": run.get("tokens", 0), "seed": run.get("seed")}
     row |= {**figures(student, references), "suite": None}
