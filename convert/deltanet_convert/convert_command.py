@@ -46,8 +46,8 @@ def convert_command(
     layers: Annotated[
         str | None,
         typer.Option(
-            help="Layers to convert. `auto`: a quarter of the layers keeps softmax attention, chosen by recall (shipped "
-            "for known teachers, measured where there is a GPU, otherwise evenly spread). `all`: every layer. "
+            help="Layers to convert. `auto`: a quarter of the layers keeps softmax attention, chosen by recall: "
+            "shipped for known teachers, measured where there is a GPU, otherwise evenly spread. `all`: every layer. "
             "`every:N`: layers N-1, 2N-1, ... keep softmax attention. "
             "`keep:3,7,11`: these layers keep it. `auto:25%` (or `auto:7`, `auto:40MB@32768`): choose so many as "
             "`deltanet-hf select` does; slow without a GPU. Otherwise a file that lists the layers that keep it, such "

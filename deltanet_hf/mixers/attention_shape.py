@@ -77,6 +77,7 @@ FAITHFUL: dict[str, Any] = {
     "output_norm": "per_head",
     "output_gate": True,
     "gate_bias": True,
+    "k_offset": True,
 }  # everything that the teacher's attention has, and a convolution that begins as an identity
 BESIDE_WINDOW: dict[str, Any] = {
     "window": 256,

@@ -1,7 +1,7 @@
 """`deltanet-hf convert --layers auto:...`: the selection before a conversion, made once per output folder.
 
-`--layers auto` is `auto:25%` with a GPU. Without one it takes the selection that is shipped for a teacher of this shape,
-and evenly spread layers for any other teacher, because a search would take hours.
+`--layers auto` takes the selection that is shipped for a teacher of this shape. For any other teacher it is `auto:25%`
+with a GPU, and evenly spread layers without one, because a search would take hours.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ SHAPES: dict[str, dict[str, str | int]] = {
     },
 }  # the teachers of the shipped selections, by the keys of config.json that tell them from others
 NO_GPU = (
-    "No GPU: the softmax layers are spread evenly, which keeps less recall than layers that were measured. On a machine "
-    "with a GPU, `deltanet-hf select TEACHER` measures them; give its file as --layers FILE."
+    "No GPU: the softmax layers are spread evenly, which keeps less recall than layers that were measured. On a "
+    "machine with a GPU, `deltanet-hf select TEACHER` measures them; give its file as --layers FILE."
 )
 
 
