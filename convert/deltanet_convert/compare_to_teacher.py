@@ -80,17 +80,18 @@ def _softmax_form(attention: Any, layer: Any) -> Any:
     if not isinstance(layer, Mixer):
         attention.load_state_dict(layer.state_dict())
         return attention
-    groups = layer.num_states // _kv_heads(attention)
+    kv_heads = layer.num_states // layer.kv_repeats
+    groups = kv_heads // _kv_heads(attention)
     expanded = copy.copy(attention)
     expanded._modules = dict(attention._modules)
     projections = [_with_bias(layer, attention, name, groups) for name in ("q_proj", "k_proj", "v_proj")]
     if hasattr(attention, "qkv_proj"):
         expanded.qkv_proj = _Fused(*projections)
-        expanded.num_key_value_heads = layer.num_states
+        expanded.num_key_value_heads = kv_heads
     else:
         expanded.q_proj, expanded.k_proj, expanded.v_proj = projections
     expanded.o_proj = layer.o_proj
-    expanded.num_key_value_groups = layer.num_heads // layer.num_states
+    expanded.num_key_value_groups = layer.num_heads // kv_heads
     k_norm = getattr(attention, "k_norm", None)
     if k_norm is not None and k_norm.weight.numel() > layer.head_dim:
         expanded.k_norm = copy.copy(k_norm)

@@ -10,8 +10,7 @@ from transformers import PreTrainedConfig
 
 from deltanet_hf.errors import UserError
 
-FORMAT = "deltanet-hf selection 1"
-MAX_BYTES = 20_000_000
+from .select.selection_file import FORMAT, MAX_BYTES, parse_selection
 
 
 def selected_heads(spec: str, config: PreTrainedConfig) -> frozenset[tuple[int, int]] | None:
@@ -29,25 +28,10 @@ def selected_heads(spec: str, config: PreTrainedConfig) -> frozenset[tuple[int, 
     if not isinstance(value, dict) or value.get("format") != FORMAT or value.get("unit") != "kv_head":
         return None
     where = f"--layers {path}"
-    for key in ("model_type", "num_hidden_layers", "num_key_value_heads"):
-        if value.get(key) != getattr(config, key):
-            raise UserError(
-                f"{where}: key '{key}' is {value.get(key)!r}, the teacher's is {getattr(config, key)!r}; give the "
-                "selection that was made for this teacher"
-            )
-    layers, heads = int(config.num_hidden_layers), int(config.num_key_value_heads)
-    kept = value.get("kept")
-    if not isinstance(kept, list) or not kept:
-        raise UserError(f"{where}: key 'kept' lists no head; say --layers all to convert every layer")
-    for pair in kept:
-        if not isinstance(pair, list) or len(pair) != 2 or any(type(part) is not int for part in pair):
-            raise UserError(f"{where}: key 'kept' holds {pair!r:.60}, expected [layer, key/value head]")
-        if not (0 <= pair[0] < layers and 0 <= pair[1] < heads):
-            raise UserError(f"{where}: key 'kept' holds {pair!r}, which the teacher does not have")
-    found = frozenset((layer, head) for layer, head in kept)
-    if len(found) != len(kept):
-        raise UserError(f"{where}: key 'kept' lists a head twice; list each once")
-    if len(found) == layers * heads:
+    selection = parse_selection(value, where)
+    selection.check_teacher(where, config)
+    found = frozenset(selection.heads)
+    if len(found) == selection.num_hidden_layers * selection.num_key_value_heads:
         raise UserError(f"{where}: keeps all {len(found)} heads; leave at least one to convert")
     return found
 

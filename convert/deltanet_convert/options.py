@@ -12,16 +12,18 @@ from typing import Any
 import torch
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.mixers import MIXERS
+from deltanet_hf.mixers import MIXER_NAMES, MIXERS, LayerKind, recommended
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
 from deltanet_hf.mixers.mixed_heads import MixedHeads
+from deltanet_hf.mixers.settings import MixerSettings
 from deltanet_hf.models.layers import LayerTable
+
+from .select.selection_file import parse_selection
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 MAX_LIST_BYTES = 1_000_000
 PROFILES = ("faithful", "qwen3_5")
-CHOICES = tuple(name for name in MIXERS if name != MixedHeads.name)  # mixed heads come of a selection of heads
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,8 @@ class ConvertOptions:
         UserError: a value cannot be used, or two options contradict each other; the message names the option.
     """
 
-    layers: str = "all"  # all | every:N | keep:3,7,11 | a file that lists the layers that stay softmax
-    mixer: str = "gated_deltanet"  # a name in `MIXERS`
+    layers: str = "all"  # all | every:N | keep:3,7,11 | auto:25% | a file that lists the layers that stay softmax
+    mixer: str = "gated_deltanet"  # a name in `MIXER_NAMES`
     profile: str = "faithful"  # one of `PROFILES`
     training: bool = True  # whether the model will be distilled; False takes the settings that are best without
     changes: tuple[str, ...] = ()  # "key=value": settings of the mixer that differ from the recommended ones
@@ -51,13 +53,13 @@ class ConvertOptions:
     json: bool = False
 
     def __post_init__(self) -> None:
-        if self.mixer not in MIXERS:
-            raise UserError(f"--mixer: got '{self.mixer}', expected one of {', '.join(CHOICES)}")
         if self.mixer == MixedHeads.name:
             raise UserError(
                 f"--mixer {self.mixer}: comes of a selection of key/value heads; give it as --layers FILE "
                 "(deltanet-hf select --unit kv_head), and the mixer of the other heads here"
             )
+        if self.mixer not in MIXER_NAMES and self.mixer not in MIXERS:
+            raise UserError(f"--mixer: got '{self.mixer}', expected one of {', '.join(MIXER_NAMES)}")
         if self.profile not in PROFILES:
             raise UserError(f"--profile: got '{self.profile}', expected one of {', '.join(PROFILES)}")
         if self.dtype is not None and self.dtype not in DTYPES:
@@ -80,7 +82,7 @@ class ConvertOptions:
                 "--no-training: --profile qwen3_5 fixes the settings, with or without training; leave out one of the "
                 "two"
             )
-        if not self.fit_memory and not issubclass(MIXERS[self.mixer], GatedDeltaNet):
+        if not self.fit_memory and not issubclass(self._recommended()[0], GatedDeltaNet):
             raise UserError(f"--no-fit-memory: no decay is fitted in layers of --mixer {self.mixer}; leave it out")
 
     def table(self, num_layers: int, softmax: Iterable[int]) -> LayerTable:
@@ -90,7 +92,7 @@ class ConvertOptions:
             num_layers: the teacher's number of decoder layers.
             softmax: indices of the layers that keep the teacher's attention.
         """
-        return LayerTable.uniform(MIXERS[self.mixer], self.settings(), num_layers, set(softmax))
+        return LayerTable.uniform(*self._kind(), num_layers, set(softmax))
 
     def head_table(self, num_layers: int, num_heads: int, softmax: Collection[tuple[int, int]]) -> LayerTable:
         """The same for a choice of key/value heads: `softmax` are the (layer, head) that keep the teacher's attention.
@@ -103,18 +105,14 @@ class ConvertOptions:
                 "--profile qwen3_5: the heads of one layer of Qwen3.5 are of one kind, --layers keeps single heads; "
                 "select whole layers (--unit layer), or leave the profile out"
             )
-        return LayerTable.by_heads(MIXERS[self.mixer], self.settings(), num_layers, num_heads, softmax)
+        return LayerTable.by_heads(*self._kind(), num_layers, num_heads, softmax)
 
-    def settings(self) -> Any:
-        """The settings of the mixer."""
-        kind = MIXERS[self.mixer]
+    def _kind(self) -> tuple[type[LayerKind], MixerSettings]:
+        """The mixer and its settings."""
+        kind, defaults = self._recommended()
+        changes = changed_settings(self.changes, defaults)
         try:
-            recommended = kind.default_settings(self.profile, self.training)
-        except ValueError as error:
-            raise UserError(f"--{error}") from None
-        changes = changed_settings(self.changes, recommended)
-        try:
-            settings = kind.Settings.from_dict({**recommended.to_dict(), **changes}, "--set")
+            settings = kind.Settings.from_dict({**defaults.to_dict(), **changes}, "--set")
         except ValueError as error:
             raise UserError(str(error).replace("--set.", "--set: ", 1)) from None
         if getattr(settings, "output_norm", "") == "none" and not getattr(settings, "output_gate", True):
@@ -122,7 +120,13 @@ class ConvertOptions:
                 "--set: output_norm=none and output_gate=false together leave no parameter that brings the output to "
                 "the teacher's scale; keep one of the two"
             )
-        return settings
+        return kind, settings
+
+    def _recommended(self) -> tuple[type[LayerKind], MixerSettings]:
+        try:
+            return recommended(self.mixer, self.profile, self.training)
+        except ValueError as error:
+            raise UserError(f"--{error}") from None
 
     @property
     def torch_dtype(self) -> torch.dtype | None:
@@ -133,12 +137,11 @@ class ConvertOptions:
 
         `layers` and `text` are not among them, because conversion_record.py records their contents.
         """
-        recommended = MIXERS[self.mixer].default_settings(self.profile, self.training)
         return {
             "mixer": self.mixer,
             "profile": self.profile,
             "training": self.training,
-            "set": changed_settings(self.changes, recommended),
+            "set": changed_settings(self.changes, self._recommended()[1]),
             "fit_memory": self.fit_memory,
             "calibration_tokens": self.calibration_tokens,
             "dtype": self.dtype,
@@ -190,21 +193,23 @@ def set_keys() -> str:
     return "; ".join(parts)
 
 
-def parse_size(value: str) -> int:
-    """Parses '5GB', '500 MiB' or '4096' into a number of bytes."""
+def parse_size(value: str, option: str = "--shard-size") -> int:
+    """Parses '5GB', '500 MiB' or '4096' into a number of bytes; `option` begins the error."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
     if not match or match[2].upper() not in UNITS:
-        raise UserError(f"--shard-size: got '{value}', expected a size such as 5GB or 500MB")
+        raise UserError(f"{option}: got '{value}', expected a size such as 5GB or 500MB")
     return int(float(match[1]) * UNITS[match[2].upper()])
 
 
-def softmax_layers(spec: str, num_layers: int) -> tuple[int, ...]:
+def softmax_layers(spec: str, num_layers: int, teacher_config: Any = None) -> tuple[int, ...]:
     """Indices of the layers that keep softmax attention, ascending.
 
     Args:
         spec: `all` (none is kept), `every:N` (layers N-1, 2N-1, ... are kept), `keep:3,7,11`, or a file that lists the
-            kept layers: a JSON list, or numbers separated by commas or white space ('#' begins a comment).
+            kept layers: what `deltanet-hf select` wrote, a JSON list, or numbers separated by commas or white space
+            ('#' begins a comment). `auto:` is resolved in `select/for_convert.py`.
         num_layers: the teacher's number of decoder layers.
+        teacher_config: the teacher's config, which a selection has to fit; None to leave that unchecked.
 
     Raises:
         UserError: the specification or the file cannot be read, or names layers that do not exist.
@@ -217,8 +222,8 @@ def softmax_layers(spec: str, num_layers: int) -> tuple[int, ...]:
         return _check_indices(f"--layers {spec}", _numbers(spec.removeprefix("keep:"), "--layers"), num_layers)
     path = Path(spec).expanduser()
     if not path.exists():
-        raise UserError(f"--layers: got '{spec}', expected all, every:N, keep:3,7,11 or an existing file")
-    return _check_indices(f"--layers {path}", _from_file(path), num_layers)
+        raise UserError(f"--layers: got '{spec}', expected all, every:N, keep:3,7,11, auto:25% or an existing file")
+    return _check_indices(f"--layers {path}", _from_file(path, teacher_config), num_layers)
 
 
 def _every(spec: str, num_layers: int) -> tuple[int, ...]:
@@ -239,7 +244,7 @@ def _numbers(text: str, where: str) -> list[int]:
     return [int(word) for word in words]
 
 
-def _from_file(path: Path) -> list[int]:
+def _from_file(path: Path, teacher_config: Any) -> list[int]:
     try:
         if path.stat().st_size > MAX_LIST_BYTES:
             raise UserError(f"--layers {path}: too large for a list of layers; give a JSON list such as [3, 7, 11]")
@@ -252,9 +257,26 @@ def _from_file(path: Path) -> list[int]:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UserError(f"--layers {path}: not valid JSON ({error}); write a list such as [3, 7, 11]") from error
+    if isinstance(value, dict) and "format" in value:
+        return _from_selection(f"--layers {path}", value, teacher_config)
     if not isinstance(value, list) or any(type(item) is not int for item in value):
-        raise UserError(f"--layers {path}: expected a JSON list of layer indices such as [3, 7, 11]")
+        raise UserError(
+            f"--layers {path}: expected a JSON list of layer indices such as [3, 7, 11], or the file that deltanet-hf "
+            "select wrote"
+        )
     return value
+
+
+def _from_selection(where: str, value: dict[str, Any], teacher_config: Any) -> list[int]:
+    selection = parse_selection(value, where)
+    if teacher_config is not None:
+        selection.check_teacher(where, teacher_config)
+    if selection.unit != "layer":
+        raise UserError(
+            f"{where}: key 'unit' is '{selection.unit}', which names heads; for whole layers, run deltanet-hf select "
+            "with --unit layer"
+        )
+    return list(selection.layers)
 
 
 def _check_indices(where: str, indices: list[int], num_layers: int) -> tuple[int, ...]:

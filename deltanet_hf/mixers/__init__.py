@@ -3,11 +3,15 @@
 How to add one: see docs/contributing.md. The tests run over every row of the table.
 """
 
+from dataclasses import replace
+
+from deltanet_hf.mixers.attention_shape import BESIDE_WINDOW
 from deltanet_hf.mixers.base import Mixer
 from deltanet_hf.mixers.deltaproduct import DeltaProduct
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
 from deltanet_hf.mixers.layer_kind import LayerKind
 from deltanet_hf.mixers.mixed_heads import MixedHeads
+from deltanet_hf.mixers.settings import MixerSettings
 from deltanet_hf.mixers.window import WindowAttention
 
 MIXERS: dict[str, type[LayerKind]] = {
@@ -20,7 +24,37 @@ MIXERS: dict[str, type[LayerKind]] = {
     )
 }
 
+WINDOW_SUFFIX = "+window"
+MIXER_NAMES = (
+    *(name for name in MIXERS if name != MixedHeads.name),
+    *(f"{name}{WINDOW_SUFFIX}" for name, kind in MIXERS.items() if issubclass(kind, Mixer)),
+)
+"""The names that `deltanet-hf convert --mixer` takes: those of `MIXERS`, and NAME+window for a window beside NAME.
+
+Mixed heads are not among them: they come of a selection of key/value heads."""
+
 FLOAT32_NAMES = tuple(sorted({name for kind in MIXERS.values() for name in kind.fp32}))
 """Last names of the parameters that are float32 whatever the model's dtype."""
 
-__all__ = ["FLOAT32_NAMES", "MIXERS", "LayerKind", "Mixer"]
+
+def recommended(name: str, profile: str = "faithful", training: bool = True) -> tuple[type[LayerKind], MixerSettings]:
+    """The mixer of a name in `MIXER_NAMES` or `MIXERS`, and its recommended settings.
+
+    Args:
+        profile, training: see `LayerKind.default_settings`.
+
+    Raises:
+        ValueError: an unknown name or profile, or a window in a profile that has none.
+    """
+    if name not in MIXER_NAMES and name not in MIXERS:
+        raise ValueError(f"mixer: got {name!r}, expected one of {', '.join(MIXER_NAMES)}")
+    kind = MIXERS[name.removesuffix(WINDOW_SUFFIX)]
+    settings = kind.default_settings(profile, training)
+    if kind.name == name:
+        return kind, settings
+    if profile != "faithful":
+        raise ValueError(f"profile: got {profile!r}, whose layer has no window; take the mixer {kind.name}")
+    return kind, replace(settings, **BESIDE_WINDOW)
+
+
+__all__ = ["FLOAT32_NAMES", "MIXERS", "MIXER_NAMES", "WINDOW_SUFFIX", "LayerKind", "Mixer", "recommended"]

@@ -11,10 +11,12 @@ from typing import Any, Literal, get_args
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from deltanet_hf.mixers.settings import MixerSettings, check_bool, check_choice
+from deltanet_hf.mixers.masks import sliding_window
+from deltanet_hf.mixers.settings import MixerSettings, check_at_least, check_bool, check_choice
 
 Activation = Literal["silu", "none"]
 OutputNorm = Literal["none", "shared", "per_head"]
+StateDtype = Literal["float32", "bfloat16"]
 
 
 @dataclass(frozen=True)
@@ -31,18 +33,37 @@ class MixerProjections(MixerSettings):
     output_norm: OutputNorm  # RMSNorm over a head's output, its weight shared by the heads or one per head
     output_gate: bool  # multiply by SiLU of a projection of the layer's input
     gate_bias: bool  # biases in the projections of write strength and output gate
+    shared_kv: bool = False  # the states of one key/value head share its projections instead of having copies
+    k_offset: bool = False  # a learned vector per key head, subtracted from the keys after the rotary embedding
+    allow_neg_eigval: bool = False  # write strengths up to 2 instead of 1
+    state_dtype: StateDtype = "float32"  # of the state in the cache; the arithmetic is float32
+    window: int = 0  # tokens of a softmax window beside the state; 0 for none
+    sinks: int = 4  # first tokens of a sequence that the window sees too
 
     def validate(self, where: str) -> None:
         for name, allowed in (
             ("qk_activation", Activation),
             ("v_activation", Activation),
             ("output_norm", OutputNorm),
+            ("state_dtype", StateDtype),
         ):
             check_choice(where, name, getattr(self, name), get_args(allowed))
-        for name in ("expand_kv", "rope", "qk_norm", "qkv_bias", "output_gate", "gate_bias"):
+        for name in (
+            "expand_kv",
+            "rope",
+            "qk_norm",
+            "qkv_bias",
+            "output_gate",
+            "gate_bias",
+            "k_offset",
+            "shared_kv",
+            "allow_neg_eigval",
+        ):
             check_bool(where, name, getattr(self, name))
         if type(self.conv_size) is not int or self.conv_size not in (0, 2, 3, 4):
             raise ValueError(f"{where}.conv_size: got {self.conv_size!r}, expected 0 (none), 2, 3 or 4")
+        check_at_least(where, "window", self.window, 0)
+        check_at_least(where, "sinks", self.sinks, 0)
 
 
 FAITHFUL: dict[str, Any] = {
@@ -56,7 +77,13 @@ FAITHFUL: dict[str, Any] = {
     "output_norm": "per_head",
     "output_gate": True,
     "gate_bias": True,
+    "k_offset": True,
 }  # everything that the teacher's attention has, and a convolution that begins as an identity
+BESIDE_WINDOW: dict[str, Any] = {
+    "window": 256,
+    "expand_kv": False,
+    "state_dtype": "bfloat16",
+}  # what `NAME+window` changes in NAME's settings: a small state leaves the bytes to the window
 
 
 @dataclass(frozen=True)
@@ -66,8 +93,11 @@ class AttentionShape:
     hidden_size: int
     head_dim: int
     num_q_heads: int
-    num_k_heads: int
+    num_k_heads: int  # that the states read
     num_v_heads: int
+    kv_repeats: int = 1  # states that share the projections of one key/value head
+    scaling: float | None = None  # of softmax scores; None for D^-0.5
+    family_window: int | None = None  # the family's own sliding window, in tokens
     q_bias: bool = False
     k_bias: bool = False
     v_bias: bool = False
@@ -79,7 +109,7 @@ class AttentionShape:
     """The family's `apply_rotary_pos_emb`; None for no rotary embedding."""
 
     @classmethod
-    def of(cls, attention: Any, config: PreTrainedConfig, settings: MixerProjections) -> AttentionShape:
+    def of(cls, attention: Any, config: PreTrainedConfig, settings: MixerProjections, layer_idx: int) -> AttentionShape:
         """Read the shape off a family's attention module.
 
         Head counts, biases, learned norms and the use of rotary embeddings come from the module that the family's own
@@ -87,6 +117,7 @@ class AttentionShape:
         """
         heads: int = config.num_attention_heads
         kv_heads: int = heads if settings.expand_kv else config.num_key_value_heads
+        repeats = kv_heads // config.num_key_value_heads if settings.shared_kv else 1
         fused = getattr(attention, "qkv_proj", None)
         bias = [getattr(fused or getattr(attention, f"{n}_proj"), "bias", None) is not None for n in "qkv"]
         q_norm: Any = None
@@ -94,7 +125,7 @@ class AttentionShape:
         if settings.qk_norm and hasattr(attention, "q_norm"):
             q_norm, k_norm = copy.deepcopy(attention.q_norm), copy.deepcopy(attention.k_norm)
             if q_norm.weight.numel() != attention.head_dim:  # one norm over all heads (OLMo)
-                k_norm.weight = nn.Parameter(k_norm.weight.new_ones(kv_heads * attention.head_dim))
+                k_norm.weight = nn.Parameter(k_norm.weight.new_ones(kv_heads // repeats * attention.head_dim))
         # SmolLM3 leaves some layers without positions.
         rotates = settings.rope and bool(getattr(attention, "use_rope", True))
         return cls(
@@ -103,6 +134,9 @@ class AttentionShape:
             num_q_heads=heads,
             num_k_heads=kv_heads,
             num_v_heads=kv_heads,
+            kv_repeats=repeats,
+            scaling=getattr(attention, "scaling", None),
+            family_window=sliding_window(config, layer_idx),
             q_bias=bias[0] and settings.qkv_bias,
             k_bias=bias[1] and settings.qkv_bias,
             v_bias=bias[2] and settings.qkv_bias,

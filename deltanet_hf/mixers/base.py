@@ -3,8 +3,8 @@
 A mixer takes the place of a decoder layer's softmax attention. `Mixer` owns everything around the recurrence, in this
 order:
 
-    projections -> learned q/k norms -> short convolution -> rotary embedding -> activation
-    -> the mixer's own `gates` and `mix` -> output norm and gate -> output projection
+    projections -> learned q/k norms -> short convolution -> rotary embedding -> offset of the keys -> activation
+    -> the mixer's own `gates` and `mix` -> output norm and gate -> window beside the state -> output projection
 
 with padding, packed sequences and the cache. To add a mixer, see docs/contributing.md.
 
@@ -25,8 +25,9 @@ from transformers.cache_utils import Cache
 from deltanet_hf.mixers.attention_shape import FAITHFUL, AttentionShape, MixerProjections
 from deltanet_hf.mixers.layer_kind import LayerKind, PositionEmbeddings, TensorShape
 from deltanet_hf.mixers.masks import padding_in
-from deltanet_hf.mixers.parts import GatedRMSNorm, Part, ShortConv
+from deltanet_hf.mixers.parts import GatedRMSNorm, KeyOffset, Part, ShortConv
 from deltanet_hf.mixers.state import MixerCacheLayer, State, cache_layer
+from deltanet_hf.mixers.window_branch import WindowBranch
 
 
 class Mixer(LayerKind, nn.Module):
@@ -48,15 +49,17 @@ class Mixer(LayerKind, nn.Module):
         self.settings, self.layer_idx, self.head_dim = settings, layer_idx, shape.head_dim
         self.num_heads = max(shape.num_q_heads, shape.num_v_heads)  # of the output
         self.num_states = shape.num_v_heads
+        self.kv_repeats = shape.kv_repeats
         self._rotate = shape.rotate
         hidden, head_dim = shape.hidden_size, shape.head_dim
         self.q_proj = nn.Linear(hidden, shape.num_q_heads * head_dim, bias=shape.q_bias)
-        self.k_proj = nn.Linear(hidden, shape.num_k_heads * head_dim, bias=shape.k_bias)
-        self.v_proj = nn.Linear(hidden, shape.num_v_heads * head_dim, bias=shape.v_bias)
+        self.k_proj = nn.Linear(hidden, shape.num_k_heads // shape.kv_repeats * head_dim, bias=shape.k_bias)
+        self.v_proj = nn.Linear(hidden, shape.num_v_heads // shape.kv_repeats * head_dim, bias=shape.v_bias)
         self.o_proj = nn.Linear(self.num_heads * head_dim, hidden, bias=shape.o_bias)
         self.q_norm, self.k_norm = shape.q_norm, shape.k_norm
         self._norms_all_heads = shape.q_norm is not None and shape.q_norm.get_parameter("weight").numel() != head_dim
         self.conv1d = ShortConv(self.conv_channels, settings.conv_size) if settings.conv_size else None
+        self.k_offset = KeyOffset(shape.num_k_heads, head_dim) if settings.k_offset else None
         self.add_gates()
         self.g_proj = None
         if settings.output_gate:
@@ -65,6 +68,7 @@ class Mixer(LayerKind, nn.Module):
         if settings.output_norm != "none":
             weight = (head_dim,) if settings.output_norm == "shared" else (self.num_heads, head_dim)
             self.norm = GatedRMSNorm(weight, shape.norm_eps)
+        self.window_branch = WindowBranch(shape, settings) if settings.window else None
 
     @classmethod
     def default_settings(cls, profile: str, training: bool = True) -> MixerProjections:
@@ -79,14 +83,14 @@ class Mixer(LayerKind, nn.Module):
 
     @classmethod
     def from_attention(cls, attention: nn.Module, config: PreTrainedConfig, layer_idx: int, settings: Any) -> nn.Module:
-        return cls(AttentionShape.of(attention, config, settings), settings, layer_idx)
+        return cls(AttentionShape.of(attention, config, settings, layer_idx), settings, layer_idx)
 
     # What a subclass says.
 
     @property
     def conv_channels(self) -> int:
-        """C: channels of everything that `project` returns."""
-        return self.q_proj.out_features + self.k_proj.out_features + self.v_proj.out_features
+        """C: channels of q, k and v as the states read them."""
+        return self.q_proj.out_features + self.kv_repeats * (self.k_proj.out_features + self.v_proj.out_features)
 
     def add_gates(self) -> None:
         """Make the modules that `gates` uses."""
@@ -163,19 +167,31 @@ class Mixer(LayerKind, nn.Module):
         shapes = self.recurrent_shapes()
         if self.conv1d is not None:
             shapes["conv_tail"] = TensorShape((self.conv_channels, self.settings.conv_size - 1), dtype)
+        if self.window_branch is not None:
+            shapes |= self.window_branch.state_shapes(dtype)
         return shapes
 
     def project_qkv(
         self, hidden_states: Tensor, position_embeddings: PositionEmbeddings | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v [B, T, heads, D] as softmax attention would see them: no convolution, no activation."""
-        return self._rotated(*Mixer.project(self, hidden_states), position_embeddings)
+        """q, k, v [B, T, heads, D] as softmax attention would see them: no convolution, offset or activation.
+
+        Keys and values are repeated to the heads that the states read.
+        """
+        return self._rotated(*self.repeated(*Mixer.project(self, hidden_states)), position_embeddings)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, T, hidden] -> q [B, T, HQ*D], k [B, T, HK*D], v [B, T, HV*D], through the learned norms."""
         q, k = self.normalise(self.q_proj(x), self.q_norm), self.normalise(self.k_proj(x), self.k_norm)
         v = self.v_proj(x)
         return q.to(v.dtype), k.to(v.dtype), v  # under autocast learned norms give float32
+
+    def repeated(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Repeats the heads of k and v [B, T, heads*D] for the states that share their projections."""
+        if self.kv_repeats == 1:
+            return q, k, v
+        k, v = (self._split(part).repeat_interleave(self.kv_repeats, dim=2).flatten(-2) for part in (k, v))
+        return q, k, v
 
     def normalise(self, x: Tensor, norm: nn.Module | None) -> Tensor:
         """The learned norm of q or k [B, T, heads*D], per head or over all heads."""
@@ -215,24 +231,33 @@ class Mixer(LayerKind, nn.Module):
             raise ValueError("cu_seq_lens_q: packed sequences leave no state to continue from; pass use_cache=False")
         x = hidden_states if padding is None else hidden_states.masked_fill(padding.unsqueeze(-1), 0.0)
         state = cache.state if cache is not None and cache.is_initialized else None
-        output, state = self._attend(x, position_embeddings, padding, state, cache is not None, packed)
+        parts = self.project(x)
+        output, new_state = self._attend(x, parts, position_embeddings, padding, state, cache is not None, packed)
+        output = self._normed(output, x)
+        if self.window_branch is not None:
+            q, k, v = self.window_inputs(parts, position_embeddings)
+            output, kept = self.window_branch(x, q, k, v, output, padding, state, cache is not None, packed)
+            new_state = {**new_state, **kept}
         if cache is not None:
-            cache.advance(length, state)
-        return self._project_out(output, x), None
+            cache.advance(length, new_state)
+        return self.o_proj(output.flatten(-2)), None
 
     def _attend(
         self,
         x: Tensor,
+        parts: tuple[Tensor, Tensor, Tensor],
         position_embeddings: PositionEmbeddings | None,
         padding: Tensor | None,
         state: State | None,
         keep_state: bool,
         cu_seqlens: Tensor | None,
     ) -> tuple[Tensor, State]:
-        """Everything between the layer's input x [B, T, hidden] and the output norm [B, T, H, D]."""
+        """Everything between the projections of x [B, T, hidden], `parts`, and the output norm [B, T, H, D]."""
         batch, length, _ = x.shape
-        (q, k, v), conv_tail = self._convolve(self.project(x), padding, state, keep_state, cu_seqlens)
+        (q, k, v), conv_tail = self._convolve(self.repeated(*parts), padding, state, keep_state, cu_seqlens)
         q, k, v = self._rotated(q, k, v, position_embeddings)
+        if self.k_offset is not None:
+            k = self.k_offset(k)
         if self.settings.qk_activation == "silu":
             q, k = F.silu(q), F.silu(k)
         if self.settings.v_activation == "silu":
@@ -278,14 +303,20 @@ class Mixer(LayerKind, nn.Module):
             return [x.view_as(part) for x, part in zip(flat, inputs, strict=True)], None
         return self.conv1d(inputs, None if state is None else state["conv_tail"], keep_state, None)
 
-    def _project_out(self, output: Tensor, x: Tensor) -> Tensor:
-        """Gated norm and output projection: output [B, T, H, D], x [B, T, hidden] -> [B, T, hidden]."""
+    def _normed(self, output: Tensor, x: Tensor) -> Tensor:
+        """Output norm and gate: output [B, T, H, D], x [B, T, hidden] -> [B, T, H, D]."""
         gate = None if self.g_proj is None else self._split(self.g_proj(x))
         if self.norm is not None:
-            output = self.norm(output, gate)
-        elif gate is not None:
-            output = output * F.silu(gate)
-        return self.o_proj(output.flatten(-2))
+            return self.norm(output, gate)
+        return output if gate is None else output * F.silu(gate)
+
+    def window_inputs(
+        self, parts: tuple[Tensor, Tensor, Tensor], position_embeddings: PositionEmbeddings | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v [B, T, heads, D] of the window, from what `project` returned; its last k and v are the teacher's."""
+        q, k, v = parts
+        k, v = k[..., -self.k_proj.out_features :], v[..., -self.v_proj.out_features :]
+        return self._rotated(q, k, v, position_embeddings)
 
 
 def may_change(cache: MixerCacheLayer) -> bool:

@@ -1,13 +1,14 @@
 """Gated DeltaProduct: several writes per token (arXiv 2502.10297).
 
-Token t has n_h keys k_{t,j} of unit length, values v_{t,j} and write strengths beta_{t,j} in [0, 1], one log decay g_t
-and one query. With S_{t,0} = exp(g_t) S_{t-1},
+Token t has n_h keys k_{t,j} of unit length, values v_{t,j} and write strengths beta_{t,j}, one log decay g_t and one
+query. With S_{t,0} = exp(g_t) S_{t-1},
 
     S_{t,j} = (I - beta_{t,j} k_{t,j} k_{t,j}^T) S_{t,j-1} + beta_{t,j} k_{t,j} v_{t,j}^T,   j = 1 .. n_h
     S_t = S_{t,n_h}        o_t = D^-0.5 q_t^T S_t
 
 The transition matrix is a product of n_h Householder-like factors instead of one, so a token can write n_h
-associations. It cannot rotate: with strengths of at most 1 every factor contracts. To the gated delta rule this is a
+associations. With strengths of at most 1 every factor contracts, and the product cannot rotate; with `allow_neg_eigval`
+a strength of 2 makes a factor a reflection, and two reflections are a rotation. To the gated delta rule this is a
 sequence n_h times as long, in which the first write of each token decays (g = 0 at the others) and the last one is
 read, so the operators are those of Gated DeltaNet.
 """
@@ -59,7 +60,7 @@ class HouseholderStep(nn.Module):
         self.b_proj = nn.Linear(hidden, states)
 
     @torch.no_grad()
-    def start(self, keys: nn.Linear) -> None:
+    def start(self, keys: nn.Linear, max_strength: float) -> None:
         """Begin with the teacher's keys and a little noise, values 0 and strength `START_STRENGTH`.
 
         The model then begins as it would without this write, up to the little that a weak write of nothing erases. The
@@ -69,6 +70,7 @@ class HouseholderStep(nn.Module):
 
         Args:
             keys: the layer's k_proj.
+            max_strength: of the layer's writes.
         """
         noise = START_NOISE * keys.weight.std() * torch.randn_like(keys.weight)
         self.k_proj.weight.copy_(keys.weight + noise)
@@ -76,7 +78,8 @@ class HouseholderStep(nn.Module):
             self.k_proj.bias.copy_(keys.bias)
         nn.init.zeros_(self.v_proj.weight)
         nn.init.zeros_(self.b_proj.weight)
-        nn.init.constant_(self.b_proj.bias, math.log(START_STRENGTH / (1 - START_STRENGTH)))
+        share = START_STRENGTH / max_strength
+        nn.init.constant_(self.b_proj.bias, math.log(share / (1 - share)))
 
 
 class DeltaProduct(GatedDeltaNet):
@@ -96,7 +99,7 @@ class DeltaProduct(GatedDeltaNet):
 
     @property
     def conv_channels(self) -> int:
-        writes = self.k_proj.out_features + self.v_proj.out_features
+        writes = self.kv_repeats * (self.k_proj.out_features + self.v_proj.out_features)
         return self.q_proj.out_features + self.settings.num_householder * writes
 
     def add_gates(self) -> None:
@@ -121,7 +124,7 @@ class DeltaProduct(GatedDeltaNet):
             b = write.b_proj(x)
             if padding is not None:
                 b = b.masked_fill(padding.unsqueeze(-1), CLOSED_GATE)
-            beta = torch.cat([b.float().sigmoid(), beta], dim=-1)
+            beta = torch.cat([self.strength(b), beta], dim=-1)
         return g, beta
 
     def mix(
@@ -137,7 +140,8 @@ class DeltaProduct(GatedDeltaNet):
         n_h, tokens = self.settings.num_householder, q.shape[1]
         q, k, v, g, beta = interleave(q, k, v, *gates)
         cu_seqlens = None if cu_seqlens is None else cu_seqlens * n_h
-        output, state = delta_rule(q, k, v, g, beta, state, keep_state, cu_seqlens, recurrent=tokens == 1)
+        dtype = self.settings.state_dtype
+        output, state = delta_rule(q, k, v, g, beta, state, keep_state, cu_seqlens, tokens == 1, dtype)
         return output[:, n_h - 1 :: n_h], state
 
     def step(

@@ -1,11 +1,15 @@
 """Gated DeltaNet (Gated Delta Networks, arXiv 2412.06464, eq. 10).
 
-Per head, with a log decay g_t <= 0 and a write strength beta_t in [0, 1]:
+Per head, with a log decay g_t <= 0 and a write strength beta_t:
 
     S_t = exp(g_t) S_{t-1} + k_t beta_t (v_t - k_t^T exp(g_t) S_{t-1})^T        o_t = D^-0.5 q_t^T S_t
 
 q and k have unit length; beta = sigmoid(b_proj(x)) and g = -exp(A_log) softplus(a_proj(x) + dt_bias). The output is
 RMSNorm(o) * weight * silu(g_proj(x)), through o_proj.
+
+With `allow_neg_eigval`, beta = 2 sigmoid(b_proj(x)): the factors I - beta k k^T then have eigenvalues down to -1, which
+tracking a state requires (arXiv 2411.12537). Two at the same key never grow, because k is normalised to a length
+below 1.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from deltanet_hf.mixers.base import Mixer
 from deltanet_hf.mixers.layer_kind import PositionEmbeddings, TensorShape
 from deltanet_hf.mixers.parts import DecayGate, is_plain
 from deltanet_hf.mixers.state import State
+from deltanet_hf.mixers.window_branch import WindowBranch
 from deltanet_kernels import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule, gated_delta_step_
 
 CLOSED_GATE = -1e4  # a gate logit whose sigmoid and softplus are exactly 0
@@ -43,8 +48,8 @@ class GatedDeltaNet(Mixer):
 
     name: ClassVar[str] = "gated_deltanet"
     title: ClassVar[str] = "Gated DeltaNet"
-    fp32: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias")
-    without_lora: ClassVar[tuple[str, ...]] = ("a_proj", "b_proj")  # one output per head
+    fp32: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias", *WindowBranch.FP32)
+    without_lora: ClassVar[tuple[str, ...]] = ("a_proj", "b_proj", "share_proj")  # one output per head
 
     @classmethod
     def default_settings(cls, profile: str, training: bool = True) -> MixerProjections:
@@ -63,7 +68,15 @@ class GatedDeltaNet(Mixer):
         a, b = self.a_proj(x), self.b_proj(x)
         if padding is not None:
             a, b = (gate.masked_fill(padding.unsqueeze(-1), CLOSED_GATE) for gate in (a, b))
-        return self.decay(a), b.float().sigmoid()
+        return self.decay(a), self.strength(b)
+
+    def strength(self, b: Tensor) -> Tensor:
+        """Write strength in float32 from its logit b: up to 1, or up to 2 with `allow_neg_eigval`."""
+        return b.float().sigmoid() * self.max_strength
+
+    @property
+    def max_strength(self) -> int:
+        return 2 if self.settings.allow_neg_eigval else 1
 
     def mix(
         self,
@@ -76,19 +89,21 @@ class GatedDeltaNet(Mixer):
         cu_seqlens: Tensor | None,
     ) -> tuple[Tensor, State]:
         g, beta = gates
-        return delta_rule(q, k, v, g, beta, state, keep_state, cu_seqlens, recurrent=q.shape[1] == 1)
+        return delta_rule(q, k, v, g, beta, state, keep_state, cu_seqlens, q.shape[1] == 1, self.settings.state_dtype)
 
     def recurrent_shapes(self) -> dict[str, TensorShape]:
-        return {"state": TensorShape((self.num_states, self.head_dim, self.head_dim), torch.float32)}
+        dtype = getattr(torch, self.settings.state_dtype)
+        return {"state": TensorShape((self.num_states, self.head_dim, self.head_dim), dtype)}
 
     def step(
         self, x: Tensor, position_embeddings: PositionEmbeddings | None, state: State, padding: Tensor | None
     ) -> Tensor | None:
         """By one kernel between the projections, where the parameters of the parts can be read."""
-        parts = (self.decay, self.norm, self.conv1d)
-        if not all(is_plain(part) for part in parts if part is not None):
+        read = (self.decay, self.norm, self.conv1d, self.k_offset)
+        if not all(is_plain(part) for part in read if part is not None):
             return None
-        q, k, v = self.project(x)
+        parts = self.project(x)
+        q, k, v = self.repeated(*parts)
         cos = sin = None
         if self._rotate is not None:  # every family's `apply_rotary_pos_emb` turns the halves of the leading channels
             assert position_embeddings is not None
@@ -112,7 +127,14 @@ class GatedDeltaNet(Mixer):
             eps=1e-6 if self.norm is None else self.norm.eps,
             qk_silu=self.settings.qk_activation == "silu",
             v_silu=self.settings.v_activation == "silu",
+            k_offset=None if self.k_offset is None else self.k_offset.weight,
+            allow_neg_eigval=self.settings.allow_neg_eigval,
         )
+        if self.window_branch is not None:
+            q, k, v = self.window_inputs(parts, position_embeddings)
+            output, kept = self.window_branch(x, q, k, v, output, padding, state, True, None)
+            for name, tensor in kept.items():
+                state[name].copy_(tensor)
         return self.o_proj(output.flatten(-2))
 
 
@@ -126,21 +148,26 @@ def delta_rule(
     keep_state: bool,
     cu_seqlens: Tensor | None,
     recurrent: bool,
+    state_dtype: str,
 ) -> tuple[Tensor, State]:
     """The gated delta rule with q and k brought to unit length, on a mixer's state; arguments as in `Mixer.mix`.
 
-    `recurrent` takes the tokens one by one, which is the faster way for very few; it has no gradients on CUDA.
+    `recurrent` takes the tokens one by one, which is the faster way for very few; it has no gradients on CUDA. The new
+    state is rounded to bfloat16 if `state_dtype` says so.
     """
     rule = fused_recurrent_gated_delta_rule if recurrent and not torch.is_grad_enabled() else chunk_gated_delta_rule
+    before = None if state is None else state["state"].to(torch.promote_types(q.dtype, torch.float32))
     output, new_state = rule(
         q,
         k,
         v,
         g,
         beta,
-        initial_state=None if state is None else state["state"],
+        initial_state=before,
         output_final_state=keep_state,
         use_qk_l2norm_in_kernel=True,
         cu_seqlens=cu_seqlens,
     )
-    return output, {} if new_state is None else {"state": new_state}
+    if new_state is None:
+        return output, {}
+    return output, {"state": new_state.bfloat16() if state_dtype == "bfloat16" else new_state}

@@ -102,7 +102,7 @@ class MixedCacheLayer(CacheLayerMixin):
             part.batch_select_indices(indices)
 
 
-class ConstantMixedCacheLayer(MixedCacheLayer, LinearAttentionCacheLayerMixin):  # type: ignore[misc]
+class ConstantMixedCacheLayer(MixedCacheLayer, LinearAttentionCacheLayerMixin):  # type: ignore[misc, override]
     """Without a growing part; transformers leaves out of offloading what holds a state only."""
 
     # `Cache` reads these of every layer that claims to hold linear attention.

@@ -59,6 +59,27 @@ class ShortConv(Part):
         return outputs, torch.cat([end for end in ends if end is not None], dim=1) if output_tail else None
 
 
+class KeyOffset(Part):
+    """Centres the keys of each head: subtracts `weight` [HK, D] from them.
+
+    Softmax attention is the same for any offset, because all scores of a query move alike. A state is not: a direction
+    that all keys share lets each of them read what was written under the others.
+    """
+
+    def __init__(self, heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(heads, head_dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+    def forward(self, k: torch.Tensor) -> torch.Tensor:
+        """k [B, T, n*HK, D] -> the same; the n writes per token of a head share its offset."""
+        heads = len(self.weight)
+        return (k.unflatten(2, (-1, heads)) - self.weight.to(k.dtype)).flatten(2, 3)
+
+
 class DecayGate(Part):
     """Log decay per head: g = -exp(A_log) * softplus(a + dt_bias), all in float32 (Mamba-2, arXiv 2405.21060)."""
 

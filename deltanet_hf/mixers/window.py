@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -154,8 +155,10 @@ def _unrestricted(attention: type[nn.Module]) -> type[nn.Module]:
     return attention.__bases__[1] if issubclass(attention, WindowAttention) else attention
 
 
-def restrict_to_window(model: PreTrainedModel, window: int = 64, sinks: int = 4) -> PreTrainedModel:
-    """Put every softmax layer of `model` under a window and sinks, without training; returns the model itself.
+def restrict_to_window(
+    model: PreTrainedModel, window: int = 64, sinks: int = 4, layers: Collection[int] | None = None
+) -> PreTrainedModel:
+    """Put softmax layers of `model` under a window and sinks, without training; returns the model itself.
 
     Layers with a recurrent state are not touched; of a layer with mixed heads, the softmax heads are restricted. A
     family's own sliding window stays in force: tokens outside of both are not seen.
@@ -164,6 +167,7 @@ def restrict_to_window(model: PreTrainedModel, window: int = 64, sinks: int = 4)
         model: a model of a supported family, converted or not.
         window: number of most recent tokens that a query sees, itself included (>= 1).
         sinks: number of tokens at the start of each sequence that all queries see (>= 0).
+        layers: indices of the layers to restrict; None for all.
 
     Raises:
         UserError: a window or a number of sinks that makes no sense, or a model without such layers.
@@ -178,6 +182,8 @@ def restrict_to_window(model: PreTrainedModel, window: int = 64, sinks: int = 4)
         if isinstance(attention, LayerKind) and attention.name != WindowAttention.name:
             attention = getattr(attention, "softmax", None)  # of mixed heads
         if attention is None:
+            continue
+        if layers is not None and index not in layers:
             continue
         WindowAttention.from_attention(attention, attention.config, index, settings)
         found = True

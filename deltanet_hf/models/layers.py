@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from deltanet_hf.mixers import MIXERS, LayerKind
+from deltanet_hf.mixers import MIXERS, LayerKind, recommended
 from deltanet_hf.mixers.mixed_heads import MixedHeads, MixedHeadsSettings
 from deltanet_hf.mixers.settings import MixerSettings
 from deltanet_hf.mixers.window import WindowAttention
@@ -105,17 +105,15 @@ class LayerTable:
         """One mixer with its recommended settings everywhere, but for the layers in `softmax`.
 
         Args:
-            mixer: a name in `MIXERS`.
+            mixer: a name in `MIXER_NAMES`.
             profile, training: see `LayerKind.default_settings`.
             changes: single settings that differ from the recommended ones.
 
         Raises:
             ValueError: an unknown mixer, profile or setting, or a setting with a wrong value.
         """
-        if mixer not in MIXERS:
-            raise ValueError(f"mixer: got {mixer!r}, expected one of {', '.join(MIXERS)}")
-        kind = MIXERS[mixer]
-        settings = {**kind.default_settings(profile, training).to_dict(), **changes}
+        kind, defaults = recommended(mixer, profile, training)
+        settings = {**defaults.to_dict(), **changes}
         return cls.uniform(kind, kind.Settings.from_dict(settings, mixer), num_layers, softmax)
 
     @classmethod

@@ -6,6 +6,8 @@ from deltanet_kernels.dispatch import (
     fused_recurrent_gated_delta_rule,
     gated_delta_step_,
     gated_rms_norm,
+    window_attention,
+    window_step_,
 )
 from deltanet_kernels.gated_delta_rule.cpu import torch_chunk_gated_delta_rule
 from deltanet_kernels.gated_delta_rule.reference import naive_gated_delta_rule
@@ -18,4 +20,6 @@ __all__ = [
     "gated_rms_norm",
     "naive_gated_delta_rule",
     "torch_chunk_gated_delta_rule",
+    "window_attention",
+    "window_step_",
 ]

@@ -76,12 +76,54 @@ class StepCall(NamedTuple):
     padding: torch.Tensor | None
     cos: torch.Tensor | None
     sin: torch.Tensor | None
+    k_offset: torch.Tensor | None
     scale: float | None
     eps: float
     qk_silu: bool
     v_silu: bool
+    allow_neg_eigval: bool
 
     @property
     def factor(self) -> float:
         """The factor of the output: `scale`, or K**-0.5 by default."""
         return float(self.state.shape[2] ** -0.5) if self.scale is None else self.scale
+
+
+class WindowCall(NamedTuple):
+    """One call of the attention over window and sinks; `window_attention` documents the fields."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    window: int
+    sinks: int
+    scale: float | None = None
+    cu_seqlens: torch.Tensor | None = None
+
+    @property
+    def factor(self) -> float:
+        """The factor of the scores: `scale`, or D**-0.5 by default."""
+        return float(self.q.shape[3] ** -0.5) if self.scale is None else float(self.scale)
+
+
+class WindowStepCall(NamedTuple):
+    """One decoding step of that attention; `window_step_` documents the fields, in the operator's order."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    window: int
+    sinks: int
+    keys: torch.Tensor
+    values: torch.Tensor
+    numbers: torch.Tensor
+    count: torch.Tensor  # type: ignore[assignment]  # tuples have a method of this name
+    share: torch.Tensor | None = None
+    far: torch.Tensor | None = None
+    scale: float | None = None
+    padding: torch.Tensor | None = None
+
+    @property
+    def factor(self) -> float:
+        """The factor of the scores: `scale`, or D**-0.5 by default."""
+        return float(self.q.shape[3] ** -0.5) if self.scale is None else float(self.scale)

@@ -194,10 +194,11 @@ def check_gated_delta_step(call: StepCall) -> None:
         TypeError: a dtype that does not fit, or an argument that is not a tensor.
     """
     q, k, v, a, b, state, A_log, dt_bias, conv_weight, conv_tail, z, norm_weight, padding, cos, sin = call[:15]
+    k_offset = call.k_offset
     given = {
         "q": q, "k": k, "v": v, "a": a, "b": b, "state": state, "A_log": A_log, "dt_bias": dt_bias,
         "conv_weight": conv_weight, "conv_tail": conv_tail, "z": z, "norm_weight": norm_weight,
-        "cos": cos, "sin": sin,
+        "cos": cos, "sin": sin, "k_offset": k_offset,
     }  # fmt: skip
     tensors = {name: x for name, x in given.items() if x is not None}
     for name, x in tensors.items():
@@ -211,7 +212,7 @@ def check_gated_delta_step(call: StepCall) -> None:
     for name in ("state", "conv_tail"):
         if name in tensors and not tensors[name].is_contiguous():
             raise ValueError(f"{name}: got strides {tensors[name].stride()}, needs a contiguous tensor: it is changed")
-    wanted = (torch.float64,) if q.dtype == torch.float64 else (torch.float32, torch.bfloat16)
+    wanted = (torch.float64 if q.dtype == torch.float64 else torch.float32, torch.bfloat16)
     if state.dtype not in wanted:
         raise TypeError(f"state: got dtype {state.dtype}, needs {' or '.join(map(str, wanted))}")
     B, HV, K, V = state.shape
@@ -243,6 +244,8 @@ def check_gated_delta_step(call: StepCall) -> None:
         raise ValueError(f"z: got shape {_shape(z)}, needs {HO} heads of {V}")
     if norm_weight is not None and tuple(norm_weight.shape) not in ((V,), (HO, V)):
         raise ValueError(f"norm_weight: got shape {_shape(norm_weight)}, needs [{V}] or [{HO}, {V}]")
+    if k_offset is not None:
+        _require_shape("k_offset", k_offset, (H, K), "[H, K] with H of k")
     if padding is not None:
         _require_shape("padding", padding, (B, T), "[B, T]")
         if padding.dtype != torch.bool:

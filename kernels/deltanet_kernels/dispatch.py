@@ -11,12 +11,15 @@ from typing import Any
 import torch
 
 from deltanet_kernels import checks
-from deltanet_kernels.arguments import RuleCall, StepCall
+from deltanet_kernels.arguments import RuleCall, StepCall, WindowCall, WindowStepCall
 from deltanet_kernels.common.registration import cached
 from deltanet_kernels.gated_delta_rule.cpu import chunked
 from deltanet_kernels.gated_delta_rule.cpu_recurrent import torch_recurrent_gated_delta_rule
 from deltanet_kernels.gated_delta_rule.cpu_step import torch_gated_delta_step_
 from deltanet_kernels.reference import torch_causal_conv1d, torch_gated_rms_norm
+from deltanet_kernels.window.checks import check_window_attention, check_window_step
+from deltanet_kernels.window.cpu import torch_window_attention
+from deltanet_kernels.window.cpu_step import torch_window_step_
 
 
 @cached
@@ -31,6 +34,8 @@ def _triton_function(operator: str) -> Callable[..., Any] | None:
         from deltanet_kernels.gated_delta_rule.recurrent import fused_recurrent_gated_delta_rule_triton
         from deltanet_kernels.gated_delta_rule.step import gated_delta_step_triton_
         from deltanet_kernels.norm import gated_rms_norm_triton
+        from deltanet_kernels.window.attention import window_attention_triton
+        from deltanet_kernels.window.step import window_step_triton_
     except (ImportError, AttributeError, RuntimeError) as error:
         _warn_fallback(operator, f"the Triton kernels cannot be imported: {error}")
         return None
@@ -40,6 +45,8 @@ def _triton_function(operator: str) -> Callable[..., Any] | None:
         "causal_conv1d": causal_conv1d_triton,
         "gated_rms_norm": gated_rms_norm_triton,
         "gated_delta_step_": gated_delta_step_triton_,
+        "window_attention": window_attention_triton,
+        "window_step_": window_step_triton_,
     }
     return functions[operator]
 
@@ -230,10 +237,12 @@ def gated_delta_step_(
     eps: float = 1e-6,
     qk_silu: bool = False,
     v_silu: bool = False,
+    k_offset: torch.Tensor | None = None,
+    allow_neg_eigval: bool = False,
 ) -> torch.Tensor:
     """One or several decoding steps of a Gated DeltaNet layer between its projections; updates state and tail in place.
 
-        q, k, v = act(rope(conv(q|k|v)));  q, k = x * rsqrt(sum x^2 + 1e-6);  beta = sigmoid(b)
+        q, k, v = act(rope(conv(q|k|v)) - offset);  q, k = x * rsqrt(sum x^2 + 1e-6);  beta = sigmoid(b)
         g = -exp(A_log) * softplus(a + dt_bias)
         o = rmsnorm(gated_delta_rule(q, k, v, g, beta)) * norm_weight * silu(z)
 
@@ -245,7 +254,8 @@ def gated_delta_step_(
         q, k, v: projections of T tokens [B, T, HQ*K], [B, T, H*K], [B, T, HV*V], or with the heads as a
             dimension of their own [B, T, heads, size]; one dtype.
         a, b: logits of the decay and of the write strength [B, T, HV].
-        state: [B, HV, K, V] float32 or bfloat16 (float64 with float64 inputs), contiguous.
+        state: [B, HV, K, V] float32 or bfloat16 (float64 or bfloat16 with float64 inputs), contiguous; the arithmetic
+            is float32, and a bfloat16 state is rounded once, to nearest, when it is stored.
         A_log, dt_bias: [HV].
         conv_weight: [C, W] over the C channels of q|k|v, or None for no convolution.
         conv_tail: the W-1 inputs before the first token, oldest first [B, C, W-1], contiguous; with conv_weight.
@@ -258,6 +268,9 @@ def gated_delta_step_(
         scale: factor of the output before the norm, K**-0.5 by default.
         eps: added to the mean square in the norm.
         qk_silu, v_silu: apply SiLU to q and k, and to v.
+        k_offset: [H, K], subtracted from the keys between rotation and activation; None for 0.
+        allow_neg_eigval: the write strength is 2 sigmoid(b), so that the factors I - beta k k^T have eigenvalues down
+            to -1 (arXiv 2411.12537).
 
     Returns:
         o [B, T, HO, V] in the dtype of v.
@@ -267,8 +280,88 @@ def gated_delta_step_(
         TypeError: dtypes that do not fit.
     """
     call = StepCall(
-        q, k, v, a, b, state, A_log, dt_bias, conv_weight, conv_tail, z, norm_weight, padding, cos, sin, scale, eps,
-        qk_silu, v_silu,
+        q, k, v, a, b, state, A_log, dt_bias, conv_weight, conv_tail, z, norm_weight, padding, cos, sin, k_offset,
+        scale, eps, qk_silu, v_silu, allow_neg_eigval,
     )  # fmt: skip
     checks.check_gated_delta_step(call)
     return _call("gated_delta_step_", torch_gated_delta_step_, q, call)  # type: ignore[no-any-return]
+
+
+def window_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    window: int,
+    sinks: int,
+    scale: float | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal softmax attention to the last `window` tokens and the first `sinks` of the sequence, differentiable.
+
+    A window beside sinks is the attention of StreamingLLM (arXiv 2309.17453). Memory and time are proportional to
+    T (window + sinks). HK divides HQ, and query head j reads key head j // (HQ/HK). Keys carry their rotation.
+
+    Args:
+        q: queries [B, T, HQ, D]; T >= 1.
+        k, v: keys and values [B, T, HK, D], dtype of q.
+        window: number of last tokens that a query sees, its own included; >= 1.
+        sinks: number of first tokens of its sequence that a query sees, whatever their distance; >= 0.
+        scale: factor of the scores, D**-0.5 by default.
+        cu_seqlens: offsets [N+1] of packed sequences as for `chunk_gated_delta_rule`; tokens after the last offset
+            get o = 0 and lse = 0, no gradient.
+
+    Returns:
+        o [B, T, HQ, D] in the dtype of q, and the logarithm of each query's sum of exponentials of its scores,
+        lse [B, T, HQ] float32 (float64 with float64 inputs). Both are differentiable.
+
+    Raises:
+        ValueError: shapes, head counts, devices, offsets, a window or sinks that do not fit, T = 0.
+        TypeError: dtypes that do not fit.
+    """
+    call = WindowCall(q, k, v, window, sinks, scale, cu_seqlens)
+    check_window_attention(call)
+    return _call("window_attention", torch_window_attention, q, call)  # type: ignore[no-any-return]
+
+
+def window_step_(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    window: int,
+    sinks: int,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    numbers: torch.Tensor,
+    count: torch.Tensor,
+    share: torch.Tensor | None = None,
+    far: torch.Tensor | None = None,
+    scale: float | None = None,
+    padding: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """One decoding step of `window_attention` with a cache of S = window + sinks places, updated in place.
+
+    The token gets the number n = count + 1. Token n <= sinks is kept at place n - 1, any other at place
+    sinks + n % window, where it replaces token n - window. On CUDA this is one kernel. No gradients.
+
+    Args:
+        q: the token's queries [B, 1, HQ, D].
+        k, v: its key and value [B, 1, HK, D], dtype of q.
+        window, sinks: as for `window_attention`.
+        keys, values: kept keys and values [B, HK, S, D], dtype of k, contiguous.
+        numbers: number of the token at each place, 0 if empty [B, S] int32, contiguous.
+        count: tokens that each row has seen [B] int32, contiguous; below 2**23.
+        share, far: weight in [0, 1] [B, 1, HQ] and another output [B, 1, HQ, D], given together: the result is
+            share * far + (1 - share) * o.
+        scale: factor of the scores, D**-0.5 by default.
+        padding: [B, 1] bool, True in rows whose cache stays as it is; their outputs are 0.
+
+    Returns:
+        o [B, 1, HQ, D] in the dtype of q.
+
+    Raises:
+        ValueError: shapes, head counts or devices that do not fit, a cache that is not contiguous.
+        TypeError: dtypes that do not fit.
+    """
+    call = WindowStepCall(q, k, v, window, sinks, keys, values, numbers, count, share, far, scale, padding)
+    check_window_step(call)
+    return _call("window_step_", torch_window_step_, q, call)  # type: ignore[no-any-return]

@@ -36,6 +36,12 @@ COMMANDS = {
         "Convert a pretrained softmax model into a Gated DeltaNet model.\n\n"
         "Example: `deltanet-hf convert HuggingFaceTB/SmolLM2-135M student --layers every:6`",
     ),
+    "select": Subcommand(
+        "deltanet_convert.select.command",
+        "select_command",
+        "Choose the layers or key/value heads that stay softmax, by what the model needs to find facts again.\n\n"
+        "Example: `deltanet-hf select HuggingFaceTB/SmolLM2-135M --keep 25%`",
+    ),
     "recipes": Subcommand(
         "deltanet_recipes.shipped", "recipes_command", "List the training recipes that are installed, or copy one."
     ),

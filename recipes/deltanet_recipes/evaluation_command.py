@@ -64,10 +64,11 @@ def report(
     baselines: Annotated[
         str,
         typer.Option(
-            help="Comma-separated list of window (softmax restricted to a window), linear-off (linear layers give "
-            "zero) and scratch (converted layers without fitted start values); or none."
+            help="Comma-separated list of window (softmax restricted to a window), free (windows with the bytes of "
+            "each student), linear-off (linear layers give zero) and scratch (converted layers without fitted start "
+            "values); or none."
         ),
-    ] = "window,linear-off,scratch",
+    ] = "window,free,linear-off,scratch",
     limit: Annotated[
         int | None, typer.Option(min=1, help="Use at most this many rows of each measurement, for a trial.")
     ] = None,

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from deltanet_recipes.schema_sections import Data, Engine, Log, Lora, Optimizer, Strict
+from deltanet_recipes.schema_sections import Data, Engine, Log, Lora, Optimizer, Strict, WindowDropout
 
 
 class StageBase(Strict):
@@ -22,6 +22,9 @@ class StageBase(Strict):
         None, gt=0, description="Rows that one process works on at once. Default: all its rows of a step."
     )
     optimizer: Optimizer = Field(default_factory=Optimizer)
+    window_dropout: WindowDropout | None = Field(
+        None, description="Leave out the windows beside the states at random, see below. Default: never."
+    )
 
     @model_validator(mode="after")
     def _rows_fit_the_step(self) -> StageBase:
@@ -81,6 +84,20 @@ class DistilBase(StageBase):
         False, description="With train: full, train the embeddings and the output matrix too."
     )
     lora: Lora = Field(default_factory=Lora)
+    kept_qk: Literal["train", "frozen", "restore"] = Field(
+        "train",
+        description="Query and key projections of the layers that keep softmax attention, with their learned norms. "
+        "train: trained like the rest. frozen: not trained. restore: trained, but the final model has them as they "
+        "were before the run (in a converted model, the teacher's).",
+    )
+    recall_weight: float = Field(
+        0.0,
+        ge=0,
+        description="c in the weight 1 + c x min(d, recall_cap) of a token's KL term, where d is the KL from the "
+        "teacher to the teacher under a window of 64 tokens and 4 sinks: tokens that need the far past count more. "
+        "The weights have mean 1 on held-out rows. 0: no weights, and no second pass of the teacher.",
+    )
+    recall_cap: float = Field(2.0, gt=0, description="Largest d that counts, in nats.")
     kl_weight: float = Field(1.0, ge=0, description="Weight of the KL term (nats per token).")
     ce_weight: float = Field(0.1, ge=0, description="Weight of the cross-entropy on the text (nats per token).")
     hidden_weight: float = Field(
@@ -112,6 +129,10 @@ class DistilBase(StageBase):
             raise ValueError("hidden_weight needs the teacher beside the student: leave out top_k")
         if self.top_k is not None and self.temperature != 1.0:
             raise ValueError("cached log-probabilities are at temperature 1: leave out temperature or top_k")
+        if self.top_k is not None and self.recall_weight > 0:
+            raise ValueError("recall_weight needs the teacher beside the student: leave out top_k")
+        if self.kl_weight == 0 and self.recall_weight > 0:
+            raise ValueError("recall_weight weights the KL term, and kl_weight is 0")
         if self.train_embeddings and self.train != "full":
             raise ValueError("train_embeddings needs train: full")
         return self

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -13,6 +13,21 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+RecallFormat = Literal["lines", "list", "json", "table", "tags", "repeat"]
+
+
+class Recall(Strict):
+    """Synthetic rows that train recall: facts spread in the text of the other sources, with questions at the end."""
+
+    formats: tuple[RecallFormat, ...] = Field(
+        get_args(RecallFormat),
+        min_length=1,
+        description="Notations of the facts, one of them per row. repeat: passages of the text, to be repeated; leave "
+        "it out where repetition is to be measured.",
+    )
+    facts: int = Field(12, gt=0, description="Largest number of facts per 1,024 tokens of a row.")
+
+
 class Source(Strict):
     """One data source of the mixture."""
 
@@ -20,6 +35,11 @@ class Source(Strict):
         None, description="Local file: .txt, .md, .jsonl, .npy with token ids (each also as .gz or .xz), or .parquet."
     )
     hub: str | None = Field(None, description="Data set id on the Hub, instead of path.")
+    recall: Recall | None = Field(
+        None,
+        description="Synthetic rows that train recall, instead of path, see below; `{}` takes the defaults. Their "
+        "weight is meant to be 3 to 5% of all.",
+    )
     name: str | None = Field(None, description="Configuration of the Hub data set.")
     split: str = Field("train", description="Split of the Hub data set.")
     streaming: bool = Field(
@@ -37,8 +57,8 @@ class Source(Strict):
 
     @model_validator(mode="after")
     def _one_origin(self) -> Source:
-        if (self.path is None) == (self.hub is None):
-            raise ValueError("give exactly one of path (a local file) and hub (a data set id)")
+        if sum(origin is not None for origin in (self.path, self.hub, self.recall)) != 1:
+            raise ValueError("give exactly one of path (a local file), hub (a data set id) and recall (synthetic rows)")
         if self.hub is not None and self.streaming and self.max_tokens is None:
             raise ValueError("a streamed source needs max_tokens, or it never ends")
         return self
@@ -72,6 +92,12 @@ class Data(Strict):
         "these files are dropped.",
     )
 
+    @model_validator(mode="after")
+    def _recall_has_a_text(self) -> Data:
+        if self.sources and all(source.recall is not None for source in self.sources):
+            raise ValueError("recall rows take their text from the other sources: add one with path or hub")
+        return self
+
 
 class Optimizer(Strict):
     """Optimiser and schedule of one stage. Rates are those of AdamW."""
@@ -85,6 +111,18 @@ class Optimizer(Strict):
     rest_lr: float = Field(
         1e-4, ge=0, description="Peak rate of everything else that is trained, LoRA adapters included."
     )
+    projection_lr: float | None = Field(
+        None,
+        ge=0,
+        description="Peak rate of the mixers' q, k, v and output projections, which began as the teacher's. A lower "
+        "rate than mixer_lr keeps a student with windows near its teacher. Default: mixer_lr.",
+    )
+    share_lr: float | None = Field(
+        None,
+        ge=0,
+        description="Peak rate of the weights that divide a layer's output between its window and its state; they are "
+        "always updated by AdamW. Default: mixer_lr.",
+    )
     gate_lr_scale: float = Field(
         1.0, gt=0, description="Factor on mixer_lr for decay, beta and gate biases (the vectors of the mixers)."
     )
@@ -97,6 +135,15 @@ class Optimizer(Strict):
     betas: tuple[float, float] = Field((0.9, 0.95), description="Moment decays of AdamW.")
     weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay of matrices.")
     clip: float = Field(1.0, gt=0, description="Largest gradient norm; larger gradients are scaled down to it.")
+
+
+class WindowDropout(Strict):
+    """How often a row does without the windows that stand beside the states (arXiv 2510.05901), so that both learn."""
+
+    start: float = Field(..., ge=0, le=1, description="Probability that a row loses a layer's window, at the start.")
+    end: float = Field(
+        0.0, ge=0, le=1, description="The same in the last step. It changes linearly; evaluations keep all windows."
+    )
 
 
 class Lora(Strict):

@@ -36,7 +36,7 @@ WANTED = ("heads_1", "softmax", "linear", "heads_1")
 IDS = torch.randint(4, 60, (2, 40), generator=torch.Generator().manual_seed(0))
 
 
-def selection(folder: Path, family: str = "llama", **changes: Any) -> str:
+def selection(folder: Path, family: str = "llama", kept: Any = KEPT, **changes: Any) -> str:
     """Writes a selection of heads for the family's tiny teacher."""
     value = {
         "format": "deltanet-hf selection 1",
@@ -48,8 +48,8 @@ def selection(folder: Path, family: str = "llama", **changes: Any) -> str:
         "method": "forward",
         "budget": "4",
         "seed": 0,
-        "kept": KEPT,
-        "order": KEPT,
+        "kept": kept,
+        "order": kept,
         "scores": {},
         **changes,
     }
@@ -95,7 +95,7 @@ def test_every_family_converts_by_heads(tmp_path: Path, monkeypatch: pytest.Monk
     assert cache_bytes(cache) == expected
 
 
-@pytest.mark.parametrize("mixer", ["window", "deltaproduct", "gated_deltanet"])
+@pytest.mark.parametrize("mixer", ["window", "deltaproduct", "gated_deltanet+window"])
 @torch.no_grad()
 def test_other_heads_take_the_mixer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mixer: str) -> None:
     monkeypatch.setattr(gate_fit, "STEPS", 2)
@@ -110,7 +110,9 @@ def test_other_heads_take_the_mixer(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     mixed = model.model.layers[0].self_attn
     assert [layer["index"] for layer in report["layers"]] == [0, 2, 3]
     if mixer != "window":
-        assert mixed.linear.name == mixer
+        assert mixed.linear.name == mixer.removesuffix("+window")
+        assert (mixed.linear.settings.window > 0) == mixer.endswith("+window")
+        assert max(layer["softmax_error"] for layer in report["layers"]) < 1e-5
         return
     original = AutoModelForCausalLM.from_pretrained(teacher).eval()
     kept = {0: [1], 1: [0, 1], 3: [1]}
@@ -234,15 +236,15 @@ def test_what_mixed_heads_drop_is_counted(tmp_path: Path) -> None:
         ({"num_hidden_layers": 30}, "key 'num_hidden_layers' is 30, the teacher's is 4"),
         ({"num_key_value_heads": 3}, "key 'num_key_value_heads' is 3, the teacher's is 2"),
         ({"model_type": "qwen3"}, "key 'model_type' is 'qwen3', the teacher's is 'llama'"),
-        ({"model_type": None}, "key 'model_type' is None"),
-        ({"kept": []}, "key 'kept' lists no head"),
-        ({"kept": None}, "key 'kept' lists no head"),
+        ({"model_type": None}, "key 'model_type' is None, expected a JSON string"),
+        ({"kept": []}, "key 'kept' lists nothing"),
+        ({"kept": None}, "key 'kept' is None, expected a JSON list"),
         ({"kept": [3, 7]}, r"key 'kept' holds 3, expected \[layer, key/value head\]"),
         ({"kept": [[0, 1, 2]]}, "key 'kept' holds"),
         ({"kept": [[0, True]]}, "key 'kept' holds"),
-        ({"kept": [[0, 2]]}, r"key 'kept' holds \[0, 2\], which the teacher does not have"),
-        ({"kept": [[-1, 0]]}, "which the teacher does not have"),
-        ({"kept": [[0, 1], [0, 1]]}, "lists a head twice"),
+        ({"kept": [[0, 2]]}, r"key 'kept' holds \[0, 2\], which the model does not have"),
+        ({"kept": [[-1, 0]]}, "which the model does not have"),
+        ({"kept": [[0, 1], [0, 1]]}, "lists a unit twice"),
         ({"kept": [[layer, head] for layer in range(4) for head in range(2)]}, "keeps all 8 heads"),
     ],
 )

@@ -46,7 +46,7 @@ def test_layers_from_a_file(tmp_path: Path, content: str) -> None:
         ("keep:", "lists no layer"),
         ("keep:1.5", "'1.5' is not a layer index"),
         ("keep:0,1,2,3,4,5", "keeps all 6 layers"),
-        ("some", "expected all, every:N, keep:3,7,11 or an existing file"),
+        ("some", "expected all, every:N, keep:3,7,11, auto:25% or an existing file"),
     ],
 )
 def test_refused_layers(spec: str, message: str) -> None:

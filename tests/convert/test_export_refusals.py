@@ -47,6 +47,17 @@ REFUSED: dict[str, tuple[Any, str, tuple[str, ...]]] = {
     ),
     "no gate": (config("llama", wiring={"output_gate": False}), "deltanet.kinds.linear.output_gate", FORMATS),
     "gate bias": (config("llama", wiring={"gate_bias": True}), "deltanet.kinds.linear.gate_bias", FORMATS),
+    "centred keys": (config("llama", wiring={"k_offset": True}), "deltanet.kinds.linear.k_offset", FORMATS),
+    "strength up to 2": (
+        config("llama", wiring={"allow_neg_eigval": True}),
+        "deltanet.kinds.linear.allow_neg_eigval",
+        FORMATS,
+    ),
+    "bfloat16 state": (
+        config("llama", wiring={"state_dtype": "bfloat16"}),
+        "deltanet.kinds.linear.state_dtype",
+        FORMATS,
+    ),
     "several writes": (
         config("llama", wiring={"mixer": "deltaproduct", "profile": "faithful"}),
         "deltanet.kinds.linear.mixer",

@@ -74,10 +74,14 @@ def test_rows_files_and_errors(document: dict[str, Any], options: ReportOptions)
         "teacher",
         "window 64 + 4 sinks",
         "hybrid",
+        "free window, bytes of hybrid",
+        "kept layers of hybrid, free window",
         "hybrid, linear layers off",
         "hybrid, unfitted start",
     ]
-    assert {"report.md", "report.json", "recall.png", "speed.png"} <= {path.name for path in options.out.iterdir()}
+    assert {"report.md", "report.json", "recall.png", "speed.png", "pareto.png"} <= {
+        path.name for path in options.out.iterdir()
+    }
     assert json.loads((options.out / "report.json").read_text()) == json.loads(json.dumps(document))
     for model in document["models"]:
         assert set(model["texts"]) == {"hay", "wikitext2", "wikitext2_clean"}
@@ -93,9 +97,10 @@ def test_rows_files_and_errors(document: dict[str, Any], options: ReportOptions)
 
 
 def test_divergence_is_zero_only_for_the_teacher(document: dict[str, Any]) -> None:
-    teacher, window, *others = document["models"]
+    teacher, window, hybrid, free_window, *others = document["models"]
+    assert free_window["texts"]["hay"]["kl"]["value"] >= 0  # its window is longer than the text's
     assert "kl" not in teacher["texts"]["hay"]
-    assert all(model["texts"]["hay"]["kl"]["value"] > 1e-3 for model in [window, *others])
+    assert all(model["texts"]["hay"]["kl"]["value"] > 1e-3 for model in [window, hybrid, *others])
 
 
 def test_task_scores_are_lm_evals_own(document: dict[str, Any], options: ReportOptions, tmp_path: Path) -> None:

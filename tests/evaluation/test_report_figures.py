@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from deltanet_hf.evaluation.report.figures import (
@@ -16,6 +17,7 @@ from deltanet_hf.evaluation.report.figures import (
     write_figures,
 )
 from deltanet_hf.evaluation.report.markdown import markdown
+from deltanet_hf.evaluation.report.pareto import Point, draw_pareto, frontier
 
 
 def score(value: float, stderr: float | None = 0.01) -> dict[str, float | None]:
@@ -31,6 +33,8 @@ def model(name: str, kind: str, tokens: int, percent: float | None, **changes: A
         "percent_of_teacher": None if percent is None else score(percent, 1.0),
         "tasks": {},
         "texts": {},
+        "bytes": 5_000_000,
+        "recall_of_teacher": {"needle_2048": score(0.8)},
         "recall": {"needle_2048": score(0.5), "needle_1024": score(0.75, None), "mqar_8": score(0.25)},
         "speed": [{"length": length, "cache_bytes": 1000 * length, **speed} for length in (1024, 2048)],
         **changes,
@@ -87,7 +91,7 @@ def test_memory_and_speed_are_drawn_by_length() -> None:
 
 def test_only_what_was_measured_is_drawn(tmp_path: Path) -> None:
     names = [path.name for path in write_figures({"models": MODELS}, tmp_path)]
-    assert names == ["quality.png", "recall.png", "speed.png"]
+    assert names == ["quality.png", "recall.png", "pareto.png", "speed.png"]
     assert all((tmp_path / name).stat().st_size > 5000 for name in names)
     bare = [{**each, "recall": {}, "speed": [], "percent_of_teacher": None} for each in MODELS]
     assert write_figures({"models": bare}, tmp_path) == []
@@ -96,3 +100,26 @@ def test_only_what_was_measured_is_drawn(tmp_path: Path) -> None:
 def test_the_table_shows_errors() -> None:
     text = markdown({"settings": SETTINGS, "models": MODELS})
     assert "| window 64 + 4 sinks | 50.0 ± 1.0 | 75.0 (one item) | 25.0 ± 1.0 |" in text
+    assert "| **student** | 5.0 | 80.0 ± 1.0 |" in text
+
+
+def test_the_frontier_is_what_nothing_smaller_reaches() -> None:
+    sizes = [(1, 5.0), (2, 3.0), (2, 4.0), (3, 4.0), (4, 6.0), (5, 2.0)]
+    points = [Point("free", megabytes, value) for megabytes, value in sizes]
+    assert [(p.megabytes, p.value) for p in frontier(points, higher_is_better=True)] == [(1, 5.0), (4, 6.0)]
+    assert [(p.megabytes, p.value) for p in frontier(points, higher_is_better=False)] == [(1, 5.0), (2, 3.0), (5, 2.0)]
+
+
+def test_students_stand_beside_the_free_frontier() -> None:
+    figure = Figure()
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    free = [Point("teacher", 47.0, 60.0, 2.0, "teacher"), Point("free", 5.0, 5.0, 1.0, "window")]
+    students = [Point("student", 5.0, 50.0, 2.0, "one"), Point("student", 5.0, 50.1, 2.0, "two")]
+    draw_pareto(axes, [*free, *students], "needles", "MB", higher_is_better=True)
+    line = axes.lines[0]
+    assert list(zip(*map(list, line.get_data()), strict=True)) == [(5.0, 5.0), (47.0, 60.0)]
+    boxes = [text.get_window_extent() for text in axes.texts]
+    assert [text.get_text() for text in axes.texts] == ["teacher", "two", "one", "window"]
+    assert not any(one.overlaps(other) for i, one in enumerate(boxes) for other in boxes[:i])
+    assert axes.get_xscale() == "log"

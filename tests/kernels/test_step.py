@@ -36,6 +36,8 @@ class Step:
     padding: bool = False
     rope: int = 0  # channels that turn
     positions: int = 1  # rows of cos and sin
+    offset: bool = False  # of the keys
+    negative: bool = False  # write strengths up to 2
 
     def __str__(self) -> str:
         return self.name
@@ -61,6 +63,15 @@ CASES = [
     Step("rotated after a convolution, no activation", T=3, rope=16, positions=2, conv=4, qk_silu=False),
     Step("partly rotated, odd sizes, padding", T=2, K=24, V=20, rope=18, positions=2, padding=True, conv=3),
     Step("rotated, grouped heads with a convolution", H=1, HQ=4, HV=2, rope=8, conv=4),
+    Step("centred", offset=True, qk_silu=False),
+    Step("centred behind convolution and rotation", offset=True, conv=4, rope=16, norm="per_head"),
+    Step("centred, several tokens, odd sizes", T=3, offset=True, K=24, V=20, rope=6, conv=3),
+    Step("centred, query heads share a state", offset=True, HQ=6, rope=16, norm="per_head", negative=True),
+    Step("centred, value heads share a key head", offset=True, H=1, HQ=2, HV=4, T=2, negative=True),
+    Step("centred, grouped heads with a convolution", offset=True, HQ=4, conv=4, qk_silu=False, negative=True),
+    Step("centred, activated without rotation", offset=True, padding=True, **NATIVE),
+    Step("strength up to 2", negative=True),
+    Step("strength up to 2, several tokens, padding", T=4, negative=True, padding=True, **NATIVE),
     Step("padding", padding=True, norm="per_head"),
     Step("padding and a convolution", T=5, padding=True, **NATIVE),
     Step("state over 128 x 128", B=1, H=1, HQ=1, HV=1, K=130, V=129, **NATIVE),
@@ -77,6 +88,7 @@ CASES = [
     Step("slice: four, wide keys", B=1, H=3, HQ=3, HV=3, K=256, V=256, **NATIVE),
     Step("slice: wide keys, narrow values", K=200, V=8, conv=1, rope=64),
     Step("slice: narrow keys, wide values", K=8, V=256, gate=False, conv=4),
+    Step("slice: centred, strength up to 2", K=20, V=90, offset=True, negative=True, rope=8, conv=4, padding=True),
     Step("slice: without norm and gate", V=90, gate=False, norm="none", padding=True, conv=4),
     Step("slice: value heads share keys", H=1, HQ=1, HV=3, V=96, norm="per_head", rope=16),
     Step("slice: value heads share queries", H=1, HQ=2, HV=4, K=24, V=70, padding=True),
@@ -97,6 +109,7 @@ TENSORS = [
     "padding",
     "cos",
     "sin",
+    "k_offset",
 ]
 
 
@@ -124,6 +137,8 @@ def make(case: Step, dtype: torch.dtype = torch.float32, device: str = "cpu", se
         "dt_bias": randn(case.HV).to(device), "padding": None, "eps": 1e-5,
         "qk_silu": case.qk_silu, "v_silu": case.v_silu,
     }  # fmt: skip
+    x["k_offset"] = 2 * randn(case.H, case.K).to(device, dtype) if case.offset else None
+    x["allow_neg_eigval"] = case.negative
     if case.padding:
         x["padding"] = (torch.arange(B * T).view(B, T) % 2 == 1).to(device)
     return x
@@ -153,15 +168,17 @@ def truth(x: dict[str, Any]) -> dict[str, torch.Tensor]:
     q, k, v = q.unflatten(-1, (-1, K)), k.unflatten(-1, (-1, K)), v.unflatten(-1, (HV, V))
     if w["cos"] is not None:
         q, k = (rotate(y, w["cos"], w["sin"]) for y in (q, k))
+    k = k if w["k_offset"] is None else k - w["k_offset"]
     q, k = (F.silu(q), F.silu(k)) if w["qk_silu"] else (q, k)
     v = F.silu(v) if w["v_silu"] else v
     o = torch.zeros(B, T, max(q.shape[2], HV), V, dtype=torch.float64)
     state = w["state"].clone()
+    strength = w["b"].sigmoid() * (2 if w["allow_neg_eigval"] else 1)
     for n, t in real.nonzero().tolist():
-        token = [y[n : n + 1, t : t + 1] for y in (q, k, v, w["a"], w["b"])]
+        token = [y[n : n + 1, t : t + 1] for y in (q, k, v, w["a"], strength)]
         o_n, state_n = naive_gated_delta_rule(
             *token, None, state[n : n + 1], True, True, A_log=w["A_log"], dt_bias=w["dt_bias"],
-            use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True,
+            use_gate_in_kernel=True,
         )  # fmt: skip
         o[n, t], state[n] = o_n[0, 0], state_n[0]
     z = None if w["z"] is None else w["z"].view_as(o)
@@ -185,7 +202,8 @@ def run(step_: Callable[..., torch.Tensor], x: dict[str, Any]) -> dict[str, torc
 
 
 def triton_step_(**x: Any) -> torch.Tensor:
-    call = StepCall(*(x[name] for name in TENSORS), None, x["eps"], x["qk_silu"], x["v_silu"])
+    options = (x["eps"], x["qk_silu"], x["v_silu"], x["allow_neg_eigval"])
+    call = StepCall(*(x[name] for name in TENSORS), None, *options)
     return gated_delta_step_triton_(call)
 
 
@@ -273,8 +291,8 @@ def test_step_compiles_and_still_moves_in_place(case: Step, step_: Callable[...,
 
 
 def test_the_operator_is_registered_consistently() -> None:
-    x = make(Step("registered", padding=True, rope=8, **NATIVE), device=DEVICE)
-    torch.library.opcheck(delta_step_.op, (*(x[name] for name in TENSORS), 0.25, 1e-6, True, True))
+    x = make(Step("registered", padding=True, rope=8, offset=True, **NATIVE), device=DEVICE)
+    torch.library.opcheck(delta_step_.op, (*(x[name] for name in TENSORS), 0.25, 1e-6, True, True, True))
 
 
 @pytest.mark.parametrize(
@@ -293,10 +311,12 @@ def test_the_operator_is_registered_consistently() -> None:
         ("padding", lambda x: torch.zeros(2, 1, device=DEVICE), "padding: got dtype"),
         ("cos", lambda x: x[..., 1:], "cos: got shape"),
         ("sin", lambda x: None, "sin: needs a tensor"),
+        ("k_offset", lambda x: x[:1], r"k_offset: got shape \[1, 16\], needs \[H, K\]"),
+        ("k_offset", lambda x: x.int(), "k_offset: got dtype"),
     ],
 )
 def test_wrong_arguments_are_named(name: str, change: Callable[[Any], Any], message: str) -> None:
-    x = make(Step("wrong", rope=16, **NATIVE), device=DEVICE)
+    x = make(Step("wrong", rope=16, offset=True, **NATIVE), device=DEVICE)
     with pytest.raises((ValueError, TypeError), match=message):
         gated_delta_step_(**(x | {name: change(x[name])}))
 

@@ -207,7 +207,7 @@ def test_gradients_reach_every_step_from_its_start() -> None:
     mixers = [module for module in model.modules() if isinstance(module, GatedDeltaNet)]
     for mixer in mixers:
         for step in mixer.householder:
-            step.start(mixer.k_proj)
+            step.start(mixer.k_proj, mixer.max_strength)
     model(TOKENS, labels=TOKENS).loss.backward()
     assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0] == []
     strength = mixers[0].householder[0].b_proj(torch.randn(3, 32)).sigmoid()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,10 @@ from support.tiny_models import HYBRID, ONE_NORM, mixed_mixture_table, mixture_t
 
 LENGTH = 19
 GATED_DELTANET = [(profile, layers) for profile in ("faithful", "qwen3_5") for layers in (None, HYBRID)]
+CHANGES: dict[tuple[str, tuple[int, ...] | None], dict[str, Any]] = {
+    ("faithful", None): {"conv_size": 3},
+    ("faithful", HYBRID): {"window": 5, "sinks": 2, "shared_kv": True},
+}
 CASES = [
     *(
         pytest.param((family, profile, layers), id=f"{family}-{profile}-{'all' if layers is None else 'hybrid'}")
@@ -22,6 +27,7 @@ CASES = [
         for profile, layers in GATED_DELTANET
     ),
     *(pytest.param((family, "mixture", None), id=f"{family}-mixture") for family in FAMILIES),
+    *(pytest.param((family, "levers", HYBRID), id=f"{family}-levers") for family in FAMILIES),
     *(
         pytest.param((family, "mixed heads", None), id=f"{family}-mixed-heads")
         for family in FAMILIES
@@ -45,10 +51,10 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         student = tiny_mixture(family, mixed_mixture_table())
     elif what in MIXERS:
         student = tiny_student(family, mixer=what)
+    elif what == "levers":
+        student = tiny_student(family, "faithful", layers, k_offset=True, allow_neg_eigval=True, expand_kv=False)
     else:
-        student = tiny_student(
-            family, what, layers, **({"conv_size": 3} if (what, layers) == GATED_DELTANET[0] else {})
-        )
+        student = tiny_student(family, what, layers, **CHANGES.get((what, layers), {}))
     student.save_pretrained(path)
     return path
 

@@ -65,10 +65,13 @@ def mixed_table(*heads: str, **changes: Any) -> LayerTable:
 
 
 def mixed_mixture_table() -> LayerTable:
-    """Layers with different mixed heads beside a softmax layer."""
+    """Layers with different mixed heads beside a softmax layer; the linear heads of some have a window too."""
+    both = LayerTable.preset(
+        1, "gated_deltanet+window", window=5, sinks=2, state_dtype="float32"
+    ).only_kind.settings.to_dict()
     kinds = {
         "near": mixed_heads("window", "linear"),
-        "far": mixed_heads("linear", "softmax"),
+        "far": mixed_heads("linear", "softmax", linear=both),
     }
     return LayerTable(kinds, ("far", "near", "softmax", "far"))
 

@@ -23,7 +23,7 @@ def expand_heads(rows: Tensor, head_dim: int, times: int) -> Tensor:
 def copy_attention(attention: Any, layer: Mixer) -> None:
     """Copies the teacher's q, k, v, o projections and learned q/k norms to `layer`, if it has them."""
     head_dim, kv_heads = layer.head_dim, int(attention.config.num_key_value_heads)
-    times = layer.num_states // kv_heads
+    times = layer.num_states // layer.kv_repeats // kv_heads
     weights, biases = _projections(attention, layer.num_heads * head_dim, kv_heads * head_dim)
     targets = (layer.q_proj, layer.k_proj, layer.v_proj)
     for target, weight, bias, repeat in zip(targets, weights, biases, (1, times, times), strict=True):

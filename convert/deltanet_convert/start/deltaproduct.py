@@ -17,5 +17,5 @@ def start_deltaproduct(
     figures = start_gated_deltanet(attention, layer, calibration, fit_memory)
     write: Any
     for write in layer.householder:
-        write.start(layer.k_proj)
+        write.start(layer.k_proj, layer.max_strength)
     return figures

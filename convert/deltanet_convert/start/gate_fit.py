@@ -30,6 +30,7 @@ from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
 from deltanet_kernels import chunk_gated_delta_rule, gated_rms_norm
 
 from .samples import Sample, Samples
+from .share_fit import ShareFit
 
 HALF_LIVES = (1.0, 3.0, 8.0, 32.0, 128.0, 1024.0)  # tokens
 STRENGTHS = (0.01, 0.05, 0.2, 0.6)
@@ -47,12 +48,13 @@ class GateFit(nn.Module):
 
     Args:
         layer: the layer, with the teacher's weights.
-        x: its inputs on the calibration text, [n, T, hidden].
+        samples: its samples on the calibration text.
         fit_memory: False uses the layer's own decay and write strength, and does not change them.
     """
 
-    def __init__(self, layer: GatedDeltaNet, x: Tensor, fit_memory: bool = True) -> None:
+    def __init__(self, layer: GatedDeltaNet, samples: Samples, fit_memory: bool = True) -> None:
         super().__init__()
+        x = samples.x
         self.layer = [layer]  # in a list: its parameters are not fitted
         states, heads, head_dim = layer.num_states, layer.num_heads, layer.head_dim
         self.basis = _principal_components(x)  # [R, hidden]
@@ -71,12 +73,17 @@ class GateFit(nn.Module):
             self.gate_const = nn.Parameter(torch.full((heads * head_dim,), OPEN_GATE))
         if layer.norm is not None:
             self.weight = nn.Parameter(torch.ones_like(layer.norm.weight))
+        self.share: ShareFit | None = None
+        if layer.window_branch is not None:
+            f = torch.cat([sample.x for sample in samples.kept]) @ self.basis.T
+            missed = torch.cat([sample.missed for sample in samples.kept])
+            self.share = ShareFit(layer.window_branch, f, missed)
 
     def set_memory(self, half_life: Tensor, strength: Tensor) -> None:
         """Sets constant decay and write strength, both [S]; half-life in tokens."""
         # With dt_bias = 0 and a = 0, the decay is exp(A_log) * softplus(0) = exp(A_log) * ln 2 = ln 2 / half-life.
         self.A_log.data.copy_(-half_life.log())
-        self.b_const.data.copy_(strength.logit())
+        self.b_const.data.copy_((strength / self.layer[0].max_strength).logit())
 
     def set_channels(self, weight_HD: Tensor) -> None:
         """Sets the weights of the output channels: in the norm if it has a weight per head, else in the gate."""
@@ -100,9 +107,9 @@ class GateFit(nn.Module):
         one = torch.ones_like(f[..., :1]) if layer.settings.gate_bias else (f @ self.ones).unsqueeze(-1)
         if self.fits_memory:
             decay = -self.A_log.exp() * F.softplus(f @ self.a.T)
-            strength = (f @ self.b.T + one * self.b_const).sigmoid()
+            strength = layer.strength(f @ self.b.T + one * self.b_const)
         else:
-            decay, strength = layer.decay(layer.a_proj(x)), layer.b_proj(x).sigmoid()
+            decay, strength = layer.decay(layer.a_proj(x)), layer.strength(layer.b_proj(x))
         if self.gate is None or self.gate_const is None:
             return decay, strength, None
         gate = f @ self.gate.T + one * self.gate_const
@@ -114,15 +121,21 @@ class GateFit(nn.Module):
         o, _ = chunk_gated_delta_rule(s.q, s.k, s.v, decay, strength, use_qk_l2norm_in_kernel=True)
         return o, gate
 
-    def forward(self, s: Sample) -> Tensor:
-        """Returns the layer's output [n, T, hidden]."""
+    def heads(self, s: Sample) -> Tensor:
+        """Returns the layer's output before o_proj [n, T, H, D]."""
         layer = self.layer[0]
         o, gate = self.read(s)
         if layer.norm is not None and self.weight is not None:
             o = gated_rms_norm(o, gate, self.weight, layer.norm.eps)
         elif gate is not None:
             o = o * F.silu(gate)
-        return layer.o_proj(o.flatten(-2))  # type: ignore[no-any-return]
+        if self.share is not None:
+            o = s.near + self.share(s.x @ self.basis.T, s.lse) * (o - s.near)
+        return o
+
+    def forward(self, s: Sample) -> Tensor:
+        """Returns the layer's output [n, T, hidden]."""
+        return self.layer[0].o_proj(self.heads(s).flatten(-2))  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def fold(self) -> None:
@@ -137,6 +150,8 @@ class GateFit(nn.Module):
             _fold_linear(layer.g_proj, self.gate, self.gate_const, self.basis, self.ones)
         if layer.norm is not None and self.weight is not None:
             layer.norm.weight.copy_(self.weight)
+        if self.share is not None:
+            self.share.fold(self.basis)
 
 
 def _fold_linear(target: nn.Linear, weight: Tensor, const: Any, basis: Tensor, ones: Tensor) -> None:
@@ -193,15 +208,18 @@ def search_memory(fit: GateFit, s: Sample) -> None:
     best = torch.full((states,), math.inf)
     half_life, strength = torch.ones(states), torch.full((states,), 0.5)
     weight = torch.ones(layer.num_heads, layer.head_dim)
-    metric = layer.o_proj.weight.T.unflatten(0, (layer.num_heads, layer.head_dim))  # [H, D, hidden]
-    metric = metric @ metric.mT  # [H, D, D]
+    metric = head_metric(layer)
+    share, want = torch.ones(()), s.heads
+    if fit.share is not None:  # the state's part of the output, and what is left to it
+        share = fit.share(s.x @ fit.basis.T, s.lse)
+        want = s.heads - (1 - share) * s.near
     for life, beta in itertools.product(HALF_LIVES, STRENGTHS) if fit.fits_memory else [(0.0, 0.0)]:
         if fit.fits_memory:
             fit.set_memory(torch.full((states,), life), torch.full((states,), beta))
         o, _ = fit.read(s)
         if layer.norm is not None:
             o = gated_rms_norm(o, None, torch.ones(layer.head_dim), layer.norm.eps)
-        error, found = _channel_weights(o, s.heads, metric)
+        error, found = _channel_weights(share * o, want, metric)
         error = error.view(states, groups).sum(-1)
         better = error < best
         best = torch.where(better, error, best)
@@ -210,6 +228,12 @@ def search_memory(fit: GateFit, s: Sample) -> None:
     if fit.fits_memory:
         fit.set_memory(half_life, strength)
     fit.set_channels(weight)
+
+
+def head_metric(layer: GatedDeltaNet) -> Tensor:
+    """The scalar product [H, D, D] in which a head's error is its squared norm after o_proj."""
+    columns = layer.o_proj.weight.T.unflatten(0, (layer.num_heads, layer.head_dim))  # [H, D, hidden]
+    return columns @ columns.mT
 
 
 def _channel_weights(o: Tensor, want: Tensor, metric: Tensor) -> tuple[Tensor, Tensor]:

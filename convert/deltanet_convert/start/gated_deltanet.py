@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
 from .calibration import LayerCalibration
 from .copy_weights import copy_attention
 from .gate_fit import GateFit, descend, draw_memory, relative_mse, search_memory
+from .key_offset import choose_key_offset
 from .samples import Samples
 
 
@@ -25,6 +26,7 @@ class FitFigures:
     beta: list[float]  # mean write strength per state
     search_mse: float  # error with constant decay and write strength, before the fit
     fit_mse: float  # error after the fit
+    k_offset: list[float] = field(default_factory=list)  # per state, the share of the mean key that is subtracted
 
 
 def start_gated_deltanet(
@@ -43,7 +45,8 @@ def start_gated_deltanet(
     if not fit_memory:
         draw_memory(layer, float(getattr(attention.config, "initializer_range", 0.02)))
     samples = Samples(attention, layer, calibration.hidden_states, calibration.kwargs)
-    fit = GateFit(layer, samples.x, fit_memory)
+    fit = GateFit(layer, samples, fit_memory)
+    shares = [] if layer.k_offset is None else choose_key_offset(layer, fit, samples)
     search_memory(fit, samples.search_part())
     found = relative_mse(fit, samples)
     descend(fit, samples)
@@ -56,5 +59,6 @@ def start_gated_deltanet(
         beta=strength.tolist(),
         search_mse=found,
         fit_mse=relative_mse(fit, samples),
+        k_offset=shares,
     )
     return dataclasses.asdict(figures)

@@ -5,7 +5,7 @@ Shapes: n sequences, T tokens, H query heads, S states, D head size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
+
+from .share_fit import missed_scores
 
 SEARCH_TOKENS = 1024  # number of tokens that `Samples.search_part` returns
 KEPT_BYTES = 256 * 2**20  # memory for samples; those of further sequences are computed each time they are read
@@ -28,6 +30,9 @@ class Sample:
     v: Tensor  # [n, T, S, D]
     heads: Tensor  # [n, T, H, D]: output of the teacher's attention before o_proj
     output: Tensor  # [n, T, hidden]: and after o_proj
+    near: Tensor  # [n, T, H, D]: output of the layer's window; [n, 0] without one
+    lse: Tensor  # [n, T, H]: its log-sum-exp
+    missed: Tensor  # [n, T, H]: log of the mean exponential of the scores that it misses; nan where it misses none
 
 
 NAMES = [field.name for field in fields(Sample)]
@@ -57,22 +62,50 @@ class Samples:
 
     def search_part(self) -> Sample:
         """The first sequences as one batch, about `SEARCH_TOKENS` tokens."""
-        count = min(len(self), max(1, SEARCH_TOKENS // self.x.shape[1]))
-        parts = [self[index] for index in range(count)]
+        return self._batch(range(min(len(self), self._search_sequences())))
+
+    def halves(self) -> tuple[Sample, Sample]:
+        """Two disjoint batches of at most about `SEARCH_TOKENS` tokens; a single sequence is both."""
+        count = min(len(self) // 2, self._search_sequences())
+        first = self._batch(range(max(1, count)))
+        return (first, self._batch(range(count, 2 * count))) if count else (first, first)
+
+    def update_keys(self) -> None:
+        """Computes the keys again, after the layer's offset has changed."""
+        self.kept = [replace(sample, k=self._operator_inputs(sample.x)[1]) for sample in self.kept]
+
+    def _search_sequences(self) -> int:
+        return max(1, SEARCH_TOKENS // self.x.shape[1])
+
+    def _batch(self, indices: range) -> Sample:
+        parts = [self[index] for index in indices]
         return Sample(*(torch.cat([getattr(part, name) for part in parts]) for name in NAMES))
 
     @torch.no_grad()
     def _sample(self, index: int) -> Sample:
-        x, layer = self.x[index : index + 1], self.layer
+        x = self.x[index : index + 1]
         heads: list[Tensor] = []
         handle = self.attention.o_proj.register_forward_pre_hook(lambda module, args: heads.append(args[0]))
         try:
             output, _ = self.attention(hidden_states=x, **self.kwargs)
         finally:
             handle.remove()
+        q, k, v = self._operator_inputs(x)
+        near = lse = missed = x.new_empty(1, 0)
+        if self.layer.window_branch is not None:
+            parts = self.layer.window_inputs(self.layer.project(x), self.kwargs.get("position_embeddings"))
+            near, lse = self.layer.window_branch.attend(*parts, None)
+            missed = missed_scores(self.layer.window_branch, *parts[:2])
+        return Sample(x, q, k, v, heads[0].view_as(q), output, near, lse, missed)
+
+    @torch.no_grad()
+    def _operator_inputs(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        layer = self.layer
         q, k, v = layer.project_qkv(x, self.kwargs.get("position_embeddings"))
+        if layer.k_offset is not None:
+            k = layer.k_offset(k)
         if layer.settings.qk_activation == "silu":
             q, k = F.silu(q), F.silu(k)
         if layer.settings.v_activation == "silu":
             v = F.silu(v)
-        return Sample(x, q, k, v, heads[0].view_as(q), output)
+        return q, k, v

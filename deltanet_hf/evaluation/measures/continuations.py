@@ -19,7 +19,7 @@ _MAX_TOKENS_CPU = 2048
 # Number of positions whose logits are normalised in float32 at a time.
 _ROWS = 4096
 # Sequence lengths are padded to a multiple of this, because kernels are compiled per shape.
-_LENGTH_STEP = 16
+LENGTH_STEP = 16
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def _score_batch(
     device: torch.device,
 ) -> list[tuple[float, bool]]:
     """The results for `members`, which are pairs (row in `batch`, index of the request)."""
-    length = -(-len(batch[0]) // _LENGTH_STEP) * _LENGTH_STEP
+    length = -(-len(batch[0]) // LENGTH_STEP) * LENGTH_STEP
     ids = np.zeros((len(batch), length), dtype=np.int64)
     for row, inputs in enumerate(batch):
         ids[row, : len(inputs)] = inputs

@@ -14,11 +14,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 import deltanet_hf  # noqa: F401  registers the model families
 from deltanet_hf.errors import UserError, one_line
 from deltanet_hf.evaluation.baselines import from_scratch_start, switch_off_linear
+from deltanet_hf.evaluation.free_policies import WindowPolicy, window_of_bytes
+from deltanet_hf.evaluation.measures.sequence_bytes import sequence_bytes
 from deltanet_hf.mixers import Mixer
 from deltanet_hf.mixers.window import WindowSettings, restrict_to_window
 from deltanet_hf.models.layers import LayerTable
 
-BASELINES = ("window", "linear-off", "scratch")
+BASELINES = ("window", "free", "linear-off", "scratch")
+BYTES_AT = 2048  # tokens of the sequence at which the free policies have the bytes of a student
 Change = Callable[[PreTrainedModel, PreTrainedModel], PreTrainedModel]
 
 
@@ -45,8 +48,9 @@ def line_up(teacher: str, students: list[str], baselines: tuple[str, ...]) -> li
 
     Args:
         students: folders or Hub ids, or NAME=FOLDER.
-        baselines: names in `BASELINES`. `linear-off` applies to students that kept softmax layers; `scratch` is added
-            once per configuration of the converted layers.
+        baselines: names in `BASELINES`. `free` adds the teacher with windows of equal bytes, and for students that
+            kept softmax layers the same with those layers as they are; `linear-off` applies to such students too;
+            `scratch` is added once per configuration of the converted layers.
 
     Raises UserError if two rows have the same name.
     """
@@ -62,6 +66,10 @@ def line_up(teacher: str, students: list[str], baselines: tuple[str, ...]) -> li
             raise UserError(f"{text}: two rows would be called {name!r}; name them with NAME=FOLDER")
         rows.append(Contestant(name, "student", folder, training_tokens(Path(folder))))
         wiring, hybrid = _wiring(folder)
+        if "free" in baselines and wiring is not None:
+            rows.append(Contestant(f"free window, bytes of {name}", "baseline", folder, change=_free_window))
+        if "free" in baselines and hybrid:
+            rows.append(Contestant(f"kept layers of {name}, free window", "baseline", folder, change=_free_kept))
         if "linear-off" in baselines and hybrid:
             rows.append(Contestant(f"{name}, linear layers off", "baseline", folder, change=_linear_off))
         if "scratch" in baselines and wiring is not None and wiring not in wirings:
@@ -72,6 +80,20 @@ def line_up(teacher: str, students: list[str], baselines: tuple[str, ...]) -> li
 
 def _window(model: PreTrainedModel, teacher: PreTrainedModel) -> PreTrainedModel:
     return restrict_to_window(model)
+
+
+def _free_window(model: PreTrainedModel, teacher: PreTrainedModel) -> PreTrainedModel:
+    return _of_equal_bytes(model, teacher, ())
+
+
+def _free_kept(model: PreTrainedModel, teacher: PreTrainedModel) -> PreTrainedModel:
+    return _of_equal_bytes(model, teacher, tuple(LayerTable.of(model.config).softmax))
+
+
+def _of_equal_bytes(model: PreTrainedModel, teacher: PreTrainedModel, kept: tuple[int, ...]) -> PreTrainedModel:
+    """The teacher under the free policy with the bytes of the student; with a window of 1 if all have more."""
+    policy = window_of_bytes(teacher, kept, sequence_bytes(model, BYTES_AT), BYTES_AT)
+    return (policy or WindowPolicy(kept, 1)).apply(teacher)
 
 
 def _linear_off(model: PreTrainedModel, teacher: PreTrainedModel) -> PreTrainedModel:

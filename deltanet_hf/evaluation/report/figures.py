@@ -9,6 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from deltanet_hf.evaluation.report.pareto import Point, draw_pareto
+
 Model = dict[str, Any]
 _STYLE: dict[str, dict[str, Any]] = {
     "teacher": {"color": "black", "marker": "s"},
@@ -25,6 +27,8 @@ def write_figures(document: dict[str, Any], out: Path) -> list[Path]:
         written.append(_save(out / "quality.png", [(models, draw_quality)]))
     if any(name.startswith("needle_") for name in models[0]["recall"]):
         written.append(_save(out / "recall.png", [(models, draw_needles), (models, draw_associative)]))
+    if len(models) > 1 and (panels := _pareto_panels(models)):
+        written.append(_save_pareto(out / "pareto.png", panels))
     if models[0]["speed"]:
         written.append(_save(out / "speed.png", [(models, draw_memory), (models, draw_decoding)]))
     return written
@@ -37,6 +41,40 @@ def _save(path: Path, panels: list[tuple[list[Model], Any]]) -> Path:
         draw(figure.add_subplot(1, len(panels), index + 1), models)
     # The legend is beside the panels, because lines cross all of their area.
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize="small")
+    figure.savefig(path, dpi=130)
+    return path
+
+
+def _pareto_panels(models: list[Model]) -> list[tuple[list[Point], str, bool]]:
+    """Points, label of the value and whether higher is better: KL on the first text, and the longest needles."""
+    panels = []
+    for name in list(models[0]["texts"])[:1]:
+        panels.append((_points(models, "texts", name, "kl"), f"KL to the teacher on {name}, nats per token", False))
+    needle_lengths = [int(n.rpartition("_")[2]) for n in models[0]["recall"] if n.startswith("needle_")]
+    if needle_lengths:
+        name = f"needle_{max(needle_lengths)}"
+        panels.append((_points(models, "recall", name), f"needles found in {max(needle_lengths):,} tokens, %", True))
+    return panels
+
+
+def _points(models: list[Model], group: str, name: str, measure: str | None = None) -> list[Point]:
+    """The teacher, students and baselines as points over the megabytes of a sequence of 2,048 tokens."""
+    points = []
+    for model in models:
+        score = model[group][name] if measure is None else model[group][name].get(measure, {"value": 0, "stderr": 0})
+        scale = 100 if measure is None else 1
+        kind = "free" if model["kind"] == "baseline" else model["kind"]
+        value, stderr = scale * score["value"], scale * (score["stderr"] or 0)
+        points.append(Point(kind, model["bytes"] / 1e6, value, stderr, model["name"]))
+    return points
+
+
+def _save_pareto(path: Path, panels: list[tuple[list[Point], str, bool]]) -> Path:
+    figure = Figure(figsize=(6.0 * len(panels), 4.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    for index, (points, label, higher) in enumerate(panels):
+        axes = figure.add_subplot(1, len(panels), index + 1)
+        draw_pareto(axes, points, label, "MB per sequence of 2,048 tokens", higher)
     figure.savefig(path, dpi=130)
     return path
 

@@ -8,9 +8,16 @@ from typing import Any
 Model = dict[str, Any]
 Column = tuple[str, Callable[[Model], str]]
 _BASELINE_NOTE = (
-    "Baselines are not trained: `window` is the teacher whose softmax layers see only the last and first tokens, "
+    "Baselines are not trained: `window` is the teacher whose softmax layers see only the last and first tokens, `free "
+    "window` the same with a window whose cache has the bytes of a student, `kept layers ... free window` the "
+    "teacher that keeps the student's softmax layers and has windows of the rest of the bytes in the others, "
     "`linear layers off` a student whose converted layers output zero, and `unfitted start` a converted model whose "
     "new parameters start as in a model trained from scratch."
+)
+_RELATIVE_NOTE = (
+    "MB of the cache of one sequence of 2,048 tokens, and recall in percent of the teacher's: (model - control) / "
+    "(teacher - control). The control is the teacher on the same questions with the facts taken out. Probes of which "
+    "the teacher answers less than 20% are left out."
 )
 
 
@@ -41,6 +48,8 @@ def markdown(document: dict[str, Any]) -> str:
     if recall:
         parts += ["## Recall", "", *_table(models, [_recall(name) for name in recall]), ""]
         parts += ["Percent of correct answers; `repeat` is the perplexity of the second copy of 256 tokens.", ""]
+        relative = [_relative(name) for name in recall if name in models[0]["recall_of_teacher"]]
+        parts += ["## Recall for its bytes", "", *_table(models, [_megabytes(), *relative]), "", _RELATIVE_NOTE, ""]
     speed = [column for index, point in enumerate(models[0]["speed"]) for column in _speed(index, point["length"])]
     if speed:
         parts += ["## Memory and speed, batch size 1", "", *_table(models, speed), ""]
@@ -96,15 +105,28 @@ def _text(name: str, key: str, digits: int) -> Column:
 
 
 def _recall(name: str) -> Column:
+    digits, scale = (2, 1) if name == "repeat_perplexity" else (1, 100)
+    return _title(name), lambda model: _plain(model["recall"][name], digits, scale)
+
+
+def _relative(name: str) -> Column:
+    return _title(name), lambda model: _plain(model["recall_of_teacher"].get(name), 1, 100)
+
+
+def _megabytes() -> Column:
+    return "MB", lambda model: f"{model['bytes'] / 1e6:.1f}"
+
+
+def _title(name: str) -> str:
+    """The heading of a recall measure."""
     kind, _, size = name.rpartition("_")
-    title = {
+    return {
         "repeat": "repeat",
         "mqar": f"MQAR, {size} pairs",
         "needle": f"4 needles in {size}",
+        "prose": f"facts in {size} tokens of prose",
         "last_word": f"last word ({size})",
     }[kind]
-    digits, scale = (2, 1) if kind == "repeat" else (1, 100)
-    return title, lambda model: _plain(model["recall"][name], digits, scale)
 
 
 def _speed(index: int, length: int) -> list[Column]:

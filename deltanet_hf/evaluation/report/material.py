@@ -18,6 +18,8 @@ from deltanet_hf.evaluation.measures.continuations import TokenRequest
 from deltanet_hf.evaluation.measures.probes import Probe
 from deltanet_hf.evaluation.report.contestants import BASELINES
 from deltanet_hf.evaluation.tasks.harness import Harness
+from deltanet_hf.evaluation.tasks.haystack import Haystack
+from deltanet_hf.evaluation.tasks.prose_facts import prose_facts
 from deltanet_hf.evaluation.tasks.recall_tasks import associative_recall, needles
 from deltanet_hf.evaluation.tasks.suites import SUITES, Suite
 from deltanet_hf.evaluation.tasks.text_windows import encode_documents, token_ids, windows
@@ -75,7 +77,7 @@ class Material:
         harness: lm-eval tasks; None if the suite has none.
         texts: name -> windows [N, T] int64 of token ids.
         repeat: segments [N, T] int64 of the exact repeat.
-        recall: `needle_LENGTH` or `mqar_PAIRS` -> probes.
+        recall: `needle_LENGTH`, `prose_LENGTH` or `mqar_PAIRS` -> probes.
         last_word: name -> requests, scored by greedy exact match.
         speed_lengths: context lengths at which memory and speed are measured.
     """
@@ -125,11 +127,15 @@ def read_material(options: ReportOptions, tokenizer: PreTrainedTokenizerBase, lo
 def _recall(
     suite: Suite, tokenizer: PreTrainedTokenizerBase, haystack: np.ndarray, longest: int, count: int
 ) -> dict[str, list[Probe]]:
-    """The recall probes of the suite; needle lengths above `longest` tokens are left out."""
+    """The recall probes of the suite; lengths above `longest` tokens are left out."""
     built = {f"mqar_{pairs}": associative_recall(tokenizer, pairs, count) for pairs in suite.pairs}
     for length in suite.needle_lengths:
         if length <= longest:
             built[f"needle_{length}"] = needles(tokenizer, haystack, length, count)
+    text = Haystack(tokenizer, haystack)
+    for length in suite.prose_lengths:
+        if length <= longest:
+            built[f"prose_{length}"] = prose_facts(tokenizer, text, length, count)
     return built
 
 

@@ -12,10 +12,13 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from deltanet_hf.evaluation.measures.continuations import exact_match, token_budget
-from deltanet_hf.evaluation.measures.probes import score_probes
+from deltanet_hf.evaluation.measures.probes import Probe, answer_outcomes
+from deltanet_hf.evaluation.measures.relative import Clusters
 from deltanet_hf.evaluation.measures.scores import Score
+from deltanet_hf.evaluation.measures.sequence_bytes import sequence_bytes
 from deltanet_hf.evaluation.measures.speed import SpeedPoint, measure_speed
 from deltanet_hf.evaluation.measures.text_scores import score_repeat, score_text
+from deltanet_hf.evaluation.report.contestants import BYTES_AT
 from deltanet_hf.evaluation.report.material import Material
 from deltanet_hf.evaluation.tasks.harness import TaskResult
 from deltanet_hf.evaluation.tasks.lm_eval_model import DeltaNetLM
@@ -29,12 +32,18 @@ class ModelScores:
         tasks: name of an lm-eval task -> result.
         texts: name of a text -> measure -> score.
         recall: name of a recall measure -> score.
+        answers: name of a probe -> exact answers per sequence, for comparisons with the teacher.
+        control: of the teacher only, the same without the facts.
+        bytes: of the cache after 2,048 tokens.
         seconds: name of a group of measurements -> duration.
     """
 
     tasks: dict[str, TaskResult] = field(default_factory=dict)
     texts: dict[str, dict[str, Score]] = field(default_factory=dict)
     recall: dict[str, Score] = field(default_factory=dict)
+    answers: dict[str, Clusters] = field(default_factory=dict)
+    control: dict[str, Clusters] = field(default_factory=dict)
+    bytes: int = 0
     speed: list[SpeedPoint] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -47,7 +56,14 @@ class ModelScores:
         texts = {name: {key: score.to_dict() for key, score in scores.items()} for name, scores in self.texts.items()}
         recall = {name: score.to_dict() for name, score in self.recall.items()}
         speed = [point.to_dict() for point in self.speed]
-        return {"tasks": tasks, "texts": texts, "recall": recall, "speed": speed, "seconds": self.seconds}
+        return {
+            "bytes": self.bytes,
+            "tasks": tasks,
+            "texts": texts,
+            "recall": recall,
+            "speed": speed,
+            "seconds": self.seconds,
+        }
 
 
 def measure_model(
@@ -79,7 +95,11 @@ def measure_model(
     lap("texts")
     result.recall["repeat_perplexity"] = score_repeat(model, material.repeat)
     for name, probes in material.recall.items():
-        result.recall[name] = score_probes(model, probes)
+        result.answers[name] = _exact(model, probes)
+        result.recall[name] = result.answers[name].score
+        if teacher is None:
+            result.control[name] = _exact(model, [probe.without_facts() for probe in probes])
+    result.bytes = sequence_bytes(model, BYTES_AT)
     with torch.inference_mode():
         for name, requests in material.last_word.items():
             result.recall[f"last_word_{name}"] = exact_match(
@@ -95,6 +115,12 @@ def measure_model(
     if material.speed_lengths:
         lap("speed")
     return result
+
+
+def _exact(model: PreTrainedModel, probes: list[Probe]) -> Clusters:
+    """Exact answers, clustered by probe."""
+    outcomes = answer_outcomes(model, probes)
+    return Clusters.of(outcomes.exact, outcomes.owners)
 
 
 def _last_logits(model: PreTrainedModel) -> Callable[[Tensor, int], Tensor]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from deltanet_hf.errors import UserError
+from deltanet_hf.evaluation.measures.relative import relative_score
 from deltanet_hf.evaluation.measures.scores import Score
 from deltanet_hf.evaluation.report.bench import Outcome, measure_rows
 from deltanet_hf.evaluation.report.contestants import BASELINES, Contestant, line_up
@@ -61,6 +62,16 @@ def run_report(options: ReportOptions, say: Callable[[str], None] = print) -> di
 
 def _document(rows: list[Row], last: Outcome) -> dict[str, Any]:
     counts = {name: len(result.samples) for name, result in rows[0].scores.tasks.items()}
+    teacher = rows[0].scores
+
+    def kept(scores: ModelScores) -> dict[str, dict[str, float | None]]:
+        """Recall relative to the teacher, of the probes that can show it."""
+        found = {
+            name: relative_score(scores.answers[name], teacher.answers[name], control)
+            for name, control in teacher.control.items()
+        }
+        return {name: score.to_dict() for name, score in found.items() if score is not None}
+
     return {
         "settings": {**last.settings, "rows": counts},
         "models": [
@@ -70,6 +81,7 @@ def _document(rows: list[Row], last: Outcome) -> dict[str, Any]:
                 "folder": Path(row.contestant.folder).name,
                 "training_tokens": row.contestant.tokens,
                 "percent_of_teacher": row.percent.to_dict() if row.percent else None,
+                "recall_of_teacher": kept(row.scores),
                 **row.scores.to_dict(),
             }
             for row in rows

@@ -14,7 +14,7 @@ from deltanet_hf.data import prefix_ids
 from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.measures.probes import Probe
 
-_ITEMS = (
+ITEMS = (
     *("amber", "anchor", "arrow", "basket", "beacon", "bridge", "button", "candle", "carpet", "castle", "cellar"),
     *("clover", "copper", "cradle", "curtain", "dagger", "falcon", "feather", "fiddle", "garden", "goblet", "hammer"),
     *("harbor", "helmet", "island", "jacket", "kettle", "ladder", "lantern", "marble", "meadow", "mirror"),
@@ -34,7 +34,7 @@ def associative_recall(
 
     Raises UserError if the vocabulary has fewer than 2 * `pairs` single-token words.
     """
-    words = _single_token_words(tokenizer)
+    words = single_token_words(tokenizer)
     if len(words) < 2 * pairs:
         raise UserError(f"associative recall: {pairs} pairs need {2 * pairs} single-token words, {len(words)} found")
     newline = tokenizer("\n", add_special_tokens=False)["input_ids"]
@@ -44,17 +44,19 @@ def associative_recall(
         drawn = rng.sample(words, 2 * pairs)
         facts = list(zip(drawn[:pairs], drawn[pairs:], strict=True))
         ids = prefix_ids(tokenizer)
+        begin = len(ids)
         for key, value in facts:
             ids += [key, value, *newline]
+        told = ((begin, len(ids)),)
         answers = []
         for key, value in rng.sample(facts, pairs):
             answers.append((len(ids) + 1, len(ids) + 2))
             ids += [key, value, *newline]
-        probes.append(Probe(tuple(ids), tuple(answers)))
+        probes.append(Probe(tuple(ids), tuple(answers), told))
     return probes
 
 
-def _single_token_words(tokenizer: PreTrainedTokenizerBase, most: int = 1000) -> list[int]:
+def single_token_words(tokenizer: PreTrainedTokenizerBase, most: int = 1000) -> list[int]:
     """Ids of at most `most` lower-case words that are single tokens with a leading space, smallest ids first.
 
     Byte-pair vocabularies list merges by frequency, so words with small ids are common.
@@ -97,7 +99,7 @@ def needles(
 
     probes = []
     for _ in range(count):
-        names = rng.sample(_ITEMS, needles_each)
+        names = rng.sample(ITEMS, needles_each)
         codes = [f" {rng.randrange(10**5, 10**6)}" for _ in names]
         facts = [encode(f"\nThe secret code of the {n} is{c}.\n") for n, c in zip(names, codes, strict=True)]
         questions = [encode(f"\nThe secret code of the {name} is") for name in names]
@@ -113,7 +115,9 @@ def needles(
         ids = prefix_ids(tokenizer)
         depths = sorted(rng.sample(range(room), needles_each))
         ids += hay[: depths[0]]
+        told = []
         for begin, end, fact in zip(depths, [*depths[1:], room], facts, strict=True):
+            told.append((len(ids), len(ids) + len(fact)))
             ids += fact + hay[begin:end]
         order = rng.sample(range(needles_each), needles_each)
         answers = []
@@ -121,5 +125,5 @@ def needles(
             ids += questions[i]
             answers.append((len(ids), len(ids) + len(replies[i])))
             ids += replies[i]
-        probes.append(Probe(tuple(ids), tuple(answers)))
+        probes.append(Probe(tuple(ids), tuple(answers), tuple(told)))
     return probes

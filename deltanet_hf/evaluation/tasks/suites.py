@@ -66,6 +66,7 @@ class Suite:
         needle_lengths: lengths of the needle probes, in tokens.
         probes: number of recall probes per list size or length.
         speed_lengths: context lengths in tokens at which memory and speed are measured.
+        prose_lengths: lengths of the probes with facts in running text, in tokens.
         text_window: tokens per window of a text.
         repeated: tokens per segment of the exact repeat.
     """
@@ -75,16 +76,17 @@ class Suite:
     needle_lengths: tuple[int, ...]
     probes: int
     speed_lengths: tuple[int, ...]
+    prose_lengths: tuple[int, ...] = ()
     text_window: int = 1024
     repeated: int = 256
 
 
 _LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
 SUITES = {
-    "texts": Suite((), (8, 32), (1024, 2048), 32, ()),
+    "texts": Suite((), (8, 32), (1024, 2048), 32, (), (1024, 2048)),
     # With 128 probes of 4 needles, the standard error is 2 to 4 points.
-    "small": Suite(SMALL, (8, 32), (1024, 2048), 128, (1024, 4096)),
-    "full": Suite(FULL, (4, 8, 16, 32, 64), _LENGTHS, 128, _LENGTHS),
+    "small": Suite(SMALL, (8, 32), (1024, 2048), 128, (1024, 4096), (1024, 2048)),
+    "full": Suite(FULL, (4, 8, 16, 32, 64), _LENGTHS, 128, _LENGTHS, _LENGTHS),
 }
 
 

@@ -27,7 +27,8 @@ class StepParts(NamedTuple):
 def compose_step_(parts: StepParts, call: StepCall) -> torch.Tensor:
     """`deltanet_kernels.gated_delta_step_` composed of `parts`."""
     q, k, v, a, b, state, A_log, dt_bias, conv_weight, conv_tail, z, norm_weight, padding, cos, sin, *options = call
-    _, eps, qk_silu, v_silu = options
+    k_offset = call.k_offset
+    _, _, eps, qk_silu, v_silu, allow_neg_eigval = options
     (B, T), (K, V) = q.shape[:2], state.shape[2:]
     q, k, v = (x.reshape(B, T, -1) for x in (q, k, v))
     if padding is not None:
@@ -36,7 +37,7 @@ def compose_step_(parts: StepParts, call: StepCall) -> torch.Tensor:
         a, b = (x.masked_fill(hidden, CLOSED) for x in (a, b))
         z = None if z is None else z.reshape(B, T, -1).masked_fill(hidden, 0.0)
     if conv_weight is not None and conv_tail is not None:
-        both = qk_silu and v_silu and cos is None
+        both = qk_silu and v_silu and cos is None and k_offset is None
         qkv = torch.cat([q, k, v], dim=-1)
         qkv, tail = parts.conv(qkv, conv_weight, None, "silu" if both else None, conv_tail, True)
         assert tail is not None
@@ -46,12 +47,16 @@ def compose_step_(parts: StepParts, call: StepCall) -> torch.Tensor:
     q, k, v = q.unflatten(-1, (-1, K)), k.unflatten(-1, (-1, K)), v.unflatten(-1, (-1, V))
     if cos is not None and sin is not None:
         q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+    if k_offset is not None:
+        k = k - k_offset.to(k.dtype)
     if qk_silu:
         q, k = F.silu(q), F.silu(k)
     if v_silu:
         v = F.silu(v)
+    strength = 2 * b.to(torch.promote_types(b.dtype, torch.float32)).sigmoid() if allow_neg_eigval else b
     o = parts.rule_(
-        q, k, v, a, b, state, call.factor, True, A_log=A_log, dt_bias=dt_bias, use_beta_sigmoid_in_kernel=True
+        q, k, v, a, strength, state, call.factor, True, A_log=A_log, dt_bias=dt_bias,
+        use_beta_sigmoid_in_kernel=not allow_neg_eigval,
     )  # fmt: skip
     if z is not None:
         z = z.reshape(o.shape)

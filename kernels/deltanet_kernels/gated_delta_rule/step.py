@@ -1,8 +1,9 @@
 """One decoding step of a Gated DeltaNet layer between its projections: one kernel that updates state and tail in place.
 
-    q, k, v = act(rope(conv(q|k|v)))                        conv over the token and the W-1 inputs before it
-    q, k    = x / sqrt(sum x^2 + 1e-6)                      rope and act on q and k, act on v: optional
-    S       = e^g S + beta k (v - k^T e^g S)^T              g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b)
+    q, k, v = act(rope(conv(q|k|v)) - offset)               conv over the token and the W-1 inputs before it
+    q, k    = x / sqrt(sum x^2 + 1e-6)                      rope on q and k, offset on k, act: optional
+    S       = e^g S + beta k (v - k^T e^g S)^T              g = -exp(A_log) softplus(a + dt_bias)
+    beta    = sigmoid(b)                                    2 sigmoid(b) with allow_neg_eigval
     o       = rmsnorm(scale S^T q) * weight * silu(z)
 
 A step of one token processes the state in slices of its columns. Several tokens, and several query heads that read one
@@ -36,8 +37,8 @@ def _heads(q: torch.Tensor, k: torch.Tensor, state: torch.Tensor) -> tuple[int, 
 
 
 def _fake_delta_step_(
-    q, k, v, a, b, state, A_log, dt_bias, conv_weight, conv_tail, z, norm_weight, padding, cos, sin, scale, eps,
-    qk_silu, v_silu,
+    q, k, v, a, b, state, A_log, dt_bias, conv_weight, conv_tail, z, norm_weight, padding, cos, sin, k_offset,
+    scale, eps, qk_silu, v_silu, allow_neg_eigval,
 ):  # fmt: skip
     HQ, _, HV = _heads(q, k, state)
     return v.new_empty(q.shape[0], q.shape[1], max(HQ, HV), state.shape[3])
@@ -48,8 +49,8 @@ def delta_step_(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, a: torch.Tensor, b: torch.Tensor, state: torch.Tensor,
     A_log: torch.Tensor, dt_bias: torch.Tensor, conv_weight: torch.Tensor | None, conv_tail: torch.Tensor | None,
     z: torch.Tensor | None, norm_weight: torch.Tensor | None, padding: torch.Tensor | None,
-    cos: torch.Tensor | None, sin: torch.Tensor | None, scale: float, eps: float, qk_silu: bool,
-    v_silu: bool,
+    cos: torch.Tensor | None, sin: torch.Tensor | None, k_offset: torch.Tensor | None, scale: float, eps: float,
+    qk_silu: bool, v_silu: bool, allow_neg_eigval: bool,
 ) -> torch.Tensor:  # fmt: skip
     """Return o [B, T, max(HQ, HV), V] and update the contiguous state and convolution tail in place."""
     HQ, H, HV = _heads(q, k, state)
@@ -61,13 +62,15 @@ def delta_step_(
         q.contiguous(), k.contiguous(), v.contiguous(), a.contiguous(), b.contiguous(), A_log, dt_bias, state,
         None if conv_weight is None else conv_weight.contiguous(), conv_tail, None if z is None else z.contiguous(),
         None if norm_weight is None else norm_weight.contiguous(), None if padding is None else padding.contiguous(),
-        None if cos is None else cos.contiguous(), None if sin is None else sin.contiguous(), o,
+        None if cos is None else cos.contiguous(), None if sin is None else sin.contiguous(),
+        None if k_offset is None else k_offset.contiguous(), o,
     )  # fmt: skip
     options = {
         "H": H, "HV": HV, "HQ": HQ, "K": K, "V": V, "BK": BK, "BV": BV, "W": W,
         "R": 0 if cos is None else cos.shape[2], "ROPE_ROWS": cos is not None and cos.shape[0] > 1,
         "QK_SILU": qk_silu, "V_SILU": v_silu, "GATE": z is not None, "NORM": norm_weight is not None,
         "NORM_HEADS": 1 if norm_weight is None else norm_weight.numel() // V, "PADDING": padding is not None,
+        "OFFSET": k_offset is not None, "BETA": 2.0 if allow_neg_eigval else 1.0,
     }  # fmt: skip
     if _in_slices(T, HQ, HV):
         width, warps, ahead = step_slices(K, V, B * HV, multiprocessors(state.device))
@@ -99,5 +102,5 @@ def gated_delta_step_triton_(call: StepCall) -> torch.Tensor:
     large = power_of_two(K, 1) * power_of_two(V, 1) > MAX_STATE
     if shared or (large and not _in_slices(call.q.shape[1], HQ, HV)):
         return compose_step_(_PARTS, call)
-    o: torch.Tensor = delta_step_(*call[:15], call.factor, *call[16:])
+    o: torch.Tensor = delta_step_(*call[:16], call.factor, *call[17:])
     return o

@@ -69,11 +69,11 @@ def _channels(
 
 @triton.jit
 def _head(
-    x, weight, tail, padding, cos, sin, n, t, T, head, d, m, first, K: tl.constexpr, WIDTH: tl.constexpr,
-    C: tl.constexpr, W: tl.constexpr, R: tl.constexpr, ROPE_ROWS: tl.constexpr, SILU: tl.constexpr,
-    PADDING: tl.constexpr,
+    x, weight, tail, padding, cos, sin, offset, n, t, T, head, d, m, first, K: tl.constexpr, WIDTH: tl.constexpr,
+    C: tl.constexpr, W: tl.constexpr, R: tl.constexpr, ROPE_ROWS: tl.constexpr, OFFSET: tl.constexpr,
+    SILU: tl.constexpr, PADDING: tl.constexpr,
 ):  # fmt: skip
-    """Head `head` of q or k at token t: convolved, rotated, activated; not normalised yet."""
+    """Head `head` of q or k at token t: convolved, rotated, centred, activated; not normalised yet."""
     y = _channels(x, weight, tail, padding, n, t, T, head * K + d, m, first, WIDTH, C, W, PADDING)
     if R > 0:
         # The first R channels turn: channel i < R / 2 with channel i + R / 2, whose value is computed again here.
@@ -83,18 +83,20 @@ def _head(
         at = ((n * T if ROPE_ROWS else n * 0) + t) * R + d
         y = y * tl.load(cos + at, mask=m_r, other=1.0).to(tl.float32)
         y += tl.where(d < R // 2, -partner, partner) * tl.load(sin + at, mask=m_r, other=0.0).to(tl.float32)
+    if OFFSET:
+        y -= tl.load(offset + head * K + d, mask=m, other=0.0).to(tl.float32)
     if SILU:
         y = _silu(y)
     return y
 
 
 @triton.jit
-def _gates(a, b, A_log, dt_bias, row, head, real, HV: tl.constexpr):
+def _gates(a, b, A_log, dt_bias, row, head, real, HV: tl.constexpr, BETA: tl.constexpr):
     """Decay and write strength of state head `head` at token `row`; a padded token does not change the state."""
     x = tl.load(a + row * HV + head).to(tl.float32) + tl.load(dt_bias + head).to(tl.float32)
     y = tl.load(b + row * HV + head).to(tl.float32)
     gamma = tl.exp(-tl.exp(tl.load(A_log + head).to(tl.float32)) * softplus(x))
-    return tl.where(real, gamma, 1.0), tl.where(real, 1.0 / (1.0 + tl.exp(-y)), 0.0)
+    return tl.where(real, gamma, 1.0), tl.where(real, BETA / (1.0 + tl.exp(-y)), 0.0)
 
 
 @triton.jit
@@ -125,11 +127,11 @@ def _add_three(a, b, c, x, y, z):
 
 @triton.jit
 def one_token_kernel(
-    q, k, v, a, b, A_log, dt_bias, state, conv_weight, conv_tail, z, norm_weight, padding, cos, sin, o, scale, eps,
-    H: tl.constexpr, HV: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
+    q, k, v, a, b, A_log, dt_bias, state, conv_weight, conv_tail, z, norm_weight, padding, cos, sin, k_offset, o, scale,
+    eps, H: tl.constexpr, HV: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, W: tl.constexpr, R: tl.constexpr, ROPE_ROWS: tl.constexpr, QK_SILU: tl.constexpr,
     V_SILU: tl.constexpr, GATE: tl.constexpr, NORM: tl.constexpr, NORM_HEADS: tl.constexpr, PADDING: tl.constexpr,
-    SLICE: tl.constexpr, AHEAD: tl.constexpr,
+    OFFSET: tl.constexpr, BETA: tl.constexpr, SLICE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Process one token with at most one query head per state; one program per (row, state head).
 
@@ -151,19 +153,19 @@ def one_token_kernel(
     tl.debug_barrier()  # otherwise the compiler loads the state last
     real = _is_real(padding, n, n >= 0, PADDING)
     q_d = _head(
-        q, conv_weight, conv_tail, padding, cos, sin, n, t, 1, head // (HV // HQ), d, md, 0, K, HQ * K, C, W, R,
-        ROPE_ROWS, QK_SILU, PADDING,
+        q, conv_weight, conv_tail, padding, cos, sin, k_offset, n, t, 1, head // (HV // HQ), d, md, 0, K, HQ * K,
+        C, W, R, ROPE_ROWS, False, QK_SILU, PADDING,
     )  # fmt: skip
     k_d = _head(
-        k, conv_weight, conv_tail, padding, cos, sin, n, t, 1, head // (HV // H), d, md, HQ * K, K, H * K, C, W, R,
-        ROPE_ROWS, QK_SILU, PADDING,
+        k, conv_weight, conv_tail, padding, cos, sin, k_offset, n, t, 1, head // (HV // H), d, md, HQ * K, K,
+        H * K, C, W, R, ROPE_ROWS, OFFSET, QK_SILU, PADDING,
     )  # fmt: skip
     v_f = _channels(
         v, conv_weight, conv_tail, padding, n, t, 1, head * V + f, mf, (HQ + H) * K, HV * V, C, W, PADDING
     )  # fmt: skip
     if V_SILU:
         v_f = _silu(v_f)
-    gamma, beta = _gates(a, b, A_log, dt_bias, n, head, real, HV)
+    gamma, beta = _gates(a, b, A_log, dt_bias, n, head, real, HV, BETA)
     z_s = ()
     w_s = ()
     for s in tl.static_range(SLICES):
@@ -210,10 +212,11 @@ def one_token_kernel(
 
 @triton.jit(do_not_specialize=["T"])
 def step_kernel(
-    q, k, v, a, b, A_log, dt_bias, state, conv_weight, conv_tail, z, norm_weight, padding, cos, sin, o, scale, eps, T,
-    H: tl.constexpr, HV: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
+    q, k, v, a, b, A_log, dt_bias, state, conv_weight, conv_tail, z, norm_weight, padding, cos, sin, k_offset, o, scale,
+    eps, T, H: tl.constexpr, HV: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, W: tl.constexpr, R: tl.constexpr, ROPE_ROWS: tl.constexpr, QK_SILU: tl.constexpr,
     V_SILU: tl.constexpr, GATE: tl.constexpr, NORM: tl.constexpr, NORM_HEADS: tl.constexpr, PADDING: tl.constexpr,
+    OFFSET: tl.constexpr, BETA: tl.constexpr,
 ):  # fmt: skip
     """Process T tokens, or several query heads per state; one program per (row, state head)."""
     HO: tl.constexpr = HQ if HQ > HV else HV
@@ -233,8 +236,8 @@ def step_kernel(
         row = n * T + t
         real = _is_real(padding, row, t >= 0, PADDING)
         k_d = _head(
-            k, conv_weight, conv_tail, padding, cos, sin, n, t, T, head // (HV // H), d, md, HQ * K, K, H * K, C, W, R,
-            ROPE_ROWS, QK_SILU, PADDING,
+            k, conv_weight, conv_tail, padding, cos, sin, k_offset, n, t, T, head // (HV // H), d, md, HQ * K, K,
+            H * K, C, W, R, ROPE_ROWS, OFFSET, QK_SILU, PADDING,
         )  # fmt: skip
         k_d = k_d * tl.rsqrt(tl.sum(k_d * k_d, axis=0) + L2_EPS)
         v_e = _channels(
@@ -242,13 +245,13 @@ def step_kernel(
         )  # fmt: skip
         if V_SILU:
             v_e = _silu(v_e)
-        gamma, beta = _gates(a, b, A_log, dt_bias, row, head, real, HV)
+        gamma, beta = _gates(a, b, A_log, dt_bias, row, head, real, HV, BETA)
         delta = beta * (v_e - gamma * tl.sum(k_d[:, None] * S, axis=0))
         for m in tl.static_range(GROUP):
             out = head * GROUP + m
             q_d = _head(
-                q, conv_weight, conv_tail, padding, cos, sin, n, t, T, out // (HO // HQ), d, md, 0, K, HQ * K, C, W, R,
-                ROPE_ROWS, QK_SILU, PADDING,
+                q, conv_weight, conv_tail, padding, cos, sin, k_offset, n, t, T, out // (HO // HQ), d, md, 0, K,
+                HQ * K, C, W, R, ROPE_ROWS, False, QK_SILU, PADDING,
             )  # fmt: skip
             q_d = q_d * tl.rsqrt(tl.sum(q_d * q_d, axis=0) + L2_EPS)
             o_e = scale * (gamma * tl.sum(q_d[:, None] * S, axis=0) + tl.sum(q_d * k_d, axis=0) * delta)

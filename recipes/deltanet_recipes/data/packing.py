@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -46,6 +47,29 @@ class Rows:
         return self.labels >= 0
 
 
+class TokenStream(Protocol):
+    """Where a mixture takes rows from."""
+
+    @property
+    def label(self) -> str:
+        """Its name in messages."""
+
+    @property
+    def weight(self) -> float:
+        """Its relative share of the rows."""
+
+    @property
+    def length(self) -> float:
+        """Its number of distinct tokens."""
+
+    @property
+    def identity(self) -> list[Any]:
+        """Everything that decides its tokens, as JSON, for the names of caches."""
+
+    def read(self, cursor: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """The token ids [count] int64 from position `cursor` on, and whether each is scored [count] bool."""
+
+
 class Stream:
     """An endless stream of the tokens of documents `first` to `last` - 1 of a corpus.
 
@@ -54,8 +78,13 @@ class Stream:
 
     def __init__(self, corpus: Corpus, first: int, last: int, seed: int, shuffle: bool) -> None:
         self.corpus, self.first, self.last, self.seed, self.shuffle = corpus, first, last, seed, shuffle
+        self.label, self.weight, self.report = corpus.label, corpus.weight, corpus.report
         self.length = int(corpus.starts[last] - corpus.starts[first])
         self._order = lru_cache(maxsize=2)(self._make_order)
+
+    @property
+    def identity(self) -> list[Any]:
+        return [self.report, self.first, self.last, self.shuffle]
 
     def _make_order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """The documents in the order of an epoch, and the position in the epoch at which each ends."""
@@ -97,12 +126,12 @@ class Mixture:
     """
 
     def __init__(
-        self, streams: Sequence[Stream], separator: int, isolate: bool, repeat: bool, begin: int | None = None
+        self, streams: Sequence[TokenStream], separator: int, isolate: bool, repeat: bool, begin: int | None = None
     ) -> None:
         self.streams, self.separator, self.isolate, self.repeat = list(streams), separator, isolate, repeat
         self.begin = begin
-        total = sum(stream.corpus.weight for stream in self.streams)
-        self.shares = [stream.corpus.weight / total for stream in self.streams]
+        total = sum(stream.weight for stream in self.streams)
+        self.shares = [stream.weight / total for stream in self.streams]
         self.state: list[int] = [0] * len(self.streams)  # tokens taken from each stream
 
     def check(self, tokens: int) -> None:
@@ -110,7 +139,7 @@ class Mixture:
         for stream, share in zip(self.streams, self.shares, strict=True):
             if not self.repeat and tokens * share >= stream.length:
                 raise UserError(
-                    f"data: the stages need {round(tokens * share):,} tokens of {stream.corpus.label}, which has "
+                    f"data: the stages need {round(tokens * share):,} tokens of {stream.label}, which has "
                     f"{stream.length:,} beside the held-out ones; train on fewer tokens, add sources, or set "
                     "data.repeat: true"
                 )

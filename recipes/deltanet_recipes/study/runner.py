@@ -28,6 +28,7 @@ import torch
 import typer
 
 from deltanet_hf.errors import UserError
+from deltanet_recipes.study.hybrid_row import shown
 from deltanet_recipes.study.results_row import append_rows
 from deltanet_recipes.study.study_config import Conversion, Run, Study, load_study
 
@@ -45,12 +46,13 @@ class StudyRun:
     Args:
         runs: the runs to carry out.
         devices: the GPU of each worker, as a value of CUDA_VISIBLE_DEVICES, or None for the CPU.
+        file: name of the study's file, for the commands in rows.
 
     Raises UserError if a run's folder holds a run with other settings.
     """
 
-    def __init__(self, study: Study, runs: list[Run], devices: list[str | None]) -> None:
-        self.study, self.devices = study, devices
+    def __init__(self, study: Study, runs: list[Run], devices: list[str | None], file: str = "STUDY.yaml") -> None:
+        self.study, self.devices, self.file = study, devices, file
         self.output, self.results = Path(study.output), Path(study.results)
         self.logs = self.output / "logs"
         self.logs.mkdir(parents=True, exist_ok=True)
@@ -165,9 +167,15 @@ class StudyRun:
         figures = folder / "figures.json"
         arguments = [self.study.arrays, str(figures), "--teacher", self.study.teacher, "--model", f"{run.name}={model}"]
         arguments += ["--window"] if run.untrained == "window" else []
-        self._call("deltanet_recipes.study.results_row", arguments, log, device, threads)
+        module = "deltanet_recipes.study.results_row"
+        if self.study.measure == "recall":
+            module = "deltanet_recipes.study.hybrid_row"
+            arguments += ["--references", str(self.output / "references")]
+        self._call(module, arguments, log, device, threads)
         (row,) = json.loads(figures.read_text())
         figures.unlink()
+        if "command" in row:
+            row["command"] = f"python -m deltanet_recipes.study {self.file} --only {run.name}"
         return row  # type: ignore[no-any-return]
 
     def _call(self, module: str, arguments: list[str], log: Path, device: str | None, threads: int) -> None:
@@ -233,6 +241,9 @@ def _last_words(log: Path, begin: int) -> str:
 
 
 def _figures(row: dict[str, Any]) -> str:
+    """The figures of a row in one line."""
+    if "metrics" not in row:
+        return shown(row)
     return "  ".join(f"{key} {figure['value']:.4g}" for key, figure in row["metrics"].items())
 
 
@@ -261,7 +272,7 @@ def main(
     if gpus is not None and gpus > len(found):
         raise UserError(f"--gpus {gpus}: there are {len(found)}")
     devices: list[str | None] = [*found[:gpus]] or [None]
-    failures = StudyRun(settings, runs, devices * per_gpu).work()
+    failures = StudyRun(settings, runs, devices * per_gpu, study.name).work()
     if failures:
         typer.echo(f"{failures} of {len(runs)} runs failed; their logs are in {settings.output}/logs", err=True)
         raise typer.Exit(1)

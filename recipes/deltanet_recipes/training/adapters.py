@@ -15,6 +15,7 @@ from torch import nn
 from deltanet_hf.mixers import LayerKind
 from deltanet_hf.models.layers import INSERTED_QK_NORMS
 from deltanet_recipes.schema import DistilBase
+from deltanet_recipes.training.kept_attention import freeze_queries_and_keys, query_key_parts
 from deltanet_recipes.training.model_pair import decoder_layers, is_imported, mixer_name, mixers
 
 
@@ -60,10 +61,7 @@ def train_for(student: nn.Module, stage: DistilBase, seed: int) -> None:
         student.model.norm.float().requires_grad_(True)  # type: ignore[union-attr, operator]
         if stage.train_embeddings:
             student.float().requires_grad_(True)
-    elif stage.train == "lora":
-        targets = lora_targets(student, stage.lora.targets)
-        if not targets:
-            return
+    elif stage.train == "lora" and (targets := stage_targets(student, stage)):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             config = LoraConfig(
@@ -75,6 +73,14 @@ def train_for(student: nn.Module, stage: DistilBase, seed: int) -> None:
         for name, parameter in student.named_parameters():
             if "lora_" in name:
                 parameter.data = parameter.data.float()
+    if stage.kept_qk == "frozen":
+        freeze_queries_and_keys(student)
+
+
+def stage_targets(student: nn.Module, stage: DistilBase) -> list[str]:
+    """Names of the linear layers to which a stage gives adapters."""
+    held = [name for name, _, rows in query_key_parts(student) if rows is None] if stage.kept_qk == "frozen" else []
+    return [name for name in lora_targets(student, stage.lora.targets) if name not in held]
 
 
 def lora_targets(student: nn.Module, kinds: tuple[str, ...]) -> list[str]:

@@ -12,7 +12,7 @@ from rich.table import Table
 from torch import nn
 
 from deltanet_recipes.schema import Align, DistilBase, Recipe, Stage, stage_name, stage_tokens
-from deltanet_recipes.training.adapters import inserted_norms, lora_targets, mixers_in_full
+from deltanet_recipes.training.adapters import inserted_norms, mixers_in_full, stage_targets
 from deltanet_recipes.training.feeds import micro_batch_rows
 from deltanet_recipes.training.logbook import Logbook
 from deltanet_recipes.training.model_pair import decoder_layers, mixers, output_weight
@@ -68,8 +68,9 @@ def estimate(stage: Stage, recipe: Recipe, student: nn.Module, runtime: Runtime)
         activations = micro * width * 14 * config.hidden_size * len(mixers(student))
         return Estimate(mixer, 0, weights + activations, 2.0 * in_layers + 6.0 * mixer)
     kept = len(layers) if not recipe.engine.gradient_checkpointing else 2
-    logits = 4 * 5 * min(stage.loss_chunk, micro) * vocabulary
-    flops = 2.0 * total * (2 if stage.top_k is None else 1) + 4.0 * total
+    windowed = stage.recall_weight > 0  # one more pass of the teacher, and its logits
+    logits = 4 * (5 + windowed) * min(stage.loss_chunk, micro) * vocabulary
+    flops = 2.0 * total * (2 + windowed if stage.top_k is None else 1) + 4.0 * total
     entry = (2 if vocabulary <= 1 << 16 else 4) + 2  # a token id and its log-probability
     disk = (stage_tokens(stage) + recipe.data.holdout_tokens) * (stage.top_k or 0) * entry
     return Estimate(mixer, rest, weights + per_layer * kept + logits, flops, disk)
@@ -87,7 +88,7 @@ def _rest(stage: Stage, student: nn.Module, layer_weights: int) -> int:
     if stage.train == "frozen":
         return new
     modules = dict(student.named_modules())
-    names = lora_targets(student, stage.lora.targets)
+    names = stage_targets(student, stage)
     return new + sum(stage.lora.rank * sum(modules[name].weight.shape) for name in names)  # type: ignore[union-attr, misc]
 
 

@@ -52,6 +52,8 @@ class KlTerms:
     ce_weight: float = 0.1
     temperature: float = 1.0
     reverse: bool = False
+    recall_weight: float = 0.0
+    recall_cap: float = 2.0
 
 
 def kl_divergence(
@@ -86,27 +88,54 @@ ChunkLoss = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
 def live_chunk(head: Head, teacher_head: Head, terms: KlTerms) -> ChunkLoss:
-    """The loss of a chunk, given the teacher's last hidden states [n, D'] and output matrix [V, D']."""
+    """The loss of a chunk, given the teacher's last hidden states [n, D'] and output matrix [V, D'].
+
+    With a `recall_weight`, the chunk gets four: the hidden states, those of the teacher under a window [n, D'], the
+    output matrix, and the mean weight [] of a token (`recall_weights`).
+    """
 
     def chunk(
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        labels: torch.Tensor,
-        teacher_hidden: torch.Tensor,
-        teacher_weight: torch.Tensor,
+        hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, *given: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         product = F.linear(hidden, weight)
+        weights = None
         with torch.no_grad():
-            teacher = teacher_head.logits(teacher_hidden, teacher_weight)
-        return _from_logits(head.scaled(product), teacher, labels, terms, product.dtype)
+            if terms.recall_weight > 0:
+                teacher_hidden, windowed_hidden, teacher_weight, mean = given
+                teacher = teacher_head.logits(teacher_hidden, teacher_weight)
+                weights = recall_weights(teacher, teacher_head.logits(windowed_hidden, teacher_weight), terms) / mean
+            else:
+                teacher = teacher_head.logits(*given)
+        return _from_logits(head.scaled(product), teacher, labels, terms, product.dtype, weights)
 
     return chunk
 
 
+def recall_weights(teacher: torch.Tensor, windowed: torch.Tensor, terms: KlTerms) -> torch.Tensor:
+    """How much the KL of each token counts: 1 + recall_weight min(KL(teacher || windowed), recall_cap).
+
+    The divergence is large where the next token follows from what the window does not show, and nearly 0 elsewhere, so
+    that few tokens carry what the mean KL hides (Arora et al., Zoology, arXiv 2312.04927, section 3).
+
+    Args:
+        teacher: its logits [N, V] float32.
+        windowed: its logits under a window [N, V] float32.
+
+    Returns:
+        [N] float32.
+    """
+    return 1.0 + terms.recall_weight * kl_divergence(windowed, teacher).clamp(0.0, terms.recall_cap)
+
+
 def _from_logits(
-    student: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor, terms: KlTerms, dtype: torch.dtype
+    student: torch.Tensor,
+    teacher: torch.Tensor,
+    labels: torch.Tensor,
+    terms: KlTerms,
+    dtype: torch.dtype,
+    weights: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The loss of logits [n, V] with its gradient written out.
+    """The loss of logits [n, V] with its gradient written out; `weights` [n] are those of the KL term of each token.
 
     This takes one pass over the logits for the normalisers and one for values and gradient; autograd would take two
     more. With p = softmax(s / temperature) and u = softmax(t / temperature), the gradient with respect to s is
@@ -115,6 +144,7 @@ def _from_logits(
         temperature p (log p - log u - KL(p || u)) for temperature^2 KL(p || u).
 
     The gradient is kept in `dtype`, the dtype of the product with the output matrix, to which it is rounded anyway.
+    The KL that is returned for the log has no weights.
     """
     s, tau = student.detach(), terms.temperature
     log_p, log_u = F.log_softmax(s / tau, dim=-1), F.log_softmax(teacher / tau, dim=-1)
@@ -125,15 +155,19 @@ def _from_logits(
     else:
         kl = kl_from_log_probs(log_u, log_p)
         gradient = tau * (p - u)
+    weighted = kl
+    if weights is not None:
+        weighted, gradient = kl * weights, gradient * weights[:, None]
     log_p = log_p if tau == 1.0 else F.log_softmax(s, dim=-1)
     is_label = torch.arange(s.shape[-1], device=s.device) == labels[:, None]
     ce = -torch.where(is_label, log_p, 0.0).sum(-1)
     gradient = terms.kl_weight * gradient + terms.ce_weight * (log_p.exp() - is_label.float())
     scored = labels >= 0
     kl_sum = (kl * tau**2).masked_fill(~scored, 0.0).sum()
+    weighted_sum = (weighted * tau**2).masked_fill(~scored, 0.0).sum()
     ce_sum = ce.masked_fill(~scored, 0.0).sum()
     through = (student.to(dtype) * gradient.masked_fill(~scored[:, None], 0.0).to(dtype)).sum()
-    return terms.kl_weight * kl_sum + terms.ce_weight * ce_sum + (through - through.detach()), kl_sum, ce_sum
+    return terms.kl_weight * weighted_sum + terms.ce_weight * ce_sum + (through - through.detach()), kl_sum, ce_sum
 
 
 def cached_chunk(head: Head, terms: KlTerms) -> ChunkLoss:

@@ -71,6 +71,10 @@ def write_card(
     lines += ["", f"In all {tokens:,} training tokens and {hours_total:.2f} device hours per process.", "", "Data:"]
     for report in (report for reports in data for report in reports):
         source = report["source"]
+        if source["recall"] is not None:
+            share = f"weight {source['weight']:g}"
+            lines.append(f"- synthetic recall rows ({', '.join(source['recall']['formats'])}), {share}")
+            continue
         lines.append(f"- {source['hub'] or Path(source['path']).name}: {report['tokens']:,} tokens tokenised")
         if report["decontaminated_against"]:
             lines.append(

@@ -43,6 +43,12 @@ def check_models(recipe: Recipe) -> None:
             "`deltanet-hf convert`"
         )
     config = _config(name, "teacher")
+    for stage in recipe.stages:
+        if getattr(stage, "recall_weight", 0.0) > 0 and config.model_type not in FAMILIES:
+            raise UserError(
+                f"stages.{stage_name(stage)}.recall_weight: needs a softmax teacher, to compare it with itself "
+                f"under a window, and {name} has model_type {config.model_type!r}; leave the key out"
+            )
     if student.model_type == MODEL_TYPE:
         _check_imported(recipe, student, config)
         return
@@ -59,6 +65,13 @@ def check_models(recipe: Recipe) -> None:
 
 def _check_trainable(recipe: Recipe, table: LayerTable) -> None:
     """Refuse stages that would train nothing, because every converted layer has the teacher's weights (windows)."""
+    if not any(getattr(kind.settings, "window", 0) for kind in table.converted.values() if kind.mixer.new_weights):
+        for stage in recipe.stages:
+            if stage.window_dropout is not None:
+                raise UserError(
+                    f"stages.{stage_name(stage)}.window_dropout: {recipe.student} has no layer with a window beside "
+                    "its state; leave the key out"
+                )
     if any(kind.mixer.new_weights for kind in table.converted.values()):
         return
     for stage in recipe.stages:

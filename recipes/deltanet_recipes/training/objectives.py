@@ -15,8 +15,17 @@ from torch import nn
 
 from deltanet_recipes.data.packing import Rows
 from deltanet_recipes.training.layer_runner import AttentionTaps, LayerInputs, LayerRunner, mixer_output
-from deltanet_recipes.training.losses import ChunkedLoss, ChunkLoss, relative_squared_error, squared_error
+from deltanet_recipes.training.losses import (
+    ChunkedLoss,
+    ChunkLoss,
+    Head,
+    KlTerms,
+    recall_weights,
+    relative_squared_error,
+    squared_error,
+)
 from deltanet_recipes.training.model_pair import mixers, output_weight
+from deltanet_recipes.training.windowed_teacher import windowed_inputs
 
 Error = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (output, target) [..., D] -> [...]
 
@@ -108,6 +117,9 @@ class Distil(nn.Module):
         hidden_weight: weight of the mean relative squared error of the residual stream.
         checkpointing: recompute the student's activations in the backward pass.
         hidden_error: `losses.relative_squared_error`, compiled or not.
+        recall: weight and cap of the loss by recall, if it has them (`losses.recall_weights`). Before training,
+            `measure_mean_weight` sets the mean by which weights are divided: a constant, so that the loss is linear
+            in the tokens.
     """
 
     def __init__(
@@ -119,8 +131,12 @@ class Distil(nn.Module):
         hidden_weight: float = 0.0,
         checkpointing: bool = False,
         hidden_error: Error = relative_squared_error,
+        recall: KlTerms | None = None,
     ) -> None:
         super().__init__()
+        self.recall = recall
+        self.mean_weight: torch.Tensor
+        self.register_buffer("mean_weight", torch.ones(()), persistent=False)
         self.student, self.teacher, self.hidden_error = student, teacher, hidden_error
         self.chunk_loss, self.chunk, self.hidden_weight = chunk_loss, chunk, hidden_weight
         self._student_layers = LayerRunner(student, checkpointing)
@@ -150,6 +166,8 @@ class Distil(nn.Module):
             with torch.no_grad():
                 hidden, teacher_states = self._teacher_layers.run_layers(batch.teacher)
             per_token, shared = (hidden.flatten(0, 1),), (output_weight(self.teacher),)
+            if self.recall is not None:
+                per_token, shared = (*per_token, self._windowed(batch)), (*shared, self.mean_weight)
         hidden, states = self._student_layers.run_layers(batch.student)
         total, kl, ce = ChunkedLoss.apply(
             self.chunk_loss,
@@ -167,6 +185,34 @@ class Distil(nn.Module):
             total = total + self.hidden_weight * hidden_error
             metrics.append(hidden_error.detach())
         return total / batch.scored, torch.stack(metrics) / batch.scored
+
+    @torch.no_grad()
+    def _windowed(self, batch: Batch) -> torch.Tensor:
+        """The last hidden states [R*L, D'] of the teacher under a window."""
+        assert self._teacher_layers is not None
+        assert batch.teacher is not None
+        inputs = windowed_inputs(batch.teacher, batch.rows, batch.cu_seqlens is not None)
+        hidden, _ = self._teacher_layers.run_layers(inputs)
+        return hidden.flatten(0, 1)
+
+    @torch.no_grad()
+    def measure_mean_weight(self, batches: list[Batch]) -> None:
+        """Set the mean weight of a scored token to that of some rows."""
+        assert self.recall is not None
+        assert self.teacher is not None
+        assert self._teacher_layers is not None
+        head, matrix = Head.of(self.teacher), output_weight(self.teacher)
+        total, count = torch.zeros_like(self.mean_weight), 0
+        for batch in map(self.prepare, batches):
+            assert batch.teacher is not None
+            full = self._teacher_layers.run_layers(batch.teacher)[0].flatten(0, 1)
+            scored, near = batch.rows.scored.flatten(), self._windowed(batch)
+            for begin in range(0, len(full), self.chunk):
+                piece = slice(begin, begin + self.chunk)
+                logits = [head.logits(hidden[piece], matrix) for hidden in (full, near)]
+                total += recall_weights(logits[0], logits[1], self.recall)[scored[piece]].sum()
+            count += int(scored.sum())
+        self.mean_weight.copy_(total / max(1, count))
 
 
 class AlignLayer(nn.Module):

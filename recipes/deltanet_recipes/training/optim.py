@@ -14,32 +14,43 @@ from deltanet_hf.mixers import LayerKind
 from deltanet_recipes.schema import StageBase
 from deltanet_recipes.schema_sections import Optimizer
 
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")  # of a mixer; they begin as the teacher's
+
 
 def parameter_groups(module: nn.Module, settings: Optimizer) -> list[dict[str, Any]]:
     """Group the trainable parameters of a module by learning rate.
 
     The groups are `mixer` (new weights of mixers, at `mixer_lr`) and `rest` (all others, LoRA adapters included, at
-    `rest_lr`). Each has a second group, NAME.vectors, for everything but matrices: vectors, convolutions, and linear
-    layers with at most 16 inputs or outputs, such as a projection to one value per head. Weight decay and Muon apply to
-    matrices only.
+    `rest_lr`). Of the mixers, `projection` (what the teacher has too, at `projection_lr`) and `share` (the share of
+    the window beside a state, at `share_lr`) are groups of their own if they have a rate. Each has a second group,
+    NAME.vectors, for everything but matrices: vectors, convolutions, and linear layers with at most 16 inputs or
+    outputs, such as a projection to one value per head. Weight decay and Muon apply to matrices only, and not to the
+    share.
 
     Returns:
         Groups for `make_optimizers`, in the order of their names.
     """
-    in_mixers = {
-        id(p)
+    names = {
+        id(p): _mixer_group(name, settings)
         for mixer in module.modules()
         if isinstance(mixer, LayerKind) and mixer.new_weights
         for name, p in mixer.named_parameters()
         if p.requires_grad and "lora_" not in name
     }
+    rates = {
+        "mixer": settings.mixer_lr,
+        "rest": settings.rest_lr,
+        "projection": settings.projection_lr,
+        "share": settings.share_lr,
+    }
     matrices = {id(m.weight) for m in module.modules() if isinstance(m, nn.Linear) and min(m.weight.shape) > 16}
     groups: dict[str, dict[str, Any]] = {}
     for p in dict.fromkeys(p for p in module.parameters() if p.requires_grad):
-        mixer, matrix = id(p) in in_mixers, id(p) in matrices
-        name = ("mixer" if mixer else "rest") + ("" if matrix else ".vectors")
-        rate = settings.mixer_lr if mixer else settings.rest_lr
-        if mixer and not matrix:
+        part = names.get(id(p), "rest")
+        matrix = id(p) in matrices and part != "share"
+        name, rate = part + ("" if matrix else ".vectors"), rates[part]
+        assert rate is not None
+        if part == "mixer" and not matrix:
             rate *= settings.gate_lr_scale
         muon = matrix and settings.name == "muon"
         if muon:
@@ -50,6 +61,14 @@ def parameter_groups(module: nn.Module, settings: Optimizer) -> list[dict[str, A
         )
         group["params"].append(p)
     return [groups[name] for name in sorted(groups)]
+
+
+def _mixer_group(name: str, settings: Optimizer) -> str:
+    """The group of a mixer's parameter `name`, without ".vectors"."""
+    first = name.partition(".")[0]
+    if first == "window_branch" and settings.share_lr is not None:
+        return "share"
+    return "projection" if first in PROJECTIONS and settings.projection_lr is not None else "mixer"
 
 
 def make_optimizers(groups: list[dict[str, Any]], settings: Optimizer, fused: bool) -> list[torch.optim.Optimizer]:

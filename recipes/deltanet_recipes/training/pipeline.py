@@ -18,12 +18,14 @@ from deltanet_hf.data import prefix_ids, shipped_texts
 from deltanet_hf.errors import UserError
 from deltanet_recipes.data.decontaminate import Contamination
 from deltanet_recipes.data.packing import Mixture, split_streams
+from deltanet_recipes.data.recall_rows import RecallStream
 from deltanet_recipes.data.tokens import Corpus, load_corpus
 from deltanet_recipes.schema import Align, Recipe, Repair, Stage, stage_name, stage_tokens
 from deltanet_recipes.schema_sections import Data, Source
 from deltanet_recipes.training.cost_estimate import show_plan
 from deltanet_recipes.training.feeds import check_share
 from deltanet_recipes.training.final_model import save_final
+from deltanet_recipes.training.kept_attention import put_back_queries_and_keys
 from deltanet_recipes.training.logbook import Logbook, read_log
 from deltanet_recipes.training.model_pair import (
     check_models,
@@ -94,6 +96,8 @@ def run(recipe: Recipe, kinds: tuple[str, ...] | None = None, console: Console |
         steps_before += stage.steps * (len(mixers(student)) if layerwise else 1)
         logbook.tables()
     if runtime.main:
+        if any(getattr(stage, "kept_qk", None) == "restore" for stage in stages):
+            put_back_queries_and_keys(student, recipe.student)
         done_recipe = recipe.model_copy(update={"stages": tuple(stages)})  # the stages whose tokens the model has seen
         save_final(final, student, tokenizer, done_recipe, stages, stored_dtype, [d.report for d in data.values()])
         draw_plots(output, read_log(output))
@@ -126,19 +130,21 @@ class _Prepared:
         contamination = Contamination(data.decontaminate, tokenizer) if data.decontaminate else None
         if not runtime.main:
             runtime.barrier()  # the main process tokenises, the others read its result
-        corpora = [load_corpus(source, tokenizer, separator, cache, contamination) for source in sources]
+        corpora = [load_corpus(s, tokenizer, separator, cache, contamination) for s in sources if s.recall is None]
         if runtime.main:
             runtime.barrier()
             for corpus in corpora:
                 logbook.say(_describe(corpus))
         training, held_out = split_streams(corpora, data.holdout_tokens, recipe.seed, data.shuffle)
         begin = next(iter(prefix_ids(tokenizer)), None)
+        unwanted = [separator, *prefix_ids(tokenizer)]
+        recall = [RecallStream(s, tokenizer, training, unwanted, recipe.seed) for s in sources if s.recall is not None]
         return cls(
             data,
-            Mixture(training, separator, data.isolate_documents, data.repeat, begin),
+            Mixture([*training, *recall], separator, data.isolate_documents, data.repeat, begin),
             Mixture(held_out, separator, data.isolate_documents, True, begin),
             cache,
-            [corpus.report for corpus in corpora],
+            [corpus.report for corpus in corpora] + [stream.report for stream in recall],
         )
 
 

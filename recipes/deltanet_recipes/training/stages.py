@@ -15,6 +15,7 @@ from deltanet_recipes.data.packing import Mixture, Rows
 from deltanet_recipes.schema import Align, DistilBase, Recipe, Stage, stage_name, stage_tokens
 from deltanet_recipes.training.adapters import merge_lora, train_for, train_mixers
 from deltanet_recipes.training.feeds import RowFeed, micro_batch_rows
+from deltanet_recipes.training.kept_attention import shared_rows_held
 from deltanet_recipes.training.layerwise import LayerwiseAlign
 from deltanet_recipes.training.logbook import Logbook
 from deltanet_recipes.training.losses import (
@@ -100,16 +101,22 @@ class StageRun:
         error = torch.compile(squared_error, dynamic=False) if self.runtime.compile else squared_error
         objective = AlignObjective(teacher, self.student, error).to(self.runtime.device)
         feed = RowFeed(self.mixture, stage, self.runtime, score_all=True)
-        beginning = feed.state
-        sample = self.held_out if len(self.held_out) else self.mixture.take(stage.rows_per_step, stage.sequence_length)
         with self.runtime.autocast():
-            objective.measure_scales(feed.evaluation(sample))
-        feed.state = beginning
+            objective.measure_scales(feed.evaluation(self._sample(feed)))
         if self.runtime.compile:
             compile_layers(list(objective.mixers.values()))
         self.runtime.shard(objective, [*decoder_layers(teacher), *objective.mixers.values()], teacher)
         self._train(objective, feed, lambda: self._evaluate(objective, feed))
         objective.close()
+
+    def _sample(self, feed: RowFeed) -> Rows:
+        """The rows on which constants of the loss are measured: those held out, else the first that will be trained."""
+        if len(self.held_out):
+            return self.held_out
+        beginning = feed.state
+        sample = self.mixture.take(self.stage.rows_per_step, self.stage.sequence_length)
+        feed.state = beginning
+        return sample
 
     def _align_layerwise(self, stage: Align) -> None:
         teacher = self._teacher(torch.device("cpu"))
@@ -127,6 +134,7 @@ class StageRun:
             self.logbook,
             self.folder,
             self.steps_before,
+            self.recipe.seed,
         ).run()
 
     def _distil(self, stage: DistilBase) -> None:
@@ -134,7 +142,14 @@ class StageRun:
         place(self.student, self.runtime.device)
         teacher: nn.Module | None = None
         cache: TopKCache | None = None
-        terms = KlTerms(stage.kl_weight, stage.ce_weight, stage.temperature, stage.direction == "reverse")
+        terms = KlTerms(
+            stage.kl_weight,
+            stage.ce_weight,
+            stage.temperature,
+            stage.direction == "reverse",
+            stage.recall_weight,
+            stage.recall_cap,
+        )
         if stage.top_k is None:
             teacher = self._teacher(self.runtime.device)
             chunk_loss = live_chunk(Head.of(self.student), Head.of(teacher), terms)
@@ -155,11 +170,16 @@ class StageRun:
             stage.hidden_weight,
             self.recipe.engine.gradient_checkpointing,
             hidden_error,
-        )
+            terms if stage.recall_weight > 0 else None,
+        ).to(self.runtime.device)
         units = [*decoder_layers(self.student), *(decoder_layers(teacher) if teacher is not None else ())]
         self.runtime.shard(objective, units, teacher)
         feed = RowFeed(self.mixture, stage, self.runtime, score_all=False, cache=cache)
-        self._train(objective, feed, lambda: self._evaluate(objective, feed))
+        if stage.recall_weight > 0:
+            with self.runtime.autocast():
+                objective.measure_mean_weight(feed.evaluation(self._sample(feed)))
+        with shared_rows_held(self.student, stage, self.recipe.engine.sharding != "none"):
+            self._train(objective, feed, lambda: self._evaluate(objective, feed))
 
     def _cache(self, stage: DistilBase) -> TopKCache:
         name = teacher_name(self.recipe)
@@ -183,6 +203,7 @@ class StageRun:
             self.logbook,
             self.folder,
             self.steps_before,
+            self.recipe.seed,
         )
         trainer.run()
 

@@ -47,9 +47,8 @@ def cache_folder(parent: Path, stage: DistilBase, mixture: Mixture, teacher: str
     """The folder of a stage's cache, named after everything that decides its content."""
     parts: list[Any] = [
         [stage.steps, stage.batch_tokens, stage.sequence_length, stage.top_k, teacher, seed],
-        [stream.corpus.report for stream in mixture.streams],
+        [stream.identity for stream in mixture.streams],
         [mixture.state, mixture.shares, mixture.isolate, mixture.separator],
-        [[stream.first, stream.last, stream.shuffle] for stream in mixture.streams],
     ]
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
     return parent / f"top{stage.top_k}-{digest}"

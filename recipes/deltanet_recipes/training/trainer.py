@@ -21,6 +21,7 @@ from deltanet_recipes.training.microstep import MicroStep
 from deltanet_recipes.training.optim import make_optimizers, parameter_groups, rate_factor, set_rates
 from deltanet_recipes.training.runtime import Runtime
 from deltanet_recipes.training.training_state import Checkpoints
+from deltanet_recipes.training.window_dropout import WindowDropoutSchedule
 
 
 class Feed(Protocol):
@@ -40,6 +41,7 @@ class Trainer:
         evaluate: returns figures on held-out rows by name, the same on every process.
         folder: folder of the stage's checkpoints.
         steps_before: optimiser steps of this run before the stage, for the log.
+        seed: random seed of the window dropout.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Trainer:
         logbook: Logbook,
         folder: Path,
         steps_before: int,
+        seed: int = 0,
     ) -> None:
         self.label, self.stage, self.log, self.runtime = label, stage, log, runtime
         self.objective, self.feed, self.evaluate, self.logbook = objective, feed, evaluate, logbook
@@ -65,6 +68,7 @@ class Trainer:
         self.step, self.seconds = 0, 0.0
         self.best = math.inf
         alone = micro_batch_rows(stage, runtime.world) >= stage.rows_per_step // runtime.world
+        self.window_dropout = WindowDropoutSchedule(objective, stage.window_dropout, stage.steps, seed, runtime.rank)
         self._micro = MicroStep(runtime, objective, self.parameters, alone)
 
     def run(self) -> None:
@@ -76,6 +80,7 @@ class Trainer:
                 self._record({}, 0, 0.0, self._held_out())
             self._loop()
         finally:
+            self.window_dropout.end()
             self.logbook.end()
 
     def _loop(self) -> None:
@@ -104,6 +109,7 @@ class Trainer:
     def optimiser_step(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Do one step; returns the metrics summed over this process's micro-batches and the gradient norm []."""
         set_rates(self.optimizers, rate_factor(self.step, self.stage))
+        self.window_dropout.begin(self.step)
         self._micro.begin()
         metrics: torch.Tensor | None = None
         for batch in self.feed.step():
@@ -136,6 +142,7 @@ class Trainer:
         self.best = min(self.best, loss)
 
     def _held_out(self) -> dict[str, float]:
+        self.window_dropout.set(0.0)
         return {f"held_out.{name}": value for name, value in self.evaluate().items()}
 
     def _record(self, means: dict[str, float], since: int, elapsed: float, held_out: dict[str, float]) -> None:

@@ -1,0 +1,102 @@
+"""The journal of an unfinished selection: what was asked for, the reference losses, and every finished round."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from deltanet_hf import step_journal
+from deltanet_hf.errors import UserError
+from deltanet_hf.safe_write import writing
+
+from .methods import Round
+from .units import Unit, to_json
+
+REFERENCES = "references"
+
+
+class SelectionJournal:
+    """The file `.NAME.journal` beside the output NAME; a run with the same request continues after the last round.
+
+    Args:
+        out: the output file.
+        request: everything that the result depends on, as a JSON value.
+        overwrite: replace an existing output, and discard the journal of a run with another request.
+
+    Raises:
+        UserError: the output exists, or an unfinished run to it had other options, and `overwrite` was not given.
+    """
+
+    def __init__(self, out: Path, request: dict[str, Any], overwrite: bool) -> None:
+        self.path = self.path_of(out)
+        self.steps: step_journal.Steps = {}
+        request = json.loads(json.dumps(request))  # as the file will hold it
+        if out.is_dir():
+            raise UserError(f"{out}: is a folder; give the name of a file")
+        before = self._read(overwrite)
+        if before is not None and before != request:
+            if not overwrite:
+                raise UserError(
+                    f"{self.path}: an unfinished selection to {out} had another "
+                    f"{step_journal.first_difference(before, request)}; repeat the first command to complete it, or "
+                    "start again with --overwrite"
+                )
+            self.remove()
+            before = None
+        if before is None:
+            if out.exists() and not overwrite:
+                raise UserError(f"{out}: exists; choose another file, or add --overwrite to replace it")
+            with writing(out):
+                out.parent.mkdir(parents=True, exist_ok=True)
+            self.steps = {}
+            step_journal.append(self.path, {"request": request})
+
+    @staticmethod
+    def path_of(out: Path) -> Path:
+        """The journal's place."""
+        return out.parent / f".{out.name}.journal"
+
+    def _read(self, overwrite: bool) -> dict[str, Any] | None:
+        if not self.path.exists():
+            return None
+        try:
+            before, self.steps = step_journal.read(self.path)
+        except (ValueError, KeyError, TypeError) as error:
+            if not overwrite:
+                raise UserError(f"{self.path}: damaged ({error}); start again with --overwrite") from error
+            before = None
+        if before is None:
+            self.remove()
+        return before
+
+    def references(self) -> dict[str, Any] | None:
+        """The figures of the step `REFERENCES` if it is done."""
+        return self.steps.get(REFERENCES)
+
+    def rounds(self) -> list[Round]:
+        """The finished rounds."""
+        found = (figures for step, figures in self.steps.items() if step != REFERENCES)
+        return [
+            Round(_unit(step["unit"]), step["score"], {_unit(unit): gain for unit, gain in step["gains"]})
+            for step in found
+        ]
+
+    def done(self, step: str, figures: dict[str, Any]) -> None:
+        """Records a finished step."""
+        step_journal.append(self.path, {"step": step, "figures": figures})
+        self.steps[step] = figures
+
+    def round_done(self, number: int, found: Round) -> None:
+        """Records a round."""
+        gains = [[to_json(unit), gain] for unit, gain in found.gains.items()]
+        self.done(f"round {number}", {"unit": to_json(found.unit), "score": found.score, "gains": gains})
+
+    def remove(self) -> None:
+        """Deletes the file, after the output is written."""
+        with writing(self.path):
+            self.path.unlink(missing_ok=True)
+
+
+def _unit(value: int | list[int]) -> Unit:
+    return (value,) if isinstance(value, int) else tuple(value)

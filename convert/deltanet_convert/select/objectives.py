@@ -1,0 +1,130 @@
+"""The losses of restricted models: answer NLL of recall probes, and KL from the teacher on running text."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .probes import Probe
+
+KL_STRIDE = 8  # every 8th position of running text is compared: neighbours see nearly the same context
+
+
+class Objective(ABC):
+    """Rows of tokens, and losses in one or several parts.
+
+    Attributes:
+        names: of the parts.
+        ids: [N, T] int64.
+        positions: the number of last positions whose logits `sums` reads.
+    """
+
+    names: tuple[str, ...]
+    ids: Tensor
+    positions: int
+
+    @abstractmethod
+    def sums(self, logits: Tensor, start: int) -> Tensor:
+        """Sums [P] float32 of the loss by part, for rows `start` and following.
+
+        Args:
+            logits: [B, positions, V] of these rows.
+        """
+
+    @abstractmethod
+    def counts(self) -> Tensor:
+        """Numbers [P] of the terms in the sums over all rows."""
+
+
+class AnswerLoss(Objective):
+    """Negative log-likelihood of the answers of recall probes, in nats per token; a part per format."""
+
+    def __init__(self, probes: Sequence[Probe]) -> None:
+        self.probes = list(probes)
+        self.names = tuple(dict.fromkeys(probe.format for probe in probes))
+        self.ids = torch.tensor([probe.ids for probe in probes])
+        length = self.ids.shape[1]
+        # The logits at position p - 1 predict the token at p.
+        self.positions = length + 1 - min(begin for probe in probes for begin, _ in probe.answers)
+        terms = [
+            (row, place, self.names.index(probe.format))
+            for row, probe in enumerate(probes)
+            for begin, end in probe.answers
+            for place in range(begin, end)
+        ]
+        self.rows, self.places, self.parts = torch.tensor(terms).unbind(1)
+
+    def sums(self, logits: Tensor, start: int) -> Tensor:
+        mine = (self.rows >= start) & (self.rows < start + len(logits))
+        rows, places, parts = self.rows[mine], self.places[mine], self.parts[mine]
+        targets = self.ids[rows, places].to(logits.device)
+        first = self.ids.shape[1] - self.positions
+        chosen = logits[(rows - start).to(logits.device), (places - 1 - first).to(logits.device)].float()
+        by_part = F.one_hot(parts, len(self.names)).float().to(logits.device)
+        return F.cross_entropy(chosen, targets, reduction="none") @ by_part
+
+    def counts(self) -> Tensor:
+        return torch.bincount(self.parts, minlength=len(self.names)).float()
+
+    def only(self, names: Sequence[str]) -> AnswerLoss:
+        """The probes of these formats."""
+        return AnswerLoss([probe for probe in self.probes if probe.format in names])
+
+    def thinned(self, step: int) -> AnswerLoss:
+        """Every `step`-th probe of each format."""
+        by_format = [[probe for probe in self.probes if probe.format == name] for name in self.names]
+        return AnswerLoss([probe for probes in by_format for probe in probes[::step]])
+
+
+class TextKL(Objective):
+    """KL(teacher || restricted model) in nats per token, on every 8th position of running text.
+
+    Only positions count that a window of `window` tokens and `sinks` sinks restricts.
+
+    Args:
+        ids: token ids [N, T].
+        teacher: logits [N, positions, V] of the teacher, filled in by `learn`.
+    """
+
+    names = ("text",)
+
+    def __init__(self, ids: Tensor, window: int, sinks: int) -> None:
+        self.ids = ids
+        self.positions = max(1, ids.shape[1] - window - sinks)
+        self.teacher: list[Tensor] = []
+
+    @classmethod
+    def of_text(
+        cls, text: np.ndarray, prefix: list[int], length: int, count: int, window: int, sinks: int, seed: int
+    ) -> TextKL:
+        """`count` rows of `length` tokens from random places of a text [n] of token ids, each after `prefix`."""
+        room = length - len(prefix)
+        starts = np.random.default_rng(seed).integers(0, len(text) - room + 1, count)
+        rows = np.stack([np.concatenate([prefix, text[start : start + room]]) for start in starts])
+        return cls(torch.from_numpy(rows.astype(np.int64)), window, sinks)
+
+    def learn(self, logits: Tensor) -> None:
+        """Takes over the teacher's logits [B, positions, V] of the next rows."""
+        self.teacher.extend(logits[:, ::KL_STRIDE].clone())
+
+    def sums(self, logits: Tensor, start: int) -> Tensor:
+        own = logits[:, ::KL_STRIDE]
+        total = own.new_zeros(1, dtype=torch.float32)
+        for row, student in enumerate(own):  # row by row: three copies in float32 of all would be large
+            known = F.log_softmax(self.teacher[start + row].float(), -1)
+            total = total + F.kl_div(F.log_softmax(student.float(), -1), known, reduction="sum", log_target=True)
+        return total
+
+    def counts(self) -> Tensor:
+        return torch.tensor([float(len(self.ids) * -(-self.positions // KL_STRIDE))])
+
+    def thinned(self, step: int) -> TextKL:
+        """Every `step`-th row."""
+        chosen = TextKL(self.ids[::step], 0, 0)
+        chosen.positions, chosen.teacher = self.positions, self.teacher[::step]
+        return chosen

@@ -1,0 +1,72 @@
+"""The losses that a score is rescaled with, and the probe formats that are of no use for a teacher."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from deltanet_hf.errors import UserError
+
+from .objectives import AnswerLoss, TextKL
+from .scoring import Scale, Scorer
+
+LEAST_GAIN = 0.1  # nats per answer token that full attention has to gain over windows
+LEAST_SHARE = 0.15  # share of the windows' loss that full attention has to take off: otherwise the format is too hard
+
+
+@dataclass(frozen=True)
+class References:
+    """Losses by part of the teacher (`teacher`) and with windows everywhere (`windows`), and dropped formats.
+
+    `dropped` says of each unused format why.
+    """
+
+    teacher: dict[str, float]
+    windows: dict[str, float]
+    dropped: dict[str, str]
+
+    @classmethod
+    def measure(cls, scorer: Scorer, objective: AnswerLoss | TextKL) -> References:
+        """Runs the teacher and the model with windows everywhere."""
+        full = dict(zip(objective.names, scorer.losses(objective, None).tolist(), strict=True))
+        near = dict(zip(objective.names, scorer.losses(objective, ()).tolist(), strict=True))
+        found = {name: _problem(full[name], near[name]) for name in objective.names}
+        dropped = {name: problem for name, problem in found.items() if problem and isinstance(objective, AnswerLoss)}
+        return cls(full, near, dropped)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> References:
+        return cls(value["teacher"], value["windows"], value["dropped"])
+
+    def to_json(self) -> dict[str, Any]:
+        return {"teacher": self.teacher, "windows": self.windows, "dropped": self.dropped}
+
+    def usable(self, objective: AnswerLoss | TextKL, name: str) -> AnswerLoss | TextKL:
+        """The objective without the dropped formats; UserError with the teacher's `name` if none is left."""
+        kept = [part for part in objective.names if part not in self.dropped]
+        if not kept:
+            raise UserError(
+                f"{name}: full attention answers no probe format better than windows do, so recall says nothing about "
+                "its layers; choose --method kl"
+            )
+        if not min(self.windows[part] - self.teacher[part] for part in kept) > 0:
+            raise UserError(
+                f"{name}: windows change nothing on texts of this length; choose a larger --length or smaller --window"
+            )
+        return objective.only(kept) if isinstance(objective, AnswerLoss) and self.dropped else objective
+
+    def scale(self, names: tuple[str, ...]) -> Scale:
+        """The scale of an objective with these parts."""
+        return Scale(*(torch.tensor([losses[name] for name in names]) for losses in (self.teacher, self.windows)))
+
+
+def _problem(teacher: float, windows: float) -> str | None:
+    """Why a format is of no use; None if it is."""
+    figures = f"{teacher:.2f} nats per token, with windows {windows:.2f}"
+    if not windows - teacher >= LEAST_GAIN:
+        return f"full attention gains nothing ({figures})"
+    if windows - teacher < LEAST_SHARE * windows:
+        return f"too hard for the teacher ({figures})"
+    return None

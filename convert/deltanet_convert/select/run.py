@@ -1,0 +1,149 @@
+"""Runs a selection: reference losses, one round per kept unit, the file, the plot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from deltanet_hf.data import prefix_ids
+from deltanet_hf.errors import UserError
+from deltanet_hf.safe_write import write_atomically
+
+from ..storage.saved_tokenizer import load_tokenizer
+from .journal import REFERENCES, SelectionJournal
+from .loading import load_teacher
+from .methods import EXPORTABLE, Forward, Gradient, NextUnit, Round, every_nth
+from .objectives import AnswerLoss, TextKL
+from .plot import selection_plot
+from .probes import haystack, recall_probes
+from .references import References
+from .scoring import Scorer
+from .selection_file import Selection
+from .switchable import SwitchableModel
+from .task import TEXT_ROWS, SelectionTask
+from .units import Unit, evenly, to_json
+
+DIGITS = 6  # of the scores in the file
+Show = Callable[[float, int, str | None], None]
+"""Called with the rounds that are done (with a fraction), their total, and a line about what is done or None."""
+
+
+def unseen(done: float, total: int, line: str | None) -> None:
+    """Shows nothing."""
+
+
+def run_selection(task: SelectionTask, show: Show = unseen, *, plot: bool = True) -> Selection:
+    """Runs a selection to the end and writes its file and plot.
+
+    An interrupted run continues after its last round.
+
+    Args:
+        show: called with the progress.
+        plot: whether to draw the scores beside the file.
+
+    Raises:
+        UserError: the file exists or cannot be written, or recall probes say nothing about this teacher.
+    """
+    journal = SelectionJournal(task.out, task.request(), task.options.overwrite)
+    try:
+        selection = _measured(task, journal, show) if task.options.measured else _spread(task)
+    except UserError:
+        if not journal.steps:  # nothing worth continuing
+            journal.remove()
+        raise
+    write_atomically(task.out, (json.dumps(selection.to_json(), indent=1) + "\n").encode())
+    if plot and task.options.measured:
+        write_atomically(task.out.with_suffix(".png"), selection_plot(selection))
+    journal.remove()
+    return selection
+
+
+def _measured(task: SelectionTask, journal: SelectionJournal, show: Show) -> Selection:
+    options, config = task.options, task.teacher.config
+    rounds = journal.rounds()
+    show(len(rounds), task.count, f"continued after round {len(rounds)}" if rounds else None)
+    model = SwitchableModel(
+        load_teacher(task.teacher, options.torch_device), task.candidates, options.window, options.sinks
+    )
+    scorer = Scorer(model, lambda share: show(len(rounds) + share, task.count, None))
+    objective = _objective(task)
+    if int(objective.ids.max()) >= int(config.vocab_size):
+        raise UserError(
+            f"{task.teacher.folder}: the tokenizer makes token {int(objective.ids.max())} but vocab_size in "
+            f"config.json is {config.vocab_size}; give the tokenizer that belongs to the teacher"
+        )
+    if (found := journal.references()) is None or isinstance(objective, TextKL):
+        measured = References.measure(scorer, objective)  # which also keeps the teacher's logits for the KL
+        if found is None:
+            journal.done(REFERENCES, found := measured.to_json())
+    references = References.from_json(found)
+    for name, reason in references.dropped.items():
+        show(len(rounds), task.count, f"probes of the format '{name}' are left out: {reason}")
+    objective = references.usable(objective, task.source.name)
+    scale = references.scale(objective.names)
+    units = task.candidates.units
+    next_unit: NextUnit
+    if options.method == "gradient":
+        assert isinstance(objective, AnswerLoss)
+        next_unit = Gradient(scorer, objective, scale, units)
+    else:
+        next_unit = Forward(scorer, objective, scale, units)
+    known: dict[Unit, float] = {unit: gain for step in rounds for unit, gain in step.gains.items()}
+    while len(rounds) < task.count:
+        step = next_unit([step.unit for step in rounds], known)
+        journal.round_done(len(rounds) + 1, step)
+        rounds.append(step)
+        known |= step.gains
+        show(len(rounds), task.count, f"{len(rounds)}/{task.count}: {_named(step.unit)}, score {step.score:.3f}")
+    spread = scale.score(scorer.losses(objective, evenly(units, task.count)))
+    return task.selection([step.unit for step in rounds], _scores(references, rounds, float(spread)))
+
+
+def _spread(task: SelectionTask) -> Selection:
+    """A selection by distance alone."""
+    if task.options.method == EXPORTABLE:
+        order = every_nth(int(task.teacher.config.num_hidden_layers), task.count)
+        if unlike := [unit[0] for unit in order if unit[0] in task.candidates.local]:
+            raise UserError(
+                f"--exportable: layers {unlike} have the teacher's own sliding window, Qwen3.5's softmax layers have "
+                "none; leave out --exportable"
+            )
+    else:
+        order = evenly(task.candidates.units, task.count)
+    return task.selection(order, {})
+
+
+def _scores(references: References, rounds: list[Round], uniform: float) -> dict[str, Any]:
+    """The part "scores" of the file."""
+    return {
+        "losses": {
+            name: {"teacher": round(value, DIGITS), "windows": round(references.windows[name], DIGITS)}
+            for name, value in references.teacher.items()
+        },
+        "dropped": references.dropped,
+        "rounds": [
+            {
+                "unit": to_json(step.unit),
+                "score": round(step.score, DIGITS),
+                "gains": [[to_json(unit), round(gain, DIGITS)] for unit, gain in sorted(step.gains.items())],
+            }
+            for step in rounds
+        ],
+        "uniform": round(uniform, DIGITS),
+    }
+
+
+def _objective(task: SelectionTask) -> AnswerLoss | TextKL:
+    options = task.options
+    tokenizer = load_tokenizer(task.teacher.folder)
+    text = haystack(tokenizer)
+    if options.method != "kl":
+        return AnswerLoss(recall_probes(tokenizer, text, task.length, options.probes, options.window, options.seed))
+    rows = TEXT_ROWS * options.probes
+    prefix = prefix_ids(tokenizer)
+    return TextKL.of_text(text, prefix, task.length, rows, options.window, options.sinks, options.seed)
+
+
+def _named(unit: Unit) -> str:
+    return f"layer {unit[0]}" if len(unit) == 1 else f"layer {unit[0]}, key/value head {unit[1]}"

@@ -1,0 +1,138 @@
+"""The file that `deltanet-hf select` writes and `deltanet-hf convert --layers FILE` reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from deltanet_hf.errors import UserError
+
+from .units import UNITS, Unit, to_json
+
+FORMAT = "deltanet-hf selection 1"
+MAX_BYTES = 20_000_000
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The units of a teacher that stay softmax.
+
+    Attributes:
+        teacher: its folder's name or hub id.
+        unit: "layer" or "kv_head".
+        method: how they were chosen.
+        budget: the budget in the user's words.
+        kept: (layer,) or (layer, head), ascending.
+        order: the same units, the most important one first.
+        scores: what was measured.
+        settings: window, sinks and probes with which it was measured.
+    """
+
+    teacher: str
+    model_type: str
+    num_hidden_layers: int
+    num_key_value_heads: int
+    unit: str
+    method: str
+    budget: str
+    seed: int
+    kept: tuple[Unit, ...]
+    order: tuple[Unit, ...]
+    scores: Mapping[str, Any]
+    settings: Mapping[str, Any]
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The kept layers, ascending; ValueError for a selection of heads."""
+        if self.unit != "layer":
+            raise ValueError(f"unit: got {self.unit!r}, which names heads and not layers; use `heads`")
+        return tuple(unit[0] for unit in self.kept)
+
+    @property
+    def heads(self) -> tuple[tuple[int, int], ...]:
+        """The kept key/value heads as (layer, head), ascending; of a kept layer, all of its heads."""
+        if self.unit == "layer":
+            return tuple((unit[0], head) for unit in self.kept for head in range(self.num_key_value_heads))
+        return tuple((unit[0], unit[1]) for unit in self.kept)
+
+    def to_json(self) -> dict[str, Any]:
+        """The contents of the file."""
+        kept = {"kept": [to_json(unit) for unit in self.kept], "order": [to_json(unit) for unit in self.order]}
+        return {"format": FORMAT, **asdict(self), **kept}
+
+    def check_teacher(self, where: str, config: Any) -> None:
+        """Raises UserError unless the selection fits a teacher with this config; `where` begins the message."""
+        expected = {key: getattr(config, key) for key in ("model_type", "num_hidden_layers", "num_key_value_heads")}
+        for key, value in expected.items():
+            if (found := getattr(self, key)) != value:
+                raise UserError(
+                    f"{where}: key '{key}' is {found!r}, the teacher's is {value!r}; give the selection that was made "
+                    "for this teacher"
+                )
+
+
+def read_selection(path: Path) -> Selection:
+    """Reads a selection file.
+
+    Raises:
+        UserError: the file cannot be read, or a key is missing or wrong; the message names file and key.
+    """
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise UserError(f"{path}: too large for a selection; give the file that deltanet-hf select wrote")
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); give the file that deltanet-hf select wrote") from error
+    return parse_selection(value, str(path))
+
+
+def parse_selection(value: Any, where: str) -> Selection:
+    """Reads the contents of a selection file; see `read_selection`. `where` begins the messages."""
+    if not isinstance(value, dict) or value.get("format") != FORMAT:
+        found = value.get("format") if isinstance(value, dict) else type(value).__name__
+        raise UserError(f"{where}: key 'format' is {found!r}, expected '{FORMAT}'; run deltanet-hf select again")
+    types: dict[str, type] = {"kept": list, "order": list, "scores": dict, "settings": dict}
+    numbers = ("num_hidden_layers", "num_key_value_heads", "seed")
+    types |= {
+        field.name: int if field.name in numbers else str for field in fields(Selection) if field.name not in types
+    }
+    found = {"scores": {}, "settings": {}, **value}
+    for key, kind in types.items():
+        if type(found.get(key)) is not kind:
+            raise UserError(f"{where}: key '{key}' is {found.get(key)!r:.60}, expected a JSON {_json_name(kind)}")
+    if found["unit"] not in UNITS:
+        raise UserError(f"{where}: key 'unit' is {found['unit']!r:.60}, expected one of {', '.join(UNITS)}")
+    for key in ("num_hidden_layers", "num_key_value_heads"):
+        if found[key] < 1:
+            raise UserError(f"{where}: key '{key}' is {found[key]}, expected at least 1")
+    kept, order = (_units(found, key, where) for key in ("kept", "order"))
+    if not kept:
+        raise UserError(f"{where}: key 'kept' lists nothing; say --layers all to convert every layer")
+    if sorted(order) != sorted(kept):
+        raise UserError(f"{where}: keys 'order' and 'kept' list different units; run deltanet-hf select again")
+    values = {key: found[key] for key in types} | {"kept": tuple(sorted(kept)), "order": tuple(order)}
+    return Selection(**values)
+
+
+def _units(value: dict[str, Any], key: str, where: str) -> list[Unit]:
+    """The units under `key`, each of which exists and is listed once."""
+    sizes = (value["num_hidden_layers"], value["num_key_value_heads"])[: 1 if value["unit"] == "layer" else 2]
+    example = "a layer index" if len(sizes) == 1 else "[layer, key/value head]"
+    units: list[Unit] = []
+    for item in value[key]:
+        parts = [item] if len(sizes) == 1 else item
+        if not isinstance(parts, list) or len(parts) != len(sizes) or any(type(part) is not int for part in parts):
+            raise UserError(f"{where}: key '{key}' holds {item!r:.60}, expected {example}")
+        if any(not 0 <= part < size for part, size in zip(parts, sizes, strict=True)):
+            raise UserError(f"{where}: key '{key}' holds {item!r}, which the model does not have")
+        units.append(tuple(parts))
+    if len(set(units)) != len(units):
+        raise UserError(f"{where}: key '{key}' lists a unit twice; list each once")
+    return units
+
+
+def _json_name(kind: type) -> str:
+    return {list: "list", dict: "object", int: "whole number", str: "string"}[kind]

@@ -1,0 +1,137 @@
+"""A teacher whose layers and key/value heads can each be switched between full attention and a window with sinks.
+
+Only masks differ; what a family does in its attention (capped scores, learned norms, no rotary embedding) stays as it
+is. A forward pass can begin at a later layer with the activations of an earlier pass, because the layers below the
+first one that is switched compute the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from deltanet_hf.mixers.masks import sliding_window
+
+from .gates import blended
+from .units import Candidates, Unit
+
+MASK_BYTES = 10**9  # of the masks that are kept for the next pass
+
+
+class SwitchableModel:
+    """Takes over the layers of `model`, which must not be used for anything else afterwards.
+
+    Args:
+        model: a teacher with attn_implementation "sdpa" or "eager", in eval mode.
+        candidates: the units that can be switched; layers with a sliding window of their own are left alone.
+        window: tokens that a restricted head sees, itself included.
+        sinks: tokens at the start of the row that it sees besides.
+    """
+
+    def __init__(self, model: PreTrainedModel, candidates: Candidates, window: int, sinks: int) -> None:
+        self.model, self.candidates, self.window, self.sinks = model, candidates, window, sinks
+        config: Any = model.config
+        self.config = config
+        self.kv_heads = int(config.num_key_value_heads)
+        self.groups = int(config.num_attention_heads) // self.kv_heads
+        decoder: Any = model.model
+        self.layers = decoder.layers
+        self.full = torch.ones(len(self.layers), self.kv_heads, dtype=torch.bool)
+        self.gates: Tensor | None = None  # [L, KV] float, while derivatives are taken (gates.py)
+        self._first = 0
+        self._saved: list[Tensor | None] = [None] * len(self.layers)
+        self._recording = False
+        self._masks: dict[tuple[Any, ...], Tensor] = {}
+        switched = {unit[0] for unit in candidates.units}
+        for index, layer in enumerate(self.layers):
+            layer.forward = self._layer_forward(index, layer.forward)
+            if index in switched:
+                layer.self_attn.forward = self._attention_forward(index, layer.self_attn)
+
+    def keep(self, units: Collection[Unit]) -> None:
+        """Gives full attention to these units, and the window to all other candidates."""
+        for unit in self.candidates.units:
+            self.full[unit] = False
+        for unit in units:
+            self.full[unit] = True
+
+    def keep_all(self) -> None:
+        """Makes the model the teacher again."""
+        self.full.fill_(True)
+
+    def logits(self, ids: Tensor, positions: int, *, record: bool = False) -> Tensor:
+        """Logits [B, positions, V] of the last positions of rows [B, T]; `record` keeps each layer's input."""
+        self._first, self._recording = 0, record
+        return self._run(ids, positions)
+
+    def logits_from(self, layer: int, ids: Tensor, positions: int) -> Tensor:
+        """As `logits`, beginning at `layer` with its input in the last recorded pass over the same rows."""
+        self._first, self._recording = layer, False
+        return self._run(ids, positions)
+
+    def forget(self) -> None:
+        """Frees the recorded activations."""
+        self._saved = [None] * len(self.layers)
+
+    def _run(self, ids: Tensor, positions: int) -> Tensor:
+        logits: Tensor = self.model(ids, use_cache=False, logits_to_keep=positions).logits
+        return logits
+
+    def _layer_forward(self, index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if index < self._first:
+                return hidden_states
+            if index == self._first and index > 0:
+                recorded = self._saved[index]
+                assert recorded is not None
+                hidden_states = recorded
+            if self._recording:
+                self._saved[index] = hidden_states
+            return forward(hidden_states, *args, **kwargs)
+
+        return run
+
+    def _attention_forward(self, index: int, attention: Any) -> Callable[..., Any]:
+        forward = attention.forward
+
+        def run(*, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
+            def masked(full: Tensor) -> Any:
+                mask = attention_mask if bool(full.all()) else self._mask(index, full, hidden_states)
+                return forward(hidden_states=hidden_states, attention_mask=mask, **kwargs)
+
+            if self.gates is None:
+                return masked(self.full[index])
+            gates = self.gates[index].repeat_interleave(self.groups * attention.head_dim)
+            return blended(attention.o_proj, gates, masked, self.kv_heads)
+
+        return run
+
+    def _mask(self, index: int, full: Tensor, hidden_states: Tensor) -> Tensor:
+        """Additive mask [1, 1 or H, T, T] of a layer whose key/value heads `full` [KV] are unrestricted."""
+        length, dtype = hidden_states.shape[1], hidden_states.dtype
+        family = sliding_window(self.config, index)
+        heads = tuple(full.tolist())
+        key = (length, dtype, family, heads)
+        if key not in self._masks:
+            if sum(mask.nbytes for mask in self._masks.values()) > MASK_BYTES:
+                self._masks.clear()
+            self._masks[key] = self._new_mask(length, family, full, hidden_states)
+        return self._masks[key]
+
+    def _new_mask(self, length: int, family: int | None, full: Tensor, like: Tensor) -> Tensor:
+        token = torch.arange(length, device=like.device)
+        distance = token.unsqueeze(1) - token
+        causal = distance >= 0
+        if family is not None:
+            causal &= distance < family
+        near = causal & ((distance < self.window) | (token < self.sinks))
+        if bool(full.any()):
+            by_head = full.repeat_interleave(self.groups).to(like.device).view(1, -1, 1, 1)
+            sees = torch.where(by_head, causal, near)
+        else:
+            sees = near.view(1, 1, length, length)
+        return torch.zeros_like(sees, dtype=like.dtype).masked_fill(~sees, torch.finfo(like.dtype).min)

@@ -1,0 +1,67 @@
+"""The units that a selection chooses among: layers, or key/value heads of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from deltanet_hf.mixers.masks import sliding_window
+
+Unit = tuple[int, ...]
+"""(layer,) or (layer, key/value head)."""
+UNITS = ("layer", "kv_head")
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The units whose cache grows with the text, and the layers that have none because they slide.
+
+    Attributes:
+        units: what may be kept, ascending.
+        local: layers that attend within the family's own sliding window; they are left as they are while the others
+            are scored, and are never kept.
+        window: that sliding window, in tokens; None if no layer has one.
+    """
+
+    units: tuple[Unit, ...]
+    local: tuple[int, ...]
+    window: int | None
+
+    @classmethod
+    def of(cls, config: Any, unit: str) -> Candidates:
+        """The candidates of a teacher. Where every layer slides, each is a candidate: it can keep its window.
+
+        Args:
+            config: the teacher's.
+            unit: one of `UNITS`.
+        """
+        layers = range(int(config.num_hidden_layers))
+        longest = int(config.max_position_embeddings)
+        windows = {layer: window for layer in layers if (window := sliding_window(config, layer) or longest) < longest}
+        local = () if len(windows) == len(layers) else tuple(windows)
+        full = [layer for layer in layers if layer not in local]
+        heads = range(int(config.num_key_value_heads))
+        units = [(layer,) for layer in full] if unit == "layer" else [(i, head) for i in full for head in heads]
+        return cls(tuple(units), local, min(windows.values(), default=None))
+
+    def note(self) -> str | None:
+        """Says which layers have a sliding window and what that means for the choice; None if there are none."""
+        if self.window is None:
+            return None
+        if not self.local:
+            return f"Every layer slides over {self.window} tokens: a kept one keeps that window."
+        return (
+            f"Layers {list(self.local)} attend within the teacher's own window of {self.window} tokens: their cache "
+            "does not grow, so they stay as they are while the others are scored and are not chosen."
+        )
+
+
+def to_json(unit: Unit) -> int | list[int]:
+    """A layer as its index, a head as [layer, head]."""
+    return unit[0] if len(unit) == 1 else list(unit)
+
+
+def evenly(units: Sequence[Unit], count: int) -> list[Unit]:
+    """`count` of the units at equal distances, the last unit among them."""
+    return [units[(i + 1) * len(units) // count - 1] for i in range(count)]

@@ -1,0 +1,88 @@
+"""The share of the state in a layer with a window: its start, and its value while the layer is fitted.
+
+The start is a ridge regression: per head, the logarithm of the mean exponential of the scores that the window misses,
+from the layer's input (deltanet_hf/mixers/window_branch.py has the formula). From there the share is fitted together
+with the gates.
+
+Shapes in comments: n sequences, T tokens, H query heads, D head size, R components.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from deltanet_hf.mixers.window_branch import WindowBranch
+
+RIDGE = 1e-2  # of the regression, relative to the mean square of a component
+HEADS_AT_ONCE = 4  # whose scores [T, T] are in memory
+
+
+class ShareFit(nn.Module):
+    """The parameters of the share, in the coordinates of the fit.
+
+    Args:
+        branch: the window of the layer.
+        f: components of the layer's inputs, [n, T, R].
+        missed: see `missed_scores`, [n, T, H].
+    """
+
+    def __init__(self, branch: WindowBranch, f: Tensor, missed: Tensor) -> None:
+        super().__init__()
+        self.branch = [branch]  # in a list: its parameters are not fitted
+        weight, const = _regression(f.flatten(0, 1), missed.flatten(0, 1))
+        self.share = nn.Parameter(weight)
+        self.share_const = nn.Parameter(const)
+        self.far_slope = nn.Parameter(torch.ones(branch.heads))
+        self.near_slope = nn.Parameter(torch.ones(branch.heads))
+
+    def forward(self, f: Tensor, lse: Tensor) -> Tensor:
+        """The share [n, T, H, 1] for components f [n, T, R] and log-sum-exps of the window [n, T, H]."""
+        unseen = self.branch[0].unseen(torch.arange(1, f.shape[1] + 1))[None]
+        logit = f @ self.share.T + self.share_const - self.near_slope * lse
+        logit = logit + self.far_slope * unseen.clamp_min(1).log().unsqueeze(-1)
+        return (logit.sigmoid() * (unseen > 0).unsqueeze(-1)).unsqueeze(-1)
+
+    @torch.no_grad()
+    def fold(self, basis: Tensor) -> None:
+        """Writes the fitted values into the branch; basis [R, hidden]."""
+        branch = self.branch[0]
+        branch.share_proj.weight.copy_(self.share @ basis)
+        branch.share_proj.bias.copy_(self.share_const)
+        branch.slopes.far_slope.copy_(self.far_slope)
+        branch.slopes.near_slope.copy_(self.near_slope)
+
+
+def missed_scores(branch: WindowBranch, q: Tensor, k: Tensor) -> Tensor:
+    """Logarithm of the mean exponential of the scores that the window misses: [n, T, H], nan where it misses none.
+
+    Args:
+        q, k: [n, T, H, D] and [n, T, key/value heads, D], as softmax attention sees them.
+    """
+    length, groups = q.shape[1], q.shape[2] // k.shape[2]
+    place = torch.arange(length)
+    distance = place[:, None] - place
+    missed = (distance >= branch.window) & (place >= branch.sinks)
+    if branch.family_window is not None:
+        missed &= distance < branch.family_window
+    k = k.repeat_interleave(groups, dim=2)
+    parts = []
+    for q_part, k_part in zip(q.split(HEADS_AT_ONCE, dim=2), k.split(HEADS_AT_ONCE, dim=2), strict=True):
+        scores = torch.einsum("nthd,nshd->nhts", q_part, k_part) * branch.scale
+        parts.append(scores.masked_fill(~missed, -torch.inf).logsumexp(-1).transpose(1, 2))
+    count = missed.sum(-1)
+    mean = torch.cat(parts, dim=2) - count.log()[:, None]
+    return mean.masked_fill((count == 0)[:, None], torch.nan)
+
+
+def _regression(f: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """Ridge regression of wanted [N, H] on f [N, R]: weights [H, R] and constants [H]; rows with nan are left out."""
+    there = ~wanted.isnan().any(-1)
+    if not bool(there.any()):  # every sequence fits into the window
+        return f.new_zeros(wanted.shape[1], f.shape[1]), f.new_zeros(wanted.shape[1])
+    f, wanted = f[there], wanted[there]
+    middle, const = f.mean(0), wanted.mean(0)
+    centred = f - middle
+    system = centred.T @ centred + RIDGE * len(f) * torch.eye(f.shape[1])
+    weight = torch.linalg.solve(system, centred.T @ (wanted - const)).T
+    return weight, const - weight @ middle

@@ -1,0 +1,89 @@
+"""Free policies: the teacher under windows whose cache is as large as a student's, without any training.
+
+A student has to be better than these, because they cost nothing. At equal bytes there are two: windows in every layer,
+and the layers that the student keeps as they are with windows in the others.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+from deltanet_hf.evaluation.measures.sequence_bytes import sequence_bytes
+from deltanet_hf.mixers.masks import sliding_window
+from deltanet_hf.mixers.window import restrict_to_window
+
+SINKS = 4
+
+
+@dataclass(frozen=True)
+class WindowPolicy:
+    """The teacher with some layers as they are and a window in the others.
+
+    Attributes:
+        kept: layers without a window.
+        window: the most recent tokens that the other layers see; None leaves the teacher as it is.
+        sinks: the tokens at the start that they also see.
+    """
+
+    kept: tuple[int, ...]
+    window: int | None
+    sinks: int = SINKS
+
+    def apply(self, teacher: PreTrainedModel) -> PreTrainedModel:
+        """A copy of the teacher under this policy.
+
+        Layers whose own sliding window is not longer stay as they are: a second window would only cost memory.
+        """
+        model = copy.deepcopy(teacher)
+        if self.window is None:
+            return model
+        layers = [i for i in range(model.config.num_hidden_layers) if i not in self.kept and not self._has(model, i)]
+        return restrict_to_window(model, self.window, self.sinks, layers) if layers else model
+
+    def _has(self, model: PreTrainedModel, layer: int) -> bool:
+        family_window = sliding_window(model.config, layer)
+        return family_window is not None and self.window is not None and family_window <= self.window + self.sinks
+
+
+def window_of_bytes(
+    teacher: PreTrainedModel, kept: Collection[int], budget: int, tokens: int, sinks: int = SINKS
+) -> WindowPolicy | None:
+    """The policy with the smallest window whose cache takes at least `budget` bytes.
+
+    Rounding up means that the policy never has less memory than the student it is compared with. The bytes are
+    measured on the caches of the policies. They grow evenly with the window unless a family has windows of its own, so
+    a straight line gives the first guess and bisection the rest.
+
+    Args:
+        kept: layers that stay as they are.
+        budget: bytes of a sequence of `tokens` tokens.
+
+    Returns the teacher itself if no window of at most `tokens` tokens needs as much, and None if a window of one token
+    already needs more.
+    """
+    keeps = tuple(sorted(kept))
+
+    @functools.cache
+    def size(window: int) -> int:
+        return sequence_bytes(WindowPolicy(keeps, window, sinks).apply(teacher), tokens)
+
+    low, high = 1, tokens
+    if size(low) > budget:
+        return None
+    if size(high) < budget:
+        return WindowPolicy(keeps, None, sinks)
+    guess = low
+    if size(high) > size(low):
+        guess += math.ceil((budget - size(low)) * (high - low) / (size(high) - size(low)))
+    if size(guess) >= budget and (guess == low or size(guess - 1) < budget):
+        return WindowPolicy(keeps, guess, sinks)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if size(middle) >= budget else (middle + 1, high)
+    return WindowPolicy(keeps, low, sinks)

@@ -1,0 +1,89 @@
+"""Lesions: a part of a model is taken away, to see what goes through it. `baselines.switch_off_linear` is another.
+
+A lesion changes the model in place and needs no training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+
+from deltanet_hf.errors import UserError
+from deltanet_hf.evaluation.baselines import linear_layers
+from deltanet_hf.evaluation.measures.probes import Probe
+from deltanet_hf.mixers.layer_kind import LayerKind
+from deltanet_hf.mixers.state import MixerCacheLayer
+from deltanet_hf.mixers.window_branch import WindowBranch
+
+_QUESTION = 16  # tokens of the longest question of the probes in this package
+
+
+def switch_off_softmax(model: PreTrainedModel) -> PreTrainedModel:
+    """Make every layer with the teacher's softmax attention contribute exactly zero.
+
+    Raises UserError if there is none.
+    """
+    found = [layer.self_attn for layer in model.model.layers if not isinstance(layer.self_attn, LayerKind)]
+    if not found:
+        raise UserError(f"{type(model).__name__}: no layer with softmax attention; this lesion needs one")
+
+    def silence(module: nn.Module, inputs: tuple, output: tuple) -> tuple:
+        return torch.zeros_like(output[0]), *output[1:]
+
+    for attention in found:
+        attention.register_forward_hook(silence)
+    return model
+
+
+def switch_off_window(model: PreTrainedModel) -> PreTrainedModel:
+    """Leave out the window of every layer that has one beside its state. UserError if there is none."""
+    return _fix_share(model, 1.0)
+
+
+def switch_off_state(model: PreTrainedModel) -> PreTrainedModel:
+    """Leave out the state of every layer that has a window beside it. UserError if there is none."""
+    return _fix_share(model, 0.0)
+
+
+def _fix_share(model: PreTrainedModel, share: float) -> PreTrainedModel:
+    """Give the state this share of the output, at every token and head."""
+    branches = [module for module in model.modules() if isinstance(module, WindowBranch)]
+    if not branches:
+        raise UserError(f"{type(model).__name__}: no layer with a window beside its state; this lesion needs one")
+
+    def fixed(x: Tensor, lse: Tensor, numbers: Tensor) -> Tensor:
+        return torch.full_like(lse, share)
+
+    for branch in branches:
+        branch.share = fixed  # type: ignore[method-assign]
+    return model
+
+
+@torch.inference_mode()
+def exact_with_zeroed_states(model: PreTrainedModel, probes: Sequence[Probe]) -> list[bool]:
+    """Whether the first answer of each probe is exact when all states are set to zero before its question.
+
+    Caches of keys and values, windows and the tails of short convolutions stay. The last 16 tokens before the first
+    answer count as the question.
+
+    Raises UserError if the model has no layer with a recurrent state.
+    """
+    names = [(layer.layer_idx, tuple(layer.recurrent_shapes())) for layer in linear_layers(model)]
+    right = []
+    for probe in probes:
+        begin, end = probe.answers[0]
+        ids = torch.tensor([probe.ids[:end]], device=model.device)
+        asked = max(1, begin - _QUESTION)
+        cache = DynamicCache(config=model.config)
+        model(ids[:, :asked], past_key_values=cache, use_cache=True, logits_to_keep=1)
+        for index, tensors in names:
+            kept = cache.layers[index]
+            assert isinstance(kept, MixerCacheLayer)
+            for name in tensors:
+                kept.state[name].zero_()
+        greedy = model(ids[:, asked:], past_key_values=cache, use_cache=True).logits[0].argmax(-1)
+        right.append(bool((greedy[begin - asked - 1 : -1] == ids[0, begin:end]).all()))
+    return right

@@ -1,0 +1,98 @@
+"""Argument checks of the attention over window and sinks. Messages name the argument, what it is and what it needs."""
+
+import torch
+
+from deltanet_kernels.arguments import WindowCall, WindowStepCall
+from deltanet_kernels.checks import (
+    _require_device,
+    _require_float,
+    _require_shape,
+    _require_tensor,
+    _shape,
+    check_cu_seqlens,
+)
+
+
+def check_window_attention(call: WindowCall) -> None:
+    """Check the arguments of an attention.
+
+    Raises:
+        ValueError: a shape, head count, device, offset, window or number of sinks that does not fit.
+        TypeError: a dtype that does not fit, or an argument that is not a tensor.
+    """
+    q, k, v, window, sinks, _, cu_seqlens = call
+    _check_tokens(q, k, v)
+    _check_reach(window, sinks)
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, q.shape[0], q.shape[1], q.device)
+
+
+def check_window_step(call: WindowStepCall) -> None:
+    """Check the arguments of a decoding step.
+
+    Raises:
+        ValueError: a shape, head count or device that does not fit, or a cache that is not contiguous.
+        TypeError: a dtype that does not fit, or an argument that is not a tensor.
+    """
+    q, k, v, window, sinks, keys, values, numbers, count, share, far, _, padding = call
+    _check_tokens(q, k, v)
+    _check_reach(window, sinks)
+    (B, T, HQ, D), HK, S = q.shape, k.shape[2], window + sinks
+    if T != 1:
+        raise ValueError(f"q: got shape {_shape(q)} with {T} tokens, needs one token")
+    cache: tuple[tuple[str, torch.Tensor, tuple[int, ...], str, torch.dtype], ...] = (
+        ("keys", keys, (B, HK, S, D), "[B, HK, window + sinks, D]", k.dtype),
+        ("values", values, (B, HK, S, D), "[B, HK, window + sinks, D]", k.dtype),
+        ("numbers", numbers, (B, S), "[B, window + sinks]", torch.int32),
+        ("count", count, (B,), "[B]", torch.int32),
+    )
+    for name, x, shape, meaning, dtype in cache:
+        _require_tensor(name, x)
+        _require_device(name, x, "q", q.device)
+        _require_shape(name, x, shape, meaning)
+        if x.dtype != dtype:
+            raise TypeError(f"{name}: got dtype {x.dtype}, needs {dtype}")
+        if not x.is_contiguous():
+            raise ValueError(f"{name}: got strides {x.stride()}, needs a contiguous tensor: it is changed")
+    if (share is None) != (far is None):
+        raise ValueError("far: needs a tensor with share, and None without")
+    optional: tuple[tuple[str, torch.Tensor | None, tuple[int, ...], str], ...] = (
+        ("share", share, (B, 1, HQ), "[B, 1, HQ]"),
+        ("far", far, (B, 1, HQ, D), "[B, 1, HQ, D]"),
+        ("padding", padding, (B, 1), "[B, 1]"),
+    )
+    for name, tensor, shape, meaning in optional:
+        if tensor is None:
+            continue
+        _require_tensor(name, tensor)
+        _require_device(name, tensor, "q", q.device)
+        _require_shape(name, tensor, shape, meaning)
+        if name != "padding":
+            _require_float(name, tensor)
+        elif tensor.dtype != torch.bool:
+            raise TypeError(f"padding: got dtype {tensor.dtype}, needs torch.bool")
+
+
+def _check_tokens(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        _require_tensor(name, x)
+        _require_float(name, x)
+        _require_device(name, x, "q", q.device)
+        if x.dim() != 4 or 0 in x.shape:
+            heads = "HQ" if name == "q" else "HK"
+            raise ValueError(f"{name}: got shape {_shape(x)}, needs [B, T, {heads}, D] without empty dimensions")
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name}: got dtype {x.dtype}, needs {q.dtype} (the dtype of q)")
+    (B, T, HQ, D), HK = q.shape, k.shape[2]
+    _require_shape("k", k, (B, T, HK, D), "[B, T, HK, D] with B, T and D of q")
+    _require_shape("v", v, (B, T, HK, D), "the shape of k")
+    if HQ % HK:
+        raise ValueError(f"q: got {HQ} heads, needs a multiple of the {HK} heads of k")
+
+
+def _check_reach(window: int, sinks: int) -> None:
+    for name, value, least in (("window", window, 1), ("sinks", sinks, 0)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name}: got {type(value).__name__}, needs int")
+        if value < least:
+            raise ValueError(f"{name}: got {value}, needs at least {least}")

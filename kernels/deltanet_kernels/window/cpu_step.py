@@ -1,0 +1,32 @@
+"""One decoding step of the attention over window and sinks in PyTorch: the definition of the kernel's results."""
+
+import torch
+
+from deltanet_kernels.arguments import WindowStepCall
+
+
+def torch_window_step_(call: WindowStepCall) -> torch.Tensor:
+    """`deltanet_kernels.window_step_` in PyTorch, float32 inside (float64 for float64 inputs)."""
+    q, k, v, window, sinks, keys, values, numbers, count, share, far, _, padding = call
+    (B, _, HQ, D), HK = q.shape, k.shape[2]
+    live = torch.ones_like(count, dtype=torch.bool) if padding is None else ~padding[:, 0]
+    number = count + live.to(count.dtype)
+    place = torch.where(number <= sinks, number - 1, sinks + number % window).clamp(min=0).long()[:, None]
+    count.copy_(number)
+    numbers.scatter_(1, place, torch.where(live[:, None], number[:, None], numbers.gather(1, place)))
+    spot = place[:, :, None, None].expand(B, HK, 1, D)
+    for cache, new in ((keys, k), (values, v)):
+        new = torch.where(live[:, None, None, None], new.transpose(1, 2), cache.gather(2, spot))
+        cache.scatter_(2, spot, new)
+
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    seen = (numbers > 0) & ((number[:, None] - numbers < window) | (numbers <= sinks))
+    # A row of padding may see nothing; its result is dropped.
+    seen = (seen | ~live[:, None])[:, None, None]
+    scores = q.view(B, HK, HQ // HK, D).to(dtype) @ keys.to(dtype).transpose(-1, -2) * call.factor
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1)
+    o = (weights @ values.to(dtype)).view(B, 1, HQ, D)
+    if share is not None and far is not None:
+        share = share.to(dtype).unsqueeze(-1)
+        o = share * far.to(dtype) + (1 - share) * o
+    return o.masked_fill(~live[:, None, None, None], 0.0).to(q.dtype)

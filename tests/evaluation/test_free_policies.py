@@ -1,0 +1,90 @@
+"""Free policies of equal bytes: measured on the cache, the smallest window that has as much, and blind beyond it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from deltanet_hf.errors import UserError
+from deltanet_hf.evaluation.free_policies import WindowPolicy, window_of_bytes
+from deltanet_hf.evaluation.measures.sequence_bytes import sequence_bytes
+from deltanet_hf.mixers.window import restrict_to_window
+from support.tiny_models import LAYERS, mixture_table, tiny_mixture, tiny_student, tiny_teacher
+
+TOKENS = 96
+KEY_VALUE = 2 * 2 * 8 * 4  # keys and values, heads, head size, float32
+
+
+def window_bytes(window: int, sinks: int = 4) -> int:
+    return (window + sinks) * (KEY_VALUE + 4) + 4  # and the numbers of the tokens, and their count
+
+
+def test_measured_bytes_are_those_of_the_plan() -> None:
+    assert sequence_bytes(tiny_teacher("llama"), TOKENS) == LAYERS * KEY_VALUE * TOKENS
+    student = tiny_student("llama", layers=(0, 2))
+    states = sum(student.model.layers[i].self_attn.state_bytes(torch.float32) for i in (0, 2))
+    assert sequence_bytes(student, TOKENS) == states + 2 * KEY_VALUE * TOKENS
+    assert sequence_bytes(student, 10) == states + 2 * KEY_VALUE * 10
+    mixture = tiny_mixture("llama", mixture_table())
+    states = sum(mixture.model.layers[i].self_attn.state_bytes(torch.float32) for i in (0, 2, 3))
+    assert sequence_bytes(mixture, TOKENS) == states + KEY_VALUE * TOKENS
+
+
+@pytest.mark.parametrize("kept", [(), (1,), (0, 3)])
+def test_the_window_is_the_smallest_with_the_bytes(kept: tuple[int, ...]) -> None:
+    teacher = tiny_teacher("llama")
+    others = LAYERS - len(kept)
+    for window in (1, 17):
+        budget = len(kept) * KEY_VALUE * TOKENS + others * window_bytes(window)
+        for less, expected in ((0, window), (1, window), (-1, window + 1)):
+            policy = window_of_bytes(teacher, kept, budget - less, TOKENS)
+            if budget - less < len(kept) * KEY_VALUE * TOKENS + others * window_bytes(1):
+                assert policy is None
+                continue
+            assert policy == WindowPolicy(kept, expected)
+            assert sequence_bytes(policy.apply(teacher), TOKENS) >= budget - less
+
+
+def test_as_many_bytes_as_the_teacher_are_the_teacher() -> None:
+    teacher = tiny_teacher("llama")
+    policy = window_of_bytes(teacher, (), 10**9, TOKENS)
+    assert policy == WindowPolicy((), None)
+    ids = torch.arange(3, 60)[None]
+    assert torch.equal(policy.apply(teacher)(ids).logits, teacher(ids).logits)
+    everything = window_of_bytes(teacher, range(LAYERS), LAYERS * KEY_VALUE * TOKENS, TOKENS)
+    assert everything is not None
+    assert torch.equal(everything.apply(teacher)(ids).logits, teacher(ids).logits)
+
+
+@torch.no_grad()
+def test_policies_leave_the_teacher_alone_and_restrict_only_the_others() -> None:
+    teacher = tiny_teacher("llama")
+    ids = torch.randint(3, 97, (1, 40), generator=torch.Generator().manual_seed(0))
+    before = teacher(ids).logits
+    policy = WindowPolicy((1, 2), 3, 1).apply(teacher)
+    assert torch.equal(teacher(ids).logits, before)
+    assert not torch.allclose(policy(ids).logits, before, atol=1e-3)
+    kinds = [type(layer.self_attn).__name__.startswith("Window") for layer in policy.model.layers]
+    assert kinds == [True, False, False, True]
+    blind = WindowPolicy((), 3, 0).apply(teacher)
+    changed = ids.clone()
+    changed[0, 0] = (ids[0, 0] + 1) % 97
+    far = LAYERS * 2 + 1  # tokens that the first one can reach through windows of 3
+    assert torch.equal(blind(ids).logits[:, far:], blind(changed).logits[:, far:])
+    assert not torch.equal(policy(ids).logits[:, far:], policy(changed).logits[:, far:])
+
+
+def test_a_familys_own_window_is_not_made_larger() -> None:
+    teacher = tiny_teacher("gemma2")  # layers 0 and 2 see 8 tokens
+    full = sequence_bytes(WindowPolicy((), 50).apply(teacher), TOKENS)
+    own = sequence_bytes(restrict_to_window(tiny_teacher("gemma2"), 50), TOKENS)
+    assert full < own
+    policy = window_of_bytes(teacher, (), full, TOKENS)
+    assert policy == WindowPolicy((), 50)
+
+
+def test_windows_on_chosen_layers_only() -> None:
+    model = restrict_to_window(tiny_teacher("llama"), 5, 2, layers=[2])
+    assert [type(layer.self_attn).__name__ for layer in model.model.layers].count("WindowLlamaAttention") == 1
+    with pytest.raises(UserError, match="no softmax attention"):
+        restrict_to_window(tiny_teacher("llama"), 5, 2, layers=[])

@@ -1,0 +1,139 @@
+"""Rows of hybrids: the teacher against itself, a student beside its free policies, and figures that runs share."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from deltanet_hf.evaluation.measures.relative import Clusters
+from deltanet_hf.evaluation.tasks import recall_cells
+from deltanet_recipes.study import hybrid_measure, hybrid_row, references
+from deltanet_recipes.study.hybrid_measure import Measured
+
+TEXTS = {"wt2": ("wt2", 64, 3), "1k": ("heldwiki", 64, 3), "wiki_4k": ("heldwiki", 200, 3), "4k": ("novels", 200, 3)}
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short windows and probes, for models of 340 tokens."""
+    cells = {
+        "needles_1k": (recall_cells.CELLS["needles_1k"][0], 420, 3),
+        "pairs_8": (recall_cells.CELLS["pairs_8"][0], 8, 4),
+    }
+    monkeypatch.setattr(recall_cells, "CELLS", cells)
+    monkeypatch.setattr(recall_cells, "SWEEPS", {"replaced_8": (recall_cells.SWEEPS["replaced_8"][0], 8, 3)})
+    monkeypatch.setattr(hybrid_measure, "TEXTS", TEXTS)
+    monkeypatch.setattr(hybrid_measure, "SEGMENT", 16)
+    monkeypatch.setattr(hybrid_measure, "SEGMENTS", 4)
+    for module in (hybrid_measure, references):
+        monkeypatch.setattr(module, "BYTES_AT", 128)
+
+
+@pytest.fixture(scope="module")
+def arrays(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("arrays")
+    for seed, name in enumerate(("wt2", "heldwiki", "novels")):
+        np.save(folder / f"{name}.npy", np.random.default_rng(seed).integers(5, 60, 2000).astype(np.uint16))
+    return folder
+
+
+def call(arrays: Path, out: Path, teacher: Path, **options: Any) -> dict[str, dict[str, Any]]:
+    settings = {"references": None, "limit": None, "window": False, "sweeps": False, "free": True, **options}
+    hybrid_row.main(arrays, out, str(teacher), **settings)
+    return {row["run"]: row for row in json.loads(out.read_text())}
+
+
+def test_rows(small: None, arrays: Path, teacher_folder: Path, student_folder: Path, tmp_path: Path) -> None:
+    models = [f"itself={teacher_folder}", f"hybrid={student_folder}"]
+    rows = call(arrays, tmp_path / "rows.json", teacher_folder, model=models, sweeps=True)
+    teacher, hybrid = rows["itself"], rows["hybrid"]
+    assert teacher["kinds"] == {"softmax": 4}
+    assert "free" not in teacher
+    assert hybrid["kinds"] == {"gated_deltanet": 2, "softmax": 2}
+    assert hybrid["kept"] == [1, 3]
+    assert (hybrid["tokens"], hybrid["seed"], hybrid["suite"]) == (0, None, None)
+    assert teacher["mb_2k"] == pytest.approx(4 * 128 * 2 * 2 * 8 * 4 / 1e6, abs=1e-3)
+    for key in ("kl_1k", "kl_4k"):
+        assert teacher[key] == pytest.approx(0, abs=1e-4)
+        assert hybrid[key] > 0.01
+        assert hybrid[f"{key}_se"] > 0
+        assert hybrid["free"][key] >= 0
+    for key in ("needles_1k", "pairs_8", "exact_repeat", "wt2"):
+        assert {key, f"{key}_se"} <= hybrid.keys() & hybrid["free"].keys() & hybrid["free_window"].keys()
+    assert hybrid["cells"]["needles_1k"].keys() >= {"exact", "first", "nats", "control", "generated", "generated_se"}
+    assert "replaced_8" in hybrid["cells"]
+    assert hybrid["free"]["kept"] == [1, 3]
+    assert hybrid["free_window"]["kept"] == []
+    assert hybrid["free"]["window"] < hybrid["free_window"]["window"] or hybrid["free_window"]["window"] is None
+    for policy in ("free", "free_window"):
+        assert hybrid[policy]["mb_2k"] >= hybrid["mb_2k"]
+        assert hybrid["ahead"][policy].keys() == {"better", "worse"}
+    assert str(arrays) not in json.dumps(rows)
+    windowed = call(arrays, tmp_path / "rows.json", teacher_folder, model=[f"windowed={teacher_folder}"], window=True)
+    assert windowed["windowed"]["kinds"] == {"window 64": 4}
+    assert windowed["windowed"]["kept"] == []
+    assert windowed["windowed"]["kl_4k"] > 0
+    assert windowed["itself"] == teacher
+
+
+def test_runs_share_figures(
+    small: None, arrays: Path, teacher_folder: Path, student_folder: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    model = [f"hybrid={student_folder}"]
+    first = call(arrays, tmp_path / "a.json", teacher_folder, model=model, references=tmp_path / "kept")
+    stamps = {path: path.stat().st_mtime_ns for path in (tmp_path / "kept").iterdir()}
+    assert len(stamps) == 6  # teacher, control; and of two policies, the window and the figures
+    calls: list[Any] = []
+    measure = hybrid_measure.HybridMeasure.__call__
+    monkeypatch.setattr(
+        hybrid_measure.HybridMeasure, "__call__", lambda self, model: calls.append(model) or measure(self, model)
+    )
+    again = call(arrays, tmp_path / "b.json", teacher_folder, model=model, references=tmp_path / "kept")
+    assert len(calls) == 1  # the student only
+    assert again == first
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "kept").iterdir()} == stamps
+    call(arrays, tmp_path / "c.json", teacher_folder, model=model, references=tmp_path / "kept", limit=2)
+    assert len(list((tmp_path / "kept").iterdir())) == 12  # other windows and probes are other figures
+
+
+def test_measures_survive_their_file() -> None:
+    measured = Measured(7, {"a": Clusters(np.array([1.5, 2.0]), np.array([3, 4]))})
+    back = Measured.from_dict(json.loads(json.dumps(measured.to_dict())))
+    assert back.bytes == 7
+    assert back.clusters["a"].mean == measured.clusters["a"].mean
+    assert back.clusters["a"].sizes.tolist() == [3, 4]
+
+
+def test_columns_that_are_ahead() -> None:
+    rng = np.random.default_rng(0)
+    base = rng.random(50)
+
+    def measured(kl: float, needles: float, repeat: float) -> Measured:
+        values = {"kl_1k": base + kl, "needles_2k": base + needles, "loss_repeat": base + repeat, "loss_wt2": base}
+        return Measured(1, {name: Clusters(sums, np.ones(50)) for name, sums in values.items()})
+
+    found = hybrid_row.compared(measured(-0.1, 0.1, 0.2), measured(0, 0, 0))
+    assert found == {"better": ["kl_1k", "needles_2k"], "worse": ["exact_repeat"]}
+
+
+def test_a_window_forgets_what_is_beyond_it(
+    small: None, arrays: Path, teacher_folder: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """With the facts beyond all that the layers' windows reach, a window gives what the control gives."""
+    from deltanet_hf.evaluation.free_policies import WindowPolicy
+    from deltanet_hf.evaluation.measures.probes import Probe, answer_outcomes
+    from deltanet_hf.evaluation.report.contestants import Roster, line_up
+
+    teacher = Roster(line_up(str(teacher_folder), [], ()), "cpu", "float32").teacher
+    ids = tuple(np.random.default_rng(0).integers(3, 300, 120).tolist())
+    probe = Probe(ids, ((110, 113), (117, 120)), ((20, 40),))
+    other = Probe((*ids[:20], *reversed(ids[20:40]), *ids[40:]), probe.answers, probe.facts)
+    blind, seeing = WindowPolicy((), 12, 0).apply(teacher), WindowPolicy((2,), 12, 0).apply(teacher)
+    np.testing.assert_allclose(answer_outcomes(blind, [probe]).nats, answer_outcomes(blind, [other]).nats, rtol=1e-6)
+    nats = [answer_outcomes(seeing, [entry]).nats for entry in (probe, other)]
+    assert np.abs(nats[0] - nats[1]).max() > 1e-3

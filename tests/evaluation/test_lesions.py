@@ -1,0 +1,82 @@
+"""Lesions take away exactly the part that they name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from deltanet_hf.errors import UserError
+from deltanet_hf.evaluation.lesions import (
+    exact_with_zeroed_states,
+    switch_off_softmax,
+    switch_off_state,
+    switch_off_window,
+)
+from deltanet_hf.evaluation.measures.probes import Probe
+from deltanet_hf.mixers.window import restrict_to_window
+from support.tiny_models import tiny_student, tiny_teacher
+
+IDS = torch.randint(3, 97, (2, 40), generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def test_softmax_layers_off_equal_zeroed_output_projections() -> None:
+    off, expected = (tiny_student("qwen3", layers=(0, 2)) for _ in range(2))
+    before = expected(IDS).logits
+    for index in (1, 3):
+        expected.model.layers[index].self_attn.o_proj.weight.zero_()
+    torch.testing.assert_close(switch_off_softmax(off)(IDS).logits, expected(IDS).logits)
+    assert not torch.allclose(off(IDS).logits, before, atol=1e-2)
+    with pytest.raises(UserError, match="no layer with softmax attention"):
+        switch_off_softmax(tiny_student("llama"))
+
+
+@torch.no_grad()
+def test_state_off_is_the_teachers_window() -> None:
+    """Without the state, the layer is the teacher's attention under the window, whose weights it has."""
+    student = tiny_student("qwen3", window=6, sinks=2)
+    teacher = tiny_teacher("qwen3", seed=5)
+    student.load_state_dict(
+        {name: _repeated(weight, student, name) for name, weight in teacher.state_dict().items()}, strict=False
+    )
+    windowed = restrict_to_window(tiny_teacher("qwen3", seed=5), 6, 2)
+    torch.testing.assert_close(switch_off_state(student)(IDS).logits, windowed(IDS).logits, rtol=1e-3, atol=1e-3)
+
+
+def _repeated(weight: torch.Tensor, student: Any, name: str) -> torch.Tensor:
+    target = student.state_dict()[name]
+    if weight.shape == target.shape:
+        return weight
+    return weight.unflatten(0, (2, -1)).repeat_interleave(2, dim=0).flatten(0, 1)
+
+
+@torch.no_grad()
+def test_window_off_leaves_the_state() -> None:
+    off, plain = switch_off_window(tiny_student("llama", window=6)), tiny_student("llama", seed=0)
+    weights = tiny_student("llama", window=6).state_dict()
+    plain.load_state_dict({name: weights[name] for name in plain.state_dict()})
+    torch.testing.assert_close(off(IDS).logits, plain(IDS).logits, rtol=1e-4, atol=1e-4)
+    for lesion in (switch_off_window, switch_off_state):
+        with pytest.raises(UserError, match="no layer with a window beside its state"):
+            lesion(plain)
+
+
+@torch.no_grad()
+def test_zeroed_states_forget_what_was_read() -> None:
+    """With all states at zero before the question, a pure model gives what it gives without the context."""
+    model = tiny_student("llama", conv_size=0, rope=False)
+    rows = torch.randint(3, 97, (6, 60), generator=torch.Generator().manual_seed(1))
+    probes, expected = [], []
+    for row in rows:
+        question = row[None, 34:50]
+        alone = int(model(question).logits[0, -1].argmax())
+        read = int(model(row[None, :50]).logits[0, -1].argmax())
+        for answer in (alone, read):
+            probes.append(Probe((*row[:50].tolist(), answer), ((50, 51),)))
+            expected.append(answer == alone)
+    assert exact_with_zeroed_states(model, probes) == expected
+    assert not all(expected)
+    with pytest.raises(UserError, match="no layer with a recurrent state"):
+        exact_with_zeroed_states(tiny_teacher("llama"), probes)

@@ -1,0 +1,266 @@
+"""Recall measures on models whose recall is known: always right, always wrong, a copy, a window."""
+
+from __future__ import annotations
+
+import math
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from deltanet_hf.errors import UserError
+from deltanet_hf.evaluation.measures.bigram_recall import bigram_clusters, bigram_distances
+from deltanet_hf.evaluation.measures.generated_answers import generated_answers
+from deltanet_hf.evaluation.measures.probes import Probe, answer_outcomes, score_probes
+from deltanet_hf.evaluation.measures.relative import Clusters, paired_difference, relative_score
+from deltanet_hf.evaluation.measures.token_measures import TokenMeasures, short_context_hits, token_measures
+from deltanet_hf.evaluation.tasks.haystack import Haystack
+from deltanet_hf.evaluation.tasks.prose_facts import prose_facts
+from deltanet_hf.evaluation.tasks.recall_sweeps import LEAD, SPREAD, one_fact, replaced_pairs, spread_pairs
+from deltanet_hf.evaluation.tasks.recall_tasks import associative_recall, needles
+from deltanet_hf.mixers.window import restrict_to_window
+from support.tiny_models import tiny_student, tiny_teacher
+
+VOCABULARY = 340
+
+
+class Oracle:
+    """A model that knows the next token of everything it is given; every `wrong`-th call place is wrong."""
+
+    def __init__(self, wrong: bool = False) -> None:
+        self.wrong, self.device, self.dtype = wrong, torch.device("cpu"), torch.float32
+        self.config: Any = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=VOCABULARY))
+
+    def __call__(self, ids: torch.Tensor, logits_to_keep: int = 0, **kwargs: Any) -> Any:
+        following = ids.roll(-1, dims=1)
+        if self.wrong:
+            following = (following + 1) % VOCABULARY
+        logits = 100.0 * torch.nn.functional.one_hot(following, VOCABULARY).float()
+        return SimpleNamespace(logits=logits[:, -logits_to_keep:])
+
+
+@pytest.fixture(scope="module")
+def haystack(tokenizer: PreTrainedTokenizerFast) -> Haystack:
+    words = random.Random(0)
+    text = " ".join(f"The {words.choice('abcdefgh')}at sat on mat {words.randrange(99)}." for _ in range(600))
+    return Haystack(tokenizer, np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"]))
+
+
+def builders(tokenizer: PreTrainedTokenizerFast, haystack: Haystack) -> dict[str, list[Probe]]:
+    return {
+        "needles": needles(tokenizer, haystack.ids, 700, 3),
+        "pairs": associative_recall(tokenizer, 8, 3),
+        "prose": prose_facts(tokenizer, haystack, 1500, 3),
+        "distance": one_fact(tokenizer, haystack, 300, 3),
+        "load": spread_pairs(tokenizer, haystack, 20, 3),
+        "replaced": replaced_pairs(tokenizer, 8, 3),
+    }
+
+
+def test_an_oracle_answers_all_and_a_wrong_one_none(tokenizer: PreTrainedTokenizerFast, haystack: Haystack) -> None:
+    for probes in builders(tokenizer, haystack).values():
+        right, wrong = answer_outcomes(Oracle(), probes), answer_outcomes(Oracle(wrong=True), probes)  # type: ignore[arg-type]
+        assert right.exact.all()
+        assert right.first.all()
+        assert right.nats.max() < 1e-6
+        assert not wrong.exact.any()
+        assert not wrong.first.any()
+        lengths = [end - begin for probe in probes for begin, end in probe.answers]
+        np.testing.assert_allclose(wrong.nats, 100 * np.array(lengths), rtol=1e-6)
+
+
+def test_facts_tell_the_answers_and_the_control_does_not(
+    tokenizer: PreTrainedTokenizerFast, haystack: Haystack
+) -> None:
+    for name, probes in builders(tokenizer, haystack).items():
+        assert len({probe.ids for probe in probes}) == 3, name
+        for probe in probes:
+            told = [probe.ids[begin:end] for begin, end in probe.facts]
+            assert max(end for _, end in probe.facts) <= min(begin for begin, _ in probe.answers), name
+            control = probe.without_facts()
+            assert control.facts == ()
+            assert len(control.ids) == len(probe.ids) - sum(map(len, told)), name
+            body = tokenizer.decode(control.ids[: control.answers[0][0]])
+            for (begin, end), (cut, stop) in zip(probe.answers, control.answers, strict=True):
+                answer = probe.ids[begin:end]
+                assert control.ids[cut:stop] == answer
+                assert any(_contains(fact, answer) for fact in told), name
+                if name in ("needles", "distance"):
+                    assert tokenizer.decode(answer) not in body
+
+
+def _contains(fact: tuple[int, ...], answer: tuple[int, ...]) -> bool:
+    return any(fact[i : i + len(answer)] == answer for i in range(len(fact)))
+
+
+def test_prose_names_decide_which_value_is_right(tokenizer: PreTrainedTokenizerFast, haystack: Haystack) -> None:
+    for probe in prose_facts(tokenizer, haystack, 1600, 4):
+        assert len(probe.ids) == 1600
+        told = [tokenizer.decode(probe.ids[begin:end]) for begin, end in probe.facts]
+        assert len(told) == len(probe.answers) == 6
+        for begin, end in probe.answers:
+            question = tokenizer.decode(probe.ids[:begin]).splitlines()[-1]
+            answer = tokenizer.decode(probe.ids[begin:end])
+            name = question.split(" came")[0].split(" worked")[0].split(" kept")[0]
+            assert len([fact for fact in told if name in fact]) == 2
+            assert len([fact for fact in told if name in fact and answer in fact]) == 1
+    with pytest.raises(UserError, match="do not fit into"):
+        prose_facts(tokenizer, haystack, 400, 1)
+
+
+def test_the_replaced_value_is_the_last_one(tokenizer: PreTrainedTokenizerFast) -> None:
+    for probe in replaced_pairs(tokenizer, 8, 3):
+        ((begin, end),) = probe.facts
+        lines = [probe.ids[i : i + 2] for i in range(begin, end, 3)]
+        for first, _ in probe.answers:
+            values = [value for key, value in lines if key == probe.ids[first - 1]]
+            assert len(values) == 2
+            assert probe.ids[first] == values[1] != values[0]
+
+
+def test_load_probes_have_one_length(tokenizer: PreTrainedTokenizerFast, haystack: Haystack) -> None:
+    for pairs in (4, 30):
+        (probe,) = spread_pairs(tokenizer, haystack, pairs, 1)
+        assert len(probe.facts) == pairs
+        assert probe.answers[0][0] == SPREAD + 2  # a line break and the key come before
+    (probe,) = one_fact(tokenizer, haystack, 500, 1)
+    ((begin, end),) = probe.facts
+    question = len(tokenizer("\nThe secret code of the  is", add_special_tokens=False)["input_ids"])
+    assert begin - LEAD in (0, 1)
+    assert 500 + question < probe.answers[0][0] - end < 500 + question + 12
+
+
+def test_haystack_opens_at_ends_of_sentences(tokenizer: PreTrainedTokenizerFast, haystack: Haystack) -> None:
+    rng = random.Random(0)
+    ids, spans = haystack.with_facts(rng, [1], [[7, 7], [8, 8]], 400)
+    assert len(ids) == 400
+    assert ids[0] == 1
+    for (begin, end), fact in zip(spans, ([7, 7], [8, 8]), strict=True):
+        assert ids[begin:end] == fact
+        assert tokenizer.decode(ids[:begin]).endswith(".")
+    with pytest.raises(UserError, match="do not fit"):
+        haystack.with_facts(rng, [], [[7] * 10], 9)
+    with pytest.raises(UserError, match="need a text of 99990 tokens"):
+        haystack.with_facts(rng, [], [[7] * 10], 100000)
+
+
+@torch.no_grad()
+def test_outcomes_of_ragged_probes_do_not_depend_on_batches() -> None:
+    model = tiny_teacher("llama")
+    rng = random.Random(0)
+    probes = []
+    for length in (20, 90, 33, 21):
+        ids = tuple(rng.randrange(3, 97) for _ in range(length))
+        probes.append(Probe(ids, ((1, 3), (length - 6, length - 5), (length - 4, length))))
+    together = answer_outcomes(model, probes)
+    alone = [answer_outcomes(model, [probe]) for probe in probes]
+    np.testing.assert_allclose(together.nats, np.concatenate([part.nats for part in alone]), rtol=1e-4)
+    assert together.owners.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
+    log_probs = model(torch.tensor([probes[1].ids])).logits.double().log_softmax(-1)[0]
+    expected = -sum(float(log_probs[place - 1, probes[1].ids[place]]) for place in range(86, 90))
+    assert together.nats[5] == pytest.approx(expected, rel=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("make", [tiny_teacher, tiny_student, lambda f: restrict_to_window(tiny_teacher(f), 5, 2)])
+def test_generated_answers_are_those_of_the_full_forward(make: Any) -> None:
+    model = make("llama")
+    rng = random.Random(1)
+    probes = []
+    for length, right in ((30, True), (30, False), (41, True)):
+        prompt = torch.tensor([[rng.randrange(3, 97) for _ in range(length)]])
+        for _ in range(3):
+            prompt = torch.cat([prompt, model(prompt, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
+        ids = prompt[0].tolist()
+        ids[-1] = ids[-1] if right else (ids[-1] + 1) % 97
+        probes.append(Probe(tuple(ids), ((length, length + 3),)))
+    assert generated_answers(model, probes) == [1.0, 0.0, 1.0]
+    assert score_probes(model, probes).value == pytest.approx(2 / 3)
+
+
+def clusters(rows: list[list[float]]) -> Clusters:
+    return Clusters(np.array([sum(row) for row in rows]), np.array([len(row) for row in rows]))
+
+
+def test_relative_scores() -> None:
+    teacher = clusters([[1, 1], [1, 1], [1, 0], [1, 1]])
+    control = clusters([[0, 0], [1, 0], [0, 0], [0, 0]])
+    half = clusters([[1, 0], [1, 1], [0, 0], [1, 0]])
+    itself = relative_score(teacher, teacher, control)
+    assert itself is not None
+    assert (itself.value, itself.stderr) == (1.0, 0.0)
+    nothing = relative_score(control, teacher, control)
+    assert nothing is not None
+    assert (nothing.value, nothing.stderr) == (0.0, 0.0)
+    score = relative_score(half, teacher, control)
+    assert score is not None
+    assert score.value == pytest.approx((4 / 8 - 1 / 8) / (7 / 8 - 1 / 8))
+    assert 0 < score.stderr < 0.5
+    weak = clusters([[1] + [0] * 9] * 4)
+    assert relative_score(half, weak, clusters([[0] * 10] * 4)) is None  # a teacher of 10% cannot show it
+    assert relative_score(half, teacher, teacher) is None
+    empty = Clusters(np.zeros(4), np.zeros(4))
+    assert math.isnan(empty.score.value)
+    assert relative_score(empty, empty, empty) is None
+
+
+def test_paired_differences_see_what_is_common() -> None:
+    rng = np.random.default_rng(0)
+    hard = rng.random(200)
+    one, other = Clusters(hard + 0.1, np.ones(200)), Clusters(hard, np.ones(200))
+    difference = paired_difference(one, other)
+    assert difference.value == pytest.approx(0.1)
+    assert difference.stderr < 1e-9
+    assert one.score.stderr == pytest.approx(hard.std(ddof=1) / math.sqrt(200))
+    noisy = paired_difference(Clusters(rng.random(200), np.ones(200)), other)
+    assert noisy.stderr == pytest.approx(math.sqrt(2 / 12 / 200), rel=0.2)
+    assert math.isnan(Clusters(np.array([1.0]), np.array([2])).score.stderr)
+
+
+def test_bigram_distances_are_those_of_the_last_occurrence() -> None:
+    tokens = np.array([[5, 6, 7, 5, 6, 8, 6, 8, 5, 6, 7], [1, 1, 1, 1, 2, 3, 4, 9, 8, 2, 3]])
+    found = bigram_distances(tokens)
+    assert found[0].tolist() == [0, 0, 0, 0, 3, 0, 0, 2, 0, 5]
+    assert found[1].tolist() == [0, 0, 1, 1, 0, 0, 0, 0, 0, 0]
+    assert bigram_distances(tokens[:, :1]).shape == (2, 0)
+
+
+def test_bigram_clusters_count_by_distance() -> None:
+    distances = np.array([[0, 10, 70, 300, 2000], [0, 64, 63, 1024, 0]])
+    hits = np.array([[1, 1, 1, 0, 1], [1, 0, 1, 1, 1]], dtype=np.float32)
+    found = bigram_clusters(TokenMeasures(hits, hits, 2 * hits), distances)
+    assert (found["bigram"].sums.tolist(), found["bigram"].sizes.tolist()) == ([2, 1], [3, 2])
+    assert found["bigram_kl"].sums.tolist() == [4, 2]
+    assert (found["bigram_near"].sums.tolist(), found["bigram_near"].sizes.tolist()) == ([1, 1], [1, 1])
+    assert found["bigram_from_1024"].sizes.tolist() == [1, 1]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("prefix", [(), (1,)])
+def test_short_contexts_see_at_most_so_many_tokens(prefix: tuple[int, ...]) -> None:
+    model = tiny_teacher("llama")
+    ids = torch.randint(3, 97, (2, 45), generator=torch.Generator().manual_seed(0))
+    found = short_context_hits(model, ids, 16, 3, prefix)
+    assert found.shape == (2, 44)
+    for token in (1, 7, 8, 15, 16, 30, 44):
+        begin = max(0, (token // 8 - 1) * 8)
+        context = torch.cat([ids.new_tensor([prefix] * 2).view(2, -1), ids[:, begin:token]], dim=1)
+        predicted = model(context).logits[:, -1].argmax(-1)
+        assert found[:, token - 1].tolist() == (predicted == ids[:, token]).float().tolist()
+    assert short_context_hits(model, ids[:, :5], 16, 3, prefix).shape == (2, 4)
+
+
+@torch.no_grad()
+def test_token_measures_of_a_copy_of_the_teacher() -> None:
+    ids = torch.randint(3, 97, (3, 20), generator=torch.Generator().manual_seed(0))
+    found = token_measures(tiny_teacher("llama"), ids, 2, tiny_teacher("llama"), prefix=(1,))
+    assert found.divergences is not None
+    assert np.abs(found.divergences).max() < 1e-5
+    with_prefix = torch.cat([torch.ones(3, 1, dtype=torch.long), ids], dim=1)
+    log_probs = tiny_teacher("llama")(with_prefix).logits.log_softmax(-1)[:, 1:-1]
+    np.testing.assert_allclose(found.losses, -log_probs.gather(-1, ids[:, 1:, None])[..., 0].numpy(), rtol=1e-4)
+    assert found.hits.tolist() == (log_probs.argmax(-1) == ids[:, 1:]).float().tolist()

@@ -1,0 +1,226 @@
+"""Settings that every mixer with a recurrent state shares: centred keys, write strengths up to 2, a bfloat16 state.
+
+`test_every_family.py` runs the settings through every family; here each one is compared with its definition.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.nn import functional as F
+from transformers import DynamicCache, StaticCache
+
+from deltanet_hf import LayerTable
+from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
+from deltanet_hf.mixers.parts import KeyOffset
+from deltanet_hf.mixers.state import cache_bytes
+from deltanet_hf.models.families import FAMILIES
+from deltanet_kernels import naive_gated_delta_rule
+from support.tiny_models import HYBRID, LAYERS, tiny_student
+
+TOKENS = torch.randint(3, 97, (2, 12), generator=torch.Generator().manual_seed(4))
+BARE = {"conv_size": 0, "output_norm": "none", "output_gate": False, "rope": False}
+MIXERS = [{}, {"mixer": "deltaproduct", "num_householder": 2}]
+
+
+def mixer_of(model: Any) -> Any:
+    return model.model.layers[0].self_attn
+
+
+def inputs(dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(1, 9, 32, dtype=dtype, generator=torch.Generator().manual_seed(3))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("expand_kv", [True, False])
+@pytest.mark.parametrize("qk_activation", ["none", "silu"])
+@pytest.mark.parametrize("strength", [1, 2])
+def test_the_layer_is_the_recurrence_on_centred_keys(strength: int, qk_activation: str, expand_kv: bool) -> None:
+    changes = {"k_offset": True, "allow_neg_eigval": strength == 2, "qk_activation": qk_activation}
+    mixer = mixer_of(tiny_student("llama", expand_kv=expand_kv, **changes, **BARE).double())
+    x = inputs()
+    q, k, v = mixer.project_qkv(x, None)
+    assert mixer.k_offset.weight.shape == k.shape[2:]
+    k = k - mixer.k_offset.weight
+    if qk_activation == "silu":
+        q, k = F.silu(q), F.silu(k)
+    g, beta = mixer.decay(mixer.a_proj(x)).double(), strength * mixer.b_proj(x).sigmoid()
+    wanted, _ = naive_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=True)
+    found, _ = mixer(x)
+    torch.testing.assert_close(found, mixer.o_proj(wanted.flatten(-2)), rtol=1e-6, atol=1e-6)
+
+
+@torch.no_grad()
+def test_an_offset_changes_no_softmax_and_centring_changes_the_state() -> None:
+    mixer = mixer_of(tiny_student("llama", k_offset=True, **BARE).double())
+    q, k, _ = mixer.project_qkv(inputs(), None)
+    plain, centred = (torch.einsum("bthd,bshd->bhts", q, keys).softmax(-1) for keys in (k, mixer.k_offset(k)))
+    torch.testing.assert_close(centred, plain, rtol=1e-12, atol=1e-12)
+    before, _ = mixer(inputs())
+    mixer.k_offset.weight.zero_()
+    assert (mixer(inputs())[0] - before).abs().max() > 1e-2
+
+
+@torch.no_grad()
+def test_the_writes_of_a_token_share_the_offset_of_their_head() -> None:
+    part = KeyOffset(2, 3)
+    part.weight.copy_(torch.arange(6.0).view(2, 3))
+    k = torch.zeros(1, 1, 4, 3)
+    assert part(k)[0, 0].tolist() == (-part.weight).repeat(2, 1).tolist()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mixer", MIXERS, ids=["gated_deltanet", "deltaproduct"])
+def test_a_strength_above_1_turns_what_was_stored(mixer: dict[str, Any]) -> None:
+    """A token that writes 0 at strength 2 under a stored key reflects its value; strength 1 only erases it."""
+    for allowed in (True, False):
+        layer = mixer_of(tiny_student("llama", allow_neg_eigval=allowed, qk_activation="none", **mixer, **BARE))
+        assert layer.max_strength == (2 if allowed else 1)
+        _, beta = layer.gates(10 * inputs(torch.float32), None)
+        assert (beta.max() > 1.5) == allowed
+        assert beta.max() <= layer.max_strength
+        assert not layer.gates(inputs(torch.float32), torch.ones(1, 9, dtype=torch.bool))[1].any()
+    layer = mixer_of(tiny_student("llama", allow_neg_eigval=True, qk_activation="none", **BARE))
+    key, value = torch.randn(2, 1, 1, 4, 8, generator=torch.Generator().manual_seed(1))
+    k, v = key.repeat(1, 2, 1, 1), torch.cat([value, torch.zeros_like(value)], dim=1)
+    beta = torch.tensor([1.0, layer.max_strength]).view(1, 2, 1).expand(1, 2, 4)
+    output, _ = layer.mix(k, k, v, (torch.zeros(1, 2, 4), beta), None, False, None)
+    torch.testing.assert_close(output[:, 1], -output[:, 0], rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("mixer", MIXERS, ids=["gated_deltanet", "deltaproduct"])
+def test_a_bfloat16_state_costs_half_and_is_rounded_after_each_call(mixer: dict[str, Any], family: str) -> None:
+    full = tiny_student(family, conv_size=0, **mixer)
+    half = tiny_student(family, conv_size=0, state_dtype="bfloat16", **mixer)
+    half.load_state_dict(full.state_dict())
+    caches = [DynamicCache(config=model.config) for model in (full, half)]
+    logits = [
+        model(TOKENS[:, :8], past_key_values=cache, use_cache=True).logits
+        for model, cache in zip((full, half), caches, strict=True)
+    ]
+    assert torch.equal(*logits)  # rounded where it is stored, not before it is read
+    for one, other in zip(caches[0].layers, caches[1].layers, strict=True):
+        assert other.state["state"].dtype == torch.bfloat16
+        assert torch.equal(other.state["state"], one.state["state"].bfloat16())
+    assert 2 * cache_bytes(caches[1]) == cache_bytes(caches[0])
+    layers = [mixer_of(model) for model in (full, half)]
+    measured = sum(tensor[0].nbytes for tensor in caches[1].layers[0].state.values())
+    assert layers[1].state_bytes(torch.float32) == measured == layers[0].state_bytes(torch.float32) / 2
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("expand_kv", [True, False])
+def test_a_step_on_a_bfloat16_state_is_the_step_on_its_values(expand_kv: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fused, separate, and in float32 on the rounded state: the same output, and a new state rounded once."""
+    changes = {"expand_kv": expand_kv, "k_offset": True, "allow_neg_eigval": True}
+    half = tiny_student("qwen3", state_dtype="bfloat16", **changes)
+    full = tiny_student("qwen3", **changes)
+    full.load_state_dict(half.state_dict())
+
+    def step(model: Any) -> tuple[torch.Tensor, Any]:
+        cache = DynamicCache(config=model.config)
+        model(TOKENS[:, :8], past_key_values=cache, use_cache=True)
+        for layer in cache.layers:
+            layer.state["state"].copy_(layer.state["state"].bfloat16())
+        x = inputs(torch.float32)[:, :1].repeat(2, 1, 1)
+        positions = model.model.rotary_emb(x, torch.full((1, 1), 8))
+        output, _ = mixer_of(model)(x, positions, past_key_values=cache)
+        return output, cache.layers[0].state["state"]
+
+    wanted, state = step(full)
+    fused = step(half)
+    monkeypatch.setattr(GatedDeltaNet, "step", lambda *args: None)
+    for found, new in (fused, step(half)):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+        assert new.dtype == torch.bfloat16
+        torch.testing.assert_close(new.float(), state, rtol=torch.finfo(torch.bfloat16).eps, atol=1e-6)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_bfloat16_state_in_every_family(family: str) -> None:
+    """Left-padded generation beside the full forward pass, whose states are not rounded between the tokens."""
+    model = tiny_student(family, state_dtype="bfloat16", k_offset=True, allow_neg_eigval=True)
+    mask = torch.ones_like(TOKENS)
+    mask[0, :5] = 0
+    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
+    found = model.generate(TOKENS, attention_mask=mask, output_logits=True, **options)
+    logits = torch.stack(found.logits, dim=1)
+    for row, padding in enumerate((5, 0)):
+        wanted = model(found.sequences[row : row + 1, padding:]).logits[0, -7:-1]
+        assert (logits[row] - wanted).norm() < 0.06 * wanted.norm()  # a lost state gives more than .3
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_a_bfloat16_state_stays_close_in_every_dtype_and_at_its_address(dtype: torch.dtype) -> None:
+    model = tiny_student("llama", "faithful", HYBRID, state_dtype="bfloat16", k_offset=True).to(dtype)
+    wanted = model(TOKENS).logits[:, 8:]
+    for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=16)):
+        model(TOKENS[:, :8], past_key_values=cache, use_cache=True)
+        addresses = [cache.layers[i].state["state"].data_ptr() for i in HYBRID]
+        steps = [model(TOKENS[:, t : t + 1], past_key_values=cache, use_cache=True).logits for t in range(8, 12)]
+        error = (torch.cat(steps, dim=1) - wanted).double().norm() / wanted.double().norm()
+        assert error < (0.03 if dtype == torch.bfloat16 else 0.01)
+        assert [cache.layers[i].state["state"].data_ptr() for i in HYBRID] == addresses
+        assert {cache.layers[i].state["state"].dtype for i in HYBRID} == {torch.bfloat16}
+
+
+@torch.no_grad()
+def test_an_adapter_may_replace_the_offset() -> None:
+    base = tiny_student("llama", k_offset=True)
+    adapted = get_peft_model(base, LoraConfig(r=2, modules_to_save=["k_offset"]))
+    before = adapted(TOKENS).logits
+    saved = [p for name, p in adapted.named_parameters() if "k_offset.modules_to_save" in name]
+    assert len(saved) == LAYERS
+    for parameter in saved:
+        parameter.mul_(0.5)
+    cache = DynamicCache(config=adapted.config)
+    adapted(TOKENS[:, :8], past_key_values=cache, use_cache=True)
+    steps = [adapted(TOKENS[:, t : t + 1], past_key_values=cache, use_cache=True).logits for t in range(8, 12)]
+    wanted = adapted(TOKENS).logits
+    assert (wanted - before).abs().max() > 1e-2
+    torch.testing.assert_close(torch.cat(steps, dim=1), wanted[:, 8:], rtol=2e-4, atol=2e-4)
+
+
+def test_gradients_reach_the_offset_also_under_autocast() -> None:
+    model = tiny_student("llama", k_offset=True, allow_neg_eigval=True)
+    exact = model(TOKENS, labels=TOKENS).loss
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(TOKENS, labels=TOKENS).loss
+    loss.backward()
+    torch.testing.assert_close(loss.float(), exact, rtol=3e-2, atol=0)
+    gradients = [p.grad for name, p in model.named_parameters() if "k_offset" in name]
+    assert len(gradients) == LAYERS
+    assert all(g is not None and g.abs().sum() > 0 for g in gradients)
+
+
+def test_old_tables_have_the_settings_off() -> None:
+    entry = LayerTable.preset(LAYERS).to_dict()
+    settings = next(iter(entry["kinds"].values()))
+    for name in ("k_offset", "allow_neg_eigval", "state_dtype"):
+        del settings[name]
+    kind = LayerTable.from_dict(entry, LAYERS).only_kind
+    assert (kind.settings.k_offset, kind.settings.allow_neg_eigval, kind.settings.state_dtype) == (
+        False,
+        False,
+        "float32",
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"k_offset": 1}, "k_offset: got 1, expected true or false"),
+        ({"allow_neg_eigval": "yes"}, "allow_neg_eigval: got 'yes', expected true or false"),
+        ({"state_dtype": "float16"}, "state_dtype: got 'float16', expected one of float32, bfloat16"),
+    ],
+)
+def test_wrong_values_are_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LayerTable.preset(LAYERS, **change)

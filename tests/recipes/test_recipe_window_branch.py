@@ -1,0 +1,187 @@
+"""Window dropout and the rates of layers with a window beside their state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from deltanet_hf.errors import UserError
+from deltanet_recipes.config import load_recipe
+from deltanet_recipes.schema_sections import Optimizer, WindowDropout
+from deltanet_recipes.training import stages, trainer
+from deltanet_recipes.training.logbook import read_log
+from deltanet_recipes.training.model_pair import load_student, mixers
+from deltanet_recipes.training.optim import parameter_groups
+from deltanet_recipes.training.pipeline import run
+from deltanet_recipes.training.window_dropout import WindowDropoutSchedule, window_branches
+from support.tiny_run import ALIGN, DISTIL, make_workplace, recipe_tree, write_recipe
+
+
+class Branch(nn.Module):
+    """Stands for a window beside a state: a share that dropout changes by row, and a record of the probabilities."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.share_proj = nn.Linear(32, 4)
+        self.seen: list[float] = []
+        self.dropout: torch.Tensor
+        self.register_buffer("dropout", torch.zeros(()), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(float(self.dropout))
+        assert self.training or float(self.dropout) == 0.0
+        share = self.share_proj(x).sigmoid().mean(-1, keepdim=True)
+        dropped = torch.rand(len(x), 1, 1) < self.dropout
+        return torch.where(dropped, torch.ones_like(share), share)
+
+
+def with_branches(student: nn.Module) -> nn.Module:
+    for mixer in mixers(student).values():
+        if getattr(mixer, "window_branch", None) is None:
+            mixer.window_branch = Branch()
+
+            def scaled(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: tuple) -> tuple:
+                x = kwargs["hidden_states"]
+                return output[0] * module.window_branch(x), *output[1:]
+
+            mixer.register_forward_hook(scaled, with_kwargs=True)
+    return student
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_workplace(tmp_path_factory.mktemp("models"))
+
+
+def recipe(workplace: Path, out: Path, *given: dict[str, Any]) -> Any:
+    out.mkdir(parents=True, exist_ok=True)
+    return load_recipe(write_recipe(out, recipe_tree(workplace, list(given), output=str(out / "run"))))
+
+
+@pytest.fixture
+def branched(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
+    """Every stage trains a student with such branches; the list collects the students."""
+    students: list[nn.Module] = []
+    for name in ("_align", "_distil", "_align_layerwise"):
+        original = getattr(stages.StageRun, name)
+
+        def changed(self: Any, stage: Any, original: Any = original) -> None:
+            students.append(with_branches(self.student))
+            original(self, stage)
+
+        monkeypatch.setattr(stages.StageRun, name, changed)
+    monkeypatch.setattr("deltanet_recipes.training.pipeline._save_stage", lambda *args: None)
+    monkeypatch.setattr("deltanet_recipes.training.pipeline._load_stage", lambda *args: {"0": [0]})
+    monkeypatch.setattr("deltanet_recipes.training.pipeline.save_final", lambda *args: None)
+    monkeypatch.setattr("deltanet_recipes.training.pipeline.check_models", lambda recipe: None)
+    return students
+
+
+DROPOUT = {"start": 0.9, "end": 0.5}
+
+
+@pytest.mark.parametrize("kind", ["align", "layerwise", "distil"])
+def test_dropout_falls_linearly_and_is_zero_in_evaluations_and_afterwards(
+    workplace: Path, tmp_path: Path, branched: list[nn.Module], kind: str
+) -> None:
+    tokens = {"tokens": 128 * 5, "window_dropout": DROPOUT}
+    stage = {**DISTIL, **tokens} if kind == "distil" else {**ALIGN, **tokens}
+    if kind == "layerwise":
+        stage |= {"mode": "layerwise", "cached_tokens": 512}
+    run(recipe(workplace, tmp_path, stage))
+    for branch in window_branches(branched[0].requires_grad_(True)):
+        training = [value for value in branch.seen if value]
+        assert training == pytest.approx([0.9, 0.8, 0.7, 0.6, 0.5])
+        assert branch.seen[0] == 0.0  # the evaluation before the first step
+        assert branch.seen[-1] == 0.0  # the one after the last
+        assert float(branch.dropout) == 0.0
+        assert not branch.training
+
+
+def test_without_the_key_the_branches_stay_as_they_are(
+    workplace: Path, tmp_path: Path, branched: list[nn.Module]
+) -> None:
+    run(recipe(workplace, tmp_path, {**DISTIL, "tokens": 128 * 2}))
+    for branch in window_branches(branched[0].requires_grad_(True)):
+        assert branch.seen
+        assert set(branch.seen) == {0.0}
+
+
+def test_a_resumed_run_drops_the_same_windows(
+    workplace: Path, tmp_path: Path, branched: list[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = {**DISTIL, "tokens": 128 * 8, "window_dropout": DROPOUT}
+    run(recipe(workplace, tmp_path / "a", stage))
+    broken = recipe(workplace, tmp_path / "b", stage)
+    step = trainer.Trainer.optimiser_step
+
+    def stop_at_five(self: trainer.Trainer) -> Any:
+        if self.step == 5:
+            raise KeyboardInterrupt
+        return step(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.Trainer, "optimiser_step", stop_at_five)
+        with pytest.raises(KeyboardInterrupt):
+            run(broken)
+    run(broken)
+    first, second = ([row.get("loss") for row in read_log(tmp_path / name / "run")] for name in "ab")
+    assert first == second
+
+
+def test_processes_and_steps_draw_differently(workplace: Path) -> None:
+    student = with_branches(load_student(str(workplace / "student")))
+    draws = set()
+    for seed, rank in ((0, 0), (0, 1), (1, 0)):
+        schedule = WindowDropoutSchedule(student, WindowDropout(start=0.5), 10, seed, rank)
+        for step in range(3):
+            schedule.begin(step)
+            draws.add(tuple(torch.rand(4).tolist()))
+    assert len(draws) == 9
+
+
+def test_a_student_without_windows_is_refused(workplace: Path, tmp_path: Path) -> None:
+    stage = {**DISTIL, "window_dropout": DROPOUT}
+    with pytest.raises(
+        UserError, match=r"^stages.distil.window_dropout: .* no layer with a window.*; leave the key out"
+    ):
+        run(recipe(workplace, tmp_path, stage))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_rates_of_their_own(workplace: Path, name: Any) -> None:
+    student = with_branches(load_student(str(workplace / "student")))
+    mixer = mixers(student)[0]
+
+    def groups(**rates: float) -> dict[int, tuple[str, float, bool]]:
+        settings = Optimizer(name=name, mixer_lr=1e-3, rest_lr=1e-4, gate_lr_scale=2.0, weight_decay=0.1, **rates)
+        found = parameter_groups(student, settings)
+        assert sum(len(group["params"]) for group in found) == len(list(student.parameters()))
+        assert all(group["weight_decay"] == 0 for group in found if "share" in group["name"])
+        return {id(p): (group["name"], group["peak_lr"], group["muon"]) for group in found for p in group["params"]}
+
+    plain, own = groups(), groups(projection_lr=1e-5, share_lr=1e-2)
+    muon = name == "muon"
+    for projection in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        weight = id(getattr(mixer, projection).weight)
+        assert plain[weight] == ("mixer", 1e-3, muon)
+        assert own[weight] == ("projection", 1e-5, muon)
+    share = mixer.window_branch.share_proj
+    assert plain[id(share.weight)] == ("mixer.vectors", 2e-3, False)
+    assert own[id(share.weight)] == own[id(share.bias)] == ("share.vectors", 1e-2, False)
+    for parameter in (mixer.g_proj.weight, mixer.a_proj.weight, student.model.layers[0].mlp.up_proj.weight):
+        assert plain[id(parameter)] == own[id(parameter)]
+
+
+def test_a_rate_of_zero_keeps_the_projections(workplace: Path, tmp_path: Path) -> None:
+    before = load_student(str(workplace / "student")).state_dict()
+    rates = {"optimizer": {"name": "muon", "mixer_lr": 3e-3, "rest_lr": 1e-3, "projection_lr": 0.0}}
+    final = run(recipe(workplace, tmp_path, {**ALIGN, "tokens": 256, **rates}))
+    for key, tensor in load_student(str(final)).state_dict().items():
+        projection = any(f".self_attn.{name}_proj" in key for name in "qkvo")
+        assert torch.equal(tensor, before[key]) == (projection or ".self_attn." not in key), key
