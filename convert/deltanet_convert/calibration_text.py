@@ -12,7 +12,6 @@ from transformers import PreTrainedConfig
 from deltanet_hf.data import prefix_ids, with_prefix
 from deltanet_hf.data.text_files import TextFile
 from deltanet_hf.errors import UserError
-from deltanet_hf.mixers import Mixer
 from deltanet_hf.models.layers import LayerTable
 
 SEQUENCE_LENGTH = 512
@@ -34,7 +33,7 @@ class CalibrationText:
 
 def sequence_length(table: LayerTable, config: PreTrainedConfig) -> int:
     """Tokens per calibration sequence of a conversion into the layers of `table`."""
-    beside = any(getattr(kind.settings, "window", 0) and issubclass(kind.mixer, Mixer) for kind in table.kinds.values())
+    beside = any(kind.recurrent is not None and kind.recurrent.window for kind in table.kinds.values())
     return min(LONG_SEQUENCE_LENGTH if beside else SEQUENCE_LENGTH, int(config.max_position_embeddings))
 
 

@@ -15,6 +15,7 @@ from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.baselines import linear_layers
 from deltanet_hf.evaluation.measures.probes import Probe
 from deltanet_hf.mixers.layer_kind import LayerKind
+from deltanet_hf.mixers.mixed_heads import MixedHeads
 from deltanet_hf.mixers.state import MixerCacheLayer
 from deltanet_hf.mixers.window_branch import WindowBranch
 
@@ -22,11 +23,13 @@ _QUESTION = 16  # tokens of the longest question of the probes in this package
 
 
 def switch_off_softmax(model: PreTrainedModel) -> PreTrainedModel:
-    """Make every layer with the teacher's softmax attention contribute exactly zero.
+    """Make the teacher's softmax attention, in whole layers and in mixed heads, contribute exactly zero.
 
     Raises UserError if there is none.
     """
-    found = [layer.self_attn for layer in model.model.layers if not isinstance(layer.self_attn, LayerKind)]
+    layers = [layer.self_attn for layer in model.model.layers]
+    found = [getattr(layer, "softmax", None) if isinstance(layer, MixedHeads) else layer for layer in layers]
+    found = [layer for layer in found if layer is not None and not isinstance(layer, LayerKind)]
     if not found:
         raise UserError(f"{type(model).__name__}: no layer with softmax attention; this lesion needs one")
 
@@ -80,7 +83,7 @@ def exact_with_zeroed_states(model: PreTrainedModel, probes: Sequence[Probe]) ->
         cache = DynamicCache(config=model.config)
         model(ids[:, :asked], past_key_values=cache, use_cache=True, logits_to_keep=1)
         for index, tensors in names:
-            kept = cache.layers[index]
+            kept = getattr(cache.layers[index], "parts", {}).get("linear", cache.layers[index])  # of mixed heads
             assert isinstance(kept, MixerCacheLayer)
             for name in tensors:
                 kept.state[name].zero_()

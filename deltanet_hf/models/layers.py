@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from deltanet_hf.mixers import MIXERS, LayerKind, recommended
+from deltanet_hf.mixers import MIXERS, LayerKind, Mixer, recommended
 from deltanet_hf.mixers.mixed_heads import MixedHeads, MixedHeadsSettings
 from deltanet_hf.mixers.settings import MixerSettings
 from deltanet_hf.mixers.window import WindowAttention
@@ -31,9 +31,11 @@ class Kind:
     settings: Any
 
     @property
-    def new_weights(self) -> bool:
-        """Whether layers of this kind have weights that the teacher does not have; of mixed heads, linear heads do."""
-        return self.mixer.new_weights and "linear" in getattr(self.settings, "heads", ("linear",))
+    def recurrent(self) -> Any:
+        """The settings of its mixer with a recurrent state, which mixed heads may hold; None without one."""
+        if self.mixer is MixedHeads:
+            return self.settings.linear if "linear" in self.settings.heads else None
+        return self.settings if issubclass(self.mixer, Mixer) else None
 
     def to_dict(self) -> dict[str, Any]:
         return {"mixer": self.mixer.name, **self.settings.to_dict()}

@@ -16,7 +16,7 @@ from deltanet_hf.evaluation.lesions import (
 )
 from deltanet_hf.evaluation.measures.probes import Probe
 from deltanet_hf.mixers.window import restrict_to_window
-from support.tiny_models import tiny_student, tiny_teacher
+from support.tiny_models import mixed_table, tiny_mixture, tiny_student, tiny_teacher
 
 IDS = torch.randint(3, 97, (2, 40), generator=torch.Generator().manual_seed(0))
 
@@ -80,3 +80,16 @@ def test_zeroed_states_forget_what_was_read() -> None:
     assert not all(expected)
     with pytest.raises(UserError, match="no layer with a recurrent state"):
         exact_with_zeroed_states(tiny_teacher("llama"), probes)
+
+
+@torch.no_grad()
+def test_the_softmax_heads_of_mixed_layers_are_switched_off() -> None:
+    model = tiny_mixture("llama", mixed_table("softmax", "linear"))
+    mixed = model.model.layers[0].self_attn
+    hidden = torch.randn(1, 5, 32)
+    positions = model.model.rotary_emb(hidden, torch.arange(5)[None])
+    wanted = mixed.linear(hidden, positions)[0]
+    switch_off_softmax(model)
+    torch.testing.assert_close(mixed(hidden, positions)[0], wanted)
+    with pytest.raises(UserError, match="no layer with softmax attention"):
+        switch_off_softmax(tiny_mixture("llama", mixed_table("window", "linear")))

@@ -333,9 +333,9 @@ def test_new_parts_are_the_linear_branch() -> None:
     attention = tiny_mixture("llama", mixed_table("softmax", "linear")).model.layers[0].self_attn
     assert isinstance(attention, MixedHeads)
     assert attention.new_parts() == [attention.linear]
-    assert mixed_table("softmax", "linear").only_kind.new_weights
+    assert mixed_table("softmax", "linear").only_kind.recurrent == LayerTable.preset(1).only_kind.settings
     assert tiny_mixture("llama", mixed_table("softmax", "window")).model.layers[0].self_attn.new_parts() == []
-    assert not mixed_table("softmax", "window").only_kind.new_weights
+    assert mixed_table("softmax", "window").only_kind.recurrent is None
 
 
 @pytest.mark.gpu

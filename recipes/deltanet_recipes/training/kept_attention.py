@@ -15,6 +15,7 @@ from torch import nn
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers import LayerKind
+from deltanet_hf.mixers.mixed_heads import MixedHeads
 from deltanet_hf.models.layers import INSERTED_QK_NORMS
 from deltanet_recipes.schema import DistilBase, stage_name
 from deltanet_recipes.training.model_pair import decoder_layers, load_student, mixer_name
@@ -23,10 +24,15 @@ SEPARATE = ("q_proj", "k_proj", "q_norm", "k_norm")
 FUSED = "qkv_proj"  # phi3
 
 
-def kept_attention(student: nn.Module) -> dict[int, Any]:
-    """The softmax attention modules of a student by layer index."""
-    found = {index: layer.get_submodule(mixer_name(layer)) for index, layer in enumerate(decoder_layers(student))}
-    return {index: module for index, module in found.items() if not isinstance(module, LayerKind)}
+def kept_attention(student: nn.Module) -> Iterator[tuple[int, str, Any]]:
+    """The softmax attention modules of a student, whole layers and mixed heads: layer index, name and module."""
+    for index, layer in enumerate(decoder_layers(student)):
+        name = mixer_name(layer)
+        module = layer.get_submodule(name)
+        if isinstance(module, MixedHeads):
+            name, module = f"{name}.softmax", module.softmax
+        if module is not None and not isinstance(module, LayerKind):
+            yield index, f"model.layers.{index}.{name}", module
 
 
 def query_key_parts(student: nn.Module) -> Iterator[tuple[str, nn.Module, int | None]]:
@@ -37,10 +43,10 @@ def query_key_parts(student: nn.Module) -> Iterator[tuple[str, nn.Module, int | 
     """
     config: Any = student.config
     inserted = getattr(config, INSERTED_QK_NORMS, ())
-    for index, attention in kept_attention(student).items():
-        where = f"model.layers.{index}.{mixer_name(decoder_layers(student)[index])}"
+    for index, where, attention in kept_attention(student):
         if hasattr(attention, FUSED):
-            rows = (config.num_attention_heads + config.num_key_value_heads) * attention.head_dim
+            heads = attention.config
+            rows = (heads.num_attention_heads + heads.num_key_value_heads) * attention.head_dim
             yield f"{where}.{FUSED}", getattr(attention, FUSED), rows
             continue
         for name in SEPARATE:

@@ -65,14 +65,15 @@ def check_models(recipe: Recipe) -> None:
 
 def _check_trainable(recipe: Recipe, table: LayerTable) -> None:
     """Refuse stages that would train nothing, because every converted layer has the teacher's weights (windows)."""
-    if not any(getattr(kind.settings, "window", 0) for kind in table.converted.values() if kind.mixer.new_weights):
+    recurrent = [kind.recurrent for kind in table.converted.values() if kind.recurrent is not None]
+    if not any(settings.window for settings in recurrent):
         for stage in recipe.stages:
             if stage.window_dropout is not None:
                 raise UserError(
                     f"stages.{stage_name(stage)}.window_dropout: {recipe.student} has no layer with a window beside "
                     "its state; leave the key out"
                 )
-    if any(kind.mixer.new_weights for kind in table.converted.values()):
+    if recurrent:
         return
     for stage in recipe.stages:
         where = f"stages.{stage_name(stage)}: {recipe.student} has no layer with weights that its teacher does not have"

@@ -33,8 +33,9 @@ def parameter_groups(module: nn.Module, settings: Optimizer) -> list[dict[str, A
     names = {
         id(p): _mixer_group(name, settings)
         for mixer in module.modules()
-        if isinstance(mixer, LayerKind) and mixer.new_weights
-        for name, p in mixer.named_parameters()
+        if isinstance(mixer, LayerKind)
+        for part in mixer.new_parts()
+        for name, p in part.named_parameters()
         if p.requires_grad and "lora_" not in name
     }
     rates = {

@@ -1,0 +1,43 @@
+"""Layers with mixed heads in training: linear heads are new weights, softmax heads and windows are the teacher's."""
+
+from __future__ import annotations
+
+import pytest
+
+from deltanet_recipes.schema_sections import Optimizer
+from deltanet_recipes.training.adapters import lora_targets, train_mixers
+from deltanet_recipes.training.kept_attention import query_key_parts
+from deltanet_recipes.training.model_pair import mixers
+from deltanet_recipes.training.optim import parameter_groups
+from support.tiny_models import mixed_mixture_table, mixed_table, tiny_mixture
+
+
+def test_alignment_trains_the_linear_heads_only() -> None:
+    student = tiny_mixture("llama", mixed_mixture_table())
+    assert list(mixers(student)) == [0, 1, 3]
+    train_mixers(student)
+    for name, parameter in student.named_parameters():
+        assert parameter.requires_grad == (".linear." in name), name
+    assert mixers(tiny_mixture("llama", mixed_table("softmax", "window"))) == {}
+
+
+def test_adapters_go_to_softmax_heads_and_windows() -> None:
+    student = tiny_mixture("llama", mixed_mixture_table())
+    targets = lora_targets(student, ("attention",))
+    projections = [f"{name}_proj" for name in "qkvo"]
+    places = ["0.self_attn.softmax", "1.self_attn.window", "2.self_attn", "3.self_attn.softmax"]
+    assert targets == [f"model.layers.{place}.{name}" for place in places for name in projections]
+
+
+def test_linear_heads_have_the_rate_of_mixers() -> None:
+    student = tiny_mixture("qwen3", mixed_mixture_table())
+    groups = {id(p): group["name"] for group in parameter_groups(student, Optimizer()) for p in group["params"]}
+    for name, parameter in student.named_parameters():
+        assert groups[id(parameter)].startswith("mixer" if ".linear." in name else "rest"), name
+
+
+@pytest.mark.parametrize(("family", "rows"), [("llama", None), ("phi3", 24)])
+def test_kept_queries_and_keys_are_those_of_softmax_heads(family: str, rows: int | None) -> None:
+    found = list(query_key_parts(tiny_mixture(family, mixed_table("linear", "softmax"))))
+    assert [number for _, _, number in found] == [rows] * (4 if rows else 8)
+    assert all(".self_attn.softmax." in name for name, _, _ in found)
