@@ -28,8 +28,8 @@ def switch_off_softmax(model: PreTrainedModel) -> PreTrainedModel:
     Raises UserError if there is none.
     """
     layers = [layer.self_attn for layer in model.model.layers]
-    found = [getattr(layer, "softmax", None) if isinstance(layer, MixedHeads) else layer for layer in layers]
-    found = [layer for layer in found if layer is not None and not isinstance(layer, LayerKind)]
+    layers = [layer.softmax if isinstance(layer, MixedHeads) else layer for layer in layers]
+    found: list[nn.Module] = [layer for layer in layers if layer is not None and not isinstance(layer, LayerKind)]
     if not found:
         raise UserError(f"{type(model).__name__}: no layer with softmax attention; this lesion needs one")
 
