@@ -26,12 +26,14 @@ from triton.compiler import ASTSource, compile, make_backend
 from triton.runtime.jit import create_function_from_signature
 
 import deltanet_kernels
-from deltanet_kernels.arguments import RuleCall, StepCall
+from deltanet_kernels.arguments import RuleCall, StepCall, WindowCall, WindowStepCall
 from deltanet_kernels.conv import causal_conv1d_triton
 from deltanet_kernels.gated_delta_rule.chunk import chunk_gated_delta_rule_triton
 from deltanet_kernels.gated_delta_rule.recurrent import fused_recurrent_gated_delta_rule_triton
 from deltanet_kernels.gated_delta_rule.step import gated_delta_step_triton_
 from deltanet_kernels.norm import gated_rms_norm_triton
+from deltanet_kernels.window.attention import window_attention_triton
+from deltanet_kernels.window.step import window_step_triton_
 
 TARGET = GPUTarget("cuda", 90, 32)
 BACKEND = make_backend(TARGET)
@@ -202,6 +204,39 @@ def calls() -> list[tuple[str, Callable[[], object]]]:
             gated_delta_step_triton_(StepCall(**options | tensors | gates))
 
         found.append((f"step-{dtype}-{K}-{T}", decode))
+    return found + window_calls()
+
+
+def window_calls() -> list[tuple[str, Callable[[], object]]]:
+    """The same for the attention over window and sinks."""
+    found: list[tuple[str, Callable[[], object]]] = []
+    for dtype, D, HQ, sinks, packed in (
+        ("bf16", 64, 6, 4, False), ("bf16", 64, 6, 4, True), ("bf16", 128, 2, 40, False), ("bf16", 256, 2, 4, True),
+        ("bf16", 16, 2, 0, False), ("bf16", 100, 2, 4, False), ("fp16", 16, 2, 4, False), ("fp16", 64, 2, 4, True),
+        ("fp16", 128, 2, 4, False), ("fp16", 256, 2, 4, False), ("fp32", 64, 2, 4, False), ("fp32", 128, 2, 4, True),
+        ("fp32", 256, 2, 4, False),
+    ):  # fmt: skip
+
+        def attend(dtype: str = dtype, D: int = D, HQ: int = HQ, sinks: int = sinks, packed: bool = packed) -> None:
+            q, k, v = (torch.zeros(1, 200, heads, D, dtype=DTYPES[dtype]).requires_grad_() for heads in (HQ, 2, 2))
+            offsets = torch.tensor([0, 70, 200], dtype=torch.int32) if packed else None
+            o, lse = window_attention_triton(WindowCall(q, k, v, 64, sinks, None, offsets))
+            (o.float().sum() + lse.sum()).backward()
+
+        found.append((f"window-{dtype}-{D}-{sinks}{'-packed' if packed else ''}", attend))
+    for dtype, D, HQ, B in (("bf16", 64, 6, 1), ("bf16", 128, 8, 64), ("fp32", 100, 2, 2), ("bf16", 256, 4, 200)):
+
+        def step(dtype: str = dtype, D: int = D, HQ: int = HQ, B: int = B) -> None:
+            q, k, v, far = (torch.zeros(B, 1, heads, D, dtype=DTYPES[dtype]) for heads in (HQ, 2, 2, HQ))
+            keys, values = (torch.zeros(B, 2, 68, D, dtype=DTYPES[dtype]) for _ in range(2))
+            numbers = torch.zeros(B, 68, dtype=torch.int32)
+            padding = torch.zeros(B, 1, dtype=torch.bool)
+            share = torch.zeros(B, 1, HQ, dtype=DTYPES[dtype])
+            window_step_triton_(
+                WindowStepCall(q, k, v, 64, 4, keys, values, numbers, numbers[:, 0].clone(), share, far, None, padding)
+            )
+
+        found.append((f"window-step-{dtype}-{D}-{B}", step))
     return found
 
 

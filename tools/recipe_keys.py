@@ -8,14 +8,16 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from deltanet_recipes.schema import Align, Distil, DistilBase, Long, Recipe, Repair, StageBase
-from deltanet_recipes.schema_sections import Data, Engine, Log, Lora, Optimizer, Source
+from deltanet_recipes.schema_sections import Data, Engine, Log, Lora, Optimizer, Recall, Source, WindowDropout
 from deltanet_recipes.study.study_config import Conversion, Run, Study
 
 SECTIONS: dict[str, tuple[type[BaseModel], type[BaseModel] | None]] = {
     "the recipe": (Recipe, None),
     "data": (Data, None),
     "data.sources": (Source, None),
+    "recall (of a source)": (Recall, None),
     "every stage": (StageBase, None),
+    "window_dropout (of a stage)": (WindowDropout, None),
     "optimizer (of a stage)": (Optimizer, None),
     "kind: align": (Align, StageBase),
     "kind: distil": (DistilBase, StageBase),

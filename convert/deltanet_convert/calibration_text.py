@@ -7,12 +7,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from deltanet_hf.data import prefix_ids, with_prefix
 from deltanet_hf.data.text_files import TextFile
 from deltanet_hf.errors import UserError
+from deltanet_hf.mixers import Mixer
+from deltanet_hf.models.layers import LayerTable
 
 SEQUENCE_LENGTH = 512
+LONG_SEQUENCE_LENGTH = 2048  # where a window stands beside the state, which is fitted to what the window misses
 HELD_OUT_TOKENS = 4096  # at most, and never more than the calibration tokens
 HELD_OUT_SHARE = 0.2  # share of the text, at its end, from which held-out sequences are drawn
 CHARS_PER_TOKEN = 24  # characters read per token: more than any tokenizer uses, far less than a corpus has
@@ -28,6 +32,12 @@ class CalibrationText:
     sha256: str  # hash of the characters that were read
 
 
+def sequence_length(table: LayerTable, config: PreTrainedConfig) -> int:
+    """Tokens per calibration sequence of a conversion into the layers of `table`."""
+    beside = any(getattr(kind.settings, "window", 0) and issubclass(kind.mixer, Mixer) for kind in table.kinds.values())
+    return min(LONG_SEQUENCE_LENGTH if beside else SEQUENCE_LENGTH, int(config.max_position_embeddings))
+
+
 def read_text(path: Path, needed_tokens: int) -> list[str]:
     """Reads the documents of a file in order, until they suffice for `needed_tokens` tokens.
 
@@ -41,18 +51,18 @@ def read_text(path: Path, needed_tokens: int) -> list[str]:
 
 
 def tokenise(
-    documents: list[str], tokenizer: Any, calibration_tokens: int, seed: int, source: str, max_length: int
+    documents: list[str], tokenizer: Any, calibration_tokens: int, seed: int, source: str, longest: int
 ) -> CalibrationText:
     """Cuts the documents into sequences and draws calibration and held-out sequences with `seed`.
 
-    A sequence has `min(512, max_length, calibration_tokens)` tokens. It begins with the begin-of-text token if the
+    A sequence has `min(longest, calibration_tokens)` tokens. It begins with the begin-of-text token if the
     tokenizer adds one, because models trained with that token depend on it. The held-out sequences come from the last
     fifth of the text, the calibration sequences from the rest.
 
     Raises:
         UserError: the text is too short for `calibration_tokens`.
     """
-    length = min(SEQUENCE_LENGTH, max_length, calibration_tokens)
+    length = min(longest, calibration_tokens)
     ids: list[int] = []
     end = tokenizer.eos_token_id
     for document in documents:

@@ -18,7 +18,7 @@ from deltanet_hf.models.factory import converted_config, model_class
 from deltanet_hf.models.families import family_of
 from deltanet_hf.models.layers import INSERTED_QK_NORMS, SOFTMAX, LayerTable
 
-from .calibration_text import HELD_OUT_TOKENS, SEQUENCE_LENGTH
+from .calibration_text import HELD_OUT_TOKENS, sequence_length
 from .start.norm_config import needs_norms, with_norms
 from .storage.shard_writer import Layout, TensorSpec, plan_layout
 from .teacher_model import Teacher, meta_model, tied_names
@@ -132,7 +132,7 @@ def make_plan(
         parameters=sum(spec.numel for spec in specs),
         nbytes=layout.nbytes,
         shards=len(layout.shards),
-        peak_memory_bytes=_peak_memory(teacher, student, working),
+        peak_memory_bytes=_peak_memory(teacher, student, working, sequence_length(table, teacher.config)),
         disk_bytes=layout.nbytes + 2 * working + SMALL_FILES_BYTES,
         config=config,
         student=student,
@@ -206,9 +206,9 @@ def _working_bytes(teacher: Teacher, calibration_tokens: int) -> int:
     return (calibration_tokens + 2 * held_out) * int(teacher.config.hidden_size) * 4
 
 
-def _peak_memory(teacher: Teacher, student: PreTrainedModel, working: int) -> int:
+def _peak_memory(teacher: Teacher, student: PreTrainedModel, working: int, row: int) -> int:
     """Estimated peak memory in bytes: of a decoder layer (both attentions in float32) or of the output head."""
-    config, row = teacher.config, SEQUENCE_LENGTH
+    config = teacher.config
     before: Any = teacher.model.model.layers
     layers = zip(before, student.model.layers, strict=True)
     layer: int = max(

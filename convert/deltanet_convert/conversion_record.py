@@ -48,6 +48,7 @@ def report(
             "sequence_length": text.calibration.shape[1],
         },
         "versions": versions(),
+        **({"selection": job.selection.to_json()} if job.selection else {}),
         "plan": job.plan.to_json(),
         "layers": [{"index": index, **steps[f"layer {index}"]} for index in job.table.converted],
         "inserted_norms": [{"index": index, **steps[f"layer {index}"]} for index in normed],

@@ -17,7 +17,7 @@ from deltanet_hf.errors import QualityError, UserError
 from deltanet_hf.publish import Workspace, publish_folder
 
 from .activations import Activations
-from .calibration_text import CalibrationText, read_text, tokenise
+from .calibration_text import CalibrationText, read_text, sequence_length, tokenise
 from .compare_to_teacher import compare_models
 from .conversion_plan import check_disk
 from .conversion_record import finished_report, report, request
@@ -177,7 +177,7 @@ def calibration_text(job: Job, tokenizer: Any) -> CalibrationText:
         options.calibration_tokens,
         options.seed,
         source,
-        int(job.teacher.config.max_position_embeddings),
+        sequence_length(job.table, job.teacher.config),
     )
     largest = int(max(text.calibration.max(), text.held_out.max()))
     if largest >= job.teacher.config.vocab_size:

@@ -1,6 +1,7 @@
 """`deltanet-hf convert TEACHER OUT`."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,16 +10,21 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.mixers import MIXER_NAMES
+from deltanet_hf.mixers import MIXER_NAMES, WINDOW_SUFFIX
 
 from .convert import convert
 from .export.hooks import check_exportable, import_qwen3_5, qwen3_5_folder
 from .job import prepare
 from .options import DTYPES, ConvertOptions, parse_size, set_keys
+from .select.for_convert import AUTO
+from .select.progress import shown_on
+from .select.run import unseen
 from .views.plan_view import print_plan
 from .views.report_view import print_report
 
 DEFAULTS = ConvertOptions()
+HYBRID = ("auto", f"gated_deltanet{WINDOW_SUFFIX}")  # default layers and mixer
+PURE = ("all", "gated_deltanet")  # those of --pure, and of --profile qwen3_5, whose layer has no window
 CONVERSION_ONLY = {
     "layers": "--layers",
     "mixer": "--mixer",
@@ -38,15 +44,32 @@ def convert_command(
     ],
     out: Annotated[Path, typer.Argument(help="Folder to write the converted model to.")],
     layers: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="Layers to convert. `all`: every layer. `every:N`: layers N-1, 2N-1, ... keep softmax attention. "
-            "`keep:3,7,11`: these layers keep it. Otherwise a file that lists the layers that keep it."
+            help="Layers to convert. `auto`: a quarter of the layers keeps softmax attention, chosen by recall: "
+            "shipped for known teachers, measured where there is a GPU, otherwise evenly spread. `all`: every layer. "
+            "`every:N`: layers N-1, 2N-1, ... keep softmax attention. "
+            "`keep:3,7,11`: these layers keep it. `auto:25%` (or `auto:7`, `auto:40MB@32768`): choose so many as "
+            "`deltanet-hf select` does; slow without a GPU. Otherwise a file that lists the layers that keep it, such "
+            "as the one that `deltanet-hf select` writes.",
+            show_default=HYBRID[0],
         ),
-    ] = DEFAULTS.layers,
+    ] = None,
     mixer: Annotated[
-        str, typer.Option(help=f"Layer that replaces softmax attention: {', '.join(MIXER_NAMES)}.")
-    ] = DEFAULTS.mixer,
+        str | None,
+        typer.Option(
+            help=f"Layer that replaces softmax attention: {', '.join(MIXER_NAMES)}. NAME+window has a softmax window "
+            "beside the state.",
+            show_default=HYBRID[1],
+        ),
+    ] = None,
+    pure: Annotated[
+        bool,
+        typer.Option(
+            "--pure",
+            help="Convert every layer to Gated DeltaNet alone: no softmax attention, no window, the least memory.",
+        ),
+    ] = False,
     profile: Annotated[
         str,
         typer.Option(
@@ -103,9 +126,13 @@ def convert_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan or the result as JSON.")] = False,
 ) -> None:
     """Converts a softmax model; a Qwen3.5 text model has Gated DeltaNet layers already and is imported."""
+    native = qwen3_5_folder(teacher)
+    default_layers, default_mixer = PURE if pure or native is not None or profile == "qwen3_5" else HYBRID
+    if pure and (layers is not None or mixer is not None):
+        raise UserError("--pure: converts all layers to gated_deltanet; leave out --layers and --mixer")
     options = ConvertOptions(
-        layers=layers,
-        mixer=mixer,
+        layers=layers or default_layers,
+        mixer=mixer or default_mixer,
         profile=profile,
         training=training,
         changes=tuple(changes or ()),
@@ -121,7 +148,7 @@ def convert_command(
         json=as_json,
     )
     console = Console(stderr=as_json)
-    if (native := qwen3_5_folder(teacher)) is not None:
+    if native is not None:
         _refuse_conversion_options(teacher, options)
         import_qwen3_5(
             native,
@@ -134,7 +161,8 @@ def convert_command(
             console=console,
         )
         return
-    job = prepare(teacher, out, options)
+    with shown_on(console) if options.layers.startswith(AUTO) else nullcontext(unseen) as show:
+        job = prepare(teacher, out, options, show)
     if profile == "qwen3_5":
         for note in check_exportable(job.source.name, job.teacher.config, job.table.softmax):
             console.print(note, highlight=False, markup=False)

@@ -17,6 +17,9 @@ from deltanet_hf.publish import Workspace
 from .conversion_plan import Plan, make_plan
 from .export.obstacles import teacher_obstacles
 from .options import ConvertOptions, softmax_layers
+from .select.for_convert import auto_selection, unfinished_selection
+from .select.run import Show, unseen
+from .select.selection_file import Selection
 from .storage.teacher_source import Source, resolve_source
 from .teacher_model import Teacher, open_teacher
 
@@ -32,21 +35,24 @@ class Job:
     table: LayerTable
     dtype: torch.dtype
     plan: Plan
+    selection: Selection | None = None  # what `--layers auto:...` chose
 
     def close(self) -> None:
-        """Removes the dequantised copy of a GGUF teacher."""
+        """Removes the dequantised copy of a GGUF teacher and the file of an automatic selection."""
+        unfinished_selection(self.out).unlink(missing_ok=True)
         if self.source.temporary:
             shutil.rmtree(self.source.folder, ignore_errors=True)
 
 
-def prepare(teacher: str, out: Path, options: ConvertOptions) -> Job:
-    """Finds and checks the teacher and plans the conversion.
+def prepare(teacher: str, out: Path, options: ConvertOptions, show: Show = unseen) -> Job:
+    """Finds and checks the teacher and plans the conversion; `--layers auto:...` chooses the layers first.
 
-    Nothing is written except the dequantised copy of a GGUF teacher.
+    Nothing is written except the dequantised copy of a GGUF teacher and the file of an automatic selection.
 
     Args:
         teacher: a folder, a hub id or a .gguf file.
         out: the folder that will be made.
+        show: called with the progress of an automatic selection.
 
     Raises:
         UserError: the teacher, an option or the output folder cannot be used.
@@ -56,12 +62,14 @@ def prepare(teacher: str, out: Path, options: ConvertOptions) -> Job:
     with removed_on_error(source, out):
         _check_apart(source.folder, out)
         opened = open_teacher(source.folder)
-        table = options.table(opened.num_layers, softmax_layers(options.layers, opened.num_layers))
+        selection = auto_selection(source, opened, out, options, show)
+        kept = selection.layers if selection else softmax_layers(options.layers, opened.num_layers, opened.config)
+        table = options.table(opened.num_layers, kept)
         # Qwen3.5's softmax layers have q/k norms. None are inserted if something else prevents an export.
         insert_norms = options.profile == "qwen3_5" and not teacher_obstacles(opened.config, table.softmax)
         dtype = options.torch_dtype or (torch.float32 if opened.dtype == torch.float64 else opened.dtype)
         plan = make_plan(opened, table, dtype, options.shard_size, options.calibration_tokens, insert_norms)
-        return Job(source, opened, out, options, table, dtype, plan)
+        return Job(source, opened, out, options, table, dtype, plan, selection)
 
 
 @contextmanager

@@ -234,8 +234,8 @@ def _from_file(path: Path, teacher_config: Any) -> list[int]:
         return _from_selection(f"--layers {path}", value, teacher_config)
     if not isinstance(value, list) or any(type(item) is not int for item in value):
         raise UserError(
-            f"--layers {path}: expected a JSON list of layer indices such as [3, 7, 11], or the file that "
-            "deltanet-hf select wrote"
+            f"--layers {path}: expected a JSON list of layer indices such as [3, 7, 11], or the file that deltanet-hf "
+            "select wrote"
         )
     return value
 

@@ -11,12 +11,14 @@ from deltanet_hf.errors import QualityError
 from deltanet_hf.safe_write import write_atomically, writing
 
 from .job import Job
+from .select.plot import selection_plot
 from .storage.saved_tokenizer import COPIED, load_tokenizer
 from .views.conversion_card import model_card
 from .views.layer_error_plot import layer_error_plot
 
 SAMPLE = "In 1859, 12 mice -- \n\tand a cat's 3.50 $ café, naïve 東京 <|im_end|>  did 2+2=4."
 PLOT = "layer_errors.png"
+SELECTION_PLOT = "selection.png"
 
 
 def write_other_files(job: Job, tokenizer: Any, folder: Path, report: dict[str, Any]) -> None:
@@ -38,6 +40,8 @@ def write_other_files(job: Job, tokenizer: Any, folder: Path, report: dict[str, 
                 if file.is_file() and not (folder / file.name).exists():
                     shutil.copyfile(file, folder / file.name)
         layer_error_plot(report["layers"], folder / PLOT)
+        if job.selection is not None:
+            (folder / SELECTION_PLOT).write_bytes(selection_plot(job.selection))
     if load_tokenizer(folder)(SAMPLE)["input_ids"] != tokenizer(SAMPLE)["input_ids"]:
         raise QualityError(f"{folder}: the saved tokenizer differs from the teacher's; please report the teacher")
     write_atomically(folder / "README.md", model_card(report, job.teacher.folder, PLOT).encode())

@@ -50,4 +50,4 @@ def recommended(name: str, profile: str = "faithful", training: bool = True) -> 
     return kind, replace(settings, **BESIDE_WINDOW)
 
 
-__all__ = ["FLOAT32_NAMES", "MIXERS", "MIXER_NAMES", "LayerKind", "Mixer", "recommended"]
+__all__ = ["FLOAT32_NAMES", "MIXERS", "MIXER_NAMES", "WINDOW_SUFFIX", "LayerKind", "Mixer", "recommended"]

@@ -77,8 +77,13 @@ FAITHFUL: dict[str, Any] = {
     "output_norm": "per_head",
     "output_gate": True,
     "gate_bias": True,
+    "k_offset": True,
 }  # everything that the teacher's attention has, and a convolution that begins as an identity
-BESIDE_WINDOW: dict[str, Any] = {"window": 128, "shared_kv": True}  # what `NAME+window` changes in NAME's settings
+BESIDE_WINDOW: dict[str, Any] = {
+    "window": 256,
+    "expand_kv": False,
+    "state_dtype": "bfloat16",
+}  # what `NAME+window` changes in NAME's settings: a small state leaves the bytes to the window
 
 
 @dataclass(frozen=True)

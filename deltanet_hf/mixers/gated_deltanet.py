@@ -99,8 +99,8 @@ class GatedDeltaNet(Mixer):
         self, x: Tensor, position_embeddings: PositionEmbeddings | None, state: State, padding: Tensor | None
     ) -> Tensor | None:
         """By one kernel between the projections, where the parameters of the parts can be read."""
-        read_here = (self.decay, self.norm, self.conv1d, self.k_offset)
-        if not all(is_plain(part) for part in read_here if part is not None):
+        read = (self.decay, self.norm, self.conv1d, self.k_offset)
+        if not all(is_plain(part) for part in read if part is not None):
             return None
         parts = self.project(x)
         q, k, v = self.repeated(*parts)

@@ -107,7 +107,7 @@ class WindowCall(NamedTuple):
 
 
 class WindowStepCall(NamedTuple):
-    """One decoding step of that attention; `window_step_` documents the fields. The operator takes them in this order."""
+    """One decoding step of that attention; `window_step_` documents the fields, in the operator's order."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -117,7 +117,7 @@ class WindowStepCall(NamedTuple):
     keys: torch.Tensor
     values: torch.Tensor
     numbers: torch.Tensor
-    count: torch.Tensor
+    count: torch.Tensor  # type: ignore[assignment]  # tuples have a method of this name
     share: torch.Tensor | None = None
     far: torch.Tensor | None = None
     scale: float | None = None

@@ -34,6 +34,8 @@ def _triton_function(operator: str) -> Callable[..., Any] | None:
         from deltanet_kernels.gated_delta_rule.recurrent import fused_recurrent_gated_delta_rule_triton
         from deltanet_kernels.gated_delta_rule.step import gated_delta_step_triton_
         from deltanet_kernels.norm import gated_rms_norm_triton
+        from deltanet_kernels.window.attention import window_attention_triton
+        from deltanet_kernels.window.step import window_step_triton_
     except (ImportError, AttributeError, RuntimeError) as error:
         _warn_fallback(operator, f"the Triton kernels cannot be imported: {error}")
         return None
@@ -43,6 +45,8 @@ def _triton_function(operator: str) -> Callable[..., Any] | None:
         "causal_conv1d": causal_conv1d_triton,
         "gated_rms_norm": gated_rms_norm_triton,
         "gated_delta_step_": gated_delta_step_triton_,
+        "window_attention": window_attention_triton,
+        "window_step_": window_step_triton_,
     }
     return functions[operator]
 
@@ -316,7 +320,7 @@ def window_attention(
     """
     call = WindowCall(q, k, v, window, sinks, scale, cu_seqlens)
     check_window_attention(call)
-    return torch_window_attention(call)
+    return _call("window_attention", torch_window_attention, q, call)  # type: ignore[no-any-return]
 
 
 def window_step_(
@@ -360,4 +364,4 @@ def window_step_(
     """
     call = WindowStepCall(q, k, v, window, sinks, keys, values, numbers, count, share, far, scale, padding)
     check_window_step(call)
-    return torch_window_step_(call)
+    return _call("window_step_", torch_window_step_, q, call)  # type: ignore[no-any-return]

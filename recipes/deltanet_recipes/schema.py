@@ -97,9 +97,7 @@ class DistilBase(StageBase):
         "teacher to the teacher under a window of 64 tokens and 4 sinks: tokens that need the far past count more. "
         "The weights have mean 1 on held-out rows. 0: no weights, and no second pass of the teacher.",
     )
-    recall_cap: float = Field(
-        2.0, gt=0, description="Largest d (nats) that counts; d is mostly below .1, and several nats on recalled facts."
-    )
+    recall_cap: float = Field(2.0, gt=0, description="Largest d that counts, in nats.")
     kl_weight: float = Field(1.0, ge=0, description="Weight of the KL term (nats per token).")
     ce_weight: float = Field(0.1, ge=0, description="Weight of the cross-entropy on the text (nats per token).")
     hidden_weight: float = Field(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +26,8 @@ def prepared(
     layer = blank_layer("llama", profile, 0, **changes)
     copy_attention(attention, layer)
     torch.manual_seed(0)
-    return layer, GateFit(layer, states), Samples(attention, layer, states, kwargs), kwargs
+    samples = Samples(attention, layer, states, kwargs)
+    return layer, GateFit(layer, samples), samples, kwargs
 
 
 def scatter(fit: GateFit) -> None:
@@ -101,7 +103,7 @@ def test_constants_without_biases_come_from_a_direction() -> None:
     generator = torch.Generator().manual_seed(2)
     x, other = (torch.randn(1, 400, 32, generator=generator) * 0.3 for _ in range(2))
     common = torch.randn(32, generator=generator)  # a component of all inputs, as in trained models
-    fit = GateFit(layer, x + common)
+    fit = GateFit(layer, SimpleNamespace(x=x + common))  # type: ignore[arg-type]
     fit.set_memory(torch.full((layer.num_states,), 16.0), torch.full((layer.num_states,), 0.1))
     fit.fold()
     assert layer.b_proj.bias is None

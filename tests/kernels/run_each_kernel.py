@@ -14,8 +14,14 @@ from deltanet_kernels.conv import causal_conv1d_triton
 from deltanet_kernels.gated_delta_rule.recurrent import gated_delta_rule_step_
 from deltanet_kernels.gated_delta_rule.step import delta_step_
 from deltanet_kernels.norm import gated_rms_norm_triton
+from tests.kernels import window_cases
 from tests.kernels.cases import Case, make_inputs, results
 from tests.kernels.test_step import TENSORS, Step, make
+from tests.kernels.test_triton_window import triton_window
+from tests.kernels.test_window_step import CASES as WINDOW_STEPS
+from tests.kernels.test_window_step import empty, triton_step_
+from tests.kernels.test_window_step import make as make_window_step
+from tests.kernels.test_window_step import run as run_window_steps
 from tests.kernels.triton_mode import triton_chunk
 
 CASES = [
@@ -66,6 +72,13 @@ def main() -> None:
             delta_step_(*(x[name] for name in TENSORS), 0.1, 1e-6, True, True)
     torch.cuda.synchronize()
     print("convolution, norm, fused step", flush=True)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for window_case in window_cases.CASES:
+            window_cases.results(triton_window, window_cases.make(window_case, dtype, "cuda"))
+        for window_step in WINDOW_STEPS:
+            run_window_steps(triton_step_, make_window_step(window_step, dtype, "cuda"), empty(window_step, dtype))
+    torch.cuda.synchronize()
+    print("window", flush=True)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,11 @@ ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "gated_delta_step_": lambda: (
         *HEADS, *GATES, torch.zeros(1, 1, 16, 16, device=DEVICE), GATES[0, 0, 0], GATES[1, 0, 0]
     ),
+    "window_attention": lambda: (*HEADS, 1, 1),
+    "window_step_": lambda: (
+        *HEADS[:, :, :1], 3, 1, *torch.zeros(2, 1, 1, 4, 16, device=DEVICE),
+        torch.zeros(1, 4, dtype=torch.int32, device=DEVICE), torch.zeros(1, dtype=torch.int32, device=DEVICE),
+    ),
 }  # fmt: skip
 
 
@@ -39,12 +44,13 @@ def test_no_graph_break_on_the_way_to_triton(name: str, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(dispatch, "_call", call)
     function = getattr(deltanet_kernels, name)
-    gradients = name != "gated_delta_step_"  # in place, without gradients
+    gradients = not name.endswith("step_")  # in place, without gradients
     answers = []
     for side in (torch.compile(function, backend="aot_eager", fullgraph=True), function):
-        arguments = [x.clone().requires_grad_(gradients) for x in ARGUMENTS[name]()]
+        arguments = [x.clone() if isinstance(x, torch.Tensor) else x for x in ARGUMENTS[name]()]
+        tensors = [x.requires_grad_(gradients) for x in arguments if isinstance(x, torch.Tensor)]
         found = side(*arguments)
         o = found[0] if isinstance(found, tuple) else found
-        answers.append([o, *torch.autograd.grad(o.square().sum(), arguments)] if gradients else [o, *arguments])
+        answers.append([o, *torch.autograd.grad(o.square().sum(), tensors)] if gradients else [o, *tensors])
     for x, y in zip(*answers, strict=True):
         assert torch.equal(x, y)

@@ -42,7 +42,7 @@ CASES = [
     Case("as long as the sequence", T=50, window=50, sinks=4),
     Case("far longer than the sequence", T=7, window=2**31, sinks=2**31),
     Case("more sinks than the window", T=150, window=5, sinks=40),
-    Case("more sinks than a tile", T=200, window=20, sinks=90),
+    Case("more sinks than a tile", T=130, window=20, sinks=70),
     Case("sinks only in sight of all", T=40, window=3, sinks=40),
     # heads
     Case("nothing shared", T=70, window=20, sinks=4, HQ=3, HK=3, B=2),
@@ -56,11 +56,11 @@ CASES = [
     # packed sequences
     Case("packed", T=150, window=20, sinks=4, cu_seqlens=(0, 30, 95, 150)),
     Case("packed, empty and single", T=150, window=20, sinks=4, cu_seqlens=(0, 0, 1, 2, 2, 66, 130, 150, 150)),
-    Case("packed, tokens after the last", T=150, window=20, sinks=4, HQ=6, HK=2, cu_seqlens=(0, 70, 71, 140)),
+    Case("packed, tokens after the last", T=90, window=20, sinks=4, HQ=4, HK=2, cu_seqlens=(0, 40, 41, 80)),
     Case("packed, nothing but empty", T=5, window=2, sinks=1, cu_seqlens=(0, 0, 0)),
     Case("packed, window 1", T=40, window=1, sinks=2, cu_seqlens=(0, 1, 4, 30, 40)),
     Case("packed, many short", T=60, window=4, sinks=2, cu_seqlens=tuple(range(0, 61, 3))),
-    Case("packed, short and long", T=300, window=40, sinks=17, cu_seqlens=(0, 10, 280, 283, 300)),
+    Case("packed, short and long", T=180, window=40, sinks=17, cu_seqlens=(0, 10, 160, 163, 180)),
 ]
 
 

@@ -223,9 +223,10 @@ def test_work_goes_to_the_device_with_the_least(workplace: Path, tmp_path: Path)
     assert taken == ["r3"]
 
 
-def test_the_study_of_smollm2_is_valid(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["smollm2-135m-study", "smollm2-135m-hybrids-study"])
+def test_the_studies_of_smollm2_are_valid(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.chdir(ROOT)
-    study = load_study(Path("recipes/studies/smollm2-135m-study.yaml"), ["teacher=t", "arrays=a"])
+    study = load_study(Path(f"recipes/studies/{name}.yaml"), ["teacher=t", "arrays=a"])
     tokens = {run.name: study.tokens(run) for run in study.runs}
     assert {round(count / 1e6, 1) for count in tokens.values()} == {0.0, 9.9, 100.3}
     for run in study.runs:

@@ -1,6 +1,6 @@
-"""Kills conversions and exports with SIGKILL at many points and resumes them; prints what was found as JSON.
+"""Kills conversions, exports and selections with SIGKILL at many points and resumes them; prints the findings as JSON.
 
-    python -m support.kill_points convert|export|gguf fresh|overwrite|twice FOLDER POINTS
+    python -m support.kill_points convert|export|gguf|select fresh|overwrite|twice FOLDER POINTS
 
 A child process is killed before or after its n-th call that changes the disk, for POINTS values of n spread over the
 complete work and for each of its last calls (publication). This runs as a separate process because it forks.
@@ -25,10 +25,13 @@ import torch
 from deltanet_convert import output_files
 from deltanet_convert.export import gguf
 from deltanet_convert.export.stream_export import write_export
+from deltanet_convert.select import probes
 from deltanet_convert.start import START
 from deltanet_hf.errors import UserError
+from support.far_model import far_folder
 from support.tiny_conversion import quick_start, teacher_folder, tiny_conversion
 from support.tiny_export import exportable_model, planned, saved
+from support.tiny_selection import tiny_selection
 
 CHANGES = ("fsync", "replace", "pwrite", "truncate", "unlink", "rmdir", "mkdir", "posix_fallocate")
 LAST = 10  # number of last calls that are all tried: publication and cleanup
@@ -83,7 +86,18 @@ def gguf_export(folder: Path) -> Work:
     return Work(out, run, lambda: write(planned(source), outtype="q8_0", resume=False, overwrite=False))
 
 
-WORKS = {"convert": conversion, "export": export, "gguf": gguf_export}
+def selection(folder: Path) -> Work:
+    probes.CHARACTERS = 2000
+    teacher = far_folder(folder / "teacher")
+    out = folder / "selection.json"
+
+    def run(seed: int = 1, resume: bool = False, overwrite: bool = False) -> None:  # `select` always resumes
+        tiny_selection(teacher, out, "2", seed=seed, overwrite=overwrite)
+
+    return Work(out, run, partial(run, 2))
+
+
+WORKS = {"convert": conversion, "export": export, "gguf": gguf_export, "select": selection}
 
 
 def digest(out: Path) -> dict[str, str]:

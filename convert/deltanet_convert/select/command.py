@@ -10,19 +10,21 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers import MIXERS
 
 from ..export.hooks import qwen3_5_folder
 from ..options import ConvertOptions
-from ..storage.teacher_source import resolve_source
+from ..storage.teacher_source import Source, resolve_source
 from ..teacher_model import open_teacher
 from .budget import Budget
+from .journal import SelectionJournal
 from .methods import EXPORTABLE
-from .run import Show, plan_selection, run_selection
+from .progress import shown_on
+from .run import run_selection
 from .select_options import SelectOptions
+from .task import plan_selection
 from .units import UNITS
 from .view import print_selection
 
@@ -109,16 +111,25 @@ def select_command(
     console = Console()
     table_options = ConvertOptions(mixer=mixer)
     source = resolve_source(teacher, out.parent / f".{out.name}.teacher", None)
-    opened = open_teacher(source.folder)
-    task = plan_selection(source, opened, options, table_options.table(opened.num_layers, ()), out)
-    for note in task.notes:
-        console.print(note, highlight=False, markup=False)
-    with shown_on(console) as show:
-        selection = run_selection(task, show)
+    with removed_unless_unfinished(source, out):
+        opened = open_teacher(source.folder)
+        task = plan_selection(source, opened, options, table_options.table(opened.num_layers, ()), out)
+        for note in task.notes:
+            console.print(note, highlight=False, markup=False)
+        with shown_on(console) as show:
+            selection = run_selection(task, show)
     print_selection(selection, task.memory, len(task.candidates.units), console)
     console.print(f"Written to {out}", highlight=False)
-    if source.temporary:
-        shutil.rmtree(source.folder, ignore_errors=True)
+
+
+@contextmanager
+def removed_unless_unfinished(source: Source, out: Path) -> Iterator[None]:
+    """Removes the copy of a GGUF teacher at the end, unless an unfinished selection can continue with it."""
+    try:
+        yield
+    finally:
+        if source.temporary and not SelectionJournal.path_of(out).exists():
+            shutil.rmtree(source.folder, ignore_errors=True)
 
 
 def _budget(keep: str | None, memory: str | None, at: int | None) -> Budget:
@@ -131,21 +142,3 @@ def _budget(keep: str | None, memory: str | None, at: int | None) -> Budget:
     if at is None:
         raise UserError(f"--memory {memory}: say at which length with --at TOKENS, such as --at 32768")
     return Budget.memory(memory, at)
-
-
-@contextmanager
-def shown_on(console: Console) -> Iterator[Show]:
-    """Shows progress: a bar on a terminal, else a line per round."""
-    if not console.is_terminal:
-        yield lambda done, total, line: console.print(line, highlight=False, markup=False) if line else None
-        return
-    columns = (TextColumn("selecting"), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task("", total=None)
-
-        def show(done: float, total: int, line: str | None) -> None:
-            bar.update(task, completed=done, total=total)
-            if line:
-                bar.update(task, description=line)
-
-        yield show

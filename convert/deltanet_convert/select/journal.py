@@ -29,7 +29,7 @@ class SelectionJournal:
     """
 
     def __init__(self, out: Path, request: dict[str, Any], overwrite: bool) -> None:
-        self.path = out.parent / f".{out.name}.journal"
+        self.path = self.path_of(out)
         self.steps: step_journal.Steps = {}
         request = json.loads(json.dumps(request))  # as the file will hold it
         if out.is_dir():
@@ -51,6 +51,11 @@ class SelectionJournal:
                 out.parent.mkdir(parents=True, exist_ok=True)
             self.steps = {}
             step_journal.append(self.path, {"request": request})
+
+    @staticmethod
+    def path_of(out: Path) -> Path:
+        """The journal's place."""
+        return out.parent / f".{out.name}.journal"
 
     def _read(self, overwrite: bool) -> dict[str, Any] | None:
         if not self.path.exists():

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from deltanet_hf.data import prefix_ids
 from deltanet_hf.errors import UserError
-from deltanet_hf.models.layers import LayerTable
 from deltanet_hf.safe_write import write_atomically
 
-from ..conversion_plan import make_plan
 from ..storage.saved_tokenizer import load_tokenizer
-from ..storage.teacher_source import Source
-from ..storage.versions import versions
-from ..teacher_model import Teacher
-from .budget import Memory
 from .journal import REFERENCES, SelectionJournal
 from .loading import load_teacher
 from .methods import EXPORTABLE, Forward, Gradient, NextUnit, Round, every_nth
@@ -28,77 +19,33 @@ from .plot import selection_plot
 from .probes import haystack, recall_probes
 from .references import References
 from .scoring import Scorer
-from .select_options import SelectOptions
 from .selection_file import Selection
 from .switchable import SwitchableModel
-from .units import Candidates, Unit, evenly, to_json
+from .task import TEXT_ROWS, SelectionTask
+from .units import Unit, evenly, to_json
 
 DIGITS = 6  # of the scores in the file
-TEXT_ROWS = 4  # rows of running text per probe of a format
-Show = Callable[
-    [float, int, str | None], None
-]  # rounds done, with a fraction; all rounds; a line that says what is done
+Show = Callable[[float, int, str | None], None]
+"""Called with the rounds that are done (with a fraction), their total, and a line about what is done or None."""
 
 
-@dataclass(frozen=True)
-class SelectionTask:
-    """A selection that is checked but has not begun.
-
-    Attributes:
-        out: the file to write.
-        count: the number of units to keep.
-        memory: bytes per sequence, for a budget in bytes.
-        notes: lines for the user.
-    """
-
-    source: Source
-    teacher: Teacher
-    options: SelectOptions
-    out: Path
-    candidates: Candidates
-    count: int
-    memory: Memory | None
-    notes: tuple[str, ...]
-
-    @property
-    def length(self) -> int:
-        return min(self.options.length, int(self.teacher.config.max_position_embeddings))
+def unseen(done: float, total: int, line: str | None) -> None:
+    """Shows nothing."""
 
 
-def plan_selection(
-    source: Source, teacher: Teacher, options: SelectOptions, table: LayerTable, out: Path
-) -> SelectionTask:
-    """Checks a selection.
-
-    Args:
-        table: the layers of a conversion that keeps nothing; a budget in bytes counts their states.
-
-    Raises:
-        UserError: the budget makes no sense for this teacher.
-    """
-    config = teacher.config
-    candidates = Candidates.of(config, options.unit)
-    notes = [note for note in (candidates.note(),) if note]
-    memory = None
-    if (at := options.budget.at) is not None:
-        plan = make_plan(teacher, table, teacher.dtype, 5 * 10**9, 64)
-        memory = Memory.of(plan.layers, candidates, at)
-        longest = int(config.max_position_embeddings)
-        if at > longest:
-            notes.append(f"--at {at}: the teacher's positions end at {longest}; only the bytes count at {at} tokens.")
-    count = options.budget.units(candidates, memory)
-    return SelectionTask(source, teacher, options, out, candidates, count, memory, tuple(notes))
-
-
-def run_selection(task: SelectionTask, show: Show = lambda done, total, line: None) -> Selection:
+def run_selection(task: SelectionTask, show: Show = unseen, *, plot: bool = True) -> Selection:
     """Runs a selection to the end and writes its file and plot.
 
     An interrupted run continues after its last round.
 
+    Args:
+        show: called with the progress.
+        plot: whether to draw the scores beside the file.
+
     Raises:
         UserError: the file exists or cannot be written, or recall probes say nothing about this teacher.
     """
-    journal = SelectionJournal(task.out, _request(task), task.options.overwrite)
+    journal = SelectionJournal(task.out, task.request(), task.options.overwrite)
     try:
         selection = _measured(task, journal, show) if task.options.measured else _spread(task)
     except UserError:
@@ -106,7 +53,7 @@ def run_selection(task: SelectionTask, show: Show = lambda done, total, line: No
             journal.remove()
         raise
     write_atomically(task.out, (json.dumps(selection.to_json(), indent=1) + "\n").encode())
-    if task.options.measured:
+    if plot and task.options.measured:
         write_atomically(task.out.with_suffix(".png"), selection_plot(selection))
     journal.remove()
     return selection
@@ -150,7 +97,7 @@ def _measured(task: SelectionTask, journal: SelectionJournal, show: Show) -> Sel
         known |= step.gains
         show(len(rounds), task.count, f"{len(rounds)}/{task.count}: {_named(step.unit)}, score {step.score:.3f}")
     spread = scale.score(scorer.losses(objective, evenly(units, task.count)))
-    return _selection(task, [step.unit for step in rounds], _scores(references, rounds, float(spread)))
+    return task.selection([step.unit for step in rounds], _scores(references, rounds, float(spread)))
 
 
 def _spread(task: SelectionTask) -> Selection:
@@ -164,25 +111,7 @@ def _spread(task: SelectionTask) -> Selection:
             )
     else:
         order = evenly(task.candidates.units, task.count)
-    return _selection(task, order, {})
-
-
-def _selection(task: SelectionTask, order: list[Unit], scores: dict[str, Any]) -> Selection:
-    config, options = task.teacher.config, task.options
-    return Selection(
-        teacher=task.source.name,
-        model_type=task.teacher.family.model_type,
-        num_hidden_layers=int(config.num_hidden_layers),
-        num_key_value_heads=int(config.num_key_value_heads),
-        unit=options.unit,
-        method=options.method,
-        budget=options.budget.said,
-        seed=options.seed,
-        kept=tuple(sorted(order)),
-        order=tuple(order),
-        scores=scores,
-        settings=options.settings(task.length),
-    )
+    return task.selection(order, {})
 
 
 def _scores(references: References, rounds: list[Round], uniform: float) -> dict[str, Any]:
@@ -214,27 +143,6 @@ def _objective(task: SelectionTask) -> AnswerLoss | TextKL:
     rows = TEXT_ROWS * options.probes
     prefix = prefix_ids(tokenizer)
     return TextKL.of_text(text, prefix, task.length, rows, options.window, options.sinks, options.seed)
-
-
-def _request(task: SelectionTask) -> dict[str, Any]:
-    """Everything that the result depends on, as a JSON value."""
-    files = [task.teacher.folder / "config.json", *task.teacher.checkpoint.files()]
-    options = task.options
-    return {
-        "teacher": {
-            "name": task.source.name,
-            "config": hashlib.sha256(files[0].read_bytes()).hexdigest(),
-            "files": {file.name: file.stat().st_size for file in files},
-        },
-        "unit": options.unit,
-        "method": options.method,
-        "budget": options.budget.said,
-        "kept": task.count,
-        "seed": options.seed,
-        "settings": options.settings(task.length),
-        "device": options.torch_device.type if options.measured else None,
-        "versions": versions(),
-    }
 
 
 def _named(unit: Unit) -> str:

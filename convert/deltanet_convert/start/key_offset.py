@@ -18,7 +18,7 @@ from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
 from .gate_fit import GateFit, head_metric, search_memory
 from .samples import Samples
 
-SHARES = (0.0, 0.5, 0.75, 1.0)  # of the mean key
+SHARES = (0.0, 0.5, 1.0)  # of the mean key
 
 
 @torch.no_grad()

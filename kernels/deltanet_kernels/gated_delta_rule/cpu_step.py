@@ -27,7 +27,8 @@ class StepParts(NamedTuple):
 def compose_step_(parts: StepParts, call: StepCall) -> torch.Tensor:
     """`deltanet_kernels.gated_delta_step_` composed of `parts`."""
     q, k, v, a, b, state, A_log, dt_bias, conv_weight, conv_tail, z, norm_weight, padding, cos, sin, *options = call
-    k_offset, _, eps, qk_silu, v_silu, allow_neg_eigval = options
+    k_offset = call.k_offset
+    _, _, eps, qk_silu, v_silu, allow_neg_eigval = options
     (B, T), (K, V) = q.shape[:2], state.shape[2:]
     q, k, v = (x.reshape(B, T, -1) for x in (q, k, v))
     if padding is not None:

@@ -16,6 +16,7 @@ if j <= i and (i - j < window or j < sinks). Every kernel splits these pairs in 
     attention.py   launches these kernels and registers the operator with PyTorch
     cpu_step.py    one decoding step in PyTorch
     step.py        one decoding step in one kernel
+    tiles.py       what the kernels share: places of tiles, loads, masks
     config.py      tile sizes
     checks.py      argument checks
 

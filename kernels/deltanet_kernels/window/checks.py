@@ -1,4 +1,4 @@
-"""Argument checks of the attention over window and sinks. A message names the argument, what it got and what it needs."""
+"""Argument checks of the attention over window and sinks. Messages name the argument, what it is and what it needs."""
 
 import torch
 
@@ -40,12 +40,13 @@ def check_window_step(call: WindowStepCall) -> None:
     (B, T, HQ, D), HK, S = q.shape, k.shape[2], window + sinks
     if T != 1:
         raise ValueError(f"q: got shape {_shape(q)} with {T} tokens, needs one token")
-    for name, x, shape, meaning, dtype in (
+    cache: tuple[tuple[str, torch.Tensor, tuple[int, ...], str, torch.dtype], ...] = (
         ("keys", keys, (B, HK, S, D), "[B, HK, window + sinks, D]", k.dtype),
         ("values", values, (B, HK, S, D), "[B, HK, window + sinks, D]", k.dtype),
         ("numbers", numbers, (B, S), "[B, window + sinks]", torch.int32),
         ("count", count, (B,), "[B]", torch.int32),
-    ):
+    )
+    for name, x, shape, meaning, dtype in cache:
         _require_tensor(name, x)
         _require_device(name, x, "q", q.device)
         _require_shape(name, x, shape, meaning)
@@ -55,11 +56,12 @@ def check_window_step(call: WindowStepCall) -> None:
             raise ValueError(f"{name}: got strides {x.stride()}, needs a contiguous tensor: it is changed")
     if (share is None) != (far is None):
         raise ValueError("far: needs a tensor with share, and None without")
-    for name, tensor, shape, meaning in (
+    optional: tuple[tuple[str, torch.Tensor | None, tuple[int, ...], str], ...] = (
         ("share", share, (B, 1, HQ), "[B, 1, HQ]"),
         ("far", far, (B, 1, HQ, D), "[B, 1, HQ, D]"),
         ("padding", padding, (B, 1), "[B, 1]"),
-    ):
+    )
+    for name, tensor, shape, meaning in optional:
         if tensor is None:
             continue
         _require_tensor(name, tensor)

@@ -1,4 +1,4 @@
-"""Attention over window and sinks in PyTorch, block by block; differentiable, memory proportional to T (window + sinks).
+"""Attention over window and sinks in PyTorch, block by block: memory is proportional to T (window + sinks).
 
 A block of C >= window - 1 queries sees keys of three parts: the sinks of the sequence that the block begins in, the
 block before it, and itself. The sinks of a sequence that begins within the block are among its own tokens. A sink

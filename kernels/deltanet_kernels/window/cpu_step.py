@@ -8,7 +8,7 @@ from deltanet_kernels.arguments import WindowStepCall
 def torch_window_step_(call: WindowStepCall) -> torch.Tensor:
     """`deltanet_kernels.window_step_` in PyTorch, float32 inside (float64 for float64 inputs)."""
     q, k, v, window, sinks, keys, values, numbers, count, share, far, _, padding = call
-    (B, _, HQ, D), (HK, S) = q.shape, keys.shape[1:3]
+    (B, _, HQ, D), HK = q.shape, k.shape[2]
     live = torch.ones_like(count, dtype=torch.bool) if padding is None else ~padding[:, 0]
     number = count + live.to(count.dtype)
     place = torch.where(number <= sinks, number - 1, sinks + number % window).clamp(min=0).long()[:, None]

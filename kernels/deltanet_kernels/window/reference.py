@@ -13,7 +13,7 @@ def naive_window_attention(
     cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`deltanet_kernels.window_attention` by its definition, differentiable; lse in the dtype of q."""
-    (B, T, HQ, D), HK = q.shape, k.shape[2]
+    (_, T, HQ, D), HK = q.shape, k.shape[2]
     i = torch.arange(T, device=q.device)
     bounds = torch.tensor([0, T]) if cu_seqlens is None else cu_seqlens
     start, real = torch.zeros_like(i), torch.zeros_like(i, dtype=torch.bool)

@@ -48,23 +48,23 @@ class Rows:
 
 
 class TokenStream(Protocol):
-    """Where a mixture takes rows from.
-
-    Attributes:
-        label: name in messages.
-        weight: relative share of the rows.
-        length: number of distinct tokens.
-        report: settings and counts, for the model card.
-        identity: everything that decides the tokens, as JSON, for the names of caches.
-    """
-
-    label: str
-    weight: float
-    length: float
-    report: dict[str, Any]
+    """Where a mixture takes rows from."""
 
     @property
-    def identity(self) -> list[Any]: ...
+    def label(self) -> str:
+        """Its name in messages."""
+
+    @property
+    def weight(self) -> float:
+        """Its relative share of the rows."""
+
+    @property
+    def length(self) -> float:
+        """Its number of distinct tokens."""
+
+    @property
+    def identity(self) -> list[Any]:
+        """Everything that decides its tokens, as JSON, for the names of caches."""
 
     def read(self, cursor: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """The token ids [count] int64 from position `cursor` on, and whether each is scored [count] bool."""

@@ -71,8 +71,9 @@ def shared_rows_held(student: nn.Module, stage: DistilBase, sharded: bool) -> It
             continue
         if stage.optimizer.weight_decay > 0 or sharded:
             key = "engine.sharding to none" if sharded else "optimizer.weight_decay to 0"
+            label = stage_name(stage)  # type: ignore[arg-type]  # every DistilBase is a Stage
             raise UserError(
-                f"stages.{stage_name(stage)}.kept_qk: {name} holds queries, keys and values in one matrix, of which "
+                f"stages.{label}.kept_qk: {name} holds queries, keys and values in one matrix, of which "
                 f"only a part is to be frozen; set {key}, or kept_qk to restore"
             )
         for own, parameter in part.named_parameters():

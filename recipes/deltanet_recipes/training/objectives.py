@@ -191,7 +191,8 @@ class Distil(nn.Module):
         """The last hidden states [R*L, D'] of the teacher under a window."""
         assert self._teacher_layers is not None
         assert batch.teacher is not None
-        hidden, _ = self._teacher_layers.run_layers(windowed_inputs(batch.teacher, batch.rows))
+        inputs = windowed_inputs(batch.teacher, batch.rows, batch.cu_seqlens is not None)
+        hidden, _ = self._teacher_layers.run_layers(inputs)
         return hidden.flatten(0, 1)
 
     @torch.no_grad()

@@ -12,7 +12,7 @@ from deltanet_recipes.training.layer_runner import LayerInputs
 WINDOW, SINKS = 64, 4  # tokens that a query sees: the last 64, itself included, and the first 4 of its document
 
 
-def windowed_inputs(entry: LayerInputs, rows: Rows) -> LayerInputs:
+def windowed_inputs(entry: LayerInputs, rows: Rows, packed: bool) -> LayerInputs:
     """The inputs of a teacher's layers with masks that restrict every query to the window and the sinks.
 
     Only work on the device is done, so that a CUDA graph can record it.
@@ -20,8 +20,9 @@ def windowed_inputs(entry: LayerInputs, rows: Rows) -> LayerInputs:
     Args:
         entry: inputs of a model whose layers are all softmax attention, with SDPA: their masks are [R or 1, 1, L, L]
             bool or None (causal).
+        packed: whether positions restart in the rows; otherwise all rows have the same.
     """
-    positions = rows.position_ids
+    positions = rows.position_ids if packed else rows.position_ids[:1]
     near = _near(positions)
     masks: dict[int, torch.Tensor] = {}  # most layers share one
     kwargs: list[dict[str, Any]] = []
@@ -34,7 +35,7 @@ def windowed_inputs(entry: LayerInputs, rows: Rows) -> LayerInputs:
 
 
 def _near(positions: torch.Tensor) -> torch.Tensor:
-    """[R, 1, L, L] bool: whether a key is near its query or a sink, by positions [R, L] that restart per document."""
+    """[R or 1, 1, L, L] bool: whether a key is near its query or a sink, by positions [R or 1, L]."""
     distance = positions[:, :, None] - positions[:, None, :]
     return ((distance < WINDOW) | (positions[:, None, :] < SINKS)).unsqueeze(1)
 

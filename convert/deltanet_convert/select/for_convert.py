@@ -1,0 +1,103 @@
+"""`deltanet-hf convert --layers auto:...`: the selection before a conversion, made once per output folder.
+
+`--layers auto` takes the selection that is shipped for a teacher of this shape. For any other teacher it is `auto:25%`
+with a GPU, and evenly spread layers without one, because a search would take hours.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from deltanet_hf.errors import UserError
+
+from ..options import ConvertOptions
+from ..storage.safetensors_folder import read_json
+from ..storage.teacher_source import Source
+from ..teacher_model import Teacher
+from .budget import Budget
+from .run import Show, run_selection, unseen
+from .select_options import SelectOptions
+from .selection_file import Selection, parse_selection, read_selection
+from .task import plan_selection
+
+AUTO = "auto"
+SHARE = "25%"  # of the layers that `--layers auto` keeps
+SHIPPED = Path(__file__).parent / "shipped"
+SHAPES: dict[str, dict[str, str | int]] = {
+    "smollm2-135m-instruct.json": {
+        "model_type": "llama",
+        "hidden_size": 576,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "vocab_size": 49152,
+    },
+}  # the teachers of the shipped selections, by the keys of config.json that tell them from others
+NO_GPU = (
+    "No GPU: the softmax layers are spread evenly, which keeps less recall than layers that were measured. On a "
+    "machine with a GPU, `deltanet-hf select TEACHER` measures them; give its file as --layers FILE."
+)
+
+
+def auto_selection(
+    source: Source, teacher: Teacher, out: Path, options: ConvertOptions, show: Show = unseen
+) -> Selection | None:
+    """The layers that `--layers auto:...` keeps; None for any other value.
+
+    A resumed conversion finds the selection beside OUT, or in OUT/conversion.json if it was finished.
+
+    Raises:
+        UserError: the budget makes no sense, or OUT exists and may not be replaced.
+    """
+    spec, separator, budget_text = options.layers.partition(":")
+    if spec != AUTO:
+        return None
+    if out.is_dir() and any(out.iterdir()) and not (options.resume or options.overwrite):
+        raise UserError(f"{out}: exists; choose another folder, or add --overwrite to replace it")
+    method = "forward"
+    if not separator:
+        if (shipped := shipped_selection(teacher)) is not None:
+            show(0, 1, f"Softmax layers: those shipped for {shipped.teacher}, a model of this shape.")
+            return shipped
+        budget_text = SHARE
+        if not torch.cuda.is_available():
+            method = "uniform"
+            show(0, 1, NO_GPU)
+    budget = Budget.auto(budget_text)
+    choice = SelectOptions(budget, method=method, seed=options.seed, overwrite=True)
+    file = unfinished_selection(out)
+    task = plan_selection(source, teacher, choice, options.table(teacher.num_layers, ()), file)
+    found = _recorded(out, options) if options.resume else None
+    if found is None and file.exists():
+        found = read_selection(file)
+    if found is not None and task.is_answered_by(found):
+        return found
+    for note in task.notes:
+        show(0, task.count, note)
+    return run_selection(task, show, plot=False)
+
+
+def shipped_selection(teacher: Teacher) -> Selection | None:
+    """The selection that is shipped for a teacher of this shape, if there is one."""
+    for file, shape in SHAPES.items():
+        if all(getattr(teacher.config, key) == value for key, value in shape.items()):
+            return read_selection(SHIPPED / file)
+    return None
+
+
+def unfinished_selection(out: Path) -> Path:
+    """Where the selection is kept until the conversion to `out` is finished."""
+    return out.parent / f".{out.name}.selection.json"
+
+
+def _recorded(out: Path, options: ConvertOptions) -> Selection | None:
+    """The selection of a finished conversion to `out` with the same --layers."""
+    file = out / "conversion.json"
+    if not file.exists():
+        return None
+    report = read_json(file)
+    if report.get("selection") is None or report.get("options", {}).get("layers") != options.layers:
+        return None
+    return parse_selection(report["selection"], f"{file}: key 'selection'")

@@ -1,0 +1,118 @@
+"""A selection that is checked: what is to be chosen, and how much of it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deltanet_hf.errors import UserError
+from deltanet_hf.models.layers import LayerTable
+
+from ..conversion_plan import make_plan
+from ..storage.teacher_source import Source
+from ..storage.versions import versions
+from ..teacher_model import Teacher
+from .budget import Memory
+from .select_options import SelectOptions
+from .selection_file import Selection
+from .units import Candidates, Unit
+
+TEXT_ROWS = 4  # rows of running text for `kl`, per probe of a format for the other methods
+
+
+@dataclass(frozen=True)
+class SelectionTask:
+    """A selection that is checked but has not begun.
+
+    Attributes:
+        out: the file to write.
+        count: the number of units to keep.
+        memory: bytes per sequence, for a budget in bytes.
+        notes: lines for the user.
+    """
+
+    source: Source
+    teacher: Teacher
+    options: SelectOptions
+    out: Path
+    candidates: Candidates
+    count: int
+    memory: Memory | None
+    notes: tuple[str, ...]
+
+    @property
+    def length(self) -> int:
+        """Tokens per probe."""
+        return min(self.options.length, int(self.teacher.config.max_position_embeddings))
+
+    def selection(self, order: Sequence[Unit], scores: Mapping[str, Any]) -> Selection:
+        """The result, given the kept units with the most important one first."""
+        config, options = self.teacher.config, self.options
+        return Selection(
+            teacher=self.source.name,
+            model_type=self.teacher.family.model_type,
+            num_hidden_layers=int(config.num_hidden_layers),
+            num_key_value_heads=int(config.num_key_value_heads),
+            unit=options.unit,
+            method=options.method,
+            budget=options.budget.said,
+            seed=options.seed,
+            kept=tuple(sorted(order)),
+            order=tuple(order),
+            scores=scores,
+            settings=options.settings(self.length),
+        )
+
+    def is_answered_by(self, found: Selection) -> bool:
+        """Whether `found` came from this very task."""
+        return len(found.kept) == self.count and found == self.selection(found.order, found.scores)
+
+    def request(self) -> dict[str, Any]:
+        """Everything that the result depends on, as a JSON value."""
+        files = [self.teacher.folder / "config.json", *self.teacher.checkpoint.files()]
+        options = self.options
+        return {
+            "teacher": {
+                "name": self.source.name,
+                "config": hashlib.sha256(files[0].read_bytes()).hexdigest(),
+                "files": {file.name: file.stat().st_size for file in files},
+            },
+            "unit": options.unit,
+            "method": options.method,
+            "budget": options.budget.said,
+            "kept": self.count,
+            "seed": options.seed,
+            "settings": options.settings(self.length),
+            "device": options.torch_device.type if options.measured else None,
+            "versions": versions(),
+        }
+
+
+def plan_selection(
+    source: Source, teacher: Teacher, options: SelectOptions, table: LayerTable, out: Path
+) -> SelectionTask:
+    """Checks a selection.
+
+    Args:
+        table: the layers of a conversion that keeps nothing; a budget in bytes counts their states.
+
+    Raises:
+        UserError: the budget makes no sense for this teacher, or the name of the output is the plot's.
+    """
+    if out.suffix == ".png":
+        raise UserError(f"--out {out}: the plot is written to this name; give a name such as selection.json")
+    config = teacher.config
+    candidates = Candidates.of(config, options.unit)
+    notes = [note for note in (candidates.note(),) if note]
+    memory = None
+    if (at := options.budget.at) is not None:
+        plan = make_plan(teacher, table, teacher.dtype, 5 * 10**9, 64)
+        memory = Memory.of(plan.layers, candidates, at)
+        longest = int(config.max_position_embeddings)
+        if at > longest:
+            notes.append(f"--at {at}: the teacher's positions end at {longest}; only the bytes count at {at} tokens.")
+    count = options.budget.units(candidates, memory)
+    return SelectionTask(source, teacher, options, out, candidates, count, memory, tuple(notes))

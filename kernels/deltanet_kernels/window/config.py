@@ -1,0 +1,65 @@
+"""Tile sizes of the attention over window and sinks, and of its decoding step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from deltanet_kernels.common.registration import cached
+from deltanet_kernels.common.sizes import power_of_two
+from deltanet_kernels.gated_delta_rule.config import tile_width
+
+MAX_STEP_ELEMENTS = 8192  # of a key tile of the decoding step: 64 float32 registers per thread of four warps
+MAX_STEP_HEADS = 4  # query heads per program of the decoding step
+
+
+@dataclass(frozen=True)
+class WindowConfig:
+    """Queries and keys per tile, sinks per tile, channels of a tile, warps and pipeline stages.
+
+    Narrow tiles waste less at the window's ends: a tile of M queries loads window + M - 1 keys.
+    """
+
+    M: int
+    N: int
+    S: int
+    D: int
+    warps: int
+    stages: int
+
+
+@cached
+def window_config(kernel: str, D: int, sinks: int, dtype: torch.dtype) -> WindowConfig:
+    """Sizes for a head size, number of sinks and dtype.
+
+    `kernel` is "forward", "gradients_q" or "gradients_k"; a program of the last keeps N keys, one of the others M
+    queries. Float32 tiles are multiplied in registers, and so are smaller.
+    """
+    BD = tile_width(D, dtype)
+    if dtype == torch.float32:
+        M, N, warps = (32, 32, 4) if BD <= 64 else (32, 16, 8) if BD == 128 else (16, 16, 8)
+        return WindowConfig(M, N, 16, BD, warps, 1)
+    if BD <= 64:
+        M, N, stages = 64, 64, 2
+    elif BD == 128:
+        M, N, stages = {"forward": (64, 64, 2), "gradients_q": (64, 32, 2), "gradients_k": (32, 64, 2)}[kernel]
+    else:
+        M, N, stages = (64 if kernel == "forward" else 32), 32, 1
+    least = 64 if dtype == torch.float16 else 16  # see tile_width
+    return WindowConfig(M, N, min(N, power_of_two(max(sinks, 1), least)), BD, 4, stages)
+
+
+def step_heads(group: int, programs: int, processors: int) -> int:
+    """Query heads per program of the decoding step, of `group` that share keys; `programs` with one head each.
+
+    Heads together read a key once; apart they fill more of the chip.
+    """
+    if programs <= 2 * processors:
+        return 1
+    return next(heads for heads in range(MAX_STEP_HEADS, 0, -1) if group % heads == 0)
+
+
+def step_places(D: int, places: int) -> int:
+    """Places of the cache per tile of the decoding step."""
+    return max(16, min(MAX_STEP_ELEMENTS // power_of_two(D), power_of_two(places)))

@@ -1,0 +1,91 @@
+"""The gradients of k and v: the sum of the sinks' parts, then one sum per tile of keys over the queries that see it.
+
+dk_j = scale sum_i ds_ij q_i;  dv_j = sum_i p_ij do_i        over the window pairs; sink pairs come from the parts
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from deltanet_kernels.common.sequences import locate_row
+from deltanet_kernels.window.tiles import HIDDEN, LOG2E, in_window, load_rows, locate_tile, store_rows
+
+
+@triton.jit(do_not_specialize=["T", "window"])
+def sink_sums_kernel(
+    parts, sums, cu_seqlens, first_chunk, T, window,
+    HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, SINKS: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
+    ROWS: tl.constexpr, VARLEN: tl.constexpr,
+):  # fmt: skip
+    """Program (n, x, h, s) adds the parts of sink s and key head h over the chunks of BM queries of sequence n and the
+    group's query heads, always in the same order; x is 0 for dk and 1 for dv. sums is [N, 2, HK, SINKS, D]."""
+    GROUP: tl.constexpr = HQ // HK
+    p = tl.program_id(0)
+    s = p % SINKS
+    h = p // SINKS % HK
+    x = p // (SINKS * HK) % 2
+    n = p // (SINKS * HK * 2)
+    _, _, _, length = locate_row(n, cu_seqlens, T, VARLEN)
+    first = tl.load(first_chunk + n).to(tl.int64) if VARLEN else n.to(tl.int64) * tl.cdiv(T, BM)
+    d = tl.arange(0, BD)
+    r = tl.arange(0, ROWS)
+    total = tl.zeros([BD], dtype=tl.float32)
+    # The last query of a chunk that has a part is `window` or more behind the sink.
+    begin = (s + window) // BM * GROUP
+    for start in range(begin, tl.cdiv(length, BM) * GROUP, ROWS):
+        c = (start + r) // GROUP
+        m = (tl.minimum((c + 1) * BM, length) > s + window) & (c * BM < length)
+        at = (((first + c) * 2 + x) * HQ + h * GROUP + (start + r) % GROUP) * SINKS + s
+        total += tl.sum(tl.load(parts + at[:, None] * D + d[None, :], mask=m[:, None] & (d < D)[None, :], other=0.0), 0)
+    tl.store(sums + p.to(tl.int64) * D + d, total, mask=d < D)
+
+
+@triton.jit(do_not_specialize=["T", "window"])
+def gradients_k_kernel(
+    q, k, v, do, lse, delta, sums, dk, dv, cu_seqlens, row_of_chunk, first_chunk, T, window, scale,
+    q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head, do_row, do_token, do_head,
+    HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, SINKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BD: tl.constexpr, VARLEN: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program per chunk of BN keys and key head; it reads BM queries at a time."""
+    GROUP: tl.constexpr = HQ // HK
+    h = tl.program_id(0) % HK
+    c = tl.program_id(0) // HK
+    row, begin, flat, length, position, valid = locate_tile(c, cu_seqlens, row_of_chunk, first_chunk, T, BN, VARLEN)
+    if valid <= 0:
+        return
+    d = tl.arange(0, BD)
+    j = position + tl.arange(0, BN)
+    k_ND = load_rows(k + row * k_row + begin * k_token + h.to(tl.int64) * k_head, j, k_token, length, d, D)
+    v_ND = load_rows(v + row * v_row + begin * v_token + h.to(tl.int64) * v_head, j, v_token, length, d, D)
+    factor = scale * LOG2E
+    dk_ND = tl.zeros([BN, BD], dtype=tl.float32)
+    dv_ND = tl.zeros([BN, BD], dtype=tl.float32)
+    for member in range(GROUP):
+        head = h * GROUP + member
+        q_head_at = q + row * q_row + begin * q_token + head.to(tl.int64) * q_head
+        do_head_at = do + row * do_row + begin * do_token + head.to(tl.int64) * do_head
+        for start in tl.range(position, tl.minimum(position + valid - 1 + window, length), BM, num_stages=STAGES):
+            i = start + tl.arange(0, BM)
+            q_MD = load_rows(q_head_at, i, q_token, length, d, D)
+            do_MD = load_rows(do_head_at, i, do_token, length, d, D)
+            at = (flat + i) * HQ + head
+            top = tl.load(lse + at, mask=i < length, other=0.0) * LOG2E
+            delta_M = tl.load(delta + at, mask=i < length, other=0.0)
+            s = tl.dot(k_ND, tl.trans(q_MD), input_precision=PRECISION) * factor - top[None, :]
+            dp = tl.dot(v_ND, tl.trans(do_MD), input_precision=PRECISION)
+            seen = in_window(i[None, :], j[:, None], window) & (i < length)[None, :]
+            p = tl.exp2(tl.where(seen, s, HIDDEN))
+            dv_ND = tl.dot(p.to(do_MD.dtype), do_MD, dv_ND, input_precision=PRECISION)
+            ds = p * (dp - delta_M[None, :])
+            dk_ND = tl.dot(ds.to(q_MD.dtype), q_MD, dk_ND, input_precision=PRECISION)
+    dk_ND *= scale
+    if position < SINKS:
+        n = tl.load(row_of_chunk + c).to(tl.int64) if VARLEN else row
+        sink = sums + (n * 2 * HK + h) * (SINKS * D)
+        dk_ND += load_rows(sink, j, D, SINKS, d, D)
+        dv_ND += load_rows(sink + HK * SINKS * D, j, D, SINKS, d, D)
+    store_rows(dk + (flat * HK + h) * D, j, HK * D, length, d, D, dk_ND)
+    store_rows(dv + (flat * HK + h) * D, j, HK * D, length, d, D, dv_ND)

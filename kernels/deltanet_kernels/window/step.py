@@ -1,0 +1,158 @@
+"""One decoding step of the attention over window and sinks in one kernel, which updates the cache in place.
+
+    n = count + 1;  place = n - 1 if n <= sinks, else sinks + n % window
+    o = softmax(scale q K^T) V over the places whose token n sees, and the token itself
+    o = share far + (1 - share) o                                                             optional
+
+A program computes up to four query heads that share a key head. The programs of a row take the count, and tickets with
+it, from one atomic addition: tickets are kept in the bits above the count, and the last program writes the new count.
+So none reads a count that another has already moved on. The program of a key head's first query head writes the new key
+and value; the others take them from k and v, and give the place that is being written the weight 0.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment, misc, var-annotated"
+# ruff: noqa: RUF005 (Triton does not know starred tuples)
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from deltanet_kernels.arguments import WindowStepCall
+from deltanet_kernels.common.device import multiprocessors
+from deltanet_kernels.common.launch import launch
+from deltanet_kernels.common.registration import operator
+from deltanet_kernels.common.sizes import power_of_two
+from deltanet_kernels.gated_delta_rule.config import check_supported
+from deltanet_kernels.window.config import step_heads, step_places
+from deltanet_kernels.window.tiles import HIDDEN, LOG2E
+
+COUNT_BITS = 23  # of the 31 below the sign; the tickets have the others
+MAX_PROGRAMS = 2 ** (31 - COUNT_BITS) - 1  # per row
+
+
+@triton.jit
+def _take_ticket(count, b, live, PROGRAMS: tl.constexpr, COUNT_BITS: tl.constexpr):
+    """The number of the row's token, or of its last one if it is padding; the last program writes it."""
+    if PROGRAMS == 1:
+        number = tl.load(count + b) + live
+        tl.store(count + b, number)
+    else:
+        taken = tl.atomic_add(count + b, 1 << COUNT_BITS, sem="relaxed")
+        number = (taken & ((1 << COUNT_BITS) - 1)) + live
+        tl.store(count + b, number, mask=(taken >> COUNT_BITS) == PROGRAMS - 1)
+    return number
+
+
+@triton.jit
+def step_kernel(
+    q, k, v, keys, values, numbers, count, share, far, padding, o, scale,
+    HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
+    HEADS: tl.constexpr, BN: tl.constexpr, SHARE: tl.constexpr, PADDING: tl.constexpr, COUNT_BITS: tl.constexpr,
+):  # fmt: skip
+    """One program per row and HEADS query heads."""
+    PROGRAMS: tl.constexpr = HQ // HEADS
+    PLACES: tl.constexpr = WINDOW + SINKS
+    GROUP: tl.constexpr = HQ // HK
+    first = (tl.program_id(0) % PROGRAMS) * HEADS
+    b = (tl.program_id(0) // PROGRAMS).to(tl.int64)
+    live = 1
+    if PADDING:
+        live = 1 - tl.load(padding + b).to(tl.int32)
+    n = _take_ticket(count, b, live, PROGRAMS, COUNT_BITS)
+    d = tl.arange(0, BD)
+    m_d = d < D
+    at = (b * HQ + first) * D + d
+    if live == 0:
+        for g in tl.static_range(HEADS):
+            tl.store(o + at + g * D, tl.zeros([BD], dtype=o.dtype.element_ty), mask=m_d)
+        return
+    place = tl.where(n <= SINKS, n - 1, SINKS + n % WINDOW)
+    kept = b * HK + first // GROUP
+    k_D = tl.load(k + kept * D + d, mask=m_d, other=0.0)
+    v_D = tl.load(v + kept * D + d, mask=m_d, other=0.0)
+    keys += kept * (PLACES * D)
+    values += kept * (PLACES * D)
+    if first % GROUP == 0:
+        tl.store(keys + place * D + d, k_D, mask=m_d)
+        tl.store(values + place * D + d, v_D, mask=m_d)
+    if first == 0:
+        tl.store(numbers + b * PLACES + place, n)
+    qs = ()
+    tops = ()
+    totals = ()
+    sums = ()
+    for g in tl.static_range(HEADS):
+        q_D = tl.load(q + at + g * D, mask=m_d, other=0.0).to(tl.float32) * (scale * LOG2E)
+        qs = qs + (q_D,)
+        tops = tops + (tl.sum(q_D * k_D.to(tl.float32), axis=0),)
+        totals = totals + (tl.full([], 1.0, tl.float32),)
+        sums = sums + (v_D.to(tl.float32),)
+    for start in range(0, PLACES, BN):
+        j = start + tl.arange(0, BN)
+        number = tl.load(numbers + b * PLACES + j, mask=j < PLACES, other=0)
+        seen = (number > 0) & ((n - number < WINDOW) | (number <= SINKS)) & (j != place)
+        m = (j < PLACES)[:, None] & m_d[None, :]
+        k_ND = tl.load(keys + j[:, None] * D + d[None, :], mask=m, other=0.0).to(tl.float32)
+        v_ND = tl.load(values + j[:, None] * D + d[None, :], mask=m, other=0.0).to(tl.float32)
+        new_tops = ()
+        new_totals = ()
+        new_sums = ()
+        for g in tl.static_range(HEADS):
+            s = tl.where(seen, tl.sum(k_ND * qs[g][None, :], axis=1), HIDDEN)
+            top = tl.maximum(tops[g], tl.max(s, axis=0))
+            p = tl.exp2(s - top)
+            fade = tl.exp2(tops[g] - top)
+            new_tops = new_tops + (top,)
+            new_totals = new_totals + (totals[g] * fade + tl.sum(p, axis=0),)
+            new_sums = new_sums + (sums[g] * fade + tl.sum(p[:, None] * v_ND, axis=0),)
+        tops = new_tops
+        totals = new_totals
+        sums = new_sums
+    for g in tl.static_range(HEADS):
+        o_D = sums[g] / totals[g]
+        if SHARE:
+            weight = tl.load(share + b * HQ + first + g).to(tl.float32)
+            o_D = weight * tl.load(far + at + g * D, mask=m_d, other=0.0).to(tl.float32) + (1.0 - weight) * o_D
+        tl.store(o + at + g * D, o_D.to(o.dtype.element_ty), mask=m_d)
+
+
+def _fake_step(q, k, v, window, sinks, keys, values, numbers, count, share, far, scale, padding):
+    return q.new_empty(q.shape)
+
+
+@operator(_fake_step, mutates=("keys", "values", "numbers", "count"))
+def window_step_op_(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, sinks: int, keys: torch.Tensor,
+    values: torch.Tensor, numbers: torch.Tensor, count: torch.Tensor, share: torch.Tensor | None,
+    far: torch.Tensor | None, scale: float, padding: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """Return o [B, 1, HQ, D] and update the cache in place."""
+    (B, _, HQ, D), HK = q.shape, k.shape[2]
+    o = q.new_empty(q.shape)
+    heads = step_heads(HQ // HK, B * HQ, multiprocessors(q.device))
+    launch(
+        step_kernel, B * (HQ // heads),
+        q.contiguous(), k.contiguous(), v.contiguous(), keys, values, numbers, count,
+        None if share is None else share.contiguous(), None if far is None else far.contiguous(),
+        None if padding is None else padding.contiguous(), o, scale,
+        HQ=HQ, HK=HK, D=D, BD=power_of_two(D), WINDOW=window, SINKS=sinks, HEADS=heads,
+        BN=step_places(D, window + sinks), SHARE=share is not None, PADDING=padding is not None,
+        COUNT_BITS=COUNT_BITS, num_warps=4,
+    )  # fmt: skip
+    return o
+
+
+def window_step_triton_(call: WindowStepCall) -> torch.Tensor:
+    """`deltanet_kernels.window_step_` in Triton, for checked arguments.
+
+    Raises:
+        NotImplementedError: head sizes over 256, more than 255 query heads, or dtypes other than float32, bfloat16,
+            float16.
+    """
+    HQ, D = call.q.shape[2:]
+    check_supported(call.q.dtype, D, D)
+    if HQ > MAX_PROGRAMS:
+        raise NotImplementedError(f"{HQ} query heads: the kernel takes up to {MAX_PROGRAMS}")
+    o: torch.Tensor = window_step_op_(*call[:11], call.factor, call.padding)
+    return o

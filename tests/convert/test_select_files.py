@@ -1,0 +1,235 @@
+"""Budgets, files and commands of `deltanet-hf select`: what is computed, and what is refused with one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deltanet_convert.options import softmax_layers
+from deltanet_convert.select import Selection, probes, read_selection
+from deltanet_convert.select.budget import Budget, Memory
+from deltanet_convert.select.command import select_command
+from deltanet_convert.select.units import Candidates
+from deltanet_hf.errors import UserError
+from support.far_model import far_folder
+from support.tiny_models import teacher_config
+from support.tiny_selection import tiny_selection, tiny_task
+
+THIRTY = Candidates(tuple((i,) for i in range(30)), (), None)
+# SmolLM2-135M: 768 bytes per token and layer, states of 9 heads of 64 x 64 in float32.
+SMOLLM2 = Memory(at=2048, teacher=30 * 768 * 2048, kept=768.0 * 2048, other=4.0 * 9 * 64 * 64, fixed=0)
+
+
+@pytest.fixture(autouse=True)
+def short_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes, "CHARACTERS", 2000)
+
+
+@pytest.fixture(scope="module")
+def far(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return far_folder(tmp_path_factory.mktemp("teachers") / "far")
+
+
+@pytest.mark.parametrize(
+    ("budget", "units"),
+    [
+        (Budget.keep("7"), 7),
+        (Budget.keep("25%"), 7),
+        (Budget.keep("10%"), 3),
+        (Budget.auto("29"), 29),
+        (Budget.auto("50%"), 15),
+    ],
+)
+def test_budgets_in_units(budget: Budget, units: int) -> None:
+    assert budget.units(THIRTY, None) == units
+
+
+@pytest.mark.parametrize("spec", ["15MB@2048", "32%@2048"])
+def test_budgets_in_bytes_are_kept_and_could_not_keep_one_more(spec: str) -> None:
+    budget = Budget.auto(spec)
+    assert budget.at == 2048
+    found = budget.units(THIRTY, SMOLLM2)
+    allowed = 15e6 if "MB" in spec else 0.32 * SMOLLM2.teacher
+    assert SMOLLM2.total(found, 30) <= allowed < SMOLLM2.total(found + 1, 30)
+
+
+@pytest.mark.parametrize(
+    ("parse", "text", "message"),
+    [
+        (Budget.keep, "many", "--keep: got 'many', expected a number of units"),
+        (Budget.keep, "-1", "--keep: got '-1'"),
+        (Budget.keep, "²", "--keep: got '²'"),
+        (Budget.keep, "0", "--keep 0: keeps none of the 30 units"),
+        (Budget.keep, "2%", "--keep 2%: keeps none"),
+        (Budget.keep, "30", "--keep 30: keeps all 30 units; leave at least one"),
+        (Budget.keep, "31", "--keep 31: there are only 30 units"),
+        (Budget.keep, "200%", "--keep 200%: there are only 30"),
+        (Budget.auto, "", "--layers auto:: got '', expected a number"),
+        (Budget.auto, "40MB@", "'' is no length in tokens"),
+        (Budget.auto, "40XB@2048", "--layers auto:: got '40XB', expected a size"),
+        (Budget.auto, "1MB@2048", "are too few: the states alone are 4.4 MB, with one unit kept 5.8 MB"),
+        (Budget.auto, "1GB@2048", "keeps all 30 units"),
+        (Budget.auto, "0%@2048", "0 B are too few"),
+    ],
+)
+def test_budgets_that_make_no_sense_are_refused(parse: Any, text: str, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parse(text).units(THIRTY, SMOLLM2 if "@" in text else None)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_length_at_which_the_cache_is_smaller_than_the_state_is_refused() -> None:
+    short = Memory(at=64, teacher=30 * 768 * 64, kept=768.0 * 64, other=SMOLLM2.other, fixed=0)
+    with pytest.raises(UserError, match=r"at 64 tokens the keys and values of a unit .* give a larger length"):
+        Budget.memory("5MB", 64).units(THIRTY, short)
+    with pytest.raises(UserError, match="--at: got 0"):
+        Budget.memory("5MB", 0)
+
+
+def test_bytes_are_those_of_the_converted_model(far: Path, tmp_path: Path) -> None:
+    budget = Budget.memory("2MB", 2000)
+    for unit, heads in (("layer", 1), ("kv_head", 2)):
+        task = tiny_task(far, tmp_path / "s.json", budget, unit=unit)
+        assert task.memory is not None
+        per_token, state = 2 * 2 * 32 * 4, 2 * 2 * 32 * 4 * 68 + 4 * 68 + 4
+        assert task.memory.kept * heads == per_token * 2000
+        assert task.memory.other * heads == state
+        assert task.memory.teacher == 4 * per_token * 2000
+        assert "positions end at 512" in task.notes[0]
+
+
+def test_the_file_says_everything_and_convert_reads_it(far: Path, tmp_path: Path) -> None:
+    out = tmp_path / "selection.json"
+    found = tiny_selection(far, out, "2", seed=3)
+    assert read_selection(out) == found
+    assert (tmp_path / "selection.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["selection.json", "selection.png"]
+    value = json.loads(out.read_text())
+    assert value["format"] == "deltanet-hf selection 1"
+    assert (value["teacher"], value["model_type"], value["unit"], value["budget"]) == ("far", "llama", "layer", "2")
+    assert (value["num_hidden_layers"], value["num_key_value_heads"], value["seed"]) == (4, 2, 3)
+    assert value["order"][0] == 2
+    assert len(value["scores"]["rounds"]) == 2
+    config = tiny_task(far, out).teacher.config
+    assert softmax_layers(str(out), 4, config) == found.layers
+    assert found.heads == tuple((layer, head) for layer in found.layers for head in range(2))
+    again = tmp_path / "again.json"
+    tiny_selection(far, again, "2", seed=3)
+    assert again.read_bytes() == out.read_bytes()
+    with pytest.raises(UserError, match=r"selection.json: exists; choose another file, or add --overwrite"):
+        tiny_selection(far, out, "2", seed=3)
+    tiny_selection(far, out, "1", seed=4, overwrite=True)
+    assert read_selection(out).seed == 4
+
+
+def test_spread_units_need_no_run(far: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deltanet_convert.select.run.load_teacher", None)
+    assert tiny_selection(far, tmp_path / "a.json", "2", method="uniform").layers == (1, 3)
+    assert tiny_selection(far, tmp_path / "b.json", "2", method="exportable").layers == (1, 3)
+    assert tiny_selection(far, tmp_path / "c.json", "1", method="exportable").layers == (2,)
+    heads = tiny_selection(far, tmp_path / "d.json", "2", method="uniform", unit="kv_head")
+    assert heads.heads == ((1, 1), (3, 1))
+    with pytest.raises(ValueError, match="names heads"):
+        _ = heads.layers
+    with pytest.raises(UserError, match="key 'unit' is 'kv_head'; single heads need layers of mixed heads"):
+        softmax_layers(str(tmp_path / "d.json"), 4)
+
+
+GOOD: dict[str, Any] = {
+    "format": "deltanet-hf selection 1",
+    "teacher": "far",
+    "model_type": "llama",
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "unit": "layer",
+    "method": "forward",
+    "budget": "2",
+    "seed": 0,
+    "kept": [1, 2],
+    "order": [2, 1],
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": "deltanet-hf selection 9"}, "key 'format' is 'deltanet-hf selection 9'"),
+        ({"kept": [1, 1]}, "key 'kept' lists a unit twice"),
+        ({"kept": [1, 4]}, "key 'kept' holds 4, which the model does not have"),
+        ({"kept": [1, -1]}, "key 'kept' holds -1"),
+        ({"kept": [1, True]}, "key 'kept' holds True, expected a layer index"),
+        ({"kept": [[1, 0]]}, "key 'kept' holds [1, 0], expected a layer index"),
+        ({"kept": {}}, "key 'kept' is {}, expected a JSON list"),
+        ({"kept": [], "order": []}, "key 'kept' lists nothing"),
+        ({"order": [1, 3]}, "keys 'order' and 'kept' list different units"),
+        ({"unit": "neuron"}, "key 'unit' is 'neuron'"),
+        ({"unit": "kv_head"}, "expected [layer, key/value head]"),
+        ({"unit": "kv_head", "kept": [[0, 2]], "order": [[0, 2]]}, "holds [0, 2], which the model does not have"),
+        ({"num_hidden_layers": "4"}, "key 'num_hidden_layers' is '4', expected a JSON whole number"),
+        ({"num_key_value_heads": 0}, "key 'num_key_value_heads' is 0, expected at least 1"),
+        ({"teacher": None}, "key 'teacher' is None, expected a JSON string"),
+        ({"model_type": "qwen3"}, "key 'model_type' is 'qwen3', the teacher's is 'llama'"),
+        ({"num_hidden_layers": 8}, "key 'num_hidden_layers' is 8, the teacher's is 4"),
+        ({"num_key_value_heads": 4}, "key 'num_key_value_heads' is 4, the teacher's is 2"),
+        ({"kept": [0, 1, 2, 3], "order": [0, 1, 2, 3]}, "keeps all 4 layers"),
+    ],
+)
+def test_files_that_make_no_sense_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    file = tmp_path / "s.json"
+    file.write_text(json.dumps({**GOOD, **change}))
+    with pytest.raises(UserError) as caught:
+        softmax_layers(str(file), 4, teacher_config("llama"))
+    assert message in str(caught.value)
+    assert str(file) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_by_hand_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "s.json"
+    file.write_text(json.dumps(GOOD))
+    found = read_selection(file)
+    assert isinstance(found, Selection)
+    assert found.order == ((2,), (1,))
+    assert softmax_layers(str(file), 4, teacher_config("llama")) == (1, 2)
+    for broken in (b"{", b"\xff", b"[" * 100_000):
+        file.write_bytes(broken)
+        with pytest.raises(UserError, match="cannot be read"):
+            read_selection(file)
+    file.write_text("[1, 2]")
+    with pytest.raises(UserError, match="key 'format' is 'list'"):
+        read_selection(file)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"keep": "2", "memory": "1MB", "at": 100}, "--keep 2: contradicts --memory 1MB"),
+        ({"at": 100}, "--at: has no effect without --memory"),
+        ({"memory": "1MB"}, "--memory 1MB: say at which length with --at"),
+        ({"memory": "1XB", "at": 5}, "--memory: got '1XB'"),
+        ({"exportable": True, "method": "kl"}, "--exportable: keeps every n-th layer, so --method kl has no effect"),
+        ({"exportable": True, "unit": "kv_head"}, "--exportable: other runtimes keep whole layers"),
+        ({"unit": "head"}, "--unit: got 'head'"),
+        ({"method": "best"}, "--method: got 'best', expected one of forward, gradient, kl, uniform"),
+        ({"window": 0}, "--window: got 0, expected at least 1"),
+        ({"probes": 0}, "--probes: got 0"),
+        ({"seed": -1}, "--seed: got -1"),
+        ({"mixer": "lstm"}, "--mixer: got 'lstm'"),
+        ({"device": "tpu9"}, "--device: 'tpu9' cannot be used here"),
+        ({"out": Path("s.png")}, "the plot is written to this name"),
+    ],
+)
+def test_refused_options(far: Path, tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    out = tmp_path / options.pop("out", "s.json")
+    defaults: dict[str, Any] = {
+        **{"unit": "layer", "method": "forward", "exportable": False, "keep": None, "memory": None, "at": None},
+        **{"mixer": "window", "window": 6, "sinks": 1, "length": 400, "probes": 1, "seed": 0, "device": None},
+    }
+    with pytest.raises(UserError) as caught:
+        select_command(str(far), out=out, overwrite=False, **{**defaults, **options})
+    assert message in str(caught.value)
+    assert list(tmp_path.iterdir()) == []

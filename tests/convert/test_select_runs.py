@@ -1,0 +1,188 @@
+"""Selections that are killed, repeated with other options, or made by `convert --layers auto:...`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deltanet_convert import job
+from deltanet_convert.select import for_convert, probes, read_selection, run
+from deltanet_convert.select.journal import SelectionJournal
+from deltanet_convert.select.select_options import SelectOptions
+from deltanet_convert.start import START
+from deltanet_hf.errors import UserError
+from support.far_model import FAR_LAYER, far_folder
+from support.tiny_conversion import quick_start, tiny_conversion, tiny_job
+from support.tiny_selection import QUICK, tiny_selection, tiny_task
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def short_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes, "CHARACTERS", 2000)
+
+
+@pytest.fixture(scope="module")
+def far(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return far_folder(tmp_path_factory.mktemp("teachers") / "far")
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing catches it."""
+
+
+def killed_after(rounds: int, teacher: Path, out: Path, **options: Any) -> None:
+    """Runs a selection of three layers that dies after `rounds` rounds."""
+    done = SelectionJournal.round_done
+
+    def record(self: SelectionJournal, number: int, found: Any) -> None:
+        done(self, number, found)
+        if number == rounds:
+            raise Killed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SelectionJournal, "round_done", record)
+        with pytest.raises(Killed):
+            tiny_selection(teacher, out, "3", **options)
+
+
+@pytest.mark.parametrize(("mode", "points"), [("fresh", 4), ("overwrite", 2)])
+def test_killed_selections_continue_to_the_same_bytes(tmp_path: Path, mode: str, points: int) -> None:
+    paths = os.pathsep.join(str(ROOT / part) for part in (".", "kernels", "convert", "recipes", "tests"))
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    command = [sys.executable, "-m", "support.kill_points", "select", mode, str(tmp_path), str(points)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    for point in result["points"]:
+        assert point["killed"], (point, done.stderr)
+        assert point["visible"] in {"absent", "complete", "old"}, point
+        finished = mode == "fresh" and point["point"] == result["calls"]  # nothing was left to do: the file exists
+        assert point["resumed"] == (2 if finished else 0), (point, done.stderr)
+        assert point["identical"], point
+        assert point["left behind"] == [], point
+
+
+@pytest.mark.parametrize("method", ["forward", "gradient", "kl"])
+def test_finished_rounds_are_not_repeated(far: Path, tmp_path: Path, method: str) -> None:
+    whole = tiny_selection(far, tmp_path / "whole.json", "3", method=method)
+    out = tmp_path / "s.json"
+    killed_after(2, far, out, method=method)
+    journal = SelectionJournal.path_of(out)
+    assert not out.exists()
+    assert [json.loads(line).get("step") for line in journal.read_text().splitlines()][1:] == [
+        "references",
+        "round 1",
+        "round 2",
+    ]
+    lines: list[str | None] = []
+    found = run.run_selection(tiny_task(far, out, "3", method=method), lambda done, total, line: lines.append(line))
+    assert found == whole
+    assert out.read_bytes() == (tmp_path / "whole.json").read_bytes()
+    said = [line for line in lines if line]
+    assert said[0] == "continued after round 2"
+    assert [line[:4] for line in said[1:]] == ["3/3:"]
+    assert not journal.exists()
+
+
+def test_another_request_is_refused_or_starts_again(far: Path, tmp_path: Path) -> None:
+    out = tmp_path / "s.json"
+    killed_after(1, far, out)
+    with pytest.raises(UserError, match=r"unfinished selection to .*s.json had another seed \(0, now 1\).*--overwrite"):
+        tiny_selection(far, out, "3", seed=1)
+    assert tiny_selection(far, out, "1", seed=1, overwrite=True).layers == (FAR_LAYER,)
+    killed_after(1, far, out, overwrite=True)
+    journal = SelectionJournal.path_of(out)
+    with journal.open("ab") as stream:
+        stream.write(b'{"step": "round 2", "fig')  # a line that the crash cut
+    assert FAR_LAYER in tiny_selection(far, out, "3").layers
+    journal.write_bytes(b"nonsense\n")
+    with pytest.raises(UserError, match=r"\.s\.json\.journal: damaged"):
+        tiny_selection(far, out, "1")
+    tiny_selection(far, out, "1", overwrite=True)
+    with pytest.raises(UserError, match="is a folder"):
+        tiny_selection(far, tmp_path, "1")
+
+
+@pytest.fixture
+def quick_auto(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Makes the selections of `convert` as short as those of these tests; returns the list of those that ran."""
+    ran: list[int] = []
+    monkeypatch.setattr(for_convert, "SelectOptions", lambda *args, **kw: SelectOptions(*args, **{**QUICK, **kw}))
+    start = for_convert.run_selection
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        ran.append(1)
+        return start(*args, **kwargs)
+
+    monkeypatch.setattr(for_convert, "run_selection", counted)
+    monkeypatch.setitem(START, "gated_deltanet", quick_start)
+    return ran
+
+
+def test_convert_chooses_and_records_the_layers(far: Path, tmp_path: Path, quick_auto: list[int]) -> None:
+    out = tmp_path / "out"
+    report = tiny_conversion(far, out, layers="auto:1")
+    assert report["selection"]["kept"] == [FAR_LAYER]
+    assert json.loads((out / "conversion.json").read_text())["selection"]["kept"] == [FAR_LAYER]
+    assert json.loads((out / "config.json").read_text())["deltanet"]["layers"][FAR_LAYER] == "softmax"
+    assert (out / "selection.png").exists()
+    assert not for_convert.unfinished_selection(out).exists()
+    assert tiny_conversion(far, out, layers="auto:1", resume=True) == report
+    assert len(quick_auto) == 1
+    with pytest.raises(UserError, match="exists; choose another folder"):
+        tiny_job(far, out, layers="auto:1")
+    assert len(quick_auto) == 1
+    assert tiny_conversion(far, out, layers="auto:50%", overwrite=True)["selection"]["budget"] == "50%"
+    assert len(quick_auto) == 2
+
+
+def test_an_interrupted_conversion_does_not_select_again(
+    far: Path, tmp_path: Path, quick_auto: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    calls = []
+
+    def dies(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            raise Killed
+        return quick_start(*args, **kwargs)
+
+    monkeypatch.setitem(START, "gated_deltanet", dies)
+    with pytest.raises(Killed):
+        tiny_conversion(far, out, layers="auto:1")
+    assert read_selection(for_convert.unfinished_selection(out)).layers == (FAR_LAYER,)
+    report = tiny_conversion(far, out, layers="auto:1", resume=True)
+    assert report["selection"]["kept"] == [FAR_LAYER]
+    assert len(quick_auto) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "text.txt"]
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [("auto:4", "keeps all 4 units"), ("auto:", "expected a number"), ("auto:1KB@400", "are too few")],
+)
+def test_automatic_budgets_that_make_no_sense_are_refused(
+    far: Path, tmp_path: Path, quick_auto: list[int], layers: str, message: str
+) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        job.prepare(str(far), tmp_path / "out", job.ConvertOptions(layers=layers, mixer="window"))
+    assert "--layers auto:" in str(caught.value)
+    assert quick_auto == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_chooses_the_same(far: Path, tmp_path: Path) -> None:
+    for method in ("forward", "gradient", "kl"):
+        found = tiny_selection(far, tmp_path / f"{method}.json", "1", method=method, device="cuda")
+        assert found.layers == (FAR_LAYER,)

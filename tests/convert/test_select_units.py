@@ -1,0 +1,237 @@
+"""Switched models, probes and methods of `deltanet-hf select`, on models whose answer is known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from deltanet_convert.select import methods, probes
+from deltanet_convert.select.gates import blended
+from deltanet_convert.select.methods import Forward, every_nth
+from deltanet_convert.select.objectives import AnswerLoss, TextKL
+from deltanet_convert.select.probe_text import FORMATS
+from deltanet_convert.select.probes import haystack, recall_probes
+from deltanet_convert.select.references import References
+from deltanet_convert.select.scoring import Scorer
+from deltanet_convert.select.switchable import SwitchableModel
+from deltanet_convert.select.units import UNITS, Candidates, Unit, evenly
+from deltanet_hf.errors import UserError
+from deltanet_hf.evaluation.tasks import recall_tasks
+from deltanet_hf.mixers.window import restrict_to_window
+from deltanet_hf.models.families import FAMILIES
+from support.far_model import FAR_HEAD, FAR_LAYER, far_folder, far_teacher
+from support.tiny_conversion import tiny_tokenizer
+from support.tiny_models import COMMON, LAYERS, tiny_teacher
+from support.tiny_selection import tiny_selection
+
+WINDOW, SINKS, LENGTH = 5, 2, 24
+
+
+@pytest.fixture(autouse=True)
+def short_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes, "CHARACTERS", 2000)
+
+
+def eager(model: PreTrainedModel) -> PreTrainedModel:
+    """With eager attention where SDPA would ignore the cap on attention scores."""
+    if getattr(model.config, "attn_logit_softcapping", None) is not None:
+        model.set_attn_implementation("eager")
+    return model
+
+
+def switchable(family: str, unit: str, **changes: Any) -> SwitchableModel:
+    model = eager(tiny_teacher(family, **changes)).requires_grad_(False)
+    return SwitchableModel(model, Candidates.of(model.config, unit), WINDOW, SINKS)
+
+
+def rows(seed: int = 0, count: int = 2) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, COMMON["vocab_size"], (count, LENGTH), generator=generator)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_all_kept_is_the_teacher_and_none_kept_is_the_window_of_the_mixer(family: str) -> None:
+    changes = {"sliding_window": None} if family == "mistral" else {}
+    teacher, ids = eager(tiny_teacher(family, **changes)), rows()
+    model = switchable(family, "layer", **changes)
+    model.keep(model.candidates.units)
+    torch.testing.assert_close(model.logits(ids, LENGTH), teacher(ids).logits, atol=1e-5, rtol=1e-5)
+    model.keep([])
+    if model.candidates.local:  # the mixer restricts these layers too
+        for index in model.candidates.local:
+            model.layers[index].self_attn.forward = lambda *args, **kwargs: (
+                torch.zeros_like(kwargs["hidden_states"]),
+                None,
+            )
+            teacher.model.layers[index].self_attn.register_forward_hook(
+                lambda *args: (torch.zeros_like(args[2][0]), None)
+            )
+    restricted = restrict_to_window(teacher, WINDOW, SINKS)
+    torch.testing.assert_close(model.logits(ids, LENGTH), restricted(ids).logits, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_heads_of_a_layer_together_are_the_layer_and_saved_activations_change_nothing(family: str) -> None:
+    by_layer, by_head, ids = switchable(family, "layer"), switchable(family, "kv_head"), rows()
+    layer = by_layer.candidates.units[-1][0]
+    by_layer.keep([(layer,)])
+    by_head.keep([(layer, 0), (layer, 1)])
+    whole = by_layer.logits(ids, LENGTH)
+    torch.testing.assert_close(by_head.logits(ids, LENGTH), whole, atol=1e-5, rtol=1e-5)
+    by_head.keep([])
+    none = by_head.logits(ids, LENGTH, record=True)
+    one = []
+    for head in range(2):
+        by_head.keep([(layer, head)])
+        one.append(by_head.logits_from(layer, ids, LENGTH))
+        torch.testing.assert_close(one[-1], by_head.logits(ids, LENGTH), atol=1e-5, rtol=1e-5)
+    for other in (none, whole, one[0]):
+        assert float((other - one[1]).abs().max()) > 1e-4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gate_derivatives_are_those_of_finite_differences(family: str) -> None:
+    model = switchable(family, "kv_head")
+    ids = rows()
+    kept, unit = [model.candidates.units[0]], model.candidates.units[-1]
+    objective = TextKL(ids, WINDOW, SINKS)
+    scorer = Scorer(model)
+    scorer.losses(objective, None)
+    found = scorer.gradients(objective, kept, torch.ones(1))
+    assert found.shape == (LAYERS, COMMON["num_key_value_heads"])
+
+    def loss(value: float) -> float:
+        model.keep(kept)
+        gates = model.full.float()
+        gates[unit] = value
+        model.gates = gates
+        with torch.no_grad():
+            total = objective.sums(model.logits(ids, objective.positions), 0) / objective.counts()
+        model.gates = None
+        return float(total)
+
+    step = 2e-2
+    numeric = (-3 * loss(0.0) + 4 * loss(step) - loss(2 * step)) / (2 * step)
+    assert float(found[unit]) == pytest.approx(numeric, rel=0.05, abs=2e-4)
+    assert scorer.losses(objective, kept).item() == pytest.approx(loss(0.0), abs=1e-5)
+    assert scorer.losses(objective, [*kept, unit]).item() == pytest.approx(loss(1.0), abs=1e-5)
+
+
+def test_blending_leaves_no_hook_behind_when_the_attention_fails() -> None:
+    projection = torch.nn.Linear(4, 4)
+
+    def fail(full: torch.Tensor) -> None:
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        blended(projection, torch.ones(4), fail, 2)
+    assert not projection._forward_pre_hooks
+
+
+def test_layers_with_a_sliding_window_are_no_candidates() -> None:
+    found = Candidates.of(tiny_teacher("gemma3_text").config, "kv_head")
+    assert found.units == ((1, 0), (1, 1), (3, 0), (3, 1))
+    assert found.local == (0, 2)
+    assert "window of 8 tokens" in str(found.note())
+    sliding = Candidates.of(tiny_teacher("mistral").config, "layer")
+    assert sliding.units == ((0,), (1,), (2,), (3,))
+    assert "keeps that window" in str(sliding.note())
+    assert Candidates.of(tiny_teacher("smollm3").config, "layer").note() is None
+
+
+def test_probes_fill_their_length_and_ask_for_what_the_text_says() -> None:
+    tokenizer = tiny_tokenizer()
+    text = haystack(tokenizer)
+    found = recall_probes(tokenizer, text, 500, 3, 64, seed=5)
+    assert [probe.format for probe in found] == [kind.name for kind in FORMATS for _ in range(3)]
+    for probe in found:
+        assert len(probe.ids) == 500
+        first = min(begin for begin, _ in probe.answers)
+        for begin, end in probe.answers:
+            answer, before = probe.ids[begin:end], probe.ids[:first]
+            places = [i for i in range(len(before)) if before[i : i + len(answer)] == answer]
+            assert places, probe.format
+    assert found == recall_probes(tokenizer, text, 500, 3, 64, seed=5)
+    assert found != recall_probes(tokenizer, text, 500, 3, 64, seed=6)
+
+
+def test_probes_that_do_not_fit_are_refused() -> None:
+    tokenizer = tiny_tokenizer()
+    with pytest.raises(UserError, match="--length 40: too short for a probe of the format"):
+        recall_probes(tokenizer, haystack(tokenizer), 40, 1, 4, seed=0)
+    with pytest.raises(UserError, match="shipped text has 100 tokens"):
+        recall_probes(tokenizer, np.zeros(100, dtype=np.int64), 900, 1, 4, seed=0)
+
+
+def test_probes_share_no_key_value_or_template_with_the_evaluation() -> None:
+    import random
+
+    for kind in FORMATS:
+        rng = random.Random(0)
+        words = {word.lower() for _ in range(50) for word in kind.keys(rng, 6)}
+        assert not words & set(recall_tasks._ITEMS)
+        values = [kind.value(rng).strip(' "') for _ in range(50)]
+        assert not any(value.isdigit() or value.islower() for value in values)  # codes; pairs of words
+        assert "secret" not in kind.statement + kind.question
+
+
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("method", ["forward", "gradient", "kl"])
+def test_each_method_finds_the_only_unit_that_looks_far(tmp_path: Path, method: str, unit: str) -> None:
+    found = tiny_selection(far_folder(tmp_path / "far"), tmp_path / "s.json", "1", unit=unit, method=method)
+    assert found.kept == (((FAR_LAYER,),) if unit == "layer" else ((FAR_LAYER, FAR_HEAD),))
+    assert found.scores["rounds"][0]["score"] == pytest.approx(0, abs=1e-4)
+    assert found.scores["uniform"] == pytest.approx(1, abs=1e-4)
+
+
+def test_the_shortlist_of_many_units_finds_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = far_teacher(num_hidden_layers=12).requires_grad_(False)
+    switched = SwitchableModel(model, Candidates.of(model.config, "kv_head"), 6, 1)
+    tokenizer = tiny_tokenizer()
+    objective = AnswerLoss(recall_probes(tokenizer, haystack(tokenizer), 400, 4, 6, seed=0))
+    scorer = Scorer(switched)
+    references = References.measure(scorer, objective)
+    scored: list[int] = []
+    each = scorer.with_each
+
+    def counted(objective: Any, kept: Any, more: Any) -> Any:
+        scored.append(len(more) * len(objective.ids))
+        return each(objective, kept, more)
+
+    monkeypatch.setattr(scorer, "with_each", counted)
+    monkeypatch.setattr(methods, "SCORED_ALWAYS", 10)
+    forward = Forward(scorer, objective, references.scale(objective.names), switched.candidates.units)
+    first = forward([], {})
+    assert first.unit == (FAR_LAYER, FAR_HEAD)
+    assert set(first.gains) == set(switched.candidates.units)
+    assert scored == [24 * 5, methods.SHORTLIST * 20]
+    others = [unit for unit in switched.candidates.units if unit != first.unit]
+    kept: list[Unit] = [first.unit, *others[:4]]
+    scored.clear()
+    forward(kept, first.gains)  # five are kept: no sweep
+    assert scored == [methods.SHORTLIST * 20]
+
+
+def test_formats_that_say_nothing_are_dropped(tmp_path: Path) -> None:
+    references = References({"a": 1.0, "b": 4.0, "c": 2.0}, {"a": 3.0, "b": 4.5, "c": 2.01}, {})
+    assert references.scale(("a",)).score(torch.tensor([[1.0], [2.0], [3.0]])).tolist() == [0.0, 0.5, 1.0]
+    tiny_teacher("llama", max_position_embeddings=512).save_pretrained(tmp_path / "random")
+    tiny_tokenizer().save_pretrained(tmp_path / "random")
+    with pytest.raises(UserError, match=r"random: full attention answers no probe format better.*choose --method kl"):
+        tiny_selection(tmp_path / "random", tmp_path / "s.json")
+
+
+def test_even_distances() -> None:
+    units: list[Unit] = [(i,) for i in range(30)]
+    assert evenly(units, 7) == [(3,), (7,), (11,), (16,), (20,), (24,), (29,)]
+    assert evenly(units[:4], 4) == units[:4]
+    assert every_nth(30, 7) == [(3,), (7,), (11,), (15,), (19,), (23,), (27,)]
+    assert every_nth(30, 1) == [(15,)]
+    assert every_nth(30, 29) == [(i,) for i in range(1, 30, 2)]

@@ -1,0 +1,286 @@
+"""The decoding step of the attention over window and sinks: one by one against the definition, in place."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from deltanet_kernels import window_step_
+from deltanet_kernels.arguments import WindowStepCall
+from deltanet_kernels.window.reference import naive_window_attention
+from deltanet_kernels.window.step import window_step_op_, window_step_triton_
+from tests.kernels.cases import relative_error
+from tests.kernels.triton_mode import DEVICE, GPU
+
+CACHE = ("keys", "values", "numbers", "count")
+
+
+@dataclass(frozen=True)
+class Step:
+    """A sequence of T tokens per row, given one by one."""
+
+    name: str
+    T: int
+    window: int
+    sinks: int
+    B: int = 2
+    HQ: int = 4
+    HK: int = 2
+    D: int = 16
+    share: bool = True
+    padding: tuple[int, ...] | None = None  # tokens of padding before each row
+    scale: float | None = None
+
+    def __str__(self) -> str:
+        return self.name
+
+
+CASES = [
+    Step("window and sinks", T=16, window=5, sinks=3),
+    Step("no share", T=16, window=5, sinks=3, share=False),
+    Step("no sinks", T=12, window=5, sinks=0),
+    Step("window 1", T=10, window=1, sinks=2),
+    Step("window 1, no sinks", T=5, window=1, sinks=0),
+    Step("nothing leaves", T=10, window=20, sinks=4),
+    Step("more sinks than the window", T=20, window=3, sinks=12),
+    Step("padding on the left", T=16, window=5, sinks=3, B=3, padding=(0, 7, 16)),
+    Step("many places", T=6, window=300, sinks=4),
+    Step("one head", T=12, window=5, sinks=3, HQ=1, HK=1, scale=-0.3),
+    Step("three queries per key", T=12, window=5, sinks=3, HQ=6),
+    Step("eight queries per key", T=12, window=5, sinks=3, HQ=8, HK=1, B=1),
+    Step("seven queries per key, one row", T=12, window=5, sinks=3, HQ=7, HK=1, B=1),
+    *(Step(f"D={D}", T=9, window=5, sinks=2, D=D) for D in (1, 40, 100, 256)),
+]
+
+
+def make(case: Step, dtype: torch.dtype = torch.float32, device: str = DEVICE) -> dict[str, Any]:
+    """All tokens of the sequences, in the arguments of a step."""
+    generator = torch.Generator().manual_seed(0)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+
+    B, T = case.B, case.T
+    x: dict[str, Any] = {"q": randn(B, T, case.HQ, case.D)}
+    x |= {name: randn(B, T, case.HK, case.D) for name in ("k", "v")}
+    x |= {"share": randn(B, T, case.HQ).sigmoid(), "far": randn(B, T, case.HQ, case.D)}
+    x |= {"window": case.window, "sinks": case.sinks, "scale": case.scale, "padding": None}
+    if not case.share:
+        x |= {"share": None, "far": None}
+    if case.padding is not None:
+        x["padding"] = (torch.arange(T)[None] < torch.tensor(case.padding)[:, None]).to(device)
+    return x
+
+
+def empty(case: Step, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    """A cache without a token."""
+    S = case.window + case.sinks
+    places = {name: torch.zeros(case.B, case.HK, S, case.D, dtype=dtype, device=DEVICE) for name in ("keys", "values")}
+    numbers = torch.zeros(case.B, S, dtype=torch.int32, device=DEVICE)
+    return places | {"numbers": numbers, "count": numbers[:, 0].clone()}
+
+
+def token(x: dict[str, Any], t: int) -> dict[str, Any]:
+    """The arguments of step t but for the cache."""
+    return {name: y[:, t : t + 1] if isinstance(y, torch.Tensor) else y for name, y in x.items()}
+
+
+def run(step_: Callable[..., torch.Tensor], x: dict[str, Any], cache: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([step_(**token(x, t), **cache) for t in range(x["q"].shape[1])], dim=1)
+
+
+def truth(x: dict[str, Any]) -> torch.Tensor:
+    """The outputs of all tokens in float64, each row by the definition without its padding."""
+    w = {name: y.cpu().double() if name in ("q", "k", "v", "share", "far") and y is not None else y
+         for name, y in x.items()}  # fmt: skip
+    o = torch.zeros_like(w["q"])
+    for row, tokens in enumerate(w["q"].unsqueeze(1)):
+        first = 0 if x["padding"] is None else int(x["padding"][row].sum())
+        if first < tokens.shape[1]:
+            parts = (w[name][row : row + 1, first:] for name in ("q", "k", "v"))
+            o[row, first:] = naive_window_attention(*parts, x["window"], x["sinks"], x["scale"])[0][0]
+            if w["share"] is not None:
+                share = w["share"][row, first:].unsqueeze(-1)
+                o[row, first:] = share * w["far"][row, first:] + (1 - share) * o[row, first:]
+    return o
+
+
+def triton_step_(**x: Any) -> torch.Tensor:
+    return window_step_triton_(WindowStepCall(**x))
+
+
+SIDES = [pytest.param(window_step_, id="public"), pytest.param(triton_step_, id="triton")]
+
+
+@pytest.mark.parametrize("step_", SIDES)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_steps_one_by_one(case: Step, step_: Callable[..., torch.Tensor]) -> None:
+    x, cache = make(case), empty(case)
+    assert relative_error(run(step_, x, cache), truth(x)) < 1e-6
+    wanted = expected_cache(case, x)
+    for name in CACHE:
+        assert torch.equal(cache[name].cpu(), wanted[name]), name
+
+
+def expected_cache(case: Step, x: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Sinks at the places before their numbers, the last tokens at sinks + number % window."""
+    wanted = {name: y.cpu() for name, y in empty(case).items()}
+    for row in range(case.B):
+        first = 0 if case.padding is None else case.padding[row]
+        length = case.T - first
+        wanted["count"][row] = length
+        for number in range(1, length + 1):
+            if number <= case.sinks:
+                place = number - 1
+            elif number > length - case.window:
+                place = case.sinks + number % case.window
+            else:
+                continue
+            wanted["numbers"][row, place] = number
+            for name, new in (("keys", x["k"]), ("values", x["v"])):
+                wanted[name][row, :, place] = new[row, first + number - 1].cpu()
+    return wanted
+
+
+@pytest.mark.parametrize("step_", SIDES)
+def test_nan_in_padding_stays_there(step_: Callable[..., torch.Tensor]) -> None:
+    case = Step("padding", T=12, window=4, sinks=2, padding=(0, 5))
+    x, cache = make(case), empty(case)
+    for name in ("q", "k", "v", "share", "far"):
+        x[name][x["padding"]] = torch.nan
+    assert relative_error(run(step_, x, cache), truth(x)) < 1e-6
+    assert all(y.isfinite().all() for y in cache.values())
+
+
+@pytest.mark.parametrize("step_", SIDES)
+def test_padding_between_tokens_changes_nothing(step_: Callable[..., torch.Tensor]) -> None:
+    case = Step("paused", T=12, window=4, sinks=2)
+    x, cache = make(case), empty(case)
+    run(step_, x, cache)
+    before = {name: y.clone() for name, y in cache.items()}
+    pause = token(x, 3) | {"padding": torch.tensor([[True], [False]], device=DEVICE)}
+    o = step_(**pause, **cache)
+    assert (o[0] == 0).all()
+    assert (o[1] != 0).all()
+    for name in CACHE:
+        assert torch.equal(cache[name][0], before[name][0]), name
+        assert not torch.equal(cache[name][1], before[name][1]), name
+
+
+@pytest.mark.parametrize("step_", SIDES)
+def test_tokens_out_of_sight_are_not_seen(step_: Callable[..., torch.Tensor]) -> None:
+    """Numbers decide: a place whose token is too far back, or empty, may hold anything finite."""
+    case = Step("rolled back", T=1, window=8, sinks=2)
+    x, cache = make(case), empty(case)
+    cache["count"].fill_(20)
+    cache["keys"].fill_(50.0)
+    cache["values"].fill_(50.0)
+    cache["numbers"][:, 3] = 13  # seen by token 20, not by token 21
+    share = x["share"].unsqueeze(-1)
+    wanted = share * x["far"] + (1 - share) * x["v"].repeat_interleave(2, dim=2)
+    assert relative_error(step_(**x, **cache), wanted.double()) < 1e-6
+
+
+@pytest.mark.parametrize("step_", SIDES)
+def test_memory_around_stays_as_it_is(step_: Callable[..., torch.Tensor], poisoned_memory: None) -> None:
+    case = Step("between", T=9, window=4, sinks=2)
+    x = make(case)
+    around = {name: torch.stack([torch.full_like(y, 77), y, torch.full_like(y, 77)]) for name, y in empty(case).items()}
+    o = run(step_, x, {name: y[1] for name, y in around.items()})
+    assert relative_error(o, truth(x)) < 1e-6
+    for y in around.values():
+        assert (y[[0, 2]] == 77).all()
+
+
+@pytest.mark.parametrize("step_", SIDES)
+def test_step_compiles_and_still_moves_in_place(step_: Callable[..., torch.Tensor]) -> None:
+    case = Step("compiled", T=3, window=4, sinks=1, padding=(0, 2))
+    x = make(case)
+    caches = empty(case), empty(case)
+    compiled = torch.compile(step_, fullgraph=True, backend="aot_eager")
+    assert torch.equal(run(compiled, x, caches[0]), run(step_, x, caches[1]))
+    for name in CACHE:
+        assert torch.equal(caches[0][name], caches[1][name]), name
+        assert caches[0][name].any()
+
+
+def test_the_operator_is_registered_consistently() -> None:
+    case = Step("registered", T=1, window=4, sinks=1, padding=(0, 1))
+    x = token(make(case), 0) | empty(case) | {"scale": 0.25}
+    torch.library.opcheck(window_step_op_.op, tuple(x[name] for name in WindowStepCall._fields))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("q", lambda x: x.repeat(1, 2, 1, 1), r"k: got shape \[2, 1, 2, 16\], needs \[B, T, HK, D\]"),
+        ("q", lambda x: x[:, :, :3], "q: got 3 heads, needs a multiple of the 2 heads of k"),
+        ("keys", lambda x: x[:, :, 1:], r"keys: got shape .*needs \[B, HK, window \+ sinks, D\] = \[2, 2, 5, 16\]"),
+        ("values", lambda x: x.half(), "values: got dtype torch.float16, needs torch.float32"),
+        ("values", lambda x: x.transpose(1, 2).contiguous().transpose(1, 2), "values: got strides"),
+        ("numbers", lambda x: x.long(), "numbers: got dtype torch.int64, needs torch.int32"),
+        ("count", lambda x: x[:1], r"count: got shape \[1\], needs \[B\]"),
+        ("count", lambda x: None, "count: got NoneType, needs a tensor"),
+        ("share", lambda x: None, "far: needs a tensor with share"),
+        ("share", lambda x: x.unsqueeze(-1), "share: got shape"),
+        ("far", lambda x: x[..., 1:], "far: got shape"),
+        ("padding", lambda x: x.int(), "padding: got dtype torch.int32, needs torch.bool"),
+        ("window", lambda x: 0, "window: got 0, needs at least 1"),
+    ],
+)
+def test_wrong_arguments_are_named(name: str, change: Callable[[Any], Any], message: str) -> None:
+    case = Step("wrong", T=1, window=4, sinks=1, padding=(0, 1))
+    x = token(make(case), 0) | empty(case)
+    with pytest.raises((ValueError, TypeError), match=message):
+        window_step_(**(x | {name: change(x[name])}))
+
+
+def test_several_tokens_are_refused() -> None:
+    case = Step("wrong", T=2, window=4, sinks=1)
+    with pytest.raises(ValueError, match="with 2 tokens, needs one token"):
+        window_step_(**make(case), **empty(case))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a CUDA device")
+@pytest.mark.parametrize("D", [16, 64, 100, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("B", [1, 100])
+def test_low_precision_steps_under_a_graph(D: int, dtype: torch.dtype, B: int) -> None:
+    case = Step("graph", T=40, window=16, sinks=4, B=B, HQ=12, HK=4, D=D)
+    x, cache = make(case, dtype), empty(case, dtype)
+    place = {name: y.clone() if isinstance(y, torch.Tensor) else y for name, y in token(x, 0).items()}
+    window_step_(**place, **cache)  # compiles
+    for y in cache.values():
+        y.zero_()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = window_step_(**place, **cache)
+    outputs = []
+    for t in range(case.T):
+        for name, y in token(x, t).items():
+            if isinstance(y, torch.Tensor):
+                place[name].copy_(y)
+        graph.replay()
+        outputs.append(o.clone())
+    assert relative_error(torch.cat(outputs, dim=1), truth(x)) < torch.finfo(dtype).eps
+    assert cache["count"].tolist() == [case.T] * B
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a CUDA device")
+@pytest.mark.parametrize(("HQ", "HK"), [(32, 8), (9, 3), (64, 1)])
+@pytest.mark.parametrize("B", [1, 200])
+def test_the_same_bits_every_time(B: int, HQ: int, HK: int) -> None:
+    """Programs of one row share its counter, and a key head's programs its place: a race would show in one run."""
+    case = Step("repeated", T=8, window=100, sinks=4, B=B, HQ=HQ, HK=HK, D=64)
+    x = make(case, torch.bfloat16)
+    first = empty(case, torch.bfloat16)
+    o = run(window_step_, x, first)
+    assert relative_error(o, truth(x)) < torch.finfo(torch.bfloat16).eps
+    for _ in range(20):
+        again = empty(case, torch.bfloat16)
+        assert torch.equal(run(window_step_, x, again), o)
+        assert all(torch.equal(again[name], y) for name, y in first.items())

@@ -1,0 +1,33 @@
+"""Selections with tiny teachers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from deltanet_convert.options import ConvertOptions
+from deltanet_convert.select.budget import Budget
+from deltanet_convert.select.run import run_selection
+from deltanet_convert.select.select_options import SelectOptions
+from deltanet_convert.select.selection_file import Selection
+from deltanet_convert.select.task import SelectionTask, plan_selection
+from deltanet_convert.storage.teacher_source import Source
+from deltanet_convert.teacher_model import open_teacher
+
+QUICK: dict[str, Any] = {"window": 6, "sinks": 1, "length": 400, "probes": 1}
+
+
+def tiny_task(
+    teacher: Path, out: Path, keep: str | Budget = "1", mixer: str = "window", **options: Any
+) -> SelectionTask:
+    """Plans a selection with short probes."""
+    budget = Budget.keep(keep) if isinstance(keep, str) else keep
+    opened = open_teacher(teacher)
+    table = ConvertOptions(mixer=mixer).table(opened.num_layers, ())
+    chosen = SelectOptions(budget, **{**QUICK, **options})
+    return plan_selection(Source(teacher.name, teacher, None), opened, chosen, table, out)
+
+
+def tiny_selection(teacher: Path, out: Path, keep: str | Budget = "1", **options: Any) -> Selection:
+    """Runs a selection with short probes."""
+    return run_selection(tiny_task(teacher, out, keep, **options))
