@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from deltanet_hf.errors import UserError
+from deltanet_hf.mixers.quantized_cache import BITS, quantized_cache
 from deltanet_hf.mixers.state import cache_bytes
 
 COMPILING_TOKENS = 4  # generated before the clock starts, while the steps are compiled and recorded as CUDA graphs
@@ -89,6 +90,13 @@ def generate_command(
         bool,
         typer.Option("--compile", help="Compile the model first, which makes decoding several times faster on CUDA."),
     ] = False,
+    cache_bits: Annotated[
+        int | None,
+        typer.Option(
+            help="Keep the keys and values of softmax attention in 8 or 4 bits; states and windows stay as they are.",
+            show_default="as computed",
+        ),
+    ] = None,
     dtype: Annotated[
         str, typer.Option(help="Dtype of the weights: auto (as saved), float32, bfloat16 or float16.")
     ] = "auto",
@@ -99,6 +107,10 @@ def generate_command(
     """Continue a prompt and print the text as it is generated."""
     if not prompt:
         raise UserError("--prompt: empty; give some text to continue")
+    if cache_bits is not None and compiled:
+        raise UserError("--cache-bits: --compile keeps keys and values at fixed addresses; leave out one of the two")
+    if cache_bits is not None and cache_bits not in BITS:
+        raise UserError(f"--cache-bits: got {cache_bits}, expected {' or '.join(map(str, BITS))}")
     loaded, tokenizer = load_for_inference(model, dtype, device)
     if chat and tokenizer.chat_template:
         turns = [{"role": "user", "content": prompt}]
@@ -114,6 +126,8 @@ def generate_command(
         "return_dict_in_generate": True,
         **sampling,
     }
+    if cache_bits is not None:
+        options["past_key_values"] = quantized_cache(loaded.config, cache_bits)
     if compiled:  # transformers compiles the steps of static caches
         options["cache_implementation"] = "static"
         typer.echo("compiling ...", err=True)

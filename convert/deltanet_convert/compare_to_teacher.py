@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from deltanet_hf.evaluation.measures.text_scores import kl_from_log_probs
 from deltanet_hf.mixers import Mixer
+from deltanet_hf.mixers.mixed_heads import MixedHeads
 
 from .layer_stream import Head
 
@@ -49,11 +50,12 @@ class _Fused(nn.Module):
 
 
 @torch.no_grad()
-def softmax_error(attention: Any, layer: Mixer, inputs: Tensor, kwargs: dict[str, Any]) -> float:
+def softmax_error(attention: Any, layer: Mixer | MixedHeads, inputs: Tensor, kwargs: dict[str, Any]) -> float:
     """Error of the teacher's softmax attention when it runs with the converted layer's q, k, v and o weights.
 
     Biases and learned norms that the converted layer leaves out are taken from the teacher; each head's share is
     repeated as in the converted layer. A wrong head mapping, a lost tensor or a wrong scale gives an error of about 1.
+    Mixed heads are compared as the sum of their branches.
 
     Args:
         attention: the teacher's attention.
@@ -64,6 +66,20 @@ def softmax_error(attention: Any, layer: Mixer, inputs: Tensor, kwargs: dict[str
     Returns:
         Norm of the difference of the outputs divided by the norm of the teacher's output.
     """
+    if isinstance(layer, MixedHeads):
+        forms = [_softmax_form(layer.part_of(attention, kind), part) for kind, part in layer.branches.items()]
+    else:
+        forms = [_softmax_form(attention, layer)]
+    want, _ = attention(hidden_states=inputs, **kwargs)
+    got = sum(form(hidden_states=inputs, **kwargs)[0] for form in forms)
+    return float((got - want).norm() / want.norm().clamp_min(1e-30))
+
+
+def _softmax_form(attention: Any, layer: Any) -> Any:
+    """The attention with the weights of a layer; of a branch without a recurrent state, with all of its weights."""
+    if not isinstance(layer, Mixer):
+        attention.load_state_dict(layer.state_dict())
+        return attention
     kv_heads = layer.num_states // layer.kv_repeats
     groups = kv_heads // _kv_heads(attention)
     expanded = copy.copy(attention)
@@ -80,9 +96,7 @@ def softmax_error(attention: Any, layer: Mixer, inputs: Tensor, kwargs: dict[str
     if k_norm is not None and k_norm.weight.numel() > layer.head_dim:
         expanded.k_norm = copy.copy(k_norm)
         expanded.k_norm._parameters = {"weight": nn.Parameter(_repeat(k_norm.weight, layer.head_dim, groups), False)}
-    want, _ = attention(hidden_states=inputs, **kwargs)
-    got, _ = expanded(hidden_states=inputs, **kwargs)
-    return float((got - want).norm() / want.norm().clamp_min(1e-30))
+    return expanded
 
 
 def _kv_heads(attention: Any) -> int:

@@ -22,6 +22,7 @@ from .calibration_text import HELD_OUT_TOKENS, sequence_length
 from .start.norm_config import needs_norms, with_norms
 from .storage.shard_writer import Layout, TensorSpec, plan_layout
 from .teacher_model import Teacher, meta_model, tied_names
+from .weight_origins import count_origins
 
 CONTEXTS = (1024, 4096, 16384, 32768, 65536, 131072)
 RUNTIME_BYTES = 600 * 2**20  # Python, torch, transformers and the tokenizer, measured
@@ -44,6 +45,7 @@ class LayerPlan:
     nbytes: int  # bytes of the weights
     state_bytes: int  # bytes of one sequence's state, at any length; 0 where attention stays
     kv_bytes_per_token: int  # bytes per token of the teacher's keys and values
+    kept_kv_bytes_per_token: int  # bytes per token of the keys and values that the converted model keeps
 
     @property
     def converted(self) -> bool:
@@ -51,11 +53,14 @@ class LayerPlan:
 
     def kv_bytes(self, context: int) -> int:
         """Bytes of the teacher's cache of this layer for one sequence of `context` tokens."""
-        return self.kv_bytes_per_token * min(context, self.window or context)
+        return self.kv_bytes_per_token * self._kept_tokens(context)
 
     def cache_bytes(self, context: int) -> int:
         """Bytes of the converted model's cache of this layer for one sequence of `context` tokens."""
-        return self.state_bytes if self.converted else self.kv_bytes(context)
+        return self.state_bytes + self.kept_kv_bytes_per_token * self._kept_tokens(context)
+
+    def _kept_tokens(self, context: int) -> int:
+        return min(context, self.window or context)
 
 
 @dataclass(frozen=True)
@@ -162,42 +167,27 @@ def _layer_plan(
     index: int,
 ) -> LayerPlan:
     prefix = f"model.layers.{index}."
-    before = {n: t for n, t in teacher.model.state_dict().items() if n.startswith(prefix)}
-    mine = [spec for spec in specs if spec.name.startswith(prefix)]
-    counts = {"copied": 0, "expanded": 0, "created": 0}
-    sources = {_source(spec.name, before) for spec in mine}
-    for spec in mine:
-        source = _source(spec.name, before)
-        if source not in before:
-            kind = "created"
-        else:
-            kind = "copied" if tuple(before[source].shape) == spec.shape else "expanded"
-        counts[kind] += spec.numel
+    before = {n.removeprefix(prefix): t for n, t in teacher.model.state_dict().items() if n.startswith(prefix)}
+    mine = {spec.name.removeprefix(prefix): spec for spec in specs if spec.name.startswith(prefix)}
     replaced = table[index]
     attention: Any = student.model.layers[index].self_attn
     teacher_attention: Any = teacher.model.model.layers[index].self_attn
     config = teacher.config
-    kv_width = int(config.num_key_value_heads) * int(teacher_attention.head_dim)
+    head_bytes = 2 * int(teacher_attention.head_dim) * dtype.itemsize
+    kv_heads = int(config.num_key_value_heads)
+    growing = kv_heads if replaced is None else attention.growing_heads
     return LayerPlan(
         index=index,
         kind=table.layers[index],
-        title="softmax" if replaced is None else replaced.mixer.title,
+        title="softmax" if replaced is None else attention.full_title,
         normed=index in getattr(student.config, INSERTED_QK_NORMS, ()),
         window=sliding_window(config, index),
-        **counts,
-        dropped=sum(tensor.numel() for name, tensor in before.items() if name not in sources),
-        nbytes=sum(spec.nbytes for spec in mine),
+        **count_origins(before, {name: spec.shape for name, spec in mine.items()}, teacher_attention, attention),
+        nbytes=sum(spec.nbytes for spec in mine.values()),
         state_bytes=0 if replaced is None else attention.state_bytes(dtype),
-        kv_bytes_per_token=2 * kv_width * dtype.itemsize,
+        kv_bytes_per_token=kv_heads * head_bytes,
+        kept_kv_bytes_per_token=growing * head_bytes,
     )
-
-
-def _source(name: str, before: dict[str, torch.Tensor]) -> str:
-    """Name of the teacher's tensor that an output tensor comes from: the same, or the fused projection's (phi3)."""
-    if name not in before:
-        for part in ("q_proj", "k_proj", "v_proj"):
-            name = name.replace(f"self_attn.{part}.", "self_attn.qkv_proj.")
-    return name
 
 
 def _working_bytes(teacher: Teacher, calibration_tokens: int) -> int:

@@ -50,8 +50,8 @@ def convert_command(
             "shipped for known teachers, measured where there is a GPU, otherwise evenly spread. `all`: every layer. "
             "`every:N`: layers N-1, 2N-1, ... keep softmax attention. "
             "`keep:3,7,11`: these layers keep it. `auto:25%` (or `auto:7`, `auto:40MB@32768`): choose so many as "
-            "`deltanet-hf select` does; slow without a GPU. Otherwise a file that lists the layers that keep it, such "
-            "as the one that `deltanet-hf select` writes.",
+            "`deltanet-hf select` does; slow without a GPU. Otherwise a file that lists the layers, or the key/value "
+            "heads, that keep it, such as the one that `deltanet-hf select` writes.",
             show_default=HYBRID[0],
         ),
     ] = None,

@@ -16,6 +16,7 @@ from deltanet_hf.publish import Workspace
 
 from .conversion_plan import Plan, make_plan
 from .export.obstacles import teacher_obstacles
+from .head_selection import selected_heads
 from .options import ConvertOptions, softmax_layers
 from .select.for_convert import auto_selection, unfinished_selection
 from .select.run import Show, unseen
@@ -62,9 +63,13 @@ def prepare(teacher: str, out: Path, options: ConvertOptions, show: Show = unsee
     with removed_on_error(source, out):
         _check_apart(source.folder, out)
         opened = open_teacher(source.folder)
-        selection = auto_selection(source, opened, out, options, show)
-        kept = selection.layers if selection else softmax_layers(options.layers, opened.num_layers, opened.config)
-        table = options.table(opened.num_layers, kept)
+        heads = selected_heads(options.layers, opened.config)
+        selection = None if heads else auto_selection(source, opened, out, options, show)
+        if heads:
+            table = options.head_table(opened.num_layers, int(opened.config.num_key_value_heads), heads)
+        else:
+            kept = selection.layers if selection else softmax_layers(options.layers, opened.num_layers, opened.config)
+            table = options.table(opened.num_layers, kept)
         # Qwen3.5's softmax layers have q/k norms. None are inserted if something else prevents an export.
         insert_norms = options.profile == "qwen3_5" and not teacher_obstacles(opened.config, table.softmax)
         dtype = options.torch_dtype or (torch.float32 if opened.dtype == torch.float64 else opened.dtype)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from deltanet_hf.mixers import FLOAT32_NAMES, LayerKind, Mixer
+from deltanet_hf.mixers.mixed_heads import MixedHeads
 from deltanet_hf.mixers.parts import Part
 from deltanet_hf.models.layers import INSERTED_QK_NORMS
 
@@ -68,7 +69,7 @@ class LayerStep:
         figures = self._start(index, layer.self_attn, _empty_layer(new), inputs, kwargs)
         del inputs
         inputs, wanted = _advance(layer, activations.held_out, kwargs, keep=True)
-        if isinstance(new, Mixer):
+        if isinstance(new, (Mixer, MixedHeads)):
             figures["softmax_error"] = softmax_error(layer.self_attn, new, inputs[:1], kwargs)
         _round(new, self.dtype)
         return figures | dataclasses.asdict(LayerCheck(*compare_outputs(new, inputs, wanted, kwargs)))

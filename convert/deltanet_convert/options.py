@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers import MIXER_NAMES, MIXERS, LayerKind, recommended
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
+from deltanet_hf.mixers.mixed_heads import MixedHeads
 from deltanet_hf.mixers.settings import MixerSettings
 from deltanet_hf.models.layers import LayerTable
 
@@ -52,7 +53,12 @@ class ConvertOptions:
     json: bool = False
 
     def __post_init__(self) -> None:
-        if self.mixer not in MIXER_NAMES:
+        if self.mixer == MixedHeads.name:
+            raise UserError(
+                f"--mixer {self.mixer}: comes of a selection of key/value heads; give it as --layers FILE "
+                "(deltanet-hf select --unit kv_head), and the mixer of the other heads here"
+            )
+        if self.mixer not in MIXER_NAMES and self.mixer not in MIXERS:
             raise UserError(f"--mixer: got '{self.mixer}', expected one of {', '.join(MIXER_NAMES)}")
         if self.profile not in PROFILES:
             raise UserError(f"--profile: got '{self.profile}', expected one of {', '.join(PROFILES)}")
@@ -86,6 +92,23 @@ class ConvertOptions:
             num_layers: the teacher's number of decoder layers.
             softmax: indices of the layers that keep the teacher's attention.
         """
+        return LayerTable.uniform(*self._kind(), num_layers, set(softmax))
+
+    def head_table(self, num_layers: int, num_heads: int, softmax: Collection[tuple[int, int]]) -> LayerTable:
+        """The same for a choice of key/value heads: `softmax` are the (layer, head) that keep the teacher's attention.
+
+        Raises:
+            UserError: the profile is for an export, which has heads of one kind in each layer.
+        """
+        if self.profile == "qwen3_5":
+            raise UserError(
+                "--profile qwen3_5: the heads of one layer of Qwen3.5 are of one kind, --layers keeps single heads; "
+                "select whole layers (--unit layer), or leave the profile out"
+            )
+        return LayerTable.by_heads(*self._kind(), num_layers, num_heads, softmax)
+
+    def _kind(self) -> tuple[type[LayerKind], MixerSettings]:
+        """The mixer and its settings."""
         kind, defaults = self._recommended()
         changes = changed_settings(self.changes, defaults)
         try:
@@ -97,7 +120,7 @@ class ConvertOptions:
                 "--set: output_norm=none and output_gate=false together leave no parameter that brings the output to "
                 "the teacher's scale; keep one of the two"
             )
-        return LayerTable.uniform(kind, settings, num_layers, set(softmax))
+        return kind, settings
 
     def _recommended(self) -> tuple[type[LayerKind], MixerSettings]:
         try:
@@ -156,8 +179,12 @@ def changed_settings(entries: Iterable[str], recommended: Any) -> dict[str, bool
 
 def set_keys() -> str:
     """The keys of `--set` by mixer, for the help text: those that all share first, then what one has beyond them."""
-    names = {mixer: [field.name for field in fields(kind.Settings)] for mixer, kind in MIXERS.items()}
-    first, *others = MIXERS
+    names = {
+        mixer: [field.name for field in fields(kind.Settings)]
+        for mixer, kind in MIXERS.items()
+        if mixer != MixedHeads.name
+    }
+    first, *others = names
     parts = [f"{first}: {', '.join(names[first])}"]
     for mixer in others:
         own = [name for name in names[mixer] if name not in names[first]]
@@ -246,8 +273,8 @@ def _from_selection(where: str, value: dict[str, Any], teacher_config: Any) -> l
         selection.check_teacher(where, teacher_config)
     if selection.unit != "layer":
         raise UserError(
-            f"{where}: key 'unit' is '{selection.unit}'; single heads need layers of mixed heads, which convert does "
-            "not make: run deltanet-hf select with --unit layer"
+            f"{where}: key 'unit' is '{selection.unit}', which names heads; for whole layers, run deltanet-hf select "
+            "with --unit layer"
         )
     return list(selection.layers)
 

@@ -6,12 +6,16 @@ start begins with. The window + sinks baseline is a kind of layer (`deltanet_hf/
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers import Mixer
+from deltanet_hf.mixers.mixed_heads import MixedHeads
 
 
 def linear_layers(model: PreTrainedModel) -> list[Mixer]:
@@ -46,28 +50,41 @@ def from_scratch_start(student: PreTrainedModel, teacher: PreTrainedModel, seed:
     generator = torch.Generator().manual_seed(seed)
     for layer in linear_layers(student):
         layer.start_from_scratch(float(getattr(student.config, "initializer_range", 0.02)), generator)
-    source = _split_fused(teacher)
+    source = _teacher_weights(student, teacher)
     for name, target in student.state_dict().items():
         if name in source:
-            target.copy_(_repeat_heads(source[name], target, student))
+            target.copy_(_repeat_heads(*source[name], target))
     return student
 
 
-def _repeat_heads(weight: Tensor, target: Tensor, student: PreTrainedModel) -> Tensor:
+def _teacher_weights(student: PreTrainedModel, teacher: PreTrainedModel) -> dict[str, tuple[Tensor, int]]:
+    """The teacher's weights by the student's names, and the number of key/value heads that they are of."""
+    config, layers = teacher.config, teacher.model.layers
+    groups, heads = config.num_attention_heads // config.num_key_value_heads, config.num_key_value_heads
+    found = {name: (weight, heads) for name, weight in _split_fused(teacher.state_dict(), groups).items()}
+    for index, layer in enumerate(student.model.layers):
+        mixed: Any = layer.self_attn
+        if not isinstance(mixed, MixedHeads):
+            continue
+        for kind, own in mixed.settings.branches.items():
+            part = _split_fused(mixed.part_of(layers[index].self_attn, kind).state_dict(), groups)
+            prefix = f"model.layers.{index}.self_attn.{kind}."
+            found |= {prefix + name: (weight, len(own)) for name, weight in part.items()}
+    return found
+
+
+def _repeat_heads(weight: Tensor, heads: int, target: Tensor) -> Tensor:
     """Repeat head blocks along the rows: head g of the target reads the teacher's head g // repeats."""
     if weight.shape == target.shape:
         return weight
     repeats = target.shape[0] // weight.shape[0]
-    heads = student.config.num_key_value_heads
     return weight.unflatten(0, (heads, -1)).repeat_interleave(repeats, dim=0).flatten(0, 1)
 
 
-def _split_fused(teacher: PreTrainedModel) -> dict[str, Tensor]:
-    """The teacher's weights by name; the parts of a fused `qkv_proj` also as q_proj, k_proj and v_proj."""
-    config = teacher.config
-    groups = config.num_attention_heads // config.num_key_value_heads
+def _split_fused(weights: Mapping[str, Tensor], groups: int) -> dict[str, Tensor]:
+    """Weights by name; the parts of a fused `qkv_proj` also as q_proj, k_proj and v_proj."""
     state: dict[str, Tensor] = {}
-    for name, weight in teacher.state_dict().items():
+    for name, weight in weights.items():
         state[name] = weight
         if "qkv_proj" in name:
             head_rows = weight.shape[0] // (groups + 2)

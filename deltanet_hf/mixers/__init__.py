@@ -10,6 +10,7 @@ from deltanet_hf.mixers.base import Mixer
 from deltanet_hf.mixers.deltaproduct import DeltaProduct
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
 from deltanet_hf.mixers.layer_kind import LayerKind
+from deltanet_hf.mixers.mixed_heads import MixedHeads
 from deltanet_hf.mixers.settings import MixerSettings
 from deltanet_hf.mixers.window import WindowAttention
 
@@ -19,19 +20,25 @@ MIXERS: dict[str, type[LayerKind]] = {
         GatedDeltaNet,
         DeltaProduct,
         WindowAttention,
+        MixedHeads,
     )
 }
 
 WINDOW_SUFFIX = "+window"
-MIXER_NAMES = (*MIXERS, *(f"{name}{WINDOW_SUFFIX}" for name, kind in MIXERS.items() if issubclass(kind, Mixer)))
-"""The names that `deltanet-hf convert --mixer` takes: those of `MIXERS`, and NAME+window for a window beside NAME."""
+MIXER_NAMES = (
+    *(name for name in MIXERS if name != MixedHeads.name),
+    *(f"{name}{WINDOW_SUFFIX}" for name, kind in MIXERS.items() if issubclass(kind, Mixer)),
+)
+"""The names that `deltanet-hf convert --mixer` takes: those of `MIXERS`, and NAME+window for a window beside NAME.
+
+Mixed heads are not among them: they come of a selection of key/value heads."""
 
 FLOAT32_NAMES = tuple(sorted({name for kind in MIXERS.values() for name in kind.fp32}))
 """Last names of the parameters that are float32 whatever the model's dtype."""
 
 
 def recommended(name: str, profile: str = "faithful", training: bool = True) -> tuple[type[LayerKind], MixerSettings]:
-    """The mixer of a name in `MIXER_NAMES` and its recommended settings.
+    """The mixer of a name in `MIXER_NAMES` or `MIXERS`, and its recommended settings.
 
     Args:
         profile, training: see `LayerKind.default_settings`.
@@ -39,7 +46,7 @@ def recommended(name: str, profile: str = "faithful", training: bool = True) -> 
     Raises:
         ValueError: an unknown name or profile, or a window in a profile that has none.
     """
-    if name not in MIXER_NAMES:
+    if name not in MIXER_NAMES and name not in MIXERS:
         raise ValueError(f"mixer: got {name!r}, expected one of {', '.join(MIXER_NAMES)}")
     kind = MIXERS[name.removesuffix(WINDOW_SUFFIX)]
     settings = kind.default_settings(profile, training)

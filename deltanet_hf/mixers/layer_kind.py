@@ -65,6 +65,21 @@ class LayerKind:
         """The state of one sequence, as it is kept in the cache of a model of this dtype."""
         raise NotImplementedError
 
+    @property
+    def full_title(self) -> str:
+        """Its name for people, with what the layer's own settings add to it."""
+        return self.title
+
+    @property
+    def growing_heads(self) -> int:
+        """Number of key/value heads that keep the keys and values of all tokens."""
+        return 0
+
+    def new_parts(self) -> list[nn.Module]:
+        """The modules with weights that the teacher does not have, see `new_weights`: all of it, or some branches."""
+        assert isinstance(self, nn.Module)
+        return [self] if self.new_weights else []
+
     def state_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of the state of one sequence, the same at any length."""
+        """Bytes of the state of one sequence, the same at any length; keys and values that grow are not in it."""
         return sum(shape.nbytes for shape in self.state_shapes(dtype).values())

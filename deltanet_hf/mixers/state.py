@@ -12,6 +12,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, Linea
 State = dict[str, Tensor]
 """The tensors that a mixer keeps between calls, by the names of its `state_shapes`; each begins with the batch."""
 
+QUANTISED = ("_quantized_keys", "_quantized_values")  # where transformers' quantised layers keep them
+
 
 class MixerCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
     """A mixer's state and the number of tokens it has seen.
@@ -128,32 +130,51 @@ class MixerCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
     update_recurrent_state = update
 
 
-def cache_layer(cache: Cache, layer_idx: int) -> MixerCacheLayer:
-    """This layer's state in `cache`; on first use it takes the place of the key/value layer made for the index."""
+def cache_layer(cache: Cache | MixerCacheLayer, layer_idx: int) -> MixerCacheLayer:
+    """This layer's state in `cache`; on first use it takes the place of the key/value layer made for the index.
+
+    A branch of a layer with mixed heads is handed its part of the layer's cache instead of a cache.
+    """
+    if isinstance(cache, MixerCacheLayer):
+        return cache
     while len(cache.layers) <= layer_idx:
         cache.layers.append((cache.layer_class_to_replicate or DynamicLayer)())
     layer = cache.layers[layer_idx]
     if not isinstance(layer, MixerCacheLayer):
-        # The longest: layers with sliding windows are shorter than the sequence.
-        lengths = [_static_length(other) for other in cache.layers]
-        static_length = max(lengths) if isinstance(layer, StaticLayer) else None
-        layer = cache.layers[layer_idx] = MixerCacheLayer(static_length)
+        layer = cache.layers[layer_idx] = MixerCacheLayer(static_length_beside(cache, layer))
     return layer
 
 
-def _static_length(layer: Any) -> int:
-    if isinstance(layer, MixerCacheLayer):
-        return layer.static_length or 0
-    return int(layer.max_cache_len) if isinstance(layer, StaticLayer) else 0
+def static_length_beside(cache: Cache, layer: Any) -> int | None:
+    """The length of a static cache, where `layer` is one of its key/value layers; None in others.
+
+    It is the longest of its layers: those with sliding windows are shorter than the sequence.
+    """
+    if not isinstance(layer, StaticLayer):
+        return None
+    lengths = (getattr(other, "static_length", getattr(other, "max_cache_len", None)) for other in cache.layers)
+    return max(int(length or 0) for length in lengths)
 
 
 def cache_bytes(cache: Cache) -> int:
     """Bytes that a cache holds: the states of converted layers, the keys and values of the others."""
-    tensors: list[Tensor] = []
-    for layer in cache.layers:
-        if isinstance(layer, MixerCacheLayer):
-            kept: list[Any] = list(layer.state.values())
-        else:
-            kept = [getattr(layer, name, None) for name in ("keys", "values")]
-        tensors += [tensor for tensor in kept if isinstance(tensor, Tensor)]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(_held_bytes(layer) for layer in cache.layers)
+
+
+def _held_bytes(layer: Any) -> int:
+    parts: dict[str, Any] | None = getattr(layer, "parts", None)
+    if parts is not None:
+        return sum(_held_bytes(part) for part in parts.values())
+    if isinstance(layer, MixerCacheLayer):
+        return _nbytes(layer.state)
+    return sum(_nbytes(getattr(layer, name, None)) for name in ("keys", "values", *QUANTISED))
+
+
+def _nbytes(held: Any) -> int:
+    """Bytes of a tensor, or of all tensors inside a container or a quantised tensor."""
+    if isinstance(held, Tensor):
+        if not hasattr(held, "__tensor_flatten__"):
+            return held.numel() * held.element_size()
+        return sum(_nbytes(getattr(held, name)) for name in held.__tensor_flatten__()[0])
+    inside = held.values() if isinstance(held, dict) else held if isinstance(held, (tuple, list)) else ()
+    return sum(_nbytes(part) for part in inside)

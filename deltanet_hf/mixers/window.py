@@ -160,8 +160,8 @@ def restrict_to_window(
 ) -> PreTrainedModel:
     """Put softmax layers of `model` under a window and sinks, without training; returns the model itself.
 
-    Layers with a recurrent state are not touched. A family's own sliding window stays in force: tokens outside of both
-    are not seen.
+    Layers with a recurrent state are not touched; of a layer with mixed heads, the softmax heads are restricted. A
+    family's own sliding window stays in force: tokens outside of both are not seen.
 
     Args:
         model: a model of a supported family, converted or not.
@@ -179,11 +179,13 @@ def restrict_to_window(
     found = False
     for index, layer in enumerate(getattr(decoder, "layers", ())):
         attention: Any = getattr(layer, "self_attn", None)
-        if attention is None or (isinstance(attention, LayerKind) and attention.name != WindowAttention.name):
+        if isinstance(attention, LayerKind) and attention.name != WindowAttention.name:
+            attention = getattr(attention, "softmax", None)  # of mixed heads
+        if attention is None:
             continue
         if layers is not None and index not in layers:
             continue
-        WindowAttention.from_attention(attention, model.config, index, settings)
+        WindowAttention.from_attention(attention, attention.config, index, settings)
         found = True
     if not found:
         raise UserError(f"{type(model).__name__}: no softmax attention was found in it, so no window can be put on it")

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from deltanet_hf.mixers import MIXERS, LayerKind, recommended
+from deltanet_hf.mixers.mixed_heads import MixedHeads, MixedHeadsSettings
 from deltanet_hf.mixers.settings import MixerSettings
+from deltanet_hf.mixers.window import WindowAttention
 
 SOFTMAX = "softmax"
 KIND_NAMES = {"window": "local"}  # how a table names a kind that is made of one mixer; else "linear"
@@ -27,6 +29,11 @@ class Kind:
 
     mixer: type[LayerKind]
     settings: Any
+
+    @property
+    def new_weights(self) -> bool:
+        """Whether layers of this kind have weights that the teacher does not have; of mixed heads, linear heads do."""
+        return self.mixer.new_weights and "linear" in getattr(self.settings, "heads", ("linear",))
 
     def to_dict(self) -> dict[str, Any]:
         return {"mixer": self.mixer.name, **self.settings.to_dict()}
@@ -52,6 +59,38 @@ class LayerTable:
         name = KIND_NAMES.get(mixer.name, "linear")
         layers = tuple(SOFTMAX if index in softmax else name for index in range(num_layers))
         return cls({name: Kind(mixer, settings)}, layers)
+
+    @classmethod
+    def by_heads(
+        cls,
+        mixer: type[LayerKind],
+        settings: Any,
+        num_layers: int,
+        num_heads: int,
+        softmax: Collection[tuple[int, int]],
+    ) -> LayerTable:
+        """One kind for every key/value head, but for those in `softmax`.
+
+        Layers whose heads are all of one kind are as in `uniform`; the others have mixed heads, and layers with the
+        same softmax heads share a kind.
+
+        Args:
+            mixer, settings: a mixer with a recurrent state or the window, and its settings.
+            num_heads: the number of key/value heads of a layer.
+            softmax: (layer, key/value head).
+        """
+        kinds: dict[str, Kind] = {}
+        layers = []
+        for index in range(num_layers):
+            heads = [head for head in range(num_heads) if (index, head) in softmax]
+            if len(heads) == num_heads:
+                layers.append(SOFTMAX)
+                continue
+            layers.append("_".join(["heads", *map(str, heads)]) if heads else KIND_NAMES.get(mixer.name, "linear"))
+            kinds[layers[-1]] = (
+                _with_softmax_heads(mixer, settings, num_heads, heads) if heads else Kind(mixer, settings)
+            )
+        return cls(kinds, tuple(layers))
 
     @classmethod
     def preset(
@@ -137,6 +176,14 @@ class LayerTable:
         if len(found) != 1:
             raise ValueError(f"deltanet.layers: got the kinds {found}, expected one beside softmax")
         return self.kinds[found[0]]
+
+
+def _with_softmax_heads(mixer: type[LayerKind], settings: Any, num_heads: int, softmax: Collection[int]) -> Kind:
+    others = "window" if mixer is WindowAttention else "linear"
+    heads: Any = tuple(SOFTMAX if head in softmax else others for head in range(num_heads))
+    if mixer is WindowAttention:
+        return Kind(MixedHeads, MixedHeadsSettings(heads, settings.window, settings.sinks))
+    return Kind(MixedHeads, MixedHeadsSettings(heads, linear_mixer=mixer.name, linear=settings))
 
 
 def _kind(name: Any, values: Any) -> Kind:

@@ -17,6 +17,7 @@ from deltanet_convert.views.plan_view import count, index_ranges, print_plan, si
 from deltanet_hf import LayerTable
 from deltanet_hf.mixers import FLOAT32_NAMES, MIXERS
 from deltanet_hf.mixers.masks import sliding_window
+from deltanet_hf.mixers.mixed_cache import MixedCacheLayer
 from deltanet_hf.mixers.state import cache_bytes
 from deltanet_hf.models.families import FAMILIES
 from support.tiny_models import HYBRID, LAYERS, teacher_config, tiny_student, tiny_teacher
@@ -93,7 +94,8 @@ CACHES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_5", {}),
     ("faithful", {"expand_kv": False}),
     ("faithful", {"conv_size": 0}),
-    *(("faithful", {"mixer": mixer}) for mixer in MIXERS),
+    *(("faithful", {"mixer": mixer}) for mixer in MIXERS if mixer != "mixed_heads"),
+    ("faithful", {"mixer": "mixed_heads", "heads": ["window", "linear"], "window": 3}),
     ("faithful", {"mixer": "window", "window": 3, "sinks": 0}),
 ]
 
@@ -112,7 +114,8 @@ def test_cache_bytes_are_those_of_the_model(
         for _ in range(2):
             model(torch.ones(1, 60, dtype=torch.int64), past_key_values=cache, use_cache=True)
     for layer, kept in zip(plan.layers, cache.layers, strict=True):
-        assert layer.state_bytes == sum(tensor.nbytes for tensor in kept.state.values())
+        parts = kept.parts.values() if isinstance(kept, MixedCacheLayer) else [kept]
+        assert layer.state_bytes == sum(tensor.nbytes for part in parts for tensor in part.state.values())
         assert layer.cache_bytes(10) == layer.cache_bytes(10**6) == layer.state_bytes
     assert cache_bytes(cache) == plan.cache_table()[0]["converted"]
 

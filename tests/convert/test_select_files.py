@@ -135,7 +135,7 @@ def test_spread_units_need_no_run(far: Path, tmp_path: Path, monkeypatch: pytest
     assert heads.heads == ((1, 1), (3, 1))
     with pytest.raises(ValueError, match="names heads"):
         _ = heads.layers
-    with pytest.raises(UserError, match="key 'unit' is 'kv_head'; single heads need layers of mixed heads"):
+    with pytest.raises(UserError, match="key 'unit' is 'kv_head', which names heads"):
         softmax_layers(str(tmp_path / "d.json"), 4)
 
 

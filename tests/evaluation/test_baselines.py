@@ -7,7 +7,7 @@ import torch
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.baselines import from_scratch_start, linear_layers, switch_off_linear
-from support.tiny_models import tiny_student, tiny_teacher
+from support.tiny_models import mixed_table, tiny_mixture, tiny_student, tiny_teacher
 
 IDS = torch.randint(3, 97, (2, 20), generator=torch.Generator().manual_seed(0))
 
@@ -45,6 +45,26 @@ def test_unfitted_start_has_the_teachers_projections(model_type: str, profile: s
     for name, weight in teacher.state_dict().items():
         if "layers.0.self_attn" not in name and "layers.2.self_attn" not in name:
             assert torch.equal(student.state_dict()[name], weight), name
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model_type", ["llama", "phi3"])
+def test_unfitted_start_of_mixed_heads(model_type: str) -> None:
+    """The teacher's rows are those of each branch's heads; switched off, the linear heads give nothing."""
+    teacher = tiny_teacher(model_type, seed=1)
+    student = from_scratch_start(tiny_mixture(model_type, mixed_table("softmax", "linear"), seed=2), teacher)
+    mixed, attention = student.model.layers[1].self_attn, teacher.model.layers[1].self_attn
+    size = mixed.linear.head_dim
+    keys = attention.qkv_proj.weight[4 * size : 6 * size] if model_type == "phi3" else attention.k_proj.weight
+    assert torch.equal(mixed.linear.k_proj.weight, keys[size:].repeat(2, 1))
+    assert torch.equal(mixed.linear.o_proj.weight, attention.o_proj.weight[:, 2 * size :])
+    for name, weight in mixed.part_of(attention, "softmax").state_dict().items():
+        assert torch.equal(mixed.softmax.state_dict()[name], weight)
+    hidden = torch.randn(1, 5, 32)
+    positions = student.model.rotary_emb(hidden, torch.arange(5)[None])
+    wanted = mixed.softmax(hidden_states=hidden, position_embeddings=positions, attention_mask=None)[0]
+    switch_off_linear(student)
+    torch.testing.assert_close(mixed(hidden, positions)[0], wanted)
 
 
 @torch.no_grad()

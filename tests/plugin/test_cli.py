@@ -118,9 +118,23 @@ def test_compiled_generation_says_the_same(
     assert texts[0] != texts[2]
 
 
+def test_a_quantised_cache_says_the_same_and_is_smaller(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompt, shown = " ".join(f"w{3 + i % 90}" for i in range(140)), []
+    for more in ([], ["--cache-bits", "8"]):
+        assert call(monkeypatch, "generate", folder, "--prompt", prompt, "--max-new-tokens", "2", "--stats", *more) == 0
+        shown.append(capsys.readouterr())
+    assert shown[0].out == shown[1].out
+    sizes = [int(text.err.split(" bytes")[0].split("state ")[1].replace(",", "")) for text in shown]
+    assert sizes[1] < sizes[0]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (["{folder}", "--prompt", "x", "--cache-bits", "5"], "--cache-bits: got 5, expected 8 or 4"),
+        (["{folder}", "--prompt", "x", "--cache-bits", "4", "--compile"], "leave out one of the two"),
         (["no/such/folder", "--prompt", "x"], "no such folder"),
         (["{folder}", "--prompt", ""], "--prompt"),
         (["{folder}", "--prompt", "x", "--dtype", "int8"], "--dtype"),

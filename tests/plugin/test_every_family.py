@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from deltanet_hf.mixers import MIXERS
 from deltanet_hf.models.families import FAMILIES
-from support.tiny_models import HYBRID, mixture_table, tiny_mixture, tiny_student
+from support.tiny_models import HYBRID, ONE_NORM, mixed_mixture_table, mixture_table, tiny_mixture, tiny_student
 
 LENGTH = 19
 GATED_DELTANET = [(profile, layers) for profile in ("faithful", "qwen3_5") for layers in (None, HYBRID)]
@@ -28,7 +28,16 @@ CASES = [
     ),
     *(pytest.param((family, "mixture", None), id=f"{family}-mixture") for family in FAMILIES),
     *(pytest.param((family, "levers", HYBRID), id=f"{family}-levers") for family in FAMILIES),
-    *(pytest.param(("llama", mixer, None), id=f"llama-{mixer}") for mixer in MIXERS if mixer != "gated_deltanet"),
+    *(
+        pytest.param((family, "mixed heads", None), id=f"{family}-mixed-heads")
+        for family in FAMILIES
+        if family not in ONE_NORM
+    ),
+    *(
+        pytest.param(("llama", mixer, None), id=f"llama-{mixer}")
+        for mixer in MIXERS
+        if mixer not in ("gated_deltanet", "mixed_heads")
+    ),
 ]
 
 
@@ -38,6 +47,8 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     path: Path = tmp_path_factory.mktemp("model")
     if what == "mixture":
         student = tiny_mixture(family, mixture_table())
+    elif what == "mixed heads":
+        student = tiny_mixture(family, mixed_mixture_table())
     elif what in MIXERS:
         student = tiny_student(family, mixer=what)
     elif what == "levers":

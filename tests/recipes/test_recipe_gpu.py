@@ -77,7 +77,8 @@ def relative_error(grad: torch.Tensor, truth: torch.Tensor) -> float:
 def models(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     changed: dict[str, Any] = {**SHAPE, **LARGER}
     monkeypatch.setattr("support.tiny_run.SHAPE", changed)
-    make_models(tmp_path, mixer=request.param)
+    heads = {"heads": ["softmax", "linear"]} if request.param == "mixed_heads" else {}
+    make_models(tmp_path, mixer=request.param, **heads)
     return tmp_path
 
 

@@ -21,7 +21,10 @@ from deltanet_recipes.training.optim import parameter_groups
 from deltanet_recipes.training.pipeline import run
 from support.tiny_run import ALIGN, DISTIL, WORDS, make_workplace, recipe_tree, write_recipe
 
-SETTINGS = {"window": {"window": 4, "sinks": 1}}  # no document is longer than the default window
+SETTINGS: dict[str, dict[str, Any]] = {
+    "window": {"window": 4, "sinks": 1},  # no document is longer than the default window
+    "mixed_heads": {"heads": ["softmax", "linear", "window", "softmax"], "window": 4, "sinks": 1},
+}
 IDS = torch.randint(4, 4 + WORDS, (2, 40), generator=torch.Generator().manual_seed(3))
 
 

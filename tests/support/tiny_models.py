@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from deltanet_hf import LayerTable, converted_config
 from deltanet_hf.models.factory import model_class
 from deltanet_hf.models.families import FAMILIES
+from deltanet_hf.models.layers import Kind
 
 LAYERS = 4
 COMMON: dict[str, Any] = {
@@ -39,6 +40,7 @@ PECULIAR: dict[str, dict[str, Any]] = {
     "gemma3_text": {"sliding_window": 8, "head_dim": 16, "query_pre_attn_scalar": 12, "layer_types": SLIDING},
     "phi3": {"partial_rotary_factor": 0.5},
 }
+ONE_NORM = {"olmo2", "olmo3"}  # one q/k norm over all heads of a layer, so that their heads do not part
 HYBRID = (0, 2)  # converted layers of a hybrid; every second layer keeps softmax attention
 
 
@@ -49,6 +51,29 @@ def mixture_table() -> LayerTable:
         "local": LayerTable.preset(1, "window", window=5, sinks=2).only_kind,
     }
     return LayerTable(kinds, ("linear", "softmax", "local", "local"))
+
+
+def mixed_heads(*heads: str, **changes: Any) -> Kind:
+    """Mixed heads with these kinds per key/value head."""
+    changes = {"heads": list(heads), "window": 5, "sinks": 2, **changes}
+    return LayerTable.preset(1, "mixed_heads", **changes).only_kind
+
+
+def mixed_table(*heads: str, **changes: Any) -> LayerTable:
+    """Mixed heads in every layer."""
+    return LayerTable({"mixed": mixed_heads(*heads, **changes)}, ("mixed",) * LAYERS)
+
+
+def mixed_mixture_table() -> LayerTable:
+    """Layers with different mixed heads beside a softmax layer; the linear heads of some have a window too."""
+    both = LayerTable.preset(
+        1, "gated_deltanet+window", window=5, sinks=2, state_dtype="float32"
+    ).only_kind.settings.to_dict()
+    kinds = {
+        "near": mixed_heads("window", "linear"),
+        "far": mixed_heads("linear", "softmax", linear=both),
+    }
+    return LayerTable(kinds, ("far", "near", "softmax", "far"))
 
 
 def teacher_config(model_type: str, **changes: Any) -> Any:

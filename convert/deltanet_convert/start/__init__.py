@@ -13,6 +13,7 @@ from .calibration import LayerCalibration
 from .deltaproduct import start_deltaproduct
 from .from_scratch import start_from_scratch
 from .gated_deltanet import start_gated_deltanet
+from .mixed_heads import start_mixed_heads
 from .window import start_window
 
 StartRule = Callable[[Any, Any, LayerCalibration, bool], dict[str, Any]]
@@ -25,6 +26,7 @@ START: dict[str, StartRule] = {
     "gated_deltanet": start_gated_deltanet,
     "deltaproduct": start_deltaproduct,
     "window": start_window,
+    "mixed_heads": start_mixed_heads,
 }
 
 

@@ -20,7 +20,7 @@ def model_card(report: dict[str, Any], teacher: Path, plot: str) -> str:
     converted, total = plan["converted_layers"], len(plan["layers"])
     kept = [layer["index"] for layer in plan["layers"] if layer["index"] not in converted]
     changed = [layer for layer in plan["layers"] if layer["index"] in converted]
-    title = changed[0]["title"]
+    title = " and ".join(dict.fromkeys(layer["title"] for layer in changed))
     relative = [layer["relative_mse"] for layer in report["layers"]]
     cosine = [layer["cosine"] for layer in report["layers"]]
     header = ["---", "library_name: transformers", "pipeline_tag: text-generation", *_licence(teacher)]
@@ -90,7 +90,8 @@ def _settings(options: dict[str, Any], converted: list[dict[str, Any]]) -> str:
     """The profile and the settings that differ from it; all settings of a layer without new weights."""
     if not _has_new_weights(converted):
         settings = options["deltanet"]["kinds"][converted[0]["kind"]]
-        return f" ({', '.join(_setting(*item) for item in settings.items() if item[0] != 'mixer')})"
+        shown = [_setting(*item) for item in settings.items() if item[0] in ("window", "sinks")]
+        return f" ({', '.join(shown)})"
     changes = [_setting(*item) for item in options["set"].items()]
     changes += [] if options["training"] else ["`--no-training`"]
     changes += [] if options["fit_memory"] else ["decay and write strength not fitted"]

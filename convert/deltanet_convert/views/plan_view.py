@@ -55,7 +55,7 @@ def print_plan(plan: Plan, console: Console) -> None:
             first.title if first.converted else kept,
             *numbers,
             size(first.nbytes),
-            size(first.state_bytes) if first.converted else f"{size(first.kv_bytes_per_token)} per token",
+            _cache(first),
         )
     console.print(layers)
     console.print(
@@ -71,6 +71,12 @@ def print_plan(plan: Plan, console: Console) -> None:
         ratio = f"{row['teacher'] / row['converted']:.1f}x"
         caches.add_row(f"{row['context']:,}", size(row["teacher"]), size(row["converted"]), ratio)
     console.print(caches)
+
+
+def _cache(layer: LayerPlan) -> str:
+    """The cache of one sequence: what has a fixed size, and what grows."""
+    grows = f"{size(layer.kept_kv_bytes_per_token)} per token" if layer.kept_kv_bytes_per_token else ""
+    return " + ".join(part for part in (size(layer.state_bytes) if layer.state_bytes else "", grows) if part)
 
 
 def _shown(layer: LayerPlan) -> tuple[object, ...]:

@@ -23,7 +23,8 @@ def train_mixers(student: nn.Module) -> None:
     """Freeze everything but the mixers and convert the mixers to float32."""
     student.requires_grad_(False)
     for mixer in mixers(student).values():
-        mixer.float().requires_grad_(True)
+        for part in mixer.float().new_parts():
+            part.requires_grad_(True)
 
 
 def inserted_norms(student: nn.Module) -> list[nn.Module]:
@@ -34,8 +35,13 @@ def inserted_norms(student: nn.Module) -> list[nn.Module]:
 
 
 def mixers_in_full(student: nn.Module, stage: DistilBase) -> list[nn.Module]:
-    """The mixers whose own weights a stage trains; all but those of an imported model under LoRA."""
-    return [] if stage.train == "lora" and is_imported(student) else list(mixers(student).values())
+    """The mixers whose own weights a stage trains; all but those of an imported model under LoRA.
+
+    Of layers with mixed heads, it is the branch with the recurrent state.
+    """
+    if stage.train == "lora" and is_imported(student):
+        return []
+    return [part for mixer in mixers(student).values() for part in mixer.new_parts()]
 
 
 def train_for(student: nn.Module, stage: DistilBase, seed: int) -> None:
@@ -80,25 +86,26 @@ def stage_targets(student: nn.Module, stage: DistilBase) -> list[str]:
 def lora_targets(student: nn.Module, kinds: tuple[str, ...]) -> list[str]:
     """Names of the linear layers that get adapters.
 
-    These are the linear layers of MLPs and of attention with the teacher's weights (softmax and windows). In an
-    imported model they include those of mixers, except for the ones in the mixer's `without_lora`.
+    These are the linear layers of MLPs and of attention with the teacher's weights (softmax and windows, also where
+    they are heads of a layer). In an imported model they include those of mixers, except for the ones in the mixer's
+    `without_lora`.
 
     Args:
         kinds: "mlp", "attention" or both.
     """
-    converted = {} if is_imported(student) else mixers(student)
-    names = []
+    imported, names = is_imported(student), []
     for index, layer in enumerate(decoder_layers(student)):
         for part in ("mlp", mixer_name(layer)):
-            kind = "mlp" if part == "mlp" else "attention"
-            if kind not in kinds or (kind == "attention" and index in converted):
+            if ("mlp" if part == "mlp" else "attention") not in kinds:
                 continue
             room = getattr(layer, part)
-            without = room.without_lora if isinstance(room, LayerKind) else ()
+            kind = isinstance(room, LayerKind)
+            without = room.without_lora if kind else ()
+            new = {module for own in room.new_parts() for module in own.modules()} if kind and not imported else set()
             names += [
                 f"model.layers.{index}.{part}.{name}"
                 for name, module in room.named_modules()
-                if isinstance(module, nn.Linear) and name.rpartition(".")[2] not in without
+                if isinstance(module, nn.Linear) and module not in new and name.rpartition(".")[2] not in without
             ]
     return names
 

@@ -180,9 +180,9 @@ def mixer_name(layer: nn.Module) -> str:
 
 
 def mixers(student: nn.Module) -> dict[int, Any]:
-    """The mixers by layer index, without those whose weights are all the teacher's (`LayerKind.new_weights`)."""
+    """The mixers by layer index, without those whose weights are all the teacher's (`LayerKind.new_parts`)."""
     found = {index: layer.get_submodule(mixer_name(layer)) for index, layer in enumerate(decoder_layers(student))}
-    return {index: mixer for index, mixer in found.items() if isinstance(mixer, LayerKind) and mixer.new_weights}
+    return {index: mixer for index, mixer in found.items() if isinstance(mixer, LayerKind) and mixer.new_parts()}
 
 
 def is_imported(student: nn.Module) -> bool:

@@ -1,0 +1,26 @@
+"""The start of mixed heads: each branch starts as a layer of its own, from the teacher's attention of its heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deltanet_hf.mixers import LayerKind
+from deltanet_hf.mixers.mixed_heads import MixedHeads
+
+from .calibration import LayerCalibration
+
+
+def start_mixed_heads(
+    attention: Any, layer: MixedHeads, calibration: LayerCalibration, fit_memory: bool = True
+) -> dict[str, Any]:
+    """A rule of `START`; returns the figures of the linear branch, whose errors are those of its own heads' output."""
+    from . import start_rule  # here, because its table has a row for this rule
+
+    figures: dict[str, Any] = {}
+    for kind, branch in layer.branches.items():
+        part = layer.part_of(attention, kind)
+        if isinstance(branch, LayerKind):
+            figures |= start_rule(branch.name)(part, branch, calibration, fit_memory)
+        else:
+            branch.load_state_dict(part.state_dict())
+    return figures
