@@ -9,13 +9,14 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 
 from transformers import PreTrainedModel
 
 from deltanet_hf.evaluation.measures.sequence_bytes import sequence_bytes
 from deltanet_hf.mixers.masks import sliding_window
+from deltanet_hf.mixers.restrict_heads import restrict_heads
 from deltanet_hf.mixers.window import restrict_to_window
 
 SINKS = 4
@@ -29,11 +30,13 @@ class WindowPolicy:
         kept: layers without a window.
         window: the most recent tokens that the other layers see; None leaves the teacher as it is.
         sinks: the tokens at the start that they also see.
+        heads: (layer, key/value head) of single heads without a window, in layers that are not kept.
     """
 
     kept: tuple[int, ...]
     window: int | None
     sinks: int = SINKS
+    heads: tuple[tuple[int, int], ...] = ()
 
     def apply(self, teacher: PreTrainedModel) -> PreTrainedModel:
         """A copy of the teacher under this policy.
@@ -43,6 +46,12 @@ class WindowPolicy:
         model = copy.deepcopy(teacher)
         if self.window is None:
             return model
+        if self.heads:
+            all_heads = range(model.config.num_key_value_heads)
+            kept = {layer: set(all_heads) for layer in self.kept}
+            for layer, head in self.heads:
+                kept.setdefault(layer, set()).add(head)
+            return restrict_heads(model, kept, self.window, self.sinks)
         layers = [i for i in range(model.config.num_hidden_layers) if i not in self.kept and not self._has(model, i)]
         return restrict_to_window(model, self.window, self.sinks, layers) if layers else model
 
@@ -52,7 +61,12 @@ class WindowPolicy:
 
 
 def window_of_bytes(
-    teacher: PreTrainedModel, kept: Collection[int], budget: int, tokens: int, sinks: int = SINKS
+    teacher: PreTrainedModel,
+    kept: Collection[int],
+    budget: int,
+    tokens: int,
+    sinks: int = SINKS,
+    heads: Sequence[tuple[int, int]] = (),
 ) -> WindowPolicy | None:
     """The policy with the smallest window whose cache takes at least `budget` bytes.
 
@@ -63,27 +77,28 @@ def window_of_bytes(
     Args:
         kept: layers that stay as they are.
         budget: bytes of a sequence of `tokens` tokens.
+        heads: (layer, key/value head) of single heads that stay as they are.
 
     Returns the teacher itself if no window of at most `tokens` tokens needs as much, and None if a window of one token
     already needs more.
     """
-    keeps = tuple(sorted(kept))
+    policy = WindowPolicy(tuple(sorted(kept)), None, sinks, tuple(sorted(heads)))
 
     @functools.cache
     def size(window: int) -> int:
-        return sequence_bytes(WindowPolicy(keeps, window, sinks).apply(teacher), tokens)
+        return sequence_bytes(replace(policy, window=window).apply(teacher), tokens)
 
     low, high = 1, tokens
     if size(low) > budget:
         return None
     if size(high) < budget:
-        return WindowPolicy(keeps, None, sinks)
+        return policy
     guess = low
     if size(high) > size(low):
         guess += math.ceil((budget - size(low)) * (high - low) / (size(high) - size(low)))
     if size(guess) >= budget and (guess == low or size(guess - 1) < budget):
-        return WindowPolicy(keeps, guess, sinks)
+        return replace(policy, window=guess)
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if size(middle) >= budget else (middle + 1, high)
-    return WindowPolicy(keeps, low, sinks)
+    return replace(policy, window=low)

@@ -83,6 +83,20 @@ def test_a_familys_own_window_is_not_made_larger() -> None:
     assert policy == WindowPolicy((), 50)
 
 
+def test_single_heads_stay_as_they_are() -> None:
+    teacher = tiny_teacher("llama")
+    head = KEY_VALUE // 2
+    full = LAYERS * KEY_VALUE * TOKENS
+
+    def size(window: int) -> int:
+        return sequence_bytes(WindowPolicy((3,), window, heads=((1, 0),)).apply(teacher), TOKENS)
+
+    assert size(9) - size(8) == 2 * (KEY_VALUE + 4) + (head + 4)  # two layers of windows, and one head
+    policy = window_of_bytes(teacher, (3,), size(17) - 1, TOKENS, heads=[(1, 0)])
+    assert policy == WindowPolicy((3,), 17, heads=((1, 0),))
+    assert size(1) < full
+
+
 def test_windows_on_chosen_layers_only() -> None:
     model = restrict_to_window(tiny_teacher("llama"), 5, 2, layers=[2])
     assert [type(layer.self_attn).__name__ for layer in model.model.layers].count("WindowLlamaAttention") == 1

@@ -12,8 +12,10 @@ from transformers import PreTrainedTokenizerFast
 
 from deltanet_hf.evaluation.measures.relative import Clusters
 from deltanet_hf.evaluation.tasks import recall_cells
+from deltanet_hf.mixers.restrict_heads import restrict_heads
 from deltanet_recipes.study import hybrid_measure, hybrid_row, references
 from deltanet_recipes.study.hybrid_measure import Measured
+from support.tiny_models import tiny_teacher
 
 TEXTS = {"wt2": ("wt2", 64, 3), "1k": ("heldwiki", 64, 3), "wiki_4k": ("heldwiki", 200, 3), "4k": ("novels", 200, 3)}
 
@@ -137,3 +139,8 @@ def test_a_window_forgets_what_is_beyond_it(
     np.testing.assert_allclose(answer_outcomes(blind, [probe]).nats, answer_outcomes(blind, [other]).nats, rtol=1e-6)
     nats = [answer_outcomes(seeing, [entry]).nats for entry in (probe, other)]
     assert np.abs(nats[0] - nats[1]).max() > 1e-3
+
+
+def test_kinds_of_mixed_heads() -> None:
+    facts = hybrid_row.layer_facts(restrict_heads(tiny_teacher("llama"), {0: [0, 1], 2: [1]}, 5, 2))
+    assert facts == {"kinds": {"softmax": 1, "window 5": 2, "mixed_heads": 1}, "kept": [0], "kept_heads": [[2, 1]]}

@@ -63,7 +63,7 @@ def _points(models: list[Model], group: str, name: str, measure: str | None = No
     for model in models:
         score = model[group][name] if measure is None else model[group][name].get(measure, {"value": 0, "stderr": 0})
         scale = 100 if measure is None else 1
-        kind = "free" if model["kind"] == "baseline" else model["kind"]
+        kind: Any = "free" if model["kind"] == "baseline" else model["kind"]
         value, stderr = scale * score["value"], scale * (score["stderr"] or 0)
         points.append(Point(kind, model["bytes"] / 1e6, value, stderr, model["name"]))
     return points

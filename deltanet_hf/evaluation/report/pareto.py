@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 from matplotlib.axes import Axes
 from matplotlib.text import Annotation
+from matplotlib.transforms import Bbox
 
-_STYLE = {
+_STYLE: dict[str, dict[str, Any]] = {
     "teacher": {"marker": "s", "color": "black"},
     "free": {"marker": "x", "color": "tab:gray"},
     "student": {"marker": "o", "color": "tab:blue"},
@@ -91,7 +92,7 @@ def _label(axes: Axes, points: Sequence[Point], line: Sequence[Point]) -> None:
     marks = [axes.transData.transform((point.megabytes, point.value)) for point in points]
     corners = [axes.transData.transform((point.megabytes, point.value)) for point in line]
     obstacles = [*marks, *(a + (b - a) * step / 24 for a, b in pairwise(corners) for step in range(25))]
-    taken = []
+    taken: list[Bbox] = []
     area = axes.get_window_extent(renderer)
     for point in sorted(points, key=lambda point: (point.kind == "free", -point.value)):
         if not point.label:

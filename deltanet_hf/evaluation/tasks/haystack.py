@@ -24,7 +24,7 @@ class Haystack:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, ids: np.ndarray) -> None:
         self.ids = ids
         known, places = np.unique(ids, return_inverse=True)
-        ends = [tokenizer.decode([int(token)]).rstrip(" ").endswith(_ENDS) for token in known]
+        ends = [str(tokenizer.decode([int(token)])).rstrip(" ").endswith(_ENDS) for token in known]
         self._ends = np.asarray(ends, dtype=bool)[places]
 
     def piece(self, rng: random.Random, length: int) -> tuple[list[int], list[int]]:

@@ -7,7 +7,7 @@ can still be compared item by item.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -112,9 +112,9 @@ class HybridMeasure:
         teacher = None if model is self.teacher else self.teacher
         for name, windows in self.windows.items():
             measures = token_measures(model, windows, self._rows(windows), teacher, self.prefix)
-            if measures.divergences is None:
-                measures = type(measures)(measures.losses, measures.hits, np.zeros_like(measures.losses))
-            found[f"loss_{name}"], found[f"kl_{name}"] = _means(measures.losses), _means(measures.divergences)
+            divergences = np.zeros_like(measures.losses) if measures.divergences is None else measures.divergences
+            measures = replace(measures, divergences=divergences)
+            found[f"loss_{name}"], found[f"kl_{name}"] = _means(measures.losses), _means(divergences)
             if name in self.distances:
                 bigrams.append(dict(bigram_clusters(measures, self.distances[name])))
         found |= {name: _joined([part[name] for part in bigrams]) for name in (bigrams[0] if bigrams else ())}

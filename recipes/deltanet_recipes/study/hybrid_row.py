@@ -35,6 +35,7 @@ from deltanet_hf.evaluation.measures.relative import paired_difference, relative
 from deltanet_hf.evaluation.measures.scores import Score
 from deltanet_hf.exit_codes import run_command
 from deltanet_hf.mixers.layer_kind import LayerKind
+from deltanet_hf.mixers.mixed_heads import MixedHeads
 from deltanet_hf.mixers.window import WindowAttention
 from deltanet_hf.models.layers import SOFTMAX
 from deltanet_recipes.study.hybrid_measure import HybridMeasure, Measured
@@ -109,18 +110,24 @@ def compared(student: Measured, policy: Measured) -> dict[str, list[str]]:
 
 
 def layer_facts(model: PreTrainedModel) -> dict[str, Any]:
-    """The kinds of a model's layers with their numbers, and the indices of those with the teacher's attention."""
+    """The kinds of a model's layers with their numbers, and the indices of those with the teacher's attention.
+
+    With mixed heads, `kept_heads` lists [layer, key/value head] of the other heads with the teacher's attention.
+    """
     kinds: dict[str, int] = {}
-    kept = []
+    kept: list[int] = []
+    heads: list[list[int]] = []
     for index, layer in enumerate(model.model.layers):
         attention = layer.self_attn
         name = attention.name if isinstance(attention, LayerKind) else SOFTMAX
         if name == SOFTMAX:
             kept.append(index)
+        elif isinstance(attention, MixedHeads):
+            heads += [[index, head] for head in attention.settings.indices("softmax")]
         elif window := getattr(attention.settings, "window", 0):
             name = f"{name} {window}" if name == WindowAttention.name else f"{name}+window {window}"
         kinds[name] = kinds.get(name, 0) + 1
-    return {"kinds": kinds, "kept": kept}
+    return {"kinds": kinds, "kept": kept, **({"kept_heads": heads} if heads else {})}
 
 
 def make_row(name: str, folder: str, model: Any, references: References, free: bool = True) -> dict[str, Any]:
@@ -131,13 +138,16 @@ def make_row(name: str, folder: str, model: Any, references: References, free: b
     run = run_facts(Path(folder))
     row: dict[str, Any] = {"run": name, **facts, "tokens": run.get("tokens", 0), "seed": run.get("seed")}
     row |= {**figures(student, references), "suite": None}
-    kept = {"free": tuple(facts["kept"]), "free_window": ()}
-    for key, layers in kept.items() if free else ():
-        found = references.policy(layers, student.bytes)
+    heads = tuple((layer, head) for layer, head in facts.get("kept_heads", ()))
+    kept: dict[str, Any] = {"free": (tuple(facts["kept"]), heads), "free_window": ((), ())}
+    for key, (layers, single) in kept.items() if free else ():
+        found = references.policy(layers, single, student.bytes)
         row[key] = None
         if found is not None:
             policy, scores = found
             row[key] = {"window": policy.window, "sinks": SINKS, "kept": list(layers), **figures(scores, references)}
+            if single:
+                row[key]["kept_heads"] = facts["kept_heads"]
             row.setdefault("ahead", {})[key] = compared(student, scores)
     return row
 

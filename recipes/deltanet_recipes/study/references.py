@@ -26,21 +26,25 @@ class References:
         self.teacher = self._measured("teacher", lambda: measure(measure.teacher))
         self.control = self._measured("control", measure.control)
 
-    def policy(self, kept: tuple[int, ...], budget: int) -> tuple[WindowPolicy, Measured] | None:
-        """The free policy that keeps these layers, of at least `budget` bytes, with its figures; None if none is small
-        enough.
+    def policy(
+        self, kept: tuple[int, ...], heads: tuple[tuple[int, int], ...], budget: int
+    ) -> tuple[WindowPolicy, Measured] | None:
+        """The free policy that keeps these layers and heads, of at least `budget` bytes, with its figures.
+
+        None if no policy is as small.
         """
-        layers = hashlib.sha256(repr(kept).encode()).hexdigest()[:8] if kept else "none"
+        names = repr(kept) + (repr(heads) if heads else "")
+        layers = hashlib.sha256(names.encode()).hexdigest()[:8] if kept or heads else "none"
         teacher = self.measure.teacher
 
         def solve() -> list[int | None] | None:
-            found = window_of_bytes(teacher, kept, budget, BYTES_AT)
+            found = window_of_bytes(teacher, kept, budget, BYTES_AT, heads=heads)
             return None if found is None else [found.window]
 
         solved = self._kept(f"bytes-{budget}-kept-{layers}", solve)
         if solved is None:
             return None
-        policy = WindowPolicy(kept, solved[0])
+        policy = WindowPolicy(kept, solved[0], heads=heads)
         return policy, self._measured(
             f"window-{policy.window}-kept-{layers}", lambda: self.measure(policy.apply(teacher))
         )
