@@ -83,6 +83,7 @@ BESIDE_WINDOW: dict[str, Any] = {
     "window": 256,
     "expand_kv": False,
     "state_dtype": "bfloat16",
+    "k_offset": False,
 }  # what `NAME+window` changes in NAME's settings: a small state leaves the bytes to the window
 
 
