@@ -260,7 +260,10 @@ class Mixer(LayerKind, nn.Module):
     ) -> tuple[Tensor, State]:
         """Everything between the projections of x [B, T, hidden], `parts`, and the output norm [B, T, H, D]."""
         batch, length, _ = x.shape
-        (q, k, v), conv_tail = self._convolve(self.repeated(*parts), padding, state, keep_state, cu_seqlens)
+        (q, k, v), conv_tail = self.repeated(*parts), None
+        if self.conv1d is not None:
+            tail = None if state is None else state["conv_tail"]
+            (q, k, v), conv_tail = self.conv1d((q, k, v), padding, tail, keep_state, cu_seqlens)
         q, k, v = self._rotated(q, k, v, position_embeddings)
         if self.k_offset is not None:
             k = self.k_offset(k)
@@ -289,25 +292,6 @@ class Mixer(LayerKind, nn.Module):
             q, k = self._rotate(q, k, cos, sin, unsqueeze_dim=2)
             q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast cos and sin may be wider than the projections
         return q, k, v
-
-    def _convolve(
-        self,
-        parts: tuple[Tensor, Tensor, Tensor],
-        padding: Tensor | None,
-        state: State | None,
-        keep_state: bool,
-        cu_seqlens: Tensor | None,
-    ) -> tuple[tuple[Tensor, ...] | list[Tensor], Tensor | None]:
-        """The short convolution over q, k, v [B, T, C_i], continuing from the state's tail; and the new tail."""
-        if self.conv1d is None:
-            return parts, None
-        inputs = list(parts)
-        if padding is not None:  # biases made padding non-zero again
-            inputs = [part.masked_fill(padding.unsqueeze(-1), 0.0) for part in inputs]
-        if cu_seqlens is not None:
-            flat, _ = self.conv1d([part.flatten(0, 1).unsqueeze(0) for part in inputs], None, False, cu_seqlens)
-            return [x.view_as(part) for x, part in zip(flat, inputs, strict=True)], None
-        return self.conv1d(inputs, None if state is None else state["conv_tail"], keep_state, None)
 
     def _normed(self, output: Tensor, x: Tensor) -> Tensor:
         """Output norm and gate: output [B, T, H, D], x [B, T, hidden] -> [B, T, H, D]."""

@@ -39,22 +39,29 @@ class ShortConv(Part):
     def forward(
         self,
         parts: Sequence[torch.Tensor],
+        padding: torch.Tensor | None,
         tail: torch.Tensor | None,
         output_tail: bool,
         cu_seqlens: torch.Tensor | None,
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         """Convolve parts [B, T, C_i] of the channels C, continuing from tail [B, C, taps - 1] (None: zeros).
 
-        Returns the same shapes; the new tail is None unless `output_tail`. The parts are convolved one by one, because
-        joining them would copy them forward and backward.
+        Padding ([B, T] bool) counts as zeros, and `cu_seqlens` are the boundaries of packed sequences over the B*T
+        tokens. Returns the same shapes; the new tail is None unless `output_tail`. The parts are convolved one by one,
+        because joining them would copy them forward and backward.
         """
-        sizes = [part.shape[-1] for part in parts]
+        shapes = [part.shape for part in parts]
+        if padding is not None:  # biases made padding non-zero again
+            parts = [part.masked_fill(padding.unsqueeze(-1), 0.0) for part in parts]
+        if cu_seqlens is not None:
+            parts = [part.flatten(0, 1).unsqueeze(0) for part in parts]
+        sizes = [shape[-1] for shape in shapes]
         weights = self.weight.squeeze(1).split(sizes)
         tails = [None] * len(parts) if tail is None else tail.split(sizes, dim=1)
         outputs, ends = [], []
-        for x, taps, before in zip(parts, weights, tails, strict=True):
+        for x, taps, before, shape in zip(parts, weights, tails, shapes, strict=True):
             y, end = causal_conv1d(x, taps, None, None, before, output_tail, cu_seqlens)
-            outputs.append(y)
+            outputs.append(y.view(shape))
             ends.append(end)
         return outputs, torch.cat([end for end in ends if end is not None], dim=1) if output_tail else None
 
