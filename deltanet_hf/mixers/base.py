@@ -26,7 +26,7 @@ from deltanet_hf.mixers.attention_shape import FAITHFUL, AttentionShape, MixerPr
 from deltanet_hf.mixers.layer_kind import LayerKind, PositionEmbeddings, TensorShape
 from deltanet_hf.mixers.masks import padding_in
 from deltanet_hf.mixers.parts import GatedRMSNorm, KeyOffset, Part, ShortConv
-from deltanet_hf.mixers.state import MixerCacheLayer, State, cache_layer
+from deltanet_hf.mixers.state import State, cache_layer, may_change
 from deltanet_hf.mixers.window_branch import WindowBranch
 
 
@@ -162,6 +162,12 @@ class Mixer(LayerKind, nn.Module):
                         linear.bias.zero_()
 
     # What all share.
+
+    @property
+    def full_title(self) -> str:
+        if self.window_branch is None:
+            return self.title
+        return f"{self.title} + window {self.window_branch.window}"
 
     def state_shapes(self, dtype: torch.dtype) -> dict[str, TensorShape]:
         shapes = self.recurrent_shapes()
@@ -317,15 +323,3 @@ class Mixer(LayerKind, nn.Module):
         q, k, v = parts
         k, v = k[..., -self.k_proj.out_features :], v[..., -self.v_proj.out_features :]
         return self._rotated(q, k, v, position_embeddings)
-
-
-def may_change(cache: MixerCacheLayer) -> bool:
-    """Whether a fused decoding step may change the state of this cache in place."""
-    if torch.is_grad_enabled() or not cache.state or not cache.is_initialized:
-        return False
-    tensors = cache.state.values()
-    if any(tensor.requires_grad for tensor in tensors):
-        return False
-    # A state made in inference mode can only be changed there.
-    in_inference = torch.compiler.is_compiling() or torch.is_inference_mode_enabled()
-    return in_inference or not any(tensor.is_inference() for tensor in tensors)

@@ -178,3 +178,15 @@ def _nbytes(held: Any) -> int:
         return sum(_nbytes(getattr(held, name)) for name in held.__tensor_flatten__()[0])
     inside = held.values() if isinstance(held, dict) else held if isinstance(held, (tuple, list)) else ()
     return sum(_nbytes(part) for part in inside)
+
+
+def may_change(cache: MixerCacheLayer) -> bool:
+    """Whether a fused decoding step may change the state of this cache in place."""
+    if torch.is_grad_enabled() or not cache.state or not cache.is_initialized:
+        return False
+    tensors = cache.state.values()
+    if any(tensor.requires_grad for tensor in tensors):
+        return False
+    # A state made in inference mode can only be changed there.
+    in_inference = torch.compiler.is_compiling() or torch.is_inference_mode_enabled()
+    return in_inference or not any(tensor.is_inference() for tensor in tensors)

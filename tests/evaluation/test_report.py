@@ -193,6 +193,19 @@ def test_untrained_baselines_follow_from_each_students_layers(tmp_path: Path) ->
     assert names == ["teacher", "a", f"a, {off}", f"a, {start}", "b", f"b, {off}", f"b, {start}", "c"]
 
 
+def test_lesions_follow_from_each_students_layers(tmp_path: Path) -> None:
+    tables = {
+        "a": LayerTable.preset(4, "gated_deltanet+window", softmax=(1,)),
+        "b": LayerTable.preset(4, "gated_deltanet+window"),
+        "c": LayerTable.preset(4, softmax=(1,)),
+        "d": LayerTable.preset(4, mixer="window", softmax=(3,)),
+    }
+    students = [_config_folder(tmp_path / name, table) for name, table in tables.items()]
+    names = [row.name for row in line_up("teacher", students, ("lesions",))]
+    a, b = ["a, softmax off", "a, window off", "a, state off"], ["b, window off", "b, state off"]
+    assert names == ["teacher", "a", *a, "b", *b, "c", "c, softmax off", "d"]
+
+
 def test_another_vocabulary_is_refused(options: ReportOptions, tmp_path: Path) -> None:
     tiny_student("llama").save_pretrained(tmp_path)
     with pytest.raises(UserError, match="its vocabulary differs"):

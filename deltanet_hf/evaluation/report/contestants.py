@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,12 +16,14 @@ import deltanet_hf  # noqa: F401  registers the model families
 from deltanet_hf.errors import UserError, one_line
 from deltanet_hf.evaluation.baselines import from_scratch_start, switch_off_linear
 from deltanet_hf.evaluation.free_policies import WindowPolicy, window_of_bytes
+from deltanet_hf.evaluation.lesions import switch_off_softmax, switch_off_state, switch_off_window
 from deltanet_hf.evaluation.measures.sequence_bytes import sequence_bytes
 from deltanet_hf.mixers import Mixer
-from deltanet_hf.mixers.window import WindowSettings, restrict_to_window
+from deltanet_hf.mixers.window import WindowAttention, WindowSettings, restrict_to_window
 from deltanet_hf.models.layers import LayerTable
 
-BASELINES = ("window", "free", "linear-off", "scratch")
+DEFAULT_BASELINES = ("window", "free", "linear-off", "scratch")
+BASELINES = (*DEFAULT_BASELINES, "lesions")
 BYTES_AT = 2048  # tokens of the sequence at which the free policies have the bytes of a student
 Change = Callable[[PreTrainedModel, PreTrainedModel], PreTrainedModel]
 
@@ -50,7 +53,8 @@ def line_up(teacher: str, students: list[str], baselines: tuple[str, ...]) -> li
         students: folders or Hub ids, or NAME=FOLDER.
         baselines: names in `BASELINES`. `free` adds the teacher with windows of equal bytes, and for students that
             kept softmax layers the same with those layers as they are; `linear-off` applies to such students too;
-            `scratch` is added once per configuration of the converted layers.
+            `scratch` is added once per configuration of the converted layers; `lesions` takes softmax layers, windows
+            beside states and those states away from a student, one kind per row.
 
     Raises UserError if two rows have the same name.
     """
@@ -72,6 +76,8 @@ def line_up(teacher: str, students: list[str], baselines: tuple[str, ...]) -> li
             rows.append(Contestant(f"kept layers of {name}, free window", "baseline", folder, change=_free_kept))
         if "linear-off" in baselines and hybrid:
             rows.append(Contestant(f"{name}, linear layers off", "baseline", folder, change=_linear_off))
+        for what, lesion in _lesions(wiring, hybrid) if "lesions" in baselines else ():
+            rows.append(Contestant(f"{name}, {what} off", "baseline", folder, change=lesion))
         if "scratch" in baselines and wiring is not None and wiring not in wirings:
             wirings.append(wiring)
             rows.append(Contestant(f"{name}, unfitted start", "baseline", folder, change=from_scratch_start))
@@ -94,6 +100,19 @@ def _of_equal_bytes(model: PreTrainedModel, teacher: PreTrainedModel, kept: tupl
     """The teacher under the free policy with the bytes of the student; with a window of 1 if all have more."""
     policy = window_of_bytes(teacher, kept, sequence_bytes(model, BYTES_AT), BYTES_AT)
     return (policy or WindowPolicy(kept, 1)).apply(teacher)
+
+
+def _lesions(wiring: Any, hybrid: bool) -> list[tuple[str, Change]]:
+    """The parts that can be taken away from a student with these converted layers, by name."""
+    found: list[tuple[str, Change]] = []
+    if wiring is None:
+        return found
+    if hybrid:
+        found.append(("softmax", lambda model, teacher: switch_off_softmax(model)))
+    if any(kind.get("window") and kind["mixer"] != WindowAttention.name for kind in wiring["kinds"].values()):
+        found.append(("window", lambda model, teacher: switch_off_window(model)))
+        found.append(("state", lambda model, teacher: switch_off_state(model)))
+    return found
 
 
 def _linear_off(model: PreTrainedModel, teacher: PreTrainedModel) -> PreTrainedModel:
