@@ -149,7 +149,7 @@ def convert_command(
     )
     console = Console(stderr=as_json)
     if native is not None:
-        _refuse_conversion_options(teacher, options)
+        _refuse_conversion_options(teacher, options, pure)
         import_qwen3_5(
             native,
             out,
@@ -178,19 +178,19 @@ def convert_command(
     with Progress(*columns, console=console) as bar:
         task = bar.add_task("converting", total=job.teacher.num_layers)
 
-        def show(done: int, total: int, what: str, figures: dict[str, Any]) -> None:
+        def converted(done: int, total: int, what: str, figures: dict[str, Any]) -> None:
             error = f" relative MSE {figures['relative_mse']:.3f}" if "relative_mse" in figures else ""
             bar.update(task, completed=done, total=total, description=what + error)
 
-        report = convert(job, show)
+        report = convert(job, converted)
     print_report(report, console)
     console.print(f"Written to {job.out}")
     if as_json:
         print(json.dumps(report, indent=2))
 
 
-def _refuse_conversion_options(teacher: str, options: ConvertOptions) -> None:
+def _refuse_conversion_options(teacher: str, options: ConvertOptions, pure: bool) -> None:
     """Raises UserError for an option that has no effect on an import."""
-    for field, name in CONVERSION_ONLY.items():
-        if getattr(options, field) != getattr(DEFAULTS, field):
-            raise UserError(f"{name}: {teacher} is a Gated DeltaNet model already and is only imported; leave it out")
+    given = [name for field, name in CONVERSION_ONLY.items() if getattr(options, field) != getattr(DEFAULTS, field)]
+    for name in ["--pure"] * pure + given:
+        raise UserError(f"{name}: {teacher} is a Gated DeltaNet model already and is only imported; leave it out")

@@ -40,7 +40,7 @@ def write_other_files(job: Job, tokenizer: Any, folder: Path, report: dict[str, 
                 if file.is_file() and not (folder / file.name).exists():
                     shutil.copyfile(file, folder / file.name)
         layer_error_plot(report["layers"], folder / PLOT)
-        if job.selection is not None:
+        if job.selection is not None and job.selection.scores:  # evenly spread layers have none
             (folder / SELECTION_PLOT).write_bytes(selection_plot(job.selection))
     if load_tokenizer(folder)(SAMPLE)["input_ids"] != tokenizer(SAMPLE)["input_ids"]:
         raise QualityError(f"{folder}: the saved tokenizer differs from the teacher's; please report the teacher")

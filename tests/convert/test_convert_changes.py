@@ -189,7 +189,7 @@ def test_changes_on_the_command_line(
 ) -> None:
     monkeypatch.setitem(START, "gated_deltanet", quick_start)
     teacher = teacher_folder(tmp_path / "teacher", "llama", num_hidden_layers=1)
-    arguments = [teacher, tmp_path / "out", "--text", text_file(tmp_path), "--calibration-tokens", TOKENS]
+    arguments = [teacher, tmp_path / "out", "--pure", "--text", text_file(tmp_path), "--calibration-tokens", TOKENS]
     changes = ["--set", "rope=false", "--set", "conv_size=4"]
     assert typed(monkeypatch, *arguments, "--profile", "qwen3_5", *changes) == 2
     assert "--profile qwen3_5 fixes the settings" in capsys.readouterr().err

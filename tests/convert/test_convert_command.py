@@ -34,7 +34,7 @@ def test_conversion(
     teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = text_file(tmp_path)
-    code = typed(monkeypatch, teacher, tmp_path / "out", "--text", text, "--calibration-tokens", TOKENS)
+    code = typed(monkeypatch, teacher, tmp_path / "out", "--pure", "--text", text, "--calibration-tokens", TOKENS)
     printed = capsys.readouterr().out
     assert code == 0
     assert "Gated DeltaNet" in printed
@@ -46,7 +46,7 @@ def test_conversion(
 def test_default_text_is_announced(
     teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert typed(monkeypatch, teacher, tmp_path / "out", "--calibration-tokens", TOKENS) == 0
+    assert typed(monkeypatch, teacher, tmp_path / "out", "--pure", "--calibration-tokens", TOKENS) == 0
     assert "text shipped with deltanet-hf" in capsys.readouterr().out
     assert "shipped" in json.loads((tmp_path / "out" / "conversion.json").read_text())["text"]["source"]
 
@@ -65,10 +65,11 @@ def test_dry_run_prints_the_plan_and_writes_nothing(
 def test_json_is_all_that_stdout_holds(
     teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert typed(monkeypatch, teacher, tmp_path / "out", "--dry-run", "--json") == 0
+    assert typed(monkeypatch, teacher, tmp_path / "out", "--pure", "--dry-run", "--json") == 0
     assert json.loads(capsys.readouterr().out)["converted_layers"] == [0, 1]
     text = text_file(tmp_path)
-    assert typed(monkeypatch, teacher, tmp_path / "out", "--json", "--text", text, "--calibration-tokens", 128) == 0
+    arguments = ["--pure", "--json", "--text", text, "--calibration-tokens", 128]
+    assert typed(monkeypatch, teacher, tmp_path / "out", *arguments) == 0
     assert json.loads(capsys.readouterr().out) == json.loads((tmp_path / "out" / "conversion.json").read_text())
 
 
@@ -76,11 +77,11 @@ def test_json_is_all_that_stdout_holds(
     "arguments",
     [
         ["--layers", "keep:9"],
-        ["--profile", "other"],
-        ["--dtype", "int4"],
-        ["--shard-size", "many"],
-        ["--text", "missing.txt"],
-        ["--calibration-tokens", "100000000"],
+        ["--profile", "other", "--pure"],
+        ["--dtype", "int4", "--pure"],
+        ["--shard-size", "many", "--pure"],
+        ["--text", "missing.txt", "--pure"],
+        ["--calibration-tokens", "100000000", "--pure"],
     ],
 )
 def test_user_errors_are_one_line_and_exit_code_2(
@@ -104,7 +105,7 @@ def test_bad_teacher_is_exit_code_2(
     weights = load_file(teacher / "model.safetensors")
     weights.pop("model.norm.weight")
     save_file(weights, teacher / "model.safetensors")
-    assert typed(monkeypatch, teacher, tmp_path / "out") == 2
+    assert typed(monkeypatch, teacher, tmp_path / "out", "--pure") == 2
     assert "model.norm.weight" in capsys.readouterr().err
 
 
@@ -113,7 +114,7 @@ def test_teacher_without_tokenizer_is_exit_code_2(
 ) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (teacher / name).unlink()
-    assert typed(monkeypatch, teacher, tmp_path / "out") == 2
+    assert typed(monkeypatch, teacher, tmp_path / "out", "--pure") == 2
     assert "tokenizer" in capsys.readouterr().err
 
 
@@ -123,7 +124,7 @@ def test_failed_verification_is_exit_code_1(
     wrong = lambda rows, head_dim, times: rows.repeat_interleave(times, dim=0)  # noqa: E731
     monkeypatch.setattr(copy_weights, "expand_heads", wrong)
     text = text_file(tmp_path)
-    code = typed(monkeypatch, teacher, tmp_path / "out", "--text", text, "--calibration-tokens", TOKENS)
+    code = typed(monkeypatch, teacher, tmp_path / "out", "--pure", "--text", text, "--calibration-tokens", TOKENS)
     assert code == 1
     assert "softmax attention with the expanded weights" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
@@ -135,7 +136,7 @@ def test_interruption_is_exit_code_130_and_resumable(
     def interrupt(*args: object) -> None:
         raise KeyboardInterrupt
 
-    arguments = [teacher, tmp_path / "out", "--text", text_file(tmp_path), "--calibration-tokens", TOKENS]
+    arguments = [teacher, tmp_path / "out", "--pure", "--text", text_file(tmp_path), "--calibration-tokens", TOKENS]
     with monkeypatch.context() as patch:
         patch.setitem(START, "gated_deltanet", interrupt)
         assert typed(monkeypatch, *arguments) == 130
@@ -147,6 +148,6 @@ def test_parquet_without_its_package_names_the_extra(
 ) -> None:
     (tmp_path / "text.parquet").write_bytes(b"PAR1")
     monkeypatch.setitem(sys.modules, "pyarrow", None)  # importing it raises ModuleNotFoundError
-    assert typed(monkeypatch, teacher, tmp_path / "out", "--text", tmp_path / "text.parquet") == 2
+    assert typed(monkeypatch, teacher, tmp_path / "out", "--pure", "--text", tmp_path / "text.parquet") == 2
     assert capsys.readouterr().err == "error: pyarrow is not installed; run pip install 'deltanet-hf[train]'\n"
     assert not (tmp_path / "out").exists()

@@ -114,6 +114,7 @@ def test_norms_are_inserted_for_qwen3_5_only(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setitem(START, "gated_deltanet", quick_start)
     teacher = teacher_folder(tmp_path / "teacher", "llama", **HYBRIDS["llama"])
     options: dict[str, Any] = {"text": text_file(tmp_path), "calibration_tokens": 256, "layers": "every:2"}
+    options["mixer"] = "gated_deltanet"
     convert_command(str(teacher), tmp_path / "out", **options)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "deltanet_llama"
     assert json.loads((tmp_path / "out" / "conversion.json").read_text())["inserted_norms"] == []
@@ -141,6 +142,7 @@ def test_convert_takes_an_export_back(tmp_path: Path) -> None:
     [
         ({"layers": "every:2"}, "--layers"),
         ({"mixer": "window"}, "--mixer"),
+        ({"pure": True}, "--pure"),
         ({"training": False}, "--no-training"),
         ({"changes": ["rope=true"]}, "--set"),
         ({"fit_memory": False}, "--no-fit-memory"),

@@ -71,7 +71,8 @@ def test_what_is_copied_expanded_created_and_dropped(tmp_path: Path) -> None:
     gates = 2 * hidden * heads + hidden * heads * size_ + 2 * heads  # a, b, g, decay
     convolution = 4 * 3 * heads * size_
     assert native.created == gates + convolution + size_  # shared norm
-    assert teacher.created == gates + convolution + heads + heads * size_ + heads * size_  # gate biases, norm per head
+    biases, norm, offset = heads + heads * size_, heads * size_, heads * size_  # norm per head; keys are centred
+    assert teacher.created == gates + convolution + biases + norm + offset
     assert kv < heads
 
 

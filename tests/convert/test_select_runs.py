@@ -6,15 +6,17 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from deltanet_convert import job
+from deltanet_convert import job, output_files
 from deltanet_convert.select import for_convert, probes, read_selection, run
 from deltanet_convert.select.journal import SelectionJournal
+from deltanet_convert.select.probe_text import FORMATS
 from deltanet_convert.select.select_options import SelectOptions
 from deltanet_convert.start import START
 from deltanet_hf.errors import UserError
@@ -26,8 +28,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)
-def short_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short texts, probes of two formats, and plots that cost nothing."""
     monkeypatch.setattr(probes, "CHARACTERS", 2000)
+    monkeypatch.setattr(run, "recall_probes", partial(probes.recall_probes, formats=FORMATS[:2]))
+    monkeypatch.setattr(run, "selection_plot", lambda selection: b"plot")
+    monkeypatch.setattr(output_files, "layer_error_plot", lambda layers, path: path.write_bytes(b"plot"))
 
 
 @pytest.fixture(scope="module")

@@ -26,6 +26,8 @@ from deltanet_convert import output_files
 from deltanet_convert.export import gguf
 from deltanet_convert.export.stream_export import write_export
 from deltanet_convert.select import probes
+from deltanet_convert.select import run as run_module
+from deltanet_convert.select.probe_text import FORMATS
 from deltanet_convert.start import START
 from deltanet_hf.errors import UserError
 from support.far_model import far_folder
@@ -88,6 +90,8 @@ def gguf_export(folder: Path) -> Work:
 
 def selection(folder: Path) -> Work:
     probes.CHARACTERS = 2000
+    run_module.selection_plot = lambda selection: json.dumps(selection.to_json()).encode()
+    run_module.recall_probes = partial(probes.recall_probes, formats=FORMATS[:1])
     teacher = far_folder(folder / "teacher")
     out = folder / "selection.json"
 

@@ -72,5 +72,8 @@ def quick_start(
         projection.weight.normal_(0, 0.1)
         if projection.bias is not None:
             projection.bias.fill_(1.0)
+    if layer.window_branch is not None:
+        layer.window_branch.share_proj.weight.normal_(0, 0.1)
+        layer.window_branch.share_proj.bias.zero_()
     figures = {"half_life": [1.0] * layer.num_states, "beta": [0.5] * layer.num_states}
     return {**figures, "search_mse": 1.0, "fit_mse": float(calibration.hidden_states.square().mean())}

@@ -17,13 +17,14 @@ from ..storage.safetensors_folder import read_json
 from ..storage.teacher_source import Source
 from ..teacher_model import Teacher
 from .budget import Budget
-from .run import Show, run_selection, unseen
+from .run import Show, run_selection, spread, unseen
 from .select_options import SelectOptions
 from .selection_file import Selection, parse_selection, read_selection
 from .task import plan_selection
+from .units import Candidates
 
 AUTO = "auto"
-SHARE = "25%"  # of the layers that `--layers auto` keeps
+SHARE, LEAST = "25%", "1"  # of the layers that `--layers auto` keeps; of fewer than four candidates
 SHIPPED = Path(__file__).parent / "shipped"
 SHAPES: dict[str, dict[str, str | int]] = {
     "smollm2-135m-instruct.json": {
@@ -61,7 +62,7 @@ def auto_selection(
         if (shipped := shipped_selection(teacher)) is not None:
             show(0, 1, f"Softmax layers: those shipped for {shipped.teacher}, a model of this shape.")
             return shipped
-        budget_text = SHARE
+        budget_text = SHARE if len(Candidates.of(teacher.config, "layer").units) >= 4 else LEAST
         if not torch.cuda.is_available():
             method = "uniform"
             show(0, 1, NO_GPU)
@@ -69,6 +70,8 @@ def auto_selection(
     choice = SelectOptions(budget, method=method, seed=options.seed, overwrite=True)
     file = unfinished_selection(out)
     task = plan_selection(source, teacher, choice, options.table(teacher.num_layers, ()), file)
+    if not choice.measured:
+        return spread(task)
     found = _recorded(out, options) if options.resume else None
     if found is None and file.exists():
         found = read_selection(file)

@@ -47,7 +47,7 @@ def run_selection(task: SelectionTask, show: Show = unseen, *, plot: bool = True
     """
     journal = SelectionJournal(task.out, task.request(), task.options.overwrite)
     try:
-        selection = _measured(task, journal, show) if task.options.measured else _spread(task)
+        selection = _measured(task, journal, show) if task.options.measured else spread(task)
     except UserError:
         if not journal.steps:  # nothing worth continuing
             journal.remove()
@@ -100,8 +100,8 @@ def _measured(task: SelectionTask, journal: SelectionJournal, show: Show) -> Sel
     return task.selection([step.unit for step in rounds], _scores(references, rounds, float(spread)))
 
 
-def _spread(task: SelectionTask) -> Selection:
-    """A selection by distance alone."""
+def spread(task: SelectionTask) -> Selection:
+    """A selection by distance alone; it measures and writes nothing."""
     if task.options.method == EXPORTABLE:
         order = every_nth(int(task.teacher.config.num_hidden_layers), task.count)
         if unlike := [unit[0] for unit in order if unit[0] in task.candidates.local]:

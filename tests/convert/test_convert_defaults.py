@@ -1,0 +1,167 @@
+"""`deltanet-hf convert` without options, `--layers auto` and `--pure`: layers, mixer, notices and contradictions."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deltanet_convert.convert_command import convert_command
+from deltanet_convert.select import for_convert, read_selection
+from deltanet_convert.start import START
+from deltanet_hf.errors import UserError
+from deltanet_recipes.cli import main
+from support.tiny_conversion import TOKENS, quick_start, teacher_folder, text_file, tiny_conversion, tiny_job
+
+AUTO: dict[str, Any] = {"layers": "auto", "mixer": "gated_deltanet+window"}
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(for_convert.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setitem(START, "gated_deltanet", quick_start)
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return teacher_folder(tmp_path_factory.mktemp("teachers") / "teacher", "llama")
+
+
+def kinds(out: Path) -> tuple[list[str], dict[str, Any]]:
+    """The kind of each layer, and the settings of the converted ones."""
+    table = json.loads((out / "config.json").read_text())["deltanet"]
+    (kind,) = table["kinds"].values()
+    return table["layers"], kind
+
+
+def test_without_options_a_quarter_stays_softmax_and_the_others_have_a_window(
+    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [teacher, tmp_path / "out", "--text", text_file(tmp_path), "--calibration-tokens", TOKENS]
+    monkeypatch.setattr(sys, "argv", ["deltanet-hf", "convert", *map(str, arguments)])
+    monkeypatch.setenv("COLUMNS", "300")
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 0
+    assert "No GPU: the softmax layers are spread evenly" in capsys.readouterr().out
+    layers, kind = kinds(tmp_path / "out")
+    assert layers == ["linear", "linear", "linear", "softmax"]
+    assert (kind["mixer"], kind["window"], kind["sinks"]) == ("gated_deltanet", 256, 4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "text.txt"]
+    assert not (tmp_path / "out" / "selection.png").exists()  # nothing was measured
+    report = json.loads((tmp_path / "out" / "conversion.json").read_text())
+    assert (report["selection"]["method"], report["selection"]["kept"]) == ("uniform", [3])
+
+
+def test_pure_converts_every_layer_to_the_state_alone(
+    teacher: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = text_file(tmp_path)
+    convert_command(str(teacher), tmp_path / "out", pure=True, text=text, calibration_tokens=TOKENS)
+    assert "No GPU" not in capsys.readouterr().out
+    layers, kind = kinds(tmp_path / "out")
+    assert layers == ["linear"] * 4
+    assert (kind["mixer"], kind["window"]) == ("gated_deltanet", 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pure": True, "layers": "every:2"}, "--pure: converts all layers to gated_deltanet; leave out --layers"),
+        ({"pure": True, "layers": "all"}, "--pure: "),
+        ({"pure": True, "mixer": "window"}, "--pure: "),
+        (
+            {"profile": "qwen3_5", "mixer": "gated_deltanet+window"},
+            "--profile: got 'qwen3_5', whose layer has no window; take the mixer gated_deltanet",
+        ),
+        ({"layers": "automatic"}, "--layers: got 'automatic', expected all, every:N"),
+    ],
+)
+def test_contradictions_are_one_line(teacher: Path, tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        convert_command(str(teacher), tmp_path / "out", **options)
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_profile_for_export_has_no_window_and_no_selection(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    teacher = teacher_folder(tmp_path / "teacher", "qwen3")
+    convert_command(str(teacher), tmp_path / "out", profile="qwen3_5", dry_run=True, as_json=True)
+    assert json.loads(capsys.readouterr().out)["converted_layers"] == [0, 1, 2, 3]
+
+
+def test_a_teacher_of_a_shipped_shape_keeps_the_shipped_layers(
+    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for file, shape in for_convert.SHAPES.items():  # of which each ships a selection that fits
+        shipped = read_selection(for_convert.SHIPPED / file)
+        assert {key: getattr(shipped, key) for key in shape.keys() & vars(shipped).keys()}.items() <= shape.items()
+    (file, shape), lines = next(iter(for_convert.SHAPES.items())), []
+    tiny = replace(shipped, num_hidden_layers=4, num_key_value_heads=2, kept=((0,), (2,)), order=((2,), (0,)))
+    (tmp_path / file).write_text(json.dumps(tiny.to_json()))
+    monkeypatch.setattr(for_convert, "SHIPPED", tmp_path)
+    config = tiny_job(teacher, tmp_path / "first").teacher.config
+    known = {key: getattr(config, key) for key in shape}
+    monkeypatch.setitem(for_convert.SHAPES, file, known)
+    options = for_convert.ConvertOptions(**AUTO)
+
+    def chosen(out: str) -> Any:
+        job = tiny_job(teacher, tmp_path / out, **AUTO)
+        show = lambda done, total, line: lines.append(line)  # noqa: E731
+        assert for_convert.auto_selection(job.source, job.teacher, job.out, options, show) == job.selection
+        return job
+
+    assert chosen("same").table.softmax == [0, 2]
+    assert lines == ["Softmax layers: those shipped for SmolLM2-135M-Instruct, a model of this shape."]
+    for key, value in known.items():  # one key that differs makes it another shape
+        other = value + 1 if isinstance(value, int) else "qwen3"
+        monkeypatch.setitem(for_convert.SHAPES, file, {**known, key: other})
+        assert chosen("other").table.softmax == [3]
+    assert set(lines[1:]) == {for_convert.NO_GPU}
+
+
+def test_a_resumed_conversion_does_not_select_again(
+    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[int] = []
+
+    def dies(*args: Any, **kwargs: Any) -> Any:
+        done.append(1)
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        return quick_start(*args, **kwargs)
+
+    monkeypatch.setattr(for_convert, "run_selection", None)  # without a GPU nothing is measured
+    with monkeypatch.context() as patch:
+        patch.setitem(START, "gated_deltanet", dies)
+        with pytest.raises(KeyboardInterrupt):
+            tiny_conversion(teacher, tmp_path / "out", **AUTO)
+    report = tiny_conversion(teacher, tmp_path / "out", **AUTO, resume=True)
+    assert report["selection"]["kept"] == [3]
+    assert tiny_conversion(teacher, tmp_path / "out", **AUTO, resume=True) == report
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "text.txt"]
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "kept"),
+    [
+        ("llama", {"num_hidden_layers": 2}, [1]),
+        ("llama", {"num_hidden_layers": 9}, [3, 8]),
+        ("gemma3_text", {}, [3]),  # two of its four layers slide; the last of the others
+    ],
+)
+def test_auto_keeps_a_quarter_of_the_candidates_and_at_least_one(
+    tmp_path: Path, family: str, changes: dict[str, Any], kept: list[int]
+) -> None:
+    teacher = teacher_folder(tmp_path / "teacher", family, **changes)
+    assert tiny_job(teacher, tmp_path / "out", **AUTO).table.softmax == kept
+    shutil.rmtree(teacher)
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]

@@ -1,0 +1,150 @@
+"""The share of the state beside a window: its start completes softmax attention, on any calibration text."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from deltanet_convert.start import gate_fit
+from deltanet_convert.start.calibration import LayerCalibration
+from deltanet_convert.start.copy_weights import copy_attention
+from deltanet_convert.start.gate_fit import GateFit, search_memory
+from deltanet_convert.start.gated_deltanet import start_gated_deltanet
+from deltanet_convert.start.samples import Samples
+from deltanet_convert.start.share_fit import ShareFit, missed_scores
+from deltanet_hf.mixers import recommended
+from deltanet_hf.mixers.attention_shape import AttentionShape
+from deltanet_hf.mixers.window_branch import WindowBranch
+from support.blank_layers import blank_layer, layer_inputs
+from support.tiny_models import tiny_teacher
+
+HEADS, KV_HEADS, SIZE, TOKENS = 6, 2, 8, 40  # more heads than `missed_scores` takes at once
+
+
+@pytest.fixture(autouse=True)
+def short_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate_fit, "STEPS", 6)
+    monkeypatch.setattr(gate_fit, "HALF_LIVES", (3.0, 32.0))
+
+
+def branch(family_window: int | None = None, scaling: float | None = None, window: int = 6) -> WindowBranch:
+    shape = AttentionShape(HEADS, SIZE, HEADS, KV_HEADS, KV_HEADS, scaling=scaling, family_window=family_window)
+    _, settings = recommended("gated_deltanet+window")
+    made = WindowBranch(shape, replace(settings, window=window, sinks=2)).eval().requires_grad_(False)
+    made.share_proj.weight.fill_(torch.nan)
+    made.share_proj.bias.fill_(torch.nan)
+    return made
+
+
+def inputs(tokens: int = TOKENS) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    heads = (HEADS, KV_HEADS, KV_HEADS)
+    q, k, v = (torch.randn(2, tokens, count, SIZE, generator=generator) for count in heads)
+    return q, k, v
+
+
+def attention(made: WindowBranch, q: Tensor, k: Tensor, v: Tensor, sees: Tensor) -> Tensor:
+    """Softmax attention to the tokens of a mask [T, T]; zeros where it sees none."""
+    k, v = (part.repeat_interleave(HEADS // KV_HEADS, dim=2) for part in (k, v))
+    scores = torch.einsum("nthd,nshd->nhts", q, k) * made.scale
+    weights = scores.masked_fill(~sees, -torch.inf).softmax(-1).nan_to_num()
+    return torch.einsum("nhts,nshd->nthd", weights, v)
+
+
+def masks(family_window: int | None, window: int, sinks: int) -> tuple[Tensor, Tensor]:
+    """What the teacher's attention sees, and the part of it that the window misses: both [T, T]."""
+    place = torch.arange(TOKENS)
+    distance = place[:, None] - place
+    sees = distance >= 0
+    if family_window is not None:
+        sees = sees & (distance < family_window)
+    return sees, sees & (distance >= window) & (place >= sinks)
+
+
+@pytest.mark.parametrize(("family_window", "scaling"), [(None, None), (None, 0.8), (15, None)])
+@torch.no_grad()
+def test_with_the_true_far_attention_the_start_is_complete_softmax_attention(
+    family_window: int | None, scaling: float | None
+) -> None:
+    made, (q, k, v) = branch(family_window, scaling), inputs()
+    sees, misses = masks(family_window, made.window, made.sinks)
+    missed = missed_scores(made, q, k)
+    assert torch.equal(missed.isnan(), ~misses.any(-1)[:, None].expand(2, -1, HEADS))
+    f = 1000 * missed.nan_to_num()  # inputs that hold what the regression looks for, so large that the ridge is nothing
+    fit = ShareFit(made, f, missed)
+    near, lse = made.attend(q, k, v, None)
+    share = fit(f, lse)
+    complete = attention(made, q, k, v, sees)
+    torch.testing.assert_close(near + share * (attention(made, q, k, v, misses) - near), complete, rtol=1e-4, atol=1e-4)
+    assert float((near - complete).abs().max()) > 0.1  # the window alone is far from it
+
+    basis = torch.linalg.qr(torch.randn(HEADS, HEADS, generator=torch.Generator().manual_seed(1))).Q
+    fit.fold(basis)
+    torch.testing.assert_close(made.share(f @ basis, lse, torch.arange(1, TOKENS + 1)[None]), share.squeeze(-1))
+
+
+@torch.no_grad()
+def test_rows_that_fit_into_the_window_have_no_share_and_no_nan() -> None:
+    made, (q, k, v) = branch(window=TOKENS - 2), inputs()
+    missed = missed_scores(made, q, k)
+    assert bool(missed.isnan().all())
+    f = torch.randn(2, TOKENS, 3, generator=torch.Generator().manual_seed(2))
+    fit = ShareFit(made, f, missed)
+    near, lse = made.attend(q, k, v, None)
+    assert not fit(f, lse).any()
+    torch.testing.assert_close(near, attention(made, q, k, v, masks(None, 0, 0)[0]), rtol=1e-4, atol=1e-5)
+    fit.fold(torch.ones(3, HEADS))
+    assert all(bool(parameter.isfinite().all()) for parameter in made.parameters())
+
+
+def started(family: str, sequences: int, tokens: int, window: int) -> tuple[Any, Any, Tensor, dict[str, Any], Any]:
+    """A started layer, the teacher's attention, its inputs, its other arguments, and the figures of the fit."""
+    attention, states, kwargs = layer_inputs(tiny_teacher(family, attn_implementation="eager"), 0, sequences, tokens)
+    layer: Any = blank_layer(family, "faithful", 0, mixer="gated_deltanet+window", window=window, sinks=1)
+    figures = start_gated_deltanet(attention, layer, LayerCalibration(states, kwargs))
+    return layer.eval(), attention, states, kwargs, figures
+
+
+@torch.no_grad()
+def test_a_layer_whose_calibration_fits_into_the_window_is_the_teachers_attention() -> None:
+    layer, attention, states, kwargs, figures = started("llama", 2, 24, window=64)
+    wanted = torch.cat([attention(hidden_states=row, **kwargs)[0] for row in states.split(1)])
+    torch.testing.assert_close(layer(states, **kwargs)[0], wanted, rtol=1e-4, atol=1e-4)
+    assert figures["fit_mse"] < 1e-8
+    assert all(bool(parameter.isfinite().all()) for parameter in layer.parameters())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("sequences", "tokens"), [(1, 1), (1, 2), (1, 5), (3, 9)])
+def test_few_and_short_sequences(sequences: int, tokens: int) -> None:
+    layer, _, states, kwargs, figures = started("qwen3", sequences, tokens, window=3)
+    assert all(bool(parameter.isfinite().all()) for parameter in layer.parameters())
+    assert bool(layer(states, **kwargs)[0].isfinite().all())
+    assert 0 <= figures["fit_mse"] < 2
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "gemma2"])  # layer 0 of Gemma 2 slides over 8 tokens
+def test_the_state_takes_error_off_the_window_and_the_folded_layer_is_the_fitted_one(family: str) -> None:
+    attention, states, kwargs = layer_inputs(tiny_teacher(family, attn_implementation="eager"), 0, 3, 60)
+    layer: Any = blank_layer(family, "faithful", 0, mixer="gated_deltanet+window", window=4, sinks=1).eval()
+    copy_attention(attention, layer)
+    torch.manual_seed(0)
+    samples = Samples(attention, layer, states, kwargs)
+    fit = GateFit(layer, samples)
+    search_memory(fit, samples.search_part())
+    generator = torch.Generator().manual_seed(1)
+    alone, found = 0.0, 0.0
+    for sample in samples.kept:
+        alone += float((layer.o_proj(sample.near.flatten(-2)) - sample.output).square().sum())
+        found += float((fit(sample) - sample.output).square().sum())
+    assert found < 0.9 * alone
+    for parameter in fit.parameters():  # values that all differ
+        parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+    fit.fold()
+    for sample in samples.kept:
+        torch.testing.assert_close(layer(sample.x, **kwargs)[0], fit(sample), rtol=1e-4, atol=1e-4)
