@@ -58,6 +58,7 @@ REFUSED: dict[str, tuple[Any, str, tuple[str, ...]]] = {
         "deltanet.kinds.linear.state_dtype",
         FORMATS,
     ),
+    "window": (config("llama", wiring={"window": 64}), "deltanet.kinds.linear.window", FORMATS),
     "several writes": (
         config("llama", wiring={"mixer": "deltaproduct", "profile": "faithful"}),
         "deltanet.kinds.linear.mixer",

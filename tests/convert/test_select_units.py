@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from deltanet_convert.select import methods, probes
+from deltanet_convert.select import methods, probes, run
 from deltanet_convert.select.gates import blended
 from deltanet_convert.select.methods import Forward, every_nth
 from deltanet_convert.select.objectives import AnswerLoss, TextKL
@@ -33,8 +33,10 @@ WINDOW, SINKS, LENGTH = 5, 2, 24
 
 
 @pytest.fixture(autouse=True)
-def short_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short texts, and plots that cost nothing."""
     monkeypatch.setattr(probes, "CHARACTERS", 2000)
+    monkeypatch.setattr(run, "selection_plot", lambda selection: b"plot")
 
 
 def eager(model: PreTrainedModel) -> PreTrainedModel:

@@ -34,6 +34,7 @@ WIRING = {
     "k_offset": (False, "Qwen3.5 subtracts nothing from the keys"),
     "allow_neg_eigval": (False, "Qwen3.5's write strengths are at most 1"),
     "state_dtype": ("float32", "Qwen3.5's runtimes keep the state in float32"),
+    "window": (0, "Qwen3.5's linear layers have no window beside the state"),
 }
 
 
