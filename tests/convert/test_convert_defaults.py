@@ -39,6 +39,7 @@ def kinds(out: Path) -> tuple[list[str], dict[str, Any]]:
     return table["layers"], kind
 
 
+@pytest.mark.usefixtures("real_plot")  # of errors that are 0: the teacher's positions end within the window
 def test_without_options_a_quarter_stays_softmax_and_the_others_have_a_window(
     teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

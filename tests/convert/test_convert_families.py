@@ -102,6 +102,7 @@ def test_fitted_start_is_better_than_an_arbitrary_one(tmp_path: Path, monkeypatc
         assert good["relative_mse"] < 0.8 * bad["relative_mse"]
 
 
+@pytest.mark.usefixtures("real_plot")
 def test_output_folder_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(START, "gated_deltanet", quick_start)
     teacher = teacher_folder(tmp_path / "teacher", "qwen3")

@@ -101,8 +101,7 @@ CACHES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+@pytest.mark.parametrize(("family", "dtype"), [("qwen3", torch.float32), ("gemma2", torch.bfloat16)])
 @pytest.mark.parametrize(("profile", "changes"), CACHES)
 def test_cache_bytes_are_those_of_the_model(
     tmp_path: Path, family: str, profile: str, changes: dict[str, Any], dtype: torch.dtype

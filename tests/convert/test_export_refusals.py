@@ -58,6 +58,7 @@ REFUSED: dict[str, tuple[Any, str, tuple[str, ...]]] = {
         "deltanet.kinds.linear.state_dtype",
         FORMATS,
     ),
+    "shared projections": (config("llama", wiring={"shared_kv": True}), "deltanet.kinds.linear.shared_kv", FORMATS),
     "window": (config("llama", wiring={"window": 64}), "deltanet.kinds.linear.window", FORMATS),
     "several writes": (
         config("llama", wiring={"mixer": "deltaproduct", "profile": "faithful"}),

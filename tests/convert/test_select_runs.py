@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from deltanet_convert import job, output_files
+from deltanet_convert import job
 from deltanet_convert.select import for_convert, probes, read_selection, run
 from deltanet_convert.select.journal import SelectionJournal
 from deltanet_convert.select.probe_text import FORMATS
@@ -33,7 +33,6 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probes, "CHARACTERS", 2000)
     monkeypatch.setattr(run, "recall_probes", partial(probes.recall_probes, formats=FORMATS[:2]))
     monkeypatch.setattr(run, "selection_plot", lambda selection: b"plot")
-    monkeypatch.setattr(output_files, "layer_error_plot", lambda layers, path: path.write_bytes(b"plot"))
 
 
 @pytest.fixture(scope="module")
