@@ -14,9 +14,17 @@ import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
 
-from deltanet_convert.calibration_text import CHARS_PER_TOKEN, CalibrationText, read_text, tokenise
+from deltanet_convert.calibration_text import (
+    CHARS_PER_TOKEN,
+    CalibrationText,
+    read_text,
+    sequence_length,
+    tokenise,
+)
+from deltanet_convert.options import ConvertOptions
 from deltanet_hf.errors import UserError
 from support.tiny_conversion import tiny_tokenizer
+from support.tiny_models import teacher_config
 
 DOCUMENTS = ["First document.", "Second, with a line\nbreak.", "Third: 1 2 3."]
 
@@ -138,3 +146,18 @@ def test_sequences_begin_with_the_token_that_the_tokenizer_puts_before_a_text() 
         assert rows[:, 0].tolist() == [bos] * len(rows)
         assert bos not in rows[:, 1:]
     assert bos not in plain.calibration
+
+
+@pytest.mark.parametrize(
+    ("mixer", "positions", "length"),
+    [
+        ("gated_deltanet", 8192, 512),
+        ("gated_deltanet+window", 8192, 2048),
+        ("deltaproduct+window", 1024, 1024),
+        ("window", 8192, 512),  # nothing is fitted to what it misses
+    ],
+)
+def test_rows_are_long_where_a_state_is_fitted_to_what_a_window_misses(mixer: str, positions: int, length: int) -> None:
+    options, config = ConvertOptions(mixer=mixer), teacher_config("llama", max_position_embeddings=positions)
+    assert sequence_length(options.table(4, (3,)), config) == length
+    assert sequence_length(options.head_table(4, 2, {(0, 1), (1, 0), (1, 1)}), config) == length
