@@ -50,7 +50,7 @@ def auto_selection(
     A resumed conversion finds the selection beside OUT, or in OUT/conversion.json if it was finished.
 
     Raises:
-        UserError: the budget makes no sense, or OUT exists and may not be replaced.
+        UserError: the budget makes no sense, the teacher cannot be measured, or OUT exists and may not be replaced.
     """
     spec, separator, budget_text = options.layers.partition(":")
     if spec != AUTO:
@@ -79,7 +79,13 @@ def auto_selection(
         return found
     for note in task.notes:
         show(0, task.count, note)
-    return run_selection(task, show, plot=False)
+    try:
+        return run_selection(task, show, plot=False)
+    except UserError as error:
+        raise UserError(
+            f"--layers {options.layers}: {error}. The options are those of deltanet-hf select; give its file as "
+            "--layers FILE, or spread the softmax layers evenly with --layers every:4"
+        ) from error
 
 
 def shipped_selection(teacher: Teacher) -> Selection | None:
