@@ -47,7 +47,7 @@ class ShareSlopes(Part):
         return self.far_slope.float() * unseen.float().log().unsqueeze(-1) - self.near_slope.float() * lse
 
 
-class WindowBranch(nn.Module):
+class WindowBranch(Part):
     """See the module's docstring.
 
     Args:
@@ -72,6 +72,11 @@ class WindowBranch(nn.Module):
         self.slopes = ShareSlopes(self.heads)
         # Probability of leaving out the window of a row in training; a tensor, so that captured graphs read it.
         self.register_buffer("dropout", torch.zeros(()), persistent=False)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """No dropout: loading a model leaves buffers that are not saved without a value."""
+        self.dropout.zero_()
 
     def state_shapes(self, dtype: torch.dtype) -> dict[str, TensorShape]:
         """The window's part of the layer's state."""
