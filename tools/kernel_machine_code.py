@@ -231,10 +231,9 @@ def window_calls() -> list[tuple[str, Callable[[], object]]]:
             keys, values = (torch.zeros(B, 2, 68, D, dtype=DTYPES[dtype]) for _ in range(2))
             numbers = torch.zeros(B, 68, dtype=torch.int32)
             padding = torch.zeros(B, 1, dtype=torch.bool)
-            share = torch.zeros(B, 1, HQ, dtype=DTYPES[dtype])
-            window_step_triton_(
-                WindowStepCall(q, k, v, 64, 4, keys, values, numbers, numbers[:, 0].clone(), share, far, None, padding)
-            )
+            cache = (keys, values, numbers, numbers[:, 0].clone())
+            logit, slope = torch.zeros(B, 1, HQ, dtype=DTYPES[dtype]), torch.zeros(HQ)
+            window_step_triton_(WindowStepCall(q, k, v, 64, 4, *cache, logit, far, slope, slope, None, None, padding))
 
         found.append((f"window-step-{dtype}-{D}-{B}", step))
     return found

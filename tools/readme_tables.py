@@ -1,13 +1,14 @@
 """Rewrites the generated tables of Markdown files: `python tools/readme_tables.py README.md ...`.
 
 A table is the text between `<!-- KIND: FILE ... -->` and `<!-- end of KIND -->`; what follows FILE is a note for the
-reader. There are three kinds:
+reader. There are four kinds:
 
 - results FILE: the rows of a results file (deltanet_recipes.study.results_row).
 - keys FILE: the keys of a recipe (FILE is not read).
 - headline FILE: selected rows and columns of several results files and of the JSON files of `deltanet-hf report`.
   FILE is YAML, {results: [FILE, ...], reports: [FILE, ...], columns: [NAME, ...], rows: [{run, label}, ...]}, with
   paths relative to itself. Without `columns`, the table has all of them.
+- hybrids FILE: trained rows beside the free policies of equal bytes (hybrids_table.py says what is in FILE).
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from typing import Annotated, Any
 import typer
 import yaml
 
+import hybrids_table
 import recipe_keys
 import results_table
 from deltanet_hf.errors import UserError
 from deltanet_hf.exit_codes import run_command
 
-BLOCK = re.compile(r"(<!-- (results|keys|headline): (\S+)[^\n]*-->\n)(.*?)(<!-- end of \2 -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- (results|keys|headline|hybrids): (\S+)[^\n]*-->\n)(.*?)(<!-- end of \2 -->)", re.DOTALL)
 METRICS = {
     "WikiText-2": ("wt2.perplexity", 1),
     "held-out Wikipedia": ("heldwiki.perplexity", 1),
@@ -45,6 +47,8 @@ def rewritten(text: str, root: Path) -> str:
             table = recipe_keys.markdown()
         elif kind == "results":
             table = results_table.markdown(json.loads(path.read_text()))
+        elif kind == "hybrids":
+            table = hybrids_table.hybrids_table(path)
         else:
             table = headline(path)
         return f"{opening}{table}\n{closing}"

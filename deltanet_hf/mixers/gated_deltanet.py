@@ -98,9 +98,14 @@ class GatedDeltaNet(Mixer):
     def step(
         self, x: Tensor, position_embeddings: PositionEmbeddings | None, state: State, padding: Tensor | None
     ) -> Tensor | None:
-        """By one kernel between the projections, where the parameters of the parts can be read."""
+        """By one kernel between the projections, where the parameters of the parts can be read.
+
+        A second kernel computes the window beside the state.
+        """
         read = (self.decay, self.norm, self.conv1d, self.k_offset)
         if not all(is_plain(part) for part in read if part is not None):
+            return None
+        if self.window_branch is not None and not self.window_branch.can_step():
             return None
         parts = self.project(x)
         q, k, v = self.repeated(*parts)
@@ -132,9 +137,7 @@ class GatedDeltaNet(Mixer):
         )
         if self.window_branch is not None:
             q, k, v = self.window_inputs(parts, position_embeddings)
-            output, kept = self.window_branch(x, q, k, v, output, padding, state, True, None)
-            for name, tensor in kept.items():
-                state[name].copy_(tensor)
+            output = self.window_branch.step(x, q, k, v, output, state, padding)
         return self.o_proj(output.flatten(-2))
 
 

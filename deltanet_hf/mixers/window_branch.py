@@ -10,7 +10,9 @@ see; s_t = 0 while f_t = 0. If o_t were the softmax attention to those f_t token
 then y_t would be the complete softmax attention for s_t = F_t / (F_t + Z_t), whose logit is
 log(F_t / f_t) + log f_t - log Z_t. So both slopes begin at 1, and `share_proj` predicts the logarithm of the mean
 exponential of what the window misses.
-As long as a sequence fits into window and sinks, the layer is the teacher's attention.
+As long as a sequence fits into window and sinks, the layer is the teacher's attention. Gemma 2 is an exception: its
+attention replaces a score s by cap tanh(s / cap) with cap = 50, and this module computes with s itself. Scores that are
+small beside the cap differ by s^3 / (3 cap^2).
 
 Shapes: B batch, T tokens of a call, H query heads, HK key/value heads, D head size, S = sinks + window places.
 """
@@ -22,10 +24,10 @@ from torch import Tensor, nn
 
 from deltanet_hf.mixers.attention_shape import AttentionShape, MixerProjections
 from deltanet_hf.mixers.layer_kind import TensorShape
-from deltanet_hf.mixers.parts import Part
+from deltanet_hf.mixers.parts import Part, is_plain
 from deltanet_hf.mixers.state import State
 from deltanet_hf.mixers.window_cache import KeptTokens, Tokens
-from deltanet_kernels import window_attention
+from deltanet_kernels import window_attention, window_step_
 
 
 class ShareSlopes(Part):
@@ -47,7 +49,7 @@ class ShareSlopes(Part):
         return self.far_slope.float() * unseen.float().log().unsqueeze(-1) - self.near_slope.float() * lse
 
 
-class WindowBranch(nn.Module):
+class WindowBranch(Part):
     """See the module's docstring.
 
     Args:
@@ -72,6 +74,11 @@ class WindowBranch(nn.Module):
         self.slopes = ShareSlopes(self.heads)
         # Probability of leaving out the window of a row in training; a tensor, so that captured graphs read it.
         self.register_buffer("dropout", torch.zeros(()), persistent=False)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """No dropout: loading a model leaves buffers that are not saved without a value."""
+        self.dropout.zero_()
 
     def state_shapes(self, dtype: torch.dtype) -> dict[str, TensorShape]:
         """The window's part of the layer's state."""
@@ -120,6 +127,38 @@ class WindowBranch(nn.Module):
                 near, lse = self._attend_kept(q, keys.transpose(1, 2), values.transpose(1, 2), tokens, kept.seen)
         share = self.share(x, lse, tokens.numbers).unsqueeze(-1)
         return near + share.to(near.dtype) * (far.to(near.dtype) - near), new_state
+
+    def can_step(self) -> bool:
+        """Whether `step` computes what `forward` does: nothing is dropped, replaced or hooked."""
+        replaced = "share" in self.__dict__ or "forward" in self.__dict__
+        hooked = self._forward_pre_hooks or self._forward_hooks
+        return not self.training and not replaced and not hooked and is_plain(self.slopes)
+
+    def step(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, far: Tensor, state: State, padding: Tensor | None
+    ) -> Tensor:
+        """One more token by one kernel behind `share_proj`, with the window's part of `state` changed in place.
+
+        Called without gradients, where `can_step`. Shapes are those of `forward` with T = 1; outputs at padding are 0.
+        """
+        return window_step_(
+            q,
+            k,
+            v,
+            self.window,
+            self.sinks,
+            state["keys"],
+            state["values"],
+            state["numbers"],
+            state["count"],
+            self.share_proj(x),
+            far,
+            self.slopes.far_slope.float(),
+            self.slopes.near_slope.float(),
+            self.family_window,
+            self.scale,
+            padding,
+        )
 
     def share(self, x: Tensor, lse: Tensor, numbers: Tensor) -> Tensor:
         """The state's share [B, T, H] float32 of the output.

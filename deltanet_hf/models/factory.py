@@ -13,17 +13,15 @@ import functools
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from deltanet_hf.mixers import FLOAT32_NAMES
-from deltanet_hf.mixers.parts import Part
 from deltanet_hf.mixers.window import announce
 from deltanet_hf.models.families import FAMILIES, Family
 from deltanet_hf.models.layers import LayerTable
 from deltanet_hf.models.peft_defaults import register_peft_defaults
 from deltanet_hf.models.shim import write_shim
+from deltanet_hf.models.start_values import initialize
 
 
 def _tensor_parallel_plan(plan: dict[str, str] | None, softmax: list[int]) -> dict[str, str] | None:
@@ -93,12 +91,8 @@ def model_class(model_type: str) -> type[PreTrainedModel]:
         announce(self.model)
         self.post_init()
 
-    @torch.no_grad()
-    def _init_weights(self: Any, module: nn.Module) -> None:
-        if isinstance(module, Part):
-            module.reset_parameters()
-        else:
-            base._init_weights(self, module)
+    def initialize_weights(self: Any) -> None:
+        initialize(self, base.initialize_weights)
 
     name = _model_name(family)
     namespace = {
@@ -109,7 +103,7 @@ def model_class(model_type: str) -> type[PreTrainedModel]:
         "_is_stateful": True,
         "_keep_in_fp32_modules_strict": list(FLOAT32_NAMES),
         "__init__": __init__,
-        "_init_weights": _init_weights,
+        "initialize_weights": initialize_weights,
     }
     made: Any = type(name, (base,), namespace)
     AutoModelForCausalLM.register(config_class(model_type), made)

@@ -14,7 +14,6 @@ from os import PathLike
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
@@ -22,10 +21,10 @@ from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 from deltanet_hf.mixers.attention_shape import AttentionShape
 from deltanet_hf.mixers.gated_deltanet import QWEN3_5, GatedDeltaNet
 from deltanet_hf.mixers.masks import announce_packing
-from deltanet_hf.mixers.parts import Part
 from deltanet_hf.models.layers import SOFTMAX, Kind, LayerTable
 from deltanet_hf.models.peft_defaults import register_peft_defaults
 from deltanet_hf.models.shim import write_shim
+from deltanet_hf.models.start_values import initialize
 
 MODEL_TYPE = "deltanet_qwen3_5_text"
 MODEL_NAME = "DeltaNetQwen3_5ForCausalLM"
@@ -119,12 +118,8 @@ def model_class() -> type[PreTrainedModel]:
             self.model.register_forward_pre_hook(announce_packing, with_kwargs=True)
             self.post_init()
 
-        @torch.no_grad()
-        def _init_weights(self, module: nn.Module) -> None:
-            if isinstance(module, Part):
-                module.reset_parameters()
-            else:
-                super()._init_weights(module)
+        def initialize_weights(self) -> None:
+            initialize(self, Qwen3_5ForCausalLM.initialize_weights)
 
     DeltaNetQwen3_5ForCausalLM.__qualname__ = MODEL_NAME  # importable by name, for pickling and for the shim
     AutoModelForCausalLM.register(DeltaNetQwen3_5TextConfig, DeltaNetQwen3_5ForCausalLM)

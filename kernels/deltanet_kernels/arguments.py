@@ -118,8 +118,11 @@ class WindowStepCall(NamedTuple):
     values: torch.Tensor
     numbers: torch.Tensor
     count: torch.Tensor  # type: ignore[assignment]  # tuples have a method of this name
-    share: torch.Tensor | None = None
+    share_logit: torch.Tensor | None = None
     far: torch.Tensor | None = None
+    far_slope: torch.Tensor | None = None
+    near_slope: torch.Tensor | None = None
+    reach: int | None = None
     scale: float | None = None
     padding: torch.Tensor | None = None
 

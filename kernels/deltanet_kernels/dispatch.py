@@ -333,15 +333,24 @@ def window_step_(
     values: torch.Tensor,
     numbers: torch.Tensor,
     count: torch.Tensor,
-    share: torch.Tensor | None = None,
+    share_logit: torch.Tensor | None = None,
     far: torch.Tensor | None = None,
+    far_slope: torch.Tensor | None = None,
+    near_slope: torch.Tensor | None = None,
+    reach: int | None = None,
     scale: float | None = None,
     padding: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One decoding step of `window_attention` with a cache of S = window + sinks places, updated in place.
 
     The token gets the number n = count + 1. Token n <= sinks is kept at place n - 1, any other at place
-    sinks + n % window, where it replaces token n - window. On CUDA this is one kernel. No gradients.
+    sinks + n % window, where it replaces token n - window. With `far`, the output of a layer that summarises what the
+    window does not see, the result mixes both:
+
+        o = share far + (1 - share) o       share = sigmoid(share_logit + far_slope log(unseen) - near_slope lse)
+
+    where unseen = max(min(n, reach) - S, 0) and lse is the log-sum-exp of `window_attention`; share = 0 while
+    unseen = 0. On CUDA this is one kernel. No gradients.
 
     Args:
         q: the token's queries [B, 1, HQ, D].
@@ -350,8 +359,9 @@ def window_step_(
         keys, values: kept keys and values [B, HK, S, D], dtype of k, contiguous.
         numbers: number of the token at each place, 0 if empty [B, S] int32, contiguous.
         count: tokens that each row has seen [B] int32, contiguous; below 2**23.
-        share, far: weight in [0, 1] [B, 1, HQ] and another output [B, 1, HQ, D], given together: the result is
-            share * far + (1 - share) * o.
+        share_logit, far, far_slope, near_slope: [B, 1, HQ], [B, 1, HQ, D], [HQ] float32 and [HQ] float32, given
+            together or not at all.
+        reach: number of last tokens, its own included, that count towards `unseen`; >= 1, None for all.
         scale: factor of the scores, D**-0.5 by default.
         padding: [B, 1] bool, True in rows whose cache stays as it is; their outputs are 0.
 
@@ -362,6 +372,9 @@ def window_step_(
         ValueError: shapes, head counts or devices that do not fit, a cache that is not contiguous.
         TypeError: dtypes that do not fit.
     """
-    call = WindowStepCall(q, k, v, window, sinks, keys, values, numbers, count, share, far, scale, padding)
+    call = WindowStepCall(
+        q, k, v, window, sinks, keys, values, numbers, count, share_logit, far, far_slope, near_slope, reach, scale,
+        padding,
+    )  # fmt: skip
     check_window_step(call)
     return _call("window_step_", torch_window_step_, q, call)  # type: ignore[no-any-return]

@@ -86,6 +86,7 @@ def test_rows(small: None, arrays: Path, teacher_folder: Path, student_folder: P
 def test_runs_share_figures(
     small: None, arrays: Path, teacher_folder: Path, student_folder: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
+    monkeypatch.setattr(recall_cells, "CELLS", {"pairs_8": recall_cells.CELLS["pairs_8"]})
     model = [f"hybrid={student_folder}"]
     first = call(arrays, tmp_path / "a.json", teacher_folder, model=model, references=tmp_path / "kept")
     stamps = {path: path.stat().st_mtime_ns for path in (tmp_path / "kept").iterdir()}

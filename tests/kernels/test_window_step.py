@@ -1,5 +1,6 @@
 """The decoding step of the attention over window and sinks: one by one against the definition, in place."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from tests.kernels.cases import relative_error
 from tests.kernels.triton_mode import DEVICE, GPU
 
 CACHE = ("keys", "values", "numbers", "count")
+SLOPES = ("far_slope", "near_slope")
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class Step:
     HK: int = 2
     D: int = 16
     share: bool = True
+    reach: int | None = None
     padding: tuple[int, ...] | None = None  # tokens of padding before each row
     scale: float | None = None
 
@@ -41,6 +44,9 @@ CASES = [
     Step("window and sinks", T=16, window=5, sinks=3),
     Step("no share", T=16, window=5, sinks=3, share=False),
     Step("no sinks", T=12, window=5, sinks=0),
+    Step("a reach beyond the window", T=16, window=5, sinks=0, reach=9),
+    Step("a reach equal to the window", T=12, window=5, sinks=0, reach=5),
+    Step("a reach within the places", T=12, window=5, sinks=3, reach=6),
     Step("window 1", T=10, window=1, sinks=2),
     Step("window 1, no sinks", T=5, window=1, sinks=0),
     Step("nothing leaves", T=10, window=20, sinks=4),
@@ -65,10 +71,11 @@ def make(case: Step, dtype: torch.dtype = torch.float32, device: str = DEVICE) -
     B, T = case.B, case.T
     x: dict[str, Any] = {"q": randn(B, T, case.HQ, case.D)}
     x |= {name: randn(B, T, case.HK, case.D) for name in ("k", "v")}
-    x |= {"share": randn(B, T, case.HQ).sigmoid(), "far": randn(B, T, case.HQ, case.D)}
-    x |= {"window": case.window, "sinks": case.sinks, "scale": case.scale, "padding": None}
+    x |= {"share_logit": 2 * randn(B, T, case.HQ), "far": randn(B, T, case.HQ, case.D)}
+    x |= {name: (1 + 0.3 * torch.randn(case.HQ, generator=generator)).to(device) for name in SLOPES}
+    x |= {"window": case.window, "sinks": case.sinks, "reach": case.reach, "scale": case.scale, "padding": None}
     if not case.share:
-        x |= {"share": None, "far": None}
+        x |= dict.fromkeys(("share_logit", "far", *SLOPES))
     if case.padding is not None:
         x["padding"] = (torch.arange(T)[None] < torch.tensor(case.padding)[:, None]).to(device)
     return x
@@ -84,7 +91,7 @@ def empty(case: Step, dtype: torch.dtype = torch.float32) -> dict[str, torch.Ten
 
 def token(x: dict[str, Any], t: int) -> dict[str, Any]:
     """The arguments of step t but for the cache."""
-    return {name: y[:, t : t + 1] if isinstance(y, torch.Tensor) else y for name, y in x.items()}
+    return {name: y[:, t : t + 1] if isinstance(y, torch.Tensor) and name not in SLOPES else y for name, y in x.items()}
 
 
 def run(step_: Callable[..., torch.Tensor], x: dict[str, Any], cache: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -93,18 +100,29 @@ def run(step_: Callable[..., torch.Tensor], x: dict[str, Any], cache: dict[str, 
 
 def truth(x: dict[str, Any]) -> torch.Tensor:
     """The outputs of all tokens in float64, each row by the definition without its padding."""
-    w = {name: y.cpu().double() if name in ("q", "k", "v", "share", "far") and y is not None else y
-         for name, y in x.items()}  # fmt: skip
+    w = {name: y.cpu().double() if isinstance(y, torch.Tensor) and name != "padding" else y for name, y in x.items()}
     o = torch.zeros_like(w["q"])
     for row, tokens in enumerate(w["q"].unsqueeze(1)):
         first = 0 if x["padding"] is None else int(x["padding"][row].sum())
         if first < tokens.shape[1]:
             parts = (w[name][row : row + 1, first:] for name in ("q", "k", "v"))
-            o[row, first:] = naive_window_attention(*parts, x["window"], x["sinks"], x["scale"])[0][0]
-            if w["share"] is not None:
-                share = w["share"][row, first:].unsqueeze(-1)
-                o[row, first:] = share * w["far"][row, first:] + (1 - share) * o[row, first:]
+            near, lse = naive_window_attention(*parts, x["window"], x["sinks"], x["scale"])
+            o[row, first:] = near[0]
+            if w["far"] is not None:
+                share = true_share(w, w["share_logit"][row, first:], lse[0])
+                o[row, first:] = share * w["far"][row, first:] + (1 - share) * near[0]
     return o
+
+
+def true_share(x: dict[str, Any], logit: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """The share of `far` [T, HQ, 1] for a sequence from its first token on; logit, lse [T, HQ]."""
+    numbers = range(1, len(logit) + 1)
+    unseen = [max(min(n, x["reach"] or n) - x["window"] - x["sinks"], 0) for n in numbers]
+    shares = [
+        (logit[t] + x["far_slope"] * math.log(f) - x["near_slope"] * lse[t]).sigmoid() if f else 0 * logit[t]
+        for t, f in enumerate(unseen)
+    ]
+    return torch.stack(shares).unsqueeze(-1)
 
 
 def triton_step_(**x: Any) -> torch.Tensor:
@@ -148,7 +166,7 @@ def expected_cache(case: Step, x: dict[str, Any]) -> dict[str, torch.Tensor]:
 def test_nan_in_padding_stays_there(step_: Callable[..., torch.Tensor]) -> None:
     case = Step("padding", T=12, window=4, sinks=2, padding=(0, 5))
     x, cache = make(case), empty(case)
-    for name in ("q", "k", "v", "share", "far"):
+    for name in ("q", "k", "v", "share_logit", "far"):
         x[name][x["padding"]] = torch.nan
     assert relative_error(run(step_, x, cache), truth(x)) < 1e-6
     assert all(y.isfinite().all() for y in cache.values())
@@ -178,8 +196,11 @@ def test_tokens_out_of_sight_are_not_seen(step_: Callable[..., torch.Tensor]) ->
     cache["keys"].fill_(50.0)
     cache["values"].fill_(50.0)
     cache["numbers"][:, 3] = 13  # seen by token 20, not by token 21
-    share = x["share"].unsqueeze(-1)
-    wanted = share * x["far"] + (1 - share) * x["v"].repeat_interleave(2, dim=2)
+    near = x["v"].repeat_interleave(2, dim=2)
+    lse = (x["q"] * x["k"].repeat_interleave(2, dim=2)).sum(-1) / 4
+    logit = x["share_logit"] + x["far_slope"] * math.log(21 - 10) - x["near_slope"] * lse
+    share = logit.sigmoid().unsqueeze(-1)
+    wanted = share * x["far"] + (1 - share) * near
     assert relative_error(step_(**x, **cache), wanted.double()) < 1e-6
 
 
@@ -223,9 +244,15 @@ def test_the_operator_is_registered_consistently() -> None:
         ("numbers", lambda x: x.long(), "numbers: got dtype torch.int64, needs torch.int32"),
         ("count", lambda x: x[:1], r"count: got shape \[1\], needs \[B\]"),
         ("count", lambda x: None, "count: got NoneType, needs a tensor"),
-        ("share", lambda x: None, "far: needs a tensor with share"),
-        ("share", lambda x: x.unsqueeze(-1), "share: got shape"),
+        ("share_logit", lambda x: None, "share_logit: got None, needs a tensor, because far is given"),
+        ("near_slope", lambda x: None, "near_slope: got None, needs a tensor, because share_logit is given"),
+        ("share_logit", lambda x: x.unsqueeze(-1), "share_logit: got shape"),
+        ("share_logit", lambda x: x.int(), "share_logit: got dtype torch.int32"),
         ("far", lambda x: x[..., 1:], "far: got shape"),
+        ("far_slope", lambda x: x[1:], r"far_slope: got shape \[3\], needs \[HQ\]"),
+        ("near_slope", lambda x: x.half(), "near_slope: got dtype torch.float16, needs torch.float32"),
+        ("reach", lambda x: 0, "reach: got 0, needs at least 1"),
+        ("reach", lambda x: 3.0, "reach: got float, needs int"),
         ("padding", lambda x: x.int(), "padding: got dtype torch.int32, needs torch.bool"),
         ("window", lambda x: 0, "window: got 0, needs at least 1"),
     ],
@@ -261,7 +288,7 @@ def test_low_precision_steps_under_a_graph(D: int, dtype: torch.dtype, B: int) -
     outputs = []
     for t in range(case.T):
         for name, y in token(x, t).items():
-            if isinstance(y, torch.Tensor):
+            if isinstance(y, torch.Tensor) and name not in SLOPES:
                 place[name].copy_(y)
         graph.replay()
         outputs.append(o.clone())

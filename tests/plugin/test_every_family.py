@@ -1,7 +1,9 @@
-"""Every family, profile and kind of layer: loading, generation, padding, packing, beams and PEFT."""
+"""Every family and kind of layer: loading, generation, padding, packing, beams and PEFT."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,47 +17,42 @@ from deltanet_hf.models.families import FAMILIES
 from support.tiny_models import HYBRID, ONE_NORM, mixed_mixture_table, mixture_table, tiny_mixture, tiny_student
 
 LENGTH = 19
-GATED_DELTANET = [(profile, layers) for profile in ("faithful", "qwen3_5") for layers in (None, HYBRID)]
-CHANGES: dict[tuple[str, tuple[int, ...] | None], dict[str, Any]] = {
-    ("faithful", None): {"conv_size": 3},
-    ("faithful", HYBRID): {"window": 5, "sinks": 2, "shared_kv": True},
+BESIDE: dict[str, Any] = {"mixer": "gated_deltanet+window", "window": 5, "sinks": 2, "state_dtype": "float32"}
+STUDENTS: dict[str, Callable[[str], PreTrainedModel]] = {
+    "faithful": lambda family: tiny_student(family, conv_size=3),
+    "window": lambda family: tiny_student(family, layers=HYBRID, **BESIDE),
+    "mixture": lambda family: tiny_mixture(family, mixture_table()),
+    "qwen3_5": lambda family: tiny_student(family, "qwen3_5"),
+    "qwen3_5-hybrid": lambda family: tiny_student(family, "qwen3_5", HYBRID),
+    "levers": lambda family: tiny_student(
+        family, layers=HYBRID, window=5, sinks=2, shared_kv=True, k_offset=True, allow_neg_eigval=True
+    ),
+    "mixed heads": lambda family: tiny_mixture(family, mixed_mixture_table()),
 }
-CASES = [
-    *(
-        pytest.param((family, profile, layers), id=f"{family}-{profile}-{'all' if layers is None else 'hybrid'}")
-        for family in FAMILIES
-        for profile, layers in GATED_DELTANET
-    ),
-    *(pytest.param((family, "mixture", None), id=f"{family}-mixture") for family in FAMILIES),
-    *(pytest.param((family, "levers", HYBRID), id=f"{family}-levers") for family in FAMILIES),
-    *(
-        pytest.param((family, "mixed heads", None), id=f"{family}-mixed-heads")
-        for family in FAMILIES
-        if family not in ONE_NORM
-    ),
-    *(
-        pytest.param(("llama", mixer, None), id=f"llama-{mixer}")
-        for mixer in MIXERS
-        if mixer not in ("gated_deltanet", "mixed_heads")
-    ),
-]
+IN_EVERY_FAMILY = ("faithful", "window", "mixture")
+REPRESENTATIVES = ("llama", "gemma3_text", "phi3")  # of the families, for the other students; the rest is slow
 
 
-@pytest.fixture(scope="module", params=CASES)
+def cases() -> Iterator[Any]:
+    for what in STUDENTS:
+        for family in FAMILIES:
+            if what == "mixed heads" and family in ONE_NORM:
+                continue
+            quick = what in IN_EVERY_FAMILY or family in REPRESENTATIVES
+            yield pytest.param(
+                functools.partial(STUDENTS[what], family),
+                id=f"{family}-{what}",
+                marks=() if quick else pytest.mark.slow,
+            )
+    for mixer in MIXERS:
+        if mixer not in ("gated_deltanet", "mixed_heads"):
+            yield pytest.param(functools.partial(tiny_student, "llama", mixer=mixer), id=f"llama-{mixer}")
+
+
+@pytest.fixture(scope="module", params=cases())
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    family, what, layers = request.param
     path: Path = tmp_path_factory.mktemp("model")
-    if what == "mixture":
-        student = tiny_mixture(family, mixture_table())
-    elif what == "mixed heads":
-        student = tiny_mixture(family, mixed_mixture_table())
-    elif what in MIXERS:
-        student = tiny_student(family, mixer=what)
-    elif what == "levers":
-        student = tiny_student(family, "faithful", layers, k_offset=True, allow_neg_eigval=True, expand_kv=False)
-    else:
-        student = tiny_student(family, what, layers, **CHANGES.get((what, layers), {}))
-    student.save_pretrained(path)
+    request.param().save_pretrained(path)
     return path
 
 

@@ -67,16 +67,17 @@ def test_gradients_of_the_whole_model(mixer: str, profile: str, send: Callable[[
 
 
 @pytest.mark.parametrize(
-    ("mixer", "profile", "decoder"),
+    ("mixer", "profile", "window", "decoders"),
     [
-        ("gated_deltanet", "qwen3_5", "gated_delta_step_"),
-        ("deltaproduct", "faithful", "fused_recurrent_gated_delta_rule"),
+        ("gated_deltanet", "qwen3_5", 0, {"gated_delta_step_"}),
+        ("gated_deltanet", "faithful", 3, {"gated_delta_step_", "window_step_"}),
+        ("deltaproduct", "faithful", 0, {"fused_recurrent_gated_delta_rule"}),
     ],
 )
 def test_prefill_and_decoding_with_a_cache(
-    mixer: str, profile: str, decoder: str, send: Callable[[str], list[str]]
+    mixer: str, profile: str, window: int, decoders: set[str], send: Callable[[str], list[str]]
 ) -> None:
-    model = tiny_student("llama", profile, (0,), mixer=mixer).to(DEVICE)
+    model = tiny_student("llama", profile, (0,), mixer=mixer, window=window, sinks=2).to(DEVICE)
     tokens = torch.randint(3, 97, (2, 9), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     answers = []
     for side in ("torch", "triton"):
@@ -87,5 +88,5 @@ def test_prefill_and_decoding_with_a_cache(
                 model(part, past_key_values=cache, use_cache=True).logits for part in tokens.split([7, 1, 1], dim=1)
             ]
         answers.append(torch.cat(parts, dim=1))
-        assert {"chunk_gated_delta_rule", decoder} <= set(calls)
+        assert {"chunk_gated_delta_rule", *decoders} <= set(calls)
     torch.testing.assert_close(answers[1], answers[0], rtol=1e-4, atol=1e-4)

@@ -51,6 +51,49 @@ def test_the_headline_joins_results_and_report(tmp_path: Path) -> None:
         rewritten(text, tmp_path)
 
 
+def policy(window: int, kept: list[int], kl: float) -> dict[str, object]:
+    return {"window": window, "kept": kept, "mb_2k": 4.0, "kl_1k": kl, "kl_1k_se": 0.01, "needles_2k": 10.0}
+
+
+def test_hybrids_stand_beside_their_free_policies(tmp_path: Path) -> None:
+    cells = {"needles_2k": {"exact": 33.0, "control": 3.0}}
+    row = {
+        "tokens": 9_900_000,
+        "mb_2k": 4.0,
+        "kl_1k": 0.05,
+        "kl_1k_se": 0.004,
+        "needles_2k": 33.0,
+        "needles_2k_se": 1.0,
+    }
+    row |= {"cells": cells, "relative": {"needles_2k": 50.0, "needles_2k_se": 2.0}}
+    ahead = {
+        "free": {"better": ["kl_1k"], "worse": ["needles_2k"]},
+        "free_window": {"better": ["needles_2k"], "worse": []},
+    }
+    row |= {"free": policy(9, [7, 8], 0.1), "free_window": policy(30, [], 0.2), "ahead": ahead}
+    rows = [{"run": "a", **row}, {"run": "b", **row, "kl_1k": 0.1, "needles_2k": 30.5}, {"run": "c", "error": "!"}]
+    append_rows(tmp_path / "rows.json", rows)
+    names = [{"run": "a", "label": "A"}, {"run": "b", "label": "B"}]
+    layout = {"results": "rows.json", "teacher": {"mb_2k": 47.0}, "columns": ["tokens", "mb_2k", "kl_1k", "needles_2k"]}
+    text = "<!-- hybrids: h.yaml -->\n<!-- end of hybrids -->"
+
+    def lines(**changes: object) -> list[str]:
+        (tmp_path / "h.yaml").write_text(json.dumps({**layout, "rows": names, **changes}))
+        return rewritten(text, tmp_path).splitlines()[3:-1]
+
+    assert lines() == [
+        "| teacher | - | 47.0 | 0.000 | 63.0 |",  # 30 points above the control are half of the teacher's 60
+        "| free: window 30 in all layers | - | 4.0 | 0.200 ± 0.010 | 10.0 |",
+        "| free: layers 7, 8 softmax, window 9 elsewhere | - | 4.0 | 0.100 ± 0.010 | 10.0 |",
+        "| A | 9.9M | 4.0 | **0.050 ± 0.004** | *33.0 ± 1.0* |",
+        "| B | 9.9M | 4.0 | **0.100 ± 0.004** | *30.5 ± 1.0* |",
+    ]
+    changes = lines(base="a", columns=["kl_1k", "needles_2k"])
+    assert changes == ["| A | +0% | +0.0 |", "| B | +100% | -2.5 |"]
+    with pytest.raises(UserError, match="no measured run 'c'"):
+        lines(rows=[{"run": "c", "label": "failed"}])
+
+
 class Counting(nn.Module):
     """Predicts token t + 1 after token t with probability `sure`, the rest spread evenly."""
 

@@ -31,10 +31,11 @@ def check_window_step(call: WindowStepCall) -> None:
     """Check the arguments of a decoding step.
 
     Raises:
-        ValueError: a shape, head count or device that does not fit, or a cache that is not contiguous.
+        ValueError: a shape, head count, device, window, number of sinks or reach that does not fit, only some of the
+            tensors of the share, or a cache that is not contiguous.
         TypeError: a dtype that does not fit, or an argument that is not a tensor.
     """
-    q, k, v, window, sinks, keys, values, numbers, count, share, far, _, padding = call
+    q, k, v, window, sinks, keys, values, numbers, count, *mixture, reach, _, padding = call
     _check_tokens(q, k, v)
     _check_reach(window, sinks)
     (B, T, HQ, D), HK, S = q.shape, k.shape[2], window + sinks
@@ -54,11 +55,18 @@ def check_window_step(call: WindowStepCall) -> None:
             raise TypeError(f"{name}: got dtype {x.dtype}, needs {dtype}")
         if not x.is_contiguous():
             raise ValueError(f"{name}: got strides {x.stride()}, needs a contiguous tensor: it is changed")
-    if (share is None) != (far is None):
-        raise ValueError("far: needs a tensor with share, and None without")
+    if reach is not None:
+        _check_least("reach", reach, 1)
+    parts = dict(zip(("share_logit", "far", "far_slope", "near_slope"), mixture, strict=True))
+    given = [name for name, x in parts.items() if x is not None]
+    if given and len(given) < len(parts):
+        missing = next(name for name, x in parts.items() if x is None)
+        raise ValueError(f"{missing}: got None, needs a tensor, because {given[0]} is given")
     optional: tuple[tuple[str, torch.Tensor | None, tuple[int, ...], str], ...] = (
-        ("share", share, (B, 1, HQ), "[B, 1, HQ]"),
-        ("far", far, (B, 1, HQ, D), "[B, 1, HQ, D]"),
+        ("share_logit", parts["share_logit"], (B, 1, HQ), "[B, 1, HQ]"),
+        ("far", parts["far"], (B, 1, HQ, D), "[B, 1, HQ, D]"),
+        ("far_slope", parts["far_slope"], (HQ,), "[HQ]"),
+        ("near_slope", parts["near_slope"], (HQ,), "[HQ]"),
         ("padding", padding, (B, 1), "[B, 1]"),
     )
     for name, tensor, shape, meaning in optional:
@@ -67,10 +75,11 @@ def check_window_step(call: WindowStepCall) -> None:
         _require_tensor(name, tensor)
         _require_device(name, tensor, "q", q.device)
         _require_shape(name, tensor, shape, meaning)
-        if name != "padding":
+        wanted = {"padding": torch.bool, "far_slope": torch.float32, "near_slope": torch.float32}.get(name)
+        if wanted is None:
             _require_float(name, tensor)
-        elif tensor.dtype != torch.bool:
-            raise TypeError(f"padding: got dtype {tensor.dtype}, needs torch.bool")
+        elif tensor.dtype != wanted:
+            raise TypeError(f"{name}: got dtype {tensor.dtype}, needs {wanted}")
 
 
 def _check_tokens(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -91,8 +100,12 @@ def _check_tokens(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
 
 
 def _check_reach(window: int, sinks: int) -> None:
-    for name, value, least in (("window", window, 1), ("sinks", sinks, 0)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name}: got {type(value).__name__}, needs int")
-        if value < least:
-            raise ValueError(f"{name}: got {value}, needs at least {least}")
+    _check_least("window", window, 1)
+    _check_least("sinks", sinks, 0)
+
+
+def _check_least(name: str, value: int, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: got {type(value).__name__}, needs int")
+    if value < least:
+        raise ValueError(f"{name}: got {value}, needs at least {least}")

@@ -7,7 +7,9 @@ from deltanet_kernels.arguments import WindowStepCall
 
 def torch_window_step_(call: WindowStepCall) -> torch.Tensor:
     """`deltanet_kernels.window_step_` in PyTorch, float32 inside (float64 for float64 inputs)."""
-    q, k, v, window, sinks, keys, values, numbers, count, share, far, _, padding = call
+    q, k, v, window, sinks, keys, values, numbers, count, share_logit, far, far_slope, near_slope, reach, _, padding = (
+        call
+    )
     (B, _, HQ, D), HK = q.shape, k.shape[2]
     live = torch.ones_like(count, dtype=torch.bool) if padding is None else ~padding[:, 0]
     number = count + live.to(count.dtype)
@@ -24,9 +26,13 @@ def torch_window_step_(call: WindowStepCall) -> torch.Tensor:
     # A row of padding may see nothing; its result is dropped.
     seen = (seen | ~live[:, None])[:, None, None]
     scores = q.view(B, HK, HQ // HK, D).to(dtype) @ keys.to(dtype).transpose(-1, -2) * call.factor
-    weights = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1)
-    o = (weights @ values.to(dtype)).view(B, 1, HQ, D)
-    if share is not None and far is not None:
-        share = share.to(dtype).unsqueeze(-1)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    lse = scores.logsumexp(dim=-1, keepdim=True)
+    o = ((scores - lse).exp() @ values.to(dtype)).view(B, 1, HQ, D)
+    if share_logit is not None and far is not None and far_slope is not None and near_slope is not None:
+        counted = number if reach is None else number.clamp(max=reach)
+        unseen = (counted - window - sinks).clamp(min=0)[:, None, None]
+        logit = share_logit.to(dtype) + far_slope * unseen.clamp(min=1).to(dtype).log()
+        share = (logit - near_slope * lse.view(B, 1, HQ)).sigmoid().masked_fill(unseen == 0, 0.0).unsqueeze(-1)
         o = share * far.to(dtype) + (1 - share) * o
     return o.masked_fill(~live[:, None, None, None], 0.0).to(q.dtype)

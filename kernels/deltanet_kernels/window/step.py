@@ -2,7 +2,11 @@
 
     n = count + 1;  place = n - 1 if n <= sinks, else sinks + n % window
     o = softmax(scale q K^T) V over the places whose token n sees, and the token itself
-    o = share far + (1 - share) o                                                             optional
+    share = sigmoid(share_logit + far_slope log(unseen) - near_slope lse)                     optional, to the end
+    unseen = max(min(n, reach) - window - sinks, 0);  share = 0 where unseen = 0
+    o = share far + (1 - share) o
+
+Inside, scores and their log-sum-exp are in units of log 2.
 
 A program computes up to four query heads that share a key head. The programs of a row take the count, and tickets with
 it, from one atomic addition: tickets are kept in the bits above the count, and the last program writes the new count.
@@ -25,7 +29,7 @@ from deltanet_kernels.common.registration import operator
 from deltanet_kernels.common.sizes import power_of_two
 from deltanet_kernels.gated_delta_rule.config import check_supported
 from deltanet_kernels.window.config import step_heads, step_places
-from deltanet_kernels.window.tiles import HIDDEN, LOG2E
+from deltanet_kernels.window.tiles import HIDDEN, LOG2E, LOGE2
 
 COUNT_BITS = 23  # of the 31 below the sign; the tickets have the others
 MAX_PROGRAMS = 2 ** (31 - COUNT_BITS) - 1  # per row
@@ -46,9 +50,10 @@ def _take_ticket(count, b, live, PROGRAMS: tl.constexpr, COUNT_BITS: tl.constexp
 
 @triton.jit
 def step_kernel(
-    q, k, v, keys, values, numbers, count, share, far, padding, o, scale,
+    q, k, v, keys, values, numbers, count, share_logit, far, far_slope, near_slope, padding, o, scale,
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
-    HEADS: tl.constexpr, BN: tl.constexpr, SHARE: tl.constexpr, PADDING: tl.constexpr, COUNT_BITS: tl.constexpr,
+    REACH: tl.constexpr, HEADS: tl.constexpr, BN: tl.constexpr, SHARE: tl.constexpr, PADDING: tl.constexpr,
+    COUNT_BITS: tl.constexpr,
 ):  # fmt: skip
     """One program per row and HEADS query heads."""
     PROGRAMS: tl.constexpr = HQ // HEADS
@@ -112,33 +117,41 @@ def step_kernel(
     for g in tl.static_range(HEADS):
         o_D = sums[g] / totals[g]
         if SHARE:
-            weight = tl.load(share + b * HQ + first + g).to(tl.float32)
+            unseen = tl.maximum(tl.minimum(n, REACH) - PLACES, 0)
+            lse = (tops[g] + tl.log2(totals[g])) * LOGE2
+            logit = tl.load(share_logit + b * HQ + first + g).to(tl.float32)
+            logit += tl.load(far_slope + first + g) * tl.log(tl.maximum(unseen, 1).to(tl.float32))
+            logit -= tl.load(near_slope + first + g) * lse
+            weight = tl.where(unseen > 0, 1.0 / (1.0 + tl.exp(-logit)), 0.0)
             o_D = weight * tl.load(far + at + g * D, mask=m_d, other=0.0).to(tl.float32) + (1.0 - weight) * o_D
         tl.store(o + at + g * D, o_D.to(o.dtype.element_ty), mask=m_d)
 
 
-def _fake_step(q, k, v, window, sinks, keys, values, numbers, count, share, far, scale, padding):
+def _fake_step(
+    q, k, v, window, sinks, keys, values, numbers, count, share_logit, far, far_slope, near_slope, reach, scale, padding
+):  # fmt: skip
     return q.new_empty(q.shape)
 
 
 @operator(_fake_step, mutates=("keys", "values", "numbers", "count"))
 def window_step_op_(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, sinks: int, keys: torch.Tensor,
-    values: torch.Tensor, numbers: torch.Tensor, count: torch.Tensor, share: torch.Tensor | None,
-    far: torch.Tensor | None, scale: float, padding: torch.Tensor | None,
+    values: torch.Tensor, numbers: torch.Tensor, count: torch.Tensor, share_logit: torch.Tensor | None,
+    far: torch.Tensor | None, far_slope: torch.Tensor | None, near_slope: torch.Tensor | None, reach: int | None,
+    scale: float, padding: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
     """Return o [B, 1, HQ, D] and update the cache in place."""
     (B, _, HQ, D), HK = q.shape, k.shape[2]
     o = q.new_empty(q.shape)
     heads = step_heads(HQ // HK, B * HQ, multiprocessors(q.device))
+    mixture = [None if x is None else x.contiguous() for x in (share_logit, far, far_slope, near_slope)]
     launch(
         step_kernel, B * (HQ // heads),
-        q.contiguous(), k.contiguous(), v.contiguous(), keys, values, numbers, count,
-        None if share is None else share.contiguous(), None if far is None else far.contiguous(),
+        q.contiguous(), k.contiguous(), v.contiguous(), keys, values, numbers, count, *mixture,
         None if padding is None else padding.contiguous(), o, scale,
-        HQ=HQ, HK=HK, D=D, BD=power_of_two(D), WINDOW=window, SINKS=sinks, HEADS=heads,
-        BN=step_places(D, window + sinks), SHARE=share is not None, PADDING=padding is not None,
-        COUNT_BITS=COUNT_BITS, num_warps=4,
+        HQ=HQ, HK=HK, D=D, BD=power_of_two(D), WINDOW=window, SINKS=sinks,
+        REACH=2**COUNT_BITS if reach is None else reach, HEADS=heads, BN=step_places(D, window + sinks),
+        SHARE=share_logit is not None, PADDING=padding is not None, COUNT_BITS=COUNT_BITS, num_warps=4,
     )  # fmt: skip
     return o
 
@@ -154,5 +167,5 @@ def window_step_triton_(call: WindowStepCall) -> torch.Tensor:
     check_supported(call.q.dtype, D, D)
     if HQ > MAX_PROGRAMS:
         raise NotImplementedError(f"{HQ} query heads: the kernel takes up to {MAX_PROGRAMS}")
-    o: torch.Tensor = window_step_op_(*call[:11], call.factor, call.padding)
+    o: torch.Tensor = window_step_op_(*call[:-2], call.factor, call.padding)
     return o

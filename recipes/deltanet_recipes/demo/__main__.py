@@ -1,12 +1,12 @@
-"""`python -m deltanet_recipes.demo FOLDER` runs the demo; every step is a command that a user could type.
+"""`python -m deltanet_recipes.demo FOLDER` runs the demo: convert, align, generate, measure.
 
-FOLDER/out holds the teacher, the converted and the aligned model, and the scores. The result is FOLDER/report.md and
+All steps but the last are commands that a user could type. FOLDER/out holds the teacher, the converted and the aligned
+model, and the measurements. The result is FOLDER/report.md and
 the plots beside it. A step whose output exists already is not run again.
 """
 
 from __future__ import annotations
 
-import json
 import resource
 import subprocess
 import sys
@@ -17,13 +17,13 @@ from rich.console import Console
 
 from deltanet_hf.exit_codes import run_command
 from deltanet_hf.publish import Workspace
-from deltanet_recipes.demo.demo_report import Score, write_report
+from deltanet_recipes.demo.demo_report import write_report
 from deltanet_recipes.demo.fetch_teacher import fetch_teacher
+from deltanet_recipes.demo.measure import DemoMeasure, softmax_layers
 
 RECIPE = "demo"
-CALIBRATION_TOKENS = 2048
-TASKS = ("demo_cloze", "demo_repeat")
-PROMPT = "What is the capital of France?"
+CALIBRATION_TOKENS = 4096  # two sequences; half of the default, to save time
+PROMPT = "What is photosynthesis?"
 console = Console()
 
 
@@ -41,31 +41,28 @@ def main() -> None:
     console.rule("2. convert")
     if not (converted / "conversion.json").exists():
         resume = ["--resume"] if Workspace(converted).journal.exists() else []
-        # The demo aligns for a minute and does not distil, so the wiring for an untrained model is the better one.
-        _run("convert", teacher, converted, "--no-training", "--calibration-tokens", CALIBRATION_TOKENS, *resume)
+        _run("convert", teacher, converted, "--calibration-tokens", CALIBRATION_TOKENS, *resume)
 
     console.rule("3. align")
     if not (aligned / "final" / "config.json").exists():
         _run("align", RECIPE, f"student={converted}", f"teacher={teacher}", f"output={aligned}")
 
-    console.rule("4. evaluate")
-    scores = [
-        _score("teacher", teacher, out),
-        _score("teacher, window 64 + 4 sinks", teacher, out, "--window", 64),
-        _score("converted, no training", converted, out),
-        _score("converted, aligned", aligned / "final", out),
-    ]
-
-    console.rule("5. generate")
+    models = {"converted, no training": converted, "converted, aligned": aligned / "final"}
+    console.rule("4. generate")
     answers = {}
-    for name, model in (("teacher", teacher), ("converted, aligned", aligned / "final")):
+    for name, model in {"teacher": teacher, **models}.items():
         answers[name] = _run("generate", model, "--prompt", PROMPT, "--max-new-tokens", 24, "--stats", capture=True)
         console.print(f"[bold]{name}[/]: {answers[name]}")
+
+    console.rule("5. measure")
+    measure = DemoMeasure(teacher, out / "measured.json")
+    students = [measure.student(name, model) for name, model in models.items()]
+    rows = measure.policies(softmax_layers(converted), students[0].megabytes) + students
 
     console.rule("6. report")
     seconds = time.perf_counter() - began
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
-    report = write_report(folder, origin, converted, aligned, scores, PROMPT, answers, seconds, peak)
+    report = write_report(folder, origin, converted, aligned, rows, PROMPT, answers, seconds, peak)
     console.print(report.summary)
     console.print(f"report: {report.path}")
 
@@ -78,15 +75,6 @@ def _run(*arguments: object, capture: bool = False) -> str:
     if run.returncode:
         sys.exit(run.returncode)
     return (run.stdout or "").strip()
-
-
-def _score(name: str, model: Path, out: Path, *options: object) -> Score:
-    """The lm-eval accuracies of `model` on the tasks of the demo, read from an earlier run if there is one."""
-    folder = out / "eval" / name.replace(" ", "_").replace(",", "")
-    if not list(folder.rglob("results_*.json")):
-        _run("eval", model, "--tasks", ",".join(TASKS), "--output_path", folder, "--device", "cpu", *options)
-    results = json.loads(max(folder.rglob("results_*.json")).read_text())["results"]
-    return Score(name, {task: (results[task]["acc,none"], results[task]["acc_stderr,none"]) for task in TASKS})
 
 
 if __name__ == "__main__":

@@ -13,17 +13,10 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from deltanet_recipes.demo.measure import Row, perplexity
 from deltanet_recipes.training.logbook import layer_errors, read_log
 
 ERRORS_PLOT, MEMORY_PLOT = "layer_errors.png", "cache_memory.png"
-
-
-@dataclass(frozen=True)
-class Score:
-    """The accuracies of one model: task -> (accuracy, standard error)."""
-
-    name: str
-    accuracy: dict[str, tuple[float, float]]
 
 
 @dataclass(frozen=True)
@@ -39,7 +32,7 @@ def write_report(
     origin: str,
     converted: Path,
     aligned: Path,
-    scores: list[Score],
+    rows: list[Row],
     prompt: str,
     answers: dict[str, str],
     seconds: float,
@@ -49,6 +42,7 @@ def write_report(
 
     Args:
         origin: where the teacher came from.
+        rows: the measured models.
         converted: folder of the converted model; aligned: folder of the align run.
         answers: the greedy answer to `prompt` by model.
         seconds: duration of the demo; peak_bytes: peak memory of its processes.
@@ -57,9 +51,9 @@ def write_report(
     before, after = layer_errors(read_log(aligned))
     draw_errors(before, after, folder / ERRORS_PLOT)
     draw_memory(conversion["plan"]["cache_bytes"], folder / MEMORY_PLOT)
-    summary = "\n".join(_summary(conversion, before, after, scores, seconds, peak_bytes))
+    summary = "\n".join(_summary(conversion, before, after, rows, seconds, peak_bytes))
     lines = [
-        "# SmolLM2-135M-Instruct without its KV cache",
+        "# SmolLM2-135M-Instruct with a third of its KV cache",
         "",
         f"Made by `make demo` on {os.cpu_count()} CPU cores ({platform.machine()}), Python "
         f"{platform.python_version()}, torch {version('torch')}, transformers {version('transformers')}; "
@@ -85,7 +79,7 @@ def _summary(
     conversion: dict[str, Any],
     before: dict[int, float],
     after: dict[int, float],
-    scores: list[Score],
+    rows: list[Row],
     seconds: float,
     peak_bytes: int,
 ) -> list[str]:
@@ -97,12 +91,12 @@ def _summary(
         f"{_mean(after):.3f} after.",
         f"This run took {seconds / 60:.1f} minutes and at most {peak_bytes / 2**30:.1f} GiB of memory.",
         "",
-        "| model | next word among 4 | word of a repeated passage among 4 |",
-        "|---|---|---|",
+        "| model | MB of 2,048 tokens | KL to the teacher | perplexity of a passage that occurred 896 tokens before |",
+        "|---|---|---|---|",
     ]
-    for score in scores:
-        cells = [f"{100 * value:.0f}% ± {100 * error:.0f}" for value, error in score.accuracy.values()]
-        lines.append(f"| {score.name} | {' | '.join(cells)} |")
+    for row in rows:
+        repeat = "{:.2f} ± {:.2f}".format(*perplexity(row.repeat))
+        lines.append(f"| {row.name} | {row.megabytes:.1f} | {row.kl[0]:.3f} ± {row.kl[1]:.3f} | {repeat} |")
     return lines
 
 
@@ -115,7 +109,7 @@ def draw_errors(before: dict[int, float], after: dict[int, float], path: Path) -
     figure, axes = _canvas()
     axes.bar([i - 0.2 for i in before], list(before.values()), 0.4, label="converted", color="#9ecae1")
     axes.bar([i + 0.2 for i in after], list(after.values()), 0.4, label="aligned", color="#3182bd")
-    axes.set(xlabel="decoder layer", ylabel="relative MSE, held-out text", title="Gated DeltaNet against attention")
+    axes.set(xlabel="decoder layer", ylabel="relative MSE, held-out text", title="converted layers against attention")
     axes.legend()
     figure.savefig(path, dpi=120)
 
@@ -125,7 +119,7 @@ def draw_memory(cache: list[dict[str, int]], path: Path) -> None:
     figure, axes = _canvas()
     contexts = [row["context"] for row in cache]
     axes.loglog(contexts, [row["teacher"] / 2**20 for row in cache], "o-", label="teacher's KV cache", base=2)
-    axes.loglog(contexts, [row["converted"] / 2**20 for row in cache], "o-", label="Gated DeltaNet state", base=2)
+    axes.loglog(contexts, [row["converted"] / 2**20 for row in cache], "o-", label="converted", base=2)
     axes.set(xlabel="tokens of context", ylabel="MiB for one sequence", title="Cache memory during generation")
     axes.grid(alpha=0.3)
     axes.legend()

@@ -1,0 +1,142 @@
+"""Measures the models of the demo on a CPU, beside the teacher under windows with as many bytes as the student."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from deltanet_convert.select.units import evenly
+from deltanet_hf.data import shipped_texts
+from deltanet_hf.evaluation.free_policies import window_of_bytes
+from deltanet_hf.evaluation.measures.scores import Score, mean_score
+from deltanet_hf.evaluation.measures.sequence_bytes import sequence_bytes
+from deltanet_hf.evaluation.measures.text_scores import token_divergences, token_losses
+from deltanet_hf.models.layers import SOFTMAX
+
+LENGTH, BLOCK = 2048, 128  # tokens of running text; tokens whose mean divergence is one sample
+PASSAGE, BETWEEN, PASSAGES = 128, 768, 2  # a passage, other text that is longer than the windows, the passage again
+PART = 32  # tokens of a repeated passage whose mean loss is one sample
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the demo's table.
+
+    Attributes:
+        megabytes: MB of a sequence of 2,048 tokens.
+        kl: KL to the teacher on running text, nats per token, and its standard error.
+        repeat: mean loss in nats per token of a passage that occurred 896 tokens before, and its standard error.
+    """
+
+    name: str
+    megabytes: float
+    kl: tuple[float, float]
+    repeat: tuple[float, float]
+
+
+class DemoMeasure:
+    """Measures models on the end of the shipped text, which conversion and alignment do not read.
+
+    Args:
+        folder: of the teacher.
+        kept: file for the rows, so that a run that was interrupted need not measure them again.
+    """
+
+    def __init__(self, folder: Path, kept: Path) -> None:
+        self.teacher = _load(folder)
+        self.kept = kept
+        self.rows = [_row(values) for values in json.loads(kept.read_text())] if kept.exists() else []
+        text = shipped_texts()[-1].read_text(encoding="utf-8")
+        ids = torch.tensor(AutoTokenizer.from_pretrained(folder)(text, add_special_tokens=False)["input_ids"])
+        self.running = ids[-LENGTH:].unsqueeze(0)
+        parts = ids[-2 * LENGTH : -LENGTH][: PASSAGES * (PASSAGE + BETWEEN)].view(PASSAGES, -1)
+        self.repeats = torch.cat([parts, parts[:, :PASSAGE]], dim=1)
+        with torch.inference_mode():
+            self.logits = self.teacher(self.running, use_cache=False).logits
+
+    def student(self, name: str, folder: Path) -> Row:
+        """The row of a model in a folder."""
+        model = _load(folder)
+        return self._once(name, _narrow(model), lambda: model)
+
+    def policies(self, kept: list[int], megabytes: float) -> list[Row]:
+        """The rows of the teacher, and of the teacher under windows of equal bytes.
+
+        Args:
+            kept: the student's softmax layers.
+            megabytes: the student's memory of a sequence of 2,048 tokens.
+        """
+        narrow = _narrow(self.teacher)
+        rows = [self._once("teacher", narrow, lambda: self.teacher)]
+        spread = [layer for (layer,) in evenly([(i,) for i in range(len(self.teacher.model.layers))], len(kept))]
+        for layers, where in (([], "all layers"), (spread, f"all but {len(kept)} evenly spread layers"), (kept, "")):
+            found = window_of_bytes(narrow, layers, round(megabytes * 1e6), LENGTH)
+            assert found is not None
+            name = f"free: window of {found.window} in {where or f'all but the {len(kept)} chosen layers'}"
+            apply = partial(found.apply, self.teacher)
+            rows.append(self._once(name, found.apply(narrow), apply))
+        return rows
+
+    def _once(self, name: str, narrow: PreTrainedModel, load: Callable[[], PreTrainedModel]) -> Row:
+        """The row of this name; measured unless there is one. The caches of `narrow` have the sizes of the model's."""
+        for row in self.rows:
+            if row.name == name:
+                return row
+        model = load()
+        kl, repeat = self._divergence(model), self._repeat(model)
+        size = sequence_bytes(narrow, LENGTH) / 1e6
+        row = Row(name, size, (kl.value, kl.stderr), (repeat.value, repeat.stderr))
+        self.rows.append(row)
+        self.kept.write_text(json.dumps([asdict(row) for row in self.rows], indent=1))
+        return row
+
+    @torch.inference_mode()
+    def _divergence(self, model: PreTrainedModel) -> Score:
+        logits = self.logits if model is self.teacher else model(self.running, use_cache=False).logits
+        return mean_score(token_divergences(self.logits, logits).view(-1, BLOCK).mean(1).tolist())
+
+    @torch.inference_mode()
+    def _repeat(self, model: PreTrainedModel) -> Score:
+        samples: list[float] = []
+        for ids in self.repeats.split(1):
+            logits = model(ids, use_cache=False, logits_to_keep=PASSAGE + 1).logits[:, :-1]
+            samples += token_losses(logits, ids[:, -PASSAGE:]).view(-1, PART).mean(1).tolist()
+        return mean_score(samples)
+
+
+def softmax_layers(folder: Path) -> list[int]:
+    """The layers of a converted model that keep softmax attention."""
+    layers = json.loads((folder / "config.json").read_text())["deltanet"]["layers"]
+    return [index for index, kind in enumerate(layers) if kind == SOFTMAX]
+
+
+def perplexity(loss: tuple[float, float]) -> tuple[float, float]:
+    """Perplexity and its standard error from a mean loss and its error."""
+    value = math.exp(loss[0])
+    return value, value * loss[1]
+
+
+def _load(folder: Path) -> PreTrainedModel:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+    return model.eval()
+
+
+def _narrow(model: PreTrainedModel) -> PreTrainedModel:
+    """A random bfloat16 model with the same attention heads and little else, whose caches have the same sizes."""
+    config = copy.deepcopy(model.config)
+    config.hidden_size, config.intermediate_size, config.vocab_size = 8, 8, 8
+    config.pad_token_id = config.bos_token_id = config.eos_token_id = None
+    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
+
+
+def _row(values: dict[str, object]) -> Row:
+    numbers = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+    return Row(**numbers)  # type: ignore[arg-type]

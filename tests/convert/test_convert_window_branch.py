@@ -1,0 +1,84 @@
+"""A conversion with windows beside the states is the teacher while a sequence fits into window and sinks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from deltanet_convert.start import START
+from deltanet_hf.mixers.masks import sliding_window
+from deltanet_hf.mixers.state import cache_bytes
+from support.float64 import Float64, float64_logits
+from support.tiny_conversion import quick_start, teacher_folder, tiny_conversion
+from support.tiny_models import LAYERS, tiny_teacher
+
+WINDOW, SINKS = 12, 3
+FITS = WINDOW + SINKS
+IDS = torch.randint(4, 60, (2, 3 * WINDOW + 5), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(autouse=True)
+def short_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gates that nothing was fitted to: the window does not depend on them."""
+    monkeypatch.setitem(START, "gated_deltanet", quick_start)
+
+
+def converted(folder: Path, family: str, **options: Any) -> tuple[Any, dict[str, Any]]:
+    """The model, and the report of its conversion."""
+    teacher = teacher_folder(folder / "teacher", family)
+    changes = (f"window={WINDOW}", f"sinks={SINKS}", *options.pop("changes", ()))
+    report = tiny_conversion(teacher, folder / "out", mixer="gated_deltanet+window", changes=changes, **options)
+    return AutoModelForCausalLM.from_pretrained(folder / "out").eval(), report
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        *((family, ()) for family in ("llama", "qwen3", "granite", "smollm3", "phi3", "olmo2")),
+        ("llama", ("expand_kv=true",)),
+        ("llama", ("expand_kv=true", "shared_kv=true", "k_offset=true")),
+        *((family, ()) for family in ("mistral", "olmo3", "gemma3_text")),
+    ],
+    ids=str,
+)
+def test_a_short_sequence_gets_the_teachers_logits(tmp_path: Path, family: str, changes: tuple[str, ...]) -> None:
+    """A longer one does not, unless the family's own window of 8 fits into the layer's in all layers."""
+    model, _ = converted(tmp_path, family, changes=changes)
+    teacher = tiny_teacher(family)
+    assert model.model.layers[0].self_attn.window_branch.window <= WINDOW
+    found, wanted = (float64_logits(either, IDS) for either in (model, teacher))
+    everywhere = all(sliding_window(model.config, index) for index in range(LAYERS))
+    exact = IDS.shape[1] if everywhere else FITS
+    torch.testing.assert_close(found[:, :exact], wanted[:, :exact], rtol=1e-9, atol=1e-9)
+    assert everywhere == (family == "mistral")
+    assert everywhere or (found - wanted)[:, FITS].abs().max() > 1e-4
+    with Float64(), torch.no_grad():
+        cache, parts = DynamicCache(config=model.config), []
+        for part in IDS[:, :exact].split([4, *[1] * (exact - 4)], dim=1):
+            parts.append(model(part, past_key_values=cache, use_cache=True).logits)
+    torch.testing.assert_close(torch.cat(parts, dim=1), wanted[:, :exact], rtol=1e-9, atol=1e-9)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("family", "layers"), [("llama", "all"), ("gemma3_text", "all"), ("mistral", "every:2")])
+def test_a_cache_holds_what_the_plan_says(tmp_path: Path, family: str, layers: str) -> None:
+    """After three times as many tokens as the window has, and after each of them."""
+    model, report = converted(tmp_path, family, layers=layers)
+    plan = report["plan"]["layers"]
+    states = sum(layer["state_bytes"] for layer in plan)
+    assert states > 0
+    kept = [index for index in range(LAYERS) if not plan[index]["state_bytes"]]
+    for length in (3, WINDOW, IDS.shape[1]):
+        cache = DynamicCache(config=model.config)
+        for part in IDS[:1, :length].split([length - 2, 1, 1], dim=1):
+            model(part, past_key_values=cache, use_cache=True)
+        growing = 0
+        for index in kept:
+            own = sliding_window(model.config, index)  # the family's own cache keeps one token less than its window
+            tokens = length if own is None else min(length, own - 1)
+            growing += plan[index]["kv_bytes_per_token"] * tokens
+        assert cache_bytes(cache) == states + growing

@@ -1,0 +1,170 @@
+"""Models whose layers have a window beside the state: caches, beams, offloading, checkpointing, dtypes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import cpu_offload
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
+
+from deltanet_hf.mixers.state import cache_bytes
+from support.tiny_models import HYBRID, mixed_heads, mixed_table, tiny_mixture, tiny_student
+
+WINDOW, SINKS = 5, 2
+IDS = torch.randint(3, 97, (2, 3 * WINDOW + 6), generator=torch.Generator().manual_seed(7))
+GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+BESIDE: dict[str, Any] = {"mixer": "gated_deltanet+window", "window": WINDOW, "sinks": SINKS, "state_dtype": "float32"}
+
+
+@pytest.fixture(params=["llama", "gemma3_text", "mistral", "deltaproduct"])
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    if request.param == "deltaproduct":
+        return tiny_student("llama", layers=HYBRID, **{**BESIDE, "mixer": "deltaproduct+window"})
+    return tiny_student(request.param, layers=HYBRID, **BESIDE)
+
+
+def held(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> int:
+    """Bytes of all states, as the plan of a conversion counts them."""
+    return sum(layer.self_attn.state_bytes(dtype) for layer in model.model.layers)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+def test_a_cache_has_the_bytes_of_the_plan_at_any_length(family: str, dtype: torch.dtype, state_dtype: str) -> None:
+    model = tiny_student(family, **{**BESIDE, "state_dtype": state_dtype}).to(dtype)
+    cache, sizes = DynamicCache(config=model.config), []
+    for part in IDS.split([1, WINDOW, 2 * WINDOW, *[1] * 5], dim=1):
+        model(part, past_key_values=cache, use_cache=True)
+        sizes.append(cache_bytes(cache))
+    assert cache.get_seq_length() == IDS.shape[1] > 3 * WINDOW
+    assert set(sizes) == {2 * held(model, dtype)}
+    heads, size = model.config.num_key_value_heads, model.model.layers[1].self_attn.head_dim
+    mixer = model.model.layers[1].self_attn
+    places = 5 if family == "mistral" else 7  # the family's own window loses the sinks
+    kept = places * (2 * heads * size * dtype.itemsize + 4) + 4
+    channels = mixer.conv_channels * (mixer.settings.conv_size - 1) * dtype.itemsize
+    state = heads * size * size * (2 if state_dtype == "bfloat16" else 4)
+    assert mixer.state_bytes(dtype) == kept + channels + state
+
+
+def left_padded(ids: torch.Tensor, padding: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows with a shorter first one, and their mask."""
+    mask = torch.ones_like(ids)
+    mask[0, :padding] = 0
+    return ids.masked_fill(mask == 0, 0), mask
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("padding", [SINKS, WINDOW, 3 * WINDOW, IDS.shape[1] - 1])
+def test_beams_of_a_padded_batch(model: PreTrainedModel, padding: int) -> None:
+    """With a cache as without one, and the padded row as alone; its prompt may be shorter than the window."""
+    ids, mask = left_padded(IDS, padding)
+    options = {**GREEDY, "num_beams": 3}
+    beams = model.generate(ids, attention_mask=mask, **options)
+    assert model.generate(ids, attention_mask=mask, use_cache=False, **options).tolist() == beams.tolist()
+    alone = model.generate(ids[:1, padding:], **options)
+    assert beams[0, padding:].tolist() == alone[0].tolist()
+
+
+@torch.no_grad()
+def test_a_static_cache_gives_the_same_tokens_and_is_reset(model: PreTrainedModel) -> None:
+    ids, mask = left_padded(IDS, 4)
+    dynamic = model.generate(ids, attention_mask=mask, **GREEDY)
+    static = model.generate(ids, attention_mask=mask, cache_implementation="static", disable_compile=True, **GREEDY)
+    assert static.tolist() == dynamic.tolist()
+    cache = StaticCache(config=model.config, max_cache_len=32)
+    first = model(IDS, past_key_values=cache, use_cache=True).logits
+    addresses = [tensor.data_ptr() for index in HYBRID for tensor in cache.layers[index].state.values()]
+    cache.reset()
+    torch.testing.assert_close(model(IDS, past_key_values=cache, use_cache=True).logits, first)
+    assert addresses == [tensor.data_ptr() for index in HYBRID for tensor in cache.layers[index].state.values()]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("where", ["cpu", "disk"])
+def test_offloaded_weights_are_exact(model: PreTrainedModel, where: str, tmp_path: Path) -> None:
+    model.save_pretrained(tmp_path / "model")
+    if where == "cpu":
+        offloaded = cpu_offload(AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval(), torch.device("cpu"))
+    else:
+        resident = ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head")
+        device_map = dict.fromkeys(resident, "cpu") | {f"model.layers.{i}": "disk" for i in range(4)}
+        offloaded = AutoModelForCausalLM.from_pretrained(
+            tmp_path / "model", device_map=device_map, offload_folder=tmp_path / "offload"
+        ).eval()
+        assert any(p.is_meta for p in offloaded.parameters())
+    assert torch.equal(offloaded(IDS).logits, model(IDS).logits)
+    assert offloaded.generate(IDS, **GREEDY).equal(model.generate(IDS, **GREEDY))
+
+
+def test_assigned_weights_serve_and_train(model: PreTrainedModel) -> None:
+    """`load_state_dict(assign=True)` puts the given tensors themselves into the model; `dropout` is not among them."""
+    other = type(model)(model.config).eval()
+    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    other.load_state_dict(tensors, assign=True)
+    key = "model.layers.0.self_attn.window_branch.slopes.near_slope"
+    assert other.get_parameter(key).data_ptr() == tensors[key].data_ptr()
+    with torch.no_grad():
+        assert torch.equal(other(IDS).logits, model(IDS).logits)
+    other.train()(IDS, labels=IDS).loss.backward()
+    assert [name for name, p in other.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0] == []
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_drops_the_same_windows_again(model: PreTrainedModel, reentrant: bool) -> None:
+    model.train()
+    for index in HYBRID:
+        model.model.layers[index].self_attn.window_branch.dropout.fill_(0.5)
+
+    def gradients(seed: int) -> list[torch.Tensor]:
+        torch.manual_seed(seed)
+        model.zero_grad()
+        model(IDS.repeat(2, 1), labels=IDS.repeat(2, 1), use_cache=False).loss.backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    plain, others = gradients(0), gradients(1)
+    assert any(not torch.allclose(one, other) for one, other in zip(plain, others, strict=True))
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+    for one, other in zip(plain, gradients(0), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_autocast_over_float32_weights_trains(model: PreTrainedModel) -> None:
+    model.train()
+    exact = model(IDS, labels=IDS).loss
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(IDS, labels=IDS).loss
+    loss.backward()
+    torch.testing.assert_close(loss.float(), exact, rtol=3e-2, atol=0)
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_the_slopes_stay_float32(model: PreTrainedModel, tmp_path: Path) -> None:
+    model.to(torch.bfloat16).save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    slopes = [p for name, p in loaded.named_parameters() if name.endswith("_slope")]
+    assert {p.dtype for p in slopes} == {torch.float32}
+    assert len(slopes) == 2 * len(HYBRID)
+    assert loaded.model.layers[0].self_attn.window_branch.share_proj.weight.dtype == torch.bfloat16
+
+
+@torch.no_grad()
+def test_linear_heads_with_a_window_beside_other_heads() -> None:
+    """In mixed heads the window's bytes are those of its heads only, and rows do not depend on each other."""
+    both = mixed_heads("window", "linear").settings.linear.to_dict() | {"window": WINDOW, "sinks": SINKS}
+    model = tiny_mixture("llama", mixed_table("softmax", "linear", linear=both))
+    ids, mask = left_padded(IDS, WINDOW + SINKS)
+    cache = DynamicCache(config=model.config)
+    model(IDS, past_key_values=cache, use_cache=True)
+    growing = sum(2 * layer.self_attn.growing_heads * 8 * IDS.shape[1] * 4 for layer in model.model.layers)
+    assert cache_bytes(cache) == 2 * (held(model) + growing)
+    batch = model.generate(ids, attention_mask=mask, **GREEDY)
+    alone = model.generate(ids[:1, WINDOW + SINKS :], **GREEDY)
+    assert batch[0, WINDOW + SINKS :].tolist() == alone[0].tolist()

@@ -1,0 +1,48 @@
+"""The demo's measurements on models whose figures are known, and its table."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from deltanet_hf.evaluation.measures.sequence_bytes import sequence_bytes
+from deltanet_recipes.demo import measure as demo
+from support.tiny_run import make_models
+
+STATE = {"window": 4, "expand_kv": False, "state_dtype": "bfloat16"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    make_models(tmp_path, layers=(0, 2), **STATE)
+    for name, value in {"LENGTH": 64, "BLOCK": 16, "PASSAGE": 16, "BETWEEN": 32, "PART": 8}.items():
+        monkeypatch.setattr(demo, name, value)
+    return tmp_path
+
+
+def test_the_demo_compares_equal_bytes(folder: Path) -> None:
+    measure = demo.DemoMeasure(folder / "teacher", folder / "measured.json")
+    student = measure.student("student", folder / "student")
+    assert demo.softmax_layers(folder / "student") == [1]
+    teacher, everywhere, spread, chosen = measure.policies([1], student.megabytes)
+    assert teacher.kl == (0.0, 0.0)
+    assert teacher.megabytes == sequence_bytes(measure.teacher.bfloat16(), demo.LENGTH) / 1e6
+    assert spread.name != chosen.name != everywhere.name
+    for policy in (everywhere, spread, chosen):
+        assert policy.name.startswith("free: window of ")
+        assert student.megabytes <= policy.megabytes < teacher.megabytes
+        assert policy.kl[0] > 0
+    again = demo.DemoMeasure(folder / "teacher", folder / "measured.json")
+    assert again.student("student", folder / "no such folder") == student
+    assert len(json.loads((folder / "measured.json").read_text())) == 5
+
+
+def test_a_copy_of_the_teacher_has_no_divergence(folder: Path) -> None:
+    measure = demo.DemoMeasure(folder / "teacher", folder / "measured.json")
+    copy = measure.student("copy", folder / "teacher")
+    assert copy.kl[0] == pytest.approx(0.0, abs=1e-6)
+    assert copy.repeat == measure.policies([1], copy.megabytes / 2)[0].repeat
+    assert demo.perplexity((math.log(3.0), 0.5)) == pytest.approx((3.0, 1.5))
