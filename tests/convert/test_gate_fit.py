@@ -30,6 +30,11 @@ def prepared(
     return layer, GateFit(layer, samples), samples, kwargs
 
 
+@pytest.fixture
+def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate_fit, "STEPS", 6)
+
+
 def scatter(fit: GateFit) -> None:
     """Sets fitted values that all differ, so that no result is correct only because they are constant."""
     with torch.no_grad():
@@ -125,6 +130,7 @@ def test_sequences_beyond_the_kept_ones_are_the_same(monkeypatch: pytest.MonkeyP
     torch.testing.assert_close(samples[2].q, kept.kept[2].q)
 
 
+@pytest.mark.usefixtures("few_steps")
 @pytest.mark.parametrize("tokens", [1, 2, 65])
 def test_short_and_ragged_sequences(tokens: int) -> None:
     _, fit, samples, _ = prepared(sequences=1, tokens=tokens)
@@ -133,6 +139,7 @@ def test_short_and_ragged_sequences(tokens: int) -> None:
     assert all(bool(parameter.isfinite().all()) for parameter in fit.parameters())
 
 
+@pytest.mark.usefixtures("few_steps")
 @torch.no_grad()
 def test_a_silent_teacher_leaves_finite_values() -> None:
     layer, fit, samples, _ = prepared(sequences=1, tokens=8)
