@@ -51,7 +51,7 @@ class ConstantDecay(Mixer):
         keep_state: bool,
         cu_seqlens: torch.Tensor | None,
     ) -> tuple[torch.Tensor, State]:
-        return delta_rule(q, k, v, *gates, state, keep_state, cu_seqlens, recurrent=q.shape[1] == 1)
+        return delta_rule(q, k, v, *gates, state, keep_state, cu_seqlens, q.shape[1] == 1, "float32")
 
     def recurrent_shapes(self) -> dict[str, TensorShape]:
         return {"state": TensorShape((self.num_states, self.head_dim, self.head_dim), torch.float32)}
