@@ -57,12 +57,16 @@ class ConstantDecay(Mixer):
         return {"state": TensorShape((self.num_states, self.head_dim, self.head_dim), torch.float32)}
 
 
-@pytest.fixture(params=[*(name for name in MIXERS if name != MixedHeads.name), ConstantDecay.name])
-def mixer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The name of each mixer in turn; the fit is short."""
+@pytest.fixture
+def short_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate_fit, "STEPS", 6)
     monkeypatch.setattr(gate_fit, "HALF_LIVES", (2.0, 64.0))
     monkeypatch.setattr(gate_fit, "STRENGTHS", (0.05, 0.5))
+
+
+@pytest.fixture(params=[*(name for name in MIXERS if name != MixedHeads.name), ConstantDecay.name])
+def mixer(request: pytest.FixtureRequest, short_fit: None, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of each mixer in turn; the fit is short."""
     monkeypatch.setitem(MIXERS, ConstantDecay.name, ConstantDecay)
     return str(request.param)
 
@@ -73,9 +77,27 @@ def test_conversion_loads_and_decodes(tmp_path: Path, mixer: str, layers: str) -
     teacher = teacher_folder(tmp_path / "teacher", "qwen3")
     report = tiny_conversion(teacher, tmp_path / "out", mixer=mixer, layers=layers)
     converted = [index for index in range(LAYERS) if layers == "all" or index % 2 == 0]
-    assert [layer["index"] for layer in report["layers"]] == report["plan"]["converted_layers"] == converted
+    check_result(tmp_path / "out", report, converted, mixer)
 
-    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+
+@pytest.mark.usefixtures("short_fit")
+@torch.no_grad()
+def test_a_window_beside_the_state_converts_loads_and_decodes(tmp_path: Path) -> None:
+    teacher = teacher_folder(tmp_path / "teacher", "qwen3", num_hidden_layers=2)
+    changes = ("window=8", "sinks=1", "state_dtype=float32")  # a rounded state would differ from step to step
+    report = tiny_conversion(
+        teacher, tmp_path / "out", layers="every:2", mixer="gated_deltanet+window", changes=changes
+    )
+    check_result(tmp_path / "out", report, [0], "gated_deltanet")
+    (layer,) = report["layers"]
+    assert layer["softmax_error"] < 1e-5
+    assert layer["fit_mse"] < min(1.0, layer["search_mse"])
+
+
+def check_result(folder: Path, report: dict[str, Any], converted: list[int], mixer: str) -> None:
+    """The model in `folder` is the planned one and decodes as it computes complete rows."""
+    assert [layer["index"] for layer in report["layers"]] == report["plan"]["converted_layers"] == converted
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(info.values()), info
     assert sorted(LayerTable.of(model.config).converted) == converted
     for index in converted:
