@@ -205,6 +205,19 @@ def test_tokens_out_of_sight_are_not_seen(step_: Callable[..., torch.Tensor]) ->
 
 
 @pytest.mark.parametrize("step_", SIDES)
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+def test_a_share_may_saturate(step_: Callable[..., torch.Tensor]) -> None:
+    """One head takes `far` alone, the other the window alone, without overflow on the way."""
+    case = Step("saturated", T=9, window=3, sinks=1, HQ=2)
+    x, cache = make(case), empty(case)
+    x["share_logit"][:] = torch.tensor([1e4, -1e4], device=DEVICE)
+    o = run(step_, x, cache)[:, 4:].cpu()
+    near = truth(x | {"far": None})[:, 4:]
+    assert relative_error(o[:, :, :1], x["far"].cpu().double()[:, 4:, :1]) < 1e-6
+    assert relative_error(o[:, :, 1:], near[:, :, 1:]) < 1e-6
+
+
+@pytest.mark.parametrize("step_", SIDES)
 def test_memory_around_stays_as_it_is(step_: Callable[..., torch.Tensor], poisoned_memory: None) -> None:
     case = Step("between", T=9, window=4, sinks=2)
     x = make(case)

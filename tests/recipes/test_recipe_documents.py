@@ -65,7 +65,7 @@ def test_hybrids_stand_beside_their_free_policies(tmp_path: Path) -> None:
         "needles_2k": 33.0,
         "needles_2k_se": 1.0,
     }
-    row |= {"cells": cells, "relative": {"needles_2k": 50.0, "needles_2k_se": 2.0}}
+    row |= {"needles_2k_se": 1.0, "cells": cells, "relative": {"needles_2k": 50.0, "needles_2k_se": 2.0}}
     ahead = {
         "free": {"better": ["kl_1k"], "worse": ["needles_2k"]},
         "free_window": {"better": ["needles_2k"], "worse": []},

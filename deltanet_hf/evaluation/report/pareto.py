@@ -71,7 +71,7 @@ def draw_pareto(axes: Axes, points: Sequence[Point], ylabel: str, xlabel: str, h
         axes.errorbar(point.megabytes, point.value, point.stderr, capsize=2, markersize=5, zorder=2, **style)
     axes.set_xscale("log")
     sizes = [point.megabytes for point in points]
-    axes.set_xlim(min(sizes) / 2.2, max(sizes) * 1.9)
+    axes.set_xlim(min(sizes) / 2.2, max(sizes) * 2.6)
     low, high = axes.get_xlim()
     ticks = [step * 10.0**power for power in range(-3, 6) for step in (1, 2, 5)]
     ticks = [tick for tick in ticks if low <= tick <= high]

@@ -156,8 +156,10 @@ def measure_step(B: int, window: int, bandwidth: float) -> list[dict[str, Any]]:
     def call(form: Callable[..., torch.Tensor], kept: Cache) -> torch.Tensor:
         return form(q, k, v, window, SINKS, *kept, logit, far, *slopes)
 
-    rest = (*cache(torch.float64), logit, far.double(), *slopes)
-    wanted = torch_window_step_(WindowStepCall(q.double(), k.double(), v.double(), window, SINKS, *rest))
+    wide = q.double(), k.double(), v.double()
+    wanted = torch_window_step_(
+        WindowStepCall(*wide, window, SINKS, *cache(torch.float64), logit, far.double(), *slopes)
+    )
     caches = [cache() for _ in range(max(1, min(64, 2**28 // size)))]
     rows = []
     for name, form in (

@@ -1,12 +1,13 @@
 """`python -m deltanet_recipes.demo FOLDER` runs the demo: convert, align, generate, measure.
 
 All steps but the last are commands that a user could type. FOLDER/out holds the teacher, the converted and the aligned
-model, and the measurements. The result is FOLDER/report.md and
-the plots beside it. A step whose output exists already is not run again.
+model, and the measurements. The result is FOLDER/report.md and the plots beside it. A step whose output exists already
+is not run again.
 """
 
 from __future__ import annotations
 
+import json
 import resource
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from deltanet_hf.data import shipped_texts
 from deltanet_hf.exit_codes import run_command
 from deltanet_hf.publish import Workspace
 from deltanet_recipes.demo.demo_report import write_report
@@ -45,7 +47,10 @@ def main() -> None:
 
     console.rule("3. align")
     if not (aligned / "final" / "config.json").exists():
-        _run("align", RECIPE, f"student={converted}", f"teacher={teacher}", f"output={aligned}")
+        # The last text is measured on; conversion reads no calibration text from the last fifth of all.
+        sources = json.dumps([{"path": str(path)} for path in shipped_texts()[:-1]])
+        paths = (f"student={converted}", f"teacher={teacher}", f"output={aligned}", f"data.sources={sources}")
+        _run("align", RECIPE, *paths)
 
     models = {"converted, no training": converted, "converted, aligned": aligned / "final"}
     console.rule("4. generate")
@@ -61,7 +66,7 @@ def main() -> None:
 
     console.rule("6. report")
     seconds = time.perf_counter() - began
-    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+    peak = 1024 * max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_CHILDREN, resource.RUSAGE_SELF))
     report = write_report(folder, origin, converted, aligned, rows, PROMPT, answers, seconds, peak)
     console.print(report.summary)
     console.print(f"report: {report.path}")

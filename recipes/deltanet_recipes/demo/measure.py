@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from deltanet_convert.select.units import evenly
 from deltanet_hf.data import shipped_texts
-from deltanet_hf.evaluation.free_policies import window_of_bytes
+from deltanet_hf.evaluation.free_policies import WindowPolicy, window_of_bytes
 from deltanet_hf.evaluation.measures.scores import Score, mean_score
 from deltanet_hf.evaluation.measures.sequence_bytes import sequence_bytes
 from deltanet_hf.evaluation.measures.text_scores import token_divergences, token_losses
@@ -64,8 +64,12 @@ class DemoMeasure:
 
     def student(self, name: str, folder: Path) -> Row:
         """The row of a model in a folder."""
-        model = _load(folder)
-        return self._once(name, _narrow(model), lambda: model)
+
+        def load() -> tuple[PreTrainedModel, ...]:
+            model = _load(folder)
+            return model, _narrow(model)
+
+        return self._once(name, load)
 
     def policies(self, kept: list[int], megabytes: float) -> list[Row]:
         """The rows of the teacher, and of the teacher under windows of equal bytes.
@@ -75,22 +79,25 @@ class DemoMeasure:
             megabytes: the student's memory of a sequence of 2,048 tokens.
         """
         narrow = _narrow(self.teacher)
-        rows = [self._once("teacher", narrow, lambda: self.teacher)]
+        rows = [self._once("teacher", lambda: (self.teacher, narrow))]
         spread = [layer for (layer,) in evenly([(i,) for i in range(len(self.teacher.model.layers))], len(kept))]
         for layers, where in (([], "all layers"), (spread, f"all but {len(kept)} evenly spread layers"), (kept, "")):
             found = window_of_bytes(narrow, layers, round(megabytes * 1e6), LENGTH)
             assert found is not None
             name = f"free: window of {found.window} in {where or f'all but the {len(kept)} chosen layers'}"
-            apply = partial(found.apply, self.teacher)
-            rows.append(self._once(name, found.apply(narrow), apply))
+            rows.append(self._once(name, partial(_both, found, self.teacher, narrow)))
         return rows
 
-    def _once(self, name: str, narrow: PreTrainedModel, load: Callable[[], PreTrainedModel]) -> Row:
-        """The row of this name; measured unless there is one. The caches of `narrow` have the sizes of the model's."""
+    def _once(self, name: str, load: Callable[[], tuple[PreTrainedModel, ...]]) -> Row:
+        """The row of this name; measured unless there is one.
+
+        Args:
+            load: makes the model, and a small model whose caches have the same sizes.
+        """
         for row in self.rows:
             if row.name == name:
                 return row
-        model = load()
+        model, narrow = load()
         kl, repeat = self._divergence(model), self._repeat(model)
         size = sequence_bytes(narrow, LENGTH) / 1e6
         row = Row(name, size, (kl.value, kl.stderr), (repeat.value, repeat.stderr))
@@ -127,6 +134,10 @@ def perplexity(loss: tuple[float, float]) -> tuple[float, float]:
 def _load(folder: Path) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
     return model.eval()
+
+
+def _both(policy: WindowPolicy, *models: PreTrainedModel) -> tuple[PreTrainedModel, ...]:
+    return tuple(policy.apply(model) for model in models)
 
 
 def _narrow(model: PreTrainedModel) -> PreTrainedModel:
