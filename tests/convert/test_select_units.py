@@ -178,7 +178,7 @@ def test_probes_share_no_key_value_or_template_with_the_evaluation() -> None:
     for kind in FORMATS:
         rng = random.Random(0)
         words = {word.lower() for _ in range(50) for word in kind.keys(rng, 6)}
-        assert not words & set(recall_tasks._ITEMS)
+        assert not words & set(recall_tasks.ITEMS)
         values = [kind.value(rng).strip(' "') for _ in range(50)]
         assert not any(value.isdigit() or value.islower() for value in values)  # codes; pairs of words
         assert "secret" not in kind.statement + kind.question
