@@ -10,9 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from deltanet_convert.start import START
+from deltanet_convert.start.calibration import LayerCalibration
+from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
 from deltanet_hf.mixers.masks import sliding_window
 from deltanet_hf.mixers.state import cache_bytes
-from support.float64 import Float64, float64_logits
 from support.tiny_conversion import quick_start, teacher_folder, tiny_conversion
 from support.tiny_models import LAYERS, tiny_teacher
 
@@ -23,8 +24,14 @@ IDS = torch.randint(4, 60, (2, 3 * WINDOW + 5), generator=torch.Generator().manu
 
 @pytest.fixture(autouse=True)
 def short_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gates that nothing was fitted to: the window does not depend on them."""
-    monkeypatch.setitem(START, "gated_deltanet", quick_start)
+    """Gates and shares that were fitted to nothing: the window does not depend on them."""
+
+    def start(attention: Any, layer: GatedDeltaNet, calibration: LayerCalibration, fit_memory: bool) -> dict[str, Any]:
+        layer.window_branch.share_proj.weight.normal_(0, 0.1)
+        layer.window_branch.share_proj.bias.fill_(1.0)
+        return quick_start(attention, layer, calibration, fit_memory)
+
+    monkeypatch.setitem(START, "gated_deltanet", start)
 
 
 def converted(folder: Path, family: str, **options: Any) -> tuple[Any, dict[str, Any]]:
@@ -35,6 +42,12 @@ def converted(folder: Path, family: str, **options: Any) -> tuple[Any, dict[str,
     return AutoModelForCausalLM.from_pretrained(folder / "out").eval(), report
 
 
+def close(ours: torch.Tensor, expected: torch.Tensor) -> None:
+    """Equal up to the rounding of float32."""
+    torch.testing.assert_close(ours, expected, rtol=2e-5, atol=2e-5)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
@@ -50,17 +63,16 @@ def test_a_short_sequence_gets_the_teachers_logits(tmp_path: Path, family: str, 
     model, _ = converted(tmp_path, family, changes=changes)
     teacher = tiny_teacher(family)
     assert model.model.layers[0].self_attn.window_branch.window <= WINDOW
-    found, wanted = (float64_logits(either, IDS) for either in (model, teacher))
+    found, wanted = model(IDS).logits, teacher(IDS).logits
     everywhere = all(sliding_window(model.config, index) for index in range(LAYERS))
     exact = IDS.shape[1] if everywhere else FITS
-    torch.testing.assert_close(found[:, :exact], wanted[:, :exact], rtol=1e-9, atol=1e-9)
+    close(found[:, :exact], wanted[:, :exact])
     assert everywhere == (family == "mistral")
-    assert everywhere or (found - wanted)[:, FITS].abs().max() > 1e-4
-    with Float64(), torch.no_grad():
-        cache, parts = DynamicCache(config=model.config), []
-        for part in IDS[:, :exact].split([4, *[1] * (exact - 4)], dim=1):
-            parts.append(model(part, past_key_values=cache, use_cache=True).logits)
-    torch.testing.assert_close(torch.cat(parts, dim=1), wanted[:, :exact], rtol=1e-9, atol=1e-9)
+    assert everywhere or (found - wanted)[:, FITS].abs().max() > 1e-2
+    cache, parts = DynamicCache(config=model.config), []
+    for part in IDS[:, :exact].split([4, 1, 1, exact - 6], dim=1):
+        parts.append(model(part, past_key_values=cache, use_cache=True).logits)
+    close(torch.cat(parts, dim=1), wanted[:, :exact])
 
 
 @torch.no_grad()

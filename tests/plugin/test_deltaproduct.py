@@ -88,8 +88,9 @@ def test_interleaved_steps_are_the_recurrence(rule: str, heads: tuple[int, int, 
 @pytest.mark.parametrize("expand_kv", [True, False])
 @pytest.mark.parametrize("steps", [2, 3])
 def test_the_layer_decays_first_writes_its_own_step_last_and_reads(steps: int, expand_kv: bool) -> None:
-    """Without convolution, norm and gate the layer is the recurrence between its projections."""
+    """Without convolution, offset, norm and gate the layer is the recurrence between its projections."""
     changes = {"conv_size": 0, "output_norm": "none", "output_gate": False, "rope": False, "qk_activation": "none"}
+    changes["k_offset"] = False
     model = tiny_student("llama", mixer="deltaproduct", num_householder=steps, expand_kv=expand_kv, **changes).double()
     mixer: Any = model.model.layers[0].self_attn
     x = torch.randn(1, 7, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(3))

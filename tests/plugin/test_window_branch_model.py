@@ -19,7 +19,7 @@ GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id
 BESIDE: dict[str, Any] = {"mixer": "gated_deltanet+window", "window": WINDOW, "sinks": SINKS, "state_dtype": "float32"}
 
 
-@pytest.fixture(params=["llama", "gemma3_text", "mistral", "deltaproduct"])
+@pytest.fixture(params=["llama", "gemma3_text", "deltaproduct"])
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     if request.param == "deltaproduct":
         return tiny_student("llama", layers=HYBRID, **{**BESIDE, "mixer": "deltaproduct+window"})
@@ -33,8 +33,7 @@ def held(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> int:
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mistral"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("dtype", "state_dtype"), [(torch.float32, "bfloat16"), (torch.bfloat16, "float32")], ids=str)
 def test_a_cache_has_the_bytes_of_the_plan_at_any_length(family: str, dtype: torch.dtype, state_dtype: str) -> None:
     model = tiny_student(family, **{**BESIDE, "state_dtype": state_dtype}).to(dtype)
     cache, sizes = DynamicCache(config=model.config), []
@@ -60,7 +59,7 @@ def left_padded(ids: torch.Tensor, padding: int) -> tuple[torch.Tensor, torch.Te
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("padding", [SINKS, WINDOW, 3 * WINDOW, IDS.shape[1] - 1])
+@pytest.mark.parametrize("padding", [WINDOW, IDS.shape[1] - 1])
 def test_beams_of_a_padded_batch(model: PreTrainedModel, padding: int) -> None:
     """With a cache as without one, and the padded row as alone; its prompt may be shorter than the window."""
     ids, mask = left_padded(IDS, padding)
@@ -115,8 +114,7 @@ def test_assigned_weights_serve_and_train(model: PreTrainedModel) -> None:
     assert [name for name, p in other.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0] == []
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_gradient_checkpointing_drops_the_same_windows_again(model: PreTrainedModel, reentrant: bool) -> None:
+def test_gradient_checkpointing_drops_the_same_windows_again(model: PreTrainedModel) -> None:
     model.train()
     for index in HYBRID:
         model.model.layers[index].self_attn.window_branch.dropout.fill_(0.5)
@@ -129,9 +127,7 @@ def test_gradient_checkpointing_drops_the_same_windows_again(model: PreTrainedMo
 
     plain, others = gradients(0), gradients(1)
     assert any(not torch.allclose(one, other) for one, other in zip(plain, others, strict=True))
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    if reentrant:
-        model.enable_input_require_grads()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for one, other in zip(plain, gradients(0), strict=True):
         torch.testing.assert_close(one, other)
 
