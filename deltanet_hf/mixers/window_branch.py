@@ -141,6 +141,7 @@ class WindowBranch(Part):
 
         Called without gradients, where `can_step`. Shapes are those of `forward` with T = 1; outputs at padding are 0.
         """
+        slope = torch.promote_types(q.dtype, torch.float32)
         return window_step_(
             q,
             k,
@@ -153,8 +154,8 @@ class WindowBranch(Part):
             state["count"],
             self.share_proj(x),
             far,
-            self.slopes.far_slope.float(),
-            self.slopes.near_slope.float(),
+            self.slopes.far_slope.to(slope),
+            self.slopes.near_slope.to(slope),
             self.family_window,
             self.scale,
             padding,

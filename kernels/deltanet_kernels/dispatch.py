@@ -359,8 +359,8 @@ def window_step_(
         keys, values: kept keys and values [B, HK, S, D], dtype of k, contiguous.
         numbers: number of the token at each place, 0 if empty [B, S] int32, contiguous.
         count: tokens that each row has seen [B] int32, contiguous; below 2**23.
-        share_logit, far, far_slope, near_slope: [B, 1, HQ], [B, 1, HQ, D], [HQ] float32 and [HQ] float32, given
-            together or not at all.
+        share_logit, far, far_slope, near_slope: [B, 1, HQ], [B, 1, HQ, D], [HQ] and [HQ] float32 (float64 is taken too
+            where q is float64), given together or not at all.
         reach: number of last tokens, its own included, that count towards `unseen`; >= 1, None for all.
         scale: factor of the scores, D**-0.5 by default.
         padding: [B, 1] bool, True in rows whose cache stays as it is; their outputs are 0.

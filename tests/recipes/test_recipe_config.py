@@ -150,7 +150,7 @@ def test_shipped_recipes_are_listed_and_copied(place: Path, monkeypatch: pytest.
     recipes_command()
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(shipped_recipes())
-    assert "  SmolLM2-135M-Instruct, every layer converted, 9.9M tokens" in "\n".join(lines)
+    assert "  SmolLM2-135M-Instruct, every layer a state alone, 9.9M tokens" in "\n".join(lines)
     recipes_command("smollm2-135m-10m")
     assert Path("smollm2-135m-10m.yaml").read_bytes() == shipped_recipes()["smollm2-135m-10m"].read_bytes()
     for copy in (None, place / "smollm2-135m-10m.yaml"):

@@ -31,24 +31,20 @@ class Branch(nn.Module):
         self.dropout: torch.Tensor
         self.register_buffer("dropout", torch.zeros(()), persistent=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, q: Any, k: Any, v: Any, far: torch.Tensor, *state: Any
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         self.seen.append(float(self.dropout))
         assert self.training or float(self.dropout) == 0.0
         share = self.share_proj(x).sigmoid().mean(-1, keepdim=True)
         dropped = torch.rand(len(x), 1, 1) < self.dropout
-        return torch.where(dropped, torch.ones_like(share), share)
+        return far * torch.where(dropped, torch.ones_like(share), share).unsqueeze(-1), {}
 
 
 def with_branches(student: nn.Module) -> nn.Module:
     for mixer in mixers(student).values():
         if getattr(mixer, "window_branch", None) is None:
             mixer.window_branch = Branch()
-
-            def scaled(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: tuple) -> tuple:
-                x = kwargs["hidden_states"]
-                return output[0] * module.window_branch(x), *output[1:]
-
-            mixer.register_forward_hook(scaled, with_kwargs=True)
     return student
 
 

@@ -78,7 +78,7 @@ def check_window_step(call: WindowStepCall) -> None:
         wanted = {"padding": torch.bool, "far_slope": torch.float32, "near_slope": torch.float32}.get(name)
         if wanted is None:
             _require_float(name, tensor)
-        elif tensor.dtype != wanted:
+        elif tensor.dtype != wanted and not (wanted is torch.float32 and tensor.dtype is q.dtype is torch.float64):
             raise TypeError(f"{name}: got dtype {tensor.dtype}, needs {wanted}")
 
 
