@@ -133,10 +133,11 @@ def instrument(at_call: Callable[[int], bool], *, after: bool) -> list[int]:
             dies = at_call(counter[0])
             if dies and not after:
                 os.kill(os.getpid(), signal.SIGKILL)
-            result = function(*args, **kwargs)
-            if dies:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return result
+            try:
+                return function(*args, **kwargs)
+            finally:  # also behind a call that fails, such as the removal of a file that is not there
+                if dies:
+                    os.kill(os.getpid(), signal.SIGKILL)
 
         return wrapped
 
