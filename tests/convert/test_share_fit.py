@@ -56,7 +56,7 @@ def attention(made: WindowBranch, q: Tensor, k: Tensor, v: Tensor, sees: Tensor)
 
 
 def masks(family_window: int | None, window: int, sinks: int) -> tuple[Tensor, Tensor]:
-    """What the teacher's attention sees, and the part of it that the window misses: both [T, T]."""
+    """The tokens that the teacher's attention sees, and those of them that the window misses: both [T, T]."""
     place = torch.arange(TOKENS)
     distance = place[:, None] - place
     sees = distance >= 0

@@ -30,7 +30,7 @@ STUDENTS: dict[str, Callable[[str], PreTrainedModel]] = {
     ),
     "mixed heads": lambda family: tiny_mixture(family, mixed_mixture_table()),
 }
-IN_EVERY_FAMILY = ("faithful", "window", "mixture")
+IN_EVERY_FAMILY = ("faithful", "window")
 REPRESENTATIVES = ("llama", "gemma3_text", "phi3")  # of the families, for the other students; the rest is slow
 
 

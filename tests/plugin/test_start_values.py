@@ -1,4 +1,4 @@
-"""What a loaded model has where its checkpoint has no tensor: start values, never memory without a value."""
+"""A loaded model has start values where its checkpoint has no tensor, never memory without a value."""
 
 from __future__ import annotations
 

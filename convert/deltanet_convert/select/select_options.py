@@ -52,7 +52,7 @@ class SelectOptions:
         return self.method not in ("uniform", EXPORTABLE)
 
     def settings(self, length: int) -> dict[str, Any]:
-        """What the scores depend on, as the file records it; `length`: of the probes, cut to the teacher's context."""
+        """The options that the scores depend on, for the file; `length` is that of the probes, cut to the context."""
         if not self.measured:
             return {}
         return {"window": self.window, "sinks": self.sinks, "length": length, "probes": self.probes}

@@ -1,4 +1,4 @@
-"""What a model gives for its bytes: points over MB per sequence, and the frontier of what costs no training."""
+"""Quality and recall over MB per sequence: points, and the frontier of the models that cost no training."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class References:
         return Measured.from_dict(self._kept(name, lambda: compute().to_dict()))
 
     def _kept(self, name: str, compute: Callable[[], Any]) -> Any:
-        """What the file of this name holds; written first if there is none."""
+        """The contents of the file of this name; written first if there is none."""
         path = self.folder / f"{name}-{self.key}.json"
         if not path.is_file():
             partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
