@@ -16,6 +16,7 @@ the kernels; `config.py` holds the sizes that they are launched with.
     inverse (I + L)^-1             solve.py                  any chip, dtype and head size up to 256
     both in one                    hopper/solve.py           sm_90, bfloat16, K = 64 or 128, HQ = H, complete chunks
     states and outputs             states.py                 any chip, dtype and head size up to 256
+    sums over query heads          query_sums.py             backward, where several query heads read one state
     gradients of the states        states_backward.py        any chip, dtype and head size up to 256
     gradients within a chunk       gradients_pairs.py, then  any chip, dtype and head size up to 256
                                    gradients_inputs.py

@@ -1,9 +1,9 @@
 """Chunked gated delta rule on CUDA: the launches, their registration with PyTorch, and the entry point.
 
-Forward: scores.py and solve.py, or hopper/solve.py for both, then states.py. Backward: states_backward.py, then
-gradients_pairs.py and gradients_inputs.py, or gradients_64.py or hopper/gradients_128.py for both. The package
-docstring says which kernel serves which call and defines the symbols. `Kept` lists what the forward pass keeps for
-the backward pass.
+Forward: scores.py and solve.py, or hopper/solve.py for both, then states.py. Backward: query_sums.py where query heads
+share states, states_backward.py, then gradients_pairs.py and gradients_inputs.py, or gradients_64.py or
+hopper/gradients_128.py for both. The package docstring says which kernel serves which call and defines the symbols.
+`Kept` lists what the forward pass keeps for the backward pass.
 
 Short names in this file: Tm is T, h the states S [chunks, HV, V, K], vn the values V', dh and dw the gradients of S and
 W, ht and dht the final state and its gradient.
@@ -30,12 +30,14 @@ from deltanet_kernels.gated_delta_rule.config import (
     chunk_config,
     product_precision,
     slices,
+    summed_stages,
     tile_width,
 )
 from deltanet_kernels.gated_delta_rule.gradients_64 import joint_gradients_kernel
 from deltanet_kernels.gated_delta_rule.gradients_inputs import input_gradients_kernel
 from deltanet_kernels.gated_delta_rule.gradients_pairs import pair_gradients_kernel
 from deltanet_kernels.gated_delta_rule.hopper import select as hopper
+from deltanet_kernels.gated_delta_rule.query_sums import query_sums_kernel
 from deltanet_kernels.gated_delta_rule.row_factors import ChunkInputs, ChunkTensors
 from deltanet_kernels.gated_delta_rule.scores import scores
 from deltanet_kernels.gated_delta_rule.segments import chunk_spans, compose, composes, segments_for
@@ -255,6 +257,22 @@ def _fake_chunk_backward(
     return (*grads, q.new_empty(state, dtype=torch.float32), dA, dbias)
 
 
+def _query_sums(q, factors, P, do, chunks: Chunks, HV: int, BK: int, config: ChunkConfig, flags):
+    """A [chunks, HV, V, C] and R [chunks, HV, V, K] of query_sums.py; None where no query heads share a state."""
+    (HQ, K), V, C = q.shape[2:], do.shape[3], config.C
+    if HQ <= HV or not chunks.count:
+        return None, None
+    A, R = (q.new_empty(chunks.count, HV, V, size, dtype=torch.float32) for size in (C, K))
+    BV = config.pair_BV
+    launch(
+        query_sums_kernel, chunks.count * HV * cdiv(V, BV),
+        q, factors, P, do, A, R, chunks.cu_seqlens, chunks.row_of_chunk, chunks.first_chunk, q.shape[1],
+        q.shape[0] * q.shape[1], *q.stride()[:3], *do.stride()[:3], HV=HV, HQ=HQ, K=K, V=V, BK=BK, BV=BV, **flags,
+        num_warps=config.pair_warps, num_stages=1,
+    )  # fmt: skip
+    return A, R
+
+
 @operator(_fake_chunk_backward)
 def chunk_backward(
     do: torch.Tensor, dht: torch.Tensor | None,
@@ -284,10 +302,10 @@ def chunk_backward(
     programs *= cdiv(V, BV)
     common = {
         **sizes, **flags, "BV": BV, "SEGMENTS": segments, "num_warps": warps,
-        # More query heads per state take more shared memory per stage.
-        "STAGES": max(1, config.grad_stages - max(HQ // HV, 1) + 1),
+        "STAGES": config.grad_stages if HQ <= HV else summed_stages(config, sizes["BK"], BV, k.element_size()),
     }  # fmt: skip
-    inputs = (q, k, factors, Tm, P, do)
+    A, R = _query_sums(q, factors, P, do, chunks, HV, sizes["BK"], config, flags)
+    inputs = (q, k, factors, Tm, P, do, A, R)
     strides = (*q_strides, *k_strides, *o_strides)
     start = dht
     if segments > 1:

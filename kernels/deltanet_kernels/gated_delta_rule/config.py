@@ -121,6 +121,15 @@ def slices(BV: int, warps: int, V: int, states: int, processors: int) -> tuple[i
     return BV, warps
 
 
+def summed_stages(config: ChunkConfig, BK: int, BV: int, element_size: int) -> int:
+    """Pipeline stages of the backward state kernel where it reads the float32 sums of query_sums.py.
+
+    A stage holds K and T of a chunk and one tile of each sum; together they stay within 200 KiB of shared memory.
+    """
+    stage = element_size * config.C * (BK + config.C) + 4 * BV * (BK + config.C)
+    return max(1, min(config.grad_stages, 200 * 1024 // stage))
+
+
 def product_precision(precision: str, dtype: torch.dtype) -> str:
     """Triton's input_precision of matrix products; "auto": as set by torch.set_float32_matmul_precision."""
     if precision != "auto":

@@ -5,6 +5,7 @@ The backward pass solves the transposed system of (I + L) V' = W. dS is the grad
     this file, sequential:
         dV' = rev (K dS) + P^T dO;  dW = T^T dV';  dV = beta dW;  dU = -gamma dV
         dS <- e^{G_last} dS + K^T dU + scale Q^T (gamma dO)
+        (where query heads share a state, query_sums.py has summed P^T dO and scale Q^T (gamma dO) over them)
     gradients_pairs.py, all chunks in parallel, from V', dW and dO (terms between two tokens of a chunk):
         dP = tril(dO V'^T);  Z = scale D dP
         dL = -tril(dW V'^T, -1);  E = beta D dL
@@ -37,7 +38,7 @@ from deltanet_kernels.gated_delta_rule.segments import N_BACK, WALK_BACK, load_s
 
 @triton.jit(do_not_specialize=["T"])
 def states_backward_kernel(
-    q, k, factors, Tm, P, do, dht, dh, dw, dh0, table, cu_seqlens, first_chunk, T, tokens,
+    q, k, factors, Tm, P, do, A, R, dht, dh, dw, dh0, table, cu_seqlens, first_chunk, T, tokens,
     q_row, q_token: tl.constexpr, q_head, k_row, k_token: tl.constexpr, k_head, o_row, o_token: tl.constexpr, o_head,
     H: tl.constexpr, HV: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, VARLEN: tl.constexpr, FULL: tl.constexpr,
@@ -45,6 +46,8 @@ def states_backward_kernel(
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Process chunks in reverse, write dS [V, K] and dW; one program per (sequence, segment, state head, slice of V).
+
+    HQ > HV: A and R are those of query_sums.py, and q, P and do are not read.
 
     Not KEEP: compute only N' of each segment, where it is used, into dh0 as the gradient that enters the previous one.
     """
@@ -69,8 +72,6 @@ def states_backward_kernel(
     if FINAL:
         dS += load_tile(dht + state * K * V + outer, mS, FULL).to(tl.float32)
 
-    GROUP: tl.constexpr = HQ // HV if HQ > HV else 1
-    HO: tl.constexpr = HQ if HQ > HV else HV
     k_base = k + row * k_row + (head // (HV // H)).to(tl.int64) * k_head + begin * k_token
     q_base = q + row * q_row + begin * q_token
     do_base = do + row * o_row + begin * o_token
@@ -105,17 +106,18 @@ def states_backward_kernel(
         _, _, rev_r, _ = row_factors(state_factors(factors, plane), at_row, i, live, FULL)
         dVn *= rev_r[None, :]
         dS = dS * fade
-        for m in tl.static_range(GROUP):
-            out = head * GROUP + m
-            do_from = do_base + out.to(tl.int64) * o_head + token * o_token
+        if HQ > HV:
+            sums = ((chunk + t) * HV + head) * V
+            dVn += load_tile(A + sums * C + (e[:, None] * C + i[None, :]), me[:, None] & (i[None, :] < C), FULL)
+            dS += load_tile(R + sums * K + at, mS, FULL)
+        else:
+            do_from = do_base + head.to(tl.int64) * o_head + token * o_token
             do_tile = load_tile(do_from + do_at, live[None, :] & me[:, None], FULL).to(dtype)
-            P_tile = tl.load(P + ((chunk + t) * HO + out) * (C * C) + square)
+            P_tile = tl.load(P + ((chunk + t) * HV + head) * (C * C) + square)
             dVn = tl.dot(do_tile, P_tile, dVn, input_precision=PRECISION)
-            q_from = q_base + (out // (HO // HQ)).to(tl.int64) * q_head + token * q_token
+            q_from = q_base + (head // (HV // HQ)).to(tl.int64) * q_head + token * q_token
             q_tile = load_tile(q_from + q_at, live[:, None] & md[None, :], FULL)
-            _, read_i, _, _ = row_factors(
-                output_factors(factors, plane), out.to(tl.int64) * tokens + flat + token, i, live, FULL
-            )
+            _, read_i, _, _ = row_factors(output_factors(factors, plane), at_row, i, live, FULL)
             read = (read_i[None, :] * do_tile.to(tl.float32)).to(dtype)
             dS = tl.dot(read, q_tile, dS, input_precision=PRECISION)
         dW = tl.dot(dVn.to(dtype), T_tile, input_precision=PRECISION)

@@ -104,7 +104,9 @@ class StageRun:
         with self.runtime.autocast():
             objective.measure_scales(feed.evaluation(self._sample(feed)))
         if self.runtime.compile:
-            compile_layers(list(objective.mixers.values()))
+            # Parts of the teacher's layers, so that the hooks that tap its attention stay outside of compiled code.
+            parts = [part for layer in decoder_layers(teacher) for part in layer.children()]
+            compile_layers([*objective.mixers.values(), *parts])
         self.runtime.shard(objective, [*decoder_layers(teacher), *objective.mixers.values()], teacher)
         self._train(objective, feed, lambda: self._evaluate(objective, feed))
         objective.close()
