@@ -7,10 +7,13 @@ from dataclasses import replace
 
 from deltanet_hf.mixers.attention_shape import BESIDE_WINDOW
 from deltanet_hf.mixers.base import Mixer
+from deltanet_hf.mixers.deltanet import DeltaNet
 from deltanet_hf.mixers.deltaproduct import DeltaProduct
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
+from deltanet_hf.mixers.gated_linear import GatedLinear
 from deltanet_hf.mixers.layer_kind import LayerKind
 from deltanet_hf.mixers.mixed_heads import MixedHeads
+from deltanet_hf.mixers.retention import Retention
 from deltanet_hf.mixers.settings import MixerSettings
 from deltanet_hf.mixers.window import WindowAttention
 
@@ -20,6 +23,9 @@ MIXERS: dict[str, type[LayerKind]] = {
         GatedDeltaNet,
         DeltaProduct,
         WindowAttention,
+        DeltaNet,
+        GatedLinear,
+        Retention,
         MixedHeads,
     )
 }

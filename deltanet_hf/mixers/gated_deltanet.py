@@ -50,10 +50,17 @@ class GatedDeltaNet(Mixer):
     title: ClassVar[str] = "Gated DeltaNet"
     fp32: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias", *WindowBranch.FP32)
     without_lora: ClassVar[tuple[str, ...]] = ("a_proj", "b_proj", "share_proj")  # one output per head
+    fused_step: ClassVar[bool] = True
+    """Whether the fused decoding step computes this rule."""
+    erases: ClassVar[bool] = True
+    """Whether a write erases what its key held."""
+    a_proj: Any  # nn.Linear, or None in a rule whose decay does not come from the input
+    b_proj: Any  # nn.Linear, or None in a rule without a write strength
+    decay: Any  # a part, or None in a rule without decay
 
     @classmethod
     def default_settings(cls, profile: str, training: bool = True) -> MixerProjections:
-        if profile == "qwen3_5":
+        if profile == "qwen3_5" and cls is GatedDeltaNet:
             return cls.Settings(**QWEN3_5)
         return super().default_settings(profile, training)
 
@@ -73,6 +80,10 @@ class GatedDeltaNet(Mixer):
     def strength(self, b: Tensor) -> Tensor:
         """Write strength in float32 from its logit b: up to 1, or up to 2 with `allow_neg_eigval`."""
         return b.float().sigmoid() * self.max_strength
+
+    def strength_logit(self, beta: Tensor) -> Tensor:
+        """The logit at which a key of the usual length is written with the strength beta (0 < beta < 1)."""
+        return (beta / self.max_strength).logit()
 
     @property
     def max_strength(self) -> int:
@@ -100,8 +111,10 @@ class GatedDeltaNet(Mixer):
     ) -> Tensor | None:
         """By one kernel between the projections, where the parameters of the parts can be read.
 
-        A second kernel computes the window beside the state.
+        A second kernel computes the window beside the state. None for rules and convolutions that it does not compute.
         """
+        if not self.fused_step or (self.conv1d is not None and self.settings.conv_on == "k"):
+            return None
         read = (self.decay, self.norm, self.conv1d, self.k_offset)
         if not all(is_plain(part) for part in read if part is not None):
             return None
@@ -117,11 +130,9 @@ class GatedDeltaNet(Mixer):
             q,
             k,
             v,
-            self.a_proj(x),
-            self.b_proj(x),
+            *self.logits(x),
             state["state"],
-            self.decay.A_log,
-            self.decay.dt_bias,
+            *self.decay_parameters(),
             None if self.conv1d is None else self.conv1d.weight.squeeze(1),
             state.get("conv_tail"),
             None if self.g_proj is None else self.g_proj(x),
@@ -140,6 +151,14 @@ class GatedDeltaNet(Mixer):
             output = self.window_branch.step(x, q, k, v, output, state, padding)
         return self.o_proj(output.flatten(-2))
 
+    def logits(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits of decay and write strength [B, T, HV] for the fused step."""
+        return self.a_proj(x), self.b_proj(x)
+
+    def decay_parameters(self) -> tuple[Tensor, Tensor]:
+        """A_log and dt_bias [HV] for the fused step."""
+        return self.decay.A_log, self.decay.dt_bias
+
 
 def delta_rule(
     q: Tensor,
@@ -152,8 +171,9 @@ def delta_rule(
     cu_seqlens: Tensor | None,
     recurrent: bool,
     state_dtype: str,
+    unit_length: bool = True,
 ) -> tuple[Tensor, State]:
-    """The gated delta rule with q and k brought to unit length, on a mixer's state; arguments as in `Mixer.mix`.
+    """The gated delta rule, by default with q and k at unit length, on a mixer's state; arguments as in `Mixer.mix`.
 
     `recurrent` takes the tokens one by one, which is the faster way for very few; it has no gradients on CUDA. The new
     state is rounded to bfloat16 if `state_dtype` says so.
@@ -168,7 +188,7 @@ def delta_rule(
         beta,
         initial_state=before,
         output_final_state=keep_state,
-        use_qk_l2norm_in_kernel=True,
+        use_qk_l2norm_in_kernel=unit_length,
         cu_seqlens=cu_seqlens,
     )
     if new_state is None:
