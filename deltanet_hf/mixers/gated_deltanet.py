@@ -85,6 +85,9 @@ class GatedDeltaNet(Mixer):
         """The logit at which a key of the usual length is written with the strength beta (0 < beta < 1)."""
         return (beta / self.max_strength).logit()
 
+    def adapt_to(self, q: Tensor, k: Tensor) -> None:
+        """Set what the rule derives from a teacher's q [n, T, HQ, D] and k [n, T, HV, D]; most derive nothing."""
+
     @property
     def max_strength(self) -> int:
         return 2 if self.settings.allow_neg_eigval else 1

@@ -45,6 +45,7 @@ def start_gated_deltanet(
     if not fit_memory:
         draw_memory(layer, float(getattr(attention.config, "initializer_range", 0.02)))
     samples = Samples(attention, layer, calibration.hidden_states, calibration.kwargs)
+    layer.adapt_to(samples.kept[0].q, samples.kept[0].k)
     fit = GateFit(layer, samples, fit_memory)
     shares = [] if layer.k_offset is None else choose_key_offset(layer, fit, samples)
     search_memory(fit, samples.search_part())
