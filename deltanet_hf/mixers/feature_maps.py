@@ -17,7 +17,7 @@ def elu_features(x: Tensor) -> Tensor:
 def taylor_features(x: Tensor) -> Tensor:
     """x [..., d] -> [..., 1 + d + d(d+1)/2], with phi(q)^T phi(k) = 1 + s + s^2 / 2 >= 1/2 for s = q^T k."""
     row, column = torch.triu_indices(x.shape[-1], x.shape[-1], device=x.device)
-    factor = torch.where(row == column, 0.5**0.5, 1.0).to(x.dtype)
+    factor = torch.ones(len(row), dtype=x.dtype, device=x.device).masked_fill(row == column, 0.5**0.5)
     return torch.cat([torch.ones_like(x[..., :1]), x, x[..., row] * x[..., column] * factor], dim=-1)
 
 

@@ -54,6 +54,8 @@ class GatedDeltaNet(Mixer):
     """Whether the fused decoding step computes this rule."""
     erases: ClassVar[bool] = True
     """Whether a write erases what its key held."""
+    fits_memory: ClassVar[bool] = True
+    """Whether it has a decay or a write strength that a start from a teacher fits."""
     a_proj: Any  # nn.Linear, or None in a rule whose decay does not come from the input
     b_proj: Any  # nn.Linear, or None in a rule without a write strength
     decay: Any  # a part, or None in a rule without decay

@@ -57,6 +57,7 @@ class Linear(GatedLinear):
     title: ClassVar[str] = "linear attention"
     Settings: ClassVar[type[MixerProjections]] = LinearSettings
     settings: LinearSettings  # type: ignore[assignment]
+    fits_memory: ClassVar[bool] = False
 
     def add_gates(self) -> None:
         self.a_proj = self.b_proj = self.decay = None

