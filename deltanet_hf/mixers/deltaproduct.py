@@ -7,11 +7,11 @@ query. With S_{t,0} = exp(g_t) S_{t-1},
     S_t = S_{t,n_h}        o_t = D^-0.5 q_t^T S_t
 
 The transition matrix is a product of n_h Householder-like factors instead of one, so a token can write n_h
-associations. With strengths of at most 1 every factor contracts: the product of two has real eigenvalues from 0 to 1, so
-it neither rotates nor reflects, and more of them turn a little at most. With `allow_neg_eigval` a strength of 2 makes a
-factor a reflection, and two reflections are a rotation. To the gated delta rule this is a
-sequence n_h times as long, in which the first write of each token decays (g = 0 at the others) and the last one is
-read, so the operators are those of Gated DeltaNet.
+associations. With strengths of at most 1 every factor contracts: the product of two has real eigenvalues from 0 to 1,
+so it neither rotates nor reflects, and more of them turn a little at most. With `allow_neg_eigval` a strength of 2
+makes a factor a reflection, and two reflections are a rotation. To the gated delta rule this is a sequence n_h times as
+long, in which the first write of each token decays (g = 0 at the others) and the last one is read, so the operators are
+those of Gated DeltaNet.
 """
 
 from __future__ import annotations

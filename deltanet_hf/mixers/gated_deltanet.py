@@ -8,10 +8,10 @@ q and k have unit length; beta = sigmoid(b_proj(x)) and g = -exp(A_log) softplus
 RMSNorm(o) * weight * silu(g_proj(x)), through o_proj.
 
 With `allow_neg_eigval`, beta = 2 sigmoid(b_proj(x)): the factors I - beta k k^T then have eigenvalues down to -1, which
-tracking a state requires (arXiv 2411.12537). The strength may be exactly 2, because a smaller cap forgets: with 1.992, a
-value that every token turns round has .61 of its size after 64 tokens, and nothing of it is left after 1,024. With 2 it
-keeps its size, because the operator brings k to a length just below 1: on a CPU, 8,192 reflections at one key changed
-the norm by at most .6% in float32 and in bfloat16. Keys rounded to bfloat16 and used as they are would let it grow.
+tracking a state requires (arXiv 2411.12537). The strength may be exactly 2, because a smaller cap forgets: with 1.992,
+a value that every token turns round has .61 of its size after 64 tokens, and nothing of it is left after 1,024. With 2
+it keeps its size, because the operator brings k to a length just below 1: on a CPU, 8,192 reflections at one key
+changed the norm by at most .6% in float32 and in bfloat16.
 """
 
 from __future__ import annotations
