@@ -88,8 +88,9 @@ class Linear(GatedLinear):
         q, k, v, dtype = wide_range(q, k, v)
         q, k = (elu_features(q), elu_features(k)) if self.features is None else self.features(q, k)
         v = F.pad(v, (0, 1), value=1.0)
+        g, beta = gates
         recurrent, state_dtype = q.shape[1] == 1, self.settings.state_dtype
-        output, state = additive_rule(q, k, v, *gates, state, keep_state, cu_seqlens, recurrent, state_dtype, False)
+        output, state = additive_rule(q, k, v, g, beta, state, keep_state, cu_seqlens, recurrent, state_dtype, False)
         return (output[..., :-1] / output[..., -1:].clamp_min(TINY)).to(dtype), state
 
     def adapt_to(self, q: Tensor, k: Tensor) -> None:
