@@ -23,7 +23,7 @@ PAGES = [ROOT / "README.md", ROOT / "recipes/README.md", *sorted((ROOT / "docs")
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 UsageError = typer.BadParameter.__mro__[1]  # of Click, which newer versions of Typer contain
-EXAMPLE = re.compile(r"<!-- example: retention [^\n]*-->\n```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+EXAMPLE = re.compile(r"<!-- example: relu_attention [^\n]*-->\n```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 def name(page: Path) -> str:
@@ -97,21 +97,21 @@ def test_recipes_modules_and_scripts_exist(page: Path) -> None:
 
 
 @pytest.fixture
-def retention(monkeypatch: pytest.MonkeyPatch) -> type[Mixer]:
+def relu_attention(monkeypatch: pytest.MonkeyPatch) -> type[Mixer]:
     """The mixer of docs/contributing.md, registered."""
     match = EXAMPLE.search((ROOT / "docs/contributing.md").read_text(encoding="utf-8"))
     assert match is not None
-    module = types.ModuleType("retention_example")
+    module = types.ModuleType("relu_attention_example")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     exec(compile(match[1], "docs/contributing.md", "exec"), vars(module))
-    mixer: type[Mixer] = vars(module)["Retention"]
+    mixer: type[Mixer] = vars(module)["ReluAttention"]
     monkeypatch.setitem(MIXERS, mixer.name, mixer)
     return mixer
 
 
-def test_the_example_of_a_mixer_works(retention: type[Mixer]) -> None:
-    model = tiny_student("llama", mixer=retention.name)
-    assert isinstance(model.model.layers[0].self_attn, retention)
+def test_the_example_of_a_mixer_works(relu_attention: type[Mixer]) -> None:
+    model = tiny_student("llama", mixer=relu_attention.name)
+    assert isinstance(model.model.layers[0].self_attn, relu_attention)
     tokens = torch.randint(3, 97, (2, 11), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(tokens)
     mask[0, :4] = 0

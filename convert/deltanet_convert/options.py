@@ -82,7 +82,8 @@ class ConvertOptions:
                 "--no-training: --profile qwen3_5 fixes the settings, with or without training; leave out one of the "
                 "two"
             )
-        if not self.fit_memory and not issubclass(self._recommended()[0], GatedDeltaNet):
+        kind = self._recommended()[0]
+        if not self.fit_memory and not (issubclass(kind, GatedDeltaNet) and kind.fits_memory):
             raise UserError(f"--no-fit-memory: no decay is fitted in layers of --mixer {self.mixer}; leave it out")
 
     def table(self, num_layers: int, softmax: Iterable[int]) -> LayerTable:

@@ -7,10 +7,16 @@ from dataclasses import replace
 
 from deltanet_hf.mixers.attention_shape import BESIDE_WINDOW
 from deltanet_hf.mixers.base import Mixer
+from deltanet_hf.mixers.comba import Comba
+from deltanet_hf.mixers.deltanet import DeltaNet
 from deltanet_hf.mixers.deltaproduct import DeltaProduct
+from deltanet_hf.mixers.efla import Efla
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
+from deltanet_hf.mixers.gated_linear import GatedLinear
 from deltanet_hf.mixers.layer_kind import LayerKind
+from deltanet_hf.mixers.linear import Linear
 from deltanet_hf.mixers.mixed_heads import MixedHeads
+from deltanet_hf.mixers.retention import Retention
 from deltanet_hf.mixers.settings import MixerSettings
 from deltanet_hf.mixers.window import WindowAttention
 
@@ -20,6 +26,12 @@ MIXERS: dict[str, type[LayerKind]] = {
         GatedDeltaNet,
         DeltaProduct,
         WindowAttention,
+        Linear,
+        Retention,
+        GatedLinear,
+        DeltaNet,
+        Efla,
+        Comba,
         MixedHeads,
     )
 }

@@ -17,6 +17,7 @@ from deltanet_hf.mixers.settings import MixerSettings, check_at_least, check_boo
 Activation = Literal["silu", "none"]
 OutputNorm = Literal["none", "shared", "per_head"]
 StateDtype = Literal["float32", "bfloat16"]
+ConvolvedParts = Literal["qkv", "k"]
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class MixerProjections(MixerSettings):
     rope: bool  # the teacher's rotary embedding on q and k
     qk_norm: bool  # the teacher's learned q/k norms, where it has them
     qkv_bias: bool  # the teacher's biases of the q, k and v projections, where it has them
-    conv_size: int  # taps of the causal depthwise convolution on q|k|v; 0 for none
+    conv_size: int  # taps of the causal depthwise convolution; 0 for none
     qk_activation: Activation
     v_activation: Activation
     output_norm: OutputNorm  # RMSNorm over a head's output, its weight shared by the heads or one per head
@@ -39,6 +40,7 @@ class MixerProjections(MixerSettings):
     state_dtype: StateDtype = "float32"  # of the state in the cache; the arithmetic is float32
     window: int = 0  # tokens of a softmax window beside the state; 0 for none
     sinks: int = 4  # first tokens of a sequence that the window sees too
+    conv_on: ConvolvedParts = "qkv"  # what the convolution acts on
 
     def validate(self, where: str) -> None:
         for name, allowed in (
@@ -46,6 +48,7 @@ class MixerProjections(MixerSettings):
             ("v_activation", Activation),
             ("output_norm", OutputNorm),
             ("state_dtype", StateDtype),
+            ("conv_on", ConvolvedParts),
         ):
             check_choice(where, name, getattr(self, name), get_args(allowed))
         for name in (

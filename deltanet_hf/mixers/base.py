@@ -89,8 +89,14 @@ class Mixer(LayerKind, nn.Module):
 
     @property
     def conv_channels(self) -> int:
-        """C: channels of q, k and v as the states read them."""
-        return self.q_proj.out_features + self.kv_repeats * (self.k_proj.out_features + self.v_proj.out_features)
+        """C: channels of the convolution: those of q, k and v as the states read them, or of k alone."""
+        k, v = (self.writes_per_token * self.kv_repeats * part.out_features for part in (self.k_proj, self.v_proj))
+        return k if self.settings.conv_on == "k" else self.q_proj.out_features + k + v
+
+    @property
+    def writes_per_token(self) -> int:
+        """Keys and values that a token gives each state."""
+        return 1
 
     def add_gates(self) -> None:
         """Make the modules that `gates` uses."""
@@ -263,7 +269,10 @@ class Mixer(LayerKind, nn.Module):
         (q, k, v), conv_tail = self.repeated(*parts), None
         if self.conv1d is not None:
             tail = None if state is None else state["conv_tail"]
-            (q, k, v), conv_tail = self.conv1d((q, k, v), padding, tail, keep_state, cu_seqlens)
+            if self.settings.conv_on == "k":
+                (k,), conv_tail = self.conv1d((k,), padding, tail, keep_state, cu_seqlens)
+            else:
+                (q, k, v), conv_tail = self.conv1d((q, k, v), padding, tail, keep_state, cu_seqlens)
         q, k, v = self._rotated(q, k, v, position_embeddings)
         if self.k_offset is not None:
             k = self.k_offset(k)

@@ -7,10 +7,11 @@ query. With S_{t,0} = exp(g_t) S_{t-1},
     S_t = S_{t,n_h}        o_t = D^-0.5 q_t^T S_t
 
 The transition matrix is a product of n_h Householder-like factors instead of one, so a token can write n_h
-associations. With strengths of at most 1 every factor contracts, and the product cannot rotate; with `allow_neg_eigval`
-a strength of 2 makes a factor a reflection, and two reflections are a rotation. To the gated delta rule this is a
-sequence n_h times as long, in which the first write of each token decays (g = 0 at the others) and the last one is
-read, so the operators are those of Gated DeltaNet.
+associations. With strengths of at most 1 every factor contracts: the product of two has real eigenvalues from 0 to 1,
+so it neither rotates nor reflects, and more of them turn a little at most. With `allow_neg_eigval` a strength of 2
+makes a factor a reflection, and two reflections are a rotation. To the gated delta rule this is a sequence n_h times as
+long, in which the first write of each token decays (g = 0 at the others) and the last one is read, so the operators are
+those of Gated DeltaNet.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from torch.nn import functional as F
 
 from deltanet_hf.mixers.attention_shape import MixerProjections
 from deltanet_hf.mixers.gated_deltanet import CLOSED_GATE, GatedDeltaNet, delta_rule
-from deltanet_hf.mixers.layer_kind import PositionEmbeddings
 from deltanet_hf.mixers.settings import check_at_least
 from deltanet_hf.mixers.state import State
 
@@ -87,6 +87,7 @@ class DeltaProduct(GatedDeltaNet):
 
     name: ClassVar[str] = "deltaproduct"
     title: ClassVar[str] = "Gated DeltaProduct"
+    fused_step: ClassVar[bool] = False  # it writes once
     Settings: ClassVar[type[MixerProjections]] = DeltaProductSettings
     settings: DeltaProductSettings  # type: ignore[assignment]
     householder: nn.ModuleList
@@ -98,9 +99,8 @@ class DeltaProduct(GatedDeltaNet):
         return super().default_settings(profile, training)
 
     @property
-    def conv_channels(self) -> int:
-        writes = self.kv_repeats * (self.k_proj.out_features + self.v_proj.out_features)
-        return self.q_proj.out_features + self.settings.num_householder * writes
+    def writes_per_token(self) -> int:
+        return self.settings.num_householder
 
     def add_gates(self) -> None:
         super().add_gates()
@@ -137,18 +137,12 @@ class DeltaProduct(GatedDeltaNet):
         keep_state: bool,
         cu_seqlens: Tensor | None,
     ) -> tuple[Tensor, State]:
-        n_h, tokens = self.settings.num_householder, q.shape[1]
+        n_h, tokens = gates[1].shape[-1] // gates[0].shape[-1], q.shape[1]
         q, k, v, g, beta = interleave(q, k, v, *gates)
         cu_seqlens = None if cu_seqlens is None else cu_seqlens * n_h
         dtype = self.settings.state_dtype
         output, state = delta_rule(q, k, v, g, beta, state, keep_state, cu_seqlens, tokens == 1, dtype)
         return output[:, n_h - 1 :: n_h], state
-
-    def step(
-        self, x: Tensor, position_embeddings: PositionEmbeddings | None, state: State, padding: Tensor | None
-    ) -> Tensor | None:
-        """None: the fused step writes once."""
-        return None
 
 
 def interleave(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, ...]:

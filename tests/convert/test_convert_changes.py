@@ -141,6 +141,8 @@ def test_a_wrong_change_is_one_clear_error(changes: tuple[str, ...], words: str)
         ({"profile": "qwen3_5", "changes": ("rope=true",)}, "^--set rope=true: --profile qwen3_5 fixes the settings"),
         ({"profile": "qwen3_5", "training": False}, "^--no-training: --profile qwen3_5 fixes the settings"),
         ({"mixer": "window", "fit_memory": False}, "^--no-fit-memory: no decay is fitted .* --mixer window"),
+        ({"mixer": "linear", "fit_memory": False}, "^--no-fit-memory: no decay is fitted .* --mixer linear"),
+        ({"mixer": "comba", "profile": "qwen3_5"}, "^--profile: got 'qwen3_5', but comba has only faithful"),
     ],
 )
 def test_options_that_do_not_fit_together_are_refused(options: dict[str, Any], message: str) -> None:

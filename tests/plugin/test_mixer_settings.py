@@ -92,6 +92,21 @@ def test_a_strength_above_1_turns_what_was_stored(mixer: dict[str, Any]) -> None
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_reflections_at_one_key_keep_the_size_of_the_state(dtype: torch.dtype) -> None:
+    """A value that every token turns round is still there after 1,024 of them, with the right sign."""
+    layer = mixer_of(tiny_student("llama", allow_neg_eigval=True, qk_activation="none", **BARE))
+    key, value = torch.randn(2, 1, 1, 4, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
+    k, v = key.expand(1, 1024, -1, -1), torch.cat([value, torch.zeros(1, 1023, 4, 8, dtype=dtype)], dim=1)
+    beta = layer.strength(torch.full((1, 1024, 4), 1e4))
+    beta[:, 0] = 1
+    assert beta[:, 1:].eq(2).all()
+    output, _ = layer.mix(k, k, v, (torch.zeros(1, 1024, 4), beta), None, False, None)
+    signs = 1 - 2 * (torch.arange(1024) % 2).view(1, 1024, 1, 1)
+    torch.testing.assert_close(output * signs, output[:, :1].expand_as(output), rtol=2e-2, atol=2e-3)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("mixer", MIXERS, ids=["gated_deltanet", "deltaproduct"])
 def test_a_bfloat16_state_costs_half_and_is_rounded_after_each_call(mixer: dict[str, Any], family: str) -> None:

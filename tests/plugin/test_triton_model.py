@@ -72,6 +72,8 @@ def test_gradients_of_the_whole_model(mixer: str, profile: str, send: Callable[[
         ("gated_deltanet", "qwen3_5", 0, {"gated_delta_step_"}),
         ("gated_deltanet", "faithful", 3, {"gated_delta_step_", "window_step_"}),
         ("deltaproduct", "faithful", 0, {"fused_recurrent_gated_delta_rule"}),
+        ("deltanet", "faithful", 0, {"gated_delta_step_"}),
+        ("comba", "faithful", 0, {"fused_recurrent_gated_delta_rule"}),
     ],
 )
 def test_prefill_and_decoding_with_a_cache(

@@ -32,6 +32,7 @@ WIRING = {
     "output_gate": (True, "Qwen3.5 gates the output"),
     "gate_bias": (False, "Qwen3.5's gates have no bias"),
     "shared_kv": (False, "Qwen3.5's linear layers have a value projection per state"),
+    "conv_on": ("qkv", "Qwen3.5 convolves q, k and v"),
     "k_offset": (False, "Qwen3.5 subtracts nothing from the keys"),
     "allow_neg_eigval": (False, "Qwen3.5's write strengths are at most 1"),
     "state_dtype": ("float32", "Qwen3.5's runtimes keep the state in float32"),

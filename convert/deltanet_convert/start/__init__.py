@@ -25,6 +25,12 @@ rules that fit no decay ignore it. A rule draws random numbers from torch's glob
 START: dict[str, StartRule] = {
     "gated_deltanet": start_gated_deltanet,
     "deltaproduct": start_deltaproduct,
+    "linear": start_gated_deltanet,
+    "retention": start_gated_deltanet,
+    "gated_linear": start_gated_deltanet,
+    "deltanet": start_gated_deltanet,
+    "efla": start_gated_deltanet,
+    "comba": start_gated_deltanet,
     "window": start_window,
     "mixed_heads": start_mixed_heads,
 }

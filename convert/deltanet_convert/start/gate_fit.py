@@ -1,5 +1,8 @@
 """Fits the parameters that Gated DeltaNet has beyond the teacher's attention to that attention's output.
 
+Rules that derive from Gated DeltaNet are fitted in the same way, each through its own recurrence; a gate that a rule
+does not have is left out.
+
 The teacher's own parameters do not change. Decay, write strength, output gate and the weight of the output norm are
 fitted on calibration text: Adam, through the operator, minimises the relative squared error of the layer's output. Two
 measures keep the number of steps at some tens:
@@ -27,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
-from deltanet_kernels import chunk_gated_delta_rule, gated_rms_norm
+from deltanet_kernels import gated_rms_norm
 
 from .samples import Sample, Samples
 from .share_fit import ShareFit
@@ -61,11 +64,13 @@ class GateFit(nn.Module):
         rank = len(self.basis)
         f = (x @ self.basis.T).flatten(0, 1)
         self.ones = torch.linalg.solve(f.T @ f + RIDGE * len(f) * torch.eye(rank), f.sum(0))  # f . ones ~ 1
-        self.fits_memory = fit_memory
-        if fit_memory:
+        self.A_log = self.a = self.b_const = self.b = None
+        if fit_memory and layer.decay is not None:
             self.A_log = nn.Parameter(torch.zeros(states))
-            self.b_const = nn.Parameter(torch.zeros(states))
+        if fit_memory and layer.a_proj is not None:
             self.a = nn.Parameter(torch.zeros(states, rank))
+        if fit_memory and layer.b_proj is not None:
+            self.b_const = nn.Parameter(torch.zeros(states))
             self.b = nn.Parameter(torch.zeros(states, rank))
         self.gate = self.gate_const = self.weight = None
         if layer.g_proj is not None:
@@ -82,8 +87,18 @@ class GateFit(nn.Module):
     def set_memory(self, half_life: Tensor, strength: Tensor) -> None:
         """Sets constant decay and write strength, both [S]; half-life in tokens."""
         # With dt_bias = 0 and a = 0, the decay is exp(A_log) * softplus(0) = exp(A_log) * ln 2 = ln 2 / half-life.
-        self.A_log.data.copy_(-half_life.log())
-        self.b_const.data.copy_((strength / self.layer[0].max_strength).logit())
+        if self.A_log is not None:
+            self.A_log.data.copy_(-half_life.log())
+        if self.b_const is not None:
+            self.b_const.data.copy_(self.layer[0].strength_logit(strength))
+
+    def grid(self) -> Iterator[tuple[float, float]]:
+        """Yields the points (half-life, write strength) of the search; a factor that is not fitted has one value.
+
+        Without erasing, a constant write strength scales the output only.
+        """
+        strengths = STRENGTHS if self.layer[0].erases and self.b_const is not None else (0.5,)
+        yield from itertools.product(HALF_LIVES if self.A_log is not None else (1.0,), strengths)
 
     def set_channels(self, weight_HD: Tensor) -> None:
         """Sets the weights of the output channels: in the norm if it has a weight per head, else in the gate."""
@@ -105,11 +120,13 @@ class GateFit(nn.Module):
         """
         layer, f = self.layer[0], x @ self.basis.T
         one = torch.ones_like(f[..., :1]) if layer.settings.gate_bias else (f @ self.ones).unsqueeze(-1)
-        if self.fits_memory:
-            decay = -self.A_log.exp() * F.softplus(f @ self.a.T)
+        decay, strength = layer.gates(x, None)
+        strength = strength[..., -layer.num_states :]  # where a token writes several times, the teacher's write is last
+        if self.A_log is not None:
+            a = f.new_zeros(*f.shape[:2], layer.num_states) if self.a is None else f @ self.a.T
+            decay = -self.A_log.exp() * F.softplus(a)
+        if self.b is not None and self.b_const is not None:
             strength = layer.strength(f @ self.b.T + one * self.b_const)
-        else:
-            decay, strength = layer.decay(layer.a_proj(x)), layer.strength(layer.b_proj(x))
         if self.gate is None or self.gate_const is None:
             return decay, strength, None
         gate = f @ self.gate.T + one * self.gate_const
@@ -118,7 +135,7 @@ class GateFit(nn.Module):
     def read(self, s: Sample) -> tuple[Tensor, Tensor | None]:
         """Returns the operator's output [n, T, H, D] and the output gate logits."""
         decay, strength, gate = self.gates(s.x)
-        o, _ = chunk_gated_delta_rule(s.q, s.k, s.v, decay, strength, use_qk_l2norm_in_kernel=True)
+        o, _ = self.layer[0].mix(s.q, s.k, s.v, (decay, strength), None, False, None)
         return o, gate
 
     def heads(self, s: Sample) -> Tensor:
@@ -141,10 +158,13 @@ class GateFit(nn.Module):
     def fold(self) -> None:
         """Writes the fitted values into the layer."""
         layer = self.layer[0]
-        if self.fits_memory:
+        if self.A_log is not None and self.a is not None:
             layer.decay.A_log.copy_(self.A_log)
             layer.decay.dt_bias.zero_()
             layer.a_proj.weight.copy_(self.a @ self.basis)
+        elif self.A_log is not None:
+            layer.decay.log_half_life.copy_(-self.A_log)
+        if self.b is not None:
             _fold_linear(layer.b_proj, self.b, self.b_const, self.basis, self.ones)
         if layer.g_proj is not None and self.gate is not None:
             _fold_linear(layer.g_proj, self.gate, self.gate_const, self.basis, self.ones)
@@ -189,8 +209,11 @@ def draw_memory(layer: GatedDeltaNet, spread: float) -> None:
 
     The decay gets `DecayGate`'s ranges. The projections are drawn with the standard deviation `spread`.
     """
-    layer.decay.reset_parameters()
+    if layer.decay is not None:
+        layer.decay.reset_parameters()
     for projection in (layer.a_proj, layer.b_proj):
+        if projection is None:
+            continue
         nn.init.normal_(projection.weight, std=spread)
         if projection.bias is not None:
             nn.init.zeros_(projection.bias)
@@ -200,7 +223,7 @@ def draw_memory(layer: GatedDeltaNet, spread: float) -> None:
 def search_memory(fit: GateFit, s: Sample) -> None:
     """Sets each state's half-life and write strength, and each channel's weight, to the best point of the grid.
 
-    If the memory is not fitted, only the weights are set. The error of a head is the squared norm of its difference
+    If there is no memory to fit, only the weights are set. The error of a head is the squared norm of its difference
     from the teacher's head after o_proj.
     """
     layer = fit.layer[0]
@@ -213,9 +236,8 @@ def search_memory(fit: GateFit, s: Sample) -> None:
     if fit.share is not None:  # the state's part of the output, and what is left to it
         share = fit.share(s.x @ fit.basis.T, s.lse)
         want = s.heads - (1 - share) * s.near
-    for life, beta in itertools.product(HALF_LIVES, STRENGTHS) if fit.fits_memory else [(0.0, 0.0)]:
-        if fit.fits_memory:
-            fit.set_memory(torch.full((states,), life), torch.full((states,), beta))
+    for life, beta in fit.grid():
+        fit.set_memory(torch.full((states,), life), torch.full((states,), beta))
         o, _ = fit.read(s)
         if layer.norm is not None:
             o = gated_rms_norm(o, None, torch.ones(layer.head_dim), layer.norm.eps)
@@ -225,8 +247,7 @@ def search_memory(fit: GateFit, s: Sample) -> None:
         best = torch.where(better, error, best)
         half_life[better], strength[better] = life, beta
         weight[better.repeat_interleave(groups)] = found[better.repeat_interleave(groups)]
-    if fit.fits_memory:
-        fit.set_memory(half_life, strength)
+    fit.set_memory(half_life, strength)
     fit.set_channels(weight)
 
 

@@ -22,8 +22,8 @@ from .samples import Samples
 class FitFigures:
     """The results of the fit; means are over the calibration tokens, errors are relative MSE on them."""
 
-    half_life: list[float]  # mean half-life per state, in tokens
-    beta: list[float]  # mean write strength per state
+    half_life: list[float]  # mean half-life per state, in tokens; empty without decay
+    beta: list[float]  # mean write strength per state; empty in rules without one
     search_mse: float  # error with constant decay and write strength, before the fit
     fit_mse: float  # error after the fit
     k_offset: list[float] = field(default_factory=list)  # per state, the share of the mean key that is subtracted
@@ -32,7 +32,7 @@ class FitFigures:
 def start_gated_deltanet(
     attention: Any, layer: GatedDeltaNet, calibration: LayerCalibration, fit_memory: bool = True
 ) -> dict[str, Any]:
-    """A rule of `START`; returns the fields of `FitFigures`.
+    """A rule of `START`, of Gated DeltaNet and the rules that derive from it; returns the fields of `FitFigures`.
 
     Args:
         attention: the teacher's attention of this layer, float32.
@@ -45,6 +45,7 @@ def start_gated_deltanet(
     if not fit_memory:
         draw_memory(layer, float(getattr(attention.config, "initializer_range", 0.02)))
     samples = Samples(attention, layer, calibration.hidden_states, calibration.kwargs)
+    layer.adapt_to(samples.kept[0].q, samples.kept[0].k)
     fit = GateFit(layer, samples, fit_memory)
     shares = [] if layer.k_offset is None else choose_key_offset(layer, fit, samples)
     search_memory(fit, samples.search_part())
@@ -55,8 +56,8 @@ def start_gated_deltanet(
         gates = [fit.gates(sample.x)[:2] for sample in samples.kept]
     decay, strength = (torch.cat(parts).mean((0, 1)) for parts in zip(*gates, strict=True))
     figures = FitFigures(
-        half_life=(math.log(2) / -decay).tolist(),
-        beta=strength.tolist(),
+        half_life=[] if layer.decay is None else (math.log(2) / -decay).tolist(),
+        beta=[] if layer.b_proj is None else strength.tolist(),
         search_mse=found,
         fit_mse=relative_mse(fit, samples),
         k_offset=shares,

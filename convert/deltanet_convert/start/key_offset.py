@@ -60,3 +60,4 @@ def _set_offset(layer: GatedDeltaNet, samples: Samples, offset: Tensor) -> None:
     assert layer.k_offset is not None
     layer.k_offset.weight.copy_(offset)
     samples.update_keys()
+    layer.adapt_to(samples.kept[0].q, samples.kept[0].k)

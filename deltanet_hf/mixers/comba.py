@@ -1,0 +1,106 @@
+"""Comba (arXiv 2506.02475): the delta rule with its prediction from the state before the decay.
+
+Per head, with a log decay g_t <= 0, a write strength eta_t and a feedback factor f:
+
+    S_t = exp(g_t) S_{t-1} + k_t eta_t (v_t - f k_t^T S_{t-1})^T        o_t = D^-0.5 q_t^T S_t
+
+q and k have unit length, and q is corrected by the key before that: q <- q - d f k. g and eta = sigmoid(b_proj(x)) are
+those of Gated DeltaNet; f = sigmoid(feedback) and d are learned, one per head. Where eta f exceeds exp(g), the
+eigenvalue exp(g) - eta f is negative, which Gated DeltaNet reaches by `allow_neg_eigval` only. Published Comba has a
+sigmoid in its output gate, and flash-linear-attention brings the erase key f k to unit length too, so that f only acts
+in the correction of q there.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from deltanet_hf.mixers.additive import wide_range
+from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet, delta_rule
+from deltanet_hf.mixers.parts import Part
+from deltanet_hf.mixers.state import State
+
+STRONGEST_DECAY = -30.0  # a stronger log decay counts as this one; the state then keeps less than 1e-13
+WEAKEST_FEEDBACK = -7.0  # a logit; what is divided by its sigmoid stays in range
+START_FEEDBACK = 4.0  # f = .98: almost the delta rule, and f still has a gradient
+
+
+class Feedback(Part):
+    """Feedback factor f per state, and the correction of the queries, d per output head; both in float32."""
+
+    def __init__(self, states: int, heads: int) -> None:
+        super().__init__()
+        self.feedback = nn.Parameter(torch.empty(states, dtype=torch.float32))
+        self.correction = nn.Parameter(torch.empty(heads, dtype=torch.float32))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.feedback.fill_(START_FEEDBACK)
+            self.correction.zero_()
+
+    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """q [B, T, HQ, D], k [B, T, HK, D] -> corrected queries [B, T, H, D] in the dtype of q, and f [HV]."""
+        f = self.feedback.float().clamp_min(WEAKEST_FEEDBACK).sigmoid()
+        heads = self.correction.numel()
+        factor = self.correction.float() * f.repeat_interleave(heads // f.numel())
+        q, k = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (q, k))
+        return (q - factor.unsqueeze(-1) * k).to(q.dtype), f
+
+
+class Comba(GatedDeltaNet):
+    """The Comba layer; see the module's docstring for the rule and `Mixer` for what surrounds it."""
+
+    name: ClassVar[str] = "comba"
+    title: ClassVar[str] = "Comba"
+    fp32: ClassVar[tuple[str, ...]] = (*GatedDeltaNet.fp32, "feedback", "correction")
+    fused_step: ClassVar[bool] = False
+
+    def add_gates(self) -> None:
+        super().add_gates()
+        self.closed_loop = Feedback(self.num_states, self.num_heads)
+
+    def mix(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gates: tuple[Tensor, ...],
+        state: State | None,
+        keep_state: bool,
+        cu_seqlens: Tensor | None,
+    ) -> tuple[Tensor, State]:
+        g, eta = gates
+        q, f = self.closed_loop(q, k)
+        dtype = self.settings.state_dtype
+        return undecayed_rule(q, k, v, g, eta, f, state, keep_state, cu_seqlens, q.shape[1] == 1, dtype)
+
+
+def undecayed_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    eta: Tensor,
+    feedback: Tensor,
+    state: State | None,
+    keep_state: bool,
+    cu_seqlens: Tensor | None,
+    recurrent: bool,
+    state_dtype: str,
+) -> tuple[Tensor, State]:
+    """The rule above, with q and k brought to unit length; feedback [HV], other arguments as in `delta_rule`.
+
+    The gated delta rule with strength eta f / exp(g) and values v exp(g) / f erases and writes the same.
+    """
+    q, k, v, dtype = wide_range(q, k, v)
+    g = g.clamp_min(STRONGEST_DECAY)
+    values = v * (g.exp() / feedback).unsqueeze(-1)
+    strength = eta * feedback * (-g).exp()
+    output, new_state = delta_rule(
+        q, k, values.to(v.dtype), g, strength, state, keep_state, cu_seqlens, recurrent, state_dtype
+    )
+    return output.to(dtype), new_state

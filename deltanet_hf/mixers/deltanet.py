@@ -1,0 +1,141 @@
+"""DeltaNet (arXiv 2102.11174; in chunks, arXiv 2406.06484): the delta rule without decay.
+
+Per head, with a write strength beta_t:
+
+    S_t = S_{t-1} + k_t beta_t (v_t - k_t^T S_{t-1})^T        o_t = D^-0.5 q_t^T S_t
+
+q and k have unit length and beta = sigmoid(b_proj(x)), up to 2 with `allow_neg_eigval`. This is Gated DeltaNet with
+g = 0. With beta = 1 a read of the last key returns its value; nothing is forgotten except by writing over it.
+
+With `normalised`, after arXiv 2102.11174, q and k have positive features phi = elu + 1, and what is erased is the
+normalised read of all keys before:
+
+    S_t = S_{t-1} + phi(k_t) beta_t (v_t - S_{t-1}^T phi(k_t) / d_t)^T        z_t = z_{t-1} + phi(k_t)
+    d_t = max(phi(k_t)^T z_{t-1}, |phi(k_t)|^2)
+
+d_t grows with the number of tokens, so that late tokens hardly erase. Its lower bound is ours: it changes the first
+tokens only, where the transition could have an eigenvalue below -1 and the read of the first one is 0 / 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from deltanet_hf.mixers.additive import wide_range
+from deltanet_hf.mixers.attention_shape import MixerProjections
+from deltanet_hf.mixers.feature_maps import elu_features
+from deltanet_hf.mixers.gated_deltanet import CLOSED_GATE, GatedDeltaNet, delta_rule
+from deltanet_hf.mixers.layer_kind import PositionEmbeddings, TensorShape
+from deltanet_hf.mixers.settings import check_bool
+from deltanet_hf.mixers.state import State
+
+TINY = 1e-30  # a smaller normaliser is one of keys whose features are 0
+
+
+@dataclass(frozen=True)
+class DeltaNetSettings(MixerProjections):
+    """Settings of DeltaNet."""
+
+    normalised: bool = False  # positive features of q and k instead of unit length, and normalised reads
+
+    def validate(self, where: str) -> None:
+        super().validate(where)
+        check_bool(where, "normalised", self.normalised)
+        if self.normalised and self.allow_neg_eigval:
+            raise ValueError(f"{where}.allow_neg_eigval: got true, but with normalised there are none; leave it out")
+
+
+class DeltaNet(GatedDeltaNet):
+    """The DeltaNet layer; see the module's docstring for the rule and `Mixer` for what surrounds it."""
+
+    name: ClassVar[str] = "deltanet"
+    title: ClassVar[str] = "DeltaNet"
+    Settings: ClassVar[type[MixerProjections]] = DeltaNetSettings
+    settings: DeltaNetSettings  # type: ignore[assignment]
+
+    def add_gates(self) -> None:
+        self.a_proj = self.decay = None
+        self.b_proj = nn.Linear(self.q_proj.in_features, self.num_states, bias=self.settings.gate_bias)
+
+    def gates(self, x: Tensor, padding: Tensor | None) -> tuple[Tensor, ...]:
+        """Log decay 0 and write strength beta, both [B, T, HV] float32; beta is 0 at padding."""
+        b = self.b_proj(x)
+        if padding is not None:
+            b = b.masked_fill(padding.unsqueeze(-1), CLOSED_GATE)
+        beta = self.strength(b)
+        return torch.zeros_like(beta), beta
+
+    def mix(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gates: tuple[Tensor, ...],
+        state: State | None,
+        keep_state: bool,
+        cu_seqlens: Tensor | None,
+    ) -> tuple[Tensor, State]:
+        if not self.settings.normalised:
+            return super().mix(q, k, v, gates, state, keep_state, cu_seqlens)
+        q, k, v, dtype = wide_range(q, k, v)
+        q, k = elu_features(q), elu_features(k)
+        g, beta = gates
+        d, key_sum = normalisers(k, beta, None if state is None else state["key_sum"], cu_seqlens)
+        values, strength = (v * d.unsqueeze(-1)).to(v.dtype), beta / d
+        recurrent, state_dtype = q.shape[1] == 1, self.settings.state_dtype
+        output, new = delta_rule(
+            q, k, values, g, strength, state, keep_state, cu_seqlens, recurrent, state_dtype, False
+        )
+        return output.to(dtype), {**new, "key_sum": key_sum} if keep_state else {}
+
+    def recurrent_shapes(self) -> dict[str, TensorShape]:
+        shapes = super().recurrent_shapes()
+        if self.settings.normalised:
+            shapes["key_sum"] = TensorShape((self.num_states, self.head_dim), torch.float32)
+        return shapes
+
+    def step(
+        self, x: Tensor, position_embeddings: PositionEmbeddings | None, state: State, padding: Tensor | None
+    ) -> Tensor | None:
+        """As in the base class; None for the normalised form."""
+        return None if self.settings.normalised else super().step(x, position_embeddings, state, padding)
+
+    def logits(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        b = self.b_proj(x)
+        return torch.zeros_like(b), b
+
+    def decay_parameters(self) -> tuple[Tensor, Tensor]:
+        """A decay rate of exp(A_log) = 0."""
+        closed = torch.full((self.num_states,), -torch.inf, device=self.b_proj.weight.device)
+        return closed, torch.zeros_like(closed)
+
+
+def normalisers(k: Tensor, beta: Tensor, key_sum: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The normalisers d of reads, and the sum of all keys after the last token.
+
+    Args:
+        k: positive features [B, T, HV, D].
+        beta: write strengths [B, T, HV]; a token of strength 0 (padding) is not in the sums.
+        key_sum: z of the tokens before [B, HV, D], or None.
+        cu_seqlens: boundaries of packed sequences, each of which begins with z = 0.
+
+    Returns:
+        d [B, T, HV] float32, and z [B, HV, D] float32.
+    """
+    k = k.to(torch.promote_types(k.dtype, torch.float32))
+    # In float64: sequences packed into one row subtract the sum of all rows before them.
+    present = k.double() * (beta > 0).unsqueeze(-1)
+    after = present.cumsum(1)
+    before = after - present
+    if cu_seqlens is not None:
+        first = cu_seqlens.long().clamp_max(k.shape[1] - 1)
+        sequence = torch.searchsorted(cu_seqlens.long(), torch.arange(k.shape[1], device=k.device), right=True) - 1
+        before = before - before[:, first[sequence]]
+    if key_sum is not None:
+        before, after = before + key_sum.unsqueeze(1), after + key_sum.unsqueeze(1)
+    d = torch.maximum((k * before.to(k.dtype)).sum(-1), k.square().sum(-1))
+    return d.clamp_min(TINY), after[:, -1].to(k.dtype)

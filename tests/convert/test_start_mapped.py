@@ -1,0 +1,71 @@
+"""Start values of the rules around Gated DeltaNet: each is fitted through its own recurrence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from deltanet_convert.start import gate_fit, start_rule
+from deltanet_convert.start.calibration import LayerCalibration
+from support.blank_layers import blank_layer, layer_inputs
+from support.tiny_models import tiny_teacher
+
+RULES: dict[str, dict[str, Any]] = {
+    "linear": {"mixer": "linear"},
+    "elu": {"mixer": "linear", "feature_map": "elu"},
+    "taylor": {"mixer": "linear", "feature_map": "taylor", "feature_dim": 3},
+    "retention": {"mixer": "retention"},
+    "gated linear": {"mixer": "gated_linear"},
+    "deltanet": {"mixer": "deltanet"},
+    "normalised": {"mixer": "deltanet", "normalised": True},
+    "exact": {"mixer": "efla"},
+    "implicit": {"mixer": "efla", "flow_step": "implicit"},
+    "explicit": {"mixer": "efla", "flow_step": "explicit"},
+    "comba": {"mixer": "comba"},
+    "window": {"mixer": "efla+window", "window": 5, "sinks": 1, "state_dtype": "float32"},
+}
+
+
+@pytest.fixture(autouse=True)
+def short_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate_fit, "STEPS", 6)
+    monkeypatch.setattr(gate_fit, "HALF_LIVES", (2.0, 64.0))
+    monkeypatch.setattr(gate_fit, "STRENGTHS", (0.05, 0.5))
+
+
+def started(**changes: Any) -> tuple[Any, Any, torch.Tensor, dict[str, Any], dict[str, Any]]:
+    """The teacher's attention, the started layer, the attention's inputs and other arguments, and the figures."""
+    attention, states, kwargs = layer_inputs(tiny_teacher("llama", attn_implementation="eager"), 0)
+    layer = blank_layer("llama", "faithful", 0, **changes)
+    figures = start_rule(layer.name)(attention, layer, LayerCalibration(states, kwargs), True)
+    return attention, layer, states, kwargs, figures
+
+
+@pytest.mark.parametrize("changes", RULES.values(), ids=RULES)
+@torch.no_grad()
+def test_the_figures_are_those_of_the_layer_and_the_fit_gains(changes: dict[str, Any]) -> None:
+    attention, layer, states, kwargs, figures = started(**changes)
+    assert all(bool(p.isfinite().all()) for p in layer.parameters())
+    want = torch.cat([attention(hidden_states=x, **kwargs)[0] for x in states.split(1)])
+    error = float((layer(states, **kwargs)[0] - want).square().sum() / want.square().sum())
+    assert error == pytest.approx(figures["fit_mse"], rel=1e-3)
+    assert error < min(1.0, figures["search_mse"])
+    assert len(figures["half_life"]) == (0 if layer.decay is None else layer.num_states)
+    assert len(figures["beta"]) == (0 if layer.b_proj is None else layer.num_states)
+
+
+@pytest.mark.parametrize("flow_step", ["exact", "implicit", "explicit"])
+@torch.no_grad()
+def test_a_constant_strength_of_efla_is_that_of_a_key_of_mean_length(flow_step: str) -> None:
+    """The steps are scaled by the keys as the state sees them, after the offset."""
+    _, layer, states, kwargs, _ = started(mixer="efla", flow_step=flow_step)
+    _, k, _ = layer.project_qkv(states[:1], kwargs["position_embeddings"])
+    size = layer.k_offset(k)[:, 1:].square().sum(-1).mean((0, 1))
+    torch.testing.assert_close(layer.step_length.log_scale, -size.log())
+    beta = torch.tensor([0.01, 0.2, 0.6, 0.9])
+    eta = layer.strength(layer.strength_logit(beta))
+    x = eta * size  # of a key with |k|^2 = size
+    found = {"exact": -torch.expm1(-x), "implicit": x / (1 + x), "explicit": x.clamp_max(1)}[flow_step]
+    torch.testing.assert_close(found, beta, rtol=1e-5, atol=1e-6)
