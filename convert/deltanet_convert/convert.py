@@ -81,7 +81,9 @@ class _Run:
         self.stream.learn_arguments(self.text.calibration.shape[1])
         activations = self._start()
         options = self.job.options
-        step = LayerStep(self.stream, self.job.plan.student, self.job.dtype, options.seed, options.fit_memory)
+        step = LayerStep(
+            self.stream, self.job.plan.student, self.job.dtype, options.seed, options.fit_memory, self.job.device
+        )
         for index in range(self.count):
             name = f"layer {index}"
             if name not in self.workspace.steps:

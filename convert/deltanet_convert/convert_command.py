@@ -34,6 +34,7 @@ CONVERSION_ONLY = {
     "text": "--text",
     "calibration_tokens": "--calibration-tokens",
     "seed": "--seed",
+    "device": "--device",
 }  # fields of `ConvertOptions` that have no effect on the import of a Qwen3.5 model
 
 
@@ -123,6 +124,12 @@ def convert_command(
     seed: Annotated[
         int, typer.Option(help="Random seed for the choice of calibration text and for start values.")
     ] = DEFAULTS.seed,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="Device on which the layers are fitted: cpu, cuda, cuda:1.", show_default="a GPU if there is one"
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan or the result as JSON.")] = False,
 ) -> None:
     """Converts a softmax model; a Qwen3.5 text model has Gated DeltaNet layers already and is imported."""
@@ -145,6 +152,7 @@ def convert_command(
         resume=resume,
         overwrite=overwrite,
         seed=seed,
+        device=device,
         json=as_json,
     )
     console = Console(stderr=as_json)

@@ -15,6 +15,7 @@ from deltanet_hf.models.layers import LayerTable
 from deltanet_hf.publish import Workspace
 
 from .conversion_plan import Plan, make_plan
+from .device import chosen_device
 from .export.obstacles import teacher_obstacles
 from .head_selection import selected_heads
 from .options import ConvertOptions, softmax_layers
@@ -36,6 +37,7 @@ class Job:
     table: LayerTable
     dtype: torch.dtype
     plan: Plan
+    device: torch.device
     selection: Selection | None = None  # what `--layers auto:...` chose
 
     def close(self) -> None:
@@ -59,6 +61,7 @@ def prepare(teacher: str, out: Path, options: ConvertOptions, show: Show = unsee
         UserError: the teacher, an option or the output folder cannot be used.
     """
     out = Path(out).expanduser().absolute()
+    device = chosen_device(options.device)
     source = resolve_source(teacher, out.parent / f".{out.name}.teacher", options.torch_dtype)
     with removed_on_error(source, out):
         _check_apart(source.folder, out)
@@ -74,7 +77,7 @@ def prepare(teacher: str, out: Path, options: ConvertOptions, show: Show = unsee
         insert_norms = options.profile == "qwen3_5" and not teacher_obstacles(opened.config, table.softmax)
         dtype = options.torch_dtype or (torch.float32 if opened.dtype == torch.float64 else opened.dtype)
         plan = make_plan(opened, table, dtype, options.shard_size, options.calibration_tokens, insert_norms)
-        return Job(source, opened, out, options, table, dtype, plan, selection)
+        return Job(source, opened, out, options, table, dtype, plan, device, selection)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from deltanet_hf.models.layers import INSERTED_QK_NORMS
 
 from .activations import Activations
 from .compare_to_teacher import LayerCheck, compare_outputs, softmax_error
+from .device import moved
 from .layer_stream import LayerStream
 from .start import start_rule
 from .start.calibration import LayerCalibration
@@ -32,6 +33,7 @@ class LayerStep:
         dtype: dtype of the stored weights; the student runs in float32 with its weights rounded to this dtype.
         seed: random seed of the start values. Each layer has its own, so that a resumed run repeats them.
         fit_memory: whether to fit decay and write strength (`start/gated_deltanet.py`).
+        device: the device on which layers run and are fitted; activations and finished layers are in main memory.
     """
 
     stream: LayerStream
@@ -39,14 +41,15 @@ class LayerStep:
     dtype: torch.dtype
     seed: int
     fit_memory: bool
+    device: torch.device
 
     def run(self, index: int, activations: Activations) -> tuple[nn.Module, dict[str, Any]]:
         """Advances `activations` by layer `index`; returns the layer to be stored, and its figures.
 
         Layers that keep softmax attention have figures only if q/k norms are inserted.
         """
-        layer: Any = self.stream.load_layer(index)
-        kwargs = self.stream.layer_kwargs[index]
+        layer: Any = self.stream.load_layer(index).to(self.device)
+        kwargs = moved(self.stream.layer_kwargs[index], self.device)
         new, figures = self.student.model.layers[index].self_attn, {}
         if isinstance(new, LayerKind):
             figures = self._convert(index, layer, new, activations, kwargs)
@@ -59,14 +62,14 @@ class LayerStep:
         layer.self_attn = new
         _round(layer, self.dtype)
         _advance(layer, activations.student, kwargs)
-        return layer, figures
+        return layer.to("cpu"), figures
 
     def _convert(
         self, index: int, layer: Any, new: Any, activations: Activations, kwargs: dict[str, Any]
     ) -> dict[str, Any]:
         """Gives `new` its start values, checks it, and advances the teacher's activations."""
         inputs, _ = _advance(layer, activations.calibration, kwargs, keep=True)
-        figures = self._start(index, layer.self_attn, _empty_layer(new), inputs, kwargs)
+        figures = self._start(index, layer.self_attn, _empty_layer(new, self.device), inputs, kwargs)
         del inputs
         inputs, wanted = _advance(layer, activations.held_out, kwargs, keep=True)
         if isinstance(new, (Mixer, MixedHeads)):
@@ -79,7 +82,7 @@ class LayerStep:
     ) -> dict[str, Any]:
         """Fills `normed` from the layer's attention, checks it, and advances the teacher's activations."""
         inputs, _ = _advance(layer, activations.calibration, kwargs, keep=True)
-        fit = insert_norms(layer.self_attn, normed.float().to_empty(device="cpu"), inputs, kwargs)
+        fit = insert_norms(layer.self_attn, normed.float().to_empty(device=self.device), inputs, kwargs)
         del inputs
         inputs, wanted = _advance(layer, activations.held_out, kwargs, keep=True)
         _round(normed, self.dtype)
@@ -91,7 +94,8 @@ class LayerStep:
         self, index: int, attention: nn.Module, new: Any, inputs: Tensor, kwargs: dict[str, Any]
     ) -> dict[str, Any]:
         """Runs the start rule of `new` on the attention's inputs [n, T, hidden]; returns its figures."""
-        with torch.random.fork_rng(devices=[]):
+        on_gpu = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=on_gpu), self.device:
             torch.manual_seed(self.seed * 1_000_003 + index)
             figures = start_rule(new.name)(attention, new, LayerCalibration(inputs, kwargs), self.fit_memory)
         for name, parameter in new.named_parameters():
@@ -113,6 +117,7 @@ def _advance(layer: Any, hidden: Tensor, kwargs: dict[str, Any], *, keep: bool =
     Returns:
         With `keep`, the inputs and outputs of the layer's attention, both [n, T, hidden]; otherwise two empty tensors.
     """
+    device = next(layer.parameters()).device
     seen: list[Tensor] = []
     made: list[Tensor] = []
 
@@ -122,16 +127,16 @@ def _advance(layer: Any, hidden: Tensor, kwargs: dict[str, Any], *, keep: bool =
 
     handle = layer.self_attn.register_forward_hook(catch, with_kwargs=True) if keep else None
     for row in hidden.split(1):
-        row.copy_(layer(row, **kwargs))
+        row.copy_(layer(row.to(device), **kwargs))
     if handle is None:
         return hidden.new_empty(0), hidden.new_empty(0)
     handle.remove()
     return torch.cat(seen), torch.cat(made)
 
 
-def _empty_layer(layer: nn.Module) -> nn.Module:
+def _empty_layer(layer: nn.Module, device: torch.device) -> nn.Module:
     """Moves a layer from the meta device to float32 memory: parts get their start values, all else is NaN."""
-    layer.float().to_empty(device="cpu").requires_grad_(False)
+    layer.float().to_empty(device=device).requires_grad_(False)
     for parameter in layer.parameters():
         parameter.fill_(torch.nan)
     for module in layer.modules():

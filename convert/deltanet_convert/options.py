@@ -50,6 +50,7 @@ class ConvertOptions:
     resume: bool = False
     overwrite: bool = False
     seed: int = 0
+    device: str | None = None  # on which the layers are fitted; None for a GPU if there is one
     json: bool = False
 
     def __post_init__(self) -> None:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
 from deltanet_hf.errors import UserError
 
+from ..device import chosen_device
 from ..options import ConvertOptions
 from ..storage.safetensors_folder import read_json
 from ..storage.teacher_source import Source
@@ -63,11 +62,11 @@ def auto_selection(
             show(0, 1, f"Softmax layers: those shipped for {shipped.teacher}, a model of this shape.")
             return shipped
         budget_text = SHARE if len(Candidates.of(teacher.config, "layer").units) >= 4 else LEAST
-        if not torch.cuda.is_available():
+        if chosen_device(options.device).type != "cuda":
             method = "uniform"
             show(0, 1, NO_GPU)
     budget = Budget.auto(budget_text)
-    choice = SelectOptions(budget, method=method, seed=options.seed, overwrite=True)
+    choice = SelectOptions(budget, method=method, seed=options.seed, device=options.device, overwrite=True)
     file = unfinished_selection(out)
     task = plan_selection(source, teacher, choice, options.table(teacher.num_layers, ()), file)
     if not choice.measured:

@@ -9,6 +9,7 @@ import torch
 
 from deltanet_hf.errors import UserError
 
+from ..device import chosen_device
 from .budget import Budget
 from .methods import EXPORTABLE, METHODS
 from .units import UNITS
@@ -60,11 +61,4 @@ class SelectOptions:
     @property
     def torch_device(self) -> torch.device:
         """The device that the teacher runs on; UserError if there is no such device."""
-        if self.device is None:
-            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        try:
-            device = torch.device(self.device)
-            torch.empty(1, device=device)
-        except (RuntimeError, AssertionError) as error:
-            raise UserError(f"--device: '{self.device}' cannot be used here; give cpu, cuda or cuda:1") from error
-        return device
+        return chosen_device(self.device)

@@ -1,0 +1,44 @@
+"""Conversions fit their layers on the chosen device; the model and the working files are the same on each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from deltanet_convert.options import ConvertOptions
+from deltanet_convert.start import START
+from deltanet_hf.errors import UserError
+from support.tiny_conversion import teacher_folder, tiny_conversion, tiny_job
+
+LEFT_OUT = ("window", "mixed_heads")  # nothing is fitted; come of a selection
+
+
+def test_a_device_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    teacher = teacher_folder(tmp_path / "teacher", "llama")
+    for name in ("cuda:99", "gpu"):
+        with pytest.raises(UserError, match=f"--device: '{name}' cannot be used here"):
+            tiny_job(teacher, tmp_path / "out", device=name)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_device_does_not_decide_what_an_interrupted_conversion_makes() -> None:
+    assert ConvertOptions(device="cpu").decisive() == ConvertOptions().decisive()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("mixer", ["gated_deltanet+window", *(name for name in START if name not in LEFT_OUT)])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_a_gpu_makes_what_the_cpu_makes(tmp_path: Path, family: str, mixer: str) -> None:
+    teacher = teacher_folder(tmp_path / "teacher", family)
+    found = {
+        device: tiny_conversion(teacher, tmp_path / device, device=device, mixer=mixer, layers="every:2")
+        for device in ("cpu", "cuda")
+    }
+    cpu, cuda = (report["layers"] for report in found.values())
+    for there, here in zip(cuda, cpu, strict=True):
+        if "relative_mse" in here:
+            assert there["relative_mse"] == pytest.approx(here["relative_mse"], rel=0.05, abs=1e-3)
+            assert there["softmax_error"] < 1e-5
