@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from deltanet_kernels import checks
-from deltanet_kernels.arguments import RuleCall, StepCall, WindowCall, WindowStepCall
+from deltanet_kernels.arguments import Erase, RuleCall, StepCall, WindowCall, WindowStepCall
 from deltanet_kernels.common.registration import cached
 from deltanet_kernels.gated_delta_rule.cpu import chunked
 from deltanet_kernels.gated_delta_rule.cpu_recurrent import torch_recurrent_gated_delta_rule
@@ -89,10 +89,15 @@ def chunk_gated_delta_rule(
     dt_bias: torch.Tensor | None = None,
     use_gate_in_kernel: bool = False,
     use_beta_sigmoid_in_kernel: bool = False,
+    erase: Erase = "decayed",
+    erase_key: torch.Tensor | None = None,
+    minibatch: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The gated delta rule (Gated Delta Networks, arXiv 2412.06464, eq. 10), chunk by chunk, differentiable.
 
         S_t = e^{g_t} S_{t-1} + beta_t k_t (v_t - k_t^T e^{g_t} S_{t-1})^T        o_t = scale * q_t^T S_t
+
+    `erase` and `erase_key` choose other predictions: S_t = e^{g_t} S_{t-1} + beta_t k_t (v_t - p_t^T R_t)^T.
 
     H divides HQ and HV, and HQ divides HV or HV divides HQ. With HO = max(HQ, HV), output head j reads state
     j // (HO/HV) with query head j // (HO/HQ), and state i is written with key head i // (HV/H): value heads
@@ -114,6 +119,17 @@ def chunk_gated_delta_rule(
         A_log, dt_bias: [HV] float32, required with use_gate_in_kernel.
         use_gate_in_kernel: the log decay is -exp(A_log) * softplus(g + dt_bias).
         use_beta_sigmoid_in_kernel: the write strength is sigmoid(beta).
+        erase: the state R_t whose prediction p_t^T R_t a write subtracts from its value:
+            "decayed": e^{g_t} S_{t-1}, the gated delta rule.
+            "off": none, S_t = e^{g_t} S_{t-1} + beta_t k_t v_t^T (linear attention, retention, gated linear attention).
+            "undecayed": S_{t-1}, as in Comba (arXiv 2506.02475). A closed gate then still erases.
+            "chunk_start": the state before the token's mini-batch, decayed since then, as in the linear model with
+            mini-batches of test-time training (arXiv 2407.04620).
+        erase_key: the key p_t of that prediction [B, T, H, K], dtype of q; the key k_t by default. It is never
+            normalised, so its length is the strength of the feedback, also with use_qk_l2norm_in_kernel.
+        minibatch: tokens per mini-batch, counted from the first token of each sequence in this call; for
+            erase="chunk_start" only. 1 is "decayed". On CUDA the kernels serve 16, 32 and, in 16-bit dtypes, 64; other
+            lengths run in PyTorch, in one step per mini-batch.
 
     Returns:
         o [B, T, HO, V] in the dtype of v, and the final state [N, HV, K, V] float32 or None.
@@ -124,10 +140,10 @@ def chunk_gated_delta_rule(
     """
     call = RuleCall(
         q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, A_log, dt_bias,
-        use_gate_in_kernel, use_beta_sigmoid_in_kernel,
+        use_gate_in_kernel, use_beta_sigmoid_in_kernel, erase, erase_key, minibatch,
     )  # fmt: skip
     checks.check_delta_rule(call)
-    return _call("chunk_gated_delta_rule", chunked, q, call)  # type: ignore[no-any-return]
+    return _call("chunk_gated_delta_rule", chunked, q, call.simplified())  # type: ignore[no-any-return]
 
 
 def fused_recurrent_gated_delta_rule(
@@ -146,6 +162,9 @@ def fused_recurrent_gated_delta_rule(
     dt_bias: torch.Tensor | None = None,
     use_gate_in_kernel: bool = False,
     use_beta_sigmoid_in_kernel: bool = False,
+    erase: Erase = "decayed",
+    erase_key: torch.Tensor | None = None,
+    minibatch: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The gated delta rule by its recurrence, for decoding and short inputs.
 
@@ -153,10 +172,12 @@ def fused_recurrent_gated_delta_rule(
     """
     call = RuleCall(
         q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, A_log, dt_bias,
-        use_gate_in_kernel, use_beta_sigmoid_in_kernel,
+        use_gate_in_kernel, use_beta_sigmoid_in_kernel, erase, erase_key, minibatch,
     )  # fmt: skip
     checks.check_delta_rule(call)
-    return _call("fused_recurrent_gated_delta_rule", torch_recurrent_gated_delta_rule, q, call)  # type: ignore[no-any-return]
+    return _call(  # type: ignore[no-any-return]
+        "fused_recurrent_gated_delta_rule", torch_recurrent_gated_delta_rule, q, call.simplified()
+    )
 
 
 def causal_conv1d(

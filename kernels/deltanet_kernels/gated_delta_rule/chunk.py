@@ -397,6 +397,8 @@ def chunk_gated_delta_rule_triton(
     Raises:
         NotImplementedError: head sizes over 256, or dtypes other than float32, bfloat16, float16.
     """
+    if call.erase != "decayed" or call.erase_key is not None:
+        raise NotImplementedError("no kernel has this form of the erase term")
     q, k, v = call.q, call.k, call.v
     check_supported(q.dtype, q.shape[3], v.shape[3])
     dtype = v.dtype

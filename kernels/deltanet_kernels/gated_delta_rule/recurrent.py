@@ -152,6 +152,8 @@ def fused_recurrent_gated_delta_rule_triton(call: RuleCall) -> tuple[torch.Tenso
     Raises:
         NotImplementedError: head sizes over 256, or dtypes other than float32, bfloat16, float16.
     """
+    if call.erase != "decayed" or call.erase_key is not None:
+        raise NotImplementedError("no kernel has this form of the erase term")
     check_supported(call.q.dtype, call.q.shape[3], call.v.shape[3])
     if call.needs_gradients():
         return chunk_gated_delta_rule_triton(call)
