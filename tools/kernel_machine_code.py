@@ -198,7 +198,9 @@ def calls() -> list[tuple[str, Callable[[], object]]]:
             }  # fmt: skip
             if not conv:
                 options |= {name: torch.zeros(1, T, K // 2) for name in ("cos", "sin")}
-            options = dict.fromkeys(StepCall._fields) | {"scale": K**-0.5, "eps": 1e-6} | options
+            options = (
+                dict.fromkeys(StepCall._fields) | StepCall._field_defaults | {"scale": K**-0.5, "eps": 1e-6} | options
+            )
             tensors = {"q": q, "k": k, "v": v, "a": a, "b": b, "state": torch.zeros(2, 2, K, K)}
             gates = {"A_log": torch.zeros(2), "dt_bias": torch.zeros(2)}
             gated_delta_step_triton_(StepCall(**options | tensors | gates))

@@ -255,8 +255,15 @@ def check_gated_delta_step(call: StepCall) -> None:
     HO = max(HQ, HV)
     for name, x in (("a", a), ("b", b)):
         _require_shape(name, x, (B, T, HV), "[B, T, HV] with HV of the state")
-    for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
-        _require_shape(name, x, (HV,), "[HV]")
+    if (A_log is None) != (dt_bias is None):
+        raise ValueError("dt_bias: needs a tensor with A_log, and None without")
+    for name in ("A_log", "dt_bias"):
+        if name in tensors:
+            _require_shape(name, tensors[name], (HV,), "[HV]")
+    if call.erase not in ("decayed", "off", "undecayed"):
+        raise ValueError(f"erase: got {call.erase!r}, needs 'decayed', 'off' or 'undecayed' in a step")
+    if call.allow_neg_eigval and not call.use_beta_sigmoid_in_kernel:
+        raise ValueError("allow_neg_eigval: doubles a sigmoid, needs use_beta_sigmoid_in_kernel")
     if (conv_weight is None) != (conv_tail is None):
         raise ValueError("conv_tail: needs a tensor with conv_weight, and None without")
     if conv_weight is not None and conv_tail is not None:

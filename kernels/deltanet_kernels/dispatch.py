@@ -244,8 +244,8 @@ def gated_delta_step_(
     a: torch.Tensor,
     b: torch.Tensor,
     state: torch.Tensor,
-    A_log: torch.Tensor,
-    dt_bias: torch.Tensor,
+    A_log: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
     conv_weight: torch.Tensor | None = None,
     conv_tail: torch.Tensor | None = None,
     z: torch.Tensor | None = None,
@@ -260,6 +260,8 @@ def gated_delta_step_(
     v_silu: bool = False,
     k_offset: torch.Tensor | None = None,
     allow_neg_eigval: bool = False,
+    use_beta_sigmoid_in_kernel: bool = True,
+    erase: Erase = "decayed",
 ) -> torch.Tensor:
     """One or several decoding steps of a Gated DeltaNet layer between its projections; updates state and tail in place.
 
@@ -274,10 +276,11 @@ def gated_delta_step_(
     Args:
         q, k, v: projections of T tokens [B, T, HQ*K], [B, T, H*K], [B, T, HV*V], or with the heads as a
             dimension of their own [B, T, heads, size]; one dtype.
-        a, b: logits of the decay and of the write strength [B, T, HV].
+        a, b: logits of the decay and of the write strength [B, T, HV], or both as they are (see A_log and
+            use_beta_sigmoid_in_kernel).
         state: [B, HV, K, V] float32 or bfloat16 (float64 or bfloat16 with float64 inputs), contiguous; the arithmetic
             is float32, and a bfloat16 state is rounded once, to nearest, when it is stored.
-        A_log, dt_bias: [HV].
+        A_log, dt_bias: [HV], or both None if a is the log decay g <= 0 itself.
         conv_weight: [C, W] over the C channels of q|k|v, or None for no convolution.
         conv_tail: the W-1 inputs before the first token, oldest first [B, C, W-1], contiguous; with conv_weight.
         z: output gate logits [B, T, HO*V] or [B, T, HO, V], HO = max(HQ, HV), or None for no gate.
@@ -292,6 +295,8 @@ def gated_delta_step_(
         k_offset: [H, K], subtracted from the keys between rotation and activation; None for 0.
         allow_neg_eigval: the write strength is 2 sigmoid(b), so that the factors I - beta k k^T have eigenvalues down
             to -1 (arXiv 2411.12537).
+        use_beta_sigmoid_in_kernel: False if b is the write strength itself, up to 2.
+        erase: "decayed", "off" or "undecayed", as for `chunk_gated_delta_rule`.
 
     Returns:
         o [B, T, HO, V] in the dtype of v.
@@ -302,7 +307,7 @@ def gated_delta_step_(
     """
     call = StepCall(
         q, k, v, a, b, state, A_log, dt_bias, conv_weight, conv_tail, z, norm_weight, padding, cos, sin, k_offset,
-        scale, eps, qk_silu, v_silu, allow_neg_eigval,
+        scale, eps, qk_silu, v_silu, allow_neg_eigval, use_beta_sigmoid_in_kernel, erase,
     )  # fmt: skip
     checks.check_gated_delta_step(call)
     return _call("gated_delta_step_", torch_gated_delta_step_, q, call)  # type: ignore[no-any-return]
