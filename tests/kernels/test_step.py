@@ -94,15 +94,12 @@ CASES = [
     Step("slice: without norm and gate", V=90, gate=False, norm="none", padding=True, conv=4),
     Step("slice: value heads share keys", H=1, HQ=1, HV=3, V=96, norm="per_head", rope=16),
     Step("slice: value heads share queries", H=1, HQ=2, HV=4, K=24, V=70, padding=True),
-    Step("as given", given=True),
-    Step("as given, several tokens, padding", T=4, given=True, padding=True, **NATIVE),
     Step("as given, query heads share a state", HQ=4, given=True),
     Step("as given, grouped heads with a convolution, padding", T=2, H=1, HQ=1, given=True, padding=True, conv=3),
     Step("no erasing", erase="off"),
     Step("no erasing, several tokens", T=3, erase="off", given=True, padding=True, **NATIVE),
     Step("undecayed", erase="undecayed", given=True),
     Step("undecayed, several tokens", T=3, erase="undecayed", negative=True),
-    Step("slice: undecayed", V=96, erase="undecayed"),
     Step("undecayed, state over 128 x 128", T=2, B=1, H=1, HQ=1, HV=1, K=130, V=129, erase="undecayed", given=True),
 ]
 TENSORS = [

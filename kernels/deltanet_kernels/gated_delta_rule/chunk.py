@@ -134,6 +134,11 @@ def _scores_and_inverse(inputs: ChunkInputs, config: ChunkConfig, full: bool, pr
     return ChunkTensors(P, T, factors, bounds)
 
 
+def _stages(stages: int, queries: int, erase_key: torch.Tensor | None) -> int:
+    """Pipeline stages of a state kernel: query heads that share a state, and an erase key, take more shared memory."""
+    return max(1, stages - max(queries, 1) + 1 - (erase_key is not None))
+
+
 def _zero_tail(chunks: Chunks, *tensors: torch.Tensor) -> None:
     """Tokens after the last packed sequence get zeros."""
     if chunks.cu_seqlens is not None:
@@ -230,7 +235,8 @@ def chunk_forward(
     programs = chunks.rows * segments * HV
     BV, warps = slices(config.state_BV, config.state_warps, V, chunks.rows * HV, multiprocessors(q.device))
     common = {
-        **sizes, **flags, "BV": BV, "SEGMENTS": segments, "COMPOSED": composed, "STAGES": config.state_stages,
+        **sizes, **flags, "BV": BV, "SEGMENTS": segments, "COMPOSED": composed,
+        "STAGES": _stages(config.state_stages, 1, erase_key),
         "num_warps": warps, **{name: form[name] for name in ("READ", "SOLVE", "OWN")},
     }  # fmt: skip
     start, table = initial_state, q.new_empty(0, dtype=torch.int32)
@@ -307,8 +313,7 @@ def chunk_backward(
     programs *= cdiv(V, BV)
     common = {
         **sizes, **flags, "BV": BV, "SEGMENTS": segments, "num_warps": warps,
-        # More query heads per state take more shared memory per stage.
-        "STAGES": max(1, config.grad_stages - max(HQ // HV, 1) + 1),
+        "STAGES": _stages(config.grad_stages, HQ // HV, erase_key),
         **{name: form[name] for name in ("READ", "SOLVE", "OWN")},
     }  # fmt: skip
     inputs = (q, k, erase_key, factors, Tm, P, do)
@@ -413,11 +418,6 @@ def _chunk_lengths(config: ChunkConfig) -> list[int]:
     return [C for C in (16, 32, 64) if C <= config.C]
 
 
-def segments_know(call: RuleCall) -> bool:
-    """Whether the bound of what a segment forgets is that of this form (segments.py); others are not cut."""
-    return call.erase == "off" or _default(call.erase, call.erase_key)
-
-
 def _segments(q: torch.Tensor, v: torch.Tensor, rows: int, config: ChunkConfig) -> int:
     programs = rows * v.shape[2] * cdiv(v.shape[3], min(config.state_BV, 64))
     return segments_for(programs, q.shape[0] * q.shape[1] // (rows * config.C), multiprocessors(q.device))
@@ -453,7 +453,7 @@ def chunk_gated_delta_rule_triton(
     if call.minibatch is not None and call.minibatch not in _chunk_lengths(pinned):
         raise NotImplementedError(f"mini-batches of {call.minibatch} tokens: the kernels have {_chunk_lengths(pinned)}")
     if segments is None:
-        segments = _segments(q, v, rows, pinned) if segments_know(call) else 1
+        segments = 1 if call.minibatch is not None else _segments(q, v, rows, pinned)
     gate = call.use_gate_in_kernel
     o, ht, *_ = _chunk(
         q, k, v, call.g, call.beta, call.initial_state, call.cu_seqlens,

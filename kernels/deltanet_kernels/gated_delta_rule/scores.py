@@ -7,7 +7,9 @@ and output head, as large as T), which keeps exponentials, norms and that produc
 float32, is read by solve.py alone; its product is computed here because the complete tile of keys is here.
 
 Where sequences are cut into segments, the bounds [chunks, HV] are written too: the sum over the chunk's tokens of
-g + max(0, log |1 - beta |k|^2|), and minus infinity if the chunk has a closed gate (segments.py).
+g + max(0, log |1 - beta |k|^2|), and minus infinity if the chunk has a closed gate (segments.py). Other forms of the
+erase term sum the logarithms of another gain: max(e^g, |e^g - beta |k|^2|) if the prediction is undecayed,
+e^g (1 + |beta| |k| |p|) with an erase key p, e^g + |beta| |k| |p| with both, and e^g without erasing.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -107,12 +109,24 @@ def scores_kernel(
         tl.store(packed + 4 * i + 2, tl.where(s == s_last, tl.exp(tl.minimum(G_last - G, 0.0)), 0.0) * r, mask=live)
         tl.store(packed + 4 * i + 3, r, mask=live)
         if BOUND:
-            bound = G_last
-            if READ:
-                wide = k_tile.to(tl.float32)
-                longer = tl.log(tl.abs(1.0 - b * r * r * tl.sum(wide * wide, axis=1)))
-                bound = G_last + tl.sum(tl.where(longer <= 0.0, 0.0, longer), axis=0)
-            tl.store(bounds + c.to(tl.int64) * HV + head, tl.where(s_last > 0.0, -float("inf"), bound))
+            at_bound = bounds + c.to(tl.int64) * HV + head
+            wide = k_tile.to(tl.float32)
+            if UNDECAYED or OWN:
+                lengths = r * r * tl.sum(wide * wide, axis=1)
+                faded = tl.where(closed > 0.0, 0.0, tl.exp(log_decay))
+                gain = tl.maximum(faded, tl.abs(faded - b * lengths))
+                if OWN:
+                    erase_base = erase_key + (flat * H + head // (HV // H)) * K
+                    own = load_tile(erase_base + (i[:, None] * (H * K) + d[None, :]), mK, FULL).to(tl.float32)
+                    erased = tl.abs(b) * tl.sqrt(lengths * tl.sum(own * own, axis=1))
+                    gain = faded + (erased if UNDECAYED else faded * erased)
+                tl.store(at_bound, tl.sum(tl.log(gain), axis=0))
+            else:
+                bound = G_last
+                if READ:
+                    longer = tl.log(tl.abs(1.0 - b * r * r * tl.sum(wide * wide, axis=1)))
+                    bound = G_last + tl.sum(tl.where(longer <= 0.0, 0.0, longer), axis=0)
+                tl.store(at_bound, tl.where(s_last > 0.0, -float("inf"), bound))
     reads = factors + (6 * plane + 4 * (out.to(tl.int64) * tokens + flat))
     tl.store(reads + 4 * i, f, mask=live)
     tl.store(reads + 4 * i + 1, f * scale * gamma, mask=live)
