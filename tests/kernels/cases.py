@@ -116,7 +116,7 @@ ERASE_CASES = [
     Case("mini-batches of 16, packed", T=60, K=8, cu_seqlens=(0, 0, 1, 34, 58), erase="chunk_start", minibatch=16),
     Case("one mini-batch, longer than the input", T=20, erase="chunk_start", minibatch=100, g="last"),
     Case("off, K > V", T=70, K=40, V=16, erase="off"),
-    Case("undecayed, K = 1", T=20, H=2, K=1, V=1, l2norm=False, erase="undecayed", own_key=True),
+    Case("undecayed, K = 1", T=20, H=2, K=1, V=1, l2norm=False, erase="undecayed"),
 ]  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from deltanet_kernels import chunk_gated_delta_rule
+from deltanet_kernels.gated_delta_rule import chunk
 from tests.kernels.cases import (
     ERASE_CASES,
     Case,
@@ -53,6 +54,21 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 def test_float32(case: Case) -> None:
     inputs = make_inputs(case, torch.float32, DEVICE)
     assert_close(results(triton_chunk, inputs), truth(inputs), 3e-6 * case.condition)
+
+
+@pytest.mark.parametrize("case", [
+    Case("off", T=40, erase="off", raw=True),
+    Case("off, beta=0, closed gates", T=33, erase="off", beta="zero", g="tokens"),
+    Case("undecayed, K<V", T=40, V=24, erase="undecayed", raw=True),
+    Case("undecayed, beta=0, closed gates", T=33, erase="undecayed", beta="zero", g="tokens"),
+], ids=str)  # fmt: skip
+def test_one_kernel_for_all_gradients(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel of bfloat16 heads that share nothing and are small, here in float32."""
+    launched = []
+    monkeypatch.setattr(chunk, "joins_gradients", lambda q, k, v, config: launched.append(q.shape) or True)
+    inputs = make_inputs(case, torch.float32, DEVICE)
+    assert_close(results(triton_chunk, inputs), truth(inputs), 3e-6)
+    assert launched
 
 
 @pytest.mark.parametrize("case", [SMALL[0], SMALL[7]], ids=str)

@@ -27,10 +27,10 @@ the kernels; `config.py` holds the sizes that they are launched with.
     recurrence, short inputs       recurrent.py              CUDA, without gradients
     decoding step of a layer       step.py, step_kernels.py  CUDA; states up to 128 x 128, larger for one token
 
-`erase` and `erase_key` of the public functions choose the form of the erase term (reference.py). The kernels for two
-stages ("both in one", "in one kernel") have the default form only; the others take the constants of
-`row_factors.erase_flags` and leave out what a form does not have. Mini-batches of lengths that the kernels do not have
-use the CPU path, on any device.
+`erase` and `erase_key` of the public functions choose the form of the erase term (reference.py). The kernels in hopper/
+have the default form only, and gradients_64.py no erase key; the others take the constants of `row_factors.erase_flags`
+and leave out what a form does not have. Mini-batches of lengths that the kernels do not have use the CPU path, on any
+device.
 
 "Any dtype" means float32, bfloat16 and float16. sm_90 is Hopper (H100, H200). The two kernels in hopper/ are written
 in Gluon and also require Triton 3.6 to 3.9; without it the Triton kernels serve.

@@ -1,10 +1,11 @@
 """Chunked gated delta rule on CUDA: the launches, their registration with PyTorch, and the entry point.
 
 Forward: scores.py and solve.py, or hopper/solve.py for both, then states.py. Backward: states_backward.py, then
-gradients_pairs.py and gradients_inputs.py, or gradients_64.py or hopper/gradients_128.py for both. The kernels that
-serve two stages have the default form of the erase term only. The other forms leave out what they do not have, and
-gradients_erase_key.py adds the gradient of an erase key. The package docstring says which kernel serves which call and
-defines the symbols. `Kept` lists what the forward pass keeps for the backward pass.
+gradients_pairs.py and gradients_inputs.py, or gradients_64.py or hopper/gradients_128.py for both. The kernels in
+hopper/ have the default form of the erase term only, gradients_64.py those without erase key and mini-batches. The
+other forms leave out what they do not have, and gradients_erase_key.py adds the gradient of an erase key. The package
+docstring says which kernel serves which call and defines the symbols. `Kept` lists what the forward pass keeps for the
+backward pass.
 
 Short names in this file: Tm is T, h the states S [chunks, HV, V, K], vn the values V', dh and dw the gradients of S and
 W, ht and dht the final state and its gradient.
@@ -335,9 +336,8 @@ def chunk_backward(
     dg, dbeta = torch.empty_like(g), torch.empty(beta.shape, dtype=beta.dtype, device=beta.device)
     gate = A_log is not None
     dkey = q.new_empty((0,) if erase_key is None else erase_key.shape)
-    default = _default(erase, erase_key)
     sums = q.new_zeros((chunks.count, HV, 2) if gate else (0,), dtype=torch.float32)
-    if chunks.count and default and hopper.serves_gradients(q, k, do, config, full, precision):
+    if chunks.count and _default(erase, erase_key) and hopper.serves_gradients(q, k, do, config, full, precision):
         hopper.gradients(
             q, k, v, factors, P, do, h, dh, vn, dw, g, A_log, dt_bias, dq, dk, dv, dg, dbeta, sums,
             scale, norm, sigmoid,
@@ -345,12 +345,13 @@ def chunk_backward(
     elif chunks.count:
         chunk_of = (chunks.cu_seqlens, chunks.row_of_chunk, chunks.first_chunk)
         Z, E = torch.empty_like(P), torch.empty_like(Tm)
-        if default and joins_gradients(q, k, v, config):
+        if erase_key is None and not minibatch and joins_gradients(q, k, v, config):
             launch(
                 joint_gradients_kernel, chunks.count * HV,
                 q, k, v, factors, P, do, h, dh, vn, dw, Z, E, g, A_log, dt_bias, dq, dk, dv, dg, dbeta, sums, *chunk_of,
                 scale, T, B * T, *strides, *v.stride()[:3], H=HV, K=K, V=V, BK=sizes["BK"], BV=tile_width(V, v.dtype),
-                **flags, NORM=norm, GATE=gate, SIGMOID=sigmoid, num_warps=4, num_stages=1, maxnreg=255,
+                **flags, NORM=norm, GATE=gate, SIGMOID=sigmoid, READ=form["READ"], UNDECAYED=form["UNDECAYED"],
+                num_warps=4, num_stages=1, maxnreg=255,
             )  # fmt: skip
         else:
             dG = q.new_empty(HV, B * T, dtype=torch.float32)

@@ -60,9 +60,9 @@ def torch_recurrent_step_(
             q_, k_ = q_ * inverse_norm(q_), k_ * inverse_norm(k_)
         if HQ < HV:
             q_ = q_.repeat_interleave(HV // HQ, dim=2)
-        p_ = k_ if erase_key is None else erase_key.to(dtype)
         if H < HV:
-            k_, p_ = (x.repeat_interleave(HV // H, dim=2) for x in (k_, p_))
+            k_ = k_.repeat_interleave(HV // H, dim=2)
+        p_ = k_ if erase_key is None else erase_key.to(dtype).repeat_interleave(HV // H, dim=2)
         # One product per token: rows of q share the state of their group, [B, T, HV, R, K].
         q_ = q_.unflatten(2, (HV, -1)) * scale
         decay = g.exp()

@@ -120,7 +120,8 @@ def scores_kernel(
                     own = load_tile(erase_base + (i[:, None] * (H * K) + d[None, :]), mK, FULL).to(tl.float32)
                     erased = tl.abs(b) * tl.sqrt(lengths * tl.sum(own * own, axis=1))
                     gain = faded + (erased if UNDECAYED else faded * erased)
-                tl.store(at_bound, tl.sum(tl.log(gain), axis=0))
+                log_gain = tl.where(gain > 0.0, tl.log(tl.maximum(gain, 1e-38)), -float("inf"))
+                tl.store(at_bound, tl.sum(log_gain, axis=0))
             else:
                 bound = G_last
                 if READ:
