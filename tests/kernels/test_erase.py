@@ -86,6 +86,28 @@ def test_no_erasing_is_a_vanishing_strength_with_values_as_much_larger() -> None
     same(found, {"o": o.detach(), "final_state": state.detach()})
 
 
+def test_two_reflections_erase_nothing() -> None:
+    """Strength 2 twice with one unit key: the second write undoes the first one's reflection."""
+    inputs = double("reflections", l2norm=False) | {"erase": "off"}
+    wanted, final = chunk_gated_delta_rule(**inputs | {"beta": torch.ones_like(inputs["beta"])})
+    zero = torch.zeros_like
+    twice = {name: inputs[name].repeat_interleave(2, dim=1) for name in ("q", "k")}
+    twice["v"] = torch.stack([zero(inputs["v"]), inputs["v"] / 2], dim=2).flatten(1, 2)
+    twice["g"] = torch.stack([inputs["g"], zero(inputs["g"])], dim=2).flatten(1, 2)
+    twice["beta"] = torch.full_like(twice["g"], 2.0)
+    o, state = chunk_gated_delta_rule(**inputs | twice | {"erase": "decayed"})
+    assert relative_error(o[:, 1::2], wanted.detach()) < 1e-12
+    assert relative_error(state, final.detach()) < 1e-12
+
+
+def test_an_erase_key_along_the_key_is_another_strength() -> None:
+    """p = b k as in Comba: the strength b beta with values v / b, which the fused step takes."""
+    inputs = double("feedback") | {"erase": "undecayed"}
+    wanted, _ = chunk_gated_delta_rule(**inputs, erase_key=0.7 * l2_normalize(inputs["k"]))
+    o, _ = chunk_gated_delta_rule(**inputs | {"beta": 0.7 * inputs["beta"], "v": inputs["v"] / 0.7})
+    assert relative_error(o, wanted.detach()) < 1e-12
+
+
 def test_undecayed_is_decayed_with_strength_over_the_gate() -> None:
     """Comba's rule by the decayed one: beta / e^g, v e^g."""
     inputs = double("undecayed")
