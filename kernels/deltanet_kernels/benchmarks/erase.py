@@ -37,7 +37,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "chunk_start, 16": {"erase": "chunk_start", "minibatch": 16},
 }
 TINY = 2.0**-60
-Inputs = dict[str, torch.Tensor]
+Inputs = dict[str, Any]  # tensors
 
 
 def make(shape: tuple[int, int, int, int], form: dict[str, Any]) -> tuple[Inputs, torch.Tensor]:
@@ -61,7 +61,8 @@ def _options(form: dict[str, Any]) -> dict[str, Any]:
 
 
 def _strength(x: Inputs) -> torch.Tensor:
-    return x["beta"] if "beta" in x else torch.ones_like(x["g"])
+    beta: torch.Tensor = x["beta"] if "beta" in x else torch.ones_like(x["g"])
+    return beta
 
 
 def ours(form: dict[str, Any]) -> Callable[[Inputs], torch.Tensor]:

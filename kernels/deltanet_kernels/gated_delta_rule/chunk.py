@@ -448,7 +448,8 @@ def chunk_gated_delta_rule_triton(
     check_supported(q.dtype, q.shape[3], v.shape[3])
     dtype = v.dtype
     if min(q.shape[3], v.shape[3]) < MIN_HALF_SIZE:
-        q, k, v, erase_key = (None if x is None else x.float() for x in (q, k, v, erase_key))
+        q, k, v = q.float(), k.float(), v.float()
+        erase_key = None if erase_key is None else erase_key.float()
     rows = q.shape[0] if call.cu_seqlens is None else call.cu_seqlens.shape[0] - 1
     pinned = _pinned(k, v)
     if call.minibatch is not None and call.minibatch not in _chunk_lengths(pinned):
