@@ -139,8 +139,10 @@ def _parallel(
         x = torch.bmm(dwanted, values.mT, out=ws.get("x", n, C, C)).tril_(-1)
         inner = p.gram.mul_(x)
         dbeta -= inner.sum(-1, keepdim=True)
-        inner.mul_(p.beta)
-        pair -= _row_after(inner) if s.erase == "undecayed" else inner
+        if s.erase == "undecayed":
+            pair -= _row_after(inner.mul_(p.beta))
+        else:
+            pair.addcmul_(inner, p.beta, value=-1.0)
         x.mul_(p.decay_p.squeeze(1)).mul_(p.beta)
         if own:
             dk.baddbmm_(x.mT, p.p, alpha=-1.0)
