@@ -111,8 +111,8 @@ def decay_between(G, s, causal):
 @triton.jit
 def decay_to(G_i, s_i, G_j, s_j, causal):
     """The same with G and s of the rows apart from those of the columns."""
-    difference = tl.where(causal, G_i[:, None] - G_j[None, :], 0.0)
-    return tl.where(causal & (s_i[:, None] == s_j[None, :]), tl.exp(difference), 0.0)
+    same = causal & (s_i[:, None] == s_j[None, :])
+    return tl.where(same, tl.exp(tl.where(causal, G_i[:, None] - G_j[None, :], 0.0)), 0.0)
 
 
 def erase_flags(erase: str, erase_key: torch.Tensor | None) -> dict[str, bool]:

@@ -103,9 +103,10 @@ def _gates(
     else:
         gamma = tl.exp(tl.load(a + row * HV + head).to(tl.float32))
         y = tl.load(b + row * HV + head).to(tl.float32)
+    gamma = tl.where(real, gamma, 1.0)
     if SIGMOID:
         y = BETA / (1.0 + tl.exp(-y))
-    return tl.where(real, gamma, 1.0), tl.where(real, y, 0.0)
+    return gamma, tl.where(real, y, 0.0)
 
 
 @triton.jit
