@@ -104,13 +104,23 @@ def install(recorder: Recorder) -> None:
 
 
 def rule_inputs(
-    T: int, heads: tuple[int, int, int], K: int, V: int, dtype: torch.dtype, raw: bool, packed: bool
+    T: int,
+    heads: tuple[int, int, int],
+    K: int,
+    V: int,
+    dtype: torch.dtype,
+    raw: bool,
+    packed: bool,
+    form: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     H, HQ, HV = heads
     B = 1 if packed else 2
     sizes = {"q": (B, T, HQ, K), "k": (B, T, H, K), "v": (B, T, HV, V)}
     inputs: dict[str, Any] = {name: torch.zeros(size, dtype=dtype) for name, size in sizes.items()}
     inputs |= {"g": torch.zeros(B, T, HV), "beta": torch.zeros(B, T, HV)}
+    form = dict(form or {})
+    if form.pop("own_key", False):
+        inputs["erase_key"] = torch.zeros(B, T, H, K, dtype=dtype)
     if raw:
         inputs |= {"A_log": torch.zeros(HV), "dt_bias": torch.zeros(HV)}
     inputs = {name: x.requires_grad_() for name, x in inputs.items()}
@@ -118,7 +128,7 @@ def rule_inputs(
         inputs["cu_seqlens"] = torch.tensor([0, 70, T], dtype=torch.int32)
         inputs["initial_state"] = torch.zeros(2, HV, K, V)
     flags = {"use_gate_in_kernel": raw, "use_beta_sigmoid_in_kernel": raw, "use_qk_l2norm_in_kernel": True}
-    return inputs | flags
+    return inputs | flags | form
 
 
 def rule_cases() -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
@@ -143,6 +153,18 @@ def rule_cases() -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
     ):
         inputs = {"T": T, "heads": heads, "K": K, "V": V, "raw": raw, "packed": packed, "dtype": DTYPES[dtype]}
         found.append((f"chunk-{dtype}-{label}", inputs, extra))
+    for label, heads, K, V, dtype, form in (
+        ("128-off", (2, 2, 2), 128, 128, "bf16", {"erase": "off"}),
+        ("64-off-grouped", (1, 4, 2), 64, 64, "bf16", {"erase": "off"}),
+        ("128-undecayed", (2, 2, 2), 128, 128, "bf16", {"erase": "undecayed"}),
+        ("128-key", (2, 2, 2), 128, 128, "bf16", {"own_key": True}),
+        ("64-undecayed-key", (1, 1, 2), 64, 64, "bf16", {"own_key": True, "erase": "undecayed"}),
+        ("64-minibatch", (2, 2, 2), 64, 64, "bf16", {"erase": "chunk_start", "minibatch": 16}),
+        ("256-undecayed-key", (1, 1, 1), 256, 256, "bf16", {"own_key": True, "erase": "undecayed"}),
+        ("128-undecayed-key", (1, 1, 2), 128, 128, "fp32", {"own_key": True, "erase": "undecayed"}),
+    ):
+        inputs = {"T": 128, "heads": heads, "K": K, "V": V, "raw": False, "packed": False, "dtype": DTYPES[dtype]}
+        found.append((f"erase-{dtype}-{label}", inputs | {"form": form}, {}))
     return found
 
 
@@ -198,7 +220,9 @@ def calls() -> list[tuple[str, Callable[[], object]]]:
             }  # fmt: skip
             if not conv:
                 options |= {name: torch.zeros(1, T, K // 2) for name in ("cos", "sin")}
-            options = dict.fromkeys(StepCall._fields) | {"scale": K**-0.5, "eps": 1e-6} | options
+            options = (
+                dict.fromkeys(StepCall._fields) | StepCall._field_defaults | {"scale": K**-0.5, "eps": 1e-6} | options
+            )
             tensors = {"q": q, "k": k, "v": v, "a": a, "b": b, "state": torch.zeros(2, 2, K, K)}
             gates = {"A_log": torch.zeros(2), "dt_bias": torch.zeros(2)}
             gated_delta_step_triton_(StepCall(**options | tensors | gates))

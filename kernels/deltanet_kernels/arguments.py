@@ -3,9 +3,12 @@
 The field names, their order and their defaults are those of the public functions in dispatch.py, which document them.
 """
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
+
+Erase = Literal["decayed", "off", "undecayed", "chunk_start"]
+"""Which prediction a write takes from its value, i.e. which state it erases from; `chunk_gated_delta_rule` says how."""
 
 
 class RuleDims(NamedTuple):
@@ -39,6 +42,9 @@ class RuleCall(NamedTuple):
     dt_bias: torch.Tensor | None = None
     use_gate_in_kernel: bool = False
     use_beta_sigmoid_in_kernel: bool = False
+    erase: Erase = "decayed"
+    erase_key: torch.Tensor | None = None
+    minibatch: int | None = None
 
     @property
     def factor(self) -> float:
@@ -52,9 +58,15 @@ class RuleCall(NamedTuple):
         N = B if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
         return RuleDims(B, T, H, HQ, HV, max(HQ, HV), K, V, N)
 
+    def simplified(self) -> "RuleCall":
+        """The call itself, or with mini-batches of one token the decayed rule, which is the same function."""
+        return self._replace(erase="decayed", minibatch=None) if self.minibatch == 1 else self
+
     def needs_gradients(self) -> bool:
         """Whether autograd records this call."""
-        inputs = (self.q, self.k, self.v, self.g, self.beta, self.initial_state, self.A_log, self.dt_bias)
+        inputs = (
+            self.q, self.k, self.v, self.g, self.beta, self.initial_state, self.A_log, self.dt_bias, self.erase_key
+        )  # fmt: skip
         return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
 
 
@@ -67,8 +79,8 @@ class StepCall(NamedTuple):
     a: torch.Tensor
     b: torch.Tensor
     state: torch.Tensor
-    A_log: torch.Tensor
-    dt_bias: torch.Tensor
+    A_log: torch.Tensor | None
+    dt_bias: torch.Tensor | None
     conv_weight: torch.Tensor | None
     conv_tail: torch.Tensor | None
     z: torch.Tensor | None
@@ -82,6 +94,8 @@ class StepCall(NamedTuple):
     qk_silu: bool
     v_silu: bool
     allow_neg_eigval: bool
+    use_beta_sigmoid_in_kernel: bool = True
+    erase: Erase = "decayed"
 
     @property
     def factor(self) -> float:

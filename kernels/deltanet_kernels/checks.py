@@ -1,9 +1,11 @@
 """Argument checks of the public operators. A message names the argument, what it got and what it needs."""
 
+from typing import get_args
+
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from deltanet_kernels.arguments import RuleCall, StepCall
+from deltanet_kernels.arguments import Erase, RuleCall, StepCall
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # cu_seqlens tensors already found valid, with their version, so that a model's layers read the values only once.
@@ -136,6 +138,28 @@ def check_delta_rule(call: RuleCall) -> None:
             _require_shape(name, gate, (HV,), "[HV]")
         elif gate is not None:
             raise ValueError(f"{name}: got a tensor, needs None unless use_gate_in_kernel is set")
+    _check_erase(call)
+
+
+def _check_erase(call: RuleCall) -> None:
+    """Check which state a gated delta rule erases from, and with which key."""
+    erase, p, minibatch = call.erase, call.erase_key, call.minibatch
+    if erase not in get_args(Erase):
+        raise ValueError(f"erase: got {erase!r}, needs one of {', '.join(map(repr, get_args(Erase)))}")
+    if erase == "chunk_start":
+        if not isinstance(minibatch, int) or minibatch < 1:
+            raise ValueError(f"minibatch: got {minibatch!r}, needs a number of tokens >= 1 with erase='chunk_start'")
+    elif minibatch is not None:
+        raise ValueError(f"minibatch: got {minibatch!r}, needs None unless erase='chunk_start'")
+    if p is None:
+        return
+    if erase == "off":
+        raise ValueError("erase_key: got a tensor, needs None with erase='off', which reads no state")
+    _require_tensor("erase_key", p)
+    _require_device("erase_key", p, "q", call.q.device)
+    if p.dtype != call.k.dtype:
+        raise TypeError(f"erase_key: got dtype {p.dtype}, needs {call.k.dtype} (the dtype of q)")
+    _require_shape("erase_key", p, tuple(call.k.shape), "[B, T, H, K], the shape of k")
 
 
 def check_causal_conv1d(
@@ -231,8 +255,15 @@ def check_gated_delta_step(call: StepCall) -> None:
     HO = max(HQ, HV)
     for name, x in (("a", a), ("b", b)):
         _require_shape(name, x, (B, T, HV), "[B, T, HV] with HV of the state")
-    for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
-        _require_shape(name, x, (HV,), "[HV]")
+    if (A_log is None) != (dt_bias is None):
+        raise ValueError("dt_bias: needs a tensor with A_log, and None without")
+    for name in ("A_log", "dt_bias"):
+        if name in tensors:
+            _require_shape(name, tensors[name], (HV,), "[HV]")
+    if call.erase not in ("decayed", "off", "undecayed"):
+        raise ValueError(f"erase: got {call.erase!r}, needs 'decayed', 'off' or 'undecayed' in a step")
+    if call.allow_neg_eigval and not call.use_beta_sigmoid_in_kernel:
+        raise ValueError("allow_neg_eigval: doubles a sigmoid, needs use_beta_sigmoid_in_kernel")
     if (conv_weight is None) != (conv_tail is None):
         raise ValueError("conv_tail: needs a tensor with conv_weight, and None without")
     if conv_weight is not None and conv_tail is not None:

@@ -23,13 +23,16 @@ class Case:
     K: int = 16
     V: int | None = None
     cu_seqlens: tuple[int, ...] | None = None
-    g: str = "random"  # random | zero | closed | heads | tokens | last | reset
+    g: str = "random"  # random | zero | closed | shut | heads | tokens | last | reset
     beta: str = "random"  # random | zero | two
     keys: str = "random"  # random | equal | zero
     l2norm: bool = True
     initial_state: bool = True
     raw: bool = False  # gates as logits, with A_log, dt_bias and the sigmoid
     scale: float | None = None
+    erase: str = "decayed"
+    own_key: bool = False  # an erase key that is not the key
+    minibatch: int | None = None
     condition: float = 1.0  # factor on tolerances: how much the problem itself amplifies rounding
 
     def __str__(self) -> str:
@@ -83,6 +86,40 @@ CASES = [
 ]
 
 
+# Every form of the erase term, on the shapes and hazards that take different code.
+ERASE_CASES = [
+    *(Case(f"off, T={T}", T=T, B=2, H=2, erase="off") for T in (1, 130)),
+    Case("off, shared queries", T=70, H=1, HQ=4, HV=2, V=24, erase="off"),
+    Case("off, packed, raw gates", T=80, H=1, HV=2, K=8, cu_seqlens=(0, 0, 1, 66, 75), erase="off", raw=True),
+    Case("off, closed gates", T=70, H=2, erase="off", g="tokens", l2norm=False),
+    Case("off, beta=0", T=70, beta="zero", erase="off", initial_state=False),
+    *(Case(f"undecayed, T={T}", T=T, B=2, H=2, erase="undecayed") for T in (1, 2, 130)),
+    Case("undecayed, shared heads", T=70, H=1, HQ=2, HV=4, V=24, erase="undecayed"),
+    Case("undecayed, packed, raw gates", T=80, K=8, cu_seqlens=(0, 0, 1, 66, 75), erase="undecayed", raw=True),
+    Case("undecayed, g=-150", T=70, H=2, erase="undecayed", g="shut"),
+    Case("undecayed, closed tokens", T=130, H=2, erase="undecayed", g="tokens"),
+    Case("undecayed, closed at a chunk's last token", T=130, erase="undecayed", g="last"),
+    Case("undecayed, g=-inf", T=70, erase="undecayed", g="reset"),
+    Case("undecayed, beta=0, no state", T=70, erase="undecayed", beta="zero", initial_state=False),
+    Case("undecayed, beta=2 on equal keys", T=130, erase="undecayed", beta="two", keys="equal", condition=5),
+    Case("own key, T=130", T=130, B=2, H=2, own_key=True),
+    Case("own key, shared heads, raw gates", T=70, H=1, HQ=4, HV=2, V=24, own_key=True, raw=True),
+    Case("own key, more values than queries", T=70, H=1, HQ=2, HV=4, own_key=True, beta="zero", l2norm=False),
+    Case("own key, packed", T=80, H=1, K=8, cu_seqlens=(0, 0, 1, 66, 75), own_key=True),
+    Case("own key, zero keys, closed gates", T=70, H=2, own_key=True, keys="zero", g="tokens", initial_state=False),
+    Case("own key, undecayed", T=130, H=2, own_key=True, erase="undecayed"),
+    Case("own key, undecayed, closed, beta=0", T=70, HV=2, own_key=True, erase="undecayed", g="tokens", beta="zero"),
+    *(Case(f"mini-batches of {m}", T=70, H=2, erase="chunk_start", minibatch=m) for m in (16, 64)),
+    Case("mini-batches of 7", T=70, H=1, HV=2, erase="chunk_start", minibatch=7, own_key=True),
+    Case("mini-batches of 16, own key, beta=0", T=40, H=1, HQ=2, HV=1, erase="chunk_start", minibatch=16, own_key=True,
+         beta="zero"),
+    Case("mini-batches of 16, packed", T=60, K=8, cu_seqlens=(0, 0, 1, 34, 58), erase="chunk_start", minibatch=16),
+    Case("one mini-batch, longer than the input", T=20, erase="chunk_start", minibatch=100, g="last"),
+    Case("off, K > V", T=70, K=40, V=16, erase="off"),
+    Case("undecayed, K = 1", T=20, H=2, K=1, V=1, l2norm=False, erase="undecayed"),
+]  # fmt: skip
+
+
 def make_inputs(case: Case, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0) -> dict[str, Any]:
     """Keyword arguments of the operator. The numbers are those of `dtype`; g, beta and states never below float32."""
     generator = torch.Generator().manual_seed(seed)
@@ -113,6 +150,9 @@ def make_inputs(case: Case, dtype: torch.dtype = torch.float32, device: str = "c
         gates["beta"][:, ::2] = 0
     elif case.beta == "two":
         gates["beta"] = 2 - 0.01 * gates["beta"]
+    if case.own_key:
+        p = randn(B, T, H, K)
+        tensors["erase_key"] = (p / p.norm(dim=-1, keepdim=True)).to(dtype)
     if case.raw:
         gates = {"g": randn(B, T, HV), "beta": randn(B, T, HV)}
         gates |= {"A_log": randn(HV), "dt_bias": randn(HV)}
@@ -123,6 +163,8 @@ def make_inputs(case: Case, dtype: torch.dtype = torch.float32, device: str = "c
     inputs: dict[str, Any] = {name: x.to(device).requires_grad_() for name, x in tensors.items()}
     if case.cu_seqlens is not None:
         inputs["cu_seqlens"] = torch.tensor(case.cu_seqlens, dtype=torch.int32, device=device)
+    if case.erase != "decayed":
+        inputs |= {"erase": case.erase, "minibatch": case.minibatch}
     return inputs | {
         "scale": case.scale,
         "output_final_state": True,
@@ -138,6 +180,8 @@ def _log_decay(case: Case, uniform: torch.Tensor) -> torch.Tensor:
         g.zero_()
     elif case.g == "closed":
         g.fill_(-200.0)
+    elif case.g == "shut":
+        g.fill_(-150.0)
     elif case.g == "heads":
         g[..., 0] = -200.0
     elif case.g == "tokens":

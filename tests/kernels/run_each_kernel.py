@@ -34,6 +34,11 @@ CASES = [
     Case("head size 64, whole chunks", T=64, H=2, K=64),
     Case("head size 64, whole chunks, grouped", T=128, H=1, HV=2, K=64, V=128, raw=True),
     Case("head size 256", T=70, H=1, K=256),
+    Case("no erasing, packed", T=150, H=2, HV=4, K=64, raw=True, cu_seqlens=(0, 0, 1, 66, 140), erase="off"),
+    Case("undecayed, whole chunks", T=128, H=2, K=128, erase="undecayed", beta="zero"),
+    Case("own key, undecayed, grouped", T=70, H=1, HQ=2, HV=4, K=40, V=24, own_key=True, erase="undecayed"),
+    Case("own key, packed", T=150, H=2, K=128, cu_seqlens=(0, 0, 1, 66, 140), own_key=True),
+    Case("mini-batches", T=70, H=2, K=64, erase="chunk_start", minibatch=16),
 ]
 STEPS = [
     Step("all of it", T=2, K=64, V=64, conv=4, rope=64, padding=True),
@@ -43,6 +48,7 @@ STEPS = [
     Step("slices of wide values, padding", B=4, K=64, V=200, conv=4, rope=64, padding=True),
     Step("many programs", B=150, K=128, V=100, conv=2),
     Step("head size 256", K=256, V=256, conv=4),
+    Step("as given, undecayed", K=64, V=64, given=True, erase="undecayed"),
 ]
 
 
@@ -69,7 +75,8 @@ def main() -> None:
     for step in STEPS:
         for dtype in (torch.bfloat16, torch.float32):
             x = make(step, dtype, "cuda")
-            delta_step_(*(x[name] for name in TENSORS), 0.1, 1e-6, True, True)
+            options = (x["allow_neg_eigval"], x["use_beta_sigmoid_in_kernel"], x["erase"])
+            delta_step_(*(x[name] for name in TENSORS), 0.1, 1e-6, True, True, *options)
     torch.cuda.synchronize()
     print("convolution, norm, fused step", flush=True)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):

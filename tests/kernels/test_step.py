@@ -38,6 +38,8 @@ class Step:
     positions: int = 1  # rows of cos and sin
     offset: bool = False  # of the keys
     negative: bool = False  # write strengths up to 2
+    given: bool = False  # log decay and write strength as they are, not as logits
+    erase: str = "decayed"
 
     def __str__(self) -> str:
         return self.name
@@ -92,6 +94,13 @@ CASES = [
     Step("slice: without norm and gate", V=90, gate=False, norm="none", padding=True, conv=4),
     Step("slice: value heads share keys", H=1, HQ=1, HV=3, V=96, norm="per_head", rope=16),
     Step("slice: value heads share queries", H=1, HQ=2, HV=4, K=24, V=70, padding=True),
+    Step("as given, query heads share a state", HQ=4, given=True),
+    Step("as given, grouped heads with a convolution, padding", T=2, H=1, HQ=1, given=True, padding=True, conv=3),
+    Step("no erasing", erase="off"),
+    Step("no erasing, several tokens", T=3, erase="off", given=True, padding=True, **NATIVE),
+    Step("undecayed", erase="undecayed", given=True),
+    Step("undecayed, several tokens", T=3, erase="undecayed", negative=True),
+    Step("undecayed, state over 128 x 128", T=2, B=1, H=1, HQ=1, HV=1, K=130, V=129, erase="undecayed", given=True),
 ]
 TENSORS = [
     "q",
@@ -139,6 +148,9 @@ def make(case: Step, dtype: torch.dtype = torch.float32, device: str = "cpu", se
     }  # fmt: skip
     x["k_offset"] = 2 * randn(case.H, case.K).to(device, dtype) if case.offset else None
     x["allow_neg_eigval"] = case.negative
+    if case.given:
+        x |= {"a": -x["a"].square(), "b": 2 * x["b"].float().sigmoid().to(dtype), "A_log": None, "dt_bias": None}
+    x |= {"use_beta_sigmoid_in_kernel": not case.given, "erase": case.erase}
     if case.padding:
         x["padding"] = (torch.arange(B * T).view(B, T) % 2 == 1).to(device)
     return x
@@ -173,12 +185,12 @@ def truth(x: dict[str, Any]) -> dict[str, torch.Tensor]:
     v = F.silu(v) if w["v_silu"] else v
     o = torch.zeros(B, T, max(q.shape[2], HV), V, dtype=torch.float64)
     state = w["state"].clone()
-    strength = w["b"].sigmoid() * (2 if w["allow_neg_eigval"] else 1)
+    strength = w["b"].sigmoid() * (2 if w["allow_neg_eigval"] else 1) if w["use_beta_sigmoid_in_kernel"] else w["b"]
     for n, t in real.nonzero().tolist():
         token = [y[n : n + 1, t : t + 1] for y in (q, k, v, w["a"], strength)]
         o_n, state_n = naive_gated_delta_rule(
             *token, None, state[n : n + 1], True, True, A_log=w["A_log"], dt_bias=w["dt_bias"],
-            use_gate_in_kernel=True,
+            use_gate_in_kernel=w["A_log"] is not None, erase=w["erase"],
         )  # fmt: skip
         o[n, t], state[n] = o_n[0, 0], state_n[0]
     z = None if w["z"] is None else w["z"].view_as(o)
@@ -202,7 +214,7 @@ def run(step_: Callable[..., torch.Tensor], x: dict[str, Any]) -> dict[str, torc
 
 
 def triton_step_(**x: Any) -> torch.Tensor:
-    options = (x["eps"], x["qk_silu"], x["v_silu"], x["allow_neg_eigval"])
+    options = (x[name] for name in ("eps", "qk_silu", "v_silu", "allow_neg_eigval", *StepCall._field_defaults))
     call = StepCall(*(x[name] for name in TENSORS), None, *options)
     return gated_delta_step_triton_(call)
 
@@ -293,6 +305,9 @@ def test_step_compiles_and_still_moves_in_place(case: Step, step_: Callable[...,
 def test_the_operator_is_registered_consistently() -> None:
     x = make(Step("registered", padding=True, rope=8, offset=True, **NATIVE), device=DEVICE)
     torch.library.opcheck(delta_step_.op, (*(x[name] for name in TENSORS), 0.25, 1e-6, True, True, True))
+    x = make(Step("registered, as given", given=True), device=DEVICE)
+    form = (True, True, False, False, "undecayed")
+    torch.library.opcheck(delta_step_.op, (*(x[name] for name in TENSORS), 0.25, 1e-6, *form))
 
 
 @pytest.mark.parametrize(
@@ -313,10 +328,14 @@ def test_the_operator_is_registered_consistently() -> None:
         ("sin", lambda x: None, "sin: needs a tensor"),
         ("k_offset", lambda x: x[:1], r"k_offset: got shape \[1, 16\], needs \[H, K\]"),
         ("k_offset", lambda x: x.int(), "k_offset: got dtype"),
+        ("dt_bias", lambda x: None, "dt_bias: needs a tensor with A_log"),
+        ("A_log", lambda x: x[:1], r"A_log: got shape \[1\]"),
+        ("erase", lambda x: "chunk_start", "erase: got 'chunk_start', needs 'decayed', 'off' or 'undecayed'"),
+        ("use_beta_sigmoid_in_kernel", lambda x: False, "allow_neg_eigval: doubles a sigmoid"),
     ],
 )
 def test_wrong_arguments_are_named(name: str, change: Callable[[Any], Any], message: str) -> None:
-    x = make(Step("wrong", rope=16, offset=True, **NATIVE), device=DEVICE)
+    x = make(Step("wrong", rope=16, offset=True, negative=True, **NATIVE), device=DEVICE)
     with pytest.raises((ValueError, TypeError), match=message):
         gated_delta_step_(**(x | {name: change(x[name])}))
 

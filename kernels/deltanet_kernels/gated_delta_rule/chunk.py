@@ -2,7 +2,9 @@
 
 Forward: scores.py and solve.py, or hopper/solve.py for both, then states.py. Backward: query_sums.py where query heads
 share states, states_backward.py, then gradients_pairs.py and gradients_inputs.py, or gradients_64.py or
-hopper/gradients_128.py for both. The package docstring says which kernel serves which call and defines the symbols.
+hopper/gradients_128.py for both. The kernels in hopper/ have the default form of the erase term only, gradients_64.py
+those without erase key and mini-batches. The other forms leave out what they do not have, and gradients_erase_key.py
+adds the gradient of an erase key. The package docstring says which kernel serves which call and defines the symbols.
 `Kept` lists what the forward pass keeps for the backward pass.
 
 Short names in this file: Tm is T, h the states S [chunks, HV, V, K], vn the values V', dh and dw the gradients of S and
@@ -13,6 +15,7 @@ W, ht and dht the final state and its gradient.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -34,11 +37,12 @@ from deltanet_kernels.gated_delta_rule.config import (
     tile_width,
 )
 from deltanet_kernels.gated_delta_rule.gradients_64 import joint_gradients_kernel
+from deltanet_kernels.gated_delta_rule.gradients_erase_key import erase_key_gradients_kernel
 from deltanet_kernels.gated_delta_rule.gradients_inputs import input_gradients_kernel
 from deltanet_kernels.gated_delta_rule.gradients_pairs import pair_gradients_kernel
 from deltanet_kernels.gated_delta_rule.hopper import select as hopper
 from deltanet_kernels.gated_delta_rule.query_sums import query_sums_kernel
-from deltanet_kernels.gated_delta_rule.row_factors import ChunkInputs, ChunkTensors
+from deltanet_kernels.gated_delta_rule.row_factors import ChunkInputs, ChunkTensors, erase_flags
 from deltanet_kernels.gated_delta_rule.scores import scores
 from deltanet_kernels.gated_delta_rule.segments import chunk_spans, compose, composes, segments_for
 from deltanet_kernels.gated_delta_rule.solve import invert
@@ -57,13 +61,15 @@ def _unit_stride(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _pinned(k: torch.Tensor, v: torch.Tensor) -> ChunkConfig:
-    return chunk_config(k.shape[3], v.shape[3], k.dtype, capability(k.device))
+def _pinned(k: torch.Tensor, v: torch.Tensor, minibatch: int = 0) -> ChunkConfig:
+    """The configuration; with mini-batches a chunk is one of them."""
+    config = chunk_config(k.shape[3], v.shape[3], k.dtype, capability(k.device))
+    return replace(config, C=minibatch) if minibatch else config
 
 
-def _config(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> ChunkConfig:
-    pinned = _pinned(k, v)
-    if not autotune.enabled():
+def _config(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, minibatch: int) -> ChunkConfig:
+    pinned = _pinned(k, v, minibatch)
+    if minibatch or not autotune.enabled():
         return pinned
     (H, K), (HV, V), HQ = k.shape[2:], v.shape[2:], q.shape[2]
     key = (HQ, H, HV, K, V, k.dtype, k.device)
@@ -117,11 +123,23 @@ def joins_gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, config: C
     return q.shape[2] == k.shape[2] == v.shape[2] and widths == {config.joint_size}
 
 
+def _default(erase: str, erase_key: torch.Tensor | None) -> bool:
+    """Whether this is the gated delta rule itself, which the kernels for two stages compute."""
+    return erase == "decayed" and erase_key is None
+
+
 def _scores_and_inverse(inputs: ChunkInputs, config: ChunkConfig, full: bool, precision: str) -> ChunkTensors:
     """The tensors of every chunk by the Triton kernels; L, as large as two of T, is freed on return."""
     P, L, factors, bounds = scores(inputs, full, precision, config.score_warps)
+    if not erase_flags(inputs.erase, inputs.erase_key)["SOLVE"]:
+        return ChunkTensors(P, inputs.k.new_empty(0), factors, bounds)
     T = invert(L, inputs.k.dtype, inputs.q.shape[1], inputs.chunks, precision, config.solve_warps)
     return ChunkTensors(P, T, factors, bounds)
+
+
+def _stages(stages: int, erase_key: torch.Tensor | None) -> int:
+    """Pipeline stages of a state kernel; an erase key takes more shared memory."""
+    return max(1, stages - (erase_key is not None))
 
 
 def _zero_tail(chunks: Chunks, *tensors: torch.Tensor) -> None:
@@ -134,10 +152,11 @@ def _zero_tail(chunks: Chunks, *tensors: torch.Tensor) -> None:
 
 
 def _fake_chunk_forward(
-    q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias, scale, norm, sigmoid, final, keep, precision, segments
+    q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias, scale, norm, sigmoid, final, keep, precision, segments,
+    erase_key=None, erase="decayed", minibatch=0,
 ):  # fmt: skip
     (B, T, HQ, K), HV, V = q.shape, v.shape[2], v.shape[3]
-    C = _pinned(k, v).C
+    C = _pinned(k, v, minibatch).C
     rows = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     count = B * ((T + C - 1) // C) if cu_seqlens is None else (T + C - 1) // C + rows
     kept = _kept_dtype(k.dtype)
@@ -145,7 +164,7 @@ def _fake_chunk_forward(
         q.new_empty(B, T, max(HQ, HV), V),
         q.new_empty((rows, HV, K, V) if final else (0,), dtype=torch.float32),
         q.new_empty((6 * HV + 4 * max(HQ, HV), B * T) if keep else (0,), dtype=torch.float32),
-        k.new_empty((count, HV, C, C) if keep else (0,)),
+        k.new_empty((count, HV, C, C) if keep and erase_flags(erase, erase_key)["SOLVE"] else (0,)),
         k.new_empty((count, max(HQ, HV), C, C) if keep else (0,)),
         k.new_empty((count, HV, V, K) if keep else (0,), dtype=kept),
         k.new_empty((B, T, HV, V) if keep else (0,), dtype=kept),
@@ -160,7 +179,7 @@ class Kept(NamedTuple):
     factors: torch.Tensor
     """Row factors [6 HV + 4 HO, B*T], float32."""
     T: torch.Tensor
-    """(I + L)^-1 [chunks, HV, C, C]."""
+    """(I + L)^-1 [chunks, HV, C, C]; empty if L is 0."""
     P: torch.Tensor
     """Scores [chunks, HO, C, C]."""
     S: torch.Tensor
@@ -179,6 +198,7 @@ def chunk_forward(
     initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
     A_log: torch.Tensor | None, dt_bias: torch.Tensor | None,
     scale: float, norm: bool, sigmoid: bool, final: bool, keep: bool, precision: str, segments: int,
+    erase_key: torch.Tensor | None = None, erase: str = "decayed", minibatch: int = 0,
 ) -> tuple[
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor,
     torch.Tensor,
@@ -188,13 +208,17 @@ def chunk_forward(
     q, k, v = _unit_stride(q), _unit_stride(k), _unit_stride(v)
     g, beta = g.contiguous(), beta.contiguous()
     initial_state = None if initial_state is None else initial_state.contiguous()
-    config, sizes = _config(q, k, v), _sizes(q, k, v)
+    erase_key = None if erase_key is None else erase_key.contiguous()
+    form = erase_flags(erase, erase_key)
+    config, sizes = _config(q, k, v, minibatch), _sizes(q, k, v)
     (B, T, HQ, K), HV, V = q.shape, v.shape[2], v.shape[3]
     C, HO = config.C, max(HQ, HV)
     chunks = cut_chunks(B, T, C, cu_seqlens)
     full = _full(k, v, chunks)
-    chunk_inputs = ChunkInputs(q, k, g, beta, A_log, dt_bias, chunks, scale, sigmoid, norm, segments > 1)
-    if hopper.serves_solve(q, k, config, full, precision):
+    chunk_inputs = ChunkInputs(
+        q, k, g, beta, A_log, dt_bias, chunks, scale, sigmoid, norm, segments > 1, erase_key, erase
+    )  # fmt: skip
+    if _default(erase, erase_key) and hopper.serves_solve(q, k, config, full, precision):
         P, Tm, factors, bounds = hopper.solve(chunk_inputs)
     else:
         P, Tm, factors, bounds = _scores_and_inverse(chunk_inputs, config, full, precision)
@@ -207,15 +231,16 @@ def chunk_forward(
     vn = k.new_empty((B, T, HV, V) if stored else (0,), dtype=_kept_dtype(k.dtype))
     composed = composes(segments, K)
     M = q.new_empty((chunks.rows, segments, HV, K, K) if composed else (0,), dtype=torch.float32)
-    inputs = (q, k, v, factors, Tm, P)
+    inputs = (q, k, erase_key, v, factors, Tm, P)
     where = (chunks.cu_seqlens, chunks.first_chunk, T, B * T)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
     flags = {"C": C, "VARLEN": chunks.varlen, "FULL": full, "PRECISION": precision}
     programs = chunks.rows * segments * HV
     BV, warps = slices(config.state_BV, config.state_warps, V, chunks.rows * HV, multiprocessors(q.device))
     common = {
-        **sizes, **flags, "BV": BV, "SEGMENTS": segments, "COMPOSED": composed, "STAGES": config.state_stages,
-        "num_warps": warps,
+        **sizes, **flags, "BV": BV, "SEGMENTS": segments, "COMPOSED": composed,
+        "STAGES": _stages(config.state_stages, erase_key),
+        "num_warps": warps, **{name: form[name] for name in ("READ", "SOLVE", "OWN")},
     }  # fmt: skip
     start, table = initial_state, q.new_empty(0, dtype=torch.int32)
     if segments > 1:
@@ -247,14 +272,15 @@ def chunk_forward(
 
 def _fake_chunk_backward(
     do, dht, q, k, v, g, beta, cu_seqlens, A_log, dt_bias, factors, Tm, P, h, vn, M, table,
-    scale, norm, sigmoid, initial, precision, segments,
+    scale, norm, sigmoid, initial, precision, segments, erase_key=None, erase="decayed", minibatch=0,
 ):  # fmt: skip
     rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     state = (rows, v.shape[2], k.shape[3], v.shape[3]) if initial else (0,)
     dA = q.new_empty(0, dtype=torch.float32) if A_log is None else torch.empty_like(A_log)
     dbias = q.new_empty(0, dtype=torch.float32) if dt_bias is None else torch.empty_like(dt_bias)
     grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v, g, beta)]
-    return (*grads, q.new_empty(state, dtype=torch.float32), dA, dbias)
+    dkey = q.new_empty((0,) if erase_key is None else erase_key.shape)
+    return (*grads, q.new_empty(state, dtype=torch.float32), dA, dbias, dkey)
 
 
 def _query_sums(q, factors, P, do, chunks: Chunks, HV: int, BK: int, config: ChunkConfig, flags):
@@ -281,14 +307,18 @@ def chunk_backward(
     factors: torch.Tensor, Tm: torch.Tensor, P: torch.Tensor, h: torch.Tensor, vn: torch.Tensor, M: torch.Tensor,
     table: torch.Tensor,
     scale: float, norm: bool, sigmoid: bool, initial: bool, precision: str, segments: int,
+    erase_key: torch.Tensor | None = None, erase: str = "decayed", minibatch: int = 0,
 ) -> tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor,
+    torch.Tensor,
 ]:  # fmt: skip
-    """Gradients of q, k, v, g, beta, the initial state, A_log and dt_bias; empty for absent inputs."""
+    """Gradients of q, k, v, g, beta, the initial state, A_log, dt_bias and the erase key; empty for absent inputs."""
     precision = product_precision(precision, q.dtype)
     q, k, v, do, g = _unit_stride(q), _unit_stride(k), _unit_stride(v), _unit_stride(do), g.contiguous()
     dht = None if dht is None else dht.contiguous()
-    config, sizes = _config(q, k, v), _sizes(q, k, v)
+    erase_key = None if erase_key is None else erase_key.contiguous()
+    form = erase_flags(erase, erase_key)
+    config, sizes = _config(q, k, v, minibatch), _sizes(q, k, v)
     (B, T, HQ, K), HV, V = q.shape, v.shape[2], v.shape[3]
     chunks = cut_chunks(B, T, config.C, cu_seqlens)
     dh, dw = torch.empty_like(h), torch.empty_like(vn)
@@ -300,12 +330,14 @@ def chunk_backward(
     programs = chunks.rows * segments * HV
     BV, warps = slices(config.grad_BV, config.grad_warps, V, chunks.rows * HV, multiprocessors(q.device))
     programs *= cdiv(V, BV)
+    stages = config.grad_stages if HQ <= HV else summed_stages(config, sizes["BK"], BV, k.element_size())
     common = {
         **sizes, **flags, "BV": BV, "SEGMENTS": segments, "num_warps": warps,
-        "STAGES": config.grad_stages if HQ <= HV else summed_stages(config, sizes["BK"], BV, k.element_size()),
+        "STAGES": _stages(stages, erase_key),
+        **{name: form[name] for name in ("READ", "SOLVE", "OWN")},
     }  # fmt: skip
     A, R = _query_sums(q, factors, P, do, chunks, HV, sizes["BK"], config, flags)
-    inputs = (q, k, factors, Tm, P, do, A, R)
+    inputs = (q, k, erase_key, factors, Tm, P, do, A, R)
     strides = (*q_strides, *k_strides, *o_strides)
     start = dht
     if segments > 1:
@@ -323,8 +355,9 @@ def chunk_backward(
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     dg, dbeta = torch.empty_like(g), torch.empty(beta.shape, dtype=beta.dtype, device=beta.device)
     gate = A_log is not None
+    dkey = q.new_empty((0,) if erase_key is None else erase_key.shape)
     sums = q.new_zeros((chunks.count, HV, 2) if gate else (0,), dtype=torch.float32)
-    if chunks.count and hopper.serves_gradients(q, k, do, config, full, precision):
+    if chunks.count and _default(erase, erase_key) and hopper.serves_gradients(q, k, do, config, full, precision):
         hopper.gradients(
             q, k, v, factors, P, do, h, dh, vn, dw, g, A_log, dt_bias, dq, dk, dv, dg, dbeta, sums,
             scale, norm, sigmoid,
@@ -332,63 +365,78 @@ def chunk_backward(
     elif chunks.count:
         chunk_of = (chunks.cu_seqlens, chunks.row_of_chunk, chunks.first_chunk)
         Z, E = torch.empty_like(P), torch.empty_like(Tm)
-        if joins_gradients(q, k, v, config):
+        if erase_key is None and not minibatch and joins_gradients(q, k, v, config):
             launch(
                 joint_gradients_kernel, chunks.count * HV,
                 q, k, v, factors, P, do, h, dh, vn, dw, Z, E, g, A_log, dt_bias, dq, dk, dv, dg, dbeta, sums, *chunk_of,
                 scale, T, B * T, *strides, *v.stride()[:3], H=HV, K=K, V=V, BK=sizes["BK"], BV=tile_width(V, v.dtype),
-                **flags, NORM=norm, GATE=gate, SIGMOID=sigmoid, num_warps=4, num_stages=1, maxnreg=255,
+                **flags, NORM=norm, GATE=gate, SIGMOID=sigmoid, READ=form["READ"], UNDECAYED=form["UNDECAYED"],
+                num_warps=4, num_stages=1, maxnreg=255,
             )  # fmt: skip
         else:
             dG = q.new_empty(HV, B * T, dtype=torch.float32)
             launch(
                 pair_gradients_kernel, chunks.count * HV,
-                k, v, factors, P, do, h, vn, dw, Z, E, dG, dv, dbeta, *chunk_of, scale, T, B * T,
-                *k_strides, *o_strides, *v.stride()[:3], **sizes, **flags, BV=config.pair_BV, SIGMOID=sigmoid,
+                k, erase_key, v, factors, P, do, h, vn, dw, Z, E, dG, dv, dbeta, *chunk_of, scale, T, B * T,
+                *k_strides, *o_strides, *v.stride()[:3], **sizes, **flags, **form, BV=config.pair_BV, SIGMOID=sigmoid,
                 num_warps=config.pair_warps, num_stages=1, maxnreg=config.pair_registers,
             )  # fmt: skip
+            if erase_key is not None:
+                launch(
+                    erase_key_gradients_kernel, chunks.count * k.shape[2],
+                    k, erase_key, factors, h, dw, E, dG, dkey, *chunk_of, T, B * T, *k_strides, H=k.shape[2], HV=HV,
+                    K=K, V=V, BK=sizes["BK"], **flags, BV=config.input_BV, SOLVE=form["SOLVE"],
+                    UNDECAYED=form["UNDECAYED"], num_warps=config.input_warps, num_stages=1,
+                    maxnreg=config.input_registers,
+                )  # fmt: skip
             launch(
                 input_gradients_kernel, chunks.count * k.shape[2],
-                q, k, factors, do, h, dh, vn, dw, Z, E, dG, g, A_log, dt_bias, dq, dk, dg, sums, *chunk_of, T, B * T,
-                *strides, **sizes, **flags, NORM=norm, BV=config.input_BV, GATE=gate,
+                q, k, erase_key, factors, do, h, dh, vn, dw, Z, E, dG, g, A_log, dt_bias, dq, dk, dg, sums, *chunk_of,
+                T, B * T, *strides, **sizes, **flags, **form, NORM=norm, BV=config.input_BV, GATE=gate,
                 num_warps=config.input_warps, num_stages=1, maxnreg=config.input_registers,
             )  # fmt: skip
-    _zero_tail(chunks, dq, dk, dv, dg, dbeta)
+    _zero_tail(chunks, dq, dk, dv, dg, dbeta, *([] if erase_key is None else [dkey]))
     total = sums.sum(0) if gate else sums.view(0, 2)
     dA, dbias = (
         total[:, j].to(torch.float32 if x is None else x.dtype, copy=True) for j, x in enumerate((A_log, dt_bias))
     )
-    return dq, dk, dv, dg, dbeta, dh0, dA, dbias
+    return dq, dk, dv, dg, dbeta, dh0, dA, dbias, dkey
 
 
 def _setup_context(ctx, inputs, output):
     (
         q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias, scale, norm, sigmoid, final, _, precision,
-        segments,
+        segments, erase_key, erase, minibatch,
     ) = inputs  # fmt: skip
-    ctx.save_for_backward(q, k, v, g, beta, cu_seqlens, A_log, dt_bias, *Kept(*output[2:]))
+    ctx.save_for_backward(q, k, v, g, beta, cu_seqlens, A_log, dt_bias, *Kept(*output[2:]), erase_key)
     ctx.options = (scale, norm, sigmoid, initial_state is not None, precision, segments)
+    ctx.form = (erase, minibatch)
     ctx.final = final
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, do, dht, *_):
-    q, k, v, g, beta, cu_seqlens, A_log, dt_bias, *kept = ctx.saved_tensors
+    q, k, v, g, beta, cu_seqlens, A_log, dt_bias, *kept, erase_key = ctx.saved_tensors
     if do is None:
         do = q.new_zeros(q.shape[0], q.shape[1], max(q.shape[2], v.shape[2]), v.shape[3])
-    dq, dk, dv, dg, dbeta, dh0, dA, dbias = chunk_backward(
+    dq, dk, dv, dg, dbeta, dh0, dA, dbias, dkey = chunk_backward(
         do, dht if ctx.final else None, q, k, v, g, beta, cu_seqlens, A_log, dt_bias,
-        *Kept(*kept), *ctx.options,
+        *Kept(*kept), *ctx.options, erase_key, *ctx.form,
     )  # fmt: skip
     gate, initial = A_log is not None, ctx.options[3]
     return (
         dq, dk, dv, dg, dbeta, dh0 if initial else None, None, dA if gate else None, dbias if gate else None,
-        *[None] * 7,
+        *[None] * 7, None if erase_key is None else dkey, None, None,
     )  # fmt: skip
 
 
 gradient("chunk_forward", _backward, _setup_context)
 _chunk = differentiable(chunk_forward, _backward, _setup_context)
+
+
+def _chunk_lengths(config: ChunkConfig) -> list[int]:
+    """The mini-batches that are chunks of the kernels: tiles of tensor cores, in no more memory than usual."""
+    return [C for C in (16, 32, 64) if C <= config.C]
 
 
 def _segments(q: torch.Tensor, v: torch.Tensor, rows: int, config: ChunkConfig) -> int:
@@ -413,20 +461,26 @@ def chunk_gated_delta_rule_triton(
         o [B, T, HO, V] in the dtype of v, and the final state [N, HV, K, V] float32 or None.
 
     Raises:
-        NotImplementedError: head sizes over 256, or dtypes other than float32, bfloat16, float16.
+        NotImplementedError: head sizes over 256, dtypes other than float32, bfloat16, float16, or mini-batches of
+            a number of tokens other than 16, 32 and, in 16-bit dtypes, 64.
     """
-    q, k, v = call.q, call.k, call.v
+    q, k, v, erase_key = call.q, call.k, call.v, call.erase_key
     check_supported(q.dtype, q.shape[3], v.shape[3])
     dtype = v.dtype
     if min(q.shape[3], v.shape[3]) < MIN_HALF_SIZE:
         q, k, v = q.float(), k.float(), v.float()
+        erase_key = None if erase_key is None else erase_key.float()
     rows = q.shape[0] if call.cu_seqlens is None else call.cu_seqlens.shape[0] - 1
+    pinned = _pinned(k, v)
+    if call.minibatch is not None and call.minibatch not in _chunk_lengths(pinned):
+        raise NotImplementedError(f"mini-batches of {call.minibatch} tokens: the kernels have {_chunk_lengths(pinned)}")
     if segments is None:
-        segments = _segments(q, v, rows, _pinned(k, v))
+        segments = 1 if call.minibatch is not None else _segments(q, v, rows, pinned)
     gate = call.use_gate_in_kernel
     o, ht, *_ = _chunk(
         q, k, v, call.g, call.beta, call.initial_state, call.cu_seqlens,
         call.A_log if gate else None, call.dt_bias if gate else None, call.factor, call.use_qk_l2norm_in_kernel,
         call.use_beta_sigmoid_in_kernel, call.output_final_state, call.needs_gradients(), "auto", segments,
+        erase_key, call.erase, call.minibatch or 0,
     )  # fmt: skip
     return o.to(dtype), ht if call.output_final_state else None

@@ -2,18 +2,20 @@
 
 With dS the gradient of the state after the chunk and dO that of the (unscaled) output, last chunk first:
 
-    dV' = rev * (K dS) + P^T dO          dW = (I + L)^-T dV'          dV = beta * dW
-    dS <- e^{G_C} dS + Q^T (gamma * dO) - K^T (beta * gamma * dW)
+    dV' = rev * (K dS) + Y^T dO          dW = (I + L)^-T dV'          dV = beta * dW
+    dS <- e^{G_C} dS + Q^T (gamma * dO) - P^T (beta * gamma_p * dW)
 
-and then, for all chunks of a block at once, with P = D * Q K^T and A = D * K K^T:
+and then, for all chunks of a block at once, with Y = D * Q K^T, A = D_p * P K^T, and P the erase keys:
 
-    dP = dO V'^T                  dQ = gamma * (dO S^T) + (D * dP) K
-    X = tril(dW V'^T, -1)         E = beta * D * X              (the gradient of L is -X)
-    dK = rev * (V' dS^T) - beta * gamma * (dW S^T) + (D * dP)^T Q - (E + E^T) K
-    dbeta = rowsum(dW * V) - gamma * rowsum((dW S^T) * K) - rowsum(X * A)
+    dY = dO V'^T                  dQ = gamma * (dO S^T) + (D * dY) K
+    X = tril(dW V'^T, -1)         E = beta * D_p * X            (the gradient of L is -X)
+    dK = rev * (V' dS^T) + (D * dY)^T Q - E^T P
+    dP = -beta * gamma_p * (dW S^T) - E K                       (added to dK if P = K)
+    dbeta = rowsum(dW * V) - gamma_p * rowsum((dW S^T) * P) - rowsum(X * A)
 
 dg_t collects, for every factor e^{G_i - G_j} with i >= t > j, its value times its gradient; summing exactly
-these terms, instead of differences of sums over i and over j, avoids cancellation. Shapes as in cpu_forward.py.
+these terms, instead of differences of sums over i and over j, avoids cancellation. If the prediction is undecayed,
+row i of A and of gamma_p holds e^{G_{i-1}}. Shapes as in cpu_forward.py.
 """
 
 from typing import NamedTuple
@@ -31,27 +33,28 @@ class Gradients(NamedTuple):
     v: torch.Tensor
     g: torch.Tensor
     beta: torch.Tensor
+    erase_key: torch.Tensor  # empty without one
 
 
 def backward(
     s: Sizes,
-    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None],
     all_states: torch.Tensor,
     all_values: torch.Tensor,
     do: torch.Tensor,
     dfinal: torch.Tensor,
 ) -> tuple[Gradients, torch.Tensor]:
-    """Gradients of q, k, v, g, beta, and of the initial state [B, HV, K, V]."""
-    q, k, v, g, beta = inputs
+    """Gradients of q, k, v, g, beta and the erase key, and of the initial state [B, HV, K, V]."""
+    q, k, v, g, beta, erase_key = inputs
     N = s.N
     ws = Workspace(s.dtype, v.device)
-    grads = Gradients(*(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs))
+    grads = Gradients(*(q.new_empty(0) if x is None else q.new_empty(x.shape, dtype=x.dtype) for x in inputs))
     current = torch.empty(N, s.K, s.V, dtype=s.dtype, device=v.device)
     current.copy_(dfinal.reshape(N, s.K, s.V))
     for block in reversed(s.blocks()):
         _, M, C = block
-        states, values = block.kept(N, all_states, all_values)
-        p = prepare(s, block, ws, q, k, g, beta)
+        states, values = block.kept(s, all_states, all_values)
+        p = prepare(s, block, ws, q, k, g, beta, erase_key)
         dout = ws.get("dout", M, s.B, s.HV * s.R, C, s.V).copy_(block.view(do)).view(M * N, s.R * C, s.V)
         dout.mul_(p.inv_q * s.scale)
         dout_in = ws.get("dout_in", M * N, s.R * C, s.V)
@@ -62,18 +65,24 @@ def backward(
         dread = torch.bmm(p.q.mT, dout_in, out=ws.get("dread", M * N, s.K, s.V))
         dwanted = ws.get("dwanted", M * N, C, s.V)
         dstates = ws.get("dstates", M * N, s.K, s.V)  # gradient of the state after each chunk
-        factor = p.beta * p.gamma
+        factor = p.beta * p.gamma_p
         rows_v = ws.get("rows_v", N, C, s.V)
         dstates[(M - 1) * N :] = current
         dS_of, dV_of, dW_of = (current, *dstates.split(N)), dvalues.split(N), dwanted.split(N)
-        k_of, T_of, read_of = p.k.split(N), p.inverse.split(N), dread.split(N)
+        k_of, p_of, read_of = p.k.split(N), p.p.split(N), dread.split(N)
+        T_of = p.inverse.split(N) if s.solves else ()
         rev_of, factor_of, last_of = p.rev.split(N), factor.split(N), p.last.split(N)
         for m in reversed(range(M)):
             dS = dS_of[m + 1]
             dV_of[m].addcmul_(torch.bmm(k_of[m], dS, out=rows_v), rev_of[m])
-            torch.bmm(T_of[m].mT, dV_of[m], out=dW_of[m])
-            torch.mul(dW_of[m], factor_of[m], out=rows_v)
-            torch.addcmul(read_of[m], dS, last_of[m], out=dS_of[m]).baddbmm_(k_of[m].mT, rows_v, alpha=-1.0)
+            if s.solves:
+                torch.bmm(T_of[m].mT, dV_of[m], out=dW_of[m])
+            else:
+                dW_of[m].copy_(dV_of[m])
+            torch.addcmul(read_of[m], dS, last_of[m], out=dS_of[m])
+            if s.reads:
+                torch.mul(dW_of[m], factor_of[m], out=rows_v)
+                dS_of[m].baddbmm_(p_of[m].mT, rows_v, alpha=-1.0)
         _parallel(s, block, ws, p, v, states, values, dout, dout_in, dwanted, dstates, grads)
     return grads, current.view(s.B, s.HV, s.K, s.V)
 
@@ -95,6 +104,7 @@ def _parallel(
     """Compute the gradients of a block that require no loop over chunks, into `grads`."""
     _, M, C = block
     n = M * s.N
+    own = grads.erase_key.numel() > 0  # the erase key is not the key
 
     def row_dot(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return torch.mul(x, y, out=ws.get("product", *x.shape)).sum(-1, keepdim=True)
@@ -104,43 +114,66 @@ def _parallel(
     pair = torch.mul(dscores, p.scores, out=ws.get("pair", n, s.R * C, C)).view(n, s.R, C, C)
     pair = pair.sum(1) if s.R > 1 else pair.squeeze(1)
     dscores.view(n, s.R, C, C).mul_(p.decay)
-    x = torch.bmm(dwanted, values.mT, out=ws.get("x", n, C, C)).tril_(-1)
-    inner = p.gram.mul_(x)
-    pair.addcmul_(inner, p.beta, value=-1.0).tril_(-1)
-    x.mul_(p.decay.squeeze(1)).mul_(p.beta)
-    both = torch.add(x, x.mT, out=ws.get("system", n, C, C))
 
     dq = torch.bmm(dout_in, states.mT, out=ws.get("dq", n, s.R * C, s.K))
     read = row_dot(dq, p.q).view(n, s.R, C, 1).sum(1)
     dq.baddbmm_(dscores, p.k)
 
-    dk_in = torch.bmm(dwanted, states.mT, out=ws.get("dk_in", n, C, s.K))
-    predicted = row_dot(dk_in, p.k).mul_(p.gamma)
     dk = torch.bmm(values, dstates.mT, out=ws.get("dk", n, C, s.K)).mul_(p.rev)
     written = row_dot(dk, p.k)
-    dk.addcmul_(dk_in, p.beta * p.gamma, value=-1.0)
-    dk.baddbmm_(dscores.mT, p.q).baddbmm_(both, p.k, alpha=-1.0)
+    dk.baddbmm_(dscores.mT, p.q)
 
     by_head = (M, s.B, s.HV, C, s.V)
     dbeta = row_dot(dwanted.view(by_head), block.view(v)).view(n, C, 1)
-    dbeta -= predicted + inner.sum(-1, keepdim=True)
+    if s.reads:
+        dp = torch.bmm(dwanted, states.mT, out=ws.get("dp", n, C, s.K))
+        predicted = row_dot(dp, p.p).mul_(p.gamma_p)
+        dbeta -= predicted
+        if own:
+            dp.mul_(p.beta * p.gamma_p).neg_()
+        else:
+            dk.addcmul_(dp, p.beta * p.gamma_p, value=-1.0)
+        predicted.mul_(p.beta)
+        read -= _row_after(predicted) if s.erase == "undecayed" else predicted
+    if s.solves:
+        x = torch.bmm(dwanted, values.mT, out=ws.get("x", n, C, C)).tril_(-1)
+        inner = p.gram.mul_(x)
+        dbeta -= inner.sum(-1, keepdim=True)
+        if s.erase == "undecayed":
+            pair -= _row_after(inner.mul_(p.beta))
+        else:
+            pair.addcmul_(inner, p.beta, value=-1.0)
+        x.mul_(p.decay_p.squeeze(1)).mul_(p.beta)
+        if own:
+            dk.baddbmm_(x.mT, p.p, alpha=-1.0)
+            dp.baddbmm_(x, p.k, alpha=-1.0)
+        else:
+            dk.baddbmm_(torch.add(x, x.mT, out=ws.get("system", n, C, C)), p.k, alpha=-1.0)
+    pair.tril_(-1)
     torch.mul(dwanted.view(by_head), p.beta.view(M, s.B, s.HV, C, 1), out=dwanted.view(by_head))
     block.view(grads.v).copy_(dwanted.view(by_head))
 
     earlier = torch.ones(C, C, dtype=s.dtype, device=v.device).triu_(1).expand(n, C, C)
     across = torch.bmm(pair, earlier, out=ws.get("gram", n, C, C)).tril_()  # sum over j < t of pair_ij, for i >= t
     dg = across.sum(1).unsqueeze(-1)
-    dg += (read - p.beta * predicted).flip(1).cumsum(1).flip(1)
+    dg += read.flip(1).cumsum(1).flip(1)
     dg[:, 1:] += written[:, :-1].cumsum(1)
     carried = torch.mul(dstates, states, out=ws.get("dread", n, s.K, s.V)).sum((1, 2), keepdim=True)
     dg += carried * p.last
     block.view(grads.g.unsqueeze(-1)).copy_(dg.view(M, s.B, s.HV, C, 1))
     block.view(grads.beta.unsqueeze(-1)).copy_(dbeta.view(M, s.B, s.HV, C, 1))
+    if own:
+        _write(dp, grads.erase_key, block, s.B)
     if s.normalize:
         dq.addcmul_(p.q, row_dot(p.q, dq) * p.inv_q * p.inv_q, value=-1.0)
         dk.addcmul_(p.k, row_dot(p.k, dk), value=-1.0).mul_(p.inv_k)
     _write(dq, grads.q, block, s.B)
     _write(dk, grads.k, block, s.B)
+
+
+def _row_after(x: torch.Tensor) -> torch.Tensor:
+    """Row i of the result is row i + 1 of x [n, C, D]; the last is 0."""
+    return torch.cat([x[:, 1:], torch.zeros_like(x[:, :1])], dim=1)
 
 
 def _write(dx: torch.Tensor, grad: torch.Tensor, block: Block, B: int) -> None:

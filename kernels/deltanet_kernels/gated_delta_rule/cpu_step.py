@@ -26,15 +26,16 @@ class StepParts(NamedTuple):
 
 def compose_step_(parts: StepParts, call: StepCall) -> torch.Tensor:
     """`deltanet_kernels.gated_delta_step_` composed of `parts`."""
-    q, k, v, a, b, state, A_log, dt_bias, conv_weight, conv_tail, z, norm_weight, padding, cos, sin, *options = call
-    k_offset = call.k_offset
-    _, _, eps, qk_silu, v_silu, allow_neg_eigval = options
+    q, k, v, a, b, state, A_log, dt_bias, conv_weight, conv_tail, z, norm_weight, padding, cos, sin, *_ = call
+    k_offset, eps, qk_silu, v_silu = call.k_offset, call.eps, call.qk_silu, call.v_silu
+    sigmoid, allow_neg_eigval = call.use_beta_sigmoid_in_kernel, call.allow_neg_eigval
     (B, T), (K, V) = q.shape[:2], state.shape[2:]
     q, k, v = (x.reshape(B, T, -1) for x in (q, k, v))
     if padding is not None:
         hidden = padding.unsqueeze(-1)
         q, k, v = (x.masked_fill(hidden, 0.0) for x in (q, k, v))
-        a, b = (x.masked_fill(hidden, CLOSED) for x in (a, b))
+        a = a.masked_fill(hidden, 0.0 if A_log is None else CLOSED)
+        b = b.masked_fill(hidden, CLOSED if sigmoid else 0.0)
         z = None if z is None else z.reshape(B, T, -1).masked_fill(hidden, 0.0)
     if conv_weight is not None and conv_tail is not None:
         both = qk_silu and v_silu and cos is None and k_offset is None
@@ -56,7 +57,7 @@ def compose_step_(parts: StepParts, call: StepCall) -> torch.Tensor:
     strength = 2 * b.to(torch.promote_types(b.dtype, torch.float32)).sigmoid() if allow_neg_eigval else b
     o = parts.rule_(
         q, k, v, a, strength, state, call.factor, True, A_log=A_log, dt_bias=dt_bias,
-        use_beta_sigmoid_in_kernel=not allow_neg_eigval,
+        use_beta_sigmoid_in_kernel=sigmoid and not allow_neg_eigval, erase=call.erase,
     )  # fmt: skip
     if z is not None:
         z = z.reshape(o.shape)

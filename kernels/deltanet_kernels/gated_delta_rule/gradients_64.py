@@ -1,9 +1,10 @@
 """Chunked gated delta rule, backward: all gradients of a chunk and head in one program, for small heads.
 
-states_backward.py has the formulas. Replaces gradients_pairs.py and gradients_inputs.py where heads share nothing, are
-33 to 64 wide and in bfloat16: the tiles of a head then fit into one program and no loop over V remains. (Over 32: with
-narrower tiles beside those of [C, C] ptxas 12.8 mixes up addresses; see config.tile_width.) dK_read = dU S^T and
-dK_kept = rev (V' dS^T) are products of tensors in memory, and the row factors are applied afterwards:
+states_backward.py has the formulas, also of undecayed predictions and of no erasing; erase keys and mini-batches take
+the general kernels. Replaces gradients_pairs.py and gradients_inputs.py where heads share nothing, are 33 to 64 wide
+and in bfloat16: the tiles of a head then fit into one program and no loop over V remains. (Over 32: with narrower tiles
+beside those of [C, C] ptxas 12.8 mixes up addresses; see config.tile_width.) dK_read = dU S^T and dK_kept =
+rev (V' dS^T) are products of tensors in memory, and the row factors are applied afterwards:
 
     dQ = scale gamma (dO S^T) + Z K;   dK = -beta gamma (dW S^T) + rev (V' dS^T) + Z^T Q + (E + E^T) K
 
@@ -21,7 +22,16 @@ import triton.language as tl
 from deltanet_kernels.common.sequences import locate_chunk
 from deltanet_kernels.common.tiles import load_tile, store_tile
 from deltanet_kernels.gated_delta_rule.gradients_raw import raw_gradient, store_gate_gradient
-from deltanet_kernels.gated_delta_rule.row_factors import gamma_of, load_G, output_factors, row_factors, state_factors
+from deltanet_kernels.gated_delta_rule.row_factors import (
+    decay_to,
+    gamma_of,
+    load_G,
+    load_G_before,
+    output_factors,
+    row_after,
+    row_factors,
+    state_factors,
+)
 
 
 @triton.jit
@@ -38,7 +48,7 @@ def joint_gradients_kernel(
     v_row, v_token: tl.constexpr, v_head,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     NORM: tl.constexpr, VARLEN: tl.constexpr, FULL: tl.constexpr,
-    GATE: tl.constexpr, SIGMOID: tl.constexpr, PRECISION: tl.constexpr,
+    GATE: tl.constexpr, SIGMOID: tl.constexpr, READ: tl.constexpr, UNDECAYED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute dQ, dK, dV, dbeta and dg; one program per (chunk, head)."""
     pid = tl.program_id(0)
@@ -78,19 +88,31 @@ def joint_gradients_kernel(
     f_i = _row(of_output, at_row, i, live, 0, FULL)
     store_tile(dv + value_at, b_i[:, None] * dw_tile.to(tl.float32), mV, FULL)
     dP = tl.dot(do_tile, tl.trans(vn_tile), input_precision=PRECISION)
-    dL = tl.dot(dw_tile, tl.trans(vn_tile), input_precision=PRECISION)
-    KK = tl.dot(k_tile, tl.trans(k_tile), input_precision=PRECISION)
+    if READ:
+        dL = tl.dot(dw_tile, tl.trans(vn_tile), input_precision=PRECISION)
+        KK = tl.dot(k_tile, tl.trans(k_tile), input_precision=PRECISION)
+    else:
+        db = tl.sum(dw_tile.to(tl.float32) * vn_tile.to(tl.float32), axis=1)
     S = load_tile(h + state_at, mS, FULL)
     Y = tl.where(strict, dP * P_tile.to(tl.float32), 0.0)
     D = tl.where(s_i[:, None] == s_i[None, :], tl.exp(-tl.abs(G_i[:, None] - G_i[None, :])), 0.0) * r_i[None, :]
     tl.store(Z + square, tl.where(i[:, None] >= i[None, :], dP * D * (f_i * scale)[:, None], 0.0).to(dtype))
-    db = tl.sum(tl.where(i[:, None] == i[None, :], dL, 0.0), axis=1)
-    dL = tl.where(strict, dL * D, 0.0) * r_i[:, None]
-    tl.store(E + square, (dL * -b_i[:, None]).to(dtype))
-    X = dL * KK
-    X_row = tl.sum(X, axis=1)
-    Y -= X * b_i[:, None]
+    if READ:
+        db = tl.sum(tl.where(i[:, None] == i[None, :], dL, 0.0), axis=1)
+        if UNDECAYED:
+            G_before, s_before = load_G_before(factors + at_row, plane, i, valid, PRECISION)
+            D = decay_to(G_before, s_before, G_i, s_i, strict) * r_i[None, :]
+        dL = tl.where(strict, dL * D, 0.0) * r_i[:, None]
+        tl.store(E + square, (dL * -b_i[:, None]).to(dtype))
+        X = dL * KK
+        X_row = tl.sum(X, axis=1)
+        if not UNDECAYED:
+            Y -= X * b_i[:, None]
     dG_pairs = tl.sum(Y, axis=1) - tl.sum(Y, axis=0)
+    if UNDECAYED:
+        # Neighbours have no gate between them; left out, they cannot blur a small gradient.
+        far = tl.where(i[:, None] > i[None, :] + 1, X * b_i[:, None], 0.0)
+        dG_pairs += tl.sum(far, axis=0) - row_after(tl.sum(far, axis=1), i)
 
     q_tile = load_tile(q_at, mK, FULL)
     read_i = _row(of_output, at_row, i, live, 1, FULL)
@@ -105,9 +127,15 @@ def joint_gradients_kernel(
             # beta = 0: the same sum without the division, rowsum(dW (V - gamma U - (D K K^T) V')).
             v_at = v + row * v_row + head.to(tl.int64) * v_head + first * v_token
             v_tile = load_tile(v_at + (i[:, None] * v_token + e[None, :]), mV, FULL).to(tl.float32)
-            U = tl.dot(k_tile, tl.trans(S), input_precision=PRECISION)
-            again = load_tile(dw + value_at, mV, FULL).to(tl.float32)
-            db0 = tl.sum(again * (v_tile - (gamma_of(G_i, s_i) * r_i)[:, None] * U), axis=1) - X_row
+            if READ:
+                U = tl.dot(k_tile, tl.trans(S), input_precision=PRECISION)
+                again = load_tile(dw + value_at, mV, FULL).to(tl.float32)
+                gamma_erase = gamma_of(G_i, s_i)
+                if UNDECAYED:
+                    gamma_erase = gamma_of(G_before, s_before)
+                db0 = tl.sum(again * (v_tile - (gamma_erase * r_i)[:, None] * U), axis=1) - X_row
+            else:
+                db0 = tl.sum(load_tile(dw + value_at, mV, FULL).to(tl.float32) * v_tile, axis=1)
             db = tl.where(zero_beta, db0, db)
     tl.store(dbeta + (flat + i) * H + head, db.to(dbeta.dtype.element_ty), mask=live)
 
@@ -119,22 +147,32 @@ def joint_gradients_kernel(
     store_tile(dq_at, raw_gradient(q_tile, dQ, f_i, NORM), mK, FULL)
 
     k_again = load_tile(k_at, mK, FULL)
-    dK = tl.dot(dw_tile, S, input_precision=PRECISION) * erase_i[:, None]
+    if READ:
+        dK = tl.dot(dw_tile, S, input_precision=PRECISION) * erase_i[:, None]
     # Read from the cache here instead of being kept in registers.
     dS = load_tile(dh + state_at, mS, FULL)
     SdS = tl.sum(load_tile(h + state_at, mS, FULL).to(tl.float32) * dS.to(tl.float32), axis=1)
     kept = tl.dot(load_tile(vn + value_at, mV, FULL), dS, input_precision=PRECISION) * rev_i[:, None]
     Z_tile = tl.load(Z + square)
-    E_tile = tl.load(E + square)
+    if READ:
+        E_tile = tl.load(E + square)
     q_again = load_tile(q_at, mK, FULL)
-    k_read = tl.sum(k_again.to(tl.float32) * dK, axis=1)
+    if READ:
+        k_read = tl.sum(k_again.to(tl.float32) * dK, axis=1)
+        if UNDECAYED:
+            k_read = row_after(k_read, i)
+    else:
+        k_read = tl.zeros([C], dtype=tl.float32)
     # The last token's own write cancels in dG; leaving it out keeps small gate gradients exact.
     k_kept = tl.where(i == valid - 1, 0.0, tl.sum(k_again.to(tl.float32) * kept, axis=1))
     dG_last = tl.sum(k_kept, axis=0) + fade * tl.sum(SdS, axis=0)
     dG = dG_read + k_read - k_kept + tl.where(i == valid - 1, dG_last, 0.0)
-    dK += kept
-    dK = tl.dot(E_tile, k_tile, dK, input_precision=PRECISION)
-    dK = tl.dot(tl.trans(E_tile), k_tile, dK, input_precision=PRECISION)
+    if READ:
+        dK += kept
+        dK = tl.dot(E_tile, k_tile, dK, input_precision=PRECISION)
+        dK = tl.dot(tl.trans(E_tile), k_tile, dK, input_precision=PRECISION)
+    else:
+        dK = kept
     dK = tl.dot(tl.trans(Z_tile), q_again, dK, input_precision=PRECISION)
     dk_at = dk + (flat * H + head) * K + (i[:, None] * (H * K) + d[None, :])
     store_tile(dk_at, raw_gradient(k_again, dK, r_i, NORM), mK, FULL)

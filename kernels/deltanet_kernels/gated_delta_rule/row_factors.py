@@ -4,7 +4,9 @@ One tensor [6 HV + 4 HO, B*T], head first. With plane = HV * B * T elements per 
 
     offset 0            G [HV, B*T]
     offset plane        s [HV, B*T]
-    offset 2 plane      per token and state head, side by side: beta, -gamma beta r, rev r, r
+    offset 2 plane      per token and state head, side by side: beta, -gamma beta r, rev r, r. The second is what the
+                        erase key reads the state with: without r for an own key, with the gamma of the token before
+                        if the prediction is undecayed
     offset 6 plane      per token and output head, side by side: 1/|q|, scale gamma / |q|, and two unused numbers
 
 The package docstring defines the symbols.
@@ -77,6 +79,24 @@ def load_G(rows, plane, i, valid, FULL: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def load_G_before(rows, plane, i, valid, PRECISION: tl.constexpr):
+    """G and s of the token before each of a chunk's rows, 0 for the first: what the undecayed state has faded by."""
+    at = tl.minimum(i, valid) - 1
+    G = tl.load(rows + at, mask=i > 0, other=0.0)
+    s = tl.load(rows + plane + at, mask=i > 0, other=0.0)
+    if PRECISION == "tf32":
+        G -= 128.0 * s
+        s = tl.zeros_like(s)
+    return G, s
+
+
+@triton.jit
+def row_after(x, i):
+    """Element i of the result is element i + 1 of x; the last is 0."""
+    return tl.sum(tl.where(i[:, None] + 1 == i[None, :], x[None, :], 0.0), axis=1)
+
+
+@triton.jit
 def gamma_of(G, s):
     """e^G of each row."""
     return tl.where(s > 0.0, 0.0, tl.exp(G))
@@ -85,7 +105,24 @@ def gamma_of(G, s):
 @triton.jit
 def decay_between(G, s, causal):
     """D = e^{G_i - G_j} where `causal` (rows i, columns j), else 0."""
-    return tl.where(causal & (s[:, None] == s[None, :]), tl.exp(tl.where(causal, G[:, None] - G[None, :], 0.0)), 0.0)
+    return decay_to(G, s, G, s, causal)
+
+
+@triton.jit
+def decay_to(G_i, s_i, G_j, s_j, causal):
+    """The same with G and s of the rows apart from those of the columns."""
+    same = causal & (s_i[:, None] == s_j[None, :])
+    return tl.where(same, tl.exp(tl.where(causal, G_i[:, None] - G_j[None, :], 0.0)), 0.0)
+
+
+def erase_flags(erase: str, erase_key: torch.Tensor | None) -> dict[str, bool]:
+    """Constants of the kernels that say which form the erase term has.
+
+    READ: there is one. SOLVE: the writes of a chunk depend on each other, so L is not 0. UNDECAYED: the prediction
+    comes from the state before the token's decay. OWN: it is read with a key of its own.
+    """
+    solve = erase in ("decayed", "undecayed")
+    return {"READ": erase != "off", "SOLVE": solve, "UNDECAYED": erase == "undecayed", "OWN": erase_key is not None}
 
 
 class ChunkInputs(NamedTuple):
@@ -105,6 +142,9 @@ class ChunkInputs(NamedTuple):
     """q and k are normalised to unit length."""
     bound: bool
     """Also compute the bounds, which cutting sequences into segments requires."""
+    erase_key: torch.Tensor | None = None
+    """Contiguous, in the shape of k."""
+    erase: str = "decayed"
 
 
 class ChunkTensors(NamedTuple):
@@ -113,7 +153,7 @@ class ChunkTensors(NamedTuple):
     P: torch.Tensor
     """Decayed and scaled scores within a chunk [chunks, HO, C, C], dtype of the keys."""
     T: torch.Tensor
-    """(I + L)^-1 [chunks, HV, C, C], dtype of the keys."""
+    """(I + L)^-1 [chunks, HV, C, C], dtype of the keys; empty if L is 0."""
     factors: torch.Tensor
     """Row factors [6 HV + 4 HO, B*T], float32."""
     bounds: torch.Tensor

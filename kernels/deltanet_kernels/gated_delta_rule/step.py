@@ -2,8 +2,9 @@
 
     q, k, v = act(rope(conv(q|k|v)) - offset)               conv over the token and the W-1 inputs before it
     q, k    = x / sqrt(sum x^2 + 1e-6)                      rope on q and k, offset on k, act: optional
-    S       = e^g S + beta k (v - k^T e^g S)^T              g = -exp(A_log) softplus(a + dt_bias)
-    beta    = sigmoid(b)                                    2 sigmoid(b) with allow_neg_eigval
+    S       = e^g S + beta k (v - k^T e^g S)^T              v - k^T S and v with erase "undecayed" and "off"
+    g       = -exp(A_log) softplus(a + dt_bias)             a without A_log
+    beta    = sigmoid(b)                                    2 sigmoid(b) with allow_neg_eigval; or b as it is
     o       = rmsnorm(scale S^T q) * weight * silu(z)
 
 A step of one token processes the state in slices of its columns. Several tokens, and several query heads that read one
@@ -38,7 +39,7 @@ def _heads(q: torch.Tensor, k: torch.Tensor, state: torch.Tensor) -> tuple[int, 
 
 def _fake_delta_step_(
     q, k, v, a, b, state, A_log, dt_bias, conv_weight, conv_tail, z, norm_weight, padding, cos, sin, k_offset,
-    scale, eps, qk_silu, v_silu, allow_neg_eigval,
+    scale, eps, qk_silu, v_silu, allow_neg_eigval, use_beta_sigmoid_in_kernel=True, erase="decayed",
 ):  # fmt: skip
     HQ, _, HV = _heads(q, k, state)
     return v.new_empty(q.shape[0], q.shape[1], max(HQ, HV), state.shape[3])
@@ -47,10 +48,12 @@ def _fake_delta_step_(
 @operator(_fake_delta_step_, mutates=("state", "conv_tail"))
 def delta_step_(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, a: torch.Tensor, b: torch.Tensor, state: torch.Tensor,
-    A_log: torch.Tensor, dt_bias: torch.Tensor, conv_weight: torch.Tensor | None, conv_tail: torch.Tensor | None,
-    z: torch.Tensor | None, norm_weight: torch.Tensor | None, padding: torch.Tensor | None,
-    cos: torch.Tensor | None, sin: torch.Tensor | None, k_offset: torch.Tensor | None, scale: float, eps: float,
-    qk_silu: bool, v_silu: bool, allow_neg_eigval: bool,
+    A_log: torch.Tensor | None, dt_bias: torch.Tensor | None, conv_weight: torch.Tensor | None,
+    conv_tail: torch.Tensor | None, z: torch.Tensor | None, norm_weight: torch.Tensor | None,
+    padding: torch.Tensor | None, cos: torch.Tensor | None, sin: torch.Tensor | None,
+    k_offset: torch.Tensor | None, scale: float, eps: float,
+    qk_silu: bool, v_silu: bool, allow_neg_eigval: bool, use_beta_sigmoid_in_kernel: bool = True,
+    erase: str = "decayed",
 ) -> torch.Tensor:  # fmt: skip
     """Return o [B, T, max(HQ, HV), V] and update the contiguous state and convolution tail in place."""
     HQ, H, HV = _heads(q, k, state)
@@ -71,6 +74,8 @@ def delta_step_(
         "QK_SILU": qk_silu, "V_SILU": v_silu, "GATE": z is not None, "NORM": norm_weight is not None,
         "NORM_HEADS": 1 if norm_weight is None else norm_weight.numel() // V, "PADDING": padding is not None,
         "OFFSET": k_offset is not None, "BETA": 2.0 if allow_neg_eigval else 1.0,
+        "DECAY": A_log is not None, "SIGMOID": use_beta_sigmoid_in_kernel, "READ": erase != "off",
+        "UNDECAYED": erase == "undecayed",
     }  # fmt: skip
     if _in_slices(T, HQ, HV):
         width, warps, ahead = step_slices(K, V, B * HV, multiprocessors(state.device))

@@ -91,12 +91,34 @@ def _head(
 
 
 @triton.jit
-def _gates(a, b, A_log, dt_bias, row, head, real, HV: tl.constexpr, BETA: tl.constexpr):
+def _gates(
+    a, b, A_log, dt_bias, row, head, real, HV: tl.constexpr, BETA: tl.constexpr, DECAY: tl.constexpr,
+    SIGMOID: tl.constexpr,
+):  # fmt: skip
     """Decay and write strength of state head `head` at token `row`; a padded token does not change the state."""
-    x = tl.load(a + row * HV + head).to(tl.float32) + tl.load(dt_bias + head).to(tl.float32)
-    y = tl.load(b + row * HV + head).to(tl.float32)
-    gamma = tl.exp(-tl.exp(tl.load(A_log + head).to(tl.float32)) * softplus(x))
-    return tl.where(real, gamma, 1.0), tl.where(real, BETA / (1.0 + tl.exp(-y)), 0.0)
+    if DECAY:
+        x = tl.load(a + row * HV + head).to(tl.float32) + tl.load(dt_bias + head).to(tl.float32)
+        y = tl.load(b + row * HV + head).to(tl.float32)
+        gamma = tl.exp(-tl.exp(tl.load(A_log + head).to(tl.float32)) * softplus(x))
+    else:
+        gamma = tl.exp(tl.load(a + row * HV + head).to(tl.float32))
+        y = tl.load(b + row * HV + head).to(tl.float32)
+    gamma = tl.where(real, gamma, 1.0)
+    if SIGMOID:
+        y = BETA / (1.0 + tl.exp(-y))
+    return gamma, tl.where(real, y, 0.0)
+
+
+@triton.jit
+def _delta(v, beta, gamma, read, READ: tl.constexpr, UNDECAYED: tl.constexpr):
+    """What a token writes into a state of which its key reads `read`."""
+    if UNDECAYED:
+        delta = beta * (v - read)
+    elif READ:
+        delta = beta * (v - gamma * read)
+    else:
+        delta = beta * v
+    return delta
 
 
 @triton.jit
@@ -131,7 +153,8 @@ def one_token_kernel(
     eps, H: tl.constexpr, HV: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, W: tl.constexpr, R: tl.constexpr, ROPE_ROWS: tl.constexpr, QK_SILU: tl.constexpr,
     V_SILU: tl.constexpr, GATE: tl.constexpr, NORM: tl.constexpr, NORM_HEADS: tl.constexpr, PADDING: tl.constexpr,
-    OFFSET: tl.constexpr, BETA: tl.constexpr, SLICE: tl.constexpr, AHEAD: tl.constexpr,
+    OFFSET: tl.constexpr, BETA: tl.constexpr, DECAY: tl.constexpr, SIGMOID: tl.constexpr, READ: tl.constexpr,
+    UNDECAYED: tl.constexpr, SLICE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Process one token with at most one query head per state; one program per (row, state head).
 
@@ -165,7 +188,7 @@ def one_token_kernel(
     )  # fmt: skip
     if V_SILU:
         v_f = _silu(v_f)
-    gamma, beta = _gates(a, b, A_log, dt_bias, n, head, real, HV, BETA)
+    gamma, beta = _gates(a, b, A_log, dt_bias, n, head, real, HV, BETA, DECAY, SIGMOID)
     z_s = ()
     w_s = ()
     for s in tl.static_range(SLICES):
@@ -193,7 +216,7 @@ def one_token_kernel(
         S = S.to(tl.float32)
         kS = tl.sum(k_d[:, None] * S, axis=0)
         qS = tl.sum(q_d[:, None] * S, axis=0)
-        delta = beta * (v_s[s] - gamma * kS)
+        delta = _delta(v_s[s], beta, gamma, kS, READ, UNDECAYED)
         S = S * gamma + k_d[:, None] * delta[None, :]
         tl.store(at + s * SLICE, S.to(state.dtype.element_ty), mask=md[:, None] & (s * SLICE + e < V)[None, :])
         o_e = scale * (gamma * qS + qk * delta)
@@ -216,7 +239,8 @@ def step_kernel(
     eps, T, H: tl.constexpr, HV: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, W: tl.constexpr, R: tl.constexpr, ROPE_ROWS: tl.constexpr, QK_SILU: tl.constexpr,
     V_SILU: tl.constexpr, GATE: tl.constexpr, NORM: tl.constexpr, NORM_HEADS: tl.constexpr, PADDING: tl.constexpr,
-    OFFSET: tl.constexpr, BETA: tl.constexpr,
+    OFFSET: tl.constexpr, BETA: tl.constexpr, DECAY: tl.constexpr, SIGMOID: tl.constexpr, READ: tl.constexpr,
+    UNDECAYED: tl.constexpr,
 ):  # fmt: skip
     """Process T tokens, or several query heads per state; one program per (row, state head)."""
     HO: tl.constexpr = HQ if HQ > HV else HV
@@ -245,8 +269,8 @@ def step_kernel(
         )  # fmt: skip
         if V_SILU:
             v_e = _silu(v_e)
-        gamma, beta = _gates(a, b, A_log, dt_bias, row, head, real, HV, BETA)
-        delta = beta * (v_e - gamma * tl.sum(k_d[:, None] * S, axis=0))
+        gamma, beta = _gates(a, b, A_log, dt_bias, row, head, real, HV, BETA, DECAY, SIGMOID)
+        delta = _delta(v_e, beta, gamma, tl.sum(k_d[:, None] * S, axis=0), READ, UNDECAYED)
         for m in tl.static_range(GROUP):
             out = head * GROUP + m
             q_d = _head(

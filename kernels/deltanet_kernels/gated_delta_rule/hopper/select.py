@@ -86,7 +86,7 @@ def serves_solve(q: torch.Tensor, k: torch.Tensor, config: ChunkConfig, full: bo
 
 def solve(inputs: ChunkInputs) -> ChunkTensors:
     """Scores, inverse, row factors and bounds, in the layouts of scores.py and solve.py."""
-    q, k, g, beta, A_log, dt_bias, chunks, scale, sigmoid, norm, bound = inputs
+    q, k, g, beta, A_log, dt_bias, chunks, scale, sigmoid, norm, bound, *_ = inputs
     B, T, H, K = k.shape
     HV = g.shape[2]
     P, factors, bounds = empty_scores(k, HV, HV, chunks, bound)
