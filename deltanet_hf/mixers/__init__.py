@@ -9,6 +9,9 @@ from deltanet_hf.mixers.attention_shape import BESIDE_WINDOW
 from deltanet_hf.mixers.base import Mixer
 from deltanet_hf.mixers.deltaproduct import DeltaProduct
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
+from deltanet_hf.mixers.gdn2 import GatedDeltaNet2
+from deltanet_hf.mixers.gla import GatedLinearAttention
+from deltanet_hf.mixers.kda import KimiDeltaAttention
 from deltanet_hf.mixers.layer_kind import LayerKind
 from deltanet_hf.mixers.mixed_heads import MixedHeads
 from deltanet_hf.mixers.settings import MixerSettings
@@ -20,6 +23,9 @@ MIXERS: dict[str, type[LayerKind]] = {
         GatedDeltaNet,
         DeltaProduct,
         WindowAttention,
+        KimiDeltaAttention,
+        GatedLinearAttention,
+        GatedDeltaNet2,
         MixedHeads,
     )
 }

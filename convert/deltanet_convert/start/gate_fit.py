@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
-from deltanet_kernels import chunk_gated_delta_rule, gated_rms_norm
+from deltanet_kernels import gated_rms_norm
 
 from .samples import Sample, Samples
 from .share_fit import ShareFit
@@ -118,7 +118,7 @@ class GateFit(nn.Module):
     def read(self, s: Sample) -> tuple[Tensor, Tensor | None]:
         """Returns the operator's output [n, T, H, D] and the output gate logits."""
         decay, strength, gate = self.gates(s.x)
-        o, _ = chunk_gated_delta_rule(s.q, s.k, s.v, decay, strength, use_qk_l2norm_in_kernel=True)
+        o, _ = self.layer[0].mix(s.q, s.k, s.v, (decay, strength), None, False, None)
         return o, gate
 
     def heads(self, s: Sample) -> Tensor:
