@@ -89,4 +89,5 @@ class GatedDeltaNet2(KimiDeltaAttention):
 def unit_length(x: Tensor) -> Tensor:
     """x * rsqrt(sum x^2 + 1e-6) over the last dimension, as RMSNorm with an equal weight."""
     size = x.shape[-1]
-    return gated_rms_norm(x, None, x.new_full((size,), size**-0.5), UNIT_EPS / size)
+    weight = x.new_full((size,), size**-0.5, dtype=torch.promote_types(x.dtype, torch.float32))
+    return gated_rms_norm(x, None, weight, UNIT_EPS / size)

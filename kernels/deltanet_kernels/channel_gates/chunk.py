@@ -236,7 +236,7 @@ _chunk = differentiable(channel_chunk_forward, _backward, _setup_context)
 def unit_rows(x: torch.Tensor) -> torch.Tensor:
     """x * rsqrt(sum x^2 + 1e-6) over the last dimension, as RMSNorm with an equal weight."""
     size = x.shape[-1]
-    return gated_rms_norm_triton(x, None, x.new_full((size,), size**-0.5), UNIT_EPS / size)
+    return gated_rms_norm_triton(x, None, x.new_full((size,), size**-0.5, dtype=torch.float32), UNIT_EPS / size)
 
 
 def chunk_channel_gated_delta_rule_triton(call: ChannelCall) -> tuple[torch.Tensor, torch.Tensor | None]:

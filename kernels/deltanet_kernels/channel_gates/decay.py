@@ -72,10 +72,10 @@ def pair_products(
 
 @triton.jit
 def pair_gradients(
-    x, y, g, dM, dM_t, i, BK: tl.constexpr, C: tl.constexpr, LIMIT: tl.constexpr, dtype: tl.constexpr,
+    x, y, g, dM, i, BK: tl.constexpr, C: tl.constexpr, LIMIT: tl.constexpr, dtype: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of x, y and G [C, BK] float32 from that of M, dM [C, C] and its transpose dM_t, in `dtype`.
+    """Gradients of x, y and G [C, BK] float32 from that of M at dM in memory [C, C].
 
     dG has the rounded factors of the products, so that what a pair adds at i it takes away at j, to float32.
     """
@@ -88,8 +88,10 @@ def pair_gradients(
         same = (i[:, None] ^ i[None, :]) < 2 * h
         x_row = (x * row).to(dtype)
         y_col = (y * col).to(dtype)
-        u = tl.dot(tl.where(same & (i[:, None] > i[None, :]), dM, 0.0), y_col, input_precision=PRECISION)
-        w = tl.dot(tl.where(same & (i[:, None] < i[None, :]), dM_t, 0.0), x_row, input_precision=PRECISION)
+        dM_rows = tl.load(dM + (i[:, None] * C + i[None, :]), mask=same & (i[:, None] > i[None, :]), other=0.0)
+        u = tl.dot(dM_rows, y_col, input_precision=PRECISION)
+        dM_cols = tl.load(dM + (i[None, :] * C + i[:, None]), mask=same & (i[:, None] < i[None, :]), other=0.0)
+        w = tl.dot(dM_cols, x_row, input_precision=PRECISION)
         dx += u * row
         dy += w * col
         dG += x_row.to(tl.float32) * u - y_col.to(tl.float32) * w

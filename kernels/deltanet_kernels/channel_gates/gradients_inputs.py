@@ -48,88 +48,86 @@ def input_gradients_kernel(
         return
     i = tl.arange(0, C)
     live = i < valid
-    square = i[:, None] * C + i[None, :]
-    flipped = i[None, :] * C + i[:, None]
     state = c * HV + head
     dtype: tl.constexpr = writes.dtype.element_ty
     k_base = k + row * k_row + (head // (HV // H)).to(tl.int64) * k_head + first * k_token
     p_base = p + row * p_row + (head // (HV // HP)).to(tl.int64) * p_head + first * p_token
     strength = tl.load(beta + (flat + i) * HV + head, mask=live, other=0.0).to(tl.float32)
     db = tl.load(dbeta_part + (flat + i) * HV + head, mask=live, other=0.0)
+    own = (flat * HV + head) * K
     for start in range(0, KP, BK):
         d = start + tl.arange(0, BK)
         m = live[:, None] & (d < K)[None, :]
         rows_at = i[:, None] * KP + d[None, :]
-        own = (flat * HV + head) * K + i[:, None] * (HV * K) + d[None, :]
-        gate = tl.load(g + own, mask=m, other=0.0).to(tl.float32)
+        own_at = i[:, None] * (HV * K) + d[None, :]
+        gate = tl.load(g + own + own_at, mask=m, other=0.0).to(tl.float32)
         gate = tl.maximum(gate, STRONGEST)
         k_tile = tl.load(k_base + (i[:, None] * k_token + d[None, :]), mask=m, other=0.0).to(tl.float32)
+        dk_tile = tl.zeros([C, BK], dtype=tl.float32)
+        dG = tl.zeros([C, BK], dtype=tl.float32)
+
+        for x in range(GROUP):
+            out = head * GROUP + x
+            own_out = c * HO + out
+            q_base = q + row * q_row + (out // (HO // HQ)).to(tl.int64) * q_head + first * q_token
+            q_tile = tl.load(q_base + (i[:, None] * q_token + d[None, :]), mask=m, other=0.0).to(tl.float32) * scale
+            dx, dy, dG_pairs = pair_gradients(
+                q_tile, k_tile, gate, dP + own_out * (C * C), i, BK, C, LIMIT, dtype, PRECISION
+            )  # fmt: skip
+            same = tl.load(dP + own_out * (C * C) + i * (C + 1)).to(tl.float32)[:, None]
+            dx += same * k_tile
+            dk_tile += dy + same * q_tile
+            dG += dG_pairs
+            d_reads = tl.zeros([C, BK], dtype=tl.float32)
+            do_base = do + row * o_row + out.to(tl.int64) * o_head + first * o_token
+            for v_start in range(0, VP, BV):
+                e = v_start + tl.arange(0, BV)
+                mV = live[:, None] & (e < V)[None, :]
+                do_tile = tl.load(do_base + (i[:, None] * o_token + e[None, :]), mask=mV, other=0.0).to(dtype)
+                S = tl.load(h + state * (VP * KP) + (e[:, None] * KP + d[None, :])).to(dtype)
+                d_reads = tl.dot(do_tile, S, d_reads, input_precision=PRECISION)
+            dG += tl.load(reads + own_out * (C * KP) + rows_at).to(tl.float32) * d_reads
+            dx += d_reads * tl.exp(token_sums(i[:, None] >= i[None, :], gate, dtype, PRECISION))
+            q_at = i[:, None] * (HO * K) + d[None, :]
+            tl.store(dq + (flat * HO + out) * K + q_at, (dx * scale).to(dq.dtype.element_ty), mask=m)
+
+        if ERASE:
+            p_tile = tl.load(p_base + (i[:, None] * p_token + d[None, :]), mask=m, other=0.0).to(tl.float32)
+            dx, dy, dG_pairs = pair_gradients(
+                p_tile * strength[:, None], k_tile, gate, dL + state * (C * C), i, BK, C, LIMIT, dtype, PRECISION
+            )  # fmt: skip
+            dk_tile += dy
+            dG += dG_pairs
+            d_erases = tl.zeros([C, BK], dtype=tl.float32)
+            for v_start in range(0, VP, BV):
+                e = v_start + tl.arange(0, BV)
+                w_tile = tl.load(dw + state * (C * VP) + (i[:, None] * VP + e[None, :])).to(dtype)
+                S = tl.load(h + state * (VP * KP) + (e[:, None] * KP + d[None, :])).to(dtype)
+                d_erases = tl.dot(w_tile, S, d_erases, input_precision=PRECISION)
+            dG -= tl.load(erases + state * (C * KP) + rows_at).to(tl.float32) * d_erases
+            dx -= d_erases * tl.exp(token_sums(i[:, None] >= i[None, :], gate, dtype, PRECISION))
+            p_tile = tl.load(p_base + (i[:, None] * p_token + d[None, :]), mask=m, other=0.0).to(tl.float32)
+            db += tl.sum(p_tile * dx, axis=1)
+            dx *= strength[:, None]
+            if OWN_KEY:
+                tl.store(dp + own + own_at, dx.to(dp.dtype.element_ty), mask=m)
+            else:
+                dk_tile += dx
 
         d_writes = tl.zeros([C, BK], dtype=tl.float32)
         d_fade = tl.zeros([BK], dtype=tl.float32)
         for v_start in range(0, VP, BV):
             e = v_start + tl.arange(0, BV)
-            S_at = state * (VP * KP) + e[:, None] * KP + d[None, :]
-            dS = tl.load(dh + S_at)
-            n_tile = tl.load(vn + state * (C * VP) + i[:, None] * VP + e[None, :]).to(dtype)
+            S_at = e[:, None] * KP + d[None, :]
+            dS = tl.load(dh + state * (VP * KP) + S_at)
+            n_tile = tl.load(vn + state * (C * VP) + (i[:, None] * VP + e[None, :])).to(dtype)
             d_writes = tl.dot(n_tile, dS.to(dtype), d_writes, input_precision=PRECISION)
-            d_fade += tl.sum(tl.load(h + S_at).to(tl.float32) * dS.to(tl.float32), axis=0)
-        until = tl.exp(token_sums(i[:, None] < i[None, :], gate, dtype, PRECISION))
-        since = tl.exp(token_sums(i[:, None] >= i[None, :], gate, dtype, PRECISION))
-        dk_tile = d_writes * until
+            S = tl.load(h + state * (VP * KP) + S_at)
+            d_fade += tl.sum(S.to(tl.float32) * dS.to(tl.float32), axis=0)
         kept = tl.load(writes + state * (C * KP) + rows_at).to(tl.float32) * d_writes
-        dG = -kept
+        dk_tile += d_writes * tl.exp(token_sums(i[:, None] < i[None, :], gate, dtype, PRECISION))
+        tl.store(dk + own + own_at, dk_tile.to(dk.dtype.element_ty), mask=m)
         d_last = tl.sum(kept, axis=0) + tl.load(fade + state * KP + d) * d_fade
-
-        for x in range(GROUP):
-            out = head * GROUP + x
-            q_base = q + row * q_row + (out // (HO // HQ)).to(tl.int64) * q_head + first * q_token
-            q_tile = tl.load(q_base + (i[:, None] * q_token + d[None, :]), mask=m, other=0.0).to(tl.float32) * scale
-            do_base = do + row * o_row + out.to(tl.int64) * o_head + first * o_token
-            d_reads = tl.zeros([C, BK], dtype=tl.float32)
-            for v_start in range(0, VP, BV):
-                e = v_start + tl.arange(0, BV)
-                mV = live[:, None] & (e < V)[None, :]
-                do_tile = tl.load(do_base + (i[:, None] * o_token + e[None, :]), mask=mV, other=0.0).to(dtype)
-                S = tl.load(h + state * (VP * KP) + e[:, None] * KP + d[None, :]).to(dtype)
-                d_reads = tl.dot(do_tile, S, d_reads, input_precision=PRECISION)
-            own_out = c * HO + out
-            dG += tl.load(reads + own_out * (C * KP) + rows_at).to(tl.float32) * d_reads
-            dP_tile = tl.load(dP + own_out * (C * C) + square)
-            dP_flip = tl.load(dP + own_out * (C * C) + flipped)
-            dx, dy, dG_pairs = pair_gradients(
-                q_tile, k_tile, gate, dP_tile, dP_flip, i, BK, C, LIMIT, dtype, PRECISION
-            )  # fmt: skip
-            same = tl.load(dP + own_out * (C * C) + i * (C + 1)).to(tl.float32)[:, None]
-            dq_tile = (d_reads * since + dx + same * k_tile) * scale
-            dk_tile += dy + same * q_tile
-            dG += dG_pairs
-            q_at = (flat * HO + out) * K + i[:, None] * (HO * K) + d[None, :]
-            tl.store(dq + q_at, dq_tile.to(dq.dtype.element_ty), mask=m)
-
-        if ERASE:
-            p_tile = tl.load(p_base + (i[:, None] * p_token + d[None, :]), mask=m, other=0.0).to(tl.float32)
-            d_erases = tl.zeros([C, BK], dtype=tl.float32)
-            for v_start in range(0, VP, BV):
-                e = v_start + tl.arange(0, BV)
-                w_tile = tl.load(dw + state * (C * VP) + i[:, None] * VP + e[None, :]).to(dtype)
-                S = tl.load(h + state * (VP * KP) + e[:, None] * KP + d[None, :]).to(dtype)
-                d_erases = tl.dot(w_tile, S, d_erases, input_precision=PRECISION)
-            dG -= tl.load(erases + state * (C * KP) + rows_at).to(tl.float32) * d_erases
-            dL_tile = tl.load(dL + state * (C * C) + square)
-            dL_flip = tl.load(dL + state * (C * C) + flipped)
-            dx, dy, dG_pairs = pair_gradients(
-                p_tile * strength[:, None], k_tile, gate, dL_tile, dL_flip, i, BK, C, LIMIT, dtype, PRECISION
-            )  # fmt: skip
-            dx -= d_erases * since
-            dk_tile += dy
-            dG += dG_pairs
-            db += tl.sum(p_tile * dx, axis=1)
-            if OWN_KEY:
-                tl.store(dp + own, (dx * strength[:, None]).to(dp.dtype.element_ty), mask=m)
-            else:
-                dk_tile += dx * strength[:, None]
-        tl.store(dk + own, dk_tile.to(dk.dtype.element_ty), mask=m)
-        dg_tile = tl.cumsum(dG, axis=0, reverse=True) + d_last[None, :]
-        tl.store(dg + own, dg_tile.to(dg.dtype.element_ty), mask=m)
+        dg_tile = tl.cumsum(dG - kept, axis=0, reverse=True) + d_last[None, :]
+        tl.store(dg + own + own_at, dg_tile.to(dg.dtype.element_ty), mask=m)
     tl.store(dbeta + (flat + i) * HV + head, db.to(dbeta.dtype.element_ty), mask=live)

@@ -36,39 +36,48 @@ def scores_kernel(
     i = tl.arange(0, C)
     live = i < valid
     dtype: tl.constexpr = k.dtype.element_ty
+    # Scalar 64-bit bases and 32-bit offsets inside a tile: 64-bit tiles of addresses would cost registers.
     q_base = q + row * q_row + (out // (HO // HQ)).to(tl.int64) * q_head + first * q_token
     k_base = k + row * k_row + (head // (HV // H)).to(tl.int64) * k_head + first * k_token
     p_base = p + row * p_row + (head // (HV // HP)).to(tl.int64) * p_head + first * p_token
     g_base = g + (flat * HV + head) * K
-    strength = tl.load(beta + (flat + i) * HV + head, mask=live, other=0.0).to(tl.float32)
-    P = tl.zeros([C, C], dtype=tl.float32)
-    L = tl.zeros([C, C], dtype=tl.float32)
+    reads_base = reads + (c * HO + out) * (C * KP)
+    square = i[:, None] * C + i[None, :]
+    M = tl.zeros([C, C], dtype=tl.float32)
     own = tl.zeros([C], dtype=tl.float32)
+    for start in range(0, KP, BK):
+        d = start + tl.arange(0, BK)
+        m = live[:, None] & (d < K)[None, :]
+        gate = tl.load(g_base + (i[:, None] * (HV * K) + d[None, :]), mask=m, other=0.0).to(tl.float32)
+        gate = tl.maximum(gate, STRONGEST)
+        q_tile = tl.load(q_base + (i[:, None] * q_token + d[None, :]), mask=m, other=0.0).to(tl.float32) * scale
+        k_tile = tl.load(k_base + (i[:, None] * k_token + d[None, :]), mask=m, other=0.0).to(tl.float32)
+        own += tl.sum(q_tile * k_tile, axis=1)
+        M += pair_products(q_tile, k_tile, gate, i, C, LIMIT, dtype, PRECISION)
+        since = tl.exp(token_sums(i[:, None] >= i[None, :], gate, dtype, PRECISION))
+        tl.store(reads_base + (i[:, None] * KP + d[None, :]), (q_tile * since).to(dtype))
+    M += tl.where(i[:, None] == i[None, :], own[:, None], 0.0)
+    tl.store(P_out + (c * HO + out) * (C * C) + square, M.to(dtype))
+    if out % GROUP != 0:
+        return
+    state = c * HV + head
+    strength = tl.load(beta + (flat + i) * HV + head, mask=live, other=0.0).to(tl.float32)
+    M = tl.zeros([C, C], dtype=tl.float32)
     for start in range(0, KP, BK):
         d = start + tl.arange(0, BK)
         m = live[:, None] & (d < K)[None, :]
         at = i[:, None] * KP + d[None, :]
         gate = tl.load(g_base + (i[:, None] * (HV * K) + d[None, :]), mask=m, other=0.0).to(tl.float32)
         gate = tl.maximum(gate, STRONGEST)
-        q_tile = tl.load(q_base + (i[:, None] * q_token + d[None, :]), mask=m, other=0.0).to(tl.float32) * scale
         k_tile = tl.load(k_base + (i[:, None] * k_token + d[None, :]), mask=m, other=0.0).to(tl.float32)
-        since = tl.exp(token_sums(i[:, None] >= i[None, :], gate, dtype, PRECISION))
-        tl.store(reads + (c * HO + out) * (C * KP) + at, (q_tile * since).to(dtype))
-        P += pair_products(q_tile, k_tile, gate, i, C, LIMIT, dtype, PRECISION)
-        own += tl.sum(q_tile * k_tile, axis=1)
-        if out % GROUP == 0:
-            until = tl.exp(token_sums(i[:, None] < i[None, :], gate, dtype, PRECISION))
-            state = c * HV + head
-            tl.store(writes + state * (C * KP) + at, (k_tile * until).to(dtype))
-            tl.store(fade + state * KP + d, tl.exp(tl.sum(gate, axis=0)))
-            if ERASE:
-                p_tile = tl.load(p_base + (i[:, None] * p_token + d[None, :]), mask=m, other=0.0).to(tl.float32)
-                p_tile *= strength[:, None]
-                tl.store(erases + state * (C * KP) + at, (p_tile * since).to(dtype))
-                L += pair_products(p_tile, k_tile, gate, i, C, LIMIT, dtype, PRECISION)
-    P += tl.where(i[:, None] == i[None, :], own[:, None], 0.0)
-    square = i[:, None] * C + i[None, :]
-    tl.store(P_out + (c * HO + out) * (C * C) + square, P.to(dtype))
-    if ERASE:  # noqa: SIM102 (known when compiling; the next is not)
-        if out % GROUP == 0:
-            tl.store(L_out + (c * HV + head) * (C * C) + square, L)
+        if ERASE:
+            p_tile = tl.load(p_base + (i[:, None] * p_token + d[None, :]), mask=m, other=0.0).to(tl.float32)
+            p_tile *= strength[:, None]
+            M += pair_products(p_tile, k_tile, gate, i, C, LIMIT, dtype, PRECISION)
+            since = tl.exp(token_sums(i[:, None] >= i[None, :], gate, dtype, PRECISION))
+            tl.store(erases + state * (C * KP) + at, (p_tile * since).to(dtype))
+        until = tl.exp(token_sums(i[:, None] < i[None, :], gate, dtype, PRECISION))
+        tl.store(writes + state * (C * KP) + at, (k_tile * until).to(dtype))
+        tl.store(fade + state * KP + d, tl.exp(tl.sum(gate, axis=0)))
+    if ERASE:
+        tl.store(L_out + state * (C * C) + square, M)
