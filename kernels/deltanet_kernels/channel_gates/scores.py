@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from deltanet_kernels.channel_gates.decay import STRONGEST, pair_products, token_sums
+from deltanet_kernels.channel_gates.decay import STRONGEST, chunk_sums, pair_products, since_start, until_end
 from deltanet_kernels.common.sequences import locate_chunk
 
 
@@ -50,11 +50,12 @@ def scores_kernel(
         m = live[:, None] & (d < K)[None, :]
         gate = tl.load(g_base + (i[:, None] * (HV * K) + d[None, :]), mask=m, other=0.0).to(tl.float32)
         gate = tl.maximum(gate, STRONGEST)
+        G, e_pairs, mild = chunk_sums(gate, i, C, LIMIT)
         q_tile = tl.load(q_base + (i[:, None] * q_token + d[None, :]), mask=m, other=0.0).to(tl.float32) * scale
         k_tile = tl.load(k_base + (i[:, None] * k_token + d[None, :]), mask=m, other=0.0).to(tl.float32)
         own += tl.sum(q_tile * k_tile, axis=1)
-        M += pair_products(q_tile, k_tile, gate, i, C, LIMIT, dtype, PRECISION)
-        since = tl.exp(token_sums(i[:, None] >= i[None, :], gate, dtype, PRECISION))
+        M += pair_products(q_tile, k_tile, gate, e_pairs, mild, i, C, LIMIT, dtype, PRECISION)
+        since = since_start(gate, G, mild, i, dtype, PRECISION)
         tl.store(reads_base + (i[:, None] * KP + d[None, :]), (q_tile * since).to(dtype))
     M += tl.where(i[:, None] == i[None, :], own[:, None], 0.0)
     tl.store(P_out + (c * HO + out) * (C * C) + square, M.to(dtype))
@@ -69,14 +70,15 @@ def scores_kernel(
         at = i[:, None] * KP + d[None, :]
         gate = tl.load(g_base + (i[:, None] * (HV * K) + d[None, :]), mask=m, other=0.0).to(tl.float32)
         gate = tl.maximum(gate, STRONGEST)
+        G, e_pairs, mild = chunk_sums(gate, i, C, LIMIT)
         k_tile = tl.load(k_base + (i[:, None] * k_token + d[None, :]), mask=m, other=0.0).to(tl.float32)
         if ERASE:
             p_tile = tl.load(p_base + (i[:, None] * p_token + d[None, :]), mask=m, other=0.0).to(tl.float32)
             p_tile *= strength[:, None]
-            M += pair_products(p_tile, k_tile, gate, i, C, LIMIT, dtype, PRECISION)
-            since = tl.exp(token_sums(i[:, None] >= i[None, :], gate, dtype, PRECISION))
+            M += pair_products(p_tile, k_tile, gate, e_pairs, mild, i, C, LIMIT, dtype, PRECISION)
+            since = since_start(gate, G, mild, i, dtype, PRECISION)
             tl.store(erases + state * (C * KP) + at, (p_tile * since).to(dtype))
-        until = tl.exp(token_sums(i[:, None] < i[None, :], gate, dtype, PRECISION))
+        until = until_end(gate, G, mild, i, dtype, PRECISION)
         tl.store(writes + state * (C * KP) + at, (k_tile * until).to(dtype))
         tl.store(fade + state * KP + d, tl.exp(tl.sum(gate, axis=0)))
     if ERASE:
