@@ -16,14 +16,20 @@ from deltanet_kernels import (
 from tests.kernels.cases import Case, assert_close, make_inputs, relative_error, results
 from tests.kernels.channel_cases import CHANNEL_CASES, ChannelCase, channel_truth, make_channel_inputs
 
+IN_FLOAT32 = ("T=65", "strong gates, gdn2", "open tokens between closed ones", "g=-inf", "gates of every size")
+
 
 @pytest.mark.parametrize("case", CHANNEL_CASES, ids=str)
 def test_chunks_equal_the_recurrence(case: ChannelCase) -> None:
     inputs = make_channel_inputs(case, torch.float64)
     wanted = channel_truth(inputs)
     assert_close(results(chunk_channel_gated_delta_rule, inputs), wanted, 1e-12)
-    narrow = make_channel_inputs(case, torch.float32)
-    assert_close(results(chunk_channel_gated_delta_rule, narrow), channel_truth(narrow), 1e-5)
+
+
+@pytest.mark.parametrize("case", [c for c in CHANNEL_CASES if c.name in IN_FLOAT32], ids=str)
+def test_float32(case: ChannelCase) -> None:
+    inputs = make_channel_inputs(case, torch.float32)
+    assert_close(results(chunk_channel_gated_delta_rule, inputs), channel_truth(inputs), 1e-5)
 
 
 @pytest.mark.parametrize("rule", ["kda", "gdn2", "gla"])

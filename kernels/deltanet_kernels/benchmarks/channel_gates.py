@@ -185,7 +185,7 @@ def main() -> None:
     path = (args.output or RESULTS) / "channel_gates_h200.json"
     rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"] if args.resume and path.exists() else []
     rows = [row for row in rows if "failed" not in row]
-    done = {(row["rule"], Shape(*row["shape"], row["gates"][0]), row["impl"]) for row in rows}
+    done = {(row["rule"], Shape(*row["shape"], *row["gates"][:1]), row["impl"]) for row in rows}
     missing: dict[str, str] = {}
 
     def save() -> None:

@@ -21,11 +21,9 @@ def check_channel_rule(call: ChannelCall) -> None:
         TypeError: a dtype that does not fit, or an argument that is not a tensor.
     """
     q, k, v, g, beta, p, state = *call[:6], call.initial_state
-    for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta), ("erase_key", p)):
-        if x is None and name == "erase_key":
-            continue
-        _require_tensor(name, x)
-        _require_float(name, x)
+    given = {"q": q, "k": k, "v": v, "g": g, "beta": beta} | ({} if p is None else {"erase_key": p})
+    for name, x in given.items():
+        _require_float(name, _require_tensor(name, x))
         _require_device(name, x, "q", q.device)
     for name, x, meaning in (("q", q, "[B, T, HQ, K]"), ("k", k, "[B, T, H, K]"), ("v", v, "[B, T, HV, V]")):
         if x.dim() != 4:

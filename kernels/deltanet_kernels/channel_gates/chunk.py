@@ -188,22 +188,23 @@ def channel_chunk_backward(
     dk = new(B, T, HV, K, dtype=k.dtype if HV == H else torch.float32, device=q.device)
     dp = new((0,) if p is None else p.shape, dtype=k.dtype, device=q.device)
     dv, dg = new(v.shape, dtype=v.dtype, device=q.device), new(g.shape, dtype=g.dtype, device=q.device)
-    dbeta = new(beta.shape, dtype=beta.dtype, device=q.device)
+    slices = KP // config.grad_BK
+    parts = q.new_zeros(1 + slices if erase else 1, B, T, HV, dtype=torch.float32)  # of dbeta
     if chunks.count:
-        part = q.new_empty(B, T, HV, dtype=torch.float32)
         dP, dL = torch.empty_like(P), torch.empty_like(Tm)
         launch(
-            pair_gradients_kernel, chunks.count * HV, v, beta, do, vn, dw, dP, dL, dv, part, *chunk_of, T,
+            pair_gradients_kernel, chunks.count * HV, v, beta, do, vn, dw, dP, dL, dv, parts, *chunk_of, T,
             *v.stride()[:3], *do.stride()[:3], HO=HO, HV=HV, V=V, VP=VP, BV=config.BV, **flags, num_warps=4,
             num_stages=1,
         )  # fmt: skip
         launch(
-            input_gradients_kernel, chunks.count * HV, q, k, key, g, beta, do, reads, erases, writes, fade, h, dh, vn,
-            dw, dP, dL, dq, dk, dp, dg, part, dbeta, *chunk_of, scale, T,
+            input_gradients_kernel, chunks.count * HV * slices, q, k, key, g, beta, do, reads, erases, writes, fade, h,
+            dh, vn, dw, dP, dL, dq, dk, dp, dg, parts, *chunk_of, scale, T, B * T,
             *q.stride()[:3], *k.stride()[:3], *key.stride()[:3], *do.stride()[:3], HQ=HQ, H=H, HP=key.shape[2], HV=HV,
             K=K, V=V, KP=KP, VP=VP, BK=config.grad_BK, BV=config.BV, OWN_KEY=p is not None, LIMIT=config.limit,
             **flags, num_warps=4, num_stages=1,
         )  # fmt: skip
+    dbeta = parts.sum(0).to(beta.dtype)
     if HO != HQ:
         dq = dq.unflatten(2, (HQ, -1)).sum(3).to(q.dtype)
     if HV != H:

@@ -51,7 +51,7 @@ def channel_config(K: int, V: int, dtype: torch.dtype, capability: tuple[int, in
         C=64,
         KP=KP,
         VP=VP,
-        score_BK=min(KP, 64),
+        score_BK=min(KP, 64 if dtype == torch.float16 else 32),
         grad_BK=min(KP, 64 if dtype == torch.float16 else 32),
         BV=min(VP, 64),
         stages=3 if pipelined else 1,

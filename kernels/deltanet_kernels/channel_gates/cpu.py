@@ -43,8 +43,9 @@ def chunked(call: ChannelCall) -> tuple[Tensor, Tensor | None]:
             for n, (start, end) in enumerate(pairwise(offsets)):
                 first = state[n : n + 1]
                 if end > start:
-                    parts = (None if x is None else x[:, start:end] for x in (q, k, v, g, beta, p))
-                    o, first = _sequence(*parts, first)
+                    part = slice(start, end)
+                    erases = None if p is None else p[:, part]
+                    o, first = _sequence(q[:, part], k[:, part], v[:, part], g[:, part], beta[:, part], erases, first)
                     outputs.append(o)
                 states.append(first)
             outputs.append(v.new_zeros(1, v.shape[1] - offsets[-1], q.shape[2] * q.shape[3], v.shape[3]))

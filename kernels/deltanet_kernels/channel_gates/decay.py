@@ -118,14 +118,18 @@ def pair_gradients(
     dx = tl.zeros([C, BK], dtype=tl.float32)
     dy = tl.zeros([C, BK], dtype=tl.float32)
     dG = tl.zeros([C, BK], dtype=tl.float32)
-    at = i[:, None] * C + i[None, :]
-    flipped = i[None, :] * C + i[:, None]
+    # Complete tiles, masked after they are loaded: a mask that differs from element to element splits the loads.
+    dM_rows = tl.load(dM + (i[:, None] * C + i[None, :]))
+    dM_cols = tl.load(dM + (i[None, :] * C + i[:, None]))
+    zero = tl.zeros([C, C], dtype=dtype)
+    dM_rows = tl.where(i[:, None] > i[None, :], dM_rows, zero)
+    dM_cols = tl.where(i[:, None] < i[None, :], dM_cols, zero)
     if mild:
         row, col = tl.exp(e), tl.exp(-e)
         x_row = (x * row).to(dtype)
         y_col = (y * col).to(dtype)
-        u = tl.dot(tl.load(dM + at, mask=i[:, None] > i[None, :], other=0.0), y_col, input_precision=PRECISION)
-        w = tl.dot(tl.load(dM + flipped, mask=i[:, None] < i[None, :], other=0.0), x_row, input_precision=PRECISION)
+        u = tl.dot(dM_rows, y_col, input_precision=PRECISION)
+        w = tl.dot(dM_cols, x_row, input_precision=PRECISION)
         dx += u * row
         dy += w * col
         dG += x_row.to(tl.float32) * u - y_col.to(tl.float32) * w
@@ -136,10 +140,8 @@ def pair_gradients(
             x_row = (x * row).to(dtype)
             y_col = (y * col).to(dtype)
             same = (i[:, None] ^ i[None, :]) < 2 * h
-            dM_rows = tl.load(dM + at, mask=same & (i[:, None] > i[None, :]), other=0.0)
-            u = tl.dot(dM_rows, y_col, input_precision=PRECISION)
-            dM_cols = tl.load(dM + flipped, mask=same & (i[:, None] < i[None, :]), other=0.0)
-            w = tl.dot(dM_cols, x_row, input_precision=PRECISION)
+            u = tl.dot(tl.where(same, dM_rows, zero), y_col, input_precision=PRECISION)
+            w = tl.dot(tl.where(same, dM_cols, zero), x_row, input_precision=PRECISION)
             dx += u * row
             dy += w * col
             dG += x_row.to(tl.float32) * u - y_col.to(tl.float32) * w

@@ -19,7 +19,7 @@ def pair_gradients_kernel(
     HO: tl.constexpr, HV: tl.constexpr, V: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     ERASE: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write dP [chunks, HO, C, C], dL [chunks, HV, C, C], dv and a part of dbeta; one program per (chunk, head)."""
+    """Write dP [chunks, HO, C, C], dL [chunks, HV, C, C], dv and rowsum(dW V); one program per (chunk, head)."""
     GROUP: tl.constexpr = HO // HV
     pid = tl.program_id(0)
     head = pid % HV
