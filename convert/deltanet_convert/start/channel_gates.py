@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltanet_hf.mixers.channel_decay import channel_rule
-from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
+from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet, delta_rule
 from deltanet_hf.mixers.gdn2 import GatedDeltaNet2
 from deltanet_hf.mixers.gla import GatedLinearAttention
 from deltanet_hf.mixers.kda import KimiDeltaAttention
@@ -22,9 +21,15 @@ from deltanet_hf.mixers.state import State
 from .calibration import LayerCalibration
 from .gated_deltanet import start_gated_deltanet
 
+TINY = 2.0**-60
+
 
 class ScalarGatedLinear(GatedDeltaNet):
-    """Gated linear attention with one decay per head, for the fit."""
+    """Gated linear attention with one decay per head, for the fit; float32 or float64.
+
+    At a write strength of 2^-60 the gated delta rule erases less than its own rounding, and values that are 2^60 times
+    as large make up for it: a power of two changes no digit.
+    """
 
     def mix(
         self,
@@ -37,8 +42,9 @@ class ScalarGatedLinear(GatedDeltaNet):
         cu_seqlens: Tensor | None,
     ) -> tuple[Tensor, State]:
         g, beta = gates
-        g = g.unsqueeze(-1).expand(*g.shape, self.head_dim)
-        return channel_rule(q, k, v, g, beta, state, keep_state, cu_seqlens, self.settings.state_dtype, erase=False)
+        v, beta = v * (beta / TINY).unsqueeze(-1), torch.full_like(beta, TINY)
+        recurrent, dtype = q.shape[1] == 1, self.settings.state_dtype
+        return delta_rule(q, k, v, g, beta, state, keep_state, cu_seqlens, recurrent, dtype)
 
 
 def start_kda(

@@ -116,7 +116,7 @@ def channel_chunk_forward(
         launch(
             scores_kernel, n * HO, q, k, p, g, beta, P, L, reads, erases, writes, fade, *chunk_of, scale, T,
             *q.stride()[:3], *k.stride()[:3], *p.stride()[:3], HQ=HQ, H=H, HP=p.shape[2], HV=HV, K=K, KP=KP,
-            BK=config.score_BK, ERASE=erase, LIMIT=config.limit, **flags, num_warps=4, num_stages=1,
+            BK=config.score_BK, ERASE=erase, LIMIT=config.limit, **flags, num_warps=config.score_warps, num_stages=1,
         )  # fmt: skip
     Tm = invert(L, k.dtype, T, chunks, precision, 1) if erase else k.new_empty(0)
     del L
@@ -202,7 +202,7 @@ def channel_chunk_backward(
             dh, vn, dw, dP, dL, dq, dk, dp, dg, parts, *chunk_of, scale, T, B * T,
             *q.stride()[:3], *k.stride()[:3], *key.stride()[:3], *do.stride()[:3], HQ=HQ, H=H, HP=key.shape[2], HV=HV,
             K=K, V=V, KP=KP, VP=VP, BK=config.grad_BK, BV=config.BV, OWN_KEY=p is not None, LIMIT=config.limit,
-            **flags, num_warps=4, num_stages=1,
+            **flags, num_warps=config.grad_warps, num_stages=1,
         )  # fmt: skip
     dbeta = parts.sum(0).to(beta.dtype)
     if HO != HQ:

@@ -14,7 +14,7 @@ MAX_KEY_SIZE, MAX_VALUE_SIZE = 128, 256
 
 @dataclass(frozen=True)
 class ChannelConfig:
-    """Tokens per chunk, tile widths of K and V, slices, pipeline stages, and how far factors may exceed 1."""
+    """Tokens per chunk, tile widths of K and V, slices, stages, warps, and how far factors may exceed 1."""
 
     C: int
     KP: int  # K and V padded to tiles
@@ -25,6 +25,8 @@ class ChannelConfig:
     stages: int
     grad_stages: int
     limit: float  # a factor e^x with x up to this is exact enough in the dtype of the products (decay.py)
+    score_warps: int = 4
+    grad_warps: int = 4  # of gradients_inputs.py
 
 
 def check_supported(dtype: torch.dtype, K: int, V: int) -> None:
