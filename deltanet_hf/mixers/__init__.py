@@ -13,6 +13,9 @@ from deltanet_hf.mixers.deltaproduct import DeltaProduct
 from deltanet_hf.mixers.efla import Efla
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
 from deltanet_hf.mixers.gated_linear import GatedLinear
+from deltanet_hf.mixers.gdn2 import GatedDeltaNet2
+from deltanet_hf.mixers.gla import GatedLinearAttention
+from deltanet_hf.mixers.kda import KimiDeltaAttention
 from deltanet_hf.mixers.layer_kind import LayerKind
 from deltanet_hf.mixers.linear import Linear
 from deltanet_hf.mixers.mixed_heads import MixedHeads
@@ -32,6 +35,9 @@ MIXERS: dict[str, type[LayerKind]] = {
         DeltaNet,
         Efla,
         Comba,
+        KimiDeltaAttention,
+        GatedLinearAttention,
+        GatedDeltaNet2,
         MixedHeads,
     )
 }

@@ -16,7 +16,10 @@ from deltanet_kernels.gated_delta_rule.step import delta_step_
 from deltanet_kernels.norm import gated_rms_norm_triton
 from tests.kernels import window_cases
 from tests.kernels.cases import Case, make_inputs, results
+from tests.kernels.channel_cases import CHANNEL_CASES, make_channel_inputs
 from tests.kernels.test_step import TENSORS, Step, make
+from tests.kernels.test_triton_channel import triton_chunk as triton_channel_chunk
+from tests.kernels.test_triton_channel import triton_recurrent as triton_channel_recurrent
 from tests.kernels.test_triton_window import triton_window
 from tests.kernels.test_window_step import CASES as WINDOW_STEPS
 from tests.kernels.test_window_step import empty, triton_step_
@@ -62,6 +65,14 @@ def main() -> None:
                 gated_delta_rule_step_(*token, inputs["initial_state"].detach().clone())
         torch.cuda.synchronize()
         print(case, flush=True)
+    for channel_case in CHANNEL_CASES:
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            inputs = make_channel_inputs(channel_case, dtype, "cuda")
+            results(triton_channel_chunk, inputs)
+            with torch.no_grad():
+                triton_channel_recurrent(**inputs)
+    torch.cuda.synchronize()
+    print("decay per channel", flush=True)
     for segments, T in ((2, 300), (2, 256), (4, 300)):  # sequential, complete chunks, composed
         inputs = make_inputs(Case(f"{segments} segments", T=T, H=2, K=64, g="heads"), torch.bfloat16, "cuda")
         results(functools.partial(triton_chunk, segments=segments), inputs)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .calibration import LayerCalibration
+from .channel_gates import start_gdn2, start_gla, start_kda
 from .deltaproduct import start_deltaproduct
 from .from_scratch import start_from_scratch
 from .gated_deltanet import start_gated_deltanet
@@ -31,6 +32,9 @@ START: dict[str, StartRule] = {
     "deltanet": start_gated_deltanet,
     "efla": start_gated_deltanet,
     "comba": start_gated_deltanet,
+    "kda": start_kda,
+    "gla": start_gla,
+    "gdn2": start_gdn2,
     "window": start_window,
     "mixed_heads": start_mixed_heads,
 }

@@ -1,0 +1,93 @@
+"""Gated DeltaNet-2 (arXiv 2605.22791): gates of its own for decay, erasing and writing, each per channel.
+
+Per head, with a log decay g_t [K] <= 0, an erase gate b_t [K] and a write gate w_t [V],
+
+    S_t = (I - k_t (b_t * k_t)^T) Diag(exp(g_t)) S_{t-1} + k_t (w_t * v_t)^T        o_t = D^-0.5 q_t^T S_t
+
+q and k have unit length; b = sigmoid(erase_proj(x)), w = sigmoid(write_proj(x)), and g is that of `channel_decay.py`.
+With b = w = beta in all channels of a head this is Kimi Delta Attention. With `allow_neg_eigval` both gates go up to 2
+(in the paper the erase gate alone), so that Kimi Delta Attention with that setting is contained too.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from deltanet_hf.mixers.channel_decay import ChannelDecayGate, channel_rule, gate_rank
+from deltanet_hf.mixers.gated_deltanet import CLOSED_GATE, GatedDeltaNet
+from deltanet_hf.mixers.kda import KimiDeltaAttention
+from deltanet_hf.mixers.state import State
+from deltanet_kernels import gated_rms_norm
+
+UNIT_EPS = 1e-6  # beside the squared length, as in the operators
+
+
+class GatedDeltaNet2(KimiDeltaAttention):
+    """The Gated DeltaNet-2 layer; see the module's docstring for the rule."""
+
+    name: ClassVar[str] = "gdn2"
+    title: ClassVar[str] = "Gated DeltaNet-2"
+    without_lora: ClassVar[tuple[str, ...]] = ("f_down", "f_up", "share_proj")
+
+    def add_gates(self) -> None:
+        hidden, rank = self.q_proj.in_features, gate_rank(self.num_states, self.head_dim)
+        channels = self.num_states * self.head_dim
+        self.f_down = nn.Linear(hidden, rank, bias=False)
+        self.f_up = nn.Linear(rank, channels, bias=False)
+        self.erase_proj = nn.Linear(hidden, channels, bias=self.settings.gate_bias)
+        self.write_proj = nn.Linear(hidden, channels, bias=self.settings.gate_bias)
+        self.decay = ChannelDecayGate(self.num_states, self.head_dim)  # type: ignore[assignment]
+
+    def gates(self, x: Tensor, padding: Tensor | None) -> tuple[Tensor, ...]:
+        """Log decay g and erase gate b [B, T, HV, K], write gate w [B, T, HV, V], float32; all 0 at padding."""
+        logits = [self.erase_proj(x), self.write_proj(x)]
+        if padding is not None:
+            logits = [gate.masked_fill(padding.unsqueeze(-1), CLOSED_GATE) for gate in logits]
+        b, w = (self.strength(self._split(gate)) for gate in logits)
+        return self.channel_decay(x, padding), b, w
+
+    def mix(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gates: tuple[Tensor, ...],
+        state: State | None,
+        keep_state: bool,
+        cu_seqlens: Tensor | None,
+    ) -> tuple[Tensor, State]:
+        g, b, w = gates
+        q, k = unit_length(q), unit_length(k)
+        erase_key, v = (b * k).to(k.dtype), (w * v).to(v.dtype)
+        ones = torch.ones_like(b[..., 0])  # the gates hold the strengths
+        return channel_rule(
+            q,
+            k,
+            v,
+            g,
+            ones,
+            state,
+            keep_state,
+            cu_seqlens,
+            self.settings.state_dtype,
+            erase_key=erase_key,
+            unit=False,
+        )
+
+    @torch.no_grad()
+    def start_strengths(self, scalar: GatedDeltaNet) -> None:
+        """Take over the write strength per head of `scalar`, as both gates of all channels of a head."""
+        for projection in (self.erase_proj, self.write_proj):
+            projection.weight.copy_(scalar.b_proj.weight.repeat_interleave(self.head_dim, dim=0))
+            if projection.bias is not None:
+                projection.bias.copy_(scalar.b_proj.bias.repeat_interleave(self.head_dim))
+
+
+def unit_length(x: Tensor) -> Tensor:
+    """x * rsqrt(sum x^2 + 1e-6) over the last dimension, as RMSNorm with an equal weight."""
+    size = x.shape[-1]
+    weight = x.new_full((size,), size**-0.5, dtype=torch.promote_types(x.dtype, torch.float32))
+    return gated_rms_norm(x, None, weight, UNIT_EPS / size)

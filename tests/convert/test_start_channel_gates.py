@@ -1,0 +1,71 @@
+"""Layers with a decay per channel start as the fitted layer with a decay per head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from deltanet_convert.start import START, channel_gates, gate_fit
+from deltanet_convert.start.calibration import LayerCalibration
+from support.blank_layers import blank_layer, layer_inputs
+from support.tiny_models import tiny_teacher
+
+LEVERS = {"allow_neg_eigval": True, "expand_kv": False, "qk_activation": "silu", "gate_bias": False}
+WINDOW = {"window": 6, "sinks": 2}
+
+
+@pytest.fixture
+def fitted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The layers that the rules fit; the fit is short, so the tests of Gated DeltaNet's start judge its quality."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(gate_fit, "STEPS", 4)
+    monkeypatch.setattr(gate_fit, "HALF_LIVES", (2.0, 64.0))
+    monkeypatch.setattr(gate_fit, "STRENGTHS", (0.05, 0.5))
+    found: list[Any] = []
+    start = channel_gates.start_gated_deltanet
+
+    def recorded(attention: Any, layer: Any, *rest: Any) -> dict[str, Any]:
+        found.append(layer)
+        return start(attention, layer, *rest)
+
+    monkeypatch.setattr(channel_gates, "start_gated_deltanet", recorded)
+    return found
+
+
+@pytest.mark.parametrize("changes", [{}, LEVERS, WINDOW], ids=["plain", "levers", "window"])
+@pytest.mark.parametrize("mixer", ["kda", "gla", "gdn2"])
+@torch.no_grad()
+def test_starts_as_the_fitted_layer(fitted: list[Any], mixer: str, changes: dict[str, Any]) -> None:
+    model_type = "qwen2" if changes else "llama"
+    attention, states, kwargs = layer_inputs(tiny_teacher(model_type, attn_implementation="eager"), 0)
+    layer: Any = blank_layer(model_type, "faithful", 0, mixer=mixer, **changes)
+    figures = START[mixer](attention, layer, LayerCalibration(states, kwargs), True)
+    assert all(bool(parameter.isfinite().all()) for parameter in layer.parameters())
+    (scalar,) = fitted
+    want, got = scalar(states, **kwargs)[0], layer(states, **kwargs)[0]
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4 * float(want.std()))
+    teacher = torch.cat([attention(hidden_states=x, **kwargs)[0] for x in states.split(1)])
+    error = float((got - teacher).square().sum() / teacher.square().sum())
+    assert error == pytest.approx(figures["fit_mse"], rel=1e-3)
+    g = layer.gates(states, None)[0]
+    torch.testing.assert_close(g, g[..., :1].expand_as(g), rtol=1e-4, atol=1e-6)
+    assert float(g[..., 0].std()) > 0  # the decay depends on the token and the head
+    assert layer.f_down.weight[layer.num_states :].any() or layer.num_states >= layer.head_dim
+
+
+@torch.no_grad()
+def test_the_channels_part_in_training(fitted: list[Any]) -> None:
+    attention, states, kwargs = layer_inputs(tiny_teacher("llama", attn_implementation="eager"), 0)
+    layer: Any = blank_layer("llama", "faithful", 0, mixer="gdn2").requires_grad_(False)
+    START["gdn2"](attention, layer, LayerCalibration(states, kwargs), False)
+    names = ["f_up.weight", "decay.dt_bias", "erase_proj.weight", "write_proj.weight"]
+    parameters = [layer.get_parameter(name).requires_grad_() for name in names]
+    with torch.enable_grad():
+        gradients = torch.autograd.grad(layer(states, **kwargs)[0].square().sum(), parameters)
+    for gradient in gradients:
+        by_channel = gradient.reshape(layer.num_states, layer.head_dim, -1)
+        assert (by_channel - by_channel.mean(1, keepdim=True)).abs().max() > 0
+    untouched = gradients[0][:, layer.num_states :]
+    assert untouched.any()  # the part of the projection that begins with no effect

@@ -1,0 +1,75 @@
+"""Kimi Delta Attention, gated linear attention and Gated DeltaNet-2: the layers are their recurrences."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from deltanet_hf.mixers import recommended
+from deltanet_kernels import naive_channel_gated_delta_rule
+from deltanet_kernels.gated_delta_rule.reference import l2_normalize
+from support.tiny_models import tiny_student
+
+BARE: dict[str, Any] = {"conv_size": 0, "rope": False, "output_gate": False, "output_norm": "none", "k_offset": False}
+
+
+def layer_of(mixer: str, **changes: Any) -> Any:
+    return tiny_student("llama", mixer=mixer, **BARE, **changes).double().model.layers[0].self_attn
+
+
+def inputs() -> torch.Tensor:
+    return torch.randn(2, 9, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("changes", [{}, {"expand_kv": False, "allow_neg_eigval": True}], ids=["plain", "grouped"])
+@pytest.mark.parametrize("mixer", ["kda", "gla", "gdn2"])
+@torch.no_grad()
+def test_the_layer_is_the_recurrence(mixer: str, changes: dict[str, Any]) -> None:
+    layer, x = layer_of(mixer, **changes), inputs()
+    q, k, v = layer.project_qkv(x, None)
+    f = layer.f_up(layer.f_down(x)).unflatten(-1, (layer.num_states, 8))
+    g = -layer.decay.A_log.exp().unsqueeze(-1) * torch.nn.functional.softplus(f + layer.decay.dt_bias)
+    strength = 2 if changes else 1
+    ones, erase_key = torch.ones_like(g[..., 0]), None
+    if mixer == "gdn2":
+        q, k = l2_normalize(q), l2_normalize(k)
+        b, w = (strength * gate(x).sigmoid().view_as(v) for gate in (layer.erase_proj, layer.write_proj))
+        beta, erase_key, v = ones, b * k, w * v
+    else:
+        beta = strength * layer.b_proj(x).sigmoid()
+    wanted, _ = naive_channel_gated_delta_rule(
+        q, k, v, g, beta, erase_key, mixer != "gla", use_qk_l2norm_in_kernel=mixer != "gdn2"
+    )
+    found, _ = layer(x)
+    torch.testing.assert_close(found, layer.o_proj(wanted.flatten(-2)), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("mixer", ["kda", "gla", "gdn2"])
+@torch.no_grad()
+def test_padding_closes_every_gate(mixer: str) -> None:
+    padding = torch.zeros(2, 9, dtype=torch.bool)
+    padding[0, :4] = True
+    g, *strengths = layer_of(mixer).gates(inputs(), padding)
+    for gate in (g, *strengths):
+        assert not gate[padding].any()
+        assert gate[~padding].all()
+    assert g.shape == (2, 9, 4, 8)
+
+
+@torch.no_grad()
+def test_equal_gates_make_gdn2_kda() -> None:
+    kda, gdn2 = layer_of("kda"), layer_of("gdn2")
+    gdn2.load_state_dict(kda.state_dict(), strict=False)
+    gdn2.start_strengths(kda)
+    torch.testing.assert_close(gdn2(inputs())[0], kda(inputs())[0], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("mixer", ["kda", "gla", "gdn2"])
+def test_the_layer_of_qwen3_5_is_another(mixer: str) -> None:
+    with pytest.raises(ValueError, match="take the mixer gated_deltanet"):
+        recommended(mixer, "qwen3_5")
+    kind, settings = recommended(f"{mixer}+window")
+    assert kind.name == mixer
+    assert settings.window > 0
