@@ -5,9 +5,12 @@ How to add one: see docs/contributing.md. The tests run over every row of the ta
 
 from dataclasses import replace
 
+from deltanet_hf.mixers.alibi import LinearBiasAttention
+from deltanet_hf.mixers.attention_kind import AttentionKind
 from deltanet_hf.mixers.attention_shape import BESIDE_WINDOW
 from deltanet_hf.mixers.base import Mixer
 from deltanet_hf.mixers.deltaproduct import DeltaProduct
+from deltanet_hf.mixers.fox import ForgettingAttention
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
 from deltanet_hf.mixers.layer_kind import LayerKind
 from deltanet_hf.mixers.mixed_heads import MixedHeads
@@ -21,6 +24,8 @@ MIXERS: dict[str, type[LayerKind]] = {
         DeltaProduct,
         WindowAttention,
         MixedHeads,
+        ForgettingAttention,
+        LinearBiasAttention,
     )
 }
 
@@ -57,4 +62,13 @@ def recommended(name: str, profile: str = "faithful", training: bool = True) -> 
     return kind, replace(settings, **BESIDE_WINDOW)
 
 
-__all__ = ["FLOAT32_NAMES", "MIXERS", "MIXER_NAMES", "WINDOW_SUFFIX", "LayerKind", "Mixer", "recommended"]
+__all__ = [
+    "AttentionKind",
+    "FLOAT32_NAMES",
+    "MIXERS",
+    "MIXER_NAMES",
+    "WINDOW_SUFFIX",
+    "LayerKind",
+    "Mixer",
+    "recommended",
+]

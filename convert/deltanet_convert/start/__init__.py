@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from .attention_kind import start_attention_kind
 from .calibration import LayerCalibration
 from .deltaproduct import start_deltaproduct
 from .from_scratch import start_from_scratch
@@ -27,6 +28,8 @@ START: dict[str, StartRule] = {
     "deltaproduct": start_deltaproduct,
     "window": start_window,
     "mixed_heads": start_mixed_heads,
+    "fox": start_attention_kind,
+    "alibi": start_attention_kind,
 }
 
 
