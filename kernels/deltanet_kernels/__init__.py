@@ -1,5 +1,6 @@
 """Operators of Gated DeltaNet: PyTorch on CPU, Triton on CUDA. Imports only torch and triton."""
 
+from deltanet_kernels.deltaformer.solve import deltaformer_solve
 from deltanet_kernels.dispatch import (
     causal_conv1d,
     chunk_gated_delta_rule,
@@ -15,6 +16,7 @@ from deltanet_kernels.gated_delta_rule.reference import naive_gated_delta_rule
 __all__ = [
     "causal_conv1d",
     "chunk_gated_delta_rule",
+    "deltaformer_solve",
     "fused_recurrent_gated_delta_rule",
     "gated_delta_step_",
     "gated_rms_norm",
