@@ -9,11 +9,13 @@ from deltanet_hf.mixers.alibi import LinearBiasAttention
 from deltanet_hf.mixers.attention_kind import AttentionKind
 from deltanet_hf.mixers.attention_shape import BESIDE_WINDOW
 from deltanet_hf.mixers.base import Mixer
+from deltanet_hf.mixers.deltaformer import DeltaFormer
 from deltanet_hf.mixers.deltaproduct import DeltaProduct
 from deltanet_hf.mixers.fox import ForgettingAttention
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
 from deltanet_hf.mixers.layer_kind import LayerKind
 from deltanet_hf.mixers.mixed_heads import MixedHeads
+from deltanet_hf.mixers.path import RelaxedPath
 from deltanet_hf.mixers.settings import MixerSettings
 from deltanet_hf.mixers.window import WindowAttention
 
@@ -26,6 +28,8 @@ MIXERS: dict[str, type[LayerKind]] = {
         MixedHeads,
         ForgettingAttention,
         LinearBiasAttention,
+        DeltaFormer,
+        RelaxedPath,
     )
 }
 
@@ -63,11 +67,11 @@ def recommended(name: str, profile: str = "faithful", training: bool = True) -> 
 
 
 __all__ = [
-    "AttentionKind",
     "FLOAT32_NAMES",
     "MIXERS",
     "MIXER_NAMES",
     "WINDOW_SUFFIX",
+    "AttentionKind",
     "LayerKind",
     "Mixer",
     "recommended",

@@ -67,7 +67,7 @@ class Softmax:
         """
         size = v.shape[-1]
         if self.softcap is not None:
-            return self._capped(q, k, v, mask)
+            return self._capped(q, k, v, mask, self.softcap)
         if q.shape[2] > 1 and k.shape[-1] != size:  # flash attention takes one head size only
             v = F.pad(v, (0, k.shape[-1] - size))
         output, _ = sdpa_attention_forward(
@@ -75,14 +75,14 @@ class Softmax:
         )
         return output[..., :size]
 
-    def _capped(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def _capped(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cap: float) -> Tensor:
         length, size = q.shape[2], v.shape[-1]
         if mask is None and length > 1:
             k, v = k[:, :, :length], v[:, :, :length]  # of a static cache that was empty
             mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
         k, v = (repeat_kv(x, self.module.num_key_value_groups) for x in (k, v))
         scores = (q[..., :size] @ k[..., :size].mT).to(torch.promote_types(q.dtype, torch.float32)) * self.scaling
-        scores = (scores / self.softcap).tanh() * self.softcap
+        scores = (scores / cap).tanh() * cap
         scores = scores + (q[..., size:].to(scores.dtype) @ k[..., size:].to(scores.dtype).mT) * self.scaling
         if mask is not None:
             scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
@@ -123,7 +123,7 @@ class AttentionKind(LayerKind):
                 f"layer {layer_idx}: its attention is offloaded or compiled; make the {cls.name} layer before that"
             )
         extended: Any = attention
-        extended.__class__ = added_class(cls, type(attention))
+        extended.__class__ = added_class(cls, type(attention))  # type: ignore[arg-type]
         extended.settings, extended.config = settings, RoutedConfig(config)
         extended.add_parts(int(config.hidden_size), int(config.num_attention_heads), int(config.num_key_value_heads))
         return attention

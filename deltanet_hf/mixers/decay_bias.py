@@ -23,31 +23,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from deltanet_hf.mixers.attention_kind import AttentionKind, Call, Softmax
-from deltanet_hf.mixers.parts import Part
 
 ALIGNMENT = 8  # kernels want head sizes that are multiples of it
 UNIT = 64.0  # about -F where a channel is 1, so that float16 holds F down to -4e6
-
-
-class Opening(Part):
-    """A number per head, `opening` [H], that starts at 0 and counts as the nearest one between 0 and `limit`.
-
-    The gradient is that of the number itself, also outside of the range, so that training can bring it back.
-    """
-
-    def __init__(self, heads: int, limit: float = math.inf) -> None:
-        super().__init__()
-        self.limit = limit
-        self.opening = torch.nn.Parameter(torch.empty(heads))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        torch.nn.init.zeros_(self.opening)
-
-    def forward(self) -> Tensor:
-        """[H], float32 or float64."""
-        x = self.opening.to(torch.promote_types(self.opening.dtype, torch.float32))
-        return x + (x.clamp(0.0, self.limit) - x).detach()
 
 
 class DecayBias(AttentionKind):

@@ -30,6 +30,8 @@ START: dict[str, StartRule] = {
     "mixed_heads": start_mixed_heads,
     "fox": start_attention_kind,
     "alibi": start_attention_kind,
+    "deltaformer": start_attention_kind,
+    "path": start_attention_kind,
 }
 
 
