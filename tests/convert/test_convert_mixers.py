@@ -194,8 +194,8 @@ def test_a_kind_that_stays_quadratic_begins_as_the_teacher(tmp_path: Path) -> No
     before, after = load_file(teacher / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(tensor.bfloat16(), after[name]) for name, tensor in before.items())
     new = {name.partition("self_attn.")[2]: tensor for name, tensor in after.items() if name not in before}
-    assert set(new) == {"correction.opening", "correction.b_proj.weight", "correction.b_proj.bias"}
-    assert new["correction.opening"].dtype == torch.float32
+    assert set(new) == {"correction.opening.opening", "correction.b_proj.weight", "correction.b_proj.bias"}
+    assert new["correction.opening.opening"].dtype == torch.float32
     assert not any(bool(tensor.any()) for tensor in new.values())
     assert report["layers"][0]["relative_mse"] < 1e-4  # the rounding of the weights
     card = (tmp_path / "out" / "README.md").read_text()
