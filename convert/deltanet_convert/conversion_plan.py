@@ -175,7 +175,9 @@ def _layer_plan(
     config = teacher.config
     head_bytes = 2 * int(teacher_attention.head_dim) * dtype.itemsize
     kv_heads = int(config.num_key_value_heads)
-    growing = kv_heads if replaced is None else attention.growing_heads
+    growing, more = kv_heads, 0
+    if replaced is not None:
+        growing, more = attention.growing_heads, attention.extra_channels(dtype) * dtype.itemsize
     return LayerPlan(
         index=index,
         kind=table.layers[index],
@@ -186,7 +188,7 @@ def _layer_plan(
         nbytes=sum(spec.nbytes for spec in mine.values()),
         state_bytes=0 if replaced is None else attention.state_bytes(dtype),
         kv_bytes_per_token=kv_heads * head_bytes,
-        kept_kv_bytes_per_token=growing * head_bytes,
+        kept_kv_bytes_per_token=growing * (head_bytes + more),
     )
 
 

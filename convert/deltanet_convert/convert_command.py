@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.mixers import MIXER_NAMES, WINDOW_SUFFIX
+from deltanet_hf.mixers import MIXER_NAMES, MIXERS, WINDOW_SUFFIX, AttentionKind
 
 from .convert import convert
 from .export.hooks import check_exportable, import_qwen3_5, qwen3_5_folder
@@ -135,6 +135,8 @@ def convert_command(
     """Converts a softmax model; a Qwen3.5 text model has Gated DeltaNet layers already and is imported."""
     native = qwen3_5_folder(teacher)
     default_layers, default_mixer = PURE if pure or native is not None or profile == "qwen3_5" else HYBRID
+    if issubclass(MIXERS.get(mixer or "", object), AttentionKind):  # as good at recall as what would be kept
+        default_layers = "all"
     if pure and (layers is not None or mixer is not None):
         raise UserError("--pure: converts all layers to gated_deltanet; leave out --layers and --mixer")
     options = ConvertOptions(

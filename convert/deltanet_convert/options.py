@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.mixers import MIXER_NAMES, MIXERS, LayerKind, recommended
+from deltanet_hf.mixers import MIXER_NAMES, MIXERS, AttentionKind, LayerKind, recommended
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
 from deltanet_hf.mixers.mixed_heads import MixedHeads
 from deltanet_hf.mixers.settings import MixerSettings
@@ -100,8 +100,14 @@ class ConvertOptions:
         """The same for a choice of key/value heads: `softmax` are the (layer, head) that keep the teacher's attention.
 
         Raises:
-            UserError: the profile is for an export, which has heads of one kind in each layer.
+            UserError: the profile is for an export, which has heads of one kind in each layer, or the mixer is for
+                complete layers.
         """
+        if issubclass(self._recommended()[0], AttentionKind):
+            raise UserError(
+                f"--mixer {self.mixer}: keeps all tokens in every head, and --layers keeps single heads softmax; "
+                "select whole layers (--unit layer)"
+            )
         if self.profile == "qwen3_5":
             raise UserError(
                 "--profile qwen3_5: the heads of one layer of Qwen3.5 are of one kind, --layers keeps single heads; "

@@ -5,12 +5,16 @@ How to add one: see docs/contributing.md. The tests run over every row of the ta
 
 from dataclasses import replace
 
+from deltanet_hf.mixers.alibi import LinearBiasAttention
+from deltanet_hf.mixers.attention_kind import AttentionKind
 from deltanet_hf.mixers.attention_shape import BESIDE_WINDOW
 from deltanet_hf.mixers.base import Mixer
 from deltanet_hf.mixers.comba import Comba
+from deltanet_hf.mixers.deltaformer import DeltaFormer
 from deltanet_hf.mixers.deltanet import DeltaNet
 from deltanet_hf.mixers.deltaproduct import DeltaProduct
 from deltanet_hf.mixers.efla import Efla
+from deltanet_hf.mixers.fox import ForgettingAttention
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
 from deltanet_hf.mixers.gated_linear import GatedLinear
 from deltanet_hf.mixers.gdn2 import GatedDeltaNet2
@@ -19,6 +23,7 @@ from deltanet_hf.mixers.kda import KimiDeltaAttention
 from deltanet_hf.mixers.layer_kind import LayerKind
 from deltanet_hf.mixers.linear import Linear
 from deltanet_hf.mixers.mixed_heads import MixedHeads
+from deltanet_hf.mixers.path import RelaxedPath
 from deltanet_hf.mixers.retention import Retention
 from deltanet_hf.mixers.settings import MixerSettings
 from deltanet_hf.mixers.window import WindowAttention
@@ -39,6 +44,10 @@ MIXERS: dict[str, type[LayerKind]] = {
         GatedLinearAttention,
         GatedDeltaNet2,
         MixedHeads,
+        ForgettingAttention,
+        LinearBiasAttention,
+        DeltaFormer,
+        RelaxedPath,
     )
 }
 
@@ -75,4 +84,13 @@ def recommended(name: str, profile: str = "faithful", training: bool = True) -> 
     return kind, replace(settings, **BESIDE_WINDOW)
 
 
-__all__ = ["FLOAT32_NAMES", "MIXERS", "MIXER_NAMES", "WINDOW_SUFFIX", "LayerKind", "Mixer", "recommended"]
+__all__ = [
+    "FLOAT32_NAMES",
+    "MIXERS",
+    "MIXER_NAMES",
+    "WINDOW_SUFFIX",
+    "AttentionKind",
+    "LayerKind",
+    "Mixer",
+    "recommended",
+]

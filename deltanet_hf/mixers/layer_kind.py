@@ -75,6 +75,10 @@ class LayerKind:
         """Number of key/value heads that keep the keys and values of all tokens."""
         return 0
 
+    def extra_channels(self, dtype: torch.dtype) -> int:
+        """Numbers of this dtype that each of the `growing_heads` keeps per token beside its key and value."""
+        return 0
+
     def new_parts(self) -> list[nn.Module]:
         """The modules with weights that the teacher does not have, see `new_weights`: all of it, or some branches."""
         assert isinstance(self, nn.Module)

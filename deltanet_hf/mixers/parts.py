@@ -6,6 +6,7 @@ itself only where nothing has been put around them (`is_plain`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -107,6 +108,27 @@ class DecayGate(Part):
     def forward(self, a: torch.Tensor) -> torch.Tensor:
         """a [B, T, HV] -> g [B, T, HV] float32, <= 0."""
         return -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias.float())
+
+
+class Opening(Part):
+    """A number per head, `opening` [H], that starts at 0 and counts as the nearest one between 0 and `limit`.
+
+    The gradient is that of the number itself, also outside of the range, so that training can bring it back.
+    """
+
+    def __init__(self, heads: int, limit: float = math.inf) -> None:
+        super().__init__()
+        self.limit = limit
+        self.opening = nn.Parameter(torch.empty(heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.opening)
+
+    def forward(self) -> torch.Tensor:
+        """[H], float32 or float64."""
+        x = self.opening.to(torch.promote_types(self.opening.dtype, torch.float32))
+        return x + (x.clamp(0.0, self.limit) - x).detach()
 
 
 class GatedRMSNorm(Part):

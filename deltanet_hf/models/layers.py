@@ -13,13 +13,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from deltanet_hf.mixers import MIXERS, LayerKind, Mixer, recommended
+from deltanet_hf.mixers import MIXERS, AttentionKind, LayerKind, Mixer, recommended
 from deltanet_hf.mixers.mixed_heads import MixedHeads, MixedHeadsSettings
 from deltanet_hf.mixers.settings import MixerSettings
 from deltanet_hf.mixers.window import WindowAttention
 
 SOFTMAX = "softmax"
-KIND_NAMES = {"window": "local"}  # how a table names a kind that is made of one mixer; else "linear"
 INSERTED_QK_NORMS = "inserted_qk_norms"  # key of config.json: softmax layers whose q/k norms are not the teacher's
 
 
@@ -58,7 +57,7 @@ class LayerTable:
         cls, mixer: type[LayerKind], settings: MixerSettings, num_layers: int, softmax: Collection[int] = ()
     ) -> LayerTable:
         """One kind everywhere, but for the layers in `softmax`."""
-        name = KIND_NAMES.get(mixer.name, "linear")
+        name = _kind_name(mixer)
         layers = tuple(SOFTMAX if index in softmax else name for index in range(num_layers))
         return cls({name: Kind(mixer, settings)}, layers)
 
@@ -88,7 +87,7 @@ class LayerTable:
             if len(heads) == num_heads:
                 layers.append(SOFTMAX)
                 continue
-            layers.append("_".join(["heads", *map(str, heads)]) if heads else KIND_NAMES.get(mixer.name, "linear"))
+            layers.append("_".join(["heads", *map(str, heads)]) if heads else _kind_name(mixer))
             kinds[layers[-1]] = (
                 _with_softmax_heads(mixer, settings, num_heads, heads) if heads else Kind(mixer, settings)
             )
@@ -178,6 +177,13 @@ class LayerTable:
         if len(found) != 1:
             raise ValueError(f"deltanet.layers: got the kinds {found}, expected one beside softmax")
         return self.kinds[found[0]]
+
+
+def _kind_name(mixer: type[LayerKind]) -> str:
+    """How a table names a kind that is made of one mixer."""
+    if issubclass(mixer, AttentionKind):
+        return "global"
+    return "local" if mixer is WindowAttention else "linear"
 
 
 def _with_softmax_heads(mixer: type[LayerKind], settings: Any, num_heads: int, softmax: Collection[int]) -> Kind:

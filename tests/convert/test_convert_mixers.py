@@ -10,9 +10,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from deltanet_convert.options import ConvertOptions
 from deltanet_convert.start import START, gate_fit, start_rule
 from deltanet_convert.start.from_scratch import start_from_scratch
 from deltanet_hf import LayerTable
+from deltanet_hf.errors import UserError
 from deltanet_hf.mixers import MIXERS, Mixer
 from deltanet_hf.mixers.gated_deltanet import delta_rule
 from deltanet_hf.mixers.layer_kind import TensorShape
@@ -112,9 +114,9 @@ def check_result(folder: Path, report: dict[str, Any], converted: list[int], mix
 
     cache = DynamicCache(config=model.config)
     model(IDS[:1], past_key_values=cache, use_cache=True)
-    kept = [layer for layer in report["plan"]["layers"] if layer["index"] not in converted]
-    state = sum(layer["state_bytes"] for layer in report["plan"]["layers"])
-    assert cache_bytes(cache) == state + sum(layer["kv_bytes_per_token"] for layer in kept) * IDS.shape[1]
+    planned = report["plan"]["layers"]
+    growing = sum(layer["kept_kv_bytes_per_token"] for layer in planned)
+    assert cache_bytes(cache) == sum(layer["state_bytes"] for layer in planned) + growing * IDS.shape[1]
 
 
 def test_resumed_conversion_gives_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mixer: str) -> None:
@@ -184,6 +186,27 @@ def test_card_and_plan_of_a_window_say_that_nothing_is_fitted(
         assert words not in card
     print_report(report, Console(width=160))
     assert "softmax attention with these weights" not in capsys.readouterr().out
+
+
+def test_a_kind_that_stays_quadratic_begins_as_the_teacher(tmp_path: Path) -> None:
+    teacher = teacher_folder(tmp_path / "teacher", "qwen2", num_hidden_layers=1)
+    report = tiny_conversion(teacher, tmp_path / "out", mixer="deltaformer", dtype="bfloat16")
+    before, after = load_file(teacher / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(tensor.bfloat16(), after[name]) for name, tensor in before.items())
+    new = {name.partition("self_attn.")[2]: tensor for name, tensor in after.items() if name not in before}
+    assert set(new) == {"correction.opening.opening", "correction.b_proj.weight", "correction.b_proj.bias"}
+    assert new["correction.opening.opening"].dtype == torch.float32
+    assert not any(bool(tensor.any()) for tensor in new.values())
+    assert report["layers"][0]["relative_mse"] < 1e-4  # the rounding of the weights
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "the model\nbegins as its teacher" in card
+    for words in ("fitted to the teacher", "as in a model trained from scratch", "linear-attention"):
+        assert words not in card
+
+
+def test_heads_of_one_layer_cannot_be_of_a_kind_that_stays_quadratic() -> None:
+    with pytest.raises(UserError, match="--mixer fox: keeps all tokens in every head"):
+        ConvertOptions(mixer="fox").head_table(2, 2, {(0, 1)})
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,10 @@ from deltanet_hf.errors import UserError
 from deltanet_recipes.config import load_recipe
 from deltanet_recipes.schema import Distil
 from deltanet_recipes.training.adapters import merge_lora, train_for
-from deltanet_recipes.training.kept_attention import shared_rows_held
+from deltanet_recipes.training.kept_attention import query_key_parts, shared_rows_held
 from deltanet_recipes.training.model_pair import load_student
 from deltanet_recipes.training.pipeline import run
+from support.tiny_models import tiny_student
 from support.tiny_run import DISTIL, SHAPE, make_workplace, recipe_tree, write_recipe
 
 CONVERTED = (0, 2)  # layer 1 keeps softmax attention
@@ -115,3 +116,12 @@ def test_a_shared_matrix_that_cannot_be_held_is_one_clear_error(tmp_path: Path, 
         shared_rows_held(student, stage, sharded),
     ):
         pass
+
+
+def test_kinds_that_stay_quadratic_keep_the_teachers_queries_and_keys() -> None:
+    """All of their layers, beside those that are unchanged; windows do not."""
+    found = {
+        mixer: len(list(query_key_parts(tiny_student("llama", layers=(0, 2), mixer=mixer))))
+        for mixer in ("fox", "window")
+    }
+    assert found == {"fox": 4 * 2, "window": 2 * 2}

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from deltanet_hf import LayerTable, converted_config
+from deltanet_hf.mixers.parts import Opening
 from deltanet_hf.models.factory import model_class
 from deltanet_hf.models.families import FAMILIES
 
@@ -46,7 +47,10 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 def make_models(
     folder: Path, layers: tuple[int, ...] = tuple(range(LAYERS)), family: str = "llama", **wiring: Any
 ) -> None:
-    """Write FOLDER/teacher and FOLDER/student, which has the teacher's weights and untrained new parameters."""
+    """Write FOLDER/teacher and FOLDER/student, which has the teacher's weights and untrained new parameters.
+
+    Parts that would begin at zero are opened, or there would be nothing to learn from the teacher.
+    """
     torch.manual_seed(0)
     config = FAMILIES[family].config_class(**SHAPE)
     teacher = FAMILIES[family].model_class(config)
@@ -54,6 +58,9 @@ def make_models(
     table = LayerTable.preset(LAYERS, softmax=softmax, **wiring)
     student = model_class(family)(converted_config(config, table))
     student.load_state_dict(teacher.state_dict(), strict=False)
+    for module in student.modules():
+        if isinstance(module, Opening):
+            torch.nn.init.constant_(module.opening, 0.5)
     tokenizer = make_tokenizer()
     for name, model in (("teacher", teacher), ("student", student)):
         model.save_pretrained(folder / name)

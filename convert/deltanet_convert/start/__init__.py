@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from .attention_kind import start_attention_kind
 from .calibration import LayerCalibration
 from .channel_gates import start_gdn2, start_gla, start_kda
 from .deltaproduct import start_deltaproduct
@@ -37,6 +38,10 @@ START: dict[str, StartRule] = {
     "gdn2": start_gdn2,
     "window": start_window,
     "mixed_heads": start_mixed_heads,
+    "fox": start_attention_kind,
+    "alibi": start_attention_kind,
+    "deltaformer": start_attention_kind,
+    "path": start_attention_kind,
 }
 
 

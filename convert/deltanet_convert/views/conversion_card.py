@@ -26,7 +26,7 @@ def model_card(report: dict[str, Any], teacher: Path, plot: str) -> str:
     header = ["---", "library_name: transformers", "pipeline_tag: text-generation", *_licence(teacher)]
     if "/" in source["name"]:
         header.append(f"base_model: {source['name']}")
-    header += ["tags:", *_tags(options["mixer"], _has_new_weights(changed)), "---"]
+    header += ["tags:", *_tags(options["mixer"], changed), "---"]
     stays = f"layers {index_ranges(kept)} keep softmax attention" if kept else "no layer keeps softmax attention"
     caches = "\n".join(
         f"| {row['context']:,} | {size(row['teacher'])} | {size(row['converted'])} |" for row in plan["cache_bytes"]
@@ -82,8 +82,18 @@ def _has_new_weights(converted: list[dict[str, Any]]) -> bool:
     return any(layer["created"] for layer in converted)
 
 
-def _tags(mixer: str, new_weights: bool) -> list[str]:
-    return [f"- {mixer.replace('_', '-')}", "- linear-attention"] if new_weights else ["- sliding-window-attention"]
+def _keeps_tokens(converted: list[dict[str, Any]]) -> bool:
+    """Whether converted layers are softmax attention with something added (`AttentionKind`), by their plans.
+
+    Mixed heads keep tokens too, but in some heads only.
+    """
+    return all(layer["kept_kv_bytes_per_token"] >= layer["kv_bytes_per_token"] for layer in converted)
+
+
+def _tags(mixer: str, converted: list[dict[str, Any]]) -> list[str]:
+    if not _has_new_weights(converted):
+        return ["- sliding-window-attention"]
+    return [f"- {mixer.replace('_', '-')}"] + ["- linear-attention"] * (not _keeps_tokens(converted))
 
 
 def _settings(options: dict[str, Any], converted: list[dict[str, Any]]) -> str:
@@ -108,6 +118,11 @@ def _state_of_training(report: dict[str, Any], converted: list[dict[str, Any]]) 
         return """\
 All weights are the teacher's; nothing was fitted or trained. The converted layers see only a part of the context, so
 the model can be used as it is where that part is enough. Training adapts it further (`deltanet-hf distill`)."""
+    if _keeps_tokens(converted):
+        return """\
+All weights of the teacher's attention are in the new layers. What they add to it starts at or close to zero: the model
+begins as its teacher, and training decides what it uses (`deltanet-hf distill`). A loss that only compares it with this
+teacher has nothing to teach; give it another share, such as `ce_weight`."""
     if any("fit_mse" in layer for layer in report["layers"]):
         start = """\
 The new layers were fitted to the teacher's attention on calibration text, and have not been trained."""

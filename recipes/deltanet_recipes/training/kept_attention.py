@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.mixers import LayerKind
+from deltanet_hf.mixers import AttentionKind, LayerKind
 from deltanet_hf.mixers.mixed_heads import MixedHeads
 from deltanet_hf.models.layers import INSERTED_QK_NORMS
 from deltanet_recipes.schema import DistilBase, stage_name
@@ -25,13 +25,16 @@ FUSED = "qkv_proj"  # phi3
 
 
 def kept_attention(student: nn.Module) -> Iterator[tuple[int, str, Any]]:
-    """The softmax attention modules of a student, whole layers and mixed heads: layer index, name and module."""
+    """The softmax attention modules of a student: layer index, name and module.
+
+    They are whole layers, with or without something added (`AttentionKind`), and the softmax part of mixed heads.
+    """
     for index, layer in enumerate(decoder_layers(student)):
         name = mixer_name(layer)
         module = layer.get_submodule(name)
         if isinstance(module, MixedHeads):
             name, module = f"{name}.softmax", module.softmax
-        if module is not None and not isinstance(module, LayerKind):
+        if module is not None and (isinstance(module, AttentionKind) or not isinstance(module, LayerKind)):
             yield index, f"model.layers.{index}.{name}", module
 
 

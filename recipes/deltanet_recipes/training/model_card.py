@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 from transformers import PreTrainedConfig
 
-from deltanet_hf.mixers import LayerKind
+from deltanet_hf.mixers import AttentionKind, LayerKind
 from deltanet_hf.models.layers import LayerTable
 from deltanet_hf.models.qwen3_5 import MODEL_TYPE
 from deltanet_recipes.schema import Recipe, Stage, stage_name
@@ -38,8 +38,9 @@ def write_card(
         heading = _imported(Path(recipe.student).name, title)
     else:
         heading = _converted(title, " and ".join(mixer.title for mixer in mixers))
-    linear = [mixer.name.replace("_", "-") for mixer in mixers if mixer.new_weights]
-    tags = [*linear, *(["linear-attention"] if linear else []), "distillation"]
+    new = [mixer for mixer in mixers if mixer.new_weights]
+    linear = ["linear-attention"] if any(not issubclass(mixer, AttentionKind) for mixer in new) else []
+    tags = [*(mixer.name.replace("_", "-") for mixer in new), *linear, "distillation"]
     lines = [
         "---",
         "library_name: transformers",

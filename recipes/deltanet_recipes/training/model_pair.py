@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 import deltanet_hf  # noqa: F401  (registers the converted families)
 from deltanet_hf.errors import UserError, one_line
-from deltanet_hf.mixers import LayerKind
+from deltanet_hf.mixers import AttentionKind, LayerKind
 from deltanet_hf.models.families import FAMILIES, PREFIX
 from deltanet_hf.models.layers import LayerTable
 from deltanet_hf.models.qwen3_5 import MODEL_TYPE
@@ -73,7 +73,7 @@ def _check_trainable(recipe: Recipe, table: LayerTable) -> None:
                     f"stages.{stage_name(stage)}.window_dropout: {recipe.student} has no layer with a window beside "
                     "its state; leave the key out"
                 )
-    if recurrent:
+    if recurrent or any(issubclass(kind.mixer, AttentionKind) for kind in table.converted.values()):
         return
     for stage in recipe.stages:
         where = f"stages.{stage_name(stage)}: {recipe.student} has no layer with weights that its teacher does not have"

@@ -1,0 +1,133 @@
+"""The solve of DeltaFormer against its recursion, what it reduces to, and how its values grow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from deltanet_kernels import deltaformer_solve, naive_gated_delta_rule
+from deltanet_kernels.deltaformer import solve
+from deltanet_kernels.deltaformer.reference import naive_deltaformer_solve
+
+
+def inputs(
+    batch: int = 2, length: int = 13, past: int = 0, heads: int = 2, size: int = 6, values: int = 7, **kwargs: Any
+) -> dict[str, torch.Tensor]:
+    """Random arguments, float64 unless a dtype is given."""
+    generator = torch.Generator().manual_seed(length + 100 * past)
+    kwargs = {"dtype": torch.float64, "generator": generator, **kwargs}
+    found = {
+        "k": torch.randn(batch, length, heads, size, **kwargs),
+        "v": torch.randn(batch, length, heads, values, **kwargs),
+        "beta": torch.rand(batch, length, heads, **kwargs),
+    }
+    if past:
+        found["past_k"] = torch.randn(batch, past, heads, size, **kwargs)
+        found["past_u"] = torch.randn(batch, past, heads, values, **kwargs)
+    return found
+
+
+@pytest.mark.parametrize("block", [1, 5, 128])
+@pytest.mark.parametrize(("length", "past"), [(1, 0), (1, 4), (5, 0), (13, 0), (13, 4), (6, 11)])
+@pytest.mark.parametrize("masked", [False, True])
+def test_it_is_the_recursion_with_all_gradients(
+    monkeypatch: pytest.MonkeyPatch, block: int, length: int, past: int, masked: bool
+) -> None:
+    monkeypatch.setattr(solve, "BLOCK", block)
+    given = {name: x.requires_grad_() for name, x in inputs(length=length, past=past).items()}
+    generator = torch.Generator().manual_seed(1)
+    mask = torch.rand(2, length, past + length, generator=generator) < 0.6 if masked else None
+    pull = torch.randn(2, length, 2, 7, dtype=torch.float64, generator=generator)
+    wanted = naive_deltaformer_solve(**given, scale=0.7, mask=mask)
+    found = deltaformer_solve(**given, scale=0.7, mask=mask)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    gradients = [torch.autograd.grad(u, list(given.values()), pull, allow_unused=True) for u in (found, wanted)]
+    for name, got, want in zip(given, *gradients, strict=True):
+        want = torch.zeros_like(got) if want is None else want  # one token alone has no use for its key
+        torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11, msg=name)
+
+
+def test_strength_zero_leaves_the_values() -> None:
+    given = inputs(dtype=torch.float32)
+    assert torch.equal(deltaformer_solve(given["k"], given["v"], 0 * given["beta"]), given["v"])
+
+
+def test_it_is_the_triangular_solve() -> None:
+    """(I + beta P) U = V with P the softmax of keys with the keys before them."""
+    given = inputs()
+    scores = torch.einsum("bthd,bshd->bhts", given["k"], given["k"]) * 6**-0.5
+    weights = scores.masked_fill(~torch.ones(13, 13, dtype=torch.bool).tril(-1), -torch.inf).softmax(-1).nan_to_num()
+    matrix = torch.eye(13, dtype=torch.float64) + given["beta"].transpose(1, 2).unsqueeze(-1) * weights
+    wanted = torch.linalg.solve(matrix, given["v"].transpose(1, 2)).transpose(1, 2)
+    torch.testing.assert_close(deltaformer_solve(**given), wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_without_exp_the_recursion_is_deltanet() -> None:
+    """u_t = beta_t (v_t - k_t^T sum of k_s u_s^T), read by q: the delta rule's chunk form over the whole sequence."""
+    k, v, beta = (inputs(values=6)[name] for name in ("k", "v", "beta"))
+    products = torch.einsum("bthd,bshd->bhts", k, k).tril(-1)
+    matrix = torch.eye(13, dtype=torch.float64) + beta.transpose(1, 2).unsqueeze(-1) * products
+    u = torch.linalg.solve(matrix, (beta.unsqueeze(-1) * v).transpose(1, 2))
+    q = inputs(length=13, past=1)["k"]
+    wanted = torch.einsum("bthd,bshd->bhts", q, k).tril() @ u
+    found, _ = naive_gated_delta_rule(q, k, v, torch.zeros_like(beta), beta, scale=1.0)
+    torch.testing.assert_close(found, wanted.transpose(1, 2), rtol=1e-11, atol=1e-11)
+
+
+def test_values_grow_at_most_linearly_where_exp_alone_explodes() -> None:
+    length, size = 150, 16
+    given = inputs(1, length, heads=1, size=size, values=size)
+    ones = torch.ones_like(given["beta"])
+    for norm in (1.0, 3.0, 50.0):
+        keys = norm * given["k"] / given["k"].norm(dim=-1, keepdim=True)
+        u = deltaformer_solve(keys, given["v"], ones, scale=1.0)
+        assert u.abs().max() < 10
+    # The worst case: each token looks at the one before it only, and the signs of v alternate.
+    near = torch.eye(length, dtype=torch.float64)
+    keys = (40 * (near + near.roll(1, 1)))[None, :, None]
+    signs = (-1.0) ** torch.arange(length, dtype=torch.float64)
+    u = deltaformer_solve(keys, signs[None, :, None, None], torch.ones(1, length, 1).double(), scale=1.0)
+    assert 100 < u.abs().max() <= length
+    keys = 3 * given["k"] / given["k"].norm(dim=-1, keepdim=True)
+    matrix = torch.eye(length).double() + torch.einsum("thd,shd->ts", keys[0], keys[0]).exp().tril(-1)
+    assert torch.linalg.solve_triangular(matrix, given["v"][0, :, 0], upper=False).abs().max() > 1e12
+
+
+def test_huge_and_equal_keys_stay_finite() -> None:
+    given = inputs(length=9, dtype=torch.float32)
+    given["k"] = given["k"] * 1e4
+    given["k"][:, 3:6] = given["k"][:, 3:4]
+    given = {name: x.requires_grad_() for name, x in given.items()}
+    u = deltaformer_solve(**given)
+    u.sum().backward()
+    assert all(bool(torch.isfinite(x).all()) for x in (u, *(x.grad for x in given.values())))
+
+
+def test_bfloat16_is_computed_in_float32() -> None:
+    given = {name: x.bfloat16() for name, x in inputs(length=70).items()}
+    wanted = naive_deltaformer_solve(**{name: x.double() for name, x in given.items()})
+    found = deltaformer_solve(**given)
+    assert found.dtype == torch.bfloat16
+    assert (found.double() - wanted).norm() / wanted.norm() < 3e-3  # one rounding of the result
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"v": torch.randn(2, 12, 2, 7)}, "v: got shape"),
+        ({"beta": torch.randn(2, 13)}, "beta: got shape"),
+        ({"past_k": torch.randn(2, 3, 2, 6)}, "past_k, past_u: got one of the two"),
+        ({"k": torch.randn(2, 0, 2, 6)}, "k: got shape"),
+        ({"mask": torch.ones(2, 13, 12, dtype=torch.bool)}, "mask: got shape"),
+    ],
+)
+def test_what_does_not_fit_is_refused(changes: dict[str, torch.Tensor], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        deltaformer_solve(**{**inputs(), **changes})
+
+
+def test_a_mask_of_numbers_is_refused() -> None:
+    with pytest.raises(TypeError, match="mask: got dtype"):
+        deltaformer_solve(**inputs(), mask=torch.zeros(2, 13, 13))
