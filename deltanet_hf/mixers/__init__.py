@@ -10,8 +10,11 @@ from deltanet_hf.mixers.base import Mixer
 from deltanet_hf.mixers.deltaproduct import DeltaProduct
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
 from deltanet_hf.mixers.layer_kind import LayerKind
+from deltanet_hf.mixers.mesa import Mesa
 from deltanet_hf.mixers.mixed_heads import MixedHeads
 from deltanet_hf.mixers.settings import MixerSettings
+from deltanet_hf.mixers.titans import Titans
+from deltanet_hf.mixers.ttt import TTT
 from deltanet_hf.mixers.window import WindowAttention
 
 MIXERS: dict[str, type[LayerKind]] = {
@@ -19,6 +22,9 @@ MIXERS: dict[str, type[LayerKind]] = {
     for kind in (
         GatedDeltaNet,
         DeltaProduct,
+        Mesa,
+        TTT,
+        Titans,
         WindowAttention,
         MixedHeads,
     )

@@ -13,7 +13,10 @@ from .calibration import LayerCalibration
 from .deltaproduct import start_deltaproduct
 from .from_scratch import start_from_scratch
 from .gated_deltanet import start_gated_deltanet
+from .mesa import start_mesa
 from .mixed_heads import start_mixed_heads
+from .titans import start_titans
+from .ttt import start_ttt
 from .window import start_window
 
 StartRule = Callable[[Any, Any, LayerCalibration, bool], dict[str, Any]]
@@ -25,6 +28,9 @@ rules that fit no decay ignore it. A rule draws random numbers from torch's glob
 START: dict[str, StartRule] = {
     "gated_deltanet": start_gated_deltanet,
     "deltaproduct": start_deltaproduct,
+    "mesa": start_mesa,
+    "ttt": start_ttt,
+    "titans": start_titans,
     "window": start_window,
     "mixed_heads": start_mixed_heads,
 }

@@ -1,0 +1,61 @@
+"""The base of mixers that put another recurrence between the gates of Gated DeltaNet."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from deltanet_hf.mixers.attention_shape import MixerProjections
+from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
+from deltanet_hf.mixers.layer_kind import PositionEmbeddings, TensorShape
+from deltanet_hf.mixers.state import State
+
+
+class GatedRule(GatedDeltaNet):
+    """A mixer with the log decay g and the write strength beta of Gated DeltaNet, and a rule of its own.
+
+    A subclass defines `mix` and `recurrent_shapes`, and may define `rule_gates` and `rule_parameters`.
+    """
+
+    @classmethod
+    def default_settings(cls, profile: str, training: bool = True) -> MixerProjections:
+        if profile == "qwen3_5":
+            raise ValueError("profile: got qwen3_5, whose layer is Gated DeltaNet; take the mixer gated_deltanet")
+        return super().default_settings(profile, training)
+
+    def rule_gates(self, x: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, ...]:
+        """The gates of `mix` for a layer input x [B, T, hidden] with g and beta [B, T, HV] float32."""
+        return g, beta
+
+    def rule_parameters(self) -> list[nn.Parameter]:
+        """Parameters of the rule that do not depend on the input; the fitted start fits them too."""
+        return []
+
+    def gates(self, x: Tensor, padding: Tensor | None) -> tuple[Tensor, ...]:
+        """What `rule_gates` makes of g and beta, both 0 at padding."""
+        return self.rule_gates(x, *super().gates(x, padding))
+
+    def step(
+        self, x: Tensor, position_embeddings: PositionEmbeddings | None, state: State, padding: Tensor | None
+    ) -> Tensor | None:
+        """None: the fused step is that of the gated delta rule."""
+        return None
+
+    def state_shape(self, rows: int | None = None) -> TensorShape:
+        """A state of `rows` x D per head (D x D by default) that `state_dtype` may round."""
+        dtype = getattr(torch, self.settings.state_dtype)
+        return TensorShape((self.num_states, rows or self.head_dim, self.head_dim), dtype)
+
+    def rounded(self, state: Tensor) -> Tensor:
+        """A tensor of the state as the cache keeps it."""
+        return state.bfloat16() if self.settings.state_dtype == "bfloat16" else state
+
+
+def decodes(q: Tensor) -> bool:
+    """Whether a call of queries q [B, T, HQ, D] is one decoding step, for which the recurrence is the faster form."""
+    return q.shape[1] == 1 and not torch.is_grad_enabled()
+
+
+def wide(state: Tensor, q: Tensor) -> Tensor:
+    """A tensor of the cache in the dtype of the arithmetic."""
+    return state.to(torch.promote_types(q.dtype, torch.float32))
