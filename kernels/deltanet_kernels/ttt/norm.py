@@ -1,6 +1,6 @@
 """Test-time training with layer norm and residual in the inner model (TTT-Linear), one mini-batch after the other.
 
-The gradient is not linear in the weights, so there is no larger chunk than a mini-batch. Within one, with B and S before
+The gradient is not linear in the weights, so no chunk is larger than a mini-batch. Within one, with B and S before
 it, G the sum of g and D_ts = e^{g_{s+1} + ... + g_t}:
 
     u = -eta * dL/dz at z = [K,1] W_0 + e^G [K,1] B
