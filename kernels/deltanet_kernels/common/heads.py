@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import pairwise
 
 import torch
@@ -47,10 +45,3 @@ def spans(batch: int, tokens: int, cu_seqlens: Tensor | None) -> list[tuple[slic
     if cu_seqlens is None:
         return [(slice(0, batch), 0, tokens)]
     return [(slice(n, n + 1), start, end) for n, (start, end) in enumerate(pairwise(cu_seqlens.tolist()))]
-
-
-@contextmanager
-def exact_products(device: torch.device) -> Iterator[None]:
-    """Turns autocast off, which would turn float32 products into bfloat16 ones."""
-    with torch.autocast(device.type, enabled=False):
-        yield

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from deltanet_kernels.arguments import RuleCall
 from deltanet_kernels.common.chunk_layout import ChunkLayout
-from deltanet_kernels.common.heads import exact_products, stack_queries, to_states, unstack_queries
+from deltanet_kernels.common.heads import stack_queries, to_states, unstack_queries
 from deltanet_kernels.common.state_scan import segment_decay, state_scan
+from deltanet_kernels.gated_delta_rule.cpu import no_autocast
 from deltanet_kernels.mesa.solve import STEPS, MesaSystem, solve_mesa
 from deltanet_kernels.mesa.state import MesaState, check_mesa
 
@@ -57,7 +58,7 @@ def chunk_mesa(
     before = check_mesa(call, ridge, initial_state)
     d, dtype = call.dims, before.values.dtype
     layout = ChunkLayout.of(q, min(CHUNK, d.T), cu_seqlens)
-    with exact_products(q.device):
+    with no_autocast(q.device):
         q_, k_, v_ = (layout.cut(x) for x in to_states(q, k, v, use_qk_l2norm_in_kernel, dtype))
         g, beta = layout.cut(g.to(dtype)), layout.cut(beta.to(dtype))  # [M, HV, C]
         start, weight = g.cumsum(-1).exp(), segment_decay(g) * beta.unsqueeze(-2)

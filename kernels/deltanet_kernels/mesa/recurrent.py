@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from deltanet_kernels.arguments import RuleCall
-from deltanet_kernels.common.heads import exact_products, to_states
+from deltanet_kernels.common.heads import to_states
+from deltanet_kernels.gated_delta_rule.cpu import no_autocast
 from deltanet_kernels.mesa.solve import STEPS, MesaSystem, conjugate_gradients
 from deltanet_kernels.mesa.state import MesaState, check_mesa
 
@@ -30,7 +31,7 @@ def recurrent_mesa(
     before = check_mesa(call, ridge, initial_state)
     d, dtype = call.dims, before.values.dtype
     S, H = before
-    with exact_products(q.device):
+    with no_autocast(q.device):
         q_, k_, v_ = to_states(q, k, v, use_qk_l2norm_in_kernel, dtype)
         rows = q_.unflatten(2, (d.HV, -1))  # [B, T, HV, R, K]
         decay, lam = g.to(dtype).exp(), ridge.to(dtype).repeat(d.B, 1).unsqueeze(1)

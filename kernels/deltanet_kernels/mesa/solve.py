@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from deltanet_kernels.common.heads import exact_products
+from deltanet_kernels.gated_delta_rule.cpu import no_autocast
 
 STEPS = 16  # with ridges of at least 0.25 the residual is then below 1e-5 of q
 RESIDUAL = 4.0  # a row is solved once its residual is below this many roundings of its right side
@@ -88,7 +88,7 @@ class _Solve(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, state, ridge, keys, weight, decay = ctx.saved_tensors
-        with exact_products(x.device):
+        with no_autocast(x.device):
             y = conjugate_gradients(MesaSystem(state, ridge, keys, weight, decay), dx, ctx.steps)
             x_keys, y_keys = x @ keys.mT, y @ keys.mT
             dkeys = -((weight * x_keys).mT @ y + (weight * y_keys).mT @ x)

@@ -20,8 +20,9 @@ from torch.nn import functional as F
 
 from deltanet_kernels.arguments import RuleCall
 from deltanet_kernels.common.chunk_layout import ChunkLayout
-from deltanet_kernels.common.heads import exact_products, stack_queries, to_states, unstack_queries
+from deltanet_kernels.common.heads import stack_queries, to_states, unstack_queries
 from deltanet_kernels.common.state_scan import segment_decay, state_scan
+from deltanet_kernels.gated_delta_rule.cpu import no_autocast
 from deltanet_kernels.titans.state import TitansState, check_titans
 
 CHUNK = 64
@@ -74,7 +75,7 @@ def chunk_titans(
         skip = padding.unsqueeze(-1)
         moves = moves.masked_fill(skip, 0.0)
         g, log_mu, theta = (gate.masked_fill(skip, 0.0) for gate in (g, log_mu, theta))
-    with exact_products(q.device):
+    with no_autocast(q.device):
         q_, k_, v_ = (layout.cut(x) for x in to_states(q, k, v, use_qk_l2norm_in_kernel, dtype))
         g, log_mu, theta, moves = (layout.cut(x.to(dtype)) for x in (g, log_mu, theta, moves))  # [M, HV, C]
         A, p = g.cumsum(-1).exp(), log_mu.cumsum(-1).exp()

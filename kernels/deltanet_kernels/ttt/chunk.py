@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from deltanet_kernels.arguments import RuleCall
-from deltanet_kernels.common.heads import exact_products, to_states
+from deltanet_kernels.common.heads import to_states
+from deltanet_kernels.gated_delta_rule.cpu import no_autocast
 from deltanet_kernels.ttt.grid import Grid
 from deltanet_kernels.ttt.linear import linear_chunks
 from deltanet_kernels.ttt.norm import norm_batches
@@ -57,9 +58,9 @@ def chunk_ttt(
     before = check_ttt(call, mini_batch, norm, initial_state, padding)
     dtype = before.weight.dtype
     grid = Grid.of(q, mini_batch, None if initial_state is None else before.count, padding, cu_seqlens)
-    with exact_products(q.device):
+    with no_autocast(q.device):
         parts = (*to_states(q, k, v, use_qk_l2norm_in_kernel, dtype), g.to(dtype), eta.to(dtype))
-        placed = RuleCall(*(grid.spread(x) for x in parts), scale=scale, cu_seqlens=grid.cu_seqlens)
+        placed = RuleCall(*(grid.spread(x) for x in parts), scale, None, output_final_state, False, grid.cu_seqlens)
         if norm is None:
             o, weight, pending = linear_chunks(placed, mini_batch, before, initial_state is not None, grid.ends)
         else:

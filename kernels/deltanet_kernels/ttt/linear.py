@@ -26,7 +26,7 @@ CHUNK = 64
 def linear_chunks(
     call: RuleCall, mini_batch: int, before: TTTState, begun: bool, ends: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Outputs [B, T, HO, V], and the weight and what the last mini-batch has written of the new state.
+    """Outputs [B, T, HO, V], and `weight` and `pending` of the new state (pending is 0 unless a final state is wanted).
 
     Args:
         call: its tensors in the dtype of the state and in the places of their mini-batches, one key head per state.
@@ -60,6 +60,8 @@ def linear_chunks(
     o = G.repeat(1, 1, repeats).unsqueeze(-1) * (rows @ states)
     o = o + ((rows @ k.mT) * D.repeat(1, 1, repeats, 1)) @ u
     o = layout.join(unstack_queries(call.factor * o, size))
+    if not call.output_final_state:
+        return o, final, torch.zeros_like(final)
     pending = _pending(layout, mini_batch, before, begun, layout.sort(ends), write, u, G)
     return o, layout.unsort(final), layout.unsort(pending)
 

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from deltanet_kernels.arguments import RuleCall
-from deltanet_kernels.common.heads import exact_products, spans, to_states
+from deltanet_kernels.common.heads import spans, to_states
+from deltanet_kernels.gated_delta_rule.cpu import no_autocast
 from deltanet_kernels.ttt.inner_norm import loss_gradient, normalise, with_one
 from deltanet_kernels.ttt.state import InnerNorm, TTTState, check_ttt
 
@@ -31,7 +32,7 @@ def naive_ttt(
     before = check_ttt(call, mini_batch, norm, initial_state, padding)
     d, dtype = call.dims, before.weight.dtype
     outputs, ends = [], []
-    with exact_products(q.device):
+    with no_autocast(q.device):
         q_, k_, v_ = to_states(q, k, v, use_qk_l2norm_in_kernel, dtype)
         decay, eta = g.to(dtype).exp(), eta.to(dtype)
         norm = None if norm is None else InnerNorm(*(x.to(dtype) for x in norm))
