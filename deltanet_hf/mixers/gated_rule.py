@@ -14,7 +14,7 @@ from deltanet_hf.mixers.state import State
 class GatedRule(GatedDeltaNet):
     """A mixer with the log decay g and the write strength beta of Gated DeltaNet, and a rule of its own.
 
-    A subclass defines `mix` and `recurrent_shapes`, and may define `rule_gates` and `rule_parameters`.
+    A subclass defines `mix` and `recurrent_shapes`, and may define `further_gates` and `rule_parameters`.
     """
 
     @classmethod
@@ -23,17 +23,17 @@ class GatedRule(GatedDeltaNet):
             raise ValueError("profile: got qwen3_5, whose layer is Gated DeltaNet; take the mixer gated_deltanet")
         return super().default_settings(profile, training)
 
-    def rule_gates(self, x: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, ...]:
-        """The gates of `mix` for a layer input x [B, T, hidden] with g and beta [B, T, HV] float32."""
-        return g, beta
+    def further_gates(self, x: Tensor) -> tuple[Tensor, ...]:
+        """What `mix` reads beside g and beta, tensors [B, T, ...] from the layer's input x [B, T, hidden]."""
+        return ()
 
     def rule_parameters(self) -> list[nn.Parameter]:
         """Parameters of the rule that do not depend on the input; the fitted start fits them too."""
         return []
 
     def gates(self, x: Tensor, padding: Tensor | None) -> tuple[Tensor, ...]:
-        """What `rule_gates` makes of g and beta, both 0 at padding."""
-        return self.rule_gates(x, *super().gates(x, padding))
+        """g and beta [B, T, HV] float32, both 0 at padding, and what `further_gates` returns."""
+        return *super().gates(x, padding), *self.further_gates(x)
 
     def step(
         self, x: Tensor, position_embeddings: PositionEmbeddings | None, state: State, padding: Tensor | None

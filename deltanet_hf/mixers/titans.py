@@ -47,12 +47,12 @@ class Titans(GatedRule):
     def rule_parameters(self) -> list[nn.Parameter]:
         return [self.m_proj.bias]
 
-    def rule_gates(self, x: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, ...]:
-        """Log decay, log momentum and step size, all [B, T, HV] float32."""
-        return g, F.logsigmoid(self.m_proj(x).float()), beta
+    def further_gates(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The log momentum [B, T, HV] float32."""
+        return (F.logsigmoid(self.m_proj(x).float()),)
 
     def gates(self, x: Tensor, padding: Tensor | None) -> tuple[Tensor, ...]:
-        """Those of `rule_gates`, and the padding [B, T] if there is any: momentum would move the state there."""
+        """Those of the base class, and the padding [B, T] if there is any: momentum would move the state there."""
         gates = super().gates(x, padding)
         return gates if padding is None else (*gates, padding)
 
@@ -66,7 +66,7 @@ class Titans(GatedRule):
         keep_state: bool,
         cu_seqlens: Tensor | None,
     ) -> tuple[Tensor, State]:
-        g, log_mu, theta, *padding = gates
+        g, theta, log_mu, *padding = gates
         rule = naive_titans if decodes(q) else chunk_titans
         output, new = rule(
             q,

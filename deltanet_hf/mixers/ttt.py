@@ -88,12 +88,8 @@ class TTT(GatedRule):
     def rule_parameters(self) -> list[nn.Parameter]:
         return [] if self.inner_norm is None else list(self.inner_norm.parameters())
 
-    def rule_gates(self, x: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, ...]:
-        """Log decay and step size, both [B, T, HV] float32."""
-        return g, beta / self.settings.mini_batch
-
     def gates(self, x: Tensor, padding: Tensor | None) -> tuple[Tensor, ...]:
-        """Those of `rule_gates`, and the padding [B, T] if there is any: it does not count in a mini-batch."""
+        """Those of the base class, and the padding [B, T] if there is any: it does not count in a mini-batch."""
         gates = super().gates(x, padding)
         return gates if padding is None else (*gates, padding)
 
@@ -107,7 +103,7 @@ class TTT(GatedRule):
         keep_state: bool,
         cu_seqlens: Tensor | None,
     ) -> tuple[Tensor, State]:
-        g, eta, *padding = gates
+        g, beta, *padding = gates
         before = None
         if state is not None:
             before = TTTState(wide(state["state"], q), wide(state["pending"], q), state["batch_tokens"])
@@ -118,7 +114,7 @@ class TTT(GatedRule):
             k,
             v,
             g,
-            eta,
+            beta / self.settings.mini_batch,
             self.settings.mini_batch,
             norm,
             initial_state=before,

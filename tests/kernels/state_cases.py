@@ -88,7 +88,7 @@ def results(rule: Callable[..., Any], arguments: dict[str, Any], real: Tensor | 
     o = o if real is None else o * real[:, :, None, None]
     found = [o, *final]
     normal = draw(9)
-    loss = sum((x.double() * normal(*x.shape)).sum() for x in found if x.is_floating_point())
+    loss = sum((x.double() * normal(*x.shape).to(x.device)).sum() for x in found if x.is_floating_point())
     assert isinstance(loss, Tensor)
     if not loss.requires_grad:  # nothing is computed
         loss = loss + 0 * leaves[0].sum()

@@ -15,11 +15,10 @@ class RuleFit(GateFit):
 
     def __init__(self, layer: GatedRule, samples: Samples, fit_memory: bool = True) -> None:
         super().__init__(layer, samples, fit_memory)
-        self.rule = layer.mix
-        self.rule_gates = layer.rule_gates
+        self.rule, self.further_gates = layer.mix, layer.further_gates
         self.rule_parameters = nn.ParameterList(parameter.requires_grad_() for parameter in layer.rule_parameters())
 
     def read(self, s: Sample) -> tuple[Tensor, Tensor | None]:
         decay, strength, gate = self.gates(s.x)
-        o, _ = self.rule(s.q, s.k, s.v, self.rule_gates(s.x, decay, strength), None, False, None)
+        o, _ = self.rule(s.q, s.k, s.v, (decay, strength, *self.further_gates(s.x)), None, False, None)
         return o, gate

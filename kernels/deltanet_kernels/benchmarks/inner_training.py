@@ -74,7 +74,7 @@ def error(name: str, chunk: Callable[..., Any], naive: Callable[..., Any], rest:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, help="folder of the result file")
+    parser.add_argument("--output", type=Path, help="Folder of the result file (default: the package's own).")
     arguments = parser.parse_args()
     rows = []
     for batch, tokens, heads, size in SHAPES:
@@ -99,7 +99,7 @@ def main() -> None:
             row["peak_gib"] = round(peak_gib(both), 3)
             rows.append(row)
             print(row, flush=True)
-    print(write("inner_training_h200.json", rows, {"dtype": "bfloat16"}, arguments.out))
+    print(write("inner_training_h200.json", rows, {"dtype": "bfloat16"}, arguments.output))
 
 
 if __name__ == "__main__":

@@ -31,10 +31,19 @@ class ChunkLayout:
 
     @classmethod
     def of(cls, x: Tensor, size: int, cu_seqlens: Tensor | None = None) -> ChunkLayout:
-        """The layout of x [B, T, ...], or of sequences packed into one row with the boundaries `cu_seqlens` [N + 1]."""
+        """The layout of x [B, T, ...], or of sequences packed into one row with the boundaries `cu_seqlens` [N + 1].
+
+        Raises:
+            RuntimeError: packed sequences while a CUDA graph is recorded, since the layout depends on their lengths.
+        """
         batch, tokens = x.shape[:2]
         if cu_seqlens is None:
             return cls(batch, tokens, size, (batch,) * -(-tokens // size))
+        if cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "cu_seqlens: this operator reads the lengths of packed sequences, which a CUDA graph cannot record; "
+                "train with engine.cuda_graphs: false or with data.isolate_documents: false"
+            )
         offsets = cu_seqlens.tolist()
         chunks = [-(-(end - start) // size) for start, end in pairwise(offsets)]
         order = sorted(range(len(chunks)), key=lambda n: -chunks[n])

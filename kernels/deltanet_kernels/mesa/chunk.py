@@ -16,6 +16,7 @@ from deltanet_kernels.mesa.state import MesaState, check_mesa
 CHUNK = 64
 
 
+@torch.compiler.disable  # unrolled, its steps would take minutes to compile
 def chunk_mesa(
     q: Tensor,
     k: Tensor,

@@ -63,9 +63,14 @@ def conjugate_gradients(system: MesaSystem, right: Tensor, steps: int) -> Tensor
     x = right / system.diagonal()
     residual = right - system.times(x)
     direction, size = residual, residual.square().sum(-1, keepdim=True)
+    watched = (
+        not x.is_cuda and not torch.compiler.is_compiling()
+    )  # elsewhere a look at the residuals would wait for them
     for _ in range(steps):
-        image = system.times(direction)
         going = size > floor
+        if watched and not bool(going.any()):
+            break
+        image = system.times(direction)
         length = torch.where(going, size / (direction * image).sum(-1, keepdim=True).clamp_min(tiny), 0.0)
         x = torch.addcmul(x, length, direction)
         residual = torch.addcmul(residual, length, image, value=-1)

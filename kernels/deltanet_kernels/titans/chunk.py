@@ -28,6 +28,7 @@ from deltanet_kernels.titans.state import TitansState, check_titans
 CHUNK = 64
 
 
+@torch.compiler.disable  # unrolled, its steps would take minutes to compile
 def chunk_titans(
     q: Tensor,
     k: Tensor,

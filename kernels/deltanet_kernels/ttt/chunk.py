@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from deltanet_kernels.arguments import RuleCall
@@ -13,6 +14,7 @@ from deltanet_kernels.ttt.norm import norm_batches
 from deltanet_kernels.ttt.state import InnerNorm, TTTState, check_ttt
 
 
+@torch.compiler.disable  # unrolled, its steps would take minutes to compile
 def chunk_ttt(
     q: Tensor,
     k: Tensor,
