@@ -89,14 +89,23 @@ class Mesa(GatedRule):
         keep_state: bool,
         cu_seqlens: Tensor | None,
     ) -> tuple[Tensor, State]:
-        inputs = (q, k, v, *gates, self.mesa_ridge(torch.promote_types(q.dtype, torch.float32)))
+        g, beta = gates
+        ridge = self.mesa_ridge(torch.promote_types(q.dtype, torch.float32))
         before = None if state is None else MesaState(wide(state["state"], q), wide(state["key_state"], q))
-        steps, new = self.settings.cg_steps, None
+        steps = self.settings.cg_steps
+        new: MesaState | None
         if decodes(q):
-            output, new = recurrent_mesa(*inputs, initial_state=before, use_qk_l2norm_in_kernel=True, steps=steps)
+            output, new = recurrent_mesa(
+                q, k, v, g, beta, ridge, initial_state=before, use_qk_l2norm_in_kernel=True, steps=steps
+            )
         else:
             output, new = chunk_mesa(
-                *inputs,
+                q,
+                k,
+                v,
+                g,
+                beta,
+                ridge,
                 initial_state=before,
                 output_final_state=keep_state,
                 use_qk_l2norm_in_kernel=True,

@@ -126,7 +126,7 @@ class TTT(GatedRule):
         if new is None:
             return output, {}
         weight, pending = self.rounded(new.weight), self.rounded(new.pending)
-        return output, {"state": weight, "pending": pending, "batch_tokens": new.count}
+        return output, {"state": weight, "pending": pending, "batch_tokens": new.tokens}
 
     def recurrent_shapes(self) -> dict[str, TensorShape]:
         shape = self.state_shape(self.head_dim + self.settings.inner_norm)

@@ -178,7 +178,7 @@ def test_wrong_arguments_are_named() -> None:
         ({"v": given["k"], "norm": norm._replace(bias=norm.bias[:, :2])}, ValueError, "norm.bias: got shape"),
         ({"v": given["k"], "norm": norm._replace(first=ones[:, 1:])}, ValueError, "norm.first: got shape"),
         ({"cu_seqlens": offsets}, ValueError, "initial_state: packed sequences begin without one"),
-        ({"initial_state": state._replace(count=torch.zeros(1))}, ValueError, "initial_state.count: got"),
+        ({"initial_state": state._replace(tokens=torch.zeros(1))}, ValueError, "initial_state.tokens: got"),
         ({"initial_state": state._replace(pending=state.pending[..., :2])}, ValueError, "initial_state.pending: got"),
     ):
         with pytest.raises(error, match=message):

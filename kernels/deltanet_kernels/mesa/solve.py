@@ -40,6 +40,8 @@ class MesaSystem(NamedTuple):
         """Each row of x [N, rows, K] times its matrix."""
         y = x @ self.state.mT
         if self.keys is not None:
+            assert self.decay is not None
+            assert self.weight is not None
             y = self.decay * y + ((x @ self.keys.mT) * self.weight) @ self.keys
         return y + self.ridge * x
 
@@ -47,6 +49,7 @@ class MesaSystem(NamedTuple):
         """[N, rows, K] (rows = 1 without keys)."""
         found = self.state.diagonal(dim1=-2, dim2=-1).unsqueeze(-2)
         if self.keys is not None:
+            assert self.decay is not None
             assert self.weight is not None
             found = self.decay * found + self.weight @ self.keys.square()
         return found + self.ridge

@@ -59,10 +59,11 @@ def chunk_ttt(
     call = RuleCall(q, k, v, g, eta, scale, None, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens)
     before = check_ttt(call, mini_batch, norm, initial_state, padding)
     dtype = before.weight.dtype
-    grid = Grid.of(q, mini_batch, None if initial_state is None else before.count, padding, cu_seqlens)
+    grid = Grid.of(q, mini_batch, None if initial_state is None else before.tokens, padding, cu_seqlens)
     with no_autocast(q.device):
         parts = (*to_states(q, k, v, use_qk_l2norm_in_kernel, dtype), g.to(dtype), eta.to(dtype))
-        placed = RuleCall(*(grid.spread(x) for x in parts), scale, None, output_final_state, False, grid.cu_seqlens)
+        q_, k_, v_, g_, eta_ = (grid.spread(x) for x in parts)
+        placed = RuleCall(q_, k_, v_, g_, eta_, scale, None, output_final_state, False, grid.cu_seqlens)
         if norm is None:
             o, weight, pending = linear_chunks(placed, mini_batch, before, initial_state is not None, grid.ends)
         else:

@@ -31,7 +31,7 @@ class TTTState(NamedTuple):
 
     weight: Tensor  # S [N, HV, R, V]
     pending: Tensor  # S - B [N, HV, R, V]: what the current mini-batch has written; 0 where none has begun
-    count: Tensor  # tokens of the current mini-batch [N] int32, 0 to m - 1
+    tokens: Tensor  # number of tokens of the current mini-batch [N] int32, 0 to m - 1
 
 
 def check_ttt(
@@ -63,15 +63,14 @@ def check_ttt(
                 raise ValueError(f"norm.{name}: got shape {list(tensor.shape)}, needs {list(shape)}")
     dtype, device = torch.promote_types(call.q.dtype, torch.float32), call.q.device
     if state is None:
-        count = torch.zeros(d.N, dtype=torch.int32, device=device)
-        return TTTState(*check_state(None, (), ((d.N, d.HV, rows, d.V),) * 2, dtype, device), count)
+        weight, pending = check_state(None, (), ((d.N, d.HV, rows, d.V),) * 2, dtype, device)
+        return TTTState(weight, pending, torch.zeros(d.N, dtype=torch.int32, device=device))
     if call.cu_seqlens is not None:
         raise ValueError(
             "initial_state: packed sequences begin without one; continue each sequence in a row of a batch"
         )
-    if tuple(state.count.shape) != (d.N,) or state.count.dtype != torch.int32:
-        raise ValueError(
-            f"initial_state.count: got {list(state.count.shape)} of {state.count.dtype}, needs [{d.N}] of torch.int32"
-        )
+    if tuple(state.tokens.shape) != (d.N,) or state.tokens.dtype != torch.int32:
+        got = f"{list(state.tokens.shape)} of {state.tokens.dtype}"
+        raise ValueError(f"initial_state.tokens: got {got}, needs [N] = [{d.N}] of torch.int32")
     check_state(state[:2], TTTState._fields[:2], ((d.N, d.HV, rows, d.V),) * 2, dtype, device)
     return state
