@@ -33,6 +33,8 @@ from deltanet_hf.mixers.settings import check_at_least, check_bool
 from deltanet_hf.mixers.state import State
 from deltanet_kernels import InnerNorm, TTTState, chunk_ttt, naive_ttt
 
+START_SIZE = 0.25
+
 
 @dataclass(frozen=True)
 class TTTSettings(MixerProjections):
@@ -59,14 +61,14 @@ class InnerLayerNorm(Part):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """No change by the norm; W_0 gives a key back, at the size sqrt(D) that the norm gives it.
+        """No change by the norm; W_0 gives a key back, with a root mean square of `START_SIZE`.
 
-        Of a larger W_0 a write would change little, and a smaller one would be lost after the first.
+        The norm makes the step size relative to W_0: a write changes little of a large one, and overwrites a small one.
         """
         self.weight.fill_(1.0)
         self.bias.zero_()
         self.first.zero_()
-        self.first.diagonal(dim1=-2, dim2=-1).fill_(self.first.shape[-1] ** 0.5)
+        self.first.diagonal(dim1=-2, dim2=-1).fill_(START_SIZE * self.first.shape[-1] ** 0.5)
 
     def forward(self, dtype: torch.dtype) -> InnerNorm:
         """Its parameters in this dtype."""
