@@ -33,7 +33,8 @@ from deltanet_hf.mixers.settings import check_at_least, check_bool
 from deltanet_hf.mixers.state import State
 from deltanet_kernels import InnerNorm, TTTState, chunk_ttt, naive_ttt
 
-START_SIZE = 0.25
+START_SIZE = 0.0625
+"""Of W_0. The fit of layer 10 of SmolLM2-135M has a relative error of .25 with it, .33 with 1/4 and .64 with 1."""
 
 
 @dataclass(frozen=True)
