@@ -22,10 +22,13 @@ from deltanet_hf.mixers.gla import GatedLinearAttention
 from deltanet_hf.mixers.kda import KimiDeltaAttention
 from deltanet_hf.mixers.layer_kind import LayerKind
 from deltanet_hf.mixers.linear import Linear
+from deltanet_hf.mixers.mesa import Mesa
 from deltanet_hf.mixers.mixed_heads import MixedHeads
 from deltanet_hf.mixers.path import RelaxedPath
 from deltanet_hf.mixers.retention import Retention
 from deltanet_hf.mixers.settings import MixerSettings
+from deltanet_hf.mixers.titans import Titans
+from deltanet_hf.mixers.ttt import TTT
 from deltanet_hf.mixers.window import WindowAttention
 
 MIXERS: dict[str, type[LayerKind]] = {
@@ -33,16 +36,19 @@ MIXERS: dict[str, type[LayerKind]] = {
     for kind in (
         GatedDeltaNet,
         DeltaProduct,
-        WindowAttention,
         Linear,
         Retention,
         GatedLinear,
+        GatedLinearAttention,
         DeltaNet,
         Efla,
         Comba,
         KimiDeltaAttention,
-        GatedLinearAttention,
         GatedDeltaNet2,
+        Mesa,
+        TTT,
+        Titans,
+        WindowAttention,
         MixedHeads,
         ForgettingAttention,
         LinearBiasAttention,

@@ -15,11 +15,28 @@ from deltanet_kernels.dispatch import (
 )
 from deltanet_kernels.gated_delta_rule.cpu import torch_chunk_gated_delta_rule
 from deltanet_kernels.gated_delta_rule.reference import naive_gated_delta_rule
+from deltanet_kernels.mesa.chunk import chunk_mesa
+from deltanet_kernels.mesa.recurrent import recurrent_mesa
+from deltanet_kernels.mesa.reference import naive_mesa
+from deltanet_kernels.mesa.state import MesaState
+from deltanet_kernels.titans.chunk import chunk_titans
+from deltanet_kernels.titans.reference import naive_titans
+from deltanet_kernels.titans.state import TitansState
+from deltanet_kernels.ttt.chunk import chunk_ttt
+from deltanet_kernels.ttt.reference import naive_ttt
+from deltanet_kernels.ttt.state import InnerNorm, TTTState
 
 __all__ = [
+    "InnerNorm",
+    "MesaState",
+    "TTTState",
+    "TitansState",
     "causal_conv1d",
     "chunk_channel_gated_delta_rule",
     "chunk_gated_delta_rule",
+    "chunk_mesa",
+    "chunk_titans",
+    "chunk_ttt",
     "deltaformer_solve",
     "fused_recurrent_channel_gated_delta_rule",
     "fused_recurrent_gated_delta_rule",
@@ -27,6 +44,10 @@ __all__ = [
     "gated_rms_norm",
     "naive_channel_gated_delta_rule",
     "naive_gated_delta_rule",
+    "naive_mesa",
+    "naive_titans",
+    "naive_ttt",
+    "recurrent_mesa",
     "torch_chunk_gated_delta_rule",
     "window_attention",
     "window_step_",

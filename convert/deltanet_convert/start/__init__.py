@@ -15,7 +15,10 @@ from .channel_gates import start_gdn2, start_gla, start_kda
 from .deltaproduct import start_deltaproduct
 from .from_scratch import start_from_scratch
 from .gated_deltanet import start_gated_deltanet
+from .mesa import start_mesa
 from .mixed_heads import start_mixed_heads
+from .titans import start_titans
+from .ttt import start_ttt
 from .window import start_window
 
 StartRule = Callable[[Any, Any, LayerCalibration, bool], dict[str, Any]]
@@ -36,6 +39,9 @@ START: dict[str, StartRule] = {
     "kda": start_kda,
     "gla": start_gla,
     "gdn2": start_gdn2,
+    "mesa": start_mesa,
+    "ttt": start_ttt,
+    "titans": start_titans,
     "window": start_window,
     "mixed_heads": start_mixed_heads,
     "fox": start_attention_kind,

@@ -120,7 +120,7 @@ class GateFit(nn.Module):
         """
         layer, f = self.layer[0], x @ self.basis.T
         one = torch.ones_like(f[..., :1]) if layer.settings.gate_bias else (f @ self.ones).unsqueeze(-1)
-        decay, strength = layer.gates(x, None)
+        decay, strength = layer.gates(x, None)[:2]
         strength = strength[..., -layer.num_states :]  # where a token writes several times, the teacher's write is last
         if self.A_log is not None:
             a = f.new_zeros(*f.shape[:2], layer.num_states) if self.a is None else f @ self.a.T

@@ -30,7 +30,11 @@ class FitFigures:
 
 
 def start_gated_deltanet(
-    attention: Any, layer: GatedDeltaNet, calibration: LayerCalibration, fit_memory: bool = True
+    attention: Any,
+    layer: GatedDeltaNet,
+    calibration: LayerCalibration,
+    fit_memory: bool = True,
+    kind_of_fit: type[GateFit] = GateFit,
 ) -> dict[str, Any]:
     """A rule of `START`, of Gated DeltaNet and the rules that derive from it; returns the fields of `FitFigures`.
 
@@ -40,13 +44,14 @@ def start_gated_deltanet(
         calibration: the inputs on which the layer is fitted.
         fit_memory: False starts decay and write strength as in a model trained from scratch, and fits only the output
             gate and the output norm.
+        kind_of_fit: the class of the fit, which computes the layer's rule.
     """
     copy_attention(attention, layer)
     if not fit_memory:
         draw_memory(layer, float(getattr(attention.config, "initializer_range", 0.02)))
     samples = Samples(attention, layer, calibration.hidden_states, calibration.kwargs)
     layer.adapt_to(samples.kept[0].q, samples.kept[0].k)
-    fit = GateFit(layer, samples, fit_memory)
+    fit = kind_of_fit(layer, samples, fit_memory)
     shares = [] if layer.k_offset is None else choose_key_offset(layer, fit, samples)
     search_memory(fit, samples.search_part())
     found = relative_mse(fit, samples)

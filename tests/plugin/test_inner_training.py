@@ -1,0 +1,134 @@
+"""The mixers of inner training: settings of their own, states, reductions to Gated DeltaNet, bfloat16."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from deltanet_hf import LayerTable
+from deltanet_hf.mixers import MIXERS
+from deltanet_hf.mixers.mesa import MesaRidge
+from deltanet_hf.mixers.state import cache_bytes
+from support.tiny_models import HYBRID, tiny_student
+
+TOKENS = torch.randint(3, 97, (2, 19), generator=torch.Generator().manual_seed(6))
+NORM: dict[str, Any] = {"mixer": "ttt", "inner_norm": True, "mini_batch": 4}
+WIRINGS: dict[str, dict[str, Any]] = {
+    "mesa, shared states": {"mixer": "mesa", "expand_kv": False, "conv_size": 0},
+    "titans, shared states, window": {"mixer": "titans", "expand_kv": False, "window": 5, "sinks": 2},
+    "ttt, layer norm, shared states": {**NORM, "expand_kv": False},
+}
+
+
+@pytest.fixture(params=WIRINGS, scope="module")
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return tiny_student("llama", layers=HYBRID, **WIRINGS[request.param])
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    torch.testing.assert_close(found, wanted, rtol=2e-4, atol=2e-4)
+
+
+@torch.no_grad()
+def test_prompts_that_end_anywhere_in_a_mini_batch(model: PreTrainedModel) -> None:
+    wanted = model(TOKENS).logits
+    for lengths in ([3, 1, 1, 1, 13], [8, 1, 4, 6]):
+        cache = DynamicCache(config=model.config)
+        parts = [model(x, past_key_values=cache, use_cache=True).logits for x in TOKENS.split(lengths, dim=1)]
+        close(torch.cat(parts, dim=1), wanted)
+
+
+@torch.no_grad()
+def test_padding_static_caches_and_packing(model: PreTrainedModel) -> None:
+    mask = torch.ones_like(TOKENS)
+    mask[1, :6] = 0
+    options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
+    found = model.generate(TOKENS, attention_mask=mask, **options)
+    assert found[1, 6:].tolist() == model.generate(TOKENS[1:, 6:], **options)[0].tolist()
+    static = {"cache_implementation": "static", "disable_compile": True}
+    assert model.generate(TOKENS, attention_mask=mask, **static, **options).tolist() == found.tolist()
+    wanted = torch.cat([model(part).logits for part in TOKENS[:1].split([6, 1, 12], dim=1)], dim=1)
+    close(model(TOKENS[:1], cu_seq_lens_q=torch.tensor([0, 6, 7, 19], dtype=torch.int32)).logits, wanted)
+
+
+def test_gradients_reach_every_parameter(model: PreTrainedModel) -> None:
+    model.zero_grad()
+    model(TOKENS, labels=TOKENS).loss.backward()
+    assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0] == []
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mixer", ["mesa", "ttt", "titans"])
+def test_rounded_states_take_half_the_bytes(mixer: str) -> None:
+    """All but the matrix that Mesa inverts, and the counter."""
+    sizes = []
+    for dtype in ("float32", "bfloat16"):
+        model = tiny_student("llama", layers=HYBRID, mixer=mixer, state_dtype=dtype)
+        layer: Any = model.model.layers[0].self_attn
+        cache = DynamicCache(config=model.config)
+        model(TOKENS[:1, :11], past_key_values=cache, use_cache=True)
+        state = cache.layers[0].state
+        assert {name: (tensor.shape[1:], tensor.dtype) for name, tensor in state.items()} == {
+            name: (shape.shape, shape.dtype) for name, shape in layer.state_shapes(torch.float32).items()
+        }
+        sizes.append(cache_bytes(cache))
+        step = model(TOKENS[:1, 11:12], past_key_values=cache, use_cache=True).logits
+        torch.testing.assert_close(step, model(TOKENS[:1, :12]).logits[:, -1:], rtol=0.05, atol=0.05)
+    matrices = 1 if mixer == "mesa" else 2
+    assert sizes[0] - sizes[1] == len(HYBRID) * matrices * 4 * 8 * 8 * 2
+
+
+@torch.no_grad()
+def test_mini_batches_of_one_token_are_gated_deltanet() -> None:
+    plain = tiny_student("llama", layers=HYBRID)
+    other = tiny_student("llama", layers=HYBRID, mixer="ttt", mini_batch=1)
+    other.load_state_dict(plain.state_dict())
+    close(other(TOKENS).logits, plain(TOKENS).logits)
+
+
+@torch.no_grad()
+def test_momentum_moves_the_state_and_none_does_not() -> None:
+    model = tiny_student("llama", layers=HYBRID, mixer="titans")
+    logits = []
+    for bias in (-1e4, -1e5, 0.0):
+        for index in HYBRID:
+            layer: Any = model.model.layers[index].self_attn
+            layer.start_momentum()
+            layer.m_proj.bias.fill_(bias)
+        logits.append(model(TOKENS).logits)
+    assert torch.equal(logits[0], logits[1])
+    assert (logits[2] - logits[0]).abs().max() > 1e-2
+
+
+@torch.no_grad()
+def test_the_ridge_starts_at_one_and_never_falls_below_a_quarter() -> None:
+    part = MesaRidge(2, 3)
+    torch.testing.assert_close(part(torch.float64), torch.ones(2, 3, dtype=torch.float64))
+    part.ridge.fill_(-1e4)
+    assert torch.equal(part(torch.float32), torch.full((2, 3), 0.25))
+
+
+def test_autocast_trains(model: PreTrainedModel) -> None:
+    exact = model(TOKENS, labels=TOKENS).loss
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(TOKENS, labels=TOKENS).loss
+    loss.backward()
+    torch.testing.assert_close(loss.float(), exact, rtol=5e-2, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("mixer", "setting", "value"),
+    [("mesa", "cg_steps", 0), ("ttt", "mini_batch", 0), ("ttt", "mini_batch", "16"), ("ttt", "inner_norm", 1)],
+)
+def test_wrong_settings_are_named(mixer: str, setting: str, value: object) -> None:
+    with pytest.raises(ValueError, match=rf"^{mixer}\.{setting}: got "):
+        LayerTable.preset(4, mixer, **{setting: value})
+
+
+@pytest.mark.parametrize("mixer", ["mesa", "ttt", "titans"])
+def test_none_of_them_is_qwen3_5s_layer(mixer: str) -> None:
+    with pytest.raises(ValueError, match="profile: got qwen3_5, whose layer is Gated DeltaNet"):
+        MIXERS[mixer].default_settings("qwen3_5")
