@@ -92,12 +92,14 @@ def _line(row: dict[str, Any]) -> str:
 def shown_on(console: Console, label: str, steps: int) -> Iterator[Show]:
     """Shows the progress of one model: a bar on a terminal, else nothing."""
     if not console.is_terminal:
-        yield lambda step, accuracy: None
+        yield lambda step, level, accuracy: None
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[said]}"), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(label, total=steps, said="")
-        yield lambda step, accuracy: bar.update(task, completed=step, said=f"{100 * accuracy:.0f}% right")
+        yield lambda step, level, accuracy: bar.update(
+            task, completed=step, said=f"level {level + 1}, {100 * accuracy:.0f}% right"
+        )
 
 
 if __name__ == "__main__":

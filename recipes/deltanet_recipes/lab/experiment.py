@@ -15,6 +15,7 @@ from deltanet_recipes.lab.presets import Preset
 from deltanet_recipes.lab.tasks import Task
 from deltanet_recipes.lab.training import Show, TrainSettings, accuracies, train
 
+TEST_TOKENS = 1 << 15  # per length or load
 BYTES_AT = 512  # tokens of the sequence whose bytes are given
 
 
@@ -34,12 +35,17 @@ class Experiment:
 
 
 def row_of(
-    experiment: Experiment, preset: Preset, task: Task, device: torch.device, show: Show = lambda step, accuracy: None
+    experiment: Experiment,
+    preset: Preset,
+    task: Task,
+    device: torch.device,
+    show: Show = lambda step, level, accuracy: None,
 ) -> dict[str, Any]:
     """Train, test, and describe both as a row of the results file.
 
-    The keys are those of the settings and: points and accuracy (same order), bytes of a sequence of 512 tokens (see
-    `sequence_bytes`), parameters, seconds. A model that diverged has `error` instead of accuracies.
+    The keys are those of the settings and: level (of difficulty that training reached, of `levels`), points and
+    accuracy (same order), bytes of a sequence of 512 tokens (see `sequence_bytes`), parameters, seconds. A model that
+    diverged has `error` instead of accuracies.
     """
     model: Any = model_of(experiment, preset, task).to(device)
     training = experiment.training
@@ -61,11 +67,12 @@ def row_of(
     }
     began = time.perf_counter()
     try:
-        train(model, task, training, experiment.seed, show)
+        level = train(model, task, training, experiment.seed, show)
     except QualityError as error:
         return {**row, "error": str(error)}
-    found = accuracies(model, task, experiment.seed)
-    figures = {"points": list(found), "accuracy": [round(value, 5) for value in found.values()]}
+    found = accuracies(model, task, experiment.seed, TEST_TOKENS)
+    figures: dict[str, Any] = {"level": level + 1, "levels": task.levels}
+    figures |= {"points": list(found), "accuracy": [round(value, 5) for value in found.values()]}
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     return {**row, **figures, "seconds": round(time.perf_counter() - began, 1), "device": device_name}
 

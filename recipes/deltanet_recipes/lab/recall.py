@@ -1,7 +1,7 @@
 """Multi-query associative recall: pairs of a key and a value, then questions about every key.
 
-The pairs stand in random order among distractors, and so do the questions; where a key occurs again, the model gives its
-value. A state of a fixed size holds so many pairs and no more. Literature: Arora et al., "Zoology: Measuring and
+The pairs stand in random order among distractors, and so do the questions; where a key occurs again, the model gives
+its value. A state of a fixed size holds so many pairs and no more. Literature: Arora et al., "Zoology: Measuring and
 Improving Recall in Efficient Language Models" (arXiv 2312.04927).
 """
 
@@ -15,31 +15,31 @@ from torch import Generator, Tensor
 
 from deltanet_recipes.lab.tasks import IGNORED, Batch
 
-KEYS = VALUES = 256
-DISTRACTORS = 64
-ALL_LOADS_AT = 0.3  # share of training after which sequences have up to the largest number of pairs
+KEYS = VALUES = 128
+DISTRACTORS = 32
 TOKENS_PER_PAIR = 4  # key, value, question and one distractor
 
 
 class AssociativeRecall:
     """The task; `points` are numbers of pairs.
 
-    A training batch has one of the loads 4, 8, ..., at first the small ones only.
+    Training begins with the smallest load. Level by level a larger one joins, and each batch has one of them.
 
     Args:
         trained: largest number of pairs, in training and tests.
     """
 
     axis: ClassVar[str] = "pairs"
+    promoted: ClassVar[float] = 0.6  # a state that is too small for the larger loads is trained on them, too
 
     def __init__(self, name: str, trained: int = 128) -> None:
         self.name, self.trained = name, trained
         self.vocabulary, self.chance = KEYS + VALUES + DISTRACTORS, 1 / VALUES
         self.points = tuple(4 << step for step in range((trained // 4).bit_length()))
+        self.levels = len(self.points)
 
-    def training_batch(self, tokens: int, progress: float, generator: Generator) -> Batch:
-        allowed = min(len(self.points), 2 + int(progress / ALL_LOADS_AT * (len(self.points) - 2)))
-        pairs = self.points[int(torch.randint(allowed, (), generator=generator))]
+    def training_batch(self, tokens: int, level: int, generator: Generator) -> Batch:
+        pairs = self.points[int(torch.randint(level + 1, (), generator=generator))]
         return self.batch(max(1, tokens // (TOKENS_PER_PAIR * pairs)), pairs, generator)
 
     def test_batches(self, tokens: int, generator: Generator) -> Iterator[tuple[int, Batch]]:

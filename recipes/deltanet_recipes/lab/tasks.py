@@ -27,8 +27,13 @@ class Task(Protocol):
     axis: ClassVar[str]
     """What a point is, for plots and tables."""
 
-    def training_batch(self, tokens: int, progress: float, generator: Generator) -> Batch:
-        """A batch of about `tokens` tokens, as hard as it is when the share `progress` (0 to 1) of training is done."""
+    levels: int
+    """Number of levels of difficulty."""
+    promoted: ClassVar[float]
+    """Accuracy in training from which the next level begins."""
+
+    def training_batch(self, tokens: int, level: int, generator: Generator) -> Batch:
+        """A batch of about `tokens` tokens of a level, 0 to `levels` - 1."""
         ...
 
     def test_batches(self, tokens: int, generator: Generator) -> Iterator[tuple[int, Batch]]:

@@ -16,9 +16,8 @@ from deltanet_recipes.lab.tasks import IGNORED, Task
 WARMUP = 0.05  # share of the steps in which the learning rate rises; it falls by a cosine to FINAL after them
 FINAL = 0.05  # of the learning rate, in the last step
 CLIP = 1.0  # largest norm of the gradient
-SMOOTH = 0.98  # of the running accuracy that is shown
+BLOCK = 20  # steps between looks at the accuracy
 TEST_SEED = 1 << 32  # added to the seed for test data
-TEST_TOKENS = 1 << 15  # per point
 
 
 @dataclass(frozen=True)
@@ -36,12 +35,12 @@ class TrainSettings:
     batch_tokens: int
 
 
-Show = Callable[[int, float], None]
-"""(steps done, running accuracy in training)"""
+Show = Callable[[int, int, float], None]
+"""(steps done, level, accuracy over the last steps)"""
 
 
-def train(model: nn.Module, task: Task, settings: TrainSettings, seed: int, show: Show) -> float:
-    """Train on the task; returns the running accuracy at the end. The data depend on `seed` alone.
+def train(model: nn.Module, task: Task, settings: TrainSettings, seed: int, show: Show) -> int:
+    """Train on the task; returns the level that was reached. The data depend on `seed` and the levels alone.
 
     Raises:
         QualityError: the loss is not finite.
@@ -50,12 +49,11 @@ def train(model: nn.Module, task: Task, settings: TrainSettings, seed: int, show
     generator = Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.rate, betas=(0.9, 0.98), weight_decay=0.0)
     model.train()
-    accuracy = torch.zeros((), device=device)
-    total = torch.zeros((), device=device)
+    level, hits = 0, torch.zeros((), device=device)
     for step in range(settings.steps):
         for group in optimizer.param_groups:
             group["lr"] = settings.rate * _schedule(step / settings.steps)
-        inputs, labels = task.training_batch(settings.batch_tokens, step / settings.steps, generator)
+        inputs, labels = task.training_batch(settings.batch_tokens, level, generator)
         inputs, labels = inputs.to(device), labels.to(device)
         logits = model(inputs, use_cache=False).logits
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
@@ -63,13 +61,15 @@ def train(model: nn.Module, task: Task, settings: TrainSettings, seed: int, show
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
-        hits = (logits.detach().argmax(-1) == labels).sum() / (labels != IGNORED).sum()
-        accuracy, total = SMOOTH * accuracy + (1 - SMOOTH) * hits, SMOOTH * total + (1 - SMOOTH)
-        if step % 50 == 49 or step + 1 == settings.steps:  # reading a value waits for the device
+        hits += (logits.detach().argmax(-1) == labels).sum() / (labels != IGNORED).sum()
+        if step % BLOCK == BLOCK - 1:  # not every step, because reading a value waits for the device
             if not math.isfinite(loss.item()):
                 raise QualityError(f"the loss is {loss.item()} after {step + 1} steps; lower --rate")
-            show(step + 1, float(accuracy / total))
-    return float(accuracy / total)
+            accuracy = float(hits) / BLOCK
+            show(step + 1, level, accuracy)
+            level = min(task.levels - 1, level + (accuracy >= task.promoted))
+            hits.zero_()
+    return level
 
 
 def _schedule(progress: float) -> float:
@@ -79,7 +79,7 @@ def _schedule(progress: float) -> float:
 
 
 @torch.no_grad()
-def accuracies(model: nn.Module, task: Task, seed: int, tokens: int = TEST_TOKENS) -> dict[int, float]:
+def accuracies(model: nn.Module, task: Task, seed: int, tokens: int) -> dict[int, float]:
     """Accuracy at every point of the task, on about `tokens` tokens each."""
     device = next(model.parameters()).device
     generator = Generator().manual_seed(TEST_SEED + seed)

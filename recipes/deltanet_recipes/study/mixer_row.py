@@ -5,7 +5,8 @@ Command: `python -m deltanet_recipes.study.mixer_row ARRAYS OUT ...`.
 A row of the results file has, with the standard error NAME_se beside each measured quality:
 
 - mixer, set: the kind of the converted layers ("softmax" for the teacher) and its settings that are not the recommended
-  ones; kept: indices of the layers with the teacher's attention; tokens, seed: of the training;
+  ones; kept: indices of the layers with the teacher's attention; tokens, seed, rate (of the new layers): of the
+  training;
 - kl: KL(teacher || model) in nats per token on held-out Wikipedia; heldwiki, wt2: perplexity there and on WikiText-2;
   repeat: perplexity of the second copy of a passage of 256 tokens (`results_row.Measure` measures all four);
 - needles_1k, pairs_8: exact answers in per cent (`deltanet_hf/evaluation/tasks/recall_cells.py`);
@@ -78,6 +79,8 @@ def make_row(name: str, folder: Path, model: Any, measure: MixerMeasure) -> dict
     row = {"run": name, "mixer": ", ".join(kinds) or SOFTMAX, "kept": facts["kept"]}
     row["set"] = conversion_facts(folder).get("conversion", {}).get("set") or {}
     row |= {"tokens": trained.get("tokens", 0), "seed": trained.get("seed")}
+    if "recipe" in trained:
+        row["rate"] = trained["recipe"]["stages"][-1]["optimizer"]["mixer_lr"]
     if speeds := trained.get("tokens_per_second"):
         row["train_tokens_per_s"] = round(list(speeds.values())[-1])
     return {**row, **measure(model)}
