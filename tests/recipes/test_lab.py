@@ -110,7 +110,7 @@ def test_every_mixer_takes_part(mixer: str) -> None:
     settings = ":window=8" if mixer.endswith("+window") or mixer == "window" else ""
     table_of = Contestant(mixer + settings).table(1, {**NO_POSITIONS, "conv_size": 0})
     task = WordProblem("s3", 3, trained=4)
-    model = tiny_model(table_of, task.vocabulary, 16, 2, seed=0)
+    model = tiny_model(table_of, task.vocabulary, 16, 2, 8, seed=0)
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     train(model, task, TrainSettings(2, 1e-2, 20), 0, lambda *_: None)
     moved = [name for name, parameter in model.named_parameters() if not torch.equal(before[name], parameter)]
@@ -126,7 +126,7 @@ def test_the_seed_decides_everything() -> None:
     for seed in (0, 0, 1):
         torch.manual_seed(len(states))  # the state of the global generator does not matter
         layers = Contestant("gated_deltanet").table(1, NO_POSITIONS)
-        model = tiny_model(layers, task.vocabulary, 16, 2, seed)
+        model = tiny_model(layers, task.vocabulary, 16, 2, 8, seed)
         train(model, task, TrainSettings(3, 1e-2, 20), seed, lambda *_: None)
         states.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
     assert torch.equal(states[0], states[1])
@@ -140,7 +140,7 @@ def test_parity_is_learnt_with_negative_eigenvalues_only() -> None:
     found = {}
     for label in ("gated_deltanet:allow_neg_eigval=true", "gated_deltanet"):
         layers = Contestant(label).table(1, {**NO_POSITIONS, "conv_size": 0})
-        model = tiny_model(layers, task.vocabulary, 32, 2, seed=0)
+        model = tiny_model(layers, task.vocabulary, 32, 2, 16, seed=0)
         level = train(model, task, TrainSettings(160, 1e-2, 512), 0, lambda *_: None)
         found[label] = (level + 1 == task.levels, accuracies(model, task, 0, tokens=4096)[16])
     solved, failed = found.values()
@@ -165,15 +165,15 @@ def test_a_level_is_left_when_it_is_solved() -> None:
 
     task = WordProblem("parity", 2)  # the start token is 2, so the cumulated sum is that of the words
     seen: list[tuple[int, int, float]] = []
-    level = train(Certain(), task, TrainSettings(80, 0.0, 200), 0, lambda *now: seen.append(now))
-    assert seen == [(20, 0, 1.0), (40, 1, 1.0), (60, 2, 1.0), (80, 3, 1.0)]
-    assert level == 4
+    level = train(Certain(), task, TrainSettings(90, 0.0, 200), 0, lambda *now: seen.append(now))
+    assert seen == [(20, 0, 1.0), (40, 1, 1.0), (60, 2, 1.0), (80, 6, 1.0)]  # the last third is of the last level
+    assert (level, task.levels) == (3, 7)
     assert accuracies(Certain(), task, 0, tokens=500) == dict.fromkeys(task.points, 1.0)
 
 
 def test_a_model_that_diverges_says_so() -> None:
     task = WordProblem("parity", 2, trained=4)
-    model = tiny_model(Contestant("softmax").table(1, {}), task.vocabulary, 16, 2, seed=0)
+    model = tiny_model(Contestant("softmax").table(1, {}), task.vocabulary, 16, 2, 8, seed=0)
     torch.nn.init.constant_(model.get_output_embeddings().weight, torch.nan)
     with pytest.raises(QualityError, match="lower --rate"):
         train(model, task, TrainSettings(20, 1e-2, 20), 0, lambda *_: None)
@@ -204,9 +204,9 @@ def test_given_settings_go_before_those_of_the_laboratory() -> None:
     assert (kind.settings.k_offset, kind.settings.conv_size) == (False, 0)
 
 
-def test_a_width_that_heads_cannot_share_is_refused() -> None:
-    with pytest.raises(UserError, match="--width 18: expected a multiple of 4"):
-        tiny_model(Contestant("softmax").table(1, {}), 3, 18, 2, 0)
+def test_an_odd_head_is_refused() -> None:
+    with pytest.raises(UserError, match="--head-dim 7: expected an even number"):
+        tiny_model(Contestant("softmax").table(1, {}), 3, 18, 2, 7, 0)
 
 
 def call(function: Any, *arguments: str) -> Any:
@@ -218,13 +218,13 @@ def call(function: Any, *arguments: str) -> Any:
 def test_the_command_writes_rows_a_plot_and_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experiment, "TEST_TOKENS", 300)
     out = tmp_path / "new" / "parity.json"
-    options = ["--out", str(out), "--width", "16", "--steps", "1", "--batch-tokens", "20"]
+    options = ["--out", str(out), "--width", "16", "--head-dim", "8", "--steps", "1", "--batch-tokens", "20"]
     first = call(main, "parity", "--mixer", "softmax", "--mixer", "gated_deltanet", *options)
     assert first.exit_code == 0, first.output
     rows = json.loads(out.read_text())
-    assert [(row["mixer"], row["seed"], row["width"], row["layers"]) for row in rows] == [
-        ("softmax", 0, 16, 1),
-        ("gated_deltanet", 0, 16, 1),
+    assert [(row["mixer"], row["seed"], row["head_dim"], row["layers"]) for row in rows] == [
+        ("softmax", 0, 8, 1),
+        ("gated_deltanet", 0, 8, 1),
     ]
     assert rows[0]["bytes"] > rows[1]["bytes"] == 2 * 8 * 8 * 4
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
@@ -248,7 +248,7 @@ def test_the_command_writes_rows_a_plot_and_a_table(tmp_path: Path, monkeypatch:
     [
         (("paritee", "--mixer", "softmax"), "TASK: got 'paritee', expected one of parity, s3, s5, mqar"),
         (("parity", "--mixer", "softmax", "--mixer", "nothing"), "--mixer nothing"),
-        (("parity", "--mixer", "softmax", "--width", "7"), "--width 7"),
+        (("parity", "--mixer", "softmax", "--head-dim", "7"), "--head-dim 7"),
     ],
 )
 def test_mistakes_end_the_command_before_training(tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
@@ -263,15 +263,22 @@ def test_plots_of_two_tasks_or_broken_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"bad\.json: cannot be read"):
         read_rows([tmp_path / "bad.json"])
     with pytest.raises(UserError, match="of one task"):
-        table([{"task": "s3", "mixer": "a", "width": 1}, {"task": "s5", "mixer": "a", "width": 1}])
+        table([{"task": "s3", "mixer": "a", "head_dim": 2}, {"task": "s5", "mixer": "a", "head_dim": 2}])
 
 
-def recall_row(mixer: str, width: int, seed: int, *accuracy: float) -> dict[str, Any]:
-    row = {"task": "mqar", "mixer": mixer, "width": width, "seed": seed, "bytes": 64 * width, "chance": 1 / 128}
+def recall_row(mixer: str, head_dim: int, seed: int, *accuracy: float) -> dict[str, Any]:
+    row = {
+        "task": "mqar",
+        "mixer": mixer,
+        "head_dim": head_dim,
+        "seed": seed,
+        "bytes": 64 * head_dim,
+        "chance": 1 / 128,
+    }
     return {**row, "points": [4, 8], "accuracy": list(accuracy)} if accuracy else {**row, "error": "diverged"}
 
 
-def test_recall_is_drawn_by_width_and_bytes(tmp_path: Path) -> None:
+def test_recall_is_drawn_by_head_size_and_bytes(tmp_path: Path) -> None:
     rows = [
         recall_row("a", 32, 0, 1.0, 0.5),
         recall_row("a", 32, 1, 1.0, 0.75),
@@ -281,7 +288,7 @@ def test_recall_is_drawn_by_width_and_bytes(tmp_path: Path) -> None:
     assert mean_accuracy(rows[:2]) == {4: 1.0, 8: 0.625}
     assert pairs_recalled({4: 1.0, 8: 0.625}) == 5.0
     lines = table(rows).splitlines()
-    assert lines[0] == "| mixer | width | KB | 4 | 8 | pairs recalled | diverged |"
+    assert lines[0] == "| mixer | head size | KB | 4 | 8 | pairs recalled | diverged |"
     assert lines[2] == "| a | 32 | 2.0 | 100.0 (2/2) | 62.5 (0/2) | 5 | 0 |"
     assert lines[4] == "| b | 32 | 2.0 | - (0/1) | - (0/1) | 0 | 1 |"
     (tmp_path / "rows.json").write_text(json.dumps([{**row, "trained": 128} for row in rows]))

@@ -41,23 +41,24 @@ def main(
     ],
     out: Annotated[Path | None, typer.Option(help="JSON file to which rows are added. Default: lab/TASK.json.")] = None,
     seed: Annotated[list[int] | None, typer.Option(min=0, help="Repeatable. Default: 0.")] = None,
-    width: Annotated[
-        list[int] | None, typer.Option(help="Width of the model, which sets the size of its state; repeatable.")
+    head_dim: Annotated[
+        list[int] | None, typer.Option(min=2, help="Size of a head, which sets that of its state; repeatable.")
     ] = None,
+    width: Annotated[int | None, typer.Option(min=1, help="Width of the residual stream.")] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Number of layers.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Optimiser steps.")] = None,
     rate: Annotated[float | None, typer.Option(min=0, help="Largest learning rate.")] = None,
     batch_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens per step.")] = None,
 ) -> None:
-    """Train and test every mixer with every width and seed; write rows and a plot, print a table."""
+    """Train and test every mixer with every head size and seed; write rows and a plot, print a table."""
     if task not in PRESETS:
         raise UserError(f"TASK: got {task!r}, expected one of {', '.join(PRESETS)}")
     preset, out = PRESETS[task], out or Path("lab") / f"{task}.json"
     changes = {"steps": steps, "rate": rate, "batch_tokens": batch_tokens}
     training = replace(preset.training, **{key: value for key, value in changes.items() if value is not None})
     experiments = [
-        Experiment(Contestant(label), size, number, layers or preset.layers, training)
-        for size in width or preset.widths
+        Experiment(Contestant(label), size, number, width or preset.width, layers or preset.layers, training)
+        for size in head_dim or preset.head_dims
         for label in dict.fromkeys(mixer)
         for number in dict.fromkeys(seed or (0,))
     ]

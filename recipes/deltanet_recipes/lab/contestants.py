@@ -63,14 +63,15 @@ class Contestant:
             raise UserError(f"--mixer {self.label}: {str(error).removeprefix('--mixer: ')}") from None
 
 
-def tiny_model(table: LayerTable, vocabulary: int, width: int, heads: int, seed: int) -> PreTrainedModel:
+def tiny_model(table: LayerTable, vocabulary: int, width: int, heads: int, head_dim: int, seed: int) -> PreTrainedModel:
     """A Llama with weights from scratch, which depend on `seed` alone, in float32 on the CPU.
 
     Args:
-        width: of the residual stream; a multiple of twice the number of heads.
+        width: of the residual stream.
+        head_dim: K = V of every state; Llama's rotary embedding asks for an even number.
     """
-    if width < 1 or width % (2 * heads):
-        raise UserError(f"--width {width}: expected a multiple of {2 * heads}, which {heads} heads share")
+    if head_dim % 2:
+        raise UserError(f"--head-dim {head_dim}: expected an even number")
     spread = width**-0.5
     config: Any = LlamaConfig(
         vocab_size=vocabulary,
@@ -79,7 +80,7 @@ def tiny_model(table: LayerTable, vocabulary: int, width: int, heads: int, seed:
         num_hidden_layers=len(table),
         num_attention_heads=heads,
         num_key_value_heads=heads,
-        head_dim=width // heads,
+        head_dim=head_dim,
         initializer_range=spread,
         tie_word_embeddings=False,
         max_position_embeddings=1 << 16,

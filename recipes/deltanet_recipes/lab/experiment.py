@@ -24,14 +24,16 @@ class Experiment:
     """What identifies a row of results; everything random depends on `seed`."""
 
     contestant: Contestant
-    width: int
+    head_dim: int
     seed: int
+    width: int
     layers: int
     training: TrainSettings
 
     def name(self, task: Task) -> str:
         """The row's key; a second experiment of this name replaces the first."""
-        return f"{task.name} {self.contestant.label} width {self.width} layers {self.layers} seed {self.seed}"
+        size = f"width {self.width} head {self.head_dim} layers {self.layers}"
+        return f"{task.name} {self.contestant.label} {size} seed {self.seed}"
 
 
 def row_of(
@@ -56,6 +58,7 @@ def row_of(
         "width": experiment.width,
         "layers": experiment.layers,
         "heads": preset.heads,
+        "head_dim": experiment.head_dim,
         "seed": experiment.seed,
         "steps": training.steps,
         "rate": training.rate,
@@ -80,4 +83,4 @@ def row_of(
 def model_of(experiment: Experiment, preset: Preset, task: Task) -> Any:
     """The untrained model, on the CPU."""
     table = experiment.contestant.table(experiment.layers, {**NO_POSITIONS, **preset.mixer_settings})
-    return tiny_model(table, task.vocabulary, experiment.width, preset.heads, experiment.seed)
+    return tiny_model(table, task.vocabulary, experiment.width, preset.heads, experiment.head_dim, experiment.seed)

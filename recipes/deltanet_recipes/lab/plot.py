@@ -15,7 +15,7 @@ from deltanet_recipes.lab.table import Rows, by_model, mean_accuracy, pairs_reca
 
 
 def plot(rows: Rows, title: str, path: Path) -> None:
-    """Write a PNG file: accuracy against length, or for recall a panel per width and pairs recalled against bytes.
+    """Write a PNG file: accuracy against length, or for recall a panel per head size and pairs recalled against bytes.
 
     Lines are means over seeds, with a band from the worst to the best. The dotted line is the longest length in
     training, the grey one chance.
@@ -27,8 +27,8 @@ def plot(rows: Rows, title: str, path: Path) -> None:
     recall = task_of(rows) == "mqar"
     groups = {key: group for key, group in by_model(rows).items() if mean_accuracy(group)}
     mixers = list(dict.fromkeys(mixer for mixer, _ in groups))
-    widths = sorted({width for _, width in groups})
-    panels = len(widths) + recall
+    sizes = sorted({size for _, size in groups})
+    panels = len(sizes) + recall
     figure = Figure(figsize=(max(7.5, 3.6 * panels + 2.4), 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, panels, squeeze=False)[0]
@@ -36,23 +36,23 @@ def plot(rows: Rows, title: str, path: Path) -> None:
         mixer: {"color": colormaps["tab10"](place % 10), "linestyle": ("-", "--", ":", "-.")[place // 10 % 4]}
         for place, mixer in enumerate(mixers)
     }
-    for axis, width in zip(axes, widths, strict=False):
+    for axis, size in zip(axes, sizes, strict=False):
         for mixer in mixers:
-            if group := groups.get((mixer, width)):
+            if group := groups.get((mixer, size)):
                 _curve(axis, group, mixer, style[mixer])
         axis.axhline(rows[0]["chance"], color="grey", linewidth=0.8)
         axis.set_xscale("log", base=2)
         axis.set(xlabel="pairs" if recall else "length in tokens", ylim=(-0.02, 1.03))
-        if len(widths) > 1:
-            axis.set_title(f"width {width}", fontsize=10)
+        if len(sizes) > 1:
+            axis.set_title(f"head size {size}", fontsize=10)
         if not recall:
             axis.axvline(rows[0]["trained"], color="black", linewidth=0.8, linestyle=":")
     axes[0].set_ylabel("accuracy")
     if recall:
         for mixer in mixers:
-            sizes = [(groups[mixer, width][0]["bytes"] / 1e3, width) for width in widths if (mixer, width) in groups]
-            pairs = [pairs_recalled(mean_accuracy(groups[mixer, width])) for _, width in sizes]
-            axes[-1].plot([size for size, _ in sizes], pairs, marker="o", markersize=3, **style[mixer])
+            drawn = [groups[mixer, size] for size in sizes if (mixer, size) in groups]
+            pairs = [pairs_recalled(mean_accuracy(group)) for group in drawn]
+            axes[-1].plot([group[0]["bytes"] / 1e3 for group in drawn], pairs, marker="o", markersize=3, **style[mixer])
         axes[-1].set_xscale("log", base=2)
         axes[-1].set_yscale("log", base=2)
         axes[-1].set(xlabel="KB of a sequence of 512 tokens", ylabel="pairs recalled")

@@ -18,13 +18,15 @@ class Preset:
 
     Args:
         mixer_settings: settings of every mixer that has them.
-        widths: of the residual stream; one model is trained at each.
+        width: of the residual stream.
+        head_dims: sizes of a head's state; one model is trained with each.
     """
 
     title: str
     task: Callable[[], Task]
     training: TrainSettings
-    widths: tuple[int, ...]
+    width: int
+    head_dims: tuple[int, ...]
     layers: int = 1
     heads: int = 2
     mixer_settings: dict[str, Any] = field(default_factory=dict)
@@ -37,28 +39,32 @@ PRESETS = {
         "Parity: is the number of ones odd?",
         lambda: WordProblem("parity", 2),
         TrainSettings(1000, 1e-2, 2048),
-        (64,),
+        64,
+        (32,),
         mixer_settings={"conv_size": 0},
     ),
     "s3": Preset(
         "S3: running product of permutations of 3 points",
         lambda: WordProblem("s3", 3),
         TrainSettings(1500, 1e-2, 2048),
-        (64,),
+        64,
+        (32,),
         mixer_settings={"conv_size": 0},
     ),
     "s5": Preset(
         "S5: running product of permutations of 5 points",
         lambda: WordProblem("s5", 5),
         TrainSettings(6000, 1e-2, 4096),
-        (128,),
+        128,
+        (64,),
         mixer_settings={"conv_size": 0},
     ),
     "mqar": Preset(
         "Recall of pairs (MQAR)",
         lambda: AssociativeRecall("mqar"),
         TrainSettings(4000, 5e-3, 16384),
-        (32, 64, 128),
+        64,
+        (8, 16, 32),
         layers=2,
         mixer_settings={"conv_size": 4},
     ),

@@ -13,10 +13,10 @@ Rows = Sequence[dict[str, Any]]
 
 
 def by_model(rows: Rows) -> dict[tuple[str, int], Rows]:
-    """The rows of all seeds by (mixer, width), in the order of their first occurrence."""
+    """The rows of all seeds by (mixer, head size), in the order of their first occurrence."""
     found: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for row in rows:
-        found.setdefault((row["mixer"], row["width"]), []).append(row)
+        found.setdefault((row["mixer"], row["head_dim"]), []).append(row)
     return dict(found)
 
 
@@ -32,7 +32,7 @@ def pairs_recalled(accuracy: dict[int, float]) -> float:
 
 
 def table(rows: Rows) -> str:
-    """Markdown table: a line per mixer and width, with the mean accuracy in per cent at each point.
+    """Markdown table: a line per mixer and head size, with the mean accuracy in per cent at each point.
 
     A cell is followed by the number of seeds with at least 99%, where there are several.
     """
@@ -40,18 +40,24 @@ def table(rows: Rows) -> str:
     points = sorted({point for row in rows for point in row.get("points", ())})
     recall = task == "mqar"
     seeds = max(len(group) for group in by_model(rows).values())
-    heads = ["mixer", "width", "KB", *map(str, points), *(["pairs recalled"] if recall else []), "diverged"]
+    heads = ["mixer", "head size", "KB", *map(str, points), "pairs recalled" if recall else "level", "diverged"]
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
-    for (mixer, width), group in by_model(rows).items():
+    for (mixer, head_dim), group in by_model(rows).items():
         accuracy = mean_accuracy(group)
-        cells = [mixer, str(width), f"{group[0]['bytes'] / 1e3:.1f}"]
+        cells = [mixer, str(head_dim), f"{group[0]['bytes'] / 1e3:.1f}"]
         for point in points:
             solved = sum(value >= SOLVED for value in values_at(group, point))
             cells.append(f"{100 * accuracy[point]:.1f}" if point in accuracy else "-")
             cells[-1] += f" ({solved}/{len(group)})" if seeds > 1 else ""
-        cells += [f"{pairs_recalled(accuracy):.0f}"] if recall else []
+        cells.append(f"{pairs_recalled(accuracy):.0f}" if recall else _levels(group))
         lines.append("| " + " | ".join([*cells, str(sum("error" in row for row in group))]) + " |")
     return "\n".join(lines)
+
+
+def _levels(rows: Rows) -> str:
+    """The mean level that training reached, of all."""
+    reached = [row["level"] for row in rows if "level" in row]
+    return f"{sum(reached) / len(reached):.0f} of {rows[0]['levels']}" if reached else "-"
 
 
 def values_at(rows: Rows, point: int) -> Iterable[float]:

@@ -16,6 +16,7 @@ from deltanet_recipes.lab.tasks import IGNORED, Task
 WARMUP = 0.05  # share of the steps in which the learning rate rises; it falls by a cosine to FINAL after them
 FINAL = 0.05  # of the learning rate, in the last step
 CLIP = 1.0  # largest norm of the gradient
+LAST_LEVEL_AT = 2 / 3  # share of the steps behind which all are of the last level
 BLOCK = 20  # steps between looks at the accuracy
 TEST_SEED = 1 << 32  # added to the seed for test data
 
@@ -42,6 +43,8 @@ Show = Callable[[int, int, float], None]
 def train(model: nn.Module, task: Task, settings: TrainSettings, seed: int, show: Show) -> int:
     """Train on the task; returns the level that was reached. The data depend on `seed` and the levels alone.
 
+    The last third is trained on the last level whatever was reached, so that no model is tested on what it never saw.
+
     Raises:
         QualityError: the loss is not finite.
     """
@@ -53,7 +56,8 @@ def train(model: nn.Module, task: Task, settings: TrainSettings, seed: int, show
     for step in range(settings.steps):
         for group in optimizer.param_groups:
             group["lr"] = settings.rate * _schedule(step / settings.steps)
-        inputs, labels = task.training_batch(settings.batch_tokens, level, generator)
+        trained = level if step < LAST_LEVEL_AT * settings.steps else task.levels - 1
+        inputs, labels = task.training_batch(settings.batch_tokens, trained, generator)
         inputs, labels = inputs.to(device), labels.to(device)
         logits = model(inputs, use_cache=False).logits
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
@@ -66,8 +70,9 @@ def train(model: nn.Module, task: Task, settings: TrainSettings, seed: int, show
             if not math.isfinite(loss.item()):
                 raise QualityError(f"the loss is {loss.item()} after {step + 1} steps; lower --rate")
             accuracy = float(hits) / BLOCK
-            show(step + 1, level, accuracy)
-            level = min(task.levels - 1, level + (accuracy >= task.promoted))
+            show(step + 1, trained, accuracy)
+            if trained == level:
+                level = min(task.levels - 1, level + (accuracy >= task.promoted))
             hits.zero_()
     return level
 
