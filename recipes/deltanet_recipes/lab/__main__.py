@@ -54,7 +54,7 @@ def main(
     if task not in PRESETS:
         raise UserError(f"TASK: got {task!r}, expected one of {', '.join(PRESETS)}")
     preset, out = PRESETS[task], out or Path("lab") / f"{task}.json"
-    changes = {"steps": steps, "rate": rate, "batch_tokens": batch_tokens}
+    changes: dict[str, Any] = {"steps": steps, "rate": rate, "batch_tokens": batch_tokens}
     training = replace(preset.training, **{key: value for key, value in changes.items() if value is not None})
     experiments = [
         Experiment(Contestant(label), size, number, width or preset.width, layers or preset.layers, training)

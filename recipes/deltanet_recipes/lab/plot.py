@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,7 +30,9 @@ def plot(rows: Rows, title: str, path: Path) -> None:
     mixers = list(dict.fromkeys(mixer for mixer, _ in groups))
     sizes = sorted({size for _, size in groups})
     panels = len(sizes) + recall
-    figure = Figure(figsize=(max(7.5, 3.6 * panels + 2.4), 4.2), layout="constrained")
+    columns = min(len(mixers), 5 if recall else 2)
+    legend = 0.2 * math.ceil(len(mixers) / columns)  # inches
+    figure = Figure(figsize=(max(7.5, 3.6 * panels), 3.8 + legend), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, panels, squeeze=False)[0]
     style = {
@@ -42,6 +45,7 @@ def plot(rows: Rows, title: str, path: Path) -> None:
                 _curve(axis, group, mixer, style[mixer])
         axis.axhline(rows[0]["chance"], color="grey", linewidth=0.8)
         axis.set_xscale("log", base=2)
+        axis.xaxis.set_major_formatter("{x:.0f}")
         axis.set(xlabel="pairs" if recall else "length in tokens", ylim=(-0.02, 1.03))
         if len(sizes) > 1:
             axis.set_title(f"head size {size}", fontsize=10)
@@ -55,10 +59,12 @@ def plot(rows: Rows, title: str, path: Path) -> None:
             axes[-1].plot([group[0]["bytes"] / 1e3 for group in drawn], pairs, marker="o", markersize=3, **style[mixer])
         axes[-1].set_xscale("log", base=2)
         axes[-1].set_yscale("log", base=2)
+        axes[-1].xaxis.set_major_formatter("{x:g}")
+        axes[-1].yaxis.set_major_formatter("{x:g}")
         axes[-1].set(xlabel="KB of a sequence of 512 tokens", ylabel="pairs recalled")
     figure.suptitle(title, fontsize=11)
     handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right upper", fontsize=8)
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="png", dpi=120, metadata={"Software": None})
 

@@ -46,7 +46,7 @@ PRESETS = {
     "s3": Preset(
         "S3: running product of permutations of 3 points",
         lambda: WordProblem("s3", 3),
-        TrainSettings(1500, 1e-2, 2048),
+        TrainSettings(2000, 1e-2, 4096),
         64,
         (32,),
         mixer_settings={"conv_size": 0},
@@ -54,7 +54,7 @@ PRESETS = {
     "s5": Preset(
         "S5: running product of permutations of 5 points",
         lambda: WordProblem("s5", 5),
-        TrainSettings(6000, 1e-2, 4096),
+        TrainSettings(10000, 1e-2, 8192),
         128,
         (64,),
         mixer_settings={"conv_size": 0},

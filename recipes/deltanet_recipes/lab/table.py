@@ -34,7 +34,7 @@ def pairs_recalled(accuracy: dict[int, float]) -> float:
 def table(rows: Rows) -> str:
     """Markdown table: a line per mixer and head size, with the mean accuracy in per cent at each point.
 
-    A cell is followed by the number of seeds with at least 99%, where there are several.
+    In word problems a cell is followed by the number of seeds with at least 99%, where there are several.
     """
     task = task_of(rows)
     points = sorted({point for row in rows for point in row.get("points", ())})
@@ -48,7 +48,7 @@ def table(rows: Rows) -> str:
         for point in points:
             solved = sum(value >= SOLVED for value in values_at(group, point))
             cells.append(f"{100 * accuracy[point]:.1f}" if point in accuracy else "-")
-            cells[-1] += f" ({solved}/{len(group)})" if seeds > 1 else ""
+            cells[-1] += f" ({solved}/{len(group)})" if seeds > 1 and not recall else ""
         cells.append(f"{pairs_recalled(accuracy):.0f}" if recall else _levels(group))
         lines.append("| " + " | ".join([*cells, str(sum("error" in row for row in group))]) + " |")
     return "\n".join(lines)
