@@ -165,8 +165,8 @@ def test_a_level_is_left_when_it_is_solved() -> None:
 
     task = WordProblem("parity", 2)  # the start token is 2, so the cumulated sum is that of the words
     seen: list[tuple[int, int, float]] = []
-    level = train(Certain(), task, TrainSettings(90, 0.0, 200), 0, lambda *now: seen.append(now))
-    assert seen == [(20, 0, 1.0), (40, 1, 1.0), (60, 2, 1.0), (80, 6, 1.0)]  # the last third is of the last level
+    level = train(Certain(), task, TrainSettings(80, 0.0, 200), 0, lambda *now: seen.append(now))
+    assert seen == [(20, 0, 1.0), (40, 1, 1.0), (60, 2, 1.0), (80, 6, 1.0)]  # the last quarter is of the last level
     assert (level, task.levels) == (3, 7)
     assert accuracies(Certain(), task, 0, tokens=500) == dict.fromkeys(task.points, 1.0)
 
