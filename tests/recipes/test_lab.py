@@ -226,7 +226,7 @@ def test_the_command_writes_rows_a_plot_and_a_table(tmp_path: Path, monkeypatch:
         ("softmax", 0, 8, 1),
         ("gated_deltanet", 0, 8, 1),
     ]
-    assert rows[0]["bytes"] > rows[1]["bytes"] == 2 * 8 * 8 * 4
+    assert rows[0]["bytes"] > rows[1]["bytes"] == 4 * 8 * 8 * 4
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     again = call(main, "parity", "--mixer", "gated_deltanet", "--seed", "0", "--seed", "1", *options)
     assert again.exit_code == 0, again.output

@@ -28,19 +28,20 @@ class Preset:
     width: int
     head_dims: tuple[int, ...]
     layers: int = 1
-    heads: int = 2
+    heads: int = 4
     mixer_settings: dict[str, Any] = field(default_factory=dict)
 
 
 # Without a short convolution a layer knows of other tokens by its state alone. Recall does require one: it brings the
-# key to the token of its value.
+# key to the token of its value. Small heads learn permutations best: keys that are nearly orthogonal to what the state
+# holds, as most are in many dimensions, hardly change it.
 PRESETS = {
     "parity": Preset(
         "Parity: is the number of ones odd?",
         lambda: WordProblem("parity", 2),
         TrainSettings(1000, 1e-2, 2048),
         64,
-        (32,),
+        (8,),
         mixer_settings={"conv_size": 0},
     ),
     "s3": Preset(
@@ -48,7 +49,7 @@ PRESETS = {
         lambda: WordProblem("s3", 3),
         TrainSettings(2000, 1e-2, 4096),
         64,
-        (32,),
+        (8,),
         mixer_settings={"conv_size": 0},
     ),
     "s5": Preset(
@@ -56,7 +57,7 @@ PRESETS = {
         lambda: WordProblem("s5", 5),
         TrainSettings(10000, 1e-2, 8192),
         128,
-        (64,),
+        (8,),
         mixer_settings={"conv_size": 0},
     ),
     "mqar": Preset(
@@ -66,6 +67,7 @@ PRESETS = {
         64,
         (8, 16, 32),
         layers=2,
+        heads=2,
         mixer_settings={"conv_size": 4},
     ),
 }

@@ -15,7 +15,9 @@ from deltanet_recipes.lab.tasks import IGNORED, Task
 
 WARMUP = 0.05  # share of the steps in which the learning rate rises; it falls by a cosine to FINAL after them
 FINAL = 0.05  # of the learning rate, in the last step
-DECAY = 0.1  # of all weights; without it strengths come so near 0 and 2 that elements which join later hardly learn
+DECAY = 0.1
+"""Weight decay, but for the last level. Without it strengths come so near 0 and 2 that elements which join later hardly
+learn; with it on the last level they stay away from 2, and a product fades."""
 CLIP = 1.0  # largest norm of the gradient
 LAST_LEVEL_AT = 0.75  # share of the steps behind which all are of the last level
 BLOCK = 20  # steps between looks at the accuracy
@@ -51,13 +53,14 @@ def train(model: nn.Module, task: Task, settings: TrainSettings, seed: int, show
     """
     device = next(model.parameters()).device
     generator = Generator().manual_seed(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.rate, betas=(0.9, 0.98), weight_decay=DECAY)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.rate, betas=(0.9, 0.98))
     model.train()
     level, hits = 0, torch.zeros((), device=device)
     for step in range(settings.steps):
+        trained = level if step < LAST_LEVEL_AT * settings.steps else task.levels - 1
         for group in optimizer.param_groups:
             group["lr"] = settings.rate * _schedule(step / settings.steps)
-        trained = level if step < LAST_LEVEL_AT * settings.steps else task.levels - 1
+            group["weight_decay"] = DECAY if trained < task.levels - 1 else 0.0
         inputs, labels = task.training_batch(settings.batch_tokens, trained, generator)
         inputs, labels = inputs.to(device), labels.to(device)
         logits = model(inputs, use_cache=False).logits
