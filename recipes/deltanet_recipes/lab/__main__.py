@@ -49,12 +49,15 @@ def main(
     steps: Annotated[int | None, typer.Option(min=1, help="Optimiser steps.")] = None,
     rate: Annotated[float | None, typer.Option(min=0, help="Largest learning rate.")] = None,
     batch_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens per step.")] = None,
+    decay: Annotated[float | None, typer.Option(min=0, help="Weight decay.")] = None,
+    heads: Annotated[int | None, typer.Option(min=1, help="Number of heads.")] = None,
 ) -> None:
     """Train and test every mixer with every head size and seed; write rows and a plot, print a table."""
     if task not in PRESETS:
         raise UserError(f"TASK: got {task!r}, expected one of {', '.join(PRESETS)}")
     preset, out = PRESETS[task], out or Path("lab") / f"{task}.json"
-    changes: dict[str, Any] = {"steps": steps, "rate": rate, "batch_tokens": batch_tokens}
+    preset = replace(preset, heads=heads or preset.heads)
+    changes: dict[str, Any] = {"steps": steps, "rate": rate, "batch_tokens": batch_tokens, "decay": decay}
     training = replace(preset.training, **{key: value for key, value in changes.items() if value is not None})
     experiments = [
         Experiment(Contestant(label), size, number, width or preset.width, layers or preset.layers, training)

@@ -63,6 +63,7 @@ def row_of(
         "steps": training.steps,
         "rate": training.rate,
         "batch_tokens": training.batch_tokens,
+        "decay": training.decay,
         "trained": task.trained,
         "chance": task.chance,
         "bytes": sequence_bytes(model.eval(), BYTES_AT),

@@ -33,13 +33,12 @@ class Preset:
 
 
 # Without a short convolution a layer knows of other tokens by its state alone. Recall does require one: it brings the
-# key to the token of its value. Small heads learn permutations best: keys that are nearly orthogonal to what the state
-# holds, as most are in many dimensions, hardly change it.
+# key to the token of its value.
 PRESETS = {
     "parity": Preset(
         "Parity: is the number of ones odd?",
         lambda: WordProblem("parity", 2),
-        TrainSettings(1000, 1e-2, 2048),
+        TrainSettings(1000, 1e-2, 2048, decay=0.1),
         64,
         (8,),
         mixer_settings={"conv_size": 0},
@@ -49,13 +48,14 @@ PRESETS = {
         lambda: WordProblem("s3", 3),
         TrainSettings(2000, 1e-2, 4096),
         64,
-        (8,),
+        (32,),
+        heads=2,
         mixer_settings={"conv_size": 0},
     ),
     "s5": Preset(
         "S5: running product of permutations of 5 points",
         lambda: WordProblem("s5", 5),
-        TrainSettings(10000, 1e-2, 8192),
+        TrainSettings(10000, 1e-2, 8192, decay=0.1),
         128,
         (8,),
         mixer_settings={"conv_size": 0},

@@ -15,9 +15,6 @@ from deltanet_recipes.lab.tasks import IGNORED, Task
 
 WARMUP = 0.05  # share of the steps in which the learning rate rises; it falls by a cosine to FINAL after them
 FINAL = 0.05  # of the learning rate, in the last step
-DECAY = 0.1
-"""Weight decay, but for the last level. Without it strengths come so near 0 and 2 that elements which join later hardly
-learn; with it on the last level they stay away from 2, and a product fades."""
 CLIP = 1.0  # largest norm of the gradient
 LAST_LEVEL_AT = 0.75  # share of the steps behind which all are of the last level
 BLOCK = 20  # steps between looks at the accuracy
@@ -32,11 +29,14 @@ class TrainSettings:
         steps: optimiser steps of AdamW.
         rate: largest learning rate.
         batch_tokens: tokens per step.
+        decay: weight decay on all levels but the last. Without it strengths may come so near 0 and 2 that elements
+            which join later hardly learn; on the last level it would keep them away from 2.
     """
 
     steps: int
     rate: float
     batch_tokens: int
+    decay: float = 0.0
 
 
 Show = Callable[[int, int, float], None]
@@ -60,7 +60,7 @@ def train(model: nn.Module, task: Task, settings: TrainSettings, seed: int, show
         trained = level if step < LAST_LEVEL_AT * settings.steps else task.levels - 1
         for group in optimizer.param_groups:
             group["lr"] = settings.rate * _schedule(step / settings.steps)
-            group["weight_decay"] = DECAY if trained < task.levels - 1 else 0.0
+            group["weight_decay"] = settings.decay if trained < task.levels - 1 else 0.0
         inputs, labels = task.training_batch(settings.batch_tokens, trained, generator)
         inputs, labels = inputs.to(device), labels.to(device)
         logits = model(inputs, use_cache=False).logits
