@@ -1,7 +1,7 @@
 """Rewrites the generated tables of Markdown files: `python tools/readme_tables.py README.md ...`.
 
 A table is the text between `<!-- KIND: FILE ... -->` and `<!-- end of KIND -->`; what follows FILE is a note for the
-reader. There are four kinds:
+reader. There are five kinds:
 
 - results FILE: the rows of a results file (deltanet_recipes.study.results_row).
 - keys FILE: the keys of a recipe (FILE is not read).
@@ -9,6 +9,7 @@ reader. There are four kinds:
   FILE is YAML, {results: [FILE, ...], reports: [FILE, ...], columns: [NAME, ...], rows: [{run, label}, ...]}, with
   paths relative to itself. Without `columns`, the table has all of them.
 - hybrids FILE: trained rows beside the free policies of equal bytes (hybrids_table.py says what is in FILE).
+- mixers FILE: the rows of a results file of deltanet_recipes.study.mixer_row.
 """
 
 from __future__ import annotations
@@ -22,12 +23,15 @@ import typer
 import yaml
 
 import hybrids_table
+import mixers_table
 import recipe_keys
 import results_table
 from deltanet_hf.errors import UserError
 from deltanet_hf.exit_codes import run_command
 
-BLOCK = re.compile(r"(<!-- (results|keys|headline|hybrids): (\S+)[^\n]*-->\n)(.*?)(<!-- end of \2 -->)", re.DOTALL)
+BLOCK = re.compile(
+    r"(<!-- (results|keys|headline|hybrids|mixers): (\S+)[^\n]*-->\n)(.*?)(<!-- end of \2 -->)", re.DOTALL
+)
 METRICS = {
     "WikiText-2": ("wt2.perplexity", 1),
     "held-out Wikipedia": ("heldwiki.perplexity", 1),
@@ -47,6 +51,8 @@ def rewritten(text: str, root: Path) -> str:
             table = recipe_keys.markdown()
         elif kind == "results":
             table = results_table.markdown(json.loads(path.read_text()))
+        elif kind == "mixers":
+            table = mixers_table.markdown(json.loads(path.read_text()))
         elif kind == "hybrids":
             table = hybrids_table.hybrids_table(path)
         else:

@@ -17,11 +17,12 @@ from deltanet_recipes.study.results_row import Measure, append_rows
 from readme_tables import BLOCK, rewritten
 
 ROOT = Path(__file__).parents[2]
+GENERATED = ["README.md", *(f"docs/{name}.md" for name in ("results", "training", "journal-training", "mixers"))]
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/results.md", "docs/training.md", "docs/journal-training.md"])
+@pytest.mark.parametrize("name", GENERATED)
 def test_generated_tables_are_current(name: str) -> None:
-    """If this fails, run: python tools/readme_tables.py README.md docs/{results,training,journal-training}.md."""
+    """If this fails, run `python tools/readme_tables.py` with all files in `GENERATED`."""
     text = (ROOT / name).read_text(encoding="utf-8")
     assert BLOCK.search(text)
     assert rewritten(text, ROOT) == text

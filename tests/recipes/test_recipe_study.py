@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 from deltanet_hf.errors import UserError
+from deltanet_hf.mixers import MIXERS, Mixer
 from deltanet_recipes.study.runner import StudyRun
 from deltanet_recipes.study.study_config import load_study
 from results_table import markdown
@@ -233,3 +234,20 @@ def test_the_studies_of_smollm2_are_valid(monkeypatch: pytest.MonkeyPatch, name:
         if run.recipe is not None:
             sources = study.recipe(run, "student")[1].data.sources
             assert sources[0].path in ("a/train.npy.xz", "mixture/wiki.npy.xz")
+
+
+def test_the_study_of_mixers_trains_all_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    study = load_study(Path("recipes/studies/smollm2-135m-mixers-study.yaml"), ["teacher=t", "arrays=a", "seed=1"])
+    trained = [run for run in study.runs if run.recipe is not None]
+    assert {round(study.tokens(run) / 1e6) for run in trained} == {3, 10}
+    for run in trained:
+        recipe = study.recipe(run, "student")[1]
+        assert (recipe.seed, run.convert.seed) == (1, 1)
+        assert run.name.endswith("-s1")
+        assert ("-kept" in run.name) == (run.convert.layers == "keep:2,7,8,15,17,18,23")
+        assert ("-3m" in run.name) == (study.tokens(run) < 4e6)
+        assert run.name.startswith(run.convert.mixer)
+        rates = {stage.optimizer.mixer_lr for stage in recipe.stages}
+        assert ("-slow" in run.name or "-fast" in run.name) == (rates != {3e-3, 1e-3})
+    assert {run.convert.mixer for run in trained} >= {name for name, kind in MIXERS.items() if issubclass(kind, Mixer)}

@@ -28,11 +28,16 @@ import torch
 import typer
 
 from deltanet_hf.errors import UserError
-from deltanet_recipes.study.hybrid_row import shown
+from deltanet_recipes.study import hybrid_row, mixer_row
 from deltanet_recipes.study.results_row import append_rows
 from deltanet_recipes.study.study_config import Conversion, Run, Study, load_study
 
 ROW = "row.json"  # a run's folder holds this file when the run is finished
+MEASURES = {
+    "texts": "deltanet_recipes.study.results_row",
+    "recall": "deltanet_recipes.study.hybrid_row",
+    "mixers": "deltanet_recipes.study.mixer_row",
+}
 CORES_PER_CONVERSION = 6  # the matrices are small: with 64 threads a conversion took several times longer
 
 
@@ -167,11 +172,9 @@ class StudyRun:
         figures = folder / "figures.json"
         arguments = [self.study.arrays, str(figures), "--teacher", self.study.teacher, "--model", f"{run.name}={model}"]
         arguments += ["--window"] if run.untrained == "window" else []
-        module = "deltanet_recipes.study.results_row"
         if self.study.measure == "recall":
-            module = "deltanet_recipes.study.hybrid_row"
             arguments += ["--references", str(self.output / "references")]
-        self._call(module, arguments, log, device, threads)
+        self._call(MEASURES[self.study.measure], arguments, log, device, threads)
         (row,) = json.loads(figures.read_text())
         figures.unlink()
         if "command" in row:
@@ -242,8 +245,10 @@ def _last_words(log: Path, begin: int) -> str:
 
 def _figures(row: dict[str, Any]) -> str:
     """The figures of a row in one line."""
+    if "mixer" in row:
+        return mixer_row.shown(row)
     if "metrics" not in row:
-        return shown(row)
+        return hybrid_row.shown(row)
     return "  ".join(f"{key} {figure['value']:.4g}" for key, figure in row["metrics"].items())
 
 

@@ -88,11 +88,12 @@ class Study(Strict):
     )
     output: str = Field(..., description="Folder of runs, conversions and logs.")
     results: str = Field(..., description="JSON file to which the rows are added.")
-    measure: Literal["texts", "recall"] = Field(
+    measure: Literal["texts", "recall", "mixers"] = Field(
         "texts",
         description="What is measured. texts: perplexity, KL, last words (deltanet_recipes.study.results_row). recall: "
         "bytes, KL at three lengths and recall, beside the free policies of equal bytes "
-        "(deltanet_recipes.study.hybrid_row).",
+        "(deltanet_recipes.study.hybrid_row). mixers: KL, perplexity, recall, speed and bytes "
+        "(deltanet_recipes.study.mixer_row).",
     )
     runs: tuple[Run, ...] = Field(
         ..., min_length=1, description="The runs, in the order of the results table; see below."

@@ -1,0 +1,73 @@
+"""Results of one task as a table, and the figures that plots share with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from deltanet_hf.errors import UserError
+
+SOLVED = 0.99  # accuracy from which a seed counts as solved
+
+Rows = Sequence[dict[str, Any]]
+
+
+def by_model(rows: Rows) -> dict[tuple[str, int], Rows]:
+    """The rows of all seeds by (mixer, head size), in the order of their first occurrence."""
+    found: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for row in rows:
+        found.setdefault((row["mixer"], row["head_dim"]), []).append(row)
+    return dict(found)
+
+
+def mean_accuracy(rows: Rows) -> dict[int, float]:
+    """Point -> mean over the seeds that did not diverge; empty without any."""
+    curves = [dict(zip(row["points"], row["accuracy"], strict=True)) for row in rows if "error" not in row]
+    return {point: sum(curve[point] for curve in curves) / len(curves) for point in (curves[0] if curves else ())}
+
+
+def pairs_recalled(accuracy: dict[int, float]) -> float:
+    """The largest number of pairs that a model gives back, over all loads."""
+    return max((pairs * share for pairs, share in accuracy.items()), default=0.0)
+
+
+def table(rows: Rows) -> str:
+    """Markdown table: a line per mixer and head size, with the mean accuracy in per cent at each point.
+
+    In word problems a cell is followed by the number of seeds with at least 99%, where there are several.
+    """
+    task = task_of(rows)
+    points = sorted({point for row in rows for point in row.get("points", ())})
+    recall = task == "mqar"
+    seeds = max(len(group) for group in by_model(rows).values())
+    heads = ["mixer", "head size", "KB", *map(str, points), "pairs recalled" if recall else "level", "diverged"]
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    for (mixer, head_dim), group in by_model(rows).items():
+        accuracy = mean_accuracy(group)
+        cells = [mixer, str(head_dim), f"{group[0]['bytes'] / 1e3:.1f}"]
+        for point in points:
+            solved = sum(value >= SOLVED for value in values_at(group, point))
+            cells.append(f"{100 * accuracy[point]:.1f}" if point in accuracy else "-")
+            cells[-1] += f" ({solved}/{len(group)})" if seeds > 1 and not recall else ""
+        cells.append(f"{pairs_recalled(accuracy):.0f}" if recall else _levels(group))
+        lines.append("| " + " | ".join([*cells, str(sum("error" in row for row in group))]) + " |")
+    return "\n".join(lines)
+
+
+def _levels(rows: Rows) -> str:
+    """The mean level that training reached, of all."""
+    reached = [row["level"] for row in rows if "level" in row]
+    return f"{sum(reached) / len(reached):.0f} of {rows[0]['levels']}" if reached else "-"
+
+
+def values_at(rows: Rows, point: int) -> Iterable[float]:
+    """The accuracy of every seed at a point."""
+    return (row["accuracy"][row["points"].index(point)] for row in rows if point in row.get("points", ()))
+
+
+def task_of(rows: Rows) -> str:
+    """The one task of all rows. Raises UserError if there are several or none."""
+    tasks = sorted({row["task"] for row in rows})
+    if len(tasks) != 1:
+        raise UserError(f"results of {', '.join(tasks) or 'no task'}: one plot shows one task; give files of one task")
+    return str(tasks[0])

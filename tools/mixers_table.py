@@ -1,0 +1,72 @@
+"""Tables of rows of `deltanet_recipes.study.mixer_row`, for readme_tables.py.
+
+There is one table per number of kept layers and budget of tokens. A line joins the seeds of one run. Behind ± stands
+the standard error of the measurement, or for several seeds half the range of their values.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+RATE = 1e-3  # of the new layers, which is not mentioned
+COLUMNS = {  # key -> header, digits
+    "kl": ("KL", 3),
+    "wt2": ("WikiText-2", 1),
+    "heldwiki": ("Wikipedia", 1),
+    "repeat": ("exact repeat", 2),
+    "needles_1k": ("needles in 1k, %", 1),
+    "pairs_8": ("8 pairs, %", 1),
+    "train_tokens_per_s": ("training, tokens/s", 0),
+    "decode_ms": ("decoding, ms/token", 1),
+    "state_mb": ("MB at 2k", 1),
+}
+
+Rows = Sequence[dict[str, Any]]
+
+
+def markdown(rows: Rows) -> str:
+    """All tables; failed runs are listed below them, and trained rows stand below the teacher's in each table."""
+    measured = [row for row in rows if "error" not in row]
+    teacher = [row for row in measured if not row["tokens"]]
+    parts: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for row in measured:
+        if row["tokens"]:
+            parts.setdefault((len(row["kept"]), -round(row["tokens"] / 1e6)), []).append(row)
+    blocks = []
+    for (kept, tokens), part in sorted(parts.items()):
+        layers = f"{kept} layers softmax" if kept else "All layers converted"
+        blocks.append(f"**{layers}, {-tokens}M tokens**\n\n{_table([*teacher, *part])}")
+    if failed := [f"failed: {row['run']} ({row['error']})" for row in rows if "error" in row]:
+        blocks.append("\n".join(failed))
+    return "\n\n".join(blocks) or "Nothing has been measured yet."
+
+
+def _table(rows: Rows) -> str:
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        runs.setdefault(re.sub(r"-s\d+$", "", row["run"]), []).append(row)
+    lines = ["| | " + " | ".join(header for header, _ in COLUMNS.values()) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
+    for seeds in runs.values():
+        cells = [_cell([row[key] for row in seeds if key in row], seeds[0].get(f"{key}_se"), digits)
+                 for key, (_, digits) in COLUMNS.items()]  # fmt: skip
+        lines.append(f"| {_label(seeds)} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _label(seeds: Rows) -> str:
+    row = seeds[0]
+    words = [row["mixer"] if row["tokens"] else row["run"]]
+    words += [f"{key}={str(value).lower()}" for key, value in row.get("set", {}).items()]
+    words += [f"rate {row['rate']:g}"] if row.get("rate", RATE) != RATE else []
+    return ", ".join(words) + (f" ({len(seeds)} seeds)" if len(seeds) > 1 else "")
+
+
+def _cell(values: list[float], error: float | None, digits: int) -> str:
+    if not values:
+        return "-"
+    if len(values) > 1:
+        error = (max(values) - min(values)) / 2
+    text = f"{sum(values) / len(values):,.{digits}f}"
+    return f"{text} ± {error:.{digits}f}" if error is not None else text
