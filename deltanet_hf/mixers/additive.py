@@ -1,4 +1,4 @@
-"""Rules that add to a state and never erase from it, by the gated delta rule.
+"""Rules that add to a state and never erase from it, by the gated delta rule without its erase term.
 
 S_t = exp(g_t) S_{t-1} + beta_t k_t v_t^T        o_t = D^-0.5 q_t^T S_t
 """
@@ -13,8 +13,6 @@ from torch import Tensor
 from deltanet_hf.mixers.attention_shape import MixerProjections
 from deltanet_hf.mixers.gated_deltanet import delta_rule
 from deltanet_hf.mixers.state import State
-
-NO_ERASE = 2.0**-60  # a write strength at which erasing is below the rounding of float64
 
 
 @dataclass(frozen=True)
@@ -40,17 +38,8 @@ def additive_rule(
     state_dtype: str,
     unit_length: bool = True,
 ) -> tuple[Tensor, State]:
-    """The rule above; arguments as in `delta_rule`.
-
-    The delta rule erases in proportion to its write strength, and writes in proportion to strength and value. With a
-    strength of 2^-60 beta and values of 2^60 v the writes are the same bits, and nothing is erased.
-    """
-    q, k, v, dtype = wide_range(q, k, v)
-    values, strength = v / NO_ERASE, beta * NO_ERASE
-    output, new_state = delta_rule(
-        q, k, values, g, strength, state, keep_state, cu_seqlens, recurrent, state_dtype, unit_length
-    )
-    return output.to(dtype), new_state
+    """The rule above; arguments as in `delta_rule`."""
+    return delta_rule(q, k, v, g, beta, state, keep_state, cu_seqlens, recurrent, state_dtype, unit_length, "off")
 
 
 def wide_range(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, torch.dtype]:

@@ -23,7 +23,6 @@ from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet, delta_rule
 from deltanet_hf.mixers.parts import Part
 from deltanet_hf.mixers.state import State
 
-STRONGEST_DECAY = -30.0  # a stronger log decay counts as this one; the state then keeps less than 1e-13
 WEAKEST_FEEDBACK = -7.0  # a logit; what is divided by its sigmoid stays in range
 START_FEEDBACK = 4.0  # f = .98: almost the delta rule, and f still has a gradient
 
@@ -94,13 +93,12 @@ def undecayed_rule(
 ) -> tuple[Tensor, State]:
     """The rule above, with q and k brought to unit length; feedback [HV], other arguments as in `delta_rule`.
 
-    The gated delta rule with strength eta f / exp(g) and values v exp(g) / f erases and writes the same.
+    The gated delta rule that predicts from the undecayed state, with strength eta f and values v / f, erases and
+    writes the same.
     """
     q, k, v, dtype = wide_range(q, k, v)
-    g = g.clamp_min(STRONGEST_DECAY)
-    values = v * (g.exp() / feedback).unsqueeze(-1)
-    strength = eta * feedback * (-g).exp()
+    values = (v / feedback.unsqueeze(-1)).to(v.dtype)
     output, new_state = delta_rule(
-        q, k, values.to(v.dtype), g, strength, state, keep_state, cu_seqlens, recurrent, state_dtype
+        q, k, values, g, eta * feedback, state, keep_state, cu_seqlens, recurrent, state_dtype, erase="undecayed"
     )
     return output.to(dtype), new_state

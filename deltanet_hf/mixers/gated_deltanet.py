@@ -28,6 +28,7 @@ from deltanet_hf.mixers.parts import DecayGate, is_plain
 from deltanet_hf.mixers.state import State
 from deltanet_hf.mixers.window_branch import WindowBranch
 from deltanet_kernels import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule, gated_delta_step_
+from deltanet_kernels.arguments import Erase
 
 CLOSED_GATE = -1e4  # a gate logit whose sigmoid and softplus are exactly 0
 
@@ -179,11 +180,12 @@ def delta_rule(
     recurrent: bool,
     state_dtype: str,
     unit_length: bool = True,
+    erase: Erase = "decayed",
 ) -> tuple[Tensor, State]:
     """The gated delta rule, by default with q and k at unit length, on a mixer's state; arguments as in `Mixer.mix`.
 
     `recurrent` takes the tokens one by one, which is the faster way for very few; it has no gradients on CUDA. The new
-    state is rounded to bfloat16 if `state_dtype` says so.
+    state is rounded to bfloat16 if `state_dtype` says so. `erase`: see `chunk_gated_delta_rule`.
     """
     rule = fused_recurrent_gated_delta_rule if recurrent and not torch.is_grad_enabled() else chunk_gated_delta_rule
     before = None if state is None else state["state"].to(torch.promote_types(q.dtype, torch.float32))
@@ -197,6 +199,7 @@ def delta_rule(
         output_final_state=keep_state,
         use_qk_l2norm_in_kernel=unit_length,
         cu_seqlens=cu_seqlens,
+        erase=erase,
     )
     if new_state is None:
         return output, {}

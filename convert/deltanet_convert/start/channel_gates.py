@@ -10,41 +10,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet, delta_rule
+from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
+from deltanet_hf.mixers.gated_linear import GatedLinear
 from deltanet_hf.mixers.gdn2 import GatedDeltaNet2
 from deltanet_hf.mixers.gla import GatedLinearAttention
 from deltanet_hf.mixers.kda import KimiDeltaAttention
-from deltanet_hf.mixers.state import State
 
 from .calibration import LayerCalibration
 from .gated_deltanet import start_gated_deltanet
-
-TINY = 2.0**-60
-
-
-class ScalarGatedLinear(GatedDeltaNet):
-    """Gated linear attention with one decay per head, for the fit; float32 or float64.
-
-    At a write strength of 2^-60 the gated delta rule erases less than its own rounding, and values that are 2^60 times
-    as large make up for it: a power of two changes no digit.
-    """
-
-    def mix(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        gates: tuple[Tensor, ...],
-        state: State | None,
-        keep_state: bool,
-        cu_seqlens: Tensor | None,
-    ) -> tuple[Tensor, State]:
-        g, beta = gates
-        v, beta = v * (beta / TINY).unsqueeze(-1), torch.full_like(beta, TINY)
-        recurrent, dtype = q.shape[1] == 1, self.settings.state_dtype
-        return delta_rule(q, k, v, g, beta, state, keep_state, cu_seqlens, recurrent, dtype)
 
 
 def start_kda(
@@ -58,7 +32,7 @@ def start_gla(
     attention: Any, layer: GatedLinearAttention, calibration: LayerCalibration, fit_memory: bool = True
 ) -> dict[str, Any]:
     """A rule of `START`: the fitted gated linear attention with a decay per head exactly; returns its figures."""
-    return _start(attention, layer, calibration, fit_memory, ScalarGatedLinear)[1]
+    return _start(attention, layer, calibration, fit_memory, GatedLinear)[1]
 
 
 def start_gdn2(
