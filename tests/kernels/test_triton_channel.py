@@ -115,6 +115,8 @@ def test_refused_calls_name_the_reason() -> None:
 
 def test_registered_operator_is_sound() -> None:
     """Schema, fake implementation and gradient registration agree with what the operator does."""
+    import deltanet_kernels.channel_gates.chunk  # noqa: F401 (registers it)
+
     inputs = make_channel_inputs(ChannelCase("opcheck", T=9, HQ=2, rule="gdn2"), torch.float32, DEVICE)
     names = ("q", "k", "v", "g", "beta", "erase_key", "initial_state")
     arguments = [inputs[name].detach() for name in names]

@@ -72,7 +72,7 @@ def test_one_kernel_for_all_gradients(case: Case, monkeypatch: pytest.MonkeyPatc
     assert launched
 
 
-@pytest.mark.parametrize("case", [SMALL[0], SMALL[7]], ids=str)
+@pytest.mark.parametrize("case", [SMALL[0], SMALL[3], SMALL[7]], ids=str)
 def test_half_precision(case: Case) -> None:
     inputs = make_inputs(case, torch.float16, DEVICE)
     assert_close(results(triton_chunk, inputs), truth(inputs), 1.5 * torch.finfo(torch.float16).eps)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from deltanet_kernels.channel_gates.arguments import ChannelCall
-from deltanet_kernels.channel_gates.config import ChannelConfig, channel_config, check_supported
+from deltanet_kernels.channel_gates.config import MIN_HALF_SIZE, ChannelConfig, channel_config, check_supported
 from deltanet_kernels.channel_gates.gradients_inputs import input_gradients_kernel
 from deltanet_kernels.channel_gates.gradients_pairs import pair_gradients_kernel
 from deltanet_kernels.channel_gates.outputs import outputs_kernel
@@ -249,12 +249,15 @@ def chunk_channel_gated_delta_rule_triton(call: ChannelCall) -> tuple[torch.Tens
     Raises:
         NotImplementedError: keys over 128 or values over 256 channels, or dtypes other than float32, bfloat16, float16.
     """
-    q, k = call.q, call.k
-    check_supported(q.dtype, q.shape[3], call.v.shape[3])
+    q, k, v, erase_key = call.q, call.k, call.v, call.erase_key
+    check_supported(q.dtype, q.shape[3], v.shape[3])
+    if min(q.shape[3], v.shape[3]) < MIN_HALF_SIZE:
+        q, k, v = q.float(), k.float(), v.float()
+        erase_key = None if erase_key is None else erase_key.float()
     if call.use_qk_l2norm_in_kernel:
         q, k = unit_rows(q), unit_rows(k)
     o, ht, *_ = _chunk(
-        q, k, call.v, call.g, call.beta, call.erase_key, call.initial_state, call.cu_seqlens, call.factor, call.erase,
+        q, k, v, call.g, call.beta, erase_key, call.initial_state, call.cu_seqlens, call.factor, call.erase,
         call.output_final_state, call.needs_gradients(), "auto",
     )  # fmt: skip
-    return o, ht if call.output_final_state else None
+    return o.to(call.v.dtype), ht if call.output_final_state else None

@@ -10,6 +10,7 @@ from deltanet_kernels.common.registration import cached
 from deltanet_kernels.gated_delta_rule.config import tile_width
 
 MAX_KEY_SIZE, MAX_VALUE_SIZE = 128, 256
+MIN_HALF_SIZE = 16  # smaller heads are computed in float32: too few numbers for their rounding errors to average out
 
 
 @dataclass(frozen=True)
@@ -43,11 +44,14 @@ def check_supported(dtype: torch.dtype, K: int, V: int) -> None:
 def channel_config(K: int, V: int, dtype: torch.dtype, capability: tuple[int, int]) -> ChannelConfig:
     """The configuration for head sizes K, V in `dtype` on a chip of this compute capability.
 
-    float16 has no range for factors above 1. In float32 the exponent's rounding grows with its size.
+    float16 has no range for factors above 1. In float32 the exponent's rounding grows with its size. In 16 bits no tile
+    is narrower than 64: beside wider ones, tiles of 16 columns gave wrong outputs on an H200 with Triton 3.6 (bfloat16,
+    K = 40, V = 16; see `gated_delta_rule.config.tile_width` for float16).
     """
     KP, VP = tile_width(K, dtype), tile_width(V, dtype)
     if dtype == torch.float32:
         return ChannelConfig(32, KP, VP, 32 if KP > 16 else 16, 32 if KP > 16 else 16, min(VP, 32), 1, 1, 10.0)
+    KP, VP = max(KP, 64), max(VP, 64)
     pipelined = capability[0] == 9
     return ChannelConfig(
         C=64,

@@ -149,7 +149,9 @@ def scores_kernel(
                 erase_base = erase_key + (flat * H + head // (HV // H)) * K
                 erase_tile = load_tile(erase_base + (i[:, None] * (H * K) + d[None, :]), mK, FULL)
             if UNDECAYED:
-                D = decay_to(G_before, s_before, G, s, i[:, None] > i[None, :]) * r[None, :]
+                # Rows past the end have no G before them; without the mask theirs may be infinite.
+                earlier = live[:, None] & (i[:, None] > i[None, :])
+                D = decay_to(G_before, s_before, G, s, earlier) * r[None, :]
             L = tl.dot(erase_tile, tl.trans(k_tile), input_precision=PRECISION)
             L = tl.where(i[:, None] > i[None, :], L * D * (b * r_erase)[:, None], 0.0)
             tl.store(L_out + (c.to(tl.int64) * HV + head) * (C * C) + square, L)
