@@ -23,7 +23,7 @@ AUTO: dict[str, Any] = {"layers": "auto", "mixer": "gated_deltanet+window"}
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(for_convert.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setitem(START, "gated_deltanet", quick_start)
 
 
