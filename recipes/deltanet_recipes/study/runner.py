@@ -38,7 +38,7 @@ MEASURES = {
     "recall": "deltanet_recipes.study.hybrid_row",
     "mixers": "deltanet_recipes.study.mixer_row",
 }
-CORES_PER_CONVERSION = 6  # the matrices are small: with 64 threads a conversion took several times longer
+CORES_PER_CONVERSION = 6  # the matrices are small: on CPUs, with 64 threads a conversion took several times longer
 
 
 class Failed(Exception):
@@ -78,7 +78,8 @@ class StudyRun:
         """Carry out all runs; returns the number of runs that failed."""
         cores = os.cpu_count() or 1
         converters = max(1, min(len(self.conversions), cores // CORES_PER_CONVERSION))
-        threads = [threading.Thread(target=self._convert_all) for _ in range(converters)]
+        gpus = list(dict.fromkeys(self.devices))
+        threads = [threading.Thread(target=self._convert_all, args=(gpus[i % len(gpus)],)) for i in range(converters)]
         threads += [threading.Thread(target=self._run_all, args=(device,)) for device in self.devices]
         for thread in threads:
             thread.start()
@@ -96,7 +97,7 @@ class StudyRun:
             raise
         return self.failures
 
-    def _convert_all(self) -> None:
+    def _convert_all(self, device: str | None) -> None:
         threads = min(os.cpu_count() or 1, CORES_PER_CONVERSION)
         while True:
             with self.lock:
@@ -107,7 +108,7 @@ class StudyRun:
             if not (folder / "conversion.json").is_file():
                 arguments = ["convert", self.study.teacher, str(folder), *self.options[folder].arguments(), "--resume"]
                 try:
-                    self._call("deltanet_recipes.cli", arguments, self.logs / f"{folder.name}.log", None, threads)
+                    self._call("deltanet_recipes.cli", arguments, self.logs / f"{folder.name}.log", device, threads)
                 except Failed as failure:
                     error = str(failure)
             self.conversion_done(folder, error)
