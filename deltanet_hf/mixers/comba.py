@@ -56,7 +56,7 @@ class Comba(GatedDeltaNet):
     name: ClassVar[str] = "comba"
     title: ClassVar[str] = "Comba"
     fp32: ClassVar[tuple[str, ...]] = (*GatedDeltaNet.fp32, "feedback", "correction")
-    fused_step: ClassVar[bool] = False
+    fused_step = False  # its queries are corrected by the convolved, rotated key
 
     def add_gates(self) -> None:
         super().add_gates()

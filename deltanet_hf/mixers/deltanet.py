@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from deltanet_hf.mixers.additive import wide_range
 from deltanet_hf.mixers.attention_shape import MixerProjections
 from deltanet_hf.mixers.feature_maps import elu_features
-from deltanet_hf.mixers.gated_deltanet import CLOSED_GATE, GatedDeltaNet, delta_rule
-from deltanet_hf.mixers.layer_kind import PositionEmbeddings, TensorShape
+from deltanet_hf.mixers.gated_deltanet import CLOSED_GATE, GatedDeltaNet, StepGates, delta_rule
+from deltanet_hf.mixers.layer_kind import TensorShape
 from deltanet_hf.mixers.settings import check_bool
 from deltanet_hf.mixers.state import State
 
@@ -98,20 +98,13 @@ class DeltaNet(GatedDeltaNet):
             shapes["key_sum"] = TensorShape((self.num_states, self.head_dim), torch.float32)
         return shapes
 
-    def step(
-        self, x: Tensor, position_embeddings: PositionEmbeddings | None, state: State, padding: Tensor | None
-    ) -> Tensor | None:
-        """As in the base class; None for the normalised form."""
-        return None if self.settings.normalised else super().step(x, position_embeddings, state, padding)
+    @property
+    def fused_step(self) -> bool:
+        return not self.settings.normalised
 
-    def logits(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def step_gates(self, x: Tensor) -> StepGates:
         b = self.b_proj(x)
-        return torch.zeros_like(b), b
-
-    def decay_parameters(self) -> tuple[Tensor, Tensor]:
-        """A decay rate of exp(A_log) = 0."""
-        closed = torch.full((self.num_states,), -torch.inf, device=self.b_proj.weight.device)
-        return closed, torch.zeros_like(closed)
+        return StepGates(torch.zeros_like(b), b)
 
 
 def normalisers(k: Tensor, beta: Tensor, key_sum: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -87,7 +87,7 @@ class DeltaProduct(GatedDeltaNet):
 
     name: ClassVar[str] = "deltaproduct"
     title: ClassVar[str] = "Gated DeltaProduct"
-    fused_step: ClassVar[bool] = False  # it writes once
+    fused_step = False  # it writes once
     Settings: ClassVar[type[MixerProjections]] = DeltaProductSettings
     settings: DeltaProductSettings  # type: ignore[assignment]
     householder: nn.ModuleList

@@ -16,7 +16,7 @@ changed the norm by at most .6% in float32 and in bfloat16.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,16 @@ QWEN3_5: dict[str, Any] = {
 }  # the layer of Qwen3.5's text models
 
 
+class StepGates(NamedTuple):
+    """Decay and write strength of one token, as the fused decoding step takes them."""
+
+    a: Tensor  # [B, 1, HV]: logit of the decay; the log decay itself without A_log
+    b: Tensor  # [B, 1, HV]: logit of the write strength; the strength itself without `sigmoid`
+    A_log: Tensor | None = None  # [HV], with dt_bias
+    dt_bias: Tensor | None = None
+    sigmoid: bool = True
+
+
 class GatedDeltaNet(Mixer):
     """The Gated DeltaNet layer; see the module's docstring for the rule and `Mixer` for what surrounds it."""
 
@@ -53,10 +63,8 @@ class GatedDeltaNet(Mixer):
     title: ClassVar[str] = "Gated DeltaNet"
     fp32: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias", *WindowBranch.FP32)
     without_lora: ClassVar[tuple[str, ...]] = ("a_proj", "b_proj", "share_proj")  # one output per head
-    fused_step: ClassVar[bool] = True
-    """Whether the fused decoding step computes this rule."""
-    erases: ClassVar[bool] = True
-    """Whether a write erases what its key held."""
+    erase: ClassVar[Erase] = "decayed"
+    """The prediction that a write subtracts from its value, in `mix` and in the fused step."""
     fits_memory: ClassVar[bool] = True
     """Whether it has a decay or a write strength that a start from a teacher fits."""
     a_proj: Any  # nn.Linear, or None in a rule whose decay does not come from the input
@@ -108,11 +116,17 @@ class GatedDeltaNet(Mixer):
         cu_seqlens: Tensor | None,
     ) -> tuple[Tensor, State]:
         g, beta = gates
-        return delta_rule(q, k, v, g, beta, state, keep_state, cu_seqlens, q.shape[1] == 1, self.settings.state_dtype)
+        recurrent, dtype = q.shape[1] == 1, self.settings.state_dtype
+        return delta_rule(q, k, v, g, beta, state, keep_state, cu_seqlens, recurrent, dtype, erase=self.erase)
 
     def recurrent_shapes(self) -> dict[str, TensorShape]:
         dtype = getattr(torch, self.settings.state_dtype)
         return {"state": TensorShape((self.num_states, self.head_dim, self.head_dim), dtype)}
+
+    @property
+    def fused_step(self) -> bool:
+        """Whether the fused decoding step computes this rule; a rule with a `mix` of its own says no."""
+        return True
 
     def step(
         self, x: Tensor, position_embeddings: PositionEmbeddings | None, state: State, padding: Tensor | None
@@ -134,13 +148,16 @@ class GatedDeltaNet(Mixer):
         if self._rotate is not None:  # every family's `apply_rotary_pos_emb` turns the halves of the leading channels
             assert position_embeddings is not None
             cos, sin = position_embeddings
+        gates = self.step_gates(x)
         output = gated_delta_step_(
             q,
             k,
             v,
-            *self.logits(x),
+            gates.a,
+            gates.b,
             state["state"],
-            *self.decay_parameters(),
+            gates.A_log,
+            gates.dt_bias,
             None if self.conv1d is None else self.conv1d.weight.squeeze(1),
             state.get("conv_tail"),
             None if self.g_proj is None else self.g_proj(x),
@@ -153,19 +170,17 @@ class GatedDeltaNet(Mixer):
             v_silu=self.settings.v_activation == "silu",
             k_offset=None if self.k_offset is None else self.k_offset.weight,
             allow_neg_eigval=self.settings.allow_neg_eigval,
+            use_beta_sigmoid_in_kernel=gates.sigmoid,
+            erase=self.erase,
         )
         if self.window_branch is not None:
             q, k, v = self.window_inputs(parts, position_embeddings)
             output = self.window_branch.step(x, q, k, v, output, state, padding)
         return self.o_proj(output.flatten(-2))
 
-    def logits(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits of decay and write strength [B, T, HV] for the fused step."""
-        return self.a_proj(x), self.b_proj(x)
-
-    def decay_parameters(self) -> tuple[Tensor, Tensor]:
-        """A_log and dt_bias [HV] for the fused step."""
-        return self.decay.A_log, self.decay.dt_bias
+    def step_gates(self, x: Tensor) -> StepGates:
+        """Decay and write strength for the fused step, from the layer's input x [B, 1, hidden]."""
+        return StepGates(self.a_proj(x), self.b_proj(x), self.decay.A_log, self.decay.dt_bias)
 
 
 def delta_rule(

@@ -11,12 +11,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from torch import Tensor
-
-from deltanet_hf.mixers.additive import AdditiveSettings, additive_rule
+from deltanet_hf.mixers.additive import AdditiveSettings
 from deltanet_hf.mixers.attention_shape import MixerProjections
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
-from deltanet_hf.mixers.state import State
+from deltanet_kernels.arguments import Erase
 
 
 class GatedLinear(GatedDeltaNet):
@@ -25,19 +23,4 @@ class GatedLinear(GatedDeltaNet):
     name: ClassVar[str] = "gated_linear"
     title: ClassVar[str] = "gated linear attention"
     Settings: ClassVar[type[MixerProjections]] = AdditiveSettings
-    fused_step: ClassVar[bool] = False
-    erases: ClassVar[bool] = False
-
-    def mix(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        gates: tuple[Tensor, ...],
-        state: State | None,
-        keep_state: bool,
-        cu_seqlens: Tensor | None,
-    ) -> tuple[Tensor, State]:
-        g, beta = gates
-        dtype = self.settings.state_dtype
-        return additive_rule(q, k, v, g, beta, state, keep_state, cu_seqlens, q.shape[1] == 1, dtype)
+    erase: ClassVar[Erase] = "off"

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from deltanet_hf.mixers.attention_shape import MixerProjections
 from deltanet_hf.mixers.channel_decay import ChannelDecayGate, channel_rule, gate_rank
 from deltanet_hf.mixers.gated_deltanet import CLOSED_GATE, GatedDeltaNet
-from deltanet_hf.mixers.layer_kind import PositionEmbeddings
 from deltanet_hf.mixers.state import State
 
 
@@ -29,6 +28,8 @@ class KimiDeltaAttention(GatedDeltaNet):
     name: ClassVar[str] = "kda"
     title: ClassVar[str] = "Kimi Delta Attention"
     without_lora: ClassVar[tuple[str, ...]] = ("f_down", "f_up", "b_proj", "share_proj")
+
+    fused_step = False  # it decays per head
 
     @classmethod
     def default_settings(cls, profile: str, training: bool = True) -> MixerProjections:
@@ -69,12 +70,6 @@ class KimiDeltaAttention(GatedDeltaNet):
     ) -> tuple[Tensor, State]:
         g, beta = gates
         return channel_rule(q, k, v, g, beta, state, keep_state, cu_seqlens, self.settings.state_dtype)
-
-    def step(
-        self, x: Tensor, position_embeddings: PositionEmbeddings | None, state: State, padding: Tensor | None
-    ) -> Tensor | None:
-        """None: the fused step decays per head."""
-        return None
 
     @torch.no_grad()
     def start_decay(self, scalar: GatedDeltaNet) -> None:

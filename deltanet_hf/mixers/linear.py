@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from deltanet_hf.mixers.additive import AdditiveSettings, additive_rule, wide_range
 from deltanet_hf.mixers.attention_shape import MixerProjections
 from deltanet_hf.mixers.feature_maps import TaylorFeatures, elu_features, taylor_size
+from deltanet_hf.mixers.gated_deltanet import StepGates
 from deltanet_hf.mixers.gated_linear import GatedLinear
 from deltanet_hf.mixers.layer_kind import TensorShape
 from deltanet_hf.mixers.settings import check_choice
@@ -92,6 +93,14 @@ class Linear(GatedLinear):
         recurrent, state_dtype = q.shape[1] == 1, self.settings.state_dtype
         output, state = additive_rule(q, k, v, g, beta, state, keep_state, cu_seqlens, recurrent, state_dtype, False)
         return (output[..., :-1] / output[..., -1:].clamp_min(TINY)).to(dtype), state
+
+    @property
+    def fused_step(self) -> bool:
+        return self.settings.feature_map == "none"
+
+    def step_gates(self, x: Tensor) -> StepGates:
+        g, beta = self.gates(x, None)
+        return StepGates(g, beta, sigmoid=False)
 
     def adapt_to(self, q: Tensor, k: Tensor) -> None:
         if self.features is not None:

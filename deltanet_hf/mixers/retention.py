@@ -14,6 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from deltanet_hf.mixers.gated_deltanet import StepGates
 from deltanet_hf.mixers.gated_linear import GatedLinear
 from deltanet_hf.mixers.parts import Part
 from deltanet_hf.mixers.window_branch import WindowBranch
@@ -56,3 +57,7 @@ class Retention(GatedLinear):
         if padding is not None:
             g, beta = (gate.masked_fill(padding.unsqueeze(-1), 0.0) for gate in (g, beta))
         return g, beta
+
+    def step_gates(self, x: Tensor) -> StepGates:
+        g, beta = self.gates(x, None)
+        return StepGates(g, beta, sigmoid=False)

@@ -20,6 +20,7 @@ from deltanet_hf.mixers.gated_deltanet import delta_rule
 from deltanet_hf.mixers.layer_kind import TensorShape
 from deltanet_hf.mixers.mixed_heads import MixedHeads
 from deltanet_hf.mixers.state import State, cache_bytes
+from support.registry import rows
 from support.tiny_conversion import quick_start, teacher_folder, tiny_conversion
 from support.tiny_models import LAYERS
 
@@ -66,20 +67,32 @@ def short_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate_fit, "STRENGTHS", (0.05, 0.5))
 
 
-@pytest.fixture(params=[*(name for name in MIXERS if name != MixedHeads.name), ConstantDecay.name])
+NAMES = [*(name for name in MIXERS if name != MixedHeads.name), ConstantDecay.name]
+every_mixer = pytest.mark.parametrize("mixer", rows(NAMES), indirect=True)
+mixers_in_full = pytest.mark.parametrize("mixer", rows(NAMES, all_by_default=False), indirect=True)
+
+
+@pytest.fixture
 def mixer(request: pytest.FixtureRequest, short_fit: None, monkeypatch: pytest.MonkeyPatch) -> str:
     """The name of each mixer in turn; the fit is short."""
     monkeypatch.setitem(MIXERS, ConstantDecay.name, ConstantDecay)
     return str(request.param)
 
 
-@pytest.mark.parametrize("layers", ["all", "every:2"])
+@every_mixer
 @torch.no_grad()
-def test_conversion_loads_and_decodes(tmp_path: Path, mixer: str, layers: str) -> None:
+def test_conversion_loads_and_decodes(tmp_path: Path, mixer: str) -> None:
+    teacher = teacher_folder(tmp_path / "teacher", "qwen3", num_hidden_layers=2)
+    report = tiny_conversion(teacher, tmp_path / "out", mixer=mixer, layers="every:2")
+    check_result(tmp_path / "out", report, [0], mixer)
+
+
+@mixers_in_full
+@torch.no_grad()
+def test_conversion_of_all_layers_loads_and_decodes(tmp_path: Path, mixer: str) -> None:
     teacher = teacher_folder(tmp_path / "teacher", "qwen3")
-    report = tiny_conversion(teacher, tmp_path / "out", mixer=mixer, layers=layers)
-    converted = [index for index in range(LAYERS) if layers == "all" or index % 2 == 0]
-    check_result(tmp_path / "out", report, converted, mixer)
+    report = tiny_conversion(teacher, tmp_path / "out", mixer=mixer, layers="all")
+    check_result(tmp_path / "out", report, list(range(LAYERS)), mixer)
 
 
 @pytest.mark.usefixtures("short_fit")
@@ -108,7 +121,7 @@ def check_result(folder: Path, report: dict[str, Any], converted: list[int], mix
 
     complete = model.eval()(IDS).logits
     cache, parts = DynamicCache(config=model.config), []
-    for part in (IDS[:, :40], *IDS[:, 40:].split(1, dim=1)):
+    for part in (IDS[:, :75], *IDS[:, 75:].split(1, dim=1)):
         parts.append(model(part, past_key_values=cache, use_cache=True).logits)
     torch.testing.assert_close(torch.cat(parts, dim=1), complete, rtol=1e-3, atol=1e-3)
 
@@ -119,6 +132,7 @@ def check_result(folder: Path, report: dict[str, Any], converted: list[int], mix
     assert cache_bytes(cache) == sum(layer["state_bytes"] for layer in planned) + growing * IDS.shape[1]
 
 
+@mixers_in_full
 def test_resumed_conversion_gives_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mixer: str) -> None:
     teacher = teacher_folder(tmp_path / "teacher", "llama", num_hidden_layers=3)
     tiny_conversion(teacher, tmp_path / "whole", mixer=mixer)
@@ -140,6 +154,7 @@ def test_resumed_conversion_gives_the_same_bytes(tmp_path: Path, monkeypatch: py
         assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "resumed" / name).read_bytes(), name
 
 
+@every_mixer
 def test_every_mixer_has_a_start_rule(mixer: str) -> None:
     assert set(START) <= set(MIXERS)
     assert start_rule(mixer) is START.get(mixer, start_from_scratch)

@@ -25,7 +25,13 @@ WIRINGS: dict[str, dict[str, Any]] = {
     "centred": {"k_offset": True, "allow_neg_eigval": True},
     "grouped heads, centred": {"expand_kv": False, "k_offset": True, "conv_size": 4, "allow_neg_eigval": True},
     "no norm": {"output_norm": "none", "v_activation": "silu"},
+    "gated_linear": {"mixer": "gated_linear", "qk_activation": "silu"},
+    "retention": {"mixer": "retention", "expand_kv": False},
+    "linear": {"mixer": "linear", "conv_size": 0, "k_offset": True},
+    "linear+window": {"mixer": "linear+window", "window": 3, "sinks": 1, "state_dtype": "float32"},
+    "deltanet": {"mixer": "deltanet", "allow_neg_eigval": True},
 }
+UNERASED = ("gated_linear", "retention", "linear", "linear+window")
 
 
 @pytest.fixture
@@ -42,8 +48,9 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     return shapes
 
 
-def student(wiring: str, family: str = "qwen3") -> PreTrainedModel:
-    return tiny_student(family, "qwen3_5" if wiring == "qwen3_5" else "faithful", HYBRID, **WIRINGS[wiring])
+def student(wiring: str, family: str = "qwen3", **changes: Any) -> PreTrainedModel:
+    profile = "qwen3_5" if wiring == "qwen3_5" else "faithful"
+    return tiny_student(family, profile, HYBRID, **{**WIRINGS[wiring], **changes})
 
 
 def decode(model: Any, cache: Any, **kwargs: Any) -> torch.Tensor:
@@ -71,7 +78,7 @@ def test_steps_equal_the_separate_operators_and_the_prefill(
         assert one.get_seq_length() == other.get_seq_length() == 12
 
 
-@pytest.mark.parametrize("wiring", ["faithful", "qwen3_5"])
+@pytest.mark.parametrize("wiring", ["faithful", "qwen3_5", *UNERASED[:3]])
 def test_generation_of_a_padded_batch_draws_the_same_tokens(
     wiring: str, taken: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,7 +107,7 @@ def test_a_compiled_step_with_a_static_cache_equals_the_prefill(wiring: str) -> 
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("wiring", ["faithful", "qwen3_5"])
+@pytest.mark.parametrize("wiring", ["faithful", "qwen3_5", "retention"])
 def test_steps_in_low_precision_err_no_more_than_the_separate_operators(
     wiring: str, taken: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,6 +124,47 @@ def test_steps_in_low_precision_err_no_more_than_the_separate_operators(
     assert len(taken) == 3 * 4 * len(HYBRID)
     monkeypatch.setattr(GatedDeltaNet, "step", lambda *args: None)
     assert all(one <= 1.5 * other for one, other in zip(fused, errors(), strict=True))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("wiring", ["faithful", *UNERASED])
+def test_steps_leave_a_rounded_state_alone_at_padding(wiring: str, taken: list[tuple[int, ...]]) -> None:
+    model = student(wiring, state_dtype="bfloat16")
+    cache = DynamicCache(config=model.config)
+    model(TOKENS[:, :8], past_key_values=cache, use_cache=True)
+    states = [cache.layers[index].state for index in HYBRID]
+    before = [{name: tensor.clone() for name, tensor in state.items()} for state in states]
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[1, 8] = 0
+    model(TOKENS[:, 8:9], attention_mask=mask, past_key_values=cache, use_cache=True)
+    assert len(taken) == len(HYBRID)
+    for state, old in zip(states, before, strict=True):
+        assert state["state"].dtype == torch.bfloat16
+        assert torch.equal(state["state"][1], old["state"][1])
+        assert not torch.equal(state["state"][0], old["state"][0])
+        if "conv_tail" in state:
+            assert not state["conv_tail"][1, :, -1].any()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"conv_on": "k"},
+        {"mixer": "linear", "conv_on": "k"},
+        {"mixer": "linear", "feature_map": "elu"},
+        {"mixer": "deltanet", "normalised": True},
+        {"mixer": "comba"},
+        {"mixer": "efla"},
+        {"mixer": "kda"},
+    ],
+    ids=lambda changes: "-".join(map(str, changes.values())),
+)
+def test_what_the_fused_step_does_not_compute(changes: dict[str, Any], taken: list[tuple[int, ...]]) -> None:
+    model = tiny_student("llama", layers=(0,), **changes)
+    found = decode(model, DynamicCache(config=model.config))
+    assert taken == []
+    torch.testing.assert_close(found, model(TOKENS).logits[:, 8:], rtol=2e-4, atol=2e-4)
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from deltanet_hf.mixers import MIXERS
 from deltanet_hf.models.families import FAMILIES
+from support.registry import IN_FULL
 from support.tiny_models import HYBRID, ONE_NORM, mixed_mixture_table, mixture_table, tiny_mixture, tiny_student
 
 LENGTH = 19
@@ -30,27 +31,40 @@ STUDENTS: dict[str, Callable[[str], PreTrainedModel]] = {
     ),
     "mixed heads": lambda family: tiny_mixture(family, mixed_mixture_table()),
 }
-IN_EVERY_FAMILY = ("faithful", "window")
+IN_EVERY_FAMILY = "window"  # a student with both kinds of layers
 REPRESENTATIVES = ("llama", "gemma3_text", "phi3")  # of the families, for the other students; the rest is slow
 
 
-def cases() -> Iterator[Any]:
+def cases() -> Iterator[tuple[str, Callable[[], PreTrainedModel], bool]]:
+    """Name and maker of every student, and whether the tests of every mixer take it by default."""
     for what in STUDENTS:
         for family in FAMILIES:
             if what == "mixed heads" and family in ONE_NORM:
                 continue
-            quick = what in IN_EVERY_FAMILY or family in REPRESENTATIVES
-            yield pytest.param(
-                functools.partial(STUDENTS[what], family),
-                id=f"{family}-{what}",
-                marks=() if quick else pytest.mark.slow,
-            )
+            quick = what == IN_EVERY_FAMILY or family in REPRESENTATIVES
+            yield f"{family}-{what}", functools.partial(STUDENTS[what], family), quick
     for mixer in MIXERS:
-        if mixer not in ("gated_deltanet", "mixed_heads"):
-            yield pytest.param(functools.partial(tiny_student, "llama", mixer=mixer), id=f"llama-{mixer}")
+        if mixer not in IN_FULL:
+            yield f"llama-{mixer}", functools.partial(tiny_student, "llama", layers=HYBRID, mixer=mixer), True
 
 
-@pytest.fixture(scope="module", params=cases())
+CASES = list(cases())
+
+
+def students(all_mixers: bool) -> Any:
+    """Runs a test over the students; unless `all_mixers`, those of mixers that are not in `IN_FULL` are slow."""
+    brief = {f"llama-{mixer}" for mixer in MIXERS} if not all_mixers else set()
+    parameters = [
+        pytest.param(make, id=name, marks=() if quick and name not in brief else pytest.mark.slow)
+        for name, make, quick in CASES
+    ]
+    return pytest.mark.parametrize("folder", parameters, indirect=True, scope="module")
+
+
+every_mixer, mixers_in_full = students(all_mixers=True), students(all_mixers=False)
+
+
+@pytest.fixture(scope="module")
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path: Path = tmp_path_factory.mktemp("model")
     request.param().save_pretrained(path)
@@ -76,6 +90,7 @@ def close(ours: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(ours, expected, rtol=2e-4, atol=2e-4)
 
 
+@every_mixer
 def test_loads_without_missing_or_unexpected_keys(folder: Path) -> None:
     _, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not info["missing_keys"]
@@ -83,6 +98,7 @@ def test_loads_without_missing_or_unexpected_keys(folder: Path) -> None:
     assert not info["mismatched_keys"]
 
 
+@every_mixer
 def test_greedy_generation_equals_full_forward(model: PreTrainedModel, tokens: torch.Tensor) -> None:
     generated = model.generate(
         tokens, max_new_tokens=8, do_sample=False, eos_token_id=None, return_dict_in_generate=True, output_logits=True
@@ -92,6 +108,7 @@ def test_greedy_generation_equals_full_forward(model: PreTrainedModel, tokens: t
     close(torch.stack(generated.logits, dim=1), full)
 
 
+@every_mixer
 def test_padded_batch_equals_single_rows(model: PreTrainedModel, tokens: torch.Tensor) -> None:
     single = logits(model, tokens[1:, 5:])
     left = torch.ones_like(tokens)
@@ -103,6 +120,7 @@ def test_padded_batch_equals_single_rows(model: PreTrainedModel, tokens: torch.T
     close(logits(model, shifted, attention_mask=right)[1:, : LENGTH - 5], single)
 
 
+@mixers_in_full
 def test_left_padded_generation_equals_single_row(model: PreTrainedModel, tokens: torch.Tensor) -> None:
     mask = torch.ones_like(tokens)
     mask[0, :7] = 0
@@ -112,6 +130,7 @@ def test_left_padded_generation_equals_single_row(model: PreTrainedModel, tokens
     assert batch[0, LENGTH:].tolist() == alone[0, LENGTH - 7 :].tolist()
 
 
+@every_mixer
 def test_packed_equals_unpacked(model: PreTrainedModel, tokens: torch.Tensor) -> None:
     row = tokens[:1]
     parts = torch.cat([logits(model, row[:, :6]), logits(model, row[:, 6:7]), logits(model, row[:, 7:])], dim=1)
@@ -121,6 +140,7 @@ def test_packed_equals_unpacked(model: PreTrainedModel, tokens: torch.Tensor) ->
     close(logits(model, row, cu_seq_lens_q=boundaries), parts)
 
 
+@every_mixer
 def test_chunked_prefill_equals_one_shot(model: PreTrainedModel, tokens: torch.Tensor) -> None:
     cache = DynamicCache(config=model.config)
     chunks = [logits(model, part, past_key_values=cache, use_cache=True) for part in tokens.split([7, 1, 11], dim=1)]
@@ -128,10 +148,12 @@ def test_chunked_prefill_equals_one_shot(model: PreTrainedModel, tokens: torch.T
     assert cache.get_seq_length() == LENGTH
 
 
+@mixers_in_full
 def test_one_row_equals_many(model: PreTrainedModel, tokens: torch.Tensor) -> None:
     close(torch.cat([logits(model, row) for row in tokens.split(1)]), logits(model, tokens))
 
 
+@mixers_in_full
 def test_beam_search_reorders_the_state(model: PreTrainedModel, tokens: torch.Tensor) -> None:
     options = {"max_new_tokens": 5, "num_beams": 3, "do_sample": False, "eos_token_id": None}
     with_cache = model.generate(tokens, use_cache=True, **options)
@@ -139,6 +161,7 @@ def test_beam_search_reorders_the_state(model: PreTrainedModel, tokens: torch.Te
     assert with_cache.tolist() == without.tolist()
 
 
+@mixers_in_full
 def test_peft_trains_saves_loads_and_merges(folder: Path, tokens: torch.Tensor, tmp_path: Path) -> None:
     torch.manual_seed(0)
     base = AutoModelForCausalLM.from_pretrained(folder)

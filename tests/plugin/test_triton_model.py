@@ -92,3 +92,35 @@ def test_prefill_and_decoding_with_a_cache(
         answers.append(torch.cat(parts, dim=1))
         assert {"chunk_gated_delta_rule", *decoders} <= set(calls)
     torch.testing.assert_close(answers[1], answers[0], rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("mixer", "changes"),
+    [("gated_linear", {"expand_kv": False}), ("retention", {}), ("linear", {"window": 3, "sinks": 1, "conv_size": 0})],
+)
+def test_fused_steps_of_rules_that_erase_nothing(
+    mixer: str, changes: dict[str, Any], send: Callable[[str], list[str]]
+) -> None:
+    """Behind a prefill in PyTorch, with padding on the left of one row."""
+    model = tiny_student("llama", layers=(0,), mixer=mixer, state_dtype="float32", **changes).to(DEVICE)
+    tokens = torch.randint(3, 97, (2, 9), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    mask = torch.ones_like(tokens)
+    mask[1, :4] = 0
+    send("torch")
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    wanted = model(tokens, attention_mask=mask, position_ids=positions).logits[:, 7:]
+    cache = DynamicCache(config=model.config)
+    model(tokens[:, :7], attention_mask=mask[:, :7], position_ids=positions[:, :7], past_key_values=cache)
+    calls = send("triton")
+    found = [
+        model(
+            tokens[:, t : t + 1],
+            attention_mask=mask[:, : t + 1],
+            position_ids=positions[:, t : t + 1],
+            past_key_values=cache,
+        ).logits
+        for t in (7, 8)
+    ]
+    assert calls == ["gated_delta_step_", "window_step_"][: 2 if changes.get("window") else 1] * 2
+    torch.testing.assert_close(torch.cat(found, dim=1), wanted, rtol=1e-4, atol=1e-4)

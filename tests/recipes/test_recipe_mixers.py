@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from deltanet_hf.mixers import FLOAT32_NAMES, MIXERS, AttentionKind
+from deltanet_hf.mixers import FLOAT32_NAMES, AttentionKind
 from deltanet_hf.models.layers import LayerTable
 from deltanet_recipes.config import load_recipe
 from deltanet_recipes.schema_sections import Optimizer
@@ -19,6 +19,7 @@ from deltanet_recipes.training.logbook import read_log
 from deltanet_recipes.training.model_pair import load_student, mixers
 from deltanet_recipes.training.optim import parameter_groups
 from deltanet_recipes.training.pipeline import run
+from support.registry import rows
 from support.tiny_run import ALIGN, DISTIL, WORDS, make_workplace, recipe_tree, write_recipe
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -28,7 +29,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
 IDS = torch.randint(4, 4 + WORDS, (2, 40), generator=torch.Generator().manual_seed(3))
 
 
-@pytest.fixture(params=MIXERS, scope="module")
+every_mixer = pytest.mark.parametrize("workplace", rows(), indirect=True, scope="module")
+mixers_in_full = pytest.mark.parametrize("workplace", rows(all_by_default=False), indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
 def workplace(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a student with this mixer in layers 0 and 2, beside its softmax layer 1."""
     settings = {"mixer": request.param, **SETTINGS.get(request.param, {})}
@@ -48,9 +53,19 @@ def stages_for(workplace: Path, distil: dict[str, Any]) -> list[dict[str, Any]]:
     return [*([align] if mixers(load_student(str(workplace / "student"))) else []), {**DISTIL, **distil}]
 
 
-@pytest.mark.parametrize("train_key", ["lora", "full"])
-@pytest.mark.parametrize("isolated", [False, True])
-def test_it_is_aligned_and_distilled(workplace: Path, tmp_path: Path, train_key: str, isolated: bool) -> None:
+@every_mixer
+def test_it_is_aligned_and_distilled(workplace: Path, tmp_path: Path) -> None:
+    check_training(workplace, tmp_path, "full", isolated=True)
+
+
+@mixers_in_full
+@pytest.mark.parametrize(("train_key", "isolated"), [("lora", False), ("lora", True), ("full", False)])
+def test_it_is_trained_in_other_ways(workplace: Path, tmp_path: Path, train_key: str, isolated: bool) -> None:
+    check_training(workplace, tmp_path, train_key, isolated)
+
+
+def check_training(workplace: Path, tmp_path: Path, train_key: str, isolated: bool) -> None:
+    """A run lowers the errors of both stages and moves all new parameters and matrices."""
     stages = stages_for(workplace, {"tokens": 128 * 20, "train": train_key, "ce_weight": 0.0})
     final = train(workplace, tmp_path / "run", stages, isolate_documents=isolated)
     rows = read_log(tmp_path / "run")
@@ -71,6 +86,7 @@ def test_it_is_aligned_and_distilled(workplace: Path, tmp_path: Path, train_key:
         assert after[name].dtype == (torch.float32 if wide else before[name].dtype)
 
 
+@mixers_in_full
 def test_the_final_model_loads_with_its_layer_table(workplace: Path, tmp_path: Path) -> None:
     final = train(workplace, tmp_path / "run", stages_for(workplace, {"tokens": 256}))
     model = AutoModelForCausalLM.from_pretrained(final).eval()
@@ -85,6 +101,7 @@ def test_the_final_model_loads_with_its_layer_table(workplace: Path, tmp_path: P
     assert ("linear-attention" in card) == (kind.mixer.new_weights and not issubclass(kind.mixer, AttentionKind))
 
 
+@mixers_in_full
 def test_an_interrupted_run_continues_with_the_same_losses(
     workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

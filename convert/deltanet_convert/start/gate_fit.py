@@ -97,7 +97,7 @@ class GateFit(nn.Module):
 
         Without erasing, a constant write strength scales the output only.
         """
-        strengths = STRENGTHS if self.layer[0].erases and self.b_const is not None else (0.5,)
+        strengths = STRENGTHS if self.layer[0].erase != "off" and self.b_const is not None else (0.5,)
         yield from itertools.product(HALF_LIVES if self.A_log is not None else (1.0,), strengths)
 
     def set_channels(self, weight_HD: Tensor) -> None:
