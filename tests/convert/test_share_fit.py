@@ -127,6 +127,28 @@ def test_a_layer_whose_calibration_fits_into_the_window_is_the_teachers_attentio
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(
+    "changes", [{}, {"mixer": "deltaproduct+window"}, {"expand_kv": True, "shared_kv": True}], ids=str
+)
+def test_a_sample_projects_once_and_holds_what_operator_and_window_read(changes: dict[str, Any]) -> None:
+    attention, states, kwargs = layer_inputs(tiny_teacher("qwen3", attn_implementation="eager"), 0, 2, 20)
+    layer: Any = blank_layer(
+        "qwen3", "faithful", 0, **{"mixer": "gated_deltanet+window", "window": 4, **changes}
+    ).eval()
+    copy_attention(attention, layer)
+    calls: list[str] = []
+    for name in ("q_proj", "k_proj", "v_proj"):
+        getattr(layer, name).register_forward_hook(lambda *_, name=name: calls.append(name))
+    samples = Samples(attention, layer, states, kwargs)
+    assert sorted(calls) == ["k_proj"] * 2 + ["q_proj"] * 2 + ["v_proj"] * 2
+    for sample in samples.kept:
+        wanted = layer.project_qkv(sample.x, kwargs["position_embeddings"])
+        assert all(torch.equal(*pair) for pair in zip((sample.q, sample.k, sample.v), wanted, strict=True))
+        parts = layer.window_inputs(layer.project(sample.x), kwargs["position_embeddings"])
+        assert torch.equal(sample.near, layer.window_branch.attend(*parts, None)[0])
+
+
+@torch.no_grad()
 @pytest.mark.parametrize(("sequences", "tokens"), [(1, 1), (1, 2), (1, 5), (3, 9)])
 def test_few_and_short_sequences(sequences: int, tokens: int) -> None:
     layer, _, states, kwargs, figures = started("qwen3", sequences, tokens, window=3)
