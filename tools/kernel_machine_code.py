@@ -12,6 +12,7 @@ line numbers and file names. Two trees with equal first three columns run the sa
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import importlib
 import pkgutil
@@ -241,25 +242,38 @@ def window_calls() -> list[tuple[str, Callable[[], object]]]:
         ("fp32", 256, 2, 4, False),
     ):  # fmt: skip
 
-        def attend(dtype: str = dtype, D: int = D, HQ: int = HQ, sinks: int = sinks, packed: bool = packed) -> None:
+        def attend(
+            cap: float | None = None,
+            dtype: str = dtype,
+            D: int = D,
+            HQ: int = HQ,
+            sinks: int = sinks,
+            packed: bool = packed,
+        ) -> None:
             q, k, v = (torch.zeros(1, 200, heads, D, dtype=DTYPES[dtype]).requires_grad_() for heads in (HQ, 2, 2))
             offsets = torch.tensor([0, 70, 200], dtype=torch.int32) if packed else None
-            o, lse = window_attention_triton(WindowCall(q, k, v, 64, sinks, None, offsets))
+            o, lse = window_attention_triton(WindowCall(q, k, v, 64, sinks, None, offsets, cap))
             (o.float().sum() + lse.sum()).backward()
 
-        found.append((f"window-{dtype}-{D}-{sinks}{'-packed' if packed else ''}", attend))
+        name = f"window-{dtype}-{D}-{sinks}{'-packed' if packed else ''}"
+        found.append((name, attend))
+        if D == 256:  # the head size of Gemma 2
+            found.append((f"{name}-capped", functools.partial(attend, 50.0)))
     for dtype, D, HQ, B in (("bf16", 64, 6, 1), ("bf16", 128, 8, 64), ("fp32", 100, 2, 2), ("bf16", 256, 4, 200)):
 
-        def step(dtype: str = dtype, D: int = D, HQ: int = HQ, B: int = B) -> None:
+        def step(cap: float | None = None, dtype: str = dtype, D: int = D, HQ: int = HQ, B: int = B) -> None:
             q, k, v, far = (torch.zeros(B, 1, heads, D, dtype=DTYPES[dtype]) for heads in (HQ, 2, 2, HQ))
             keys, values = (torch.zeros(B, 2, 68, D, dtype=DTYPES[dtype]) for _ in range(2))
             numbers = torch.zeros(B, 68, dtype=torch.int32)
             padding = torch.zeros(B, 1, dtype=torch.bool)
             cache = (keys, values, numbers, numbers[:, 0].clone())
             logit, slope = torch.zeros(B, 1, HQ, dtype=DTYPES[dtype]), torch.zeros(HQ)
-            window_step_triton_(WindowStepCall(q, k, v, 64, 4, *cache, logit, far, slope, slope, None, None, padding))
+            share = (logit, far, slope, slope)
+            window_step_triton_(WindowStepCall(q, k, v, 64, 4, *cache, *share, None, None, padding, cap))
 
         found.append((f"window-step-{dtype}-{D}-{B}", step))
+        if D == 256:
+            found.append((f"window-step-{dtype}-{D}-{B}-capped", functools.partial(step, 50.0)))
     return found
 
 

@@ -102,6 +102,7 @@ class AttentionShape:
     kv_repeats: int = 1  # states that share the projections of one key/value head
     scaling: float | None = None  # of softmax scores; None for D^-0.5
     family_window: int | None = None  # the family's own sliding window, in tokens
+    softcap: float | None = None  # C of softmax scores C tanh(s / C); None for no cap
     q_bias: bool = False
     k_bias: bool = False
     v_bias: bool = False
@@ -141,6 +142,7 @@ class AttentionShape:
             kv_repeats=repeats,
             scaling=getattr(attention, "scaling", None),
             family_window=sliding_window(config, layer_idx),
+            softcap=getattr(attention, "attn_logit_softcapping", None),
             q_bias=bias[0] and settings.qkv_bias,
             k_bias=bias[1] and settings.qkv_bias,
             v_bias=bias[2] and settings.qkv_bias,

@@ -10,9 +10,8 @@ see; s_t = 0 while f_t = 0. If o_t were the softmax attention to those f_t token
 then y_t would be the complete softmax attention for s_t = F_t / (F_t + Z_t), whose logit is
 log(F_t / f_t) + log f_t - log Z_t. So both slopes begin at 1, and `share_proj` predicts the logarithm of the mean
 exponential of what the window misses.
-As long as a sequence fits into window and sinks, the layer is the teacher's attention. Gemma 2 is an exception: its
-attention replaces a score s by cap tanh(s / cap) with cap = 50, and this module computes with s itself. Scores that are
-small beside the cap differ by s^3 / (3 cap^2).
+As long as a sequence fits into window and sinks, the layer is the teacher's attention. Scores are capped where the
+teacher's are (Gemma 2).
 
 Shapes: B batch, T tokens of a call, H query heads, HK key/value heads, D head size, S = sinks + window places.
 """
@@ -66,6 +65,7 @@ class WindowBranch(Part):
         self.heads, self.kv_heads = shape.num_q_heads, shape.num_v_heads // shape.kv_repeats
         self.head_dim = shape.head_dim
         self.scale = shape.head_dim**-0.5 if shape.scaling is None else float(shape.scaling)
+        self.softcap = None if shape.softcap is None else float(shape.softcap)
         self.family_window = shape.family_window
         self.window, self.sinks = settings.window, settings.sinks
         if shape.family_window is not None:  # the teacher's own sliding window loses the sinks too
@@ -159,6 +159,7 @@ class WindowBranch(Part):
             self.family_window,
             self.scale,
             padding,
+            self.softcap,
         )
 
     def share(self, x: Tensor, lse: Tensor, numbers: Tensor) -> Tensor:
@@ -185,7 +186,7 @@ class WindowBranch(Part):
         shape = q.shape
         if cu_seqlens is not None:
             q, k, v = (part.flatten(0, 1).unsqueeze(0) for part in (q, k, v))
-        near, lse = window_attention(q, k, v, self.window, self.sinks, self.scale, cu_seqlens)
+        near, lse = window_attention(q, k, v, self.window, self.sinks, self.scale, cu_seqlens, self.softcap)
         return near.view(shape), lse.view(shape[:3])
 
     def _attend_kept(
@@ -195,7 +196,7 @@ class WindowBranch(Part):
         batch, length = q.shape[:2]
         if length <= self.window:  # few queries
             mask = tokens.sees(seen, self.window, self.sinks, None)
-            return _masked(q, keys, values, mask, self.scale)
+            return _masked(q, keys, values, mask, self.scale, self.softcap)
         # In the order of their numbers, with empty places and padding at the end, tokens are one gapless sequence.
         front = keys.shape[1] - length
         q = torch.cat([q.new_zeros(batch, front, *q.shape[2:]), q], dim=1)
@@ -213,11 +214,15 @@ def _reorder(tensor: Tensor, order: Tensor) -> Tensor:
     return tensor.gather(1, index)
 
 
-def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def _masked(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
     """Attention of few queries: q [B, T, H, D], k, v [B, N, HK, D], mask [B, T, N] bool."""
     groups = q.shape[2] // k.shape[2]
     grouped = q.unflatten(2, (-1, groups)).float()
     scores = torch.einsum("bthgd,bnhd->bthgn", grouped, k.float()) * scale
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
     scores = scores.masked_fill(~mask[:, :, None, None, :], -torch.inf)
     lse = scores.logsumexp(-1)
     output = torch.einsum("bthgn,bnhd->bthgd", (scores - lse.unsqueeze(-1)).exp(), v.float())

@@ -113,6 +113,7 @@ class WindowCall(NamedTuple):
     sinks: int
     scale: float | None = None
     cu_seqlens: torch.Tensor | None = None
+    softcap: float | None = None
 
     @property
     def factor(self) -> float:
@@ -139,6 +140,7 @@ class WindowStepCall(NamedTuple):
     reach: int | None = None
     scale: float | None = None
     padding: torch.Tensor | None = None
+    softcap: float | None = None
 
     @property
     def factor(self) -> float:

@@ -328,6 +328,7 @@ def window_attention(
     sinks: int,
     scale: float | None = None,
     cu_seqlens: torch.Tensor | None = None,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal softmax attention to the last `window` tokens and the first `sinks` of the sequence, differentiable.
 
@@ -342,16 +343,17 @@ def window_attention(
         scale: factor of the scores, D**-0.5 by default.
         cu_seqlens: offsets [N+1] of packed sequences as for `chunk_gated_delta_rule`; tokens after the last offset
             get o = 0 and lse = 0, no gradient.
+        softcap: a score s becomes softcap tanh(s / softcap), as in Gemma 2 (arXiv 2408.00118); > 0, None for no cap.
 
     Returns:
         o [B, T, HQ, D] in the dtype of q, and the logarithm of each query's sum of exponentials of its scores,
         lse [B, T, HQ] float32 (float64 with float64 inputs). Both are differentiable.
 
     Raises:
-        ValueError: shapes, head counts, devices, offsets, a window or sinks that do not fit, T = 0.
+        ValueError: shapes, head counts, devices, offsets, a window, sinks or a softcap that do not fit, T = 0.
         TypeError: dtypes that do not fit.
     """
-    call = WindowCall(q, k, v, window, sinks, scale, cu_seqlens)
+    call = WindowCall(q, k, v, window, sinks, scale, cu_seqlens, softcap)
     check_window_attention(call)
     return _call("window_attention", torch_window_attention, q, call)  # type: ignore[no-any-return]
 
@@ -373,6 +375,7 @@ def window_step_(
     reach: int | None = None,
     scale: float | None = None,
     padding: torch.Tensor | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """One decoding step of `window_attention` with a cache of S = window + sinks places, updated in place.
 
@@ -397,17 +400,18 @@ def window_step_(
         reach: number of last tokens, its own included, that count towards `unseen`; >= 1, None for all.
         scale: factor of the scores, D**-0.5 by default.
         padding: [B, 1] bool, True in rows whose cache stays as it is; their outputs are 0.
+        softcap: as for `window_attention`.
 
     Returns:
         o [B, 1, HQ, D] in the dtype of q.
 
     Raises:
-        ValueError: shapes, head counts or devices that do not fit, a cache that is not contiguous.
+        ValueError: shapes, head counts, devices or a softcap that do not fit, a cache that is not contiguous.
         TypeError: dtypes that do not fit.
     """
     call = WindowStepCall(
         q, k, v, window, sinks, keys, values, numbers, count, share_logit, far, far_slope, near_slope, reach, scale,
-        padding,
+        padding, softcap,
     )  # fmt: skip
     check_window_step(call)
     return _call("window_step_", torch_window_step_, q, call)  # type: ignore[no-any-return]

@@ -19,6 +19,7 @@ from support.tiny_models import LAYERS, tiny_teacher
 
 WINDOW, SINKS = 12, 3
 FITS = WINDOW + SINKS
+OWN: dict[str, dict[str, Any]] = {"gemma2": {"attn_logit_softcapping": 1.0, "attn_implementation": "eager"}}
 IDS = torch.randint(4, 60, (2, 3 * WINDOW + 5), generator=torch.Generator().manual_seed(0))
 
 
@@ -36,7 +37,7 @@ def short_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def converted(folder: Path, family: str, **options: Any) -> tuple[Any, dict[str, Any]]:
     """The model, and the report of its conversion."""
-    teacher = teacher_folder(folder / "teacher", family)
+    teacher = teacher_folder(folder / "teacher", family, **OWN.get(family, {}))
     changes = (f"window={WINDOW}", f"sinks={SINKS}", *options.pop("changes", ()))
     report = tiny_conversion(teacher, folder / "out", mixer="gated_deltanet+window", changes=changes, **options)
     return AutoModelForCausalLM.from_pretrained(folder / "out").eval(), report
@@ -53,14 +54,14 @@ def close(ours: torch.Tensor, expected: torch.Tensor) -> None:
     [
         *((family, ()) for family in ("llama", "granite", "smollm3", "phi3", "olmo2")),
         ("llama", ("expand_kv=true", "shared_kv=true", "k_offset=true")),
-        *((family, ()) for family in ("mistral", "gemma3_text")),
+        *((family, ()) for family in ("mistral", "gemma2", "gemma3_text")),
     ],
     ids=str,
 )
 def test_a_short_sequence_gets_the_teachers_logits(tmp_path: Path, family: str, changes: tuple[str, ...]) -> None:
     """A longer one does not, unless the family's own window of 8 fits into the layer's in all layers."""
     model, _ = converted(tmp_path, family, changes=changes)
-    teacher = tiny_teacher(family)
+    teacher = tiny_teacher(family, **OWN.get(family, {}))
     assert model.model.layers[0].self_attn.window_branch.window <= WINDOW
     found, wanted = model(IDS).logits, teacher(IDS).logits
     everywhere = all(sliding_window(model.config, index) for index in range(LAYERS))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from deltanet_convert.select import methods, probes, run
+from deltanet_convert.select import methods, probe_text, probes, run
 from deltanet_convert.select.gates import blended
 from deltanet_convert.select.methods import Forward, every_nth
 from deltanet_convert.select.objectives import AnswerLoss, TextKL
@@ -21,7 +21,7 @@ from deltanet_convert.select.scoring import Scorer
 from deltanet_convert.select.switchable import SwitchableModel
 from deltanet_convert.select.units import UNITS, Candidates, Unit, evenly
 from deltanet_hf.errors import UserError
-from deltanet_hf.evaluation.tasks import recall_tasks
+from deltanet_hf.evaluation.tasks import prose_facts, recall_tasks
 from deltanet_hf.mixers.window import restrict_to_window
 from deltanet_hf.models.families import FAMILIES
 from support.far_model import FAR_HEAD, FAR_LAYER, far_folder, far_teacher
@@ -182,6 +182,17 @@ def test_probes_share_no_key_value_or_template_with_the_evaluation() -> None:
         values = [kind.value(rng).strip(' "') for _ in range(50)]
         assert not any(value.isdigit() or value.islower() for value in values)  # codes; pairs of words
         assert "secret" not in kind.statement + kind.question
+
+
+def test_no_word_of_a_probe_is_a_value_or_name_of_the_prose_facts() -> None:
+    def words(module: Any) -> set[str]:
+        lists = [value for value in vars(module).values() if isinstance(value, tuple)]
+        return {word.lower() for words in lists for word in words if isinstance(word, str)}
+
+    ours, theirs = words(probe_text), words(prose_facts)
+    assert {"porto", "bilbao"} <= ours
+    assert {"riga", "abernathy", "mason", "brass key"} <= theirs
+    assert not ours & theirs
 
 
 @pytest.mark.parametrize("unit", UNITS)

@@ -31,8 +31,12 @@ def short_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate_fit, "HALF_LIVES", (3.0, 32.0))
 
 
-def branch(family_window: int | None = None, scaling: float | None = None, window: int = 6) -> WindowBranch:
-    shape = AttentionShape(HEADS, SIZE, HEADS, KV_HEADS, KV_HEADS, scaling=scaling, family_window=family_window)
+def branch(
+    family_window: int | None = None, scaling: float | None = None, softcap: float | None = None, window: int = 6
+) -> WindowBranch:
+    shape = AttentionShape(
+        HEADS, SIZE, HEADS, KV_HEADS, KV_HEADS, scaling=scaling, family_window=family_window, softcap=softcap
+    )
     _, settings = recommended("gated_deltanet+window")
     made = WindowBranch(shape, replace(settings, window=window, sinks=2)).eval().requires_grad_(False)
     made.share_proj.weight.fill_(torch.nan)
@@ -51,6 +55,8 @@ def attention(made: WindowBranch, q: Tensor, k: Tensor, v: Tensor, sees: Tensor)
     """Softmax attention to the tokens of a mask [T, T]; zeros where it sees none."""
     k, v = (part.repeat_interleave(HEADS // KV_HEADS, dim=2) for part in (k, v))
     scores = torch.einsum("nthd,nshd->nhts", q, k) * made.scale
+    if made.softcap is not None:
+        scores = (scores / made.softcap).tanh() * made.softcap
     weights = scores.masked_fill(~sees, -torch.inf).softmax(-1).nan_to_num()
     return torch.einsum("nhts,nshd->nthd", weights, v)
 
@@ -65,12 +71,14 @@ def masks(family_window: int | None, window: int, sinks: int) -> tuple[Tensor, T
     return sees, sees & (distance >= window) & (place >= sinks)
 
 
-@pytest.mark.parametrize(("family_window", "scaling"), [(None, None), (None, 0.8), (15, None)])
+@pytest.mark.parametrize(
+    ("family_window", "scaling", "softcap"), [(None, None, None), (None, 0.8, 1.5), (15, None, None)]
+)
 @torch.no_grad()
 def test_with_the_true_far_attention_the_start_is_complete_softmax_attention(
-    family_window: int | None, scaling: float | None
+    family_window: int | None, scaling: float | None, softcap: float | None
 ) -> None:
-    made, (q, k, v) = branch(family_window, scaling), inputs()
+    made, (q, k, v) = branch(family_window, scaling, softcap), inputs()
     sees, misses = masks(family_window, made.window, made.sinks)
     missed = missed_scores(made, q, k)
     assert torch.equal(missed.isnan(), ~misses.any(-1)[:, None].expand(2, -1, HEADS))
@@ -116,6 +124,28 @@ def test_a_layer_whose_calibration_fits_into_the_window_is_the_teachers_attentio
     torch.testing.assert_close(layer(states, **kwargs)[0], wanted, rtol=1e-4, atol=1e-4)
     assert figures["fit_mse"] < 1e-8
     assert all(bool(parameter.isfinite().all()) for parameter in layer.parameters())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "changes", [{}, {"mixer": "deltaproduct+window"}, {"expand_kv": True, "shared_kv": True}], ids=str
+)
+def test_a_sample_projects_once_and_holds_what_operator_and_window_read(changes: dict[str, Any]) -> None:
+    attention, states, kwargs = layer_inputs(tiny_teacher("qwen3", attn_implementation="eager"), 0, 2, 20)
+    layer: Any = blank_layer(
+        "qwen3", "faithful", 0, **{"mixer": "gated_deltanet+window", "window": 4, **changes}
+    ).eval()
+    copy_attention(attention, layer)
+    calls: list[str] = []
+    for name in ("q_proj", "k_proj", "v_proj"):
+        getattr(layer, name).register_forward_hook(lambda *_, name=name: calls.append(name))
+    samples = Samples(attention, layer, states, kwargs)
+    assert sorted(calls) == ["k_proj"] * 2 + ["q_proj"] * 2 + ["v_proj"] * 2
+    for sample in samples.kept:
+        wanted = layer.project_qkv(sample.x, kwargs["position_embeddings"])
+        assert all(torch.equal(*pair) for pair in zip((sample.q, sample.k, sample.v), wanted, strict=True))
+        parts = layer.window_inputs(layer.project(sample.x), kwargs["position_embeddings"])
+        assert torch.equal(sample.near, layer.window_branch.attend(*parts, None)[0])
 
 
 @torch.no_grad()

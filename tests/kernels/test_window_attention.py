@@ -1,5 +1,7 @@
 """Attention over window and sinks in PyTorch against its definition in float64: results, gradients, memory, errors."""
 
+import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +32,16 @@ def test_the_definition_is_softmax_attention_with_a_mask() -> None:
     torch.testing.assert_close(lse[0, 5, 0], scores.logsumexp(0))
 
 
+def test_capped_scores_by_hand() -> None:
+    """A score s of the definition becomes 2 tanh(s / 2)."""
+    inputs = make(Case("", T=6, window=2, sinks=1, HQ=1, softcap=2.0), torch.float64, "cpu")
+    q, k, v = (inputs[name].detach()[0, :, 0] for name in ("q", "k", "v"))
+    scores = 2 * ((k[[0, 4, 5]] @ q[5]) / 4 / 2).tanh()
+    o, lse = naive_window_attention(**inputs)
+    torch.testing.assert_close(o[0, 5, 0], scores.softmax(0) @ v[[0, 4, 5]])
+    torch.testing.assert_close(lse[0, 5, 0], scores.logsumexp(0))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_low_precision_is_computed_in_float32(dtype: torch.dtype) -> None:
     inputs = make(Case("", T=150, window=20, sinks=4), dtype, "cpu")
@@ -39,8 +51,9 @@ def test_low_precision_is_computed_in_float32(dtype: torch.dtype) -> None:
 
 
 def test_float64() -> None:
-    inputs = make(PACKED, torch.float64, "cpu")
-    assert_close(results(window_attention, inputs), truth(inputs), 1e-12)
+    for case in (PACKED, dataclasses.replace(PACKED, softcap=1.5)):
+        inputs = make(case, torch.float64, "cpu")
+        assert_close(results(window_attention, inputs), truth(inputs), 1e-12)
 
 
 @pytest.mark.parametrize("upstream", ["o", "lse"])
@@ -99,6 +112,10 @@ def test_compile_without_a_graph_break() -> None:
         ("window", lambda x: 2.0, "window: got float, needs int"),
         ("sinks", lambda x: -1, "sinks: got -1, needs at least 0"),
         ("sinks", lambda x: True, "sinks: got bool, needs int"),
+        ("softcap", lambda x: 0.0, "softcap: got 0.0, needs a finite number above 0, or None"),
+        ("softcap", lambda x: math.nan, "softcap: got nan, needs a finite number"),
+        ("softcap", lambda x: math.inf, "softcap: got inf, needs a finite number"),
+        ("softcap", lambda x: "50", "softcap: got str, needs a float or None"),
         ("cu_seqlens", lambda x: x.float(), "cu_seqlens: got dtype"),
         ("cu_seqlens", lambda x: x + 1, "cu_seqlens: got a first offset of 1"),
         ("cu_seqlens", lambda x: x * 2, "cu_seqlens: got a last offset of 100, needs at most T = 60"),

@@ -35,6 +35,7 @@ class Step:
     reach: int | None = None
     padding: tuple[int, ...] | None = None  # tokens of padding before each row
     scale: float | None = None
+    softcap: float | None = None
 
     def __str__(self) -> str:
         return self.name
@@ -57,6 +58,8 @@ CASES = [
     Step("three queries per key", T=12, window=5, sinks=3, HQ=6),
     Step("eight queries per key", T=12, window=5, sinks=3, HQ=8, HK=1, B=1),
     Step("seven queries per key, one row", T=12, window=5, sinks=3, HQ=7, HK=1, B=1),
+    Step("cap 0.5", T=12, window=5, sinks=3, softcap=0.5),
+    Step("cap 50", T=12, window=5, sinks=3, HQ=6, softcap=50.0, scale=2.0, padding=(0, 4)),
     *(Step(f"D={D}", T=9, window=5, sinks=2, D=D) for D in (1, 40, 100, 256)),
 ]
 
@@ -74,6 +77,7 @@ def make(case: Step, dtype: torch.dtype = torch.float32, device: str = DEVICE) -
     x |= {"share_logit": 2 * randn(B, T, case.HQ), "far": randn(B, T, case.HQ, case.D)}
     x |= {name: (1 + 0.3 * torch.randn(case.HQ, generator=generator)).to(device) for name in SLOPES}
     x |= {"window": case.window, "sinks": case.sinks, "reach": case.reach, "scale": case.scale, "padding": None}
+    x["softcap"] = case.softcap
     if not case.share:
         x |= dict.fromkeys(("share_logit", "far", *SLOPES))
     if case.padding is not None:
@@ -106,7 +110,7 @@ def truth(x: dict[str, Any]) -> torch.Tensor:
         first = 0 if x["padding"] is None else int(x["padding"][row].sum())
         if first < tokens.shape[1]:
             parts = (w[name][row : row + 1, first:] for name in ("q", "k", "v"))
-            near, lse = naive_window_attention(*parts, x["window"], x["sinks"], x["scale"])
+            near, lse = naive_window_attention(*parts, x["window"], x["sinks"], x["scale"], softcap=x["softcap"])
             o[row, first:] = near[0]
             if w["far"] is not None:
                 share = true_share(w, w["share_logit"][row, first:], lse[0])
@@ -266,6 +270,8 @@ def test_the_operator_is_registered_consistently() -> None:
         ("near_slope", lambda x: x.half(), "near_slope: got dtype torch.float16, needs torch.float32"),
         ("reach", lambda x: 0, "reach: got 0, needs at least 1"),
         ("reach", lambda x: 3.0, "reach: got float, needs int"),
+        ("softcap", lambda x: -50.0, "softcap: got -50.0, needs a finite number above 0"),
+        ("softcap", lambda x: True, "softcap: got bool, needs a float or None"),
         ("padding", lambda x: x.int(), "padding: got dtype torch.int32, needs torch.bool"),
         ("window", lambda x: 0, "window: got 0, needs at least 1"),
     ],

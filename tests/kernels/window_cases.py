@@ -22,6 +22,7 @@ class Case:
     D: int = 16
     cu_seqlens: tuple[int, ...] | None = None
     scale: float | None = None
+    softcap: float | None = None
     size: float = 1.0  # factor of q, and so of the scores
     condition: float = 1.0  # factor on tolerances: how much the problem itself amplifies rounding
 
@@ -53,6 +54,12 @@ CASES = [
     Case("scale 0", T=70, window=20, sinks=4, scale=0.0),
     # The last digit of a score of 400 is 3e-5 in float32.
     Case("large scores", T=70, window=20, sinks=4, size=100.0, condition=10),
+    # capped scores: nearly all at the cap, on the bend, and far below; the last digit of a score of 30 is 2e-6
+    Case("cap 0.5", T=70, window=20, sinks=4, softcap=0.5),
+    Case("cap 2, packed", T=150, window=20, sinks=17, HQ=4, HK=2, cu_seqlens=(0, 10, 90, 140), softcap=2.0),
+    Case("cap 50", T=150, window=33, sinks=4, size=5.0, softcap=50.0),
+    Case("cap 30, large scores", T=70, window=20, sinks=4, size=100.0, softcap=30.0, condition=4),
+    Case("cap 1000, no sinks, scale", T=70, window=20, sinks=0, scale=-0.7, softcap=1000.0),
     # packed sequences
     Case("packed", T=150, window=20, sinks=4, cu_seqlens=(0, 30, 95, 150)),
     Case("packed, empty and single", T=150, window=20, sinks=4, cu_seqlens=(0, 0, 1, 2, 2, 66, 130, 150, 150)),
@@ -73,6 +80,7 @@ def make(case: Case, dtype: torch.dtype, device: str) -> dict[str, Any]:
     }
     offsets = None if case.cu_seqlens is None else torch.tensor(case.cu_seqlens, dtype=torch.int32, device=device)
     rest = {"window": case.window, "sinks": case.sinks, "scale": case.scale, "cu_seqlens": offsets}
+    rest["softcap"] = case.softcap
     return {name: x.requires_grad_() for name, x in tokens.items()} | rest
 
 

@@ -1,14 +1,19 @@
-"""The scores of a window beside a state are not capped: how far that is from Gemma 2's attention, which caps them."""
+"""A window beside a state caps its scores as Gemma 2's attention does, in every form of the layer."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
-from support.tiny_models import tiny_student, tiny_teacher
+from deltanet_hf import converted_config
+from deltanet_hf.models.factory import model_class
+from support.tiny_models import randomise, teacher_config, tiny_table, tiny_teacher
 
 TOKENS = torch.randint(3, 97, (2, 20), generator=torch.Generator().manual_seed(8))
+CAPS = [None, 1.0, 50.0]
 
 
 def teacher(cap: float | None) -> PreTrainedModel:
@@ -17,23 +22,62 @@ def teacher(cap: float | None) -> PreTrainedModel:
     return model
 
 
-@pytest.fixture(scope="module")
-def uncapped() -> torch.Tensor:
-    """Logits of a student with the teacher's weights, whose windows see all that the teacher's attention sees."""
-    model = tiny_student("gemma2", window=32, expand_kv=False)
-    model.load_state_dict(teacher(None).state_dict(), strict=False)
-    with torch.no_grad():
-        return model(TOKENS).logits
+def student(cap: float | None) -> PreTrainedModel:
+    """The teacher's weights under windows that see all that the teacher's attention sees."""
+    config = teacher_config("gemma2", attn_logit_softcapping=cap)
+    model = model_class("gemma2")(converted_config(config, tiny_table(window=32, expand_kv=False)))
+    randomise(model, 1)
+    model.load_state_dict(teacher(cap).state_dict(), strict=False)
+    return model.eval()
+
+
+def close(ours: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()
-def test_without_a_cap_the_layer_is_the_teachers_attention(uncapped: torch.Tensor) -> None:
-    torch.testing.assert_close(uncapped, teacher(None)(TOKENS).logits, rtol=1e-4, atol=1e-4)
+@pytest.mark.parametrize("cap", CAPS)
+def test_the_layer_is_the_teachers_attention(cap: float | None) -> None:
+    close(student(cap)(TOKENS).logits, teacher(cap)(TOKENS).logits)
 
 
 @torch.no_grad()
-def test_the_distance_falls_with_the_square_of_the_cap(uncapped: torch.Tensor) -> None:
-    """cap tanh(s / cap) = s - s^3 / (3 cap^2) + ..., so a cap far above the scores hardly matters."""
-    far = {cap: float((teacher(cap)(TOKENS).logits - uncapped).norm() / uncapped.norm()) for cap in (1.0, 100.0, 200.0)}
-    assert far[200.0] < 2e-3 < 5e-2 < far[1.0]
-    assert 3.5 < far[100.0] / far[200.0] < 4.5
+def test_the_cap_is_seen() -> None:
+    """Otherwise the comparisons here would say nothing."""
+    free, *capped = (student(cap)(TOKENS).logits for cap in CAPS)
+    assert (capped[0] - free).norm() > 5e-2 * free.norm()
+    assert (capped[1] - free).abs().max() > 1e-3
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("cap", [1.0, 50.0])
+def test_parts_of_a_prompt_and_decoding(cap: float, padded: bool) -> None:
+    """A prefill, a second part that reads the cache, and single tokens, with and without padding on the left."""
+    model = student(cap)
+    cache = DynamicCache(config=model.config)
+    mask = torch.ones_like(TOKENS)
+    if padded:
+        mask[1, :7] = 0
+    found, done = [], 0
+    for part in TOKENS.split([9, 3, 1, 1, 1, 1, 1, 1, 1, 1], dim=1):
+        done += part.shape[1]
+        options: dict[str, Any] = {"attention_mask": mask[:, :done]} if padded else {}
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, done - part.shape[1] : done]
+        output = model(part, past_key_values=cache, use_cache=True, position_ids=positions, **options)
+        found.append(output.logits)
+    logits = torch.cat(found, dim=1)
+    close(logits[0], teacher(cap)(TOKENS[:1]).logits[0])
+    first = 7 if padded else 0
+    close(logits[1, first:], teacher(cap)(TOKENS[1:, first:]).logits[0])
+
+
+def test_gradients_are_the_teachers() -> None:
+    """Of the embeddings, through the scores of every layer."""
+    grads = []
+    for model in (student(1.0), teacher(1.0)):
+        inputs = torch.randn(1, 20, 32, generator=torch.Generator().manual_seed(2)).requires_grad_()
+        logits = model(inputs_embeds=inputs, use_cache=False).logits
+        upstream = torch.randn(logits.shape, generator=torch.Generator().manual_seed(3))
+        grads.append(torch.autograd.grad(logits, inputs, upstream)[0])
+    torch.testing.assert_close(grads[0], grads[1], rtol=1e-3, atol=1e-3 * float(grads[1].abs().max()))

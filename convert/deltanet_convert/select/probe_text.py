@@ -18,8 +18,8 @@ _RIVERS = (
 )
 _MONTHS = ("January", "February", "March", "April", "June", "July", "August", "September", "October", "November")
 _TOWNS = (
-    *("Aalen", "Bergen", "Calais", "Dundee", "Elblag", "Foggia", "Gdynia", "Hasselt", "Imatra", "Jena", "Kaunas"),
-    *("Leiden", "Malaga", "Narvik", "Olomouc", "Perth", "Riga", "Split", "Tartu", "Umea", "Verona", "Wismar"),
+    *("Aalen", "Bilbao", "Calais", "Dundee", "Elblag", "Foggia", "Gdynia", "Hasselt", "Imatra", "Jena", "Kaunas"),
+    *("Leiden", "Malaga", "Narvik", "Olomouc", "Perth", "Rostock", "Split", "Tartu", "Umea", "Verona", "Wismar"),
 )
 _STARS = (
     *("Vega", "Altair", "Rigel", "Deneb", "Antares", "Spica", "Mimosa", "Polaris", "Castor", "Pollux", "Regulus"),
@@ -30,8 +30,8 @@ _NAMES = (
     *("Marta", "Nils", "Olga", "Pavel", "Renata", "Stefan", "Theresa", "Ulrich", "Vera", "Walter", "Yvonne", "Zoltan"),
 )
 _CITIES = (
-    *("Lisbon", "Vienna", "Cairo", "Lima", "Oslo", "Madrid", "Tokyo", "Dublin", "Prague", "Athens", "Havana", "Delhi"),
-    *("Nairobi", "Ottawa", "Boston", "Geneva", "Warsaw", "Quebec", "Naples", "Seoul", "Berlin", "Denver", "Kyoto"),
+    *("Porto", "Zagreb", "Cairo", "Lima", "Oslo", "Seville", "Tokyo", "Belfast", "Moscow", "Athens", "Havana", "Delhi"),
+    *("Nairobi", "Ottawa", "Boston", "Basel", "Krakow", "Montreal", "Milan", "Seoul", "Berlin", "Denver", "Kyoto"),
 )
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from deltanet_hf.mixers.base import Mixer
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
 
 from .share_fit import missed_scores
@@ -72,7 +73,7 @@ class Samples:
 
     def update_keys(self) -> None:
         """Computes the keys again, after the layer's offset has changed."""
-        self.kept = [replace(sample, k=self._operator_inputs(sample.x)[1]) for sample in self.kept]
+        self.kept = [replace(sample, k=self._operator_inputs(*self._projected(sample.x))[1]) for sample in self.kept]
 
     def _search_sequences(self) -> int:
         return max(1, SEARCH_TOKENS // self.x.shape[1])
@@ -90,18 +91,24 @@ class Samples:
             output, _ = self.attention(hidden_states=x, **self.kwargs)
         finally:
             handle.remove()
-        q, k, v = self._operator_inputs(x)
+        parts = self._projected(x)
         near = lse = missed = x.new_empty(1, 0)
         if self.layer.window_branch is not None:
-            parts = self.layer.window_inputs(self.layer.project(x), self.kwargs.get("position_embeddings"))
             near, lse = self.layer.window_branch.attend(*parts, None)
             missed = missed_scores(self.layer.window_branch, *parts[:2])
+        q, k, v = self._operator_inputs(*parts)
         return Sample(x, q, k, v, heads[0].view_as(q), output, near, lse, missed)
 
     @torch.no_grad()
-    def _operator_inputs(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v as softmax attention sees them, with the heads of the layer's projections."""
+        return self.layer.window_inputs(Mixer.project(self.layer, x), self.kwargs.get("position_embeddings"))
+
+    @torch.no_grad()
+    def _operator_inputs(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         layer = self.layer
-        q, k, v = layer.project_qkv(x, self.kwargs.get("position_embeddings"))
+        if layer.kv_repeats > 1:  # states that share projections
+            k, v = (part.repeat_interleave(layer.kv_repeats, dim=2) for part in (k, v))
         if layer.k_offset is not None:
             k = layer.k_offset(k)
         if layer.settings.qk_activation == "silu":

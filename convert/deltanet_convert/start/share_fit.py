@@ -69,6 +69,8 @@ def missed_scores(branch: WindowBranch, q: Tensor, k: Tensor) -> Tensor:
     parts = []
     for q_part, k_part in zip(q.split(HEADS_AT_ONCE, dim=2), k.split(HEADS_AT_ONCE, dim=2), strict=True):
         scores = torch.einsum("nthd,nshd->nhts", q_part, k_part) * branch.scale
+        if branch.softcap is not None:
+            scores = branch.softcap * (scores / branch.softcap).tanh()
         parts.append(scores.masked_fill(~missed, -torch.inf).logsumexp(-1).transpose(1, 2))
     count = missed.sum(-1)
     mean = torch.cat(parts, dim=2) - count.log()[:, None]

@@ -17,16 +17,17 @@ if j <= i and (i - j < window or j < sinks). Every kernel splits these pairs in 
     cpu_step.py    one decoding step in PyTorch
     step.py        one decoding step in one kernel
     tiles.py       what the kernels share: places of tiles, loads, masks
+    softcap.py     scores in units of log 2, capped or not
     config.py      tile sizes
     checks.py      argument checks
 
 Glossary, for one sequence and one query head:
 
     i, j           positions of a query and of a key in their sequence, from 0
-    s_ij           scale * <q_i, k_j>
+    s_ij           scale * <q_i, k_j>; with a cap C: C u_ij with u_ij = tanh(scale * <q_i, k_j> / C)
     lse_i          log(sum of e^{s_ij} over the tokens j that i sees)
     p_ij           e^{s_ij - lse_i}
-    delta_i        <do_i, o_i> - dlse_i;  ds_ij = p_ij (<do_i, v_j> - delta_i)
+    delta_i        <do_i, o_i> - dlse_i;  ds_ij = p_ij (<do_i, v_j> - delta_i), times 1 - u_ij^2 with a cap
     M, N, S        queries, keys and sinks per tile; D channels
     n              number of a token in the decoding cache, from 1; 0 marks an empty place
 """

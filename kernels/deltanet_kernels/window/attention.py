@@ -31,14 +31,14 @@ def _rows(*tensors: torch.Tensor) -> tuple[list[torch.Tensor], list[int]]:
     return rows, [stride for x in rows for stride in x.stride()[:3]]
 
 
-def _fake_window_forward(q, k, v, cu_seqlens, window, sinks, scale):
+def _fake_window_forward(q, k, v, cu_seqlens, window, sinks, scale, softcap):
     return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @operator(_fake_window_forward)
 def window_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None, window: int, sinks: int,
-    scale: float,
+    scale: float, softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """o [B, T, HQ, D] and lse [B, T, HQ]."""
     (q, k, v), strides = _rows(q, k, v)
@@ -53,12 +53,12 @@ def window_forward(
         forward_kernel, chunks.count * HQ,
         q, k, v, o, lse, chunks.cu_seqlens, chunks.row_of_chunk, chunks.first_chunk, T, window, scale, *strides,
         HQ=HQ, HK=HK, D=D, SINKS=sinks, BM=config.M, BN=config.N, BS=config.S, BD=config.D, VARLEN=chunks.varlen,
-        STAGES=config.stages, PRECISION=product_precision("auto", q.dtype), num_warps=config.warps,
+        STAGES=config.stages, CAP=softcap, PRECISION=product_precision("auto", q.dtype), num_warps=config.warps,
     )  # fmt: skip
     return o, lse
 
 
-def _fake_window_backward(do, dlse, q, k, v, o, lse, cu_seqlens, window, sinks, scale):
+def _fake_window_backward(do, dlse, q, k, v, o, lse, cu_seqlens, window, sinks, scale, softcap):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
@@ -66,6 +66,7 @@ def _fake_window_backward(do, dlse, q, k, v, o, lse, cu_seqlens, window, sinks, 
 def window_backward(
     do: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor,
     lse: torch.Tensor, cu_seqlens: torch.Tensor | None, window: int, sinks: int, scale: float,
+    softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Gradients of q, k and v."""
     (q, k, v, do), strides = _rows(q, k, v, do)
@@ -85,7 +86,7 @@ def window_backward(
         gradients_q_kernel, chunks.count * HQ,
         q, k, v, o, do, lse, dlse, dq, delta, parts, chunks.cu_seqlens, chunks.row_of_chunk, chunks.first_chunk, T,
         window, scale, *strides, **sizes, BM=config.M, BN=config.N, BS=config.S, DLSE=dlse is not None,
-        STAGES=config.stages, PRECISION=precision, num_warps=config.warps,
+        STAGES=config.stages, CAP=softcap, PRECISION=precision, num_warps=config.warps,
     )  # fmt: skip
     if sinks:
         launch(
@@ -98,14 +99,14 @@ def window_backward(
     launch(
         gradients_k_kernel, chunks.count * HK,
         q, k, v, do, lse, delta, sums, dk, dv, chunks.cu_seqlens, chunks.row_of_chunk, chunks.first_chunk, T,
-        window, scale, *strides, **sizes, BM=config.M, BN=config.N, STAGES=config.stages, PRECISION=precision,
-        num_warps=config.warps,
+        window, scale, *strides, **sizes, BM=config.M, BN=config.N, STAGES=config.stages, CAP=softcap,
+        PRECISION=precision, num_warps=config.warps,
     )  # fmt: skip
     return dq, dk, dv
 
 
 def _setup_context(ctx, inputs, output):
-    q, k, v, cu_seqlens, ctx.window, ctx.sinks, ctx.scale = inputs
+    q, k, v, cu_seqlens, ctx.window, ctx.sinks, ctx.scale, ctx.softcap = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, *output, cu_seqlens)
 
@@ -114,8 +115,8 @@ def _backward(ctx, do, dlse):
     q, k, v, o, lse, cu_seqlens = ctx.saved_tensors
     if do is None:
         do = torch.zeros_like(o)
-    grads = window_backward(do, dlse, q, k, v, o, lse, cu_seqlens, ctx.window, ctx.sinks, ctx.scale)
-    return *grads, None, None, None, None
+    grads = window_backward(do, dlse, q, k, v, o, lse, cu_seqlens, ctx.window, ctx.sinks, ctx.scale, ctx.softcap)
+    return *grads, None, None, None, None, None
 
 
 gradient("window_forward", _backward, _setup_context)
@@ -130,5 +131,5 @@ def window_attention_triton(call: WindowCall) -> tuple[torch.Tensor, torch.Tenso
     """
     D = call.q.shape[3]
     check_supported(call.q.dtype, D, D)
-    o, lse = _attention(call.q, call.k, call.v, call.cu_seqlens, call.window, call.sinks, call.factor)
+    o, lse = _attention(call.q, call.k, call.v, call.cu_seqlens, call.window, call.sinks, call.factor, call.softcap)
     return o, lse

@@ -1,5 +1,7 @@
 """Argument checks of the attention over window and sinks. Messages name the argument, what it is and what it needs."""
 
+import math
+
 import torch
 
 from deltanet_kernels.arguments import WindowCall, WindowStepCall
@@ -17,12 +19,13 @@ def check_window_attention(call: WindowCall) -> None:
     """Check the arguments of an attention.
 
     Raises:
-        ValueError: a shape, head count, device, offset, window or number of sinks that does not fit.
+        ValueError: a shape, head count, device, offset, window, number of sinks or softcap that does not fit.
         TypeError: a dtype that does not fit, or an argument that is not a tensor.
     """
-    q, k, v, window, sinks, _, cu_seqlens = call
+    q, k, v, window, sinks, _, cu_seqlens, softcap = call
     _check_tokens(q, k, v)
     _check_reach(window, sinks)
+    _check_softcap(softcap)
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, q.shape[0], q.shape[1], q.device)
 
@@ -31,13 +34,14 @@ def check_window_step(call: WindowStepCall) -> None:
     """Check the arguments of a decoding step.
 
     Raises:
-        ValueError: a shape, head count, device, window, number of sinks or reach that does not fit, only some of the
-            tensors of the share, or a cache that is not contiguous.
+        ValueError: a shape, head count, device, window, number of sinks, reach or softcap that does not fit, only some
+            of the tensors of the share, or a cache that is not contiguous.
         TypeError: a dtype that does not fit, or an argument that is not a tensor.
     """
-    q, k, v, window, sinks, keys, values, numbers, count, *mixture, reach, _, padding = call
+    q, k, v, window, sinks, keys, values, numbers, count, *mixture, reach, _, padding, softcap = call
     _check_tokens(q, k, v)
     _check_reach(window, sinks)
+    _check_softcap(softcap)
     (B, T, HQ, D), HK, S = q.shape, k.shape[2], window + sinks
     if T != 1:
         raise ValueError(f"q: got shape {_shape(q)} with {T} tokens, needs one token")
@@ -102,6 +106,15 @@ def _check_tokens(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
 def _check_reach(window: int, sinks: int) -> None:
     _check_least("window", window, 1)
     _check_least("sinks", sinks, 0)
+
+
+def _check_softcap(softcap: float | None) -> None:
+    if softcap is None:
+        return
+    if isinstance(softcap, bool) or not isinstance(softcap, (int, float)):
+        raise TypeError(f"softcap: got {type(softcap).__name__}, needs a float or None")
+    if not 0 < softcap < math.inf:
+        raise ValueError(f"softcap: got {softcap}, needs a finite number above 0, or None for no cap")
 
 
 def _check_least(name: str, value: int, least: int) -> None:

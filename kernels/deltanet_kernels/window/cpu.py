@@ -16,7 +16,7 @@ BLOCK = 16  # the least number of queries per block
 
 def torch_window_attention(call: WindowCall) -> tuple[torch.Tensor, torch.Tensor]:
     """`deltanet_kernels.window_attention` in PyTorch, float32 inside (float64 for float64 inputs)."""
-    q, k, v, window, sinks, _, cu_seqlens = call
+    q, k, v, window, sinks, _, cu_seqlens, softcap = call
     (B, T, HQ, D), HK = q.shape, k.shape[2]
     dtype = torch.promote_types(q.dtype, torch.float32)
     token = torch.arange(T, device=q.device)
@@ -42,7 +42,10 @@ def torch_window_attention(call: WindowCall) -> tuple[torch.Tensor, torch.Tensor
 
     q = q.unflatten(3, (HK, HQ // HK)).permute(0, 1, 3, 4, 2, 5)  # [B, n, HK, G, C, D]
     scores = (q.flatten(3, 4) @ keys.transpose(-1, -2)).view(*q.shape[:-1], at.shape[-1])
-    scores = (scores * call.factor).masked_fill(~seen[:, None, None], -torch.inf)
+    scores = scores * call.factor
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
+    scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
     lse = scores.logsumexp(dim=-1)
     weights = (scores - lse.unsqueeze(-1)).exp()
     o = (weights.flatten(3, 4) @ values).view(q.shape).permute(0, 1, 4, 2, 3, 5).reshape(B, n * C, HQ, D)[:, :T]

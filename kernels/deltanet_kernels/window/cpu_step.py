@@ -7,9 +7,8 @@ from deltanet_kernels.arguments import WindowStepCall
 
 def torch_window_step_(call: WindowStepCall) -> torch.Tensor:
     """`deltanet_kernels.window_step_` in PyTorch, float32 inside (float64 for float64 inputs)."""
-    q, k, v, window, sinks, keys, values, numbers, count, share_logit, far, far_slope, near_slope, reach, _, padding = (
-        call
-    )
+    q, k, v, window, sinks, keys, values, numbers, count, share_logit, far, far_slope, near_slope, reach, *_ = call
+    padding, softcap = call.padding, call.softcap
     (B, _, HQ, D), HK = q.shape, k.shape[2]
     live = torch.ones_like(count, dtype=torch.bool) if padding is None else ~padding[:, 0]
     number = count + live.to(count.dtype)
@@ -26,6 +25,8 @@ def torch_window_step_(call: WindowStepCall) -> torch.Tensor:
     # A row of padding may see nothing; its result is dropped.
     seen = (seen | ~live[:, None])[:, None, None]
     scores = q.view(B, HK, HQ // HK, D).to(dtype) @ keys.to(dtype).transpose(-1, -2) * call.factor
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
     scores = scores.masked_fill(~seen, -torch.inf)
     lse = scores.logsumexp(dim=-1, keepdim=True)
     o = ((scores - lse).exp() @ values.to(dtype)).view(B, 1, HQ, D)

@@ -10,17 +10,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from deltanet_kernels.window.softcap import cap_score
 from deltanet_kernels.window.tiles import HIDDEN, LOG2E, in_sinks, in_window, load_rows, locate_tile, store_rows
 
 
 @triton.jit
 def _attend(
     q_MD, k, v, j, seen, top, total, sums, k_token, v_token, length, d, factor, D: tl.constexpr,
-    PRECISION: tl.constexpr,
+    CAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The maximum m, sum l and weighted values a of each query after keys j."""
     k_ND = load_rows(k, j, k_token, length, d, D)
-    s = tl.where(seen, tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION) * factor, HIDDEN)
+    s = cap_score(tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION) * factor, CAP)
+    s = tl.where(seen, s, HIDDEN)
     higher = tl.maximum(top, tl.max(s, axis=1))
     # If all keys so far are hidden, p is 1; the first key in sight multiplies these sums by 0.
     p = tl.exp2(s - higher[:, None])
@@ -36,7 +38,8 @@ def forward_kernel(
     q, k, v, o, lse, cu_seqlens, row_of_chunk, first_chunk, T, window, scale,
     q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, SINKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BS: tl.constexpr, BD: tl.constexpr, VARLEN: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    BS: tl.constexpr, BD: tl.constexpr, VARLEN: tl.constexpr, STAGES: tl.constexpr, CAP: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program per chunk of BM queries and query head."""
     h = tl.program_id(0) % HQ
@@ -50,7 +53,7 @@ def forward_kernel(
     d = tl.arange(0, BD)
     i = position + tl.arange(0, BM)
     q_MD = load_rows(q, i, q_token, length, d, D)
-    factor = scale * LOG2E  # exponentials are powers of 2
+    factor = scale * LOG2E if CAP is None else scale / CAP
     top = tl.full([BM], HIDDEN, dtype=tl.float32)
     total = tl.zeros([BM], dtype=tl.float32)
     sums = tl.zeros([BM, BD], dtype=tl.float32)
@@ -58,13 +61,13 @@ def forward_kernel(
         j = start + tl.arange(0, BS)
         seen = in_sinks(i[:, None], j[None, :], window, SINKS)
         top, total, sums = _attend(
-            q_MD, k, v, j, seen, top, total, sums, k_token, v_token, length, d, factor, D, PRECISION
+            q_MD, k, v, j, seen, top, total, sums, k_token, v_token, length, d, factor, D, CAP, PRECISION
         )
     for start in tl.range(tl.maximum(position - window + 1, 0), position + valid, BN, num_stages=STAGES):
         j = start + tl.arange(0, BN)
         seen = in_window(i[:, None], j[None, :], window)
         top, total, sums = _attend(
-            q_MD, k, v, j, seen, top, total, sums, k_token, v_token, length, d, factor, D, PRECISION
+            q_MD, k, v, j, seen, top, total, sums, k_token, v_token, length, d, factor, D, CAP, PRECISION
         )
     out = o + (flat * HQ + h) * D
     store_rows(out, i, HQ * D, length, d, D, sums / total[:, None])

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from deltanet_kernels.common.sequences import locate_row
+from deltanet_kernels.window.softcap import tanh
 from deltanet_kernels.window.tiles import HIDDEN, LOG2E, in_window, load_rows, locate_tile, store_rows
 
 
@@ -47,7 +48,8 @@ def gradients_k_kernel(
     q, k, v, do, lse, delta, sums, dk, dv, cu_seqlens, row_of_chunk, first_chunk, T, window, scale,
     q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head, do_row, do_token, do_head,
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, SINKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BD: tl.constexpr, VARLEN: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    BD: tl.constexpr, VARLEN: tl.constexpr, STAGES: tl.constexpr, CAP: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program per chunk of BN keys and key head; it reads BM queries at a time."""
     GROUP: tl.constexpr = HQ // HK
@@ -60,7 +62,7 @@ def gradients_k_kernel(
     j = position + tl.arange(0, BN)
     k_ND = load_rows(k + row * k_row + begin * k_token + h.to(tl.int64) * k_head, j, k_token, length, d, D)
     v_ND = load_rows(v + row * v_row + begin * v_token + h.to(tl.int64) * v_head, j, v_token, length, d, D)
-    factor = scale * LOG2E
+    factor = scale * LOG2E if CAP is None else scale / CAP
     dk_ND = tl.zeros([BN, BD], dtype=tl.float32)
     dv_ND = tl.zeros([BN, BD], dtype=tl.float32)
     for member in range(GROUP):
@@ -74,12 +76,18 @@ def gradients_k_kernel(
             at = (flat + i) * HQ + head
             top = tl.load(lse + at, mask=i < length, other=0.0) * LOG2E
             delta_M = tl.load(delta + at, mask=i < length, other=0.0)
-            s = tl.dot(k_ND, tl.trans(q_MD), input_precision=PRECISION) * factor - top[None, :]
+            s = tl.dot(k_ND, tl.trans(q_MD), input_precision=PRECISION) * factor
+            if CAP is not None:
+                u = tanh(s)
+                s = u * (CAP * LOG2E)
+            s = s - top[None, :]
             dp = tl.dot(v_ND, tl.trans(do_MD), input_precision=PRECISION)
             seen = in_window(i[None, :], j[:, None], window) & (i < length)[None, :]
             p = tl.exp2(tl.where(seen, s, HIDDEN))
             dv_ND = tl.dot(p.to(do_MD.dtype), do_MD, dv_ND, input_precision=PRECISION)
             ds = p * (dp - delta_M[None, :])
+            if CAP is not None:
+                ds *= 1.0 - u * u
             dk_ND = tl.dot(ds.to(q_MD.dtype), q_MD, dk_ND, input_precision=PRECISION)
     dk_ND *= scale
     if position < SINKS:

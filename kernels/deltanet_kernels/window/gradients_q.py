@@ -1,6 +1,6 @@
 """The gradient of q, delta, and each query tile's part of the gradients of the sinks.
 
-    delta_i = <do_i, o_i> - dlse_i;  ds_ij = p_ij (<do_i, v_j> - delta_i)
+    delta_i = <do_i, o_i> - dlse_i;  ds_ij = p_ij (<do_i, v_j> - delta_i), times the slope of the cap
     dq_i = scale sum_j ds_ij k_j
     parts, over the queries i of the tile and sink pairs only:  dk_j = scale sum_i ds_ij q_i;  dv_j = sum_i p_ij do_i
 
@@ -13,15 +13,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from deltanet_kernels.window.softcap import tanh
 from deltanet_kernels.window.tiles import HIDDEN, LOG2E, in_sinks, in_window, load_rows, locate_tile, store_rows
 
 
 @triton.jit
-def _add(dq, q_MD, do_MD, k_ND, v_ND, seen, top, delta, factor, PRECISION: tl.constexpr):
+def _add(dq, q_MD, do_MD, k_ND, v_ND, seen, top, delta, factor, CAP: tl.constexpr, PRECISION: tl.constexpr):
     """dq / scale with the keys of one tile."""
-    s = tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION) * factor - top[:, None]
+    s = tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION) * factor
+    if CAP is not None:
+        u = tanh(s)
+        s = u * (CAP * LOG2E)
+    s = s - top[:, None]
     dp = tl.dot(do_MD, tl.trans(v_ND), input_precision=PRECISION)
     ds = tl.exp2(tl.where(seen, s, HIDDEN)) * (dp - delta[:, None])
+    if CAP is not None:
+        ds *= 1.0 - u * u
     return tl.dot(ds.to(k_ND.dtype), k_ND, dq, input_precision=PRECISION)
 
 
@@ -31,7 +38,7 @@ def gradients_q_kernel(
     q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head, do_row, do_token, do_head,
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, SINKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BS: tl.constexpr, BD: tl.constexpr, VARLEN: tl.constexpr, STAGES: tl.constexpr, DLSE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    CAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program per chunk of BM queries and query head; parts is [chunks, 2, HQ, SINKS, D], dk before dv."""
     h = tl.program_id(0) % HQ
@@ -55,20 +62,27 @@ def gradients_q_kernel(
         delta_M -= tl.load(dlse + at, mask=m_i, other=0.0)
     tl.store(delta + at, delta_M, mask=m_i)
     top = tl.load(lse + at, mask=m_i, other=0.0) * LOG2E
-    factor = scale * LOG2E
+    factor = scale * LOG2E if CAP is None else scale / CAP
     dq_MD = tl.zeros([BM, BD], dtype=tl.float32)
     for start in range(0, tl.minimum(SINKS, position + valid - window), BS):
         j = start + tl.arange(0, BS)
         k_SD = load_rows(k, j, k_token, length, d, D)
         v_SD = load_rows(v, j, v_token, length, d, D)
         seen = in_sinks(i[:, None], j[None, :], window, SINKS) & m_i[:, None]
-        dq_MD = _add(dq_MD, q_MD, do_MD, k_SD, v_SD, seen, top, delta_M, factor, PRECISION)
+        dq_MD = _add(dq_MD, q_MD, do_MD, k_SD, v_SD, seen, top, delta_M, factor, CAP, PRECISION)
         # Computed again as columns, because Triton miscompiled products with a transposed accumulator on Hopper.
-        s = tl.dot(k_SD, tl.trans(q_MD), input_precision=PRECISION) * factor - top[None, :]
+        s = tl.dot(k_SD, tl.trans(q_MD), input_precision=PRECISION) * factor
+        if CAP is not None:
+            u = tanh(s)
+            s = u * (CAP * LOG2E)
+        s = s - top[None, :]
         dp = tl.dot(v_SD, tl.trans(do_MD), input_precision=PRECISION)
         seen = in_sinks(i[None, :], j[:, None], window, SINKS) & m_i[None, :]
         p = tl.exp2(tl.where(seen, s, HIDDEN))
-        dk = tl.dot((p * (dp - delta_M[None, :])).to(q_MD.dtype), q_MD, input_precision=PRECISION)
+        ds = p * (dp - delta_M[None, :])
+        if CAP is not None:
+            ds *= 1.0 - u * u
+        dk = tl.dot(ds.to(q_MD.dtype), q_MD, input_precision=PRECISION)
         dv = tl.dot(p.to(do_MD.dtype), do_MD, input_precision=PRECISION)
         part = parts + (c.to(tl.int64) * 2 * HQ + h) * (SINKS * D)
         store_rows(part, j, D, SINKS, d, D, dk * scale)
@@ -78,5 +92,5 @@ def gradients_q_kernel(
         k_ND = load_rows(k, j, k_token, length, d, D)
         v_ND = load_rows(v, j, v_token, length, d, D)
         seen = in_window(i[:, None], j[None, :], window) & m_i[:, None]
-        dq_MD = _add(dq_MD, q_MD, do_MD, k_ND, v_ND, seen, top, delta_M, factor, PRECISION)
+        dq_MD = _add(dq_MD, q_MD, do_MD, k_ND, v_ND, seen, top, delta_M, factor, CAP, PRECISION)
     store_rows(dq + (flat * HQ + h) * D, i, HQ * D, length, d, D, dq_MD * scale)

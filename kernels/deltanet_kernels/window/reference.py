@@ -11,6 +11,7 @@ def naive_window_attention(
     sinks: int,
     scale: float | None = None,
     cu_seqlens: torch.Tensor | None = None,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`deltanet_kernels.window_attention` by its definition, differentiable; lse in the dtype of q."""
     (_, T, HQ, D), HK = q.shape, k.shape[2]
@@ -24,6 +25,8 @@ def naive_window_attention(
     seen &= (i[:, None] - j < window) | (position[None, :] < sinks)
     k, v = (x.repeat_interleave(HQ // HK, dim=2) for x in (k, v))
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * (D**-0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
     scores = scores.masked_fill(~(seen | torch.eye(T, dtype=torch.bool, device=q.device)), -torch.inf)
     lse = scores.logsumexp(dim=-1)
     o = torch.einsum("bhij,bjhd->bihd", (scores - lse.unsqueeze(-1)).exp(), v)

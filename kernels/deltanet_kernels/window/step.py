@@ -1,7 +1,7 @@
 """One decoding step of the attention over window and sinks in one kernel, which updates the cache in place.
 
     n = count + 1;  place = n - 1 if n <= sinks, else sinks + n % window
-    o = softmax(scale q K^T) V over the places whose token n sees, and the token itself
+    o = softmax(scale q K^T) V, of capped scores with a cap, over the places whose token n sees, and the token itself
     share = sigmoid(share_logit + far_slope log(unseen) - near_slope lse)                     optional, to the end
     unseen = max(min(n, reach) - window - sinks, 0);  share = 0 where unseen = 0
     o = share far + (1 - share) o
@@ -29,6 +29,7 @@ from deltanet_kernels.common.registration import operator
 from deltanet_kernels.common.sizes import power_of_two
 from deltanet_kernels.gated_delta_rule.config import check_supported
 from deltanet_kernels.window.config import step_heads, step_places
+from deltanet_kernels.window.softcap import cap_score
 from deltanet_kernels.window.tiles import HIDDEN, LOG2E, LOGE2
 
 COUNT_BITS = 23  # of the 31 below the sign; the tickets have the others
@@ -53,7 +54,7 @@ def step_kernel(
     q, k, v, keys, values, numbers, count, share_logit, far, far_slope, near_slope, padding, o, scale,
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
     REACH: tl.constexpr, HEADS: tl.constexpr, BN: tl.constexpr, SHARE: tl.constexpr, PADDING: tl.constexpr,
-    COUNT_BITS: tl.constexpr,
+    CAP: tl.constexpr, COUNT_BITS: tl.constexpr,
 ):  # fmt: skip
     """One program per row and HEADS query heads."""
     PROGRAMS: tl.constexpr = HQ // HEADS
@@ -88,9 +89,10 @@ def step_kernel(
     totals = ()
     sums = ()
     for g in tl.static_range(HEADS):
-        q_D = tl.load(q + at + g * D, mask=m_d, other=0.0).to(tl.float32) * (scale * LOG2E)
+        q_D = tl.load(q + at + g * D, mask=m_d, other=0.0).to(tl.float32)
+        q_D = q_D * (scale * LOG2E if CAP is None else scale / CAP)
         qs = qs + (q_D,)
-        tops = tops + (tl.sum(q_D * k_D.to(tl.float32), axis=0),)
+        tops = tops + (cap_score(tl.sum(q_D * k_D.to(tl.float32), axis=0), CAP),)
         totals = totals + (tl.full([], 1.0, tl.float32),)
         sums = sums + (v_D.to(tl.float32),)
     for start in range(0, PLACES, BN):
@@ -104,7 +106,7 @@ def step_kernel(
         new_totals = ()
         new_sums = ()
         for g in tl.static_range(HEADS):
-            s = tl.where(seen, tl.sum(k_ND * qs[g][None, :], axis=1), HIDDEN)
+            s = tl.where(seen, cap_score(tl.sum(k_ND * qs[g][None, :], axis=1), CAP), HIDDEN)
             top = tl.maximum(tops[g], tl.max(s, axis=0))
             p = tl.exp2(s - top)
             fade = tl.exp2(tops[g] - top)
@@ -128,7 +130,8 @@ def step_kernel(
 
 
 def _fake_step(
-    q, k, v, window, sinks, keys, values, numbers, count, share_logit, far, far_slope, near_slope, reach, scale, padding
+    q, k, v, window, sinks, keys, values, numbers, count, share_logit, far, far_slope, near_slope, reach, scale,
+    padding, softcap,
 ):  # fmt: skip
     return q.new_empty(q.shape)
 
@@ -138,7 +141,7 @@ def window_step_op_(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, sinks: int, keys: torch.Tensor,
     values: torch.Tensor, numbers: torch.Tensor, count: torch.Tensor, share_logit: torch.Tensor | None,
     far: torch.Tensor | None, far_slope: torch.Tensor | None, near_slope: torch.Tensor | None, reach: int | None,
-    scale: float, padding: torch.Tensor | None,
+    scale: float, padding: torch.Tensor | None, softcap: float | None,
 ) -> torch.Tensor:  # fmt: skip
     """Return o [B, 1, HQ, D] and update the cache in place."""
     (B, _, HQ, D), HK = q.shape, k.shape[2]
@@ -151,7 +154,8 @@ def window_step_op_(
         None if padding is None else padding.contiguous(), o, scale,
         HQ=HQ, HK=HK, D=D, BD=power_of_two(D), WINDOW=window, SINKS=sinks,
         REACH=2**COUNT_BITS if reach is None else reach, HEADS=heads, BN=step_places(D, window + sinks),
-        SHARE=share_logit is not None, PADDING=padding is not None, COUNT_BITS=COUNT_BITS, num_warps=4,
+        SHARE=share_logit is not None, PADDING=padding is not None, CAP=softcap, COUNT_BITS=COUNT_BITS,
+        num_warps=4,
     )  # fmt: skip
     return o
 
@@ -167,5 +171,5 @@ def window_step_triton_(call: WindowStepCall) -> torch.Tensor:
     check_supported(call.q.dtype, D, D)
     if HQ > MAX_PROGRAMS:
         raise NotImplementedError(f"{HQ} query heads: the kernel takes up to {MAX_PROGRAMS}")
-    o: torch.Tensor = window_step_op_(*call[:-2], call.factor, call.padding)
+    o: torch.Tensor = window_step_op_(*call[:-3], call.factor, call.padding, call.softcap)
     return o
