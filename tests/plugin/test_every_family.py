@@ -44,8 +44,9 @@ def cases() -> Iterator[tuple[str, Callable[[], PreTrainedModel], bool]]:
             quick = what == IN_EVERY_FAMILY or family in REPRESENTATIVES
             yield f"{family}-{what}", functools.partial(STUDENTS[what], family), quick
     for mixer in MIXERS:
-        if mixer not in IN_FULL:
-            yield f"llama-{mixer}", functools.partial(tiny_student, "llama", layers=HYBRID, mixer=mixer), True
+        for family in FAMILIES if mixer not in IN_FULL else ():
+            make = functools.partial(tiny_student, family, layers=HYBRID, mixer=mixer)
+            yield f"{family}-{mixer}", make, family == "llama"
 
 
 CASES = list(cases())
