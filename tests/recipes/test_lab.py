@@ -304,8 +304,8 @@ def test_rows_of_other_settings_are_lines_of_their_own() -> None:
         {**recall_row("a", 32, 2, 1.0, 0.5), "decay": 0.1, "heads": 2, "batch_tokens": 32768},
     ]
     assert {name: len(group) for (name, _), group in by_model(rows).items()} == {
-        "a, 8,192 tokens per step": 1,
-        "a, 32,768 tokens per step": 2,
+        "a, 8,192 tokens/step": 1,
+        "a, 32,768 tokens/step": 2,
     }
     assert list(by_model(rows[1:])) == [("a", 32)]
 

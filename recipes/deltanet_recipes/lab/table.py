@@ -17,8 +17,8 @@ SETTINGS = {  # key of a row -> words
     "heads": "{} heads",
     "steps": "{:,} steps",
     "rate": "rate {:g}",
-    "batch_tokens": "{:,} tokens per step",
-    "decay": "decay {:g}",
+    "batch_tokens": "{:,} tokens/step",
+    "decay": "weight decay {:g}",
 }
 
 
