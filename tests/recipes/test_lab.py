@@ -21,7 +21,7 @@ from deltanet_recipes.lab.plot import main as draw
 from deltanet_recipes.lab.plot import read_rows
 from deltanet_recipes.lab.presets import PRESETS
 from deltanet_recipes.lab.recall import DISTRACTORS, KEYS, VALUES, AssociativeRecall
-from deltanet_recipes.lab.table import mean_accuracy, pairs_recalled, table
+from deltanet_recipes.lab.table import by_model, mean_accuracy, pairs_recalled, table
 from deltanet_recipes.lab.tasks import IGNORED
 from deltanet_recipes.lab.tracking import Level, WordProblem
 from deltanet_recipes.lab.training import TrainSettings, accuracies, train
@@ -294,6 +294,20 @@ def test_recall_is_drawn_by_head_size_and_bytes(tmp_path: Path) -> None:
     (tmp_path / "rows.json").write_text(json.dumps([{**row, "trained": 128} for row in rows]))
     draw([tmp_path / "rows.json"], tmp_path / "recall.png")
     assert (tmp_path / "recall.png").stat().st_size > 5000
+
+
+def test_rows_of_other_settings_are_lines_of_their_own() -> None:
+    """They would be averaged as seeds of one model, and nobody would see which of them solved the task."""
+    rows = [
+        {**recall_row("a", 32, 0, 1.0, 0.5), "decay": 0.1, "heads": 2, "batch_tokens": 8192},
+        {**recall_row("a", 32, 1, 1.0, 0.5), "decay": 0.1, "heads": 2, "batch_tokens": 32768},
+        {**recall_row("a", 32, 2, 1.0, 0.5), "decay": 0.1, "heads": 2, "batch_tokens": 32768},
+    ]
+    assert {name: len(group) for (name, _), group in by_model(rows).items()} == {
+        "a, 8,192 tokens/step": 1,
+        "a, 32,768 tokens/step": 2,
+    }
+    assert list(by_model(rows[1:])) == [("a", 32)]
 
 
 def test_presets_name_their_tasks() -> None:

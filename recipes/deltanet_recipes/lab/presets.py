@@ -55,9 +55,10 @@ PRESETS = {
     "s5": Preset(
         "S5: running product of permutations of 5 points",
         lambda: WordProblem("s5", 5),
-        TrainSettings(10000, 1e-2, 8192, decay=0.1),
+        TrainSettings(10000, 3e-3, 32768, decay=0.1),
         128,
-        (8,),
+        (16,),
+        heads=8,
         mixer_settings={"conv_size": 0},
     ),
     "mqar": Preset(

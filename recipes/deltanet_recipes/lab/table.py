@@ -11,12 +11,27 @@ SOLVED = 0.99  # accuracy from which a seed counts as solved
 
 Rows = Sequence[dict[str, Any]]
 
+SETTINGS = {  # key of a row -> words
+    "width": "width {}",
+    "layers": "{} layers",
+    "heads": "{} heads",
+    "steps": "{:,} steps",
+    "rate": "rate {:g}",
+    "batch_tokens": "{:,} tokens/step",
+    "decay": "weight decay {:g}",
+}
+
 
 def by_model(rows: Rows) -> dict[tuple[str, int], Rows]:
-    """The rows of all seeds by (mixer, head size), in the order of their first occurrence."""
+    """The rows of all seeds by (name, head size), in the order of their first occurrence.
+
+    The name is the mixer, followed by those settings in which the rows differ.
+    """
+    varied = [key for key in SETTINGS if len({row[key] for row in rows if key in row}) > 1]
     found: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for row in rows:
-        found.setdefault((row["mixer"], row["head_dim"]), []).append(row)
+        words = (SETTINGS[key].format(row[key]) for key in varied if key in row)
+        found.setdefault((", ".join([row["mixer"], *words]), row["head_dim"]), []).append(row)
     return dict(found)
 
 
