@@ -15,6 +15,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from deltanet_hf.mixers.additive import AdditiveSettings
+from deltanet_hf.mixers.attention_shape import MixerProjections
 from deltanet_hf.mixers.channel_decay import channel_rule
 from deltanet_hf.mixers.kda import KimiDeltaAttention
 from deltanet_hf.mixers.state import State
@@ -25,6 +27,7 @@ class GatedLinearAttention(KimiDeltaAttention):
 
     name: ClassVar[str] = "gla"
     title: ClassVar[str] = "Gated linear attention"
+    Settings: ClassVar[type[MixerProjections]] = AdditiveSettings
 
     def mix(
         self,

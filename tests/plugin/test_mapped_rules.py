@@ -110,7 +110,7 @@ def test_deltanet_is_the_delta_rule_without_decay() -> None:
     close((o * 8**0.5,), (value,), 1e-5)
 
 
-@pytest.mark.parametrize("name", ["gated_linear", "retention"])
+@pytest.mark.parametrize("name", ["gated_linear", "retention", "gla"])
 def test_rules_that_erase_nothing_have_no_negative_eigenvalues(name: str) -> None:
     with pytest.raises(ValueError, match=rf"{name}.allow_neg_eigval: got true, but this rule erases nothing"):
         LayerTable.preset(4, name, allow_neg_eigval=True)
