@@ -54,6 +54,7 @@ def by_definition(
     window: int,
     sinks: int,
     family_window: int | None,
+    softcap: float | None,
     sequence: torch.Tensor,
 ) -> torch.Tensor:
     """The formula of the module's docstring, with masks [T, T]; `sequence` [T] is the number of each token's own."""
@@ -67,6 +68,8 @@ def by_definition(
     seen = teacher & ((distance < window) | (number < sinks))
     k, v = (part.repeat_interleave(q.shape[2] // part.shape[2], dim=2) for part in (k, v))
     scores = torch.einsum("bthd,bshd->bhts", q, k) * scale
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
     scores = scores.masked_fill(~seen, -torch.inf)
     near = torch.einsum("bhts,bshd->bthd", scores.softmax(-1), v)
     missed = (teacher & ~seen).sum(-1)[:, None]
@@ -85,6 +88,7 @@ def by_definition(
         ("llama", {"shared_kv": True, "conv_size": 0, "qk_activation": "silu"}),
         ("llama", {"mixer": "deltaproduct"}),
         ("granite", {"expand_kv": False}),
+        ("gemma2", {"expand_kv": False}),
         ("gemma3_text", {"expand_kv": False}),
         ("mistral", {}),
         ("olmo3", {}),
@@ -110,8 +114,10 @@ def test_the_output_is_that_of_the_definition(family: str, changes: dict[str, An
         family_window = sliding_window(teacher.config, index)
         sinks = 2 if family_window is None else 0
         branch = model.model.layers[index].self_attn.window_branch
-        scale = teacher.model.layers[index].self_attn.scaling
-        close(output, by_definition(branch, inputs, scale, 5, sinks, family_window, sequence))
+        attention = teacher.model.layers[index].self_attn
+        softcap = getattr(attention, "attn_logit_softcapping", None)
+        assert (softcap is not None) == (family == "gemma2")
+        close(output, by_definition(branch, inputs, attention.scaling, 5, sinks, family_window, softcap, sequence))
 
 
 SIZES = [(5, 2), (1, 0), (1, 3), (3, 6), (17, 3), (30, 4)]
