@@ -1,30 +1,30 @@
 """Operators of Gated DeltaNet: PyTorch on CPU, Triton on CUDA. Imports only torch and triton."""
 
+from deltanet_kernels.channel_gates.operators import (
+    chunk_channel_gated_delta_rule,
+    fused_recurrent_channel_gated_delta_rule,
+)
 from deltanet_kernels.channel_gates.reference import naive_channel_gated_delta_rule
 from deltanet_kernels.deltaformer.solve import deltaformer_solve
-from deltanet_kernels.dispatch import (
-    causal_conv1d,
-    chunk_channel_gated_delta_rule,
+from deltanet_kernels.gated_delta_rule.cpu import torch_chunk_gated_delta_rule
+from deltanet_kernels.gated_delta_rule.operators import (
     chunk_gated_delta_rule,
-    fused_recurrent_channel_gated_delta_rule,
     fused_recurrent_gated_delta_rule,
     gated_delta_step_,
-    gated_rms_norm,
-    window_attention,
-    window_step_,
 )
-from deltanet_kernels.gated_delta_rule.cpu import torch_chunk_gated_delta_rule
 from deltanet_kernels.gated_delta_rule.reference import naive_gated_delta_rule
 from deltanet_kernels.mesa.chunk import chunk_mesa
 from deltanet_kernels.mesa.recurrent import recurrent_mesa
 from deltanet_kernels.mesa.reference import naive_mesa
 from deltanet_kernels.mesa.state import MesaState
+from deltanet_kernels.operators import causal_conv1d, gated_rms_norm
 from deltanet_kernels.titans.chunk import chunk_titans
 from deltanet_kernels.titans.reference import naive_titans
 from deltanet_kernels.titans.state import TitansState
 from deltanet_kernels.ttt.chunk import chunk_ttt
 from deltanet_kernels.ttt.reference import naive_ttt
 from deltanet_kernels.ttt.state import InnerNorm, TTTState
+from deltanet_kernels.window.operators import window_attention, window_step_
 
 __all__ = [
     "InnerNorm",

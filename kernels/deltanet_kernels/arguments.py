@@ -1,6 +1,7 @@
 """The arguments of the operators as one typed object each, so that inner functions do not repeat the list.
 
-The field names, their order and their defaults are those of the public functions in dispatch.py, which document them.
+The field names, their order and their defaults are those of the public functions (`operators.py` of each folder), which
+document them.
 """
 
 from typing import Literal, NamedTuple

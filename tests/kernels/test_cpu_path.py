@@ -108,10 +108,10 @@ def test_cpu_needs_no_triton_module() -> None:
 def falls_back_with_one_warning(words: str) -> None:
     on_cuda = SimpleNamespace(is_cuda=True)
     with pytest.warns(RuntimeWarning, match=words):
-        assert dispatch._call("causal_conv1d", lambda x: x + 1, on_cuda, 1) == 2
+        assert dispatch.call("causal_conv1d", lambda x: x + 1, on_cuda, 1) == 2
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert dispatch._call("causal_conv1d", lambda x: x + 1, on_cuda, 1) == 2
+        assert dispatch.call("causal_conv1d", lambda x: x + 1, on_cuda, 1) == 2
 
 
 def test_fallback_warns_once_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,12 +38,12 @@ ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
 @pytest.mark.filterwarnings("error:Dynamo detected")
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_no_graph_break_on_the_way_to_triton(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = dispatch._call
+    real = dispatch.call
 
     def call(operator: str, _: Any, __: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return real(operator, None, ON_CUDA, *args, **kwargs)  # no PyTorch form: it is not used
 
-    monkeypatch.setattr(dispatch, "_call", call)
+    monkeypatch.setattr(dispatch, "call", call)
     function = getattr(deltanet_kernels, name)
     gradients = not name.endswith("step_")  # in place, without gradients
     answers = []
