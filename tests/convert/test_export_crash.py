@@ -41,9 +41,9 @@ def run(source: Path, out: Path, *, resume: bool = False, overwrite: bool = Fals
     ("what", "mode", "points", "visible"),
     [
         ("export", "fresh", 8, {"absent", "complete"}),
-        ("export", "twice", 4, {"absent", "complete"}),
-        ("export", "overwrite", 4, {"old", "absent", "complete"}),
-        ("gguf", "fresh", 5, {"absent", "complete"}),
+        pytest.param("export", "twice", 4, {"absent", "complete"}, marks=pytest.mark.slow),
+        pytest.param("export", "overwrite", 4, {"old", "absent", "complete"}, marks=pytest.mark.slow),
+        pytest.param("gguf", "fresh", 5, {"absent", "complete"}, marks=pytest.mark.slow),
         ("gguf", "overwrite", 4, {"old", "complete"}),
     ],
 )

@@ -31,7 +31,7 @@ def digest(folder: Path) -> dict[str, str]:
     ("mode", "points", "visible"),
     [
         ("fresh", 12, {"absent", "complete"}),
-        ("twice", 6, {"absent", "complete"}),
+        pytest.param("twice", 6, {"absent", "complete"}, marks=pytest.mark.slow),
         ("overwrite", 5, {"old", "absent", "complete"}),
     ],
 )

@@ -59,7 +59,7 @@ def killed_after(rounds: int, teacher: Path, out: Path, **options: Any) -> None:
             tiny_selection(teacher, out, "3", **options)
 
 
-@pytest.mark.parametrize(("mode", "points"), [("fresh", 4), ("overwrite", 2)])
+@pytest.mark.parametrize(("mode", "points"), [("fresh", 4), pytest.param("overwrite", 2, marks=pytest.mark.slow)])
 def test_killed_selections_continue_to_the_same_bytes(tmp_path: Path, mode: str, points: int) -> None:
     paths = os.pathsep.join(str(ROOT / part) for part in (".", "kernels", "convert", "recipes", "tests"))
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}

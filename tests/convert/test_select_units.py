@@ -204,6 +204,7 @@ def test_each_method_finds_the_only_unit_that_looks_far(tmp_path: Path, method: 
     assert found.scores["uniform"] == pytest.approx(1, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_the_shortlist_of_many_units_finds_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
     model = far_teacher(num_hidden_layers=12).requires_grad_(False)
     switched = SwitchableModel(model, Candidates.of(model.config, "kv_head"), 6, 1)

@@ -130,6 +130,7 @@ def test_rerun_gives_the_same_numbers(document: dict[str, Any], options: ReportO
     assert again == [first[model["name"]] for model in again]
 
 
+@pytest.mark.slow
 def test_several_processes_give_the_same_numbers(options: ReportOptions, tmp_path: Path) -> None:
     one = replace(options, suite="texts", limit=1, texts={}, data=None, baselines=("window",), out=tmp_path / "one")
     two = replace(one, processes=2, out=tmp_path / "two")
@@ -148,9 +149,10 @@ def test_several_processes_give_the_same_numbers(options: ReportOptions, tmp_pat
         (lambda empty: {"students": [str(empty)]}, "not a model that can be loaded"),
         (lambda empty: {"texts": {"x": empty / "none.txt"}}, "none.txt: no such file"),
         (lambda empty: {"data": empty}, "no file of a known task"),
-        (
+        pytest.param(
             lambda empty: {"suite": "texts", "texts": {"x": empty / "none.txt"}, "processes": 2},
             "none.txt: no such file",
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["suite", "baseline", "student", "text", "data", "text in a process"],

@@ -174,6 +174,7 @@ def test_packed_documents_do_not_leak(model: PreTrainedModel) -> None:
     close(model(TOKENS, position_ids=positions, use_cache=False).logits[1:], model(TOKENS[1:]).logits)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_compiled_model_has_one_graph() -> None:
     model = tiny_student("llama", mixer="deltaproduct", num_householder=2)

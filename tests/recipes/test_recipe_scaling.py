@@ -17,6 +17,7 @@ from support.tiny_run import DISTIL, make_workplace, recipe_tree, write_recipe
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_one_and_two_processes_are_compared(tmp_path: Path) -> None:
     make_workplace(tmp_path)
     recipe = write_recipe(tmp_path, recipe_tree(tmp_path, [{**DISTIL, "tokens": 128 * 4}]))

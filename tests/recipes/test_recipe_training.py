@@ -203,7 +203,7 @@ def start(recipe: Path, *arguments: str, processes: int = 1) -> subprocess.Popen
     )
 
 
-@pytest.mark.parametrize("kind", ["joint", "layerwise"])
+@pytest.mark.parametrize("kind", ["joint", pytest.param("layerwise", marks=pytest.mark.slow)])
 def test_killed_run_continues_with_the_same_losses_and_weights(workplace: Path, tmp_path: Path, kind: str) -> None:
     stages = [{**ALIGN, "mode": kind, "tokens": 128 * 24}, {**DISTIL, "tokens": 128 * 24}]
     expected = train(workplace, tmp_path / "a" / "run", stages)
@@ -257,7 +257,7 @@ def test_bf16_arithmetic_trains_float32_embeddings_too(workplace: Path, tmp_path
     assert rows[-1]["held_out.kl"] < 0.97 * rows[0]["held_out.kl"]
 
 
-@pytest.mark.parametrize("sharding", ["none", "fsdp2"])
+@pytest.mark.parametrize("sharding", [pytest.param("none", marks=pytest.mark.slow), "fsdp2"])
 def test_two_processes_equal_one(workplace: Path, tmp_path: Path, sharding: str) -> None:
     """The single process takes its rows one by one, so that both runs sum the same parts of each gradient.
 
@@ -278,6 +278,7 @@ def test_two_processes_equal_one(workplace: Path, tmp_path: Path, sharding: str)
         torch.testing.assert_close(one_final[name], two_final[name], rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_two_processes_align_layer_by_layer_like_one(workplace: Path, tmp_path: Path) -> None:
     """`micro_batch_rows` may exceed the rows that a process has of a step."""
     stages = [{**ALIGN, "mode": "layerwise", "tokens": 512, "cached_tokens": 256, "micro_batch_rows": 2}]
