@@ -87,7 +87,8 @@ def test_conversion_loads_and_decodes(tmp_path: Path, mixer: str) -> None:
     check_result(tmp_path / "out", report, [0], mixer)
 
 
-@mixers_in_full
+@pytest.mark.slow
+@every_mixer
 @torch.no_grad()
 def test_conversion_of_all_layers_loads_and_decodes(tmp_path: Path, mixer: str) -> None:
     teacher = teacher_folder(tmp_path / "teacher", "qwen3")

@@ -53,8 +53,12 @@ CASES = list(cases())
 
 
 def students(all_mixers: bool) -> Any:
-    """Runs a test over the students; unless `all_mixers`, those of mixers that are not in `IN_FULL` are slow."""
-    brief = {f"llama-{mixer}" for mixer in MIXERS} if not all_mixers else set()
+    """Runs a test over the students; unless `all_mixers`, fewer by default: no mixers that are not in `IN_FULL`, and
+    the families in `REPRESENTATIVES`."""
+    brief = set()
+    if not all_mixers:
+        brief = {f"llama-{mixer}" for mixer in MIXERS}
+        brief |= {f"{family}-{IN_EVERY_FAMILY}" for family in FAMILIES if family not in REPRESENTATIVES}
     parameters = [
         pytest.param(make, id=name, marks=() if quick and name not in brief else pytest.mark.slow)
         for name, make, quick in CASES

@@ -78,7 +78,7 @@ def test_gradients_of_the_whole_model(mixer: str, profile: str, send: Callable[[
         ("gated_deltanet", "faithful", 3, {"gated_delta_step_", "window_step_"}),
         pytest.param("deltaproduct", "faithful", 0, {"fused_recurrent_gated_delta_rule"}, marks=pytest.mark.slow),
         pytest.param("deltanet", "faithful", 0, {"gated_delta_step_"}, marks=pytest.mark.slow),
-        ("comba", "faithful", 0, {"fused_recurrent_gated_delta_rule"}),
+        pytest.param("comba", "faithful", 0, {"fused_recurrent_gated_delta_rule"}, marks=pytest.mark.slow),
     ],
 )
 def test_prefill_and_decoding_with_a_cache(
@@ -102,7 +102,11 @@ def test_prefill_and_decoding_with_a_cache(
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("mixer", "changes"),
-    [("gated_linear", {"expand_kv": False}), ("retention", {}), ("linear", {"window": 3, "sinks": 1, "conv_size": 0})],
+    [
+        ("gated_linear", {"expand_kv": False}),
+        pytest.param("retention", {}, marks=pytest.mark.slow),
+        pytest.param("linear", {"window": 3, "sinks": 1, "conv_size": 0}, marks=pytest.mark.slow),
+    ],
 )
 def test_fused_steps_of_rules_that_erase_nothing(
     mixer: str, changes: dict[str, Any], send: Callable[[str], list[str]]
