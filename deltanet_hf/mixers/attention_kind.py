@@ -268,7 +268,7 @@ def _attend(
     call: Call | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What a family's attention calls in the place of SDPA."""
+    """The attention function that a family's attention calls in the place of SDPA."""
     assert call is not None
     softmax = Softmax(module, query.shape[-1] ** -0.5 if scaling is None else scaling, dropout, softcap)
     return module.attend(query, key, value, call, softmax).contiguous(), None

@@ -25,7 +25,7 @@ class GatedRule(GatedDeltaNet):
         return super().default_settings(profile, training)
 
     def further_gates(self, x: Tensor) -> tuple[Tensor, ...]:
-        """What `mix` reads beside g and beta, tensors [B, T, ...] from the layer's input x [B, T, hidden]."""
+        """Further inputs of `mix` beside g and beta: tensors [B, T, ...] from the layer's input x [B, T, hidden]."""
         return ()
 
     def rule_parameters(self) -> list[nn.Parameter]:

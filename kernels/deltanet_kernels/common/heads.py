@@ -41,7 +41,7 @@ def unstack_queries(o: Tensor, size: int) -> Tensor:
 
 
 def spans(batch: int, tokens: int, cu_seqlens: Tensor | None) -> list[tuple[slice, int, int]]:
-    """What a loop over tokens runs through: (rows, first token, end), the whole batch or one packed sequence each."""
+    """The spans (rows, first token, end) of a loop over tokens: the whole batch, or one packed sequence each."""
     if cu_seqlens is None:
         return [(slice(0, batch), 0, tokens)]
     return [(slice(n, n + 1), start, end) for n, (start, end) in enumerate(pairwise(cu_seqlens.tolist()))]

@@ -111,7 +111,7 @@ def _gates(
 
 @triton.jit
 def _delta(v, beta, gamma, read, READ: tl.constexpr, UNDECAYED: tl.constexpr):
-    """What a token writes into a state of which its key reads `read`."""
+    """The value that a token writes into a state of which its key reads `read`."""
     if UNDECAYED:
         delta = beta * (v - read)
     elif READ:

@@ -13,7 +13,7 @@ from deltanet_kernels.common.state_checks import check_state
 
 
 class MesaState(NamedTuple):
-    """What is kept after a token; float32, or float64 with float64 inputs."""
+    """The state after a token; float32, or float64 with float64 inputs."""
 
     values: Tensor  # S [N, HV, K, V]
     keys: Tensor  # H [N, HV, K, K], symmetric
