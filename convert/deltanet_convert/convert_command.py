@@ -23,6 +23,7 @@ from .views.plan_view import print_plan
 from .views.report_view import print_report
 
 DEFAULTS = ConvertOptions()
+ALONE = [name for name in MIXER_NAMES if WINDOW_SUFFIX not in name]
 HYBRID = ("auto", f"gated_deltanet{WINDOW_SUFFIX}")  # default layers and mixer
 PURE = ("all", "gated_deltanet")  # those of --pure, and of --profile qwen3_5, whose layer has no window
 CONVERSION_ONLY = {
@@ -59,8 +60,8 @@ def convert_command(
     mixer: Annotated[
         str | None,
         typer.Option(
-            help=f"Layer that replaces softmax attention: {', '.join(MIXER_NAMES)}. NAME+window has a softmax window "
-            "beside the state.",
+            help=f"Layer that replaces softmax attention: {', '.join(ALONE)}. "
+            "NAME+window has a softmax window beside the state, for those that have a state.",
             show_default=HYBRID[1],
         ),
     ] = None,
@@ -91,6 +92,7 @@ def convert_command(
             "--set",
             metavar="KEY=VALUE",
             help="Change one setting of the mixer, for example `rope=false`. Repeat the option for several. Keys of "
+            "mixers with a state: "
             f"{set_keys()}.",
         ),
     ] = None,

@@ -186,19 +186,15 @@ def changed_settings(entries: Iterable[str], recommended: Any) -> dict[str, bool
 
 
 def set_keys() -> str:
-    """The keys of `--set` by mixer, for the help text: those that all share first, then what one has beyond them."""
-    names = {
-        mixer: [field.name for field in fields(kind.Settings)]
+    """The keys of `--set`, for the help text: those of every mixer with a state, then what single ones have."""
+    common = [field.name for field in fields(GatedDeltaNet.Settings)]
+    own = {
+        mixer: [field.name for field in fields(kind.Settings) if field.name not in common]
         for mixer, kind in MIXERS.items()
         if mixer != MixedHeads.name
     }
-    first, *others = names
-    parts = [f"{first}: {', '.join(names[first])}"]
-    for mixer in others:
-        own = [name for name in names[mixer] if name not in names[first]]
-        same = "the same and " if len(own) < len(names[mixer]) else ""
-        parts.append(f"{mixer}: {same}{', '.join(own)}")
-    return "; ".join(parts)
+    single = (f"{', '.join(names)} ({mixer})" for mixer, names in own.items() if names)
+    return f"{', '.join(common)}; {'; '.join(single)}"
 
 
 def parse_size(value: str, option: str = "--shard-size") -> int:
