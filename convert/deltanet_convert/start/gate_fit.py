@@ -120,8 +120,10 @@ class GateFit(nn.Module):
         """
         layer, f = self.layer[0], x @ self.basis.T
         one = torch.ones_like(f[..., :1]) if layer.settings.gate_bias else (f @ self.ones).unsqueeze(-1)
-        decay, strength = layer.gates(x, None)[:2]
-        strength = strength[..., -layer.num_states :]  # where a token writes several times, the teacher's write is last
+        decay = strength = f
+        if self.A_log is None or self.b is None:  # the layer's own, where they are not fitted
+            decay, strength = layer.gates(x, None)[:2]
+            strength = strength[..., -layer.num_states :]  # of several writes per token, the teacher's is the last
         if self.A_log is not None:
             a = f.new_zeros(*f.shape[:2], layer.num_states) if self.a is None else f @ self.a.T
             decay = -self.A_log.exp() * F.softplus(a)
@@ -135,8 +137,12 @@ class GateFit(nn.Module):
     def read(self, s: Sample) -> tuple[Tensor, Tensor | None]:
         """Returns the operator's output [n, T, H, D] and the output gate logits."""
         decay, strength, gate = self.gates(s.x)
-        o, _ = self.layer[0].mix(s.q, s.k, s.v, (decay, strength), None, False, None)
+        o, _ = self.layer[0].mix(s.q, s.k, s.v, (decay, strength, *self.further_gates(s.x)), None, False, None)
         return o, gate
+
+    def further_gates(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Inputs of the operator beside decay and write strength, from x [n, T, hidden]."""
+        return ()
 
     def heads(self, s: Sample) -> Tensor:
         """Returns the layer's output before o_proj [n, T, H, D]."""

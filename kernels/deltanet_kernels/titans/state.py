@@ -13,7 +13,7 @@ from deltanet_kernels.common.state_checks import check_padding, check_state
 
 
 class TitansState(NamedTuple):
-    """What is kept after a token; float32, or float64 with float64 inputs."""
+    """The state after a token; float32, or float64 with float64 inputs."""
 
     memory: Tensor  # M [N, HV, K, V]
     momentum: Tensor  # Z [N, HV, K, V]

@@ -69,7 +69,7 @@ def linear_chunks(
 def _pending(
     layout: ChunkLayout, m: int, before: TTTState, begun: bool, ends: Tensor, write: Tensor, u: Tensor, G: Tensor
 ) -> Tensor:
-    """What the tokens from the last multiple of m before `ends` on have written [N, HV, K, V], decayed to the end.
+    """The writes [N, HV, K, V] of the tokens from the last multiple of m before `ends` on, decayed to the end.
 
     Empty places write nothing and do not decay, so everything may be read off the chunk in which that multiple lies.
     """

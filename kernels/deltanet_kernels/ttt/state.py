@@ -24,7 +24,7 @@ class InnerNorm(NamedTuple):
 
 
 class TTTState(NamedTuple):
-    """What is kept after a token: S, and how it differs from the weights B at which gradients are taken.
+    """The state after a token: S, and its difference from the weights B at which gradients are taken.
 
     Float32, or float64 with float64 inputs. R = K, or K + 1 in the form `norm`.
     """

@@ -21,7 +21,7 @@ BYTES_AT = 512  # tokens of the sequence whose bytes are given
 
 @dataclass(frozen=True)
 class Experiment:
-    """What identifies a row of results; everything random depends on `seed`."""
+    """The identity of a row of results; everything random depends on `seed`."""
 
     contestant: Contestant
     head_dim: int

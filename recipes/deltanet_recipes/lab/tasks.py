@@ -25,7 +25,7 @@ class Task(Protocol):
     points: tuple[int, ...]
     """The lengths or loads at which accuracy is measured, ascending."""
     axis: ClassVar[str]
-    """What a point is, for plots and tables."""
+    """Name of a point, for plots and tables."""
 
     levels: int
     """Number of levels of difficulty."""
