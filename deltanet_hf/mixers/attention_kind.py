@@ -50,7 +50,7 @@ class Call:
     cache: Cache | None
 
 
-@dataclass(frozen=True)
+@dataclass  # not frozen: torch.compile in torch 2.11 cannot call an instance of a frozen data class
 class Softmax:
     """The softmax of a family's attention."""
 
