@@ -10,11 +10,12 @@ import pytest
 import torch
 from accelerate import cpu_offload
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel, StaticCache
+from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers import MIXERS, AttentionKind
 from deltanet_hf.mixers.attention_kind import Call, Softmax
+from deltanet_hf.mixers.decay_bias import split
 from deltanet_hf.mixers.parts import Opening
 from deltanet_hf.mixers.path import MAX_STRENGTH
 from deltanet_hf.mixers.quantized_cache import quantized_cache
@@ -443,7 +444,7 @@ def test_attention_that_was_compiled_is_refused() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_on_a_gpu_it_reads_and_decodes_as_in_float64(kind: str, dtype: torch.dtype) -> None:
-    """Complete rows, chunks, an offloaded cache, and a static one where there may be one."""
+    """Complete rows, chunks, and a static cache where there may be one."""
     with Float64():
         wanted = tiny_student("llama", mixer=kind).double()(IDS).logits.cuda()
     model, ids = tiny_student("llama", mixer=kind).to("cuda", dtype), IDS.cuda()
@@ -452,7 +453,7 @@ def test_on_a_gpu_it_reads_and_decodes_as_in_float64(kind: str, dtype: torch.dty
             module.float()
     rounding = float((model(ids, use_cache=False).logits.double() - wanted).norm() / wanted.norm())
     assert rounding < {torch.float32: 1e-3, torch.bfloat16: 0.1}[dtype]
-    caches = [DynamicCache(config=model.config), DynamicCache(config=model.config, offloading=True)]
+    caches: list[Cache] = [DynamicCache(config=model.config)]
     if kind != "deltaformer":
         caches.append(StaticCache(config=model.config, max_cache_len=32))
     for cache in caches:
@@ -478,6 +479,22 @@ def test_on_a_gpu_rows_of_2048_tokens_train_in_bfloat16(kind: str) -> None:
     assert (found.double().cpu() - wanted).norm() / wanted.norm() < 0.05
     for got, want in zip(torch.autograd.grad(found, narrow[1:], pull.cuda().bfloat16()), gradients, strict=True):
         assert (got.double().cpu() - want).norm() / want.norm() < 0.05
+
+
+def sum_of_parts(parts: torch.Tensor) -> torch.Tensor:
+    return parts.double().unflatten(-1, (3, -1)).sum(-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_three_parts_of_16_bits_add_up_to_a_float32(dtype: torch.dtype, compiled: bool) -> None:
+    """Also where torch.compile leaves out casts to 16 bits and back."""
+    given = (-300 * torch.rand(3, 50, generator=torch.Generator().manual_seed(0))).requires_grad_()
+    parts = (torch.compile(split) if compiled else split)(given, dtype)
+    assert parts.dtype == dtype
+    assert torch.equal(sum_of_parts(parts), given.double())
+    (gradient,) = torch.autograd.grad(sum_of_parts(parts).sum(), given)
+    assert torch.equal(gradient, torch.ones_like(given))
 
 
 @torch.no_grad()

@@ -141,20 +141,21 @@ class StudyRun:
             typer.echo(f"{run.name}: {row.get('error') or _figures(row)} ({row['wall_seconds']:.0f} s)")
 
     def next_run(self, device: str | None) -> Run | None:
-        """Take the longest waiting run whose conversion is done, or None if no run is left.
+        """Take the longest waiting run, or None if no run is left.
 
-        Blocks until there is such a run, and while an idle worker has a device with fewer tokens to train.
+        Blocks until its conversion is done, and while an idle worker has a device with fewer tokens to train. A shorter
+        run that began in the meantime would hold a device for much longer than a conversion takes.
         """
         with self.lock:
             while self.waiting and not self.stopped:
                 freer = any(self.idle[other] and self.load[other] < self.load[device] for other in self.devices)
-                for run in () if freer else self.waiting:
-                    if not _converts(run) or self._folder(run.convert) in self.converted:
-                        self.waiting.remove(run)
-                        self.idle[device] -= 1
-                        self.load[device] += self.study.tokens(run)
-                        self.lock.notify_all()
-                        return run
+                run = self.waiting[0]
+                if not freer and (not _converts(run) or self._folder(run.convert) in self.converted):
+                    self.waiting.remove(run)
+                    self.idle[device] -= 1
+                    self.load[device] += self.study.tokens(run)
+                    self.lock.notify_all()
+                    return run
                 self.lock.wait()
         return None
 
