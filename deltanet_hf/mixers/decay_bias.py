@@ -64,12 +64,20 @@ class DecayBias(AttentionKind):
 
 
 def split(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Numbers x [..., E] as channels [..., parts * E] of `dtype`, whose parts add up to x: one, or three of 16 bits."""
-    channels = []
+    """Numbers x [..., E] as channels [..., parts * E] of `dtype`, whose parts add up to x: one, or three of 16 bits.
+
+    A part of 16 bits is what is left of x without its last bits. It is not x rounded to `dtype`: torch.compile removes
+    conversions that go there and back, so that x less its rounded value would be 0. The first part has the gradient.
+    """
+    if _parts(dtype) == 1:
+        return x.to(dtype)
+    kept_bits = -int(2**23 * torch.finfo(dtype).eps)  # of float32, as an integer
+    rest, channels = x.detach().float(), []
     for _ in range(_parts(dtype)):
-        channels.append(x.to(dtype))
-        x = x - channels[-1].to(x.dtype)
-    return torch.cat(channels, dim=-1)
+        channels.append((rest.view(torch.int32) & kept_bits).view(torch.float32))
+        rest = rest - channels[-1]
+    channels[0] = x + (channels[0] - x).detach()
+    return torch.cat(channels, dim=-1).to(dtype)
 
 
 def _parts(dtype: torch.dtype) -> int:

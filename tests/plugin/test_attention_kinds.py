@@ -15,6 +15,7 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers import MIXERS, AttentionKind
 from deltanet_hf.mixers.attention_kind import Call, Softmax
+from deltanet_hf.mixers.decay_bias import split
 from deltanet_hf.mixers.parts import Opening
 from deltanet_hf.mixers.path import MAX_STRENGTH
 from deltanet_hf.mixers.quantized_cache import quantized_cache
@@ -382,6 +383,20 @@ def test_a_static_cache_decodes_alike(kind: str) -> None:
         parts = [model(ids, past_key_values=cache, use_cache=True).logits for ids in IDS.split([20, 1, 1, 1, 1], dim=1)]
         torch.testing.assert_close(torch.cat(parts, dim=1), wanted, atol=2e-4, rtol=2e-4)
         cache.reset()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_sum_of_decays_has_all_its_bits_in_16_bit_channels(compiled: bool, dtype: torch.dtype) -> None:
+    """torch.compile removes roundings that are undone at once; the parts must not depend on them."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    steps = torch.rand(2, 3, 40, 2, generator=torch.Generator().manual_seed(0))
+    x = (3 * steps).cumsum(2).to(device).requires_grad_()
+    parts = (torch.compile(split) if compiled else split)(x, dtype)
+    assert parts.dtype == dtype
+    assert torch.equal(parts.float().unflatten(-1, (3, 2)).sum(-2), x)
+    (gradient,) = torch.autograd.grad(parts.float().unflatten(-1, (3, 2))[..., 0, :].sum(), x)
+    assert (gradient == 1).all()
 
 
 @torch.no_grad()
