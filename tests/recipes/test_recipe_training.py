@@ -66,6 +66,7 @@ def test_align_lowers_the_error_of_every_layer_and_moves_mixers_only(workplace: 
     assert len(moved) == sum(".self_attn." in name for name in before)
 
 
+@pytest.mark.usefixtures("real_plots")
 def test_layerwise_alignment_also_lowers_every_error(workplace: Path, tmp_path: Path) -> None:
     stage = {**ALIGN, "mode": "layerwise", "tokens": 128 * 30, "cached_tokens": 512}
     rows = train(workplace, tmp_path / "run", [stage])
