@@ -1,4 +1,4 @@
-"""Brings rows with padding, or with tokens from the cache in front, into the order that `window_attention` expects.
+"""Brings rows with padding, or with tokens from the cache in front, into the order that operators expect.
 
 Shapes: B batch, T tokens of a call, N tokens with those from the cache, D head size.
 """
@@ -51,11 +51,19 @@ def in_order(
     numbers = seen.numbers.expand(batch, -1)
     order = torch.where(numbers > 0, numbers, numbers.new_full((), 2**30)).argsort(dim=1, stable=True)
     place = order.argsort(dim=1)
-    results = attend(*(_reordered(tensor, order) for tensor in (q, keys, values, numbers)))
-    return tuple(_reordered(tensor, place)[:, front:] for tensor in results)
+    results = attend(*(reordered(tensor, order) for tensor in (q, keys, values, numbers)))
+    return tuple(reordered(tensor, place)[:, front:] for tensor in results)
 
 
-def _reordered(tensor: Tensor, order: Tensor) -> Tensor:
-    """tensor [B, N, ...] with its tokens in another order [B, N]."""
-    index = order.reshape(*order.shape, *[1] * (tensor.dim() - 2)).expand_as(tensor)
+def reordered(tensor: Tensor, order: Tensor) -> Tensor:
+    """The tokens of tensor [B, N, ...] at the places `order` [B, M], in this order: [B, M, ...]."""
+    index = order.reshape(*order.shape, *[1] * (tensor.dim() - 2)).expand(*order.shape, *tensor.shape[2:])
     return tensor.gather(1, index)
+
+
+def padding_last(padding: Tensor) -> tuple[Tensor, Tensor]:
+    """The order [B, T] in which the tokens of each row come before its padding [B, T], and the place of each in it."""
+    real = ~padding
+    place = torch.where(padding, real.sum(1, keepdim=True) + padding.cumsum(1), real.cumsum(1)) - 1
+    order = torch.arange(padding.shape[1], device=padding.device).expand_as(place)
+    return torch.empty_like(place).scatter_(1, place, order), place
