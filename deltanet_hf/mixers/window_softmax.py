@@ -44,6 +44,18 @@ class WindowCall:
     weights: bool  # whether the attention weights are wanted
 
 
+@dataclass(frozen=True)
+class Scores:
+    """How products of queries and keys become scores."""
+
+    scale: float
+    softcap: float | None
+
+    def __call__(self, products: Tensor) -> Tensor:
+        scores = products * self.scale
+        return scores if self.softcap is None else self.softcap * (scores / self.softcap).tanh()
+
+
 def attend(
     module: Any,
     query: Tensor,
@@ -69,8 +81,8 @@ def attend(
     eager = call.eager or softcap is not None  # SDPA has no cap
     if dropout == 0 and not (call.weights and eager) and operator_pays(call, query):
         q, k, v = (states.transpose(1, 2).to(value.dtype) for states in (query, key, value))
-        scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-        return _by_operator(q, k, v, call, scale, softcap).contiguous(), None
+        scores = Scores(query.shape[-1] ** -0.5 if scaling is None else float(scaling), softcap)
+        return _by_operator(q, k, v, call, scores).contiguous(), None
     mask = call.tokens.sees(call.seen, call.reach.window, call.reach.sinks, call.reach.family_window).unsqueeze(1)
     options = {"scaling": scaling, "dropout": dropout, **kwargs}
     if not eager:
@@ -95,64 +107,55 @@ def operator_pays(call: WindowCall, query: Tensor) -> bool:
     return length > (1 if call.in_order else few_queries(call.reach.window, query))
 
 
-def _by_operator(q: Tensor, k: Tensor, v: Tensor, call: WindowCall, scale: float, softcap: float | None) -> Tensor:
+def _by_operator(q: Tensor, k: Tensor, v: Tensor, call: WindowCall, scores: Scores) -> Tensor:
     """Attention [B, T, HQ, D] of q [B, T, HQ, D] to k and v [B, N, HK, D]."""
     if call.cu_seqlens is not None:
         shape, numbers = q.shape, call.tokens.numbers.reshape(1, -1)
         q, k, v = (states.flatten(0, 1).unsqueeze(0) for states in (q, k, v))
-        return _ordered(q, k, v, numbers, call, scale, softcap).view(shape)
+        return _ordered(q, k, v, numbers, call, scores).view(shape)
     if call.in_order:
-        return _ordered(q, k, v, call.tokens.numbers, call, scale, softcap)
-    (output,) = in_order(lambda *tokens: (_ordered(*tokens, call, scale, softcap),), q, k, v, call.seen)
-    return output
+        return _ordered(q, k, v, call.tokens.numbers, call, scores)
+
+    def ordered(q: Tensor, k: Tensor, v: Tensor, numbers: Tensor) -> tuple[Tensor]:
+        return (_ordered(q, k, v, numbers, call, scores),)
+
+    return in_order(ordered, q, k, v, call.seen)[0]
 
 
-def _ordered(
-    q: Tensor, k: Tensor, v: Tensor, numbers: Tensor, call: WindowCall, scale: float, softcap: float | None
-) -> Tensor:
+def _ordered(q: Tensor, k: Tensor, v: Tensor, numbers: Tensor, call: WindowCall, scores: Scores) -> Tensor:
     """Attention [B, N, HQ, D] among tokens in the order of their numbers [B or 1, N] in their sequences."""
-    reach = call.reach
-    window, sinks, limit = reach.window, reach.sinks, reach.family_window
+    window, sinks, limit = call.reach.window, call.reach.sinks, call.reach.family_window
     if limit is not None and limit <= window:
         window, sinks = limit, 0
-    elif limit is not None and sinks > 0 and not (call.in_order and q.shape[1] <= limit):
-        near, lse = window_attention(q, k, v, window, 0, scale, call.cu_seqlens, softcap)
-        return _with_limited_sinks(q, k, v, numbers, call, scale, softcap, near, lse)
-    return window_attention(q, k, v, window, sinks, scale, call.cu_seqlens, softcap)[0]
+    limited = limit is not None and sinks > 0 and not (call.in_order and q.shape[1] <= limit)
+    seen = 0 if limited else sinks
+    near, lse = window_attention(q, k, v, window, seen, scores.scale, call.cu_seqlens, scores.softcap)
+    return _with_limited_sinks(q, k, v, numbers, call, scores, near, lse) if limited else near
 
 
 def _with_limited_sinks(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    numbers: Tensor,
-    call: WindowCall,
-    scale: float,
-    softcap: float | None,
-    near: Tensor,
-    lse: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, numbers: Tensor, call: WindowCall, scores: Scores, near: Tensor, lse: Tensor
 ) -> Tensor:
     """Adds the sinks that a family's own window still shows to attention `near` [B, N, HQ, D] over the window alone.
 
     The operator shows sinks at any distance. `lse` [B, N, HQ] is the log-sum-exp of its scores.
     """
     reach, length = call.reach, q.shape[1]
+    assert reach.family_window is not None
     count = min(reach.sinks, length)
     if call.cu_seqlens is None:
-        k, v, first, tokens = k[:, :count], v[:, :count], numbers[:, None, :count], "bshd"
+        k, v, sinks, tokens = k[:, :count], v[:, :count], numbers[:, None, :count], "bshd"
     else:  # those of each token's own sequence; places behind its end are masked
-        first, tokens = torch.arange(1, count + 1, device=q.device), "btshd"
-        places = torch.arange(length, device=q.device)[:, None] - numbers[0, :, None] + first
+        sinks, tokens = torch.arange(1, count + 1, device=q.device), "btshd"
+        places = torch.arange(length, device=q.device)[:, None] - numbers[0, :, None] + sinks
         k, v = (states[:, places.clamp(max=length - 1)] for states in (k, v))
-    distance = numbers.unsqueeze(-1) - first
-    seen = (distance >= reach.window) & (distance < reach.family_window) & (first > 0) & (first <= reach.sinks)
+    distance = numbers.unsqueeze(-1) - sinks
+    seen = (distance >= reach.window) & (distance < reach.family_window) & (sinks > 0) & (sinks <= reach.sinks)
     grouped = q.unflatten(2, (k.shape[-2], -1)).to(lse.dtype)
-    scores = torch.einsum(f"bthgd,{tokens}->bthgs", grouped, k.to(lse.dtype)) * scale
-    if softcap is not None:
-        scores = softcap * (scores / softcap).tanh()
-    scores = scores.masked_fill(~seen[:, :, None, None], -torch.inf).flatten(2, 3)
-    total = torch.cat([lse.unsqueeze(-1), scores], dim=-1).logsumexp(-1, keepdim=True)
-    weights = (scores - total).exp().unflatten(2, (k.shape[-2], -1))
+    logits = scores(torch.einsum(f"bthgd,{tokens}->bthgs", grouped, k.to(lse.dtype)))
+    logits = logits.masked_fill(~seen[:, :, None, None], -torch.inf).flatten(2, 3)
+    total = torch.cat([lse.unsqueeze(-1), logits], dim=-1).logsumexp(-1, keepdim=True)
+    weights = (logits - total).exp().unflatten(2, (k.shape[-2], -1))
     far = torch.einsum(f"bthgs,{tokens}->bthgd", weights, v.to(lse.dtype)).flatten(2, 3)
     return ((lse.unsqueeze(-1) - total).exp() * near + far).to(near.dtype)
 
