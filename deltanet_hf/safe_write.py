@@ -10,6 +10,7 @@ from .errors import UserError
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 DENIED = {errno.EROFS, errno.EACCES, errno.EPERM}
+MISPLACED = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG}
 
 
 @contextmanager
@@ -21,12 +22,14 @@ def writing(path: Path) -> Iterator[None]:
         if error.errno in FULL:
             raise UserError(
                 f"{path}: the disk is full, or a quota or size limit is reached ({error.strerror}); free some space "
-                "and run the same command with --resume: finished work is kept"
+                "and run the same command again (convert: with --resume): finished work is kept"
             ) from error
         if error.errno in DENIED:
             raise UserError(
                 f"{path}: cannot be written ({error.strerror}); choose an output folder that you may write to"
             ) from error
+        if error.errno in MISPLACED:
+            raise UserError(f"{path}: cannot be written ({error.strerror}); choose another output") from error
         raise
 
 

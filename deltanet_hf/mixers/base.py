@@ -234,8 +234,11 @@ class Mixer(LayerKind, nn.Module):
         cache = None if past_key_values is None else cache_layer(past_key_values, self.layer_idx)
         padding = padding_in(attention_mask, padding, length, 0 if cache is None else cache.get_seq_length())
         if length == 1 and cache is not None and may_change(cache):
+            tail = cache.state["conv_tail"].clone() if padding is not None and self.conv1d is not None else None
             output = self.step(hidden_states, position_embeddings, cache.state, padding)
             if output is not None:
+                if tail is not None and padding is not None:  # the kernels move the tail of all rows
+                    cache.state["conv_tail"].copy_(tail.where(padding.unsqueeze(-1), cache.state["conv_tail"]))
                 cache.tokens_seen += 1
                 return output, None
         packed = cu_seq_lens_q if length > 1 else None
