@@ -62,6 +62,11 @@ def loadable_folder(name: str, revision: str | None = None) -> Path:
     return folder
 
 
+def small_files(repo: str, revision: str | None = None) -> Path:
+    """The folder in the cache with everything of a model but its weights; UserError if it cannot be downloaded."""
+    return _fetch(repo, revision, SMALL_FILES)
+
+
 def download_model(repo: str, revision: str | None = None) -> Path:
     """Downloads a model with safetensors weights and returns its folder in the cache, whose name is the commit.
 
@@ -69,7 +74,7 @@ def download_model(repo: str, revision: str | None = None) -> Path:
         UserError: the repository or its revision does not exist or may not be read, its index names files that it does
             not have, it has no safetensors weights, or the transfer or a write failed.
     """
-    folder = _fetch(repo, revision, SMALL_FILES)
+    folder = small_files(repo, revision)
     weights = _weight_files(repo, folder)
     # The name of the folder is the commit, so that both calls get the same one.
     _fetch(repo, folder.name, weights)

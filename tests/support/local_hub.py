@@ -17,7 +17,9 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 Files = dict[str, bytes]
-API = re.compile(r"/api/models/(?P<repo>[^/]+/[^/]+?)(/(?P<what>revision|tree|preupload|commit)/(?P<rev>[^/]+).*)?$")
+API = re.compile(
+    r"/api/models/(?P<repo>[^/]+/[^/]+?)(/(?P<what>revision|tree|branch|preupload|commit)/(?P<rev>[^/]+).*)?$"
+)
 FILE = re.compile(r"/(?P<repo>[^/]+/[^/]+)/resolve/(?P<rev>[^/]+)/(?P<path>.+)$")
 
 
@@ -80,21 +82,27 @@ class _Handler(BaseHTTPRequestHandler):
         if path == "/api/repos/create":
             asked = json.loads(body)
             repo = f"{asked['organization']}/{asked['name']}"
-            self.hub.repositories.setdefault(repo, Repository()).refs.setdefault("main", "")
+            if repo not in self.hub.repositories:
+                self.hub.add(repo, {})
             self._json({"url": f"{self.hub.endpoint}/{repo}"})
         elif path == "/api/validate-yaml":
             self._json({"errors": [], "warnings": []})
         elif (match := API.match(path)) and match["what"] == "preupload":
             files = [file["path"] for file in json.loads(body)["files"]]
             self._json({"files": [{"path": p, "uploadMode": "regular", "shouldIgnore": False} for p in files]})
+        elif match and match["what"] == "branch":
+            refs = self.hub.repositories[match["repo"]].refs
+            refs.setdefault(match["rev"], refs["main"])
+            self._json({})
         elif match and match["what"] == "commit":
             lines = [json.loads(line) for line in body.splitlines()]
             new = [line["value"] for line in lines if line["key"] == "file"]
             repository = self.hub.repositories[match["repo"]]
-            files = {**repository.commits.get(repository.refs.get("main", ""), {})}
-            files |= {file["path"]: base64.b64decode(file["content"]) for file in new}
+            files = repository.commits[repository.refs[match["rev"]]]
+            files = {**files, **{file["path"]: base64.b64decode(file["content"]) for file in new}}
             oid = repository.commit(files, match["rev"])
-            self._json({"success": True, "commitOid": oid, "commitUrl": f"{self.hub.endpoint}/{match['repo']}/{oid}"})
+            page = f"{self.hub.endpoint}/{match['repo']}/commit/{oid}"
+            self._json({"success": True, "commitOid": oid, "commitUrl": page})
         else:
             self._error(404, "RepoNotFound", "no such page")
 
@@ -187,6 +195,7 @@ def serving() -> Iterator[LocalHub]:
 def local_hub(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Iterator[LocalHub]:
     """Runs a hub that this process takes for the Hugging Face Hub, with an empty cache and without waiting to retry."""
     import huggingface_hub
+    import transformers
     import transformers.dynamic_module_utils as remote_code
     from huggingface_hub import constants
     from huggingface_hub.utils import close_session
@@ -200,6 +209,7 @@ def local_hub(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Iterator[LocalHub
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache / "hub"))
         monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(cache / "token"))
+        monkeypatch.setattr(transformers.utils.hub, "_hf_api", None, raising=False)  # it keeps an address
         monkeypatch.setattr(remote_code, "HF_MODULES_CACHE", str(cache / "modules"))
         monkeypatch.setattr(huggingface_hub.file_download.time, "sleep", lambda seconds: None)
         close_session()
