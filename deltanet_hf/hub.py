@@ -25,11 +25,12 @@ OTHER_INDEX = "choose another revision, or report it to the owner of the model"
 OTHER_FORMATS = ["original/*", "consolidated*", "*/*.safetensors", "onnx/*"]
 
 
-def model_folder(name: str, revision: str | None = None) -> Path:
+def model_folder(name: str, revision: str | None = None, *, weights: bool = True) -> Path:
     """The folder of a model that is given as a local folder or as a hub id, which is downloaded.
 
     Args:
         revision: branch, tag or commit on the hub; None for the main branch.
+        weights: whether to download the weights, too.
 
     Raises:
         UserError: there is no such folder and no such model, or it cannot be downloaded.
@@ -45,7 +46,7 @@ def model_folder(name: str, revision: str | None = None) -> Path:
         return path
     if not HUB_ID.fullmatch(name):
         raise UserError(f"{name}: no such folder, and not a hub id of the form owner/name; check the path")
-    return download_model(name, revision)
+    return download_model(name, revision) if weights else small_files(name, revision)
 
 
 def loadable_folder(name: str, revision: str | None = None) -> Path:

@@ -103,7 +103,7 @@ def test_revision_on_the_command_line(
 ) -> None:
     repository = hub.add(REPO, teacher)
     repository.commit({**hub.files(REPO), SINGLE_FILE: b"", "config.json": b"{}"}, "v2")
-    options = {"convert": [tmp_path / "out"]}.get(command, [])
+    options = {"convert": [tmp_path / "out"], "export": ["--check"]}.get(command, [])
     monkeypatch.chdir(tmp_path)
     assert typed(monkeypatch, command, REPO, "--revision", "v3", *options) == 2
     assert "not this revision" in capfd.readouterr().err

@@ -44,12 +44,12 @@ def check_exportable(name: str, teacher_config: PreTrainedConfig, softmax: list[
 
 def qwen3_5_folder(teacher: str, revision: str | None = None) -> Path | None:
     """The teacher's folder if it holds a Qwen3.5 text model, which is imported instead of converted."""
-    folder = model_folder(teacher, revision)
+    folder = model_folder(teacher, revision, weights=False)
     if not folder.is_dir():
         return None
     check_links(folder)
     file = folder / "config.json"
-    return folder if file.is_file() and is_qwen3_5(read_json(file)) else None
+    return model_folder(teacher, revision) if file.is_file() and is_qwen3_5(read_json(file)) else None
 
 
 def import_qwen3_5(
