@@ -53,14 +53,26 @@ def loadable_folder(name: str, revision: str | None = None) -> Path:
     """The same for a folder that transformers will load, which follows links and the names in an index anywhere.
 
     Raises:
-        UserError: also if a file or a name leads out of the folder, or the folder has no config.json.
+        UserError: also if a file or a name leads out of the folder, the config names code on the hub, or there is none.
     """
     folder = model_folder(name, revision)
     if not (folder / "config.json").exists():
         raise UserError(f"{name}/config.json: missing; give the folder that `deltanet-hf convert` wrote")
     check_links(folder)
     _weight_files(str(folder), folder)
+    _check_kernels(folder / "config.json")
     return folder
+
+
+def _check_kernels(config: Path) -> None:
+    """Raises UserError if the config names an attention kernel on the hub, whose code transformers would run."""
+    try:
+        values = json.loads(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return  # transformers says what is wrong with it
+    for key in ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation"):
+        if isinstance(values, dict) and "/" in json.dumps(values.get(key)):
+            raise UserError(f"{config}: key '{key}' names code on the hub, which is not run; remove the key")
 
 
 def small_files(repo: str, revision: str | None = None) -> Path:

@@ -17,8 +17,10 @@ from transformers.utils import PushToHubMixin
 from deltanet_hf.errors import UserError
 from deltanet_hf.hub import small_files
 from deltanet_hf.inside import inside
+from deltanet_hf.models.same_weights import same_weights
 
 CARD = "README.md"
+CHANGED = "The weights were changed after the measurements that this card describes."
 COMPANIONS = (
     CARD,
     "LICENSE*",
@@ -69,6 +71,8 @@ def _holds(origin: Path, model_type: str) -> bool:
 def add_companions(folder: Path, origin: Path, repo: str) -> None:
     """Adds to `folder` what belongs to the model and is not there yet; its card replaces the one that is there.
 
+    The card loses its figures if the weights in `folder` are not those of `origin`, which were measured.
+
     Args:
         origin: folder that the model was loaded from.
         repo: name of the new repository, under which the card says how to load the model.
@@ -87,7 +91,7 @@ def add_companions(folder: Path, origin: Path, repo: str) -> None:
             if file.is_file() and (not copy.exists() or file.name == CARD):
                 copy.parent.mkdir(exist_ok=True)
                 shutil.copyfile(file, copy)
-    _finish_card(folder / CARD, tags, repo)
+    _finish_card(folder / CARD, tags, repo, same_weights(folder, origin))
 
 
 def _tags(card: Path) -> list[str]:
@@ -97,10 +101,13 @@ def _tags(card: Path) -> list[str]:
     return list(ModelCard.load(card).data.tags or []) if card.is_file() else []
 
 
-def _finish_card(file: Path, tags: list[str], repo: str) -> None:
+def _finish_card(file: Path, tags: list[str], repo: str, measured: bool) -> None:
     from huggingface_hub import ModelCard
 
     card = ModelCard(file.read_text(encoding="utf-8").replace('"PATH"', f'"{repo}"'))
     own = card.data.tags or []
     card.data.tags = [*own, *(tag for tag in tags if tag not in own)]
+    if not measured:
+        card.data.eval_results = card.data.model_name = None
+        card.text = f"\n> {CHANGED}\n{card.text}"
     card.save(file)

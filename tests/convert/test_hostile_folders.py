@@ -162,6 +162,22 @@ def test_code_of_a_teacher_is_neither_run_nor_named_in_the_result(
     refused(lambda: load_for_inference(str(teacher), device="cpu"), "cannot be loaded", "custom code")
 
 
+@pytest.mark.parametrize("value", ["somebody/kernel", "somebody/kernel@main:attention", {"": "somebody/kernel"}])
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
+def test_a_config_cannot_name_a_kernel_of_the_hub(teacher: Path, tmp_path: Path, key: str, value: object) -> None:
+    edit(teacher / "config.json", **{key: value})
+    refused(lambda: load_for_inference(str(teacher), device="cpu"), "config.json", key, "code on the hub", "remove")
+
+
+def test_a_conversion_does_not_take_over_a_kernel(
+    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(START, "gated_deltanet", quick_start)
+    edit(teacher / "config.json", attn_implementation="somebody/kernel")
+    tiny_conversion(teacher, tmp_path / "out")
+    assert "somebody" not in (tmp_path / "out" / "config.json").read_text()
+
+
 def test_files_that_several_repositories_of_a_hub_cache_share(teacher: Path, tmp_path: Path) -> None:
     snapshot = tmp_path / "hub" / "models--a--b" / "snapshots" / "abc"
     shared, blobs = tmp_path / "hub" / "blobs", snapshot.parent.parent / "blobs"

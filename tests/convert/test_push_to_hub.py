@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import deltanet_hf
@@ -20,6 +21,8 @@ from deltanet_convert.start import START
 from deltanet_convert.views.card_header import Metric, card_header, licence_note, licence_of
 from deltanet_hf.errors import UserError
 from deltanet_hf.hub import download_model
+from deltanet_hf.models.hub_repository import CHANGED
+from deltanet_hf.models.same_weights import same_weights
 from support.local_hub import LocalHub, environment, local_hub
 from support.tiny_conversion import quick_start, teacher_folder, tiny_conversion
 from support.tiny_models import tiny_student
@@ -92,11 +95,48 @@ def test_push_and_load_again(hub: LocalHub, converted: Path, tmp_path: Path) -> 
 
     loaded.push_to_hub("someone/again", revision="v2")  # loaded by hub id: its card comes from there
     again = hub.repositories["someone/again"]
-    assert b"house-rules" in again.commits[again.refs["v2"]]["README.md"]
+    copied = again.commits[again.refs["v2"]]["README.md"]
+    assert b"house-rules" in copied
+    assert b"model-index" in copied
     loaded.save_pretrained(tmp_path / "saved")
     saved = {file.name for file in (tmp_path / "saved").iterdir()}
     assert saved == {"config.json", "generation_config.json", "model.safetensors", "deltanet_shim.py"}
     assert (tmp_path / "saved" / "config.json").read_text() == (converted / "config.json").read_text()
+
+
+def test_figures_of_other_weights_are_left_out(hub: LocalHub, converted: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(converted)
+    with torch.no_grad():
+        model.model.norm.weight[0] += 1
+    model.push_to_hub(REPO, max_shard_size="20KB")
+    card = ModelCard(hub.files(REPO)["README.md"].decode())
+    assert card.data.eval_results is None
+    assert (card.data.license, card.data.tags) == ("other", ["gated-deltanet", "linear-attention"])
+    assert CHANGED in card.text
+
+
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [
+        ({}, True),
+        ({"a": torch.ones(2, 3, dtype=torch.bfloat16)}, True),
+        ({"a": torch.ones(3, 2)}, False),
+        ({"a": torch.tensor([[1, 1, 1], [1, 1, 1.5]])}, False),
+        ({"c": torch.ones(1)}, False),
+    ],
+)
+def test_weights_are_compared_by_name_and_value(tmp_path: Path, change: dict[str, torch.Tensor], same: bool) -> None:
+    tensors = {"a": torch.ones(2, 3), "b": torch.zeros(1)}
+    for name in ("one", "two", "none", "damaged"):
+        (tmp_path / name).mkdir()
+    save_file(tensors, tmp_path / "one" / "model.safetensors")
+    for name, tensor in {**tensors, **change}.items():
+        save_file({name: tensor}, tmp_path / "two" / f"{name}.safetensors")
+    (tmp_path / "damaged" / "model.safetensors").write_bytes(b"x")
+    assert same_weights(tmp_path / "one", tmp_path / "two") is same
+    assert same_weights(tmp_path / "two", tmp_path / "one") is same
+    assert not same_weights(tmp_path / "none", tmp_path / "none")
+    assert not same_weights(tmp_path / "one", tmp_path / "damaged")
 
 
 def test_a_link_out_of_the_folder_is_not_uploaded(hub: LocalHub, converted: Path, tmp_path: Path) -> None:
