@@ -18,9 +18,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from deltanet_hf.mixers import FLOAT32_NAMES
 from deltanet_hf.mixers.window import announce
 from deltanet_hf.models.families import FAMILIES, Family
+from deltanet_hf.models.hub_repository import upload_with_companions
 from deltanet_hf.models.layers import LayerTable
 from deltanet_hf.models.peft_defaults import register_peft_defaults
-from deltanet_hf.models.shim import write_shim
+from deltanet_hf.models.shim import no_code_beside_the_shim, write_shim
 from deltanet_hf.models.start_values import initialize
 
 
@@ -69,6 +70,7 @@ def config_class(model_type: str) -> type[PreTrainedConfig]:
         "__post_init__": __post_init__,
         "to_dict": to_dict,
         "save_pretrained": save_pretrained,
+        "register_for_auto_class": no_code_beside_the_shim,
     }
     return type(name, (base,), namespace)
 
@@ -104,6 +106,8 @@ def model_class(model_type: str) -> type[PreTrainedModel]:
         "_keep_in_fp32_modules_strict": list(FLOAT32_NAMES),
         "__init__": __init__,
         "initialize_weights": initialize_weights,
+        "register_for_auto_class": no_code_beside_the_shim,
+        "_upload_modified_files": upload_with_companions,
     }
     made: Any = type(name, (base,), namespace)
     AutoModelForCausalLM.register(config_class(model_type), made)

@@ -21,9 +21,10 @@ from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 from deltanet_hf.mixers.attention_shape import AttentionShape
 from deltanet_hf.mixers.gated_deltanet import QWEN3_5, GatedDeltaNet
 from deltanet_hf.mixers.masks import announce_packing
+from deltanet_hf.models.hub_repository import upload_with_companions
 from deltanet_hf.models.layers import SOFTMAX, Kind, LayerTable
 from deltanet_hf.models.peft_defaults import register_peft_defaults
-from deltanet_hf.models.shim import write_shim
+from deltanet_hf.models.shim import no_code_beside_the_shim, write_shim
 from deltanet_hf.models.start_values import initialize
 
 MODEL_TYPE = "deltanet_qwen3_5_text"
@@ -35,6 +36,7 @@ class DeltaNetQwen3_5TextConfig(Qwen3_5TextConfig):
 
     model_type = MODEL_TYPE
     deltanet: dict | None = None
+    register_for_auto_class = no_code_beside_the_shim
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
@@ -110,6 +112,8 @@ def model_class() -> type[PreTrainedModel]:
         config_class = DeltaNetQwen3_5TextConfig
         _is_stateful = True
         _keep_in_fp32_modules_strict = list(GatedDeltaNet.fp32)  # noqa: RUF012
+        register_for_auto_class = no_code_beside_the_shim
+        _upload_modified_files = upload_with_companions
 
         def __init__(self, config: DeltaNetQwen3_5TextConfig) -> None:
             super().__init__(config)
