@@ -33,7 +33,7 @@ def _require_device(name: str, x: torch.Tensor, like: str, device: torch.device)
 
 
 def _require_shape(name: str, x: torch.Tensor, shape: tuple[int, ...], meaning: str) -> None:
-    if tuple(x.shape) != shape:
+    if x.shape != shape:
         raise ValueError(f"{name}: got shape {_shape(x)}, needs {meaning} = {list(shape)}")
 
 
@@ -102,20 +102,21 @@ def check_delta_rule(call: RuleCall, drop_in: bool = False) -> bool:
         TypeError: a dtype that does not fit, or an argument that is not a tensor.
     """
     q, k, v, g, beta, initial_state, cu_seqlens = (*call[:5], call.initial_state, call.cu_seqlens)
-    plain = not (call.allow_neg_eigval or call.state_v_first)
+    doubled, v_first = call.allow_neg_eigval, call.state_v_first
+    plain = not (doubled or v_first)
+    device, dtype = _require_tensor("q", q).device, q.dtype
     for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta)):
         _require_tensor(name, x)
         _require_float(name, x)
-        _require_device(name, x, "q", q.device)
+        _require_device(name, x, "q", device)
     for name, x, meaning in (("q", q, "[B, T, HQ, K]"), ("k", k, "[B, T, H, K]"), ("v", v, "[B, T, HV, V]")):
         if x.dim() != 4:
             raise ValueError(f"{name}: got shape {_shape(x)}, needs 4 dimensions {meaning}")
-        if x.dtype != q.dtype:
+        if x.dtype != dtype:
             plain = False
             if not drop_in:
-                raise TypeError(f"{name}: got dtype {x.dtype}, needs {q.dtype} (the dtype of q)")
-    B, T, HQ, K = q.shape
-    H, HV, V = k.shape[2], v.shape[2], v.shape[3]
+                raise TypeError(f"{name}: got dtype {x.dtype}, needs {dtype} (the dtype of q)")
+    (B, T, HQ, K), H, (HV, V) = q.shape, k.shape[2], v.shape[2:]
     if T == 0:
         raise ValueError(f"q: got shape {_shape(q)} with T = 0, needs at least one token")
     if 0 in (B, HQ, H, HV, K, V):
@@ -132,21 +133,21 @@ def check_delta_rule(call: RuleCall, drop_in: bool = False) -> bool:
         raise ValueError(f"q: got {HQ} heads, needs a multiple or a divisor of the {HV} heads of v")
     _require_shape("g", g, (B, T, HV), "[B, T, HV] with HV of v")
     _require_shape("beta", beta, (B, T, HV), "[B, T, HV] with HV of v")
-    N = B if cu_seqlens is None else check_cu_seqlens(cu_seqlens, B, T, q.device)
+    N = B if cu_seqlens is None else check_cu_seqlens(cu_seqlens, B, T, device)
     if initial_state is not None:
         _require_tensor("initial_state", initial_state)
-        wanted = torch.float64 if q.dtype == torch.float64 else torch.float32
+        wanted = torch.float64 if dtype == torch.float64 else torch.float32
         if initial_state.dtype != wanted:
             plain = False
             if not drop_in:
                 raise TypeError(f"initial_state: got dtype {initial_state.dtype}, needs {wanted}")
             _require_float("initial_state", initial_state)
-        _require_device("initial_state", initial_state, "q", q.device)
-        if call.state_v_first:
+        _require_device("initial_state", initial_state, "q", device)
+        if v_first:
             _require_shape("initial_state", initial_state, (N, HV, V, K), "[N, HV, V, K] with state_v_first")
         else:
             _require_shape("initial_state", initial_state, (N, HV, K, V), "[N, HV, K, V]")
-    if call.allow_neg_eigval and not call.use_beta_sigmoid_in_kernel:
+    if doubled and not call.use_beta_sigmoid_in_kernel:
         raise ValueError("allow_neg_eigval: doubles a sigmoid, needs use_beta_sigmoid_in_kernel")
     for name, gate in (("A_log", call.A_log), ("dt_bias", call.dt_bias)):
         if call.use_gate_in_kernel:
@@ -157,7 +158,7 @@ def check_delta_rule(call: RuleCall, drop_in: bool = False) -> bool:
                 raise ValueError(f"{name}: got None, needs [HV] = [{HV}] when use_gate_in_kernel is set")
             _require_tensor(name, gate)
             _require_float(name, gate)
-            _require_device(name, gate, "q", q.device)
+            _require_device(name, gate, "q", device)
             _require_shape(name, gate, (HV,), "[HV]")
         elif gate is not None:
             raise ValueError(f"{name}: got a tensor, needs None unless use_gate_in_kernel is set")

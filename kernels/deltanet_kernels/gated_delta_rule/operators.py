@@ -159,7 +159,7 @@ def fused_recurrent_gated_delta_rule(
         q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, A_log, dt_bias,
         use_gate_in_kernel, use_beta_sigmoid_in_kernel, erase, erase_key, minibatch, allow_neg_eigval, state_v_first,
     )  # fmt: skip
-    if gk is not None or gv is not None or (isinstance(beta, torch.Tensor) and beta.dim() == 4):
+    if gk is not None or gv is not None or getattr(beta, "ndim", 0) == 4:
         return recurrent_with_fine_gates(call, gk, gv)
     plain = checks.check_delta_rule(call, drop_in=True)
     return _recurrent(call) if plain else through_plain(_recurrent, call, v.dtype)
