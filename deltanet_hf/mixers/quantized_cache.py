@@ -83,6 +83,14 @@ class QuantizedKVLayer(DynamicLayer):
         self._quantized_keys = _appended(self._quantized_keys, new_keys)
         self._quantized_values = _appended(self._quantized_values, new_values)
 
+    def one_block(self) -> QuantizedKVLayer:
+        """A layer with one quantised block of zeros and no recent tokens, of the shapes of this one's batch."""
+        layer = QuantizedKVLayer(self.bits)
+        zeros = (states.new_zeros(*states.shape[:2], BLOCK, states.shape[3]) for states in (self.keys, self.values))
+        layer.lazy_initialization(self.keys, self.values)
+        layer._store(*zeros)
+        return layer
+
     def _dequantised(self) -> tuple[Tensor, Tensor] | None:
         if self._quantized_keys is None or self._quantized_values is None:
             return None
