@@ -84,11 +84,13 @@ class QuantizedKVLayer(DynamicLayer):
         self._quantized_values = _appended(self._quantized_values, new_values)
 
     def one_block(self) -> QuantizedKVLayer:
-        """A layer with one quantised block of zeros and no recent tokens, of the shapes of this one's batch."""
+        """A layer with the recent tokens of this one behind one quantised block of zeros."""
         layer = QuantizedKVLayer(self.bits)
-        zeros = (states.new_zeros(*states.shape[:2], BLOCK, states.shape[3]) for states in (self.keys, self.values))
         layer.lazy_initialization(self.keys, self.values)
-        layer._store(*zeros)
+        layer.keys, layer.values = self.keys, self.values
+        layer._store(
+            *(states.new_zeros(*states.shape[:2], BLOCK, states.shape[3]) for states in (self.keys, self.values))
+        )
         return layer
 
     def _dequantised(self) -> tuple[Tensor, Tensor] | None:
