@@ -58,17 +58,18 @@ def further_turn(tokenizer: Any, prompt: str, chat: bool, last: int) -> Tensor:
     Raises:
         UserError: the template does not give replies back as they are, or nothing remains of the prompt.
     """
-    text = prompt
-    if chat and tokenizer.chat_template:
+    text, templated = prompt, chat and tokenizer.chat_template
+    if templated:
         turns = [{"role": "user", "content": ""}, {"role": "assistant", "content": REPLY}]
         turns.append({"role": "user", "content": prompt})
         rendered: str = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
         _, found, text = rendered.partition(REPLY)
         if not found:
             raise UserError("--session: the chat template of this model leaves out replies; use --no-chat")
-        if last == tokenizer.eos_token_id:
-            text = text.removeprefix(tokenizer.eos_token)
     ids: Tensor = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    special = last in tokenizer.all_special_ids or last in tokenizer.added_tokens_decoder
+    if templated and special and ids[0, :1].tolist() == [last]:
+        ids = ids[:, 1:]
     if ids.shape[1] == 0:
         raise UserError("--prompt: has no tokens; give some text to go on with")
     return ids.long()
