@@ -17,6 +17,7 @@ from transformers import (
     StoppingCriteriaList,
     TextStreamer,
 )
+from transformers.cache_utils import Cache
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.quantized_cache import BITS, quantized_cache
@@ -125,7 +126,7 @@ def generate_command(
     if session is not None and not session.absolute().parent.is_dir():
         raise UserError(f"--session: {session.parent} is no folder; create it first")
     loaded, tokenizer = load_for_inference(model, dtype, device)
-    cache = quantized_cache(loaded.config, cache_bits) if cache_bits is not None else None
+    cache: Cache | None = quantized_cache(loaded.config, cache_bits) if cache_bits is not None else None
     if session is not None and session.exists():
         before = continued(session, loaded, tokenizer, prompt, chat, cache_bits)
         input_ids, attention_mask, cache = before.input_ids, before.attention_mask, before.cache

@@ -85,12 +85,14 @@ class QuantizedKVLayer(DynamicLayer):
 
     def one_block(self) -> QuantizedKVLayer:
         """A layer with the recent tokens of this one behind one quantised block of zeros."""
-        layer = QuantizedKVLayer(self.bits)
+        assert self.keys is not None
+        assert self.values is not None
+        layer, zeros = QuantizedKVLayer(self.bits), []
         layer.lazy_initialization(self.keys, self.values)
         layer.keys, layer.values = self.keys, self.values
-        layer._store(
-            *(states.new_zeros(*states.shape[:2], BLOCK, states.shape[3]) for states in (self.keys, self.values))
-        )
+        for states in (self.keys, self.values):
+            zeros.append(states.new_zeros(*states.shape[:2], BLOCK, states.shape[3]))
+        layer._store(*zeros)
         return layer
 
     def _dequantised(self) -> tuple[Tensor, Tensor] | None:

@@ -42,8 +42,10 @@ def contents(layer: Any) -> dict[str, Tensor]:
     held = {"keys": layer.keys, "values": layer.values}
     if isinstance(layer, DynamicSlidingWindowLayer):  # it holds more while it records its past
         held = {name: tensor[:, :, -layer.sliding_window + 1 :] for name, tensor in held.items()}
-    if isinstance(layer, QuantizedKVLayer) and layer._quantized_keys is not None:
+    if isinstance(layer, QuantizedKVLayer):
         for name, quantised in (("keys", layer._quantized_keys), ("values", layer._quantized_values)):
+            if quantised is None:
+                continue
             held |= {f"{name}_{code}": tensor for code, tensor in zip(CODES, quantised, strict=True)}
     return held
 
@@ -83,7 +85,5 @@ def put(layer: Any, held: dict[str, Tensor], tokens: int) -> None:
     if isinstance(layer, DynamicSlidingWindowLayer):
         layer.cumulative_length = tokens
     if isinstance(layer, QuantizedKVLayer) and "keys_codes" in held:
-        layer._quantized_keys, layer._quantized_values = (
-            tuple(held[f"{name}_{code}"] for code in CODES)  # type: ignore[assignment]
-            for name in ("keys", "values")
-        )
+        keys, values = ([held[f"{name}_{code}"] for code in CODES] for name in ("keys", "values"))
+        layer._quantized_keys, layer._quantized_values = tuple(keys), tuple(values)  # type: ignore[assignment]

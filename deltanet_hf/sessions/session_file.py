@@ -106,7 +106,7 @@ def load_session(path: str | Path, model: PreTrainedModel) -> Session:
     input_ids, mask = _inputs(path, tensors, tokens, model)
     cache = _cache_of_one_token(model, bits)
     layouts: dict[str, Layout] = {name: (tuple(input_ids.shape), tensors[name].dtype) for name in INPUTS}
-    devices = {}
+    devices: dict[str, torch.device] = {}
     for index, layer in enumerate(cache.layers):
         layouts |= {f"layers.{index}.{name}": one for name, one in expected(layer, len(input_ids), tokens).items()}
         devices |= {f"layers.{index}.{name}": tensor.device for name, tensor in contents(layer).items()}
