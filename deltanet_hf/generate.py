@@ -1,4 +1,4 @@
-"""`deltanet-hf generate MODEL --prompt TEXT`."""
+"""`deltanet-hf generate MODEL --prompt TEXT`, and `--session FILE` to go on with it in the next call."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ from transformers import (
     StoppingCriteriaList,
     TextStreamer,
 )
+from transformers.cache_utils import Cache
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.hub import loadable_folder
 from deltanet_hf.mixers.quantized_cache import BITS, quantized_cache
 from deltanet_hf.mixers.state import cache_bytes
+from deltanet_hf.sessions import save_session
+from deltanet_hf.sessions.conversation import continued, first_turn
 
 COMPILING_TOKENS = 4  # generated before the clock starts, while the steps are compiled and recorded as CUDA graphs
 
@@ -96,6 +99,13 @@ def generate_command(
             show_default="as computed",
         ),
     ] = None,
+    session: Annotated[
+        Path | None,
+        typer.Option(
+            help="Go on with the conversation in this file, if it exists, and save it there with the answer.",
+            show_default="start afresh and save nothing",
+        ),
+    ] = None,
     dtype: Annotated[
         str, typer.Option(help="Dtype of the weights: auto (as saved), float32, bfloat16 or float16.")
     ] = "auto",
@@ -110,33 +120,45 @@ def generate_command(
         raise UserError("--cache-bits: --compile keeps keys and values at fixed addresses; leave out one of the two")
     if cache_bits is not None and cache_bits not in BITS:
         raise UserError(f"--cache-bits: got {cache_bits}, expected {' or '.join(map(str, BITS))}")
+    if session is not None and compiled:
+        raise UserError("--session: a session does not hold the caches of --compile; leave out one of the two")
+    if session is not None and not session.absolute().parent.is_dir():
+        raise UserError(f"--session: {session.parent} is no folder; create it first")
     loaded, tokenizer = load_for_inference(model, dtype, device)
-    if chat and tokenizer.chat_template:
-        turns = [{"role": "user", "content": prompt}]
-        inputs = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    cache: Cache | None = quantized_cache(loaded.config, cache_bits) if cache_bits is not None else None
+    if session is not None and session.exists():
+        before = continued(session, loaded, tokenizer, prompt, chat, cache_bits)
+        input_ids, attention_mask, cache = before.input_ids, before.attention_mask, before.cache
     else:
-        inputs = tokenizer(prompt, return_tensors="pt")
+        input_ids = first_turn(tokenizer, prompt, chat).to(loaded.device)
+        attention_mask = torch.ones_like(input_ids)
+    read = 0 if cache is None else int(cache.get_seq_length())
     streamer = _CountingStreamer(tokenizer)
     sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p} if temperature else {"do_sample": False}
     options: dict[str, Any] = {
-        **inputs.to(loaded.device),
+        "input_ids": input_ids,
+        "attention_mask": attention_mask,
         "max_new_tokens": max_new_tokens,
         "pad_token_id": tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
         "return_dict_in_generate": True,
         **sampling,
     }
-    if cache_bits is not None:
-        options["past_key_values"] = quantized_cache(loaded.config, cache_bits)
+    if cache is not None:
+        options["past_key_values"] = cache
     if compiled:  # transformers compiles the steps of static caches
         options["cache_implementation"] = "static"
         typer.echo("compiling ...", err=True)
         loaded.generate(**options, stopping_criteria=StoppingCriteriaList([_After(COMPILING_TOKENS)]))
     torch.manual_seed(seed)
     started = time.perf_counter()
-    cache = loaded.generate(**options, streamer=streamer).past_key_values
+    result = loaded.generate(**options, streamer=streamer)
+    cache = result.past_key_values
+    if session is not None:
+        answered = torch.ones_like(result.sequences[:, input_ids.shape[1] :])
+        save_session(session, loaded, cache, result.sequences, torch.cat([attention_mask, answered], dim=1))
     if stats:
         # The streamer is first handed the prompt itself.
-        prefill, tokens = inputs["input_ids"].shape[1], len(streamer.times) - 1
+        prefill, tokens = input_ids.shape[1] - read, len(streamer.times) - 1
         first = streamer.times[1] - started
         decoding = streamer.times[-1] - streamer.times[1]
         speed = f"{(tokens - 1) / decoding:.1f} tokens/s" if tokens > 1 else "no further tokens"

@@ -14,6 +14,7 @@ of the convolution.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, ClassVar
 
 import torch
@@ -23,10 +24,11 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
 from deltanet_hf.mixers.attention_shape import FAITHFUL, AttentionShape, MixerProjections
+from deltanet_hf.mixers.history import recorded
 from deltanet_hf.mixers.layer_kind import LayerKind, PositionEmbeddings, TensorShape
 from deltanet_hf.mixers.masks import padding_in
 from deltanet_hf.mixers.parts import GatedRMSNorm, KeyOffset, Part, ShortConv
-from deltanet_hf.mixers.state import State, cache_layer, may_change
+from deltanet_hf.mixers.state import MixerCacheLayer, State, cache_layer, may_change
 from deltanet_hf.mixers.window_branch import WindowBranch
 
 
@@ -175,6 +177,9 @@ class Mixer(LayerKind, nn.Module):
             return self.title
         return f"{self.title} + window {self.window_branch.window}"
 
+    def place_cache(self, cache: Cache) -> None:
+        cache_layer(cache, self.layer_idx)
+
     def state_shapes(self, dtype: torch.dtype) -> dict[str, TensorShape]:
         shapes = self.recurrent_shapes()
         if self.conv1d is not None:
@@ -233,6 +238,12 @@ class Mixer(LayerKind, nn.Module):
         length = hidden_states.shape[1]
         cache = None if past_key_values is None else cache_layer(past_key_values, self.layer_idx)
         padding = padding_in(attention_mask, padding, length, 0 if cache is None else cache.get_seq_length())
+        packed = cu_seq_lens_q if length > 1 else None
+        if packed is not None and cache is not None:
+            raise ValueError("cu_seq_lens_q: packed sequences leave no state to continue from; pass use_cache=False")
+        if cache is not None and cache.record_past:
+            again = functools.partial(self.call_on, cache)
+            return recorded(cache, again, hidden_states, position_embeddings, padding), None
         if length == 1 and cache is not None and may_change(cache):
             tail = cache.state["conv_tail"].clone() if padding is not None and self.conv1d is not None else None
             output = self.step(hidden_states, position_embeddings, cache.state, padding)
@@ -241,9 +252,6 @@ class Mixer(LayerKind, nn.Module):
                     cache.state["conv_tail"].copy_(tail.where(padding.unsqueeze(-1), cache.state["conv_tail"]))
                 cache.tokens_seen += 1
                 return output, None
-        packed = cu_seq_lens_q if length > 1 else None
-        if packed is not None and cache is not None:
-            raise ValueError("cu_seq_lens_q: packed sequences leave no state to continue from; pass use_cache=False")
         x = hidden_states if padding is None else hidden_states.masked_fill(padding.unsqueeze(-1), 0.0)
         state = cache.state if cache is not None and cache.is_initialized else None
         parts = self.project(x)
@@ -256,6 +264,13 @@ class Mixer(LayerKind, nn.Module):
         if cache is not None:
             cache.advance(length, new_state)
         return self.o_proj(output.flatten(-2)), None
+
+    def call_on(
+        self, cache: MixerCacheLayer, x: Tensor, position_embeddings: PositionEmbeddings | None, mask: Tensor | None
+    ) -> Tensor:
+        """The whole layer, hooks included, on its part of a cache: x [B, T, hidden], mask [B, T] -> [B, T, hidden]."""
+        output: Tensor = self(x, position_embeddings, mask, cache)[0]
+        return output
 
     def _attend(
         self,

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache
 
 from deltanet_hf.mixers.settings import MixerSettings
 
@@ -61,9 +62,16 @@ class LayerKind:
         """The layer that takes the place of `attention`, the module that the family's own constructor made."""
         raise NotImplementedError
 
+    def place_cache(self, cache: Cache) -> None:
+        """Make this layer's part of `cache`, which its first call makes otherwise; key/value layers exist already."""
+
     def state_shapes(self, dtype: torch.dtype) -> dict[str, TensorShape]:
         """The state of one sequence, as it is kept in the cache of a model of this dtype."""
         raise NotImplementedError
+
+    def largest_counts(self) -> dict[str, int]:
+        """The largest values of counts in the state; other integers are at most the number of tokens."""
+        return {}
 
     @property
     def full_title(self) -> str:

@@ -20,7 +20,6 @@ class MixedCacheLayer(CacheLayerMixin):
     CPU in an offloaded cache. The other parts are `MixerCacheLayer`.
     """
 
-    is_croppable = False
     supports_early_init = False
 
     def __init__(self, parts: dict[str, Any], growing: str | None) -> None:
@@ -45,6 +44,23 @@ class MixedCacheLayer(CacheLayerMixin):
     @property
     def is_sliding(self) -> bool:  # type: ignore[override]
         return bool(self.first.is_sliding)
+
+    @property
+    def is_croppable(self) -> bool:  # type: ignore[override]
+        return all(part.is_croppable for part in self.parts.values())
+
+    @property
+    def record_past(self) -> bool:
+        return any(getattr(part, "record_past", False) for part in self.parts.values())
+
+    @record_past.setter
+    def record_past(self, recording: bool) -> None:
+        for part in self.parts.values():
+            if hasattr(part, "record_past"):  # parts that grow without bound need none
+                part.record_past = recording
+
+    def activate_past_recording(self) -> None:
+        self.record_past = True
 
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
@@ -107,7 +123,6 @@ class ConstantMixedCacheLayer(MixedCacheLayer, LinearAttentionCacheLayerMixin): 
 
     # `Cache` reads these of every layer that claims to hold linear attention.
     number_of_states = 1
-    record_past = False
 
     def __init__(self, parts: dict[str, Any]) -> None:
         MixedCacheLayer.__init__(self, parts, None)

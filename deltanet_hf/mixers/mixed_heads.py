@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache
 from deltanet_hf.mixers.base import Mixer
 from deltanet_hf.mixers.head_split import narrow_attention, narrow_weights
 from deltanet_hf.mixers.layer_kind import LayerKind, PositionEmbeddings, TensorShape
-from deltanet_hf.mixers.mixed_cache import mixed_cache_layer
+from deltanet_hf.mixers.mixed_cache import MixedCacheLayer, mixed_cache_layer
 from deltanet_hf.mixers.settings import MixerSettings, check_choice
 from deltanet_hf.mixers.window import WindowAttention, WindowSettings
 
@@ -162,6 +162,14 @@ class MixedHeads(LayerKind, nn.Module):
     def new_parts(self) -> list[nn.Module]:
         return [] if self.linear is None else [self.linear]
 
+    def place_cache(self, cache: Cache) -> None:
+        self._cache_layer(cache)
+
+    def _cache_layer(self, cache: Cache) -> MixedCacheLayer:
+        constant = [kind for kind, branch in self.branches.items() if isinstance(branch, LayerKind)]
+        growing = next((kind for kind in self.kinds if kind not in constant), None)
+        return mixed_cache_layer(cache, self.layer_idx, constant, growing)
+
     def state_shapes(self, dtype: torch.dtype) -> dict[str, TensorShape]:
         """As in the base class, of the branches `window` and `linear`, with their names before those of the tensors."""
         return {
@@ -170,6 +178,10 @@ class MixedHeads(LayerKind, nn.Module):
             if isinstance(branch, LayerKind)
             for name, shape in branch.state_shapes(dtype).items()
         }
+
+    def largest_counts(self) -> dict[str, int]:
+        kinds = [(kind, branch) for kind, branch in self.branches.items() if isinstance(branch, LayerKind)]
+        return {f"{kind}.{name}": most for kind, branch in kinds for name, most in branch.largest_counts().items()}
 
     def forward(
         self,
@@ -183,11 +195,11 @@ class MixedHeads(LayerKind, nn.Module):
         branches = self.branches
         parts: dict[str, Any] = dict.fromkeys(branches)
         if past_key_values is not None:
-            constant = [kind for kind, branch in branches.items() if isinstance(branch, LayerKind)]
-            growing = next((kind for kind in branches if kind not in constant), None)
-            parts |= mixed_cache_layer(past_key_values, self.layer_idx, constant, growing).parts
-            if growing is not None:  # the family's attention calls `Cache.update`, which also offloads
-                parts[growing] = past_key_values
+            layer = self._cache_layer(past_key_values)
+            parts |= layer.parts
+            for kind, part in layer.parts.items():
+                if part is layer.growing:  # the family's attention calls `Cache.update`, which also offloads
+                    parts[kind] = past_key_values
         outputs = [
             branch(
                 hidden_states=hidden_states,

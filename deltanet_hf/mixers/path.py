@@ -22,15 +22,19 @@ head.
 
 from __future__ import annotations
 
+import functools
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 
 from deltanet_hf.mixers.attention_kind import AttentionKind, Call, Softmax
 from deltanet_hf.mixers.gated_deltanet import CLOSED_GATE
 from deltanet_hf.mixers.layer_kind import TensorShape
 from deltanet_hf.mixers.mixed_cache import mixed_cache_layer
+from deltanet_hf.mixers.state import MixerCacheLayer
 from deltanet_kernels import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 
 START_LOGIT = -10.0
@@ -73,19 +77,36 @@ class RelaxedPath(AttentionKind):
         nn.init.zeros_(self.turns.b_proj.weight)
         nn.init.constant_(self.turns.b_proj.bias, START_LOGIT)
 
+    def place_cache(self, cache: Cache) -> None:
+        self._state_in(cache)
+
+    def _state_in(self, cache: Cache) -> MixerCacheLayer:
+        """The state's part of a cache, beside the key/value layer."""
+        part: MixerCacheLayer = mixed_cache_layer(cache, self.layer_idx, ("state",), "softmax").parts["state"]
+        return part
+
     def state_shapes(self, dtype: torch.dtype) -> dict[str, TensorShape]:
         return {"state": TensorShape((self.growing_heads, self.head_dim, self.head_dim), torch.float32)}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, softmax: Softmax) -> Tensor:
-        part = None
-        if call.cache is not None:  # the state stands beside the key/value layer
-            part = mixed_cache_layer(call.cache, self.layer_idx, ("state",), "softmax").parts["state"]
+        part = None if call.cache is None else self._state_in(call.cache)
+        if part is not None and part.record_past:
+            part.remember(q.shape[2], functools.partial(self._read_again, part, q, k, call))
         state = part.state["state"] if part is not None and part.is_initialized else None
         q, k, state = self._turned(q, k, call, state, part is not None)
         if call.cache is not None and part is not None and state is not None:
             part.advance(q.shape[2], {"state": state})
             k, v = call.cache.update(k, v, self.layer_idx)
         return softmax(q, k, v, call.mask)
+
+    def _read_again(self, part: MixerCacheLayer, q: Tensor, k: Tensor, call: Call, tokens: int) -> None:
+        """Bring the state to the first tokens of a call; their turned keys are in the key/value layer already."""
+        padding = None if call.padding is None else call.padding[:, :tokens]
+        call = replace(call, x=call.x[:, :tokens], padding=padding)
+        state = part.state["state"] if part.is_initialized else None
+        _, _, state = self._turned(q[:, :, :tokens], k[:, :, :tokens], call, state, True)
+        assert state is not None
+        part.advance(tokens, {"state": state})
 
     def _turned(
         self, q: Tensor, k: Tensor, call: Call, state: Tensor | None, keep_state: bool

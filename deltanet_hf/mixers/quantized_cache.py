@@ -83,6 +83,18 @@ class QuantizedKVLayer(DynamicLayer):
         self._quantized_keys = _appended(self._quantized_keys, new_keys)
         self._quantized_values = _appended(self._quantized_values, new_values)
 
+    def one_block(self) -> QuantizedKVLayer:
+        """A layer with the recent tokens of this one behind one quantised block of zeros."""
+        assert self.keys is not None
+        assert self.values is not None
+        layer, zeros = QuantizedKVLayer(self.bits), []
+        layer.lazy_initialization(self.keys, self.values)
+        layer.keys, layer.values = self.keys, self.values
+        for states in (self.keys, self.values):
+            zeros.append(states.new_zeros(*states.shape[:2], BLOCK, states.shape[3]))
+        layer._store(*zeros)
+        return layer
+
     def _dequantised(self) -> tuple[Tensor, Tensor] | None:
         if self._quantized_keys is None or self._quantized_values is None:
             return None

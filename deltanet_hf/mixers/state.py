@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, LinearAttentionCacheLayerMixin, StaticLayer
 
+from deltanet_hf.mixers.history import History, PastCall
+
 State = dict[str, Tensor]
 """The tensors that a mixer keeps between calls, by the names of its `state_shapes`; each begins with the batch."""
 
@@ -20,19 +22,21 @@ class MixerCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
 
     The layer counts tokens itself, so that models without any softmax layer know their position. Beside static
     key/value layers of `static_length` tokens it keeps its tensors (and the count, as a tensor) at fixed addresses, as
-    compiled decoding requires, and asks for masks as wide as theirs.
+    compiled decoding requires, and asks for masks as wide as theirs. While `record_past` is set, `crop` can take back
+    the last tokens (`history.py`).
     """
 
-    is_croppable = False
+    is_croppable = True
     is_sliding = False
     supports_early_init = False
     # `Cache` reads these of every layer that claims to hold linear attention.
     number_of_states = 1
-    record_past = False
 
     def __init__(self, static_length: int | None = None) -> None:
         self.keys = self.values = None
         self.is_initialized = False
+        self.record_past = False
+        self.history = History()
         self.static_length = static_length
         self.state: State = {}
         self.tokens_seen: int | Tensor = 0
@@ -73,6 +77,19 @@ class MixerCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         for name, tensor in state.items():
             self.state[name].copy_(tensor)
 
+    def put(self, state: State, tokens_seen: int) -> None:
+        """Go on from copies of this state and number of tokens; an empty state is that before the first token."""
+        self.history.clear()
+        if self.static_length is None:
+            self.state = {name: tensor.clone() for name, tensor in state.items()}
+            self.tokens_seen, self.is_initialized = tokens_seen, bool(state)
+            return
+        self.reset()
+        if state:
+            self._copy_in_place(state)
+            self.is_initialized = True
+        self.tokens_seen += tokens_seen
+
     def get_seq_length(self) -> int:
         return self.tokens_seen  # type: ignore[return-value]  # a tensor in static caches, as in transformers' own
 
@@ -86,6 +103,7 @@ class MixerCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         return -1
 
     def reset(self) -> None:
+        self.history.clear()
         for tensor in self.state.values():
             tensor.zero_()
         if isinstance(self.tokens_seen, Tensor):
@@ -93,14 +111,33 @@ class MixerCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         else:
             self.tokens_seen = 0
 
+    def remember(self, tokens: int, repeat: Callable[[int], object]) -> None:
+        """Keep a copy of the state before a call of `tokens` tokens; `repeat` makes the call for its first tokens."""
+        state = {name: tensor.clone() for name, tensor in self.state.items()}
+        self.history.add(PastCall(int(self.tokens_seen), state, repeat), tokens)
+
     def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last tokens, given their number below 0, and forget what was recorded of earlier calls.
+
+        Raises:
+            ValueError: the tokens were not recorded.
+        """
         if tokens_to_remove != 0:
-            raise ValueError(
-                f"crop: cannot take back {abs(tokens_to_remove)} tokens, a recurrent state holds no history; "
-                "decode without assisted generation or prompt lookup"
-            )
+            kept = int(self.tokens_seen) - abs(tokens_to_remove)
+            call = self.history.last_before(kept)
+            if call is None:
+                raise ValueError(
+                    f"crop: cannot take back {abs(tokens_to_remove)} tokens, a recurrent state holds no history of "
+                    "them; rewind to a snapshot (deltanet_hf.sessions), or record the past before they are read "
+                    "(place_layers in deltanet_hf.models.assisted, then cache.activate_past_recording())"
+                )
+            self.put(call.state, call.seen)
+            if kept > call.seen:
+                call.repeat(kept - call.seen)
+        self.history.clear()
 
     def _map_batch(self, function: Callable[[Tensor], Tensor]) -> None:
+        self.history.clear()
         self.state = {name: function(tensor) for name, tensor in self.state.items()}
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:

@@ -134,3 +134,6 @@ class TTT(GatedRule):
     def recurrent_shapes(self) -> dict[str, TensorShape]:
         shape = self.state_shape(self.head_dim + self.settings.inner_norm)
         return {"state": shape, "pending": shape, "batch_tokens": TensorShape((), torch.int32)}
+
+    def largest_counts(self) -> dict[str, int]:
+        return {"batch_tokens": self.settings.mini_batch - 1}

@@ -23,11 +23,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from deltanet_hf.errors import UserError
+from deltanet_hf.mixers.history import recorded
 from deltanet_hf.mixers.layer_kind import LayerKind, PositionEmbeddings, TensorShape
 from deltanet_hf.mixers.masks import announce_packing, announce_padding, padding_in, sliding_window
 from deltanet_hf.mixers.routed_config import RoutedConfig
 from deltanet_hf.mixers.settings import MixerSettings, check_at_least
-from deltanet_hf.mixers.state import cache_layer
+from deltanet_hf.mixers.state import MixerCacheLayer, cache_layer
 from deltanet_hf.mixers.window_cache import KeptTokens, Tokens
 from deltanet_hf.mixers.window_softmax import IMPLEMENTATION, Reach, WindowCall
 
@@ -81,6 +82,9 @@ class WindowAttention(LayerKind):
         attention.config = RoutedConfig(config, IMPLEMENTATION)  # type: ignore[assignment]
         return attention
 
+    def place_cache(self, cache: Cache) -> None:
+        cache_layer(cache, self.layer_idx)
+
     def state_shapes(self, dtype: torch.dtype) -> dict[str, TensorShape]:
         config: Any = self.config  # type: ignore[attr-defined]
         slots = self.settings.window + self.settings.sinks
@@ -121,6 +125,9 @@ class WindowAttention(LayerKind):
         packed = cu_seq_lens_q if length > 1 else None
         if packed is not None and cache is not None:
             raise ValueError("cu_seq_lens_q: packed sequences leave no state to continue from; pass use_cache=False")
+        if cache is not None and cache.record_past:
+            again = functools.partial(self.call_on, cache)
+            return recorded(cache, again, hidden_states, position_embeddings, padding), None
         state = cache.state if cache is not None and cache.is_initialized else {}
         tokens = Tokens.of(batch, length, padding, packed, state.get("count"), hidden_states.device)
         window, sinks = self.settings.window, self.settings.sinks
@@ -146,6 +153,15 @@ class WindowAttention(LayerKind):
             assert kept is not None
             cache.advance(length, kept.state)
         return output, weights
+
+    def call_on(
+        self, cache: MixerCacheLayer, x: Tensor, position_embeddings: PositionEmbeddings | None, mask: Tensor | None
+    ) -> Tensor:
+        """As in `Mixer`."""
+        output: Tensor = self(  # type: ignore[operator]
+            hidden_states=x, position_embeddings=position_embeddings, attention_mask=mask, past_key_values=cache
+        )[0]
+        return output
 
 
 @functools.cache

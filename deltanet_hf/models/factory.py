@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from deltanet_hf.mixers import FLOAT32_NAMES
 from deltanet_hf.mixers.window import announce
+from deltanet_hf.models.assisted import AssistedGeneration
 from deltanet_hf.models.families import FAMILIES, Family
 from deltanet_hf.models.hub_repository import upload_with_companions
 from deltanet_hf.models.layers import LayerTable
@@ -102,14 +103,13 @@ def model_class(model_type: str) -> type[PreTrainedModel]:
         "__qualname__": name,
         "__doc__": f"{base.__name__} with layers as `config.deltanet` says (`LayerTable`).",
         "config_class": config_class(model_type),
-        "_is_stateful": True,
         "_keep_in_fp32_modules_strict": list(FLOAT32_NAMES),
         "__init__": __init__,
         "initialize_weights": initialize_weights,
         "register_for_auto_class": no_code_beside_the_shim,
         "_upload_modified_files": upload_with_companions,
     }
-    made: Any = type(name, (base,), namespace)
+    made: Any = type(name, (AssistedGeneration, base), namespace)
     AutoModelForCausalLM.register(config_class(model_type), made)
     return made
 

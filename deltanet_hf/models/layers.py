@@ -9,9 +9,11 @@ computes which layers are converted.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from transformers import PreTrainedModel
 
 from deltanet_hf.mixers import MIXERS, AttentionKind, LayerKind, Mixer, recommended
 from deltanet_hf.mixers.mixed_heads import MixedHeads, MixedHeadsSettings
@@ -177,6 +179,15 @@ class LayerTable:
         if len(found) != 1:
             raise ValueError(f"deltanet.layers: got the kinds {found}, expected one beside softmax")
         return self.kinds[found[0]]
+
+
+def layer_kinds(model: PreTrainedModel) -> Iterator[tuple[int, LayerKind]]:
+    """The layers of a model that are not its family's own attention, with the indices of their decoder layers."""
+    decoder: Any = model.model
+    for index, layer in enumerate(decoder.layers[: model.config.num_hidden_layers]):
+        for part in layer.children():
+            if isinstance(part, LayerKind):
+                yield index, part
 
 
 def _kind_name(mixer: type[LayerKind]) -> str:

@@ -20,7 +20,10 @@ from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 
 from deltanet_hf.mixers.attention_shape import AttentionShape
 from deltanet_hf.mixers.gated_deltanet import QWEN3_5, GatedDeltaNet
+from deltanet_hf.mixers.layer_kind import PositionEmbeddings
 from deltanet_hf.mixers.masks import announce_packing
+from deltanet_hf.mixers.state import MixerCacheLayer
+from deltanet_hf.models.assisted import AssistedGeneration
 from deltanet_hf.models.hub_repository import upload_with_companions
 from deltanet_hf.models.layers import SOFTMAX, Kind, LayerTable
 from deltanet_hf.models.peft_defaults import register_peft_defaults
@@ -88,6 +91,16 @@ class LinearAttention(GatedDeltaNet):
         output, _ = super().forward(hidden_states, None, attention_mask, cache_params, **kwargs)
         return output
 
+    def call_on(
+        self,
+        cache: MixerCacheLayer,
+        x: torch.Tensor,
+        position_embeddings: PositionEmbeddings | None,
+        mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        output: torch.Tensor = self(x, cache, mask)
+        return output
+
 
 def _shape(config: DeltaNetQwen3_5TextConfig) -> AttentionShape:
     """Qwen3.5's head counts: value heads share query and key heads."""
@@ -106,11 +119,10 @@ def model_class() -> type[PreTrainedModel]:
     """The class `DeltaNetQwen3_5ForCausalLM`; registers it with AutoModelForCausalLM."""
     from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 
-    class DeltaNetQwen3_5ForCausalLM(Qwen3_5ForCausalLM):
+    class DeltaNetQwen3_5ForCausalLM(AssistedGeneration, Qwen3_5ForCausalLM):
         """Qwen3_5ForCausalLM whose linear layers are this project's Gated DeltaNet."""
 
         config_class = DeltaNetQwen3_5TextConfig
-        _is_stateful = True
         _keep_in_fp32_modules_strict = list(GatedDeltaNet.fp32)  # noqa: RUF012
         register_for_auto_class = no_code_beside_the_shim
         _upload_modified_files = upload_with_companions

@@ -64,6 +64,12 @@ COMMANDS = {
         "Export a converted model for vLLM, mlx-lm or llama.cpp.",
     ),
     "generate": Subcommand("deltanet_hf.generate", "generate_command", "Generate text that continues a prompt."),
+    "bench": Subcommand(
+        "deltanet_hf.evaluation.speed.command",
+        "bench_command",
+        "Measure prefill, decoding and memory of a model beside its teacher.\n\n"
+        "Example: `deltanet-hf bench student --teacher HuggingFaceTB/SmolLM2-135M --context 2048 --batch 1`",
+    ),
 }
 
 

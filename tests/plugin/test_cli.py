@@ -6,10 +6,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from deltanet_hf.errors import QualityError, UserError, one_line
+from deltanet_hf.generate import load_for_inference
+from deltanet_hf.mixers.quantized_cache import quantized_cache
+from deltanet_hf.sessions import load_session
+from deltanet_hf.sessions.conversation import first_turn, further_turn
 from deltanet_recipes.cli import COMMANDS, Subcommand, main
 from support.tiny_models import tiny_student
 
@@ -130,9 +135,62 @@ def test_a_quantised_cache_says_the_same_and_is_smaller(
     assert sizes[1] < sizes[0]
 
 
+PROMPTS = ("w5 w6 w7", "w8 w9", "w10")
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+def test_a_session_goes_on_as_if_it_had_never_stopped(
+    bits: int | None, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session, said = tmp_path / "session", []
+    for turn, prompt in enumerate(PROMPTS):
+        more = ["--cache-bits", bits] if bits and turn == 0 else []
+        options = ["--prompt", prompt, "--session", session, "--max-new-tokens", "4", "--stats", *more]
+        assert call(monkeypatch, "generate", folder, *options) == 0
+        said.append(capsys.readouterr())
+    model, tokenizer = load_for_inference(str(folder))
+    ids, cache, answers = torch.zeros(1, 0, dtype=torch.long), quantized_cache(model.config, 8) if bits else None, []
+    for prompt in PROMPTS:
+        before = torch.cat([ids, tokenizer(prompt, return_tensors="pt")["input_ids"]], dim=1)
+        options = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True, "pad_token_id": 2}
+        result = model.generate(before, past_key_values=cache, **options)
+        ids, cache = result.sequences, result.past_key_values
+        answers.append(tokenizer.decode(ids[0, before.shape[1] :], skip_special_tokens=True))
+    assert [text.out.strip() for text in said] == [answer.strip() for answer in answers]
+    saved = load_session(session, model)
+    assert saved.input_ids.equal(ids)
+    assert saved.cache_bits == bits
+    assert "prompt 3 tokens" in said[0].err
+    assert "prompt 3 tokens" in said[1].err  # the last token of the answer and two more
+    assert call(monkeypatch, "generate", folder, "--prompt", "w3", "--session", session, "--cache-bits", "4") == 2
+    assert f"got 4, but {session} has {bits}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_chat_goes_on_with_the_tokens_of_its_template(ended: bool, folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ 'w90 ' if m.role == 'user' else 'w91 ' }}{{ m.content }} </s> {% endfor %}"
+        "{% if add_generation_prompt %}w91 {% endif %}"
+    )
+    reply = "w11 w12 </s>" if ended else "w11 w12"
+    first = first_turn(tokenizer, "w5 w6", chat=True)
+    assert first[0].tolist() == [90, 5, 6, 2, 91]
+    end = tokenizer(reply, return_tensors="pt")["input_ids"]
+    more = further_turn(tokenizer, "w7", True, int(end[0, -1]))
+    assert [*end[0].tolist(), *more[0].tolist()] == [11, 12, 2, 90, 7, 2, 91]
+    assert further_turn(tokenizer, "w7 w8", False, 2)[0].tolist() == [7, 8]
+    tokenizer.chat_template = "{{ messages[-1].content }}"
+    with pytest.raises(UserError, match="leaves out replies; use --no-chat"):
+        further_turn(tokenizer, "w7", True, 2)
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (["{folder}", "--prompt", "x", "--session", "{empty}/no/s"], "is no folder; create it first"),
+        (["{folder}", "--prompt", "x", "--session", "{empty}/s", "--compile"], "leave out one of the two"),
+        (["{folder}", "--prompt", "x", "--session", "{folder}/config.json"], "cannot be read as a session"),
         (["{folder}", "--prompt", "x", "--cache-bits", "5"], "--cache-bits: got 5, expected 8 or 4"),
         (["{folder}", "--prompt", "x", "--cache-bits", "4", "--compile"], "leave out one of the two"),
         (["no/such/folder", "--prompt", "x"], "no such folder"),

@@ -95,20 +95,12 @@ def test_cache_batch_operations(model: PreTrainedModel, tokens: torch.Tensor) ->
     torch.testing.assert_close(swapped, plain, rtol=2e-4, atol=2e-4)
 
 
-def test_cropping_is_refused_unless_it_is_nothing(model: PreTrainedModel, tokens: torch.Tensor) -> None:
+def test_cropping_is_refused_where_the_past_was_not_recorded(model: PreTrainedModel, tokens: torch.Tensor) -> None:
     cache = DynamicCache(config=model.config)
     model(tokens, past_key_values=cache, use_cache=True)
     cache.layers[HYBRID[0]].crop(0)
     with pytest.raises(ValueError, match="recurrent state holds no history"):
         cache.crop(-1)
-
-
-@pytest.mark.parametrize("how", [{"prompt_lookup_num_tokens": 2}, {"assistant_model": "itself"}])
-def test_assisted_generation_is_refused(model: PreTrainedModel, tokens: torch.Tensor, how: dict) -> None:
-    if "assistant_model" in how:
-        how = {"assistant_model": model}
-    with pytest.raises(ValueError, match="stateful"):
-        model.generate(tokens[:1], max_new_tokens=4, **how)
 
 
 def test_sampling_is_reproducible(model: PreTrainedModel, tokens: torch.Tensor) -> None:

@@ -1,13 +1,16 @@
-"""Memory and speed of a model at a given context length."""
+"""Memory and speed of a model at a given context length and batch size."""
 
 from __future__ import annotations
 
+import statistics
 import time
 from dataclasses import asdict, dataclass
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from torch import Tensor
+from transformers import PreTrainedModel
 
+from deltanet_hf.evaluation.measures.decoding_mode import EAGER, Mode, read
 from deltanet_hf.mixers.state import cache_bytes
 
 _DECODED = 16  # steps
@@ -15,10 +18,11 @@ _DECODED = 16  # steps
 
 @dataclass(frozen=True)
 class SpeedPoint:
-    """A prompt of `length` tokens followed by 16 single-token steps, at batch size 1.
+    """A batch of prompts of `length` tokens, followed by 16 steps of one token per prompt.
 
     Attributes:
-        cache_bytes: size of all tensors in the cache after the prompt.
+        prefill_tokens_per_second, decode_tokens_per_second: of all prompts together.
+        cache_bytes: size of all tensors in the cache after the prompts.
         peak_bytes: peak memory allocated on the accelerator beyond the weights; None on a CPU.
     """
 
@@ -34,31 +38,44 @@ class SpeedPoint:
 
 
 @torch.inference_mode()
-def measure_speed(model: PreTrainedModel, length: int, seed: int = 1234) -> SpeedPoint:
-    """Time a prompt of random tokens and the steps after it. The first of two runs compiles; the second is timed."""
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(0, model.config.get_text_config().vocab_size, (1, length), generator=generator)
-    ids = ids.to(model.device)
+def measure_speed(
+    model: PreTrainedModel, length: int, batch: int = 1, repeats: int = 1, mode: Mode = EAGER, seed: int = 1234
+) -> SpeedPoint:
+    """Time prompts of random tokens and the steps after them: medians over `repeats` runs after one that compiles."""
+    ids = random_tokens(model, batch, length, seed)
     cuda = model.device.type == "cuda"
-    for _ in range(2):
+    prefills, decodings = [], []
+    cache = None
+    for _ in range(1 + repeats):
+        del cache  # before the peak is measured
         if cuda:
             torch.cuda.reset_peak_memory_stats(model.device)
             before = torch.cuda.memory_allocated(model.device)
-        cache = DynamicCache(config=model.config)
+        cache = mode.cache(model, length + _DECODED)
         start = _now(cuda)
-        token = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1:].argmax(-1)
-        prefilled = _now(cuda)
+        token = read(model, ids, cache)
+        prefills.append(_now(cuda) - start)
         held = cache_bytes(cache)
+        step = mode.step(model, cache)
+        start = _now(cuda)
         for _ in range(_DECODED):
-            token = model(token, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
-        finished = _now(cuda)
+            token = step(token)
+        decodings.append(_now(cuda) - start)
+        del step
     return SpeedPoint(
         length=length,
-        prefill_tokens_per_second=length / (prefilled - start),
-        decode_tokens_per_second=_DECODED / (finished - prefilled),
+        prefill_tokens_per_second=batch * length / statistics.median(prefills[1:]),
+        decode_tokens_per_second=batch * _DECODED / statistics.median(decodings[1:]),
         cache_bytes=held,
         peak_bytes=torch.cuda.max_memory_allocated(model.device) - before if cuda else None,
     )
+
+
+def random_tokens(model: PreTrainedModel, batch: int, length: int, seed: int) -> Tensor:
+    """Random tokens [B, T] of the model's vocabulary, on its device."""
+    generator = torch.Generator().manual_seed(seed)
+    vocabulary = model.config.get_text_config().vocab_size
+    return torch.randint(0, vocabulary, (batch, length), generator=generator).to(model.device)
 
 
 def _now(cuda: bool) -> float:

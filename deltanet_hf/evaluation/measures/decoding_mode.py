@@ -1,0 +1,51 @@
+"""The ways to decode whose speed is measured.
+
+A mode says which cache a model gets and how one more token is computed on it. What a mode does once per cache, such as
+recording a graph, belongs into `step` and is not timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache
+
+Step = Callable[[Tensor], Tensor]
+"""The likeliest next tokens [B, 1] after the tokens [B, 1], which it reads into the cache."""
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A way to decode.
+
+    Attributes:
+        cache: an empty cache for a model, with room for a number of tokens.
+        step: makes the step of a model on a cache that holds the prompt.
+    """
+
+    name: str
+    cache: Callable[[PreTrainedModel, int], Cache]
+    step: Callable[[PreTrainedModel, Cache], Step]
+
+
+def _growing(model: PreTrainedModel, tokens: int) -> Cache:
+    return DynamicCache(config=model.config)
+
+
+def _eager(model: PreTrainedModel, cache: Cache) -> Step:
+    def step(token: Tensor) -> Tensor:
+        return read(model, token, cache)
+
+    return step
+
+
+def read(model: PreTrainedModel, tokens: Tensor, cache: Cache) -> Tensor:
+    """Read tokens [B, T] into the cache; the likeliest next tokens [B, 1]."""
+    return model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1:].argmax(-1)
+
+
+EAGER = Mode("eager", _growing, _eager)
+MODES = {mode.name: mode for mode in (EAGER,)}

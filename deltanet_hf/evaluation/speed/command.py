@@ -1,0 +1,61 @@
+"""The options of `deltanet-hf bench`; torch and transformers are imported when it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def bench_command(
+    model: Annotated[
+        str | None, typer.Argument(help="Folder or Hub id of a converted model or of a softmax model.")
+    ] = None,
+    teacher: Annotated[str | None, typer.Option(help="Folder or Hub id of a teacher to compare with.")] = None,
+    random_weights: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SHAPE",
+            help="Instead of MODEL, measure models with random weights and the shape 135M, 1B or 8B: a teacher, one "
+            "without softmax layers and one with softmax in every fourth layer.",
+        ),
+    ] = None,
+    mixer: Annotated[
+        str, typer.Option(help="With --random-weights, the mixer of the converted layers.")
+    ] = "gated_deltanet",
+    mode: Annotated[list[str] | None, typer.Option(help="How to decode, repeatable: eager (the default).")] = None,
+    context: Annotated[
+        list[int] | None, typer.Option(help="Length of the prompts in tokens, repeatable; by default 2048 and 16384.")
+    ] = None,
+    batch: Annotated[list[int] | None, typer.Option(help="Batch size, repeatable; by default 1 and 16.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Number of timed runs, whose median is taken.")] = 5,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for bench.json and bench.png.", show_default="print the table only"),
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(help="Dtype of the weights: auto (as saved), float32, bfloat16 or float16.")
+    ] = "auto",
+    device: Annotated[
+        str | None, typer.Option(help="Device, such as cpu, cuda or cuda:1 [default: a GPU if there is one].")
+    ] = None,
+) -> None:
+    """Measure how fast a model reads and decodes, and the size of its cache, beside its teacher."""
+    from rich.console import Console
+
+    from deltanet_hf.evaluation.speed.bench import Conditions, measure, write_rows
+    from deltanet_hf.evaluation.speed.subjects import check_conditions, subjects
+    from deltanet_hf.evaluation.speed.views import draw, table
+
+    conditions = Conditions(context or [2048, 16384], batch or [1, 16], mode or ["eager"], repeats)
+    check_conditions(conditions)
+    found = subjects(model, teacher, random_weights, mixer, dtype, device)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+    rows = measure(found, conditions, lambda line: typer.echo(line, err=True))
+    Console(width=130).print(table(rows))
+    if out is not None and rows:
+        write_rows(out / "bench.json", rows, {"repeats": repeats, "dtype": dtype})
+        draw(rows, out / "bench.png")
+        typer.echo(f"Written to {out}")

@@ -1,0 +1,44 @@
+"""Assisted generation and prompt lookup with converted models.
+
+Both have transformers take back the candidate tokens that the model rejects (`Cache.crop`), for which states record
+their past (`deltanet_hf/mixers/history.py`). transformers asks a cache to record before the model's first call, when
+the cache has the key/value layers of the softmax model only. So the states are put in their places before that.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.generation import GenerationMode
+
+from deltanet_hf.models.layers import layer_kinds
+
+
+def place_layers(model: PreTrainedModel, cache: Cache) -> None:
+    """Give `cache` the layers that the first call of a converted model makes otherwise."""
+    for _, kind in layer_kinds(model):
+        kind.place_cache(cache)
+
+
+class AssistedGeneration:
+    """In front of a family's model class: `generate` prepares the cache for taking tokens back where it will do so."""
+
+    def _prepare_cache_for_generation(
+        self: Any, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, *sizes: Any
+    ) -> Any:
+        result = super()._prepare_cache_for_generation(  # type: ignore[misc]
+            generation_config, model_kwargs, generation_mode, *sizes
+        )
+        cache = model_kwargs.get("past_key_values")
+        if cache is None:
+            return result
+        if generation_config.is_assistant or generation_mode == GenerationMode.ASSISTED_GENERATION:
+            place_layers(self, cache)
+            cache.activate_past_recording()
+        else:  # a cache that was handed in may record since an earlier assisted generation
+            for layer in cache.layers:
+                if hasattr(layer, "record_past"):
+                    layer.record_past = False
+        return result

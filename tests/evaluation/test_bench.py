@@ -1,0 +1,153 @@
+"""`deltanet-hf bench`: names, the check before the times, rows, table, picture, refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from deltanet_hf.errors import QualityError
+from deltanet_hf.evaluation.measures.decoding_mode import EAGER, MODES
+from deltanet_hf.evaluation.measures.speed import measure_speed
+from deltanet_hf.evaluation.speed.check_decoding import check_decoding
+from deltanet_hf.evaluation.speed.naming import kind_of, shape_of
+from deltanet_hf.evaluation.speed.random_models import SHAPES, random_model
+from deltanet_hf.evaluation.speed.subjects import subjects
+from deltanet_hf.mixers.state import cache_bytes
+from deltanet_recipes.cli import main
+from support.tiny_models import HYBRID, mixture_table, tiny_mixture, tiny_student, tiny_teacher
+
+TINY = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 97,
+    "tie_word_embeddings": True,
+}
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["deltanet-hf", "bench", *map(str, arguments)])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    return int(stop.value.code or 0)
+
+
+def test_the_benchmark_of_random_weights(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(SHAPES, "135M", TINY)
+    options = ("--context", 16, "--context", 32, "--batch", 3, "--repeats", 1, "--device", "cpu")
+    assert run(monkeypatch, "--random-weights", "135M", *options, "--dtype", "float32", "--out", tmp_path / "b") == 0
+    shown = capsys.readouterr()
+    assert "(0." in shown.out
+    assert shown.err.count("greedy tokens are right") == 3
+    document = json.loads((tmp_path / "b" / "bench.json").read_text())
+    assert document["command"].startswith("deltanet-hf bench --random-weights 135M --context 16")
+    rows = document["rows"]
+    settings = [(row["shape"], row["kind"], row["mode"], row["batch"], row["context"]) for row in rows]
+    kinds, sizes = ("teacher", "all", "hybrid25"), [(3, 16), (3, 32)]
+    assert settings == [("135M", kind, "eager", *size) for kind in kinds for size in sizes]
+    cache = {(row["kind"], row["context"]): row["cache_mb"] for row in rows}
+    assert cache["teacher", 32] == pytest.approx(2 * cache["teacher", 16], rel=0.05)
+    assert cache["all", 16] == cache["all", 32] > 0
+    assert all(row["prefill_tokens_per_s"] > 0 and row["decode_ms"] > 0 for row in rows)
+    assert (tmp_path / "b" / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_model_beside_its_teacher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, model in (("teacher", tiny_teacher("llama")), ("student", tiny_student("llama", layers=HYBRID))):
+        model.save_pretrained(tmp_path / name)
+    monkeypatch.setattr("deltanet_hf.generate.AutoTokenizer.from_pretrained", lambda name: None)
+    found = subjects(str(tmp_path / "student"), str(tmp_path / "teacher"), None, "-", "auto", "cpu")
+    names = [(subject.shape, subject.kind, kind_of(subject.load())) for subject in found]
+    assert names == [("0M", "teacher", "teacher"), ("0M", "hybrid50", "hybrid50")]
+
+
+def test_names_of_shapes_and_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kind_of(tiny_student("qwen3")) == "all"
+    assert kind_of(tiny_mixture("llama", mixture_table())) == "hybrid25"
+    for family in ("llama", "phi3"):
+        monkeypatch.setattr("deltanet_hf.evaluation.speed.naming._parameters", lambda model: 8.03e9)
+        assert shape_of(tiny_teacher(family)) == "8.0B"
+        monkeypatch.undo()
+        assert shape_of(tiny_student(family)) == shape_of(tiny_teacher(family))
+
+
+@pytest.mark.parametrize(("shape", "billions"), [("135M", 0.1345), ("1B", 1.2358), ("8B", 8.0303)])
+def test_the_shapes_have_the_parameters_of_their_models(shape: str, billions: float) -> None:
+    model = random_model(shape, "teacher", "-", torch.bfloat16, torch.device("meta"))
+    assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(1e9 * billions, rel=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mode_that_decodes_something_else_is_found(dtype: torch.dtype) -> None:
+    model = tiny_student("llama", layers=HYBRID).to(dtype)
+    assert check_decoding(model, EAGER, length=40) <= 0.25
+
+    def forgetful(model: Any, cache: Any) -> Any:
+        return EAGER.step(model, DynamicCache(config=model.config))
+
+    with pytest.raises(QualityError, match="broken: a greedily decoded token is"):
+        check_decoding(model, dataclasses.replace(EAGER, name="broken", step=forgetful), length=40)
+    with torch.no_grad():
+        model.model.norm.weight.fill_(float("nan"))
+    with pytest.raises(QualityError, match="is nan standard deviations"):
+        check_decoding(model, EAGER, length=40)
+
+
+def test_a_speed_is_that_of_all_sequences_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = iter(range(1000))
+    monkeypatch.setattr("deltanet_hf.evaluation.measures.speed._now", lambda cuda: 2.0 * next(ticks))
+    model = tiny_teacher("llama")
+    point = measure_speed(model, 10, batch=3, repeats=2)
+    assert (point.prefill_tokens_per_second, point.decode_tokens_per_second) == (15.0, 24.0)
+    cache = DynamicCache(config=model.config)
+    model(torch.zeros(3, 10, dtype=torch.long), past_key_values=cache, use_cache=True)
+    assert point.cache_bytes == cache_bytes(cache)
+    assert MODES == {"eager": EAGER}
+
+
+def test_what_does_not_fit_has_no_row(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(SHAPES, "135M", TINY)
+
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr("deltanet_hf.evaluation.speed.bench.measure_speed", full)
+    options = ("--context", 16, "--batch", 1, "--dtype", "float32", "--device", "cpu", "--out", tmp_path)
+    assert run(monkeypatch, "--random-weights", "135M", *options) == 0
+    assert capsys.readouterr().err.count("1 x 16: out of memory") == 3
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "give either a model or --random-weights"),
+        (("m", "--random-weights", "1B"), "give either a model or --random-weights"),
+        (("--random-weights", "2B"), "--random-weights: got '2B', expected one of 135M, 1B, 8B"),
+        (("--random-weights", "1B", "--teacher", "t"), "makes its own teacher"),
+        (("--random-weights", "1B", "--mixer", "x"), "--mixer: got 'x'"),
+        (("--random-weights", "1B", "--dtype", "int8"), "--dtype: got 'int8'"),
+        (("m", "--context", "0"), "--context: got 0"),
+        (("m", "--batch", "-1"), "--batch: got -1"),
+        (("m", "--mode", "fast"), "--mode: got 'fast', expected one of eager"),
+        (("no/such/model",), "no such folder"),
+    ],
+)
+def test_the_benchmark_refuses(
+    arguments: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, *arguments) == 2
+    assert said in capsys.readouterr().err

@@ -1,0 +1,324 @@
+"""Snapshots of caches and sessions in files: going on from them equals never having stopped, to the last bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
+from transformers.cache_utils import Cache
+
+from deltanet_hf.errors import UserError
+from deltanet_hf.mixers.quantized_cache import BLOCK, quantized_cache
+from deltanet_hf.mixers.state import cache_bytes
+from deltanet_hf.sessions import Snapshot, load_session, save_session
+from deltanet_hf.sessions.model_identity import model_identity
+from support.registry import IN_FULL, rows
+from support.tiny_models import (
+    HYBRID,
+    mixed_mixture_table,
+    mixed_table,
+    mixture_table,
+    tiny_mixture,
+    tiny_student,
+    tiny_teacher,
+)
+
+IDS = torch.randint(3, 97, (2, 14), generator=torch.Generator().manual_seed(4))
+SIDES = {"left": slice(0, 4), "right": slice(5, 10)}  # padding of the first row in a prompt of 10 tokens
+
+
+def made(name: str) -> PreTrainedModel:
+    if name == "mixed_heads":
+        return tiny_mixture("llama", mixed_mixture_table())
+    if name == "sliding":
+        return tiny_mixture("gemma3_text", mixture_table())
+    if name == "teacher":
+        return tiny_teacher("mistral")
+    return tiny_student("llama", layers=HYBRID, mixer=name)
+
+
+def masked(side: str) -> torch.Tensor:
+    mask = torch.ones_like(IDS)
+    mask[0, SIDES[side]] = 0
+    return mask
+
+
+@torch.no_grad()
+def read(model: PreTrainedModel, cache: Cache, mask: torch.Tensor, *parts: slice) -> torch.Tensor:
+    """Logits of the calls that read these parts of IDS."""
+    positions, logits = (mask.cumsum(-1) - 1).clamp(min=0), []
+    for part in parts:
+        seen, at = mask[:, : part.stop], positions[:, part]
+        output = model(IDS[:, part], attention_mask=seen, position_ids=at, past_key_values=cache, use_cache=True)
+        logits.append(output.logits)
+    return torch.cat(logits, dim=1)
+
+
+@pytest.mark.parametrize("name", [*rows(), "sliding", "teacher", "gated_deltanet+window"])
+def test_a_rewound_and_a_loaded_cache_go_on_bit_by_bit(name: str, tmp_path: Path) -> None:
+    model, rest = made(name), (slice(10, 11), slice(11, 14))
+    for side in SIDES if name in IN_FULL else ("left",):
+        mask, cache = masked(side), DynamicCache(config=model.config)
+        read(model, cache, mask, slice(0, 10))
+        save_session(tmp_path / "s", model, cache, IDS[:, :11], mask[:, :11])
+        snapshot = Snapshot(cache)
+        wanted = read(model, cache, mask, *rest)
+        session = load_session(tmp_path / "s", model)
+        assert session.input_ids.equal(IDS[:, :11])
+        assert session.attention_mask.equal(mask[:, :11])
+        assert session.cache.get_seq_length() == 10
+        assert read(model, session.cache, mask, *rest).equal(wanted)
+        for _ in range(2):
+            snapshot.rewind()
+            assert cache.get_seq_length() == 10
+            assert read(model, cache, mask, *rest).equal(wanted)
+
+
+# Snapshots.
+
+
+def test_a_snapshot_of_an_empty_cache_and_beams_in_between() -> None:
+    model, mask = made("mixed_heads"), torch.ones_like(IDS)
+    cache = DynamicCache(config=model.config)
+    empty = Snapshot(cache)
+    wanted = read(model, cache, mask, slice(0, 10))
+    full = Snapshot(cache)
+    cache.batch_repeat_interleave(3)
+    cache.reorder_cache(torch.tensor([5, 0, 1, 2]))
+    cache.crop(0)
+    full.rewind()
+    assert cache.layers[0].parts["linear"].batch_size == 2
+    after = read(model, cache, mask, slice(10, 14))
+    full.rewind()
+    assert read(model, cache, mask, slice(10, 14)).equal(after)
+    empty.rewind()
+    assert cache.get_seq_length() == 0
+    assert read(model, cache, mask, slice(0, 10)).equal(wanted)
+
+
+@pytest.mark.parametrize("name", ["mixed_heads", "sliding"])
+def test_a_static_cache_is_rewound_in_its_place(name: str) -> None:
+    model, mask = made(name), torch.ones_like(IDS)
+    cache = StaticCache(config=model.config, max_cache_len=32)
+    read(model, cache, mask, slice(0, 10))
+    snapshot = Snapshot(cache)
+
+    def addresses() -> list[int]:
+        return [tensor.data_ptr() for layer in cache.layers for tensor in held(layer)]
+
+    def held(layer: Any) -> list[torch.Tensor]:
+        parts = getattr(layer, "parts", {}).values()
+        if parts:
+            return [tensor for part in parts for tensor in held(part)]
+        return list(layer.state.values()) if hasattr(layer, "state") else [layer.keys, layer.values]
+
+    before = addresses()
+    wanted = read(model, cache, mask, slice(10, 11), slice(11, 12))
+    snapshot.rewind()
+    assert int(cache.get_seq_length()) == 10
+    assert read(model, cache, mask, slice(10, 11), slice(11, 12)).equal(wanted)
+    assert addresses() == before
+
+
+def test_a_snapshot_copies_states_only() -> None:
+    model = made("gated_deltanet")
+    cache = DynamicCache(config=model.config)
+    read(model, cache, torch.ones_like(IDS), slice(0, 10))
+    snapshot, keys, state = Snapshot(cache), cache.layers[1].keys, cache.layers[0].state["state"]
+    snapshot.rewind()
+    assert cache.layers[1].keys is keys
+    assert cache.layers[0].state["state"].data_ptr() != state.data_ptr()
+
+
+# Files.
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("length", [5, 2 * BLOCK - 1, 3 * BLOCK + 7])
+@torch.no_grad()
+def test_quantised_caches(bits: int, length: int, tmp_path: Path) -> None:
+    model = tiny_mixture("llama", mixed_table("softmax", "linear"))
+    ids = torch.randint(3, 97, (2, length), generator=torch.Generator().manual_seed(0))
+    cache = quantized_cache(model.config, bits)
+    model(ids, past_key_values=cache, use_cache=True)
+    save_session(tmp_path / "s", model, cache, ids)
+    snapshot, session = Snapshot(cache), load_session(tmp_path / "s", model)
+    assert (session.cache_bits, cache_bytes(session.cache)) == (bits, cache_bytes(cache))
+    wanted = model(IDS, past_key_values=cache, use_cache=True).logits
+    assert model(IDS, past_key_values=session.cache, use_cache=True).logits.equal(wanted)
+    snapshot.rewind()
+    assert model(IDS, past_key_values=cache, use_cache=True).logits.equal(wanted)
+
+
+def test_a_pure_session_has_the_same_size_but_for_its_tokens(tmp_path: Path) -> None:
+    model, sizes = tiny_student("llama"), []
+    for repeats in (1, 20):
+        cache, ids = DynamicCache(config=model.config), IDS.repeat(1, repeats)
+        with torch.no_grad():
+            model(ids, past_key_values=cache, use_cache=True)
+        save_session(tmp_path / "s", model, cache, ids)
+        sizes.append((tmp_path / "s").stat().st_size)
+    assert 0 <= sizes[1] - sizes[0] - 5 * IDS.numel() * 19 < 64
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    """Windows with counts, and mini-batches with one."""
+    table = mixed_table("window", "linear", linear_mixer="ttt", linear=ttt_settings())
+    return tiny_mixture("llama", table)
+
+
+def ttt_settings() -> dict[str, Any]:
+    settings: dict[str, Any] = tiny_student("llama", mixer="ttt").config.deltanet["kinds"]["linear"]
+    return {key: value for key, value in settings.items() if key != "mixer"} | {"mini_batch": 4}
+
+
+@pytest.fixture(scope="module")
+def saved(model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("session") / "session"
+    cache = DynamicCache(config=model.config)
+    read(model, cache, torch.ones_like(IDS), slice(0, 10))
+    save_session(path, model, cache, IDS[:, :11])
+    return path
+
+
+def test_a_file_cut_anywhere_is_refused(saved: Path, model: PreTrainedModel, tmp_path: Path) -> None:
+    data = saved.read_bytes()
+    for end in (0, 5, 8, 100, len(data) // 2, len(data) - 1):
+        (tmp_path / "s").write_bytes(data[:end])
+        with pytest.raises(UserError, match=r"cannot be read as a session \(.*remove the file and start a new session"):
+            load_session(tmp_path / "s", model)
+
+
+def test_what_is_no_session_is_refused(model: PreTrainedModel, tmp_path: Path) -> None:
+    (tmp_path / "pickle").write_bytes(pickle.dumps({"layers": []}))
+    save_file({"x": torch.zeros(2)}, tmp_path / "tensors")
+    (tmp_path / "folder").mkdir()
+    for name, said in (
+        ("pickle", "cannot be read"),
+        ("tensors", "format None, expected"),
+        ("folder", "cannot be read"),
+    ):
+        with pytest.raises(UserError, match=said):
+            load_session(tmp_path / name, model)
+    with pytest.raises(UserError, match="cannot be read"):
+        load_session(tmp_path / "absent", model)
+
+
+Change = Callable[[dict[str, torch.Tensor], dict[str, Any]], object]
+COUNTS = "layers.1.linear.batch_tokens"
+CHANGES: dict[str, tuple[Change, str]] = {
+    "no metadata": (lambda t, m: m.clear(), "format None"),
+    "version": (lambda t, m: m.update(format="deltanet-hf session 9"), "format 'deltanet-hf session 9', expected"),
+    "json": (lambda t, m: m.update(cache="{"), "metadata is damaged"),
+    "list": (lambda t, m: m.update(model="[]"), "metadata is damaged"),
+    "deep": (lambda t, m: m.update(cache="[" * 100_000), "metadata is damaged"),
+    "tokens": (lambda t, m: m.update(cache='{"tokens": -3, "cache_bits": null}'), "metadata is damaged"),
+    "more tokens": (lambda t, m: m.update(cache='{"tokens": 99, "cache_bits": null}'), "do not fit 99 tokens"),
+    "fewer tokens": (
+        lambda t, m: m.update(cache='{"tokens": 2, "cache_bits": null}'),
+        "counts that are not from 0 to 2",
+    ),
+    "bits": (lambda t, m: m.update(cache='{"tokens": 10, "cache_bits": 3}'), "metadata is damaged"),
+    "no ids": (lambda t, m: t.pop("input_ids"), "has no input_ids"),
+    "ids": (lambda t, m: t["input_ids"].fill_(97), "of a vocabulary of 97"),
+    "negative ids": (lambda t, m: t["input_ids"].fill_(-1), "of a vocabulary of 97"),
+    "mask": (lambda t, m: t["attention_mask"].fill_(2), "do not fit"),
+    "batch": (lambda t, m: t.update(input_ids=t["input_ids"][:1].clone()), "do not fit"),
+    "missing": (lambda t, m: t.pop("layers.2.window.keys"), "the tensor layers.2.window.keys is missing"),
+    "unknown": (lambda t, m: t.update(extra=torch.zeros(1)), "the tensor extra is unknown"),
+    "shape": (
+        lambda t, m: t.update({COUNTS: torch.zeros(3, dtype=torch.int32)}),
+        r"batch_tokens is \[3\].*expected \[2\]",
+    ),
+    "dtype": (lambda t, m: t.update({COUNTS: torch.zeros(2)}), "torch.float32, expected .* torch.int32"),
+    "count": (lambda t, m: t[COUNTS].fill_(4), f"{COUNTS} has counts that are not from 0 to 3"),
+    "negative count": (lambda t, m: t["layers.0.window.count"].fill_(-1), "window.count has counts"),
+    "large count": (lambda t, m: t["layers.0.window.numbers"].fill_(11), "counts that are not from 0 to 10"),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_changed_file_is_refused(what: str, saved: Path, model: PreTrainedModel, tmp_path: Path) -> None:
+    with safe_open(saved, framework="pt") as file:
+        metadata: dict[str, Any] = dict(file.metadata())
+        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+    change, said = CHANGES[what]
+    change(tensors, metadata)
+    save_file(tensors, tmp_path / "s", metadata)
+    with pytest.raises(UserError, match=said):
+        load_session(tmp_path / "s", model)
+
+
+def test_another_model_is_refused(saved: Path, model: PreTrainedModel) -> None:
+    weight = model.model.layers[3].mlp.down_proj.weight
+    with torch.no_grad():
+        before = weight[7, 5].clone()
+        weight[7, 5] += 1e-4
+        try:
+            with pytest.raises(UserError, match="belongs to another model, the weights differs"):
+                load_session(saved, model)
+        finally:
+            weight[7, 5] = before
+    with pytest.raises(UserError, match=r"the config differs; give the model that saved it"):
+        load_session(saved, tiny_teacher("llama"))
+    load_session(saved, model)
+    other = model_identity(tiny_student("llama").bfloat16())
+    assert other["dtype"] == "bfloat16"
+    assert other["weights"] != model_identity(tiny_student("llama"))["weights"]
+
+
+def test_the_identity_survives_saving_and_loading(model: PreTrainedModel, tmp_path: Path) -> None:
+    model.save_pretrained(tmp_path)
+    assert model_identity(AutoModelForCausalLM.from_pretrained(tmp_path)) == model_identity(model)
+
+
+def test_what_cannot_be_saved_is_refused(model: PreTrainedModel, tmp_path: Path) -> None:
+    cache = DynamicCache(config=model.config)
+    with pytest.raises(UserError, match="a cache of 0 tokens"):
+        save_session(tmp_path / "s", model, cache, IDS)
+    read(model, cache, torch.ones_like(IDS), slice(0, 10))
+    for ids, mask in ((IDS[:, :9], None), (IDS, IDS[:, :3])):
+        with pytest.raises(UserError, match="give all tokens that the cache has read"):
+            save_session(tmp_path / "s", model, cache, ids, mask)
+    static = StaticCache(config=model.config, max_cache_len=32)
+    read(model, static, torch.ones_like(IDS), slice(0, 10))
+    with pytest.raises(UserError, match="layer 0 of the cache is a MixerCacheLayer, which cannot be saved"):
+        save_session(tmp_path / "s", model, static, IDS)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_a_session_goes_on_in_another_process(tmp_path: Path) -> None:
+    for name in ("mixed_heads", "gated_deltanet+window", "ttt", "path"):
+        model = made(name)
+        model.save_pretrained(tmp_path / "model")
+        options: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
+        first = model.generate(IDS[:1], max_new_tokens=5, **options)
+        save_session(tmp_path / "s", model, first.past_key_values, first.sequences)
+        script = (
+            "import json, sys, deltanet_hf\n"
+            "from transformers import AutoModelForCausalLM\n"
+            "from deltanet_hf.sessions import load_session\n"
+            "model = AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval()\n"
+            "session = load_session(sys.argv[2], model)\n"
+            "print(json.dumps(model.generate(session.input_ids, attention_mask=session.attention_mask,\n"
+            "    past_key_values=session.cache, max_new_tokens=6, do_sample=False, eos_token_id=None).tolist()))\n"
+        )
+        paths = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        command = [sys.executable, "-c", script, str(tmp_path / "model"), str(tmp_path / "s")]
+        run = subprocess.run(command, capture_output=True, text=True, check=True, env=paths)
+        whole = model.generate(IDS[:1], max_new_tokens=11, **options).sequences
+        assert json.loads(run.stdout.splitlines()[-1]) == whole.tolist()

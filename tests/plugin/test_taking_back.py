@@ -1,0 +1,156 @@
+"""Tokens taken back from states: `crop`, assisted generation, prompt lookup."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from deltanet_hf.mixers.history import MOST_TAKEN_BACK
+from deltanet_hf.mixers.state import MixerCacheLayer
+from deltanet_hf.mixers.window import restrict_to_window
+from deltanet_hf.models.assisted import place_layers
+from support.registry import IN_FULL, rows
+from support.tiny_models import HYBRID, mixed_mixture_table, mixture_table, tiny_mixture, tiny_student, tiny_teacher
+
+IDS = torch.randint(3, 97, (2, 20), generator=torch.Generator().manual_seed(4))
+GREEDY: dict[str, Any] = {"max_new_tokens": 14, "do_sample": False, "eos_token_id": None}
+
+
+def made(name: str) -> PreTrainedModel:
+    if name == "mixed_heads":
+        return tiny_mixture("llama", mixed_mixture_table())
+    if name == "sliding":
+        return tiny_mixture("gemma3_text", mixture_table())
+    if name == "qwen3_5":
+        return tiny_student("llama", "qwen3_5", HYBRID)
+    return tiny_student("llama", layers=HYBRID, mixer=name)
+
+
+def recording(model: PreTrainedModel) -> DynamicCache:
+    """An empty cache that records its past from the first call on."""
+    cache = DynamicCache(config=model.config)
+    place_layers(model, cache)
+    cache.activate_past_recording()
+    return cache
+
+
+def read(model: PreTrainedModel, cache: DynamicCache, mask: torch.Tensor, *parts: slice) -> torch.Tensor:
+    """Logits of the last of the calls that read these parts of IDS."""
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    for part in parts:
+        seen, at = mask[:, : part.stop], positions[:, part]
+        output = model(IDS[:, part], attention_mask=seen, position_ids=at, past_key_values=cache, use_cache=True)
+    return output.logits
+
+
+def masked(side: str) -> torch.Tensor:
+    """The first row's prompt of 8 tokens has padding of 3 tokens on one side."""
+    mask = torch.ones_like(IDS)
+    mask[0, slice(0, 3) if side == "left" else slice(5, 8)] = 0
+    return mask
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", [*rows(), "sliding", "qwen3_5", "gated_deltanet+window"])
+def test_a_cropped_cache_goes_on_as_one_that_never_read_the_tokens(name: str) -> None:
+    model = made(name)
+    for side in ("left", "right") if name in IN_FULL else ("left",):
+        mask = masked(side)
+        cache, plain = recording(model), DynamicCache(config=model.config)
+        read(model, cache, mask, slice(0, 8))
+        cache.crop(0)
+        read(model, cache, mask, slice(8, 9), slice(9, 15))
+        cache.crop(-4)  # within the last call
+        assert cache.get_seq_length() == 11
+        read(model, cache, mask, slice(11, 12), slice(12, 15))
+        cache.crop(-4)  # all of the last two calls
+        found = read(model, cache, mask, slice(11, 13), slice(13, 14))
+        wanted = read(model, plain, mask, slice(0, 8), slice(8, 11), slice(11, 13), slice(13, 14))
+        torch.testing.assert_close(found, wanted, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    "name", [*rows(all_by_default=False), *(pytest.param(n, marks=pytest.mark.slow) for n in ("sliding", "qwen3_5"))]
+)
+@pytest.mark.parametrize("how", ["prompt lookup", "assistant"])
+def test_assisted_greedy_equals_plain_greedy(name: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, taken_back = made(name), []
+    crop = DynamicCache.crop
+
+    def counted(self: DynamicCache, tokens: int) -> None:
+        taken_back.append(tokens)
+        crop(self, tokens)
+
+    monkeypatch.setattr(DynamicCache, "crop", counted)
+    prompt = IDS[:1, :9].repeat(1, 2)
+    options: dict[str, Any] = {"prompt_lookup_num_tokens": 4}
+    if how == "assistant":
+        assistant = copy.deepcopy(model)
+        with torch.no_grad():
+            assistant.lm_head.weight.add_(0.5 * torch.randn(97, 32, generator=torch.Generator().manual_seed(0)))
+        assistant.generation_config.num_assistant_tokens = 4
+        assistant.generation_config.assistant_confidence_threshold = 0.0
+        options = {"assistant_model": assistant}
+    plain = model.generate(prompt, **GREEDY)
+    assert model.generate(prompt, **options, **GREEDY).tolist() == plain.tolist()
+    assert min(taken_back) < 0
+
+
+def test_a_long_padded_prompt_and_an_early_end() -> None:
+    """A prompt of which only the end is recorded; candidates behind the end-of-text token are taken back."""
+    model = made("gated_deltanet+window")
+    prompt = IDS[:1].repeat(1, 5)
+    mask = torch.ones_like(prompt)
+    mask[0, :7] = 0
+    end = int(model.generate(prompt, attention_mask=mask, **GREEDY)[0, -6])
+    options = {**GREEDY, "eos_token_id": end, "return_dict_in_generate": True}
+    plain = model.generate(prompt, attention_mask=mask, **options)
+    found = model.generate(prompt, attention_mask=mask, prompt_lookup_num_tokens=5, **options)
+    assert found.sequences.tolist() == plain.sequences.tolist()
+    assert found.past_key_values.get_seq_length() == plain.past_key_values.get_seq_length()
+
+
+def test_the_past_that_is_recorded_is_bounded() -> None:
+    model = tiny_student("llama", mixer="linear")
+    cache = recording(model)
+    with torch.no_grad():
+        model(IDS[:1].repeat(1, 5), past_key_values=cache, use_cache=True)
+        with pytest.raises(ValueError, match=f"cannot take back {MOST_TAKEN_BACK + 1} tokens, a recurrent state holds"):
+            cache.crop(-MOST_TAKEN_BACK - 1)
+        assert cache.get_seq_length() == 100
+        for _ in range(MOST_TAKEN_BACK + 9):
+            model(IDS[:1, :1], past_key_values=cache, use_cache=True)
+    layer = cache.layers[0]
+    assert isinstance(layer, MixerCacheLayer)
+    assert len(layer.history.calls) == MOST_TAKEN_BACK
+    cache.crop(-MOST_TAKEN_BACK)
+    assert not layer.history.calls
+    assert layer.get_seq_length() == 109
+
+
+@pytest.mark.parametrize("change", ["reorder_cache", "batch_select_indices"])
+def test_another_batch_has_no_past(change: str) -> None:
+    model = made("mixed_heads")
+    cache = recording(model)
+    read(model, cache, torch.ones_like(IDS), slice(0, 5))
+    getattr(cache, change)(torch.tensor([1, 0]))
+    with pytest.raises(ValueError, match="crop: cannot take back 2 tokens"):
+        cache.crop(-2)
+
+
+def test_a_cache_goes_on_without_recording() -> None:
+    model = made("mixed_heads")
+    options = {**GREEDY, "return_dict_in_generate": True}
+    first = model.generate(IDS[:1], prompt_lookup_num_tokens=3, **options)
+    again = model.generate(first.sequences, past_key_values=first.past_key_values, **options)
+    assert not any(layer.record_past for layer in again.past_key_values.layers if hasattr(layer, "record_past"))
+    assert again.sequences.tolist() == model.generate(IDS[:1], **{**options, "max_new_tokens": 28}).sequences.tolist()
+
+
+def test_a_restricted_teacher_refuses_assistance() -> None:
+    with pytest.raises(ValueError, match="stateful"):
+        restrict_to_window(tiny_teacher("llama")).generate(IDS[:1], prompt_lookup_num_tokens=2, max_new_tokens=3)
