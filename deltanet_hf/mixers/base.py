@@ -231,7 +231,7 @@ class Mixer(LayerKind, nn.Module):
             ValueError: a mask that cannot be read, or packed sequences together with a cache.
         """
         length = hidden_states.shape[1]
-        cache = None if past_key_values is None else cache_layer(past_key_values, self.layer_idx)
+        cache = None if past_key_values is None else cache_layer(past_key_values, self.layer_idx, self.name)
         padding = padding_in(attention_mask, padding, length, 0 if cache is None else cache.get_seq_length())
         if length == 1 and cache is not None and may_change(cache):
             output = self.step(hidden_states, position_embeddings, cache.state, padding)

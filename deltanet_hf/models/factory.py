@@ -16,6 +16,7 @@ from typing import Any
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from deltanet_hf.mixers import FLOAT32_NAMES
+from deltanet_hf.mixers.stateful import Stateful
 from deltanet_hf.mixers.window import announce
 from deltanet_hf.models.families import FAMILIES, Family
 from deltanet_hf.models.layers import LayerTable
@@ -100,12 +101,11 @@ def model_class(model_type: str) -> type[PreTrainedModel]:
         "__qualname__": name,
         "__doc__": f"{base.__name__} with layers as `config.deltanet` says (`LayerTable`).",
         "config_class": config_class(model_type),
-        "_is_stateful": True,
         "_keep_in_fp32_modules_strict": list(FLOAT32_NAMES),
         "__init__": __init__,
         "initialize_weights": initialize_weights,
     }
-    made: Any = type(name, (base,), namespace)
+    made: Any = type(name, (Stateful, base), namespace)
     AutoModelForCausalLM.register(config_class(model_type), made)
     return made
 

@@ -21,6 +21,7 @@ from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 from deltanet_hf.mixers.attention_shape import AttentionShape
 from deltanet_hf.mixers.gated_deltanet import QWEN3_5, GatedDeltaNet
 from deltanet_hf.mixers.masks import announce_packing
+from deltanet_hf.mixers.stateful import Stateful, check_call
 from deltanet_hf.models.layers import SOFTMAX, Kind, LayerTable
 from deltanet_hf.models.peft_defaults import register_peft_defaults
 from deltanet_hf.models.shim import write_shim
@@ -104,18 +105,18 @@ def model_class() -> type[PreTrainedModel]:
     """The class `DeltaNetQwen3_5ForCausalLM`; registers it with AutoModelForCausalLM."""
     from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 
-    class DeltaNetQwen3_5ForCausalLM(Qwen3_5ForCausalLM):
+    class DeltaNetQwen3_5ForCausalLM(Stateful, Qwen3_5ForCausalLM):
         """Qwen3_5ForCausalLM whose linear layers are this project's Gated DeltaNet."""
 
         config_class = DeltaNetQwen3_5TextConfig
-        _is_stateful = True
         _keep_in_fp32_modules_strict = list(GatedDeltaNet.fp32)  # noqa: RUF012
 
         def __init__(self, config: DeltaNetQwen3_5TextConfig) -> None:
             super().__init__(config)
             for index, kind in LayerTable.of(config).converted.items():
                 self.model.layers[index].linear_attn = LinearAttention(_shape(config), kind.settings, index)
-            self.model.register_forward_pre_hook(announce_packing, with_kwargs=True)
+            for hook in (check_call, announce_packing):
+                self.model.register_forward_pre_hook(hook, with_kwargs=True)
             self.post_init()
 
         def initialize_weights(self) -> None:
