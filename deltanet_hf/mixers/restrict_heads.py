@@ -61,6 +61,7 @@ def restrict_heads(
             layer.self_attn = _split(attention, model.config, index, here, sizes)
     announce(decoder)
     make_stateful(model)
+    model._is_stateful = True
     return model
 
 

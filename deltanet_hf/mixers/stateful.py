@@ -20,8 +20,6 @@ from deltanet_hf.mixers.state import MixerCacheLayer
 class Stateful:
     """Stands before the class of a causal language model whose layers keep states or windows."""
 
-    _is_stateful = True
-
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Behind `generate_batch` and `cache_implementation="paged"`.
 

@@ -192,6 +192,7 @@ def restrict_to_window(
         raise UserError(f"{type(model).__name__}: no softmax attention was found in it, so no window can be put on it")
     announce(decoder)
     make_stateful(model)
+    model._is_stateful = True
     return model
 
 

@@ -101,6 +101,7 @@ def model_class(model_type: str) -> type[PreTrainedModel]:
         "__qualname__": name,
         "__doc__": f"{base.__name__} with layers as `config.deltanet` says (`LayerTable`).",
         "config_class": config_class(model_type),
+        "_is_stateful": True,
         "_keep_in_fp32_modules_strict": list(FLOAT32_NAMES),
         "__init__": __init__,
         "initialize_weights": initialize_weights,

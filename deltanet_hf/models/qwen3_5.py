@@ -109,6 +109,7 @@ def model_class() -> type[PreTrainedModel]:
         """Qwen3_5ForCausalLM whose linear layers are this project's Gated DeltaNet."""
 
         config_class = DeltaNetQwen3_5TextConfig
+        _is_stateful = True
         _keep_in_fp32_modules_strict = list(GatedDeltaNet.fp32)  # noqa: RUF012
 
         def __init__(self, config: DeltaNetQwen3_5TextConfig) -> None:
