@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -19,6 +18,7 @@ from transformers import (
 )
 
 from deltanet_hf.errors import UserError
+from deltanet_hf.hub import loadable_folder
 from deltanet_hf.mixers.quantized_cache import BITS, quantized_cache
 from deltanet_hf.mixers.state import cache_bytes
 
@@ -50,19 +50,18 @@ class _After(StoppingCriteria):
 
 def load_for_inference(model: str, dtype: str = "auto", device: str | None = None) -> tuple[Any, Any]:
     """Load a model in eval mode and its tokenizer from a folder or hub id; UserError if there is none."""
-    if not Path(model).exists() and model.count("/") > 1:
-        raise UserError(f"{model}: no such folder; give a converted model's folder or a hub id")
-    if Path(model).is_dir() and not (Path(model) / "config.json").exists():
-        raise UserError(f"{model}/config.json: missing; give the folder that `deltanet-hf convert` wrote")
     if dtype not in ("auto", "float32", "bfloat16", "float16"):
         raise UserError(f"--dtype: got {dtype!r}, expected auto, float32, bfloat16 or float16")
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    folder = loadable_folder(model)
     try:
-        AutoConfig.from_pretrained(model)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+        AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, trust_remote_code=False, use_safetensors=True
+        )
         loaded = loaded.to(device).eval()
-        tokenizer = AutoTokenizer.from_pretrained(model)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise UserError(f"{model}: cannot be loaded: {str(error).splitlines()[0]}") from error
     return loaded, tokenizer

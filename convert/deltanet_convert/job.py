@@ -62,7 +62,7 @@ def prepare(teacher: str, out: Path, options: ConvertOptions, show: Show = unsee
     """
     out = Path(out).expanduser().absolute()
     device = chosen_device(options.device)
-    source = resolve_source(teacher, out.parent / f".{out.name}.teacher", options.torch_dtype)
+    source = resolve_source(teacher, out.parent / f".{out.name}.teacher", options.torch_dtype, options.revision)
     with removed_on_error(source, out):
         _check_apart(source.folder, out)
         opened = open_teacher(source.folder)

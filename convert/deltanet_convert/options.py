@@ -36,6 +36,7 @@ class ConvertOptions:
         UserError: a value cannot be used, or two options contradict each other; the message names the option.
     """
 
+    revision: str | None = None  # of a teacher on the hub; None for its main branch
     layers: str = "all"  # all | every:N | keep:3,7,11 | auto:25% | a file that lists the layers that stay softmax
     mixer: str = "gated_deltanet"  # a name in `MIXER_NAMES`
     profile: str = "faithful"  # one of `PROFILES`
@@ -143,7 +144,7 @@ class ConvertOptions:
     def decisive(self) -> dict[str, Any]:
         """The options that affect the result, as JSON values.
 
-        `layers` and `text` are not among them, because conversion_record.py records their contents.
+        `revision`, `layers` and `text` are not among them, because conversion_record.py records their contents.
         """
         return {
             "mixer": self.mixer,

@@ -18,6 +18,7 @@ from deltanet_hf.evaluation.baselines import from_scratch_start, switch_off_line
 from deltanet_hf.evaluation.free_policies import WindowPolicy, window_of_bytes
 from deltanet_hf.evaluation.lesions import switch_off_softmax, switch_off_state, switch_off_window
 from deltanet_hf.evaluation.measures.sequence_bytes import sequence_bytes
+from deltanet_hf.hub import loadable_folder
 from deltanet_hf.mixers import Mixer
 from deltanet_hf.mixers.window import WindowAttention, WindowSettings, restrict_to_window
 from deltanet_hf.models.layers import LayerTable
@@ -177,8 +178,11 @@ class Roster:
         return row.change(model, self.teacher) if row.change else model
 
     def _load(self, folder: str) -> PreTrainedModel:
+        place = loadable_folder(folder)
         try:
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=self.dtype)
+            model = AutoModelForCausalLM.from_pretrained(
+                place, dtype=self.dtype, trust_remote_code=False, use_safetensors=True
+            )
         except (OSError, ValueError) as error:
             raise UserError(f"{folder}: not a model that can be loaded ({one_line(error, 300)})") from error
         nn.Module.to(model, self.device)  # transformers' own `to` is not typed
@@ -190,7 +194,8 @@ class Roster:
 
 
 def _load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
+    place = loadable_folder(folder)
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        return AutoTokenizer.from_pretrained(place, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise UserError(f"{folder}: no tokenizer there ({one_line(error, 300)})") from error

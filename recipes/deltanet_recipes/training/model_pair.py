@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 import deltanet_hf  # noqa: F401  (registers the converted families)
 from deltanet_hf.errors import UserError, one_line
+from deltanet_hf.hub import loadable_folder
 from deltanet_hf.mixers import AttentionKind, LayerKind
 from deltanet_hf.models.families import FAMILIES, PREFIX
 from deltanet_hf.models.layers import LayerTable
@@ -26,7 +27,7 @@ def load_student(folder: str, dtype: torch.dtype | None = None) -> PreTrainedMod
 
 def load_teacher(recipe: Recipe, dtype: torch.dtype) -> PreTrainedModel:
     """The teacher in `dtype`, frozen, with SDPA attention. Raises UserError if it cannot be loaded."""
-    return _load(teacher_name(recipe), "teacher", dtype).requires_grad_(False)
+    return _load(teacher_name(recipe), "teacher", dtype, teacher_revision(recipe)).requires_grad_(False)
 
 
 def check_models(recipe: Recipe) -> None:
@@ -42,7 +43,7 @@ def check_models(recipe: Recipe) -> None:
             f"student: {folder} has model_type {student.model_type!r}, which is not a converted model; make one with "
             "`deltanet-hf convert`"
         )
-    config = _config(name, "teacher")
+    config = _config(name, "teacher", teacher_revision(recipe))
     for stage in recipe.stages:
         if getattr(stage, "recall_weight", 0.0) > 0 and config.model_type not in FAMILIES:
             raise UserError(
@@ -108,7 +109,7 @@ def _check_imported(recipe: Recipe, student: Any, config: Any) -> None:
                 + ("; give one with the same vocabulary" if key == "vocab_size" else "; set hidden_weight to 0")
             )
     own = load_tokenizer(recipe.student).get_vocab()
-    for token, number in load_tokenizer(name, "teacher").get_vocab().items():
+    for token, number in load_tokenizer(name, "teacher", teacher_revision(recipe)).get_vocab().items():
         if own.get(token, number) != number:
             raise UserError(
                 f"teacher: {name} has token {token!r} at {number}, the student at {own[token]}; give one with the "
@@ -132,26 +133,47 @@ def teacher_name(recipe: Recipe) -> str:
     return str(beside) if beside.is_dir() and not Path(name).is_dir() else str(name)
 
 
-def load_tokenizer(folder: str, key: str = "student") -> PreTrainedTokenizerBase:
+def teacher_revision(recipe: Recipe) -> str | None:
+    """The commit of a teacher on the Hub that the student was converted from; None for another teacher or a folder."""
+    if recipe.teacher is not None:
+        return None
+    path = Path(recipe.student) / "conversion.json"
+    teacher = json.loads(path.read_text(encoding="utf-8")).get("teacher")
+    revision = teacher.get("revision") if isinstance(teacher, dict) else None
+    return revision if isinstance(revision, str) else None
+
+
+def load_tokenizer(folder: str, key: str = "student", revision: str | None = None) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder or Hub id; `key` is the recipe's key that an error names."""
+    place = _folder(folder, key, revision)
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        return AutoTokenizer.from_pretrained(place, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise UserError(f"{key}: {folder} has no usable tokenizer ({one_line(error)})") from None
 
 
-def _config(name: str, key: str) -> Any:
-    if not Path(name).is_dir() and (Path(name).is_absolute() or name.count("/") != 1):
-        raise UserError(f"{key}: {name}: no such folder, and no Hub id (OWNER/NAME)")
+def _folder(name: str, key: str, revision: str | None) -> Path:
+    """The folder of a model, downloaded if it is a Hub id; a revision of a local folder is ignored."""
     try:
-        return AutoConfig.from_pretrained(name)
+        return loadable_folder(name, None if Path(name).exists() else revision)
+    except UserError as error:
+        raise UserError(f"{key}: {error}") from None
+
+
+def _config(name: str, key: str, revision: str | None = None) -> Any:
+    place = _folder(name, key, revision)
+    try:
+        return AutoConfig.from_pretrained(place, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise UserError(f"{key}: {name}: {one_line(error)}") from None
 
 
-def _load(name: str, key: str, dtype: Any) -> PreTrainedModel:
+def _load(name: str, key: str, dtype: Any, revision: str | None = None) -> PreTrainedModel:
+    place = _folder(name, key, revision)
     try:
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_pretrained(
+            place, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False, use_safetensors=True
+        )
     except (OSError, ValueError) as error:
         raise UserError(f"{key}: {name}: {one_line(error)}") from None
     model.config.use_cache = False
