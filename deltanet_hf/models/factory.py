@@ -13,6 +13,7 @@ import functools
 from pathlib import Path
 from typing import Any
 
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from deltanet_hf.mixers import FLOAT32_NAMES
@@ -51,6 +52,14 @@ def config_class(model_type: str) -> type[PreTrainedConfig]:
         self.base_model_tp_plan = _tensor_parallel_plan(base.base_model_tp_plan, LayerTable.of(self).softmax)
         model_class(model_type)  # whoever has a configuration may ask AutoModelForCausalLM for the model
 
+    def from_dict(cls: Any, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        if not config_dict.get("deltanet") and not kwargs.get("deltanet"):
+            raise ValueError(
+                "deltanet: missing key in config.json, which says what the layers are; copy config.json of the "
+                "converted model again, or convert again"
+            )
+        return base.from_dict.__func__(cls, config_dict, **kwargs)  # type: ignore[attr-defined]
+
     def to_dict(self: Any) -> dict[str, Any]:
         register_peft_defaults()
         return base.to_dict(self)
@@ -68,6 +77,7 @@ def config_class(model_type: str) -> type[PreTrainedConfig]:
         "deltanet": None,
         "model_type": family.converted_model_type,
         "__post_init__": __post_init__,
+        "from_dict": classmethod(from_dict),
         "to_dict": to_dict,
         "save_pretrained": save_pretrained,
     }
@@ -107,6 +117,7 @@ def model_class(model_type: str) -> type[PreTrainedModel]:
         "initialize_weights": initialize_weights,
     }
     made: Any = type(name, (Stateful, base), namespace)
+    setattr(transformers, name, made)  # `transformers serve` takes the class from there
     AutoModelForCausalLM.register(config_class(model_type), made)
     return made
 

@@ -14,6 +14,7 @@ from os import PathLike
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
@@ -124,6 +125,7 @@ def model_class() -> type[PreTrainedModel]:
             initialize(self, Qwen3_5ForCausalLM.initialize_weights)
 
     DeltaNetQwen3_5ForCausalLM.__qualname__ = MODEL_NAME  # importable by name, for pickling and for the shim
+    setattr(transformers, MODEL_NAME, DeltaNetQwen3_5ForCausalLM)  # as in `factory.py`
     AutoModelForCausalLM.register(DeltaNetQwen3_5TextConfig, DeltaNetQwen3_5ForCausalLM)
     return DeltaNetQwen3_5ForCausalLM
 
