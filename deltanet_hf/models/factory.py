@@ -13,7 +13,6 @@ import functools
 from pathlib import Path
 from typing import Any
 
-import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from deltanet_hf.mixers import FLOAT32_NAMES
@@ -22,7 +21,7 @@ from deltanet_hf.mixers.window import announce
 from deltanet_hf.models.families import FAMILIES, Family
 from deltanet_hf.models.layers import LayerTable
 from deltanet_hf.models.peft_defaults import register_peft_defaults
-from deltanet_hf.models.shim import write_shim
+from deltanet_hf.models.shim import name_in_transformers, write_shim
 from deltanet_hf.models.start_values import initialize
 
 
@@ -117,7 +116,7 @@ def model_class(model_type: str) -> type[PreTrainedModel]:
         "initialize_weights": initialize_weights,
     }
     made: Any = type(name, (Stateful, base), namespace)
-    setattr(transformers, name, made)  # `transformers serve` takes the class from there
+    name_in_transformers(made)
     AutoModelForCausalLM.register(config_class(model_type), made)
     return made
 

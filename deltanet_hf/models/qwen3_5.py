@@ -14,7 +14,6 @@ from os import PathLike
 from typing import Any
 
 import torch
-import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
@@ -25,7 +24,7 @@ from deltanet_hf.mixers.masks import announce_packing
 from deltanet_hf.mixers.stateful import Stateful, check_call
 from deltanet_hf.models.layers import SOFTMAX, Kind, LayerTable
 from deltanet_hf.models.peft_defaults import register_peft_defaults
-from deltanet_hf.models.shim import write_shim
+from deltanet_hf.models.shim import name_in_transformers, write_shim
 from deltanet_hf.models.start_values import initialize
 
 MODEL_TYPE = "deltanet_qwen3_5_text"
@@ -125,7 +124,7 @@ def model_class() -> type[PreTrainedModel]:
             initialize(self, Qwen3_5ForCausalLM.initialize_weights)
 
     DeltaNetQwen3_5ForCausalLM.__qualname__ = MODEL_NAME  # importable by name, for pickling and for the shim
-    setattr(transformers, MODEL_NAME, DeltaNetQwen3_5ForCausalLM)  # as in `factory.py`
+    name_in_transformers(DeltaNetQwen3_5ForCausalLM)
     AutoModelForCausalLM.register(DeltaNetQwen3_5TextConfig, DeltaNetQwen3_5ForCausalLM)
     return DeltaNetQwen3_5ForCausalLM
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import transformers
+
 SHIM_NAME = "deltanet_shim"
 
 _SHIM = '''"""Loads the classes of this model from the installed package `deltanet-hf`."""
@@ -19,6 +21,14 @@ except ImportError as error:
 {config_name} = {module}.{config_name}
 {model_name} = {module}.{model_name}
 '''
+
+
+def name_in_transformers(made: type) -> None:
+    """Make a class an attribute of the module `transformers`, where `transformers serve` takes it from.
+
+    The attribute is the module's type's: imports inside transformers make the module object again and lose its own.
+    """
+    setattr(type(transformers), made.__name__, made)
 
 
 def write_shim(folder: str | Path, config_name: str, model_name: str, module: str = "factory") -> dict[str, str]:
