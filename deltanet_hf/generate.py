@@ -108,6 +108,8 @@ def generate_command(
         inputs = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     else:
         inputs = tokenizer(prompt, return_tensors="pt")
+    if inputs["input_ids"].shape[1] == 0:
+        raise UserError(f"--prompt: {prompt!r} has no tokens for this tokenizer; give some text to continue")
     streamer = _CountingStreamer(tokenizer)
     sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p} if temperature else {"do_sample": False}
     options: dict[str, Any] = {
