@@ -86,18 +86,18 @@ def publish_folder(
 def check_target(out: Path) -> None:
     """Raises UserError if the folder `out` cannot be made: its name, a file in its path, permissions."""
     hidden = Workspace(out).folder
-    shown, remedy = ascii(str(out)[:200])[1:-1], "choose another output folder"
+    remedy = "choose another output folder"
     if any(len(os.fsencode(part)) > LONGEST_NAME for part in hidden.parts):
-        raise UserError(f"{shown}: a name in it is too long; {remedy}")
+        raise UserError(f"{out}: a name in it is too long; {remedy}")
     try:
         str(hidden).encode()
         os.lstat(hidden)
     except FileNotFoundError:
         existing = next(parent for parent in hidden.parents if parent.exists())
         if not os.access(existing, os.W_OK | os.X_OK):
-            raise UserError(f"{shown}: cannot be written: {existing} is not yours to write to; {remedy}") from None
+            raise UserError(f"{out}: cannot be written: {existing} is not yours to write to; {remedy}") from None
     except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a zero byte
-        raise UserError(f"{shown}: cannot be made ({getattr(error, 'strerror', error)}); {remedy}") from error
+        raise UserError(f"{out}: cannot be made ({getattr(error, 'strerror', error)}); {remedy}") from error
 
 
 class Workspace:

@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 
 from deltanet_hf.data import prefix_ids, with_prefix
 from deltanet_hf.data.text_files import TextFile
-from deltanet_hf.errors import UserError
+from deltanet_hf.errors import UserError, one_line
 from deltanet_hf.models.layers import LayerTable
 
 SEQUENCE_LENGTH = 512
@@ -66,7 +66,13 @@ def tokenise(
     ids: list[int] = []
     end = tokenizer.eos_token_id
     for document in documents:
-        ids.extend(tokenizer(document, add_special_tokens=False)["input_ids"])
+        try:
+            ids.extend(tokenizer(document, add_special_tokens=False)["input_ids"])
+        except Exception as error:  # of any type, by the tokenizers library
+            raise UserError(
+                f"--text {source}: the teacher's tokenizer cannot read it ({one_line(error, 200)}); correct "
+                "tokenizer.json, or give another text"
+            ) from error
         if end is not None:
             ids.append(end)
     wanted, held = -(-calibration_tokens // length), min(HELD_OUT_TOKENS, calibration_tokens) // length

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from deltanet_hf.errors import QualityError
+from deltanet_hf.errors import QualityError, one_line
 from deltanet_hf.safe_write import write_atomically, writing
 
 from .job import Job
@@ -41,7 +41,15 @@ def write_other_files(job: Job, tokenizer: Any, folder: Path, report: dict[str, 
         layer_error_plot(report["layers"], folder / PLOT)
         if job.selection is not None and job.selection.scores:  # evenly spread layers have none
             (folder / SELECTION_PLOT).write_bytes(selection_plot(job.selection))
-    if load_tokenizer(folder)(SAMPLE)["input_ids"] != tokenizer(SAMPLE)["input_ids"]:
+    if _sample_tokens(load_tokenizer(folder)) != _sample_tokens(tokenizer):
         raise QualityError(f"{folder}: the saved tokenizer differs from the teacher's; please report the teacher")
     write_atomically(folder / "README.md", model_card(report, job.teacher.folder, PLOT).encode())
     write_atomically(folder / "conversion.json", (json.dumps(report, indent=2) + "\n").encode())
+
+
+def _sample_tokens(tokenizer: Any) -> list[int] | str:
+    """The tokens of the sample, or the error: some tokenizers read no characters that they do not know."""
+    try:
+        return tokenizer(SAMPLE)["input_ids"]  # type: ignore[no-any-return]
+    except Exception as error:  # of any type, by the tokenizers library
+        return one_line(error)

@@ -99,6 +99,8 @@ def _check_supported(file: Path, raw: dict[str, Any]) -> Family:
     if raw.get("quantization_config"):
         raise UserError(f"{file}: key 'quantization_config': the teacher is quantised; save it as bfloat16 first")
     architectures = raw.get("architectures") or []
+    if not isinstance(architectures, list):
+        raise UserError(f"{file}: key 'architectures' is {architectures!r}, expected a list of names; correct it")
     family = family_of(model_type)
     if architectures and family.model_name not in architectures:
         raise UserError(

@@ -138,7 +138,7 @@ def teacher_name(recipe: Recipe) -> str:
     if isinstance(teacher.get("folder"), str):
         places.insert(0, Path(os.path.normpath(student / teacher["folder"])))
     for place in places:
-        if (place / "config.json").is_file():
+        if os.path.isfile(place / "config.json"):  # False also for what no file can be called
             return str(place)
     if "/" in name and not Path(name).is_absolute():
         return name
@@ -174,7 +174,7 @@ def load_tokenizer(folder: str, key: str = "student", revision: str | None = Non
 def _folder(name: str, key: str, revision: str | None) -> Path:
     """The folder of a model, downloaded if it is a Hub id; a revision of a local folder is ignored."""
     try:
-        return loadable_folder(name, None if Path(name).exists() else revision)
+        return loadable_folder(name, None if os.path.exists(name) else revision)
     except UserError as error:
         raise UserError(f"{key}: {error}") from None
 
