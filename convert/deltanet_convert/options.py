@@ -18,10 +18,12 @@ from deltanet_hf.mixers.mixed_heads import MixedHeads
 from deltanet_hf.mixers.settings import MixerSettings
 from deltanet_hf.models.layers import LayerTable
 
+from .calibration_text import FEWEST_TOKENS
 from .select.selection_file import parse_selection
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+MOST_TOKENS = 10**9
 MAX_LIST_BYTES = 1_000_000
 PROFILES = ("faithful", "qwen3_5")
 
@@ -66,8 +68,11 @@ class ConvertOptions:
             raise UserError(f"--profile: got '{self.profile}', expected one of {', '.join(PROFILES)}")
         if self.dtype is not None and self.dtype not in DTYPES:
             raise UserError(f"--dtype: got '{self.dtype}', expected one of {', '.join(DTYPES)}")
-        if self.calibration_tokens < 64:
-            raise UserError(f"--calibration-tokens: got {self.calibration_tokens}, expected at least 64")
+        if not FEWEST_TOKENS <= self.calibration_tokens <= MOST_TOKENS:
+            raise UserError(
+                f"--calibration-tokens: got {self.calibration_tokens}, expected a number from {FEWEST_TOKENS} to "
+                f"{MOST_TOKENS:,}"
+            )
         if self.shard_size < 1:
             raise UserError(f"--shard-size: got {self.shard_size} bytes, expected at least 1")
         if not 0 <= self.seed < 2**32:

@@ -236,7 +236,7 @@ class Mixer(LayerKind, nn.Module):
             ValueError: a mask that cannot be read, or packed sequences together with a cache.
         """
         length = hidden_states.shape[1]
-        cache = None if past_key_values is None else cache_layer(past_key_values, self.layer_idx)
+        cache = None if past_key_values is None else cache_layer(past_key_values, self.layer_idx, self.name)
         padding = padding_in(attention_mask, padding, length, 0 if cache is None else cache.get_seq_length())
         packed = cu_seq_lens_q if length > 1 else None
         if packed is not None and cache is not None:

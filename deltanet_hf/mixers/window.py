@@ -29,6 +29,7 @@ from deltanet_hf.mixers.masks import announce_packing, announce_padding, padding
 from deltanet_hf.mixers.routed_config import RoutedConfig
 from deltanet_hf.mixers.settings import MixerSettings, check_at_least
 from deltanet_hf.mixers.state import MixerCacheLayer, cache_layer
+from deltanet_hf.mixers.stateful import check_call, make_stateful
 from deltanet_hf.mixers.window_cache import KeptTokens, Tokens
 from deltanet_hf.mixers.window_softmax import IMPLEMENTATION, Reach, WindowCall
 
@@ -120,7 +121,7 @@ class WindowAttention(LayerKind):
                 'with attn_implementation="sdpa" or "eager"'
             )
         batch, length, _ = hidden_states.shape
-        cache = None if past_key_values is None else cache_layer(past_key_values, self.layer_idx)
+        cache = None if past_key_values is None else cache_layer(past_key_values, self.layer_idx, self.name)
         padding = padding_in(attention_mask, padding, length, 0 if cache is None else cache.get_seq_length())
         packed = cu_seq_lens_q if length > 1 else None
         if packed is not None and cache is not None:
@@ -211,13 +212,14 @@ def restrict_to_window(
     if not found:
         raise UserError(f"{type(model).__name__}: no softmax attention was found in it, so no window can be put on it")
     announce(decoder)
+    make_stateful(model)
     model._is_stateful = True
     return model
 
 
 def announce(decoder: nn.Module) -> None:
-    """Make packed rows and padding known to the layers of a decoder, once."""
+    """Make packed rows and padding known to the layers of a decoder, and check its calls, once."""
     present = decoder._forward_pre_hooks.values()
-    for hook in (announce_packing, announce_padding):
+    for hook in (check_call, announce_packing, announce_padding):
         if hook not in present:
             decoder.register_forward_pre_hook(hook, with_kwargs=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import transformers
 from packaging.version import Version
 
 SHIM_NAME = "deltanet_shim"
@@ -37,6 +38,14 @@ def check_version(written_by: str) -> None:
             f"This model was written by deltanet-hf {written_by}, and {__version__} is installed: run "
             f"`pip install --upgrade 'deltanet-hf>={written_by}'`, then load it again."
         )
+
+
+def name_in_transformers(made: type) -> None:
+    """Make a class an attribute of the module `transformers`, where `transformers serve` takes it from.
+
+    The attribute is the module's type's: imports inside transformers make the module object again and lose its own.
+    """
+    setattr(type(transformers), made.__name__, made)
 
 
 def write_shim(folder: str | Path, config_name: str, model_name: str, module: str = "factory") -> dict[str, str]:

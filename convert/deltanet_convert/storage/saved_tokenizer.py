@@ -4,9 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
-from deltanet_hf.errors import UserError
+from deltanet_hf import loading
 from deltanet_hf.inside import inside
 
 from .safetensors_folder import read_json
@@ -24,14 +22,7 @@ def load_tokenizer(folder: Path) -> Any:
     """
     if (folder / TOKENIZER_CONFIG).is_file():
         _check_named_files(folder)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(
-            f"{folder}: its tokenizer cannot be loaded ({reason}); add the teacher's tokenizer.json and "
-            "tokenizer_config.json"
-        ) from error
+    tokenizer: Any = loading.load_tokenizer(str(folder), folder)
     tokenizer.init_kwargs.pop("auto_map", None)  # names code, which a copy of the tokenizer would bring with it
     return tokenizer
 

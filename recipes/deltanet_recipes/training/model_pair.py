@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import json
+import os
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-import deltanet_hf  # noqa: F401  (registers the converted families)
-from deltanet_hf.errors import UserError, one_line
+from deltanet_convert.storage.safetensors_folder import read_json
+from deltanet_hf import loading  # its package registers the converted families
+from deltanet_hf.errors import UserError
 from deltanet_hf.hub import loadable_folder
 from deltanet_hf.mixers import AttentionKind, LayerKind
 from deltanet_hf.models.families import FAMILIES, PREFIX
 from deltanet_hf.models.layers import LayerTable
 from deltanet_hf.models.qwen3_5 import MODEL_TYPE
 from deltanet_recipes.schema import Align, Recipe, stage_name
+
+RECORD = "conversion.json"
 
 
 def load_student(folder: str, dtype: torch.dtype | None = None) -> PreTrainedModel:
@@ -120,42 +123,58 @@ def _check_imported(recipe: Recipe, student: Any, config: Any) -> None:
 def teacher_name(recipe: Recipe) -> str:
     """Folder or Hub id of the teacher: the recipe's, or else the one that the student's conversion.json names.
 
-    A folder of that name beside the student is taken before a Hub id. Raises UserError if no teacher is named.
+    A local teacher is looked for where it was, seen from the student, then beside the student. Raises UserError if no
+    teacher is named, or a local one is not found.
     """
     if recipe.teacher is not None:
         return recipe.teacher
-    path = Path(recipe.student) / "conversion.json"
-    teacher = json.loads(path.read_text(encoding="utf-8")).get("teacher")
-    name = teacher.get("name") or teacher.get("path") if isinstance(teacher, dict) else teacher
+    student, teacher = Path(recipe.student).absolute(), _recorded_teacher(recipe)
+    name = str(teacher.get("name") or teacher.get("path") or "")
     if not name:
-        raise UserError(f"teacher: {path} names no teacher; set this key")
-    beside = Path(recipe.student).absolute().parent / str(name)
-    return str(beside) if beside.is_dir() and not Path(name).is_dir() else str(name)
+        raise UserError(f"teacher: {student / RECORD} names no teacher; set this key (teacher=PATH)")
+    if teacher.get("revision"):
+        return name
+    places = [Path(name), student.parent / name]
+    if isinstance(teacher.get("folder"), str):
+        places.insert(0, Path(os.path.normpath(student / teacher["folder"])))
+    for place in places:
+        if os.path.isfile(place / "config.json"):  # False also for what no file can be called
+            return str(place)
+    if "/" in name and not Path(name).is_absolute():
+        return name
+    raise UserError(
+        f"teacher: {student / RECORD} names the folder {name!r}, which is not at {places[0]}; say where it is now: "
+        "teacher=PATH"
+    )
 
 
 def teacher_revision(recipe: Recipe) -> str | None:
     """The commit of a teacher on the Hub that the student was converted from; None for another teacher or a folder."""
     if recipe.teacher is not None:
         return None
-    path = Path(recipe.student) / "conversion.json"
-    teacher = json.loads(path.read_text(encoding="utf-8")).get("teacher")
-    revision = teacher.get("revision") if isinstance(teacher, dict) else None
+    revision = _recorded_teacher(recipe).get("revision")
     return revision if isinstance(revision, str) else None
+
+
+def _recorded_teacher(recipe: Recipe) -> dict[str, Any]:
+    """What the student's conversion.json says of its teacher."""
+    teacher = read_json(Path(recipe.student) / RECORD).get("teacher")
+    return teacher if isinstance(teacher, dict) else {"name": teacher}
 
 
 def load_tokenizer(folder: str, key: str = "student", revision: str | None = None) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder or Hub id; `key` is the recipe's key that an error names."""
     place = _folder(folder, key, revision)
     try:
-        return AutoTokenizer.from_pretrained(place, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{key}: {folder} has no usable tokenizer ({one_line(error)})") from None
+        return loading.load_tokenizer(folder, place)
+    except UserError as error:
+        raise UserError(f"{key}: {error}") from None
 
 
 def _folder(name: str, key: str, revision: str | None) -> Path:
     """The folder of a model, downloaded if it is a Hub id; a revision of a local folder is ignored."""
     try:
-        return loadable_folder(name, None if Path(name).exists() else revision)
+        return loadable_folder(name, None if os.path.exists(name) else revision)
     except UserError as error:
         raise UserError(f"{key}: {error}") from None
 
@@ -163,21 +182,19 @@ def _folder(name: str, key: str, revision: str | None) -> Path:
 def _config(name: str, key: str, revision: str | None = None) -> Any:
     place = _folder(name, key, revision)
     try:
-        return AutoConfig.from_pretrained(place, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{key}: {name}: {one_line(error)}") from None
+        return loading.load_config(name, place)
+    except UserError as error:
+        raise UserError(f"{key}: {error}") from None
 
 
 def _load(name: str, key: str, dtype: Any, revision: str | None = None) -> PreTrainedModel:
     place = _folder(name, key, revision)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            place, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False, use_safetensors=True
-        )
-    except (OSError, ValueError) as error:
-        raise UserError(f"{key}: {name}: {one_line(error)}") from None
+        model = loading.load_model(name, place, dtype, attn_implementation="sdpa")
+    except UserError as error:
+        raise UserError(f"{key}: {error}") from None
     model.config.use_cache = False
-    return model.eval()  # type: ignore[no-any-return]
+    return model
 
 
 def place(model: nn.Module, device: torch.device) -> nn.Module:
