@@ -18,6 +18,7 @@ from transformers import (
     TextStreamer,
 )
 
+from deltanet_hf.cpu_dtype import loading_dtype
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.quantized_cache import BITS, quantized_cache
 from deltanet_hf.mixers.state import cache_bytes
@@ -60,6 +61,7 @@ def load_for_inference(model: str, dtype: str = "auto", device: str | None = Non
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         AutoConfig.from_pretrained(model)
+        dtype = loading_dtype(dtype, torch.device(device))
         loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
         loaded = loaded.to(device).eval()
         tokenizer = AutoTokenizer.from_pretrained(model)
@@ -98,7 +100,11 @@ def generate_command(
         ),
     ] = None,
     dtype: Annotated[
-        str, typer.Option(help="Dtype of the weights: auto (as saved), float32, bfloat16 or float16.")
+        str,
+        typer.Option(
+            help="Dtype of weights and arithmetic: float32, bfloat16, float16, or auto (as saved; float32 on a CPU "
+            "that has no bfloat16)."
+        ),
     ] = "auto",
     device: Annotated[
         str | None, typer.Option(help="Device, such as cpu, cuda or cuda:1 [default: a GPU if there is one].")
