@@ -54,7 +54,7 @@ class GgufTeacher:
 
         try:
             config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
-            tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+            tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
             reader = GGUFReader(file)
             architecture, splitting = _text(reader, "general.architecture"), _text(reader, "tokenizer.ggml.pre")
         except Exception as error:  # a damaged file raises errors of many types
