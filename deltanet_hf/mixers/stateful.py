@@ -95,7 +95,8 @@ def _states(cache: Cache) -> list[MixerCacheLayer]:
 def make_stateful(model: PreTrainedModel) -> None:
     """Puts `Stateful` before the class of a model, under the same name."""
     if not isinstance(model, Stateful):
-        model.__class__ = _stateful_class(type(model))
+        own: Any = type(model)
+        model.__class__ = _stateful_class(own)
 
 
 @functools.cache
