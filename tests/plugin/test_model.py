@@ -236,6 +236,7 @@ def test_tensor_parallel_plan_spares_converted_layers() -> None:
     assert "layers.*.mlp.down_proj" in plan
 
 
+@pytest.mark.slow
 def test_saved_folder_needs_the_plugin_and_says_so(tmp_path: Path) -> None:
     tiny_student("llama", "qwen3_5", HYBRID).save_pretrained(tmp_path / "model")
     saved = json.loads((tmp_path / "model" / "config.json").read_text())

@@ -12,6 +12,7 @@ import accelerate
 import pytest
 import torch
 import yaml
+from huggingface_hub import ModelCard
 from rich.console import Console
 from safetensors.torch import load_file
 
@@ -95,6 +96,9 @@ def test_the_card_names_teacher_tokens_hours_scores_data_and_recipe(finished: tu
     assert "(1 of 120 documents dropped for sharing 13 tokens with quiz.jsonl)" in card
     settings = yaml.safe_load(card.partition("```yaml")[2].partition("```")[0])
     assert settings["stages"][1]["optimizer"] == DISTIL["optimizer"]
+    kl = next(result for result in ModelCard(card).data.eval_results if result.metric_type == "kl_divergence")
+    assert kl.metric_value == pytest.approx(held_out[-1], rel=1e-4)
+    assert "The weights derive from `teacher`, whose files name no licence." in card
 
 
 def test_the_card_does_not_pass_a_part_of_the_kl_off_as_all_of_it(workplace: Path, tmp_path: Path) -> None:
