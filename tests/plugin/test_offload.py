@@ -15,7 +15,7 @@ from support.tiny_models import mixed_mixture_table, tiny_mixture, tiny_student
 
 IDS = torch.randint(3, 97, (2, 12), generator=torch.Generator().manual_seed(9))
 BESIDE: dict[str, Any] = {"window": 4, "sinks": 1}
-QUICK = ("window", "comba", "kda", "mesa+window", "ttt", "titans")  # one of each way to keep parameters
+QUICK = ("window", "kda", "mesa+window", "titans")  # one of each way to keep parameters
 KINDS = [
     pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
     for name in (*MIXERS, "kda+window", "mesa+window")
@@ -47,7 +47,7 @@ def test_every_kind_of_layer_computes_the_same(mixer: str) -> None:
 
 @torch.no_grad()
 def test_mixed_heads_on_the_disk(tmp_path: Path) -> None:
-    """Softmax heads, windows and states in one layer, also with beams."""
+    """Softmax heads, windows and states in one layer."""
     model = tiny_mixture("gemma2", mixed_mixture_table())
     model.save_pretrained(tmp_path / "model")
     resident = ("model.embed_tokens", "model.norm", "model.rotary_emb", "model.layers.1", "lm_head")
@@ -57,5 +57,3 @@ def test_mixed_heads_on_the_disk(tmp_path: Path) -> None:
     ).eval()
     assert any(parameter.is_meta for parameter in offloaded.parameters())
     torch.testing.assert_close(logits(offloaded), logits(model), rtol=1e-4, atol=1e-4)
-    options: dict[str, Any] = {"max_new_tokens": 4, "num_beams": 3, "do_sample": False, "eos_token_id": None}
-    assert offloaded.generate(IDS, **options).equal(model.generate(IDS, **options))
