@@ -57,7 +57,7 @@ class Stateful:
             masked = getattr(generation_config, "_mask_length", given) if mask is None else mask.shape[1]
             _check_continuation(seen, given, masked)
             if masked == given and embeds is None:
-                _check_tokens(cache, input_ids)
+                _check_tokens(cache, input_ids[:, :seen])
         return super()._prefill(input_ids, generation_config, model_kwargs, **kwargs)  # type: ignore[misc]
 
 
@@ -76,10 +76,11 @@ def _check_continuation(seen: int, given: int, masked: int) -> None:
 
 
 def _check_tokens(cache: Cache, input_ids: Tensor) -> None:
-    """Raises ValueError if the cache is known to hold other tokens than those before the new ones."""
+    """Raises ValueError if the cache is known to hold other tokens than those before the new ones, `input_ids`."""
     written = next((layer.written for layer in _states(cache)), None)
     if written is None or len(written) != len(input_ids):
         return
+    written = written[:, : input_ids.shape[1]]
     if not torch.equal(input_ids[:, : written.shape[1]].to(written.device), written):
         raise ValueError(
             f"past_key_values: the first {written.shape[1]} tokens of the prompt are not those that this cache was "
