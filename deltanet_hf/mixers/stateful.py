@@ -41,9 +41,11 @@ class Stateful:
                 layer.written = sequences[:, :-1]
         return result
 
-    def _prefill(self, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], **kwargs: Any) -> Any:
+    def _prefill(
+        self, input_ids: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
         """The first forward of `generate`, which cuts off what the cache holds already."""
-        cache = model_kwargs.get("past_key_values")
+        cache: Any = model_kwargs.get("past_key_values")
         if cache is not None and model_kwargs.get("use_cache") is False:
             raise ValueError(
                 "use_cache: false, but past_key_values is given, into which every step would write all tokens again; "
@@ -58,7 +60,7 @@ class Stateful:
             _check_continuation(seen, given, masked)
             if masked == given and embeds is None:
                 _check_tokens(cache, input_ids[:, :seen])
-        return super()._prefill(input_ids, generation_config, model_kwargs, **kwargs)  # type: ignore[misc]
+        return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
 
 
 def _check_continuation(seen: int, given: int, masked: int) -> None:
@@ -96,7 +98,7 @@ def _states(cache: Cache) -> list[MixerCacheLayer]:
 def make_stateful(model: PreTrainedModel) -> None:
     """Puts `Stateful` before the class of a model, under the same name."""
     if not isinstance(model, Stateful):
-        model.__class__ = _stateful_class(type(model))
+        model.__class__ = _stateful_class(type(model))  # type: ignore[arg-type]
 
 
 @functools.cache
