@@ -146,7 +146,7 @@ def test_several_processes_give_the_same_numbers(options: ReportOptions, tmp_pat
     [
         (lambda empty: {"suite": "huge"}, "--suite huge"),
         (lambda empty: {"baselines": ("magic",)}, "--baselines magic"),
-        (lambda empty: {"students": [str(empty)]}, "not a model that can be loaded"),
+        (lambda empty: {"students": [str(empty)]}, "config.json: missing"),
         (lambda empty: {"texts": {"x": empty / "none.txt"}}, "none.txt: no such file"),
         (lambda empty: {"data": empty}, "no file of a known task"),
         pytest.param(
