@@ -73,13 +73,16 @@ def load_tokenizer(name: str, folder: Path) -> PreTrainedTokenizerBase:
     Raises:
         UserError: there is none, or it is damaged.
     """
-    if not any((folder / file).is_file() for file in TOKENIZER_FILES):
-        raise UserError(
-            f"{name}: holds no tokenizer; copy tokenizer.json and tokenizer_config.json of the teacher there"
-        )
-    with _one_line_errors(name, "its tokenizer", "copy tokenizer.json and tokenizer_config.json of the teacher again"):
+    remedy = "copy tokenizer.json and tokenizer_config.json of the teacher there"
+    try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         tokenizer("a")
+    except ImportError:
+        raise
+    except Exception as error:  # of any type, by transformers and the tokenizers library
+        if not any((folder / file).is_file() for file in TOKENIZER_FILES):
+            raise UserError(f"{name}: holds no tokenizer; {remedy}") from error
+        raise UserError(f"{name}: its tokenizer cannot be loaded ({one_line(error, 300)}); {remedy}") from error
     return tokenizer
 
 

@@ -41,9 +41,11 @@ class Stateful:
                 layer.written = sequences[:, :-1]
         return result
 
-    def _prefill(self, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], **kwargs: Any) -> Any:
+    def _prefill(
+        self, input_ids: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
         """The first forward of `generate`, which cuts off what the cache holds already."""
-        cache = model_kwargs.get("past_key_values")
+        cache: Any = model_kwargs.get("past_key_values")
         if cache is not None and model_kwargs.get("use_cache") is False:
             raise ValueError(
                 "use_cache: false, but past_key_values is given, into which every step would write all tokens again; "
@@ -57,8 +59,8 @@ class Stateful:
             masked = getattr(generation_config, "_mask_length", given) if mask is None else mask.shape[1]
             _check_continuation(seen, given, masked)
             if masked == given and embeds is None:
-                _check_tokens(cache, input_ids)
-        return super()._prefill(input_ids, generation_config, model_kwargs, **kwargs)  # type: ignore[misc]
+                _check_tokens(cache, input_ids[:, :seen])
+        return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
 
 
 def _check_continuation(seen: int, given: int, masked: int) -> None:
@@ -76,10 +78,11 @@ def _check_continuation(seen: int, given: int, masked: int) -> None:
 
 
 def _check_tokens(cache: Any, input_ids: Tensor) -> None:
-    """Raises ValueError if the cache is known to hold other tokens than those before the new ones."""
+    """Raises ValueError if the cache is known to hold other tokens than those before the new ones, `input_ids`."""
     written = next((layer.written for layer in _states(cache)), None)
     if written is None or len(written) != len(input_ids):
         return
+    written = written[:, : input_ids.shape[1]]
     if not torch.equal(input_ids[:, : written.shape[1]].to(written.device), written):
         raise ValueError(
             f"past_key_values: the first {written.shape[1]} tokens of the prompt are not those that this cache was "

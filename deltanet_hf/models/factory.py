@@ -53,7 +53,7 @@ def config_class(model_type: str) -> type[PreTrainedConfig]:
         self.base_model_tp_plan = _tensor_parallel_plan(base.base_model_tp_plan, LayerTable.of(self).softmax)
         model_class(model_type)  # whoever has a configuration may ask AutoModelForCausalLM for the model
 
-    def from_dict(cls: Any, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+    def from_dict(cls: Any, /, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         if not config_dict.get("deltanet") and not kwargs.get("deltanet"):
             raise ValueError(
                 "deltanet: missing key in config.json, which says what the layers are; copy config.json of the "
