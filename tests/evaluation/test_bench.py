@@ -89,7 +89,7 @@ def test_the_shapes_have_the_parameters_of_their_models(shape: str, billions: fl
     assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(1e9 * billions, rel=1e-3)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_a_mode_that_decodes_something_else_is_found(dtype: torch.dtype) -> None:
     model = tiny_student("llama", layers=HYBRID).to(dtype)
     assert check_decoding(model, EAGER, length=40) <= 0.25

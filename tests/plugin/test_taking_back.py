@@ -77,7 +77,7 @@ def test_a_cropped_cache_goes_on_as_one_that_never_read_the_tokens(name: str) ->
 @pytest.mark.parametrize(
     "name", [*rows(all_by_default=False), *(pytest.param(n, marks=pytest.mark.slow) for n in ("sliding", "qwen3_5"))]
 )
-@pytest.mark.parametrize("how", ["prompt lookup", "assistant"])
+@pytest.mark.parametrize("how", ["prompt lookup", pytest.param("assistant", marks=pytest.mark.slow)])
 def test_assisted_greedy_equals_plain_greedy(name: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, taken_back = made(name), []
     crop = DynamicCache.crop
@@ -147,11 +147,11 @@ def test_another_batch_has_no_past(change: str) -> None:
 
 def test_a_cache_goes_on_without_recording() -> None:
     model = made("mixed_heads")
-    options = {**GREEDY, "return_dict_in_generate": True}
+    options = {**GREEDY, "max_new_tokens": 4, "return_dict_in_generate": True}
     first = model.generate(IDS[:1], prompt_lookup_num_tokens=3, **options)
     again = model.generate(first.sequences, past_key_values=first.past_key_values, **options)
     assert not any(layer.record_past for layer in again.past_key_values.layers if hasattr(layer, "record_past"))
-    assert again.sequences.tolist() == model.generate(IDS[:1], **{**options, "max_new_tokens": 28}).sequences.tolist()
+    assert again.sequences.tolist() == model.generate(IDS[:1], **{**options, "max_new_tokens": 8}).sequences.tolist()
 
 
 def test_a_quantised_cache_is_refused_before_anything_is_read() -> None:
@@ -163,9 +163,11 @@ def test_a_quantised_cache_is_refused_before_anything_is_read() -> None:
 
 
 def test_layers_of_the_model_itself_assist() -> None:
+    """The assistant keeps a cache of its own and goes back over several of its calls."""
     model = made("mixed_heads")
-    plain = model.generate(IDS[:1], **GREEDY)
-    assert model.generate(IDS[:1], assistant_early_exit=2, **GREEDY).tolist() == plain.tolist()
+    options = {**GREEDY, "max_new_tokens": 8}
+    plain = model.generate(IDS[:1], **options)
+    assert model.generate(IDS[:1], assistant_early_exit=2, **options).tolist() == plain.tolist()
 
 
 @pytest.mark.gpu
