@@ -35,12 +35,12 @@ class AssistedGeneration:
         if cache is None:
             return result
         if generation_config.is_assistant or generation_mode == GenerationMode.ASSISTED_GENERATION:
+            place_layers(self, cache)
             if not cache.is_croppable:
                 raise ValueError(
                     "past_key_values: assisted generation takes tokens back, which a quantised or static cache cannot; "
                     "leave the cache out, or decode without assistance"
                 )
-            place_layers(self, cache)
             cache.activate_past_recording()
         else:  # a cache that was handed in may record since an earlier assisted generation
             for layer in cache.layers:
