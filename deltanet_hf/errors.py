@@ -1,11 +1,24 @@
 """The exceptions that the command line shows as one line, and the function that makes one line of any exception."""
 
+import re
+
+LONGEST_WORD = 400  # characters; names and values out of files may have any length
+SHOWN = 200
+
 
 class UserError(Exception):
     """A mistake that the user can correct; `deltanet-hf` prints it and exits with status 2.
 
-    The message is one line: the file or option, the key or tensor, what is wrong with it, and the remedy.
+    The message is one line: the file or option, the key or tensor, what is wrong with it, and the remedy. What it
+    quotes from files is made printable, and cut where it is longer than any name.
     """
+
+    def __init__(self, message: str) -> None:
+        printable = "".join(
+            character if character.isprintable() or character == "\n" else ascii(character)[1:-1]
+            for character in message
+        )
+        super().__init__(re.sub(rf"\S{{{LONGEST_WORD},}}", lambda word: word[0][:SHOWN] + "...", printable))
 
 
 class QualityError(Exception):

@@ -9,9 +9,6 @@ from typing import Annotated, Any
 import torch
 import typer
 from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedTokenizerBase,
     StoppingCriteria,
     StoppingCriteriaList,
@@ -20,6 +17,8 @@ from transformers import (
 from transformers.cache_utils import Cache
 
 from deltanet_hf.errors import UserError
+from deltanet_hf.hub import loadable_folder
+from deltanet_hf.loading import chosen_device, load_config, load_model, load_tokenizer
 from deltanet_hf.mixers.quantized_cache import BITS, quantized_cache
 from deltanet_hf.mixers.state import cache_bytes
 from deltanet_hf.sessions import save_session
@@ -53,22 +52,13 @@ class _After(StoppingCriteria):
 
 def load_for_inference(model: str, dtype: str = "auto", device: str | None = None) -> tuple[Any, Any]:
     """Load a model in eval mode and its tokenizer from a folder or hub id; UserError if there is none."""
-    if not Path(model).exists() and model.count("/") > 1:
-        raise UserError(f"{model}: no such folder; give a converted model's folder or a hub id")
-    if Path(model).is_dir() and not (Path(model) / "config.json").exists():
-        raise UserError(f"{model}/config.json: missing; give the folder that `deltanet-hf convert` wrote")
     if dtype not in ("auto", "float32", "bfloat16", "float16"):
         raise UserError(f"--dtype: got {dtype!r}, expected auto, float32, bfloat16 or float16")
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        AutoConfig.from_pretrained(model)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
-        loaded = loaded.to(device).eval()
-        tokenizer = AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{model}: cannot be loaded: {str(error).splitlines()[0]}") from error
-    return loaded, tokenizer
+    place, folder = chosen_device(device), loadable_folder(model)
+    load_config(model, folder)
+    tokenizer = load_tokenizer(model, folder)  # before the weights, because it takes no time
+    loaded: Any = load_model(model, folder, dtype)
+    return loaded.to(place), tokenizer
 
 
 def generate_command(
@@ -86,7 +76,7 @@ def generate_command(
             help="Sample from the likeliest tokens that together have this probability (with --temperature).",
         ),
     ] = 0.95,
-    seed: Annotated[int, typer.Option(help="Random seed for sampling.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Random seed for sampling.")] = 0,
     chat: Annotated[bool, typer.Option(help="Use the tokenizer's chat template if it has one.")] = True,
     stats: Annotated[bool, typer.Option("--stats", help="Print tokens per second and the size of the cache.")] = False,
     compiled: Annotated[
@@ -117,6 +107,8 @@ def generate_command(
     """Continue a prompt and print the text as it is generated."""
     if not prompt:
         raise UserError("--prompt: empty; give some text to continue")
+    if prompt.encode(errors="ignore").decode() != prompt:
+        raise UserError("--prompt: is not UTF-8 text; convert it to UTF-8")
     if cache_bits is not None and compiled:
         raise UserError("--cache-bits: --compile keeps keys and values at fixed addresses; leave out one of the two")
     if cache_bits is not None and cache_bits not in BITS:
@@ -134,6 +126,8 @@ def generate_command(
         input_ids = first_turn(tokenizer, prompt, chat).to(loaded.device)
         attention_mask = torch.ones_like(input_ids)
     read = 0 if cache is None else int(cache.get_seq_length())
+    if input_ids.shape[1] == 0:
+        raise UserError(f"--prompt: {prompt!r} has no tokens for this tokenizer; give some text to continue")
     streamer = _CountingStreamer(tokenizer)
     sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p} if temperature else {"do_sample": False}
     options: dict[str, Any] = {

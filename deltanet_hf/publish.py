@@ -27,6 +27,7 @@ from .safe_write import sync_folder, writing
 
 JOURNAL = "journal.jsonl"
 LOCK = "lock"
+LONGEST_NAME = 255  # bytes of a file name
 READY = "ready"  # the last step: after it, `model` only has to be renamed
 
 
@@ -60,6 +61,7 @@ def publish_folder(
             `resume` was not given, or its request was different; the disk refuses to write.
     """
     request = json.loads(json.dumps(request))  # as the journal will hold it: tuples become lists
+    check_target(out)
     workspace = Workspace(out, what)
     if resume and not workspace.journal.exists() and (figures := finished()) is not None:
         if workspace.folder.exists():  # the earlier run was killed during the last step of its cleanup
@@ -79,6 +81,23 @@ def publish_folder(
         figures = dict(workspace.steps[READY])
         workspace.publish()
     return figures
+
+
+def check_target(out: Path) -> None:
+    """Raises UserError if the folder `out` cannot be made: its name, a file in its path, permissions."""
+    hidden = Workspace(out).folder
+    remedy = "choose another output folder"
+    if any(len(os.fsencode(part)) > LONGEST_NAME for part in hidden.parts):
+        raise UserError(f"{out}: a name in it is too long; {remedy}")
+    try:
+        str(hidden).encode()
+        os.lstat(hidden)
+    except FileNotFoundError:
+        existing = next(parent for parent in hidden.parents if parent.exists())
+        if not os.access(existing, os.W_OK | os.X_OK):
+            raise UserError(f"{out}: cannot be written: {existing} is not yours to write to; {remedy}") from None
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a zero byte
+        raise UserError(f"{out}: cannot be made ({getattr(error, 'strerror', error)}); {remedy}") from error
 
 
 class Workspace:
@@ -113,10 +132,13 @@ class Workspace:
             lock.close()
 
     def _lock(self) -> IO[str]:
-        with writing(self.folder):
-            self.out.parent.mkdir(parents=True, exist_ok=True)
-            self.folder.mkdir(exist_ok=True)
-            lock = (self.folder / LOCK).open("w")
+        try:
+            with writing(self.folder):
+                self.out.parent.mkdir(parents=True, exist_ok=True)
+                self.folder.mkdir(exist_ok=True)
+                lock = (self.folder / LOCK).open("w")
+        except OSError as error:
+            raise UserError(f"{self.out}: cannot be made ({error.strerror}); choose another output folder") from error
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

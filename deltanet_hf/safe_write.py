@@ -9,8 +9,9 @@ from pathlib import Path
 from .errors import UserError
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-KEPT = "free some space and run the same command with --resume: finished work is kept"
+KEPT = "free some space and run the same command again (convert: with --resume): finished work is kept"
 DENIED = {errno.EROFS, errno.EACCES, errno.EPERM}
+MISPLACED = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG}
 
 
 @contextmanager
@@ -30,6 +31,8 @@ def writing(path: Path, if_full: str = KEPT) -> Iterator[None]:
             raise UserError(
                 f"{path}: cannot be written ({error.strerror}); choose an output folder that you may write to"
             ) from error
+        if error.errno in MISPLACED:
+            raise UserError(f"{path}: cannot be written ({error.strerror}); choose another output") from error
         raise
 
 

@@ -9,4 +9,5 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # The Triton kernels are tested in Triton's interpreter where there is no GPU; that is chosen when triton is imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-torch.set_num_threads(min(2, os.cpu_count() or 1))
+# Processes that run side by side share the cores; with two threads each they mostly wait for one another.
+torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, os.cpu_count() or 1))

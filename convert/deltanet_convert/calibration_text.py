@@ -11,13 +11,14 @@ from transformers import PreTrainedConfig
 
 from deltanet_hf.data import prefix_ids, with_prefix
 from deltanet_hf.data.text_files import TextFile
-from deltanet_hf.errors import UserError
+from deltanet_hf.errors import UserError, one_line
 from deltanet_hf.models.layers import LayerTable
 
 SEQUENCE_LENGTH = 512
 LONG_SEQUENCE_LENGTH = 2048  # where a window stands beside the state, which is fitted to what the window misses
 HELD_OUT_TOKENS = 4096  # at most, and never more than the calibration tokens
 HELD_OUT_SHARE = 0.2  # share of the text, at its end, from which held-out sequences are drawn
+FEWEST_TOKENS = 64  # of calibration
 CHARS_PER_TOKEN = 24  # characters read per token: more than any tokenizer uses, far less than a corpus has
 
 
@@ -65,7 +66,13 @@ def tokenise(
     ids: list[int] = []
     end = tokenizer.eos_token_id
     for document in documents:
-        ids.extend(tokenizer(document, add_special_tokens=False)["input_ids"])
+        try:
+            ids.extend(tokenizer(document, add_special_tokens=False)["input_ids"])
+        except Exception as error:  # of any type, by the tokenizers library
+            raise UserError(
+                f"--text {source}: the teacher's tokenizer cannot read it ({one_line(error, 200)}); correct "
+                "tokenizer.json, or give another text"
+            ) from error
         if end is not None:
             ids.append(end)
     wanted, held = -(-calibration_tokens // length), min(HELD_OUT_TOKENS, calibration_tokens) // length
@@ -74,10 +81,11 @@ def tokenise(
     blocks = with_prefix(blocks, tokenizer)
     first_held = min(len(blocks) - 1, int(len(blocks) * (1 - HELD_OUT_SHARE)))
     if first_held < wanted:
+        most = first_held * length if first_held > 0 else len(ids) // 2
+        smaller = f", or use at most {most}" if most >= FEWEST_TOKENS else ""
         raise UserError(
-            f"--text {source}: {len(ids)} tokens are too few for --calibration-tokens "
-            f"{calibration_tokens} and a "
-            f"held-out fifth; give more text, or use at most {max(0, first_held) * length}"
+            f"--text {source}: {len(ids)} tokens are too few for --calibration-tokens {calibration_tokens} and a "
+            f"held-out fifth; give more text{smaller}"
         )
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randperm(first_held, generator=generator)[:wanted]

@@ -1,6 +1,7 @@
 """The records of a conversion: the request that a resumed run must repeat, and the report `conversion.json`."""
 
 import hashlib
+import os
 from typing import Any
 
 from .calibration_text import CalibrationText
@@ -38,7 +39,7 @@ def report(
     """
     normed = [layer.index for layer in job.plan.layers if layer.normed]
     return {
-        "teacher": _teacher_facts(job),
+        "teacher": {**_teacher_facts(job), **_place(job)},
         "options": _option_facts(job),
         "text": {
             "source": text.source,
@@ -63,7 +64,7 @@ def finished_report(job: Job, text: CalibrationText) -> dict[str, Any] | None:
         return None
     found = read_json(file)
     same = (
-        found.get("teacher") == _teacher_facts(job)
+        found.get("teacher") in (_teacher_facts(job), {**_teacher_facts(job), **_place(job)})
         and found.get("options") == _option_facts(job)
         and found.get("text", {}).get("sha256") == text.sha256
     )
@@ -78,6 +79,13 @@ def _teacher_facts(job: Job) -> dict[str, Any]:
         "dtype": str(job.teacher.dtype).removeprefix("torch."),
         "tied_embeddings": job.teacher.tied,
     }
+
+
+def _place(job: Job) -> dict[str, str]:
+    """Where a local teacher is, seen from OUT, so that recipes find it; no path of the machine goes into the record."""
+    if job.source.revision is not None or job.source.temporary:
+        return {}
+    return {"folder": os.path.relpath(job.source.folder.resolve(), job.out.resolve())}
 
 
 def _option_facts(job: Job) -> dict[str, Any]:

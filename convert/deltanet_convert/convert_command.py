@@ -45,6 +45,10 @@ def convert_command(
         typer.Argument(help="Softmax model to convert: a folder, a hub id or a .gguf file."),
     ],
     out: Annotated[Path, typer.Argument(help="Folder to write the converted model to.")],
+    revision: Annotated[
+        str | None,
+        typer.Option(help="Branch, tag or commit of TEACHER on the hub.", show_default="the main branch"),
+    ] = None,
     layers: Annotated[
         str | None,
         typer.Option(
@@ -135,13 +139,14 @@ def convert_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan or the result as JSON.")] = False,
 ) -> None:
     """Converts a softmax model; a Qwen3.5 text model has Gated DeltaNet layers already and is imported."""
-    native = qwen3_5_folder(teacher)
+    native = qwen3_5_folder(teacher, revision)
     default_layers, default_mixer = PURE if pure or native is not None or profile == "qwen3_5" else HYBRID
     if issubclass(MIXERS.get(mixer or "", object), AttentionKind):  # as good at recall as what would be kept
         default_layers = "all"
     if pure and (layers is not None or mixer is not None):
         raise UserError("--pure: converts all layers to gated_deltanet; leave out --layers and --mixer")
     options = ConvertOptions(
+        revision=revision,
         layers=layers or default_layers,
         mixer=mixer or default_mixer,
         profile=profile,

@@ -1,4 +1,4 @@
-"""The option `--device` of the commands that run a teacher."""
+"""Moves the arguments of layers to the device on which they run."""
 
 from __future__ import annotations
 
@@ -6,20 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-from deltanet_hf.errors import UserError
-
-
-def chosen_device(option: str | None) -> torch.device:
-    """The device of `--device`; without it, a GPU if there is one. UserError if there is no such device."""
-    if option is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(option)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(f"--device: '{option}' cannot be used here; give cpu, cuda or cuda:1") from error
-    return device
 
 
 def moved(arguments: Any, device: torch.device) -> Any:

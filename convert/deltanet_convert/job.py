@@ -11,17 +11,18 @@ from pathlib import Path
 import torch
 
 from deltanet_hf.errors import QualityError, UserError
+from deltanet_hf.loading import chosen_device
 from deltanet_hf.models.layers import LayerTable
-from deltanet_hf.publish import Workspace
+from deltanet_hf.publish import Workspace, check_target
 
 from .conversion_plan import Plan, make_plan
-from .device import chosen_device
 from .export.obstacles import teacher_obstacles
 from .head_selection import selected_heads
 from .options import ConvertOptions, softmax_layers
 from .select.for_convert import auto_selection, unfinished_selection
 from .select.run import Show, unseen
 from .select.selection_file import Selection
+from .storage.generation_config import generation_config
 from .storage.teacher_source import Source, resolve_source
 from .teacher_model import Teacher, open_teacher
 
@@ -61,8 +62,9 @@ def prepare(teacher: str, out: Path, options: ConvertOptions, show: Show = unsee
         UserError: the teacher, an option or the output folder cannot be used.
     """
     out = Path(out).expanduser().absolute()
+    check_target(out)
     device = chosen_device(options.device)
-    source = resolve_source(teacher, out.parent / f".{out.name}.teacher", options.torch_dtype)
+    source = resolve_source(teacher, out.parent / f".{out.name}.teacher", options.torch_dtype, options.revision)
     with removed_on_error(source, out):
         _check_apart(source.folder, out)
         opened = open_teacher(source.folder)
@@ -75,6 +77,7 @@ def prepare(teacher: str, out: Path, options: ConvertOptions, show: Show = unsee
             table = options.table(opened.num_layers, kept)
         # Qwen3.5's softmax layers have q/k norms. None are inserted if something else prevents an export.
         insert_norms = options.profile == "qwen3_5" and not teacher_obstacles(opened.config, table.softmax)
+        generation_config(source.folder, opened.config)  # it is written after the last layer
         dtype = options.torch_dtype or (torch.float32 if opened.dtype == torch.float64 else opened.dtype)
         plan = make_plan(opened, table, dtype, options.shard_size, options.calibration_tokens, insert_norms)
         return Job(source, opened, out, options, table, dtype, plan, device, selection)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deltanet_hf.errors import QualityError
 from deltanet_hf.mixers import FLOAT32_NAMES, LayerKind, Mixer
 from deltanet_hf.mixers.mixed_heads import MixedHeads
 from deltanet_hf.mixers.parts import Part
@@ -100,7 +101,10 @@ class LayerStep:
             figures = start_rule(new.name)(attention, new, LayerCalibration(inputs, kwargs), self.fit_memory)
         for name, parameter in new.named_parameters():
             if not bool(torch.isfinite(parameter).all()):
-                raise RuntimeError(f"layer {index}: the start values of {name} are not finite")
+                raise QualityError(
+                    f"layer {index}: the start values of {name} are not finite; check the teacher's weights and the "
+                    "numbers in its config.json"
+                )
         return figures
 
     def release(self, index: int) -> None:

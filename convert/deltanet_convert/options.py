@@ -18,10 +18,12 @@ from deltanet_hf.mixers.mixed_heads import MixedHeads
 from deltanet_hf.mixers.settings import MixerSettings
 from deltanet_hf.models.layers import LayerTable
 
+from .calibration_text import FEWEST_TOKENS
 from .select.selection_file import parse_selection
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+MOST_TOKENS = 10**9
 MAX_LIST_BYTES = 1_000_000
 PROFILES = ("faithful", "qwen3_5")
 
@@ -36,6 +38,7 @@ class ConvertOptions:
         UserError: a value cannot be used, or two options contradict each other; the message names the option.
     """
 
+    revision: str | None = None  # of a teacher on the hub; None for its main branch
     layers: str = "all"  # all | every:N | keep:3,7,11 | auto:25% | a file that lists the layers that stay softmax
     mixer: str = "gated_deltanet"  # a name in `MIXER_NAMES`
     profile: str = "faithful"  # one of `PROFILES`
@@ -65,8 +68,11 @@ class ConvertOptions:
             raise UserError(f"--profile: got '{self.profile}', expected one of {', '.join(PROFILES)}")
         if self.dtype is not None and self.dtype not in DTYPES:
             raise UserError(f"--dtype: got '{self.dtype}', expected one of {', '.join(DTYPES)}")
-        if self.calibration_tokens < 64:
-            raise UserError(f"--calibration-tokens: got {self.calibration_tokens}, expected at least 64")
+        if not FEWEST_TOKENS <= self.calibration_tokens <= MOST_TOKENS:
+            raise UserError(
+                f"--calibration-tokens: got {self.calibration_tokens}, expected a number from {FEWEST_TOKENS} to "
+                f"{MOST_TOKENS:,}"
+            )
         if self.shard_size < 1:
             raise UserError(f"--shard-size: got {self.shard_size} bytes, expected at least 1")
         if not 0 <= self.seed < 2**32:
@@ -143,7 +149,7 @@ class ConvertOptions:
     def decisive(self) -> dict[str, Any]:
         """The options that affect the result, as JSON values.
 
-        `layers` and `text` are not among them, because conversion_record.py records their contents.
+        `revision`, `layers` and `text` are not among them, because conversion_record.py records their contents.
         """
         return {
             "mixer": self.mixer,

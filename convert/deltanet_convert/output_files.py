@@ -5,13 +5,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from transformers import GenerationConfig
-
-from deltanet_hf.errors import QualityError
+from deltanet_hf.errors import QualityError, one_line
 from deltanet_hf.safe_write import write_atomically, writing
 
 from .job import Job
 from .select.plot import selection_plot
+from .storage.generation_config import generation_config
 from .storage.saved_tokenizer import COPIED, load_tokenizer
 from .views.conversion_card import model_card
 from .views.layer_error_plot import layer_error_plot
@@ -33,7 +32,7 @@ def write_other_files(job: Job, tokenizer: Any, folder: Path, report: dict[str, 
     """
     with writing(folder):
         job.plan.config.save_pretrained(folder)
-        _generation_config(job.teacher.folder, job.teacher.config).save_pretrained(folder)
+        generation_config(job.teacher.folder, job.teacher.config).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         for pattern in COPIED:
             for file in sorted(job.teacher.folder.glob(pattern)):
@@ -42,14 +41,15 @@ def write_other_files(job: Job, tokenizer: Any, folder: Path, report: dict[str, 
         layer_error_plot(report["layers"], folder / PLOT)
         if job.selection is not None and job.selection.scores:  # evenly spread layers have none
             (folder / SELECTION_PLOT).write_bytes(selection_plot(job.selection))
-    if load_tokenizer(folder)(SAMPLE)["input_ids"] != tokenizer(SAMPLE)["input_ids"]:
+    if _sample_tokens(load_tokenizer(folder)) != _sample_tokens(tokenizer):
         raise QualityError(f"{folder}: the saved tokenizer differs from the teacher's; please report the teacher")
     write_atomically(folder / "README.md", model_card(report, job.teacher.folder, PLOT).encode())
     write_atomically(folder / "conversion.json", (json.dumps(report, indent=2) + "\n").encode())
 
 
-def _generation_config(teacher: Path, config: Any) -> GenerationConfig:
-    if (teacher / "generation_config.json").exists():
-        found: GenerationConfig = GenerationConfig.from_pretrained(teacher)
-        return found
-    return GenerationConfig.from_model_config(config)
+def _sample_tokens(tokenizer: Any) -> list[int] | str:
+    """The tokens of the sample, or the error: some tokenizers read no characters that they do not know."""
+    try:
+        return tokenizer(SAMPLE)["input_ids"]  # type: ignore[no-any-return]
+    except Exception as error:  # of any type, by the tokenizers library
+        return one_line(error)

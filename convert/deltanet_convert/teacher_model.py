@@ -12,9 +12,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from deltanet_hf.errors import UserError
 from deltanet_hf.models.families import FAMILIES, PREFIX, Family, family_of
 
+from .config_numbers import check_numbers
 from .storage.safetensors_folder import Checkpoint, read_json
 
-LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+LAYER = re.compile(r"^model\.layers\.(\d{1,6})\.")
 # Old Llama checkpoints contain the rotary frequencies, which follow from the config.
 DERIVED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 
@@ -36,7 +38,7 @@ class Teacher:
 
     @property
     def tied(self) -> bool:
-        return "lm_head.weight" in tied_names(self.model)
+        return HEAD in tied_names(self.model)
 
 
 def open_teacher(folder: Path) -> Teacher:
@@ -50,6 +52,9 @@ def open_teacher(folder: Path) -> Teacher:
     checkpoint = Checkpoint.open(folder)
     _check_layer_count(folder / "config.json", raw, checkpoint)
     config = _guarded(folder / "config.json", lambda: family.config_class.from_pretrained(folder))
+    check_numbers(folder / "config.json", raw, config)
+    if config.tie_word_embeddings and not _same_values(checkpoint, EMBEDDING, HEAD):
+        config.tie_word_embeddings = False  # as transformers does
     dtype = _main_dtype(checkpoint)
     model = _guarded(folder / "config.json", lambda: meta_model(family.model_class, config, dtype))
     check_tensors(folder / "config.json", model, checkpoint)
@@ -81,6 +86,8 @@ def _check_supported(file: Path, raw: dict[str, Any]) -> Family:
         raise UserError(f"{file}: key 'model_type' is missing; supported model types are {supported}")
     if model_type.startswith(PREFIX):
         raise UserError(f"{file}: model_type '{model_type}' is converted already; give the original teacher")
+    if "deltanet" in raw:
+        raise UserError(f"{file}: key 'deltanet' belongs to converted models; give the original teacher, or remove it")
     for key in ("vision_config", "audio_config", "text_config"):
         if key in raw:
             raise UserError(
@@ -92,6 +99,8 @@ def _check_supported(file: Path, raw: dict[str, Any]) -> Family:
     if raw.get("quantization_config"):
         raise UserError(f"{file}: key 'quantization_config': the teacher is quantised; save it as bfloat16 first")
     architectures = raw.get("architectures") or []
+    if not isinstance(architectures, list):
+        raise UserError(f"{file}: key 'architectures' is {architectures!r}, expected a list of names; correct it")
     family = family_of(model_type)
     if architectures and family.model_name not in architectures:
         raise UserError(
@@ -126,6 +135,16 @@ def _guarded(file: Path, build: Callable[[], Any]) -> Any:
     except Exception as error:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise UserError(f"{file}: transformers cannot build the model from it ({reason}); correct the key") from error
+
+
+def _same_values(checkpoint: Checkpoint, first: str, second: str) -> bool:
+    """Whether two tensors hold the same values; True if one of them is not there."""
+    if first not in checkpoint or second not in checkpoint:
+        return True
+    if checkpoint.entries[first].shape != checkpoint.entries[second].shape:
+        return False
+    blocks = zip(checkpoint.blocks(first), checkpoint.blocks(second), strict=True)
+    return all(torch.equal(one.double(), other.double()) for one, other in blocks)
 
 
 def _main_dtype(checkpoint: Checkpoint) -> torch.dtype:

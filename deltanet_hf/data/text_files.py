@@ -20,6 +20,7 @@ from deltanet_hf.errors import UserError
 
 FORMATS = ".txt, .md, .jsonl (each also as .gz or .xz) or .parquet"
 LONGEST_LINE = 1 << 28  # characters; a longer line of JSON is no document but would be held in memory all the same
+PIECE = 1 << 20  # characters read at once
 PARQUET_ROWS = 256  # rows decoded at once
 _SUFFIXES: dict[str, Literal["text", "jsonl", "parquet"]] = {
     ".txt": "text",
@@ -133,7 +134,7 @@ class TextFile:
                     if kind == "jsonl":
                         yield from self._json_lines(stream)
                     else:
-                        yield "the file", stream.read(-1 if max_characters is None else max_characters)
+                        yield "the file", "".join(_pieces(stream, max_characters))
         except FileNotFoundError:
             raise self._error(f"no such file; give a file of the kinds {FORMATS}") from None
         except UnicodeDecodeError as error:
@@ -180,6 +181,14 @@ class TextFile:
 
     def _error(self, message: str) -> UserError:
         return UserError(f"{self.option} {self.path}: {message}".strip())
+
+
+def _pieces(stream: io.TextIOWrapper, most: int | None) -> Iterator[str]:
+    """At most so many characters of a stream, piece by piece: one read takes all the memory that it may need."""
+    left = most
+    while piece := stream.read(PIECE if left is None else min(PIECE, left)):
+        yield piece
+        left = None if left is None else left - len(piece)
 
 
 def _one_line(error: BaseException) -> str:

@@ -27,6 +27,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.layer_kind import LayerKind, PositionEmbeddings, TensorShape
 from deltanet_hf.mixers.masks import padding_in, sliding_window
+from deltanet_hf.mixers.routed_config import RoutedConfig
 from deltanet_hf.mixers.settings import MixerSettings
 from deltanet_hf.mixers.state import QUANTISED
 from deltanet_hf.mixers.window_cache import Tokens
@@ -50,7 +51,7 @@ class Call:
     cache: Cache | None
 
 
-@dataclass(frozen=True)
+@dataclass  # not frozen: torch.compile in torch 2.11 cannot call an instance of a frozen data class
 class Softmax:
     """The softmax of a family's attention."""
 
@@ -124,7 +125,7 @@ class AttentionKind(LayerKind):
             )
         extended: Any = attention
         extended.__class__ = added_class(cls, type(attention))  # type: ignore[arg-type]
-        extended.settings, extended.config = settings, RoutedConfig(config)
+        extended.settings, extended.config = settings, RoutedConfig(config, IMPLEMENTATION)
         extended.add_parts(int(config.hidden_size), int(config.num_attention_heads), int(config.num_key_value_heads))
         return attention
 
@@ -220,20 +221,6 @@ class AttentionKind(LayerKind):
         if cache.offloading:  # the copy from the CPU was begun by the layer before
             torch.cuda.default_stream(layer.device).wait_stream(cache.prefetch_stream)
         return layer
-
-
-class RoutedConfig:
-    """A family's configuration with `_attend` for its attention; all else is read from the configuration itself."""
-
-    _attn_implementation = IMPLEMENTATION
-
-    def __init__(self, config: PreTrainedConfig) -> None:
-        self.whole = config
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "whole" not in self.__dict__:  # while it is copied or unpickled
-            raise AttributeError(name)
-        return getattr(self.whole, name)
 
 
 def visible(mask: Tensor | None) -> Tensor | None:

@@ -236,7 +236,7 @@ class Mixer(LayerKind, nn.Module):
             ValueError: a mask that cannot be read, or packed sequences together with a cache.
         """
         length = hidden_states.shape[1]
-        cache = None if past_key_values is None else cache_layer(past_key_values, self.layer_idx)
+        cache = None if past_key_values is None else cache_layer(past_key_values, self.layer_idx, self.name)
         padding = padding_in(attention_mask, padding, length, 0 if cache is None else cache.get_seq_length())
         packed = cu_seq_lens_q if length > 1 else None
         if packed is not None and cache is not None:
@@ -245,8 +245,11 @@ class Mixer(LayerKind, nn.Module):
             again = functools.partial(self.call_on, cache)
             return recorded(cache, again, hidden_states, position_embeddings, padding), None
         if length == 1 and cache is not None and may_change(cache):
+            tail = cache.state["conv_tail"].clone() if padding is not None and self.conv1d is not None else None
             output = self.step(hidden_states, position_embeddings, cache.state, padding)
             if output is not None:
+                if tail is not None and padding is not None:  # the kernels move the tail of all rows
+                    cache.state["conv_tail"].copy_(tail.where(padding.unsqueeze(-1), cache.state["conv_tail"]))
                 cache.tokens_seen += 1
                 return output, None
         x = hidden_states if padding is None else hidden_states.masked_fill(padding.unsqueeze(-1), 0.0)

@@ -64,12 +64,25 @@ class DecayBias(AttentionKind):
 
 
 def split(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Numbers x [..., E] as channels [..., parts * E] of `dtype`, whose parts add up to x: one, or three of 16 bits."""
-    channels = []
-    for _ in range(_parts(dtype)):
-        channels.append(x.to(dtype))
-        x = x - channels[-1].to(x.dtype)
+    """Numbers x [..., E] as channels [..., parts * E] of `dtype`, whose parts add up to x: one, or three of 16 bits.
+
+    The gradient is that of the first part. Each part takes the leading bits of what is left: a cast to 16 bits and back
+    would leave nothing for the next part where torch.compile leaves such pairs of casts out.
+    """
+    parts = _parts(dtype)
+    if parts == 1:
+        return x.to(dtype)
+    x, channels = x.float(), []
+    for _ in range(parts):
+        rest = x.detach() - _leading_bits(x.detach(), dtype)
+        channels.append((x - rest).to(dtype))
+        x = rest
     return torch.cat(channels, dim=-1)
+
+
+def _leading_bits(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """float32 numbers without the bits of the mantissa that a 16-bit `dtype` does not have."""
+    return (x.view(torch.int32) & -(1 << (16 if dtype == torch.bfloat16 else 13))).view(torch.float32)
 
 
 def _parts(dtype: torch.dtype) -> int:

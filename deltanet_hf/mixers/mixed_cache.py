@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, LinearAttentionCacheLayerMixin
 
-from deltanet_hf.mixers.state import MixerCacheLayer, static_length_beside
+from deltanet_hf.mixers.state import MixerCacheLayer, refuse_filled, static_length_beside
 
 
 class MixedCacheLayer(CacheLayerMixin):
@@ -68,7 +68,7 @@ class MixedCacheLayer(CacheLayerMixin):
 
     @property
     def batch_size(self) -> int:
-        return self.first.batch_size  # type: ignore[no-any-return]
+        return max(part.batch_size for part in self._constant)
 
     def get_seq_length(self) -> int:
         return self.first.get_seq_length()  # type: ignore[no-any-return]
@@ -144,11 +144,15 @@ def mixed_cache_layer(cache: Cache, layer_idx: int, constant: Sequence[str], gro
     Args:
         constant: names of the branches whose cache does not grow.
         growing: name of the branch whose keys and values the key/value layer is to hold; None for no such branch.
+
+    Raises:
+        ValueError: the layer in the cache holds tokens that a layer of another kind has seen.
     """
     while len(cache.layers) <= layer_idx:
         cache.layers.append((cache.layer_class_to_replicate or DynamicLayer)())
     layer = cache.layers[layer_idx]
     if not isinstance(layer, MixedCacheLayer):
+        refuse_filled(layer, layer_idx, "mixed")
         length = static_length_beside(cache, layer)
         parts: dict[str, Any] = {} if growing is None else {growing: layer}
         parts |= {name: MixerCacheLayer(length) for name in constant}

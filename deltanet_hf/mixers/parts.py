@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from deltanet_hf.mixers.token_order import padding_last, reordered
 from deltanet_kernels import causal_conv1d, gated_rms_norm
 
 
@@ -47,9 +48,10 @@ class ShortConv(Part):
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         """Convolve parts [B, T, C_i] of the channels C, continuing from tail [B, C, taps - 1] (None: zeros).
 
-        Padding ([B, T] bool) counts as zeros, and `cu_seqlens` are the boundaries of packed sequences over the B*T
-        tokens. Returns the same shapes; the new tail is None unless `output_tail`. The parts are convolved one by one,
-        because joining them would copy them forward and backward.
+        Padding ([B, T] bool) is skipped wherever it lies, so that a row gives what its tokens alone give.
+        `cu_seqlens` are the boundaries of packed sequences over the B*T tokens; padding in them counts as zeros.
+        Returns the same shapes; the new tail is None unless `output_tail`. The parts are convolved one by one, because
+        joining them would copy them forward and backward.
         """
         shapes = [part.shape for part in parts]
         if padding is not None:  # biases made padding non-zero again
@@ -59,12 +61,38 @@ class ShortConv(Part):
         sizes = [shape[-1] for shape in shapes]
         weights = self.weight.squeeze(1).split(sizes)
         tails = [None] * len(parts) if tail is None else tail.split(sizes, dim=1)
+        skipped = None if padding is None or cu_seqlens is not None else _Skipped(padding)
         outputs, ends = [], []
         for x, taps, before, shape in zip(parts, weights, tails, shapes, strict=True):
-            y, end = causal_conv1d(x, taps, None, None, before, output_tail, cu_seqlens)
+            if skipped is not None:
+                y, end = skipped.convolve(x, taps, before, output_tail)
+            else:
+                y, end = causal_conv1d(x, taps, None, None, before, output_tail, cu_seqlens)
             outputs.append(y.view(shape))
             ends.append(end)
         return outputs, torch.cat([end for end in ends if end is not None], dim=1) if output_tail else None
+
+
+class _Skipped:
+    """Convolves the tokens of rows with padding [B, T] as if they stood behind one another."""
+
+    def __init__(self, padding: torch.Tensor) -> None:
+        self.order, self.place = padding_last(padding)
+        self.tokens = (~padding).sum(1)
+
+    def convolve(
+        self, x: torch.Tensor, taps: torch.Tensor, tail: torch.Tensor | None, output_tail: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As `causal_conv1d` of x [B, T, C]; outputs at padding have no meaning."""
+        x = reordered(x, self.order)
+        y, _ = causal_conv1d(x, taps, None, None, tail)
+        end = None
+        if output_tail:
+            size = taps.shape[1] - 1
+            inputs = F.pad(x, (0, 0, size, 0)) if tail is None else torch.cat([tail.to(x.dtype).mT, x], dim=1)
+            last = self.tokens[:, None] + torch.arange(size, device=x.device)
+            end = reordered(inputs, last).mT
+        return reordered(y, self.place), end
 
 
 class KeyOffset(Part):

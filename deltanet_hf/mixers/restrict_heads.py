@@ -15,6 +15,7 @@ from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.head_split import narrow_weights
 from deltanet_hf.mixers.layer_kind import LayerKind
 from deltanet_hf.mixers.mixed_heads import MixedHeads, MixedHeadsSettings
+from deltanet_hf.mixers.stateful import make_stateful
 from deltanet_hf.mixers.window import WindowAttention, WindowSettings, announce
 
 
@@ -59,6 +60,7 @@ def restrict_heads(
         elif len(here) < count:
             layer.self_attn = _split(attention, model.config, index, here, sizes)
     announce(decoder)
+    make_stateful(model)
     model._is_stateful = True
     return model
 

@@ -32,7 +32,8 @@ class MixerCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
     # `Cache` reads these of every layer that claims to hold linear attention.
     number_of_states = 1
 
-    def __init__(self, static_length: int | None = None) -> None:
+    def __init__(self, static_length: int | None = None, owner: str | None = None) -> None:
+        self.owner = owner  # the name of the kind of layer whose state it is
         self.keys = self.values = None
         self.is_initialized = False
         self.record_past = False
@@ -40,6 +41,7 @@ class MixerCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         self.static_length = static_length
         self.state: State = {}
         self.tokens_seen: int | Tensor = 0
+        self.written: Tensor | None = None  # ids [B, T] of the first tokens, where `generate` knows them
         self.device: torch.device | None = None  # type: ignore[assignment]
 
     @property
@@ -80,6 +82,7 @@ class MixerCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
     def put(self, state: State, tokens_seen: int) -> None:
         """Go on from copies of this state and number of tokens; an empty state is that before the first token."""
         self.history.clear()
+        self.written = None
         if self.static_length is None:
             self.state = {name: tensor.clone() for name, tensor in state.items()}
             self.tokens_seen, self.is_initialized = tokens_seen, bool(state)
@@ -110,6 +113,7 @@ class MixerCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
             self.tokens_seen.zero_()
         else:
             self.tokens_seen = 0
+        self.written = None
 
     def remember(self, tokens: int, repeat: Callable[[int], object]) -> None:
         """Keep a copy of the state before a call of `tokens` tokens; `repeat` makes the call for its first tokens."""
@@ -139,6 +143,7 @@ class MixerCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
     def _map_batch(self, function: Callable[[Tensor], Tensor]) -> None:
         self.history.clear()
         self.state = {name: function(tensor) for name, tensor in self.state.items()}
+        self.written = None
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self._map_batch(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
@@ -160,17 +165,24 @@ class MixerCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
 
     def update(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError(
-            "update: a converted layer caches no growing keys and values; it stores its state with `advance`"
+            "past_key_values: a softmax layer was given the state of a converted layer; this cache belongs to another "
+            "model, pass an empty one"
         )
 
     update_conv_state = update
     update_recurrent_state = update
 
 
-def cache_layer(cache: Cache | MixerCacheLayer, layer_idx: int) -> MixerCacheLayer:
+def cache_layer(cache: Cache | MixerCacheLayer, layer_idx: int, owner: str) -> MixerCacheLayer:
     """This layer's state in `cache`; on first use it takes the place of the key/value layer made for the index.
 
     A branch of a layer with mixed heads is handed its part of the layer's cache instead of a cache.
+
+    Args:
+        owner: the name of the kind of layer.
+
+    Raises:
+        ValueError: the layer in the cache holds tokens that a layer of another kind has seen.
     """
     if isinstance(cache, MixerCacheLayer):
         return cache
@@ -178,8 +190,26 @@ def cache_layer(cache: Cache | MixerCacheLayer, layer_idx: int) -> MixerCacheLay
         cache.layers.append((cache.layer_class_to_replicate or DynamicLayer)())
     layer = cache.layers[layer_idx]
     if not isinstance(layer, MixerCacheLayer):
-        layer = cache.layers[layer_idx] = MixerCacheLayer(static_length_beside(cache, layer))
+        refuse_filled(layer, layer_idx, owner)
+        layer = cache.layers[layer_idx] = MixerCacheLayer(static_length_beside(cache, layer), owner)
+    elif layer.owner != owner:
+        refuse_filled(layer, layer_idx, owner)
+        layer.owner = owner
     return layer
+
+
+def refuse_filled(layer: Any, layer_idx: int, owner: str) -> None:
+    """Raises ValueError if a layer of a cache, which `owner` did not fill, holds tokens."""
+    if isinstance(layer, CacheLayerMixin):
+        held = layer.is_initialized and int(layer.get_seq_length()) > 0
+    else:  # transformers' own states of linear attention
+        held = any(layer.has_previous_state.values())
+    if held:
+        raise ValueError(
+            f"past_key_values: layer {layer_idx} holds what a layer of another kind kept, which a {owner} layer cannot "
+            "continue (PEFT's prefix tuning, or the cache of another model); train LoRA adapters instead, or pass an "
+            "empty cache"
+        )
 
 
 def static_length_beside(cache: Cache, layer: Any) -> int | None:

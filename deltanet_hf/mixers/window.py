@@ -6,12 +6,12 @@ unrestricted model. Distances are counted in tokens that are not padding.
 
 The layer is the family's own attention module, with its weights and their names: only the mask and the cache differ,
 so everything a family does in its attention (learned norms, capped scores, a sliding window of its own) stays as it
-is. It is a kind of layer for `deltanet-hf convert --mixer window`, and the baseline that needs no training.
+is. Long texts are read without a mask over all pairs of tokens (`window_softmax.py`). It is a kind of layer for
+`deltanet-hf convert --mixer window`, and the baseline that needs no training.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -26,9 +26,12 @@ from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.history import recorded
 from deltanet_hf.mixers.layer_kind import LayerKind, PositionEmbeddings, TensorShape
 from deltanet_hf.mixers.masks import announce_packing, announce_padding, padding_in, sliding_window
+from deltanet_hf.mixers.routed_config import RoutedConfig
 from deltanet_hf.mixers.settings import MixerSettings, check_at_least
 from deltanet_hf.mixers.state import MixerCacheLayer, cache_layer
+from deltanet_hf.mixers.stateful import check_call, make_stateful
 from deltanet_hf.mixers.window_cache import KeptTokens, Tokens
+from deltanet_hf.mixers.window_softmax import IMPLEMENTATION, Reach, WindowCall
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,8 @@ class WindowSettings(MixerSettings):
 class WindowAttention(LayerKind):
     """Restricts the attention module of a family; see the module's docstring.
 
-    `windowed_class` puts it in front of the family's class, so that `super().forward` is the family's attention.
+    `windowed_class` puts it in front of the family's class, so that `super().forward` is the family's attention. It
+    finds its softmax in `window_softmax.py`.
     """
 
     name: ClassVar[str] = "window"
@@ -76,10 +80,7 @@ class WindowAttention(LayerKind):
             )
         attention.__class__ = windowed_class(_unrestricted(type(attention)))  # type: ignore[arg-type]
         attention.settings = settings
-        if getattr(attention, "attn_logit_softcapping", None) is not None:  # SDPA would ignore the cap
-            eager = copy.copy(config)
-            eager._attn_implementation = "eager"
-            attention.config = eager  # type: ignore[assignment]
+        attention.config = RoutedConfig(config, IMPLEMENTATION)  # type: ignore[assignment]
         return attention
 
     def place_cache(self, cache: Cache) -> None:
@@ -112,14 +113,15 @@ class WindowAttention(LayerKind):
             ValueError: an attention implementation that takes no mask, a mask that cannot be read, or packed sequences
                 together with a cache.
         """
-        implementation = self.config._attn_implementation  # type: ignore[attr-defined]
+        config: Any = self.config.whole  # type: ignore[attr-defined]
+        implementation = config._attn_implementation
         if implementation not in ("eager", "sdpa"):
             raise ValueError(
                 f"attn_implementation: got {implementation!r}, which takes no mask for window + sinks; load the model "
                 'with attn_implementation="sdpa" or "eager"'
             )
         batch, length, _ = hidden_states.shape
-        cache = None if past_key_values is None else cache_layer(past_key_values, self.layer_idx)
+        cache = None if past_key_values is None else cache_layer(past_key_values, self.layer_idx, self.name)
         padding = padding_in(attention_mask, padding, length, 0 if cache is None else cache.get_seq_length())
         packed = cu_seq_lens_q if length > 1 else None
         if packed is not None and cache is not None:
@@ -131,17 +133,21 @@ class WindowAttention(LayerKind):
         tokens = Tokens.of(batch, length, padding, packed, state.get("count"), hidden_states.device)
         window, sinks = self.settings.window, self.settings.sinks
         kept = None if cache is None else KeptTokens(window, sinks, state, tokens)
-        family_window = sliding_window(self.config, self.layer_idx)  # type: ignore[attr-defined]
-        keys = tokens if kept is None else kept.seen
-        mask = tokens.sees(keys, window, sinks, family_window).unsqueeze(1)
-        if implementation == "eager":
-            lowest = torch.finfo(hidden_states.dtype).min
-            mask = torch.zeros_like(mask, dtype=hidden_states.dtype).masked_fill(~mask, lowest)
+        call = WindowCall(
+            tokens,
+            tokens if kept is None else kept.seen,
+            Reach(window, sinks, sliding_window(config, self.layer_idx)),
+            packed,
+            in_order=padding is None and not state,
+            eager=implementation == "eager",
+            weights=bool(kwargs.get("output_attentions") or getattr(config, "output_attentions", False)),
+        )
         output, weights = super().forward(  # type: ignore[misc]
             hidden_states=hidden_states,
             position_embeddings=position_embeddings,
-            attention_mask=mask,
+            attention_mask=None,
             past_key_values=kept,
+            call=call,
             **kwargs,
         )
         if cache is not None:
@@ -206,13 +212,14 @@ def restrict_to_window(
     if not found:
         raise UserError(f"{type(model).__name__}: no softmax attention was found in it, so no window can be put on it")
     announce(decoder)
+    make_stateful(model)
     model._is_stateful = True
     return model
 
 
 def announce(decoder: nn.Module) -> None:
-    """Make packed rows and padding known to the layers of a decoder, once."""
+    """Make packed rows and padding known to the layers of a decoder, and check its calls, once."""
     present = decoder._forward_pre_hooks.values()
-    for hook in (announce_packing, announce_padding):
+    for hook in (check_call, announce_packing, announce_padding):
         if hook not in present:
             decoder.register_forward_pre_hook(hook, with_kwargs=True)

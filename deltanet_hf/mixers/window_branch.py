@@ -25,6 +25,7 @@ from deltanet_hf.mixers.attention_shape import AttentionShape, MixerProjections
 from deltanet_hf.mixers.layer_kind import TensorShape
 from deltanet_hf.mixers.parts import Part, is_plain
 from deltanet_hf.mixers.state import State
+from deltanet_hf.mixers.token_order import few_queries, in_order
 from deltanet_hf.mixers.window_cache import KeptTokens, Tokens
 from deltanet_kernels import window_attention, window_step_
 
@@ -193,25 +194,11 @@ class WindowBranch(Part):
         self, q: Tensor, keys: Tensor, values: Tensor, tokens: Tokens, seen: Tokens
     ) -> tuple[Tensor, Tensor]:
         """As `attend`, for rows with padding or with tokens from the cache in front: keys, values [B, S + T, HK, D]."""
-        batch, length = q.shape[:2]
-        if length <= self.window:  # few queries
+        if q.shape[1] <= few_queries(self.window, q):
             mask = tokens.sees(seen, self.window, self.sinks, None)
             return _masked(q, keys, values, mask, self.scale, self.softcap)
-        # In the order of their numbers, with empty places and padding at the end, tokens are one gapless sequence.
-        front = keys.shape[1] - length
-        q = torch.cat([q.new_zeros(batch, front, *q.shape[2:]), q], dim=1)
-        numbers = seen.numbers.expand(batch, -1)
-        order = torch.where(numbers > 0, numbers, numbers.new_full((), 2**30)).argsort(dim=1, stable=True)
-        place = order.argsort(dim=1)
-        q, keys, values = (_reorder(tensor, order) for tensor in (q, keys, values))
-        near, lse = self.attend(q, keys, values, None)
-        return _reorder(near, place)[:, front:], _reorder(lse, place)[:, front:]
-
-
-def _reorder(tensor: Tensor, order: Tensor) -> Tensor:
-    """tensor [B, T, ...] with its tokens in another order [B, T]."""
-    index = order.reshape(*order.shape, *[1] * (tensor.dim() - 2)).expand_as(tensor)
-    return tensor.gather(1, index)
+        near, lse = in_order(lambda q, k, v, _: self.attend(q, k, v, None), q, keys, values, seen)
+        return near, lse
 
 
 def _masked(

@@ -16,12 +16,14 @@ from typing import Any
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from deltanet_hf.mixers import FLOAT32_NAMES
+from deltanet_hf.mixers.stateful import Stateful
 from deltanet_hf.mixers.window import announce
 from deltanet_hf.models.assisted import AssistedGeneration
 from deltanet_hf.models.families import FAMILIES, Family
+from deltanet_hf.models.hub_repository import upload_with_companions
 from deltanet_hf.models.layers import LayerTable
 from deltanet_hf.models.peft_defaults import register_peft_defaults
-from deltanet_hf.models.shim import write_shim
+from deltanet_hf.models.shim import name_in_transformers, no_code_beside_the_shim, write_shim
 from deltanet_hf.models.start_values import initialize
 
 
@@ -51,6 +53,14 @@ def config_class(model_type: str) -> type[PreTrainedConfig]:
         self.base_model_tp_plan = _tensor_parallel_plan(base.base_model_tp_plan, LayerTable.of(self).softmax)
         model_class(model_type)  # whoever has a configuration may ask AutoModelForCausalLM for the model
 
+    def from_dict(cls: Any, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        if not config_dict.get("deltanet") and not kwargs.get("deltanet"):
+            raise ValueError(
+                "deltanet: missing key in config.json, which says what the layers are; copy config.json of the "
+                "converted model again, or convert again"
+            )
+        return base.from_dict.__func__(cls, config_dict, **kwargs)  # type: ignore[attr-defined]
+
     def to_dict(self: Any) -> dict[str, Any]:
         register_peft_defaults()
         return base.to_dict(self)
@@ -68,8 +78,10 @@ def config_class(model_type: str) -> type[PreTrainedConfig]:
         "deltanet": None,
         "model_type": family.converted_model_type,
         "__post_init__": __post_init__,
+        "from_dict": classmethod(from_dict),
         "to_dict": to_dict,
         "save_pretrained": save_pretrained,
+        "register_for_auto_class": no_code_beside_the_shim,
     }
     return type(name, (base,), namespace)
 
@@ -104,8 +116,11 @@ def model_class(model_type: str) -> type[PreTrainedModel]:
         "_keep_in_fp32_modules_strict": list(FLOAT32_NAMES),
         "__init__": __init__,
         "initialize_weights": initialize_weights,
+        "register_for_auto_class": no_code_beside_the_shim,
+        "_upload_modified_files": upload_with_companions,
     }
-    made: Any = type(name, (AssistedGeneration, base), namespace)
+    made: Any = type(name, (AssistedGeneration, Stateful, base), namespace)
+    name_in_transformers(made)
     AutoModelForCausalLM.register(config_class(model_type), made)
     return made
 

@@ -23,7 +23,8 @@ def _register() -> None:
     from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as TARGETS
 
     for family in FAMILIES.values():
-        targets = TARGETS.get(family.model_type, ["q_proj", "v_proj"])
+        # Layers that keep the family's attention have `qkv_proj` where it has (Phi 3), the others never do.
+        targets = TARGETS.get(family.model_type, ["qkv_proj"])
         split = ["q_proj", "v_proj"] if "qkv_proj" in targets else []
         TARGETS[family.converted_model_type] = list(dict.fromkeys([*targets, *split]))
     TARGETS["deltanet_qwen3_5_text"] = ["q_proj", "v_proj"]

@@ -23,10 +23,12 @@ from deltanet_hf.mixers.gated_deltanet import QWEN3_5, GatedDeltaNet
 from deltanet_hf.mixers.layer_kind import PositionEmbeddings
 from deltanet_hf.mixers.masks import announce_packing
 from deltanet_hf.mixers.state import MixerCacheLayer
+from deltanet_hf.mixers.stateful import Stateful, check_call
 from deltanet_hf.models.assisted import AssistedGeneration
+from deltanet_hf.models.hub_repository import upload_with_companions
 from deltanet_hf.models.layers import SOFTMAX, Kind, LayerTable
 from deltanet_hf.models.peft_defaults import register_peft_defaults
-from deltanet_hf.models.shim import write_shim
+from deltanet_hf.models.shim import name_in_transformers, no_code_beside_the_shim, write_shim
 from deltanet_hf.models.start_values import initialize
 
 MODEL_TYPE = "deltanet_qwen3_5_text"
@@ -38,6 +40,7 @@ class DeltaNetQwen3_5TextConfig(Qwen3_5TextConfig):
 
     model_type = MODEL_TYPE
     deltanet: dict | None = None
+    register_for_auto_class = no_code_beside_the_shim
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
@@ -117,23 +120,27 @@ def model_class() -> type[PreTrainedModel]:
     """The class `DeltaNetQwen3_5ForCausalLM`; registers it with AutoModelForCausalLM."""
     from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 
-    class DeltaNetQwen3_5ForCausalLM(AssistedGeneration, Qwen3_5ForCausalLM):
+    class DeltaNetQwen3_5ForCausalLM(AssistedGeneration, Stateful, Qwen3_5ForCausalLM):
         """Qwen3_5ForCausalLM whose linear layers are this project's Gated DeltaNet."""
 
         config_class = DeltaNetQwen3_5TextConfig
         _keep_in_fp32_modules_strict = list(GatedDeltaNet.fp32)  # noqa: RUF012
+        register_for_auto_class = no_code_beside_the_shim
+        _upload_modified_files = upload_with_companions
 
         def __init__(self, config: DeltaNetQwen3_5TextConfig) -> None:
             super().__init__(config)
             for index, kind in LayerTable.of(config).converted.items():
                 self.model.layers[index].linear_attn = LinearAttention(_shape(config), kind.settings, index)
-            self.model.register_forward_pre_hook(announce_packing, with_kwargs=True)
+            for hook in (check_call, announce_packing):
+                self.model.register_forward_pre_hook(hook, with_kwargs=True)
             self.post_init()
 
         def initialize_weights(self) -> None:
             initialize(self, Qwen3_5ForCausalLM.initialize_weights)
 
     DeltaNetQwen3_5ForCausalLM.__qualname__ = MODEL_NAME  # importable by name, for pickling and for the shim
+    name_in_transformers(DeltaNetQwen3_5ForCausalLM)
     AutoModelForCausalLM.register(DeltaNetQwen3_5TextConfig, DeltaNetQwen3_5ForCausalLM)
     return DeltaNetQwen3_5ForCausalLM
 

@@ -46,6 +46,8 @@ class RuleCall(NamedTuple):
     erase: Erase = "decayed"
     erase_key: torch.Tensor | None = None
     minibatch: int | None = None
+    allow_neg_eigval: bool = False  # this and the next are in public calls only: kernels get `drop_in.plain` ones
+    state_v_first: bool = False
 
     @property
     def factor(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -107,9 +108,9 @@ def _check_files(path: Path, recipe: Recipe) -> None:
     """Refuse a recipe that names files, folders or trackers that do not exist."""
     problems = []
     student = Path(recipe.student)
-    if not (student / "config.json").is_file():
+    if not os.path.isfile(student / "config.json"):  # False also for what no file can be called
         problems.append(f"student: {student} is not a model folder; make one with `deltanet-hf convert`")
-    if recipe.teacher is None and student.is_dir() and not (student / "conversion.json").is_file():
+    if recipe.teacher is None and os.path.isdir(student) and not (student / "conversion.json").is_file():
         problems.append(f"teacher: {student} has no conversion.json that names its teacher; set this key")
     stage_data = [stage.data for stage in recipe.stages if isinstance(stage, Repair) and stage.data is not None]
     for data in (recipe.data, *stage_data):
@@ -130,14 +131,16 @@ def _check_files(path: Path, recipe: Recipe) -> None:
 def _missing_files(data: Data) -> list[str]:
     problems = []
     for index, source in enumerate(data.sources):
-        if source.path is not None and not Path(source.path).is_file():
+        if source.path is not None and not os.path.isfile(source.path):
             problems.append(f"data.sources.{index}.path: {source.path} does not exist")
         elif source.path is not None and not _is_known_kind(Path(source.path)):
             problems.append(
                 f"data.sources.{index}.path: {source.path} is none of .txt, .md, .jsonl, .npy (each also as .gz or "
                 ".xz) and .parquet"
             )
-    problems += [f"data.decontaminate: {name} does not exist" for name in data.decontaminate if not Path(name).exists()]
+    problems += [
+        f"data.decontaminate: {name} does not exist" for name in data.decontaminate if not os.path.exists(name)
+    ]
     return problems
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from deltanet_convert.options import ConvertOptions
-from deltanet_convert.start import START, gate_fit, start_rule
+from deltanet_convert.start import START, gate_fit, key_offset, start_rule
 from deltanet_convert.start.from_scratch import start_from_scratch
 from deltanet_hf import LayerTable
 from deltanet_hf.errors import UserError
@@ -24,7 +24,7 @@ from support.registry import rows
 from support.tiny_conversion import quick_start, teacher_folder, tiny_conversion
 from support.tiny_models import LAYERS
 
-IDS = torch.randint(4, 60, (2, 90), generator=torch.Generator().manual_seed(0))  # more tokens than the window sees
+IDS = torch.randint(4, 60, (2, 80), generator=torch.Generator().manual_seed(0))  # more tokens than the window sees
 
 
 class ConstantDecay(Mixer):
@@ -65,6 +65,7 @@ def short_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate_fit, "STEPS", 6)
     monkeypatch.setattr(gate_fit, "HALF_LIVES", (2.0, 64.0))
     monkeypatch.setattr(gate_fit, "STRENGTHS", (0.05, 0.5))
+    monkeypatch.setattr(key_offset, "SHARES", (0.0, 1.0))
 
 
 NAMES = [*(name for name in MIXERS if name != MixedHeads.name), ConstantDecay.name]

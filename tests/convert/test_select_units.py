@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,7 @@ from deltanet_convert.select.scoring import Scorer
 from deltanet_convert.select.switchable import SwitchableModel
 from deltanet_convert.select.units import UNITS, Candidates, Unit, evenly
 from deltanet_hf.errors import UserError
-from deltanet_hf.evaluation.tasks import prose_facts, recall_tasks
+from deltanet_hf.evaluation.tasks import prose_facts, recall_sweeps, recall_tasks
 from deltanet_hf.mixers.window import restrict_to_window
 from deltanet_hf.models.families import FAMILIES
 from support.far_model import FAR_HEAD, FAR_LAYER, far_folder, far_teacher
@@ -172,27 +175,47 @@ def test_probes_that_do_not_fit_are_refused() -> None:
         recall_probes(tokenizer, np.zeros(100, dtype=np.int64), 900, 1, 4, seed=0)
 
 
-def test_probes_share_no_key_value_or_template_with_the_evaluation() -> None:
-    import random
+def word_lists(module: Any) -> set[str]:
+    """The words in all tuples of a module."""
+    lists = [value for value in vars(module).values() if isinstance(value, tuple)]
+    return {word.lower() for words in lists for word in words if isinstance(word, str)}
 
+
+def test_no_word_of_a_probe_is_a_key_or_value_of_the_evaluation() -> None:
+    """Its longer names consist of words that are not ours either."""
+    ours, theirs = word_lists(probe_text), word_lists(prose_facts) | word_lists(recall_tasks)
+    assert {"danube", "bilbao", "sixth", "danish"} <= ours
+    assert {"riga", "abernathy", "mason", "brass key", "lantern"} <= theirs
+    assert not ours & {part for word in theirs for part in (word, *word.split())}
+
+
+def test_no_value_of_a_probe_is_of_a_kind_that_the_evaluation_asks_for() -> None:
+    """Those are numbers, words and pairs of words in lower case, and names of places."""
+    places = {place.lower() for place in (*prose_facts._PLACES, *probe_text._TOWNS, *probe_text._RIVERS)}
     for kind in FORMATS:
-        rng = random.Random(0)
-        words = {word.lower() for _ in range(50) for word in kind.keys(rng, 6)}
-        assert not words & set(recall_tasks.ITEMS)
-        values = [kind.value(rng).strip(' "') for _ in range(50)]
-        assert not any(value.isdigit() or value.islower() for value in values)  # codes; pairs of words
-        assert "secret" not in kind.statement + kind.question
+        values = {kind.value(random.Random(seed)).strip(' "') for seed in range(200)}
+        assert len(values) > 20
+        assert not any(value.isdigit() or value.islower() or value.lower() in places for value in values)
+        assert (kind.name == "prose") == all(value.isalpha() for value in values)  # those of the prose are languages
 
 
-def test_no_word_of_a_probe_is_a_value_or_name_of_the_prose_facts() -> None:
-    def words(module: Any) -> set[str]:
-        lists = [value for value in vars(module).values() if isinstance(value, tuple)]
-        return {word.lower() for words in lists for word in words if isinstance(word, str)}
+def test_no_template_of_a_probe_shares_three_words_with_the_evaluation() -> None:
+    def runs(text: str) -> set[tuple[str, ...]]:
+        words = re.findall(r"[a-z]+", text.lower())
+        return {tuple(words[place : place + 3]) for place in range(len(words) - 2)}
 
-    ours, theirs = words(probe_text), words(prose_facts)
-    assert {"porto", "bilbao"} <= ours
-    assert {"riga", "abernathy", "mason", "brass key"} <= theirs
-    assert not ours & theirs
+    sources = [Path(str(module.__file__)).read_text() for module in (prose_facts, recall_tasks, recall_sweeps)]
+    strings = [
+        node.value
+        for source in sources
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) < 200
+    ]
+    theirs = set().union(*map(runs, strings))
+    assert {("the", "secret", "code"), ("worked", "as", "a"), ("in", "those", "days")} <= theirs
+    for kind in FORMATS:
+        parts = (kind.statement, kind.end, kind.question, kind.end_of_answer, kind.heading)
+        assert not theirs & set().union(*map(runs, parts)), kind.name
 
 
 @pytest.mark.parametrize("unit", UNITS)

@@ -77,7 +77,9 @@ def test_the_users_own_task_folder_is_included(
 
 
 @pytest.mark.parametrize(("text", "kind"), [("Tasks not found: pika", UserError), ("something else", ValueError)])
-def test_only_unknown_tasks_are_the_users_mistake(monkeypatch: pytest.MonkeyPatch, text: str, kind: type) -> None:
+def test_only_unknown_tasks_are_the_users_mistake(
+    monkeypatch: pytest.MonkeyPatch, teacher_folder: Path, text: str, kind: type
+) -> None:
     import lm_eval.__main__
 
     def fail() -> None:
@@ -85,7 +87,7 @@ def test_only_unknown_tasks_are_the_users_mistake(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(lm_eval.__main__, "cli_evaluate", fail)
     with pytest.raises(kind, match=text):
-        run_lm_eval("model", ["--tasks", "demo_cloze"])
+        run_lm_eval(str(teacher_folder), ["--tasks", "demo_cloze"])
 
 
 @pytest.mark.parametrize(
@@ -93,7 +95,7 @@ def test_only_unknown_tasks_are_the_users_mistake(monkeypatch: pytest.MonkeyPatc
     [
         ("model", ["--limit", "3"], "--tasks is missing"),
         ("model", ["--tasks", "piqa", "--include_path"], "--include_path needs a folder"),
-        ("/no/where", ["--tasks", "demo_cloze"], r"^/no/where: [^\n]*give local folders[^\n]*$"),
+        ("/no/where", ["--tasks", "demo_cloze"], r"^/no/where: no such folder[^\n]*$"),
         (
             "{teacher}",
             ["--tasks", "lambada_last_word", "--device", "cpu"],

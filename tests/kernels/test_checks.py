@@ -16,6 +16,8 @@ from deltanet_kernels import (
     naive_gated_delta_rule,
     torch_chunk_gated_delta_rule,
 )
+from deltanet_kernels.arguments import RuleCall
+from deltanet_kernels.checks import check_delta_rule
 
 FORMS = [
     chunk_gated_delta_rule,
@@ -42,7 +44,6 @@ def offsets(*values: int) -> torch.Tensor:
 WRONG: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("not a tensor", {"q": [1.0]}, TypeError, "q: got list, needs a tensor"),
     ("integer", {"v": torch.ones(1, 6, 4, 5, dtype=torch.int64)}, TypeError, "v: got dtype torch.int64, needs a float"),
-    ("dtypes", {"k": torch.randn(1, 6, 2, 8).bfloat16()}, TypeError, "k: got dtype torch.bfloat16, needs torch.float3"),
     ("device", {"g": torch.empty(1, 6, 4, device="meta")}, ValueError, "g: got device meta, needs cpu"),
     ("dimensions", {"q": torch.randn(6, 2, 8)}, ValueError, r"q: got shape \[6, 2, 8\], needs 4 dimensions"),
     ("tokens", {"k": torch.randn(1, 5, 2, 8)}, ValueError, r"k: got shape \[1, 5, 2, 8\], needs .* = \[1, 6, 2, 8\]"),
@@ -56,8 +57,8 @@ WRONG: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("gate", {"g": torch.rand(1, 6, 2)}, ValueError, r"g: got shape \[1, 6, 2\], needs .* = \[1, 6, 4\]"),
     ("beta", {"beta": torch.rand(1, 6, 4, 1)}, ValueError, r"beta: got shape \[1, 6, 4, 1\]"),
     ("state shape", {"initial_state": torch.rand(1, 4, 5, 8)}, ValueError, r"initial_state: .* = \[1, 4, 8, 5\]"),
-    ("state dtype", {"initial_state": torch.rand(1, 4, 8, 5).half()}, TypeError,
-     "initial_state: got dtype torch.float16, needs torch.float32"),
+    ("state dtype", {"initial_state": torch.ones(1, 4, 8, 5, dtype=torch.int64)}, TypeError,
+     "initial_state: got dtype torch.int64, needs a float"),
     ("states per sequence", {"initial_state": torch.rand(1, 4, 8, 5), "cu_seqlens": offsets(0, 3, 6)}, ValueError,
      r"initial_state: .* = \[2, 4, 8, 5\]"),
     ("no gate parameters", {"use_gate_in_kernel": True}, ValueError, "A_log: got None"),
@@ -81,6 +82,17 @@ def test_delta_rule_names_what_is_wrong(
 ) -> None:
     with pytest.raises(error, match=message):
         form(**(delta_rule_inputs() | changes))
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"k": torch.randn(1, 6, 2, 8).bfloat16()}, "k: got dtype torch.bfloat16, needs torch.float32"),
+    ({"initial_state": torch.rand(1, 4, 8, 5).half()}, "initial_state: got dtype torch.float16, needs torch.float32"),
+    ({"use_gate_in_kernel": True, "A_log": torch.zeros(4)}, "dt_bias: got None, needs"),
+])  # fmt: skip
+def test_operators_that_convert_nothing_take_no_other_dtypes(changes: dict[str, Any], message: str) -> None:
+    """Mesa, test-time training and Titans share the check of the gated delta rule."""
+    with pytest.raises((TypeError, ValueError), match=message):
+        check_delta_rule(RuleCall(**delta_rule_inputs() | changes))
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)

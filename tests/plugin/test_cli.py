@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -194,6 +199,11 @@ def test_a_chat_goes_on_with_the_tokens_of_its_template(ended: bool, folder: Pat
         (["{folder}", "--prompt", "x", "--cache-bits", "5"], "--cache-bits: got 5, expected 8 or 4"),
         (["{folder}", "--prompt", "x", "--cache-bits", "4", "--compile"], "leave out one of the two"),
         (["no/such/folder", "--prompt", "x"], "no such folder"),
+        (["./nothere", "--prompt", "x"], "./nothere: no such folder"),
+        (["/nope", "--prompt", "x"], "/nope: no such folder"),
+        (["{folder}", "--prompt", "x", "--device", "banana"], "--device: 'banana' cannot be used here"),
+        (["{folder}", "--prompt", "x\udcff"], "--prompt: is not UTF-8"),
+        (["{folder}", "--prompt", " "], "--prompt: ' ' has no tokens"),
         (["{folder}", "--prompt", ""], "--prompt"),
         (["{folder}", "--prompt", "x", "--dtype", "int8"], "--dtype"),
         (["{empty}", "--prompt", "x"], "config.json: missing"),
@@ -210,3 +220,53 @@ def test_generate_refuses(
     places = {"folder": folder, "empty": tmp_path}
     assert call(monkeypatch, "generate", *(argument.format(**places) for argument in arguments)) == 2
     assert said in capsys.readouterr().err
+
+
+def without(tensor: str) -> Callable[[Path], Any]:
+    def change(folder: Path) -> None:
+        weights = load_file(folder / "model.safetensors")
+        save_file({name: value for name, value in weights.items() if name != tensor}, folder / "model.safetensors")
+
+    return change
+
+
+def cut(name: str, length: int) -> Callable[[Path], Any]:
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:length])
+
+
+def without_table(folder: Path) -> None:
+    values = json.loads((folder / "config.json").read_text())
+    del values["deltanet"]
+    (folder / "config.json").write_text(json.dumps(values))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (cut("model.safetensors", 5000), "the model cannot be loaded (Error while deserializing header"),
+        (cut("model.safetensors", 0), "the model cannot be loaded"),
+        (
+            without("model.layers.1.self_attn.q_proj.weight"),
+            "lack 1 tensors of the model, such as 'model.layers.1.self",
+        ),
+        (without_table, "config.json cannot be loaded (deltanet: missing key"),
+        (cut("config.json", 10), "config.json cannot be loaded"),
+        (cut("tokenizer.json", 10), "its tokenizer cannot be loaded"),
+        (lambda folder: (folder / "tokenizer.json").write_text("[]"), "its tokenizer cannot be loaded"),
+        (lambda folder: (folder / "tokenizer.json").unlink(), "holds no tokenizer; copy tokenizer.json"),
+    ],
+)
+def test_generate_refuses_a_damaged_folder(
+    change: Callable[[Path], Any],
+    said: str,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    damaged = Path(shutil.copytree(folder, tmp_path / "damaged"))
+    change(damaged)
+    assert call(monkeypatch, "generate", damaged, "--prompt", "x") == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith(f"error: {damaged}: ")
+    assert said in error

@@ -41,8 +41,10 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_importing_the_plugin_imports_no_other_room() -> None:
-    assert imported("import deltanet_hf", EVALUATION + CONVERSION + TRAINING) == []
+def test_importing_the_plugin_imports_neither_another_room_nor_a_familys_modelling_code() -> None:
+    families = ("llama", "gemma3", "qwen3", "qwen3_5", "phi3", "olmo3", "granite")
+    names = tuple(f"transformers.models.{family}.modeling_{family}" for family in families)
+    assert imported("import deltanet_hf", EVALUATION + CONVERSION + TRAINING + names) == []
 
 
 def test_loading_and_running_a_model_imports_no_other_room(converted: Path) -> None:
@@ -54,12 +56,6 @@ model = AutoModelForCausalLM.from_pretrained({str(converted)!r})
 model.generate(torch.arange(3, 9)[None], max_new_tokens=2)
 """
     assert imported(script, EVALUATION + CONVERSION + TRAINING) == []
-
-
-def test_importing_the_plugin_imports_no_familys_modelling_code() -> None:
-    families = ("llama", "gemma3", "qwen3", "qwen3_5", "phi3", "olmo3", "granite")
-    names = tuple(f"transformers.models.{family}.modeling_{family}" for family in families)
-    assert imported("import deltanet_hf", names) == []
 
 
 def test_the_measures_import_no_evaluation_packages() -> None:

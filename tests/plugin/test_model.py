@@ -255,11 +255,27 @@ def test_shim_loads_in_a_process_that_never_imported_the_plugin(tmp_path: Path) 
     script = (
         "import transformers\n"
         f"m = transformers.AutoModelForCausalLM.from_pretrained({str(tmp_path / 'model')!r}, trust_remote_code=True)\n"
+        "assert getattr(transformers, m.config.architectures[0]) is type(m)\n"  # as `transformers serve` does
         "print(type(m).__name__, type(m.model.layers[0].self_attn).__name__)\n"
     )
     paths = {"PYTHONPATH": ":".join(p for p in sys.path if p), "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=paths, check=False)
     assert run.stdout.split() == ["DeltaNetLlamaForCausalLM", "GatedDeltaNet"], run.stderr
+
+
+@pytest.mark.parametrize("found", [None, {}])
+def test_a_config_without_its_table_is_refused(tmp_path: Path, found: dict | None) -> None:
+    tiny_student("llama").config.save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**values, "deltanet": found}))
+    with pytest.raises(ValueError, match=r"deltanet: missing key in config\.json"):
+        AutoConfig.from_pretrained(tmp_path)
+
+
+def test_the_default_table_is_saved_too(tmp_path: Path) -> None:
+    config = FAMILIES["llama"].config_class(vocab_size=97, hidden_size=32, intermediate_size=48)
+    converted_config(config, LayerTable.preset(config.num_hidden_layers)).save_pretrained(tmp_path)
+    assert len(AutoConfig.from_pretrained(tmp_path).deltanet["layers"]) == config.num_hidden_layers
 
 
 def test_a_second_save_is_complete_too(tmp_path: Path) -> None:

@@ -95,3 +95,52 @@ def test_a_token_padded_at_a_decoding_step_leaves_the_state_alone() -> None:
     for old, entry in zip(before, cache.layers, strict=True):
         assert torch.equal(entry.state["state"][1], old[1])
         assert not torch.equal(entry.state["state"][0], old[0])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("parts", [(12,), (3, 1, 8), (5, 1, 1, 1, 1, 1, 2), (1,) * 12], ids=str)
+@pytest.mark.parametrize(
+    ("profile", "changes"),
+    [
+        ("faithful", {}),
+        ("qwen3_5", {}),
+        ("faithful", {"conv_on": "k", "conv_size": 2}),
+        ("faithful", {"mixer": "deltaproduct", "conv_size": 3}),
+    ],
+    ids=str,
+)
+def test_padding_between_the_tokens_of_a_row_is_skipped(profile: str, changes: dict[str, Any], parts: Any) -> None:
+    """Also by the short convolution, within a call and across calls, in prefills and decoding steps."""
+    model = tiny_student("qwen3", profile, (1,), **changes)
+    mask = torch.ones_like(TOKENS)
+    mask[1, [0, 3, 4, 5, 8, 9, 11]] = 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    cache, found, done = DynamicCache(config=model.config), [], 0
+    for part in parts:
+        columns = slice(done, done + part)
+        done += part
+        given = {"attention_mask": mask[:, :done], "position_ids": positions[:, columns]}
+        found.append(model(TOKENS[:, columns], past_key_values=cache, use_cache=True, **given).logits)
+    logits = torch.cat(found, dim=1)
+    for row in range(2):
+        real = mask[row].bool()
+        torch.testing.assert_close(logits[row, real], model(TOKENS[row, real][None]).logits[0], rtol=2e-4, atol=2e-4)
+    follows = {"attention_mask": torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)}
+    follows["position_ids"] = follows["attention_mask"].cumsum(-1)[:, -1:] - 1
+    after = model(TOKENS[:, :1], past_key_values=cache, use_cache=True, **follows).logits[1, -1]
+    alone = torch.cat([TOKENS[1, mask[1].bool()], TOKENS[1, :1]])[None]
+    torch.testing.assert_close(after, model(alone).logits[0, -1], rtol=2e-4, atol=2e-4)
+
+
+def test_gradients_skip_padding_too() -> None:
+    model = tiny_student("llama", "faithful", (1,))
+    mask = torch.tensor([[1, 1, 0, 0, 1, 0, 1, 1, 1, 1, 0, 1]])
+    real, row = mask[0].bool(), TOKENS[:1]
+    given = {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
+    gradients = []
+    for logits in (model(row, use_cache=False, **given).logits[:, real], model(row[:, real], use_cache=False).logits):
+        model.zero_grad()
+        logits.square().sum().backward()
+        gradients.append([parameter.grad.clone() for parameter in model.model.layers[1].parameters()])
+    for found, wanted in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)

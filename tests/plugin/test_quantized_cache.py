@@ -12,7 +12,7 @@ from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.mixed_cache import MixedCacheLayer
 from deltanet_hf.mixers.quantized_cache import BLOCK, QuantizedKVLayer, dequantise, quantise, quantized_cache
 from deltanet_hf.mixers.state import MixerCacheLayer, cache_bytes
-from support.tiny_models import HYBRID, mixed_table, tiny_mixture, tiny_student, tiny_teacher
+from support.tiny_models import HYBRID, mixed_mixture_table, mixed_table, tiny_mixture, tiny_student, tiny_teacher
 
 LONG = torch.randint(3, 97, (2, 3 * BLOCK + 5), generator=torch.Generator().manual_seed(0))
 
@@ -149,6 +149,26 @@ def test_generation_beams_and_padding(bits: int) -> None:
         exact = model.generate(LONG[:, :20], attention_mask=mask, **options, **more)
         cache = quantized_cache(model.config, bits)
         assert model.generate(LONG[:, :20], attention_mask=mask, past_key_values=cache, **options, **more).equal(exact)
+
+
+@pytest.mark.parametrize("bits", [pytest.param(8, marks=pytest.mark.slow), 4])
+@torch.no_grad()
+def test_beams_over_quantised_tokens_are_those_of_each_row_alone(bits: int) -> None:
+    """Beams beside softmax heads, a window and states in one layer; most of the prompt is in the codes."""
+    model = tiny_mixture("llama", mixed_mixture_table())
+    options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "num_beams": 3}
+
+    def beams(rows: torch.Tensor, count: int) -> list[list[int]]:
+        cache = quantized_cache(model.config, bits)
+        found = model.generate(rows, past_key_values=cache, num_return_sequences=count, pad_token_id=0, **options)
+        codes = cache.layers[0].parts["softmax"]._quantized_values[0]
+        assert (codes.shape[0], codes.shape[2]) == (3 * len(rows), BLOCK)
+        return found[:, 140:].tolist()
+
+    together = beams(LONG[:, :140], 3)
+    assert together == beams(LONG[:1, :140], 3) + beams(LONG[1:, :140], 3)
+    assert together[:3] != together[3:]
+    assert len({tuple(row) for row in together[:3]}) == 3
 
 
 @torch.no_grad()

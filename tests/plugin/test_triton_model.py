@@ -51,7 +51,7 @@ def loss_and_gradients(model: PreTrainedModel, tokens: torch.Tensor, mask: torch
 @pytest.mark.parametrize(
     ("mixer", "profile"),
     [
-        ("gated_deltanet", "faithful"),
+        pytest.param("gated_deltanet", "faithful", marks=pytest.mark.slow),
         ("gated_deltanet", "qwen3_5"),
         pytest.param("deltaproduct", "faithful", marks=pytest.mark.slow),
     ],
@@ -74,7 +74,7 @@ def test_gradients_of_the_whole_model(mixer: str, profile: str, send: Callable[[
 @pytest.mark.parametrize(
     ("mixer", "profile", "window", "decoders"),
     [
-        ("gated_deltanet", "qwen3_5", 0, {"gated_delta_step_"}),
+        pytest.param("gated_deltanet", "qwen3_5", 0, {"gated_delta_step_"}, marks=pytest.mark.slow),
         ("gated_deltanet", "faithful", 3, {"gated_delta_step_", "window_step_"}),
         pytest.param("deltaproduct", "faithful", 0, {"fused_recurrent_gated_delta_rule"}, marks=pytest.mark.slow),
         pytest.param("deltanet", "faithful", 0, {"gated_delta_step_"}, marks=pytest.mark.slow),

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import cpu_offload
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
 
 from deltanet_hf.errors import UserError
@@ -183,6 +184,14 @@ def test_a_saved_window_is_a_window(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     torch.testing.assert_close(loaded(IDS).logits, windowed("llama")(IDS).logits)
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_adapters_without_targets_reach_windows(family: str) -> None:
+    """Also where the family's attention has one projection for q, k and v, and no layer has others."""
+    model = get_peft_model(tiny_student(family, mixer="window", window=5, sinks=2), LoraConfig(task_type="CAUSAL_LM"))
+    adapted = {name.split(".lora_A")[0].rpartition(".")[2] for name, _ in model.named_parameters() if "lora_A" in name}
+    assert adapted == ({"qkv_proj"} if family == "phi3" else {"q_proj", "v_proj"})
 
 
 @torch.no_grad()

@@ -140,7 +140,7 @@ def test_left_padded_rows_equal_the_row_alone(taken: list[tuple[int, ...]]) -> N
 
 @torch.no_grad()
 def test_a_token_of_padding_leaves_the_state_as_it_is(taken: list[tuple[int, ...]]) -> None:
-    model = student(conv_size=0)  # the tail of a convolution takes up zeros
+    model = student()
     cache = DynamicCache(config=model.config)
     mask = torch.ones(2, PREFILL + 1, dtype=torch.long)
     model(TOKENS[:, :PREFILL], past_key_values=cache, use_cache=True)

@@ -1,7 +1,11 @@
-"""On a GPU: a replayed CUDA graph, and compiled layers, give the gradients of plain eager execution."""
+"""On a GPU: a replayed CUDA graph, and compiled layers, give the gradients of plain eager execution.
+
+Messages are one line, for `--tb=line`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +29,7 @@ from deltanet_recipes.training.window_dropout import WindowDropoutSchedule
 from support.tiny_run import SHAPE, make_models
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+READS_LENGTHS = ("mesa", "ttt", "titans")  # lay packed documents out on the host, which no graph records
 LARGER = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 256}
 
 
@@ -73,47 +78,78 @@ def relative_error(grad: torch.Tensor, truth: torch.Tensor) -> float:
     return float((grad - truth).norm() / truth.norm().clamp(min=1e-6))
 
 
+def assert_close(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor], again: Callable[[], Any]) -> None:
+    """Every gradient within 1%. Otherwise the worst, and how much those of `again`, a second run, differ."""
+    assert found.keys() == truth.keys(), f"gradients on one side only: {sorted(found.keys() ^ truth.keys())}"
+    errors = {name: relative_error(found[name], grad) for name, grad in truth.items()}
+    wrong = sorted((name for name in errors if not errors[name] < 0.01), key=lambda name: -errors[name])
+    if wrong:
+        repeated = again()
+        lines = [
+            f"{name} {errors[name]:.2g} (norm {float(truth[name].norm()):.1e}, run again "
+            f"{relative_error(repeated[name], truth[name]):.1g})"
+            for name in wrong[:4]
+        ]
+        pytest.fail(f"{len(wrong)} of {len(errors)} gradients are wrong: {'; '.join(lines)}", pytrace=False)
+
+
 @pytest.fixture(params=MIXERS)
-def models(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def mixer(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def models(mixer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     changed: dict[str, Any] = {**SHAPE, **LARGER}
     monkeypatch.setattr("support.tiny_run.SHAPE", changed)
-    heads = {"heads": ["softmax", "linear"]} if request.param == "mixed_heads" else {}
-    make_models(tmp_path, mixer=request.param, **heads)
+    heads = {"heads": ["softmax", "linear"]} if mixer == "mixed_heads" else {}
+    make_models(tmp_path, mixer=mixer, **heads)
     return tmp_path
+
+
+def refused(mixer: str, models: Path, compiled: bool, graphs: bool, isolate: bool) -> bool:
+    """Whether these settings do not fit together; checks the error that says so."""
+    if not (graphs and isolate and mixer in READS_LENGTHS):
+        return False
+    with pytest.raises(RuntimeError, match=r"engine\.cuda_graphs: false"):
+        gradients(models, compiled, True, True)
+    return True
 
 
 @pytest.mark.parametrize("isolate", [False, True])
 @pytest.mark.parametrize("alone", [False, True])
-def test_a_replayed_graph_gives_eager_gradients(models: Path, isolate: bool, alone: bool) -> None:
+def test_a_replayed_graph_gives_eager_gradients(mixer: str, models: Path, isolate: bool, alone: bool) -> None:
+    if refused(mixer, models, False, True, isolate):
+        return
     plain = gradients(models, False, False, isolate, alone)
     replayed = gradients(models, False, True, isolate, alone)
-    assert plain.keys() == replayed.keys()
-    for name, grad in plain.items():
-        assert relative_error(replayed[name], grad) < 0.01, name
+    assert_close(replayed, plain, lambda: gradients(models, False, False, isolate, alone))
 
 
 @pytest.mark.parametrize("isolate", [False, True])
 @pytest.mark.parametrize("graphs", [False, True])
-def test_compiled_layers_give_eager_gradients(models: Path, isolate: bool, graphs: bool) -> None:
+def test_compiled_layers_give_eager_gradients(mixer: str, models: Path, isolate: bool, graphs: bool) -> None:
     """In float32. In bfloat16, different places of rounding change single gradients of this model by their size."""
+    if refused(mixer, models, True, graphs, isolate):
+        return
     plain = gradients(models, False, False, isolate, precision="fp32")
     compiled = gradients(models, True, graphs, isolate, precision="fp32")
-    assert plain.keys() == compiled.keys()
-    for name, grad in plain.items():
-        assert relative_error(compiled[name], grad) < 0.01, name
+    assert_close(compiled, plain, lambda: gradients(models, False, False, isolate, precision="fp32"))
 
 
 @pytest.mark.parametrize("isolate", [False, True])
 @pytest.mark.parametrize("graphs", [False, True])
-def test_compiled_layers_are_as_exact_as_eager_ones(models: Path, isolate: bool, graphs: bool) -> None:
+def test_compiled_layers_are_as_exact_as_eager_ones(mixer: str, models: Path, isolate: bool, graphs: bool) -> None:
     """In bfloat16, by the geometric mean of the errors of all gradients against float32."""
+    if refused(mixer, models, True, graphs, isolate):
+        return
     truth = gradients(models, False, False, isolate, precision="fp32")
     means = []
     for found in (gradients(models, False, False, isolate), gradients(models, True, graphs, isolate)):
-        assert found.keys() == truth.keys()
+        assert found.keys() == truth.keys(), f"gradients on one side only: {sorted(found.keys() ^ truth.keys())}"
         errors = torch.tensor([relative_error(found[name], grad) for name, grad in truth.items()])
-        means.append(errors.clamp(min=1e-9).log().mean().exp())
-    assert means[1] < 1.5 * means[0]
+        means.append(float(errors.clamp(min=1e-9).log().mean().exp()))
+    assert means[1] < 1.5 * means[0], f"mean error {means[1]:.2g} compiled, {means[0]:.2g} eager"
 
 
 class Coin(torch.nn.Module):
@@ -171,11 +207,8 @@ def test_a_replayed_graph_weights_by_recall(tmp_path: Path, monkeypatch: pytest.
     plain = gradients(tmp_path, False, False, isolate, precision="fp32", terms=terms)
     replayed = gradients(tmp_path, True, True, isolate, precision="fp32", terms=terms)
     unweighted = gradients(tmp_path, False, False, isolate, precision="fp32")
-    changed = []
-    for name, grad in plain.items():
-        assert relative_error(replayed[name], grad) < 0.01, name
-        changed.append(relative_error(unweighted[name], grad))
-    assert max(changed) > 0.02
+    assert_close(replayed, plain, lambda: gradients(tmp_path, False, False, isolate, precision="fp32", terms=terms))
+    assert max(relative_error(unweighted[name], grad) for name, grad in plain.items()) > 0.02
 
 
 @pytest.mark.parametrize("graphs", [False, True])

@@ -40,16 +40,17 @@ def workplace(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return make_workplace(tmp_path_factory.mktemp(request.param), layers=(0, 2), **settings)
 
 
-def train(workplace: Path, out: Path, stages: list[dict[str, Any]], **data: Any) -> Path:
+def train(workplace: Path, out: Path, stages: list[dict[str, Any]], checkpoint_every: int = 2, **data: Any) -> Path:
     """Run a recipe and return the folder of the final model."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    tree = recipe_tree(workplace, stages, output=str(out), data=data)
+    log = {"every": 1, "evaluate_every": 100, "checkpoint_every": checkpoint_every}
+    tree = recipe_tree(workplace, stages, output=str(out), data=data, log=log)
     return run(load_recipe(write_recipe(out.parent, tree)))
 
 
 def stages_for(workplace: Path, distil: dict[str, Any]) -> list[dict[str, Any]]:
     """An align stage, where the mixer has weights to align, and a distil stage."""
-    align = {**ALIGN, "tokens": 128 * 10}
+    align = {**ALIGN, "tokens": 128 * 6}
     return [*([align] if mixers(load_student(str(workplace / "student"))) else []), {**DISTIL, **distil}]
 
 
@@ -66,8 +67,8 @@ def test_it_is_trained_in_other_ways(workplace: Path, tmp_path: Path, train_key:
 
 def check_training(workplace: Path, tmp_path: Path, train_key: str, isolated: bool) -> None:
     """A run lowers the errors of both stages and moves all new parameters and matrices."""
-    stages = stages_for(workplace, {"tokens": 128 * 20, "train": train_key, "ce_weight": 0.0})
-    final = train(workplace, tmp_path / "run", stages, isolate_documents=isolated)
+    stages = stages_for(workplace, {"tokens": 128 * 12, "train": train_key, "ce_weight": 0.0})
+    final = train(workplace, tmp_path / "run", stages, checkpoint_every=100, isolate_documents=isolated)
     rows = read_log(tmp_path / "run")
     aligned = [row["held_out.error.0"] for row in rows if "held_out.error.0" in row]
     distilled = [row["held_out.kl"] for row in rows if "held_out.kl" in row]
@@ -109,13 +110,13 @@ def test_an_interrupted_run_continues_with_the_same_losses(
     train(workplace, tmp_path / "a" / "run", stages)
     step = trainer.Trainer.optimiser_step
 
-    def stop_at_seven(self: trainer.Trainer) -> Any:
-        if self.step == 7:
+    def stop_at_five(self: trainer.Trainer) -> Any:
+        if self.step == 5:
             raise KeyboardInterrupt
         return step(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(trainer.Trainer, "optimiser_step", stop_at_seven)
+        patch.setattr(trainer.Trainer, "optimiser_step", stop_at_five)
         with pytest.raises(KeyboardInterrupt):
             train(workplace, tmp_path / "b" / "run", stages)
     train(workplace, tmp_path / "b" / "run", stages)

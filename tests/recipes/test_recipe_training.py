@@ -20,13 +20,13 @@ from transformers import AutoModelForCausalLM
 
 from deltanet_hf.errors import QualityError, UserError
 from deltanet_recipes.config import load_recipe
-from deltanet_recipes.schema import Align, Distil
+from deltanet_recipes.schema import Align, Distil, Recipe
 from deltanet_recipes.schema_sections import Lora
 from deltanet_recipes.training import trainer
 from deltanet_recipes.training.adapters import lora_targets, merge_lora, train_for
 from deltanet_recipes.training.feeds import check_share
 from deltanet_recipes.training.logbook import read_log
-from deltanet_recipes.training.model_pair import load_student, mixers
+from deltanet_recipes.training.model_pair import load_student, mixers, teacher_name
 from deltanet_recipes.training.pipeline import run
 from deltanet_recipes.training.runtime import Runtime
 from support.tiny_run import ALIGN, DISTIL, LAYERS, make_workplace, recipe_tree, write_recipe
@@ -66,6 +66,7 @@ def test_align_lowers_the_error_of_every_layer_and_moves_mixers_only(workplace: 
     assert len(moved) == sum(".self_attn." in name for name in before)
 
 
+@pytest.mark.usefixtures("real_plots")
 def test_layerwise_alignment_also_lowers_every_error(workplace: Path, tmp_path: Path) -> None:
     stage = {**ALIGN, "mode": "layerwise", "tokens": 128 * 30, "cached_tokens": 512}
     rows = train(workplace, tmp_path / "run", [stage])
@@ -341,6 +342,26 @@ def test_teacher_is_found_by_name_beside_the_student(tmp_path: Path, monkeypatch
     (tmp_path / "student" / "conversion.json").write_text(json.dumps({"teacher": {"name": "teacher"}}))
     monkeypatch.chdir("/")
     assert train(tmp_path, tmp_path / "run", [{**ALIGN, "tokens": 128}])
+
+
+def test_a_teacher_is_found_where_it_was_or_asked_for(tmp_path: Path) -> None:
+    student, teacher = tmp_path / "student", tmp_path / "deep" / "teacher"
+    for folder in (student, teacher):
+        folder.mkdir(parents=True)
+    (teacher / "config.json").write_text("{}")
+    record = {"teacher": {"name": "teacher", "revision": None, "folder": "../deep/teacher"}}
+    (student / "conversion.json").write_text(json.dumps(record))
+    recipe = Recipe.model_validate(recipe_tree(tmp_path, [ALIGN]))
+    assert teacher_name(recipe) == str(teacher)
+    assert teacher_name(recipe.model_copy(update={"teacher": "owner/name"})) == "owner/name"
+    teacher.rename(tmp_path / "gone")
+    with pytest.raises(UserError, match=r"not at .*deep/teacher; say where it is now: teacher=PATH"):
+        teacher_name(recipe)
+    (student / "conversion.json").write_text(json.dumps({"teacher": {"name": "gpt2", "revision": "607a30d"}}))
+    assert teacher_name(recipe) == "gpt2"
+    (student / "conversion.json").write_text("{")
+    with pytest.raises(UserError, match=r"conversion\.json: not valid JSON"):
+        teacher_name(recipe)
 
 
 def test_teacher_of_another_shape_and_unconverted_student_are_refused(workplace: Path, tmp_path: Path) -> None:

@@ -114,6 +114,7 @@ def remove(out: Path) -> None:
         shutil.rmtree(out)
     else:
         out.unlink(missing_ok=True)
+        out.with_suffix(".png").unlink(missing_ok=True)  # the plot of a selection
 
 
 def copy(source: Path, out: Path) -> None:
@@ -169,6 +170,7 @@ def main(what: str, mode: str, folder: Path, points: int) -> None:
     work.run_other()  # imports everything, before any fork
     old = digest(out)
     shutil.move(out, folder / "old")
+    remove(out)
     if mode == "overwrite":
         copy(folder / "old", out)
     again: dict[str, Any] = {"overwrite": True} if mode == "overwrite" else {}

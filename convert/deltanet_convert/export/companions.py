@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers import GenerationConfig
 
 from deltanet_hf.data import shipped_texts
 from deltanet_hf.errors import QualityError
 from deltanet_hf.safe_write import write_atomically, writing
 
+from ..storage.generation_config import generation_config
 from ..storage.safetensors_folder import read_json
 from ..storage.saved_tokenizer import COPIED, load_tokenizer
 
@@ -42,10 +42,7 @@ def write_companions(source: Path, folder: Path, config: Any, note: str) -> None
         QualityError: the copied tokenizer does not give the same tokens as the source's.
     """
     with writing(folder):
-        if (source / "generation_config.json").exists():
-            GenerationConfig.from_pretrained(source).save_pretrained(folder)
-        else:
-            GenerationConfig.from_model_config(config).save_pretrained(folder)
+        generation_config(source, config).save_pretrained(folder)
         for pattern in COPIED:
             for file in sorted(source.glob(pattern)):
                 shutil.copyfile(file, folder / file.name)

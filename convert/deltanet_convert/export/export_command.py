@@ -30,6 +30,10 @@ DEFAULT_SHARD_SIZE = "5GB"
 def export_command(
     model: Annotated[str, typer.Argument(help="Folder or hub id of a converted model.")],
     out: Annotated[Path | None, typer.Argument(help="Folder to create; with --format gguf, the file.")] = None,
+    revision: Annotated[
+        str | None,
+        typer.Option(help="Branch, tag or commit of MODEL on the hub.", show_default="the main branch"),
+    ] = None,
     style: Annotated[
         str, typer.Option("--format", help="transformers (also for vLLM) | mlx | gguf (llama.cpp).")
     ] = "transformers",
@@ -57,7 +61,7 @@ def export_command(
     if style not in FORMATS:
         raise UserError(f"--format: got '{style}', expected one of {', '.join(FORMATS)}")
     console = Console()
-    source = _model_folder(model)
+    source = _model_folder(model, revision)
     if check:
         print_check(source, console)
         return
@@ -94,11 +98,11 @@ def weights_dtype(stored: torch.dtype, style: str, requested: str | None) -> tor
     return stored if style != "gguf" else DTYPES.get(requested or "float16")
 
 
-def _model_folder(model: str) -> Path:
+def _model_folder(model: str, revision: str | None) -> Path:
     """The model's folder; a hub id is downloaded."""
     if model.endswith(".gguf"):
         raise UserError(f"{model}: is a GGUF file already; give the converted model's folder")
-    return resolve_source(model, Path("unused"), None).folder
+    return resolve_source(model, Path("unused"), None, revision).folder
 
 
 def refuse_obstacles(folder: Path, style: str) -> None:

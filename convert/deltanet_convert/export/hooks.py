@@ -9,9 +9,10 @@ from rich.console import Console
 from transformers import PreTrainedConfig
 
 from deltanet_hf.errors import UserError
+from deltanet_hf.hub import model_folder
+from deltanet_hf.inside import check_links
 
 from ..storage.safetensors_folder import read_json
-from ..storage.teacher_source import resolve_source
 from .import_qwen3_5 import is_qwen3_5, plan_import, write_import
 from .obstacles import FORMATS, teacher_obstacles
 from .progress import progress_bar
@@ -41,13 +42,14 @@ def check_exportable(name: str, teacher_config: PreTrainedConfig, softmax: list[
     return notes if uneven is None else [*notes, uneven]
 
 
-def qwen3_5_folder(teacher: str) -> Path | None:
+def qwen3_5_folder(teacher: str, revision: str | None = None) -> Path | None:
     """The teacher's folder if it holds a Qwen3.5 text model, which is imported instead of converted."""
-    folder = Path(teacher).expanduser()
-    if not folder.exists():
-        folder = resolve_source(teacher, Path("unused"), None).folder
+    folder = model_folder(teacher, revision, weights=False)
+    if not folder.is_dir():
+        return None
+    check_links(folder)
     file = folder / "config.json"
-    return folder if file.is_file() and is_qwen3_5(read_json(file)) else None
+    return model_folder(teacher, revision) if file.is_file() and is_qwen3_5(read_json(file)) else None
 
 
 def import_qwen3_5(

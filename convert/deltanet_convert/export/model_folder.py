@@ -72,7 +72,7 @@ def read_converted_config(folder: Path) -> PreTrainedConfig:
             "first (with --dry-run it only prints whether the result could be exported)"
         )
     try:
-        return AutoConfig.from_pretrained(folder)
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"{file}: transformers cannot read it ({reason}); correct the key") from error

@@ -48,7 +48,13 @@ class Reference:
     @classmethod
     def load(cls, model: ConvertedModel, rounded: torch.dtype, transcript: str | None) -> Reference:
         """Loads the model in float32; `rounded`: the dtype to which the export rounded its weights."""
-        ours: Any = AutoModelForCausalLM.from_pretrained(model.folder, dtype=rounded).float().eval()
+        ours: Any = (
+            AutoModelForCausalLM.from_pretrained(
+                model.folder, dtype=rounded, trust_remote_code=False, use_safetensors=True
+            )
+            .float()
+            .eval()
+        )
         tokenizer = load_tokenizer(model.folder)
         text = shipped_texts()[0].read_text(encoding="utf-8")[5000:15000]
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -59,7 +65,9 @@ class Reference:
         return cls(model.folder, ours, prompts, ids[:read], decoded, continued, tokenizer)
 
     def in_dtype(self, dtype: torch.dtype) -> Any:
-        return AutoModelForCausalLM.from_pretrained(self.folder, dtype=dtype).eval()
+        return AutoModelForCausalLM.from_pretrained(
+            self.folder, dtype=dtype, trust_remote_code=False, use_safetensors=True
+        ).eval()
 
 
 def verify_export(

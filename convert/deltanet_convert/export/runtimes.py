@@ -67,7 +67,9 @@ class Transformers:
         from transformers import AutoModelForCausalLM
 
         dtype = torch.float32 if mode == FLOAT32 else "auto"
-        self.model: Any = AutoModelForCausalLM.from_pretrained(export, dtype=dtype).eval()
+        self.model: Any = AutoModelForCausalLM.from_pretrained(
+            export, dtype=dtype, trust_remote_code=False, use_safetensors=True
+        ).eval()
 
     @torch.no_grad()
     def follow(self, prompt: Sequence[int], tokens: int, forced: Sequence[Step] = ()) -> list[Step]:

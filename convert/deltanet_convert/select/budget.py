@@ -21,7 +21,7 @@ class Memory:
         at: tokens of the sequence.
         teacher: all layers of the teacher.
         kept: one kept unit.
-        other: one unit that is not kept: its part of the converted layer's state.
+        other: one unit that is not kept: its part of the converted layer's cache.
         fixed: layers that are no candidates, converted.
     """
 
@@ -44,8 +44,8 @@ class Memory:
             at=at,
             teacher=sum(layer.kv_bytes(at) for layer in layers),
             kept=sum(layer.kv_bytes(at) for layer in own) / units,
-            other=sum(layer.state_bytes for layer in own) / units,
-            fixed=sum(layer.state_bytes for layer in layers if layer not in own),
+            other=sum(layer.cache_bytes(at) for layer in own) / units,
+            fixed=sum(layer.cache_bytes(at) for layer in layers if layer not in own),
         )
 
     def total(self, kept: int, units: int) -> int:
@@ -126,7 +126,8 @@ class Budget:
         if memory.kept <= memory.other:
             raise UserError(
                 f"{self.option}: at {memory.at} tokens the keys and values of a unit ({size(round(memory.kept))}) are "
-                f"no larger than the state in its place ({size(round(memory.other))}); give a larger length"
+                f"no larger than the cache in its place ({size(round(memory.other))}); give a larger length, or a "
+                "--mixer with a state or a window"
             )
         smallest = memory.total(1, available)
         if allowed < smallest:

@@ -33,6 +33,10 @@ DEFAULTS = SelectOptions(Budget.keep("25%"))
 
 def select_command(
     teacher: Annotated[str, typer.Argument(help="Softmax model to convert later: a folder, a hub id or a .gguf file.")],
+    revision: Annotated[
+        str | None,
+        typer.Option(help="Branch, tag or commit of TEACHER on the hub.", show_default="the main branch"),
+    ] = None,
     out: Annotated[Path, typer.Option(help="File to write; `deltanet-hf convert --layers FILE` reads it.")] = Path(
         "selection.json"
     ),
@@ -105,12 +109,12 @@ def select_command(
         device=device,
         overwrite=overwrite,
     )
-    if qwen3_5_folder(teacher) is not None:
+    if qwen3_5_folder(teacher, revision) is not None:
         raise UserError(f"{teacher}: is a Gated DeltaNet model already; there is nothing to select")
     out = out.expanduser().absolute()
     console = Console()
     table_options = ConvertOptions(mixer=mixer)
-    source = resolve_source(teacher, out.parent / f".{out.name}.teacher", None)
+    source = resolve_source(teacher, out.parent / f".{out.name}.teacher", None, revision)
     with removed_unless_unfinished(source, out):
         opened = open_teacher(source.folder)
         task = plan_selection(source, opened, options, table_options.table(opened.num_layers, ()), out)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from deltanet_hf.errors import UserError
+from deltanet_hf.loading import chosen_device
 
-from ..device import chosen_device
 from ..options import ConvertOptions
 from ..storage.safetensors_folder import read_json
 from ..storage.teacher_source import Source

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from deltanet_hf.errors import UserError
 from deltanet_hf.safe_write import writing
 
 from .methods import Round
+from .references import References
 from .units import Unit, to_json
 
 REFERENCES = "references"
@@ -22,18 +25,31 @@ class SelectionJournal:
     Args:
         out: the output file.
         request: everything that the result depends on, as a JSON value.
-        overwrite: replace an existing output, and discard the journal of a run with another request.
+        overwrite: replace existing outputs, and discard the journal of a run with another request.
+        units: the units to choose from.
+        plot: the file that is written beside the output; None for none.
 
     Raises:
-        UserError: the output exists, or an unfinished run to it had other options, and `overwrite` was not given.
+        UserError: an output exists, or an unfinished run to it had other options, and `overwrite` was not given; or an
+            output cannot be written.
     """
 
-    def __init__(self, out: Path, request: dict[str, Any], overwrite: bool) -> None:
-        self.path = self.path_of(out)
+    def __init__(
+        self,
+        out: Path,
+        request: dict[str, Any],
+        overwrite: bool,
+        units: Collection[Unit],
+        plot: Path | None = None,
+    ) -> None:
+        self.path, self.units = self.path_of(out), units
         self.steps: step_journal.Steps = {}
         request = json.loads(json.dumps(request))  # as the file will hold it
-        if out.is_dir():
-            raise UserError(f"{out}: is a folder; give the name of a file")
+        files = [out] if plot is None else [out, plot]
+        with writing(out):
+            for file in files:
+                if file.is_dir():
+                    raise UserError(f"{file}: is a folder; give the name of a file")
         before = self._read(overwrite)
         if before is not None and before != request:
             if not overwrite:
@@ -45,8 +61,9 @@ class SelectionJournal:
             self.remove()
             before = None
         if before is None:
-            if out.exists() and not overwrite:
-                raise UserError(f"{out}: exists; choose another file, or add --overwrite to replace it")
+            for file in files:
+                if file.exists() and not overwrite:
+                    raise UserError(f"{file}: exists; choose another file, or add --overwrite to replace it")
             with writing(out):
                 out.parent.mkdir(parents=True, exist_ok=True)
             self.steps = {}
@@ -58,11 +75,14 @@ class SelectionJournal:
         return out.parent / f".{out.name}.journal"
 
     def _read(self, overwrite: bool) -> dict[str, Any] | None:
-        if not self.path.exists():
-            return None
+        with writing(self.path):
+            if not self.path.exists():
+                return None
         try:
-            before, self.steps = step_journal.read(self.path)
-        except (ValueError, KeyError, TypeError) as error:
+            with writing(self.path):
+                before, self.steps = step_journal.read(self.path)
+            self._check(before)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             if not overwrite:
                 raise UserError(f"{self.path}: damaged ({error}); start again with --overwrite") from error
             before = None
@@ -70,15 +90,31 @@ class SelectionJournal:
             self.remove()
         return before
 
-    def references(self) -> dict[str, Any] | None:
+    def _check(self, request: Any) -> None:
+        """Raises one of the errors that `_read` expects unless the lines are those that a run writes."""
+        if not isinstance(request, dict | None):
+            raise TypeError("the first line holds no request")
+        self.references()
+        numbered = [step for step in self.steps if step != REFERENCES]
+        if numbered != [f"round {number + 1}" for number in range(len(numbered))]:
+            raise ValueError("a round is missing")
+        rounds = self.rounds()
+        if not all(math.isfinite(found.score) for found in rounds):
+            raise ValueError("a score is not a number")
+        chosen = [found.unit for found in rounds]
+        if len(set(chosen)) != len(chosen) or not set(chosen) <= set(self.units):
+            raise ValueError("a round chose a unit that the model does not have, or one twice")
+
+    def references(self) -> References | None:
         """The figures of the step `REFERENCES` if it is done."""
-        return self.steps.get(REFERENCES)
+        found = self.steps.get(REFERENCES)
+        return None if found is None else References.from_json(found)
 
     def rounds(self) -> list[Round]:
         """The finished rounds."""
         found = (figures for step, figures in self.steps.items() if step != REFERENCES)
         return [
-            Round(_unit(step["unit"]), step["score"], {_unit(unit): gain for unit, gain in step["gains"]})
+            Round(_unit(step["unit"]), float(step["score"]), {_unit(unit): gain for unit, gain in step["gains"]})
             for step in found
         ]
 

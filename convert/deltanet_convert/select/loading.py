@@ -23,7 +23,10 @@ def load_teacher(teacher: Teacher, device: torch.device) -> PreTrainedModel:
     try:
         with _quiet():
             model: PreTrainedModel = teacher.family.model_class.from_pretrained(
-                teacher.folder, dtype=dtype, attn_implementation="eager" if capped else "sdpa"
+                teacher.folder,
+                dtype=dtype,
+                attn_implementation="eager" if capped else "sdpa",
+                use_safetensors=True,
             )
         return model.to(device).eval().requires_grad_(False)  # type: ignore[arg-type]
     except torch.cuda.OutOfMemoryError as error:

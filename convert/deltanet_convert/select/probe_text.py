@@ -25,13 +25,14 @@ _STARS = (
     *("Vega", "Altair", "Rigel", "Deneb", "Antares", "Spica", "Mimosa", "Polaris", "Castor", "Pollux", "Regulus"),
     *("Sirius", "Canopus", "Capella", "Procyon", "Achernar", "Hadar", "Shaula", "Bellatrix", "Alnilam", "Mirfak"),
 )
-_NAMES = (
-    *("Adele", "Boris", "Clara", "Dmitri", "Elena", "Felix", "Greta", "Hugo", "Irene", "Jonas", "Karin", "Lukas"),
-    *("Marta", "Nils", "Olga", "Pavel", "Renata", "Stefan", "Theresa", "Ulrich", "Vera", "Walter", "Yvonne", "Zoltan"),
+_FLOORS = (
+    *("second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth", "eleventh", "twelfth"),
+    *("thirteenth", "fourteenth", "fifteenth", "sixteenth", "seventeenth", "eighteenth", "nineteenth", "twentieth"),
 )
-_CITIES = (
-    *("Porto", "Zagreb", "Cairo", "Lima", "Oslo", "Seville", "Tokyo", "Belfast", "Moscow", "Athens", "Havana", "Delhi"),
-    *("Nairobi", "Ottawa", "Boston", "Basel", "Krakow", "Montreal", "Milan", "Seoul", "Berlin", "Denver", "Kyoto"),
+_LANGUAGES = (
+    *("Arabic", "Armenian", "Basque", "Bengali", "Bulgarian", "Chinese", "Czech", "Danish", "Dutch", "Finnish"),
+    *("French", "German", "Greek", "Hebrew", "Hindi", "Hungarian", "Irish", "Italian", "Japanese", "Korean", "Latin"),
+    *("Norwegian", "Persian", "Polish", "Portuguese", "Russian", "Spanish", "Swedish", "Turkish", "Welsh"),
 )
 
 
@@ -80,8 +81,8 @@ def _berth(rng: random.Random) -> str:
     return f" {rng.choice('BCDFGHJKLMNPQRSTVWXZ')}{rng.choice('BCDFGHJKLMNPQRSTVWXZ')}-{rng.randrange(11, 100)}"
 
 
-def _city(rng: random.Random) -> str:
-    return f" {rng.choice(_CITIES)}"
+def _language(rng: random.Random) -> str:
+    return f" {rng.choice(_LANGUAGES)}"
 
 
 _RIVER = '\n{{"river": "{}", "surveyed":'
@@ -111,11 +112,11 @@ FORMATS = (
     ),
     Format(
         "prose",
-        _drawn(_NAMES),
-        _city,
-        statement=" In the end {} decided to move to",
+        _drawn(_FLOORS),
+        _language,
+        statement=" In the end the tenants of the {} floor decided to learn",
         end=", and nobody was surprised.",
-        question=" When I asked where {} lives now, they told me that it is",
+        question=" When I asked which lessons the tenants of the {} floor take, they told me that it is",
         end_of_answer=".",
     ),
 )

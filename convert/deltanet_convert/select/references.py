@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,13 +39,26 @@ class References:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> References:
-        return cls(value["teacher"], value["windows"], value["dropped"])
+        """Raises KeyError, TypeError or ValueError if `value` is not what `to_json` gives."""
+        teacher, windows = ({str(k): float(v) for k, v in value[key].items()} for key in ("teacher", "windows"))
+        if not teacher or teacher.keys() != windows.keys():
+            raise ValueError("the reference losses are incomplete")
+        return cls(teacher, windows, dict(value["dropped"]))
 
     def to_json(self) -> dict[str, Any]:
         return {"teacher": self.teacher, "windows": self.windows, "dropped": self.dropped}
 
     def usable(self, objective: AnswerLoss | TextKL, name: str) -> AnswerLoss | TextKL:
-        """The objective without the dropped formats; UserError with the teacher's `name` if none is left."""
+        """The objective without the dropped formats.
+
+        Raises:
+            UserError: there is nothing to measure with this teacher; the message begins with its `name`.
+        """
+        if not all(math.isfinite(loss) for loss in self.teacher.values()):
+            raise UserError(
+                f"{name}: its loss on the probes is not a number, so its weights hold infinite values or NaN; give the "
+                "teacher as it was published"
+            )
         kept = [part for part in objective.names if part not in self.dropped]
         if not kept:
             raise UserError(

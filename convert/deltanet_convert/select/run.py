@@ -10,6 +10,7 @@ from deltanet_hf.data import prefix_ids
 from deltanet_hf.errors import UserError
 from deltanet_hf.safe_write import write_atomically
 
+from ..export.obstacles import FORMATS, teacher_obstacles
 from ..storage.saved_tokenizer import load_tokenizer
 from .journal import REFERENCES, SelectionJournal
 from .loading import load_teacher
@@ -45,7 +46,8 @@ def run_selection(task: SelectionTask, show: Show = unseen, *, plot: bool = True
     Raises:
         UserError: the file exists or cannot be written, or recall probes say nothing about this teacher.
     """
-    journal = SelectionJournal(task.out, task.request(), task.options.overwrite)
+    drawn = task.out.with_suffix(".png") if plot and task.options.measured else None
+    journal = SelectionJournal(task.out, task.request(), task.options.overwrite, task.candidates.units, drawn)
     try:
         selection = _measured(task, journal, show) if task.options.measured else spread(task)
     except UserError:
@@ -53,8 +55,8 @@ def run_selection(task: SelectionTask, show: Show = unseen, *, plot: bool = True
             journal.remove()
         raise
     write_atomically(task.out, (json.dumps(selection.to_json(), indent=1) + "\n").encode())
-    if plot and task.options.measured:
-        write_atomically(task.out.with_suffix(".png"), selection_plot(selection))
+    if drawn is not None:
+        write_atomically(drawn, selection_plot(selection))
     journal.remove()
     return selection
 
@@ -73,14 +75,15 @@ def _measured(task: SelectionTask, journal: SelectionJournal, show: Show) -> Sel
             f"{task.teacher.folder}: the tokenizer makes token {int(objective.ids.max())} but vocab_size in "
             f"config.json is {config.vocab_size}; give the tokenizer that belongs to the teacher"
         )
-    if (found := journal.references()) is None or isinstance(objective, TextKL):
+    known_references = references = journal.references()
+    if references is None or isinstance(objective, TextKL):
         measured = References.measure(scorer, objective)  # which also keeps the teacher's logits for the KL
-        if found is None:
-            journal.done(REFERENCES, found := measured.to_json())
-    references = References.from_json(found)
+        references = references or measured
     for name, reason in references.dropped.items():
         show(len(rounds), task.count, f"probes of the format '{name}' are left out: {reason}")
     objective = references.usable(objective, task.source.name)
+    if known_references is None:  # not before they are known to be usable: a run with other options would be refused
+        journal.done(REFERENCES, references.to_json())
     scale = references.scale(objective.names)
     units = task.candidates.units
     next_unit: NextUnit
@@ -101,14 +104,16 @@ def _measured(task: SelectionTask, journal: SelectionJournal, show: Show) -> Sel
 
 
 def spread(task: SelectionTask) -> Selection:
-    """A selection by distance alone; it measures and writes nothing."""
+    """A selection by distance alone; it measures and writes nothing.
+
+    Raises:
+        UserError: with --exportable, a teacher that can be exported in no format.
+    """
     if task.options.method == EXPORTABLE:
         order = every_nth(int(task.teacher.config.num_hidden_layers), task.count)
-        if unlike := [unit[0] for unit in order if unit[0] in task.candidates.local]:
-            raise UserError(
-                f"--exportable: layers {unlike} have the teacher's own sliding window, Qwen3.5's softmax layers have "
-                "none; leave out --exportable"
-            )
+        found = teacher_obstacles(task.teacher.config, [unit[0] for unit in order])
+        if refused := [str(obstacle) for obstacle in found if obstacle.formats == FORMATS]:
+            raise UserError(f"--exportable: the result could not be exported: {'; '.join(refused)}")
     else:
         order = evenly(task.candidates.units, task.count)
     return task.selection(order, {})

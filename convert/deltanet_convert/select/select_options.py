@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from deltanet_hf.errors import UserError
+from deltanet_hf.loading import chosen_device
 
-from ..device import chosen_device
 from .budget import Budget
 from .methods import EXPORTABLE, METHODS
 from .units import UNITS

@@ -100,7 +100,8 @@ def plan_selection(
         table: the layers of a conversion that keeps nothing; a budget in bytes counts their states.
 
     Raises:
-        UserError: the budget makes no sense for this teacher, or the name of the output is the plot's.
+        UserError: the budget makes no sense for this teacher, a window shows everything, or the name of the output is
+            the plot's.
     """
     if out.suffix == ".png":
         raise UserError(f"--out {out}: the plot is written to this name; give a name such as selection.json")
@@ -115,4 +116,10 @@ def plan_selection(
         if at > longest:
             notes.append(f"--at {at}: the teacher's positions end at {longest}; only the bytes count at {at} tokens.")
     count = options.budget.units(candidates, memory)
-    return SelectionTask(source, teacher, options, out, candidates, count, memory, tuple(notes))
+    task = SelectionTask(source, teacher, options, out, candidates, count, memory, tuple(notes))
+    if options.measured and options.window + options.sinks >= task.length:
+        raise UserError(
+            f"--window {options.window}: with {options.sinks} sinks it shows all {task.length} tokens of a probe; "
+            "choose a smaller window, or a larger --length within the teacher's context"
+        )
+    return task

@@ -1,7 +1,6 @@
 """A model's weights on disk: every header is checked first; tensors are read one by one, when they are used."""
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +11,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from deltanet_hf.errors import UserError
+from deltanet_hf.hub import INDEX_FILE, SINGLE_FILE
+from deltanet_hf.inside import inside
 
 from .safetensors_header import DOWNLOAD_AGAIN, FLOAT_DTYPES, TensorEntry, read_header
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 BLOCK_ELEMENTS = 1 << 22  # elements per block, which limits temporary copies to 16 MiB
 
@@ -50,7 +49,7 @@ class Checkpoint:
         if index.exists():
             return cls(folder, _sharded(folder, index))
         if (folder / SINGLE_FILE).exists():
-            return cls(folder, _checked(read_header(_inside(folder, SINGLE_FILE, folder / SINGLE_FILE))))
+            return cls(folder, _checked(read_header(inside(folder, SINGLE_FILE, folder / SINGLE_FILE))))
         raise UserError(_nothing_to_read(folder))
 
     def __contains__(self, name: object) -> bool:
@@ -128,7 +127,7 @@ def _sharded(folder: Path, index: Path) -> dict[str, TensorEntry]:
                 "with save_pretrained"
             )
         if shard not in shards:
-            shards[shard] = _inside(folder, shard, index)
+            shards[shard] = inside(folder, shard, index)
     entries: dict[str, TensorEntry] = {}
     for shard, file in sorted(shards.items()):
         if not file.is_file():
@@ -145,20 +144,6 @@ def _sharded(folder: Path, index: Path) -> dict[str, TensorEntry]:
         if name not in entries or entries[name].file != shards[shard]:
             raise UserError(f"{index}: tensor '{name}' is not in its shard '{shard}'; {DOWNLOAD_AGAIN}")
     return _checked(entries)
-
-
-def _inside(folder: Path, shard: str, source: Path) -> Path:
-    """The shard's path; UserError if it leads out of the folder (absolute, '..' or a link)."""
-    remedy = "weights must lie in the teacher's own folder: copy the file there and correct the entry"
-    if os.path.isabs(shard) or ".." in Path(shard).parts or "\\" in shard or "\0" in shard:
-        raise UserError(f"{source}: shard {shard!r} leaves the folder; {remedy}")
-    path = folder / shard
-    allowed = [folder.resolve()]
-    if folder.resolve().parent.name == "snapshots":  # a hub cache links its snapshots to ../../blobs
-        allowed.append(folder.resolve().parent.parent / "blobs")
-    if not any(path.resolve().is_relative_to(root) for root in allowed):
-        raise UserError(f"{source}: shard {shard!r} is a link that leaves the folder; {remedy}")
-    return path
 
 
 def _checked(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:

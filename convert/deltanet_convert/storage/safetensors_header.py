@@ -15,6 +15,7 @@ import torch
 from deltanet_hf.errors import UserError
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+MAX_NAME = 300  # characters
 FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 ITEM_BYTES = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
@@ -92,19 +93,30 @@ def _parse(file: Path, raw: bytes) -> dict[str, Any]:
         raise UserError(f"{file}: the safetensors header is not JSON; {DOWNLOAD_AGAIN}") from error
     if not isinstance(header, dict):
         raise UserError(f"{file}: the safetensors header is not a JSON object; {DOWNLOAD_AGAIN}")
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise UserError(f"{file}: '__metadata__' in the header is not a mapping of texts; save the checkpoint again")
     return header
 
 
 def _entry(file: Path, name: str, value: Any, data_start: int, size: int) -> TensorEntry:
+    if not name.isprintable() or len(name) > MAX_NAME:
+        raise UserError(
+            f"{file}: tensor {name[:50]!r} has a name of {len(name)} characters, expected at most {MAX_NAME}, all of "
+            "them printable; save the checkpoint again"
+        )
     where = f"{file}: tensor '{name}'"
     if not isinstance(value, dict) or not {"dtype", "shape", "data_offsets"} <= value.keys():
         raise UserError(f"{where} has no dtype, shape and data_offsets in the header; save the checkpoint again")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
-    if dtype not in ITEM_BYTES:
-        raise UserError(f"{where} has unknown dtype {dtype!r}; save the checkpoint as float32, bfloat16 or float16")
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+        raise UserError(
+            f"{where} has unknown dtype {str(dtype)[:50]!r}; save the checkpoint as float32, bfloat16 or float16"
+        )
     if not _is_ints(shape) or not _is_ints(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise UserError(f"{where} has a bad shape {shape} or data_offsets {offsets}; save the checkpoint again")
+        raise UserError(
+            f"{where} has a bad shape {str(shape)[:100]} or data_offsets {str(offsets)[:100]}; save it again"
+        )
     begin, end = offsets
     if data_start + end > size:
         raise UserError(f"{where} ends at byte {data_start + end} but the file has {size}: truncated; {DOWNLOAD_AGAIN}")

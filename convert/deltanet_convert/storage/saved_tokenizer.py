@@ -1,23 +1,40 @@
 """A model folder's tokenizer, and the files beside it that are copied as they are."""
 
+import os
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
+from deltanet_hf import loading
+from deltanet_hf.inside import inside
 
-from deltanet_hf.errors import UserError
+from .safetensors_folder import read_json
 
+TOKENIZER_CONFIG = "tokenizer_config.json"
 # Files that no `save_pretrained` writes but that other tools read.
 COPIED = ("tokenizer.model", "vocab.json", "merges.txt", "chat_template.json", "LICENSE*", "NOTICE*")
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a model folder, as transformers loads it; UserError if there is none or it is damaged."""
-    try:
-        return AutoTokenizer.from_pretrained(folder)
-    except Exception as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(
-            f"{folder}: its tokenizer cannot be loaded ({reason}); add the teacher's tokenizer.json and "
-            "tokenizer_config.json"
-        ) from error
+    """The tokenizer of a model folder, as transformers loads it without running code of the folder.
+
+    Raises:
+        UserError: there is none, it is damaged, or it names files outside of the folder.
+    """
+    if (folder / TOKENIZER_CONFIG).is_file():
+        _check_named_files(folder)
+    tokenizer: Any = loading.load_tokenizer(str(folder), folder)
+    tokenizer.init_kwargs.pop("auto_map", None)  # names code, which a copy of the tokenizer would bring with it
+    return tokenizer
+
+
+def _check_named_files(folder: Path) -> None:
+    """Raises UserError if the tokenizer's config names a file outside of the folder that exists.
+
+    Configs of old versions name files of the machine that wrote them. Those are not read.
+    """
+    file = folder / TOKENIZER_CONFIG
+    for key, value in read_json(file).items():
+        names = value if isinstance(value, list) else [value]
+        for name in names if key.endswith(("_file", "_files")) and key != "special_tokens_map_file" else ():
+            if isinstance(name, str) and os.path.exists(folder / name):
+                inside(folder, name, file, f"key '{key}':")

@@ -1,6 +1,5 @@
 """Finds a teacher given as a local folder, a GGUF file or a hub id; the result is always a local folder."""
 
-import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,13 +7,11 @@ from pathlib import Path
 import torch
 
 from deltanet_hf.errors import UserError, one_line
+from deltanet_hf.hub import model_folder
+from deltanet_hf.inside import check_links
 from deltanet_hf.safe_write import writing
 
 from .safetensors_folder import PICKLES
-
-HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
-NEEDED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "LICENSE*"]
-NOT_NEEDED = ["original/*", "consolidated*", "*/*.safetensors", "onnx/*"]
 
 
 @dataclass(frozen=True)
@@ -27,18 +24,19 @@ class Source:
     temporary: bool = False  # `folder` is a dequantised copy, which is removed at the end
 
 
-def resolve_source(teacher: str, scratch: Path, dtype: torch.dtype | None) -> Source:
+def resolve_source(teacher: str, scratch: Path, dtype: torch.dtype | None, revision: str | None = None) -> Source:
     """Finds the teacher. A GGUF file is dequantised, for which it is completely in memory once; a hub id is downloaded.
 
     Args:
         teacher: a folder, a .gguf file, a folder with one .gguf file, or a hub id.
         scratch: folder for the dequantised copy, which is reused if it was made from the same file.
         dtype: dtype of the dequantised copy; None for bfloat16.
+        revision: branch, tag or commit on the hub; None for the main branch.
 
     Raises:
-        UserError: there is no such teacher, or its weights are pickled or cannot be read.
+        UserError: there is no such teacher, its weights are pickled or cannot be read, or it links to files elsewhere.
     """
-    path = Path(teacher).expanduser()
+    path = model_folder(teacher, revision)
     if path.is_file():
         if path.suffix == ".gguf":
             return Source(path.name, _dequantised(path, scratch, dtype), None, True)
@@ -51,29 +49,15 @@ def resolve_source(teacher: str, scratch: Path, dtype: torch.dtype | None) -> So
             if len(ggufs) > 1:
                 raise UserError(f"{path}: holds {len(ggufs)} .gguf files; give one of them, such as {ggufs[0]}")
             return Source(ggufs[0].name, _dequantised(ggufs[0], scratch, dtype), None, True)
-        return Source(path.resolve().name, path, None)
-    if not HUB_ID.match(teacher) or teacher.startswith((".", "/")):
-        raise UserError(f"{teacher}: no such folder, and not a hub id of the form owner/name; check the path")
-    return _downloaded(teacher)
-
-
-def _downloaded(repo: str) -> Source:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
-
-    try:
-        folder = Path(snapshot_download(repo, allow_patterns=NEEDED, ignore_patterns=NOT_NEEDED))
-    except RepositoryNotFoundError as error:
-        raise UserError(f"{repo}: no such folder here and no such model on the hub; check the name") from error
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        reason = one_line(error, 200)
-        raise UserError(f"{repo}: cannot be downloaded ({reason}); give a local folder, or try again") from error
-    if not list(folder.glob("*.safetensors")):
+    check_links(path)
+    if (path / "adapter_config.json").exists():
         raise UserError(
-            f"{repo}: the hub has no safetensors weights for it; pickled weights are refused: convert "
-            "them with save_pretrained where you trust them"
+            f"{path}: holds an adapter (adapter_config.json), which names another folder as its model; merge the two "
+            "(merge_and_unload of peft) and save the result"
         )
-    return Source(repo, folder, folder.name)
+    if path == Path(teacher).expanduser():
+        return Source(path.resolve().name, path, None)
+    return Source(teacher, path, path.name)
 
 
 def _dequantised(file: Path, scratch: Path, dtype: torch.dtype | None) -> Path:
@@ -99,7 +83,7 @@ def _dequantised(file: Path, scratch: Path, dtype: torch.dtype | None) -> Path:
             dtype=dtype or torch.bfloat16,
             quantization_config=GgufConfig(dequantize=True),
         )
-        tokenizer = AutoTokenizer.from_pretrained(place, gguf_file=name)
+        tokenizer = AutoTokenizer.from_pretrained(place, gguf_file=name, trust_remote_code=False)
         splitting = GGUFReader(file).get_field("tokenizer.ggml.pre")
     except Exception as error:  # a damaged file raises errors of many types
         reason = one_line(error, 300)

@@ -1,11 +1,14 @@
 """Writes the model card of a converted model."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
+from .card_header import Metric, card_header, licence_note, licence_of
 from .plan_view import count, index_ranges, size
+
+LOAD = """\
+Load it after `pip install deltanet-hf`. The only code in this folder, `deltanet_shim.py`, imports that package."""
 
 
 def model_card(report: dict[str, Any], teacher: Path, plot: str) -> str:
@@ -13,7 +16,7 @@ def model_card(report: dict[str, Any], teacher: Path, plot: str) -> str:
 
     Args:
         report: contents of `conversion.json`.
-        teacher: the teacher's folder, whose model card names the licence.
+        teacher: the teacher's folder, whose model card and licence files name its terms.
         plot: file name of the per-layer plot.
     """
     source, options, check, plan = report["teacher"], report["options"], report["held_out"], report["plan"]
@@ -23,16 +26,24 @@ def model_card(report: dict[str, Any], teacher: Path, plot: str) -> str:
     title = " and ".join(dict.fromkeys(layer["title"] for layer in changed))
     relative = [layer["relative_mse"] for layer in report["layers"]]
     cosine = [layer["cosine"] for layer in report["layers"]]
-    header = ["---", "library_name: transformers", "pipeline_tag: text-generation", *_licence(teacher)]
-    if "/" in source["name"]:
-        header.append(f"base_model: {source['name']}")
-    header += ["tags:", *_tags(options["mixer"], changed), "---"]
+    header = card_header(
+        f"{source['name']} with {title} layers",
+        _tags(options["mixer"], changed),
+        licence=licence_of(teacher),
+        base_model=source["name"] if "/" in source["name"] else None,
+        measured_on=f"{check['tokens']:,} held-out tokens, at conversion",
+        metrics=[
+            Metric("perplexity", "perplexity", check["perplexity"]),
+            Metric("perplexity", "perplexity of the teacher", check["teacher_perplexity"]),
+            Metric("kl_divergence", "KL divergence from the teacher, nats per token", check["kl"]),
+        ],
+    )
     stays = f"layers {index_ranges(kept)} keep softmax attention" if kept else "no layer keeps softmax attention"
     caches = "\n".join(
         f"| {row['context']:,} | {size(row['teacher'])} | {size(row['converted'])} |" for row in plan["cache_bytes"]
     )
     return (
-        "\n".join(header)
+        header
         + f"""
 
 # {source["name"]} with {title} layers
@@ -43,11 +54,12 @@ def model_card(report: dict[str, Any], teacher: Path, plot: str) -> str:
 {_norms_note(report["inserted_norms"])}
 {_state_of_training(report, changed)}
 
+{LOAD}
+
 ```python
-import deltanet_hf  # pip install deltanet-hf
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained("PATH")
+model = AutoModelForCausalLM.from_pretrained("PATH", trust_remote_code=True)
 tokenizer = AutoTokenizer.from_pretrained("PATH")
 ```
 
@@ -73,6 +85,10 @@ Cache of one sequence:
 {caches}
 
 All figures, options and versions: `conversion.json`.
+
+## Licence
+
+{licence_note(source["name"], teacher)}
 """
     )
 
@@ -92,8 +108,8 @@ def _keeps_tokens(converted: list[dict[str, Any]]) -> bool:
 
 def _tags(mixer: str, converted: list[dict[str, Any]]) -> list[str]:
     if not _has_new_weights(converted):
-        return ["- sliding-window-attention"]
-    return [f"- {mixer.replace('_', '-')}"] + ["- linear-attention"] * (not _keeps_tokens(converted))
+        return ["sliding-window-attention"]
+    return [mixer.replace("_", "-")] + ["linear-attention"] * (not _keeps_tokens(converted))
 
 
 def _settings(options: dict[str, Any], converted: list[dict[str, Any]]) -> str:
@@ -150,13 +166,3 @@ them.
 
 def _mean(values: list[float]) -> float:
     return sum(values) / len(values)
-
-
-def _licence(teacher: Path) -> list[str]:
-    """The licence lines of the teacher's model card."""
-    card = teacher / "README.md"
-    if not card.is_file():
-        return []
-    text = card.read_text(encoding="utf-8", errors="replace")
-    front = re.match(r"---\n(.*?)\n---", text, re.DOTALL)
-    return re.findall(r"^license(?:_name|_link)?: .+$", front[1], re.MULTILINE) if front else []

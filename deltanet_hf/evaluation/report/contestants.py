@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 import deltanet_hf  # noqa: F401  registers the model families
 from deltanet_hf.errors import UserError, one_line
@@ -18,6 +18,8 @@ from deltanet_hf.evaluation.baselines import from_scratch_start, switch_off_line
 from deltanet_hf.evaluation.free_policies import WindowPolicy, window_of_bytes
 from deltanet_hf.evaluation.lesions import switch_off_softmax, switch_off_state, switch_off_window
 from deltanet_hf.evaluation.measures.sequence_bytes import sequence_bytes
+from deltanet_hf.hub import loadable_folder
+from deltanet_hf.loading import chosen_device, load_model, load_tokenizer
 from deltanet_hf.mixers import Mixer
 from deltanet_hf.mixers.window import WindowAttention, WindowSettings, restrict_to_window
 from deltanet_hf.models.layers import LayerTable
@@ -161,9 +163,9 @@ class Roster:
 
     def __init__(self, rows: list[Contestant], device: str | None, dtype: str) -> None:
         self.rows = rows
-        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.device = chosen_device(device)
         self.dtype = dtype
-        self.tokenizer = _load_tokenizer(rows[0].folder)
+        self.tokenizer = load_tokenizer(rows[0].folder, loadable_folder(rows[0].folder))
         self.teacher = self._load(rows[0].folder)
 
     def model(self, row: Contestant) -> PreTrainedModel:
@@ -177,20 +179,10 @@ class Roster:
         return row.change(model, self.teacher) if row.change else model
 
     def _load(self, folder: str) -> PreTrainedModel:
-        try:
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=self.dtype)
-        except (OSError, ValueError) as error:
-            raise UserError(f"{folder}: not a model that can be loaded ({one_line(error, 300)})") from error
+        model = load_model(folder, loadable_folder(folder), self.dtype)
         nn.Module.to(model, self.device)  # transformers' own `to` is not typed
-        return model.eval()
+        return model
 
     def _check(self, row: Contestant, model: PreTrainedModel) -> None:
         if model.get_output_embeddings().weight.shape[0] != self.teacher.get_output_embeddings().weight.shape[0]:
             raise UserError(f"{row.folder}: its vocabulary differs from the teacher's; a report uses one tokenizer")
-
-
-def _load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
-    try:
-        return AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{folder}: no tokenizer there ({one_line(error, 300)})") from error

@@ -16,6 +16,8 @@ import deltanet_hf.evaluation.tasks.lm_eval_model  # noqa: F401  registers the m
 from deltanet_hf.errors import UserError, one_line
 from deltanet_hf.evaluation.tasks.lm_eval_patches import quiet_lm_eval, replaced
 from deltanet_hf.evaluation.tasks.local_data import write_task_folder
+from deltanet_hf.hub import loadable_folder
+from deltanet_hf.loading import load_config, load_tokenizer
 
 _ERROR_LENGTH = 300
 
@@ -38,17 +40,20 @@ def run_lm_eval(
     if not requested:
         raise UserError("--tasks is missing; for instance --tasks demo_cloze,demo_repeat (no data needed)")
     arguments, user_tasks = _take_include_path(arguments)
+    folder = loadable_folder(model)
+    load_config(model, folder)
+    load_tokenizer(model, folder)
     quiet_lm_eval()
-    model_arguments: dict[str, str | int] = {"pretrained": model}
+    model_arguments: dict[str, str | int] = {"pretrained": str(folder)}
     if window is not None:
         model_arguments |= {"window": window, "sinks": sinks}
     command = ["lm-eval", "run", "--model", "deltanet-hf", "--model_args", json.dumps(model_arguments)]
-    with tempfile.TemporaryDirectory(prefix="deltanet-tasks-") as folder, contextlib.ExitStack() as undo:
-        known = write_task_folder(Path(folder), data, user_tasks)
+    with tempfile.TemporaryDirectory(prefix="deltanet-tasks-") as tasks_folder, contextlib.ExitStack() as undo:
+        known = write_task_folder(Path(tasks_folder), data, user_tasks)
         if set(requested) <= set(known):
             # Reading the index of all stock tasks takes longer than running the demo's tasks.
             undo.enter_context(replaced(tasks, "TaskManager", partial(tasks.TaskManager, include_defaults=False)))
-        arguments = [*command, "--batch_size", "auto", "--include_path", folder, *arguments]
+        arguments = [*command, "--batch_size", "auto", "--include_path", tasks_folder, *arguments]
         undo.enter_context(replaced(sys, "argv", arguments))
         try:
             lm_eval_command.cli_evaluate()

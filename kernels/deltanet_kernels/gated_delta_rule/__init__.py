@@ -8,6 +8,8 @@ the kernels; `config.py` holds the sizes that they are launched with.
     stage                          file                      when
     -----------------------------  ------------------------  ---------------------------------------------------------
     recurrence, reference          reference.py              any device, float32 and float64; the tests' ground truth
+    calls in other dtypes, layouts drop_in.py                first, where a call is not as the kernels take it
+    gates per channel              fine_gates.py             recurrence, before recurrent.py or channel_gates
     CPU, chunked                   cpu.py, cpu_forward.py,   CPU tensors, and CUDA calls that no kernel supports
                                    cpu_backward.py
     CPU, few tokens                cpu_recurrent.py          CPU tensors without gradients, at most 8 tokens

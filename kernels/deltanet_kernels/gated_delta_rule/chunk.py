@@ -28,6 +28,7 @@ from deltanet_kernels.common.sequences import Chunks, cut_chunks
 from deltanet_kernels.common.sizes import cdiv
 from deltanet_kernels.gated_delta_rule import autotune
 from deltanet_kernels.gated_delta_rule.config import (
+    MIN_HALF_SIZE,
     ChunkConfig,
     check_supported,
     chunk_config,
@@ -48,8 +49,6 @@ from deltanet_kernels.gated_delta_rule.segments import chunk_spans, compose, com
 from deltanet_kernels.gated_delta_rule.solve import invert
 from deltanet_kernels.gated_delta_rule.states import outputs_kernel, states_kernel
 from deltanet_kernels.gated_delta_rule.states_backward import states_backward_kernel
-
-MIN_HALF_SIZE = 16  # smaller heads are computed in float32: too few numbers for their rounding errors to average out
 
 
 def _kept_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -25,6 +25,7 @@ def tile_width(size: int, dtype: torch.dtype) -> int:
 
 
 MAX_HEAD_SIZE = 256
+MIN_HALF_SIZE = 16  # smaller heads are computed in float32: too few numbers for their rounding errors to average out
 
 
 def check_supported(dtype: torch.dtype, K: int, V: int) -> None:

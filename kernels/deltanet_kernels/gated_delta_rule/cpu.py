@@ -23,6 +23,7 @@ from deltanet_kernels import checks
 from deltanet_kernels.arguments import Erase, RuleCall
 from deltanet_kernels.gated_delta_rule.cpu_backward import backward
 from deltanet_kernels.gated_delta_rule.cpu_forward import CHUNK, Sizes, forward
+from deltanet_kernels.gated_delta_rule.drop_in import through_plain
 from deltanet_kernels.gated_delta_rule.reference import log_decay_and_strength
 
 
@@ -183,6 +184,8 @@ def torch_chunk_gated_delta_rule(
     erase: Erase = "decayed",
     erase_key: torch.Tensor | None = None,
     minibatch: int | None = None,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The chunked form in plain PyTorch, on any device; float32 inside (float64 for float64 inputs).
 
@@ -190,10 +193,9 @@ def torch_chunk_gated_delta_rule(
     """
     call = RuleCall(
         q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, A_log, dt_bias,
-        use_gate_in_kernel, use_beta_sigmoid_in_kernel, erase, erase_key, minibatch,
+        use_gate_in_kernel, use_beta_sigmoid_in_kernel, erase, erase_key, minibatch, allow_neg_eigval, state_v_first,
     )  # fmt: skip
-    checks.check_delta_rule(call)
-    return chunked(call)
+    return chunked(call) if checks.check_delta_rule(call, drop_in=True) else through_plain(chunked, call, q.dtype)
 
 
 def chunked(call: RuleCall) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -9,6 +9,9 @@ from deltanet_kernels.arguments import Erase, RuleCall, StepCall
 from deltanet_kernels.gated_delta_rule.cpu import chunked
 from deltanet_kernels.gated_delta_rule.cpu_recurrent import torch_recurrent_gated_delta_rule
 from deltanet_kernels.gated_delta_rule.cpu_step import torch_gated_delta_step_
+from deltanet_kernels.gated_delta_rule.drop_in import check_chunk_size, read_others, through_plain
+from deltanet_kernels.gated_delta_rule.fine_gates import present, recurrent_with_fine_gates
+from deltanet_kernels.gated_delta_rule.step_checks import check_gated_delta_step
 
 
 def chunk_gated_delta_rule(
@@ -30,6 +33,10 @@ def chunk_gated_delta_rule(
     erase: Erase = "decayed",
     erase_key: torch.Tensor | None = None,
     minibatch: int | None = None,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    chunk_size: int | None = None,
+    **others: object,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The gated delta rule (Gated Delta Networks, arXiv 2412.06464, eq. 10), chunk by chunk, differentiable.
 
@@ -41,20 +48,23 @@ def chunk_gated_delta_rule(
     j // (HO/HV) with query head j // (HO/HQ), and state i is written with key head i // (HV/H): value heads
     may share a key head, and query heads may share a state.
 
+    The function takes what that of flash-linear-attention 0.6 takes by keyword; docs/drop-in.md has the differences.
+
     Args:
         q: queries [B, T, HQ, K]; T >= 1.
-        k: keys [B, T, H, K], dtype of q.
-        v: values [B, T, HV, V], dtype of q.
+        k: keys [B, T, H, K].
+        v: values [B, T, HV, V]. If the dtypes of q, k and v differ, the widest is computed with.
         g: log decay per token, <= 0 [B, T, HV]; float32 is recommended. With use_gate_in_kernel: the raw logit a.
         beta: write strength in [0, 2] [B, T, HV]; its logit with use_beta_sigmoid_in_kernel.
         scale: factor of the output, K**-0.5 by default.
-        initial_state: [N, HV, K, V] float32 (float64 with float64 inputs), N = B or the number of packed
-            sequences; zeros by default.
+        initial_state: [N, HV, K, V] in any floating-point dtype, N = B or the number of packed sequences; zeros by
+            default. The state is computed in float32 (float64 with float64 inputs).
         output_final_state: also return the state after the last token of each sequence.
         use_qk_l2norm_in_kernel: replace q and k by x * rsqrt(sum x^2 + 1e-6).
         cu_seqlens: offsets [N+1] (int32 or int64, first 0, never decreasing, last <= T) of sequences packed
             into one row (B = 1). Sequences may be empty; tokens after the last offset get o = 0, no gradient.
-        A_log, dt_bias: [HV] float32, required with use_gate_in_kernel.
+        A_log: [HV], required with use_gate_in_kernel.
+        dt_bias: [HV], or None for zeros; with use_gate_in_kernel only.
         use_gate_in_kernel: the log decay is -exp(A_log) * softplus(g + dt_bias).
         use_beta_sigmoid_in_kernel: the write strength is sigmoid(beta).
         erase: the state R_t whose prediction p_t^T R_t a write subtracts from its value:
@@ -63,33 +73,48 @@ def chunk_gated_delta_rule(
             "undecayed": S_{t-1}, as in Comba (arXiv 2506.02475). A closed gate then still erases.
             "chunk_start": the state before the token's mini-batch, decayed since then, as in the linear model with
             mini-batches of test-time training (arXiv 2407.04620).
-        erase_key: the key p_t of that prediction [B, T, H, K], dtype of q; the key k_t by default. It is never
+        erase_key: the key p_t of that prediction [B, T, H, K], dtype of k; the key k_t by default. It is never
             normalised, so its length is the strength of the feedback, also with use_qk_l2norm_in_kernel.
         minibatch: tokens per mini-batch, counted from the first token of each sequence in this call; for
             erase="chunk_start" only. 1 is "decayed". On CUDA the kernels serve 16, 32 and, in 16-bit dtypes, 64; other
             lengths run in PyTorch, in one step per mini-batch.
+        allow_neg_eigval: the write strength is 2 sigmoid(beta), so that the factors I - beta k k^T have eigenvalues
+            down to -1 (arXiv 2411.12537); with use_beta_sigmoid_in_kernel.
+        state_v_first: initial and final state are [N, HV, V, K]. Each is copied once.
+        chunk_size: 16, 32 or 64, without effect: PyTorch and the kernels for 16-bit dtypes use chunks of 64 tokens,
+            those for float32 and for heads smaller than 16 chunks of 32. A warning says so once if another is given.
+        others: `transpose_state_layout`, the old name of state_v_first. Further arguments of flash-linear-attention
+            have no counterpart, and an error names them.
 
     Returns:
-        o [B, T, HO, V] in the dtype of v, and the final state [N, HV, K, V] float32 or None.
+        o [B, T, HO, V] in the dtype of q, and the final state [N, HV, K, V] float32 or None.
 
     Raises:
-        ValueError: shapes, head counts, devices or offsets that do not fit, T = 0.
-        TypeError: dtypes that do not fit.
+        ValueError: shapes, head counts, devices or offsets that do not fit, T = 0, arguments that do nothing here.
+        TypeError: dtypes that do not fit, unknown arguments.
     """
+    if others:
+        state_v_first = read_others("chunk_gated_delta_rule", others, state_v_first)
     call = RuleCall(
         q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, A_log, dt_bias,
-        use_gate_in_kernel, use_beta_sigmoid_in_kernel, erase, erase_key, minibatch,
+        use_gate_in_kernel, use_beta_sigmoid_in_kernel, erase, erase_key, minibatch, allow_neg_eigval, state_v_first,
     )  # fmt: skip
-    checks.check_delta_rule(call)
-    return dispatch.call("chunk_gated_delta_rule", chunked, q, call.simplified())  # type: ignore[no-any-return]
+    plain = checks.check_delta_rule(call, drop_in=True)
+    if chunk_size is not None:
+        check_chunk_size(call, chunk_size)
+    return _chunk(call) if plain else through_plain(_chunk, call, q.dtype)
+
+
+def _chunk(call: RuleCall) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return dispatch.call("chunk_gated_delta_rule", chunked, call.q, call.simplified())  # type: ignore[no-any-return]
 
 
 def fused_recurrent_gated_delta_rule(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
+    g: torch.Tensor | None = None,
+    beta: torch.Tensor | None = None,
     scale: float | None = None,
     initial_state: torch.Tensor | None = None,
     output_final_state: bool = False,
@@ -103,18 +128,46 @@ def fused_recurrent_gated_delta_rule(
     erase: Erase = "decayed",
     erase_key: torch.Tensor | None = None,
     minibatch: int | None = None,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    gk: torch.Tensor | None = None,
+    gv: torch.Tensor | None = None,
+    **others: object,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The gated delta rule by its recurrence, for decoding and short inputs.
 
-    Arguments, results and errors are those of `chunk_gated_delta_rule`; calls that need gradients use its kernels.
+    Arguments, results and errors are those of `chunk_gated_delta_rule`, except for those below; calls that need
+    gradients use its kernels.
+
+    Args:
+        g: as there, or None for no decay per head.
+        beta: as there, or per value channel [B, T, HV, V]. None is ones, before the sigmoid if there is one.
+        gk: log decay per key channel, <= 0 [B, T, HV, K], added to g; with erase "decayed" or "off".
+        gv: log decay per value channel, <= 0 [B, T, HV, V], added to g. With gates per value channel each of the HV * V
+            columns of the states is computed as a head of its own; HQ <= HV.
+
+    Returns:
+        o [B, T, HO, V] in the dtype of v, and the final state as there.
     """
+    if others:
+        state_v_first = read_others("fused_recurrent_gated_delta_rule", others, state_v_first)
+    if g is None or beta is None:
+        if g is None and use_gate_in_kernel:
+            raise ValueError("g: got None, needs the logits [B, T, HV] with use_gate_in_kernel")
+        g, beta = present(v, g, 0.0), present(v, beta, 1.0)
     call = RuleCall(
         q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, A_log, dt_bias,
-        use_gate_in_kernel, use_beta_sigmoid_in_kernel, erase, erase_key, minibatch,
+        use_gate_in_kernel, use_beta_sigmoid_in_kernel, erase, erase_key, minibatch, allow_neg_eigval, state_v_first,
     )  # fmt: skip
-    checks.check_delta_rule(call)
+    if gk is not None or gv is not None or getattr(beta, "ndim", 0) == 4:
+        return recurrent_with_fine_gates(call, gk, gv)
+    plain = checks.check_delta_rule(call, drop_in=True)
+    return _recurrent(call) if plain else through_plain(_recurrent, call, v.dtype)
+
+
+def _recurrent(call: RuleCall) -> tuple[torch.Tensor, torch.Tensor | None]:
     return dispatch.call(  # type: ignore[no-any-return]
-        "fused_recurrent_gated_delta_rule", torch_recurrent_gated_delta_rule, q, call.simplified()
+        "fused_recurrent_gated_delta_rule", torch_recurrent_gated_delta_rule, call.q, call.simplified()
     )
 
 
@@ -190,5 +243,5 @@ def gated_delta_step_(
         q, k, v, a, b, state, A_log, dt_bias, conv_weight, conv_tail, z, norm_weight, padding, cos, sin, k_offset,
         scale, eps, qk_silu, v_silu, allow_neg_eigval, use_beta_sigmoid_in_kernel, erase,
     )  # fmt: skip
-    checks.check_gated_delta_step(call)
+    check_gated_delta_step(call)
     return dispatch.call("gated_delta_step_", torch_gated_delta_step_, q, call)  # type: ignore[no-any-return]

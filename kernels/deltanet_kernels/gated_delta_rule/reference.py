@@ -12,6 +12,7 @@ and the forms that `erase` and `erase_key` choose, with p_t = k_t unless there i
 where b is the last token before the mini-batch of token t.
 """
 
+import functools
 from itertools import pairwise
 
 import torch
@@ -38,8 +39,8 @@ def log_decay_and_strength(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log decay and write strength [B, T, HV] in `dtype` from the raw logits (A_log given) or as they are."""
     g, beta = g.to(dtype), beta.to(dtype)
-    if A_log is not None and dt_bias is not None:
-        g = -A_log.to(dtype).exp() * F.softplus(g + dt_bias.to(dtype))
+    if A_log is not None:
+        g = -A_log.to(dtype).exp() * F.softplus(g if dt_bias is None else g + dt_bias.to(dtype))
     if use_beta_sigmoid_in_kernel:
         beta = beta.sigmoid()
     return g, beta
@@ -64,20 +65,24 @@ def naive_gated_delta_rule(
     erase: Erase = "decayed",
     erase_key: torch.Tensor | None = None,
     minibatch: int | None = None,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The recurrence, one token at a time, in the widest dtype among the inputs: the truth for tests.
 
-    Arguments and results as `deltanet_kernels.chunk_gated_delta_rule`; slow, differentiable by autograd, and
-    with float64 inputs exact to float64.
+    Arguments and results as `deltanet_kernels.chunk_gated_delta_rule`, the output in the dtype of v; slow,
+    differentiable by autograd, and with float64 inputs exact to float64.
     """
     call = RuleCall(
         q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, A_log, dt_bias,
-        use_gate_in_kernel, use_beta_sigmoid_in_kernel, erase, erase_key, minibatch,
+        use_gate_in_kernel, use_beta_sigmoid_in_kernel, erase, erase_key, minibatch, allow_neg_eigval, state_v_first,
     )  # fmt: skip
-    checks.check_delta_rule(call)
+    checks.check_delta_rule(call, drop_in=True)
     dims = call.dims
-    dtype = torch.promote_types(torch.promote_types(q.dtype, g.dtype), beta.dtype)
+    dtype = functools.reduce(torch.promote_types, (x.dtype for x in (q, k, v, g, beta)))
     g, beta = log_decay_and_strength(g, beta, A_log, dt_bias, use_beta_sigmoid_in_kernel, dtype)
+    if allow_neg_eigval:
+        beta = 2 * beta
     q_, k_, v_ = q.to(dtype), k.to(dtype), v.to(dtype)
     if use_qk_l2norm_in_kernel:
         q_, k_ = l2_normalize(q_), l2_normalize(k_)
@@ -100,6 +105,7 @@ def naive_gated_delta_rule(
         state = v_.new_zeros(rows.stop - rows.start, dims.HV, dims.K, dims.V)
         if initial_state is not None:
             state = initial_state[rows].to(dtype)
+            state = state.mT if state_v_first else state
         start_state = state  # of the mini-batch, decayed up to the token
         for t in range(start, end):
             fade = decay[:, t, :, None, None]
@@ -113,7 +119,7 @@ def naive_gated_delta_rule(
             state = decayed + k_[:, t].unsqueeze(-1) * delta.unsqueeze(-2)
             heads = state.repeat_interleave(queries_per_state, dim=1) if queries_per_state > 1 else state
             outputs.append((heads * q_[:, t].unsqueeze(-1)).sum(-2))
-        states.append(state)
+        states.append(state.mT if state_v_first else state)
     last = spans[-1][2]
     outputs += [v_.new_zeros(dims.B, dims.HO, dims.V)] * (dims.T - last)
     o = torch.stack(outputs, dim=1).to(v.dtype)

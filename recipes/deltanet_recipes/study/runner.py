@@ -76,7 +76,7 @@ class StudyRun:
 
     def work(self) -> int:
         """Carry out all runs; returns the number of runs that failed."""
-        cores = os.cpu_count() or 1
+        cores = available_cores()
         converters = max(1, min(len(self.conversions), cores // CORES_PER_CONVERSION))
         gpus = list(dict.fromkeys(self.devices))
         threads = [threading.Thread(target=self._convert_all, args=(gpus[i % len(gpus)],)) for i in range(converters)]
@@ -98,7 +98,7 @@ class StudyRun:
         return self.failures
 
     def _convert_all(self, device: str | None) -> None:
-        threads = min(os.cpu_count() or 1, CORES_PER_CONVERSION)
+        threads = min(available_cores(), CORES_PER_CONVERSION)
         while True:
             with self.lock:
                 if not self.conversions or self.stopped:
@@ -141,20 +141,21 @@ class StudyRun:
             typer.echo(f"{run.name}: {row.get('error') or _figures(row)} ({row['wall_seconds']:.0f} s)")
 
     def next_run(self, device: str | None) -> Run | None:
-        """Take the longest waiting run whose conversion is done, or None if no run is left.
+        """Take the longest waiting run, or None if no run is left.
 
-        Blocks until there is such a run, and while an idle worker has a device with fewer tokens to train.
+        Blocks until its conversion is done, and while an idle worker has a device with fewer tokens to train. A shorter
+        run that began in the meantime would hold a device for much longer than a conversion takes.
         """
         with self.lock:
             while self.waiting and not self.stopped:
                 freer = any(self.idle[other] and self.load[other] < self.load[device] for other in self.devices)
-                for run in () if freer else self.waiting:
-                    if not _converts(run) or self._folder(run.convert) in self.converted:
-                        self.waiting.remove(run)
-                        self.idle[device] -= 1
-                        self.load[device] += self.study.tokens(run)
-                        self.lock.notify_all()
-                        return run
+                run = self.waiting[0]
+                if not freer and (not _converts(run) or self._folder(run.convert) in self.converted):
+                    self.waiting.remove(run)
+                    self.idle[device] -= 1
+                    self.load[device] += self.study.tokens(run)
+                    self.lock.notify_all()
+                    return run
                 self.lock.wait()
         return None
 
@@ -164,7 +165,7 @@ class StudyRun:
         if error := self.converted.get(student):
             raise Failed(error)
         folder, log, model = self.output / run.name, self.logs / f"{run.name}.log", student
-        threads = max(1, (os.cpu_count() or 1) // len(self.devices))
+        threads = max(1, available_cores() // len(self.devices))
         folder.mkdir(parents=True, exist_ok=True)
         if run.recipe is not None:
             overrides, _ = self.study.recipe(run, str(student))
@@ -251,6 +252,11 @@ def _figures(row: dict[str, Any]) -> str:
     if "metrics" not in row:
         return hybrid_row.shown(row)
     return "  ".join(f"{key} {figure['value']:.4g}" for key, figure in row["metrics"].items())
+
+
+def available_cores() -> int:
+    """Number of CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def visible_gpus() -> list[str]:

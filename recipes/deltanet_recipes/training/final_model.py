@@ -16,7 +16,7 @@ from deltanet_recipes.schema import Recipe, Stage
 from deltanet_recipes.training.logbook import read_log
 from deltanet_recipes.training.model_card import write_card
 
-FROM_STUDENT = ("conversion.json", "generation_config.json", "chat_template.jinja")
+FROM_STUDENT = ("conversion.json", "generation_config.json", "chat_template.jinja", "LICENSE*", "NOTICE*")
 
 
 def save_final(
@@ -49,10 +49,10 @@ def save_final(
         student.save_pretrained(model)
         tokenizer.save_pretrained(model)
         (model / "recipe.json").write_text(json.dumps(recipe.model_dump(mode="json"), indent=1))
-        for name in FROM_STUDENT:
-            source = Path(recipe.student) / name
-            if source.is_file() and not (model / name).is_file():
-                shutil.copy(source, model / name)
+        for pattern in FROM_STUDENT:
+            for source in Path(recipe.student).glob(pattern):
+                if source.is_file() and not (model / source.name).is_file():
+                    shutil.copy(source, model / source.name)
         write_card(model, recipe, stages, read_log(Path(recipe.output)), data, student.config)
         return {}
 

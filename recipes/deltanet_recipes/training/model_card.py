@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 from transformers import PreTrainedConfig
 
+from deltanet_convert.views.card_header import Metric, card_header, licence_note, licence_of
 from deltanet_hf.mixers import AttentionKind, LayerKind
 from deltanet_hf.models.layers import LayerTable
 from deltanet_hf.models.qwen3_5 import MODEL_TYPE
@@ -23,7 +24,7 @@ def write_card(
     data: list[list[dict[str, Any]]],
     config: PreTrainedConfig,
 ) -> None:
-    """Write README.md: teacher, tokens, hours, held-out figures, data and the recipe.
+    """Write README.md: teacher, tokens, hours, held-out figures, data, the recipe and the licence.
 
     Args:
         rows: the log of the run.
@@ -41,13 +42,17 @@ def write_card(
     new = [mixer for mixer in mixers if mixer.new_weights]
     linear = ["linear-attention"] if any(not issubclass(mixer, AttentionKind) for mixer in new) else []
     tags = [*(mixer.name.replace("_", "-") for mixer in new), *linear, "distillation"]
+    student = Path(recipe.student)
+    header = card_header(
+        heading[0].removeprefix("# "),
+        tags,
+        licence=licence_of(student),
+        base_model=None if Path(teacher).exists() or imported else teacher,
+        measured_on="held-out part of the training data",
+        metrics=_metrics(rows, stages),
+    )
     lines = [
-        "---",
-        "library_name: transformers",
-        "pipeline_tag: text-generation",
-        f"tags: [{', '.join(tags)}]",
-        *([f"base_model: {teacher}"] if not Path(teacher).exists() and not imported else []),
-        "---",
+        header,
         "",
         *heading,
         "",
@@ -85,7 +90,23 @@ def write_card(
     settings = recipe.model_dump(mode="json", exclude_unset=True)
     lines += ["", "Recipe (`recipe.json` has every value):", "", "```yaml"]
     lines += [yaml.safe_dump(settings, sort_keys=False).rstrip(), "```", ""]
+    lines += ["## Licence", "", licence_note(student.name if imported else title, student), ""]
     (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")
+
+
+def _metrics(rows: list[dict[str, Any]], stages: list[Stage]) -> list[Metric]:
+    """The figures of the last evaluation of the last stage."""
+    label = stage_name(stages[-1])
+    evaluated = [row for row in rows if row["stage"] == label and "held_out.kl" in row]
+    if not evaluated:
+        return []
+    last, top_k = evaluated[-1], getattr(stages[-1], "top_k", None)
+    part = f", top {top_k} tokens" if top_k else ""
+    names = {
+        "perplexity": ("perplexity", "perplexity"),
+        "kl": ("kl_divergence", f"KL divergence from the teacher, nats per token{part}"),
+    }
+    return [Metric(*names[key], last[f"held_out.{key}"]) for key in names if f"held_out.{key}" in last]
 
 
 def _mixers(config: PreTrainedConfig) -> list[type[LayerKind]]:

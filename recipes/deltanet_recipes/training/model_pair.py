@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import json
+import os
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-import deltanet_hf  # noqa: F401  (registers the converted families)
-from deltanet_hf.errors import UserError, one_line
+from deltanet_convert.storage.safetensors_folder import read_json
+from deltanet_hf import loading  # its package registers the converted families
+from deltanet_hf.errors import UserError
+from deltanet_hf.hub import loadable_folder
 from deltanet_hf.mixers import AttentionKind, LayerKind
 from deltanet_hf.models.families import FAMILIES, PREFIX
 from deltanet_hf.models.layers import LayerTable
 from deltanet_hf.models.qwen3_5 import MODEL_TYPE
 from deltanet_recipes.schema import Align, Recipe, stage_name
+
+RECORD = "conversion.json"
 
 
 def load_student(folder: str, dtype: torch.dtype | None = None) -> PreTrainedModel:
@@ -26,7 +30,7 @@ def load_student(folder: str, dtype: torch.dtype | None = None) -> PreTrainedMod
 
 def load_teacher(recipe: Recipe, dtype: torch.dtype) -> PreTrainedModel:
     """The teacher in `dtype`, frozen, with SDPA attention. Raises UserError if it cannot be loaded."""
-    return _load(teacher_name(recipe), "teacher", dtype).requires_grad_(False)
+    return _load(teacher_name(recipe), "teacher", dtype, teacher_revision(recipe)).requires_grad_(False)
 
 
 def check_models(recipe: Recipe) -> None:
@@ -42,7 +46,7 @@ def check_models(recipe: Recipe) -> None:
             f"student: {folder} has model_type {student.model_type!r}, which is not a converted model; make one with "
             "`deltanet-hf convert`"
         )
-    config = _config(name, "teacher")
+    config = _config(name, "teacher", teacher_revision(recipe))
     for stage in recipe.stages:
         if getattr(stage, "recall_weight", 0.0) > 0 and config.model_type not in FAMILIES:
             raise UserError(
@@ -108,7 +112,7 @@ def _check_imported(recipe: Recipe, student: Any, config: Any) -> None:
                 + ("; give one with the same vocabulary" if key == "vocab_size" else "; set hidden_weight to 0")
             )
     own = load_tokenizer(recipe.student).get_vocab()
-    for token, number in load_tokenizer(name, "teacher").get_vocab().items():
+    for token, number in load_tokenizer(name, "teacher", teacher_revision(recipe)).get_vocab().items():
         if own.get(token, number) != number:
             raise UserError(
                 f"teacher: {name} has token {token!r} at {number}, the student at {own[token]}; give one with the "
@@ -119,43 +123,78 @@ def _check_imported(recipe: Recipe, student: Any, config: Any) -> None:
 def teacher_name(recipe: Recipe) -> str:
     """Folder or Hub id of the teacher: the recipe's, or else the one that the student's conversion.json names.
 
-    A folder of that name beside the student is taken before a Hub id. Raises UserError if no teacher is named.
+    A local teacher is looked for where it was, seen from the student, then beside the student. Raises UserError if no
+    teacher is named, or a local one is not found.
     """
     if recipe.teacher is not None:
         return recipe.teacher
-    path = Path(recipe.student) / "conversion.json"
-    teacher = json.loads(path.read_text(encoding="utf-8")).get("teacher")
-    name = teacher.get("name") or teacher.get("path") if isinstance(teacher, dict) else teacher
+    student, teacher = Path(recipe.student).absolute(), _recorded_teacher(recipe)
+    name = str(teacher.get("name") or teacher.get("path") or "")
     if not name:
-        raise UserError(f"teacher: {path} names no teacher; set this key")
-    beside = Path(recipe.student).absolute().parent / str(name)
-    return str(beside) if beside.is_dir() and not Path(name).is_dir() else str(name)
+        raise UserError(f"teacher: {student / RECORD} names no teacher; set this key (teacher=PATH)")
+    if teacher.get("revision"):
+        return name
+    places = [Path(name), student.parent / name]
+    if isinstance(teacher.get("folder"), str):
+        places.insert(0, Path(os.path.normpath(student / teacher["folder"])))
+    for place in places:
+        if os.path.isfile(place / "config.json"):  # False also for what no file can be called
+            return str(place)
+    if "/" in name and not Path(name).is_absolute():
+        return name
+    raise UserError(
+        f"teacher: {student / RECORD} names the folder {name!r}, which is not at {places[0]}; say where it is now: "
+        "teacher=PATH"
+    )
 
 
-def load_tokenizer(folder: str, key: str = "student") -> PreTrainedTokenizerBase:
+def teacher_revision(recipe: Recipe) -> str | None:
+    """The commit of a teacher on the Hub that the student was converted from; None for another teacher or a folder."""
+    if recipe.teacher is not None:
+        return None
+    revision = _recorded_teacher(recipe).get("revision")
+    return revision if isinstance(revision, str) else None
+
+
+def _recorded_teacher(recipe: Recipe) -> dict[str, Any]:
+    """What the student's conversion.json says of its teacher."""
+    teacher = read_json(Path(recipe.student) / RECORD).get("teacher")
+    return teacher if isinstance(teacher, dict) else {"name": teacher}
+
+
+def load_tokenizer(folder: str, key: str = "student", revision: str | None = None) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder or Hub id; `key` is the recipe's key that an error names."""
+    place = _folder(folder, key, revision)
     try:
-        return AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{key}: {folder} has no usable tokenizer ({one_line(error)})") from None
+        return loading.load_tokenizer(folder, place)
+    except UserError as error:
+        raise UserError(f"{key}: {error}") from None
 
 
-def _config(name: str, key: str) -> Any:
-    if not Path(name).is_dir() and (Path(name).is_absolute() or name.count("/") != 1):
-        raise UserError(f"{key}: {name}: no such folder, and no Hub id (OWNER/NAME)")
+def _folder(name: str, key: str, revision: str | None) -> Path:
+    """The folder of a model, downloaded if it is a Hub id; a revision of a local folder is ignored."""
     try:
-        return AutoConfig.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{key}: {name}: {one_line(error)}") from None
+        return loadable_folder(name, None if os.path.exists(name) else revision)
+    except UserError as error:
+        raise UserError(f"{key}: {error}") from None
 
 
-def _load(name: str, key: str, dtype: Any) -> PreTrainedModel:
+def _config(name: str, key: str, revision: str | None = None) -> Any:
+    place = _folder(name, key, revision)
     try:
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, attn_implementation="sdpa")
-    except (OSError, ValueError) as error:
-        raise UserError(f"{key}: {name}: {one_line(error)}") from None
+        return loading.load_config(name, place)
+    except UserError as error:
+        raise UserError(f"{key}: {error}") from None
+
+
+def _load(name: str, key: str, dtype: Any, revision: str | None = None) -> PreTrainedModel:
+    place = _folder(name, key, revision)
+    try:
+        model = loading.load_model(name, place, dtype, attn_implementation="sdpa")
+    except UserError as error:
+        raise UserError(f"{key}: {error}") from None
     model.config.use_cache = False
-    return model.eval()  # type: ignore[no-any-return]
+    return model
 
 
 def place(model: nn.Module, device: torch.device) -> nn.Module:

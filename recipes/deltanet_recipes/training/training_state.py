@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
-from deltanet_hf.errors import UserError
+from deltanet_hf.errors import UserError, one_line
 from deltanet_recipes.training.runtime import Runtime
 
 _OPTIONS = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
@@ -60,8 +60,11 @@ class Checkpoints:
         try:
             saved = torch.load(folder / "weights.pt", map_location="cpu", weights_only=True)
             state = json.loads((folder / "state.json").read_text())
-        except (OSError, RuntimeError, ValueError) as error:
-            raise UserError(f"{folder}: checkpoint cannot be read ({error}); delete it to use the one before") from None
+        except Exception as error:  # a damaged file raises errors of many types; code in it is refused, not run
+            reason = one_line(error, 200)
+            raise UserError(
+                f"{folder}: checkpoint cannot be read ({reason}); delete it to use the one before"
+            ) from None
         set_state_dict(
             module,
             optimizers,

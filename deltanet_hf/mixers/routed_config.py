@@ -1,0 +1,25 @@
+"""Hands the attention of a family to a function of this package."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+
+class RoutedConfig:
+    """A family's configuration that names another attention function; all else is read from the configuration itself.
+
+    Args:
+        config: the model's configuration, or that of some of its heads.
+        implementation: the name under which `AttentionInterface` has the function.
+    """
+
+    def __init__(self, config: PreTrainedConfig, implementation: str) -> None:
+        self.whole = config.whole if isinstance(config, RoutedConfig) else config
+        self._attn_implementation = implementation
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "whole" not in self.__dict__:  # while it is copied or unpickled
+            raise AttributeError(name)
+        return getattr(self.whole, name)

@@ -1,0 +1,97 @@
+"""Argument checks of the decoding step. A message names the argument, what it got and what it needs."""
+
+import torch
+
+from deltanet_kernels.arguments import StepCall
+from deltanet_kernels.checks import _require_device, _require_float, _require_shape, _require_tensor, _shape
+
+
+def check_gated_delta_step(call: StepCall) -> None:
+    """Check the arguments of a decoding step.
+
+    Raises:
+        ValueError: a shape, head count or device that does not fit, or a state or tail that is not contiguous.
+        TypeError: a dtype that does not fit, or an argument that is not a tensor.
+    """
+    q, k, v, a, b, state, A_log, dt_bias, conv_weight, conv_tail, z, norm_weight, padding, cos, sin = call[:15]
+    k_offset = call.k_offset
+    given = {
+        "q": q, "k": k, "v": v, "a": a, "b": b, "state": state, "A_log": A_log, "dt_bias": dt_bias,
+        "conv_weight": conv_weight, "conv_tail": conv_tail, "z": z, "norm_weight": norm_weight,
+        "cos": cos, "sin": sin, "k_offset": k_offset,
+    }  # fmt: skip
+    tensors = {name: x for name, x in given.items() if x is not None}
+    for name, x in tensors.items():
+        _require_float(name, _require_tensor(name, x))
+    if padding is not None:
+        tensors["padding"] = padding
+    for name, x in tensors.items():
+        _require_device(name, x, "q", q.device)
+    if state.dim() != 4 or 0 in state.shape:
+        raise ValueError(f"state: got shape {_shape(state)}, needs [B, HV, K, V] without empty dimensions")
+    for name in ("state", "conv_tail"):
+        if name in tensors and not tensors[name].is_contiguous():
+            raise ValueError(f"{name}: got strides {tensors[name].stride()}, needs a contiguous tensor: it is changed")
+    wanted = (torch.float64 if q.dtype == torch.float64 else torch.float32, torch.bfloat16)
+    if state.dtype not in wanted:
+        raise TypeError(f"state: got dtype {state.dtype}, needs {' or '.join(map(str, wanted))}")
+    B, HV, K, V = state.shape
+    T = q.shape[1]
+    heads = {name: _count_heads(name, x, B, T, size) for name, x, size in (("q", q, K), ("k", k, K), ("v", v, V))}
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name}: got dtype {x.dtype}, needs {q.dtype} (the dtype of q)")
+    HQ, H = heads["q"], heads["k"]
+    if heads["v"] != HV:
+        raise ValueError(f"v: got {heads['v']} heads of {V}, needs the {HV} of the state")
+    if HV % H or HQ % H or (HQ % HV and HV % HQ):
+        raise ValueError(
+            f"q: got {HQ} heads with {H} of k and {HV} of v, needs multiples of k's, one a multiple of the other"
+        )
+    HO = max(HQ, HV)
+    for name, x in (("a", a), ("b", b)):
+        _require_shape(name, x, (B, T, HV), "[B, T, HV] with HV of the state")
+    if (A_log is None) != (dt_bias is None):
+        raise ValueError("dt_bias: needs a tensor with A_log, and None without")
+    for name in ("A_log", "dt_bias"):
+        if name in tensors:
+            _require_shape(name, tensors[name], (HV,), "[HV]")
+    if call.erase not in ("decayed", "off", "undecayed"):
+        raise ValueError(f"erase: got {call.erase!r}, needs 'decayed', 'off' or 'undecayed' in a step")
+    if call.allow_neg_eigval and not call.use_beta_sigmoid_in_kernel:
+        raise ValueError("allow_neg_eigval: doubles a sigmoid, needs use_beta_sigmoid_in_kernel")
+    if (conv_weight is None) != (conv_tail is None):
+        raise ValueError("conv_tail: needs a tensor with conv_weight, and None without")
+    if conv_weight is not None and conv_tail is not None:
+        C = (HQ + H) * K + HV * V
+        if conv_weight.dim() != 2 or conv_weight.shape[0] != C or conv_weight.shape[1] < 1:
+            raise ValueError(f"conv_weight: got shape {_shape(conv_weight)}, needs [C, W] with C = {C} and W >= 1")
+        _require_shape("conv_tail", conv_tail, (B, C, conv_weight.shape[1] - 1), "[B, C, W-1]")
+    if z is not None and _count_heads("z", z, B, T, V) != HO:
+        raise ValueError(f"z: got shape {_shape(z)}, needs {HO} heads of {V}")
+    if norm_weight is not None and tuple(norm_weight.shape) not in ((V,), (HO, V)):
+        raise ValueError(f"norm_weight: got shape {_shape(norm_weight)}, needs [{V}] or [{HO}, {V}]")
+    if k_offset is not None:
+        _require_shape("k_offset", k_offset, (H, K), "[H, K] with H of k")
+    if padding is not None:
+        _require_shape("padding", padding, (B, T), "[B, T]")
+        if padding.dtype != torch.bool:
+            raise TypeError(f"padding: got dtype {padding.dtype}, needs torch.bool")
+    if cos is None or sin is None:
+        if cos is not sin:
+            raise ValueError("sin: needs a tensor with cos, and None without")
+    else:
+        R = cos.shape[-1]
+        if tuple(cos.shape) not in ((B, T, R), (1, T, R)) or R % 2 or not 0 < R <= K:
+            raise ValueError(f"cos: got shape {_shape(cos)}, needs [{B} or 1, {T}, R] with an even R up to {K}")
+        _require_shape("sin", sin, tuple(cos.shape), "the shape of cos")
+
+
+def _count_heads(name: str, x: torch.Tensor, B: int, T: int, size: int) -> int:
+    """Heads in x [B, T, heads * size] or [B, T, heads, size]."""
+    width = x.shape[2] * (x.shape[3] if x.dim() == 4 else 1) if x.dim() in (3, 4) else 0
+    if width == 0 or width % size or T == 0 or tuple(x.shape[:2]) != (B, T) or (x.dim() == 4 and x.shape[3] != size):
+        raise ValueError(
+            f"{name}: got shape {_shape(x)}, needs [{B}, {T}, heads * {size}] or [{B}, {T}, heads, {size}], T >= 1"
+        )
+    return width // size

@@ -1,0 +1,230 @@
+"""Careless use of `convert`: one line before any work, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from deltanet_convert.calibration_text import tokenise
+from deltanet_convert.convert import convert
+from deltanet_convert.job import prepare
+from deltanet_convert.options import ConvertOptions
+from deltanet_convert.start import START
+from deltanet_convert.storage.safetensors_folder import SINGLE_FILE
+from deltanet_hf.errors import QualityError, UserError
+from support.tiny_conversion import (
+    TOKENS,
+    quick_start,
+    teacher_folder,
+    text_file,
+    tiny_conversion,
+    tiny_job,
+    tiny_tokenizer,
+)
+
+Change = Callable[[Path], Any]
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return teacher_folder(tmp_path_factory.mktemp("good") / "teacher", "llama", num_hidden_layers=2)
+
+
+@pytest.fixture
+def teacher(good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setitem(START, "gated_deltanet", quick_start)
+    text_file(tmp_path)
+    return Path(shutil.copytree(good, tmp_path / "teacher"))
+
+
+def config(**keys: Any) -> Change:
+    return edited("config.json", **keys)
+
+
+def edited(name: str, **keys: Any) -> Change:
+    def change(folder: Path) -> None:
+        values = json.loads((folder / name).read_text()) | keys
+        (folder / name).write_text(json.dumps(values))
+
+    return change
+
+
+def written(name: str, text: str) -> Change:
+    return lambda folder: (folder / name).write_text(text)
+
+
+def entry(**keys: Any) -> Change:
+    """Changes the header's entry of one tensor, or the whole header."""
+
+    def change(folder: Path) -> None:
+        raw = (folder / SINGLE_FILE).read_bytes()
+        length = int.from_bytes(raw[:8], "little")
+        header = json.loads(raw[8 : 8 + length])
+        for key, value in keys.items():
+            if key == "name":
+                header[value] = header.pop("model.norm.weight")
+            elif key == "metadata":
+                header["__metadata__"] = value
+            else:
+                header["model.norm.weight"][key] = value
+        body = json.dumps(header).encode()
+        (folder / SINGLE_FILE).write_bytes(len(body).to_bytes(8, "little") + body + raw[8 + length :])
+
+    return change
+
+
+def looping(folder: Path) -> None:
+    (folder / SINGLE_FILE).unlink()
+    (folder / SINGLE_FILE).symlink_to(SINGLE_FILE)
+
+
+def sharded(shard: str) -> Change:
+    index = json.dumps({"weight_map": {"model.norm.weight": shard}})
+    return written("model.safetensors.index.json", index)
+
+
+def rope(**keys: Any) -> Change:
+    return config(rope_parameters={"rope_type": "default", "rope_theta": 10000.0, **keys})
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (written("generation_config.json", "{"), "generation_config.json"),
+        (written("generation_config.json", "[]"), "generation_config.json"),
+        (written("generation_config.json", '{"max_new_tokens": "many"}'), "generation_config.json"),
+        (written("generation_config.json", '{"cache_implementation": "banana"}'), "banana"),
+        (config(deltanet={"kinds": {}}), "key 'deltanet' belongs to converted models"),
+        (config(rms_norm_eps=float("nan")), "key 'rms_norm_eps' is nan"),
+        (config(rms_norm_eps=-1e-6), "key 'rms_norm_eps' is -1e-06"),
+        (config(initializer_range=float("inf")), "initializer_range"),
+        (config(hidden_size=10**400), "config.json"),
+        (config(max_position_embeddings=0), "key 'max_position_embeddings' is 0"),
+        (rope(rope_theta=-1.0), "key 'rope_theta' of the rotary embedding is -1.0"),
+        (rope(rope_theta=float("nan")), "key 'rope_parameters.rope_theta' is nan"),
+        (rope(rope_type="linear", factor=-2.0), "key 'factor' of the rotary embedding is -2.0"),
+        (entry(dtype=["F32"]), "unknown dtype"),
+        (entry(dtype={}), "unknown dtype"),
+        (entry(metadata=[]), "__metadata__"),
+        (entry(name="\udcff"), "printable"),
+        (entry(name="a\nb"), "printable"),
+        (entry(name="model.layers." + "9" * 5000 + ".x"), "5015 characters"),
+        (sharded("a" * 5000 + ".safetensors"), "cannot be opened"),
+        (sharded("\udcff.safetensors"), "index.json"),
+        (looping, "cannot be opened"),
+    ],
+)
+def test_a_damaged_teacher_is_refused_before_any_work(teacher: Path, tmp_path: Path, change: Change, said: str) -> None:
+    change(teacher)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(UserError) as caught:
+        prepare(str(teacher), tmp_path / "out", ConvertOptions())
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 1000
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_sliding_window_as_text_is_refused(tmp_path: Path) -> None:
+    teacher = teacher_folder(tmp_path / "mistral", "mistral", num_hidden_layers=1)
+    config(sliding_window="many")(teacher)
+    with pytest.raises(UserError, match="sliding_window"):
+        prepare(str(teacher), tmp_path / "out", ConvertOptions())
+
+
+def test_a_tokenizer_with_a_length_as_text_is_refused(teacher: Path, tmp_path: Path) -> None:
+    edited("tokenizer_config.json", model_max_length="many")(teacher)
+    job = tiny_job(teacher, tmp_path / "out")
+    with pytest.raises(UserError, match="its tokenizer cannot be loaded"):
+        convert(job, lambda *args: None)
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize(
+    "out",
+    [
+        "a" * 300,
+        "a" * 250,  # its hidden folder's name is longer
+        "none/" + "a" * 300,
+        "text.txt/out",
+        "loop/out",
+        "\udcff",
+        "/".join(["b" * 200] * 30),
+        "/dev/null/out",
+        "/proc/nothing/out",
+    ],
+)
+def test_a_target_that_cannot_be_made_is_refused(teacher: Path, tmp_path: Path, out: str) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    options = ConvertOptions(text=tmp_path / "text.txt", calibration_tokens=TOKENS)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(UserError, match="choose another output folder") as caught:
+        convert(prepare(str(teacher), tmp_path / out, options), lambda *args: None)
+    assert "\n" not in str(caught.value)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("device", ["banana", "meta", "", "-1", "cuda:99", "mps"])
+def test_a_device_that_is_not_there_is_refused(teacher: Path, tmp_path: Path, device: str) -> None:
+    with pytest.raises(UserError, match="--device"):
+        prepare(str(teacher), tmp_path / "out", ConvertOptions(device=device))
+
+
+@pytest.mark.parametrize("tokens", [10**11, 10**30, 63])
+def test_impossible_numbers_of_calibration_tokens_are_refused(tokens: int) -> None:
+    with pytest.raises(UserError, match=r"--calibration-tokens: got .* 1,000,000,000"):
+        ConvertOptions(calibration_tokens=tokens)
+
+
+@pytest.mark.parametrize(("text", "remedy"), [("a", "give more text"), ("word " * 40, "or use at most 100")])
+def test_a_short_text_says_how_much_would_do(text: str, remedy: str) -> None:
+    tokenizer = tiny_tokenizer()
+    with pytest.raises(UserError, match="too few .*" + remedy + "$"):
+        tokenise([text], tokenizer, 512, 0, "text.txt", 512)
+    if remedy != "give more text":
+        assert tokenise([text], tokenizer, 100, 0, "text.txt", 512).calibration.shape == (1, 100)
+
+
+def test_start_values_that_are_not_finite_end_with_one_line(
+    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(attention: Any, layer: Any, *rest: Any) -> dict[str, Any]:
+        figures = quick_start(attention, layer, *rest)
+        with torch.no_grad():
+            layer.a_proj.weight.fill_(float("nan"))
+        return figures
+
+    monkeypatch.setitem(START, "gated_deltanet", broken)
+    with pytest.raises(QualityError, match=r"layer 0: the start values of a_proj.weight are not finite"):
+        tiny_conversion(teacher, tmp_path / "out")
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_head_of_its_own_is_kept_beside_tied_embeddings(teacher: Path, tmp_path: Path, same: bool) -> None:
+    weights = load_file(teacher / SINGLE_FILE)
+    assert "lm_head.weight" not in weights
+    head = weights["model.embed_tokens.weight"].clone()
+    weights["lm_head.weight"] = head if same else head.flip(0)
+    save_file(weights, teacher / SINGLE_FILE, {"format": "pt"})
+    tiny_conversion(teacher, tmp_path / "out")
+    student = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert student.config.tie_word_embeddings is same
+    assert torch.equal(student.lm_head.weight, weights["lm_head.weight"])
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(teacher).lm_head.weight, weights["lm_head.weight"])
+
+
+def test_the_record_leads_to_a_local_teacher(teacher: Path, tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    out = tmp_path / "deep" / "out"
+    report = tiny_conversion(teacher, out, text=tmp_path / "text.txt")
+    assert (out / report["teacher"]["folder"]).resolve() == teacher.resolve()
+    assert str(tmp_path) not in json.dumps(report["teacher"])
+    assert tiny_conversion(teacher, out, text=tmp_path / "text.txt", resume=True) == report

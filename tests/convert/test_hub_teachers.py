@@ -1,0 +1,113 @@
+"""`deltanet-hf convert OWNER/NAME`: from a hub, at a revision, with what the hub says about licence and owner."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from huggingface_hub import ModelCard, constants
+
+from deltanet_convert.start import START
+from deltanet_hf.errors import UserError
+from deltanet_hf.hub import SINGLE_FILE
+from deltanet_hf.publish import Workspace
+from deltanet_recipes.cli import main
+from support.local_hub import LocalHub, local_hub
+from support.tiny_conversion import quick_start, teacher_folder, tiny_conversion
+
+REPO = "someone/teacher"
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[LocalHub]:
+    monkeypatch.setitem(START, "gated_deltanet", quick_start)
+    with local_hub(monkeypatch, tmp_path / "cache") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = teacher_folder(tmp_path_factory.mktemp("teacher"), "llama", num_hidden_layers=1)
+    (folder / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
+    (folder / "LICENSE").write_text("terms")
+    return folder
+
+
+def test_the_result_names_owner_commit_and_licence(hub: LocalHub, teacher: Path, tmp_path: Path) -> None:
+    commit = hub.add(REPO, teacher).refs["main"]
+    out = tmp_path / "out"
+    report = tiny_conversion(REPO, out)
+    assert (report["teacher"]["name"], report["teacher"]["revision"]) == (REPO, commit)
+    card = ModelCard.load(out / "README.md")
+    assert (card.data.base_model, card.data.license) == (REPO, "apache-2.0")
+    assert "`someone/teacher`, whose licence, `apache-2.0`, applies" in card.text
+    assert (out / "LICENSE").read_text() == "terms"
+    assert not (out / "LICENSE").is_symlink()
+
+
+def test_an_interrupted_conversion_keeps_its_commit(
+    hub: LocalHub, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repository = hub.add(REPO, teacher)
+    first = repository.refs["main"]
+    with monkeypatch.context() as patch:
+        patch.setattr(Workspace, "publish", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            tiny_conversion(REPO, tmp_path / "out")
+    second = repository.commit({**hub.files(REPO), "NOTICE": b"new"})
+    with pytest.raises(UserError, match=f"teacher: .*revision .'{first}', now '{second}'."):
+        tiny_conversion(REPO, tmp_path / "out", resume=True)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)  # the first commit is in the cache
+    report = tiny_conversion(REPO, tmp_path / "out", resume=True, revision=first)
+    assert report["teacher"]["revision"] == first
+
+
+def typed(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["deltanet-hf", *map(str, arguments)])
+    try:
+        main()
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    return 0
+
+
+@pytest.mark.parametrize("command", ["convert", "select", "export", "generate"])
+def test_every_command_ends_with_one_line(
+    hub: LocalHub,
+    teacher: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    command: str,
+) -> None:
+    hub.add(REPO, teacher).refused = (403, "GatedRepo", "you are not in the authorized list")
+    options = {"convert": [tmp_path / "out"], "generate": ["--prompt", "x"]}.get(command, [])
+    monkeypatch.chdir(tmp_path)
+    assert typed(monkeypatch, command, REPO, *options) == 2
+    errors = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert "accept its terms at" in errors[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["cache"]
+
+
+@pytest.mark.parametrize("command", ["convert", "select", "export"])
+def test_revision_on_the_command_line(
+    hub: LocalHub,
+    teacher: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    command: str,
+) -> None:
+    repository = hub.add(REPO, teacher)
+    repository.commit({**hub.files(REPO), SINGLE_FILE: b"", "config.json": b"{}"}, "v2")
+    options = {"convert": [tmp_path / "out"], "export": ["--check"]}.get(command, [])
+    monkeypatch.chdir(tmp_path)
+    assert typed(monkeypatch, command, REPO, "--revision", "v3", *options) == 2
+    assert "not this revision" in capfd.readouterr().err
+    assert typed(monkeypatch, command, REPO, "--revision", "v2", *options) == 2
+    assert repository.refs["v2"] in capfd.readouterr().err  # the message names a file of that commit
+    assert typed(monkeypatch, command, teacher, "--revision", "main", *options) == 2
+    assert "only hub ids have revisions" in capfd.readouterr().err

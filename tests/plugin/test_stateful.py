@@ -1,0 +1,132 @@
+"""Calls with a cache or a mask that does not fit: the tokens are right, or the call is refused."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel, StaticCache
+
+from deltanet_hf.mixers.restrict_heads import restrict_heads
+from deltanet_hf.mixers.window import restrict_to_window
+from support.tiny_models import mixed_table, tiny_mixture, tiny_student, tiny_table, tiny_teacher
+
+LENGTH, NEW = 8, 4
+GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+MODELS = {
+    "pure": lambda: tiny_student("llama"),
+    "heads": lambda: tiny_mixture("llama", mixed_table("linear", "softmax")),
+    "window": lambda: restrict_to_window(tiny_teacher("llama"), 4, 1),
+    "free heads": lambda: restrict_heads(tiny_teacher("llama"), {1: [0]}, 4, 1),
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return MODELS[request.param]()
+
+
+@pytest.fixture(scope="module")
+def ids() -> torch.Tensor:
+    return torch.randint(3, 97, (2, LENGTH), generator=torch.Generator().manual_seed(4))
+
+
+def generated(model: Any, ids: torch.Tensor | None, new: int = NEW, **options: Any) -> torch.Tensor:
+    return model.generate(ids, max_new_tokens=new, **{**GREEDY, **options})  # type: ignore[no-any-return]
+
+
+def filled(model: Any, ids: torch.Tensor, cache: Any = None) -> Any:
+    cache = DynamicCache(config=model.config) if cache is None else cache
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    return cache
+
+
+def test_a_cache_continues_the_tokens_that_it_holds(model: PreTrainedModel, ids: torch.Tensor) -> None:
+    wanted = generated(model, ids, 2 * NEW)
+    found = generated(model, ids, return_dict_in_generate=True)
+    assert torch.equal(generated(model, found.sequences, past_key_values=found.past_key_values), wanted)
+    assert torch.equal(generated(model, ids, 2 * NEW, past_key_values=filled(model, ids[:, :5])), wanted)
+    new = generated(model, ids[:, 5:], past_key_values=filled(model, ids[:, :5]), attention_mask=torch.ones_like(ids))
+    assert torch.equal(new[:, 3:], wanted[:, LENGTH : LENGTH + NEW])
+    chunks = generated(model, ids, prefill_chunk_size=2, past_key_values=filled(model, ids[:, :5]))
+    assert torch.equal(chunks, wanted[:, : LENGTH + NEW])
+
+
+def test_a_cache_that_does_not_fit_is_refused(model: PreTrainedModel, ids: torch.Tensor) -> None:
+    longer = generated(model, ids, return_dict_in_generate=True).past_key_values
+    for cache in (longer, filled(model, ids), filled(model, ids, StaticCache(model.config, max_cache_len=20))):
+        with pytest.raises(ValueError, match=r"past_key_values: holds .* cannot go back"):
+            generated(model, ids, past_key_values=copy.deepcopy(cache))
+    with pytest.raises(ValueError, match="cannot go back"):
+        generated(model, None, inputs_embeds=model.get_input_embeddings()(ids), past_key_values=copy.deepcopy(longer))
+    other = torch.cat([ids, ids], dim=1)
+    with pytest.raises(ValueError, match="are not those that this cache was returned with"):
+        generated(model, other, past_key_values=copy.deepcopy(longer))
+    with pytest.raises(ValueError, match="attention_mask: has 10 columns"):
+        generated(model, ids[:, :4], past_key_values=filled(model, ids), attention_mask=torch.ones(2, 10).long())
+    with pytest.raises(ValueError, match="use_cache"):
+        generated(model, ids, use_cache=False, past_key_values=DynamicCache())
+    with pytest.raises(ValueError, match="past_key_values: holds 2 sequences and the inputs have 1"):
+        generated(model, ids[:1], past_key_values=filled(model, ids[:, :5]))
+    with pytest.raises(ValueError, match="past_key_values: holds 1 sequences and the inputs have 3"):
+        generated(model, ids[:1], num_beams=3, past_key_values=filled(model, ids[:1, :5]))
+
+
+def test_continuous_batching_is_refused(model: Any, ids: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="generate_batch: continuous batching"):
+        model.generate_batch(ids.tolist(), generation_config=GenerationConfig(max_new_tokens=NEW))
+    with pytest.raises(ValueError, match="generate_batch: continuous batching"):
+        generated(model, ids, cache_implementation="paged")
+
+
+@pytest.mark.parametrize("shape", [(2, 5), (1, LENGTH), (3, LENGTH), (2, LENGTH, LENGTH), (LENGTH,)])
+def test_a_mask_for_other_tokens_is_refused(model: Any, ids: torch.Tensor, shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"attention_mask: got shape .* expected \[2, 8\]"):
+        model(ids, attention_mask=torch.ones(shape, dtype=torch.long))
+
+
+def test_a_mask_of_the_new_tokens_alone_is_refused(model: Any, ids: torch.Tensor) -> None:
+    cache = filled(model, ids)
+    with pytest.raises(ValueError, match=r"expected \[2, 16\]"):
+        model(ids, past_key_values=cache, attention_mask=torch.ones_like(ids))
+
+
+@pytest.mark.parametrize("mixer", ["gated_deltanet", "deltanet", "window", "fox", None])
+def test_the_cache_of_another_model_is_refused(ids: torch.Tensor, mixer: str | None) -> None:
+    student = tiny_student("llama", layers=(1, 2)) if mixer == "gated_deltanet" else tiny_student("llama")
+    other = tiny_teacher("llama") if mixer is None else tiny_student("llama", mixer=mixer)
+    with pytest.raises((ValueError, TypeError), match=r"past_key_values: .* pass an empty"):
+        student(ids, past_key_values=filled(other, ids))
+
+
+def test_what_is_no_cache_is_refused(ids: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="past_key_values: got tuple, expected a Cache"):
+        tiny_student("llama")(ids, past_key_values=((ids, ids),))
+    hybrid = tiny_student("llama", layers=(0, 2))
+    half = filled(hybrid, ids)
+    half.layers[0].reset()
+    with pytest.raises(ValueError, match="its layers hold 0 to 8 tokens"):
+        hybrid(ids, past_key_values=half)
+
+
+def test_a_cache_that_was_reset_takes_other_tokens(ids: torch.Tensor) -> None:
+    model = tiny_student("llama")
+    cache = generated(model, ids, return_dict_in_generate=True).past_key_values
+    cache.reset()
+    other = ids.flip(1)
+    assert torch.equal(
+        generated(model, other, past_key_values=filled(model, other[:, :5], cache)), generated(model, other)
+    )
+
+
+@pytest.mark.parametrize("layers", [None, (1,)])
+def test_prefix_tuning_is_refused(ids: torch.Tensor, layers: tuple[int, ...] | None) -> None:
+    peft = pytest.importorskip("peft")
+    model = tiny_mixture("llama", tiny_table(layers=layers))
+    tuned = peft.get_peft_model(model, peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    for call in (tuned, lambda input_ids: tuned.generate(input_ids=input_ids, max_new_tokens=2, **GREEDY)):
+        with pytest.raises(ValueError, match=r"prefix tuning.* train LoRA adapters instead"):
+            call(input_ids=ids)

@@ -1,0 +1,66 @@
+"""A tiny Llama as a GGUF file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import torch
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+HIDDEN, INNER, HEADS, KV, LAYERS, HEAD = 32, 48, 4, 2, 2, 8
+
+
+def permuted(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """Reorders the rows of q and k as GGUF stores them: the two rows of a rotary pair are adjacent."""
+    return weight.view(heads, 2, HEAD // 2, HIDDEN).transpose(1, 2).reshape(weight.shape)
+
+
+def write_gguf(path: Path) -> dict[str, torch.Tensor]:
+    """Writes a tiny Llama with a byte-level tokenizer that merges '1' and '2'; returns some weights by HF name."""
+    torch.manual_seed(0)
+    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *bytes_to_unicode().values(), "12"]
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(LAYERS)
+    writer.add_context_length(128)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_feed_forward_length(INNER)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV)
+    writer.add_rope_dimension_count(HEAD)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(len(tokens))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3, 3, 3] + [1] * (len(tokens) - 3))
+    writer.add_token_merges(["1 2"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    kept: dict[str, torch.Tensor] = {}
+
+    def add(name: str, *shape: int, heads: int = 0, hf_name: str = "") -> None:
+        value = torch.randn(*shape) * 0.2 if len(shape) > 1 else torch.ones(*shape)
+        kept[hf_name or name] = value
+        writer.add_tensor(name, (permuted(value, heads) if heads else value).contiguous().numpy())
+
+    add("token_embd.weight", len(tokens), HIDDEN)
+    add("output_norm.weight", HIDDEN)
+    add("output.weight", len(tokens), HIDDEN)
+    for i in range(LAYERS):
+        layer = f"model.layers.{i}.self_attn."
+        add(f"blk.{i}.attn_norm.weight", HIDDEN)
+        add(f"blk.{i}.ffn_norm.weight", HIDDEN)
+        add(f"blk.{i}.attn_q.weight", HEADS * HEAD, HIDDEN, heads=HEADS, hf_name=layer + "q_proj.weight")
+        add(f"blk.{i}.attn_k.weight", KV * HEAD, HIDDEN, heads=KV, hf_name=layer + "k_proj.weight")
+        add(f"blk.{i}.attn_v.weight", KV * HEAD, HIDDEN)
+        add(f"blk.{i}.attn_output.weight", HIDDEN, HEADS * HEAD)
+        add(f"blk.{i}.ffn_gate.weight", INNER, HIDDEN)
+        add(f"blk.{i}.ffn_up.weight", INNER, HIDDEN)
+        add(f"blk.{i}.ffn_down.weight", HIDDEN, INNER)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return kept
