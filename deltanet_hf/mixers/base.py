@@ -178,7 +178,7 @@ class Mixer(LayerKind, nn.Module):
         return f"{self.title} + window {self.window_branch.window}"
 
     def place_cache(self, cache: Cache) -> None:
-        cache_layer(cache, self.layer_idx)
+        cache_layer(cache, self.layer_idx, self.name)
 
     def state_shapes(self, dtype: torch.dtype) -> dict[str, TensorShape]:
         shapes = self.recurrent_shapes()

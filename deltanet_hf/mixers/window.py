@@ -84,7 +84,7 @@ class WindowAttention(LayerKind):
         return attention
 
     def place_cache(self, cache: Cache) -> None:
-        cache_layer(cache, self.layer_idx)
+        cache_layer(cache, self.layer_idx, self.name)
 
     def state_shapes(self, dtype: torch.dtype) -> dict[str, TensorShape]:
         config: Any = self.config  # type: ignore[attr-defined]
