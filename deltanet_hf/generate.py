@@ -16,6 +16,7 @@ from transformers import (
 )
 from transformers.cache_utils import Cache
 
+from deltanet_hf.cpu_dtype import loading_dtype
 from deltanet_hf.errors import UserError
 from deltanet_hf.hub import loadable_folder
 from deltanet_hf.loading import chosen_device, load_config, load_model, load_tokenizer
@@ -57,7 +58,7 @@ def load_for_inference(model: str, dtype: str = "auto", device: str | None = Non
     place, folder = chosen_device(device), loadable_folder(model)
     load_config(model, folder)
     tokenizer = load_tokenizer(model, folder)  # before the weights, because it takes no time
-    loaded: Any = load_model(model, folder, dtype)
+    loaded: Any = load_model(model, folder, loading_dtype(dtype, place))
     return loaded.to(place), tokenizer
 
 
@@ -98,7 +99,11 @@ def generate_command(
         ),
     ] = None,
     dtype: Annotated[
-        str, typer.Option(help="Dtype of the weights: auto (as saved), float32, bfloat16 or float16.")
+        str,
+        typer.Option(
+            help="Dtype of weights and arithmetic: float32, bfloat16, float16, or auto (as saved; float32 on a CPU "
+            "that has no bfloat16)."
+        ),
     ] = "auto",
     device: Annotated[
         str | None, typer.Option(help="Device, such as cpu, cuda or cuda:1 [default: a GPU if there is one].")

@@ -2,6 +2,8 @@
 
 import os
 
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported, here and in started processes
+
 import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

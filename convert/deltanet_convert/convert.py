@@ -25,7 +25,7 @@ from .job import Job, removed_on_error
 from .layer_step import LayerStep
 from .layer_stream import LayerStream
 from .output_files import write_other_files
-from .storage.safetensors_folder import Checkpoint
+from .storage.safetensors_folder import Checkpoint, all_finite
 from .storage.saved_tokenizer import load_tokenizer
 from .storage.shard_writer import ShardWriter
 
@@ -152,7 +152,7 @@ def _rounded_blocks(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> It
     """A stored tensor's elements in `dtype`, in flat pieces; UserError if one of them overflows."""
     for block in checkpoint.blocks(name):
         rounded = block.to(dtype)
-        if not bool(torch.isfinite(rounded).all()):
+        if not all_finite(rounded):
             raise UserError(
                 f"{checkpoint.entries[name].file}: tensor '{name}' overflows in {dtype}; choose --dtype "
                 "bfloat16 or float32"

@@ -3,22 +3,23 @@
 import json
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers import MIXER_NAMES, MIXERS, WINDOW_SUFFIX, AttentionKind
 
 from .convert import convert
+from .device import description
 from .export.hooks import check_exportable, import_qwen3_5, qwen3_5_folder
 from .job import prepare
 from .options import DTYPES, ConvertOptions, parse_size, set_keys
 from .select.for_convert import AUTO
 from .select.progress import shown_on
 from .select.run import unseen
+from .views import conversion_progress
 from .views.plan_view import print_plan
 from .views.report_view import print_report
 
@@ -184,6 +185,7 @@ def convert_command(
         for note in check_exportable(job.source.name, job.teacher.config, job.table.softmax):
             console.print(note, highlight=False, markup=False)
     print_plan(job.plan, console)
+    console.print(f"Layers are run and fitted on {description(job.device)}, in float32.", highlight=False)
     if dry_run:
         job.close()
         if as_json:
@@ -191,14 +193,7 @@ def convert_command(
         return
     if text is None:
         console.print("Calibration text: the public-domain text shipped with deltanet-hf (choose another: --text).")
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task("converting", total=job.teacher.num_layers)
-
-        def converted(done: int, total: int, what: str, figures: dict[str, Any]) -> None:
-            error = f" relative MSE {figures['relative_mse']:.3f}" if "relative_mse" in figures else ""
-            bar.update(task, completed=done, total=total, description=what + error)
-
+    with conversion_progress.shown_on(console, job.teacher.num_layers, str(job.device)) as converted:
         report = convert(job, converted)
     print_report(report, console)
     console.print(f"Written to {job.out}")

@@ -8,6 +8,13 @@ import torch
 from torch import Tensor
 
 
+def description(device: torch.device) -> str:
+    """The device as people know it: "cuda:0 (NVIDIA H200)", "the CPU (2 threads)"."""
+    if device.type == "cuda":
+        return f"{device} ({torch.cuda.get_device_name(device)})"
+    return f"the CPU ({torch.get_num_threads()} threads)"
+
+
 def moved(arguments: Any, device: torch.device) -> Any:
     """Keyword arguments of a layer, with all tensors in them on `device`."""
     if isinstance(arguments, Tensor):

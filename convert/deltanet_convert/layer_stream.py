@@ -2,8 +2,7 @@
 
 The model class itself is run with some of its parts replaced, so that nothing here depends on the family.
 `LayerwiseDecoder` learns the arguments of each decoder layer, and a stand-in layer feeds hidden states to the real
-output head. Everything is computed in float32 with eager attention, the one implementation that applies every option
-of every family.
+output head. Everything is computed in float32.
 """
 
 from typing import Any
@@ -21,8 +20,8 @@ from .teacher_model import Teacher
 class LayerStream:
     """The forward pass of a teacher in pieces. Only the piece that is loaded takes memory.
 
-    After `learn_arguments`, `layer_kwargs[i]` holds the keyword arguments of decoder layer i, without those that are
-    None, so that they can be passed to its attention too.
+    After `learn_arguments`, `layer_kwargs[i]` holds the keyword arguments of decoder layer i, which are passed to its
+    attention too: those that are not None, and the mask, which is None if it would only be causal.
     """
 
     def __init__(self, teacher: Teacher) -> None:
@@ -58,7 +57,8 @@ class LayerStream:
         """Fills `layer_kwargs` for sequences of `length` tokens; `embed` need not have run."""
         inputs = self.decoder.enter(inputs_embeds=torch.zeros(1, length, self.teacher.config.hidden_size))
         self.layer_kwargs = [
-            {name: value for name, value in kwargs.items() if value is not None} for kwargs in inputs.kwargs
+            {name: value for name, value in kwargs.items() if value is not None or name == "attention_mask"}
+            for kwargs in inputs.kwargs
         ]
 
     def load_layer(self, index: int) -> nn.Module:

@@ -62,13 +62,15 @@ def open_teacher(folder: Path) -> Teacher:
 
 
 def meta_model(cls: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Builds a model on the meta device: modules and shapes without data.
-
-    It uses eager attention, the one implementation that applies every option of every family (soft capping).
-    """
+    """Builds a model on the meta device: modules and shapes without data."""
     with torch.device("meta"):
-        model = cls._from_config(config, dtype=dtype, attn_implementation="eager")
+        model = cls._from_config(config, dtype=dtype, attn_implementation=attention_implementation(config))
     return model.eval()  # type: ignore[no-any-return]
+
+
+def attention_implementation(config: PreTrainedConfig) -> str:
+    """PyTorch's own attention (SDPA); eager attention for families that cap scores, because SDPA has no cap."""
+    return "sdpa" if getattr(config, "attn_logit_softcapping", None) is None else "eager"
 
 
 def tied_names(model: PreTrainedModel) -> set[str]:

@@ -14,6 +14,8 @@ from typing import Any
 
 import typer
 
+from deltanet_recipes.cpu_threads import settle_threads
+
 
 @dataclass(frozen=True)
 class Subcommand:
@@ -95,6 +97,7 @@ def _not_imported() -> None:
 
 def main() -> None:
     """Run the subcommand that the process's arguments name."""
+    settle_threads()
     chosen = next((argument for argument in sys.argv[1:] if argument in COMMANDS), None)
     try:
         build_app(chosen)()

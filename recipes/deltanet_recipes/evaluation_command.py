@@ -79,7 +79,13 @@ def report(
     device: Annotated[
         str | None, typer.Option(help="Device such as cuda, cuda:1 or cpu; cuda by default if there is a GPU.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Model dtype: auto (as stored), bfloat16 or float32.")] = "auto",
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="Dtype of weights and arithmetic: bfloat16, float32, or auto (as stored; float32 on a CPU that has no "
+            "bfloat16)."
+        ),
+    ] = "auto",
     processes: Annotated[
         int, typer.Option(min=1, help="Number of models to measure in parallel, each on its own GPU.")
     ] = 1,

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from deltanet_convert.start import START, copy_weights
+from deltanet_convert.views import conversion_progress
 from deltanet_recipes.cli import main
 from support.tiny_conversion import TOKENS, quick_start, teacher_folder, text_file
 
@@ -38,9 +42,23 @@ def test_conversion(
     printed = capsys.readouterr().out
     assert code == 0
     assert "Gated DeltaNet" in printed
-    assert "relative MSE" in printed
     assert "perplexity" in printed
+    lines = [
+        line for line in printed.splitlines() if re.fullmatch(r"\d/2 0:00:\d\d layer \d on .+, relative MSE .+", line)
+    ]
+    assert [line[:3] for line in lines] == ["1/2", "2/2"]  # not a terminal: a line per layer
+    assert "Layers are run and fitted on" in printed
     assert (tmp_path / "out" / "config.json").exists()
+
+
+def test_a_terminal_shows_a_bar() -> None:
+    shown = io.StringIO()
+    console = Console(file=shown, force_terminal=True, width=80)
+    with conversion_progress.shown_on(console, 2, "cuda:1") as show:
+        show(1, 2, "layer 0", {"relative_mse": 0.25})
+        show(2, 2, "layer 1", {})
+    assert "layer 1 on cuda:1" in shown.getvalue()
+    assert "2/2" in shown.getvalue()
 
 
 def test_default_text_is_announced(

@@ -1,21 +1,31 @@
-"""A GGUF file as teacher: transformers dequantises it, and the digit splitter that it omits is restored."""
+"""A GGUF file as teacher: its weights are those that transformers reads, and omitted digit splitters are restored."""
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from gguf import GGMLQuantizationType as Type
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from deltanet_convert.job import prepare
 from deltanet_convert.options import ConvertOptions
 from deltanet_convert.start import START
+from deltanet_convert.storage import gguf_teacher
+from deltanet_convert.storage.safetensors_folder import Checkpoint
+from deltanet_convert.storage.teacher_source import resolve_source
 from deltanet_hf.errors import UserError
 from deltanet_recipes.cli import main
 from support.tiny_conversion import quick_start, tiny_conversion
 from support.tiny_gguf import write_gguf
+from support.tiny_models import tiny_teacher
 
 
 def test_conversion_of_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,6 +43,152 @@ def test_conversion_of_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.convert_ids_to_tokens(tokenizer("a12")["input_ids"]) == ["a", "1", "2"]
     assert [file.name for file in tmp_path.iterdir() if file.name.startswith(".")] == []
+
+
+TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *bytes_to_unicode().values(), "12"]
+NO_BIAS = {"attention_bias": False, "mlp_bias": False}
+GEMMA = {"layer_types": None, "tie_word_embeddings": True}
+# Architectures whose tensors llama.cpp stores in different ways, and options of the family in transformers.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", NO_BIAS),
+    "llama, tied": ("llama", {**NO_BIAS, "tie_word_embeddings": True}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "gemma2": ("gemma2", GEMMA),
+    "gemma3": ("gemma3_text", GEMMA),
+    "phi3": ("phi3", {}),
+}
+SIZES: dict[str, Any] = {
+    "vocab_size": len(TOKENS), "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": False,
+}  # fmt: skip
+HEAD_DIMS = {"gemma2": 32, "gemma3_text": 32, "qwen3": 128}  # transformers reads no other from a GGUF file of Qwen3
+QUANTISED = (Type.Q4_1, Type.Q8_0, Type.Q5_0, Type.F16, Type.BF16, Type.F32)
+K_QUANTS = {Type.Q4_K: (144, (0, 2)), Type.Q6_K: (210, (208,))}  # bytes of 256 values; places of float16 factors
+
+
+def write_family(path: Path, label: str, leave_out: str = "", add: str = "") -> None:
+    """Writes random weights of a tiny model in many types; K-quants, which `gguf` cannot make, as random bytes."""
+    family, changes = FAMILIES[label]
+    architecture = label.split(",")[0]
+    model = tiny_teacher(family, **{**SIZES, **changes, "head_dim": HEAD_DIMS.get(family, 16)})
+    config: Any = model.config
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(64)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(len(TOKENS))
+    writer.add_key_length(getattr(config, "head_dim", 16))
+    writer.add_value_length(getattr(config, "head_dim", 16))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(TOKENS)
+    writer.add_token_types([3, 3, 3] + [1] * (len(TOKENS) - 3))
+    writer.add_token_merges(["1 2"])
+    writer.add_eos_token_id(2)
+    writer.add_pad_token_id(0)
+    arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    random = np.random.default_rng(0)
+    types = iter(QUANTISED * 10)
+    for name, tensor in model.state_dict().items():
+        module, _, kind = name.rpartition(".")
+        if (name == "lm_head.weight" and config.tie_word_embeddings) or (leave_out and leave_out in name):
+            continue
+        values, stored = tensor.numpy(), f"{names.get_name(module)}.{kind}"
+        if values.ndim == 1:
+            writer.add_tensor(stored, values)
+        elif values.shape[1] % 256 == 0:
+            kind_of_k = (Type.Q4_K, Type.Q6_K)[".0." in name]
+            size, factors = K_QUANTS[kind_of_k]
+            blocks = random.integers(0, 256, (values.shape[0], values.shape[1] // 256, size), dtype=np.uint8)
+            for place in factors:
+                blocks[..., place : place + 2] = random.random((*blocks.shape[:2], 1)).astype(np.float16).view(np.uint8)
+            writer.add_tensor(stored, blocks.reshape(values.shape[0], -1), raw_dtype=kind_of_k)
+        else:
+            as_type = next(types)
+            quantised = gguf.quantize(values, as_type)
+            writer.add_tensor(stored, quantised, raw_dtype=as_type)
+    if add:
+        writer.add_tensor(add, np.ones(4, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize(("label", "dtype"), [*((label, torch.bfloat16) for label in FAMILIES), ("llama", None)])
+def test_the_copy_is_what_transformers_loads(
+    label: str, dtype: torch.dtype | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit by bit, although only blocks of rows are in memory; config, generation config and tokenizer too."""
+    write_family(tmp_path / "it.gguf", label, add="rope_freqs.weight")
+    expected = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="it.gguf", dtype=dtype or torch.float32, quantization_config=GgufConfig(dequantize=True)
+    )
+    expected.save_pretrained(tmp_path / "expected")
+    monkeypatch.setattr(gguf_teacher, "BLOCK_ELEMENTS", 1000)  # several blocks per matrix, the last of them shorter
+    copy = resolve_source(str(tmp_path / "it.gguf"), tmp_path / "copy", dtype or torch.float32).folder
+    found, wanted = Checkpoint.open(copy), Checkpoint.open(tmp_path / "expected")
+    assert found.entries.keys() == wanted.entries.keys()
+    assert ("lm_head.weight" in found) == (not expected.config.tie_word_embeddings)
+    for name in wanted.entries:
+        assert found.dtype(name) == wanted.dtype(name)
+        assert torch.equal(found.read(name), wanted.read(name)), name
+    for file in ("config.json", "generation_config.json"):
+        ours, theirs = (json.loads((folder / file).read_text()) for folder in (copy, tmp_path / "expected"))
+        assert ours == theirs
+
+
+def test_a_killed_copy_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_family(tmp_path / "it.gguf", "llama")
+    file, copy = str(tmp_path / "it.gguf"), tmp_path / "copy"
+    written = gguf_teacher.ShardWriter.write
+
+    def stop(self: Any, name: str, pieces: Any) -> None:
+        if "layers.1" in name:
+            raise KeyboardInterrupt
+        written(self, name, pieces)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gguf_teacher.ShardWriter, "write", stop)
+        with pytest.raises(KeyboardInterrupt):
+            resolve_source(file, copy, None)
+    assert not list(copy.glob("*.safetensors"))
+    resolve_source(file, copy, None)
+    finished = (copy / "model.safetensors").stat().st_mtime_ns
+    resolve_source(file, copy, None)
+    assert (copy / "model.safetensors").stat().st_mtime_ns == finished  # the complete copy is used again
+    resolve_source(file, copy, torch.float32)
+    assert Checkpoint.open(copy).dtype("model.norm.weight") == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"leave_out": "layers.1.mlp.down_proj"}, r"'blk\.1\.ffn_down\.weight' .* is missing"),
+        ({"add": "blk.0.attn_q.bias"}, r"'blk\.0\.attn_q\.bias' has no place in a llama model"),
+    ],
+)
+def test_tensors_that_do_not_fit_the_config(changes: dict[str, str], said: str, tmp_path: Path) -> None:
+    """transformers makes up the one and drops the other."""
+    write_family(tmp_path / "it.gguf", "llama", **changes)
+    with pytest.raises(UserError, match=said):
+        resolve_source(str(tmp_path / "it.gguf"), tmp_path / "copy", None)
+    assert not (tmp_path / "copy").exists()
+
+
+def test_a_shorter_file_is_refused(tmp_path: Path) -> None:
+    write_family(tmp_path / "it.gguf", "llama")
+    content = (tmp_path / "it.gguf").read_bytes()
+    (tmp_path / "it.gguf").write_bytes(content[:-5000])
+    with pytest.raises(UserError, match=r"it\.gguf: "):
+        resolve_source(str(tmp_path / "it.gguf"), tmp_path / "copy", None)
 
 
 def test_folder_with_one_gguf_file(tmp_path: Path) -> None:

@@ -57,6 +57,12 @@ needs_llama = pytest.mark.skipif(
 )
 
 
+@pytest.fixture(autouse=True)
+def cpu_with_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise what PyTorch computes is compared in float32 only."""
+    monkeypatch.setattr(runtime_check, "native_bfloat16", lambda: True)
+
+
 def model(folder: Path, name: str) -> ConvertedModel:
     model_type, layers, changes = MODELS[name]
     return ConvertedModel.open(runtime_folder(folder, model_type, layers, **changes))

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from deltanet_convert.storage import safetensors_header
-from deltanet_convert.storage.safetensors_folder import INDEX_FILE, SINGLE_FILE, Checkpoint
+from deltanet_convert.storage.safetensors_folder import INDEX_FILE, SINGLE_FILE, Checkpoint, all_finite
 from deltanet_convert.storage.teacher_source import resolve_source
 from deltanet_convert.teacher_model import open_teacher
 from deltanet_hf.errors import UserError
@@ -342,6 +342,20 @@ def test_weights_that_are_not_finite(single: Path, value: float, word: str) -> N
         checkpoint.read(Q)
     assert SINGLE_FILE in str(caught.value)
     assert Q in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_a_value_that_is_not_finite_is_found_anywhere(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for size in (0, 1, 7, 64, 1000, 40_000):
+        values = (100 * torch.randn(size, generator=generator)).to(dtype)
+        assert all_finite(values)
+        for place in {0, size // 3, size - 1} if size else ():
+            for value in (torch.nan, torch.inf, -torch.inf):
+                spoilt = values.clone()
+                spoilt[place] = value
+                assert not all_finite(spoilt)
+    assert all_finite(torch.tensor([torch.finfo(dtype).max, torch.finfo(dtype).min], dtype=dtype))
 
 
 def test_overflow_of_the_asked_dtype(single: Path) -> None:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from deltanet_hf.errors import QualityError, UserError
 from deltanet_hf.mixers import MIXER_NAMES
 from deltanet_recipes.lab import experiment
-from deltanet_recipes.lab.__main__ import main
+from deltanet_recipes.lab.command import main
 from deltanet_recipes.lab.contestants import NO_POSITIONS, Contestant, tiny_model
 from deltanet_recipes.lab.plot import main as draw
 from deltanet_recipes.lab.plot import read_rows

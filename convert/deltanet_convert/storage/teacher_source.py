@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 
-from deltanet_hf.errors import UserError, one_line
+from deltanet_hf.errors import UserError
 from deltanet_hf.hub import model_folder
 from deltanet_hf.inside import check_links
-from deltanet_hf.safe_write import writing
+from deltanet_hf.safe_write import write_atomically, writing
 
 from .safetensors_folder import PICKLES
 
@@ -25,7 +25,7 @@ class Source:
 
 
 def resolve_source(teacher: str, scratch: Path, dtype: torch.dtype | None, revision: str | None = None) -> Source:
-    """Finds the teacher. A GGUF file is dequantised, for which it is completely in memory once; a hub id is downloaded.
+    """Finds the teacher. A GGUF file is dequantised, tensor by tensor, into a copy on the disk; a hub id is downloaded.
 
     Args:
         teacher: a folder, a .gguf file, a folder with one .gguf file, or a hub id.
@@ -64,37 +64,24 @@ def _dequantised(file: Path, scratch: Path, dtype: torch.dtype | None) -> Path:
     """Writes the dequantised copy of a GGUF file to `scratch`, unless it is there already; returns `scratch`.
 
     Raises:
-        UserError: transformers cannot load the file.
+        UserError: the file cannot be read.
         ModuleNotFoundError: the package `gguf` is missing.
     """
-    from gguf import GGUFReader  # without it, transformers raises an error that does not name the extra
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from .gguf_teacher import GgufTeacher
 
     state = file.stat()
     made_from = f"{file.resolve()} {state.st_size} {state.st_mtime_ns} {dtype}"
     done = scratch / "made_from"
     if done.exists() and done.read_text() == made_from:
         return scratch
-    place, name = str(file.parent), file.name
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            place,
-            gguf_file=name,
-            dtype=dtype or torch.bfloat16,
-            quantization_config=GgufConfig(dequantize=True),
-        )
-        tokenizer = AutoTokenizer.from_pretrained(place, gguf_file=name, trust_remote_code=False)
-        splitting = GGUFReader(file).get_field("tokenizer.ggml.pre")
-    except Exception as error:  # a damaged file raises errors of many types
-        reason = one_line(error, 300)
-        raise UserError(f"{file}: transformers cannot load this GGUF file ({reason}); give safetensors") from error
-    if splitting is not None and splitting.contents() == "smollm":
-        _restore_digit_splitting(tokenizer)
+    teacher = GgufTeacher.open(file, dtype or torch.bfloat16)
+    if teacher.splitting == "smollm":
+        _restore_digit_splitting(teacher.tokenizer)
     with writing(scratch):
         shutil.rmtree(scratch, ignore_errors=True)
-        model.save_pretrained(scratch)
-        tokenizer.save_pretrained(scratch)
-        done.write_text(made_from)
+        scratch.mkdir(parents=True)
+        teacher.write(scratch)
+    write_atomically(done, made_from.encode())
     return scratch
 
 

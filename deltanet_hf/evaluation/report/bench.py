@@ -47,7 +47,7 @@ class Bench:
             "limit": self.options.limit,
             "seed": SEED,
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
-            "dtype": self.options.dtype,
+            "dtype": self.roster.dtype,
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         }

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import deltanet_hf  # noqa: F401  registers the model families
+from deltanet_hf.cpu_dtype import loading_dtype
 from deltanet_hf.errors import UserError, one_line
 from deltanet_hf.evaluation.baselines import from_scratch_start, switch_off_linear
 from deltanet_hf.evaluation.free_policies import WindowPolicy, window_of_bytes
@@ -164,7 +165,7 @@ class Roster:
     def __init__(self, rows: list[Contestant], device: str | None, dtype: str) -> None:
         self.rows = rows
         self.device = chosen_device(device)
-        self.dtype = dtype
+        self.dtype = loading_dtype(dtype, self.device)
         self.tokenizer = load_tokenizer(rows[0].folder, loadable_folder(rows[0].folder))
         self.teacher = self._load(rows[0].folder)
 

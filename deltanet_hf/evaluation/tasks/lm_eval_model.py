@@ -13,6 +13,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 import deltanet_hf  # noqa: F401  registers the model families with transformers' Auto classes
+from deltanet_hf.cpu_dtype import loading_dtype
 from deltanet_hf.evaluation.measures.continuations import TokenRequest, score_continuations, token_budget
 from deltanet_hf.mixers.window import WindowSettings, restrict_to_window
 
@@ -47,6 +48,10 @@ class DeltaNetLM(HFLM):
         parameters = inspect.signature(self.model.forward).parameters
         self._keeps_logits = "logits_to_keep" in parameters
         self._contexts: dict[str, list[int]] = {}
+
+    def _create_model(self, *args: Any, dtype: Any = "auto", **kwargs: Any) -> None:
+        """As in `hf`; with the default dtype, a CPU without bfloat16 computes in float32."""
+        super()._create_model(*args, dtype=loading_dtype(dtype, self._device), **kwargs)
 
     def tok_encode(
         self,

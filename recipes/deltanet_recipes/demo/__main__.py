@@ -1,86 +1,10 @@
-"""`python -m deltanet_recipes.demo FOLDER` runs the demo: convert, align, generate, measure.
+"""`python -m deltanet_recipes.demo FOLDER` runs the demo: convert, align, generate, measure."""
 
-All steps but the last are commands that a user could type. FOLDER/out holds the teacher, the converted and the aligned
-model, and the measurements. The result is FOLDER/report.md and the plots beside it. A step whose output exists already
-is not run again.
-"""
-
-from __future__ import annotations
-
-import json
-import resource
-import subprocess
-import sys
-import time
-from pathlib import Path
-
-from rich.console import Console
-
-from deltanet_hf.data import shipped_texts
-from deltanet_hf.exit_codes import run_command
-from deltanet_hf.publish import Workspace
-from deltanet_recipes.demo.demo_report import write_report
-from deltanet_recipes.demo.fetch_teacher import fetch_teacher
-from deltanet_recipes.demo.measure import DemoMeasure, softmax_layers
-
-RECIPE = "demo"
-CALIBRATION_TOKENS = 4096  # two sequences; half of the default, to save time
-PROMPT = "What is photosynthesis?"
-console = Console()
-
-
-def main() -> None:
-    """Run the steps whose output is missing, then write the report."""
-    folder = Path(sys.argv[1])
-    out = folder / "out"
-    converted, aligned = out / "converted", out / "align"
-    began = time.perf_counter()
-
-    console.rule("1. the teacher")
-    teacher, origin = fetch_teacher(out / "teacher")
-    console.print(f"SmolLM2-135M-Instruct, from {origin}")
-
-    console.rule("2. convert")
-    if not (converted / "conversion.json").exists():
-        resume = ["--resume"] if Workspace(converted).journal.exists() else []
-        _run("convert", teacher, converted, "--calibration-tokens", CALIBRATION_TOKENS, *resume)
-
-    console.rule("3. align")
-    if not (aligned / "final" / "config.json").exists():
-        # The last text is measured on; conversion reads no calibration text from the last fifth of all.
-        sources = json.dumps([{"path": str(path)} for path in shipped_texts()[:-1]])
-        paths = (f"student={converted}", f"teacher={teacher}", f"output={aligned}", f"data.sources={sources}")
-        _run("align", RECIPE, *paths)
-
-    models = {"converted, no training": converted, "converted, aligned": aligned / "final"}
-    console.rule("4. generate")
-    answers = {}
-    for name, model in {"teacher": teacher, **models}.items():
-        answers[name] = _run("generate", model, "--prompt", PROMPT, "--max-new-tokens", 24, "--stats", capture=True)
-        console.print(f"[bold]{name}[/]: {answers[name]}")
-
-    console.rule("5. measure")
-    measure = DemoMeasure(teacher, out / "measured.json")
-    students = [measure.student(name, model) for name, model in models.items()]
-    rows = measure.policies(softmax_layers(converted), students[0].megabytes) + students
-
-    console.rule("6. report")
-    seconds = time.perf_counter() - began
-    peak = 1024 * max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_CHILDREN, resource.RUSAGE_SELF))
-    report = write_report(folder, origin, converted, aligned, rows, PROMPT, answers, seconds, peak)
-    console.print(report.summary)
-    console.print(f"report: {report.path}")
-
-
-def _run(*arguments: object, capture: bool = False) -> str:
-    """Run `deltanet-hf ARGUMENTS` as a process. With `capture`, return its output instead of showing it."""
-    command = [sys.executable, "-m", "deltanet_recipes.cli", *map(str, arguments)]
-    console.print(f"[dim]$ deltanet-hf {' '.join(command[3:])}[/]", highlight=False, soft_wrap=True)
-    run = subprocess.run(command, check=False, text=True, stdout=subprocess.PIPE if capture else None)
-    if run.returncode:
-        sys.exit(run.returncode)
-    return (run.stdout or "").strip()
-
+from deltanet_recipes.cpu_threads import settle_threads
 
 if __name__ == "__main__":
+    settle_threads()
+    from deltanet_hf.exit_codes import run_command
+    from deltanet_recipes.demo.run import main
+
     run_command(main)

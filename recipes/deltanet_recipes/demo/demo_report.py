@@ -35,7 +35,7 @@ def write_report(
     rows: list[Row],
     prompt: str,
     answers: dict[str, str],
-    seconds: float,
+    seconds: dict[str, float],
     peak_bytes: int,
 ) -> Report:
     """Write report.md and the plots into `folder`.
@@ -45,7 +45,7 @@ def write_report(
         rows: the measured models.
         converted: folder of the converted model; aligned: folder of the align run.
         answers: the greedy answer to `prompt` by model.
-        seconds: duration of the demo; peak_bytes: peak memory of its processes.
+        seconds: duration of each step of the demo; peak_bytes: peak memory of its processes.
     """
     conversion = json.loads((converted / "conversion.json").read_text())
     before, after = layer_errors(read_log(aligned))
@@ -80,7 +80,7 @@ def _summary(
     before: dict[int, float],
     after: dict[int, float],
     rows: list[Row],
-    seconds: float,
+    seconds: dict[str, float],
     peak_bytes: int,
 ) -> list[str]:
     check = conversion["held_out"]
@@ -89,7 +89,9 @@ def _summary(
         f"{check['perplexity']:.1f} (KL {check['kl']:.2f}).",
         f"Relative error of the attention outputs, mean over layers: {_mean(before):.3f} before alignment, "
         f"{_mean(after):.3f} after.",
-        f"This run took {seconds / 60:.1f} minutes and at most {peak_bytes / 2**30:.1f} GiB of memory.",
+        f"This run took {sum(seconds.values()) / 60:.1f} minutes "
+        f"({', '.join(f'{step}: {time:.0f} s' for step, time in seconds.items())}) "
+        f"and at most {peak_bytes / 2**30:.1f} GiB of memory.",
         "",
         "| model | MB of 2,048 tokens | KL to the teacher | perplexity of a passage that occurred 896 tokens before |",
         "|---|---|---|---|",

@@ -5,10 +5,7 @@ from __future__ import annotations
 import signal
 from types import FrameType
 
-import typer
-
-from deltanet_hf.exit_codes import run_command
-from deltanet_recipes.study.runner import main
+from deltanet_recipes.cpu_threads import settle_threads
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
@@ -16,5 +13,11 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 if __name__ == "__main__":
+    settle_threads()  # here for the processes that the study starts
+    import typer
+
+    from deltanet_hf.exit_codes import run_command
+    from deltanet_recipes.study.runner import main
+
     signal.signal(signal.SIGTERM, _interrupt)  # `timeout` and job schedulers end a command by SIGTERM.
     run_command(lambda: typer.run(main))
