@@ -25,6 +25,8 @@ def place_layers(model: PreTrainedModel, cache: Cache) -> None:
 class AssistedGeneration:
     """In front of a family's model class: `generate` prepares the cache for taking tokens back where it will do so."""
 
+    _is_stateful = False  # transformers refuses to assist classes that say otherwise, as Qwen3.5's does
+
     def _prepare_cache_for_generation(
         self: Any, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, *sizes: Any
     ) -> Any:

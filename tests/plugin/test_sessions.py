@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import pickle
@@ -269,13 +270,15 @@ def test_another_model_is_refused(saved: Path, model: PreTrainedModel) -> None:
         before = weight[7, 5].clone()
         weight[7, 5] += 1e-4
         try:
-            with pytest.raises(UserError, match="belongs to another model, the weights differs"):
+            with pytest.raises(UserError, match="belongs to another model, the weights differ"):
                 load_session(saved, model)
         finally:
             weight[7, 5] = before
-    with pytest.raises(UserError, match=r"the config differs; give the model that saved it"):
+    with pytest.raises(UserError, match=r"the configurations differ; give the model that saved it"):
         load_session(saved, tiny_teacher("llama"))
     load_session(saved, model)
+    with pytest.raises(UserError, match="was saved with 'float32' weights, the model has float64; load it with them"):
+        load_session(saved, copy.deepcopy(model).double())
     other = model_identity(tiny_student("llama").bfloat16())
     assert other["dtype"] == "bfloat16"
     assert other["weights"] != model_identity(tiny_student("llama"))["weights"]
