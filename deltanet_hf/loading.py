@@ -55,7 +55,7 @@ def load_model(name: str, folder: Path, dtype: torch.dtype | str, **options: Any
         UserError: transformers cannot load it, or weights are missing.
     """
     with _one_line_errors(name, "the model", "give the folder that `deltanet-hf convert` wrote, or copy it again"):
-        loaded: tuple[PreTrainedModel, dict[str, Any]] = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, trust_remote_code=False, use_safetensors=True, output_loading_info=True, **options
         )
     model, found = loaded

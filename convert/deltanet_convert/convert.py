@@ -26,7 +26,7 @@ from .layer_step import LayerStep
 from .layer_stream import LayerStream
 from .output_files import write_other_files
 from .storage.safetensors_folder import Checkpoint, all_finite
-from .storage.saved_tokenizer import load_tokenizer
+from .storage.saved_tokenizer import check_saving, load_tokenizer
 from .storage.shard_writer import ShardWriter
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -45,6 +45,7 @@ def convert(job: Job, progress: Progress) -> dict[str, Any]:
     """
     with removed_on_error(job.source, job.out):
         tokenizer = load_tokenizer(job.teacher.folder)
+        check_saving(tokenizer, job.teacher.folder)  # it is saved after the last layer
         text = calibration_text(job, tokenizer)
 
         def fill(workspace: Workspace) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def _check_continuation(seen: int, given: int, masked: int) -> None:
         )
 
 
-def _check_tokens(cache: Cache, input_ids: Tensor) -> None:
+def _check_tokens(cache: Any, input_ids: Tensor) -> None:
     """Raises ValueError if the cache is known to hold other tokens than those before the new ones."""
     written = next((layer.written for layer in _states(cache)), None)
     if written is None or len(written) != len(input_ids):
@@ -95,11 +95,12 @@ def _states(cache: Cache) -> list[MixerCacheLayer]:
 def make_stateful(model: PreTrainedModel) -> None:
     """Puts `Stateful` before the class of a model, under the same name."""
     if not isinstance(model, Stateful):
-        model.__class__ = _stateful_class(type(model))
+        own: Any = type(model)
+        model.__class__ = _stateful_class(own)
 
 
 @functools.cache
-def _stateful_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
+def _stateful_class(base: Any) -> type[PreTrainedModel]:
     return type(base.__name__, (Stateful, base), {"__module__": base.__module__, "__qualname__": base.__qualname__})
 
 

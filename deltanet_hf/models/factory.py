@@ -78,7 +78,7 @@ def config_class(model_type: str) -> type[PreTrainedConfig]:
         "deltanet": None,
         "model_type": family.converted_model_type,
         "__post_init__": __post_init__,
-        "from_dict": classmethod(from_dict),
+        "from_dict": classmethod(from_dict),  # type: ignore[arg-type]
         "to_dict": to_dict,
         "save_pretrained": save_pretrained,
         "register_for_auto_class": no_code_beside_the_shim,

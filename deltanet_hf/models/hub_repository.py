@@ -98,16 +98,18 @@ def _tags(card: Path) -> list[str]:
     """The tags of the card that transformers wrote, which are those of the call and of the repository so far."""
     from huggingface_hub import ModelCard
 
-    return list(ModelCard.load(card).data.tags or []) if card.is_file() else []
+    data: Any = ModelCard.load(card).data if card.is_file() else None
+    return list(data.tags or []) if data is not None else []
 
 
 def _finish_card(file: Path, tags: list[str], repo: str, measured: bool) -> None:
     from huggingface_hub import ModelCard
 
     card = ModelCard(file.read_text(encoding="utf-8").replace('"PATH"', f'"{repo}"'))
-    own = card.data.tags or []
-    card.data.tags = [*own, *(tag for tag in tags if tag not in own)]
+    data: Any = card.data
+    own = data.tags or []
+    data.tags = [*own, *(tag for tag in tags if tag not in own)]
     if not measured:
-        card.data.eval_results = card.data.model_name = None
+        data.eval_results = data.model_name = None
         card.text = f"\n> {CHANGED}\n{card.text}"
     card.save(file)

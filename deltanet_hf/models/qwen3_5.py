@@ -120,7 +120,7 @@ def model_class() -> type[PreTrainedModel]:
     """The class `DeltaNetQwen3_5ForCausalLM`; registers it with AutoModelForCausalLM."""
     from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 
-    class DeltaNetQwen3_5ForCausalLM(AssistedGeneration, Stateful, Qwen3_5ForCausalLM):
+    class DeltaNetQwen3_5ForCausalLM(AssistedGeneration, Stateful, Qwen3_5ForCausalLM):  # type: ignore[misc]
         """Qwen3_5ForCausalLM whose linear layers are this project's Gated DeltaNet."""
 
         config_class = DeltaNetQwen3_5TextConfig

@@ -140,10 +140,15 @@ def test_a_sliding_window_as_text_is_refused(tmp_path: Path) -> None:
         prepare(str(teacher), tmp_path / "out", ConvertOptions())
 
 
-def test_a_tokenizer_with_a_length_as_text_is_refused(teacher: Path, tmp_path: Path) -> None:
-    edited("tokenizer_config.json", model_max_length="many")(teacher)
+@pytest.mark.parametrize(
+    ("keys", "said"), [({"model_max_length": "many"}, "cannot be loaded"), ({"x": "\udcff"}, "cannot be saved again")]
+)
+def test_a_damaged_tokenizer_is_refused_before_any_work(
+    teacher: Path, tmp_path: Path, keys: dict[str, str], said: str
+) -> None:
+    edited("tokenizer_config.json", **keys)(teacher)
     job = tiny_job(teacher, tmp_path / "out")
-    with pytest.raises(UserError, match="its tokenizer cannot be loaded"):
+    with pytest.raises(UserError, match=f"its tokenizer {said}"):
         convert(job, lambda *args: None)
     assert not list(tmp_path.glob(".*"))
 

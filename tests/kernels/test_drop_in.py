@@ -78,16 +78,19 @@ def inputs_of(name: str, device: str = "cpu") -> dict[str, Any]:
     return inputs
 
 
-def tolerance_of(inputs: dict[str, Any]) -> float:
-    """Rounding of 16-bit inputs' gradients and of outputs in their dtype, or of float32."""
-    return 1e-2 if any(isinstance(x, torch.Tensor) and x.element_size() == 2 for x in inputs.values()) else 5e-6
+def tolerance_of(x: torch.Tensor) -> float:
+    """Two roundings to 8 digits in 16 bits, else the rounding of float32."""
+    return 1e-2 if x.element_size() == 2 else 5e-6
 
 
 @pytest.mark.parametrize(("name", "device"), EVERYWHERE, indirect=["device"])
 def test_results_and_gradients(name: str, device: str) -> None:
     inputs = inputs_of(name, device)
     found = results(chunk_gated_delta_rule, inputs)
-    assert_close(found, truth(inputs), tolerance_of(inputs))
+    wanted = truth(inputs)
+    for key, x in found.items():  # gradients are those of a rounded upstream gradient if the output is rounded
+        rounded = found["o"] if key.startswith("d") and found["o"].element_size() == 2 else x
+        assert_close({key: x}, {key: wanted[key]}, tolerance_of(rounded))
     assert found["o"].dtype == inputs["q"].dtype
     assert found["final_state"].dtype == torch.float32
     assert found["final_state"].is_contiguous()
@@ -111,7 +114,7 @@ def test_recurrence_without_gradients(name: str, device: str) -> None:
         o, state = fused_recurrent_gated_delta_rule(**inputs)
     assert state is not None
     assert o.dtype == inputs["v"].dtype
-    assert relative_error(o, wanted["o"]) < tolerance_of(inputs)
+    assert relative_error(o, wanted["o"]) < tolerance_of(o)
     assert relative_error(state, wanted["final_state"]) < 3e-6
 
 

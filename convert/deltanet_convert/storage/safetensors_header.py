@@ -115,7 +115,7 @@ def _entry(file: Path, name: str, value: Any, data_start: int, size: int) -> Ten
         )
     if not _is_ints(shape) or not _is_ints(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise UserError(
-            f"{where} has a bad shape {str(shape)[:100]} or data_offsets {str(offsets)[:100]}; save it again"
+            f"{where} has a bad shape {shape!r:.100} or data_offsets {offsets!r:.100}; save the checkpoint again"
         )
     begin, end = offsets
     if data_start + end > size:

@@ -2,9 +2,11 @@
 
 import os
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from deltanet_hf import loading
+from deltanet_hf.errors import UserError, one_line
 from deltanet_hf.inside import inside
 
 from .safetensors_folder import read_json
@@ -38,3 +40,15 @@ def _check_named_files(folder: Path) -> None:
         for name in names if key.endswith(("_file", "_files")) and key != "special_tokens_map_file" else ():
             if isinstance(name, str) and os.path.exists(folder / name):
                 inside(folder, name, file, f"key '{key}':")
+
+
+def check_saving(tokenizer: Any, folder: Path) -> None:
+    """Raises UserError if a tokenizer, which was loaded from `folder`, cannot be saved."""
+    try:
+        with TemporaryDirectory() as place:
+            tokenizer.save_pretrained(place)
+    except Exception as error:  # of any type, by transformers and the tokenizers library
+        raise UserError(
+            f"{folder}: its tokenizer cannot be saved again ({one_line(error, 200)}); correct tokenizer.json or "
+            "tokenizer_config.json"
+        ) from error

@@ -15,6 +15,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.weak import WeakTensorKeyDictionary
+
+# By cu_seqlens: its version, and the layouts by batch, tokens and size. A model's layers read its values only once.
+_packed_layouts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,20 @@ class ChunkLayout:
                 "cu_seqlens: this operator reads the lengths of packed sequences, which a CUDA graph cannot record; "
                 "train with engine.cuda_graphs: false or with data.isolate_documents: false"
             )
+        # Inference tensors do not count their changes, and those made now could not be used in training.
+        if cu_seqlens.is_inference() or torch.is_inference_mode_enabled():
+            return cls._packed(batch, tokens, size, cu_seqlens)
+        version, known = _packed_layouts.get(cu_seqlens, (None, {}))
+        if version != cu_seqlens._version:
+            known = {}
+            _packed_layouts[cu_seqlens] = cu_seqlens._version, known
+        key = batch, tokens, size
+        if key not in known:
+            known[key] = cls._packed(*key, cu_seqlens)
+        return known[key]  # type: ignore[no-any-return]
+
+    @classmethod
+    def _packed(cls, batch: int, tokens: int, size: int, cu_seqlens: Tensor) -> ChunkLayout:
         offsets = cu_seqlens.tolist()
         chunks = [-(-(end - start) // size) for start, end in pairwise(offsets)]
         order = sorted(range(len(chunks)), key=lambda n: -chunks[n])
@@ -54,7 +72,7 @@ class ChunkLayout:
         token = torch.where(token < end.unsqueeze(1), token, tokens).flatten()
         place = torch.full((tokens + 1,), token.numel())  # the last entry takes the empty places
         place[token] = torch.arange(token.numel())
-        device = x.device
+        device = cu_seqlens.device
         return cls(
             batch, tokens, size, counts, token.to(device), place[:-1].to(device), torch.tensor(order, device=device)
         )

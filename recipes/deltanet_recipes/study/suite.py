@@ -47,7 +47,7 @@ def main(
 ) -> None:
     """Score models on the small suite, and add the share of the teacher's scores to their rows in RESULTS."""
     rows = {row["run"]: row for row in json.loads(results.read_text())}
-    folders = dict(entry.split("=", 1) if "=" in entry else ("", entry) for entry in model)
+    folders = {name: folder for name, _, folder in (entry.partition("=") for entry in model)}
     if unknown := sorted(name for name in folders if name not in rows):
         raise UserError(f"--model {unknown[0]}={folders[unknown[0]]}: {results} has no row of this name")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
