@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from deltanet_hf.cpu_dtype import loading_dtype
 from deltanet_hf.errors import UserError
@@ -62,5 +63,11 @@ def _saved(names: list[str], dtype: str, place: torch.device) -> Iterator[Subjec
     for name in names:
         folder = loadable_folder(name)
         load_config(name, folder)
-        loaded: list[Any] = [load_model(name, folder, dtype)]
-        yield Subject(shape_of(loaded[0]), kind_of(loaded[0]), lambda loaded=loaded: loaded.pop().to(place))
+        loaded = [load_model(name, folder, dtype)]
+        yield Subject(shape_of(loaded[0]), kind_of(loaded[0]), functools.partial(_handed_over, loaded, place))
+
+
+def _handed_over(loaded: list[Any], place: torch.device) -> PreTrainedModel:
+    """The model, to which nothing else refers from now on, so that its memory is free after its measurement."""
+    model: PreTrainedModel = loaded.pop().to(place)
+    return model
