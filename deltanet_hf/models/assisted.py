@@ -25,6 +25,8 @@ def place_layers(model: PreTrainedModel, cache: Cache) -> None:
 class AssistedGeneration:
     """In front of a family's model class: `generate` prepares the cache for taking tokens back where it will do so."""
 
+    _is_stateful = False  # transformers refuses to assist classes that say otherwise, as Qwen3.5's does
+
     def _prepare_cache_for_generation(
         self: Any, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, *sizes: Any
     ) -> Any:
@@ -36,6 +38,11 @@ class AssistedGeneration:
             return result
         if generation_config.is_assistant or generation_mode == GenerationMode.ASSISTED_GENERATION:
             place_layers(self, cache)
+            if not cache.is_croppable:
+                raise ValueError(
+                    "past_key_values: assisted generation takes tokens back, which a quantised or static cache cannot; "
+                    "leave the cache out, or decode without assistance"
+                )
             cache.activate_past_recording()
         else:  # a cache that was handed in may record since an earlier assisted generation
             for layer in cache.layers:

@@ -24,7 +24,7 @@ def model_identity(model: PreTrainedModel) -> dict[str, str]:
     elements of each tensor count with their places. It tells models apart and is no protection against forgery.
 
     Returns:
-        `config` and `weights`, both SHA-256 in hex, and `dtype`, the model's dtype.
+        `config`, `dtype` (the model's) and `weights`; the first and the last are SHA-256 in hex.
     """
     settings = {key: value for key, value in model.config.to_diff_dict().items() if key not in VOLATILE}
     config = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
@@ -34,7 +34,7 @@ def model_identity(model: PreTrainedModel) -> dict[str, str]:
         sums.append(_checked(parameter.detach()).to(model.device))
     if sums:
         weights.update(torch.cat(sums).cpu().numpy().tobytes())
-    return {"config": config.hexdigest(), "weights": weights.hexdigest(), "dtype": str(model.dtype).split(".")[-1]}
+    return {"config": config.hexdigest(), "dtype": str(model.dtype).split(".")[-1], "weights": weights.hexdigest()}
 
 
 def _checked(tensor: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from deltanet_hf.sessions.model_identity import model_identity
 
 FORMAT = "deltanet-hf session 1"
 RESTART = "remove the file and start a new session"
+COMPARED = {"config": "configurations", "weights": "weights"}
 INPUTS = ("input_ids", "attention_mask")
 
 
@@ -135,12 +136,16 @@ def _facts(path: Path, metadata: dict[str, str], model: PreTrainedModel) -> dict
     if not right:
         raise UserError(f"{path}: its metadata is damaged; {RESTART}")
     for key, value in model_identity(model).items():
-        if saved.get(key) != value:
-            values = f" ({saved.get(key)}, this model has {value}: load it with that dtype)" if key == "dtype" else ""
+        if saved.get(key) == value:
+            continue
+        if key == "dtype":
             raise UserError(
-                f"{path}: belongs to another model, the {key} differs{values}; give the model that saved it, or start "
-                "a new session"
+                f"{path}: was saved with {saved.get(key)!r} weights, the model has {value}; load it with them"
             )
+        raise UserError(
+            f"{path}: belongs to another model, the {COMPARED[key]} differ; give the model that saved it, or start a "
+            "new session"
+        )
     return facts
 
 

@@ -231,3 +231,12 @@ def test_missing_tensor_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"layers\.2\.linear_attn\.A_log"):
         imported(folder, tmp_path / "ours")
     assert not (tmp_path / "ours").exists()
+
+
+def test_prompt_lookup_equals_plain_decoding() -> None:
+    model = DeltaNetQwen3_5ForCausalLM(DeltaNetQwen3_5TextConfig(**QWEN3_5)).eval()
+    randomise(model, scale=0.2)
+    prompt = torch.randint(3, 60, (1, 9), generator=torch.Generator().manual_seed(2)).repeat(1, 2)
+    options: dict[str, Any] = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None}
+    plain = model.generate(prompt, **options)
+    assert torch.equal(model.generate(prompt, prompt_lookup_num_tokens=4, **options), plain)

@@ -13,8 +13,8 @@ import torch
 from transformers import DynamicCache
 
 from deltanet_hf.errors import QualityError
+from deltanet_hf.evaluation.measures import speed
 from deltanet_hf.evaluation.measures.decoding_mode import EAGER, MODES
-from deltanet_hf.evaluation.measures.speed import measure_speed
 from deltanet_hf.evaluation.speed.check_decoding import check_decoding
 from deltanet_hf.evaluation.speed.naming import kind_of, shape_of
 from deltanet_hf.evaluation.speed.random_models import SHAPES, random_model
@@ -45,6 +45,7 @@ def test_the_benchmark_of_random_weights(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(SHAPES, "135M", TINY)
+    monkeypatch.setattr(speed, "_DECODED", 2)
     options = ("--context", 16, "--context", 32, "--batch", 3, "--repeats", 1, "--device", "cpu")
     assert run(monkeypatch, "--random-weights", "135M", *options, "--dtype", "float32", "--out", tmp_path / "b") == 0
     shown = capsys.readouterr()
@@ -63,10 +64,9 @@ def test_the_benchmark_of_random_weights(
     assert (tmp_path / "b" / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_model_beside_its_teacher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_beside_its_teacher(tmp_path: Path) -> None:
     for name, model in (("teacher", tiny_teacher("llama")), ("student", tiny_student("llama", layers=HYBRID))):
         model.save_pretrained(tmp_path / name)
-    monkeypatch.setattr("deltanet_hf.generate.AutoTokenizer.from_pretrained", lambda name: None)
     found = subjects(str(tmp_path / "student"), str(tmp_path / "teacher"), None, "-", "auto", "cpu")
     names = [(subject.shape, subject.kind, kind_of(subject.load())) for subject in found]
     assert names == [("0M", "teacher", "teacher"), ("0M", "hybrid50", "hybrid50")]
@@ -88,7 +88,7 @@ def test_the_shapes_have_the_parameters_of_their_models(shape: str, billions: fl
     assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(1e9 * billions, rel=1e-3)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_a_mode_that_decodes_something_else_is_found(dtype: torch.dtype) -> None:
     model = tiny_student("llama", layers=HYBRID).to(dtype)
     assert check_decoding(model, EAGER, length=40) <= 0.25
@@ -106,10 +106,11 @@ def test_a_mode_that_decodes_something_else_is_found(dtype: torch.dtype) -> None
 
 def test_a_speed_is_that_of_all_sequences_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = iter(range(1000))
-    monkeypatch.setattr("deltanet_hf.evaluation.measures.speed._now", lambda cuda: 2.0 * next(ticks))
+    monkeypatch.setattr(speed, "_now", lambda cuda: 2.0 * next(ticks))
+    monkeypatch.setattr(speed, "_DECODED", 4)
     model = tiny_teacher("llama")
-    point = measure_speed(model, 10, batch=3, repeats=2)
-    assert (point.prefill_tokens_per_second, point.decode_tokens_per_second) == (15.0, 24.0)
+    point = speed.measure_speed(model, 10, batch=3, repeats=2)
+    assert (point.prefill_tokens_per_second, point.decode_tokens_per_second) == (15.0, 6.0)
     cache = DynamicCache(config=model.config)
     model(torch.zeros(3, 10, dtype=torch.long), past_key_values=cache, use_cache=True)
     assert point.cache_bytes == cache_bytes(cache)
@@ -125,6 +126,7 @@ def test_what_does_not_fit_has_no_row(
         raise torch.OutOfMemoryError("full")
 
     monkeypatch.setattr("deltanet_hf.evaluation.speed.bench.measure_speed", full)
+    monkeypatch.setattr("deltanet_hf.evaluation.speed.bench.check_decoding", lambda *args, **kwargs: 0.0)
     options = ("--context", 16, "--batch", 1, "--dtype", "float32", "--device", "cpu", "--out", tmp_path)
     assert run(monkeypatch, "--random-weights", "135M", *options) == 0
     assert capsys.readouterr().err.count("1 x 16: out of memory") == 3

@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from deltanet_hf.mixers.history import MOST_TAKEN_BACK
+from deltanet_hf.mixers import history
+from deltanet_hf.mixers.quantized_cache import quantized_cache
 from deltanet_hf.mixers.state import MixerCacheLayer
 from deltanet_hf.mixers.window import restrict_to_window
 from deltanet_hf.models.assisted import place_layers
@@ -61,22 +62,22 @@ def test_a_cropped_cache_goes_on_as_one_that_never_read_the_tokens(name: str) ->
     for side in ("left", "right") if name in IN_FULL else ("left",):
         mask = masked(side)
         cache, plain = recording(model), DynamicCache(config=model.config)
-        read(model, cache, mask, slice(0, 8))
-        cache.crop(0)
-        read(model, cache, mask, slice(8, 9), slice(9, 15))
-        cache.crop(-4)  # within the last call
+        read(model, cache, mask, slice(0, 8), slice(8, 9), slice(9, 13))
+        cache.crop(-2)  # within the last call
         assert cache.get_seq_length() == 11
-        read(model, cache, mask, slice(11, 12), slice(12, 15))
-        cache.crop(-4)  # all of the last two calls
-        found = read(model, cache, mask, slice(11, 13), slice(13, 14))
-        wanted = read(model, plain, mask, slice(0, 8), slice(8, 11), slice(11, 13), slice(13, 14))
+        if name in IN_FULL:
+            read(model, cache, mask, slice(11, 12), slice(12, 15))
+            cache.crop(-4)  # all of the last two calls
+            cache.crop(0)
+        found = read(model, cache, mask, slice(11, 12))
+        wanted = read(model, plain, mask, slice(0, 11), slice(11, 12))
         torch.testing.assert_close(found, wanted, rtol=2e-4, atol=2e-4)
 
 
 @pytest.mark.parametrize(
     "name", [*rows(all_by_default=False), *(pytest.param(n, marks=pytest.mark.slow) for n in ("sliding", "qwen3_5"))]
 )
-@pytest.mark.parametrize("how", ["prompt lookup", "assistant"])
+@pytest.mark.parametrize("how", ["prompt lookup", pytest.param("assistant", marks=pytest.mark.slow)])
 def test_assisted_greedy_equals_plain_greedy(name: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, taken_back = made(name), []
     crop = DynamicCache.crop
@@ -104,6 +105,7 @@ def test_a_long_padded_prompt_and_an_early_end() -> None:
     """A prompt of which only the end is recorded; candidates behind the end-of-text token are taken back."""
     model = made("gated_deltanet+window")
     prompt = IDS[:1].repeat(1, 5)
+    assert prompt.shape[1] > history.MOST_TAKEN_BACK
     mask = torch.ones_like(prompt)
     mask[0, :7] = 0
     end = int(model.generate(prompt, attention_mask=mask, **GREEDY)[0, -6])
@@ -114,22 +116,23 @@ def test_a_long_padded_prompt_and_an_early_end() -> None:
     assert found.past_key_values.get_seq_length() == plain.past_key_values.get_seq_length()
 
 
-def test_the_past_that_is_recorded_is_bounded() -> None:
+def test_the_past_that_is_recorded_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "MOST_TAKEN_BACK", 6)
     model = tiny_student("llama", mixer="linear")
     cache = recording(model)
     with torch.no_grad():
-        model(IDS[:1].repeat(1, 5), past_key_values=cache, use_cache=True)
-        with pytest.raises(ValueError, match=f"cannot take back {MOST_TAKEN_BACK + 1} tokens, a recurrent state holds"):
-            cache.crop(-MOST_TAKEN_BACK - 1)
-        assert cache.get_seq_length() == 100
-        for _ in range(MOST_TAKEN_BACK + 9):
+        model(IDS[:1], past_key_values=cache, use_cache=True)
+        with pytest.raises(ValueError, match="cannot take back 7 tokens, a recurrent state holds"):
+            cache.crop(-7)
+        assert cache.get_seq_length() == 20
+        for _ in range(9):
             model(IDS[:1, :1], past_key_values=cache, use_cache=True)
     layer = cache.layers[0]
     assert isinstance(layer, MixerCacheLayer)
-    assert len(layer.history.calls) == MOST_TAKEN_BACK
-    cache.crop(-MOST_TAKEN_BACK)
+    assert len(layer.history.calls) == 6
+    cache.crop(-6)
     assert not layer.history.calls
-    assert layer.get_seq_length() == 109
+    assert layer.get_seq_length() == 23
 
 
 @pytest.mark.parametrize("change", ["reorder_cache", "batch_select_indices"])
@@ -144,11 +147,36 @@ def test_another_batch_has_no_past(change: str) -> None:
 
 def test_a_cache_goes_on_without_recording() -> None:
     model = made("mixed_heads")
-    options = {**GREEDY, "return_dict_in_generate": True}
+    options = {**GREEDY, "max_new_tokens": 4, "return_dict_in_generate": True}
     first = model.generate(IDS[:1], prompt_lookup_num_tokens=3, **options)
     again = model.generate(first.sequences, past_key_values=first.past_key_values, **options)
     assert not any(layer.record_past for layer in again.past_key_values.layers if hasattr(layer, "record_past"))
-    assert again.sequences.tolist() == model.generate(IDS[:1], **{**options, "max_new_tokens": 28}).sequences.tolist()
+    assert again.sequences.tolist() == model.generate(IDS[:1], **{**options, "max_new_tokens": 8}).sequences.tolist()
+
+
+def test_a_quantised_cache_is_refused_before_anything_is_read() -> None:
+    model = made("mixed_heads")
+    cache = quantized_cache(model.config, 4)
+    with pytest.raises(ValueError, match="past_key_values: assisted generation takes tokens back"):
+        model.generate(IDS[:1], prompt_lookup_num_tokens=3, past_key_values=cache, **GREEDY)
+    assert cache.get_seq_length() == 0
+
+
+def test_layers_of_the_model_itself_assist() -> None:
+    """The assistant keeps a cache of its own and goes back over several of its calls."""
+    model = made("mixed_heads")
+    options = {**GREEDY, "max_new_tokens": 8}
+    plain = model.generate(IDS[:1], **options)
+    assert model.generate(IDS[:1], assistant_early_exit=2, **options).tolist() == plain.tolist()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", rows())
+def test_on_a_gpu_assisted_greedy_equals_plain_greedy(name: str) -> None:
+    model, prompt = made(name).cuda(), IDS[:1, :9].repeat(1, 9).cuda()
+    plain = model.generate(prompt, **GREEDY)
+    assert model.generate(prompt, prompt_lookup_num_tokens=4, **GREEDY).tolist() == plain.tolist()
 
 
 def test_a_restricted_teacher_refuses_assistance() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import platform
 import shlex
@@ -62,6 +63,7 @@ def measure(subjects: Iterable[Subject], conditions: Conditions, say: Callable[[
                     else:
                         rows.append(row)
         del model
+        gc.collect()  # modules refer to each other
     return rows
 
 

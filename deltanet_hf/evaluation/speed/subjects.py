@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from deltanet_hf.cpu_dtype import loading_dtype
 from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.measures.decoding_mode import MODES
 from deltanet_hf.evaluation.speed.bench import Conditions, Subject
 from deltanet_hf.evaluation.speed.naming import kind_of, shape_of
 from deltanet_hf.evaluation.speed.random_models import KINDS, SHAPES, random_model
-from deltanet_hf.generate import load_for_inference
+from deltanet_hf.hub import loadable_folder
+from deltanet_hf.loading import chosen_device, load_config, load_model
 from deltanet_hf.mixers import MIXER_NAMES
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def check_conditions(conditions: Conditions) -> None:
@@ -37,26 +42,32 @@ def subjects(
     """
     if (model is None) == (random_weights is None):
         raise UserError("MODEL: give either a model or --random-weights SHAPE")
+    if dtype != "auto" and dtype not in DTYPES:
+        raise UserError(f"--dtype: got {dtype!r}, expected auto, {', '.join(DTYPES)}")
+    place = chosen_device(device)
     if random_weights is None:
         assert model is not None
-        return _saved([name for name in (teacher, model) if name is not None], dtype, device)
+        return _saved([name for name in (teacher, model) if name is not None], loading_dtype(dtype, place), place)
     if teacher is not None:
         raise UserError("--teacher: --random-weights makes its own teacher; leave out one of the two")
     if random_weights not in SHAPES:
         raise UserError(f"--random-weights: got {random_weights!r}, expected one of {', '.join(SHAPES)}")
     if mixer not in MIXER_NAMES:
         raise UserError(f"--mixer: got {mixer!r}, expected one of {', '.join(MIXER_NAMES)}")
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    weights = {"auto": torch.bfloat16, "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-    if dtype not in weights:
-        raise UserError(f"--dtype: got {dtype!r}, expected {', '.join(weights)}")
-    make = functools.partial(
-        random_model, random_weights, mixer=mixer, dtype=weights[dtype], device=torch.device(device or default)
-    )
+    weights = DTYPES.get(dtype, torch.bfloat16)
+    make = functools.partial(random_model, random_weights, mixer=mixer, dtype=weights, device=place)
     return (Subject(random_weights, kind, functools.partial(make, kind)) for kind in KINDS)
 
 
-def _saved(names: list[str], dtype: str, device: str | None) -> Iterator[Subject]:
+def _saved(names: list[str], dtype: str, place: torch.device) -> Iterator[Subject]:
     for name in names:
-        loaded: list[PreTrainedModel] = [load_for_inference(name, dtype, device)[0]]
-        yield Subject(shape_of(loaded[0]), kind_of(loaded[0]), loaded.pop)
+        folder = loadable_folder(name)
+        load_config(name, folder)
+        loaded = [load_model(name, folder, dtype)]
+        yield Subject(shape_of(loaded[0]), kind_of(loaded[0]), functools.partial(_handed_over, loaded, place))
+
+
+def _handed_over(loaded: list[Any], place: torch.device) -> PreTrainedModel:
+    """The model, to which nothing else refers from now on, so that its memory is free after its measurement."""
+    model: PreTrainedModel = loaded.pop().to(place)
+    return model
