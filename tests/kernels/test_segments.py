@@ -88,7 +88,6 @@ def test_a_shorter_warm_up_would_show() -> None:
     assert all(torch.equal(found[name], whole[name]) for name in whole)
 
 
-@pytest.mark.usefixtures("remembering")
 @pytest.mark.parametrize(
     "case",
     [
@@ -97,8 +96,17 @@ def test_a_shorter_warm_up_would_show() -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("gates", [fast, torch.clone])
-def test_segments_of_other_calls(case: Case, gates: Any) -> None:
+@pytest.mark.parametrize(
+    ("gates", "remembering"),
+    [
+        pytest.param(fast, False, id="fast"),
+        pytest.param(fast, True, id="fast-composed", marks=pytest.mark.slow),  # nothing remembers
+        pytest.param(torch.clone, False, id="clone-sequential"),
+        pytest.param(torch.clone, True, id="clone-composed"),
+    ],
+    indirect=["remembering"],
+)
+def test_segments_of_other_calls(case: Case, gates: Any, remembering: None) -> None:
     inputs = with_gates(case, gates)
     assert_close(results(segmented, inputs), truth(inputs), 3e-6)
 
