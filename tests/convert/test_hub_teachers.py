@@ -78,7 +78,16 @@ def typed(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
 @pytest.mark.slow
 def test_a_new_process_with_the_address_of_the_hub(hub: LocalHub, teacher: Path, tmp_path: Path) -> None:
     hub.add(REPO, teacher).breaks = {SINGLE_FILE: 100}
-    command = [sys.executable, "-m", "deltanet_recipes.cli", "convert", REPO, str(tmp_path / "out"), "--dry-run"]
+    command = [
+        sys.executable,
+        "-m",
+        "deltanet_recipes.cli",
+        "convert",
+        REPO,
+        str(tmp_path / "out"),
+        "--pure",
+        "--dry-run",
+    ]
     paths = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     variables = {**os.environ, **environment(hub, tmp_path / "other"), **paths}
     run = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
