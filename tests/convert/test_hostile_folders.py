@@ -153,7 +153,9 @@ def test_code_of_a_teacher_is_neither_run_nor_named_in_the_result(
     (teacher / "evil.py").write_text(EVIL)
     edit(teacher / "tokenizer_config.json", auto_map={"AutoTokenizer": [None, "somebody/else--evil.Evil"]})
     edit(teacher / "config.json", auto_map={"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"})
+    edit(teacher / "config.json", attn_implementation="evil/kernel")
     tiny_conversion(teacher, tmp_path / "out")
+    edit(teacher / "config.json", attn_implementation=None)
     assert "auto_map" not in json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
     assert "evil" not in (tmp_path / "out" / "config.json").read_text()
     assert not (tmp_path / "out" / "evil.py").exists()
@@ -167,15 +169,6 @@ def test_code_of_a_teacher_is_neither_run_nor_named_in_the_result(
 def test_a_config_cannot_name_a_kernel_of_the_hub(teacher: Path, tmp_path: Path, key: str, value: object) -> None:
     edit(teacher / "config.json", **{key: value})
     refused(lambda: load_for_inference(str(teacher), device="cpu"), "config.json", key, "code on the hub", "remove")
-
-
-def test_a_conversion_does_not_take_over_a_kernel(
-    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(START, "gated_deltanet", quick_start)
-    edit(teacher / "config.json", attn_implementation="somebody/kernel")
-    tiny_conversion(teacher, tmp_path / "out")
-    assert "somebody" not in (tmp_path / "out" / "config.json").read_text()
 
 
 def test_files_that_several_repositories_of_a_hub_cache_share(teacher: Path, tmp_path: Path) -> None:

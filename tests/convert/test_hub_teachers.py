@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +16,7 @@ from deltanet_hf.errors import UserError
 from deltanet_hf.hub import SINGLE_FILE
 from deltanet_hf.publish import Workspace
 from deltanet_recipes.cli import main
-from support.local_hub import LocalHub, local_hub
+from support.local_hub import LocalHub, environment, local_hub
 from support.tiny_conversion import quick_start, teacher_folder, tiny_conversion
 
 REPO = "someone/teacher"
@@ -71,6 +73,31 @@ def typed(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
     except SystemExit as stop:
         return int(stop.code or 0)
     return 0
+
+
+@pytest.mark.slow
+def test_a_new_process_with_the_address_of_the_hub(hub: LocalHub, teacher: Path, tmp_path: Path) -> None:
+    hub.add(REPO, teacher).breaks = {SINGLE_FILE: 100}
+    command = [
+        sys.executable,
+        "-m",
+        "deltanet_recipes.cli",
+        "convert",
+        REPO,
+        str(tmp_path / "out"),
+        "--pure",
+        "--dry-run",
+    ]
+    paths = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    variables = {**os.environ, **environment(hub, tmp_path / "other"), **paths}
+    run = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    assert run.returncode == 2
+    assert "Traceback" not in run.stderr
+    assert "run the same command again" in run.stderr.strip().splitlines()[-1]
+    hub.repositories[REPO].breaks = {}
+    again = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    assert again.returncode == 0, again.stderr
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("command", ["convert", "select", "export", "generate"])

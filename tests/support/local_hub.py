@@ -198,7 +198,6 @@ def local_hub(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Iterator[LocalHub
     import transformers
     import transformers.dynamic_module_utils as remote_code
     from huggingface_hub import constants
-    from huggingface_hub.utils import close_session
 
     with serving() as hub:
         for name, value in environment(hub, cache).items():
@@ -212,11 +211,7 @@ def local_hub(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Iterator[LocalHub
         monkeypatch.setattr(transformers.utils.hub, "_hf_api", None, raising=False)  # it keeps an address
         monkeypatch.setattr(remote_code, "HF_MODULES_CACHE", str(cache / "modules"))
         monkeypatch.setattr(huggingface_hub.file_download.time, "sleep", lambda seconds: None)
-        close_session()
-        try:
-            yield hub
-        finally:
-            close_session()
+        yield hub
 
 
 def environment(hub: LocalHub, cache: Path) -> dict[str, str]:
