@@ -1,12 +1,13 @@
 """A model folder's generation config."""
 
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from transformers import GenerationConfig
 
 from deltanet_hf.errors import UserError, one_line
+
+from .scratch import scratch_folder
 
 
 def generation_config(folder: Path, config: Any) -> GenerationConfig:
@@ -18,12 +19,12 @@ def generation_config(folder: Path, config: Any) -> GenerationConfig:
     file = folder / "generation_config.json"
     if not file.exists():
         return GenerationConfig.from_model_config(config)
-    try:
-        found: GenerationConfig = GenerationConfig.from_pretrained(folder)
-        with TemporaryDirectory() as place:
+    with scratch_folder() as place:
+        try:
+            found: GenerationConfig = GenerationConfig.from_pretrained(folder)
             found.save_pretrained(place)
-    except Exception as error:  # of any type
-        raise UserError(
-            f"{file}: transformers cannot use it ({one_line(error, 300)}); correct the key, or remove the file"
-        ) from error
+        except Exception as error:  # of any type
+            raise UserError(
+                f"{file}: transformers cannot use it ({one_line(error, 300)}); correct the key, or remove the file"
+            ) from error
     return found

@@ -2,7 +2,6 @@
 
 import os
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from deltanet_hf import loading
@@ -10,6 +9,7 @@ from deltanet_hf.errors import UserError, one_line
 from deltanet_hf.inside import inside
 
 from .safetensors_folder import read_json
+from .scratch import scratch_folder
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 # Files that no `save_pretrained` writes but that other tools read.
@@ -44,11 +44,11 @@ def _check_named_files(folder: Path) -> None:
 
 def check_saving(tokenizer: Any, folder: Path) -> None:
     """Raises UserError if a tokenizer, which was loaded from `folder`, cannot be saved."""
-    try:
-        with TemporaryDirectory() as place:
+    with scratch_folder() as place:
+        try:
             tokenizer.save_pretrained(place)
-    except Exception as error:  # of any type, by transformers and the tokenizers library
-        raise UserError(
-            f"{folder}: its tokenizer cannot be saved again ({one_line(error, 200)}); correct tokenizer.json or "
-            "tokenizer_config.json"
-        ) from error
+        except Exception as error:  # of any type, by transformers and the tokenizers library
+            raise UserError(
+                f"{folder}: its tokenizer cannot be saved again ({one_line(error, 200)}); correct tokenizer.json or "
+                "tokenizer_config.json"
+            ) from error
