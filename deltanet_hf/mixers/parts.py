@@ -61,7 +61,7 @@ class ShortConv(Part):
         sizes = [shape[-1] for shape in shapes]
         weights = self.weight.squeeze(1).split(sizes)
         tails = [None] * len(parts) if tail is None else tail.split(sizes, dim=1)
-        skipped = None if padding is None or cu_seqlens is not None else _Skipped(padding)
+        skipped = None if padding is None or cu_seqlens is not None else _Skipped(padding.expand(shapes[0][:2]))
         outputs, ends = [], []
         for x, taps, before, shape in zip(parts, weights, tails, shapes, strict=True):
             if skipped is not None:

@@ -155,7 +155,7 @@ def test_a_teacher_that_cannot_be_measured_is_refused_with_what_convert_can_do(t
     teacher = teacher_folder(tmp_path / "teacher", "llama", max_position_embeddings=40)  # too short for a question
     with pytest.raises(UserError) as caught:
         tiny_job(teacher, tmp_path / "out", layers="auto:2", mixer="window")
-    assert str(caught.value).startswith("--layers auto:2: --length 40: too short for a probe")
+    assert str(caught.value).startswith("--layers auto:2: --window 64: with 4 sinks it shows all 40 tokens of a probe;")
     assert str(caught.value).endswith("or spread the softmax layers evenly with --layers every:4")
     assert "\n" not in str(caught.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["teacher", "text.txt"]

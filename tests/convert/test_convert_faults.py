@@ -171,7 +171,7 @@ def test_a_target_that_cannot_be_made_is_refused(teacher: Path, tmp_path: Path, 
     (tmp_path / "loop").symlink_to("loop")
     options = ConvertOptions(text=tmp_path / "text.txt", calibration_tokens=TOKENS)
     before = sorted(tmp_path.iterdir())
-    with pytest.raises(UserError, match="choose another output folder") as caught:
+    with pytest.raises(UserError, match="choose another output") as caught:
         convert(prepare(str(teacher), tmp_path / out, options), lambda *args: None)
     assert "\n" not in str(caught.value)
     assert sorted(tmp_path.iterdir()) == before

@@ -137,7 +137,8 @@ def test_a_teacher_that_cannot_be_measured_leaves_no_journal(tmp_path: Path) -> 
 @pytest.mark.parametrize("options", [{"window": 399}, {"window": 6, "sinks": 394}, {"window": 10**9}], ids=str)
 def test_a_window_that_shows_whole_probes_is_refused(far: Path, tmp_path: Path, options: dict[str, int]) -> None:
     with pytest.raises(UserError, match=r"--window \d+: with \d+ sinks it shows all 400 tokens of a probe"):
-        tiny_task(far, tmp_path / "s.json", **options)
+        tiny_selection(far, tmp_path / "s.json", **options)
+    assert not list(tmp_path.iterdir())
     assert tiny_task(far, tmp_path / "s.json", method="uniform", **options).count == 1
 
 

@@ -63,6 +63,11 @@ def run_selection(task: SelectionTask, show: Show = unseen, *, plot: bool = True
 
 def _measured(task: SelectionTask, journal: SelectionJournal, show: Show) -> Selection:
     options, config = task.options, task.teacher.config
+    if options.window + options.sinks >= task.length:
+        raise UserError(
+            f"--window {options.window}: with {options.sinks} sinks it shows all {task.length} tokens of a probe; "
+            "choose a smaller window, or a larger --length within the teacher's context"
+        )
     rounds = journal.rounds()
     show(len(rounds), task.count, f"continued after round {len(rounds)}" if rounds else None)
     model = SwitchableModel(

@@ -116,10 +116,4 @@ def plan_selection(
         if at > longest:
             notes.append(f"--at {at}: the teacher's positions end at {longest}; only the bytes count at {at} tokens.")
     count = options.budget.units(candidates, memory)
-    task = SelectionTask(source, teacher, options, out, candidates, count, memory, tuple(notes))
-    if options.measured and options.window + options.sinks >= task.length:
-        raise UserError(
-            f"--window {options.window}: with {options.sinks} sinks it shows all {task.length} tokens of a probe; "
-            "choose a smaller window, or a larger --length within the teacher's context"
-        )
-    return task
+    return SelectionTask(source, teacher, options, out, candidates, count, memory, tuple(notes))
