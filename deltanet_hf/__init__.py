@@ -6,9 +6,9 @@ Importing this package registers every converted family with `AutoConfig` and `A
 from deltanet_hf.models import factory, qwen3_5
 from deltanet_hf.models.factory import converted_config
 from deltanet_hf.models.layers import LayerTable
+from deltanet_hf.version import __version__
 
 factory.register()
 qwen3_5.register()
 
-__all__ = ["LayerTable", "converted_config"]
-__version__ = "0.1.0"
+__all__ = ["LayerTable", "__version__", "converted_config"]

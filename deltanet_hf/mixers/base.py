@@ -24,10 +24,10 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
 from deltanet_hf.mixers.attention_shape import FAITHFUL, AttentionShape, MixerProjections
-from deltanet_hf.mixers.history import recorded
 from deltanet_hf.mixers.layer_kind import LayerKind, PositionEmbeddings, TensorShape
 from deltanet_hf.mixers.masks import padding_in
 from deltanet_hf.mixers.parts import GatedRMSNorm, KeyOffset, Part, ShortConv
+from deltanet_hf.mixers.recorded_call import recorded
 from deltanet_hf.mixers.state import MixerCacheLayer, State, cache_layer, may_change
 from deltanet_hf.mixers.window_branch import WindowBranch
 

@@ -23,9 +23,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.mixers.history import recorded
 from deltanet_hf.mixers.layer_kind import LayerKind, PositionEmbeddings, TensorShape
 from deltanet_hf.mixers.masks import announce_packing, announce_padding, padding_in, sliding_window
+from deltanet_hf.mixers.recorded_call import recorded
 from deltanet_hf.mixers.routed_config import RoutedConfig
 from deltanet_hf.mixers.settings import MixerSettings, check_at_least
 from deltanet_hf.mixers.state import MixerCacheLayer, cache_layer

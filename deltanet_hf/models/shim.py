@@ -11,6 +11,8 @@ from pathlib import Path
 import transformers
 from packaging.version import Version
 
+from deltanet_hf.version import __version__
+
 SHIM_NAME = "deltanet_shim"
 
 _SHIM = '''"""Loads the classes of this model from the installed package `deltanet-hf`, version {version} or later."""
@@ -31,8 +33,6 @@ except ModuleNotFoundError as error:
 
 def check_version(written_by: str) -> None:
     """Raises ImportError if the installed package is older than the version that wrote a model."""
-    from deltanet_hf import __version__
-
     if Version(__version__) < Version(written_by):
         raise ImportError(
             f"This model was written by deltanet-hf {written_by}, and {__version__} is installed: run "
@@ -55,8 +55,6 @@ def write_shim(folder: str | Path, config_name: str, model_name: str, module: st
         folder: made if it does not exist.
         config_name, model_name: names of the classes in `deltanet_hf.models.MODULE`.
     """
-    from deltanet_hf import __version__
-
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     shim = _SHIM.format(version=__version__, config_name=config_name, model_name=model_name, module=module)

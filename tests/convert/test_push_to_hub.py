@@ -218,13 +218,13 @@ def test_the_shim_is_small_and_wants_its_version(converted: Path, monkeypatch: p
     version = deltanet_hf.__version__
     shim(converted)
     for installed, works in {"0.0.9": False, f"{version}.dev1": False, f"{version}.post1": True, "1.2.0": True}.items():
-        monkeypatch.setattr(deltanet_hf, "__version__", installed)
+        monkeypatch.setattr("deltanet_hf.models.shim.__version__", installed)
         if works:
             shim(converted)
         else:
             with pytest.raises(ImportError, match=f"written by deltanet-hf {version}, and {installed} is installed"):
                 shim(converted)
-    monkeypatch.setitem(sys.modules, "deltanet_hf", None)
+    monkeypatch.setitem(sys.modules, "deltanet_hf.models.shim", None)  # as where the package is missing
     with pytest.raises(ImportError, match=f"pip install deltanet-hf=={version}"):
         shim(converted)
 
