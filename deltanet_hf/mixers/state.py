@@ -81,9 +81,9 @@ class MixerCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
 
     def put(self, state: State, tokens_seen: int) -> None:
         """Go on from copies of this state and number of tokens; an empty state is that before the first token."""
-        self.history.clear()
-        self.written = None
         if self.static_length is None:
+            self.history.clear()
+            self.written = None
             self.state = {name: tensor.clone() for name, tensor in state.items()}
             self.tokens_seen, self.is_initialized = tokens_seen, bool(state)
             return

@@ -1,4 +1,4 @@
-"""What a repository of a converted model has besides weights and config: card, licence, report, pictures, tokenizer.
+"""Uploads what belongs to a converted model besides weights and config: card, licence, report, pictures, tokenizer.
 
 `push_to_hub` of transformers uploads a card without content and no tokenizer. A converted model takes these files from
 the folder, or the repository, that it was loaded from.

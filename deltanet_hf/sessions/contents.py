@@ -1,4 +1,4 @@
-"""What the layers of a cache hold, as named tensors: for a session's file and back.
+"""Names the tensors that the layers of a cache hold, for a session's file and back.
 
 Names are `keys`, `values`, the names of a mixer's state, or for a layer with mixed heads those of its parts, as
 `window.keys`. The tensors are complete: everything else follows from the number of tokens.

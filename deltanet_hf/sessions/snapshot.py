@@ -12,7 +12,7 @@ from deltanet_hf.mixers.state import MixerCacheLayer
 
 
 class Snapshot:
-    """What `cache` holds now. `rewind` brings it back, as often as wanted: to the cache, nothing happened in between.
+    """The contents of `cache` now. `rewind` brings them back, as often as wanted, as if nothing had come in between.
 
     States are copied: a few MB per sequence. Growing keys and values are not, because a cache makes new tensors of them
     instead of changing them; a snapshot only keeps the old ones alive. Tensors at fixed addresses (static caches) are

@@ -26,16 +26,9 @@ from deltanet_convert.select.switchable import SwitchableModel
 from deltanet_convert.select.task import TEXT_ROWS
 from deltanet_convert.select.units import UNITS, Candidates, Unit
 from deltanet_convert.storage.versions import versions
+from deltanet_hf.evaluation.speed.random_models import SHAPES
 
-SHAPE: dict[str, Any] = {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-}
+SHAPE: dict[str, Any] = {**SHAPES["8B"], "max_position_embeddings": 8192}
 QUESTIONS, QUESTION, ANSWER = 6, 12, 7  # per probe; tokens of a question and of its answer
 
 

@@ -1,4 +1,4 @@
-"""What the rows of a benchmark call a model: its shape and its kind."""
+"""Names a model in the rows of a benchmark, by its shape and its kind."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ def teacher_revision(recipe: Recipe) -> str | None:
 
 
 def _recorded_teacher(recipe: Recipe) -> dict[str, Any]:
-    """What the student's conversion.json says of its teacher."""
+    """The entry about the teacher in the student's conversion.json."""
     teacher = read_json(Path(recipe.student) / RECORD).get("teacher")
     return teacher if isinstance(teacher, dict) else {"name": teacher}
 
