@@ -46,7 +46,7 @@ class GraphedGeneration(_Base):
             decoder.close()
 
     def _validate_generation_mode(self, generation_mode: Any, *args: Any, **kwargs: Any) -> None:
-        recordings_of(self).report = f"separate launches: the mode is {generation_mode}"  # type: ignore[arg-type]
+        recordings_of(self).report = f"separate launches: the mode is {generation_mode.value}"  # type: ignore[arg-type]
         super()._validate_generation_mode(generation_mode, *args, **kwargs)
 
     def _valid_auto_compile_criteria(self, model_kwargs: dict[str, Any], generation_config: Any) -> bool:

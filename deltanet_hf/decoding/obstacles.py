@@ -16,7 +16,11 @@ FEWEST_TOKENS = 4  # fewer are generated sooner than a step is recorded
 INPUTS = ("input_ids", "past_key_values", "position_ids", "attention_mask")
 FLAGS = ("use_cache", "logits_to_keep", "return_dict")  # of a step, which changes nothing with them
 PLAIN = (bool, int, float, str, type(None))  # types of attributes that count by value
-OUR_HOOKS = ("deltanet_hf.mixers.masks", "transformers.utils.output_capturing")  # which do nothing in such a step
+OUR_HOOKS = (  # which do nothing in such a step
+    "deltanet_hf.mixers.masks",
+    "deltanet_hf.mixers.stateful",
+    "transformers.utils.output_capturing",
+)
 
 
 def obstacle(model: Any, tokens: int, options: dict[str, Any]) -> str | None:

@@ -84,7 +84,7 @@ class Recordings:
 
     def __init__(self) -> None:
         self._steps: OrderedDict[int, RecordedStep] = OrderedDict()
-        self.report = "has not generated yet"
+        self.report = "separate launches: no converted model has decoded"
 
     def take(self, batch: int, key: Any, tokens: int, capacity: int) -> RecordedStep | None:
         """The recording for this batch size, if it can serve; it is not kept until `put`.
@@ -130,5 +130,5 @@ def forget_graphs(model: nn.Module) -> None:
 
 
 def decoded_by(model: nn.Module) -> str:
-    """How the model's last `generate` decoded: "CUDA graph", or "separate launches: REASON"."""
+    """How a model's last `generate` decoded: "CUDA graph", or "separate launches" with the reason."""
     return recordings_of(model).report

@@ -32,7 +32,7 @@ class RecordedOperations(TorchDispatchMode):
         if name in READS_HOST:
             raise RuntimeError(f"{name}: not permitted when stream is capturing")
         output = func(*args, **kwargs)
-        if not func.is_view:
+        if func._schema.is_mutable or not _is_view(output, (args, kwargs)):
             self.calls.append((func, args, kwargs, output))
         return output
 
@@ -51,6 +51,13 @@ class RecordedOperations(TorchDispatchMode):
                     tensor.copy_(new)
 
 
+def _is_view(output: Any, inputs: Any) -> bool:
+    """Whether an operation has only looked at the memory of its inputs."""
+    known = {x.untyped_storage().data_ptr() for x in pytree.tree_leaves(inputs) if isinstance(x, Tensor)}
+    found = [x.untyped_storage().data_ptr() for x in pytree.tree_leaves(output) if isinstance(x, Tensor)]
+    return bool(found) and all(address in known for address in found)
+
+
 class Recorder:
     """A recorder for CPUs (`deltanet_hf.decoding.recorders`) that counts what it does."""
 
@@ -62,10 +69,12 @@ class Recorder:
         operations = RecordedOperations()
         before: dict[int, tuple[Tensor, Tensor]] = {}
         keep = _KeepWritten(before)
-        with keep, operations:
-            output = step()
-        for tensor, value in before.values():
-            tensor.copy_(value)
+        try:
+            with keep, operations:
+                output = step()
+        finally:
+            for tensor, value in before.values():
+                tensor.copy_(value)
         self.recorded += 1
 
         def replay() -> None:
