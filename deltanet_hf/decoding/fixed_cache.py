@@ -31,7 +31,7 @@ class NotRecordable(Exception):
 class Part(NamedTuple):
     """One layer of a cache, or one part of a layer with mixed heads."""
 
-    index: int
+    at: int
     mixed: MixedCacheLayer | None
     layer: Any
 
@@ -64,11 +64,11 @@ def _part_layout(part: Part, config: PreTrainedConfig) -> tuple[Any, ...]:
     if type(layer) is MixerCacheLayer and layer.static_length is None and layer.state:
         return tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in layer.state.items())
     if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) and layer.keys is not None and layer.keys.numel():
-        if _window(layer) != sliding_window(config, part.index):
-            raise NotRecordable(f"layer {part.index} of the cache has another window than the model")
+        if _window(layer) != sliding_window(config, part.at):
+            raise NotRecordable(f"layer {part.at} of the cache has another window than the model")
         shapes = ((*x.shape[:2], x.shape[3]) for x in (layer.keys, layer.values))
         return (_window(layer), *shapes, layer.keys.dtype, layer.values.dtype)
-    raise NotRecordable(f"layer {part.index} of the cache is a {type(layer).__name__}")
+    raise NotRecordable(f"layer {part.at} of the cache is a {type(layer).__name__}")
 
 
 def _window(layer: Any) -> int | None:
@@ -177,6 +177,6 @@ class FixedCache:
 
 def _replace(cache: Cache, part: Part, layer: Any) -> None:
     if part.mixed is None:
-        cache.layers[part.index] = layer
+        cache.layers[part.at] = layer
     else:
         part.mixed.replace_growing(layer)

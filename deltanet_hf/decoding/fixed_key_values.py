@@ -28,7 +28,9 @@ class Places:
 
     def __init__(self, batch: int, window: int | None, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
         self.window, self.size = window, capacity if window is None else min(window, capacity)
-        self._seen, self._hidden = (True, False) if dtype == torch.bool else (0.0, torch.finfo(dtype).min)
+        values = (True, False) if dtype == torch.bool else (0.0, torch.finfo(dtype).min)
+        self._seen: float = values[0]
+        self._hidden: float = values[1]
         self.mask = torch.full((batch, 1, 1, self.size), self._hidden, dtype=dtype, device=device)
         self.now = torch.zeros(1, dtype=torch.long, device=device)
 

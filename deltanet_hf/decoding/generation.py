@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,13 +17,8 @@ from deltanet_hf.decoding.recorded_step import RecordedStep, recordings_of
 
 logger = logging.get_logger(__name__)
 
-if TYPE_CHECKING:
-    from transformers.generation.utils import GenerationMixin as _Base
-else:
-    _Base = object
 
-
-class GraphedGeneration(_Base):
+class GraphedGeneration:
     """Comes before a family's model class: sampling and greedy decoding go through `GraphedDecoder`.
 
     `generate` asks `_valid_auto_compile_criteria` whether `get_compiled_call` is to take the place of the model's
@@ -36,23 +31,23 @@ class GraphedGeneration(_Base):
         if reason is not None:
             recordings.report = f"separate launches: {reason}"
             logger.info("decoding by separate launches: %s", reason)
-            return super()._sample(input_ids, *args, **options)
+            return super()._sample(input_ids, *args, **options)  # type: ignore[misc]
         decoder = GraphedDecoder(self, options["generation_config"])
         before = _ACTIVE.set(decoder)
         try:
-            return super()._sample(input_ids, **options)
+            return super()._sample(input_ids, **options)  # type: ignore[misc]
         finally:
             _ACTIVE.reset(before)
             decoder.close()
 
     def _validate_generation_mode(self, generation_mode: Any, *args: Any, **kwargs: Any) -> None:
         recordings_of(self).report = f"separate launches: the mode is {generation_mode.value}"  # type: ignore[arg-type]
-        super()._validate_generation_mode(generation_mode, *args, **kwargs)
+        super()._validate_generation_mode(generation_mode, *args, **kwargs)  # type: ignore[misc]
 
     def _valid_auto_compile_criteria(self, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
         if _active(self) is not None:
             return True
-        return super()._valid_auto_compile_criteria(model_kwargs, generation_config)
+        return super()._valid_auto_compile_criteria(model_kwargs, generation_config)  # type: ignore[misc]
 
     def get_compiled_call(self, compile_config: Any) -> Any:
         return _active(self) or super().get_compiled_call(compile_config)  # type: ignore[misc]
