@@ -21,9 +21,18 @@ from deltanet_hf.evaluation.lesions import switch_off_state
 from deltanet_hf.mixers import MIXERS
 from deltanet_hf.mixers.quantized_cache import quantized_cache
 from deltanet_hf.mixers.state import MixerCacheLayer
+from deltanet_hf.models import qwen3_5
 from deltanet_hf.models.families import FAMILIES
 from support.replayed_step import Recorder
-from support.tiny_models import HYBRID, mixed_mixture_table, mixture_table, tiny_mixture, tiny_student
+from support.tiny_models import (
+    COMMON,
+    HYBRID,
+    mixed_mixture_table,
+    mixture_table,
+    randomise,
+    tiny_mixture,
+    tiny_student,
+)
 
 TOKENS = torch.randint(3, 97, (3, 9), generator=torch.Generator().manual_seed(4))
 ALIKE = ("linear", "retention", "gated_linear", "gla", "deltanet", "alibi")  # their steps are those of other mixers
@@ -267,3 +276,16 @@ def test_recordings_do_not_keep_a_model_alive(recorder: Recorder) -> None:
     del model
     gc.collect()
     assert gone() is None
+
+
+def test_a_model_in_the_format_of_qwen3_5(recorder: Recorder) -> None:
+    config = qwen3_5.DeltaNetQwen3_5TextConfig(
+        **{**COMMON, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        layer_types=["linear_attention", "full_attention"] * 2,
+    )
+    model = qwen3_5.model_class()(config)
+    randomise(model, 0)
+    check_same(model.eval())
+    assert decoded_by(model) == "CUDA graph"
