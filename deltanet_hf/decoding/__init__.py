@@ -9,6 +9,7 @@
     obstacles.py          the reasons for decoding without a graph, and how to tell that a model has changed
     recorded_step.py      inputs and outputs of the step, its recording, and the recordings of each model
     recorders.py          how a device records work; the tests add a recorder for CPUs
+    graphed_step.py       the recorded step for other loops than `generate`
     fixed_cache.py        the tensors of a cache at addresses that stay
     fixed_key_values.py   growing keys and values in a fixed number of places, and their masks
 

@@ -107,6 +107,7 @@ class MixerCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         """Leave the tensors of `fix` with their contents `copied`, or keep them as any others."""
         self.state = {name: tensor.clone() if copied else tensor for name, tensor in self.state.items()}
         self.fixed, self.tokens_seen = False, tokens_seen
+        self.history.clear()  # the tokens read meanwhile were not recorded
 
     def get_seq_length(self) -> int:
         return self.tokens_seen  # type: ignore[return-value]  # a tensor in static caches, as in transformers' own

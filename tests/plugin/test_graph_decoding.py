@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from deltanet_hf.mixers.quantized_cache import quantized_cache
 from deltanet_hf.mixers.state import MixerCacheLayer
 from deltanet_hf.models import qwen3_5
 from deltanet_hf.models.families import FAMILIES
+from deltanet_hf.sessions import Snapshot, load_session, save_session
 from support.replayed_step import Recorder
 from support.tiny_models import (
     COMMON,
@@ -217,6 +219,28 @@ def test_a_conversation_goes_on_with_the_returned_cache(inference: bool, recorde
             said = [torch.cat([one, TOKENS[1:2, :3]], dim=1) for one in said]
     assert decoded_by(model) == "CUDA graph"
     assert recorder.replayed == 3 * 3 * 6 + 2  # pure models keep their recording, and need no step before it
+
+
+def test_snapshots_sessions_and_assistance_with_recorded_steps(recorder: Recorder, tmp_path: Path) -> None:
+    for model in (pure(), tiny_mixture("gemma2", mixed_mixture_table())):
+        options: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": 8}
+        cache = DynamicCache(config=model.config)
+        first = model.generate(TOKENS[:1], past_key_values=cache, **options)
+        assert decoded_by(model) == "CUDA graph"
+        save_session(tmp_path / "talk", model, cache, first)
+        loaded, before = load_session(tmp_path / "talk", model), Snapshot(cache)
+        longer = torch.cat([first, TOKENS[1:2, :3]], dim=1)
+        options["attention_mask"] = torch.ones_like(longer)
+        wanted = model.generate(longer, disable_compile=True, **options).tolist()
+        for held in (cache, cache, loaded.cache):
+            assert model.generate(longer, past_key_values=held, **options).tolist() == wanted
+            assert decoded_by(model) == "CUDA graph"
+            before.rewind()
+        model.generate(longer, past_key_values=cache, **options)
+        with pytest.raises(ValueError, match="no history"):
+            cache.crop(-1)
+        assert model.generate(longer, prompt_lookup_num_tokens=3, **options).tolist() == wanted
+        assert decoded_by(model) == "separate launches: the mode is assisted_generation"
 
 
 def test_a_changed_model_is_recorded_again(recorder: Recorder) -> None:
