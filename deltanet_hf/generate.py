@@ -17,6 +17,7 @@ from transformers import (
 from transformers.cache_utils import Cache
 
 from deltanet_hf.cpu_dtype import loading_dtype
+from deltanet_hf.decoding import decoded_by
 from deltanet_hf.errors import UserError
 from deltanet_hf.hub import loadable_folder
 from deltanet_hf.loading import chosen_device, load_config, load_model, load_tokenizer
@@ -82,8 +83,12 @@ def generate_command(
     stats: Annotated[bool, typer.Option("--stats", help="Print tokens per second and the size of the cache.")] = False,
     compiled: Annotated[
         bool,
-        typer.Option("--compile", help="Compile the model first, which makes decoding several times faster on CUDA."),
+        typer.Option("--compile", help="Compile the model first, for decoding with a static cache."),
     ] = False,
+    graph: Annotated[
+        bool,
+        typer.Option(help="Decode converted models by a CUDA graph, on GPUs and where the step can be recorded."),
+    ] = True,
     cache_bits: Annotated[
         int | None,
         typer.Option(
@@ -122,6 +127,8 @@ def generate_command(
         raise UserError("--session: a session does not hold the caches of --compile; leave out one of the two")
     if session is not None and not session.absolute().parent.is_dir():
         raise UserError(f"--session: {session.parent} is no folder; create it first")
+    if compiled and not graph:
+        raise UserError("--no-graph: --compile decodes by CUDA graphs of its own; leave out one of the two")
     loaded, tokenizer = load_for_inference(model, dtype, device)
     cache: Cache | None = quantized_cache(loaded.config, cache_bits) if cache_bits is not None else None
     if session is not None and session.exists():
@@ -145,6 +152,8 @@ def generate_command(
     }
     if cache is not None:
         options["past_key_values"] = cache
+    if not graph:
+        options["disable_compile"] = True
     if compiled:  # transformers compiles the steps of static caches
         options["cache_implementation"] = "static"
         typer.echo("compiling ...", err=True)
@@ -164,6 +173,7 @@ def generate_command(
         speed = f"{(tokens - 1) / decoding:.1f} tokens/s" if tokens > 1 else "no further tokens"
         typer.echo(
             f"prompt {prefill} tokens, first token after {first:.2f} s, then {speed}; "
-            f"state {cache_bytes(cache):,} bytes after {int(cache.get_seq_length())} tokens",
+            f"state {cache_bytes(cache):,} bytes after {int(cache.get_seq_length())} tokens; "
+            f"decoded by {decoded_by(loaded)}",
             err=True,
         )

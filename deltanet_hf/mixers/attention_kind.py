@@ -29,6 +29,7 @@ from deltanet_hf.mixers.layer_kind import LayerKind, PositionEmbeddings, TensorS
 from deltanet_hf.mixers.masks import padding_in, sliding_window
 from deltanet_hf.mixers.routed_config import RoutedConfig
 from deltanet_hf.mixers.settings import MixerSettings
+from deltanet_hf.mixers.single_query import TAKES_MASK
 from deltanet_hf.mixers.state import QUANTISED
 from deltanet_hf.mixers.window_cache import Tokens
 
@@ -179,7 +180,7 @@ class AttentionKind(LayerKind):
                 together with a cache.
         """
         implementation = self.config.whole._attn_implementation
-        if implementation not in ("eager", "sdpa", None):
+        if implementation not in (*TAKES_MASK, None):
             raise ValueError(
                 f"attn_implementation: got {implementation!r}, which makes no mask for {self.name} layers; load the "
                 'model with attn_implementation="sdpa" or "eager"'

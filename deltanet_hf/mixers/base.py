@@ -250,7 +250,7 @@ class Mixer(LayerKind, nn.Module):
             if output is not None:
                 if tail is not None and padding is not None:  # the kernels move the tail of all rows
                     cache.state["conv_tail"].copy_(tail.where(padding.unsqueeze(-1), cache.state["conv_tail"]))
-                cache.tokens_seen += 1
+                cache.count(1)
                 return output, None
         x = hidden_states if padding is None else hidden_states.masked_fill(padding.unsqueeze(-1), 0.0)
         state = cache.state if cache is not None and cache.is_initialized else None

@@ -19,6 +19,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers.cache_utils import Cache, StaticLayer
 
 from deltanet_hf.mixers.attention_kind import AttentionKind, Call, Softmax
@@ -62,7 +63,10 @@ class DeltaFormer(AttentionKind):
         nn.init.zeros_(self.correction.b_proj.bias)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, softmax: Softmax) -> Tensor:
-        held = self.held(call.cache)
+        held, mask = self.held(call.cache), None if call.mask is None else call.mask[:, 0]
+        places = getattr(held, "places", None)
+        if places is not None and mask is not None:  # the token's own place still holds an older one, or nothing
+            mask = F.pad(mask.index_fill(2, places.now, False), (0, 1))
         v = deltaformer_solve(
             k.transpose(1, 2),
             v.transpose(1, 2),
@@ -70,7 +74,7 @@ class DeltaFormer(AttentionKind):
             softmax.scaling,
             past_k=None if held is None else held.keys.transpose(1, 2),
             past_u=None if held is None else held.values.transpose(1, 2),
-            mask=None if call.mask is None else call.mask[:, 0],
+            mask=mask,
         ).transpose(1, 2)
         if call.cache is not None:
             k, v = call.cache.update(k, v, self.layer_idx)

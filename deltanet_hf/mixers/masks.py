@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedConfig
+
+NO_PADDING = False
+"""As `padding` of a call: it has none, whatever its mask says of the keys."""
 
 
 def padded_tokens(attention_mask: torch.Tensor | None, length: int, seen: int | torch.Tensor) -> torch.Tensor | None:
@@ -50,13 +53,16 @@ def sliding_window(config: PreTrainedConfig, layer: int) -> int | None:
 
 
 def padding_in(
-    attention_mask: torch.Tensor | None, padding: torch.Tensor | None, length: int, seen: int | torch.Tensor
+    attention_mask: torch.Tensor | None,
+    padding: torch.Tensor | Literal[False] | None,
+    length: int,
+    seen: int | torch.Tensor,
 ) -> torch.Tensor | None:
     """The padding of one layer's call: what `announce_padding` found if it did, else what the layer's mask says.
 
-    transformers drops a mask that masks nothing, and then nothing is padded.
+    transformers drops a mask that masks nothing, and then nothing is padded; nor is with `NO_PADDING`.
     """
-    if attention_mask is None:
+    if attention_mask is None or padding is False:
         return None
     return padded_tokens(attention_mask, length, seen) if padding is None else padding
 
@@ -113,6 +119,8 @@ def announce_padding(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any
     The layers get it as `padding` and use it where they also get a mask (`padding_in`). Where it is not known here
     which columns of the mask belong to this forward, the layers read the mask that transformers makes of it.
     """
+    if kwargs.get("padding") is NO_PADDING:
+        return args, kwargs
     mask, cache = kwargs.get("attention_mask"), kwargs.get("past_key_values")
     inputs = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
     if isinstance(mask, torch.Tensor) and mask.dim() in (2, 4) and inputs is not None:

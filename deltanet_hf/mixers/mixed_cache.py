@@ -85,6 +85,11 @@ class MixedCacheLayer(CacheLayerMixin):
         assert self.growing is not None
         return self.growing.update(key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
 
+    def replace_growing(self, layer: Any) -> None:
+        """Put another key/value layer in the place of the growing part."""
+        name = next(name for name, part in self.parts.items() if part is self.growing)
+        self.parts[name] = self.growing = self.first = layer
+
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         raise TypeError("lazy_initialization: the parts of a layer with mixed heads are made by their first call")
 

@@ -39,6 +39,7 @@ class MixerCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         self.record_past = False
         self.history = History()
         self.static_length = static_length
+        self.fixed = False  # whether the tensors of `state` are changed in place, see `fix`
         self.state: State = {}
         self.tokens_seen: int | Tensor = 0
         self.written: Tensor | None = None  # ids [B, T] of the first tokens, where `generate` knows them
@@ -59,13 +60,18 @@ class MixerCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
 
     def advance(self, tokens: int, state: State) -> None:
         """Store the state after `tokens` more tokens."""
-        if self.static_length is not None:
+        if self.static_length is not None or self.fixed:
             self._copy_in_place(state)
         else:
             self.state = state
         self.device = next(iter(state.values())).device
         self.is_initialized = True
-        self.tokens_seen += tokens
+        self.count(tokens)
+
+    def count(self, tokens: int) -> None:
+        """Count tokens whose state is stored already; a recorded step runs this once for all of its replays."""
+        if not self.fixed:
+            self.tokens_seen += tokens
 
     @torch.no_grad()
     def _copy_in_place(self, state: State) -> None:
@@ -92,6 +98,16 @@ class MixerCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
             self._copy_in_place(state)
             self.is_initialized = True
         self.tokens_seen += tokens_seen
+
+    def fix(self, tensors: State) -> None:
+        """Keep the state in `tensors`, which hold it already, until `release`; meanwhile tokens are not counted."""
+        self.state, self.fixed = tensors, True
+
+    def release(self, tokens_seen: int, copied: bool) -> None:
+        """Leave the tensors of `fix` with their contents `copied`, or keep them as any others."""
+        self.state = {name: tensor.clone() if copied else tensor for name, tensor in self.state.items()}
+        self.fixed, self.tokens_seen = False, tokens_seen
+        self.history.clear()  # the tokens read meanwhile were not recorded
 
     def get_seq_length(self) -> int:
         return self.tokens_seen  # type: ignore[return-value]  # a tensor in static caches, as in transformers' own

@@ -28,6 +28,7 @@ from deltanet_hf.mixers.masks import announce_packing, announce_padding, padding
 from deltanet_hf.mixers.recorded_call import recorded
 from deltanet_hf.mixers.routed_config import RoutedConfig
 from deltanet_hf.mixers.settings import MixerSettings, check_at_least
+from deltanet_hf.mixers.single_query import TAKES_MASK
 from deltanet_hf.mixers.state import MixerCacheLayer, cache_layer
 from deltanet_hf.mixers.stateful import check_call, make_stateful
 from deltanet_hf.mixers.window_cache import KeptTokens, Tokens
@@ -115,7 +116,7 @@ class WindowAttention(LayerKind):
         """
         config: Any = self.config.whole  # type: ignore[attr-defined]
         implementation = config._attn_implementation
-        if implementation not in ("eager", "sdpa"):
+        if implementation not in TAKES_MASK:
             raise ValueError(
                 f"attn_implementation: got {implementation!r}, which takes no mask for window + sinks; load the model "
                 'with attn_implementation="sdpa" or "eager"'

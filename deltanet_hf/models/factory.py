@@ -15,6 +15,7 @@ from typing import Any
 
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from deltanet_hf.decoding.generation import GraphedGeneration
 from deltanet_hf.mixers import FLOAT32_NAMES
 from deltanet_hf.mixers.stateful import Stateful
 from deltanet_hf.mixers.window import announce
@@ -119,7 +120,7 @@ def model_class(model_type: str) -> type[PreTrainedModel]:
         "register_for_auto_class": no_code_beside_the_shim,
         "_upload_modified_files": upload_with_companions,
     }
-    made: Any = type(name, (AssistedGeneration, Stateful, base), namespace)
+    made: Any = type(name, (AssistedGeneration, Stateful, GraphedGeneration, base), namespace)
     name_in_transformers(made)
     AutoModelForCausalLM.register(config_class(model_type), made)
     return made

@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 
+from deltanet_hf.decoding.generation import GraphedGeneration
 from deltanet_hf.mixers.attention_shape import AttentionShape
 from deltanet_hf.mixers.gated_deltanet import QWEN3_5, GatedDeltaNet
 from deltanet_hf.mixers.layer_kind import PositionEmbeddings
@@ -120,7 +121,9 @@ def model_class() -> type[PreTrainedModel]:
     """The class `DeltaNetQwen3_5ForCausalLM`; registers it with AutoModelForCausalLM."""
     from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 
-    class DeltaNetQwen3_5ForCausalLM(AssistedGeneration, Stateful, Qwen3_5ForCausalLM):  # type: ignore[misc]
+    class DeltaNetQwen3_5ForCausalLM(  # type: ignore[misc]
+        AssistedGeneration, Stateful, GraphedGeneration, Qwen3_5ForCausalLM
+    ):
         """Qwen3_5ForCausalLM whose linear layers are this project's Gated DeltaNet."""
 
         config_class = DeltaNetQwen3_5TextConfig

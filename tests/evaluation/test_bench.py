@@ -12,15 +12,19 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from deltanet_hf.errors import QualityError
+from deltanet_hf.decoding import fixed_cache
+from deltanet_hf.decoding.graphed_step import graphed_step
+from deltanet_hf.decoding.recorders import RECORDERS
+from deltanet_hf.errors import QualityError, UserError
 from deltanet_hf.evaluation.measures import speed
-from deltanet_hf.evaluation.measures.decoding_mode import EAGER, MODES
+from deltanet_hf.evaluation.measures.decoding_mode import EAGER, GRAPH, MODES, read
 from deltanet_hf.evaluation.speed.check_decoding import check_decoding
 from deltanet_hf.evaluation.speed.naming import kind_of, shape_of
 from deltanet_hf.evaluation.speed.random_models import SHAPES, random_model
 from deltanet_hf.evaluation.speed.subjects import subjects
 from deltanet_hf.mixers.state import cache_bytes
 from deltanet_recipes.cli import main
+from support.replayed_step import Recorder
 from support.tiny_models import HYBRID, mixture_table, tiny_mixture, tiny_student, tiny_teacher
 
 TINY = {
@@ -104,6 +108,46 @@ def test_a_mode_that_decodes_something_else_is_found(dtype: torch.dtype) -> None
         check_decoding(model, EAGER, length=40)
 
 
+@pytest.mark.parametrize("kind", ["teacher", "all", "windows"])
+def test_decoding_by_a_graph(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = {
+        "teacher": lambda: tiny_teacher("llama"),
+        "all": lambda: tiny_student("llama", mixer="gated_deltanet+window", window=8, sinks=2),
+        "windows": lambda: tiny_mixture("gemma2", mixture_table()),
+    }[kind]()
+    with pytest.raises(UserError, match=r"--mode graph: .* on cpu.*; use --mode eager"):
+        check_decoding(model, GRAPH, length=40)
+    recorder = Recorder()
+    monkeypatch.setitem(RECORDERS, "cpu", recorder)
+    assert check_decoding(model, GRAPH, length=40) <= 1e-2
+    assert (recorder.recorded, recorder.replayed) == (1, 8)
+    found = []
+    for mode in (EAGER, GRAPH):
+        cache, token, texts = mode.cache(model, 0), torch.tensor([[5], [9]]), []
+        with torch.inference_mode():
+            read(model, torch.arange(3, 23).view(2, 10), cache)
+            step = mode.step(model, cache)
+            for _ in range(24):
+                token = step(token).clone()
+                texts.append(token)
+        found.append(torch.cat(texts, dim=1).tolist())
+    assert found[0] == found[1]
+
+
+def test_a_graph_has_places_for_its_tokens_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RECORDERS, "cpu", Recorder())
+    monkeypatch.setattr(fixed_cache, "SPARE", 0)
+    monkeypatch.setattr(fixed_cache, "ALIGNMENT", 1)
+    model = tiny_teacher("llama")
+    cache = DynamicCache(config=model.config)
+    read(model, torch.zeros(1, 5, dtype=torch.long), cache)
+    step = graphed_step(model, cache, 2)
+    for _ in range(2):
+        step(torch.zeros(1, 1, dtype=torch.long))
+    with pytest.raises(ValueError, match="more than 2 tokens"):
+        step(torch.zeros(1, 1, dtype=torch.long))
+
+
 def test_a_speed_is_that_of_all_sequences_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = iter(range(1000))
     monkeypatch.setattr(speed, "_now", lambda cuda: 2.0 * next(ticks))
@@ -114,7 +158,7 @@ def test_a_speed_is_that_of_all_sequences_of_a_batch(monkeypatch: pytest.MonkeyP
     cache = DynamicCache(config=model.config)
     model(torch.zeros(3, 10, dtype=torch.long), past_key_values=cache, use_cache=True)
     assert point.cache_bytes == cache_bytes(cache)
-    assert MODES == {"eager": EAGER}
+    assert MODES == {"eager": EAGER, "graph": GRAPH}
 
 
 def test_what_does_not_fit_has_no_row(

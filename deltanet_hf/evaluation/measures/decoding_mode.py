@@ -13,6 +13,11 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
+from deltanet_hf.decoding.fixed_cache import NotRecordable
+from deltanet_hf.decoding.graphed_step import graphed_step
+from deltanet_hf.errors import UserError
+
+MOST_STEPS = 64  # of a step made here
 Step = Callable[[Tensor], Tensor]
 """The likeliest next tokens [B, 1] after the tokens [B, 1], which it reads into the cache."""
 
@@ -42,10 +47,19 @@ def _eager(model: PreTrainedModel, cache: Cache) -> Step:
     return step
 
 
+def _graphed(model: PreTrainedModel, cache: Cache) -> Step:
+    try:
+        logits = graphed_step(model, cache, MOST_STEPS)
+    except NotRecordable as error:
+        raise UserError(f"--mode graph: the decoding step cannot be recorded ({error}); use --mode eager") from error
+    return lambda token: logits(token).argmax(-1)
+
+
 def read(model: PreTrainedModel, tokens: Tensor, cache: Cache) -> Tensor:
     """Read tokens [B, T] into the cache; the likeliest next tokens [B, 1]."""
     return model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1:].argmax(-1)
 
 
 EAGER = Mode("eager", _growing, _eager)
-MODES = {mode.name: mode for mode in (EAGER,)}
+GRAPH = Mode("graph", _growing, _graphed)
+MODES = {mode.name: mode for mode in (EAGER, GRAPH)}

@@ -24,7 +24,10 @@ def bench_command(
     mixer: Annotated[
         str, typer.Option(help="With --random-weights, the mixer of the converted layers.")
     ] = "gated_deltanet",
-    mode: Annotated[list[str] | None, typer.Option(help="How to decode, repeatable: eager (the default).")] = None,
+    mode: Annotated[
+        list[str] | None,
+        typer.Option(help="How to decode, repeatable: eager (the default), or graph, which replays a CUDA graph."),
+    ] = None,
     context: Annotated[
         list[int] | None, typer.Option(help="Length of the prompts in tokens, repeatable; by default 2048 and 16384.")
     ] = None,

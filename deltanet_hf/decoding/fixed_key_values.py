@@ -1,0 +1,128 @@
+"""Keys and values of softmax layers in a fixed number of places, as a recorded step needs them.
+
+Token number n of a row, counted from 0 with padding, stands in the place n modulo the number of places. Layers that see
+all tokens have more places than there are tokens; those with a sliding window have as many as the window sees, and the
+newest token takes the place of the one that leaves it. A mask over the places says which of them hold real tokens. One
+query sees all of these, so neither their order nor their number matters.
+
+Shapes: B batch, H key/value heads, S places, D channels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+
+class Places:
+    """The places of all layers with the same window.
+
+    Args:
+        window: tokens that a query sees; None for all.
+        capacity: tokens that the layers are to hold at least, where they see as many.
+        dtype: of the mask: bool (True: seen), or floating with 0 where seen and the lowest number elsewhere.
+    """
+
+    def __init__(self, batch: int, window: int | None, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.window, self.size = window, capacity if window is None else min(window, capacity)
+        values = (True, False) if dtype == torch.bool else (0.0, torch.finfo(dtype).min)
+        self._seen: float = values[0]
+        self._hidden: float = values[1]
+        self.mask = torch.full((batch, 1, 1, self.size), self._hidden, dtype=dtype, device=device)
+        self.now = torch.zeros(1, dtype=torch.long, device=device)
+
+    def load(self, seen: int, real: Tensor | None) -> None:
+        """Mask the places as after `seen` tokens; real [B, seen] bool is False at padding."""
+        self.mask.fill_(self._hidden)
+        first = max(0, seen - self.size)
+        if real is None:
+            self.mask[..., self.of(first, seen)] = self._seen
+        else:
+            shown = torch.full_like(self.mask[:, 0, 0, : seen - first], self._hidden)
+            shown.masked_fill_(real[:, first:], self._seen)
+            self.mask[:, 0, 0, self.of(first, seen)] = shown
+
+    def of(self, first: int, end: int) -> Tensor:
+        """The places of the tokens from number `first` to before `end`."""
+        return torch.arange(first, end, device=self.now.device) % self.size
+
+    def enter(self, number: Tensor) -> None:
+        """Give the token with this number, [1] int64 on the device, its place, and show it."""
+        torch.remainder(number, self.size, out=self.now)
+        self.mask.index_fill_(3, self.now, self._seen)
+
+
+class FixedKeyValues(CacheLayerMixin):
+    """Stands in a cache for a growing or sliding key/value layer: `keys` [B, H, S, D] and `values` at fixed addresses.
+
+    Args:
+        layer: the key/value layer, for its shapes.
+        places: of the layers with its window.
+    """
+
+    supports_early_init = False
+
+    def __init__(self, layer: Any, places: Places) -> None:
+        super().__init__()
+        self.places, self._seen = places, 0
+        self.is_sliding = places.window is not None
+        self.keys, self.values = (
+            torch.zeros(*x.shape[:2], places.size, x.shape[-1], dtype=x.dtype, device=x.device)
+            for x in (layer.keys, layer.values)
+        )
+        self.device = layer.keys.device
+        self.is_initialized = True
+        self._layer: Any = None
+
+    def load(self, layer: Any, seen: int) -> None:
+        """Take over the tokens of `layer`, which has seen `seen` and is empty until `unload`."""
+        self._layer, self._seen = layer, seen
+        held = min(layer.keys.shape[2], self.places.size)
+        places = self.places.of(seen - held, seen)
+        assert self.keys is not None
+        assert self.values is not None
+        for mine, theirs in ((self.keys, layer.keys), (self.values, layer.values)):
+            mine.zero_()  # `decay_bias.py` reads all places
+            mine.index_copy_(2, places, theirs[:, :, theirs.shape[2] - held :])
+        layer.keys = layer.values = None
+
+    def unload(self, seen: int) -> Any:
+        """Give the tokens back; returns the layer of `load`. It may share memory with this one."""
+        layer, window = self._layer, self.places.window
+        held = seen if window is None else min(seen, window - 1)  # as transformers' sliding layers
+        assert self.keys is not None
+        assert self.values is not None
+        if seen <= self.places.size:
+            layer.keys, layer.values = (x[:, :, seen - held : seen] for x in (self.keys, self.values))
+        else:
+            places = self.places.of(seen - held, seen)
+            layer.keys, layer.values = (x.index_select(2, places) for x in (self.keys, self.values))
+        if window is not None:
+            layer.cumulative_length = seen
+        self._layer = None
+        return layer
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Takes the key and value [B, H, 1, D] of the token that `Places.enter` placed; returns all places."""
+        assert self.keys is not None
+        assert self.values is not None
+        self.keys.index_copy_(2, self.places.now, key_states)
+        self.values.index_copy_(2, self.places.now, value_states)
+        return self.keys, self.values
+
+    def get_seq_length(self) -> int:
+        return self._seen  # at `load`: the count goes on in `FixedCache`
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.places.size, 0
+
+    def get_max_length(self) -> int:
+        return self.places.size
+
+    get_max_cache_shape = get_max_length
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        raise TypeError("lazy_initialization: the places are made from a layer that holds tokens")

@@ -1,0 +1,65 @@
+"""One model's decoding step on one cache as a graph, for loops other than `generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from deltanet_hf.decoding.fixed_cache import NotRecordable, capacity_for, layout, parts_of
+from deltanet_hf.decoding.recorded_step import RecordedStep
+from deltanet_hf.decoding.recorders import RECORDERS
+from deltanet_hf.mixers.state import MixerCacheLayer
+from deltanet_hf.sessions.snapshot import Snapshot
+
+
+@torch.no_grad()
+def graphed_step(model: PreTrainedModel, cache: Cache, tokens: int) -> Callable[[Tensor], Tensor]:
+    """Record the step of a model, converted or not, on a cache that holds prompts without padding.
+
+    The step runs once before that, which compiles and loads its kernels; the cache is rewound afterwards.
+
+    Args:
+        tokens: the largest number of further tokens.
+
+    Returns:
+        A function of tokens [B, 1] int64 that reads them into the cache and returns logits [B, 1, vocabulary], which
+        its next call overwrites. It raises ValueError where there is no place for a token.
+
+    Raises:
+        NotRecordable: the step cannot be recorded on this cache or device.
+    """
+    if model.device.type not in RECORDERS:
+        raise NotRecordable(f"the model is on {model.device.type}")
+    before, seen = Snapshot(cache), int(cache.get_seq_length())
+    layout(cache, model.config)
+    with torch.inference_mode(False):  # such tensors may be changed in both modes
+        ids, positions = (torch.full((_rows(cache), 1), start, device=model.device) for start in (0, seen))
+        inputs = {"input_ids": ids, "position_ids": positions}
+        step = RecordedStep(model, cache, inputs, capacity_for(seen + tokens, seen + tokens), key=None)
+    step.set_inputs(inputs)
+    step.fixed.load(cache, seen, None)
+    step.run(model, cache)
+    step.fixed.unload(cache, copied=False)
+    before.rewind()
+    step.fixed.load(cache, seen, None)
+    step.record(model, cache)
+
+    def read(token: Tensor) -> Tensor:
+        if step.fixed.full:
+            raise ValueError(f"graphed_step: got more than {tokens} tokens, for which the cache has no places")
+        step.set_inputs({"input_ids": token, "position_ids": positions})
+        positions.add_(1)
+        step.fixed.advance()
+        return step.replay()
+
+    return read
+
+
+def _rows(cache: Cache) -> int:
+    """B of a cache that holds tokens."""
+    layer = next(parts_of(cache)).layer
+    return int(layer.batch_size if isinstance(layer, MixerCacheLayer) else layer.keys.shape[0])

@@ -1,0 +1,134 @@
+"""The decoding step of a model at one batch size, its recording, and what a model has recorded."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from deltanet_hf.decoding.fixed_cache import FixedCache
+from deltanet_hf.decoding.recorders import RECORDERS, Replay
+from deltanet_hf.mixers.masks import NO_PADDING
+from deltanet_hf.mixers.single_query import reading_places
+
+KEPT = 4  # recordings per model, of as many batch sizes; each holds the states of its batch
+
+
+class RecordedStep:
+    """One step, with fixed addresses for everything that it reads and writes.
+
+    Args:
+        model: the model; it is not kept.
+        cache: of the batch, for its shapes.
+        inputs: of the model's forward: `input_ids` [B, 1] and `position_ids`.
+        capacity: see `FixedCache`.
+        key: of everything that the recording depends on beside the number of tokens.
+    """
+
+    def __init__(self, model: Any, cache: Cache, inputs: dict[str, Any], capacity: int, key: Any) -> None:
+        self.key, self.batch = key, len(inputs["input_ids"])
+        self._ids, self._positions = (torch.empty_like(inputs[name]) for name in ("input_ids", "position_ids"))
+        eager = model.config._attn_implementation == "eager"
+        dtype = model.get_input_embeddings().weight.dtype if eager else torch.bool
+        self.fixed = FixedCache(cache, model.config, capacity, dtype)
+        self._replay: Replay | None = None
+        self._logits: Tensor | None = None
+
+    @property
+    def is_recorded(self) -> bool:
+        return self._replay is not None
+
+    def set_inputs(self, inputs: dict[str, Any]) -> None:
+        self._ids.copy_(inputs["input_ids"])
+        self._positions.copy_(inputs["position_ids"])
+
+    def run(self, model: Any, cache: Cache) -> Tensor:
+        """The step on the inputs that were set, as separate launches: logits [B, 1, vocabulary]."""
+        self.fixed.enter()
+        with _attention_over_places(model):
+            logits: Tensor = model(
+                input_ids=self._ids,
+                position_ids=self._positions,
+                attention_mask=self.fixed.mask,
+                past_key_values=cache,
+                padding=NO_PADDING,  # generated tokens are none
+                use_cache=True,
+                return_dict=True,
+            ).logits
+        return logits
+
+    def record(self, model: Any, cache: Cache) -> None:
+        """Record `run` without changing the cache."""
+        device = self._ids.device
+        self._replay, self._logits = RECORDERS[device.type](lambda: self.run(model, cache), device)
+
+    def replay(self) -> Tensor:
+        """As `run`; the next call overwrites the result."""
+        assert self._replay is not None
+        assert self._logits is not None
+        self._replay()
+        return self._logits
+
+
+def _attention_over_places(model: Any) -> AbstractContextManager[None]:
+    return reading_places(model.config) if model.config._attn_implementation == "sdpa" else nullcontext()
+
+
+class Recordings:
+    """What one model has recorded, by batch size."""
+
+    def __init__(self) -> None:
+        self._steps: OrderedDict[int, RecordedStep] = OrderedDict()
+        self.report = "separate launches: no converted model has decoded"
+
+    def take(self, batch: int, key: Any, tokens: int, capacity: int) -> RecordedStep | None:
+        """The recording for this batch size, if it can serve; it is not kept until `put`.
+
+        Args:
+            tokens: that it has to hold.
+            capacity: of a new one; one with more than twice as many places would read too many.
+        """
+        step = self._steps.pop(batch, None)
+        if step is None:
+            return None
+        if step.key != key:
+            if step.key[-1] != key[-1]:  # the model has changed
+                self.clear()
+            return None
+        if step.fixed.grows and not tokens <= step.fixed.capacity <= 2 * capacity:
+            return None
+        return step
+
+    def put(self, step: RecordedStep) -> None:
+        """Keep a recording; of those with growing keys and values, only this one."""
+        if step.fixed.grows:
+            self._steps = OrderedDict((size, kept) for size, kept in self._steps.items() if not kept.fixed.grows)
+        self._steps[step.batch] = step
+        while len(self._steps) > KEPT:
+            self._steps.popitem(last=False)
+
+    def clear(self) -> None:
+        self._steps.clear()
+
+
+_RECORDINGS: WeakKeyDictionary[nn.Module, Recordings] = WeakKeyDictionary()
+
+
+def recordings_of(model: nn.Module) -> Recordings:
+    """The recordings of a model, which live as long as it does."""
+    return _RECORDINGS.setdefault(model, Recordings())
+
+
+def forget_graphs(model: nn.Module) -> None:
+    """Free the graphs and buffers that `generate` keeps with a model for its next call."""
+    recordings_of(model).clear()
+
+
+def decoded_by(model: nn.Module) -> str:
+    """How a model's last `generate` decoded: "CUDA graph", or "separate launches" with the reason."""
+    return recordings_of(model).report

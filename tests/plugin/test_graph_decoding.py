@@ -1,0 +1,315 @@
+"""Decoding by a recorded step gives the tokens of decoding by separate launches; on a CPU, by operations run again.
+
+`support/replayed_step.py` stands for the CUDA graph. `test_graph_decoding_gpu.py` has the same with real graphs.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import DynamicCache, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+
+from deltanet_hf.decoding import decoded_by, fixed_cache, forget_graphs
+from deltanet_hf.decoding.recorders import RECORDERS
+from deltanet_hf.evaluation.lesions import switch_off_state
+from deltanet_hf.mixers import MIXERS
+from deltanet_hf.mixers.quantized_cache import quantized_cache
+from deltanet_hf.mixers.state import MixerCacheLayer
+from deltanet_hf.models import qwen3_5
+from deltanet_hf.models.families import FAMILIES
+from deltanet_hf.sessions import Snapshot, load_session, save_session
+from support.replayed_step import Recorder
+from support.tiny_models import (
+    COMMON,
+    HYBRID,
+    mixed_mixture_table,
+    mixture_table,
+    randomise,
+    tiny_mixture,
+    tiny_student,
+)
+
+TOKENS = torch.randint(3, 97, (3, 9), generator=torch.Generator().manual_seed(4))
+ALIKE = ("linear", "retention", "gated_linear", "gla", "deltanet", "alibi")  # their steps are those of other mixers
+IN_FULL = ("llama", "mistral", "gemma3_text")  # one mask, one sliding mask, one mask per kind of layer
+
+
+@pytest.fixture(autouse=True)
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
+    made, threads = Recorder(), torch.get_num_threads()
+    monkeypatch.setitem(RECORDERS, "cpu", made)
+    torch.set_num_threads(1)  # such small operations wait for each other's threads longer than they compute
+    yield made
+    torch.set_num_threads(threads)
+
+
+def padding(side: str, rows: int = 2) -> torch.Tensor:
+    mask = torch.ones(rows, 9, dtype=torch.long)
+    if side == "left":
+        mask[1, :4] = 0
+    elif side == "right":
+        mask[1, 5:] = 0
+    return mask
+
+
+def generate(model: PreTrainedModel, tokens: int = 12, side: str = "left", rows: int = 2, **options: Any) -> Any:
+    torch.manual_seed(0)
+    return model.generate(
+        TOKENS[:rows],
+        attention_mask=padding(side, rows),
+        **{
+            "max_new_tokens": tokens,
+            "do_sample": False,
+            "eos_token_id": None,
+            "pad_token_id": 0,
+            "return_dict_in_generate": True,
+            "output_logits": True,
+            **options,
+        },
+    )
+
+
+def check_same(model: PreTrainedModel, **options: Any) -> Any:
+    """Compares tokens and logits with those of separate launches; returns the output."""
+    wanted = generate(model, **options, disable_compile=True)
+    assert decoded_by(model) == "separate launches: disable_compile is set"
+    found = generate(model, **options)
+    assert found.sequences.tolist() == wanted.sequences.tolist()
+    torch.testing.assert_close(torch.stack(found.logits), torch.stack(wanted.logits), rtol=1e-4, atol=1e-4)
+    return found
+
+
+def pure() -> PreTrainedModel:
+    return tiny_student("llama", mixer="gated_deltanet+window", window=5, sinks=2, state_dtype="float32")
+
+
+@pytest.mark.parametrize(
+    "mixer", [pytest.param(name, marks=pytest.mark.slow if name in ALIKE else ()) for name in MIXERS]
+)
+def test_one_recording_serves_all_positions(mixer: str, recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    if mixer == "mesa":  # looks at its residuals on CPUs only
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    heads = {"heads": ["softmax", "linear"]} if mixer == "mixed_heads" else {}
+    model = tiny_student("llama", mixer=mixer, layers=HYBRID, **heads)
+    check_same(model)
+    assert decoded_by(model) == "CUDA graph"
+    assert (recorder.recorded, recorder.replayed) == (1, 10)  # of 12 tokens, prefill and one step come before
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name in IN_FULL else pytest.mark.slow) for name in FAMILIES]
+)
+def test_windows_go_round_in_every_family(family: str, recorder: Recorder) -> None:
+    model = tiny_mixture(family, mixture_table())
+    check_same(model, tokens=16)
+    assert decoded_by(model) == "CUDA graph"
+    assert recorder.recorded == 1
+
+
+@pytest.mark.parametrize("side", ["left", "right", "none"])
+def test_paddings(side: str, recorder: Recorder) -> None:
+    for model in (pure(), tiny_mixture("llama", mixed_mixture_table())):
+        check_same(model, side=side)
+    assert recorder.recorded == 2
+
+
+def test_eager_attention_reads_masks_of_numbers(recorder: Recorder) -> None:
+    model = tiny_mixture("gemma2", mixture_table())
+    model.set_attn_implementation("eager")
+    check_same(model, tokens=14)
+    assert recorder.recorded == 1
+
+
+def test_a_replaced_state_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_student("llama", mixer="comba")
+    wanted = generate(model, disable_compile=True)
+    monkeypatch.setattr(MixerCacheLayer, "_copy_in_place", lambda self, state: setattr(self, "state", state))
+    found = generate(model)
+    assert decoded_by(model) == "CUDA graph"
+    assert found.sequences.tolist() != wanted.sequences.tolist()
+
+
+def test_sampling_stopping_and_streaming(recorder: Recorder) -> None:
+    class Keeps:
+        def __init__(self) -> None:
+            self.tokens: list[list[int]] = []
+
+        def put(self, value: torch.Tensor) -> None:
+            self.tokens.append(value.flatten().tolist())
+
+        def end(self) -> None:
+            self.tokens.append([])
+
+    model = pure()
+    drawn = check_same(model, do_sample=True, temperature=2.0, top_k=40, side="right").sequences
+    stops = [int(drawn[0, 12]), int(drawn[1, 15])]  # the rows end at different times
+    ended = check_same(model, do_sample=True, temperature=2.0, top_k=40, side="right", eos_token_id=stops).sequences
+    assert (ended[0, 13:] == 0).all()
+    assert ended.shape[1] < drawn.shape[1]
+
+    class After(StoppingCriteria):
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+            return torch.full((len(input_ids),), input_ids.shape[1] >= 15)
+
+    heard: list[Keeps] = [Keeps(), Keeps()]
+    for streamer, alone in zip(heard, (True, False), strict=True):
+        options = {"rows": 1, "side": "none", "streamer": streamer, "disable_compile": alone}
+        found = generate(model, **options, stopping_criteria=StoppingCriteriaList([After()]))
+        assert found.sequences.shape[1] == 15
+    assert heard[0].tokens == heard[1].tokens
+    assert recorder.replayed > 0
+
+
+def test_a_batch_size_is_recorded_once(recorder: Recorder) -> None:
+    model = pure()
+    plain = {"return_dict_in_generate": False, "output_logits": False}
+    for call in range(2):
+        for rows in (1, 2):
+            options = {"rows": rows, "tokens": 5 + 3 * call + rows, "side": "none", **plain}
+            wanted = generate(model, **options, disable_compile=True)
+            assert generate(model, **options).tolist() == wanted.tolist()
+    assert recorder.recorded == 2
+    forget_graphs(model)
+    generate(model)
+    assert recorder.recorded == 3
+
+
+def test_a_hybrid_is_recorded_again_where_its_cache_is_returned(recorder: Recorder) -> None:
+    model = tiny_mixture("mistral", mixture_table())
+    plain = {"return_dict_in_generate": False, "output_logits": False}
+    for _ in range(2):
+        generate(model, **plain)
+    assert recorder.recorded == 1
+    for _ in range(2):
+        check_same(model)
+    assert recorder.recorded == 2  # the first of these calls took the recording, the second made one
+
+
+@pytest.mark.parametrize("family", ["llama", "olmo3"])
+def test_places_that_run_out(family: str, recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fixed_cache, "SPARE", 4)
+    monkeypatch.setattr(fixed_cache, "ALIGNMENT", 1)
+    model = tiny_mixture(family, mixture_table())
+    check_same(model, tokens=18, max_length=64)
+    assert recorder.recorded == 4
+
+
+@pytest.mark.parametrize("inference", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_a_conversation_goes_on_with_the_returned_cache(inference: bool, recorder: Recorder) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    for model in (pure(), tiny_mixture("gemma2", mixed_mixture_table()), tiny_mixture("gemma2", mixture_table())):
+        caches = [DynamicCache(config=model.config) for _ in range(2)]
+        said = [TOKENS[:1], TOKENS[:1]]
+        for _ in range(3):
+            for index, cache in enumerate(caches):
+                with torch.inference_mode(inference):
+                    said[index] = model.generate(
+                        said[index], past_key_values=cache, disable_compile=index == 0, **options
+                    )
+                assert cache.get_seq_length() == said[index].shape[1] - 1
+                assert all(layer.get_seq_length() == cache.get_seq_length() for layer in cache.layers)
+            assert said[0].tolist() == said[1].tolist()
+            said = [torch.cat([one, TOKENS[1:2, :3]], dim=1) for one in said]
+    assert decoded_by(model) == "CUDA graph"
+    assert recorder.replayed == 3 * 3 * 6 + 2  # pure models keep their recording, and need no step before it
+
+
+def test_snapshots_sessions_and_assistance_with_recorded_steps(recorder: Recorder, tmp_path: Path) -> None:
+    for model in (pure(), tiny_mixture("gemma2", mixed_mixture_table())):
+        options: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": 8}
+        cache = DynamicCache(config=model.config)
+        first = model.generate(TOKENS[:1], past_key_values=cache, **options)
+        assert decoded_by(model) == "CUDA graph"
+        save_session(tmp_path / "talk", model, cache, first)
+        loaded, before = load_session(tmp_path / "talk", model), Snapshot(cache)
+        longer = torch.cat([first, TOKENS[1:2, :3]], dim=1)
+        options["attention_mask"] = torch.ones_like(longer)
+        wanted = model.generate(longer, disable_compile=True, **options).tolist()
+        for held in (cache, cache, loaded.cache):
+            assert model.generate(longer, past_key_values=held, **options).tolist() == wanted
+            assert decoded_by(model) == "CUDA graph"
+            before.rewind()
+        model.generate(longer, past_key_values=cache, **options)
+        with pytest.raises(ValueError, match="no history"):
+            cache.crop(-1)
+        assert model.generate(longer, prompt_lookup_num_tokens=3, **options).tolist() == wanted
+        assert decoded_by(model) == "separate launches: the mode is assisted_generation"
+
+
+def test_a_changed_model_is_recorded_again(recorder: Recorder) -> None:
+    model = pure()
+    before = check_same(model).sequences
+    assert check_same(switch_off_state(model)).sequences.tolist() != before.tolist()
+    model.model.layers[0].mlp.up_proj.weight = torch.nn.Parameter(model.model.layers[0].mlp.up_proj.weight * 0.5)
+    check_same(model)
+    assert recorder.recorded == 3
+
+
+def test_what_is_not_recorded(recorder: Recorder) -> None:
+    model = tiny_mixture("llama", mixture_table())
+    model.set_attn_implementation("eager")
+    bare = {"output_logits": False, "return_dict_in_generate": False}
+
+    def reason(model: Any = model, **options: Any) -> str:
+        generate(model, **{**bare, **options})
+        assert recorder.recorded == 0
+        return decoded_by(model).removeprefix("separate launches: ")
+
+    assert reason(num_beams=2) == "the mode is beam_search"
+    assert "returned" in reason(output_hidden_states=True, return_dict_in_generate=True)
+    assert "returned" in reason(output_attentions=True, return_dict_in_generate=True)
+    assert reason(tokens=3).startswith("fewer than")
+    assert "static" in reason(cache_implementation="static")
+    assert "QuantizedKVLayer" in reason(past_key_values=quantized_cache(model.config, 8))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert reason() == "autocast is on"
+    handle = model.model.layers[1].mlp.register_forward_hook(lambda *_: None)
+    assert reason() == "model.layers.1.mlp: it has forward hooks"
+    handle.remove()
+    model.train()
+    assert reason() == "the model: it is in training mode"
+    model.eval()
+    adapted = get_peft_model(tiny_student("llama"), LoraConfig(r=2, target_modules=["up_proj"])).eval()
+    inner = adapted.base_model.model
+    adapted.generate(input_ids=TOKENS[:1], max_new_tokens=6, do_sample=False)
+    assert decoded_by(inner).endswith("its adapter is not merged")
+    adapted.merge_adapter()
+    adapted.generate(input_ids=TOKENS[:1], max_new_tokens=6, do_sample=False)
+    assert decoded_by(inner) == "CUDA graph"
+
+
+def test_a_step_that_cannot_be_recorded_goes_on_by_launches(recorder: Recorder) -> None:
+    model = tiny_student("llama", mixer="mesa", layers=HYBRID)  # reads its residuals on CPUs
+    check_same(model)
+    assert decoded_by(model).startswith("separate launches: _local_scalar_dense")
+    assert recorder.replayed == 0
+
+
+def test_recordings_do_not_keep_a_model_alive(recorder: Recorder) -> None:
+    model = pure()
+    generate(model, return_dict_in_generate=False, output_logits=False)
+    assert recorder.recorded == 1
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_model_in_the_format_of_qwen3_5(recorder: Recorder) -> None:
+    config = qwen3_5.DeltaNetQwen3_5TextConfig(
+        **{**COMMON, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        layer_types=["linear_attention", "full_attention"] * 2,
+    )
+    model = qwen3_5.model_class()(config)
+    randomise(model, 0)
+    check_same(model.eval())
+    assert decoded_by(model) == "CUDA graph"

@@ -1,0 +1,104 @@
+"""On a GPU: decoding by CUDA graph gives the tokens of decoding by separate launches, and is recorded in time."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from deltanet_hf.decoding import decoded_by, recorders
+from deltanet_hf.mixers import MIXERS
+from deltanet_hf.models.families import FAMILIES
+from support.tiny_models import HYBRID, mixed_mixture_table, mixture_table, tiny_mixture, tiny_student
+
+pytestmark = pytest.mark.gpu
+TOKENS = torch.randint(3, 97, (3, 9), generator=torch.Generator().manual_seed(4))
+
+
+def generate(model: PreTrainedModel, side: str = "left", **options: Any) -> Any:
+    mask = torch.ones_like(TOKENS)
+    mask[1, slice(0, 4) if side == "left" else slice(5, 9)] = 0
+    torch.manual_seed(0)
+    return model.generate(
+        TOKENS.cuda(),
+        attention_mask=mask.cuda(),
+        **{
+            "max_new_tokens": 24,
+            "do_sample": False,
+            "eos_token_id": None,
+            "pad_token_id": 0,
+            "return_dict_in_generate": True,
+            "output_logits": True,
+            **options,
+        },
+    )
+
+
+def check_same(model: PreTrainedModel, rtol: float = 2e-3, **options: Any) -> torch.Tensor:
+    """Compares with separate launches, twice: with a new recording and, in pure models, with the kept one."""
+    wanted = generate(model, **options, disable_compile=True)
+    for _ in range(2):
+        found = generate(model, **options)
+        assert decoded_by(model) == "CUDA graph"
+        assert found.sequences.tolist() == wanted.sequences.tolist()
+        torch.testing.assert_close(torch.stack(found.logits), torch.stack(wanted.logits), rtol=rtol, atol=rtol)
+        assert found.past_key_values.get_seq_length() == wanted.past_key_values.get_seq_length()
+    return found.sequences
+
+
+@pytest.fixture(autouse=True)
+def exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+
+
+@pytest.mark.parametrize("share", ["all", "half"])
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_every_mixer(mixer: str, share: str) -> None:
+    heads = {"heads": ["softmax", "linear"]} if mixer == "mixed_heads" else {}
+    check_same(tiny_student("llama", mixer=mixer, layers=HYBRID if share == "half" else None, **heads).cuda())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family(family: str) -> None:
+    check_same(tiny_mixture(family, mixture_table()).cuda())
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_mixed_heads_sampling_and_ends(side: str, attention: str) -> None:
+    model = tiny_mixture("llama", mixed_mixture_table()).cuda()
+    model.set_attn_implementation(attention)
+    drawn = check_same(model, side=side, do_sample=True, temperature=2.0, top_k=40)
+    stops = [int(drawn[0, 12]), int(drawn[1, 15]), int(drawn[2, 20])]
+    ended = check_same(model, side=side, do_sample=True, temperature=2.0, top_k=40, eos_token_id=stops)
+    assert ended.shape[1] < drawn.shape[1]
+
+
+def test_beams_fall_back() -> None:
+    model = tiny_student("llama", mixer="gated_deltanet+window", window=5, sinks=2).cuda()
+    options = {"num_beams": 2, "output_logits": False, "return_dict_in_generate": False}
+    wanted = generate(model, **options, disable_compile=True)
+    assert generate(model, **options).tolist() == wanted.tolist()
+    assert decoded_by(model) == "separate launches: the mode is beam_search"
+
+
+def test_a_recording_takes_less_than_two_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = []
+    record = recorders.record_cuda
+
+    def timed(*args: Any) -> Any:
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        made = record(*args)
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - started)
+        return made
+
+    monkeypatch.setitem(recorders.RECORDERS, "cuda", timed)
+    model = tiny_student("llama", mixer="gated_deltanet+window", window=5, sinks=2).cuda().bfloat16()
+    generate(model)
+    assert decoded_by(model) == "CUDA graph"
+    assert max(times) < 2.0
