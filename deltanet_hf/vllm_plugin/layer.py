@@ -1,72 +1,50 @@
-"""A converted layer in vLLM: the project's own module, with its states in pages of vLLM's cache."""
+"""Converted layers in vLLM: the project's own modules, with what they keep in vLLM's cache."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
-from vllm.model_executor.layers.mamba.abstract import MambaBase
-from vllm.v1.attention.backend import AttentionBackend
-from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
+from deltanet_hf.mixers import AttentionKind
 from deltanet_hf.mixers.layer_kind import PositionEmbeddings
+from deltanet_hf.mixers.masks import sliding_window
 from deltanet_hf.mixers.routed_config import RoutedConfig
-from deltanet_hf.mixers.state import MixerCacheLayer, State
-from deltanet_hf.mixers.window import WindowAttention
-from deltanet_hf.mixers.window_softmax import IMPLEMENTATION
-from deltanet_hf.vllm_plugin.batch import Batch, StateBackend
-from deltanet_hf.vllm_plugin.pages import page_bytes, tensors_in
+from deltanet_hf.mixers.state import MixerCacheLayer
+from deltanet_hf.mixers.window_cache import Tokens
+from deltanet_hf.vllm_plugin.batch import Part, StateBatch
+from deltanet_hf.vllm_plugin.cache import StatePages, TokenPages
 
 
-class ServedLayer(nn.Module, MambaBase):
-    """Stands in a decoder layer for the mixer or the window that it calls.
+def served(layer: Any, name: str, vllm_config: VllmConfig) -> ServedLayer:
+    """The module that stands in a decoder for a converted layer.
 
     Args:
-        mixer: a layer with a state of constant size.
-        returns_pair: whether the decoder layer expects (output, weights), as of `self_attn`, or the output alone.
-        prefix: the module's name, by which vLLM knows its cache.
+        layer: the layer.
+        name: its name in the model, under which it stays.
         vllm_config: vLLM's settings.
     """
+    kind = GrowingLayer if isinstance(layer, AttentionKind) else StateLayer
+    return kind(layer, name, vllm_config)
 
-    kv_cache: tuple[Tensor, ...] = ()
 
-    def __init__(self, mixer: Any, returns_pair: bool, prefix: str, vllm_config: VllmConfig) -> None:
+class ServedLayer(nn.Module, ABC):
+    """Base of the modules that stand for a converted layer; arguments as in `served`."""
+
+    def __init__(self, layer: Any, name: str) -> None:
         super().__init__()
-        if isinstance(mixer, WindowAttention):
-            mixer.config = RoutedConfig(_with_masks(mixer.config), IMPLEMENTATION)  # type: ignore[attr-defined]
-        self.mixer, self.returns_pair, self.prefix = mixer, returns_pair, prefix
-        self.shapes = mixer.state_shapes(vllm_config.model_config.dtype)
-        self.page_bytes = page_bytes(self.shapes)  # `set_page_bytes` makes it the model's largest
-        self.state: State = {}
-        vllm_config.compilation_config.static_forward_context[prefix] = self
-
-    # What vLLM's cache asks.
-
-    @property
-    def mamba_type(self) -> MambaAttentionBackendEnum:
-        return MambaAttentionBackendEnum.LINEAR
-
-    def get_state_shape(self) -> Iterable[tuple[int, ...]]:
-        return ((self.page_bytes,),)
-
-    def get_state_dtype(self) -> tuple[torch.dtype, ...]:
-        return (torch.int8,)
-
-    def get_attn_backend(self) -> type[AttentionBackend]:
-        return StateBackend
-
-    def bind_kv_cache(self, kv_cache: Tensor) -> None:
-        """Take the pages [pages, 1, 1, bytes] int8 that vLLM has allocated."""
-        pages = kv_cache.squeeze(dim=(1, 2))
-        self.kv_cache = (pages,)
-        self.state = tensors_in(pages, self.shapes)
-
-    # What the decoder layer calls.
+        if isinstance(getattr(layer, "config", None), RoutedConfig):  # a family's attention, whose masks are made here
+            whole = copy.copy(layer.config.whole)
+            whole._attn_implementation = "sdpa"
+            layer.config = RoutedConfig(whole, layer.config._attn_implementation)
+        self.layer, self.name = layer, name
+        self.alone = name.endswith(".linear_attn")  # Qwen3.5's layers take the output alone
 
     def forward(
         self, hidden_states: Tensor, position_embeddings: PositionEmbeddings | None = None, **kwargs: Any
@@ -74,59 +52,120 @@ class ServedLayer(nn.Module, MambaBase):
         """hidden_states [1, T, hidden] of all tokens of a step -> the same, alone or with None."""
         steps: Any = get_forward_context().attn_metadata
         if steps is None:  # vLLM measures the memory that a step needs
-            output = self._call(MixerCacheLayer(), hidden_states, position_embeddings)
+            output = self.whole(hidden_states, position_embeddings)
         else:
-            output = self._compute(steps[self.prefix], hidden_states, position_embeddings)
-        return (output, None) if self.returns_pair else output
+            output = self.step(steps, hidden_states, position_embeddings)
+        return output if self.alone else (output, None)
 
-    def _compute(self, batch: Batch, x: Tensor, position_embeddings: PositionEmbeddings | None) -> Tensor:
+    @abstractmethod
+    def whole(self, x: Tensor, position_embeddings: PositionEmbeddings | None) -> Tensor:
+        """The layer on one sequence x [1, T, hidden], of which nothing is kept."""
+
+    @abstractmethod
+    def step(self, steps: dict[str, Any], x: Tensor, position_embeddings: PositionEmbeddings | None) -> Tensor:
+        """The layer on all tokens x [1, T, hidden] of a step; `steps` has their sequences, by names of caches."""
+
+
+class StateLayer(ServedLayer):
+    """A layer with a state of constant size: a mixer, or softmax attention under a window."""
+
+    def __init__(self, layer: Any, name: str, vllm_config: VllmConfig) -> None:
+        super().__init__(layer, name)
+        self.states = StatePages(layer.state_shapes(vllm_config.model_config.dtype), name, vllm_config)
+
+    def whole(self, x: Tensor, position_embeddings: PositionEmbeddings | None) -> Tensor:
+        return self._call(MixerCacheLayer(), x, position_embeddings)
+
+    def step(self, steps: dict[str, Any], x: Tensor, position_embeddings: PositionEmbeddings | None) -> Tensor:
+        batch: StateBatch = steps[self.name]
         output = torch.zeros_like(x)
         if len(batch.tokens):
-            for tensor in self.state.values():
-                tensor[batch.new_pages] = 0  # the state before the first token
-            rows = _rows(x, position_embeddings, batch.tokens)
-            output[0, batch.tokens] = self._go_on(batch.pages, *rows).squeeze(1)
-        for chunk in batch.chunks:
-            part = slice(chunk.first, chunk.last)
-            embeddings = None if position_embeddings is None else tuple(e[:, part] for e in position_embeddings)
-            output[:, part] = self._go_on(chunk.page, x[:, part], embeddings, chunk.begins)
+            self.states.clear(batch.new_pages)
+            rows = tuple(part[0, batch.tokens, None] for part in position_embeddings or ())
+            y = self._go_on(batch.pages, x[0, batch.tokens, None], rows or None, begins=False)
+            output[0, batch.tokens] = y.squeeze(1)
+        for part in batch.parts:
+            output[:, part.first : part.last] = self._go_on(
+                part.pages, *_of(part, x, position_embeddings), not part.seen
+            )
         return output
 
-    def _go_on(self, pages: Tensor, x: Tensor, position_embeddings: Any, begins: bool = False) -> Tensor:
-        """The layer on x [B, T, hidden], with the states of the pages [B] before and after it."""
+    def _go_on(self, pages: Tensor, x: Tensor, position_embeddings: Any, begins: bool) -> Tensor:
+        """The layer on x [B, T, hidden], with the states of the pages [B] before it, or none, and after it."""
         cache = MixerCacheLayer()
         if not begins:
-            cache.state = {name: tensor[pages] for name, tensor in self.state.items()}
-            cache.is_initialized = True
+            cache.state, cache.is_initialized = self.states.load(pages), True
         output = self._call(cache, x, position_embeddings)
-        for name, tensor in self.state.items():
-            tensor[pages] = cache.state[name].to(tensor.dtype)
+        self.states.store(pages, cache.state)
         return output
 
     def _call(self, cache: MixerCacheLayer, x: Tensor, position_embeddings: PositionEmbeddings | None) -> Tensor:
-        output: Tensor = self.mixer.call_on(cache, x, position_embeddings, None)
+        output: Tensor = self.layer.call_on(cache, x, position_embeddings, None)
         return output
 
 
-def set_page_bytes(layers: list[ServedLayer]) -> None:
-    """Give the layers of a model pages of one size, as vLLM's allocator requires."""
-    largest = max((layer.page_bytes for layer in layers), default=0)
-    for layer in layers:
-        layer.page_bytes = largest
+class GrowingLayer(ServedLayer):
+    """A kind of attention that keeps keys and values of all tokens, and may keep a state; one sequence at a time."""
+
+    def __init__(self, layer: Any, name: str, vllm_config: VllmConfig) -> None:
+        super().__init__(layer, name)
+        dtype = vllm_config.model_config.dtype
+        keys = layer.head_dim + layer.extra_channels(dtype)
+        self.tokens = TokenPages(layer.growing_heads, keys, layer.head_dim, name, vllm_config)
+        shapes = layer.state_shapes(dtype)
+        self.states = StatePages(shapes, f"{name}.state", vllm_config) if shapes else None
+
+    def whole(self, x: Tensor, position_embeddings: PositionEmbeddings | None) -> Tensor:
+        output: Tensor = self.layer(hidden_states=x, position_embeddings=position_embeddings)[0]
+        return output
+
+    def step(self, steps: dict[str, Any], x: Tensor, position_embeddings: PositionEmbeddings | None) -> Tensor:
+        output = torch.zeros_like(x)
+        pages = _state_pages_of(steps[self.states.name]) if self.states is not None else {}
+        for part in steps[self.name]:
+            inputs = _of(part, x, position_embeddings)
+            output[:, part.first : part.last] = self._go_on(part, pages.get(part.first), *inputs)
+        return output
+
+    def _go_on(self, part: Part, page: Tensor | None, x: Tensor, position_embeddings: Any) -> Tensor:
+        """The layer on the new tokens x [1, T, hidden] of a sequence, whose state is in `page` [1]."""
+        index, cache = self.layer.layer_idx, DynamicCache()
+        self.layer.place_cache(cache)
+        if part.seen:
+            cache.update(*self.tokens.load(part.pages, part.seen), index)
+            if self.states is not None and page is not None:
+                state: Any = cache.layers[index].parts["state"]  # type: ignore[attr-defined]
+                state.state, state.is_initialized = self.states.load(page), True
+        output: Tensor = self.layer(
+            hidden_states=x,
+            position_embeddings=position_embeddings,
+            attention_mask=self._mask(part, x.device),
+            past_key_values=cache,
+        )[0]
+        held: Any = cache.layers[index]
+        grown = getattr(held, "growing", held)
+        self.tokens.store(part.pages, part.seen, grown.keys[:, :, part.seen :], grown.values[:, :, part.seen :])
+        if self.states is not None and page is not None:
+            self.states.store(page, held.parts["state"].state)
+        return output
+
+    def _mask(self, part: Part, device: torch.device) -> Tensor:
+        """[1, 1, T, S] bool: the tokens that those of the part see, within the family's sliding window."""
+        total = part.seen + part.last - part.first
+        numbers = torch.arange(1, total + 1, device=device)[None]
+        window = sliding_window(self.layer.config.whole, self.layer.layer_idx)
+        return Tokens(numbers[:, part.seen :], None).sees(Tokens(numbers, None), total, 0, window)[:, None]
 
 
-def _rows(
-    x: Tensor, position_embeddings: PositionEmbeddings | None, tokens: Tensor
-) -> tuple[Tensor, PositionEmbeddings | None]:
-    """Single tokens of x [1, T, hidden] as a batch [n, 1, hidden], with their position embeddings."""
+def _of(part: Part, x: Tensor, position_embeddings: PositionEmbeddings | None) -> tuple[Tensor, Any]:
+    """The part's tokens of x and of the position embeddings [1, T, ...]."""
+    place = slice(part.first, part.last)
     if position_embeddings is None:
-        return x[0, tokens, None], None
-    cos, sin = position_embeddings
-    return x[0, tokens, None], (cos[0, tokens, None], sin[0, tokens, None])
+        return x[:, place], None
+    return x[:, place], tuple(embedding[:, place] for embedding in position_embeddings)
 
 
-def _with_masks(config: Any) -> Any:
-    """A family's configuration whose attention is not vLLM's."""
-    whole = copy.copy(config.whole)
-    whole._attn_implementation = "sdpa"
-    return whole
+def _state_pages_of(batch: StateBatch) -> dict[int, Tensor]:
+    """The pages [1] of the sequences of a step, by the places of their first new tokens."""
+    pages = {part.first: part.pages for part in batch.parts}
+    return pages | dict(zip(batch.tokens.tolist(), batch.pages.split(1), strict=True))

@@ -27,8 +27,9 @@ from deltanet_hf.mixers.mixed_heads import MixedHeads
 from deltanet_hf.models.factory import config_class
 from deltanet_hf.models.families import FAMILIES
 from deltanet_hf.models.qwen3_5 import DeltaNetQwen3_5TextConfig
+from deltanet_hf.vllm_plugin.cache import set_page_bytes, state_pages
 from deltanet_hf.vllm_plugin.checks import family_config
-from deltanet_hf.vllm_plugin.layer import ServedLayer, set_page_bytes
+from deltanet_hf.vllm_plugin.layer import served
 
 
 class DeltaNetForCausalLM(TransformersForCausalLM, HasInnerState, IsHybrid):
@@ -44,17 +45,17 @@ class DeltaNetForCausalLM(TransformersForCausalLM, HasInnerState, IsHybrid):
         super()._patch_config()
 
     def _decorate_for_torch_compile(self) -> None:
-        """Nothing: the calls of the converted layers depend on the sequences of a step, which no graph can hold."""
+        """Nothing is compiled, see `Checks`; and the family's class stays as transformers made it."""
 
     def recursive_replace(self) -> None:
-        aside = dict(_with_states("model.layers", self.model.layers))
+        aside = dict(_converted("model.layers", self.model.layers))
         for name in aside:
             self._put(name, nn.Identity())
         super().recursive_replace()
         for name, part in aside.items():
-            self._put(name, ServedLayer(part, not name.endswith(".linear_attn"), name, self.vllm_config))
-        set_page_bytes(_served(self.vllm_config))
-        self.hf_to_vllm_mapper |= WeightsMapper(orig_to_new_prefix={f"{name}.": f"{name}.mixer." for name in aside})
+            self._put(name, served(part, name, self.vllm_config))
+        set_page_bytes(self.vllm_config)
+        self.hf_to_vllm_mapper |= WeightsMapper(orig_to_new_prefix={f"{name}.": f"{name}.layer." for name in aside})
 
     def _put(self, name: str, module: nn.Module) -> None:
         parent, _, own = name.rpartition(".")
@@ -82,7 +83,7 @@ class DeltaNetForCausalLM(TransformersForCausalLM, HasInnerState, IsHybrid):
     @classmethod
     def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> tuple[tuple[int, ...], ...]:
         """The page of a state, once the model has been built."""
-        return ((max((layer.page_bytes for layer in _served(vllm_config)), default=0),),)
+        return ((max((cache.page_bytes for cache in state_pages(vllm_config)), default=0),),)
 
     @classmethod
     def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
@@ -94,18 +95,13 @@ class DeltaNetForCausalLM(TransformersForCausalLM, HasInnerState, IsHybrid):
         return MambaStateCopyFuncCalculator.linear_attention_state_copy_func()
 
 
-def _with_states(prefix: str, module: nn.Module) -> Iterator[tuple[str, LayerKind]]:
+def _converted(prefix: str, module: nn.Module) -> Iterator[tuple[str, LayerKind]]:
     """The converted layers in a module, and the branches of those with mixed heads, with their names."""
     for name, part in module.named_children():
         if isinstance(part, LayerKind) and not isinstance(part, MixedHeads):
             yield f"{prefix}.{name}", part
         else:
-            yield from _with_states(f"{prefix}.{name}", part)
-
-
-def _served(vllm_config: VllmConfig) -> list[ServedLayer]:
-    layers = vllm_config.compilation_config.static_forward_context.values()
-    return [layer for layer in layers if isinstance(layer, ServedLayer)]
+            yield from _converted(f"{prefix}.{name}", part)
 
 
 class Decoder:

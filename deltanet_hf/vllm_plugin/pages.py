@@ -10,7 +10,7 @@ from torch import Tensor
 
 from deltanet_hf.mixers.layer_kind import TensorShape
 
-ALIGNMENT = 64  # bytes; pages and the tensors in them begin at multiples of their element sizes
+ALIGNMENT = 64  # bytes; so that the tensors of a page lie at multiples of their element sizes
 
 
 def page_bytes(shapes: dict[str, TensorShape]) -> int:
@@ -25,6 +25,7 @@ def tensors_in(pages: Tensor, shapes: dict[str, TensorShape]) -> dict[str, Tenso
     first = 0
     for name, shape in sorted(shapes.items(), key=lambda item: -item[1].dtype.itemsize):
         last = first + shape.nbytes
-        views[name] = pages[:, first:last].view(shape.dtype).unflatten(1, shape.shape or (1,))
+        view = pages[:, first:last].view(shape.dtype)
+        views[name] = view.unflatten(1, shape.shape) if shape.shape else view.squeeze(1)
         first = last
-    return {name: view if shapes[name].shape else view.squeeze(1) for name, view in views.items()}
+    return views
