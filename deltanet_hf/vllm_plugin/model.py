@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModel, PreTrainedConfig
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateCopyFunc, MambaStateCopyFuncCalculator
@@ -24,9 +24,8 @@ from vllm.model_executor.models.utils import WeightsMapper, maybe_prefix
 from deltanet_hf.mixers import FLOAT32_NAMES, LayerKind
 from deltanet_hf.mixers.masks import sliding_window
 from deltanet_hf.mixers.mixed_heads import MixedHeads
-from deltanet_hf.models.factory import config_class
-from deltanet_hf.models.families import FAMILIES
-from deltanet_hf.models.qwen3_5 import DeltaNetQwen3_5TextConfig
+from deltanet_hf.models import factory, qwen3_5
+from deltanet_hf.models.families import FAMILIES, PREFIX
 from deltanet_hf.vllm_plugin.cache import set_page_bytes, state_pages
 from deltanet_hf.vllm_plugin.checks import family_config
 from deltanet_hf.vllm_plugin.layer import served
@@ -109,12 +108,16 @@ class Decoder:
 
     @classmethod
     def _from_config(cls, config: PreTrainedConfig, **kwargs: Any) -> nn.Module:
-        decoder: Any = AutoModelForCausalLM.from_config(config, **kwargs).model
+        if config.model_type == qwen3_5.MODEL_TYPE:
+            made = qwen3_5.model_class()
+        else:
+            made = factory.model_class(config.model_type.removeprefix(PREFIX))
+        decoder: Any = made._from_config(config, **kwargs).model
         decoder._forward_pre_hooks.clear()  # they read padding and packing off calls, and vLLM knows its sequences
         decoder._forward_pre_hooks_with_kwargs.clear()
         decoder._keep_in_fp32_modules_strict = list(FLOAT32_NAMES)
-        return decoder
+        return decoder  # type: ignore[no-any-return]
 
 
-for _config_class in (*map(config_class, FAMILIES), DeltaNetQwen3_5TextConfig):
+for _config_class in (*map(factory.config_class, FAMILIES), qwen3_5.DeltaNetQwen3_5TextConfig):
     AutoModel.register(_config_class, Decoder, exist_ok=True)

@@ -6,7 +6,7 @@ import gc
 import os
 import tempfile
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -42,19 +42,31 @@ def prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
     return [torch.randint(3, 97, (length,), generator=generator).tolist() for length in lengths]
 
 
-def by_generate(model: PreTrainedModel, texts: Sequence[Sequence[int]], tokens: int = TOKENS) -> list[list[int]]:
-    """The tokens that `generate` appends to each prompt alone, whatever they are."""
+class Answer(NamedTuple):
+    """The tokens that follow a prompt, their log probabilities, and how much of the prompt was cached before."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    cached: int = 0
+
+
+def by_generate(model: PreTrainedModel, texts: Sequence[Sequence[int]]) -> list[Answer]:
+    """What `generate` appends to each prompt alone, whatever the tokens are."""
     model.generation_config.eos_token_id = None
     model.set_attn_implementation("eager")  # SDPA leaves out the capped scores of Gemma 2
-    with torch.no_grad():
-        rows = [model.generate(torch.tensor([text]), max_new_tokens=tokens, do_sample=False) for text in texts]
-    return [row[0, len(text) :].tolist() for row, text in zip(rows, texts, strict=True)]
+    settings: dict[str, Any] = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    answers = []
+    for text in texts:
+        with torch.no_grad():
+            result: Any = model.generate(torch.tensor([text]), max_new_tokens=TOKENS, **settings)
+        tokens = result.sequences[0, len(text) :]
+        logprobs = torch.cat(result.logits).float().log_softmax(-1).gather(-1, tokens[:, None]).squeeze(-1)
+        answers.append(Answer(tokens.tolist(), logprobs.tolist()))
+    return answers
 
 
-def by_vllm(
-    model: PreTrainedModel, texts: Sequence[Sequence[int]], tokens: int = TOKENS, **settings: Any
-) -> tuple[list[list[int]], list[int]]:
-    """The tokens that vLLM appends to the prompts, all requested at once, and how many of each it found cached."""
+def by_vllm(model: PreTrainedModel, texts: Sequence[Sequence[int]], **settings: Any) -> list[Answer]:
+    """What vLLM appends to the prompts, all requested at once."""
     from vllm import LLM, SamplingParams
 
     register()
@@ -63,11 +75,17 @@ def by_vllm(
         settings = {"dtype": "float32", "skip_tokenizer_init": True, **SMALL_STEPS, **settings}
         engine: Any = LLM(model=folder, **settings)
     try:
-        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        sampling = SamplingParams(temperature=0, max_tokens=TOKENS, logprobs=0, ignore_eos=True, detokenize=False)
         requests = [{"prompt_token_ids": list(text)} for text in texts]
-        found = engine.generate(requests, sampling, use_tqdm=False)
-        return [list(result.outputs[0].token_ids) for result in found], [result.num_cached_tokens for result in found]
+        return [_answer(result) for result in engine.generate(requests, sampling, use_tqdm=False)]
     finally:
         engine.llm_engine.engine_core.shutdown()
         del engine
         gc.collect()
+
+
+def _answer(result: Any) -> Answer:
+    found = result.outputs[0]
+    tokens = list(found.token_ids)
+    logprobs = [place[token].logprob for place, token in zip(found.logprobs, tokens, strict=True)]
+    return Answer(tokens, logprobs, result.num_cached_tokens)
