@@ -168,4 +168,4 @@ def _of(part: Part, x: Tensor, position_embeddings: PositionEmbeddings | None) -
 def _state_pages_of(batch: StateBatch) -> dict[int, Tensor]:
     """The pages [1] of the sequences of a step, by the places of their first new tokens."""
     pages = {part.first: part.pages for part in batch.parts}
-    return pages | dict(zip(batch.tokens.tolist(), batch.pages.split(1), strict=True))
+    return pages | dict(zip(batch.tokens.tolist(), batch.pages.unsqueeze(1), strict=True))

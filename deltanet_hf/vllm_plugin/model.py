@@ -34,6 +34,9 @@ from deltanet_hf.vllm_plugin.layer import served
 class DeltaNetForCausalLM(TransformersForCausalLM, HasInnerState, IsHybrid):
     """A converted model of any family."""
 
+    config: Any
+    text_config: Any
+
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         divisor = getattr(self.text_config, "logits_scaling", 1.0)  # of Granite

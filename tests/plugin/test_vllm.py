@@ -102,12 +102,21 @@ def test_the_layer_of_qwen3_5_between_its_gated_attention() -> None:
     assert_equal(qwen3_5.model_class()(config).eval(), prompts(*LENGTHS))
 
 
-@pytest.mark.parametrize("layers", [(0, 2), (0, 1, 2, 3)], ids=str)
-def test_prompts_that_begin_alike_go_on_from_cached_states(layers: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    "table",
+    [
+        tiny_table(layers=(0, 2), **NEAR),
+        tiny_table(**NEAR),
+        tiny_table(layers=(0, 2), mixer="path"),
+        mixed_mixture_table(),
+    ],
+    ids=["hybrid", "states", "path", "mixed_heads"],
+)
+def test_prompts_that_begin_alike_go_on_from_cached_states(table: LayerTable) -> None:
     first, second, *ends = prompts(300, 140, 10, 30, 3, 5, 100)
     texts = [first + ends[0], first + ends[1], first[:290] + ends[2], second + ends[3], second + ends[4]]
     settings: dict[str, Any] = {"max_num_seqs": 2, "max_num_batched_tokens": 256}
-    model = served_model("llama", tiny_table(layers=layers, **NEAR))
+    model = served_model("llama", table)
     cached = assert_equal(model, texts * 2, **settings)
     assert sum(tokens > 0 for tokens in cached) >= 5, cached
     assert assert_equal(model, texts, enable_prefix_caching=False, **settings) == [0] * len(texts)
@@ -125,7 +134,7 @@ def test_preempted_sequences_begin_again(caching: bool, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(Scheduler, "_preempt_request", count)
     model = served_model("llama", tiny_table(layers=(0, 2), **NEAR))
-    texts = prompts(120, 125, 118, 122, 60, 30)
+    texts = prompts(120, 125, 118, 122, 60, 30, 1, 1)  # the last ones get pages that others have used
     assert_equal(model, texts, max_num_seqs=6, num_gpu_blocks_override=10, enable_prefix_caching=caching)
     assert preempted
 
