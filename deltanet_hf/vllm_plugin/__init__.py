@@ -26,7 +26,7 @@ def register() -> None:
 
         from deltanet_hf.vllm_plugin.checks import Checks
     except ImportError as error:
-        logger.warning("deltanet-hf serves converted models with vLLM 0.32 or later, not with this one: %s", error)
+        logger.warning("deltanet-hf serves converted models with vLLM 0.32, not with this one: %s", error)
         return
     for architecture in ARCHITECTURES:
         ModelRegistry.register_model(architecture, "deltanet_hf.vllm_plugin.model:DeltaNetForCausalLM")
