@@ -14,6 +14,7 @@ from support.tiny_models import tiny_student
 # Not imported where a model is only loaded and run.
 EVALUATION = ("deltanet_hf.evaluation", "lm_eval", "datasets")
 CONVERSION = ("deltanet_convert", "gguf", "matplotlib")
+SERVING = ("vllm", "deltanet_hf.vllm_plugin")
 TRAINING = ("deltanet_recipes", "peft")  # transformers itself imports accelerate where it is installed
 
 
@@ -44,7 +45,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_importing_the_plugin_imports_neither_another_room_nor_a_familys_modelling_code() -> None:
     families = ("llama", "gemma3", "qwen3", "qwen3_5", "phi3", "olmo3", "granite")
     names = tuple(f"transformers.models.{family}.modeling_{family}" for family in families)
-    assert imported("import deltanet_hf", EVALUATION + CONVERSION + TRAINING + names) == []
+    assert imported("import deltanet_hf", EVALUATION + CONVERSION + TRAINING + SERVING + names) == []
 
 
 def test_loading_and_running_a_model_imports_no_other_room(converted: Path) -> None:
@@ -55,7 +56,7 @@ import deltanet_hf
 model = AutoModelForCausalLM.from_pretrained({str(converted)!r})
 model.generate(torch.arange(3, 9)[None], max_new_tokens=2)
 """
-    assert imported(script, EVALUATION + CONVERSION + TRAINING) == []
+    assert imported(script, EVALUATION + CONVERSION + TRAINING + SERVING) == []
 
 
 def test_the_measures_import_no_evaluation_packages() -> None:

@@ -1,0 +1,127 @@
+"""Which tokens of a step of vLLM belong to which sequence, and where the sequence is kept."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder, CommonAttentionMetadata
+from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
+from vllm.v1.kv_cache_interface import KVCacheSpec
+
+
+@dataclass(frozen=True)
+class Part:
+    """The new tokens of one sequence: a prompt, a part of it, or the token that was generated last."""
+
+    first: int  # place in the step
+    last: int  # exclusive
+    seen: int  # tokens of the sequence before them
+    pages: Tensor  # int64: [1], the page of its state; or [pages], those of its tokens
+
+
+@dataclass(frozen=True)
+class StateBatch:
+    """A step for layers with states.
+
+    `tokens` and `pages` ([n] int64) are the places and pages of the sequences with a single new token, which one call
+    computes together; `new_pages` are the pages of those of them that begin here.
+    """
+
+    tokens: Tensor
+    pages: Tensor
+    new_pages: Tensor
+    parts: tuple[Part, ...]  # with several tokens
+
+
+class StateBatchBuilder(AttentionMetadataBuilder[StateBatch]):
+    """Makes the `StateBatch` of every step."""
+
+    def __init__(
+        self, kv_cache_spec: KVCacheSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.cache_mode = vllm_config.cache_config.mamba_cache_mode
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> StateBatch:
+        step = common_attn_metadata
+        table = mamba_get_block_table_tensor(
+            step.block_table_tensor, step.seq_lens, self.kv_cache_spec, self.cache_mode
+        )
+        single: list[tuple[int, int]] = []
+        begin: list[int] = []
+        several: list[Part] = []
+        pages: Tensor = table[:, 0].long()
+        for index, first, last, seen in _sequences(step):
+            if last - first > 1:
+                several.append(Part(first, last, seen, pages[index : index + 1]))
+                continue
+            single.append((index, first))
+            if seen == 0:
+                begin.append(index)
+        rows = torch.tensor(single, dtype=torch.long, device=pages.device).view(-1, 2)
+        new_pages = pages[torch.tensor(begin, dtype=torch.long, device=pages.device)]
+        return StateBatch(rows[:, 1], pages[rows[:, 0]], new_pages, tuple(several))
+
+
+class TokenBatchBuilder(AttentionMetadataBuilder[tuple[Part, ...]]):
+    """Makes the parts of every step for layers that keep something of every token."""
+
+    def __init__(
+        self, kv_cache_spec: KVCacheSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> tuple[Part, ...]:
+        table, size = common_attn_metadata.block_table_tensor, self.kv_cache_spec.block_size
+        parts = []
+        for index, first, last, seen in _sequences(common_attn_metadata):
+            used = -(-(seen + last - first) // size)
+            parts.append(Part(first, last, seen, table[index, :used].long()))
+        return tuple(parts)
+
+
+def _sequences(step: CommonAttentionMetadata) -> Iterator[tuple[int, int, int, int]]:
+    """Row of the sequence, place of its first new token and behind its last, and tokens before them."""
+    lengths: Any = step.seq_lens_cpu_upper_bound  # exact without speculative decoding
+    totals = (step.seq_lens if lengths is None else lengths).tolist()
+    for index, (first, last) in enumerate(itertools.pairwise(step.query_start_loc_cpu.tolist())):
+        if last > first:
+            yield index, first, last, totals[index] - (last - first)
+
+
+class StateBackend(AttentionBackend):
+    """Names the builder for layers with states to vLLM."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "DELTANET_STATES"
+
+    @staticmethod
+    def get_builder_cls() -> type[StateBatchBuilder]:
+        return StateBatchBuilder
+
+    @classmethod
+    def is_ssm(cls) -> bool:
+        return True
+
+
+class TokenBackend(AttentionBackend):
+    """Names the builder for layers that keep something of every token to vLLM."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "DELTANET_TOKENS"
+
+    @staticmethod
+    def get_builder_cls() -> type[TokenBatchBuilder]:
+        return TokenBatchBuilder

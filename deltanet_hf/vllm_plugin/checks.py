@@ -1,0 +1,63 @@
+"""Adapts a converted model's configuration to vLLM, and refuses what the plugin does not serve."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from transformers import PreTrainedConfig
+from vllm.config import ModelConfig, VllmConfig
+from vllm.model_executor.models.config import VerifyAndUpdateConfig
+
+from deltanet_hf.mixers import AttentionKind, LayerKind
+from deltanet_hf.mixers.path import RelaxedPath
+from deltanet_hf.models.layers import LayerTable
+
+OWN_TYPES = "family_layer_types"  # key of a configuration in vLLM: the family's `layer_types`
+
+
+class Checks(VerifyAndUpdateConfig):
+    """What vLLM calls when it has read a configuration."""
+
+    @staticmethod
+    def verify_and_update_model_config(model_config: ModelConfig) -> None:
+        """Name the layers that keep states in `layer_types`, by which vLLM knows a hybrid, and turn graphs off.
+
+        What the converted layers do depends on the sequences of a step, so it can neither be compiled nor captured.
+        """
+        config: Any = model_config.hf_config
+        if hasattr(config, OWN_TYPES):
+            return
+        own, table = getattr(config, "layer_types", None), LayerTable.of(config)
+        states = [index for index, kind in table.converted.items() if _has_state(kind.mixer)]
+        types = list(own) if own and states else ["full_attention"] * len(table)
+        for index in states:
+            types[index] = "linear_attention"
+        setattr(config, OWN_TYPES, own)
+        config.layer_types = types
+        model_config.enforce_eager = True
+
+    @staticmethod
+    def verify_and_update_config(vllm_config: VllmConfig) -> None:
+        """Raises ValueError for settings of vLLM that the plugin does not serve."""
+        parallel = vllm_config.parallel_config
+        for given, name, remedy in (
+            (parallel.tensor_parallel_size > 1, "tensor_parallel_size", "1"),
+            (parallel.pipeline_parallel_size > 1, "pipeline_parallel_size", "1"),
+            (vllm_config.quant_config is not None, "quantization", "none"),
+            (vllm_config.lora_config is not None, "enable_lora", "false, and a model with merged adapters"),
+            (vllm_config.speculative_config is not None, "speculative_config", "none"),
+        ):
+            if given:
+                raise ValueError(f"{name}: not served for models with converted layers; pass {remedy}")
+
+
+def _has_state(kind: type[LayerKind]) -> bool:
+    return kind is RelaxedPath or not issubclass(kind, AttentionKind)
+
+
+def family_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A copy of a configuration in vLLM, with the family's own `layer_types` again."""
+    own = copy.deepcopy(config)
+    own.layer_types = getattr(config, OWN_TYPES)  # type: ignore[attr-defined]
+    return own

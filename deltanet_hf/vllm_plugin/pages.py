@@ -1,0 +1,31 @@
+"""Where a layer's state lies in a page of vLLM's cache.
+
+A page holds the whole state of one sequence in one layer: the recurrent state, the last inputs of the convolution, and
+the keys and values of a window with its sinks.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from deltanet_hf.mixers.layer_kind import TensorShape
+
+ALIGNMENT = 64  # bytes; so that the tensors of a page lie at multiples of their element sizes
+
+
+def page_bytes(shapes: dict[str, TensorShape]) -> int:
+    """Bytes of a page for tensors of these shapes."""
+    size = sum(shape.nbytes for shape in shapes.values())
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def tensors_in(pages: Tensor, shapes: dict[str, TensorShape]) -> dict[str, Tensor]:
+    """Views [pages, ...] of the tensors in pages [pages, bytes] int8, by name; wide elements come first."""
+    views: dict[str, Tensor] = {}
+    first = 0
+    for name, shape in sorted(shapes.items(), key=lambda item: -item[1].dtype.itemsize):
+        last = first + shape.nbytes
+        view = pages[:, first:last].view(shape.dtype)
+        views[name] = view.unflatten(1, shape.shape) if shape.shape else view.squeeze(1)
+        first = last
+    return views

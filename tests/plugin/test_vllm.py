@@ -1,0 +1,182 @@
+"""vLLM gives the tokens of `generate`, whatever it makes of prompts, steps and pages. Needs vLLM (docs/vllm.md)."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from transformers import PreTrainedModel
+
+from deltanet_hf.mixers import FLOAT32_NAMES, MIXERS
+from deltanet_hf.models import qwen3_5
+from deltanet_hf.models.families import FAMILIES
+from deltanet_hf.models.layers import LayerTable
+from support.tiny_models import ONE_NORM, mixed_mixture_table, mixture_table, tiny_table
+from support.vllm_engine import TOKENS, Answer, by_generate, by_vllm, prompts, served_model
+
+LENGTHS = (5, 1, 40, 150, 33, 7, 200)
+NEAR = {"mixer": "gated_deltanet+window", "window": 5, "sinks": 2, "state_dtype": "float32"}
+
+
+def assert_equal(model: PreTrainedModel, texts: list[list[int]], **settings: Any) -> list[int]:
+    """Compares all tokens and their log probabilities; returns how many tokens of each prompt vLLM found cached."""
+    expected, found = by_generate(model, texts), by_vllm(model, texts, **settings)
+    assert [answer.tokens for answer in found] == [answer.tokens for answer in expected]
+    for one, other in zip(found, expected, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=2e-3)
+    return [answer.cached for answer in found]
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_every_family_with_states_windows_and_softmax_layers(model_type: str) -> None:
+    assert_equal(served_model(model_type, mixture_table()), prompts(*LENGTHS))
+
+
+def test_scaled_logits_of_granite() -> None:
+    assert_equal(served_model("granite", mixture_table(), logits_scaling=4.0), prompts(9, 60))
+
+
+@pytest.mark.parametrize("mixer", [name for name in MIXERS if name not in ("window", "mixed_heads")])
+def test_every_mixer_between_softmax_layers(mixer: str) -> None:
+    assert_equal(served_model("llama", tiny_table(layers=(0, 2), mixer=mixer)), prompts(*LENGTHS))
+
+
+@pytest.mark.parametrize("mixer", ["deltaproduct+window", "kda+window"])
+def test_other_rules_beside_a_window(mixer: str) -> None:
+    model = served_model("llama", tiny_table(layers=(0, 2), **{**NEAR, "mixer": mixer}))
+    assert_equal(model, prompts(*LENGTHS))
+
+
+@pytest.mark.parametrize("mixer", ["fox", "path"])
+@pytest.mark.parametrize("model_type", ["gemma2", "olmo3"])
+def test_kinds_of_attention_in_families_with_sliding_windows(model_type: str, mixer: str) -> None:
+    assert_equal(served_model(model_type, tiny_table(layers=(0, 1, 2), mixer=mixer)), prompts(*LENGTHS))
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, NEAR, {"mixer": "window", "window": 5, "sinks": 2}, {"mixer": "fox"}, {"mixer": "path"}], ids=str
+)
+def test_models_without_softmax_layers(changes: dict[str, Any]) -> None:
+    assert_equal(served_model("llama", tiny_table(**changes)), prompts(*LENGTHS))
+
+
+@pytest.mark.parametrize("model_type", [name for name in FAMILIES if name not in ONE_NORM])
+def test_mixed_heads(model_type: str) -> None:
+    assert_equal(served_model(model_type, mixed_mixture_table()), prompts(*LENGTHS))
+
+
+def test_a_number_of_softmax_heads_that_does_not_divide_that_of_other_layers() -> None:
+    table = LayerTable.from_dict(
+        {
+            "kinds": {"most": {"mixer": "mixed_heads", "heads": ["softmax", "window", "softmax", "softmax"]}},
+            "layers": ["most", "softmax", "most", "most"],
+        },
+        4,
+    )
+    assert_equal(served_model("llama", table, num_key_value_heads=4), prompts(*LENGTHS))
+
+
+def test_the_layer_of_qwen3_5_between_its_gated_attention() -> None:
+    config = qwen3_5.DeltaNetQwen3_5TextConfig(
+        vocab_size=97,
+        hidden_size=64,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        max_position_embeddings=512,
+        layer_types=["linear_attention", "full_attention"] * 2,
+        architectures=[qwen3_5.MODEL_NAME],
+    )
+    torch.manual_seed(0)
+    assert_equal(qwen3_5.model_class()(config).eval(), prompts(*LENGTHS))
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        tiny_table(layers=(0, 2), **NEAR),
+        tiny_table(**NEAR),
+        tiny_table(layers=(0, 2), mixer="path"),
+        mixed_mixture_table(),
+    ],
+    ids=["hybrid", "states", "path", "mixed_heads"],
+)
+def test_prompts_that_begin_alike_go_on_from_cached_states(table: LayerTable) -> None:
+    first, second, *ends = prompts(300, 140, 10, 30, 3, 5, 100)
+    texts = [first + ends[0], first + ends[1], first[:290] + ends[2], second + ends[3], second + ends[4]]
+    settings: dict[str, Any] = {"max_num_seqs": 2, "max_num_batched_tokens": 256}
+    model = served_model("llama", table)
+    cached = assert_equal(model, texts * 2, **settings)
+    assert sum(tokens > 0 for tokens in cached) >= 5, cached
+    assert assert_equal(model, texts, enable_prefix_caching=False, **settings) == [0] * len(texts)
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_preempted_sequences_begin_again(caching: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    preempted, original = [], Scheduler._preempt_request
+
+    def count(self: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+        preempted.append(request.request_id)
+        original(self, request, *args, **kwargs)
+
+    monkeypatch.setattr(Scheduler, "_preempt_request", count)
+    model = served_model("llama", tiny_table(layers=(0, 2), **NEAR))
+    texts = prompts(120, 125, 118, 122, 60, 30, 1, 1)  # the last ones get pages that others have used
+    assert_equal(model, texts, max_num_seqs=6, num_gpu_blocks_override=10, enable_prefix_caching=caching)
+    assert preempted
+
+
+def test_an_engine_in_processes_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `vllm serve` runs it: the configuration reaches the process with the model pickled."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    assert_equal(served_model("qwen3", mixture_table()), prompts(*LENGTHS))
+
+
+def test_in_bfloat16_the_tokens_are_as_good_as_those_of_generate() -> None:
+    """Rounding decides between nearly equal tokens, so both are measured by the logits of the model in float32."""
+    model = served_model("llama", tiny_table(layers=(0, 2), **{**NEAR, "state_dtype": "bfloat16"})).bfloat16()
+    for name, parameter in model.named_parameters():
+        if name.rpartition(".")[2] in FLOAT32_NAMES:
+            parameter.data = parameter.data.float()
+    exact, texts = copy.deepcopy(model).float(), prompts(*LENGTHS)
+
+    def shortfall(answers: list[Answer]) -> float:
+        """The largest distance of a chosen token's logit from the best one's."""
+        worst = 0.0
+        for text, (tokens, _, _) in zip(texts, answers, strict=True):
+            with torch.no_grad():
+                logits = exact(torch.tensor([text + tokens])).logits[0, -TOKENS - 1 : -1]
+            chosen = logits.gather(-1, torch.tensor(tokens)[:, None]).squeeze(-1)
+            worst = max(worst, float((logits.amax(-1) - chosen).max()))
+        return worst
+
+    found = by_vllm(model, texts, dtype="bfloat16")
+    assert shortfall(found) <= 2 * shortfall(by_generate(model, texts)) <= 0.6
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
+        ({"enable_lora": True}, "enable_lora"),
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "speculative_config"),
+    ],
+    ids=str,
+)
+def test_what_is_not_served_is_refused_by_name(settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=f"{named}: not served for models with converted layers; pass"):
+        by_vllm(served_model("llama", tiny_table(layers=(0, 2))), prompts(3), **settings)
