@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from deltanet_hf.safe_write import reserve, writing
 from deltanet_recipes.data.packing import Mixture, Rows
 from deltanet_recipes.schema import DistilBase
 from deltanet_recipes.training.layer_runner import LayerRunner, document_boundaries
@@ -75,11 +76,12 @@ def write_cache(
     vocabulary = output_weight(teacher).shape[0]
     k = min(stage.top_k, vocabulary)
     partial = folder.with_name(folder.name + ".partial")
-    partial.mkdir(parents=True, exist_ok=True)
     shape = (count + len(held_out), length, k)
     id_dtype = np.uint16 if vocabulary <= 1 << 16 else np.int32
-    ids = np.lib.format.open_memmap(partial / "ids.npy", "w+", id_dtype, shape)
-    log_probs = np.lib.format.open_memmap(partial / "log_probs.npy", "w+", np.float16, shape)
+    with writing(partial):
+        partial.mkdir(parents=True, exist_ok=True)
+        ids = _new_array(partial / "ids.npy", np.dtype(id_dtype), shape)
+        log_probs = _new_array(partial / "log_probs.npy", np.dtype(np.float16), shape)
     per_pass = max(1, CHUNK // length)
     done = 0
     while done < len(ids):
@@ -96,8 +98,16 @@ def write_cache(
                 ids[done + row, begin : begin + CHUNK] = best.cpu().numpy().astype(id_dtype)
                 log_probs[done + row, begin : begin + CHUNK] = values.half().cpu().numpy()
         done += len(rows)
-    ids.flush()
-    log_probs.flush()
     mixture.state = state
-    partial.rename(folder)
+    with writing(folder):
+        ids.flush()
+        log_probs.flush()
+        partial.rename(folder)
     logbook.say(f"cached the teacher's {k} best log-probabilities of {done * length:,} tokens in {folder}")
+
+
+def _new_array(path: Path, dtype: np.dtype, shape: tuple[int, ...]) -> np.memmap:
+    """A new .npy file on a disk that has room for it, as a map."""
+    array = np.lib.format.open_memmap(path, "w+", dtype, shape)
+    reserve(path, path.stat().st_size)
+    return array
