@@ -73,7 +73,6 @@ def replacing(path: Path, if_full: str = KEPT) -> Iterator[Path]:
     """
     temporary = path.with_name(path.name + ".partial")
     with writing(path, if_full):
-        path.parent.mkdir(parents=True, exist_ok=True)
         remove(temporary)
         try:
             yield temporary
@@ -139,11 +138,5 @@ def sync_folder(folder: Path) -> None:
 
 def write_atomically(path: Path, data: bytes, if_full: str = KEPT) -> None:
     """Writes `data` to `path` completely or not at all: to a temporary name first, then fsync and rename."""
-    temporary = path.with_name(path.name + ".tmp")
-    with writing(path, if_full):
-        with temporary.open("wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, path)
-        sync_folder(path.parent)
+    with replacing(path, if_full) as temporary:
+        temporary.write_bytes(data)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from deltanet_hf.errors import one_line
-from deltanet_hf.safe_write import replacing, write_atomically
+from deltanet_hf.safe_write import remove, sync_file, sync_folder, write_atomically, writing
 
 SUMS = "SHA256SUMS"
 BLOCK = 1 << 24  # bytes that are read at once
@@ -72,9 +73,19 @@ def check_sums(folder: Path, names: tuple[str, ...]) -> None:
 
 def save_tensors(path: Path, tensors: dict[str, Tensor], note: Any = None) -> None:
     """Write a safetensors file, completely or not at all, with a JSON value and the sum of both."""
-    metadata = {"note": json.dumps(note)}
-    with replacing(path) as partial:
-        save_file(tensors, partial, metadata={**metadata, "sha256": _sum(tensors, metadata["note"])})
+    text = json.dumps(note)
+    scratch = path.with_name(path.name + ".partial")  # safetensors makes a temporary file of its own beside its result
+    with writing(path):
+        remove(scratch)
+        scratch.mkdir(parents=True)
+        try:
+            file = scratch / path.name
+            save_file(tensors, file, metadata={"note": text, "sha256": _sum(tensors, text)})
+            sync_file(file)
+            os.replace(file, path)
+            sync_folder(path.parent)
+        finally:
+            remove(scratch)
 
 
 def load_tensors(path: Path) -> tuple[dict[str, Tensor], Any]:

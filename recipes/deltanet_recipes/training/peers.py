@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -23,6 +24,11 @@ def peers_alive(world: int) -> Iterator[None]:
         if world == 1 or not lost:
             raise
         raise UserError(
-            f"another process of this run has ended, or cannot be reached ({one_line(error, 120)}); its own message "
-            "says why, unless it was killed; run the same command again: it continues after the last checkpoint"
+            f"another process of this run has ended, or cannot be reached ({_reason(error)}); its own message says "
+            "why, unless it was killed; run the same command again: it continues after the last checkpoint"
         ) from error
+
+
+def _reason(error: RuntimeError) -> str:
+    """The first sentence of an error, without the places in the source that it names."""
+    return re.sub(r"\[[^]]*[./][^]]*\]:?\s*", "", one_line(error)).partition(". ")[0][:100].strip()

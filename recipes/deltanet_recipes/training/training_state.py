@@ -40,7 +40,7 @@ class Checkpoints:
             trained = {name for name, p in module.named_parameters() if p.requires_grad}
             weights = {name: tensor for name, tensor in model_state.items() if name in trained}
             with replacing(self.folder / f"step-{step:08d}") as partial:
-                partial.mkdir()
+                partial.mkdir(parents=True)
                 with SummedFile(partial / WEIGHTS) as file:
                     torch.save({"model": weights, "optimizer": optimizer_state}, file)
                 with SummedFile(partial / STATE) as text:
@@ -89,6 +89,8 @@ class Checkpoints:
             raise UserError(
                 f"{folder}: checkpoint cannot be read ({reason}); delete it to use the one before"
             ) from None
+        for optimizer in optimizers:  # torch makes no state to be filled where an earlier stage has left gradients
+            optimizer.zero_grad()
         set_state_dict(
             module,
             optimizers,
