@@ -4,7 +4,7 @@ import errno
 import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from .errors import UserError
@@ -15,7 +15,7 @@ HELD = {errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES}
 
 @contextmanager
 def locked(lock: Path, output: Path, what: str) -> Iterator[None]:
-    """Holds the file `lock`, which exists meanwhile. A process that is killed holds it no longer.
+    """Holds the file `lock`, which exists meanwhile, and its folder. A process that is killed holds it no longer.
 
     Args:
         output: what is written meanwhile, and `what` does it, for messages.
@@ -23,6 +23,7 @@ def locked(lock: Path, output: Path, what: str) -> Iterator[None]:
     Raises:
         UserError: another process holds it; or its file system has no locks.
     """
+    made = [folder for folder in lock.parents if not folder.exists()]  # the innermost first
     descriptor = _take(lock, output, what)
     try:
         yield
@@ -30,6 +31,9 @@ def locked(lock: Path, output: Path, what: str) -> Iterator[None]:
         if _is_still(lock, descriptor):
             lock.unlink()
         os.close(descriptor)
+        with suppress(OSError):  # a folder that holds something stays
+            for folder in made:
+                folder.rmdir()
 
 
 def _take(lock: Path, output: Path, what: str) -> int:
