@@ -38,15 +38,14 @@ def locked(lock: Path, output: Path, what: str) -> Iterator[None]:
 
 def _take(lock: Path, output: Path, what: str) -> int:
     while True:
-        with writing(lock):
+        with writing(output):
             lock.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
-        except FileNotFoundError:  # the process that held it has just removed the folder
-            continue
-        except OSError as error:
-            with writing(lock):
-                raise error
+            try:
+                descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
+            except FileNotFoundError:
+                if lock.parent.exists():
+                    raise
+                continue  # the process that held it has just removed the folder
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -57,6 +57,10 @@ def run(recipe: Recipe, kinds: tuple[str, ...] | None = None, console: Console |
         check_share(stage, runtime.world)
     check_models(recipe)
     output = Path(recipe.output)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"output: {output} cannot be written ({error.strerror}); choose another folder") from None
     with locked(output / "lock", output, "training run") if runtime.main else nullcontext(), peers_alive(runtime.world):
         return _run(recipe, stages, runtime, output, console)
 
