@@ -31,4 +31,4 @@ def peers_alive(world: int) -> Iterator[None]:
 
 def _reason(error: RuntimeError) -> str:
     """The first sentence of an error, without the places in the source that it names."""
-    return re.sub(r"\[[^]]*[./][^]]*\]:?\s*", "", one_line(error)).partition(". ")[0][:100].strip()
+    return re.sub(r"\s*\[[^]]*[./][^]]*\](:\d+)?:?\s*", " ", one_line(error)).partition(". ")[0][:100].strip()
