@@ -89,7 +89,7 @@ def _request(options: ReportOptions, rows: list[Contestant]) -> dict[str, Any]:
 def _states(path: Path) -> dict[str, list[int]]:
     """Size in bytes and time of change in ns of a file, or of all files in a folder; nothing for a Hub id."""
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
-    return {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
+    return {str(file.relative_to(path)): [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
 
 
 def _figures(outcome: Outcome) -> dict[str, Any]:

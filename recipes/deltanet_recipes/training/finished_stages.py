@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from deltanet_hf.safe_write import remove
+from deltanet_hf.safe_write import remove, writing
 from deltanet_recipes.training.checksums import Damaged, load_tensors, save_tensors
 from deltanet_recipes.training.model_pair import gathered_on_cpu
 from deltanet_recipes.training.runtime import Runtime
@@ -39,7 +39,7 @@ def finished_stages(paths: Sequence[Path], runtime: Runtime, say: Callable[[str]
     """The number of stages, from the first, that need no more training, the same on every process.
 
     The file of a stage holds what the stages before it trained too, so the latest one that is intact decides. `say`
-    gets a line about each later file, which is removed.
+    gets a line about each later file, whose name then ends with `.damaged`.
     """
     return runtime.from_main(_finished(paths, say) if runtime.main else 0)
 
@@ -53,7 +53,8 @@ def _finished(paths: Sequence[Path], say: Callable[[str], None]) -> int:
             load_tensors(path)
         except Damaged as problem:
             say(f"{path}: {problem}; the stage is trained again")
-            remove(path)
+            with writing(path):
+                path.replace(path.with_suffix(".damaged"))
         else:
             return number
     return 0

@@ -42,7 +42,7 @@ class Checkpoints:
             with replacing(self.folder / f"step-{step:08d}") as partial:
                 partial.mkdir(parents=True)
                 with SummedFile(partial / WEIGHTS) as file:
-                    torch.save({"model": weights, "optimizer": optimizer_state}, file)
+                    torch.save({"model": weights, "optimizer": optimizer_state}, file)  # type: ignore[arg-type]
                 with SummedFile(partial / STATE) as text:
                     text.write(json.dumps({"step": step, **state}).encode())
                 write_sums(partial, file, text)
