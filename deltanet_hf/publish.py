@@ -12,17 +12,18 @@ finished step and produces the same bytes. `publish_folder` is the entry; this m
 transformers.
 """
 
-import fcntl
+import errno
 import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from . import step_journal
 from .errors import QualityError, UserError
+from .file_lock import locked
 from .safe_write import sync_folder, writing
 
 JOURNAL = "journal.jsonl"
@@ -65,7 +66,8 @@ def publish_folder(
     workspace = Workspace(out, what)
     if resume and not workspace.journal.exists() and (figures := finished()) is not None:
         if workspace.folder.exists():  # the earlier run was killed during the last step of its cleanup
-            workspace.discard()
+            with locked(workspace.folder / LOCK, out, what):
+                workspace.discard()
         return figures
     with workspace.opened(request, resume=resume, overwrite=overwrite):
         if READY not in workspace.steps:
@@ -117,8 +119,12 @@ class Workspace:
 
         Arguments and errors are those of `publish_folder`.
         """
-        lock = self._lock()
         try:
+            with writing(self.folder):
+                self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"{self.out}: cannot be made ({error.strerror}); choose another output folder") from error
+        with locked(self.folder / LOCK, self.out, self.what):
             if self.journal.exists():
                 self._continue(request, resume, overwrite)
             if not self.journal.exists():
@@ -128,23 +134,6 @@ class Workspace:
                     self.model.mkdir()
                 step_journal.append(self.journal, {"request": request})
             yield self
-        finally:
-            lock.close()
-
-    def _lock(self) -> IO[str]:
-        try:
-            with writing(self.folder):
-                self.out.parent.mkdir(parents=True, exist_ok=True)
-                self.folder.mkdir(exist_ok=True)
-                lock = (self.folder / LOCK).open("w")
-        except OSError as error:
-            raise UserError(f"{self.out}: cannot be made ({error.strerror}); choose another output folder") from error
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            lock.close()
-            raise UserError(f"{self.folder}: another {self.what} to {self.out} is running; wait for it") from error
-        return lock
 
     def _continue(self, request: dict[str, Any], resume: bool, overwrite: bool) -> None:
         """Loads the finished steps of the interrupted run, or clears the folder for a new one."""
@@ -208,7 +197,11 @@ class Workspace:
         """Removes the hidden folder with everything in it; an old OUT that was set aside is put back first."""
         self._clear()
         with writing(self.folder):
-            shutil.rmtree(self.folder)
+            try:
+                shutil.rmtree(self.folder)
+            except OSError as error:
+                if error.errno != errno.ENOTEMPTY:  # another process has begun to write OUT
+                    raise
 
     def _clear(self) -> None:
         with writing(self.folder):

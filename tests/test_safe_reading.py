@@ -81,7 +81,7 @@ class Code:
 def test_a_checkpoint_with_code_or_damage_is_refused(tmp_path: Path, content: str) -> None:
     module = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(module.parameters())
-    runtime: Any = SimpleNamespace(main=True, barrier=lambda: None)
+    runtime: Any = SimpleNamespace(main=True, barrier=lambda: None, from_main=lambda value: value)
     checkpoints = Checkpoints(tmp_path, 1, runtime)
     checkpoints.save(1, module, [optimizer], {"label": "x"})
     folder = checkpoints.last()

@@ -14,7 +14,7 @@ from deltanet_hf.mixers import MIXER_NAMES, MIXERS, WINDOW_SUFFIX, AttentionKind
 from .convert import convert
 from .device import description
 from .export.hooks import check_exportable, import_qwen3_5, qwen3_5_folder
-from .job import prepare
+from .job import prepare, sole_conversion
 from .options import DTYPES, ConvertOptions, parse_size, set_keys
 from .select.for_convert import AUTO
 from .select.progress import shown_on
@@ -179,25 +179,30 @@ def convert_command(
             console=console,
         )
         return
+    with sole_conversion(out):
+        _convert(teacher, out, options, console)
+
+
+def _convert(teacher: str, out: Path, options: ConvertOptions, console: Console) -> None:
     with shown_on(console) if options.layers.startswith(AUTO) else nullcontext(unseen) as show:
         job = prepare(teacher, out, options, show)
-    if profile == "qwen3_5":
+    if options.profile == "qwen3_5":
         for note in check_exportable(job.source.name, job.teacher.config, job.table.softmax):
             console.print(note, highlight=False, markup=False)
     print_plan(job.plan, console)
     console.print(f"Layers are run and fitted on {description(job.device)}, in float32.", highlight=False)
-    if dry_run:
+    if options.dry_run:
         job.close()
-        if as_json:
+        if options.json:
             print(json.dumps(job.plan.to_json(), indent=2))
         return
-    if text is None:
+    if options.text is None:
         console.print("Calibration text: the public-domain text shipped with deltanet-hf (choose another: --text).")
     with conversion_progress.shown_on(console, job.teacher.num_layers, str(job.device)) as converted:
         report = convert(job, converted)
     print_report(report, console)
     console.print(f"Written to {job.out}")
-    if as_json:
+    if options.json:
         print(json.dumps(report, indent=2))
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from deltanet_hf.errors import QualityError, UserError
+from deltanet_hf.file_lock import locked
 from deltanet_hf.loading import chosen_device
 from deltanet_hf.models.layers import LayerTable
 from deltanet_hf.publish import Workspace, check_target
@@ -81,6 +82,19 @@ def prepare(teacher: str, out: Path, options: ConvertOptions, show: Show = unsee
         dtype = options.torch_dtype or (torch.float32 if opened.dtype == torch.float64 else opened.dtype)
         plan = make_plan(opened, table, dtype, options.shard_size, options.calibration_tokens, insert_norms)
         return Job(source, opened, out, options, table, dtype, plan, device, selection)
+
+
+@contextmanager
+def sole_conversion(out: Path) -> Iterator[None]:
+    """Keeps other processes from converting to `out`; also before `publish_folder` does, while a job is prepared.
+
+    Raises:
+        UserError: another process converts to `out`, or `out` cannot be made.
+    """
+    out = Path(out).expanduser().absolute()
+    check_target(out)
+    with locked(out.with_name(f".{out.name}.lock"), out, "conversion"):
+        yield
 
 
 @contextmanager

@@ -58,7 +58,10 @@ COMMANDS = {
         UNKNOWN_ALLOWED,
     ),
     "report": Subcommand(
-        "deltanet_recipes.evaluation_command", "report", "Compare a teacher, its students and untrained baselines."
+        "deltanet_recipes.evaluation_command",
+        "report",
+        "Compare a teacher, its students and untrained baselines. After an interruption, the same command measures the "
+        "models that are missing.",
     ),
     "export": Subcommand(
         "deltanet_convert.export.export_command",

@@ -25,11 +25,15 @@ def evaluate(
         typer.Option(help="Restrict softmax layers to this many recent tokens (a baseline without training)."),
     ] = None,
     sinks: Annotated[int, typer.Option(help="Number of first tokens that stay visible with --window.")] = 4,
+    answers: Annotated[
+        Path | None,
+        typer.Option(help="File that keeps the answers: after an interruption, the same command continues from it."),
+    ] = None,
 ) -> None:
     """Score MODEL with lm-eval. All other options are passed to lm-eval (`--tasks`, `--limit`, `--output_path` ...)."""
     from deltanet_hf.evaluation.tasks.lm_eval_run import run_lm_eval
 
-    run_lm_eval(model, context.args, data=data, window=window, sinks=sinks)
+    run_lm_eval(model, context.args, data=data, window=window, sinks=sinks, answers=answers)
 
 
 def report(

@@ -150,9 +150,16 @@ def test_other_text_cannot_resume(teacher: Path, interrupted: Path, tmp_path: Pa
         tiny_conversion(teacher, interrupted, resume=True, text=other)
 
 
-def test_damaged_activations_are_reported(teacher: Path, interrupted: Path) -> None:
+@pytest.mark.parametrize("place", [None, 0, 5000, -1])
+def test_damaged_activations_are_reported(teacher: Path, interrupted: Path, place: int | None) -> None:
+    """The file is cut, or one of its bits is changed."""
     file = interrupted.parent / ".out.incomplete" / "activations-1.bin"
-    file.write_bytes(file.read_bytes()[:100])
+    data = bytearray(file.read_bytes())
+    if place is None:
+        del data[100:]
+    else:
+        data[place] ^= 1
+    file.write_bytes(data)
     with pytest.raises(UserError, match="damaged or missing"):
         tiny_conversion(teacher, interrupted, resume=True)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from deltanet_hf.errors import UserError
+from deltanet_hf.file_lock import locked
 from deltanet_hf.safe_write import sync_folder, write_atomically, writing
 
 from ..storage.safetensors_folder import read_json
@@ -46,12 +47,19 @@ def write_gguf(plan: ExportPlan, out: Path, outtype: str, *, resume: bool, overw
         outtype: dtype of the weights, a key of `OUTTYPES`.
 
     Raises:
-        UserError: llama.cpp's script is missing or fails; OUT exists and may not be replaced; the interrupted export
-            that `resume` continues was one of another model or dtype.
+        UserError: llama.cpp's script is missing or fails; OUT exists and may not be replaced; another process is
+            writing it; the interrupted export that `resume` continues was one of another model or dtype.
     """
-    script = find_converter()
     if out.suffix != ".gguf":
         raise UserError(f"{out}: give a file name that ends with .gguf")
+    script = find_converter()
+    with locked(out.with_name(f".{out.name}.lock"), out, "export"):
+        _write_gguf(script, plan, out, outtype, resume, overwrite, progress)
+
+
+def _write_gguf(
+    script: Path, plan: ExportPlan, out: Path, outtype: str, resume: bool, overwrite: bool, progress: Progress
+) -> None:
     work = out.with_name(f".{out.name}.export")
     request = {"outtype": outtype, "record": plan.record, "files": file_states(plan.model.checkpoint)}
     began = _began_as(work, request) if resume else None

@@ -8,6 +8,7 @@ from typing import Any
 
 from deltanet_hf.data import prefix_ids
 from deltanet_hf.errors import UserError
+from deltanet_hf.file_lock import locked
 from deltanet_hf.safe_write import write_atomically
 
 from ..export.obstacles import FORMATS, teacher_obstacles
@@ -44,8 +45,14 @@ def run_selection(task: SelectionTask, show: Show = unseen, *, plot: bool = True
         plot: whether to draw the scores beside the file.
 
     Raises:
-        UserError: the file exists or cannot be written, or recall probes say nothing about this teacher.
+        UserError: the file exists or cannot be written, another process is writing it, or recall probes say nothing
+            about this teacher.
     """
+    with locked(task.out.with_name(f".{task.out.name}.lock"), task.out, "selection"):
+        return _run_selection(task, show, plot)
+
+
+def _run_selection(task: SelectionTask, show: Show, plot: bool) -> Selection:
     drawn = task.out.with_suffix(".png") if plot and task.options.measured else None
     journal = SelectionJournal(task.out, task.request(), task.options.overwrite, task.candidates.units, drawn)
     try:

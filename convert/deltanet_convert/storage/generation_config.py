@@ -6,8 +6,9 @@ from typing import Any
 from transformers import GenerationConfig
 
 from deltanet_hf.errors import UserError, one_line
+from deltanet_hf.safe_write import writing
 
-from .scratch import scratch_folder
+from .scratch import IF_FULL, scratch_folder
 
 
 def generation_config(folder: Path, config: Any) -> GenerationConfig:
@@ -22,7 +23,10 @@ def generation_config(folder: Path, config: Any) -> GenerationConfig:
     with scratch_folder() as place:
         try:
             found: GenerationConfig = GenerationConfig.from_pretrained(folder)
-            found.save_pretrained(place)
+            with writing(place, IF_FULL):
+                found.save_pretrained(place)
+        except UserError:
+            raise
         except Exception as error:  # of any type
             raise UserError(
                 f"{file}: transformers cannot use it ({one_line(error, 300)}); correct the key, or remove the file"

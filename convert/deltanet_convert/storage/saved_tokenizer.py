@@ -7,9 +7,10 @@ from typing import Any
 from deltanet_hf import loading
 from deltanet_hf.errors import UserError, one_line
 from deltanet_hf.inside import inside
+from deltanet_hf.safe_write import writing
 
 from .safetensors_folder import read_json
-from .scratch import scratch_folder
+from .scratch import IF_FULL, scratch_folder
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 # Files that no `save_pretrained` writes but that other tools read.
@@ -46,7 +47,10 @@ def check_saving(tokenizer: Any, folder: Path) -> None:
     """Raises UserError if a tokenizer, which was loaded from `folder`, cannot be saved."""
     with scratch_folder() as place:
         try:
-            tokenizer.save_pretrained(place)
+            with writing(place, IF_FULL):
+                tokenizer.save_pretrained(place)
+        except UserError:
+            raise
         except Exception as error:  # of any type, by transformers and the tokenizers library
             raise UserError(
                 f"{folder}: its tokenizer cannot be saved again ({one_line(error, 200)}); correct tokenizer.json or "

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from deltanet_hf.safe_write import sync_folder, write_atomically, writing
+from deltanet_hf.safe_write import reserve, sync_folder, write_atomically, writing
 
 from .safetensors_folder import INDEX_FILE, SINGLE_FILE
 from .safetensors_header import FLOAT_DTYPES
@@ -132,12 +132,10 @@ class ShardWriter:
             if (self.folder / shard.file_name).exists():
                 continue
             path = self._temporary(shard)
+            reserve(path, shard.size)
             with writing(path):
-                descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+                descriptor = os.open(path, os.O_RDWR)
                 try:
-                    if hasattr(os, "posix_fallocate"):
-                        os.posix_fallocate(descriptor, 0, shard.size)
-                    os.truncate(descriptor, shard.size)
                     _write_at(descriptor, memoryview(shard.header), 0)
                     os.fsync(descriptor)
                 finally:

@@ -62,15 +62,22 @@ class Outcome:
     settings: dict[str, Any]
 
 
-def measure_rows(options: ReportOptions, rows: list[Contestant], say: Callable[[str], None]) -> Iterator[Outcome]:
-    """The outcome of each row, in order. Raises UserError if there are fewer GPUs than processes."""
+def measure_rows(
+    options: ReportOptions, rows: list[Contestant], say: Callable[[str], None], done: int = 0
+) -> Iterator[Outcome]:
+    """The outcome of each row after the first `done`, in order.
+
+    Raises UserError if there are fewer GPUs than processes.
+    """
+    if done == len(rows):
+        return
     if options.processes == 1:
         bench = Bench(options, rows)
-        for number, row in enumerate(rows, start=1):
+        for number, row in enumerate(rows[done:], start=done + 1):
             say(f"{row.name} ({number} of {len(rows)})")
             yield Outcome(bench.measure(row, lambda text: say(f"  {text}")), bench.tasks(), bench.settings())
         return
-    count = min(options.processes, len(rows))
+    count = min(options.processes, len(rows) - done)
     gpus = torch.cuda.device_count() if options.device is None else 0
     if gpus and count > gpus:
         raise UserError(f"--processes {count}: only {gpus} GPUs are present; each process uses one")
@@ -79,7 +86,7 @@ def measure_rows(options: ReportOptions, rows: list[Contestant], say: Callable[[
     for index in range(count):
         devices.put(f"cuda:{index}" if gpus else options.device)
     with ProcessPoolExecutor(count, context, _initialise_process, (options, rows, devices)) as pool:
-        yield from pool.map(_measure_in_process, range(len(rows)))
+        yield from pool.map(_measure_in_process, range(done, len(rows)))
 
 
 _process: dict[str, Any] = {}  # the state of a process of the pool

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,10 @@ from deltanet_hf.evaluation.report.markdown import markdown
 from deltanet_hf.evaluation.report.material import ReportOptions
 from deltanet_hf.evaluation.report.model_scores import ModelScores
 from deltanet_hf.evaluation.report.teacher_share import percent_of_teacher
+from deltanet_hf.evaluation.report.unfinished import Unfinished
 from deltanet_hf.evaluation.tasks.suites import SUITES
+from deltanet_hf.file_lock import locked
+from deltanet_hf.safe_write import write_atomically, writing
 
 
 @dataclass
@@ -33,30 +37,43 @@ class Row:
 def run_report(options: ReportOptions, say: Callable[[str], None] = print) -> dict[str, Any]:
     """Measure every model and write report.md, report.json and the figures into `options.out`; returns the JSON.
 
-    report.md and report.json are rewritten after each model, so an interrupted run leaves the models it finished.
+    report.md and report.json are rewritten after each model. After an interruption, the same call measures the models
+    that are missing.
 
     Args:
         say: receives lines of progress.
 
-    Raises UserError for an unknown suite or baseline, and for models or inputs that cannot be used.
+    Raises UserError for an unknown suite or baseline, for models or inputs that cannot be used, and if another process
+    is writing into `options.out`, or the disk refuses to.
     """
     if options.suite not in SUITES:
         raise UserError(f"--suite {options.suite}: unknown; choose one of {', '.join(SUITES)}")
     if unknown := sorted(set(options.baselines) - set(BASELINES)):
         raise UserError(f"--baselines {unknown[0]}: unknown; choose from {', '.join(BASELINES)}")
     contestants = line_up(options.teacher, options.students, options.baselines)
+    with locked(options.out / ".lock", options.out, "report"):
+        return _run_report(options, contestants, say)
+
+
+def _run_report(options: ReportOptions, contestants: list[Contestant], say: Callable[[str], None]) -> dict[str, Any]:
+    unfinished = Unfinished(options, contestants, say)
+    before = unfinished.outcomes
+    outcomes = chain(before, measure_rows(options, contestants, say, len(before)))
     rows: list[Row] = []
     document: dict[str, Any] = {}
-    for contestant, outcome in zip(contestants, measure_rows(options, contestants, say), strict=True):
+    for number, (contestant, outcome) in enumerate(zip(contestants, outcomes, strict=True)):
+        if number >= len(before):
+            unfinished.add(contestant, outcome)
         row = Row(contestant, outcome.scores)
         rows.append(row)
         if outcome.tasks:
             row.percent = percent_of_teacher(row.scores.tasks, rows[0].scores.tasks, outcome.tasks)
         document = _document(rows, outcome)
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "report.json").write_text(json.dumps(document, indent=1))
-        (options.out / "report.md").write_text(markdown(document))
-    write_figures(document, options.out)
+        write_atomically(options.out / "report.json", json.dumps(document, indent=1).encode())
+        write_atomically(options.out / "report.md", markdown(document).encode())
+    with writing(options.out):
+        write_figures(document, options.out)
+    unfinished.remove()
     return document
 
 

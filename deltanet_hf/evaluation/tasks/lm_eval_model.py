@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,8 +16,11 @@ from transformers import PreTrainedModel
 
 import deltanet_hf  # noqa: F401  registers the model families with transformers' Auto classes
 from deltanet_hf.cpu_dtype import loading_dtype
+from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.measures.continuations import TokenRequest, score_continuations, token_budget
+from deltanet_hf.evaluation.tasks.kept_answers import KeptAnswers
 from deltanet_hf.mixers.window import WindowSettings, restrict_to_window
+from deltanet_hf.sessions.model_identity import model_identity
 
 # Number of tokens that a row counts for where batches are counted in rows.
 _TOKENS_PER_ROW = 512
@@ -32,7 +37,10 @@ class DeltaNetLM(HFLM):
     Args:
         window: number of recent tokens that every softmax layer may see; None for no restriction.
         sinks: number of first tokens that stay visible under `window`.
+        answers: file that keeps the answers, from which an interrupted evaluation continues; None for no file.
         kwargs: arguments of `hf`.
+
+    Raises UserError if the file of answers cannot be used.
     """
 
     def __init__(
@@ -40,6 +48,7 @@ class DeltaNetLM(HFLM):
         pretrained: str | PreTrainedModel,
         window: int | None = None,
         sinks: int = WindowSettings.sinks,
+        answers: str | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(pretrained, **kwargs)
@@ -48,6 +57,27 @@ class DeltaNetLM(HFLM):
         parameters = inspect.signature(self.model.forward).parameters
         self._keeps_logits = "logits_to_keep" in parameters
         self._contexts: dict[str, list[int]] = {}
+        self._answers: KeptAnswers | None = None
+        if answers is not None:
+            if self.world_size > 1:
+                raise UserError("--answers: works with one process only; leave it out")
+            owner = {**model_identity(self.model), "window": window and [int(window), int(sinks)]}
+            self._answers = KeptAnswers(Path(answers), owner)
+
+    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        return self._kept("loglikelihood", super().loglikelihood, requests, disable_tqdm)
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        return self._kept("loglikelihood_rolling", super().loglikelihood_rolling, requests, disable_tqdm)
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        return self._kept("generate_until", super().generate_until, requests, disable_tqdm)
+
+    def _kept(self, kind: str, ask: Callable[..., list[Any]], requests: list[Any], disable_tqdm: bool) -> list[Any]:
+        """The answers of `hf`, of which those in the file are not computed again."""
+        if self._answers is None:
+            return ask(requests, disable_tqdm=disable_tqdm)
+        return self._answers.answer(kind, requests, partial(ask, disable_tqdm=disable_tqdm))
 
     def _create_model(self, *args: Any, dtype: Any = "auto", **kwargs: Any) -> None:
         """As in `hf`; with the default dtype, a CPU without bfloat16 computes in float32."""

@@ -23,7 +23,12 @@ _ERROR_LENGTH = 300
 
 
 def run_lm_eval(
-    model: str, arguments: list[str], data: Path | None = None, window: int | None = None, sinks: int = 4
+    model: str,
+    arguments: list[str],
+    data: Path | None = None,
+    window: int | None = None,
+    sinks: int = 4,
+    answers: Path | None = None,
 ) -> None:
     """Evaluate a model with lm-eval's command line.
 
@@ -33,8 +38,9 @@ def run_lm_eval(
         data: folder of NAME/SPLIT.jsonl.gz files; None loads all rows from the Hub.
         window: number of recent tokens that softmax layers may see; None for no restriction.
         sinks: number of first tokens that stay visible under `window`.
+        answers: file that keeps the answers, from which an interrupted evaluation continues; None for no file.
 
-    Raises UserError for unknown tasks, and for models and data sets that cannot be loaded.
+    Raises UserError for unknown tasks, and for models, data sets and files of answers that cannot be used.
     """
     requested = requested_tasks(arguments)
     if not requested:
@@ -47,6 +53,8 @@ def run_lm_eval(
     model_arguments: dict[str, str | int] = {"pretrained": str(folder)}
     if window is not None:
         model_arguments |= {"window": window, "sinks": sinks}
+    if answers is not None:
+        model_arguments["answers"] = str(answers)
     command = ["lm-eval", "run", "--model", "deltanet-hf", "--model_args", json.dumps(model_arguments)]
     with tempfile.TemporaryDirectory(prefix="deltanet-tasks-") as tasks_folder, contextlib.ExitStack() as undo:
         known = write_task_folder(Path(tasks_folder), data, user_tasks)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from deltanet_hf.data import prefix_ids
 from deltanet_hf.data.text_files import plain_suffix
 from deltanet_hf.errors import UserError
+from deltanet_hf.safe_write import remove, writing
 from deltanet_recipes.data.chat import render_chat
 from deltanet_recipes.data.decontaminate import Contamination
 from deltanet_recipes.data.sources import documents, token_array
@@ -68,13 +68,18 @@ def load_corpus(
     folder = cache / _fingerprint(source, tokenizer, separator, contamination)
     if not (folder / "meta.json").is_file():
         partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        _build(partial, source, tokenizer, separator, contamination, lambda count: progress(label, count))
         try:
-            partial.rename(folder)
-        except OSError:  # another process finished the same corpus first
-            shutil.rmtree(partial)
+            with writing(folder):
+                partial.mkdir(parents=True)
+            _build(partial, source, tokenizer, separator, contamination, lambda count: progress(label, count))
+            with writing(folder):
+                try:
+                    partial.rename(folder)
+                except OSError:
+                    if not (folder / "meta.json").is_file():  # else another process finished the same corpus first
+                        raise
+        finally:
+            remove(partial)
     meta = json.loads((folder / "meta.json").read_text())
     scored = np.load(folder / "scored.npy", mmap_mode="r") if (folder / "scored.npy").is_file() else None
     return Corpus(
@@ -99,7 +104,7 @@ def _build(
     dtype = np.dtype(np.uint16 if vocabulary <= 1 << 16 else np.uint32)
     limit = source.max_tokens or np.iinfo(np.int64).max
     starts, scored, total, documents_seen, dropped = [0], [], 0, 0, 0
-    with open(folder / "tokens.bin", "wb") as file:
+    with writing(folder), open(folder / "tokens.bin", "wb") as file:  # sources turn their own errors into UserErrors
         for ids, target in _token_documents(source, tokenizer, separator):
             documents_seen += 1
             if contamination is not None and contamination.touches(ids):
@@ -116,9 +121,10 @@ def _build(
                 break
     if total == 0:
         raise UserError(f"data source {source.path or source.hub}: no tokens in it (or all were dropped)")
-    np.save(folder / "starts.npy", np.array(starts, dtype=np.int64))
-    if scored:
-        np.save(folder / "scored.npy", np.concatenate(scored))
+    with writing(folder):
+        np.save(folder / "starts.npy", np.array(starts, dtype=np.int64))
+        if scored:
+            np.save(folder / "scored.npy", np.concatenate(scored))
     meta = {
         "source": source.model_dump(),
         "dtype": dtype.name,
@@ -128,7 +134,8 @@ def _build(
         "documents_contaminated": dropped,
         "decontaminated_against": contamination.names if contamination else [],
     }
-    (folder / "meta.json").write_text(json.dumps(meta, indent=1))
+    with writing(folder):
+        (folder / "meta.json").write_text(json.dumps(meta, indent=1))
 
 
 def _token_documents(

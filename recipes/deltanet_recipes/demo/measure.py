@@ -22,6 +22,7 @@ from deltanet_hf.evaluation.measures.scores import Score, mean_score
 from deltanet_hf.evaluation.measures.sequence_bytes import sequence_bytes
 from deltanet_hf.evaluation.measures.text_scores import token_divergences, token_losses
 from deltanet_hf.models.layers import SOFTMAX
+from deltanet_hf.safe_write import write_atomically
 
 LENGTH, BLOCK = 2048, 128  # tokens of running text; tokens whose mean divergence is one sample
 PASSAGE, BETWEEN, PASSAGES = 128, 768, 2  # a passage, other text that is longer than the windows, the passage again
@@ -106,7 +107,7 @@ class DemoMeasure:
             size = sequence_bytes(narrow, LENGTH) / 1e6
         row = Row(name, size, (kl.value, kl.stderr), (repeat.value, repeat.stderr))
         self.rows.append(row)
-        self.kept.write_text(json.dumps([asdict(row) for row in self.rows], indent=1))
+        write_atomically(self.kept, json.dumps([asdict(row) for row in self.rows], indent=1).encode())
         return row
 
     @torch.inference_mode()

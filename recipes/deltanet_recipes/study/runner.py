@@ -28,6 +28,7 @@ import torch
 import typer
 
 from deltanet_hf.errors import UserError
+from deltanet_hf.safe_write import write_atomically
 from deltanet_recipes.study import hybrid_row, mixer_row
 from deltanet_recipes.study.results_row import append_rows
 from deltanet_recipes.study.study_config import Conversion, Run, Study, load_study
@@ -209,7 +210,7 @@ class StudyRun:
         if not run.keep:
             for name in ("final", "stages", "checkpoints"):
                 shutil.rmtree(folder / name, ignore_errors=True)
-        (folder / ROW).write_text(json.dumps({"settings": _settings(run), "row": row}, indent=1))
+        write_atomically(folder / ROW, json.dumps({"settings": _settings(run), "row": row}, indent=1).encode())
 
     def _finished(self, run: Run) -> bool:
         """Whether an earlier call finished the run; if so, its row is added to the results, which may be a new file."""

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from deltanet_hf.mixers import FLOAT32_NAMES
 from deltanet_hf.publish import Workspace, publish_folder
+from deltanet_hf.safe_write import writing
 from deltanet_recipes.schema import Recipe, Stage
 from deltanet_recipes.training.logbook import read_log
 from deltanet_recipes.training.model_card import write_card
@@ -46,14 +47,15 @@ def save_final(
 
     def fill(workspace: Workspace) -> dict[str, Any]:
         model = workspace.model
-        student.save_pretrained(model)
-        tokenizer.save_pretrained(model)
-        (model / "recipe.json").write_text(json.dumps(recipe.model_dump(mode="json"), indent=1))
-        for pattern in FROM_STUDENT:
-            for source in Path(recipe.student).glob(pattern):
-                if source.is_file() and not (model / source.name).is_file():
-                    shutil.copy(source, model / source.name)
-        write_card(model, recipe, stages, read_log(Path(recipe.output)), data, student.config)
+        with writing(model):
+            student.save_pretrained(model)
+            tokenizer.save_pretrained(model)
+            (model / "recipe.json").write_text(json.dumps(recipe.model_dump(mode="json"), indent=1))
+            for pattern in FROM_STUDENT:
+                for source in Path(recipe.student).glob(pattern):
+                    if source.is_file() and not (model / source.name).is_file():
+                        shutil.copy(source, model / source.name)
+            write_card(model, recipe, stages, read_log(Path(recipe.output)), data, student.config)
         return {}
 
     # The stages are saved already, so an interrupted call has nothing to resume: it is repeated.

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from deltanet_hf.safe_write import reserve, writing
 from deltanet_recipes.data.packing import Rows
 from deltanet_recipes.schema import Align
 from deltanet_recipes.schema_sections import Log
+from deltanet_recipes.training.checksums import Damaged, load_tensors, save_tensors
 from deltanet_recipes.training.feeds import micro_batch_rows
 from deltanet_recipes.training.layer_runner import AttentionTaps, LayerRunner, document_boundaries
 from deltanet_recipes.training.logbook import Logbook
@@ -75,7 +76,8 @@ class LayerwiseAlign:
         self.label, self.stage, self.log, self.runtime = label, stage, log, runtime
         self.teacher, self.student, self.logbook, self.folder = teacher, student, logbook, folder
         self._activations = folder / f"activations-{runtime.rank}"
-        self._activations.mkdir(parents=True, exist_ok=True)
+        with writing(self._activations):
+            self._activations.mkdir(parents=True, exist_ok=True)
         self._runner = LayerRunner(teacher)
         size = micro_batch_rows(stage, runtime.world)
         self._blocks = [self._open(f"train-{i}", piece) for i, piece in enumerate(_pieces(rows, size))]
@@ -103,8 +105,9 @@ class LayerwiseAlign:
             start = self._runner.embed(rows, document_boundaries(rows.position_ids)).hidden
         files = []
         for part in ("hidden", "input", "target"):
-            path = str(self._activations / f"{name}.{part}")
-            stored = torch.from_file(path, shared=True, size=start.numel(), dtype=start.dtype)
+            path = self._activations / f"{name}.{part}"
+            reserve(path, start.numel() * start.itemsize)
+            stored = torch.from_file(str(path), shared=True, size=start.numel(), dtype=start.dtype)
             files.append(stored.view(start.shape))
         files[0].copy_(start)
         return _Block(rows, files[0], files[1], files[2], {}, None)
@@ -128,8 +131,8 @@ class LayerwiseAlign:
     def train_mixer(self, index: int, mixer: nn.Module) -> None:
         """Train the mixer of a layer on the cached activations, or load it if it was finished before."""
         done = self.folder / f"mixer-{index:03d}.safetensors"
-        if done.is_file():
-            mixer.load_state_dict(load_file(done))
+        if self.runtime.from_main(self._finished(done)):
+            mixer.load_state_dict(load_tensors(done)[0])
             return
         mixer.to(self.runtime.device)
         objective = AlignLayer(mixer, index)
@@ -152,10 +155,19 @@ class LayerwiseAlign:
         trainer.run()
         mixer.to("cpu")
         if self.runtime.main:
-            partial = done.with_suffix(".partial")
-            save_file({name: t.contiguous() for name, t in mixer.state_dict().items()}, partial)
-            partial.rename(done)
+            save_tensors(done, {name: t.contiguous() for name, t in mixer.state_dict().items()})
         trainer.checkpoints.clear()
+
+    def _finished(self, done: Path) -> bool:
+        """Whether an earlier call trained the mixer in the file `done`."""
+        if not self.runtime.main or not done.is_file():
+            return False
+        try:
+            load_tensors(done)
+        except Damaged as problem:
+            self.logbook.say(f"{done}: {problem}; the layer is trained again")
+            return False
+        return True
 
     @torch.no_grad()
     def _evaluate(self, objective: AlignLayer) -> dict[str, float]:

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from deltanet_hf.safe_write import write_atomically, writing
 from deltanet_recipes.schema import Recipe
 
 LOG = "log.jsonl"
@@ -58,7 +59,8 @@ class Logbook:
         """Append a row to the log and show it; `steps` is the number of steps of the stage."""
         if not self.active:
             return
-        with open(self.folder / LOG, "a", encoding="utf-8") as file:
+        path = self.folder / LOG
+        with writing(path), open(path, "a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
         numbers = {k: v for k, v in row.items() if isinstance(v, (int, float))}
         if self._trackers is not None:
@@ -83,9 +85,7 @@ class Logbook:
         if not self.active or not path.is_file():
             return
         kept = [line for line, row in _rows(path) if not (row["stage"] == stage and row["step"] > step)]
-        partial = path.with_suffix(".partial")  # a kill while writing does not lose the log
-        partial.write_text("".join(kept), encoding="utf-8")
-        partial.rename(path)
+        write_atomically(path, "".join(kept).encode())
 
     def tables(self) -> None:
         """Write the log as one CSV file per stage, log.STAGE.csv."""
@@ -97,7 +97,8 @@ class Logbook:
             by_stage.setdefault(row["stage"], []).append(row)
         for stage, rows in by_stage.items():
             columns = list(dict.fromkeys(key for row in rows for key in row))
-            with open(self.folder / f"log.{stage}.csv", "w", newline="", encoding="utf-8") as file:
+            table = self.folder / f"log.{stage}.csv"
+            with writing(table), open(table, "w", newline="", encoding="utf-8") as file:
                 writer = csv.DictWriter(file, columns)
                 writer.writeheader()
                 writer.writerows(rows)
@@ -130,11 +131,11 @@ def layer_errors(rows: list[dict[str, Any]]) -> tuple[dict[int, float], dict[int
 
 
 def _rows(path: Path) -> list[tuple[str, dict[str, Any]]]:
-    """The lines of a log with their content. A line that a kill cut short is left out."""
+    """The lines of a log with their content. A line that a kill or a full disk cut short is left out."""
     found = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+    for line in path.read_text(encoding="utf-8").splitlines():
         try:
-            found.append((line, json.loads(line)))
+            found.append((line + "\n", json.loads(line)))
         except json.JSONDecodeError:
             continue
     return found

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-import shutil
-import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from deltanet_hf.data import prefix_ids, shipped_texts
 from deltanet_hf.errors import UserError
+from deltanet_hf.file_lock import locked
+from deltanet_hf.safe_write import replacing, writing
 from deltanet_recipes.data.decontaminate import Contamination
 from deltanet_recipes.data.packing import Mixture, split_streams
 from deltanet_recipes.data.recall_rows import RecallStream
@@ -25,15 +25,16 @@ from deltanet_recipes.schema_sections import Data, Source
 from deltanet_recipes.training.cost_estimate import show_plan
 from deltanet_recipes.training.feeds import check_share
 from deltanet_recipes.training.final_model import save_final
+from deltanet_recipes.training.finished_stages import finished_stages, load_stage, save_stage
 from deltanet_recipes.training.kept_attention import put_back_queries_and_keys
 from deltanet_recipes.training.logbook import Logbook, read_log
 from deltanet_recipes.training.model_pair import (
     check_models,
-    gathered_on_cpu,
     load_student,
     load_tokenizer,
     mixers,
 )
+from deltanet_recipes.training.peers import peers_alive
 from deltanet_recipes.training.run_plots import draw_plots
 from deltanet_recipes.training.runtime import Runtime
 from deltanet_recipes.training.stages import StageRun, held_out_rows
@@ -56,6 +57,15 @@ def run(recipe: Recipe, kinds: tuple[str, ...] | None = None, console: Console |
         check_share(stage, runtime.world)
     check_models(recipe)
     output = Path(recipe.output)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"output: {output} cannot be written ({error.strerror}); choose another folder") from None
+    with locked(output / "lock", output, "training run") if runtime.main else nullcontext(), peers_alive(runtime.world):
+        return _run(recipe, stages, runtime, output, console)
+
+
+def _run(recipe: Recipe, stages: list[Stage], runtime: Runtime, output: Path, console: Console | None) -> Path:
     final = output / "final"
     _claim(output, recipe, stages, runtime)
     logbook = Logbook(output, recipe, runtime.main, console)
@@ -76,22 +86,24 @@ def run(recipe: Recipe, kinds: tuple[str, ...] | None = None, console: Console |
     stored_dtype = load_dtype(student, recipe)
     show_plan(recipe, stages, student, runtime, logbook)
     steps_before = 0
-    for number, stage in enumerate(stages):
+    files = [output / "stages" / f"{number:02d}-{stage_name(stage)}.safetensors" for number, stage in enumerate(stages)]
+    finished = finished_stages(files, runtime, logbook.say)
+    for number, (stage, done) in enumerate(zip(stages, files, strict=True)):
         prepared = data[id(stage_data[stage_name(stage)])]
-        done = output / "stages" / f"{number:02d}-{stage_name(stage)}.safetensors"
-        if not done.is_file():
+        if number >= finished:
             held_out = held_out_rows(prepared.held_out, stage, prepared.settings.holdout_tokens, runtime.world)
-            folder = output / "checkpoints" / f"{number:02d}-{stage_name(stage)}"
+            folder = output / "checkpoints" / done.stem
             run_stage = StageRun(
                 stage, recipe, runtime, student, prepared.training, held_out, logbook, folder, prepared.cache,
                 steps_before,
             )  # fmt: skip
             student = run_stage.run()
-            _save_stage(done, student, {place: d.training.state for place, d in _named(data).items()}, runtime)
-        states = _load_stage(done, student)
-        student.requires_grad_(False)
-        for place, prepared_data in _named(data).items():
-            prepared_data.training.state = states[place]
+            save_stage(done, student, {place: d.training.state for place, d in _named(data).items()}, runtime)
+        if number >= finished - 1:
+            states = load_stage(done, student)
+            student.requires_grad_(False)
+            for place, prepared_data in _named(data).items():
+                prepared_data.training.state = states[place]
         layerwise = isinstance(stage, Align) and stage.mode == "layerwise"
         steps_before += stage.steps * (len(mixers(student)) if layerwise else 1)
         logbook.tables()
@@ -100,7 +112,8 @@ def run(recipe: Recipe, kinds: tuple[str, ...] | None = None, console: Console |
             put_back_queries_and_keys(student, recipe.student)
         done_recipe = recipe.model_copy(update={"stages": tuple(stages)})  # the stages whose tokens the model has seen
         save_final(final, student, tokenizer, done_recipe, stages, stored_dtype, [d.report for d in data.values()])
-        draw_plots(output, read_log(output))
+        with writing(output):
+            draw_plots(output, read_log(output))
     logbook.close()
     runtime.barrier()
     logbook.say(f"final model: {final}")
@@ -125,7 +138,8 @@ class _Prepared:
         if separator is None:
             raise UserError("data.separator: the tokenizer has no end-of-text token; set the id of one")
         cache = Path(data.cache) if data.cache else Path(recipe.output) / "tokens"
-        cache.mkdir(parents=True, exist_ok=True)
+        with writing(cache):
+            cache.mkdir(parents=True, exist_ok=True)
         sources = data.sources or tuple(Source(path=str(path)) for path in shipped_texts())
         contamination = Contamination(data.decontaminate, tokenizer) if data.decontaminate else None
         if not runtime.main:
@@ -181,40 +195,9 @@ def _claim(output: Path, recipe: Recipe, stages: list[Stage], runtime: Runtime) 
     }
     path = output / "run.json"
     if runtime.main:
-        try:
-            (output / "stages").mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"output: {output} cannot be written ({error.strerror}); choose another folder") from None
         before = json.loads(path.read_text()) if path.is_file() else decisive
         if before != {**decisive, "run": decisive["run"][: len(before["run"])]}:
             raise UserError(f"output: {output} holds a run of another recipe; choose another folder or delete it")
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(decisive, indent=1))
-        partial.rename(path)
+        with replacing(path) as partial:
+            partial.write_text(json.dumps(decisive, indent=1))
     runtime.barrier()
-
-
-def _save_stage(path: Path, student: PreTrainedModel, states: dict[str, Any], runtime: Runtime) -> None:
-    """Save all float32 weights, which are those trained so far, and the positions in the data."""
-    weights = {name: gathered_on_cpu(t) for name, t in student.state_dict().items() if t.dtype == torch.float32}
-    if runtime.main:
-        tied = set(getattr(student, "all_tied_weights_keys", None) or {})
-        kept = {name: t.contiguous().clone() for name, t in weights.items() if name not in tied}
-        partial = path.with_suffix(".partial")
-        save_file(kept, partial, metadata={"states": json.dumps(states), "time": time.strftime("%F %T")})
-        partial.rename(path)
-        shutil.rmtree(path.parent.parent / "checkpoints" / path.stem, ignore_errors=True)
-    runtime.barrier()
-
-
-def _load_stage(path: Path, student: PreTrainedModel) -> dict[str, Any]:
-    """Set the student's weights to those of a finished stage, in float32, and return the positions in the data."""
-    from safetensors import safe_open
-
-    with safe_open(path, "pt") as file:
-        states = json.loads(file.metadata()["states"])
-    parameters = dict(student.named_parameters())
-    for name, tensor in load_file(path).items():
-        with torch.no_grad():
-            parameters[name].data = tensor.to(parameters[name].device)
-    return states  # type: ignore[no-any-return]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,10 @@ from torch.distributed.fsdp import fully_shard
 
 from deltanet_hf.errors import UserError
 from deltanet_recipes.schema_sections import Engine
+
+T = TypeVar("T")
+# The other processes wait while the main one tokenises a corpus or writes to a slow disk; NCCL would wait 10 minutes.
+LONGEST_WAIT = timedelta(hours=2)
 
 
 class Runtime:
@@ -28,7 +33,7 @@ class Runtime:
             raise UserError("engine.device: is cuda, but torch finds no GPU; set it to auto or cpu")
         if engine.threads is not None:
             torch.set_num_threads(engine.threads)
-        self._state = PartialState(cpu=cpu)
+        self._state = PartialState(cpu=cpu, timeout=LONGEST_WAIT)
         self.device: torch.device = self._state.device
         self.rank, self.world = self._state.process_index, self._state.num_processes
         cuda = self.device.type == "cuda"
@@ -52,6 +57,14 @@ class Runtime:
 
     def barrier(self) -> None:
         self._state.wait_for_everyone()
+
+    def from_main(self, value: T) -> T:
+        """The main process's value, on every process."""
+        if self.world == 1:
+            return value
+        values: list[T] = [value]
+        dist.broadcast_object_list(values)
+        return values[0]
 
     def autocast(self) -> AbstractContextManager[Any]:
         """A context for bf16 arithmetic on fp32 weights.

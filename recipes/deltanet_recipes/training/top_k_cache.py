@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from deltanet_hf.safe_write import replacing, reserve
 from deltanet_recipes.data.packing import Mixture, Rows
 from deltanet_recipes.schema import DistilBase
 from deltanet_recipes.training.layer_runner import LayerRunner, document_boundaries
@@ -74,30 +75,35 @@ def write_cache(
     runner, head = LayerRunner(teacher), Head.of(teacher)
     vocabulary = output_weight(teacher).shape[0]
     k = min(stage.top_k, vocabulary)
-    partial = folder.with_name(folder.name + ".partial")
-    partial.mkdir(parents=True, exist_ok=True)
     shape = (count + len(held_out), length, k)
-    id_dtype = np.uint16 if vocabulary <= 1 << 16 else np.int32
-    ids = np.lib.format.open_memmap(partial / "ids.npy", "w+", id_dtype, shape)
-    log_probs = np.lib.format.open_memmap(partial / "log_probs.npy", "w+", np.float16, shape)
-    per_pass = max(1, CHUNK // length)
-    done = 0
-    while done < len(ids):
-        if done < count:
-            rows = mixture.take(min(per_pass, count - done), length)
-        else:
-            rows = held_out[done - count : done - count + per_pass]
-        rows = rows.to(device)
-        hidden, _ = runner.run_layers(runner.embed(rows, document_boundaries(rows.position_ids)))
-        for row, states in enumerate(hidden):
-            for begin in range(0, length, CHUNK):
-                logits = head.logits(states[begin : begin + CHUNK], output_weight(teacher))
-                values, best = logits.log_softmax(-1).topk(k)
-                ids[done + row, begin : begin + CHUNK] = best.cpu().numpy().astype(id_dtype)
-                log_probs[done + row, begin : begin + CHUNK] = values.half().cpu().numpy()
-        done += len(rows)
-    ids.flush()
-    log_probs.flush()
+    with replacing(folder) as partial:
+        partial.mkdir(parents=True)
+        ids = _new_array(partial / "ids.npy", np.uint16 if vocabulary <= 1 << 16 else np.int32, shape)
+        log_probs = _new_array(partial / "log_probs.npy", np.float16, shape)
+        per_pass = max(1, CHUNK // length)
+        done = 0
+        while done < len(ids):
+            if done < count:
+                rows = mixture.take(min(per_pass, count - done), length)
+            else:
+                rows = held_out[done - count : done - count + per_pass]
+            rows = rows.to(device)
+            hidden, _ = runner.run_layers(runner.embed(rows, document_boundaries(rows.position_ids)))
+            for row, states in enumerate(hidden):
+                for begin in range(0, length, CHUNK):
+                    logits = head.logits(states[begin : begin + CHUNK], output_weight(teacher))
+                    values, best = logits.log_softmax(-1).topk(k)
+                    ids[done + row, begin : begin + CHUNK] = best.cpu().numpy().astype(ids.dtype)
+                    log_probs[done + row, begin : begin + CHUNK] = values.half().cpu().numpy()
+            done += len(rows)
+        ids.flush()
+        log_probs.flush()
     mixture.state = state
-    partial.rename(folder)
     logbook.say(f"cached the teacher's {k} best log-probabilities of {done * length:,} tokens in {folder}")
+
+
+def _new_array(path: Path, dtype: type[np.generic], shape: tuple[int, ...]) -> np.memmap:
+    """A new .npy file on a disk that has room for it, as a map."""
+    array = np.lib.format.open_memmap(path, "w+", dtype, shape)
+    reserve(path, path.stat().st_size)
+    return array

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -101,6 +101,8 @@ class Trainer:
             elapsed = time.perf_counter() - began
             self.seconds += elapsed
             self._check(means)
+            if save or done:
+                self._check_weights()
             self._record(means, since, elapsed, self._held_out() if evaluate else {})
             if save:
                 self.checkpoints.save(self.step, self.objective, self.optimizers, self._state())
@@ -130,16 +132,26 @@ class Trainer:
         return dict(zip(names, values.tolist(), strict=True))
 
     def _check(self, means: dict[str, float]) -> None:
-        loss = means["loss"]
-        bad = not math.isfinite(loss) or not math.isfinite(means["grad_norm"])
-        if bad or loss > self.best * self.log.diverged_factor:
-            last = self.checkpoints.last()
-            kept = f"the last good checkpoint is {last}" if last else "no checkpoint had been written yet"
-            raise QualityError(
-                f"{self.label}: training diverged before step {self.step} (loss {loss:.4g}, best {self.best:.4g}); "
-                f"{kept}; lower optimizer.mixer_lr and rest_lr"
-            )
+        loss, norm = means["loss"], means["grad_norm"]
+        if not math.isfinite(loss) or loss > self.best * self.log.diverged_factor:
+            self._diverged(f"loss {loss:.4g}, best {self.best:.4g}")
+        if not math.isfinite(norm):
+            self._diverged(f"loss {loss:.4g}, but the norm of its gradient is {norm:.4g}")
         self.best = min(self.best, loss)
+
+    def _check_weights(self) -> None:
+        """Finds what an update has spoilt although its gradients were finite, before the weights are saved."""
+        bad = torch.stack([(~_local(p).isfinite()).any() for p in self.parameters]).any().float()
+        if float(self.runtime.sum(bad)):
+            self._diverged("a trained weight is not finite")
+
+    def _diverged(self, how: str) -> NoReturn:
+        last = self.checkpoints.last()
+        kept = f"the last good checkpoint is {last}" if last else "no checkpoint had been written yet"
+        raise QualityError(
+            f"{self.label}: training diverged before step {self.step} ({how}); {kept}; lower optimizer.mixer_lr and "
+            "rest_lr"
+        )
 
     def _held_out(self) -> dict[str, float]:
         self.window_dropout.set(0.0)
@@ -168,7 +180,7 @@ class Trainer:
         return {"label": self.label, "feed": self.feed.state, "seconds": self.seconds, "best": best}
 
     def _resume(self) -> None:
-        folder = self.checkpoints.last()
+        folder = self.checkpoints.last_intact(self.logbook.say)
         if folder is None or json.loads((folder / "state.json").read_text())["label"] != self.label:
             self.logbook.truncate(self.label, -1)  # rows of a run that was killed before its first checkpoint
             return
@@ -178,3 +190,9 @@ class Trainer:
         self.feed.state = state["feed"]
         self.logbook.truncate(self.label, self.step)
         self.logbook.say(f"{self.label}: continues after step {self.step} from {folder}")
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    """A parameter, or the part of it that this process holds."""
+    part = getattr(parameter, "to_local", None)
+    return parameter.detach() if part is None else part().detach()

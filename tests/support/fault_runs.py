@@ -1,0 +1,60 @@
+"""Tiny runs of a recipe that stop somewhere, and comparisons of what came of them."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+
+from deltanet_recipes.config import load_recipe
+from deltanet_recipes.training import pipeline
+from deltanet_recipes.training.logbook import read_log
+from deltanet_recipes.training.trainer import Trainer
+from support.tiny_run import ALIGN, DISTIL, recipe_tree, write_recipe
+
+STAGES = [
+    {**ALIGN, "mode": "layerwise", "tokens": 128 * 3, "cached_tokens": 256},
+    {**DISTIL, "tokens": 128 * 7, "top_k": 8},
+]
+
+
+class Stop(BaseException):
+    """Stands for SIGKILL: nothing catches it."""
+
+
+def train(workplace: Path, out: Path, stages: list[dict[str, Any]], **changes: Any) -> str:
+    """Run a recipe; returns what it printed."""
+    tree = recipe_tree(workplace, stages, output=str(out), **changes)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    said = io.StringIO()
+    pipeline.run(load_recipe(write_recipe(out.parent, tree)), console=Console(file=said, width=1000))
+    return said.getvalue()
+
+
+def outcome(out: Path) -> tuple[list[tuple[str, int, float]], dict[str, torch.Tensor]]:
+    """The losses in the log, by stage and step, and the final weights."""
+    rows = [(row["stage"], row["step"], row["loss"]) for row in read_log(out) if "loss" in row]
+    return rows, load_file(out / "final" / "model.safetensors")
+
+
+def assert_same(out: Path, expected: Path) -> None:
+    (rows, weights), (wanted_rows, wanted) = outcome(out), outcome(expected)
+    assert sorted(rows) == sorted(wanted_rows)
+    assert len(rows) == len(set(rows))
+    assert all(torch.equal(weights[name], wanted[name]) for name in wanted)
+
+
+def stop_at(patch: pytest.MonkeyPatch, label: str, step: int) -> None:
+    real = Trainer.optimiser_step
+
+    def stopped(self: Trainer) -> Any:
+        if (self.label, self.step) == (label, step):
+            raise Stop
+        return real(self)
+
+    patch.setattr(Trainer, "optimiser_step", stopped)
