@@ -153,6 +153,10 @@ class Mixer(LayerKind, nn.Module):
         """
         return None
 
+    def step_projections(self) -> list[nn.Module]:
+        """The linear layers of x that `step` multiplies together (`joint_projection.py`)."""
+        return []
+
     def start_from_scratch(self, spread: float, generator: torch.Generator | None = None) -> None:
         """Give everything that the teacher does not have the start of a model trained from scratch.
 
@@ -199,8 +203,11 @@ class Mixer(LayerKind, nn.Module):
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, T, hidden] -> q [B, T, HQ*D], k [B, T, HK*D], v [B, T, HV*D], through the learned norms."""
-        q, k = self.normalise(self.q_proj(x), self.q_norm), self.normalise(self.k_proj(x), self.k_norm)
-        v = self.v_proj(x)
+        return self.through_norms(self.q_proj(x), self.k_proj(x), self.v_proj(x))
+
+    def through_norms(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What `project` returns, from the outputs of the three projections."""
+        q, k = self.normalise(q, self.q_norm), self.normalise(k, self.k_norm)
         return q.to(v.dtype), k.to(v.dtype), v  # under autocast learned norms give float32
 
     def repeated(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
