@@ -63,9 +63,12 @@ def hybrids_table(path: Path) -> str:
 
 def policy_label(policy: dict[str, Any]) -> str:
     """The name of a free policy, which says what stays softmax and how long the windows are."""
-    if not policy["kept"]:
+    layers, heads = policy["kept"], policy.get("kept_heads", ())
+    if not layers and not heads:
         return f"window {policy['window']} in all layers"
-    return f"layers {', '.join(map(str, policy['kept']))} softmax, window {policy['window']} elsewhere"
+    kept = [f"{'layer' if len(layers) == 1 else 'layers'} {', '.join(map(str, layers))}"] if layers else []
+    kept += [f"{len(heads)} single heads"] if heads else []
+    return f"{' and '.join(kept)} softmax, window {policy['window']} elsewhere"
 
 
 def teacher_figures(row: dict[str, Any]) -> dict[str, float]:

@@ -38,6 +38,7 @@ def points(rows: list[dict[str, Any]], labels: dict[str, str], column: str) -> l
         for policy in (row.get("free"), row.get("free_window")):
             if policy is not None:
                 kept = f"{len(policy['kept'])} layers, " if policy["kept"] else ""
+                kept = "single heads, " if policy.get("kept_heads") else kept
                 label = f"{kept}window {policy['window']}"
                 twins = [point for point in found.values() if point.kind == "free" and _alike(point, policy, column)]
                 if not twins:

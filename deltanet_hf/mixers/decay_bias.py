@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from deltanet_hf.mixers.attention_kind import AttentionKind, Call, Softmax
+from deltanet_kernels import cumulative_sum
 
 ALIGNMENT = 8  # kernels want head sizes that are multiples of it
 UNIT = 64.0  # about -F where a channel is 1, so that float16 holds F down to -4e6
@@ -47,7 +48,7 @@ class DecayBias(AttentionKind):
         log_f = self.log_decay(call.x)
         if call.padding is not None:
             log_f = log_f.masked_fill(call.padding.unsqueeze(-1), 0.0)
-        total = log_f.cumsum(1).unflatten(2, (heads, groups)).transpose(1, 2)  # F [B, HK, T, G]
+        total = cumulative_sum(log_f).unflatten(2, (heads, groups)).transpose(1, 2)  # F [B, HK, T, G]
         constant = 2.0 ** round(math.log2(UNIT / softmax.scaling))  # a power of two is exact in every dtype
         unit = constant * softmax.scaling
         held = self.held(call.cache)

@@ -33,6 +33,7 @@ from deltanet_hf.mixers.gated_deltanet import CLOSED_GATE, GatedDeltaNet, StepGa
 from deltanet_hf.mixers.layer_kind import TensorShape
 from deltanet_hf.mixers.settings import check_bool
 from deltanet_hf.mixers.state import State
+from deltanet_kernels import cumulative_sum
 
 TINY = 1e-30  # a smaller normaliser is one of keys whose features are 0
 
@@ -123,7 +124,7 @@ def normalisers(k: Tensor, beta: Tensor, key_sum: Tensor | None, cu_seqlens: Ten
     k = k.to(torch.promote_types(k.dtype, torch.float32))
     # In float64: sequences packed into one row subtract the sum of all rows before them.
     present = k.double() * (beta > 0).unsqueeze(-1)
-    after = present.cumsum(1)
+    after = cumulative_sum(present)
     before = after - present
     if cu_seqlens is not None:
         first = cu_seqlens.long().clamp_max(k.shape[1] - 1)

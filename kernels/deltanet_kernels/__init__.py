@@ -5,6 +5,7 @@ from deltanet_kernels.channel_gates.operators import (
     fused_recurrent_channel_gated_delta_rule,
 )
 from deltanet_kernels.channel_gates.reference import naive_channel_gated_delta_rule
+from deltanet_kernels.common.cumulative_sum import cumulative_sum
 from deltanet_kernels.deltaformer.solve import deltaformer_solve
 from deltanet_kernels.gated_delta_rule.cpu import torch_chunk_gated_delta_rule
 from deltanet_kernels.gated_delta_rule.operators import (
@@ -37,6 +38,7 @@ __all__ = [
     "chunk_mesa",
     "chunk_titans",
     "chunk_ttt",
+    "cumulative_sum",
     "deltaformer_solve",
     "fused_recurrent_channel_gated_delta_rule",
     "fused_recurrent_gated_delta_rule",

@@ -1,11 +1,12 @@
 """Compares the peak memory of a conversion with its bound: largest layer + its activations + embeddings + 1 GiB.
 
     python -m deltanet_convert.benchmarks.memory FOLDER [--layers 18] [--profile faithful] [--calibration-tokens 512]
+    python -m deltanet_convert.benchmarks.memory FOLDER --layers 32 --vocabulary 128256 --device cuda
 
 Writes a Llama checkpoint of random bfloat16 weights into FOLDER (18 layers of an 8B model: 8.4 GB), unless it exists,
 converts it in a separate process and prints the peak of that process's resident set. The bound counts the weights
 (input and output embedding, one layer) as stored, in bfloat16, although the conversion computes in float32. FOLDER must
-have space for two such models. Linux only.
+have space for two such models. On a GPU, the peak of its memory is printed too. Linux only.
 """
 
 import argparse
@@ -28,6 +29,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from deltanet_convert.options import ConvertOptions
 from deltanet_convert.storage.shard_writer import ShardWriter, TensorSpec, plan_layout
 from deltanet_convert.teacher_model import meta_model
 
@@ -40,13 +42,23 @@ SHAPE: dict[str, Any] = {
     "vocab_size": 32000,
     "max_position_embeddings": 4096,
 }
+CONVERT = """
+import torch
+from deltanet_recipes.cli import main
+try:
+    main()
+finally:
+    if torch.cuda.is_available():
+        open({gpu_peak!r}, "w").write(str(torch.cuda.max_memory_reserved()))
+"""
 
 
-def make_teacher(folder: Path, layers: int) -> LlamaConfig:
+def make_teacher(folder: Path, layers: int, vocabulary: int) -> LlamaConfig:
     """Writes a complete checkpoint of random weights shard by shard; returns its config."""
-    config = LlamaConfig(**SHAPE, num_hidden_layers=layers, dtype="bfloat16", architectures=["LlamaForCausalLM"])
+    shape = {**SHAPE, "vocab_size": vocabulary, "num_hidden_layers": layers}
+    config = LlamaConfig(**shape, dtype="bfloat16", architectures=["LlamaForCausalLM"])
     done = folder / "complete"
-    if done.exists() and done.read_text() == str(layers):
+    if done.exists() and done.read_text() == f"{layers} {vocabulary}":
         return config
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -64,7 +76,7 @@ def make_teacher(folder: Path, layers: int) -> LlamaConfig:
     writer.finish()
     config.save_pretrained(folder)
     _tokenizer().save_pretrained(folder)
-    done.write_text(str(layers))
+    done.write_text(f"{layers} {vocabulary}")
     return config
 
 
@@ -94,24 +106,42 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--layers", type=int, default=18)
+    parser.add_argument("--convert-layers", default="every:4", help="--layers of `convert`")
     parser.add_argument("--profile", default="faithful")
-    parser.add_argument("--calibration-tokens", type=int, default=512)
+    parser.add_argument("--calibration-tokens", type=int, help="default: 512 on the CPU, that of `convert` on a GPU")
+    parser.add_argument("--vocabulary", type=int, default=SHAPE["vocab_size"])
+    parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
+    on_cpu = options.device == "cpu"
+    tokens = options.calibration_tokens or (512 if on_cpu else ConvertOptions.calibration_tokens)
     teacher, out = options.folder / "teacher", options.folder / "out"
-    config = make_teacher(teacher, options.layers)
-    command = [sys.executable, "-c", "from deltanet_recipes.cli import main; main()", "convert", str(teacher), str(out)]
-    command += ["--profile", options.profile, "--calibration-tokens", str(options.calibration_tokens), "--overwrite"]
+    config = make_teacher(teacher, options.layers, options.vocabulary)
+    gpu_peak = options.folder / "gpu_peak"
+    command = [sys.executable, "-c", CONVERT.format(gpu_peak=str(gpu_peak)), "convert", str(teacher), str(out)]
+    command += [
+        "--layers",
+        options.convert_layers,
+        "--profile",
+        options.profile,
+        "--calibration-tokens",
+        str(tokens),
+        "--overwrite",
+    ]
+    command += ["--device", options.device]
     begin = time.perf_counter()
     subprocess.run(command, check=True)
     seconds = time.perf_counter() - begin
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
-    parts = bound(config, options.calibration_tokens)
+    parts = bound(config, tokens)
     result = {
         "checkpoint_bytes": sum(file.stat().st_size for file in teacher.glob("*.safetensors")),
         "layers": options.layers,
+        "converted": options.convert_layers,
         "profile": options.profile,
-        "calibration_tokens": options.calibration_tokens,
+        "calibration_tokens": tokens,
+        "device": options.device if on_cpu else torch.cuda.get_device_name(options.device),
         "peak_bytes": peak,
+        "gpu_peak_bytes": None if on_cpu else int(gpu_peak.read_text()),
         "bound_bytes": sum(parts.values()),
         **{f"bound_{name}": value for name, value in parts.items()},
         "seconds": round(seconds),
@@ -119,7 +149,7 @@ def main() -> None:
         "versions": {name: version(name) for name in ("torch", "transformers")},
     }
     print(json.dumps(result, indent=2))
-    sys.exit(peak > result["bound_bytes"])
+    sys.exit(on_cpu and peak > result["bound_bytes"])
 
 
 if __name__ == "__main__":
