@@ -63,9 +63,11 @@ class Mixer(LayerKind, nn.Module):
         self.conv1d = ShortConv(self.conv_channels, settings.conv_size) if settings.conv_size else None
         self.k_offset = KeyOffset(shape.num_k_heads, head_dim) if settings.k_offset else None
         self.add_gates()
-        self.g_proj = None
+        self.g_down = self.g_proj = None
         if settings.output_gate:
-            self.g_proj = nn.Linear(hidden, self.num_heads * head_dim, bias=settings.gate_bias)
+            rank = settings.output_gate_rank
+            self.g_down = nn.Linear(hidden, rank, bias=False) if rank else None
+            self.g_proj = nn.Linear(rank or hidden, self.num_heads * head_dim, bias=settings.gate_bias)
         self.norm = None
         if settings.output_norm != "none":
             weight = (head_dim,) if settings.output_norm == "shared" else (self.num_heads, head_dim)
@@ -329,7 +331,9 @@ class Mixer(LayerKind, nn.Module):
 
     def _normed(self, output: Tensor, x: Tensor) -> Tensor:
         """Output norm and gate: output [B, T, H, D], x [B, T, hidden] -> [B, T, H, D]."""
-        gate = None if self.g_proj is None else self._split(self.g_proj(x))
+        gate = None
+        if self.g_proj is not None:
+            gate = self._split(self.g_proj(x if self.g_down is None else self.g_down(x)))
         if self.norm is not None:
             return self.norm(output, gate)
         return output if gate is None else output * F.silu(gate)

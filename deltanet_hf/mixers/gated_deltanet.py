@@ -152,6 +152,9 @@ class GatedDeltaNet(Mixer):
             assert position_embeddings is not None
             cos, sin = position_embeddings
         gates = self.step_gates(x, of)
+        output_gate = None
+        if self.g_proj is not None:
+            output_gate = of[self.g_proj] if self.g_down is None else self.g_proj(of[self.g_down])
         output = gated_delta_step_(
             q,
             k,
@@ -163,7 +166,7 @@ class GatedDeltaNet(Mixer):
             gates.dt_bias,
             None if self.conv1d is None else self.conv1d.weight.squeeze(1),
             state.get("conv_tail"),
-            None if self.g_proj is None else of[self.g_proj],
+            output_gate,
             None if self.norm is None else self.norm.weight,
             padding,
             cos,
@@ -186,7 +189,8 @@ class GatedDeltaNet(Mixer):
         if not self.fused_step:
             return []
         share = None if self.window_branch is None else self.window_branch.share_proj
-        linears = (self.q_proj, self.k_proj, self.v_proj, self.g_proj, self.a_proj, self.b_proj, share)
+        gate = self.g_proj if self.g_down is None else self.g_down
+        linears = (self.q_proj, self.k_proj, self.v_proj, gate, self.a_proj, self.b_proj, share)
         return [linear for linear in linears if linear is not None]
 
     def step_gates(self, x: Tensor, of: Mapping[nn.Module, Tensor]) -> StepGates:

@@ -29,6 +29,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "window": {"window": 5, "sinks": 2},
     "one state per key head": {"window": 3, "expand_kv": False},
     "shared projections": {"shared_kv": True},
+    "low-rank gate": {"output_gate_rank": 3},
     "no gate biases": {"gate_bias": False, "qkv_bias": False},
     "no output gate": {"output_gate": False, "output_norm": "none"},
 }
