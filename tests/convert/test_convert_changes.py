@@ -118,7 +118,7 @@ def test_without_the_memory_fit_only_gate_and_norm_are_fitted(tmp_path: Path, pr
         (("profile=qwen3_5",), "unknown key 'profile'"),
         (("rope=no",), "rope: got 'no', expected true or false"),
         (("conv_size=9",), "conv_size: got 9"),
-        (("output_gate_rank=-1",), "output_gate_rank: got -1"),
+        (("output_gate_rank=-1",), "output_gate_rank: got '-1'"),
         (("output_gate=false", "output_gate_rank=2"), "expected 0 because output_gate is false"),
         (("output_norm=false",), "output_norm: got False"),
         (("num_householder=2",), "unknown key 'num_householder'"),
