@@ -8,6 +8,7 @@
     generation.py         where `generate` is entered, and the callable that stands for the model's forward
     obstacles.py          the reasons for decoding without a graph, and how to tell that a model has changed
     recorded_step.py      inputs and outputs of the step, its recording, and the recordings of each model
+    projections.py        the weights of a layer's projections side by side, as few matrix products
     recorders.py          how a device records work; the tests add a recorder for CPUs
     graphed_step.py       the recorded step for other loops than `generate`
     fixed_cache.py        the tensors of a cache at addresses that stay
@@ -17,6 +18,7 @@ Recurrent states and windows have one size at any length, so one recording serve
 kept softmax layers get more places than there are tokens; where they run out, the step is recorded again.
 """
 
+from deltanet_hf.decoding.projections import join_projections
 from deltanet_hf.decoding.recorded_step import decoded_by, forget_graphs
 
-__all__ = ["decoded_by", "forget_graphs"]
+__all__ = ["decoded_by", "forget_graphs", "join_projections"]

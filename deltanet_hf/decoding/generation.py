@@ -13,6 +13,7 @@ from transformers.utils import logging
 
 from deltanet_hf.decoding.fixed_cache import NotRecordable, capacity_for, layout
 from deltanet_hf.decoding.obstacles import inputs_obstacle, obstacle, wiring
+from deltanet_hf.decoding.projections import join_projections
 from deltanet_hf.decoding.recorded_step import RecordedStep, recordings_of
 
 logger = logging.get_logger(__name__)
@@ -32,6 +33,7 @@ class GraphedGeneration:
             recordings.report = f"separate launches: {reason}"
             logger.info("decoding by separate launches: %s", reason)
             return super()._sample(input_ids, *args, **options)  # type: ignore[misc]
+        join_projections(self)  # type: ignore[arg-type]
         decoder = GraphedDecoder(self, options["generation_config"])
         before = _ACTIVE.set(decoder)
         try:

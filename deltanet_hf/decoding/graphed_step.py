@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from deltanet_hf.decoding.fixed_cache import NotRecordable, capacity_for, layout, parts_of
+from deltanet_hf.decoding.projections import join_projections
 from deltanet_hf.decoding.recorded_step import RecordedStep
 from deltanet_hf.decoding.recorders import RECORDERS
 from deltanet_hf.mixers.state import MixerCacheLayer
@@ -36,6 +37,7 @@ def graphed_step(model: PreTrainedModel, cache: Cache, tokens: int) -> Callable[
         raise NotRecordable(f"the model is on {model.device.type}")
     before, seen = Snapshot(cache), int(cache.get_seq_length())
     layout(cache, model.config)
+    join_projections(model)
     with torch.inference_mode(False):  # such tensors may be changed in both modes
         ids, positions = (torch.full((_rows(cache), 1), start, device=model.device) for start in (0, seen))
         inputs = {"input_ids": ids, "position_ids": positions}

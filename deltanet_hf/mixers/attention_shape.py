@@ -41,6 +41,7 @@ class MixerProjections(MixerSettings):
     window: int = 0  # tokens of a softmax window beside the state; 0 for none
     sinks: int = 4  # first tokens of a sequence that the window sees too
     conv_on: ConvolvedParts = "qkv"  # what the convolution acts on
+    output_gate_rank: int = 0  # of the output gate's projection; 0 for a full matrix
 
     def validate(self, where: str) -> None:
         for name, allowed in (
@@ -67,6 +68,10 @@ class MixerProjections(MixerSettings):
             raise ValueError(f"{where}.conv_size: got {self.conv_size!r}, expected 0 (none), 2, 3 or 4")
         check_at_least(where, "window", self.window, 0)
         check_at_least(where, "sinks", self.sinks, 0)
+        check_at_least(where, "output_gate_rank", self.output_gate_rank, 0)
+        if self.output_gate_rank and not self.output_gate:
+            got = f"{where}.output_gate_rank: got {self.output_gate_rank}"
+            raise ValueError(f"{got}, expected 0 because output_gate is false")
 
 
 FAITHFUL: dict[str, Any] = {

@@ -63,9 +63,11 @@ class Mixer(LayerKind, nn.Module):
         self.conv1d = ShortConv(self.conv_channels, settings.conv_size) if settings.conv_size else None
         self.k_offset = KeyOffset(shape.num_k_heads, head_dim) if settings.k_offset else None
         self.add_gates()
-        self.g_proj = None
+        self.g_down = self.g_proj = None
         if settings.output_gate:
-            self.g_proj = nn.Linear(hidden, self.num_heads * head_dim, bias=settings.gate_bias)
+            rank = settings.output_gate_rank
+            self.g_down = nn.Linear(hidden, rank, bias=False) if rank else None
+            self.g_proj = nn.Linear(rank or hidden, self.num_heads * head_dim, bias=settings.gate_bias)
         self.norm = None
         if settings.output_norm != "none":
             weight = (head_dim,) if settings.output_norm == "shared" else (self.num_heads, head_dim)
@@ -153,6 +155,10 @@ class Mixer(LayerKind, nn.Module):
         """
         return None
 
+    def step_projections(self) -> list[nn.Module]:
+        """The linear layers of x that `step` multiplies together (`joint_projection.py`)."""
+        return []
+
     def start_from_scratch(self, spread: float, generator: torch.Generator | None = None) -> None:
         """Give everything that the teacher does not have the start of a model trained from scratch.
 
@@ -199,8 +205,11 @@ class Mixer(LayerKind, nn.Module):
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, T, hidden] -> q [B, T, HQ*D], k [B, T, HK*D], v [B, T, HV*D], through the learned norms."""
-        q, k = self.normalise(self.q_proj(x), self.q_norm), self.normalise(self.k_proj(x), self.k_norm)
-        v = self.v_proj(x)
+        return self.through_norms(self.q_proj(x), self.k_proj(x), self.v_proj(x))
+
+    def through_norms(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What `project` returns, from the outputs of the three projections."""
+        q, k = self.normalise(q, self.q_norm), self.normalise(k, self.k_norm)
         return q.to(v.dtype), k.to(v.dtype), v  # under autocast learned norms give float32
 
     def repeated(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -322,7 +331,9 @@ class Mixer(LayerKind, nn.Module):
 
     def _normed(self, output: Tensor, x: Tensor) -> Tensor:
         """Output norm and gate: output [B, T, H, D], x [B, T, hidden] -> [B, T, H, D]."""
-        gate = None if self.g_proj is None else self._split(self.g_proj(x))
+        gate = None
+        if self.g_proj is not None:
+            gate = self._split(self.g_proj(x if self.g_down is None else self.g_down(x)))
         if self.norm is not None:
             return self.norm(output, gate)
         return output if gate is None else output * F.silu(gate)

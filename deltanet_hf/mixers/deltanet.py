@@ -19,6 +19,7 @@ tokens only, where the transition could have an eigenvalue below -1 and the read
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -103,8 +104,8 @@ class DeltaNet(GatedDeltaNet):
     def fused_step(self) -> bool:
         return not self.settings.normalised
 
-    def step_gates(self, x: Tensor) -> StepGates:
-        b = self.b_proj(x)
+    def step_gates(self, x: Tensor, of: Mapping[nn.Module, Tensor]) -> StepGates:
+        b = of[self.b_proj]
         return StepGates(torch.zeros_like(b), b)
 
 

@@ -16,6 +16,7 @@ changed the norm by at most .6% in float32 and in bfloat16.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 
 from deltanet_hf.mixers.attention_shape import MixerProjections
 from deltanet_hf.mixers.base import Mixer
+from deltanet_hf.mixers.joint_projection import products
 from deltanet_hf.mixers.layer_kind import PositionEmbeddings, TensorShape
 from deltanet_hf.mixers.parts import DecayGate, is_plain
 from deltanet_hf.mixers.state import State
@@ -142,13 +144,17 @@ class GatedDeltaNet(Mixer):
             return None
         if self.window_branch is not None and not self.window_branch.can_step():
             return None
-        parts = self.project(x)
+        of = products(x, self.step_projections())
+        parts = self.through_norms(of[self.q_proj], of[self.k_proj], of[self.v_proj])
         q, k, v = self.repeated(*parts)
         cos = sin = None
         if self._rotate is not None:  # every family's `apply_rotary_pos_emb` turns the halves of the leading channels
             assert position_embeddings is not None
             cos, sin = position_embeddings
-        gates = self.step_gates(x)
+        gates = self.step_gates(x, of)
+        output_gate = None
+        if self.g_proj is not None:
+            output_gate = of[self.g_proj] if self.g_down is None else self.g_proj(of[self.g_down])
         output = gated_delta_step_(
             q,
             k,
@@ -160,7 +166,7 @@ class GatedDeltaNet(Mixer):
             gates.dt_bias,
             None if self.conv1d is None else self.conv1d.weight.squeeze(1),
             state.get("conv_tail"),
-            None if self.g_proj is None else self.g_proj(x),
+            output_gate,
             None if self.norm is None else self.norm.weight,
             padding,
             cos,
@@ -174,13 +180,27 @@ class GatedDeltaNet(Mixer):
             erase=self.erase,
         )
         if self.window_branch is not None:
-            q, k, v = self.window_inputs(parts, position_embeddings)
-            output = self.window_branch.step(x, q, k, v, output, state, padding)
+            q, k, v = map(self._split, parts)
+            share = of[self.window_branch.share_proj]
+            output = self.window_branch.step(share, q, k, v, output, state, padding, cos, sin)
         return self.o_proj(output.flatten(-2))
 
-    def step_gates(self, x: Tensor) -> StepGates:
-        """Decay and write strength for the fused step, from the layer's input x [B, 1, hidden]."""
-        return StepGates(self.a_proj(x), self.b_proj(x), self.decay.A_log, self.decay.dt_bias)
+    def step_projections(self) -> list[nn.Module]:
+        if not self.fused_step:
+            return []
+        share = None if self.window_branch is None else self.window_branch.share_proj
+        gate = self.g_proj if self.g_down is None else self.g_down
+        linears = (self.q_proj, self.k_proj, self.v_proj, gate, self.a_proj, self.b_proj, share)
+        return [linear for linear in linears if linear is not None]
+
+    def step_gates(self, x: Tensor, of: Mapping[nn.Module, Tensor]) -> StepGates:
+        """Decay and write strength for the fused step.
+
+        Args:
+            x: the layer's input [B, 1, hidden].
+            of: its products with the layers of `step_projections`.
+        """
+        return StepGates(of[self.a_proj], of[self.b_proj], self.decay.A_log, self.decay.dt_bias)
 
 
 def delta_rule(

@@ -36,16 +36,21 @@ class PastCall:
 
 
 class History:
-    """The last calls of a layer, oldest first."""
+    """The last calls of a layer, oldest first.
+
+    Attributes:
+        end: tokens after the last of them; a state of more tokens has read some that were not recorded.
+    """
 
     def __init__(self) -> None:
         self.calls: list[PastCall] = []
+        self.end = 0
 
     def add(self, call: PastCall, tokens: int) -> None:
         """Add a call of `tokens` tokens; calls that `MOST_TAKEN_BACK` tokens have followed are dropped."""
         self.calls.append(call)
-        end = call.seen + tokens
-        while len(self.calls) > 1 and self.calls[1].seen <= end - MOST_TAKEN_BACK:
+        self.end = call.seen + tokens
+        while len(self.calls) > 1 and self.calls[1].seen <= self.end - MOST_TAKEN_BACK:
             del self.calls[0]
 
     def last_before(self, seen: int) -> PastCall | None:

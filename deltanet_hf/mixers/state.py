@@ -107,7 +107,6 @@ class MixerCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         """Leave the tensors of `fix` with their contents `copied`, or keep them as any others."""
         self.state = {name: tensor.clone() if copied else tensor for name, tensor in self.state.items()}
         self.fixed, self.tokens_seen = False, tokens_seen
-        self.history.clear()  # the tokens read meanwhile were not recorded
 
     def get_seq_length(self) -> int:
         return self.tokens_seen  # type: ignore[return-value]  # a tensor in static caches, as in transformers' own
@@ -145,7 +144,7 @@ class MixerCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         if tokens_to_remove != 0:
             kept = int(self.tokens_seen) - abs(tokens_to_remove)
             call = self.history.last_before(kept)
-            if call is None:
+            if call is None or self.history.end != int(self.tokens_seen):
                 raise ValueError(
                     f"crop: cannot take back {abs(tokens_to_remove)} tokens, a recurrent state holds no history of "
                     "them; rewind to a snapshot (deltanet_hf.sessions), or record the past before they are read "

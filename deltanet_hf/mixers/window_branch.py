@@ -136,11 +136,24 @@ class WindowBranch(Part):
         return not self.training and not replaced and not hooked and is_plain(self.slopes)
 
     def step(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, far: Tensor, state: State, padding: Tensor | None
+        self,
+        share: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        far: Tensor,
+        state: State,
+        padding: Tensor | None,
+        cos: Tensor | None,
+        sin: Tensor | None,
     ) -> Tensor:
-        """One more token by one kernel behind `share_proj`, with the window's part of `state` changed in place.
+        """One more token by one kernel, with the window's part of `state` changed in place.
 
         Called without gradients, where `can_step`. Shapes are those of `forward` with T = 1; outputs at padding are 0.
+
+        Args:
+            share: the output of `share_proj` [B, 1, H].
+            q, k, v: before the rotary embedding of cos and sin, [B or 1, 1, R] each, or without one.
         """
         slope = torch.promote_types(q.dtype, torch.float32)
         return window_step_(
@@ -153,7 +166,7 @@ class WindowBranch(Part):
             state["values"],
             state["numbers"],
             state["count"],
-            self.share_proj(x),
+            share,
             far,
             self.slopes.far_slope.to(slope),
             self.slopes.near_slope.to(slope),
@@ -161,6 +174,8 @@ class WindowBranch(Part):
             self.scale,
             padding,
             self.softcap,
+            cos,
+            sin,
         )
 
     def share(self, x: Tensor, lse: Tensor, numbers: Tensor) -> Tensor:

@@ -144,6 +144,8 @@ class WindowStepCall(NamedTuple):
     scale: float | None = None
     padding: torch.Tensor | None = None
     softcap: float | None = None
+    cos: torch.Tensor | None = None
+    sin: torch.Tensor | None = None
 
     @property
     def factor(self) -> float:

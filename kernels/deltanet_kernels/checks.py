@@ -187,6 +187,23 @@ def _check_erase(call: RuleCall) -> None:
     _require_shape("erase_key", p, tuple(call.k.shape), "[B, T, H, K], the shape of k")
 
 
+def check_rotation(
+    cos: torch.Tensor | None, sin: torch.Tensor | None, B: int, T: int, channels: int, device: torch.device
+) -> None:
+    """Check a rotary embedding of heads [B, T, H, channels]; raises ValueError or TypeError."""
+    if cos is None or sin is None:
+        if cos is not sin:
+            raise ValueError("sin: needs a tensor with cos, and None without")
+        return
+    for name, x in (("cos", cos), ("sin", sin)):
+        _require_float(name, _require_tensor(name, x))
+        _require_device(name, x, "q", device)
+    R = cos.shape[-1]
+    if tuple(cos.shape) not in ((B, T, R), (1, T, R)) or R % 2 or not 0 < R <= channels:
+        raise ValueError(f"cos: got shape {_shape(cos)}, needs [{B} or 1, {T}, R] with an even R up to {channels}")
+    _require_shape("sin", sin, tuple(cos.shape), "the shape of cos")
+
+
 def check_causal_conv1d(
     x: torch.Tensor,
     weight: torch.Tensor,

@@ -46,6 +46,11 @@ REFUSED: dict[str, tuple[Any, str, tuple[str, ...]]] = {
         FORMATS,
     ),
     "no gate": (config("llama", wiring={"output_gate": False}), "deltanet.kinds.linear.output_gate", FORMATS),
+    "low-rank gate": (
+        config("llama", wiring={"output_gate_rank": 2}),
+        "deltanet.kinds.linear.output_gate_rank",
+        FORMATS,
+    ),
     "gate bias": (config("llama", wiring={"gate_bias": True}), "deltanet.kinds.linear.gate_bias", FORMATS),
     "centred keys": (config("llama", wiring={"k_offset": True}), "deltanet.kinds.linear.k_offset", FORMATS),
     "strength up to 2": (

@@ -52,6 +52,30 @@ def test_the_folded_layer_is_the_fitted_one(profile: str) -> None:
         torch.testing.assert_close(layer(sample.x, **kwargs)[0], fit(sample), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("profile", ["qwen3_5", "faithful"])
+@torch.no_grad()
+def test_a_low_rank_gate_is_the_fitted_one(profile: str) -> None:
+    layer, fit, samples, kwargs = prepared(profile, output_gate_rank=len(GateFit(*prepared(profile)[::2]).basis) + 2)
+    scatter(fit)
+    fit.fold()
+    assert all(parameter.isfinite().all() for parameter in layer.parameters())
+    torch.testing.assert_close(layer(samples[0].x, **kwargs)[0], fit(samples[0]), rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_a_gate_of_too_small_a_rank_is_the_nearest_on_the_calibration_text() -> None:
+    errors = []
+    for rank in (1, 2):
+        layer, fit, samples, _ = prepared(output_gate_rank=rank)
+        scatter(fit)
+        gate = fit.gates(samples.x)[2].flatten(-2)
+        fit.fold()
+        errors.append(float((layer.g_proj(layer.g_down(samples.x)) - gate).square().mean()))
+        values = torch.linalg.svdvals(fit.gate)
+        assert errors[-1] == pytest.approx(float(values[rank:].square().sum()) / gate.shape[-1], rel=0.05)
+    assert errors[1] < errors[0]
+
+
 @torch.no_grad()
 def test_the_search_finds_the_memory_that_made_the_target() -> None:
     layer, fit, samples, _ = prepared()

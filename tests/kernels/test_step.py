@@ -232,6 +232,35 @@ def test_step(case: Step, step_: Callable[..., torch.Tensor]) -> None:
         assert relative_error(found[name], y) < 2e-6, name
 
 
+PARTS = ("q", "k", "v", "a", "b", "z")
+
+
+def in_one_tensor(x: dict[str, Any]) -> dict[str, Any]:
+    """The same arguments, with the projections as slices of one tensor between others that are NaN."""
+    gap = torch.full_like(x["a"][..., :1], torch.nan)
+    joint = torch.cat([gap, *(part for name in PARTS for part in (x[name], gap))], dim=-1)
+    sizes = [size for name in PARTS for size in (1, x[name].shape[-1])]
+    return x | dict(zip(PARTS, joint[..., :-1].split(sizes, dim=-1)[1::2], strict=True))
+
+
+@pytest.mark.parametrize("step_", SIDES)
+@pytest.mark.parametrize("name", ["native", "padding and a convolution", "slice: two", "query heads share a state"])
+def test_projections_may_be_slices_of_one_tensor(
+    name: str, step_: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = next(case for case in CASES if case.name == name)
+    x = make(case, device=DEVICE)
+    joint, wanted = in_one_tensor(x), run(step_, x)
+    assert not any(joint[part].is_contiguous() for part in PARTS)
+    if step_ is triton_step_:
+        monkeypatch.setattr(
+            torch.Tensor, "contiguous", lambda self: pytest.fail("copied") if len(self.shape) == 3 else self
+        )
+    found = run(step_, joint)
+    for key, y in wanted.items():
+        assert relative_error(found[key], y) < 2e-6, key
+
+
 @pytest.mark.parametrize("V", [16, 80])
 @pytest.mark.parametrize("step_", SIDES)
 def test_steps_one_by_one_equal_steps_together(step_: Callable[..., torch.Tensor], V: int) -> None:

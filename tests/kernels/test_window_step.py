@@ -13,6 +13,7 @@ from deltanet_kernels.arguments import WindowStepCall
 from deltanet_kernels.window.reference import naive_window_attention
 from deltanet_kernels.window.step import window_step_op_, window_step_triton_
 from tests.kernels.cases import relative_error
+from tests.kernels.test_step import rotate
 from tests.kernels.triton_mode import DEVICE, GPU
 
 CACHE = ("keys", "values", "numbers", "count")
@@ -36,6 +37,8 @@ class Step:
     padding: tuple[int, ...] | None = None  # tokens of padding before each row
     scale: float | None = None
     softcap: float | None = None
+    rope: int = 0  # channels that turn
+    positions: int = 1  # rows of cos and sin
 
     def __str__(self) -> str:
         return self.name
@@ -60,6 +63,9 @@ CASES = [
     Step("seven queries per key, one row", T=12, window=5, sinks=3, HQ=7, HK=1, B=1),
     Step("cap 0.5", T=12, window=5, sinks=3, softcap=0.5),
     Step("cap 50", T=12, window=5, sinks=3, HQ=6, softcap=50.0, scale=2.0, padding=(0, 4)),
+    Step("rotated", T=12, window=5, sinks=3, rope=16),
+    Step("partly rotated, rows of their own, padding", T=12, window=5, sinks=3, rope=6, positions=2, padding=(0, 4)),
+    Step("rotated, odd sizes, three queries per key", T=9, window=5, sinks=0, D=21, HQ=6, rope=20),
     *(Step(f"D={D}", T=9, window=5, sinks=2, D=D) for D in (1, 40, 100, 256)),
 ]
 
@@ -78,6 +84,8 @@ def make(case: Step, dtype: torch.dtype = torch.float32, device: str = DEVICE) -
     x |= {name: (1 + 0.3 * torch.randn(case.HQ, generator=generator)).to(device) for name in SLOPES}
     x |= {"window": case.window, "sinks": case.sinks, "reach": case.reach, "scale": case.scale, "padding": None}
     x["softcap"] = case.softcap
+    angle = 3 * torch.randn(case.positions, T, case.rope // 2, generator=generator).repeat(1, 1, 2).to(device)
+    x |= {"cos": angle.cos() if case.rope else None, "sin": angle.sin() if case.rope else None}
     if not case.share:
         x |= dict.fromkeys(("share_logit", "far", *SLOPES))
     if case.padding is not None:
@@ -106,6 +114,7 @@ def truth(x: dict[str, Any]) -> torch.Tensor:
     """The outputs of all tokens in float64, each row by the definition without its padding."""
     w = {name: y.cpu().double() if isinstance(y, torch.Tensor) and name != "padding" else y for name, y in x.items()}
     o = torch.zeros_like(w["q"])
+    w |= {name: rotate(w[name], w["cos"], w["sin"]) for name in ("q", "k") if w["cos"] is not None}
     for row, tokens in enumerate(w["q"].unsqueeze(1)):
         first = 0 if x["padding"] is None else int(x["padding"][row].sum())
         if first < tokens.shape[1]:
@@ -143,12 +152,42 @@ def test_steps_one_by_one(case: Step, step_: Callable[..., torch.Tensor]) -> Non
     assert relative_error(run(step_, x, cache), truth(x)) < 1e-6
     wanted = expected_cache(case, x)
     for name in CACHE:
-        assert torch.equal(cache[name].cpu(), wanted[name]), name
+        if name == "keys" and case.rope:
+            assert relative_error(cache[name], wanted[name].double()) < 1e-6
+        else:
+            assert torch.equal(cache[name].cpu(), wanted[name]), name
+
+
+@pytest.mark.parametrize("step_", SIDES)
+def test_projections_may_be_slices_of_one_tensor(
+    step_: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Step("joint", T=9, window=4, sinks=2, rope=8)
+    x, caches = make(case), (empty(case), empty(case))
+    names = ("q", "k", "v", "share_logit")
+    sizes = [x[name].flatten(2).shape[-1] for name in names]
+    joint = torch.cat([*(x[name].flatten(2) for name in names), torch.full_like(x["share_logit"], torch.nan)], dim=-1)
+    parts = {
+        name: part.view(x[name].shape) for name, part in zip(names, joint.split([*sizes, 4], dim=-1), strict=False)
+    }
+    wanted = run(step_, x, caches[0])
+    if step_ is triton_step_:  # without a copy
+        tokens = [token(x | parts, t) for t in range(case.T)]
+
+        def contiguous(y: torch.Tensor) -> torch.Tensor:
+            assert all(y.data_ptr() != one[name].data_ptr() for one in tokens for name in names)
+            return y.clone()
+
+        monkeypatch.setattr(torch.Tensor, "contiguous", contiguous)
+    assert relative_error(run(step_, x | parts, caches[1]), wanted) < 1e-6
+    for name, y in caches[1].items():
+        assert relative_error(y, caches[0][name].double()) < 1e-6, name
 
 
 def expected_cache(case: Step, x: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Sinks at the places before their numbers, the last tokens at sinks + number % window."""
     wanted = {name: y.cpu() for name, y in empty(case).items()}
+    x = x | {"k": x["k"] if x["cos"] is None else rotate(x["k"], x["cos"], x["sin"])}
     for row in range(case.B):
         first = 0 if case.padding is None else case.padding[row]
         length = case.T - first
@@ -245,7 +284,7 @@ def test_step_compiles_and_still_moves_in_place(step_: Callable[..., torch.Tenso
 
 
 def test_the_operator_is_registered_consistently() -> None:
-    case = Step("registered", T=1, window=4, sinks=1, padding=(0, 1))
+    case = Step("registered", T=1, window=4, sinks=1, padding=(0, 1), rope=4)
     x = token(make(case), 0) | empty(case) | {"scale": 0.25}
     torch.library.opcheck(window_step_op_.op, tuple(x[name] for name in WindowStepCall._fields))
 
@@ -272,12 +311,14 @@ def test_the_operator_is_registered_consistently() -> None:
         ("reach", lambda x: 3.0, "reach: got float, needs int"),
         ("softcap", lambda x: -50.0, "softcap: got -50.0, needs a finite number above 0"),
         ("softcap", lambda x: True, "softcap: got bool, needs a float or None"),
+        ("cos", lambda x: x[..., 1:], "cos: got shape"),
+        ("sin", lambda x: None, "sin: needs a tensor"),
         ("padding", lambda x: x.int(), "padding: got dtype torch.int32, needs torch.bool"),
         ("window", lambda x: 0, "window: got 0, needs at least 1"),
     ],
 )
 def test_wrong_arguments_are_named(name: str, change: Callable[[Any], Any], message: str) -> None:
-    case = Step("wrong", T=1, window=4, sinks=1, padding=(0, 1))
+    case = Step("wrong", T=1, window=4, sinks=1, padding=(0, 1), rope=4)
     x = token(make(case), 0) | empty(case)
     with pytest.raises((ValueError, TypeError), match=message):
         window_step_(**(x | {name: change(x[name])}))

@@ -22,6 +22,7 @@ WIRINGS: dict[str, dict[str, Any]] = {
     "grouped heads": {"expand_kv": False},
     "grouped heads, conv": {"expand_kv": False, "conv_size": 4, "rope": False},
     "no gate": {"output_gate": False, "conv_size": 0},
+    "low-rank gate": {"output_gate_rank": 3},
     "centred": {"k_offset": True, "allow_neg_eigval": True},
     "grouped heads, centred": {"expand_kv": False, "k_offset": True, "conv_size": 4, "allow_neg_eigval": True},
     "no norm": {"output_norm": "none", "v_activation": "silu"},

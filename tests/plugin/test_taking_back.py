@@ -162,6 +162,19 @@ def test_a_quantised_cache_is_refused_before_anything_is_read() -> None:
     assert cache.get_seq_length() == 0
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["gated_deltanet+window", "mixed_heads"])
+def test_tokens_that_were_not_recorded_are_not_taken_back(name: str) -> None:
+    model = made(name)
+    cache = recording(model)
+    model(IDS[:, :5], past_key_values=cache, use_cache=True)
+    for layer in cache.layers:
+        layer.record_past = False
+    model(IDS[:, 5:10], past_key_values=cache, use_cache=True)
+    with pytest.raises(ValueError, match="no history"):
+        cache.crop(-2)
+
+
 def test_layers_of_the_model_itself_assist() -> None:
     """The assistant keeps a cache of its own and goes back over several of its calls."""
     model = made("mixed_heads")

@@ -99,7 +99,7 @@ def test_a_branch_steps_as_it_is_called(family: str, dtype: torch.dtype) -> None
         k, v = (randn(2, 1, branch.kv_heads, branch.head_dim) for _ in range(2))
         far, padding = torch.randn(q.shape, generator=generator).to(dtype), torch.tensor([[t % 4 == 2], [t < 3]])
         wanted, kept = branch(x, q, k, v, far, padding, state, True, None)
-        found = branch.step(x, q, k, v, far, state, padding)
+        found = branch.step(branch.share_proj(x), q, k, v, far, state, padding, None, None)
         real = ~padding[:, 0]
         torch.testing.assert_close(
             found[real], wanted[real], rtol=4 * torch.finfo(dtype).eps, atol=8 * torch.finfo(dtype).eps

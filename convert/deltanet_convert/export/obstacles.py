@@ -30,6 +30,7 @@ WIRING = {
     "v_activation": ("silu", "Qwen3.5 applies SiLU to v"),
     "output_norm": ("shared", "Qwen3.5 has one output norm weight for all heads"),
     "output_gate": (True, "Qwen3.5 gates the output"),
+    "output_gate_rank": (0, "Qwen3.5's output gate is a full matrix"),
     "gate_bias": (False, "Qwen3.5's gates have no bias"),
     "shared_kv": (False, "Qwen3.5's linear layers have a value projection per state"),
     "conv_on": ("qkv", "Qwen3.5 convolves q, k and v"),

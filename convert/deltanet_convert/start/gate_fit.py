@@ -173,7 +173,10 @@ class GateFit(nn.Module):
         if self.b is not None:
             _fold_linear(layer.b_proj, self.b, self.b_const, self.basis, self.ones)
         if layer.g_proj is not None and self.gate is not None:
-            _fold_linear(layer.g_proj, self.gate, self.gate_const, self.basis, self.ones)
+            if layer.g_down is None:
+                _fold_linear(layer.g_proj, self.gate, self.gate_const, self.basis, self.ones)
+            else:
+                _fold_low_rank(layer.g_down, layer.g_proj, self.gate, self.gate_const, self.basis, self.ones)
         if layer.norm is not None and self.weight is not None:
             layer.norm.weight.copy_(self.weight)
         if self.share is not None:
@@ -186,6 +189,22 @@ def _fold_linear(target: nn.Linear, weight: Tensor, const: Any, basis: Tensor, o
     else:
         weight = weight + torch.outer(const, ones)
     target.weight.copy_(weight @ basis)
+
+
+def _fold_low_rank(down: nn.Linear, up: nn.Linear, weight: Tensor, const: Any, basis: Tensor, ones: Tensor) -> None:
+    """Writes the fitted matrix as the product up @ down, the best one of its rank on the calibration text."""
+    if up.bias is not None:
+        up.bias.copy_(const)
+    else:
+        weight = weight + torch.outer(const, ones)
+    if len(down.weight) < len(basis):
+        u, size, v = torch.linalg.svd(weight, full_matrices=False)
+        rank = len(down.weight)
+        weight, basis = u[:, :rank] * size[:rank], v[:rank] @ basis
+    nn.init.normal_(down.weight, std=float(basis.std()) or 1.0)  # rows beyond the fitted ones begin with no effect
+    down.weight[: len(basis)] = basis
+    up.weight.zero_()
+    up.weight[:, : len(basis)] = weight
 
 
 def _principal_components(x: Tensor) -> Tensor:

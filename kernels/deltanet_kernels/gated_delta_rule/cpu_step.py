@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from deltanet_kernels.arguments import StepCall
+from deltanet_kernels.common.rotation import rotate
 from deltanet_kernels.gated_delta_rule.cpu_recurrent import torch_recurrent_step_
 from deltanet_kernels.reference import torch_causal_conv1d, torch_gated_rms_norm
 
@@ -47,7 +48,7 @@ def compose_step_(parts: StepParts, call: StepCall) -> torch.Tensor:
         qk_silu, v_silu = qk_silu and not both, v_silu and not both
     q, k, v = q.unflatten(-1, (-1, K)), k.unflatten(-1, (-1, K)), v.unflatten(-1, (-1, V))
     if cos is not None and sin is not None:
-        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
     if k_offset is not None:
         k = k - k_offset.to(k.dtype)
     if qk_silu:
@@ -64,17 +65,6 @@ def compose_step_(parts: StepParts, call: StepCall) -> torch.Tensor:
     if norm_weight is not None:
         return parts.norm(o, z, norm_weight, eps)
     return o if z is None else o * F.silu(z)
-
-
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding (RoFormer, arXiv 2104.09864) of the first R channels of x [B, T, H, K].
-
-    Channel i < R/2 is rotated against channel i + R/2.
-    """
-    turning, rest = x.tensor_split([cos.shape[-1]], dim=-1)
-    first, second = turning.chunk(2, dim=-1)
-    turned = turning * cos.unsqueeze(2) + torch.cat([-second, first], dim=-1) * sin.unsqueeze(2)
-    return torch.cat([turned.to(x.dtype), rest], dim=-1) if rest.shape[-1] else turned.to(x.dtype)
 
 
 _PARTS = StepParts(torch_causal_conv1d, torch_recurrent_step_, torch_gated_rms_norm)

@@ -21,6 +21,7 @@ from deltanet_kernels.arguments import StepCall
 from deltanet_kernels.common.device import multiprocessors
 from deltanet_kernels.common.launch import launch
 from deltanet_kernels.common.registration import operator
+from deltanet_kernels.common.rows import rows
 from deltanet_kernels.common.sizes import power_of_two
 from deltanet_kernels.conv import causal_conv1d_triton
 from deltanet_kernels.gated_delta_rule.config import check_supported, step_slices, step_warps
@@ -61,9 +62,11 @@ def delta_step_(
     W = 0 if conv_weight is None else conv_weight.shape[1]
     o = v.new_empty(B, T, max(HQ, HV), V)
     BK, BV = power_of_two(K, 1), power_of_two(V, 1)
+    (q, q_row), (k, k_row), (v, v_row), (a, a_row), (b, b_row) = rows(q), rows(k), rows(v), rows(a), rows(b)
+    z, z_row = (None, 0) if z is None else rows(z)
     tensors = (
-        q.contiguous(), k.contiguous(), v.contiguous(), a.contiguous(), b.contiguous(), A_log, dt_bias, state,
-        None if conv_weight is None else conv_weight.contiguous(), conv_tail, None if z is None else z.contiguous(),
+        q, k, v, a, b, A_log, dt_bias, state,
+        None if conv_weight is None else conv_weight.contiguous(), conv_tail, z,
         None if norm_weight is None else norm_weight.contiguous(), None if padding is None else padding.contiguous(),
         None if cos is None else cos.contiguous(), None if sin is None else sin.contiguous(),
         None if k_offset is None else k_offset.contiguous(), o,
@@ -76,6 +79,7 @@ def delta_step_(
         "OFFSET": k_offset is not None, "BETA": 2.0 if allow_neg_eigval else 1.0,
         "DECAY": A_log is not None, "SIGMOID": use_beta_sigmoid_in_kernel, "READ": erase != "off",
         "UNDECAYED": erase == "undecayed",
+        "Q_ROW": q_row, "K_ROW": k_row, "V_ROW": v_row, "A_ROW": a_row, "B_ROW": b_row, "Z_ROW": z_row,
     }  # fmt: skip
     if _in_slices(T, HQ, HV):
         width, warps, ahead = step_slices(K, V, B * HV, multiprocessors(state.device))

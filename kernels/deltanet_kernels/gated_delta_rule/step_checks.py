@@ -3,7 +3,14 @@
 import torch
 
 from deltanet_kernels.arguments import StepCall
-from deltanet_kernels.checks import _require_device, _require_float, _require_shape, _require_tensor, _shape
+from deltanet_kernels.checks import (
+    _require_device,
+    _require_float,
+    _require_shape,
+    _require_tensor,
+    _shape,
+    check_rotation,
+)
 
 
 def check_gated_delta_step(call: StepCall) -> None:
@@ -18,7 +25,7 @@ def check_gated_delta_step(call: StepCall) -> None:
     given = {
         "q": q, "k": k, "v": v, "a": a, "b": b, "state": state, "A_log": A_log, "dt_bias": dt_bias,
         "conv_weight": conv_weight, "conv_tail": conv_tail, "z": z, "norm_weight": norm_weight,
-        "cos": cos, "sin": sin, "k_offset": k_offset,
+        "k_offset": k_offset,
     }  # fmt: skip
     tensors = {name: x for name, x in given.items() if x is not None}
     for name, x in tensors.items():
@@ -77,14 +84,7 @@ def check_gated_delta_step(call: StepCall) -> None:
         _require_shape("padding", padding, (B, T), "[B, T]")
         if padding.dtype != torch.bool:
             raise TypeError(f"padding: got dtype {padding.dtype}, needs torch.bool")
-    if cos is None or sin is None:
-        if cos is not sin:
-            raise ValueError("sin: needs a tensor with cos, and None without")
-    else:
-        R = cos.shape[-1]
-        if tuple(cos.shape) not in ((B, T, R), (1, T, R)) or R % 2 or not 0 < R <= K:
-            raise ValueError(f"cos: got shape {_shape(cos)}, needs [{B} or 1, {T}, R] with an even R up to {K}")
-        _require_shape("sin", sin, tuple(cos.shape), "the shape of cos")
+    check_rotation(cos, sin, B, T, K, q.device)
 
 
 def _count_heads(name: str, x: torch.Tensor, B: int, T: int, size: int) -> int:

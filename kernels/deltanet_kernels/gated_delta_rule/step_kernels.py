@@ -1,7 +1,7 @@
 """The two kernels of step.py: one token with a slice of the state at a time, several tokens with the complete state.
 
 A program computes one head of one row. It can therefore normalise the output and, because the head's channels are its
-own, update the convolution's tail.
+own, update the convolution's tail. The tokens of an input X are X_ROW elements apart, see `common/rows.py`.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment, misc"
@@ -30,10 +30,10 @@ def _is_real(padding, row, inside, PADDING: tl.constexpr):
 
 @triton.jit
 def _window(
-    x, tail, padding, n, t, T, c, m, first, WIDTH: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
+    x, tail, padding, n, t, T, c, m, first, ROW: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
     PADDING: tl.constexpr,
 ):  # fmt: skip
-    """The W inputs of the convolution at token t for channels c (masked by m) of x [B, T, WIDTH].
+    """The W inputs of the convolution at token t for channels c (masked by m) of x, whose tokens are ROW apart.
 
     Oldest first; without a convolution only the token itself. Channel c of x is channel first + c of the convolution.
     """
@@ -43,7 +43,7 @@ def _window(
         # Positions have the shape of c: Triton's interpreter takes no mask that is partly a scalar.
         p = c * 0 + (t - (TAPS - 1) + w)
         new = m & _is_real(padding, n * T + p, p >= 0, PADDING)
-        y = tl.load(x + (n * T + p) * WIDTH + c, mask=new, other=0.0).to(tl.float32)
+        y = tl.load(x + (n * T + p) * ROW + c, mask=new, other=0.0).to(tl.float32)
         if W > 1:
             old = tail + (n * C + first + c) * (W - 1) + (W - 1 + p)
             y += tl.load(old, mask=m & (p < 0), other=0.0).to(tl.float32)
@@ -53,11 +53,11 @@ def _window(
 
 @triton.jit
 def _channels(
-    x, weight, tail, padding, n, t, T, c, m, first, WIDTH: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
+    x, weight, tail, padding, n, t, T, c, m, first, ROW: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
     PADDING: tl.constexpr,
 ):  # fmt: skip
     """Channels c of x at token t, after the convolution if there is one."""
-    inputs = _window(x, tail, padding, n, t, T, c, m, first, WIDTH, C, W, PADDING)
+    inputs = _window(x, tail, padding, n, t, T, c, m, first, ROW, C, W, PADDING)
     if W == 0:
         y = inputs[0]
     else:
@@ -69,17 +69,17 @@ def _channels(
 
 @triton.jit
 def _head(
-    x, weight, tail, padding, cos, sin, offset, n, t, T, head, d, m, first, K: tl.constexpr, WIDTH: tl.constexpr,
+    x, weight, tail, padding, cos, sin, offset, n, t, T, head, d, m, first, K: tl.constexpr, ROW: tl.constexpr,
     C: tl.constexpr, W: tl.constexpr, R: tl.constexpr, ROPE_ROWS: tl.constexpr, OFFSET: tl.constexpr,
     SILU: tl.constexpr, PADDING: tl.constexpr,
 ):  # fmt: skip
     """Head `head` of q or k at token t: convolved, rotated, centred, activated; not normalised yet."""
-    y = _channels(x, weight, tail, padding, n, t, T, head * K + d, m, first, WIDTH, C, W, PADDING)
+    y = _channels(x, weight, tail, padding, n, t, T, head * K + d, m, first, ROW, C, W, PADDING)
     if R > 0:
         # The first R channels turn: channel i < R / 2 with channel i + R / 2, whose value is computed again here.
         m_r = m & (d < R)
         other = head * K + tl.where(d < R // 2, d + R // 2, d - R // 2)
-        partner = _channels(x, weight, tail, padding, n, t, T, other, m_r, first, WIDTH, C, W, PADDING)
+        partner = _channels(x, weight, tail, padding, n, t, T, other, m_r, first, ROW, C, W, PADDING)
         at = ((n * T if ROPE_ROWS else n * 0) + t) * R + d
         y = y * tl.load(cos + at, mask=m_r, other=1.0).to(tl.float32)
         y += tl.where(d < R // 2, -partner, partner) * tl.load(sin + at, mask=m_r, other=0.0).to(tl.float32)
@@ -92,17 +92,17 @@ def _head(
 
 @triton.jit
 def _gates(
-    a, b, A_log, dt_bias, row, head, real, HV: tl.constexpr, BETA: tl.constexpr, DECAY: tl.constexpr,
-    SIGMOID: tl.constexpr,
+    a, b, A_log, dt_bias, row, head, real, A_ROW: tl.constexpr, B_ROW: tl.constexpr, BETA: tl.constexpr,
+    DECAY: tl.constexpr, SIGMOID: tl.constexpr,
 ):  # fmt: skip
     """Decay and write strength of state head `head` at token `row`; a padded token does not change the state."""
     if DECAY:
-        x = tl.load(a + row * HV + head).to(tl.float32) + tl.load(dt_bias + head).to(tl.float32)
-        y = tl.load(b + row * HV + head).to(tl.float32)
+        x = tl.load(a + row * A_ROW + head).to(tl.float32) + tl.load(dt_bias + head).to(tl.float32)
+        y = tl.load(b + row * B_ROW + head).to(tl.float32)
         gamma = tl.exp(-tl.exp(tl.load(A_log + head).to(tl.float32)) * softplus(x))
     else:
-        gamma = tl.exp(tl.load(a + row * HV + head).to(tl.float32))
-        y = tl.load(b + row * HV + head).to(tl.float32)
+        gamma = tl.exp(tl.load(a + row * A_ROW + head).to(tl.float32))
+        y = tl.load(b + row * B_ROW + head).to(tl.float32)
     gamma = tl.where(real, gamma, 1.0)
     if SIGMOID:
         y = BETA / (1.0 + tl.exp(-y))
@@ -124,15 +124,16 @@ def _delta(v, beta, gamma, read, READ: tl.constexpr, UNDECAYED: tl.constexpr):
 @triton.jit
 def _move_tail(
     q, k, v, tail, padding, n, T, head, d, md, f, mf, H: tl.constexpr, HV: tl.constexpr, HQ: tl.constexpr,
-    K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, PADDING: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr,
+    PADDING: tl.constexpr,
 ):  # fmt: skip
     """Store the last W-1 inputs of head `head`. Requires HQ = H = HV, so that its channels are this program's alone."""
     C: tl.constexpr = (HQ + H) * K + HV * V
     c = head * K + d
     c_v = head * V + f
-    q_new = _window(q, tail, padding, n, T - 1, T, c, md, 0, HQ * K, C, W, PADDING)
-    k_new = _window(k, tail, padding, n, T - 1, T, c, md, HQ * K, H * K, C, W, PADDING)
-    v_new = _window(v, tail, padding, n, T - 1, T, c_v, mf, (HQ + H) * K, HV * V, C, W, PADDING)
+    q_new = _window(q, tail, padding, n, T - 1, T, c, md, 0, Q_ROW, C, W, PADDING)
+    k_new = _window(k, tail, padding, n, T - 1, T, c, md, HQ * K, K_ROW, C, W, PADDING)
+    v_new = _window(v, tail, padding, n, T - 1, T, c_v, mf, (HQ + H) * K, V_ROW, C, W, PADDING)
     tl.debug_barrier()  # every thread has read the old tail
     at = tail + (n * C + c) * (W - 1)
     at_v = tail + (n * C + (HQ + H) * K + c_v) * (W - 1)
@@ -154,7 +155,8 @@ def one_token_kernel(
     BV: tl.constexpr, W: tl.constexpr, R: tl.constexpr, ROPE_ROWS: tl.constexpr, QK_SILU: tl.constexpr,
     V_SILU: tl.constexpr, GATE: tl.constexpr, NORM: tl.constexpr, NORM_HEADS: tl.constexpr, PADDING: tl.constexpr,
     OFFSET: tl.constexpr, BETA: tl.constexpr, DECAY: tl.constexpr, SIGMOID: tl.constexpr, READ: tl.constexpr,
-    UNDECAYED: tl.constexpr, SLICE: tl.constexpr, AHEAD: tl.constexpr,
+    UNDECAYED: tl.constexpr, Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, A_ROW: tl.constexpr,
+    B_ROW: tl.constexpr, Z_ROW: tl.constexpr, SLICE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Process one token with at most one query head per state; one program per (row, state head).
 
@@ -176,30 +178,32 @@ def one_token_kernel(
     tl.debug_barrier()  # otherwise the compiler loads the state last
     real = _is_real(padding, n, n >= 0, PADDING)
     q_d = _head(
-        q, conv_weight, conv_tail, padding, cos, sin, k_offset, n, t, 1, head // (HV // HQ), d, md, 0, K, HQ * K,
+        q, conv_weight, conv_tail, padding, cos, sin, k_offset, n, t, 1, head // (HV // HQ), d, md, 0, K, Q_ROW,
         C, W, R, ROPE_ROWS, False, QK_SILU, PADDING,
     )  # fmt: skip
     k_d = _head(
         k, conv_weight, conv_tail, padding, cos, sin, k_offset, n, t, 1, head // (HV // H), d, md, HQ * K, K,
-        H * K, C, W, R, ROPE_ROWS, OFFSET, QK_SILU, PADDING,
+        K_ROW, C, W, R, ROPE_ROWS, OFFSET, QK_SILU, PADDING,
     )  # fmt: skip
     v_f = _channels(
-        v, conv_weight, conv_tail, padding, n, t, 1, head * V + f, mf, (HQ + H) * K, HV * V, C, W, PADDING
+        v, conv_weight, conv_tail, padding, n, t, 1, head * V + f, mf, (HQ + H) * K, V_ROW, C, W, PADDING
     )  # fmt: skip
     if V_SILU:
         v_f = _silu(v_f)
-    gamma, beta = _gates(a, b, A_log, dt_bias, n, head, real, HV, BETA, DECAY, SIGMOID)
+    gamma, beta = _gates(a, b, A_log, dt_bias, n, head, real, A_ROW, B_ROW, BETA, DECAY, SIGMOID)
     z_s = ()
     w_s = ()
     for s in tl.static_range(SLICES):
         j = s * SLICE + e
         if GATE:
             m_z = (j < V) & _is_real(padding, e * 0 + n, j < V, PADDING)
-            z_s = z_s + (tl.load(z + row * V + j, mask=m_z, other=0.0),)
+            z_s = z_s + (tl.load(z + n * Z_ROW + head * V + j, mask=m_z, other=0.0),)
         if NORM:
             w_s = w_s + (tl.load(norm_weight + (head % NORM_HEADS) * V + j, mask=j < V, other=0.0),)
     if W > 1:
-        _move_tail(q, k, v, conv_tail, padding, n, t + 1, head, d, md, f, mf, H, HV, HQ, K, V, W, PADDING)
+        _move_tail(
+            q, k, v, conv_tail, padding, n, t + 1, head, d, md, f, mf, H, HV, HQ, K, V, W, Q_ROW, K_ROW, V_ROW, PADDING
+        )
     qq, kk, qk = tl.reduce((q_d * q_d, k_d * k_d, q_d * k_d), 0, _add_three)
     q_d = q_d * tl.rsqrt(qq + L2_EPS)
     k_d = k_d * tl.rsqrt(kk + L2_EPS)
@@ -240,7 +244,8 @@ def step_kernel(
     BV: tl.constexpr, W: tl.constexpr, R: tl.constexpr, ROPE_ROWS: tl.constexpr, QK_SILU: tl.constexpr,
     V_SILU: tl.constexpr, GATE: tl.constexpr, NORM: tl.constexpr, NORM_HEADS: tl.constexpr, PADDING: tl.constexpr,
     OFFSET: tl.constexpr, BETA: tl.constexpr, DECAY: tl.constexpr, SIGMOID: tl.constexpr, READ: tl.constexpr,
-    UNDECAYED: tl.constexpr,
+    UNDECAYED: tl.constexpr, Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, A_ROW: tl.constexpr,
+    B_ROW: tl.constexpr, Z_ROW: tl.constexpr,
 ):  # fmt: skip
     """Process T tokens, or several query heads per state; one program per (row, state head)."""
     HO: tl.constexpr = HQ if HQ > HV else HV
@@ -261,21 +266,21 @@ def step_kernel(
         real = _is_real(padding, row, t >= 0, PADDING)
         k_d = _head(
             k, conv_weight, conv_tail, padding, cos, sin, k_offset, n, t, T, head // (HV // H), d, md, HQ * K, K,
-            H * K, C, W, R, ROPE_ROWS, OFFSET, QK_SILU, PADDING,
+            K_ROW, C, W, R, ROPE_ROWS, OFFSET, QK_SILU, PADDING,
         )  # fmt: skip
         k_d = k_d * tl.rsqrt(tl.sum(k_d * k_d, axis=0) + L2_EPS)
         v_e = _channels(
-            v, conv_weight, conv_tail, padding, n, t, T, head * V + e, me, (HQ + H) * K, HV * V, C, W, PADDING
+            v, conv_weight, conv_tail, padding, n, t, T, head * V + e, me, (HQ + H) * K, V_ROW, C, W, PADDING
         )  # fmt: skip
         if V_SILU:
             v_e = _silu(v_e)
-        gamma, beta = _gates(a, b, A_log, dt_bias, row, head, real, HV, BETA, DECAY, SIGMOID)
+        gamma, beta = _gates(a, b, A_log, dt_bias, row, head, real, A_ROW, B_ROW, BETA, DECAY, SIGMOID)
         delta = _delta(v_e, beta, gamma, tl.sum(k_d[:, None] * S, axis=0), READ, UNDECAYED)
         for m in tl.static_range(GROUP):
             out = head * GROUP + m
             q_d = _head(
                 q, conv_weight, conv_tail, padding, cos, sin, k_offset, n, t, T, out // (HO // HQ), d, md, 0, K,
-                HQ * K, C, W, R, ROPE_ROWS, False, QK_SILU, PADDING,
+                Q_ROW, C, W, R, ROPE_ROWS, False, QK_SILU, PADDING,
             )  # fmt: skip
             q_d = q_d * tl.rsqrt(tl.sum(q_d * q_d, axis=0) + L2_EPS)
             o_e = scale * (gamma * tl.sum(q_d[:, None] * S, axis=0) + tl.sum(q_d * k_d, axis=0) * delta)
@@ -284,9 +289,11 @@ def step_kernel(
                 o_e = o_e * tl.rsqrt(tl.sum(o_e * o_e, axis=0) / V + eps) * w_e
             if GATE:
                 m_z = me & _is_real(padding, e * 0 + row, me, PADDING)
-                o_e = o_e * _silu(tl.load(z + (row * HO + out) * V + e, mask=m_z, other=0.0).to(tl.float32))
+                o_e = o_e * _silu(tl.load(z + row * Z_ROW + out * V + e, mask=m_z, other=0.0).to(tl.float32))
             tl.store(o + (row * HO + out) * V + e, o_e.to(o.dtype.element_ty), mask=me)
         S = S * gamma + k_d[:, None] * delta[None, :]
     tl.store(at, S.to(state.dtype.element_ty), mask=mS)
     if W > 1:
-        _move_tail(q, k, v, conv_tail, padding, n, T, head, d, md, e, me, H, HV, HQ, K, V, W, PADDING)
+        _move_tail(
+            q, k, v, conv_tail, padding, n, T, head, d, md, e, me, H, HV, HQ, K, V, W, Q_ROW, K_ROW, V_ROW, PADDING
+        )

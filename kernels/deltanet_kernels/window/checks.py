@@ -12,6 +12,7 @@ from deltanet_kernels.checks import (
     _require_tensor,
     _shape,
     check_cu_seqlens,
+    check_rotation,
 )
 
 
@@ -38,7 +39,7 @@ def check_window_step(call: WindowStepCall) -> None:
             of the tensors of the share, or a cache that is not contiguous.
         TypeError: a dtype that does not fit, or an argument that is not a tensor.
     """
-    q, k, v, window, sinks, keys, values, numbers, count, *mixture, reach, _, padding, softcap = call
+    q, k, v, window, sinks, keys, values, numbers, count, *mixture, reach, _, padding, softcap, cos, sin = call
     _check_tokens(q, k, v)
     _check_reach(window, sinks)
     _check_softcap(softcap)
@@ -61,6 +62,7 @@ def check_window_step(call: WindowStepCall) -> None:
             raise ValueError(f"{name}: got strides {x.stride()}, needs a contiguous tensor: it is changed")
     if reach is not None:
         _check_least("reach", reach, 1)
+    check_rotation(cos, sin, B, 1, D, q.device)
     parts = dict(zip(("share_logit", "far", "far_slope", "near_slope"), mixture, strict=True))
     given = [name for name, x in parts.items() if x is not None]
     if given and len(given) < len(parts):

@@ -3,12 +3,15 @@
 import torch
 
 from deltanet_kernels.arguments import WindowStepCall
+from deltanet_kernels.common.rotation import rotate
 
 
 def torch_window_step_(call: WindowStepCall) -> torch.Tensor:
     """`deltanet_kernels.window_step_` in PyTorch, float32 inside (float64 for float64 inputs)."""
     q, k, v, window, sinks, keys, values, numbers, count, share_logit, far, far_slope, near_slope, reach, *_ = call
     padding, softcap = call.padding, call.softcap
+    if call.cos is not None and call.sin is not None:
+        q, k = rotate(q, call.cos, call.sin), rotate(k, call.cos, call.sin)
     (B, _, HQ, D), HK = q.shape, k.shape[2]
     live = torch.ones_like(count, dtype=torch.bool) if padding is None else ~padding[:, 0]
     number = count + live.to(count.dtype)
@@ -24,7 +27,7 @@ def torch_window_step_(call: WindowStepCall) -> torch.Tensor:
     seen = (numbers > 0) & ((number[:, None] - numbers < window) | (numbers <= sinks))
     # A row of padding may see nothing; its result is dropped.
     seen = (seen | ~live[:, None])[:, None, None]
-    scores = q.view(B, HK, HQ // HK, D).to(dtype) @ keys.to(dtype).transpose(-1, -2) * call.factor
+    scores = q.reshape(B, HK, HQ // HK, D).to(dtype) @ keys.to(dtype).transpose(-1, -2) * call.factor
     if softcap is not None:
         scores = softcap * (scores / softcap).tanh()
     scores = scores.masked_fill(~seen, -torch.inf)

@@ -67,6 +67,8 @@ def window_step_(
     scale: float | None = None,
     padding: torch.Tensor | None = None,
     softcap: float | None = None,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One decoding step of `window_attention` with a cache of S = window + sinks places, updated in place.
 
@@ -92,6 +94,8 @@ def window_step_(
         scale: factor of the scores, D**-0.5 by default.
         padding: [B, 1] bool, True in rows whose cache stays as it is; their outputs are 0.
         softcap: as for `window_attention`.
+        cos, sin: of a rotary embedding, [B, 1, R] or [1, 1, R] with an even R <= D: it turns the first R channels of q
+            and k before anything else: channel i < R/2 against channel i + R/2. Keys are kept turned.
 
     Returns:
         o [B, 1, HQ, D] in the dtype of q.
@@ -102,7 +106,7 @@ def window_step_(
     """
     call = WindowStepCall(
         q, k, v, window, sinks, keys, values, numbers, count, share_logit, far, far_slope, near_slope, reach, scale,
-        padding, softcap,
+        padding, softcap, cos, sin,
     )  # fmt: skip
     check_window_step(call)
     return dispatch.call("window_step_", torch_window_step_, q, call)  # type: ignore[no-any-return]

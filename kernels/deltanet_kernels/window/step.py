@@ -1,5 +1,6 @@
 """One decoding step of the attention over window and sinks in one kernel, which updates the cache in place.
 
+    q, k = rope(q), rope(k)                                                                   optional
     n = count + 1;  place = n - 1 if n <= sinks, else sinks + n % window
     o = softmax(scale q K^T) V, of capped scores with a cap, over the places whose token n sees, and the token itself
     share = sigmoid(share_logit + far_slope log(unseen) - near_slope lse)                     optional, to the end
@@ -26,6 +27,7 @@ from deltanet_kernels.arguments import WindowStepCall
 from deltanet_kernels.common.device import multiprocessors
 from deltanet_kernels.common.launch import launch
 from deltanet_kernels.common.registration import operator
+from deltanet_kernels.common.rows import rows
 from deltanet_kernels.common.sizes import power_of_two
 from deltanet_kernels.gated_delta_rule.config import check_supported
 from deltanet_kernels.window.config import step_heads, step_places
@@ -50,13 +52,30 @@ def _take_ticket(count, b, live, PROGRAMS: tl.constexpr, COUNT_BITS: tl.constexp
 
 
 @triton.jit
+def _turned(
+    x, cos, sin, b, d, m, R: tl.constexpr, ROPE_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Channels d (masked by m) of the head at x in float32; the first R are rotated, then rounded as in the cache."""
+    y = tl.load(x + d, mask=m, other=0.0).to(tl.float32)
+    if R > 0:
+        m_r = m & (d < R)
+        partner = tl.load(x + tl.where(d < R // 2, d + R // 2, d - R // 2), mask=m_r, other=0.0).to(tl.float32)
+        at = (b if ROPE_ROWS else b * 0) * R + d
+        y = y * tl.load(cos + at, mask=m_r, other=1.0).to(tl.float32)
+        y += tl.where(d < R // 2, -partner, partner) * tl.load(sin + at, mask=m_r, other=0.0).to(tl.float32)
+        y = y.to(x.dtype.element_ty).to(tl.float32)
+    return y
+
+
+@triton.jit
 def step_kernel(
-    q, k, v, keys, values, numbers, count, share_logit, far, far_slope, near_slope, padding, o, scale,
+    q, k, v, keys, values, numbers, count, share_logit, far, far_slope, near_slope, padding, cos, sin, o, scale,
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
     REACH: tl.constexpr, HEADS: tl.constexpr, BN: tl.constexpr, SHARE: tl.constexpr, PADDING: tl.constexpr,
-    CAP: tl.constexpr, COUNT_BITS: tl.constexpr,
+    CAP: tl.constexpr, R: tl.constexpr, ROPE_ROWS: tl.constexpr, Q_ROW: tl.constexpr, K_ROW: tl.constexpr,
+    V_ROW: tl.constexpr, S_ROW: tl.constexpr, COUNT_BITS: tl.constexpr,
 ):  # fmt: skip
-    """One program per row and HEADS query heads."""
+    """One program per row and HEADS query heads; rows of q, k, v and share_logit are X_ROW elements apart."""
     PROGRAMS: tl.constexpr = HQ // HEADS
     PLACES: tl.constexpr = WINDOW + SINKS
     GROUP: tl.constexpr = HQ // HK
@@ -75,12 +94,12 @@ def step_kernel(
         return
     place = tl.where(n <= SINKS, n - 1, SINKS + n % WINDOW)
     kept = b * HK + first // GROUP
-    k_D = tl.load(k + kept * D + d, mask=m_d, other=0.0)
-    v_D = tl.load(v + kept * D + d, mask=m_d, other=0.0)
+    k_D = _turned(k + b * K_ROW + (first // GROUP) * D, cos, sin, b, d, m_d, R, ROPE_ROWS)
+    v_D = tl.load(v + b * V_ROW + (first // GROUP) * D + d, mask=m_d, other=0.0)
     keys += kept * (PLACES * D)
     values += kept * (PLACES * D)
     if first % GROUP == 0:
-        tl.store(keys + place * D + d, k_D, mask=m_d)
+        tl.store(keys + place * D + d, k_D.to(keys.dtype.element_ty), mask=m_d)
         tl.store(values + place * D + d, v_D, mask=m_d)
     if first == 0:
         tl.store(numbers + b * PLACES + place, n)
@@ -89,10 +108,10 @@ def step_kernel(
     totals = ()
     sums = ()
     for g in tl.static_range(HEADS):
-        q_D = tl.load(q + at + g * D, mask=m_d, other=0.0).to(tl.float32)
+        q_D = _turned(q + b * Q_ROW + (first + g) * D, cos, sin, b, d, m_d, R, ROPE_ROWS)
         q_D = q_D * (scale * LOG2E if CAP is None else scale / CAP)
         qs = qs + (q_D,)
-        tops = tops + (cap_score(tl.sum(q_D * k_D.to(tl.float32), axis=0), CAP),)
+        tops = tops + (cap_score(tl.sum(q_D * k_D, axis=0), CAP),)
         totals = totals + (tl.full([], 1.0, tl.float32),)
         sums = sums + (v_D.to(tl.float32),)
     for start in range(0, PLACES, BN):
@@ -121,7 +140,7 @@ def step_kernel(
         if SHARE:
             unseen = tl.maximum(tl.minimum(n, REACH) - PLACES, 0)
             lse = (tops[g] + tl.log2(totals[g])) * LOGE2
-            logit = tl.load(share_logit + b * HQ + first + g).to(tl.float32)
+            logit = tl.load(share_logit + b * S_ROW + first + g).to(tl.float32)
             logit += tl.load(far_slope + first + g) * tl.log(tl.maximum(unseen, 1).to(tl.float32))
             logit -= tl.load(near_slope + first + g) * lse
             weight = tl.where(unseen > 0, 1.0 / (1.0 + tl.exp(-logit)), 0.0)
@@ -131,7 +150,7 @@ def step_kernel(
 
 def _fake_step(
     q, k, v, window, sinks, keys, values, numbers, count, share_logit, far, far_slope, near_slope, reach, scale,
-    padding, softcap,
+    padding, softcap, cos=None, sin=None,
 ):  # fmt: skip
     return q.new_empty(q.shape)
 
@@ -141,20 +160,24 @@ def window_step_op_(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, sinks: int, keys: torch.Tensor,
     values: torch.Tensor, numbers: torch.Tensor, count: torch.Tensor, share_logit: torch.Tensor | None,
     far: torch.Tensor | None, far_slope: torch.Tensor | None, near_slope: torch.Tensor | None, reach: int | None,
-    scale: float, padding: torch.Tensor | None, softcap: float | None,
+    scale: float, padding: torch.Tensor | None, softcap: float | None, cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Return o [B, 1, HQ, D] and update the cache in place."""
     (B, _, HQ, D), HK = q.shape, k.shape[2]
     o = q.new_empty(q.shape)
     heads = step_heads(HQ // HK, B * HQ, multiprocessors(q.device))
-    mixture = [None if x is None else x.contiguous() for x in (share_logit, far, far_slope, near_slope)]
+    (q, q_row), (k, k_row), (v, v_row) = rows(q), rows(k), rows(v)
+    share_logit, s_row = (None, 0) if share_logit is None else rows(share_logit)
+    dense = [None if x is None else x.contiguous() for x in (far, far_slope, near_slope, padding, cos, sin)]
     launch(
         step_kernel, B * (HQ // heads),
-        q.contiguous(), k.contiguous(), v.contiguous(), keys, values, numbers, count, *mixture,
-        None if padding is None else padding.contiguous(), o, scale,
+        q, k, v, keys, values, numbers, count, share_logit, *dense, o, scale,
         HQ=HQ, HK=HK, D=D, BD=power_of_two(D), WINDOW=window, SINKS=sinks,
         REACH=2**COUNT_BITS if reach is None else reach, HEADS=heads, BN=step_places(D, window + sinks),
-        SHARE=share_logit is not None, PADDING=padding is not None, CAP=softcap, COUNT_BITS=COUNT_BITS,
+        SHARE=share_logit is not None, PADDING=padding is not None, CAP=softcap,
+        R=0 if cos is None else cos.shape[2], ROPE_ROWS=cos is not None and cos.shape[0] > 1,
+        Q_ROW=q_row, K_ROW=k_row, V_ROW=v_row, S_ROW=s_row, COUNT_BITS=COUNT_BITS,
         num_warps=4,
     )  # fmt: skip
     return o
@@ -171,5 +194,5 @@ def window_step_triton_(call: WindowStepCall) -> torch.Tensor:
     check_supported(call.q.dtype, D, D)
     if HQ > MAX_PROGRAMS:
         raise NotImplementedError(f"{HQ} query heads: the kernel takes up to {MAX_PROGRAMS}")
-    o: torch.Tensor = window_step_op_(*call[:-3], call.factor, call.padding, call.softcap)
+    o: torch.Tensor = window_step_op_(*call[:14], call.factor, *call[15:])
     return o

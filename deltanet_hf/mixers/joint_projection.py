@@ -1,0 +1,118 @@
+"""Linear layers with one input as one matrix product, where their weights lie one behind another in memory.
+
+Decoding is many small launches, and a layer's projections of its input are most of them. `join` moves the parameters of
+such layers into one block of memory, of which each stays a view: modules, names, values, gradients and saved files are
+as before, and no memory is added. `products` multiplies by a whole block wherever it finds one, and otherwise calls the
+layers one by one: layers that were moved, replaced (LoRA), hooked or sharded later are so without being told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+ALIGNMENT = 8  # numbers of outputs that matrix products are fast for are multiples of it
+
+
+class Group(NamedTuple):
+    """Plain linear layers that all have a bias, or none."""
+
+    linears: list[nn.Module]
+    weights: list[Tensor]
+    biases: list[Tensor]
+
+
+def products(x: Tensor, linears: Sequence[nn.Module]) -> dict[nn.Module, Tensor]:
+    """The outputs [B, T, out] of linear layers for x [B, T, in], by layer; without gradients they may be views of one.
+
+    Layers with and without bias make two products.
+    """
+    found: dict[nn.Module, Tensor] = {}
+    if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        for group in _groups(linears):
+            weight, bias = _block(group.weights), _block(group.biases)
+            if weight is None or (bias is None and group.biases):
+                continue
+            outputs = F.linear(x, weight, bias)
+            sizes = [len(one) for one in group.weights]
+            found |= zip(group.linears, outputs.split([*sizes, len(weight) - sum(sizes)], dim=-1), strict=False)
+    return found if len(found) == len(linears) else found | {one: one(x) for one in linears if one not in found}
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def join(linears: Sequence[nn.Module]) -> None:
+    """Move the parameters of linear layers with one input behind one another, for `products`.
+
+    Nothing is moved if one of the layers is replaced or hooked, nor parameters of which one shares its memory with
+    another tensor or has a gradient: CUDA graphs of training may hold its address.
+    """
+    groups = _groups(linears, fewest=1)
+    if sum(len(group.linears) for group in groups) < len(linears):
+        return
+    for group in groups:
+        for parameters in (group.weights, group.biases):
+            if parameters and _block(parameters) is None and all(_is_alone(one) for one in parameters):
+                _move(parameters)
+
+
+def _groups(linears: Sequence[nn.Module], fewest: int = 2) -> list[Group]:
+    """The layers that are no more than the product with their parameters; groups of at least `fewest`."""
+    groups = Group([], [], []), Group([], [], [])
+    for linear in linears:
+        held = linear.__dict__  # quicker than the attributes of a module
+        if type(linear) is not nn.Linear or held["_forward_hooks"] or held["_forward_pre_hooks"] or "forward" in held:
+            continue
+        weight, bias = held["_parameters"]["weight"], held["_parameters"]["bias"]
+        if type(weight) is not nn.Parameter:  # as in a sharded model
+            continue
+        group = groups[bias is not None]
+        group.linears.append(linear)
+        group.weights.append(weight)
+        if bias is not None:
+            group.biases.append(bias)
+    return [group for group in groups if len(group.linears) >= fewest]
+
+
+def _block(parameters: list[Tensor]) -> Tensor | None:
+    """The parameters as one tensor, if they lie behind one another; it may end with rows that mean nothing."""
+    if not parameters:
+        return None
+    first, rows = parameters[0], 0
+    strides, dtype, size = first.stride(), first.dtype, first.element_size()
+    address, offset, width = first.data_ptr(), first.storage_offset(), strides[0]
+    for one in parameters:  # the same distance in addresses and in offsets: in the same memory
+        start = rows * width
+        if one.data_ptr() != address + start * size or one.storage_offset() != offset + start:
+            return None
+        if one.dtype != dtype or one.stride() != strides or not one.is_contiguous():
+            return None
+        rows += len(one)
+    whole = _padded(rows)
+    if (offset + whole * width) * size > first.untyped_storage().nbytes():
+        whole = rows
+    return first.detach().as_strided((whole, *first.shape[1:]), strides)
+
+
+def _is_alone(parameter: Tensor) -> bool:
+    return not parameter.is_meta and parameter.grad is None and parameter.untyped_storage().nbytes() == parameter.nbytes
+
+
+def _move(parameters: list[Tensor]) -> None:
+    first = parameters[0]
+    alike = {(one.dtype, one.device, one.shape[1:]) for one in parameters}
+    if len(alike) > 1:
+        return
+    sizes = [one.shape[0] for one in parameters]
+    block = first.new_zeros(_padded(sum(sizes)), *first.shape[1:])
+    for one, place in zip(parameters, block.split([*sizes, block.shape[0] - sum(sizes)]), strict=False):
+        place.copy_(one)
+        one.data = place
+
+
+def _padded(rows: int) -> int:
+    return -(-rows // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,26 @@
+"""Tensors of tokens as rows at a constant distance, which kernels read without a copy."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def rows(x: Tensor) -> tuple[Tensor, int]:
+    """The tokens of x [B, T, ...] as rows: x or, where its tokens are not each contiguous and evenly spaced, a copy.
+
+    Slices of the last dimension, as of several projections in one tensor, need no copy.
+
+    Returns:
+        The tensor, and the number of elements from the start of one token to the start of the next.
+    """
+    (batch, tokens), strides, width = x.shape[:2], x.stride(), 1
+    dense = True
+    for size, stride in zip(reversed(x.shape[2:]), reversed(strides), strict=False):
+        dense = dense and (size == 1 or stride == width)
+        width *= size
+    if batch * tokens == 1:
+        return (x if dense else x.contiguous()), width
+    distance = strides[1] if tokens > 1 else strides[0]
+    if dense and (batch == 1 or tokens == 1 or strides[0] == tokens * distance):
+        return x, distance
+    return x.contiguous(), width
