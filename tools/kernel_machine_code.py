@@ -33,7 +33,7 @@ from deltanet_kernels.gated_delta_rule.chunk import chunk_gated_delta_rule_trito
 from deltanet_kernels.gated_delta_rule.recurrent import fused_recurrent_gated_delta_rule_triton
 from deltanet_kernels.gated_delta_rule.step import gated_delta_step_triton_
 from deltanet_kernels.norm import gated_rms_norm_triton
-from deltanet_kernels.rms_norm import rms_norm_triton
+from deltanet_kernels.residual_norm import rms_norm_triton
 from deltanet_kernels.window.attention import window_attention_triton
 from deltanet_kernels.window.step import window_step_triton_
 

@@ -14,7 +14,7 @@ from deltanet_kernels.conv import causal_conv1d_triton
 from deltanet_kernels.gated_delta_rule.recurrent import gated_delta_rule_step_
 from deltanet_kernels.gated_delta_rule.step import delta_step_
 from deltanet_kernels.norm import gated_rms_norm_triton
-from deltanet_kernels.rms_norm import rms_norm_triton
+from deltanet_kernels.residual_norm import rms_norm_triton
 from tests.kernels import window_cases
 from tests.kernels.cases import Case, make_inputs, results
 from tests.kernels.channel_cases import CHANNEL_CASES, make_channel_inputs

@@ -12,7 +12,7 @@ from triton.runtime import interpreter
 
 from deltanet_kernels import rms_norm
 from deltanet_kernels.reference import torch_rms_norm
-from deltanet_kernels.rms_norm import rms_norm_triton
+from deltanet_kernels.residual_norm import rms_norm_triton
 from tests.kernels.triton_mode import DEVICE
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
