@@ -23,7 +23,7 @@ from deltanet_hf.models import qwen3_5
 from deltanet_hf.models.families import FAMILIES
 from deltanet_kernels import dispatch
 from deltanet_kernels.residual_norm import rms_norm_triton
-from support.replayed_step import LEAVES_MEMORY, _is_view
+from support.replayed_step import LEAVES_MEMORY, is_view
 from support.tiny_models import COMMON, mixture_table, randomise, tiny_mixture, tiny_student, tiny_teacher
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -41,7 +41,7 @@ class Launches(TorchDispatchMode):
         output = func(*args, **(kwargs or {}))
         name = func._schema.name.partition("::")[2]
         made = any(isinstance(x, Tensor) for x in tree_leaves(output))
-        if made and name not in LEAVES_MEMORY and (func._schema.is_mutable or not _is_view(output, (args, kwargs))):
+        if made and name not in LEAVES_MEMORY and (func._schema.is_mutable or not is_view(output, (args, kwargs))):
             self.names.append(name)
         return output
 
