@@ -33,6 +33,7 @@ from deltanet_kernels.gated_delta_rule.chunk import chunk_gated_delta_rule_trito
 from deltanet_kernels.gated_delta_rule.recurrent import fused_recurrent_gated_delta_rule_triton
 from deltanet_kernels.gated_delta_rule.step import gated_delta_step_triton_
 from deltanet_kernels.norm import gated_rms_norm_triton
+from deltanet_kernels.residual_norm import rms_norm_triton
 from deltanet_kernels.window.attention import window_attention_triton
 from deltanet_kernels.window.step import window_step_triton_
 
@@ -206,20 +207,29 @@ def calls() -> list[tuple[str, Callable[[], object]]]:
             gated_rms_norm_triton(x, z, w, 1e-6).float().sum().backward()
 
         found.append((f"norm-{dtype}", norm))
-    for dtype, K, T, HQ in (("bf16", 128, 1, 2), ("bf16", 64, 2, 2), ("fp32", 64, 1, 4), ("bf16", 256, 1, 2)):
+    for dtype, D, offset, added in (("bf16", 576, 0.0, True), ("fp32", 4096, 1.0, True), ("fp16", 128, 0.0, False)):
 
-        def decode(dtype: str = dtype, K: int = K, T: int = T, HQ: int = HQ) -> None:
+        def rms(dtype: str = dtype, D: int = D, offset: float = offset, added: bool = added) -> None:
+            x, total, w = (torch.zeros(*size, D, dtype=DTYPES[dtype]) for size in ((2, 1), (2, 1), ()))
+            rms_norm_triton(x, w, 1e-6, offset, offset == 0, x if added else None, total if added else None)
+
+        found.append((f"rms-{dtype}-{D}", rms))
+    for dtype, K, T, HQ, joint in (
+        ("bf16", 128, 1, 2, False), ("bf16", 64, 2, 2, False), ("fp32", 64, 1, 4, False), ("bf16", 256, 1, 2, False),
+        ("bf16", 64, 1, 2, True), ("fp16", 128, 1, 4, True),
+    ):  # fmt: skip
+
+        def decode(dtype: str = dtype, K: int = K, T: int = T, HQ: int = HQ, joint: bool = joint) -> None:
             kind, conv = DTYPES[dtype], HQ == 2
-            q, k, v = (torch.zeros(2, T, heads * K, dtype=kind) for heads in (HQ, 2, 2))
-            a, b = (torch.zeros(2, T, 2, dtype=kind) for _ in range(2))
+            q, k, v, a, b, z = columns((2, T), [HQ * K, 2 * K, 2 * K, 2, 2, HQ * K], kind, joint)
             C = (HQ + 4) * K
             options = {
                 "conv_weight": torch.zeros(C, 4, dtype=kind) if conv else None,
                 "conv_tail": torch.zeros(2, C, 3, dtype=kind) if conv else None,
-                "z": torch.zeros(2, T, HQ * K, dtype=kind), "norm_weight": torch.zeros(K, dtype=kind),
+                "z": z, "norm_weight": torch.zeros(K, dtype=kind),
                 "padding": torch.zeros(2, T, dtype=torch.bool), "qk_silu": True, "v_silu": conv,
             }  # fmt: skip
-            if not conv:
+            if joint or not conv:
                 options |= {name: torch.zeros(1, T, K // 2) for name in ("cos", "sin")}
             options = (
                 dict.fromkeys(StepCall._fields) | StepCall._field_defaults | {"scale": K**-0.5, "eps": 1e-6} | options
@@ -228,8 +238,15 @@ def calls() -> list[tuple[str, Callable[[], object]]]:
             gates = {"A_log": torch.zeros(2), "dt_bias": torch.zeros(2)}
             gated_delta_step_triton_(StepCall(**options | tensors | gates))
 
-        found.append((f"step-{dtype}-{K}-{T}", decode))
+        found.append((f"step-{dtype}-{K}-{T}{'-joint' if joint else ''}", decode))
     return found + window_calls()
+
+
+def columns(rows: tuple[int, int], sizes: list[int], dtype: torch.dtype, joint: bool) -> list[torch.Tensor]:
+    """Tensors [*rows, size], as slices of one if they are the outputs of joint projections."""
+    if joint:
+        return list(torch.zeros(*rows, sum(sizes), dtype=dtype).split(sizes, dim=-1))
+    return [torch.zeros(*rows, size, dtype=dtype) for size in sizes]
 
 
 def window_calls() -> list[tuple[str, Callable[[], object]]]:
@@ -259,19 +276,26 @@ def window_calls() -> list[tuple[str, Callable[[], object]]]:
         found.append((name, attend))
         if D == 256:  # the head size of Gemma 2
             found.append((f"{name}-capped", functools.partial(attend, 50.0)))
-    for dtype, D, HQ, B in (("bf16", 64, 6, 1), ("bf16", 128, 8, 64), ("fp32", 100, 2, 2), ("bf16", 256, 4, 200)):
+    for dtype, D, HQ, B, joint in (
+        ("bf16", 64, 6, 1, False), ("bf16", 128, 8, 64, False), ("fp32", 100, 2, 2, False),
+        ("bf16", 256, 4, 200, False), ("bf16", 64, 6, 16, True), ("fp32", 100, 2, 2, True),
+    ):  # fmt: skip
 
-        def step(cap: float | None = None, dtype: str = dtype, D: int = D, HQ: int = HQ, B: int = B) -> None:
-            q, k, v, far = (torch.zeros(B, 1, heads, D, dtype=DTYPES[dtype]) for heads in (HQ, 2, 2, HQ))
+        def step(
+            cap: float | None = None, dtype: str = dtype, D: int = D, HQ: int = HQ, B: int = B, joint: bool = joint
+        ) -> None:
+            flat = columns((B, 1), [heads * D for heads in (HQ, 2, 2, HQ)], DTYPES[dtype], joint)
+            q, k, v, far = (x.unflatten(-1, (-1, D)) for x in flat)
             keys, values = (torch.zeros(B, 2, 68, D, dtype=DTYPES[dtype]) for _ in range(2))
             numbers = torch.zeros(B, 68, dtype=torch.int32)
             padding = torch.zeros(B, 1, dtype=torch.bool)
             cache = (keys, values, numbers, numbers[:, 0].clone())
             logit, slope = torch.zeros(B, 1, HQ, dtype=DTYPES[dtype]), torch.zeros(HQ)
             share = (logit, far, slope, slope)
-            window_step_triton_(WindowStepCall(q, k, v, 64, 4, *cache, *share, None, None, padding, cap))
+            turn = (torch.zeros(B, 1, D // 2),) * 2 if joint else ()
+            window_step_triton_(WindowStepCall(q, k, v, 64, 4, *cache, *share, None, None, padding, cap, *turn))
 
-        found.append((f"window-step-{dtype}-{D}-{B}", step))
+        found.append((f"window-step-{dtype}-{D}-{B}{'-joint' if joint else ''}", step))
         if D == 256:
             found.append((f"window-step-{dtype}-{D}-{B}-capped", functools.partial(step, 50.0)))
     return found

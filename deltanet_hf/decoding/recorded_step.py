@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from deltanet_hf.decoding.fixed_cache import FixedCache
+from deltanet_hf.decoding.fused_norms import fused_norms
 from deltanet_hf.decoding.recorders import RECORDERS, Replay
 from deltanet_hf.mixers.masks import NO_PADDING
 from deltanet_hf.mixers.single_query import reading_places
@@ -50,7 +51,7 @@ class RecordedStep:
     def run(self, model: Any, cache: Cache) -> Tensor:
         """The step on the inputs that were set, as separate launches: logits [B, 1, vocabulary]."""
         self.fixed.enter()
-        with _attention_over_places(model):
+        with _attention_over_places(model), fused_norms(model):
             logits: Tensor = model(
                 input_ids=self._ids,
                 position_ids=self._positions,

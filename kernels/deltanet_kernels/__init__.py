@@ -18,7 +18,7 @@ from deltanet_kernels.mesa.chunk import chunk_mesa
 from deltanet_kernels.mesa.recurrent import recurrent_mesa
 from deltanet_kernels.mesa.reference import naive_mesa
 from deltanet_kernels.mesa.state import MesaState
-from deltanet_kernels.operators import causal_conv1d, gated_rms_norm
+from deltanet_kernels.operators import causal_conv1d, gated_rms_norm, rms_norm
 from deltanet_kernels.titans.chunk import chunk_titans
 from deltanet_kernels.titans.reference import naive_titans
 from deltanet_kernels.titans.state import TitansState
@@ -50,6 +50,7 @@ __all__ = [
     "naive_titans",
     "naive_ttt",
     "recurrent_mesa",
+    "rms_norm",
     "torch_chunk_gated_delta_rule",
     "window_attention",
     "window_step_",

@@ -250,3 +250,34 @@ def check_gated_rms_norm(x: torch.Tensor, z: torch.Tensor | None, weight: torch.
             f"weight: got shape {_shape(weight)}, needs [D] or [H, D] matching the last dimensions of x, "
             f"which is {_shape(x)}"
         )
+
+
+def check_rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    offset: float,
+    round_first: bool,
+    residual: torch.Tensor | None,
+    total: torch.Tensor | None,
+) -> None:
+    """Check the arguments of the norm of a residual sum; raises ValueError or TypeError."""
+    check_gated_rms_norm(x, None, weight)
+    _require_shape("weight", weight, (x.shape[-1],), "[D]")
+    if round_first and weight.dtype != x.dtype:
+        raise TypeError(f"weight: got dtype {weight.dtype}, needs that of x ({x.dtype}) with round_first")
+    if round_first and offset != 0:
+        raise ValueError(f"offset: got {offset}, needs 0 with round_first")
+    if (residual is None) != (total is None):
+        raise ValueError("residual, total: got one of them, needs both or neither")
+    for name, tensor in (("residual", residual), ("total", total)):
+        if tensor is None:
+            continue
+        tensor = _require_tensor(name, tensor)
+        _require_device(name, tensor, "x", x.device)
+        _require_shape(name, tensor, tuple(x.shape), "the shape of x")
+        if tensor.dtype != x.dtype:
+            raise TypeError(f"{name}: got dtype {tensor.dtype}, needs that of x ({x.dtype})")
+    if total is not None and not total.is_contiguous():
+        raise ValueError("total: got a tensor that is not contiguous")
+    if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in (x, weight, residual)):
+        raise ValueError("rms_norm has no gradients: call it under torch.no_grad(), or take gated_rms_norm")

@@ -1,11 +1,11 @@
-"""The public operators around a rule: short convolution and gated norm."""
+"""The public operators around a rule: short convolution, gated norm, and the norm of a residual sum."""
 
 from __future__ import annotations
 
 import torch
 
 from deltanet_kernels import checks, dispatch
-from deltanet_kernels.reference import torch_causal_conv1d, torch_gated_rms_norm
+from deltanet_kernels.reference import torch_causal_conv1d, torch_gated_rms_norm, torch_rms_norm
 
 
 def causal_conv1d(
@@ -62,4 +62,39 @@ def gated_rms_norm(x: torch.Tensor, z: torch.Tensor | None, weight: torch.Tensor
     checks.check_gated_rms_norm(x, z, weight)
     return dispatch.call(  # type: ignore[no-any-return]
         "gated_rms_norm", torch_gated_rms_norm, x, x, z, weight, eps
+    )
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    round_first: bool = False,
+    residual: torch.Tensor | None = None,
+    total: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """RMSNorm of x, or of x + residual, with the roundings of a model's own module. No gradients.
+
+    Args:
+        x: [..., D].
+        weight: [D]; with `round_first` in the dtype of x.
+        eps: added to the mean square.
+        offset: added to the weight: 1 for Gemma's norms.
+        round_first: round the normalised x to its dtype before the product with the weight, as Llama's norms do; the
+            offset is 0 then.
+        residual: in the shape and dtype of x, added to it first; the sum is rounded to that dtype.
+        total: contiguous, in the shape and dtype of x: receives the sum. Given with `residual`.
+
+    Returns:
+        The shape and dtype of x; computed in float32, also from float64.
+
+    Raises:
+        ValueError: shapes, devices or options that do not fit, or gradients are required.
+        TypeError: dtypes that do not fit.
+    """
+    checks.check_rms_norm(x, weight, offset, round_first, residual, total)
+    return dispatch.call(  # type: ignore[no-any-return]
+        "rms_norm", torch_rms_norm, x, x, weight, eps, offset, round_first, residual, total
     )

@@ -1,4 +1,4 @@
-"""The short convolution and the gated norm in plain PyTorch: the CPU path, and the reference for the kernels."""
+"""The short convolution and the norms in plain PyTorch: the CPU path, and the reference for the kernels."""
 
 from itertools import pairwise
 
@@ -79,3 +79,22 @@ def torch_gated_rms_norm(x: torch.Tensor, z: torch.Tensor | None, weight: torch.
     if z is not None:
         y = y * F.silu(z.to(dtype))
     return y.to(x.dtype)
+
+
+def torch_rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    offset: float,
+    round_first: bool,
+    residual: torch.Tensor | None,
+    total: torch.Tensor | None,
+) -> torch.Tensor:
+    """The norm of a residual sum in plain PyTorch; arguments and result as `deltanet_kernels.rms_norm`."""
+    if residual is not None:
+        x = torch.add(x, residual, out=total)
+    wide = x.to(torch.float32)
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    if round_first:
+        return weight * normed.to(x.dtype)
+    return (normed * (offset + weight.to(torch.float32))).to(x.dtype)

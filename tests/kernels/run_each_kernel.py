@@ -14,6 +14,7 @@ from deltanet_kernels.conv import causal_conv1d_triton
 from deltanet_kernels.gated_delta_rule.recurrent import gated_delta_rule_step_
 from deltanet_kernels.gated_delta_rule.step import delta_step_
 from deltanet_kernels.norm import gated_rms_norm_triton
+from deltanet_kernels.residual_norm import rms_norm_triton
 from tests.kernels import window_cases
 from tests.kernels.cases import Case, make_inputs, results
 from tests.kernels.channel_cases import CHANNEL_CASES, make_channel_inputs
@@ -83,6 +84,10 @@ def main() -> None:
         (y.sum() + state.sum()).backward()
     x, z = (torch.randn(3, 35, 3, 20, device="cuda", requires_grad=True) for _ in range(2))
     gated_rms_norm_triton(x, z, torch.ones(3, 20, device="cuda", requires_grad=True), 1e-6).sum().backward()
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        wide = torch.randn(3, 35, 3 * 20 + 7, device="cuda", dtype=dtype)
+        x = wide[..., :60].unflatten(-1, (3, 20))
+        rms_norm_triton(x, x[0, 0, 0], 1e-6, 0.0, True, x, torch.empty(x.shape, device="cuda", dtype=dtype))
     for step in STEPS:
         for dtype in (torch.bfloat16, torch.float32):
             x = make(step, dtype, "cuda")

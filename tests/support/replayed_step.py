@@ -32,7 +32,7 @@ class RecordedOperations(TorchDispatchMode):
         if name in READS_HOST:
             raise RuntimeError(f"{name}: not permitted when stream is capturing")
         output = func(*args, **kwargs)
-        if func._schema.is_mutable or not _is_view(output, (args, kwargs)):
+        if func._schema.is_mutable or not is_view(output, (args, kwargs)):
             self.calls.append((func, args, kwargs, output))
         return output
 
@@ -51,7 +51,7 @@ class RecordedOperations(TorchDispatchMode):
                     tensor.copy_(new)
 
 
-def _is_view(output: Any, inputs: Any) -> bool:
+def is_view(output: Any, inputs: Any) -> bool:
     """Whether an operation has only looked at the memory of its inputs."""
     known = {x.untyped_storage().data_ptr() for x in pytree.tree_leaves(inputs) if isinstance(x, Tensor)}
     found = [x.untyped_storage().data_ptr() for x in pytree.tree_leaves(output) if isinstance(x, Tensor)]

@@ -1,0 +1,97 @@
+"""The RMSNorms of a family's model as one kernel each, with the residual sum before them, for the length of a step.
+
+A family's norm is eight small operations (casts, square, mean, root, products). Here each instance that is known gets a
+forward of its own and loses it at the end: classes, weights, saved files, training and compiled models know nothing of
+it. Norms with hooks or with sharded weights keep their own, and in a model of which a module is compiled or has a
+replaced forward all do: compiled code would not notice that a sum has been put off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from deltanet_hf.decoding.deferred_sum import DeferredSum
+from deltanet_kernels import rms_norm
+
+
+class Form(NamedTuple):
+    """How a class of norms rounds and multiplies; see `deltanet_kernels.rms_norm`."""
+
+    offset: float
+    round_first: bool
+
+
+LLAMA, OLMO, GEMMA = Form(0.0, True), Form(0.0, False), Form(1.0, False)
+FORMS = {
+    "LlamaRMSNorm": LLAMA,
+    "MistralRMSNorm": LLAMA,
+    "Qwen2RMSNorm": LLAMA,
+    "Qwen3RMSNorm": LLAMA,
+    "GraniteRMSNorm": LLAMA,
+    "SmolLM3RMSNorm": LLAMA,
+    "Phi3RMSNorm": LLAMA,
+    "Olmo2RMSNorm": OLMO,
+    "Olmo3RMSNorm": OLMO,
+    "Gemma2RMSNorm": GEMMA,
+    "Gemma3RMSNorm": GEMMA,
+    "Qwen3_5RMSNorm": GEMMA,
+}
+"""By the name of the class in transformers; one that is missing is computed by its own forward."""
+
+
+@contextmanager
+def fused_norms(model: nn.Module) -> Iterator[None]:
+    """Calls of `model` in this thread compute its norms by one kernel each; with gradients nothing changes."""
+    if torch.is_grad_enabled() or any(_is_replaced(module) for module in model.modules()):
+        yield
+        return
+    with DeferredSum() as sums:
+        norms = [(norm, form) for norm in model.modules() if (form := form_of(norm)) is not None]
+        for norm, form in norms:
+            norm.__dict__["forward"] = _fused(norm, form, sums)
+        try:
+            yield
+        finally:
+            for norm, _ in norms:
+                norm.__dict__.pop("forward", None)
+
+
+def form_of(norm: nn.Module) -> Form | None:
+    """The form of a norm that can be computed here; None for any other module."""
+    kind, held = type(norm), norm.__dict__
+    form = FORMS.get(kind.__name__)
+    if form is None or not kind.__module__.startswith("transformers.models."):
+        return None
+    if held["_forward_hooks"] or held["_forward_pre_hooks"]:
+        return None
+    return form if type(held["_parameters"]["weight"]) is nn.Parameter else None
+
+
+def _is_replaced(module: nn.Module) -> bool:
+    """Whether a call does not go to the forward of the module's class, or goes there by way of a compiler."""
+    held = module.__dict__
+    return "forward" in held or held.get("_compiled_call_impl") is not None
+
+
+def _fused(norm: nn.Module, form: Form, sums: DeferredSum) -> Callable[[Tensor], Tensor]:
+    weight = norm.get_parameter("weight")
+    eps = float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)  # type: ignore[arg-type]
+
+    def forward(x: Tensor) -> Tensor:
+        added = sums.take(x)
+        if torch.is_grad_enabled() or type(x) is not Tensor or (form.round_first and x.dtype != weight.dtype):
+            if added is not None:
+                added.write()
+            y: Tensor = type(norm).forward(norm, x)
+        elif added is None:
+            y = rms_norm(x, weight, eps, **form._asdict())
+        else:
+            y = rms_norm(added.x, weight, eps, **form._asdict(), residual=added.residual, total=added.total)
+        return y
+
+    return forward
