@@ -8,6 +8,7 @@ from collections.abc import Callable
 import typer
 
 from deltanet_hf.errors import QualityError, UserError
+from deltanet_kernels.installed_versions import TooOldError
 
 # Optional packages by top-level module, and the extra of deltanet-hf that installs each.
 EXTRAS = {
@@ -34,13 +35,13 @@ def run_command(command: Callable[[], object]) -> None:
 def exit_with(error: Exception) -> None:
     """Print an expected exception as one line and exit with its code; return if the exception is unexpected.
 
-    Expected are `UserError`, `QualityError` and the absence of a package that an extra installs.
+    Expected are `UserError`, `QualityError`, a package that is too old, and the absence of one that an extra installs.
     """
     if isinstance(error, ModuleNotFoundError):
         package = (error.name or "").partition(".")[0]
         if package in EXTRAS:
             error = UserError(f"{package} is not installed; run pip install 'deltanet-hf[{EXTRAS[package]}]'")
-    if isinstance(error, UserError):
+    if isinstance(error, UserError | TooOldError):
         typer.echo(f"error: {error}", err=True)
         sys.exit(2)
     if isinstance(error, QualityError):

@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from deltanet_hf.errors import QualityError, UserError, one_line
+from deltanet_hf.models.families import caps_scores
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
@@ -49,12 +50,16 @@ def load_model(name: str, folder: Path, dtype: torch.dtype | str, **options: Any
 
     Args:
         dtype: of the weights; "auto" for those of the folder.
-        options: further arguments of `from_pretrained`.
+        options: further arguments of `from_pretrained`. Eager attention takes the place of SDPA in a model that caps
+            scores, because SDPA has no cap.
 
     Raises:
         UserError: transformers cannot load it, or weights are missing.
     """
     with _one_line_errors(name, "the model", "give the folder that `deltanet-hf convert` wrote, or copy it again"):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        if caps_scores(config) and options.get("attn_implementation", "sdpa") == "sdpa":
+            options["attn_implementation"] = "eager"
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, trust_remote_code=False, use_safetensors=True, output_loading_info=True, **options
         )

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.models.families import FAMILIES, PREFIX, Family, family_of
+from deltanet_hf.models.families import FAMILIES, PREFIX, Family, caps_scores, family_of
 
 from .config_numbers import check_numbers
 from .storage.safetensors_folder import Checkpoint, read_json
@@ -70,7 +70,7 @@ def meta_model(cls: type[PreTrainedModel], config: PreTrainedConfig, dtype: torc
 
 def attention_implementation(config: PreTrainedConfig) -> str:
     """PyTorch's own attention (SDPA); eager attention for families that cap scores, because SDPA has no cap."""
-    return "sdpa" if getattr(config, "attn_logit_softcapping", None) is None else "eager"
+    return "eager" if caps_scores(config) else "sdpa"
 
 
 def tied_names(model: PreTrainedModel) -> set[str]:

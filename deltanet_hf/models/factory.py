@@ -20,7 +20,7 @@ from deltanet_hf.mixers import FLOAT32_NAMES
 from deltanet_hf.mixers.stateful import Stateful
 from deltanet_hf.mixers.window import announce
 from deltanet_hf.models.assisted import AssistedGeneration
-from deltanet_hf.models.families import FAMILIES, Family
+from deltanet_hf.models.families import FAMILIES, Family, caps_scores
 from deltanet_hf.models.hub_repository import upload_with_companions
 from deltanet_hf.models.layers import LayerTable
 from deltanet_hf.models.peft_defaults import register_peft_defaults
@@ -115,6 +115,8 @@ def model_class(model_type: str) -> type[PreTrainedModel]:
         "__doc__": f"{base.__name__} with layers as `config.deltanet` says (`LayerTable`).",
         "config_class": config_class(model_type),
         "_keep_in_fp32_modules_strict": list(FLOAT32_NAMES),
+        # transformers before 5.21 runs SDPA without the cap that the config demands.
+        "_supports_sdpa": base._supports_sdpa and not caps_scores(family.config_class),
         "__init__": __init__,
         "initialize_weights": initialize_weights,
         "register_for_auto_class": no_code_beside_the_shim,

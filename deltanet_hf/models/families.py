@@ -59,6 +59,11 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+def caps_scores(config: PreTrainedConfig | type[PreTrainedConfig]) -> bool:
+    """Whether softmax scores are capped, as C tanh(s / C) (Gemma 2). PyTorch's attention (SDPA) has no cap."""
+    return getattr(config, "attn_logit_softcapping", None) is not None
+
+
 def family_of(model_type: str) -> Family:
     """The row for a teacher's (or a converted model's) `model_type`; UserError with the supported list otherwise."""
     family = FAMILIES.get(model_type.removeprefix(PREFIX))

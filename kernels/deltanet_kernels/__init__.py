@@ -1,5 +1,9 @@
 """Operators of Gated DeltaNet: PyTorch on CPU, Triton on CUDA. Imports only torch and triton."""
 
+from deltanet_kernels.installed_versions import require
+
+require("torch", "triton")  # before their first import, which an old version may break in its own way
+
 from deltanet_kernels.channel_gates.operators import (
     chunk_channel_gated_delta_rule,
     fused_recurrent_channel_gated_delta_rule,

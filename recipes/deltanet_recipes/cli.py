@@ -107,8 +107,11 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
-        from deltanet_hf.exit_codes import exit_with  # imports torch and transformers, which `--help` does not need
-
+        try:
+            from deltanet_hf.exit_codes import exit_with  # imports torch and transformers; `--help` does not need them
+        except ImportError as unusable:  # one of the two is missing or too old
+            typer.echo(f"error: {unusable}", err=True)
+            sys.exit(2)
         exit_with(error)
         raise
 

@@ -45,7 +45,7 @@ def test_conversion_of_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert [file.name for file in tmp_path.iterdir() if file.name.startswith(".")] == []
 
 
-TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *bytes_to_unicode().values(), "12"]
+TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *bytes_to_unicode().values(), "12", "123"]
 NO_BIAS = {"attention_bias": False, "mlp_bias": False}
 GEMMA = {"layer_types": None, "tie_word_embeddings": True}
 # Architectures whose tensors llama.cpp stores in different ways, and options of the family in transformers.
@@ -89,7 +89,9 @@ def write_family(path: Path, label: str, leave_out: str = "", add: str = "") -> 
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(TOKENS)
     writer.add_token_types([3, 3, 3] + [1] * (len(TOKENS) - 3))
-    writer.add_token_merges(["1 2"])
+    writer.add_token_scores([0.0] * len(TOKENS))  # transformers 5.17 needs them for Gemma, and a first token's id
+    writer.add_token_merges(["1 2", "12 3"])
+    writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_pad_token_id(0)
     arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)

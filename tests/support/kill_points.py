@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pathlib
 import shutil
 import signal
 import sys
@@ -144,6 +145,10 @@ def instrument(at_call: Callable[[int], bool], *, after: bool) -> list[int]:
 
     for name in CHANGES:
         setattr(os, name, wrap(getattr(os, name)))
+    accessor = getattr(pathlib, "_normal_accessor", None)  # Python 3.10: what `Path.unlink` and others call
+    for name in CHANGES:
+        if hasattr(accessor, name):
+            setattr(accessor, name, getattr(os, name))
     return counter
 
 

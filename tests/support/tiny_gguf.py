@@ -17,9 +17,9 @@ def permuted(weight: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def write_gguf(path: Path) -> dict[str, torch.Tensor]:
-    """Writes a tiny Llama with a byte-level tokenizer that merges '1' and '2'; returns some weights by HF name."""
+    """Writes a tiny Llama with a byte-level tokenizer that merges 1, 2 and 3; returns some weights by HF name."""
     torch.manual_seed(0)
-    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *bytes_to_unicode().values(), "12"]
+    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *bytes_to_unicode().values(), "12", "123"]
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(LAYERS)
     writer.add_context_length(128)
@@ -35,7 +35,7 @@ def write_gguf(path: Path) -> dict[str, torch.Tensor]:
     writer.add_tokenizer_pre("smollm")
     writer.add_token_list(tokens)
     writer.add_token_types([3, 3, 3] + [1] * (len(tokens) - 3))
-    writer.add_token_merges(["1 2"])
+    writer.add_token_merges(["1 2", "12 3"])  # transformers 5.17 takes a list of one merge for text
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     kept: dict[str, torch.Tensor] = {}

@@ -27,7 +27,7 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from deltanet_convert.calibration_text import read_text
 from deltanet_convert.convert import convert
@@ -35,6 +35,7 @@ from deltanet_convert.job import prepare
 from deltanet_convert.options import ConvertOptions
 from deltanet_hf.data import with_prefix
 from deltanet_hf.exit_codes import run_command
+from deltanet_hf.loading import load_model
 
 WINDOW_TOKENS = 1024
 STARTS: dict[str, dict[str, Any]] = {
@@ -100,7 +101,7 @@ def main(
     ids = eval_windows(eval_file, model, windows)
     title = f"{model.name}, --layers {layers}, {len(ids)} windows"
     table = Table("options", "relative MSE", "perplexity", "KL to the teacher", "conversion, s", title=title)
-    teacher = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    teacher = load_model(str(model), model, torch.float32)
     table.add_row("softmax teacher", "-", f"{measure(teacher, teacher, ids, 'teacher')[0]:.2f}", "0", "-")
     for name, start in STARTS.items():
         with tempfile.TemporaryDirectory() as folder:
@@ -109,7 +110,7 @@ def main(
             begin = time.perf_counter()
             report = convert(prepare(str(model), out, options), lambda *_: None)
             seconds = time.perf_counter() - begin
-            student = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+            student = load_model(name, out, torch.float32)
             found, kl = measure(student, teacher, ids, name)
         errors = [layer["relative_mse"] for layer in report["layers"]]
         table.add_row(name, f"{sum(errors) / len(errors):.3f}", f"{found:.1f}", f"{kl:.3f}", f"{seconds:.0f}")

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from deltanet_hf.errors import UserError, one_line
 from deltanet_hf.models.families import FAMILIES
+from deltanet_kernels.installed_versions import require
 
 from ..teacher_model import meta_model, tied_names
 from .safetensors_folder import BLOCK_ELEMENTS
@@ -48,7 +49,9 @@ class GgufTeacher:
         Raises:
             UserError: the file is damaged or of a family that is not supported, or its tensors do not fit its config.
             ModuleNotFoundError: the package `gguf` is missing.
+            TooOldError: it is too old.
         """
+        require("gguf")
         from gguf import GGUFReader  # without it, transformers raises an error that does not name the extra
         from transformers import AutoConfig, AutoTokenizer
 

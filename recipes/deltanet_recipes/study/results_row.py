@@ -23,12 +23,11 @@ import numpy as np
 import torch
 import typer
 from torch import nn
-from transformers import AutoModelForCausalLM
 
-import deltanet_hf  # noqa: F401  (registers the converted families)
 from deltanet_hf.evaluation.measures.continuations import TokenRequest, exact_match
 from deltanet_hf.evaluation.measures.scores import Score, mean_score, perplexity_score
 from deltanet_hf.evaluation.measures.text_scores import repeat_means, window_means
+from deltanet_hf.loading import load_model
 from deltanet_hf.mixers.window import restrict_to_window
 from deltanet_recipes.training.model_pair import place
 
@@ -99,8 +98,8 @@ def load_for_measure(folder: str, device: torch.device, window: bool = False) ->
         window: put softmax layers under a window of 64 tokens + 4 sinks.
     """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
-    return place(restrict_to_window(model) if window else model, device).eval()
+    model = load_model(folder, Path(folder), dtype, attn_implementation="sdpa")
+    return place(restrict_to_window(model) if window else model, device)
 
 
 def append_rows(path: Path, rows: list[dict[str, Any]], order: Sequence[str] = ()) -> None:
