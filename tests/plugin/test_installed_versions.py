@@ -20,7 +20,7 @@ from deltanet_kernels import installed_versions
 from deltanet_kernels.installed_versions import OLDEST, TooOldError, require
 
 ROOT = Path(__file__).resolve().parents[2]
-NOT_IN_THE_SUITE = ("hatchling", "mypy", "pre-commit", "ruff")
+NOT_IN_THE_SUITE = ("hatchling", "mypy", "pre-commit", "ruff", "vllm")
 
 
 def lower_bounds() -> dict[str, str]:
