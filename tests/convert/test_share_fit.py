@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deltanet_convert.start import gate_fit
+from deltanet_convert.start import gate_fit, share_fit
 from deltanet_convert.start.calibration import LayerCalibration
 from deltanet_convert.start.copy_weights import copy_attention
 from deltanet_convert.start.gate_fit import GateFit, search_memory
@@ -22,7 +22,7 @@ from deltanet_hf.mixers.window_branch import WindowBranch
 from support.blank_layers import blank_layer, layer_inputs
 from support.tiny_models import tiny_teacher
 
-HEADS, KV_HEADS, SIZE, TOKENS = 6, 2, 8, 40  # more heads than `missed_scores` takes at once
+HEADS, KV_HEADS, SIZE, TOKENS = 6, 2, 8, 40
 
 
 @pytest.fixture(autouse=True)
@@ -69,6 +69,27 @@ def masks(family_window: int | None, window: int, sinks: int) -> tuple[Tensor, T
     if family_window is not None:
         sees = sees & (distance < family_window)
     return sees, sees & (distance >= window) & (place >= sinks)
+
+
+@pytest.mark.parametrize(
+    ("family_window", "scaling", "softcap"), [(None, None, None), (None, 0.8, 1.5), (15, None, None)]
+)
+@pytest.mark.parametrize("at_once", [1, 7, TOKENS])
+@torch.no_grad()
+def test_missed_scores_by_definition(
+    family_window: int | None,
+    scaling: float | None,
+    softcap: float | None,
+    at_once: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(share_fit, "QUERIES_AT_ONCE", at_once)
+    made, (q, k, _) = branch(family_window, scaling, softcap), inputs()
+    _, misses = masks(family_window, made.window, made.sinks)
+    scores = torch.einsum("nthd,nshd->nths", q, k.repeat_interleave(HEADS // KV_HEADS, dim=2)).double() * made.scale
+    scores = scores if softcap is None else softcap * (scores / softcap).tanh()
+    sums = (scores.exp() * misses[:, None]).sum(-1) / misses.sum(-1)[:, None]
+    torch.testing.assert_close(missed_scores(made, q, k), sums.log().float(), equal_nan=True)
 
 
 @pytest.mark.parametrize(

@@ -305,15 +305,18 @@ def descend(fit: GateFit, samples: Samples) -> None:
         for name, parameter in fit.named_parameters()
     ]
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.95))
+    columns = fit.layer[0].o_proj.weight.detach()
+    metric = columns.T @ columns  # the scalar product in which the error of all heads is the output's
     size = torch.stack([s.output.square().mean() for s in samples.kept]).mean().clamp_min(1e-30)
     with torch.enable_grad():
         for factor, index in _schedule(len(samples)):
             for group in optimizer.param_groups:
                 group["lr"] = group["peak"] * factor
             sample = samples[index]
-            loss = (fit(sample) - sample.output).square().mean() / size
+            missed = (fit.heads(sample) - sample.heads).flatten(-2)
             optimizer.zero_grad()
-            loss.backward()
+            # The gradient of (missed @ metric * missed).sum() by one product; autograd would take two through o_proj.
+            missed.backward(missed.detach() @ metric * (2 / (sample.output.numel() * size)))
             optimizer.step()
 
 

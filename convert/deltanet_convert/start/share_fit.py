@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from deltanet_hf.mixers.window_branch import WindowBranch
 
 RIDGE = 1e-2  # of the regression, relative to the mean square of a component
-HEADS_AT_ONCE = 4  # whose scores [T, T] are in memory
+QUERIES_AT_ONCE = 128  # whose scores are in memory
 
 
 class ShareFit(nn.Module):
@@ -59,22 +59,31 @@ def missed_scores(branch: WindowBranch, q: Tensor, k: Tensor) -> Tensor:
     Args:
         q, k: [n, T, H, D] and [n, T, key/value heads, D], as softmax attention sees them.
     """
-    length, groups = q.shape[1], q.shape[2] // k.shape[2]
-    place = torch.arange(length)
-    distance = place[:, None] - place
-    missed = (distance >= branch.window) & (place >= branch.sinks)
-    if branch.family_window is not None:
-        missed &= distance < branch.family_window
-    k = k.repeat_interleave(groups, dim=2)
-    parts = []
-    for q_part, k_part in zip(q.split(HEADS_AT_ONCE, dim=2), k.split(HEADS_AT_ONCE, dim=2), strict=True):
-        scores = torch.einsum("nthd,nshd->nhts", q_part, k_part) * branch.scale
+    length, heads = q.shape[1:3]
+    states = k.shape[2]
+    rows = q.unflatten(2, (states, -1)).permute(0, 2, 3, 1, 4)  # [n, states, H / states, T, D]
+    columns = k.permute(0, 2, 3, 1)  # [n, states, D, T]
+    mean = q.new_full((len(q), length, heads), torch.nan)
+    for start in range(0, length, QUERIES_AT_ONCE):
+        stop = min(start + QUERIES_AT_ONCE, length)
+        # No other keys are missed by one of these queries.
+        first = branch.sinks if branch.family_window is None else max(branch.sinks, start - branch.family_window + 1)
+        last = max(first, stop - branch.window)
+        query, key = torch.arange(start, stop)[:, None], torch.arange(first, last)
+        missed = query - key >= branch.window
+        if branch.family_window is not None:
+            missed &= query - key < branch.family_window
+        count = missed.sum(-1)
+        if not bool(count.any()):
+            continue
+        part = rows[..., start:stop, :]
+        scores = ((part * branch.scale).flatten(2, 3) @ columns[..., first:last]).unflatten(2, part.shape[2:4])
         if branch.softcap is not None:
             scores = branch.softcap * (scores / branch.softcap).tanh()
-        parts.append(scores.masked_fill(~missed, -torch.inf).logsumexp(-1).transpose(1, 2))
-    count = missed.sum(-1)
-    mean = torch.cat(parts, dim=2) - count.log()[:, None]
-    return mean.masked_fill((count == 0)[:, None], torch.nan)
+        sums = scores.masked_fill_(~missed, -torch.inf).logsumexp(-1) - count.log()
+        sums = sums.masked_fill(count == 0, torch.nan)
+        mean[:, start:stop] = sums.flatten(1, 2).transpose(1, 2)
+    return mean
 
 
 def _regression(f: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:

@@ -94,13 +94,14 @@ def _backward_op(
     erase_key: torch.Tensor | None,
     erase: str,
     chunk: int,
+    gates_only: bool,
 ) -> tuple[
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
 ]:  # fmt: skip
-    """Gradients of q, k, v, g, beta, the erase key (empty without one) and the initial state."""
+    """Gradients of q, k, v, g, beta, the erase key (empty without one) and the initial state; see `backward`."""
     with no_autocast(q.device):
         s = Sizes.of(q, k, v, scale, normalize, erase, chunk)
-        grads, dstate = backward(s, (q, k, v, g, beta, erase_key), states, values, do, dfinal)
+        grads, dstate = backward(s, (q, k, v, g, beta, erase_key), states, values, do, dfinal, gates_only)
     return (*grads, dstate)
 
 
@@ -120,11 +121,13 @@ def _backward_fake(
     erase_key: torch.Tensor | None,
     erase: str,
     chunk: int,
+    gates_only: bool,
 ) -> tuple[
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
 ]:  # fmt: skip
-    dq, dk, dv, dg, dbeta = (x.new_empty(x.shape) for x in (q, k, v, g, beta))
-    dp = q.new_empty((0,) if erase_key is None else erase_key.shape)
+    dq, dk, dv = (x.new_empty((0,) if gates_only else x.shape) for x in (q, k, v))
+    dg, dbeta = g.new_empty(g.shape), beta.new_empty(beta.shape)
+    dp = q.new_empty((0,) if erase_key is None or gates_only else erase_key.shape)
     return dq, dk, dv, dg, dbeta, dp, dfinal.new_empty(dfinal.shape)
 
 
@@ -138,9 +141,12 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
 
 def _autograd(ctx: Any, do: torch.Tensor, dfinal: torch.Tensor, *_: Any) -> tuple[Any, ...]:
     *saved, erase_key = ctx.saved_tensors
-    *grads, dp, dstate = _backward_op(*saved, do, dfinal, *ctx.rule, erase_key, *ctx.form)
-    state, key = dstate if ctx.has_state else None, dp if ctx.has_key else None
-    return (*grads, state, None, None, None, key, None, None)
+    needed = ctx.needs_input_grad  # without the last arguments if they have their defaults
+    gates_only = not any(needed[:3]) and not (ctx.has_key and needed[9])
+    dq, dk, dv, dg, dbeta, dp, dstate = _backward_op(*saved, do, dfinal, *ctx.rule, erase_key, *ctx.form, gates_only)
+    state, key = dstate if ctx.has_state else None, dp if ctx.has_key and not gates_only else None
+    inputs = (None, None, None) if gates_only else (dq, dk, dv)
+    return (*inputs, dg, dbeta, state, None, None, None, key, None, None)
 
 
 _forward_op.register_autograd(_autograd, setup_context=_setup_context)

@@ -16,6 +16,9 @@ and then, for all chunks of a block at once, with Y = D * Q K^T, A = D_p * P K^T
 dg_t collects, for every factor e^{G_i - G_j} with i >= t > j, its value times its gradient; summing exactly
 these terms, instead of differences of sums over i and over j, avoids cancellation. If the prediction is undecayed,
 row i of A and of gamma_p holds e^{G_{i-1}}. Shapes as in cpu_forward.py.
+
+Where only gates learn, as in the fit of a conversion, dg and dbeta are all that is computed: of dQ, dK and dP they read
+the terms that contain a state, and those within a chunk are left out.
 """
 
 from typing import NamedTuple
@@ -43,12 +46,17 @@ def backward(
     all_values: torch.Tensor,
     do: torch.Tensor,
     dfinal: torch.Tensor,
+    gates_only: bool = False,
 ) -> tuple[Gradients, torch.Tensor]:
-    """Gradients of q, k, v, g, beta and the erase key, and of the initial state [B, HV, K, V]."""
+    """Gradients of q, k, v, g, beta and the erase key, and of the initial state [B, HV, K, V].
+
+    With `gates_only`, those of q, k, v and the erase key are empty.
+    """
     q, k, v, g, beta, erase_key = inputs
     N = s.N
     ws = Workspace(s.dtype, v.device)
-    grads = Gradients(*(q.new_empty(0) if x is None else q.new_empty(x.shape, dtype=x.dtype) for x in inputs))
+    wanted = (None, None, None, g, beta, None) if gates_only else inputs
+    grads = Gradients(*(q.new_empty(0) if x is None else q.new_empty(x.shape, dtype=x.dtype) for x in wanted))
     current = torch.empty(N, s.K, s.V, dtype=s.dtype, device=v.device)
     current.copy_(dfinal.reshape(N, s.K, s.V))
     for block in reversed(s.blocks()):
@@ -83,7 +91,7 @@ def backward(
             if s.reads:
                 torch.mul(dW_of[m], factor_of[m], out=rows_v)
                 dS_of[m].baddbmm_(p_of[m].mT, rows_v, alpha=-1.0)
-        _parallel(s, block, ws, p, v, states, values, dout, dout_in, dwanted, dstates, grads)
+        _parallel(s, block, ws, p, v, states, values, dout, dout_in, dwanted, dstates, grads, gates_only)
     return grads, current.view(s.B, s.HV, s.K, s.V)
 
 
@@ -100,6 +108,7 @@ def _parallel(
     dwanted: torch.Tensor,
     dstates: torch.Tensor,
     grads: Gradients,
+    gates_only: bool,
 ) -> None:
     """Compute the gradients of a block that require no loop over chunks, into `grads`."""
     _, M, C = block
@@ -113,15 +122,18 @@ def _parallel(
     dscores = torch.bmm(dout, values.mT, out=ws.get("dscores", n, s.R * C, C))
     pair = torch.mul(dscores, p.scores, out=ws.get("pair", n, s.R * C, C)).view(n, s.R, C, C)
     pair = pair.sum(1) if s.R > 1 else pair.squeeze(1)
-    dscores.view(n, s.R, C, C).mul_(p.decay)
+    if not gates_only:
+        dscores.view(n, s.R, C, C).mul_(p.decay)
 
     dq = torch.bmm(dout_in, states.mT, out=ws.get("dq", n, s.R * C, s.K))
     read = row_dot(dq, p.q).view(n, s.R, C, 1).sum(1)
-    dq.baddbmm_(dscores, p.k)
+    if not gates_only:
+        dq.baddbmm_(dscores, p.k)
 
     dk = torch.bmm(values, dstates.mT, out=ws.get("dk", n, C, s.K)).mul_(p.rev)
     written = row_dot(dk, p.k)
-    dk.baddbmm_(dscores.mT, p.q)
+    if not gates_only:
+        dk.baddbmm_(dscores.mT, p.q)
 
     by_head = (M, s.B, s.HV, C, s.V)
     dbeta = row_dot(dwanted.view(by_head), block.view(v)).view(n, C, 1)
@@ -131,7 +143,7 @@ def _parallel(
         dbeta -= predicted
         if own:
             dp.mul_(p.beta * p.gamma_p).neg_()
-        else:
+        elif not gates_only:
             dk.addcmul_(dp, p.beta * p.gamma_p, value=-1.0)
         predicted.mul_(p.beta)
         read -= _row_after(predicted) if s.erase == "undecayed" else predicted
@@ -143,15 +155,14 @@ def _parallel(
             pair -= _row_after(inner.mul_(p.beta))
         else:
             pair.addcmul_(inner, p.beta, value=-1.0)
-        x.mul_(p.decay_p.squeeze(1)).mul_(p.beta)
+        if not gates_only:
+            x.mul_(p.decay_p.squeeze(1)).mul_(p.beta)
         if own:
             dk.baddbmm_(x.mT, p.p, alpha=-1.0)
             dp.baddbmm_(x, p.k, alpha=-1.0)
-        else:
+        elif not gates_only:
             dk.baddbmm_(torch.add(x, x.mT, out=ws.get("system", n, C, C)), p.k, alpha=-1.0)
     pair.tril_(-1)
-    torch.mul(dwanted.view(by_head), p.beta.view(M, s.B, s.HV, C, 1), out=dwanted.view(by_head))
-    block.view(grads.v).copy_(dwanted.view(by_head))
 
     earlier = torch.ones(C, C, dtype=s.dtype, device=v.device).triu_(1).expand(n, C, C)
     across = torch.bmm(pair, earlier, out=ws.get("gram", n, C, C)).tril_()  # sum over j < t of pair_ij, for i >= t
@@ -162,6 +173,10 @@ def _parallel(
     dg += carried * p.last
     block.view(grads.g.unsqueeze(-1)).copy_(dg.view(M, s.B, s.HV, C, 1))
     block.view(grads.beta.unsqueeze(-1)).copy_(dbeta.view(M, s.B, s.HV, C, 1))
+    if gates_only:
+        return
+    torch.mul(dwanted.view(by_head), p.beta.view(M, s.B, s.HV, C, 1), out=dwanted.view(by_head))
+    block.view(grads.v).copy_(dwanted.view(by_head))
     if own:
         _write(dp, grads.erase_key, block, s.B)
     if s.normalize:
