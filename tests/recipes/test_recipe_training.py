@@ -280,13 +280,14 @@ def test_two_processes_equal_one(workplace: Path, tmp_path: Path, sharding: str)
 
 
 @pytest.mark.slow
-def test_two_processes_align_layer_by_layer_like_one(workplace: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sharding", ["none", "fsdp2"])
+def test_two_processes_align_layer_by_layer_like_one(workplace: Path, tmp_path: Path, sharding: str) -> None:
     """`micro_batch_rows` may exceed the rows that a process has of a step."""
     stages = [{**ALIGN, "mode": "layerwise", "tokens": 512, "cached_tokens": 256, "micro_batch_rows": 2}]
     expected = train(workplace, tmp_path / "a" / "run", stages)
     (tmp_path / "b").mkdir()
     recipe = write_recipe(tmp_path / "b", recipe_tree(workplace, stages, output=str(tmp_path / "b" / "run")))
-    process = start(recipe, processes=2)
+    process = start(recipe, f"engine.sharding={sharding}", processes=2)
     _, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors.decode()[-2000:]
     for one, two in zip(losses(expected), losses(read_log(tmp_path / "b" / "run")), strict=True):

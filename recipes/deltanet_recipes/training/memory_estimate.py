@@ -16,13 +16,14 @@ from typing import Any
 from torch import nn
 
 from deltanet_recipes.schema import Align, DistilBase, Recipe, Stage, stage_name
-from deltanet_recipes.training.adapters import adapter_weights, stage_targets
+from deltanet_recipes.training.adapters import adapter_weights, mixers_in_full, stage_targets
 from deltanet_recipes.training.feeds import micro_batch_rows
 from deltanet_recipes.training.flops import attention_weights, head_dim
 from deltanet_recipes.training.model_pair import decoder_layers, mixers, output_weight
+from deltanet_recipes.training.optim import SMALL
 from deltanet_recipes.training.runtime import Runtime
 
-LOGIT_BYTES = {True: 12, False: 40}
+LOGIT_BYTES = {True: 12, False: 48}
 """Bytes per token of a chunk and word of the vocabulary, compiled and eager: logits of both models, their
 log-probabilities, and the gradient. Compiled, it follows from runs on an H200 (tests/recipes/test_recipe_memory.py)."""
 MUON_BYTES = 10  # per weight of one shape: momentum with look-ahead, and the matrices of the iteration in bfloat16
@@ -76,7 +77,7 @@ def expected_memory(stage: Stage, recipe: Recipe, student: nn.Module, runtime: R
         return Memory(
             weights=width * largest + _trained_bytes(one, width),
             gradients=4 * one,
-            optimizer=_optimizer_bytes(stage, one, one // 4),
+            optimizer=_optimizer_bytes(stage, one, [next(iter(converted.values()))] if converted else []),
             activations=per_mixer + given,
         )
     sharded = recipe.engine.sharding == "fsdp2"
@@ -87,7 +88,7 @@ def expected_memory(stage: Stage, recipe: Recipe, student: nn.Module, runtime: R
         return Memory(
             weights=(width * teacher_layers + _trained_bytes(trained, width)) // shards + width * outside,
             gradients=4 * trained // shards,
-            optimizer=_optimizer_bytes(stage, trained, _largest_group(list(converted.values()))) // shards,
+            optimizer=_optimizer_bytes(stage, trained, list(converted.values())) // shards,
             activations=given + per_mixer * (1 if recompute else kept),
             gathered=_gathered(layers, converted, width) if sharded else 0,
         )
@@ -96,7 +97,7 @@ def expected_memory(stage: Stage, recipe: Recipe, student: nn.Module, runtime: R
     if recompute:
         copies //= len(layers)
     frozen = max(0, _size(student) - before - _replaced(stage, student, trained))
-    own = width * frozen + 4 * (before + trained) + copies
+    own = output_weight(student).element_size() * frozen + 4 * (before + trained) + copies
     with_teacher = stage.top_k is None
     activations = sum(_layer_values(student, index) for index in range(len(layers))) * micro * width
     if recompute:
@@ -105,10 +106,12 @@ def expected_memory(stage: Stage, recipe: Recipe, student: nn.Module, runtime: R
         activations += len(layers) * hidden * micro * width  # the teacher's states
     windowed = stage.recall_weight > 0  # the logits of one more pass of the teacher
     values = min(stage.loss_chunk, micro) * output_weight(student).shape[0]
+    in_full = [layers] if stage.train == "full" else mixers_in_full(student, stage)
+    adapters = adapter_weights(student, stage) if stage.lora.rank > SMALL else 0
     return Memory(
         weights=(own + width * teacher_layers * with_teacher) // shards + width * outside * with_teacher,
         gradients=4 * trained // shards,
-        optimizer=_optimizer_bytes(stage, trained, _largest_group([layers])) // shards,
+        optimizer=_optimizer_bytes(stage, trained, in_full, adapters) // shards,
         activations=activations,
         logits=values * (LOGIT_BYTES[bool(runtime.compile)] + 4 * windowed),
         gathered=_gathered(layers, converted, width) + width * outside if sharded else 0,
@@ -120,20 +123,22 @@ def _trained_bytes(weights: int, width: int) -> int:
     return weights * (4 if width == 4 else 6)
 
 
-def _optimizer_bytes(stage: Stage, trained: int, largest: int) -> int:
-    """The optimiser's state; Muon, which updates matrices of one shape at once, also holds the `largest` of these."""
-    return 4 * trained + MUON_BYTES * largest if stage.optimizer.name == "muon" else 8 * trained
+def _optimizer_bytes(stage: Stage, trained: int, in_full: list[nn.Module], adapters: int = 0) -> int:
+    """The optimiser's state: 8 bytes per weight of AdamW, 4 of Muon, which updates all matrices of one shape at once.
 
-
-def _largest_group(modules: list[nn.Module]) -> int:
-    """The number of weights in linear layers of the most frequent shape, by size."""
+    Args:
+        in_full: the modules whose weights are trained themselves.
+        adapters: weights of adapters that are matrices to Muon.
+    """
+    if stage.optimizer.name == "adamw":
+        return 8 * trained
     groups: dict[tuple[int, ...], int] = {}
-    for module in modules:
-        for part in module.modules():
-            if isinstance(part, nn.Linear):
-                shape = tuple(part.weight.shape)
-                groups[shape] = groups.get(shape, 0) + part.weight.numel()
-    return max(groups.values(), default=0)
+    for part in {part for module in in_full for part in module.modules() if isinstance(part, nn.Linear)}:
+        shape = tuple(part.weight.shape)
+        if min(shape) > SMALL:
+            groups[shape] = groups.get(shape, 0) + part.weight.numel()
+    matrices = sum(groups.values()) + adapters
+    return 4 * matrices + 8 * (trained - matrices) + MUON_BYTES * max(groups.values(), default=0)
 
 
 def _trained_before(stage: DistilBase, recipe: Recipe, student: nn.Module) -> int:
