@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -277,6 +278,30 @@ def test_two_processes_equal_one(workplace: Path, tmp_path: Path, sharding: str)
     one_final, two_final = (weights(tmp_path / part / "run" / "final") for part in "ab")
     for name in one_final:
         torch.testing.assert_close(one_final[name], two_final[name], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_sharded_weights_of_two_dtypes_train_like_one_process(workplace: Path, tmp_path: Path) -> None:
+    """Frozen weights are bfloat16, as they are stored, trained ones float32, and merged ones float32 and frozen."""
+    shutil.copytree(workplace, tmp_path / "models")
+    student = AutoModelForCausalLM.from_pretrained(workplace / "student", dtype=torch.bfloat16)
+    student.save_pretrained(tmp_path / "models" / "student")
+    distil = {**DISTIL, "tokens": 512, "micro_batch_rows": 1}
+    stages = [distil, {**distil, "kind": "long"}]
+    engine = {"device": "cpu", "threads": 1, "precision": "bf16"}
+    expected = train(tmp_path / "models", tmp_path / "a" / "run", stages, engine=engine)
+    (tmp_path / "b").mkdir()
+    tree = recipe_tree(tmp_path / "models", stages, output=str(tmp_path / "b" / "run"), engine=engine)
+    process = start(write_recipe(tmp_path / "b", tree), "engine.sharding=fsdp2", processes=2)
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors.decode()[-2000:]
+    found = losses(read_log(tmp_path / "b" / "run"))
+    assert [row[:2] for row in found] == [row[:2] for row in losses(expected)]
+    for one, two in zip(losses(expected), found, strict=True):
+        assert one[2] == pytest.approx(two[2], rel=0.01)
+    kept = load_file(tmp_path / "b" / "run" / "stages" / "00-distil.safetensors")
+    assert "model.embed_tokens.weight" not in kept  # not trained, so not saved
+    assert any(".mlp." in name for name in kept)
 
 
 @pytest.mark.slow

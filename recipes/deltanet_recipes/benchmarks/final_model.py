@@ -22,7 +22,8 @@ def generate(folder: Path) -> dict[str, Any]:
     """The number of new tokens, the seconds that loading and generating took, and whether all logits are finite."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     began = time.perf_counter()
-    model: Any = load_model(str(folder), folder, "auto").to(device)
+    model: Any = load_model(str(folder), folder, "auto")
+    model.to(device)
     loaded = time.perf_counter()
     prompt = torch.arange(2, 34, device=device)[None]
     with torch.no_grad():

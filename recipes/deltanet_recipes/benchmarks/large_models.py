@@ -191,12 +191,16 @@ def _train(
             return False
         return any(row["stage"].partition(".")[0] == name and row["step"] > options.steps for row in read_log(run))
 
+    def until_its_end() -> bool:
+        add_rows()
+        return False
+
     if not options.no_kill and not files[last].is_file():
         if not start(past_checkpoint):
             raise UserError("the last stage ended before it could be killed after its checkpoint; raise --steps")
         _say("killed after the checkpoint; resuming")
         resumed = True
-    start(lambda: bool(add_rows()))
+    start(until_its_end)
 
 
 def _say(message: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from deltanet_recipes.schema import Align, DistilBase, Recipe, Stage, stage_name
+from deltanet_recipes.schema import Align, DistilBase, Recipe, Stage
 from deltanet_recipes.training.adapters import adapter_weights, mixers_in_full, stage_targets
 from deltanet_recipes.training.feeds import micro_batch_rows
 from deltanet_recipes.training.flops import attention_weights, head_dim
@@ -106,7 +106,7 @@ def expected_memory(stage: Stage, recipe: Recipe, student: nn.Module, runtime: R
         activations += len(layers) * hidden * micro * width  # the teacher's states
     windowed = stage.recall_weight > 0  # the logits of one more pass of the teacher
     values = min(stage.loss_chunk, micro) * output_weight(student).shape[0]
-    in_full = [layers] if stage.train == "full" else mixers_in_full(student, stage)
+    in_full: list[nn.Module] = [layers] if stage.train == "full" else mixers_in_full(student, stage)
     adapters = adapter_weights(student, stage) if stage.lora.rank > SMALL else 0
     return Memory(
         weights=(own + width * teacher_layers * with_teacher) // shards + width * outside * with_teacher,
@@ -146,7 +146,7 @@ def _trained_before(stage: DistilBase, recipe: Recipe, student: nn.Module) -> in
     modules = dict(student.named_modules())
     merged: set[str] = set()
     for earlier in recipe.stages:
-        if stage_name(earlier) == stage_name(stage):
+        if earlier == stage:
             break
         if isinstance(earlier, DistilBase) and earlier.train == "lora":
             merged.update(stage_targets(student, earlier))
