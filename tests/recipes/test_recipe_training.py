@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -280,13 +281,38 @@ def test_two_processes_equal_one(workplace: Path, tmp_path: Path, sharding: str)
 
 
 @pytest.mark.slow
-def test_two_processes_align_layer_by_layer_like_one(workplace: Path, tmp_path: Path) -> None:
+def test_sharded_weights_of_two_dtypes_train_like_one_process(workplace: Path, tmp_path: Path) -> None:
+    """Frozen weights are bfloat16, as they are stored, trained ones float32, and merged ones float32 and frozen."""
+    shutil.copytree(workplace, tmp_path / "models")
+    student = AutoModelForCausalLM.from_pretrained(workplace / "student", dtype=torch.bfloat16)
+    student.save_pretrained(tmp_path / "models" / "student")
+    distil = {**DISTIL, "tokens": 512, "micro_batch_rows": 1}
+    stages = [distil, {**distil, "kind": "long"}]
+    engine = {"device": "cpu", "threads": 1, "precision": "bf16"}
+    expected = train(tmp_path / "models", tmp_path / "a" / "run", stages, engine=engine)
+    (tmp_path / "b").mkdir()
+    tree = recipe_tree(tmp_path / "models", stages, output=str(tmp_path / "b" / "run"), engine=engine)
+    process = start(write_recipe(tmp_path / "b", tree), "engine.sharding=fsdp2", processes=2)
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors.decode()[-2000:]
+    found = losses(read_log(tmp_path / "b" / "run"))
+    assert [row[:2] for row in found] == [row[:2] for row in losses(expected)]
+    for one, two in zip(losses(expected), found, strict=True):
+        assert one[2] == pytest.approx(two[2], rel=0.01)
+    kept = load_file(tmp_path / "b" / "run" / "stages" / "00-distil.safetensors")
+    assert "model.embed_tokens.weight" not in kept  # not trained, so not saved
+    assert any(".mlp." in name for name in kept)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["none", "fsdp2"])
+def test_two_processes_align_layer_by_layer_like_one(workplace: Path, tmp_path: Path, sharding: str) -> None:
     """`micro_batch_rows` may exceed the rows that a process has of a step."""
     stages = [{**ALIGN, "mode": "layerwise", "tokens": 512, "cached_tokens": 256, "micro_batch_rows": 2}]
     expected = train(workplace, tmp_path / "a" / "run", stages)
     (tmp_path / "b").mkdir()
     recipe = write_recipe(tmp_path / "b", recipe_tree(workplace, stages, output=str(tmp_path / "b" / "run")))
-    process = start(recipe, processes=2)
+    process = start(recipe, f"engine.sharding={sharding}", processes=2)
     _, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors.decode()[-2000:]
     for one, two in zip(losses(expected), losses(read_log(tmp_path / "b" / "run")), strict=True):

@@ -14,8 +14,6 @@ import json
 import os
 import platform
 import resource
-import shutil
-import string
 import subprocess
 import sys
 import time
@@ -24,13 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Regex, Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Split
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from deltanet_convert.benchmarks.random_teacher import write_teacher
 from deltanet_convert.options import ConvertOptions
-from deltanet_convert.storage.shard_writer import ShardWriter, TensorSpec, plan_layout
 from deltanet_convert.teacher_model import meta_model
 
 GIB = 2**30
@@ -51,41 +46,6 @@ finally:
     if torch.cuda.is_available():
         open({gpu_peak!r}, "w").write(str(torch.cuda.max_memory_reserved()))
 """
-
-
-def make_teacher(folder: Path, layers: int, vocabulary: int) -> LlamaConfig:
-    """Writes a complete checkpoint of random weights shard by shard; returns its config."""
-    shape = {**SHAPE, "vocab_size": vocabulary, "num_hidden_layers": layers}
-    config = LlamaConfig(**shape, dtype="bfloat16", architectures=["LlamaForCausalLM"])
-    done = folder / "complete"
-    if done.exists() and done.read_text() == f"{layers} {vocabulary}":
-        return config
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    model = meta_model(LlamaForCausalLM, config, torch.bfloat16)
-    specs = [TensorSpec(name, tuple(tensor.shape), torch.bfloat16) for name, tensor in model.state_dict().items()]
-    writer = ShardWriter(folder, plan_layout(specs, 2 * 10**9))
-    writer.prepare()
-    generator = torch.Generator().manual_seed(0)
-    for spec in specs:
-        if spec.name.endswith("norm.weight"):
-            writer.write(spec.name, [torch.ones(spec.shape)])
-        else:
-            rows = (torch.randn(spec.shape[1], generator=generator) * 0.02 for _ in range(spec.shape[0]))
-            writer.write(spec.name, rows)
-    writer.finish()
-    config.save_pretrained(folder)
-    _tokenizer().save_pretrained(folder)
-    done.write_text(f"{layers} {vocabulary}")
-    return config
-
-
-def _tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer with one token per character, since random weights have no tokenizer of their own."""
-    vocabulary = {token: index for index, token in enumerate(["<unk>", "<eos>", *string.printable])}
-    backend = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
-    backend.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")
-    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="<eos>")
 
 
 def bound(config: LlamaConfig, tokens: int) -> dict[str, int]:
@@ -115,7 +75,8 @@ def main() -> None:
     on_cpu = options.device == "cpu"
     tokens = options.calibration_tokens or (512 if on_cpu else ConvertOptions.calibration_tokens)
     teacher, out = options.folder / "teacher", options.folder / "out"
-    config = make_teacher(teacher, options.layers, options.vocabulary)
+    config = LlamaConfig(**{**SHAPE, "vocab_size": options.vocabulary, "num_hidden_layers": options.layers})
+    write_teacher(teacher, config)
     gpu_peak = options.folder / "gpu_peak"
     command = [sys.executable, "-c", CONVERT.format(gpu_peak=str(gpu_peak)), "convert", str(teacher), str(out)]
     command += [

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
 
 import torch
 from rich.table import Table
 from torch import nn
 
 from deltanet_recipes.schema import Align, DistilBase, Recipe, Stage, stage_name, stage_tokens
-from deltanet_recipes.training.adapters import inserted_norms, mixers_in_full, stage_targets
-from deltanet_recipes.training.feeds import micro_batch_rows
+from deltanet_recipes.training.adapters import adapter_weights, inserted_norms, mixers_in_full
+from deltanet_recipes.training.flops import Flops, training_flops
 from deltanet_recipes.training.logbook import Logbook
+from deltanet_recipes.training.memory_estimate import Memory, expected_memory
 from deltanet_recipes.training.model_pair import decoder_layers, mixers, output_weight
 from deltanet_recipes.training.runtime import Runtime
 
 UTILISATION = 0.25  # share of the measured rate of matrix products that a training step of a small model reaches
+PLAN = "plan.json"
 
 
 @dataclass(frozen=True)
@@ -28,52 +30,44 @@ class Estimate:
     Attributes:
         mixer_parameters: trained parameters of mixers.
         rest_parameters: other trained parameters.
-        memory: peak memory of one process, bytes.
-        flops_per_token: floating-point operations per training token.
+        peak: parts of the peak memory of one process.
+        flops: floating-point operations per training token; for layerwise alignment, of all layers together.
         disk: bytes of the teacher's outputs that all processes together keep on disk.
     """
 
     mixer_parameters: int
     rest_parameters: int
-    memory: int
-    flops_per_token: float
+    peak: Memory
+    flops: Flops
     disk: int = 0
+
+    @property
+    def memory(self) -> int:
+        """Peak memory of one process in bytes."""
+        return self.peak.total
 
 
 def estimate(stage: Stage, recipe: Recipe, student: nn.Module, runtime: Runtime) -> Estimate:
-    """Estimate a stage from the shapes of its tensors.
-
-    The teacher is counted in the compute dtype; a trained weight counts 16 bytes, with its gradient and AdamW's state.
-    """
-    layers, vocabulary = decoder_layers(student), output_weight(student).shape[0]
-    total = sum(p.numel() for p in student.parameters())
-    in_layers = sum(p.numel() for p in layers.parameters())
+    """Estimate a stage from the shapes of its tensors, before the first stage has run."""
+    layers = decoder_layers(student)
     mixer = _size(*(mixers(student).values() if isinstance(stage, Align) else mixers_in_full(student, stage)))
-    rest = _rest(stage, student, in_layers - mixer)
-    width = 2 if runtime.bf16 else 4
-    micro = micro_batch_rows(stage, runtime.world) * stage.sequence_length
-    config: Any = student.config
-    mlp = getattr(config, "intermediate_size", 4 * config.hidden_size)
-    per_layer = micro * width * (14 * config.hidden_size + 4 * mlp)
-    shards = runtime.world if recipe.engine.sharding == "fsdp2" else 1
-    if isinstance(stage, Align) and stage.mode == "layerwise":
-        largest = max(sum(p.numel() for p in layer.parameters()) for layer in layers)
-        one = mixer // max(1, len(mixers(student)))
-        memory = width * largest + 16 * one + per_layer
-        # Hidden states, attention inputs and attention outputs, which every process keeps for itself.
-        disk = 3 * width * config.hidden_size * (stage_tokens(stage) + recipe.data.holdout_tokens) * runtime.world
-        return Estimate(mixer, 0, memory, (2 * in_layers + 6 * mixer) * 1.0, disk)
-    weights = (width * total * 2 + 16 * (mixer + rest)) // shards
-    if isinstance(stage, Align):
-        activations = micro * width * 14 * config.hidden_size * len(mixers(student))
-        return Estimate(mixer, 0, weights + activations, 2.0 * in_layers + 6.0 * mixer)
-    kept = len(layers) if not recipe.engine.gradient_checkpointing else 2
-    windowed = stage.recall_weight > 0  # one more pass of the teacher, and its logits
-    logits = 4 * (5 + windowed) * min(stage.loss_chunk, micro) * vocabulary
-    flops = 2.0 * total * (2 + windowed if stage.top_k is None else 1) + 4.0 * total
-    entry = (2 if vocabulary <= 1 << 16 else 4) + 2  # a token id and its log-probability
-    disk = (stage_tokens(stage) + recipe.data.holdout_tokens) * (stage.top_k or 0) * entry
-    return Estimate(mixer, rest, weights + per_layer * kept + logits, flops, disk)
+    rest = _rest(stage, student, sum(p.numel() for p in layers.parameters()) - mixer)
+    adapters = 0 if isinstance(stage, Align) else adapter_weights(student, stage)
+    peak = expected_memory(stage, recipe, student, runtime, mixer + rest)
+    flops = training_flops(stage, student, mixer + rest, adapters)
+    return Estimate(mixer, rest, peak, flops, _disk(stage, recipe, student, runtime))
+
+
+def _disk(stage: Stage, recipe: Recipe, student: nn.Module, runtime: Runtime) -> int:
+    tokens = stage_tokens(stage) + recipe.data.holdout_tokens
+    if not isinstance(stage, Align):
+        entry = (2 if output_weight(student).shape[0] <= 1 << 16 else 4) + 2  # a token id and its log-probability
+        return tokens * (stage.top_k or 0) * entry
+    if stage.mode == "joint":
+        return 0
+    # Hidden states, attention inputs and attention outputs, which every process keeps for itself.
+    hidden = int(student.config.hidden_size)  # type: ignore[union-attr, arg-type]
+    return 3 * (2 if runtime.bf16 else 4) * hidden * tokens * runtime.world
 
 
 def _rest(stage: Stage, student: nn.Module, layer_weights: int) -> int:
@@ -85,11 +79,7 @@ def _rest(stage: Stage, student: nn.Module, layer_weights: int) -> int:
             return _size(student) - _size(*mixers(student).values())
         return layer_weights + _size(student.model.norm)  # type: ignore[union-attr, arg-type]
     new = _size(*inserted_norms(student))
-    if stage.train == "frozen":
-        return new
-    modules = dict(student.named_modules())
-    names = stage_targets(student, stage)
-    return new + sum(stage.lora.rank * sum(modules[name].weight.shape) for name in names)  # type: ignore[union-attr, misc]
+    return new + adapter_weights(student, stage)
 
 
 def _size(*modules: nn.Module) -> int:
@@ -98,7 +88,10 @@ def _size(*modules: nn.Module) -> int:
 
 
 def show_plan(recipe: Recipe, stages: list[Stage], student: nn.Module, runtime: Runtime, logbook: Logbook) -> None:
-    """Print one row per stage: trained parameters, tokens, steps, rows, memory, and the time it will take."""
+    """Print one row per stage: trained parameters, tokens, steps, rows, memory, and the time it will take.
+
+    The figures are also written to plan.json in the folder of the run.
+    """
     if not runtime.main:
         return
     rate = _matmul_rate(runtime) * UTILISATION * runtime.world
@@ -112,7 +105,7 @@ def show_plan(recipe: Recipe, stages: list[Stage], student: nn.Module, runtime: 
     for column in ("stage", "mixers", "rest", "tokens", "steps x tokens", "rows", "memory", *disk, "time, about"):
         table.add_column(column, justify="left" if column == "stage" else "right", overflow="fold")
     for stage, size in zip(stages, sizes, strict=True):
-        seconds = size.flops_per_token * stage.steps * stage.batch_tokens / rate
+        seconds = size.flops.total * stage.steps * stage.batch_tokens / rate
         on_disk = [f"{size.disk / 2**30:.1f} GiB" if size.disk else "-"] if disk else []
         table.add_row(
             stage_name(stage),
@@ -126,6 +119,19 @@ def show_plan(recipe: Recipe, stages: list[Stage], student: nn.Module, runtime: 
             _duration(seconds),
         )
     logbook.console.print(table)
+    planned = [
+        {
+            "stage": stage_name(stage),
+            "mixer_parameters": size.mixer_parameters,
+            "rest_parameters": size.rest_parameters,
+            "memory_gib": size.memory / 2**30,
+            "memory_parts": asdict(size.peak),
+            "flops_per_token": asdict(size.flops),
+        }
+        for stage, size in zip(stages, sizes, strict=True)
+    ]
+    plan = {"device": _device_name(runtime), "processes": runtime.world, "stages": planned}
+    (logbook.folder / PLAN).write_text(json.dumps(plan, indent=1) + "\n")
 
 
 def _matmul_rate(runtime: Runtime) -> float:

@@ -9,6 +9,7 @@ Shapes: R rows, L tokens per row, D hidden size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from deltanet_hf.models.decoder import LayerInputs, LayerwiseDecoder
 from deltanet_recipes.data.packing import Rows
 from deltanet_recipes.training.model_pair import decoder_layers
+from deltanet_recipes.training.window_dropout import window_branches
 
 
 class LayerRunner:
@@ -46,20 +48,37 @@ class LayerRunner:
         entry = self._decoder.enter(input_ids=rows.input_ids, **packing)
         return _in_autocast_dtype(entry)
 
-    def run_layers(self, entry: LayerInputs) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Returns the hidden states after the final norm and those after each layer, all [R, L, D]."""
+    def run_layers(self, entry: LayerInputs, keep: bool = True) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Returns the hidden states after the final norm and those after each layer, all [R, L, D].
+
+        Args:
+            keep: without it, the list of the states after each layer is empty, and each is freed as soon as the next
+                layer has run (unless its gradient is needed).
+        """
         hidden, states = entry.hidden, []
         for layer, kwargs in zip(decoder_layers(self.model), entry.kwargs, strict=True):
             hidden = self.run_layer(layer, hidden, kwargs)
-            states.append(hidden)
+            if keep:
+                states.append(hidden)
         decoder: Any = self.model.model
         return decoder.norm(hidden), states
 
     def run_layer(self, layer: nn.Module, hidden: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
         """The output [R, L, D] of one decoder layer."""
         if self.checkpointing and torch.is_grad_enabled():
-            return checkpoint(layer, hidden, use_reentrant=False, **kwargs)  # type: ignore[no-any-return]
+            random = any(branch.training for branch in window_branches(layer))
+            return recomputed(layer, hidden, random=random, **kwargs)
         return layer(hidden, **kwargs)  # type: ignore[no-any-return]
+
+
+def recomputed(function: Callable[..., torch.Tensor], *args: Any, random: bool = False, **kwargs: Any) -> torch.Tensor:
+    """The result of a call whose intermediate results are not kept, but computed again in the backward pass.
+
+    Args:
+        random: whether the call draws random numbers, which have to be the same when it is repeated. A CUDA graph
+            cannot be recorded then, because the generator's state is read on the host.
+    """
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=random, **kwargs)  # type: ignore[no-any-return]
 
 
 def document_boundaries(position_ids: torch.Tensor) -> torch.Tensor | None:

@@ -102,6 +102,8 @@ class MicroStep:
         # NCCL's watchdog thread queries events during the capture, which the default mode forbids in all threads.
         with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             self._result = self.run_eagerly(static)
+        # From here on, `Runtime.peak_memory` adds the graph's own memory, which the recording has counted already.
+        torch.cuda.reset_peak_memory_stats()
 
 
 def compile_layers(modules: list[nn.Module]) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from deltanet_recipes.data.packing import Rows
-from deltanet_recipes.training.layer_runner import AttentionTaps, LayerInputs, LayerRunner, mixer_output
+from deltanet_recipes.training.layer_runner import AttentionTaps, LayerInputs, LayerRunner, mixer_output, recomputed
 from deltanet_recipes.training.losses import (
     ChunkedLoss,
     ChunkLoss,
@@ -25,6 +25,7 @@ from deltanet_recipes.training.losses import (
     squared_error,
 )
 from deltanet_recipes.training.model_pair import mixers, output_weight
+from deltanet_recipes.training.window_dropout import window_branches
 from deltanet_recipes.training.windowed_teacher import windowed_inputs
 
 Error = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (output, target) [..., D] -> [...]
@@ -50,12 +51,15 @@ class Align(nn.Module):
     """Mean over the converted layers of |student's attention output - teacher's|^2 / mean |teacher's|^2.
 
     The mean square of each layer's teacher output is a constant (`scales`) that is measured once, so that the loss is
-    linear in the tokens. `error` is `losses.squared_error`, compiled or not.
+    linear in the tokens. `error` is `losses.squared_error`, compiled or not. With `checkpointing`, the activations of
+    each mixer are computed again in the backward pass, so that those of one mixer are in memory at once.
     """
 
-    def __init__(self, teacher: nn.Module, student: nn.Module, error: Error = squared_error) -> None:
+    def __init__(
+        self, teacher: nn.Module, student: nn.Module, error: Error = squared_error, checkpointing: bool = False
+    ) -> None:
         super().__init__()
-        self.error = error
+        self.error, self.checkpointing = error, checkpointing
         self.teacher, self.mixers = teacher, nn.ModuleDict({str(i): m for i, m in mixers(student).items()})
         self.indices = [int(index) for index in self.mixers]
         self.metric_names = [f"error.{index}" for index in self.indices]
@@ -86,7 +90,7 @@ class Align(nn.Module):
     def _teach(self, batch: Batch) -> None:
         assert batch.teacher is not None
         with torch.no_grad():
-            self._runner.run_layers(batch.teacher)
+            self._runner.run_layers(batch.teacher, keep=False)
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the loss [] and the relative error of each layer [layers].
@@ -98,12 +102,22 @@ class Align(nn.Module):
         self._teach(batch)
         errors = []
         for place, (index, mixer) in enumerate(zip(self.indices, self.mixers.values(), strict=True)):
-            output = mixer_output(mixer, self._taps.inputs[index], batch.cu_seqlens)
-            error = self.error(output, self._taps.outputs[index]).sum()
+            given = (mixer, self._taps.inputs[index], self._taps.outputs[index], batch.cu_seqlens)
+            if self.checkpointing and torch.is_grad_enabled():
+                random = any(branch.training for branch in window_branches(mixer))
+                error = recomputed(self._error, *given, random=random)
+            else:
+                error = self._error(*given)
             errors.append(error / (self.scales[place] * batch.scored))
         self._taps.clear()
         each = torch.stack(errors)
         return each.mean(), each.detach()
+
+    def _error(
+        self, mixer: nn.Module, tap: dict[str, Any], target: torch.Tensor, cu_seqlens: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The squared error [] of a mixer's output, summed over tokens."""
+        return self.error(mixer_output(mixer, tap, cu_seqlens), target).sum()
 
 
 class Distil(nn.Module):
@@ -115,7 +129,8 @@ class Distil(nn.Module):
         chunk_loss: loss of a chunk of tokens (`losses.live_chunk` or `losses.cached_chunk`).
         chunk: number of tokens in a chunk.
         hidden_weight: weight of the mean relative squared error of the residual stream.
-        checkpointing: recompute the student's activations in the backward pass.
+        checkpointing: recompute the student's activations, and the errors of the residual stream, in the backward
+            pass.
         hidden_error: `losses.relative_squared_error`, compiled or not.
         recall: weight and cap of the loss by recall, if it has them (`losses.recall_weights`). Before training,
             `measure_mean_weight` sets the mean by which weights are divided: a constant, so that the loss is linear
@@ -139,6 +154,7 @@ class Distil(nn.Module):
         self.register_buffer("mean_weight", torch.ones(()), persistent=False)
         self.student, self.teacher, self.hidden_error = student, teacher, hidden_error
         self.chunk_loss, self.chunk, self.hidden_weight = chunk_loss, chunk, hidden_weight
+        self.checkpointing = checkpointing
         self._student_layers = LayerRunner(student, checkpointing)
         self._teacher_layers = None if teacher is None else LayerRunner(teacher)
         self.metric_names = ["kl", "ce", *(["hidden"] if hidden_weight > 0 else [])]
@@ -164,7 +180,7 @@ class Distil(nn.Module):
         teacher_states: list[torch.Tensor] = []
         if self._teacher_layers is not None and self.teacher is not None and batch.teacher is not None:
             with torch.no_grad():
-                hidden, teacher_states = self._teacher_layers.run_layers(batch.teacher)
+                hidden, teacher_states = self._teacher_layers.run_layers(batch.teacher, keep=self.hidden_weight > 0)
             per_token, shared = (hidden.flatten(0, 1),), (output_weight(self.teacher),)
             if self.recall is not None:
                 per_token, shared = (*per_token, self._windowed(batch)), (*shared, self.mean_weight)
@@ -180,11 +196,17 @@ class Distil(nn.Module):
         )
         metrics: list[Any] = [kl, ce]
         if self.hidden_weight > 0:
-            errors = [self.hidden_error(s, t) for s, t in zip(states, teacher_states, strict=True)]
+            errors = [self._hidden_error(s, t) for s, t in zip(states, teacher_states, strict=True)]
             hidden_error = (torch.stack(errors).mean(0) * batch.rows.scored).sum()
             total = total + self.hidden_weight * hidden_error
             metrics.append(hidden_error.detach())
         return total / batch.scored, torch.stack(metrics) / batch.scored
+
+    def _hidden_error(self, student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+        """The error [R, L] of one layer; with checkpointing, its float32 terms [R, L, D] are not kept."""
+        if self.checkpointing and torch.is_grad_enabled():
+            return recomputed(self.hidden_error, student, teacher)
+        return self.hidden_error(student, teacher)
 
     @torch.no_grad()
     def _windowed(self, batch: Batch) -> torch.Tensor:
@@ -192,7 +214,7 @@ class Distil(nn.Module):
         assert self._teacher_layers is not None
         assert batch.teacher is not None
         inputs = windowed_inputs(batch.teacher, batch.rows, batch.cu_seqlens is not None)
-        hidden, _ = self._teacher_layers.run_layers(inputs)
+        hidden, _ = self._teacher_layers.run_layers(inputs, keep=False)
         return hidden.flatten(0, 1)
 
     @torch.no_grad()
@@ -205,7 +227,7 @@ class Distil(nn.Module):
         total, count = torch.zeros_like(self.mean_weight), 0
         for batch in map(self.prepare, batches):
             assert batch.teacher is not None
-            full = self._teacher_layers.run_layers(batch.teacher)[0].flatten(0, 1)
+            full = self._teacher_layers.run_layers(batch.teacher, keep=False)[0].flatten(0, 1)
             scored, near = batch.rows.scored.flatten(), self._windowed(batch)
             for begin in range(0, len(full), self.chunk):
                 piece = slice(begin, begin + self.chunk)

@@ -14,6 +14,7 @@ from deltanet_hf.mixers import LayerKind
 from deltanet_recipes.schema import StageBase
 from deltanet_recipes.schema_sections import Optimizer
 
+SMALL = 16  # inputs or outputs of a linear layer up to which its weight counts as vectors
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")  # of a mixer; they begin as the teacher's
 
 
@@ -44,7 +45,7 @@ def parameter_groups(module: nn.Module, settings: Optimizer) -> list[dict[str, A
         "projection": settings.projection_lr,
         "share": settings.share_lr,
     }
-    matrices = {id(m.weight) for m in module.modules() if isinstance(m, nn.Linear) and min(m.weight.shape) > 16}
+    matrices = {id(m.weight) for m in module.modules() if isinstance(m, nn.Linear) and min(m.weight.shape) > SMALL}
     groups: dict[str, dict[str, Any]] = {}
     for p in dict.fromkeys(p for p in module.parameters() if p.requires_grad):
         part = names.get(id(p), "rest")

@@ -80,9 +80,7 @@ def _run(recipe: Recipe, stages: list[Stage], runtime: Runtime, output: Path, co
         prepared.training.check(needed)
 
     torch.manual_seed(recipe.seed)
-    # FSDP2 shards parameters together only if they have one dtype.
-    mixed = runtime.bf16 and recipe.engine.sharding == "none"
-    student = load_student(recipe.student, None if mixed else torch.float32)
+    student = load_student(recipe.student, None if runtime.bf16 else torch.float32)
     stored_dtype = load_dtype(student, recipe)
     show_plan(recipe, stages, student, runtime, logbook)
     steps_before = 0

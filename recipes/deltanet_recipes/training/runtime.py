@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from accelerate import PartialState
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from deltanet_hf.errors import UserError
 from deltanet_recipes.schema_sections import Engine
@@ -76,26 +78,37 @@ class Runtime:
         return torch.autocast(self.device.type, dtype=torch.bfloat16, cache_enabled=not self.cuda_graphs)
 
     def shard(self, root: nn.Module, units: list[nn.Module], teacher: nn.Module | None) -> None:
-        """With `sharding: fsdp2`, shard each unit (a decoder layer, a mixer) by itself and the rest with the root.
+        """Move `root` to the device and, with `sharding: fsdp2`, share its parameters among the processes.
 
-        The teacher's embeddings are not sharded, because their dtype differs from the student's.
+        Each unit (a decoder layer, a mixer) is moved and sharded by itself, so that no device ever holds the whole
+        model, and then the rest with the root. The teacher's embeddings are not sharded: their dtype may differ from
+        the student's.
         """
         if self.engine.sharding != "fsdp2":
+            root.to(self.device)
             return
         for unit in units:
+            unit.to(self.device)
             fully_shard(unit)
+        for p in root.parameters():
+            if not isinstance(p, DTensor):
+                p.data = p.data.to(self.device)
+        for module in root.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = buffer.to(self.device)
         inside = {p for unit in units for p in unit.parameters()}
         ignored = set() if teacher is None else set(teacher.parameters()) - inside
         fully_shard(root, reshard_after_forward=False, ignored_params=ignored)
 
     def sum_gradients(self, parameters: list[nn.Parameter]) -> None:
-        """Sum the gradients over processes: one flat all-reduce if the model is replicated.
+        """Sum the gradients over processes: one flat all-reduce if the parameters are replicated.
 
-        If it is sharded, FSDP2 has averaged them in the backward pass; they are multiplied back to sums.
+        If they are sharded, FSDP2 has averaged them in the backward pass; they are multiplied back to sums. With
+        `sharding: fsdp2`, parameters of layerwise alignment are replicated.
         """
         if self.world == 1:
             return
-        if self.engine.sharding == "fsdp2":
+        if any(isinstance(p, DTensor) for p in parameters):
             for p in parameters:  # each process's loss is its share of one sum
                 if p.grad is not None:
                     p.grad.mul_(self.world)
@@ -114,10 +127,23 @@ class Runtime:
             dist.all_reduce(values)
         return values
 
-    def peak_memory(self) -> float:
-        """Peak memory of this process in GiB: allocated on the GPU, or resident on a CPU."""
+    def begin_stage(self) -> None:
+        """Free what is left of the stage before on the GPU, and measure the peak of the memory anew."""
+        gc.collect()  # compiled modules refer to themselves
         if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device) / 2**30
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def peak_memory(self) -> float:
+        """Peak memory of this process in GiB: on the GPU what is allocated, or resident on a CPU.
+
+        A recorded CUDA graph keeps memory for its intermediate results, which counts although torch lists it as free.
+        """
+        if self.device.type == "cuda":
+            segments = torch.cuda.memory_snapshot()
+            graphs = [s for s in segments if tuple(s.get("segment_pool_id", (0, 0))) != (0, 0)]
+            kept = sum(s["total_size"] - s["allocated_size"] for s in graphs)
+            return (torch.cuda.max_memory_allocated(self.device) + kept) / 2**30
         import resource
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -67,6 +67,7 @@ class StageRun:
 
     def run(self) -> PreTrainedModel:
         """Train and return the student: unsharded, with merged adapters, its trained weights in float32."""
+        self.runtime.begin_stage()
         if isinstance(self.stage, Align):
             if self.stage.mode == "layerwise":
                 self._align_layerwise(self.stage)
@@ -83,7 +84,7 @@ class StageRun:
         """The student; after sharded training, a new copy of it in main memory with the trained weights."""
         if self.recipe.engine.sharding == "none":
             return self.student
-        fresh = load_student(self.recipe.student, torch.float32)
+        fresh = load_student(self.recipe.student, None if self.runtime.bf16 else torch.float32)
         if not isinstance(self.stage, Align):
             train_for(fresh, self.stage, self.recipe.seed)
         parameters = dict(fresh.named_parameters())
@@ -97,9 +98,9 @@ class StageRun:
     def _align(self, stage: Align) -> None:
         teacher = self._teacher(self.runtime.device)
         train_mixers(self.student)
-        place(self.student, self.runtime.device)
         error = torch.compile(squared_error, dynamic=False) if self.runtime.compile else squared_error
-        objective = AlignObjective(teacher, self.student, error).to(self.runtime.device)
+        checkpointing = self.recipe.engine.gradient_checkpointing
+        objective = AlignObjective(teacher, self.student, error, checkpointing).to(self.runtime.device)
         feed = RowFeed(self.mixture, stage, self.runtime, score_all=True)
         with self.runtime.autocast():
             objective.measure_scales(feed.evaluation(self._sample(feed)))
@@ -141,7 +142,6 @@ class StageRun:
 
     def _distil(self, stage: DistilBase) -> None:
         train_for(self.student, stage, self.recipe.seed)
-        place(self.student, self.runtime.device)
         teacher: nn.Module | None = None
         cache: TopKCache | None = None
         terms = KlTerms(
@@ -153,7 +153,7 @@ class StageRun:
             stage.recall_cap,
         )
         if stage.top_k is None:
-            teacher = self._teacher(self.runtime.device)
+            teacher = self._teacher(torch.device("cpu"))  # `shard` moves both models to the device
             chunk_loss = live_chunk(Head.of(self.student), Head.of(teacher), terms)
         else:
             cache = self._cache(stage)
@@ -173,7 +173,7 @@ class StageRun:
             self.recipe.engine.gradient_checkpointing,
             hidden_error,
             terms if stage.recall_weight > 0 else None,
-        ).to(self.runtime.device)
+        )
         units = [*decoder_layers(self.student), *(decoder_layers(teacher) if teacher is not None else ())]
         self.runtime.shard(objective, units, teacher)
         feed = RowFeed(self.mixture, stage, self.runtime, score_all=False, cache=cache)

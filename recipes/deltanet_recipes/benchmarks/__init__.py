@@ -1,0 +1,1 @@
+"""Benchmarks of training, which are run by hand on GPUs."""
