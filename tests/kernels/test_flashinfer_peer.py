@@ -1,7 +1,7 @@
 """FlashInfer as a peer of the benchmark, with a module in its place: the call, the check of its results, its rows."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -34,7 +34,7 @@ def cpu_inputs(shape: chunk.Shape) -> tuple[list[torch.Tensor], torch.Tensor]:
 
 
 @pytest.fixture
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The benchmark with inputs on the CPU and a clock that only calls."""
 
     def timed(run: Callable[[], object], repeats: int = 20) -> float:
