@@ -2,11 +2,12 @@
 
     python -m deltanet_kernels.benchmarks.chunk --peers
 
-Peers: flash-linear-attention (with FLA_FLASH_QLA=0), FlashQLA (K = V = 128 only) and causal softmax attention (SDPA)
-of the same sizes. Every timed configuration is first compared with the chunked PyTorch form in float64, output and
-gradients, on the first key head of the first row; an implementation that fails there is not timed. `deltanet` and
-`sdpa` are also timed as a CUDA graph (fwdbwd_graph_ms), because the host limits short calls. Each row is written as
-soon as it is measured, or with its error if it raises; `--resume` continues an incomplete file.
+Peers: flash-linear-attention (with FLA_FLASH_QLA=0), FlashQLA (K = V = 128 only), FlashInfer (K = V = 128, forward
+only, on inputs prepared outside the timing) and causal softmax attention (SDPA) of the same sizes. Every timed
+configuration is first compared with the chunked PyTorch form in float64, output and gradients, on the first key head of
+the first row; an implementation that fails there is not timed. `deltanet` and `sdpa` are also timed as a CUDA graph
+(fwdbwd_graph_ms), because the host limits short calls. Each row is written as soon as it is measured, or with its error
+if it raises; `--resume` continues an incomplete file.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import torch
 from .. import torch_chunk_gated_delta_rule
 from ..arguments import RuleCall
 from ..gated_delta_rule.chunk import chunk_gated_delta_rule_triton
+from . import flashinfer_prefill
 from .timing import RESULTS, graph_us, median_ms, peak_gib, write
 
 SHAPE_NOTE = "B, T, H (q, k), HV (v), K = V; log decays in (-1, 0) or in `gates`"
@@ -60,6 +62,8 @@ SHAPES = [
     # Long sequences whose heads decay too slowly to forget anything within a segment (segments.py).
     Shape(1, 32768, 32, 32, 128, -0.01),
     Shape(1, 131072, 16, 16, 128, -0.01),
+    # The shape at which FlashInfer's forward pass is published.
+    Shape(4, 8192, 16, 32, 128),
 ]
 
 
@@ -93,6 +97,10 @@ def implementations(peers: bool) -> tuple[dict[str, Operator], dict[str, str]]:
         found["flash_qla"] = lambda q, k, v, g, b: qla_rule(q, k, v, g, b, use_qk_l2norm_in_kernel=True)[0]
     except Exception as error:
         missing["flash_qla"] = repr(error)
+    try:
+        found["flashinfer"] = functools.partial(flashinfer_prefill.forward, flashinfer_prefill.rule())
+    except Exception as error:
+        missing["flashinfer"] = repr(error)
     return found | {"sdpa": _sdpa}, missing
 
 
@@ -117,10 +125,8 @@ def reference(shape: Shape) -> list[torch.Tensor]:
     return [o.detach(), *torch.autograd.grad(o, own, do[:1, :, :heads].double())]
 
 
-def worst_error(operator: Operator, leaves: list[torch.Tensor], do: torch.Tensor, wanted: list[torch.Tensor]) -> float:
+def worst_error(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
     """Largest relative L2 error among o and the gradients; NaN counts as infinite."""
-    o = operator(*leaves)
-    found = [o.detach(), *torch.autograd.grad(o, leaves, do)]
     errors = []
     for x, y in zip(found, wanted, strict=True):
         part = x[:1, :, : y.shape[2]].double()
@@ -132,10 +138,16 @@ def measure(name: str, operator: Operator, shape: Shape, repeats: int) -> dict[s
     """One row of the table."""
     leaves, do = make(shape)
     row: dict[str, Any] = {**shape.labels(), "impl": name}
+    forward_only = name == "flashinfer"
+    if forward_only:
+        leaves = flashinfer_prefill.prepare(leaves)
     if name != "sdpa":
-        row["rel_error"] = worst_error(operator, leaves, do, reference(shape))
+        o = operator(*leaves)
+        gradients = [] if forward_only else torch.autograd.grad(o, leaves, do)
+        row["rel_error"] = worst_error([o.detach(), *gradients], reference(shape)[: 1 + len(gradients)])
         if row["rel_error"] > 0.05:
             return row | {"failed": "wrong results"}
+        del o, gradients
 
     def forward() -> None:
         with torch.no_grad():
@@ -145,6 +157,8 @@ def measure(name: str, operator: Operator, shape: Shape, repeats: int) -> dict[s
         torch.autograd.grad(operator(*leaves), leaves[:3] if name == "sdpa" else leaves, do)
 
     row["fwd_ms"] = round(median_ms(forward, repeats), 4)
+    if forward_only:
+        return row
     row["fwdbwd_ms"] = round(median_ms(both, repeats), 4)
     row["peak_gib"] = round(peak_gib(both), 4)
     if name in ("deltanet", "sdpa"):
@@ -154,7 +168,7 @@ def measure(name: str, operator: Operator, shape: Shape, repeats: int) -> dict[s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--peers", action="store_true", help="Also time flash-linear-attention, FlashQLA and SDPA.")
+    parser.add_argument("--peers", action="store_true", help="Also time the peers that are installed, and SDPA.")
     parser.add_argument("--only", nargs="*", help="Time only these implementations.")
     parser.add_argument("--shapes", type=int, nargs="*", help="Time only these indices of the list of shapes.")
     parser.add_argument("--repeats", type=int, default=20)

@@ -62,7 +62,7 @@ def copy_bandwidth() -> float:
 def machine() -> dict[str, str]:
     """The GPU and the versions that the numbers depend on."""
     versions = {"gpu": torch.cuda.get_device_name(), "python": platform.python_version()}
-    for name in ("torch", "triton", "flash-linear-attention", "flash-qla", "tilelang"):
+    for name in ("torch", "triton", "flash-linear-attention", "flash-qla", "tilelang", "flashinfer-python"):
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

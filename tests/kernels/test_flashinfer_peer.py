@@ -1,0 +1,115 @@
+"""FlashInfer as a peer of the benchmark, with a module in its place: the call, the check of its results, its rows."""
+
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from deltanet_kernels import torch_chunk_gated_delta_rule
+from deltanet_kernels.benchmarks import chunk, flashinfer_prefill
+
+SHAPES = [chunk.Shape(3, 70, 2, 4, 16), chunk.Shape(1, 5, 3, 3, 8), chunk.Shape(2, 65, 2, 2, 16, -40.0)]
+
+
+def stand_in(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **given: Any) -> torch.Tensor:
+    """The conventions of FlashInfer's function: packed rows, decay factors, q and k as they come."""
+    assert all(x.ndim == 3 and x.is_contiguous() and not x.requires_grad for x in (q, k, v))
+    assert given["g"].dtype == given["beta"].dtype == torch.float32
+    assert all(given[name].is_contiguous() and not given[name].requires_grad for name in ("g", "beta"))
+    assert given["cu_seqlens"].dtype == torch.int64
+    q, k, v, g, beta = (x[None].double() for x in (q, k, v, given["g"].log(), given["beta"]))
+    o, _ = torch_chunk_gated_delta_rule(q, k, v, g, beta, cu_seqlens=given["cu_seqlens"])
+    return o[0].bfloat16()
+
+
+def cpu_inputs(shape: chunk.Shape) -> tuple[list[torch.Tensor], torch.Tensor]:
+    torch.manual_seed(1)
+    B, T, H, HV, D, g = shape
+    leaves = [torch.randn(B, T, n, D, dtype=torch.bfloat16) for n in (H, H, HV)]
+    leaves += [g * torch.rand(B, T, HV), torch.rand(B, T, HV)]
+    return [x.requires_grad_() for x in leaves], torch.randn(B, T, HV, D, dtype=torch.bfloat16)
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The benchmark with inputs on the CPU and a clock that only calls."""
+
+    def timed(run: Callable[[], object], repeats: int = 20) -> float:
+        run()
+        return 1.0
+
+    monkeypatch.setattr(chunk, "make", cpu_inputs)
+    monkeypatch.setattr(chunk, "median_ms", timed)
+    chunk.reference.cache_clear()
+    yield
+    chunk.reference.cache_clear()
+
+
+def install(monkeypatch: pytest.MonkeyPatch, rule: Callable[..., torch.Tensor]) -> None:
+    module = ModuleType("flashinfer.gdn_prefill")
+    module.chunk_gated_delta_rule = rule  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flashinfer", ModuleType("flashinfer"))
+    monkeypatch.setitem(sys.modules, "flashinfer.gdn_prefill", module)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_row_and_head_agrees(shape: chunk.Shape) -> None:
+    leaves, _ = cpu_inputs(shape)
+    o = flashinfer_prefill.forward(stand_in, *flashinfer_prefill.prepare(leaves))
+    wanted, _ = torch_chunk_gated_delta_rule(*(x.double() for x in leaves), use_qk_l2norm_in_kernel=True)
+    assert o.shape == wanted.shape
+    assert (o - wanted).norm() < 0.01 * wanted.norm()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_row_has_the_forward_pass_only(on_cpu: None, monkeypatch: pytest.MonkeyPatch, shape: chunk.Shape) -> None:
+    install(monkeypatch, stand_in)
+    found, missing = chunk.implementations(True)
+    assert "flashinfer" not in missing
+    row = chunk.measure("flashinfer", found["flashinfer"], shape, 1)
+    assert row["rel_error"] < 0.01
+    assert row["fwd_ms"] == 1.0
+    assert not {"failed", "fwdbwd_ms", "peak_gib"} & set(row)
+
+
+@pytest.mark.parametrize("wrong", [lambda o: 1.1 * o, lambda o: o.roll(1, 0), lambda o: o * torch.nan])
+def test_wrong_results_are_not_timed(on_cpu: None, monkeypatch: pytest.MonkeyPatch, wrong: Callable[..., Any]) -> None:
+    install(monkeypatch, lambda *args, **given: wrong(stand_in(*args, **given)))
+    row = chunk.measure("flashinfer", chunk.implementations(True)[0]["flashinfer"], SHAPES[0], 1)
+    assert row["failed"] == "wrong results"
+    assert "fwd_ms" not in row
+
+
+def test_wrong_gradients_are_found_too(on_cpu: None) -> None:
+    def operator(q: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        q = q.detach() + 2 * (q - q.detach())
+        return torch_chunk_gated_delta_rule(q, *others, use_qk_l2norm_in_kernel=True)[0]
+
+    row = chunk.measure("any", operator, SHAPES[0], 1)
+    assert row["failed"] == "wrong results"
+    assert row["rel_error"] == pytest.approx(1, abs=0.05)
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    monkeypatch.delitem(sys.modules, "flashinfer.gdn_prefill", raising=False)
+    found, missing = chunk.implementations(True)
+    assert "flashinfer" not in found
+    assert "flashinfer" in missing["flashinfer"]
+    assert "flashinfer" not in chunk.implementations(False)[1]
+
+
+def test_a_refusal_is_a_row(on_cpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    def refuse(*args: Any, **given: Any) -> torch.Tensor:
+        raise RuntimeError("only supports D=128")
+
+    install(monkeypatch, refuse)
+    written: list[list[dict[str, Any]]] = []
+    monkeypatch.setattr(chunk, "write", lambda name, rows, notes, folder: written.append(list(rows)))
+    monkeypatch.setattr(chunk, "SHAPES", SHAPES[:1])
+    monkeypatch.setattr(sys, "argv", ["chunk", "--peers", "--only", "flashinfer", "--output", str(tmp_path)])
+    chunk.main()
+    assert [row["failed"] for row in written[-1]] == ["RuntimeError: only supports D=128"]
