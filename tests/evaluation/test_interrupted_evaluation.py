@@ -47,7 +47,7 @@ def tiny_suite() -> Iterator[None]:
 
 @pytest.fixture
 def options(teacher_folder: Path, student_folder: Path, data_folder: Path, tmp_path: Path) -> ReportOptions:
-    (tmp_path / "hay.txt").write_text("It was a bright cold day in the valley and every clock stood still. " * 20)
+    (tmp_path / "hay.txt").write_text("The lamps along the quay went out one by one before the rain came. " * 20)
     return ReportOptions(
         teacher=str(teacher_folder),
         students=[f"hybrid={student_folder}"],

@@ -17,7 +17,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from deltanet_hf.errors import QualityError, UserError
-from deltanet_recipes.training import pipeline
 from deltanet_recipes.training.checksums import (
     Damaged,
     SummedFile,
@@ -29,7 +28,7 @@ from deltanet_recipes.training.checksums import (
 from deltanet_recipes.training.logbook import LOG, Logbook, read_log
 from deltanet_recipes.training.runtime import Runtime
 from deltanet_recipes.training.trainer import Trainer
-from support.fault_runs import STAGES, Stop, assert_same, stop_at, train
+from support.fault_runs import STAGES, Stop, assert_same, stop_at, train, undisturbed
 from support.tiny_run import DISTIL, LAYERS, make_workplace
 
 
@@ -40,12 +39,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(workplace: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The output of a run that nothing disturbs."""
-    out = tmp_path_factory.mktemp("expected") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline, "draw_plots", lambda *args: [])
-        train(workplace, out, STAGES)
-    return out
+    return undisturbed(workplace, tmp_path_factory.mktemp("expected") / "run")
 
 
 @pytest.fixture(scope="module")

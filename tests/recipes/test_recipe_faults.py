@@ -19,7 +19,7 @@ from deltanet_recipes.data import tokens
 from deltanet_recipes.training import final_model, layerwise, pipeline, stages, training_state
 from deltanet_recipes.training.logbook import Logbook, read_log
 from deltanet_recipes.training.peers import peers_alive
-from support.fault_runs import STAGES, assert_same, train
+from support.fault_runs import STAGES, assert_same, train, undisturbed
 from support.file_limit import limit_during
 from support.tiny_run import ALIGN, DISTIL, make_workplace, recipe_tree, write_recipe
 
@@ -31,12 +31,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(workplace: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The output of a run that nothing disturbs."""
-    out = tmp_path_factory.mktemp("expected") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline, "draw_plots", lambda *args: [])
-        train(workplace, out, STAGES)
-    return out
+    return undisturbed(workplace, tmp_path_factory.mktemp("expected") / "run")
 
 
 # The function that writes, the largest size of its files meanwhile, and the calls that go well before. Small limits

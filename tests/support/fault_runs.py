@@ -36,6 +36,14 @@ def train(workplace: Path, out: Path, stages: list[dict[str, Any]], **changes: A
     return said.getvalue()
 
 
+def undisturbed(workplace: Path, out: Path) -> Path:
+    """The output of a run that nothing disturbs, without plots."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "draw_plots", lambda *args: [])
+        train(workplace, out, STAGES)
+    return out
+
+
 def outcome(out: Path) -> tuple[list[tuple[str, int, float]], dict[str, torch.Tensor]]:
     """The losses in the log, by stage and step, and the final weights."""
     rows = [(row["stage"], row["step"], row["loss"]) for row in read_log(out) if "loss" in row]
