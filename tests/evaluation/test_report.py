@@ -22,7 +22,7 @@ from deltanet_hf.evaluation.tasks.suites import SUITES, draw_rows
 from deltanet_hf.models.layers import LayerTable
 from support.tiny_models import tiny_student
 
-HAYSTACK = "It was a bright cold day in the valley and every clock stood still. " * 20
+HAYSTACK = "The lamps along the quay went out one by one before the rain came. " * 20
 
 
 @pytest.fixture(scope="module", autouse=True)

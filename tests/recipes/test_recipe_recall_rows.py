@@ -37,7 +37,7 @@ def byte_tokenizer(*words: str) -> PreTrainedTokenizerFast:
 
 
 TOKENIZER = byte_tokenizer()
-TEXT = "It was a bright cold day in the valley, and the bells were ringing over the river. "
+TEXT = "The lamps along the quay went out one by one, and a late boat came up the river. "
 
 
 def ids_of(text: str) -> list[int]:
