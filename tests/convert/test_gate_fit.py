@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from deltanet_convert.start import gate_fit
+from deltanet_convert.start import components, gate_fit
 from deltanet_convert.start import samples as samples_module
 from deltanet_convert.start.copy_weights import copy_attention
 from deltanet_convert.start.gate_fit import GateFit, descend, inverse_silu, relative_mse, search_memory
@@ -117,7 +117,7 @@ def test_few_tokens_leave_few_components() -> None:
     _, small, _, _ = prepared(sequences=1, tokens=20)
     _, large, _, _ = prepared(sequences=2, tokens=100)
     assert len(small.basis) == 1
-    assert len(large.basis) == 200 // gate_fit.TOKENS_PER_COMPONENT
+    assert len(large.basis) == 200 // components.TOKENS_PER_COMPONENT
 
 
 def test_one_state_can_serve_several_query_heads() -> None:

@@ -23,7 +23,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,13 +31,12 @@ from torch.nn import functional as F
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
 from deltanet_kernels import gated_rms_norm
 
+from .components import fold_linear, fold_low_rank, principal_components
 from .samples import Sample, Samples
 from .share_fit import ShareFit
 
 HALF_LIVES = (1.0, 3.0, 8.0, 32.0, 128.0, 1024.0)  # tokens
 STRENGTHS = (0.01, 0.05, 0.2, 0.6)
-COMPONENTS = 48  # R, at most
-TOKENS_PER_COMPONENT = 40  # with fewer tokens per component, the gates overfit the calibration text
 STEPS = 60  # at least; one step per sequence where there are more sequences
 RATES = {"A_log": 0.05, "b_const": 0.1, "weight": 0.02, "gate_const": 0.02}  # learning rates by parameter
 COMPONENT_RATE = 0.02  # learning rate of the projections
@@ -60,7 +58,7 @@ class GateFit(nn.Module):
         x = samples.x
         self.layer = [layer]  # in a list: its parameters are not fitted
         states, heads, head_dim = layer.num_states, layer.num_heads, layer.head_dim
-        self.basis = _principal_components(x)  # [R, hidden]
+        self.basis = principal_components(x)  # [R, hidden]
         rank = len(self.basis)
         f = (x @ self.basis.T).flatten(0, 1)
         self.ones = torch.linalg.solve(f.T @ f + RIDGE * len(f) * torch.eye(rank), f.sum(0))  # f . ones ~ 1
@@ -171,51 +169,16 @@ class GateFit(nn.Module):
         elif self.A_log is not None:
             layer.decay.log_half_life.copy_(-self.A_log)
         if self.b is not None:
-            _fold_linear(layer.b_proj, self.b, self.b_const, self.basis, self.ones)
+            fold_linear(layer.b_proj, self.b, self.b_const, self.basis, self.ones)
         if layer.g_proj is not None and self.gate is not None:
             if layer.g_down is None:
-                _fold_linear(layer.g_proj, self.gate, self.gate_const, self.basis, self.ones)
+                fold_linear(layer.g_proj, self.gate, self.gate_const, self.basis, self.ones)
             else:
-                _fold_low_rank(layer.g_down, layer.g_proj, self.gate, self.gate_const, self.basis, self.ones)
+                fold_low_rank(layer.g_down, layer.g_proj, self.gate, self.gate_const, self.basis, self.ones)
         if layer.norm is not None and self.weight is not None:
             layer.norm.weight.copy_(self.weight)
         if self.share is not None:
             self.share.fold(self.basis)
-
-
-def _fold_linear(target: nn.Linear, weight: Tensor, const: Any, basis: Tensor, ones: Tensor) -> None:
-    if target.bias is not None:
-        target.bias.copy_(const)
-    else:
-        weight = weight + torch.outer(const, ones)
-    target.weight.copy_(weight @ basis)
-
-
-def _fold_low_rank(down: nn.Linear, up: nn.Linear, weight: Tensor, const: Any, basis: Tensor, ones: Tensor) -> None:
-    """Writes the fitted matrix as the product up @ down, the best one of its rank on the calibration text."""
-    if up.bias is not None:
-        up.bias.copy_(const)
-    else:
-        weight = weight + torch.outer(const, ones)
-    if len(down.weight) < len(basis):
-        u, size, v = torch.linalg.svd(weight, full_matrices=False)
-        rank = len(down.weight)
-        weight, basis = u[:, :rank] * size[:rank], v[:rank] @ basis
-    nn.init.normal_(down.weight, std=float(basis.std()) or 1.0)  # rows beyond the fitted ones begin with no effect
-    down.weight[: len(basis)] = basis
-    up.weight.zero_()
-    up.weight[:, : len(basis)] = weight
-
-
-def _principal_components(x: Tensor) -> Tensor:
-    """Leading principal components [R, hidden] of x [n, T, hidden] about the origin.
-
-    They are scaled so that each coordinate of x has a mean square of 1.
-    """
-    flat = x.flatten(0, 1)
-    rank = max(1, min(COMPONENTS, len(flat) // TOKENS_PER_COMPONENT, flat.shape[1]))
-    _, size, v = torch.svd_lowrank(flat, q=rank, niter=4)
-    return v.T / (size / math.sqrt(len(flat))).clamp_min(1e-6 * size[0]).unsqueeze(-1)
 
 
 def inverse_silu(y: Tensor) -> Tensor:
