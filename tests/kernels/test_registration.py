@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deltanet_kernels.common.registration import Operator
+from deltanet_kernels.common.registration import Operator, cached
 from deltanet_kernels.norm import norm_forward
 from tests.kernels.triton_mode import DEVICE
 
@@ -109,3 +110,19 @@ def test_compiled_calls_take_it() -> None:
         assert torch.equal(compiled(X), norm_forward(X, None, WEIGHT, 1e-6))
     assert "deltanet.norm_forward.default" in [str(node.target) for node in graphs[0].graph.nodes]
     assert isinstance(norm_forward, Operator)
+
+
+def test_cached_functions_take_symbolic_sizes_as_numbers() -> None:
+    calls = []
+
+    @cached
+    def twice(number: int) -> int:
+        calls.append(number)
+        return 2 * number
+
+    mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=False)
+    x = mode.from_tensor(torch.empty(3, 8))
+    assert isinstance(x.shape[0], torch.SymInt)
+    assert [twice(x.shape[0]), twice(3), twice(x.shape[1])] == [6, 6, 16]
+    assert calls == [3, 8]
+    assert type(calls[0]) is int

@@ -20,14 +20,17 @@ R = TypeVar("R")
 
 
 def cached(function: Callable[P, R]) -> Callable[P, R]:
-    """functools.cache, except under torch.compile, which would warn about the cache: there the function is called."""
+    """functools.cache, except under torch.compile, which would warn about the cache: there the function is called.
+
+    Sizes that are symbolic while shapes are inferred have no hash; they are taken as the numbers that they stand for.
+    """
     known: Any = functools.cache(function)
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_compiling():
             return function(*args, **kwargs)
-        result: R = known(*args, **kwargs)
+        result: R = known(*(int(x) if isinstance(x, torch.SymInt) else x for x in args), **kwargs)
         return result
 
     call.cache_clear = known.cache_clear  # type: ignore[attr-defined]
