@@ -35,15 +35,19 @@ ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.filterwarnings("error:Dynamo detected")
-@pytest.mark.parametrize("name", ARGUMENTS)
-def test_no_graph_break_on_the_way_to_triton(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def on_the_way_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     real = dispatch.call
 
     def call(operator: str, _: Any, __: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return real(operator, None, ON_CUDA, *args, **kwargs)  # no PyTorch form: it is not used
 
     monkeypatch.setattr(dispatch, "call", call)
+
+
+@pytest.mark.filterwarnings("error:Dynamo detected")
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_no_graph_break_on_the_way_to_triton(name: str) -> None:
     function = getattr(deltanet_kernels, name)
     gradients = not name.endswith("step_")  # in place, without gradients
     answers = []
@@ -55,3 +59,13 @@ def test_no_graph_break_on_the_way_to_triton(name: str, monkeypatch: pytest.Monk
         answers.append([o, *torch.autograd.grad(o.square().sum(), tensors)] if gradients else [o, *tensors])
     for x, y in zip(*answers, strict=True):
         assert torch.equal(x, y)
+
+
+def test_sizes_that_change() -> None:
+    """From the second call on, sizes are symbolic."""
+    compiled = torch.compile(deltanet_kernels.chunk_gated_delta_rule, backend="aot_eager", fullgraph=True)
+    for length, size in ((2, 16), (3, 8), (5, 16), (7, 8)):
+        arguments = [x.repeat_interleave(length, dim=1)[..., :size].clone().requires_grad_() for x in DELTA_RULE]
+        torch.testing.assert_close(
+            compiled(*arguments)[0], deltanet_kernels.chunk_gated_delta_rule(*arguments)[0], rtol=0, atol=0
+        )
