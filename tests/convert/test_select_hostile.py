@@ -97,7 +97,7 @@ def test_outputs_in_the_way_are_found_before_the_work(far: Path, tmp_path: Path)
     for name, message in (
         ("file/s.json", r"file/s.json: cannot be written \(File exists\); choose another output"),
         ("x" * 300, r"xxx: cannot be written \(File name too long\)"),
-        ("x" * 250, r"xxx.journal: cannot be written \(File name too long\)"),
+        ("x" * 250, r"xxx: cannot be written \(File name too long\)"),
         ("plot.json", r"plot.png: exists; choose another file, or add --overwrite"),
         ("folder.json", r"folder.png: is a folder"),
     ):
