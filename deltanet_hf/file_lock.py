@@ -4,7 +4,7 @@ import errno
 import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from .errors import UserError
@@ -34,6 +34,11 @@ def locked(lock: Path, output: Path, what: str) -> Iterator[None]:
         with suppress(OSError):  # a folder that holds something stays
             for folder in made:
                 folder.rmdir()
+
+
+def locked_beside(output: Path, what: str) -> AbstractContextManager[None]:
+    """As `locked`, with a hidden file beside an output that is not a folder, or not one yet."""
+    return locked(output.with_name(f".{output.name}.lock"), output, what)
 
 
 def _take(lock: Path, output: Path, what: str) -> int:

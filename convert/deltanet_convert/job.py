@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from deltanet_hf.errors import QualityError, UserError
-from deltanet_hf.file_lock import locked
+from deltanet_hf.file_lock import locked_beside
 from deltanet_hf.loading import chosen_device
 from deltanet_hf.models.layers import LayerTable
 from deltanet_hf.publish import Workspace, check_target
@@ -93,7 +93,7 @@ def sole_conversion(out: Path) -> Iterator[None]:
     """
     out = Path(out).expanduser().absolute()
     check_target(out)
-    with locked(out.with_name(f".{out.name}.lock"), out, "conversion"):
+    with locked_beside(out, "conversion"):
         yield
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from deltanet_hf.decoding.deferred_sum import DeferredSum
+from deltanet_hf.decoding.obstacles import is_replaced
 from deltanet_kernels import rms_norm
 
 
@@ -47,7 +48,7 @@ FORMS = {
 @contextmanager
 def fused_norms(model: nn.Module) -> Iterator[None]:
     """Calls of `model` in this thread compute its norms by one kernel each; with gradients nothing changes."""
-    if torch.is_grad_enabled() or any(_is_replaced(module) for module in model.modules()):
+    if torch.is_grad_enabled() or any(is_replaced(module) for module in model.modules()):
         yield
         return
     with DeferredSum() as sums:
@@ -70,12 +71,6 @@ def form_of(norm: nn.Module) -> Form | None:
     if held["_forward_hooks"] or held["_forward_pre_hooks"]:
         return None
     return form if type(held["_parameters"]["weight"]) is nn.Parameter else None
-
-
-def _is_replaced(module: nn.Module) -> bool:
-    """Whether a call does not go to the forward of the module's class, or goes there by way of a compiler."""
-    held = module.__dict__
-    return "forward" in held or held.get("_compiled_call_impl") is not None
 
 
 def _fused(norm: nn.Module, form: Form, sums: DeferredSum) -> Callable[[Tensor], Tensor]:

@@ -68,11 +68,16 @@ def _in_model(model: Any) -> Iterator[str]:
         yield from (f"{name or 'the model'}: {reason}" for reason in _in_module(module))
 
 
+def is_replaced(module: nn.Module) -> bool:
+    """Whether a call does not go to the forward of the module's class, or goes there by way of a compiler."""
+    held = module.__dict__
+    return "forward" in held or held.get("_compiled_call_impl") is not None
+
+
 def _in_module(module: nn.Module) -> Iterator[str]:
-    found = vars(module)
     if module.training:
         yield "it is in training mode"
-    if "forward" in found or found.get("_compiled_call_impl") is not None:
+    if is_replaced(module):
         yield "its forward is compiled or replaced"
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     if any(getattr(hook, "__module__", None) not in OUR_HOOKS for hook in hooks):

@@ -81,7 +81,7 @@ def _attention_over_places(model: Any) -> AbstractContextManager[None]:
 
 
 class Recordings:
-    """What one model has recorded, by batch size."""
+    """The recorded steps of one model, by batch size."""
 
     def __init__(self) -> None:
         self._steps: OrderedDict[int, RecordedStep] = OrderedDict()

@@ -26,7 +26,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.layer_kind import LayerKind, PositionEmbeddings, TensorShape
-from deltanet_hf.mixers.masks import padding_in, sliding_window
+from deltanet_hf.mixers.masks import packed_in, padding_in, sliding_window
 from deltanet_hf.mixers.routed_config import RoutedConfig
 from deltanet_hf.mixers.settings import MixerSettings
 from deltanet_hf.mixers.single_query import TAKES_MASK
@@ -186,9 +186,7 @@ class AttentionKind(LayerKind):
                 'model with attn_implementation="sdpa" or "eager"'
             )
         batch, length, _ = hidden_states.shape
-        packed = cu_seq_lens_q if length > 1 else None
-        if packed is not None and past_key_values is not None:
-            raise ValueError("cu_seq_lens_q: packed sequences leave no state to continue from; pass use_cache=False")
+        packed = packed_in(cu_seq_lens_q, length, past_key_values)
         seen = 0 if past_key_values is None else past_key_values.get_seq_length(self.layer_idx)
         padding = padding_in(attention_mask, padding, length, seen)
         window = sliding_window(self.config.whole, self.layer_idx)

@@ -25,7 +25,7 @@ from transformers.cache_utils import Cache
 
 from deltanet_hf.mixers.attention_shape import FAITHFUL, AttentionShape, MixerProjections
 from deltanet_hf.mixers.layer_kind import LayerKind, PositionEmbeddings, TensorShape
-from deltanet_hf.mixers.masks import padding_in
+from deltanet_hf.mixers.masks import packed_in, padding_in
 from deltanet_hf.mixers.parts import GatedRMSNorm, KeyOffset, Part, ShortConv
 from deltanet_hf.mixers.recorded_call import recorded
 from deltanet_hf.mixers.state import MixerCacheLayer, State, cache_layer, may_change
@@ -208,7 +208,7 @@ class Mixer(LayerKind, nn.Module):
         return self.through_norms(self.q_proj(x), self.k_proj(x), self.v_proj(x))
 
     def through_norms(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What `project` returns, from the outputs of the three projections."""
+        """The last part of `project`, from the outputs of the three projections."""
         q, k = self.normalise(q, self.q_norm), self.normalise(k, self.k_norm)
         return q.to(v.dtype), k.to(v.dtype), v  # under autocast learned norms give float32
 
@@ -247,9 +247,7 @@ class Mixer(LayerKind, nn.Module):
         length = hidden_states.shape[1]
         cache = None if past_key_values is None else cache_layer(past_key_values, self.layer_idx, self.name)
         padding = padding_in(attention_mask, padding, length, 0 if cache is None else cache.get_seq_length())
-        packed = cu_seq_lens_q if length > 1 else None
-        if packed is not None and cache is not None:
-            raise ValueError("cu_seq_lens_q: packed sequences leave no state to continue from; pass use_cache=False")
+        packed = packed_in(cu_seq_lens_q, length, cache)
         if cache is not None and cache.record_past:
             again = functools.partial(self.call_on, cache)
             return recorded(cache, again, hidden_states, position_embeddings, padding), None

@@ -24,7 +24,7 @@ from transformers.cache_utils import Cache
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.layer_kind import LayerKind, PositionEmbeddings, TensorShape
-from deltanet_hf.mixers.masks import announce_packing, announce_padding, padding_in, sliding_window
+from deltanet_hf.mixers.masks import announce_packing, announce_padding, packed_in, padding_in, sliding_window
 from deltanet_hf.mixers.recorded_call import recorded
 from deltanet_hf.mixers.routed_config import RoutedConfig
 from deltanet_hf.mixers.settings import MixerSettings, check_at_least
@@ -124,9 +124,7 @@ class WindowAttention(LayerKind):
         batch, length, _ = hidden_states.shape
         cache = None if past_key_values is None else cache_layer(past_key_values, self.layer_idx, self.name)
         padding = padding_in(attention_mask, padding, length, 0 if cache is None else cache.get_seq_length())
-        packed = cu_seq_lens_q if length > 1 else None
-        if packed is not None and cache is not None:
-            raise ValueError("cu_seq_lens_q: packed sequences leave no state to continue from; pass use_cache=False")
+        packed = packed_in(cu_seq_lens_q, length, cache)
         if cache is not None and cache.record_past:
             again = functools.partial(self.call_on, cache)
             return recorded(cache, again, hidden_states, position_embeddings, padding), None

@@ -1,4 +1,4 @@
-"""What converted layers keep in vLLM's cache: a page per state, or pages of tokens."""
+"""The parts of vLLM's cache that converted layers use: a page per state, or pages of tokens."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ OWN_TYPES = "family_layer_types"  # key of a configuration in vLLM: the family's
 
 
 class Checks(VerifyAndUpdateConfig):
-    """What vLLM calls when it has read a configuration."""
+    """vLLM calls this when it has read a configuration."""
 
     @staticmethod
     def verify_and_update_model_config(model_config: ModelConfig) -> None:

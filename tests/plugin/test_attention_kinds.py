@@ -1,27 +1,21 @@
-"""The kinds that stay quadratic: softmax attention at the start, their formulas elsewhere, and their caches."""
+"""The kinds that stay quadratic: softmax attention at the start, and their calls and caches."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from accelerate import cpu_offload
-from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers import MIXERS, AttentionKind
-from deltanet_hf.mixers.attention_kind import Call, Softmax
 from deltanet_hf.mixers.decay_bias import split
 from deltanet_hf.mixers.parts import Opening
-from deltanet_hf.mixers.path import MAX_STRENGTH
 from deltanet_hf.mixers.quantized_cache import quantized_cache
 from deltanet_hf.models.families import FAMILIES
-from deltanet_kernels import chunk_gated_delta_rule, naive_gated_delta_rule
-from deltanet_kernels.deltaformer.reference import naive_deltaformer_solve
 from support.float64 import Float64, float64_logits
 from support.tiny_models import tiny_student, tiny_teacher
 
@@ -79,249 +73,6 @@ def test_at_the_start_the_new_parts_have_a_gradient(kind: str) -> None:
         found = [parameter.grad.abs().max() for parameter in part.parameters() if parameter.grad is not None]
         assert max(found) > 0
         assert not isinstance(part, Opening) or bool((part.opening.grad != 0).all())
-
-
-# One layer by its formula. q, k, v [B, heads, T, D] are given, x is the layer's input.
-
-
-def causal(scores: Tensor, v: Tensor) -> Tensor:
-    length = scores.shape[-1]
-    seen = torch.ones(length, length, dtype=torch.bool).tril()
-    return (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v).transpose(1, 2)
-
-
-def fox_formula(layer: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    gate = layer.forget
-    f = torch.sigmoid(x @ gate.f_proj.weight.T + gate.f_proj.bias) ** gate.opening.opening
-    return _decayed(f, q, k, v, scale)
-
-
-def alibi_formula(layer: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    f = (-layer.slope.opening).exp().expand(*x.shape[:2], -1)
-    return _decayed(f, q, k, v, scale)
-
-
-def _decayed(f: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Softmax attention times the product of f between key and query, normalised."""
-    groups = q.shape[1] // k.shape[1]
-    weights = (q @ k.repeat_interleave(groups, 1).mT * scale).exp()
-    f = f.transpose(1, 2)
-    length = f.shape[-1]
-    rows = []
-    for t in range(length):
-        products = [f[..., s + 1 : t + 1].prod(-1) for s in range(t + 1)]
-        rows.append(torch.stack(products + [torch.zeros_like(products[0])] * (length - t - 1), -1))
-    weights = weights * torch.stack(rows, -2)
-    return (weights / weights.sum(-1, keepdim=True) @ v.repeat_interleave(groups, 1)).transpose(1, 2)
-
-
-def deltaformer_formula(layer: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    part, groups = layer.correction, q.shape[1] // k.shape[1]
-    beta = part.opening.opening * torch.sigmoid(x @ part.b_proj.weight.T + part.b_proj.bias)
-    u = naive_deltaformer_solve(k.transpose(1, 2), v.transpose(1, 2), beta, scale).transpose(1, 2)
-    k, u = (part.repeat_interleave(groups, 1) for part in (k, u))
-    return causal(q @ k.mT * scale, u)
-
-
-def path_formula(layer: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    part, heads = layer.turns, k.shape[1]
-    w = (x @ part.w_proj.weight.T).unflatten(-1, (heads, -1)).transpose(1, 2)
-    w = w * torch.rsqrt(w.square().sum(-1, keepdim=True) + 1e-6)
-    beta = MAX_STRENGTH * torch.sigmoid(x @ part.b_proj.weight.T + part.b_proj.bias).transpose(1, 2)
-    turn = torch.eye(w.shape[-1], dtype=w.dtype).expand(*w.shape[:2], -1, -1)
-    queries, keys = [], []
-    for t in range(w.shape[2]):
-        here = w[:, :, t]
-        turn = turn - beta[:, :, t, None, None] * here.unsqueeze(-1) * (here.unsqueeze(-2) @ turn)
-        queries.append(torch.einsum("bhgk,bhkv->bhgv", q[:, :, t].unflatten(1, (heads, -1)), turn).flatten(1, 2))
-        keys.append(torch.einsum("bhk,bhkv->bhv", k[:, :, t], turn))
-    q, k = torch.stack(queries, 2), torch.stack(keys, 2)
-    groups = q.shape[1] // heads
-    k, v = (part.repeat_interleave(groups, 1) for part in (k, v))
-    return causal(q @ k.mT * scale, v)
-
-
-FORMULAS: dict[str, Callable[..., Tensor]] = {
-    "fox": fox_formula,
-    "alibi": alibi_formula,
-    "deltaformer": deltaformer_formula,
-    "path": path_formula,
-}
-
-
-def one_layer(kind: str, dtype: torch.dtype = torch.float64) -> Any:
-    """A layer with 4 query heads and 2 key/value heads of 8, its openings within their range."""
-    layer = layers(tiny_student("llama", mixer=kind))[0].to(dtype)
-    for module in layer.modules():
-        if isinstance(module, Opening):
-            torch.nn.init.uniform_(module.opening, 0.2, 0.9)
-    return layer
-
-
-def qkv(length: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """x [2, T, 32], q [2, 4, T, 8], k and v [2, 2, T, 8]."""
-    generator = torch.Generator().manual_seed(length)
-    shapes = ((2, length, 32), (2, 4, length, 8), (2, 2, length, 8), (2, 2, length, 8))
-    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("length", [1, 2, 19])
-def test_it_is_its_formula_with_all_gradients(kind: str, length: int) -> None:
-    torch.manual_seed(2)
-    layer = one_layer(kind)
-    given = [x.requires_grad_() for x in qkv(length)]
-    (part,) = layer.new_parts()
-    leaves = [*given, *part.parameters()]
-    pull = torch.randn(2, length, 4, 8, dtype=torch.float64)
-    softmax = Softmax(layer, 0.3, 0.0, None)
-    found = layer.attend(*given[1:], Call(given[0], None, None, None, None), softmax)
-    wanted = FORMULAS[kind](layer, *given, 0.3)
-    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
-    gradients = [torch.autograd.grad(o, leaves, pull, allow_unused=True) for o in (found, wanted)]
-    for got, want in zip(*gradients, strict=True):
-        if got is None:  # alibi does not read the layer's input
-            assert want is None
-            continue
-        torch.testing.assert_close(got, torch.zeros_like(got) if want is None else want, rtol=1e-9, atol=1e-9)
-
-
-# PaTH.
-
-
-def product_scores(q: Tensor, k: Tensor, w: Tensor, beta: float) -> Tensor:
-    """q_t^T (I - beta w_t w_t^T) ... (I - beta w_{s+1} w_{s+1}^T) k_s for s <= t, of q, k, w [T, K]: PaTH's scores."""
-    length, size = q.shape
-    scores = torch.zeros(length, length, dtype=q.dtype)
-    for t in range(length):
-        row = q[t]
-        for s in range(t, -1, -1):
-            scores[t, s] = row @ k[s]
-            row = row - beta * (row @ w[s]) * w[s]
-    assert size == k.shape[1]
-    return scores
-
-
-def test_path_along_its_keys_is_deltanets_matrix() -> None:
-    """With unit keys, w = k and beta = 1, scores times values are DeltaNet's output."""
-    q, k, v = torch.randn(3, 30, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).unbind()
-    k = k / k.norm(dim=-1, keepdim=True)
-    ones = torch.ones(1, 30, 1, dtype=torch.float64)
-    inputs = (x[None, :, None] for x in (q, k, v))
-    wanted, _ = naive_gated_delta_rule(*inputs, 0 * ones, ones, scale=1.0)
-    torch.testing.assert_close(product_scores(q, k, k, 1.0) @ v, wanted[0, :, 0], rtol=1e-11, atol=1e-11)
-
-
-def test_reflecting_path_is_softmax_of_turned_queries_and_keys() -> None:
-    """At strength 2 the form of the layer is PaTH itself; below it is not."""
-    q, k, w = torch.randn(3, 40, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(4)).unbind()
-    w = w / w.norm(dim=-1, keepdim=True)
-
-    def turned_scores(beta: float) -> Tensor:
-        strength = torch.full((1, 40, 1), beta, dtype=torch.float64)
-        both, w_ = torch.stack([q, k], 1)[None], w[None, :, None]
-        read, _ = chunk_gated_delta_rule(both, w_, w_, 0 * strength, strength, scale=1.0)
-        q_, k_ = (both - read)[0].unbind(1)
-        torch.testing.assert_close(q_.norm(dim=-1) <= q.norm(dim=-1) + 1e-9, torch.ones(40, dtype=torch.bool))
-        return (q_ @ k_.mT).tril()
-
-    torch.testing.assert_close(turned_scores(2.0), product_scores(q, k, w, 2.0), rtol=1e-10, atol=1e-10)
-    off = turned_scores(1.0) - product_scores(q, k, w, 1.0)
-    assert off.norm() > 0.1 * product_scores(q, k, w, 1.0).norm()
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_same_turn_again_and_again_does_not_grow(dtype: torch.dtype) -> None:
-    layer = one_layer("path", dtype)
-    layer.turns.b_proj.bias.fill_(30.0)
-    layer.turns.b_proj.weight.zero_()
-    x, q, k, _ = qkv(1, dtype)
-    x, q, k = x.expand(-1, 2000, -1), q.expand(-1, -1, 2000, -1), k.expand(-1, -1, 2000, -1)
-    q_, k_, state = layer._turned(q, k, Call(x, None, None, None, None), None, True)
-    assert state.abs().max() < 3
-    assert k_.norm(dim=-1).max() < 1.1 * k.norm(dim=-1).max()
-    assert q_.norm(dim=-1).max() < 1.1 * q.norm(dim=-1).max()
-
-
-# Precision and limits of the decay.
-
-
-class FixedDecay(torch.nn.Module):
-    """Takes the place of a forget gate: log f [T] for every head."""
-
-    def __init__(self, log_f: Tensor) -> None:
-        super().__init__()
-        self.log_f = log_f
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.log_f[: x.shape[1], None].expand(*x.shape[:2], 4)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("offset", [-100.0, -800.0, -20000.0])
-def test_a_large_sum_of_decays_costs_no_precision(dtype: torch.dtype, offset: float) -> None:
-    """F begins at `offset`, whose spacing in bfloat16 is up to 128; the tokens behind it forget little by little."""
-    length = 300
-    log_f = torch.full((length,), -0.02)
-    log_f[1] = offset
-    layer = one_layer("fox", dtype)
-    layer.forget = FixedDecay(log_f)
-    x, q, k, v = qkv(length, dtype)
-    found = layer.attend(q, k, v, Call(x, None, None, None, None), Softmax(layer, 0.3, 0.0, None))
-    f = log_f.double().exp().expand(2, 4, length).transpose(1, 2)
-    wanted = _decayed_by_sums(f, q.double(), k.double(), v.double())
-    rounding = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 1e-5}[dtype]
-    spacing = -offset * 2.0**-23  # of F in float32
-    assert (found.double() - wanted).norm() / wanted.norm() < rounding + spacing
-
-
-def _decayed_by_sums(f: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    total = f.log().nan_to_num(neginf=-1e9).cumsum(1).transpose(1, 2)
-    k, v = (part.repeat_interleave(2, 1) for part in (k, v))
-    return causal(q @ k.mT * 0.3 + total.unsqueeze(-1) - total.unsqueeze(-2), v)
-
-
-@torch.no_grad()
-@pytest.mark.slow
-def test_8192_tokens_in_bfloat16() -> None:
-    length = 8192
-    log_f = -0.1 * torch.rand(length, generator=torch.Generator().manual_seed(5)) * 2  # F ends at about -819
-    layer = one_layer("fox", torch.bfloat16)
-    layer.forget = FixedDecay(log_f)
-    x, q, k, v = qkv(length, torch.bfloat16)
-    found = layer.attend(q, k, v, Call(x, None, None, None, None), Softmax(layer, 0.3, 0.0, None))
-    last = slice(length - 64, length)
-    total = log_f.double().cumsum(0)
-    k, v = (part.double().repeat_interleave(2, 1) for part in (k, v))
-    scores = q[:, :, last].double() @ k.mT * 0.3 + total[last, None] - total
-    seen = torch.arange(length) <= torch.arange(length)[last, None]
-    wanted = (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v).transpose(1, 2)
-    assert (found[:, last].double() - wanted).norm() / wanted.norm() < 4e-3
-
-
-@torch.no_grad()
-def test_a_shut_gate_leaves_the_own_value() -> None:
-    layer = one_layer("fox", torch.float32)
-    layer.forget = FixedDecay(torch.full((50,), -1e4))
-    x, q, k, v = qkv(50, torch.float32)
-    found = layer.attend(q, k, v, Call(x, None, None, None, None), Softmax(layer, 0.3, 0.0, None))
-    torch.testing.assert_close(found.transpose(1, 2), v.repeat_interleave(2, 1))
-
-
-def test_an_opening_outside_of_its_range_counts_as_its_end_and_can_return() -> None:
-    opening = Opening(4, limit=1.0)
-    with torch.no_grad():
-        opening.opening.copy_(torch.tensor([-0.3, 0.0, 0.7, 1.5]))
-    value = opening()
-    assert value.tolist() == [0.0, 0.0, pytest.approx(0.7), 1.0]
-    value.sum().backward()
-    assert opening.opening.grad is not None
-    assert opening.opening.grad.tolist() == [1.0] * 4
-
-
-# Caches.
 
 
 @torch.no_grad()
@@ -473,26 +224,6 @@ def test_on_a_gpu_it_reads_and_decodes_as_in_float64(kind: str, dtype: torch.dty
     for cache in caches:
         parts = [model(part, past_key_values=cache, use_cache=True).logits for part in ids.split([10, 1, 12, 1], dim=1)]
         assert (torch.cat(parts, dim=1).double() - wanted).norm() / wanted.norm() < 2 * rounding + 1e-5
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("kind", KINDS)
-def test_on_a_gpu_rows_of_2048_tokens_train_in_bfloat16(kind: str) -> None:
-    """Outputs and gradients against float64, relative to what the rounded inputs allow."""
-    exact = one_layer(kind)
-    layer = one_layer(kind).cuda()
-    layer.load_state_dict(exact.state_dict())
-    given = [x.requires_grad_() for x in qkv(2048)]
-    pull = torch.randn(2, 2048, 4, 8, dtype=torch.float64)
-    wanted = exact.attend(*given[1:], Call(given[0], None, None, None, None), Softmax(exact, 0.3, 0.0, None))
-    gradients = torch.autograd.grad(wanted, given[1:], pull)
-    narrow = [x.detach().cuda().bfloat16().requires_grad_() for x in given]
-    layer = layer.bfloat16()
-    found = layer.attend(*narrow[1:], Call(narrow[0], None, None, None, None), Softmax(layer, 0.3, 0.0, None))
-    assert (found.double().cpu() - wanted).norm() / wanted.norm() < 0.05
-    for got, want in zip(torch.autograd.grad(found, narrow[1:], pull.cuda().bfloat16()), gradients, strict=True):
-        assert (got.double().cpu() - want).norm() / want.norm() < 0.05
 
 
 @torch.no_grad()

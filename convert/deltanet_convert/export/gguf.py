@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.file_lock import locked
+from deltanet_hf.file_lock import locked_beside
 from deltanet_hf.safe_write import sync_folder, write_atomically, writing
 
 from ..storage.safetensors_folder import read_json
@@ -53,7 +53,7 @@ def write_gguf(plan: ExportPlan, out: Path, outtype: str, *, resume: bool, overw
     if out.suffix != ".gguf":
         raise UserError(f"{out}: give a file name that ends with .gguf")
     script = find_converter()
-    with locked(out.with_name(f".{out.name}.lock"), out, "export"):
+    with locked_beside(out, "export"):
         _write_gguf(script, plan, out, outtype, resume, overwrite, progress)
 
 

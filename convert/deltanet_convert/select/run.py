@@ -8,7 +8,7 @@ from typing import Any
 
 from deltanet_hf.data import prefix_ids
 from deltanet_hf.errors import UserError
-from deltanet_hf.file_lock import locked
+from deltanet_hf.file_lock import locked_beside
 from deltanet_hf.safe_write import write_atomically
 
 from ..export.obstacles import FORMATS, teacher_obstacles
@@ -48,7 +48,7 @@ def run_selection(task: SelectionTask, show: Show = unseen, *, plot: bool = True
         UserError: the file exists or cannot be written, another process is writing it, or recall probes say nothing
             about this teacher.
     """
-    with locked(task.out.with_name(f".{task.out.name}.lock"), task.out, "selection"):
+    with locked_beside(task.out, "selection"):
         return _run_selection(task, show, plot)
 
 

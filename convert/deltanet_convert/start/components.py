@@ -32,19 +32,13 @@ def fold_linear(target: nn.Linear, weight: Tensor, const: Any, basis: Tensor, on
         basis: principal components [R, hidden].
         ones: direction [R] that gives about 1 for every input; it carries the constant where `target` has no bias.
     """
-    if target.bias is not None:
-        target.bias.copy_(const)
-    else:
-        weight = weight + torch.outer(const, ones)
+    weight = _with_constant(target, weight, const, ones)
     target.weight.copy_(weight @ basis)
 
 
 def fold_low_rank(down: nn.Linear, up: nn.Linear, weight: Tensor, const: Any, basis: Tensor, ones: Tensor) -> None:
     """As `fold_linear`, into the product of `up` and `down`: the best one of its rank on the calibration text."""
-    if up.bias is not None:
-        up.bias.copy_(const)
-    else:
-        weight = weight + torch.outer(const, ones)
+    weight = _with_constant(up, weight, const, ones)
     if len(down.weight) < len(basis):
         u, size, v = torch.linalg.svd(weight, full_matrices=False)
         rank = len(down.weight)
@@ -53,3 +47,11 @@ def fold_low_rank(down: nn.Linear, up: nn.Linear, weight: Tensor, const: Any, ba
     down.weight[: len(basis)] = basis
     up.weight.zero_()
     up.weight[:, : len(basis)] = weight
+
+
+def _with_constant(target: nn.Linear, weight: Tensor, const: Any, ones: Tensor) -> Tensor:
+    """Writes the constant into the bias; without a bias, returns the matrix [out, R] that has it along `ones`."""
+    if target.bias is None:
+        return weight + torch.outer(const, ones)
+    target.bias.copy_(const)
+    return weight

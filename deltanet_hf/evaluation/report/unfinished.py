@@ -1,4 +1,4 @@
-"""What an unfinished report has measured: after an interruption, the same command measures the other models only."""
+"""The measurements of an unfinished report: after an interruption, the same command measures the other models only."""
 
 from __future__ import annotations
 
