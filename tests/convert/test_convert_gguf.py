@@ -19,6 +19,7 @@ from deltanet_convert.job import prepare
 from deltanet_convert.options import ConvertOptions
 from deltanet_convert.start import START
 from deltanet_convert.storage import gguf_teacher
+from deltanet_convert.storage.gguf_teacher import GgufTeacher
 from deltanet_convert.storage.safetensors_folder import Checkpoint
 from deltanet_convert.storage.teacher_source import resolve_source
 from deltanet_hf.errors import UserError
@@ -122,6 +123,38 @@ def write_family(path: Path, label: str, leave_out: str = "", add: str = "") -> 
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+@pytest.mark.parametrize("add_bos", [False, True])
+def test_texts_begin_as_the_file_says(add_bos: bool, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf", add_bos=add_bos)
+    teacher = resolve_source(str(tmp_path / "tiny.gguf"), tmp_path / "copy", None)
+    ids = AutoTokenizer.from_pretrained(teacher.folder)("a")["input_ids"]
+    assert ids[:-1] == ([1] if add_bos else [])
+
+
+@pytest.mark.parametrize("fault", ["no begin-of-text token", "no merges"])
+def test_a_tokenizer_that_is_saved_wrongly_is_refused(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers 5.17 does both to Gemma 3."""
+    write_gguf(tmp_path / "tiny.gguf", add_bos=True)
+    teacher = GgufTeacher.open(tmp_path / "tiny.gguf", torch.float32)
+    save = teacher.tokenizer.save_pretrained
+
+    def save_wrongly(folder: Path) -> None:
+        save(folder)
+        file = folder / "tokenizer.json"
+        saved = json.loads(file.read_text())
+        if fault == "no merges":
+            saved["model"]["vocab"] |= {"word": 300, "other": 301}
+        else:
+            saved["post_processor"] = None
+        file.write_text(json.dumps(saved))
+
+    monkeypatch.setattr(teacher.tokenizer, "save_pretrained", save_wrongly)
+    with pytest.raises(UserError, match=r"tiny.gguf: transformers .* reads this file's tokenizer wrongly; upgrade"):
+        teacher.write(tmp_path / "copy")
 
 
 @pytest.mark.parametrize(("label", "dtype"), [*((label, torch.bfloat16) for label in FAMILIES), ("llama", None)])

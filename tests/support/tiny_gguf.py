@@ -16,8 +16,12 @@ def permuted(weight: torch.Tensor, heads: int) -> torch.Tensor:
     return weight.view(heads, 2, HEAD // 2, HIDDEN).transpose(1, 2).reshape(weight.shape)
 
 
-def write_gguf(path: Path) -> dict[str, torch.Tensor]:
-    """Writes a tiny Llama with a byte-level tokenizer that merges 1, 2 and 3; returns some weights by HF name."""
+def write_gguf(path: Path, *, add_bos: bool = False) -> dict[str, torch.Tensor]:
+    """Writes a tiny Llama with a byte-level tokenizer that merges 1, 2 and 3; returns some weights by HF name.
+
+    Args:
+        add_bos: texts begin with the token 1.
+    """
     torch.manual_seed(0)
     tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *bytes_to_unicode().values(), "12", "123"]
     writer = gguf.GGUFWriter(path, "llama")
@@ -38,6 +42,7 @@ def write_gguf(path: Path) -> dict[str, torch.Tensor]:
     writer.add_token_merges(["1 2", "12 3"])  # transformers 5.17 takes a list of one merge for text
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
+    writer.add_add_bos_token(add_bos)
     kept: dict[str, torch.Tensor] = {}
 
     def add(name: str, *shape: int, heads: int = 0, hf_name: str = "") -> None:

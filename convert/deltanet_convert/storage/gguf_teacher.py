@@ -1,6 +1,6 @@
 """Writes a GGUF file's model as a folder with safetensors weights; a block of rows is in memory at a time.
 
-transformers reads the config and the tokenizer. The weights have the values that it would give them: each tensor is
+transformers reads the config. The weights have the values that it would give them: each tensor is
 dequantised in float32 and then rounded, and what llama.cpp changed in it is undone.
 """
 
@@ -21,6 +21,7 @@ from deltanet_hf.models.families import FAMILIES
 from deltanet_kernels.installed_versions import require
 
 from ..teacher_model import meta_model, tied_names
+from .gguf_tokenizer import read_tokenizer, save_tokenizer
 from .safetensors_folder import BLOCK_ELEMENTS
 from .shard_writer import ShardWriter, TensorSpec, plan_layout
 
@@ -39,7 +40,6 @@ class GgufTeacher:
     tokenizer: Any
     model: PreTrainedModel  # on the meta device
     architecture: str  # llama.cpp's name of the family
-    splitting: str | None  # llama.cpp's name of the tokenizer's first step
     tensors: dict[str, Any]  # the tensors of the file by their names in transformers
 
     @classmethod
@@ -53,13 +53,13 @@ class GgufTeacher:
         """
         require("gguf")
         from gguf import GGUFReader  # without it, transformers raises an error that does not name the extra
-        from transformers import AutoConfig, AutoTokenizer
+        from transformers import AutoConfig
 
         try:
             config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
-            tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
             reader = GGUFReader(file)
-            architecture, splitting = _text(reader, "general.architecture"), _text(reader, "tokenizer.ggml.pre")
+            tokenizer = read_tokenizer(file, reader)
+            architecture = str(reader.get_field("general.architecture").contents())
         except Exception as error:  # a damaged file raises errors of many types
             raise UserError(
                 f"{file}: transformers cannot load this GGUF file ({one_line(error, 300)}); give safetensors"
@@ -70,8 +70,8 @@ class GgufTeacher:
                 f"{', '.join(sorted(FAMILIES))}"
             )
         model = meta_model(FAMILIES[config.model_type].model_class, config, dtype)
-        tensors = _matched(file, model, reader.tensors, str(architecture))
-        return cls(file, config, tokenizer, model, str(architecture), splitting, tensors)
+        tensors = _matched(file, model, reader.tensors, architecture)
+        return cls(file, config, tokenizer, model, architecture, tensors)
 
     def write(self, folder: Path) -> None:
         """Writes config, tokenizer and weights into `folder`."""
@@ -80,7 +80,7 @@ class GgufTeacher:
         self.config.save_pretrained(folder)
         if self.model.generation_config is not None:
             self.model.generation_config.save_pretrained(folder)
-        self.tokenizer.save_pretrained(folder)
+        save_tokenizer(self.tokenizer, folder, self.file)
         shapes = {name: tuple(tensor.shape) for name, tensor in self.model.state_dict().items()}
         layout = plan_layout([TensorSpec(name, shapes[name], dtype) for name in self.tensors], SHARD_SIZE)
         writer = ShardWriter(folder, layout)
@@ -127,11 +127,6 @@ class GgufTeacher:
         if self.architecture not in PERMUTED or module not in heads:
             return None
         return np.arange(rows).reshape(heads[module], -1, 2).swapaxes(1, 2).reshape(-1)
-
-
-def _text(reader: Any, key: str) -> str | None:
-    field = reader.get_field(key)
-    return None if field is None else field.contents()
 
 
 def _matched(file: Path, model: PreTrainedModel, tensors: Any, architecture: str) -> dict[str, Any]:

@@ -75,26 +75,9 @@ def _dequantised(file: Path, scratch: Path, dtype: torch.dtype | None) -> Path:
     if done.exists() and done.read_text() == made_from:
         return scratch
     teacher = GgufTeacher.open(file, dtype or torch.bfloat16)
-    if teacher.splitting == "smollm":
-        _restore_digit_splitting(teacher.tokenizer)
     with writing(scratch):
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
         teacher.write(scratch)
     write_atomically(done, made_from.encode())
     return scratch
-
-
-def _restore_digit_splitting(tokenizer: object) -> None:
-    """Restores the splitting of digits, which transformers omits when a GGUF file names the pre-tokenizer 'smollm'."""
-    from tokenizers import pre_tokenizers
-
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
-        ]
-    )
