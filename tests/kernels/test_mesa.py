@@ -17,7 +17,7 @@ from deltanet_kernels import (
     naive_mesa,
     recurrent_mesa,
 )
-from deltanet_kernels.mesa.systems import MesaSystem, conjugate_gradients
+from deltanet_kernels.mesa.solve import MesaSystem, conjugate_gradients
 from tests.kernels.state_cases import SHAPES, Shape, assert_same, draw, inputs, results, single
 
 

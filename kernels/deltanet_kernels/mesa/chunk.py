@@ -1,15 +1,18 @@
 """The Mesa layer on CUDA, in chunks: the launches, their registration with PyTorch, and the entry point.
 
-H is the state of the gated delta rule without erasing, with the keys as values, so its kernels serve: the row factors
-(scores.py) and the states of [v, k], whose S and H stand side by side (states.py). chip_systems.py then finds x and the
-outputs. Backward, with y_t = (H_t + diag(Lambda))^{-1} dx_t from the same kernel, the gradients of k, v, g, beta and the
-states are those of
+H is the state of the gated delta rule without erasing, with the keys as values, so its kernels serve: row factors
+(scores.py) and the states of the values [v, k], which have S and H side by side (states.py). conjugate_gradients.py
+then finds x and the outputs. Backward, with y_t = (H_t + diag(Lambda))^{-1} dx_t from the same kernel, the gradients of
+k, v, g, beta and the states are those of
 
-    sum_t dO_t . scale S_t^T x_t - y_t . H_t x_t
+    sum_t scale dO_t . S_t^T x_t - y_t . H_t x_t
 
-that is of the rule without erasing for queries x, values [v, k] and output gradients [scale dO, -y]. Everything is
-float32 and every product `PRECISION`, because errors in H or dx, rounded to 16 bits or 10, come back multiplied by up
-to the condition of H + diag(Lambda): along a component that all keys share, H grows with the length of the memory.
+so of the rule without erasing for the queries x, the values [v, k] and the output gradients [scale dO, -y].
+
+All numbers are float32 and all products `PRECISION`, three products of 10 bits on tensor cores. Errors in H, x or dx
+come back multiplied by up to the condition of H + diag(Lambda), and H grows along a component that the keys share. Of
+512 unit keys with 90% of their power in common, without decay and with a ridge of 0.25, the outputs of 16 steps were
+wrong by 2.4e-5 in IEEE float32, 2.3e-5 in tf32x3, 1.1% in tf32 and 9.7% with products of bfloat16 (relative, K = 64).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -31,7 +34,7 @@ from deltanet_kernels.gated_delta_rule.config import MAX_HEAD_SIZE, ChunkConfig,
 from deltanet_kernels.gated_delta_rule.row_factors import ChunkInputs
 from deltanet_kernels.gated_delta_rule.scores import scores
 from deltanet_kernels.gated_delta_rule.states import states_kernel
-from deltanet_kernels.mesa.chip_systems import systems_kernel
+from deltanet_kernels.mesa.conjugate_gradients import conjugate_gradients_kernel
 from deltanet_kernels.mesa.state import MesaState
 
 PRECISION = "tf32x3"
@@ -69,13 +72,13 @@ def _solve(
     right: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ridge: torch.Tensor, kept: Kept, o: torch.Tensor,
     chunks: Chunks, scale: float, steps: int, forward: bool,
 ) -> None:  # fmt: skip
-    """Launch `systems_kernel`: forward it writes the x, P and o that are given, backward the x."""
+    """Launch `conjugate_gradients_kernel`: forward it writes the x, P and o that are given, backward the x."""
     (B, T, H, K), (HV, V), HO = k.shape, v.shape[2:], kept.x.shape[2]
     BK, BV = (tile_width(size, torch.float32) for size in (K, V))
     full = not chunks.varlen and T % chunks.size == 0 and (BK, BV) == (K, V)
     if chunks.count:
         launch(
-            systems_kernel, chunks.count * HO,
+            conjugate_gradients_kernel, chunks.count * HO,
             right, k, v, ridge, kept.factors, kept.states, kept.x, kept.P, o, chunks.cu_seqlens, chunks.row_of_chunk,
             chunks.first_chunk, scale, T, B * T, steps, *right.stride()[:3], *k.stride()[:3], *v.stride()[:3],
             H=H, HV=HV, HR=right.shape[2], HO=HO, K=K, V=V, BK=BK, BV=BV, C=chunks.size, VARLEN=chunks.varlen,
@@ -223,15 +226,8 @@ def chunk_mesa_triton(
     inputs = (q, k, call.v, call.g, call.beta, ridge, *before)
     keep = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     # The kernels multiply by the rows of H, the recurrence by its columns: the same, except in the gradient of H.
-    o, final, *_ = _mesa(
-        *inputs[:6],
-        torch.cat([before.values, before.keys.mT], dim=-1),
-        call.cu_seqlens,
-        call.factor,
-        steps,
-        call.output_final_state,
-        keep,
-    )
+    state = torch.cat([before.values, before.keys.mT], dim=-1)
+    o, final, *_ = _mesa(*inputs[:6], state, call.cu_seqlens, call.factor, steps, call.output_final_state, keep)
     if not call.output_final_state:
         return o, None
     S, H = final.split([d.V, d.K], dim=-1)

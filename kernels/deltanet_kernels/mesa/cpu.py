@@ -10,8 +10,8 @@ from deltanet_kernels.common.chunk_layout import ChunkLayout
 from deltanet_kernels.common.heads import stack_queries, to_states, unstack_queries
 from deltanet_kernels.common.state_scan import segment_decay, state_scan
 from deltanet_kernels.gated_delta_rule.cpu import no_autocast
+from deltanet_kernels.mesa.solve import MesaSystem, solve_mesa
 from deltanet_kernels.mesa.state import MesaState
-from deltanet_kernels.mesa.systems import MesaSystem, solve_mesa
 
 CHUNK = 64
 

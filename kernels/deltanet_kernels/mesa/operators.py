@@ -7,8 +7,8 @@ from torch import Tensor
 from deltanet_kernels import dispatch
 from deltanet_kernels.arguments import RuleCall
 from deltanet_kernels.mesa.cpu import chunk_mesa_torch
+from deltanet_kernels.mesa.solve import STEPS
 from deltanet_kernels.mesa.state import MesaState, check_mesa
-from deltanet_kernels.mesa.systems import STEPS
 
 
 def chunk_mesa(

@@ -8,8 +8,8 @@ from torch import Tensor
 from deltanet_kernels.arguments import RuleCall
 from deltanet_kernels.common.heads import to_states
 from deltanet_kernels.gated_delta_rule.cpu import no_autocast
+from deltanet_kernels.mesa.solve import STEPS, MesaSystem, conjugate_gradients
 from deltanet_kernels.mesa.state import MesaState, check_mesa
-from deltanet_kernels.mesa.systems import STEPS, MesaSystem, conjugate_gradients
 
 
 @torch.no_grad()

@@ -1,12 +1,13 @@
-"""The linear systems of the Mesa layer on CUDA: one chunk and head per program, all steps of conjugate gradients on chip.
+"""The linear systems of the Mesa layer on CUDA: all steps of conjugate gradients of a chunk on chip.
 
-systems.py has the equations. A program keeps the matrix H before its chunk, the chunk's keys and the decayed weights
-w_ts = beta_s e^{G_t - G_s}, and solves for the chunk's tokens until all are solved or `steps` are done. Forward it
-solves for the queries and also writes what the outputs need,
+solve.py has the equations and the rules of stopping. A program has the matrix H before its chunk, the chunk's keys and
+the decayed weights w_ts = beta_s D_ts with D_ts = e^{G_t - G_s}, and solves for the tokens of one output head until all
+of them are solved or `steps` are done. Forward the right sides are the queries, and it also writes what the outputs and
+their gradients need,
 
-    P = D * (X K^T)        O = scale (e^G (X S) + P (beta V))        D_ts = e^{G_t - G_s}
+    P = D * (X K^T)        O = scale (e^G (X S) + P (beta V))
 
-Backward the right sides are the gradients of the solutions x, which it computes first:
+Backward they are the gradients of the solutions,
 
     dX = scale (e^G (dO S^T) + (w * (dO V^T)) K)
 """
@@ -34,7 +35,7 @@ def _times(x, H, keys, w, gamma, lam, PRECISION: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T", "steps"])
-def systems_kernel(
+def conjugate_gradients_kernel(
     right, k, v, ridge, factors, h, x_out, P, o, cu_seqlens, row_of_chunk, first_chunk, scale, T, tokens, steps,
     r_row, r_token: tl.constexpr, r_head, k_row, k_token: tl.constexpr, k_head, v_row, v_token: tl.constexpr, v_head,
     H: tl.constexpr, HV: tl.constexpr, HR: tl.constexpr, HO: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
