@@ -124,9 +124,9 @@ def mesa_forward(
     BK, both = tile_width(K, torch.float32), _joined(k, v)
     full = not chunks.varlen and T % chunks.size == 0 and (BK, tile_width(W, torch.float32)) == (K, W)
     none = k.new_empty(0)
-    # Of q's scores only the row factors are used; x has its own.
+    # Of q's scores only the row factors are used, so their precision does not matter; x has its own.
     P, _, factors, _ = scores(
-        ChunkInputs(q, k, g, beta, None, None, chunks, 1.0, False, False, False, None, "off"), full, PRECISION,
+        ChunkInputs(q, k, g, beta, None, None, chunks, 1.0, False, False, False, None, "off"), full, "tf32",
         config.score_warps,
     )  # fmt: skip
     states, written = k.new_empty(chunks.count, HV, W, K), torch.empty_like(both)
