@@ -36,10 +36,12 @@ SHAPES = ((4, 2048, 9, 64), (1, 8192, 16, 128))  # B, T, heads, head size
 CHECKED = 200  # tokens of the comparison
 
 
-def mesa_in_pytorch(*given: Tensor, use_qk_l2norm_in_kernel: bool) -> Any:
-    """`chunk_mesa` by its PyTorch form; q, k, v, g, beta and the ridge."""
-    call = RuleCall(*given[:5], use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
-    return chunk_mesa_torch(call, given[5], check_mesa(call, given[5], None), STEPS)
+def mesa_in_pytorch(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, ridge: Tensor, use_qk_l2norm_in_kernel: bool
+) -> Any:
+    """`chunk_mesa` by its PyTorch form."""
+    call = RuleCall(q, k, v, g, beta, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
+    return chunk_mesa_torch(call, ridge, check_mesa(call, ridge, None), STEPS)
 
 
 def rules(heads: int, size: int) -> dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]]:

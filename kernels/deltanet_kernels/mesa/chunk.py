@@ -142,9 +142,10 @@ def mesa_forward(
     )  # fmt: skip
     new = torch.empty if cu_seqlens is None else torch.zeros  # tokens after the last packed sequence get zeros
     o, x = new(B, T, HO, V, dtype=v.dtype, device=v.device), new(B, T, HO, K, dtype=k.dtype, device=k.device)
-    kept = Kept(x, factors, P, states, written)
-    _solve(q, k, v, ridge, kept, o, chunks, scale, steps, True)
-    return (o, ht, *kept) if keep else (o, ht, *(k.new_empty(0) for _ in kept))
+    _solve(q, k, v, ridge, Kept(x, factors, P, states, written), o, chunks, scale, steps, True)
+    if not keep:
+        x, factors, P, states, written = (k.new_empty(0) for _ in range(5))
+    return o, ht, x, factors, P, states, written
 
 
 def _fake_backward(do, dht, q, k, v, g, beta, ridge, cu_seqlens, x, factors, P, states, written, scale, steps, initial):
