@@ -53,8 +53,6 @@ class Kept(NamedTuple):
     """Scores of x [chunks, HO, C, C]."""
     states: torch.Tensor
     """The states that enter each chunk, S^T and H [chunks, HV, V + K, K]."""
-    written: torch.Tensor
-    """What each token writes, beta [v, k] [B, T, HV, V + K]."""
 
 
 def _config(k: torch.Tensor, v: torch.Tensor) -> ChunkConfig:
@@ -95,7 +93,7 @@ def _fake_forward(q, k, v, g, beta, ridge, initial_state, cu_seqlens, scale, ste
     C, HO, W = _config(k, v).C, max(HQ, HV), V + K
     rows = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     n = B * ((T + C - 1) // C) if cu_seqlens is None else (T + C - 1) // C + rows
-    sizes = ((B, T, HO, K), (6 * HV + 4 * HO, B * T), (n, HO, C, C), (n, HV, W, K), (B, T, HV, W))
+    sizes = ((B, T, HO, K), (6 * HV + 4 * HO, B * T), (n, HO, C, C), (n, HV, W, K))
     return (
         v.new_empty(B, T, HO, V),
         k.new_empty((rows, HV, K, W) if final else (0,)),
@@ -108,9 +106,7 @@ def mesa_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, ridge: torch.Tensor,
     initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None, scale: float, steps: int, final: bool,
     keep: bool,
-) -> tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
-]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """o, the final states [N, HV, K, V + K] (empty unless `final`), and the fields of `Kept` (empty unless `keep`).
 
     q and k are float32, and the states are [S, H^T].
@@ -142,13 +138,13 @@ def mesa_forward(
     )  # fmt: skip
     new = torch.empty if cu_seqlens is None else torch.zeros  # tokens after the last packed sequence get zeros
     o, x = new(B, T, HO, V, dtype=v.dtype, device=v.device), new(B, T, HO, K, dtype=k.dtype, device=k.device)
-    _solve(q, k, v, ridge, Kept(x, factors, P, states, written), o, chunks, scale, steps, True)
+    _solve(q, k, v, ridge, Kept(x, factors, P, states), o, chunks, scale, steps, True)
     if not keep:
-        x, factors, P, states, written = (k.new_empty(0) for _ in range(5))
-    return o, ht, x, factors, P, states, written
+        x, factors, P, states = (k.new_empty(0) for _ in range(4))
+    return o, ht, x, factors, P, states
 
 
-def _fake_backward(do, dht, q, k, v, g, beta, ridge, cu_seqlens, x, factors, P, states, written, scale, steps, initial):
+def _fake_backward(do, dht, q, k, v, g, beta, ridge, cu_seqlens, x, factors, P, states, scale, steps, initial):
     rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     K, HV, V = k.shape[3], v.shape[2], v.shape[3]
     grads = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, g, beta, ridge))
@@ -159,7 +155,7 @@ def _fake_backward(do, dht, q, k, v, g, beta, ridge, cu_seqlens, x, factors, P, 
 def mesa_backward(
     do: torch.Tensor, dht: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor,
     beta: torch.Tensor, ridge: torch.Tensor, cu_seqlens: torch.Tensor | None, x: torch.Tensor, factors: torch.Tensor,
-    P: torch.Tensor, states: torch.Tensor, written: torch.Tensor, scale: float, steps: int, initial: bool,
+    P: torch.Tensor, states: torch.Tensor, scale: float, steps: int, initial: bool,
 ) -> tuple[
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
 ]:  # fmt: skip
@@ -168,10 +164,11 @@ def mesa_backward(
     (B, T, H, K), HQ, (HV, V), HO = k.shape, q.shape[2], v.shape[2:], x.shape[2]
     chunks = cut_chunks(B, T, _config(k, v).C, cu_seqlens)
     y = (torch.empty_like if cu_seqlens is None else torch.zeros_like)(x)
-    _solve(do, k, v, ridge, Kept(y, factors, P, states, written), y, chunks, scale, steps, False)
-    none = k.new_empty(0)
+    _solve(do, k, v, ridge, Kept(y, factors, P, states), y, chunks, scale, steps, False)
+    none, both = k.new_empty(0), _joined(k, v)
+    written = beta.float().unsqueeze(-1) * both  # the V' of a rule without erasing
     _, dk, dboth, dg, dbeta, dh0, *_ = chunk_backward(
-        torch.cat([scale * do.float(), -y], dim=-1), dht, x, k, _joined(k, v), g, beta, cu_seqlens, None, None,
+        torch.cat([scale * do.float(), -y], dim=-1), dht, x, k, both, g, beta, cu_seqlens, None, None,
         factors, none, P, states, written, none, none, 1.0, False, False, initial, PRECISION, 1, None, "off",
     )  # fmt: skip
     dv, dkeys = dboth.split([V, K], dim=-1)
