@@ -48,7 +48,7 @@ def arguments(shape: Shape, state: bool = True) -> dict[str, Any]:
     beta = normal(shape.B, shape.T, shape.HV).sigmoid()
     found = inputs(shape) | {"beta": beta, "ridge": 0.25 + normal(shape.HV, shape.K).sigmoid()}
     if state:
-        root = normal(shape.N, shape.HV, shape.K, shape.K)
+        root = normal(shape.N, shape.HV, shape.K, shape.K) / shape.K**0.5  # larger ones take many steps to solve
         found["initial_state"] = MesaState(normal(shape.N, shape.HV, shape.K, shape.V), root @ root.mT)
     return found
 
@@ -212,7 +212,7 @@ def test_every_head_size(K: int, V: int, dtype: torch.dtype) -> None:
     low = on_device(given) | {name: given[name].to(DEVICE, dtype) for name in ("q", "k", "v")}
     exact = given | {name: low[name].double().cpu() for name in ("q", "k", "v")}
     found = results(chunk_mesa, low | {"steps": 40})
-    tolerance = 5e-5 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
+    tolerance = 2e-5 if dtype == torch.float32 else torch.finfo(dtype).eps
     assert_same(in_double(found), results(naive_mesa, exact), tolerance)
 
 
@@ -220,14 +220,14 @@ def test_every_head_size(K: int, V: int, dtype: torch.dtype) -> None:
 @needs_gpu
 @pytest.mark.parametrize("size", [64, 128])
 def test_keys_that_share_most_of_their_power(size: int) -> None:
-    """The condition is a thousand and more: products of 10 bits would be wrong by 1%."""
+    """The condition is about a thousand: products of 10 bits would be wrong by 1%."""
     given = arguments(Shape("", T=512, H=2, HQ=2, HV=2, K=size, V=size), state=False)
     given["k"] = given["k"] + 3 * draw(5)(1, 1, 2, size)
     given |= {"q": given["k"] + 0.5 * given["q"], "g": 0 * given["g"], "ridge": torch.full_like(given["ridge"], 0.25)}
     found = in_double(results(chunk_mesa, on_device(given) | {"steps": 40}))
     wanted = results(naive_mesa, given)
     for ours, theirs in zip((*found[0], *found[1]), (*wanted[0], *wanted[1]), strict=True):
-        assert (ours - theirs).norm() < 1e-3 * theirs.norm()
+        assert (ours - theirs).norm() < 3e-4 * theirs.norm()
 
 
 @gpu
