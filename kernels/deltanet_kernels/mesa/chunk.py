@@ -12,7 +12,8 @@ so of the rule without erasing for the queries x, the values [v, k] and the outp
 All numbers are float32 and all products `PRECISION`, three products of 10 bits on tensor cores. Errors in H, x or dx
 come back multiplied by up to the condition of H + diag(Lambda), and H grows along a component that the keys share. Of
 512 unit keys with 90% of their power in common, without decay and with a ridge of 0.25, the outputs of 16 steps were
-wrong by 2.4e-5 in IEEE float32, 2.3e-5 in tf32x3, 1.1% in tf32 and 9.7% with products of bfloat16 (relative, K = 64).
+wrong by 2.4e-5 in IEEE float32, 2.3e-5 in tf32x3, 1.1% in tf32 and 9.7% with products of bfloat16 (relative, K = 64,
+the roundings of the factors emulated on a CPU).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
