@@ -32,6 +32,8 @@ from deltanet_kernels.conv import causal_conv1d_triton
 from deltanet_kernels.gated_delta_rule.chunk import chunk_gated_delta_rule_triton
 from deltanet_kernels.gated_delta_rule.recurrent import fused_recurrent_gated_delta_rule_triton
 from deltanet_kernels.gated_delta_rule.step import gated_delta_step_triton_
+from deltanet_kernels.mesa.chunk import chunk_mesa_triton
+from deltanet_kernels.mesa.state import MesaState
 from deltanet_kernels.norm import gated_rms_norm_triton
 from deltanet_kernels.residual_norm import rms_norm_triton
 from deltanet_kernels.window.attention import window_attention_triton
@@ -239,7 +241,34 @@ def calls() -> list[tuple[str, Callable[[], object]]]:
             gated_delta_step_triton_(StepCall(**options | tensors | gates))
 
         found.append((f"step-{dtype}-{K}-{T}{'-joint' if joint else ''}", decode))
-    return found + window_calls()
+    return found + mesa_calls() + window_calls()
+
+
+def mesa_calls() -> list[tuple[str, Callable[[], object]]]:
+    """The same for the Mesa layer."""
+    found: list[tuple[str, Callable[[], object]]] = []
+    for dtype, K, V, heads, packed in (
+        ("bf16", 64, 64, (2, 2, 2), False), ("bf16", 128, 128, (2, 2, 2), False), ("bf16", 64, 64, (1, 4, 2), True),
+        ("fp32", 40, 16, (1, 2, 4), False), ("fp16", 128, 64, (2, 2, 2), False),
+    ):  # fmt: skip
+
+        def solve(
+            dtype: str = dtype,
+            K: int = K,
+            V: int = V,
+            heads: tuple[int, int, int] = heads,
+            packed: bool = packed,
+        ) -> None:
+            inputs = rule_inputs(150 if packed else 128, heads, K, V, DTYPES[dtype], False, packed)
+            call = RuleCall(**inputs | {"initial_state": None}, output_final_state=True)
+            HV = heads[2]
+            before = MesaState(torch.zeros(2, HV, K, V), torch.zeros(2, HV, K, K))
+            o, final = chunk_mesa_triton(call, torch.ones(HV, K, requires_grad=True), before, 16)
+            assert final is not None
+            (o.float().sum() + final.values.sum() + final.keys.sum()).backward()
+
+        found.append((f"mesa-{dtype}-{K}-{V}{'-packed' if packed else ''}", solve))
+    return found
 
 
 def columns(rows: tuple[int, int], sizes: list[int], dtype: torch.dtype, joint: bool) -> list[torch.Tensor]:

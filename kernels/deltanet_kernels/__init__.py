@@ -18,7 +18,7 @@ from deltanet_kernels.gated_delta_rule.operators import (
     gated_delta_step_,
 )
 from deltanet_kernels.gated_delta_rule.reference import naive_gated_delta_rule
-from deltanet_kernels.mesa.chunk import chunk_mesa
+from deltanet_kernels.mesa.operators import chunk_mesa
 from deltanet_kernels.mesa.recurrent import recurrent_mesa
 from deltanet_kernels.mesa.reference import naive_mesa
 from deltanet_kernels.mesa.state import MesaState

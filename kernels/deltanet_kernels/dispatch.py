@@ -27,6 +27,7 @@ def _triton_function(operator: str) -> Callable[..., Any] | None:
         from deltanet_kernels.gated_delta_rule.chunk import chunk_gated_delta_rule_triton
         from deltanet_kernels.gated_delta_rule.recurrent import fused_recurrent_gated_delta_rule_triton
         from deltanet_kernels.gated_delta_rule.step import gated_delta_step_triton_
+        from deltanet_kernels.mesa.chunk import chunk_mesa_triton
         from deltanet_kernels.norm import gated_rms_norm_triton
         from deltanet_kernels.residual_norm import rms_norm_triton
         from deltanet_kernels.window.attention import window_attention_triton
@@ -39,6 +40,7 @@ def _triton_function(operator: str) -> Callable[..., Any] | None:
         "fused_recurrent_gated_delta_rule": fused_recurrent_gated_delta_rule_triton,
         "chunk_channel_gated_delta_rule": chunk_channel_gated_delta_rule_triton,
         "fused_recurrent_channel_gated_delta_rule": fused_recurrent_channel_gated_delta_rule_triton,
+        "chunk_mesa": chunk_mesa_triton,
         "causal_conv1d": causal_conv1d_triton,
         "gated_rms_norm": gated_rms_norm_triton,
         "rms_norm": rms_norm_triton,

@@ -18,9 +18,14 @@ from deltanet_kernels.residual_norm import rms_norm_triton
 from tests.kernels import window_cases
 from tests.kernels.cases import Case, make_inputs, results
 from tests.kernels.channel_cases import CHANNEL_CASES, make_channel_inputs
+from tests.kernels.state_cases import Shape
+from tests.kernels.state_cases import results as state_results
 from tests.kernels.test_step import TENSORS, Step, make
 from tests.kernels.test_triton_channel import triton_chunk as triton_channel_chunk
 from tests.kernels.test_triton_channel import triton_recurrent as triton_channel_recurrent
+from tests.kernels.test_triton_mesa import CASES as MESA_CASES
+from tests.kernels.test_triton_mesa import arguments as mesa_arguments
+from tests.kernels.test_triton_mesa import on_device, triton_mesa
 from tests.kernels.test_triton_window import triton_window
 from tests.kernels.test_window_step import CASES as WINDOW_STEPS
 from tests.kernels.test_window_step import empty, triton_step_
@@ -102,6 +107,11 @@ def main() -> None:
             run_window_steps(triton_step_, make_window_step(window_step, dtype, "cuda"), empty(window_step, dtype))
     torch.cuda.synchronize()
     print("window", flush=True)
+    wide = [Shape("", T=130, H=1, HQ=2, HV=2, K=size, V=size) for size in (64, 128)]
+    for shape in (*MESA_CASES, *wide):
+        state_results(triton_mesa, on_device(mesa_arguments(shape)))
+    torch.cuda.synchronize()
+    print("Mesa", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Times the operators of inner training on a GPU: `python -m deltanet_kernels.benchmarks.inner_training`.
 
-Mesa, test-time training and Titans' memory in bfloat16, beside the gated delta rule; forward, forward + backward, and
-the memory of the latter. Each result is compared with the recurrence in float64 first, on a shorter input.
+Mesa (by its kernels, and in PyTorch), test-time training and Titans' memory in bfloat16, beside the gated delta rule;
+forward, forward + backward, and the memory of the latter. Each result is compared with the recurrence in float64 first,
+on a shorter input.
 """
 
 from __future__ import annotations
@@ -25,10 +26,22 @@ from .. import (
     naive_titans,
     naive_ttt,
 )
+from ..arguments import RuleCall
+from ..mesa.cpu import chunk_mesa_torch
+from ..mesa.solve import STEPS
+from ..mesa.state import check_mesa
 from .timing import median_ms, peak_gib, write
 
 SHAPES = ((4, 2048, 9, 64), (1, 8192, 16, 128))  # B, T, heads, head size
 CHECKED = 200  # tokens of the comparison
+
+
+def mesa_in_pytorch(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, ridge: Tensor, use_qk_l2norm_in_kernel: bool
+) -> Any:
+    """`chunk_mesa` by its PyTorch form."""
+    call = RuleCall(q, k, v, g, beta, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
+    return chunk_mesa_torch(call, ridge, check_mesa(call, ridge, None), STEPS)
 
 
 def rules(heads: int, size: int) -> dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]]:
@@ -38,6 +51,7 @@ def rules(heads: int, size: int) -> dict[str, tuple[Callable[..., Any], Callable
     return {
         "gated delta rule": (chunk_gated_delta_rule, naive_gated_delta_rule, ()),
         "mesa": (chunk_mesa, naive_mesa, (ones,)),
+        "mesa, PyTorch": (mesa_in_pytorch, naive_mesa, (ones,)),
         "ttt": (chunk_ttt, naive_ttt, (16,)),
         "ttt, layer norm": (chunk_ttt, naive_ttt, (16, InnerNorm(ones, torch.zeros_like(ones), first))),
         "titans": (chunk_titans, naive_titans, ()),
@@ -60,7 +74,7 @@ def error(name: str, chunk: Callable[..., Any], naive: Callable[..., Any], rest:
     The gradients are those of a random projection of the outputs. Of their squares the layer norm would leave next to
     nothing: its outputs have the same length whatever it reads.
     """
-    given = draw(1, CHECKED, len(rest[0]) if name == "mesa" else 2, size, name)
+    given = draw(1, CHECKED, len(rest[0]) if name.startswith("mesa") else 2, size, name)
     heads = given[0].shape[2]
     rest = tuple(InnerNorm(*(y[:heads] for y in x)) if isinstance(x, InnerNorm) else x for x in rest)
     exact = [x.detach().double().requires_grad_() for x in given]

@@ -8,11 +8,14 @@ Per state, with log decay g_t <= 0, write weight beta_t and a ridge Lambda > 0 p
 W_t = (H_t + diag(Lambda))^{-1} S_t minimises sum_s w_s |W^T k_s - v_s|^2 + tr(W^T Lambda W) with the weights
 w_s = beta_s e^{g_{s+1} + ... + g_t}. The delta rule takes one gradient step per token towards it.
 
-    file           computes
-    -------------  ------------------------------------------------------------------------------------------------
-    reference.py   the recurrence with a direct solver; the tests' ground truth
-    solve.py       the linear systems of all tokens by conjugate gradients, and their gradient
-    chunk.py       the chunk form, differentiable
-    recurrent.py   token by token, for decoding
-    state.py       the state and its checks
+    file                    computes
+    ----------------------  ---------------------------------------------------------------------------------------
+    operators.py            the public function, by cpu.py or chunk.py
+    reference.py            the recurrence with a direct solver; the tests' ground truth
+    solve.py                the linear systems of all tokens by conjugate gradients, and their gradient, in PyTorch
+    cpu.py                  the chunk form in PyTorch, differentiable
+    conjugate_gradients.py  the linear systems and the outputs of a chunk, in one Triton kernel
+    chunk.py                the chunk form on CUDA, differentiable
+    recurrent.py            token by token, for decoding
+    state.py                the state and its checks
 """
