@@ -18,7 +18,7 @@ from deltanet_hf.decoding.recorders import RECORDERS
 from deltanet_hf.errors import QualityError, UserError
 from deltanet_hf.evaluation.measures import speed
 from deltanet_hf.evaluation.measures.decoding_mode import EAGER, GRAPH, MODES, read
-from deltanet_hf.evaluation.speed.check_decoding import check_decoding
+from deltanet_hf.evaluation.speed.check_decoding import check_decoding, rounding_noise
 from deltanet_hf.evaluation.speed.naming import kind_of, shape_of
 from deltanet_hf.evaluation.speed.random_models import SHAPES, random_model
 from deltanet_hf.evaluation.speed.subjects import subjects
@@ -108,6 +108,65 @@ def test_a_mode_that_decodes_something_else_is_found(dtype: torch.dtype) -> None
         check_decoding(model, EAGER, length=40)
 
 
+def test_a_model_that_amplifies_rounding_has_a_wider_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit follows the dtype's rounding, and no limit lets a token at random pass."""
+    model = tiny_teacher("llama")
+    text = torch.arange(3, 43).view(2, 20)
+    noise = {}
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        model = model.to(dtype)
+        logits = model(text).logits[:, -9:].float()
+        noise[dtype] = rounding_noise(model, text, logits)
+    assert noise[torch.float64] < noise[torch.float32] < 1e-5 < 1e-3 < noise[torch.bfloat16] < 0.1
+    assert not any(layer._forward_hooks for layer in model.model.layers)
+
+    def second_best(model: Any, cache: Any) -> Any:
+        return lambda token: model(token, past_key_values=cache, use_cache=True).logits[:, -1:].topk(2).indices[..., 1]
+
+    place, mode = "deltanet_hf.evaluation.speed.check_decoding", dataclasses.replace(EAGER, step=second_best)
+    for amplified, limit in ((0.2, "0.8"), (0.9, "1")):
+        monkeypatch.setattr(f"{place}.rounding_noise", lambda *_, noise=amplified: noise)
+        with pytest.raises(QualityError, match=f"is 1.519 standard .*; rounding explains {limit},"):
+            check_decoding(model.float(), mode, length=40)
+    monkeypatch.setattr(f"{place}.MOST", 2.0)
+    assert check_decoding(model, mode, length=40) == pytest.approx(1.519, rel=1e-3)
+
+
+def test_a_model_that_decodes_wrongly_has_no_row(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(SHAPES, "135M", TINY)
+    wrong = ["all"]
+
+    def check(model: Any, *_: Any, **__: Any) -> float:
+        if kind_of(model) in wrong:
+            raise QualityError("eager: a greedily decoded token is 2 standard deviations below")
+        return 0.0
+
+    monkeypatch.setattr("deltanet_hf.evaluation.speed.bench.check_decoding", check)
+    options = (
+        "--context",
+        16,
+        "--batch",
+        1,
+        "--repeats",
+        1,
+        "--dtype",
+        "float32",
+        "--device",
+        "cpu",
+        "--out",
+        tmp_path,
+    )
+    assert run(monkeypatch, "--random-weights", "135M", *options) == 0
+    assert "135M all, eager: not measured: eager: a greedily" in capsys.readouterr().err
+    kinds = [row["kind"] for row in json.loads((tmp_path / "bench.json").read_text())["rows"]]
+    assert kinds == ["teacher", "hybrid25"]
+    wrong += kinds
+    assert run(monkeypatch, "--random-weights", "135M", *options) != 0
+    assert "nothing was measured" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("kind", ["teacher", "all", "windows"])
 def test_decoding_by_a_graph(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = {
@@ -172,8 +231,10 @@ def test_what_does_not_fit_has_no_row(
     monkeypatch.setattr("deltanet_hf.evaluation.speed.bench.measure_speed", full)
     monkeypatch.setattr("deltanet_hf.evaluation.speed.bench.check_decoding", lambda *args, **kwargs: 0.0)
     options = ("--context", 16, "--batch", 1, "--dtype", "float32", "--device", "cpu", "--out", tmp_path)
-    assert run(monkeypatch, "--random-weights", "135M", *options) == 0
-    assert capsys.readouterr().err.count("1 x 16: out of memory") == 3
+    assert run(monkeypatch, "--random-weights", "135M", *options) != 0
+    said = capsys.readouterr().err
+    assert said.count("1 x 16: out of memory") == 3
+    assert "nothing was measured" in said
     assert not list(tmp_path.iterdir())
 
 

@@ -16,6 +16,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from deltanet_hf.errors import QualityError
 from deltanet_hf.evaluation.measures.decoding_mode import MODES
 from deltanet_hf.evaluation.measures.speed import measure_speed
 from deltanet_hf.evaluation.speed.check_decoding import check_decoding
@@ -44,22 +45,26 @@ class Conditions:
 
 
 def measure(subjects: Iterable[Subject], conditions: Conditions, say: Callable[[str], None]) -> list[Row]:
-    """The rows of all models; `say` receives lines of progress. What does not fit in memory has no row.
+    """The rows of all models; `say` receives lines of progress.
 
-    Raises:
-        QualityError: a mode decodes other tokens than a complete forward pass.
+    What does not fit in memory, and modes that decode other tokens than a complete forward pass, have no rows.
     """
     rows: list[Row] = []
     for subject in subjects:
         model = subject.load()
         for mode in conditions.modes:
-            worst = check_decoding(model, MODES[mode], length=min(300, max(conditions.contexts)))
-            say(f"{subject.shape} {subject.kind}, {mode}: greedy tokens are right (rounding: {worst:.3f})")
+            name = f"{subject.shape} {subject.kind}, {mode}"
+            try:
+                worst = check_decoding(model, MODES[mode], length=min(300, max(conditions.contexts)))
+            except QualityError as error:
+                say(f"{name}: not measured: {error}")
+                continue
+            say(f"{name}: greedy tokens are right (rounding: {worst:.3f})")
             for batch in conditions.batches:
                 for context in conditions.contexts:
                     row = _row(subject, model, mode, batch, context, conditions.repeats)
                     if row is None:
-                        say(f"{subject.shape} {subject.kind}, {mode}, {batch} x {context}: out of memory")
+                        say(f"{name}, {batch} x {context}: out of memory")
                     else:
                         rows.append(row)
         del model

@@ -47,6 +47,7 @@ def bench_command(
     """Measure how fast a model reads and decodes, and the size of its cache, beside its teacher."""
     from rich.console import Console
 
+    from deltanet_hf.errors import QualityError
     from deltanet_hf.evaluation.speed.bench import Conditions, measure, write_rows
     from deltanet_hf.evaluation.speed.subjects import check_conditions, subjects
     from deltanet_hf.evaluation.speed.views import draw, table
@@ -62,3 +63,5 @@ def bench_command(
         write_rows(out / "bench.json", rows, {"repeats": repeats, "dtype": dtype})
         draw(rows, out / "bench.png")
         typer.echo(f"Written to {out}")
+    if not rows:
+        raise QualityError("nothing was measured; the lines above say why")
