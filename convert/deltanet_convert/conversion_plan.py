@@ -20,6 +20,7 @@ from deltanet_hf.models.layers import INSERTED_QK_NORMS, SOFTMAX, LayerTable
 
 from .calibration_text import HELD_OUT_TOKENS, sequence_length
 from .start.norm_config import needs_norms, with_norms
+from .start.samples import KEPT_BYTES
 from .storage.shard_writer import Layout, TensorSpec, plan_layout
 from .teacher_model import Teacher, meta_model, tied_names
 from .weight_origins import count_origins
@@ -138,10 +139,9 @@ def make_plan(
     layout = plan_layout(specs, shard_size)
     layers = tuple(_layer_plan(teacher, student, table, specs, dtype, i) for i in range(teacher.num_layers))
     working, row = _working_bytes(teacher, calibration_tokens), sequence_length(table, teacher.config)
-    more = _layer_memory(teacher, student, row) + 2 * 4 * calibration_tokens * int(teacher.config.hidden_size)
-    attention: Any = teacher.model.model.layers[0].self_attn
-    heads = int(teacher.config.num_attention_heads) * int(attention.head_dim)
-    at_once = _layers_at_once(row * heads, more, threads)
+    layer = _layer_memory(teacher, student, row, calibration_tokens)
+    more = layer + 2 * 4 * calibration_tokens * int(teacher.config.hidden_size)
+    at_once = _layers_at_once(row * _query_width(teacher), more, threads)
     return Plan(
         layers=layers,
         teacher_parameters=sum(p.numel() for p in teacher.model.parameters()),
@@ -149,7 +149,7 @@ def make_plan(
         nbytes=layout.nbytes,
         shards=len(layout.shards),
         layers_at_once=at_once,
-        peak_memory_bytes=_peak_memory(teacher, student, working, row) + (at_once - 1) * more,
+        peak_memory_bytes=_peak_memory(teacher, layer, working) + (at_once - 1) * more,
         disk_bytes=layout.nbytes + 2 * working + SMALL_FILES_BYTES,
         config=config,
         student=student,
@@ -221,16 +221,16 @@ def _layers_at_once(numbers: int, more: int, threads: int) -> int:
     return 1 if numbers < AT_ONCE_NUMBERS else min(threads, AT_ONCE, 1 + AT_ONCE_BYTES // more)
 
 
-def _peak_memory(teacher: Teacher, student: PreTrainedModel, working: int, row: int) -> int:
-    """Estimated peak memory in bytes: of one decoder layer at a time, or of the output head."""
+def _peak_memory(teacher: Teacher, layer: int, working: int) -> int:
+    """Estimated peak memory in bytes: of one decoder layer at a time, which takes `layer`, or of the output head."""
     config = teacher.config
     embedding = int(config.vocab_size) * int(config.hidden_size) * teacher.dtype.itemsize
     head = embedding + working + 4 * 4 * 128 * int(config.vocab_size)
-    return RUNTIME_BYTES + max(_layer_memory(teacher, student, row) + 2 * working, head)
+    return RUNTIME_BYTES + max(layer + 2 * working, head)
 
 
-def _layer_memory(teacher: Teacher, student: PreTrainedModel, row: int) -> int:
-    """Estimated bytes of a decoder layer at work, both attentions in float32, without the hidden states between layers.
+def _layer_memory(teacher: Teacher, student: PreTrainedModel, row: int, calibration_tokens: int) -> int:
+    """Estimated bytes of a layer that is fitted, both attentions in float32, without the hidden states between layers.
 
     Args:
         row: tokens per sequence.
@@ -238,9 +238,16 @@ def _layer_memory(teacher: Teacher, student: PreTrainedModel, row: int) -> int:
     config = teacher.config
     before: Any = teacher.model.model.layers
     layers = zip(before, student.model.layers, strict=True)
-    layer: int = max(
+    weights: int = max(
         teacher.dtype.itemsize * sum(p.numel() for p in old.parameters())
         + 4 * sum(p.numel() for p in [*old.self_attn.parameters(), *new.self_attn.parameters()])
         for old, new in layers
     )
-    return layer + 4 * row * (4 * int(config.intermediate_size) + int(config.num_attention_heads) * row)
+    samples = min(KEPT_BYTES, 4 * 6 * calibration_tokens * _query_width(teacher))
+    return weights + samples + 4 * row * (4 * int(config.intermediate_size) + int(config.num_attention_heads) * row)
+
+
+def _query_width(teacher: Teacher) -> int:
+    """Numbers in the queries of a token."""
+    attention: Any = teacher.model.model.layers[0].self_attn
+    return int(teacher.config.num_attention_heads) * int(attention.head_dim)
