@@ -29,7 +29,7 @@ CONTEXTS = (1024, 4096, 16384, 32768, 65536, 131072)
 RUNTIME_BYTES = 600 * 2**20  # Python, torch, transformers and the tokenizer, measured
 SMALL_FILES_BYTES = 64 * 2**20  # tokenizer, card, plot
 AT_ONCE = 4  # layers that are fitted at the same time on a CPU, at most
-AT_ONCE_BYTES = 2**30  # memory for those beyond the first
+AT_ONCE_BYTES = 800 * 10**6  # memory for those beyond the first, at most
 AT_ONCE_NUMBERS = 2**18  # in the queries of a sequence; with fewer, threads would wait for each other's Python code
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 
 import torch
@@ -74,7 +74,7 @@ def fitted_layers(
         calibration = work.calibration
         waiting.append(submit(work) if work.changes else _finished(lambda same: same, work))
         while waiting and (waiting[0].done() or _is_full(waiting, at_once)):
-            yield waiting.popleft().result()
+            yield _result(waiting.popleft())
     yield from _results(waiting)
 
 
@@ -88,7 +88,13 @@ def _is_full(waiting: deque[Future[LayerWork]], at_once: int) -> bool:
 
 def _results(waiting: deque[Future[LayerWork]]) -> Iterator[LayerWork]:
     while waiting:
-        yield waiting.popleft().result()
+        yield _result(waiting.popleft())
+
+
+def _result(work: Future[LayerWork]) -> LayerWork:
+    while not work.done():  # a Ctrl-C that arrives just before a wait is not noticed during it
+        wait([work], timeout=0.5)
+    return work.result()
 
 
 def _finished(function: Callable[[LayerWork], LayerWork], work: LayerWork) -> Future[LayerWork]:

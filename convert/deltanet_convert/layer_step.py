@@ -42,6 +42,11 @@ class LayerWork:
         """Whether there is something to fit."""
         return self.new is not self.layer.self_attn
 
+    @property
+    def converted(self) -> bool:
+        """Whether softmax attention is replaced; otherwise it gets q/k norms at most."""
+        return isinstance(self.new, LayerKind)
+
 
 @dataclass(frozen=True)
 class LayerStep:
@@ -76,13 +81,14 @@ class LayerStep:
 
     def fit(self, work: LayerWork) -> LayerWork:
         """Gives the new attention its start values."""
-        assert work.inputs is not None
-        if isinstance(work.new, LayerKind):
-            _empty_layer(work.new, self.device)
-            work.figures = self._start(work.index, work.layer.self_attn, work.new, work.inputs, work.kwargs)
+        new, inputs = work.new, work.inputs
+        assert inputs is not None
+        if work.converted:
+            _empty_layer(new, self.device)
+            work.figures = self._start(work, inputs)
         else:
-            normed = work.new.float().to_empty(device=self.device)
-            work.figures = dataclasses.asdict(insert_norms(work.layer.self_attn, normed, work.inputs, work.kwargs))
+            normed = new.float().to_empty(device=self.device)
+            work.figures = dataclasses.asdict(insert_norms(work.layer.self_attn, normed, inputs, work.kwargs))
         work.inputs = None
         return work
 
@@ -103,7 +109,7 @@ class LayerStep:
     def _check(self, work: LayerWork, inputs: Tensor, wanted: Tensor) -> dict[str, Any]:
         """Rounds the new attention and compares it with the teacher's inputs and outputs on held-out text."""
         attention, new, kwargs = work.layer.self_attn, work.new, work.kwargs
-        if not isinstance(new, LayerKind):
+        if not work.converted:
             _round(new, self.dtype)
             compared = compare_attention(attention, new, inputs, kwargs)
             checked = NormFigures(*compared, *compare_outputs(new, inputs, wanted, kwargs))
@@ -114,12 +120,12 @@ class LayerStep:
         _round(new, self.dtype)
         return figures | dataclasses.asdict(LayerCheck(*compare_outputs(new, inputs, wanted, kwargs)))
 
-    def _start(
-        self, index: int, attention: nn.Module, new: Any, inputs: Tensor, kwargs: dict[str, Any]
-    ) -> dict[str, Any]:
-        """Runs the start rule of `new` on the attention's inputs [n, T, hidden]; returns its figures."""
+    def _start(self, work: LayerWork, inputs: Tensor) -> dict[str, Any]:
+        """Runs the start rule of the new attention on the inputs [n, T, hidden]; returns its figures."""
+        index, new = work.index, work.new
+        calibration = LayerCalibration(inputs, work.kwargs)
         with own_turn(self.seed * 1_000_003 + index, self.device):
-            figures = start_rule(new.name)(attention, new, LayerCalibration(inputs, kwargs), self.fit_memory)
+            figures = start_rule(new.name)(work.layer.self_attn, new, calibration, self.fit_memory)
         for name, parameter in new.named_parameters():
             if not bool(torch.isfinite(parameter).all()):
                 raise QualityError(
