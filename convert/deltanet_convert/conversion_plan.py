@@ -20,6 +20,7 @@ from deltanet_hf.models.layers import INSERTED_QK_NORMS, SOFTMAX, LayerTable
 
 from .calibration_text import HELD_OUT_TOKENS, sequence_length
 from .start.norm_config import needs_norms, with_norms
+from .start.samples import KEPT_BYTES
 from .storage.shard_writer import Layout, TensorSpec, plan_layout
 from .teacher_model import Teacher, meta_model, tied_names
 from .weight_origins import count_origins
@@ -27,6 +28,9 @@ from .weight_origins import count_origins
 CONTEXTS = (1024, 4096, 16384, 32768, 65536, 131072)
 RUNTIME_BYTES = 600 * 2**20  # Python, torch, transformers and the tokenizer, measured
 SMALL_FILES_BYTES = 64 * 2**20  # tokenizer, card, plot
+AT_ONCE = 4  # layers that are fitted at the same time on a CPU, at most
+AT_ONCE_BYTES = 800 * 10**6  # memory for those beyond the first, at most
+AT_ONCE_NUMBERS = 2**18  # in the queries of a sequence; with fewer, threads would wait for each other's Python code
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,7 @@ class Plan:
     parameters: int
     nbytes: int  # of the shards
     shards: int
+    layers_at_once: int  # that are fitted at the same time
     peak_memory_bytes: int  # estimate
     disk_bytes: int  # including the working copies of activations
     config: PreTrainedConfig
@@ -98,6 +103,7 @@ class Plan:
             "parameters": self.parameters,
             "bytes": self.nbytes,
             "shards": self.shards,
+            "layers_at_once": self.layers_at_once,
             "peak_memory_bytes": self.peak_memory_bytes,
             "disk_bytes": self.disk_bytes,
             "cache_bytes": self.cache_table(),
@@ -111,11 +117,13 @@ def make_plan(
     shard_size: int,
     calibration_tokens: int,
     insert_norms: bool = False,
+    threads: int = 1,
 ) -> Plan:
     """Plans the conversion of `teacher` into the layers of `table`, stored in `dtype`.
 
     Args:
         insert_norms: give the kept layers q/k norms where the teacher has none (`norm_config.py`).
+        threads: CPU threads that fits of different layers may share; 1 on a GPU, where one layer is fitted at a time.
     """
     kept = table.softmax
     inserted = insert_norms and needs_norms(teacher.config, kept)
@@ -130,14 +138,18 @@ def make_plan(
     ]
     layout = plan_layout(specs, shard_size)
     layers = tuple(_layer_plan(teacher, student, table, specs, dtype, i) for i in range(teacher.num_layers))
-    working = _working_bytes(teacher, calibration_tokens)
+    working, row = _working_bytes(teacher, calibration_tokens), sequence_length(table, teacher.config)
+    layer = _layer_memory(teacher, student, row, calibration_tokens)
+    more = layer + 2 * 4 * calibration_tokens * int(teacher.config.hidden_size)
+    at_once = _layers_at_once(row * _query_width(teacher), more, threads)
     return Plan(
         layers=layers,
         teacher_parameters=sum(p.numel() for p in teacher.model.parameters()),
         parameters=sum(spec.numel for spec in specs),
         nbytes=layout.nbytes,
         shards=len(layout.shards),
-        peak_memory_bytes=_peak_memory(teacher, student, working, sequence_length(table, teacher.config)),
+        layers_at_once=at_once,
+        peak_memory_bytes=_peak_memory(teacher, layer, working) + (at_once - 1) * more,
         disk_bytes=layout.nbytes + 2 * working + SMALL_FILES_BYTES,
         config=config,
         student=student,
@@ -198,16 +210,44 @@ def _working_bytes(teacher: Teacher, calibration_tokens: int) -> int:
     return (calibration_tokens + 2 * held_out) * int(teacher.config.hidden_size) * 4
 
 
-def _peak_memory(teacher: Teacher, student: PreTrainedModel, working: int, row: int) -> int:
-    """Estimated peak memory in bytes: of a decoder layer (both attentions in float32) or of the output head."""
+def _layers_at_once(numbers: int, more: int, threads: int) -> int:
+    """The number of layers that are fitted at the same time.
+
+    Args:
+        numbers: numbers in the queries of one sequence.
+        more: bytes of memory that each layer but the first adds.
+        threads: CPU threads.
+    """
+    return 1 if numbers < AT_ONCE_NUMBERS else min(threads, AT_ONCE, 1 + AT_ONCE_BYTES // more)
+
+
+def _peak_memory(teacher: Teacher, layer: int, working: int) -> int:
+    """Estimated peak memory in bytes: of one decoder layer at a time, which takes `layer`, or of the output head."""
+    config = teacher.config
+    embedding = int(config.vocab_size) * int(config.hidden_size) * teacher.dtype.itemsize
+    head = embedding + working + 4 * 4 * 128 * int(config.vocab_size)
+    return RUNTIME_BYTES + max(layer + 2 * working, head)
+
+
+def _layer_memory(teacher: Teacher, student: PreTrainedModel, row: int, calibration_tokens: int) -> int:
+    """Estimated bytes of a layer that is fitted, both attentions in float32, without the hidden states between layers.
+
+    Args:
+        row: tokens per sequence.
+    """
     config = teacher.config
     before: Any = teacher.model.model.layers
     layers = zip(before, student.model.layers, strict=True)
-    layer: int = max(
+    weights: int = max(
         teacher.dtype.itemsize * sum(p.numel() for p in old.parameters())
         + 4 * sum(p.numel() for p in [*old.self_attn.parameters(), *new.self_attn.parameters()])
         for old, new in layers
     )
-    inner = 4 * row * (4 * int(config.intermediate_size) + int(config.num_attention_heads) * row)
-    embedding = int(config.vocab_size) * int(config.hidden_size) * teacher.dtype.itemsize
-    return RUNTIME_BYTES + max(layer + inner + 2 * working, embedding + working + 4 * 4 * 128 * int(config.vocab_size))
+    samples = min(KEPT_BYTES, 4 * 6 * calibration_tokens * _query_width(teacher))
+    return weights + samples + 4 * row * (4 * int(config.intermediate_size) + int(config.num_attention_heads) * row)
+
+
+def _query_width(teacher: Teacher) -> int:
+    """Numbers in the queries of a token."""
+    attention: Any = teacher.model.model.layers[0].self_attn
+    return int(teacher.config.num_attention_heads) * int(attention.head_dim)

@@ -1,7 +1,8 @@
 """Runs a conversion: embedding, one decoder layer after the other, output head, check, publication.
 
-Only one decoder layer of the teacher is in memory at a time. Every step ends with a line in the journal of the output
-folder (`deltanet_hf.publish`); a resumed run skips the steps that the journal lists.
+Only one decoder layer of the teacher is in memory at a time, or those few that are fitted at once (`layer_fits.py`).
+Every step ends with a line in the journal of the output folder (`deltanet_hf.publish`); a resumed run skips the steps
+that the journal lists.
 """
 
 import dataclasses
@@ -22,7 +23,8 @@ from .compare_to_teacher import compare_models
 from .conversion_plan import check_disk
 from .conversion_record import finished_report, report, request
 from .job import Job, removed_on_error
-from .layer_step import LayerStep
+from .layer_fits import fit_threads, fitted_layers
+from .layer_step import LayerStep, LayerWork
 from .layer_stream import LayerStream
 from .output_files import write_other_files
 from .storage.safetensors_folder import Checkpoint, all_finite
@@ -85,11 +87,12 @@ class _Run:
         step = LayerStep(
             self.stream, self.job.plan.student, self.job.dtype, options.seed, options.fit_memory, self.job.device
         )
-        for index in range(self.count):
-            name = f"layer {index}"
-            if name not in self.workspace.steps:
-                figures = self._layer(step, index, activations)
-                self.progress(index + 1, self.count, name, figures)
+        missing = [index for index in range(self.count) if f"layer {index}" not in self.workspace.steps]
+        at_once = self.job.plan.layers_at_once
+        with fit_threads(step, at_once) as submit:
+            for work in fitted_layers(step, missing, activations.calibration, submit, at_once):
+                figures = self._finish(step, work, activations)
+                self.progress(work.index + 1, self.count, f"layer {work.index}", figures)
         if HEAD not in self.workspace.steps:
             check = self._head(activations)
             self.writer.sync()
@@ -118,8 +121,10 @@ class _Run:
     def _batches(self) -> tuple[Tensor, Tensor]:
         return self.text.calibration, self.text.held_out
 
-    def _layer(self, step: LayerStep, index: int, activations: Activations) -> dict[str, Any]:
-        layer, figures = step.run(index, activations)
+    def _finish(self, step: LayerStep, work: LayerWork, activations: Activations) -> dict[str, Any]:
+        """Writes a fitted layer and records it."""
+        index = work.index
+        layer, figures = step.finish(work, activations)
         if figures.get("softmax_error", 0.0) > SOFTMAX_TOLERANCE:
             raise QualityError(
                 f"layer {index}: softmax attention with the expanded weights differs from the teacher's by "

@@ -190,7 +190,8 @@ def _convert(teacher: str, out: Path, options: ConvertOptions, console: Console)
         for note in check_exportable(job.source.name, job.teacher.config, job.table.softmax):
             console.print(note, highlight=False, markup=False)
     print_plan(job.plan, console)
-    console.print(f"Layers are run and fitted on {description(job.device)}, in float32.", highlight=False)
+    together = f", {job.plan.layers_at_once} at a time" if job.plan.layers_at_once > 1 else ""
+    console.print(f"Layers are run and fitted on {description(job.device)}, in float32{together}.", highlight=False)
     if options.dry_run:
         job.close()
         if options.json:

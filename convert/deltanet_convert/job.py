@@ -80,7 +80,8 @@ def prepare(teacher: str, out: Path, options: ConvertOptions, show: Show = unsee
         insert_norms = options.profile == "qwen3_5" and not teacher_obstacles(opened.config, table.softmax)
         generation_config(source.folder, opened.config)  # it is written after the last layer
         dtype = options.torch_dtype or (torch.float32 if opened.dtype == torch.float64 else opened.dtype)
-        plan = make_plan(opened, table, dtype, options.shard_size, options.calibration_tokens, insert_norms)
+        threads = torch.get_num_threads() if device.type == "cpu" else 1
+        plan = make_plan(opened, table, dtype, options.shard_size, options.calibration_tokens, insert_norms, threads)
         return Job(source, opened, out, options, table, dtype, plan, device, selection)
 
 

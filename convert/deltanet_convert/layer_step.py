@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,11 +22,37 @@ from .layer_stream import LayerStream
 from .start import start_rule
 from .start.calibration import LayerCalibration
 from .start.norm_fit import NormFigures, compare_attention, insert_norms
+from .start.turns import own_turn
+
+
+@dataclass
+class LayerWork:
+    """A decoder layer on its way through the steps of `LayerStep`."""
+
+    index: int
+    layer: Any  # the teacher's, with its weights
+    kwargs: dict[str, Any]  # its arguments, on its device
+    new: Any  # the attention that takes the place of the teacher's; the teacher's own where it stays
+    calibration: Tensor  # [n, T, hidden]: the teacher's activations behind this layer on the calibration text
+    inputs: Tensor | None  # [n, T, hidden]: inputs of the attention on that text, until the fit is done
+    figures: dict[str, Any] = field(default_factory=dict)  # of the fit
+
+    @property
+    def changes(self) -> bool:
+        """Whether there is something to fit."""
+        return self.new is not self.layer.self_attn
+
+    @property
+    def converted(self) -> bool:
+        """Whether softmax attention is replaced; otherwise it gets q/k norms at most."""
+        return isinstance(self.new, LayerKind)
 
 
 @dataclass(frozen=True)
 class LayerStep:
-    """Converts the decoder layers of a stream in ascending order.
+    """Converts the decoder layers of a stream: `begin` in ascending order, then `fit`, then `finish` in that order.
+
+    `fit` uses nothing of other layers, so that several layers can be fitted at once, each in its own thread.
 
     Args:
         stream: the teacher.
@@ -44,61 +70,62 @@ class LayerStep:
     fit_memory: bool
     device: torch.device
 
-    def run(self, index: int, activations: Activations) -> tuple[nn.Module, dict[str, Any]]:
-        """Advances `activations` by layer `index`; returns the layer to be stored, and its figures.
+    def begin(self, index: int, calibration: Tensor) -> LayerWork:
+        """Loads layer `index` and advances `calibration`, the teacher's activations [n, T, hidden], in place."""
+        layer: Any = self.stream.load_layer(index).to(self.device)
+        kwargs = moved(self.stream.layer_kwargs[index], self.device)
+        new = self.student.model.layers[index].self_attn
+        changes = isinstance(new, LayerKind) or index in getattr(self.student.config, INSERTED_QK_NORMS, ())
+        inputs, _ = _advance(layer, calibration, kwargs, keep=changes)
+        return LayerWork(index, layer, kwargs, new if changes else layer.self_attn, calibration, inputs)
+
+    def fit(self, work: LayerWork) -> LayerWork:
+        """Gives the new attention its start values."""
+        new, inputs = work.new, work.inputs
+        assert inputs is not None
+        if work.converted:
+            _empty_layer(new, self.device)
+            work.figures = self._start(work, inputs)
+        else:
+            normed = new.float().to_empty(device=self.device)
+            work.figures = dataclasses.asdict(insert_norms(work.layer.self_attn, normed, inputs, work.kwargs))
+        work.inputs = None
+        return work
+
+    def finish(self, work: LayerWork, activations: Activations) -> tuple[nn.Module, dict[str, Any]]:
+        """Checks the layer and advances `activations` by it; returns the layer to be stored, and its figures.
 
         Layers that keep softmax attention have figures only if q/k norms are inserted.
         """
-        layer: Any = self.stream.load_layer(index).to(self.device)
-        kwargs = moved(self.stream.layer_kwargs[index], self.device)
-        new, figures = self.student.model.layers[index].self_attn, {}
-        if isinstance(new, LayerKind):
-            figures = self._convert(index, layer, new, activations, kwargs)
-        elif index in getattr(self.student.config, INSERTED_QK_NORMS, ()):
-            figures = self._insert_norms(layer, new, activations, kwargs)
-        else:
-            _advance(layer, activations.calibration, kwargs)
-            _advance(layer, activations.held_out, kwargs)
-            new = layer.self_attn
-        layer.self_attn = new
+        layer = work.layer
+        activations.calibration = work.calibration
+        inputs, wanted = _advance(layer, activations.held_out, work.kwargs, keep=work.changes)
+        figures = self._check(work, inputs, wanted) if work.changes else {}
+        layer.self_attn = work.new
         _round(layer, self.dtype)
-        _advance(layer, activations.student, kwargs)
+        _advance(layer, activations.student, work.kwargs)
         return layer.to("cpu"), figures
 
-    def _convert(
-        self, index: int, layer: Any, new: Any, activations: Activations, kwargs: dict[str, Any]
-    ) -> dict[str, Any]:
-        """Gives `new` its start values, checks it, and advances the teacher's activations."""
-        inputs, _ = _advance(layer, activations.calibration, kwargs, keep=True)
-        figures = self._start(index, layer.self_attn, _empty_layer(new, self.device), inputs, kwargs)
-        del inputs
-        inputs, wanted = _advance(layer, activations.held_out, kwargs, keep=True)
+    def _check(self, work: LayerWork, inputs: Tensor, wanted: Tensor) -> dict[str, Any]:
+        """Rounds the new attention and compares it with the teacher's inputs and outputs on held-out text."""
+        attention, new, kwargs = work.layer.self_attn, work.new, work.kwargs
+        if not work.converted:
+            _round(new, self.dtype)
+            compared = compare_attention(attention, new, inputs, kwargs)
+            checked = NormFigures(*compared, *compare_outputs(new, inputs, wanted, kwargs))
+            return dataclasses.asdict(checked) | work.figures
+        figures = dict(work.figures)
         if isinstance(new, (Mixer, MixedHeads)):
-            figures["softmax_error"] = softmax_error(layer.self_attn, new, inputs[:1], kwargs)
+            figures["softmax_error"] = softmax_error(attention, new, inputs[:1], kwargs)
         _round(new, self.dtype)
         return figures | dataclasses.asdict(LayerCheck(*compare_outputs(new, inputs, wanted, kwargs)))
 
-    def _insert_norms(
-        self, layer: Any, normed: Any, activations: Activations, kwargs: dict[str, Any]
-    ) -> dict[str, Any]:
-        """Fills `normed` from the layer's attention, checks it, and advances the teacher's activations."""
-        inputs, _ = _advance(layer, activations.calibration, kwargs, keep=True)
-        fit = insert_norms(layer.self_attn, normed.float().to_empty(device=self.device), inputs, kwargs)
-        del inputs
-        inputs, wanted = _advance(layer, activations.held_out, kwargs, keep=True)
-        _round(normed, self.dtype)
-        compared = compare_attention(layer.self_attn, normed, inputs, kwargs)
-        figures = NormFigures(*compared, *compare_outputs(normed, inputs, wanted, kwargs))
-        return dataclasses.asdict(figures) | dataclasses.asdict(fit)
-
-    def _start(
-        self, index: int, attention: nn.Module, new: Any, inputs: Tensor, kwargs: dict[str, Any]
-    ) -> dict[str, Any]:
-        """Runs the start rule of `new` on the attention's inputs [n, T, hidden]; returns its figures."""
-        on_gpu = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=on_gpu), self.device:
-            torch.manual_seed(self.seed * 1_000_003 + index)
-            figures = start_rule(new.name)(attention, new, LayerCalibration(inputs, kwargs), self.fit_memory)
+    def _start(self, work: LayerWork, inputs: Tensor) -> dict[str, Any]:
+        """Runs the start rule of the new attention on the inputs [n, T, hidden]; returns its figures."""
+        index, new = work.index, work.new
+        calibration = LayerCalibration(inputs, work.kwargs)
+        with own_turn(self.seed * 1_000_003 + index, self.device):
+            figures = start_rule(new.name)(work.layer.self_attn, new, calibration, self.fit_memory)
         for name, parameter in new.named_parameters():
             if not bool(torch.isfinite(parameter).all()):
                 raise QualityError(

@@ -16,6 +16,7 @@ from .copy_weights import copy_attention
 from .gate_fit import GateFit, descend, draw_memory, relative_mse, search_memory
 from .key_offset import choose_key_offset
 from .samples import Samples
+from .turns import others_may_run
 
 
 @dataclass(frozen=True)
@@ -49,13 +50,15 @@ def start_gated_deltanet(
     copy_attention(attention, layer)
     if not fit_memory:
         draw_memory(layer, float(getattr(attention.config, "initializer_range", 0.02)))
-    samples = Samples(attention, layer, calibration.hidden_states, calibration.kwargs)
-    layer.adapt_to(samples.kept[0].q, samples.kept[0].k)
+    with others_may_run():
+        samples = Samples(attention, layer, calibration.hidden_states, calibration.kwargs)
+        layer.adapt_to(samples.kept[0].q, samples.kept[0].k)
     fit = kind_of_fit(layer, samples, fit_memory)
-    shares = [] if layer.k_offset is None else choose_key_offset(layer, fit, samples)
-    search_memory(fit, samples.search_part())
-    found = relative_mse(fit, samples)
-    descend(fit, samples)
+    with others_may_run():
+        shares = [] if layer.k_offset is None else choose_key_offset(layer, fit, samples)
+        search_memory(fit, samples.search_part())
+        found = relative_mse(fit, samples)
+        descend(fit, samples)
     fit.fold()
     with torch.no_grad():
         gates = [fit.gates(sample.x)[:2] for sample in samples.kept]

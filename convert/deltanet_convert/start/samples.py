@@ -16,6 +16,7 @@ from deltanet_hf.mixers.base import Mixer
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
 
 from .share_fit import missed_scores
+from .turns import stop_if_ended
 
 SEARCH_TOKENS = 1024  # number of tokens that `Samples.search_part` returns
 KEPT_BYTES = 256 * 2**20  # memory for samples; those of further sequences are computed each time they are read
@@ -59,6 +60,7 @@ class Samples:
         return len(self.x)
 
     def __getitem__(self, index: int) -> Sample:
+        stop_if_ended()
         return self.kept[index] if index < len(self.kept) else self._sample(index)
 
     def search_part(self) -> Sample:
@@ -84,6 +86,7 @@ class Samples:
 
     @torch.no_grad()
     def _sample(self, index: int) -> Sample:
+        stop_if_ended()
         x = self.x[index : index + 1]
         heads: list[Tensor] = []
         handle = self.attention.o_proj.register_forward_pre_hook(lambda module, args: heads.append(args[0]))
