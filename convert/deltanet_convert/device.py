@@ -12,7 +12,8 @@ def description(device: torch.device) -> str:
     """The device as people know it: "cuda:0 (NVIDIA H200)", "the CPU (2 threads)"."""
     if device.type == "cuda":
         return f"{device} ({torch.cuda.get_device_name(device)})"
-    return f"the CPU ({torch.get_num_threads()} threads)"
+    threads = torch.get_num_threads()
+    return f"the CPU ({threads} thread{'s' * (threads > 1)})"
 
 
 def moved(arguments: Any, device: torch.device) -> Any:
