@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import resource
+import shlex
 import subprocess
 import sys
 import time
@@ -95,7 +96,9 @@ class Clock:
 def _run(*arguments: object, capture: bool = False) -> str:
     """Run `deltanet-hf ARGUMENTS` as a process. With `capture`, return its output instead of showing it."""
     command = [sys.executable, "-m", "deltanet_recipes.cli", *map(str, arguments)]
-    console.print(f"[dim]$ deltanet-hf {' '.join(command[3:])}[/]", highlight=False, soft_wrap=True)
+    console.print(
+        f"$ deltanet-hf {shlex.join(command[3:])}", style="dim", highlight=False, markup=False, soft_wrap=True
+    )
     run = subprocess.run(command, check=False, text=True, stdout=subprocess.PIPE if capture else None)
     if run.returncode:
         sys.exit(run.returncode)

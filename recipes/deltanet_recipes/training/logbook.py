@@ -39,7 +39,7 @@ class Logbook:
     def say(self, message: str) -> None:
         """Print a message."""
         if self.active:
-            self.console.print(message, highlight=False)
+            self._print(message)
 
     def begin(self, label: str, steps: int, done: int) -> None:
         """Show a progress bar for a stage. Where the output is no terminal, rows are printed as lines instead."""
@@ -67,7 +67,8 @@ class Logbook:
             named = {f"{row['stage']}/{key}": value for key, value in numbers.items()}
             self._trackers.log(named, step=row["total_steps"])
         parts = [f"{key} {row[key]:.4g}" for key in SHOWN if key in row]
-        parts.append(f"{row['tokens_per_second']:,.0f} tok/s")
+        trained = row["tokens_per_second"] > 0  # not before the first step of a stage
+        parts += [f"{row['tokens_per_second']:,.0f} tok/s"] * trained
         parts.append(f"{row['memory_gib']:.1f} GiB")
         if self._progress is not None:
             self._progress.update(
@@ -75,9 +76,12 @@ class Logbook:
             )
         else:
             left = (steps - row["step"]) * row["seconds_per_step"]
-            self.console.print(
-                f"{row['stage']} {row['step']}/{steps}  {'  '.join(parts)}  ETA {_clock(left)}", highlight=False
-            )
+            parts += [f"ETA {_clock(left)}"] * trained
+            self._print(f"{row['stage']} {row['step']}/{steps}  {'  '.join(parts)}")
+
+    def _print(self, line: str) -> None:
+        """Print a line, which a log takes at any length."""
+        self.console.print(line, highlight=False, soft_wrap=not self.console.is_terminal)
 
     def truncate(self, stage: str, step: int) -> None:
         """Remove a stage's rows after `step`, which a resumed run writes again."""
