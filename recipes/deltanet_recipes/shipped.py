@@ -33,8 +33,10 @@ def recipe_path(recipe: str | Path) -> Path:
 
 
 def recipes_command(
-    name: Annotated[str | None, typer.Argument(help="Shipped recipe to copy; without it, all are listed.")] = None,
-    out: Annotated[Path | None, typer.Option(help="File to write; by default NAME.yaml in this folder.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="Shipped recipe to copy; without it, all are listed.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="File to write.", show_default="NAME.yaml in this folder")] = None,
 ) -> None:
     """List the recipes that are installed with the package, or copy one to edit it."""
     shipped = shipped_recipes()

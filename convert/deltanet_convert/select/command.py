@@ -32,10 +32,13 @@ DEFAULTS = SelectOptions(Budget.keep("25%"))
 
 
 def select_command(
-    teacher: Annotated[str, typer.Argument(help="Softmax model to convert later: a folder, a hub id or a .gguf file.")],
+    teacher: Annotated[
+        str,
+        typer.Argument(metavar="TEACHER", help="Softmax model to convert later: a folder, a Hub id or a .gguf file."),
+    ],
     revision: Annotated[
         str | None,
-        typer.Option(help="Branch, tag or commit of TEACHER on the hub.", show_default="the main branch"),
+        typer.Option(help="Branch, tag or commit of TEACHER on the Hub.", show_default="the main branch"),
     ] = None,
     out: Annotated[Path, typer.Option(help="File to write; `deltanet-hf convert --layers FILE` reads it.")] = Path(
         "selection.json"

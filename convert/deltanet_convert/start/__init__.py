@@ -24,8 +24,8 @@ from .window import start_window
 StartRule = Callable[[Any, Any, LayerCalibration, bool], dict[str, Any]]
 """(attention, layer, calibration, fit_memory) -> figures for `conversion.json`.
 
-`attention` is the teacher's module and `layer` the new one, both float32. `fit_memory` is the option `--fit-memory`;
-rules that fit no decay ignore it. A rule draws random numbers from torch's global generator only."""
+`attention` is the teacher's module and `layer` the new one, both float32. `fit_memory` is false with the option
+`--no-fit-memory`; rules that fit no decay ignore it. A rule draws random numbers from torch's global generator only."""
 
 START: dict[str, StartRule] = {
     "gated_deltanet": start_gated_deltanet,
