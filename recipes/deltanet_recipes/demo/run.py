@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 from rich.console import Console
+from rich.markdown import Markdown
 
 from deltanet_hf.data import shipped_texts
 from deltanet_hf.publish import Workspace
@@ -60,14 +61,14 @@ def main() -> None:
         console.print(f"[bold]{name}[/]: {answers[name]}")
 
     clock.begin("5. measure")
-    measure = DemoMeasure(teacher, out / "measured.json")
+    measure = DemoMeasure(teacher, out / "measured.json", _say)
     students = [measure.student(name, model) for name, model in models.items()]
     rows = measure.policies(softmax_layers(converted), students[0].megabytes) + students
 
     clock.begin("6. report")
     peak = 1024 * max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_CHILDREN, resource.RUSAGE_SELF))
     report = write_report(folder, origin, converted, aligned, rows, PROMPT, answers, clock.seconds, peak)
-    console.print(report.summary)
+    console.print(Markdown(report.summary))
     console.print(f"report: {report.path}")
 
 
@@ -91,6 +92,10 @@ class Clock:
             console.print(f"[dim]{self._step}: {now - self._began:.0f} s[/]", highlight=False)
         self._step, self._began = step, now
         console.rule(step)
+
+
+def _say(line: str) -> None:
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _run(*arguments: object, capture: bool = False) -> str:
