@@ -9,13 +9,13 @@ import typer
 from rich.console import Console
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.mixers import MIXER_NAMES, MIXERS, WINDOW_SUFFIX, AttentionKind
+from deltanet_hf.mixers import MIXERS, AttentionKind
 
 from .convert import convert
 from .device import description
 from .export.hooks import check_exportable, import_qwen3_5, qwen3_5_folder
 from .job import prepare, sole_conversion
-from .options import DTYPES, ConvertOptions, parse_size, set_keys
+from .options import DEFAULT_MIXER, DTYPES, LISTED_MIXERS, ConvertOptions, parse_size, set_keys
 from .select.for_convert import AUTO
 from .select.progress import shown_on
 from .select.run import unseen
@@ -24,8 +24,7 @@ from .views.plan_view import print_plan
 from .views.report_view import print_report
 
 DEFAULTS = ConvertOptions()
-ALONE = [name for name in MIXER_NAMES if WINDOW_SUFFIX not in name]
-HYBRID = ("auto", f"gated_deltanet{WINDOW_SUFFIX}")  # default layers and mixer
+HYBRID = ("auto", DEFAULT_MIXER)  # default layers and mixer
 PURE = ("all", "gated_deltanet")  # those of --pure, and of --profile qwen3_5, whose layer has no window
 CONVERSION_ONLY = {
     "layers": "--layers",
@@ -66,8 +65,9 @@ def convert_command(
     mixer: Annotated[
         str | None,
         typer.Option(
-            help=f"Layer that replaces softmax attention, by default `{HYBRID[1]}`. Others: {', '.join(ALONE)}. "
-            "`NAME+window` has a softmax window beside the state, for those that have a state.",
+            help=f"Layer that replaces softmax attention, by default `{DEFAULT_MIXER}`. Others: "
+            f"{', '.join(LISTED_MIXERS)}. `NAME+window` has a softmax window beside the state, for those that have a "
+            "state.",
         ),
     ] = None,
     pure: Annotated[

@@ -60,7 +60,7 @@ def bench_command(
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
     rows = measure(found, conditions, lambda line: typer.echo(line, err=True))
-    Console(width=130).print(table(rows))
+    Console().print(table(rows))
     if out is not None and rows:
         write_rows(out / "bench.json", rows, {"repeats": repeats, "dtype": dtype})
         draw(rows, out / "bench.png")
