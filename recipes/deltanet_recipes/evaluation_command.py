@@ -124,6 +124,7 @@ def report(
     )
     run_report(options, typer.echo)
     typer.echo((out / "report.md").read_text())
+    typer.echo(f"Written to {out}", err=True)
 
 
 def named_files(texts: list[str]) -> dict[str, Path]:
