@@ -100,6 +100,9 @@ def test_scaled_rotary_embeddings_are_for_some_runtimes(tmp_path: Path, capsys: 
     teacher = teacher_folder(tmp_path / "teacher", "llama", **HYBRIDS["llama"], rope_parameters=ROTARY["llama3"])
     convert_command(str(teacher), tmp_path / "out", layers="every:2", profile="qwen3_5", dry_run=True)
     assert "Not for gguf: rope_parameters" in " ".join(capsys.readouterr().out.split())
+    convert_command(str(teacher), tmp_path / "out", layers="every:2", profile="qwen3_5", dry_run=True, as_json=True)
+    plan = json.loads(capsys.readouterr().out)
+    assert [layer["normed"] for layer in plan["layers"]] == [False, True, False, True]  # for the other formats
 
 
 def test_uneven_layers_are_said_to_cost_more(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
