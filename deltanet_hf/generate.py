@@ -64,7 +64,9 @@ def load_for_inference(model: str, dtype: str = "auto", device: str | None = Non
 
 
 def generate_command(
-    model: Annotated[str, typer.Argument(help="Folder or hub id of a converted model or a softmax model.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Folder or Hub id of a converted model or of a softmax model.")
+    ],
     prompt: Annotated[
         str, typer.Option(help="Text to continue, or the message to answer if the model has a chat template.")
     ],
@@ -78,17 +80,19 @@ def generate_command(
             help="Sample from the likeliest tokens that together have this probability (with --temperature).",
         ),
     ] = 0.95,
-    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Random seed for sampling.")] = 0,
-    chat: Annotated[bool, typer.Option(help="Use the tokenizer's chat template if it has one.")] = True,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed for sampling.")] = 0,
+    no_chat: Annotated[
+        bool, typer.Option("--no-chat", help="Continue the prompt as it is, without the tokenizer's chat template.")
+    ] = False,
     stats: Annotated[bool, typer.Option("--stats", help="Print tokens per second and the size of the cache.")] = False,
     compiled: Annotated[
         bool,
         typer.Option("--compile", help="Compile the model first, for decoding with a static cache."),
     ] = False,
-    graph: Annotated[
+    no_graph: Annotated[
         bool,
-        typer.Option(help="Decode converted models by a CUDA graph, on GPUs and where the step can be recorded."),
-    ] = True,
+        typer.Option("--no-graph", help="Decode converted models on GPUs without CUDA graphs."),
+    ] = False,
     cache_bits: Annotated[
         int | None,
         typer.Option(
@@ -111,7 +115,7 @@ def generate_command(
         ),
     ] = "auto",
     device: Annotated[
-        str | None, typer.Option(help="Device, such as cpu, cuda or cuda:1 [default: a GPU if there is one].")
+        str | None, typer.Option(help="Device, such as cpu, cuda or cuda:1.", show_default="a GPU if there is one")
     ] = None,
 ) -> None:
     """Continue a prompt and print the text as it is generated."""
@@ -127,15 +131,17 @@ def generate_command(
         raise UserError("--session: a session does not hold the caches of --compile; leave out one of the two")
     if session is not None and not session.absolute().parent.is_dir():
         raise UserError(f"--session: {session.parent} is no folder; create it first")
-    if compiled and not graph:
+    if seed >= 2**63:
+        raise UserError(f"--seed: got {seed}, expected less than 2**63")
+    if compiled and no_graph:
         raise UserError("--no-graph: --compile decodes by CUDA graphs of its own; leave out one of the two")
     loaded, tokenizer = load_for_inference(model, dtype, device)
     cache: Cache | None = quantized_cache(loaded.config, cache_bits) if cache_bits is not None else None
     if session is not None and session.exists():
-        before = continued(session, loaded, tokenizer, prompt, chat, cache_bits)
+        before = continued(session, loaded, tokenizer, prompt, not no_chat, cache_bits)
         input_ids, attention_mask, cache = before.input_ids, before.attention_mask, before.cache
     else:
-        input_ids = first_turn(tokenizer, prompt, chat).to(loaded.device)
+        input_ids = first_turn(tokenizer, prompt, not no_chat).to(loaded.device)
         attention_mask = torch.ones_like(input_ids)
     read = 0 if cache is None else int(cache.get_seq_length())
     if input_ids.shape[1] == 0:
@@ -152,7 +158,7 @@ def generate_command(
     }
     if cache is not None:
         options["past_key_values"] = cache
-    if not graph:
+    if no_graph:
         options["disable_compile"] = True
     if compiled:  # transformers compiles the steps of static caches
         options["cache_implementation"] = "static"
@@ -173,7 +179,8 @@ def generate_command(
         speed = f"{(tokens - 1) / decoding:.1f} tokens/s" if tokens > 1 else "no further tokens"
         typer.echo(
             f"prompt {prefill} tokens, first token after {first:.2f} s, then {speed}; "
-            f"state {cache_bytes(cache):,} bytes after {int(cache.get_seq_length())} tokens; "
-            f"decoded by {decoded_by(loaded)}",
+            f"cache {cache_bytes(cache):,} bytes after {int(cache.get_seq_length())} tokens"
+            + f"; decoded by {decoded_by(loaded)}"
+            * (loaded.device.type == "cuda"),
             err=True,
         )

@@ -176,8 +176,8 @@ def _problem(repo: str, revision: str | None, error: Exception) -> str:
         )
     reason = f"{type(chain[-1]).__name__}: {one_line(chain[-1], 200)}"
     return (
-        f"{asked}: cannot be downloaded ({reason}); check the network and HF_ENDPOINT, and run the same command again: "
-        "complete files are kept"
+        f"{asked}: no such folder here, and it cannot be downloaded ({reason}); check the path, or check the network "
+        "and HF_ENDPOINT and run the same command again: complete files are kept"
     )
 
 

@@ -156,7 +156,7 @@ class Workspace:
         if before != request:
             difference = step_journal.first_difference(before, request)
             raise UserError(
-                f"{self.folder}: the interrupted {self.what} had another {difference}; "
+                f"{self.folder}: this command differs from that of the interrupted {self.what} in {difference}; "
                 "repeat the first command with --resume, or start again with --overwrite"
             )
         self._check_out(overwrite)

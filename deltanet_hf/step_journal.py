@@ -37,11 +37,11 @@ def read(journal: Path) -> tuple[dict[str, Any] | None, Steps]:
 
 
 def first_difference(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """Names the first key in which two requests differ, with both values; nested keys are separated by ': '."""
+    """Names the first key in which two requests differ, with both values; nested keys are separated by dots."""
     for key in sorted(before.keys() | now.keys()):
         old, new = before.get(key), now.get(key)
         if old != new:
             if isinstance(old, dict) and isinstance(new, dict):
-                return f"{key}: {first_difference(old, new)}"
+                return f"{key}.{first_difference(old, new)}"
             return f"{key} ({old!r}, now {new!r})"
     return "request"

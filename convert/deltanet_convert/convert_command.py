@@ -9,13 +9,13 @@ import typer
 from rich.console import Console
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.mixers import MIXER_NAMES, MIXERS, WINDOW_SUFFIX, AttentionKind
+from deltanet_hf.mixers import MIXERS, AttentionKind
 
 from .convert import convert
 from .device import description
 from .export.hooks import check_exportable, import_qwen3_5, qwen3_5_folder
 from .job import prepare, sole_conversion
-from .options import DTYPES, ConvertOptions, parse_size, set_keys
+from .options import DEFAULT_MIXER, DTYPES, LISTED_MIXERS, ConvertOptions, parse_size, set_keys
 from .select.for_convert import AUTO
 from .select.progress import shown_on
 from .select.run import unseen
@@ -24,8 +24,7 @@ from .views.plan_view import print_plan
 from .views.report_view import print_report
 
 DEFAULTS = ConvertOptions()
-ALONE = [name for name in MIXER_NAMES if WINDOW_SUFFIX not in name]
-HYBRID = ("auto", f"gated_deltanet{WINDOW_SUFFIX}")  # default layers and mixer
+HYBRID = ("auto", DEFAULT_MIXER)  # default layers and mixer
 PURE = ("all", "gated_deltanet")  # those of --pure, and of --profile qwen3_5, whose layer has no window
 CONVERSION_ONLY = {
     "layers": "--layers",
@@ -43,31 +42,32 @@ CONVERSION_ONLY = {
 def convert_command(
     teacher: Annotated[
         str,
-        typer.Argument(help="Softmax model to convert: a folder, a hub id or a .gguf file."),
+        typer.Argument(metavar="TEACHER", help="Softmax model to convert: a folder, a Hub id or a .gguf file."),
     ],
-    out: Annotated[Path, typer.Argument(help="Folder to write the converted model to.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write the converted model to.")],
     revision: Annotated[
         str | None,
-        typer.Option(help="Branch, tag or commit of TEACHER on the hub.", show_default="the main branch"),
+        typer.Option(help="Branch, tag or commit of TEACHER on the Hub.", show_default="the main branch"),
     ] = None,
     layers: Annotated[
         str | None,
         typer.Option(
             help="Layers to convert. `auto`: a quarter of the layers keeps softmax attention, chosen by recall: "
-            "shipped for known teachers, measured where there is a GPU, otherwise evenly spread. `all`: every layer. "
+            "shipped for known teachers, measured where there is a GPU, otherwise evenly spread. `all`: convert every "
+            "layer. "
             "`every:N`: layers N-1, 2N-1, ... keep softmax attention. "
-            "`keep:3,7,11`: these layers keep it. `auto:25%` (or `auto:7`, `auto:40MB@32768`): choose so many as "
-            "`deltanet-hf select` does; slow without a GPU. Otherwise a file that lists the layers, or the key/value "
-            "heads, that keep it, such as the one that `deltanet-hf select` writes.",
+            "`keep:3,7,11`: these layers keep it. `auto:25%` (or `auto:7`, `auto:40MB@32768`): keep this "
+            "share or budget, chosen as `deltanet-hf select` does; slow without a GPU. FILE: the layers, or key/value "
+            "heads, that keep it, such as the file that `deltanet-hf select` writes.",
             show_default=HYBRID[0],
         ),
     ] = None,
     mixer: Annotated[
         str | None,
         typer.Option(
-            help=f"Layer that replaces softmax attention: {', '.join(ALONE)}. "
-            "NAME+window has a softmax window beside the state, for those that have a state.",
-            show_default=HYBRID[1],
+            help=f"Layer that replaces softmax attention, by default `{DEFAULT_MIXER}`. Others: "
+            f"{', '.join(LISTED_MIXERS)}. `NAME+window` has a softmax window beside the state, for those that have a "
+            "state.",
         ),
     ] = None,
     pure: Annotated[
@@ -84,13 +84,10 @@ def convert_command(
             "exactly Qwen3.5's layer, so that the model can be exported to other runtimes."
         ),
     ] = DEFAULTS.profile,
-    training: Annotated[
+    no_training: Annotated[
         bool,
-        typer.Option(
-            "--training/--no-training",
-            help="Whether you will distil the model. `--no-training` takes the settings that are better untrained.",
-        ),
-    ] = DEFAULTS.training,
+        typer.Option("--no-training", help="Take the settings that are better for a model that nobody will distil."),
+    ] = False,
     changes: Annotated[
         list[str] | None,
         typer.Option(
@@ -101,13 +98,14 @@ def convert_command(
             f"{set_keys()}.",
         ),
     ] = None,
-    fit_memory: Annotated[
+    no_fit_memory: Annotated[
         bool,
         typer.Option(
-            help="Whether to fit decay and write strength to the teacher. `--no-fit-memory` starts them as in a model "
-            "trained from scratch."
+            "--no-fit-memory",
+            help="Start decay and write strength as in a model trained from scratch, instead of fitting them to the "
+            "teacher.",
         ),
-    ] = DEFAULTS.fit_memory,
+    ] = False,
     text: Annotated[
         Path | None,
         typer.Option(
@@ -134,7 +132,8 @@ def convert_command(
     device: Annotated[
         str | None,
         typer.Option(
-            help="Device on which the layers are fitted: cpu, cuda, cuda:1.", show_default="a GPU if there is one"
+            help="Device on which the layers are fitted, such as cpu, cuda or cuda:1.",
+            show_default="a GPU if there is one",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan or the result as JSON.")] = False,
@@ -151,9 +150,9 @@ def convert_command(
         layers=layers or default_layers,
         mixer=mixer or default_mixer,
         profile=profile,
-        training=training,
+        training=not no_training,
         changes=tuple(changes or ()),
-        fit_memory=fit_memory,
+        fit_memory=not no_fit_memory,
         text=text,
         calibration_tokens=calibration_tokens,
         dtype=dtype,

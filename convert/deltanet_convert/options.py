@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.mixers import MIXER_NAMES, MIXERS, AttentionKind, LayerKind, recommended
+from deltanet_hf.mixers import MIXER_NAMES, MIXERS, WINDOW_SUFFIX, AttentionKind, LayerKind, recommended
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
 from deltanet_hf.mixers.mixed_heads import MixedHeads
 from deltanet_hf.mixers.settings import MixerSettings
@@ -26,6 +26,8 @@ UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MI
 MOST_TOKENS = 10**9
 MAX_LIST_BYTES = 1_000_000
 PROFILES = ("faithful", "qwen3_5")
+LISTED_MIXERS = tuple(name for name in MIXER_NAMES if WINDOW_SUFFIX not in name)  # in help texts
+DEFAULT_MIXER = f"gated_deltanet{WINDOW_SUFFIX}"  # of the commands `convert` and `select`
 
 
 @dataclass(frozen=True)

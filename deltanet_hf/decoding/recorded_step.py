@@ -85,7 +85,7 @@ class Recordings:
 
     def __init__(self) -> None:
         self._steps: OrderedDict[int, RecordedStep] = OrderedDict()
-        self.report = "separate launches: no converted model has decoded"
+        self.report = "separate launches: nothing was decoded, or the model is not a converted one"
 
     def take(self, batch: int, key: Any, tokens: int, capacity: int) -> RecordedStep | None:
         """The recording for this batch size, if it can serve; it is not kept until `put`.

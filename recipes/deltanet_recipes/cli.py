@@ -15,6 +15,7 @@ from typing import Any
 import typer
 
 from deltanet_recipes.cpu_threads import settle_threads
+from deltanet_recipes.log_bars import hide_bars_in_logs
 
 
 @dataclass(frozen=True)
@@ -48,27 +49,43 @@ COMMANDS = {
         "deltanet_recipes.shipped", "recipes_command", "List the training recipes that are installed, or copy one."
     ),
     "align": Subcommand(
-        "deltanet_recipes.command", "align", "Train each converted layer to reproduce its teacher's attention output."
+        "deltanet_recipes.command",
+        "align",
+        "Train each converted layer to reproduce its teacher's attention output: the align stage of a recipe.\n\n"
+        "Example: `deltanet-hf align smollm2-135m-hybrid-10m student=smol`",
     ),
-    "distill": Subcommand("deltanet_recipes.command", "distill", "Run all training stages of a recipe."),
+    "distill": Subcommand(
+        "deltanet_recipes.command",
+        "distill",
+        "Run all training stages of a recipe. After an interruption, the same command continues the run.\n\n"
+        "Example: `deltanet-hf distill smollm2-135m-hybrid-10m student=smol output=runs/b`",
+    ),
     "eval": Subcommand(
         "deltanet_recipes.evaluation_command",
         "evaluate",
-        "Score a model with lm-eval; accepts all options of lm-eval.",
+        "Score a model with lm-eval, which gets all options that are not listed here.\n\n"
+        "Example: `deltanet-hf eval student --tasks arc_easy,sciq --limit 200`",
         UNKNOWN_ALLOWED,
     ),
     "report": Subcommand(
         "deltanet_recipes.evaluation_command",
         "report",
         "Compare a teacher, its students and untrained baselines. After an interruption, the same command measures the "
-        "models that are missing.",
+        "models that are missing.\n\n"
+        "Example: `deltanet-hf report HuggingFaceTB/SmolLM2-135M student --out report`",
     ),
     "export": Subcommand(
         "deltanet_convert.export.export_command",
         "export_command",
-        "Export a converted model for vLLM, mlx-lm or llama.cpp.",
+        "Export a model that was converted with --profile qwen3_5 for vLLM, mlx-lm or llama.cpp.\n\n"
+        "Example: `deltanet-hf export student student.gguf --format gguf`",
     ),
-    "generate": Subcommand("deltanet_hf.generate", "generate_command", "Generate text that continues a prompt."),
+    "generate": Subcommand(
+        "deltanet_hf.generate",
+        "generate_command",
+        "Generate text that continues a prompt, or the answer to a message.\n\n"
+        'Example: `deltanet-hf generate student --prompt "What is photosynthesis?"`',
+    ),
     "bench": Subcommand(
         "deltanet_hf.evaluation.speed.command",
         "bench_command",
@@ -101,6 +118,7 @@ def _not_imported() -> None:
 def main() -> None:
     """Run the subcommand that the process's arguments name."""
     settle_threads()
+    hide_bars_in_logs()
     chosen = next((argument for argument in sys.argv[1:] if argument in COMMANDS), None)
     try:
         build_app(chosen)()

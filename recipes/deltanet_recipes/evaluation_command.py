@@ -12,7 +12,9 @@ DATA_VARIABLE = "DELTANET_EVAL_DATA"
 
 def evaluate(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="Folder or Hub id of a converted model or of a softmax model.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Folder or Hub id of a converted model or of a softmax model.")
+    ],
     data: Annotated[
         Path | None,
         typer.Option(
@@ -37,8 +39,10 @@ def evaluate(
 
 
 def report(
-    teacher: Annotated[str, typer.Argument(help="Folder or Hub id of the softmax teacher.")],
-    students: Annotated[list[str], typer.Argument(help="Converted models, each given as FOLDER or NAME=FOLDER.")],
+    teacher: Annotated[str, typer.Argument(metavar="TEACHER", help="Folder or Hub id of the softmax teacher.")],
+    students: Annotated[
+        list[str], typer.Argument(metavar="STUDENT", help="Converted models, each given as FOLDER or NAME=FOLDER.")
+    ],
     out: Annotated[Path, typer.Option(help="Folder for report.md, report.json and the figures.")],
     suite: Annotated[
         str, typer.Option(help="Set of measurements: small, full, or texts (no lm-eval tasks).")
@@ -56,7 +60,7 @@ def report(
     ] = None,
     windows: Annotated[int, typer.Option(min=1, help="Number of windows of 1024 tokens per text.")] = 64,
     haystack: Annotated[
-        Path | None, typer.Option(help="Text file for the needle task; a text ships with deltanet-hf.")
+        Path | None, typer.Option(help="Text file for the needle task.", show_default="text shipped with deltanet-hf")
     ] = None,
     last_word: Annotated[
         Path | None,
@@ -78,10 +82,12 @@ def report(
     ] = None,
     max_length: Annotated[
         int | None,
-        typer.Option(min=1, help="Longest context for needles and speed, in tokens; the teacher's limit by default."),
+        typer.Option(
+            min=1, help="Longest context for needles and speed, in tokens.", show_default="the teacher's limit"
+        ),
     ] = None,
     device: Annotated[
-        str | None, typer.Option(help="Device such as cuda, cuda:1 or cpu; cuda by default if there is a GPU.")
+        str | None, typer.Option(help="Device, such as cpu, cuda or cuda:1.", show_default="a GPU if there is one")
     ] = None,
     dtype: Annotated[
         str,
@@ -118,6 +124,7 @@ def report(
     )
     run_report(options, typer.echo)
     typer.echo((out / "report.md").read_text())
+    typer.echo(f"Written to {out}", err=True)
 
 
 def named_files(texts: list[str]) -> dict[str, Path]:

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
 from deltanet_hf.errors import UserError
 
@@ -33,17 +35,17 @@ def recipe_path(recipe: str | Path) -> Path:
 
 
 def recipes_command(
-    name: Annotated[str | None, typer.Argument(help="Shipped recipe to copy; without it, all are listed.")] = None,
-    out: Annotated[Path | None, typer.Option(help="File to write; by default NAME.yaml in this folder.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="Shipped recipe to copy; without it, all are listed.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="File to write.", show_default="NAME.yaml in this folder")] = None,
 ) -> None:
     """List the recipes that are installed with the package, or copy one to edit it."""
     shipped = shipped_recipes()
     if name is None:
         if out is not None:
             raise UserError("--out: give the name of the recipe to copy, too")
-        width = max(map(len, shipped))
-        for label, path in shipped.items():
-            typer.echo(f"{label:{width}}  {_purpose(path)}")
+        _list(shipped)
         return
     if name not in shipped:
         raise UserError(f"{name}: no shipped recipe has this name; there are {', '.join(shipped)}")
@@ -55,6 +57,19 @@ def recipes_command(
     except OSError as error:
         raise UserError(f"{copy}: cannot be written ({error.strerror}); choose another file with --out") from None
     typer.echo(f"{copy}: copied; edit it and run it with `deltanet-hf distill {copy}`")
+
+
+def _list(shipped: dict[str, Path]) -> None:
+    """Print each recipe with its purpose: in two columns on a terminal, else a line each."""
+    console, width = Console(), max(map(len, shipped))
+    table = Table.grid(padding=(0, 2))
+    for label, path in shipped.items():
+        table.add_row(label, _purpose(path))
+        if not console.is_terminal:
+            typer.echo(f"{label:{width}}  {_purpose(path)}")
+    if console.is_terminal:
+        console.print(table)
+    typer.echo("Copy one: deltanet-hf recipes NAME. Run one: deltanet-hf distill NAME student=FOLDER", err=True)
 
 
 def _purpose(path: Path) -> str:

@@ -100,6 +100,9 @@ def test_scaled_rotary_embeddings_are_for_some_runtimes(tmp_path: Path, capsys: 
     teacher = teacher_folder(tmp_path / "teacher", "llama", **HYBRIDS["llama"], rope_parameters=ROTARY["llama3"])
     convert_command(str(teacher), tmp_path / "out", layers="every:2", profile="qwen3_5", dry_run=True)
     assert "Not for gguf: rope_parameters" in " ".join(capsys.readouterr().out.split())
+    convert_command(str(teacher), tmp_path / "out", layers="every:2", profile="qwen3_5", dry_run=True, as_json=True)
+    plan = json.loads(capsys.readouterr().out)
+    assert [layer["normed"] for layer in plan["layers"]] == [False, True, False, True]  # for the other formats
 
 
 def test_uneven_layers_are_said_to_cost_more(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -143,9 +146,9 @@ def test_convert_takes_an_export_back(tmp_path: Path) -> None:
         ({"layers": "every:2"}, "--layers"),
         ({"mixer": "window"}, "--mixer"),
         ({"pure": True}, "--pure"),
-        ({"training": False}, "--no-training"),
+        ({"no_training": True}, "--no-training"),
         ({"changes": ["rope=true"]}, "--set"),
-        ({"fit_memory": False}, "--no-fit-memory"),
+        ({"no_fit_memory": True}, "--no-fit-memory"),
         ({"text": Path("text.txt")}, "--text"),
         ({"calibration_tokens": 256}, "--calibration-tokens"),
         ({"seed": 1}, "--seed"),

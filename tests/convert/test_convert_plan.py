@@ -154,6 +154,15 @@ def test_plan_is_printable_and_json(tmp_path: Path) -> None:
     assert "stays softmax" in text
 
 
+def test_plan_fits_a_narrow_terminal(tmp_path: Path) -> None:
+    console = Console(record=True, width=80)
+    print_plan(planned(tmp_path, "llama", "faithful", HYBRID), console)
+    text = console.export_text()
+    assert "…" not in text
+    assert "created" in text
+    assert "dropped" not in text  # 0 in every layer
+
+
 def test_short_forms() -> None:
     assert index_ranges([0, 1, 2, 4, 6, 7]) == "0-2, 4, 6-7"
     assert [size(n) for n in (0, 999, 1500, 2_000_000, 10**9)] == ["0 B", "999 B", "1.5 kB", "2.0 MB", "1.0 GB"]

@@ -248,7 +248,7 @@ def test_no_such_teacher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, teache
 
 
 def test_hub_that_does_not_answer(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="nobody/nothing: cannot be downloaded") as caught:
+    with pytest.raises(UserError, match="nobody/nothing: no such folder here, and it cannot be downloaded") as caught:
         resolve_source("nobody/nothing", tmp_path / "scratch", None)
     assert "\n" not in str(caught.value)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from deltanet_hf.mixers.quantized_cache import quantized_cache
 from deltanet_hf.sessions import load_session
 from deltanet_hf.sessions.conversation import first_turn, further_turn
 from deltanet_recipes.cli import COMMANDS, Subcommand, main
+from deltanet_recipes.log_bars import hide_bars_in_logs
 from support.tiny_models import tiny_student
 
 
@@ -40,8 +42,19 @@ def test_help_lists_every_command(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_each_command_has_help(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     assert call(monkeypatch, name, "--help") == 0
-    assert "Usage" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "Usage" in shown
+    assert "…" not in shown  # nothing is cut in a narrow terminal
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_bars_of_other_libraries_are_for_terminals(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
+    monkeypatch.delenv("HF_HUB_DISABLE_PROGRESS_BARS", raising=False)
+    hide_bars_in_logs()
+    assert os.environ.pop("HF_HUB_DISABLE_PROGRESS_BARS", None) == (None if terminal else "1")
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
@@ -136,7 +149,7 @@ def test_a_quantised_cache_says_the_same_and_is_smaller(
         assert call(monkeypatch, "generate", folder, "--prompt", prompt, "--max-new-tokens", "2", "--stats", *more) == 0
         shown.append(capsys.readouterr())
     assert shown[0].out == shown[1].out
-    sizes = [int(text.err.split(" bytes")[0].split("state ")[1].replace(",", "")) for text in shown]
+    sizes = [int(text.err.split(" bytes")[0].split("cache ")[1].replace(",", "")) for text in shown]
     assert sizes[1] < sizes[0]
 
 

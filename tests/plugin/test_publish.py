@@ -92,7 +92,7 @@ def test_a_resumed_run_names_what_has_changed(tmp_path: Path) -> None:
     with pytest.raises(Killed):
         publish_folder(out, before, filler("first", "weights"), resume=False, overwrite=False)
     now = {"options": {"seed": 2, "dtype": None}}
-    with pytest.raises(UserError, match=r"had another options: seed \(1, now 2\); repeat the first command"):
+    with pytest.raises(UserError, match=r"differs .* in options\.seed \(1, now 2\); repeat the first command"):
         publish_folder(out, now, filler("first"), resume=True, overwrite=False)
 
 

@@ -24,7 +24,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_demo_compares_equal_bytes(folder: Path) -> None:
-    measure = demo.DemoMeasure(folder / "teacher", folder / "measured.json")
+    measure = demo.DemoMeasure(folder / "teacher", folder / "measured.json", print)
     student = measure.student("student", folder / "student")
     assert demo.softmax_layers(folder / "student") == [1]
     teacher, everywhere, spread, chosen = measure.policies([1], student.megabytes)
@@ -35,13 +35,13 @@ def test_the_demo_compares_equal_bytes(folder: Path) -> None:
         assert policy.name.startswith("free: window of ")
         assert student.megabytes <= policy.megabytes < teacher.megabytes
         assert policy.kl[0] > 0
-    again = demo.DemoMeasure(folder / "teacher", folder / "measured.json")
+    again = demo.DemoMeasure(folder / "teacher", folder / "measured.json", print)
     assert again.student("student", folder / "no such folder") == student
     assert len(json.loads((folder / "measured.json").read_text())) == 5
 
 
 def test_a_copy_of_the_teacher_has_no_divergence(folder: Path) -> None:
-    measure = demo.DemoMeasure(folder / "teacher", folder / "measured.json")
+    measure = demo.DemoMeasure(folder / "teacher", folder / "measured.json", print)
     copy = measure.student("copy", folder / "teacher")
     assert copy.kl[0] == pytest.approx(0.0, abs=1e-6)
     assert copy.repeat == measure.policies([1], copy.megabytes / 2)[0].repeat

@@ -73,6 +73,8 @@ def test_a_run_shows_its_plan_and_its_progress(finished: tuple[Path, str]) -> No
 
 def test_a_run_leaves_tables_and_pictures(finished: tuple[Path, str]) -> None:
     folder = finished[0]
+    final = folder / "final"
+    assert (final / "model.safetensors").stat().st_mode == (final / "config.json").stat().st_mode
     rows = read_log(folder)
     for stage in ("align", "distil"):
         with open(folder / f"log.{stage}.csv", newline="") as file:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 from deltanet_hf import LayerTable, converted_config
@@ -16,8 +18,9 @@ from deltanet_hf.models.families import FAMILIES
 from deltanet_recipes.config import load_recipe, read_recipe
 from deltanet_recipes.schema import Align
 from deltanet_recipes.training.adapters import train_for, train_mixers
-from deltanet_recipes.training.cost_estimate import estimate
+from deltanet_recipes.training.cost_estimate import estimate, show_plan
 from deltanet_recipes.training.layerwise import LayerwiseAlign
+from deltanet_recipes.training.logbook import Logbook
 from deltanet_recipes.training.model_pair import load_student, mixers
 from deltanet_recipes.training.pipeline import run
 from deltanet_recipes.training.runtime import Runtime
@@ -75,6 +78,20 @@ def test_the_plan_knows_the_files_that_a_stage_keeps(
     layerwise, distil = (estimate(stage, recipe, student, runtime).disk for stage in recipe.stages)
     assert layerwise == pytest.approx(kept["activations"], rel=0.1)
     assert distil == pytest.approx(kept["top_k"], rel=0.1)
+
+
+def test_a_lack_of_memory_is_said(workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = load_recipe(write_recipe(tmp_path, recipe_tree(workplace, [ALIGN, DISTIL], output=str(tmp_path))))
+    student, runtime = load_student(recipe.student), Runtime(recipe.engine)
+    assert runtime.attainable_memory() > 2**28
+    sizes = [estimate(stage, recipe, student, runtime).memory for stage in recipe.stages]
+    between = sum(sizes) // 2
+    monkeypatch.setattr(Runtime, "attainable_memory", lambda self: between)
+    shown = Console(file=io.StringIO(), width=300)
+    show_plan(recipe, list(recipe.stages), student, runtime, Logbook(tmp_path, recipe, True, shown))
+    lines = [line for line in shown.file.getvalue().splitlines() if "GiB are free" in line]  # type: ignore[attr-defined]
+    assert [line.split(":")[0] for line in lines] == [["align", "distil"][sizes.index(max(sizes))]]
+    assert "micro_batch_rows" in lines[0]
 
 
 @pytest.mark.parametrize(("name", "family"), [("qwen3-8b", "qwen3"), ("llama-3.1-8b", "llama")])

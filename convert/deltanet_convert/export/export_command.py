@@ -28,20 +28,23 @@ DEFAULT_SHARD_SIZE = "5GB"
 
 
 def export_command(
-    model: Annotated[str, typer.Argument(help="Folder or hub id of a converted model.")],
-    out: Annotated[Path | None, typer.Argument(help="Folder to create; with --format gguf, the file.")] = None,
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder or Hub id of a converted model.")],
+    out: Annotated[
+        Path | None, typer.Argument(metavar="OUT", help="Folder to create; with `--format gguf`, the file.")
+    ] = None,
     revision: Annotated[
         str | None,
-        typer.Option(help="Branch, tag or commit of MODEL on the hub.", show_default="the main branch"),
+        typer.Option(help="Branch, tag or commit of MODEL on the Hub.", show_default="the main branch"),
     ] = None,
     style: Annotated[
-        str, typer.Option("--format", help="transformers (also for vLLM) | mlx | gguf (llama.cpp).")
+        str,
+        typer.Option("--format", help="Format to write: transformers (also for vLLM), mlx or gguf (for llama.cpp)."),
     ] = "transformers",
     dtype: Annotated[
         str | None,
         typer.Option(
-            help="Dtype of the weights: float32 | bfloat16 | float16, for gguf also q8_0 "
-            "[default: the model's dtype; for gguf: float16]."
+            help="Dtype of the weights: float32, bfloat16 or float16, and q8_0 for gguf.",
+            show_default="the model's; float16 for gguf",
         ),
     ] = None,
     check: Annotated[bool, typer.Option("--check", help="Print whether MODEL can be exported, and stop.")] = False,

@@ -14,7 +14,7 @@ from deltanet_hf.inside import check_links
 
 from ..storage.safetensors_folder import read_json
 from .import_qwen3_5 import is_qwen3_5, plan_import, write_import
-from .obstacles import FORMATS, teacher_obstacles
+from .obstacles import FORMATS, teacher_limits
 from .progress import progress_bar
 from .slots import uneven_note
 
@@ -32,7 +32,7 @@ def check_exportable(name: str, teacher_config: PreTrainedConfig, softmax: list[
     Raises:
         UserError: no format is possible; the message lists every obstacle and its remedy.
     """
-    found = teacher_obstacles(teacher_config, softmax)
+    found = teacher_limits(teacher_config, softmax)
     refused = [obstacle for obstacle in found if obstacle.formats == FORMATS]
     if refused:
         listed = "".join(f"\n  {obstacle} ({', '.join(obstacle.formats)})" for obstacle in refused)

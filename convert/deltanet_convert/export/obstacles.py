@@ -67,7 +67,12 @@ def export_obstacles(config: PreTrainedConfig) -> list[Obstacle]:
 
 
 def teacher_obstacles(teacher_config: PreTrainedConfig, softmax: list[int]) -> list[Obstacle]:
-    """The obstacles to exporting a teacher after a conversion with `--profile qwen3_5`.
+    """Those of `teacher_limits` that leave no format."""
+    return [found for found in teacher_limits(teacher_config, softmax) if found.formats == FORMATS]
+
+
+def teacher_limits(teacher_config: PreTrainedConfig, softmax: list[int]) -> list[Obstacle]:
+    """The obstacles to exporting a teacher after a conversion with `--profile qwen3_5`, also those of single formats.
 
     Args:
         softmax: the layers that keep softmax attention; the profile inserts missing q/k norms into them.

@@ -12,10 +12,9 @@ import typer
 from rich.console import Console
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.mixers import MIXERS
 
 from ..export.hooks import qwen3_5_folder
-from ..options import ConvertOptions
+from ..options import DEFAULT_MIXER, LISTED_MIXERS, ConvertOptions
 from ..storage.teacher_source import Source, resolve_source
 from ..teacher_model import open_teacher
 from .budget import Budget
@@ -32,10 +31,13 @@ DEFAULTS = SelectOptions(Budget.keep("25%"))
 
 
 def select_command(
-    teacher: Annotated[str, typer.Argument(help="Softmax model to convert later: a folder, a hub id or a .gguf file.")],
+    teacher: Annotated[
+        str,
+        typer.Argument(metavar="TEACHER", help="Softmax model to convert later: a folder, a Hub id or a .gguf file."),
+    ],
     revision: Annotated[
         str | None,
-        typer.Option(help="Branch, tag or commit of TEACHER on the hub.", show_default="the main branch"),
+        typer.Option(help="Branch, tag or commit of TEACHER on the Hub.", show_default="the main branch"),
     ] = None,
     out: Annotated[Path, typer.Option(help="File to write; `deltanet-hf convert --layers FILE` reads it.")] = Path(
         "selection.json"
@@ -74,9 +76,11 @@ def select_command(
     mixer: Annotated[
         str,
         typer.Option(
-            help=f"Layer that will replace softmax attention, whose state `--memory` counts: {', '.join(MIXERS)}."
+            help="Layer that will replace softmax attention, whose cache `--memory` counts; by default "
+            f"`{DEFAULT_MIXER}`, as in `deltanet-hf convert`. Others: {', '.join(LISTED_MIXERS)}, or `NAME+window`.",
+            show_default=False,
         ),
-    ] = ConvertOptions.mixer,
+    ] = DEFAULT_MIXER,
     window: Annotated[int, typer.Option(help="Number of tokens that units see which are not kept.")] = DEFAULTS.window,
     sinks: Annotated[
         int, typer.Option(help="Number of tokens at the start of the text that they see besides.")

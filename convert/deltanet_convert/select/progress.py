@@ -13,17 +13,17 @@ from .run import Show
 
 @contextmanager
 def shown_on(console: Console) -> Iterator[Show]:
-    """Shows progress: a bar on a terminal, else a line per round."""
+    """Shows a line per round, and on a terminal a bar below them."""
     if not console.is_terminal:
         yield lambda done, total, line: console.print(line, highlight=False, markup=False) if line else None
         return
-    columns = (TextColumn("selecting"), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console) as bar:
+    columns = (TextColumn("selecting"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("", total=None)
 
         def show(done: float, total: int, line: str | None) -> None:
             bar.update(task, completed=done, total=total)
             if line:
-                bar.update(task, description=line)
+                console.print(line, highlight=False, markup=False)
 
         yield show

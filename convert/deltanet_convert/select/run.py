@@ -11,7 +11,7 @@ from deltanet_hf.errors import UserError
 from deltanet_hf.file_lock import locked_beside
 from deltanet_hf.safe_write import write_atomically
 
-from ..export.obstacles import FORMATS, teacher_obstacles
+from ..export.obstacles import teacher_obstacles
 from ..storage.saved_tokenizer import load_tokenizer
 from .journal import REFERENCES, SelectionJournal
 from .loading import load_teacher
@@ -123,9 +123,8 @@ def spread(task: SelectionTask) -> Selection:
     """
     if task.options.method == EXPORTABLE:
         order = every_nth(int(task.teacher.config.num_hidden_layers), task.count)
-        found = teacher_obstacles(task.teacher.config, [unit[0] for unit in order])
-        if refused := [str(obstacle) for obstacle in found if obstacle.formats == FORMATS]:
-            raise UserError(f"--exportable: the result could not be exported: {'; '.join(refused)}")
+        if found := teacher_obstacles(task.teacher.config, [unit[0] for unit in order]):
+            raise UserError(f"--exportable: the result could not be exported: {'; '.join(map(str, found))}")
     else:
         order = evenly(task.candidates.units, task.count)
     return task.selection(order, {})

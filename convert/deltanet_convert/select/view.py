@@ -19,8 +19,9 @@ def print_selection(selection: Selection, memory: Memory | None, candidates: int
     """
     rounds = selection.scores.get("rounds")
     heads = selection.unit == "kv_head"
-    title = f"Units that stay softmax, the most important first ({selection.method})"
-    table = Table(title=title, title_justify="left")
+    # As a title, the line would be broken to the width of a narrow table.
+    console.print(f"Units that stay softmax, the most important first ({selection.method})", highlight=False)
+    table = Table()
     for column in ("place", "layer", *(["key/value head"] * heads), *(["score", "gain"] if rounds else [])):
         table.add_column(column, justify="right")
     before = 1.0

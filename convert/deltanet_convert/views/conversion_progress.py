@@ -35,7 +35,7 @@ def shown_on(console: Console, layers: int, device: str) -> Iterator[Show]:
 
         yield line
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as bar:
         task = bar.add_task(f"converting on {device}", total=layers)
         yield lambda done, total, step, figures: bar.update(

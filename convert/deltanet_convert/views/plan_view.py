@@ -7,6 +7,13 @@ from rich.table import Table
 
 from ..conversion_plan import LayerPlan, Plan
 
+PARAMETERS = (
+    "copied",
+    "expanded",
+    "created",
+    "dropped",
+)  # numbers of parameters in a plan; a column each, if not all 0
+
 
 def size(nbytes: int) -> str:
     """Formats a number of bytes in decimal units, as disks and the hub do."""
@@ -37,11 +44,13 @@ def index_ranges(indices: list[int]) -> str:
 
 def print_plan(plan: Plan, console: Console) -> None:
     """Prints the plan of each layer, the sizes of the result, and the cache sizes by context length."""
-    layers = Table(title="Plan (parameters and bytes per layer)", title_justify="left")
+    counted = [name for name in PARAMETERS if name == "copied" or any(getattr(layer, name) for layer in plan.layers)]
+    layers = Table(title="Plan (parameters, bytes and cache of one sequence, per layer)", title_justify="left")
     layers.add_column("layers")
     layers.add_column("become")
-    for column in ("copied", "expanded", "created", "dropped", "weights", "cache, one sequence"):
-        layers.add_column(column, justify="right")
+    for column in (*counted, "weights"):
+        layers.add_column(column, justify="right", no_wrap=True)
+    layers.add_column("cache", justify="right")
     alike: dict[tuple[object, ...], list[LayerPlan]] = {}
     for layer in plan.layers:
         alike.setdefault(_shown(layer), []).append(layer)
@@ -49,7 +58,7 @@ def print_plan(plan: Plan, console: Console) -> None:
         first = members[0]
         window = f" (window {first.window})" if first.window else ""
         kept = f"stays softmax{window}{', q/k norms inserted' * first.normed}"
-        numbers = [count(value) for value in (first.copied, first.expanded, first.created, first.dropped)]
+        numbers = [count(getattr(first, name)) for name in counted]
         layers.add_row(
             index_ranges([member.index for member in members]),
             first.title if first.converted else kept,

@@ -10,7 +10,7 @@ import typer
 
 def bench_command(
     model: Annotated[
-        str | None, typer.Argument(help="Folder or Hub id of a converted model or of a softmax model.")
+        str | None, typer.Argument(metavar="MODEL", help="Folder or Hub id of a converted model or of a softmax model.")
     ] = None,
     teacher: Annotated[str | None, typer.Option(help="Folder or Hub id of a teacher to compare with.")] = None,
     random_weights: Annotated[
@@ -26,12 +26,15 @@ def bench_command(
     ] = "gated_deltanet",
     mode: Annotated[
         list[str] | None,
-        typer.Option(help="How to decode, repeatable: eager (the default), or graph, which replays a CUDA graph."),
+        typer.Option(
+            help="How to decode, repeatable: eager, or graph, which replays a CUDA graph.", show_default="eager"
+        ),
     ] = None,
     context: Annotated[
-        list[int] | None, typer.Option(help="Length of the prompts in tokens, repeatable; by default 2048 and 16384.")
+        list[int] | None,
+        typer.Option(help="Length of the prompts in tokens, repeatable.", show_default="2048 and 16384"),
     ] = None,
-    batch: Annotated[list[int] | None, typer.Option(help="Batch size, repeatable; by default 1 and 16.")] = None,
+    batch: Annotated[list[int] | None, typer.Option(help="Batch size, repeatable.", show_default="1 and 16")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Number of timed runs, whose median is taken.")] = 5,
     out: Annotated[
         Path | None,
@@ -41,7 +44,7 @@ def bench_command(
         str, typer.Option(help="Dtype of the weights: auto (as saved), float32, bfloat16 or float16.")
     ] = "auto",
     device: Annotated[
-        str | None, typer.Option(help="Device, such as cpu, cuda or cuda:1 [default: a GPU if there is one].")
+        str | None, typer.Option(help="Device, such as cpu, cuda or cuda:1.", show_default="a GPU if there is one")
     ] = None,
 ) -> None:
     """Measure how fast a model reads and decodes, and the size of its cache, beside its teacher."""
@@ -58,7 +61,7 @@ def bench_command(
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
     rows = measure(found, conditions, lambda line: typer.echo(line, err=True))
-    Console(width=130).print(table(rows))
+    Console().print(table(rows))
     if out is not None and rows:
         write_rows(out / "bench.json", rows, {"repeats": repeats, "dtype": dtype})
         draw(rows, out / "bench.png")

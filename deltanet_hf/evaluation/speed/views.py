@@ -22,7 +22,8 @@ MEASURES = {
 def table(rows: Sequence[Row]) -> Table:
     """One line per row; beside a teacher of the same shape, mode, batch and context, the factors against it."""
     teachers = {_setting(row): row for row in rows if row["kind"] == TEACHER}
-    shown = Table(title="Prefill and decoding (x: times the teacher's speed, or its cache)", title_justify="left")
+    title = "Prefill and decoding (x: times the teacher's speed, or its cache)"
+    shown = Table(title=title, title_justify="left", padding=(0, 0))  # fits 80 columns
     for column in ("shape", "kind", "mode"):
         shown.add_column(column)
     for column in ("batch", "context", "prefill tokens/s", "ms per step", "cache MB"):

@@ -10,7 +10,14 @@ from collections.abc import Iterator
 from lm_eval.utils import env
 
 _LOGGERS = ("lm_eval.tasks._index", "lm_eval.api.task", "lm_eval.models.huggingface")
-_EXPECTED = ("overrides existing task", "Custom kwargs can be passed", "is not of type `str`", "already-initialized")
+_EXPECTED = (
+    "overrides existing task",
+    "Custom kwargs can be passed",
+    "is not of type `str`",
+    "already-initialized",
+    "neither marked as CausalLM",  # converted models are none of transformers' own types
+    "Model type cannot be determined",
+)
 
 
 class _DropExpected(logging.Filter):
@@ -22,7 +29,7 @@ _FILTER = _DropExpected()
 
 
 def quiet_lm_eval() -> None:
-    """Drop lm-eval's warnings about overridden tasks, custom data sets and models passed as objects."""
+    """Drop lm-eval's warnings about overridden tasks, custom data sets, model types and models passed as objects."""
     for name in _LOGGERS:
         logging.getLogger(name).addFilter(_FILTER)
 

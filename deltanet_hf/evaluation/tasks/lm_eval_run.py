@@ -10,7 +10,8 @@ from functools import partial
 from pathlib import Path
 
 from lm_eval import __main__ as lm_eval_command
-from lm_eval import tasks
+from lm_eval import evaluator, tasks
+from lm_eval.loggers.utils import get_commit_from_path
 
 import deltanet_hf.evaluation.tasks.lm_eval_model  # noqa: F401  registers the model class with lm-eval
 from deltanet_hf.errors import UserError, one_line
@@ -63,6 +64,8 @@ def run_lm_eval(
             undo.enter_context(replaced(tasks, "TaskManager", partial(tasks.TaskManager, include_defaults=False)))
         arguments = [*command, "--batch_size", "auto", "--include_path", tasks_folder, *arguments]
         undo.enter_context(replaced(sys, "argv", arguments))
+        # The stock function runs git, which prints an error where there is no repository.
+        undo.enter_context(replaced(evaluator, "get_git_commit_hash", partial(get_commit_from_path, Path.cwd())))
         try:
             lm_eval_command.cli_evaluate()
         except OSError as error:  # raised by the loaders of models and of data sets

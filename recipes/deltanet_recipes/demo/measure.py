@@ -51,11 +51,12 @@ class DemoMeasure:
     Args:
         folder: of the teacher.
         kept: file for the rows, so that a run that was interrupted need not measure them again.
+        say: shows a line for each row that was measured.
     """
 
-    def __init__(self, folder: Path, kept: Path) -> None:
+    def __init__(self, folder: Path, kept: Path, say: Callable[[str], None]) -> None:
         self.teacher = _load(folder)
-        self.kept = kept
+        self.kept, self._say = kept, say
         self.rows = [_row(values) for values in json.loads(kept.read_text())] if kept.exists() else []
         text = shipped_texts()[-1].read_text(encoding="utf-8")
         ids = torch.tensor(AutoTokenizer.from_pretrained(folder)(text, add_special_tokens=False)["input_ids"])
@@ -106,6 +107,7 @@ class DemoMeasure:
         with _without_softmax_arithmetic():
             size = sequence_bytes(narrow, LENGTH) / 1e6
         row = Row(name, size, (kl.value, kl.stderr), (repeat.value, repeat.stderr))
+        self._say(f"{name}: KL {row.kl[0]:.3f}")
         self.rows.append(row)
         write_atomically(self.kept, json.dumps([asdict(row) for row in self.rows], indent=1).encode())
         return row

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import json
 import resource
+import shlex
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 from rich.console import Console
+from rich.markdown import Markdown
 
 from deltanet_hf.data import shipped_texts
 from deltanet_hf.publish import Workspace
@@ -59,14 +61,14 @@ def main() -> None:
         console.print(f"[bold]{name}[/]: {answers[name]}")
 
     clock.begin("5. measure")
-    measure = DemoMeasure(teacher, out / "measured.json")
+    measure = DemoMeasure(teacher, out / "measured.json", _say)
     students = [measure.student(name, model) for name, model in models.items()]
     rows = measure.policies(softmax_layers(converted), students[0].megabytes) + students
 
     clock.begin("6. report")
     peak = 1024 * max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_CHILDREN, resource.RUSAGE_SELF))
     report = write_report(folder, origin, converted, aligned, rows, PROMPT, answers, clock.seconds, peak)
-    console.print(report.summary)
+    console.print(Markdown(report.summary))
     console.print(f"report: {report.path}")
 
 
@@ -92,10 +94,16 @@ class Clock:
         console.rule(step)
 
 
+def _say(line: str) -> None:
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
 def _run(*arguments: object, capture: bool = False) -> str:
     """Run `deltanet-hf ARGUMENTS` as a process. With `capture`, return its output instead of showing it."""
     command = [sys.executable, "-m", "deltanet_recipes.cli", *map(str, arguments)]
-    console.print(f"[dim]$ deltanet-hf {' '.join(command[3:])}[/]", highlight=False, soft_wrap=True)
+    console.print(
+        f"$ deltanet-hf {shlex.join(command[3:])}", style="dim", highlight=False, markup=False, soft_wrap=True
+    )
     run = subprocess.run(command, check=False, text=True, stdout=subprocess.PIPE if capture else None)
     if run.returncode:
         sys.exit(run.returncode)

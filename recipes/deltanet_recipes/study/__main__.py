@@ -6,6 +6,7 @@ import signal
 from types import FrameType
 
 from deltanet_recipes.cpu_threads import settle_threads
+from deltanet_recipes.log_bars import hide_bars_in_logs
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
@@ -14,6 +15,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 if __name__ == "__main__":
     settle_threads()  # here for the processes that the study starts
+    hide_bars_in_logs()
     import typer
 
     from deltanet_hf.exit_codes import run_command

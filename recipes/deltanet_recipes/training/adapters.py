@@ -7,6 +7,8 @@ conversion inserted into softmax layers. Distillation stages train everything el
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
@@ -67,7 +69,9 @@ def train_for(student: nn.Module, stage: DistilBase, seed: int) -> None:
             config = LoraConfig(
                 r=stage.lora.rank, lora_alpha=stage.lora.alpha, lora_dropout=0.0, target_modules=targets
             )
-            get_peft_model(student, config)  # puts the adapters into `student` itself
+            with warnings.catch_warnings():  # PEFT asks transformers for a property that will have another name
+                warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+                get_peft_model(student, config)  # puts the adapters into `student` itself
         for part in in_full:
             part.requires_grad_(True)
         for name, parameter in student.named_parameters():

@@ -21,6 +21,7 @@ from deltanet_recipes.training.runtime import Runtime
 
 UTILISATION = 0.25  # share of the measured rate of matrix products that a training step of a small model reaches
 PLAN = "plan.json"
+_CPU_NOTE = "; memory: at least, because layers that are not compiled keep more"
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def show_plan(recipe: Recipe, stages: list[Stage], student: nn.Module, runtime: 
     rate = _matmul_rate(runtime) * UTILISATION * runtime.world
     table = Table(
         title=f"{recipe.student} -> {recipe.output} on {runtime.world} x {_device_name(runtime)}",
-        caption="mixers, rest: numbers of trained parameters",
+        caption=f"mixers, rest: numbers of trained parameters{_CPU_NOTE * (runtime.device.type == 'cpu')}",
         padding=(0, 0),
     )
     sizes = [estimate(stage, recipe, student, runtime) for stage in stages]
@@ -119,6 +120,13 @@ def show_plan(recipe: Recipe, stages: list[Stage], student: nn.Module, runtime: 
             _duration(seconds),
         )
     logbook.console.print(table)
+    there = runtime.attainable_memory()
+    for stage, size in zip(stages, sizes, strict=True):
+        if size.memory > there:
+            logbook.say(
+                f"{stage_name(stage)}: expects {size.memory / 2**30:.1f} GiB of memory, but only {there / 2**30:.1f} "
+                "GiB are free; lower micro_batch_rows or loss_chunk, or set engine.gradient_checkpointing=true"
+            )
     planned = [
         {
             "stage": stage_name(stage),
@@ -149,7 +157,8 @@ def _matmul_rate(runtime: Runtime) -> float:
 def _device_name(runtime: Runtime) -> str:
     if runtime.device.type == "cuda":
         return torch.cuda.get_device_name(runtime.device)
-    return f"CPU ({torch.get_num_threads()} threads)"
+    threads = torch.get_num_threads()
+    return f"CPU ({threads} thread{'s' * (threads > 1)})"
 
 
 def _count(tokens: int) -> str:

@@ -56,6 +56,8 @@ def save_final(
                     if source.is_file() and not (model / source.name).is_file():
                         shutil.copy(source, model / source.name)
             write_card(model, recipe, stages, read_log(Path(recipe.output)), data, student.config)
+            for weights in model.glob("*.safetensors"):  # safetensors makes files that only their owner can read
+                weights.chmod((model / "config.json").stat().st_mode)
         return {}
 
     # The stages are saved already, so an interrupted call has nothing to resume: it is repeated.

@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 from deltanet_hf.safe_write import write_atomically, writing
 from deltanet_recipes.schema import Recipe
@@ -39,15 +40,23 @@ class Logbook:
     def say(self, message: str) -> None:
         """Print a message."""
         if self.active:
-            self.console.print(message, highlight=False)
+            self._print(message)
 
     def begin(self, label: str, steps: int, done: int) -> None:
         """Show a progress bar for a stage. Where the output is no terminal, rows are printed as lines instead."""
         if self.active and self.console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-            self._progress = Progress(*columns, console=self.console)
+            rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")
+            figures = TextColumn("{task.fields[figures]}", table_column=rest)
+            bar = (
+                TextColumn("{task.description}"),
+                BarColumn(12),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+                figures,
+            )
+            self._progress = Progress(*bar, console=self.console, expand=True)
             self._progress.start()
-            self._progress.add_task(label, total=steps, completed=done)
+            self._progress.add_task(label, total=steps, completed=done, figures="")
 
     def end(self) -> None:
         """Remove the progress bar."""
@@ -67,17 +76,19 @@ class Logbook:
             named = {f"{row['stage']}/{key}": value for key, value in numbers.items()}
             self._trackers.log(named, step=row["total_steps"])
         parts = [f"{key} {row[key]:.4g}" for key in SHOWN if key in row]
-        parts.append(f"{row['tokens_per_second']:,.0f} tok/s")
+        trained = row["tokens_per_second"] > 0  # not before the first step of a stage
+        parts += [f"{row['tokens_per_second']:,.0f} tok/s"] * trained
         parts.append(f"{row['memory_gib']:.1f} GiB")
         if self._progress is not None:
-            self._progress.update(
-                self._progress.task_ids[0], completed=row["step"], description=f"{row['stage']} {'  '.join(parts)}"
-            )
+            self._progress.update(self._progress.task_ids[0], completed=row["step"], figures="  ".join(parts))
         else:
             left = (steps - row["step"]) * row["seconds_per_step"]
-            self.console.print(
-                f"{row['stage']} {row['step']}/{steps}  {'  '.join(parts)}  ETA {_clock(left)}", highlight=False
-            )
+            parts += [f"ETA {_clock(left)}"] * trained
+            self._print(f"{row['stage']} {row['step']}/{steps}  {'  '.join(parts)}")
+
+    def _print(self, line: str) -> None:
+        """Print a line, which a log takes at any length."""
+        self.console.print(line, highlight=False, soft_wrap=not self.console.is_terminal)
 
     def truncate(self, stage: str, step: int) -> None:
         """Remove a stage's rows after `step`, which a resumed run writes again."""

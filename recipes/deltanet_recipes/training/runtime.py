@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import psutil  # type: ignore[import-untyped]  # a dependency of accelerate
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
@@ -133,6 +134,12 @@ class Runtime:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
+
+    def attainable_memory(self) -> int:
+        """Bytes of the device's memory that this process has or can get; on a CPU, main memory."""
+        if self.device.type == "cuda":
+            return int(torch.cuda.mem_get_info(self.device)[0]) + torch.cuda.memory_reserved(self.device)
+        return int(psutil.virtual_memory().available) + int(psutil.Process().memory_info().rss)
 
     def peak_memory(self) -> float:
         """Peak memory of this process in GiB: on the GPU what is allocated, or resident on a CPU.
