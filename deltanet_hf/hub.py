@@ -171,8 +171,8 @@ def _problem(repo: str, revision: str | None, error: Exception) -> str:
         )
     if is_offline_mode():
         return (
-            f"{asked}: cannot be downloaded: HF_HUB_OFFLINE is set, and {cache} does not hold all of its files; unset "
-            "it for the first download, or give a local folder"
+            f"{asked}: no such folder here, and it cannot be downloaded: HF_HUB_OFFLINE is set, and {cache} does not "
+            "hold all of its files; unset it for the first download, or give a local folder"
         )
     reason = f"{type(chain[-1]).__name__}: {one_line(chain[-1], 200)}"
     return (

@@ -93,11 +93,11 @@ def _check_supported(file: Path, raw: dict[str, Any]) -> Family:
     for key in ("vision_config", "audio_config", "text_config"):
         if key in raw:
             raise UserError(
-                f"{file}: model_type '{model_type}' is multimodal (key '{key}'); only text models are "
+                f"{file}: model_type {model_type!r} is multimodal (key '{key}'); only text models are "
                 f"supported: {supported}"
             )
     if model_type not in FAMILIES:
-        raise UserError(f"{file}: model_type '{model_type}' is not supported; supported are {supported}")
+        raise UserError(f"{file}: model_type {model_type!r} is not supported; supported are {supported}")
     if raw.get("quantization_config"):
         raise UserError(f"{file}: key 'quantization_config': the teacher is quantised; save it as bfloat16 first")
     architectures = raw.get("architectures") or []

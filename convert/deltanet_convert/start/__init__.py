@@ -25,8 +25,8 @@ StartRule = Callable[[Any, Any, LayerCalibration, bool], dict[str, Any]]
 """(attention, layer, calibration, fit_memory) -> figures for `conversion.json`.
 
 `attention` is the teacher's module and `layer` the new one, both float32. `fit_memory` is false with the option
-`--no-fit-memory`; rules that fit no decay ignore it. A rule draws random numbers from torch's global generator only, and
-may run in a thread beside those of other layers: `turns.py` keeps their random numbers apart."""
+`--no-fit-memory`; rules that fit no decay ignore it. A rule draws random numbers from torch's global generator only,
+and may run in a thread beside those of other layers: `turns.py` keeps their random numbers apart."""
 
 START: dict[str, StartRule] = {
     "gated_deltanet": start_gated_deltanet,

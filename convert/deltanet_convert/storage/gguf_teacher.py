@@ -21,7 +21,7 @@ from deltanet_hf.models.families import FAMILIES
 from deltanet_kernels.installed_versions import require
 
 from ..teacher_model import meta_model, tied_names
-from .gguf_tokenizer import read_tokenizer, save_tokenizer
+from .gguf_tokenizer import field_value, read_tokenizer, save_tokenizer
 from .safetensors_folder import BLOCK_ELEMENTS
 from .shard_writer import ShardWriter, TensorSpec, plan_layout
 
@@ -59,14 +59,14 @@ class GgufTeacher:
             config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
             reader = GGUFReader(file)
             tokenizer = read_tokenizer(file, reader)
-            architecture = str(reader.get_field("general.architecture").contents())
+            architecture = str(field_value(reader, "general.architecture"))
         except Exception as error:  # a damaged file raises errors of many types
             raise UserError(
                 f"{file}: transformers cannot load this GGUF file ({one_line(error, 300)}); give safetensors"
             ) from error
         if config.model_type not in FAMILIES:
             raise UserError(
-                f"{file}: model_type '{config.model_type}' is not supported; supported are "
+                f"{file}: model_type {config.model_type!r} is not supported; supported are "
                 f"{', '.join(sorted(FAMILIES))}"
             )
         model = meta_model(FAMILIES[config.model_type].model_class, config, dtype)

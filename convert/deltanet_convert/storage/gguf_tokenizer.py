@@ -21,9 +21,9 @@ def read_tokenizer(file: Path, reader: Any) -> Any:
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
-    if _value(reader, "tokenizer.ggml.pre") == "smollm":
+    if field_value(reader, "tokenizer.ggml.pre") == "smollm":
         _split_digits(tokenizer)
-    if _value(reader, "tokenizer.ggml.add_bos_token") and not prefix_ids(tokenizer):
+    if field_value(reader, "tokenizer.ggml.add_bos_token") and not prefix_ids(tokenizer):
         tokenizer.add_bos_token = True
     return tokenizer
 
@@ -48,7 +48,8 @@ def save_tokenizer(tokenizer: Any, folder: Path, file: Path) -> None:
         )
 
 
-def _value(reader: Any, key: str) -> Any:
+def field_value(reader: Any, key: str) -> Any:
+    """The value of a key of the file's header; None without it."""
     field = reader.get_field(key)
     return None if field is None else field.contents()
 
