@@ -112,7 +112,12 @@ def check_window_mixture(call: WindowMixtureCall) -> None:
     )
     optional: tuple[tuple[str, torch.Tensor | None, tuple[int, ...], str], ...] = (
         ("z", z, (B, T, H, D), "the shape of near"),
-        ("norm_weight", norm_weight, (D,) if norm_weight is not None and norm_weight.dim() == 1 else (H, D), "[D]"),
+        (
+            "norm_weight",
+            norm_weight,
+            (D,) if norm_weight is not None and norm_weight.dim() == 1 else (H, D),
+            "[D] or [H, D]",
+        ),
     )
     for name, x, shape, meaning in (*parts, *(part for part in optional if part[1] is not None)):
         x = _require_tensor(name, x)
