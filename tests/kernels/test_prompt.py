@@ -212,6 +212,7 @@ def test_the_operators_are_registered_consistently() -> None:
         ({"sin": None}, "sin: needs a tensor with cos"),
         ({"k_offset": torch.zeros(3, 16)}, "k_offset: got shape"),
         ({"k_offset": torch.zeros(2, 16).int()}, "k_offset: got dtype torch.int32"),
+        ({"conv_weight": torch.zeros(128, 4).requires_grad_()}, "prompt_inputs has no gradients"),
         ({"window_heads": 3}, "window_heads: got 3, needs an int from 0 to the 2 key heads"),
     ],
 )
@@ -254,6 +255,7 @@ def test_gates_at_their_ends(compute: Callable[..., tuple[Tensor, Tensor]]) -> N
         ({"b": torch.zeros(2, 3, 5)}, "b: got shape"),
         ({"A_log": torch.zeros(3)}, r"A_log: got shape \[3\], needs \[H\]"),
         ({"dt_bias": None}, "dt_bias: got NoneType"),
+        ({"A_log": torch.zeros(4).requires_grad_()}, "gate_values has no gradients"),
         ({"limit": 3}, "limit: got 3, needs 1 or 2"),
     ],
 )

@@ -188,6 +188,7 @@ def test_the_operators_are_registered_consistently() -> None:
         ({"numbers": torch.zeros(1, 13)}, "numbers: got dtype torch.float32, needs int32 or int64"),
         ({"numbers": torch.zeros(3, 13).int()}, r"numbers: got shape \[3, 13\], needs \[B, T\] or \[1, T\]"),
         ({"z": torch.zeros(2, 13, 48)}, "z: got shape"),
+        ({"z": torch.zeros(2, 13, 3, 16).requires_grad_()}, "window_mixture has no gradients"),
         ({"norm_weight": torch.zeros(17)}, r"norm_weight: got shape \[17\], needs \[D\] or \[H, D\]"),
     ],
 )
@@ -204,6 +205,7 @@ def test_bad_arguments_of_the_cache() -> None:
         ((k, k.half(), 2, 0), "v: got dtype torch.float16"),
         ((k, k, 0, 0), "window: got 0, needs at least 1"),
         ((k, k, 1, -1), "sinks: got -1, needs at least 0"),
+        ((k.clone().requires_grad_(), k, 1, 0), "window_keep has no gradients"),
     ):
         with pytest.raises((TypeError, ValueError), match=message):
             window_keep(*arguments)

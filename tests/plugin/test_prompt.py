@@ -115,8 +115,8 @@ def test_kernels_compute_the_same(name: str, joined: list[str], apart: Any) -> N
     model = student(layers=(0,), **SETTINGS[name])
     wanted = apart(read, model)
     assert not joined
-    for lengths in ((13,), (7, 1, 1, 4)):
-        torch.testing.assert_close(read(model, lengths), wanted, **ROUNDING)
+    for lengths in ((13,), (7, 1, 2)):
+        torch.testing.assert_close(read(model, lengths), wanted[:, : sum(lengths)], **ROUNDING)
     beside = "window" in SETTINGS[name]
     assert (
         joined[: 4 if beside else 2]
@@ -128,8 +128,8 @@ def test_kernels_compute_the_same(name: str, joined: list[str], apart: Any) -> N
 def test_kernels_in_other_families(family: str, joined: list[str], apart: Any) -> None:
     """Partly rotated heads; a window of the family's own, caps and norms."""
     model = student(family, (0,), **WINDOW)
-    wanted = apart(read, model)
-    torch.testing.assert_close(read(model, (9, 4)), wanted, **ROUNDING)
+    wanted = apart(read, model, (8,))
+    torch.testing.assert_close(read(model, (5, 3)), wanted, **ROUNDING)
     assert set(joined) == JOINED
 
 
@@ -209,7 +209,7 @@ def test_a_part_that_is_not_plain_is_called(name: str, put: str, joined: list[st
 
 @pytest.mark.parametrize("switch_off", [switch_off_state, switch_off_window])
 def test_a_share_that_is_replaced_counts(switch_off: Any, joined: list[str], apart: Any) -> None:
-    model = student(**WINDOW)
+    model = student(layers=(0,), **WINDOW)
     whole = read(model)
     joined.clear()
     found = read(switch_off(model))
@@ -219,14 +219,14 @@ def test_a_share_that_is_replaced_counts(switch_off: Any, joined: list[str], apa
 
 
 def test_dropped_windows_keep_their_draws(joined: list[str]) -> None:
-    model = student(**WINDOW).train()
-    read(model)
+    model = student(layers=(0,), **WINDOW).train()
+    read(model, (2,))
     assert "window_mixture" not in joined
 
 
 def test_adapters_count(joined: list[str], apart: Any) -> None:
     config = LoraConfig(target_modules=["q_proj", "share_proj", "g_proj"], modules_to_save=["conv1d", "slopes"])
-    model = get_peft_model(student(**WINDOW), config).eval()
+    model = get_peft_model(student(layers=(0,), **WINDOW), config).eval()
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -241,7 +241,7 @@ class Operations(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.count = 0
+        self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
@@ -249,7 +249,8 @@ class Operations(TorchDispatchMode):
             isinstance(x, Tensor) and x.untyped_storage().data_ptr() == output.untyped_storage().data_ptr()
             for x in args
         )
-        self.count += not shared
+        if not shared:
+            self.names.append(func._schema.name)
         return output
 
 
@@ -260,7 +261,7 @@ def test_operations_of_a_layer(joined: list[str], apart: Any) -> None:
     x, angles = torch.randn(1, 6, 32).bfloat16(), tuple(torch.randn(2, 1, 6, 8).bfloat16())
 
     @torch.no_grad()
-    def operations() -> int:
+    def operations() -> list[str]:
         real, calls = dispatch.call, dispatch._triton_function
 
         def call(operator: str, fallback: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -272,8 +273,8 @@ def test_operations_of_a_layer(joined: list[str], apart: Any) -> None:
                 layer(x, angles, past_key_values=DynamicCache(config=model.config))
         finally:
             dispatch.call = real
-        return counted.count
+        return counted.names
 
     before, after = apart(operations), operations()
-    assert after <= 16  # eight projections, six operators, the state in its dtype
-    assert before > 4 * after
+    assert len(after) <= 16, after  # eight projections, six operators, the state in its dtype
+    assert len(before) > 4 * len(after)

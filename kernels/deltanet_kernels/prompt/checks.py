@@ -10,6 +10,7 @@ from deltanet_kernels.checks import (
     _require_tensor,
     _shape,
     check_rotation,
+    refuse_gradients,
 )
 
 
@@ -49,6 +50,7 @@ def check_prompt_inputs(call: PromptInputsCall) -> None:
             )
     if isinstance(window_heads, bool) or not isinstance(window_heads, int) or not 0 <= window_heads <= key_heads:
         raise ValueError(f"window_heads: got {window_heads!r}, needs an int from 0 to the {key_heads} key heads")
+    refuse_gradients("prompt_inputs", "causal_conv1d", q, k, v, weight, tail, offset)
 
 
 def check_gate_values(a: torch.Tensor, b: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor, limit: int) -> None:
@@ -63,3 +65,4 @@ def check_gate_values(a: torch.Tensor, b: torch.Tensor, A_log: torch.Tensor, dt_
         _require_shape(name, x, (a.shape[2],), "[H]")
     if limit not in (1, 2):
         raise ValueError(f"limit: got {limit!r}, needs 1 or 2")
+    refuse_gradients("gate_values", "the gates of chunk_gated_delta_rule", a, b, A_log, dt_bias)

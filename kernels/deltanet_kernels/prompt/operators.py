@@ -50,7 +50,8 @@ def prompt_inputs(
         v is a view of the argument where nothing changes it.
 
     Raises:
-        ValueError: shapes, devices or numbers of heads that do not fit, T = 0, a tail without a convolution.
+        ValueError: shapes, devices or numbers of heads that do not fit, T = 0, a tail without a convolution, or
+            gradients are required.
         TypeError: dtypes that do not fit.
     """
     call = PromptInputsCall(
@@ -76,7 +77,7 @@ def gate_values(
         g and beta [B, T, H] float32.
 
     Raises:
-        ValueError: shapes, devices or a limit that do not fit.
+        ValueError: shapes, devices or a limit that do not fit, or gradients are required.
         TypeError: dtypes that do not fit.
     """
     check_gate_values(a, b, A_log, dt_bias, limit)

@@ -13,6 +13,7 @@ from deltanet_kernels.checks import (
     _shape,
     check_cu_seqlens,
     check_rotation,
+    refuse_gradients,
 )
 
 
@@ -129,6 +130,8 @@ def check_window_mixture(call: WindowMixtureCall) -> None:
         if numbers.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"numbers: got dtype {numbers.dtype}, needs int32 or int64")
         _require_shape("numbers", numbers, (B if numbers.shape[:1] == (B,) else 1, T), "[B, T] or [1, T]")
+    tensors = (near, lse, far, share_logit, far_slope, near_slope, z, norm_weight)
+    refuse_gradients("window_mixture", "operations of PyTorch", *tensors)
 
 
 def check_window_keep(k: torch.Tensor, v: torch.Tensor, window: int, sinks: int) -> None:
@@ -140,6 +143,7 @@ def check_window_keep(k: torch.Tensor, v: torch.Tensor, window: int, sinks: int)
     """
     _check_tokens(k, k, v)
     _check_reach(window, sinks)
+    refuse_gradients("window_keep", "operations of PyTorch", k, v)
 
 
 def _check_tokens(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

@@ -157,7 +157,7 @@ def window_mixture(
         o [B, T, H, D] in the dtype of near.
 
     Raises:
-        ValueError: shapes or devices that do not fit.
+        ValueError: shapes, devices, places or a reach that do not fit, or gradients are required.
         TypeError: dtypes that do not fit.
     """
     call = WindowMixtureCall(
@@ -180,7 +180,7 @@ def window_keep(
         keys, values, numbers and count as `window_step_` takes them; places without a token hold zeros.
 
     Raises:
-        ValueError: shapes, devices, a window or sinks that do not fit.
+        ValueError: shapes, devices, a window or sinks that do not fit, or gradients are required.
         TypeError: dtypes that do not fit.
     """
     check_window_keep(k, v, window, sinks)
