@@ -79,7 +79,7 @@ def student(family: str = "llama", layers: tuple[int, ...] = (0, 2), **changes: 
 
 
 @torch.no_grad()
-def read(model: Any, lengths: tuple[int, ...] = (13,), mask: Tensor | None = None) -> Tensor:
+def read(model: Any, lengths: tuple[int, ...] = (13,), mask: Tensor | None = None, rows: int = 2) -> Tensor:
     """Logits of the tokens, read in parts of these lengths."""
     cache, found, first = DynamicCache(config=model.config), [], 0
     for length in lengths:
@@ -87,25 +87,24 @@ def read(model: Any, lengths: tuple[int, ...] = (13,), mask: Tensor | None = Non
         if mask is not None:
             positions = (mask[:, :last].cumsum(-1) - 1).clamp(min=0)
             options = {"attention_mask": mask[:, :last], "position_ids": positions[:, first:]}
-        found.append(model(TOKENS[:, first:last], past_key_values=cache, use_cache=True, **options).logits)
+        found.append(model(TOKENS[:rows, first:last], past_key_values=cache, use_cache=True, **options).logits)
         first = last
     return torch.cat(found, dim=1)
 
 
 @pytest.mark.skipif(ON_GPU, reason="compares the PyTorch forms")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "changes", [*SETTINGS.values(), *({"mixer": name, **WINDOW} for name in MIXERS)], ids=[*SETTINGS, *MIXERS]
 )
-def test_on_a_cpu_every_bit_is_as_before(changes: dict[str, Any], dtype: torch.dtype, apart: Any) -> None:
-    model = student(layers=(1,), **changes).to(dtype)
+def test_on_a_cpu_every_bit_is_as_before(changes: dict[str, Any], apart: Any) -> None:
+    model = student(layers=(1,), **changes).bfloat16()
     assert torch.equal(read(model, (9, 3, 1)), apart(read, model, (9, 3, 1)))
 
 
 @pytest.mark.skipif(ON_GPU, reason="compares the PyTorch forms")
-@pytest.mark.parametrize("family", ["phi3", "gemma2", "gemma3_text", "olmo2", "smollm3", "granite", "mistral", "qwen3"])
+@pytest.mark.parametrize("family", ["phi3", "gemma2", "olmo2", "smollm3", "qwen3"])
 def test_families_on_a_cpu(family: str, apart: Any) -> None:
-    model = student(family, (0, 1), **WINDOW).bfloat16()
+    model = student(family, (0, 1), **WINDOW)
     assert torch.equal(read(model, (9, 4)), apart(read, model, (9, 4)))
 
 
@@ -124,9 +123,9 @@ def test_kernels_compute_the_same(name: str, joined: list[str], apart: Any) -> N
     )
 
 
-@pytest.mark.parametrize("family", ["phi3", "gemma2"])
+@pytest.mark.parametrize("family", ["phi3", "gemma3_text"])
 def test_kernels_in_other_families(family: str, joined: list[str], apart: Any) -> None:
-    """Partly rotated heads; a window of the family's own, caps and norms."""
+    """Partly rotated heads; a window of the family's own, and learned norms."""
     model = student(family, (0,), **WINDOW)
     wanted = apart(read, model, (8,))
     torch.testing.assert_close(read(model, (5, 3)), wanted, **ROUNDING)
@@ -191,8 +190,9 @@ PARTS = {
 }
 
 
-@pytest.mark.parametrize("name", PARTS)
-@pytest.mark.parametrize("put", ["a hook", "another forward"])
+@pytest.mark.parametrize(
+    ("name", "put"), [*((name, "a hook") for name in PARTS), ("conv1d", "another forward"), ("norm", "another forward")]
+)
 def test_a_part_that_is_not_plain_is_called(name: str, put: str, joined: list[str], apart: Any) -> None:
     model, seen = student(layers=(0,), **WINDOW, k_offset=True), []
     part = model.model.layers[0].self_attn.get_submodule(name)
@@ -201,17 +201,16 @@ def test_a_part_that_is_not_plain_is_called(name: str, put: str, joined: list[st
     else:
         own = part.forward
         part.forward = lambda *args, **kwargs: (seen.append(args), own(*args, **kwargs))[1]  # type: ignore[method-assign]
-    found = read(model)
+    found = read(model, rows=1)
     assert len(seen) == 1
     assert set(joined) == PARTS[name]
-    torch.testing.assert_close(found, apart(read, model), **ROUNDING)
+    torch.testing.assert_close(found, apart(read, model)[:1], **ROUNDING)
 
 
 @pytest.mark.parametrize("switch_off", [switch_off_state, switch_off_window])
 def test_a_share_that_is_replaced_counts(switch_off: Any, joined: list[str], apart: Any) -> None:
     model = student(layers=(0,), **WINDOW)
-    whole = read(model)
-    joined.clear()
+    whole = apart(read, model)
     found = read(switch_off(model))
     assert "window_mixture" not in joined
     assert not torch.allclose(found, whole, **ROUNDING)
@@ -256,9 +255,11 @@ class Operations(TorchDispatchMode):
 
 @pytest.mark.skipif(not INTERPRETED, reason="needs the interpreter")
 def test_operations_of_a_layer(joined: list[str], apart: Any) -> None:
-    model = student(layers=(0,), **WINDOW, expand_kv=False, k_offset=False).bfloat16()
+    model = student("mistral", (0,), **WINDOW, expand_kv=False, state_dtype="bfloat16").bfloat16()
     layer = model.model.layers[0].self_attn
-    x, angles = torch.randn(1, 6, 32).bfloat16(), tuple(torch.randn(2, 1, 6, 8).bfloat16())
+    x, angles = torch.randn(1, 6, 32).bfloat16(), tuple(torch.randn(2, 1, 6, 16).bfloat16())
+
+    outputs: list[Tensor] = []
 
     @torch.no_grad()
     def operations() -> list[str]:
@@ -270,11 +271,13 @@ def test_operations_of_a_layer(joined: list[str], apart: Any) -> None:
         dispatch.call = call
         try:
             with Operations() as counted:
-                layer(x, angles, past_key_values=DynamicCache(config=model.config))
+                y, _ = layer(x, angles, past_key_values=DynamicCache(config=model.config))
+            outputs.append(y)
         finally:
             dispatch.call = real
         return counted.names
 
     before, after = apart(operations), operations()
-    assert len(after) <= 16, after  # eight projections, six operators, the state in its dtype
+    assert len(after) <= 15, " ".join(after)  # eight projections, six operators, the state in its dtype
     assert len(before) > 4 * len(after)
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=0.05, atol=0.05 * outputs[0].abs().max().item())

@@ -32,7 +32,8 @@ def torch_prompt_inputs(call: PromptInputsCall) -> PromptInputs:
         q, k = F.silu(q), F.silu(k)
     if call.v_silu:
         v = F.silu(v)
-    return PromptInputs(q, k, v, *(window or (None, None)), torch.cat(ends, dim=1) if ends else None)
+    window_q, window_k = window or (None, None)
+    return PromptInputs(q, k, v, window_q, window_k, torch.cat(ends, dim=1) if ends else None)
 
 
 def torch_gate_values(

@@ -229,5 +229,6 @@ def prompt_inputs_triton(call: PromptInputsCall) -> PromptInputs:
     q, k, v, window_q, window_k, tail = prompt_inputs_op(*call)
     if not v.numel():  # nothing changes it
         v = call.v.unflatten(-1, (-1, call.head_dim))
-    window = (window_q, window_k) if call.window_heads else (None, None)
-    return PromptInputs(q, k, v, *window, tail if call.output_tail else None)
+    if not call.window_heads:
+        window_q = window_k = None
+    return PromptInputs(q, k, v, window_q, window_k, tail if call.output_tail else None)
