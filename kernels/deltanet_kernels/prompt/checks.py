@@ -49,7 +49,7 @@ def check_prompt_inputs(call: PromptInputsCall) -> None:
                 f"k_offset: got shape {_shape(offset)}, needs [H, {D}] with an H that divides the {key_heads} key heads"
             )
     if isinstance(window_heads, bool) or not isinstance(window_heads, int) or not 0 <= window_heads <= key_heads:
-        raise ValueError(f"window_heads: got {window_heads!r}, needs an int from 0 to the {key_heads} key heads")
+        raise ValueError(f"window_heads: got {window_heads!r}, needs an int from 0 to {key_heads}, the key heads")
     refuse_gradients("prompt_inputs", "causal_conv1d", q, k, v, weight, tail, offset)
 
 
