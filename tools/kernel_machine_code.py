@@ -27,7 +27,14 @@ from triton.compiler import ASTSource, compile, make_backend
 from triton.runtime.jit import create_function_from_signature
 
 import deltanet_kernels
-from deltanet_kernels.arguments import RuleCall, StepCall, WindowCall, WindowStepCall
+from deltanet_kernels.arguments import (
+    PromptInputsCall,
+    RuleCall,
+    StepCall,
+    WindowCall,
+    WindowMixtureCall,
+    WindowStepCall,
+)
 from deltanet_kernels.conv import causal_conv1d_triton
 from deltanet_kernels.gated_delta_rule.chunk import chunk_gated_delta_rule_triton
 from deltanet_kernels.gated_delta_rule.recurrent import fused_recurrent_gated_delta_rule_triton
@@ -35,8 +42,12 @@ from deltanet_kernels.gated_delta_rule.step import gated_delta_step_triton_
 from deltanet_kernels.mesa.chunk import chunk_mesa_triton
 from deltanet_kernels.mesa.state import MesaState
 from deltanet_kernels.norm import gated_rms_norm_triton
+from deltanet_kernels.prompt.gates import gate_values_triton
+from deltanet_kernels.prompt.inputs import prompt_inputs_triton
 from deltanet_kernels.residual_norm import rms_norm_triton
 from deltanet_kernels.window.attention import window_attention_triton
+from deltanet_kernels.window.keep import window_keep_triton
+from deltanet_kernels.window.mixture import window_mixture_triton
 from deltanet_kernels.window.step import window_step_triton_
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -241,7 +252,40 @@ def calls() -> list[tuple[str, Callable[[], object]]]:
             gated_delta_step_triton_(StepCall(**options | tensors | gates))
 
         found.append((f"step-{dtype}-{K}-{T}{'-joint' if joint else ''}", decode))
-    return found + mesa_calls() + window_calls()
+    return found + mesa_calls() + window_calls() + prompt_calls()
+
+
+def prompt_calls() -> list[tuple[str, Callable[[], object]]]:
+    """The same for the elementwise work of a prompt."""
+    found: list[tuple[str, Callable[[], object]]] = []
+    for dtype, D, heads, joint, tail in (
+        ("bf16", 64, (6, 2, 2), False, False), ("bf16", 64, (6, 2, 2), True, True),
+        ("bf16", 128, (4, 2, 2), False, True), ("fp16", 128, (2, 2, 2), True, False),
+        ("fp32", 100, (2, 1, 1), False, True),
+    ):  # fmt: skip
+
+        def read(
+            dtype: str = dtype, D: int = D, heads: tuple[int, int, int] = heads, joint: bool = joint, tail: bool = tail
+        ) -> None:
+            kind, (H, HK, _), C = DTYPES[dtype], heads, sum(heads) * D
+            sizes = [D * n for n in heads]
+            q, k, v, z, logit, a, b = columns((2, 80), [*sizes, H * D, H, H, H], kind, joint)
+            weight, before = torch.zeros(C, 4, dtype=kind), torch.zeros(2, C, 3, dtype=kind) if tail else None
+            turn = (torch.zeros(1, 80, D // 2 if joint else D, dtype=kind),) * 2
+            offset = None if joint else torch.zeros(HK, D, dtype=kind)
+            call = PromptInputsCall(q, k, v, D, weight, before, *turn, offset, joint, joint, HK, True)
+            prompt_inputs_triton(call)
+            slope = torch.zeros(H)
+            gate_values_triton(a, b, slope, slope, 1)
+            k, v, z = (x.unflatten(-1, (-1, D)) for x in (k, v, z))
+            window_keep_triton(k, v, 64, 4)
+            numbers = torch.zeros(1, 80, dtype=torch.int32) if tail else None
+            norm = torch.zeros(H, D, dtype=kind)
+            near, lse = torch.zeros(2, 80, H, D, dtype=kind), torch.zeros(2, 80, H)
+            window_mixture_triton(WindowMixtureCall(near, lse, near, logit, slope, slope, 68, None, numbers, z, norm))
+
+        found.append((f"prompt-{dtype}-{D}{'-joint' if joint else ''}{'-tail' if tail else ''}", read))
+    return found
 
 
 def mesa_calls() -> list[tuple[str, Callable[[], object]]]:

@@ -27,9 +27,11 @@ from deltanet_hf.mixers.attention_shape import FAITHFUL, AttentionShape, MixerPr
 from deltanet_hf.mixers.layer_kind import LayerKind, PositionEmbeddings, TensorShape
 from deltanet_hf.mixers.masks import packed_in, padding_in
 from deltanet_hf.mixers.parts import GatedRMSNorm, KeyOffset, Part, ShortConv
+from deltanet_hf.mixers.prompt import inputs_in_one_kernel, takes_one_kernel
 from deltanet_hf.mixers.recorded_call import recorded
 from deltanet_hf.mixers.state import MixerCacheLayer, State, cache_layer, may_change
 from deltanet_hf.mixers.window_branch import WindowBranch
+from deltanet_kernels.arguments import PromptInputs
 
 
 class Mixer(LayerKind, nn.Module):
@@ -96,6 +98,11 @@ class Mixer(LayerKind, nn.Module):
         """C: channels of the convolution: those of q, k and v as the states read them, or of k alone."""
         k, v = (self.writes_per_token * self.kv_repeats * part.out_features for part in (self.k_proj, self.v_proj))
         return k if self.settings.conv_on == "k" else self.q_proj.out_features + k + v
+
+    @property
+    def rotates(self) -> bool:
+        """Whether q and k have the teacher's rotary embedding."""
+        return self._rotate is not None
 
     @property
     def writes_per_token(self) -> int:
@@ -262,11 +269,25 @@ class Mixer(LayerKind, nn.Module):
         x = hidden_states if padding is None else hidden_states.masked_fill(padding.unsqueeze(-1), 0.0)
         state = cache.state if cache is not None and cache.is_initialized else None
         parts = self.project(x)
-        output, new_state = self._attend(x, parts, position_embeddings, padding, state, cache is not None, packed)
-        output = self._normed(output, x)
-        if self.window_branch is not None:
-            q, k, v = self.window_inputs(parts, position_embeddings)
-            output, kept = self.window_branch(x, q, k, v, output, padding, state, cache is not None, packed)
+        if takes_one_kernel(self, padding, packed):
+            inputs = inputs_in_one_kernel(self, parts, position_embeddings, state, cache is not None)
+        else:
+            inputs = self._inputs(parts, position_embeddings, padding, state, cache is not None, packed)
+        output, new_state = self._attend(x, inputs, padding, state, cache is not None, packed)
+        gate, branch = self._gate(x), self.window_branch
+        in_one = branch is not None and branch.mixes_in_one_kernel(self.norm)
+        if not in_one:
+            output = self._normed(output, gate)
+        if branch is not None:
+            if inputs.window_q is None or inputs.window_k is None:
+                q, k, v = self.window_inputs(parts, position_embeddings)
+            else:
+                q, k, v = inputs.window_q, inputs.window_k, self._split(self._own(parts[2], self.v_proj))
+            rest = padding, state, cache is not None, packed
+            if in_one:
+                output, kept = branch.mixed(x, q, k, v, output, gate, self.norm, *rest)
+            else:
+                output, kept = branch(x, q, k, v, output, *rest)
             new_state = {**new_state, **kept}
         if cache is not None:
             cache.advance(length, new_state)
@@ -279,18 +300,16 @@ class Mixer(LayerKind, nn.Module):
         output: Tensor = self(x, position_embeddings, mask, cache)[0]
         return output
 
-    def _attend(
+    def _inputs(
         self,
-        x: Tensor,
         parts: tuple[Tensor, Tensor, Tensor],
         position_embeddings: PositionEmbeddings | None,
         padding: Tensor | None,
         state: State | None,
         keep_state: bool,
         cu_seqlens: Tensor | None,
-    ) -> tuple[Tensor, State]:
-        """Everything between the projections of x [B, T, hidden], `parts`, and the output norm [B, T, H, D]."""
-        batch, length, _ = x.shape
+    ) -> PromptInputs:
+        """q, k, v [B, T, heads, D] as the recurrence reads them, from the projections `parts`, and the tail."""
         (q, k, v), conv_tail = self.repeated(*parts), None
         if self.conv1d is not None:
             tail = None if state is None else state["conv_tail"]
@@ -305,12 +324,26 @@ class Mixer(LayerKind, nn.Module):
             q, k = F.silu(q), F.silu(k)
         if self.settings.v_activation == "silu":
             v = F.silu(v)
+        return PromptInputs(q, k, v, None, None, conv_tail)
+
+    def _attend(
+        self,
+        x: Tensor,
+        inputs: PromptInputs,
+        padding: Tensor | None,
+        state: State | None,
+        keep_state: bool,
+        cu_seqlens: Tensor | None,
+    ) -> tuple[Tensor, State]:
+        """The recurrence: x [B, T, hidden] -> [B, T, H, D], and the new state."""
+        batch, length, _ = x.shape
+        q, k, v = inputs[:3]
         gates = self.gates(x, padding)
         if cu_seqlens is not None:
             q, k, v, *gates = (tensor.flatten(0, 1).unsqueeze(0) for tensor in (q, k, v, *gates))  # type: ignore[assignment]
         output, state = self.mix(q, k, v, tuple(gates), state, keep_state, cu_seqlens)
-        if conv_tail is not None:
-            state = {**state, "conv_tail": conv_tail}
+        if inputs.tail is not None:
+            state = {**state, "conv_tail": inputs.tail}
         return output.view(batch, length, self.num_heads, self.head_dim), state
 
     def _split(self, x: Tensor) -> Tensor:
@@ -327,11 +360,14 @@ class Mixer(LayerKind, nn.Module):
             q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast cos and sin may be wider than the projections
         return q, k, v
 
-    def _normed(self, output: Tensor, x: Tensor) -> Tensor:
-        """Output norm and gate: output [B, T, H, D], x [B, T, hidden] -> [B, T, H, D]."""
-        gate = None
-        if self.g_proj is not None:
-            gate = self._split(self.g_proj(x if self.g_down is None else self.g_down(x)))
+    def _gate(self, x: Tensor) -> Tensor | None:
+        """Logits of the output gate: x [B, T, hidden] -> [B, T, H, D]."""
+        if self.g_proj is None:
+            return None
+        return self._split(self.g_proj(x if self.g_down is None else self.g_down(x)))
+
+    def _normed(self, output: Tensor, gate: Tensor | None) -> Tensor:
+        """Output norm and gate: output and gate [B, T, H, D] -> [B, T, H, D]."""
         if self.norm is not None:
             return self.norm(output, gate)
         return output if gate is None else output * F.silu(gate)
@@ -341,5 +377,9 @@ class Mixer(LayerKind, nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v [B, T, heads, D] of the window, from what `project` returned; its last k and v are the teacher's."""
         q, k, v = parts
-        k, v = k[..., -self.k_proj.out_features :], v[..., -self.v_proj.out_features :]
-        return self._rotated(q, k, v, position_embeddings)
+        return self._rotated(q, self._own(k, self.k_proj), self._own(v, self.v_proj), position_embeddings)
+
+    @staticmethod
+    def _own(part: Tensor, projection: nn.Linear) -> Tensor:
+        """The channels of k or v that come from the teacher's projection, the last ones."""
+        return part[..., -projection.out_features :]

@@ -27,9 +27,15 @@ from deltanet_hf.mixers.base import Mixer
 from deltanet_hf.mixers.joint_projection import products
 from deltanet_hf.mixers.layer_kind import PositionEmbeddings, TensorShape
 from deltanet_hf.mixers.parts import DecayGate, is_plain
+from deltanet_hf.mixers.prompt import without_gradients
 from deltanet_hf.mixers.state import State
 from deltanet_hf.mixers.window_branch import WindowBranch
-from deltanet_kernels import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule, gated_delta_step_
+from deltanet_kernels import (
+    chunk_gated_delta_rule,
+    fused_recurrent_gated_delta_rule,
+    gate_values,
+    gated_delta_step_,
+)
 from deltanet_kernels.arguments import Erase
 
 CLOSED_GATE = -1e4  # a gate logit whose sigmoid and softplus are exactly 0
@@ -90,6 +96,9 @@ class GatedDeltaNet(Mixer):
         a, b = self.a_proj(x), self.b_proj(x)
         if padding is not None:
             a, b = (gate.masked_fill(padding.unsqueeze(-1), CLOSED_GATE) for gate in (a, b))
+        own = type(self.decay) is DecayGate and type(self).strength is GatedDeltaNet.strength
+        if own and without_gradients() and is_plain(self.decay):
+            return gate_values(a, b, self.decay.A_log, self.decay.dt_bias, self.max_strength)
         return self.decay(a), self.strength(b)
 
     def strength(self, b: Tensor) -> Tensor:

@@ -23,11 +23,12 @@ from torch import Tensor, nn
 
 from deltanet_hf.mixers.attention_shape import AttentionShape, MixerProjections
 from deltanet_hf.mixers.layer_kind import TensorShape
-from deltanet_hf.mixers.parts import Part, is_plain
+from deltanet_hf.mixers.parts import GatedRMSNorm, Part, is_plain
+from deltanet_hf.mixers.prompt import without_gradients
 from deltanet_hf.mixers.state import State
 from deltanet_hf.mixers.token_order import few_queries, in_order
 from deltanet_hf.mixers.window_cache import KeptTokens, Tokens
-from deltanet_kernels import window_attention, window_step_
+from deltanet_kernels import window_attention, window_keep, window_mixture, window_step_
 
 
 class ShareSlopes(Part):
@@ -111,23 +112,84 @@ class WindowBranch(Part):
             far: [B, T, H, D], the state's output behind its norm and gate.
             padding, state, keep_state, cu_seqlens: as in `Mixer.mix`.
         """
-        batch, length = x.shape[:2]
-        before = None if state is None else state["count"]
-        tokens = Tokens.of(batch, length, padding, cu_seqlens, before, x.device)
-        new_state: State = {}
-        if cu_seqlens is not None or (state is None and padding is None and not keep_state):
-            near, lse = self.attend(q, k, v, cu_seqlens)
-        else:
-            own = {} if state is None else {name: state[name] for name in self.STATE}
-            kept = KeptTokens(self.window, self.sinks, own, tokens)
-            keys, values = kept.update(k.transpose(1, 2), v.transpose(1, 2), 0)
-            new_state = kept.state
-            if state is None and padding is None:
-                near, lse = self.attend(q, k, v, None)
-            else:
-                near, lse = self._attend_kept(q, keys.transpose(1, 2), values.transpose(1, 2), tokens, kept.seen)
+        tokens = self._tokens(x, padding, state, cu_seqlens)
+        near, lse, new_state = self._near(q, k, v, padding, state, keep_state, cu_seqlens, tokens)
         share = self.share(x, lse, tokens.numbers).unsqueeze(-1)
         return near + share.to(near.dtype) * (far.to(near.dtype) - near), new_state
+
+    def mixes_in_one_kernel(self, norm: GatedRMSNorm | None) -> bool:
+        """Whether `mixed` computes what the norm of the state's output and `forward` do in this call."""
+        return without_gradients() and self.can_step() and (norm is None or is_plain(norm))
+
+    def mixed(
+        self,
+        x: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        far: Tensor,
+        gate: Tensor | None,
+        norm: GatedRMSNorm | None,
+        padding: Tensor | None,
+        state: State | None,
+        keep_state: bool,
+        cu_seqlens: Tensor | None,
+    ) -> tuple[Tensor, State]:
+        """As `forward`, with the share, the mixture and the state's norm and gate [B, T, H, D] in one kernel.
+
+        Called where `mixes_in_one_kernel`; `far` is the state's output before norm and gate.
+        """
+        if state is None and padding is None and cu_seqlens is None:  # the sequence begins here
+            near, lse = self.attend(q, k, v, None)
+            kept = window_keep(k, v, self.window, self.sinks) if keep_state else ()
+            numbers, new_state = None, dict(zip(self.STATE, kept, strict=False))
+        else:
+            tokens = self._tokens(x, padding, state, cu_seqlens)
+            near, lse, new_state = self._near(q, k, v, padding, state, keep_state, cu_seqlens, tokens)
+            numbers = tokens.numbers
+        output = window_mixture(
+            near,
+            lse,
+            far,
+            self.share_proj(x),
+            self.slopes.far_slope,
+            self.slopes.near_slope,
+            self.window + self.sinks,
+            self.family_window,
+            numbers,
+            gate,
+            None if norm is None else norm.weight,
+            1e-6 if norm is None else norm.eps,
+        )
+        return output, new_state
+
+    def _tokens(self, x: Tensor, padding: Tensor | None, state: State | None, cu_seqlens: Tensor | None) -> Tokens:
+        batch, length = x.shape[:2]
+        before = None if state is None else state["count"]
+        return Tokens.of(batch, length, padding, cu_seqlens, before, x.device)
+
+    def _near(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        padding: Tensor | None,
+        state: State | None,
+        keep_state: bool,
+        cu_seqlens: Tensor | None,
+        tokens: Tokens,
+    ) -> tuple[Tensor, Tensor, State]:
+        """The attention, w [B, T, H, D] and log Z [B, T, H] float32, and the window's part of the new state."""
+        if cu_seqlens is not None or (state is None and padding is None and not keep_state):
+            return *self.attend(q, k, v, cu_seqlens), {}
+        own = {} if state is None else {name: state[name] for name in self.STATE}
+        kept = KeptTokens(self.window, self.sinks, own, tokens)
+        keys, values = kept.update(k.transpose(1, 2), v.transpose(1, 2), 0)
+        if state is None and padding is None:
+            near, lse = self.attend(q, k, v, None)
+        else:
+            near, lse = self._attend_kept(q, keys.transpose(1, 2), values.transpose(1, 2), tokens, kept.seen)
+        return near, lse, kept.state
 
     def can_step(self) -> bool:
         """Whether `step` computes what `forward` does: nothing is dropped, replaced or hooked."""

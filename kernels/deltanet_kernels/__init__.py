@@ -23,13 +23,14 @@ from deltanet_kernels.mesa.recurrent import recurrent_mesa
 from deltanet_kernels.mesa.reference import naive_mesa
 from deltanet_kernels.mesa.state import MesaState
 from deltanet_kernels.operators import causal_conv1d, gated_rms_norm, rms_norm
+from deltanet_kernels.prompt.operators import gate_values, prompt_inputs
 from deltanet_kernels.titans.chunk import chunk_titans
 from deltanet_kernels.titans.reference import naive_titans
 from deltanet_kernels.titans.state import TitansState
 from deltanet_kernels.ttt.chunk import chunk_ttt
 from deltanet_kernels.ttt.reference import naive_ttt
 from deltanet_kernels.ttt.state import InnerNorm, TTTState
-from deltanet_kernels.window.operators import window_attention, window_step_
+from deltanet_kernels.window.operators import window_attention, window_keep, window_mixture, window_step_
 
 __all__ = [
     "InnerNorm",
@@ -46,6 +47,7 @@ __all__ = [
     "deltaformer_solve",
     "fused_recurrent_channel_gated_delta_rule",
     "fused_recurrent_gated_delta_rule",
+    "gate_values",
     "gated_delta_step_",
     "gated_rms_norm",
     "naive_channel_gated_delta_rule",
@@ -53,9 +55,12 @@ __all__ = [
     "naive_mesa",
     "naive_titans",
     "naive_ttt",
+    "prompt_inputs",
     "recurrent_mesa",
     "rms_norm",
     "torch_chunk_gated_delta_rule",
     "window_attention",
+    "window_keep",
+    "window_mixture",
     "window_step_",
 ]

@@ -151,3 +151,49 @@ class WindowStepCall(NamedTuple):
     def factor(self) -> float:
         """The factor of the scores: `scale`, or D**-0.5 by default."""
         return float(self.q.shape[3] ** -0.5) if self.scale is None else float(self.scale)
+
+
+class PromptInputsCall(NamedTuple):
+    """q, k and v of a prompt; `prompt_inputs` documents the fields. The operator takes them in this order."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    head_dim: int
+    conv_weight: torch.Tensor | None = None
+    conv_tail: torch.Tensor | None = None
+    cos: torch.Tensor | None = None
+    sin: torch.Tensor | None = None
+    k_offset: torch.Tensor | None = None
+    qk_silu: bool = False
+    v_silu: bool = False
+    window_heads: int = 0
+    output_tail: bool = False
+
+
+class PromptInputs(NamedTuple):
+    """What `prompt_inputs` returns."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    window_q: torch.Tensor | None
+    window_k: torch.Tensor | None
+    tail: torch.Tensor | None
+
+
+class WindowMixtureCall(NamedTuple):
+    """A window's output mixed with that of a state; `window_mixture` documents the fields, in the operator's order."""
+
+    near: torch.Tensor
+    lse: torch.Tensor
+    far: torch.Tensor
+    share_logit: torch.Tensor
+    far_slope: torch.Tensor
+    near_slope: torch.Tensor
+    places: int
+    reach: int | None = None
+    numbers: torch.Tensor | None = None
+    z: torch.Tensor | None = None
+    norm_weight: torch.Tensor | None = None
+    eps: float = 1e-6

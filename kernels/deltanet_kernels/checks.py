@@ -204,6 +204,12 @@ def check_rotation(
     _require_shape("sin", sin, tuple(cos.shape), "the shape of cos")
 
 
+def refuse_gradients(operator: str, instead: str, *tensors: torch.Tensor | None) -> None:
+    """Raise ValueError where autograd would record a call of an operator that has no gradients."""
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        raise ValueError(f"{operator} has no gradients: call it under torch.no_grad(), or take {instead}")
+
+
 def check_causal_conv1d(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -279,5 +285,4 @@ def check_rms_norm(
             raise TypeError(f"{name}: got dtype {tensor.dtype}, needs that of x ({x.dtype})")
     if total is not None and not total.is_contiguous():
         raise ValueError("total: got a tensor that is not contiguous")
-    if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in (x, weight, residual)):
-        raise ValueError("rms_norm has no gradients: call it under torch.no_grad(), or take gated_rms_norm")
+    refuse_gradients("rms_norm", "gated_rms_norm", x, weight, residual)

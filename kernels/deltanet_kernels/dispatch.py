@@ -29,8 +29,12 @@ def _triton_function(operator: str) -> Callable[..., Any] | None:
         from deltanet_kernels.gated_delta_rule.step import gated_delta_step_triton_
         from deltanet_kernels.mesa.chunk import chunk_mesa_triton
         from deltanet_kernels.norm import gated_rms_norm_triton
+        from deltanet_kernels.prompt.gates import gate_values_triton
+        from deltanet_kernels.prompt.inputs import prompt_inputs_triton
         from deltanet_kernels.residual_norm import rms_norm_triton
         from deltanet_kernels.window.attention import window_attention_triton
+        from deltanet_kernels.window.keep import window_keep_triton
+        from deltanet_kernels.window.mixture import window_mixture_triton
         from deltanet_kernels.window.step import window_step_triton_
     except (ImportError, AttributeError, RuntimeError) as error:
         _warn_fallback(operator, f"the Triton kernels cannot be imported: {error}")
@@ -46,7 +50,11 @@ def _triton_function(operator: str) -> Callable[..., Any] | None:
         "rms_norm": rms_norm_triton,
         "gated_delta_step_": gated_delta_step_triton_,
         "window_attention": window_attention_triton,
+        "window_keep": window_keep_triton,
+        "window_mixture": window_mixture_triton,
         "window_step_": window_step_triton_,
+        "prompt_inputs": prompt_inputs_triton,
+        "gate_values": gate_values_triton,
     }
     return functions[operator]
 

@@ -14,12 +14,17 @@ from deltanet_kernels.conv import causal_conv1d_triton
 from deltanet_kernels.gated_delta_rule.recurrent import gated_delta_rule_step_
 from deltanet_kernels.gated_delta_rule.step import delta_step_
 from deltanet_kernels.norm import gated_rms_norm_triton
+from deltanet_kernels.prompt.gates import gate_values_triton
 from deltanet_kernels.residual_norm import rms_norm_triton
+from deltanet_kernels.window.keep import window_keep_triton
 from tests.kernels import window_cases
 from tests.kernels.cases import Case, make_inputs, results
 from tests.kernels.channel_cases import CHANNEL_CASES, make_channel_inputs
 from tests.kernels.state_cases import Shape
 from tests.kernels.state_cases import results as state_results
+from tests.kernels.test_prompt import CASES as PROMPTS
+from tests.kernels.test_prompt import make as make_prompt
+from tests.kernels.test_prompt import triton_inputs
 from tests.kernels.test_step import TENSORS, Step, make
 from tests.kernels.test_triton_channel import triton_chunk as triton_channel_chunk
 from tests.kernels.test_triton_channel import triton_recurrent as triton_channel_recurrent
@@ -27,6 +32,9 @@ from tests.kernels.test_triton_mesa import CASES as MESA_CASES
 from tests.kernels.test_triton_mesa import arguments as mesa_arguments
 from tests.kernels.test_triton_mesa import on_device, triton_mesa
 from tests.kernels.test_triton_window import triton_window
+from tests.kernels.test_window_prompt import CASES as MIXTURES
+from tests.kernels.test_window_prompt import make as make_mixture
+from tests.kernels.test_window_prompt import triton_mixture
 from tests.kernels.test_window_step import CASES as WINDOW_STEPS
 from tests.kernels.test_window_step import empty, triton_step_
 from tests.kernels.test_window_step import make as make_window_step
@@ -107,6 +115,20 @@ def main() -> None:
             run_window_steps(triton_step_, make_window_step(window_step, dtype, "cuda"), empty(window_step, dtype))
     torch.cuda.synchronize()
     print("window", flush=True)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for prompt in PROMPTS:
+            triton_inputs(**make_prompt(prompt, dtype))
+        for mixture in MIXTURES:
+            x = make_mixture(mixture, dtype)
+            triton_mixture(**x)
+            for window in (1, 7):
+                window_keep_triton(x["near"], x["far"], window, 3)
+        gates = torch.randn(2, 35, 7, device="cuda", dtype=dtype)
+        gate_values_triton(
+            gates[..., :3], gates[..., 3:6], torch.ones(3, device="cuda"), torch.ones(3, device="cuda"), 1
+        )
+    torch.cuda.synchronize()
+    print("prompt", flush=True)
     wide = [Shape("", T=130, H=1, HQ=2, HV=2, K=size, V=size) for size in (64, 128)]
     for shape in (*MESA_CASES, *wide):
         state_results(triton_mesa, on_device(mesa_arguments(shape)))

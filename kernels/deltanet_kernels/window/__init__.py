@@ -16,6 +16,9 @@ if j <= i and (i - j < window or j < sinks). Every kernel splits these pairs in 
     attention.py   launches these kernels and registers the operator with PyTorch
     cpu_step.py    one decoding step in PyTorch
     step.py        one decoding step in one kernel
+    mixture.py     the output mixed with that of a state, behind its norm and gate, without gradients
+    keep.py        the decoding cache after a whole sequence
+    cpu_prompt.py  these two in PyTorch
     tiles.py       what the kernels share: places of tiles, loads, masks
     softcap.py     scores in units of log 2, capped or not
     config.py      tile sizes

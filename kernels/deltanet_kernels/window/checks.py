@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from deltanet_kernels.arguments import WindowCall, WindowStepCall
+from deltanet_kernels.arguments import WindowCall, WindowMixtureCall, WindowStepCall
 from deltanet_kernels.checks import (
     _require_device,
     _require_float,
@@ -13,6 +13,7 @@ from deltanet_kernels.checks import (
     _shape,
     check_cu_seqlens,
     check_rotation,
+    refuse_gradients,
 )
 
 
@@ -86,6 +87,63 @@ def check_window_step(call: WindowStepCall) -> None:
             _require_float(name, tensor)
         elif tensor.dtype != wanted and not (wanted is torch.float32 and tensor.dtype is q.dtype is torch.float64):
             raise TypeError(f"{name}: got dtype {tensor.dtype}, needs {wanted}")
+
+
+def check_window_mixture(call: WindowMixtureCall) -> None:
+    """Check the arguments of a mixture.
+
+    Raises:
+        ValueError: a shape, device, number of places or reach that does not fit.
+        TypeError: a dtype that does not fit, or an argument that is not a tensor.
+    """
+    near, lse, far, share_logit, far_slope, near_slope, places, reach, numbers, z, norm_weight, _ = call
+    _require_float("near", _require_tensor("near", near))
+    if near.dim() != 4 or 0 in near.shape:
+        raise ValueError(f"near: got shape {_shape(near)}, needs [B, T, H, D] without empty dimensions")
+    B, T, H, D = near.shape
+    _check_least("places", places, 1)
+    if reach is not None:
+        _check_least("reach", reach, 1)
+    parts: tuple[tuple[str, torch.Tensor | None, tuple[int, ...], str], ...] = (
+        ("lse", lse, (B, T, H), "[B, T, H]"),
+        ("far", far, (B, T, H, D), "the shape of near"),
+        ("share_logit", share_logit, (B, T, H), "[B, T, H]"),
+        ("far_slope", far_slope, (H,), "[H]"),
+        ("near_slope", near_slope, (H,), "[H]"),
+    )
+    optional: tuple[tuple[str, torch.Tensor | None, tuple[int, ...], str], ...] = (
+        ("z", z, (B, T, H, D), "the shape of near"),
+        (
+            "norm_weight",
+            norm_weight,
+            (D,) if norm_weight is not None and norm_weight.dim() == 1 else (H, D),
+            "[D] or [H, D]",
+        ),
+    )
+    for name, x, shape, meaning in (*parts, *(part for part in optional if part[1] is not None)):
+        x = _require_tensor(name, x)
+        _require_float(name, x)
+        _require_device(name, x, "near", near.device)
+        _require_shape(name, x, shape, meaning)
+    if numbers is not None:
+        _require_device("numbers", _require_tensor("numbers", numbers), "near", near.device)
+        if numbers.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"numbers: got dtype {numbers.dtype}, needs int32 or int64")
+        _require_shape("numbers", numbers, (B if numbers.shape[:1] == (B,) else 1, T), "[B, T] or [1, T]")
+    tensors = (near, lse, far, share_logit, far_slope, near_slope, z, norm_weight)
+    refuse_gradients("window_mixture", "operations of PyTorch", *tensors)
+
+
+def check_window_keep(k: torch.Tensor, v: torch.Tensor, window: int, sinks: int) -> None:
+    """Check the arguments of `window_keep`.
+
+    Raises:
+        ValueError: a shape, device, window or number of sinks that does not fit.
+        TypeError: a dtype that does not fit, or an argument that is not a tensor.
+    """
+    _check_tokens(k, k, v)
+    _check_reach(window, sinks)
+    refuse_gradients("window_keep", "operations of PyTorch", k, v)
 
 
 def _check_tokens(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

@@ -5,9 +5,15 @@ from __future__ import annotations
 import torch
 
 from deltanet_kernels import dispatch
-from deltanet_kernels.arguments import WindowCall, WindowStepCall
-from deltanet_kernels.window.checks import check_window_attention, check_window_step
+from deltanet_kernels.arguments import WindowCall, WindowMixtureCall, WindowStepCall
+from deltanet_kernels.window.checks import (
+    check_window_attention,
+    check_window_keep,
+    check_window_mixture,
+    check_window_step,
+)
 from deltanet_kernels.window.cpu import torch_window_attention
+from deltanet_kernels.window.cpu_prompt import torch_window_keep, torch_window_mixture
 from deltanet_kernels.window.cpu_step import torch_window_step_
 
 
@@ -110,3 +116,72 @@ def window_step_(
     )  # fmt: skip
     check_window_step(call)
     return dispatch.call("window_step_", torch_window_step_, q, call)  # type: ignore[no-any-return]
+
+
+def window_mixture(
+    near: torch.Tensor,
+    lse: torch.Tensor,
+    far: torch.Tensor,
+    share_logit: torch.Tensor,
+    far_slope: torch.Tensor,
+    near_slope: torch.Tensor,
+    places: int,
+    reach: int | None = None,
+    numbers: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+) -> torch.Tensor:
+    """The output of `window_attention` mixed with that of a state, behind the state's norm and gate.
+
+        f = rmsnorm(far) * norm_weight * silu(z);  o = share f + (1 - share) near
+        share = sigmoid(share_logit + far_slope log(unseen) - near_slope lse)
+
+    where unseen = max(min(n, reach) - places, 0) for token number n, and share = 0 while unseen = 0, as in
+    `window_step_`. On CUDA this is one kernel. No gradients.
+
+    Args:
+        near, lse: the results of `window_attention` [B, T, H, D] and [B, T, H].
+        far: the state's output [B, T, H, D].
+        share_logit: [B, T, H].
+        far_slope, near_slope: [H].
+        places: number of tokens that the window sees with its sinks.
+        reach: number of last tokens, a token's own included, that count towards `unseen`; >= 1, None for all.
+        numbers: numbers of the tokens in their sequences, from 1, [B, T] or [1, T] integers, 0 for padding; 1 to T by
+            default.
+        z: gate logits in the shape of far, or None for no gate.
+        norm_weight: [D] or [H, D], or None for no norm.
+        eps: added to the mean square.
+
+    Returns:
+        o [B, T, H, D] in the dtype of near.
+
+    Raises:
+        ValueError: shapes, devices, places or a reach that do not fit, or gradients are required.
+        TypeError: dtypes that do not fit.
+    """
+    call = WindowMixtureCall(
+        near, lse, far, share_logit, far_slope, near_slope, places, reach, numbers, z, norm_weight, eps
+    )
+    check_window_mixture(call)
+    return dispatch.call("window_mixture", torch_window_mixture, near, call)  # type: ignore[no-any-return]
+
+
+def window_keep(
+    k: torch.Tensor, v: torch.Tensor, window: int, sinks: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The cache of `window_step_` after sequences of T tokens. On CUDA this is one kernel. No gradients.
+
+    Args:
+        k, v: keys and values [B, T, HK, D] in one dtype; T >= 1.
+        window, sinks: as for `window_attention`.
+
+    Returns:
+        keys, values, numbers and count as `window_step_` takes them; places without a token hold zeros.
+
+    Raises:
+        ValueError: shapes, devices, a window or sinks that do not fit, or gradients are required.
+        TypeError: dtypes that do not fit.
+    """
+    check_window_keep(k, v, window, sinks)
+    return dispatch.call("window_keep", torch_window_keep, k, k, v, window, sinks)  # type: ignore[no-any-return]

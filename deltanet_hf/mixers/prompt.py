@@ -1,0 +1,70 @@
+"""The elementwise work of a layer in few kernels, in calls without gradients: prompts, in one part or several.
+
+A layer of a small model is computed faster than its operations are launched. Training, compiled models and the layers
+that are excluded here keep the separate operations. So does whoever put something around a part: it is called.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from deltanet_hf.mixers.layer_kind import PositionEmbeddings
+from deltanet_hf.mixers.parts import is_plain
+from deltanet_hf.mixers.state import State
+from deltanet_kernels import prompt_inputs
+from deltanet_kernels.arguments import PromptInputs
+
+if TYPE_CHECKING:
+    from deltanet_hf.mixers.base import Mixer
+
+
+def without_gradients() -> bool:
+    """Whether a call may take operators that have no gradients; a compiler joins the separate ones itself."""
+    return not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
+def takes_one_kernel(mixer: Mixer, padding: Tensor | None, cu_seqlens: Tensor | None) -> bool:
+    """Whether `inputs_in_one_kernel` computes what lies between the projections of a call and its recurrence."""
+    if not without_gradients() or padding is not None or cu_seqlens is not None:
+        return False
+    if mixer.kv_repeats > 1 or (mixer.conv1d is not None and mixer.settings.conv_on == "k"):
+        return False
+    return all(is_plain(part) for part in (mixer.conv1d, mixer.k_offset) if part is not None)
+
+
+def inputs_in_one_kernel(
+    mixer: Mixer,
+    parts: tuple[Tensor, Tensor, Tensor],
+    position_embeddings: PositionEmbeddings | None,
+    state: State | None,
+    keep_state: bool,
+) -> PromptInputs:
+    """What the recurrence and the window read, from the outputs [B, T, heads*D] of `mixer.project`."""
+    cos = sin = None
+    if mixer.rotates:  # every family's `apply_rotary_pos_emb` turns the halves of the leading channels
+        assert position_embeddings is not None
+        cos, sin = position_embeddings
+    conv, offset, settings = mixer.conv1d, mixer.k_offset, mixer.settings
+    qk_silu = settings.qk_activation == "silu"
+    beside_window = mixer.window_branch is not None
+    differ = conv is not None or offset is not None or qk_silu  # what the state and the window read
+    inputs = prompt_inputs(
+        *parts,
+        mixer.head_dim,
+        None if conv is None else conv.weight.squeeze(1),
+        None if conv is None or state is None else state["conv_tail"],
+        cos,
+        sin,
+        None if offset is None else offset.weight,
+        qk_silu=qk_silu,
+        v_silu=settings.v_activation == "silu",
+        window_heads=mixer.k_proj.out_features // mixer.head_dim if beside_window and differ else 0,
+        output_tail=conv is not None and keep_state,
+    )
+    if beside_window and not differ:
+        own = mixer.k_proj.out_features // mixer.head_dim
+        inputs = inputs._replace(window_q=inputs.q, window_k=inputs.k[:, :, -own:])
+    return inputs

@@ -1,0 +1,40 @@
+"""What follows the attention of a prompt, in PyTorch: the mixture with a state's output, and the decoding cache."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from deltanet_kernels.arguments import WindowMixtureCall
+from deltanet_kernels.reference import torch_gated_rms_norm
+
+
+def torch_window_mixture(call: WindowMixtureCall) -> torch.Tensor:
+    """`deltanet_kernels.window_mixture` in PyTorch, with every result between two operations rounded to its dtype."""
+    near, lse, far, share_logit, far_slope, near_slope, places, reach, numbers, z, norm_weight, eps = call
+    if norm_weight is not None:
+        far = torch_gated_rms_norm(far, z, norm_weight, eps)
+    elif z is not None:
+        far = far * F.silu(z)
+    if numbers is None:
+        numbers = torch.arange(1, near.shape[1] + 1, device=near.device)[None]
+    unseen = ((numbers if reach is None else numbers.clamp_max(reach)) - places).clamp_min(0)
+    slopes = far_slope.float() * unseen.clamp_min(1).float().log().unsqueeze(-1) - near_slope.float() * lse
+    share = ((share_logit.float() + slopes).sigmoid() * (unseen > 0).unsqueeze(-1)).unsqueeze(-1)
+    return near + share.to(near.dtype) * (far.to(near.dtype) - near)
+
+
+def torch_window_keep(
+    k: torch.Tensor, v: torch.Tensor, window: int, sinks: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`deltanet_kernels.window_keep` in PyTorch."""
+    B, T = k.shape[:2]
+    place = torch.arange(window + sinks, device=k.device)
+    last = T - (T + sinks - place) % window
+    number = torch.where(place < sinks, place + 1, torch.where(last > sinks, last, 0))
+    number = torch.where(number <= T, number, 0)
+    kept = [
+        x[:, (number - 1).clamp_min(0)].masked_fill((number == 0)[:, None, None], 0).transpose(1, 2) for x in (k, v)
+    ]
+    count = torch.full((B,), T, dtype=torch.int32, device=k.device)
+    return kept[0].contiguous(), kept[1].contiguous(), number.int().repeat(B, 1), count

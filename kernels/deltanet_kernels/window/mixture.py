@@ -1,0 +1,104 @@
+"""The output of a window mixed with that of a state, behind the state's norm and gate, in one kernel.
+
+f     = far / rms(far) * norm_weight * silu(z)                                 norm and gate optional
+share = sigmoid(share_logit + far_slope log(unseen) - near_slope lse)          0 where unseen = 0
+unseen = max(min(n, reach) - places, 0)                                        for token number n, from 1
+y     = near + share (f - near)
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment"
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from deltanet_kernels.arguments import WindowMixtureCall
+from deltanet_kernels.common.launch import launch
+from deltanet_kernels.common.registration import operator
+from deltanet_kernels.common.rows import rows
+from deltanet_kernels.common.sizes import cdiv, power_of_two
+from deltanet_kernels.gated_delta_rule.config import check_supported
+
+TILE = 2048  # elements per program
+ALL = 2**30  # a reach beyond every token number
+
+
+@triton.jit(do_not_specialize=["tokens", "period"])
+def mixture_kernel(
+    near, lse, far, share_logit, far_slope, near_slope, numbers, z, norm_weight, y, tokens, period, eps,
+    H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr, PLACES: tl.constexpr, REACH: tl.constexpr,
+    WEIGHTS: tl.constexpr, NUMBERS: tl.constexpr, GATE: tl.constexpr, FAR_ROW: tl.constexpr, S_ROW: tl.constexpr,
+    Z_ROW: tl.constexpr,
+):  # fmt: skip
+    """One program per ROWS heads of the tokens; numbers (T of them: 1 to T) repeat after `period` tokens."""
+    r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    token, head = r // H, r % H
+    m_r = token < tokens
+    d = tl.arange(0, BD)
+    m = m_r[:, None] & (d < D)[None, :]
+    at = r[:, None] * D + d[None, :]
+    own = head[:, None] * D + d[None, :]
+    f_RD = tl.load(far + token[:, None] * FAR_ROW + own, mask=m, other=0.0).to(tl.float32)
+    if WEIGHTS > 0:
+        w_RD = tl.load(norm_weight + (head % WEIGHTS)[:, None] * D + d[None, :], mask=m, other=0.0).to(tl.float32)
+        f_RD = f_RD * tl.rsqrt(tl.sum(f_RD * f_RD, axis=1) / D + eps)[:, None] * w_RD
+    if GATE:
+        z_RD = tl.load(z + token[:, None] * Z_ROW + own, mask=m, other=0.0).to(tl.float32)
+        f_RD = f_RD * z_RD / (1.0 + tl.exp(-z_RD))
+    n = token % period + 1
+    if NUMBERS:
+        n = tl.load(numbers + token % period, mask=m_r, other=0)
+    unseen = tl.minimum(n, REACH) - PLACES
+    logit = tl.load(share_logit + token * S_ROW + head, mask=m_r, other=0.0).to(tl.float32)
+    logit += tl.load(far_slope + head, mask=m_r, other=0.0).to(tl.float32) * tl.log(
+        tl.maximum(unseen, 1).to(tl.float32)
+    )
+    logit -= tl.load(near_slope + head, mask=m_r, other=0.0).to(tl.float32) * tl.load(lse + r, mask=m_r, other=0.0)
+    share = tl.where(unseen > 0, 1.0 / (1.0 + tl.exp(-logit)), 0.0)
+    n_RD = tl.load(near + at, mask=m, other=0.0).to(tl.float32)
+    tl.store(y + at, (n_RD + share[:, None] * (f_RD - n_RD)).to(y.dtype.element_ty), mask=m)
+
+
+def _fake_window_mixture(
+    near, lse, far, share_logit, far_slope, near_slope, places, reach, numbers, z, norm_weight, eps
+):  # fmt: skip
+    return near.new_empty(near.shape)
+
+
+@operator(_fake_window_mixture)
+def window_mixture_op(
+    near: torch.Tensor, lse: torch.Tensor, far: torch.Tensor, share_logit: torch.Tensor, far_slope: torch.Tensor,
+    near_slope: torch.Tensor, places: int, reach: int | None, numbers: torch.Tensor | None, z: torch.Tensor | None,
+    norm_weight: torch.Tensor | None, eps: float,
+) -> torch.Tensor:  # fmt: skip
+    """y [B, T, H, D]."""
+    B, T, H, D = near.shape
+    y = near.new_empty(near.shape)
+    (far, far_row), (share_logit, s_row) = rows(far), rows(share_logit)
+    z, z_row = (None, 0) if z is None else rows(z)
+    BD = power_of_two(D, 1)
+    ROWS = max(1, TILE // BD)
+    near, lse, far_slope, near_slope = (x.contiguous() for x in (near, lse, far_slope, near_slope))
+    numbers, norm_weight = (None if x is None else x.contiguous() for x in (numbers, norm_weight))
+    launch(
+        mixture_kernel, cdiv(B * T * H, ROWS),
+        near, lse, far, share_logit, far_slope, near_slope, numbers, z, norm_weight, y, B * T,
+        T if numbers is None else numbers.numel(), eps,
+        H=H, D=D, BD=BD, ROWS=ROWS, PLACES=places, REACH=ALL if reach is None else reach,
+        WEIGHTS=0 if norm_weight is None else norm_weight.numel() // D, NUMBERS=numbers is not None,
+        GATE=z is not None, FAR_ROW=far_row, S_ROW=s_row, Z_ROW=z_row, num_warps=4,
+    )  # fmt: skip
+    return y
+
+
+def window_mixture_triton(call: WindowMixtureCall) -> torch.Tensor:
+    """`deltanet_kernels.window_mixture` in Triton, for checked arguments.
+
+    Raises:
+        NotImplementedError: head sizes over 256, or dtypes other than float32, bfloat16, float16.
+    """
+    D = call.near.shape[3]
+    check_supported(call.near.dtype, D, D)
+    y: torch.Tensor = window_mixture_op(*call)
+    return y
