@@ -6,19 +6,31 @@ that are excluded here keep the separate operations. So does whoever put somethi
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from deltanet_hf.mixers.layer_kind import PositionEmbeddings
-from deltanet_hf.mixers.parts import is_plain
+from deltanet_hf.mixers.parts import KeyOffset, ShortConv, is_plain
 from deltanet_hf.mixers.state import State
 from deltanet_kernels import prompt_inputs
 from deltanet_kernels.arguments import PromptInputs
 
-if TYPE_CHECKING:
-    from deltanet_hf.mixers.base import Mixer
+
+class ReadsPrompts(Protocol):
+    """The parts of a `Mixer` that lie between its projections and its recurrence."""
+
+    head_dim: int
+    kv_repeats: int
+    settings: Any
+    k_proj: nn.Linear
+    conv1d: ShortConv | None
+    k_offset: KeyOffset | None
+    window_branch: Any
+
+    @property
+    def rotates(self) -> bool: ...
 
 
 def without_gradients() -> bool:
@@ -26,7 +38,7 @@ def without_gradients() -> bool:
     return not torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
-def takes_one_kernel(mixer: Mixer, padding: Tensor | None, cu_seqlens: Tensor | None) -> bool:
+def takes_one_kernel(mixer: ReadsPrompts, padding: Tensor | None, cu_seqlens: Tensor | None) -> bool:
     """Whether `inputs_in_one_kernel` computes what lies between the projections of a call and its recurrence."""
     if not without_gradients() or padding is not None or cu_seqlens is not None:
         return False
@@ -36,7 +48,7 @@ def takes_one_kernel(mixer: Mixer, padding: Tensor | None, cu_seqlens: Tensor | 
 
 
 def inputs_in_one_kernel(
-    mixer: Mixer,
+    mixer: ReadsPrompts,
     parts: tuple[Tensor, Tensor, Tensor],
     position_embeddings: PositionEmbeddings | None,
     state: State | None,
