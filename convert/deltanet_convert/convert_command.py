@@ -198,8 +198,12 @@ def _convert(teacher: str, out: Path, options: ConvertOptions, console: Console)
         return
     if options.text is None:
         console.print("Calibration text: the public-domain text shipped with deltanet-hf (choose another: --text).")
-    with conversion_progress.shown_on(console, job.teacher.num_layers, str(job.device)) as converted:
-        report = convert(job, converted)
+    try:
+        with conversion_progress.shown_on(console, job.teacher.num_layers, str(job.device)) as converted:
+            report = convert(job, converted)
+    except KeyboardInterrupt:
+        console.print("Interrupted. The same command with --resume goes on after the last layer.", highlight=False)
+        raise
     print_report(report, console)
     console.print(f"Written to {job.out}")
     if options.json:

@@ -149,7 +149,7 @@ def test_failed_verification_is_exit_code_1(
 
 
 def test_interruption_is_exit_code_130_and_resumable(
-    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupt(*args: object) -> None:
         raise KeyboardInterrupt
@@ -158,6 +158,7 @@ def test_interruption_is_exit_code_130_and_resumable(
     with monkeypatch.context() as patch:
         patch.setitem(START, "gated_deltanet", interrupt)
         assert typed(monkeypatch, *arguments) == 130
+    assert "Interrupted. The same command with --resume" in capsys.readouterr().out
     assert typed(monkeypatch, *arguments, "--resume") == 0
 
 
