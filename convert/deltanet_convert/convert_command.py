@@ -54,11 +54,10 @@ def convert_command(
         typer.Option(
             help="Layers to convert. `auto`: a quarter of the layers keeps softmax attention, chosen by recall: "
             "shipped for known teachers, measured where there is a GPU, otherwise evenly spread. `all`: convert every "
-            "layer. "
-            "`every:N`: layers N-1, 2N-1, ... keep softmax attention. "
-            "`keep:3,7,11`: these layers keep it. `auto:25%` (or `auto:7`, `auto:40MB@32768`): keep this "
-            "share or budget, chosen as `deltanet-hf select` does; slow without a GPU. FILE: the layers, or key/value "
-            "heads, that keep it, such as the file that `deltanet-hf select` writes.",
+            "layer. `every:N`: layers N-1, 2N-1, ... keep softmax attention. `keep:3,7,11`: these layers keep it. "
+            "`auto:25%` (or `auto:7`, `auto:40MB@32768`): keep this share or budget, chosen as `deltanet-hf select` "
+            "does; slow without a GPU. FILE: the layers, or key/value heads, that keep it, such as the file that "
+            "`deltanet-hf select` writes.",
             show_default=HYBRID[0],
         ),
     ] = None,

@@ -54,14 +54,14 @@ def inputs_in_one_kernel(
     state: State | None,
     keep_state: bool,
 ) -> PromptInputs:
-    """What the recurrence and the window read, from the outputs [B, T, heads*D] of `mixer.project`."""
+    """The inputs of the recurrence and the window, from the outputs [B, T, heads*D] of `mixer.project`."""
     cos = sin = None
     if mixer.rotates:  # every family's `apply_rotary_pos_emb` turns the halves of the leading channels
         assert position_embeddings is not None
         cos, sin = position_embeddings
     conv, offset, settings = mixer.conv1d, mixer.k_offset, mixer.settings
     qk_silu = settings.qk_activation == "silu"
-    beside_window = mixer.window_branch is not None
+    beside_window, own_heads = mixer.window_branch is not None, mixer.k_proj.out_features // mixer.head_dim
     differ = conv is not None or offset is not None or qk_silu  # what the state and the window read
     inputs = prompt_inputs(
         *parts,
@@ -73,10 +73,9 @@ def inputs_in_one_kernel(
         None if offset is None else offset.weight,
         qk_silu=qk_silu,
         v_silu=settings.v_activation == "silu",
-        window_heads=mixer.k_proj.out_features // mixer.head_dim if beside_window and differ else 0,
+        window_heads=own_heads if beside_window and differ else 0,
         output_tail=conv is not None and keep_state,
     )
     if beside_window and not differ:
-        own = mixer.k_proj.out_features // mixer.head_dim
-        inputs = inputs._replace(window_q=inputs.q, window_k=inputs.k[:, :, -own:])
+        inputs = inputs._replace(window_q=inputs.q, window_k=inputs.k[:, :, -own_heads:])
     return inputs

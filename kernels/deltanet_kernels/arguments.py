@@ -172,7 +172,7 @@ class PromptInputsCall(NamedTuple):
 
 
 class PromptInputs(NamedTuple):
-    """What `prompt_inputs` returns."""
+    """The results of `prompt_inputs`, which documents them."""
 
     q: torch.Tensor
     k: torch.Tensor

@@ -1,7 +1,7 @@
 """Writes a GGUF file's model as a folder with safetensors weights; a block of rows is in memory at a time.
 
-transformers reads the config. The weights have the values that it would give them: each tensor is
-dequantised in float32 and then rounded, and what llama.cpp changed in it is undone.
+transformers reads the config. The weights have the values that it would give them: each tensor is dequantised in
+float32 and then rounded, and what llama.cpp changed in it is undone.
 """
 
 from __future__ import annotations

@@ -18,9 +18,9 @@ WORDS = 100  # of the vocabulary, that a tokenizer is tried on
 
 def read_tokenizer(file: Path, reader: Any) -> Any:
     """The tokenizer of a GGUF file; `reader` is the file's GGUFReader. Damaged files raise errors of many types."""
-    from transformers import AutoTokenizer
-
-    tokenizer: Any = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
+        file.parent, gguf_file=file.name, trust_remote_code=False
+    )
     if field_value(reader, "tokenizer.ggml.pre") == "smollm":
         _split_digits(tokenizer)
     if field_value(reader, "tokenizer.ggml.add_bos_token") and not prefix_ids(tokenizer):
@@ -35,10 +35,8 @@ def save_tokenizer(tokenizer: Any, folder: Path, file: Path) -> None:
         UserError: loaded from there, it splits words of its own vocabulary or has lost the begin-of-text token. So it
             is with Gemma 3 in transformers 5.17.
     """
-    from transformers import AutoTokenizer
-
     tokenizer.save_pretrained(folder)
-    saved: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    saved: Any = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     words = list(itertools.islice(filter(WORD.fullmatch, saved.get_vocab()), WORDS))
     split = sum(len(saved(word, add_special_tokens=False)["input_ids"]) > 1 for word in words)
     if 2 * split > len(words) or prefix_ids(saved) != prefix_ids(tokenizer):

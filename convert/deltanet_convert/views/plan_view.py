@@ -7,12 +7,7 @@ from rich.table import Table
 
 from ..conversion_plan import LayerPlan, Plan
 
-PARAMETERS = (
-    "copied",
-    "expanded",
-    "created",
-    "dropped",
-)  # numbers of parameters in a plan; a column each, if not all 0
+PARAMETERS = ("copied", "expanded", "created", "dropped")  # numbers in a plan; a column each, if not all 0
 
 
 def size(nbytes: int) -> str:

@@ -1,4 +1,4 @@
-"""What follows the attention of a prompt, in PyTorch: the mixture with a state's output, and the decoding cache."""
+"""The steps behind a prompt's attention, in PyTorch: the mixture with a state's output, and the decoding cache."""
 
 from __future__ import annotations
 

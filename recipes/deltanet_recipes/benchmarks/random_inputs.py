@@ -1,4 +1,4 @@
-"""What a training benchmark needs before it trains: a random teacher, random tokens, and the converted student.
+"""The inputs of a training benchmark: a random teacher, random tokens, and the converted student.
 
     python -m deltanet_recipes.benchmarks.random_inputs 8B FOLDER
 

@@ -89,7 +89,7 @@ def save_tensors(path: Path, tensors: dict[str, Tensor], note: Any = None) -> No
 
 
 def load_tensors(path: Path) -> tuple[dict[str, Tensor], Any]:
-    """What `save_tensors` wrote; raises Damaged if the file has changed since."""
+    """The tensors and metadata that `save_tensors` wrote; raises Damaged if the file has changed since."""
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}

@@ -11,6 +11,7 @@ import torch
 from rich.table import Table
 from torch import nn
 
+from deltanet_convert.device import thread_count
 from deltanet_recipes.schema import Align, DistilBase, Recipe, Stage, stage_name, stage_tokens
 from deltanet_recipes.training.adapters import adapter_weights, inserted_norms, mixers_in_full
 from deltanet_recipes.training.flops import Flops, training_flops
@@ -157,8 +158,7 @@ def _matmul_rate(runtime: Runtime) -> float:
 def _device_name(runtime: Runtime) -> str:
     if runtime.device.type == "cuda":
         return torch.cuda.get_device_name(runtime.device)
-    threads = torch.get_num_threads()
-    return f"CPU ({threads} thread{'s' * (threads > 1)})"
+    return f"CPU ({thread_count()})"
 
 
 def _count(tokens: int) -> str:
