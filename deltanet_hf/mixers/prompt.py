@@ -42,7 +42,7 @@ def takes_one_kernel(mixer: ReadsPrompts, padding: Tensor | None, cu_seqlens: Te
     """Whether `inputs_in_one_kernel` computes what lies between the projections of a call and its recurrence."""
     if not without_gradients() or padding is not None or cu_seqlens is not None:
         return False
-    if mixer.kv_repeats > 1 or (mixer.conv1d is not None and mixer.settings.conv_on == "k"):
+    if mixer.conv1d is not None and mixer.settings.conv_on == "k":
         return False
     return all(is_plain(part) for part in (mixer.conv1d, mixer.k_offset) if part is not None)
 
@@ -62,7 +62,9 @@ def inputs_in_one_kernel(
     conv, offset, settings = mixer.conv1d, mixer.k_offset, mixer.settings
     qk_silu = settings.qk_activation == "silu"
     beside_window, own_heads = mixer.window_branch is not None, mixer.k_proj.out_features // mixer.head_dim
-    differ = conv is not None or offset is not None or qk_silu  # what the state and the window read
+    differ = (
+        conv is not None or offset is not None or qk_silu or mixer.kv_repeats > 1
+    )  # what the state and the window read
     inputs = prompt_inputs(
         *parts,
         mixer.head_dim,
@@ -75,6 +77,7 @@ def inputs_in_one_kernel(
         v_silu=settings.v_activation == "silu",
         window_heads=own_heads if beside_window and differ else 0,
         output_tail=conv is not None and keep_state,
+        kv_repeats=mixer.kv_repeats,
     )
     if beside_window and not differ:
         inputs = inputs._replace(window_q=inputs.q, window_k=inputs.k[:, :, -own_heads:])

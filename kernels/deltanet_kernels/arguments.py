@@ -169,6 +169,7 @@ class PromptInputsCall(NamedTuple):
     v_silu: bool = False
     window_heads: int = 0
     output_tail: bool = False
+    kv_repeats: int = 1
 
 
 class PromptInputs(NamedTuple):

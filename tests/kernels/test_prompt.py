@@ -38,6 +38,7 @@ class Prompt:
     qk_silu: bool = False
     v_silu: bool = False
     window_heads: int = 1
+    repeats: int = 1  # of the heads of k and v
 
     def __str__(self) -> str:
         return self.name
@@ -62,6 +63,9 @@ CASES = [
     Prompt("heads of 128, two tiles", T=17, heads=(1, 1, 1), D=128, rope=128),
     Prompt("heads of 100, a whole tile", T=16, D=100, rope=50),
     Prompt("heads of 1", D=1, rope=0),
+    Prompt("repeated heads", B=2, heads=(6, 2, 2), repeats=3, offsets=6, window_heads=2),
+    Prompt("repeated heads as they are", repeats=2, taps=0, rope=0, window_heads=0),
+    Prompt("repeated writes", heads=(4, 4, 4), repeats=2, offsets=4, qk_silu=True, v_silu=True, window_heads=2),
 ]
 TENSORS = ("q", "k", "v", "conv_weight", "conv_tail", "cos", "sin", "k_offset")
 
@@ -73,7 +77,7 @@ def make(case: Prompt, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
         return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
 
     B, T, D = case.B, case.T, case.D
-    C = sum(case.heads) * D
+    C = (case.heads[0] + case.repeats * sum(case.heads[1:])) * D
     x: dict[str, Any] = {name: randn(B, T, heads * D) for name, heads in zip(("q", "k", "v"), case.heads, strict=True)}
     angle = 3 * torch.randn(case.positions, T, case.rope // 2, generator=generator).repeat(1, 1, 2)
     x |= {
@@ -87,6 +91,7 @@ def make(case: Prompt, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
         "v_silu": case.v_silu,
         "window_heads": case.window_heads,
         "output_tail": case.taps > 0,
+        "kv_repeats": case.repeats,
     }
     return x
 
@@ -94,8 +99,16 @@ def make(case: Prompt, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
 def truth(x: dict[str, Any]) -> PromptInputs:
     """The definition in float64, token by token."""
     y = {name: None if x[name] is None else x[name].cpu().double() for name in TENSORS}
-    inputs = torch.cat([y["q"], y["k"], y["v"]], dim=-1)
-    sizes = [x[name].shape[-1] for name in ("q", "k", "v")]
+
+    def split(z: Tensor) -> Tensor:
+        return z.unflatten(-1, (-1, x["head_dim"]))
+
+    def turned(z: Tensor) -> Tensor:
+        return z if y["cos"] is None else rotate(z, y["cos"], y["sin"])
+
+    repeated = [split(y[name]).repeat_interleave(x["kv_repeats"], dim=2).flatten(2) for name in ("k", "v")]
+    inputs = torch.cat([y["q"], *repeated], dim=-1)
+    sizes = [y["q"].shape[-1], *(part.shape[-1] for part in repeated)]
     weight, tail, found = y["conv_weight"], None, inputs.clone()
     if weight is not None:
         size = weight.shape[1] - 1
@@ -104,12 +117,6 @@ def truth(x: dict[str, Any]) -> PromptInputs:
         for t in range(inputs.shape[1]):
             found[:, t] = (longer[:, t : t + size + 1] * weight.mT).sum(1)
         tail = longer[:, inputs.shape[1] :].mT
-
-    def split(z: Tensor) -> Tensor:
-        return z.unflatten(-1, (-1, x["head_dim"]))
-
-    def turned(z: Tensor) -> Tensor:
-        return z if y["cos"] is None else rotate(z, y["cos"], y["sin"])
 
     q, k, v = (split(part) for part in found.split(sizes, dim=-1))
     q, k = turned(q), turned(k)
@@ -215,7 +222,9 @@ def test_the_operators_are_registered_consistently() -> None:
         ({"k_offset": torch.zeros(2, 16)}, "k_offset: got shape"),
         ({"k_offset": torch.zeros(1, 16).int()}, "k_offset: got dtype torch.int32"),
         ({"conv_weight": torch.zeros(64, 4).requires_grad_()}, "prompt_inputs has no gradients"),
-        ({"window_heads": 2}, "window_heads: got 2, needs an int from 0 to 1, the key heads"),
+        ({"window_heads": 2}, "window_heads: got 2, needs an int from 0 to 1, the heads of k"),
+        ({"kv_repeats": 0}, "kv_repeats: got 0, needs an int"),
+        ({"kv_repeats": 2}, r"conv_weight: got shape \[64, 4\], needs \[C, W\] with C = 96"),
     ],
 )
 def test_bad_arguments(changes: dict[str, Any], message: str) -> None:

@@ -16,7 +16,7 @@ from deltanet_kernels.checks import (
 
 def check_prompt_inputs(call: PromptInputsCall) -> None:
     """Check the arguments of `prompt_inputs`; raises ValueError or TypeError."""
-    q, k, v, D, weight, tail, cos, sin, offset, _, _, window_heads, output_tail = call
+    q, k, v, D, weight, tail, cos, sin, offset, _, _, window_heads, output_tail, kv_repeats = call
     if isinstance(D, bool) or not isinstance(D, int) or D < 1:
         raise ValueError(f"head_dim: got {D!r}, needs an int of at least 1")
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -26,8 +26,11 @@ def check_prompt_inputs(call: PromptInputsCall) -> None:
             raise ValueError(f"{name}: got shape {_shape(x)}, needs [B, T, heads * {D}] with B and T of q, T >= 1")
         if x.dtype != q.dtype:
             raise TypeError(f"{name}: got dtype {x.dtype}, needs {q.dtype} (the dtype of q)")
-    B, T, C = q.shape[0], q.shape[1], q.shape[2] + k.shape[2] + v.shape[2]
-    key_heads = k.shape[2] // D
+    if isinstance(kv_repeats, bool) or not isinstance(kv_repeats, int) or kv_repeats < 1:
+        raise ValueError(f"kv_repeats: got {kv_repeats!r}, needs an int of at least 1")
+    B, T, C = q.shape[0], q.shape[1], q.shape[2] + (k.shape[2] + v.shape[2]) * kv_repeats
+    own_heads = k.shape[2] // D
+    key_heads = own_heads * kv_repeats
     if weight is None:
         if tail is not None or output_tail:
             raise ValueError("conv_weight: got None, needs the taps of the convolution whose tail is given or wanted")
@@ -48,8 +51,8 @@ def check_prompt_inputs(call: PromptInputsCall) -> None:
             raise ValueError(
                 f"k_offset: got shape {_shape(offset)}, needs [H, {D}] with an H that divides the {key_heads} key heads"
             )
-    if isinstance(window_heads, bool) or not isinstance(window_heads, int) or not 0 <= window_heads <= key_heads:
-        raise ValueError(f"window_heads: got {window_heads!r}, needs an int from 0 to {key_heads}, the key heads")
+    if isinstance(window_heads, bool) or not isinstance(window_heads, int) or not 0 <= window_heads <= own_heads:
+        raise ValueError(f"window_heads: got {window_heads!r}, needs an int from 0 to {own_heads}, the heads of k")
     refuse_gradients("prompt_inputs", "causal_conv1d", q, k, v, weight, tail, offset)
 
 

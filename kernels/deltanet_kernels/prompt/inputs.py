@@ -5,6 +5,8 @@
     window q, k = rope(x_t)                                                      optional: for a window beside the state
     tail = x_{T-W+1} .. x_{T-1}                                                  with a convolution, optional
 
+k and v may be repeated: KV_REPEATS neighbouring heads read the same channels of x, each by a convolution of its own.
+
 A program computes one head of a tile of tokens, as the two halves of its channels that turn against each other:
 channels i and i + R/2 of the R that turn, and the others in two halves as well.
 """
@@ -85,11 +87,13 @@ def _stored(y, y_TC, offset, at, c, m, OFFSET: tl.constexpr, SILU: tl.constexpr)
 @triton.jit
 def _head(
     x, y, plain, weight, tail, new_tail, offset, cos, sin, b, tile, head, T, HEADS: tl.constexpr,
-    PLAIN_HEADS: tl.constexpr, OFFSETS: tl.constexpr, X_ROW: tl.constexpr, FIRST: tl.constexpr, C: tl.constexpr,
-    W: tl.constexpr, D: tl.constexpr, R: tl.constexpr, ROPE_ROWS: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr,
+    PLAIN_HEADS: tl.constexpr, REPEATS: tl.constexpr, OFFSETS: tl.constexpr, X_ROW: tl.constexpr,
+    FIRST: tl.constexpr, C: tl.constexpr, W: tl.constexpr, D: tl.constexpr, R: tl.constexpr, ROPE_ROWS: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr,
     SILU: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr,
 ):  # fmt: skip
-    """One head of x: y [B, T, HEADS, D], and plain [B, T, PLAIN_HEADS, D] of the last heads without convolution."""
+    """One head of y [B, T, HEADS, D], and of plain [B, T, PLAIN_HEADS, D], the last heads of x without convolution."""
+    own_head = head // REPEATS
+    x += (own_head - head) * D  # channel c of y is then at x + c
     HALF: tl.constexpr = (D + 1) // 2
     i = tl.arange(0, BH)
     if R == 0 or R == D:
@@ -130,8 +134,9 @@ def _head(
     _stored(y, y1, offset, at + d1[None, :], tl.where(m1, own + d1, -1), m_1, OFFSETS > 0, SILU)
     _stored(y, y2, offset, at + d2[None, :], tl.where(m2, own + d2, -1), m_2, OFFSETS > 0, SILU)
     if PLAIN_HEADS > 0:
-        at = ((b * T + t) * PLAIN_HEADS + head - (HEADS - PLAIN_HEADS))[:, None] * D
-        m_P = t < tl.where(head < HEADS - PLAIN_HEADS, 0, T)
+        plain_head = own_head - (HEADS // REPEATS - PLAIN_HEADS)
+        at = ((b * T + t) * PLAIN_HEADS + plain_head)[:, None] * D
+        m_P = t < tl.where((plain_head < 0) | (head % REPEATS != 0), 0, T)
         tl.store(plain + at + d1[None, :], x1.to(plain.dtype.element_ty), mask=m_P[:, None] & m1[None, :])
         tl.store(plain + at + d2[None, :], x2.to(plain.dtype.element_ty), mask=m_P[:, None] & m2[None, :])
     if FINAL:
@@ -144,7 +149,7 @@ def _head(
 def prompt_inputs_kernel(
     q, k, v, q_y, k_y, v_y, q_plain, k_plain, weight, tail, new_tail, offset, cos, sin, T,
     HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, PLAIN_Q: tl.constexpr, PLAIN_K: tl.constexpr,
-    OFFSETS: tl.constexpr, Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, C: tl.constexpr,
+    KV_REPEATS: tl.constexpr, OFFSETS: tl.constexpr, Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, C: tl.constexpr,
     W: tl.constexpr, D: tl.constexpr, R: tl.constexpr, ROPE_ROWS: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr,
     QK_SILU: tl.constexpr, V_SILU: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr,
 ):  # fmt: skip
@@ -156,27 +161,29 @@ def prompt_inputs_kernel(
     b = (tl.program_id(0) // HEADS // TILES).to(tl.int64)
     if head < HQ:
         _head(
-            q, q_y, q_plain, weight, tail, new_tail, offset, cos, sin, b, tile, head, T, HQ, PLAIN_Q, 0, Q_ROW,
-            0, C, W, D, R, ROPE_ROWS, BT, BH, QK_SILU, INITIAL, FINAL,
+            q, q_y, q_plain, weight, tail, new_tail, offset, cos, sin, b, tile, head, T, HQ, PLAIN_Q, 1, 0,
+            Q_ROW, 0, C, W, D, R, ROPE_ROWS, BT, BH, QK_SILU, INITIAL, FINAL,
         )  # fmt: skip
     elif head < HQ + HK:
         _head(
-            k, k_y, k_plain, weight, tail, new_tail, offset, cos, sin, b, tile, head - HQ, T, HK, PLAIN_K, OFFSETS,
-            K_ROW, HQ * D, C, W, D, R, ROPE_ROWS, BT, BH, QK_SILU, INITIAL, FINAL,
+            k, k_y, k_plain, weight, tail, new_tail, offset, cos, sin, b, tile, head - HQ, T, HK, PLAIN_K,
+            KV_REPEATS, OFFSETS, K_ROW, HQ * D, C, W, D, R, ROPE_ROWS, BT, BH, QK_SILU, INITIAL, FINAL,
         )  # fmt: skip
     else:
         _head(
-            v, v_y, v_y, weight, tail, new_tail, offset, cos, sin, b, tile, head - HQ - HK, T, HV, 0, 0, V_ROW,
-            (HQ + HK) * D, C, W, D, 0, ROPE_ROWS, BT, BH, V_SILU, INITIAL, FINAL,
+            v, v_y, v_y, weight, tail, new_tail, offset, cos, sin, b, tile, head - HQ - HK, T, HV, 0,
+            KV_REPEATS, 0, V_ROW, (HQ + HK) * D, C, W, D, 0, ROPE_ROWS, BT, BH, V_SILU, INITIAL, FINAL,
         )  # fmt: skip
 
 
-def _fake_prompt_inputs(q, k, v, head_dim, weight, tail, cos, sin, k_offset, qk_silu, v_silu, window_heads, final):
+def _fake_prompt_inputs(
+    q, k, v, head_dim, weight, tail, cos, sin, k_offset, qk_silu, v_silu, window_heads, final, kv_repeats
+):
     def heads(x, channels):
         return x.new_empty((*x.shape[:2], channels // head_dim, head_dim))
 
-    channels = [x.shape[2] for x in (q, k, v)]
-    own_v = weight is not None or v_silu
+    channels = [q.shape[2], k.shape[2] * kv_repeats, v.shape[2] * kv_repeats]
+    own_v = weight is not None or v_silu or kv_repeats > 1
     return (
         heads(q, channels[0]),
         heads(k, channels[1]),
@@ -191,11 +198,13 @@ def _fake_prompt_inputs(q, k, v, head_dim, weight, tail, cos, sin, k_offset, qk_
 def prompt_inputs_op(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, head_dim: int, weight: torch.Tensor | None,
     tail: torch.Tensor | None, cos: torch.Tensor | None, sin: torch.Tensor | None, k_offset: torch.Tensor | None,
-    qk_silu: bool, v_silu: bool, window_heads: int, final: bool,
+    qk_silu: bool, v_silu: bool, window_heads: int, final: bool, kv_repeats: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """q, k, v of the state, q and k of the window, and the new tail; what is not computed is empty."""
-    (B, T, CQ), CK, CV, D = q.shape, k.shape[2], v.shape[2], head_dim
-    outputs = _fake_prompt_inputs(q, k, v, D, weight, tail, cos, sin, k_offset, qk_silu, v_silu, window_heads, final)
+    (B, T, CQ), CK, CV, D = q.shape, k.shape[2] * kv_repeats, v.shape[2] * kv_repeats, head_dim
+    outputs = _fake_prompt_inputs(
+        q, k, v, D, weight, tail, cos, sin, k_offset, qk_silu, v_silu, window_heads, final, kv_repeats
+    )
     q_y, k_y, v_y, q_plain, k_plain, new_tail = outputs
     (q, q_row), (k, k_row), (v, v_row) = rows(q), rows(k), rows(v)
     dense = [None if x is None else x.contiguous() for x in (k_offset, cos, sin)]
@@ -208,7 +217,7 @@ def prompt_inputs_op(
         prompt_inputs_kernel, B * cdiv(T, BT) * sum(heads),
         q, k, v, q_y, k_y, v_y, q_plain, k_plain, weight, tail, new_tail, *dense, T,
         HQ=heads[0], HK=heads[1], HV=heads[2], PLAIN_Q=heads[0] if window_heads else 0, PLAIN_K=window_heads,
-        OFFSETS=0 if k_offset is None else len(k_offset), Q_ROW=q_row, K_ROW=k_row, V_ROW=v_row, C=CQ + CK + CV, W=W,
+        KV_REPEATS=kv_repeats, OFFSETS=0 if k_offset is None else len(k_offset), Q_ROW=q_row, K_ROW=k_row, V_ROW=v_row, C=CQ + CK + CV, W=W,
         D=D, R=0 if cos is None else cos.shape[2], ROPE_ROWS=cos is not None and cos.shape[0] > 1, BT=BT, BH=BH,
         QK_SILU=qk_silu, V_SILU=v_silu, INITIAL=tail is not None and W > 1, FINAL=final and W > 1,
         num_warps=4,

@@ -25,6 +25,7 @@ def prompt_inputs(
     v_silu: bool = False,
     window_heads: int = 0,
     output_tail: bool = False,
+    kv_repeats: int = 1,
 ) -> PromptInputs:
     """q, k and v of a recurrent state, and q and k of a window beside it, from a layer's projections of T tokens.
 
@@ -35,17 +36,19 @@ def prompt_inputs(
     Args:
         q, k, v: [B, T, HQ*D], [B, T, HK*D], [B, T, HV*D] in one dtype; T >= 1. They may be slices of one tensor.
         head_dim: D.
-        conv_weight: [C, W] over the C channels of q|k|v, the last column on the current token; None for no convolution.
+        conv_weight: [C, W] over the C channels of q|k|v, k and v repeated, the last column on the current token; None for no convolution.
         conv_tail: the W-1 inputs before the first token, oldest first [B, C, W-1]; zeros by default.
         cos, sin: [B, T, R] or [1, T, R], R even and <= D: the first R channels of each head of q and k are rotated,
             channel i < R/2 against channel i + R/2; None for no rotation.
         k_offset: [H, D], subtracted from the keys between rotation and activation; key head j has row j % H.
         qk_silu, v_silu: apply SiLU to q and k, and to v.
-        window_heads: number of last key heads that the window reads; 0 for no window.
+        window_heads: number of last heads of k that the window reads; 0 for no window.
         output_tail: also return the last W-1 inputs.
+        kv_repeats: number of states that read each head of k and v; state j reads head j // kv_repeats. Each has
+            channels of the convolution of its own.
 
     Returns:
-        q, k, v [B, T, heads, D] and, with `window_heads`, window_q [B, T, HQ, D] and window_k
+        q [B, T, HQ, D], k and v [B, T, heads * kv_repeats, D] and, with `window_heads`, window_q [B, T, HQ, D] and window_k
         [B, T, window_heads, D] in the dtype of q; the new tail [B, C, W-1] in that dtype. None for what is not wanted;
         v is a view of the argument where nothing changes it.
 
@@ -55,7 +58,20 @@ def prompt_inputs(
         TypeError: dtypes that do not fit.
     """
     call = PromptInputsCall(
-        q, k, v, head_dim, conv_weight, conv_tail, cos, sin, k_offset, qk_silu, v_silu, window_heads, output_tail
+        q,
+        k,
+        v,
+        head_dim,
+        conv_weight,
+        conv_tail,
+        cos,
+        sin,
+        k_offset,
+        qk_silu,
+        v_silu,
+        window_heads,
+        output_tail,
+        kv_repeats,
     )
     check_prompt_inputs(call)
     return dispatch.call("prompt_inputs", torch_prompt_inputs, q, call)  # type: ignore[no-any-return]
