@@ -154,8 +154,7 @@ class GatedDeltaNet(Mixer):
         if self.window_branch is not None and not self.window_branch.can_step():
             return None
         of = products(x, self.step_projections())
-        parts = self.through_norms(of[self.q_proj], of[self.k_proj], of[self.v_proj])
-        q, k, v = self.repeated(*parts)
+        q, k, v = self.through_norms(of[self.q_proj], of[self.k_proj], of[self.v_proj])
         cos = sin = None
         if self._rotate is not None:  # every family's `apply_rotary_pos_emb` turns the halves of the leading channels
             assert position_embeddings is not None
@@ -187,9 +186,10 @@ class GatedDeltaNet(Mixer):
             allow_neg_eigval=self.settings.allow_neg_eigval,
             use_beta_sigmoid_in_kernel=gates.sigmoid,
             erase=self.erase,
+            kv_repeats=self.kv_repeats,
         )
         if self.window_branch is not None:
-            q, k, v = map(self._split, parts)
+            q, k, v = map(self._split, (q, k, v))
             share = of[self.window_branch.share_proj]
             output = self.window_branch.step(share, q, k, v, output, state, padding, cos, sin)
         return self.o_proj(output.flatten(-2))

@@ -99,6 +99,7 @@ class StepCall(NamedTuple):
     allow_neg_eigval: bool
     use_beta_sigmoid_in_kernel: bool = True
     erase: Erase = "decayed"
+    kv_repeats: int = 1
 
     @property
     def factor(self) -> float:

@@ -40,6 +40,7 @@ class Step:
     negative: bool = False  # write strengths up to 2
     given: bool = False  # log decay and write strength as they are, not as logits
     erase: str = "decayed"
+    repeats: int = 1  # of the heads of k and v
 
     def __str__(self) -> str:
         return self.name
@@ -101,6 +102,16 @@ CASES = [
     Step("undecayed", erase="undecayed", given=True),
     Step("undecayed, several tokens", T=3, erase="undecayed", negative=True),
     Step("undecayed, state over 128 x 128", T=2, B=1, H=1, HQ=1, HV=1, K=130, V=129, erase="undecayed", given=True),
+    Step("query heads share a state and its convolution", HQ=6, rope=16, norm="per_head", qk_silu=False, conv=4),
+    Step("the same, several tokens, odd sizes, padding", T=3, HQ=4, K=24, V=20, conv=3, padding=True, offset=True),
+    Step("the same, one state", T=2, H=1, HQ=3, HV=1, positions=2, rope=8, **NATIVE),
+    Step("repeated heads", H=4, HQ=4, HV=4, repeats=2, rope=16, offset=True, norm="per_head", conv=4),
+    Step(
+        "repeated heads, several tokens, padding", T=3, H=6, HQ=6, HV=6, K=24, V=20, repeats=3, padding=True, **NATIVE
+    ),
+    Step("repeated heads, several queries", H=2, HQ=4, HV=2, repeats=2, conv=2),
+    Step("repeated heads over 128 x 128", B=1, T=2, K=130, V=129, repeats=2, **NATIVE),
+    Step("slice: repeated heads", H=3, HQ=3, HV=3, K=20, V=90, repeats=3, norm="none"),
 ]
 TENSORS = [
     "q",
@@ -131,7 +142,8 @@ def make(case: Step, dtype: torch.dtype = torch.float32, device: str = "cpu", se
 
     B, T, HO, C = case.B, case.T, max(case.HQ, case.HV), (case.HQ + case.H) * case.K + case.HV * case.V
     x: dict[str, Any] = {
-        "q": randn(B, T, case.HQ * case.K), "k": randn(B, T, case.H * case.K), "v": randn(B, T, case.HV * case.V),
+        "q": randn(B, T, case.HQ * case.K), "k": randn(B, T, case.H // case.repeats * case.K),
+        "v": randn(B, T, case.HV // case.repeats * case.V),
         "a": randn(B, T, case.HV), "b": randn(B, T, case.HV),
         "conv_weight": randn(C, case.conv) if case.conv else None,
         "conv_tail": randn(B, C, case.conv - 1) if case.conv else None,
@@ -150,7 +162,7 @@ def make(case: Step, dtype: torch.dtype = torch.float32, device: str = "cpu", se
     x["allow_neg_eigval"] = case.negative
     if case.given:
         x |= {"a": -x["a"].square(), "b": 2 * x["b"].float().sigmoid().to(dtype), "A_log": None, "dt_bias": None}
-    x |= {"use_beta_sigmoid_in_kernel": not case.given, "erase": case.erase}
+    x |= {"use_beta_sigmoid_in_kernel": not case.given, "erase": case.erase, "kv_repeats": case.repeats}
     if case.padding:
         x["padding"] = (torch.arange(B * T).view(B, T) % 2 == 1).to(device)
     return x
@@ -172,6 +184,8 @@ def truth(x: dict[str, Any]) -> dict[str, torch.Tensor]:
     }
     (B, T), (HV, K, V) = w["q"].shape[:2], w["state"].shape[1:]
     real = torch.ones(B, T, dtype=torch.bool) if w["padding"] is None else ~w["padding"].cpu()
+    for name, size in (("k", K), ("v", V)):
+        w[name] = w[name].unflatten(-1, (-1, size)).repeat_interleave(w["kv_repeats"], dim=2).flatten(2)
     qkv = torch.cat([w["q"], w["k"], w["v"]], dim=-1) * real.unsqueeze(-1)
     tail = w["conv_tail"]
     if w["conv_weight"] is not None:

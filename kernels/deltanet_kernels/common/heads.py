@@ -30,6 +30,11 @@ def to_states(q: Tensor, k: Tensor, v: Tensor, normalize: bool, dtype: torch.dty
     return q, k, v
 
 
+def repeated(x: Tensor, size: int, times: int) -> Tensor:
+    """x [B, T, heads*size] with each head `times` times."""
+    return x.unflatten(-1, (-1, size)).repeat_interleave(times, dim=2).flatten(2) if times > 1 else x
+
+
 def stack_queries(q: Tensor, states: int) -> Tensor:
     """[M, HV*R, C, K] -> [M, HV, R*C, K]: the queries of a state as rows of one matrix."""
     return q.unflatten(1, (states, -1)).flatten(2, 3)

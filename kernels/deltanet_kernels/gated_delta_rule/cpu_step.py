@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from deltanet_kernels.arguments import StepCall
+from deltanet_kernels.common.heads import repeated
 from deltanet_kernels.common.rotation import rotate
 from deltanet_kernels.gated_delta_rule.cpu_recurrent import torch_recurrent_step_
 from deltanet_kernels.reference import torch_causal_conv1d, torch_gated_rms_norm
@@ -31,7 +32,8 @@ def compose_step_(parts: StepParts, call: StepCall) -> torch.Tensor:
     k_offset, eps, qk_silu, v_silu = call.k_offset, call.eps, call.qk_silu, call.v_silu
     sigmoid, allow_neg_eigval = call.use_beta_sigmoid_in_kernel, call.allow_neg_eigval
     (B, T), (K, V) = q.shape[:2], state.shape[2:]
-    q, k, v = (x.reshape(B, T, -1) for x in (q, k, v))
+    q = q.reshape(B, T, -1)
+    k, v = (repeated(x.reshape(B, T, -1), size, call.kv_repeats) for x, size in ((k, K), (v, V)))
     if padding is not None:
         hidden = padding.unsqueeze(-1)
         q, k, v = (x.masked_fill(hidden, 0.0) for x in (q, k, v))

@@ -196,6 +196,7 @@ def gated_delta_step_(
     allow_neg_eigval: bool = False,
     use_beta_sigmoid_in_kernel: bool = True,
     erase: Erase = "decayed",
+    kv_repeats: int = 1,
 ) -> torch.Tensor:
     """One or several decoding steps of a Gated DeltaNet layer between its projections; updates state and tail in place.
 
@@ -204,7 +205,7 @@ def gated_delta_step_(
         o = rmsnorm(gated_delta_rule(q, k, v, g, beta)) * norm_weight * silu(z)
 
     On CUDA one kernel computes this for one token, and for several tokens or several query heads per state up to a
-    state of 128 x 128; with a convolution it requires HQ = H = HV. Other calls run the separate kernels. No gradients.
+    state of 128 x 128; with a convolution it requires H = HV. Other calls run the separate kernels. No gradients.
     Head counts as for `chunk_gated_delta_rule`.
 
     Args:
@@ -231,6 +232,8 @@ def gated_delta_step_(
             to -1 (arXiv 2411.12537).
         use_beta_sigmoid_in_kernel: False if b is the write strength itself, up to 2.
         erase: "decayed", "off" or "undecayed", as for `chunk_gated_delta_rule`.
+        kv_repeats: number of neighbouring heads that read each head of k and v, which then have H / kv_repeats and
+            HV / kv_repeats heads. Each has channels of the convolution of its own.
 
     Returns:
         o [B, T, HO, V] in the dtype of v.
@@ -241,7 +244,7 @@ def gated_delta_step_(
     """
     call = StepCall(
         q, k, v, a, b, state, A_log, dt_bias, conv_weight, conv_tail, z, norm_weight, padding, cos, sin, k_offset,
-        scale, eps, qk_silu, v_silu, allow_neg_eigval, use_beta_sigmoid_in_kernel, erase,
+        scale, eps, qk_silu, v_silu, allow_neg_eigval, use_beta_sigmoid_in_kernel, erase, kv_repeats,
     )  # fmt: skip
     check_gated_delta_step(call)
     return dispatch.call("gated_delta_step_", torch_gated_delta_step_, q, call)  # type: ignore[no-any-return]

@@ -9,7 +9,7 @@
 
 A step of one token processes the state in slices of its columns. Several tokens, and several query heads that read one
 state, keep the complete state in a program's registers (step_kernels.py). If it does not fit there, and for
-convolutions whose channels several heads share, the separate kernels run.
+convolutions with key heads that several states share, the separate kernels run.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -31,18 +31,18 @@ from deltanet_kernels.gated_delta_rule.step_kernels import one_token_kernel, ste
 from deltanet_kernels.norm import gated_rms_norm_triton
 
 
-def _heads(q: torch.Tensor, k: torch.Tensor, state: torch.Tensor) -> tuple[int, int, int]:
-    """HQ, H and HV; q and k are [B, T, heads * K] or [B, T, heads, K]."""
+def _heads(q: torch.Tensor, k: torch.Tensor, state: torch.Tensor, kv_repeats: int) -> tuple[int, int, int]:
+    """HQ, H (repeated) and HV; q and k are [B, T, heads * K] or [B, T, heads, K]."""
     tokens = q.shape[0] * q.shape[1]
     HV, K = state.shape[1], state.shape[2]
-    return q.numel() // (tokens * K), k.numel() // (tokens * K), HV
+    return q.numel() // (tokens * K), k.numel() // (tokens * K) * kv_repeats, HV
 
 
 def _fake_delta_step_(
     q, k, v, a, b, state, A_log, dt_bias, conv_weight, conv_tail, z, norm_weight, padding, cos, sin, k_offset,
-    scale, eps, qk_silu, v_silu, allow_neg_eigval, use_beta_sigmoid_in_kernel=True, erase="decayed",
+    scale, eps, qk_silu, v_silu, allow_neg_eigval, use_beta_sigmoid_in_kernel=True, erase="decayed", kv_repeats=1,
 ):  # fmt: skip
-    HQ, _, HV = _heads(q, k, state)
+    HQ, _, HV = _heads(q, k, state, kv_repeats)
     return v.new_empty(q.shape[0], q.shape[1], max(HQ, HV), state.shape[3])
 
 
@@ -54,10 +54,10 @@ def delta_step_(
     padding: torch.Tensor | None, cos: torch.Tensor | None, sin: torch.Tensor | None,
     k_offset: torch.Tensor | None, scale: float, eps: float,
     qk_silu: bool, v_silu: bool, allow_neg_eigval: bool, use_beta_sigmoid_in_kernel: bool = True,
-    erase: str = "decayed",
+    erase: str = "decayed", kv_repeats: int = 1,
 ) -> torch.Tensor:  # fmt: skip
     """Return o [B, T, max(HQ, HV), V] and update the contiguous state and convolution tail in place."""
-    HQ, H, HV = _heads(q, k, state)
+    HQ, H, HV = _heads(q, k, state, kv_repeats)
     (B, T), (K, V) = q.shape[:2], state.shape[2:]
     W = 0 if conv_weight is None else conv_weight.shape[1]
     o = v.new_empty(B, T, max(HQ, HV), V)
@@ -80,6 +80,7 @@ def delta_step_(
         "DECAY": A_log is not None, "SIGMOID": use_beta_sigmoid_in_kernel, "READ": erase != "off",
         "UNDECAYED": erase == "undecayed",
         "Q_ROW": q_row, "K_ROW": k_row, "V_ROW": v_row, "A_ROW": a_row, "B_ROW": b_row, "Z_ROW": z_row,
+        "KV_REPEATS": kv_repeats,
     }  # fmt: skip
     if _in_slices(T, HQ, HV):
         width, warps, ahead = step_slices(K, V, B * HV, multiprocessors(state.device))
@@ -104,10 +105,10 @@ def gated_delta_step_triton_(call: StepCall) -> torch.Tensor:
     Raises:
         NotImplementedError: head sizes over 256, or dtypes other than float32, bfloat16, float16.
     """
-    HQ, H, HV = _heads(call.q, call.k, call.state)
+    HQ, H, HV = _heads(call.q, call.k, call.state, call.kv_repeats)
     K, V = call.state.shape[2:]
     check_supported(call.q.dtype, K, V)
-    shared = call.conv_weight is not None and not HQ == H == HV
+    shared = call.conv_weight is not None and (H != HV or HQ % HV != 0)
     large = power_of_two(K, 1) * power_of_two(V, 1) > MAX_STATE
     if shared or (large and not _in_slices(call.q.shape[1], HQ, HV)):
         return compose_step_(_PARTS, call)

@@ -48,9 +48,12 @@ def check_gated_delta_step(call: StepCall) -> None:
     for name, x in (("k", k), ("v", v)):
         if x.dtype != q.dtype:
             raise TypeError(f"{name}: got dtype {x.dtype}, needs {q.dtype} (the dtype of q)")
-    HQ, H = heads["q"], heads["k"]
-    if heads["v"] != HV:
-        raise ValueError(f"v: got {heads['v']} heads of {V}, needs the {HV} of the state")
+    if isinstance(call.kv_repeats, bool) or not isinstance(call.kv_repeats, int) or call.kv_repeats < 1:
+        raise ValueError(f"kv_repeats: got {call.kv_repeats!r}, needs an int of at least 1")
+    HQ, H = heads["q"], heads["k"] * call.kv_repeats
+    if heads["v"] * call.kv_repeats != HV:
+        times = f" / {call.kv_repeats}" if call.kv_repeats > 1 else ""
+        raise ValueError(f"v: got {heads['v']} heads of {V}, needs the {HV}{times} of the state")
     if HV % H or HQ % H or (HQ % HV and HV % HQ):
         raise ValueError(
             f"q: got {HQ} heads with {H} of k and {HV} of v, needs multiples of k's, one a multiple of the other"

@@ -1,7 +1,8 @@
 """The two kernels of step.py: one token with a slice of the state at a time, several tokens with the complete state.
 
-A program computes one head of one row. It can therefore normalise the output and, because the head's channels are its
-own, update the convolution's tail. The tokens of an input X are X_ROW elements apart, see `common/rows.py`.
+A program computes one state of one row, with the query heads that read it. It can therefore normalise the outputs and,
+because the channels of these heads are its own, update the convolution's tail. The tokens of an input X are X_ROW
+elements apart, see `common/rows.py`; KV_REPEATS neighbouring heads read the same channels of k and v.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment, misc"
@@ -127,20 +128,33 @@ def _move_tail(
     K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr,
     PADDING: tl.constexpr,
 ):  # fmt: skip
-    """Store the last W-1 inputs of head `head`. Requires HQ = H = HV, so that its channels are this program's alone."""
+    """Store the last W-1 inputs of state head `head`, which are this program's alone: H = HV, which divides HQ."""
     C: tl.constexpr = (HQ + H) * K + HV * V
+    GROUP: tl.constexpr = HQ // HV
     c = head * K + d
     c_v = head * V + f
-    q_new = _window(q, tail, padding, n, T - 1, T, c, md, 0, Q_ROW, C, W, PADDING)
+    q_new = ()
+    for m in tl.static_range(GROUP):
+        c_q = (head * GROUP + m) * K + d
+        q_new = q_new + _window(q, tail, padding, n, T - 1, T, c_q, md, 0, Q_ROW, C, W, PADDING)
     k_new = _window(k, tail, padding, n, T - 1, T, c, md, HQ * K, K_ROW, C, W, PADDING)
     v_new = _window(v, tail, padding, n, T - 1, T, c_v, mf, (HQ + H) * K, V_ROW, C, W, PADDING)
     tl.debug_barrier()  # every thread has read the old tail
     at = tail + (n * C + c) * (W - 1)
     at_v = tail + (n * C + (HQ + H) * K + c_v) * (W - 1)
+    for m in tl.static_range(GROUP):
+        at_q = tail + (n * C + (head * GROUP + m) * K + d) * (W - 1)
+        for w in tl.static_range(W - 1):
+            tl.store(at_q + w, q_new[m * W + w + 1].to(tail.dtype.element_ty), mask=md)
     for w in tl.static_range(W - 1):
-        tl.store(at + w, q_new[w + 1].to(tail.dtype.element_ty), mask=md)
         tl.store(at + HQ * K * (W - 1) + w, k_new[w + 1].to(tail.dtype.element_ty), mask=md)
         tl.store(at_v + w, v_new[w + 1].to(tail.dtype.element_ty), mask=mf)
+
+
+@triton.jit
+def _shift(head, size: tl.constexpr, REPEATS: tl.constexpr):
+    """From the place of head `head` to that of the head whose channels it reads."""
+    return (head // REPEATS - head) * size
 
 
 @triton.jit
@@ -156,7 +170,7 @@ def one_token_kernel(
     V_SILU: tl.constexpr, GATE: tl.constexpr, NORM: tl.constexpr, NORM_HEADS: tl.constexpr, PADDING: tl.constexpr,
     OFFSET: tl.constexpr, BETA: tl.constexpr, DECAY: tl.constexpr, SIGMOID: tl.constexpr, READ: tl.constexpr,
     UNDECAYED: tl.constexpr, Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, A_ROW: tl.constexpr,
-    B_ROW: tl.constexpr, Z_ROW: tl.constexpr, SLICE: tl.constexpr, AHEAD: tl.constexpr,
+    B_ROW: tl.constexpr, Z_ROW: tl.constexpr, KV_REPEATS: tl.constexpr, SLICE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Process one token with at most one query head per state; one program per (row, state head).
 
@@ -166,6 +180,8 @@ def one_token_kernel(
     SLICES: tl.constexpr = (V + SLICE - 1) // SLICE
     head = tl.program_id(0) % HV
     n = (tl.program_id(0) // HV).to(tl.int64)
+    k += _shift(head // (HV // H), K, KV_REPEATS)
+    v += _shift(head, V, KV_REPEATS)
     row = n * HV + head
     t = n * 0  # keeps t a tensor in the interpreter
     d = tl.arange(0, BK)
@@ -245,7 +261,7 @@ def step_kernel(
     V_SILU: tl.constexpr, GATE: tl.constexpr, NORM: tl.constexpr, NORM_HEADS: tl.constexpr, PADDING: tl.constexpr,
     OFFSET: tl.constexpr, BETA: tl.constexpr, DECAY: tl.constexpr, SIGMOID: tl.constexpr, READ: tl.constexpr,
     UNDECAYED: tl.constexpr, Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, A_ROW: tl.constexpr,
-    B_ROW: tl.constexpr, Z_ROW: tl.constexpr,
+    B_ROW: tl.constexpr, Z_ROW: tl.constexpr, KV_REPEATS: tl.constexpr,
 ):  # fmt: skip
     """Process T tokens, or several query heads per state; one program per (row, state head)."""
     HO: tl.constexpr = HQ if HQ > HV else HV
@@ -253,6 +269,8 @@ def step_kernel(
     C: tl.constexpr = (HQ + H) * K + HV * V
     head = tl.program_id(0) % HV
     n = (tl.program_id(0) // HV).to(tl.int64)
+    k += _shift(head // (HV // H), K, KV_REPEATS)
+    v += _shift(head, V, KV_REPEATS)
     d = tl.arange(0, BK)
     e = tl.arange(0, BV)
     md = d < K

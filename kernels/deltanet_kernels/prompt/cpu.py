@@ -6,14 +6,15 @@ import torch
 from torch.nn import functional as F
 
 from deltanet_kernels.arguments import PromptInputs, PromptInputsCall
+from deltanet_kernels.common.heads import repeated
 from deltanet_kernels.common.rotation import rotate
 from deltanet_kernels.reference import torch_causal_conv1d
 
 
 def torch_prompt_inputs(call: PromptInputsCall) -> PromptInputs:
     """`deltanet_kernels.prompt_inputs` in PyTorch, with every result between two operations rounded to its dtype."""
-    repeated = (_repeated(x, call.head_dim, call.kv_repeats) for x in (call.k, call.v))
-    parts, ends = [call.q, *repeated], []
+    kv = (repeated(x, call.head_dim, call.kv_repeats) for x in (call.k, call.v))
+    parts, ends = [call.q, *kv], []
     if call.conv_weight is not None:
         sizes = [x.shape[2] for x in parts]
         tails = [None] * 3 if call.conv_tail is None else call.conv_tail.split(sizes, dim=1)
@@ -35,11 +36,6 @@ def torch_prompt_inputs(call: PromptInputsCall) -> PromptInputs:
         v = F.silu(v)
     window_q, window_k = window or (None, None)
     return PromptInputs(q, k, v, window_q, window_k, torch.cat(ends, dim=1) if ends else None)
-
-
-def _repeated(x: torch.Tensor, head_dim: int, times: int) -> torch.Tensor:
-    """x [B, T, heads*D] with each head `times` times."""
-    return x.unflatten(-1, (-1, head_dim)).repeat_interleave(times, dim=2).flatten(2) if times > 1 else x
 
 
 def torch_gate_values(

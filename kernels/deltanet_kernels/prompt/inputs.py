@@ -88,8 +88,9 @@ def _stored(y, y_TC, offset, at, c, m, OFFSET: tl.constexpr, SILU: tl.constexpr)
 def _head(
     x, y, plain, weight, tail, new_tail, offset, cos, sin, b, tile, head, T, HEADS: tl.constexpr,
     PLAIN_HEADS: tl.constexpr, REPEATS: tl.constexpr, OFFSETS: tl.constexpr, X_ROW: tl.constexpr,
-    FIRST: tl.constexpr, C: tl.constexpr, W: tl.constexpr, D: tl.constexpr, R: tl.constexpr, ROPE_ROWS: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr,
-    SILU: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr,
+    FIRST: tl.constexpr, C: tl.constexpr, W: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
+    ROPE_ROWS: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, SILU: tl.constexpr, INITIAL: tl.constexpr,
+    FINAL: tl.constexpr,
 ):  # fmt: skip
     """One head of y [B, T, HEADS, D], and of plain [B, T, PLAIN_HEADS, D], the last heads of x without convolution."""
     own_head = head // REPEATS
@@ -149,9 +150,9 @@ def _head(
 def prompt_inputs_kernel(
     q, k, v, q_y, k_y, v_y, q_plain, k_plain, weight, tail, new_tail, offset, cos, sin, T,
     HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, PLAIN_Q: tl.constexpr, PLAIN_K: tl.constexpr,
-    KV_REPEATS: tl.constexpr, OFFSETS: tl.constexpr, Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, C: tl.constexpr,
-    W: tl.constexpr, D: tl.constexpr, R: tl.constexpr, ROPE_ROWS: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr,
-    QK_SILU: tl.constexpr, V_SILU: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr,
+    KV_REPEATS: tl.constexpr, OFFSETS: tl.constexpr, Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr,
+    C: tl.constexpr, W: tl.constexpr, D: tl.constexpr, R: tl.constexpr, ROPE_ROWS: tl.constexpr, BT: tl.constexpr,
+    BH: tl.constexpr, QK_SILU: tl.constexpr, V_SILU: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr,
 ):  # fmt: skip
     """One program per row, BT tokens and head of q, k and v (HV = 0: v stays as it is); rows of x are X_ROW apart."""
     HEADS: tl.constexpr = HQ + HK + HV
@@ -217,8 +218,9 @@ def prompt_inputs_op(
         prompt_inputs_kernel, B * cdiv(T, BT) * sum(heads),
         q, k, v, q_y, k_y, v_y, q_plain, k_plain, weight, tail, new_tail, *dense, T,
         HQ=heads[0], HK=heads[1], HV=heads[2], PLAIN_Q=heads[0] if window_heads else 0, PLAIN_K=window_heads,
-        KV_REPEATS=kv_repeats, OFFSETS=0 if k_offset is None else len(k_offset), Q_ROW=q_row, K_ROW=k_row, V_ROW=v_row, C=CQ + CK + CV, W=W,
-        D=D, R=0 if cos is None else cos.shape[2], ROPE_ROWS=cos is not None and cos.shape[0] > 1, BT=BT, BH=BH,
+        KV_REPEATS=kv_repeats, OFFSETS=0 if k_offset is None else len(k_offset), Q_ROW=q_row, K_ROW=k_row, V_ROW=v_row,
+        C=CQ + CK + CV, W=W, D=D, R=0 if cos is None else cos.shape[2],
+        ROPE_ROWS=cos is not None and cos.shape[0] > 1, BT=BT, BH=BH,
         QK_SILU=qk_silu, V_SILU=v_silu, INITIAL=tail is not None and W > 1, FINAL=final and W > 1,
         num_warps=4,
     )  # fmt: skip

@@ -36,7 +36,8 @@ def prompt_inputs(
     Args:
         q, k, v: [B, T, HQ*D], [B, T, HK*D], [B, T, HV*D] in one dtype; T >= 1. They may be slices of one tensor.
         head_dim: D.
-        conv_weight: [C, W] over the C channels of q|k|v, k and v repeated, the last column on the current token; None for no convolution.
+        conv_weight: [C, W] over the C channels of q|k|v, k and v repeated, the last column on the current token; None
+            for no convolution.
         conv_tail: the W-1 inputs before the first token, oldest first [B, C, W-1]; zeros by default.
         cos, sin: [B, T, R] or [1, T, R], R even and <= D: the first R channels of each head of q and k are rotated,
             channel i < R/2 against channel i + R/2; None for no rotation.
@@ -48,9 +49,9 @@ def prompt_inputs(
             channels of the convolution of its own.
 
     Returns:
-        q [B, T, HQ, D], k and v [B, T, heads * kv_repeats, D] and, with `window_heads`, window_q [B, T, HQ, D] and window_k
-        [B, T, window_heads, D] in the dtype of q; the new tail [B, C, W-1] in that dtype. None for what is not wanted;
-        v is a view of the argument where nothing changes it.
+        q [B, T, HQ, D], k and v [B, T, heads * kv_repeats, D] and, with `window_heads`, window_q [B, T, HQ, D] and
+        window_k [B, T, window_heads, D] in the dtype of q; the new tail [B, C, W-1] in that dtype. None for what is not
+        wanted; v is a view of the argument where nothing changes it.
 
     Raises:
         ValueError: shapes, devices or numbers of heads that do not fit, T = 0, a tail without a convolution, or
