@@ -13,6 +13,7 @@
     deferred_sum.py       sums that are put off for them
     recorders.py          how a device records work; the tests add a recorder for CPUs
     graphed_step.py       the recorded step for other loops than `generate`
+    compiled_forward.py   torch.compile's form of a model, which `graphed_step` can record instead
     fixed_cache.py        the tensors of a cache at addresses that stay
     fixed_key_values.py   growing keys and values in a fixed number of places, and their masks
 

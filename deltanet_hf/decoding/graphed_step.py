@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from deltanet_hf.decoding.compiled_forward import compiled_forward
 from deltanet_hf.decoding.fixed_cache import NotRecordable, capacity_for, layout, parts_of
 from deltanet_hf.decoding.projections import join_projections
 from deltanet_hf.decoding.recorded_step import RecordedStep
@@ -18,13 +19,16 @@ from deltanet_hf.sessions.snapshot import Snapshot
 
 
 @torch.no_grad()
-def graphed_step(model: PreTrainedModel, cache: Cache, tokens: int) -> Callable[[Tensor], Tensor]:
+def graphed_step(
+    model: PreTrainedModel, cache: Cache, tokens: int, compiled: bool = False
+) -> Callable[[Tensor], Tensor]:
     """Record the step of a model, converted or not, on a cache that holds prompts without padding.
 
     The step runs once before that, which compiles and loads its kernels; the cache is rewound afterwards.
 
     Args:
         tokens: the largest number of further tokens.
+        compiled: record the model's forward as torch.compile makes it, without this package's fused norms.
 
     Returns:
         A function of tokens [B, 1] int64 that reads them into the cache and returns logits [B, 1, vocabulary], which
@@ -41,7 +45,8 @@ def graphed_step(model: PreTrainedModel, cache: Cache, tokens: int) -> Callable[
     with torch.inference_mode(False):  # such tensors may be changed in both modes
         ids, positions = (torch.full((_rows(cache), 1), start, device=model.device) for start in (0, seen))
         inputs = {"input_ids": ids, "position_ids": positions}
-        step = RecordedStep(model, cache, inputs, capacity_for(seen + tokens, seen + tokens), key=None)
+        forward = compiled_forward(model) if compiled else None
+        step = RecordedStep(model, cache, inputs, capacity_for(seen + tokens, seen + tokens), None, forward)
     step.set_inputs(inputs)
     step.fixed.load(cache, seen, None)
     step.run(model, cache)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -29,10 +30,20 @@ class RecordedStep:
         inputs: of the model's forward: `input_ids` [B, 1] and `position_ids`.
         capacity: see `FixedCache`.
         key: of everything that the recording depends on beside the number of tokens.
+        compiled: takes the place of the model's forward, with the norms as the model has them.
     """
 
-    def __init__(self, model: Any, cache: Cache, inputs: dict[str, Any], capacity: int, key: Any) -> None:
+    def __init__(
+        self,
+        model: Any,
+        cache: Cache,
+        inputs: dict[str, Any],
+        capacity: int,
+        key: Any,
+        compiled: Callable[..., Any] | None = None,
+    ) -> None:
         self.key, self.batch = key, len(inputs["input_ids"])
+        self._compiled = compiled
         self._ids, self._positions = (torch.empty_like(inputs[name]) for name in ("input_ids", "position_ids"))
         eager = model.config._attn_implementation == "eager"
         dtype = model.get_input_embeddings().weight.dtype if eager else torch.bool
@@ -51,8 +62,9 @@ class RecordedStep:
     def run(self, model: Any, cache: Cache) -> Tensor:
         """The step on the inputs that were set, as separate launches: logits [B, 1, vocabulary]."""
         self.fixed.enter()
-        with _attention_over_places(model), fused_norms(model):
-            logits: Tensor = model(
+        norms = fused_norms(model) if self._compiled is None else nullcontext()
+        with _attention_over_places(model), norms:
+            logits: Tensor = (self._compiled or model)(
                 input_ids=self._ids,
                 position_ids=self._positions,
                 attention_mask=self.fixed.mask,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import sys
 from pathlib import Path
@@ -14,10 +15,12 @@ from transformers import DynamicCache
 
 from deltanet_hf.decoding import fixed_cache
 from deltanet_hf.decoding.graphed_step import graphed_step
+from deltanet_hf.decoding.obstacles import is_replaced
 from deltanet_hf.decoding.recorders import RECORDERS
 from deltanet_hf.errors import QualityError, UserError
 from deltanet_hf.evaluation.measures import speed
-from deltanet_hf.evaluation.measures.decoding_mode import EAGER, GRAPH, MODES, read
+from deltanet_hf.evaluation.measures.decoding_mode import COMPILED, EAGER, GRAPH, MODES, read
+from deltanet_hf.evaluation.speed.bench import Conditions, Subject, measure
 from deltanet_hf.evaluation.speed.check_decoding import check_decoding, rounding_noise
 from deltanet_hf.evaluation.speed.naming import kind_of, shape_of
 from deltanet_hf.evaluation.speed.random_models import SHAPES, random_model
@@ -193,6 +196,50 @@ def test_decoding_by_a_graph(kind: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert found[0] == found[1]
 
 
+def test_decoding_by_a_graph_of_the_compiled_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_student("llama", layers=HYBRID)
+    with pytest.raises(UserError, match=r"--mode compiled: .* on cpu.*; use --mode graph"):
+        check_decoding(model, COMPILED, length=40)
+    recorder, graphs = Recorder(), []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setitem(RECORDERS, "cpu", recorder)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    torch.compiler.reset()
+    before = set(vars(model))
+    assert check_decoding(model, COMPILED, length=40) <= 1e-2
+    assert (recorder.recorded, recorder.replayed, len(graphs)) == (1, 8, 1)
+    assert set(vars(model)) == before
+    assert not any(is_replaced(module) for module in model.modules())
+
+
+def test_a_step_that_cannot_be_compiled_has_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RECORDERS, "cpu", Recorder())
+    for error, raised, said in (
+        (RuntimeError("no\n kernel"), UserError, r"cannot be compiled and recorded \(no kernel\); use --mode graph"),
+        (torch.OutOfMemoryError("full"), torch.OutOfMemoryError, "full"),
+    ):
+
+        def broken(*_: Any, error: Exception = error, **__: Any) -> Any:
+            raise error
+
+        monkeypatch.setattr(torch, "compile", lambda *_, broken=broken, **__: broken)
+        with pytest.raises(raised, match=said):
+            check_decoding(tiny_teacher("llama"), COMPILED, length=40)
+
+
+def test_a_mode_that_cannot_be_had_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed, "_DECODED", 2)
+    lines: list[str] = []
+    conditions = Conditions(contexts=[16], batches=[2], modes=["compiled", "graph", "eager"], repeats=1)
+    rows = measure([Subject("tiny", "all", lambda: tiny_student("llama"))], conditions, lines.append)
+    assert [row["mode"] for row in rows] == ["eager"]
+    assert [line.partition(": not measured: --mode ")[2][:8] for line in lines[:2]] == ["compiled", "graph: t"]
+
+
 def test_a_graph_has_places_for_its_tokens_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(RECORDERS, "cpu", Recorder())
     monkeypatch.setattr(fixed_cache, "SPARE", 0)
@@ -217,7 +264,7 @@ def test_a_speed_is_that_of_all_sequences_of_a_batch(monkeypatch: pytest.MonkeyP
     cache = DynamicCache(config=model.config)
     model(torch.zeros(3, 10, dtype=torch.long), past_key_values=cache, use_cache=True)
     assert point.cache_bytes == cache_bytes(cache)
-    assert MODES == {"eager": EAGER, "graph": GRAPH}
+    assert MODES == {"eager": EAGER, "graph": GRAPH, "compiled": COMPILED}
 
 
 def test_what_does_not_fit_has_no_row(

@@ -10,9 +10,11 @@ import torch
 from transformers import PreTrainedModel
 
 from deltanet_hf.decoding import decoded_by, recorders
+from deltanet_hf.decoding.obstacles import is_replaced
+from deltanet_hf.evaluation.measures.decoding_mode import COMPILED, EAGER, read
 from deltanet_hf.mixers import MIXERS
 from deltanet_hf.models.families import FAMILIES
-from support.tiny_models import HYBRID, mixed_mixture_table, mixture_table, tiny_mixture, tiny_student
+from support.tiny_models import HYBRID, mixed_mixture_table, mixture_table, tiny_mixture, tiny_student, tiny_teacher
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 TOKENS = torch.randint(3, 97, (3, 9), generator=torch.Generator().manual_seed(4))
@@ -102,3 +104,23 @@ def test_a_recording_takes_less_than_two_seconds(monkeypatch: pytest.MonkeyPatch
     generate(model)
     assert decoded_by(model) == "CUDA graph"
     assert max(times) < 2.0
+
+
+@pytest.mark.parametrize("kind", ["teacher", "all", "half"])
+def test_a_graph_of_the_compiled_model(kind: str) -> None:
+    model = (
+        tiny_teacher("llama") if kind == "teacher" else tiny_student("llama", layers=None if kind == "all" else HYBRID)
+    )
+    model.cuda()
+    found = []
+    for mode in (EAGER, COMPILED):
+        cache, texts = mode.cache(model, 0), []
+        with torch.inference_mode():
+            token = read(model, TOKENS.cuda(), cache)
+            step = mode.step(model, cache)
+            for _ in range(24):
+                texts.append(token.clone())
+                token = step(token)
+        found.append(torch.cat(texts, dim=1).tolist())
+    assert found[0] == found[1]
+    assert not any(is_replaced(module) for module in model.modules())

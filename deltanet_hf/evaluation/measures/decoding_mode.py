@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from deltanet_hf.decoding.fixed_cache import NotRecordable
 from deltanet_hf.decoding.graphed_step import graphed_step
-from deltanet_hf.errors import UserError
+from deltanet_hf.errors import UserError, one_line
 
 MOST_STEPS = 64  # of a step made here
 Step = Callable[[Tensor], Tensor]
@@ -55,6 +56,19 @@ def _graphed(model: PreTrainedModel, cache: Cache) -> Step:
     return lambda token: logits(token).argmax(-1)
 
 
+def _compiled(model: PreTrainedModel, cache: Cache) -> Step:
+    try:
+        logits = graphed_step(model, cache, MOST_STEPS, compiled=True)
+    except torch.OutOfMemoryError:
+        raise
+    except (NotRecordable, RuntimeError) as error:  # torch.compile's own errors are RuntimeErrors
+        reason = one_line(error, 300)
+        raise UserError(
+            f"--mode compiled: the decoding step cannot be compiled and recorded ({reason}); use --mode graph"
+        ) from error
+    return lambda token: logits(token).argmax(-1)
+
+
 def read(model: PreTrainedModel, tokens: Tensor, cache: Cache) -> Tensor:
     """Read tokens [B, T] into the cache; the likeliest next tokens [B, 1]."""
     return model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1:].argmax(-1)
@@ -62,4 +76,5 @@ def read(model: PreTrainedModel, tokens: Tensor, cache: Cache) -> Tensor:
 
 EAGER = Mode("eager", _growing, _eager)
 GRAPH = Mode("graph", _growing, _graphed)
-MODES = {mode.name: mode for mode in (EAGER, GRAPH)}
+COMPILED = Mode("compiled", _growing, _compiled)
+MODES = {mode.name: mode for mode in (EAGER, GRAPH, COMPILED)}

@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 
-from deltanet_hf.evaluation.measures.decoding_mode import EAGER, Mode, read
+from deltanet_hf.evaluation.measures.decoding_mode import EAGER, Mode, Step, read
 from deltanet_hf.mixers.state import cache_bytes
 
 _DECODED = 16  # steps
@@ -52,15 +53,12 @@ def measure_speed(
             torch.cuda.reset_peak_memory_stats(model.device)
             before = torch.cuda.memory_allocated(model.device)
         cache = mode.cache(model, length + _DECODED)
-        start = _now(cuda)
-        token = read(model, ids, cache)
-        prefills.append(_now(cuda) - start)
+        seconds, token = timed_prompt(model, ids, cache)
+        prefills.append(seconds)
         held = cache_bytes(cache)
         step = mode.step(model, cache)
-        start = _now(cuda)
-        for _ in range(_DECODED):
-            token = step(token)
-        decodings.append(_now(cuda) - start)
+        seconds, _ = timed_steps(step, token, _DECODED)
+        decodings.append(seconds)
         del step
     return SpeedPoint(
         length=length,
@@ -69,6 +67,23 @@ def measure_speed(
         cache_bytes=held,
         peak_bytes=torch.cuda.max_memory_allocated(model.device) - before if cuda else None,
     )
+
+
+def timed_prompt(model: PreTrainedModel, ids: Tensor, cache: Cache) -> tuple[float, Tensor]:
+    """Read prompts [B, T] into an empty cache: the seconds that it takes, and the likeliest next tokens [B, 1]."""
+    cuda = ids.device.type == "cuda"
+    start = _now(cuda)
+    token = read(model, ids, cache)
+    return _now(cuda) - start, token
+
+
+def timed_steps(step: Step, token: Tensor, count: int) -> tuple[float, Tensor]:
+    """Decode `count` tokens greedily after the tokens [B, 1]: the seconds that it takes, and the last tokens [B, 1]."""
+    cuda = token.device.type == "cuda"
+    start = _now(cuda)
+    for _ in range(count):
+        token = step(token)
+    return _now(cuda) - start, token
 
 
 def random_tokens(model: PreTrainedModel, batch: int, length: int, seed: int) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from deltanet_hf.errors import QualityError
+from deltanet_hf.errors import QualityError, UserError
 from deltanet_hf.evaluation.measures.decoding_mode import MODES
 from deltanet_hf.evaluation.measures.speed import measure_speed
 from deltanet_hf.evaluation.speed.check_decoding import check_decoding
@@ -47,7 +47,8 @@ class Conditions:
 def measure(subjects: Iterable[Subject], conditions: Conditions, say: Callable[[str], None]) -> list[Row]:
     """The rows of all models; `say` receives lines of progress.
 
-    What does not fit in memory, and modes that decode other tokens than a complete forward pass, have no rows.
+    What does not fit in memory, and modes that cannot be had on the device or that decode other tokens than a complete
+    forward pass, have no rows.
     """
     rows: list[Row] = []
     for subject in subjects:
@@ -56,7 +57,7 @@ def measure(subjects: Iterable[Subject], conditions: Conditions, say: Callable[[
             name = f"{subject.shape} {subject.kind}, {mode}"
             try:
                 worst = check_decoding(model, MODES[mode], length=min(300, max(conditions.contexts)))
-            except QualityError as error:
+            except (QualityError, UserError) as error:
                 say(f"{name}: not measured: {error}")
                 continue
             say(f"{name}: greedy tokens are right (rounding: {worst:.3f})")
@@ -91,7 +92,7 @@ def _row(subject: Subject, model: PreTrainedModel, mode: str, batch: int, contex
 
 
 def write_rows(path: Path, rows: Sequence[Row], facts: dict[str, Any]) -> None:
-    """Write the rows with the machine, the command and `facts` as JSON, one line per row."""
+    """Write the rows with the machine, the command and `facts`, which may name another one, as JSON: a line per row."""
     head = json.dumps({"machine": machine(), "command": command(), **facts}, indent=1)[:-2]
     lines = ",\n  ".join(json.dumps(row) for row in rows)
     write_atomically(path, f'{head},\n "rows": [\n  {lines}\n ]\n}}\n'.encode())

@@ -27,7 +27,9 @@ def bench_command(
     mode: Annotated[
         list[str] | None,
         typer.Option(
-            help="How to decode, repeatable: eager, or graph, which replays a CUDA graph.", show_default="eager"
+            help="How to decode, repeatable: eager, graph, which replays a CUDA graph, or compiled, which replays a "
+            "CUDA graph of what torch.compile makes of the model.",
+            show_default="eager",
         ),
     ] = None,
     context: Annotated[

@@ -1,0 +1,127 @@
+"""One model measured at several batch sizes and context lengths, in several modes of decoding."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from deltanet_hf.errors import QualityError, UserError, one_line
+from deltanet_hf.evaluation.measures.decoding_mode import COMPILED, EAGER, Mode
+from deltanet_hf.evaluation.measures.speed import random_tokens, timed_prompt, timed_steps
+from deltanet_hf.evaluation.speed.check_decoding import check_decoding
+from deltanet_hf.mixers.state import cache_bytes
+
+Point = tuple[int, int]
+"""Sequences, and the tokens of each prompt."""
+PREFILLS = 3  # timed
+SLOW = 4.0  # seconds of a prefill that is timed only once
+DECODINGS, STEPS = 3, 16
+
+
+class Prefill(NamedTuple):
+    """What reading prompts took, of all sequences together, and what it left."""
+
+    tokens_per_s: float
+    cache_mb: float
+    repeats: int
+
+
+class _Filled(NamedTuple):
+    """A cache that holds prompts, and the likeliest next tokens [B, 1]."""
+
+    cache: Cache
+    token: Tensor
+
+
+class ModelAtPoints:
+    """Measures a model.
+
+    Args:
+        prefills: that have been measured before.
+        check_compiled_at: where compiled decoding is checked. A shape that is measured too is compiled once for both.
+    """
+
+    def __init__(self, model: PreTrainedModel, prefills: dict[Point, Prefill], check_compiled_at: Point) -> None:
+        self._model, self._prefills = model, prefills
+        self._check_compiled_at = check_compiled_at
+        self._checked: dict[str, Exception | None] = {}
+
+    @torch.inference_mode()
+    def measure(self, mode: Mode, point: Point) -> dict[str, Any]:
+        """The figures of a row.
+
+        Raises:
+            QualityError: the mode decodes other tokens than a complete forward pass.
+            UserError: the mode cannot be had for this model.
+            torch.OutOfMemoryError: the point does not fit.
+        """
+        _free()
+        self._check(mode)
+        _free()
+        ids = random_tokens(self._model, *point, seed=1234)
+        filled = None
+        if point not in self._prefills:
+            self._prefills[point], filled = self._prefill(ids)
+        if filled is None:
+            filled = self._fill(ids)[1]
+        prefill = self._prefills[point]
+        return {
+            "prefill_tokens_per_s": prefill.tokens_per_s,
+            "decode_ms": round(1000 * self._step_seconds(mode, filled), 4),
+            "cache_mb": prefill.cache_mb,
+            "repeats": prefill.repeats,
+        }
+
+    def _check(self, mode: Mode) -> None:
+        if mode.name not in self._checked:
+            try:
+                if mode.name == COMPILED.name:
+                    batch, length = self._check_compiled_at
+                    worst = check_decoding(self._model, mode, batch, length)
+                else:
+                    worst = check_decoding(self._model, mode)
+            except (QualityError, UserError) as error:
+                # Not the error itself, whose frames hold caches.
+                self._checked[mode.name] = type(error)(one_line(error))
+            else:
+                self._checked[mode.name] = None
+                print(f"{mode.name}: greedy tokens are right (rounding: {worst:.3f})", flush=True)
+        if (refused := self._checked[mode.name]) is not None:
+            raise refused
+
+    def _fill(self, ids: Tensor) -> tuple[float, _Filled]:
+        cache = EAGER.cache(self._model, 0)
+        seconds, token = timed_prompt(self._model, ids, cache)
+        return seconds, _Filled(cache, token)
+
+    def _prefill(self, ids: Tensor) -> tuple[Prefill, _Filled]:
+        """Time prompts after a run that loads the kernels; also returns what the last of them left."""
+        _, filled = self._fill(ids)
+        times: list[float] = []
+        while not times or (len(times) < PREFILLS and times[0] <= SLOW):
+            del filled  # before the next cache is made
+            seconds, filled = self._fill(ids)
+            times.append(seconds)
+        rate = round(ids.numel() / statistics.median(times), 1)
+        return Prefill(rate, round(cache_bytes(filled.cache) / 1e6, 3), len(times)), filled
+
+    def _step_seconds(self, mode: Mode, filled: _Filled) -> float:
+        step = mode.step(self._model, filled.cache)
+        _, token = timed_steps(step, filled.token, STEPS)
+        times = []
+        for _ in range(DECODINGS):
+            seconds, token = timed_steps(step, token, STEPS)
+            times.append(seconds)
+        return statistics.median(times) / STEPS
+
+
+def _free() -> None:
+    """Give back what the last row held: graphs and compiled functions refer to themselves."""
+    gc.collect()
+    torch.cuda.empty_cache()

@@ -1,0 +1,191 @@
+"""The benchmark of reading and decoding: order, rows, resumption, errors, and the end of its time."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deltanet_hf.decoding.recorders import RECORDERS
+from deltanet_hf.errors import QualityError, UserError
+from deltanet_hf.evaluation.measures.decoding_mode import EAGER, MODES, MOST_STEPS
+from deltanet_hf.evaluation.speed.random_models import KINDS, SHAPES
+from deltanet_hf.mixers.state import cache_bytes
+from deltanet_recipes.benchmarks import end_to_end, model_at_points
+from deltanet_recipes.benchmarks.end_to_end import benchmark, turns
+from deltanet_recipes.benchmarks.model_at_points import ModelAtPoints
+from support.replayed_step import Recorder
+from support.tiny_models import tiny_teacher
+
+TINY: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 97,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SHAPES, "135M", TINY)
+    monkeypatch.setattr(end_to_end, "POINTS", [(1, 16), (2, 24)])
+    monkeypatch.setattr(model_at_points, "STEPS", 2)
+    monkeypatch.setattr(end_to_end, "chosen_device", lambda name: torch.device("cpu"))
+
+
+def options(output: Path, **changes: Any) -> argparse.Namespace:
+    every = {"shapes": ["135M"], "kinds": list(KINDS), "modes": ["eager"], "minutes": None}
+    return argparse.Namespace(output=output, **{**every, **changes})
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return json.loads(path.read_text())["rows"]
+
+
+def labels(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["kind"], row["mode"], row["batch"], row["context"]
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, place: Any, name: str) -> list[tuple[Any, ...]]:
+    calls: list[tuple[Any, ...]] = []
+    before = getattr(place, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        return before(*args, **kwargs)
+
+    monkeypatch.setattr(place, name, call)
+    return calls
+
+
+def test_models_are_compiled_after_everything_else() -> None:
+    modes = ["eager", "graph"]
+    first = [(shape, kind, modes) for shape in ("135M", "1B", "8B") for kind in ("teacher", "all", "hybrid25")]
+    again = [(shape, kind, ["compiled"]) for shape, kind, _ in first]
+    assert list(turns(list(SHAPES), list(KINDS), list(MODES))) == first + again
+    assert list(turns(["1B"], ["all"], ["compiled"])) == [("1B", "all", ["compiled"])]
+    assert list(turns(["1B"], ["all"], ["graph"])) == [("1B", "all", ["graph"])]
+
+
+def test_rows_and_resumption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modes share a model and its prefill, also across runs; nothing is measured twice."""
+    monkeypatch.setitem(RECORDERS, "cpu", Recorder())
+    models = counted(monkeypatch, end_to_end, "random_model")
+    prompts = counted(monkeypatch, model_at_points, "timed_prompt")
+    checks = counted(monkeypatch, model_at_points, "check_decoding")
+    path = tmp_path / "new" / "rows.json"
+    benchmark(options(path, modes=["eager", "graph"], kinds=["teacher", "hybrid25"]))
+    rows, points = rows_of(path), [(1, 16), (2, 24)]
+    assert [labels(row) for row in rows] == [
+        (kind, mode, *point) for kind in ("teacher", "hybrid25") for point in points for mode in ("eager", "graph")
+    ]
+    keys = {"shape", "kind", "mode", "batch", "context", "prefill_tokens_per_s", "decode_ms", "cache_mb", "repeats"}
+    assert all(set(row) == keys and row["decode_ms"] > 0 and row["repeats"] == 3 for row in rows)
+    for eager, graph in zip(rows[::2], rows[1::2], strict=True):
+        assert eager["prefill_tokens_per_s"] == graph["prefill_tokens_per_s"] > 0
+        assert eager["cache_mb"] == graph["cache_mb"]
+        tokens = eager["batch"] * eager["context"]
+        if eager["kind"] == "teacher":  # 4 layers, 2 heads of 8 channels, keys and values, 2 bytes
+            assert eager["cache_mb"] == round(tokens * 4 * 2 * 8 * 2 * 2 / 1e6, 3)
+    # One run that loads kernels and three timed ones, whose cache the first mode decodes on; one for the second mode.
+    assert (len(models), len(prompts), len(checks)) == (2, 2 * 2 * 5, 4)
+    document = json.loads(path.read_text())
+    assert document["command"] == "python -m deltanet_recipes.benchmarks.end_to_end --output rows.json"
+
+    benchmark(options(path, modes=["eager", "graph"], kinds=["teacher", "hybrid25"]))
+    assert (len(models), rows_of(path)) == (2, rows)
+    write = json.dumps({**document, "rows": [row for row in rows if labels(row) != ("teacher", "graph", 2, 24)]})
+    path.write_text(write)
+    benchmark(options(path, modes=["eager", "graph"], kinds=["teacher", "hybrid25"]))
+    assert (len(models), len(prompts), len(checks)) == (3, 21, 5)
+    assert sorted(map(labels, rows_of(path))) == sorted(map(labels, rows))
+    assert rows_of(path)[-1]["prefill_tokens_per_s"] == rows[3]["prefill_tokens_per_s"]
+
+
+def test_errors_are_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are not measured again; an error of another kind ends the run, and the next one begins behind it."""
+    path, failures = tmp_path / "rows.json", iter((torch.OutOfMemoryError("full"), None, ZeroDivisionError("lost")))
+
+    def check(model: Any, mode: Any, *_: Any) -> float:
+        if mode.name == "graph":
+            raise QualityError("graph: a greedily decoded token is\n wrong")
+        return 0.0
+
+    def fill(*args: Any) -> Any:
+        if (failure := next(failures)) is not None:
+            raise failure
+        return before(*args)
+
+    before = model_at_points.timed_steps
+    monkeypatch.setattr(model_at_points, "check_decoding", check)
+    monkeypatch.setattr(model_at_points, "timed_steps", fill)
+    monkeypatch.setattr(model_at_points, "DECODINGS", 1)
+    chosen = options(path, modes=["eager", "graph", "compiled"], kinds=["teacher"])
+    with pytest.raises(ZeroDivisionError):
+        benchmark(chosen)
+    errors = {labels(row): row.get("error") for row in rows_of(path)}
+    wrong = "graph: a greedily decoded token is wrong"
+    assert errors == {
+        ("teacher", "eager", 1, 16): "out of memory",
+        ("teacher", "graph", 1, 16): wrong,
+        ("teacher", "eager", 2, 24): "ZeroDivisionError: lost",
+    }
+    monkeypatch.setattr(model_at_points, "timed_steps", before)
+    benchmark(chosen)
+    rows = rows_of(path)
+    assert [labels(row)[1:] for row in rows[3:]] == [("graph", 2, 24), ("compiled", 1, 16), ("compiled", 2, 24)]
+    assert rows[3]["error"] == wrong
+    assert all("--mode compiled: the decoding step cannot" in row["error"] for row in rows[4:])
+    assert not any("decode_ms" in row for row in rows)
+
+
+def test_the_time_ends_after_a_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, clock = tmp_path / "rows.json", [0.0]
+    monkeypatch.setattr(model_at_points, "check_decoding", lambda *_: 0.0)
+    monkeypatch.setattr(end_to_end.time, "monotonic", lambda: clock[0])
+    models = counted(monkeypatch, end_to_end, "random_model")
+    before = ModelAtPoints.measure
+
+    def measure(*args: Any) -> dict[str, Any]:
+        clock[0] += 40
+        return before(*args)
+
+    monkeypatch.setattr(ModelAtPoints, "measure", measure)
+    for count, made, minutes in ((3, 2, 1.5), (3, 2, 0.0), (4, 3, 0.5), (6, 4, None)):
+        benchmark(options(path, minutes=minutes))
+        assert (len(rows_of(path)), len(models)) == (count, made)
+        assert ("the same command goes on" in capsys.readouterr().out) == (minutes is not None)
+
+
+@pytest.mark.parametrize(("seconds", "repeats"), [(5.0, 1), (3.0, 3)])
+def test_a_slow_prefill_is_timed_once(seconds: float, repeats: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_teacher("llama")
+    before = model_at_points.timed_prompt
+    monkeypatch.setattr(model_at_points, "check_decoding", lambda *_: 0.0)
+    monkeypatch.setattr(model_at_points, "timed_prompt", lambda *args: (seconds, before(*args)[1]))
+    row = ModelAtPoints(model, {}, (1, 8)).measure(EAGER, (3, 20))
+    assert (row["repeats"], row["prefill_tokens_per_s"]) == (repeats, 60 / seconds)
+    cache = EAGER.cache(model, 0)
+    before(model, torch.zeros(3, 20, dtype=torch.long), cache)
+    assert row["cache_mb"] == round(cache_bytes(cache) / 1e6, 3)
+
+
+def test_a_step_has_room_for_all_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert (1 + model_at_points.DECODINGS) * model_at_points.STEPS <= MOST_STEPS
+
+
+def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
+    for text in ("[1]", "{", '{"a": 1}'):
+        (tmp_path / "f.json").write_text(text)
+        with pytest.raises(UserError, match=r"f.json: not a file of this benchmark"):
+            benchmark(options(tmp_path / "f.json"))
