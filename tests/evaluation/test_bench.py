@@ -212,6 +212,8 @@ def test_decoding_by_a_graph_of_the_compiled_model(monkeypatch: pytest.MonkeyPat
     before = set(vars(model))
     assert check_decoding(model, COMPILED, length=40) <= 1e-2
     assert (recorder.recorded, recorder.replayed, len(graphs)) == (1, 8, 1)
+    check_decoding(model, COMPILED, length=40)
+    assert len(graphs) == 1  # steps of one shape are compiled once
     assert set(vars(model)) == before
     assert not any(is_replaced(module) for module in model.modules())
 

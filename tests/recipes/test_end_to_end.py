@@ -13,6 +13,7 @@ import torch
 from deltanet_hf.decoding.recorders import RECORDERS
 from deltanet_hf.errors import QualityError, UserError
 from deltanet_hf.evaluation.measures.decoding_mode import EAGER, MODES, MOST_STEPS
+from deltanet_hf.evaluation.speed.check_decoding import check_decoding
 from deltanet_hf.evaluation.speed.random_models import KINDS, SHAPES
 from deltanet_hf.mixers.state import cache_bytes
 from deltanet_recipes.benchmarks import end_to_end, model_at_points
@@ -37,6 +38,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SHAPES, "135M", TINY)
     monkeypatch.setattr(end_to_end, "POINTS", [(1, 16), (2, 24)])
     monkeypatch.setattr(model_at_points, "STEPS", 2)
+    for place in (end_to_end, model_at_points):
+        monkeypatch.setattr(place, "free_memory", lambda: None)  # seconds of a test process full of modules
+    monkeypatch.setattr(model_at_points, "check_decoding", lambda model, mode: check_decoding(model, mode, length=20))
     monkeypatch.setattr(end_to_end, "chosen_device", lambda name: torch.device("cpu"))
 
 
@@ -151,6 +155,7 @@ def test_the_time_ends_after_a_row(
 ) -> None:
     path, clock = tmp_path / "rows.json", [0.0]
     monkeypatch.setattr(model_at_points, "check_decoding", lambda *_: 0.0)
+    monkeypatch.setattr(model_at_points, "PREFILLS", 1)
     monkeypatch.setattr(end_to_end.time, "monotonic", lambda: clock[0])
     models = counted(monkeypatch, end_to_end, "random_model")
     before = ModelAtPoints.measure

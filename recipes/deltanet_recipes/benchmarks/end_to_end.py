@@ -20,7 +20,6 @@ to have it measured again. The modes without torch.compile come first.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +34,7 @@ from deltanet_hf.evaluation.speed.bench import Row, write_rows
 from deltanet_hf.evaluation.speed.random_models import KINDS, SHAPES, random_model
 from deltanet_hf.exit_codes import run_command
 from deltanet_hf.loading import chosen_device
-from deltanet_recipes.benchmarks.model_at_points import ModelAtPoints, Point, Prefill
+from deltanet_recipes.benchmarks.model_at_points import ModelAtPoints, Point, Prefill, free_memory
 
 POINTS: list[Point] = [(1, 2048), (16, 2048), (1, 32768), (16, 16384)]  # sequences, tokens of each prompt
 KEY = ("shape", "kind", "mode", "batch", "context")
@@ -124,8 +123,7 @@ def _measure_model(missing: list[Row], results: Results, is_over: Callable[[], b
     finally:
         del measured
         torch.compiler.reset()
-        gc.collect()  # modules refer to each other
-        torch.cuda.empty_cache()
+        free_memory()
     return True
 
 
@@ -137,12 +135,14 @@ def _add_row(labels: Row, measured: ModelAtPoints, results: Results) -> None:
         found = {"error": "out of memory"}
     except (QualityError, UserError) as error:
         found = {"error": one_line(error, 400)}
-    except Exception as error:  # the device may be unusable now; the next run begins behind this row
+    except Exception as error:  # the next run begins behind this row
         results.add(labels | {"error": f"{type(error).__name__}: {one_line(error, 400)}"})
         raise
     row = labels | found
     results.add(row)
     print(json.dumps(row), flush=True)
+    if "error" in row and torch.cuda.is_available():
+        torch.cuda.synchronize()  # ends the run if the device is unusable now
 
 
 if __name__ == "__main__":

@@ -61,9 +61,8 @@ class ModelAtPoints:
             UserError: the mode cannot be had for this model.
             torch.OutOfMemoryError: the point does not fit.
         """
-        _free()
+        free_memory()
         self._check(mode)
-        _free()
         ids = random_tokens(self._model, *point, seed=1234)
         filled = None
         if point not in self._prefills:
@@ -91,6 +90,7 @@ class ModelAtPoints:
                 self._checked[mode.name] = type(error)(one_line(error))
             else:
                 self._checked[mode.name] = None
+                free_memory()
                 print(f"{mode.name}: greedy tokens are right (rounding: {worst:.3f})", flush=True)
         if (refused := self._checked[mode.name]) is not None:
             raise refused
@@ -121,7 +121,7 @@ class ModelAtPoints:
         return statistics.median(times) / STEPS
 
 
-def _free() -> None:
-    """Give back what the last row held: graphs and compiled functions refer to themselves."""
+def free_memory() -> None:
+    """Give back what nobody uses any more: modules, graphs and compiled functions refer to themselves."""
     gc.collect()
     torch.cuda.empty_cache()
