@@ -9,7 +9,9 @@
     obstacles.py          the reasons for decoding without a graph, and how to tell that a model has changed
     recorded_step.py      inputs and outputs of the step, its recording, and the recordings of each model
     projections.py        the weights of a layer's projections side by side, as few matrix products
-    fused_norms.py        norms and the residual sums before them by one kernel each, while a step runs
+    few_launches.py       a model's own modules by few kernels: in steps, and in prompts of converted models
+    fused_norms.py        norms by one kernel each, in a step with the residual sums before them
+    fused_mlps.py         feed-forward blocks: one product for two projections, one kernel for SiLU and product
     deferred_sum.py       sums that are put off for them
     recorders.py          how a device records work; the tests add a recorder for CPUs
     graphed_step.py       the recorded step for other loops than `generate`

@@ -1,22 +1,20 @@
-"""The RMSNorms of a family's model as one kernel each, with the residual sum before them, for the length of a step.
+"""The RMSNorms of a family's model as one kernel each, for the length of a call; in a step with the sums before them.
 
 A family's norm is eight small operations (casts, square, mean, root, products). Here each instance that is known gets a
 forward of its own and loses it at the end: classes, weights, saved files, training and compiled models know nothing of
-it. Norms with hooks or with sharded weights keep their own, and in a model of which a module is compiled or has a
-replaced forward all do: compiled code would not notice that a sum has been put off.
+it. Norms with hooks or with sharded weights keep their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from deltanet_hf.decoding.deferred_sum import DeferredSum
-from deltanet_hf.decoding.obstacles import is_replaced
 from deltanet_kernels import rms_norm
 
 
@@ -46,19 +44,21 @@ FORMS = {
 
 
 @contextmanager
-def fused_norms(model: nn.Module) -> Iterator[None]:
-    """Calls of `model` in this thread compute its norms by one kernel each; with gradients nothing changes."""
-    if torch.is_grad_enabled() or any(is_replaced(module) for module in model.modules()):
-        yield
-        return
-    with DeferredSum() as sums:
-        norms = [(norm, form) for norm in model.modules() if (form := form_of(norm)) is not None]
-        for norm, form in norms:
+def fused_norms(norms: Iterable[nn.Module], with_sums: bool) -> Iterator[None]:
+    """Calls of these modules in this thread compute the norms among them by one kernel each.
+
+    Args:
+        with_sums: compute residual sums together with the norms behind them. It costs the host some time per PyTorch
+            function, which a recorded step spends once.
+    """
+    known = [(norm, form) for norm in norms if (form := form_of(norm)) is not None]
+    with DeferredSum() if with_sums else nullcontext() as sums:
+        for norm, form in known:
             norm.__dict__["forward"] = _fused(norm, form, sums)
         try:
             yield
         finally:
-            for norm, _ in norms:
+            for norm, _ in known:
                 norm.__dict__.pop("forward", None)
 
 
@@ -73,12 +73,12 @@ def form_of(norm: nn.Module) -> Form | None:
     return form if type(held["_parameters"]["weight"]) is nn.Parameter else None
 
 
-def _fused(norm: nn.Module, form: Form, sums: DeferredSum) -> Callable[[Tensor], Tensor]:
+def _fused(norm: nn.Module, form: Form, sums: DeferredSum | None) -> Callable[[Tensor], Tensor]:
     weight = norm.get_parameter("weight")
     eps = float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)  # type: ignore[arg-type]
 
     def forward(x: Tensor) -> Tensor:
-        added = sums.take(x)
+        added = None if sums is None else sums.take(x)
         if torch.is_grad_enabled() or type(x) is not Tensor or (form.round_first and x.dtype != weight.dtype):
             if added is not None:
                 added.write()

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from deltanet_hf.decoding.few_launches import few_launches
 from deltanet_hf.decoding.fixed_cache import FixedCache
-from deltanet_hf.decoding.fused_norms import fused_norms
 from deltanet_hf.decoding.recorders import RECORDERS, Replay
 from deltanet_hf.mixers.masks import NO_PADDING
 from deltanet_hf.mixers.single_query import reading_places
@@ -62,8 +62,8 @@ class RecordedStep:
     def run(self, model: Any, cache: Cache) -> Tensor:
         """The step on the inputs that were set, as separate launches: logits [B, 1, vocabulary]."""
         self.fixed.enter()
-        norms = fused_norms(model) if self._compiled is None else nullcontext()
-        with _attention_over_places(model), norms:
+        few = few_launches(model, with_sums=True) if self._compiled is None else nullcontext()
+        with _attention_over_places(model), few:
             logits: Tensor = (self._compiled or model)(
                 input_ids=self._ids,
                 position_ids=self._positions,

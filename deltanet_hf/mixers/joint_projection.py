@@ -8,7 +8,7 @@ layers one by one: layers that were moved, replaced (LoRA), hooked or sharded la
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,24 +19,24 @@ ALIGNMENT = 8  # numbers of outputs that matrix products are fast for are multip
 
 
 class Group(NamedTuple):
-    """Plain linear layers that all have a bias, or none."""
+    """Plain linear layers, their weights, and their biases where they have one."""
 
     linears: list[nn.Module]
     weights: list[Tensor]
-    biases: list[Tensor]
+    biases: list[Tensor | None]
 
 
 def products(x: Tensor, linears: Sequence[nn.Module]) -> dict[nn.Module, Tensor]:
     """The outputs [B, T, out] of linear layers for x [B, T, in], by layer; without gradients they may be views of one.
 
-    Layers with and without bias make two products.
+    Layers with a bias and layers without one make one product.
     """
     found: dict[nn.Module, Tensor] = {}
     if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        for group in _groups(linears):
-            weight, bias = _block(group.weights), _block(group.biases)
-            if weight is None or (bias is None and group.biases):
-                continue
+        group = _plain(linears)
+        weight = _block(group.weights) if len(group.linears) > 1 else None
+        bias = None if weight is None else _bias_block(group.biases, group.weights, len(weight))
+        if weight is not None and (bias is not None or not any(one is not None for one in group.biases)):
             outputs = F.linear(x, weight, bias)
             sizes = [len(one) for one in group.weights]
             found |= zip(group.linears, outputs.split([*sizes, len(weight) - sum(sizes)], dim=-1), strict=False)
@@ -49,20 +49,29 @@ def join(linears: Sequence[nn.Module]) -> None:
     """Move the parameters of linear layers with one input behind one another, for `products`.
 
     Nothing is moved if one of the layers is replaced or hooked, nor parameters of which one shares its memory with
-    another tensor or has a gradient: CUDA graphs of training may hold its address.
+    another tensor or has a gradient: CUDA graphs of training may hold its address. Where only some of the layers have
+    a bias, zeros stand for those of the others.
     """
-    groups = _groups(linears, fewest=1)
-    if sum(len(group.linears) for group in groups) < len(linears):
+    group = _plain(linears)
+    if not linears or len(group.linears) < len(linears):
         return
-    for group in groups:
-        for parameters in (group.weights, group.biases):
-            if parameters and _block(parameters) is None and all(_is_alone(one) for one in parameters):
-                _move(parameters)
+    if _block(group.weights) is None and all(_is_alone(one) for one in group.weights):
+        _move(group.weights)
+    weight, biases = _block(group.weights), [one for one in group.biases if one is not None]
+    if weight is None or not biases or _bias_block(group.biases, group.weights, len(weight)) is not None:
+        return
+    if all(_is_alone(one) and (one.dtype, one.device) == (weight.dtype, weight.device) for one in biases):
+        block = weight.new_zeros(len(weight))
+        for one, start in _places(group.biases, group.weights):
+            place = block[start : start + len(one)]
+            place.copy_(one)
+            one.data = place
+            one.joint_bias = block  # type: ignore[attr-defined]
 
 
-def _groups(linears: Sequence[nn.Module], fewest: int = 2) -> list[Group]:
-    """The layers that are no more than the product with their parameters; groups of at least `fewest`."""
-    groups = Group([], [], []), Group([], [], [])
+def _plain(linears: Sequence[nn.Module]) -> Group:
+    """The layers that are no more than the product with their parameters."""
+    group = Group([], [], [])
     for linear in linears:
         held = linear.__dict__  # quicker than the attributes of a module
         if type(linear) is not nn.Linear or held["_forward_hooks"] or held["_forward_pre_hooks"] or "forward" in held:
@@ -70,16 +79,36 @@ def _groups(linears: Sequence[nn.Module], fewest: int = 2) -> list[Group]:
         weight, bias = held["_parameters"]["weight"], held["_parameters"]["bias"]
         if type(weight) is not nn.Parameter:  # as in a sharded model
             continue
-        group = groups[bias is not None]
         group.linears.append(linear)
         group.weights.append(weight)
+        group.biases.append(bias)
+    return group
+
+
+def _places(biases: list[Tensor | None], weights: list[Tensor]) -> Iterator[tuple[Tensor, int]]:
+    """Each bias, and the row of the joint weight where its layer begins."""
+    start = 0
+    for bias, weight in zip(biases, weights, strict=True):
         if bias is not None:
-            group.biases.append(bias)
-    return [group for group in groups if len(group.linears) >= fewest]
+            yield bias, start
+        start += len(weight)
+
+
+def _bias_block(biases: list[Tensor | None], weights: list[Tensor], rows: int) -> Tensor | None:
+    """The biases as one tensor of so many rows, if `join` has put them into one and they are still there."""
+    block: Tensor | None = None
+    for bias, start in _places(biases, weights):
+        if block is None:
+            block = getattr(bias, "joint_bias", None)
+            if block is None or len(block) != rows or block.dtype != bias.dtype:
+                return None
+        if bias.data_ptr() != block.data_ptr() + start * block.element_size():
+            return None
+    return block
 
 
 def _block(parameters: list[Tensor]) -> Tensor | None:
-    """The parameters as one tensor, if they lie behind one another; it may end with rows that mean nothing."""
+    """The weights as one tensor, if they lie behind one another; it may end with rows that mean nothing."""
     if not parameters:
         return None
     first, rows = parameters[0], 0

@@ -15,6 +15,7 @@ from typing import Any
 
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from deltanet_hf.decoding.few_launches import with_few_launches
 from deltanet_hf.decoding.generation import GraphedGeneration
 from deltanet_hf.mixers import FLOAT32_NAMES
 from deltanet_hf.mixers.stateful import Stateful
@@ -118,6 +119,7 @@ def model_class(model_type: str) -> type[PreTrainedModel]:
         # transformers before 5.21 runs SDPA without the cap that the config demands.
         "_supports_sdpa": base._supports_sdpa and not caps_scores(family.config_class),
         "__init__": __init__,
+        "forward": with_few_launches(base.forward),
         "initialize_weights": initialize_weights,
         "register_for_auto_class": no_code_beside_the_shim,
         "_upload_modified_files": upload_with_companions,

@@ -22,7 +22,7 @@ from deltanet_kernels.mesa.operators import chunk_mesa
 from deltanet_kernels.mesa.recurrent import recurrent_mesa
 from deltanet_kernels.mesa.reference import naive_mesa
 from deltanet_kernels.mesa.state import MesaState
-from deltanet_kernels.operators import causal_conv1d, gated_rms_norm, rms_norm
+from deltanet_kernels.operators import causal_conv1d, gated_rms_norm, rms_norm, silu_product
 from deltanet_kernels.prompt.operators import gate_values, prompt_inputs
 from deltanet_kernels.titans.chunk import chunk_titans
 from deltanet_kernels.titans.reference import naive_titans
@@ -58,6 +58,7 @@ __all__ = [
     "prompt_inputs",
     "recurrent_mesa",
     "rms_norm",
+    "silu_product",
     "torch_chunk_gated_delta_rule",
     "window_attention",
     "window_keep",

@@ -258,6 +258,19 @@ def check_gated_rms_norm(x: torch.Tensor, z: torch.Tensor | None, weight: torch.
         )
 
 
+def check_silu_product(gate: torch.Tensor, up: torch.Tensor) -> None:
+    """Check the arguments of the product of a feed-forward block; raises ValueError or TypeError."""
+    for name, x in (("gate", gate), ("up", up)):
+        _require_float(name, _require_tensor(name, x))
+        _require_device(name, x, "gate", gate.device)
+    if gate.dim() != 3 or 0 in gate.shape:
+        raise ValueError(f"gate: got shape {_shape(gate)}, needs [B, T, D] without empty dimensions")
+    _require_shape("up", up, tuple(gate.shape), "the shape of gate")
+    if up.dtype != gate.dtype:
+        raise TypeError(f"up: got dtype {up.dtype}, needs {gate.dtype} (the dtype of gate)")
+    refuse_gradients("silu_product", "F.silu(gate) * up", gate, up)
+
+
 def check_rms_norm(
     x: torch.Tensor,
     weight: torch.Tensor,

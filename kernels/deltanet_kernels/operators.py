@@ -1,11 +1,11 @@
-"""The public operators around a rule: short convolution, gated norm, and the norm of a residual sum."""
+"""The public operators around a rule: short convolution, norms, and the product of a feed-forward block."""
 
 from __future__ import annotations
 
 import torch
 
 from deltanet_kernels import checks, dispatch
-from deltanet_kernels.reference import torch_causal_conv1d, torch_gated_rms_norm, torch_rms_norm
+from deltanet_kernels.reference import torch_causal_conv1d, torch_gated_rms_norm, torch_rms_norm, torch_silu_product
 
 
 def causal_conv1d(
@@ -98,3 +98,20 @@ def rms_norm(
     return dispatch.call(  # type: ignore[no-any-return]
         "rms_norm", torch_rms_norm, x, x, weight, eps, offset, round_first, residual, total
     )
+
+
+def silu_product(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up of a feed-forward block, with the roundings of a model's own module. No gradients.
+
+    Args:
+        gate, up: [B, T, D] in one dtype; they may be slices of one tensor.
+
+    Returns:
+        [B, T, D] in that dtype; silu(gate) is computed in float32 and rounded before the product.
+
+    Raises:
+        ValueError: shapes or devices that do not fit, or gradients are required.
+        TypeError: dtypes that do not fit.
+    """
+    checks.check_silu_product(gate, up)
+    return dispatch.call("silu_product", torch_silu_product, gate, gate, up)  # type: ignore[no-any-return]

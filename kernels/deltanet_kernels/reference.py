@@ -1,4 +1,4 @@
-"""The short convolution and the norms in plain PyTorch: the CPU path, and the reference for the kernels."""
+"""The operators around a rule in plain PyTorch: the CPU path, and the reference for the kernels."""
 
 from itertools import pairwise
 
@@ -98,3 +98,8 @@ def torch_rms_norm(
     if round_first:
         return weight * normed.to(x.dtype)
     return (normed * (offset + weight.to(torch.float32))).to(x.dtype)
+
+
+def torch_silu_product(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """`deltanet_kernels.silu_product` in plain PyTorch."""
+    return F.silu(gate) * up

@@ -17,7 +17,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from deltanet_hf.decoding import join_projections
 from deltanet_hf.decoding.deferred_sum import DeferredSum
-from deltanet_hf.decoding.fused_norms import form_of, fused_norms
+from deltanet_hf.decoding.few_launches import few_launches
+from deltanet_hf.decoding.fused_norms import form_of
 from deltanet_hf.decoding.obstacles import wiring
 from deltanet_hf.models import qwen3_5
 from deltanet_hf.models.families import FAMILIES
@@ -82,13 +83,13 @@ def tiny_qwen3_5() -> PreTrainedModel:
 
 
 def decode(model: PreTrainedModel, fused: bool) -> tuple[Tensor, Tensor]:
-    """Logits of a prompt and of a decoding step, or of a step under `fused_norms`."""
+    """Logits of a prompt and of a decoding step, or of a step under `few_launches`."""
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         prompt = model(TOKENS[:, :-1], past_key_values=cache, use_cache=True).logits
         if not fused:
             return prompt, model(TOKENS[:, -1:], past_key_values=cache, use_cache=True).logits
-        with fused_norms(model):
+        with few_launches(model, with_sums=True):
             return prompt, model(TOKENS[:, -1:], past_key_values=cache, use_cache=True).logits
 
 
@@ -104,7 +105,7 @@ def test_every_family_is_known_and_the_same(family: str) -> None:
         x = 3 * torch.randn(2, 1, norm.get_parameter("weight").numel(), dtype=dtype)
         with torch.no_grad():
             wanted = norm(x + x.flip(0))
-            with fused_norms(norm):
+            with few_launches(norm, with_sums=True):
                 assert torch.equal(norm(x + x.flip(0)), wanted)
 
 
@@ -128,7 +129,7 @@ def launches(model: PreTrainedModel, fused: bool) -> list[str]:
     model(TOKENS[:1, :-1], past_key_values=cache, use_cache=True)
     x = torch.randn(1, 1, 32).to(model.dtype)
     positions = model.model.rotary_emb(x, torch.full((1, 1), 7))
-    with Launches() as counted, fused_norms(model) if fused else nullcontext():
+    with Launches() as counted, few_launches(model, with_sums=True) if fused else nullcontext():
         y = model.model.layers[1](x, past_key_values=cache, position_embeddings=positions)
         before = len(counted.names)
         model.model.layers[2](y, past_key_values=cache, position_embeddings=positions)
@@ -150,10 +151,12 @@ def test_launches_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(dispatch, "call", call)
     before, after = launches(model, False), launches(model, True)
-    assert len(before) - len(after) == 16  # two norms of eight operations and two sums; two kernels
+    # Two norms of eight operations and two sums are two kernels; SiLU and product, and two projections, are one each.
+    assert len(before) - len(after) == 18
     assert after.count("rms_norm_op") == 2
     assert not {"add", "pow", "mean", "rsqrt"} & set(after)
-    assert len(after) <= 14
+    assert after.count("silu_product_op") == 1
+    assert len(after) <= 11
 
 
 def hooked(norm: nn.Module) -> None:
@@ -218,17 +221,17 @@ def test_a_hook_between_sum_and_norm_sees_the_sum(monkeypatch: pytest.MonkeyPatc
 def test_modules_are_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_teacher("llama")
     before, names = wiring(model), list(model.state_dict())
-    with torch.no_grad(), fused_norms(model):
+    with torch.no_grad(), few_launches(model, with_sums=True):
         assert list(model.state_dict()) == names
     assert wiring(model) == before
-    with torch.no_grad(), pytest.raises(IndexError), fused_norms(model):
+    with torch.no_grad(), pytest.raises(IndexError), few_launches(model, with_sums=True):
         model(TOKENS + 1000)
     assert wiring(model) == before
     kernels = Kernels(monkeypatch)
-    with fused_norms(model):
+    with few_launches(model, with_sums=True):
         model(TOKENS, labels=TOKENS).loss.backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
-    with torch.no_grad(), fused_norms(model), torch.enable_grad():
+    with torch.no_grad(), few_launches(model, with_sums=True), torch.enable_grad():
         model(TOKENS, labels=TOKENS).loss.backward()
     assert kernels.alone == kernels.added == 0
 

@@ -61,11 +61,11 @@ def projections_of(model: Any, layer: int = 0) -> list[nn.Linear]:
 
 
 def is_joint(model: Any) -> bool:
-    """Whether each layer's projections make at most two products."""
+    """Whether a layer's projections make one product."""
     attention = model.model.layers[0].self_attn
     with torch.no_grad(), Products() as counted:
         products(torch.ones(1, 1, 32, dtype=model.dtype), attention.step_projections())
-    return counted.count <= 2
+    return counted.count == 1
 
 
 @pytest.mark.parametrize("changes", SETTINGS.values(), ids=SETTINGS)
@@ -103,11 +103,11 @@ def test_a_call_makes_few_products_and_no_copies() -> None:
         join(linears)
         with Products() as counted:
             found = products(x, linears)
-    assert counted.count == 2
+    assert counted.count == 1
     for linear in linears:
         torch.testing.assert_close(found[linear], wanted[linear], rtol=1e-6, atol=1e-6)
-    assert len({y.untyped_storage().data_ptr() for y in found.values()}) == 2
-    assert found[linears[0]].stride() == (64, 32, 1)  # 24 + 3 outputs, and 5 that mean nothing
+    assert len({y.untyped_storage().data_ptr() for y in found.values()}) == 1
+    assert found[linears[0]].stride() == (112, 56, 1)  # 49 outputs, and 7 that mean nothing
 
 
 def test_neighbours_without_room_behind_them() -> None:

@@ -25,7 +25,7 @@ from deltanet_kernels.common.rows import rows
 from deltanet_kernels.common.sizes import cdiv, power_of_two
 from deltanet_kernels.gated_delta_rule.config import check_supported
 
-TILE = 1024  # elements of half a head in a tile of tokens
+TILE = 2048  # elements of half a head in a tile of tokens
 MAX_TAPS = 5
 
 

@@ -1,0 +1,55 @@
+"""The feed-forward blocks of a family's model by few launches, for the length of a call.
+
+A block is down_proj(silu(gate_proj(x)) * up_proj(x)). The two projections of x are one matrix product where their
+weights lie one behind the other (`deltanet_hf.decoding.join_projections`), and SiLU and product are one kernel.
+Projections that are hooked, adapted or replaced are called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deltanet_hf.mixers.joint_projection import products
+from deltanet_kernels import silu_product
+
+CLASSES = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "GraniteMLP", "SmolLM3MLP", "Olmo2MLP", "Olmo3MLP")
+"""In transformers; others compute themselves, as those with GELU do."""
+ACTIVATIONS = ("SiLU", "SiLUActivation")
+
+
+@contextmanager
+def fused_mlps(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Calls in this thread of the blocks among the modules take few launches."""
+    known = [module for module in modules if is_known(module)]
+    for block in known:
+        block.__dict__["forward"] = _fused(block)
+    try:
+        yield
+    finally:
+        for block in known:
+            block.__dict__.pop("forward", None)
+
+
+def is_known(module: nn.Module) -> bool:
+    """Whether a module is a block that is computed here."""
+    kind = type(module)
+    if kind.__name__ not in CLASSES or not kind.__module__.startswith("transformers.models."):
+        return False
+    return type(getattr(module, "act_fn", None)).__name__ in ACTIVATIONS
+
+
+def _fused(block: Any) -> Callable[[Tensor], Tensor]:
+    def forward(x: Tensor) -> Tensor:
+        if torch.is_grad_enabled() or x.dim() != 3:
+            y: Tensor = type(block).forward(block, x)
+            return y
+        of = products(x, (block.gate_proj, block.up_proj))
+        y = block.down_proj(silu_product(of[block.gate_proj], of[block.up_proj]))
+        return y
+
+    return forward
