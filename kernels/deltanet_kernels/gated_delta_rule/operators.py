@@ -204,8 +204,8 @@ def gated_delta_step_(
         g = -exp(A_log) * softplus(a + dt_bias)
         o = rmsnorm(gated_delta_rule(q, k, v, g, beta)) * norm_weight * silu(z)
 
-    On CUDA one kernel computes this for one token, and for several tokens or several query heads per state up to a
-    state of 128 x 128; with a convolution it requires H = HV. Other calls run the separate kernels. No gradients.
+    On CUDA one kernel computes this for one token, and for several tokens up to a state of 128 x 128; with a
+    convolution it requires H = HV. Other calls run the separate kernels. No gradients.
     Head counts as for `chunk_gated_delta_rule`.
 
     Args:

@@ -7,8 +7,8 @@
     beta    = sigmoid(b)                                    2 sigmoid(b) with allow_neg_eigval; or b as it is
     o       = rmsnorm(scale S^T q) * weight * silu(z)
 
-A step of one token processes the state in slices of its columns. Several tokens, and several query heads that read one
-state, keep the complete state in a program's registers (step_kernels.py). If it does not fit there, and for
+A step of one token processes the state in slices of its columns. Several tokens keep the complete state in a program's
+registers (step_kernels.py). If it does not fit there, and for
 convolutions with key heads that several states share, the separate kernels run.
 """
 
@@ -82,17 +82,12 @@ def delta_step_(
         "Q_ROW": q_row, "K_ROW": k_row, "V_ROW": v_row, "A_ROW": a_row, "B_ROW": b_row, "Z_ROW": z_row,
         "KV_REPEATS": kv_repeats,
     }  # fmt: skip
-    if _in_slices(T, HQ, HV):
+    if T == 1:
         width, warps, ahead = step_slices(K, V, B * HV, multiprocessors(state.device))
         launch(one_token_kernel, B * HV, *tensors, scale, eps, **options, SLICE=width, AHEAD=ahead, num_warps=warps)
     else:
         launch(step_kernel, B * HV, *tensors, scale, eps, T, **options, num_warps=step_warps(BK * BV))
     return o
-
-
-def _in_slices(T: int, HQ: int, HV: int) -> bool:
-    """Whether a state is read only once, so that a program can hold one slice of it at a time."""
-    return T == 1 and HQ <= HV
 
 
 _PARTS = StepParts(causal_conv1d_triton, gated_delta_rule_step_, gated_rms_norm_triton)
@@ -110,7 +105,7 @@ def gated_delta_step_triton_(call: StepCall) -> torch.Tensor:
     check_supported(call.q.dtype, K, V)
     shared = call.conv_weight is not None and (H != HV or HQ % HV != 0)
     large = power_of_two(K, 1) * power_of_two(V, 1) > MAX_STATE
-    if shared or (large and not _in_slices(call.q.shape[1], HQ, HV)):
+    if shared or (large and call.q.shape[1] > 1):
         return compose_step_(_PARTS, call)
     o: torch.Tensor = delta_step_(*call[:16], call.factor, *call[17:])
     return o

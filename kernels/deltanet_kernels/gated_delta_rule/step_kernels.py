@@ -172,31 +172,35 @@ def one_token_kernel(
     UNDECAYED: tl.constexpr, Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, A_ROW: tl.constexpr,
     B_ROW: tl.constexpr, Z_ROW: tl.constexpr, KV_REPEATS: tl.constexpr, SLICE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Process one token with at most one query head per state; one program per (row, state head).
+    """Process one token; one program per (row, state head).
 
     AHEAD: load a slice of the state while the previous one is processed.
     """
     C: tl.constexpr = (HQ + H) * K + HV * V
     SLICES: tl.constexpr = (V + SLICE - 1) // SLICE
+    HO: tl.constexpr = HQ if HQ > HV else HV
+    GROUP: tl.constexpr = HO // HV
     head = tl.program_id(0) % HV
     n = (tl.program_id(0) // HV).to(tl.int64)
     k += _shift(head // (HV // H), K, KV_REPEATS)
     v += _shift(head, V, KV_REPEATS)
-    row = n * HV + head
     t = n * 0  # keeps t a tensor in the interpreter
     d = tl.arange(0, BK)
     e = tl.arange(0, SLICE)
     f = tl.arange(0, BV)
     md = d < K
     mf = f < V
-    at = state + row * K * V + d[:, None] * V + e[None, :]
+    at = state + (n * HV + head) * K * V + d[:, None] * V + e[None, :]
     S = tl.load(at, mask=md[:, None] & (e < V)[None, :], other=0.0)
     tl.debug_barrier()  # otherwise the compiler loads the state last
     real = _is_real(padding, n, n >= 0, PADDING)
-    q_d = _head(
-        q, conv_weight, conv_tail, padding, cos, sin, k_offset, n, t, 1, head // (HV // HQ), d, md, 0, K, Q_ROW,
-        C, W, R, ROPE_ROWS, False, QK_SILU, PADDING,
-    )  # fmt: skip
+    qs = ()
+    for m in tl.static_range(GROUP):
+        q_d = _head(
+            q, conv_weight, conv_tail, padding, cos, sin, k_offset, n, t, 1, (head * GROUP + m) // (HO // HQ), d, md,
+            0, K, Q_ROW, C, W, R, ROPE_ROWS, False, QK_SILU, PADDING,
+        )  # fmt: skip
+        qs = qs + (q_d,)
     k_d = _head(
         k, conv_weight, conv_tail, padding, cos, sin, k_offset, n, t, 1, head // (HV // H), d, md, HQ * K, K,
         K_ROW, C, W, R, ROPE_ROWS, OFFSET, QK_SILU, PADDING,
@@ -209,48 +213,60 @@ def one_token_kernel(
     gamma, beta = _gates(a, b, A_log, dt_bias, n, head, real, A_ROW, B_ROW, BETA, DECAY, SIGMOID)
     z_s = ()
     w_s = ()
-    for s in tl.static_range(SLICES):
-        j = s * SLICE + e
-        if GATE:
-            m_z = (j < V) & _is_real(padding, e * 0 + n, j < V, PADDING)
-            z_s = z_s + (tl.load(z + n * Z_ROW + head * V + j, mask=m_z, other=0.0),)
-        if NORM:
-            w_s = w_s + (tl.load(norm_weight + (head % NORM_HEADS) * V + j, mask=j < V, other=0.0),)
+    for m in tl.static_range(GROUP):
+        out = head * GROUP + m
+        for s in tl.static_range(SLICES):
+            j = s * SLICE + e
+            if GATE:
+                m_z = (j < V) & _is_real(padding, e * 0 + n, j < V, PADDING)
+                z_s = z_s + (tl.load(z + n * Z_ROW + out * V + j, mask=m_z, other=0.0),)
+            if NORM:
+                w_s = w_s + (tl.load(norm_weight + (out % NORM_HEADS) * V + j, mask=j < V, other=0.0),)
     if W > 1:
         _move_tail(
             q, k, v, conv_tail, padding, n, t + 1, head, d, md, f, mf, H, HV, HQ, K, V, W, Q_ROW, K_ROW, V_ROW, PADDING
         )
-    qq, kk, qk = tl.reduce((q_d * q_d, k_d * k_d, q_d * k_d), 0, _add_three)
-    q_d = q_d * tl.rsqrt(qq + L2_EPS)
-    k_d = k_d * tl.rsqrt(kk + L2_EPS)
-    qk = qk * tl.rsqrt(qq + L2_EPS) * tl.rsqrt(kk + L2_EPS)
+    units = ()
+    qks = ()
+    squares = ()
+    k_scale = 1.0
+    for m in tl.static_range(GROUP):
+        qq, kk, qk = tl.reduce((qs[m] * qs[m], k_d * k_d, qs[m] * k_d), 0, _add_three)
+        k_scale = tl.rsqrt(kk + L2_EPS)
+        units = units + (qs[m] * tl.rsqrt(qq + L2_EPS),)
+        qks = qks + (qk * tl.rsqrt(qq + L2_EPS) * k_scale,)
+        squares = squares + (0.0,)
+    k_d = k_d * k_scale
     v_s = ()
     for s in tl.static_range(SLICES):
         v_s = v_s + (tl.gather(v_f, s * SLICE + e, axis=0),)
     o_s = ()
-    squares = 0.0
     for s in tl.static_range(SLICES):
         m_next = md[:, None] & ((s + 1) * SLICE + e < V)[None, :]
         if AHEAD and s + 1 < SLICES:
             S_next = tl.load(at + (s + 1) * SLICE, mask=m_next, other=0.0)
         S = S.to(tl.float32)
         kS = tl.sum(k_d[:, None] * S, axis=0)
-        qS = tl.sum(q_d[:, None] * S, axis=0)
         delta = _delta(v_s[s], beta, gamma, kS, READ, UNDECAYED)
+        sums = ()
+        for m in tl.static_range(GROUP):
+            o_e = scale * (gamma * tl.sum(units[m][:, None] * S, axis=0) + qks[m] * delta)
+            sums = sums + (squares[m] + tl.sum(o_e * o_e, axis=0),)
+            o_s = o_s + (o_e,)
+        squares = sums
         S = S * gamma + k_d[:, None] * delta[None, :]
         tl.store(at + s * SLICE, S.to(state.dtype.element_ty), mask=md[:, None] & (s * SLICE + e < V)[None, :])
-        o_e = scale * (gamma * qS + qk * delta)
-        squares += tl.sum(o_e * o_e, axis=0)
-        o_s = o_s + (o_e,)
         if s + 1 < SLICES:
             S = S_next if AHEAD else tl.load(at + (s + 1) * SLICE, mask=m_next, other=0.0)
-    for s in tl.static_range(SLICES):
-        o_e = o_s[s]
-        if NORM:
-            o_e = o_e * tl.rsqrt(squares / V + eps) * w_s[s].to(tl.float32)
-        if GATE:
-            o_e = o_e * _silu(z_s[s].to(tl.float32))
-        tl.store(o + row * V + s * SLICE + e, o_e.to(o.dtype.element_ty), mask=s * SLICE + e < V)
+    for m in tl.static_range(GROUP):
+        for s in tl.static_range(SLICES):
+            o_e = o_s[s * GROUP + m]
+            if NORM:
+                o_e = o_e * tl.rsqrt(squares[m] / V + eps) * w_s[m * SLICES + s].to(tl.float32)
+            if GATE:
+                o_e = o_e * _silu(z_s[m * SLICES + s].to(tl.float32))
+            at_o = (n * HO + head * GROUP + m) * V + s * SLICE + e
+            tl.store(o + at_o, o_e.to(o.dtype.element_ty), mask=s * SLICE + e < V)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -263,7 +279,7 @@ def step_kernel(
     UNDECAYED: tl.constexpr, Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, A_ROW: tl.constexpr,
     B_ROW: tl.constexpr, Z_ROW: tl.constexpr, KV_REPEATS: tl.constexpr,
 ):  # fmt: skip
-    """Process T tokens, or several query heads per state; one program per (row, state head)."""
+    """Process T tokens; one program per (row, state head)."""
     HO: tl.constexpr = HQ if HQ > HV else HV
     GROUP: tl.constexpr = HO // HV
     C: tl.constexpr = (HQ + H) * K + HV * V
