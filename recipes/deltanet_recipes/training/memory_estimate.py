@@ -98,8 +98,8 @@ def _on_device(stage: Stage, recipe: Recipe, student: nn.Module, runtime: Runtim
     hidden = int(student.config.hidden_size)  # type: ignore[union-attr, arg-type]
     per_mixer = _mixer_values(student) * micro * width
     if on_cpu and converted:  # beside what a mixer saves, the error of its output
-        values = [cpu_memory.mixer_values(student, mixer, stage.sequence_length) for mixer in converted.values()]
-        per_mixer = (max(values) + hidden) * micro * width
+        saved = max(cpu_memory.mixer_values(student, mixer, stage.sequence_length) for mixer in converted.values())
+        per_mixer = (saved + hidden) * micro * width
     at_work = per_mixer if on_cpu else 0  # gradients of the values of the mixer at work, as many as it saved
     if isinstance(stage, Align) and stage.mode == "layerwise":
         one = trained // max(1, len(converted))
