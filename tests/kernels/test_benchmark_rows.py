@@ -19,7 +19,7 @@ import triton
 from triton.runtime.autotuner import Autotuner
 
 from deltanet_kernels.benchmarks import both_passes, channel_gates, erase, inner_training, table
-from deltanet_kernels.benchmarks.both_passes import check_and_time, worst_error
+from deltanet_kernels.benchmarks.both_passes import check_and_time, relative_errors
 from deltanet_kernels.benchmarks.first_results import OverTime, compiled_ahead, time_limit
 from deltanet_kernels.benchmarks.table import Row, Table
 
@@ -207,8 +207,10 @@ def test_right_results_are_timed_and_wrong_ones_not(tmp_path: Path) -> None:
         assert row["failed"] == "wrong results"
         assert "fwd_ms" not in row
     detached = check_and_time(lambda: 0.5 * x * x + 0.5 * x.detach() ** 2, *square(x), options(tmp_path))
-    assert detached["failed"] == "wrong results"  # of the gradient
-    assert worst_error([torch.full((1, 1, 1, 1), math.nan)], [torch.ones(1, 1, 1, 1).double()]) == math.inf
+    assert (detached["failed"], detached["fwd_ms"]) == ("backward: wrong results", 2.0)
+    assert "fwdbwd_ms" not in detached
+    without_a_number = torch.full((1, 1, 1, 1), math.nan)
+    assert relative_errors([without_a_number], [torch.ones(1, 1, 1, 1).double()]) == [math.inf]
 
 
 class Refuses(torch.autograd.Function):

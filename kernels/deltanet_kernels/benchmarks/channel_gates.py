@@ -4,9 +4,10 @@
 
 Peers: flash-linear-attention's `chunk_kda`, `chunk_gla` and `chunk_gdn2`. Every timed configuration is first compared
 with the chunked PyTorch form in float64, output and gradients, on the first head of the first row; an implementation
-that fails there is not timed. Where the peer was timed too, `fwd_ratio` and `fwdbwd_ratio` are its times divided by
-ours. Each row is written as soon as it is measured, or with its error if it raises: a peer whose backward pass refuses
-has its forward pass timed. `--resume` continues an incomplete file; delete a row to have it measured again.
+that fails there is not timed, and one whose gradients alone fail only forward. Where the peer was timed too,
+`fwd_ratio` and `fwdbwd_ratio` are its times divided by ours. Each row is written as soon as it is measured, or with its
+error if it raises: a peer whose backward pass refuses has its forward pass timed. `--resume` continues an incomplete
+file; delete a row to have it measured again.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ def reference(rule: str, shape: Shape) -> list[torch.Tensor]:
 
 def measure(labels: Row, options: argparse.Namespace) -> Row:
     """The numbers of the row with these labels."""
-    rule, shape = labels["rule"], Shape(*labels["shape"], labels["gates"][0])
+    rule, shape = labels["rule"], Shape(*labels["shape"], *labels["gates"][:1])
     operator = (peer if labels["impl"] == "fla" else ours)(rule)
     leaves, do = make(rule, shape)
     row = check_and_time(lambda: operator(*leaves), leaves, do, reference(rule, shape), options)

@@ -7,12 +7,12 @@ on inputs that make it compute the same (a strength of 2^-60 with values as much
 and values multiplied with it); `fla`, which is `chunk_gated_delta_rule`, `chunk_simple_gla`, `chunk_comba` or
 `chunk_gated_delta_product`. Without erasing all strengths are 1, because `chunk_simple_gla` has none; the others still
 compute the gradient of the strength. Two writes per token (Gated DeltaProduct) are the default form on twice the
-tokens, of which every second one decays and every other one is read; `deltanet` includes the filling of q and g.
-Every implementation is first compared with the chunked PyTorch form in float64 on the first head of the first row,
-output and gradients; one that fails there is not timed. Where the peer was timed too, `fwd_ratio` and `fwdbwd_ratio`
-are its times divided by ours. Each row is written as soon as it is measured, or with its error if it raises: a peer
-whose backward pass refuses has its forward pass timed. At each shape the forms with a peer come first. `--resume`
-continues an incomplete file; delete a row to have it measured again.
+tokens, of which every second one decays and every other one is read; `deltanet` includes the filling of q and g. Every
+implementation is first compared with the chunked PyTorch form in float64 on the first head of the first row, output and
+gradients; one that fails there is not timed, and one whose gradients alone fail only forward. Where the peer was timed
+too, `fwd_ratio` and `fwdbwd_ratio` are its times divided by ours. Each row is written as soon as it is measured, or
+with its error if it raises: a peer whose backward pass refuses has its forward pass timed. At each shape the forms with
+a peer come first. `--resume` continues an incomplete file; delete a row to have it measured again.
 """
 
 from __future__ import annotations

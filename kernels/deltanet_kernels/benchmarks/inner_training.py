@@ -4,11 +4,11 @@ Mesa (by its kernels, and in PyTorch), test-time training and Titans' memory in 
 forward, forward + backward, and the memory of the latter. Each implementation is first compared with the recurrence in
 float64, on a shorter input; one that fails there is not timed.
 
-With `--peers`, the rows of `fla` are those of flash-linear-attention's `chunk_mesa_net`, with the ridge and the number of
-steps of ours; `forward_ratio` and `both_ratio` of `mesa` are its times divided by ours. It always takes all the steps,
-computes in float16 and bfloat16 instead of float32, and has no factor on its output, so it is compared with a scale of
-1. Each row is written as soon as it is measured, or with its error if it raises; `--resume` continues an incomplete
-file; delete a row to have it measured again.
+With `--peers`, the rows of `fla` are those of flash-linear-attention's `chunk_mesa_net`, with the ridge and the number
+of steps of ours; `forward_ratio` and `both_ratio` of `mesa` are its times divided by ours. It always takes all the
+steps, computes in float16 and bfloat16 instead of float32, and has no factor on its output, so it is compared with a
+scale of 1. Each row is written as soon as it is measured, or with its error if it raises; `--resume` continues an
+incomplete file; delete a row to have it measured again.
 """
 
 from __future__ import annotations
@@ -79,14 +79,15 @@ def rule(name: str, impl: str, heads: int, size: int) -> tuple[Callable[..., Any
     if impl == "fla":
         return mesa_of_peer, functools.partial(naive_mesa, scale=1.0), (ones,)
     first = size**0.5 * torch.eye(size + 1, size, device=DEVICE).expand(heads, -1, -1)
-    return {
+    found: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]] = {
         "gated delta rule": (chunk_gated_delta_rule, naive_gated_delta_rule, ()),
         "mesa": (chunk_mesa, naive_mesa, (ones,)),
         "mesa, PyTorch": (mesa_in_pytorch, naive_mesa, (ones,)),
         "ttt": (chunk_ttt, naive_ttt, (16,)),
         "ttt, layer norm": (chunk_ttt, naive_ttt, (16, InnerNorm(ones, torch.zeros_like(ones), first))),
         "titans": (chunk_titans, naive_titans, ()),
-    }[name]
+    }
+    return found[name]
 
 
 def draw(batch: int, tokens: int, heads: int, size: int, name: str) -> list[Tensor]:
