@@ -174,6 +174,10 @@ def test_candidates_are_compiled_before_they_are_timed(monkeypatch: pytest.Monke
     tuner: Any = SimpleNamespace(configs=configs, nargs={"x": 1, "n": 7}, fn=SimpleNamespace(run=run))
     with compiled_ahead():
         assert Autotuner.prune_configs(tuner, {"grid": (5,), "warmup": False}) == configs
+    times: dict[str, Any] = {}
+    monkeypatch.setattr(triton.testing, "do_bench", lambda call, **given: times.update(given) or [1.0])
+    assert tuner.do_bench(lambda: None, quantiles=(0.5,)) == [1.0]
+    assert (times["rep"], times["quantiles"]) == (20, (0.5,))
     assert calls == [((1, 7), (5,), True, 32, 2), ((1, 7), (5,), True, 64, 2)]
     assert Autotuner.prune_configs is plain
     assert _async_compile.active_mode.get() is None

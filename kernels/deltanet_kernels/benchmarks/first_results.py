@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import copy_context
 from typing import Any
 
 import torch
+
+CANDIDATE_MS = 20  # Triton's default is 100, and one operator has up to 300 candidates
 
 
 class OverTime(BaseException):
@@ -39,13 +41,14 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def compiled_ahead() -> Iterator[None]:
-    """Have Triton's autotuner compile its candidates on all cores before it times them; what it chooses is the same."""
+    """Have Triton's autotuner compile its candidates on all cores before it times them, each for `CANDIDATE_MS`."""
     from triton.runtime.autotuner import Autotuner
 
     prune_configs = Autotuner.prune_configs  # called once whenever a kernel is tuned
 
     def prune_and_compile(tuner: Any, meta: dict[str, Any]) -> list[Any]:
         configs = prune_configs(tuner, meta)
+        tuner.do_bench = _timed_briefly
         copy_context().run(_compile, tuner, configs, meta)  # Triton leaves its mode on where waiting is interrupted
         return configs
 
@@ -54,6 +57,12 @@ def compiled_ahead() -> Iterator[None]:
         yield
     finally:
         Autotuner.prune_configs = prune_configs
+
+
+def _timed_briefly(call: Callable[[], object], quantiles: tuple[float, ...]) -> Any:
+    from triton.testing import do_bench
+
+    return do_bench(call, warmup=5, rep=CANDIDATE_MS, quantiles=quantiles)
 
 
 def _compile(tuner: Any, configs: list[Any], meta: dict[str, Any]) -> None:
