@@ -4,18 +4,23 @@
 
 q and k have unit length and no implementation normalises them. Implementations: `deltanet`; `mapped`, the default form
 on inputs that make it compute the same (a strength of 2^-60 with values as much larger; a strength divided by the gate
-and values multiplied with it); `fla`, which is `chunk_gated_delta_rule`, `chunk_simple_gla` or `chunk_comba`. Without
-erasing all strengths are 1, because `chunk_simple_gla` has none; the others still compute the gradient of the strength.
-Every implementation is first compared with the chunked PyTorch form in float64 on the first head of the first row,
-output and gradients; one that fails there is not timed.
+and values multiplied with it); `fla`, which is `chunk_gated_delta_rule`, `chunk_simple_gla`, `chunk_comba` or
+`chunk_gated_delta_product`. Without erasing all strengths are 1, because `chunk_simple_gla` has none; the others still
+compute the gradient of the strength. Two writes per token (Gated DeltaProduct) are the default form on twice the
+tokens, of which every second one decays and every other one is read; `deltanet` includes the filling of q and g. Every
+implementation is first compared with the chunked PyTorch form in float64 on the first head of the first row, output and
+gradients; one that fails there is not timed, and one whose gradients alone fail only forward. Where the peer was timed
+too, `fwd_ratio` and `fwdbwd_ratio` are its times divided by ours. Each row is written as soon as it is measured, or
+with its error if it raises: a peer whose backward pass refuses has its forward pass timed. At each shape the forms with
+a peer come first. `--resume` continues an incomplete file; delete a row to have it measured again.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,40 +29,67 @@ from torch.nn import functional as F
 from .. import torch_chunk_gated_delta_rule
 from ..arguments import RuleCall
 from ..gated_delta_rule.chunk import chunk_gated_delta_rule_triton
-from .timing import median_ms, peak_gib, write
+from .both_passes import check_and_time
+from .table import Row, Table, add_options
 
-SHAPES = [(16, 2048, 9, 64), (8, 2048, 32, 64), (4, 4096, 32, 128), (1, 4096, 32, 128), (1, 32768, 32, 128)]
+DEVICE = "cuda"
+SHAPES = [
+    (16, 2048, 9, 64),
+    (8, 2048, 32, 64),
+    (4, 4096, 32, 128),
+    (1, 4096, 32, 128),
+    (1, 32768, 32, 128),
+    (1, 131072, 16, 128),
+]
 NOTES = {"shape": "B, T, H, K = V; log decays in (-1, 0); bfloat16"}
+WRITES = "two writes per token"
 FORMS: dict[str, dict[str, Any]] = {
-    "decayed": {},
+    "undecayed, own key": {"erase": "undecayed", "own_key": True},
+    WRITES: {"writes": 2},
     "off": {"erase": "off"},
     "undecayed": {"erase": "undecayed"},
-    "undecayed, own key": {"erase": "undecayed", "own_key": True},
+    "decayed": {},
     "decayed, own key": {"own_key": True},
     "chunk_start, 16": {"erase": "chunk_start", "minibatch": 16},
 }
+PEERS = ("undecayed, own key", WRITES, "off", "undecayed", "decayed")  # forms with one
+MAPPED = ("off", "undecayed")
 TINY = 2.0**-60
+Shape = tuple[int, int, int, int]
 Inputs = dict[str, Any]  # tensors
 
 
-def make(shape: tuple[int, int, int, int], form: dict[str, Any]) -> tuple[Inputs, torch.Tensor]:
-    """The inputs that get gradients, by name, and a gradient of o."""
+def make(shape: Shape, form: dict[str, Any]) -> tuple[Inputs, torch.Tensor]:
+    """The inputs that get gradients, by name, and a gradient of o; with several writes k, v, beta have those tokens."""
     torch.manual_seed(0)
     B, T, H, D = shape
-    q, k, p, v, do = (torch.randn(B, T, H, D, device="cuda") for _ in range(5))
+    writes = T * form.get("writes", 1)
+    q, k, p, v, do = (torch.randn(B, n, H, D, device=DEVICE) for n in (T, writes, T, writes, T))
     x = {"q": F.normalize(q, dim=-1), "k": F.normalize(k, dim=-1), "v": v}
     if form.get("own_key"):
         x["erase_key"] = 0.7 * F.normalize(p, dim=-1)
     x = {name: y.bfloat16() for name, y in x.items()}
-    x["g"] = -torch.rand(B, T, H, device="cuda")
+    x["g"] = -torch.rand(B, T, H, device=DEVICE)
     if form.get("erase") != "off":
         strongest = 1 / form["minibatch"] if "minibatch" in form else 1.0
-        x["beta"] = strongest * torch.rand(B, T, H, device="cuda")
+        x["beta"] = strongest * torch.rand(B, writes, H, device=DEVICE)
     return {name: y.requires_grad_() for name, y in x.items()}, do.bfloat16()
 
 
-def _options(form: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in form.items() if name != "own_key"}
+def arguments(x: Inputs, form: dict[str, Any]) -> Inputs:
+    """Those of the operator: with several writes per token, the first one decays and the last one has the query."""
+    x = x | {"beta": _strength(x)}
+    further = form.get("writes", 1) - 1
+    if further:
+        x["q"] = F.pad(x["q"].unsqueeze(2), (0, 0, 0, 0, further, 0)).flatten(1, 2)
+        x["g"] = F.pad(x["g"].unsqueeze(2), (0, 0, 0, further)).flatten(1, 2)
+    return x | {name: value for name, value in form.items() if name not in ("own_key", "writes")}
+
+
+def read(o: torch.Tensor, form: dict[str, Any]) -> torch.Tensor:
+    """The outputs after the last write of each token."""
+    writes = form.get("writes", 1)
+    return o[:, writes - 1 :: writes]
 
 
 def _strength(x: Inputs) -> torch.Tensor:
@@ -65,107 +97,82 @@ def _strength(x: Inputs) -> torch.Tensor:
     return beta
 
 
-def ours(form: dict[str, Any]) -> Callable[[Inputs], torch.Tensor]:
+def ours(x: Inputs, form: dict[str, Any]) -> torch.Tensor:
     """The operator."""
-    return lambda x: chunk_gated_delta_rule_triton(RuleCall(**x | {"beta": _strength(x)}, **_options(form)))[0]
+    return read(chunk_gated_delta_rule_triton(RuleCall(**arguments(x, form)))[0], form)
 
 
-def mapped(form: dict[str, Any]) -> Callable[[Inputs], torch.Tensor] | None:
+def mapped(x: Inputs, form: dict[str, Any]) -> torch.Tensor:
     """The default form on other inputs, where it can compute the same."""
     if form == FORMS["off"]:
-        return lambda x: chunk_gated_delta_rule_triton(
-            RuleCall(**x | {"beta": torch.full_like(x["g"], TINY), "v": x["v"] / TINY})
-        )[0]
-    if form == FORMS["undecayed"]:
-
-        def run(x: Inputs) -> torch.Tensor:
-            gate = x["g"].exp()
-            values = (x["v"] * gate.unsqueeze(-1)).to(x["v"].dtype)
-            return chunk_gated_delta_rule_triton(RuleCall(**x | {"beta": x["beta"] / gate, "v": values}))[0]
-
-        return run
-    return None
+        other = {"beta": torch.full_like(x["g"], TINY), "v": x["v"] / TINY}
+    else:
+        gate = x["g"].exp()
+        other = {"beta": x["beta"] / gate, "v": (x["v"] * gate.unsqueeze(-1)).to(x["v"].dtype)}
+    return chunk_gated_delta_rule_triton(RuleCall(**x | other))[0]
 
 
-def peer(form: dict[str, Any]) -> Callable[[Inputs], torch.Tensor] | None:
-    """flash-linear-attention's operator of this form, or None."""
-    os.environ.setdefault("FLA_FLASH_QLA", "0")
-    if form == FORMS["off"]:
+def peer(x: Inputs, form: dict[str, Any]) -> torch.Tensor:
+    """flash-linear-attention's operator of this form."""
+    if form.get("erase") == "off":
         from fla.ops.simple_gla import chunk_simple_gla
 
-        return lambda x: chunk_simple_gla(x["q"], x["k"], x["v"], x["g"])[0]
-    if form == FORMS["decayed"]:
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-
-        return lambda x: chunk_gated_delta_rule(x["q"], x["k"], x["v"], x["g"], x["beta"])[0]
+        return chunk_simple_gla(x["q"], x["k"], x["v"], x["g"])[0]
     if form.get("erase") == "undecayed":
         from fla.ops.comba import chunk_comba
 
-        return lambda x: chunk_comba(
-            x["q"], x["k"], x["v"], p=x.get("erase_key", x["k"]), g=x["g"], beta=x["beta"]
-        )[0]  # fmt: skip
-    return None
+        return chunk_comba(x["q"], x["k"], x["v"], p=x.get("erase_key", x["k"]), g=x["g"], beta=x["beta"])[0]
+    if "writes" in form:
+        from fla.ops.gated_delta_product import chunk_gated_delta_product
+
+        return chunk_gated_delta_product(x["q"], x["k"], x["v"], x["g"], x["beta"], form["writes"])[0]
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    return chunk_gated_delta_rule(x["q"], x["k"], x["v"], x["g"], x["beta"])[0]
 
 
-def worst_error(run: Callable[[Inputs], torch.Tensor], form: dict[str, Any], x: Inputs, do: torch.Tensor) -> float:
-    """Largest relative L2 error of o and the gradients in the first head of the first row; NaN counts as infinite."""
-    o = run(x)
-    found = [o.detach(), *torch.autograd.grad(o, list(x.values()), do)]
-    own = {name: y.detach()[:1, :, :1].double().requires_grad_() for name, y in x.items()}
-    wanted_o, _ = torch_chunk_gated_delta_rule(**own | {"beta": _strength(own)}, **_options(form))
-    wanted = [wanted_o.detach(), *torch.autograd.grad(wanted_o, list(own.values()), do[:1, :, :1].double())]
-    errors = [
-        ((y[:1, :, :1].double() - z).norm() / z.norm()).item() for y, z in zip(found, wanted, strict=True)
-    ]  # fmt: skip
-    return max(e if e == e else float("inf") for e in errors)
+IMPLEMENTATIONS = {"deltanet": ours, "mapped": mapped, "fla": peer}
 
 
-def measure(
-    run: Callable[[Inputs], torch.Tensor], shape: tuple[int, int, int, int], form: dict[str, Any], repeats: int
-) -> dict[str, Any]:
-    """The numbers of one row."""
+@functools.lru_cache(maxsize=1)
+def reference(shape: Shape, name: str) -> list[torch.Tensor]:
+    """o and the gradients of the inputs of the first row and head of `make`, in float64."""
+    form = FORMS[name]
     x, do = make(shape, form)
-    row: dict[str, Any] = {"rel_error": worst_error(run, form, x, do)}
-    if row["rel_error"] > 0.05:
-        return row | {"failed": "wrong results"}
+    own = {key: y.detach()[:1, :, :1].double().requires_grad_() for key, y in x.items()}
+    o = read(torch_chunk_gated_delta_rule(**arguments(own, form))[0], form)
+    return [o.detach(), *torch.autograd.grad(o, list(own.values()), do[:1, :, :1].double())]
 
-    def forward() -> None:
-        with torch.no_grad():
-            run(x)
 
-    def both() -> None:
-        torch.autograd.grad(run(x), list(x.values()), do)
+def measure(labels: Row, options: argparse.Namespace) -> Row:
+    """The numbers of the row with these labels."""
+    shape, form, run = tuple(labels["shape"]), FORMS[labels["form"]], IMPLEMENTATIONS[labels["impl"]]
+    x, do = make(shape, form)
+    return check_and_time(lambda: run(x, form), list(x.values()), do, reference(shape, labels["form"]), options)
 
-    row["fwd_ms"] = round(median_ms(forward, repeats), 4)
-    row["fwdbwd_ms"] = round(median_ms(both, repeats), 4)
-    return row | {"peak_gib": round(peak_gib(both), 4)}
+
+def rows(shapes: Sequence[Shape], forms: Sequence[str], peers: bool) -> Iterator[Row]:
+    """Labels of the rows in the order of measurement: at each shape first what has a peer, then the others."""
+    beside = [name for name in forms if peers and name in PEERS]
+    order = [(name, impl) for name in beside for impl in ("deltanet", "fla")]
+    order += [(name, "deltanet") for name in forms if name not in beside]
+    order += [(name, "mapped") for name in forms if name in MAPPED]
+    for shape in shapes:
+        for name, impl in order:
+            yield {"shape": list(shape), "form": name, "impl": impl}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--peers", action="store_true", help="Also time flash-linear-attention.")
-    parser.add_argument("--forms", nargs="*", choices=list(FORMS), help="Time only these forms.")
+    parser.add_argument("--forms", nargs="*", choices=list(FORMS), default=list(FORMS), help="Time only these forms.")
     parser.add_argument("--shapes", type=int, nargs="*", help="Time only these indices of the list of shapes.")
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--output", type=Path, help="Folder of the result file (default: the package's own).")
-    args = parser.parse_args()
-    rows: list[dict[str, Any]] = []
-    for shape in [SHAPES[index] for index in args.shapes or range(len(SHAPES))]:
-        for name in args.forms or FORMS:
-            form = FORMS[name]
-            for label, find in (("deltanet", ours), ("mapped", mapped), *([("fla", peer)] if args.peers else [])):
-                row: dict[str, Any] = {"shape": list(shape), "form": name, "impl": label}
-                try:
-                    run = find(form)
-                    if run is None:
-                        continue
-                    row |= measure(run, shape, form, args.repeats)
-                except Exception as error:
-                    row["failed"] = f"{type(error).__name__}: {error}"[:300]
-                rows.append(row)
-                print(row, flush=True)
-                torch.cuda.empty_cache()
-                write("erase_h200.json", rows, NOTES, args.output)
+    add_options(parser)
+    options = parser.parse_args()
+    os.environ.setdefault("FLA_FLASH_QLA", "0")
+    table = Table("erase_h200.json", ("shape", "form"), ("fwd_ms", "fwdbwd_ms"), NOTES, options)
+    shapes = [SHAPES[index] for index in options.shapes or range(len(SHAPES))]
+    table.fill(rows(shapes, options.forms, options.peers), lambda labels: measure(labels, options))
 
 
 if __name__ == "__main__":

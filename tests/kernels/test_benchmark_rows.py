@@ -1,0 +1,305 @@
+"""What benchmarks beside peers share: their files, the order of rows, resumption, limits of time, errors as rows."""
+
+import argparse
+import contextlib
+import json
+import math
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import triton
+from triton.runtime.autotuner import Autotuner
+
+from deltanet_kernels.benchmarks import both_passes, channel_gates, erase, inner_training, table
+from deltanet_kernels.benchmarks.both_passes import check_and_time, relative_errors
+from deltanet_kernels.benchmarks.first_results import OverTime, compiled_ahead, time_limit
+from deltanet_kernels.benchmarks.table import Row, Table
+
+LABELS: list[Row] = [{"rule": r, "shape": [2, 3], "impl": i} for r in "ab" for i in ("deltanet", "fla")]
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files without the name of a GPU, and a clock that only calls."""
+
+    def write(name: str, rows: list[Row], notes: Row, folder: Path) -> None:
+        (folder / name).write_text(json.dumps({**notes, "rows": rows}))
+
+    def timed(run: Callable[[], object], repeats: int = 20) -> float:
+        run()
+        return 2.0
+
+    monkeypatch.setattr(table, "write", write)
+    monkeypatch.setattr(both_passes, "median_ms", timed)
+    monkeypatch.setattr(both_passes, "peak_gib", timed)
+
+
+def options(folder: Path, **changes: Any) -> argparse.Namespace:
+    every = {"minutes": 8.0, "resume": False, "first_seconds": 60.0, "repeats": 1}
+    return argparse.Namespace(output=folder, **{**every, **changes})
+
+
+def new(given: argparse.Namespace) -> Table:
+    return Table("rows.json", ("rule", "shape"), ("fwd_ms", "both_ms"), {"note": "n"}, given)
+
+
+def rows_of(folder: Path) -> list[Row]:
+    return json.loads((folder / "rows.json").read_text())["rows"]
+
+
+def test_every_row_is_written_at_once_and_ours_get_ratios(tmp_path: Path) -> None:
+    times = iter([{"fwd_ms": 2.0, "both_ms": 4.0}, {"fwd_ms": 3.0, "both_ms": 8.0}, {"fwd_ms": 1.0}, {"fwd_ms": 5.0}])
+    lengths = []
+
+    def measure(labels: Row) -> Row:
+        lengths.append(len(rows_of(tmp_path)) if (tmp_path / "rows.json").exists() else 0)
+        return next(times)
+
+    new(options(tmp_path)).fill(LABELS, measure)
+    assert lengths == [0, 1, 2, 3]
+    rows = rows_of(tmp_path)
+    assert [{key: row[key] for key in LABELS[0]} for row in rows] == LABELS
+    assert (rows[0]["fwd_ratio"], rows[0]["both_ratio"], rows[2]["fwd_ratio"]) == (1.5, 2.0, 5.0)
+    assert not {"both_ratio"} & rows[2].keys()
+    assert all("ratio" not in key for row in rows[1::2] for key in row)
+
+
+def test_errors_are_rows_and_only_unfinished_ones_are_measured_again(tmp_path: Path) -> None:
+    def measure(labels: Row) -> Row:
+        if labels["impl"] == "deltanet":
+            return {"fwd_ms": 1.0}
+        raise RuntimeError("refuses\nto run" + 400 * "x") if labels["rule"] == "a" else OverTime("no first results")
+
+    new(options(tmp_path)).fill(LABELS, measure)
+    rows = rows_of(tmp_path)
+    assert rows[1]["failed"].startswith("RuntimeError: refuses to runxxx")
+    assert len(rows[1]["failed"]) == 300
+    assert rows[3]["unfinished"] == "no first results"
+    assert "fwd_ratio" not in rows[0]
+
+    again: list[Row] = []
+    new(options(tmp_path, resume=True)).fill(LABELS, lambda labels: again.append(labels) or {"fwd_ms": 3.0})
+    assert again == LABELS[3:]
+    assert rows_of(tmp_path)[:3] == [*rows[:2], rows[2] | {"fwd_ratio": 3.0}]
+    new(options(tmp_path)).fill(LABELS, lambda labels: again.append(labels) or {})
+    assert again[1:] == LABELS  # without --resume all of them
+
+
+def test_no_row_begins_after_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(table.time, "monotonic", lambda: clock[0])
+
+    def measure(labels: Row) -> Row:
+        clock[0] += 50
+        return {}
+
+    new(options(tmp_path, minutes=1.5)).fill(LABELS, measure)
+    assert [row["impl"] for row in rows_of(tmp_path)] == ["deltanet", "fla"]
+    assert "--resume" in capsys.readouterr().out
+    new(options(tmp_path, minutes=8.0, resume=True)).fill(LABELS, measure)
+    assert len(rows_of(tmp_path)) == 4
+
+
+def test_an_interrupt_ends_the_run_and_is_no_row(tmp_path: Path) -> None:
+    def measure(labels: Row) -> Row:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        new(options(tmp_path)).fill(LABELS, measure)
+    assert not (tmp_path / "rows.json").exists()
+
+
+def tuning_without_end() -> None:
+    """As of a library that catches every Exception."""
+    for _ in range(2000):
+        with contextlib.suppress(Exception):
+            time.sleep(0.01)
+
+
+class SlowBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, do: torch.Tensor) -> torch.Tensor:
+        assert threading.current_thread() is threading.main_thread()
+        tuning_without_end()
+        return do
+
+
+def test_a_limit_ends_loops_and_backward_passes_and_nothing_afterwards() -> None:
+    before = signal.getsignal(signal.SIGALRM)
+    x = torch.ones(3, requires_grad=True)
+    for run in (tuning_without_end, lambda: SlowBackward.apply(x).sum().backward()):
+        began = time.monotonic()
+        with pytest.raises(OverTime, match=r"within 0\.05 s"), time_limit(0.05):
+            run()
+        assert time.monotonic() - began < 2
+    with time_limit(0.05):
+        pass
+    time.sleep(0.07)
+    assert signal.getsignal(signal.SIGALRM) is before
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    assert torch.autograd.is_multithreading_enabled()
+
+
+def test_candidates_are_compiled_before_they_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime import _async_compile
+
+    calls: list[tuple[Any, ...]] = []
+    configs = [triton.Config({"BK": size}, num_warps=2) for size in (32, 64, 128)]
+
+    def run(*args: Any, **kwargs: Any) -> None:
+        calls.append((args, kwargs["grid"], kwargs["warmup"], kwargs["BK"], kwargs["num_warps"]))
+        mode = _async_compile.active_mode.get()
+        assert mode is not None
+        submitted = mode.executor.submit(time.sleep, 0)
+        submitted._key = kwargs["BK"]
+        mode.raw_futures.append(submitted)
+        mode.future_kernels[kwargs["BK"]] = SimpleNamespace(future=submitted, result=lambda ignore: None)
+        if kwargs["BK"] == 64:
+            raise RuntimeError("no such kernel")
+
+    plain = lambda tuner, meta: tuner.configs  # noqa: E731
+    monkeypatch.setattr(Autotuner, "prune_configs", plain)
+    tuner: Any = SimpleNamespace(configs=configs, nargs={"x": 1, "n": 7}, fn=SimpleNamespace(run=run))
+    with compiled_ahead():
+        assert Autotuner.prune_configs(tuner, {"grid": (5,), "warmup": False}) == configs
+    times: dict[str, Any] = {}
+    monkeypatch.setattr(triton.testing, "do_bench", lambda call, **given: times.update(given) or [1.0])
+    assert tuner.do_bench(lambda: None, quantiles=(0.5,)) == [1.0]
+    assert (times["rep"], times["quantiles"]) == (20, (0.5,))
+    assert calls == [((1, 7), (5,), True, 32, 2), ((1, 7), (5,), True, 64, 2)]
+    assert Autotuner.prune_configs is plain
+    assert _async_compile.active_mode.get() is None
+
+
+def test_a_limit_while_candidates_compile_leaves_no_mode_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime import _async_compile
+
+    def run(*args: Any, **kwargs: Any) -> None:
+        tuning_without_end()
+
+    monkeypatch.setattr(Autotuner, "prune_configs", lambda tuner, meta: tuner.configs)
+    tuner: Any = SimpleNamespace(configs=[triton.Config({})], nargs={}, fn=SimpleNamespace(run=run))
+    with pytest.raises(OverTime), time_limit(0.05), compiled_ahead():
+        Autotuner.prune_configs(tuner, {"grid": (1,)})
+    assert _async_compile.active_mode.get() is None
+
+
+def square(x: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor, list[torch.Tensor]]:
+    do = torch.ones_like(x)
+    return [x], do, [x.detach().double()[:1, :, :1] ** 2, 2 * x.detach().double()[:1, :, :1]]
+
+
+def test_right_results_are_timed_and_wrong_ones_not(tmp_path: Path) -> None:
+    x = torch.randn(2, 5, 3, 4, requires_grad=True)
+    row = check_and_time(lambda: x * x, *square(x), options(tmp_path))
+    assert row["rel_error"] < 1e-6
+    assert row | {"rel_error": 0} == {"rel_error": 0, "fwd_ms": 2.0, "fwdbwd_ms": 2.0, "peak_gib": 2.0}
+    for wrong in (lambda: x * x * 1.1, lambda: x * x * torch.nan, lambda: (x * x).roll(1, 1)):
+        row = check_and_time(wrong, *square(x), options(tmp_path))
+        assert row["failed"] == "wrong results"
+        assert "fwd_ms" not in row
+    detached = check_and_time(lambda: 0.5 * x * x + 0.5 * x.detach() ** 2, *square(x), options(tmp_path))
+    assert (detached["failed"], detached["fwd_ms"]) == ("backward: wrong results", 2.0)
+    assert "fwdbwd_ms" not in detached
+    without_a_number = torch.full((1, 1, 1, 1), math.nan)
+    assert relative_errors([without_a_number], [torch.ones(1, 1, 1, 1).double()]) == [math.inf]
+
+
+class Refuses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, do: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("Triton >= 3.4.0 and < 3.7.1 on Hopper")
+
+
+class TunesForLong(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, do: torch.Tensor) -> None:
+        tuning_without_end()
+
+
+def test_the_forward_pass_of_a_peer_without_a_backward_pass_is_timed(tmp_path: Path) -> None:
+    x = torch.randn(2, 5, 3, 4, requires_grad=True)
+    row = check_and_time(lambda: Refuses.apply(x), *square(x), options(tmp_path))
+    assert row["failed"] == "backward: RuntimeError: Triton >= 3.4.0 and < 3.7.1 on Hopper"
+    assert (row["fwd_ms"], "fwdbwd_ms" in row) == (2.0, False)
+    row = check_and_time(lambda: TunesForLong.apply(x), *square(x), options(tmp_path, first_seconds=0.1))
+    assert row["unfinished"] == "backward: no first results within 0.1 s"
+    assert (row["fwd_ms"], "fwdbwd_ms" in row) == (2.0, False)
+
+
+def test_peers_come_early() -> None:
+    rows = list(channel_gates.rows(channel_gates.SHAPES[:2], channel_gates.RULES, True))
+    assert [(row["rule"], row["impl"]) for row in rows[:6]] == [
+        (rule, impl) for rule in ("kda", "gla", "gdn2") for impl in ("deltanet", "fla")
+    ]
+    assert [row["shape"] for row in rows] == 6 * [[16, 2048, 9, 64]] + 6 * [[8, 2048, 32, 64]]
+    assert [row["impl"] for row in channel_gates.rows(channel_gates.SHAPES, ["gla"], False)] == 8 * ["deltanet"]
+
+    found = [(row["form"], row["impl"]) for row in erase.rows(erase.SHAPES[:1], list(erase.FORMS), True)]
+    assert found[:4] == [(form, impl) for form in ("undecayed, own key", erase.WRITES) for impl in ("deltanet", "fla")]
+    assert [impl for _, impl in found] == 5 * ["deltanet", "fla"] + 2 * ["deltanet"] + 2 * ["mapped"]
+    assert len(set(found)) == len(found)
+    alone = [(row["form"], row["impl"]) for row in erase.rows(erase.SHAPES[:1], ["off", "decayed"], False)]
+    assert alone == [("off", "deltanet"), ("decayed", "deltanet"), ("off", "mapped")]
+
+    inner = list(inner_training.rows(inner_training.OPERATORS, True))
+    assert [(row["operator"], row["impl"], row["shape"]) for row in inner[:4]] == [
+        ("mesa", impl, shape) for shape in ([16, 2048, 9, 64], [4, 2048, 9, 64]) for impl in ("deltanet", "fla")
+    ]
+    assert {row["operator"] for row in inner[-10:]} == {"mesa"}
+    assert len({json.dumps(row) for row in inner}) == len(inner) == 2 + 2 * 7 + 10
+    assert {row["operator"] for row in inner_training.rows(["ttt"], True)} == {"ttt"}
+
+
+@pytest.mark.parametrize("module", [channel_gates, erase, inner_training])
+def test_the_command_without_the_peer_installed(module: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each row has the error of the import, and the second run begins behind them."""
+    for name in ("fla", "fla.ops"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr(module, "DEVICE", "cpu")
+    for name in ("SHAPES", "MESA_SHAPES"):
+        if hasattr(module, name):
+            monkeypatch.setattr(module, name, small(module))
+    seen: list[Row] = []
+
+    def measure(labels: Row, given: argparse.Namespace) -> Row:
+        seen.append(labels)
+        return plain(labels, given) if labels["impl"] == "fla" else {}
+
+    plain = module.measure
+    monkeypatch.setattr(module, "measure", measure)
+    only = {"channel_gates": ["--rules", "gla"], "erase": ["--forms", "off"], "inner_training": ["--operators", "mesa"]}
+    name = module.__name__.rpartition(".")[2]
+    monkeypatch.setattr(sys, "argv", [name, "--peers", "--resume", "--output", str(tmp_path), *only[name]])
+    module.main()
+    rows = json.loads((tmp_path / f"{name}_h200.json").read_text())["rows"]
+    assert [row["failed"].split(":")[0] for row in rows if row["impl"] == "fla"]
+    assert all("ModuleNotFoundError" in row["failed"] for row in rows if row["impl"] == "fla")
+    count = len(seen)
+    assert count == len(rows)
+    module.main()
+    assert len(seen) == count
+
+
+def small(module: Any) -> list[Any]:
+    return [channel_gates.Shape(1, 4, 1, 16)] if module is channel_gates else [(1, 4, 1, 16)]
