@@ -30,6 +30,7 @@ HEADERS = {
     "wt2": "WikiText-2",
     "needles_1k needles_2k needles_4k": "needles in 1k / 2k / 4k, %",
     "prose_1k prose_2k prose_4k": "prose facts in 1k / 2k / 4k, %",
+    "pairs_8": "8 pairs, %",
     "pairs_128": "128 pairs, %",
     "pairs_8 pairs_32 pairs_128": "8 / 32 / 128 pairs, %",
 }

@@ -1,7 +1,7 @@
 """Rewrites the generated tables of Markdown files: `python tools/readme_tables.py README.md ...`.
 
 A table is the text between `<!-- KIND: FILE ... -->` and `<!-- end of KIND -->`; what follows FILE is a note for the
-reader. There are six kinds:
+reader. There are seven kinds:
 
 - results FILE: the rows of a results file (deltanet_recipes.study.results_row).
 - keys FILE: the keys of a recipe (FILE is not read).
@@ -11,6 +11,7 @@ reader. There are six kinds:
 - hybrids FILE: trained rows beside the free policies of equal bytes (hybrids_table.py says what is in FILE).
 - mixers FILE: the rows of a results file of deltanet_recipes.study.mixer_row.
 - lab FILE: the rows of a results file of deltanet_recipes.lab.
+- speed FILE: the rows of the results file of deltanet_recipes.benchmarks.end_to_end.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ import hybrids_table
 import mixers_table
 import recipe_keys
 import results_table
+import speed_table
 from deltanet_hf.errors import UserError
 from deltanet_hf.exit_codes import run_command
 from deltanet_recipes.lab import table as lab_table
 
 BLOCK = re.compile(
-    r"(<!-- (results|keys|headline|hybrids|mixers|lab): (\S+)[^\n]*-->\n)(.*?)(<!-- end of \2 -->)", re.DOTALL
+    r"(<!-- (results|keys|headline|hybrids|mixers|lab|speed): (\S+)[^\n]*-->\n)(.*?)(<!-- end of \2 -->)", re.DOTALL
 )
 METRICS = {
     "WikiText-2": ("wt2.perplexity", 1),
@@ -55,6 +57,8 @@ def rewritten(text: str, root: Path) -> str:
             table = results_table.markdown(json.loads(path.read_text()))
         elif kind == "mixers":
             table = mixers_table.markdown(json.loads(path.read_text()))
+        elif kind == "speed":
+            table = speed_table.markdown(json.loads(path.read_text())["rows"])
         elif kind == "lab":
             table = lab_table.table(json.loads(path.read_text()))
         elif kind == "hybrids":

@@ -72,10 +72,10 @@ def prepare(teacher: str, out: Path, options: ConvertOptions, show: Show = unsee
         heads = selected_heads(options.layers, opened.config)
         selection = None if heads else auto_selection(source, opened, out, options, show)
         if heads:
-            table = options.head_table(opened.num_layers, int(opened.config.num_key_value_heads), heads)
+            table = options.head_table(opened.num_layers, int(opened.config.num_key_value_heads), heads, opened.config)
         else:
             kept = selection.layers if selection else softmax_layers(options.layers, opened.num_layers, opened.config)
-            table = options.table(opened.num_layers, kept)
+            table = options.table(opened.num_layers, kept, opened.config)
         # Qwen3.5's softmax layers have q/k norms. None are inserted if something else prevents an export.
         insert_norms = options.profile == "qwen3_5" and not teacher_obstacles(opened.config, table.softmax)
         generation_config(source.folder, opened.config)  # it is written after the last layer

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers import MIXER_NAMES, MIXERS, WINDOW_SUFFIX, AttentionKind, LayerKind, recommended
@@ -95,16 +96,23 @@ class ConvertOptions:
         if not self.fit_memory and not (issubclass(kind, GatedDeltaNet) and kind.fits_memory):
             raise UserError(f"--no-fit-memory: no decay is fitted in layers of --mixer {self.mixer}; leave it out")
 
-    def table(self, num_layers: int, softmax: Iterable[int]) -> LayerTable:
+    def table(self, num_layers: int, softmax: Iterable[int], teacher: PreTrainedConfig | None = None) -> LayerTable:
         """The layer table of the converted model.
 
         Args:
             num_layers: the teacher's number of decoder layers.
             softmax: indices of the layers that keep the teacher's attention.
+            teacher: see `recommended`.
         """
-        return LayerTable.uniform(*self._kind(), num_layers, set(softmax))
+        return LayerTable.uniform(*self._kind(teacher), num_layers, set(softmax))
 
-    def head_table(self, num_layers: int, num_heads: int, softmax: Collection[tuple[int, int]]) -> LayerTable:
+    def head_table(
+        self,
+        num_layers: int,
+        num_heads: int,
+        softmax: Collection[tuple[int, int]],
+        teacher: PreTrainedConfig | None = None,
+    ) -> LayerTable:
         """The same for a choice of key/value heads: `softmax` are the (layer, head) that keep the teacher's attention.
 
         Raises:
@@ -121,11 +129,11 @@ class ConvertOptions:
                 "--profile qwen3_5: the heads of one layer of Qwen3.5 are of one kind, --layers keeps single heads; "
                 "select whole layers (--unit layer), or leave the profile out"
             )
-        return LayerTable.by_heads(*self._kind(), num_layers, num_heads, softmax)
+        return LayerTable.by_heads(*self._kind(teacher), num_layers, num_heads, softmax)
 
-    def _kind(self) -> tuple[type[LayerKind], MixerSettings]:
+    def _kind(self, teacher: PreTrainedConfig | None) -> tuple[type[LayerKind], MixerSettings]:
         """The mixer and its settings."""
-        kind, defaults = self._recommended()
+        kind, defaults = self._recommended(teacher)
         changes = changed_settings(self.changes, defaults)
         try:
             settings = kind.Settings.from_dict({**defaults.to_dict(), **changes}, "--set")
@@ -138,9 +146,9 @@ class ConvertOptions:
             )
         return kind, settings
 
-    def _recommended(self) -> tuple[type[LayerKind], MixerSettings]:
+    def _recommended(self, teacher: PreTrainedConfig | None = None) -> tuple[type[LayerKind], MixerSettings]:
         try:
-            return recommended(self.mixer, self.profile, self.training)
+            return recommended(self.mixer, self.profile, self.training, teacher)
         except ValueError as error:
             raise UserError(f"--{error}") from None
 

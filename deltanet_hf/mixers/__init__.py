@@ -5,9 +5,11 @@ How to add one: see docs/contributing.md. The tests run over every row of the ta
 
 from dataclasses import replace
 
+from transformers import PreTrainedConfig
+
 from deltanet_hf.mixers.alibi import LinearBiasAttention
 from deltanet_hf.mixers.attention_kind import AttentionKind
-from deltanet_hf.mixers.attention_shape import BESIDE_WINDOW
+from deltanet_hf.mixers.attention_shape import BESIDE_WINDOW, MixerProjections, sized_for
 from deltanet_hf.mixers.base import Mixer
 from deltanet_hf.mixers.comba import Comba
 from deltanet_hf.mixers.deltaformer import DeltaFormer
@@ -70,11 +72,14 @@ FLOAT32_NAMES = tuple(sorted({name for kind in MIXERS.values() for name in kind.
 """Last names of the parameters that are float32 whatever the model's dtype."""
 
 
-def recommended(name: str, profile: str = "faithful", training: bool = True) -> tuple[type[LayerKind], MixerSettings]:
+def recommended(
+    name: str, profile: str = "faithful", training: bool = True, teacher: PreTrainedConfig | None = None
+) -> tuple[type[LayerKind], MixerSettings]:
     """The mixer of a name in `MIXER_NAMES` or `MIXERS`, and its recommended settings.
 
     Args:
         profile, training: see `LayerKind.default_settings`.
+        teacher: whose size decides about some settings; None for a small one.
 
     Raises:
         ValueError: an unknown name or profile, or a window in a profile that has none.
@@ -83,6 +88,8 @@ def recommended(name: str, profile: str = "faithful", training: bool = True) -> 
         raise ValueError(f"mixer: got {name!r}, expected one of {', '.join(MIXER_NAMES)}")
     kind = MIXERS[name.removesuffix(WINDOW_SUFFIX)]
     settings = kind.default_settings(profile, training)
+    if teacher is not None and profile == "faithful" and isinstance(settings, MixerProjections):
+        settings = sized_for(settings, teacher)
     if kind.name == name:
         return kind, settings
     if profile != "faithful":

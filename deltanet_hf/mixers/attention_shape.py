@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
@@ -93,6 +93,23 @@ BESIDE_WINDOW: dict[str, Any] = {
     "state_dtype": "bfloat16",
     "k_offset": False,
 }  # what `NAME+window` changes in NAME's settings: a small state leaves the bytes to the window
+
+
+WIDE = 2048  # hidden size
+"""From here on the output gate is narrow by default: a full matrix is 7% of an 8B layer's matrix products, and it costs
+no quality to do without (docs/results.md). In a small model its further launch would take as long as it saves."""
+
+
+def sized_for(settings: MixerProjections, config: PreTrainedConfig) -> MixerProjections:
+    """The settings for a teacher of this size: a wide one gets an output gate through as many dimensions as a head."""
+    if config.hidden_size < WIDE or not settings.output_gate:
+        return settings
+    return replace(settings, output_gate_rank=head_size(config))
+
+
+def head_size(config: PreTrainedConfig) -> int:
+    """D of a family's attention."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ def config_class(model_type: str) -> type[PreTrainedConfig]:
     def __post_init__(self: Any, **kwargs: Any) -> None:
         base.__post_init__(self, **kwargs)
         if self.deltanet is None:
-            self.deltanet = LayerTable.preset(self.num_hidden_layers).to_dict()
+            self.deltanet = LayerTable.preset(self.num_hidden_layers, teacher=self).to_dict()
         self.base_model_tp_plan = _tensor_parallel_plan(base.base_model_tp_plan, LayerTable.of(self).softmax)
         model_class(model_type)  # whoever has a configuration may ask AutoModelForCausalLM for the model
 

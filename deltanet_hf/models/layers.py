@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from deltanet_hf.mixers import MIXERS, AttentionKind, LayerKind, Mixer, recommended
 from deltanet_hf.mixers.mixed_heads import MixedHeads, MixedHeadsSettings
@@ -103,19 +103,20 @@ class LayerTable:
         profile: str = "faithful",
         softmax: Collection[int] = (),
         training: bool = True,
+        teacher: PreTrainedConfig | None = None,
         **changes: Any,
     ) -> LayerTable:
         """One mixer with its recommended settings everywhere, but for the layers in `softmax`.
 
         Args:
             mixer: a name in `MIXER_NAMES`.
-            profile, training: see `LayerKind.default_settings`.
+            profile, training, teacher: see `recommended`.
             changes: single settings that differ from the recommended ones.
 
         Raises:
             ValueError: an unknown mixer, profile or setting, or a setting with a wrong value.
         """
-        kind, defaults = recommended(mixer, profile, training)
+        kind, defaults = recommended(mixer, profile, training, teacher)
         settings = {**defaults.to_dict(), **changes}
         return cls.uniform(kind, kind.Settings.from_dict(settings, mixer), num_layers, softmax)
 

@@ -121,7 +121,7 @@ def select_command(
     source = resolve_source(teacher, out.parent / f".{out.name}.teacher", None, revision)
     with removed_unless_unfinished(source, out):
         opened = open_teacher(source.folder)
-        task = plan_selection(source, opened, options, table_options.table(opened.num_layers, ()), out)
+        task = plan_selection(source, opened, options, table_options.table(opened.num_layers, (), opened.config), out)
         for note in task.notes:
             console.print(note, highlight=False, markup=False)
         with shown_on(console) as show:

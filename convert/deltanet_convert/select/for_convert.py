@@ -68,7 +68,7 @@ def auto_selection(
     budget = Budget.auto(budget_text)
     choice = SelectOptions(budget, method=method, seed=options.seed, device=options.device, overwrite=True)
     file = unfinished_selection(out)
-    task = plan_selection(source, teacher, choice, options.table(teacher.num_layers, ()), file)
+    task = plan_selection(source, teacher, choice, options.table(teacher.num_layers, (), teacher.config), file)
     if not choice.measured:
         return spread(task)
     found = _recorded(out, options) if options.resume else None

@@ -56,7 +56,7 @@ def random_model(shape: str, kind: str, mixer: str, dtype: torch.dtype, device: 
     if every is not None:
         layers = config.num_hidden_layers
         softmax = range(every - 1, layers, every) if every else ()
-        config = converted_config(config, LayerTable.preset(layers, mixer, softmax=softmax))
+        config = converted_config(config, LayerTable.preset(layers, mixer, softmax=softmax, teacher=config))
     with device:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return model.eval()
