@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from deltanet_hf.decoding.fused_mlps import fused_mlps
-from deltanet_hf.decoding.fused_norms import fused_norms
+from deltanet_hf.decoding.fused_mlps import CLASSES, fused_mlps
+from deltanet_hf.decoding.fused_norms import FORMS, fused_norms
 from deltanet_hf.decoding.obstacles import is_replaced
+from deltanet_hf.decoding.projections import join_for_inference, leave_in_place
 
 
 def with_few_launches(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -25,8 +26,14 @@ def with_few_launches(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(forward)  # transformers reads its signature
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or self.device.type != "cuda":
+        if torch.compiler.is_compiling():
             return forward(self, *args, **kwargs)
+        if torch.is_grad_enabled():
+            leave_in_place(self)
+            return forward(self, *args, **kwargs)
+        if self.device.type != "cuda":
+            return forward(self, *args, **kwargs)
+        join_for_inference(self)
         with few_launches(self):
             return forward(self, *args, **kwargs)
 
@@ -40,12 +47,32 @@ def few_launches(model: nn.Module, with_sums: bool = False) -> Iterator[None]:
     Nor does it in a model of which a module is compiled or has a replaced forward, as in a call within this one.
     `with_sums`: see `fused_norms`; compiled code would not notice that a sum has been put off.
     """
-    if torch.is_grad_enabled():
+    found = None if torch.is_grad_enabled() else _norms_and_mlps(model)
+    if found is None:
         yield
         return
-    modules = list(model.modules())
-    if any(is_replaced(module) for module in modules):
+    norms, mlps = found
+    with fused_norms(norms, with_sums), fused_mlps(mlps):
         yield
-        return
-    with fused_norms(modules, with_sums), fused_mlps(modules):
-        yield
+
+
+def _norms_and_mlps(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]] | None:
+    """The modules with the names of known classes; None if a module is replaced.
+
+    It looks at every module in every call, and is therefore quicker than `model.modules()`.
+    """
+    modules, norms, mlps = [model], [], []
+    seen = set()
+    for module in modules:
+        if module in seen:
+            continue
+        seen.add(module)
+        if is_replaced(module):
+            return None
+        name = type(module).__name__
+        if name in FORMS:
+            norms.append(module)
+        elif name in CLASSES:
+            mlps.append(module)
+        modules.extend(child for child in module._modules.values() if child is not None)
+    return norms, mlps

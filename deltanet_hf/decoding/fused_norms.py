@@ -74,19 +74,22 @@ def form_of(norm: nn.Module) -> Form | None:
 
 
 def _fused(norm: nn.Module, form: Form, sums: DeferredSum | None) -> Callable[[Tensor], Tensor]:
-    weight = norm.get_parameter("weight")
-    eps = float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)  # type: ignore[arg-type]
+    held, (offset, round_first) = norm.__dict__, form
+    weight: Tensor = held["_parameters"]["weight"]
+    eps = float(held["variance_epsilon"] if "variance_epsilon" in held else held["eps"])
 
     def forward(x: Tensor) -> Tensor:
         added = None if sums is None else sums.take(x)
-        if torch.is_grad_enabled() or type(x) is not Tensor or (form.round_first and x.dtype != weight.dtype):
+        if torch.is_grad_enabled() or type(x) is not Tensor or (round_first and x.dtype != weight.dtype):
             if added is not None:
                 added.write()
             y: Tensor = type(norm).forward(norm, x)
         elif added is None:
-            y = rms_norm(x, weight, eps, **form._asdict())
+            y = rms_norm(x, weight, eps, offset=offset, round_first=round_first)
         else:
-            y = rms_norm(added.x, weight, eps, **form._asdict(), residual=added.residual, total=added.total)
+            y = rms_norm(
+                added.x, weight, eps, offset=offset, round_first=round_first, residual=added.residual, total=added.total
+            )
         return y
 
     return forward

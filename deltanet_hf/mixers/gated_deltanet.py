@@ -27,7 +27,7 @@ from deltanet_hf.mixers.base import Mixer
 from deltanet_hf.mixers.joint_projection import products
 from deltanet_hf.mixers.layer_kind import PositionEmbeddings, TensorShape
 from deltanet_hf.mixers.parts import DecayGate, is_plain
-from deltanet_hf.mixers.prompt import without_gradients
+from deltanet_hf.mixers.prompt import Projected, without_gradients
 from deltanet_hf.mixers.state import State
 from deltanet_hf.mixers.window_branch import WindowBranch
 from deltanet_kernels import (
@@ -96,10 +96,38 @@ class GatedDeltaNet(Mixer):
         a, b = self.a_proj(x), self.b_proj(x)
         if padding is not None:
             a, b = (gate.masked_fill(padding.unsqueeze(-1), CLOSED_GATE) for gate in (a, b))
+        return self._gates_of(a, b)
+
+    def _gates_of(self, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        """`gates` from their logits."""
         own = type(self.decay) is DecayGate and type(self).strength is GatedDeltaNet.strength
         if own and without_gradients() and is_plain(self.decay):
             return gate_values(a, b, self.decay.A_log, self.decay.dt_bias, self.max_strength)
         return self.decay(a), self.strength(b)
+
+    def projected(self, x: Tensor, padding: Tensor | None, with_share: bool) -> Projected:
+        """As in the base class; in calls without gradients by few products, as in a step."""
+        own = type(self).gates is GatedDeltaNet.gates and self.fused_step
+        if not own or padding is not None or not without_gradients():
+            return super().projected(x, padding, with_share)
+        linears, share = self.step_projections(), None if self.window_branch is None else self.window_branch.share_proj
+        if share is not None and not with_share:
+            linears.remove(share)
+        of = products(x, linears)
+        gate = self._output_gate(of)
+        return Projected(
+            self.through_norms(of[self.q_proj], of[self.k_proj], of[self.v_proj]),
+            self._gates_of(of[self.a_proj], of[self.b_proj]),
+            None if gate is None else self._split(gate),
+            None if share is None else of.get(share),
+        )
+
+    def _output_gate(self, of: Mapping[nn.Module, Tensor]) -> Tensor | None:
+        """Logits of the output gate [B, T, H*D], from the products with the layers of `step_projections`."""
+        if self.g_proj is None:
+            return None
+        gate: Tensor = of[self.g_proj] if self.g_down is None else self.g_proj(of[self.g_down])
+        return gate
 
     def strength(self, b: Tensor) -> Tensor:
         """Write strength in float32 from its logit b: up to 1, or up to 2 with `allow_neg_eigval`."""
@@ -160,9 +188,7 @@ class GatedDeltaNet(Mixer):
             assert position_embeddings is not None
             cos, sin = position_embeddings
         gates = self.step_gates(x, of)
-        output_gate = None
-        if self.g_proj is not None:
-            output_gate = of[self.g_proj] if self.g_down is None else self.g_proj(of[self.g_down])
+        output_gate = self._output_gate(of)
         output = gated_delta_step_(
             q,
             k,

@@ -1,15 +1,17 @@
-"""The elementwise work of a layer in few kernels, in calls without gradients: prompts, in one part or several.
+"""The elementwise work between a layer's projections and its recurrence: in one kernel, or by separate operations.
 
-A layer of a small model is computed faster than its operations are launched. Training, compiled models and the layers
-that are excluded here keep the separate operations. So does whoever put something around a part: it is called.
+A layer of a small model is computed faster than its operations are launched, so that prompts, in one part or several,
+take one kernel. Training, compiled models and the layers that are excluded here keep the separate operations. So does
+whoever put something around a part: it is called.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from deltanet_hf.mixers.layer_kind import PositionEmbeddings
 from deltanet_hf.mixers.parts import KeyOffset, ShortConv, is_plain
@@ -31,6 +33,25 @@ class ReadsPrompts(Protocol):
 
     @property
     def rotates(self) -> bool: ...
+
+    def repeated(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]: ...
+
+    def rotated(
+        self, q: Tensor, k: Tensor, v: Tensor, position_embeddings: PositionEmbeddings | None
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+class Projected(NamedTuple):
+    """All that a layer computes from its input alone."""
+
+    parts: tuple[Tensor, Tensor, Tensor]
+    """q, k, v [B, T, heads*D] of `Mixer.project`."""
+    gates: tuple[Tensor, ...]
+    """Of `Mixer.gates`."""
+    output_gate: Tensor | None
+    """Its logits [B, T, H, D]."""
+    share: Tensor | None = None
+    """Logits [B, T, H] of the share of a window beside the state; None where the window computes them."""
 
 
 def without_gradients() -> bool:
@@ -82,3 +103,30 @@ def inputs_in_one_kernel(
     if beside_window and not differ:
         inputs = inputs._replace(window_q=inputs.q, window_k=inputs.k[:, :, -own_heads:])
     return inputs
+
+
+def separate_inputs(
+    mixer: ReadsPrompts,
+    parts: tuple[Tensor, Tensor, Tensor],
+    position_embeddings: PositionEmbeddings | None,
+    padding: Tensor | None,
+    state: State | None,
+    keep_state: bool,
+    cu_seqlens: Tensor | None,
+) -> PromptInputs:
+    """As `inputs_in_one_kernel`, by differentiable operations and without the inputs of the window."""
+    (q, k, v), conv_tail, settings = mixer.repeated(*parts), None, mixer.settings
+    if mixer.conv1d is not None:
+        tail = None if state is None else state["conv_tail"]
+        if settings.conv_on == "k":
+            (k,), conv_tail = mixer.conv1d((k,), padding, tail, keep_state, cu_seqlens)
+        else:
+            (q, k, v), conv_tail = mixer.conv1d((q, k, v), padding, tail, keep_state, cu_seqlens)
+    q, k, v = mixer.rotated(q, k, v, position_embeddings)
+    if mixer.k_offset is not None:
+        k = mixer.k_offset(k)
+    if settings.qk_activation == "silu":
+        q, k = F.silu(q), F.silu(k)
+    if settings.v_activation == "silu":
+        v = F.silu(v)
+    return PromptInputs(q, k, v, None, None, conv_tail)

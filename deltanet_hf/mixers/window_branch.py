@@ -124,6 +124,7 @@ class WindowBranch(Part):
     def mixed(
         self,
         x: Tensor,
+        share: Tensor | None,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -137,7 +138,8 @@ class WindowBranch(Part):
     ) -> tuple[Tensor, State]:
         """As `forward`, with the share, the mixture and the state's norm and gate [B, T, H, D] in one kernel.
 
-        Called where `mixes_in_one_kernel`; `far` is the state's output before norm and gate.
+        Called where `mixes_in_one_kernel`; `far` is the state's output before norm and gate, `share` what `share_proj`
+        gives for x, where that is known.
         """
         if state is None and padding is None and cu_seqlens is None:  # the sequence begins here
             near, lse = self.attend(q, k, v, None)
@@ -151,7 +153,7 @@ class WindowBranch(Part):
             near,
             lse,
             far,
-            self.share_proj(x),
+            self.share_proj(x) if share is None else share,
             self.slopes.far_slope,
             self.slopes.near_slope,
             self.window + self.sinks,
