@@ -35,12 +35,16 @@ def products(x: Tensor, linears: Sequence[nn.Module]) -> dict[nn.Module, Tensor]
     if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
         group = _plain(linears)
         weight = _block(group.weights) if len(group.linears) > 1 else None
-        bias = None if weight is None else _bias_block(group.biases, group.weights, len(weight))
+        bias = None if weight is None else _bias_block(group.biases, group.weights, weight.shape[0])
         if weight is not None and (bias is not None or not any(one is not None for one in group.biases)):
             outputs = F.linear(x, weight, bias)
-            sizes = [len(one) for one in group.weights]
-            found |= zip(group.linears, outputs.split([*sizes, len(weight) - sum(sizes)], dim=-1), strict=False)
-    return found if len(found) == len(linears) else found | {one: one(x) for one in linears if one not in found}
+            sizes = [one.shape[0] for one in group.weights]
+            sizes.append(weight.shape[0] - sum(sizes))
+            found = dict(zip(group.linears, torch.split_with_sizes(outputs, sizes, -1), strict=False))
+    for one in linears:
+        if one not in found:
+            found[one] = one(x)
+    return found
 
 
 @torch.inference_mode(False)
@@ -58,7 +62,7 @@ def join(linears: Sequence[nn.Module]) -> None:
     if _block(group.weights) is None and all(_is_alone(one) for one in group.weights):
         _move(group.weights)
     weight, biases = _block(group.weights), [one for one in group.biases if one is not None]
-    if weight is None or not biases or _bias_block(group.biases, group.weights, len(weight)) is not None:
+    if weight is None or not biases or _bias_block(group.biases, group.weights, weight.shape[0]) is not None:
         return
     if all(_is_alone(one) and (one.dtype, one.device) == (weight.dtype, weight.device) for one in biases):
         block = weight.new_zeros(len(weight))
@@ -91,7 +95,7 @@ def _places(biases: list[Tensor | None], weights: list[Tensor]) -> Iterator[tupl
     for bias, weight in zip(biases, weights, strict=True):
         if bias is not None:
             yield bias, start
-        start += len(weight)
+        start += weight.shape[0]
 
 
 def _bias_block(biases: list[Tensor | None], weights: list[Tensor], rows: int) -> Tensor | None:
@@ -100,7 +104,7 @@ def _bias_block(biases: list[Tensor | None], weights: list[Tensor], rows: int) -
     for bias, start in _places(biases, weights):
         if block is None:
             block = getattr(bias, "joint_bias", None)
-            if block is None or len(block) != rows or block.dtype != bias.dtype:
+            if block is None or block.shape[0] != rows or block.dtype != bias.dtype:
                 return None
         if bias.data_ptr() != block.data_ptr() + start * block.element_size():
             return None
@@ -120,7 +124,7 @@ def _block(parameters: list[Tensor]) -> Tensor | None:
             return None
         if one.dtype != dtype or one.stride() != strides or not one.is_contiguous():
             return None
-        rows += len(one)
+        rows += one.shape[0]
     whole = _padded(rows)
     if (offset + whole * width) * size > first.untyped_storage().nbytes():
         whole = rows
