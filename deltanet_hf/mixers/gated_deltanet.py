@@ -100,24 +100,28 @@ class GatedDeltaNet(Mixer):
 
     def _gates_of(self, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
         """`gates` from their logits."""
-        own = type(self.decay) is DecayGate and type(self).strength is GatedDeltaNet.strength
-        if own and without_gradients() and is_plain(self.decay):
-            return gate_values(a, b, self.decay.A_log, self.decay.dt_bias, self.max_strength)
-        return self.decay(a), self.strength(b)
+        decay = self.decay
+        own = type(decay) is DecayGate and type(self).strength is GatedDeltaNet.strength
+        if own and without_gradients() and is_plain(decay):
+            held = decay._parameters
+            return gate_values(a, b, held["A_log"], held["dt_bias"], self.max_strength)
+        return decay(a), self.strength(b)
 
     def projected(self, x: Tensor, padding: Tensor | None, with_share: bool) -> Projected:
         """As in the base class; in calls without gradients by few products, as in a step."""
         own = type(self).gates is GatedDeltaNet.gates and self.fused_step
         if not own or padding is not None or not without_gradients():
             return super().projected(x, padding, with_share)
-        linears, share = self.step_projections(), None if self.window_branch is None else self.window_branch.share_proj
+        linears, branch = self.step_projections(), self.window_branch
+        share = None if branch is None else branch.share_proj
         if share is not None and not with_share:
             linears.remove(share)
         of = products(x, linears)
-        gate = self._output_gate(of)
+        held, gate = self._modules, self._output_gate(of)
+        q, k, v, a, b = (of[held[name]] for name in ("q_proj", "k_proj", "v_proj", "a_proj", "b_proj"))  # type: ignore[index]
         return Projected(
-            self.through_norms(of[self.q_proj], of[self.k_proj], of[self.v_proj]),
-            self._gates_of(of[self.a_proj], of[self.b_proj]),
+            self.through_norms(q, k, v),
+            self._gates_of(a, b),
             None if gate is None else self._split(gate),
             None if share is None else of.get(share),
         )
@@ -223,9 +227,11 @@ class GatedDeltaNet(Mixer):
     def step_projections(self) -> list[nn.Module]:
         if not self.fused_step:
             return []
-        share = None if self.window_branch is None else self.window_branch.share_proj
-        gate = self.g_proj if self.g_down is None else self.g_down
-        linears = (self.q_proj, self.k_proj, self.v_proj, gate, self.a_proj, self.b_proj, share)
+        held: Any = self._modules  # quicker than the attributes of a module
+        gate = "g_down" if held.get("g_down") is not None else "g_proj"
+        linears = [held.get(name) for name in ("q_proj", "k_proj", "v_proj", gate, "a_proj", "b_proj")]
+        branch = held.get("window_branch")
+        linears.append(None if branch is None else branch.share_proj)
         return [linear for linear in linears if linear is not None]
 
     def step_gates(self, x: Tensor, of: Mapping[nn.Module, Tensor]) -> StepGates:

@@ -122,7 +122,7 @@ def _block(parameters: list[Tensor]) -> Tensor | None:
         start = rows * width
         if one.data_ptr() != address + start * size or one.storage_offset() != offset + start:
             return None
-        if one.dtype != dtype or one.stride() != strides or not one.is_contiguous():
+        if one.stride() != strides or one.dtype != dtype or not one.is_contiguous():
             return None
         rows += one.shape[0]
     whole = _padded(rows)

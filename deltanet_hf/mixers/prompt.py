@@ -63,9 +63,10 @@ def takes_one_kernel(mixer: ReadsPrompts, padding: Tensor | None, cu_seqlens: Te
     """Whether `inputs_in_one_kernel` computes what lies between the projections of a call and its recurrence."""
     if not without_gradients() or padding is not None or cu_seqlens is not None:
         return False
-    if mixer.conv1d is not None and mixer.settings.conv_on == "k":
+    conv, offset = mixer.conv1d, mixer.k_offset
+    if conv is not None and (mixer.settings.conv_on == "k" or not is_plain(conv)):
         return False
-    return all(is_plain(part) for part in (mixer.conv1d, mixer.k_offset) if part is not None)
+    return offset is None or is_plain(offset)
 
 
 def inputs_in_one_kernel(

@@ -41,7 +41,7 @@ def check_prompt_inputs(call: PromptInputsCall) -> None:
     check_rotation(cos, sin, B, T, D, q.device)
     if offset is not None:
         _require_input("k_offset", offset, "q", q)
-        if offset.dim() != 2 or offset.shape[1] != D or not len(offset) or key_heads % len(offset):
+        if offset.dim() != 2 or offset.shape[1] != D or not offset.shape[0] or key_heads % offset.shape[0]:
             raise ValueError(
                 f"k_offset: got shape {_shape(offset)}, needs [H, {D}] with an H that divides the {key_heads} key heads"
             )
