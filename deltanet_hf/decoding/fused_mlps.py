@@ -48,8 +48,9 @@ def _fused(block: Any) -> Callable[[Tensor], Tensor]:
         if torch.is_grad_enabled() or x.dim() != 3:
             y: Tensor = type(block).forward(block, x)
             return y
-        of = products(x, (block.gate_proj, block.up_proj))
-        y = block.down_proj(silu_product(of[block.gate_proj], of[block.up_proj]))
+        gate, up = block.gate_proj, block.up_proj
+        of = products(x, (gate, up))
+        y = block.down_proj(silu_product(of[gate], of[up]))
         return y
 
     return forward

@@ -243,15 +243,15 @@ def check_causal_conv1d(
 
 def check_gated_rms_norm(x: torch.Tensor, z: torch.Tensor | None, weight: torch.Tensor) -> None:
     """Check the arguments of the gated norm; raises ValueError or TypeError."""
-    for name, tensor in (("x", x), ("weight", weight), ("z", z)):
-        if tensor is None and name == "z":
-            continue
-        _require_input(name, tensor, "x", x)
+    _require_input("x", x, "x", x)
+    _require_input("weight", weight, "x", x)
+    if z is not None:
+        _require_input("z", z, "x", x)
     if x.dim() < 1 or x.shape[-1] == 0:
         raise ValueError(f"x: got shape {_shape(x)}, needs [..., D] with D >= 1")
     if z is not None:
-        _require_shape("z", z, tuple(x.shape), "the shape of x")
-    if weight.dim() not in (1, 2) or tuple(weight.shape) != tuple(x.shape[-weight.dim() :]):
+        _require_shape("z", z, x.shape, "the shape of x")
+    if weight.dim() not in (1, 2) or weight.shape != x.shape[-weight.dim() :]:
         raise ValueError(
             f"weight: got shape {_shape(weight)}, needs [D] or [H, D] matching the last dimensions of x, "
             f"which is {_shape(x)}"

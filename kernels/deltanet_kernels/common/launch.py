@@ -85,19 +85,24 @@ def specialization(kernel: JITFunction[Any], args: Sequence[Any]) -> tuple[list[
         known = _constexpr[id(kernel)] = kernel, tuple(parameter.is_constexpr for parameter in kernel.params)
     properties: list[Any] = []
     values: list[Any] = []
+    add, pass_on = properties.append, values.append
     for x, is_constant in zip(args, known[1], strict=False):
+        kind = type(x)
         if is_constant:
-            properties.append((type(x), x))
+            add((kind, x))
+        elif kind is int:
+            if 1 < x < 2**31:
+                add(2 if x & 15 else 16)
+            else:
+                add((kind, x == 1, x % 16 == 0, x >= -(2**31), x < 2**31, x < 2**63))
+        elif x is None:
+            add(None)
         elif isinstance(x, Tensor):
             address = x.data_ptr()
-            properties.append((x.dtype,) if address % 16 else x.dtype)
-            values.append(address)
+            add((x.dtype,) if address & 15 else x.dtype)
+            pass_on(address)
             continue
-        elif type(x) is int and 1 < x < 2**31:
-            properties.append(16 if x % 16 == 0 else 2)
-        elif isinstance(x, int):
-            properties.append((type(x), x == 1, x % 16 == 0, -(2**31) <= x < 2**31, x < 2**63))
         else:
-            properties.append(type(x))
-        values.append(x)
+            add((kind, x == 1) if kind is bool else kind)
+        pass_on(x)
     return properties, values
