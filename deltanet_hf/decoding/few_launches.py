@@ -61,10 +61,10 @@ def _norms_and_mlps(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]
 
     It looks at every module in every call, and is therefore quicker than `model.modules()`.
     """
-    modules, norms, mlps = [model], [], []
-    seen = set()
+    modules: list[Any] = [model]
+    norms, mlps, seen = [], [], set()
     for module in modules:
-        if module in seen:
+        if module is None or module in seen:
             continue
         seen.add(module)
         if is_replaced(module):
@@ -74,5 +74,7 @@ def _norms_and_mlps(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]
             norms.append(module)
         elif name in CLASSES:
             mlps.append(module)
-        modules.extend(child for child in module._modules.values() if child is not None)
+        children = module._modules
+        if children:
+            modules += children.values()
     return norms, mlps

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deltanet_hf.mixers.joint_projection import products
+from deltanet_hf.mixers.joint_projection import product, products
 from deltanet_kernels import silu_product
 
 CLASSES = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "GraniteMLP", "SmolLM3MLP", "Olmo2MLP", "Olmo3MLP")
@@ -40,7 +40,7 @@ def is_known(module: nn.Module) -> bool:
     kind = type(module)
     if kind.__name__ not in CLASSES or not kind.__module__.startswith("transformers.models."):
         return False
-    return type(getattr(module, "act_fn", None)).__name__ in ACTIVATIONS
+    return type(module._modules.get("act_fn")).__name__ in ACTIVATIONS
 
 
 def _fused(block: Any) -> Callable[[Tensor], Tensor]:
@@ -48,9 +48,9 @@ def _fused(block: Any) -> Callable[[Tensor], Tensor]:
         if torch.is_grad_enabled() or x.dim() != 3:
             y: Tensor = type(block).forward(block, x)
             return y
-        gate, up = block.gate_proj, block.up_proj
+        held = block._modules  # quicker than the attributes of a module
+        gate, up = held["gate_proj"], held["up_proj"]
         of = products(x, (gate, up))
-        y = block.down_proj(silu_product(of[gate], of[up]))
-        return y
+        return product(silu_product(of[gate], of[up]), held["down_proj"])
 
     return forward

@@ -24,6 +24,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
 from deltanet_hf.mixers.attention_shape import FAITHFUL, AttentionShape, MixerProjections
+from deltanet_hf.mixers.joint_projection import product
 from deltanet_hf.mixers.layer_kind import LayerKind, PositionEmbeddings, TensorShape
 from deltanet_hf.mixers.masks import packed_in, padding_in
 from deltanet_hf.mixers.parts import GatedRMSNorm, KeyOffset, Part, ShortConv
@@ -295,7 +296,7 @@ class Mixer(LayerKind, nn.Module):
             new_state = {**new_state, **kept}
         if cache is not None:
             cache.advance(length, new_state)
-        return self.o_proj(output.flatten(-2)), None
+        return product(output.flatten(-2), self.o_proj), None
 
     def call_on(
         self, cache: MixerCacheLayer, x: Tensor, position_embeddings: PositionEmbeddings | None, mask: Tensor | None
@@ -345,8 +346,9 @@ class Mixer(LayerKind, nn.Module):
 
     def _normed(self, output: Tensor, gate: Tensor | None) -> Tensor:
         """Output norm and gate: output and gate [B, T, H, D] -> [B, T, H, D]."""
-        if self.norm is not None:
-            return self.norm(output, gate)
+        norm = self.norm
+        if norm is not None:
+            return norm(output, gate)
         return output if gate is None else output * F.silu(gate)
 
     def window_inputs(

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from deltanet_hf.mixers.attention_shape import MixerProjections
 from deltanet_hf.mixers.base import Mixer
-from deltanet_hf.mixers.joint_projection import products
+from deltanet_hf.mixers.joint_projection import product, products
 from deltanet_hf.mixers.layer_kind import PositionEmbeddings, TensorShape
 from deltanet_hf.mixers.parts import DecayGate, is_plain
 from deltanet_hf.mixers.prompt import Projected, without_gradients
@@ -128,10 +128,10 @@ class GatedDeltaNet(Mixer):
 
     def _output_gate(self, of: Mapping[nn.Module, Tensor]) -> Tensor | None:
         """Logits of the output gate [B, T, H*D], from the products with the layers of `step_projections`."""
-        if self.g_proj is None:
+        gate, down = self.g_proj, self.g_down
+        if gate is None:
             return None
-        gate: Tensor = of[self.g_proj] if self.g_down is None else self.g_proj(of[self.g_down])
-        return gate
+        return of[gate] if down is None else product(of[down], gate)
 
     def strength(self, b: Tensor) -> Tensor:
         """Write strength in float32 from its logit b: up to 1, or up to 2 with `allow_neg_eigval`."""
@@ -222,7 +222,7 @@ class GatedDeltaNet(Mixer):
             q, k, v = map(self._split, (q, k, v))
             share = of[self.window_branch.share_proj]
             output = self.window_branch.step(share, q, k, v, output, state, padding, cos, sin)
-        return self.o_proj(output.flatten(-2))
+        return product(output.flatten(-2), self.o_proj)
 
     def step_projections(self) -> list[nn.Module]:
         if not self.fused_step:

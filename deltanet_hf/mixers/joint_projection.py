@@ -9,7 +9,7 @@ layers one by one: layers that were moved, replaced (LoRA), hooked or sharded la
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,15 +36,24 @@ def products(x: Tensor, linears: Sequence[nn.Module]) -> dict[nn.Module, Tensor]
         group = _plain(linears)
         weight = _block(group.weights) if len(group.linears) > 1 else None
         bias = None if weight is None else _bias_block(group.biases, group.weights, weight.shape[0])
-        if weight is not None and (bias is not None or not any(one is not None for one in group.biases)):
-            outputs = F.linear(x, weight, bias)
+        if weight is not None and (bias is not None or all(one is None for one in group.biases)):
             sizes = [one.shape[0] for one in group.weights]
             sizes.append(weight.shape[0] - sum(sizes))
-            found = dict(zip(group.linears, torch.split_with_sizes(outputs, sizes, -1), strict=False))
+            outputs = torch.split_with_sizes(F.linear(x, weight, bias), sizes, -1)
+            found = dict(zip(group.linears, outputs, strict=False))
     for one in linears:
         if one not in found:
             found[one] = one(x)
     return found
+
+
+def product(x: Tensor, linear: nn.Module) -> Tensor:
+    """The output of one linear layer; without gradients quicker than its call."""
+    if not torch.is_grad_enabled() and not torch.compiler.is_compiling() and _is_plain(linear):
+        held = linear._parameters
+        return F.linear(x, held["weight"], held["bias"])  # type: ignore[arg-type]
+    y: Tensor = linear(x)
+    return y
 
 
 @torch.inference_mode(False)
@@ -77,16 +86,21 @@ def _plain(linears: Sequence[nn.Module]) -> Group:
     """The layers that are no more than the product with their parameters."""
     group = Group([], [], [])
     for linear in linears:
-        held = linear.__dict__  # quicker than the attributes of a module
-        if type(linear) is not nn.Linear or held["_forward_hooks"] or held["_forward_pre_hooks"] or "forward" in held:
-            continue
-        weight, bias = held["_parameters"]["weight"], held["_parameters"]["bias"]
-        if type(weight) is not nn.Parameter:  # as in a sharded model
-            continue
-        group.linears.append(linear)
-        group.weights.append(weight)
-        group.biases.append(bias)
+        if _is_plain(linear):
+            parameters: Any = linear._parameters
+            group.linears.append(linear)
+            group.weights.append(parameters["weight"])
+            group.biases.append(parameters["bias"])
     return group
+
+
+def _is_plain(linear: nn.Module) -> bool:
+    if type(linear) is not nn.Linear:
+        return False
+    held = linear.__dict__  # quicker than the attributes of a module
+    if held["_forward_hooks"] or held["_forward_pre_hooks"] or "forward" in held:
+        return False
+    return type(held["_parameters"]["weight"]) is nn.Parameter  # not so in a sharded model
 
 
 def _places(biases: list[Tensor | None], weights: list[Tensor]) -> Iterator[tuple[Tensor, int]]:

@@ -34,10 +34,11 @@ def _require_device(name: str, x: torch.Tensor, like: str, device: torch.device)
 
 def _require_input(name: str, x: object, like: str, first: torch.Tensor) -> None:
     """Check that x is a tensor of floating-point numbers on the device of `first`, an argument named `like`."""
-    tensor = _require_tensor(name, x)
-    if tensor.dtype not in _FLOATS or tensor.device != first.device:
-        _require_float(name, tensor)
-        _require_device(name, tensor, like, first.device)
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name}: got {type(x).__name__}, needs a tensor")
+    if x.dtype not in _FLOATS or x.device != first.device:
+        _require_float(name, x)
+        _require_device(name, x, like, first.device)
 
 
 def _require_shape(name: str, x: torch.Tensor, shape: tuple[int, ...], meaning: str) -> None:
