@@ -39,12 +39,10 @@ def cached(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-def operator(
-    fake: Callable[..., Any], mutates: Sequence[str] = ()
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def operator(fake: Callable[..., Any], mutates: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Operator]:
     """Register a function as torch.ops.deltanet.<its name>, with `fake` giving the shapes of its results."""
 
-    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+    def register(function: Callable[..., Any]) -> Operator:
         name = function.__name__
         schema = torch.library.infer_schema(function, mutates_args=tuple(mutates))
         _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -197,7 +197,7 @@ def _forward(
     A_log: torch.Tensor | None, dt_bias: torch.Tensor | None,
     scale: float, norm: bool, sigmoid: bool, final: bool, keep: bool, precision: str, segments: int,
     erase_key: torch.Tensor | None = None, erase: str = "decayed", minibatch: int = 0,
-) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+) -> tuple[Any, ...]:  # fmt: skip
     """As `chunk_forward`, with None for what is empty."""
     precision = product_precision(precision, q.dtype)
     q, k, v = _unit_stride(q), _unit_stride(k), _unit_stride(v)
