@@ -225,7 +225,9 @@ def _forward(
     h = k.new_empty(chunks.count, HV, V, K, dtype=_kept_dtype(k.dtype)) if stored else None
     vn = k.new_empty(B, T, HV, V, dtype=_kept_dtype(k.dtype)) if stored else None
     composed = composes(segments, K)
-    M = q.new_empty(chunks.rows, segments, HV, K, K, dtype=torch.float32) if composed else None
+    M = None
+    if segments > 1:  # the kernel that could write M is compiled with it, composed or not
+        M = q.new_empty((chunks.rows, segments, HV, K, K) if composed else (0,), dtype=torch.float32)
     inputs = (q, k, erase_key, v, factors, Tm, P)
     where = (chunks.cu_seqlens, chunks.first_chunk, T, B * T)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
@@ -247,7 +249,7 @@ def _forward(
             *inputs, None, o, h, vn, start, M, table, *where, *strides, **common,
             INITIAL=False, FINAL=True, OUTPUT=False, KEEP=False, TRANSITION=True,
         )  # fmt: skip
-        compose(M, start, initial_state, table, False, precision)
+        compose(M if composed else None, start, initial_state, table, False, precision)
     launch(
         states_kernel, programs * cdiv(V, BV),
         *inputs, start, o, h, vn, ht, M, table, *where, *strides, **common,

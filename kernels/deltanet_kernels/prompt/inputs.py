@@ -203,7 +203,7 @@ def _prompt_inputs(
     tail: torch.Tensor | None, cos: torch.Tensor | None, sin: torch.Tensor | None, k_offset: torch.Tensor | None,
     qk_silu: bool, v_silu: bool, window_heads: int, final: bool, kv_repeats: int,
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
-    """As `prompt_inputs_op`, with None for what is empty."""
+    """As `prompt_inputs_op`, with None for what is empty; the kernel has an address for v in any case."""
     (B, T, CQ), CK, CV, D = q.shape, k.shape[2] * kv_repeats, v.shape[2] * kv_repeats, head_dim
     outputs = _empty_outputs(q, k, v, D, weight, v_silu, window_heads, final, kv_repeats)
     q_y, k_y, v_y, q_plain, k_plain, new_tail = outputs
@@ -216,7 +216,7 @@ def _prompt_inputs(
     W = 0 if weight is None else weight.shape[1]
     launch(
         prompt_inputs_kernel, B * cdiv(T, BT) * sum(heads),
-        q, k, v, q_y, k_y, v_y, q_plain, k_plain, weight, tail, new_tail, *dense, T,
+        q, k, v, q_y, k_y, k_y if v_y is None else v_y, q_plain, k_plain, weight, tail, new_tail, *dense, T,
         HQ=heads[0], HK=heads[1], HV=heads[2], PLAIN_Q=heads[0] if window_heads else 0, PLAIN_K=window_heads,
         KV_REPEATS=kv_repeats, OFFSETS=0 if k_offset is None else k_offset.shape[0],
         Q_ROW=q_row, K_ROW=k_row, V_ROW=v_row, C=CQ + CK + CV, W=W, D=D, R=0 if cos is None else cos.shape[2],
