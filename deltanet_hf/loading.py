@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from deltanet_hf.errors import QualityError, UserError, one_line
+from deltanet_hf.mixers import FLOAT32_NAMES
 from deltanet_hf.models.families import caps_scores
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -69,6 +70,11 @@ def load_model(name: str, folder: Path, dtype: torch.dtype | str, **options: Any
             f"{name}: its files lack {len(missing)} tensors of the model, such as '{missing[0]}'; copy the folder "
             "again, or convert again"
         )
+    for parameter_name, parameter in model.named_parameters():
+        if parameter_name.rpartition(".")[2] in FLOAT32_NAMES:
+            # These are float32 in every checkpoint. Loaded in float32, they alone would still be parts of the mapped
+            # files, all of whose pages would stay in memory beside the converted copies of the other weights.
+            parameter.data = parameter.data.clone()
     return model.eval()  # type: ignore[no-any-return]
 
 

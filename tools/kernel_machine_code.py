@@ -36,6 +36,7 @@ from deltanet_kernels.arguments import (
     WindowStepCall,
 )
 from deltanet_kernels.conv import causal_conv1d_triton
+from deltanet_kernels.flash_decoding.attention import decode_attention_triton
 from deltanet_kernels.gated_delta_rule.chunk import chunk_gated_delta_rule_triton
 from deltanet_kernels.gated_delta_rule.recurrent import fused_recurrent_gated_delta_rule_triton
 from deltanet_kernels.gated_delta_rule.step import gated_delta_step_triton_
@@ -252,7 +253,7 @@ def calls() -> list[tuple[str, Callable[[], object]]]:
             gated_delta_step_triton_(StepCall(**options | tensors | gates))
 
         found.append((f"step-{dtype}-{K}-{T}{'-joint' if joint else ''}", decode))
-    return found + mesa_calls() + window_calls() + prompt_calls()
+    return found + mesa_calls() + window_calls() + decode_attention_calls() + prompt_calls()
 
 
 def prompt_calls() -> list[tuple[str, Callable[[], object]]]:
@@ -371,6 +372,22 @@ def window_calls() -> list[tuple[str, Callable[[], object]]]:
         found.append((f"window-step-{dtype}-{D}-{B}{'-joint' if joint else ''}", step))
         if D == 256:
             found.append((f"window-step-{dtype}-{D}-{B}-capped", functools.partial(step, 50.0)))
+    return found
+
+
+def decode_attention_calls() -> list[tuple[str, Callable[[], object]]]:
+    """The same for attention of one query per sequence to a cache."""
+    found: list[tuple[str, Callable[[], object]]] = []
+    for dtype, D, HQ, S in (
+        ("bf16", 64, 6, 4096), ("bf16", 128, 8, 4096), ("bf16", 128, 2, 200), ("bf16", 256, 4, 4096),
+        ("bf16", 100, 64, 4001), ("fp16", 64, 6, 4096), ("fp16", 256, 4, 4096), ("fp32", 128, 8, 4096),
+    ):  # fmt: skip
+
+        def attend(dtype: str = dtype, D: int = D, HQ: int = HQ, S: int = S) -> None:
+            q, k, v = (torch.zeros(2, *size, D, dtype=DTYPES[dtype]) for size in ((HQ, 1), (2, S), (2, S)))
+            decode_attention_triton(q, k, v, torch.zeros(2, 1, 1, S, dtype=torch.bool), None)
+
+        found.append((f"decode-attention-{dtype}-{D}-{S}", attend))
     return found
 
 

@@ -18,15 +18,14 @@ from deltanet_hf.models.factory import converted_config, model_class
 from deltanet_hf.models.families import family_of
 from deltanet_hf.models.layers import INSERTED_QK_NORMS, SOFTMAX, LayerTable
 
-from .calibration_text import HELD_OUT_TOKENS, sequence_length
+from .calibration_text import sequence_length
+from .memory_estimate import conversion_memory, query_width, working_bytes
 from .start.norm_config import needs_norms, with_norms
-from .start.samples import KEPT_BYTES
 from .storage.shard_writer import Layout, TensorSpec, plan_layout
 from .teacher_model import Teacher, meta_model, tied_names
 from .weight_origins import count_origins
 
 CONTEXTS = (1024, 4096, 16384, 32768, 65536, 131072)
-RUNTIME_BYTES = 600 * 2**20  # Python, torch, transformers and the tokenizer, measured
 SMALL_FILES_BYTES = 64 * 2**20  # tokenizer, card, plot
 AT_ONCE = 4  # layers that are fitted at the same time on a CPU, at most
 AT_ONCE_BYTES = 800 * 10**6  # memory for those beyond the first, at most
@@ -138,10 +137,15 @@ def make_plan(
     ]
     layout = plan_layout(specs, shard_size)
     layers = tuple(_layer_plan(teacher, student, table, specs, dtype, i) for i in range(teacher.num_layers))
-    working, row = _working_bytes(teacher, calibration_tokens), sequence_length(table, teacher.config)
-    layer = _layer_memory(teacher, student, row, calibration_tokens)
-    more = layer + 2 * 4 * calibration_tokens * int(teacher.config.hidden_size)
-    at_once = _layers_at_once(row * _query_width(teacher), more, threads)
+    row = sequence_length(table, teacher.config)
+    normed = getattr(config, INSERTED_QK_NORMS, ())
+    modules: Any = student.model.layers
+    attentions = [
+        module.self_attn if table[index] is not None or index in normed else None
+        for index, module in enumerate(modules)
+    ]
+    memory = conversion_memory(teacher, attentions, row, calibration_tokens)
+    at_once = _layers_at_once(row * query_width(teacher), memory.more, threads)
     return Plan(
         layers=layers,
         teacher_parameters=sum(p.numel() for p in teacher.model.parameters()),
@@ -149,8 +153,8 @@ def make_plan(
         nbytes=layout.nbytes,
         shards=len(layout.shards),
         layers_at_once=at_once,
-        peak_memory_bytes=_peak_memory(teacher, layer, working) + (at_once - 1) * more,
-        disk_bytes=layout.nbytes + 2 * working + SMALL_FILES_BYTES,
+        peak_memory_bytes=memory.peak(at_once),
+        disk_bytes=layout.nbytes + 2 * working_bytes(teacher, calibration_tokens) + SMALL_FILES_BYTES,
         config=config,
         student=student,
         layout=layout,
@@ -204,12 +208,6 @@ def _layer_plan(
     )
 
 
-def _working_bytes(teacher: Teacher, calibration_tokens: int) -> int:
-    """Bytes of the hidden states between layers: the teacher's on all text, the student's on the held-out part."""
-    held_out = min(HELD_OUT_TOKENS, calibration_tokens)
-    return (calibration_tokens + 2 * held_out) * int(teacher.config.hidden_size) * 4
-
-
 def _layers_at_once(numbers: int, more: int, threads: int) -> int:
     """The number of layers that are fitted at the same time.
 
@@ -219,35 +217,3 @@ def _layers_at_once(numbers: int, more: int, threads: int) -> int:
         threads: CPU threads.
     """
     return 1 if numbers < AT_ONCE_NUMBERS else min(threads, AT_ONCE, 1 + AT_ONCE_BYTES // more)
-
-
-def _peak_memory(teacher: Teacher, layer: int, working: int) -> int:
-    """Estimated peak memory in bytes: of one decoder layer at a time, which takes `layer`, or of the output head."""
-    config = teacher.config
-    embedding = int(config.vocab_size) * int(config.hidden_size) * teacher.dtype.itemsize
-    head = embedding + working + 4 * 4 * 128 * int(config.vocab_size)
-    return RUNTIME_BYTES + max(layer + 2 * working, head)
-
-
-def _layer_memory(teacher: Teacher, student: PreTrainedModel, row: int, calibration_tokens: int) -> int:
-    """Estimated bytes of a layer that is fitted, both attentions in float32, without the hidden states between layers.
-
-    Args:
-        row: tokens per sequence.
-    """
-    config = teacher.config
-    before: Any = teacher.model.model.layers
-    layers = zip(before, student.model.layers, strict=True)
-    weights: int = max(
-        teacher.dtype.itemsize * sum(p.numel() for p in old.parameters())
-        + 4 * sum(p.numel() for p in [*old.self_attn.parameters(), *new.self_attn.parameters()])
-        for old, new in layers
-    )
-    samples = min(KEPT_BYTES, 4 * 6 * calibration_tokens * _query_width(teacher))
-    return weights + samples + 4 * row * (4 * int(config.intermediate_size) + int(config.num_attention_heads) * row)
-
-
-def _query_width(teacher: Teacher) -> int:
-    """Numbers in the queries of a token."""
-    attention: Any = teacher.model.model.layers[0].self_attn
-    return int(teacher.config.num_attention_heads) * int(attention.head_dim)

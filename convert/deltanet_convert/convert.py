@@ -15,6 +15,7 @@ from torch import Tensor
 
 from deltanet_hf.data import shipped_texts
 from deltanet_hf.errors import QualityError, UserError
+from deltanet_hf.process_memory import give_back_freed_memory
 from deltanet_hf.publish import Workspace, publish_folder
 
 from .activations import Activations
@@ -138,6 +139,7 @@ class _Run:
         activations.save(self.workspace.folder, index + 1)
         self.workspace.done(f"layer {index}", figures)
         Activations.forget(self.workspace.folder, index)
+        give_back_freed_memory()
         return figures
 
     def _head(self, activations: Activations) -> dict[str, Any]:

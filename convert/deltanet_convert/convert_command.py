@@ -198,7 +198,8 @@ def _convert(teacher: str, out: Path, options: ConvertOptions, console: Console)
     if options.text is None:
         console.print("Calibration text: the public-domain text shipped with deltanet-hf (choose another: --text).")
     try:
-        with conversion_progress.shown_on(console, job.teacher.num_layers, str(job.device)) as converted:
+        fitted = [layer.converted or layer.normed for layer in job.plan.layers]
+        with conversion_progress.shown_on(console, fitted, job.plan.layers_at_once, str(job.device)) as converted:
             report = convert(job, converted)
     except KeyboardInterrupt:
         console.print("Interrupted. The same command with --resume goes on after the last layer.", highlight=False)

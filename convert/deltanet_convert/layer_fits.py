@@ -17,6 +17,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from deltanet_hf.process_memory import share_heap
+
 from .layer_step import LayerStep, LayerWork
 from .start.turns import follow
 
@@ -39,6 +41,7 @@ def fit_threads(step: LayerStep, at_once: int) -> Iterator[Submit]:
         torch.set_num_threads(each)
         follow(ended)
 
+    share_heap()
     with torch.random.fork_rng(devices=[]):  # restored once all threads have ended
         torch.set_num_threads(each)
         pool = ThreadPoolExecutor(at_once, "fit", join)

@@ -14,6 +14,7 @@ from deltanet_hf.mixers import FLOAT32_NAMES, LayerKind, Mixer
 from deltanet_hf.mixers.mixed_heads import MixedHeads
 from deltanet_hf.mixers.parts import Part
 from deltanet_hf.models.layers import INSERTED_QK_NORMS
+from deltanet_hf.process_memory import give_back_freed_memory
 
 from .activations import Activations
 from .compare_to_teacher import LayerCheck, compare_outputs, softmax_error
@@ -90,6 +91,7 @@ class LayerStep:
             normed = new.float().to_empty(device=self.device)
             work.figures = dataclasses.asdict(insert_norms(work.layer.self_attn, normed, inputs, work.kwargs))
         work.inputs = None
+        give_back_freed_memory()
         return work
 
     def finish(self, work: LayerWork, activations: Activations) -> tuple[nn.Module, dict[str, Any]]:

@@ -1,7 +1,7 @@
 """Softmax attention of one token to keys and values in a fixed number of places, some of them empty.
 
-With one query per sequence, the query heads that share a key head are queries of it that see the same tokens. PyTorch's
-SDPA then reads keys and values once; given a mask, it would want them repeated for every query head.
+The operator `decode_attention` computes it; on a GPU its programs share the places of a sequence, which PyTorch's SDPA
+with a mask leaves to one program. Under torch.compile it is SDPA, as the model's own attention.
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.nn import functional as F
 from transformers import AttentionInterface, PreTrainedConfig
+
+from deltanet_kernels import decode_attention
+from deltanet_kernels.flash_decoding.reference import torch_decode_attention
 
 SINGLE_QUERY = "deltanet_single_query"  # the name under which the families' attention finds `attend`
 TAKES_MASK = ("eager", "sdpa", SINGLE_QUERY)
@@ -24,16 +27,14 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor,
     scaling: float | None = None,
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """query [B, HQ, 1, D], key and value [B, HK, S, D], mask [B, 1, 1, S] bool -> [B, 1, HQ, D], without dropout."""
-    batch, heads, _, _ = query.shape
-    grouped = query.reshape(batch, key.shape[1], -1, query.shape[-1])
-    output = F.scaled_dot_product_attention(grouped, key, value, attention_mask, scale=scaling)
-    return output.reshape(batch, 1, heads, value.shape[-1]), None
+    compute = torch_decode_attention if torch.compiler.is_compiling() else decode_attention
+    return compute(query, key, value, attention_mask, scaling).transpose(1, 2), None
 
 
 AttentionInterface.register(SINGLE_QUERY, attend)

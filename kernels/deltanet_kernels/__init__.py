@@ -11,6 +11,7 @@ from deltanet_kernels.channel_gates.operators import (
 from deltanet_kernels.channel_gates.reference import naive_channel_gated_delta_rule
 from deltanet_kernels.common.cumulative_sum import cumulative_sum
 from deltanet_kernels.deltaformer.solve import deltaformer_solve
+from deltanet_kernels.flash_decoding.operators import decode_attention
 from deltanet_kernels.gated_delta_rule.cpu import torch_chunk_gated_delta_rule
 from deltanet_kernels.gated_delta_rule.operators import (
     chunk_gated_delta_rule,
@@ -44,6 +45,7 @@ __all__ = [
     "chunk_titans",
     "chunk_ttt",
     "cumulative_sum",
+    "decode_attention",
     "deltaformer_solve",
     "fused_recurrent_channel_gated_delta_rule",
     "fused_recurrent_gated_delta_rule",

@@ -25,6 +25,7 @@ def _triton_function(operator: str) -> Callable[..., Any] | None:
         from deltanet_kernels.channel_gates.recurrent import fused_recurrent_channel_gated_delta_rule_triton
         from deltanet_kernels.conv import causal_conv1d_triton
         from deltanet_kernels.feed_forward import silu_product_triton
+        from deltanet_kernels.flash_decoding.attention import decode_attention_triton
         from deltanet_kernels.gated_delta_rule.chunk import chunk_gated_delta_rule_triton
         from deltanet_kernels.gated_delta_rule.recurrent import fused_recurrent_gated_delta_rule_triton
         from deltanet_kernels.gated_delta_rule.step import gated_delta_step_triton_
@@ -50,6 +51,7 @@ def _triton_function(operator: str) -> Callable[..., Any] | None:
         "gated_rms_norm": gated_rms_norm_triton,
         "rms_norm": rms_norm_triton,
         "silu_product": silu_product_triton,
+        "decode_attention": decode_attention_triton,
         "gated_delta_step_": gated_delta_step_triton_,
         "window_attention": window_attention_triton,
         "window_keep": window_keep_triton,

@@ -130,3 +130,17 @@ def test_config_becomes_qwen3s() -> None:
     assert needs_norms(teacher, [1])
     assert not needs_norms(teacher, [])
     assert not needs_norms(teacher_config("qwen3"), [1])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_tensor_is_made_where_the_inputs_are(family: str) -> None:
+    """A tensor made without a device would be on the meta device here, beside inputs that are not, as on a GPU."""
+    model, attention, normed = both(family)
+    x, kwargs = inputs(model, 3.0)
+    found = insert_norms(attention, normed, x, kwargs)
+    wanted = {name: tensor.clone() for name, tensor in normed.state_dict().items()}
+    with torch.device("meta"):
+        assert insert_norms(attention, normed, x, kwargs) == found
+        assert compare_attention(attention, normed, x, kwargs)[0] < 1.0
+    for name, tensor in normed.state_dict().items():
+        torch.testing.assert_close(tensor, wanted[name], rtol=0, atol=0)

@@ -28,17 +28,7 @@ from deltanet_hf.evaluation.speed.subjects import subjects
 from deltanet_hf.mixers.state import cache_bytes
 from deltanet_recipes.cli import main
 from support.replayed_step import Recorder
-from support.tiny_models import HYBRID, mixture_table, tiny_mixture, tiny_student, tiny_teacher
-
-TINY = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 97,
-    "tie_word_embeddings": True,
-}
+from support.tiny_models import HYBRID, TINY_SHAPE, mixture_table, tiny_mixture, tiny_student, tiny_teacher
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
@@ -51,7 +41,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
 def test_the_benchmark_of_random_weights(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(SHAPES, "135M", TINY)
+    monkeypatch.setitem(SHAPES, "135M", TINY_SHAPE)
     monkeypatch.setattr(speed, "_DECODED", 2)
     options = ("--context", 16, "--context", 32, "--batch", 3, "--repeats", 1, "--device", "cpu")
     assert run(monkeypatch, "--random-weights", "135M", *options, "--dtype", "float32", "--out", tmp_path / "b") == 0
@@ -138,7 +128,7 @@ def test_a_model_that_amplifies_rounding_has_a_wider_limit(monkeypatch: pytest.M
 def test_a_model_that_decodes_wrongly_has_no_row(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(SHAPES, "135M", TINY)
+    monkeypatch.setitem(SHAPES, "135M", TINY_SHAPE)
     wrong = ["all"]
 
     def check(model: Any, *_: Any, **__: Any) -> float:
@@ -272,7 +262,7 @@ def test_a_speed_is_that_of_all_sequences_of_a_batch(monkeypatch: pytest.MonkeyP
 def test_what_does_not_fit_has_no_row(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(SHAPES, "135M", TINY)
+    monkeypatch.setitem(SHAPES, "135M", TINY_SHAPE)
 
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("full")

@@ -11,6 +11,7 @@ import functools
 import torch
 
 from deltanet_kernels.conv import causal_conv1d_triton
+from deltanet_kernels.flash_decoding.attention import decode_attention_triton
 from deltanet_kernels.gated_delta_rule.recurrent import gated_delta_rule_step_
 from deltanet_kernels.gated_delta_rule.step import delta_step_
 from deltanet_kernels.norm import gated_rms_norm_triton
@@ -22,6 +23,8 @@ from tests.kernels.cases import Case, make_inputs, results
 from tests.kernels.channel_cases import CHANNEL_CASES, make_channel_inputs
 from tests.kernels.state_cases import Shape
 from tests.kernels.state_cases import results as state_results
+from tests.kernels.test_decode_attention import SHAPES as CACHES
+from tests.kernels.test_decode_attention import make as make_cache
 from tests.kernels.test_prompt import CASES as PROMPTS
 from tests.kernels.test_prompt import make as make_prompt
 from tests.kernels.test_prompt import triton_inputs
@@ -129,6 +132,11 @@ def main() -> None:
         )
     torch.cuda.synchronize()
     print("prompt", flush=True)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for cache in (*CACHES, (1, 9, 3, 5000, 64), (2, 32, 8, 5000, 128)):
+            decode_attention_triton(*make_cache(cache, "holes", dtype), None)
+    torch.cuda.synchronize()
+    print("attention to a cache", flush=True)
     wide = [Shape("", T=130, H=1, HQ=2, HV=2, K=size, V=size) for size in (64, 128)]
     for shape in (*MESA_CASES, *wide):
         state_results(triton_mesa, on_device(mesa_arguments(shape)))

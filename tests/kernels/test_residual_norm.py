@@ -7,30 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-import triton
-from triton.runtime import interpreter
 
 from deltanet_kernels import rms_norm
 from deltanet_kernels.reference import torch_rms_norm
 from deltanet_kernels.residual_norm import rms_norm_triton
 from tests.kernels.triton_mode import DEVICE
 
+pytestmark = pytest.mark.usefixtures("rounding_to_nearest")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 FORMS = {"llama": (0.0, True), "olmo": (0.0, False), "gemma": (1.0, False)}
 SHAPES = [(1,), (5, 7), (3, 1, 33), (2, 2, 2, 20), (2, 1, 576), (1, 1, 1030)]
-
-
-@pytest.fixture(autouse=True)
-def rounding_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter cuts float32 off where it makes bfloat16; GPUs round."""
-    convert = interpreter._convert_float
-
-    def rounded(x: Any, source: Any, wanted: Any, mode: Any) -> Any:
-        if source == triton.language.float32 and wanted == triton.language.bfloat16:
-            return torch.from_numpy(x).bfloat16().view(torch.uint16).numpy()
-        return convert(x, source, wanted, mode)
-
-    monkeypatch.setattr(interpreter, "_convert_float", rounded)
 
 
 def cut(x: torch.Tensor) -> torch.Tensor:

@@ -19,12 +19,13 @@ from transformers import DynamicCache, PreTrainedModel, StoppingCriteria, Stoppi
 from deltanet_hf.decoding import decoded_by, fixed_cache, forget_graphs
 from deltanet_hf.decoding.recorders import RECORDERS
 from deltanet_hf.evaluation.lesions import switch_off_state
-from deltanet_hf.mixers import MIXERS
+from deltanet_hf.mixers import MIXERS, single_query
 from deltanet_hf.mixers.quantized_cache import quantized_cache
 from deltanet_hf.mixers.state import MixerCacheLayer
 from deltanet_hf.models import qwen3_5
 from deltanet_hf.models.families import FAMILIES
 from deltanet_hf.sessions import Snapshot, load_session, save_session
+from deltanet_kernels.flash_decoding.attention import decode_attention_triton
 from support.replayed_step import Recorder
 from support.tiny_models import (
     COMMON,
@@ -125,6 +126,31 @@ def test_eager_attention_reads_masks_of_numbers(recorder: Recorder) -> None:
     model.set_attn_implementation("eager")
     check_same(model, tokens=14)
     assert recorder.recorded == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is no interpreter of Triton beside a GPU")
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_softmax_layers_attend_by_the_kernels(family: str, recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    heads = []
+
+    def attend(q: torch.Tensor, *rest: Any) -> torch.Tensor:
+        heads.append(q.shape[1])
+        return decode_attention_triton(q, *rest)
+
+    monkeypatch.setattr(single_query, "decode_attention", attend)
+    model = tiny_mixture(family, mixed_mixture_table() if family == "llama" else mixture_table())
+    check_same(model, tokens=8)
+    assert recorder.replayed == 6
+    assert len(heads) >= 2  # the step before the recording, and the recorded one
+
+
+def test_under_the_compiler_softmax_layers_attend_by_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(single_query, "decode_attention", None)
+    q, k = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 5, 8)
+    mask = torch.ones(2, 1, 1, 5, dtype=torch.bool)
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, k, mask, scale=0.5, enable_gqa=True)
+    torch.testing.assert_close(single_query.attend(None, q, k, k, mask, 0.5)[0], wanted.transpose(1, 2))
 
 
 def test_a_replaced_state_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

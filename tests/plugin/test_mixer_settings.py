@@ -11,7 +11,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.nn import functional as F
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, LlamaConfig, StaticCache
 
 from deltanet_hf import LayerTable
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
@@ -239,3 +239,24 @@ def test_old_tables_have_the_settings_off() -> None:
 def test_wrong_values_are_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LayerTable.preset(LAYERS, **change)
+
+
+@pytest.mark.parametrize(("hidden_size", "head_dim", "rank"), [(2048, 64, 64), (4096, 128, 128), (1984, 64, 0)])
+@pytest.mark.parametrize("mixer", ["gated_deltanet", "gated_deltanet+window", "kda", "deltaproduct"])
+def test_wide_teachers_get_a_narrow_output_gate(mixer: str, hidden_size: int, head_dim: int, rank: int) -> None:
+    teacher = LlamaConfig(hidden_size=hidden_size, num_attention_heads=hidden_size // head_dim)
+
+    def found(**changes: Any) -> Any:
+        return LayerTable.preset(2, mixer, teacher=teacher, **changes).only_kind.settings
+
+    assert found().output_gate_rank == rank
+    assert found(output_gate_rank=7).output_gate_rank == 7
+    assert LayerTable.preset(2, mixer).only_kind.settings.output_gate_rank == 0
+
+
+def test_wide_teachers_keep_the_layer_of_qwen3_5() -> None:
+    teacher = LlamaConfig(hidden_size=4096, num_attention_heads=32)
+    table = LayerTable.preset(2, "gated_deltanet", "qwen3_5", teacher=teacher)
+    assert table.only_kind.settings.output_gate_rank == 0
+    window: Any = LayerTable.preset(2, "window", teacher=teacher).only_kind.settings
+    assert window.window == 64

@@ -20,22 +20,12 @@ from deltanet_recipes.benchmarks import end_to_end, model_at_points
 from deltanet_recipes.benchmarks.end_to_end import benchmark, turns
 from deltanet_recipes.benchmarks.model_at_points import ModelAtPoints
 from support.replayed_step import Recorder
-from support.tiny_models import tiny_teacher
-
-TINY: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 97,
-    "tie_word_embeddings": True,
-}
+from support.tiny_models import TINY_SHAPE, tiny_teacher
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SHAPES, "135M", TINY)
+    monkeypatch.setitem(SHAPES, "135M", TINY_SHAPE)
     monkeypatch.setattr(end_to_end, "POINTS", [(1, 16), (2, 24)])
     monkeypatch.setattr(model_at_points, "STEPS", 2)
     for place in (end_to_end, model_at_points):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,18 +15,21 @@ from transformers import PreTrainedModel
 
 from deltanet_hf import LayerTable, converted_config
 from deltanet_hf.evaluation.speed.random_models import SHAPES
+from deltanet_hf.mixers import FLOAT32_NAMES
 from deltanet_hf.models.factory import model_class
 from deltanet_hf.models.families import FAMILIES
 from deltanet_recipes.config import load_recipe, read_recipe
 from deltanet_recipes.schema import Recipe
-from deltanet_recipes.training.adapters import train_for
+from deltanet_recipes.training import cpu_memory
+from deltanet_recipes.training.adapters import train_for, train_mixers
 from deltanet_recipes.training.cost_estimate import Estimate, estimate
 from deltanet_recipes.training.losses import ChunkedLoss, Head, KlTerms, live_chunk
 from deltanet_recipes.training.memory_estimate import LOGIT_BYTES, MUON_BYTES
 from deltanet_recipes.training.model_pair import load_student, load_teacher
 from deltanet_recipes.training.optim import make_optimizers, parameter_groups
 from deltanet_recipes.training.runtime import Runtime
-from support.tiny_run import DISTIL, make_workplace, recipe_tree, write_recipe
+from support.allocated import saved_bytes
+from support.tiny_run import ALIGN, DISTIL, make_workplace, recipe_tree, write_recipe
 
 GEMMA = {
     "hidden_size": 640,
@@ -50,7 +54,7 @@ def meta_student(shape: dict[str, Any], family: str = "llama", softmax: Any = ()
 
 def gpus(world: int = 1) -> Any:
     """What an estimate reads of a `Runtime` on GPUs."""
-    return SimpleNamespace(world=world, bf16=True, compile=True)
+    return SimpleNamespace(world=world, bf16=True, compile=True, device=torch.device("cuda"))
 
 
 def sizes(recipe: Recipe, kind: str, student: PreTrainedModel, world: int = 1) -> Estimate:
@@ -178,6 +182,52 @@ def test_logits_take_what_one_chunk_takes_however_many_tokens_there_are() -> Non
         peaks.append(mode.peak)
     assert peaks[1] < 1.1 * peaks[0]
     assert peaks[0] == pytest.approx(LOGIT_BYTES[False] * vocabulary * chunk, rel=0.05)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("mixer", ["gated_deltanet", "gated_deltanet+window"])
+def test_values_on_a_cpu_are_those_that_autograd_saves(mixer: str, kv_heads: int) -> None:
+    row, hidden = 320, 192
+    shape = {"hidden_size": hidden, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": kv_heads}
+    config = FAMILIES["llama"].config_class(**shape, head_dim=64, num_hidden_layers=2, vocab_size=64)
+    student: Any = model_class("llama")(converted_config(config, LayerTable.preset(2, softmax=(1,), mixer=mixer)))
+    positions = student.model.rotary_emb(torch.zeros(1, row, hidden), torch.arange(row)[None])
+    for index, layer in enumerate(student.model.layers):
+        x = torch.randn(1, row, hidden, requires_grad=True)
+        found = saved_bytes(lambda x=x, layer=layer: layer(x, position_embeddings=positions), layer)
+        assert cpu_memory.layer_values(student, index, row) == pytest.approx(found / (4 * row), rel=0.08)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("mode", ["joint", "layerwise"])
+def test_on_a_cpu_an_align_stage_has_both_models_and_the_libraries(
+    workplace: Path, tmp_path: Path, mode: str, precision: str
+) -> None:
+    tree = recipe_tree(workplace, [{**ALIGN, "mode": mode}], engine={"device": "cpu", "precision": precision})
+    recipe = load_recipe(write_recipe(tmp_path, tree))
+    runtime = Runtime(recipe.engine)
+    student = load_student(recipe.student, None if runtime.bf16 else torch.float32)
+    teacher = load_teacher(recipe, runtime.compute_dtype)
+    peak = estimate(recipe.stages[0], recipe, student, runtime).peak
+    train_mixers(student)
+    copies = 2 * sum(p.numel() for p in student.parameters() if p.requires_grad) if runtime.bf16 else 0
+    assert peak.weights - copies == pytest.approx(nbytes([*student.parameters(), *teacher.parameters()]), rel=0.02)
+    assert peak.process > 500 * 2**20
+    models = nbytes([*load_student(recipe.student, student.dtype).parameters(), *teacher.parameters()])
+    assert peak.total >= peak.process + 0.98 * models
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_weights_loaded_in_float32_leave_their_files(workplace: Path, tmp_path: Path) -> None:
+    """Parameters that are stored in float32 beside bfloat16 weights would keep the pages of the whole file."""
+    model = load_student(str(workplace / "student"))
+    for name, parameter in model.named_parameters():
+        if name.rpartition(".")[2] not in FLOAT32_NAMES:
+            parameter.data = parameter.data.bfloat16()
+    model.save_pretrained(tmp_path / "student")
+    model = load_student(str(tmp_path / "student"), torch.float32)
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
 def test_the_parts_follow_the_settings() -> None:

@@ -26,6 +26,12 @@ COMMON: dict[str, Any] = {
     "eos_token_id": 2,
     "initializer_range": 0.2,
 }
+TINY_SHAPE: dict[str, Any] = {  # takes the place of a model in `random_models.SHAPES`
+    **{name: COMMON[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")},
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+}
 SLIDING = ["sliding_attention", "full_attention"] * (LAYERS // 2)
 PECULIAR: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "tie_word_embeddings": True},

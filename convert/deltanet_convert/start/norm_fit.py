@@ -94,7 +94,8 @@ def _fill(normed: Any, attention: Any, fit: Fit, ones: dict[str, Tensor], scales
             target += torch.outer(source.bias, ones[name[0]])
     for name, own, other, repeat in (("q", fit.q_pairs, fit.k_pairs, groups), ("k", fit.k_pairs, fit.q_pairs, 1)):
         weight = scales[name] * (1 + fit.size**2) ** 0.5
-        getattr(normed, f"{name}_norm").weight.fill_(torch.tensor(weight).bfloat16())  # exact in every dtype
+        norm = getattr(normed, f"{name}_norm").weight
+        norm.fill_(norm.new_tensor(weight).bfloat16())  # exact in every dtype
         if fit.size == 0:
             continue
         rows = getattr(normed, f"{name}_proj").weight.unflatten(0, (-1, dim))  # [heads, D, hidden], a view
@@ -109,7 +110,7 @@ def constant_direction(x: Tensor, weights: Tensor) -> Tensor:
     flat, share = x.flatten(0, 1), weights.flatten()
     share = share / share.mean().clamp_min(1e-30)
     system = flat.T @ (flat * share.unsqueeze(1)) / len(flat)
-    system += RIDGE * system.diagonal().mean().clamp_min(1e-20) * torch.eye(len(system))
+    system += RIDGE * system.diagonal().mean().clamp_min(1e-20) * torch.eye(len(system), device=x.device)
     return torch.linalg.solve(system, (flat * share.unsqueeze(1)).mean(0))
 
 
@@ -175,7 +176,7 @@ def _attention_of(attention: Any, x: Tensor, kwargs: dict[str, Any]) -> Iterator
 def _least_important_pairs(attention: Any, x: Tensor, kwargs: dict[str, Any]) -> tuple[list[int], list[int]]:
     """Per key/value head, the two rotary pairs whose removal changes the attention of its heads least."""
     dim, groups = int(attention.head_dim), int(attention.num_key_value_groups)
-    loss = torch.zeros(dim // 2, attention.q_proj.out_features // dim)
+    loss = x.new_zeros(dim // 2, attention.q_proj.out_features // dim)
     for q, k, _, p in _attention_of(attention, x, kwargs):
         q_HTD, k_HTD = (z[0] for z in _rotated(attention, q, k, kwargs))
         for pair in range(dim // 2):
@@ -198,9 +199,9 @@ def _token_weights(attention: Any, x: Tensor, kwargs: dict[str, Any]) -> dict[st
     return {name: torch.stack(parts) for name, parts in found.items()}
 
 
-def _bias(attention: Any, name: str) -> Tensor:
+def _bias(attention: Any, name: str) -> Tensor | float:
     bias = getattr(attention, f"{name}_proj").bias
-    return torch.zeros(()) if bias is None else bias.unflatten(0, (-1, int(attention.head_dim)))
+    return 0.0 if bias is None else bias.unflatten(0, (-1, int(attention.head_dim)))
 
 
 def _variance(p: Tensor, values: Tensor) -> Tensor:

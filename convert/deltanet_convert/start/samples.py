@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from deltanet_hf.mixers.base import Mixer
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
+from deltanet_hf.process_memory import give_back_freed_memory
 
 from .share_fit import missed_scores
 from .turns import stop_if_ended
@@ -55,6 +56,7 @@ class Samples:
         self.kept = [self._sample(0)]
         size = sum(getattr(self.kept[0], name).nbytes for name in NAMES)
         self.kept += [self._sample(index) for index in range(1, min(len(x), KEPT_BYTES // size))]
+        give_back_freed_memory(x.device)
 
     def __len__(self) -> int:
         return len(self.x)

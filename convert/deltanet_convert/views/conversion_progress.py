@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -15,31 +16,44 @@ from ..convert import Progress as Show
 
 
 @contextmanager
-def shown_on(console: Console, layers: int, device: str) -> Iterator[Show]:
-    """Shows the steps of a conversion: a bar on a terminal, else a line per step.
+def shown_on(console: Console, fitted: Sequence[bool], at_once: int, device: str) -> Iterator[Show]:
+    """Shows the steps of a conversion with the time that is left: a bar on a terminal, else a line per step.
 
     Args:
-        layers: number of decoder layers.
+        fitted: for each decoder layer, whether it is fitted; the others take next to no time.
+        at_once: number of layers that are fitted at the same time.
         device: the device's name, which is shown with each layer.
 
     Yields:
         The function that `convert` calls after each step.
     """
+    started, ahead = time.monotonic(), list(fitted)
+
+    def left(done: int, step: str) -> str:
+        """The time for the layers to come, if it is known: as much per fitted layer as for those of this run."""
+        if not step.startswith("layer"):
+            ahead[:done] = [False] * done  # of the run that is resumed
+            return ""
+        before, after = sum(ahead[:done]), sum(ahead[done:])
+        if not before or not after:
+            return ""
+        seconds = (time.monotonic() - started) / math.ceil(before / at_once) * math.ceil(after / at_once)
+        return f", about {timedelta(seconds=math.ceil(seconds))} left"
+
     if not console.is_terminal:
-        started = time.monotonic()
 
         def line(done: int, total: int, step: str, figures: dict[str, Any]) -> None:
             elapsed = timedelta(seconds=int(time.monotonic() - started))
-            said = f"{done}/{total} {elapsed} {_said(step, figures, device)}"
+            said = f"{done}/{total} {elapsed} {_said(step, figures, device)}{left(done, step)}"
             console.print(said, highlight=False, markup=False, soft_wrap=True)
 
         yield line
         return
     columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as bar:
-        task = bar.add_task(f"converting on {device}", total=layers)
+        task = bar.add_task(f"converting on {device}", total=len(fitted))
         yield lambda done, total, step, figures: bar.update(
-            task, completed=done, total=total, description=_said(step, figures, device)
+            task, completed=done, total=total, description=_said(step, figures, device) + left(done, step)
         )
 
 

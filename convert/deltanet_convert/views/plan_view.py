@@ -62,11 +62,11 @@ def print_plan(plan: Plan, console: Console) -> None:
             _cache(first),
         )
     console.print(layers)
+    small = " (most of it libraries)" if plan.peak_memory_bytes < 10**9 else ""
     console.print(
-        f"{count(plan.teacher_parameters)} parameters become {count(plan.parameters)}: "
-        f"{size(plan.nbytes)} in "
-        f"{plan.shards} {'file' if plan.shards == 1 else 'files'}; about {size(plan.peak_memory_bytes)} "
-        f"of memory and {size(plan.disk_bytes)} of disk while converting"
+        f"{count(plan.teacher_parameters)} parameters become {count(plan.parameters)}: {size(plan.nbytes)} in "
+        f"{plan.shards} {'file' if plan.shards == 1 else 'files'}; about {size(plan.peak_memory_bytes)} of memory"
+        f"{small} and {size(plan.disk_bytes)} of disk while converting"
     )
     caches = Table(title="Cache of one sequence, by context length", title_justify="left")
     for column in ("tokens", "teacher", "converted", "ratio"):

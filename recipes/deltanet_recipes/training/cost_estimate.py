@@ -22,7 +22,7 @@ from deltanet_recipes.training.runtime import Runtime
 
 UTILISATION = 0.25  # share of the measured rate of matrix products that a training step of a small model reaches
 PLAN = "plan.json"
-_CPU_NOTE = "; memory: at least, because layers that are not compiled keep more"
+_CPU_NOTE = "; memory: resident, with all libraries"
 
 
 @dataclass(frozen=True)

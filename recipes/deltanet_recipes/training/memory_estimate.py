@@ -4,18 +4,23 @@ The peak is the backward pass of one micro-batch, beside weights and optimiser s
 activations are those of compiled layers; what a value of the loss takes was measured (`LOGIT_BYTES`). Not counted is
 what stays below a few hundred MiB: CUDA's context, workspaces of matrix products, fragmentation.
 
+On a CPU, the estimate is that of the resident memory: layers are not compiled (`cpu_memory.py`), both models are in the
+same memory as a whole, and the libraries count. Not counted are the mapped files of layerwise alignment, whose pages
+the operating system writes back where memory is short.
+
 Sizes are in bytes. D is the hidden size, M that of the MLP, H heads of d in attention (and in a mixer with a state per
 query head).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from torch import nn
 
 from deltanet_recipes.schema import Align, DistilBase, Recipe, Stage
+from deltanet_recipes.training import cpu_memory
 from deltanet_recipes.training.adapters import adapter_weights, mixers_in_full, stage_targets
 from deltanet_recipes.training.feeds import micro_batch_rows
 from deltanet_recipes.training.flops import attention_weights, head_dim
@@ -40,6 +45,8 @@ class Memory:
         activations: what the backward pass needs of the layers.
         logits: what one chunk of the loss takes.
         gathered: with FSDP2, the unsharded weights and gradients of the layers at work.
+        process: on a CPU, libraries and tokenizer.
+        loading: on a CPU, what reading the teacher takes beyond all of these: its files are mapped meanwhile.
     """
 
     weights: int = 0
@@ -48,6 +55,8 @@ class Memory:
     activations: int = 0
     logits: int = 0
     gathered: int = 0
+    process: int = 0
+    loading: int = 0
 
     @property
     def total(self) -> int:
@@ -61,7 +70,25 @@ def expected_memory(stage: Stage, recipe: Recipe, student: nn.Module, runtime: R
         student: the converted model as it is loaded before the first stage; only shapes are read.
         trained: number of trained weights.
     """
+    found = _on_device(stage, recipe, student, runtime, trained)
+    if runtime.device.type != "cpu":
+        return found
     width = 2 if runtime.bf16 else 4
+    teacher = _size(student) - _size(*mixers(student).values()) + len(mixers(student)) * attention_weights(student)
+    stored_width = output_weight(student).element_size()
+    loaded = stored_width * _size(student)
+    weights = found.weights
+    if isinstance(stage, Align):
+        weights = loaded + width * teacher + _trained_bytes(trained, width) - stored_width * trained
+    found = replace(found, weights=weights, process=cpu_memory.process_bytes(student))
+    stored = 2 * teacher if width == 4 else 0  # weights that are read as they are stored are the mapped ones
+    reading = found.process + loaded + width * teacher + stored
+    return replace(found, loading=max(0, reading - found.total))
+
+
+def _on_device(stage: Stage, recipe: Recipe, student: nn.Module, runtime: Runtime, trained: int) -> Memory:
+    """What is on the device that trains."""
+    width, on_cpu = 2 if runtime.bf16 else 4, runtime.device.type == "cpu"
     layers, converted = decoder_layers(student), mixers(student)
     micro = micro_batch_rows(stage, runtime.world) * stage.sequence_length
     in_mixers = _size(*converted.values())
@@ -70,6 +97,10 @@ def expected_memory(stage: Stage, recipe: Recipe, student: nn.Module, runtime: R
     recompute = recipe.engine.gradient_checkpointing
     hidden = int(student.config.hidden_size)  # type: ignore[union-attr, arg-type]
     per_mixer = _mixer_values(student) * micro * width
+    if on_cpu and converted:  # beside what a mixer saves, the error of its output
+        saved = max(cpu_memory.mixer_values(student, mixer, stage.sequence_length) for mixer in converted.values())
+        per_mixer = (saved + hidden) * micro * width
+    at_work = per_mixer if on_cpu else 0  # gradients of the values of the mixer at work, as many as it saved
     if isinstance(stage, Align) and stage.mode == "layerwise":
         one = trained // max(1, len(converted))
         largest = max(_size(layer) for layer in layers)
@@ -78,7 +109,7 @@ def expected_memory(stage: Stage, recipe: Recipe, student: nn.Module, runtime: R
             weights=width * largest + _trained_bytes(one, width),
             gradients=4 * one,
             optimizer=_optimizer_bytes(stage, one, [next(iter(converted.values()))] if converted else []),
-            activations=per_mixer + given,
+            activations=per_mixer + at_work + given,
         )
     sharded = recipe.engine.sharding == "fsdp2"
     shards = runtime.world if sharded else 1
@@ -89,7 +120,7 @@ def expected_memory(stage: Stage, recipe: Recipe, student: nn.Module, runtime: R
             weights=(width * teacher_layers + _trained_bytes(trained, width)) // shards + width * outside,
             gradients=4 * trained // shards,
             optimizer=_optimizer_bytes(stage, trained, list(converted.values())) // shards,
-            activations=given + per_mixer * (1 if recompute else kept),
+            activations=given + per_mixer * (1 if recompute else kept) + at_work,
             gathered=_gathered(layers, converted, width) if sharded else 0,
         )
     before = _trained_before(stage, recipe, student)
@@ -99,11 +130,16 @@ def expected_memory(stage: Stage, recipe: Recipe, student: nn.Module, runtime: R
     frozen = max(0, _size(student) - before - _replaced(stage, student, trained))
     own = output_weight(student).element_size() * frozen + 4 * (before + trained) + copies
     with_teacher = stage.top_k is None
-    activations = sum(_layer_values(student, index) for index in range(len(layers))) * micro * width
+    counted = [
+        cpu_memory.layer_values(student, index, stage.sequence_length) if on_cpu else _layer_values(student, index)
+        for index in range(len(layers))
+    ]
+    activations = sum(counted) * micro * width
     if recompute:
         activations = 2 * activations // len(layers) + len(layers) * hidden * micro * width
     if stage.hidden_weight > 0:
-        activations += len(layers) * hidden * micro * width  # the teacher's states
+        # the teacher's states, and in layers that are not compiled their differences from the student's
+        activations += (2 if on_cpu else 1) * len(layers) * hidden * micro * width
     windowed = stage.recall_weight > 0  # the logits of one more pass of the teacher
     values = min(stage.loss_chunk, micro) * output_weight(student).shape[0]
     in_full: list[nn.Module] = [layers] if stage.train == "full" else mixers_in_full(student, stage)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from deltanet_hf.process_memory import give_back_freed_memory
 from deltanet_recipes.data.packing import Rows
 from deltanet_recipes.training.layer_runner import LayerInputs
 from deltanet_recipes.training.objectives import Batch, LayerBatch
@@ -71,8 +72,10 @@ class MicroStep:
 
     def run_eagerly(self, batch: Any) -> torch.Tensor:
         """As a call, but without CUDA graphs."""
+        give_back_freed_memory(self.runtime.device)
         with self.runtime.autocast():
             loss, metrics = self.objective(batch)
+        give_back_freed_memory(loss.device)
         loss.backward()
         return torch.cat([loss.detach().reshape(1), metrics])
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from deltanet_hf.process_memory import give_back_freed_memory
 from deltanet_recipes.data.packing import Rows
 from deltanet_recipes.training.layer_runner import AttentionTaps, LayerInputs, LayerRunner, mixer_output, recomputed
 from deltanet_recipes.training.losses import (
@@ -91,6 +92,7 @@ class Align(nn.Module):
         assert batch.teacher is not None
         with torch.no_grad():
             self._runner.run_layers(batch.teacher, keep=False)
+        give_back_freed_memory(batch.teacher.hidden.device)
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the loss [] and the relative error of each layer [layers].
@@ -185,6 +187,7 @@ class Distil(nn.Module):
             if self.recall is not None:
                 per_token, shared = (*per_token, self._windowed(batch)), (*shared, self.mean_weight)
         hidden, states = self._student_layers.run_layers(batch.student)
+        give_back_freed_memory(hidden.device)
         total, kl, ce = ChunkedLoss.apply(
             self.chunk_loss,
             self.chunk,

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from deltanet_hf.process_memory import give_back_freed_memory
 from deltanet_recipes.data.packing import Mixture, Rows
 from deltanet_recipes.schema import Align, DistilBase, Recipe, Stage, stage_name, stage_tokens
 from deltanet_recipes.training.adapters import merge_lora, train_for, train_mixers
@@ -77,6 +78,7 @@ class StageRun:
             self._distil(self.stage)
         student = self._unsharded()
         merge_lora(student)
+        give_back_freed_memory(self.runtime.device)
         return student
 
     @torch.no_grad()

@@ -1,0 +1,62 @@
+"""Attention of one query per sequence in Triton: launches its kernels and registers the operator."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+from __future__ import annotations
+
+import torch
+
+from deltanet_kernels.common.device import multiprocessors
+from deltanet_kernels.common.launch import launch
+from deltanet_kernels.common.registration import operator
+from deltanet_kernels.common.sizes import power_of_two
+from deltanet_kernels.flash_decoding.config import COMBINED, MASK_BLOCK, MAX_GROUP, cut_places, decode_config
+from deltanet_kernels.flash_decoding.kernels import combine_kernel, span_kernel
+from deltanet_kernels.gated_delta_rule.config import check_supported, product_precision
+
+
+def _fake_decode_attention(q, k, v, mask, scale):
+    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+
+
+@operator(_fake_decode_attention)
+def decode_attention_op(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Return o [B, HQ, 1, D], contiguous."""
+    (B, HQ, _, D), (HK, S) = q.shape, k.shape[1:3]
+    q, k, v = (x if x.stride(3) == 1 or D == 1 else x.contiguous() for x in (q, k, v))
+    config = decode_config(D, q.dtype)
+    span, spans = cut_places(S, B * HK, multiprocessors(q.device), config.N)
+    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    split = spans > 1
+    parts = torch.empty((B, HQ, spans, D), dtype=torch.float32, device=q.device) if split else o
+    weights = torch.empty((B, HQ, spans, 2), dtype=torch.float32, device=q.device) if split else None
+    launch(
+        span_kernel, B * HK * spans,
+        q, k, v, mask.contiguous(), parts, weights, scale, S, span, spans, *q.stride()[:2], *k.stride()[:3],
+        *v.stride()[:3],
+        HK=HK, GROUP=HQ // HK, D=D, BM=power_of_two(HQ // HK), BN=config.N, BD=config.D, BLOCK=MASK_BLOCK, SPLIT=split,
+        EXACT=q.dtype == torch.float32, STAGES=config.stages, PRECISION=product_precision("auto", q.dtype),
+        num_warps=config.warps,
+    )  # fmt: skip
+    if split:
+        BD = power_of_two(D)
+        launch(combine_kernel, B * HQ, parts, weights, o, spans, D=D, BD=BD, BN=COMBINED // BD, num_warps=4)
+    return o
+
+
+def decode_attention_triton(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float | None
+) -> torch.Tensor:
+    """`deltanet_kernels.decode_attention` in Triton, for checked arguments.
+
+    Raises:
+        NotImplementedError: head sizes over 256, more than 32 query heads per key head, or dtypes other than float32,
+            bfloat16, float16.
+    """
+    D, group = q.shape[3], q.shape[1] // k.shape[1]
+    check_supported(q.dtype, D, D)
+    if group > MAX_GROUP:
+        raise NotImplementedError(f"{group} query heads per key head: the kernels take up to {MAX_GROUP}")
+    o: torch.Tensor = decode_attention_op(q, k, v, mask, D**-0.5 if scale is None else float(scale))
+    return o
