@@ -1,4 +1,4 @@
-"""What a process on a CPU takes beside its tensors, and how to keep that small."""
+"""The memory of a process on a CPU beside its tensors: its size, and functions that keep it small."""
 
 from __future__ import annotations
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 DECODER_KEYS = (
     "vocab_size",
     "hidden_size",
@@ -19,8 +17,3 @@ DECODER_KEYS = (
     "bos_token_id",
     "eos_token_id",
 )
-
-
-def head_size(config: Any) -> int:
-    """The head size of the attention; some configs do not store it and it follows from the hidden size."""
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)

@@ -36,20 +36,24 @@ def fit_threads(step: LayerStep, at_once: int) -> Iterator[Submit]:
         return
     threads, ended = torch.get_num_threads(), threading.Event()
     each = max(1, threads // at_once)
+    begun: list[threading.Thread] = []
 
-    def join() -> None:
+    def begin() -> None:
+        begun.append(threading.current_thread())
         torch.set_num_threads(each)
         follow(ended)
 
     share_heap()
     with torch.random.fork_rng(devices=[]):  # restored once all threads have ended
         torch.set_num_threads(each)
-        pool = ThreadPoolExecutor(at_once, "fit", join)
+        pool = ThreadPoolExecutor(at_once, "fit", begin)
         try:
             yield lambda work: pool.submit(step.fit, work)
         finally:
             ended.set()
             pool.shutdown(cancel_futures=True)
+            for thread in begun:  # the pool does not know one that was being started when Ctrl-C came
+                thread.join()
             torch.set_num_threads(threads)
 
 

@@ -19,9 +19,10 @@ from torch import nn
 
 from deltanet_hf.mixers import LayerKind, Mixer
 from deltanet_hf.mixers.mixed_heads import MixedHeads
+from deltanet_hf.model_sizes import mlp_size
 from deltanet_hf.models.families import caps_scores
 from deltanet_hf.process_memory import runtime_bytes
-from deltanet_kernels.window.cpu import BLOCK
+from deltanet_kernels.window.cpu import block_size
 
 from .calibration_text import HELD_OUT_TOKENS
 from .compare_to_teacher import LOGIT_TOKENS
@@ -137,8 +138,7 @@ class _LayerSizes:
         self.stream = FLOAT * self.sequences * self.row * self.hidden
         self.all_scores = FLOAT * int(config.num_attention_heads) * self.row**2
         eager = SOFTMAX_SCORES * self.all_scores if caps_scores(config) else 0
-        mlp = int(getattr(config, "intermediate_size", None) or 4 * self.hidden)
-        run = FLOAT * self.row * 3 * (mlp + self.hidden) + FLOAT * BLOCK_ELEMENTS + eager
+        run = FLOAT * self.row * 3 * (mlp_size(config) + self.hidden) + FLOAT * BLOCK_ELEMENTS + eager
         if new is None:
             self.work = run
             return
@@ -192,7 +192,7 @@ def _window_scores(branch: Any, row: int) -> int:
     """The scores of a sequence: blocks of C queries see s sinks and 2 C keys (`deltanet_kernels/window/cpu.py`)."""
     if branch is None:
         return 0
-    block = min(row, max(branch.window - 1, BLOCK))
+    block = block_size(branch.window, row)
     return FLOAT * int(branch.heads) * math.ceil(row / block) * block * (branch.sinks + 2 * block)
 
 

@@ -10,8 +10,8 @@
     recorded_step.py      inputs and outputs of the step, its recording, and the recordings of each model
     projections.py        the weights of a layer's projections side by side, as few matrix products
     few_launches.py       a model's own modules by few kernels: in steps, and in prompts of converted models
-    fused_norms.py        norms by one kernel each, in a step with the residual sums before them
-    fused_mlps.py         feed-forward blocks: one product for two projections, one kernel for SiLU and product
+    fused_norms.py        its norms: one kernel each, in a step with the residual sums before them
+    fused_mlps.py         its feed-forward blocks: one product for two projections, one kernel for SiLU and product
     deferred_sum.py       sums that are put off for them
     recorders.py          how a device records work; the tests add a recorder for CPUs
     graphed_step.py       the recorded step for other loops than `generate`

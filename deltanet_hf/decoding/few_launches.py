@@ -1,22 +1,23 @@
 """A model's own modules by few kernels, in calls without gradients on a GPU.
 
 A family computes its norms and the product of its feed-forward block operation by operation. A small model waits for
-the launches of these operations, and a large one for its memory: at 8B they are a fifth of the time that a prompt
-takes. Results are rounded as before; what is saved, trained and compiled knows nothing of it.
+the launches of these operations, and a large one for its memory. Here each module that is known gets a forward of its
+own for the length of a call. Results are rounded as before; what is saved, trained and compiled knows nothing of it.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
-from deltanet_hf.decoding.fused_mlps import CLASSES, fused_mlps
-from deltanet_hf.decoding.fused_norms import FORMS, fused_norms
+from deltanet_hf.decoding.deferred_sum import DeferredSum
+from deltanet_hf.decoding.fused_mlps import mlp_forward
+from deltanet_hf.decoding.fused_norms import norm_forward
 from deltanet_hf.decoding.obstacles import is_replaced
 from deltanet_hf.decoding.projections import join_for_inference, leave_in_place
 
@@ -44,37 +45,38 @@ def with_few_launches(forward: Callable[..., Any]) -> Callable[..., Any]:
 def few_launches(model: nn.Module, with_sums: bool = False) -> Iterator[None]:
     """Calls of `model` in this thread take few kernels. With gradients nothing changes.
 
-    Nor does it in a model of which a module is compiled or has a replaced forward, as in a call within this one.
-    `with_sums`: see `fused_norms`; compiled code would not notice that a sum has been put off.
+    Nor does it in a model of which a module is compiled or has a replaced forward, as in a call within this one:
+    compiled code would not notice that a sum has been put off.
+
+    Args:
+        with_sums: compute residual sums together with the norms behind them. It costs the host some time per PyTorch
+            function, which a recorded step spends once.
     """
-    found = None if torch.is_grad_enabled() else _norms_and_mlps(model)
-    if found is None:
+    modules = None if torch.is_grad_enabled() else _own_modules(model)
+    if modules is None:
         yield
         return
-    norms, mlps = found
-    with fused_norms(norms, with_sums), fused_mlps(mlps):
-        yield
+    with DeferredSum() if with_sums else nullcontext() as sums:
+        found = ((module, norm_forward(module, sums) or mlp_forward(module)) for module in modules)
+        forwards = {module: forward for module, forward in found if forward is not None}
+        for module, forward in forwards.items():
+            module.__dict__["forward"] = forward
+        try:
+            yield
+        finally:
+            for module in forwards:
+                module.__dict__.pop("forward", None)
 
 
-def _norms_and_mlps(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]] | None:
-    """The modules with the names of known classes; None if a module is replaced.
-
-    It looks at every module in every call, and is therefore quicker than `model.modules()`.
-    """
-    modules: list[Any] = [model]
-    norms, mlps, seen = [], [], set()
-    for module in modules:
-        if module is None or module in seen:
+def _own_modules(model: nn.Module) -> set[nn.Module] | None:
+    """All modules of a model; None if one is replaced. It costs the host less time per call than `model.modules()`."""
+    found: set[nn.Module] = set()
+    waiting: list[nn.Module | None] = [model]
+    for module in waiting:
+        if module is None or module in found:
             continue
-        seen.add(module)
         if is_replaced(module):
             return None
-        name = type(module).__name__
-        if name in FORMS:
-            norms.append(module)
-        elif name in CLASSES:
-            mlps.append(module)
-        children = module._modules
-        if children:
-            modules += children.values()
-    return norms, mlps
+        found.add(module)
+        waiting += module._modules.values()
+    return found

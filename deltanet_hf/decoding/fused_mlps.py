@@ -1,4 +1,4 @@
-"""The feed-forward blocks of a family's model by few launches, for the length of a call.
+"""The feed-forward blocks of a family's model by few launches.
 
 A block is down_proj(silu(gate_proj(x)) * up_proj(x)). The two projections of x are one matrix product where their
 weights lie one behind the other (`deltanet_hf.decoding.join_projections`), and SiLU and product are one kernel.
@@ -7,8 +7,7 @@ Projections that are hooked, adapted or replaced are called.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,19 +21,6 @@ CLASSES = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "GraniteMLP", "Smol
 ACTIVATIONS = ("SiLU", "SiLUActivation")
 
 
-@contextmanager
-def fused_mlps(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Calls in this thread of the blocks among the modules take few launches."""
-    known = [module for module in modules if is_known(module)]
-    for block in known:
-        block.__dict__["forward"] = _fused(block)
-    try:
-        yield
-    finally:
-        for block in known:
-            block.__dict__.pop("forward", None)
-
-
 def is_known(module: nn.Module) -> bool:
     """Whether a module is a block that is computed here."""
     kind = type(module)
@@ -43,7 +29,11 @@ def is_known(module: nn.Module) -> bool:
     return type(module._modules.get("act_fn")).__name__ in ACTIVATIONS
 
 
-def _fused(block: Any) -> Callable[[Tensor], Tensor]:
+def mlp_forward(block: Any) -> Callable[[Tensor], Tensor] | None:
+    """The forward of a block by few launches; None for any other module."""
+    if not is_known(block):
+        return None
+
     def forward(x: Tensor) -> Tensor:
         if torch.is_grad_enabled() or x.dim() != 3:
             y: Tensor = type(block).forward(block, x)

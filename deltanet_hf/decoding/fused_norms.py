@@ -1,14 +1,12 @@
-"""The RMSNorms of a family's model as one kernel each, for the length of a call; in a step with the sums before them.
+"""The RMSNorms of a family's model as one kernel each, together with the residual sums that were put off.
 
-A family's norm is eight small operations (casts, square, mean, root, products). Here each instance that is known gets a
-forward of its own and loses it at the end: classes, weights, saved files, training and compiled models know nothing of
-it. Norms with hooks or with sharded weights keep their own.
+A family's norm is eight small operations (casts, square, mean, root, products). Norms with hooks or with sharded
+weights keep their own forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -43,25 +41,6 @@ FORMS = {
 """By the name of the class in transformers; one that is missing is computed by its own forward."""
 
 
-@contextmanager
-def fused_norms(norms: Iterable[nn.Module], with_sums: bool) -> Iterator[None]:
-    """Calls of these modules in this thread compute the norms among them by one kernel each.
-
-    Args:
-        with_sums: compute residual sums together with the norms behind them. It costs the host some time per PyTorch
-            function, which a recorded step spends once.
-    """
-    known = [(norm, form) for norm in norms if (form := form_of(norm)) is not None]
-    with DeferredSum() if with_sums else nullcontext() as sums:
-        for norm, form in known:
-            norm.__dict__["forward"] = _fused(norm, form, sums)
-        try:
-            yield
-        finally:
-            for norm, _ in known:
-                norm.__dict__.pop("forward", None)
-
-
 def form_of(norm: nn.Module) -> Form | None:
     """The form of a norm that can be computed here; None for any other module."""
     kind, held = type(norm), norm.__dict__
@@ -73,8 +52,12 @@ def form_of(norm: nn.Module) -> Form | None:
     return form if type(held["_parameters"]["weight"]) is nn.Parameter else None
 
 
-def _fused(norm: nn.Module, form: Form, sums: DeferredSum | None) -> Callable[[Tensor], Tensor]:
-    held, (offset, round_first) = norm.__dict__, form
+def norm_forward(norm: nn.Module, sums: DeferredSum | None) -> Callable[[Tensor], Tensor] | None:
+    """The forward of a norm by one kernel, with the sum before it if `sums` put it off; None for any other module."""
+    form = form_of(norm)
+    if form is None:
+        return None
+    held, (offset, round_first) = norm.__dict__, form  # quicker than the attributes of a module
     weight: Tensor = held["_parameters"]["weight"]
     eps = float(held["variance_epsilon"] if "variance_epsilon" in held else held["eps"])
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 
 from deltanet_hf.mixers.masks import sliding_window
 from deltanet_hf.mixers.settings import MixerSettings, check_at_least, check_bool, check_choice
+from deltanet_hf.model_sizes import head_size
 
 Activation = Literal["silu", "none"]
 OutputNorm = Literal["none", "shared", "per_head"]
@@ -105,11 +106,6 @@ def sized_for(settings: MixerProjections, config: PreTrainedConfig) -> MixerProj
     if config.hidden_size < WIDE or not settings.output_gate:
         return settings
     return replace(settings, output_gate_rank=head_size(config))
-
-
-def head_size(config: PreTrainedConfig) -> int:
-    """D of a family's attention."""
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 @dataclass(frozen=True)

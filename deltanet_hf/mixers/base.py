@@ -33,6 +33,7 @@ from deltanet_hf.mixers.recorded_call import recorded
 from deltanet_hf.mixers.state import MixerCacheLayer, State, cache_layer, may_change
 from deltanet_hf.mixers.window_branch import WindowBranch
 from deltanet_kernels.arguments import PromptInputs
+from deltanet_kernels.common.heads import repeated
 
 
 class Mixer(LayerKind, nn.Module):
@@ -226,10 +227,8 @@ class Mixer(LayerKind, nn.Module):
 
     def repeated(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Repeats the heads of k and v [B, T, heads*D] for the states that share their projections."""
-        if self.kv_repeats == 1:
-            return q, k, v
-        k, v = (self._split(part).repeat_interleave(self.kv_repeats, dim=2).flatten(-2) for part in (k, v))
-        return q, k, v
+        size, times = self.head_dim, self.kv_repeats
+        return q, repeated(k, size, times), repeated(v, size, times)
 
     def normalise(self, x: Tensor, norm: nn.Module | None) -> Tensor:
         """The learned norm of q or k [B, T, heads*D], per head or over all heads."""

@@ -84,9 +84,8 @@ def inputs_in_one_kernel(
     conv, offset, settings = mixer.conv1d, mixer.k_offset, mixer.settings
     qk_silu = settings.qk_activation == "silu"
     beside_window, own_heads = mixer.window_branch is not None, mixer.k_proj.out_features // mixer.head_dim
-    differ = (
-        conv is not None or offset is not None or qk_silu or mixer.kv_repeats > 1
-    )  # what the state and the window read
+    # Whether the state and the window read different queries and keys.
+    differ = conv is not None or offset is not None or qk_silu or mixer.kv_repeats > 1
     inputs = prompt_inputs(
         *parts,
         mixer.head_dim,

@@ -41,6 +41,11 @@ def _require_input(name: str, x: object, like: str, first: torch.Tensor) -> None
         _require_device(name, x, like, first.device)
 
 
+def _require_count(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}: got {value!r}, needs an int of at least 1")
+
+
 def _require_shape(name: str, x: torch.Tensor, shape: tuple[int, ...], meaning: str) -> None:
     if x.shape != shape:
         raise ValueError(f"{name}: got shape {_shape(x)}, needs {meaning} = {list(shape)}")

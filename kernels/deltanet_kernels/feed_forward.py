@@ -14,6 +14,7 @@ from deltanet_kernels.common.launch import launch
 from deltanet_kernels.common.registration import operator
 from deltanet_kernels.common.rows import rows
 from deltanet_kernels.common.sizes import cdiv
+from deltanet_kernels.common.tiles import silu
 
 BLOCK = 1024  # channels of a program
 
@@ -28,7 +29,7 @@ def _silu_product_kernel(
     c = (tl.program_id(0) % BLOCKS) * BLOCK + tl.arange(0, BLOCK)
     m = c < D
     x = tl.load(gate + r * GATE_ROW + c, mask=m, other=0.0).to(tl.float32)
-    x = (x / (1.0 + tl.exp(-x))).to(y.dtype.element_ty).to(tl.float32)
+    x = silu(x).to(y.dtype.element_ty).to(tl.float32)
     x = x * tl.load(up + r * UP_ROW + c, mask=m, other=0.0).to(tl.float32)
     tl.store(y + r * D + c, x.to(y.dtype.element_ty), mask=m)
 

@@ -18,7 +18,7 @@ import pytest
 from deltanet_convert.start import START
 from deltanet_hf.errors import UserError
 from deltanet_hf.publish import Workspace
-from support.tiny_conversion import quick_start, teacher_folder, tiny_conversion
+from support.tiny_conversion import quick_start, teacher_folder, tiny_conversion, with_nan
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -256,13 +256,7 @@ def test_read_only_target(teacher: Path, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_bad_weight_found_on_the_way_leaves_a_clear_error(teacher: Path, tmp_path: Path) -> None:
-    import torch
-    from safetensors.torch import load_file, save_file
-
-    bad = Path(shutil.copytree(teacher, tmp_path / "bad"))
-    weights = load_file(bad / "model.safetensors")
-    weights["model.layers.1.mlp.up_proj.weight"][0, 0] = torch.nan
-    save_file(weights, bad / "model.safetensors")
+    bad = with_nan(teacher, tmp_path / "bad", "model.layers.1.mlp.up_proj.weight")
     with pytest.raises(UserError, match=r"model.safetensors: tensor 'model.layers.1.mlp.up_proj.weight' holds NaN"):
         tiny_conversion(bad, tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 import signal
 import threading
 import time
@@ -15,14 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from deltanet_convert import conversion_plan, output_files
 from deltanet_convert.convert import convert
 from deltanet_convert.start import START, gated_deltanet, turns
 from deltanet_convert.start.turns import others_may_run, own_turn
 from deltanet_hf.errors import QualityError, UserError
-from support.tiny_conversion import quick_start, teacher_folder, tiny_conversion, tiny_job
+from support.tiny_conversion import quick_start, teacher_folder, tiny_conversion, tiny_job, with_nan
 
 LAYERS = 4
 CPU = torch.device("cpu")
@@ -186,10 +184,7 @@ def test_a_bad_weight_is_reported_after_the_layers_before_it(
     teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(START, "gated_deltanet", quick_start)
-    bad = Path(shutil.copytree(teacher, tmp_path / "bad"))
-    weights = load_file(bad / "model.safetensors")
-    weights["model.layers.2.mlp.up_proj.weight"][0, 0] = torch.nan
-    save_file(weights, bad / "model.safetensors")
+    bad = with_nan(teacher, tmp_path / "bad", "model.layers.2.mlp.up_proj.weight")
     with pytest.raises(UserError, match=r"tensor 'model.layers.2.mlp.up_proj.weight' holds NaN"):
         tiny_conversion(bad, tmp_path / "out")
     assert steps(tmp_path) == ["embedding", "layer 0", "layer 1"]

@@ -1,4 +1,4 @@
-"""What the operators take as flash-linear-attention 0.6 does: dtypes, layouts, gates, and arguments without an effect.
+"""The operators take flash-linear-attention 0.6's arguments: dtypes, layouts, gates, arguments without an effect.
 
 Every form of a call is compared, with all gradients, with autograd of the recurrence in float64; in PyTorch, and by the
 Triton kernels in the interpreter or on a GPU.

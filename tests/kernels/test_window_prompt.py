@@ -1,4 +1,4 @@
-"""What follows the attention of a prompt: the mixture with a state's output, and the cache for decoding."""
+"""The operators behind the attention of a prompt: the mixture with a state's output, and the cache for decoding."""
 
 from __future__ import annotations
 

@@ -15,12 +15,12 @@ from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 
 from deltanet_hf.errors import UserError
+from deltanet_hf.model_sizes import head_size
 from deltanet_hf.models.factory import model_class
 from deltanet_hf.models.layers import LayerTable
 from deltanet_hf.models.qwen3_5 import MODEL_TYPE, DeltaNetQwen3_5ForCausalLM, DeltaNetQwen3_5TextConfig
 from deltanet_hf.safe_write import writing
 
-from ..decoder_config import head_size
 from ..storage.safetensors_folder import Checkpoint, read_json
 from ..storage.shard_writer import Layout, plan_layout
 from ..teacher_model import check_tensors, meta_model

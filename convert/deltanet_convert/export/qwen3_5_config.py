@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 
+from deltanet_hf.model_sizes import head_size
 from deltanet_hf.models.layers import LayerTable
 
-from ..decoder_config import DECODER_KEYS, head_size
+from ..decoder_config import DECODER_KEYS
 from .obstacles import QWEN3_5_FAMILY, family_name
 from .slots import Slots, fixed_interval
 

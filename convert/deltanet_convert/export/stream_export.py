@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deltanet_hf.model_sizes import head_size
 from deltanet_hf.safe_write import write_atomically, writing
 
-from ..decoder_config import head_size
 from ..storage.safetensors_folder import read_json
 from . import rewrite
 from .companions import export_note, keep_own_tokenizer, write_companions

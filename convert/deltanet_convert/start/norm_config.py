@@ -12,9 +12,10 @@ from typing import Any
 
 from transformers import PreTrainedConfig, Qwen3Config
 
+from deltanet_hf.model_sizes import head_size
 from deltanet_hf.models.layers import INSERTED_QK_NORMS
 
-from ..decoder_config import DECODER_KEYS, head_size
+from ..decoder_config import DECODER_KEYS
 
 # Families whose decoder layer equals Qwen3's except for the norms (and Qwen2's biases, which `norm_fit.py` folds).
 WITHOUT_NORMS = ("llama", "mistral", "qwen2")

@@ -1,4 +1,4 @@
-"""Functions for Triton kernels: masked loads and stores of tiles, softplus, the epsilon of the L2 norm."""
+"""Functions for Triton kernels: masked loads and stores of tiles, softplus, SiLU, the epsilon of the L2 norm."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
@@ -27,3 +27,8 @@ def store_tile(at, x, mask, FULL: tl.constexpr):
 @triton.jit
 def softplus(x):
     return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+
+
+@triton.jit
+def silu(x):
+    return x / (1.0 + tl.exp(-x))

@@ -4,6 +4,7 @@ import torch
 
 from deltanet_kernels.arguments import StepCall
 from deltanet_kernels.checks import (
+    _require_count,
     _require_device,
     _require_float,
     _require_shape,
@@ -48,8 +49,7 @@ def check_gated_delta_step(call: StepCall) -> None:
     for name, x in (("k", k), ("v", v)):
         if x.dtype != q.dtype:
             raise TypeError(f"{name}: got dtype {x.dtype}, needs {q.dtype} (the dtype of q)")
-    if isinstance(call.kv_repeats, bool) or not isinstance(call.kv_repeats, int) or call.kv_repeats < 1:
-        raise ValueError(f"kv_repeats: got {call.kv_repeats!r}, needs an int of at least 1")
+    _require_count("kv_repeats", call.kv_repeats)
     HQ, H = heads["q"], heads["k"] * call.kv_repeats
     if heads["v"] * call.kv_repeats != HV:
         times = f" / {call.kv_repeats}" if call.kv_repeats > 1 else ""

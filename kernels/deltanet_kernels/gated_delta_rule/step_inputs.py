@@ -11,12 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from deltanet_kernels.common.tiles import softplus
-
-
-@triton.jit
-def silu(x):
-    return x / (1.0 + tl.exp(-x))
+from deltanet_kernels.common.tiles import silu, softplus
 
 
 @triton.jit

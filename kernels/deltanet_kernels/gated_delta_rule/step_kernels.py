@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from deltanet_kernels.common.tiles import L2_EPS
+from deltanet_kernels.common.tiles import L2_EPS, silu
 from deltanet_kernels.gated_delta_rule.step_inputs import (
     add_three,
     channels,
@@ -21,7 +21,6 @@ from deltanet_kernels.gated_delta_rule.step_inputs import (
     is_real,
     move_tail,
     shift,
-    silu,
 )
 
 

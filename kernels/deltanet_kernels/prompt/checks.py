@@ -4,6 +4,7 @@ import torch
 
 from deltanet_kernels.arguments import PromptInputsCall
 from deltanet_kernels.checks import (
+    _require_count,
     _require_input,
     _require_shape,
     _shape,
@@ -15,16 +16,14 @@ from deltanet_kernels.checks import (
 def check_prompt_inputs(call: PromptInputsCall) -> None:
     """Check the arguments of `prompt_inputs`; raises ValueError or TypeError."""
     q, k, v, D, weight, tail, cos, sin, offset, _, _, window_heads, output_tail, kv_repeats = call
-    if isinstance(D, bool) or not isinstance(D, int) or D < 1:
-        raise ValueError(f"head_dim: got {D!r}, needs an int of at least 1")
+    _require_count("head_dim", D)
+    _require_count("kv_repeats", kv_repeats)
     for name, x in (("q", q), ("k", k), ("v", v)):
         _require_input(name, x, "q", q)
         if x.dim() != 3 or 0 in x.shape or x.shape[:2] != q.shape[:2] or x.shape[2] % D:
             raise ValueError(f"{name}: got shape {_shape(x)}, needs [B, T, heads * {D}] with B and T of q, T >= 1")
         if x.dtype != q.dtype:
             raise TypeError(f"{name}: got dtype {x.dtype}, needs {q.dtype} (the dtype of q)")
-    if isinstance(kv_repeats, bool) or not isinstance(kv_repeats, int) or kv_repeats < 1:
-        raise ValueError(f"kv_repeats: got {kv_repeats!r}, needs an int of at least 1")
     B, T, C = q.shape[0], q.shape[1], q.shape[2] + (k.shape[2] + v.shape[2]) * kv_repeats
     own_heads = k.shape[2] // D
     key_heads = own_heads * kv_repeats

@@ -23,6 +23,7 @@ from deltanet_kernels.common.launch import launch
 from deltanet_kernels.common.registration import Operator, operator
 from deltanet_kernels.common.rows import rows
 from deltanet_kernels.common.sizes import cdiv, power_of_two
+from deltanet_kernels.common.tiles import silu
 from deltanet_kernels.gated_delta_rule.config import check_supported
 
 TILE = 2048  # elements of half a head in a tile of tokens
@@ -80,7 +81,7 @@ def _stored(y, y_TC, offset, at, c, m, OFFSET: tl.constexpr, SILU: tl.constexpr)
     if OFFSET:
         y_TC -= tl.load(offset + c, mask=c >= 0, other=0.0).to(tl.float32)[None, :]
     if SILU:
-        y_TC = y_TC / (1.0 + tl.exp(-y_TC))
+        y_TC = silu(y_TC)
     tl.store(y + at, y_TC.to(y.dtype.element_ty), mask=m)
 
 

@@ -59,21 +59,9 @@ def prompt_inputs(
         TypeError: dtypes that do not fit.
     """
     call = PromptInputsCall(
-        q,
-        k,
-        v,
-        head_dim,
-        conv_weight,
-        conv_tail,
-        cos,
-        sin,
-        k_offset,
-        qk_silu,
-        v_silu,
-        window_heads,
-        output_tail,
+        q, k, v, head_dim, conv_weight, conv_tail, cos, sin, k_offset, qk_silu, v_silu, window_heads, output_tail,
         kv_repeats,
-    )
+    )  # fmt: skip
     check_prompt_inputs(call)
     return dispatch.call("prompt_inputs", torch_prompt_inputs, q, call)  # type: ignore[no-any-return]
 

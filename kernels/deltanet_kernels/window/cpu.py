@@ -14,6 +14,11 @@ from deltanet_kernels.common.sizes import cdiv
 BLOCK = 16  # the least number of queries per block
 
 
+def block_size(window: int, tokens: int) -> int:
+    """C: queries per block, each of which has scores for the sinks and the 2 C keys that end with its block."""
+    return min(tokens, max(window - 1, BLOCK))
+
+
 def torch_window_attention(call: WindowCall) -> tuple[torch.Tensor, torch.Tensor]:
     """`deltanet_kernels.window_attention` in PyTorch, float32 inside (float64 for float64 inputs)."""
     q, k, v, window, sinks, _, cu_seqlens, softcap = call
@@ -26,7 +31,7 @@ def torch_window_attention(call: WindowCall) -> tuple[torch.Tensor, torch.Tensor
     if tail is not None:  # 0 * NaN is NaN
         q, k, v = (x.masked_fill(tail[:, None, None], 0.0) for x in (q, k, v))
 
-    C = min(T, max(window - 1, BLOCK))
+    C = block_size(window, T)
     n = cdiv(T, C)
     before = C * torch.arange(n, device=q.device)[:, None]  # the first token of each block [n, 1]
     first = torch.arange(min(sinks, T), device=q.device)

@@ -25,7 +25,7 @@ DECODINGS, STEPS = 3, 16
 
 
 class Prefill(NamedTuple):
-    """What reading prompts took, of all sequences together, and what it left."""
+    """Speed of reading prompts, of all sequences together, and the size of the cache that they left."""
 
     tokens_per_s: float
     cache_mb: float

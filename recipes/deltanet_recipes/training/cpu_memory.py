@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import nn
 
+from deltanet_hf.model_sizes import head_size, mlp_size
 from deltanet_hf.process_memory import runtime_bytes
-from deltanet_kernels.window.cpu import BLOCK
-from deltanet_recipes.training.flops import head_dim
+from deltanet_kernels.window.cpu import block_size
 from deltanet_recipes.training.model_pair import mixers
 
 
@@ -35,12 +35,12 @@ def layer_values(student: nn.Module, index: int, row: int) -> int:
         row: tokens of a row.
     """
     config: Any = student.config
-    mlp = int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
+    mlp = mlp_size(config)
     around = 5 * config.hidden_size + 4 * mlp
     mixer = mixers(student).get(index)
     if mixer is not None:
         return around + mixer_values(student, mixer, row)
-    heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, head_dim(config)
+    heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, head_size(config)
     return int(around + config.hidden_size + 2 * dim * (heads + (kv_heads or heads)) + heads)
 
 
@@ -52,7 +52,7 @@ def mixer_values(student: nn.Module, mixer: Any, row: int) -> int:
     gates with their logits.
     """
     config: Any = student.config
-    dim, heads = head_dim(config), int(config.num_attention_heads)
+    dim, heads = head_size(config), int(config.num_attention_heads)
     values = config.hidden_size + (13 + dim / 64) * heads * dim + 10 * heads
     branch = getattr(mixer, "window_branch", None)
     return int(values) if branch is None else int(values) + window_values(branch, row)
@@ -65,7 +65,7 @@ def window_values(branch: Any, row: int) -> int:
     together the mark), the copies of the block's keys and values, and the query; then the output. The last block of a
     row is filled up to C queries.
     """
-    block = min(row, max(branch.window - 1, BLOCK))
+    block = block_size(branch.window, row)
     keys = branch.sinks + 2 * block
     width = branch.heads * branch.head_dim
     copies = 2 * branch.kv_heads * branch.head_dim * keys / block

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from deltanet_hf.model_sizes import head_size
 from deltanet_recipes.schema import Align, Stage
 from deltanet_recipes.training.model_pair import decoder_layers, mixers, output_weight
 
@@ -74,18 +75,13 @@ def training_flops(stage: Stage, student: nn.Module, trained: int, adapters: int
 def attention_weights(student: nn.Module) -> int:
     """Weights of the projections of one attention layer of the teacher."""
     config: Any = student.config
-    heads, dim = config.num_attention_heads, head_dim(config)
+    heads, dim = config.num_attention_heads, head_size(config)
     return int(2 * config.hidden_size * dim * (heads + (config.num_key_value_heads or heads)))
-
-
-def head_dim(config: Any) -> int:
-    """Size of an attention head of the teacher."""
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def _softmax(student: nn.Module, length: int) -> float:
     config: Any = student.config
-    return 2.0 * length * config.num_attention_heads * head_dim(config)
+    return 2.0 * length * config.num_attention_heads * head_size(config)
 
 
 def _mixing(mixer: Any) -> float:

@@ -19,11 +19,12 @@ from typing import Any
 
 from torch import nn
 
+from deltanet_hf.model_sizes import head_size, mlp_size
 from deltanet_recipes.schema import Align, DistilBase, Recipe, Stage
 from deltanet_recipes.training import cpu_memory
 from deltanet_recipes.training.adapters import adapter_weights, mixers_in_full, stage_targets
 from deltanet_recipes.training.feeds import micro_batch_rows
-from deltanet_recipes.training.flops import attention_weights, head_dim
+from deltanet_recipes.training.flops import attention_weights
 from deltanet_recipes.training.model_pair import decoder_layers, mixers, output_weight
 from deltanet_recipes.training.optim import SMALL
 from deltanet_recipes.training.runtime import Runtime
@@ -87,7 +88,7 @@ def expected_memory(stage: Stage, recipe: Recipe, student: nn.Module, runtime: R
 
 
 def _on_device(stage: Stage, recipe: Recipe, student: nn.Module, runtime: Runtime, trained: int) -> Memory:
-    """What is on the device that trains."""
+    """The parts that lie on the device that trains."""
     width, on_cpu = 2 if runtime.bf16 else 4, runtime.device.type == "cpu"
     layers, converted = decoder_layers(student), mixers(student)
     micro = micro_batch_rows(stage, runtime.world) * stage.sequence_length
@@ -204,7 +205,7 @@ def _mixer_values(student: nn.Module) -> int:
     times H d), and two matrices of 64 x 64 per chunk (128 / d times H d).
     """
     config: Any = student.config
-    dim = head_dim(config)
+    dim = head_size(config)
     per_value = 10 + dim / 64 + 128 / dim
     return int(2 * config.hidden_size + per_value * config.num_attention_heads * dim)
 
@@ -216,8 +217,8 @@ def _layer_values(student: nn.Module, index: int) -> int:
     values, and its input). A window beside a state has the inputs of the state, so that its output (H d) is added.
     """
     config: Any = student.config
-    mlp = int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
-    heads, dim = config.num_attention_heads, head_dim(config)
+    mlp = mlp_size(config)
+    heads, dim = config.num_attention_heads, head_size(config)
     attention = 2 * dim * (heads + (config.num_key_value_heads or heads)) + config.hidden_size
     mixer = mixers(student).get(index)
     if mixer is None:

@@ -1,0 +1,15 @@
+"""Sizes of a family's layers that some configs do not store, because they follow from the hidden size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def head_size(config: Any) -> int:
+    """D: size of a head of attention."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def mlp_size(config: Any) -> int:
+    """Inner size of the feed-forward block."""
+    return int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
