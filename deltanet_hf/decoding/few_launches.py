@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from deltanet_hf.decoding.deferred_sum import DeferredSum
-from deltanet_hf.decoding.fused_mlps import mlp_forward
-from deltanet_hf.decoding.fused_norms import norm_forward
+from deltanet_hf.decoding.fused_mlps import CLASSES, mlp_forward
+from deltanet_hf.decoding.fused_norms import FORMS, norm_forward
 from deltanet_hf.decoding.obstacles import is_replaced
 from deltanet_hf.decoding.projections import join_for_inference, leave_in_place
 
@@ -69,14 +69,25 @@ def few_launches(model: nn.Module, with_sums: bool = False) -> Iterator[None]:
 
 
 def _own_modules(model: nn.Module) -> set[nn.Module] | None:
-    """All modules of a model; None if one is replaced. It costs the host less time per call than `model.modules()`."""
+    """The modules of a model that may get a forward of their own; None if any module is replaced.
+
+    It costs the host less time per call than `model.modules()`, and looks at the name of each class once.
+    """
+    known: dict[type, bool] = {}
+    seen: set[nn.Module | None] = {None}
     found: set[nn.Module] = set()
-    waiting: list[nn.Module | None] = [model]
+    waiting: list[Any] = [model]
     for module in waiting:
-        if module is None or module in found:
+        if module in seen:
             continue
+        seen.add(module)
         if is_replaced(module):
             return None
-        found.add(module)
-        waiting += module._modules.values()
+        kind = type(module)
+        if kind not in known:
+            known[kind] = kind.__name__ in FORMS or kind.__name__ in CLASSES
+        if known[kind]:
+            found.add(module)
+        if module._modules:
+            waiting += module._modules.values()
     return found

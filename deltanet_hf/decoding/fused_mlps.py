@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from deltanet_hf.mixers.joint_projection import product, products
-from deltanet_kernels import silu_product
+from deltanet_kernels.unchecked import silu_product
 
 CLASSES = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "GraniteMLP", "SmolLM3MLP", "Olmo2MLP", "Olmo3MLP")
 """In transformers; others compute themselves, as those with GELU do."""
@@ -35,12 +35,14 @@ def mlp_forward(block: Any) -> Callable[[Tensor], Tensor] | None:
         return None
 
     def forward(x: Tensor) -> Tensor:
-        if torch.is_grad_enabled() or x.dim() != 3:
+        if torch.is_grad_enabled() or x.dim() != 3 or not x.numel():
             y: Tensor = type(block).forward(block, x)
             return y
         held = block._modules  # quicker than the attributes of a module
         gate, up = held["gate_proj"], held["up_proj"]
         of = products(x, (gate, up))
-        return product(silu_product(of[gate], of[up]), held["down_proj"])
+        a, b = of[gate], of[up]
+        between = silu_product(a, b) if a.shape == b.shape and a.dtype == b.dtype else held["act_fn"](a) * b
+        return product(between, held["down_proj"])
 
     return forward

@@ -27,11 +27,18 @@ from deltanet_hf.mixers.attention_shape import FAITHFUL, AttentionShape, MixerPr
 from deltanet_hf.mixers.joint_projection import product
 from deltanet_hf.mixers.layer_kind import LayerKind, PositionEmbeddings, TensorShape
 from deltanet_hf.mixers.masks import packed_in, padding_in
-from deltanet_hf.mixers.parts import GatedRMSNorm, KeyOffset, Part, ShortConv
-from deltanet_hf.mixers.prompt import Projected, inputs_in_one_kernel, separate_inputs, takes_one_kernel
+from deltanet_hf.mixers.parts import GatedRMSNorm, KeyOffset, Part, ShortConv, is_plain
+from deltanet_hf.mixers.prompt import (
+    Projected,
+    inputs_in_one_kernel,
+    separate_inputs,
+    takes_one_kernel,
+    without_gradients,
+)
 from deltanet_hf.mixers.recorded_call import recorded
 from deltanet_hf.mixers.state import MixerCacheLayer, State, cache_layer, may_change
 from deltanet_hf.mixers.window_branch import WindowBranch
+from deltanet_kernels import unchecked
 from deltanet_kernels.arguments import PromptInputs
 from deltanet_kernels.common.heads import repeated
 
@@ -346,6 +353,8 @@ class Mixer(LayerKind, nn.Module):
     def _normed(self, output: Tensor, gate: Tensor | None) -> Tensor:
         """Output norm and gate: output and gate [B, T, H, D] -> [B, T, H, D]."""
         norm = self.norm
+        if norm is not None and without_gradients() and is_plain(norm):
+            return unchecked.gated_rms_norm(output, gate, norm.weight, norm.eps)
         if norm is not None:
             return norm(output, gate)
         return output if gate is None else output * F.silu(gate)

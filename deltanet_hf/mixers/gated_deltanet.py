@@ -33,10 +33,11 @@ from deltanet_hf.mixers.window_branch import WindowBranch
 from deltanet_kernels import (
     chunk_gated_delta_rule,
     fused_recurrent_gated_delta_rule,
-    gate_values,
     gated_delta_step_,
+    unchecked,
 )
-from deltanet_kernels.arguments import Erase
+from deltanet_kernels.arguments import Erase, RuleCall
+from deltanet_kernels.unchecked import gate_values
 
 CLOSED_GATE = -1e4  # a gate logit whose sigmoid and softplus are exactly 0
 
@@ -104,7 +105,7 @@ class GatedDeltaNet(Mixer):
         own = type(decay) is DecayGate and type(self).strength is GatedDeltaNet.strength
         if own and without_gradients() and is_plain(decay):
             held = decay._parameters
-            return gate_values(a, b, held["A_log"], held["dt_bias"], self.max_strength)
+            return gate_values(a, b, held["A_log"], held["dt_bias"], self.max_strength)  # type: ignore[arg-type]
         return decay(a), self.strength(b)
 
     def projected(self, x: Tensor, padding: Tensor | None, with_share: bool) -> Projected:
@@ -263,6 +264,11 @@ def delta_rule(
     `recurrent` takes the tokens one by one, which is the faster way for very few; it has no gradients on CUDA. The new
     state is rounded to bfloat16 if `state_dtype` says so. `erase`: see `chunk_gated_delta_rule`.
     """
+    if state is None and cu_seqlens is None and not recurrent and without_gradients() and _fit(q, k, v, g, beta):
+        output, new_state = unchecked.chunk_gated_delta_rule(
+            RuleCall(q, k, v, g, beta, None, None, keep_state, unit_length, erase=erase)
+        )
+        return output, _stored(new_state, state_dtype)
     rule = fused_recurrent_gated_delta_rule if recurrent and not torch.is_grad_enabled() else chunk_gated_delta_rule
     before = None if state is None else state["state"].to(torch.promote_types(q.dtype, torch.float32))
     output, new_state = rule(
@@ -277,6 +283,17 @@ def delta_rule(
         cu_seqlens=cu_seqlens,
         erase=erase,
     )
+    return output, _stored(new_state, state_dtype)
+
+
+def _fit(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> bool:
+    """Whether a mixer's inputs of the rule, whose heads and sizes are those of its settings, need no further check."""
+    alike = q.dtype == k.dtype == v.dtype and q.shape[:2] == v.shape[:2] and k.shape[:2] == v.shape[:2]
+    return alike and g.shape == beta.shape == v.shape[:3] and 0 not in v.shape
+
+
+def _stored(new_state: Tensor | None, dtype: str) -> State:
+    """The new state as a mixer keeps it."""
     if new_state is None:
-        return output, {}
-    return output, {"state": new_state.bfloat16() if state_dtype == "bfloat16" else new_state}
+        return {}
+    return {"state": new_state.bfloat16() if dtype == "bfloat16" else new_state}

@@ -16,8 +16,9 @@ from torch.nn import functional as F
 from deltanet_hf.mixers.layer_kind import PositionEmbeddings
 from deltanet_hf.mixers.parts import KeyOffset, ShortConv, is_plain
 from deltanet_hf.mixers.state import State
-from deltanet_kernels import prompt_inputs
-from deltanet_kernels.arguments import PromptInputs
+from deltanet_kernels import unchecked
+from deltanet_kernels.arguments import PromptInputs, PromptInputsCall
+from deltanet_kernels.prompt.checks import check_prompt_inputs
 
 
 class ReadsPrompts(Protocol):
@@ -81,12 +82,12 @@ def inputs_in_one_kernel(
     if mixer.rotates:  # every family's `apply_rotary_pos_emb` turns the halves of the leading channels
         assert position_embeddings is not None
         cos, sin = position_embeddings
-    conv, offset, settings = mixer.conv1d, mixer.k_offset, mixer.settings
+    conv, offset, branch, settings = mixer.conv1d, mixer.k_offset, mixer.window_branch, mixer.settings
     qk_silu = settings.qk_activation == "silu"
-    beside_window, own_heads = mixer.window_branch is not None, mixer.k_proj.out_features // mixer.head_dim
+    beside_window, own_heads = branch is not None, mixer.k_proj.out_features // mixer.head_dim
     # Whether the state and the window read different queries and keys.
     differ = conv is not None or offset is not None or qk_silu or mixer.kv_repeats > 1
-    inputs = prompt_inputs(
+    call = PromptInputsCall(
         *parts,
         mixer.head_dim,
         None if conv is None else conv.weight.squeeze(1),
@@ -94,15 +95,28 @@ def inputs_in_one_kernel(
         cos,
         sin,
         None if offset is None else offset.weight,
-        qk_silu=qk_silu,
-        v_silu=settings.v_activation == "silu",
-        window_heads=own_heads if beside_window and differ else 0,
-        output_tail=conv is not None and keep_state,
-        kv_repeats=mixer.kv_repeats,
+        qk_silu,
+        settings.v_activation == "silu",
+        own_heads if beside_window and differ else 0,
+        conv is not None and keep_state,
+        mixer.kv_repeats,
     )
+    # The state comes with the cache and the rotation with the call: from elsewhere than the layer.
+    if state is not None or not _rotates(parts[0], cos, sin):
+        check_prompt_inputs(call)
+    inputs = unchecked.prompt_inputs(call)
     if beside_window and not differ:
         inputs = inputs._replace(window_q=inputs.q, window_k=inputs.k[:, :, -own_heads:])
     return inputs
+
+
+def _rotates(q: Tensor, cos: Tensor | None, sin: Tensor | None) -> bool:
+    """Whether the rotary embedding is none, or evidently one of the tokens of q [B, T, heads*D], of which T >= 1."""
+    tokens = q.shape[1]
+    if cos is None or sin is None:
+        return cos is sin and 0 not in q.shape
+    fits = cos.shape == sin.shape and cos.dim() == 3 and cos.shape[1] == tokens and cos.shape[0] in (1, q.shape[0])
+    return fits and 0 not in q.shape and cos.get_device() == sin.get_device() == q.get_device()
 
 
 def separate_inputs(
