@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deltanet_hf.mixers.joint_projection import products
-from deltanet_kernels import silu_product
+from deltanet_hf.mixers.joint_projection import product, products
+from deltanet_kernels.unchecked import silu_product
 
 CLASSES = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "GraniteMLP", "SmolLM3MLP", "Olmo2MLP", "Olmo3MLP")
 """In transformers; others compute themselves, as those with GELU do."""
@@ -26,7 +26,7 @@ def is_known(module: nn.Module) -> bool:
     kind = type(module)
     if kind.__name__ not in CLASSES or not kind.__module__.startswith("transformers.models."):
         return False
-    return type(getattr(module, "act_fn", None)).__name__ in ACTIVATIONS
+    return type(module._modules.get("act_fn")).__name__ in ACTIVATIONS
 
 
 def mlp_forward(block: Any) -> Callable[[Tensor], Tensor] | None:
@@ -35,11 +35,14 @@ def mlp_forward(block: Any) -> Callable[[Tensor], Tensor] | None:
         return None
 
     def forward(x: Tensor) -> Tensor:
-        if torch.is_grad_enabled() or x.dim() != 3:
+        if torch.is_grad_enabled() or x.dim() != 3 or not x.numel():
             y: Tensor = type(block).forward(block, x)
             return y
-        of = products(x, (block.gate_proj, block.up_proj))
-        y = block.down_proj(silu_product(of[block.gate_proj], of[block.up_proj]))
-        return y
+        held = block._modules  # quicker than the attributes of a module
+        gate, up = held["gate_proj"], held["up_proj"]
+        of = products(x, (gate, up))
+        a, b = of[gate], of[up]
+        between = silu_product(a, b) if a.shape == b.shape and a.dtype == b.dtype else held["act_fn"](a) * b
+        return product(between, held["down_proj"])
 
     return forward

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from deltanet_hf.decoding.deferred_sum import DeferredSum
-from deltanet_kernels import rms_norm
+from deltanet_kernels.unchecked import rms_norm
 
 
 class Form(NamedTuple):
@@ -57,19 +57,22 @@ def norm_forward(norm: nn.Module, sums: DeferredSum | None) -> Callable[[Tensor]
     form = form_of(norm)
     if form is None:
         return None
-    weight = norm.get_parameter("weight")
-    eps = float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)  # type: ignore[arg-type]
+    held, (offset, round_first) = norm.__dict__, form  # quicker than the attributes of a module
+    weight: Tensor = held["_parameters"]["weight"]
+    eps = float(held["variance_epsilon"] if "variance_epsilon" in held else held["eps"])
+    size, device = weight.shape[-1], weight.get_device()
 
     def forward(x: Tensor) -> Tensor:
         added = None if sums is None else sums.take(x)
-        if torch.is_grad_enabled() or type(x) is not Tensor or (form.round_first and x.dtype != weight.dtype):
+        fits = type(x) is Tensor and x.shape[-1] == size and x.get_device() == device
+        if torch.is_grad_enabled() or not fits or (round_first and x.dtype != weight.dtype):
             if added is not None:
                 added.write()
             y: Tensor = type(norm).forward(norm, x)
         elif added is None:
-            y = rms_norm(x, weight, eps, **form._asdict())
+            y = rms_norm(x, weight, eps, offset, round_first)
         else:
-            y = rms_norm(added.x, weight, eps, **form._asdict(), residual=added.residual, total=added.total)
+            y = rms_norm(added.x, weight, eps, offset, round_first, added.residual, added.total)
         return y
 
     return forward

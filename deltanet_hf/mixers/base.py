@@ -24,13 +24,21 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
 from deltanet_hf.mixers.attention_shape import FAITHFUL, AttentionShape, MixerProjections
+from deltanet_hf.mixers.joint_projection import product
 from deltanet_hf.mixers.layer_kind import LayerKind, PositionEmbeddings, TensorShape
 from deltanet_hf.mixers.masks import packed_in, padding_in
-from deltanet_hf.mixers.parts import GatedRMSNorm, KeyOffset, Part, ShortConv
-from deltanet_hf.mixers.prompt import inputs_in_one_kernel, takes_one_kernel
+from deltanet_hf.mixers.parts import GatedRMSNorm, KeyOffset, Part, ShortConv, is_plain
+from deltanet_hf.mixers.prompt import (
+    Projected,
+    inputs_in_one_kernel,
+    separate_inputs,
+    takes_one_kernel,
+    without_gradients,
+)
 from deltanet_hf.mixers.recorded_call import recorded
 from deltanet_hf.mixers.state import MixerCacheLayer, State, cache_layer, may_change
 from deltanet_hf.mixers.window_branch import WindowBranch
+from deltanet_kernels import unchecked
 from deltanet_kernels.arguments import PromptInputs
 from deltanet_kernels.common.heads import repeated
 
@@ -164,7 +172,7 @@ class Mixer(LayerKind, nn.Module):
         return None
 
     def step_projections(self) -> list[nn.Module]:
-        """The linear layers of x that `step` multiplies together (`joint_projection.py`)."""
+        """The linear layers of x that `step` and `projected` multiply together (`joint_projection.py`)."""
         return []
 
     def start_from_scratch(self, spread: float, generator: torch.Generator | None = None) -> None:
@@ -209,11 +217,15 @@ class Mixer(LayerKind, nn.Module):
 
         Keys and values are repeated to the heads that the states read.
         """
-        return self._rotated(*self.repeated(*Mixer.project(self, hidden_states)), position_embeddings)
+        return self.rotated(*self.repeated(*Mixer.project(self, hidden_states)), position_embeddings)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, T, hidden] -> q [B, T, HQ*D], k [B, T, HK*D], v [B, T, HV*D], through the learned norms."""
         return self.through_norms(self.q_proj(x), self.k_proj(x), self.v_proj(x))
+
+    def projected(self, x: Tensor, padding: Tensor | None, with_share: bool) -> Projected:
+        """All that `forward` computes from x [B, T, hidden] alone; the window's share is left to the window here."""
+        return Projected(self.project(x), self.gates(x, padding), self._gate(x))
 
     def through_norms(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The last part of `project`, from the outputs of the three projections."""
@@ -267,14 +279,14 @@ class Mixer(LayerKind, nn.Module):
                 return output, None
         x = hidden_states if padding is None else hidden_states.masked_fill(padding.unsqueeze(-1), 0.0)
         state = cache.state if cache is not None and cache.is_initialized else None
-        parts = self.project(x)
+        branch = self.window_branch
+        in_one = branch is not None and branch.mixes_in_one_kernel(self.norm)
+        parts, gates, gate, share = self.projected(x, padding, in_one)
         if takes_one_kernel(self, padding, packed):
             inputs = inputs_in_one_kernel(self, parts, position_embeddings, state, cache is not None)
         else:
-            inputs = self._inputs(parts, position_embeddings, padding, state, cache is not None, packed)
-        output, new_state = self._attend(x, inputs, padding, state, cache is not None, packed)
-        gate, branch = self._gate(x), self.window_branch
-        in_one = branch is not None and branch.mixes_in_one_kernel(self.norm)
+            inputs = separate_inputs(self, parts, position_embeddings, padding, state, cache is not None, packed)
+        output, new_state = self._attend(inputs, gates, state, cache is not None, packed)
         if not in_one:
             output = self._normed(output, gate)
         if branch is not None:
@@ -284,13 +296,13 @@ class Mixer(LayerKind, nn.Module):
                 q, k, v = inputs.window_q, inputs.window_k, self._split(self._own(parts[2], self.v_proj))
             rest = padding, state, cache is not None, packed
             if in_one:
-                output, kept = branch.mixed(x, q, k, v, output, gate, self.norm, *rest)
+                output, kept = branch.mixed(x, share, q, k, v, output, gate, self.norm, *rest)
             else:
                 output, kept = branch(x, q, k, v, output, *rest)
             new_state = {**new_state, **kept}
         if cache is not None:
             cache.advance(length, new_state)
-        return self.o_proj(output.flatten(-2)), None
+        return product(output.flatten(-2), self.o_proj), None
 
     def call_on(
         self, cache: MixerCacheLayer, x: Tensor, position_embeddings: PositionEmbeddings | None, mask: Tensor | None
@@ -299,45 +311,17 @@ class Mixer(LayerKind, nn.Module):
         output: Tensor = self(x, position_embeddings, mask, cache)[0]
         return output
 
-    def _inputs(
-        self,
-        parts: tuple[Tensor, Tensor, Tensor],
-        position_embeddings: PositionEmbeddings | None,
-        padding: Tensor | None,
-        state: State | None,
-        keep_state: bool,
-        cu_seqlens: Tensor | None,
-    ) -> PromptInputs:
-        """q, k, v [B, T, heads, D] as the recurrence reads them, from the projections `parts`, and the tail."""
-        (q, k, v), conv_tail = self.repeated(*parts), None
-        if self.conv1d is not None:
-            tail = None if state is None else state["conv_tail"]
-            if self.settings.conv_on == "k":
-                (k,), conv_tail = self.conv1d((k,), padding, tail, keep_state, cu_seqlens)
-            else:
-                (q, k, v), conv_tail = self.conv1d((q, k, v), padding, tail, keep_state, cu_seqlens)
-        q, k, v = self._rotated(q, k, v, position_embeddings)
-        if self.k_offset is not None:
-            k = self.k_offset(k)
-        if self.settings.qk_activation == "silu":
-            q, k = F.silu(q), F.silu(k)
-        if self.settings.v_activation == "silu":
-            v = F.silu(v)
-        return PromptInputs(q, k, v, None, None, conv_tail)
-
     def _attend(
         self,
-        x: Tensor,
         inputs: PromptInputs,
-        padding: Tensor | None,
+        gates: tuple[Tensor, ...],
         state: State | None,
         keep_state: bool,
         cu_seqlens: Tensor | None,
     ) -> tuple[Tensor, State]:
-        """The recurrence: x [B, T, hidden] -> [B, T, H, D], and the new state."""
-        batch, length, _ = x.shape
+        """The recurrence: output [B, T, H, D], and the new state."""
         q, k, v = inputs[:3]
-        gates = self.gates(x, padding)
+        batch, length = q.shape[:2]
         if cu_seqlens is not None:
             q, k, v, *gates = (tensor.flatten(0, 1).unsqueeze(0) for tensor in (q, k, v, *gates))  # type: ignore[assignment]
         output, state = self.mix(q, k, v, tuple(gates), state, keep_state, cu_seqlens)
@@ -348,9 +332,10 @@ class Mixer(LayerKind, nn.Module):
     def _split(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim))
 
-    def _rotated(
+    def rotated(
         self, q: Tensor, k: Tensor, v: Tensor, position_embeddings: PositionEmbeddings | None
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v [B, T, heads*D] -> [B, T, heads, D], q and k with the teacher's rotary embedding."""
         q, k, v = self._split(q), self._split(k), self._split(v)
         if self._rotate is not None:
             assert position_embeddings is not None
@@ -367,8 +352,11 @@ class Mixer(LayerKind, nn.Module):
 
     def _normed(self, output: Tensor, gate: Tensor | None) -> Tensor:
         """Output norm and gate: output and gate [B, T, H, D] -> [B, T, H, D]."""
-        if self.norm is not None:
-            return self.norm(output, gate)
+        norm = self.norm
+        if norm is not None and without_gradients() and is_plain(norm):
+            return unchecked.gated_rms_norm(output, gate, norm.weight, norm.eps)
+        if norm is not None:
+            return norm(output, gate)
         return output if gate is None else output * F.silu(gate)
 
     def window_inputs(
@@ -376,7 +364,7 @@ class Mixer(LayerKind, nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v [B, T, heads, D] of the window, from what `project` returned; its last k and v are the teacher's."""
         q, k, v = parts
-        return self._rotated(q, self._own(k, self.k_proj), self._own(v, self.v_proj), position_embeddings)
+        return self.rotated(q, self._own(k, self.k_proj), self._own(v, self.v_proj), position_embeddings)
 
     @staticmethod
     def _own(part: Tensor, projection: nn.Linear) -> Tensor:

@@ -24,19 +24,20 @@ from torch import Tensor, nn
 
 from deltanet_hf.mixers.attention_shape import MixerProjections
 from deltanet_hf.mixers.base import Mixer
-from deltanet_hf.mixers.joint_projection import products
+from deltanet_hf.mixers.joint_projection import product, products
 from deltanet_hf.mixers.layer_kind import PositionEmbeddings, TensorShape
 from deltanet_hf.mixers.parts import DecayGate, is_plain
-from deltanet_hf.mixers.prompt import without_gradients
+from deltanet_hf.mixers.prompt import Projected, without_gradients
 from deltanet_hf.mixers.state import State
 from deltanet_hf.mixers.window_branch import WindowBranch
 from deltanet_kernels import (
     chunk_gated_delta_rule,
     fused_recurrent_gated_delta_rule,
-    gate_values,
     gated_delta_step_,
+    unchecked,
 )
-from deltanet_kernels.arguments import Erase
+from deltanet_kernels.arguments import Erase, RuleCall
+from deltanet_kernels.unchecked import gate_values
 
 CLOSED_GATE = -1e4  # a gate logit whose sigmoid and softplus are exactly 0
 
@@ -96,10 +97,42 @@ class GatedDeltaNet(Mixer):
         a, b = self.a_proj(x), self.b_proj(x)
         if padding is not None:
             a, b = (gate.masked_fill(padding.unsqueeze(-1), CLOSED_GATE) for gate in (a, b))
-        own = type(self.decay) is DecayGate and type(self).strength is GatedDeltaNet.strength
-        if own and without_gradients() and is_plain(self.decay):
-            return gate_values(a, b, self.decay.A_log, self.decay.dt_bias, self.max_strength)
-        return self.decay(a), self.strength(b)
+        return self._gates_of(a, b)
+
+    def _gates_of(self, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        """`gates` from their logits."""
+        decay = self.decay
+        own = type(decay) is DecayGate and type(self).strength is GatedDeltaNet.strength
+        if own and without_gradients() and is_plain(decay):
+            held = decay._parameters
+            return gate_values(a, b, held["A_log"], held["dt_bias"], self.max_strength)  # type: ignore[arg-type]
+        return decay(a), self.strength(b)
+
+    def projected(self, x: Tensor, padding: Tensor | None, with_share: bool) -> Projected:
+        """As in the base class; in calls without gradients by few products, as in a step."""
+        own = type(self).gates is GatedDeltaNet.gates and self.fused_step
+        if not own or padding is not None or not without_gradients():
+            return super().projected(x, padding, with_share)
+        linears, branch = self.step_projections(), self.window_branch
+        share = None if branch is None else branch.share_proj
+        if share is not None and not with_share:
+            linears.remove(share)
+        of = products(x, linears)
+        held, gate = self._modules, self._output_gate(of)
+        q, k, v, a, b = (of[held[name]] for name in ("q_proj", "k_proj", "v_proj", "a_proj", "b_proj"))  # type: ignore[index]
+        return Projected(
+            self.through_norms(q, k, v),
+            self._gates_of(a, b),
+            None if gate is None else self._split(gate),
+            None if share is None else of.get(share),
+        )
+
+    def _output_gate(self, of: Mapping[nn.Module, Tensor]) -> Tensor | None:
+        """Logits of the output gate [B, T, H*D], from the products with the layers of `step_projections`."""
+        gate, down = self.g_proj, self.g_down
+        if gate is None:
+            return None
+        return of[gate] if down is None else product(of[down], gate)
 
     def strength(self, b: Tensor) -> Tensor:
         """Write strength in float32 from its logit b: up to 1, or up to 2 with `allow_neg_eigval`."""
@@ -160,9 +193,7 @@ class GatedDeltaNet(Mixer):
             assert position_embeddings is not None
             cos, sin = position_embeddings
         gates = self.step_gates(x, of)
-        output_gate = None
-        if self.g_proj is not None:
-            output_gate = of[self.g_proj] if self.g_down is None else self.g_proj(of[self.g_down])
+        output_gate = self._output_gate(of)
         output = gated_delta_step_(
             q,
             k,
@@ -192,14 +223,16 @@ class GatedDeltaNet(Mixer):
             q, k, v = map(self._split, (q, k, v))
             share = of[self.window_branch.share_proj]
             output = self.window_branch.step(share, q, k, v, output, state, padding, cos, sin)
-        return self.o_proj(output.flatten(-2))
+        return product(output.flatten(-2), self.o_proj)
 
     def step_projections(self) -> list[nn.Module]:
         if not self.fused_step:
             return []
-        share = None if self.window_branch is None else self.window_branch.share_proj
-        gate = self.g_proj if self.g_down is None else self.g_down
-        linears = (self.q_proj, self.k_proj, self.v_proj, gate, self.a_proj, self.b_proj, share)
+        held: Any = self._modules  # quicker than the attributes of a module
+        gate = "g_down" if held.get("g_down") is not None else "g_proj"
+        linears = [held.get(name) for name in ("q_proj", "k_proj", "v_proj", gate, "a_proj", "b_proj")]
+        branch = held.get("window_branch")
+        linears.append(None if branch is None else branch.share_proj)
         return [linear for linear in linears if linear is not None]
 
     def step_gates(self, x: Tensor, of: Mapping[nn.Module, Tensor]) -> StepGates:
@@ -231,6 +264,11 @@ def delta_rule(
     `recurrent` takes the tokens one by one, which is the faster way for very few; it has no gradients on CUDA. The new
     state is rounded to bfloat16 if `state_dtype` says so. `erase`: see `chunk_gated_delta_rule`.
     """
+    if state is None and cu_seqlens is None and not recurrent and without_gradients() and _fit(q, k, v, g, beta):
+        output, new_state = unchecked.chunk_gated_delta_rule(
+            RuleCall(q, k, v, g, beta, None, None, keep_state, unit_length, erase=erase)
+        )
+        return output, _stored(new_state, state_dtype)
     rule = fused_recurrent_gated_delta_rule if recurrent and not torch.is_grad_enabled() else chunk_gated_delta_rule
     before = None if state is None else state["state"].to(torch.promote_types(q.dtype, torch.float32))
     output, new_state = rule(
@@ -245,6 +283,17 @@ def delta_rule(
         cu_seqlens=cu_seqlens,
         erase=erase,
     )
+    return output, _stored(new_state, state_dtype)
+
+
+def _fit(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> bool:
+    """Whether a mixer's inputs of the rule, whose heads and sizes are those of its settings, need no further check."""
+    alike = q.dtype == k.dtype == v.dtype and q.shape[:2] == v.shape[:2] and k.shape[:2] == v.shape[:2]
+    return alike and g.shape == beta.shape == v.shape[:3] and 0 not in v.shape
+
+
+def _stored(new_state: Tensor | None, dtype: str) -> State:
+    """The new state as a mixer keeps it."""
     if new_state is None:
-        return output, {}
-    return output, {"state": new_state.bfloat16() if state_dtype == "bfloat16" else new_state}
+        return {}
+    return {"state": new_state.bfloat16() if dtype == "bfloat16" else new_state}

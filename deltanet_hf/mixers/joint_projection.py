@@ -9,7 +9,7 @@ layers one by one: layers that were moved, replaced (LoRA), hooked or sharded la
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,12 +35,25 @@ def products(x: Tensor, linears: Sequence[nn.Module]) -> dict[nn.Module, Tensor]
     if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
         group = _plain(linears)
         weight = _block(group.weights) if len(group.linears) > 1 else None
-        bias = None if weight is None else _bias_block(group.biases, group.weights, len(weight))
-        if weight is not None and (bias is not None or not any(one is not None for one in group.biases)):
-            outputs = F.linear(x, weight, bias)
-            sizes = [len(one) for one in group.weights]
-            found |= zip(group.linears, outputs.split([*sizes, len(weight) - sum(sizes)], dim=-1), strict=False)
-    return found if len(found) == len(linears) else found | {one: one(x) for one in linears if one not in found}
+        bias = None if weight is None else _bias_block(group.biases, group.weights, weight.shape[0])
+        if weight is not None and (bias is not None or all(one is None for one in group.biases)):
+            sizes = [one.shape[0] for one in group.weights]
+            sizes.append(weight.shape[0] - sum(sizes))
+            outputs = torch.split_with_sizes(F.linear(x, weight, bias), sizes, -1)
+            found = dict(zip(group.linears, outputs, strict=False))
+    for one in linears:
+        if one not in found:
+            found[one] = one(x)
+    return found
+
+
+def product(x: Tensor, linear: nn.Module) -> Tensor:
+    """The output of one linear layer; without gradients quicker than its call."""
+    if not torch.is_grad_enabled() and not torch.compiler.is_compiling() and _is_plain(linear):
+        held = linear._parameters
+        return F.linear(x, held["weight"], held["bias"])  # type: ignore[arg-type]
+    y: Tensor = linear(x)
+    return y
 
 
 @torch.inference_mode(False)
@@ -58,7 +71,7 @@ def join(linears: Sequence[nn.Module]) -> None:
     if _block(group.weights) is None and all(_is_alone(one) for one in group.weights):
         _move(group.weights)
     weight, biases = _block(group.weights), [one for one in group.biases if one is not None]
-    if weight is None or not biases or _bias_block(group.biases, group.weights, len(weight)) is not None:
+    if weight is None or not biases or _bias_block(group.biases, group.weights, weight.shape[0]) is not None:
         return
     if all(_is_alone(one) and (one.dtype, one.device) == (weight.dtype, weight.device) for one in biases):
         block = weight.new_zeros(len(weight))
@@ -73,16 +86,21 @@ def _plain(linears: Sequence[nn.Module]) -> Group:
     """The layers that are no more than the product with their parameters."""
     group = Group([], [], [])
     for linear in linears:
-        held = linear.__dict__  # quicker than the attributes of a module
-        if type(linear) is not nn.Linear or held["_forward_hooks"] or held["_forward_pre_hooks"] or "forward" in held:
-            continue
-        weight, bias = held["_parameters"]["weight"], held["_parameters"]["bias"]
-        if type(weight) is not nn.Parameter:  # as in a sharded model
-            continue
-        group.linears.append(linear)
-        group.weights.append(weight)
-        group.biases.append(bias)
+        if _is_plain(linear):
+            parameters: Any = linear._parameters
+            group.linears.append(linear)
+            group.weights.append(parameters["weight"])
+            group.biases.append(parameters["bias"])
     return group
+
+
+def _is_plain(linear: nn.Module) -> bool:
+    if type(linear) is not nn.Linear:
+        return False
+    held = linear.__dict__  # quicker than the attributes of a module
+    if held["_forward_hooks"] or held["_forward_pre_hooks"] or "forward" in held:
+        return False
+    return type(held["_parameters"]["weight"]) is nn.Parameter  # not so in a sharded model
 
 
 def _places(biases: list[Tensor | None], weights: list[Tensor]) -> Iterator[tuple[Tensor, int]]:
@@ -91,7 +109,7 @@ def _places(biases: list[Tensor | None], weights: list[Tensor]) -> Iterator[tupl
     for bias, weight in zip(biases, weights, strict=True):
         if bias is not None:
             yield bias, start
-        start += len(weight)
+        start += weight.shape[0]
 
 
 def _bias_block(biases: list[Tensor | None], weights: list[Tensor], rows: int) -> Tensor | None:
@@ -100,7 +118,7 @@ def _bias_block(biases: list[Tensor | None], weights: list[Tensor], rows: int) -
     for bias, start in _places(biases, weights):
         if block is None:
             block = getattr(bias, "joint_bias", None)
-            if block is None or len(block) != rows or block.dtype != bias.dtype:
+            if block is None or block.shape[0] != rows or block.dtype != bias.dtype:
                 return None
         if bias.data_ptr() != block.data_ptr() + start * block.element_size():
             return None
@@ -118,9 +136,9 @@ def _block(parameters: list[Tensor]) -> Tensor | None:
         start = rows * width
         if one.data_ptr() != address + start * size or one.storage_offset() != offset + start:
             return None
-        if one.dtype != dtype or one.stride() != strides or not one.is_contiguous():
+        if one.stride() != strides or one.dtype != dtype or not one.is_contiguous():
             return None
-        rows += len(one)
+        rows += one.shape[0]
     whole = _padded(rows)
     if (offset + whole * width) * size > first.untyped_storage().nbytes():
         whole = rows

@@ -184,5 +184,9 @@ def is_plain(part: nn.Module) -> bool:
         return False
     if torch.compiler.is_compiling():
         return True
-    hooked = "forward" in part.__dict__ or part._forward_pre_hooks or part._forward_hooks
-    return not hooked and not any(parameter.is_meta for parameter in part._parameters.values() if parameter is not None)
+    if "forward" in part.__dict__ or part._forward_pre_hooks or part._forward_hooks:
+        return False
+    for parameter in part._parameters.values():  # noqa: SIM110 (this is read in every layer of every step)
+        if parameter is not None and parameter.is_meta:
+            return False
+    return True

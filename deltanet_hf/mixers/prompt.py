@@ -1,21 +1,24 @@
-"""The elementwise work of a layer in few kernels, in calls without gradients: prompts, in one part or several.
+"""The elementwise work between a layer's projections and its recurrence: in one kernel, or by separate operations.
 
-A layer of a small model is computed faster than its operations are launched. Training, compiled models and the layers
-that are excluded here keep the separate operations. So does whoever put something around a part: it is called.
+A layer of a small model is computed faster than its operations are launched, so that prompts, in one part or several,
+take one kernel. Training, compiled models and the layers that are excluded here keep the separate operations. So does
+whoever put something around a part: it is called.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from deltanet_hf.mixers.layer_kind import PositionEmbeddings
 from deltanet_hf.mixers.parts import KeyOffset, ShortConv, is_plain
 from deltanet_hf.mixers.state import State
-from deltanet_kernels import prompt_inputs
-from deltanet_kernels.arguments import PromptInputs
+from deltanet_kernels import unchecked
+from deltanet_kernels.arguments import PromptInputs, PromptInputsCall
+from deltanet_kernels.prompt.checks import check_prompt_inputs
 
 
 class ReadsPrompts(Protocol):
@@ -32,6 +35,25 @@ class ReadsPrompts(Protocol):
     @property
     def rotates(self) -> bool: ...
 
+    def repeated(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]: ...
+
+    def rotated(
+        self, q: Tensor, k: Tensor, v: Tensor, position_embeddings: PositionEmbeddings | None
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+class Projected(NamedTuple):
+    """All that a layer computes from its input alone."""
+
+    parts: tuple[Tensor, Tensor, Tensor]
+    """q, k, v [B, T, heads*D] of `Mixer.project`."""
+    gates: tuple[Tensor, ...]
+    """Of `Mixer.gates`."""
+    output_gate: Tensor | None
+    """Its logits [B, T, H, D]."""
+    share: Tensor | None = None
+    """Logits [B, T, H] of the share of a window beside the state; None where the window computes them."""
+
 
 def without_gradients() -> bool:
     """Whether a call may take operators that have no gradients; a compiler joins the separate ones itself."""
@@ -42,9 +64,10 @@ def takes_one_kernel(mixer: ReadsPrompts, padding: Tensor | None, cu_seqlens: Te
     """Whether `inputs_in_one_kernel` computes what lies between the projections of a call and its recurrence."""
     if not without_gradients() or padding is not None or cu_seqlens is not None:
         return False
-    if mixer.conv1d is not None and mixer.settings.conv_on == "k":
+    conv, offset = mixer.conv1d, mixer.k_offset
+    if conv is not None and (mixer.settings.conv_on == "k" or not is_plain(conv)):
         return False
-    return all(is_plain(part) for part in (mixer.conv1d, mixer.k_offset) if part is not None)
+    return offset is None or is_plain(offset)
 
 
 def inputs_in_one_kernel(
@@ -59,12 +82,12 @@ def inputs_in_one_kernel(
     if mixer.rotates:  # every family's `apply_rotary_pos_emb` turns the halves of the leading channels
         assert position_embeddings is not None
         cos, sin = position_embeddings
-    conv, offset, settings = mixer.conv1d, mixer.k_offset, mixer.settings
+    conv, offset, branch, settings = mixer.conv1d, mixer.k_offset, mixer.window_branch, mixer.settings
     qk_silu = settings.qk_activation == "silu"
-    beside_window, own_heads = mixer.window_branch is not None, mixer.k_proj.out_features // mixer.head_dim
+    beside_window, own_heads = branch is not None, mixer.k_proj.out_features // mixer.head_dim
     # Whether the state and the window read different queries and keys.
     differ = conv is not None or offset is not None or qk_silu or mixer.kv_repeats > 1
-    inputs = prompt_inputs(
+    call = PromptInputsCall(
         *parts,
         mixer.head_dim,
         None if conv is None else conv.weight.squeeze(1),
@@ -72,12 +95,52 @@ def inputs_in_one_kernel(
         cos,
         sin,
         None if offset is None else offset.weight,
-        qk_silu=qk_silu,
-        v_silu=settings.v_activation == "silu",
-        window_heads=own_heads if beside_window and differ else 0,
-        output_tail=conv is not None and keep_state,
-        kv_repeats=mixer.kv_repeats,
+        qk_silu,
+        settings.v_activation == "silu",
+        own_heads if beside_window and differ else 0,
+        conv is not None and keep_state,
+        mixer.kv_repeats,
     )
+    # The state comes with the cache and the rotation with the call: from elsewhere than the layer.
+    if state is not None or not _rotates(parts[0], cos, sin):
+        check_prompt_inputs(call)
+    inputs = unchecked.prompt_inputs(call)
     if beside_window and not differ:
         inputs = inputs._replace(window_q=inputs.q, window_k=inputs.k[:, :, -own_heads:])
     return inputs
+
+
+def _rotates(q: Tensor, cos: Tensor | None, sin: Tensor | None) -> bool:
+    """Whether the rotary embedding is none, or evidently one of the tokens of q [B, T, heads*D], of which T >= 1."""
+    tokens = q.shape[1]
+    if cos is None or sin is None:
+        return cos is sin and 0 not in q.shape
+    fits = cos.shape == sin.shape and cos.dim() == 3 and cos.shape[1] == tokens and cos.shape[0] in (1, q.shape[0])
+    return fits and 0 not in q.shape and cos.get_device() == sin.get_device() == q.get_device()
+
+
+def separate_inputs(
+    mixer: ReadsPrompts,
+    parts: tuple[Tensor, Tensor, Tensor],
+    position_embeddings: PositionEmbeddings | None,
+    padding: Tensor | None,
+    state: State | None,
+    keep_state: bool,
+    cu_seqlens: Tensor | None,
+) -> PromptInputs:
+    """As `inputs_in_one_kernel`, by differentiable operations and without the inputs of the window."""
+    (q, k, v), conv_tail, settings = mixer.repeated(*parts), None, mixer.settings
+    if mixer.conv1d is not None:
+        tail = None if state is None else state["conv_tail"]
+        if settings.conv_on == "k":
+            (k,), conv_tail = mixer.conv1d((k,), padding, tail, keep_state, cu_seqlens)
+        else:
+            (q, k, v), conv_tail = mixer.conv1d((q, k, v), padding, tail, keep_state, cu_seqlens)
+    q, k, v = mixer.rotated(q, k, v, position_embeddings)
+    if mixer.k_offset is not None:
+        k = mixer.k_offset(k)
+    if settings.qk_activation == "silu":
+        q, k = F.silu(q), F.silu(k)
+    if settings.v_activation == "silu":
+        v = F.silu(v)
+    return PromptInputs(q, k, v, None, None, conv_tail)

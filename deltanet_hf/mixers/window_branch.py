@@ -18,6 +18,8 @@ Shapes: B batch, T tokens of a call, H query heads, HK key/value heads, D head s
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -28,7 +30,8 @@ from deltanet_hf.mixers.prompt import without_gradients
 from deltanet_hf.mixers.state import State
 from deltanet_hf.mixers.token_order import few_queries, in_order
 from deltanet_hf.mixers.window_cache import KeptTokens, Tokens
-from deltanet_kernels import window_attention, window_keep, window_mixture, window_step_
+from deltanet_kernels import unchecked, window_attention, window_step_
+from deltanet_kernels.arguments import WindowCall, WindowMixtureCall
 
 
 class ShareSlopes(Part):
@@ -124,6 +127,7 @@ class WindowBranch(Part):
     def mixed(
         self,
         x: Tensor,
+        share: Tensor | None,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -137,23 +141,26 @@ class WindowBranch(Part):
     ) -> tuple[Tensor, State]:
         """As `forward`, with the share, the mixture and the state's norm and gate [B, T, H, D] in one kernel.
 
-        Called where `mixes_in_one_kernel`; `far` is the state's output before norm and gate.
+        Called where `mixes_in_one_kernel`; `far` is the state's output before norm and gate, `share` what `share_proj`
+        gives for x, where that is known.
         """
         if state is None and padding is None and cu_seqlens is None:  # the sequence begins here
-            near, lse = self.attend(q, k, v, None)
-            kept = window_keep(k, v, self.window, self.sinks) if keep_state else ()
+            window = WindowCall(q, k, v, self.window, self.sinks, self.scale, None, self.softcap)
+            near, lse = unchecked.window_attention(window)
+            kept = unchecked.window_keep(k, v, self.window, self.sinks) if keep_state else ()
             numbers, new_state = None, dict(zip(self.STATE, kept, strict=False))
         else:
             tokens = self._tokens(x, padding, state, cu_seqlens)
             near, lse, new_state = self._near(q, k, v, padding, state, keep_state, cu_seqlens, tokens)
             numbers = tokens.numbers
-        output = window_mixture(
+        slopes: Any = self.slopes._parameters  # quicker than the attributes of a module
+        call = WindowMixtureCall(
             near,
             lse,
             far,
-            self.share_proj(x),
-            self.slopes.far_slope,
-            self.slopes.near_slope,
+            self.share_proj(x) if share is None else share,
+            slopes["far_slope"],
+            slopes["near_slope"],
             self.window + self.sinks,
             self.family_window,
             numbers,
@@ -161,7 +168,7 @@ class WindowBranch(Part):
             None if norm is None else norm.weight,
             1e-6 if norm is None else norm.eps,
         )
-        return output, new_state
+        return unchecked.window_mixture(call), new_state
 
     def _tokens(self, x: Tensor, padding: Tensor | None, state: State | None, cu_seqlens: Tensor | None) -> Tokens:
         batch, length = x.shape[:2]

@@ -32,6 +32,15 @@ def _require_device(name: str, x: torch.Tensor, like: str, device: torch.device)
         raise ValueError(f"{name}: got device {x.device}, needs {device} (the device of {like})")
 
 
+def _require_input(name: str, x: object, like: str, first: torch.Tensor) -> None:
+    """Check that x is a tensor of floating-point numbers on the device of `first`, an argument named `like`."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name}: got {type(x).__name__}, needs a tensor")
+    if x.dtype not in _FLOATS or x.device != first.device:
+        _require_float(name, x)
+        _require_device(name, x, like, first.device)
+
+
 def _require_count(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name}: got {value!r}, needs an int of at least 1")
@@ -111,9 +120,7 @@ def check_delta_rule(call: RuleCall, drop_in: bool = False) -> bool:
     plain = not (doubled or v_first)
     device, dtype = _require_tensor("q", q).device, q.dtype
     for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta)):
-        _require_tensor(name, x)
-        _require_float(name, x)
-        _require_device(name, x, "q", device)
+        _require_input(name, x, "q", q)
     for name, x, meaning in (("q", q, "[B, T, HQ, K]"), ("k", k, "[B, T, H, K]"), ("v", v, "[B, T, HV, V]")):
         if x.dim() != 4:
             raise ValueError(f"{name}: got shape {_shape(x)}, needs 4 dimensions {meaning}")
@@ -161,9 +168,7 @@ def check_delta_rule(call: RuleCall, drop_in: bool = False) -> bool:
                 continue
             if gate is None:
                 raise ValueError(f"{name}: got None, needs [HV] = [{HV}] when use_gate_in_kernel is set")
-            _require_tensor(name, gate)
-            _require_float(name, gate)
-            _require_device(name, gate, "q", device)
+            _require_input(name, gate, "q", q)
             _require_shape(name, gate, (HV,), "[HV]")
         elif gate is not None:
             raise ValueError(f"{name}: got a tensor, needs None unless use_gate_in_kernel is set")
@@ -227,9 +232,7 @@ def check_causal_conv1d(
     for name, tensor in (("x", x), ("weight", weight), ("bias", bias), ("initial_state", initial_state)):
         if tensor is None and name in ("bias", "initial_state"):
             continue
-        tensor = _require_tensor(name, tensor)
-        _require_float(name, tensor)
-        _require_device(name, tensor, "x", x.device)
+        _require_input(name, tensor, "x", x)
     if x.dim() != 3 or 0 in x.shape:
         raise ValueError(f"x: got shape {_shape(x)}, needs [B, T, D] with at least one token")
     B, T, D = x.shape
@@ -246,17 +249,15 @@ def check_causal_conv1d(
 
 def check_gated_rms_norm(x: torch.Tensor, z: torch.Tensor | None, weight: torch.Tensor) -> None:
     """Check the arguments of the gated norm; raises ValueError or TypeError."""
-    for name, tensor in (("x", x), ("weight", weight), ("z", z)):
-        if tensor is None and name == "z":
-            continue
-        tensor = _require_tensor(name, tensor)
-        _require_float(name, tensor)
-        _require_device(name, tensor, "x", x.device)
+    _require_input("x", x, "x", x)
+    _require_input("weight", weight, "x", x)
+    if z is not None:
+        _require_input("z", z, "x", x)
     if x.dim() < 1 or x.shape[-1] == 0:
         raise ValueError(f"x: got shape {_shape(x)}, needs [..., D] with D >= 1")
     if z is not None:
-        _require_shape("z", z, tuple(x.shape), "the shape of x")
-    if weight.dim() not in (1, 2) or tuple(weight.shape) != tuple(x.shape[-weight.dim() :]):
+        _require_shape("z", z, x.shape, "the shape of x")
+    if weight.dim() not in (1, 2) or weight.shape != x.shape[-weight.dim() :]:
         raise ValueError(
             f"weight: got shape {_shape(weight)}, needs [D] or [H, D] matching the last dimensions of x, "
             f"which is {_shape(x)}"
@@ -266,8 +267,7 @@ def check_gated_rms_norm(x: torch.Tensor, z: torch.Tensor | None, weight: torch.
 def check_silu_product(gate: torch.Tensor, up: torch.Tensor) -> None:
     """Check the arguments of the product of a feed-forward block; raises ValueError or TypeError."""
     for name, x in (("gate", gate), ("up", up)):
-        _require_float(name, _require_tensor(name, x))
-        _require_device(name, x, "gate", gate.device)
+        _require_input(name, x, "gate", gate)
     if gate.dim() != 3 or 0 in gate.shape:
         raise ValueError(f"gate: got shape {_shape(gate)}, needs [B, T, D] without empty dimensions")
     _require_shape("up", up, tuple(gate.shape), "the shape of gate")

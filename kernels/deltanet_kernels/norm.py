@@ -17,6 +17,7 @@ import triton.language as tl
 
 from deltanet_kernels.common.launch import launch
 from deltanet_kernels.common.registration import differentiable, gradient, operator
+from deltanet_kernels.common.rows import rows as token_rows
 from deltanet_kernels.common.sizes import cdiv, power_of_two
 
 ROWS = 32  # rows of D per tile
@@ -26,8 +27,9 @@ TILES = 4  # tiles per program: fewer partial sums of dw
 @triton.jit
 def _norm_forward_kernel(
     x, z, w, y, rows, eps, HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr,
-    GATE: tl.constexpr,
+    GATE: tl.constexpr, Z_HEADS: tl.constexpr, Z_ROW: tl.constexpr,
 ):  # fmt: skip
+    """One program per ROWS rows of D; Z_ROW elements of z lie between the starts of tokens of Z_HEADS rows each."""
     tile = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BD)
     r = tile * ROWS + tl.arange(0, ROWS)
@@ -37,7 +39,8 @@ def _norm_forward_kernel(
     w_RD = tl.load(w + (r % HEADS)[:, None] * D + d[None, :], mask=m, other=0.0).to(tl.float32)
     y_RD = x_RD * tl.rsqrt(tl.sum(x_RD * x_RD, axis=1) / D + eps)[:, None] * w_RD
     if GATE:
-        z_RD = tl.load(z + at, mask=m, other=0.0).to(tl.float32)
+        z_at = (r // Z_HEADS)[:, None] * Z_ROW + (r % Z_HEADS)[:, None] * D + d[None, :]
+        z_RD = tl.load(z + z_at, mask=m, other=0.0).to(tl.float32)
         y_RD = y_RD * z_RD / (1.0 + tl.exp(-z_RD))
     tl.store(y + at, y_RD.to(y.dtype.element_ty), mask=m)
 
@@ -83,6 +86,16 @@ def _rows(D: int) -> int:
     return max(1, min(ROWS, 4096 // power_of_two(D, 1)))
 
 
+def _gate_rows(z: torch.Tensor | None, D: int) -> tuple[torch.Tensor | None, int, int]:
+    """The gate, its rows of D per token, and the elements between tokens; slices of projections are not copied."""
+    if z is None:
+        return None, 1, D
+    if z.dim() < 3 or z.is_contiguous():
+        return z.contiguous(), 1, D
+    z, row = token_rows(z)
+    return z, z.shape[2:].numel() // D, row
+
+
 def _fake_norm_forward(x, z, w, eps):
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
@@ -91,12 +104,14 @@ def _fake_norm_forward(x, z, w, eps):
 def norm_forward(x: torch.Tensor, z: torch.Tensor | None, w: torch.Tensor, eps: float) -> torch.Tensor:
     """The forward pass of gated_rms_norm."""
     rows, D, heads = _sizes(x, w)
-    x, w, z = x.contiguous(), w.contiguous(), None if z is None else z.contiguous()
+    x, w = x.contiguous(), w.contiguous()
+    z, z_heads, z_row = _gate_rows(z, D)
     y = torch.empty_like(x)
     tile = _rows(D)
     launch(
         _norm_forward_kernel, cdiv(rows, tile),
         x, z, w, y, rows, eps, HEADS=heads, D=D, BD=power_of_two(D, 1), ROWS=tile, GATE=z is not None,
+        Z_HEADS=z_heads, Z_ROW=z_row,
     )  # fmt: skip
     return y
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from deltanet_kernels import checks, dispatch
-from deltanet_kernels.reference import torch_causal_conv1d, torch_gated_rms_norm, torch_rms_norm, torch_silu_product
+from deltanet_kernels import checks, dispatch, unchecked
+from deltanet_kernels.reference import torch_causal_conv1d
 
 
 def causal_conv1d(
@@ -60,9 +60,7 @@ def gated_rms_norm(x: torch.Tensor, z: torch.Tensor | None, weight: torch.Tensor
         TypeError: dtypes that do not fit.
     """
     checks.check_gated_rms_norm(x, z, weight)
-    return dispatch.call(  # type: ignore[no-any-return]
-        "gated_rms_norm", torch_gated_rms_norm, x, x, z, weight, eps
-    )
+    return unchecked.gated_rms_norm(x, z, weight, eps)
 
 
 def rms_norm(
@@ -95,9 +93,7 @@ def rms_norm(
         TypeError: dtypes that do not fit.
     """
     checks.check_rms_norm(x, weight, offset, round_first, residual, total)
-    return dispatch.call(  # type: ignore[no-any-return]
-        "rms_norm", torch_rms_norm, x, x, weight, eps, offset, round_first, residual, total
-    )
+    return unchecked.rms_norm(x, weight, eps, offset, round_first, residual, total)
 
 
 def silu_product(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -114,4 +110,4 @@ def silu_product(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         TypeError: dtypes that do not fit.
     """
     checks.check_silu_product(gate, up)
-    return dispatch.call("silu_product", torch_silu_product, gate, gate, up)  # type: ignore[no-any-return]
+    return unchecked.silu_product(gate, up)

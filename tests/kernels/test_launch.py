@@ -1,5 +1,6 @@
 """Launches that skip Triton's argument binder run the right code for the arguments, on the tensors' device."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -46,9 +47,69 @@ def test_equal_specialization_means_equal_code(name: str) -> None:
         tritons = [str(part) for part in binder(**given)[1]]
         if name == "SIZE":
             tritons.append(str(value))
-        ours = tuple(specialization(kernel, tuple(given.values())))
+        ours = tuple(specialization(kernel, tuple(given.values()))[0])
         assert seen.setdefault(ours, tritons) == tritons, value
     assert len(seen) > 1
+
+
+class _Compiled:
+    """In place of a compiled kernel: what its launcher is given, and what its caller binds, go to `calls`."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.function, self.packed_metadata = "function", "metadata"
+
+    def run(self, *given: Any) -> None:
+        self.calls.append(given)
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *given: self.calls.append((grid, *given))
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[_Compiled]:
+    """The kernels that Triton compiles, each of which does nothing, on a device of number -1."""
+    made: list[_Compiled] = []
+
+    def compile_anew(self: Any, *_: Any, **__: Any) -> _Compiled:
+        made.append(_Compiled())
+        return made[-1]
+
+    monkeypatch.setattr(JITFunction, "run", compile_anew)
+    monkeypatch.setattr(module, "_current_device", lambda: -1)
+    monkeypatch.setattr(module, "driver", SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda _: 7)))
+    return made
+
+
+def test_the_launcher_gets_the_addresses_and_values_of_each_call(compiled: list[_Compiled]) -> None:
+    kernel = JITFunction(_body)
+    x = torch.zeros(80)
+    for start, n in [(0, 21), (0, 32), (1, 21)]:  # compiled one by one: another integer, then another alignment
+        launch(kernel, 3, x[start:], ALIGNED, n, 3, 0.5, SIZE=16, OFFSET=0)
+        launch(kernel, 3, x[start:], ALIGNED, n, 3, 0.5, SIZE=16, OFFSET=0, num_warps=1)
+    assert [len(one.calls) for one in compiled] == [0] * 6
+    before = (7, "function", "metadata", None, None, None)
+    for programs, start, n, variant in [(5, 16, 23, 0), (2, 4, 48, 2), (4, 5, 25, 4), (6, 0, 27, 0)]:
+        launch(kernel, programs, x[start:], ALIGNED, n, 7, 1.5, SIZE=16, OFFSET=0)
+        wanted = (programs, 1, 1, *before, x.data_ptr() + 4 * start, ALIGNED.data_ptr(), n, 7, 1.5, 16, 0)
+        assert compiled[variant].calls[-1] == wanted
+    assert [len(one.calls) for one in compiled] == [2, 0, 1, 0, 1, 0]
+
+
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+def test_profilers_see_the_tensors(compiled: list[_Compiled], name: str) -> None:
+    kernel, hooks = JITFunction(_body), getattr(triton.knobs.runtime, name)
+    given = (ALIGNED, ALIGNED, 5, 3, 0.5)
+    launch(kernel, 2, *given, SIZE=16, OFFSET=0)
+    hooks.add(print)
+    try:
+        launch(kernel, 2, *given, SIZE=16, OFFSET=0)
+    finally:
+        hooks.remove(print)
+    ((grid, x, *others),) = compiled[0].calls
+    assert grid == (2, 1, 1)
+    assert x is ALIGNED
+    assert others[1:] == [5, 3, 0.5, 16, 0]
 
 
 def _run(x: torch.Tensor, n: int, few: int, factor: float, OFFSET: int) -> torch.Tensor:
@@ -86,10 +147,10 @@ def test_a_launch_seen_before_passes_the_binder_by(monkeypatch: pytest.MonkeyPat
 def test_lengths_share_their_code() -> None:
     x = torch.randn(64, device=DEVICE)
     _run(x, 33, 5, 2.0, 0)
-    before = len(module._compiled)
+    before = len(module._variants)
     for n in range(35, 63, 2):
         _run(x, n, n, n / 2, 0)
-    assert len(module._compiled) == before
+    assert len(module._variants) == before
 
 
 @needs_two_gpus

@@ -11,7 +11,9 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deltanet_kernels.common.registration import Operator, cached
+from deltanet_kernels.gated_delta_rule import chunk
 from deltanet_kernels.norm import norm_forward
+from deltanet_kernels.prompt import inputs as prompt
 from tests.kernels.triton_mode import DEVICE
 
 X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0)).to(DEVICE)
@@ -126,3 +128,36 @@ def test_cached_functions_take_symbolic_sizes_as_numbers() -> None:
     assert [twice(x.shape[0]), twice(3), twice(x.shape[1])] == [6, 6, 16]
     assert calls == [3, 8]
     assert type(calls[0]) is int
+
+
+def _chunk_inputs(final: bool) -> tuple[Any, ...]:
+    q, k, v = torch.randn(3, 1, 20, 2, 16, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    g = torch.full((1, 20, 2), -0.5, device=DEVICE)
+    return (q, k, v, g, -g, None, None, None, None, 0.25, True, False, final, False, "auto", 1, None, "decayed", 0)
+
+
+def _prompt_inputs(final: bool) -> tuple[Any, ...]:
+    q = torch.randn(1, 5, 32, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    weight = torch.ones(96, 4, device=DEVICE) if final else None
+    return (q, q, q, 16, weight, None, None, None, None, True, False, 0, final, 1)
+
+
+@pytest.mark.parametrize("final", [True, False])
+@pytest.mark.parametrize(
+    ("plain", "registered", "inputs"),
+    [
+        (chunk._chunk_without_gradients, chunk.chunk_forward, _chunk_inputs),
+        (prompt._operator, prompt.prompt_inputs_op, _prompt_inputs),
+    ],
+    ids=["chunk_forward", "prompt_inputs"],
+)
+def test_plain_calls_leave_out_empty_results(plain: Operator, registered: Operator, inputs: Any, final: bool) -> None:
+    with torch.no_grad():
+        found, wanted = plain(*inputs(final)), registered.op(*inputs(final))
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            traced = registered.op(*inputs(final))
+    assert len(found) == len(wanted) == len(traced)
+    for x, y, z in zip(found, wanted, traced, strict=True):
+        assert (y.shape, y.dtype) == (z.shape, z.dtype)
+        assert torch.equal(x, y) if x is not None else y.numel() == 0
+    assert any(x is None for x in found)

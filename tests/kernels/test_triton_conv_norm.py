@@ -83,6 +83,21 @@ def test_norm(shape: tuple[int, ...], weight: tuple[int, ...], gate: bool, dtype
     compare(call(gated_rms_norm_triton), call(torch_gated_rms_norm), leaves)
 
 
+@pytest.mark.parametrize("weight", [(20,), (3, 20)])
+@pytest.mark.parametrize(("start", "heads"), [(0, 3), (1, 3), (7, 0)])
+def test_gates_that_are_slices(weight: tuple[int, ...], start: int, heads: int) -> None:
+    """Of the product with several weights: tokens, or with `heads` 0 also heads, apart from one another."""
+    torch.manual_seed(0)
+    joint = torch.randn(2, 35, 100, device=DEVICE).bfloat16()
+    z = joint[..., start : start + 60].unflatten(-1, (3, 20)) if heads else joint[..., start : start + 75 : 25, None]
+    z = z if heads else z.expand(2, 35, 3, 20)
+    x, w = torch.randn(2, 35, 3, 20, device=DEVICE).bfloat16(), torch.randn(weight, device=DEVICE)
+    assert not z.is_contiguous()
+    assert torch.equal(gated_rms_norm_triton(x, z, w), gated_rms_norm_triton(x, z.contiguous(), w))
+    one = (x[:, :1], z[:, :1], w)  # one token per row
+    assert torch.equal(gated_rms_norm_triton(*one), gated_rms_norm_triton(x, z.contiguous(), w)[:, :1])
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="needs a CUDA device")
 def test_compile_without_a_graph_break() -> None:

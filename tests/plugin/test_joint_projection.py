@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from deltanet_hf.decoding import join_projections
+from deltanet_hf.decoding.projections import join_for_inference, leave_in_place
 from deltanet_hf.decoding.recorders import RECORDERS
 from deltanet_hf.mixers.joint_projection import join, products
 from support.replayed_step import Recorder
@@ -91,6 +92,71 @@ def test_other_mixers_are_the_same(mixer: str) -> None:
     wanted = decode(model)
     join_projections(model)
     torch.testing.assert_close(decode(model), wanted, **ROUNDING)
+
+
+@pytest.mark.parametrize("changes", SETTINGS.values(), ids=SETTINGS)
+def test_prompts_are_the_same(changes: dict[str, Any]) -> None:
+    model = tiny_student("qwen3", **changes)
+    mixer = model.model.layers[0].self_attn
+    x, cos = torch.randn(2, 7, 32), torch.randn(1, 7, 16)
+    call = {"hidden_states": x, "position_embeddings": (cos, cos.sin())}
+    with torch.no_grad():
+        with Products() as apart:
+            wanted, _ = mixer(**call)
+        padded, _ = mixer(**call, attention_mask=torch.ones(2, 7), padding=torch.zeros(2, 7, dtype=torch.bool))
+        join_projections(model)
+        with Products() as joint:
+            found, _ = mixer(**call)
+    assert joint.count == apart.count - len(mixer.step_projections()) + 1
+    for one in (found, padded, mixer(**call)[0]):
+        torch.testing.assert_close(one, wanted, **ROUNDING)
+
+
+def call_with_gradients(model: Any) -> None:
+    leave_in_place(model)
+
+
+def freeze_a_part(model: Any) -> None:
+    model.model.layers[0].mlp.requires_grad_(False)
+
+
+def keep_a_gradient(model: Any) -> None:
+    model.lm_head.weight.grad = torch.zeros_like(model.lm_head.weight)
+
+
+def train_a_part(model: Any) -> None:
+    model.model.layers[-1].train()
+
+
+def replace_a_forward(model: Any) -> None:
+    layer = model.model.layers[1]
+    layer.forward = layer.forward
+
+
+@pytest.mark.parametrize(
+    "spoil", [call_with_gradients, freeze_a_part, keep_a_gradient, train_a_part, replace_a_forward]
+)
+def test_a_model_that_may_be_trained_stays_in_place(spoil: Any) -> None:
+    model = tiny_student("llama")
+    spoil(model)
+    before = [parameter.data_ptr() for parameter in model.parameters()]
+    join_for_inference(model)
+    assert before == [parameter.data_ptr() for parameter in model.parameters()]
+
+
+def test_the_first_call_joins(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_student("llama").train()
+    join_for_inference(model)
+    assert not is_joint(model)
+    join_for_inference(model.eval())
+    assert is_joint(model)
+    with monkeypatch.context() as patch:
+        patch.setattr("deltanet_hf.decoding.projections.join_projections", lambda _: pytest.fail("joined again"))
+        join_for_inference(model)
+    model.double()
+    assert not is_joint(model)
+    join_for_inference(model)
+    assert is_joint(model)
 
 
 def test_a_call_makes_few_products_and_no_copies() -> None:

@@ -123,7 +123,7 @@ def test_kernels_compute_the_same(name: str, joined: list[str], apart: Any) -> N
     beside = "window" in SETTINGS[name]
     assert (
         joined[: 4 if beside else 2]
-        == ["prompt_inputs", "gate_values", "window_keep", "window_mixture"][: 4 if beside else 2]
+        == ["gate_values", "prompt_inputs", "window_keep", "window_mixture"][: 4 if beside else 2]
     )
 
 

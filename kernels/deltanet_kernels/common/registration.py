@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 _LIBRARY = torch.library.Library("deltanet", "DEF")
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PLAIN = {torch.Tensor, torch.nn.Parameter, type(None), int, float, bool, str}
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -30,19 +30,19 @@ def cached(function: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_compiling():
             return function(*args, **kwargs)
-        result: R = known(*(int(x) if isinstance(x, torch.SymInt) else x for x in args), **kwargs)
+        if torch.SymInt in map(type, args):
+            args = tuple(int(x) if isinstance(x, torch.SymInt) else x for x in args)  # type: ignore[assignment]
+        result: R = known(*args, **kwargs)
         return result
 
     call.cache_clear = known.cache_clear  # type: ignore[attr-defined]
     return call
 
 
-def operator(
-    fake: Callable[..., Any], mutates: Sequence[str] = ()
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def operator(fake: Callable[..., Any], mutates: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Operator]:
     """Register a function as torch.ops.deltanet.<its name>, with `fake` giving the shapes of its results."""
 
-    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+    def register(function: Callable[..., Any]) -> Operator:
         name = function.__name__
         schema = torch.library.infer_schema(function, mutates_args=tuple(mutates))
         _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -54,7 +54,10 @@ def operator(
 
 
 class Operator:
-    """A registered operator: `op` where PyTorch traces or differentiates, `function` for plain eager calls."""
+    """A registered operator: `op` where PyTorch traces or differentiates, `function` for plain eager calls.
+
+    `function` may return None where `op` returns an empty tensor, which takes as long to make as a full one.
+    """
 
     def __init__(self, function: Callable[..., Any], op: Callable[..., Any]) -> None:
         self.function, self.op = function, op
@@ -74,13 +77,8 @@ def _is_plain_call(inputs: tuple[Any, ...]) -> bool:
         or torch._C._get_tracing_state() is not None
     ):
         return False
-    for x in inputs:
-        if type(x) in _PLAIN:
-            if x.is_meta:
-                return False
-        elif isinstance(x, torch.Tensor):
-            return False
-    return True
+    # The tensors of a call are on one device.
+    return _PLAIN.issuperset(map(type, inputs)) and not getattr(inputs[0], "is_meta", False)
 
 
 def differentiable(op: Callable[..., Any], backward: Callable[..., Any], setup_context: Callable[..., Any]) -> Any:

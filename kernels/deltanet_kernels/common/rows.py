@@ -13,11 +13,12 @@ def rows(x: Tensor) -> tuple[Tensor, int]:
     Returns:
         The tensor, and the number of elements from the start of one token to the start of the next.
     """
-    (batch, tokens), strides, width = x.shape[:2], x.stride(), 1
-    dense = True
-    for size, stride in zip(reversed(x.shape[2:]), reversed(strides), strict=False):
-        dense = dense and (size == 1 or stride == width)
-        width *= size
+    shape, strides = x.shape, x.stride()
+    batch, tokens = shape[0], shape[1]
+    dense, width = True, 1
+    for i in range(len(shape) - 1, 1, -1):
+        dense = dense and (shape[i] == 1 or strides[i] == width)
+        width *= shape[i]
     if batch * tokens == 1:
         return (x if dense else x.contiguous()), width
     distance = strides[1] if tokens > 1 else strides[0]

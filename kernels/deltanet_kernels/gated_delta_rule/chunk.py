@@ -16,14 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from deltanet_kernels.arguments import RuleCall
 from deltanet_kernels.common.device import capability, multiprocessors
 from deltanet_kernels.common.launch import launch
-from deltanet_kernels.common.registration import differentiable, gradient, operator
+from deltanet_kernels.common.registration import Operator, differentiable, gradient, operator
 from deltanet_kernels.common.sequences import Chunks, cut_chunks
 from deltanet_kernels.common.sizes import cdiv
 from deltanet_kernels.gated_delta_rule import autotune
@@ -131,7 +131,7 @@ def _scores_and_inverse(inputs: ChunkInputs, config: ChunkConfig, full: bool, pr
     """The tensors of every chunk by the Triton kernels; L, as large as two of T, is freed on return."""
     P, L, factors, bounds = scores(inputs, full, precision, config.score_warps)
     if not erase_flags(inputs.erase, inputs.erase_key)["SOLVE"]:
-        return ChunkTensors(P, inputs.k.new_empty(0), factors, bounds)
+        return ChunkTensors(P, None, factors, bounds)
     T = invert(L, inputs.k.dtype, inputs.q.shape[1], inputs.chunks, precision, config.solve_warps)
     return ChunkTensors(P, T, factors, bounds)
 
@@ -191,18 +191,14 @@ class Kept(NamedTuple):
     """Chunks that each pass processes per segment [rows, HV, segments, 5, 2], int32 (segments.py)."""
 
 
-@operator(_fake_chunk_forward)
-def chunk_forward(
+def _forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
     initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
     A_log: torch.Tensor | None, dt_bias: torch.Tensor | None,
     scale: float, norm: bool, sigmoid: bool, final: bool, keep: bool, precision: str, segments: int,
     erase_key: torch.Tensor | None = None, erase: str = "decayed", minibatch: int = 0,
-) -> tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor,
-    torch.Tensor,
-]:  # fmt: skip
-    """o, the final state (empty unless `final`), and the fields of `Kept` (empty unless `keep`)."""
+) -> tuple[Any, ...]:  # fmt: skip
+    """As `chunk_forward`, with None for what is empty."""
     precision = product_precision(precision, q.dtype)
     q, k, v = _unit_stride(q), _unit_stride(k), _unit_stride(v)
     g, beta = g.contiguous(), beta.contiguous()
@@ -223,13 +219,15 @@ def chunk_forward(
         P, Tm, factors, bounds = _scores_and_inverse(chunk_inputs, config, full, precision)
 
     o = q.new_empty(B, T, HO, V)
-    ht = q.new_empty((chunks.rows, HV, K, V) if final else (0,), dtype=torch.float32)
+    ht = q.new_empty(chunks.rows, HV, K, V, dtype=torch.float32) if final else None
     fused = HQ <= HV
     stored = keep or not fused
-    h = k.new_empty((chunks.count, HV, V, K) if stored else (0,), dtype=_kept_dtype(k.dtype))
-    vn = k.new_empty((B, T, HV, V) if stored else (0,), dtype=_kept_dtype(k.dtype))
+    h = k.new_empty(chunks.count, HV, V, K, dtype=_kept_dtype(k.dtype)) if stored else None
+    vn = k.new_empty(B, T, HV, V, dtype=_kept_dtype(k.dtype)) if stored else None
     composed = composes(segments, K)
-    M = q.new_empty((chunks.rows, segments, HV, K, K) if composed else (0,), dtype=torch.float32)
+    M = None
+    if segments > 1:  # the kernel that could write M is compiled with it, composed or not
+        M = q.new_empty((chunks.rows, segments, HV, K, K) if composed else (0,), dtype=torch.float32)
     inputs = (q, k, erase_key, v, factors, Tm, P)
     where = (chunks.cu_seqlens, chunks.first_chunk, T, B * T)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
@@ -241,8 +239,9 @@ def chunk_forward(
         "STAGES": _stages(config.state_stages, erase_key),
         "num_warps": warps, **{name: form[name] for name in ("READ", "SOLVE", "OWN")},
     }  # fmt: skip
-    start, table = initial_state, q.new_empty(0, dtype=torch.int32)
+    start, table = initial_state, None
     if segments > 1:
+        assert bounds is not None
         table = chunk_spans(bounds, chunks, segments, composed)
         start = q.new_empty(chunks.rows, segments, HV, K, V, dtype=torch.float32)
         launch(
@@ -264,9 +263,29 @@ def chunk_forward(
             num_warps=config.output_warps,
         )  # fmt: skip
     _zero_tail(chunks, o)
-    if not keep:
-        factors, Tm, P, h, vn, M, table = (x.new_empty(0) for x in (factors, Tm, P, h, vn, M, table))
-    return o, ht, *Kept(factors, Tm, P, h, vn, M, table)
+    return o, ht, *((factors, Tm, P, h, vn, M, table) if keep else (None,) * 7)
+
+
+@operator(_fake_chunk_forward)
+def chunk_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
+    initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
+    A_log: torch.Tensor | None, dt_bias: torch.Tensor | None,
+    scale: float, norm: bool, sigmoid: bool, final: bool, keep: bool, precision: str, segments: int,
+    erase_key: torch.Tensor | None = None, erase: str = "decayed", minibatch: int = 0,
+) -> tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor,
+    torch.Tensor,
+]:  # fmt: skip
+    """o, the final state (empty unless `final`), and the fields of `Kept` (empty unless `keep`)."""
+    o, ht, *kept = _forward(
+        q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias, scale, norm, sigmoid, final, keep, precision,
+        segments, erase_key, erase, minibatch,
+    )  # fmt: skip
+    wide = _kept_dtype(k.dtype)
+    dtypes = (torch.float32, k.dtype, k.dtype, wide, wide, torch.float32, torch.int32)
+    kept = [q.new_empty(0, dtype=dtype) if x is None else x for x, dtype in zip(kept, dtypes, strict=True)]
+    return o, q.new_empty(0, dtype=torch.float32) if ht is None else ht, *Kept(*kept)
 
 
 def _fake_chunk_backward(
@@ -431,6 +450,7 @@ def _backward(ctx, do, dht, *_):
 
 gradient("chunk_forward", _backward, _setup_context)
 _chunk = differentiable(chunk_forward, _backward, _setup_context)
+_chunk_without_gradients = Operator(_forward, chunk_forward.op)
 
 
 def _chunk_lengths(config: ChunkConfig) -> list[int]:
@@ -475,11 +495,11 @@ def chunk_gated_delta_rule_triton(
         raise NotImplementedError(f"mini-batches of {call.minibatch} tokens: the kernels have {_chunk_lengths(pinned)}")
     if segments is None:
         segments = 1 if call.minibatch is not None else _segments(q, v, rows, pinned)
-    gate = call.use_gate_in_kernel
-    o, ht, *_ = _chunk(
+    gate, keep = call.use_gate_in_kernel, call.needs_gradients()
+    o, ht, *_ = (_chunk if keep else _chunk_without_gradients)(
         q, k, v, call.g, call.beta, call.initial_state, call.cu_seqlens,
         call.A_log if gate else None, call.dt_bias if gate else None, call.factor, call.use_qk_l2norm_in_kernel,
-        call.use_beta_sigmoid_in_kernel, call.output_final_state, call.needs_gradients(), "auto", segments,
+        call.use_beta_sigmoid_in_kernel, call.output_final_state, keep, "auto", segments,
         erase_key, call.erase, call.minibatch or 0,
     )  # fmt: skip
     return o.to(dtype), ht if call.output_final_state else None

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from deltanet_kernels import checks, dispatch
+from deltanet_kernels import checks, dispatch, unchecked
 from deltanet_kernels.arguments import Erase, RuleCall, StepCall
-from deltanet_kernels.gated_delta_rule.cpu import chunked
 from deltanet_kernels.gated_delta_rule.cpu_recurrent import torch_recurrent_gated_delta_rule
 from deltanet_kernels.gated_delta_rule.cpu_step import torch_gated_delta_step_
 from deltanet_kernels.gated_delta_rule.drop_in import check_chunk_size, read_others, through_plain
@@ -102,11 +101,8 @@ def chunk_gated_delta_rule(
     plain = checks.check_delta_rule(call, drop_in=True)
     if chunk_size is not None:
         check_chunk_size(call, chunk_size)
-    return _chunk(call) if plain else through_plain(_chunk, call, q.dtype)
-
-
-def _chunk(call: RuleCall) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return dispatch.call("chunk_gated_delta_rule", chunked, call.q, call.simplified())  # type: ignore[no-any-return]
+    form = unchecked.chunk_gated_delta_rule
+    return form(call) if plain else through_plain(form, call, q.dtype)
 
 
 def fused_recurrent_gated_delta_rule(

@@ -152,18 +152,18 @@ class ChunkTensors(NamedTuple):
 
     P: torch.Tensor
     """Decayed and scaled scores within a chunk [chunks, HO, C, C], dtype of the keys."""
-    T: torch.Tensor
-    """(I + L)^-1 [chunks, HV, C, C], dtype of the keys; empty if L is 0."""
+    T: torch.Tensor | None
+    """(I + L)^-1 [chunks, HV, C, C], dtype of the keys; None if L is 0."""
     factors: torch.Tensor
     """Row factors [6 HV + 4 HO, B*T], float32."""
-    bounds: torch.Tensor
-    """Upper bound of the log of each chunk's gain on the state [chunks, HV], float32; empty unless requested."""
+    bounds: torch.Tensor | None
+    """Upper bound of the log of each chunk's gain on the state [chunks, HV], float32; None unless requested."""
 
 
 def empty_scores(
     k: torch.Tensor, HV: int, HO: int, chunks: Chunks, bound: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """P [chunks, HO, C, C], the row factors [6 HV + 4 HO, B*T], and the bounds [chunks, HV] (empty unless `bound`)."""
-    P = torch.empty(chunks.count, HO, chunks.size, chunks.size, dtype=k.dtype, device=k.device)
-    factors = torch.empty(6 * HV + 4 * HO, k.shape[0] * k.shape[1], dtype=torch.float32, device=k.device)
-    return P, factors, torch.empty((chunks.count, HV) if bound else (0,), dtype=torch.float32, device=k.device)
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """P [chunks, HO, C, C], the row factors [6 HV + 4 HO, B*T], and the bounds [chunks, HV] (None unless `bound`)."""
+    P = k.new_empty(chunks.count, HO, chunks.size, chunks.size)
+    factors = k.new_empty(6 * HV + 4 * HO, k.shape[0] * k.shape[1], dtype=torch.float32)
+    return P, factors, k.new_empty(chunks.count, HV, dtype=torch.float32) if bound else None

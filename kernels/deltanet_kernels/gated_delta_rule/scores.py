@@ -159,8 +159,8 @@ def scores_kernel(
 
 def scores(
     inputs: ChunkInputs, full: bool, precision: str, num_warps: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """P [chunks, HO, C, C], L [chunks, HV, C, C] in float32, the row factors, and the bounds (empty unless requested).
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """P [chunks, HO, C, C], L [chunks, HV, C, C] in float32, the row factors, and the bounds (None unless requested).
 
     L is empty where it is 0. Reads q [B, T, HQ, K], k [B, T, H, K] (unit stride along K) and contiguous g, beta
     [B, T, HV].

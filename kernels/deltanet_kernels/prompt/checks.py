@@ -5,10 +5,8 @@ import torch
 from deltanet_kernels.arguments import PromptInputsCall
 from deltanet_kernels.checks import (
     _require_count,
-    _require_device,
-    _require_float,
+    _require_input,
     _require_shape,
-    _require_tensor,
     _shape,
     check_rotation,
     refuse_gradients,
@@ -21,8 +19,7 @@ def check_prompt_inputs(call: PromptInputsCall) -> None:
     _require_count("head_dim", D)
     _require_count("kv_repeats", kv_repeats)
     for name, x in (("q", q), ("k", k), ("v", v)):
-        _require_float(name, _require_tensor(name, x))
-        _require_device(name, x, "q", q.device)
+        _require_input(name, x, "q", q)
         if x.dim() != 3 or 0 in x.shape or x.shape[:2] != q.shape[:2] or x.shape[2] % D:
             raise ValueError(f"{name}: got shape {_shape(x)}, needs [B, T, heads * {D}] with B and T of q, T >= 1")
         if x.dtype != q.dtype:
@@ -34,19 +31,16 @@ def check_prompt_inputs(call: PromptInputsCall) -> None:
         if tail is not None or output_tail:
             raise ValueError("conv_weight: got None, needs the taps of the convolution whose tail is given or wanted")
     else:
-        _require_float("conv_weight", _require_tensor("conv_weight", weight))
-        _require_device("conv_weight", weight, "q", q.device)
+        _require_input("conv_weight", weight, "q", q)
         if weight.dim() != 2 or weight.shape[0] != C or weight.shape[1] < 1:
             raise ValueError(f"conv_weight: got shape {_shape(weight)}, needs [C, W] with C = {C} and W >= 1")
         if tail is not None:
-            _require_float("conv_tail", _require_tensor("conv_tail", tail))
-            _require_device("conv_tail", tail, "q", q.device)
+            _require_input("conv_tail", tail, "q", q)
             _require_shape("conv_tail", tail, (B, C, weight.shape[1] - 1), "[B, C, W-1]")
     check_rotation(cos, sin, B, T, D, q.device)
     if offset is not None:
-        _require_float("k_offset", _require_tensor("k_offset", offset))
-        _require_device("k_offset", offset, "q", q.device)
-        if offset.dim() != 2 or offset.shape[1] != D or not len(offset) or key_heads % len(offset):
+        _require_input("k_offset", offset, "q", q)
+        if offset.dim() != 2 or offset.shape[1] != D or not offset.shape[0] or key_heads % offset.shape[0]:
             raise ValueError(
                 f"k_offset: got shape {_shape(offset)}, needs [H, {D}] with an H that divides the {key_heads} key heads"
             )
@@ -58,8 +52,7 @@ def check_prompt_inputs(call: PromptInputsCall) -> None:
 def check_gate_values(a: torch.Tensor, b: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor, limit: int) -> None:
     """Check the arguments of `gate_values`; raises ValueError or TypeError."""
     for name, x in (("a", a), ("b", b), ("A_log", A_log), ("dt_bias", dt_bias)):
-        _require_float(name, _require_tensor(name, x))
-        _require_device(name, x, "a", a.device)
+        _require_input(name, x, "a", a)
     if a.dim() != 3 or 0 in a.shape:
         raise ValueError(f"a: got shape {_shape(a)}, needs [B, T, H] without empty dimensions")
     _require_shape("b", b, tuple(a.shape), "the shape of a")

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from deltanet_kernels import dispatch
+from deltanet_kernels import unchecked
 from deltanet_kernels.arguments import PromptInputs, PromptInputsCall
 from deltanet_kernels.prompt.checks import check_gate_values, check_prompt_inputs
-from deltanet_kernels.prompt.cpu import torch_gate_values, torch_prompt_inputs
 
 
 def prompt_inputs(
@@ -63,7 +62,7 @@ def prompt_inputs(
         kv_repeats,
     )  # fmt: skip
     check_prompt_inputs(call)
-    return dispatch.call("prompt_inputs", torch_prompt_inputs, q, call)  # type: ignore[no-any-return]
+    return unchecked.prompt_inputs(call)
 
 
 def gate_values(
@@ -86,4 +85,4 @@ def gate_values(
         TypeError: dtypes that do not fit.
     """
     check_gate_values(a, b, A_log, dt_bias, limit)
-    return dispatch.call("gate_values", torch_gate_values, a, a, b, A_log, dt_bias, limit)  # type: ignore[no-any-return]
+    return unchecked.gate_values(a, b, A_log, dt_bias, limit)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from deltanet_kernels import dispatch
+from deltanet_kernels import dispatch, unchecked
 from deltanet_kernels.arguments import WindowCall, WindowMixtureCall, WindowStepCall
 from deltanet_kernels.window.checks import (
     check_window_attention,
@@ -12,8 +12,6 @@ from deltanet_kernels.window.checks import (
     check_window_mixture,
     check_window_step,
 )
-from deltanet_kernels.window.cpu import torch_window_attention
-from deltanet_kernels.window.cpu_prompt import torch_window_keep, torch_window_mixture
 from deltanet_kernels.window.cpu_step import torch_window_step_
 
 
@@ -52,7 +50,7 @@ def window_attention(
     """
     call = WindowCall(q, k, v, window, sinks, scale, cu_seqlens, softcap)
     check_window_attention(call)
-    return dispatch.call("window_attention", torch_window_attention, q, call)  # type: ignore[no-any-return]
+    return unchecked.window_attention(call)
 
 
 def window_step_(
@@ -164,7 +162,7 @@ def window_mixture(
         near, lse, far, share_logit, far_slope, near_slope, places, reach, numbers, z, norm_weight, eps
     )
     check_window_mixture(call)
-    return dispatch.call("window_mixture", torch_window_mixture, near, call)  # type: ignore[no-any-return]
+    return unchecked.window_mixture(call)
 
 
 def window_keep(
@@ -184,4 +182,4 @@ def window_keep(
         TypeError: dtypes that do not fit.
     """
     check_window_keep(k, v, window, sinks)
-    return dispatch.call("window_keep", torch_window_keep, k, k, v, window, sinks)  # type: ignore[no-any-return]
+    return unchecked.window_keep(k, v, window, sinks)
