@@ -142,7 +142,7 @@ def _block(parameters: list[Tensor]) -> Tensor | None:
     whole = _padded(rows)
     if (offset + whole * width) * size > first.untyped_storage().nbytes():
         whole = rows
-    return first.detach().as_strided((whole, *first.shape[1:]), strides)
+    return first.as_strided((whole, *first.shape[1:]), strides)
 
 
 def _is_alone(parameter: Tensor) -> bool:

@@ -102,7 +102,7 @@ def inputs_in_one_kernel(
         mixer.kv_repeats,
     )
     # The state comes with the cache and the rotation with the call: from elsewhere than the layer.
-    if state is not None or not _rotates(parts[0], cos, sin):
+    if state is not None or not _rotates(parts[0], cos, sin, mixer.head_dim):
         check_prompt_inputs(call)
     inputs = unchecked.prompt_inputs(call)
     if beside_window and not differ:
@@ -110,13 +110,15 @@ def inputs_in_one_kernel(
     return inputs
 
 
-def _rotates(q: Tensor, cos: Tensor | None, sin: Tensor | None) -> bool:
-    """Whether the rotary embedding is none, or evidently one of the tokens of q [B, T, heads*D], of which T >= 1."""
-    tokens = q.shape[1]
-    if cos is None or sin is None:
+def _rotates(q: Tensor, cos: Tensor | None, sin: Tensor | None, head_dim: int) -> bool:
+    """Whether the tokens of q [B, T, heads * head_dim], at least one, fit the rotary embedding, if there is one."""
+    if 0 in q.shape or cos is None or sin is None:
         return cos is sin and 0 not in q.shape
-    fits = cos.shape == sin.shape and cos.dim() == 3 and cos.shape[1] == tokens and cos.shape[0] in (1, q.shape[0])
-    return fits and 0 not in q.shape and cos.get_device() == sin.get_device() == q.get_device()
+    if cos.dim() != 3 or cos.shape != sin.shape or not cos.device == sin.device == q.device:
+        return False
+    rows, tokens, turned = cos.shape
+    fits = rows in (1, q.shape[0]) and tokens == q.shape[1] and 0 < turned <= head_dim and turned % 2 == 0
+    return fits and cos.is_floating_point() and sin.is_floating_point()
 
 
 def separate_inputs(

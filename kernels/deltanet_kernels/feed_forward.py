@@ -41,7 +41,7 @@ def _fake_silu_product(gate, up):
 @operator(_fake_silu_product)
 def silu_product_op(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Return silu(gate) * up in the shape of gate, contiguous."""
-    y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    y = gate.new_empty(gate.shape)
     (gate, gate_row), (up, up_row) = rows(gate), rows(up)
     D = y.shape[-1]
     launch(

@@ -106,7 +106,7 @@ def norm_forward(x: torch.Tensor, z: torch.Tensor | None, w: torch.Tensor, eps: 
     rows, D, heads = _sizes(x, w)
     x, w = x.contiguous(), w.contiguous()
     z, z_heads, z_row = _gate_rows(z, D)
-    y = torch.empty_like(x)
+    y = x.new_empty(x.shape)
     tile = _rows(D)
     launch(
         _norm_forward_kernel, cdiv(rows, tile),

@@ -60,7 +60,7 @@ def rms_norm_op(
 ) -> torch.Tensor:  # fmt: skip
     """Return y in the shape of x, contiguous, and write the contiguous `total`."""
     D = x.shape[-1]
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = x.new_empty(x.shape)
     if x.numel() == 0:
         return y
     x, row = rows(x if x.dim() > 2 else x.reshape(1, -1, D))

@@ -285,3 +285,60 @@ def test_operations_of_a_layer(joined: list[str], apart: Any) -> None:
     assert len(after) <= 15, " ".join(after)  # eight projections, six operators, the state in its dtype
     assert len(before) > 4 * len(after)
     torch.testing.assert_close(outputs[1], outputs[0], rtol=0.05, atol=0.05 * outputs[0].abs().max().item())
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "weights in place": lambda layer: [one.data.mul_(1.5) for one in layer.parameters()],
+    "other memory": lambda layer: [setattr(one, "data", one.data * 1.5) for one in layer.parameters()],
+    "other parameters": lambda layer: [
+        setattr(module, name, torch.nn.Parameter(one.detach() * 1.5))
+        for module in layer.modules()
+        for name, one in list(module._parameters.items())
+        if one is not None
+    ],
+    "loaded": lambda layer: layer.load_state_dict({name: one * 1.5 for name, one in layer.state_dict().items()}),
+    "another dtype": lambda layer: layer.double().float().bfloat16().float(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_after_a_call_counts(change: str, apart: Any) -> None:
+    model = student(layers=(0,), **WINDOW, k_offset=True)
+    before = read(model, (3,), rows=1)
+    with torch.no_grad():
+        CHANGES[change](model.model.layers[0])
+    found = read(model, (3,), rows=1)
+    assert not torch.equal(found, before)
+    torch.testing.assert_close(found, apart(read, model, (3,))[:1], **ROUNDING)
+
+
+@pytest.mark.parametrize("name", ["conv1d", "norm", "decay", "window_branch.slopes"])
+def test_hooks_after_a_call_count(name: str) -> None:
+    model, seen = student(layers=(0,), **WINDOW, k_offset=True), []
+    read(model, (3,), rows=1)
+    hook = model.model.layers[0].self_attn.get_submodule(name).register_forward_hook(lambda *_: seen.append(1))
+    read(model, (3,), rows=1)
+    hook.remove()
+    read(model, (3,), rows=1)
+    assert seen == [1]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("angles", "error"),
+    [((1, 4, 8), "cos"), ((3, 5, 8), "cos"), ((1, 5, 7), "cos"), ((1, 5, 64), "cos"), ((5, 8), "cos")],
+)
+def test_a_rotation_that_does_not_fit_is_refused(angles: tuple[int, ...], error: str) -> None:
+    model = student(layers=(0,), **WINDOW)
+    x = torch.zeros(2, 5, model.config.hidden_size, device=DEVICE)
+    table = torch.ones(angles, device=DEVICE)
+    with pytest.raises(ValueError, match=error):
+        model.model.layers[0].self_attn(x, (table, table))
+
+
+@torch.no_grad()
+def test_a_prompt_without_tokens_is_refused() -> None:
+    model = student(layers=(0,), **WINDOW)
+    x, table = torch.zeros(1, 0, model.config.hidden_size), torch.zeros(1, 0, 8)
+    with pytest.raises(ValueError, match="T >= 1"):
+        model.model.layers[0].self_attn(x.to(DEVICE), (table.to(DEVICE), table.to(DEVICE)))

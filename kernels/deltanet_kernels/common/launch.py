@@ -88,21 +88,21 @@ def specialization(kernel: JITFunction[Any], args: Sequence[Any]) -> tuple[list[
     add, pass_on = properties.append, values.append
     for x, is_constant in zip(args, known[1], strict=False):
         kind = type(x)
-        if kind is Tensor or isinstance(x, Tensor):
-            address = x.data_ptr()
-            add((x.dtype,) if address & 15 else x.dtype)
-            pass_on(address)
-            continue
-        pass_on(x)
-        if x is None:
-            add(None)
-        elif is_constant:
+        if is_constant:
             add((kind, x))
         elif kind is int:
             if 1 < x < 2**31:
                 add(2 if x & 15 else 16)
             else:
                 add((kind, x == 1, x % 16 == 0, x >= -(2**31), x < 2**31, x < 2**63))
+        elif x is None:
+            add(None)
+        elif isinstance(x, Tensor):
+            address = x.data_ptr()
+            add((x.dtype,) if address & 15 else x.dtype)
+            pass_on(address)
+            continue
         else:
             add((kind, x == 1) if kind is bool else kind)
+        pass_on(x)
     return properties, values

@@ -30,9 +30,12 @@ def cached(function: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_compiling():
             return function(*args, **kwargs)
-        if torch.SymInt in map(type, args):
-            args = tuple(int(x) if isinstance(x, torch.SymInt) else x for x in args)  # type: ignore[assignment]
-        result: R = known(*args, **kwargs)
+        try:
+            result: R = known(*args, **kwargs)
+        except TypeError:
+            if torch.SymInt not in map(type, args):
+                raise
+            result = known(*(int(x) if isinstance(x, torch.SymInt) else x for x in args), **kwargs)
         return result
 
     call.cache_clear = known.cache_clear  # type: ignore[attr-defined]

@@ -172,7 +172,7 @@ def scores(
     P, factors, bounds = empty_scores(k, HV, HO, chunks, bound)
     flags = erase_flags(erase, erase_key)
     square = (chunks.count, HV, chunks.size, chunks.size) if flags["SOLVE"] else (0,)
-    L = torch.empty(square, dtype=torch.float32, device=k.device)
+    L = k.new_empty(square, dtype=torch.float32)
     if chunks.count:
         launch(
             scores_kernel, chunks.count * HO,

@@ -256,7 +256,7 @@ def prompt_inputs_triton(call: PromptInputsCall) -> PromptInputs:
         raise NotImplementedError(f"{call.conv_weight.shape[1]} taps: the kernel takes up to {MAX_TAPS}")
     q, k, v, window_q, window_k, tail = _operator(*call)
     if v is None or not v.numel():  # nothing changes it
-        v = call.v.unflatten(-1, (-1, call.head_dim))
+        v = call.v.view(*call.v.shape[:2], -1, call.head_dim)
     if not call.window_heads:
         window_q = window_k = None
     return PromptInputs(q, k, v, window_q, window_k, tail if call.output_tail else None)

@@ -46,9 +46,10 @@ def window_forward(
     window, sinks = _reach(window, sinks, T)
     config = window_config("forward", D, sinks, q.dtype)
     chunks = cut_chunks(B, T, config.M, cu_seqlens)
-    make = torch.zeros if chunks.varlen else torch.empty
-    o = make(q.shape, dtype=q.dtype, device=q.device)
-    lse = make(q.shape[:3], dtype=torch.float32, device=q.device)
+    o, lse = _fake_window_forward(q, k, v, cu_seqlens, window, sinks, scale, softcap)
+    if chunks.varlen:
+        o.zero_()
+        lse.zero_()
     launch(
         forward_kernel, chunks.count * HQ,
         q, k, v, o, lse, chunks.cu_seqlens, chunks.row_of_chunk, chunks.first_chunk, T, window, scale, *strides,

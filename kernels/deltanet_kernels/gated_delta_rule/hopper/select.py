@@ -90,7 +90,7 @@ def solve(inputs: ChunkInputs) -> ChunkTensors:
     B, T, H, K = k.shape
     HV = g.shape[2]
     P, factors, bounds = empty_scores(k, HV, HV, chunks, bound)
-    inverse = torch.empty_like(P)
+    inverse = P.new_empty(P.shape)
     if chunks.count:
         launch(
             solve_kernel(), chunks.count * H,
