@@ -97,13 +97,14 @@ def truth(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None = N
     return scores.softmax(-1).nan_to_num(0.0) @ v
 
 
-def check(found: Tensor, wanted: Tensor) -> None:
-    """Float32 sums, rounded once."""
+def check(found: Tensor, wanted: Tensor, scores: float = 0.0) -> None:
+    """Float32 sums, rounded once; a weight is as wrong as its score, whose summands are at most `scores` together."""
     rounding = 0.0 if found.dtype == torch.float32 else 0.501 * torch.finfo(found.dtype).eps
     assert found.shape == wanted.shape
     assert found.isfinite().all()
     error = (found.double() - wanted).abs()
-    assert (error <= rounding * wanted.abs() + 4e-6).all(), error.max()
+    bound = 4e-6 + 2 * torch.finfo(torch.float32).eps * scores
+    assert (error <= rounding * wanted.abs() + bound).all(), error.max()
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -124,7 +125,9 @@ def test_one_span_is_one_launch(shape: tuple[int, ...], monkeypatch: pytest.Monk
     monkeypatch.setattr(attention, "combine_kernel", None)
     for mask in MASKS:
         inputs = make(shape, mask)
-        check(decode_attention_triton(*inputs, 0.3), truth(*inputs, 0.3))
+        q, k = inputs[0].float().abs(), inputs[1].float().abs()
+        scores = 0.3 * (q @ k.repeat_interleave(q.shape[1] // k.shape[1], dim=1).mT).max().item()
+        check(decode_attention_triton(*inputs, 0.3), truth(*inputs, 0.3), scores)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

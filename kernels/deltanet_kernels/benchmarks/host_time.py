@@ -77,6 +77,19 @@ def forms(call: Call, tensors: list[torch.Tensor], do: torch.Tensor) -> dict[str
     return {"forward_us": without_gradients, "recorded_us": lambda: call(*tensors), "fwdbwd_us": with_backward}
 
 
+def figures(timed: dict[str, Callable[[], object]]) -> dict[str, Any]:
+    """The column of each call; the first error, if a call raises one, and no columns behind it."""
+    row: dict[str, Any] = {}
+    try:
+        for column, run in timed.items():
+            for _ in range(3):  # compiles
+                run()
+            row[column] = host_us(run)
+    except RuntimeError as error:
+        row["failed"] = f"{column}: {error}"
+    return row
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", action="store_true", help="also flash-linear-attention's operator")
@@ -92,10 +105,7 @@ def main() -> None:
     rows = []
     for name, call in calls.items():
         timed = forms(call, tensors, do)
-        for run in timed.values():  # compiles
-            for _ in range(3):
-                run()
-        rows.append({"call": name, **{column: host_us(run) for column, run in timed.items()}})
+        rows.append({"call": name, **figures(timed)})
         print(rows[-1], flush=True)
         if options.profile and name == "gated delta rule":
             for run in timed.values():
