@@ -233,7 +233,7 @@ def test_the_studies_of_smollm2_are_valid(monkeypatch: pytest.MonkeyPatch, name:
     for run in study.runs:
         if run.recipe is not None:
             sources = study.recipe(run, "student")[1].data.sources
-            assert sources[0].path in ("a/train.npy.xz", "mixture/wiki.npy.xz")
+            assert sources[0].path in ("a/train.npy.xz", "mixture/wiki.npy.xz", "wide/wiki.npy.xz")
 
 
 def test_the_study_of_mixers_trains_all_alike(monkeypatch: pytest.MonkeyPatch) -> None:
