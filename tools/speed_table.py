@@ -9,21 +9,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-KINDS = {"teacher": "teacher", "hybrid25": "hybrid", "all": "pure"}
+KINDS = {"teacher": "teacher", "window25": "hybrid with windows", "hybrid25": "hybrid", "all": "pure"}
 
 Rows = Sequence[dict[str, Any]]
 
 
 def markdown(rows: Rows) -> str:
     """The table, and below it what could not be measured."""
-    headers = [f"{what}: {title}" for what in ("prompt, tokens/s", "step, ms", "cache, MB") for title in KINDS.values()]
+    kinds = {kind: title for kind, title in KINDS.items() if any(row["kind"] == kind for row in rows)}
+    headers = [f"{what}: {title}" for what in ("prompt, tokens/s", "step, ms", "cache, MB") for title in kinds.values()]
     lines = ["| shape, sequences x tokens | " + " | ".join(headers) + " |", "|---" * (len(headers) + 1) + "|"]
     points = list(dict.fromkeys((row["shape"], row["batch"], row["context"]) for row in rows if "error" not in row))
     for shape, batch, context in points:
-        best = {kind: _best(rows, shape, batch, context, kind) for kind in KINDS}
-        cells = [_cell(best, "prefill_tokens_per_s", kind) for kind in KINDS]
-        cells += [_cell(best, "decode_ms", kind) for kind in KINDS]
-        cells += [f"{row['cache_mb']:,.0f}" if (row := best[kind]) else "-" for kind in KINDS]
+        best = {kind: _best(rows, shape, batch, context, kind) for kind in kinds}
+        cells = [_cell(best, "prefill_tokens_per_s", kind) for kind in kinds]
+        cells += [_cell(best, "decode_ms", kind) for kind in kinds]
+        cells += [f"{row['cache_mb']:,.0f}" if (row := best[kind]) else "-" for kind in kinds]
         lines.append(f"| {shape}, {batch} x {context:,} | " + " | ".join(cells) + " |")
     keys = ("shape", "kind", "mode", "batch", "context")
     failed = [

@@ -14,10 +14,10 @@ from deltanet_hf.decoding.recorders import RECORDERS
 from deltanet_hf.errors import QualityError, UserError
 from deltanet_hf.evaluation.measures.decoding_mode import EAGER, MODES, MOST_STEPS
 from deltanet_hf.evaluation.speed.check_decoding import check_decoding
-from deltanet_hf.evaluation.speed.random_models import KINDS, SHAPES
+from deltanet_hf.evaluation.speed.random_models import SHAPES
 from deltanet_hf.mixers.state import cache_bytes
 from deltanet_recipes.benchmarks import end_to_end, model_at_points
-from deltanet_recipes.benchmarks.end_to_end import benchmark, turns
+from deltanet_recipes.benchmarks.end_to_end import KINDS, benchmark, turns
 from deltanet_recipes.benchmarks.model_at_points import ModelAtPoints
 from support.replayed_step import Recorder
 from support.tiny_models import TINY_SHAPE, tiny_teacher
@@ -27,7 +27,8 @@ from support.tiny_models import TINY_SHAPE, tiny_teacher
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SHAPES, "135M", TINY_SHAPE)
     monkeypatch.setattr(end_to_end, "POINTS", [(1, 16), (2, 24)])
-    monkeypatch.setattr(model_at_points, "STEPS", 2)
+    monkeypatch.setattr(model_at_points, "STEPS", {"eager": 2})
+    monkeypatch.setattr(model_at_points, "MOST_STEPS", 8)
     for place in (end_to_end, model_at_points):
         monkeypatch.setattr(place, "free_memory", lambda: None)  # seconds of a test process full of modules
     monkeypatch.setattr(model_at_points, "check_decoding", lambda model, mode: check_decoding(model, mode, length=20))
@@ -61,7 +62,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, place: Any, name: str) -> list[tupl
 
 def test_models_are_compiled_after_everything_else() -> None:
     modes = ["eager", "graph"]
-    first = [(shape, kind, modes) for shape in ("135M", "1B", "8B") for kind in ("teacher", "all", "hybrid25")]
+    first = [(shape, kind, modes) for shape in ("135M", "1B", "8B") for kind in KINDS]
     again = [(shape, kind, ["compiled"]) for shape, kind, _ in first]
     assert list(turns(list(SHAPES), list(KINDS), list(MODES))) == first + again
     assert list(turns(["1B"], ["all"], ["compiled"])) == [("1B", "all", ["compiled"])]
@@ -155,7 +156,7 @@ def test_the_time_ends_after_a_row(
         return before(*args)
 
     monkeypatch.setattr(ModelAtPoints, "measure", measure)
-    for count, made, minutes in ((3, 2, 1.5), (3, 2, 0.0), (4, 3, 0.5), (6, 4, None)):
+    for count, made, minutes in ((3, 2, 1.5), (3, 2, 0.0), (4, 3, 0.5), (8, 5, None)):
         benchmark(options(path, minutes=minutes))
         assert (len(rows_of(path)), len(models)) == (count, made)
         assert ("the same command goes on" in capsys.readouterr().out) == (minutes is not None)
@@ -176,7 +177,7 @@ def test_a_slow_prefill_is_timed_once(seconds: float, repeats: int, monkeypatch:
 
 def test_a_step_has_room_for_all_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    assert (1 + model_at_points.DECODINGS) * model_at_points.STEPS <= MOST_STEPS
+    assert (1 + model_at_points.DECODINGS) * max(model_at_points.STEPS.values()) <= MOST_STEPS
 
 
 def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from deltanet_hf.decoding.fixed_cache import NotRecordable
 from deltanet_hf.decoding.graphed_step import graphed_step
 from deltanet_hf.errors import UserError, one_line
 
-MOST_STEPS = 64  # of a step made here
+MOST_STEPS = 256  # of a step made here
 Step = Callable[[Tensor], Tensor]
 """The likeliest next tokens [B, 1] after the tokens [B, 1], which it reads into the cache."""
 

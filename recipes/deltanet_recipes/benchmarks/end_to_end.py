@@ -2,14 +2,14 @@
 
     python -m deltanet_recipes.benchmarks.end_to_end --output end_to_end_h200.json
 
-Kinds: the softmax teacher, `all` layers Gated DeltaNet, and `hybrid25`, every fourth layer softmax. Modes: see
-`deltanet_hf.evaluation.measures.decoding_mode`. Before its first row, each model and mode decodes greedily beside
-complete forward passes. A row has
+Kinds: the softmax teacher; `all` layers Gated DeltaNet; `hybrid25`, every fourth layer softmax; `window25`, the same
+with a window beside each state, as `convert` makes it. `deltanet_hf.evaluation.measures.decoding_mode` has the modes.
+Before its first row, each model and mode decodes greedily beside complete forward passes. A row has
 
 - prefill_tokens_per_s, of all sequences together: the median of `repeats` runs after one that loads the kernels. It is
   measured once per model and point, and belongs to the rows of all modes;
-- decode_ms, per step of the whole batch: the median of 3 runs of 16 steps after one that is not timed, all of them on
-  one cache, which they lengthen;
+- decode_ms, per step of the whole batch: the median of 3 runs of 64 steps (of 16 by separate launches) after one that
+  is not timed, all of them on one cache, which they lengthen;
 - cache_mb: the cache after the prompt;
 - or error, in place of these.
 
@@ -31,12 +31,17 @@ import torch
 from deltanet_hf.errors import QualityError, UserError, one_line
 from deltanet_hf.evaluation.measures.decoding_mode import COMPILED, MODES
 from deltanet_hf.evaluation.speed.bench import Row, write_rows
-from deltanet_hf.evaluation.speed.random_models import KINDS, SHAPES, random_model
+from deltanet_hf.evaluation.speed.random_models import SHAPES, random_model
 from deltanet_hf.exit_codes import run_command
 from deltanet_hf.loading import chosen_device
 from deltanet_recipes.benchmarks.model_at_points import ModelAtPoints, Point, Prefill, free_memory
 
 POINTS: list[Point] = [(1, 2048), (16, 2048), (1, 32768), (16, 16384)]  # sequences, tokens of each prompt
+KINDS = {
+    **{kind: (kind, "gated_deltanet") for kind in ("teacher", "all", "hybrid25")},
+    "window25": ("hybrid25", "gated_deltanet+window"),
+}
+"""The kind of random model and its mixer."""
 KEY = ("shape", "kind", "mode", "batch", "context")
 
 
@@ -112,7 +117,7 @@ def _measure_model(missing: list[Row], results: Results, is_over: Callable[[], b
     if is_over():
         return False
     shape, kind = missing[0]["shape"], missing[0]["kind"]
-    model = random_model(shape, kind, "gated_deltanet", torch.bfloat16, chosen_device(None))
+    model = random_model(shape, *KINDS[kind], torch.bfloat16, chosen_device(None))
     measured = ModelAtPoints(model, results.prefills(shape, kind), check_compiled_at=POINTS[0])
     del model
     try:

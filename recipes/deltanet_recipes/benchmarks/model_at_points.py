@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from deltanet_hf.errors import QualityError, UserError, one_line
-from deltanet_hf.evaluation.measures.decoding_mode import COMPILED, EAGER, Mode
+from deltanet_hf.evaluation.measures.decoding_mode import COMPILED, EAGER, MOST_STEPS, Mode
 from deltanet_hf.evaluation.measures.speed import random_tokens, timed_prompt, timed_steps
 from deltanet_hf.evaluation.speed.check_decoding import check_decoding
 from deltanet_hf.mixers.state import cache_bytes
@@ -21,7 +21,9 @@ Point = tuple[int, int]
 """Sequences, and the tokens of each prompt."""
 PREFILLS = 3  # timed
 SLOW = 4.0  # seconds of a prefill that is timed only once
-DECODINGS, STEPS = 3, 16
+DECODINGS = 3
+STEPS = {EAGER.name: 16}
+"""Steps of a run by separate launches, which take longest."""
 
 
 class Prefill(NamedTuple):
@@ -113,12 +115,13 @@ class ModelAtPoints:
 
     def _step_seconds(self, mode: Mode, filled: _Filled) -> float:
         step = mode.step(self._model, filled.cache)
-        _, token = timed_steps(step, filled.token, STEPS)
+        count = STEPS.get(mode.name, MOST_STEPS // (1 + DECODINGS))
+        _, token = timed_steps(step, filled.token, count)
         times = []
         for _ in range(DECODINGS):
-            seconds, token = timed_steps(step, token, STEPS)
+            seconds, token = timed_steps(step, token, count)
             times.append(seconds)
-        return statistics.median(times) / STEPS
+        return statistics.median(times) / count
 
 
 def free_memory() -> None:
