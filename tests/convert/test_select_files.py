@@ -15,6 +15,7 @@ from deltanet_convert.select.command import select_command
 from deltanet_convert.select.units import Candidates
 from deltanet_hf.errors import UserError
 from support.far_model import far_folder
+from support.tiny_conversion import teacher_folder, tiny_job
 from support.tiny_models import teacher_config
 from support.tiny_selection import tiny_selection, tiny_task
 
@@ -126,6 +127,23 @@ def test_the_file_says_everything_and_convert_reads_it(far: Path, tmp_path: Path
     assert read_selection(out).seed == 4
 
 
+@pytest.mark.parametrize("unit", ["layer", "kv_head"])
+def test_layers_that_slide_stay_as_they_are(unit: str, tmp_path: Path) -> None:
+    """The tiny Gemma slides in layers 0 and 2; the whole budget is for the others."""
+    teacher, out = teacher_folder(tmp_path / "teacher", "gemma3_text"), tmp_path / "s.json"
+    found = tiny_selection(teacher, out, "50%", method="uniform", unit=unit)
+    assert (found.kept, found.local) == (((3,),) if unit == "layer" else ((1, 1), (3, 1)), (0, 2))
+    assert read_selection(out) == found
+    heads = {(layer, head) for layer in (0, 2) for head in range(2)}
+    assert found.heads == tuple(sorted(heads | ({(3, 0), (3, 1)} if unit == "layer" else {(1, 1), (3, 1)})))
+    kinds = tiny_job(teacher, tmp_path / "out", layers=str(out)).table.layers
+    softmax = [layer for layer, kind in enumerate(kinds) if kind == "softmax"]
+    assert softmax == ([0, 2, 3] if unit == "layer" else [0, 2])
+    task = tiny_task(teacher, tmp_path / "t.json", Budget.memory("60%", 400), unit=unit, mixer="retention")
+    assert task.memory is not None
+    assert task.memory.fixed == 2 * min(8, 400) * 2 * 2 * teacher_config("gemma3_text").head_dim * 4
+
+
 def test_spread_units_need_no_run(far: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deltanet_convert.select.run.load_teacher", None)
     assert tiny_selection(far, tmp_path / "a.json", "2", method="uniform").layers == (1, 3)
@@ -166,6 +184,11 @@ GOOD: dict[str, Any] = {
         ({"kept": {}}, "key 'kept' is {}, expected a JSON list"),
         ({"kept": [], "order": []}, "key 'kept' lists nothing"),
         ({"order": [1, 3]}, "keys 'order' and 'kept' list different units"),
+        ({"local": 3}, "key 'local' is 3, expected a JSON list"),
+        ({"local": [4]}, "key 'local' holds 4, which the model does not have"),
+        ({"local": [[0, 1]]}, "key 'local' holds [0, 1], expected a layer index"),
+        ({"local": [0, 2]}, "keys 'kept' and 'local' both list layers [2]"),
+        ({"local": [0, 3]}, "keeps all 4 layers"),
         ({"unit": "neuron"}, "key 'unit' is 'neuron'"),
         ({"unit": "kv_head"}, "expected [layer, key/value head]"),
         ({"unit": "kv_head", "kept": [[0, 2]], "order": [[0, 2]]}, "holds [0, 2], which the model does not have"),

@@ -22,7 +22,7 @@ class Memory:
         teacher: all layers of the teacher.
         kept: one kept unit.
         other: one unit that is not kept: its part of the converted layer's cache.
-        fixed: layers that are no candidates, converted.
+        fixed: layers that are no candidates and stay as they are.
     """
 
     at: int
@@ -45,7 +45,7 @@ class Memory:
             teacher=sum(layer.kv_bytes(at) for layer in layers),
             kept=sum(layer.kv_bytes(at) for layer in own) / units,
             other=sum(layer.cache_bytes(at) for layer in own) / units,
-            fixed=sum(layer.cache_bytes(at) for layer in layers if layer not in own),
+            fixed=sum(layer.kv_bytes(at) for layer in layers if layer not in own),
         )
 
     def total(self, kept: int, units: int) -> int:
@@ -117,7 +117,7 @@ class Budget:
             raise UserError(f"{self.option}: keeps none of the {available} units; give a larger budget")
         if found > available:
             raise UserError(f"{self.option}: there are only {available} units; give a smaller budget")
-        if found == available and not candidates.local:
+        if found == available:
             raise UserError(f"{self.option}: keeps all {available} units; leave at least one to convert")
         return found
 

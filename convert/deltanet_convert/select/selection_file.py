@@ -29,6 +29,7 @@ class Selection:
         order: the same units, the most important one first.
         scores: what was measured.
         settings: window, sinks and probes with which it was measured.
+        local: layers with the family's own sliding window, ascending; they stay softmax too.
     """
 
     teacher: str
@@ -43,25 +44,26 @@ class Selection:
     order: tuple[Unit, ...]
     scores: Mapping[str, Any]
     settings: Mapping[str, Any]
+    local: tuple[int, ...] = ()
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The kept layers, ascending; ValueError for a selection of heads."""
+        """The layers that stay softmax, ascending; ValueError for a selection of heads."""
         if self.unit != "layer":
             raise ValueError(f"unit: got {self.unit!r}, which names heads and not layers; use `heads`")
-        return tuple(unit[0] for unit in self.kept)
+        return tuple(sorted({unit[0] for unit in self.kept} | {*self.local}))
 
     @property
     def heads(self) -> tuple[tuple[int, int], ...]:
-        """The kept key/value heads as (layer, head), ascending; of a kept layer, all of its heads."""
-        if self.unit == "layer":
-            return tuple((unit[0], head) for unit in self.kept for head in range(self.num_key_value_heads))
-        return tuple((unit[0], unit[1]) for unit in self.kept)
+        """The key/value heads that stay softmax as (layer, head), ascending; of a whole layer, all of its heads."""
+        whole = self.local if self.unit == "kv_head" else self.layers
+        single = [(unit[0], unit[1]) for unit in self.kept] if self.unit == "kv_head" else []
+        return tuple(sorted([*single, *((layer, head) for layer in whole for head in range(self.num_key_value_heads))]))
 
     def to_json(self) -> dict[str, Any]:
         """The contents of the file."""
-        kept = {"kept": [to_json(unit) for unit in self.kept], "order": [to_json(unit) for unit in self.order]}
-        return {"format": FORMAT, **asdict(self), **kept}
+        lists = {"kept": [to_json(unit) for unit in self.kept], "order": [to_json(unit) for unit in self.order]}
+        return {"format": FORMAT, **asdict(self), **lists, "local": list(self.local)}
 
     def check_teacher(self, where: str, config: Any) -> None:
         """Raises UserError unless the selection fits a teacher with this config; `where` begins the message."""
@@ -94,12 +96,12 @@ def parse_selection(value: Any, where: str) -> Selection:
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         found = value.get("format") if isinstance(value, dict) else type(value).__name__
         raise UserError(f"{where}: key 'format' is {found!r}, expected '{FORMAT}'; run deltanet-hf select again")
-    types: dict[str, type] = {"kept": list, "order": list, "scores": dict, "settings": dict}
+    types: dict[str, type] = {"kept": list, "order": list, "local": list, "scores": dict, "settings": dict}
     numbers = ("num_hidden_layers", "num_key_value_heads", "seed")
     types |= {
         field.name: int if field.name in numbers else str for field in fields(Selection) if field.name not in types
     }
-    found = {"scores": {}, "settings": {}, **value}
+    found = {"scores": {}, "settings": {}, "local": [], **value}
     for key, kind in types.items():
         if type(found.get(key)) is not kind:
             raise UserError(f"{where}: key '{key}' is {found.get(key)!r:.60}, expected a JSON {_json_name(kind)}")
@@ -109,11 +111,17 @@ def parse_selection(value: Any, where: str) -> Selection:
         if found[key] < 1:
             raise UserError(f"{where}: key '{key}' is {found[key]}, expected at least 1")
     kept, order = (_units(found, key, where) for key in ("kept", "order"))
+    local = [unit[0] for unit in _units({**found, "unit": "layer"}, "local", where)]
+    if both := {unit[0] for unit in kept} & {*local}:
+        raise UserError(
+            f"{where}: keys 'kept' and 'local' both list layers {sorted(both)}; run deltanet-hf select again"
+        )
     if not kept:
         raise UserError(f"{where}: key 'kept' lists nothing; say --layers all to convert every layer")
     if sorted(order) != sorted(kept):
         raise UserError(f"{where}: keys 'order' and 'kept' list different units; run deltanet-hf select again")
-    values = {key: found[key] for key in types} | {"kept": tuple(sorted(kept)), "order": tuple(order)}
+    units = {"kept": tuple(sorted(kept)), "order": tuple(order), "local": tuple(sorted(local))}
+    values = {key: found[key] for key in types} | units
     return Selection(**values)
 
 

@@ -64,6 +64,7 @@ class SelectionTask:
             order=tuple(order),
             scores=scores,
             settings=options.settings(self.length),
+            local=self.candidates.local,
         )
 
     def is_answered_by(self, found: Selection) -> bool:
@@ -97,7 +98,7 @@ def plan_selection(
     """Checks a selection.
 
     Args:
-        table: the layers of a conversion that keeps nothing; a budget in bytes counts their states.
+        table: the layers of a conversion of every layer; a budget in bytes counts their states.
 
     Raises:
         UserError: the budget makes no sense for this teacher, a window shows everything, or the name of the output is

@@ -15,12 +15,11 @@ UNITS = ("layer", "kv_head")
 
 @dataclass(frozen=True)
 class Candidates:
-    """The units whose cache grows with the text, and the layers that have none because they slide.
+    """The units whose cache grows with the text, and the layers whose cache does not, because they slide.
 
     Attributes:
         units: what may be kept, ascending.
-        local: layers that attend within the family's own sliding window; they are left as they are while the others
-            are scored, and are never kept.
+        local: layers that attend within the family's own sliding window; they stay as they are.
         window: that sliding window, in tokens; None if no layer has one.
     """
 
@@ -53,7 +52,7 @@ class Candidates:
             return f"Every layer slides over {self.window} tokens: a kept one keeps that window."
         return (
             f"Layers {list(self.local)} attend within the teacher's own window of {self.window} tokens: their cache "
-            "does not grow, so they stay as they are while the others are scored and are not chosen."
+            "does not grow, so they stay as they are, and the choice is among the others."
         )
 
 
