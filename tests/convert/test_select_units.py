@@ -22,7 +22,7 @@ from deltanet_convert.select.probes import haystack, recall_probes
 from deltanet_convert.select.references import References
 from deltanet_convert.select.scoring import Scorer
 from deltanet_convert.select.switchable import SwitchableModel
-from deltanet_convert.select.units import UNITS, Candidates, Unit, evenly
+from deltanet_convert.select.units import SHORT, UNITS, Candidates, Unit, evenly
 from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.tasks import prose_facts, recall_sweeps, recall_tasks
 from deltanet_hf.mixers.window import restrict_to_window
@@ -149,6 +149,10 @@ def test_layers_with_a_sliding_window_are_no_candidates() -> None:
     assert sliding.units == ((0,), (1,), (2,), (3,))
     assert "keeps that window" in str(sliding.note())
     assert Candidates.of(tiny_teacher("smollm3").config, "layer").note() is None
+    long = tiny_teacher("gemma2", sliding_window=SHORT + 1, max_position_embeddings=4 * SHORT).config
+    assert Candidates.of(long, "layer") == Candidates(((0,), (1,), (2,), (3,)), (), None)
+    long.sliding_window = SHORT
+    assert Candidates.of(long, "layer").local == (0, 2)
 
 
 def test_probes_fill_their_length_and_ask_for_what_the_text_says() -> None:

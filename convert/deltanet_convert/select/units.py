@@ -11,16 +11,17 @@ from deltanet_hf.mixers.masks import sliding_window
 Unit = tuple[int, ...]
 """(layer,) or (layer, key/value head)."""
 UNITS = ("layer", "kv_head")
+SHORT = 1024  # tokens of a sliding window whose cache is hardly larger than that of a window beside a state
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """The units whose cache grows with the text, and the layers whose cache does not, because they slide.
+    """The units to choose among, and the layers that are not chosen, because their own cache is small.
 
     Attributes:
         units: what may be kept, ascending.
-        local: layers that attend within the family's own sliding window; they stay as they are.
-        window: that sliding window, in tokens; None if no layer has one.
+        local: layers that attend within a short sliding window of the family's own; they stay as they are.
+        window: that sliding window, or that of a family in which every layer slides, in tokens; None if there is none.
     """
 
     units: tuple[Unit, ...]
@@ -29,7 +30,7 @@ class Candidates:
 
     @classmethod
     def of(cls, config: Any, unit: str) -> Candidates:
-        """The candidates of a teacher. Where every layer slides, each is a candidate: it can keep its window.
+        """The candidates of a teacher. A layer with a long sliding window is one, and so is each where all slide.
 
         Args:
             config: the teacher's.
@@ -38,11 +39,12 @@ class Candidates:
         layers = range(int(config.num_hidden_layers))
         longest = int(config.max_position_embeddings)
         windows = {layer: window for layer in layers if (window := sliding_window(config, layer) or longest) < longest}
-        local = () if len(windows) == len(layers) else tuple(windows)
+        all_slide = len(windows) == len(layers)
+        local = () if all_slide else tuple(layer for layer, window in windows.items() if window <= SHORT)
         full = [layer for layer in layers if layer not in local]
         heads = range(int(config.num_key_value_heads))
         units = [(layer,) for layer in full] if unit == "layer" else [(i, head) for i in full for head in heads]
-        return cls(tuple(units), local, min(windows.values(), default=None))
+        return cls(tuple(units), local, min(windows.values()) if local or all_slide else None)
 
     def note(self) -> str | None:
         """Says which layers have a sliding window and what that means for the choice; None if there are none."""
