@@ -277,7 +277,7 @@ def test_the_command_without_the_peer_installed(module: Any, monkeypatch: pytest
     for name in ("fla", "fla.ops"):
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setattr(module, "DEVICE", "cpu")
-    for name in ("SHAPES", "MESA_SHAPES"):
+    for name in ("SHAPES", "PYTORCH_SHAPES"):
         if hasattr(module, name):
             monkeypatch.setattr(module, name, small(module))
     seen: list[Row] = []

@@ -30,17 +30,9 @@ from .. import torch_chunk_gated_delta_rule
 from ..arguments import RuleCall
 from ..gated_delta_rule.chunk import chunk_gated_delta_rule_triton
 from .both_passes import check_and_time
-from .table import Row, Table, add_options
+from .table import SHAPES, Row, Table, add_options
 
 DEVICE = "cuda"
-SHAPES = [
-    (16, 2048, 9, 64),
-    (8, 2048, 32, 64),
-    (4, 4096, 32, 128),
-    (1, 4096, 32, 128),
-    (1, 32768, 32, 128),
-    (1, 131072, 16, 128),
-]
 NOTES = {"shape": "B, T, H, K = V; log decays in (-1, 0); bfloat16"}
 WRITES = "two writes per token"
 FORMS: dict[str, dict[str, Any]] = {

@@ -37,18 +37,13 @@ from ..mesa.cpu import chunk_mesa_torch
 from ..mesa.solve import STEPS
 from ..mesa.state import check_mesa
 from .first_results import compiled_ahead, time_limit
-from .table import Row, Table, add_options
+from .table import SHAPES, Row, Table, add_options
 from .timing import median_ms, peak_gib
 
-SHAPES = [(4, 2048, 9, 64), (1, 8192, 16, 128)]  # B, T, heads, head size
-MESA_SHAPES = [  # those of the other kernels, too large for the PyTorch forms
-    (16, 2048, 9, 64),
-    (8, 2048, 32, 64),
-    (4, 4096, 32, 128),
-    (1, 4096, 32, 128),
-    (1, 32768, 32, 128),
-    (1, 131072, 16, 128),
-]
+PYTORCH_SHAPES = [
+    (4, 2048, 9, 64),
+    (1, 8192, 16, 128),
+]  # those of `SHAPES` are too large for PyTorch
 OPERATORS = ("mesa", "gated delta rule", "mesa, PyTorch", "ttt", "titans", "ttt, layer norm")
 DEVICE = "cuda"
 CHECKED = 200  # tokens of the comparison
@@ -152,7 +147,7 @@ def rows(operators: Sequence[str], peers: bool) -> Iterator[Row]:
     """Labels of the rows in the order of measurement: Mesa before the others, the slowest last."""
     mesa = [("mesa", impl) for impl in (("deltanet", "fla") if peers else ("deltanet",)) if "mesa" in operators]
     every = mesa + [(name, "deltanet") for name in operators if name != "mesa"]
-    for shapes, order in ((MESA_SHAPES[:1], mesa), (SHAPES, every), (MESA_SHAPES[1:], mesa)):
+    for shapes, order in ((SHAPES[:1], mesa), (PYTORCH_SHAPES, every), (SHAPES[1:], mesa)):
         for shape in shapes:
             for name, impl in order:
                 yield {"operator": name, "shape": list(shape), "impl": impl}

@@ -15,6 +15,15 @@ from .first_results import OverTime
 from .timing import RESULTS, write
 
 Row = dict[str, Any]
+SHAPES = [
+    (16, 2048, 9, 64),
+    (8, 2048, 32, 64),
+    (4, 4096, 32, 128),
+    (1, 4096, 32, 128),
+    (1, 32768, 32, 128),
+    (1, 131072, 16, 128),
+]
+"""B, T, heads, head size of tables that compare kernels."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
