@@ -51,12 +51,12 @@ def test_without_options_a_quarter_stays_softmax_and_the_others_have_a_window(
     assert stop.value.code == 0
     assert "No GPU: the softmax layers are spread evenly" in capsys.readouterr().out
     layers, kind = kinds(tmp_path / "out")
-    assert layers == ["linear", "linear", "linear", "softmax"]
+    assert layers == ["linear", "linear", "softmax", "linear"]
     assert (kind["mixer"], kind["window"], kind["sinks"]) == ("gated_deltanet", 256, 4)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "text.txt"]
     assert not (tmp_path / "out" / "selection.png").exists()  # nothing was measured
     report = json.loads((tmp_path / "out" / "conversion.json").read_text())
-    assert (report["selection"]["method"], report["selection"]["kept"]) == ("uniform", [3])
+    assert (report["selection"]["method"], report["selection"]["kept"]) == ("uniform", [2])
 
 
 def test_pure_converts_every_layer_to_the_state_alone(
@@ -125,7 +125,7 @@ def test_a_teacher_of_a_shipped_shape_keeps_the_shipped_layers(
     for key, value in known.items():  # one key that differs makes it another shape
         other = value + 1 if isinstance(value, int) else "qwen3"
         monkeypatch.setitem(for_convert.SHAPES, file, {**known, key: other})
-        assert chosen("other").table.softmax == [3]
+        assert chosen("other").table.softmax == [2]
     assert set(lines[1:]) == {for_convert.NO_GPU}
 
 
@@ -146,7 +146,7 @@ def test_a_resumed_conversion_does_not_select_again(
         with pytest.raises(KeyboardInterrupt):
             tiny_conversion(teacher, tmp_path / "out", **AUTO)
     report = tiny_conversion(teacher, tmp_path / "out", **AUTO, resume=True)
-    assert report["selection"]["kept"] == [3]
+    assert report["selection"]["kept"] == [2]
     assert tiny_conversion(teacher, tmp_path / "out", **AUTO, resume=True) == report
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "text.txt"]
 
@@ -165,7 +165,7 @@ def test_a_teacher_that_cannot_be_measured_is_refused_with_what_convert_can_do(t
     ("family", "changes", "kept"),
     [
         ("llama", {"num_hidden_layers": 2}, [1]),
-        ("llama", {"num_hidden_layers": 9}, [3, 8]),
+        ("llama", {"num_hidden_layers": 9}, [2, 6]),
         ("gemma3_text", {}, [0, 2, 3]),  # two of its four layers slide and stay; the last of the others
     ],
 )

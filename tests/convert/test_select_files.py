@@ -150,7 +150,7 @@ def test_spread_units_need_no_run(far: Path, tmp_path: Path, monkeypatch: pytest
     assert tiny_selection(far, tmp_path / "b.json", "2", method="exportable").layers == (1, 3)
     assert tiny_selection(far, tmp_path / "c.json", "1", method="exportable").layers == (2,)
     heads = tiny_selection(far, tmp_path / "d.json", "2", method="uniform", unit="kv_head")
-    assert heads.heads == ((1, 1), (3, 1))
+    assert heads.heads == ((1, 0), (3, 0))
     with pytest.raises(ValueError, match="names heads"):
         _ = heads.layers
     with pytest.raises(UserError, match="key 'unit' is 'kv_head', which names heads"):

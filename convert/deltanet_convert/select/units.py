@@ -64,5 +64,5 @@ def to_json(unit: Unit) -> int | list[int]:
 
 
 def evenly(units: Sequence[Unit], count: int) -> list[Unit]:
-    """`count` of the units at equal distances, the last unit among them."""
-    return [units[(i + 1) * len(units) // count - 1] for i in range(count)]
+    """`count` of the units at equal distances, the middle one of each part."""
+    return [units[(2 * i + 1) * len(units) // (2 * count)] for i in range(count)]
