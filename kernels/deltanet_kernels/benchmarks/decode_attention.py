@@ -27,6 +27,7 @@ from .. import decode_attention
 from ..flash_decoding import attention, config
 from ..flash_decoding.config import DecodeConfig, decode_config
 from ..flash_decoding.reference import torch_decode_attention
+from .table import one_line
 from .timing import copy_bandwidth, graph_us, write
 
 
@@ -143,7 +144,7 @@ def main() -> None:
             try:
                 row |= measure(run, inputs, shape.bytes, bandwidth)
             except Exception as error:
-                row["failed"] = repr(error)[:200]
+                row["failed"] = one_line(error)
             rows.append(row)
             print(row, flush=True)
     notes = {

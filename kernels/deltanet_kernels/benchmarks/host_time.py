@@ -24,6 +24,7 @@ import torch
 from torch.nn import functional as F
 
 from .. import chunk_gated_delta_rule
+from .table import one_line
 from .timing import write
 
 T, H, D = 64, 9, 64
@@ -86,7 +87,7 @@ def figures(timed: dict[str, Callable[[], object]]) -> dict[str, Any]:
                 run()
             row[column] = host_us(run)
     except RuntimeError as error:
-        row["failed"] = f"{column}: {error}"
+        row["failed"] = f"{column}: {one_line(error)}"
     return row
 
 
