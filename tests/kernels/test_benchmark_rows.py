@@ -1,4 +1,4 @@
-"""What benchmarks beside peers share: their files, the order of rows, resumption, limits of time, errors as rows."""
+"""Benchmarks beside peers: their files, the order of rows, resumption, limits of time, errors as rows."""
 
 import argparse
 import contextlib

@@ -53,7 +53,7 @@ def meta_student(shape: dict[str, Any], family: str = "llama", softmax: Any = ()
 
 
 def gpus(world: int = 1) -> Any:
-    """What an estimate reads of a `Runtime` on GPUs."""
+    """The part of a `Runtime` on GPUs that an estimate reads."""
     return SimpleNamespace(world=world, bf16=True, compile=True, device=torch.device("cuda"))
 
 

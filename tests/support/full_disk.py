@@ -101,7 +101,7 @@ def digest(out: Path) -> dict[str, str]:
 
 
 def fill(work: Callable[[Path], object], disk: Disk) -> dict[str, Any]:
-    """What came of the work on the disk: how often it ended, and the messages without their paths."""
+    """Do the work on the disk until it succeeds: how often it ended before, and the messages without their paths."""
     out, ends = disk.folder / "out", 0
     messages: set[str] = set()
     began = time.perf_counter()

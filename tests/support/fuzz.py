@@ -45,7 +45,7 @@ SECONDS = 30  # a case that takes longer hangs
 
 @dataclass
 class Findings:
-    """What came of the cases, per kind of file."""
+    """The outcomes of the cases, per kind of file."""
 
     refused: Counter[str] = field(default_factory=Counter)
     accepted: Counter[str] = field(default_factory=Counter)
@@ -178,7 +178,7 @@ GIVEN = ("teacher/", "teacher.gguf", "recipe.yaml", "layers.json")  # what a cas
 
 
 def _problem(kind: Callable[..., None], inputs: Inputs, case: Path, random: Random, found: Findings) -> dict[str, Any]:
-    """What is wrong with the way in which a case ended; empty if nothing is."""
+    """Run a case and describe what is wrong with its end; empty if nothing is."""
     try:
         with _time_limit():
             kind(inputs, case, random)
