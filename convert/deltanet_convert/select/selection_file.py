@@ -56,9 +56,11 @@ class Selection:
     @property
     def heads(self) -> tuple[tuple[int, int], ...]:
         """The key/value heads that stay softmax as (layer, head), ascending; of a whole layer, all of its heads."""
-        whole = self.local if self.unit == "kv_head" else self.layers
-        single = [(unit[0], unit[1]) for unit in self.kept] if self.unit == "kv_head" else []
-        return tuple(sorted([*single, *((layer, head) for layer in whole for head in range(self.num_key_value_heads))]))
+        single = self.unit == "kv_head"
+        heads = [(unit[0], unit[1]) for unit in self.kept] if single else []
+        for layer in self.local if single else self.layers:
+            heads += [(layer, head) for head in range(self.num_key_value_heads)]
+        return tuple(sorted(heads))
 
     def to_json(self) -> dict[str, Any]:
         """The contents of the file."""

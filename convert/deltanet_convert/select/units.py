@@ -11,7 +11,7 @@ from deltanet_hf.mixers.masks import sliding_window
 Unit = tuple[int, ...]
 """(layer,) or (layer, key/value head)."""
 UNITS = ("layer", "kv_head")
-SHORT = 1024  # tokens of a sliding window whose cache is hardly larger than that of a window beside a state
+SHORT = 1024  # tokens of a sliding window up to which converting the layer saves too little
 
 
 @dataclass(frozen=True)
