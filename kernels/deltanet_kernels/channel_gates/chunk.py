@@ -117,6 +117,7 @@ def channel_chunk_forward(
             scores_kernel, n * HO, q, k, p, g, beta, P, L, reads, erases, writes, fade, *chunk_of, scale, T,
             *q.stride()[:3], *k.stride()[:3], *p.stride()[:3], HQ=HQ, H=H, HP=p.shape[2], HV=HV, K=K, KP=KP,
             BK=config.score_BK, ERASE=erase, LIMIT=config.limit, **flags, num_warps=config.score_warps, num_stages=1,
+            maxnreg=config.score_registers,
         )  # fmt: skip
     Tm = invert(L, k.dtype, T, chunks, precision, 1) if erase else k.new_empty(0)
     del L

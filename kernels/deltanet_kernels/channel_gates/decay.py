@@ -85,28 +85,6 @@ def half_factors(g, h, i, LIMIT: tl.constexpr, dtype: tl.constexpr, PRECISION: t
 
 
 @triton.jit
-def pair_products(
-    x, y, g, e, mild, i, C: tl.constexpr, LIMIT: tl.constexpr, dtype: tl.constexpr, PRECISION: tl.constexpr
-):  # fmt: skip
-    """M [C, C] of the module's docstring from x, y, g [C, BK] float32; 0 for i <= j. `chunk_sums` gives e and mild."""
-    M = tl.zeros([C, C], dtype=tl.float32)
-    below = i[:, None] > i[None, :]
-    if mild:
-        product = tl.dot(
-            (x * tl.exp(e)).to(dtype), tl.trans((y * tl.exp(-e)).to(dtype)), input_precision=PRECISION
-        )  # fmt: skip
-        M += tl.where(below, product, 0.0)
-    else:
-        h = tl.full([], C // 2, tl.int32)
-        while h > 0:
-            row, col, served = half_factors(g, h, i, LIMIT, dtype, PRECISION)
-            product = tl.dot((x * row).to(dtype), tl.trans((y * col).to(dtype)), input_precision=PRECISION)
-            M += tl.where(below & ((i[:, None] ^ i[None, :]) < 2 * h), product, 0.0)
-            h = tl.where(served, 0, h // 2)
-    return M
-
-
-@triton.jit
 def pair_gradients(
     x, y, g, e, mild, dM, i, BK: tl.constexpr, C: tl.constexpr, LIMIT: tl.constexpr, dtype: tl.constexpr,
     PRECISION: tl.constexpr,

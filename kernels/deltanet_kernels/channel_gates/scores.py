@@ -3,6 +3,9 @@
 One program per (chunk, output head) computes P and reads; the first head of each state also computes L, erases, writes
 and fade. All tiles are stored as [chunks, heads, C, KP] with zeros past the end of a sequence and past K, so that the
 later stages load complete tiles.
+
+Whether one product serves all pairs of a chunk (decay.py) is decided per slice of BK channels. Each of the two ways
+loads its own tiles, so that neither keeps registers for the other.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -11,8 +14,60 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from deltanet_kernels.channel_gates.decay import STRONGEST, chunk_sums, pair_products, since_start, until_end
+from deltanet_kernels.channel_gates.decay import STRONGEST, chunk_sums, half_factors, token_sums
 from deltanet_kernels.common.sequences import locate_chunk
+
+
+@triton.jit
+def in_one_product(
+    P, L, q_at, k_at, p_at, reads_at, erases_at, writes_at, m, strength, scale, g, G, e, both, of_state,
+    dtype: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """P, L [C, C] with the products of a slice added, of which those above the diagonal mean nothing; stores rows."""
+    q = tl.load(q_at, mask=m, other=0.0).to(tl.float32) * scale
+    k = tl.load(k_at, mask=m, other=0.0).to(tl.float32)
+    row, since = tl.exp(e), tl.exp(G)
+    columns = tl.trans((k * tl.exp(-e)).to(dtype))
+    P = tl.dot((q * row).to(dtype), columns, P, input_precision=PRECISION)
+    tl.store(reads_at, (q * since).to(dtype))
+    if both:
+        p = tl.load(p_at, mask=m, other=0.0).to(tl.float32) * strength[:, None]
+        L = tl.dot((p * row).to(dtype), columns, L, input_precision=PRECISION)
+        tl.store(erases_at, (p * since).to(dtype))
+    if of_state:
+        until = tl.exp(tl.minimum(tl.sum(g, axis=0)[None, :] - G, 0.0))
+        tl.store(writes_at, (k * until).to(dtype))
+    return P, L
+
+
+@triton.jit
+def in_halves(
+    P, L, q_at, k_at, p_at, reads_at, erases_at, writes_at, m, strength, scale, g, i, both, of_state,
+    C: tl.constexpr, LIMIT: tl.constexpr, dtype: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """As `in_one_product`, for any gates."""
+    since = tl.exp(token_sums(i[:, None] >= i[None, :], g, dtype, PRECISION))
+    q = tl.load(q_at, mask=m, other=0.0).to(tl.float32) * scale
+    tl.store(reads_at, (q * since).to(dtype))
+    if both:
+        p = tl.load(p_at, mask=m, other=0.0).to(tl.float32) * strength[:, None]
+        tl.store(erases_at, (p * since).to(dtype))
+    if of_state:
+        until = tl.exp(token_sums(i[:, None] < i[None, :], g, dtype, PRECISION))
+        k = tl.load(k_at, mask=m, other=0.0).to(tl.float32)
+        tl.store(writes_at, (k * until).to(dtype))
+    h = tl.full([], C // 2, tl.int32)
+    while h > 0:
+        row, column, served = half_factors(g, h, i, LIMIT, dtype, PRECISION)
+        columns = tl.trans((tl.load(k_at, mask=m, other=0.0).to(tl.float32) * column).to(dtype))
+        here = (i[:, None] > i[None, :]) & ((i[:, None] ^ i[None, :]) < 2 * h)
+        rows = tl.load(q_at, mask=m, other=0.0).to(tl.float32) * scale * row
+        P += tl.where(here, tl.dot(rows.to(dtype), columns, input_precision=PRECISION), 0.0)
+        if both:
+            rows = tl.load(p_at, mask=m, other=0.0).to(tl.float32) * strength[:, None] * row
+            L += tl.where(here, tl.dot(rows.to(dtype), columns, input_precision=PRECISION), 0.0)
+        h = tl.where(served, 0, h // 2)
+    return P, L
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -36,50 +91,47 @@ def scores_kernel(
     i = tl.arange(0, C)
     live = i < valid
     dtype: tl.constexpr = k.dtype.element_ty
+    of_state = out % GROUP == 0
+    both = ERASE and of_state
+    state = c * HV + head
     # Scalar 64-bit bases and 32-bit offsets inside a tile: 64-bit tiles of addresses would cost registers.
     q_base = q + row * q_row + (out // (HO // HQ)).to(tl.int64) * q_head + first * q_token
     k_base = k + row * k_row + (head // (HV // H)).to(tl.int64) * k_head + first * k_token
     p_base = p + row * p_row + (head // (HV // HP)).to(tl.int64) * p_head + first * p_token
     g_base = g + (flat * HV + head) * K
     reads_base = reads + (c * HO + out) * (C * KP)
-    square = i[:, None] * C + i[None, :]
-    M = tl.zeros([C, C], dtype=tl.float32)
+    erases_base, writes_base = erases + state * (C * KP), writes + state * (C * KP)
+    strength = tl.load(beta + (flat + i) * HV + head, mask=live, other=0.0).to(tl.float32)
+    P = tl.zeros([C, C], dtype=tl.float32)
+    L = tl.zeros([C, C], dtype=tl.float32)
     own = tl.zeros([C], dtype=tl.float32)
     for start in range(0, KP, BK):
         d = start + tl.arange(0, BK)
         m = live[:, None] & (d < K)[None, :]
-        gate = tl.load(g_base + (i[:, None] * (HV * K) + d[None, :]), mask=m, other=0.0).to(tl.float32)
-        gate = tl.maximum(gate, STRONGEST)
-        G, e_pairs, mild = chunk_sums(gate, i, C, LIMIT)
-        q_tile = tl.load(q_base + (i[:, None] * q_token + d[None, :]), mask=m, other=0.0).to(tl.float32) * scale
-        k_tile = tl.load(k_base + (i[:, None] * k_token + d[None, :]), mask=m, other=0.0).to(tl.float32)
-        own += tl.sum(q_tile * k_tile, axis=1)
-        M += pair_products(q_tile, k_tile, gate, e_pairs, mild, i, C, LIMIT, dtype, PRECISION)
-        since = since_start(gate, G, mild, i, dtype, PRECISION)
-        tl.store(reads_base + (i[:, None] * KP + d[None, :]), (q_tile * since).to(dtype))
-    M += tl.where(i[:, None] == i[None, :], own[:, None], 0.0)
-    tl.store(P_out + (c * HO + out) * (C * C) + square, M.to(dtype))
-    if out % GROUP != 0:
-        return
-    state = c * HV + head
-    strength = tl.load(beta + (flat + i) * HV + head, mask=live, other=0.0).to(tl.float32)
-    M = tl.zeros([C, C], dtype=tl.float32)
-    for start in range(0, KP, BK):
-        d = start + tl.arange(0, BK)
-        m = live[:, None] & (d < K)[None, :]
         at = i[:, None] * KP + d[None, :]
+        q_at = q_base + (i[:, None] * q_token + d[None, :])
+        k_at = k_base + (i[:, None] * k_token + d[None, :])
+        p_at = p_base + (i[:, None] * p_token + d[None, :])
         gate = tl.load(g_base + (i[:, None] * (HV * K) + d[None, :]), mask=m, other=0.0).to(tl.float32)
         gate = tl.maximum(gate, STRONGEST)
-        G, e_pairs, mild = chunk_sums(gate, i, C, LIMIT)
-        k_tile = tl.load(k_base + (i[:, None] * k_token + d[None, :]), mask=m, other=0.0).to(tl.float32)
-        if ERASE:
-            p_tile = tl.load(p_base + (i[:, None] * p_token + d[None, :]), mask=m, other=0.0).to(tl.float32)
-            p_tile *= strength[:, None]
-            M += pair_products(p_tile, k_tile, gate, e_pairs, mild, i, C, LIMIT, dtype, PRECISION)
-            since = since_start(gate, G, mild, i, dtype, PRECISION)
-            tl.store(erases + state * (C * KP) + at, (p_tile * since).to(dtype))
-        until = until_end(gate, G, mild, i, dtype, PRECISION)
-        tl.store(writes + state * (C * KP) + at, (k_tile * until).to(dtype))
-        tl.store(fade + state * KP + d, tl.exp(tl.sum(gate, axis=0)))
-    if ERASE:
-        tl.store(L_out + state * (C * C) + square, M)
+        G, e, mild = chunk_sums(gate, i, C, LIMIT)
+        if of_state:
+            tl.store(fade + state * KP + d, tl.exp(tl.sum(gate, axis=0)))
+        if mild:
+            P, L = in_one_product(
+                P, L, q_at, k_at, p_at, reads_base + at, erases_base + at, writes_base + at, m, strength, scale, gate,
+                G, e, both, of_state, dtype, PRECISION,
+            )  # fmt: skip
+        else:
+            P, L = in_halves(
+                P, L, q_at, k_at, p_at, reads_base + at, erases_base + at, writes_base + at, m, strength, scale, gate,
+                i, both, of_state, C, LIMIT, dtype, PRECISION,
+            )  # fmt: skip
+        q_tile = tl.load(q_at, mask=m, other=0.0).to(tl.float32)
+        own += scale * tl.sum(q_tile * tl.load(k_at, mask=m, other=0.0).to(tl.float32), axis=1)
+    below, same = i[:, None] > i[None, :], i[:, None] == i[None, :]
+    square = i[:, None] * C + i[None, :]
+    P = tl.where(same, own[:, None], tl.where(below, P, 0.0))
+    tl.store(P_out + (c * HO + out) * (C * C) + square, P.to(dtype))
+    if both:
+        tl.store(L_out + state * (C * C) + square, tl.where(below, L, 0.0))
