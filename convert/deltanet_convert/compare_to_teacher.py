@@ -143,9 +143,9 @@ def compare_models(head: Head, ids: Tensor, teacher: Tensor, student: Tensor, ro
         teacher, student: outputs of the last decoder layer [n, T, hidden].
         rounding: dtype to which the head's weights are rounded for the student.
     """
-    targets = ids[:, 1:].flatten()
-    flat_teacher, flat_student = (hidden[:, :-1].flatten(0, 1) for hidden in (teacher, student))
-    losses = torch.zeros(3, dtype=torch.float64)
+    targets = ids[:, 1:].flatten().to(head.device)
+    flat_teacher, flat_student = (hidden[:, :-1].flatten(0, 1).to(head.device) for hidden in (teacher, student))
+    losses = torch.zeros(3, dtype=torch.float64, device=head.device)
     for start in range(0, len(targets), LOGIT_TOKENS):
         part = slice(start, start + LOGIT_TOKENS)
         want = head.logits(flat_teacher[None, part]).squeeze(0).log_softmax(-1)

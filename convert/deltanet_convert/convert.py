@@ -147,7 +147,7 @@ class _Run:
         for name in self.job.plan.layout.specs:
             if not name.startswith(("model.layers.", EMBEDDING)):
                 self._copy(name)
-        head = self.stream.load_head()
+        head = self.stream.load_head(self.job.device)
         self.progress(self.count, self.count, "perplexity", {})
         found = compare_models(head, self.text.held_out, activations.held_out, activations.student, self.job.dtype)
         return dataclasses.asdict(found)

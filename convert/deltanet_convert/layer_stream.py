@@ -69,15 +69,16 @@ class LayerStream:
                 module.__class__ = StoredLinear
         return load_module(layer, self.teacher.checkpoint, f"model.layers.{index}.")
 
-    def load_head(self) -> "Head":
-        """The final norm and the output head; from then on, the model's layers are replaced."""
-        return Head(self)
+    def load_head(self, device: torch.device) -> "Head":
+        """The final norm and the output head on a device; from then on, the model's layers are replaced."""
+        return Head(self, device)
 
 
 class Head:
     """Final norm, output head and whatever else the family applies to the logits."""
 
-    def __init__(self, stream: LayerStream) -> None:
+    def __init__(self, stream: LayerStream, device: torch.device) -> None:
+        self.device = device
         checkpoint, tied = stream.teacher.checkpoint, stream.teacher.tied
         self.model = stream.model
         self.stand_in = _StandIn()
@@ -87,6 +88,10 @@ class Head:
         self.head = self.model.lm_head
         self.head.__class__ = StoredLinear
         self.head.weight = nn.Parameter(checkpoint.read(name), False)
+        for name, module in self.model.model.named_children():
+            if name != "embed_tokens":  # not loaded
+                module.to(device)
+        self.head.to(device)
         self.norms = {name: value.clone() for name, value in self.model.model.norm.state_dict().items()}
 
     @torch.no_grad()

@@ -76,7 +76,7 @@ def main() -> None:
     tokens = options.calibration_tokens or (512 if on_cpu else ConvertOptions.calibration_tokens)
     teacher, out = options.folder / "teacher", options.folder / "out"
     config = LlamaConfig(**{**SHAPE, "vocab_size": options.vocabulary, "num_hidden_layers": options.layers})
-    write_teacher(teacher, config)
+    write_teacher(teacher, config, options.device)
     gpu_peak = options.folder / "gpu_peak"
     command = [sys.executable, "-c", CONVERT.format(gpu_peak=str(gpu_peak)), "convert", str(teacher), str(out)]
     command += [
