@@ -111,6 +111,30 @@ def test_the_loss_of_another_process_is_one_line(text: str) -> None:
         raise RuntimeError("shape mismatch")
 
 
+WORKER = """
+import time
+from deltanet_recipes.training.peers import end_with_launcher
+end_with_launcher(poll=0.05)
+print(".", flush=True)
+time.sleep(300)
+"""
+LAUNCHER = """
+import subprocess, sys
+subprocess.Popen([sys.executable, "-c", sys.argv[1]], start_new_session=True, stdout=1, stderr=1).wait()
+"""
+
+
+def test_processes_whose_launcher_is_killed_end_with_one_line() -> None:
+    paths = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", LAUNCHER, WORKER]
+    with subprocess.Popen(command, env=paths, stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        assert launcher.stdout.readline() == ".\n"
+        launcher.kill()
+        (line,) = launcher.stdout.read().splitlines()  # returns once the worker has closed it
+    assert line.startswith("error: the launcher of this run has ended; run the same command again")
+
+
 def processes(recipe: Path, world: int = 2) -> list[subprocess.Popen[str]]:
     """The processes of a sharded run on CPUs, which talk by gloo, without a launcher that ends them together."""
     with socket.socket() as free:

@@ -1,8 +1,12 @@
-"""The end of a run of several processes in which one of them has ended."""
+"""The end of a run of several processes in which one of them, or their launcher, has ended."""
 
 from __future__ import annotations
 
+import os
 import re
+import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -27,6 +31,23 @@ def peers_alive(world: int) -> Iterator[None]:
             f"another process of this run has ended, or cannot be reached ({_reason(error)}); its own message says "
             "why, unless it was killed; run the same command again: it continues after the last checkpoint"
         ) from error
+
+
+def end_with_launcher(poll: float = 1.0) -> None:
+    """Ends this process once the one that started it has ended, which it looks at every `poll` seconds.
+
+    A launcher ends its processes itself, unless it is killed: they would train on and keep the output locked.
+    """
+    launcher = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            time.sleep(poll)
+        text = "the launcher of this run has ended; run the same command again: it continues after the last checkpoint"
+        print(f"error: {text}", file=sys.stderr, flush=True)
+        os._exit(2)  # the main thread may wait for other processes, which cannot be interrupted
+
+    threading.Thread(target=watch, name="launcher", daemon=True).start()
 
 
 def _reason(error: RuntimeError) -> str:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from deltanet_hf.errors import UserError
 from deltanet_recipes.schema_sections import Engine
+from deltanet_recipes.training.peers import end_with_launcher
 
 T = TypeVar("T")
 # The other processes wait while the main one tokenises a corpus or writes to a slow disk; NCCL would wait 10 minutes.
@@ -39,6 +40,8 @@ class Runtime:
         self._state = PartialState(cpu=cpu, timeout=LONGEST_WAIT)
         self.device: torch.device = self._state.device
         self.rank, self.world = self._state.process_index, self._state.num_processes
+        if self.world > 1:
+            end_with_launcher()
         cuda = self.device.type == "cuda"
         if engine.sharding == "fsdp2" and self.world == 1:
             raise UserError(
