@@ -153,19 +153,24 @@ def test_without_isolation_documents_are_one_sequence() -> None:
     assert ((before - after).abs().amax(-1)[0, 3:] > 0).all()
 
 
-def test_boundaries_have_one_length_for_a_shape() -> None:
+def boundaries_of(ends: list[int]) -> torch.Tensor:
+    """Boundaries of two rows of 512 tokens; in each, documents end at these places."""
+    ids = np.full((2, 513), 5)
+    ids[:, ends] = EOS
+    boundaries = document_boundaries(make_rows(ids, np.ones_like(ids, dtype=bool), EOS, True).position_ids)
+    assert boundaries is not None
+    return boundaries
+
+
+def test_boundaries_of_a_shape_have_one_of_few_lengths() -> None:
     one = document_boundaries(packed_rows().position_ids)
     assert one is not None
     assert one.tolist()[:6] == [0, 10, 16, 24, 45, 48]
     assert set(one.tolist()[5:]) == {48}
-    more = np.full((2, 65), 5)
-    lengths = set()
-    for ends in ([3], [3, 9]):
-        more[0, ends] = EOS
-        boundaries = document_boundaries(make_rows(more, np.ones_like(more, dtype=bool), EOS, True).position_ids)
-        assert boundaries is not None
-        lengths.add(len(boundaries))
-    assert len(lengths) == 1
+    assert {len(boundaries_of(ends)) for ends in ([3], [3, 9], [3, 9, 200, 400])} == {1 + 2 + 8}
+    assert {len(boundaries_of([*range(3, last, 2)])) for last in (15, 30)} == {1 + 2 + 32}
+    single = boundaries_of([*range(513)])  # every token is a document
+    assert single.tolist() == [*range(1024), *[1024] * 3]
 
 
 def test_orthogonalise_gives_singular_values_near_one() -> None:

@@ -105,7 +105,7 @@ def test_one_gpu_of_24_gb_aligns_8b(name: str, family: str) -> None:
         student = model_class(family)(converted_config(config, table))
     assert sum(p.numel() for p in student.parameters()) > 8e9
     recipe = read_recipe(name)
-    alone: Any = SimpleNamespace(world=1, bf16=True, device=torch.device("cuda"))
+    alone: Any = SimpleNamespace(world=1, bf16=True, cuda_graphs=True, device=torch.device("cuda"))
     align = next(stage for stage in recipe.stages if isinstance(stage, Align))
     assert 2 * 2**30 < estimate(align, recipe, student, alone).memory < 12 * 2**30
     joint = align.model_copy(update={"mode": "joint"})

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,25 @@ def test_layerwise_alignment_also_lowers_every_error(workplace: Path, tmp_path: 
         assert own[-1] < 0.85 * own[0]
     assert (tmp_path / "run" / "layers.png").is_file()
     assert not list((tmp_path / "run").rglob("activations*"))
+
+
+def test_layerwise_alignment_keeps_nothing_of_the_layer_before(
+    workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU a trainer holds the memory of its CUDA graph."""
+    trainers: list[weakref.ref[trainer.Trainer]] = []
+    train_one = trainer.Trainer.run
+
+    def watched(self: trainer.Trainer) -> None:
+        assert not any(before() for before in trainers)
+        trainers.append(weakref.ref(self))
+        self.itself = self  # type: ignore[attr-defined]  # as compiled layers do
+        train_one(self)
+
+    monkeypatch.setattr(trainer.Trainer, "run", watched)
+    stage = {**ALIGN, "mode": "layerwise", "tokens": 512, "cached_tokens": 256}
+    train(workplace, tmp_path / "run", [stage])
+    assert len(trainers) == 3
 
 
 def test_layerwise_and_joint_start_from_the_same_errors(workplace: Path, tmp_path: Path) -> None:

@@ -22,6 +22,9 @@ from deltanet_recipes.data.packing import Rows
 from deltanet_recipes.training.model_pair import decoder_layers
 from deltanet_recipes.training.window_dropout import window_branches
 
+DOCUMENT_TOKENS = (128, 32, 8, 1)
+"""Average lengths of packed documents for which `document_boundaries` has room."""
+
 
 class LayerRunner:
     """Calls the decoder layers of `model` one after the other.
@@ -84,15 +87,17 @@ def recomputed(function: Callable[..., torch.Tensor], *args: Any, random: bool =
 def document_boundaries(position_ids: torch.Tensor) -> torch.Tensor | None:
     """Document boundaries [N + 1] int32 over the flattened rows; None if no row of [R, L] holds a second document.
 
-    The last boundary is repeated (empty sequences) up to a length that depends on the shape of the rows alone, unless
-    there are more documents than one per 32 tokens.
+    The last boundary is repeated (empty sequences) up to one of few lengths, which are shapes of compiled code and of
+    CUDA graphs: one for all rows of a shape whose documents have `DOCUMENT_TOKENS[0]` tokens on average or more. Every
+    boundary takes memory, because the operators make room for an incomplete chunk behind each.
     """
     starts = (position_ids.flatten() == 0).nonzero().flatten().to(torch.int32)
     rows, length = position_ids.shape
     if len(starts) == rows:
         return None
-    room = max(len(starts), rows + rows * length // 32) + 1 - len(starts)
-    return torch.cat([starts, starts.new_full((room,), rows * length)])
+    rooms = (rows + rows * length // tokens for tokens in DOCUMENT_TOKENS)
+    room = next(room for room in rooms if len(starts) <= room)
+    return torch.cat([starts, starts.new_full((room + 1 - len(starts),), rows * length)])
 
 
 def _in_autocast_dtype(entry: LayerInputs) -> LayerInputs:

@@ -25,6 +25,7 @@ from deltanet_recipes.training import cpu_memory
 from deltanet_recipes.training.adapters import adapter_weights, mixers_in_full, stage_targets
 from deltanet_recipes.training.feeds import micro_batch_rows
 from deltanet_recipes.training.flops import attention_weights
+from deltanet_recipes.training.layer_runner import DOCUMENT_TOKENS
 from deltanet_recipes.training.model_pair import decoder_layers, mixers, output_weight
 from deltanet_recipes.training.optim import SMALL
 from deltanet_recipes.training.runtime import Runtime
@@ -32,6 +33,7 @@ from deltanet_recipes.training.runtime import Runtime
 LOGIT_BYTES = {True: 12, False: 48}
 """Bytes per token of a chunk and word of the vocabulary, compiled and eager: logits of both models, their
 log-probabilities, and the gradient. Compiled, it follows from runs on an H200 (tests/recipes/test_recipe_memory.py)."""
+CHUNK = 64  # tokens per chunk of the operators
 MUON_BYTES = 10  # per weight of one shape: momentum with look-ahead, and the matrices of the iteration in bfloat16
 
 
@@ -46,6 +48,7 @@ class Memory:
         activations: what the backward pass needs of the layers.
         logits: what one chunk of the loss takes.
         gathered: with FSDP2, the unsharded weights and gradients of the layers at work.
+        evaluation: with CUDA graphs, whose memory stays their own, what the evaluation takes beside it.
         process: on a CPU, libraries and tokenizer.
         loading: on a CPU, what reading the teacher takes beyond all of these: its files are mapped meanwhile.
     """
@@ -56,6 +59,7 @@ class Memory:
     activations: int = 0
     logits: int = 0
     gathered: int = 0
+    evaluation: int = 0
     process: int = 0
     loading: int = 0
 
@@ -97,7 +101,9 @@ def _on_device(stage: Stage, recipe: Recipe, student: nn.Module, runtime: Runtim
     outside = _size(student) - _size(layers)  # embeddings, output matrix, last norm
     recompute = recipe.engine.gradient_checkpointing
     hidden = int(student.config.hidden_size)  # type: ignore[union-attr, arg-type]
-    per_mixer = _mixer_values(student) * micro * width
+    chunks = _chunks_per_token(recipe, stage.sequence_length)
+    in_mixer = {index: _mixer_values(student, mixer, chunks) for index, mixer in converted.items()}
+    per_mixer = max(in_mixer.values(), default=0) * micro * width
     if on_cpu and converted:  # beside what a mixer saves, the error of its output
         saved = max(cpu_memory.mixer_values(student, mixer, stage.sequence_length) for mixer in converted.values())
         per_mixer = (saved + hidden) * micro * width
@@ -123,6 +129,7 @@ def _on_device(stage: Stage, recipe: Recipe, student: nn.Module, runtime: Runtim
             optimizer=_optimizer_bytes(stage, trained, list(converted.values())) // shards,
             activations=given + per_mixer * (1 if recompute else kept) + at_work,
             gathered=_gathered(layers, converted, width) if sharded else 0,
+            evaluation=(given + per_mixer) * runtime.cuda_graphs,
         )
     before = _trained_before(stage, recipe, student)
     copies = 2 * (before + trained) if width == 2 else 0
@@ -132,7 +139,9 @@ def _on_device(stage: Stage, recipe: Recipe, student: nn.Module, runtime: Runtim
     own = output_weight(student).element_size() * frozen + 4 * (before + trained) + copies
     with_teacher = stage.top_k is None
     counted = [
-        cpu_memory.layer_values(student, index, stage.sequence_length) if on_cpu else _layer_values(student, index)
+        cpu_memory.layer_values(student, index, stage.sequence_length)
+        if on_cpu
+        else _layer_values(student, index, in_mixer)
         for index in range(len(layers))
     ]
     activations = sum(counted) * micro * width
@@ -145,13 +154,15 @@ def _on_device(stage: Stage, recipe: Recipe, student: nn.Module, runtime: Runtim
     values = min(stage.loss_chunk, micro) * output_weight(student).shape[0]
     in_full: list[nn.Module] = [layers] if stage.train == "full" else mixers_in_full(student, stage)
     adapters = adapter_weights(student, stage) if stage.lora.rank > SMALL else 0
+    logits = values * (LOGIT_BYTES[bool(runtime.compile)] + 4 * windowed)
     return Memory(
         weights=(own + width * teacher_layers * with_teacher) // shards + width * outside * with_teacher,
         gradients=4 * trained // shards,
         optimizer=_optimizer_bytes(stage, trained, in_full, adapters) // shards,
         activations=activations,
-        logits=values * (LOGIT_BYTES[bool(runtime.compile)] + 4 * windowed),
+        logits=logits,
         gathered=_gathered(layers, converted, width) + width * outside if sharded else 0,
+        evaluation=logits // 2 * runtime.cuda_graphs,
     )
 
 
@@ -197,35 +208,41 @@ def _replaced(stage: DistilBase, student: nn.Module, trained: int) -> int:
     return trained - adapter_weights(student, stage)
 
 
-def _mixer_values(student: nn.Module) -> int:
-    """Values per token that the backward pass of a mixer needs: 2 D + (10 + d / 64 + 128 / d) H d.
+def _chunks_per_token(recipe: Recipe, row: int) -> float:
+    """Chunks of 64 tokens for which the operators make room, per token: one more behind each document."""
+    return 1 / CHUNK + (1 / DOCUMENT_TOKENS[0] + 1 / row) * recipe.data.isolate_documents
 
-    They are its input and output, and per head q, k and v before and after their activations, the gate, the output
-    before and after the norm, and the values of the chunks (10 H d), the state of every chunk of 64 tokens (d / 64
-    times H d), and two matrices of 64 x 64 per chunk (128 / d times H d).
+
+def _mixer_values(student: nn.Module, mixer: nn.Module, chunks: float) -> int:
+    """Values per token that the backward pass of a mixer of H heads of d and S states needs.
+
+    2 D + 10 H d: its input and output, and per head q, k and v before and after their activations, the gate, the output
+    before and after the norm, and the values of the chunks. Per chunk: the scores of every head and the inverse of
+    every state, 64 x 64, and every state, d x d.
+
+    Args:
+        chunks: number of chunks per token.
     """
     config: Any = student.config
-    dim = head_size(config)
-    per_value = 10 + dim / 64 + 128 / dim
-    return int(2 * config.hidden_size + per_value * config.num_attention_heads * dim)
+    heads, dim = config.num_attention_heads, head_size(config)
+    states = getattr(mixer, "num_states", heads)
+    per_chunk = CHUNK * CHUNK * (heads + states) + dim * dim * states
+    return int(2 * config.hidden_size + 10 * heads * dim + chunks * per_chunk)
 
 
-def _layer_values(student: nn.Module, index: int) -> int:
+def _layer_values(student: nn.Module, index: int, in_mixer: dict[int, int]) -> int:
     """Values per token that the backward pass of a decoder layer needs.
 
     3 D + 3 M for residual stream, norms and MLP; beside that, those of the mixer, or of attention (2 H d, keys and
     values, and its input). A window beside a state has the inputs of the state, so that its output (H d) is added.
     """
     config: Any = student.config
-    mlp = mlp_size(config)
     heads, dim = config.num_attention_heads, head_size(config)
-    attention = 2 * dim * (heads + (config.num_key_value_heads or heads)) + config.hidden_size
-    mixer = mixers(student).get(index)
-    if mixer is None:
-        mixing = attention
-    else:
-        mixing = _mixer_values(student) + heads * dim * (getattr(mixer, "window_branch", None) is not None)
-    return 3 * config.hidden_size + 3 * mlp + mixing
+    mixing = 2 * dim * (heads + (config.num_key_value_heads or heads)) + config.hidden_size
+    if index in in_mixer:
+        window = getattr(mixers(student)[index], "window_branch", None) is not None
+        mixing = in_mixer[index] + heads * dim * window
+    return int(3 * config.hidden_size + 3 * mlp_size(config) + mixing)
 
 
 def _gathered(layers: nn.ModuleList, converted: dict[int, nn.Module], width: int) -> int:
