@@ -125,7 +125,7 @@ subprocess.Popen([sys.executable, "-c", sys.argv[1]], start_new_session=True, st
 
 
 def test_processes_whose_launcher_is_killed_end_with_one_line() -> None:
-    paths = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    paths = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TORCHELASTIC_RUN_ID": "none"}
     command = [sys.executable, "-c", LAUNCHER, WORKER]
     with subprocess.Popen(command, env=paths, stdout=subprocess.PIPE, text=True) as launcher:
         assert launcher.stdout is not None

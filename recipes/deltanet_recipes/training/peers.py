@@ -34,10 +34,13 @@ def peers_alive(world: int) -> Iterator[None]:
 
 
 def end_with_launcher(poll: float = 1.0) -> None:
-    """Ends this process once the one that started it has ended, which it looks at every `poll` seconds.
+    """Ends this process once torchrun or `accelerate launch`, which started it, has ended; looks every `poll` seconds.
 
-    A launcher ends its processes itself, unless it is killed: they would train on and keep the output locked.
+    A launcher ends its processes itself, unless it is killed: they would train on and keep the output locked. Processes
+    that a shell started go on without it.
     """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
     launcher = os.getppid()
 
     def watch() -> None:
