@@ -206,6 +206,14 @@ def expected_cache(case: Step, x: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("step_", SIDES)
+def test_rows_of_different_lengths_need_no_mask(step_: Callable[..., torch.Tensor]) -> None:
+    case = Step("", T=12, window=5, sinks=3, padding=(0, 4), rope=16)
+    x, cache = make(case), empty(case)
+    outputs = [step_(**token(x, t) | ({} if t < 4 else {"padding": None}), **cache) for t in range(case.T)]
+    assert relative_error(torch.cat(outputs, dim=1), truth(x)) < 1e-6
+
+
+@pytest.mark.parametrize("step_", SIDES)
 def test_nan_in_padding_stays_there(step_: Callable[..., torch.Tensor]) -> None:
     case = Step("padding", T=12, window=4, sinks=2, padding=(0, 5))
     x, cache = make(case), empty(case)

@@ -50,7 +50,7 @@ def compose_step_(parts: StepParts, call: StepCall) -> torch.Tensor:
         qk_silu, v_silu = qk_silu and not both, v_silu and not both
     q, k, v = q.unflatten(-1, (-1, K)), k.unflatten(-1, (-1, K)), v.unflatten(-1, (-1, V))
     if cos is not None and sin is not None:
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        q, k = rotate(torch.cat([q, k], dim=2), cos, sin).split([q.shape[2], k.shape[2]], dim=2)
     if k_offset is not None:
         k = k - k_offset.to(k.dtype)
     if qk_silu:

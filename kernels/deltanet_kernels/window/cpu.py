@@ -3,6 +3,8 @@
 A block of C >= window - 1 queries sees keys of three parts: the sinks of the sequence that the block begins in, the
 block before it, and itself. The sinks of a sequence that begins within the block are among its own tokens. A sink
 within the last two parts is masked in the first.
+
+Without gradients, PyTorch's flash attention for CPUs takes the blocks, or all tokens of a short call at once.
 """
 
 import torch
@@ -11,6 +13,7 @@ from torch.nn import functional as F
 from deltanet_kernels.arguments import WindowCall
 from deltanet_kernels.common.sizes import cdiv
 
+AT_ONCE = 3  # up to so many windows of tokens, flash attention computes all pairs sooner than blocks
 BLOCK = 16  # the least number of queries per block
 
 
@@ -30,20 +33,32 @@ def torch_window_attention(call: WindowCall) -> tuple[torch.Tensor, torch.Tensor
     tail = None if cu_seqlens is None else token >= cu_seqlens[-1]
     if tail is not None:  # 0 * NaN is NaN
         q, k, v = (x.masked_fill(tail[:, None, None], 0.0) for x in (q, k, v))
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    flash = has_flash_attention(softcap, q, k, v) and q.numel() > 0
+    if flash and AT_ONCE * window + sinks >= T:
+        causal = cu_seqlens is None and window + sinks >= T  # nothing is out of sight
+        seen = None if causal else _seen(token, token[:, None], start[:, None], window, sinks)
+        o, lse = flash_attention(q, k.transpose(1, 2), v.transpose(1, 2), call.factor, seen, causal)
+        return _without(tail, o, lse, call.q.dtype)
 
     C = block_size(window, T)
     n = cdiv(T, C)
     before = C * torch.arange(n, device=q.device)[:, None]  # the first token of each block [n, 1]
     first = torch.arange(min(sinks, T), device=q.device)
     sink = (start[before] + first).clamp(max=T - 1)  # [n, sinks]
-    q, k, v = (F.pad(x.to(dtype), (0, 0, 0, 0, 0, n * C - T)).unflatten(1, (n, C)) for x in (q, k, v))
+    q, k, v = (F.pad(x, (0, 0, 0, 0, 0, n * C - T)).unflatten(1, (n, C)) for x in (q, k, v))
     keys, values = (_gather(x, sink).permute(0, 1, 3, 2, 4) for x in (k, v))  # [B, n, HK, sinks + 2C, D]
 
     at = torch.cat([sink, before + torch.arange(-C, C, device=q.device)], dim=1)[:, None]
     query = (before + torch.arange(C, device=q.device))[:, :, None]
     start = F.pad(start, (0, n * C - T))[query]
     once = (torch.arange(at.shape[-1], device=q.device) >= first.numel()) | (at < before[:, None] - C)
-    seen = (at >= start) & (at <= query) & ((query - at < window) | (at - start < sinks)) & once  # [n, C, sinks + 2C]
+    seen = _seen(at, query, start, window, sinks) & once  # [n, C, sinks + 2C]
+    if flash:
+        blocks = seen[:, None].expand(B, n, 1, *seen.shape[1:]).flatten(0, 1)
+        o, lse = flash_attention(q.flatten(0, 1), keys.flatten(0, 1), values.flatten(0, 1), call.factor, blocks)
+        o, lse = o.reshape(B, n * C, HQ, D), lse.reshape(B, n * C, HQ)
+        return _without(tail, o[:, :T], lse[:, :T], call.q.dtype)
 
     q = q.unflatten(3, (HK, HQ // HK)).permute(0, 1, 3, 4, 2, 5)  # [B, n, HK, G, C, D]
     scores = (q.flatten(3, 4) @ keys.transpose(-1, -2)).view(*q.shape[:-1], at.shape[-1])
@@ -55,9 +70,56 @@ def torch_window_attention(call: WindowCall) -> tuple[torch.Tensor, torch.Tensor
     weights = (scores - lse.unsqueeze(-1)).exp()
     o = (weights.flatten(3, 4) @ values).view(q.shape).permute(0, 1, 4, 2, 3, 5).reshape(B, n * C, HQ, D)[:, :T]
     lse = lse.permute(0, 1, 4, 2, 3).reshape(B, n * C, HQ)[:, :T]
+    return _without(tail, o, lse, call.q.dtype)
+
+
+def _seen(at: torch.Tensor, query: torch.Tensor, start: torch.Tensor, window: int, sinks: int) -> torch.Tensor:
+    """Whether the token `query` of a sequence that begins at `start` sees the one at `at`."""
+    return (at >= start) & (at <= query) & ((query - at < window) | (at - start < sinks))
+
+
+def has_flash_attention(softcap: float | None, *tensors: torch.Tensor | None) -> bool:
+    """Whether `flash_attention` can serve a call: on a CPU, without capped scores and without gradients."""
+    given = [x for x in tensors if x is not None]
+    gradients = torch.is_grad_enabled() and any(x.requires_grad for x in given)
+    return given[0].device.type == "cpu" and softcap is None and not gradients
+
+
+def flash_attention(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    seen: torch.Tensor | None = None,
+    causal: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """PyTorch's flash attention for CPUs, with the sums that `scaled_dot_product_attention` keeps to itself.
+
+    Args:
+        q: [B, T, HQ, D].
+        keys, values: [B, HK, S, D].
+        seen: whether a query sees a key, [B, 1, T, S] or [T, S]; None: all do.
+        causal: without `seen`, query t sees the keys up to t.
+
+    Returns:
+        o [B, T, HQ, D] and lse [B, T, HQ].
+    """
+    mask = None if seen is None else torch.where(seen, 0.0, -torch.inf).to(q.dtype)
+    if mask is not None and mask.dim() == 2:
+        mask = mask[None, None]
+    o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q.transpose(1, 2), keys, values, is_causal=causal, attn_mask=mask, scale=scale
+    )
+    return o.transpose(1, 2), lse.transpose(1, 2)
+
+
+def _without(
+    tail: torch.Tensor | None, o: torch.Tensor, lse: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """o in `dtype` and lse, both 0 for the tokens after the last packed sequence."""
     if tail is not None:
         o, lse = o.masked_fill(tail[:, None, None], 0.0), lse.masked_fill(tail[:, None], 0.0)
-    return o.to(call.q.dtype), lse
+    return o.to(dtype), lse
 
 
 def _starts(token: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
