@@ -189,11 +189,15 @@ def _window(new: Any) -> Any:
 
 
 def _window_scores(branch: Any, row: int) -> int:
-    """The scores of a sequence: blocks of C queries see s sinks and 2 C keys (`deltanet_kernels/window/cpu.py`)."""
+    """The scores of a sequence: blocks of C queries see s sinks and 2 C keys (`deltanet_kernels/window/cpu.py`).
+
+    Those of all heads where scores are capped; flash attention needs a mask, which all heads share.
+    """
     if branch is None:
         return 0
     block = block_size(branch.window, row)
-    return FLOAT * int(branch.heads) * math.ceil(row / block) * block * (branch.sinks + 2 * block)
+    heads = int(branch.heads) if branch.softcap is not None else 1
+    return FLOAT * heads * math.ceil(row / block) * block * (branch.sinks + 2 * block)
 
 
 def _count(module: nn.Module) -> int:

@@ -1,10 +1,7 @@
 """One decoding step of the attention over window and sinks in PyTorch: the definition of the kernel's results.
 
-On a CPU, a step whose rows have seen equally many tokens takes few operations (`_equal_rows`), as their number decides
-how long it takes.
+On a CPU, a step without padding takes few operations, as their number decides how long it takes.
 """
-
-import math
 
 import torch
 
@@ -15,38 +12,39 @@ from deltanet_kernels.window.cpu import flash_attention, has_flash_attention
 
 def torch_window_step_(call: WindowStepCall) -> torch.Tensor:
     """`deltanet_kernels.window_step_` in PyTorch, float32 inside (float64 for float64 inputs)."""
-    compiling = torch.compiler.is_compiling()  # a graph cannot depend on the counts
-    if call.padding is None and not compiling and has_flash_attention(call.softcap, call.q, call.far, call.share_logit):
-        counts = set(call.count.tolist())
-        if len(counts) == 1:
-            return _equal_rows(call, counts.pop() + 1)
-    return _any_rows(call)
+    if call.padding is None and has_flash_attention(call.softcap, call.q, call.far, call.share_logit):
+        return _few_operations(call)
+    return _definition(call)
 
 
-def _equal_rows(call: WindowStepCall, number: int) -> torch.Tensor:
-    """The step of token `number` of every row."""
-    q, k, window, sinks, keys, values = call.q, call.k, call.window, call.sinks, call.keys, call.values
+def _few_operations(call: WindowStepCall) -> torch.Tensor:
+    """A step of rows of which none is padding, with scores without a cap."""
+    q, k, window, sinks, numbers, count = call.q, call.k, call.window, call.sinks, call.numbers, call.count
     if call.cos is not None and call.sin is not None:
         q, k = rotate(torch.cat([q, k], dim=2), call.cos, call.sin).split([q.shape[2], k.shape[2]], dim=2)
-    place = number - 1 if number <= sinks else sinks + number % window
-    call.count.fill_(number)
-    call.numbers.select(1, place).fill_(number)
-    keys.select(2, place).copy_(k[:, 0])
-    values.select(2, place).copy_(call.v[:, 0])
+    number = count.add_(1).unsqueeze(1)  # [B, 1]
+    place = torch.where(number <= sinks, number - 1, sinks + number % window).long()
+    numbers.scatter_(1, place, number)
+    spot = place[:, :, None, None].expand(k.shape[0], k.shape[2], 1, k.shape[3])
+    call.keys.scatter_(2, spot, k.transpose(1, 2))
+    call.values.scatter_(2, spot, call.v.transpose(1, 2))
     dtype = torch.promote_types(q.dtype, torch.float32)
-    seen = (call.numbers > 0) & ((call.numbers > number - window) | (call.numbers <= sinks))
-    o, lse = flash_attention(q.to(dtype), keys.to(dtype), values.to(dtype), call.factor, seen[:, None, None])
-    unseen = (number if call.reach is None else min(number, call.reach)) - window - sinks
-    if unseen > 0 and call.far is not None and call.share_logit is not None:
+    seen = (numbers > 0) & ((numbers > number - window) | (numbers <= sinks))
+    keys, values = call.keys.to(dtype), call.values.to(dtype)
+    o, lse = flash_attention(q.to(dtype), keys, values, call.factor, seen[:, None, None])
+    if call.far is not None and call.share_logit is not None:
         assert call.far_slope is not None
         assert call.near_slope is not None
-        logit = call.share_logit.to(dtype) + call.far_slope.to(dtype) * math.log(unseen) - call.near_slope * lse
-        o = torch.lerp(o, call.far.to(dtype), logit.sigmoid_().unsqueeze(-1))
+        counted = number if call.reach is None else number.clamp_max(call.reach)
+        unseen = (counted - (window + sinks)).unsqueeze(2)
+        logit = call.share_logit.to(dtype) + call.far_slope * unseen.clamp_min(1).to(dtype).log()
+        share = (logit - call.near_slope * lse).sigmoid_() * (unseen > 0)
+        o = torch.lerp(o, call.far.to(dtype), share.unsqueeze(-1))
     return o.to(q.dtype)
 
 
-def _any_rows(call: WindowStepCall) -> torch.Tensor:
-    """Any step: rows may differ in length, or be padding."""
+def _definition(call: WindowStepCall) -> torch.Tensor:
+    """Any step."""
     q, k, v, window, sinks, keys, values, numbers, count, share_logit, far, far_slope, near_slope, reach, *_ = call
     padding, softcap = call.padding, call.softcap
     if call.cos is not None and call.sin is not None:
