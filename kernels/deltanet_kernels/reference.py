@@ -25,12 +25,6 @@ def torch_causal_conv1d(
     dtype = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
     N = B if cu_seqlens is None else cu_seqlens.numel() - 1
     past = x.new_zeros(N, D, W - 1) if initial_state is None else initial_state.to(x.dtype)
-    if T == 1 and cu_seqlens is None:  # a decoding step, in few operations
-        inputs = torch.cat([past, x.transpose(1, 2)], dim=2)  # [B, D, W]
-        y = (inputs * weight.to(dtype)).sum(2)
-        y = y if bias is None else y + bias
-        y = F.silu(y) if activation == "silu" else y
-        return y.to(x.dtype).unsqueeze(1), inputs[:, :, 1:].contiguous() if output_final_state else None
     past = past.transpose(1, 2)  # [N, W-1, D]
 
     if cu_seqlens is None:
