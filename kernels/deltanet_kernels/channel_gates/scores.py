@@ -14,19 +14,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from deltanet_kernels.channel_gates.decay import STRONGEST, chunk_sums, half_factors, token_sums
+from deltanet_kernels.channel_gates.decay import STRONGEST, chunk_sums, half_factors, since_start, until_end
 from deltanet_kernels.common.sequences import locate_chunk
 
 
 @triton.jit
 def in_one_product(
-    P, L, q_at, k_at, p_at, reads_at, erases_at, writes_at, m, strength, scale, g, G, e, both, of_state,
+    P, L, q_at, k_at, p_at, reads_at, erases_at, writes_at, m, strength, scale, g, G, e, i, both, of_state,
     dtype: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """P, L [C, C] with the products of a slice added, of which those above the diagonal mean nothing; stores rows."""
     q = tl.load(q_at, mask=m, other=0.0).to(tl.float32) * scale
     k = tl.load(k_at, mask=m, other=0.0).to(tl.float32)
-    row, since = tl.exp(e), tl.exp(G)
+    row, since = tl.exp(e), since_start(g, G, True, i, dtype, PRECISION)
     columns = tl.trans((k * tl.exp(-e)).to(dtype))
     P = tl.dot((q * row).to(dtype), columns, P, input_precision=PRECISION)
     tl.store(reads_at, (q * since).to(dtype))
@@ -35,25 +35,25 @@ def in_one_product(
         L = tl.dot((p * row).to(dtype), columns, L, input_precision=PRECISION)
         tl.store(erases_at, (p * since).to(dtype))
     if of_state:
-        until = tl.exp(tl.minimum(tl.sum(g, axis=0)[None, :] - G, 0.0))
+        until = until_end(g, G, True, i, dtype, PRECISION)
         tl.store(writes_at, (k * until).to(dtype))
     return P, L
 
 
 @triton.jit
 def in_halves(
-    P, L, q_at, k_at, p_at, reads_at, erases_at, writes_at, m, strength, scale, g, i, both, of_state,
+    P, L, q_at, k_at, p_at, reads_at, erases_at, writes_at, m, strength, scale, g, G, i, both, of_state,
     C: tl.constexpr, LIMIT: tl.constexpr, dtype: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """As `in_one_product`, for any gates."""
-    since = tl.exp(token_sums(i[:, None] >= i[None, :], g, dtype, PRECISION))
+    since = since_start(g, G, False, i, dtype, PRECISION)
     q = tl.load(q_at, mask=m, other=0.0).to(tl.float32) * scale
     tl.store(reads_at, (q * since).to(dtype))
     if both:
         p = tl.load(p_at, mask=m, other=0.0).to(tl.float32) * strength[:, None]
         tl.store(erases_at, (p * since).to(dtype))
     if of_state:
-        until = tl.exp(token_sums(i[:, None] < i[None, :], g, dtype, PRECISION))
+        until = until_end(g, G, False, i, dtype, PRECISION)
         k = tl.load(k_at, mask=m, other=0.0).to(tl.float32)
         tl.store(writes_at, (k * until).to(dtype))
     h = tl.full([], C // 2, tl.int32)
@@ -120,12 +120,12 @@ def scores_kernel(
         if mild:
             P, L = in_one_product(
                 P, L, q_at, k_at, p_at, reads_base + at, erases_base + at, writes_base + at, m, strength, scale, gate,
-                G, e, both, of_state, dtype, PRECISION,
+                G, e, i, both, of_state, dtype, PRECISION,
             )  # fmt: skip
         else:
             P, L = in_halves(
                 P, L, q_at, k_at, p_at, reads_base + at, erases_base + at, writes_base + at, m, strength, scale, gate,
-                i, both, of_state, C, LIMIT, dtype, PRECISION,
+                G, i, both, of_state, C, LIMIT, dtype, PRECISION,
             )  # fmt: skip
         q_tile = tl.load(q_at, mask=m, other=0.0).to(tl.float32)
         own += scale * tl.sum(q_tile * tl.load(k_at, mask=m, other=0.0).to(tl.float32), axis=1)
