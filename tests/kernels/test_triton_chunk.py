@@ -166,7 +166,7 @@ def test_search_for_a_configuration_leaves_results_alone(monkeypatch: pytest.Mon
     monkeypatch.setenv("DELTANET_AUTOTUNE", "1")
     monkeypatch.setattr(autotune, "_chosen", {})
     monkeypatch.setattr(autotune, "candidates", lambda config: [config, replace(config, input_warps=2)])
-    monkeypatch.setattr(chunk, "_milliseconds", lambda run: tried.append(autotune._forced[-1]) or -len(tried))
+    monkeypatch.setattr(autotune, "milliseconds", lambda run: tried.append(autotune._forced[-1]) or -len(tried))
     found = results(cut(1), inputs)
     assert [config.input_warps for config in tried] == [4, 2]
     assert list(autotune._chosen.values()) == [tried[1]]

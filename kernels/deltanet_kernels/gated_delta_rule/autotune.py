@@ -62,6 +62,17 @@ def fastest(configs: Iterable[ChunkConfig], measure: Callable[[ChunkConfig], flo
     return best
 
 
+def milliseconds(run: Callable[[], object]) -> float:
+    """Median of five calls between CUDA events."""
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(5)]
+    for start, stop in events:
+        start.record()
+        run()
+        stop.record()
+    torch.cuda.synchronize()
+    return sorted(start.elapsed_time(stop) for start, stop in events)[2]
+
+
 def choose(
     key: Hashable,
     pinned: ChunkConfig,

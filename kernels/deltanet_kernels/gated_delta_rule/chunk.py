@@ -14,7 +14,6 @@ W, ht and dht the final state and its gradient.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -72,7 +71,7 @@ def _config(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, minibatch: int) -
         return pinned
     (H, K), (HV, V), HQ = k.shape[2:], v.shape[2:], q.shape[2]
     key = (HQ, H, HV, K, V, k.dtype, k.device)
-    return autotune.choose(key, pinned, lambda: _trial(HQ, H, HV, K, V, k.dtype, k.device), _milliseconds)
+    return autotune.choose(key, pinned, lambda: _trial(HQ, H, HV, K, V, k.dtype, k.device), autotune.milliseconds)
 
 
 def _trial(HQ: int, H: int, HV: int, K: int, V: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
@@ -90,17 +89,6 @@ def _trial(HQ: int, H: int, HV: int, K: int, V: int, dtype: torch.dtype, device:
     )  # fmt: skip
     grads = chunk_backward(do, None, q, k, v, -g, beta, None, None, None, *kept, K**-0.5, True, False, False, "auto", 1)
     return [o, *grads[:5]]
-
-
-def _milliseconds(run: Callable[[], object]) -> float:
-    """Median of five calls between CUDA events."""
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(5)]
-    for start, stop in events:
-        start.record()
-        run()
-        stop.record()
-    torch.cuda.synchronize()
-    return sorted(start.elapsed_time(stop) for start, stop in events)[2]
 
 
 def _sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, int]:
