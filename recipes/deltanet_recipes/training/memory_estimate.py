@@ -141,7 +141,7 @@ def _on_device(stage: Stage, recipe: Recipe, student: nn.Module, runtime: Runtim
     counted = [
         cpu_memory.layer_values(student, index, stage.sequence_length)
         if on_cpu
-        else _layer_values(student, index, in_mixer)
+        else _layer_values(student, converted.get(index), in_mixer.get(index))
         for index in range(len(layers))
     ]
     activations = sum(counted) * micro * width
@@ -230,7 +230,7 @@ def _mixer_values(student: nn.Module, mixer: nn.Module, chunks: float) -> int:
     return int(2 * config.hidden_size + 10 * heads * dim + chunks * per_chunk)
 
 
-def _layer_values(student: nn.Module, index: int, in_mixer: dict[int, int]) -> int:
+def _layer_values(student: nn.Module, mixer: nn.Module | None, in_mixer: int | None) -> int:
     """Values per token that the backward pass of a decoder layer needs.
 
     3 D + 3 M for residual stream, norms and MLP; beside that, those of the mixer, or of attention (2 H d, keys and
@@ -238,10 +238,11 @@ def _layer_values(student: nn.Module, index: int, in_mixer: dict[int, int]) -> i
     """
     config: Any = student.config
     heads, dim = config.num_attention_heads, head_size(config)
-    mixing = 2 * dim * (heads + (config.num_key_value_heads or heads)) + config.hidden_size
-    if index in in_mixer:
-        window = getattr(mixers(student)[index], "window_branch", None) is not None
-        mixing = in_mixer[index] + heads * dim * window
+    mixing = in_mixer
+    if mixing is None:
+        mixing = 2 * dim * (heads + (config.num_key_value_heads or heads)) + config.hidden_size
+    elif getattr(mixer, "window_branch", None) is not None:
+        mixing += heads * dim
     return int(3 * config.hidden_size + 3 * mlp_size(config) + mixing)
 
 
