@@ -51,7 +51,7 @@ class Answer(NamedTuple):
 
 
 def by_generate(model: PreTrainedModel, texts: Sequence[Sequence[int]]) -> list[Answer]:
-    """What `generate` appends to each prompt alone, whatever the tokens are."""
+    """Continue each prompt alone by `generate`, whatever the tokens are."""
     model.generation_config.eos_token_id = None
     model.set_attn_implementation("eager")  # SDPA leaves out the capped scores of Gemma 2
     settings: dict[str, Any] = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
@@ -66,7 +66,7 @@ def by_generate(model: PreTrainedModel, texts: Sequence[Sequence[int]]) -> list[
 
 
 def by_vllm(model: PreTrainedModel, texts: Sequence[Sequence[int]], **settings: Any) -> list[Answer]:
-    """What vLLM appends to the prompts, all requested at once."""
+    """Continue the prompts by vLLM, all requested at once."""
     from vllm import LLM, SamplingParams
 
     register()
