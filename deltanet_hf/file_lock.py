@@ -11,6 +11,7 @@ from .errors import UserError
 from .safe_write import writing
 
 HELD = {errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES}
+ATTEMPTS = 100
 
 
 @contextmanager
@@ -44,13 +45,7 @@ def locked_beside(output: Path, what: str) -> AbstractContextManager[None]:
 def _take(lock: Path, output: Path, what: str) -> int:
     while True:
         with writing(output):
-            lock.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
-            except FileNotFoundError:
-                if lock.parent.exists():
-                    raise
-                continue  # the process that held it has just removed the folder
+            descriptor = _open(lock)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -64,6 +59,19 @@ def _take(lock: Path, output: Path, what: str) -> int:
         if _is_still(lock, descriptor):
             return descriptor
         os.close(descriptor)  # its holder removed it between the two calls, and another process may hold a new one
+
+
+def _open(lock: Path) -> int:
+    """Opens the file `lock` in a folder that other processes may be making and removing."""
+    attempts = 0
+    while True:
+        try:
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            return os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
+        except (FileExistsError, FileNotFoundError):  # the former from `mkdir`, where the folder is gone again
+            attempts += 1
+            if attempts == ATTEMPTS:
+                raise
 
 
 def _is_still(lock: Path, descriptor: int) -> bool:

@@ -119,11 +119,6 @@ class Workspace:
 
         Arguments and errors are those of `publish_folder`.
         """
-        try:
-            with writing(self.folder):
-                self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"{self.out}: cannot be made ({error.strerror}); choose another output folder") from error
         with locked(self.folder / LOCK, self.out, self.what):
             if self.journal.exists():
                 self._continue(request, resume, overwrite)

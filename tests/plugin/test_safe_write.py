@@ -233,3 +233,34 @@ def test_many_writers_of_one_output_take_turns(slow: float, tmp_path: Path, monk
     assert ends["refused"] > 1
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert [path.name for path in out.iterdir()] == ["config.json"]
+
+
+@pytest.mark.parametrize("step", ["mkdir", "open"])
+def test_the_folder_of_a_lock_disappears_while_it_is_made(
+    step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder is removed by another process right before a system call, and made again by a third one after it."""
+    folder, real, calls = tmp_path / "folder", getattr(os, step), [0]
+
+    def removed_before(path: Any, *args: Any, **options: Any) -> Any:
+        calls[0] += 1
+        if calls[0] > 1:
+            return real(path, *args, **options)
+        raise (FileExistsError if step == "mkdir" else FileNotFoundError)(errno.EIO, "removed", str(path))
+
+    if step == "open":
+        folder.mkdir()
+    monkeypatch.setattr(os, step, removed_before)
+    with locked(folder / "lock", tmp_path / "out", "conversion"):
+        assert (folder / "lock").exists()
+    assert calls[0] > 1
+
+
+def test_a_file_in_the_place_of_the_folder_of_a_lock(tmp_path: Path) -> None:
+    """The attempts to make the folder end."""
+    (tmp_path / "folder").write_text("a file")
+    with (
+        pytest.raises(UserError, match=r"out: cannot be written \(File exists\); choose another"),
+        locked(tmp_path / "folder" / "lock", tmp_path / "out", "conversion"),
+    ):
+        pass
