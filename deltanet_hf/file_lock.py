@@ -22,7 +22,7 @@ def locked(lock: Path, output: Path, what: str) -> Iterator[None]:
         output: what is written meanwhile, and `what` does it, for messages.
 
     Raises:
-        UserError: another process holds it; or its file system has no locks.
+        UserError: another process holds it; it cannot be made; or its file system has no locks.
     """
     made = [folder for folder in lock.parents if not folder.exists()]  # the innermost first
     descriptor = _take(lock, output, what)
@@ -44,8 +44,11 @@ def locked_beside(output: Path, what: str) -> AbstractContextManager[None]:
 
 def _take(lock: Path, output: Path, what: str) -> int:
     while True:
-        with writing(output):
-            descriptor = _open(lock)
+        try:
+            with writing(output):
+                descriptor = _open(lock)
+        except OSError as error:
+            raise UserError(f"{output}: cannot be made ({error.strerror}); choose another output") from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -264,3 +264,15 @@ def test_a_file_in_the_place_of_the_folder_of_a_lock(tmp_path: Path) -> None:
         locked(tmp_path / "folder" / "lock", tmp_path / "out", "conversion"),
     ):
         pass
+
+
+def test_a_file_system_that_refuses_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of other systems refuse a colon or a question mark, by an error that says no more."""
+
+    def refuse(path: Any, *_: Any, **__: Any) -> None:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), str(path))
+
+    monkeypatch.setattr(os, "mkdir", refuse)
+    with pytest.raises(UserError, match=r"out: cannot be made \(Invalid argument\); choose another output"):
+        publish_folder(tmp_path / "out", {}, lambda _: {}, resume=False, overwrite=False)
+    assert list(tmp_path.iterdir()) == []
