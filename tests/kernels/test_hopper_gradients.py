@@ -14,7 +14,7 @@ import torch
 import triton
 
 from deltanet_kernels import naive_gated_delta_rule
-from deltanet_kernels.gated_delta_rule import chunk
+from deltanet_kernels.gated_delta_rule import launch_plan
 from deltanet_kernels.gated_delta_rule.config import chunk_config
 from deltanet_kernels.gated_delta_rule.hopper import select
 from tests.kernels.cases import Case, make_inputs, plainly_in, relative_error, results, truth
@@ -134,7 +134,7 @@ def test_gradients(case: Case, launched: list[torch.Size], monkeypatch: pytest.M
     wanted, plain = truth(inputs), plainly_in(torch.bfloat16, inputs)
     found = results(triton_chunk, inputs)
     assert len(launched) == 1
-    monkeypatch.setattr(chunk, "chunk_config", _stock_config)
+    monkeypatch.setattr(launch_plan, "chunk_config", _stock_config)
     stock = results(triton_chunk, inputs)
     assert len(launched) == 1
     for name, x in wanted.items():

@@ -11,7 +11,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deltanet_kernels.common.registration import Operator, cached
-from deltanet_kernels.gated_delta_rule import chunk
+from deltanet_kernels.gated_delta_rule import chunk_forward
 from deltanet_kernels.norm import norm_forward
 from deltanet_kernels.prompt import inputs as prompt
 from tests.kernels.triton_mode import DEVICE
@@ -146,7 +146,7 @@ def _prompt_inputs(final: bool) -> tuple[Any, ...]:
 @pytest.mark.parametrize(
     ("plain", "registered", "inputs"),
     [
-        (chunk._chunk_without_gradients, chunk.chunk_forward, _chunk_inputs),
+        (chunk_forward.chunk_without_gradients, chunk_forward.chunk_forward, _chunk_inputs),
         (prompt._operator, prompt.prompt_inputs_op, _prompt_inputs),
     ],
     ids=["chunk_forward", "prompt_inputs"],

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from deltanet_kernels.common.sequences import cut_chunks
-from deltanet_kernels.gated_delta_rule import chunk
+from deltanet_kernels.gated_delta_rule import chunk_forward
 from deltanet_kernels.gated_delta_rule.row_factors import ChunkInputs
 from deltanet_kernels.gated_delta_rule.scores import scores
 from deltanet_kernels.gated_delta_rule.segments import chunk_spans
@@ -25,7 +25,7 @@ C = 32
 @pytest.fixture(params=[False, True], ids=["sequential", "composed"])
 def remembering(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The treatment of segments that remember."""
-    monkeypatch.setattr(chunk, "composes", lambda segments, K: segments > 1 and request.param)
+    monkeypatch.setattr(chunk_forward, "composes", lambda segments, K: segments > 1 and request.param)
 
 
 def uniform(*shape: int) -> torch.Tensor:
@@ -187,6 +187,6 @@ def test_what_is_forgotten_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     inputs = with_gates(Case("fresh memory", T=192, HV=2), one_fast_segment)
     tensors = [inputs[name].detach() for name in ("q", "k", "v", "g", "beta", "initial_state")]
     tensors[3][..., 1] = -16.0
-    monkeypatch.setattr(chunk, "composes", lambda segments, K: True)
+    monkeypatch.setattr(chunk_forward, "composes", lambda segments, K: True)
     *_, M, _ = torch.ops.deltanet.chunk_forward(*tensors, None, None, None, 1.0, True, False, True, True, "ieee", 3)
     assert M[0].isfinite().all(-1).all(-1).tolist() == [[True, False], [False, False], [True, False]]

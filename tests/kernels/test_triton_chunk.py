@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from deltanet_kernels import naive_gated_delta_rule
-from deltanet_kernels.gated_delta_rule import autotune, chunk
+from deltanet_kernels.gated_delta_rule import autotune, chunk_backward
 from deltanet_kernels.gated_delta_rule.config import chunk_config
 from tests.kernels.cases import (
     CASES,
@@ -57,7 +57,7 @@ def test_one_kernel_for_all_gradients(case: Case, monkeypatch: pytest.MonkeyPatc
     """The kernel of bfloat16 heads that share nothing and are small, here in float32."""
     case = replace(case, HQ=None, HV=None)
     launched = []
-    monkeypatch.setattr(chunk, "joins_gradients", lambda q, k, v, config: launched.append(q.shape) or True)
+    monkeypatch.setattr(chunk_backward, "joins_gradients", lambda q, k, v, config: launched.append(q.shape) or True)
     inputs = make_inputs(case, torch.float32, DEVICE)
     assert_close(results(cut(1), inputs), truth(inputs), 3e-6)
     assert launched
@@ -156,7 +156,7 @@ def test_half_precision(name: str) -> None:
 def test_one_kernel_only_where_its_tiles_are_alike(K: int, V: int, HQ: int, dtype: torch.dtype, wanted: bool) -> None:
     """Narrow tiles beside wide ones are what ptxas 12.8 gets wrong; shared heads need the general kernels."""
     q, k, v = (torch.empty(1, 1, *heads, dtype=dtype) for heads in ((HQ, K), (2, K), (2, V)))
-    assert chunk.joins_gradients(q, k, v, chunk_config(K, V, dtype, (9, 0))) is wanted
+    assert chunk_backward.joins_gradients(q, k, v, chunk_config(K, V, dtype, (9, 0))) is wanted
 
 
 def test_search_for_a_configuration_leaves_results_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from deltanet_kernels import chunk_gated_delta_rule
-from deltanet_kernels.gated_delta_rule import chunk
+from deltanet_kernels.gated_delta_rule import chunk_backward
 from tests.kernels.cases import (
     ERASE_CASES,
     Case,
@@ -66,7 +66,7 @@ def test_float32(case: Case) -> None:
 def test_one_kernel_for_all_gradients(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel of bfloat16 heads that share nothing and are small, here in float32."""
     launched = []
-    monkeypatch.setattr(chunk, "joins_gradients", lambda q, k, v, config: launched.append(q.shape) or True)
+    monkeypatch.setattr(chunk_backward, "joins_gradients", lambda q, k, v, config: launched.append(q.shape) or True)
     inputs = make_inputs(case, torch.float32, DEVICE)
     assert_close(results(triton_chunk, inputs), truth(inputs), 3e-6)
     assert launched

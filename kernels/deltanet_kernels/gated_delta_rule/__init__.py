@@ -2,8 +2,9 @@
 
     S_t = e^{g_t} S_{t-1} + beta_t k_t (v_t - k_t^T e^{g_t} S_{t-1})^T        o_t = scale * q_t^T S_t
 
-Each file below computes one stage of one form of the operator. `chunk.py`, `recurrent.py` and `step.py` choose among
-the kernels; `config.py` holds the sizes that they are launched with.
+Each file below computes one stage of one form of the operator. `chunk_forward.py`, `chunk_backward.py`, `recurrent.py`
+and `step.py` choose among the kernels and launch them; `launch_plan.py` and `config.py` hold the sizes, and `chunk.py`
+is the entry point of the chunked operator and its gradient.
 
     stage                          file                      when
     -----------------------------  ------------------------  ---------------------------------------------------------

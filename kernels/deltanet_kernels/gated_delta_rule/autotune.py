@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from deltanet_kernels.common.sizes import cdiv
 from deltanet_kernels.gated_delta_rule.config import ChunkConfig
 
 TOLERANCE = 0.02  # relative difference of a result from the pinned configuration's: a few roundings of bfloat16
@@ -71,6 +72,25 @@ def milliseconds(run: Callable[[], object]) -> float:
         stop.record()
     torch.cuda.synchronize()
     return sorted(start.elapsed_time(stop) for start, stop in events)[2]
+
+
+def trial(
+    HQ: int, H: int, HV: int, K: int, V: int, dtype: torch.dtype, device: torch.device
+) -> list[torch.Tensor]:  # fmt: skip
+    """Output and gradients of inputs that fill an H200, by the registered operators, which ask `choose`."""
+    generator = torch.Generator(device).manual_seed(0)
+    T = 2048 if device.type == "cuda" else 8
+    B = cdiv(128, HV) if device.type == "cuda" else 1
+    q, k, v, do = (
+        torch.randn(B, T, *heads, generator=generator, device=device).to(dtype)
+        for heads in ((HQ, K), (H, K), (HV, V), (max(HQ, HV), V))
+    )
+    g, beta = (torch.rand(B, T, HV, generator=generator, device=device) for _ in range(2))
+    inputs, scale = (q, k, v, -g, beta), K**-0.5
+    forward, backward = torch.ops.deltanet.chunk_forward, torch.ops.deltanet.chunk_backward
+    o, _, *kept = forward(*inputs, None, None, None, None, scale, True, False, False, True, "auto", 1)
+    grads = backward(do, None, *inputs, None, None, None, *kept, scale, True, False, False, "auto", 1)
+    return [o, *grads[:5]]
 
 
 def choose(

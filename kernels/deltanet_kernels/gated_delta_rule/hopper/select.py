@@ -122,7 +122,7 @@ def gradients(
     A_log: torch.Tensor | None, dt_bias: torch.Tensor | None, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor,
     dg: torch.Tensor, dbeta: torch.Tensor, gate_sums: torch.Tensor, scale: float, norm: bool, sigmoid: bool,
 ) -> None:  # fmt: skip
-    """Fill dq, dk, dv, dg, dbeta and gate_sums; names and shapes as in chunk.py."""
+    """Fill dq, dk, dv, dg, dbeta and gate_sums; names and shapes as in chunk_backward.py."""
     (B, T, H, K), HV = k.shape, v.shape[2]
     dq_parts, dk_parts = (dq, dk) if H == HV else (torch.empty_like(dv) for _ in range(2))
     launch(

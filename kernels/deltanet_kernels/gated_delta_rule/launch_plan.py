@@ -1,0 +1,104 @@
+"""What the launches of one call have in common: its sizes, chunks, configuration and form of the erase term."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from deltanet_kernels.common.device import capability
+from deltanet_kernels.common.sequences import Chunks, cut_chunks
+from deltanet_kernels.gated_delta_rule import autotune
+from deltanet_kernels.gated_delta_rule.config import ChunkConfig, chunk_config, product_precision, tile_width
+from deltanet_kernels.gated_delta_rule.row_factors import erase_flags
+
+
+def kept_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype in which V' and dW are stored: float32 for float16, which would lose small gradients."""
+    return dtype if dtype == torch.bfloat16 else torch.float32
+
+
+def unit_stride(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def pinned_config(k: torch.Tensor, v: torch.Tensor, minibatch: int = 0) -> ChunkConfig:
+    """The configuration without a search; with mini-batches a chunk is one of them."""
+    config = chunk_config(k.shape[3], v.shape[3], k.dtype, capability(k.device))
+    return replace(config, C=minibatch) if minibatch else config
+
+
+def _config(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, minibatch: int) -> ChunkConfig:
+    pinned = pinned_config(k, v, minibatch)
+    if minibatch or not autotune.enabled():
+        return pinned
+    (H, K), (HV, V), HQ = k.shape[2:], v.shape[2:], q.shape[2]
+    key = (HQ, H, HV, K, V, k.dtype, k.device)
+    return autotune.choose(key, pinned, lambda: autotune.trial(*key), autotune.milliseconds)
+
+
+class LaunchPlan(NamedTuple):
+    """The plan of one call, the same for its forward and its backward pass."""
+
+    config: ChunkConfig
+    sizes: dict[str, int]
+    """H, HV, HQ, K, V, and BK: the width of a tile of K."""
+    chunks: Chunks
+    full: bool
+    """Every tile of every kernel is full, so that no mask is applied."""
+    precision: str
+    form: dict[str, bool]
+    """`row_factors.erase_flags`."""
+    default: bool
+    """This is the gated delta rule itself, the only form of the kernels in hopper/."""
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        """Constants of every kernel."""
+        return {
+            "C": self.config.C, "VARLEN": self.chunks.varlen, "FULL": self.full, "PRECISION": self.precision,
+        }  # fmt: skip
+
+    @property
+    def state_flags(self) -> dict[str, bool]:
+        """Constants of the state kernels: the form of the erase term as far as they see it."""
+        return {name: self.form[name] for name in ("READ", "SOLVE", "OWN")}
+
+    def stages(self, stages: int) -> int:
+        """Pipeline stages of a state kernel; an erase key takes more shared memory."""
+        return max(1, stages - self.form["OWN"])
+
+
+def launch_plan(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor | None,
+    precision: str,
+    erase_key: torch.Tensor | None,
+    erase: str,
+    minibatch: int,
+) -> LaunchPlan:
+    """The plan of a call; the arguments are those of `chunk_forward`."""
+    (B, T, HQ, K), (H, HV, V) = q.shape, (k.shape[2], *v.shape[2:])
+    config, BK = _config(q, k, v, minibatch), tile_width(K, k.dtype)
+    chunks = cut_chunks(B, T, config.C, cu_seqlens)
+    return LaunchPlan(
+        config=config,
+        sizes={"H": H, "HV": HV, "HQ": HQ, "K": K, "V": V, "BK": BK},
+        chunks=chunks,
+        full=BK == K and tile_width(V, k.dtype) == V and not chunks.varlen and T % config.C == 0,
+        precision=product_precision(precision, q.dtype),
+        form=erase_flags(erase, erase_key),
+        default=erase == "decayed" and erase_key is None,
+    )
+
+
+def zero_tail(chunks: Chunks, *tensors: torch.Tensor) -> None:
+    """Tokens after the last packed sequence get zeros."""
+    if chunks.cu_seqlens is not None:
+        end = chunks.cu_seqlens[-1]
+        for x in tensors:
+            tail = torch.arange(x.shape[1], device=x.device) >= end
+            x.masked_fill_(tail.view(1, -1, *[1] * (x.dim() - 2)), 0)
