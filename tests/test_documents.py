@@ -101,6 +101,7 @@ def relu_attention(monkeypatch: pytest.MonkeyPatch) -> type[Mixer]:
     """The mixer of docs/contributing.md, registered."""
     match = EXAMPLE.search((ROOT / "docs/contributing.md").read_text(encoding="utf-8"))
     assert match is not None
+    assert max(map(len, match[1].splitlines())) <= 120  # as `ruff check` wants it of a copy
     module = types.ModuleType("relu_attention_example")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     exec(compile(match[1], "docs/contributing.md", "exec"), vars(module))

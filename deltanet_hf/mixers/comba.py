@@ -6,9 +6,10 @@ Per head, with a log decay g_t <= 0, a write strength eta_t and a feedback facto
 
 q and k have unit length, and q is corrected by the key before that: q <- q - d f k. g and eta = sigmoid(b_proj(x)) are
 those of Gated DeltaNet; f = sigmoid(feedback) and d are learned, one per head. Where eta f exceeds exp(g), the
-eigenvalue exp(g) - eta f is negative, which Gated DeltaNet reaches by `allow_neg_eigval` only. Published Comba has a
-sigmoid in its output gate, and flash-linear-attention brings the erase key f k to unit length too, so that f only acts
-in the correction of q there.
+eigenvalue exp(g) - eta f is negative, which Gated DeltaNet reaches by `allow_neg_eigval` only. With that setting, eta
+is 2 sigmoid(b_proj(x)), but at most 1 + exp(g), so that no eigenvalue is below -1. Published Comba has a sigmoid in its
+output gate, and flash-linear-attention brings the erase key f k to unit length too, so that f only acts in the
+correction of q there.
 """
 
 from __future__ import annotations
@@ -73,9 +74,19 @@ class Comba(GatedDeltaNet):
         cu_seqlens: Tensor | None,
     ) -> tuple[Tensor, State]:
         g, eta = gates
+        if self.settings.allow_neg_eigval:
+            eta = contracting(eta, g)
         q, f = self.closed_loop(q, k)
         dtype = self.settings.state_dtype
         return undecayed_rule(q, k, v, g, eta, f, state, keep_state, cu_seqlens, q.shape[1] == 1, dtype)
+
+
+def contracting(eta: Tensor, g: Tensor) -> Tensor:
+    """The write strengths, at most 1 + exp(g): beyond, exp(g) - eta is below -1, and the state grows at each write.
+
+    Gated DeltaNet, which erases behind the decay, is bounded for every strength up to 2.
+    """
+    return torch.minimum(eta, 1 + g.exp())
 
 
 def undecayed_rule(

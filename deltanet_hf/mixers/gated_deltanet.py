@@ -169,8 +169,8 @@ class GatedDeltaNet(Mixer):
 
     @property
     def fused_step(self) -> bool:
-        """Whether the fused decoding step computes this rule; a rule with a `mix` of its own says no."""
-        return True
+        """Whether the fused decoding step computes this rule; not one with a `mix` of its own, unless it says so."""
+        return type(self).mix is GatedDeltaNet.mix
 
     def step(
         self, x: Tensor, position_embeddings: PositionEmbeddings | None, state: State, padding: Tensor | None

@@ -44,6 +44,8 @@ class MesaSettings(MixerProjections):
     def validate(self, where: str) -> None:
         super().validate(where)
         check_at_least(where, "cg_steps", self.cg_steps, 1)
+        if self.allow_neg_eigval:
+            raise ValueError(f"{where}.allow_neg_eigval: got true, but least squares erase nothing; leave it out")
 
 
 class MesaRidge(Part):

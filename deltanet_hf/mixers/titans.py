@@ -8,7 +8,8 @@ Per head, with a log decay g_t <= 0, a momentum mu_t and a step size theta_t:
 q and k have unit length; g and theta are the log decay and the write strength of Gated DeltaNet, and
 mu = sigmoid(m_proj(x)). The gradient is taken per token, not per block of tokens as in the paper's parallel form. With
 mu = 0 the rule is that of Comba (arXiv 2506.02475) without its output correction: the prediction reads the state before
-it decays. S and Z are both kept, twice the state of Gated DeltaNet; `state_dtype` rounds both.
+it decays. As there, `allow_neg_eigval` allows theta up to 1 + exp(g). S and Z are both kept, twice the state of Gated
+DeltaNet; `state_dtype` rounds both.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import ClassVar
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from deltanet_hf.mixers.comba import contracting
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
 from deltanet_hf.mixers.gated_rule import GatedRule, decodes, wide
 from deltanet_hf.mixers.layer_kind import TensorShape
@@ -67,6 +69,8 @@ class Titans(GatedRule):
         cu_seqlens: Tensor | None,
     ) -> tuple[Tensor, State]:
         g, theta, log_mu, *padding = gates
+        if self.settings.allow_neg_eigval:
+            theta = contracting(theta, g)
         rule = naive_titans if decodes(q) else chunk_titans
         output, new = rule(
             q,

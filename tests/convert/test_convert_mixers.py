@@ -12,19 +12,46 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from deltanet_convert.options import ConvertOptions
 from deltanet_convert.start import START, gate_fit, key_offset, start_rule
+from deltanet_convert.start.attention_kind import start_attention_kind
 from deltanet_convert.start.from_scratch import start_from_scratch
 from deltanet_hf import LayerTable
 from deltanet_hf.errors import UserError
-from deltanet_hf.mixers import MIXERS, Mixer
+from deltanet_hf.mixers import MIXERS, AttentionKind, LayerKind, Mixer
+from deltanet_hf.mixers.attention_kind import Call, Softmax
 from deltanet_hf.mixers.gated_deltanet import delta_rule
 from deltanet_hf.mixers.layer_kind import TensorShape
 from deltanet_hf.mixers.mixed_heads import MixedHeads
+from deltanet_hf.mixers.parts import Opening
 from deltanet_hf.mixers.state import State, cache_bytes
 from support.registry import rows
 from support.tiny_conversion import quick_start, teacher_folder, tiny_conversion
 from support.tiny_models import LAYERS
 
 IDS = torch.randint(4, 60, (2, 80), generator=torch.Generator().manual_seed(0))  # more tokens than the window sees
+
+
+class Sharpened(AttentionKind):
+    """A throw-away kind that stays quadratic: queries times 1 + opening."""
+
+    name: ClassVar[str] = "sharpened"
+    title: ClassVar[str] = "sharpened attention"
+    fp32: ClassVar[tuple[str, ...]] = ("opening",)
+    sharpness: Opening
+
+    def add_parts(self, hidden: int, query_heads: int, kv_heads: int) -> None:
+        self.sharpness = Opening(query_heads)
+
+    def new_parts(self) -> list[torch.nn.Module]:
+        return [self.sharpness]
+
+    def start_neutral(self, spread: float) -> None:
+        self.sharpness.reset_parameters()
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, softmax: Softmax) -> torch.Tensor:
+        q = q * (1 + self.sharpness())[:, None, None].to(q.dtype)
+        if call.cache is not None:
+            k, v = call.cache.update(k, v, self.layer_idx)
+        return softmax(q, k, v, call.mask)
 
 
 class ConstantDecay(Mixer):
@@ -68,7 +95,8 @@ def short_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(key_offset, "SHARES", (0.0, 1.0))
 
 
-NAMES = [*(name for name in MIXERS if name != MixedHeads.name), ConstantDecay.name]
+THROW_AWAY: dict[str, type[LayerKind]] = {kind.name: kind for kind in (ConstantDecay, Sharpened)}
+NAMES = [*(name for name in MIXERS if name != MixedHeads.name), *THROW_AWAY]
 every_mixer = pytest.mark.parametrize("mixer", rows(NAMES), indirect=True)
 mixers_in_full = pytest.mark.parametrize("mixer", rows(NAMES, all_by_default=False), indirect=True)
 
@@ -76,7 +104,8 @@ mixers_in_full = pytest.mark.parametrize("mixer", rows(NAMES, all_by_default=Fal
 @pytest.fixture
 def mixer(request: pytest.FixtureRequest, short_fit: None, monkeypatch: pytest.MonkeyPatch) -> str:
     """The name of each mixer in turn; the fit is short."""
-    monkeypatch.setitem(MIXERS, ConstantDecay.name, ConstantDecay)
+    for name, kind in THROW_AWAY.items():
+        monkeypatch.setitem(MIXERS, name, kind)
     return str(request.param)
 
 
@@ -159,7 +188,8 @@ def test_resumed_conversion_gives_the_same_bytes(tmp_path: Path, monkeypatch: py
 @every_mixer
 def test_every_mixer_has_a_start_rule(mixer: str) -> None:
     assert set(START) <= set(MIXERS)
-    assert start_rule(mixer) is START.get(mixer, start_from_scratch)
+    default = start_attention_kind if issubclass(MIXERS[mixer], AttentionKind) else start_from_scratch
+    assert start_rule(mixer) is START.get(mixer, default)
 
 
 @torch.no_grad()

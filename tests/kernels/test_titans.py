@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -84,6 +85,18 @@ def test_a_repeated_key_is_stable_up_to_the_bound() -> None:
         sizes.append(float(final.memory.abs().max()))
     assert sizes[0] < 10
     assert sizes[1] > 1e3
+
+
+def test_momentum_has_no_bound_on_keys_that_differ() -> None:
+    """With strengths of 1, far below the bound of one key: docs/mixers.md warns of it."""
+    k, v = torch.randn(2, 1, 400, 1, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64).unbind()
+    gates = torch.ones(1, 400, 1, dtype=torch.float64)
+    largest = [
+        float(chunk_titans(k, k, v, 0 * gates, mu * gates, gates, use_qk_l2norm_in_kernel=True)[0].abs().max())
+        for mu in (math.log(0.3), math.log(0.8))
+    ]
+    assert largest[0] < 10
+    assert largest[1] > 1e3
 
 
 @pytest.mark.parametrize("gate", [0.0, -200.0, -torch.inf])

@@ -66,6 +66,34 @@ def test_equal_gates_make_gdn2_kda() -> None:
     torch.testing.assert_close(gdn2(inputs())[0], kda(inputs())[0], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("mixer", ["kda", "gdn2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@torch.no_grad()
+def test_reflections_at_one_key_keep_the_size_of_the_state(mixer: str, dtype: torch.dtype) -> None:
+    """Gates of 2 turn what is under a key, token by token, whether its rounding makes it longer or shorter."""
+    layer = layer_of(mixer, allow_neg_eigval=True).to(dtype)
+    generator = torch.Generator().manual_seed(2)
+    k = torch.randn(16, 1, 4, 8, generator=generator).to(dtype).expand(-1, 1024, -1, -1)
+    gates: tuple[torch.Tensor, ...] = tuple(torch.full((16, 1024, 4, 8), gate) for gate in (0.0, 2.0, 0.0))
+    before = torch.randn(16, 4, 8, 8, generator=generator)
+    if mixer == "kda":
+        gates = gates[0], gates[1][..., 0]
+    _, after = layer.mix(k, k, torch.zeros_like(k), gates, {"state": before}, True, None)
+    torch.testing.assert_close(after["state"].norm(dim=(-2, -1)), before.norm(dim=(-2, -1)), rtol=1e-2, atol=0)
+
+
+@torch.no_grad()
+def test_gdn2_takes_keys_of_any_length() -> None:
+    layer = layer_of("gdn2").float()
+    sizes = torch.tensor([0.0, 1e-30, 1e-6, 1e-3, 1.0, 1e10, 1e30]).view(1, 7, 1, 1)
+    k = l2_normalize(torch.randn(1, 7, 4, 8, generator=torch.Generator().manual_seed(1))) * sizes
+    gates = torch.zeros(1, 7, 4, 8), torch.ones(1, 7, 4, 8), torch.ones(1, 7, 4, 8)
+    for dtype in (torch.float32, torch.bfloat16):
+        o, new = layer.mix(k.to(dtype), k.to(dtype), 100 * torch.ones_like(k).to(dtype), gates, None, True, None)
+        assert o.isfinite().all()
+        assert new["state"].isfinite().all()
+
+
 @pytest.mark.parametrize("mixer", ["kda", "gla", "gdn2"])
 def test_the_layer_of_qwen3_5_is_another(mixer: str) -> None:
     with pytest.raises(ValueError, match="take the mixer gated_deltanet"):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deltanet_hf import LayerTable
-from deltanet_hf.mixers.comba import Feedback, undecayed_rule
+from deltanet_hf.mixers.comba import Feedback, contracting, undecayed_rule
 from deltanet_hf.mixers.deltanet import normalisers
 from deltanet_hf.mixers.efla import phi1, unit_key_inputs
 from deltanet_hf.mixers.gated_deltanet import delta_rule
@@ -141,6 +141,22 @@ def test_comba_survives_every_decay(decay: float) -> None:
     close((o.detach().double(),), (wanted.detach(),), 5e-6)
     found = torch.autograd.grad(o.sum(), mapped)
     close([x.double() for x in found], torch.autograd.grad(wanted.sum(), naive), 5e-5)
+
+
+@pytest.mark.parametrize("decay", [-0.1, -3.0, -1e4])
+@pytest.mark.parametrize("name", ["comba", "titans"])
+@torch.no_grad()
+def test_the_largest_strengths_do_not_let_the_state_grow(name: str, decay: float) -> None:
+    """The prediction reads the state before the decay, so a strength of 2 would be too much for a state that decays."""
+    layer = layer_of(name, allow_neg_eigval=True)
+    k, v = (draw(1, 1, 4, 8, seed=seed).expand(-1, 300, -1, -1) for seed in (0, 1))
+    g = torch.full((1, 300, 4), decay, dtype=k.dtype)
+    further = (torch.full_like(g, -1.0),) if name == "titans" else ()
+    o, new = layer.mix(k, k, v, (g, layer.strength(torch.full_like(g, 30.0)).double(), *further), None, True, None)
+    assert o.abs().max() < 3 * v.abs().max()
+    assert new["state"].abs().max() < 9 * v.abs().max()
+    # Without decay the strength of 2 is reached: an eigenvalue of -1.
+    assert contracting(torch.tensor(2.0), torch.tensor(0.0)) == 2
 
 
 @torch.no_grad()

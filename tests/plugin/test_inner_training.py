@@ -121,7 +121,13 @@ def test_autocast_trains(model: PreTrainedModel) -> None:
 
 @pytest.mark.parametrize(
     ("mixer", "setting", "value"),
-    [("mesa", "cg_steps", 0), ("ttt", "mini_batch", 0), ("ttt", "mini_batch", "16"), ("ttt", "inner_norm", 1)],
+    [
+        ("mesa", "cg_steps", 0),
+        ("mesa", "allow_neg_eigval", True),
+        ("ttt", "mini_batch", 0),
+        ("ttt", "mini_batch", "16"),
+        ("ttt", "inner_norm", 1),
+    ],
 )
 def test_wrong_settings_are_named(mixer: str, setting: str, value: object) -> None:
     with pytest.raises(ValueError, match=rf"^{mixer}\.{setting}: got "):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from deltanet_hf import LayerTable
 from deltanet_hf.mixers.additive import additive_rule
+from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
 from deltanet_kernels import naive_gated_delta_rule
 from deltanet_kernels.gated_delta_rule.reference import l2_normalize
 from deltanet_kernels.rules.reference import naive_additive
@@ -108,6 +111,37 @@ def test_deltanet_is_the_delta_rule_without_decay() -> None:
     value = draw(1, 5, 4, 8, seed=1)
     o, _ = layer.mix(key, key, value, (0 * one, one), None, False, None)
     close((o * 8**0.5,), (value,), 1e-5)
+
+
+@torch.no_grad()
+def test_gated_deltanet_is_a_matrix_on_the_values() -> None:
+    """(QK^T * D)(I + KK^T * D^-)^-1 V with sqrt(beta) in k and v, D the decay between tokens, D^- without diagonal."""
+    q, k, v, g, beta, _ = inputs()
+    k = l2_normalize(k)
+    wanted, _ = naive_gated_delta_rule(q, k, v, g, beta, scale=1.0)
+    ungated, _ = naive_gated_delta_rule(q, k, v, 0 * g, beta, scale=1.0)
+    q, k, v = (x.transpose(1, 2) for x in (q, k * beta.sqrt().unsqueeze(-1), v * beta.sqrt().unsqueeze(-1)))
+    G = g.cumsum(1).transpose(1, 2)
+    D = (G.unsqueeze(-1) - G.unsqueeze(-2)).tril().exp().tril()
+    scores, eye = q @ k.mT, torch.eye(T, dtype=q.dtype)
+    inside = scores * D @ torch.linalg.inv(eye + (k @ k.mT * D).tril(-1))
+    delta = scores.tril() @ torch.linalg.inv(eye + (k @ k.mT).tril(-1))
+    close((inside, inside @ v), (delta * D, wanted.transpose(1, 2)))
+    close((delta @ v,), (ungated.transpose(1, 2),))
+
+
+@torch.no_grad()
+def test_a_rule_with_a_recurrence_of_its_own_is_not_decoded_as_gated_deltanet() -> None:
+    class Negated(GatedDeltaNet):
+        def mix(self, *arguments: Any) -> Any:
+            output, state = super().mix(*arguments)
+            return -output, state
+
+    layer = layer_of("gated_deltanet")
+    state = {"state": torch.zeros(1, 4, 8, 8, dtype=torch.float64)}
+    assert layer.step(draw(1, 1, 32), None, state, None) is not None
+    layer.__class__ = Negated
+    assert layer.step(draw(1, 1, 32), None, state, None) is None
 
 
 @pytest.mark.parametrize("name", ["gated_linear", "retention", "gla"])

@@ -237,6 +237,12 @@ def test_the_command_writes_rows_a_plot_and_a_table(tmp_path: Path, monkeypatch:
         ("gated_deltanet", 1),
         ("softmax", 0),
     ]
+    other = call(main, "parity", "--mixer", "softmax", *options, "--heads", "2", "--rate", "0.02", "--decay", "0")
+    assert other.exit_code == 0, other.output
+    found = {
+        (row["heads"], row["rate"], row["decay"]) for row in json.loads(out.read_text()) if row["mixer"] == "softmax"
+    }
+    assert found == {(4, 0.01, 0.1), (2, 0.02, 0.0)}  # other settings replace nothing
     drawn = call(draw, str(out), "--out", str(tmp_path / "a.png"), "--mixer", "softmax")
     assert drawn.exit_code == 0, drawn.output
     assert "gated_deltanet" not in drawn.output

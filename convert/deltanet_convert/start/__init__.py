@@ -1,13 +1,16 @@
 """Start values of converted layers: one rule per mixer, one row here.
 
 A rule gives every parameter of the new layer its start value. A mixer without a row starts with the teacher's
-projections, and with everything else as in a model trained from scratch.
+projections, and with everything else as in a model trained from scratch; a kind that stays quadratic starts as the
+teacher's attention.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+
+from deltanet_hf.mixers import MIXERS, AttentionKind
 
 from .attention_kind import start_attention_kind
 from .calibration import LayerCalibration
@@ -54,4 +57,5 @@ START: dict[str, StartRule] = {
 
 def start_rule(mixer: str) -> StartRule:
     """The rule of the mixer with this name."""
-    return START.get(mixer, start_from_scratch)
+    quadratic = issubclass(MIXERS[mixer], AttentionKind)
+    return START.get(mixer, start_attention_kind if quadratic else start_from_scratch)

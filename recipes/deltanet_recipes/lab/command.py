@@ -51,11 +51,18 @@ def main(
     if task not in PRESETS:
         raise UserError(f"TASK: got {task!r}, expected one of {', '.join(PRESETS)}")
     preset, out = PRESETS[task], out or Path("lab") / f"{task}.json"
-    preset = replace(preset, heads=heads or preset.heads)
     changes: dict[str, Any] = {"steps": steps, "rate": rate, "batch_tokens": batch_tokens, "decay": decay}
     training = replace(preset.training, **{key: value for key, value in changes.items() if value is not None})
     experiments = [
-        Experiment(Contestant(label), size, number, width or preset.width, layers or preset.layers, training)
+        Experiment(
+            Contestant(label),
+            size,
+            number,
+            width or preset.width,
+            layers or preset.layers,
+            heads or preset.heads,
+            training,
+        )
         for size in head_dim or preset.head_dims
         for label in dict.fromkeys(mixer)
         for number in dict.fromkeys(seed or (0,))

@@ -28,12 +28,15 @@ class Experiment:
     seed: int
     width: int
     layers: int
+    heads: int
     training: TrainSettings
 
     def name(self, task: Task) -> str:
-        """The row's key; a second experiment of this name replaces the first."""
-        size = f"width {self.width} head {self.head_dim} layers {self.layers}"
-        return f"{task.name} {self.contestant.label} {size} seed {self.seed}"
+        """The row's key, with all settings that may differ; a second experiment of this name replaces the first."""
+        size = f"width {self.width} head {self.head_dim} layers {self.layers} heads {self.heads}"
+        train = self.training
+        run = f"steps {train.steps} rate {train.rate:g} tokens {train.batch_tokens} decay {train.decay:g}"
+        return f"{task.name} {self.contestant.label} {size} {run} seed {self.seed}"
 
 
 def row_of(
@@ -57,7 +60,7 @@ def row_of(
         "mixer": experiment.contestant.label,
         "width": experiment.width,
         "layers": experiment.layers,
-        "heads": preset.heads,
+        "heads": experiment.heads,
         "head_dim": experiment.head_dim,
         "seed": experiment.seed,
         "steps": training.steps,
@@ -84,4 +87,4 @@ def row_of(
 def model_of(experiment: Experiment, preset: Preset, task: Task) -> Any:
     """The untrained model, on the CPU."""
     table = experiment.contestant.table(experiment.layers, {**NO_POSITIONS, **preset.mixer_settings})
-    return tiny_model(table, task.vocabulary, experiment.width, preset.heads, experiment.head_dim, experiment.seed)
+    return tiny_model(table, task.vocabulary, experiment.width, experiment.heads, experiment.head_dim, experiment.seed)
