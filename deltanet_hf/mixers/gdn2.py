@@ -62,12 +62,13 @@ class GatedDeltaNet2(KimiDeltaAttention):
         g, b, w = gates
         q, unit = unit_length(q), unit_length(k)
         erase_key, v = (b * unit).to(k.dtype), (w * v).to(v.dtype)
+        strength = strength_of_rounded(unit, k) if self.settings.allow_neg_eigval else torch.ones_like(b[..., 0])
         return channel_rule(
             q,
             unit,
             v,
             g,
-            strength_of_rounded(unit, k),  # about 1: the gates hold the strengths
+            strength,  # 1, or nearly: the gates hold the strengths
             state,
             keep_state,
             cu_seqlens,
