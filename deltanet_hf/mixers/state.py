@@ -150,9 +150,10 @@ class MixerCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
                     "them; rewind to a snapshot (deltanet_hf.sessions), or record the past before they are read "
                     "(place_layers in deltanet_hf.models.assisted, then cache.activate_past_recording())"
                 )
-            self.put(call.state, call.seen)
-            if kept > call.seen:
-                call.repeat(kept - call.seen)
+            with torch.inference_mode(call.inference), torch.set_grad_enabled(call.gradients):
+                self.put(call.state, call.seen)
+                if kept > call.seen:
+                    call.repeat(kept - call.seen)
         self.history.clear()
 
     def _map_batch(self, function: Callable[[Tensor], Tensor]) -> None:

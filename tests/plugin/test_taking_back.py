@@ -74,6 +74,21 @@ def test_a_cropped_cache_goes_on_as_one_that_never_read_the_tokens(name: str) ->
         torch.testing.assert_close(found, wanted, rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", ["gated_deltanet", "gated_deltanet+window", "window", "path"])
+def test_what_is_read_again_is_read_in_the_mode_of_the_call(name: str, mode: Any) -> None:
+    """Whoever crops may have left it: a state would take a graph of gradients along, or could not be saved for one."""
+    model = made(name)
+    cache = recording(model)
+    with mode():
+        model(IDS[:, :9], past_key_values=cache, use_cache=True)
+    cache.crop(-3)
+    assert not any(tensor.requires_grad for layer in cache.layers for tensor in getattr(layer, "state", {}).values())
+    with mode():
+        found = model(IDS[:, 6:], past_key_values=cache, use_cache=True).logits
+        torch.testing.assert_close(found, model(IDS).logits[:, 6:], rtol=2e-4, atol=2e-4)
+
+
 @pytest.mark.parametrize(
     "name", [*rows(all_by_default=False), *(pytest.param(n, marks=pytest.mark.slow) for n in ("sliding", "qwen3_5"))]
 )
