@@ -20,6 +20,7 @@ from deltanet_hf.models.families import FAMILIES, family_of
 from support.tiny_models import (
     HYBRID,
     LAYERS,
+    mixed_table,
     mixture_table,
     teacher_config,
     tiny_mixture,
@@ -70,6 +71,28 @@ def test_static_cache_equals_dynamic(table: LayerTable, tokens: torch.Tensor) ->
     dynamic = model.generate(tokens, **options)
     static = model.generate(tokens, cache_implementation="static", disable_compile=True, **options)
     assert static.tolist() == dynamic.tolist()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["gated_deltanet", "window", "mixed_heads"])
+def test_a_static_cache_is_as_good_beyond_the_sliding_window_of_all_layers(name: str, tokens: torch.Tensor) -> None:
+    """Such a cache does not know how many tokens there may be, and no token behind the window is padding."""
+    table = mixed_table("linear", "window") if name == "mixed_heads" else tiny_table(mixer=name)
+    model, mask = tiny_mixture("mistral", table), torch.ones_like(tokens)
+    mask[1, :4] = 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    wanted = model(tokens, attention_mask=mask, position_ids=positions, use_cache=False).logits
+    for parts in ([tokens.shape[1]], [5, *[1] * (tokens.shape[1] - 5)], [3, 10, tokens.shape[1] - 13]):
+        cache, found, done = StaticCache(config=model.config, max_cache_len=32), [], 0
+        for part in parts:
+            at, done = slice(done, done + part), done + part
+            call = {"attention_mask": mask[:, :done], "position_ids": positions[:, at], "past_key_values": cache}
+            found.append(model(tokens[:, at], use_cache=True, **call).logits)
+        together = torch.cat(found, dim=1)
+        torch.testing.assert_close(together[mask.bool()], wanted[mask.bool()], rtol=2e-4, atol=2e-4)
+    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "attention_mask": mask}
+    static = model.generate(tokens, cache_implementation="static", disable_compile=True, **options)
+    assert static.tolist() == model.generate(tokens, **options).tolist()
 
 
 def test_static_cache_keeps_its_addresses(tokens: torch.Tensor) -> None:
