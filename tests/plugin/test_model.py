@@ -170,6 +170,18 @@ def test_packed_rows_of_a_batch_do_not_leak(model: PreTrainedModel, tokens: torc
         torch.testing.assert_close(packed[:1, 9:], model(tokens[:1, 9:]).logits, rtol=2e-4, atol=2e-4)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["gated_deltanet", "window", "path"])
+def test_one_row_of_packed_positions_stands_for_all_rows(name: str, tokens: torch.Tensor) -> None:
+    model = tiny_student("llama", mixer=name)
+    positions = torch.cat([torch.arange(9), torch.arange(12)])[None]
+    wanted = torch.cat([model(tokens[:, :9]).logits, model(tokens[:, 9:]).logits], dim=1)
+    torch.testing.assert_close(model(tokens, position_ids=positions).logits, wanted, rtol=2e-4, atol=2e-4)
+    embeddings = model.get_input_embeddings()(tokens)
+    found = model(inputs_embeds=embeddings, position_ids=positions).logits
+    torch.testing.assert_close(found, wanted, rtol=2e-4, atol=2e-4)
+
+
 def test_packed_input_with_a_cache_is_refused(model: PreTrainedModel, tokens: torch.Tensor) -> None:
     boundaries = torch.tensor([0, 4, 21], dtype=torch.int32)
     with pytest.raises(ValueError, match="cu_seq_lens_q"):
