@@ -52,6 +52,8 @@ class AssistedGeneration:
             cache.activate_past_recording()
         else:  # a cache that was handed in may record since an earlier assisted generation
             for layer in cache.layers:
-                if hasattr(layer, "record_past"):
+                if getattr(layer, "record_past", False):
+                    if layer.is_initialized:
+                        layer.crop(0)  # sliding layers hold more than their window until then
                     layer.record_past = False
         return result

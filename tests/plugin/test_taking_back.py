@@ -169,6 +169,17 @@ def test_a_cache_goes_on_without_recording() -> None:
     assert again.sequences.tolist() == model.generate(IDS[:1], **{**options, "max_new_tokens": 8}).sequences.tolist()
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("read", [0, 12])
+def test_generation_goes_on_with_a_sliding_cache_that_recorded_several_calls(read: int) -> None:
+    model = tiny_student("mistral", layers=HYBRID)
+    cache = recording(model)
+    for ids in IDS[:, :read].split(3, dim=1) if read else ():
+        model(ids, past_key_values=cache, use_cache=True)
+    found = model.generate(IDS, past_key_values=cache, **GREEDY)
+    assert found.tolist() == model.generate(IDS, **GREEDY).tolist()
+
+
 def test_a_cache_that_holds_tokens_is_refused() -> None:
     """In assisted generation transformers reads the whole prompt, whatever the cache holds."""
     model = made("gated_deltanet")
