@@ -159,7 +159,7 @@ def mixed_cache_layer(cache: Cache, layer_idx: int, constant: Sequence[str], gro
     if not isinstance(layer, MixedCacheLayer):
         refuse_filled(layer, layer_idx, "mixed")
         parts: dict[str, Any] = {} if growing is None else {growing: layer}
-        parts |= {name: layer_beside(cache, layer) for name in constant}
+        parts |= {name: layer_beside(cache) for name in constant}
         layer = ConstantMixedCacheLayer(parts) if growing is None else MixedCacheLayer(parts, growing)
         cache.layers[layer_idx] = layer
     return layer

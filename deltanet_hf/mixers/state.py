@@ -214,7 +214,7 @@ def cache_layer(cache: Cache | MixerCacheLayer, layer_idx: int, owner: str) -> M
     layer = cache.layers[layer_idx]
     if not isinstance(layer, MixerCacheLayer):
         refuse_filled(layer, layer_idx, owner)
-        layer = cache.layers[layer_idx] = layer_beside(cache, layer, owner)
+        layer = cache.layers[layer_idx] = layer_beside(cache, owner)
     elif layer.owner != owner:
         refuse_filled(layer, layer_idx, owner)
         layer.owner = owner
@@ -235,16 +235,17 @@ def refuse_filled(layer: Any, layer_idx: int, owner: str) -> None:
         )
 
 
-def layer_beside(cache: Cache, layer: Any, owner: str | None = None) -> MixerCacheLayer:
-    """An empty layer for `cache`, in the place of its key/value layer `layer` or beside it.
+def layer_beside(cache: Cache, owner: str | None = None) -> MixerCacheLayer:
+    """An empty layer for `cache`, in the place of one of its layers or beside it.
 
     The length of a static cache is the longest of its layers: those with sliding windows are shorter than the sequence.
     """
-    if not isinstance(layer, StaticLayer):
+    others = cache.layers
+    lengths = [other.max_cache_len for other in others if isinstance(other, StaticLayer)]
+    lengths += [getattr(other, "static_length", None) or 0 for other in others]
+    if not any(lengths):
         return MixerCacheLayer(None, owner)
-    lengths = (getattr(other, "static_length", getattr(other, "max_cache_len", None)) for other in cache.layers)
-    all_slide = all(getattr(other, "is_sliding", False) for other in cache.layers)
-    return MixerCacheLayer(max(int(length or 0) for length in lengths), owner, all_slide)
+    return MixerCacheLayer(max(lengths), owner, all(getattr(other, "is_sliding", False) for other in others))
 
 
 def cache_bytes(cache: Cache) -> int:
