@@ -42,6 +42,14 @@ class GraphedGeneration:
             _ACTIVE.reset(before)
             decoder.close()
 
+    def _prefill(self, *args: Any, **kwargs: Any) -> Any:
+        """A prompt is read without the decoder: a chunk of one token may be padding, which its step has not."""
+        before = _ACTIVE.set(None)
+        try:
+            return super()._prefill(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            _ACTIVE.reset(before)
+
     def _validate_generation_mode(self, generation_mode: Any, *args: Any, **kwargs: Any) -> None:
         recordings_of(self).report = f"separate launches: the mode is {generation_mode.value}"  # type: ignore[arg-type]
         super()._validate_generation_mode(generation_mode, *args, **kwargs)  # type: ignore[misc]

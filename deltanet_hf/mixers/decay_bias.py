@@ -21,6 +21,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers.cache_utils import DynamicLayer
 
 from deltanet_hf.mixers.attention_kind import AttentionKind, Call, Softmax
 from deltanet_kernels import cumulative_sum
@@ -52,9 +53,13 @@ class DecayBias(AttentionKind):
         constant = 2.0 ** round(math.log2(UNIT / softmax.scaling))  # a power of two is exact in every dtype
         unit = constant * softmax.scaling
         held = self.held(call.cache)
-        if held is not None:  # F never rises, so the last token has the least
-            before = held.keys[..., self.head_dim : self.head_dim + parts * groups].to(total.dtype)
-            total = total - unit * before.unflatten(-1, (parts, groups)).sum(-2).amax(2, keepdim=True)
+        if held is not None:
+            before = held.keys[..., self.head_dim : self.head_dim + parts * groups]
+            if isinstance(held, DynamicLayer):
+                before = before[:, :, -1:]
+            before = before.to(total.dtype).unflatten(-1, (parts, groups)).sum(-2)
+            # In fixed places the last token is the one with the least F, which never rises.
+            total = total - unit * before.amax(2, keepdim=True)
         room = self.extra_channels(k.dtype) - parts * groups
         read = torch.eye(groups, dtype=q.dtype, device=q.device).repeat(heads, parts) * constant  # [HQ, parts * G]
         q = torch.cat([q, F.pad(read, (0, room))[:, None].expand(*q.shape[:3], -1)], dim=-1)

@@ -67,13 +67,17 @@ class DeltaFormer(AttentionKind):
         places = getattr(held, "places", None)
         if places is not None and mask is not None:  # the token's own place still holds an older one, or nothing
             mask = F.pad(mask.index_fill(2, places.now, False), (0, 1))
+        past: list[Tensor | None] = [None, None]
+        if held is not None:  # a sliding layer that records its past holds more than is seen
+            first = 0 if mask is None else k.shape[2] + held.keys.shape[2] - mask.shape[2]
+            past = [states[:, :, first:].transpose(1, 2) for states in (held.keys, held.values)]
         v = deltaformer_solve(
             k.transpose(1, 2),
             v.transpose(1, 2),
             self.correction(call.x),
             softmax.scaling,
-            past_k=None if held is None else held.keys.transpose(1, 2),
-            past_u=None if held is None else held.values.transpose(1, 2),
+            past_k=past[0],
+            past_u=past[1],
             mask=mask,
         ).transpose(1, 2)
         if call.cache is not None:

@@ -12,8 +12,9 @@ Shapes: B batch, T tokens.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 MOST_TAKEN_BACK = 64
@@ -28,11 +29,14 @@ class PastCall:
         seen: tokens before it.
         state: a copy of the state before it; empty before the first token.
         repeat: makes the call again for its first tokens, given their number.
+        gradients, inference: the modes of the call, in which it is repeated too, wherever `crop` is called.
     """
 
     seen: int
     state: dict[str, Tensor]
     repeat: Callable[[int], object]
+    gradients: bool = field(default_factory=torch.is_grad_enabled)
+    inference: bool = field(default_factory=torch.is_inference_mode_enabled)
 
 
 class History:

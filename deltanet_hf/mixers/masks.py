@@ -103,10 +103,9 @@ def announce_packing(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any
     that restart, from which transformers builds the mask of softmax layers (it does so only without a cache).
     """
     position_ids, cu_seqlens = kwargs.get("position_ids"), kwargs.get("cu_seq_lens_q")
+    inputs: Any = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
+    inputs = args[0] if inputs is None and args else inputs
     if position_ids is None and cu_seqlens is not None:
-        inputs = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
-        if inputs is None:
-            inputs = args[0]
         positions = torch.arange(inputs.shape[1], device=inputs.device)
         sequence = torch.searchsorted(cu_seqlens.to(positions), positions, right=True) - 1
         kwargs["position_ids"] = (positions - cu_seqlens.to(positions)[sequence]).unsqueeze(0)
@@ -118,7 +117,8 @@ def announce_packing(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any
         and position_ids.dim() == 2
         and position_ids.shape[1] > 1
     ):
-        found = cu_seqlens_of(position_ids)
+        rows = len(position_ids) if inputs is None else len(inputs)
+        found = cu_seqlens_of(position_ids.expand(rows, -1))  # one row of positions may stand for all
         if found is not None:
             kwargs["cu_seq_lens_q"] = found
             kwargs["use_cache"] = False

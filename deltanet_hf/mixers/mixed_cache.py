@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, LinearAttentionCacheLayerMixin
 
-from deltanet_hf.mixers.state import MixerCacheLayer, refuse_filled, static_length_beside
+from deltanet_hf.mixers.state import MixerCacheLayer, layer_beside, refuse_filled
 
 
 class MixedCacheLayer(CacheLayerMixin):
@@ -158,9 +158,8 @@ def mixed_cache_layer(cache: Cache, layer_idx: int, constant: Sequence[str], gro
     layer = cache.layers[layer_idx]
     if not isinstance(layer, MixedCacheLayer):
         refuse_filled(layer, layer_idx, "mixed")
-        length = static_length_beside(cache, layer)
         parts: dict[str, Any] = {} if growing is None else {growing: layer}
-        parts |= {name: MixerCacheLayer(length) for name in constant}
+        parts |= {name: layer_beside(cache) for name in constant}
         layer = ConstantMixedCacheLayer(parts) if growing is None else MixedCacheLayer(parts, growing)
         cache.layers[layer_idx] = layer
     return layer

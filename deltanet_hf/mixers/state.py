@@ -22,17 +22,18 @@ class MixerCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
 
     The layer counts tokens itself, so that models without any softmax layer know their position. Beside static
     key/value layers of `static_length` tokens it keeps its tensors (and the count, as a tensor) at fixed addresses, as
-    compiled decoding requires, and asks for masks as wide as theirs. While `record_past` is set, `crop` can take back
+    compiled decoding requires, and asks for masks as wide as theirs. Where all of these have a sliding window, so that
+    none has a place for every token, it asks for masks as they do. While `record_past` is set, `crop` can take back
     the last tokens (`history.py`).
     """
 
     is_croppable = True
-    is_sliding = False
     supports_early_init = False
     # `Cache` reads these of every layer that claims to hold linear attention.
     number_of_states = 1
 
-    def __init__(self, static_length: int | None = None, owner: str | None = None) -> None:
+    def __init__(self, static_length: int | None = None, owner: str | None = None, is_sliding: bool = False) -> None:
+        self.is_sliding = is_sliding
         self.owner = owner  # the name of the kind of layer whose state it is
         self.keys = self.values = None
         self.is_initialized = False
@@ -112,7 +113,13 @@ class MixerCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         return self.tokens_seen  # type: ignore[return-value]  # a tensor in static caches, as in transformers' own
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.static_length or int(self.tokens_seen) + query_length, 0
+        length = self.static_length or 0
+        if length and not self.is_sliding:
+            return length, 0
+        seen = int(self.tokens_seen)
+        if self.is_sliding and seen >= length:
+            return length + query_length - 1, seen - length + 1
+        return max(length, seen + query_length), 0
 
     def get_max_length(self) -> int:
         return -1
@@ -150,9 +157,10 @@ class MixerCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
                     "them; rewind to a snapshot (deltanet_hf.sessions), or record the past before they are read "
                     "(place_layers in deltanet_hf.models.assisted, then cache.activate_past_recording())"
                 )
-            self.put(call.state, call.seen)
-            if kept > call.seen:
-                call.repeat(kept - call.seen)
+            with torch.inference_mode(call.inference), torch.set_grad_enabled(call.gradients):
+                self.put(call.state, call.seen)
+                if kept > call.seen:
+                    call.repeat(kept - call.seen)
         self.history.clear()
 
     def _map_batch(self, function: Callable[[Tensor], Tensor]) -> None:
@@ -206,7 +214,7 @@ def cache_layer(cache: Cache | MixerCacheLayer, layer_idx: int, owner: str) -> M
     layer = cache.layers[layer_idx]
     if not isinstance(layer, MixerCacheLayer):
         refuse_filled(layer, layer_idx, owner)
-        layer = cache.layers[layer_idx] = MixerCacheLayer(static_length_beside(cache, layer), owner)
+        layer = cache.layers[layer_idx] = layer_beside(cache, owner)
     elif layer.owner != owner:
         refuse_filled(layer, layer_idx, owner)
         layer.owner = owner
@@ -227,15 +235,17 @@ def refuse_filled(layer: Any, layer_idx: int, owner: str) -> None:
         )
 
 
-def static_length_beside(cache: Cache, layer: Any) -> int | None:
-    """The length of a static cache, where `layer` is one of its key/value layers; None in others.
+def layer_beside(cache: Cache, owner: str | None = None) -> MixerCacheLayer:
+    """An empty layer for `cache`, in the place of one of its layers or beside it.
 
-    It is the longest of its layers: those with sliding windows are shorter than the sequence.
+    The length of a static cache is the longest of its layers: those with sliding windows are shorter than the sequence.
     """
-    if not isinstance(layer, StaticLayer):
-        return None
-    lengths = (getattr(other, "static_length", getattr(other, "max_cache_len", None)) for other in cache.layers)
-    return max(int(length or 0) for length in lengths)
+    others = cache.layers
+    lengths = [other.max_cache_len for other in others if isinstance(other, StaticLayer)]
+    lengths += [getattr(other, "static_length", None) or 0 for other in others]
+    if not any(lengths):
+        return MixerCacheLayer(None, owner)
+    return MixerCacheLayer(max(lengths), owner, all(getattr(other, "is_sliding", False) for other in others))
 
 
 def cache_bytes(cache: Cache) -> int:

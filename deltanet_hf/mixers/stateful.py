@@ -91,8 +91,11 @@ def _check_tokens(cache: Any, input_ids: Tensor) -> None:
 
 
 def _states(cache: Cache) -> list[MixerCacheLayer]:
-    layers = [part for layer in cache.layers for part in getattr(layer, "parts", {"": layer}).values()]
-    return [layer for layer in layers if isinstance(layer, MixerCacheLayer)]
+    return [layer for layer in _parts(cache) if isinstance(layer, MixerCacheLayer)]
+
+
+def _parts(cache: Cache) -> list[Any]:
+    return [part for layer in cache.layers for part in getattr(layer, "parts", {"": layer}).values()]
 
 
 def make_stateful(model: PreTrainedModel) -> None:
@@ -137,10 +140,14 @@ def _tokens_in(cache: Any, rows: int) -> int | None:
         raise ValueError(
             f"past_key_values: got {type(cache).__name__}, expected a Cache of transformers, such as DynamicCache()"
         )
-    for layer in _states(cache):
-        if layer.batch_size not in (-1, rows):
+    for layer in _parts(cache):
+        keys = getattr(layer, "keys", None)
+        held = layer.batch_size if isinstance(layer, MixerCacheLayer) else -1
+        if isinstance(keys, Tensor) and keys.dim() == 4:
+            held = len(keys)
+        if held not in (-1, rows):
             raise ValueError(
-                f"past_key_values: holds {layer.batch_size} sequences and the inputs have {rows}; repeat it with "
+                f"past_key_values: holds {held} sequences and the inputs have {rows}; repeat it with "
                 "batch_repeat_interleave, or pass a cache of these sequences"
             )
     lengths = {layer.get_seq_length() for layer in cache.layers if isinstance(layer, CacheLayerMixin)}

@@ -37,6 +37,12 @@ class AssistedGeneration:
         if cache is None:
             return result
         if generation_config.is_assistant or generation_mode == GenerationMode.ASSISTED_GENERATION:
+            seen = int(cache.get_seq_length())
+            if seen and not generation_config.is_assistant:  # transformers would read the whole prompt behind it
+                raise ValueError(
+                    f"past_key_values: holds {seen} tokens, but assisted generation reads a prompt from its beginning; "
+                    "pass no cache, or decode without assistance"
+                )
             place_layers(self, cache)
             if not cache.is_croppable:
                 raise ValueError(
@@ -46,6 +52,8 @@ class AssistedGeneration:
             cache.activate_past_recording()
         else:  # a cache that was handed in may record since an earlier assisted generation
             for layer in cache.layers:
-                if hasattr(layer, "record_past"):
+                if getattr(layer, "record_past", False):
+                    if layer.is_initialized:
+                        layer.crop(0)  # sliding layers hold more than their window until then
                     layer.record_past = False
         return result

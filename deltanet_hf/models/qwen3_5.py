@@ -22,7 +22,7 @@ from deltanet_hf.decoding.generation import GraphedGeneration
 from deltanet_hf.mixers.attention_shape import AttentionShape
 from deltanet_hf.mixers.gated_deltanet import QWEN3_5, GatedDeltaNet
 from deltanet_hf.mixers.layer_kind import PositionEmbeddings
-from deltanet_hf.mixers.masks import announce_packing
+from deltanet_hf.mixers.masks import announce_packing, announce_padding
 from deltanet_hf.mixers.state import MixerCacheLayer
 from deltanet_hf.mixers.stateful import Stateful, check_call
 from deltanet_hf.models.assisted import AssistedGeneration
@@ -90,6 +90,9 @@ class LinearAttention(GatedDeltaNet):
         **kwargs: Any,
     ) -> torch.Tensor:
         """hidden_states [B, T, hidden] -> [B, T, hidden]."""
+        padding = kwargs.get("padding")
+        if attention_mask is None and hidden_states.shape[1] == 1 and isinstance(padding, torch.Tensor):
+            attention_mask = ~padding  # for one token transformers makes no mask
         output, _ = super().forward(hidden_states, None, attention_mask, cache_params, **kwargs)
         return output
 
@@ -135,7 +138,7 @@ def model_class() -> type[PreTrainedModel]:
             super().__init__(config)
             for index, kind in LayerTable.of(config).converted.items():
                 self.model.layers[index].linear_attn = LinearAttention(_shape(config), kind.settings, index)
-            for hook in (check_call, announce_packing):
+            for hook in (check_call, announce_packing, announce_padding):
                 self.model.register_forward_pre_hook(hook, with_kwargs=True)
             self.post_init()
 

@@ -24,15 +24,18 @@ class UnsupportedLayer(Exception):
     """A layer of a cache that has no form in a file."""
 
 
-def contents(layer: Any) -> dict[str, Tensor]:
+def contents(layer: Any, window: int | None = None) -> dict[str, Tensor]:
     """Everything that a layer holds.
+
+    Args:
+        window: the model's sliding window there, of which a cache that was made without its config knows nothing.
 
     Raises:
         UnsupportedLayer: a static layer, or a quantised one of transformers.
     """
     if isinstance(layer, MixedCacheLayer):
         parts = layer.parts.items()
-        return {f"{part}.{name}": tensor for part, inner in parts for name, tensor in contents(inner).items()}
+        return {f"{part}.{name}": tensor for part, inner in parts for name, tensor in contents(inner, window).items()}
     if isinstance(layer, MixerCacheLayer) and layer.static_length is None:
         return dict(layer.state)
     if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, QuantizedKVLayer):
@@ -41,7 +44,9 @@ def contents(layer: Any) -> dict[str, Tensor]:
         return {}
     held = {"keys": layer.keys, "values": layer.values}
     if isinstance(layer, DynamicSlidingWindowLayer):  # it holds more while it records its past
-        held = {name: tensor[:, :, -layer.sliding_window + 1 :] for name, tensor in held.items()}
+        window = layer.sliding_window
+    if window is not None and not isinstance(layer, QuantizedKVLayer):
+        held = {name: tensor[:, :, -window + 1 :] for name, tensor in held.items()}
     if isinstance(layer, QuantizedKVLayer):
         for name, quantised in (("keys", layer._quantized_keys), ("values", layer._quantized_values)):
             if quantised is None:

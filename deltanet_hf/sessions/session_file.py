@@ -19,6 +19,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from deltanet_hf.errors import UserError, one_line
+from deltanet_hf.mixers.masks import sliding_window
 from deltanet_hf.mixers.mixed_cache import MixedCacheLayer
 from deltanet_hf.mixers.quantized_cache import BITS, QuantizedKVLayer, quantized_cache
 from deltanet_hf.models.layers import layer_kinds
@@ -74,7 +75,8 @@ def save_session(
     tensors = {"input_ids": input_ids.int(), "attention_mask": attention_mask.to(torch.uint8)}
     for index, layer in enumerate(cache.layers):
         try:
-            tensors |= {f"layers.{index}.{name}": tensor for name, tensor in contents(layer).items()}
+            held = contents(layer, sliding_window(model.config, index))
+            tensors |= {f"layers.{index}.{name}": tensor for name, tensor in held.items()}
         except UnsupportedLayer as unsupported:
             raise UserError(
                 f"session: layer {index} of the cache is a {unsupported}, which cannot be saved; use a cache that "

@@ -15,6 +15,7 @@ from deltanet_hf.mixers import MIXERS, AttentionKind
 from deltanet_hf.mixers.decay_bias import split
 from deltanet_hf.mixers.parts import Opening
 from deltanet_hf.mixers.quantized_cache import quantized_cache
+from deltanet_hf.models.assisted import place_layers
 from deltanet_hf.models.families import FAMILIES
 from support.float64 import Float64, float64_logits
 from support.tiny_models import tiny_student, tiny_teacher
@@ -122,6 +123,34 @@ def test_a_prompt_padded_on_the_right_goes_on_as_the_row_alone(kind: str) -> Non
         found = model(token, attention_mask=mask, position_ids=at, past_key_values=cache, use_cache=True).logits
         wanted = model(token, past_key_values=alone, use_cache=True).logits
         torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_go_through_a_cache(kind: str) -> None:
+    """Also where a decay is 1, so that several tokens of the cache have the same sum of decays."""
+    model = tiny_student("llama", mixer=kind).double()
+    names, weights = zip(*model.named_parameters(), strict=True)
+    with Float64():
+        wanted = torch.autograd.grad(model(IDS, use_cache=False).logits[:, 10:].square().mean(), weights)
+        cache = DynamicCache(config=model.config)
+        parts = [model(ids, past_key_values=cache, use_cache=True).logits for ids in IDS.split([10, 1, 13], dim=1)]
+        found = torch.autograd.grad(torch.cat(parts[1:], dim=1).square().mean(), weights)
+    for name, one, other in zip(names, found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@torch.no_grad()
+def test_several_calls_are_recorded_beside_a_sliding_window() -> None:
+    """The sliding layers keep more tokens then than a query sees."""
+    model = tiny_student("mistral", mixer="deltaformer")
+    cache = DynamicCache(config=model.config)
+    place_layers(model, cache)
+    cache.activate_past_recording()
+    parts = [model(ids, past_key_values=cache, use_cache=True).logits for ids in IDS.split([10, 1, 2, 11], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), model(IDS).logits, rtol=2e-4, atol=2e-4)
+    cache.crop(-13)
+    again = model(IDS[:, 11:], past_key_values=cache, use_cache=True).logits
+    torch.testing.assert_close(again, model(IDS).logits[:, 11:], rtol=2e-4, atol=2e-4)
 
 
 @torch.no_grad()

@@ -121,6 +121,16 @@ def test_paddings(side: str, recorder: Recorder) -> None:
     assert recorder.recorded == 2
 
 
+@pytest.mark.parametrize(("side", "chunk"), [("left", 1), ("right", 4)])
+def test_a_chunk_of_one_padded_token_is_no_step(side: str, chunk: int, recorder: Recorder) -> None:
+    model = tiny_student("llama", layers=HYBRID)
+    found = generate(model, side=side, prefill_chunk_size=chunk)
+    wanted = generate(model, side=side, disable_compile=True)
+    assert found.sequences.tolist() == wanted.sequences.tolist()
+    torch.testing.assert_close(torch.stack(found.logits), torch.stack(wanted.logits), rtol=1e-4, atol=1e-4)
+    assert recorder.replayed
+
+
 def test_eager_attention_reads_masks_of_numbers(recorder: Recorder) -> None:
     model = tiny_mixture("gemma2", mixture_table())
     model.set_attn_implementation("eager")

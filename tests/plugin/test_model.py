@@ -20,6 +20,7 @@ from deltanet_hf.models.families import FAMILIES, family_of
 from support.tiny_models import (
     HYBRID,
     LAYERS,
+    mixed_table,
     mixture_table,
     teacher_config,
     tiny_mixture,
@@ -70,6 +71,28 @@ def test_static_cache_equals_dynamic(table: LayerTable, tokens: torch.Tensor) ->
     dynamic = model.generate(tokens, **options)
     static = model.generate(tokens, cache_implementation="static", disable_compile=True, **options)
     assert static.tolist() == dynamic.tolist()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["gated_deltanet", "window", "mixed_heads"])
+def test_a_static_cache_is_as_good_beyond_the_sliding_window_of_all_layers(name: str, tokens: torch.Tensor) -> None:
+    """Such a cache does not know how many tokens there may be, and no token behind the window is padding."""
+    table = mixed_table("linear", "window") if name == "mixed_heads" else tiny_table(mixer=name)
+    model, mask = tiny_mixture("mistral", table), torch.ones_like(tokens)
+    mask[1, :4] = 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    wanted = model(tokens, attention_mask=mask, position_ids=positions, use_cache=False).logits
+    for parts in ([tokens.shape[1]], [5, *[1] * (tokens.shape[1] - 5)], [3, 10, tokens.shape[1] - 13]):
+        cache, found, done = StaticCache(config=model.config, max_cache_len=32), [], 0
+        for part in parts:
+            at, done = slice(done, done + part), done + part
+            call = {"attention_mask": mask[:, :done], "position_ids": positions[:, at], "past_key_values": cache}
+            found.append(model(tokens[:, at], use_cache=True, **call).logits)
+        together = torch.cat(found, dim=1)
+        torch.testing.assert_close(together[mask.bool()], wanted[mask.bool()], rtol=2e-4, atol=2e-4)
+    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "attention_mask": mask}
+    static = model.generate(tokens, cache_implementation="static", disable_compile=True, **options)
+    assert static.tolist() == model.generate(tokens, **options).tolist()
 
 
 def test_static_cache_keeps_its_addresses(tokens: torch.Tensor) -> None:
@@ -145,6 +168,18 @@ def test_packed_rows_of_a_batch_do_not_leak(model: PreTrainedModel, tokens: torc
     torch.testing.assert_close(packed[1:], model(tokens[1:]).logits, rtol=2e-4, atol=2e-4)
     if not LayerTable.of(model.config).softmax:
         torch.testing.assert_close(packed[:1, 9:], model(tokens[:1, 9:]).logits, rtol=2e-4, atol=2e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["gated_deltanet", "window", "path"])
+def test_one_row_of_packed_positions_stands_for_all_rows(name: str, tokens: torch.Tensor) -> None:
+    model = tiny_student("llama", mixer=name)
+    positions = torch.cat([torch.arange(9), torch.arange(12)])[None]
+    wanted = torch.cat([model(tokens[:, :9]).logits, model(tokens[:, 9:]).logits], dim=1)
+    torch.testing.assert_close(model(tokens, position_ids=positions).logits, wanted, rtol=2e-4, atol=2e-4)
+    embeddings = model.get_input_embeddings()(tokens)
+    found = model(inputs_embeds=embeddings, position_ids=positions).logits
+    torch.testing.assert_close(found, wanted, rtol=2e-4, atol=2e-4)
 
 
 def test_packed_input_with_a_cache_is_refused(model: PreTrainedModel, tokens: torch.Tensor) -> None:

@@ -9,7 +9,8 @@ import torch
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from deltanet_hf.mixers import masks
-from support.tiny_models import HYBRID, LAYERS, tiny_student
+from deltanet_hf.models import qwen3_5
+from support.tiny_models import COMMON, HYBRID, LAYERS, randomise, tiny_student
 
 TOKENS = torch.randint(3, 97, (2, 12), generator=torch.Generator().manual_seed(2))
 MASK = torch.ones_like(TOKENS)
@@ -144,3 +145,29 @@ def test_gradients_skip_padding_too() -> None:
         gradients.append([parameter.grad.clone() for parameter in model.model.layers[1].parameters()])
     for found, wanted in zip(*gradients, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
+def test_a_model_in_the_format_of_qwen3_5_reads_token_by_token(kind: Any) -> None:
+    """transformers makes no mask for one token, and in static caches only where every layer says that it is one."""
+    config = qwen3_5.DeltaNetQwen3_5TextConfig(
+        **{**COMMON, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        layer_types=["linear_attention", "full_attention"] * 2,
+    )
+    model = qwen3_5.model_class()(config)
+    randomise(model, 0)
+    model.eval()
+    mask = MASK if kind is DynamicCache else torch.ones_like(MASK)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    cache = kind(config=config, **({} if kind is DynamicCache else {"max_cache_len": 16}))
+    found = []
+    for at in range(TOKENS.shape[1]):
+        call = {"attention_mask": mask[:, : at + 1], "position_ids": positions[:, at : at + 1]}
+        call = call if kind is DynamicCache else {}
+        found.append(model(TOKENS[:, at : at + 1], past_key_values=cache, use_cache=True, **call).logits)
+    wanted = model(TOKENS, attention_mask=mask, position_ids=positions, use_cache=False).logits
+    together = torch.cat(found, dim=1)
+    torch.testing.assert_close(together[mask.bool()], wanted[mask.bool()], rtol=2e-4, atol=2e-4)

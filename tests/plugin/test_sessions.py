@@ -163,6 +163,20 @@ def test_quantised_caches(bits: int, length: int, tmp_path: Path) -> None:
     assert model(IDS, past_key_values=cache, use_cache=True).logits.equal(wanted)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["teacher", "mixed_heads"])
+def test_a_cache_made_without_a_config_comes_back(name: str, tmp_path: Path) -> None:
+    """Its layers hold all tokens, also behind the sliding window of the model."""
+    model = tiny_mixture("mistral", mixed_mixture_table()) if name == "mixed_heads" else made(name)
+    cache = DynamicCache()
+    model(IDS[:, :12], past_key_values=cache, use_cache=True)
+    save_session(tmp_path / "s", model, cache, IDS[:, :12])
+    session = load_session(tmp_path / "s", model)
+    found = model(IDS[:, 12:], past_key_values=session.cache, use_cache=True).logits
+    wanted = model(IDS[:, 12:], past_key_values=cache, use_cache=True).logits
+    torch.testing.assert_close(found, wanted)
+
+
 def test_a_pure_session_has_the_same_size_but_for_its_tokens(tmp_path: Path) -> None:
     model, sizes = tiny_student("llama"), []
     for repeats in (1, 20):

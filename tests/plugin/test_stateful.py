@@ -136,3 +136,10 @@ def test_prefix_tuning_is_refused(ids: torch.Tensor, layers: tuple[int, ...] | N
     for call in (tuned, lambda input_ids: tuned.generate(input_ids=input_ids, max_new_tokens=2, **GREEDY)):
         with pytest.raises(ValueError, match=r"prefix tuning.* train LoRA adapters instead"):
             call(input_ids=ids)
+
+
+def test_a_cache_of_keys_and_values_for_other_rows_is_refused() -> None:
+    """Models of which no layer has a state, too."""
+    model, ids = tiny_student("llama", mixer="fox"), torch.arange(3, 13).view(1, 10)
+    with pytest.raises(ValueError, match="past_key_values: holds 1 sequences and the inputs have 3"):
+        model.generate(ids, past_key_values=filled(model, ids[:, :5]), num_beams=3, max_new_tokens=2)

@@ -74,6 +74,21 @@ def test_a_cropped_cache_goes_on_as_one_that_never_read_the_tokens(name: str) ->
         torch.testing.assert_close(found, wanted, rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", ["gated_deltanet", "gated_deltanet+window", "window", "path"])
+def test_what_is_read_again_is_read_in_the_mode_of_the_call(name: str, mode: Any) -> None:
+    """Whoever crops may have left it: a state would take a graph of gradients along, or could not be saved for one."""
+    model = made(name)
+    cache = recording(model)
+    with mode():
+        model(IDS[:, :9], past_key_values=cache, use_cache=True)
+    cache.crop(-3)
+    assert not any(tensor.requires_grad for layer in cache.layers for tensor in getattr(layer, "state", {}).values())
+    with mode():
+        found = model(IDS[:, 6:], past_key_values=cache, use_cache=True).logits
+        torch.testing.assert_close(found, model(IDS).logits[:, 6:], rtol=2e-4, atol=2e-4)
+
+
 @pytest.mark.parametrize(
     "name", [*rows(all_by_default=False), *(pytest.param(n, marks=pytest.mark.slow) for n in ("sliding", "qwen3_5"))]
 )
@@ -152,6 +167,26 @@ def test_a_cache_goes_on_without_recording() -> None:
     again = model.generate(first.sequences, past_key_values=first.past_key_values, **options)
     assert not any(layer.record_past for layer in again.past_key_values.layers if hasattr(layer, "record_past"))
     assert again.sequences.tolist() == model.generate(IDS[:1], **{**options, "max_new_tokens": 8}).sequences.tolist()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("read", [0, 12])
+def test_generation_goes_on_with_a_sliding_cache_that_recorded_several_calls(read: int) -> None:
+    model = tiny_student("mistral", layers=HYBRID)
+    cache = recording(model)
+    for ids in IDS[:, :read].split(3, dim=1) if read else ():
+        model(ids, past_key_values=cache, use_cache=True)
+    found = model.generate(IDS, past_key_values=cache, **GREEDY)
+    assert found.tolist() == model.generate(IDS, **GREEDY).tolist()
+
+
+def test_a_cache_that_holds_tokens_is_refused() -> None:
+    """In assisted generation transformers reads the whole prompt, whatever the cache holds."""
+    model = made("gated_deltanet")
+    result = model.generate(IDS[:1], return_dict_in_generate=True, **GREEDY)
+    with pytest.raises(ValueError, match="past_key_values: holds 33 tokens, but assisted generation reads"):
+        model.generate(result.sequences, past_key_values=result.past_key_values, prompt_lookup_num_tokens=3, **GREEDY)
+    assert result.past_key_values.get_seq_length() == 33
 
 
 def test_a_quantised_cache_is_refused_before_anything_is_read() -> None:
