@@ -75,9 +75,10 @@ def test_errors_name_file_and_remedy(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl")
     with pytest.raises(UserError, match=r"line 1 has no string under key 'body'; set text_key"):
         load(tmp_path, Source(path=str(path), text_key="body"))
-    np.save(tmp_path / "b.npy", np.array([1, 60000], dtype=np.uint16))
-    with pytest.raises(UserError, match="outside the vocabulary"):
-        load(tmp_path, Source(path=str(tmp_path / "b.npy")))
+    for odd in (60000, -1):
+        np.save(tmp_path / "b.npy", np.array([1, odd]))
+        with pytest.raises(UserError, match=rf"id {odd} is outside the vocabulary of \d+; give ids of"):
+            load(tmp_path, Source(path=str(tmp_path / "b.npy")))
 
 
 @pytest.mark.parametrize(

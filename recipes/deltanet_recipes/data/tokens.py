@@ -144,8 +144,12 @@ def _token_documents(
     """The token ids [n] of each document with its separator, and which of them are scored ([n] bool, or None)."""
     if source.hub is None and plain_suffix(Path(str(source.path))) == ".npy":
         array = token_array(source)
-        if array.size and int(array.max()) >= len(tokenizer):
-            raise UserError(f"{source.path}: id {int(array.max())} is outside the vocabulary of {len(tokenizer)}")
+        for odd in (array.min(), array.max()) if array.size else ():
+            if not 0 <= int(odd) < len(tokenizer):
+                raise UserError(
+                    f"{source.path}: id {int(odd)} is outside the vocabulary of {len(tokenizer)}; give ids of the "
+                    "student's tokenizer"
+                )
         array = array[source.skip_tokens :]
         ends = np.flatnonzero(array == separator) + 1
         for piece in np.split(array, ends):
