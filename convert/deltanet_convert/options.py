@@ -224,7 +224,10 @@ def parse_size(value: str, option: str = "--shard-size") -> int:
     match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]*)\s*", value)
     if not match or match[2].upper() not in UNITS:
         raise UserError(f"{option}: got '{value}', expected a size such as 5GB or 500MB")
-    return int(float(match[1]) * UNITS[match[2].upper()])
+    size = int(float(match[1]) * UNITS[match[2].upper()])
+    if size < 1:
+        raise UserError(f"{option}: got '{value}', expected at least 1 byte")
+    return size
 
 
 def softmax_layers(spec: str, num_layers: int, teacher_config: Any = None) -> tuple[int, ...]:

@@ -92,7 +92,7 @@ def test_sizes(text: str, size: int) -> None:
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "five", "5 XB", "-1GB", "1e9", "GB", "9" * 400])
+@pytest.mark.parametrize("text", ["", "five", "5 XB", "-1GB", "1e9", "GB", "9" * 400, "0", "0.1"])
 def test_refused_sizes(text: str) -> None:
     with pytest.raises(UserError, match="--shard-size"):
         parse_size(text)
