@@ -113,3 +113,8 @@ def test_a_text_without_name_or_file_is_refused(text: str) -> None:
     assert named_files(["a=b.txt", "c=d=e.txt"]) == {"a": Path("b.txt"), "c": Path("d=e.txt")}
     with pytest.raises(UserError, match=f"--text {text}: expected NAME=FILE"):
         named_files([text])
+
+
+def test_two_texts_of_one_name_are_refused() -> None:
+    with pytest.raises(UserError, match=r"--text a=c.txt: expected NAME=FILE, with another NAME for each file"):
+        named_files(["a=b.txt", "a=c.txt"])
