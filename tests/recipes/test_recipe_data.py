@@ -71,6 +71,16 @@ def test_second_use_reads_the_cache_and_a_change_does_not(tmp_path: Path) -> Non
     assert calls == [4, 7, 4, 5]
 
 
+@pytest.mark.parametrize("name", ["meta.json", "starts.npy", "tokens.bin"])
+def test_a_damaged_corpus_is_made_again(tmp_path: Path, name: str) -> None:
+    source = Source(path=str(write(tmp_path / "a.jsonl")))
+    load(tmp_path, source)
+    (file,) = (tmp_path / "cache").glob(f"*/{name}")
+    for size in (0, file.stat().st_size // 2):
+        file.write_bytes(file.read_bytes()[:size])
+        assert load(tmp_path, source).tokens.tolist() == IDS
+
+
 def test_errors_name_file_and_remedy(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl")
     with pytest.raises(UserError, match=r"line 1 has no string under key 'body'; set text_key"):
