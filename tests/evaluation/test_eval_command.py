@@ -95,6 +95,10 @@ def test_only_unknown_tasks_are_the_users_mistake(
     [
         ("model", ["--limit", "3"], "--tasks is missing"),
         ("model", ["--tasks", "piqa", "--include_path"], "--include_path needs a folder"),
+        ("{teacher}", ["--tasks", "demo_cloze", "--limit", "0"], "--limit: expected a number of rows above 0"),
+        ("{teacher}", ["--tasks", "demo_cloze", "--limit=nan"], "--limit: expected a number of rows above 0"),
+        ("{teacher}", ["--tasks", "demo_cloze", "--log_samples"], "add --output_path FOLDER"),
+        ("{teacher}", ["--tasks", "demo_cloze", "--apply_chat_template"], "tokenizer has no chat template"),
         ("/no/where", ["--tasks", "demo_cloze"], r"^/no/where: no such folder[^\n]*$"),
         (
             "{teacher}",
@@ -106,6 +110,12 @@ def test_only_unknown_tasks_are_the_users_mistake(
 def test_mistakes_are_named(model: str, arguments: list[str], said: str, teacher_folder: Path) -> None:
     with pytest.raises(UserError, match=said):
         run_lm_eval(model.format(teacher=teacher_folder), arguments)
+
+
+@pytest.mark.parametrize(("window", "sinks"), [(0, 4), (8, -1), (10**30, 4)])
+def test_a_window_of_no_tokens_is_refused(window: int, sinks: int, teacher_folder: Path) -> None:
+    with pytest.raises(UserError, match=rf"^--window {window}, --sinks {sinks}: expected at least 1 and 0"):
+        run_lm_eval(str(teacher_folder), ["--tasks", "demo_cloze"], window=window, sinks=sinks)
 
 
 @pytest.mark.parametrize("text", ["novel.txt", "=novel.txt", "novel="])
