@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,9 +24,11 @@ from deltanet_hf.hub import loadable_folder
 from deltanet_hf.loading import chosen_device, load_config, load_model, load_tokenizer
 from deltanet_hf.mixers.quantized_cache import BITS, quantized_cache
 from deltanet_hf.mixers.state import cache_bytes
+from deltanet_hf.publish import LONGEST_NAME
 from deltanet_hf.sessions import save_session
 from deltanet_hf.sessions.conversation import continued, first_turn
 
+LEAST_TEMPERATURE = 1e-4  # logits divided by less have no finite exponentials
 COMPILING_TOKENS = 4  # generated before the clock starts, while the steps are compiled and recorded as CUDA graphs
 
 
@@ -129,8 +132,14 @@ def generate_command(
         raise UserError(f"--cache-bits: got {cache_bits}, expected {' or '.join(map(str, BITS))}")
     if session is not None and compiled:
         raise UserError("--session: a session does not hold the caches of --compile; leave out one of the two")
-    if session is not None and not session.absolute().parent.is_dir():
+    if session is not None and not os.path.isdir(session.absolute().parent):
         raise UserError(f"--session: {session.parent} is no folder; create it first")
+    if session is not None and (len(os.fsencode(f"{session.name}.partial")) > LONGEST_NAME or session.is_dir()):
+        raise UserError(f"--session: {session} is a folder, or too long a name; choose another one")
+    if 0 < temperature < LEAST_TEMPERATURE:
+        raise UserError(
+            f"--temperature: got {temperature}, expected 0, which decodes greedily, or at least {LEAST_TEMPERATURE}"
+        )
     if seed >= 2**63:
         raise UserError(f"--seed: got {seed}, expected less than 2**63")
     if compiled and no_graph:

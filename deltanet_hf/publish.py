@@ -85,6 +85,17 @@ def publish_folder(
     return figures
 
 
+def output_path(path: Path) -> Path:
+    """`path` from the root on, with the home that `~` stands for; UserError if it ends in no name."""
+    try:
+        out = Path(path).expanduser().absolute()
+    except RuntimeError as error:
+        raise UserError(f"{path}: cannot be made ({error}); choose another output") from error
+    if out.name in ("", ".."):
+        raise UserError(f"{path}: names no new folder or file; choose another output")
+    return out
+
+
 def check_target(out: Path) -> None:
     """Raises UserError if the folder `out` cannot be made: its name, a file in its path, permissions."""
     hidden = Workspace(out).folder

@@ -36,6 +36,7 @@ CONVERSION_ONLY = {
     "calibration_tokens": "--calibration-tokens",
     "seed": "--seed",
     "device": "--device",
+    "json": "--json",
 }  # fields of `ConvertOptions` that have no effect on the import of a Qwen3.5 model
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ def selected_heads(spec: str, config: PreTrainedConfig) -> frozenset[tuple[int, 
     Raises:
         UserError: the selection was made for another model, or its heads make no sense.
     """
-    path = Path(spec).expanduser()
+    path = Path(os.path.expanduser(spec))
     value = _contents(path)
     if not isinstance(value, dict) or value.get("format") != FORMAT or value.get("unit") != "kv_head":
         return None

@@ -14,7 +14,7 @@ from deltanet_hf.errors import QualityError, UserError
 from deltanet_hf.file_lock import locked_beside
 from deltanet_hf.loading import chosen_device
 from deltanet_hf.models.layers import LayerTable
-from deltanet_hf.publish import Workspace, check_target
+from deltanet_hf.publish import Workspace, check_target, output_path
 
 from .conversion_plan import Plan, make_plan
 from .export.obstacles import teacher_obstacles
@@ -62,7 +62,7 @@ def prepare(teacher: str, out: Path, options: ConvertOptions, show: Show = unsee
     Raises:
         UserError: the teacher, an option or the output folder cannot be used.
     """
-    out = Path(out).expanduser().absolute()
+    out = output_path(out)
     check_target(out)
     device = chosen_device(options.device)
     source = resolve_source(teacher, out.parent / f".{out.name}.teacher", options.torch_dtype, options.revision)
@@ -92,7 +92,7 @@ def sole_conversion(out: Path) -> Iterator[None]:
     Raises:
         UserError: another process converts to `out`, or `out` cannot be made.
     """
-    out = Path(out).expanduser().absolute()
+    out = output_path(out)
     check_target(out)
     with locked_beside(out, "conversion"):
         yield

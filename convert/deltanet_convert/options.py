@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, fields
@@ -26,6 +27,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 MOST_TOKENS = 10**9
 MAX_LIST_BYTES = 1_000_000
+MOST_DIGITS = 9  # of a whole number in an option
 PROFILES = ("faithful", "qwen3_5")
 LISTED_MIXERS = tuple(name for name in MIXER_NAMES if WINDOW_SUFFIX not in name)  # in help texts
 DEFAULT_MIXER = f"gated_deltanet{WINDOW_SUFFIX}"  # of the commands `convert` and `select`
@@ -190,6 +192,8 @@ def changed_settings(entries: Iterable[str], recommended: Any) -> dict[str, bool
         key, separator, text = entry.partition("=")
         if not separator:
             raise UserError(f"--set {entry}: write it as KEY=VALUE, for example rope=false")
+        if not known:
+            raise UserError(f"--set {entry}: layers of this --mixer have no settings; leave it out")
         if key not in known:
             raise UserError(f"--set {entry}: unknown key '{key}'; the keys are {', '.join(known)}")
         if key in changes:
@@ -197,7 +201,9 @@ def changed_settings(entries: Iterable[str], recommended: Any) -> dict[str, bool
         if text in ("true", "false"):
             changes[key] = text == "true"
         else:
-            changes[key] = int(text) if text.isascii() and text.isdigit() else text
+            if (number := re.fullmatch(r"\d+", text, re.ASCII)) and len(text) > MOST_DIGITS:
+                raise UserError(f"--set {key}: got a number of {len(text)} digits, expected at most {MOST_DIGITS}")
+            changes[key] = int(text) if number else text
     return changes
 
 
@@ -215,10 +221,13 @@ def set_keys() -> str:
 
 def parse_size(value: str, option: str = "--shard-size") -> int:
     """Parses '5GB', '500 MiB' or '4096' into a number of bytes; `option` begins the error."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]*)\s*", value)
     if not match or match[2].upper() not in UNITS:
         raise UserError(f"{option}: got '{value}', expected a size such as 5GB or 500MB")
-    return int(float(match[1]) * UNITS[match[2].upper()])
+    size = int(float(match[1]) * UNITS[match[2].upper()])
+    if size < 1:
+        raise UserError(f"{option}: got '{value}', expected at least 1 byte")
+    return size
 
 
 def softmax_layers(spec: str, num_layers: int, teacher_config: Any = None) -> tuple[int, ...]:
@@ -240,15 +249,15 @@ def softmax_layers(spec: str, num_layers: int, teacher_config: Any = None) -> tu
         return _every(spec, num_layers)
     if spec.startswith("keep:"):
         return _check_indices(f"--layers {spec}", _numbers(spec.removeprefix("keep:"), "--layers"), num_layers)
-    path = Path(spec).expanduser()
-    if not path.exists():
+    path = Path(os.path.expanduser(spec))
+    if not os.path.exists(path):  # False also for what no file can be called
         raise UserError(f"--layers: got '{spec}', expected all, every:N, keep:3,7,11, auto:25% or an existing file")
     return _check_indices(f"--layers {path}", _from_file(path, teacher_config), num_layers)
 
 
 def _every(spec: str, num_layers: int) -> tuple[int, ...]:
     value = spec.removeprefix("every:")
-    if not value.isascii() or not value.isdigit() or int(value) < 2:
+    if not re.fullmatch(r"\d{1,9}", value, re.ASCII) or int(value) < 2:
         raise UserError(f"--layers {spec}: N has to be a whole number of at least 2 (every:1 would convert nothing)")
     step = int(value)
     if step > num_layers:
@@ -266,9 +275,11 @@ def _numbers(text: str, where: str) -> list[int]:
 
 def _from_file(path: Path, teacher_config: Any) -> list[int]:
     try:
-        if path.stat().st_size > MAX_LIST_BYTES:
+        with path.open("rb") as file:
+            data = file.read(MAX_LIST_BYTES + 1)  # a device has no size
+        if len(data) > MAX_LIST_BYTES:
             raise UserError(f"--layers {path}: too large for a list of layers; give a JSON list such as [3, 7, 11]")
-        text = path.read_text(encoding="utf-8")
+        text = data.decode()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--layers {path}: cannot be read ({error}); give a text file of layer indices") from error
     if not text.lstrip().startswith(("[", "{")):

@@ -33,6 +33,16 @@ class NarrowConfig:
         return getattr(self.whole, name)
 
 
+def check_heads_part(attention: Any, config: PreTrainedConfig) -> None:
+    """Raises UserError if a learned q/k norm goes over all heads together (OLMo 2 and 3), so that they do not part."""
+    norm = getattr(attention, "q_norm", None)
+    if norm is not None and norm.weight.numel() != attention.head_dim:
+        raise UserError(
+            f"model_type {config.model_type}: its q/k norms go over all heads of a layer together, so the heads of one "
+            "layer cannot be of different kinds; choose whole layers"
+        )
+
+
 def narrow_attention(
     attention: Any, config: PreTrainedConfig, layer_idx: int, heads: Sequence[int], bias: bool
 ) -> nn.Module:
@@ -45,14 +55,9 @@ def narrow_attention(
         bias: whether the part has the bias of the output projection, where there is one.
 
     Raises:
-        UserError: a learned q/k norm goes over all heads together (OLMo 2 and 3), so that the heads do not part.
+        UserError: the heads do not part.
     """
-    norm = getattr(attention, "q_norm", None)
-    if norm is not None and norm.weight.numel() != attention.head_dim:
-        raise UserError(
-            f"model_type {config.model_type}: its q/k norms go over all heads of a layer together, so the heads of one "
-            "layer cannot be of different kinds; choose whole layers"
-        )
+    check_heads_part(attention, config)
     groups = int(config.num_attention_heads) // int(config.num_key_value_heads)
     narrow = NarrowConfig(config, groups * len(heads), len(heads), int(attention.head_dim))
     made: Any = type(attention)(narrow, layer_idx)

@@ -115,7 +115,8 @@ def model_class(model_type: str) -> type[PreTrainedModel]:
         "__qualname__": name,
         "__doc__": f"{base.__name__} with layers as `config.deltanet` says (`LayerTable`).",
         "config_class": config_class(model_type),
-        "_keep_in_fp32_modules_strict": list(FLOAT32_NAMES),
+        # Patterns of the last name: DeltaFormer has a module that is called as a parameter of Comba.
+        "_keep_in_fp32_modules_strict": [rf"\.{name}$" for name in FLOAT32_NAMES],
         # transformers before 5.21 runs SDPA without the cap that the config demands.
         "_supports_sdpa": base._supports_sdpa and not caps_scores(family.config_class),
         "__init__": __init__,

@@ -42,7 +42,7 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read ({error})") from None
-    except yaml.YAMLError as error:
+    except Exception as error:  # beside YAML's own errors, those of its dates and numbers, and of deep nesting
         raise UserError(f"{path}: not valid YAML: {one_line(error)}") from None
     if not isinstance(tree, dict):
         raise UserError(f"{path}: a recipe is a mapping of keys, but this file holds a {type(tree).__name__}")
@@ -62,7 +62,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
         raise UserError(f"override {override!r}: write it as key=value, for example stages.distil.tokens=1000000")
     try:
         value = yaml.safe_load(text)
-    except yaml.YAMLError:
+    except Exception:  # of many types, as above
         raise UserError(f"override {override!r}: the value is not valid YAML") from None
     *parents, last = key.split(".")
     node: Any = tree
@@ -80,7 +80,7 @@ def _position(node: Any, part: str, key: str, parent: str) -> Any:
     if isinstance(node, dict):
         return part
     if isinstance(node, list):
-        if part.isdigit() and int(part) < len(node):
+        if part.isdecimal() and int(part) < len(node):
             return int(part)
         for index, item in enumerate(node):
             if isinstance(item, dict) and part in (item.get("name"), item.get("kind")):

@@ -92,8 +92,8 @@ def report(
     dtype: Annotated[
         str,
         typer.Option(
-            help="Dtype of weights and arithmetic: bfloat16, float32, or auto (as stored; float32 on a CPU that has no "
-            "bfloat16)."
+            help="Dtype of weights and arithmetic: float32, bfloat16, float16, or auto (as stored; float32 on a CPU "
+            "that has no bfloat16)."
         ),
     ] = "auto",
     processes: Annotated[
@@ -132,9 +132,10 @@ def named_files(texts: list[str]) -> dict[str, Path]:
     files: dict[str, Path] = {}
     for entry in texts:
         name, separator, path = entry.partition("=")
-        if not separator or not name or not path:
+        if not separator or not name or not path or name in files:
             from deltanet_hf.errors import UserError
 
-            raise UserError(f"--text {entry}: expected NAME=FILE")
+            repeated = ", with another NAME for each file" * (name in files)
+            raise UserError(f"--text {entry}: expected NAME=FILE{repeated}")
         files[name] = Path(path)
     return files

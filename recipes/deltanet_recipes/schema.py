@@ -8,6 +8,8 @@ from pydantic import Field, field_validator, model_validator
 
 from deltanet_recipes.schema_sections import Data, Engine, Log, Lora, Optimizer, Strict, WindowDropout
 
+LONGEST_NAME = 100  # bytes of a stage's name; files add to it
+
 
 class StageBase(Strict):
     """The keys that all stages share."""
@@ -25,6 +27,13 @@ class StageBase(Strict):
     window_dropout: WindowDropout | None = Field(
         None, description="Leave out the windows beside the states at random, see below. Default: never."
     )
+
+    @field_validator("name")
+    @classmethod
+    def _part_of_file_names(cls, name: str | None) -> str | None:
+        if name and ("/" in name or not name.isprintable() or len(name.encode()) > LONGEST_NAME):
+            raise ValueError(f"is part of file names: leave out '/' and line breaks, {LONGEST_NAME} bytes at most")
+        return name
 
     @model_validator(mode="after")
     def _rows_fit_the_step(self) -> StageBase:
@@ -97,7 +106,7 @@ class DistilBase(StageBase):
         "teacher to the teacher under a window of 64 tokens and 4 sinks: tokens that need the far past count more. "
         "The weights have mean 1 on held-out rows. 0: no weights, and no second pass of the teacher.",
     )
-    recall_cap: float = Field(2.0, gt=0, description="Largest d that counts, in nats.")
+    recall_cap: float = Field(2.0, gt=0, allow_inf_nan=True, description="Largest d that counts, in nats.")
     kl_weight: float = Field(1.0, ge=0, description="Weight of the KL term (nats per token).")
     ce_weight: float = Field(0.1, ge=0, description="Weight of the cross-entropy on the text (nats per token).")
     hidden_weight: float = Field(
@@ -177,8 +186,8 @@ class Recipe(Strict):
         description="Folder or Hub id. Default: the one in conversion.json. For an imported model: its own folder, "
         "or any model with its vocabulary.",
     )
-    output: str = Field(..., description="Folder for checkpoints, logs, plots and the final model.")
-    seed: int = Field(0, ge=0, description="Random seed of the data order and of new adapters.")
+    output: str = Field(..., min_length=1, description="Folder for checkpoints, logs, plots and the final model.")
+    seed: int = Field(0, ge=0, lt=2**32, description="Random seed of the data order and of new adapters.")
     data: Data = Field(default_factory=Data)
     stages: tuple[Stage, ...] = Field(..., description="The stages, which run in this order over consecutive tokens.")
     engine: Engine = Field(default_factory=Engine)

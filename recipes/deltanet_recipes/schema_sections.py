@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class Strict(BaseModel):
-    """Base class of every section: refuses unknown keys and cannot be changed after validation."""
+    """Base class of every section: refuses unknown keys and infinite numbers; cannot be changed after validation."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 RecallFormat = Literal["lines", "list", "json", "table", "tags", "repeat"]
@@ -25,7 +25,7 @@ class Recall(Strict):
         description="Notations of the facts, one of them per row. repeat: passages of the text, to be repeated; leave "
         "it out where repetition is to be measured.",
     )
-    facts: int = Field(12, gt=0, description="Largest number of facts per 1,024 tokens of a row.")
+    facts: int = Field(12, gt=0, le=100, description="Largest number of facts per 1,024 tokens of a row.")
 
 
 class Source(Strict):
@@ -99,6 +99,9 @@ class Data(Strict):
         return self
 
 
+MomentDecay = Annotated[float, Field(ge=0, lt=1)]
+
+
 class Optimizer(Strict):
     """Optimiser and schedule of one stage. Rates are those of AdamW."""
 
@@ -132,9 +135,11 @@ class Optimizer(Strict):
     )
     final_ratio: float = Field(0.1, ge=0, le=1, description="Rate at the end, divided by the peak rate.")
     warmup: float = Field(0.02, ge=0, lt=1, description="Share of the steps during which the rates rise linearly.")
-    betas: tuple[float, float] = Field((0.9, 0.95), description="Moment decays of AdamW.")
+    betas: tuple[MomentDecay, MomentDecay] = Field((0.9, 0.95), description="Moment decays of AdamW.")
     weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay of matrices.")
-    clip: float = Field(1.0, gt=0, description="Largest gradient norm; larger gradients are scaled down to it.")
+    clip: float = Field(
+        1.0, gt=0, allow_inf_nan=True, description="Largest gradient norm; larger gradients are scaled down to it."
+    )
 
 
 class WindowDropout(Strict):
@@ -191,5 +196,8 @@ class Log(Strict):
         (), description="Services that the log is sent to as well: tensorboard, wandb."
     )
     diverged_factor: float = Field(
-        5.0, gt=1, description="Stop when the mean loss of a log interval exceeds the best one by this factor."
+        5.0,
+        gt=1,
+        allow_inf_nan=True,
+        description="Stop when the mean loss of a log interval exceeds the best one by this factor.",
     )

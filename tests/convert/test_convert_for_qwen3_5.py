@@ -152,6 +152,7 @@ def test_convert_takes_an_export_back(tmp_path: Path) -> None:
         ({"text": Path("text.txt")}, "--text"),
         ({"calibration_tokens": 256}, "--calibration-tokens"),
         ({"seed": 1}, "--seed"),
+        ({"as_json": True}, "--json"),
     ],
 )
 def test_an_import_refuses_options_that_it_ignores(options: dict[str, Any], name: str, tmp_path: Path) -> None:

@@ -39,6 +39,8 @@ def test_layers_from_a_file(tmp_path: Path, content: str) -> None:
         ("every:0", "at least 2"),
         ("every:-3", "at least 2"),
         ("every:x", "at least 2"),
+        ("every:²", "at least 2"),
+        pytest.param(f"every:{'9' * 5000}", "at least 2", id="every:9..."),
         ("every:7", "keeps none of the 6 layers"),
         ("keep:6", "layer 6 does not exist; the teacher has layers 0 to 5"),
         ("keep:-1", "layer -1 does not exist"),
@@ -46,6 +48,8 @@ def test_layers_from_a_file(tmp_path: Path, content: str) -> None:
         ("keep:", "lists no layer"),
         ("keep:1.5", "'1.5' is not a layer index"),
         ("keep:0,1,2,3,4,5", "keeps all 6 layers"),
+        pytest.param("some" * 1000, "or an existing file", id="long"),
+        ("~nobody-of-this-name/x", "or an existing file"),
         ("some", "expected all, every:N, keep:3,7,11, auto:25% or an existing file"),
     ],
 )
@@ -70,6 +74,7 @@ def test_refused_layers(spec: str, message: str) -> None:
         (b"one two", "'one' is not a layer index"),
         (b"\xff\xfe", "cannot be read"),
         (b"99", "layer 99 does not exist"),
+        pytest.param(b" " * 1_000_001, "too large for a list of layers", id="large"),
     ],
 )
 def test_refused_layer_files(tmp_path: Path, content: bytes, message: str) -> None:
@@ -87,7 +92,7 @@ def test_sizes(text: str, size: int) -> None:
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "five", "5 XB", "-1GB", "1e9", "GB"])
+@pytest.mark.parametrize("text", ["", "five", "5 XB", "-1GB", "1e9", "GB", "9" * 400, "0", "0.1"])
 def test_refused_sizes(text: str) -> None:
     with pytest.raises(UserError, match="--shard-size"):
         parse_size(text)
@@ -101,6 +106,9 @@ def test_refused_sizes(text: str) -> None:
         ({"calibration_tokens": 0}, "--calibration-tokens"),
         ({"shard_size": 0}, "--shard-size"),
         ({"seed": -1}, "--seed"),
+        ({"mixer": "alibi", "changes": ("window=3",)}, "--set window=3: layers of this --mixer have no settings"),
+        ({"changes": (f"conv_size={'9' * 5000}",)}, "--set conv_size: got a number of 5000 digits"),
+        ({"mixer": "ttt", "changes": ("mini_batch=10000000000",)}, "--set mini_batch: got a number of 11 digits"),
     ],
 )
 def test_refused_values_name_the_option(changes: dict, option: str) -> None:

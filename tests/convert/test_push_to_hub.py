@@ -247,6 +247,7 @@ def test_an_import_error_in_the_package_is_not_hidden(converted: Path, monkeypat
         ("---\nlicense: {a: b}\n---\n", {}),
         ("---\n- a\n---\n", {}),
         ("---\nlicense: !!python/object/apply:os.system ['true']\n---\n", {}),
+        ("---\nlicense: !!bool maybe\n---\n", {}),
         ("---\nlicense: mit\n", {}),
         ("# title\n", {}),
         ("", {}),

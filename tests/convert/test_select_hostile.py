@@ -17,7 +17,7 @@ from deltanet_convert.select.journal import SelectionJournal
 from deltanet_convert.select.probe_text import FORMATS
 from deltanet_hf.errors import UserError
 from support.far_model import far_folder, far_teacher
-from support.tiny_conversion import tiny_tokenizer
+from support.tiny_conversion import teacher_folder, tiny_tokenizer
 from support.tiny_models import tiny_teacher
 from support.tiny_selection import tiny_selection, tiny_task
 
@@ -157,6 +157,12 @@ def test_what_no_runtime_could_read_is_not_exportable(tmp_path: Path, family: st
         tiny_selection(tmp_path / "teacher", tmp_path / "s.json", "50%", method="exportable")
     assert "\n" not in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["teacher"]
+
+
+def test_heads_that_cannot_be_told_apart_are_not_chosen(tmp_path: Path) -> None:
+    teacher = teacher_folder(tmp_path / "teacher", "olmo2")
+    with pytest.raises(UserError, match="choose whole layers"):
+        tiny_selection(teacher, tmp_path / "s.json", unit="kv_head", method="uniform")
 
 
 def test_bytes_of_mixers_that_keep_everything_leave_nothing_to_choose(far: Path, tmp_path: Path) -> None:

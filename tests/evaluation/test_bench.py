@@ -259,13 +259,16 @@ def test_a_speed_is_that_of_all_sequences_of_a_batch(monkeypatch: pytest.MonkeyP
     assert MODES == {"eager": EAGER, "graph": GRAPH, "compiled": COMPILED}
 
 
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("full"), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
+)
 def test_what_does_not_fit_has_no_row(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    error: RuntimeError, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(SHAPES, "135M", TINY_SHAPE)
 
     def full(*_: object) -> None:
-        raise torch.OutOfMemoryError("full")
+        raise error
 
     monkeypatch.setattr("deltanet_hf.evaluation.speed.bench.measure_speed", full)
     monkeypatch.setattr("deltanet_hf.evaluation.speed.bench.check_decoding", lambda *args, **kwargs: 0.0)
@@ -288,6 +291,7 @@ def test_what_does_not_fit_has_no_row(
         (("--random-weights", "1B", "--dtype", "int8"), "--dtype: got 'int8'"),
         (("m", "--context", "0"), "--context: got 0"),
         (("m", "--batch", "-1"), "--batch: got -1"),
+        (("m", "--batch", "9" * 30), "expected 1 to 1,000,000,000"),
         (("m", "--mode", "fast"), "--mode: got 'fast', expected one of eager"),
         (("no/such/model",), "no such folder"),
     ],
@@ -297,3 +301,11 @@ def test_the_benchmark_refuses(
 ) -> None:
     assert run(monkeypatch, *arguments) == 2
     assert said in capsys.readouterr().err
+
+
+def test_an_output_that_cannot_be_a_folder_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert run(monkeypatch, "--random-weights", "135M", "--out", tmp_path / "file") == 2
+    assert "file: cannot be written (File exists)" in capsys.readouterr().err

@@ -95,6 +95,10 @@ def test_only_unknown_tasks_are_the_users_mistake(
     [
         ("model", ["--limit", "3"], "--tasks is missing"),
         ("model", ["--tasks", "piqa", "--include_path"], "--include_path needs a folder"),
+        ("{teacher}", ["--tasks", "demo_cloze", "--limit", "0"], "--limit: expected a number of rows above 0"),
+        ("{teacher}", ["--tasks", "demo_cloze", "--limit=nan"], "--limit: expected a number of rows above 0"),
+        ("{teacher}", ["--tasks", "demo_cloze", "--log_samples"], "add --output_path FOLDER"),
+        ("{teacher}", ["--tasks", "demo_cloze", "--apply_chat_template"], "tokenizer has no chat template"),
         ("/no/where", ["--tasks", "demo_cloze"], r"^/no/where: no such folder[^\n]*$"),
         (
             "{teacher}",
@@ -108,8 +112,19 @@ def test_mistakes_are_named(model: str, arguments: list[str], said: str, teacher
         run_lm_eval(model.format(teacher=teacher_folder), arguments)
 
 
+@pytest.mark.parametrize(("window", "sinks"), [(0, 4), (8, -1), (10**30, 4)])
+def test_a_window_of_no_tokens_is_refused(window: int, sinks: int, teacher_folder: Path) -> None:
+    with pytest.raises(UserError, match=rf"^--window {window}, --sinks {sinks}: expected at least 1 and 0"):
+        run_lm_eval(str(teacher_folder), ["--tasks", "demo_cloze"], window=window, sinks=sinks)
+
+
 @pytest.mark.parametrize("text", ["novel.txt", "=novel.txt", "novel="])
 def test_a_text_without_name_or_file_is_refused(text: str) -> None:
     assert named_files(["a=b.txt", "c=d=e.txt"]) == {"a": Path("b.txt"), "c": Path("d=e.txt")}
     with pytest.raises(UserError, match=f"--text {text}: expected NAME=FILE"):
         named_files([text])
+
+
+def test_two_texts_of_one_name_are_refused() -> None:
+    with pytest.raises(UserError, match=r"--text a=c.txt: expected NAME=FILE, with another NAME for each file"):
+        named_files(["a=b.txt", "a=c.txt"])

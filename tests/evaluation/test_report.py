@@ -211,6 +211,30 @@ def test_lesions_follow_from_each_students_layers(tmp_path: Path) -> None:
     assert names == ["teacher", "a", *a, "b", *b, "c", "c, softmax off", "d"]
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"dtype": "int8"}, "--dtype: got 'int8', expected one of auto, float32"),
+        ({"students": ["x=no/such/folder"]}, "no/such/folder: no such folder"),
+        ({"students": ["=model"]}, "=model: no such folder"),
+        ({"last_word": Path("absent.json")}, "absent.json: expected JSON"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_first_and_leaves_nothing(
+    options: ReportOptions, tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UserError, match=said):
+        run_report(replace(options, out=tmp_path / "out", suite="tiny texts", **changes), say=lambda _: None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_damaged_recipe_of_a_student_is_named(tmp_path: Path) -> None:
+    for text in ("{", "[]", '{"stages": [1]}'):
+        (tmp_path / "recipe.json").write_text(text)
+        with pytest.raises(UserError, match=r"recipe.json: is no recipe of a run"):
+            training_tokens(tmp_path)
+
+
 def test_another_vocabulary_is_refused(options: ReportOptions, tmp_path: Path) -> None:
     tiny_student("llama").save_pretrained(tmp_path)
     with pytest.raises(UserError, match="its vocabulary differs"):

@@ -209,6 +209,11 @@ def test_a_chat_goes_on_with_the_tokens_of_its_template(ended: bool, folder: Pat
         (["{folder}", "--prompt", "x", "--session", "{empty}/no/s"], "is no folder; create it first"),
         (["{folder}", "--prompt", "x", "--session", "{empty}/s", "--compile"], "leave out one of the two"),
         (["{folder}", "--prompt", "x", "--session", "{folder}/config.json"], "cannot be read as a session"),
+        (["{folder}", "--prompt", "x", "--session", "{empty}"], "is a folder, or too long a name"),
+        pytest.param(
+            ["{folder}", "--prompt", "x", "--session", "{empty}/" + "x" * 250], "too long a name", id="long name"
+        ),
+        (["{folder}", "--prompt", "x", "--temperature", "1e-45"], "--temperature: got 1e-45, expected 0, which"),
         (["{folder}", "--prompt", "x", "--cache-bits", "5"], "--cache-bits: got 5, expected 8 or 4"),
         (["{folder}", "--prompt", "x", "--cache-bits", "4", "--compile"], "leave out one of the two"),
         (["no/such/folder", "--prompt", "x"], "no such folder"),

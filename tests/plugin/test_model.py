@@ -15,6 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrai
 
 from deltanet_hf import LayerTable, converted_config
 from deltanet_hf.errors import UserError
+from deltanet_hf.mixers import FLOAT32_NAMES, MIXERS
+from deltanet_hf.mixers.mixed_heads import MixedHeads
 from deltanet_hf.mixers.state import MixerCacheLayer, cache_bytes
 from deltanet_hf.models.families import FAMILIES, family_of
 from support.tiny_models import (
@@ -240,6 +242,21 @@ def test_decay_parameters_stay_float32(tmp_path: Path, model: PreTrainedModel, t
     cache = DynamicCache(config=loaded.config)
     assert loaded(tokens, past_key_values=cache).logits.dtype == torch.bfloat16
     assert cache.layers[0].state["state"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("mixer", [name for name in MIXERS if name != MixedHeads.name])
+def test_a_model_in_bfloat16_is_loaded_in_the_dtypes_of_its_file(
+    mixer: str, tmp_path: Path, tokens: torch.Tensor
+) -> None:
+    model = tiny_student("llama", mixer=mixer).to(torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        if name.rpartition(".")[2] in FLOAT32_NAMES:
+            parameter.data = parameter.data.float()
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    saved = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    assert {name: parameter.dtype for name, parameter in loaded.named_parameters()} == saved
+    assert loaded(tokens).logits.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("where", ["cpu", "disk"])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from deltanet_hf.errors import QualityError, UserError
-from deltanet_hf.publish import Workspace, publish_folder
+from deltanet_hf.publish import Workspace, output_path, publish_folder
 
 
 class Killed(BaseException):
@@ -117,6 +117,14 @@ def test_a_journal_line_torn_by_a_crash_is_cut_off(tmp_path: Path) -> None:
         journal.write('{"step": "wei')
     publish_folder(out, {}, filler("second"), resume=True, overwrite=False)
     assert files(out) == {"config.json": "first", "weights": "second"}
+
+
+def test_outputs_that_end_in_no_name_are_refused() -> None:
+    assert output_path(Path("new")) == Path.cwd() / "new"
+    assert output_path(Path("~/new")) == Path.home() / "new"
+    for path in ("/", "new/..", "~nobody-of-this-name/new"):
+        with pytest.raises(UserError, match="choose another output"):
+            output_path(Path(path))
 
 
 def test_the_modules_import_neither_torch_nor_transformers() -> None:

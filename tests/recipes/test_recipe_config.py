@@ -94,13 +94,48 @@ def test_unknown_file_type_and_unbounded_stream(place: Path) -> None:
     assert "needs max_tokens" in refused(place, recipe_tree(place, [ALIGN], data={"sources": [{"hub": "a/b"}]}))
 
 
-@pytest.mark.parametrize("override", ["seed", "stages.9.tokens=1", "seed.x=1", "stages.distil.tokens=1"])
+@pytest.mark.parametrize(
+    "override",
+    [
+        *("seed", "stages.9.tokens=1", "stages.².tokens=1", "seed.x=1", "stages.distil.tokens=1"),
+        *("seed=2026-99-99", "seed=!!bool x", pytest.param("seed=" + "[" * 5000 + "]" * 5000, id="deep")),
+    ],
+)
 def test_bad_overrides(place: Path, override: str) -> None:
     assert "override" in refused(place, recipe_tree(place, [ALIGN]), override)
 
 
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("seed=4294967296", "seed: Input should be less than"),
+        ("output=''", "output: String should have at least 1 character"),
+        ("data.sources.0.weight=.inf", "weight: Input should be a finite number"),
+        ("data.sources.0.recall.facts=101", "facts: Input should be less than or equal to 100"),
+        ("stages.0.optimizer.mixer_lr=.inf", "mixer_lr: Input should be a finite number"),
+        ("stages.0.optimizer.betas=[0.9, 1]", "betas.1: Input should be less than 1"),
+        ("stages.0.optimizer.betas=[-1, 0.9]", "betas.0: Input should be greater than or equal to 0"),
+        ("stages.0.name=../../x", "name: is part of file names"),
+        ('stages.0.name="a\\nb"', "name: is part of file names"),
+        pytest.param(f"stages.0.name={'x' * 200}", "name: is part of file names", id="long name"),
+    ],
+)
+def test_values_that_no_run_can_use(place: Path, override: str, said: str) -> None:
+    assert said in refused(place, recipe_tree(place, [ALIGN]), override)
+
+
+def test_limits_may_be_infinite(place: Path) -> None:
+    path = write_recipe(place, recipe_tree(place, [DISTIL]))
+    limits = ("stages.0.optimizer.clip", "stages.0.recall_cap", "log.diverged_factor")
+    recipe = load_recipe(path, [f"{key}=.inf" for key in limits])
+    assert recipe.log.diverged_factor == recipe.stages[0].optimizer.clip == float("inf")
+
+
 def test_not_yaml_and_not_there(place: Path) -> None:
     (place / "bad.yaml").write_text("a: [1")
+    with pytest.raises(UserError, match="not valid YAML"):
+        load_recipe(place / "bad.yaml")
+    (place / "bad.yaml").write_text("[" * 5000)
     with pytest.raises(UserError, match="not valid YAML"):
         load_recipe(place / "bad.yaml")
     with pytest.raises(UserError, match="no such recipe"):

@@ -156,6 +156,11 @@ def test_a_line_without_its_end_is_not_joined_with_the_next(tmp_path: Path) -> N
     assert read_log(tmp_path) == [*rows, row]
 
 
+def test_damaged_lines_of_a_log_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / LOG).write_bytes(b'\xff\x00\nnull\n[]\n{}\n{"stage": "a", "step": 0}\n')
+    assert read_log(tmp_path) == [{"stage": "a", "step": 0}]
+
+
 NAN_STAGES = [{**DISTIL, "tokens": 128 * 6}]
 
 

@@ -71,13 +71,24 @@ def test_second_use_reads_the_cache_and_a_change_does_not(tmp_path: Path) -> Non
     assert calls == [4, 7, 4, 5]
 
 
+@pytest.mark.parametrize("name", ["meta.json", "starts.npy", "tokens.bin"])
+def test_a_damaged_corpus_is_made_again(tmp_path: Path, name: str) -> None:
+    source = Source(path=str(write(tmp_path / "a.jsonl")))
+    load(tmp_path, source)
+    (file,) = (tmp_path / "cache").glob(f"*/{name}")
+    for size in (0, file.stat().st_size // 2):
+        file.write_bytes(file.read_bytes()[:size])
+        assert load(tmp_path, source).tokens.tolist() == IDS
+
+
 def test_errors_name_file_and_remedy(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl")
     with pytest.raises(UserError, match=r"line 1 has no string under key 'body'; set text_key"):
         load(tmp_path, Source(path=str(path), text_key="body"))
-    np.save(tmp_path / "b.npy", np.array([1, 60000], dtype=np.uint16))
-    with pytest.raises(UserError, match="outside the vocabulary"):
-        load(tmp_path, Source(path=str(tmp_path / "b.npy")))
+    for odd in (60000, -1):
+        np.save(tmp_path / "b.npy", np.array([1, odd]))
+        with pytest.raises(UserError, match=rf"id {odd} is outside the vocabulary of \d+; give ids of"):
+            load(tmp_path, Source(path=str(tmp_path / "b.npy")))
 
 
 @pytest.mark.parametrize(

@@ -381,6 +381,16 @@ def test_output_of_another_recipe_is_refused(workplace: Path, tmp_path: Path) ->
     train(workplace, tmp_path / "run", [{**ALIGN, "tokens": 128}])
     with pytest.raises(UserError, match="holds a run of another recipe"):
         train(workplace, tmp_path / "run", [{**ALIGN, "tokens": 256}])
+    for damaged in ("", "[]", '{"run": 3}'):
+        (tmp_path / "run" / "run.json").write_text(damaged)
+        with pytest.raises(UserError, match=r"run.json: is damaged .*; choose another output, or delete it"):
+            train(workplace, tmp_path / "run", [{**ALIGN, "tokens": 128}])
+
+
+def test_a_separator_that_the_student_does_not_have_is_refused(workplace: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="separator: got 64, but the student's token ids end at 63"):
+        train(workplace, tmp_path / "run", [ALIGN], data={"separator": 64})
+    assert not (tmp_path / "run").exists()
 
 
 def test_teacher_is_found_by_name_beside_the_student(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.models.layers import LayerTable
+from deltanet_hf.publish import output_path
 
 from ..options import DTYPES, parse_size
 from ..storage.saved_tokenizer import load_tokenizer
@@ -70,7 +71,7 @@ def export_command(
         return
     if out is None:
         raise UserError("OUT: missing; give the folder to create, or --check to see whether MODEL can be exported")
-    out = out.expanduser().absolute()
+    out = output_path(out)
     if out == source.resolve() or source.resolve() in out.parents:
         raise UserError(f"{out}: lies in the model's folder {source}; choose another place")
     refuse_obstacles(source, style)

@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 from deltanet_hf.errors import UserError
 from deltanet_hf.hub import model_folder
 from deltanet_hf.inside import check_links
+from deltanet_hf.publish import output_path
 
 from ..storage.safetensors_folder import read_json
 from .import_qwen3_5 import is_qwen3_5, plan_import, write_import
@@ -64,7 +65,7 @@ def import_qwen3_5(
     console: Console,
 ) -> None:
     """Imports `folder` into `out`. With `dry_run`, only checks it and prints the result's type and size."""
-    out = out.expanduser().absolute()
+    out = output_path(out)
     if out == folder.resolve() or folder.resolve() in out.parents:
         raise UserError(f"{out}: lies in the model's folder {folder}; choose another place")
     plan = plan_import(folder, dtype, shard_size)

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from deltanet_hf.errors import UserError
+from deltanet_hf.publish import output_path
 
 from ..export.hooks import qwen3_5_folder
 from ..options import DEFAULT_MIXER, LISTED_MIXERS, ConvertOptions
@@ -115,7 +116,7 @@ def select_command(
     )
     if qwen3_5_folder(teacher, revision) is not None:
         raise UserError(f"{teacher}: is a Gated DeltaNet model already; there is nothing to select")
-    out = out.expanduser().absolute()
+    out = output_path(out)
     console = Console()
     table_options = ConvertOptions(mixer=mixer)
     source = resolve_source(teacher, out.parent / f".{out.name}.teacher", None, revision)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from deltanet_hf.errors import UserError
+from deltanet_hf.mixers.head_split import check_heads_part
 from deltanet_hf.models.layers import LayerTable
 
 from ..conversion_plan import make_plan
@@ -101,12 +102,15 @@ def plan_selection(
         table: the layers of a conversion of every layer; a budget in bytes counts their states.
 
     Raises:
-        UserError: the budget makes no sense for this teacher, a window shows everything, or the name of the output is
-            the plot's.
+        UserError: the budget makes no sense for this teacher, its heads cannot be told apart, a window shows
+            everything, or the name of the output is the plot's.
     """
     if out.suffix == ".png":
         raise UserError(f"--out {out}: the plot is written to this name; give a name such as selection.json")
     config = teacher.config
+    if options.unit == "kv_head":
+        layers: Any = teacher.model.model.layers
+        check_heads_part(layers[0].self_attn, config)
     candidates = Candidates.of(config, options.unit)
     notes = [note for note in (candidates.note(),) if note]
     memory = None

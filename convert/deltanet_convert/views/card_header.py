@@ -68,7 +68,7 @@ def licence_of(folder: Path) -> dict[str, Any]:
         front = FRONT.match(stream.read(MAX_CHARACTERS))
     try:
         found = yaml.safe_load(front[1]) if front else None
-    except (yaml.YAMLError, RecursionError, ValueError):
+    except Exception:  # beside YAML's own errors, those of its dates and numbers, and of deep nesting
         return {}
     if not isinstance(found, dict):
         return {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,7 +69,7 @@ def line_up(teacher: str, students: list[str], baselines: tuple[str, ...]) -> li
         rows.append(Contestant(name, "baseline", teacher, change=_window))
     wirings: list[object] = []
     for text in students:
-        name, folder = _named(text)
+        name, folder = named(text)
         if name in {row.name for row in rows}:
             raise UserError(f"{text}: two rows would be called {name!r}; name them with NAME=FOLDER")
         rows.append(Contestant(name, "student", folder, training_tokens(Path(folder))))
@@ -122,9 +123,10 @@ def _linear_off(model: PreTrainedModel, teacher: PreTrainedModel) -> PreTrainedM
     return switch_off_linear(model)
 
 
-def _named(text: str) -> tuple[str, str]:
+def named(text: str) -> tuple[str, str]:
+    """Name and folder of a student that is given as FOLDER or NAME=FOLDER."""
     name, separator, folder = text.partition("=")
-    if separator and not Path(text).exists():
+    if name and separator and not os.path.exists(text):
         return name, folder
     parts = [part for part in Path(text).parts if part not in ("final", "/")]
     return (parts[-1] if parts else text), text
@@ -155,8 +157,13 @@ def training_tokens(folder: Path) -> int:
     path = folder / "recipe.json"
     if not path.is_file():
         return 0
-    stages = json.loads(path.read_text()).get("stages", [])
-    return sum(int(stage.get("tokens", 0)) for stage in stages)
+    try:
+        stages = json.loads(path.read_text()).get("stages", [])
+        return sum(int(stage.get("tokens", 0)) for stage in stages)
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
+        raise UserError(
+            f"{path}: is no recipe of a run ({one_line(error, 200)}); copy it again, or remove it"
+        ) from error
 
 
 class Roster:

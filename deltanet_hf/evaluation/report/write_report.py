@@ -9,11 +9,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from deltanet_hf.errors import UserError
+from deltanet_hf.errors import QualityError, UserError
 from deltanet_hf.evaluation.measures.relative import relative_score
 from deltanet_hf.evaluation.measures.scores import Score
 from deltanet_hf.evaluation.report.bench import Outcome, measure_rows
-from deltanet_hf.evaluation.report.contestants import BASELINES, Contestant, line_up
+from deltanet_hf.evaluation.report.contestants import BASELINES, Contestant, line_up, named
 from deltanet_hf.evaluation.report.figures import write_figures
 from deltanet_hf.evaluation.report.markdown import markdown
 from deltanet_hf.evaluation.report.material import ReportOptions
@@ -22,7 +22,11 @@ from deltanet_hf.evaluation.report.teacher_share import percent_of_teacher
 from deltanet_hf.evaluation.report.unfinished import Unfinished
 from deltanet_hf.evaluation.tasks.suites import SUITES
 from deltanet_hf.file_lock import locked
+from deltanet_hf.hub import loadable_folder
+from deltanet_hf.loading import load_config
 from deltanet_hf.safe_write import write_atomically, writing
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 @dataclass
@@ -43,13 +47,17 @@ def run_report(options: ReportOptions, say: Callable[[str], None] = print) -> di
     Args:
         say: receives lines of progress.
 
-    Raises UserError for an unknown suite or baseline, for models or inputs that cannot be used, and if another process
-    is writing into `options.out`, or the disk refuses to.
+    Raises UserError for an unknown suite, baseline or dtype, for models or inputs that cannot be used, and if another
+    process is writing into `options.out`, or the disk refuses to.
     """
     if options.suite not in SUITES:
         raise UserError(f"--suite {options.suite}: unknown; choose one of {', '.join(SUITES)}")
     if unknown := sorted(set(options.baselines) - set(BASELINES)):
         raise UserError(f"--baselines {unknown[0]}: unknown; choose from {', '.join(BASELINES)}")
+    if options.dtype not in DTYPES:
+        raise UserError(f"--dtype: got {options.dtype!r}, expected one of {', '.join(DTYPES)}")
+    for folder in (options.teacher, *(named(text)[1] for text in options.students)):
+        load_config(folder, loadable_folder(folder))  # hours may pass until the last one is measured
     contestants = line_up(options.teacher, options.students, options.baselines)
     with locked(options.out / ".lock", options.out, "report"):
         return _run_report(options, contestants, say)
@@ -61,16 +69,21 @@ def _run_report(options: ReportOptions, contestants: list[Contestant], say: Call
     outcomes = chain(before, measure_rows(options, contestants, say, len(before)))
     rows: list[Row] = []
     document: dict[str, Any] = {}
-    for number, (contestant, outcome) in enumerate(zip(contestants, outcomes, strict=True)):
-        if number >= len(before):
-            unfinished.add(contestant, outcome)
-        row = Row(contestant, outcome.scores)
-        rows.append(row)
-        if outcome.tasks:
-            row.percent = percent_of_teacher(row.scores.tasks, rows[0].scores.tasks, outcome.tasks)
-        document = _document(rows, outcome)
-        write_atomically(options.out / "report.json", json.dumps(document, indent=1).encode())
-        write_atomically(options.out / "report.md", markdown(document).encode())
+    try:
+        for number, (contestant, outcome) in enumerate(zip(contestants, outcomes, strict=True)):
+            if number >= len(before):
+                unfinished.add(contestant, outcome)
+            row = Row(contestant, outcome.scores)
+            rows.append(row)
+            if outcome.tasks:
+                row.percent = percent_of_teacher(row.scores.tasks, rows[0].scores.tasks, outcome.tasks)
+            document = _document(rows, outcome)
+            write_atomically(options.out / "report.json", json.dumps(document, indent=1).encode())
+            write_atomically(options.out / "report.md", markdown(document).encode())
+    except (UserError, QualityError):
+        if not rows:  # nothing worth continuing
+            unfinished.remove()
+        raise
     with writing(options.out):
         write_figures(document, options.out)
     unfinished.remove()

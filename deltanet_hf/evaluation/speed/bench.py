@@ -76,7 +76,9 @@ def measure(subjects: Iterable[Subject], conditions: Conditions, say: Callable[[
 def _row(subject: Subject, model: PreTrainedModel, mode: str, batch: int, context: int, repeats: int) -> Row | None:
     try:
         point = measure_speed(model, context, batch, repeats, MODES[mode])
-    except torch.OutOfMemoryError:
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "DefaultCPUAllocator" not in str(error):
+            raise
         torch.cuda.empty_cache()
         return None
     return {

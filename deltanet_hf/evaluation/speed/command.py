@@ -56,17 +56,20 @@ def bench_command(
     from deltanet_hf.evaluation.speed.bench import Conditions, measure, write_rows
     from deltanet_hf.evaluation.speed.subjects import check_conditions, subjects
     from deltanet_hf.evaluation.speed.views import draw, table
+    from deltanet_hf.safe_write import writing
 
     conditions = Conditions(context or [2048, 16384], batch or [1, 16], mode or ["eager"], repeats)
     check_conditions(conditions)
     found = subjects(model, teacher, random_weights, mixer, dtype, device)
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
+        with writing(out):
+            out.mkdir(parents=True, exist_ok=True)
     rows = measure(found, conditions, lambda line: typer.echo(line, err=True))
     Console().print(table(rows))
     if out is not None and rows:
         write_rows(out / "bench.json", rows, {"repeats": repeats, "dtype": dtype})
-        draw(rows, out / "bench.png")
+        with writing(out):
+            draw(rows, out / "bench.png")
         typer.echo(f"Written to {out}")
     if not rows:
         raise QualityError("nothing was measured; the lines above say why")

@@ -19,14 +19,16 @@ from deltanet_hf.hub import loadable_folder
 from deltanet_hf.loading import chosen_device, load_config, load_model
 from deltanet_hf.mixers import MIXER_NAMES
 
+MOST = 10**9  # tokens of a prompt, and prompts
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def check_conditions(conditions: Conditions) -> None:
     """Refuse lengths, batch sizes and modes that do not exist, with UserError."""
     for option, values in (("--context", conditions.contexts), ("--batch", conditions.batches)):
-        if min(values) < 1:
-            raise UserError(f"{option}: got {min(values)}, expected 1 or more")
+        for value in values:
+            if not 1 <= value <= MOST:
+                raise UserError(f"{option}: got {value}, expected 1 to {MOST:,}")
     for mode in conditions.modes:
         if mode not in MODES:
             raise UserError(f"--mode: got {mode!r}, expected one of {', '.join(MODES)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import sys
 import tempfile
 from functools import partial
@@ -12,6 +13,7 @@ from pathlib import Path
 from lm_eval import __main__ as lm_eval_command
 from lm_eval import evaluator, tasks
 from lm_eval.loggers.utils import get_commit_from_path
+from transformers import PreTrainedTokenizerBase
 
 import deltanet_hf.evaluation.tasks.lm_eval_model  # noqa: F401  registers the model class with lm-eval
 from deltanet_hf.errors import UserError, one_line
@@ -21,6 +23,7 @@ from deltanet_hf.hub import loadable_folder
 from deltanet_hf.loading import load_config, load_tokenizer
 
 _ERROR_LENGTH = 300
+MOST = 10**9  # tokens of a window, and sinks
 
 
 def run_lm_eval(
@@ -46,10 +49,12 @@ def run_lm_eval(
     requested = requested_tasks(arguments)
     if not requested:
         raise UserError("--tasks is missing; for instance --tasks demo_cloze,demo_repeat (no data needed)")
+    if window is not None and not (1 <= window <= MOST and 0 <= sinks <= MOST):
+        raise UserError(f"--window {window}, --sinks {sinks}: expected at least 1 and 0, and at most {MOST:,}")
     arguments, user_tasks = _take_include_path(arguments)
     folder = loadable_folder(model)
     load_config(model, folder)
-    load_tokenizer(model, folder)
+    _check_arguments(arguments, load_tokenizer(model, folder))
     quiet_lm_eval()
     model_arguments: dict[str, str | int] = {"pretrained": str(folder)}
     if window is not None:
@@ -75,6 +80,22 @@ def run_lm_eval(
             if "Tasks not found" not in str(error):
                 raise
             raise UserError(f"--tasks: {one_line(error)}; `lm-eval ls tasks` lists them") from error
+
+
+def _check_arguments(arguments: list[str], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises UserError for mistakes that lm-eval finds late, or by an error of its own."""
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        option, inline, value = argument.partition("=")
+        if option not in ("--limit", "-L"):
+            continue
+        with contextlib.suppress(ValueError):  # lm-eval says what is no number
+            if not 0 < float(value if inline else following) < math.inf:
+                raise UserError(f"{option}: expected a number of rows above 0, or a share below 1")
+    given = {argument.partition("=")[0] for argument in arguments}
+    if given & {"--log_samples", "-s", "--predict_only"} and not given & {"--output_path", "-o"}:
+        raise UserError("--log_samples: needs a folder for the samples; add --output_path FOLDER")
+    if "--apply_chat_template" in given and tokenizer.chat_template is None:
+        raise UserError("--apply_chat_template: the model's tokenizer has no chat template; leave it out")
 
 
 def requested_tasks(arguments: list[str]) -> list[str]:

@@ -66,6 +66,8 @@ def load_corpus(
     """
     label = source.hub or Path(str(source.path)).name
     folder = cache / _fingerprint(source, tokenizer, separator, contamination)
+    if folder.exists() and not _is_intact(folder):
+        remove(folder)
     if not (folder / "meta.json").is_file():
         partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
         try:
@@ -90,6 +92,22 @@ def load_corpus(
         starts=np.load(folder / "starts.npy"),
         report=meta,
     )
+
+
+def _is_intact(folder: Path) -> bool:
+    """Whether the folder holds a whole corpus: after a loss of power, files may be shorter than they were written."""
+    try:
+        meta = json.loads((folder / "meta.json").read_text())
+        starts, size = np.load(folder / "starts.npy"), (folder / "tokens.bin").stat().st_size
+        scored = folder / "scored.npy"
+        return (
+            len(starts) == meta["documents"] + 1
+            and int(starts[-1]) == meta["tokens"]
+            and size == meta["tokens"] * np.dtype(meta["dtype"]).itemsize
+            and (not scored.is_file() or len(np.load(scored, mmap_mode="r")) == meta["tokens"])
+        )
+    except (OSError, ValueError, KeyError, TypeError, EOFError):
+        return False
 
 
 def _build(
@@ -144,8 +162,12 @@ def _token_documents(
     """The token ids [n] of each document with its separator, and which of them are scored ([n] bool, or None)."""
     if source.hub is None and plain_suffix(Path(str(source.path))) == ".npy":
         array = token_array(source)
-        if array.size and int(array.max()) >= len(tokenizer):
-            raise UserError(f"{source.path}: id {int(array.max())} is outside the vocabulary of {len(tokenizer)}")
+        for odd in (array.min(), array.max()) if array.size else ():
+            if not 0 <= int(odd) < len(tokenizer):
+                raise UserError(
+                    f"{source.path}: id {int(odd)} is outside the vocabulary of {len(tokenizer)}; give ids of the "
+                    "student's tokenizer"
+                )
         array = array[source.skip_tokens :]
         ends = np.flatnonzero(array == separator) + 1
         for piece in np.split(array, ends):

@@ -139,7 +139,7 @@ def load_study(path: Path, given: Sequence[str] = ()) -> Study:
     """
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except Exception as error:  # beside YAML's own errors, those of its dates and numbers, and of deep nesting
         raise UserError(f"{path}: cannot be read as YAML ({one_line(error)})") from None
     if not isinstance(tree, dict) or not isinstance(tree.get("runs"), list):
         raise UserError(f"{path}: a study is a mapping with a list `runs`")

@@ -16,6 +16,7 @@ from deltanet_hf.safe_write import write_atomically, writing
 from deltanet_recipes.schema import Recipe
 
 LOG = "log.jsonl"
+IN_EVERY_ROW = {"stage", "step"}
 LAYER_ERROR = "held_out.error."
 SHOWN = ("loss", "kl", "ce", "hidden", "error", "held_out.kl", "held_out.perplexity", "held_out.error")
 
@@ -142,13 +143,15 @@ def layer_errors(rows: list[dict[str, Any]]) -> tuple[dict[int, float], dict[int
 
 
 def _rows(path: Path) -> list[tuple[str, dict[str, Any]]]:
-    """The lines of a log with their content. A line that a kill or a full disk cut short is left out."""
+    """The lines of a log with their content. A line that a kill or a full disk cut short, or damaged, is left out."""
     found = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            found.append((line + "\n", json.loads(line)))
-        except json.JSONDecodeError:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
             continue
+        if isinstance(row, dict) and row.keys() >= IN_EVERY_ROW:
+            found.append((line + "\n", row))
     return found
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from deltanet_hf.data import prefix_ids, shipped_texts
-from deltanet_hf.errors import UserError
+from deltanet_hf.errors import UserError, one_line
 from deltanet_hf.file_lock import locked
 from deltanet_hf.safe_write import replacing, writing
 from deltanet_recipes.data.decontaminate import Contamination
@@ -193,8 +193,14 @@ def _claim(output: Path, recipe: Recipe, stages: list[Stage], runtime: Runtime) 
     }
     path = output / "run.json"
     if runtime.main:
-        before = json.loads(path.read_text()) if path.is_file() else decisive
-        if before != {**decisive, "run": decisive["run"][: len(before["run"])]}:
+        try:
+            before = json.loads(path.read_text()) if path.is_file() else decisive
+            begun = len(before["run"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"{path}: is damaged ({one_line(error, 200)}); choose another output, or delete it"
+            ) from None
+        if before != {**decisive, "run": decisive["run"][:begun]}:
             raise UserError(f"output: {output} holds a run of another recipe; choose another folder or delete it")
         with replacing(path) as partial:
             partial.write_text(json.dumps(decisive, indent=1))
