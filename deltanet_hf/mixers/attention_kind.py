@@ -13,7 +13,6 @@ heads.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -27,6 +26,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.layer_kind import LayerKind, PositionEmbeddings, TensorShape
 from deltanet_hf.mixers.masks import packed_in, padding_in, sliding_window
+from deltanet_hf.mixers.paired_class import paired_class
 from deltanet_hf.mixers.routed_config import RoutedConfig
 from deltanet_hf.mixers.settings import MixerSettings
 from deltanet_hf.mixers.single_query import TAKES_MASK
@@ -95,7 +95,7 @@ class Softmax:
 class AttentionKind(LayerKind):
     """Adds something to the attention module of a family; see the module's docstring.
 
-    A subclass defines `add_parts`, `new_parts`, `start_neutral` and `attend`. `added_class` puts it in front of the
+    A subclass defines `add_parts`, `new_parts`, `start_neutral` and `attend`. `paired_class` puts it in front of the
     family's class, so that `super().forward` is the family's attention.
     """
 
@@ -125,7 +125,7 @@ class AttentionKind(LayerKind):
                 f"layer {layer_idx}: its attention is offloaded or compiled; make the {cls.name} layer before that"
             )
         extended: Any = attention
-        extended.__class__ = added_class(cls, type(attention))  # type: ignore[arg-type]
+        extended.__class__ = paired_class(cls, type(attention), f"{cls.__name__}{type(attention).__name__}")
         extended.settings, extended.config = settings, RoutedConfig(config, IMPLEMENTATION)
         extended.add_parts(int(config.hidden_size), int(config.num_attention_heads), int(config.num_key_value_heads))
         return attention
@@ -233,13 +233,6 @@ def visible(mask: Tensor | None) -> Tensor | None:
     if mask.dim() != 4:
         raise ValueError(f"attention_mask: got shape {tuple(mask.shape)}, expected [B, 1, T, S]")
     return mask if mask.dtype == torch.bool else mask > -1.0
-
-
-@functools.cache
-def added_class(kind: type[AttentionKind], attention: type[nn.Module]) -> type[nn.Module]:
-    """A family's attention class behind a kind."""
-    name = f"{kind.__name__}{attention.__name__}"
-    return type(name, (kind, attention), {"__module__": attention.__module__, "__qualname__": name})
 
 
 def _attend(

@@ -34,11 +34,8 @@ def padded_tokens(attention_mask: torch.Tensor | None, length: int, seen: int | 
         return attention_mask[:, -length:] == 0
     if attention_mask.dim() != 4:
         raise ValueError(f"attention_mask: got shape {tuple(attention_mask.shape)}, expected [B, S] or [B, 1, T, S]")
-    first = attention_mask.shape[-1] - length
-    # Static caches are wider than what was seen; sliding ones are narrower.
-    offset = first if isinstance(seen, int) and seen >= first else torch.as_tensor(seen).clamp(max=first)
-    rows = torch.arange(length, device=attention_mask.device)
-    diagonal = attention_mask[:, 0].gather(-1, (rows + offset).view(1, -1, 1).expand(attention_mask.shape[0], -1, 1))
+    own = _own_columns(attention_mask, length, seen)
+    diagonal = attention_mask[:, 0].gather(-1, own.view(1, -1, 1).expand(attention_mask.shape[0], -1, 1))
     diagonal = diagonal.squeeze(-1)
     return ~diagonal if diagonal.dtype == torch.bool else diagonal <= -1.0
 
@@ -138,5 +135,44 @@ def announce_padding(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any
     if isinstance(mask, torch.Tensor) and mask.dim() in (2, 4) and inputs is not None:
         length, seen = inputs.shape[1], 0 if cache is None else cache.get_seq_length()
         if mask.dim() == 4 or (isinstance(seen, int) and mask.shape[1] == seen + length):
-            kwargs["padding"] = padded_tokens(mask.to(inputs.device), length, seen)
+            mask = mask.to(inputs.device)
+            kwargs["padding"] = padded_tokens(mask, length, seen)
+            if mask.dim() == 4 and length > 1:
+                _check_order(mask, kwargs["padding"], seen, getattr(module.config, "sliding_window", None))
     return args, kwargs
+
+
+def _check_order(
+    mask: torch.Tensor, padding: torch.Tensor | None, seen: int | torch.Tensor, window: int | None
+) -> None:
+    """Raises ValueError if a 4D mask has more than causal order, padding and the family's window: states have no more.
+
+    A key is real if a real token sees it. Compiled and recorded calls are not checked.
+    """
+    if padding is None or torch.compiler.is_compiling() or mask.is_meta or _recording(mask):
+        return
+    visible = mask if mask.dtype == torch.bool else mask > -1.0
+    real = ~padding[:, None, :, None]
+    keys = (visible & real).any(dim=2, keepdim=True)
+    columns = torch.arange(mask.shape[-1], device=mask.device)
+    own = _own_columns(mask, mask.shape[2], seen)[:, None]
+    orders = [columns <= own]
+    if window is not None:
+        orders.append(orders[0] & (columns > own - window))
+    if not any(bool(((visible == (order & keys)) | ~real).all()) for order in orders):
+        raise ValueError(
+            "attention_mask: this 4D mask hides or shows more than causal order and padding do, which converted layers "
+            "cannot follow; for packed rows pass position_ids that restart, or cu_seq_lens_q, without a mask"
+        )
+
+
+def _recording(x: torch.Tensor) -> bool:
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _own_columns(mask: torch.Tensor, length: int, seen: int | torch.Tensor) -> torch.Tensor:
+    """[T] the columns of a 4D mask in which the last `length` tokens stand themselves."""
+    first = mask.shape[-1] - length
+    # Static caches are wider than what was seen; sliding ones are narrower.
+    offset = first if isinstance(seen, int) and seen >= first else torch.as_tensor(seen).clamp(max=first)
+    return torch.arange(length, device=mask.device) + offset

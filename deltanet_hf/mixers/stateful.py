@@ -6,7 +6,6 @@ computes from a misfit is wrong tokens, so these calls end with a ValueError tha
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NoReturn
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from deltanet_hf.mixers.paired_class import paired_class
 from deltanet_hf.mixers.state import MixerCacheLayer
 
 
@@ -102,12 +102,7 @@ def make_stateful(model: PreTrainedModel) -> None:
     """Puts `Stateful` before the class of a model, under the same name."""
     if not isinstance(model, Stateful):
         own: Any = type(model)
-        model.__class__ = _stateful_class(own)
-
-
-@functools.cache
-def _stateful_class(base: Any) -> type[PreTrainedModel]:
-    return type(base.__name__, (Stateful, base), {"__module__": base.__module__, "__qualname__": base.__qualname__})
+        model.__class__ = paired_class(Stateful, own, own.__name__)
 
 
 def check_call(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:

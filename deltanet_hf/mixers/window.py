@@ -25,6 +25,7 @@ from transformers.cache_utils import Cache
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.layer_kind import LayerKind, PositionEmbeddings, TensorShape
 from deltanet_hf.mixers.masks import announce_packing, announce_padding, packed_in, padding_in, sliding_window
+from deltanet_hf.mixers.paired_class import paired_class
 from deltanet_hf.mixers.recorded_call import recorded
 from deltanet_hf.mixers.routed_config import RoutedConfig
 from deltanet_hf.mixers.settings import MixerSettings, check_at_least
@@ -50,7 +51,7 @@ class WindowSettings(MixerSettings):
 class WindowAttention(LayerKind):
     """Restricts the attention module of a family; see the module's docstring.
 
-    `windowed_class` puts it in front of the family's class, so that `super().forward` is the family's attention. It
+    `paired_class` puts it in front of the family's class, so that `super().forward` is the family's attention. It
     finds its softmax in `window_softmax.py`.
     """
 
@@ -79,7 +80,8 @@ class WindowAttention(LayerKind):
             raise UserError(
                 f"layer {layer_idx}: its attention is offloaded or compiled; put the window on it before that"
             )
-        attention.__class__ = windowed_class(_unrestricted(type(attention)))  # type: ignore[arg-type]
+        family = _unrestricted(type(attention))  # type: ignore[arg-type]
+        attention.__class__ = paired_class(WindowAttention, family, f"Window{family.__name__}")
         attention.settings = settings
         attention.config = RoutedConfig(config, IMPLEMENTATION)  # type: ignore[assignment]
         return attention
@@ -164,15 +166,8 @@ class WindowAttention(LayerKind):
         return output
 
 
-@functools.cache
-def windowed_class(attention: type[nn.Module]) -> type[nn.Module]:
-    """A family's attention class under a window."""
-    name = f"Window{attention.__name__}"
-    return type(name, (WindowAttention, attention), {"__module__": attention.__module__, "__qualname__": name})
-
-
 def _unrestricted(attention: type[nn.Module]) -> type[nn.Module]:
-    """The family's class, which `windowed_class` has put second."""
+    """The family's class, which `paired_class` has put second."""
     return attention.__bases__[1] if issubclass(attention, WindowAttention) else attention
 
 

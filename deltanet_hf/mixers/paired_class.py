@@ -1,0 +1,29 @@
+"""Classes made of two: one of ours before a class of a model family."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+
+def paired_class(front: Any, base: Any, name: str) -> Any:
+    """The class `name` with the bases `front` and `base`, always the same one.
+
+    No module holds it under its name, so its objects are pickled as the pair and their attributes.
+    """
+    return _made(front, base, name)
+
+
+@functools.cache
+def _made(front: Any, base: Any, name: str) -> Any:
+    def __reduce_ex__(self: Any, protocol: int) -> tuple[Any, ...]:
+        return _empty, (front, base, name), vars(self)
+
+    namespace = {"__module__": base.__module__, "__qualname__": name, "__reduce_ex__": __reduce_ex__}
+    return type(name, (front, base), namespace)
+
+
+def _empty(front: Any, base: Any, name: str) -> Any:
+    """An object of the class without attributes."""
+    made = paired_class(front, base, name)
+    return made.__new__(made)
