@@ -118,7 +118,9 @@ class Decoder:
         decoder: Any = made._from_config(config, **kwargs).model
         decoder._forward_pre_hooks.clear()  # they read padding and packing off calls, and vLLM knows its sequences
         decoder._forward_pre_hooks_with_kwargs.clear()
-        decoder._keep_in_fp32_modules_strict = list(FLOAT32_NAMES)
+        # Whole names, because vLLM looks for them anywhere in a name.
+        names = [name for name, _ in decoder.named_parameters() if name.rpartition(".")[2] in FLOAT32_NAMES]
+        decoder._keep_in_fp32_modules_strict = names
         return decoder  # type: ignore[no-any-return]
 
 

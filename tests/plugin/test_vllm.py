@@ -145,9 +145,10 @@ def test_an_engine_in_processes_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
     assert_equal(served_model("qwen3", mixture_table()), prompts(*LENGTHS))
 
 
-def test_in_bfloat16_the_tokens_are_as_good_as_those_of_generate() -> None:
+@pytest.mark.parametrize("changes", [{**NEAR, "state_dtype": "bfloat16"}, {"mixer": "comba"}, {"mixer": "deltaformer"}])
+def test_in_bfloat16_the_tokens_are_as_good_as_those_of_generate(changes: dict[str, Any]) -> None:
     """Rounding decides between nearly equal tokens, so both are measured by the logits of the model in float32."""
-    model = served_model("llama", tiny_table(layers=(0, 2), **{**NEAR, "state_dtype": "bfloat16"})).bfloat16()
+    model = served_model("llama", tiny_table(layers=(0, 2), **changes)).bfloat16()
     for name, parameter in model.named_parameters():
         if name.rpartition(".")[2] in FLOAT32_NAMES:
             parameter.data = parameter.data.float()
