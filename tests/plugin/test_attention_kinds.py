@@ -19,6 +19,7 @@ from deltanet_hf.models.assisted import place_layers
 from deltanet_hf.models.families import FAMILIES
 from support.float64 import Float64, float64_logits
 from support.tiny_models import tiny_student, tiny_teacher
+from support.transformers_version import several_recorded_calls
 
 KINDS = [name for name, kind in MIXERS.items() if issubclass(kind, AttentionKind)]
 IDS = torch.randint(3, 97, (2, 24), generator=torch.Generator().manual_seed(0))
@@ -140,6 +141,7 @@ def test_gradients_go_through_a_cache(kind: str) -> None:
 
 
 @torch.no_grad()
+@several_recorded_calls
 def test_several_calls_are_recorded_beside_a_sliding_window() -> None:
     """The sliding layers keep more tokens then than a query sees."""
     model = tiny_student("mistral", mixer="deltaformer")

@@ -16,6 +16,7 @@ from deltanet_hf.mixers.window import restrict_to_window
 from deltanet_hf.models.assisted import place_layers
 from support.registry import IN_FULL, rows
 from support.tiny_models import HYBRID, mixed_mixture_table, mixture_table, tiny_mixture, tiny_student, tiny_teacher
+from support.transformers_version import several_recorded_calls
 
 IDS = torch.randint(3, 97, (2, 20), generator=torch.Generator().manual_seed(4))
 GREEDY: dict[str, Any] = {"max_new_tokens": 14, "do_sample": False, "eos_token_id": None}
@@ -170,7 +171,7 @@ def test_a_cache_goes_on_without_recording() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("read", [0, 12])
+@pytest.mark.parametrize("read", [0, pytest.param(12, marks=several_recorded_calls)])
 def test_generation_goes_on_with_a_sliding_cache_that_recorded_several_calls(read: int) -> None:
     model = tiny_student("mistral", layers=HYBRID)
     cache = recording(model)
