@@ -22,9 +22,9 @@ from deltanet_hf.decoding.generation import GraphedGeneration
 from deltanet_hf.mixers.attention_shape import AttentionShape
 from deltanet_hf.mixers.gated_deltanet import QWEN3_5, GatedDeltaNet
 from deltanet_hf.mixers.layer_kind import PositionEmbeddings
-from deltanet_hf.mixers.masks import announce_packing, announce_padding
 from deltanet_hf.mixers.state import MixerCacheLayer
-from deltanet_hf.mixers.stateful import Stateful, check_call
+from deltanet_hf.mixers.stateful import Stateful
+from deltanet_hf.mixers.window import announce
 from deltanet_hf.models.assisted import AssistedGeneration
 from deltanet_hf.models.hub_repository import upload_with_companions
 from deltanet_hf.models.layers import SOFTMAX, Kind, LayerTable
@@ -138,8 +138,7 @@ def model_class() -> type[PreTrainedModel]:
             super().__init__(config)
             for index, kind in LayerTable.of(config).converted.items():
                 self.model.layers[index].linear_attn = LinearAttention(_shape(config), kind.settings, index)
-            for hook in (check_call, announce_packing, announce_padding):
-                self.model.register_forward_pre_hook(hook, with_kwargs=True)
+            announce(self.model)
             self.post_init()
 
         def initialize_weights(self) -> None:

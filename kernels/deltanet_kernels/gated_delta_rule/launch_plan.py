@@ -1,4 +1,4 @@
-"""What the launches of one call have in common: its sizes, chunks, configuration and form of the erase term."""
+"""The plan that all launches of one call share: sizes, chunks, configuration and form of the erase term."""
 
 from __future__ import annotations
 
