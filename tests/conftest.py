@@ -3,10 +3,12 @@
 import functools
 import gc
 import os
+from collections.abc import Iterator
 from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported, here and in started processes
 
+import pytest
 import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -22,9 +24,16 @@ _compile = torch.compile
 
 @functools.wraps(_compile)
 def _compile_without_garbage(*args: Any, **kwargs: Any) -> Any:
-    """A generator that the garbage collector closes within a compiled call ends that call with an error of Dynamo."""
+    """Dynamo ends with an error if the garbage collector closes a generator within a compiled call."""
     gc.collect()
+    gc.disable()
     return _compile(*args, **kwargs)
 
 
 torch.compile = _compile_without_garbage
+
+
+@pytest.fixture(autouse=True)
+def _collect_garbage_again() -> Iterator[None]:
+    yield
+    gc.enable()
