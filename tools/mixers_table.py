@@ -1,7 +1,8 @@
 """Tables of rows of `deltanet_recipes.study.mixer_row`, for readme_tables.py.
 
-There is one table per number of kept layers and budget of tokens. A line joins the seeds of one run. Behind ± stands
-the standard error of the measurement, or for several seeds half the range of their values.
+There is one table per number of kept layers and budget of tokens, headed by the teacher and by what is not trained. A
+line joins the seeds of one run. Behind ± stands the standard error of the measurement, or for several seeds half the
+range of their values. Speeds with a dagger are those of a GPU that several runs shared.
 """
 
 from __future__ import annotations
@@ -23,13 +24,16 @@ COLUMNS = {  # key -> header, digits
     "state_mb": ("MB at 2k", 1),
 }
 
+SPEEDS = ("train_tokens_per_s", "decode_ms")
+SHARED = " †"  # behind a speed
+
 Rows = Sequence[dict[str, Any]]
 
 
 def markdown(rows: Rows) -> str:
-    """All tables; failed runs are listed below them, and trained rows stand below the teacher's in each table."""
+    """All tables; failed runs are listed below them."""
     measured = [row for row in rows if "error" not in row]
-    teacher = [row for row in measured if not row["tokens"]]
+    untrained = [row for row in measured if not row["tokens"]]
     parts: dict[tuple[int, int], list[dict[str, Any]]] = {}
     for row in measured:
         if row["tokens"]:
@@ -37,7 +41,10 @@ def markdown(rows: Rows) -> str:
     blocks = []
     for (kept, tokens), part in sorted(parts.items()):
         layers = f"{kept} layers softmax" if kept else "All layers converted"
-        blocks.append(f"**{layers}, {-tokens}M tokens**\n\n{_table([*teacher, *part])}")
+        head = [row for row in untrained if row["mixer"] == "softmax" or len(row["kept"]) == kept]
+        blocks.append(f"**{layers}, {-tokens}M tokens**\n\n{_table([*head, *part])}")
+    if sharing := sorted({row["runs_at_once"] for row in measured if _shares(row)}):
+        blocks.append(f"† {' or '.join(map(str, sharing))} runs shared the GPU.")
     if failed := [f"failed: {row['run']} ({row['error']})" for row in rows if "error" in row]:
         blocks.append("\n".join(failed))
     return "\n\n".join(blocks) or "Nothing has been measured yet."
@@ -50,6 +57,7 @@ def _table(rows: Rows) -> str:
     lines = ["| | " + " | ".join(header for header, _ in COLUMNS.values()) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
     for seeds in runs.values():
         cells = [_cell([row[key] for row in seeds if key in row], seeds[0].get(f"{key}_se"), digits)
+                 + SHARED * (key in SPEEDS and key in seeds[0] and any(map(_shares, seeds)))
                  for key, (_, digits) in COLUMNS.items()]  # fmt: skip
         lines.append(f"| {_label(seeds)} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -57,10 +65,16 @@ def _table(rows: Rows) -> str:
 
 def _label(seeds: Rows) -> str:
     row = seeds[0]
-    words = [row["mixer"] if row["tokens"] else row["run"]]
+    if not row["tokens"]:
+        return row["run"] if row["mixer"] == "softmax" else f"{row['mixer']}, not trained"
+    words = [row["mixer"]]
     words += [f"{key}={str(value).lower()}" for key, value in row.get("set", {}).items()]
     words += [f"rate {row['rate']:g}"] if row.get("rate", RATE) != RATE else []
     return ", ".join(words) + (f" ({len(seeds)} seeds)" if len(seeds) > 1 else "")
+
+
+def _shares(row: dict[str, Any]) -> bool:
+    return row.get("runs_at_once", 1) > 1
 
 
 def _cell(values: list[float], error: float | None, digits: int) -> str:

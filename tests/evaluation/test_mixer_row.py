@@ -104,3 +104,19 @@ def test_a_table_per_budget_joins_seeds_and_lists_failures() -> None:
     assert blocks[3].splitlines()[3].startswith("| deltaproduct, num_householder=3, allow_neg_eigval=true |")
     assert all(line.count("|") == lines[0].count("|") for line in lines)
     assert markdown([]) == "Nothing has been measured yet."
+
+
+def test_a_table_shows_what_is_not_trained_and_which_speeds_were_shared() -> None:
+    rows = [
+        row("teacher", mixer="softmax", kept=[0, 1], tokens=0),
+        row("window-all", mixer="window 201", set={"window": 201}, tokens=0),
+        row("window-kept", mixer="window 201", set={"window": 201}, kept=[0], tokens=0),
+        row("kda-all-s0", runs_at_once=1),
+        row("kda-kept-s0", kept=[0], runs_at_once=4, train_tokens_per_s=1000),
+    ]
+    _, whole, _, kept, note = markdown(rows).split("\n\n")
+    names = [[line.split(" | ")[0] for line in table.splitlines()[2:]] for table in (whole, kept)]
+    assert names == [["| teacher", "| window 201, not trained", "| kda"]] * 2
+    assert "†" not in whole
+    assert kept.splitlines()[-1].endswith("| 1,000 † | 9.0 † | - |")
+    assert note == "† 4 runs shared the GPU."
