@@ -387,6 +387,12 @@ def test_output_of_another_recipe_is_refused(workplace: Path, tmp_path: Path) ->
             train(workplace, tmp_path / "run", [{**ALIGN, "tokens": 128}])
 
 
+def test_a_run_that_ended_before_its_first_step_can_be_another(workplace: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="the stages need 12,800,000 tokens"):
+        train(workplace, tmp_path / "run", [{**ALIGN, "tokens": 128 * 100_000}], data={"repeat": False})
+    assert losses(train(workplace, tmp_path / "run", [{**ALIGN, "tokens": 128}]))
+
+
 def test_a_separator_that_the_student_does_not_have_is_refused(workplace: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="separator: got 64, but the student's token ids end at 63"):
         train(workplace, tmp_path / "run", [ALIGN], data={"separator": 64})

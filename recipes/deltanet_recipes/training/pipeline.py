@@ -27,7 +27,7 @@ from deltanet_recipes.training.feeds import check_share
 from deltanet_recipes.training.final_model import save_final
 from deltanet_recipes.training.finished_stages import finished_stages, load_stage, save_stage
 from deltanet_recipes.training.kept_attention import put_back_queries_and_keys
-from deltanet_recipes.training.logbook import Logbook, read_log
+from deltanet_recipes.training.logbook import LOG, Logbook, read_log
 from deltanet_recipes.training.model_pair import (
     check_models,
     load_student,
@@ -38,6 +38,8 @@ from deltanet_recipes.training.peers import peers_alive
 from deltanet_recipes.training.run_plots import draw_plots
 from deltanet_recipes.training.runtime import Runtime
 from deltanet_recipes.training.stages import StageRun, held_out_rows
+
+PROGRESS = (LOG, "checkpoints", "stages", "final")  # in the output folder of a run that has made steps
 
 
 def run(recipe: Recipe, kinds: tuple[str, ...] | None = None, console: Console | None = None) -> Path:
@@ -185,7 +187,8 @@ def _claim(output: Path, recipe: Recipe, stages: list[Stage], runtime: Runtime) 
     """Write the settings that decide the result into the output folder, or compare them with those that are there.
 
     This keeps a resumed run from mixing two recipes. A run of the first stages alone (`deltanet-hf align`) may be
-    continued with the others. Raises UserError if the folder holds a run of another recipe.
+    continued with the others. Raises UserError if the folder holds a run of another recipe, unless that one ended
+    before its first step.
     """
     decisive: dict[str, Any] = {
         "recipe": recipe.model_dump(mode="json", exclude={"log", "engine", "output"}),
@@ -200,7 +203,8 @@ def _claim(output: Path, recipe: Recipe, stages: list[Stage], runtime: Runtime) 
             raise UserError(
                 f"{path}: is damaged ({one_line(error, 200)}); choose another output, or delete it"
             ) from None
-        if before != {**decisive, "run": decisive["run"][:begun]}:
+        other = before != {**decisive, "run": decisive["run"][:begun]}
+        if other and any((output / name).exists() for name in PROGRESS):
             raise UserError(f"output: {output} holds a run of another recipe; choose another folder or delete it")
         with replacing(path) as partial:
             partial.write_text(json.dumps(decisive, indent=1))
