@@ -20,7 +20,7 @@ torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, os.cp
 
 @pytest.fixture(autouse=True)
 def _compiled_from_the_start() -> Iterator[None]:
-    """What one test makes Dynamo skip stays skipped for the process, and fails under `fullgraph=True` in another."""
+    """Reset Dynamo after each test: what it skips in one stays skipped, and fails under `fullgraph=True` in another."""
     yield
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()

@@ -39,7 +39,7 @@ from deltanet_recipes.training.run_plots import draw_plots
 from deltanet_recipes.training.runtime import Runtime
 from deltanet_recipes.training.stages import StageRun, held_out_rows
 
-PROGRESS = (LOG, "checkpoints", "stages", "final")  # in the output folder of a run that has made steps
+PROGRESS = (LOG, "checkpoints", "stages", "final")  # in the output folder of a run that has begun to train
 
 
 def run(recipe: Recipe, kinds: tuple[str, ...] | None = None, console: Console | None = None) -> Path:
