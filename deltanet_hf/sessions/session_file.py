@@ -6,6 +6,7 @@ layer of the cache, and which model they belong to. It is written completely or 
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,7 @@ from deltanet_hf.safe_write import write_atomically
 from deltanet_hf.sessions.contents import Layout, UnsupportedLayer, contents, expected, put
 from deltanet_hf.sessions.model_identity import model_identity
 
-FORMAT = "deltanet-hf session 1"
+FORMAT = "deltanet-hf session 2"
 RESTART = "remove the file and start a new session"
 COMPARED = {"config": "configurations", "weights": "weights"}
 INPUTS = ("input_ids", "attention_mask")
@@ -58,13 +59,18 @@ def save_session(
     Args:
         cache: a cache that grows (not a static one), after the first tokens of `input_ids`, at least one.
         input_ids: [B, T], padding included; such as the result of `generate`.
-        attention_mask: [B, T], 0 at padding; None for no padding.
+        attention_mask: [B, T], 0 at padding; None for one sequence without padding.
 
     Raises:
-        UserError: tokens that are not those of the cache, a cache that has no form in a file, or a path that cannot be
-            written.
+        UserError: several sequences without a mask, tokens that are not those of the cache, a cache that has no form in
+            a file, or a path that cannot be written.
     """
     if attention_mask is None:
+        if len(input_ids) > 1:
+            raise UserError(
+                f"session: {len(input_ids)} sequences without an attention_mask, which says where padding is; give it, "
+                "of ones if there is none"
+            )
         attention_mask = torch.ones_like(input_ids)
     tokens = int(cache.get_seq_length())
     if attention_mask.shape != input_ids.shape or not 0 < tokens <= input_ids.shape[1]:
@@ -82,9 +88,10 @@ def save_session(
                 f"session: layer {index} of the cache is a {unsupported}, which cannot be saved; use a cache that "
                 "grows, such as DynamicCache(config=model.config)"
             ) from unsupported
-    facts = {"tokens": tokens, "cache_bits": _cache_bits(cache)}
-    metadata = {"format": FORMAT, "model": json.dumps(model_identity(model)), "cache": json.dumps(facts)}
     held = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+    facts = json.dumps({"tokens": tokens, "cache_bits": _cache_bits(cache)})
+    metadata = {"format": FORMAT, "model": json.dumps(model_identity(model)), "cache": facts}
+    metadata["checksum"] = _checksum(facts, held)
     write_atomically(
         Path(path), save(held, metadata), "free some space; the session that was there before is unchanged"
     )
@@ -101,7 +108,8 @@ def load_session(path: str | Path, model: PreTrainedModel) -> Session:
     path = Path(path)
     try:
         with safe_open(path, framework="pt") as file:
-            facts = _facts(path, file.metadata() or {}, model)
+            metadata = file.metadata() or {}
+            facts = _facts(path, metadata, model)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: cannot be read as a session ({one_line(error, 200)}); {RESTART}") from error
@@ -115,12 +123,23 @@ def load_session(path: str | Path, model: PreTrainedModel) -> Session:
         devices |= {f"layers.{index}.{name}": tensor.device for name, tensor in contents(layer).items()}
     _check(path, tensors, layouts)
     _check_counts(path, tensors, tokens, model)
+    if metadata.get("checksum") != _checksum(metadata["cache"], tensors):
+        raise UserError(f"{path}: is damaged, its contents do not give its checksum; {RESTART}")
     for index, layer in enumerate(cache.layers):
         prefix = f"layers.{index}."
         names = [name for name in layouts if name.startswith(prefix)]
         device = {name: devices.get(name, devices[names[0]]) for name in names}
         put(layer, {name.removeprefix(prefix): tensors[name].to(device[name], copy=True) for name in names}, tokens)
     return Session(input_ids.to(model.device), mask.to(model.device), cache, bits)
+
+
+def _checksum(facts: str, tensors: dict[str, Tensor]) -> str:
+    """SHA-256, in hex, of the facts about a cache and of the names and bytes of contiguous tensors on the CPU."""
+    digest = hashlib.sha256(facts.encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(name.encode())
+        digest.update(tensor.flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def _facts(path: Path, metadata: dict[str, str], model: PreTrainedModel) -> dict[str, Any]:

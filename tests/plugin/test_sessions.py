@@ -154,7 +154,7 @@ def test_quantised_caches(bits: int, length: int, tmp_path: Path) -> None:
     ids = torch.randint(3, 97, (2, length), generator=torch.Generator().manual_seed(0))
     cache = quantized_cache(model.config, bits)
     model(ids, past_key_values=cache, use_cache=True)
-    save_session(tmp_path / "s", model, cache, ids)
+    save_session(tmp_path / "s", model, cache, ids, torch.ones_like(ids))
     snapshot, session = Snapshot(cache), load_session(tmp_path / "s", model)
     assert (session.cache_bits, cache_bytes(session.cache)) == (bits, cache_bytes(cache))
     wanted = model(IDS, past_key_values=cache, use_cache=True).logits
@@ -170,7 +170,7 @@ def test_a_cache_made_without_a_config_comes_back(name: str, tmp_path: Path) -> 
     model = tiny_mixture("mistral", mixed_mixture_table()) if name == "mixed_heads" else made(name)
     cache = DynamicCache()
     model(IDS[:, :12], past_key_values=cache, use_cache=True)
-    save_session(tmp_path / "s", model, cache, IDS[:, :12])
+    save_session(tmp_path / "s", model, cache, IDS[:, :12], torch.ones_like(IDS[:, :12]))
     session = load_session(tmp_path / "s", model)
     found = model(IDS[:, 12:], past_key_values=session.cache, use_cache=True).logits
     wanted = model(IDS[:, 12:], past_key_values=cache, use_cache=True).logits
@@ -183,7 +183,7 @@ def test_a_pure_session_has_the_same_size_but_for_its_tokens(tmp_path: Path) -> 
         cache, ids = DynamicCache(config=model.config), IDS.repeat(1, repeats)
         with torch.no_grad():
             model(ids, past_key_values=cache, use_cache=True)
-        save_session(tmp_path / "s", model, cache, ids)
+        save_session(tmp_path / "s", model, cache, ids, torch.ones_like(ids))
         sizes.append((tmp_path / "s").stat().st_size)
     assert 0 <= sizes[1] - sizes[0] - 5 * IDS.numel() * 19 < 64
     assert not list(tmp_path.glob("*.tmp"))
@@ -206,7 +206,7 @@ def saved(model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> P
     path: Path = tmp_path_factory.mktemp("session") / "session"
     cache = DynamicCache(config=model.config)
     read(model, cache, torch.ones_like(IDS), slice(0, 10))
-    save_session(path, model, cache, IDS[:, :11])
+    save_session(path, model, cache, IDS[:, :11], torch.ones_like(IDS[:, :11]))
     return path
 
 
@@ -278,6 +278,32 @@ def test_a_changed_file_is_refused(what: str, saved: Path, model: PreTrainedMode
         load_session(tmp_path / "s", model)
 
 
+def test_a_flipped_bit_is_found_wherever_it_is(saved: Path, model: PreTrainedModel, tmp_path: Path) -> None:
+    data = saved.read_bytes()
+    begin = 8 + int.from_bytes(data[:8], "little")  # of the tensors
+    places = [*range(0, begin, 41), *range(begin, len(data), 499), len(data) - 1]
+    for place in places:
+        changed = bytearray(data)
+        changed[place] ^= 1 << place % 8
+        (tmp_path / "s").write_bytes(changed)
+        with pytest.raises(UserError) as refused:
+            load_session(tmp_path / "s", model)
+        assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["input_ids", "attention_mask", "layers.0.window.keys", "layers.1.linear.state"])
+def test_other_values_are_refused(name: str, saved: Path, model: PreTrainedModel, tmp_path: Path) -> None:
+    """Values that a session could have, of the right shapes: only the checksum tells."""
+    with safe_open(saved, framework="pt") as file:
+        metadata, tensors = file.metadata(), {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    tensors[name] = tensors[name].flip(-1).contiguous()
+    if name == "attention_mask":
+        tensors[name][0, 0] = 0
+    save_file(tensors, tmp_path / "s", metadata)
+    with pytest.raises(UserError, match=r"is damaged, its contents do not give its checksum; remove the file"):
+        load_session(tmp_path / "s", model)
+
+
 def test_another_model_is_refused(saved: Path, model: PreTrainedModel) -> None:
     weight = model.model.layers[3].mlp.down_proj.weight
     with torch.no_grad():
@@ -306,15 +332,17 @@ def test_the_identity_survives_saving_and_loading(model: PreTrainedModel, tmp_pa
 def test_what_cannot_be_saved_is_refused(model: PreTrainedModel, tmp_path: Path) -> None:
     cache = DynamicCache(config=model.config)
     with pytest.raises(UserError, match="a cache of 0 tokens"):
+        save_session(tmp_path / "s", model, cache, IDS, masked("left"))
+    read(model, cache, masked("left"), slice(0, 10))
+    with pytest.raises(UserError, match="^session: 2 sequences without an attention_mask.*of ones if there is none$"):
         save_session(tmp_path / "s", model, cache, IDS)
-    read(model, cache, torch.ones_like(IDS), slice(0, 10))
-    for ids, mask in ((IDS[:, :9], None), (IDS, IDS[:, :3])):
+    for ids, mask in ((IDS[:, :9], masked("left")[:, :9]), (IDS, IDS[:, :3])):
         with pytest.raises(UserError, match="give all tokens that the cache has read"):
             save_session(tmp_path / "s", model, cache, ids, mask)
     static = StaticCache(config=model.config, max_cache_len=32)
     read(model, static, torch.ones_like(IDS), slice(0, 10))
     with pytest.raises(UserError, match="layer 0 of the cache is a MixerCacheLayer, which cannot be saved"):
-        save_session(tmp_path / "s", model, static, IDS)
+        save_session(tmp_path / "s", model, static, IDS, masked("left"))
     assert not list(tmp_path.iterdir())
 
 
@@ -350,7 +378,7 @@ def test_on_a_gpu_sessions_go_on_bit_by_bit_and_move_to_a_cpu(name: str, tmp_pat
     model, ids = made(name).cuda(), IDS.cuda()
     cache = DynamicCache(config=model.config)
     model(ids[:, :10], past_key_values=cache, use_cache=True)
-    save_session(tmp_path / "s", model, cache, IDS[:, :10])
+    save_session(tmp_path / "s", model, cache, IDS[:, :10], torch.ones_like(IDS[:, :10]))
     snapshot, session = Snapshot(cache), load_session(tmp_path / "s", model)
 
     def go_on(held: Cache) -> torch.Tensor:
