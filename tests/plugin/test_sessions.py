@@ -334,7 +334,7 @@ def test_what_cannot_be_saved_is_refused(model: PreTrainedModel, tmp_path: Path)
     with pytest.raises(UserError, match="a cache of 0 tokens"):
         save_session(tmp_path / "s", model, cache, IDS, masked("left"))
     read(model, cache, masked("left"), slice(0, 10))
-    with pytest.raises(UserError, match="^session: 2 sequences without an attention_mask.*of ones if there is none$"):
+    with pytest.raises(UserError, match=r"^session: 2 sequences without an attention_mask.*of ones if there is none$"):
         save_session(tmp_path / "s", model, cache, IDS)
     for ids, mask in ((IDS[:, :9], masked("left")[:, :9]), (IDS, IDS[:, :3])):
         with pytest.raises(UserError, match="give all tokens that the cache has read"):
