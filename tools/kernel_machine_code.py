@@ -134,9 +134,6 @@ def rule_inputs(
     sizes = {"q": (B, T, HQ, K), "k": (B, T, H, K), "v": (B, T, HV, V)}
     inputs: dict[str, Any] = {name: torch.zeros(size, dtype=dtype) for name, size in sizes.items()}
     inputs |= {"g": torch.zeros(B, T, HV), "beta": torch.zeros(B, T, HV)}
-    form = dict(form or {})
-    if form.pop("own_key", False):
-        inputs["erase_key"] = torch.zeros(B, T, H, K, dtype=dtype)
     if raw:
         inputs |= {"A_log": torch.zeros(HV), "dt_bias": torch.zeros(HV)}
     inputs = {name: x.requires_grad_() for name, x in inputs.items()}
@@ -144,7 +141,7 @@ def rule_inputs(
         inputs["cu_seqlens"] = torch.tensor([0, 70, T], dtype=torch.int32)
         inputs["initial_state"] = torch.zeros(2, HV, K, V)
     flags = {"use_gate_in_kernel": raw, "use_beta_sigmoid_in_kernel": raw, "use_qk_l2norm_in_kernel": True}
-    return inputs | flags | form
+    return inputs | flags | (form or {})
 
 
 def rule_cases() -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
@@ -173,11 +170,8 @@ def rule_cases() -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
         ("128-off", (2, 2, 2), 128, 128, "bf16", {"erase": "off"}),
         ("64-off-grouped", (1, 4, 2), 64, 64, "bf16", {"erase": "off"}),
         ("128-undecayed", (2, 2, 2), 128, 128, "bf16", {"erase": "undecayed"}),
-        ("128-key", (2, 2, 2), 128, 128, "bf16", {"own_key": True}),
-        ("64-undecayed-key", (1, 1, 2), 64, 64, "bf16", {"own_key": True, "erase": "undecayed"}),
-        ("64-minibatch", (2, 2, 2), 64, 64, "bf16", {"erase": "chunk_start", "minibatch": 16}),
-        ("256-undecayed-key", (1, 1, 1), 256, 256, "bf16", {"own_key": True, "erase": "undecayed"}),
-        ("128-undecayed-key", (1, 1, 2), 128, 128, "fp32", {"own_key": True, "erase": "undecayed"}),
+        ("256-undecayed", (1, 1, 1), 256, 256, "bf16", {"erase": "undecayed"}),
+        ("128-undecayed", (1, 1, 2), 128, 128, "fp32", {"erase": "undecayed"}),
     ):
         inputs = {"T": 128, "heads": heads, "K": K, "V": V, "raw": False, "packed": False, "dtype": DTYPES[dtype]}
         found.append((f"erase-{dtype}-{label}", inputs | {"form": form}, {}))

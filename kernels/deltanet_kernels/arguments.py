@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-Erase = Literal["decayed", "off", "undecayed", "chunk_start"]
+Erase = Literal["decayed", "off", "undecayed"]
 """Which prediction a write takes from its value, i.e. which state it erases from; `chunk_gated_delta_rule` says how."""
 
 
@@ -44,8 +44,6 @@ class RuleCall(NamedTuple):
     use_gate_in_kernel: bool = False
     use_beta_sigmoid_in_kernel: bool = False
     erase: Erase = "decayed"
-    erase_key: torch.Tensor | None = None
-    minibatch: int | None = None
     allow_neg_eigval: bool = False  # this and the next are in public calls only: kernels get `drop_in.plain` ones
     state_v_first: bool = False
 
@@ -61,15 +59,9 @@ class RuleCall(NamedTuple):
         N = B if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
         return RuleDims(B, T, H, HQ, HV, max(HQ, HV), K, V, N)
 
-    def simplified(self) -> "RuleCall":
-        """The call itself, or with mini-batches of one token the decayed rule, which is the same function."""
-        return self._replace(erase="decayed", minibatch=None) if self.minibatch == 1 else self
-
     def needs_gradients(self) -> bool:
         """Whether autograd records this call."""
-        inputs = (
-            self.q, self.k, self.v, self.g, self.beta, self.initial_state, self.A_log, self.dt_bias, self.erase_key
-        )  # fmt: skip
+        inputs = (self.q, self.k, self.v, self.g, self.beta, self.initial_state, self.A_log, self.dt_bias)
         return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
 
 

@@ -172,29 +172,9 @@ def check_delta_rule(call: RuleCall, drop_in: bool = False) -> bool:
             _require_shape(name, gate, (HV,), "[HV]")
         elif gate is not None:
             raise ValueError(f"{name}: got a tensor, needs None unless use_gate_in_kernel is set")
-    _check_erase(call)
+    if call.erase not in get_args(Erase):
+        raise ValueError(f"erase: got {call.erase!r}, needs one of {', '.join(map(repr, get_args(Erase)))}")
     return plain
-
-
-def _check_erase(call: RuleCall) -> None:
-    """Check which state a gated delta rule erases from, and with which key."""
-    erase, p, minibatch = call.erase, call.erase_key, call.minibatch
-    if erase not in get_args(Erase):
-        raise ValueError(f"erase: got {erase!r}, needs one of {', '.join(map(repr, get_args(Erase)))}")
-    if erase == "chunk_start":
-        if not isinstance(minibatch, int) or minibatch < 1:
-            raise ValueError(f"minibatch: got {minibatch!r}, needs a number of tokens >= 1 with erase='chunk_start'")
-    elif minibatch is not None:
-        raise ValueError(f"minibatch: got {minibatch!r}, needs None unless erase='chunk_start'")
-    if p is None:
-        return
-    if erase == "off":
-        raise ValueError("erase_key: got a tensor, needs None with erase='off', which reads no state")
-    _require_tensor("erase_key", p)
-    _require_device("erase_key", p, "q", call.q.device)
-    if p.dtype != call.k.dtype:
-        raise TypeError(f"erase_key: got dtype {p.dtype}, needs {call.k.dtype} (the dtype of k)")
-    _require_shape("erase_key", p, tuple(call.k.shape), "[B, T, H, K], the shape of k")
 
 
 def check_rotation(

@@ -19,7 +19,7 @@ from deltanet_kernels.window.cpu_prompt import torch_window_keep, torch_window_m
 
 def chunk_gated_delta_rule(call: RuleCall) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Takes what `checks.check_delta_rule` accepts without `drop_in`."""
-    return dispatch.call("chunk_gated_delta_rule", chunked, call.q, call.simplified())  # type: ignore[no-any-return]
+    return dispatch.call("chunk_gated_delta_rule", chunked, call.q, call)  # type: ignore[no-any-return]
 
 
 def prompt_inputs(call: PromptInputsCall) -> PromptInputs:

@@ -31,8 +31,6 @@ class Case:
     raw: bool = False  # gates as logits, with A_log, dt_bias and the sigmoid
     scale: float | None = None
     erase: str = "decayed"
-    own_key: bool = False  # an erase key that is not the key
-    minibatch: int | None = None
     condition: float = 1.0  # factor on tolerances: how much the problem itself amplifies rounding
 
     def __str__(self) -> str:
@@ -102,19 +100,6 @@ ERASE_CASES = [
     Case("undecayed, g=-inf", T=70, erase="undecayed", g="reset"),
     Case("undecayed, beta=0, no state", T=70, erase="undecayed", beta="zero", initial_state=False),
     Case("undecayed, beta=2 on equal keys", T=130, erase="undecayed", beta="two", keys="equal", condition=5),
-    Case("own key, T=130", T=130, B=2, H=2, own_key=True),
-    Case("own key, shared heads, raw gates", T=70, H=1, HQ=4, HV=2, V=24, own_key=True, raw=True),
-    Case("own key, more values than queries", T=70, H=1, HQ=2, HV=4, own_key=True, beta="zero", l2norm=False),
-    Case("own key, packed", T=80, H=1, K=8, cu_seqlens=(0, 0, 1, 66, 75), own_key=True),
-    Case("own key, zero keys, closed gates", T=70, H=2, own_key=True, keys="zero", g="tokens", initial_state=False),
-    Case("own key, undecayed", T=130, H=2, own_key=True, erase="undecayed"),
-    Case("own key, undecayed, closed, beta=0", T=70, HV=2, own_key=True, erase="undecayed", g="tokens", beta="zero"),
-    *(Case(f"mini-batches of {m}", T=70, H=2, erase="chunk_start", minibatch=m) for m in (16, 64)),
-    Case("mini-batches of 7", T=70, H=1, HV=2, erase="chunk_start", minibatch=7, own_key=True),
-    Case("mini-batches of 16, own key, beta=0", T=40, H=1, HQ=2, HV=1, erase="chunk_start", minibatch=16, own_key=True,
-         beta="zero"),
-    Case("mini-batches of 16, packed", T=60, K=8, cu_seqlens=(0, 0, 1, 34, 58), erase="chunk_start", minibatch=16),
-    Case("one mini-batch, longer than the input", T=20, erase="chunk_start", minibatch=100, g="last"),
     Case("off, K > V", T=70, K=40, V=16, erase="off"),
     Case("undecayed, K = 1", T=20, H=2, K=1, V=1, l2norm=False, erase="undecayed"),
 ]  # fmt: skip
@@ -150,9 +135,6 @@ def make_inputs(case: Case, dtype: torch.dtype = torch.float32, device: str = "c
         gates["beta"][:, ::2] = 0
     elif case.beta == "two":
         gates["beta"] = 2 - 0.01 * gates["beta"]
-    if case.own_key:
-        p = randn(B, T, H, K)
-        tensors["erase_key"] = (p / p.norm(dim=-1, keepdim=True)).to(dtype)
     if case.raw:
         gates = {"g": randn(B, T, HV), "beta": randn(B, T, HV)}
         gates |= {"A_log": randn(HV), "dt_bias": randn(HV)}
@@ -164,7 +146,7 @@ def make_inputs(case: Case, dtype: torch.dtype = torch.float32, device: str = "c
     if case.cu_seqlens is not None:
         inputs["cu_seqlens"] = torch.tensor(case.cu_seqlens, dtype=torch.int32, device=device)
     if case.erase != "decayed":
-        inputs |= {"erase": case.erase, "minibatch": case.minibatch}
+        inputs["erase"] = case.erase
     return inputs | {
         "scale": case.scale,
         "output_final_state": True,

@@ -56,9 +56,8 @@ CASES = [
     Case("head size 256", T=70, H=1, K=256),
     Case("no erasing, packed", T=150, H=2, HV=4, K=64, raw=True, cu_seqlens=(0, 0, 1, 66, 140), erase="off"),
     Case("undecayed, whole chunks", T=128, H=2, K=128, erase="undecayed", beta="zero"),
-    Case("own key, undecayed, grouped", T=70, H=1, HQ=2, HV=4, K=40, V=24, own_key=True, erase="undecayed"),
-    Case("own key, packed", T=150, H=2, K=128, cu_seqlens=(0, 0, 1, 66, 140), own_key=True),
-    Case("mini-batches", T=70, H=2, K=64, erase="chunk_start", minibatch=16),
+    Case("undecayed, grouped", T=70, H=1, HQ=2, HV=4, K=40, V=24, erase="undecayed"),
+    Case("undecayed, packed", T=150, H=2, K=128, cu_seqlens=(0, 0, 1, 66, 140), erase="undecayed"),
 ]
 STEPS = [
     Step("all of it", T=2, K=64, V=64, conv=4, rope=64, padding=True),

@@ -69,7 +69,7 @@ def chunk_gated_delta_product(
 def chunk_comba(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, p: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
 ) -> tuple[torch.Tensor, None]:
-    return naive_gated_delta_rule(q, k, v, g, beta, erase="undecayed", erase_key=p)[0], None
+    return naive_gated_delta_rule(q, k, v, g, beta, erase="undecayed")[0], None
 
 
 def chunk_simple_gla(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -83,7 +83,6 @@ def chunk_gated_delta_rule(
 
 
 PEERS: dict[str, tuple[str, Callable[..., Any]]] = {
-    "undecayed, own key": ("fla.ops.comba", chunk_comba),
     erase.WRITES: ("fla.ops.gated_delta_product", chunk_gated_delta_product),
     "off": ("fla.ops.simple_gla", chunk_simple_gla),
     "undecayed": ("fla.ops.comba", chunk_comba),

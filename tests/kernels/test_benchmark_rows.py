@@ -256,8 +256,8 @@ def test_peers_come_early() -> None:
     assert [row["impl"] for row in channel_gates.rows(channel_gates.SHAPES, ["gla"], False)] == 8 * ["deltanet"]
 
     found = [(row["form"], row["impl"]) for row in erase.rows(erase.SHAPES[:1], list(erase.FORMS), True)]
-    assert found[:4] == [(form, impl) for form in ("undecayed, own key", erase.WRITES) for impl in ("deltanet", "fla")]
-    assert [impl for _, impl in found] == 5 * ["deltanet", "fla"] + 2 * ["deltanet"] + 2 * ["mapped"]
+    assert found[:4] == [(form, impl) for form in (erase.WRITES, "off") for impl in ("deltanet", "fla")]
+    assert [impl for _, impl in found] == 4 * ["deltanet", "fla"] + 2 * ["mapped"]
     assert len(set(found)) == len(found)
     alone = [(row["form"], row["impl"]) for row in erase.rows(erase.SHAPES[:1], ["off", "decayed"], False)]
     assert alone == [("off", "deltanet"), ("decayed", "deltanet"), ("off", "mapped")]

@@ -37,9 +37,9 @@ CALLS: dict[str, tuple[Case, dict[str, torch.dtype], dict[str, Any]]] = {
     "values first": (SMALL, {}, {"state_v_first": True}),
     "values first, no state": (Case("no state", T=5, K=8, V=5, initial_state=False), {}, {"state_v_first": True}),
     "all, packed": (PACKED, MIXED | HALF_STATE, {"dt_bias": None, "allow_neg_eigval": True, "state_v_first": True}),
-    "all with an erase key": (
-        Case("own key", T=9, HV=2, K=8, V=5, raw=True, own_key=True, erase="undecayed"),
-        {"k": torch.float16, "erase_key": torch.float16} | HALF_STATE,
+    "all, undecayed": (
+        Case("undecayed", T=9, HV=2, K=8, V=5, raw=True, erase="undecayed"),
+        {"k": torch.float16} | HALF_STATE,
         {"dt_bias": None, "allow_neg_eigval": True, "state_v_first": True},
     ),
 }  # fmt: skip
@@ -318,7 +318,6 @@ def test_chunk_size_says_what_is_used() -> None:
     with warnings.catch_warnings():  # once
         warnings.simplefilter("error")
         chunk_gated_delta_rule(**tiny(), chunk_size=16)
-        chunk_gated_delta_rule(**tiny(), erase="chunk_start", minibatch=32, chunk_size=32)
     for size in (0, 48, "64"):
         with pytest.raises(ValueError, match=f"chunk_size: got {size!r}, needs 16, 32 or 64"):
             chunk_gated_delta_rule(**tiny(), chunk_size=size)

@@ -133,7 +133,7 @@ def test_cached_functions_take_symbolic_sizes_as_numbers() -> None:
 def _chunk_inputs(final: bool) -> tuple[Any, ...]:
     q, k, v = torch.randn(3, 1, 20, 2, 16, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     g = torch.full((1, 20, 2), -0.5, device=DEVICE)
-    return (q, k, v, g, -g, None, None, None, None, 0.25, True, False, final, False, "auto", 1, None, "decayed", 0)
+    return (q, k, v, g, -g, None, None, None, None, 0.25, True, False, final, False, "auto", 1, "decayed")
 
 
 def _prompt_inputs(final: bool) -> tuple[Any, ...]:

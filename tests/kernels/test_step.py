@@ -373,7 +373,7 @@ def test_the_operator_is_registered_consistently() -> None:
         ("k_offset", lambda x: x.int(), "k_offset: got dtype"),
         ("dt_bias", lambda x: None, "dt_bias: needs a tensor with A_log"),
         ("A_log", lambda x: x[:1], r"A_log: got shape \[1\]"),
-        ("erase", lambda x: "chunk_start", "erase: got 'chunk_start', needs 'decayed', 'off' or 'undecayed'"),
+        ("erase", lambda x: "on", "erase: got 'on', needs one of 'decayed', 'off', 'undecayed'"),
         ("use_beta_sigmoid_in_kernel", lambda x: False, "allow_neg_eigval: doubles a sigmoid"),
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from deltanet_kernels import naive_gated_delta_rule
-from deltanet_kernels.gated_delta_rule import autotune, chunk_backward
+from deltanet_kernels.gated_delta_rule import chunk_backward
 from deltanet_kernels.gated_delta_rule.config import chunk_config
 from tests.kernels.cases import (
     CASES,
@@ -157,20 +157,6 @@ def test_one_kernel_only_where_its_tiles_are_alike(K: int, V: int, HQ: int, dtyp
     """Narrow tiles beside wide ones are what ptxas 12.8 gets wrong; shared heads need the general kernels."""
     q, k, v = (torch.empty(1, 1, *heads, dtype=dtype) for heads in ((HQ, K), (2, K), (2, V)))
     assert chunk_backward.joins_gradients(q, k, v, chunk_config(K, V, dtype, (9, 0))) is wanted
-
-
-def test_search_for_a_configuration_leaves_results_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """DELTANET_AUTOTUNE=1 tries its candidates with the operators themselves."""
-    inputs = make_inputs(Case("search", T=20, HQ=1), torch.float32, DEVICE)
-    tried = []
-    monkeypatch.setenv("DELTANET_AUTOTUNE", "1")
-    monkeypatch.setattr(autotune, "_chosen", {})
-    monkeypatch.setattr(autotune, "candidates", lambda config: [config, replace(config, input_warps=2)])
-    monkeypatch.setattr(autotune, "milliseconds", lambda run: tried.append(autotune._forced[-1]) or -len(tried))
-    found = results(cut(1), inputs)
-    assert [config.input_warps for config in tried] == [4, 2]
-    assert list(autotune._chosen.values()) == [tried[1]]
-    assert_close(found, truth(inputs), 3e-6)
 
 
 # On the GPU only: low precision, every head size, bits.

@@ -13,8 +13,8 @@ from deltanet_hf.mixers.additive import additive_rule
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
 from deltanet_kernels import naive_gated_delta_rule
 from deltanet_kernels.gated_delta_rule.reference import l2_normalize
-from deltanet_kernels.rules.reference import naive_additive
 from support.mapped_rules import B, H, K, T, V, close, draw, gradients, inputs, layer_of
+from support.recurrences import naive_additive
 
 
 @pytest.mark.parametrize("recurrent", [False, True])

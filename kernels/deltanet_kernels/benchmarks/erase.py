@@ -36,15 +36,12 @@ DEVICE = "cuda"
 NOTES = {"shape": "B, T, H, K = V; log decays in (-1, 0); bfloat16"}
 WRITES = "two writes per token"
 FORMS: dict[str, dict[str, Any]] = {
-    "undecayed, own key": {"erase": "undecayed", "own_key": True},
     WRITES: {"writes": 2},
     "off": {"erase": "off"},
     "undecayed": {"erase": "undecayed"},
     "decayed": {},
-    "decayed, own key": {"own_key": True},
-    "chunk_start, 16": {"erase": "chunk_start", "minibatch": 16},
 }
-PEERS = ("undecayed, own key", WRITES, "off", "undecayed", "decayed")  # forms with one
+PEERS = (WRITES, "off", "undecayed", "decayed")  # forms with one
 MAPPED = ("off", "undecayed")
 TINY = 2.0**-60
 Shape = tuple[int, int, int, int]
@@ -56,15 +53,12 @@ def make(shape: Shape, form: dict[str, Any]) -> tuple[Inputs, torch.Tensor]:
     torch.manual_seed(0)
     B, T, H, D = shape
     writes = T * form.get("writes", 1)
-    q, k, p, v, do = (torch.randn(B, n, H, D, device=DEVICE) for n in (T, writes, T, writes, T))
+    q, k, v, do = (torch.randn(B, n, H, D, device=DEVICE) for n in (T, writes, writes, T))
     x = {"q": F.normalize(q, dim=-1), "k": F.normalize(k, dim=-1), "v": v}
-    if form.get("own_key"):
-        x["erase_key"] = 0.7 * F.normalize(p, dim=-1)
     x = {name: y.bfloat16() for name, y in x.items()}
     x["g"] = -torch.rand(B, T, H, device=DEVICE)
     if form.get("erase") != "off":
-        strongest = 1 / form["minibatch"] if "minibatch" in form else 1.0
-        x["beta"] = strongest * torch.rand(B, writes, H, device=DEVICE)
+        x["beta"] = torch.rand(B, writes, H, device=DEVICE)
     return {name: y.requires_grad_() for name, y in x.items()}, do.bfloat16()
 
 
@@ -113,7 +107,7 @@ def peer(x: Inputs, form: dict[str, Any]) -> torch.Tensor:
     if form.get("erase") == "undecayed":
         from fla.ops.comba import chunk_comba
 
-        return chunk_comba(x["q"], x["k"], x["v"], p=x.get("erase_key", x["k"]), g=x["g"], beta=x["beta"])[0]
+        return chunk_comba(x["q"], x["k"], x["v"], p=x["k"], g=x["g"], beta=x["beta"])[0]
     if "writes" in form:
         from fla.ops.gated_delta_product import chunk_gated_delta_product
 

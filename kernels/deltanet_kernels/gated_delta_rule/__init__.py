@@ -25,16 +25,13 @@ is the entry point of the chunked operator and its gradient.
                                    gradients_inputs.py
     the same in one kernel         gradients_64.py           sm_90, bfloat16, 32 < K, V <= 64, HQ = H = HV
     the same in one kernel         hopper/gradients_128.py   sm_90, bfloat16, K = V = 128, HQ = H, complete chunks
-    gradient of an erase key       gradients_erase_key.py    after gradients_pairs.py, any chip, dtype and head size
     last steps that these share    gradients_raw.py          gradients of the raw rows and of the gates
     long sequences, cut            segments.py               sequences x heads leave most of the chip idle
     recurrence, short inputs       recurrent.py              CUDA, without gradients
     decoding step of a layer       step.py, step_kernels.py  CUDA; states up to 128 x 128, larger for one token
 
-`erase` and `erase_key` of the public functions choose the form of the erase term (reference.py). The kernels in hopper/
-have the default form only, and gradients_64.py no erase key; the others take the constants of `row_factors.erase_flags`
-and leave out what a form does not have. Mini-batches of lengths that the kernels do not have use the CPU path, on any
-device.
+`erase` of the public functions chooses the form of the erase term (reference.py). The kernels in hopper/ have the
+default form only; the others take the constants of `row_factors.erase_flags` and leave out what a form does not have.
 
 "Any dtype" means float32, bfloat16 and float16. sm_90 is Hopper (H100, H200). The two kernels in hopper/ are written
 in Gluon and also require Triton 3.6 to 3.9; without it the Triton kernels serve.
@@ -48,7 +45,6 @@ Glossary, for one state head and a chunk of C tokens with rows i and columns j:
     D_ij           e^{G_i - G_j} for i >= j, else 0
     L              strictly lower triangle of beta_i D_ij <k_i, k_j>
     T              (I + L)^-1
-    erase key P_e  the key that a write's prediction reads the state with: K unless the caller gives one
     P              scores: scale * D * (Q K^T), lower triangle
     U, W           U = K S, W = beta (V - gamma U)
     V'             T W: the values that the chunk writes into the state

@@ -23,37 +23,31 @@ from deltanet_kernels.gated_delta_rule.segments import segments_for
 def _setup_context(ctx, inputs, output):
     (
         q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias, scale, norm, sigmoid, final, _, precision,
-        segments, erase_key, erase, minibatch,
+        segments, erase,
     ) = inputs  # fmt: skip
-    ctx.save_for_backward(q, k, v, g, beta, cu_seqlens, A_log, dt_bias, *Kept(*output[2:]), erase_key)
-    ctx.options = (scale, norm, sigmoid, initial_state is not None, precision, segments)
-    ctx.form = (erase, minibatch)
+    ctx.save_for_backward(q, k, v, g, beta, cu_seqlens, A_log, dt_bias, *Kept(*output[2:]))
+    ctx.options = (scale, norm, sigmoid, initial_state is not None, precision, segments, erase)
     ctx.final = final
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, do, dht, *_):
-    q, k, v, g, beta, cu_seqlens, A_log, dt_bias, *kept, erase_key = ctx.saved_tensors
+    q, k, v, g, beta, cu_seqlens, A_log, dt_bias, *kept = ctx.saved_tensors
     if do is None:
         do = q.new_zeros(q.shape[0], q.shape[1], max(q.shape[2], v.shape[2]), v.shape[3])
-    dq, dk, dv, dg, dbeta, dh0, dA, dbias, dkey = chunk_backward(
+    dq, dk, dv, dg, dbeta, dh0, dA, dbias = chunk_backward(
         do, dht if ctx.final else None, q, k, v, g, beta, cu_seqlens, A_log, dt_bias,
-        *Kept(*kept), *ctx.options, erase_key, *ctx.form,
+        *Kept(*kept), *ctx.options,
     )  # fmt: skip
     gate, initial = A_log is not None, ctx.options[3]
     return (
         dq, dk, dv, dg, dbeta, dh0 if initial else None, None, dA if gate else None, dbias if gate else None,
-        *[None] * 7, None if erase_key is None else dkey, None, None,
+        *[None] * 8,
     )  # fmt: skip
 
 
 gradient("chunk_forward", _backward, _setup_context)
 _chunk = differentiable(chunk_forward, _backward, _setup_context)
-
-
-def _chunk_lengths(config: ChunkConfig) -> list[int]:
-    """The mini-batches that are chunks of the kernels: tiles of tensor cores, in no more memory than usual."""
-    return [C for C in (16, 32, 64) if C <= config.C]
 
 
 def _segments(q: torch.Tensor, v: torch.Tensor, rows: int, config: ChunkConfig) -> int:
@@ -78,26 +72,21 @@ def chunk_gated_delta_rule_triton(
         o [B, T, HO, V] in the dtype of v, and the final state [N, HV, K, V] float32 or None.
 
     Raises:
-        NotImplementedError: head sizes over 256, dtypes other than float32, bfloat16, float16, or mini-batches of
-            a number of tokens other than 16, 32 and, in 16-bit dtypes, 64.
+        NotImplementedError: head sizes over 256, dtypes other than float32, bfloat16, float16.
     """
-    q, k, v, erase_key = call.q, call.k, call.v, call.erase_key
+    q, k, v = call.q, call.k, call.v
     check_supported(q.dtype, q.shape[3], v.shape[3])
     dtype = v.dtype
     if min(q.shape[3], v.shape[3]) < MIN_HALF_SIZE:
         q, k, v = q.float(), k.float(), v.float()
-        erase_key = None if erase_key is None else erase_key.float()
     rows = q.shape[0] if call.cu_seqlens is None else call.cu_seqlens.shape[0] - 1
-    pinned = pinned_config(k, v)
-    if call.minibatch is not None and call.minibatch not in _chunk_lengths(pinned):
-        raise NotImplementedError(f"mini-batches of {call.minibatch} tokens: the kernels have {_chunk_lengths(pinned)}")
     if segments is None:
-        segments = 1 if call.minibatch is not None else _segments(q, v, rows, pinned)
+        segments = _segments(q, v, rows, pinned_config(k, v))
     gate, keep = call.use_gate_in_kernel, call.needs_gradients()
     o, ht, *_ = (_chunk if keep else chunk_without_gradients)(
         q, k, v, call.g, call.beta, call.initial_state, call.cu_seqlens,
         call.A_log if gate else None, call.dt_bias if gate else None, call.factor, call.use_qk_l2norm_in_kernel,
         call.use_beta_sigmoid_in_kernel, call.output_final_state, keep, "auto", segments,
-        erase_key, call.erase, call.minibatch or 0,
+        call.erase,
     )  # fmt: skip
     return o.to(dtype), ht if call.output_final_state else None

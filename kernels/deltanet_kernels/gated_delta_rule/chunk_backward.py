@@ -1,8 +1,7 @@
 """Backward pass of the chunked gated delta rule on CUDA: its launches, as the operator `chunk_backward`.
 
 query_sums.py where query heads share states, states_backward.py, then gradients_pairs.py and gradients_inputs.py, or
-gradients_64.py or hopper/gradients_128.py for both. gradients_64.py has the forms without erase key and mini-batches;
-gradients_erase_key.py adds the gradient of an erase key.
+gradients_64.py or hopper/gradients_128.py for both.
 
 Short names: Tm is T, h the states S [chunks, HV, V, K], vn the values V', dh and dw the gradients of S and W, ht and
 dht the final state and its gradient.
@@ -19,7 +18,6 @@ from deltanet_kernels.common.registration import operator
 from deltanet_kernels.common.sizes import cdiv
 from deltanet_kernels.gated_delta_rule.config import ChunkConfig, slices, summed_stages, tile_width
 from deltanet_kernels.gated_delta_rule.gradients_64 import joint_gradients_kernel
-from deltanet_kernels.gated_delta_rule.gradients_erase_key import erase_key_gradients_kernel
 from deltanet_kernels.gated_delta_rule.gradients_inputs import input_gradients_kernel
 from deltanet_kernels.gated_delta_rule.gradients_pairs import pair_gradients_kernel
 from deltanet_kernels.gated_delta_rule.hopper import select as hopper
@@ -31,15 +29,14 @@ from deltanet_kernels.gated_delta_rule.states_backward import states_backward_ke
 
 def _fake_chunk_backward(
     do, dht, q, k, v, g, beta, cu_seqlens, A_log, dt_bias, factors, Tm, P, h, vn, M, table,
-    scale, norm, sigmoid, initial, precision, segments, erase_key=None, erase="decayed", minibatch=0,
+    scale, norm, sigmoid, initial, precision, segments, erase="decayed",
 ):  # fmt: skip
     rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     state = (rows, v.shape[2], k.shape[3], v.shape[3]) if initial else (0,)
     dA = q.new_empty(0, dtype=torch.float32) if A_log is None else torch.empty_like(A_log)
     dbias = q.new_empty(0, dtype=torch.float32) if dt_bias is None else torch.empty_like(dt_bias)
     grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v, g, beta)]
-    dkey = q.new_empty((0,) if erase_key is None else erase_key.shape)
-    return (*grads, q.new_empty(state, dtype=torch.float32), dA, dbias, dkey)
+    return (*grads, q.new_empty(state, dtype=torch.float32), dA, dbias)
 
 
 def joins_gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, config: ChunkConfig) -> bool:
@@ -73,16 +70,14 @@ def chunk_backward(
     factors: torch.Tensor, Tm: torch.Tensor, P: torch.Tensor, h: torch.Tensor, vn: torch.Tensor, M: torch.Tensor,
     table: torch.Tensor,
     scale: float, norm: bool, sigmoid: bool, initial: bool, precision: str, segments: int,
-    erase_key: torch.Tensor | None = None, erase: str = "decayed", minibatch: int = 0,
+    erase: str = "decayed",
 ) -> tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor,
-    torch.Tensor,
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
 ]:  # fmt: skip
-    """Gradients of q, k, v, g, beta, the initial state, A_log, dt_bias and the erase key; empty for absent inputs."""
+    """Gradients of q, k, v, g, beta, the initial state, A_log and dt_bias; empty for absent inputs."""
     q, k, v, do, g = unit_stride(q), unit_stride(k), unit_stride(v), unit_stride(do), g.contiguous()
     dht = None if dht is None else dht.contiguous()
-    erase_key = None if erase_key is None else erase_key.contiguous()
-    plan = launch_plan(q, k, v, cu_seqlens, precision, erase_key, erase, minibatch)
+    plan = launch_plan(q, k, v, cu_seqlens, precision, erase)
     config, chunks, sizes, flags = plan.config, plan.chunks, plan.sizes, plan.flags
     (B, T, HQ, K), HV, V = q.shape, v.shape[2], v.shape[3]
     dh, dw = torch.empty_like(h), torch.empty_like(vn)
@@ -93,10 +88,10 @@ def chunk_backward(
     programs = chunks.rows * segments * HV * cdiv(V, BV)
     stages = config.grad_stages if HQ <= HV else summed_stages(config, sizes["BK"], BV, k.element_size())
     common = {
-        **sizes, **flags, "BV": BV, "SEGMENTS": segments, "num_warps": warps, "STAGES": plan.stages(stages),
-        **plan.state_flags,
+        **sizes, **flags, "BV": BV, "SEGMENTS": segments, "num_warps": warps, "STAGES": stages,
+        "READ": plan.form["READ"],
     }  # fmt: skip
-    inputs = (q, k, erase_key, factors, Tm, P, do, *_query_sums(q, factors, P, do, plan))
+    inputs = (q, k, factors, Tm, P, do, *_query_sums(q, factors, P, do, plan))
     start = dht
     if segments > 1:
         start = q.new_empty(chunks.rows, segments, HV, K, V, dtype=torch.float32)
@@ -113,7 +108,6 @@ def chunk_backward(
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     dg, dbeta = torch.empty_like(g), torch.empty(beta.shape, dtype=beta.dtype, device=beta.device)
     gate = A_log is not None
-    dkey = q.new_empty((0,) if erase_key is None else erase_key.shape)
     sums = q.new_zeros((chunks.count, HV, 2) if gate else (0,), dtype=torch.float32)
     if chunks.count and plan.default and hopper.serves_gradients(q, k, do, config, plan.full, plan.precision):
         hopper.gradients(
@@ -123,39 +117,30 @@ def chunk_backward(
     elif chunks.count:
         chunk_of = (chunks.cu_seqlens, chunks.row_of_chunk, chunks.first_chunk)
         Z, E = torch.empty_like(P), torch.empty_like(Tm)
-        if erase_key is None and not minibatch and joins_gradients(q, k, v, config):
+        if joins_gradients(q, k, v, config):
             launch(
                 joint_gradients_kernel, chunks.count * HV,
                 q, k, v, factors, P, do, h, dh, vn, dw, Z, E, g, A_log, dt_bias, dq, dk, dv, dg, dbeta, sums, *chunk_of,
                 scale, T, B * T, *strides, *v.stride()[:3], H=HV, K=K, V=V, BK=sizes["BK"], BV=tile_width(V, v.dtype),
-                **flags, NORM=norm, GATE=gate, SIGMOID=sigmoid, READ=plan.form["READ"],
-                UNDECAYED=plan.form["UNDECAYED"], num_warps=4, num_stages=1, maxnreg=255,
+                **flags, **plan.form, NORM=norm, GATE=gate, SIGMOID=sigmoid, num_warps=4, num_stages=1, maxnreg=255,
             )  # fmt: skip
         else:
             dG = q.new_empty(HV, B * T, dtype=torch.float32)
             launch(
                 pair_gradients_kernel, chunks.count * HV,
-                k, erase_key, v, factors, P, do, h, vn, dw, Z, E, dG, dv, dbeta, *chunk_of, scale, T, B * T,
+                k, v, factors, P, do, h, vn, dw, Z, E, dG, dv, dbeta, *chunk_of, scale, T, B * T,
                 *strides[3:], *v.stride()[:3], **sizes, **flags, **plan.form, BV=config.pair_BV, SIGMOID=sigmoid,
                 num_warps=config.pair_warps, num_stages=1, maxnreg=config.pair_registers,
             )  # fmt: skip
-            if erase_key is not None:
-                launch(
-                    erase_key_gradients_kernel, chunks.count * k.shape[2],
-                    k, erase_key, factors, h, dw, E, dG, dkey, *chunk_of, T, B * T, *k.stride()[:3], H=k.shape[2],
-                    HV=HV, K=K, V=V, BK=sizes["BK"], **flags, BV=config.input_BV, SOLVE=plan.form["SOLVE"],
-                    UNDECAYED=plan.form["UNDECAYED"], num_warps=config.input_warps, num_stages=1,
-                    maxnreg=config.input_registers,
-                )  # fmt: skip
             launch(
                 input_gradients_kernel, chunks.count * k.shape[2],
-                q, k, erase_key, factors, do, h, dh, vn, dw, Z, E, dG, g, A_log, dt_bias, dq, dk, dg, sums, *chunk_of,
+                q, k, factors, do, h, dh, vn, dw, Z, E, dG, g, A_log, dt_bias, dq, dk, dg, sums, *chunk_of,
                 T, B * T, *strides, **sizes, **flags, **plan.form, NORM=norm, BV=config.input_BV, GATE=gate,
                 num_warps=config.input_warps, num_stages=1, maxnreg=config.input_registers,
             )  # fmt: skip
-    zero_tail(chunks, dq, dk, dv, dg, dbeta, *([] if erase_key is None else [dkey]))
+    zero_tail(chunks, dq, dk, dv, dg, dbeta)
     total = sums.sum(0) if gate else sums.view(0, 2)
     dA, dbias = (
         total[:, j].to(torch.float32 if x is None else x.dtype, copy=True) for j, x in enumerate((A_log, dt_bias))
     )
-    return dq, dk, dv, dg, dbeta, dh0, dA, dbias, dkey
+    return dq, dk, dv, dg, dbeta, dh0, dA, dbias

@@ -54,10 +54,10 @@ class Kept(NamedTuple):
 
 def _fake_chunk_forward(
     q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias, scale, norm, sigmoid, final, keep, precision, segments,
-    erase_key=None, erase="decayed", minibatch=0,
+    erase="decayed",
 ):  # fmt: skip
     (B, T, HQ, K), HV, V = q.shape, v.shape[2], v.shape[3]
-    C = pinned_config(k, v, minibatch).C
+    C = pinned_config(k, v).C
     rows = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     count = B * ((T + C - 1) // C) if cu_seqlens is None else (T + C - 1) // C + rows
     kept = kept_dtype(k.dtype)
@@ -65,7 +65,7 @@ def _fake_chunk_forward(
         q.new_empty(B, T, max(HQ, HV), V),
         q.new_empty((rows, HV, K, V) if final else (0,), dtype=torch.float32),
         q.new_empty((6 * HV + 4 * max(HQ, HV), B * T) if keep else (0,), dtype=torch.float32),
-        k.new_empty((count, HV, C, C) if keep and erase_flags(erase, erase_key)["SOLVE"] else (0,)),
+        k.new_empty((count, HV, C, C) if keep and erase_flags(erase)["READ"] else (0,)),
         k.new_empty((count, max(HQ, HV), C, C) if keep else (0,)),
         k.new_empty((count, HV, V, K) if keep else (0,), dtype=kept),
         k.new_empty((B, T, HV, V) if keep else (0,), dtype=kept),
@@ -80,7 +80,7 @@ def _scores_and_inverse(inputs: ChunkInputs, plan: LaunchPlan) -> ChunkTensors:
     if plan.default and hopper.serves_solve(inputs.q, inputs.k, config, plan.full, plan.precision):
         return hopper.solve(inputs)
     P, L, factors, bounds = scores(inputs, plan.full, plan.precision, config.score_warps)
-    if not plan.form["SOLVE"]:
+    if not plan.form["READ"]:
         return ChunkTensors(P, None, factors, bounds)
     T = invert(L, inputs.k.dtype, inputs.q.shape[1], inputs.chunks, plan.precision, config.solve_warps)
     return ChunkTensors(P, T, factors, bounds)
@@ -91,19 +91,18 @@ def _forward(
     initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
     A_log: torch.Tensor | None, dt_bias: torch.Tensor | None,
     scale: float, norm: bool, sigmoid: bool, final: bool, keep: bool, precision: str, segments: int,
-    erase_key: torch.Tensor | None = None, erase: str = "decayed", minibatch: int = 0,
+    erase: str = "decayed",
 ) -> tuple[Any, ...]:  # fmt: skip
     """As `chunk_forward`, with None for what is empty."""
     q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
     g, beta = g.contiguous(), beta.contiguous()
     initial_state = None if initial_state is None else initial_state.contiguous()
-    erase_key = None if erase_key is None else erase_key.contiguous()
-    plan = launch_plan(q, k, v, cu_seqlens, precision, erase_key, erase, minibatch)
+    plan = launch_plan(q, k, v, cu_seqlens, precision, erase)
     config, chunks, flags = plan.config, plan.chunks, plan.flags
     (B, T, HQ, K), HV, V = q.shape, v.shape[2], v.shape[3]
     HO = max(HQ, HV)
     P, Tm, factors, bounds = _scores_and_inverse(
-        ChunkInputs(q, k, g, beta, A_log, dt_bias, chunks, scale, sigmoid, norm, segments > 1, erase_key, erase), plan
+        ChunkInputs(q, k, g, beta, A_log, dt_bias, chunks, scale, sigmoid, norm, segments > 1, erase), plan
     )
 
     o = q.new_empty(B, T, HO, V)
@@ -116,14 +115,14 @@ def _forward(
     M = None
     if segments > 1:  # the kernel that could write M is compiled with it, composed or not
         M = q.new_empty((chunks.rows, segments, HV, K, K) if composed else (0,), dtype=torch.float32)
-    inputs = (q, k, erase_key, v, factors, Tm, P)
+    inputs = (q, k, v, factors, Tm, P)
     where = (chunks.cu_seqlens, chunks.first_chunk, T, B * T)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
     programs = chunks.rows * segments * HV
     BV, warps = slices(config.state_BV, config.state_warps, V, chunks.rows * HV, multiprocessors(q.device))
     common = {
         **plan.sizes, **flags, "BV": BV, "SEGMENTS": segments, "COMPOSED": composed,
-        "STAGES": plan.stages(config.state_stages), "num_warps": warps, **plan.state_flags,
+        "STAGES": config.state_stages, "num_warps": warps, "READ": plan.form["READ"],
     }  # fmt: skip
     start, table = initial_state, None
     if segments > 1:
@@ -158,7 +157,7 @@ def chunk_forward(
     initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
     A_log: torch.Tensor | None, dt_bias: torch.Tensor | None,
     scale: float, norm: bool, sigmoid: bool, final: bool, keep: bool, precision: str, segments: int,
-    erase_key: torch.Tensor | None = None, erase: str = "decayed", minibatch: int = 0,
+    erase: str = "decayed",
 ) -> tuple[
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor,
     torch.Tensor,
@@ -166,7 +165,7 @@ def chunk_forward(
     """o, the final state (empty unless `final`), and the fields of `Kept` (empty unless `keep`)."""
     o, ht, *kept = _forward(
         q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias, scale, norm, sigmoid, final, keep, precision,
-        segments, erase_key, erase, minibatch,
+        segments, erase,
     )  # fmt: skip
     wide = kept_dtype(k.dtype)
     dtypes = (torch.float32, k.dtype, k.dtype, wide, wide, torch.float32, torch.int32)

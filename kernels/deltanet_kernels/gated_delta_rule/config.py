@@ -1,7 +1,4 @@
-"""Pinned block sizes of the kernels: a table for sm_90, and defaults that fit every other chip.
-
-Nothing is searched for at run time unless DELTANET_AUTOTUNE=1 is set (autotune.py).
-"""
+"""Pinned block sizes of the kernels: a table for sm_90, and defaults for every other chip. Nothing is searched for."""
 
 from __future__ import annotations
 

@@ -6,12 +6,11 @@ Within a chunk of C tokens, with G the inclusive sum of g over the chunk, D_ij =
     (I + L) V' = W,   W = beta * (V - e^G * (K S))          (values minus what the state already predicts)
     O = scale * (e^G * (Q S) + (D * Q K^T) V')              S <- e^{G_C} S + K^T (e^{G_C - G} * V')
 
-(the UT transform of Yang et al., arXiv 2406.06484, with the gate of arXiv 2412.06464). `erase` and `erase_key` change L
-and W only. With an erase key P, L has P K^T and W has P S. "undecayed": L has e^{G_{i-1} - G_j} and W e^{G_{i-1}} in
-row i. "off": L = 0, W = beta V. "chunk_start": L = 0, and a chunk is a mini-batch. Only S and V' of each
-chunk are kept for the backward, which solves the transposed system instead of differentiating through the
-inverse and recomputes everything else. Chunks are processed in blocks: everything that does not depend on S is
-computed for all chunks of a block at once, and the loop over chunks contains a few small products.
+(the UT transform of Yang et al., arXiv 2406.06484, with the gate of arXiv 2412.06464). `erase` changes L and W
+only. "undecayed": L has e^{G_{i-1} - G_j} and W e^{G_{i-1}} in row i. "off": L = 0, W = beta V. Only S and V'
+of each chunk are kept for the backward, which solves the transposed system instead of differentiating through
+the inverse and recomputes everything else. Chunks are processed in blocks: everything that does not depend on S
+is computed for all chunks of a block at once, and the loop over chunks contains a few small products.
 """
 
 from itertools import pairwise
@@ -44,13 +43,11 @@ def _forward_op(
     scale: float,
     normalize: bool,
     keep: bool,
-    erase_key: torch.Tensor | None = None,
     erase: str = "decayed",
-    chunk: int = CHUNK,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """`forward`; g is the log decay and beta the write strength."""
     with no_autocast(q.device):
-        return forward(Sizes.of(q, k, v, scale, normalize, erase, chunk), q, k, v, g, beta, state, keep, erase_key)
+        return forward(Sizes.of(q, k, v, scale, normalize, erase), q, k, v, g, beta, state, keep)
 
 
 @_forward_op.register_fake
@@ -64,12 +61,10 @@ def _forward_fake(
     scale: float,
     normalize: bool,
     keep: bool,
-    erase_key: torch.Tensor | None = None,
     erase: str = "decayed",
-    chunk: int = CHUNK,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    s = Sizes.of(q, k, v, scale, normalize, erase, chunk)
-    chunks = (s.T + chunk - 1) // chunk if keep else 0
+    s = Sizes.of(q, k, v, scale, normalize, erase)
+    chunks = (s.T + CHUNK - 1) // CHUNK if keep else 0
     return (
         v.new_empty(s.B, s.T, s.R * s.HV, s.V),
         v.new_empty(s.B, s.HV, s.K, s.V, dtype=s.dtype),
@@ -91,17 +86,13 @@ def _backward_op(
     dfinal: torch.Tensor,
     scale: float,
     normalize: bool,
-    erase_key: torch.Tensor | None,
     erase: str,
-    chunk: int,
     gates_only: bool,
-) -> tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
-]:  # fmt: skip
-    """Gradients of q, k, v, g, beta, the erase key (empty without one) and the initial state; see `backward`."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of q, k, v, g, beta and the initial state; see `backward`."""
     with no_autocast(q.device):
-        s = Sizes.of(q, k, v, scale, normalize, erase, chunk)
-        grads, dstate = backward(s, (q, k, v, g, beta, erase_key), states, values, do, dfinal, gates_only)
+        s = Sizes.of(q, k, v, scale, normalize, erase)
+        grads, dstate = backward(s, (q, k, v, g, beta), states, values, do, dfinal, gates_only)
     return (*grads, dstate)
 
 
@@ -118,35 +109,26 @@ def _backward_fake(
     dfinal: torch.Tensor,
     scale: float,
     normalize: bool,
-    erase_key: torch.Tensor | None,
     erase: str,
-    chunk: int,
     gates_only: bool,
-) -> tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
-]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     dq, dk, dv = (x.new_empty((0,) if gates_only else x.shape) for x in (q, k, v))
     dg, dbeta = g.new_empty(g.shape), beta.new_empty(beta.shape)
-    dp = q.new_empty((0,) if erase_key is None or gates_only else erase_key.shape)
-    return dq, dk, dv, dg, dbeta, dp, dfinal.new_empty(dfinal.shape)
+    return dq, dk, dv, dg, dbeta, dfinal.new_empty(dfinal.shape)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    q, k, v, g, beta, state, scale, normalize, _, erase_key, erase, chunk = inputs
-    ctx.has_state, ctx.has_key = state is not None, erase_key is not None
-    ctx.rule = (scale, normalize)
-    ctx.form = (erase, chunk)
-    ctx.save_for_backward(q, k, v, g, beta, *output[2:], erase_key)
+    q, k, v, g, beta, state, scale, normalize, _, erase = inputs
+    ctx.has_state = state is not None
+    ctx.rule = (scale, normalize, erase)
+    ctx.save_for_backward(q, k, v, g, beta, *output[2:])
 
 
 def _autograd(ctx: Any, do: torch.Tensor, dfinal: torch.Tensor, *_: Any) -> tuple[Any, ...]:
-    *saved, erase_key = ctx.saved_tensors
-    needed = ctx.needs_input_grad  # without the last arguments if they have their defaults
-    gates_only = not any(needed[:3]) and not (ctx.has_key and needed[9])
-    dq, dk, dv, dg, dbeta, dp, dstate = _backward_op(*saved, do, dfinal, *ctx.rule, erase_key, *ctx.form, gates_only)
-    state, key = dstate if ctx.has_state else None, dp if ctx.has_key and not gates_only else None
+    gates_only = not any(ctx.needs_input_grad[:3])
+    dq, dk, dv, dg, dbeta, dstate = _backward_op(*ctx.saved_tensors, do, dfinal, *ctx.rule, gates_only)
     inputs = (None, None, None) if gates_only else (dq, dk, dv)
-    return (*inputs, dg, dbeta, state, None, None, None, key, None, None)
+    return (*inputs, dg, dbeta, dstate if ctx.has_state else None, None, None, None, None)
 
 
 _forward_op.register_autograd(_autograd, setup_context=_setup_context)
@@ -161,13 +143,11 @@ def _run(
     state: torch.Tensor | None,
     scale: float,
     normalize: bool,
-    erase_key: torch.Tensor | None,
     erase: str,
-    chunk: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    needs_grad = any(x is not None and x.requires_grad for x in (q, k, v, g, beta, state, erase_key))
+    needs_grad = any(x is not None and x.requires_grad for x in (q, k, v, g, beta, state))
     keep = needs_grad and torch.is_grad_enabled()
-    o, final, _, _ = _forward_op(q, k, v, g, beta, state, scale, normalize, keep, erase_key, erase, chunk)
+    o, final, _, _ = _forward_op(q, k, v, g, beta, state, scale, normalize, keep, erase)
     return o, final
 
 
@@ -188,8 +168,6 @@ def torch_chunk_gated_delta_rule(
     use_gate_in_kernel: bool = False,
     use_beta_sigmoid_in_kernel: bool = False,
     erase: Erase = "decayed",
-    erase_key: torch.Tensor | None = None,
-    minibatch: int | None = None,
     allow_neg_eigval: bool = False,
     state_v_first: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -199,7 +177,7 @@ def torch_chunk_gated_delta_rule(
     """
     call = RuleCall(
         q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, A_log, dt_bias,
-        use_gate_in_kernel, use_beta_sigmoid_in_kernel, erase, erase_key, minibatch, allow_neg_eigval, state_v_first,
+        use_gate_in_kernel, use_beta_sigmoid_in_kernel, erase, allow_neg_eigval, state_v_first,
     )  # fmt: skip
     return chunked(call) if checks.check_delta_rule(call, drop_in=True) else through_plain(chunked, call, q.dtype)
 
@@ -211,16 +189,15 @@ def chunked(call: RuleCall) -> tuple[torch.Tensor, torch.Tensor | None]:
     g, beta = log_decay_and_strength(
         call.g, call.beta, call.A_log, call.dt_bias, call.use_beta_sigmoid_in_kernel, dtype
     )  # fmt: skip
-    form = (call.erase, call.minibatch or CHUNK)
     if call.cu_seqlens is None:
-        o, final = _run(q, k, v, g, beta, call.initial_state, call.factor, normalize, call.erase_key, *form)
+        o, final = _run(q, k, v, g, beta, call.initial_state, call.factor, normalize, call.erase)
     else:
         state = call.initial_state
         if state is None:
             dims = call.dims
             state = torch.zeros(dims.N, dims.HV, dims.K, dims.V, dtype=dtype, device=q.device)
         offsets = call.cu_seqlens.tolist()
-        o, final = _run_packed(q, k, v, g, beta, state, call.factor, normalize, call.erase_key, *form, offsets)
+        o, final = _run_packed(q, k, v, g, beta, state, call.factor, normalize, call.erase, offsets)
     return o, final if call.output_final_state else None
 
 
@@ -233,17 +210,15 @@ def _run_packed(
     state: torch.Tensor,
     scale: float,
     normalize: bool,
-    erase_key: torch.Tensor | None,
     erase: str,
-    chunk: int,
     offsets: list[int],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Packed sequences: those with equal numbers of chunks run as one batch, shorter rows padded with beta = 0."""
     device = q.device
-    tokens = (q, k, v, g, beta) if erase_key is None else (q, k, v, g, beta, erase_key)
+    tokens = (q, k, v, g, beta)
     groups: dict[int, list[int]] = {}
     for n, (start, end) in enumerate(pairwise(offsets)):
-        groups.setdefault(-(-(end - start) // chunk), []).append(n)
+        groups.setdefault(-(-(end - start) // CHUNK), []).append(n)
 
     outputs: list[torch.Tensor] = []  # rows of all groups, [rows, HO, V]
     states: list[torch.Tensor] = []
@@ -259,7 +234,7 @@ def _run_packed(
         if len(members) == 1:
             start, end = offsets[members[0]], offsets[members[0] + 1]
             width = end - start
-            parts = tuple(x[:, start:end] for x in tokens)
+            parts = [x[:, start:end] for x in tokens]
             where[start:end] = rows + torch.arange(width)
         else:
             begin = torch.tensor([[offsets[n]] for n in members])
@@ -270,12 +245,10 @@ def _run_packed(
             valid = column < length
             where[index[valid]] = rows + torch.arange(index.numel()).view_as(index)[valid]
             flat, mask = index.flatten().to(device), valid.to(device).unsqueeze(-1)
-            parts = tuple(x[0].index_select(0, flat).unflatten(0, index.shape) for x in tokens)
-            parts = (*parts[:3], *(torch.where(mask, x, 0.0) for x in parts[3:5]), *parts[5:])
-        q_, k_, v_, g_, beta_, *own = parts
-        o, final = _run(
-            q_, k_, v_, g_, beta_, first_state, scale, normalize, own[0] if own else None, erase, chunk
-        )  # fmt: skip
+            parts = [x[0].index_select(0, flat).unflatten(0, index.shape) for x in tokens]
+            parts[3:] = (torch.where(mask, x, 0.0) for x in parts[3:])
+        q_, k_, v_, g_, beta_ = parts
+        o, final = _run(q_, k_, v_, g_, beta_, first_state, scale, normalize, erase)
         outputs.append(o.flatten(0, 1))
         states.append(final)
         rows += len(members) * width

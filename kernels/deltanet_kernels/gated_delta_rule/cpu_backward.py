@@ -3,21 +3,20 @@
 With dS the gradient of the state after the chunk and dO that of the (unscaled) output, last chunk first:
 
     dV' = rev * (K dS) + Y^T dO          dW = (I + L)^-T dV'          dV = beta * dW
-    dS <- e^{G_C} dS + Q^T (gamma * dO) - P^T (beta * gamma_p * dW)
+    dS <- e^{G_C} dS + Q^T (gamma * dO) - K^T (beta * gamma_p * dW)
 
-and then, for all chunks of a block at once, with Y = D * Q K^T, A = D_p * P K^T, and P the erase keys:
+and then, for all chunks of a block at once, with Y = D * Q K^T and A = D_p * K K^T:
 
     dY = dO V'^T                  dQ = gamma * (dO S^T) + (D * dY) K
     X = tril(dW V'^T, -1)         E = beta * D_p * X            (the gradient of L is -X)
-    dK = rev * (V' dS^T) + (D * dY)^T Q - E^T P
-    dP = -beta * gamma_p * (dW S^T) - E K                       (added to dK if P = K)
-    dbeta = rowsum(dW * V) - gamma_p * rowsum((dW S^T) * P) - rowsum(X * A)
+    dK = rev * (V' dS^T) + (D * dY)^T Q - beta * gamma_p * (dW S^T) - (E + E^T) K
+    dbeta = rowsum(dW * V) - gamma_p * rowsum((dW S^T) * K) - rowsum(X * A)
 
 dg_t collects, for every factor e^{G_i - G_j} with i >= t > j, its value times its gradient; summing exactly
 these terms, instead of differences of sums over i and over j, avoids cancellation. If the prediction is undecayed,
 row i of A and of gamma_p holds e^{G_{i-1}}. Shapes as in cpu_forward.py.
 
-Where only gates learn, as in the fit of a conversion, dg and dbeta are all that is computed: of dQ, dK and dP they read
+Where only gates learn, as in the fit of a conversion, dg and dbeta are all that is computed: of dQ and dK they read
 the terms that contain a state, and those within a chunk are left out.
 """
 
@@ -36,33 +35,32 @@ class Gradients(NamedTuple):
     v: torch.Tensor
     g: torch.Tensor
     beta: torch.Tensor
-    erase_key: torch.Tensor  # empty without one
 
 
 def backward(
     s: Sizes,
-    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None],
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     all_states: torch.Tensor,
     all_values: torch.Tensor,
     do: torch.Tensor,
     dfinal: torch.Tensor,
     gates_only: bool = False,
 ) -> tuple[Gradients, torch.Tensor]:
-    """Gradients of q, k, v, g, beta and the erase key, and of the initial state [B, HV, K, V].
+    """Gradients of q, k, v, g and beta, and of the initial state [B, HV, K, V].
 
-    With `gates_only`, those of q, k, v and the erase key are empty.
+    With `gates_only`, those of q, k and v are empty.
     """
-    q, k, v, g, beta, erase_key = inputs
+    q, k, v, g, beta = inputs
     N = s.N
     ws = Workspace(s.dtype, v.device)
-    wanted = (None, None, None, g, beta, None) if gates_only else inputs
+    wanted = (None, None, None, g, beta) if gates_only else inputs
     grads = Gradients(*(q.new_empty(0) if x is None else q.new_empty(x.shape, dtype=x.dtype) for x in wanted))
     current = torch.empty(N, s.K, s.V, dtype=s.dtype, device=v.device)
     current.copy_(dfinal.reshape(N, s.K, s.V))
     for block in reversed(s.blocks()):
         _, M, C = block
         states, values = block.kept(s, all_states, all_values)
-        p = prepare(s, block, ws, q, k, g, beta, erase_key)
+        p = prepare(s, block, ws, q, k, g, beta)
         dout = ws.get("dout", M, s.B, s.HV * s.R, C, s.V).copy_(block.view(do)).view(M * N, s.R * C, s.V)
         dout.mul_(p.inv_q * s.scale)
         dout_in = ws.get("dout_in", M * N, s.R * C, s.V)
@@ -77,20 +75,20 @@ def backward(
         rows_v = ws.get("rows_v", N, C, s.V)
         dstates[(M - 1) * N :] = current
         dS_of, dV_of, dW_of = (current, *dstates.split(N)), dvalues.split(N), dwanted.split(N)
-        k_of, p_of, read_of = p.k.split(N), p.p.split(N), dread.split(N)
-        T_of = p.inverse.split(N) if s.solves else ()
+        k_of, read_of = p.k.split(N), dread.split(N)
+        T_of = p.inverse.split(N) if s.reads else ()
         rev_of, factor_of, last_of = p.rev.split(N), factor.split(N), p.last.split(N)
         for m in reversed(range(M)):
             dS = dS_of[m + 1]
             dV_of[m].addcmul_(torch.bmm(k_of[m], dS, out=rows_v), rev_of[m])
-            if s.solves:
+            if s.reads:
                 torch.bmm(T_of[m].mT, dV_of[m], out=dW_of[m])
             else:
                 dW_of[m].copy_(dV_of[m])
             torch.addcmul(read_of[m], dS, last_of[m], out=dS_of[m])
             if s.reads:
                 torch.mul(dW_of[m], factor_of[m], out=rows_v)
-                dS_of[m].baddbmm_(p_of[m].mT, rows_v, alpha=-1.0)
+                dS_of[m].baddbmm_(k_of[m].mT, rows_v, alpha=-1.0)
         _parallel(s, block, ws, p, v, states, values, dout, dout_in, dwanted, dstates, grads, gates_only)
     return grads, current.view(s.B, s.HV, s.K, s.V)
 
@@ -113,7 +111,6 @@ def _parallel(
     """Compute the gradients of a block that require no loop over chunks, into `grads`."""
     _, M, C = block
     n = M * s.N
-    own = grads.erase_key.numel() > 0  # the erase key is not the key
 
     def row_dot(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return torch.mul(x, y, out=ws.get("product", *x.shape)).sum(-1, keepdim=True)
@@ -138,16 +135,13 @@ def _parallel(
     by_head = (M, s.B, s.HV, C, s.V)
     dbeta = row_dot(dwanted.view(by_head), block.view(v)).view(n, C, 1)
     if s.reads:
-        dp = torch.bmm(dwanted, states.mT, out=ws.get("dp", n, C, s.K))
-        predicted = row_dot(dp, p.p).mul_(p.gamma_p)
+        dpredicted = torch.bmm(dwanted, states.mT, out=ws.get("dpredicted", n, C, s.K))
+        predicted = row_dot(dpredicted, p.k).mul_(p.gamma_p)
         dbeta -= predicted
-        if own:
-            dp.mul_(p.beta * p.gamma_p).neg_()
-        elif not gates_only:
-            dk.addcmul_(dp, p.beta * p.gamma_p, value=-1.0)
+        if not gates_only:
+            dk.addcmul_(dpredicted, p.beta * p.gamma_p, value=-1.0)
         predicted.mul_(p.beta)
         read -= _row_after(predicted) if s.erase == "undecayed" else predicted
-    if s.solves:
         x = torch.bmm(dwanted, values.mT, out=ws.get("x", n, C, C)).tril_(-1)
         inner = p.gram.mul_(x)
         dbeta -= inner.sum(-1, keepdim=True)
@@ -157,10 +151,6 @@ def _parallel(
             pair.addcmul_(inner, p.beta, value=-1.0)
         if not gates_only:
             x.mul_(p.decay_p.squeeze(1)).mul_(p.beta)
-        if own:
-            dk.baddbmm_(x.mT, p.p, alpha=-1.0)
-            dp.baddbmm_(x, p.k, alpha=-1.0)
-        elif not gates_only:
             dk.baddbmm_(torch.add(x, x.mT, out=ws.get("system", n, C, C)), p.k, alpha=-1.0)
     pair.tril_(-1)
 
@@ -177,8 +167,6 @@ def _parallel(
         return
     torch.mul(dwanted.view(by_head), p.beta.view(M, s.B, s.HV, C, 1), out=dwanted.view(by_head))
     block.view(grads.v).copy_(dwanted.view(by_head))
-    if own:
-        _write(dp, grads.erase_key, block, s.B)
     if s.normalize:
         dq.addcmul_(p.q, row_dot(p.q, dq) * p.inv_q * p.inv_q, value=-1.0)
         dk.addcmul_(p.k, row_dot(p.k, dk), value=-1.0).mul_(p.inv_k)

@@ -38,7 +38,6 @@ class Sizes(NamedTuple):
     normalize: bool
     dtype: torch.dtype
     erase: str
-    chunk: int  # tokens per chunk
 
     @classmethod
     def of(
@@ -49,13 +48,12 @@ class Sizes(NamedTuple):
         scale: float,
         normalize: bool,
         erase: str = "decayed",
-        chunk: int = CHUNK,
     ) -> "Sizes":
         """Sizes from checked inputs."""
         B, T, HQ, K = q.shape
         H, HV, V = k.shape[2], v.shape[2], v.shape[3]
         dtype = torch.promote_types(q.dtype, torch.float32)
-        return cls(B, T, H, HQ, HV, K, V, max(HQ, HV) // HV, scale, normalize, dtype, erase, chunk)
+        return cls(B, T, H, HQ, HV, K, V, max(HQ, HV) // HV, scale, normalize, dtype, erase)
 
     @property
     def N(self) -> int:
@@ -64,21 +62,15 @@ class Sizes(NamedTuple):
 
     @property
     def reads(self) -> bool:
-        """Whether writes subtract a prediction of the state."""
+        """Whether writes subtract a prediction of the state, so that those of a chunk depend on each other."""
         return self.erase != "off"
-
-    @property
-    def solves(self) -> bool:
-        """Whether the writes of a chunk depend on each other (L is not 0)."""
-        return self.erase in ("decayed", "undecayed")
 
     def blocks(self) -> list["Block"]:
         """The tokens, cut into blocks of complete chunks and one shorter chunk at the end."""
-        whole, tail = divmod(self.T, self.chunk)
-        # Of shorter chunks as many more as hold the same number of tokens.
-        step = max(1, BLOCK_MATRICES * CHUNK // (self.N * self.chunk))
-        found = [Block(c * self.chunk, min(step, whole - c), self.chunk) for c in range(0, whole, step)]
-        return [*found, Block(whole * self.chunk, 1, tail)] if tail else found
+        whole, tail = divmod(self.T, CHUNK)
+        step = max(1, BLOCK_MATRICES // self.N)
+        found = [Block(c * CHUNK, min(step, whole - c), CHUNK) for c in range(0, whole, step)]
+        return [*found, Block(whole * CHUNK, 1, tail)] if tail else found
 
 
 class Block(NamedTuple):
@@ -90,7 +82,7 @@ class Block(NamedTuple):
 
     def kept(self, s: Sizes, states: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The block's S [M*N, K, V] and V' [M*N, C, V] in what forward keeps for backward."""
-        first = self.start // s.chunk * s.N
+        first = self.start // CHUNK * s.N
         rows = values[self.start * s.N : (self.start + self.M * self.C) * s.N]
         return states[first : first + self.M * s.N], rows.view(self.M * s.N, self.C, values.shape[1])
 
@@ -123,18 +115,17 @@ class Prepared(NamedTuple):
 
     q: torch.Tensor  # raw queries [M*N, R*C, K], a part of kq
     k: torch.Tensor  # unit keys [M*N, C, K]
-    p: torch.Tensor  # erase keys [M*N, C, K], a part of pq; the keys without an erase key; empty if nothing is erased
-    pq: torch.Tensor  # erase keys above queries [M*N, C + R*C, K]: both multiply the same matrices
+    kq: torch.Tensor  # keys above queries [M*N, C + R*C, K]: both multiply the same matrices; without erasing queries
     inv_q: torch.Tensor | float  # 1/|q| [M*N, R*C, 1], or 1
     inv_k: torch.Tensor | float  # 1/|k| [M*N, C, 1], or 1
     beta: torch.Tensor  # [M*N, C, 1]
     gamma: torch.Tensor  # e^G [M*N, C, 1]
-    gamma_p: torch.Tensor  # decay of the state that a token's erase key reads [M*N, C, 1]
+    gamma_p: torch.Tensor  # decay of the state that a token's prediction reads [M*N, C, 1]
     rev: torch.Tensor  # e^{G_C - G} [M*N, C, 1]
     last: torch.Tensor  # e^{G_C} [M*N, 1, 1]
     decay: torch.Tensor  # D [M*N, 1, C, C]
-    decay_p: torch.Tensor  # the same between an erase key and earlier keys [M*N, 1, C, C]
-    gram: torch.Tensor  # decay_p * P K^T [M*N, C, C]; on and above the diagonal not used
+    decay_p: torch.Tensor  # the same between a prediction and earlier keys [M*N, 1, C, C]
+    gram: torch.Tensor  # decay_p * K K^T [M*N, C, C]; on and above the diagonal not used
     scores: torch.Tensor  # D * Q K^T [M*N, R*C, C]
     inverse: torch.Tensor  # (I + L)^-1 [M*N, C, C]; empty if L is 0, like gram
 
@@ -165,19 +156,15 @@ def prepare(
     k: torch.Tensor,
     g: torch.Tensor,
     beta: torch.Tensor,
-    erase_key: torch.Tensor | None = None,
 ) -> Prepared:
     """Everything of a block that does not depend on the state."""
     _, M, C = block
     n = M * s.N
-    rows = C if s.reads else 0  # of erase keys
-    pq = ws.get("pq", n, rows + s.R * C, s.K)
-    p_, q_ = pq[:, :rows], pq[:, rows:]
-    k_ = p_ if s.reads and erase_key is None else ws.get("k", n, C, s.K)
-    by_head = (M, s.B, s.H, s.HV // s.H, C, s.K)
-    k_.view(by_head).copy_(block.view(k).unsqueeze(3))
-    if erase_key is not None:
-        p_.view(by_head).copy_(block.view(erase_key).unsqueeze(3))
+    rows = C if s.reads else 0  # of keys
+    kq = ws.get("kq", n, rows + s.R * C, s.K)
+    q_ = kq[:, rows:]
+    k_ = kq[:, :rows] if s.reads else ws.get("k", n, C, s.K)
+    k_.view(M, s.B, s.H, s.HV // s.H, C, s.K).copy_(block.view(k).unsqueeze(3))
     if s.HQ < s.HV:
         q_.view(M, s.B, s.HQ, s.HV // s.HQ, C, s.K).copy_(block.view(q).unsqueeze(3))
     else:
@@ -202,14 +189,14 @@ def prepare(
     gamma_p, decay_p = (_before(gamma, 1.0), _before(decay, 0.0)) if s.erase == "undecayed" else (gamma, decay)
     decay, decay_p = decay.unsqueeze(1), decay_p.unsqueeze(1)
 
-    empty = pq.new_empty(0)
-    if not s.solves:
+    empty = kq.new_empty(0)
+    if not s.reads:
         scores = torch.bmm(q_, k_.mT, out=ws.get("products", n, s.R * C, C))
         scores.view(n, s.R, C, C).mul_(decay)
         return Prepared(
-            q_, k_, p_, pq, inv_q, inv_k, beta_, gamma, gamma_p, rev, last, decay, decay_p, empty, scores, empty
+            q_, k_, kq, inv_q, inv_k, beta_, gamma, gamma_p, rev, last, decay, decay_p, empty, scores, empty
         )  # fmt: skip
-    products = torch.bmm(pq, k_.mT, out=ws.get("products", n, C + s.R * C, C))
+    products = torch.bmm(kq, k_.mT, out=ws.get("products", n, C + s.R * C, C))
     by_row = products.view(n, 1 + s.R, C, C)
     if s.erase == "undecayed":
         by_row[:, :1].mul_(decay_p)
@@ -224,7 +211,7 @@ def prepare(
         system, eye, upper=False, unitriangular=True, out=ws.get("inverse", n, C, C)
     )
     return Prepared(
-        q_, k_, p_, pq, inv_q, inv_k, beta_, gamma, gamma_p, rev, last, decay, decay_p, gram, scores, inverse
+        q_, k_, kq, inv_q, inv_k, beta_, gamma, gamma_p, rev, last, decay, decay_p, gram, scores, inverse
     )  # fmt: skip
 
 
@@ -237,7 +224,6 @@ def forward(
     beta: torch.Tensor,
     state: torch.Tensor | None,
     keep: bool,
-    erase_key: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Output [B, T, HO, V] and final state [B, HV, K, V].
 
@@ -249,12 +235,12 @@ def forward(
     current = torch.zeros(N, s.K, s.V, dtype=s.dtype, device=v.device)
     if state is not None:
         current.copy_(state.reshape(N, s.K, s.V))
-    chunks = -(-s.T // s.chunk) if keep else 0
+    chunks = -(-s.T // CHUNK) if keep else 0
     all_states = torch.empty(chunks * N, s.K, s.V, dtype=s.dtype, device=v.device)
     all_values = torch.empty(s.T * N if keep else 0, s.V, dtype=s.dtype, device=v.device)
     for block in s.blocks():
         _, M, C = block
-        p = prepare(s, block, ws, q, k, g, beta, erase_key)
+        p = prepare(s, block, ws, q, k, g, beta)
         values = ws.get("values", M * N, C, s.V)
         if keep:
             states, values = block.kept(s, all_states, all_values)
@@ -262,28 +248,26 @@ def forward(
             S_of[0].copy_(current)
         else:
             S_of = (current,) * (M + 1)
-        solve = p.inverse.mul_(p.beta.mT) if s.solves else p.beta
+        solve = p.inverse.mul_(p.beta.mT) if s.reads else p.beta
         raw = block.view(v)
         out = ws.get("out", M * N, s.R * C, s.V)
         rows = 1 if s.reads else 0  # of predictions above those of the queries
         read = ws.get("read", N, rows + s.R, C, s.V)
         wanted = ws.get("wanted", N, C, s.V)
         by_head = wanted.view(s.B, s.HV, C, s.V)
-        pq_of, k_of, T_of = p.pq.split(N), p.k.split(N), solve.split(N)
+        kq_of, k_of, T_of = p.kq.split(N), p.k.split(N), solve.split(N)
         gamma_of, erase_of = p.gamma.unsqueeze(1).split(N), p.gamma_p.split(N)
         rev_of, last_of = p.rev.split(N), p.last.split(N)
         V_of, out_of = values.split(N), out.view(M * N, s.R, C, s.V).split(N)
         for m in range(M):
-            # V' = T beta (V - gamma * (P S)), then S <- e^{G_C} S + K^T (rev * V')
-            torch.bmm(pq_of[m], S_of[m], out=read.view(N, -1, s.V))
+            # V' = T beta (V - gamma * (K S)), then S <- e^{G_C} S + K^T (rev * V')
+            torch.bmm(kq_of[m], S_of[m], out=read.view(N, -1, s.V))
             torch.mul(read[:, rows:], gamma_of[m], out=out_of[m])
             if s.reads:
                 torch.sub(raw[m], read[:, 0].mul_(erase_of[m]).view_as(by_head), out=by_head)
-            else:
-                by_head.copy_(raw[m])
-            if s.solves:
                 torch.bmm(T_of[m], wanted, out=V_of[m])
             else:
+                by_head.copy_(raw[m])
                 torch.mul(T_of[m], wanted, out=V_of[m])
             torch.mul(V_of[m], rev_of[m], out=wanted)
             torch.mul(S_of[m], last_of[m], out=S_of[m + 1]).baddbmm_(k_of[m].mT, wanted)

@@ -27,7 +27,6 @@ def torch_recurrent_gated_delta_rule(call: RuleCall) -> tuple[torch.Tensor, torc
     o = torch_recurrent_step_(
         call.q, call.k, call.v, call.g, call.beta, state, call.scale, call.use_qk_l2norm_in_kernel, A_log=call.A_log,
         dt_bias=call.dt_bias, use_beta_sigmoid_in_kernel=call.use_beta_sigmoid_in_kernel, erase=call.erase,
-        erase_key=call.erase_key, minibatch=call.minibatch,
     )  # fmt: skip
     return o, state if call.output_final_state else None
 
@@ -46,8 +45,6 @@ def torch_recurrent_step_(
     dt_bias: torch.Tensor | None = None,
     use_beta_sigmoid_in_kernel: bool = False,
     erase: Erase = "decayed",
-    erase_key: torch.Tensor | None = None,
-    minibatch: int | None = None,
 ) -> torch.Tensor:
     """The recurrence, updating the state [B, HV, K, V] in place; with A_log and dt_bias, g is the raw gate logit."""
     (B, T, HQ, K), H, (HV, V) = q.shape, k.shape[2], v.shape[2:]
@@ -62,22 +59,18 @@ def torch_recurrent_step_(
             q_ = q_.repeat_interleave(HV // HQ, dim=2)
         if H < HV:
             k_ = k_.repeat_interleave(HV // H, dim=2)
-        p_ = k_ if erase_key is None else erase_key.to(dtype).repeat_interleave(HV // H, dim=2)
         # One product per token: rows of q share the state of their group, [B, T, HV, R, K].
         q_ = q_.unflatten(2, (HV, -1)) * scale
         decay = g.exp()
         S = state.to(dtype)
-        start = S  # state at the start of the mini-batch, decayed up to the token
         outputs = []
         for t in range(T):
             value, fade = v_[:, t].unsqueeze(2), decay[:, t, :, None, None]
             if erase == "undecayed":
-                value = value - p_[:, t].unsqueeze(2) @ S
+                value = value - k_[:, t].unsqueeze(2) @ S
             S *= fade
-            if minibatch is not None:
-                start = S.clone() if t % minibatch == 0 else start * fade
-            if erase in ("decayed", "chunk_start"):
-                value = value - p_[:, t].unsqueeze(2) @ (S if minibatch is None else start)
+            if erase == "decayed":
+                value = value - k_[:, t].unsqueeze(2) @ S
             S.addcmul_(k_[:, t].unsqueeze(-1), value * beta[:, t, :, None, None])
             outputs.append(q_[:, t] @ S)  # [B, HV, R, V]
         if state.dtype != dtype:

@@ -66,7 +66,7 @@ def plain(call: RuleCall) -> RuleCall:
     The result's state is [K, V] in any case, and its output in the promoted dtype of q, k and v.
     """
     dtype = _dtype(call)
-    beta, state, key, bias = call.beta, call.initial_state, call.erase_key, call.dt_bias
+    beta, state, bias = call.beta, call.initial_state, call.dt_bias
     if call.allow_neg_eigval:
         beta = 2 * beta.to(torch.promote_types(beta.dtype, torch.float32)).sigmoid()
     if state is not None:
@@ -76,8 +76,7 @@ def plain(call: RuleCall) -> RuleCall:
         bias = torch.zeros_like(call.A_log)
     return call._replace(
         q=call.q.to(dtype), k=call.k.to(dtype), v=call.v.to(dtype), beta=beta, initial_state=state,
-        erase_key=None if key is None else key.to(dtype), dt_bias=bias,
-        use_beta_sigmoid_in_kernel=call.use_beta_sigmoid_in_kernel and not call.allow_neg_eigval,
+        dt_bias=bias, use_beta_sigmoid_in_kernel=call.use_beta_sigmoid_in_kernel and not call.allow_neg_eigval,
         allow_neg_eigval=False, state_v_first=False,
     )  # fmt: skip
 
@@ -109,8 +108,6 @@ def check_chunk_size(call: RuleCall, size: int) -> None:
 
 
 def _tokens_per_chunk(call: RuleCall) -> int:
-    if call.minibatch is not None and call.minibatch > 1:
-        return call.minibatch
     K, V, dtype = call.k.shape[3], call.v.shape[3], _dtype(call)
     if not call.q.is_cuda or max(K, V) > MAX_HEAD_SIZE or dtype == torch.float64:
         return CHUNK

@@ -48,8 +48,8 @@ def recurrent_with_fine_gates(call: RuleCall, gk: torch.Tensor | None, gv: torch
             checks._require_float(name, checks._require_tensor(name, gate))
             checks._require_device(name, gate, "q", call.q.device)
             checks._require_shape(name, gate, shape, meaning)
-    if gk is not None and (call.erase not in ("decayed", "off") or call.erase_key is not None):
-        raise ValueError("gk: got a tensor, needs None with an erase_key or another erase than 'decayed' and 'off'")
+    if gk is not None and call.erase == "undecayed":
+        raise ValueError("gk: got a tensor, needs None with erase='undecayed'")
     by_column = per_value or gv is not None
     if by_column and dims.HQ > dims.HV:
         raise ValueError(f"q: got {dims.HQ} heads, needs at most the {dims.HV} of v with gates per value channel")
@@ -91,7 +91,7 @@ def _columns_as_heads(call: RuleCall, gv: torch.Tensor | None) -> RuleCall:
 def _run(call: RuleCall, gk: torch.Tensor | None) -> Result:
     if gk is None:
         return dispatch.call(  # type: ignore[no-any-return]
-            "fused_recurrent_gated_delta_rule", torch_recurrent_gated_delta_rule, call.q, call.simplified()
+            "fused_recurrent_gated_delta_rule", torch_recurrent_gated_delta_rule, call.q, call
         )
     channel = ChannelCall(
         call.q, call.k, call.v, call.g.unsqueeze(-1) + gk.to(call.g.dtype), call.beta, None, call.erase != "off",

@@ -1,10 +1,10 @@
 """Chunked gated delta rule, backward: all gradients of a chunk and head in one program, for small heads.
 
-states_backward.py has the formulas, also of undecayed predictions and of no erasing; erase keys and mini-batches take
-the general kernels. Replaces gradients_pairs.py and gradients_inputs.py where heads share nothing, are 33 to 64 wide
-and in bfloat16: the tiles of a head then fit into one program and no loop over V remains. (Over 32: with narrower tiles
-beside those of [C, C] ptxas 12.8 mixes up addresses; see config.tile_width.) dK_read = dU S^T and dK_kept =
-rev (V' dS^T) are products of tensors in memory, and the row factors are applied afterwards:
+states_backward.py has the formulas, also of undecayed predictions and of no erasing. Replaces gradients_pairs.py and
+gradients_inputs.py where heads share nothing, are 33 to 64 wide and in bfloat16: the tiles of a head then fit into one
+program and no loop over V remains. (Over 32: with narrower tiles beside those of [C, C] ptxas 12.8 mixes up addresses;
+see config.tile_width.) dK_read = dU S^T and dK_kept = rev (V' dS^T) are products of tensors in memory, and the row
+factors are applied afterwards:
 
     dQ = scale gamma (dO S^T) + Z K;   dK = -beta gamma (dW S^T) + rev (V' dS^T) + Z^T Q + (E + E^T) K
 

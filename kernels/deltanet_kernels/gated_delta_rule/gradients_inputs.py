@@ -18,18 +18,14 @@ from deltanet_kernels.gated_delta_rule.row_factors import output_factors, row_af
 
 @triton.jit(do_not_specialize=["T"])
 def input_gradients_kernel(
-    q, k, erase_key, factors, do, h, dh, vn, dw, Z, E, dG_in, g, A_log, dt_bias, dq, dk, dg, gate_sums,
+    q, k, factors, do, h, dh, vn, dw, Z, E, dG_in, g, A_log, dt_bias, dq, dk, dg, gate_sums,
     cu_seqlens, row_of_chunk, first_chunk, T, tokens,
     q_row, q_token: tl.constexpr, q_head, k_row, k_token: tl.constexpr, k_head, o_row, o_token: tl.constexpr, o_head,
     H: tl.constexpr, HV: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, NORM: tl.constexpr, VARLEN: tl.constexpr, FULL: tl.constexpr,
-    GATE: tl.constexpr, READ: tl.constexpr, SOLVE: tl.constexpr, UNDECAYED: tl.constexpr, OWN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    GATE: tl.constexpr, READ: tl.constexpr, UNDECAYED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute dQ, dK and dg, summed over the output heads of a key head; one program per (chunk, key head).
-
-    With an erase key (OWN), gradients_erase_key.py has added to dG_in what the reads of the state contribute.
-    """
+    """Compute dQ, dK and dg, summed over the output heads of a key head; one program per (chunk, key head)."""
     HO: tl.constexpr = HQ if HQ > HV else HV
     GROUP: tl.constexpr = HO // HV
     READS: tl.constexpr = HO // HQ
@@ -50,9 +46,6 @@ def input_gradients_kernel(
     dtype = k.dtype.element_ty
     k_base = k + row * k_row + key_head.to(tl.int64) * k_head + first * k_token
     k_tile = load_tile(k_base + (i[:, None] * k_token + d[None, :]), mK, FULL)
-    if OWN:
-        erase_at = erase_key + (flat * H + key_head) * K + (i[:, None] * (H * K) + d[None, :])
-        erase_tile = load_tile(erase_at, mK, FULL)
 
     dk_acc = tl.zeros([C, BK], dtype=tl.float32)
     dq_acc = tl.zeros([C, BK], dtype=tl.float32)
@@ -100,13 +93,13 @@ def input_gradients_kernel(
                 state_at = state + (e[:, None] * K + d[None, :])
                 S = load_tile(h + state_at, mS, FULL)
                 dS = load_tile(dh + state_at, mS, FULL)
-                if READ and not OWN:
+                if READ:
                     dw_tile = load_tile(dw + at, mV, FULL)
                 vn_tile = load_tile(vn + at, mV, FULL)
                 SdS += tl.sum(S.to(tl.float32) * dS.to(tl.float32))
                 # k (dU S^T) as dU (k S): the sums over K would keep another [C, K] tile alive.
                 S = S.to(dtype)
-                if READ and not OWN:
+                if READ:
                     dU = dw_tile.to(tl.float32) * erase[:, None]
                     dK = tl.dot(dU.to(dtype), S, dK, input_precision=PRECISION)
                     k_read += tl.sum(dU * tl.dot(k_tile, tl.trans(S), input_precision=PRECISION), axis=1)
@@ -123,13 +116,10 @@ def input_gradients_kernel(
             dG_last = tl.sum(kept, axis=0) + fade * SdS
             dG = k_read - kept + tl.where(i == valid - 1, dG_last, 0.0)
             dG += load_tile(dG_in + at_row + i, live, FULL)
-            if SOLVE:
+            if READ:
                 E_tile = tl.load(E + (c.to(tl.int64) * HV + head) * (C * C) + square)
-                if OWN:
-                    dK = tl.dot(tl.trans(E_tile), erase_tile, dK, input_precision=PRECISION)
-                else:
-                    dK = tl.dot(E_tile, k_tile, dK, input_precision=PRECISION)
-                    dK = tl.dot(tl.trans(E_tile), k_tile, dK, input_precision=PRECISION)
+                dK = tl.dot(E_tile, k_tile, dK, input_precision=PRECISION)
+                dK = tl.dot(tl.trans(E_tile), k_tile, dK, input_precision=PRECISION)
             dk_acc = dK if SHARE == 1 else dk_acc + dK
         dk_acc = tl.dot(tl.trans(Z_tile), q_tile, dk_acc, input_precision=PRECISION)
         dG += dG_read

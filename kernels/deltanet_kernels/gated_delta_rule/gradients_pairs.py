@@ -1,7 +1,7 @@
 """Chunked gated delta rule, backward: gradients of the terms between two tokens of a chunk, all chunks in parallel.
 
-Writes dV, dbeta, and Z, E and dG for gradients_inputs.py. states_backward.py has the formulas. E is not written where
-L = 0.
+Writes dV, dbeta, and Z, E and dG for gradients_inputs.py. states_backward.py has the formulas. E is not written
+without an erase term.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -27,13 +27,12 @@ from deltanet_kernels.gated_delta_rule.row_factors import (
 
 @triton.jit(do_not_specialize=["T"])
 def pair_gradients_kernel(
-    k, erase_key, v, factors, P, do, h, vn, dw, Z_out, E_out, dG_out, dv, dbeta, cu_seqlens, row_of_chunk, first_chunk,
+    k, v, factors, P, do, h, vn, dw, Z_out, E_out, dG_out, dv, dbeta, cu_seqlens, row_of_chunk, first_chunk,
     scale, T, tokens, k_row, k_token: tl.constexpr, k_head, o_row, o_token: tl.constexpr, o_head,
     v_row, v_token: tl.constexpr, v_head,
     H: tl.constexpr, HV: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, VARLEN: tl.constexpr, FULL: tl.constexpr,
-    SIGMOID: tl.constexpr, READ: tl.constexpr, SOLVE: tl.constexpr, UNDECAYED: tl.constexpr, OWN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    SIGMOID: tl.constexpr, READ: tl.constexpr, UNDECAYED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute dV, dbeta, Z, E and dG [HV, B*T]; one program per (chunk, state head)."""
     HO: tl.constexpr = HQ if HQ > HV else HV
@@ -83,21 +82,15 @@ def pair_gradients_kernel(
     k_base = k + row * k_row + (head // (HV // H)).to(tl.int64) * k_head + first * k_token
     k_at = k_base + (i[:, None] * k_token + d[None, :])
     k_tile = load_tile(k_at, live[:, None] & (d < K)[None, :], FULL)
-    r_erase = r_i
-    erase_tile = k_tile
-    if OWN:
-        r_erase = tl.zeros_like(r_i) + 1.0
-        erase_at = erase_key + (flat * H + head // (HV // H)) * K + (i[:, None] * (H * K) + d[None, :])
-        erase_tile = load_tile(erase_at, live[:, None] & (d < K)[None, :], FULL)
     if UNDECAYED:
         G_before, s_before = load_G_before(rows, plane, i, valid, PRECISION)
-    if SOLVE:
+    if READ:
         D_erase = D
         if UNDECAYED:
             D_erase = decay_to(G_before, s_before, G_i, s_i, strict) * r_i[None, :]
-        dL = tl.where(strict, dL * D_erase, 0.0) * r_erase[:, None]
+        dL = tl.where(strict, dL * D_erase, 0.0) * r_i[:, None]
         tl.store(E_out + (c.to(tl.int64) * HV + head) * (C * C) + square, (dL * -b_i[:, None]).to(dtype))
-        X = dL * tl.dot(erase_tile, tl.trans(k_tile), input_precision=PRECISION)
+        X = dL * tl.dot(k_tile, tl.trans(k_tile), input_precision=PRECISION)
         X_row = tl.sum(X, axis=1)
         if UNDECAYED:
             # Neighbours have no gate between them; left out, they cannot blur a small gradient.
@@ -135,9 +128,9 @@ def pair_gradients_kernel(
         if tl.sum(zero_beta.to(tl.int32), axis=0) > 0:
             # beta = 0: the same sum without the division, rowsum(dW (V - gamma U - (D K K^T) V')).
             db0 = -X_row
-            gamma_r = gamma_of(G_i, s_i) * r_erase
+            gamma_r = gamma_of(G_i, s_i) * r_i
             if UNDECAYED:
-                gamma_r = gamma_of(G_before, s_before) * r_erase
+                gamma_r = gamma_of(G_before, s_before) * r_i
             for i_v in range(0, V, BV):
                 e = i_v + tl.arange(0, BV)
                 mV = live[:, None] & (e < V)[None, :]
@@ -147,7 +140,7 @@ def pair_gradients_kernel(
                 if READ:
                     S_at = h + (c.to(tl.int64) * HV + head) * (K * V) + (e[:, None] * K + d[None, :])
                     S = load_tile(S_at, (e < V)[:, None] & (d < K)[None, :], FULL).to(dtype)
-                    U = tl.dot(erase_tile, tl.trans(S), input_precision=PRECISION)
+                    U = tl.dot(k_tile, tl.trans(S), input_precision=PRECISION)
                     v_tile -= gamma_r[:, None] * U
                 db0 += tl.sum(dw_tile * v_tile, axis=1)
             db = tl.where(zero_beta, db0, db)

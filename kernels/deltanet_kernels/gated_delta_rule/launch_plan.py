@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
 from deltanet_kernels.common.device import capability
 from deltanet_kernels.common.sequences import Chunks, cut_chunks
-from deltanet_kernels.gated_delta_rule import autotune
 from deltanet_kernels.gated_delta_rule.config import ChunkConfig, chunk_config, product_precision, tile_width
 from deltanet_kernels.gated_delta_rule.row_factors import erase_flags
 
@@ -23,19 +21,9 @@ def unit_stride(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def pinned_config(k: torch.Tensor, v: torch.Tensor, minibatch: int = 0) -> ChunkConfig:
-    """The configuration without a search; with mini-batches a chunk is one of them."""
-    config = chunk_config(k.shape[3], v.shape[3], k.dtype, capability(k.device))
-    return replace(config, C=minibatch) if minibatch else config
-
-
-def _config(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, minibatch: int) -> ChunkConfig:
-    pinned = pinned_config(k, v, minibatch)
-    if minibatch or not autotune.enabled():
-        return pinned
-    (H, K), (HV, V), HQ = k.shape[2:], v.shape[2:], q.shape[2]
-    key = (HQ, H, HV, K, V, k.dtype, k.device)
-    return autotune.choose(key, pinned, lambda: autotune.trial(*key), autotune.milliseconds)
+def pinned_config(k: torch.Tensor, v: torch.Tensor) -> ChunkConfig:
+    """The configuration for these keys and values on their device."""
+    return chunk_config(k.shape[3], v.shape[3], k.dtype, capability(k.device))
 
 
 class LaunchPlan(NamedTuple):
@@ -60,15 +48,6 @@ class LaunchPlan(NamedTuple):
             "C": self.config.C, "VARLEN": self.chunks.varlen, "FULL": self.full, "PRECISION": self.precision,
         }  # fmt: skip
 
-    @property
-    def state_flags(self) -> dict[str, bool]:
-        """Constants of the state kernels: the form of the erase term as far as they see it."""
-        return {name: self.form[name] for name in ("READ", "SOLVE", "OWN")}
-
-    def stages(self, stages: int) -> int:
-        """Pipeline stages of a state kernel; an erase key takes more shared memory."""
-        return max(1, stages - self.form["OWN"])
-
 
 def launch_plan(
     q: torch.Tensor,
@@ -76,13 +55,11 @@ def launch_plan(
     v: torch.Tensor,
     cu_seqlens: torch.Tensor | None,
     precision: str,
-    erase_key: torch.Tensor | None,
     erase: str,
-    minibatch: int,
 ) -> LaunchPlan:
     """The plan of a call; the arguments are those of `chunk_forward`."""
     (B, T, HQ, K), (H, HV, V) = q.shape, (k.shape[2], *v.shape[2:])
-    config, BK = _config(q, k, v, minibatch), tile_width(K, k.dtype)
+    config, BK = pinned_config(k, v), tile_width(K, k.dtype)
     chunks = cut_chunks(B, T, config.C, cu_seqlens)
     return LaunchPlan(
         config=config,
@@ -90,8 +67,8 @@ def launch_plan(
         chunks=chunks,
         full=BK == K and tile_width(V, k.dtype) == V and not chunks.varlen and T % config.C == 0,
         precision=product_precision(precision, q.dtype),
-        form=erase_flags(erase, erase_key),
-        default=erase == "decayed" and erase_key is None,
+        form=erase_flags(erase),
+        default=erase == "decayed",
     )
 
 

@@ -30,8 +30,6 @@ def chunk_gated_delta_rule(
     use_gate_in_kernel: bool = False,
     use_beta_sigmoid_in_kernel: bool = False,
     erase: Erase = "decayed",
-    erase_key: torch.Tensor | None = None,
-    minibatch: int | None = None,
     allow_neg_eigval: bool = False,
     state_v_first: bool = False,
     chunk_size: int | None = None,
@@ -41,7 +39,7 @@ def chunk_gated_delta_rule(
 
         S_t = e^{g_t} S_{t-1} + beta_t k_t (v_t - k_t^T e^{g_t} S_{t-1})^T        o_t = scale * q_t^T S_t
 
-    `erase` and `erase_key` choose other predictions: S_t = e^{g_t} S_{t-1} + beta_t k_t (v_t - p_t^T R_t)^T.
+    `erase` chooses other predictions: S_t = e^{g_t} S_{t-1} + beta_t k_t (v_t - k_t^T R_t)^T.
 
     H divides HQ and HV, and HQ divides HV or HV divides HQ. With HO = max(HQ, HV), output head j reads state
     j // (HO/HV) with query head j // (HO/HQ), and state i is written with key head i // (HV/H): value heads
@@ -66,17 +64,10 @@ def chunk_gated_delta_rule(
         dt_bias: [HV], or None for zeros; with use_gate_in_kernel only.
         use_gate_in_kernel: the log decay is -exp(A_log) * softplus(g + dt_bias).
         use_beta_sigmoid_in_kernel: the write strength is sigmoid(beta).
-        erase: the state R_t whose prediction p_t^T R_t a write subtracts from its value:
+        erase: the state R_t whose prediction k_t^T R_t a write subtracts from its value:
             "decayed": e^{g_t} S_{t-1}, the gated delta rule.
             "off": none, S_t = e^{g_t} S_{t-1} + beta_t k_t v_t^T (linear attention, retention, gated linear attention).
             "undecayed": S_{t-1}, as in Comba (arXiv 2506.02475). A closed gate then still erases.
-            "chunk_start": the state before the token's mini-batch, decayed since then, as in the linear model with
-            mini-batches of test-time training (arXiv 2407.04620).
-        erase_key: the key p_t of that prediction [B, T, H, K], dtype of k; the key k_t by default. It is never
-            normalised, so its length is the strength of the feedback, also with use_qk_l2norm_in_kernel.
-        minibatch: tokens per mini-batch, counted from the first token of each sequence in this call; for
-            erase="chunk_start" only. 1 is "decayed". On CUDA the kernels serve 16, 32 and, in 16-bit dtypes, 64; other
-            lengths run in PyTorch, in one step per mini-batch.
         allow_neg_eigval: the write strength is 2 sigmoid(beta), so that the factors I - beta k k^T have eigenvalues
             down to -1 (arXiv 2411.12537); with use_beta_sigmoid_in_kernel.
         state_v_first: initial and final state are [N, HV, V, K]. Each is copied once.
@@ -96,7 +87,7 @@ def chunk_gated_delta_rule(
         state_v_first = read_others("chunk_gated_delta_rule", others, state_v_first)
     call = RuleCall(
         q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, A_log, dt_bias,
-        use_gate_in_kernel, use_beta_sigmoid_in_kernel, erase, erase_key, minibatch, allow_neg_eigval, state_v_first,
+        use_gate_in_kernel, use_beta_sigmoid_in_kernel, erase, allow_neg_eigval, state_v_first,
     )  # fmt: skip
     plain = checks.check_delta_rule(call, drop_in=True)
     if chunk_size is not None:
@@ -122,8 +113,6 @@ def fused_recurrent_gated_delta_rule(
     use_gate_in_kernel: bool = False,
     use_beta_sigmoid_in_kernel: bool = False,
     erase: Erase = "decayed",
-    erase_key: torch.Tensor | None = None,
-    minibatch: int | None = None,
     allow_neg_eigval: bool = False,
     state_v_first: bool = False,
     gk: torch.Tensor | None = None,
@@ -153,7 +142,7 @@ def fused_recurrent_gated_delta_rule(
         g, beta = present(v, g, 0.0), present(v, beta, 1.0)
     call = RuleCall(
         q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, A_log, dt_bias,
-        use_gate_in_kernel, use_beta_sigmoid_in_kernel, erase, erase_key, minibatch, allow_neg_eigval, state_v_first,
+        use_gate_in_kernel, use_beta_sigmoid_in_kernel, erase, allow_neg_eigval, state_v_first,
     )  # fmt: skip
     if gk is not None or gv is not None or getattr(beta, "ndim", 0) == 4:
         return recurrent_with_fine_gates(call, gk, gv)
@@ -163,7 +152,7 @@ def fused_recurrent_gated_delta_rule(
 
 def _recurrent(call: RuleCall) -> tuple[torch.Tensor, torch.Tensor | None]:
     return dispatch.call(  # type: ignore[no-any-return]
-        "fused_recurrent_gated_delta_rule", torch_recurrent_gated_delta_rule, call.q, call.simplified()
+        "fused_recurrent_gated_delta_rule", torch_recurrent_gated_delta_rule, call.q, call
     )
 
 

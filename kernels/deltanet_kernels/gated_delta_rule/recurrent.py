@@ -1,8 +1,8 @@
 """Gated delta rule by its recurrence, for short inputs: one kernel that reads and writes the state once.
 
-    S_t = e^{g_t} S_{t-1} + beta_t k_t (v_t - p_t^T R_t)^T        o_t = scale * q_t^T S_t
+    S_t = e^{g_t} S_{t-1} + beta_t k_t (v_t - k_t^T R_t)^T        o_t = scale * q_t^T S_t
 
-with p_t = k_t and R_t = e^{g_t} S_{t-1}, or what `erase` and `erase_key` say (reference.py). A program holds a [K, BV]
+with R_t = e^{g_t} S_{t-1}, or what `erase` says (reference.py). A program holds a [K, BV]
 slice of one head's state and processes its tokens in order. The kernel also computes the gates, the sigmoid and the L2
 norm.
 """
@@ -26,12 +26,11 @@ from deltanet_kernels.gated_delta_rule.config import check_supported, recurrent_
 
 @triton.jit(do_not_specialize=["T"])
 def _recurrent_kernel(
-    q, k, erase_key, v, g, beta, A_log, dt_bias, state, new_state, o, cu_seqlens, scale, T,
+    q, k, v, g, beta, A_log, dt_bias, state, new_state, o, cu_seqlens, scale, T,
     q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
     H: tl.constexpr, HV: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, GATE: tl.constexpr, SIGMOID: tl.constexpr, NORM: tl.constexpr,
     INITIAL: tl.constexpr, FINAL: tl.constexpr, VARLEN: tl.constexpr, READ: tl.constexpr, UNDECAYED: tl.constexpr,
-    OWN: tl.constexpr, MINIBATCH: tl.constexpr,
 ):  # fmt: skip
     """Process the tokens of a sequence in order; one program per (sequence, state head, slice of V)."""
     HO: tl.constexpr = HQ if HQ > HV else HV
@@ -51,8 +50,6 @@ def _recurrent_kernel(
     S = tl.zeros([BK, BV], dtype=tl.float32)
     if INITIAL:
         S += tl.load(state + at, mask=mS, other=0.0).to(tl.float32)
-    if MINIBATCH > 0:
-        S_start = S  # at the start of the mini-batch, decayed up to the token
     for t in range(0, length):
         token = begin + t
         k_d = tl.load(
@@ -71,17 +68,10 @@ def _recurrent_kernel(
         if NORM:
             k_d = k_d * tl.rsqrt(tl.sum(k_d * k_d, axis=0) + L2_EPS)
         gamma = tl.exp(x)
-        erase_d = k_d
-        if OWN:
-            erase_at = erase_key + ((flat + t) * H + head // (HV // H)) * K + d
-            erase_d = tl.load(erase_at, mask=md, other=0.0).to(tl.float32)
-        if MINIBATCH > 0:
-            S_start = tl.where(t % MINIBATCH == 0, S, S_start) * gamma
-            delta = b * (v_e - tl.sum(erase_d[:, None] * S_start, axis=0))
-        elif UNDECAYED:
-            delta = b * (v_e - tl.sum(erase_d[:, None] * S, axis=0))
+        if UNDECAYED:
+            delta = b * (v_e - tl.sum(k_d[:, None] * S, axis=0))
         elif READ:
-            delta = b * (v_e - gamma * tl.sum(erase_d[:, None] * S, axis=0))
+            delta = b * (v_e - gamma * tl.sum(k_d[:, None] * S, axis=0))
         else:
             delta = b * v_e
         for m in tl.static_range(GROUP):
@@ -105,9 +95,8 @@ def _launch(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
     state: torch.Tensor | None, new_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
     A_log: torch.Tensor | None, dt_bias: torch.Tensor | None, scale: float, norm: bool, sigmoid: bool,
-    erase_key: torch.Tensor | None, erase: str, minibatch: int,
+    erase: str,
 ) -> torch.Tensor:  # fmt: skip
-    erase_key = None if erase_key is None else erase_key.contiguous()
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     g, beta = g.contiguous(), beta.contiguous()
     (B, T, HQ, K), H, (HV, V) = q.shape, k.shape[2], v.shape[2:]
@@ -117,18 +106,18 @@ def _launch(
     BV, warps = recurrent_config(K, V, rows * HV)
     launch(
         _recurrent_kernel, rows * HV * cdiv(V, BV),
-        q, k, erase_key, v, g, beta, A_log, dt_bias, state, new_state, o, cu_seqlens, scale, T,
+        q, k, v, g, beta, A_log, dt_bias, state, new_state, o, cu_seqlens, scale, T,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], H=H, HV=HV, HQ=HQ, K=K, V=V,
         BK=power_of_two(K, 1), BV=BV, GATE=A_log is not None, SIGMOID=sigmoid, NORM=norm,
         INITIAL=state is not None, FINAL=new_state is not None, VARLEN=varlen, READ=erase != "off",
-        UNDECAYED=erase == "undecayed", OWN=erase_key is not None, MINIBATCH=minibatch, num_warps=warps,
+        UNDECAYED=erase == "undecayed", num_warps=warps,
     )  # fmt: skip
     return o
 
 
 def _fake_recurrent(
-    q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias, scale, norm, sigmoid, final, erase_key=None,
-    erase="decayed", minibatch=0,
+    q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias, scale, norm, sigmoid, final,
+    erase="decayed",
 ):  # fmt: skip
     rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     shape = (rows, v.shape[2], k.shape[3], v.shape[3])
@@ -141,7 +130,7 @@ def recurrent(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
     initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
     A_log: torch.Tensor | None, dt_bias: torch.Tensor | None, scale: float, norm: bool, sigmoid: bool, final: bool,
-    erase_key: torch.Tensor | None = None, erase: str = "decayed", minibatch: int = 0,
+    erase: str = "decayed",
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return o and the final state (empty unless `final`)."""
     rows = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
@@ -150,15 +139,14 @@ def recurrent(
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
     out = q.new_empty(shape if final else (0,), dtype=torch.float32)
     o = _launch(
-        q, k, v, g, beta, state, out if final else None, cu_seqlens, A_log, dt_bias, scale, norm, sigmoid, erase_key,
-        erase, minibatch,
+        q, k, v, g, beta, state, out if final else None, cu_seqlens, A_log, dt_bias, scale, norm, sigmoid,
+        erase,
     )  # fmt: skip
     return o, out
 
 
 def _fake_recurrent_update_(
-    q, k, v, g, beta, state, cu_seqlens, A_log, dt_bias, scale, norm, sigmoid, erase_key=None, erase="decayed",
-    minibatch=0,
+    q, k, v, g, beta, state, cu_seqlens, A_log, dt_bias, scale, norm, sigmoid, erase="decayed",
 ):  # fmt: skip
     return v.new_empty(q.shape[0], q.shape[1], max(q.shape[2], v.shape[2]), v.shape[3])
 
@@ -167,12 +155,11 @@ def _fake_recurrent_update_(
 def recurrent_update_(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: torch.Tensor,
     cu_seqlens: torch.Tensor | None, A_log: torch.Tensor | None, dt_bias: torch.Tensor | None,
-    scale: float, norm: bool, sigmoid: bool, erase_key: torch.Tensor | None = None, erase: str = "decayed",
-    minibatch: int = 0,
+    scale: float, norm: bool, sigmoid: bool, erase: str = "decayed",
 ) -> torch.Tensor:  # fmt: skip
     """Return o and update the contiguous float32 or bfloat16 state [N, HV, K, V] in place."""
     return _launch(
-        q, k, v, g, beta, state, state, cu_seqlens, A_log, dt_bias, scale, norm, sigmoid, erase_key, erase, minibatch
+        q, k, v, g, beta, state, state, cu_seqlens, A_log, dt_bias, scale, norm, sigmoid, erase
     )  # fmt: skip
 
 
@@ -189,7 +176,7 @@ def fused_recurrent_gated_delta_rule_triton(call: RuleCall) -> tuple[torch.Tenso
     o, state = recurrent(
         call.q, call.k, call.v, call.g, call.beta, call.initial_state, call.cu_seqlens, *gates, call.factor,
         call.use_qk_l2norm_in_kernel, call.use_beta_sigmoid_in_kernel, call.output_final_state,
-        call.erase_key, call.erase, call.minibatch or 0,
+        call.erase,
     )  # fmt: skip
     return o, state if call.output_final_state else None
 
@@ -209,8 +196,6 @@ def gated_delta_rule_step_(
     dt_bias: torch.Tensor | None = None,
     use_beta_sigmoid_in_kernel: bool = False,
     erase: Erase = "decayed",
-    erase_key: torch.Tensor | None = None,
-    minibatch: int | None = None,
 ) -> torch.Tensor:
     """One or several decoding steps with the state in place; returns o [B, T, max(HQ, HV), V].
 
@@ -225,6 +210,6 @@ def gated_delta_rule_step_(
         raise ValueError(f"state: got strides {state.stride()}, needs a contiguous [N, HV, K, V] tensor")
     o: torch.Tensor = recurrent_update_(
         q, k, v, g, beta, state, cu_seqlens, A_log, dt_bias, q.shape[3] ** -0.5 if scale is None else float(scale),
-        use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, erase_key, erase, minibatch or 0,
+        use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, erase,
     )  # fmt: skip
     return o

@@ -4,12 +4,10 @@ The gated delta rule (Gated Delta Networks, arXiv 2412.06464, equation 10), per 
 
     S_t = e^{g_t} S_{t-1} + beta_t k_t (v_t - k_t^T e^{g_t} S_{t-1})^T        o_t = scale * q_t^T S_t
 
-and the forms that `erase` and `erase_key` choose, with p_t = k_t unless there is an erase key:
+and the forms that `erase` chooses:
 
-    S_t = e^{g_t} S_{t-1} + beta_t k_t (v_t - p_t^T R_t)^T
-    R_t = e^{g_t} S_{t-1} (decayed), S_{t-1} (undecayed), 0 (off), or e^{g_{b+1} + .. + g_t} S_b (chunk_start)
-
-where b is the last token before the mini-batch of token t.
+    S_t = e^{g_t} S_{t-1} + beta_t k_t (v_t - k_t^T R_t)^T
+    R_t = e^{g_t} S_{t-1} (decayed), S_{t-1} (undecayed) or 0 (off)
 """
 
 import functools
@@ -63,8 +61,6 @@ def naive_gated_delta_rule(
     use_gate_in_kernel: bool = False,
     use_beta_sigmoid_in_kernel: bool = False,
     erase: Erase = "decayed",
-    erase_key: torch.Tensor | None = None,
-    minibatch: int | None = None,
     allow_neg_eigval: bool = False,
     state_v_first: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -75,7 +71,7 @@ def naive_gated_delta_rule(
     """
     call = RuleCall(
         q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, A_log, dt_bias,
-        use_gate_in_kernel, use_beta_sigmoid_in_kernel, erase, erase_key, minibatch, allow_neg_eigval, state_v_first,
+        use_gate_in_kernel, use_beta_sigmoid_in_kernel, erase, allow_neg_eigval, state_v_first,
     )  # fmt: skip
     checks.check_delta_rule(call, drop_in=True)
     dims = call.dims
@@ -86,8 +82,7 @@ def naive_gated_delta_rule(
     q_, k_, v_ = q.to(dtype), k.to(dtype), v.to(dtype)
     if use_qk_l2norm_in_kernel:
         q_, k_ = l2_normalize(q_), l2_normalize(k_)
-    p_ = k_ if erase_key is None else erase_key.to(dtype)
-    k_, p_ = (x.repeat_interleave(dims.HV // dims.H, dim=2) for x in (k_, p_))
+    k_ = k_.repeat_interleave(dims.HV // dims.H, dim=2)
     q_ = q_.repeat_interleave(dims.HO // dims.HQ, dim=2) * call.factor
     queries_per_state = dims.HO // dims.HV
 
@@ -106,15 +101,12 @@ def naive_gated_delta_rule(
         if initial_state is not None:
             state = initial_state[rows].to(dtype)
             state = state.mT if state_v_first else state
-        start_state = state  # of the mini-batch, decayed up to the token
         for t in range(start, end):
             fade = decay[:, t, :, None, None]
             value, decayed = v_[:, t], fade * state
-            if minibatch is not None:
-                start_state = decayed if (t - start) % minibatch == 0 else fade * start_state
             if erase != "off":
-                read = {"decayed": decayed, "undecayed": state, "chunk_start": start_state}[erase]
-                value = value - (read * p_[:, t].unsqueeze(-1)).sum(-2)
+                read = state if erase == "undecayed" else decayed
+                value = value - (read * k_[:, t].unsqueeze(-1)).sum(-2)
             delta = beta[:, t, :, None] * value
             state = decayed + k_[:, t].unsqueeze(-1) * delta.unsqueeze(-2)
             heads = state.repeat_interleave(queries_per_state, dim=1) if queries_per_state > 1 else state

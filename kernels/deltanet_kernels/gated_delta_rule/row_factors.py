@@ -4,9 +4,8 @@ One tensor [6 HV + 4 HO, B*T], head first. With plane = HV * B * T elements per 
 
     offset 0            G [HV, B*T]
     offset plane        s [HV, B*T]
-    offset 2 plane      per token and state head, side by side: beta, -gamma beta r, rev r, r. The second is what the
-                        erase key reads the state with: without r for an own key, with the gamma of the token before
-                        if the prediction is undecayed
+    offset 2 plane      per token and state head, side by side: beta, -gamma beta r, rev r, r. The second is what a
+                        prediction reads the state with, with the gamma of the token before if it is undecayed
     offset 6 plane      per token and output head, side by side: 1/|q|, scale gamma / |q|, and two unused numbers
 
 The package docstring defines the symbols.
@@ -115,14 +114,13 @@ def decay_to(G_i, s_i, G_j, s_j, causal):
     return tl.where(same, tl.exp(tl.where(causal, G_i[:, None] - G_j[None, :], 0.0)), 0.0)
 
 
-def erase_flags(erase: str, erase_key: torch.Tensor | None) -> dict[str, bool]:
+def erase_flags(erase: str) -> dict[str, bool]:
     """Constants of the kernels that say which form the erase term has.
 
-    READ: there is one. SOLVE: the writes of a chunk depend on each other, so L is not 0. UNDECAYED: the prediction
-    comes from the state before the token's decay. OWN: it is read with a key of its own.
+    READ: there is one, so that the writes of a chunk depend on each other and L is not 0. UNDECAYED: the prediction
+    comes from the state before the token's decay.
     """
-    solve = erase in ("decayed", "undecayed")
-    return {"READ": erase != "off", "SOLVE": solve, "UNDECAYED": erase == "undecayed", "OWN": erase_key is not None}
+    return {"READ": erase != "off", "UNDECAYED": erase == "undecayed"}
 
 
 class ChunkInputs(NamedTuple):
@@ -142,8 +140,6 @@ class ChunkInputs(NamedTuple):
     """q and k are normalised to unit length."""
     bound: bool
     """Also compute the bounds, which cutting sequences into segments requires."""
-    erase_key: torch.Tensor | None = None
-    """Contiguous, in the shape of k."""
     erase: str = "decayed"
 
 

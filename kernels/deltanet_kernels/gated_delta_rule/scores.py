@@ -1,15 +1,15 @@
 """Chunked gated delta rule, first stage: row factors, scores P, and L.
 
-`erase` and `erase_key` change L and the factor that the state is read with (row_factors.py); where L = 0, none is
-stored. With the L2 norm in the operator, P and L include the norms of both sides, so that raw q and k multiply them
-later. All are computed once for all chunks in parallel. The later stages read them from memory (P is [C, C] per chunk
-and output head, as large as T), which keeps exponentials, norms and that product out of their loops over chunks. L, in
-float32, is read by solve.py alone; its product is computed here because the complete tile of keys is here.
+`erase` changes L and the factor that the state is read with (row_factors.py); where L = 0, none is stored. With the L2
+norm in the operator, P and L include the norms of both sides, so that raw q and k multiply them later. All are computed
+once for all chunks in parallel. The later stages read them from memory (P is [C, C] per chunk and output head, as large
+as T), which keeps exponentials, norms and that product out of their loops over chunks. L, in float32, is read by
+solve.py alone; its product is computed here because the complete tile of keys is here.
 
 Where sequences are cut into segments, the bounds [chunks, HV] are written too: the sum over the chunk's tokens of
 g + max(0, log |1 - beta |k|^2|), and minus infinity if the chunk has a closed gate (segments.py). Other forms of the
-erase term sum the logarithms of another gain: max(e^g, |e^g - beta |k|^2|) if the prediction is undecayed,
-e^g (1 + |beta| |k| |p|) with an erase key p, e^g + |beta| |k| |p| with both, and e^g without erasing.
+erase term sum the logarithms of another gain: max(e^g, |e^g - beta |k|^2|) if the prediction is undecayed, and e^g
+without erasing.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -48,13 +48,13 @@ def _gates(g, beta, A_log, dt_bias, at, live, head, GATE: tl.constexpr, SIGMOID:
 
 @triton.jit(do_not_specialize=["T"])
 def scores_kernel(
-    q, k, erase_key, g, beta, A_log, dt_bias, factors, P_out, L_out, bounds, cu_seqlens, row_of_chunk, first_chunk,
+    q, k, g, beta, A_log, dt_bias, factors, P_out, L_out, bounds, cu_seqlens, row_of_chunk, first_chunk,
     scale, T, tokens,
     q_row, q_token: tl.constexpr, q_head, k_row, k_token: tl.constexpr, k_head,
     H: tl.constexpr, HV: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr,
     BK: tl.constexpr, C: tl.constexpr, GATE: tl.constexpr, SIGMOID: tl.constexpr, NORM: tl.constexpr,
-    BOUND: tl.constexpr, READ: tl.constexpr, SOLVE: tl.constexpr, UNDECAYED: tl.constexpr, OWN: tl.constexpr,
-    VARLEN: tl.constexpr, FULL: tl.constexpr, PRECISION: tl.constexpr,
+    BOUND: tl.constexpr, READ: tl.constexpr, UNDECAYED: tl.constexpr, VARLEN: tl.constexpr, FULL: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute P, L, the row factors and the bound; one program per (chunk, output head)."""
     HO: tl.constexpr = HQ if HQ > HV else HV
@@ -84,10 +84,7 @@ def scores_kernel(
     if NORM:
         f = row_norm_factor(q_tile)
         r = row_norm_factor(k_tile)
-    r_erase = r
     gamma_erase = gamma
-    if OWN:
-        r_erase = tl.zeros([C], dtype=tl.float32) + 1.0
     if UNDECAYED:
         # Summed again, one token later: G - g would lose digits beside a strong gate.
         before = live & (i > 0)
@@ -105,21 +102,16 @@ def scores_kernel(
         tl.store(rows + i, G, mask=live)
         tl.store(rows + plane + i, s, mask=live)
         tl.store(packed + 4 * i, b, mask=live)
-        tl.store(packed + 4 * i + 1, -gamma_erase * b * r_erase, mask=live)
+        tl.store(packed + 4 * i + 1, -gamma_erase * b * r, mask=live)
         tl.store(packed + 4 * i + 2, tl.where(s == s_last, tl.exp(tl.minimum(G_last - G, 0.0)), 0.0) * r, mask=live)
         tl.store(packed + 4 * i + 3, r, mask=live)
         if BOUND:
             at_bound = bounds + c.to(tl.int64) * HV + head
             wide = k_tile.to(tl.float32)
-            if UNDECAYED or OWN:
+            if UNDECAYED:
                 lengths = r * r * tl.sum(wide * wide, axis=1)
                 faded = tl.where(closed > 0.0, 0.0, tl.exp(log_decay))
                 gain = tl.maximum(faded, tl.abs(faded - b * lengths))
-                if OWN:
-                    erase_base = erase_key + (flat * H + head // (HV // H)) * K
-                    own = load_tile(erase_base + (i[:, None] * (H * K) + d[None, :]), mK, FULL).to(tl.float32)
-                    erased = tl.abs(b) * tl.sqrt(lengths * tl.sum(own * own, axis=1))
-                    gain = faded + (erased if UNDECAYED else faded * erased)
                 log_gain = tl.where(gain > 0.0, tl.log(tl.maximum(gain, 1e-38)), -float("inf"))
                 tl.store(at_bound, tl.sum(log_gain, axis=0))
             else:
@@ -142,18 +134,14 @@ def scores_kernel(
     square = i[:, None] * C + i[None, :]
     P *= D * (f * scale)[:, None]
     tl.store(P_out + (c.to(tl.int64) * HO + out) * (C * C) + square, P.to(P_out.dtype.element_ty))
-    if SOLVE:  # noqa: SIM102 (known when compiling; the next is not)
+    if READ:  # noqa: SIM102 (known when compiling; the next is not)
         if out % (HO // HV) == 0:
-            erase_tile = k_tile
-            if OWN:
-                erase_base = erase_key + (flat * H + head // (HV // H)) * K
-                erase_tile = load_tile(erase_base + (i[:, None] * (H * K) + d[None, :]), mK, FULL)
             if UNDECAYED:
                 # Rows past the end have no G before them; without the mask theirs may be infinite.
                 earlier = live[:, None] & (i[:, None] > i[None, :])
                 D = decay_to(G_before, s_before, G, s, earlier) * r[None, :]
-            L = tl.dot(erase_tile, tl.trans(k_tile), input_precision=PRECISION)
-            L = tl.where(i[:, None] > i[None, :], L * D * (b * r_erase)[:, None], 0.0)
+            L = tl.dot(k_tile, tl.trans(k_tile), input_precision=PRECISION)
+            L = tl.where(i[:, None] > i[None, :], L * D * (b * r)[:, None], 0.0)
             tl.store(L_out + (c.to(tl.int64) * HV + head) * (C * C) + square, L)
 
 
@@ -165,18 +153,18 @@ def scores(
     L is empty where it is 0. Reads q [B, T, HQ, K], k [B, T, H, K] (unit stride along K) and contiguous g, beta
     [B, T, HV].
     """
-    q, k, g, beta, A_log, dt_bias, chunks, scale, sigmoid, norm, bound, erase_key, erase = inputs
+    q, k, g, beta, A_log, dt_bias, chunks, scale, sigmoid, norm, bound, erase = inputs
     B, T, HQ, K = q.shape
     HV = g.shape[2]
     HO = max(HQ, HV)
     P, factors, bounds = empty_scores(k, HV, HO, chunks, bound)
-    flags = erase_flags(erase, erase_key)
-    square = (chunks.count, HV, chunks.size, chunks.size) if flags["SOLVE"] else (0,)
+    flags = erase_flags(erase)
+    square = (chunks.count, HV, chunks.size, chunks.size) if flags["READ"] else (0,)
     L = k.new_empty(square, dtype=torch.float32)
     if chunks.count:
         launch(
             scores_kernel, chunks.count * HO,
-            q, k, erase_key, g, beta, A_log, dt_bias, factors, P, L, bounds, chunks.cu_seqlens, chunks.row_of_chunk,
+            q, k, g, beta, A_log, dt_bias, factors, P, L, bounds, chunks.cu_seqlens, chunks.row_of_chunk,
             chunks.first_chunk, scale, T, B * T, *q.stride()[:3], *k.stride()[:3], H=k.shape[2], HV=HV, HQ=HQ, K=K,
             BK=power_of_two(K), C=chunks.size, GATE=A_log is not None, SIGMOID=sigmoid, NORM=norm, BOUND=bound,
             **flags, VARLEN=chunks.varlen, FULL=full, PRECISION=precision, num_warps=num_warps,

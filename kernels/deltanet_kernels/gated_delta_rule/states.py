@@ -5,7 +5,7 @@ With S the state that enters the chunk (the package docstring defines the symbol
     U = K S;  W = beta (V - gamma U);  V' = T W
     O = scale gamma (Q S) + P V';  S <- e^{G_last} S + K^T (rev V')
 
-An erase key takes the place of K in U. Without an erase term W = beta V, and where L = 0, V' = W.
+Without an erase term V' = W = beta V.
 
 Each program processes the chunks of one sequence in order, with its slice of the state in registers. Everything is
 computed transposed, S^T [BV, K], U^T, W^T, V'^T, O^T [BV, C]: each product then has its computed factor on the left,
@@ -30,13 +30,13 @@ from deltanet_kernels.gated_delta_rule.segments import M_PASS, N_PASS, WALK, loa
 
 @triton.jit(do_not_specialize=["T"])
 def states_kernel(
-    q, k, erase_key, v, factors, Tm, P, h0, o, h, vn, ht, M, table, cu_seqlens, first_chunk, T, tokens,
+    q, k, v, factors, Tm, P, h0, o, h, vn, ht, M, table, cu_seqlens, first_chunk, T, tokens,
     q_row, q_token: tl.constexpr, q_head, k_row, k_token: tl.constexpr, k_head, v_row, v_token: tl.constexpr, v_head,
     H: tl.constexpr, HV: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, VARLEN: tl.constexpr, FULL: tl.constexpr,
     INITIAL: tl.constexpr, FINAL: tl.constexpr, OUTPUT: tl.constexpr, KEEP: tl.constexpr,
     TRANSITION: tl.constexpr, SEGMENTS: tl.constexpr, COMPOSED: tl.constexpr,
-    READ: tl.constexpr, SOLVE: tl.constexpr, OWN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    READ: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Process chunks in order; one program per (sequence, segment, state head, slice of V).
 
@@ -77,9 +77,6 @@ def states_kernel(
     # Scalar 64-bit bases and small 32-bit offsets inside a tile: 64-bit tiles of addresses would cost registers.
     k_base = k + row * k_row + (head // (HV // H)).to(tl.int64) * k_head + begin * k_token
     v_base = v + row * v_row + head.to(tl.int64) * v_head + begin * v_token
-    if OWN:
-        erase_base = erase_key + (flat * H + head // (HV // H)) * K
-        erase_at = i[:, None] * (H * K) + d[None, :]
     q_base = q + row * q_row + begin * q_token
     k_at = i[:, None] * k_token + d[None, :]
     v_at = i[None, :] * v_token + e[:, None]
@@ -104,10 +101,7 @@ def states_kernel(
         live = i < valid
         token = first.to(tl.int64)
         k_tile = load_tile(k_base + token * k_token + k_at, live[:, None] & md[None, :], FULL)
-        erase_tile = k_tile
-        if OWN:
-            erase_tile = load_tile(erase_base + token * (H * K) + erase_at, live[:, None] & md[None, :], FULL)
-        if SOLVE:
+        if READ:
             T_tile = tl.load(Tm + ((chunk + t) * HV + head) * (C * C) + square)
         v_mask = live[None, :] & me[:, None]
         if TRANSITION:
@@ -125,7 +119,7 @@ def states_kernel(
             store_tile(h_base + at_half, low, me[:, None] & (d_half < K)[None, :], FULL)
             store_tile(h_base + at_half + BK // 2, high, me[:, None] & (d_half + BK // 2 < K)[None, :], FULL)
         if READ:
-            U = tl.dot(S_cast, tl.trans(erase_tile), input_precision=PRECISION)
+            U = tl.dot(S_cast, tl.trans(k_tile), input_precision=PRECISION)
         at_row = head.to(tl.int64) * tokens + flat + token
         beta_i, erase, _, _ = row_factors(state_factors(factors, plane), at_row, i, live, FULL)
         if dtype != tl.float32:
@@ -134,7 +128,7 @@ def states_kernel(
         if READ:
             W += erase[None, :] * U
         Vn = W
-        if SOLVE:
+        if READ:
             Vn = tl.dot(W.to(dtype), tl.trans(T_tile), input_precision=PRECISION)
         if KEEP:
             store_tile(vn + ((flat + token) * HV + head) * V + vn_at, Vn, v_mask, FULL)

@@ -18,9 +18,8 @@ The backward pass solves the transposed system of (I + L) V' = W. dS is the grad
         dG += rowsum(q dQ_inter) + rowsum(k (dU S^T)) - rowsum(k dK_state)
         dG_last += sum(k dK_state) + e^{G_last} <dS, S>;   dg = reverse cumsum of dG within the chunk
 
-With an erase key P_e, dS gets P_e^T dU, and gradients_erase_key.py computes its gradient dU S^T + E K, which is then no
-part of dK; of E, dK keeps E^T P_e. Without an erase term dU, E and X are 0; where L = 0, only E and X are. If the
-prediction is undecayed, what row i contributes to dG by X and by dU S^T belongs to row i - 1.
+Without an erase term dU, E and X are 0. If the prediction is undecayed, what row i contributes to dG by X and by dU S^T
+belongs to row i - 1.
 
 gradients_64.py and hopper/gradients_128.py compute the last two stages in one kernel. The diagonal of Y cancels in dG
 and is left out. With the L2 norm in the operator P, Z and E include the norms of both sides, so that raw q and k
@@ -42,12 +41,12 @@ from deltanet_kernels.gated_delta_rule.segments import N_BACK, WALK_BACK, load_s
 
 @triton.jit(do_not_specialize=["T"])
 def states_backward_kernel(
-    q, k, erase_key, factors, Tm, P, do, A, R, dht, dh, dw, dh0, table, cu_seqlens, first_chunk, T, tokens,
+    q, k, factors, Tm, P, do, A, R, dht, dh, dw, dh0, table, cu_seqlens, first_chunk, T, tokens,
     q_row, q_token: tl.constexpr, q_head, k_row, k_token: tl.constexpr, k_head, o_row, o_token: tl.constexpr, o_head,
     H: tl.constexpr, HV: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, VARLEN: tl.constexpr, FULL: tl.constexpr,
     FINAL: tl.constexpr, INITIAL: tl.constexpr, KEEP: tl.constexpr, SEGMENTS: tl.constexpr,
-    READ: tl.constexpr, SOLVE: tl.constexpr, OWN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    READ: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Process chunks in reverse, write dS [V, K] and dW; one program per (sequence, segment, state head, slice of V).
 
@@ -77,9 +76,6 @@ def states_backward_kernel(
         dS += load_tile(dht + state * K * V + outer, mS, FULL).to(tl.float32)
 
     k_base = k + row * k_row + (head // (HV // H)).to(tl.int64) * k_head + begin * k_token
-    if OWN:
-        erase_base = erase_key + (flat * H + head // (HV // H)) * K
-        erase_at = i[:, None] * (H * K) + d[None, :]
     q_base = q + row * q_row + begin * q_token
     do_base = do + row * o_row + begin * o_token
     k_at = i[:, None] * k_token + d[None, :]
@@ -101,10 +97,7 @@ def states_backward_kernel(
         live = i < valid
         token = first.to(tl.int64)
         k_tile = load_tile(k_base + token * k_token + k_at, live[:, None] & md[None, :], FULL)
-        erase_tile = k_tile
-        if OWN:
-            erase_tile = load_tile(erase_base + token * (H * K) + erase_at, live[:, None] & md[None, :], FULL)
-        if SOLVE:
+        if READ:
             T_tile = tl.load(Tm + ((chunk + t) * HV + head) * (C * C) + square)
         last = rows + (token + valid - 1)
         fade = tl.where(tl.load(last + plane) > 0.0, 0.0, tl.exp(tl.load(last)))
@@ -132,11 +125,11 @@ def states_backward_kernel(
             read = (read_i[None, :] * do_tile.to(tl.float32)).to(dtype)
             dS = tl.dot(read, q_tile, dS, input_precision=PRECISION)
         dW = dVn
-        if SOLVE:
+        if READ:
             dW = tl.dot(dVn.to(dtype), T_tile, input_precision=PRECISION)
         if READ:
             _, erase, _, _ = row_factors(state_factors(factors, plane), at_row, i, live, FULL)
-            dS = tl.dot((dW * erase[None, :]).to(dtype), erase_tile, dS, input_precision=PRECISION)
+            dS = tl.dot((dW * erase[None, :]).to(dtype), k_tile, dS, input_precision=PRECISION)
         if KEEP:
             store_tile(dw + ((flat + token) * HV + head) * V + dw_at, dW, live[None, :] & me[:, None], FULL)
     if INITIAL:

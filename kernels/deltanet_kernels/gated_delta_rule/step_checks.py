@@ -1,8 +1,10 @@
 """Argument checks of the decoding step. A message names the argument, what it got and what it needs."""
 
+from typing import get_args
+
 import torch
 
-from deltanet_kernels.arguments import StepCall
+from deltanet_kernels.arguments import Erase, StepCall
 from deltanet_kernels.checks import (
     _require_count,
     _require_device,
@@ -66,8 +68,8 @@ def check_gated_delta_step(call: StepCall) -> None:
     for name in ("A_log", "dt_bias"):
         if name in tensors:
             _require_shape(name, tensors[name], (HV,), "[HV]")
-    if call.erase not in ("decayed", "off", "undecayed"):
-        raise ValueError(f"erase: got {call.erase!r}, needs 'decayed', 'off' or 'undecayed' in a step")
+    if call.erase not in get_args(Erase):
+        raise ValueError(f"erase: got {call.erase!r}, needs one of {', '.join(map(repr, get_args(Erase)))}")
     if call.allow_neg_eigval and not call.use_beta_sigmoid_in_kernel:
         raise ValueError("allow_neg_eigval: doubles a sigmoid, needs use_beta_sigmoid_in_kernel")
     if (conv_weight is None) != (conv_tail is None):

@@ -40,7 +40,6 @@ from deltanet_kernels.mesa.state import MesaState
 
 PRECISION = "tf32x3"
 MAX_KEY_SIZE = 128  # H of 256 channels does not fit into the registers of a program
-FORM = {"READ": False, "SOLVE": False, "OWN": False}  # of the kernels of the gated delta rule: no erasing
 
 
 class Kept(NamedTuple):
@@ -123,7 +122,7 @@ def mesa_forward(
     none = k.new_empty(0)
     # Of q's scores only the row factors are used, so their precision does not matter; x has its own.
     P, _, factors, _ = scores(
-        ChunkInputs(q, k, g, beta, None, None, chunks, 1.0, False, False, False, None, "off"), full, "tf32",
+        ChunkInputs(q, k, g, beta, None, None, chunks, 1.0, False, False, False, "off"), full, "tf32",
         config.score_warps,
     )  # fmt: skip
     states, written = k.new_empty(chunks.count, HV, W, K), torch.empty_like(both)
@@ -131,10 +130,10 @@ def mesa_forward(
     BV, warps = slices(config.state_BV, config.state_warps, W, chunks.rows * HV, multiprocessors(k.device))
     launch(
         states_kernel, chunks.rows * HV * cdiv(W, BV),
-        q, k, None, both, factors, none, P, start, none, states, written, ht, none, None, chunks.cu_seqlens,
+        q, k, both, factors, none, P, start, none, states, written, ht, none, None, chunks.cu_seqlens,
         chunks.first_chunk, T, B * T, *q.stride()[:3], *k.stride()[:3], *both.stride()[:3], H=H, HV=HV, HQ=HQ, K=K, V=W,
         BK=BK, BV=BV, C=chunks.size, VARLEN=chunks.varlen, FULL=full, INITIAL=start is not None, FINAL=final,
-        OUTPUT=False, KEEP=True, TRANSITION=False, SEGMENTS=1, COMPOSED=False, **FORM, PRECISION=PRECISION,
+        OUTPUT=False, KEEP=True, TRANSITION=False, SEGMENTS=1, COMPOSED=False, READ=False, PRECISION=PRECISION,
         STAGES=config.state_stages, num_warps=warps,
     )  # fmt: skip
     new = torch.empty if cu_seqlens is None else torch.zeros  # tokens after the last packed sequence get zeros
@@ -170,7 +169,7 @@ def mesa_backward(
     written = beta.float().unsqueeze(-1) * both  # the V' of a rule without erasing
     _, dk, dboth, dg, dbeta, dh0, *_ = chunk_backward(
         torch.cat([scale * do.float(), -y], dim=-1), dht, x, k, both, g, beta, cu_seqlens, None, None,
-        factors, none, P, states, written, none, none, 1.0, False, False, initial, PRECISION, 1, None, "off",
+        factors, none, P, states, written, none, none, 1.0, False, False, initial, PRECISION, 1, "off",
     )  # fmt: skip
     dv, dkeys = dboth.split([V, K], dim=-1)
     dk += dkeys.unflatten(2, (H, -1)).sum(3)
