@@ -17,7 +17,7 @@ from deltanet_recipes.study import hybrid_measure, hybrid_row, references
 from deltanet_recipes.study.hybrid_measure import Measured
 from support.tiny_models import tiny_teacher
 
-TEXTS = {"wt2": ("wt2", 64, 3), "1k": ("heldwiki", 64, 3), "wiki_4k": ("heldwiki", 200, 3), "4k": ("novels", 200, 3)}
+TEXTS = {"wt2": ("wt2", 64, 3), "1k": ("heldwiki", 64, 3), "wiki_4k": ("wiki_long", 200, 3), "4k": ("novels", 200, 3)}
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def arrays(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("arrays")
-    for seed, name in enumerate(("wt2", "heldwiki", "novels")):
+    for seed, name in enumerate(("wt2", "heldwiki", "wiki_long", "novels")):
         np.save(folder / f"{name}.npy", np.random.default_rng(seed).integers(5, 60, 2000).astype(np.uint16))
     return folder
 

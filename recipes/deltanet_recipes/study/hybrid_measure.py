@@ -37,12 +37,12 @@ BYTES_AT = 2048  # tokens of the sequence whose bytes are given
 # Text -> array, tokens per window, largest number of windows.
 TEXTS = {
     "wt2": ("wt2", 1024, 64),
-    "1k": ("heldwiki", 1024, 64),
-    "wiki_4k": ("heldwiki", 4096, 24),
+    "1k": ("heldwiki", 1024, 128),
+    "wiki_4k": ("wiki_long", 4096, 24),
     "4k": ("novels", 4096, 32),
     "8k": ("novels", 8192, 16),
 }
-SPREAD = ("novels",)  # arrays with passages of many texts; of the others the first windows are taken
+SPREAD = ("heldwiki", "wiki_long", "novels")  # arrays of many texts; of the others the first windows are taken
 WITH_BIGRAMS = ("wiki_4k", "4k")
 HAYSTACK = "novels"
 SEGMENT, SEGMENTS = 256, 64  # of the exact repeat
@@ -76,7 +76,7 @@ class HybridMeasure:
     """Measures models against one teacher.
 
     Args:
-        arrays: folder with wt2.npy, heldwiki.npy and novels.npy (token ids).
+        arrays: folder with wt2.npy, heldwiki.npy, wiki_long.npy and novels.npy (token ids).
         limit: largest number of windows per text and of probes per cell; None for no limit.
         sweeps: whether to measure recall by distance and load, generated answers, and contexts of 8k tokens.
     """
@@ -99,7 +99,7 @@ class HybridMeasure:
             if size <= longest
         }
         count = min(SEGMENTS, limit or SEGMENTS)
-        self.segments = _windows(tokens["heldwiki"], SEGMENT, count, spread=False).to(teacher.device)
+        self.segments = _windows(tokens["heldwiki"], SEGMENT, count, spread=True).to(teacher.device)
         self.distances = {
             name: bigram_distances(self.windows[name].cpu().numpy()) for name in WITH_BIGRAMS if name in self.windows
         }
