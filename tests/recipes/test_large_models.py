@@ -174,8 +174,8 @@ def test_the_shipped_recipes_become_short_runs(tmp_path: Path, shape: str, proce
 
 
 def test_stages_that_a_recipe_has_not_are_refused(tmp_path: Path) -> None:
-    chosen = options("1B", tmp_path, stages=["align", "long"])
-    with pytest.raises(UserError, match=r"llama-3\.2-1b has no stage long; it has align, distil"):
+    chosen = options("1B", tmp_path, stages=["align", "repair"])
+    with pytest.raises(UserError, match=r"llama-3\.2-1b has no stage repair; it has align, distil, long"):
         recipe_changes(chosen, read_recipe("llama-3.2-1b"), Inputs(tmp_path), tmp_path / "run")
     only = recipe_changes(
         options("8B", tmp_path, stages=["distil"]), read_recipe("llama-3.1-8b"), Inputs(tmp_path), tmp_path / "run"
