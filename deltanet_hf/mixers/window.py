@@ -62,6 +62,7 @@ class WindowAttention(LayerKind):
 
     settings: WindowSettings
     layer_idx: int
+    cache_bits: int = 16
 
     @classmethod
     def default_settings(cls, profile: str, training: bool = True) -> WindowSettings:
@@ -142,6 +143,7 @@ class WindowAttention(LayerKind):
             in_order=padding is None and not state,
             eager=implementation == "eager",
             weights=bool(kwargs.get("output_attentions") or getattr(config, "output_attentions", False)),
+            bits=self.cache_bits,
         )
         output, weights = super().forward(  # type: ignore[misc]
             hidden_states=hidden_states,

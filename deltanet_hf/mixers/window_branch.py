@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from deltanet_hf.mixers.attention_shape import AttentionShape, MixerProjections
+from deltanet_hf.mixers.fake_quantisation import quantised_attention
 from deltanet_hf.mixers.layer_kind import TensorShape
 from deltanet_hf.mixers.parts import GatedRMSNorm, Part, is_plain
 from deltanet_hf.mixers.prompt import without_gradients
@@ -64,6 +65,7 @@ class WindowBranch(Part):
     FP32 = ("far_slope", "near_slope")
     STATE = ("keys", "values", "numbers", "count")
     dropout: Tensor
+    cache_bits: int = 16  # of the keys and values, see `deltanet_hf/models/cache_bits.py`
 
     def __init__(self, shape: AttentionShape, settings: MixerProjections) -> None:
         super().__init__()
@@ -122,7 +124,8 @@ class WindowBranch(Part):
 
     def mixes_in_one_kernel(self, norm: GatedRMSNorm | None) -> bool:
         """Whether `mixed` computes what the norm of the state's output and `forward` do in this call."""
-        return without_gradients() and self.can_step() and (norm is None or is_plain(norm))
+        plain = self.can_step() and self.cache_bits == 16
+        return without_gradients() and plain and (norm is None or is_plain(norm))
 
     def mixed(
         self,
@@ -271,6 +274,10 @@ class WindowBranch(Part):
         shape = q.shape
         if cu_seqlens is not None:
             q, k, v = (part.flatten(0, 1).unsqueeze(0) for part in (q, k, v))
+        if self.cache_bits < 16:
+            if cu_seqlens is not None:
+                raise ValueError("cache bits: packed sequences are read in 16 bits; pad them instead")
+            return quantised_attention(q, k, v, self.window, self.sinks, self.scale, self.cache_bits, self.softcap)
         near, lse = window_attention(q, k, v, self.window, self.sinks, self.scale, cu_seqlens, self.softcap)
         return near.view(shape), lse.view(shape[:3])
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from deltanet_hf.mixers.fake_quantisation import quantised_attention
 from deltanet_hf.mixers.token_order import few_queries, in_order
 from deltanet_hf.mixers.window_cache import Tokens
 from deltanet_kernels import window_attention
@@ -42,6 +43,7 @@ class WindowCall:
     in_order: bool  # no padding, and no tokens from the cache
     eager: bool  # the implementation that the model asks for is "eager" and not "sdpa"
     weights: bool  # whether the attention weights are wanted
+    bits: int = 16  # of keys and values, see `deltanet_hf/models/cache_bits.py`
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,8 @@ def operator_pays(call: WindowCall, query: Tensor) -> bool:
     89 ms at 256 and 512.
     """
     length = query.shape[2]
+    if call.bits < 16:
+        return True
     if not query.is_cuda:
         return length >= 8 * max(call.reach.window, 64)
     return length > (1 if call.in_order else few_queries(call.reach.window, query))
@@ -129,6 +133,12 @@ def _ordered(q: Tensor, k: Tensor, v: Tensor, numbers: Tensor, call: WindowCall,
         window, sinks = limit, 0
     limited = limit is not None and sinks > 0 and not (call.in_order and q.shape[1] <= limit)
     seen = 0 if limited else sinks
+    if call.bits < 16:
+        if limited or not call.in_order:
+            raise ValueError(
+                "cache bits: a forward pass without a cache takes whole sequences, padded on the right at most"
+            )
+        return quantised_attention(q, k, v, window, seen, scores.scale, call.bits, scores.softcap)[0]
     near, lse = window_attention(q, k, v, window, seen, scores.scale, call.cu_seqlens, scores.softcap)
     return _with_limited_sinks(q, k, v, numbers, call, scores, near, lse) if limited else near
 
