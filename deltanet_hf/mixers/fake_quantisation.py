@@ -60,7 +60,7 @@ def quantised_attention(
     rounded keys and values are exchanged for those of the exact ones.
 
     Args:
-        window: the most recent tokens that a query sees, itself included; at least `GROUP`.
+        window: the most recent tokens that a query sees, itself included.
 
     Returns:
         The output [B, T, HQ, D] and the log-sum-exp of the scores [B, T, HQ] float32.
@@ -75,14 +75,16 @@ def quantised_attention(
 
     queries = grouped(q).unflatten(3, (k.shape[2], -1))  # [B, N, GROUP, HK, R, D]
     total = F.pad(lse, (0, 0, 0, padded)).unflatten(1, (-1, GROUP)).unflatten(3, (k.shape[2], -1)).unsqueeze(-1)
-    later = torch.ones(GROUP, GROUP, dtype=torch.bool, device=q.device).triu(1)[:, None, None, :]
+    places = torch.arange(GROUP, device=q.device)
+    distance = places[:, None] - places
+    unseen = ((distance < 0) | (distance >= window))[:, None, None, :]  # or sinks, which are exact anyway
     own: Tensor = queries.new_zeros(())
     weight: Tensor = queries.new_zeros(())
     for sign, some_keys, some_values in ((1, k, v), (-1, keys, values)):
         scores = torch.einsum("bnqhrd,bnkhd->bnqhrk", queries, grouped(some_keys)) * scale
         if softcap is not None:
             scores = softcap * (scores / softcap).tanh()
-        weights = sign * (scores - total).masked_fill(later, -torch.inf).exp()
+        weights = sign * (scores - total).masked_fill(unseen, -torch.inf).exp()
         own = own + torch.einsum("bnqhrk,bnkhd->bnqhrd", weights, grouped(some_values))
         weight = weight + weights.sum(-1, keepdim=True)
     own, weight = (x.flatten(3, 4).flatten(1, 2)[:, :length] for x in (own, weight))

@@ -79,7 +79,7 @@ def _attend(
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     length = q.shape[1]
     window = length if sliding_window is None else min(sliding_window, length)
-    output, _ = quantised_attention(q, k, v, max(window, GROUP), 0, scale, module.cache_bits, softcap)
+    output, _ = quantised_attention(q, k, v, window, 0, scale, module.cache_bits, softcap)
     return output, None
 
 

@@ -99,6 +99,11 @@ class DistilBase(StageBase):
         "train: trained like the rest. frozen: not trained. restore: trained, but the final model has them as they "
         "were before the run (in a converted model, the teacher's).",
     )
+    cache_bits: Literal[16, 8, 4] = Field(
+        16,
+        description="Bits in which the student sees earlier keys and values in this stage; gradients pass the rounding "
+        "unchanged. For a student whose cache will be quantised.",
+    )
     recall_weight: float = Field(
         0.0,
         ge=0,

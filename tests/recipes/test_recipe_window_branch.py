@@ -184,3 +184,23 @@ def test_a_rate_of_zero_keeps_the_projections(workplace: Path, tmp_path: Path) -
     for key, tensor in load_student(str(final)).state_dict().items():
         projection = any(f".self_attn.{name}_proj" in key for name in "qkvo")
         assert torch.equal(tensor, before[key]) == (projection or ".self_attn." not in key), key
+
+
+def test_a_stage_trains_through_a_quantised_cache(tmp_path: Path) -> None:
+    """With `cache_bits: 4` the student's held-out error includes the rounding, in this stage only."""
+    make_workplace(tmp_path, layers=(0, 1), window=40)
+    errors = {}
+    for bits in (16, 4):
+        stage = {**DISTIL, "tokens": 256, "cache_bits": bits}
+        run(
+            load_recipe(
+                write_recipe(
+                    tmp_path,
+                    recipe_tree(tmp_path, [stage], data={"isolate_documents": False}, output=str(tmp_path / f"{bits}")),
+                )
+            )
+        )
+        first = read_log(tmp_path / f"{bits}")[0]
+        errors[bits] = first["held_out.kl"]
+    assert errors[4] != errors[16]
+    assert errors[4] == pytest.approx(errors[16], rel=0.5)

@@ -9,8 +9,8 @@ Every row of the results file is one model in a cache of one number of bits:
 - mb_2k, mb_8k, mb_32k: MB of one sequence of so many tokens (`deltanet_hf.models.cache_bits.stored_bytes`);
 - the columns of `hybrid_row.py` with their standard errors.
 
-The outcomes of single windows and probes are kept beside OUT, in OUT's name with `-items`, one file a row, so that every
-comparison can be made again (`tools/marks.py`).
+The outcomes of single windows and probes are kept in a folder named after OUT with `-items`, one file a row, so that
+every comparison can be made again.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def parse_policy(text: str) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...
 def window_for(
     teacher: PreTrainedModel, layers: tuple[int, ...], heads: tuple[tuple[int, int], ...], bits: int, budget: int
 ) -> int | None:
-    """The longest window of the other layers and heads with which a sequence of 2,048 tokens fits into `budget` bytes."""
+    """The longest window elsewhere for which 2,048 tokens fit into `budget` bytes; None if none does."""
     fits = None
     low, high = 1, 2048
     while low <= high:
@@ -80,9 +80,7 @@ def main(
     teacher_bits: Annotated[list[int] | None, typer.Option(help="Measure the teacher in this many bits.")] = None,
     policy: Annotated[
         list[str] | None,
-        typer.Option(
-            help="KEPT@BITS@BYTES: the teacher with these layers whole and windows elsewhere, without training."
-        ),
+        typer.Option(help="KEPT@BITS@BYTES: the teacher, untrained, with these layers whole and windows elsewhere."),
     ] = None,
     model: Annotated[list[str] | None, typer.Option(help="NAME=FOLDER of a converted model; repeatable.")] = None,
     bits: Annotated[

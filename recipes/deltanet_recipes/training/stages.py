@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from deltanet_hf.models.cache_bits import set_cache_bits
 from deltanet_hf.process_memory import give_back_freed_memory
 from deltanet_recipes.data.packing import Mixture, Rows
 from deltanet_recipes.schema import Align, DistilBase, Recipe, Stage, stage_name, stage_tokens
@@ -78,6 +79,7 @@ class StageRun:
             self._distil(self.stage)
         student = self._unsharded()
         merge_lora(student)
+        set_cache_bits(student, 16)
         give_back_freed_memory(self.runtime.device)
         return student
 
@@ -144,6 +146,7 @@ class StageRun:
 
     def _distil(self, stage: DistilBase) -> None:
         train_for(self.student, stage, self.recipe.seed)
+        set_cache_bits(self.student, stage.cache_bits)
         teacher: nn.Module | None = None
         cache: TopKCache | None = None
         terms = KlTerms(

@@ -1,0 +1,83 @@
+"""What a query sees of a cache of few bits, against a dense float64 form of the definition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from deltanet_hf.errors import UserError
+from deltanet_hf.mixers.fake_quantisation import GROUP, SINKS, quantised_attention
+from deltanet_hf.models.cache_bits import set_cache_bits, stored_bytes
+from support.tiny_models import mixed_mixture_table, tiny_mixture, tiny_teacher
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, window: int, sinks: int, bits: int, cap: float | None) -> Tensor:
+    """The definition, token by token: own group and the first tokens exact, earlier complete groups rounded."""
+    length, repeats = q.shape[1], q.shape[2] // k.shape[2]
+    rounded_k, rounded_v = k.clone(), v.clone()
+    steps = 2**bits - 1
+    for start in range(0, length // GROUP * GROUP, GROUP):
+        group = slice(start, start + GROUP)
+        low, high = k[:, group].amin(1, keepdim=True).bfloat16().double(), k[:, group].amax(1, keepdim=True)
+        scale = ((high - low) / steps).bfloat16().double()
+        rounded_k[:, group] = low + ((k[:, group] - low) / scale).round().clamp(0, steps) * scale
+        for first in range(0, v.shape[-1], GROUP):
+            part = v[:, group, :, first : first + GROUP]
+            low, high = part.amin(-1, keepdim=True).bfloat16().double(), part.amax(-1, keepdim=True)
+            scale = ((high - low) / steps).bfloat16().double()
+            rounded_v[:, group, :, first : first + GROUP] = low + ((part - low) / scale).round().clamp(0, steps) * scale
+    rounded_k[:, :SINKS], rounded_v[:, :SINKS] = k[:, :SINKS], v[:, :SINKS]
+    outputs = []
+    for t in range(length):
+        seen = [i for i in range(t + 1) if t - i < window or i < sinks]
+        own = torch.tensor([i // GROUP == t // GROUP for i in seen])[None, :, None, None]
+        keys = torch.where(own, k[:, seen], rounded_k[:, seen]).repeat_interleave(repeats, 2)
+        values = torch.where(own, v[:, seen], rounded_v[:, seen]).repeat_interleave(repeats, 2)
+        scores = torch.einsum("bhd,bkhd->bhk", q[:, t], keys) * 0.3
+        scores = scores if cap is None else cap * (scores / cap).tanh()
+        outputs.append(torch.einsum("bhk,bkhd->bhd", scores.softmax(-1), values))
+    return torch.stack(outputs, 1)
+
+
+@pytest.mark.parametrize(("window", "sinks", "cap"), [(200, 0, None), (40, 4, None), (64, 4, 2.0), (9, 4, None)])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_is_its_definition(window: int, sinks: int, cap: float | None, bits: int) -> None:
+    torch.manual_seed(bits)
+    q, k, v = (2 * torch.randn(2, 150, heads, 64, dtype=torch.float64) for heads in (4, 2, 2))
+    output, _ = quantised_attention(q, k, v, window, sinks, 0.3, bits, cap)
+    expected = dense(q, k, v, window, sinks, bits, cap)
+    assert (output - expected).abs().max() < 1e-12 * expected.abs().max()
+
+
+def test_gradients_pass_the_rounding() -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 70, 2, 32, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    output, lse = quantised_attention(q, k, v, 70, 0, 0.2, 8)
+    grads = torch.autograd.grad(output.square().sum() + lse.sum(), (q, k, v))
+    exact, exact_lse = quantised_attention(q, k, v, 70, 0, 0.2, 16)
+    wanted = torch.autograd.grad(exact.square().sum() + exact_lse.sum(), (q, k, v))
+    for found, reference in zip(grads, wanted, strict=True):
+        assert (found - reference).norm() < 0.03 * reference.norm()  # 8 bits of rounding, and not zero
+
+
+@torch.no_grad()
+def test_every_kind_of_attention_takes_the_setting() -> None:
+    """Softmax layers, single heads, windows and windows with a state; 16 bits gives the model back."""
+    ids = torch.arange(2, 2 + 100)[None] % 60
+    for model in (tiny_teacher("llama"), tiny_mixture("llama", mixed_mixture_table())):
+        before = model(ids, use_cache=False).logits
+        rounded = set_cache_bits(model, 4)(ids, use_cache=False).logits
+        # The first group and those that see only its own exact keys do not change; later tokens do.
+        assert torch.allclose(rounded[:, :GROUP], before[:, :GROUP], atol=1e-4)
+        assert (rounded[:, GROUP:] - before[:, GROUP:]).abs().max() > 1e-3
+        assert torch.equal(set_cache_bits(model, 16)(ids, use_cache=False).logits, before)
+    with pytest.raises(UserError, match="cache bits"):
+        set_cache_bits(model, 5)
+
+
+def test_bytes_follow_the_bits() -> None:
+    model = tiny_teacher("llama")
+    token = stored_bytes(model, 1, 16)
+    assert stored_bytes(model, 640, 16) == 640 * token
+    assert stored_bytes(model, 640, 4) == 640 * token * 5 // 16 + (GROUP + SINKS) * token
