@@ -121,13 +121,14 @@ def main(
         if window is None:
             typer.echo(f"{text}: a window of one token already needs more")
             continue
-        facts = {"kept": list(layers), "window": window, "sinks": SINKS, "tokens": 0}
+        facts: dict[str, Any] = {"kept": list(layers), "window": window, "sinks": SINKS, "tokens": 0}
         facts |= {"kept_heads": [list(head) for head in heads]} if heads else {}
         add(f"free-{text}", "free", WindowPolicy(layers, window, heads=heads).apply(loaded), width, facts)
     for entry in model or ():
         name, _, folder = entry.partition("=")
         student: Any = load_for_measure(folder, device)
-        run, facts = run_facts(Path(folder)), layer_facts(student)
+        run = run_facts(Path(folder))
+        facts = layer_facts(student)
         trained = {"tokens": run.get("tokens", 0), "seed": run.get("seed")}
         kind = "control" if all(title.startswith(("window", "softmax")) for title in facts["kinds"]) else "student"
         for width in bits or (16, 4):
