@@ -11,5 +11,6 @@ def head_size(config: Any) -> int:
 
 
 def mlp_size(config: Any) -> int:
-    """Inner size of the feed-forward block."""
-    return int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
+    """Inner size of the feed-forward block; in a mixture of experts, of all the experts that a token uses."""
+    one = getattr(config, "moe_intermediate_size", None) or getattr(config, "intermediate_size", None)
+    return int(one or 4 * config.hidden_size) * int(getattr(config, "num_experts_per_tok", None) or 1)

@@ -132,8 +132,11 @@ class _Run:
                 f"{figures['softmax_error']:.2e}; the conversion is wrong, please report it with the "
                 "teacher's config"
             )
-        for name, tensor in layer.state_dict().items():
-            self.writer.write(f"model.layers.{index}.{name}", [tensor])
+        prefix, tensors = f"model.layers.{index}.", layer.state_dict()
+        for name in self.job.plan.layout.specs:
+            if name.startswith(prefix):
+                tensor = tensors.get(name.removeprefix(prefix))
+                self._copy(name) if tensor is None else self.writer.write(name, [tensor])
         step.release(index)
         self.writer.sync()
         activations.save(self.workspace.folder, index + 1)

@@ -19,6 +19,7 @@ from deltanet_hf.process_memory import give_back_freed_memory
 from .activations import Activations
 from .compare_to_teacher import LayerCheck, compare_outputs, softmax_error
 from .device import moved
+from .expert_stream import round_experts
 from .layer_stream import LayerStream
 from .start import start_rule
 from .start.calibration import LayerCalibration
@@ -184,3 +185,4 @@ def _round(module: nn.Module, dtype: torch.dtype) -> None:
     for name, parameter in module.named_parameters():
         if name.rpartition(".")[2] not in FLOAT32_NAMES:
             parameter.copy_(parameter.to(dtype))
+    round_experts(module, dtype)

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from deltanet_hf.models.decoder import LayerwiseDecoder
 
+from .expert_stream import leave_experts_stored
 from .storage.safetensors_folder import BLOCK_ELEMENTS, Checkpoint
 from .teacher_model import Teacher
 
@@ -62,12 +63,16 @@ class LayerStream:
         ]
 
     def load_layer(self, index: int) -> nn.Module:
-        """Decoder layer `index` with attention and norms in float32; `.to("meta")` releases the memory."""
-        layer = self.layers[index]
+        """Decoder layer `index` with attention and norms in float32; `.to("meta")` releases the memory.
+
+        The weights of experts stay on the disk until they are used.
+        """
+        layer, prefix = self.layers[index], f"model.layers.{index}."
+        leave_experts_stored(layer, self.teacher.checkpoint, prefix)
         for name, module in layer.named_modules():
             if type(module) is nn.Linear and not name.startswith("self_attn."):
                 module.__class__ = StoredLinear
-        return load_module(layer, self.teacher.checkpoint, f"model.layers.{index}.")
+        return load_module(layer, self.teacher.checkpoint, prefix)
 
     def load_head(self, device: torch.device) -> "Head":
         """The final norm and the output head on a device; from then on, the model's layers are replaced."""

@@ -26,6 +26,7 @@ from deltanet_kernels.window.cpu import block_size
 
 from .calibration_text import HELD_OUT_TOKENS
 from .compare_to_teacher import LOGIT_TOKENS
+from .expert_stream import expert_parameters
 from .start.samples import KEPT_BYTES, SEARCH_TOKENS
 from .storage.safetensors_folder import BLOCK_ELEMENTS
 from .teacher_model import Teacher
@@ -123,7 +124,7 @@ class _LayerSizes:
     Attributes:
         changes: whether there is something to fit.
         stream: hidden states on the calibration text.
-        weights: those of the teacher's layer, its attention in float32 and all else as stored.
+        weights: those of the teacher's layer, its attention in float32 and all else as stored, without experts.
         work: what the largest of its steps takes beside them.
     """
 
@@ -134,11 +135,14 @@ class _LayerSizes:
         self.sequences = math.ceil(calibration_tokens / self.row)
         self.changes = new is not None
         attention = _count(old.self_attn)
-        self.weights = teacher.dtype.itemsize * (_count(old) - attention) + FLOAT * attention
+        experts = [parameter for _, _, _, parameter in expert_parameters(old)]
+        stored = _count(old) - attention - sum(parameter.numel() for parameter in experts)
+        self.weights = teacher.dtype.itemsize * stored + FLOAT * attention
+        one_expert = FLOAT * max((parameter[0].numel() for parameter in experts), default=0)
         self.stream = FLOAT * self.sequences * self.row * self.hidden
         self.all_scores = FLOAT * int(config.num_attention_heads) * self.row**2
         eager = SOFTMAX_SCORES * self.all_scores if caps_scores(config) else 0
-        run = FLOAT * self.row * 3 * (mlp_size(config) + self.hidden) + FLOAT * BLOCK_ELEMENTS + eager
+        run = FLOAT * self.row * 3 * (mlp_size(config) + self.hidden) + FLOAT * BLOCK_ELEMENTS + one_expert + eager
         if new is None:
             self.work = run
             return

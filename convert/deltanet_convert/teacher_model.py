@@ -14,6 +14,7 @@ from deltanet_hf.models.families import FAMILIES, PREFIX, Family, caps_scores, f
 
 from .config_numbers import check_numbers
 from .storage.safetensors_folder import Checkpoint, read_json
+from .storage.stored_experts import with_joined_experts
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 LAYER = re.compile(r"^model\.layers\.(\d{1,6})\.")
@@ -49,7 +50,7 @@ def open_teacher(folder: Path) -> Teacher:
     """
     raw = read_json(folder / "config.json")
     family = _check_supported(folder / "config.json", raw)
-    checkpoint = Checkpoint.open(folder)
+    checkpoint = with_joined_experts(Checkpoint.open(folder))
     _check_layer_count(folder / "config.json", raw, checkpoint)
     config = _guarded(folder / "config.json", lambda: family.config_class.from_pretrained(folder))
     check_numbers(folder / "config.json", raw, config)
@@ -65,6 +66,7 @@ def meta_model(cls: type[PreTrainedModel], config: PreTrainedConfig, dtype: torc
     """Builds a model on the meta device: modules and shapes without data."""
     with torch.device("meta"):
         model = cls._from_config(config, dtype=dtype, attn_implementation=attention_implementation(config))
+    model.config._experts_implementation = "eager"  # one expert after the other (`expert_stream.py`)
     return model.eval()  # type: ignore[no-any-return]
 
 
@@ -100,6 +102,8 @@ def _check_supported(file: Path, raw: dict[str, Any]) -> Family:
         raise UserError(f"{file}: model_type {model_type!r} is not supported; supported are {supported}")
     if raw.get("quantization_config"):
         raise UserError(f"{file}: key 'quantization_config': the teacher is quantised; save it as bfloat16 first")
+    if raw.get("clip_qkv") is not None:
+        raise UserError(f"{file}: key 'clip_qkv': converted layers clip no queries, keys and values; remove it")
     architectures = raw.get("architectures") or []
     if not isinstance(architectures, list):
         raise UserError(f"{file}: key 'architectures' is {architectures!r}, expected a list of names; correct it")
@@ -199,6 +203,8 @@ def _shape_remedy(name: str) -> str:
         keys = "hidden_size, num_attention_heads, num_key_value_heads and head_dim"
     elif ".linear_attn." in name:
         keys = "hidden_size and the linear_ keys"
+    elif re.search(r"\.(experts|gate|router)\.", name):
+        keys = "hidden_size, the number of experts and their intermediate size"
     elif ".mlp." in name:
         keys = "hidden_size and intermediate_size"
     elif name.startswith(("model.embed_tokens", "lm_head")):

@@ -16,7 +16,17 @@ from torch import Tensor, nn
 from deltanet_hf.mixers.joint_projection import product, products
 from deltanet_kernels.unchecked import silu_product
 
-CLASSES = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "GraniteMLP", "SmolLM3MLP", "Olmo2MLP", "Olmo3MLP")
+CLASSES = (
+    "LlamaMLP",
+    "MistralMLP",
+    "Qwen2MLP",
+    "Qwen3MLP",
+    "Qwen3MoeMLP",
+    "GraniteMLP",
+    "SmolLM3MLP",
+    "Olmo2MLP",
+    "Olmo3MLP",
+)
 """In transformers; others compute themselves, as those with GELU do."""
 ACTIVATIONS = ("SiLU", "SiLUActivation")
 

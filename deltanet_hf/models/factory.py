@@ -109,6 +109,9 @@ def model_class(model_type: str) -> type[PreTrainedModel]:
     def initialize_weights(self: Any) -> None:
         initialize(self, base.initialize_weights)
 
+    def can_set_experts_implementation(cls: Any) -> bool:  # transformers looks into the file of a class
+        return bool(base._can_set_experts_implementation())
+
     name = _model_name(family)
     namespace = {
         "__module__": __name__,
@@ -120,6 +123,7 @@ def model_class(model_type: str) -> type[PreTrainedModel]:
         # transformers before 5.21 runs SDPA without the cap that the config demands.
         "_supports_sdpa": base._supports_sdpa and not caps_scores(family.config_class),
         "__init__": __init__,
+        "_can_set_experts_implementation": classmethod(can_set_experts_implementation),
         "forward": with_few_launches(base.forward),
         "initialize_weights": initialize_weights,
         "register_for_auto_class": no_code_beside_the_shim,

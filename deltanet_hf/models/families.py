@@ -55,6 +55,10 @@ FAMILIES: dict[str, Family] = {
         Family("gemma2", "Gemma2Config", "Gemma2ForCausalLM"),
         Family("gemma3_text", "Gemma3TextConfig", "Gemma3ForCausalLM"),
         Family("phi3", "Phi3Config", "Phi3ForCausalLM"),
+        Family("qwen3_moe", "Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
+        Family("olmoe", "OlmoeConfig", "OlmoeForCausalLM"),
+        Family("mixtral", "MixtralConfig", "MixtralForCausalLM"),
+        Family("granitemoe", "GraniteMoeConfig", "GraniteMoeForCausalLM"),
     )
 }
 

@@ -104,7 +104,7 @@ def test_rotary_embeddings_that_every_runtime_computes(rope_type: str) -> None:
     assert export_obstacles(config("qwen3", EVERY_OTHER, rope_parameters=rope)) == []
 
 
-@pytest.mark.parametrize("model_type", ["olmo2", "olmo3", "granite", "gemma2", "gemma3_text", "phi3"])
+@pytest.mark.parametrize("model_type", ["olmo2", "olmo3", "granite", "gemma2", "gemma3_text", "phi3", "mixtral"])
 def test_families_with_another_skeleton_are_refused(model_type: str) -> None:
     teacher = teacher_config(model_type)
     assert [obstacle.name for obstacle in teacher_obstacles(teacher, [])] == ["family"]

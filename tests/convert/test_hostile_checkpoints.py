@@ -305,7 +305,7 @@ def test_bad_config(single: Path, text: str) -> None:
     refused(single, str(single / "config.json"))
 
 
-@pytest.mark.parametrize("model_type", ["bert", "mamba", "qwen3_moe", "gpt2", "no_such_type"])
+@pytest.mark.parametrize("model_type", ["bert", "mamba", "qwen2_moe", "gpt2", "no_such_type"])
 def test_unsupported_family_is_refused_with_the_list(single: Path, model_type: str) -> None:
     edit_json(single / "config.json", lambda config: config.update(model_type=model_type))
     refused(single, model_type, *FAMILIES)

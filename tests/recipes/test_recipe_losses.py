@@ -109,7 +109,7 @@ def packed_rows(isolate: bool = True) -> torch.Tensor:
     return make_rows(ids, np.ones_like(ids, dtype=bool), EOS, isolate)
 
 
-FAMILIES = ["llama", "qwen3", "granite", "gemma2", "gemma3_text", "olmo2", "phi3", "smollm3"]
+FAMILIES = ["llama", "qwen3", "granite", "gemma2", "gemma3_text", "olmo2", "phi3", "smollm3", "qwen3_moe", "granitemoe"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -31,6 +31,7 @@ from deltanet_recipes.training.logbook import read_log
 from deltanet_recipes.training.model_pair import load_student, mixers, teacher_name
 from deltanet_recipes.training.pipeline import run
 from deltanet_recipes.training.runtime import Runtime
+from support.tiny_models import tiny_student
 from support.tiny_run import ALIGN, DISTIL, LAYERS, make_workplace, recipe_tree, write_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -198,6 +199,15 @@ def test_adapters_go_to_mlps_and_kept_attention(tmp_path: Path) -> None:
     assert {name.split(".", 3)[3] for name in targets if ".1." in name} >= {"self_attn.q_proj", "mlp.up_proj"}
     assert not any("self_attn" in name for name in targets if ".0." in name or ".2." in name)
     assert list(mixers(student)) == [0, 2]
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "granitemoe"])
+def test_adapters_leave_experts_and_routers_alone(family: str) -> None:
+    student = tiny_student(family, layers=(0, 2))
+    train_for(student, Distil(tokens=8192, lora=Lora(rank=3, alpha=6)), seed=1)
+    trained = {name for name, parameter in student.named_parameters() if parameter.requires_grad}
+    assert any("lora_A" in name for name in trained)
+    assert not [name for name in trained if "expert" in name or ".gate." in name or "router" in name]
 
 
 def test_micro_batches_give_the_same_training(workplace: Path, tmp_path: Path) -> None:

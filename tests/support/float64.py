@@ -32,7 +32,13 @@ def _wide(value: Any) -> Any:
 def float64_logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
     """Logits [B, T, V] of a model whose weights are converted to float64, in place."""
     with Float64():
-        return model.double()(ids).logits
+        return double(model)(ids).logits
+
+
+def double(model: Any) -> Any:
+    """The model with its weights in float64; experts are computed one by one, for grouped products have no float64."""
+    model.config._experts_implementation = "eager"
+    return model.double()
 
 
 @torch.no_grad()

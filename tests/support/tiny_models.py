@@ -45,8 +45,18 @@ PECULIAR: dict[str, dict[str, Any]] = {
     "gemma2": {"sliding_window": 8, "head_dim": 16, "query_pre_attn_scalar": 12, "layer_types": SLIDING},
     "gemma3_text": {"sliding_window": 8, "head_dim": 16, "query_pre_attn_scalar": 12, "layer_types": SLIDING},
     "phi3": {"partial_rotary_factor": 0.5},
+    "qwen3_moe": {
+        "head_dim": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "mlp_only_layers": [1],
+    },
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "mixtral": {"sliding_window": 8, "num_local_experts": 4},
+    "granitemoe": {"attention_multiplier": 0.2, "residual_multiplier": 0.5, "num_local_experts": 4},
 }
-ONE_NORM = {"olmo2", "olmo3"}  # one q/k norm over all heads of a layer, so that their heads do not part
+ONE_NORM = {"olmo2", "olmo3", "olmoe"}  # one q/k norm over all heads of a layer, so that their heads do not part
 HYBRID = (0, 2)  # converted layers of a hybrid; every second layer keeps softmax attention
 
 

@@ -87,7 +87,7 @@ def _skeleton(config: Any) -> list[Obstacle]:
         return [
             Obstacle(
                 "family",
-                f"a {family} decoder layer has norms, scalings or projections that Qwen3.5 does not have",
+                f"a {family} decoder layer has norms, scalings, projections or experts that Qwen3.5 does not have",
                 f"serve it with deltanet_hf, or convert a teacher of one of the families {others}",
             )
         ]

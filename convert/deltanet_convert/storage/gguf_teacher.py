@@ -70,6 +70,8 @@ class GgufTeacher:
                 f"{', '.join(sorted(FAMILIES))}"
             )
         model = meta_model(FAMILIES[config.model_type].model_class, config, dtype)
+        if getattr(config, "num_experts_per_tok", None):
+            raise UserError(f"{file}: mixtures of experts are not read from GGUF files; give safetensors")
         tensors = _matched(file, model, reader.tensors, architecture)
         return cls(file, config, tokenizer, model, architecture, tensors)
 

@@ -1,11 +1,12 @@
 """A model's weights on disk: every header is checked first; tensors are read one by one, when they are used."""
 
+import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -37,11 +38,35 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
+class JoinedEntry:
+    """A tensor [n, ...] stored in parts, the same number of them for each index of the first dimension."""
+
+    name: str
+    shape: tuple[int, ...]
+    parts: tuple[TensorEntry, ...]
+
+    @property
+    def file(self) -> Path:
+        return self.parts[0].file
+
+    @property
+    def dtype(self) -> str:
+        return self.parts[0].dtype
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+
+StoredTensor: TypeAlias = TensorEntry | JoinedEntry
+
+
+@dataclass(frozen=True)
 class Checkpoint:
-    """The tensors of a folder of safetensors files; only `read` and `blocks` load them."""
+    """The tensors of a folder of safetensors files; only `read`, `read_index` and `blocks` load them."""
 
     folder: Path
-    entries: Mapping[str, TensorEntry]
+    entries: Mapping[str, StoredTensor]
 
     @classmethod
     def open(cls, folder: Path) -> "Checkpoint":
@@ -57,7 +82,7 @@ class Checkpoint:
         return name in self.entries
 
     def files(self) -> list[Path]:
-        return sorted({entry.file for entry in self.entries.values()})
+        return sorted({part.file for entry in self.entries.values() for part in entry.parts})
 
     def dtype(self, name: str) -> torch.dtype:
         return FLOAT_DTYPES[self.entries[name].dtype]
@@ -69,44 +94,63 @@ class Checkpoint:
             UserError: the tensor holds a NaN or an infinite value, or overflows in `dtype`.
         """
         entry = self.entries[name]
-        out = torch.empty(entry.shape, dtype=dtype or self.dtype(name))
-        filled = 0
-        for block in self.blocks(name):
-            flat = out.view(-1)[filled : filled + block.numel()]
-            flat.copy_(block)
-            _check_finite(entry, flat, "overflows in the conversion's dtype; choose --dtype float32 or bfloat16")
-            filled += block.numel()
-        return out
+        return _filled(torch.empty(entry.shape, dtype=dtype or self.dtype(name)), entry, self.blocks(name))
+
+    def read_index(self, name: str, index: int, dtype: torch.dtype) -> Tensor:
+        """Reads the part of a tensor [n, ...] with this index of the first dimension, as `read` does."""
+        entry = self.entries[name]
+        if isinstance(entry, JoinedEntry):
+            count = len(entry.parts) // entry.shape[0]
+            blocks: Iterator[Tensor] = itertools.chain(*map(_blocks, entry.parts[index * count : (index + 1) * count]))
+        else:
+            blocks = _blocks(entry, index)
+        return _filled(torch.empty(entry.shape[1:], dtype=dtype), entry, blocks)
 
     def blocks(self, name: str) -> Iterator[Tensor]:
         """Yields the tensor's elements in order, as flat pieces in the stored dtype.
 
         The complete tensor is never in memory.
         """
-        entry = self.entries[name]
-        rows = entry.shape[0] if entry.shape else 1
-        per_block = max(1, BLOCK_ELEMENTS * rows // max(1, _numel(entry)))
-        try:
-            # Opened once per tensor, because the pages of a memory map count as resident until it is closed.
-            with safe_open(entry.file, framework="pt") as shard:
-                if not entry.shape:
-                    pieces: Iterator[Tensor] = iter([shard.get_tensor(name)])
+        for part in self.entries[name].parts:
+            yield from _blocks(part)
+
+
+def _blocks(entry: TensorEntry, index: int | None = None) -> Iterator[Tensor]:
+    """The elements of a stored tensor, in flat pieces; of a tensor [n, ...], those with this index if one is given."""
+    shape = entry.shape if index is None else entry.shape[1:]
+    rows = shape[0] if shape else 1
+    per_block = max(1, BLOCK_ELEMENTS * rows // max(1, math.prod(shape)))
+    try:
+        # Opened once per tensor, because the pages of a memory map count as resident until it is closed.
+        with safe_open(entry.file, framework="pt") as shard:
+            if not shape:
+                pieces: Iterator[Tensor] = iter([shard.get_tensor(entry.name)])
+            else:
+                part, first = shard.get_slice(entry.name), range(0, rows, per_block)
+                if index is None:
+                    pieces = (part[row : row + per_block] for row in first)
                 else:
-                    part = shard.get_slice(name)
-                    pieces = (part[row : row + per_block] for row in range(0, rows, per_block))
-                for piece in pieces:
-                    flat = piece.reshape(-1)
-                    _check_finite(entry, flat, "holds {}; the teacher is damaged: " + DOWNLOAD_AGAIN)
-                    yield flat
-        except (SafetensorError, OSError) as error:
-            raise UserError(
-                f"{entry.file}: tensor '{name}' cannot be read ({error}); the file changed or is damaged, "
-                f"{DOWNLOAD_AGAIN}"
-            ) from error
+                    pieces = (part[index : index + 1, row : row + per_block] for row in first)
+            for piece in pieces:
+                flat = piece.reshape(-1)
+                _check_finite(entry, flat, "holds {}; the teacher is damaged: " + DOWNLOAD_AGAIN)
+                yield flat
+    except (SafetensorError, OSError) as error:
+        raise UserError(
+            f"{entry.file}: tensor '{entry.name}' cannot be read ({error}); the file changed or is damaged, "
+            f"{DOWNLOAD_AGAIN}"
+        ) from error
 
 
-def _numel(entry: TensorEntry) -> int:
-    return entry.nbytes // FLOAT_DTYPES[entry.dtype].itemsize
+def _filled(out: Tensor, entry: StoredTensor, blocks: Iterator[Tensor]) -> Tensor:
+    """Copies the blocks into `out` one behind the other."""
+    filled = 0
+    for block in blocks:
+        flat = out.view(-1)[filled : filled + block.numel()]
+        flat.copy_(block)
+        _check_finite(entry, flat, "overflows in the conversion's dtype; choose --dtype float32 or bfloat16")
+        filled += block.numel()
+    return out
 
 
 def all_finite(values: Tensor) -> bool:
@@ -117,7 +161,7 @@ def all_finite(values: Tensor) -> bool:
     return values.numel() == 0 or all(map(math.isfinite, torch.stack(values.aminmax()).tolist()))
 
 
-def _check_finite(entry: TensorEntry, values: Tensor, problem: str) -> None:
+def _check_finite(entry: StoredTensor, values: Tensor, problem: str) -> None:
     if all_finite(values):
         return
     kind = "NaN" if bool(torch.isnan(values).any()) else "an infinite value"

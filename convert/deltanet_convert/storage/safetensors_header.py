@@ -4,6 +4,8 @@ The format: the length of the header in 8 bytes, little-endian; the header as JS
 data_offsets}}; the data.
 """
 
+from __future__ import annotations
+
 import json
 import math
 from dataclasses import dataclass
@@ -40,6 +42,10 @@ class TensorEntry:
     @property
     def nbytes(self) -> int:
         return self.end - self.start
+
+    @property
+    def parts(self) -> tuple[TensorEntry, ...]:
+        return (self,)
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:

@@ -99,8 +99,8 @@ def lora_targets(student: nn.Module, kinds: tuple[str, ...]) -> list[str]:
     """Names of the linear layers that get adapters.
 
     These are the linear layers of MLPs and of attention with the teacher's weights (softmax and windows, also where
-    they are heads of a layer). In an imported model they include those of mixers, except for the ones in the mixer's
-    `without_lora`.
+    they are heads of a layer); experts and routers are no linear layers. In an imported model they include those of
+    mixers, except for the ones in the mixer's `without_lora`.
 
     Args:
         kinds: "mlp", "attention" or both.
@@ -110,7 +110,9 @@ def lora_targets(student: nn.Module, kinds: tuple[str, ...]) -> list[str]:
         for part in ("mlp", mixer_name(layer)):
             if ("mlp" if part == "mlp" else "attention") not in kinds:
                 continue
-            room = getattr(layer, part)
+            room = getattr(layer, part, None)
+            if room is None:  # experts under another name
+                continue
             kind = isinstance(room, LayerKind)
             without = room.without_lora if kind else ()
             new = {module for own in room.new_parts() for module in own.modules()} if kind and not imported else set()

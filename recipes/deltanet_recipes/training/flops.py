@@ -30,7 +30,7 @@ from torch import nn
 
 from deltanet_hf.model_sizes import head_size
 from deltanet_recipes.schema import Align, Stage
-from deltanet_recipes.training.model_pair import decoder_layers, mixers, output_weight
+from deltanet_recipes.training.model_pair import decoder_layers, mixer_name, mixers, output_weight
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def training_flops(stage: Stage, student: nn.Module, trained: int, adapters: int
     layers, length = decoder_layers(student), stage.sequence_length
     head = output_weight(student).numel()
     converted = mixers(student)
-    own = sum(_matrices(layer) for layer in layers)
+    own = sum(_matrices(layer) for layer in layers) + _used_experts(student)
     in_mixers = sum(_matrices(mixer) for mixer in converted.values())
     softmax = _softmax(student, length)
     teacher = 2.0 * (own - in_mixers + len(converted) * attention_weights(student)) + len(layers) * softmax
@@ -89,6 +89,17 @@ def _mixing(mixer: Any) -> float:
     states = (part.recurrent_shapes() for part in mixer.new_parts() if hasattr(part, "recurrent_shapes"))
     shapes = [state.shape for named in states for state in named.values()]
     return 6.0 * sum(torch.Size(shape).numel() for shape in shapes if len(shape) == 3)  # not those of convolutions
+
+
+def _used_experts(student: nn.Module) -> int:
+    """Weights of the experts that a token uses."""
+    sizes = [
+        weight.numel() // len(weight)
+        for layer in decoder_layers(student)
+        for name, weight in layer.named_parameters()
+        if weight.dim() == 3 and not name.startswith(mixer_name(layer))
+    ]
+    return sum(sizes) * int(getattr(student.config, "num_experts_per_tok", 0))
 
 
 def _matrices(module: nn.Module) -> int:
