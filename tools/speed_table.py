@@ -30,7 +30,7 @@ def markdown(rows: Rows) -> str:
     failed = [
         f"not measured: {' '.join(str(row[key]) for key in keys)}: {row['error']}" for row in rows if "error" in row
     ]
-    return "\n".join([*lines, *([""] if failed else []), *(f"not measured: {name}: {error}" for name, error in failed)])
+    return "\n".join([*lines, *([""] if failed else []), *failed])
 
 
 def _best(rows: Rows, shape: str, batch: int, context: int, kind: str) -> dict[str, Any] | None:

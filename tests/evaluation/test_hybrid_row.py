@@ -8,13 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from transformers import PreTrainedTokenizerFast
 
+from deltanet_hf.evaluation.free_policies import WindowPolicy
 from deltanet_hf.evaluation.measures.relative import Clusters
 from deltanet_hf.evaluation.tasks import recall_cells
 from deltanet_hf.mixers.restrict_heads import restrict_heads
 from deltanet_recipes.study import hybrid_measure, hybrid_row, references
-from deltanet_recipes.study.hybrid_measure import Measured
+from deltanet_recipes.study.hybrid_measure import HybridMeasure, Measured
+from deltanet_recipes.study.results_row import load_for_measure
 from support.tiny_models import tiny_teacher
 
 TEXTS = {"wt2": ("wt2", 64, 3), "1k": ("heldwiki", 64, 3), "wiki_4k": ("wiki_long", 200, 3), "4k": ("novels", 200, 3)}
@@ -64,11 +67,12 @@ def test_rows(small: None, arrays: Path, teacher_folder: Path, student_folder: P
         assert teacher[key] == pytest.approx(0, abs=1e-4)
         assert hybrid[key] > 0.01
         assert hybrid[f"{key}_se"] > 0
-        assert hybrid["free"][key] >= 0
     for key in ("needles_1k", "pairs_8", "exact_repeat", "wt2"):
         assert {key, f"{key}_se"} <= hybrid.keys() & hybrid["free"].keys() & hybrid["free_window"].keys()
     assert hybrid["cells"]["needles_1k"].keys() >= {"exact", "first", "nats", "control", "generated", "generated_se"}
     assert "replaced_8" in hybrid["cells"]
+    policy = WindowPolicy((1, 3), hybrid["free"]["window"])
+    assert hybrid["free"]["kl_1k"] == pytest.approx(divergence(teacher_folder, arrays, policy), rel=1e-3)
     assert hybrid["free"]["kept"] == [1, 3]
     assert hybrid["free_window"]["kept"] == []
     assert hybrid["free"]["window"] < hybrid["free_window"]["window"] or hybrid["free_window"]["window"] is None
@@ -81,6 +85,16 @@ def test_rows(small: None, arrays: Path, teacher_folder: Path, student_folder: P
     assert windowed["windowed"]["kept"] == []
     assert windowed["windowed"]["kl_4k"] > 0
     assert windowed["itself"] == teacher
+
+
+@torch.no_grad()
+def divergence(teacher_folder: Path, arrays: Path, policy: WindowPolicy) -> float:
+    """KL of a free policy from the teacher, in nats per token, on three windows of 64 tokens."""
+    teacher = load_for_measure(str(teacher_folder), torch.device("cpu"))
+    windows = np.load(arrays / "heldwiki.npy")[: 31 * 64].reshape(31, 64)
+    ids = torch.from_numpy(windows[[0, 15, 30]].astype(np.int64))
+    wanted, found = (model(ids).logits[:, :-1].log_softmax(-1) for model in (teacher, policy.apply(teacher)))
+    return float((wanted.exp() * (wanted - found)).sum(-1).mean())
 
 
 def test_runs_share_figures(
@@ -104,6 +118,17 @@ def test_runs_share_figures(
     assert len(list((tmp_path / "kept").iterdir())) == 12  # other windows and probes are other figures
 
 
+def test_windows_are_spread_over_texts_of_many_parts(
+    small: None, arrays: Path, teacher_folder: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Three of all, with the first and the last; of WikiText-2 the first three."""
+    measure = HybridMeasure(arrays, load_for_measure(str(teacher_folder), torch.device("cpu")), tokenizer)
+    for name, chosen in (("4k", (0, 4, 9)), ("1k", (0, 15, 30)), ("wt2", (0, 1, 2))):
+        array, size, _ = TEXTS[name]
+        tokens = np.load(arrays / f"{array}.npy")
+        assert measure.windows[name].tolist() == [tokens[size * i : size * (i + 1)].tolist() for i in chosen]
+
+
 def test_measures_survive_their_file() -> None:
     measured = Measured(7, {"a": Clusters(np.array([1.5, 2.0]), np.array([3, 4]))})
     back = Measured.from_dict(json.loads(json.dumps(measured.to_dict())))
@@ -112,23 +137,29 @@ def test_measures_survive_their_file() -> None:
     assert back.clusters["a"].sizes.tolist() == [3, 4]
 
 
-def test_columns_that_are_ahead() -> None:
-    rng = np.random.default_rng(0)
-    base = rng.random(50)
+@pytest.mark.parametrize("errors", [1.7, 2.4])
+def test_columns_are_marked_from_two_standard_errors_on(errors: float) -> None:
+    """Differences that vary from item to item, and are `errors` of their standard errors on average."""
+    rng, count = np.random.default_rng(0), 400
+    base, noise = rng.random(count), rng.standard_normal(count)
+    noise = (noise - noise.mean()) / noise.std(ddof=1)
+    difference = noise + errors / np.sqrt(count)
 
-    def measured(kl: float, needles: float, repeat: float) -> Measured:
-        values = {"kl_1k": base + kl, "needles_2k": base + needles, "loss_repeat": base + repeat, "loss_wt2": base}
-        return Measured(1, {name: Clusters(sums, np.ones(50)) for name, sums in values.items()})
+    def measured(sign: int) -> Measured:
+        changes = {"kl_1k": -difference, "needles_2k": difference, "loss_repeat": difference, "pairs_8": -difference}
+        values = {name: base + sign * change for name, change in changes.items()} | {"loss_wt2": base}
+        return Measured(1, {name: Clusters(sums, np.ones(count)) for name, sums in values.items()})
 
-    found = hybrid_row.compared(measured(-0.1, 0.1, 0.2), measured(0, 0, 0))
-    assert found == {"better": ["kl_1k", "needles_2k"], "worse": ["exact_repeat"]}
+    marks = {"better": ["kl_1k", "needles_2k"], "worse": ["pairs_8", "exact_repeat"]}
+    found = hybrid_row.compared(measured(1), measured(0))
+    assert found == (marks if errors > 2 else {"better": [], "worse": []})
+    assert hybrid_row.compared(measured(0), measured(1)) == dict(zip(found, reversed(found.values()), strict=True))
 
 
 def test_a_window_forgets_what_is_beyond_it(
     small: None, arrays: Path, teacher_folder: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     """With the facts beyond all that the layers' windows reach, a window gives what the control gives."""
-    from deltanet_hf.evaluation.free_policies import WindowPolicy
     from deltanet_hf.evaluation.measures.probes import Probe, answer_outcomes
     from deltanet_hf.evaluation.report.contestants import Roster, line_up
 

@@ -275,6 +275,7 @@ def test_on_a_gpu_rows_of_2048_tokens_train_in_bfloat16(kind: str) -> None:
     narrow = [x.detach().cuda().bfloat16().requires_grad_() for x in given]
     layer = layer.bfloat16()
     found = layer.attend(*narrow[1:], Call(narrow[0], None, None, None, None), Softmax(layer, 0.3, 0.0, None))
-    assert (found.double().cpu() - wanted).norm() / wanted.norm() < 0.05
+    # The formulas in bfloat16 on a CPU lose 0.004 of the outputs and 0.008 of the gradients.
+    assert (found.double().cpu() - wanted).norm() / wanted.norm() < 0.02
     for got, want in zip(torch.autograd.grad(found, narrow[1:], pull.cuda().bfloat16()), gradients, strict=True):
-        assert (got.double().cpu() - want).norm() / want.norm() < 0.05
+        assert (got.double().cpu() - want).norm() / want.norm() < 0.02

@@ -271,5 +271,5 @@ def test_bfloat16_decodes_as_it_reads(kind: str) -> None:
     cache = DynamicCache(config=model.config)
     parts = [model(ids, past_key_values=cache, use_cache=True).logits for ids in IDS.split([10, 1, 1, 12], dim=1)]
     rounding = float((full - exact).norm() / exact.norm())
-    assert rounding < 0.1
+    assert rounding < 0.03  # four layers, each some roundings of 2^-8
     assert (torch.cat(parts, dim=1).float() - exact).norm() / exact.norm() < 2 * rounding

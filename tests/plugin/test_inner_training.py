@@ -76,7 +76,8 @@ def test_rounded_states_take_half_the_bytes(mixer: str) -> None:
         }
         sizes.append(cache_bytes(cache))
         step = model(TOKENS[:1, 11:12], past_key_values=cache, use_cache=True).logits
-        torch.testing.assert_close(step, model(TOKENS[:1, :12]).logits[:, -1:], rtol=0.05, atol=0.05)
+        whole = model(TOKENS[:1, :12]).logits[:, -1:]
+        assert (step - whole).norm() < (1e-5 if dtype == "float32" else 2**-8) * whole.norm()
     matrices = 1 if mixer == "mesa" else 2
     assert sizes[0] - sizes[1] == len(HYBRID) * matrices * 4 * 8 * 8 * 2
 

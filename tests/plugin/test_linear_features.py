@@ -61,7 +61,8 @@ def test_the_maps_begin_with_the_channels_that_make_the_scores() -> None:
     found, whole = scores(*mapped), scores(q, k)
     for head in range(4):
         scale = whole[head].square().mean().sqrt()
-        torch.testing.assert_close(found[head].square().mean().sqrt(), torch.tensor(1.0), rtol=0.15, atol=0)
+        # The map takes queries and keys for independent, which a few random ones are not quite.
+        torch.testing.assert_close(found[head].square().mean().sqrt(), torch.tensor(1.0), rtol=0.05, atol=0)
         torch.testing.assert_close(found[head] / found[head].std(), whole[head] / whole[head].std(), rtol=0, atol=1e-3)
         assert scale > 5
     part.adapt(torch.zeros_like(q), torch.zeros_like(k))

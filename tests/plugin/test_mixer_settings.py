@@ -171,7 +171,8 @@ def test_a_bfloat16_state_in_every_family(family: str) -> None:
     logits = torch.stack(found.logits, dim=1)
     for row, padding in enumerate((5, 0)):
         wanted = model(found.sequences[row : row + 1, padding:]).logits[0, -7:-1]
-        assert (logits[row] - wanted).norm() < 0.06 * wanted.norm()  # a lost state gives more than .3
+        # Each of up to 14 tokens rounds the states by 2^-9; a lost state gives more than 0.3.
+        assert (logits[row] - wanted).norm() < 0.04 * wanted.norm()
 
 
 @torch.no_grad()

@@ -192,7 +192,7 @@ def test_transformers_own_quantised_cache_serves_too() -> None:
         for part in LONG.split([150, 1, 46], dim=1):
             wanted = model(part, past_key_values=exact, use_cache=True).logits
             found = model(part, past_key_values=cache, use_cache=True).logits
-        assert (found - wanted).norm() < 0.2 * wanted.norm()
+        assert (found - wanted).norm() < 2**-4 * wanted.norm()  # what rounding to 3 bits after the first loses at most
         assert cache_bytes(cache) < cache_bytes(exact)
 
 

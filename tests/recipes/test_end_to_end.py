@@ -175,6 +175,18 @@ def test_a_slow_prefill_is_timed_once(seconds: float, repeats: int, monkeypatch:
     assert row["cache_mb"] == round(cache_bytes(cache) / 1e6, 3)
 
 
+def test_times_are_medians_after_a_first_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first prompt and the first run of steps, which load kernels, do not count."""
+    prompts, steps = iter((60.0, 3.5, 1.0, 2.0)), iter((90.0, 0.9, 0.2, 0.4))
+    prompt, decode = model_at_points.timed_prompt, model_at_points.timed_steps
+    monkeypatch.setattr(model_at_points, "check_decoding", lambda *_: 0.0)
+    monkeypatch.setattr(model_at_points, "timed_prompt", lambda *args: (next(prompts), prompt(*args)[1]))
+    monkeypatch.setattr(model_at_points, "timed_steps", lambda *args: (next(steps), decode(*args)[1]))
+    row = ModelAtPoints(tiny_teacher("llama"), {}, (1, 8)).measure(EAGER, (3, 20))
+    assert row["prefill_tokens_per_s"] == 60 / 2
+    assert row["decode_ms"] == 1000 * 0.4 / 2  # runs of two steps
+
+
 def test_a_step_has_room_for_all_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     assert (1 + model_at_points.DECODINGS) * max(model_at_points.STEPS.values()) <= MOST_STEPS

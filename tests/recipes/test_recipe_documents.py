@@ -95,6 +95,20 @@ def test_hybrids_stand_beside_their_free_policies(tmp_path: Path) -> None:
         lines(rows=[{"run": "c", "label": "failed"}])
 
 
+def test_speeds_are_those_of_the_fastest_mode(tmp_path: Path) -> None:
+    labels = {"shape": "135M", "batch": 16, "context": 2048}
+    rows = [
+        {**labels, "kind": kind, "mode": mode, "decode_ms": ms, "prefill_tokens_per_s": 1e4 / ms, "cache_mb": cache}
+        for kind, cache in (("teacher", 755), ("all", 76))
+        for mode, ms in (("eager", 8.0), ("graph", 2.0 if kind == "teacher" else 1.0), ("compiled", 4.0))
+    ]
+    failed = {**labels, "kind": "all", "mode": "compiled", "batch": 1, "error": "out of memory"}
+    (tmp_path / "s.json").write_text(json.dumps({"rows": [*rows, failed]}))
+    lines = rewritten("<!-- speed: s.json -->\n<!-- end of speed -->", tmp_path).splitlines()
+    assert lines[3] == "| 135M, 16 x 2,048 | 5.0k | 10.0k (2.00x) | 2.00 | 1.00 (2.00x) | 755 | 76 |"
+    assert lines[5] == "not measured: 135M all compiled 1 2048: out of memory"
+
+
 class Counting(nn.Module):
     """Predicts token t + 1 after token t with probability `sure`, the rest spread evenly."""
 
