@@ -24,11 +24,11 @@ test-newest:
 	.venv-newest/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager --editable '.[dev]'
 	OMP_NUM_THREADS=1 .venv-newest/bin/python $(FAST_TESTS)
 
-# The kernels and models on a CUDA device (without one, `make test` runs the kernels in Triton's interpreter).
+# The kernels and models on a CUDA device (without one, `make test` runs the kernels in Triton's interpreter). How they
+# ended is recorded in tests/gpu_run.json.
+COMMIT ?= $(shell git describe --always --dirty --exclude '*')
 test-gpu: $(VENV)/.installed
-	$(BIN)/python -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'no CUDA device')"
-	$(BIN)/python -m pytest tests/kernels tests/plugin
-	$(BIN)/python -m pytest -m gpu tests/recipes
+	$(BIN)/python tools/gpu_tests.py --commit $(COMMIT)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

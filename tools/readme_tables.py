@@ -1,7 +1,7 @@
 """Rewrites the generated tables of Markdown files: `python tools/readme_tables.py README.md ...`.
 
 A table is the text between `<!-- KIND: FILE ... -->` and `<!-- end of KIND -->`; what follows FILE is a note for the
-reader. There are seven kinds:
+reader. There are nine kinds:
 
 - results FILE: the rows of a results file (deltanet_recipes.study.results_row).
 - keys FILE: the keys of a recipe (FILE is not read).
@@ -12,6 +12,8 @@ reader. There are seven kinds:
 - mixers FILE: the rows of a results file of deltanet_recipes.study.mixer_row.
 - lab FILE: the rows of a results file of deltanet_recipes.lab.
 - speed FILE: the rows of the results file of deltanet_recipes.benchmarks.end_to_end.
+- speed-summary FILE: of the same file, the smallest and the largest shape only, with a column per kind of model.
+- gpu FILE: the record of the last run of `make test-gpu`.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from typing import Annotated, Any
 import typer
 import yaml
 
+import gpu_tests
 import hybrids_table
 import mixers_table
 import recipe_keys
@@ -34,7 +37,8 @@ from deltanet_hf.exit_codes import run_command
 from deltanet_recipes.lab import table as lab_table
 
 BLOCK = re.compile(
-    r"(<!-- (results|keys|headline|hybrids|mixers|lab|speed): (\S+)[^\n]*-->\n)(.*?)(<!-- end of \2 -->)", re.DOTALL
+    r"(<!-- (results|keys|headline|hybrids|mixers|lab|speed|speed-summary|gpu): (\S+)[^\n]*-->\n)(.*?)(<!-- end of \2 -->)",
+    re.DOTALL,
 )
 METRICS = {
     "WikiText-2": ("wt2.perplexity", 1),
@@ -59,6 +63,10 @@ def rewritten(text: str, root: Path) -> str:
             table = mixers_table.markdown(json.loads(path.read_text()))
         elif kind == "speed":
             table = speed_table.markdown(json.loads(path.read_text())["rows"])
+        elif kind == "speed-summary":
+            table = speed_table.summary(json.loads(path.read_text())["rows"])
+        elif kind == "gpu":
+            table = gpu_tests.markdown(path)
         elif kind == "lab":
             table = lab_table.table(json.loads(path.read_text()))
         elif kind == "hybrids":

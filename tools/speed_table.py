@@ -1,7 +1,6 @@
-"""The table of `deltanet_recipes.benchmarks.end_to_end`'s results file, for readme_tables.py.
+"""The tables of `deltanet_recipes.benchmarks.end_to_end`'s results file, for readme_tables.py.
 
-A line is a shape, a batch and a context length. Decoding times are those of the fastest mode of each kind; the ratio
-behind a time or speed is to the teacher's.
+Decoding times are those of the fastest mode of each kind of model.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ Rows = Sequence[dict[str, Any]]
 
 
 def markdown(rows: Rows) -> str:
-    """The table, and below it what could not be measured."""
-    kinds = {kind: title for kind, title in KINDS.items() if any(row["kind"] == kind for row in rows)}
+    """A line per shape, batch and context length, with ratios to the teacher; below it what could not be measured."""
+    kinds = _kinds(rows)
     headers = [f"{what}: {title}" for what in ("prompt, tokens/s", "step, ms", "cache, MB") for title in kinds.values()]
     lines = ["| shape, sequences x tokens | " + " | ".join(headers) + " |", "|---" * (len(headers) + 1) + "|"]
     points = list(dict.fromkeys((row["shape"], row["batch"], row["context"]) for row in rows if "error" not in row))
@@ -24,13 +23,43 @@ def markdown(rows: Rows) -> str:
         best = {kind: _best(rows, shape, batch, context, kind) for kind in kinds}
         cells = [_cell(best, "prefill_tokens_per_s", kind) for kind in kinds]
         cells += [_cell(best, "decode_ms", kind) for kind in kinds]
-        cells += [f"{row['cache_mb']:,.0f}" if (row := best[kind]) else "-" for kind in kinds]
+        cells += [_figure(row, "cache_mb") if (row := best[kind]) else "-" for kind in kinds]
         lines.append(f"| {shape}, {batch} x {context:,} | " + " | ".join(cells) + " |")
     keys = ("shape", "kind", "mode", "batch", "context")
     failed = [
         f"not measured: {' '.join(str(row[key]) for key in keys)}: {row['error']}" for row in rows if "error" in row
     ]
     return "\n".join([*lines, *([""] if failed else []), *failed])
+
+
+def summary(rows: Rows) -> str:
+    """A column per kind of model, and in a cell the figures of the smallest and the largest shape."""
+    kinds, shapes = _kinds(rows), list(dict.fromkeys(row["shape"] for row in rows))
+    ends = shapes[:1] + shapes[1:][-1:]
+
+    def line(title: str, key: str, batch: int, context: int) -> str:
+        cells = []
+        for kind in kinds:
+            found = [_best(rows, shape, batch, context, kind) for shape in ends]
+            cells.append(" / ".join("-" if row is None else _figure(row, key) for row in found))
+        return f"| {title} | " + " | ".join(cells) + " |"
+
+    return "\n".join(
+        [
+            f"| {' / '.join(ends)} | " + " | ".join(kinds.values()) + " |",
+            "|---" * (len(kinds) + 1) + "|",
+            line("16 prompts of 2,048 tokens, tokens/s", "prefill_tokens_per_s", 16, 2048),
+            line("one prompt of 32,768 tokens, tokens/s", "prefill_tokens_per_s", 1, 32768),
+            line("one sequence of 2,048 tokens, ms per step", "decode_ms", 1, 2048),
+            line("16 sequences of 16,384 tokens, ms per step", "decode_ms", 16, 16384),
+            line("their cache, MB", "cache_mb", 16, 16384),
+        ]
+    )
+
+
+def _kinds(rows: Rows) -> dict[str, str]:
+    """Kind -> title, of those that have rows."""
+    return {kind: title for kind, title in KINDS.items() if any(row["kind"] == kind for row in rows)}
 
 
 def _best(rows: Rows, shape: str, batch: int, context: int, kind: str) -> dict[str, Any] | None:
@@ -44,11 +73,17 @@ def _cell(best: dict[str, dict[str, Any] | None], key: str, kind: str) -> str:
     row, teacher = best[kind], best["teacher"]
     if row is None:
         return "-"
-    value = row[key]
-    text = f"{value / 1e3:,.0f}k" if key != "decode_ms" and value >= 1e5 else f"{value / 1e3:.1f}k"
-    if key == "decode_ms":
-        text = f"{value:.2f}"
+    text = _figure(row, key)
     if kind == "teacher" or teacher is None:
         return text
-    times = value / teacher[key] if key != "decode_ms" else teacher[key] / value
+    times = row[key] / teacher[key] if key != "decode_ms" else teacher[key] / row[key]
     return f"{text} ({times:.2f}x)"
+
+
+def _figure(row: dict[str, Any], key: str) -> str:
+    value = row[key]
+    if key == "decode_ms":
+        return f"{value:.2f}"
+    if key == "cache_mb":
+        return f"{value:,.0f}"
+    return f"{value / 1e3:,.0f}k" if value >= 1e5 else f"{value / 1e3:.1f}k"

@@ -12,12 +12,16 @@ import pytest
 import torch
 from torch import nn
 
+import gpu_tests
 from deltanet_hf.errors import UserError
 from deltanet_recipes.study.results_row import Measure, append_rows
 from readme_tables import BLOCK, rewritten
 
 ROOT = Path(__file__).parents[2]
-GENERATED = ["README.md", *(f"docs/{name}.md" for name in ("results", "training", "journal-training", "mixers"))]
+GENERATED = [
+    "README.md",
+    *(f"docs/{name}.md" for name in ("decoding", "results", "running", "training", "journal-training", "mixers")),
+]
 
 
 @pytest.mark.parametrize("name", GENERATED)
@@ -107,6 +111,23 @@ def test_speeds_are_those_of_the_fastest_mode(tmp_path: Path) -> None:
     lines = rewritten("<!-- speed: s.json -->\n<!-- end of speed -->", tmp_path).splitlines()
     assert lines[3] == "| 135M, 16 x 2,048 | 5.0k | 10.0k (2.00x) | 2.00 | 1.00 (2.00x) | 755 | 76 |"
     assert lines[5] == "not measured: 135M all compiled 1 2048: out of memory"
+
+
+def test_the_record_of_gpu_tests(tmp_path: Path) -> None:
+    """Counts of several runs of pytest; a test that fails is counted, and known to the caller."""
+    (tmp_path / "test_one.py").write_text("def test_right(): pass\ndef test_wrong(): assert 0\n")
+    skipped = "import pytest\n@pytest.mark.skip\ndef test_skipped(): pass\ndef test_right(): pass\n"
+    (tmp_path / "test_two.py").write_text(skipped)
+    files = [["-p", "no:cacheprovider", str(tmp_path / f"test_{name}.py")] for name in ("one", "two")]
+    text = "<!-- gpu: run.json -->\n<!-- end of gpu -->"
+    assert "No run is recorded" in rewritten(text, tmp_path)
+    assert gpu_tests.record(files, "abc1234", tmp_path / "run.json") == 1
+    assert gpu_tests.record(files[1:], "abc1234", tmp_path / "run.json") == 0
+    assert gpu_tests.record(files, "abc1234", tmp_path / "run.json") == 1
+    cells = rewritten(text, tmp_path).splitlines()[3].split(" | ")
+    assert (cells[0], cells[6:]) == ("| abc1234", ["2", "1", "1", "0 |"])
+    with pytest.raises(UserError, match="ended without results"):
+        gpu_tests.counted(["--no-such-option"])
 
 
 class Counting(nn.Module):
