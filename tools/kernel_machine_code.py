@@ -27,26 +27,22 @@ from triton.compiler import ASTSource, compile, make_backend
 from triton.runtime.jit import create_function_from_signature
 
 import deltanet_kernels
-from deltanet_kernels.arguments import (
-    PromptInputsCall,
-    RuleCall,
-    StepCall,
-    WindowCall,
-    WindowMixtureCall,
-    WindowStepCall,
-)
+from deltanet_kernels.arguments import ConvCall, GatedNormCall, RMSNormCall, RuleCall, StepCall
 from deltanet_kernels.conv import causal_conv1d_triton
 from deltanet_kernels.flash_decoding.attention import decode_attention_triton
+from deltanet_kernels.flash_decoding.calls import DecodeAttentionCall
 from deltanet_kernels.gated_delta_rule.chunk import chunk_gated_delta_rule_triton
 from deltanet_kernels.gated_delta_rule.recurrent import fused_recurrent_gated_delta_rule_triton
 from deltanet_kernels.gated_delta_rule.step import gated_delta_step_triton_
+from deltanet_kernels.mesa.calls import MesaCall, MesaState
 from deltanet_kernels.mesa.chunk import chunk_mesa_triton
-from deltanet_kernels.mesa.state import MesaState
 from deltanet_kernels.norm import gated_rms_norm_triton
+from deltanet_kernels.prompt.calls import GateValuesCall, PromptInputsCall
 from deltanet_kernels.prompt.gates import gate_values_triton
 from deltanet_kernels.prompt.inputs import prompt_inputs_triton
 from deltanet_kernels.residual_norm import rms_norm_triton
 from deltanet_kernels.window.attention import window_attention_triton
+from deltanet_kernels.window.calls import WindowCall, WindowKeepCall, WindowMixtureCall, WindowStepCall
 from deltanet_kernels.window.keep import window_keep_triton
 from deltanet_kernels.window.mixture import window_mixture_triton
 from deltanet_kernels.window.step import window_step_triton_
@@ -205,21 +201,22 @@ def calls() -> list[tuple[str, Callable[[], object]]]:
                 x = torch.zeros(1, 80, 128, dtype=DTYPES[dtype]).requires_grad_()
                 w = torch.zeros(128, 4, dtype=DTYPES[dtype]).requires_grad_()
                 arguments = {"activation": "silu", "output_final_state": True, "cu_seqlens": packed}
-                differentiated(causal_conv1d_triton, x=x, weight=w, **arguments)
+                differentiated(lambda **x: causal_conv1d_triton(ConvCall(**x)), x=x, weight=w, **arguments)
 
             found.append((f"conv-{dtype}{'' if packed is None else '-packed'}", conv))
 
         def norm(dtype: str = dtype) -> None:
             x, z = (torch.zeros(2, 80, 4, 128, dtype=DTYPES[dtype]).requires_grad_() for _ in range(2))
             w = torch.zeros(128, dtype=DTYPES[dtype]).requires_grad_()
-            gated_rms_norm_triton(x, z, w, 1e-6).float().sum().backward()
+            gated_rms_norm_triton(GatedNormCall(x, z, w)).float().sum().backward()
 
         found.append((f"norm-{dtype}", norm))
     for dtype, D, offset, added in (("bf16", 576, 0.0, True), ("fp32", 4096, 1.0, True), ("fp16", 128, 0.0, False)):
 
         def rms(dtype: str = dtype, D: int = D, offset: float = offset, added: bool = added) -> None:
             x, total, w = (torch.zeros(*size, D, dtype=DTYPES[dtype]) for size in ((2, 1), (2, 1), ()))
-            rms_norm_triton(x, w, 1e-6, offset, offset == 0, x if added else None, total if added else None)
+            extra = (x, total) if added else ()
+            rms_norm_triton(RMSNormCall(x, w, 1e-6, offset, offset == 0, *extra))
 
         found.append((f"rms-{dtype}-{D}", rms))
     for dtype, K, T, HQ, joint in (
@@ -239,9 +236,6 @@ def calls() -> list[tuple[str, Callable[[], object]]]:
             }  # fmt: skip
             if joint or not conv:
                 options |= {name: torch.zeros(1, T, K // 2) for name in ("cos", "sin")}
-            options = (
-                dict.fromkeys(StepCall._fields) | StepCall._field_defaults | {"scale": K**-0.5, "eps": 1e-6} | options
-            )
             tensors = {"q": q, "k": k, "v": v, "a": a, "b": b, "state": torch.zeros(2, 2, K, K)}
             gates = {"A_log": torch.zeros(2), "dt_bias": torch.zeros(2)}
             gated_delta_step_triton_(StepCall(**options | tensors | gates))
@@ -271,9 +265,9 @@ def prompt_calls() -> list[tuple[str, Callable[[], object]]]:
             call = PromptInputsCall(q, k, v, D, weight, before, *turn, offset, joint, joint, HK, True)
             prompt_inputs_triton(call)
             slope = torch.zeros(H)
-            gate_values_triton(a, b, slope, slope, 1)
+            gate_values_triton(GateValuesCall(a, b, slope, slope))
             k, v, z = (x.unflatten(-1, (-1, D)) for x in (k, v, z))
-            window_keep_triton(k, v, 64, 4)
+            window_keep_triton(WindowKeepCall(k, v, 64, 4))
             numbers = torch.zeros(1, 80, dtype=torch.int32) if tail else None
             norm = torch.zeros(H, D, dtype=kind)
             near, lse = torch.zeros(2, 80, H, D, dtype=kind), torch.zeros(2, 80, H)
@@ -299,10 +293,12 @@ def mesa_calls() -> list[tuple[str, Callable[[], object]]]:
             packed: bool = packed,
         ) -> None:
             inputs = rule_inputs(150 if packed else 128, heads, K, V, DTYPES[dtype], False, packed)
-            call = RuleCall(**inputs | {"initial_state": None}, output_final_state=True)
+            inputs = {name: x for name, x in inputs.items() if name in MesaCall._fields}
             HV = heads[2]
             before = MesaState(torch.zeros(2, HV, K, V), torch.zeros(2, HV, K, K))
-            o, final = chunk_mesa_triton(call, torch.ones(HV, K, requires_grad=True), before, 16)
+            ridge = torch.ones(HV, K, requires_grad=True)
+            call = MesaCall(**inputs | {"ridge": ridge, "initial_state": before}, output_final_state=True, steps=16)
+            o, final = chunk_mesa_triton(call)
             assert final is not None
             (o.float().sum() + final.values.sum() + final.keys.sum()).backward()
 
@@ -379,7 +375,7 @@ def decode_attention_calls() -> list[tuple[str, Callable[[], object]]]:
 
         def attend(dtype: str = dtype, D: int = D, HQ: int = HQ, S: int = S) -> None:
             q, k, v = (torch.zeros(2, *size, D, dtype=DTYPES[dtype]) for size in ((HQ, 1), (2, S), (2, S)))
-            decode_attention_triton(q, k, v, torch.zeros(2, 1, 1, S, dtype=torch.bool), None)
+            decode_attention_triton(DecodeAttentionCall(q, k, v, torch.zeros(2, 1, 1, S, dtype=torch.bool)))
 
         found.append((f"decode-attention-{dtype}-{D}-{S}", attend))
     return found

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from deltanet_hf.mixers.joint_projection import product, products
-from deltanet_kernels.unchecked import silu_product
+from deltanet_kernels import silu_product
+from deltanet_kernels.arguments import SiluProductCall
 
 CLASSES = (
     "LlamaMLP",
@@ -52,7 +53,8 @@ def mlp_forward(block: Any) -> Callable[[Tensor], Tensor] | None:
         gate, up = held["gate_proj"], held["up_proj"]
         of = products(x, (gate, up))
         a, b = of[gate], of[up]
-        between = silu_product(a, b) if a.shape == b.shape and a.dtype == b.dtype else held["act_fn"](a) * b
+        alike = a.shape == b.shape and a.dtype == b.dtype
+        between = silu_product.unchecked(SiluProductCall(a, b)) if alike else held["act_fn"](a) * b
         return product(between, held["down_proj"])
 
     return forward

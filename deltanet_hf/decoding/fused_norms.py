@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from deltanet_hf.decoding.deferred_sum import DeferredSum
-from deltanet_kernels.unchecked import rms_norm
+from deltanet_kernels import rms_norm
+from deltanet_kernels.arguments import RMSNormCall
 
 
 class Form(NamedTuple):
@@ -74,9 +75,10 @@ def norm_forward(norm: nn.Module, sums: DeferredSum | None) -> Callable[[Tensor]
                 added.write()
             y: Tensor = type(norm).forward(norm, x)
         elif added is None:
-            y = rms_norm(x, weight, eps, offset, round_first)
+            y = rms_norm.unchecked(RMSNormCall(x, weight, eps, offset, round_first))
         else:
-            y = rms_norm(added.x, weight, eps, offset, round_first, added.residual, added.total)
+            call = RMSNormCall(added.x, weight, eps, offset, round_first, added.residual, added.total)
+            y = rms_norm.unchecked(call)
         return y
 
     return forward

@@ -38,9 +38,10 @@ from deltanet_hf.mixers.prompt import (
 from deltanet_hf.mixers.recorded_call import recorded
 from deltanet_hf.mixers.state import MixerCacheLayer, State, cache_layer, may_change
 from deltanet_hf.mixers.window_branch import WindowBranch
-from deltanet_kernels import unchecked
-from deltanet_kernels.arguments import PromptInputs
+from deltanet_kernels import gated_rms_norm
+from deltanet_kernels.arguments import GatedNormCall
 from deltanet_kernels.common.heads import repeated
+from deltanet_kernels.prompt.calls import PromptInputs
 
 
 class Mixer(LayerKind, nn.Module):
@@ -355,7 +356,7 @@ class Mixer(LayerKind, nn.Module):
         """Output norm and gate: output and gate [B, T, H, D] -> [B, T, H, D]."""
         norm = self.norm
         if norm is not None and without_gradients() and is_plain(norm):
-            return unchecked.gated_rms_norm(output, gate, norm.weight, norm.eps)
+            return gated_rms_norm.unchecked(GatedNormCall(output, gate, norm.weight, norm.eps))
         if norm is not None:
             return norm(output, gate)
         return output if gate is None else output * F.silu(gate)

@@ -33,11 +33,12 @@ from deltanet_hf.mixers.window_branch import WindowBranch
 from deltanet_kernels import (
     chunk_gated_delta_rule,
     fused_recurrent_gated_delta_rule,
+    gate_values,
     gated_delta_step_,
-    unchecked,
 )
 from deltanet_kernels.arguments import Erase, RuleCall
-from deltanet_kernels.unchecked import gate_values
+from deltanet_kernels.gated_delta_rule.operators import chunk_rule
+from deltanet_kernels.prompt.calls import GateValuesCall
 
 CLOSED_GATE = -1e4  # a gate logit whose sigmoid and softplus are exactly 0
 
@@ -105,7 +106,8 @@ class GatedDeltaNet(Mixer):
         own = type(decay) is DecayGate and type(self).strength is GatedDeltaNet.strength
         if own and without_gradients() and is_plain(decay):
             held = decay._parameters
-            return gate_values(a, b, held["A_log"], held["dt_bias"], self.max_strength)  # type: ignore[arg-type]
+            call = GateValuesCall(a, b, held["A_log"], held["dt_bias"], self.max_strength)  # type: ignore[arg-type]
+            return gate_values.unchecked(call)
         return decay(a), self.strength(b)
 
     def projected(self, x: Tensor, padding: Tensor | None, with_share: bool) -> Projected:
@@ -265,7 +267,7 @@ def delta_rule(
     state is rounded to bfloat16 if `state_dtype` says so. `erase`: see `chunk_gated_delta_rule`.
     """
     if state is None and cu_seqlens is None and not recurrent and without_gradients() and _fit(q, k, v, g, beta):
-        output, new_state = unchecked.chunk_gated_delta_rule(
+        output, new_state = chunk_rule.unchecked(
             RuleCall(q, k, v, g, beta, None, None, keep_state, unit_length, erase=erase)
         )
         return output, _stored(new_state, state_dtype)

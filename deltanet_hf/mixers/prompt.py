@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from deltanet_hf.mixers.layer_kind import PositionEmbeddings
 from deltanet_hf.mixers.parts import KeyOffset, ShortConv, is_plain
 from deltanet_hf.mixers.state import State
-from deltanet_kernels import unchecked
-from deltanet_kernels.arguments import PromptInputs, PromptInputsCall
+from deltanet_kernels import prompt_inputs
+from deltanet_kernels.prompt.calls import PromptInputs, PromptInputsCall
 from deltanet_kernels.prompt.checks import check_prompt_inputs
 
 
@@ -104,7 +104,7 @@ def inputs_in_one_kernel(
     # The state comes with the cache and the rotation with the call: from elsewhere than the layer.
     if state is not None or not _rotates(parts[0], cos, sin, mixer.head_dim):
         check_prompt_inputs(call)
-    inputs = unchecked.prompt_inputs(call)
+    inputs = prompt_inputs.unchecked(call)
     if beside_window and not differ:
         inputs = inputs._replace(window_q=inputs.q, window_k=inputs.k[:, :, -own_heads:])
     return inputs

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AttentionInterface, PreTrainedConfig
 
 from deltanet_kernels import decode_attention
+from deltanet_kernels.flash_decoding.calls import DecodeAttentionCall
 from deltanet_kernels.flash_decoding.reference import torch_decode_attention
 
 SINGLE_QUERY = "deltanet_single_query"  # the name under which the families' attention finds `attend`
@@ -33,8 +34,9 @@ def attend(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """query [B, HQ, 1, D], key and value [B, HK, S, D], mask [B, 1, 1, S] bool -> [B, 1, HQ, D], without dropout."""
-    compute = torch_decode_attention if torch.compiler.is_compiling() else decode_attention
-    return compute(query, key, value, attention_mask, scaling).transpose(1, 2), None
+    call = DecodeAttentionCall(query, key, value, attention_mask, scaling)
+    o = torch_decode_attention(call) if torch.compiler.is_compiling() else decode_attention(*call)
+    return o.transpose(1, 2), None
 
 
 AttentionInterface.register(SINGLE_QUERY, attend)

@@ -31,8 +31,8 @@ from deltanet_hf.mixers.prompt import without_gradients
 from deltanet_hf.mixers.state import State
 from deltanet_hf.mixers.token_order import few_queries, in_order
 from deltanet_hf.mixers.window_cache import KeptTokens, Tokens
-from deltanet_kernels import unchecked, window_attention, window_step_
-from deltanet_kernels.arguments import WindowCall, WindowMixtureCall
+from deltanet_kernels import window_attention, window_keep, window_mixture, window_step_
+from deltanet_kernels.window.calls import WindowCall, WindowKeepCall, WindowMixtureCall
 
 
 class ShareSlopes(Part):
@@ -149,8 +149,9 @@ class WindowBranch(Part):
         """
         if state is None and padding is None and cu_seqlens is None:  # the sequence begins here
             window = WindowCall(q, k, v, self.window, self.sinks, self.scale, None, self.softcap)
-            near, lse = unchecked.window_attention(window)
-            kept = unchecked.window_keep(k, v, self.window, self.sinks) if keep_state else ()
+            near, lse = window_attention.unchecked(window)
+            keep = WindowKeepCall(k, v, self.window, self.sinks)
+            kept = window_keep.unchecked(keep) if keep_state else ()
             numbers, new_state = None, dict(zip(self.STATE, kept, strict=False))
         else:
             tokens = self._tokens(x, padding, state, cu_seqlens)
@@ -171,7 +172,7 @@ class WindowBranch(Part):
             None if norm is None else norm.weight,
             1e-6 if norm is None else norm.eps,
         )
-        return unchecked.window_mixture(call), new_state
+        return window_mixture.unchecked(call), new_state
 
     def _tokens(self, x: Tensor, padding: Tensor | None, state: State | None, cu_seqlens: Tensor | None) -> Tokens:
         batch, length = x.shape[:2]

@@ -13,16 +13,13 @@ from deltanet_kernels.common.cumulative_sum import cumulative_sum
 from deltanet_kernels.deltaformer.solve import deltaformer_solve
 from deltanet_kernels.flash_decoding.operators import decode_attention
 from deltanet_kernels.gated_delta_rule.cpu import torch_chunk_gated_delta_rule
-from deltanet_kernels.gated_delta_rule.operators import (
-    chunk_gated_delta_rule,
-    fused_recurrent_gated_delta_rule,
-    gated_delta_step_,
-)
+from deltanet_kernels.gated_delta_rule.operators import gated_delta_step_
+from deltanet_kernels.gated_delta_rule.public import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from deltanet_kernels.gated_delta_rule.reference import naive_gated_delta_rule
+from deltanet_kernels.mesa.calls import MesaState
 from deltanet_kernels.mesa.operators import chunk_mesa
 from deltanet_kernels.mesa.recurrent import recurrent_mesa
 from deltanet_kernels.mesa.reference import naive_mesa
-from deltanet_kernels.mesa.state import MesaState
 from deltanet_kernels.operators import causal_conv1d, gated_rms_norm, rms_norm, silu_product
 from deltanet_kernels.prompt.operators import gate_values, prompt_inputs
 from deltanet_kernels.titans.chunk import chunk_titans

@@ -5,7 +5,7 @@ from typing import get_args
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from deltanet_kernels.arguments import Erase, RuleCall
+from deltanet_kernels.arguments import ConvCall, Erase, GatedNormCall, RMSNormCall, RuleCall, SiluProductCall
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # cu_seqlens tensors already found valid, with their version, so that a model's layers read the values only once.
@@ -200,15 +200,9 @@ def refuse_gradients(operator: str, instead: str, *tensors: torch.Tensor | None)
         raise ValueError(f"{operator} has no gradients: call it under torch.no_grad(), or take {instead}")
 
 
-def check_causal_conv1d(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    activation: str | None,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-) -> None:
+def check_causal_conv1d(call: ConvCall) -> None:
     """Check the arguments of the short convolution; raises ValueError or TypeError."""
+    x, weight, bias, activation, initial_state, _, cu_seqlens = call
     for name, tensor in (("x", x), ("weight", weight), ("bias", bias), ("initial_state", initial_state)):
         if tensor is None and name in ("bias", "initial_state"):
             continue
@@ -227,8 +221,9 @@ def check_causal_conv1d(
         _require_shape("initial_state", initial_state, (N, D, weight.shape[1] - 1), "[N, D, W-1]")
 
 
-def check_gated_rms_norm(x: torch.Tensor, z: torch.Tensor | None, weight: torch.Tensor) -> None:
+def check_gated_rms_norm(call: GatedNormCall) -> None:
     """Check the arguments of the gated norm; raises ValueError or TypeError."""
+    x, z, weight, _ = call
     _require_input("x", x, "x", x)
     _require_input("weight", weight, "x", x)
     if z is not None:
@@ -244,8 +239,9 @@ def check_gated_rms_norm(x: torch.Tensor, z: torch.Tensor | None, weight: torch.
         )
 
 
-def check_silu_product(gate: torch.Tensor, up: torch.Tensor) -> None:
+def check_silu_product(call: SiluProductCall) -> None:
     """Check the arguments of the product of a feed-forward block; raises ValueError or TypeError."""
+    gate, up = call
     for name, x in (("gate", gate), ("up", up)):
         _require_input(name, x, "gate", gate)
     if gate.dim() != 3 or 0 in gate.shape:
@@ -256,16 +252,10 @@ def check_silu_product(gate: torch.Tensor, up: torch.Tensor) -> None:
     refuse_gradients("silu_product", "F.silu(gate) * up", gate, up)
 
 
-def check_rms_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    offset: float,
-    round_first: bool,
-    residual: torch.Tensor | None,
-    total: torch.Tensor | None,
-) -> None:
+def check_rms_norm(call: RMSNormCall) -> None:
     """Check the arguments of the norm of a residual sum; raises ValueError or TypeError."""
-    check_gated_rms_norm(x, None, weight)
+    x, weight, eps, offset, round_first, residual, total = call
+    check_gated_rms_norm(GatedNormCall(x, None, weight, eps))
     _require_shape("weight", weight, (x.shape[-1],), "[D]")
     if round_first and weight.dtype != x.dtype:
         raise TypeError(f"weight: got dtype {weight.dtype}, needs that of x ({x.dtype}) with round_first")

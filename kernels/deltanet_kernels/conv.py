@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from deltanet_kernels.arguments import ConvCall
 from deltanet_kernels.common.launch import launch
 from deltanet_kernels.common.registration import differentiable, gradient, operator
 from deltanet_kernels.common.sequences import Chunks, cut_chunks, locate_chunk, locate_row
@@ -308,20 +309,13 @@ gradient("conv_forward", _backward, _setup_context)
 _conv = differentiable(conv_forward, _backward, _setup_context)
 
 
-def causal_conv1d_triton(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    activation: str | None = None,
-    initial_state: torch.Tensor | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`deltanet_kernels.causal_conv1d` in Triton.
+def causal_conv1d_triton(call: ConvCall) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`deltanet_kernels.causal_conv1d` in Triton, for checked arguments.
 
     Raises:
         NotImplementedError: float64.
     """
+    x, weight, bias, activation, initial_state, output_final_state, cu_seqlens = call
     if x.dtype == torch.float64:
         raise NotImplementedError("dtype torch.float64: the kernels compute in float32")
     y, final = _conv(x, weight, bias, initial_state, cu_seqlens, activation == "silu", output_final_state)

@@ -1,66 +1,81 @@
-"""The only place that chooses between PyTorch (CPU) and Triton (CUDA).
+"""What an operator is: the class of its calls, the check of a call, and its two forms, PyTorch and Triton.
 
-Each public operator (`operators.py` here and in the folders) packs its arguments into one object and checks them once;
-both forms take that object. A CUDA call that the Triton kernels do not support runs in PyTorch, and a warning says so
-once with the reason.
+The `operators.py` of each folder declares its operators in this way. `Operator.unchecked` is the only place that
+chooses between the forms: PyTorch for CPU tensors, Triton for CUDA tensors. A CUDA call that the Triton form does not
+support runs in PyTorch, and a warning says so once with the reason.
 """
 
+from __future__ import annotations
+
+import inspect
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 
 from deltanet_kernels.common.registration import cached
 
+P = ParamSpec("P")
+C = TypeVar("C", bound=tuple[Any, ...])
+R = TypeVar("R")
 
-@cached
-def _triton_function(operator: str) -> Callable[..., Any] | None:
-    """The Triton form of an operator, or None (with a warning) if it cannot be imported.
 
-    Imported at the first call on CUDA, by import statements: torch.compile traces those and refuses importlib.
+class Operator(Generic[P, C, R]):
+    """A public operator: packs its arguments into a call, checks it, and computes it.
+
+    Args:
+        name: of the operator.
+        call: the class of its calls, with the arguments, their defaults and their documentation; a tensor comes first.
+        check: raises ValueError or TypeError for arguments that do not fit.
+        cpu: the PyTorch form.
+        triton: imports and returns the Triton form, at the first call on CUDA. An import statement does that, because
+            torch.compile traces it and refuses importlib. The form raises NotImplementedError for calls that it does
+            not support.
     """
-    try:
-        from deltanet_kernels.channel_gates.chunk import chunk_channel_gated_delta_rule_triton
-        from deltanet_kernels.channel_gates.recurrent import fused_recurrent_channel_gated_delta_rule_triton
-        from deltanet_kernels.conv import causal_conv1d_triton
-        from deltanet_kernels.feed_forward import silu_product_triton
-        from deltanet_kernels.flash_decoding.attention import decode_attention_triton
-        from deltanet_kernels.gated_delta_rule.chunk import chunk_gated_delta_rule_triton
-        from deltanet_kernels.gated_delta_rule.recurrent import fused_recurrent_gated_delta_rule_triton
-        from deltanet_kernels.gated_delta_rule.step import gated_delta_step_triton_
-        from deltanet_kernels.mesa.chunk import chunk_mesa_triton
-        from deltanet_kernels.norm import gated_rms_norm_triton
-        from deltanet_kernels.prompt.gates import gate_values_triton
-        from deltanet_kernels.prompt.inputs import prompt_inputs_triton
-        from deltanet_kernels.residual_norm import rms_norm_triton
-        from deltanet_kernels.window.attention import window_attention_triton
-        from deltanet_kernels.window.keep import window_keep_triton
-        from deltanet_kernels.window.mixture import window_mixture_triton
-        from deltanet_kernels.window.step import window_step_triton_
-    except (ImportError, AttributeError, RuntimeError) as error:
-        _warn_fallback(operator, f"the Triton kernels cannot be imported: {error}")
-        return None
-    functions: dict[str, Callable[..., Any]] = {
-        "chunk_gated_delta_rule": chunk_gated_delta_rule_triton,
-        "fused_recurrent_gated_delta_rule": fused_recurrent_gated_delta_rule_triton,
-        "chunk_channel_gated_delta_rule": chunk_channel_gated_delta_rule_triton,
-        "fused_recurrent_channel_gated_delta_rule": fused_recurrent_channel_gated_delta_rule_triton,
-        "chunk_mesa": chunk_mesa_triton,
-        "causal_conv1d": causal_conv1d_triton,
-        "gated_rms_norm": gated_rms_norm_triton,
-        "rms_norm": rms_norm_triton,
-        "silu_product": silu_product_triton,
-        "decode_attention": decode_attention_triton,
-        "gated_delta_step_": gated_delta_step_triton_,
-        "window_attention": window_attention_triton,
-        "window_keep": window_keep_triton,
-        "window_mixture": window_mixture_triton,
-        "window_step_": window_step_triton_,
-        "prompt_inputs": prompt_inputs_triton,
-        "gate_values": gate_values_triton,
-    }
-    return functions[operator]
+
+    def __init__(
+        self,
+        name: str,
+        call: Callable[P, C],
+        *,
+        check: Callable[[C], object],
+        cpu: Callable[[C], R],
+        triton: Callable[[], Callable[[C], R]],
+    ) -> None:
+        self.call, self.check, self.cpu = call, check, cpu
+        self._import = triton
+        self._form: Callable[[C], R] | None = None  # once imported
+        self.__name__, self.__doc__, self.__signature__ = name, call.__doc__, inspect.signature(call)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        call = self.call(*args, **kwargs)
+        self.check(call)
+        return self.unchecked(call)
+
+    def unchecked(self, call: C) -> R:
+        """Compute a call without its check, which costs the host as much time as a launch.
+
+        For layers that have made all arguments themselves. Arguments that do not fit end in wrong numbers or in an
+        error of the device.
+        """
+        if call[0].is_cuda and (form := self._form or self.triton()) is not None:
+            try:
+                return form(call)
+            except NotImplementedError as error:
+                _warn_fallback(self.__name__, str(error))
+        return self.cpu(call)
+
+    def triton(self) -> Callable[[C], R] | None:
+        """The Triton form, or None (with a warning) if it cannot be imported."""
+        try:
+            form = self._import()
+        except (ImportError, AttributeError, RuntimeError) as error:
+            _warn_fallback(self.__name__, f"the Triton kernels cannot be imported: {error}")
+            return None
+        if not torch.compiler.is_compiling():
+            self._form = form
+        return form
 
 
 @cached
@@ -70,16 +85,3 @@ def _warn_fallback(operator: str, reason: str) -> None:
         RuntimeWarning,
         stacklevel=4,
     )
-
-
-def call(operator: str, fallback: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Run the form of an operator for the device of `tensor`; `fallback` is the PyTorch form.
-
-    The Triton form raises NotImplementedError for calls that it does not support.
-    """
-    if tensor.is_cuda and (function := _triton_function(operator)) is not None:
-        try:
-            return function(*args, **kwargs)
-        except NotImplementedError as error:
-            _warn_fallback(operator, str(error))
-    return fallback(*args, **kwargs)

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from deltanet_kernels.arguments import SiluProductCall
 from deltanet_kernels.common.launch import launch
 from deltanet_kernels.common.registration import operator
 from deltanet_kernels.common.rows import rows
@@ -51,13 +52,13 @@ def silu_product_op(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return y
 
 
-def silu_product_triton(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def silu_product_triton(call: SiluProductCall) -> torch.Tensor:
     """`deltanet_kernels.silu_product` in Triton, for checked arguments.
 
     Raises:
         NotImplementedError: float64.
     """
-    if gate.dtype == torch.float64:
+    if call.gate.dtype == torch.float64:
         raise NotImplementedError("dtype torch.float64: the kernels compute in float32")
-    y: torch.Tensor = silu_product_op(gate, up)
+    y: torch.Tensor = silu_product_op(*call)
     return y

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from deltanet_kernels.arguments import GatedNormCall
 from deltanet_kernels.common.launch import launch
 from deltanet_kernels.common.registration import differentiable, gradient, operator
 from deltanet_kernels.common.rows import rows as token_rows
@@ -161,15 +162,13 @@ gradient("norm_forward", _backward, _setup_context)
 _norm = differentiable(norm_forward, _backward, _setup_context)
 
 
-def gated_rms_norm_triton(
-    x: torch.Tensor, z: torch.Tensor | None, weight: torch.Tensor, eps: float = 1e-6
-) -> torch.Tensor:
-    """`deltanet_kernels.gated_rms_norm` in Triton.
+def gated_rms_norm_triton(call: GatedNormCall) -> torch.Tensor:
+    """`deltanet_kernels.gated_rms_norm` in Triton, for checked arguments.
 
     Raises:
         NotImplementedError: float64.
     """
-    if x.dtype == torch.float64:
+    if call.x.dtype == torch.float64:
         raise NotImplementedError("dtype torch.float64: the kernels compute in float32")
-    y: torch.Tensor = _norm(x, z, weight, eps)
+    y: torch.Tensor = _norm(*call)
     return y

@@ -5,21 +5,16 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 
+from deltanet_kernels.arguments import ConvCall, GatedNormCall, RMSNormCall, SiluProductCall
 
-def torch_causal_conv1d(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    activation: str | None = None,
-    initial_state: torch.Tensor | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Causal depthwise convolution in plain PyTorch, float32 inside (float64 for float64 inputs).
+
+def torch_causal_conv1d(call: ConvCall) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`deltanet_kernels.causal_conv1d` in plain PyTorch, float32 inside (float64 for float64 inputs).
 
     Every sequence is placed after the W-1 inputs that precede it, so that one sum over W shifted views computes
-    the batched and the packed form. Arguments and results as `deltanet_kernels.causal_conv1d`.
+    the batched and the packed form.
     """
+    x, weight, bias, activation, initial_state, output_final_state, cu_seqlens = call
     B, T, D = x.shape
     W = weight.shape[1]
     dtype = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
@@ -72,8 +67,9 @@ def _shifted_sum(
     return F.silu(y) if activation == "silu" else y
 
 
-def torch_gated_rms_norm(x: torch.Tensor, z: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """rmsnorm(x) * weight * silu(z) in plain PyTorch, float32 inside (float64 for float64 inputs)."""
+def torch_gated_rms_norm(call: GatedNormCall) -> torch.Tensor:
+    """`deltanet_kernels.gated_rms_norm` in plain PyTorch, float32 inside (float64 for float64 inputs)."""
+    x, z, weight, eps = call
     dtype = torch.promote_types(x.dtype, torch.float32)
     y = F.rms_norm(x.to(dtype), x.shape[-1:], eps=eps) * weight.to(dtype)
     if z is not None:
@@ -81,16 +77,9 @@ def torch_gated_rms_norm(x: torch.Tensor, z: torch.Tensor | None, weight: torch.
     return y.to(x.dtype)
 
 
-def torch_rms_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    offset: float,
-    round_first: bool,
-    residual: torch.Tensor | None,
-    total: torch.Tensor | None,
-) -> torch.Tensor:
-    """The norm of a residual sum in plain PyTorch; arguments and result as `deltanet_kernels.rms_norm`."""
+def torch_rms_norm(call: RMSNormCall) -> torch.Tensor:
+    """`deltanet_kernels.rms_norm` in plain PyTorch."""
+    x, weight, eps, offset, round_first, residual, total = call
     if residual is not None:
         x = torch.add(x, residual, out=total)
     wide = x.to(torch.float32)
@@ -100,6 +89,6 @@ def torch_rms_norm(
     return (normed * (offset + weight.to(torch.float32))).to(x.dtype)
 
 
-def torch_silu_product(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def torch_silu_product(call: SiluProductCall) -> torch.Tensor:
     """`deltanet_kernels.silu_product` in plain PyTorch."""
-    return F.silu(gate) * up
+    return F.silu(call.gate) * call.up

@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from deltanet_kernels.arguments import RMSNormCall
 from deltanet_kernels.common.launch import launch
 from deltanet_kernels.common.registration import operator
 from deltanet_kernels.common.rows import rows
@@ -75,15 +76,13 @@ def rms_norm_op(
     return y
 
 
-def rms_norm_triton(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, round_first: bool,
-    residual: torch.Tensor | None, total: torch.Tensor | None,
-) -> torch.Tensor:  # fmt: skip
+def rms_norm_triton(call: RMSNormCall) -> torch.Tensor:
     """`deltanet_kernels.rms_norm` in Triton, for checked arguments.
 
     Raises:
         NotImplementedError: float64, or rows of more than 65,536 elements.
     """
+    x, weight, eps, offset, round_first, residual, total = call
     if x.dtype == torch.float64:
         raise NotImplementedError("dtype torch.float64: the kernels compute in float32")
     if x.shape[-1] > MAX_SIZE:

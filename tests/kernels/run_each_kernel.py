@@ -10,14 +10,8 @@ import functools
 
 import torch
 
-from deltanet_kernels.conv import causal_conv1d_triton
-from deltanet_kernels.flash_decoding.attention import decode_attention_triton
 from deltanet_kernels.gated_delta_rule.recurrent import gated_delta_rule_step_
 from deltanet_kernels.gated_delta_rule.step import delta_step_
-from deltanet_kernels.norm import gated_rms_norm_triton
-from deltanet_kernels.prompt.gates import gate_values_triton
-from deltanet_kernels.residual_norm import rms_norm_triton
-from deltanet_kernels.window.keep import window_keep_triton
 from tests.kernels import window_cases
 from tests.kernels.cases import Case, make_inputs, results
 from tests.kernels.channel_cases import CHANNEL_CASES, make_channel_inputs
@@ -42,7 +36,15 @@ from tests.kernels.test_window_step import CASES as WINDOW_STEPS
 from tests.kernels.test_window_step import empty, triton_step_
 from tests.kernels.test_window_step import make as make_window_step
 from tests.kernels.test_window_step import run as run_window_steps
-from tests.kernels.triton_mode import triton_chunk
+from tests.kernels.triton_mode import (
+    triton_chunk,
+    triton_conv,
+    triton_decode_attention,
+    triton_gates,
+    triton_keep,
+    triton_norm,
+    triton_rms_norm,
+)
 
 CASES = [
     Case("packed, grouped", T=150, H=2, HQ=2, HV=4, K=64, raw=True, cu_seqlens=(0, 0, 1, 66, 140)),
@@ -95,14 +97,14 @@ def main() -> None:
     for bounds in (None, torch.tensor((0, 1, 1, 68, 75), device="cuda")):
         x = torch.randn(1, 80, 10, device="cuda", requires_grad=True)
         weight = torch.randn(10, 4, device="cuda", requires_grad=True)
-        y, state = causal_conv1d_triton(x, weight, None, "silu", None, True, bounds)
+        y, state = triton_conv(x, weight, None, "silu", None, True, bounds)
         (y.sum() + state.sum()).backward()
     x, z = (torch.randn(3, 35, 3, 20, device="cuda", requires_grad=True) for _ in range(2))
-    gated_rms_norm_triton(x, z, torch.ones(3, 20, device="cuda", requires_grad=True), 1e-6).sum().backward()
+    triton_norm(x, z, torch.ones(3, 20, device="cuda", requires_grad=True), 1e-6).sum().backward()
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         wide = torch.randn(3, 35, 3 * 20 + 7, device="cuda", dtype=dtype)
         x = wide[..., :60].unflatten(-1, (3, 20))
-        rms_norm_triton(x, x[0, 0, 0], 1e-6, 0.0, True, x, torch.empty(x.shape, device="cuda", dtype=dtype))
+        triton_rms_norm(x, x[0, 0, 0], 1e-6, 0.0, True, x, torch.empty(x.shape, device="cuda", dtype=dtype))
     for step in STEPS:
         for dtype in (torch.bfloat16, torch.float32):
             x = make(step, dtype, "cuda")
@@ -124,16 +126,14 @@ def main() -> None:
             x = make_mixture(mixture, dtype)
             triton_mixture(**x)
             for window in (1, 7):
-                window_keep_triton(x["near"], x["far"], window, 3)
+                triton_keep(x["near"], x["far"], window, 3)
         gates = torch.randn(2, 35, 7, device="cuda", dtype=dtype)
-        gate_values_triton(
-            gates[..., :3], gates[..., 3:6], torch.ones(3, device="cuda"), torch.ones(3, device="cuda"), 1
-        )
+        triton_gates(gates[..., :3], gates[..., 3:6], torch.ones(3, device="cuda"), torch.ones(3, device="cuda"), 1)
     torch.cuda.synchronize()
     print("prompt", flush=True)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for cache in (*CACHES, (1, 9, 3, 5000, 64), (2, 32, 8, 5000, 128)):
-            decode_attention_triton(*make_cache(cache, "holes", dtype), None)
+            triton_decode_attention(*make_cache(cache, "holes", dtype), None)
     torch.cuda.synchronize()
     print("attention to a cache", flush=True)
     wide = [Shape("", T=130, H=1, HQ=2, HV=2, K=size, V=size) for size in (64, 128)]

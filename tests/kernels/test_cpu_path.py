@@ -3,13 +3,15 @@
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from deltanet_kernels import chunk_gated_delta_rule, dispatch, fused_recurrent_gated_delta_rule
+from deltanet_kernels import chunk_gated_delta_rule, dispatch, fused_recurrent_gated_delta_rule, operators
 from deltanet_kernels.gated_delta_rule.cpu_forward import FLOOR, Block, Sizes, Workspace, prepare
 from tests.kernels.cases import Case, assert_close, make_inputs, results
 
@@ -120,27 +122,27 @@ def test_cpu_needs_no_triton_module() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)})
 
 
-def falls_back_with_one_warning(words: str) -> None:
-    on_cuda = SimpleNamespace(is_cuda=True)
+class OnCuda(NamedTuple):
+    x: Any = SimpleNamespace(is_cuda=True)
+
+
+def falls_back_with_one_warning(triton: Callable[[], Any], words: str) -> None:
+    operator = dispatch.Operator("doubled", OnCuda, check=lambda _: None, cpu=lambda _: 2, triton=triton)
     with pytest.warns(RuntimeWarning, match=words):
-        assert dispatch.call("causal_conv1d", lambda x: x + 1, on_cuda, 1) == 2
+        assert operator() == 2
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert dispatch.call("causal_conv1d", lambda x: x + 1, on_cuda, 1) == 2
+        assert operator() == 2
 
 
-def test_fallback_warns_once_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(x: float) -> float:
+def test_fallback_warns_once_with_the_reason() -> None:
+    def refuse(call: OnCuda) -> int:
         raise NotImplementedError("head size 1024 is too large")
 
-    monkeypatch.setattr(dispatch, "_triton_function", lambda operator: refuse)
-    dispatch._warn_fallback.cache_clear()
-    falls_back_with_one_warning("causal_conv1d: .* much slower .*head size 1024 is too large")
+    falls_back_with_one_warning(lambda: refuse, "doubled: .* much slower .*head size 1024 is too large")
 
 
 def test_missing_triton_side_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deltanet_kernels.conv", None)
-    dispatch._triton_function.cache_clear()
-    dispatch._warn_fallback.cache_clear()
-    falls_back_with_one_warning("causal_conv1d: .*cannot be imported: .*deltanet_kernels.conv")
-    dispatch._triton_function.cache_clear()
+    words = "doubled: .*cannot be imported: .*deltanet_kernels.conv"
+    falls_back_with_one_warning(operators._conv, words)

@@ -14,12 +14,12 @@ from triton.runtime import interpreter
 
 from deltanet_kernels import decode_attention
 from deltanet_kernels.flash_decoding import attention, config
-from deltanet_kernels.flash_decoding.attention import decode_attention_op, decode_attention_triton
+from deltanet_kernels.flash_decoding.attention import decode_attention_op
 from deltanet_kernels.flash_decoding.config import cut_places
-from deltanet_kernels.flash_decoding.reference import torch_decode_attention
-from tests.kernels.triton_mode import DEVICE, GPU
+from tests.kernels.triton_mode import DEVICE, GPU, by_pytorch, triton_decode_attention
 
 pytestmark = pytest.mark.usefixtures("rounding_to_nearest", "bfloat16_products")
+torch_attention = by_pytorch(decode_attention)
 needs_gpu = pytest.mark.skipif(not GPU, reason="needs a CUDA device")
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 SHAPES = [  # B, HQ, HK, S, D
@@ -113,8 +113,8 @@ def test_every_shape_and_mask(shape: tuple[int, ...], short_spans: None, poisone
     for mask in masks:
         inputs = make(shape, mask)
         wanted = truth(*inputs)
-        check(torch_decode_attention(*inputs, None), wanted)
-        found = decode_attention_triton(*inputs, None)
+        check(torch_attention(*inputs, None), wanted)
+        found = triton_decode_attention(*inputs, None)
         check(found, wanted)
         assert mask != "nothing" or not found[-1].any()
 
@@ -127,7 +127,7 @@ def test_one_span_is_one_launch(shape: tuple[int, ...], monkeypatch: pytest.Monk
         inputs = make(shape, mask)
         q, k = inputs[0].float().abs(), inputs[1].float().abs()
         scores = 0.3 * (q @ k.repeat_interleave(q.shape[1] // k.shape[1], dim=1).mT).max().item()
-        check(decode_attention_triton(*inputs, 0.3), truth(*inputs, 0.3), scores)
+        check(triton_decode_attention(*inputs, 0.3), truth(*inputs, 0.3), scores)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -136,7 +136,7 @@ def test_sixteen_bits_are_rounded_once(
     shape: tuple[int, ...], dtype: torch.dtype, short_spans: None, poisoned_memory: None
 ) -> None:
     inputs = make(shape, "holes", dtype)
-    found = decode_attention_triton(*inputs, None)
+    found = triton_decode_attention(*inputs, None)
     assert found.dtype == dtype
     check(found, truth(*inputs))
 
@@ -169,14 +169,14 @@ def test_layouts_are_read_in_place(layout: str, short_spans: None, monkeypatch: 
         return dense(x)
 
     monkeypatch.setattr(Tensor, "contiguous", checked)
-    check(decode_attention_triton(apart[0], apart[1], apart[2], mask, None), wanted)
+    check(triton_decode_attention(apart[0], apart[1], apart[2], mask, None), wanted)
 
 
 def test_channels_and_masks_that_are_apart(short_spans: None) -> None:
     q, k, v, mask = make((2, 6, 2, 70, 24), "holes")
     sparse = [x.repeat_interleave(2, dim=-1)[..., ::2] for x in (q, k, v, mask)]
     wanted = truth(q, k, v, mask)
-    check(decode_attention_triton(sparse[0], sparse[1], sparse[2], sparse[3], None), wanted)
+    check(triton_decode_attention(sparse[0], sparse[1], sparse[2], sparse[3], None), wanted)
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")  # overflows in the interpreter
@@ -184,15 +184,15 @@ def test_scores_at_the_ends_of_the_range(short_spans: None) -> None:
     q, k, v, mask = make((2, 4, 2, 140, 16), "holes")
     q, k = q.round(), k.round()  # whole numbers: their products are exact
     for factor in (0.0, 2.0**-60, 2.0**12, 2.0**58):
-        check(decode_attention_triton(q * factor, k * factor, v, mask, 1.0), truth(q * factor, k * factor, v, mask, 1))
+        check(triton_decode_attention(q * factor, k * factor, v, mask, 1.0), truth(q * factor, k * factor, v, mask, 1))
     low = torch.full_like(k, -(2.0**122))  # every score is close to the lowest float32
-    check(decode_attention_triton(q.abs(), low, v, mask, 1.0), truth(q * 0, low, v, mask))
+    check(triton_decode_attention(q.abs(), low, v, mask, 1.0), truth(q * 0, low, v, mask))
 
 
 def test_what_is_undefined_stays_visible(short_spans: None) -> None:
     q, k, v, mask = make((2, 2, 1, 140, 16))
     k[0, 0, 77, 3] = torch.nan
-    found = decode_attention_triton(q, k, v, mask, None)
+    found = triton_decode_attention(q, k, v, mask, None)
     assert found[0].isnan().all()
     assert found[1].isfinite().all()
 
@@ -215,7 +215,7 @@ def test_the_operator_is_registered_consistently() -> None:
 def test_under_the_compiler(short_spans: None) -> None:
     inputs = make((2, 4, 2, 140, 16), "nothing")
     with torch.no_grad():
-        compiled = torch.compile(decode_attention_triton, backend="aot_eager", fullgraph=True)(*inputs, None)
+        compiled = torch.compile(triton_decode_attention, backend="aot_eager", fullgraph=True)(*inputs, None)
     check(compiled, truth(*inputs))
 
 
@@ -254,7 +254,7 @@ def test_what_the_kernels_do_not_take() -> None:
     ):
         inputs = tuple(x.cpu() for x in make(shape, "all", dtype))
         with pytest.raises(NotImplementedError, match=message):
-            decode_attention_triton(*inputs, None)
+            triton_decode_attention(*inputs, None)
         torch.testing.assert_close(decode_attention(*inputs).double(), truth(*inputs), rtol=1e-5, atol=1e-5)
 
 

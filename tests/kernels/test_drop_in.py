@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from deltanet_kernels import chunk_gated_delta_rule, dispatch, fused_recurrent_gated_delta_rule
+from deltanet_kernels import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+from deltanet_kernels.dispatch import Operator
 from deltanet_kernels.gated_delta_rule import drop_in
 from tests.kernels.cases import Case, as_double, assert_close, make_inputs, relative_error, results, truth
 from tests.kernels.triton_mode import DEVICE, GPU
 
-ON_CUDA: Any = SimpleNamespace(is_cuda=True)
 FORMS = [chunk_gated_delta_rule, fused_recurrent_gated_delta_rule]
 SMALL = Case("small", T=9, H=1, HV=2, K=8, V=5)
 RAW = Case("raw", T=9, H=1, HV=2, K=8, V=5, raw=True)
@@ -57,12 +57,11 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     if request.param == "pytorch":
         return "cpu"
     if not GPU:
-        real = dispatch.call
 
-        def call(operator: str, _: Any, __: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            return real(operator, None, ON_CUDA, *args, **kwargs)
+        def unchecked(operator: Operator[..., Any, Any], call: Any) -> Any:
+            return operator.triton()(call)
 
-        monkeypatch.setattr(dispatch, "call", call)
+        monkeypatch.setattr(Operator, "unchecked", unchecked)
     return DEVICE
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from deltanet_kernels import silu_product
-from deltanet_kernels.feed_forward import silu_product_op, silu_product_triton
-from tests.kernels.triton_mode import DEVICE, GPU
+from deltanet_kernels.feed_forward import silu_product_op
+from tests.kernels.triton_mode import DEVICE, GPU, triton_product
 
 SHAPES = [(1, 1, 1), (2, 3, 40), (1, 5, 1536), (3, 1, 1025)]
 
@@ -26,14 +26,14 @@ def make(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple[Te
 def test_product(shape: tuple[int, ...]) -> None:
     gate, up = make(shape)
     wanted = F.silu(gate.double()) * up.double()
-    for compute in (silu_product, silu_product_triton):
+    for compute in (silu_product, triton_product):
         torch.testing.assert_close(compute(gate, up).double(), wanted, rtol=2e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_sixteen_bits_are_rounded_as_before(dtype: torch.dtype) -> None:
     gate, up = make((2, 7, 1030), dtype)
-    found, wanted = silu_product_triton(gate, up), F.silu(gate) * up
+    found, wanted = triton_product(gate, up), F.silu(gate) * up
     # A float32 that lies between two numbers may round to either; Triton's interpreter cuts bfloat16 off, twice.
     steps = 2 if GPU or dtype == torch.float16 else 4
     torch.testing.assert_close(found, wanted, rtol=steps * torch.finfo(dtype).eps, atol=0)
@@ -46,13 +46,13 @@ def test_slices_of_one_tensor_are_not_copied(monkeypatch: pytest.MonkeyPatch) ->
     gate, up = joint[..., :40], joint[..., 41:]
     wanted = F.silu(gate) * up
     monkeypatch.setattr(Tensor, "contiguous", lambda self: pytest.fail("copied"))
-    torch.testing.assert_close(silu_product_triton(gate, up), wanted, rtol=2e-6, atol=1e-6)
+    torch.testing.assert_close(triton_product(gate, up), wanted, rtol=2e-6, atol=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 def test_ends_of_the_range() -> None:
     gate = torch.tensor([-math.inf, -1e4, -90.0, 0.0, 1e4, math.inf, math.nan], device=DEVICE).view(1, 1, -1)
-    found = silu_product_triton(gate, torch.ones_like(gate)).flatten().tolist()
+    found = triton_product(gate, torch.ones_like(gate)).flatten().tolist()
     assert math.isnan(found[0])  # as -inf * 0 in PyTorch's SiLU
     assert found[1] == 0
     assert abs(found[2]) < 1e-30

@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from deltanet_kernels import gate_values, prompt_inputs
-from deltanet_kernels.arguments import PromptInputs, PromptInputsCall
+from deltanet_kernels.prompt.calls import PromptInputs, PromptInputsCall
 from deltanet_kernels.prompt.cpu import torch_prompt_inputs
-from deltanet_kernels.prompt.gates import gate_values_op, gate_values_triton
+from deltanet_kernels.prompt.gates import gate_values_op
 from deltanet_kernels.prompt.inputs import prompt_inputs_op, prompt_inputs_triton
 from tests.kernels.cases import relative_error
 from tests.kernels.test_step import rotate
-from tests.kernels.triton_mode import DEVICE, GPU
+from tests.kernels.triton_mode import DEVICE, GPU, triton_gates
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,7 @@ def test_bad_arguments(changes: dict[str, Any], message: str) -> None:
         prompt_inputs(**x | changes)
 
 
-@pytest.mark.parametrize("compute", [gate_values, gate_values_triton])
+@pytest.mark.parametrize("compute", [gate_values, triton_gates])
 @pytest.mark.parametrize(("shape", "limit"), [((2, 5, 3), 1), ((1, 200, 9), 2), ((1, 1, 1), 1)])
 def test_gates(compute: Callable[..., tuple[Tensor, Tensor]], shape: tuple[int, int, int], limit: int) -> None:
     generator = torch.Generator().manual_seed(1)
@@ -247,7 +247,7 @@ def test_gates(compute: Callable[..., tuple[Tensor, Tensor]], shape: tuple[int, 
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
-@pytest.mark.parametrize("compute", [gate_values, gate_values_triton])
+@pytest.mark.parametrize("compute", [gate_values, triton_gates])
 def test_gates_at_their_ends(compute: Callable[..., tuple[Tensor, Tensor]]) -> None:
     """Closed ones are exactly 0; very slow decays keep their digits."""
     logits = torch.tensor([-1e4, -80.0, -30.0, -10.0, 0.0, 30.0, 1e4], device=DEVICE).view(1, -1, 1)

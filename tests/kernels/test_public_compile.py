@@ -4,17 +4,15 @@ Without a GPU, CPU tensors are sent to the Triton form, in Triton's interpreter.
 """
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import deltanet_kernels
-from deltanet_kernels import dispatch
+from deltanet_kernels.dispatch import Operator
 from tests.kernels.triton_mode import DEVICE
 
-ON_CUDA: Any = SimpleNamespace(is_cuda=True)
 HEADS = torch.randn(3, 1, 2, 1, 16, generator=torch.Generator().manual_seed(0)).to(DEVICE)
 GATES = torch.rand(2, 1, 2, 1, generator=torch.Generator().manual_seed(1)).to(DEVICE)
 DELTA_RULE = (*HEADS, -GATES[0], GATES[1])
@@ -37,12 +35,10 @@ ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
 
 @pytest.fixture(autouse=True)
 def on_the_way_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = dispatch.call
+    def unchecked(operator: Operator[..., Any, Any], call: Any) -> Any:
+        return operator.triton()(call)
 
-    def call(operator: str, _: Any, __: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return real(operator, None, ON_CUDA, *args, **kwargs)  # no PyTorch form: it is not used
-
-    monkeypatch.setattr(dispatch, "call", call)
+    monkeypatch.setattr(Operator, "unchecked", unchecked)
 
 
 @pytest.mark.filterwarnings("error:Dynamo detected")

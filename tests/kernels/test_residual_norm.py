@@ -9,9 +9,7 @@ import pytest
 import torch
 
 from deltanet_kernels import rms_norm
-from deltanet_kernels.reference import torch_rms_norm
-from deltanet_kernels.residual_norm import rms_norm_triton
-from tests.kernels.triton_mode import DEVICE
+from tests.kernels.triton_mode import DEVICE, by_pytorch, triton_rms_norm
 
 pytestmark = pytest.mark.usefixtures("rounding_to_nearest")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -61,7 +59,7 @@ def both(
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Result (and sum) of the kernel and of the PyTorch form."""
     answers = []
-    for function in (rms_norm_triton, torch_rms_norm):
+    for function in (triton_rms_norm, by_pytorch(rms_norm)):
         total = None if residual is None else torch.full(x.shape, torch.nan, dtype=x.dtype, device=x.device)
         before = x.clone()
         y = function(x, weight, 1e-5, *FORMS[form], residual, total)
@@ -137,8 +135,8 @@ def test_empty_batches(shape: tuple[int, ...]) -> None:
 
 def test_the_sum_may_take_the_place_of_an_addend() -> None:
     x, weight, residual = make((3, 1, 64), torch.bfloat16)
-    wanted = rms_norm_triton(x, weight, 1e-5, 0.0, True, residual, total := torch.empty_like(x))
-    assert torch.equal(rms_norm_triton(x, weight, 1e-5, 0.0, True, residual, residual), wanted)
+    wanted = triton_rms_norm(x, weight, 1e-5, 0.0, True, residual, total := torch.empty_like(x))
+    assert torch.equal(triton_rms_norm(x, weight, 1e-5, 0.0, True, residual, residual), wanted)
     assert torch.equal(residual, total)
 
 
@@ -146,7 +144,7 @@ def test_under_the_compiler() -> None:
     x, weight, residual = make((3, 1, 64), torch.float32)
 
     def call(total: torch.Tensor) -> torch.Tensor:
-        y = rms_norm_triton(x, weight, 1e-5, 1.0, False, residual, total)
+        y = triton_rms_norm(x, weight, 1e-5, 1.0, False, residual, total)
         return y + total.sum(-1, keepdim=True)
 
     with torch.no_grad():
@@ -178,5 +176,5 @@ def test_what_is_wrong_is_named(changes: dict[str, Any], error: type[Exception],
 def test_what_the_kernel_does_not_take() -> None:
     x = torch.ones(1, 16, dtype=torch.float64)
     with pytest.raises(NotImplementedError, match="float64"):
-        rms_norm_triton(x, x[0], 1e-5, 0.0, False, None, None)
+        triton_rms_norm(x, x[0], 1e-5, 0.0, False, None, None)
     assert rms_norm(x, x[0]).dtype == torch.float64

@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from deltanet_kernels import gated_delta_step_, naive_gated_delta_rule
+from deltanet_kernels import causal_conv1d, gated_delta_step_, gated_rms_norm, naive_gated_delta_rule
 from deltanet_kernels.arguments import StepCall
 from deltanet_kernels.gated_delta_rule.step import delta_step_, gated_delta_step_triton_
-from deltanet_kernels.reference import torch_causal_conv1d, torch_gated_rms_norm
 from tests.kernels.cases import relative_error
-from tests.kernels.triton_mode import DEVICE, GPU
+from tests.kernels.triton_mode import DEVICE, GPU, by_pytorch
 
 
 @dataclass(frozen=True)
@@ -189,7 +188,7 @@ def truth(x: dict[str, Any]) -> dict[str, torch.Tensor]:
     qkv = torch.cat([w["q"], w["k"], w["v"]], dim=-1) * real.unsqueeze(-1)
     tail = w["conv_tail"]
     if w["conv_weight"] is not None:
-        qkv, tail = torch_causal_conv1d(qkv, w["conv_weight"], None, None, tail, True)
+        qkv, tail = by_pytorch(causal_conv1d)(qkv, w["conv_weight"], None, None, tail, True)
     q, k, v = qkv.split([w[name].shape[-1] for name in "qkv"], dim=-1)
     q, k, v = q.unflatten(-1, (-1, K)), k.unflatten(-1, (-1, K)), v.unflatten(-1, (HV, V))
     if w["cos"] is not None:
@@ -209,7 +208,7 @@ def truth(x: dict[str, Any]) -> dict[str, torch.Tensor]:
         o[n, t], state[n] = o_n[0, 0], state_n[0]
     z = None if w["z"] is None else w["z"].view_as(o)
     if w["norm_weight"] is not None:
-        o = torch_gated_rms_norm(o, z, w["norm_weight"], w["eps"])
+        o = by_pytorch(gated_rms_norm)(o, z, w["norm_weight"], w["eps"])
     elif z is not None:
         o = o * F.silu(z)
     found = {"o": o * real[:, :, None, None], "state": state}
@@ -228,8 +227,7 @@ def run(step_: Callable[..., torch.Tensor], x: dict[str, Any]) -> dict[str, torc
 
 
 def triton_step_(**x: Any) -> torch.Tensor:
-    options = (x[name] for name in ("eps", "qk_silu", "v_silu", "allow_neg_eigval", *StepCall._field_defaults))
-    call = StepCall(*(x[name] for name in TENSORS), None, *options)
+    call = StepCall(**x)
     return gated_delta_step_triton_(call)
 
 

@@ -26,14 +26,14 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 def triton_chunk(**inputs: Any) -> Any:
-    from deltanet_kernels.channel_gates.arguments import ChannelCall
+    from deltanet_kernels.channel_gates.calls import ChannelCall
     from deltanet_kernels.channel_gates.chunk import chunk_channel_gated_delta_rule_triton
 
     return chunk_channel_gated_delta_rule_triton(ChannelCall(**inputs))
 
 
 def triton_recurrent(**inputs: Any) -> Any:
-    from deltanet_kernels.channel_gates.arguments import ChannelCall
+    from deltanet_kernels.channel_gates.calls import ChannelCall
     from deltanet_kernels.channel_gates.recurrent import fused_recurrent_channel_gated_delta_rule_triton
 
     return fused_recurrent_channel_gated_delta_rule_triton(ChannelCall(**inputs))

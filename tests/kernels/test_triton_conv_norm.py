@@ -6,11 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from deltanet_kernels.conv import causal_conv1d_triton
-from deltanet_kernels.norm import gated_rms_norm_triton
-from deltanet_kernels.reference import torch_causal_conv1d, torch_gated_rms_norm
+from deltanet_kernels import causal_conv1d, gated_rms_norm
 from tests.kernels.cases import relative_error
-from tests.kernels.triton_mode import DEVICE, GPU
+from tests.kernels.triton_mode import DEVICE, GPU, by_pytorch, triton_conv, triton_norm
 
 DTYPES = [torch.float32, *([torch.bfloat16, torch.float16] if GPU else [])]
 
@@ -60,7 +58,7 @@ def test_convolution(
             x[0], x[1], x[2] if bias else None, activation, x[-1] if state else None, True, cu_seqlens
         )
 
-    compare(call(causal_conv1d_triton), call(torch_causal_conv1d), leaves)
+    compare(call(triton_conv), call(by_pytorch(causal_conv1d)), leaves)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -80,7 +78,7 @@ def test_norm(shape: tuple[int, ...], weight: tuple[int, ...], gate: bool, dtype
     def call(function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda x: [function(x[0], x[1] if gate else None, x[-1], 1e-6)]
 
-    compare(call(gated_rms_norm_triton), call(torch_gated_rms_norm), leaves)
+    compare(call(triton_norm), call(by_pytorch(gated_rms_norm)), leaves)
 
 
 @pytest.mark.parametrize("weight", [(20,), (3, 20)])
@@ -93,9 +91,9 @@ def test_gates_that_are_slices(weight: tuple[int, ...], start: int, heads: int) 
     z = z if heads else z.expand(2, 35, 3, 20)
     x, w = torch.randn(2, 35, 3, 20, device=DEVICE).bfloat16(), torch.randn(weight, device=DEVICE)
     assert not z.is_contiguous()
-    assert torch.equal(gated_rms_norm_triton(x, z, w), gated_rms_norm_triton(x, z.contiguous(), w))
+    assert torch.equal(triton_norm(x, z, w), triton_norm(x, z.contiguous(), w))
     one = (x[:, :1], z[:, :1], w)  # one token per row
-    assert torch.equal(gated_rms_norm_triton(*one), gated_rms_norm_triton(x, z.contiguous(), w)[:, :1])
+    assert torch.equal(triton_norm(*one), triton_norm(x, z.contiguous(), w)[:, :1])
 
 
 @pytest.mark.gpu
@@ -105,8 +103,8 @@ def test_compile_without_a_graph_break() -> None:
     weight = torch.randn(64, 4, device=DEVICE, requires_grad=True)
 
     def both(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        y, _ = causal_conv1d_triton(x, weight, activation="silu")
-        return gated_rms_norm_triton(y, x, weight[:, 0])
+        y, _ = triton_conv(x, weight, activation="silu")
+        return triton_norm(y, x, weight[:, 0])
 
     eager = torch.autograd.grad(both(x, weight).sum(), (x, weight))
     compiled = torch.autograd.grad(torch.compile(both, fullgraph=True)(x, weight).sum(), (x, weight))

@@ -34,12 +34,12 @@ def triton_mesa(
     **options: Any,
 ) -> Any:
     """`chunk_mesa` by the Triton kernels on any device."""
-    from deltanet_kernels.arguments import RuleCall
+    from deltanet_kernels.mesa.calls import MesaCall, check_mesa
     from deltanet_kernels.mesa.chunk import chunk_mesa_triton
-    from deltanet_kernels.mesa.state import check_mesa
 
-    call = RuleCall(q, k, v, g, beta, **options)
-    return chunk_mesa_triton(call, ridge, check_mesa(call, ridge, initial_state), steps)
+    call = MesaCall(q, k, v, g, beta, ridge, initial_state=initial_state, steps=steps, **options)
+    check_mesa(call)
+    return chunk_mesa_triton(call)
 
 
 def arguments(shape: Shape, state: bool = True) -> dict[str, Any]:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from deltanet_kernels import window_attention
-from deltanet_kernels.arguments import WindowCall
 from deltanet_kernels.window.attention import window_attention_triton, window_backward, window_forward
+from deltanet_kernels.window.calls import WindowCall
 from tests.kernels.cases import assert_close
 from tests.kernels.triton_mode import DEVICE, GPU
 from tests.kernels.window_cases import CASES, Case, make, results, truth

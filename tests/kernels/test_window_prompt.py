@@ -12,14 +12,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from deltanet_kernels import window_keep, window_mixture
-from deltanet_kernels.arguments import WindowMixtureCall
+from deltanet_kernels.window.calls import WindowMixtureCall
 from deltanet_kernels.window.cpu_prompt import torch_window_mixture
-from deltanet_kernels.window.keep import window_keep_op, window_keep_triton
+from deltanet_kernels.window.keep import window_keep_op
 from deltanet_kernels.window.mixture import window_mixture_op, window_mixture_triton
 from tests.kernels.cases import relative_error
 from tests.kernels.test_window_step import Step, empty, expected_cache
 from tests.kernels.test_window_step import make as make_steps
-from tests.kernels.triton_mode import DEVICE, GPU
+from tests.kernels.triton_mode import DEVICE, GPU, triton_keep
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def test_a_share_may_saturate(mix: Callable[..., Tensor]) -> None:
     torch.testing.assert_close(o[:, :, 1], x["near"][:, 5:, 1], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("keep", [window_keep, window_keep_triton])
+@pytest.mark.parametrize("keep", [window_keep, triton_keep])
 @pytest.mark.parametrize(
     ("T", "window", "sinks", "D"),
     [(16, 5, 3, 16), (5, 5, 3, 16), (3, 5, 3, 7), (2, 5, 3, 16), (12, 5, 0, 16), (10, 1, 2, 16), (20, 3, 12, 16),

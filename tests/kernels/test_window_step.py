@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from deltanet_kernels import window_step_
-from deltanet_kernels.arguments import WindowStepCall
+from deltanet_kernels.window.calls import WindowStepCall
 from deltanet_kernels.window.reference import naive_window_attention
 from deltanet_kernels.window.step import window_step_op_, window_step_triton_
 from tests.kernels.cases import relative_error

@@ -22,7 +22,8 @@ from deltanet_hf.decoding.fused_norms import form_of
 from deltanet_hf.decoding.obstacles import wiring
 from deltanet_hf.models import qwen3_5
 from deltanet_hf.models.families import FAMILIES
-from deltanet_kernels import dispatch
+from deltanet_kernels import rms_norm
+from deltanet_kernels.dispatch import Operator
 from deltanet_kernels.residual_norm import rms_norm_triton
 from support.replayed_step import LEAVES_MEMORY, is_view
 from support.tiny_models import COMMON, mixture_table, randomise, tiny_mixture, tiny_student, tiny_teacher
@@ -52,15 +53,16 @@ class Kernels:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.alone = self.added = 0
-        self._real = dispatch.call
-        monkeypatch.setattr(dispatch, "call", self)
+        real = Operator.unchecked
 
-    def __call__(self, operator: str, fallback: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if operator != "rms_norm":
-            return self._real(operator, fallback, x, *args, **kwargs)
-        self.alone += args[-1] is None
-        self.added += args[-1] is not None
-        return rms_norm_triton(*args) if INTERPRETED else fallback(*args)
+        def unchecked(operator: Operator[..., Any, Any], call: Any) -> Any:
+            if operator is not rms_norm:
+                return real(operator, call)
+            self.alone += call.total is None
+            self.added += call.total is not None
+            return rms_norm_triton(call) if INTERPRETED else operator.cpu(call)
+
+        monkeypatch.setattr(Operator, "unchecked", unchecked)
 
 
 def own_norms(model: nn.Module) -> list[nn.Module]:
@@ -141,15 +143,15 @@ def launches(model: PreTrainedModel, fused: bool) -> list[str]:
 def test_launches_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_student("mistral", window=5, sinks=2).bfloat16()
     join_projections(model)
-    real = dispatch.call
+    real = Operator.unchecked
 
-    def call(operator: str, fallback: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if x.shape[1] > 1:  # the prompt
-            return real(operator, fallback, x, *args, **kwargs)
-        function: Any = dispatch._triton_function(operator)
-        return function(*args, **kwargs)
+    def unchecked(operator: Operator[..., Any, Any], call: Any) -> Any:
+        if call[0].shape[1] > 1:  # the prompt
+            return real(operator, call)
+        function: Any = operator.triton()
+        return function(call)
 
-    monkeypatch.setattr(dispatch, "call", call)
+    monkeypatch.setattr(Operator, "unchecked", unchecked)
     before, after = launches(model, False), launches(model, True)
     # Two norms of eight operations and two sums are two kernels; SiLU and product, and two projections, are one each.
     assert len(before) - len(after) == 18

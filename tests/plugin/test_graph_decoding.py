@@ -26,6 +26,7 @@ from deltanet_hf.models import qwen3_5
 from deltanet_hf.models.families import FAMILIES
 from deltanet_hf.sessions import Snapshot, load_session, save_session
 from deltanet_kernels.flash_decoding.attention import decode_attention_triton
+from deltanet_kernels.flash_decoding.calls import DecodeAttentionCall
 from support.replayed_step import Recorder
 from support.tiny_models import (
     COMMON,
@@ -145,7 +146,7 @@ def test_softmax_layers_attend_by_the_kernels(family: str, recorder: Recorder, m
 
     def attend(q: torch.Tensor, *rest: Any) -> torch.Tensor:
         heads.append(q.shape[1])
-        return decode_attention_triton(q, *rest)
+        return decode_attention_triton(DecodeAttentionCall(q, *rest))
 
     monkeypatch.setattr(single_query, "decode_attention", attend)
     model = tiny_mixture(family, mixed_mixture_table() if family == "llama" else mixture_table())

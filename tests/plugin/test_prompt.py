@@ -15,7 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from deltanet_hf.evaluation.lesions import switch_off_state, switch_off_window
 from deltanet_hf.mixers import gated_deltanet, prompt, window_branch
-from deltanet_kernels import dispatch
+from deltanet_kernels.dispatch import Operator
 from support.tiny_models import tiny_student
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -47,17 +47,17 @@ MIXERS = ["deltaproduct", "comba", "efla", "deltanet", "kda", "linear", "mesa"]
 def joined(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Sends the joined operators to their Triton form, and lists the calls of them."""
     calls: list[str] = []
-    real = dispatch.call
+    real = Operator.unchecked
 
-    def call(operator: str, fallback: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if operator not in JOINED:
-            return real(operator, fallback, x, *args, **kwargs)
-        calls.append(operator)
-        function = dispatch._triton_function(operator) if INTERPRETED or ON_GPU else fallback
+    def unchecked(operator: Operator[..., Any, Any], call: Any) -> Any:
+        if operator.__name__ not in JOINED:
+            return real(operator, call)
+        calls.append(operator.__name__)
+        function = operator.triton() if INTERPRETED or ON_GPU else operator.cpu
         assert function is not None
-        return function(*args, **kwargs)
+        return function(call)
 
-    monkeypatch.setattr(dispatch, "call", call)
+    monkeypatch.setattr(Operator, "unchecked", unchecked)
     return calls
 
 
@@ -267,18 +267,18 @@ def test_operations_of_a_layer(joined: list[str], apart: Any) -> None:
 
     @torch.no_grad()
     def operations() -> list[str]:
-        real, calls = dispatch.call, dispatch._triton_function
+        real = Operator.unchecked
 
-        def call(operator: str, fallback: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-            return calls(operator)(*args, **kwargs)  # type: ignore[misc]
+        def unchecked(operator: Operator[..., Any, Any], call: Any) -> Any:
+            return operator.triton()(call)  # type: ignore[misc]
 
-        dispatch.call = call
+        Operator.unchecked = unchecked  # type: ignore[method-assign]
         try:
             with Operations() as counted:
                 y, _ = layer(x, angles, past_key_values=DynamicCache(config=model.config))
             outputs.append(y)
         finally:
-            dispatch.call = real
+            Operator.unchecked = real  # type: ignore[method-assign]
         return counted.names
 
     before, after = apart(operations), operations()

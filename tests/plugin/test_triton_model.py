@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from deltanet_kernels import dispatch
+from deltanet_kernels.dispatch import Operator
 from support.tiny_models import tiny_student
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -28,13 +28,13 @@ def send(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[str]]:
     def choose(side: str) -> list[str]:
         calls: list[str] = []
 
-        def call(operator: str, fallback: Callable[..., Any], _: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            calls.append(operator)
-            function = fallback if side == "torch" else dispatch._triton_function(operator)
+        def unchecked(operator: Operator[..., Any, Any], call: Any) -> Any:
+            calls.append(operator.__name__)
+            function = operator.cpu if side == "torch" else operator.triton()
             assert function is not None
-            return function(*args, **kwargs)
+            return function(call)
 
-        monkeypatch.setattr(dispatch, "call", call)
+        monkeypatch.setattr(Operator, "unchecked", unchecked)
         return calls
 
     return choose

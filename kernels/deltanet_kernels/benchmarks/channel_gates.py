@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..channel_gates.arguments import ChannelCall
+from ..channel_gates.calls import ChannelCall
 from ..channel_gates.chunk import chunk_channel_gated_delta_rule_triton
 from ..channel_gates.cpu import chunked
 from .both_passes import check_and_time

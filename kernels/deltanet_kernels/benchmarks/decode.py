@@ -84,7 +84,7 @@ def layer_error_of(x: dict[str, torch.Tensor], state: torch.Tensor) -> float:
     w, final, moved = {n: t.double() for n, t in x.items()}, state.double(), state.clone()
     names = ("q", "k", "v", "a", "b", "state", "A_log", "dt_bias", "conv_weight", "conv_tail", "z", "norm_weight")
     w["state"] = final
-    given: dict[str, Any] = dict.fromkeys(StepCall._fields) | StepCall._field_defaults | {n: w[n] for n in names}
+    given: dict[str, Any] = {n: w[n] for n in names}
     o = torch_gated_delta_step_(StepCall(**given | {"eps": 1e-6, "qk_silu": True, "v_silu": True}))
     found = layer_step(x | {"conv_tail": x["conv_tail"].clone()}, moved)
     return worst((found, o), (moved, final))

@@ -25,6 +25,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from .. import decode_attention
 from ..flash_decoding import attention, config
+from ..flash_decoding.calls import DecodeAttentionCall
 from ..flash_decoding.config import DecodeConfig, decode_config
 from ..flash_decoding.reference import torch_decode_attention
 from .table import one_line
@@ -71,7 +72,7 @@ def over_tokens(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.T
 
 IMPLEMENTATIONS: dict[str, Attention] = {
     "deltanet": decode_attention,
-    "sdpa, mask": lambda q, k, v, mask: torch_decode_attention(q, k, v, mask, None),
+    "sdpa, mask": lambda *call: torch_decode_attention(DecodeAttentionCall(*call)),
     "sdpa, no mask": over_tokens,
 }
 
@@ -87,7 +88,8 @@ def make(shape: Shape) -> Inputs:
         k, v = (torch.randn(B, HK, places, D, device="cuda", dtype=torch.bfloat16) for _ in range(2))
         caches.append((k, v))
     k, v = caches[0]
-    return Inputs(q, mask, caches, torch_decode_attention(q.double(), k.double(), v.double(), mask, None))
+    wanted = torch_decode_attention(DecodeAttentionCall(q.double(), k.double(), v.double(), mask))
+    return Inputs(q, mask, caches, wanted)
 
 
 def measure(run: Attention, inputs: Inputs, size: int, bandwidth: float) -> dict[str, Any]:

@@ -32,10 +32,9 @@ from .. import (
     naive_titans,
     naive_ttt,
 )
-from ..arguments import RuleCall
+from ..mesa.calls import MesaCall
 from ..mesa.cpu import chunk_mesa_torch
 from ..mesa.solve import STEPS
-from ..mesa.state import check_mesa
 from .first_results import compiled_ahead, time_limit
 from .table import SHAPES, Row, Table, add_options
 from .timing import median_ms, peak_gib
@@ -64,8 +63,7 @@ def mesa_in_pytorch(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, ridge: Tensor, use_qk_l2norm_in_kernel: bool
 ) -> Any:
     """`chunk_mesa` by its PyTorch form."""
-    call = RuleCall(q, k, v, g, beta, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
-    return chunk_mesa_torch(call, ridge, check_mesa(call, ridge, None), STEPS)
+    return chunk_mesa_torch(MesaCall(q, k, v, g, beta, ridge, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel))
 
 
 def rule(name: str, impl: str, heads: int, size: int) -> tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]:

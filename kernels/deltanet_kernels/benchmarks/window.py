@@ -23,8 +23,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from .. import window_attention, window_step_
-from ..arguments import WindowCall, WindowStepCall
 from ..window import attention, step
+from ..window.calls import WindowCall, WindowStepCall
 from ..window.config import WindowConfig, step_heads, step_places, window_config
 from ..window.cpu import torch_window_attention
 from ..window.cpu_step import torch_window_step_

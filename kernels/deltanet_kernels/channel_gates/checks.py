@@ -2,7 +2,7 @@
 
 import torch
 
-from deltanet_kernels.channel_gates.arguments import ChannelCall
+from deltanet_kernels.channel_gates.calls import ChannelCall
 from deltanet_kernels.checks import (
     _require_device,
     _require_float,

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from deltanet_kernels.channel_gates.arguments import ChannelCall
+from deltanet_kernels.arguments import GatedNormCall
+from deltanet_kernels.channel_gates.calls import ChannelCall
 from deltanet_kernels.channel_gates.config import MIN_HALF_SIZE, ChannelConfig, channel_config, check_supported
 from deltanet_kernels.channel_gates.gradients_inputs import input_gradients_kernel
 from deltanet_kernels.channel_gates.gradients_pairs import pair_gradients_kernel
@@ -238,7 +239,8 @@ _chunk = differentiable(channel_chunk_forward, _backward, _setup_context)
 def unit_rows(x: torch.Tensor) -> torch.Tensor:
     """x * rsqrt(sum x^2 + 1e-6) over the last dimension, as RMSNorm with an equal weight."""
     size = x.shape[-1]
-    return gated_rms_norm_triton(x, None, x.new_full((size,), size**-0.5, dtype=torch.float32), UNIT_EPS / size)
+    weight = x.new_full((size,), size**-0.5, dtype=torch.float32)
+    return gated_rms_norm_triton(GatedNormCall(x, None, weight, UNIT_EPS / size))
 
 
 def chunk_channel_gated_delta_rule_triton(call: ChannelCall) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from deltanet_kernels.channel_gates.arguments import ChannelCall
+from deltanet_kernels.channel_gates.calls import ChannelCall
 from deltanet_kernels.gated_delta_rule.reference import l2_normalize
 
 CHUNK = 64

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from deltanet_kernels.channel_gates.arguments import ChannelCall
+from deltanet_kernels.channel_gates.calls import ChannelCall
 from deltanet_kernels.channel_gates.chunk import chunk_channel_gated_delta_rule_triton
 from deltanet_kernels.channel_gates.config import check_supported
 from deltanet_kernels.common.launch import launch

@@ -14,7 +14,7 @@ from itertools import pairwise
 
 import torch
 
-from deltanet_kernels.channel_gates.arguments import ChannelCall
+from deltanet_kernels.channel_gates.calls import ChannelCall
 from deltanet_kernels.channel_gates.checks import check_channel_rule
 from deltanet_kernels.gated_delta_rule.reference import l2_normalize
 

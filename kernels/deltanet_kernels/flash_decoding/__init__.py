@@ -15,5 +15,6 @@ spans:
     attention.py   launches them and registers the operator with PyTorch
     config.py      tile sizes, and the number of spans
     checks.py      argument checks
-    operators.py   the public operator
+    calls.py       the arguments
+    operators.py   the operator
 """

@@ -9,6 +9,7 @@ from deltanet_kernels.common.device import multiprocessors
 from deltanet_kernels.common.launch import launch
 from deltanet_kernels.common.registration import operator
 from deltanet_kernels.common.sizes import power_of_two
+from deltanet_kernels.flash_decoding.calls import DecodeAttentionCall
 from deltanet_kernels.flash_decoding.config import COMBINED, MASK_BLOCK, MAX_GROUP, cut_places, decode_config
 from deltanet_kernels.flash_decoding.kernels import combine_kernel, span_kernel
 from deltanet_kernels.gated_delta_rule.config import check_supported, product_precision
@@ -45,18 +46,17 @@ def decode_attention_op(
     return o
 
 
-def decode_attention_triton(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float | None
-) -> torch.Tensor:
+def decode_attention_triton(call: DecodeAttentionCall) -> torch.Tensor:
     """`deltanet_kernels.decode_attention` in Triton, for checked arguments.
 
     Raises:
         NotImplementedError: head sizes over 256, more than 32 query heads per key head, or dtypes other than float32,
             bfloat16, float16.
     """
+    q, k, v, mask, _ = call
     D, group = q.shape[3], q.shape[1] // k.shape[1]
     check_supported(q.dtype, D, D)
     if group > MAX_GROUP:
         raise NotImplementedError(f"{group} query heads per key head: the kernels take up to {MAX_GROUP}")
-    o: torch.Tensor = decode_attention_op(q, k, v, mask, D**-0.5 if scale is None else float(scale))
+    o: torch.Tensor = decode_attention_op(q, k, v, mask, call.factor)
     return o

@@ -10,15 +10,17 @@ from deltanet_kernels.checks import (
     _shape,
     refuse_gradients,
 )
+from deltanet_kernels.flash_decoding.calls import DecodeAttentionCall
 
 
-def check_decode_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> None:
+def check_decode_attention(call: DecodeAttentionCall) -> None:
     """Check the arguments of an attention of one query per sequence.
 
     Raises:
         ValueError: a shape, head count or device that does not fit, or gradients are required.
         TypeError: a dtype that does not fit, or an argument that is not a tensor.
     """
+    q, k, v, mask, _ = call
     for name, x, meaning in (("q", q, "[B, HQ, 1, D]"), ("k", k, "[B, HK, S, D]"), ("v", v, "[B, HK, S, D]")):
         _require_float(name, _require_tensor(name, x))
         _require_device(name, x, "q", q.device)

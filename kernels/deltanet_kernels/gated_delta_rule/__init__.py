@@ -9,6 +9,7 @@ is the entry point of the chunked operator and its gradient.
     stage                          file                      when
     -----------------------------  ------------------------  ---------------------------------------------------------
     recurrence, reference          reference.py              any device, float32 and float64; the tests' ground truth
+    public functions               public.py                 any call, with the arguments of flash-linear-attention
     calls in other dtypes, layouts drop_in.py                before the others, for calls that the kernels do not take
     gates per channel              fine_gates.py             recurrence, before recurrent.py or channel_gates
     CPU, chunked                   cpu.py, cpu_forward.py,   CPU tensors, and CUDA calls that no kernel supports

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from deltanet_kernels.arguments import StepCall
+from deltanet_kernels.arguments import ConvCall, GatedNormCall, StepCall
 from deltanet_kernels.common.heads import repeated
 from deltanet_kernels.common.rotation import rotate
 from deltanet_kernels.gated_delta_rule.cpu_recurrent import torch_recurrent_step_
@@ -21,9 +21,9 @@ CLOSED = -1e4  # a gate logit whose sigmoid and softplus are exactly 0
 class StepParts(NamedTuple):
     """The operators that make up a step: `causal_conv1d`, the recurrence with its state in place, `gated_rms_norm`."""
 
-    conv: Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+    conv: Callable[[ConvCall], tuple[torch.Tensor, torch.Tensor | None]]
     rule_: Callable[..., torch.Tensor]
-    norm: Callable[..., torch.Tensor]
+    norm: Callable[[GatedNormCall], torch.Tensor]
 
 
 def compose_step_(parts: StepParts, call: StepCall) -> torch.Tensor:
@@ -43,7 +43,7 @@ def compose_step_(parts: StepParts, call: StepCall) -> torch.Tensor:
     if conv_weight is not None and conv_tail is not None:
         both = qk_silu and v_silu and cos is None and k_offset is None
         qkv = torch.cat([q, k, v], dim=-1)
-        qkv, tail = parts.conv(qkv, conv_weight, None, "silu" if both else None, conv_tail, True)
+        qkv, tail = parts.conv(ConvCall(qkv, conv_weight, None, "silu" if both else None, conv_tail, True))
         assert tail is not None
         conv_tail.copy_(tail)
         q, k, v = qkv.split([q.shape[-1], k.shape[-1], v.shape[-1]], dim=-1)
@@ -65,7 +65,7 @@ def compose_step_(parts: StepParts, call: StepCall) -> torch.Tensor:
     if z is not None:
         z = z.reshape(o.shape)
     if norm_weight is not None:
-        return parts.norm(o, z, norm_weight, eps)
+        return parts.norm(GatedNormCall(o, z, norm_weight, eps))
     return o if z is None else o * F.silu(z)
 
 

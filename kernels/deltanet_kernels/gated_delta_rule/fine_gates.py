@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import torch
 
-from deltanet_kernels import checks, dispatch
+from deltanet_kernels import checks
 from deltanet_kernels.arguments import RuleCall
-from deltanet_kernels.channel_gates.arguments import ChannelCall
-from deltanet_kernels.channel_gates.cpu import recurrent as torch_recurrent_channel_rule
-from deltanet_kernels.gated_delta_rule.cpu_recurrent import torch_recurrent_gated_delta_rule
+from deltanet_kernels.channel_gates.calls import ChannelCall
+from deltanet_kernels.channel_gates.operators import fused_recurrent_channel_gated_delta_rule
 from deltanet_kernels.gated_delta_rule.drop_in import Result, in_layout, plain
+from deltanet_kernels.gated_delta_rule.operators import recurrent_rule
 from deltanet_kernels.gated_delta_rule.reference import log_decay_and_strength
 
 
@@ -90,13 +90,9 @@ def _columns_as_heads(call: RuleCall, gv: torch.Tensor | None) -> RuleCall:
 
 def _run(call: RuleCall, gk: torch.Tensor | None) -> Result:
     if gk is None:
-        return dispatch.call(  # type: ignore[no-any-return]
-            "fused_recurrent_gated_delta_rule", torch_recurrent_gated_delta_rule, call.q, call
-        )
+        return recurrent_rule.unchecked(call)
     channel = ChannelCall(
         call.q, call.k, call.v, call.g.unsqueeze(-1) + gk.to(call.g.dtype), call.beta, None, call.erase != "off",
         call.initial_state, call.output_final_state, call.use_qk_l2norm_in_kernel, call.cu_seqlens, call.scale,
     )  # fmt: skip
-    return dispatch.call(  # type: ignore[no-any-return]
-        "fused_recurrent_channel_gated_delta_rule", torch_recurrent_channel_rule, call.q, channel
-    )
+    return fused_recurrent_channel_gated_delta_rule.unchecked(channel)

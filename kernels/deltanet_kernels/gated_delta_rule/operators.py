@@ -1,235 +1,46 @@
-"""The public operators of the gated delta rule."""
+"""The operators of the gated delta rule: in chunks, by its recurrence, and one decoding step of a layer.
 
+`public.py` has the functions that make calls of the first two from the arguments of flash-linear-attention.
+"""
+
+# mypy: allow-untyped-defs
 from __future__ import annotations
 
-import torch
-
-from deltanet_kernels import checks, dispatch, unchecked
-from deltanet_kernels.arguments import Erase, RuleCall, StepCall
+from deltanet_kernels.arguments import RuleCall, StepCall
+from deltanet_kernels.checks import check_delta_rule
+from deltanet_kernels.dispatch import Operator
+from deltanet_kernels.gated_delta_rule.cpu import chunked
 from deltanet_kernels.gated_delta_rule.cpu_recurrent import torch_recurrent_gated_delta_rule
 from deltanet_kernels.gated_delta_rule.cpu_step import torch_gated_delta_step_
-from deltanet_kernels.gated_delta_rule.drop_in import check_chunk_size, read_others, through_plain
-from deltanet_kernels.gated_delta_rule.fine_gates import present, recurrent_with_fine_gates
 from deltanet_kernels.gated_delta_rule.step_checks import check_gated_delta_step
 
 
-def chunk_gated_delta_rule(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    scale: float | None = None,
-    initial_state: torch.Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    cu_seqlens: torch.Tensor | None = None,
-    *,
-    A_log: torch.Tensor | None = None,
-    dt_bias: torch.Tensor | None = None,
-    use_gate_in_kernel: bool = False,
-    use_beta_sigmoid_in_kernel: bool = False,
-    erase: Erase = "decayed",
-    allow_neg_eigval: bool = False,
-    state_v_first: bool = False,
-    chunk_size: int | None = None,
-    **others: object,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The gated delta rule (Gated Delta Networks, arXiv 2412.06464, eq. 10), chunk by chunk, differentiable.
+def _chunk():
+    from deltanet_kernels.gated_delta_rule.chunk import chunk_gated_delta_rule_triton
 
-        S_t = e^{g_t} S_{t-1} + beta_t k_t (v_t - k_t^T e^{g_t} S_{t-1})^T        o_t = scale * q_t^T S_t
-
-    `erase` chooses other predictions: S_t = e^{g_t} S_{t-1} + beta_t k_t (v_t - k_t^T R_t)^T.
-
-    H divides HQ and HV, and HQ divides HV or HV divides HQ. With HO = max(HQ, HV), output head j reads state
-    j // (HO/HV) with query head j // (HO/HQ), and state i is written with key head i // (HV/H): value heads
-    may share a key head, and query heads may share a state.
-
-    The function takes what that of flash-linear-attention 0.6 takes by keyword; docs/drop-in.md has the differences.
-
-    Args:
-        q: queries [B, T, HQ, K]; T >= 1.
-        k: keys [B, T, H, K].
-        v: values [B, T, HV, V]. If the dtypes of q, k and v differ, the widest is computed with.
-        g: log decay per token, <= 0 [B, T, HV]; float32 is recommended. With use_gate_in_kernel: the raw logit a.
-        beta: write strength in [0, 2] [B, T, HV]; its logit with use_beta_sigmoid_in_kernel.
-        scale: factor of the output, K**-0.5 by default.
-        initial_state: [N, HV, K, V] in any floating-point dtype, N = B or the number of packed sequences; zeros by
-            default. The state is computed in float32 (float64 with float64 inputs).
-        output_final_state: also return the state after the last token of each sequence.
-        use_qk_l2norm_in_kernel: replace q and k by x * rsqrt(sum x^2 + 1e-6).
-        cu_seqlens: offsets [N+1] (int32 or int64, first 0, never decreasing, last <= T) of sequences packed
-            into one row (B = 1). Sequences may be empty; tokens after the last offset get o = 0, no gradient.
-        A_log: [HV], required with use_gate_in_kernel.
-        dt_bias: [HV], or None for zeros; with use_gate_in_kernel only.
-        use_gate_in_kernel: the log decay is -exp(A_log) * softplus(g + dt_bias).
-        use_beta_sigmoid_in_kernel: the write strength is sigmoid(beta).
-        erase: the state R_t whose prediction k_t^T R_t a write subtracts from its value:
-            "decayed": e^{g_t} S_{t-1}, the gated delta rule.
-            "off": none, S_t = e^{g_t} S_{t-1} + beta_t k_t v_t^T (linear attention, retention, gated linear attention).
-            "undecayed": S_{t-1}, as in Comba (arXiv 2506.02475). A closed gate then still erases.
-        allow_neg_eigval: the write strength is 2 sigmoid(beta), so that the factors I - beta k k^T have eigenvalues
-            down to -1 (arXiv 2411.12537); with use_beta_sigmoid_in_kernel.
-        state_v_first: initial and final state are [N, HV, V, K]. Each is copied once.
-        chunk_size: 16, 32 or 64, without effect: PyTorch and the kernels for 16-bit dtypes use chunks of 64 tokens,
-            those for float32 and for heads smaller than 16 chunks of 32. A warning says so once if another is given.
-        others: `transpose_state_layout`, the old name of state_v_first. Further arguments of flash-linear-attention
-            have no counterpart, and an error names them.
-
-    Returns:
-        o [B, T, HO, V] in the dtype of q, and the final state [N, HV, K, V] float32 or None.
-
-    Raises:
-        ValueError: shapes, head counts, devices or offsets that do not fit, T = 0, arguments that do nothing here.
-        TypeError: dtypes that do not fit, unknown arguments.
-    """
-    if others:
-        state_v_first = read_others("chunk_gated_delta_rule", others, state_v_first)
-    call = RuleCall(
-        q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, A_log, dt_bias,
-        use_gate_in_kernel, use_beta_sigmoid_in_kernel, erase, allow_neg_eigval, state_v_first,
-    )  # fmt: skip
-    plain = checks.check_delta_rule(call, drop_in=True)
-    if chunk_size is not None:
-        check_chunk_size(call, chunk_size)
-    form = unchecked.chunk_gated_delta_rule
-    return form(call) if plain else through_plain(form, call, q.dtype)
+    return chunk_gated_delta_rule_triton
 
 
-def fused_recurrent_gated_delta_rule(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor | None = None,
-    beta: torch.Tensor | None = None,
-    scale: float | None = None,
-    initial_state: torch.Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    cu_seqlens: torch.Tensor | None = None,
-    *,
-    A_log: torch.Tensor | None = None,
-    dt_bias: torch.Tensor | None = None,
-    use_gate_in_kernel: bool = False,
-    use_beta_sigmoid_in_kernel: bool = False,
-    erase: Erase = "decayed",
-    allow_neg_eigval: bool = False,
-    state_v_first: bool = False,
-    gk: torch.Tensor | None = None,
-    gv: torch.Tensor | None = None,
-    **others: object,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The gated delta rule by its recurrence, for decoding and short inputs.
+def _recurrent():
+    from deltanet_kernels.gated_delta_rule.recurrent import fused_recurrent_gated_delta_rule_triton
 
-    Arguments, results and errors are those of `chunk_gated_delta_rule`, except for those below; calls that need
-    gradients use its kernels.
-
-    Args:
-        g: as there, or None for no decay per head.
-        beta: as there, or per value channel [B, T, HV, V]. None is ones, before the sigmoid if there is one.
-        gk: log decay per key channel, <= 0 [B, T, HV, K], added to g; with erase "decayed" or "off".
-        gv: log decay per value channel, <= 0 [B, T, HV, V], added to g. With gates per value channel each of the HV * V
-            columns of the states is computed as a head of its own; HQ <= HV.
-
-    Returns:
-        o [B, T, HO, V] in the dtype of v, and the final state as there.
-    """
-    if others:
-        state_v_first = read_others("fused_recurrent_gated_delta_rule", others, state_v_first)
-    if g is None or beta is None:
-        if g is None and use_gate_in_kernel:
-            raise ValueError("g: got None, needs the logits [B, T, HV] with use_gate_in_kernel")
-        g, beta = present(v, g, 0.0), present(v, beta, 1.0)
-    call = RuleCall(
-        q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, A_log, dt_bias,
-        use_gate_in_kernel, use_beta_sigmoid_in_kernel, erase, allow_neg_eigval, state_v_first,
-    )  # fmt: skip
-    if gk is not None or gv is not None or getattr(beta, "ndim", 0) == 4:
-        return recurrent_with_fine_gates(call, gk, gv)
-    plain = checks.check_delta_rule(call, drop_in=True)
-    return _recurrent(call) if plain else through_plain(_recurrent, call, v.dtype)
+    return fused_recurrent_gated_delta_rule_triton
 
 
-def _recurrent(call: RuleCall) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return dispatch.call(  # type: ignore[no-any-return]
-        "fused_recurrent_gated_delta_rule", torch_recurrent_gated_delta_rule, call.q, call
-    )
+def _step():
+    from deltanet_kernels.gated_delta_rule.step import gated_delta_step_triton_
+
+    return gated_delta_step_triton_
 
 
-def gated_delta_step_(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    state: torch.Tensor,
-    A_log: torch.Tensor | None,
-    dt_bias: torch.Tensor | None,
-    conv_weight: torch.Tensor | None = None,
-    conv_tail: torch.Tensor | None = None,
-    z: torch.Tensor | None = None,
-    norm_weight: torch.Tensor | None = None,
-    padding: torch.Tensor | None = None,
-    cos: torch.Tensor | None = None,
-    sin: torch.Tensor | None = None,
-    *,
-    scale: float | None = None,
-    eps: float = 1e-6,
-    qk_silu: bool = False,
-    v_silu: bool = False,
-    k_offset: torch.Tensor | None = None,
-    allow_neg_eigval: bool = False,
-    use_beta_sigmoid_in_kernel: bool = True,
-    erase: Erase = "decayed",
-    kv_repeats: int = 1,
-) -> torch.Tensor:
-    """One or several decoding steps of a Gated DeltaNet layer between its projections; updates state and tail in place.
-
-        q, k, v = act(rope(conv(q|k|v)) - offset);  q, k = x * rsqrt(sum x^2 + 1e-6);  beta = sigmoid(b)
-        g = -exp(A_log) * softplus(a + dt_bias)
-        o = rmsnorm(gated_delta_rule(q, k, v, g, beta)) * norm_weight * silu(z)
-
-    On CUDA one kernel computes this for one token, and for several tokens up to a state of 128 x 128; with a
-    convolution it requires H = HV. Other calls run the separate kernels. No gradients.
-    Head counts as for `chunk_gated_delta_rule`.
-
-    Args:
-        q, k, v: projections of T tokens [B, T, HQ*K], [B, T, H*K], [B, T, HV*V], or with the heads as a
-            dimension of their own [B, T, heads, size]; one dtype.
-        a, b: logits of the decay and of the write strength [B, T, HV], or both as they are (see A_log and
-            use_beta_sigmoid_in_kernel).
-        state: [B, HV, K, V] float32 or bfloat16 (float64 or bfloat16 with float64 inputs), contiguous; the arithmetic
-            is float32, and a bfloat16 state is rounded once, to nearest, when it is stored.
-        A_log, dt_bias: [HV], or both None if a is the log decay g <= 0 itself.
-        conv_weight: [C, W] over the C channels of q|k|v, or None for no convolution.
-        conv_tail: the W-1 inputs before the first token, oldest first [B, C, W-1], contiguous; with conv_weight.
-        z: output gate logits [B, T, HO*V] or [B, T, HO, V], HO = max(HQ, HV), or None for no gate.
-        norm_weight: [V] or [HO, V], or None for no norm.
-        padding: [B, T] bool, True at tokens that do not change the state and enter the convolution as zeros; their
-            outputs are finite and have no meaning.
-        cos, sin: [B, T, R] or [1, T, R], R even and <= K: the first R channels of each head of q and k are rotated,
-            channel i < R/2 against channel i + R/2, between convolution and activation; None for no rotation.
-        scale: factor of the output before the norm, K**-0.5 by default.
-        eps: added to the mean square in the norm.
-        qk_silu, v_silu: apply SiLU to q and k, and to v.
-        k_offset: [H, K], subtracted from the keys between rotation and activation; None for 0.
-        allow_neg_eigval: the write strength is 2 sigmoid(b), so that the factors I - beta k k^T have eigenvalues down
-            to -1 (arXiv 2411.12537).
-        use_beta_sigmoid_in_kernel: False if b is the write strength itself, up to 2.
-        erase: "decayed", "off" or "undecayed", as for `chunk_gated_delta_rule`.
-        kv_repeats: number of neighbouring heads that read each head of k and v, which then have H / kv_repeats and
-            HV / kv_repeats heads. Each has channels of the convolution of its own.
-
-    Returns:
-        o [B, T, HO, V] in the dtype of v.
-
-    Raises:
-        ValueError: shapes, head counts or devices that do not fit, a state or tail that is not contiguous, T = 0.
-        TypeError: dtypes that do not fit.
-    """
-    call = StepCall(
-        q, k, v, a, b, state, A_log, dt_bias, conv_weight, conv_tail, z, norm_weight, padding, cos, sin, k_offset,
-        scale, eps, qk_silu, v_silu, allow_neg_eigval, use_beta_sigmoid_in_kernel, erase, kv_repeats,
-    )  # fmt: skip
-    check_gated_delta_step(call)
-    return dispatch.call("gated_delta_step_", torch_gated_delta_step_, q, call)  # type: ignore[no-any-return]
+chunk_rule = Operator("chunk_gated_delta_rule", RuleCall, check=check_delta_rule, cpu=chunked, triton=_chunk)
+recurrent_rule = Operator(
+    "fused_recurrent_gated_delta_rule",
+    RuleCall,
+    check=check_delta_rule,
+    cpu=torch_recurrent_gated_delta_rule,
+    triton=_recurrent,
+)
+gated_delta_step_ = Operator(
+    "gated_delta_step_", StepCall, check=check_gated_delta_step, cpu=torch_gated_delta_step_, triton=_step
+)

@@ -10,12 +10,12 @@ w_s = beta_s e^{g_{s+1} + ... + g_t}. The delta rule takes one gradient step per
 
     file                    computes
     ----------------------  ---------------------------------------------------------------------------------------
-    operators.py            the public function, by cpu.py or chunk.py
+    operators.py            the operator, by cpu.py or chunk.py
     reference.py            the recurrence with a direct solver; the tests' ground truth
     solve.py                the linear systems of all tokens by conjugate gradients, and their gradient, in PyTorch
     cpu.py                  the chunk form in PyTorch, differentiable
     conjugate_gradients.py  the linear systems and the outputs of a chunk, in one Triton kernel
     chunk.py                the chunk form on CUDA, differentiable
     recurrent.py            token by token, for decoding
-    state.py                the state and its checks
+    calls.py                the call, the state and the checks
 """

@@ -23,7 +23,6 @@ from typing import NamedTuple
 
 import torch
 
-from deltanet_kernels.arguments import RuleCall
 from deltanet_kernels.channel_gates.chunk import unit_rows
 from deltanet_kernels.common.device import capability, multiprocessors
 from deltanet_kernels.common.launch import launch
@@ -35,8 +34,8 @@ from deltanet_kernels.gated_delta_rule.config import MAX_HEAD_SIZE, ChunkConfig,
 from deltanet_kernels.gated_delta_rule.row_factors import ChunkInputs
 from deltanet_kernels.gated_delta_rule.scores import scores
 from deltanet_kernels.gated_delta_rule.states import states_kernel
+from deltanet_kernels.mesa.calls import MesaCall, MesaState
 from deltanet_kernels.mesa.conjugate_gradients import conjugate_gradients_kernel
-from deltanet_kernels.mesa.state import MesaState
 
 PRECISION = "tf32x3"
 MAX_KEY_SIZE = 128  # H of 256 channels does not fit into the registers of a program
@@ -200,10 +199,8 @@ gradient("mesa_forward", _backward, _setup_context)
 _mesa = differentiable(mesa_forward, _backward, _setup_context)
 
 
-def chunk_mesa_triton(
-    call: RuleCall, ridge: torch.Tensor, before: MesaState, steps: int
-) -> tuple[torch.Tensor, MesaState | None]:
-    """`deltanet_kernels.chunk_mesa` in Triton, for checked arguments and the state before the first token.
+def chunk_mesa_triton(call: MesaCall) -> tuple[torch.Tensor, MesaState | None]:
+    """`deltanet_kernels.chunk_mesa` in Triton, for checked arguments.
 
     Runs on the current stream, never waits for the device, and gives the same bits every time.
 
@@ -211,7 +208,8 @@ def chunk_mesa_triton(
         NotImplementedError: keys over 128 channels, keys and values together over 256, or dtypes other than float32,
             bfloat16, float16.
     """
-    d, q, k = call.dims, call.q, call.k
+    rule, q, k = call.rule, call.q, call.k
+    d = rule.dims
     if d.K > MAX_KEY_SIZE or d.K + d.V > MAX_HEAD_SIZE:
         raise NotImplementedError(
             f"head sizes {d.K} and {d.V}: the kernels go up to {MAX_KEY_SIZE} for keys and {MAX_HEAD_SIZE} for both"
@@ -221,11 +219,12 @@ def chunk_mesa_triton(
     q, k = q.float(), k.float()
     if call.use_qk_l2norm_in_kernel:
         q, k = unit_rows(q), unit_rows(k)
-    inputs = (q, k, call.v, call.g, call.beta, ridge, *before)
+    before = call.first_state()
+    inputs = (q, k, call.v, call.g, call.beta, call.ridge, *before)
     keep = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     # The kernels multiply by the rows of H, the recurrence by its columns: the same, except in the gradient of H.
     state = torch.cat([before.values, before.keys.mT], dim=-1)
-    o, final, *_ = _mesa(*inputs[:6], state, call.cu_seqlens, call.factor, steps, call.output_final_state, keep)
+    o, final, *_ = _mesa(*inputs[:6], state, call.cu_seqlens, rule.factor, call.steps, call.output_final_state, keep)
     if not call.output_final_state:
         return o, None
     S, H = final.split([d.V, d.K], dim=-1)

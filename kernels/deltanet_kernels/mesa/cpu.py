@@ -5,22 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deltanet_kernels.arguments import RuleCall
 from deltanet_kernels.common.chunk_layout import ChunkLayout
 from deltanet_kernels.common.heads import stack_queries, to_states, unstack_queries
 from deltanet_kernels.common.state_scan import segment_decay, state_scan
 from deltanet_kernels.gated_delta_rule.cpu import no_autocast
+from deltanet_kernels.mesa.calls import MesaCall, MesaState
 from deltanet_kernels.mesa.solve import MesaSystem, solve_mesa
-from deltanet_kernels.mesa.state import MesaState
 
 CHUNK = 64
 
 
 @torch.compiler.disable  # unrolled, its steps would take minutes to compile
-def chunk_mesa_torch(call: RuleCall, ridge: Tensor, before: MesaState, steps: int) -> tuple[Tensor, MesaState | None]:
-    """`deltanet_kernels.chunk_mesa` in PyTorch, for checked arguments and the state before the first token."""
-    q, k, v, g, beta = call[:5]
-    d, dtype = call.dims, before.values.dtype
+def chunk_mesa_torch(call: MesaCall) -> tuple[Tensor, MesaState | None]:
+    """`deltanet_kernels.chunk_mesa` in PyTorch, for checked arguments."""
+    q, k, v, g, beta, ridge = call[:6]
+    rule, before = call.rule, call.first_state()
+    d, dtype = rule.dims, before.values.dtype
     layout = ChunkLayout.of(q, min(CHUNK, d.T), call.cu_seqlens)
     with no_autocast(q.device):
         q_, k_, v_ = (layout.cut(x) for x in to_states(q, k, v, call.use_qk_l2norm_in_kernel, dtype))
@@ -37,9 +37,9 @@ def chunk_mesa_torch(call: RuleCall, ridge: Tensor, before: MesaState, steps: in
         S, H = states.flatten(0, 1).split([d.V, d.K], dim=-1)
         keys, values = k_.flatten(0, 1), v_.flatten(0, 1)
         lam = ridge.to(dtype).repeat(len(q_), 1).unsqueeze(1)
-        x = solve_mesa(MesaSystem(H, lam, keys, weight, start), rows, steps)
+        x = solve_mesa(MesaSystem(H, lam, keys, weight, start), rows, call.steps)
         o = start * (x @ S) + ((x @ keys.mT) * weight) @ values
-        o = unstack_queries(call.factor * o.unflatten(0, (-1, d.HV)), layout.size)
+        o = unstack_queries(rule.factor * o.unflatten(0, (-1, d.HV)), layout.size)
     if not call.output_final_state:
         return layout.join(o).to(v.dtype), None
     S, H = layout.unsort(final).split([d.V, d.K], dim=-1)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deltanet_kernels.arguments import RuleCall
 from deltanet_kernels.common.heads import to_states
 from deltanet_kernels.gated_delta_rule.cpu import no_autocast
+from deltanet_kernels.mesa.calls import MesaCall, MesaState, check_mesa
 from deltanet_kernels.mesa.solve import STEPS, MesaSystem, conjugate_gradients
-from deltanet_kernels.mesa.state import MesaState, check_mesa
 
 
 @torch.no_grad()
@@ -27,10 +26,10 @@ def recurrent_mesa(
     steps: int = STEPS,
 ) -> tuple[Tensor, MesaState]:
     """One or a few tokens; arguments and results as `chunk_mesa`, with the final state and without gradients."""
-    call = RuleCall(q, k, v, g, beta, scale, None, True, use_qk_l2norm_in_kernel)
-    before = check_mesa(call, ridge, initial_state)
-    d, dtype = call.dims, before.values.dtype
-    S, H = before
+    call = MesaCall(q, k, v, g, beta, ridge, scale, initial_state, True, use_qk_l2norm_in_kernel)
+    check_mesa(call)
+    rule, (S, H) = call.rule, call.first_state()
+    d, dtype = rule.dims, S.dtype
     with no_autocast(q.device):
         q_, k_, v_ = to_states(q, k, v, use_qk_l2norm_in_kernel, dtype)
         rows = q_.unflatten(2, (d.HV, -1))  # [B, T, HV, R, K]
@@ -43,5 +42,5 @@ def recurrent_mesa(
             H = factor * H + key * write
             system = MesaSystem(H.flatten(0, 1), lam)
             x = conjugate_gradients(system, rows[:, t].flatten(0, 1), steps).view_as(rows[:, t])
-            outputs.append((call.factor * (x @ S)).flatten(1, 2))
+            outputs.append((rule.factor * (x @ S)).flatten(1, 2))
         return torch.stack(outputs, dim=1).to(v.dtype), MesaState(S, H)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deltanet_kernels.arguments import RuleCall
 from deltanet_kernels.common.heads import spans, to_states
-from deltanet_kernels.mesa.state import MesaState, check_mesa
+from deltanet_kernels.mesa.calls import MesaCall, MesaState, check_mesa
 
 
 def naive_mesa(
@@ -24,9 +23,12 @@ def naive_mesa(
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, MesaState | None]:
     """Arguments and results as `chunk_mesa`; slow, differentiable by autograd, exact to the dtype of its inputs."""
-    call = RuleCall(q, k, v, g, beta, scale, None, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens)
-    before = check_mesa(call, ridge, initial_state)
-    d, dtype = call.dims, before.values.dtype
+    call = MesaCall(
+        q, k, v, g, beta, ridge, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens
+    )
+    check_mesa(call)
+    rule, before = call.rule, call.first_state()
+    d, dtype = rule.dims, before.values.dtype
     q_, k_, v_ = to_states(q, k, v, use_qk_l2norm_in_kernel, dtype)
     decay, beta, lam = g.to(dtype).exp(), beta.to(dtype), torch.diag_embed(ridge.to(dtype))
     outputs, ends = [], []
@@ -37,7 +39,7 @@ def naive_mesa(
             S = decay[:, t, :, None, None] * S + weight * key * v_[:, t].unsqueeze(-2)
             H = decay[:, t, :, None, None] * H + weight * key * key.mT
             x = torch.linalg.solve(H + lam, q_[:, t].unflatten(1, (d.HV, -1)).mT)  # [B, HV, K, R]
-            outputs.append(call.factor * (x.mT @ S).flatten(1, 2))
+            outputs.append(rule.factor * (x.mT @ S).flatten(1, 2))
         ends.append(MesaState(S, H))
     outputs += [v_.new_zeros(d.B, d.HO, d.V)] * (d.T - len(outputs))
     final = MesaState(*(torch.cat(parts) for parts in zip(*ends, strict=True)))

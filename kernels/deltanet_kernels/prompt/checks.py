@@ -1,8 +1,5 @@
 """Argument checks of the operators of a prompt. Messages name the argument, what it is and what it needs."""
 
-import torch
-
-from deltanet_kernels.arguments import PromptInputsCall
 from deltanet_kernels.checks import (
     _require_count,
     _require_input,
@@ -11,6 +8,7 @@ from deltanet_kernels.checks import (
     check_rotation,
     refuse_gradients,
 )
+from deltanet_kernels.prompt.calls import GateValuesCall, PromptInputsCall
 
 
 def check_prompt_inputs(call: PromptInputsCall) -> None:
@@ -49,8 +47,9 @@ def check_prompt_inputs(call: PromptInputsCall) -> None:
     refuse_gradients("prompt_inputs", "causal_conv1d", q, k, v, weight, tail, offset)
 
 
-def check_gate_values(a: torch.Tensor, b: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor, limit: int) -> None:
+def check_gate_values(call: GateValuesCall) -> None:
     """Check the arguments of `gate_values`; raises ValueError or TypeError."""
+    a, b, A_log, dt_bias, limit = call
     for name, x in (("a", a), ("b", b), ("A_log", A_log), ("dt_bias", dt_bias)):
         _require_input(name, x, "a", a)
     if a.dim() != 3 or 0 in a.shape:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from deltanet_kernels.arguments import PromptInputs, PromptInputsCall
+from deltanet_kernels.arguments import ConvCall
 from deltanet_kernels.common.heads import repeated
 from deltanet_kernels.common.rotation import rotate
+from deltanet_kernels.prompt.calls import GateValuesCall, PromptInputs, PromptInputsCall
 from deltanet_kernels.reference import torch_causal_conv1d
 
 
@@ -19,7 +20,7 @@ def torch_prompt_inputs(call: PromptInputsCall) -> PromptInputs:
         sizes = [x.shape[2] for x in parts]
         tails = [None] * 3 if call.conv_tail is None else call.conv_tail.split(sizes, dim=1)
         for n, (weight, tail) in enumerate(zip(call.conv_weight.split(sizes), tails, strict=True)):
-            parts[n], end = torch_causal_conv1d(parts[n], weight, None, None, tail, call.output_tail)
+            parts[n], end = torch_causal_conv1d(ConvCall(parts[n], weight, None, None, tail, call.output_tail))
             ends += [] if end is None else [end]
     q, k, v = (x.unflatten(-1, (-1, call.head_dim)) for x in parts)
     window: list[torch.Tensor] = []
@@ -38,8 +39,7 @@ def torch_prompt_inputs(call: PromptInputsCall) -> PromptInputs:
     return PromptInputs(q, k, v, window_q, window_k, torch.cat(ends, dim=1) if ends else None)
 
 
-def torch_gate_values(
-    a: torch.Tensor, b: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor, limit: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def torch_gate_values(call: GateValuesCall) -> tuple[torch.Tensor, torch.Tensor]:
     """`deltanet_kernels.gate_values` in PyTorch."""
+    a, b, A_log, dt_bias, limit = call
     return -A_log.float().exp() * F.softplus(a.float() + dt_bias.float()), b.float().sigmoid() * limit

@@ -14,6 +14,7 @@ from deltanet_kernels.common.launch import launch
 from deltanet_kernels.common.registration import operator
 from deltanet_kernels.common.rows import rows
 from deltanet_kernels.common.sizes import cdiv
+from deltanet_kernels.prompt.calls import GateValuesCall
 
 BLOCK = 512
 
@@ -63,15 +64,13 @@ def gate_values_op(
     return g, beta
 
 
-def gate_values_triton(
-    a: torch.Tensor, b: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor, limit: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def gate_values_triton(call: GateValuesCall) -> tuple[torch.Tensor, torch.Tensor]:
     """`deltanet_kernels.gate_values` in Triton, for checked arguments.
 
     Raises:
         NotImplementedError: float64.
     """
-    if torch.float64 in (a.dtype, b.dtype):
+    if torch.float64 in (call.a.dtype, call.b.dtype):
         raise NotImplementedError("dtype torch.float64: the kernels compute in float32")
-    g, beta = gate_values_op(a, b, A_log, dt_bias, limit)
+    g, beta = gate_values_op(*call)
     return g, beta

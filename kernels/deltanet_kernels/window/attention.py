@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from deltanet_kernels.arguments import WindowCall
 from deltanet_kernels.common.launch import launch
 from deltanet_kernels.common.registration import differentiable, gradient, operator
 from deltanet_kernels.common.sequences import cut_chunks
 from deltanet_kernels.gated_delta_rule.config import check_supported, product_precision
+from deltanet_kernels.window.calls import WindowCall
 from deltanet_kernels.window.config import window_config
 from deltanet_kernels.window.forward import forward_kernel
 from deltanet_kernels.window.gradients_k import gradients_k_kernel, sink_sums_kernel

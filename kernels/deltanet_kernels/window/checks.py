@@ -4,7 +4,6 @@ import math
 
 import torch
 
-from deltanet_kernels.arguments import WindowCall, WindowMixtureCall, WindowStepCall
 from deltanet_kernels.checks import (
     _require_device,
     _require_float,
@@ -15,6 +14,7 @@ from deltanet_kernels.checks import (
     check_rotation,
     refuse_gradients,
 )
+from deltanet_kernels.window.calls import WindowCall, WindowKeepCall, WindowMixtureCall, WindowStepCall
 
 
 def check_window_attention(call: WindowCall) -> None:
@@ -134,13 +134,14 @@ def check_window_mixture(call: WindowMixtureCall) -> None:
     refuse_gradients("window_mixture", "operations of PyTorch", *tensors)
 
 
-def check_window_keep(k: torch.Tensor, v: torch.Tensor, window: int, sinks: int) -> None:
+def check_window_keep(call: WindowKeepCall) -> None:
     """Check the arguments of `window_keep`.
 
     Raises:
         ValueError: a shape, device, window or number of sinks that does not fit.
         TypeError: a dtype that does not fit, or an argument that is not a tensor.
     """
+    k, v, window, sinks = call
     _check_tokens(k, k, v)
     _check_reach(window, sinks)
     refuse_gradients("window_keep", "operations of PyTorch", k, v)

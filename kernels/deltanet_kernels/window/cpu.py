@@ -10,8 +10,8 @@ Without gradients, PyTorch's flash attention for CPUs takes the blocks, or all t
 import torch
 from torch.nn import functional as F
 
-from deltanet_kernels.arguments import WindowCall
 from deltanet_kernels.common.sizes import cdiv
+from deltanet_kernels.window.calls import WindowCall
 
 AT_ONCE = 3  # up to so many windows of tokens, flash attention computes all pairs sooner than blocks
 BLOCK = 16  # the least number of queries per block

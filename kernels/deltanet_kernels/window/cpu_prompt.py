@@ -5,15 +5,16 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from deltanet_kernels.arguments import WindowMixtureCall
+from deltanet_kernels.arguments import GatedNormCall
 from deltanet_kernels.reference import torch_gated_rms_norm
+from deltanet_kernels.window.calls import WindowKeepCall, WindowMixtureCall
 
 
 def torch_window_mixture(call: WindowMixtureCall) -> torch.Tensor:
     """`deltanet_kernels.window_mixture` in PyTorch, with every result between two operations rounded to its dtype."""
     near, lse, far, share_logit, far_slope, near_slope, places, reach, numbers, z, norm_weight, eps = call
     if norm_weight is not None:
-        far = torch_gated_rms_norm(far, z, norm_weight, eps)
+        far = torch_gated_rms_norm(GatedNormCall(far, z, norm_weight, eps))
     elif z is not None:
         far = far * F.silu(z)
     if numbers is None:
@@ -24,10 +25,9 @@ def torch_window_mixture(call: WindowMixtureCall) -> torch.Tensor:
     return near + share.to(near.dtype) * (far.to(near.dtype) - near)
 
 
-def torch_window_keep(
-    k: torch.Tensor, v: torch.Tensor, window: int, sinks: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def torch_window_keep(call: WindowKeepCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """`deltanet_kernels.window_keep` in PyTorch."""
+    k, v, window, sinks = call
     B, T = k.shape[:2]
     place = torch.arange(window + sinks, device=k.device)
     last = T - (T + sinks - place) % window

@@ -5,8 +5,8 @@ On a CPU the number of its operations decides how long a step takes.
 
 import torch
 
-from deltanet_kernels.arguments import WindowStepCall
 from deltanet_kernels.common.rotation import rotate
+from deltanet_kernels.window.calls import WindowStepCall
 from deltanet_kernels.window.cpu import attention
 
 

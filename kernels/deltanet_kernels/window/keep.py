@@ -17,6 +17,7 @@ from deltanet_kernels.common.launch import launch
 from deltanet_kernels.common.registration import operator
 from deltanet_kernels.common.rows import rows
 from deltanet_kernels.common.sizes import cdiv, power_of_two
+from deltanet_kernels.window.calls import WindowKeepCall
 
 TILE = 2048  # elements per program
 
@@ -74,9 +75,7 @@ def window_keep_op(
     return cache
 
 
-def window_keep_triton(
-    k: torch.Tensor, v: torch.Tensor, window: int, sinks: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def window_keep_triton(call: WindowKeepCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """`deltanet_kernels.window_keep` in Triton, for checked arguments."""
-    keys, values, numbers, count = window_keep_op(k, v, window, sinks)
+    keys, values, numbers, count = window_keep_op(*call)
     return keys, values, numbers, count

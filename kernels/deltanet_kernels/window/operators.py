@@ -1,185 +1,50 @@
-"""The public operators of attention over a window."""
+"""The operators of attention over a window."""
 
+# mypy: allow-untyped-defs
 from __future__ import annotations
 
-import torch
-
-from deltanet_kernels import dispatch, unchecked
-from deltanet_kernels.arguments import WindowCall, WindowMixtureCall, WindowStepCall
+from deltanet_kernels.dispatch import Operator
+from deltanet_kernels.window.calls import WindowCall, WindowKeepCall, WindowMixtureCall, WindowStepCall
 from deltanet_kernels.window.checks import (
     check_window_attention,
     check_window_keep,
     check_window_mixture,
     check_window_step,
 )
+from deltanet_kernels.window.cpu import torch_window_attention
+from deltanet_kernels.window.cpu_prompt import torch_window_keep, torch_window_mixture
 from deltanet_kernels.window.cpu_step import torch_window_step_
 
 
-def window_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    window: int,
-    sinks: int,
-    scale: float | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-    softcap: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causal softmax attention to the last `window` tokens and the first `sinks` of the sequence, differentiable.
+def _attention():
+    from deltanet_kernels.window.attention import window_attention_triton
 
-    A window beside sinks is the attention of StreamingLLM (arXiv 2309.17453). Memory and time are proportional to
-    T (window + sinks). HK divides HQ, and query head j reads key head j // (HQ/HK). Keys carry their rotation.
-
-    Args:
-        q: queries [B, T, HQ, D]; T >= 1.
-        k, v: keys and values [B, T, HK, D], dtype of q.
-        window: number of last tokens that a query sees, its own included; >= 1.
-        sinks: number of first tokens of its sequence that a query sees, whatever their distance; >= 0.
-        scale: factor of the scores, D**-0.5 by default.
-        cu_seqlens: offsets [N+1] of packed sequences as for `chunk_gated_delta_rule`; tokens after the last offset
-            get o = 0 and lse = 0, no gradient.
-        softcap: a score s becomes softcap tanh(s / softcap), as in Gemma 2 (arXiv 2408.00118); > 0, None for no cap.
-
-    Returns:
-        o [B, T, HQ, D] in the dtype of q, and the logarithm of each query's sum of exponentials of its scores,
-        lse [B, T, HQ] float32 (float64 with float64 inputs). Both are differentiable.
-
-    Raises:
-        ValueError: shapes, head counts, devices, offsets, a window, sinks or a softcap that do not fit, T = 0.
-        TypeError: dtypes that do not fit.
-    """
-    call = WindowCall(q, k, v, window, sinks, scale, cu_seqlens, softcap)
-    check_window_attention(call)
-    return unchecked.window_attention(call)
+    return window_attention_triton
 
 
-def window_step_(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    window: int,
-    sinks: int,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    numbers: torch.Tensor,
-    count: torch.Tensor,
-    share_logit: torch.Tensor | None = None,
-    far: torch.Tensor | None = None,
-    far_slope: torch.Tensor | None = None,
-    near_slope: torch.Tensor | None = None,
-    reach: int | None = None,
-    scale: float | None = None,
-    padding: torch.Tensor | None = None,
-    softcap: float | None = None,
-    cos: torch.Tensor | None = None,
-    sin: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """One decoding step of `window_attention` with a cache of S = window + sinks places, updated in place.
+def _step():
+    from deltanet_kernels.window.step import window_step_triton_
 
-    The token gets the number n = count + 1. Token n <= sinks is kept at place n - 1, any other at place
-    sinks + n % window, where it replaces token n - window. With `far`, the output of a layer that summarises what the
-    window does not see, the result mixes both:
-
-        o = share far + (1 - share) o       share = sigmoid(share_logit + far_slope log(unseen) - near_slope lse)
-
-    where unseen = max(min(n, reach) - S, 0) and lse is the log-sum-exp of `window_attention`; share = 0 while
-    unseen = 0. On CUDA this is one kernel. No gradients.
-
-    Args:
-        q: the token's queries [B, 1, HQ, D].
-        k, v: its key and value [B, 1, HK, D], dtype of q.
-        window, sinks: as for `window_attention`.
-        keys, values: kept keys and values [B, HK, S, D], dtype of k, contiguous.
-        numbers: number of the token at each place, 0 if empty [B, S] int32, contiguous.
-        count: tokens that each row has seen [B] int32, contiguous; below 2**23.
-        share_logit, far, far_slope, near_slope: [B, 1, HQ], [B, 1, HQ, D], [HQ] and [HQ] float32 (float64 is taken too
-            where q is float64), given together or not at all.
-        reach: number of last tokens, its own included, that count towards `unseen`; >= 1, None for all.
-        scale: factor of the scores, D**-0.5 by default.
-        padding: [B, 1] bool, True in rows whose cache stays as it is; their outputs are 0.
-        softcap: as for `window_attention`.
-        cos, sin: of a rotary embedding, [B, 1, R] or [1, 1, R] with an even R <= D: it turns the first R channels of q
-            and k before anything else: channel i < R/2 against channel i + R/2. Keys are kept turned.
-
-    Returns:
-        o [B, 1, HQ, D] in the dtype of q.
-
-    Raises:
-        ValueError: shapes, head counts, devices or a softcap that do not fit, a cache that is not contiguous.
-        TypeError: dtypes that do not fit.
-    """
-    call = WindowStepCall(
-        q, k, v, window, sinks, keys, values, numbers, count, share_logit, far, far_slope, near_slope, reach, scale,
-        padding, softcap, cos, sin,
-    )  # fmt: skip
-    check_window_step(call)
-    return dispatch.call("window_step_", torch_window_step_, q, call)  # type: ignore[no-any-return]
+    return window_step_triton_
 
 
-def window_mixture(
-    near: torch.Tensor,
-    lse: torch.Tensor,
-    far: torch.Tensor,
-    share_logit: torch.Tensor,
-    far_slope: torch.Tensor,
-    near_slope: torch.Tensor,
-    places: int,
-    reach: int | None = None,
-    numbers: torch.Tensor | None = None,
-    z: torch.Tensor | None = None,
-    norm_weight: torch.Tensor | None = None,
-    eps: float = 1e-6,
-) -> torch.Tensor:
-    """The output of `window_attention` mixed with that of a state, behind the state's norm and gate.
+def _mixture():
+    from deltanet_kernels.window.mixture import window_mixture_triton
 
-        f = rmsnorm(far) * norm_weight * silu(z);  o = share f + (1 - share) near
-        share = sigmoid(share_logit + far_slope log(unseen) - near_slope lse)
-
-    where unseen = max(min(n, reach) - places, 0) for token number n, and share = 0 while unseen = 0, as in
-    `window_step_`. On CUDA this is one kernel. No gradients.
-
-    Args:
-        near, lse: the results of `window_attention` [B, T, H, D] and [B, T, H].
-        far: the state's output [B, T, H, D].
-        share_logit: [B, T, H].
-        far_slope, near_slope: [H].
-        places: number of tokens that the window sees with its sinks.
-        reach: number of last tokens, a token's own included, that count towards `unseen`; >= 1, None for all.
-        numbers: numbers of the tokens in their sequences, from 1, [B, T] or [1, T] integers, 0 for padding; 1 to T by
-            default.
-        z: gate logits in the shape of far, or None for no gate.
-        norm_weight: [D] or [H, D], or None for no norm.
-        eps: added to the mean square.
-
-    Returns:
-        o [B, T, H, D] in the dtype of near.
-
-    Raises:
-        ValueError: shapes, devices, places or a reach that do not fit, or gradients are required.
-        TypeError: dtypes that do not fit.
-    """
-    call = WindowMixtureCall(
-        near, lse, far, share_logit, far_slope, near_slope, places, reach, numbers, z, norm_weight, eps
-    )
-    check_window_mixture(call)
-    return unchecked.window_mixture(call)
+    return window_mixture_triton
 
 
-def window_keep(
-    k: torch.Tensor, v: torch.Tensor, window: int, sinks: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The cache of `window_step_` after sequences of T tokens. On CUDA this is one kernel. No gradients.
+def _keep():
+    from deltanet_kernels.window.keep import window_keep_triton
 
-    Args:
-        k, v: keys and values [B, T, HK, D] in one dtype; T >= 1.
-        window, sinks: as for `window_attention`.
+    return window_keep_triton
 
-    Returns:
-        keys, values, numbers and count as `window_step_` takes them; places without a token hold zeros.
 
-    Raises:
-        ValueError: shapes, devices, a window or sinks that do not fit, or gradients are required.
-        TypeError: dtypes that do not fit.
-    """
-    check_window_keep(k, v, window, sinks)
-    return unchecked.window_keep(k, v, window, sinks)
+window_attention = Operator(
+    "window_attention", WindowCall, check=check_window_attention, cpu=torch_window_attention, triton=_attention
+)
+window_step_ = Operator("window_step_", WindowStepCall, check=check_window_step, cpu=torch_window_step_, triton=_step)
+window_mixture = Operator(
+    "window_mixture", WindowMixtureCall, check=check_window_mixture, cpu=torch_window_mixture, triton=_mixture
+)
+window_keep = Operator("window_keep", WindowKeepCall, check=check_window_keep, cpu=torch_window_keep, triton=_keep)

@@ -23,13 +23,13 @@ import torch
 import triton
 import triton.language as tl
 
-from deltanet_kernels.arguments import WindowStepCall
 from deltanet_kernels.common.device import multiprocessors
 from deltanet_kernels.common.launch import launch
 from deltanet_kernels.common.registration import operator
 from deltanet_kernels.common.rows import rows
 from deltanet_kernels.common.sizes import power_of_two
 from deltanet_kernels.gated_delta_rule.config import check_supported
+from deltanet_kernels.window.calls import WindowStepCall
 from deltanet_kernels.window.config import step_heads, step_places
 from deltanet_kernels.window.softcap import cap_score
 from deltanet_kernels.window.tiles import HIDDEN, LOG2E, LOGE2
