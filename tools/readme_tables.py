@@ -37,7 +37,8 @@ from deltanet_hf.exit_codes import run_command
 from deltanet_recipes.lab import table as lab_table
 
 BLOCK = re.compile(
-    r"(<!-- (results|keys|headline|hybrids|mixers|lab|speed|speed-summary|gpu): (\S+)[^\n]*-->\n)(.*?)(<!-- end of \2 -->)",
+    r"(<!-- (results|keys|headline|hybrids|mixers|lab|speed|speed-summary|gpu): (\S+)[^\n]*-->\n)"
+    r"(.*?)(<!-- end of \2 -->)",
     re.DOTALL,
 )
 METRICS = {
