@@ -123,12 +123,6 @@ class DistilBase(StageBase):
     direction: Literal["forward", "reverse"] = Field(
         "forward", description="forward: KL(teacher || student). reverse: KL(student || teacher)."
     )
-    top_k: int | None = Field(
-        None,
-        gt=0,
-        description="Cache the teacher's k best log-probabilities on disk and train on those. Default: compute all "
-        "while training.",
-    )
     loss_chunk: int = Field(
         4096, gt=0, description="Tokens whose logits are in memory at once, as fp32 arrays of loss_chunk x vocabulary."
     )
@@ -137,14 +131,6 @@ class DistilBase(StageBase):
     def _consistent(self) -> DistilBase:
         if self.kl_weight == 0 and self.ce_weight == 0:
             raise ValueError("kl_weight and ce_weight are both 0: nothing to train on")
-        if self.top_k is not None and self.direction == "reverse":
-            raise ValueError("reverse KL needs the full distribution of the teacher: leave out top_k")
-        if self.top_k is not None and self.hidden_weight > 0:
-            raise ValueError("hidden_weight needs the teacher beside the student: leave out top_k")
-        if self.top_k is not None and self.temperature != 1.0:
-            raise ValueError("cached log-probabilities are at temperature 1: leave out temperature or top_k")
-        if self.top_k is not None and self.recall_weight > 0:
-            raise ValueError("recall_weight needs the teacher beside the student: leave out top_k")
         if self.kl_weight == 0 and self.recall_weight > 0:
             raise ValueError("recall_weight weights the KL term, and kl_weight is 0")
         if self.train_embeddings and self.train != "full":

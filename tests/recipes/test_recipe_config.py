@@ -57,7 +57,6 @@ def test_all_problems_are_listed_at_once(place: Path) -> None:
         ([DISTIL, ALIGN], "must come in the order"),
         ([ALIGN, ALIGN], "give them a name"),
         ([{**ALIGN, "cached_tokens": 128}], "needs mode: layerwise"),
-        ([{**DISTIL, "top_k": 4, "direction": "reverse"}], "leave out top_k"),
         ([{**DISTIL, "kl_weight": 0, "ce_weight": 0}], "nothing to train on"),
         ([{**DISTIL, "train_embeddings": True}], "needs train: full"),
         ([{**DISTIL, "tokens": 64}], "less than one step"),

@@ -16,7 +16,7 @@ import pytest
 from deltanet_hf.errors import UserError
 from deltanet_hf.file_lock import locked
 from deltanet_recipes.data import tokens
-from deltanet_recipes.training import final_model, layerwise, pipeline, stages, training_state
+from deltanet_recipes.training import final_model, layerwise, pipeline, training_state
 from deltanet_recipes.training.logbook import Logbook, read_log
 from deltanet_recipes.training.peers import peers_alive
 from support.fault_runs import STAGES, assert_same, train, undisturbed
@@ -49,7 +49,6 @@ WRITES: list[tuple[Any, str, int, int]] = [
     (layerwise, "save_tensors", 500, 1),
     (pipeline, "save_stage", 500, 0),
     (Logbook, "tables", 20, 0),
-    (stages, "write_cache", 1000, 0),
     (Logbook, "write", 3000, 3),
     (training_state.torch, "save", 3000, 1),
     (pipeline, "save_stage", 20_000, 0),

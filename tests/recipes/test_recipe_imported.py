@@ -88,7 +88,7 @@ def moved(before: Path, after: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("settings", [{"train": "lora"}, {"train": "full"}, {"train": "frozen"}, {"top_k": 8}])
+@pytest.mark.parametrize("settings", [{"train": "lora"}, {"train": "full"}, {"train": "frozen"}])
 def test_another_model_teaches_and_only_what_should_moves(
     workplace: Path, tmp_path: Path, settings: dict[str, Any], precision: str
 ) -> None:

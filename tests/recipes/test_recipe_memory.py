@@ -283,7 +283,6 @@ def test_the_parts_follow_the_settings() -> None:
     assert two == pytest.approx(one / 2, rel=0.01)
     assert peak("distil", shared, world=2).gradients == base.gradients / 2
     assert base.gathered == 0 < peak("distil", shared, world=2).gathered
-    assert peak("distil", "stages.distil.top_k=64").weights == pytest.approx(base.weights - 2 * 8.03e9, rel=0.01)
     joint = ["stages.align.mode=joint", "stages.align.cached_tokens=null"]
     plain, again = (peak("align", *joint, f"engine.gradient_checkpointing={on}") for on in ("false", "true"))
     assert again.activations < plain.activations / 4

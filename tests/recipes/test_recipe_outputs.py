@@ -103,13 +103,6 @@ def test_the_card_names_teacher_tokens_hours_scores_data_and_recipe(finished: tu
     assert "The weights derive from `teacher`, whose files name no licence." in card
 
 
-def test_the_card_does_not_pass_a_part_of_the_kl_off_as_all_of_it(workplace: Path, tmp_path: Path) -> None:
-    stages = [{**DISTIL, "tokens": 128, "top_k": 8}]
-    final = run(load_recipe(write_recipe(tmp_path, recipe_tree(workplace, stages, output=str(tmp_path / "run")))))
-    (_, last) = [row["held_out.kl"] for row in read_log(tmp_path / "run")]
-    assert f"| kl of the top 8 {last:.4g}, perplexity" in (final / "README.md").read_text()
-
-
 def test_the_card_names_only_the_stages_that_were_run(workplace: Path, tmp_path: Path) -> None:
     recipe = load_recipe(write_recipe(tmp_path, recipe_tree(workplace, STAGES, output=str(tmp_path / "run"))))
     final = run(recipe, ("align",))

@@ -203,15 +203,6 @@ def test_an_interrupted_run_continues_with_the_same_rows(
     assert first != plain
 
 
-def test_the_teachers_cache_knows_the_rows(workplace: Path, tmp_path: Path) -> None:
-    sources = [{"path": str(workplace / "text.jsonl")}, {"recall": {"facts": 40}, "weight": 0.5}]
-    cache = {"top_k": 64, "ce_weight": 0.0, "tokens": 256}
-    run(recipe(workplace, tmp_path / "a", sources, **cache))
-    run(recipe(workplace, tmp_path / "b", sources, ce_weight=0.0, tokens=256))
-    cached, live = ([row["loss"] for row in read_log(tmp_path / name / "run") if "loss" in row] for name in "ab")
-    assert cached == pytest.approx(live, rel=1e-2)
-
-
 @pytest.mark.parametrize(
     ("sources", "words"),
     [

@@ -116,7 +116,6 @@ def test_layerwise_and_joint_start_from_the_same_errors(workplace: Path, tmp_pat
         ({"train": "full"}, ("self_attn", "mlp", "norm")),
         ({"train": "full", "train_embeddings": True}, ("self_attn", "mlp", "norm", "embed_tokens")),
         ({"train": "full", "hidden_weight": 0.5}, ("self_attn", "mlp", "norm")),
-        ({"train": "full", "top_k": 8}, ("self_attn", "mlp", "norm")),
         ({"train": "full", "optimizer": {"name": "muon", "mixer_lr": 6e-3, "rest_lr": 2e-3}},
          ("self_attn", "mlp", "norm")),
     ],

@@ -19,7 +19,7 @@ from support.tiny_run import ALIGN, DISTIL, recipe_tree, write_recipe
 
 STAGES = [
     {**ALIGN, "mode": "layerwise", "tokens": 128 * 3, "cached_tokens": 256},
-    {**DISTIL, "tokens": 128 * 7, "top_k": 8},
+    {**DISTIL, "tokens": 128 * 7},
 ]
 
 

@@ -78,7 +78,7 @@ def training(place: Path) -> Callable[[Path], object]:
     make_workplace(place)
     stages = [
         {**ALIGN, "mode": "layerwise", "tokens": 128 * 3, "cached_tokens": 256},
-        {**DISTIL, "tokens": 128 * 7, "top_k": 8},
+        {**DISTIL, "tokens": 128 * 7},
     ]
 
     def train(out: Path) -> None:

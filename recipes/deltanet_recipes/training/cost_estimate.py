@@ -17,7 +17,7 @@ from deltanet_recipes.training.adapters import adapter_weights, inserted_norms, 
 from deltanet_recipes.training.flops import Flops, training_flops
 from deltanet_recipes.training.logbook import Logbook
 from deltanet_recipes.training.memory_estimate import Memory, expected_memory
-from deltanet_recipes.training.model_pair import decoder_layers, mixers, output_weight
+from deltanet_recipes.training.model_pair import decoder_layers, mixers
 from deltanet_recipes.training.runtime import Runtime
 
 UTILISATION = 0.25  # share of the measured rate of matrix products that a training step of a small model reaches
@@ -34,7 +34,7 @@ class Estimate:
         rest_parameters: other trained parameters.
         peak: parts of the peak memory of one process.
         flops: floating-point operations per training token; for layerwise alignment, of all layers together.
-        disk: bytes of the teacher's outputs that all processes together keep on disk.
+        disk: bytes of the teacher's activations that all processes together keep on disk.
     """
 
     mixer_parameters: int
@@ -61,12 +61,9 @@ def estimate(stage: Stage, recipe: Recipe, student: nn.Module, runtime: Runtime)
 
 
 def _disk(stage: Stage, recipe: Recipe, student: nn.Module, runtime: Runtime) -> int:
-    tokens = stage_tokens(stage) + recipe.data.holdout_tokens
-    if not isinstance(stage, Align):
-        entry = (2 if output_weight(student).shape[0] <= 1 << 16 else 4) + 2  # a token id and its log-probability
-        return tokens * (stage.top_k or 0) * entry
-    if stage.mode == "joint":
+    if not isinstance(stage, Align) or stage.mode == "joint":
         return 0
+    tokens = stage_tokens(stage) + recipe.data.holdout_tokens
     # Hidden states, attention inputs and attention outputs, which every process keeps for itself.
     hidden = int(student.config.hidden_size)  # type: ignore[union-attr, arg-type]
     return 3 * (2 if runtime.bf16 else 4) * hidden * tokens * runtime.world

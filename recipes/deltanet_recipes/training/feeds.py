@@ -13,7 +13,6 @@ from deltanet_recipes.schema import Align, Stage, StageBase, stage_name
 from deltanet_recipes.training.layer_runner import document_boundaries
 from deltanet_recipes.training.objectives import Batch
 from deltanet_recipes.training.runtime import Runtime
-from deltanet_recipes.training.top_k_cache import TopKCache
 
 
 class RowFeed:
@@ -23,35 +22,24 @@ class RowFeed:
 
     Args:
         score_all: count every token as scored (alignment), instead of those with a label.
-        cache: the teacher's cached log-probabilities in the order of the rows.
     """
 
-    def __init__(
-        self,
-        mixture: Mixture,
-        stage: StageBase,
-        runtime: Runtime,
-        score_all: bool,
-        cache: TopKCache | None = None,
-    ) -> None:
-        self.mixture, self.stage, self.runtime, self.score_all, self.cache = mixture, stage, runtime, score_all, cache
-        self.taken = 0  # rows of the stage that were read so far
+    def __init__(self, mixture: Mixture, stage: StageBase, runtime: Runtime, score_all: bool) -> None:
+        self.mixture, self.stage, self.runtime, self.score_all = mixture, stage, runtime, score_all
 
     @property
     def state(self) -> Any:
-        return {"mixture": list(self.mixture.state), "taken": self.taken}
+        return list(self.mixture.state)
 
     @state.setter
     def state(self, state: Any) -> None:
-        self.mixture.state, self.taken = list(state["mixture"]), state["taken"]
+        self.mixture.state = list(state)
 
     def step(self) -> list[Batch]:
         rows = self.mixture.take(self.stage.rows_per_step, self.stage.sequence_length)
         own = self.stage.rows_per_step // self.runtime.world
         first = self.runtime.rank * own
-        batches = list(self._batches(rows, first, first + own, self.taken))
-        self.taken += len(rows)
-        return batches
+        return list(self._batches(rows, first, first + own))
 
     def evaluation(self, rows: Rows) -> list[Batch]:
         """All given rows as micro-batches, the same on every process, each counted as one step."""
@@ -59,22 +47,21 @@ class RowFeed:
         return [
             batch
             for begin in range(0, len(rows) - size + 1, size)
-            for batch in self._batches(rows[begin : begin + size], 0, size, -len(rows) + begin)
+            for batch in self._batches(rows[begin : begin + size], 0, size)
         ]
 
     @property
     def _size(self) -> int:
         return micro_batch_rows(self.stage, self.runtime.world)
 
-    def _batches(self, rows: Rows, first: int, last: int, index: int) -> Iterator[Batch]:
+    def _batches(self, rows: Rows, first: int, last: int) -> Iterator[Batch]:
         count = rows.input_ids.numel() if self.score_all else int(rows.scored.sum())
         scored = torch.full((), float(max(1, count)), device=self.runtime.device)  # torch.tensor would synchronise
         for begin in range(first, last, self._size):
             piece = rows[begin : min(begin + self._size, last)]
-            targets = () if self.cache is None else self.cache.read(index + begin, len(piece), self.runtime.device)
             boundaries = document_boundaries(piece.position_ids)  # on the host, to avoid a synchronisation
             boundaries = None if boundaries is None else boundaries.to(self.runtime.device)
-            yield Batch(piece.to(self.runtime.device), boundaries, scored, targets)
+            yield Batch(piece.to(self.runtime.device), boundaries, scored)
 
 
 def micro_batch_rows(stage: StageBase, world: int) -> int:

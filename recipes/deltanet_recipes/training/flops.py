@@ -66,7 +66,7 @@ def training_flops(stage: Stage, student: nn.Module, trained: int, adapters: int
         forward = 2.0 * in_mixers + sum(mixing.values())
         backward = 2.0 * in_mixers + 2 * sum(mixing.values())
         return Flops(0.0 if stage.mode == "layerwise" else teacher, forward, backward)
-    passes = 0 if stage.top_k is not None else 2 if stage.recall_weight > 0 else 1
+    passes = 2 if stage.recall_weight > 0 else 1
     mixed = sum(mixing.get(index, softmax) for index in range(len(layers)))
     through = 2.0 * (own + head + adapters)
     return Flops(passes * (teacher + 2.0 * head), through + mixed, through + 2.0 * trained + 2 * mixed)

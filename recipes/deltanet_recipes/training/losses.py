@@ -1,6 +1,6 @@
 """Losses. The distillation loss never holds the logits of more than one chunk of tokens in memory.
 
-Shapes: N tokens, n tokens of one chunk, D hidden size, V vocabulary, K cached log-probabilities.
+Shapes: N tokens, n tokens of one chunk, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -63,24 +63,6 @@ def kl_divergence(
     log_s = F.log_softmax(student / temperature, dim=-1)
     log_t = F.log_softmax(teacher / temperature, dim=-1)
     return (kl_from_log_probs(log_s, log_t) if reverse else kl_from_log_probs(log_t, log_s)) * temperature**2
-
-
-def top_k_kl(student: torch.Tensor, ids: torch.Tensor, log_probs: torch.Tensor) -> torch.Tensor:
-    """KL(teacher || student) per token [N] in nats over the teacher's K best tokens and one bucket for all others.
-
-    It is a lower bound of the full KL and equals it at K = V.
-
-    Args:
-        student: logits [N, V] float32.
-        ids: the teacher's best tokens [N, K] int64.
-        log_probs: the teacher's log-probabilities of these [N, K] float32.
-    """
-    log_s = F.log_softmax(student, dim=-1).gather(-1, ids)
-    probs = log_probs.exp()
-    rest_t = (1.0 - probs.sum(-1)).clamp(min=0.0)
-    rest_s = (1.0 - log_s.exp().sum(-1)).clamp(min=1e-9)
-    rest = torch.where(rest_t > 1e-6, rest_t * (rest_t.clamp(min=1e-9).log() - rest_s.log()), 0.0)
-    return (probs * (log_probs - log_s)).sum(-1) + rest
 
 
 # (student hidden, student weight, labels, teacher inputs...) -> (summed loss, summed KL, summed cross-entropy)
@@ -168,24 +150,6 @@ def _from_logits(
     ce_sum = ce.masked_fill(~scored, 0.0).sum()
     through = (student.to(dtype) * gradient.masked_fill(~scored[:, None], 0.0).to(dtype)).sum()
     return terms.kl_weight * weighted_sum + terms.ce_weight * ce_sum + (through - through.detach()), kl_sum, ce_sum
-
-
-def cached_chunk(head: Head, terms: KlTerms) -> ChunkLoss:
-    """The loss of a chunk, given the teacher's K best log-probabilities: ids [n, K], log_probs [n, K]."""
-
-    def chunk(
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        labels: torch.Tensor,
-        ids: torch.Tensor,
-        log_probs: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        student = head.logits(hidden, weight)
-        kl_sum = top_k_kl(student, ids, log_probs.float()).masked_fill(labels < 0, 0.0).sum()
-        ce_sum = F.cross_entropy(student, labels, ignore_index=-100, reduction="sum")
-        return terms.kl_weight * kl_sum + terms.ce_weight * ce_sum, kl_sum.detach(), ce_sum.detach()
-
-    return chunk
 
 
 class ChunkedLoss(torch.autograd.Function):

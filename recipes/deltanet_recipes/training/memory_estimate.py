@@ -137,7 +137,6 @@ def _on_device(stage: Stage, recipe: Recipe, student: nn.Module, runtime: Runtim
         copies //= len(layers)
     frozen = max(0, _size(student) - before - _replaced(stage, student, trained))
     own = output_weight(student).element_size() * frozen + 4 * (before + trained) + copies
-    with_teacher = stage.top_k is None
     counted = [
         cpu_memory.layer_values(student, index, stage.sequence_length)
         if on_cpu
@@ -156,7 +155,7 @@ def _on_device(stage: Stage, recipe: Recipe, student: nn.Module, runtime: Runtim
     adapters = adapter_weights(student, stage) if stage.lora.rank > SMALL else 0
     logits = values * (LOGIT_BYTES[bool(runtime.compile)] + 4 * windowed)
     return Memory(
-        weights=(own + width * teacher_layers * with_teacher) // shards + width * outside * with_teacher,
+        weights=(own + width * teacher_layers) // shards + width * outside,
         gradients=4 * trained // shards,
         optimizer=_optimizer_bytes(stage, trained, in_full, adapters) // shards,
         activations=activations,

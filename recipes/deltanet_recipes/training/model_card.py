@@ -69,7 +69,7 @@ def write_card(
         hours = sum(seconds.values()) / 3600
         hours_total += hours
         evaluated = [row for row in own if any(key.startswith("held_out.") for key in row)]
-        before, after = (_figures(evaluated[0], stage), _figures(evaluated[-1], stage)) if evaluated else ("", "")
+        before, after = (_figures(evaluated[0]), _figures(evaluated[-1])) if evaluated else ("", "")
         if any(row["stage"] != label for row in own):
             before, after = _layer_means(evaluated)
         lines.append(f"| {label} | {stage.steps * stage.batch_tokens:,} | {hours:.3f} | {before} | {after} |")
@@ -100,11 +100,10 @@ def _metrics(rows: list[dict[str, Any]], stages: list[Stage]) -> list[Metric]:
     evaluated = [row for row in rows if row["stage"] == label and "held_out.kl" in row]
     if not evaluated:
         return []
-    last, top_k = evaluated[-1], getattr(stages[-1], "top_k", None)
-    part = f", top {top_k} tokens" if top_k else ""
+    last = evaluated[-1]
     names = {
         "perplexity": ("perplexity", "perplexity"),
-        "kl": ("kl_divergence", f"KL divergence from the teacher, nats per token{part}"),
+        "kl": ("kl_divergence", "KL divergence from the teacher, nats per token"),
     }
     return [Metric(*names[key], last[f"held_out.{key}"]) for key in names if f"held_out.{key}" in last]
 
@@ -133,10 +132,9 @@ def _imported(student: str, teacher: str) -> list[str]:
     ]
 
 
-def _figures(row: dict[str, Any], stage: Stage) -> str:
-    top_k = getattr(stage, "top_k", None)  # the KL over these tokens is smaller than the full one
-    names = {"kl": f"kl of the top {top_k}" if top_k else "kl", "perplexity": "perplexity", "error": "error"}
-    return ", ".join(f"{name} {row[f'held_out.{key}']:.4g}" for key, name in names.items() if f"held_out.{key}" in row)
+def _figures(row: dict[str, Any]) -> str:
+    names = [name for name in ("kl", "perplexity", "error") if f"held_out.{name}" in row]
+    return ", ".join(f"{name} {row[f'held_out.{name}']:.4g}" for name in names)
 
 
 def _layer_means(rows: list[dict[str, Any]]) -> tuple[str, str]:

@@ -43,7 +43,6 @@ class Batch:
     rows: Rows
     cu_seqlens: torch.Tensor | None  # boundaries of packed documents (`layer_runner.document_boundaries`)
     scored: torch.Tensor  # [] float32: scored tokens of the optimiser step
-    targets: tuple[torch.Tensor, ...] = ()  # the teacher's cached ids and log_probs, [R*L, K] each
     teacher: LayerInputs | None = None
     student: LayerInputs | None = None
 
@@ -127,8 +126,8 @@ class Distil(nn.Module):
 
     Args:
         student: the model that is trained; adapters are already in place.
-        teacher: the teacher, or None if its log-probabilities come with the batch.
-        chunk_loss: loss of a chunk of tokens (`losses.live_chunk` or `losses.cached_chunk`).
+        teacher: the model whose distribution it learns.
+        chunk_loss: loss of a chunk of tokens (`losses.live_chunk`).
         chunk: number of tokens in a chunk.
         hidden_weight: weight of the mean relative squared error of the residual stream.
         checkpointing: recompute the student's activations, and the errors of the residual stream, in the backward
@@ -142,7 +141,7 @@ class Distil(nn.Module):
     def __init__(
         self,
         student: nn.Module,
-        teacher: nn.Module | None,
+        teacher: nn.Module,
         chunk_loss: ChunkLoss,
         chunk: int,
         hidden_weight: float = 0.0,
@@ -158,15 +157,13 @@ class Distil(nn.Module):
         self.chunk_loss, self.chunk, self.hidden_weight = chunk_loss, chunk, hidden_weight
         self.checkpointing = checkpointing
         self._student_layers = LayerRunner(student, checkpointing)
-        self._teacher_layers = None if teacher is None else LayerRunner(teacher)
+        self._teacher_layers = LayerRunner(teacher)
         self.metric_names = ["kl", "ce", *(["hidden"] if hidden_weight > 0 else [])]
 
     def prepare(self, batch: Batch) -> Batch:
         student = self._student_layers.embed(batch.rows, batch.cu_seqlens)
-        teacher = None
-        if self._teacher_layers is not None:
-            with torch.no_grad():
-                teacher = self._teacher_layers.embed(batch.rows, batch.cu_seqlens)
+        with torch.no_grad():
+            teacher = self._teacher_layers.embed(batch.rows, batch.cu_seqlens)
         return replace(batch, teacher=teacher, student=student)
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -177,15 +174,13 @@ class Distil(nn.Module):
         if batch.student is None:
             batch = self.prepare(batch)
         assert batch.student is not None
-        per_token: tuple[torch.Tensor, ...] = batch.targets
-        shared: tuple[torch.Tensor, ...] = ()
-        teacher_states: list[torch.Tensor] = []
-        if self._teacher_layers is not None and self.teacher is not None and batch.teacher is not None:
-            with torch.no_grad():
-                hidden, teacher_states = self._teacher_layers.run_layers(batch.teacher, keep=self.hidden_weight > 0)
-            per_token, shared = (hidden.flatten(0, 1),), (output_weight(self.teacher),)
-            if self.recall is not None:
-                per_token, shared = (*per_token, self._windowed(batch)), (*shared, self.mean_weight)
+        assert batch.teacher is not None
+        with torch.no_grad():
+            hidden, teacher_states = self._teacher_layers.run_layers(batch.teacher, keep=self.hidden_weight > 0)
+        per_token: tuple[torch.Tensor, ...] = (hidden.flatten(0, 1),)
+        shared: tuple[torch.Tensor, ...] = (output_weight(self.teacher),)
+        if self.recall is not None:
+            per_token, shared = (*per_token, self._windowed(batch)), (*shared, self.mean_weight)
         hidden, states = self._student_layers.run_layers(batch.student)
         give_back_freed_memory(hidden.device)
         total, kl, ce = ChunkedLoss.apply(
@@ -214,7 +209,6 @@ class Distil(nn.Module):
     @torch.no_grad()
     def _windowed(self, batch: Batch) -> torch.Tensor:
         """The last hidden states [R*L, D'] of the teacher under a window."""
-        assert self._teacher_layers is not None
         assert batch.teacher is not None
         inputs = windowed_inputs(batch.teacher, batch.rows, batch.cu_seqlens is not None)
         hidden, _ = self._teacher_layers.run_layers(inputs, keep=False)
@@ -224,8 +218,6 @@ class Distil(nn.Module):
     def measure_mean_weight(self, batches: list[Batch]) -> None:
         """Set the mean weight of a scored token to that of some rows."""
         assert self.recall is not None
-        assert self.teacher is not None
-        assert self._teacher_layers is not None
         head, matrix = Head.of(self.teacher), output_weight(self.teacher)
         total, count = torch.zeros_like(self.mean_weight), 0
         for batch in map(self.prepare, batches):

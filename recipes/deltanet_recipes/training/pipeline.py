@@ -94,9 +94,8 @@ def _run(recipe: Recipe, stages: list[Stage], runtime: Runtime, output: Path, co
             held_out = held_out_rows(prepared.held_out, stage, prepared.settings.holdout_tokens, runtime.world)
             folder = output / "checkpoints" / done.stem
             run_stage = StageRun(
-                stage, recipe, runtime, student, prepared.training, held_out, logbook, folder, prepared.cache,
-                steps_before,
-            )  # fmt: skip
+                stage, recipe, runtime, student, prepared.training, held_out, logbook, folder, steps_before
+            )
             student = run_stage.run()
             save_stage(done, student, {place: d.training.state for place, d in _named(data).items()}, runtime)
         if number >= finished - 1:
@@ -127,7 +126,6 @@ class _Prepared:
     settings: Data
     training: Mixture
     held_out: Mixture
-    cache: Path
     report: list[dict[str, Any]]
 
     @classmethod
@@ -157,7 +155,6 @@ class _Prepared:
             data,
             Mixture([*training, *recall], separator, data.isolate_documents, data.repeat, begin),
             Mixture(held_out, separator, data.isolate_documents, True, begin),
-            cache,
             [corpus.report for corpus in corpora] + [stream.report for stream in recall],
         )
 

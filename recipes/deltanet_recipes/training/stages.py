@@ -23,7 +23,6 @@ from deltanet_recipes.training.logbook import Logbook
 from deltanet_recipes.training.losses import (
     Head,
     KlTerms,
-    cached_chunk,
     live_chunk,
     relative_squared_error,
     squared_error,
@@ -35,12 +34,10 @@ from deltanet_recipes.training.model_pair import (
     load_student,
     load_teacher,
     place,
-    teacher_name,
 )
 from deltanet_recipes.training.objectives import Align as AlignObjective
 from deltanet_recipes.training.objectives import Distil as DistilObjective
 from deltanet_recipes.training.runtime import Runtime
-from deltanet_recipes.training.top_k_cache import TopKCache, cache_folder, write_cache
 from deltanet_recipes.training.trainer import Trainer
 
 
@@ -52,7 +49,6 @@ class StageRun:
         mixture: the training data, at the position where the stage begins.
         held_out: rows that are never trained on.
         folder: folder of the stage's checkpoints.
-        tokens_folder: folder of the tokenised data, in which the teacher's cached log-probabilities are kept too.
         steps_before: optimiser steps of the stages before this one, for the log.
     """
 
@@ -64,7 +60,6 @@ class StageRun:
     held_out: Rows
     logbook: Logbook
     folder: Path
-    tokens_folder: Path
     steps_before: int
 
     def run(self) -> PreTrainedModel:
@@ -147,8 +142,6 @@ class StageRun:
     def _distil(self, stage: DistilBase) -> None:
         train_for(self.student, stage, self.recipe.seed)
         set_cache_bits(self.student, stage.cache_bits)
-        teacher: nn.Module | None = None
-        cache: TopKCache | None = None
         terms = KlTerms(
             stage.kl_weight,
             stage.ce_weight,
@@ -157,17 +150,13 @@ class StageRun:
             stage.recall_weight,
             stage.recall_cap,
         )
-        if stage.top_k is None:
-            teacher = self._teacher(torch.device("cpu"))  # `shard` moves both models to the device
-            chunk_loss = live_chunk(Head.of(self.student), Head.of(teacher), terms)
-        else:
-            cache = self._cache(stage)
-            chunk_loss = cached_chunk(Head.of(self.student), terms)
+        teacher = self._teacher(torch.device("cpu"))  # `shard` moves both models to the device
+        layers = [*decoder_layers(self.student), *decoder_layers(teacher)]
+        chunk_loss = live_chunk(Head.of(self.student), Head.of(teacher), terms)
         hidden_error = relative_squared_error
         if self.runtime.compile:
             chunk_loss = torch.compile(chunk_loss, dynamic=False)
             hidden_error = torch.compile(hidden_error, dynamic=False)
-            layers = [*decoder_layers(self.student), *(decoder_layers(teacher) if teacher is not None else ())]
             compile_layers(layers)
         objective = DistilObjective(
             self.student,
@@ -179,24 +168,13 @@ class StageRun:
             hidden_error,
             terms if stage.recall_weight > 0 else None,
         )
-        units = [*decoder_layers(self.student), *(decoder_layers(teacher) if teacher is not None else ())]
-        self.runtime.shard(objective, units, teacher)
-        feed = RowFeed(self.mixture, stage, self.runtime, score_all=False, cache=cache)
+        self.runtime.shard(objective, layers, teacher)
+        feed = RowFeed(self.mixture, stage, self.runtime, score_all=False)
         if stage.recall_weight > 0:
             with self.runtime.autocast():
                 objective.measure_mean_weight(feed.evaluation(self._sample(feed)))
         with shared_rows_held(self.student, stage, self.recipe.engine.sharding != "none"):
             self._train(objective, feed, lambda: self._evaluate(objective, feed))
-
-    def _cache(self, stage: DistilBase) -> TopKCache:
-        name = teacher_name(self.recipe)
-        folder = cache_folder(self.tokens_folder, stage, self.mixture, name, self.recipe.seed)
-        if self.runtime.main and not folder.is_dir():
-            teacher = self._teacher(self.runtime.device)
-            with self.runtime.autocast():
-                write_cache(folder, teacher, stage, self.mixture, self.held_out, self.runtime.device, self.logbook)
-        self.runtime.barrier()
-        return TopKCache(folder)
 
     def _train(self, objective: nn.Module, feed: RowFeed, evaluate: Callable[[], dict[str, float]]) -> None:
         trainer = Trainer(
