@@ -7,7 +7,7 @@ from typing import Any, get_args
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from deltanet_recipes.schema import Align, Distil, DistilBase, Long, Recipe, Repair, StageBase
+from deltanet_recipes.schema import Align, Distil, DistilBase, Long, Recipe, StageBase
 from deltanet_recipes.schema_sections import Data, Engine, Log, Lora, Optimizer, Recall, Source, WindowDropout
 from deltanet_recipes.study.study_config import Conversion, Run, Study
 
@@ -23,7 +23,6 @@ SECTIONS: dict[str, tuple[type[BaseModel], type[BaseModel] | None]] = {
     "kind: distil": (DistilBase, StageBase),
     "lora (of a distil stage)": (Lora, None),
     "kind: long (as distil, other defaults)": (Long, DistilBase),
-    "kind: repair (as distil, other defaults)": (Repair, DistilBase),
     "engine": (Engine, None),
     "log": (Log, None),
     "a study": (Study, None),

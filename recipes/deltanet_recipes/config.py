@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from deltanet_hf.data.text_files import plain_suffix, text_format
 from deltanet_hf.errors import UserError, one_line
-from deltanet_recipes.schema import Recipe, Repair
+from deltanet_recipes.schema import Recipe
 from deltanet_recipes.schema_sections import Data
 from deltanet_recipes.shipped import recipe_path
 
@@ -91,7 +91,7 @@ def _position(node: Any, part: str, key: str, parent: str) -> Any:
 
 def _describe(path: Path, error: ValidationError) -> str:
     """One line per problem: the file, the key and the message."""
-    kinds = {"align", "distil", "long", "repair"}
+    kinds = {"align", "distil", "long"}
     lines = []
     for problem in error.errors(include_url=False):
         where = ".".join(str(part) for part in problem["loc"] if part not in kinds) or "recipe"
@@ -112,13 +112,7 @@ def _check_files(path: Path, recipe: Recipe) -> None:
         problems.append(f"student: {student} is not a model folder; make one with `deltanet-hf convert`")
     if recipe.teacher is None and os.path.isdir(student) and not (student / "conversion.json").is_file():
         problems.append(f"teacher: {student} has no conversion.json that names its teacher; set this key")
-    stage_data = [stage.data for stage in recipe.stages if isinstance(stage, Repair) and stage.data is not None]
-    for data in (recipe.data, *stage_data):
-        problems += _missing_files(data)
-    for stage in recipe.stages:
-        data = stage.data or recipe.data if isinstance(stage, Repair) else recipe.data
-        if isinstance(stage, Repair) and not any(source.messages_key for source in data.sources):
-            problems.append("stages.repair: no data source has messages_key, so there are no completions")
+    problems += _missing_files(recipe.data)
     problems += [
         f"log.trackers: {name} is not installed; `pip install {name}`"
         for name in recipe.log.trackers

@@ -153,15 +153,7 @@ class Long(DistilBase):
     optimizer: Optimizer = Field(default_factory=lambda: Optimizer(mixer_lr=3e-5, rest_lr=1e-5))
 
 
-class Repair(DistilBase):
-    """The loss of `distil` on the replies of chats only, from sources with messages_key."""
-
-    kind: Literal["repair"] = "repair"
-    optimizer: Optimizer = Field(default_factory=lambda: Optimizer(mixer_lr=5e-5, rest_lr=2e-5))
-    data: Data | None = Field(None, description="The chat data of this stage. Default: the data of the recipe.")
-
-
-Stage = Annotated[Align | Distil | Long | Repair, Field(discriminator="kind")]
+Stage = Annotated[Align | Distil | Long, Field(discriminator="kind")]
 
 
 class Recipe(Strict):
@@ -192,7 +184,7 @@ class Recipe(Strict):
         labels = [stage_name(stage) for stage in stages]
         if len(set(labels)) != len(labels):
             raise ValueError(f"two stages are called the same ({', '.join(labels)}): give them a name")
-        order = ["align", "distil", "long", "repair"]
+        order = ["align", "distil", "long"]
         ranks = [order.index(stage.kind) for stage in stages]
         if ranks != sorted(ranks):
             raise ValueError(f"stages must come in the order {' -> '.join(order)}")

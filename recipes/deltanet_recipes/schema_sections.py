@@ -49,7 +49,7 @@ class Source(Strict):
     messages_key: str | None = Field(
         None,
         description="Key or column that holds chat messages, instead of text_key. The chat template renders them, "
-        "and stages of kind repair train on the replies.",
+        "and stages of kind distil and long learn the replies alone.",
     )
     weight: float = Field(1.0, gt=0, description="Relative share of the rows that are drawn from this source.")
     max_tokens: int | None = Field(None, gt=0, description="Largest number of tokens to keep; required when streaming.")

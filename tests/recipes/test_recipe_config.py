@@ -60,7 +60,6 @@ def test_all_problems_are_listed_at_once(place: Path) -> None:
         ([{**DISTIL, "kl_weight": 0, "ce_weight": 0}], "nothing to train on"),
         ([{**DISTIL, "train_embeddings": True}], "needs train: full"),
         ([{**DISTIL, "tokens": 64}], "less than one step"),
-        ([{**DISTIL, "kind": "repair"}], "no data source has messages_key"),
     ],
 )
 def test_contradictions(place: Path, stages: list[dict[str, Any]], expected: str) -> None:

@@ -65,8 +65,6 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.save_pretrained(folder / "native")
     plan = plan_import(folder / "native", None, 10**9)
     write_import(plan, folder / "student", resume=False, overwrite=False, progress=lambda done, total: None)
-    chat = [{"role": "user", "content": "w1 w2 w3"}, {"role": "assistant", "content": "w4 w5 w6"}]
-    (folder / "chat.jsonl").write_text((json.dumps({"m": chat}) + "\n") * 200)
     return folder
 
 
@@ -136,15 +134,13 @@ def test_it_can_be_its_own_teacher_and_the_result_generates_in_batches(workplace
 def test_interrupted_stages_continue_with_the_same_losses_and_weights(
     workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chat = {"sources": [{"path": str(workplace / "chat.jsonl"), "messages_key": "m"}], "holdout_tokens": 128}
     stages = [
         {**DISTIL, "tokens": 128 * 6},
         {**DISTIL, "kind": "long", "tokens": 256 * 6, "sequence_length": 128, "batch_tokens": 256},
-        {**DISTIL, "kind": "repair", "ce_weight": 1.0, "tokens": 128 * 6, "data": {**chat, "repeat": True}},
     ]
     expected = train(workplace, tmp_path / "a" / "run", stages, "teacher")
     step = trainer.Trainer.optimiser_step
-    for kind in ("distil", "long", "repair"):
+    for kind in ("distil", "long"):
 
         def stop(self: trainer.Trainer, kind: str = kind) -> Any:
             if self.label == kind and self.step == 5:

@@ -155,7 +155,7 @@ def test_final_model_loads_and_has_the_logged_perplexity(workplace: Path, tmp_pa
         assert (tmp_path / "run" / "final" / name).is_file()
 
 
-def test_repair_learns_completions_only(workplace: Path, tmp_path: Path) -> None:
+def test_distillation_learns_the_replies_of_chats(workplace: Path, tmp_path: Path) -> None:
     tokenizer_file = workplace / "student" / "tokenizer_config.json"
     settings = json.loads(tokenizer_file.read_text())
     settings["chat_template"] = (
@@ -165,9 +165,9 @@ def test_repair_learns_completions_only(workplace: Path, tmp_path: Path) -> None
     tokenizer_file.write_text(json.dumps(settings))
     chat = [{"role": "user", "content": "w1 w2 w3"}, {"role": "assistant", "content": "w4 w5 w6"}]
     (tmp_path / "chat.jsonl").write_text((json.dumps({"m": chat}) + "\n") * 200)
-    data = {"sources": [{"path": str(tmp_path / "chat.jsonl"), "messages_key": "m"}], "holdout_tokens": 128}
-    stage = {**DISTIL, "kind": "repair", "kl_weight": 0.0, "ce_weight": 1.0, "data": {**data, "repeat": True}}
-    rows = train(workplace, tmp_path / "run", [stage])
+    source = {"path": str(tmp_path / "chat.jsonl"), "messages_key": "m"}
+    data = {"sources": [source], "holdout_tokens": 128, "repeat": True}
+    rows = train(workplace, tmp_path / "run", [{**DISTIL, "kl_weight": 0.0, "ce_weight": 1.0}], data=data)
     assert rows[-1]["held_out.ce"] < 0.8 * rows[0]["held_out.ce"]
 
 

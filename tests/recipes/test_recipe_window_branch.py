@@ -74,7 +74,7 @@ def branched(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
 
         monkeypatch.setattr(stages.StageRun, name, changed)
     monkeypatch.setattr("deltanet_recipes.training.pipeline.save_stage", lambda *args: None)
-    monkeypatch.setattr("deltanet_recipes.training.pipeline.load_stage", lambda *args: {"0": [0]})
+    monkeypatch.setattr("deltanet_recipes.training.pipeline.load_stage", lambda *args: [0])
     monkeypatch.setattr("deltanet_recipes.training.pipeline.save_final", lambda *args: None)
     monkeypatch.setattr("deltanet_recipes.training.pipeline.check_models", lambda recipe: None)
     return students

@@ -27,7 +27,7 @@ def save_final(
     recipe: Recipe,
     stages: list[Stage],
     dtype: torch.dtype,
-    data: list[list[dict[str, Any]]],
+    data: list[dict[str, Any]],
 ) -> None:
     """Save the trained model; whatever happens, `folder` is absent, holds an earlier result, or is complete.
 
@@ -37,7 +37,7 @@ def save_final(
             keep in float32.
         recipe, stages: what the model was trained with.
         dtype: the dtype of the saved weights.
-        data: the reports of the corpora, by the data section they belong to.
+        data: the reports of the corpora.
     """
     for name, parameter in student.named_parameters():
         if name.rpartition(".")[2] not in FLOAT32_NAMES:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -15,24 +14,24 @@ from deltanet_recipes.training.model_pair import gathered_on_cpu
 from deltanet_recipes.training.runtime import Runtime
 
 
-def save_stage(path: Path, student: PreTrainedModel, states: dict[str, Any], runtime: Runtime) -> None:
-    """Save all float32 weights, which are those trained so far, and the positions in the data."""
+def save_stage(path: Path, student: PreTrainedModel, state: list[int], runtime: Runtime) -> None:
+    """Save all float32 weights, which are those trained so far, and the positions in the data (`Mixture.state`)."""
     weights = {name: gathered_on_cpu(t) for name, t in student.state_dict().items() if t.dtype == torch.float32}
     if runtime.main:
         tied = set(getattr(student, "all_tied_weights_keys", None) or {})
-        save_tensors(path, {name: t.contiguous().clone() for name, t in weights.items() if name not in tied}, states)
+        save_tensors(path, {name: t.contiguous().clone() for name, t in weights.items() if name not in tied}, state)
         remove(path.parent.parent / "checkpoints" / path.stem)
     runtime.barrier()
 
 
-def load_stage(path: Path, student: PreTrainedModel) -> dict[str, Any]:
+def load_stage(path: Path, student: PreTrainedModel) -> list[int]:
     """Set the student's weights to those of a finished stage, in float32, and return the positions in the data."""
-    tensors, states = load_tensors(path)
+    tensors, state = load_tensors(path)
     parameters = dict(student.named_parameters())
     for name, tensor in tensors.items():
         with torch.no_grad():
             parameters[name].data = tensor.to(parameters[name].device)
-    return states  # type: ignore[no-any-return]
+    return state  # type: ignore[no-any-return]
 
 
 def finished_stages(paths: Sequence[Path], runtime: Runtime, say: Callable[[str], None]) -> int:

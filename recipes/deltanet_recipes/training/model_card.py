@@ -21,14 +21,14 @@ def write_card(
     recipe: Recipe,
     stages: list[Stage],
     rows: list[dict[str, Any]],
-    data: list[list[dict[str, Any]]],
+    data: list[dict[str, Any]],
     config: PreTrainedConfig,
 ) -> None:
     """Write README.md: teacher, tokens, hours, held-out figures, data, the recipe and the licence.
 
     Args:
         rows: the log of the run.
-        data: the reports of the corpora, by the data section they belong to.
+        data: the reports of the corpora.
         config: the student's.
     """
     teacher = teacher_name(recipe)
@@ -75,7 +75,7 @@ def write_card(
         lines.append(f"| {label} | {stage.steps * stage.batch_tokens:,} | {hours:.3f} | {before} | {after} |")
     tokens = sum(stage.steps * stage.batch_tokens for stage in stages)
     lines += ["", f"In all {tokens:,} training tokens and {hours_total:.2f} device hours per process.", "", "Data:"]
-    for report in (report for reports in data for report in reports):
+    for report in data:
         source = report["source"]
         if source["recall"] is not None:
             share = f"weight {source['weight']:g}"

@@ -18,7 +18,7 @@ from deltanet_hf.mixers import AttentionKind, LayerKind
 from deltanet_hf.models.families import FAMILIES, PREFIX
 from deltanet_hf.models.layers import LayerTable
 from deltanet_hf.models.qwen3_5 import MODEL_TYPE
-from deltanet_recipes.schema import Align, Recipe, Repair, stage_name
+from deltanet_recipes.schema import Align, Recipe, stage_name
 
 RECORD = "conversion.json"
 
@@ -46,13 +46,12 @@ def check_models(recipe: Recipe) -> None:
             f"student: {folder} has model_type {student.model_type!r}, which is not a converted model; make one with "
             "`deltanet-hf convert`"
         )
-    own_data = [stage.data for stage in recipe.stages if isinstance(stage, Repair) and stage.data is not None]
-    for data in (recipe.data, *own_data):
-        if data.separator is not None and data.separator >= student.vocab_size:
-            raise UserError(
-                f"data.separator: got {data.separator}, but the student's token ids end at {student.vocab_size - 1}; "
-                "set the id of its end-of-text token"
-            )
+    separator = recipe.data.separator
+    if separator is not None and separator >= student.vocab_size:
+        raise UserError(
+            f"data.separator: got {separator}, but the student's token ids end at {student.vocab_size - 1}; "
+            "set the id of its end-of-text token"
+        )
     config = _config(name, "teacher", teacher_revision(recipe))
     for stage in recipe.stages:
         if getattr(stage, "recall_weight", 0.0) > 0 and config.model_type not in FAMILIES:

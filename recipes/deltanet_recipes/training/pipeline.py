@@ -20,8 +20,8 @@ from deltanet_recipes.data.decontaminate import Contamination
 from deltanet_recipes.data.packing import Mixture, split_streams
 from deltanet_recipes.data.recall_rows import RecallStream
 from deltanet_recipes.data.tokens import Corpus, load_corpus
-from deltanet_recipes.schema import Align, Recipe, Repair, Stage, stage_name, stage_tokens
-from deltanet_recipes.schema_sections import Data, Source
+from deltanet_recipes.schema import Align, Recipe, Stage, stage_name, stage_tokens
+from deltanet_recipes.schema_sections import Source
 from deltanet_recipes.training.cost_estimate import show_plan
 from deltanet_recipes.training.feeds import check_share
 from deltanet_recipes.training.final_model import save_final
@@ -72,14 +72,8 @@ def _run(recipe: Recipe, stages: list[Stage], runtime: Runtime, output: Path, co
     _claim(output, recipe, stages, runtime)
     logbook = Logbook(output, recipe, runtime.main, console)
     tokenizer = load_tokenizer(recipe.student)
-    data = {id(recipe.data): _Prepared.of(recipe.data, recipe, tokenizer, runtime, logbook)}
-    for stage in stages:
-        if isinstance(stage, Repair) and stage.data is not None:
-            data[id(stage.data)] = _Prepared.of(stage.data, recipe, tokenizer, runtime, logbook)
-    stage_data = {stage_name(s): s.data or recipe.data if isinstance(s, Repair) else recipe.data for s in stages}
-    for key, prepared in data.items():
-        needed = sum(stage_tokens(s) for s in stages if id(stage_data[stage_name(s)]) == key)
-        prepared.training.check(needed)
+    data = _Prepared.of(recipe, tokenizer, runtime, logbook)
+    data.training.check(sum(map(stage_tokens, stages)))
 
     torch.manual_seed(recipe.seed)
     student = load_student(recipe.student, None if runtime.bf16 else torch.float32)
@@ -89,20 +83,17 @@ def _run(recipe: Recipe, stages: list[Stage], runtime: Runtime, output: Path, co
     files = [output / "stages" / f"{number:02d}-{stage_name(stage)}.safetensors" for number, stage in enumerate(stages)]
     finished = finished_stages(files, runtime, logbook.say)
     for number, (stage, done) in enumerate(zip(stages, files, strict=True)):
-        prepared = data[id(stage_data[stage_name(stage)])]
         if number >= finished:
-            held_out = held_out_rows(prepared.held_out, stage, prepared.settings.holdout_tokens, runtime.world)
+            held_out = held_out_rows(data.held_out, stage, recipe.data.holdout_tokens, runtime.world)
             folder = output / "checkpoints" / done.stem
             run_stage = StageRun(
-                stage, recipe, runtime, student, prepared.training, held_out, logbook, folder, steps_before
+                stage, recipe, runtime, student, data.training, held_out, logbook, folder, steps_before
             )
             student = run_stage.run()
-            save_stage(done, student, {place: d.training.state for place, d in _named(data).items()}, runtime)
+            save_stage(done, student, data.training.state, runtime)
         if number >= finished - 1:
-            states = load_stage(done, student)
+            data.training.state = load_stage(done, student)
             student.requires_grad_(False)
-            for place, prepared_data in _named(data).items():
-                prepared_data.training.state = states[place]
         layerwise = isinstance(stage, Align) and stage.mode == "layerwise"
         steps_before += stage.steps * (len(mixers(student)) if layerwise else 1)
         logbook.tables()
@@ -110,7 +101,7 @@ def _run(recipe: Recipe, stages: list[Stage], runtime: Runtime, output: Path, co
         if any(getattr(stage, "kept_qk", None) == "restore" for stage in stages):
             put_back_queries_and_keys(student, recipe.student)
         done_recipe = recipe.model_copy(update={"stages": tuple(stages)})  # the stages whose tokens the model has seen
-        save_final(final, student, tokenizer, done_recipe, stages, stored_dtype, [d.report for d in data.values()])
+        save_final(final, student, tokenizer, done_recipe, stages, stored_dtype, data.report)
         with writing(output):
             draw_plots(output, read_log(output))
     logbook.close()
@@ -121,17 +112,15 @@ def _run(recipe: Recipe, stages: list[Stage], runtime: Runtime, output: Path, co
 
 @dataclass
 class _Prepared:
-    """The tokenised data of the recipe, or of a stage that has its own data."""
+    """The tokenised data of a recipe."""
 
-    settings: Data
     training: Mixture
     held_out: Mixture
     report: list[dict[str, Any]]
 
     @classmethod
-    def of(
-        cls, data: Data, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, runtime: Runtime, logbook: Logbook
-    ) -> _Prepared:
+    def of(cls, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, runtime: Runtime, logbook: Logbook) -> _Prepared:
+        data = recipe.data
         separator = data.separator if data.separator is not None else tokenizer.eos_token_id
         if separator is None:
             raise UserError("data.separator: the tokenizer has no end-of-text token; set the id of one")
@@ -152,7 +141,6 @@ class _Prepared:
         unwanted = [separator, *prefix_ids(tokenizer)]
         recall = [RecallStream(s, tokenizer, training, unwanted, recipe.seed) for s in sources if s.recall is not None]
         return cls(
-            data,
             Mixture([*training, *recall], separator, data.isolate_documents, data.repeat, begin),
             Mixture(held_out, separator, data.isolate_documents, True, begin),
             [corpus.report for corpus in corpora] + [stream.report for stream in recall],
@@ -174,10 +162,6 @@ def _describe(corpus: Corpus) -> str:
             f"13 tokens with {', '.join(report['decontaminated_against'])}"
         )
     return text
-
-
-def _named(data: dict[int, _Prepared]) -> dict[str, _Prepared]:
-    return {str(place): prepared for place, prepared in enumerate(data.values())}
 
 
 def _claim(output: Path, recipe: Recipe, stages: list[Stage], runtime: Runtime) -> None:
