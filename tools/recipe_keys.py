@@ -8,7 +8,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from deltanet_recipes.schema import Align, Distil, DistilBase, Long, Recipe, StageBase
-from deltanet_recipes.schema_sections import Data, Engine, Log, Lora, Optimizer, Recall, Source, WindowDropout
+from deltanet_recipes.schema_sections import Data, Engine, Log, Optimizer, Recall, Source, WindowDropout
 from deltanet_recipes.study.study_config import Conversion, Run, Study
 
 SECTIONS: dict[str, tuple[type[BaseModel], type[BaseModel] | None]] = {
@@ -21,7 +21,6 @@ SECTIONS: dict[str, tuple[type[BaseModel], type[BaseModel] | None]] = {
     "optimizer (of a stage)": (Optimizer, None),
     "kind: align": (Align, StageBase),
     "kind: distil": (DistilBase, StageBase),
-    "lora (of a distil stage)": (Lora, None),
     "kind: long (as distil, other defaults)": (Long, DistilBase),
     "engine": (Engine, None),
     "log": (Log, None),

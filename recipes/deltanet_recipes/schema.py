@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from deltanet_recipes.schema_sections import Data, Engine, Log, Lora, Optimizer, Strict, WindowDropout
+from deltanet_recipes.schema_sections import Data, Engine, Log, Optimizer, Strict, WindowDropout
 
 LONGEST_NAME = 100  # bytes of a stage's name; files add to it
 
@@ -87,12 +87,14 @@ class DistilBase(StageBase):
     train: Literal["lora", "full", "frozen"] = Field(
         "lora",
         description="What is trained beside the mixers. lora: adapters, also for the mixers of an imported model. "
-        "full: every weight of the decoder layers. frozen: nothing.",
+        "full: every weight of the decoder layers. frozen: nothing. Embeddings and output matrix are not trained.",
     )
-    train_embeddings: bool = Field(
-        False, description="With train: full, train the embeddings and the output matrix too."
+    lora_rank: int = Field(
+        64,
+        gt=0,
+        description="Rank of the adapters (PEFT) of train: lora. They are on the MLPs and on the projections of the "
+        "layers that stay softmax, or of all layers of an imported model, and are merged on save.",
     )
-    lora: Lora = Field(default_factory=Lora)
     kept_qk: Literal["train", "frozen", "restore"] = Field(
         "train",
         description="Query and key projections of the layers that keep softmax attention, with their learned norms. "
@@ -107,11 +109,10 @@ class DistilBase(StageBase):
     recall_weight: float = Field(
         0.0,
         ge=0,
-        description="c in the weight 1 + c x min(d, recall_cap) of a token's KL term, where d is the KL from the "
+        description="c in the weight 1 + c x min(d, 2) of a token's KL term, where d is the KL in nats from the "
         "teacher to the teacher under a window of 64 tokens and 4 sinks: tokens that need the far past count more. "
         "The weights have mean 1 on held-out rows. 0: no weights, and no second pass of the teacher.",
     )
-    recall_cap: float = Field(2.0, gt=0, allow_inf_nan=True, description="Largest d that counts, in nats.")
     kl_weight: float = Field(1.0, ge=0, description="Weight of the KL term (nats per token).")
     ce_weight: float = Field(0.1, ge=0, description="Weight of the cross-entropy on the text (nats per token).")
     hidden_weight: float = Field(
@@ -133,8 +134,6 @@ class DistilBase(StageBase):
             raise ValueError("kl_weight and ce_weight are both 0: nothing to train on")
         if self.kl_weight == 0 and self.recall_weight > 0:
             raise ValueError("recall_weight weights the KL term, and kl_weight is 0")
-        if self.train_embeddings and self.train != "full":
-            raise ValueError("train_embeddings needs train: full")
         return self
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, get_args
+from typing import Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -53,7 +53,6 @@ class Source(Strict):
     )
     weight: float = Field(1.0, gt=0, description="Relative share of the rows that are drawn from this source.")
     max_tokens: int | None = Field(None, gt=0, description="Largest number of tokens to keep; required when streaming.")
-    skip_tokens: int = Field(0, ge=0, description="Number of tokens at the start of the source that are not used.")
 
     @model_validator(mode="after")
     def _one_origin(self) -> Source:
@@ -99,9 +98,6 @@ class Data(Strict):
         return self
 
 
-MomentDecay = Annotated[float, Field(ge=0, lt=1)]
-
-
 class Optimizer(Strict):
     """Optimiser and schedule of one stage. Rates are those of AdamW."""
 
@@ -126,16 +122,11 @@ class Optimizer(Strict):
         description="Peak rate of the weights that divide a layer's output between its window and its state; they are "
         "always updated by AdamW. Default: mixer_lr.",
     )
-    gate_lr_scale: float = Field(
-        1.0, gt=0, description="Factor on mixer_lr for decay, beta and gate biases (the vectors of the mixers)."
-    )
-    muon_lr_scale: float = Field(1.0, gt=0, description="Factor on both rates for the matrices that Muon updates.")
     schedule: Literal["cosine", "linear", "constant"] = Field(
         "cosine", description="Decay of the rates after the warm-up."
     )
     final_ratio: float = Field(0.1, ge=0, le=1, description="Rate at the end, divided by the peak rate.")
     warmup: float = Field(0.02, ge=0, lt=1, description="Share of the steps during which the rates rise linearly.")
-    betas: tuple[MomentDecay, MomentDecay] = Field((0.9, 0.95), description="Moment decays of AdamW.")
     weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay of matrices.")
     clip: float = Field(
         1.0, gt=0, allow_inf_nan=True, description="Largest gradient norm; larger gradients are scaled down to it."
@@ -148,18 +139,6 @@ class WindowDropout(Strict):
     start: float = Field(..., ge=0, le=1, description="Probability that a row loses a layer's window, at the start.")
     end: float = Field(
         0.0, ge=0, le=1, description="The same in the last step. It changes linearly; evaluations keep all windows."
-    )
-
-
-class Lora(Strict):
-    """Low-rank adapters (PEFT) on the linear layers outside the new mixers. They are merged on save."""
-
-    rank: int = Field(64, gt=0, description="Rank r of the adapters.")
-    alpha: int = Field(64, gt=0, description="The adapters are scaled by alpha / rank.")
-    targets: tuple[Literal["mlp", "attention"], ...] = Field(
-        ("mlp", "attention"),
-        description="mlp: linear layers of the MLPs. attention: projections of the layers that stay softmax, or of "
-        "all layers of an imported model.",
     )
 
 
@@ -182,7 +161,6 @@ class Engine(Strict):
         "none",
         description="With several processes: none replicates the model, fsdp2 shards weights and optimiser state.",
     )
-    threads: int | None = Field(None, gt=0, description="Number of CPU threads. Default: the choice of torch.")
 
 
 class Log(Strict):
@@ -194,10 +172,4 @@ class Log(Strict):
     keep: int = Field(2, gt=0, description="Number of checkpoints that are kept.")
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = Field(
         (), description="Services that the log is sent to as well: tensorboard, wandb."
-    )
-    diverged_factor: float = Field(
-        5.0,
-        gt=1,
-        allow_inf_nan=True,
-        description="Stop when the mean loss of a log interval exceeds the best one by this factor.",
     )

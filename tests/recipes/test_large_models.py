@@ -59,7 +59,7 @@ def test_a_tiny_model_is_trained_killed_resumed_and_generates(
     monkeypatch.setattr(random_inputs, "TOKENS", 1 << 15)
     monkeypatch.setattr(large_models, "make_inputs", prepare)
     monkeypatch.setattr(training_process, "POLL", 0.02)
-    chosen = options("tiny", tmp_path / "out", steps=40, set=["engine.device=cpu", "engine.threads=1"])
+    chosen = options("tiny", tmp_path / "out", steps=40, set=["engine.device=cpu"])
     benchmark(chosen)
     rows = {row["stage"]: row for row in json.loads((tmp_path / "out" / RESULTS).read_text())}
     assert set(rows) == {"align", "distil", "generate"}

@@ -58,7 +58,6 @@ def test_all_problems_are_listed_at_once(place: Path) -> None:
         ([ALIGN, ALIGN], "give them a name"),
         ([{**ALIGN, "cached_tokens": 128}], "needs mode: layerwise"),
         ([{**DISTIL, "kl_weight": 0, "ce_weight": 0}], "nothing to train on"),
-        ([{**DISTIL, "train_embeddings": True}], "needs train: full"),
         ([{**DISTIL, "tokens": 64}], "less than one step"),
     ],
 )
@@ -111,8 +110,6 @@ def test_bad_overrides(place: Path, override: str) -> None:
         ("data.sources.0.weight=.inf", "weight: Input should be a finite number"),
         ("data.sources.0.recall.facts=101", "facts: Input should be less than or equal to 100"),
         ("stages.0.optimizer.mixer_lr=.inf", "mixer_lr: Input should be a finite number"),
-        ("stages.0.optimizer.betas=[0.9, 1]", "betas.1: Input should be less than 1"),
-        ("stages.0.optimizer.betas=[-1, 0.9]", "betas.0: Input should be greater than or equal to 0"),
         ("stages.0.name=../../x", "name: is part of file names"),
         ('stages.0.name="a\\nb"', "name: is part of file names"),
         pytest.param(f"stages.0.name={'x' * 200}", "name: is part of file names", id="long name"),
@@ -122,11 +119,9 @@ def test_values_that_no_run_can_use(place: Path, override: str, said: str) -> No
     assert said in refused(place, recipe_tree(place, [ALIGN]), override)
 
 
-def test_limits_may_be_infinite(place: Path) -> None:
+def test_the_gradient_norm_may_be_unlimited(place: Path) -> None:
     path = write_recipe(place, recipe_tree(place, [DISTIL]))
-    limits = ("stages.0.optimizer.clip", "stages.0.recall_cap", "log.diverged_factor")
-    recipe = load_recipe(path, [f"{key}=.inf" for key in limits])
-    assert recipe.log.diverged_factor == recipe.stages[0].optimizer.clip == float("inf")
+    assert load_recipe(path, ["stages.0.optimizer.clip=.inf"]).stages[0].optimizer.clip == float("inf")
 
 
 def test_not_yaml_and_not_there(place: Path) -> None:

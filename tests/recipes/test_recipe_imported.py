@@ -18,7 +18,6 @@ from deltanet_convert.export.import_qwen3_5 import plan_import, write_import
 from deltanet_hf.errors import UserError
 from deltanet_recipes.config import load_recipe
 from deltanet_recipes.schema import Distil
-from deltanet_recipes.schema_sections import Lora
 from deltanet_recipes.training import trainer
 from deltanet_recipes.training.adapters import merge_lora, train_for
 from deltanet_recipes.training.cost_estimate import estimate
@@ -91,7 +90,7 @@ def test_another_model_teaches_and_only_what_should_moves(
     workplace: Path, tmp_path: Path, settings: dict[str, Any], precision: str
 ) -> None:
     stage = {**FAST, "ce_weight": 0.0, "tokens": 128 * 20, **settings}
-    engine = {"device": "cpu", "precision": precision, "threads": 1}
+    engine = {"device": "cpu", "precision": precision}
     final = train(workplace, tmp_path / "run", [stage], "teacher", engine=engine)
     rows = read_log(tmp_path / "run")
     assert rows[-1]["held_out.kl"] < 0.97 * rows[0]["held_out.kl"]
@@ -162,7 +161,7 @@ def test_interrupted_stages_continue_with_the_same_losses_and_weights(
 def test_merged_adapters_equal_unmerged_ones(workplace: Path) -> None:
     student = load_student(str(workplace / "student"), torch.float32)
     names = [name for name, _ in student.named_parameters()]
-    stage = Distil(tokens=8192, lora=Lora(rank=3, alpha=6))
+    stage = Distil(tokens=8192, lora_rank=3)
     train_for(student, stage, seed=1)
     with torch.no_grad():
         for name, parameter in student.named_parameters():

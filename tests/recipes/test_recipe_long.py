@@ -31,7 +31,7 @@ LONG: dict[str, Any] = {
     "sequence_length": 256,
     "batch_tokens": 512,
     "optimizer": {"mixer_lr": 3e-3, "rest_lr": 1e-3},
-    "lora": {"rank": 4, "alpha": 4},
+    "lora_rank": 4,
 }
 
 
@@ -67,7 +67,7 @@ def test_recomputed_activations_train_alike(workplace: Path, tmp_path: Path) -> 
             workplace,
             tmp_path / str(recompute) / "run",
             [{**LONG, "tokens": 512 * 3}],
-            engine={"device": "cpu", "threads": 1, "gradient_checkpointing": recompute},
+            engine={"device": "cpu", "gradient_checkpointing": recompute},
         )
         for recompute in (False, True)
     )

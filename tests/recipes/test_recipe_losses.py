@@ -39,13 +39,13 @@ def example(seed: int = 0) -> tuple[torch.Tensor, ...]:
 def test_chunked_loss_and_gradients_equal_the_plain_ones(terms: KlTerms, size: int) -> None:
     hidden, weight, labels, other, other_weight = example()
     head = Head(divisor=2.0, softcap=5.0)
-    h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    h = hidden.clone().requires_grad_()
     chunk = live_chunk(head, Head(), terms)
-    total, kl, _ = ChunkedLoss.apply(chunk, size, h, w, labels, (other,), (other_weight,))
+    total, kl, _ = ChunkedLoss.apply(chunk, size, h, weight, labels, (other,), (other_weight,))
     (3.0 * total).backward()
 
-    h2, w2 = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-    student = 5.0 * torch.tanh((h2 @ w2.T).float() / 2.0 / 5.0)
+    h2 = hidden.clone().requires_grad_()
+    student = 5.0 * torch.tanh((h2 @ weight.T).float() / 2.0 / 5.0)
     scored = labels >= 0
     teacher = (other @ other_weight.T).float()
     p, q = (F.log_softmax(x / terms.temperature, -1) for x in (teacher, student))
@@ -59,18 +59,6 @@ def test_chunked_loss_and_gradients_equal_the_plain_ones(terms: KlTerms, size: i
     torch.testing.assert_close(total.double(), plain.double(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(kl.double(), plain_kl.detach().double(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(h.grad, h2.grad, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(w.grad, w2.grad, rtol=1e-4, atol=1e-5)
-
-
-def test_frozen_output_matrix_gets_no_gradient() -> None:
-    hidden, weight, labels, other, other_weight = example()
-    hidden.requires_grad_()
-    total, _, _ = ChunkedLoss.apply(
-        live_chunk(Head(), Head(), KlTerms()), 5, hidden, weight, labels, (other,), (other_weight,)
-    )
-    total.backward()
-    assert weight.grad is None
-    assert hidden.grad is not None
 
 
 def packed_rows(isolate: bool = True) -> torch.Tensor:

@@ -140,7 +140,7 @@ def test_weights_gradients_and_state_are_those_of_the_tensors(
     workplace: Path, tmp_path: Path, train: str, optimizer: str, precision: str
 ) -> None:
     stage = {**DISTIL, "train": train, "optimizer": {"name": optimizer}}
-    tree = recipe_tree(workplace, [stage], engine={"device": "cpu", "threads": 1, "precision": precision})
+    tree = recipe_tree(workplace, [stage], engine={"device": "cpu", "precision": precision})
     recipe = load_recipe(write_recipe(tmp_path, tree))
     runtime = Runtime(recipe.engine)
     student, teacher = load_student(recipe.student), load_teacher(recipe, runtime.compute_dtype)
@@ -150,7 +150,7 @@ def test_weights_gradients_and_state_are_those_of_the_tensors(
     for p in trained:
         p.grad = torch.ones_like(p)
     settings = recipe.stages[0].optimizer
-    optimizers = make_optimizers(parameter_groups(student, settings), settings, fused=False)
+    optimizers = make_optimizers(parameter_groups(student, settings), fused=False)
     states = []
     for each in optimizers:
         each.step()
@@ -169,7 +169,7 @@ def test_weights_gradients_and_state_are_those_of_the_tensors(
 
 def test_weights_that_a_stage_merged_stay_in_float32() -> None:
     student = meta_student(SHAPES["1B"], softmax=range(3, 16, 4))
-    stages = [{**DISTIL, "kind": kind, "lora": {"rank": 64}} for kind in ("distil", "long")]
+    stages = [{**DISTIL, "kind": kind, "lora_rank": 64} for kind in ("distil", "long")]
     recipe = Recipe.model_validate({"student": "s", "output": "o", "stages": stages})
     first, second = (estimate(stage, recipe, student, gpus()).peak.weights for stage in recipe.stages)
     mlps, attention = 16 * 3 * 2048 * 8192, 4 * (2 * 2048 * 2048 + 2 * 2048 * 512)

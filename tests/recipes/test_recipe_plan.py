@@ -39,9 +39,8 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {**ALIGN, "mode": "layerwise"},
         {**DISTIL, "train": "frozen"},
         {**DISTIL, "train": "lora"},
-        {**DISTIL, "train": "lora", "lora": {"rank": 3, "targets": ["mlp"]}},
+        {**DISTIL, "train": "lora", "lora_rank": 3},
         {**DISTIL, "train": "full"},
-        {**DISTIL, "train": "full", "train_embeddings": True},
     ],
 )
 def test_the_plan_counts_what_is_trained(workplace: Path, tmp_path: Path, stage: dict[str, Any]) -> None:

@@ -23,7 +23,6 @@ from transformers import AutoModelForCausalLM
 from deltanet_hf.errors import QualityError, UserError
 from deltanet_recipes.config import load_recipe
 from deltanet_recipes.schema import Align, Distil, Recipe
-from deltanet_recipes.schema_sections import Lora
 from deltanet_recipes.training import trainer
 from deltanet_recipes.training.adapters import lora_targets, merge_lora, train_for
 from deltanet_recipes.training.feeds import check_share
@@ -114,7 +113,6 @@ def test_layerwise_and_joint_start_from_the_same_errors(workplace: Path, tmp_pat
         ({"train": "frozen"}, ("self_attn",)),
         ({"train": "lora"}, ("self_attn", "mlp")),
         ({"train": "full"}, ("self_attn", "mlp", "norm")),
-        ({"train": "full", "train_embeddings": True}, ("self_attn", "mlp", "norm", "embed_tokens")),
         ({"train": "full", "hidden_weight": 0.5}, ("self_attn", "mlp", "norm")),
         ({"train": "full", "optimizer": {"name": "muon", "mixer_lr": 6e-3, "rest_lr": 2e-3}},
          ("self_attn", "mlp", "norm")),
@@ -174,7 +172,7 @@ def test_distillation_learns_the_replies_of_chats(workplace: Path, tmp_path: Pat
 def test_merged_adapters_equal_unmerged_ones(workplace: Path) -> None:
     student = load_student(str(workplace / "student"), torch.float32)
     names = [name for name, _ in student.named_parameters()]
-    train_for(student, Distil(tokens=8192, lora=Lora(rank=3, alpha=6)), seed=1)
+    train_for(student, Distil(tokens=8192, lora_rank=3), seed=1)
     with torch.no_grad():
         for name, parameter in student.named_parameters():
             if "lora_B" in name:
@@ -194,7 +192,7 @@ def test_merged_adapters_equal_unmerged_ones(workplace: Path) -> None:
 def test_adapters_go_to_mlps_and_kept_attention(tmp_path: Path) -> None:
     make_workplace(tmp_path, layers=(0, 2))
     student = load_student(str(tmp_path / "student"), torch.float32)
-    targets = lora_targets(student, ("mlp", "attention"))
+    targets = lora_targets(student)
     assert {name.split(".", 3)[3] for name in targets if ".1." in name} >= {"self_attn.q_proj", "mlp.up_proj"}
     assert not any("self_attn" in name for name in targets if ".0." in name or ".2." in name)
     assert list(mixers(student)) == [0, 2]
@@ -203,7 +201,7 @@ def test_adapters_go_to_mlps_and_kept_attention(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["qwen3_moe", "granitemoe"])
 def test_adapters_leave_experts_and_routers_alone(family: str) -> None:
     student = tiny_student(family, layers=(0, 2))
-    train_for(student, Distil(tokens=8192, lora=Lora(rank=3, alpha=6)), seed=1)
+    train_for(student, Distil(tokens=8192, lora_rank=3), seed=1)
     trained = {name for name, parameter in student.named_parameters() if parameter.requires_grad}
     assert any("lora_A" in name for name in trained)
     assert not [name for name in trained if "expert" in name or ".gate." in name or "router" in name]
@@ -215,7 +213,7 @@ def test_micro_batches_give_the_same_training(workplace: Path, tmp_path: Path) -
         workplace,
         tmp_path / "b" / "run",
         [{**ALIGN, "tokens": 512, "micro_batch_rows": 1}, {**DISTIL, "tokens": 512, "micro_batch_rows": 1}],
-        engine={"device": "cpu", "threads": 1, "gradient_checkpointing": True},
+        engine={"device": "cpu", "gradient_checkpointing": True},
     )
     for (_, _, a), (_, _, b) in zip(losses(whole), losses(parts), strict=True):
         assert a == pytest.approx(b, rel=1e-4)
@@ -277,17 +275,6 @@ def test_a_start_killed_before_its_first_checkpoint_leaves_no_rows(
     assert [row["step"] for row in train(workplace, tmp_path / "run", stages)] == [0, 1, 2, 3, 4]
 
 
-def test_bf16_arithmetic_trains_float32_embeddings_too(workplace: Path, tmp_path: Path) -> None:
-    settings = {"train": "full", "train_embeddings": True, "ce_weight": 0.0, "tokens": 128 * 20}
-    rows = train(
-        workplace,
-        tmp_path / "run",
-        [{**DISTIL, **settings}],
-        engine={"device": "cpu", "precision": "bf16", "threads": 1},
-    )
-    assert rows[-1]["held_out.kl"] < 0.97 * rows[0]["held_out.kl"]
-
-
 @pytest.mark.parametrize("sharding", [pytest.param("none", marks=pytest.mark.slow), "fsdp2"])
 def test_two_processes_equal_one(workplace: Path, tmp_path: Path, sharding: str) -> None:
     """The single process takes its rows one by one, so that both runs sum the same parts of each gradient.
@@ -317,7 +304,7 @@ def test_sharded_weights_of_two_dtypes_train_like_one_process(workplace: Path, t
     student.save_pretrained(tmp_path / "models" / "student")
     distil = {**DISTIL, "tokens": 512, "micro_batch_rows": 1}
     stages = [distil, {**distil, "kind": "long"}]
-    engine = {"device": "cpu", "threads": 1, "precision": "bf16"}
+    engine = {"device": "cpu", "precision": "bf16"}
     expected = train(tmp_path / "models", tmp_path / "a" / "run", stages, engine=engine)
     (tmp_path / "b").mkdir()
     tree = recipe_tree(tmp_path / "models", stages, output=str(tmp_path / "b" / "run"), engine=engine)

@@ -158,7 +158,7 @@ def test_rates_of_their_own(workplace: Path, name: Any) -> None:
     mixer = mixers(student)[0]
 
     def groups(**rates: float) -> dict[int, tuple[str, float, bool]]:
-        settings = Optimizer(name=name, mixer_lr=1e-3, rest_lr=1e-4, gate_lr_scale=2.0, weight_decay=0.1, **rates)
+        settings = Optimizer(name=name, mixer_lr=1e-3, rest_lr=1e-4, weight_decay=0.1, **rates)
         found = parameter_groups(student, settings)
         assert sum(len(group["params"]) for group in found) == len(list(student.parameters()))
         assert all(group["weight_decay"] == 0 for group in found if "share" in group["name"])
@@ -171,7 +171,7 @@ def test_rates_of_their_own(workplace: Path, name: Any) -> None:
         assert plain[weight] == ("mixer", 1e-3, muon)
         assert own[weight] == ("projection", 1e-5, muon)
     share = mixer.window_branch.share_proj
-    assert plain[id(share.weight)] == ("mixer.vectors", 2e-3, False)
+    assert plain[id(share.weight)] == ("mixer.vectors", 1e-3, False)
     assert own[id(share.weight)] == own[id(share.bias)] == ("share.vectors", 1e-2, False)
     for parameter in (mixer.g_proj.weight, mixer.a_proj.weight, student.model.layers[0].mlp.up_proj.weight):
         assert plain[id(parameter)] == own[id(parameter)]

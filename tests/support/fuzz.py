@@ -113,7 +113,7 @@ def recipe(inputs: Inputs, case: Path, random: Random) -> None:
         file.write_bytes(damaged_bytes(yaml.safe_dump(tree).encode(), random))
     else:
         file.write_text(yaml.safe_dump(tree))
-        key = random.choice(("student", "stages.0.tokens", "stages.second.lora.rank", "data.sources.0.path", "a.b", ""))
+        key = random.choice(("student", "stages.0.tokens", "stages.second.lora_rank", "data.sources.0.path", "a.b", ""))
         overrides = [f"{key}={json.dumps(damaged_json({'a': 1}, random))}", f"{key}[=: {{"][: random.randrange(1, 3)]
     check_models(load_recipe(file, overrides))
 

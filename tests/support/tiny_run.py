@@ -92,7 +92,7 @@ def recipe_tree(folder: Path, stages: list[dict[str, Any]], **changes: Any) -> d
         "output": str(folder / "run"),
         "data": {**data, **changes.pop("data", {})},
         "stages": stages,
-        "engine": {"device": "cpu", "threads": 1},
+        "engine": {"device": "cpu"},
         "log": {"every": 1, "evaluate_every": 100, "checkpoint_every": 2},
         **changes,
     }
@@ -117,6 +117,6 @@ DISTIL: dict[str, Any] = {
     "sequence_length": 64,
     "batch_tokens": 128,
     "loss_chunk": 50,
-    "lora": {"rank": 4, "alpha": 4},
+    "lora_rank": 4,
     "optimizer": {"mixer_lr": 3e-3, "rest_lr": 1e-3},
 }

@@ -7,7 +7,6 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -168,13 +167,12 @@ def _token_documents(
                     f"{source.path}: id {int(odd)} is outside the vocabulary of {len(tokenizer)}; give ids of the "
                     "student's tokenizer"
                 )
-        array = array[source.skip_tokens :]
         ends = np.flatnonzero(array == separator) + 1
         for piece in np.split(array, ends):
             if piece.size:
                 yield piece, None
         return
-    skip, prefix = source.skip_tokens, prefix_ids(tokenizer)
+    prefix = prefix_ids(tokenizer)
     for batch in _batched(documents(source)):
         if source.messages_key is None:
             texts = ["" if text is None else text for text in batch]
@@ -183,17 +181,11 @@ def _token_documents(
                 name = source.path or source.hub
                 raise UserError(f"{name}: {source.text_key!r} holds a {type(odd).__name__}, not text; set text_key")
             encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
-            pairs: list[tuple[np.ndarray, np.ndarray | None]] = [
-                (np.array([*prefix, *ids, separator], dtype=np.int64), None) for ids in encoded if ids
-            ]
+            for ids in filter(None, encoded):
+                yield np.array([*prefix, *ids, separator], dtype=np.int64), None
         else:
-            pairs = list(map(partial(render_chat, tokenizer, separator=separator), batch))
-        for ids, target in pairs:
-            if skip >= len(ids):
-                skip -= len(ids)
-                continue
-            yield ids[skip:], None if target is None else target[skip:]
-            skip = 0
+            for messages in batch:
+                yield render_chat(tokenizer, messages, separator)
 
 
 def _batched(items: Iterator[Any]) -> Iterator[Sequence[Any]]:

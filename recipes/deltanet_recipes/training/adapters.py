@@ -61,14 +61,10 @@ def train_for(student: nn.Module, stage: DistilBase, seed: int) -> None:
     if stage.train == "full":
         decoder_layers(student).float().requires_grad_(True)
         student.model.norm.float().requires_grad_(True)  # type: ignore[union-attr, operator]
-        if stage.train_embeddings:
-            student.float().requires_grad_(True)
     elif stage.train == "lora" and (targets := stage_targets(student, stage)):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            config = LoraConfig(
-                r=stage.lora.rank, lora_alpha=stage.lora.alpha, lora_dropout=0.0, target_modules=targets
-            )
+            config = LoraConfig(r=stage.lora_rank, lora_alpha=stage.lora_rank, lora_dropout=0.0, target_modules=targets)
             with warnings.catch_warnings():  # PEFT asks transformers for a property that will have another name
                 warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
                 get_peft_model(student, config)  # puts the adapters into `student` itself
@@ -84,7 +80,7 @@ def train_for(student: nn.Module, stage: DistilBase, seed: int) -> None:
 def stage_targets(student: nn.Module, stage: DistilBase) -> list[str]:
     """Names of the linear layers to which a stage gives adapters."""
     held = [name for name, _, rows in query_key_parts(student) if rows is None] if stage.kept_qk == "frozen" else []
-    return [name for name in lora_targets(student, stage.lora.targets) if name not in held]
+    return [name for name in lora_targets(student) if name not in held]
 
 
 def adapter_weights(student: nn.Module, stage: DistilBase) -> int:
@@ -92,24 +88,19 @@ def adapter_weights(student: nn.Module, stage: DistilBase) -> int:
     if stage.train != "lora":
         return 0
     modules = dict(student.named_modules())
-    return stage.lora.rank * sum(sum(modules[name].weight.shape) for name in stage_targets(student, stage))  # type: ignore[union-attr, misc]
+    return stage.lora_rank * sum(sum(modules[name].weight.shape) for name in stage_targets(student, stage))  # type: ignore[union-attr, misc]
 
 
-def lora_targets(student: nn.Module, kinds: tuple[str, ...]) -> list[str]:
+def lora_targets(student: nn.Module) -> list[str]:
     """Names of the linear layers that get adapters.
 
     These are the linear layers of MLPs and of attention with the teacher's weights (softmax and windows, also where
     they are heads of a layer); experts and routers are no linear layers. In an imported model they include those of
     mixers, except for the ones in the mixer's `without_lora`.
-
-    Args:
-        kinds: "mlp", "attention" or both.
     """
     imported, names = is_imported(student), []
     for index, layer in enumerate(decoder_layers(student)):
         for part in ("mlp", mixer_name(layer)):
-            if ("mlp" if part == "mlp" else "attention") not in kinds:
-                continue
             room = getattr(layer, part, None)
             if room is None:  # experts under another name
                 continue

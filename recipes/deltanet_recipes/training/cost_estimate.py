@@ -74,8 +74,6 @@ def _rest(stage: Stage, student: nn.Module, layer_weights: int) -> int:
         return 0
     assert isinstance(stage, DistilBase)
     if stage.train == "full":
-        if stage.train_embeddings:
-            return _size(student) - _size(*mixers(student).values())
         return layer_weights + _size(student.model.norm)  # type: ignore[union-attr, arg-type]
     new = _size(*inserted_norms(student))
     return new + adapter_weights(student, stage)

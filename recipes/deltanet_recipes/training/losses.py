@@ -14,6 +14,8 @@ from torch.nn import functional as F
 
 from deltanet_hf.evaluation.measures.text_scores import kl_from_log_probs
 
+RECALL_CAP = 2.0  # nats; the largest divergence that counts in `recall_weights`
+
 
 @dataclass(frozen=True)
 class Head:
@@ -53,7 +55,6 @@ class KlTerms:
     temperature: float = 1.0
     reverse: bool = False
     recall_weight: float = 0.0
-    recall_cap: float = 2.0
 
 
 def kl_divergence(
@@ -94,7 +95,7 @@ def live_chunk(head: Head, teacher_head: Head, terms: KlTerms) -> ChunkLoss:
 
 
 def recall_weights(teacher: torch.Tensor, windowed: torch.Tensor, terms: KlTerms) -> torch.Tensor:
-    """How much the KL of each token counts: 1 + recall_weight min(KL(teacher || windowed), recall_cap).
+    """How much the KL of each token counts: 1 + recall_weight min(KL(teacher || windowed), RECALL_CAP).
 
     The divergence is large where the next token follows from what the window does not show, and nearly 0 elsewhere, so
     that few tokens carry what the mean KL hides (Arora et al., Zoology, arXiv 2312.04927, section 3).
@@ -106,7 +107,7 @@ def recall_weights(teacher: torch.Tensor, windowed: torch.Tensor, terms: KlTerms
     Returns:
         [N] float32.
     """
-    return 1.0 + terms.recall_weight * kl_divergence(windowed, teacher).clamp(0.0, terms.recall_cap)
+    return 1.0 + terms.recall_weight * kl_divergence(windowed, teacher).clamp(0.0, RECALL_CAP)
 
 
 def _from_logits(
@@ -155,7 +156,8 @@ def _from_logits(
 class ChunkedLoss(torch.autograd.Function):
     """Runs a ChunkLoss over pieces of the tokens and takes the gradients of each piece at once.
 
-    Only the logits of one piece exist at a time. The backward pass scales the gradients that the forward pass took.
+    Only the logits of one piece exist at a time. The backward pass scales the gradient of the hidden states that the
+    forward pass took; the output matrix is not trained.
     """
 
     @staticmethod
@@ -177,40 +179,24 @@ class ChunkedLoss(torch.autograd.Function):
             per_token: tensors [N, ...] of which each call of the chunk's loss gets its piece.
             shared: tensors that every call gets as they are.
         """
-        needs_hidden, needs_weight = ctx.needs_input_grad[2], ctx.needs_input_grad[3]  # type: ignore[attr-defined]
+        needs_hidden = ctx.needs_input_grad[2]  # type: ignore[attr-defined]
         d_hidden = torch.empty_like(hidden) if needs_hidden else None
-        d_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
         sums = hidden.new_zeros(3, dtype=torch.float32)
         for begin in range(0, hidden.shape[0], size):
             piece = slice(begin, begin + size)
-            with torch.set_grad_enabled(needs_hidden or needs_weight):
+            with torch.set_grad_enabled(needs_hidden):
                 h = hidden[piece].detach().requires_grad_(needs_hidden)
-                w = weight.detach().requires_grad_(needs_weight)
-                results = chunk_loss(h, w, labels[piece], *(t[piece] for t in per_token), *shared)
-            wanted = [t for t in (h, w) if t.requires_grad]
-            grads = iter(torch.autograd.grad(results[0], wanted) if wanted else ())
+                results = chunk_loss(h, weight, labels[piece], *(t[piece] for t in per_token), *shared)
             if d_hidden is not None:
-                d_hidden[piece] = next(grads)
-            if d_weight is not None:
-                d_weight += next(grads)
+                (d_hidden[piece],) = torch.autograd.grad(results[0], h)
             sums += torch.stack([result.detach() for result in results])
-        ctx.save_for_backward(d_hidden, d_weight)  # type: ignore[arg-type]
-        ctx.weight_dtype = weight.dtype  # type: ignore[attr-defined]
+        ctx.save_for_backward(d_hidden)  # type: ignore[arg-type]
         return sums[0], sums[1], sums[2]
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        d_hidden, d_weight = ctx.saved_tensors  # type: ignore[attr-defined]
-        scale = grads[0]
-        return (
-            None,
-            None,
-            None if d_hidden is None else d_hidden * scale.to(d_hidden.dtype),
-            None if d_weight is None else (d_weight * scale).to(ctx.weight_dtype),  # type: ignore[attr-defined]
-            None,
-            None,
-            None,
-        )
+        (d_hidden,) = ctx.saved_tensors  # type: ignore[attr-defined]
+        return None, None, d_hidden * grads[0].to(d_hidden.dtype), None, None, None, None
 
 
 def squared_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

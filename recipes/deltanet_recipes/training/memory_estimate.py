@@ -152,7 +152,7 @@ def _on_device(stage: Stage, recipe: Recipe, student: nn.Module, runtime: Runtim
     windowed = stage.recall_weight > 0  # the logits of one more pass of the teacher
     values = min(stage.loss_chunk, micro) * output_weight(student).shape[0]
     in_full: list[nn.Module] = [layers] if stage.train == "full" else mixers_in_full(student, stage)
-    adapters = adapter_weights(student, stage) if stage.lora.rank > SMALL else 0
+    adapters = adapter_weights(student, stage) if stage.lora_rank > SMALL else 0
     logits = values * (LOGIT_BYTES[bool(runtime.compile)] + 4 * windowed)
     return Memory(
         weights=(own + width * teacher_layers) // shards + width * outside,

@@ -89,7 +89,7 @@ def _check_trainable(recipe: Recipe, table: LayerTable) -> None:
         where = f"stages.{stage_name(stage)}: {recipe.student} has no layer with weights that its teacher does not have"
         if isinstance(stage, Align):
             raise UserError(f"{where}, so there is nothing to align; leave the stage out")
-        if stage.train == "frozen" and not stage.train_embeddings:
+        if stage.train == "frozen":
             raise UserError(f"{where}, so train: frozen trains nothing; use lora or full")
 
 

@@ -37,7 +37,7 @@ class Batch:
     """A micro-batch.
 
     An objective's `prepare` fills `teacher` and `student`; after that, its forward only does work on the device. A
-    forward on an unprepared batch prepares it first, which embeddings that are trained or sharded require.
+    forward on an unprepared batch prepares it first, which sharded embeddings require.
     """
 
     rows: Rows

@@ -15,6 +15,7 @@ from deltanet_recipes.schema import StageBase
 from deltanet_recipes.schema_sections import Optimizer
 
 SMALL = 16  # inputs or outputs of a linear layer up to which its weight counts as vectors
+BETAS = (0.9, 0.95)  # moment decays of AdamW
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")  # of a mixer; they begin as the teacher's
 
 
@@ -52,11 +53,7 @@ def parameter_groups(module: nn.Module, settings: Optimizer) -> list[dict[str, A
         matrix = id(p) in matrices and part != "share"
         name, rate = part + ("" if matrix else ".vectors"), rates[part]
         assert rate is not None
-        if part == "mixer" and not matrix:
-            rate *= settings.gate_lr_scale
         muon = matrix and settings.name == "muon"
-        if muon:
-            rate *= settings.muon_lr_scale
         decay = settings.weight_decay if matrix else 0.0
         group = groups.setdefault(
             name, {"name": name, "params": [], "peak_lr": rate, "weight_decay": decay, "muon": muon}
@@ -73,13 +70,13 @@ def _mixer_group(name: str, settings: Optimizer) -> str:
     return "projection" if first in PROJECTIONS and settings.projection_lr is not None else "mixer"
 
 
-def make_optimizers(groups: list[dict[str, Any]], settings: Optimizer, fused: bool) -> list[torch.optim.Optimizer]:
+def make_optimizers(groups: list[dict[str, Any]], fused: bool) -> list[torch.optim.Optimizer]:
     """AdamW for the groups, and Muon for those marked for it."""
     optimizers: list[torch.optim.Optimizer] = []
     adamw = [{k: v for k, v in group.items() if k != "muon"} for group in groups if not group["muon"]]
     muon = [{k: v for k, v in group.items() if k != "muon"} for group in groups if group["muon"]]
     if adamw:
-        optimizers.append(torch.optim.AdamW(adamw, lr=0.0, betas=settings.betas, fused=fused))
+        optimizers.append(torch.optim.AdamW(adamw, lr=0.0, betas=BETAS, fused=fused))
     if muon:
         optimizers.append(Muon(muon))
     return optimizers

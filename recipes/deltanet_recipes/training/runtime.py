@@ -35,8 +35,6 @@ class Runtime:
         cpu = engine.device == "cpu"
         if engine.device == "cuda" and not torch.cuda.is_available():
             raise UserError("engine.device: is cuda, but torch finds no GPU; set it to auto or cpu")
-        if engine.threads is not None:
-            torch.set_num_threads(engine.threads)
         self._state = PartialState(cpu=cpu, timeout=LONGEST_WAIT)
         self.device: torch.device = self._state.device
         self.rank, self.world = self._state.process_index, self._state.num_processes

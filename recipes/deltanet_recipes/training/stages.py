@@ -148,7 +148,6 @@ class StageRun:
             stage.temperature,
             stage.direction == "reverse",
             stage.recall_weight,
-            stage.recall_cap,
         )
         teacher = self._teacher(torch.device("cpu"))  # `shard` moves both models to the device
         layers = [*decoder_layers(self.student), *decoder_layers(teacher)]

@@ -23,6 +23,8 @@ from deltanet_recipes.training.runtime import Runtime
 from deltanet_recipes.training.training_state import Checkpoints
 from deltanet_recipes.training.window_dropout import WindowDropoutSchedule
 
+DIVERGED = 5.0  # times the best mean loss of a log interval that end a run
+
 
 class Feed(Protocol):
     """The source of a stage's batches. A resumed run sets `state` to continue where the checkpoint was written."""
@@ -62,7 +64,7 @@ class Trainer:
         self.objective, self.feed, self.evaluate, self.logbook = objective, feed, evaluate, logbook
         self.parameters = [p for p in objective.parameters() if p.requires_grad]
         fused = runtime.device.type == "cuda"
-        self.optimizers = make_optimizers(parameter_groups(objective, stage.optimizer), stage.optimizer, fused)
+        self.optimizers = make_optimizers(parameter_groups(objective, stage.optimizer), fused)
         self.checkpoints = Checkpoints(folder, log.keep, runtime)
         self.steps_before = steps_before
         self.step, self.seconds = 0, 0.0
@@ -133,7 +135,7 @@ class Trainer:
 
     def _check(self, means: dict[str, float]) -> None:
         loss, norm = means["loss"], means["grad_norm"]
-        if not math.isfinite(loss) or loss > self.best * self.log.diverged_factor:
+        if not math.isfinite(loss) or loss > self.best * DIVERGED:
             self._diverged(f"loss {loss:.4g}, best {self.best:.4g}")
         if not math.isfinite(norm):
             self._diverged(f"loss {loss:.4g}, but the norm of its gradient is {norm:.4g}")
