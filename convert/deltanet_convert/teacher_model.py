@@ -1,5 +1,6 @@
 """Opens a teacher: checks that its family is supported and that its tensors are those of its config."""
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -157,7 +158,7 @@ def _main_dtype(checkpoint: Checkpoint) -> torch.dtype:
     sizes: dict[torch.dtype, int] = {}
     for name, entry in checkpoint.entries.items():
         dtype = checkpoint.dtype(name)
-        sizes[dtype] = sizes.get(dtype, 0) + entry.nbytes // dtype.itemsize
+        sizes[dtype] = sizes.get(dtype, 0) + math.prod(entry.shape)
     return max(sizes, key=lambda dtype: sizes[dtype])
 
 
@@ -192,7 +193,7 @@ def check_tensors(
     for name, entry in checkpoint.entries.items() if alone else ():
         if name not in expected and not DERIVED.search(name):
             raise UserError(
-                f"{entry.file}: tensor '{name}' has no place in a {model.config.model_type} model with this "
+                f"{entry.file}: tensor {name!r} has no place in a {model.config.model_type} model with this "
                 f"{config_file.name}; {_extra_remedy(name)}"
             )
 

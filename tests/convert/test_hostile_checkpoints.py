@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from deltanet_convert.storage import safetensors_header
 from deltanet_convert.storage.safetensors_folder import INDEX_FILE, SINGLE_FILE, Checkpoint, all_finite
 from deltanet_convert.storage.teacher_source import resolve_source
 from deltanet_convert.teacher_model import open_teacher
@@ -86,72 +85,37 @@ def test_the_undamaged_teachers_open(single: Path, good_shards: Path) -> None:
         assert torch.equal(first.checkpoint.read(name), second.checkpoint.read(name))
 
 
-@pytest.mark.parametrize("keep", [0, 7, 8, 100, -1, -1000])
+@pytest.mark.parametrize("keep", [0, 8, 100, -1])
 def test_truncated_file(single: Path, keep: int) -> None:
     file = single / SINGLE_FILE
     file.write_bytes(file.read_bytes()[:keep])
-    refused(single, str(file), "truncated", "download")
+    refused(single, str(file), "cannot be read", "download")
 
 
-def test_trailing_bytes(single: Path) -> None:
-    with (single / SINGLE_FILE).open("ab") as stream:
-        stream.write(b"\0" * 16)
-    refused(single, SINGLE_FILE, "16 bytes after the last tensor")
-
-
-def test_header_over_the_limit(single: Path) -> None:
-    file = single / SINGLE_FILE
-    file.write_bytes((safetensors_header.MAX_HEADER_BYTES + 1).to_bytes(8, "little") + file.read_bytes()[8:])
-    refused(single, str(file), "over the limit")
-
-
-@pytest.mark.parametrize("header", [b"not json", b"[1, 2]", b'{"a": ', b"\xff\xff\xff\xff", b"[" * 100_000])
-def test_header_is_no_json_object(single: Path, header: bytes) -> None:
-    (single / SINGLE_FILE).write_bytes(len(header).to_bytes(8, "little") + header)
+def test_header_that_is_no_json(single: Path) -> None:
+    (single / SINGLE_FILE).write_bytes((8).to_bytes(8, "little") + b"not json")
     refused(single, SINGLE_FILE, "JSON")
 
 
-def test_name_twice_in_the_header(single: Path) -> None:
-    file = single / SINGLE_FILE
-    raw = file.read_bytes()
-    length = int.from_bytes(raw[:8], "little")
-    body = raw[8 : 8 + length].rstrip()
-    entry = json.dumps(json.loads(body)[Q])
-    body = body[:-1] + f', "{Q}": {entry}}}'.encode()
-    file.write_bytes(len(body).to_bytes(8, "little") + body + raw[8 + length :])
-    refused(single, str(file), Q, "twice")
-
-
 @pytest.mark.parametrize(
-    ("change", "problem"),
+    "change",
     [
-        (lambda e: e.update(shape=[1, 1]), "needs 4 bytes"),
-        (lambda e: e.update(shape=[2**62, 2**62]), "bytes but its data_offsets"),
-        (lambda e: e.update(shape=[-1, 4]), "bad shape"),
-        (lambda e: e.update(shape="32"), "bad shape"),
-        (lambda e: e.update(shape=[True, 4]), "bad shape"),
-        (lambda e: e.update(dtype="F128"), "unknown dtype"),
-        (lambda e: e.update(data_offsets=[4, 0]), "data_offsets"),
-        (lambda e: e.update(data_offsets=[-8, 0]), "data_offsets"),
-        (lambda e: e.update(data_offsets=[0]), "data_offsets"),
-        (lambda e: e.update(data_offsets=[10**12, 10**12 + 4096]), "truncated"),
-        (lambda e: e.pop("data_offsets"), "no dtype, shape and data_offsets"),
+        lambda header: header[Q].update(shape=[1, 1]),
+        lambda header: header[Q].update(shape=[-1, 4]),
+        lambda header: header[Q].update(data_offsets=[10**12, 10**12 + 4096]),
+        lambda header: header.pop(Q),  # leaves a hole
     ],
 )
-def test_bad_entry(single: Path, change: Callable[[dict[str, Any]], Any], problem: str) -> None:
-    edit_header(single / SINGLE_FILE, lambda header: change(header[Q]))
-    refused(single, str(single / SINGLE_FILE), Q, problem)
+def test_shapes_and_offsets_that_contradict_each_other(single: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    edit_header(single / SINGLE_FILE, change)
+    refused(single, str(single / SINGLE_FILE), "cannot be read", "download")
 
 
-def test_overlapping_tensors(single: Path) -> None:
-    k, v = (f"model.layers.0.self_attn.{x}_proj.weight" for x in "kv")
-    edit_header(single / SINGLE_FILE, lambda h: h[v].update(data_offsets=h[k]["data_offsets"]))
-    refused(single, SINGLE_FILE, "overlaps")
-
-
-def test_hole_between_tensors(single: Path) -> None:
-    edit_header(single / SINGLE_FILE, lambda header: header.pop(Q))
-    refused(single, SINGLE_FILE, "leaves a hole after")
+def test_name_of_two_lines(single: Path) -> None:
+    edit_weights(single, lambda weights: weights.update({"two\nlines": weights.pop(Q)}))
+    refused(single, SINGLE_FILE, Q, "is missing")
+    edit_weights(single, lambda weights: weights.update({Q: weights["two\nlines"].clone()}))
+    refused(single, SINGLE_FILE, r"two\nlines", "has no place")
 
 
 @pytest.mark.parametrize("shard", ["../outside.safetensors", "/etc/outside.safetensors", "a/../../b.safetensors"])

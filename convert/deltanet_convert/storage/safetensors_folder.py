@@ -53,10 +53,6 @@ class JoinedEntry:
     def dtype(self) -> str:
         return self.parts[0].dtype
 
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.parts)
-
 
 StoredTensor: TypeAlias = TensorEntry | JoinedEntry
 
