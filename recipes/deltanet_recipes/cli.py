@@ -120,6 +120,8 @@ def main() -> None:
     settle_threads()
     hide_bars_in_logs()
     chosen = next((argument for argument in sys.argv[1:] if argument in COMMANDS), None)
+    if chosen is not None and sys.stderr.isatty():
+        typer.echo("Loading PyTorch and transformers ...", err=True)  # can take half a minute on a slow disk
     try:
         build_app(chosen)()
     except KeyboardInterrupt:

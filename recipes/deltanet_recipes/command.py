@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -27,9 +28,14 @@ def distill(recipe: RecipeArgument, overrides: Overrides = None) -> None:
 
 
 def _run(recipe: Path, overrides: list[str] | None, kinds: tuple[str, ...] | None) -> None:
-    from deltanet_recipes.config import load_recipe
+    try:
+        from deltanet_recipes.config import load_recipe
 
-    settings = load_recipe(recipe, overrides or ())
-    from deltanet_recipes.training.pipeline import run
+        settings = load_recipe(recipe, overrides or ())
+        from deltanet_recipes.training.pipeline import run
 
-    run(settings, kinds)
+        run(settings, kinds)
+    except KeyboardInterrupt as interrupt:
+        command = shlex.join(["deltanet-hf", "align" if kinds else "distill", str(recipe), *(overrides or ())])
+        typer.echo(f"{interrupt or 'interrupted'}; go on with: {command}", err=True)
+        raise typer.Exit(130) from None

@@ -170,6 +170,10 @@ class Log(Strict):
     evaluate_every: int = Field(200, gt=0, description="Steps between evaluations on the held-out rows.")
     checkpoint_every: int = Field(200, gt=0, description="Steps between checkpoints.")
     keep: int = Field(2, gt=0, description="Number of checkpoints that are kept.")
+    stop_when_worse: bool = Field(
+        True,
+        description="Stop when an evaluation finds the held-out loss more than a tenth above the first of the stage.",
+    )
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = Field(
         (), description="Services that the log is sent to as well: tensorboard, wandb."
     )

@@ -86,7 +86,7 @@ def test_a_lack_of_memory_is_said(workplace: Path, tmp_path: Path, monkeypatch: 
     between = sum(sizes) // 2
     monkeypatch.setattr(Runtime, "attainable_memory", lambda self: between)
     shown = Console(file=io.StringIO(), width=300)
-    show_plan(recipe, list(recipe.stages), student, runtime, Logbook(tmp_path, recipe, True, shown))
+    show_plan(recipe, list(recipe.stages), 0, student, runtime, Logbook(tmp_path, recipe, True, shown))
     lines = [line for line in shown.file.getvalue().splitlines() if "GiB are free" in line]  # type: ignore[attr-defined]
     assert [line.split(":")[0] for line in lines] == [["align", "distil"][sizes.index(max(sizes))]]
     assert "micro_batch_rows" in lines[0]

@@ -14,6 +14,7 @@ from torch import nn
 from deltanet_convert.device import thread_count
 from deltanet_recipes.schema import Align, DistilBase, Recipe, Stage, stage_name, stage_tokens
 from deltanet_recipes.training.adapters import adapter_weights, inserted_norms, mixers_in_full
+from deltanet_recipes.training.feeds import micro_batch_rows
 from deltanet_recipes.training.flops import Flops, training_flops
 from deltanet_recipes.training.logbook import Logbook
 from deltanet_recipes.training.memory_estimate import Memory, expected_memory
@@ -84,10 +85,13 @@ def _size(*modules: nn.Module) -> int:
     return sum(p.numel() for p in {p for module in modules for p in module.parameters()})
 
 
-def show_plan(recipe: Recipe, stages: list[Stage], student: nn.Module, runtime: Runtime, logbook: Logbook) -> None:
+def show_plan(
+    recipe: Recipe, stages: list[Stage], finished: int, student: nn.Module, runtime: Runtime, logbook: Logbook
+) -> None:
     """Print one row per stage: trained parameters, tokens, steps, rows, memory, and the time it will take.
 
-    The figures are also written to plan.json in the folder of the run.
+    The first `finished` stages have been trained before and are left out. The figures of all stages are also written to
+    plan.json in the folder of the run.
     """
     if not runtime.main:
         return
@@ -99,9 +103,20 @@ def show_plan(recipe: Recipe, stages: list[Stage], student: nn.Module, runtime: 
     )
     sizes = [estimate(stage, recipe, student, runtime) for stage in stages]
     disk = ["disk"] if any(size.disk for size in sizes) else []
-    for column in ("stage", "mixers", "rest", "tokens", "steps x tokens", "rows", "memory", *disk, "time, about"):
+    for column in (
+        "stage",
+        "mixers",
+        "rest",
+        "tokens",
+        "steps x tokens",
+        "rows at once",
+        "memory",
+        *disk,
+        "time, about",
+    ):
         table.add_column(column, justify="left" if column == "stage" else "right", overflow="fold")
-    for stage, size in zip(stages, sizes, strict=True):
+    planned = list(zip(stages, sizes, strict=True))
+    for stage, size in planned[finished:]:
         seconds = size.flops.total * stage.steps * stage.batch_tokens / rate
         on_disk = [f"{size.disk / 2**30:.1f} GiB" if size.disk else "-"] if disk else []
         table.add_row(
@@ -110,20 +125,21 @@ def show_plan(recipe: Recipe, stages: list[Stage], student: nn.Module, runtime: 
             f"{size.rest_parameters / 1e6:.1f}M",
             _count(stage.steps * stage.batch_tokens),
             f"{stage.steps:,} x {stage.batch_tokens:,}",
-            f"{stage.rows_per_step} x {stage.sequence_length:,}",
+            f"{micro_batch_rows(stage, runtime.world)} x {stage.sequence_length:,}",
             f"{size.memory / 2**30:.1f} GiB",
             *on_disk,
             _duration(seconds),
         )
-    logbook.console.print(table)
+    if planned[finished:]:
+        logbook.console.print(table)
     there = runtime.attainable_memory()
-    for stage, size in zip(stages, sizes, strict=True):
+    for stage, size in planned[finished:]:
         if size.memory > there:
             logbook.say(
                 f"{stage_name(stage)}: expects {size.memory / 2**30:.1f} GiB of memory, but only {there / 2**30:.1f} "
                 "GiB are free; lower micro_batch_rows or loss_chunk, or set engine.gradient_checkpointing=true"
             )
-    planned = [
+    rows = [
         {
             "stage": stage_name(stage),
             "mixer_parameters": size.mixer_parameters,
@@ -132,9 +148,9 @@ def show_plan(recipe: Recipe, stages: list[Stage], student: nn.Module, runtime: 
             "memory_parts": asdict(size.peak),
             "flops_per_token": asdict(size.flops),
         }
-        for stage, size in zip(stages, sizes, strict=True)
+        for stage, size in planned
     ]
-    plan = {"device": _device_name(runtime), "processes": runtime.world, "stages": planned}
+    plan = {"device": _device_name(runtime), "processes": runtime.world, "stages": rows}
     (logbook.folder / PLAN).write_text(json.dumps(plan, indent=1) + "\n")
 
 

@@ -182,7 +182,7 @@ class LayerwiseAlign:
                 scaled, _ = objective(batch)
                 error += float(scaled * objective.scale)
                 power += float(batch.target.float().square().sum())
-        return {objective.metric_names[0]: error / power, "error": error / power}
+        return {objective.metric_names[0]: error / power, "error": error / power, "loss": error / power}
 
     def batches(self, first: int) -> Iterator[LayerBatch]:
         """This process's batches of the step that begins at block `first`; after the last block comes the first."""

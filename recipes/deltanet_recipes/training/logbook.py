@@ -16,6 +16,7 @@ from deltanet_hf.safe_write import write_atomically, writing
 from deltanet_recipes.schema import Recipe
 
 LOG = "log.jsonl"
+SILENCE = 30.0  # seconds without a line after which a finished step gets one
 IN_EVERY_ROW = {"stage", "step"}
 LAYER_ERROR = "held_out.error."
 SHOWN = ("loss", "kl", "ce", "hidden", "error", "held_out.kl", "held_out.perplexity", "held_out.error")
@@ -31,6 +32,7 @@ class Logbook:
         self.folder, self.active = folder, active
         self.console = console or Console(stderr=True)
         self._progress: Progress | None = None
+        self._printed = time.monotonic()
         self._trackers: Any = None
         if active and recipe.log.trackers:
             from accelerate import Accelerator
@@ -58,6 +60,13 @@ class Logbook:
             self._progress = Progress(*bar, console=self.console, expand=True)
             self._progress.start()
             self._progress.add_task(label, total=steps, completed=done, figures="")
+
+    def tick(self, stage: str, step: int, steps: int) -> None:
+        """Show that a step is done: the bar moves; without one, a line if there was none for half a minute."""
+        if self._progress is not None:
+            self._progress.update(self._progress.task_ids[0], completed=step)
+        elif self.active and time.monotonic() - self._printed > SILENCE:
+            self._print(f"{stage} {step}/{steps}")
 
     def end(self) -> None:
         """Remove the progress bar."""
@@ -89,6 +98,7 @@ class Logbook:
 
     def _print(self, line: str) -> None:
         """Print a line, which a log takes at any length."""
+        self._printed = time.monotonic()
         self.console.print(line, highlight=False, soft_wrap=not self.console.is_terminal)
 
     def truncate(self, stage: str, step: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from deltanet_hf.mixers import LayerKind
-from deltanet_recipes.schema import StageBase
+from deltanet_hf.mixers.window_branch import WindowBranch
+from deltanet_recipes.schema import Stage, StageBase, stage_name
 from deltanet_recipes.schema_sections import Optimizer
 
 SMALL = 16  # inputs or outputs of a linear layer up to which its weight counts as vectors
@@ -68,6 +69,20 @@ def _mixer_group(name: str, settings: Optimizer) -> str:
     if first == "window_branch" and settings.share_lr is not None:
         return "share"
     return "projection" if first in PROJECTIONS and settings.projection_lr is not None else "mixer"
+
+
+def unset_rates(stages: Sequence[Stage], student: nn.Module) -> str | None:
+    """A line about the stages that set no rates of their own for a student with windows; None where all is set."""
+    if not any(isinstance(module, WindowBranch) for module in student.modules()):
+        return None
+    rates = ("projection_lr", "share_lr")
+    names = [stage_name(stage) for stage in stages if any(getattr(stage.optimizer, rate) is None for rate in rates)]
+    if not names:
+        return None
+    return (
+        f"{', '.join(names)}: the student has windows and begins near its teacher; without optimizer.projection_lr (a "
+        "tenth to a third of mixer_lr) and share_lr (mixer_lr or more), training can make it worse (docs/training.md)"
+    )
 
 
 def make_optimizers(groups: list[dict[str, Any]], fused: bool) -> list[torch.optim.Optimizer]:

@@ -34,6 +34,7 @@ from deltanet_recipes.training.model_pair import (
     load_tokenizer,
     mixers,
 )
+from deltanet_recipes.training.optim import unset_rates
 from deltanet_recipes.training.peers import peers_alive
 from deltanet_recipes.training.run_plots import draw_plots
 from deltanet_recipes.training.runtime import Runtime
@@ -78,10 +79,16 @@ def _run(recipe: Recipe, stages: list[Stage], runtime: Runtime, output: Path, co
     torch.manual_seed(recipe.seed)
     student = load_student(recipe.student, None if runtime.bf16 else torch.float32)
     stored_dtype = load_dtype(student, recipe)
-    show_plan(recipe, stages, student, runtime, logbook)
-    steps_before = 0
     files = [output / "stages" / f"{number:02d}-{stage_name(stage)}.safetensors" for number, stage in enumerate(stages)]
     finished = finished_stages(files, runtime, logbook.say)
+    if finished:
+        names = [stage_name(stage) for stage in stages]
+        rest = f"goes on with {names[finished]}" if names[finished:] else "only the final model is written"
+        logbook.say(f"finished before: {', '.join(names[:finished])}; {rest}")
+    show_plan(recipe, stages, finished, student, runtime, logbook)
+    if rates := unset_rates(stages[finished:], student):
+        logbook.say(rates)
+    steps_before = 0
     for number, (stage, done) in enumerate(zip(stages, files, strict=True)):
         if number >= finished:
             held_out = held_out_rows(data.held_out, stage, recipe.data.holdout_tokens, runtime.world)
@@ -89,7 +96,8 @@ def _run(recipe: Recipe, stages: list[Stage], runtime: Runtime, output: Path, co
             run_stage = StageRun(
                 stage, recipe, runtime, student, data.training, held_out, logbook, folder, steps_before
             )
-            student = run_stage.run()
+            with runtime.interrupts.delayed():
+                student = run_stage.run()
             save_stage(done, student, data.training.state, runtime)
         if number >= finished - 1:
             data.training.state = load_stage(done, student)

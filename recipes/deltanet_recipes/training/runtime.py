@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from deltanet_hf.errors import UserError
 from deltanet_recipes.schema_sections import Engine
+from deltanet_recipes.training.interrupts import Interrupts
 from deltanet_recipes.training.peers import end_with_launcher
 
 T = TypeVar("T")
@@ -38,6 +39,7 @@ class Runtime:
         self._state = PartialState(cpu=cpu, timeout=LONGEST_WAIT)
         self.device: torch.device = self._state.device
         self.rank, self.world = self._state.process_index, self._state.num_processes
+        self.interrupts = Interrupts(self.world)
         if self.world > 1:
             end_with_launcher()
         cuda = self.device.type == "cuda"

@@ -65,6 +65,8 @@ class StageRun:
     def run(self) -> PreTrainedModel:
         """Train and return the student: unsharded, with merged adapters, its trained weights in float32."""
         self.runtime.begin_stage()
+        rows = f"{len(self.held_out)} held-out rows of {self.stage.sequence_length:,} tokens"
+        self.logbook.say(f"{stage_name(self.stage)}: loads the teacher and measures {rows}")
         if isinstance(self.stage, Align):
             if self.stage.mode == "layerwise":
                 self._align_layerwise(self.stage)
@@ -193,23 +195,24 @@ class StageRun:
 
     @torch.no_grad()
     def _evaluate(self, objective: nn.Module, feed: RowFeed) -> dict[str, float]:
-        """The objective's metrics averaged over the held-out rows, with the perplexity or the mean layer error."""
+        """Averages over the held-out rows: the objective's metrics and loss, the perplexity or the mean layer error."""
         if not len(self.held_out):
             return {}
         totals, scored = None, 0.0
         for batch in feed.evaluation(self.held_out):
             with self.runtime.autocast():
-                _, metrics = objective(batch)
-            weighted = metrics * batch.scored
+                loss, metrics = objective(batch)
+            weighted = torch.cat([metrics, loss.reshape(1)]) * batch.scored
             totals = weighted if totals is None else totals + weighted
             scored += float(batch.scored)
         assert totals is not None
-        values = dict(zip(objective.metric_names, (totals / scored).tolist(), strict=True))  # type: ignore[arg-type]
+        *means, loss = (totals / scored).tolist()
+        values = dict(zip(objective.metric_names, means, strict=True))  # type: ignore[arg-type]
         if "ce" in values:
             values["perplexity"] = math.exp(min(values["ce"], 50.0))
         else:
             values["error"] = sum(values.values()) / len(values)
-        return values
+        return {**values, "loss": loss}
 
 
 def held_out_rows(mixture: Mixture, stage: Stage, tokens: int, world: int) -> Rows:

@@ -24,6 +24,8 @@ from deltanet_recipes.training.training_state import Checkpoints
 from deltanet_recipes.training.window_dropout import WindowDropoutSchedule
 
 DIVERGED = 5.0  # times the best mean loss of a log interval that end a run
+WORSE = 1.1  # times the held-out loss at the start of a stage; while rates are high, good runs rise a little
+HELD_OUT_LOSS = "held_out.loss"
 
 
 class Feed(Protocol):
@@ -69,17 +71,29 @@ class Trainer:
         self.steps_before = steps_before
         self.step, self.seconds = 0, 0.0
         self.best = math.inf
+        self.held_out_start: float | None = None
+        self.held_out_last: float | None = None
         alone = micro_batch_rows(stage, runtime.world) >= stage.rows_per_step // runtime.world
         self.window_dropout = WindowDropoutSchedule(objective, stage.window_dropout, stage.steps, seed, runtime.rank)
         self._micro = MicroStep(runtime, objective, self.parameters, alone)
 
     def run(self) -> None:
-        """Do all remaining steps. Raises QualityError if the loss diverges; the last good checkpoint is kept."""
+        """Do all remaining steps.
+
+        Raises:
+            QualityError: the loss diverges, or the student is worse on held-out rows than at the start of the stage.
+            KeyboardInterrupt: the user wants the run to end. In all cases, the last checkpoint is good.
+        """
         self._resume()
+        if self.runtime.interrupts.requested:  # after the last step of the stage or layer before
+            raise KeyboardInterrupt(f"{self.label}: stopped before step {self.step + 1}")
         self.logbook.begin(self.label, self.stage.steps, self.step)
         try:
             if self.step == 0:
-                self._record({}, 0, 0.0, self._held_out())
+                held_out = self._held_out()
+                self.held_out_start = held_out.get(HELD_OUT_LOSS)
+                self._record({}, 0, 0.0, held_out)
+            self._check_held_out()
             self._loop()
         finally:
             self.window_dropout.end()
@@ -96,7 +110,9 @@ class Trainer:
             totals = values if totals is None else totals + values
             done = self.step == self.stage.steps
             evaluate = done or self.step % self.log.evaluate_every == 0
-            save = not done and self.step % self.log.checkpoint_every == 0
+            interrupted = not done and self.runtime.interrupts.requested
+            save = interrupted or (not done and self.step % self.log.checkpoint_every == 0)
+            self.logbook.tick(self.label, self.step, self.stage.steps)
             if not (evaluate or save or self.step % self.log.every == 0):
                 continue
             means = self._means(totals, since)
@@ -105,9 +121,14 @@ class Trainer:
             self._check(means)
             if save or done:
                 self._check_weights()
-            self._record(means, since, elapsed, self._held_out() if evaluate else {})
-            if save:
+            held_out = self._held_out() if evaluate else {}
+            self.held_out_last = held_out.get(HELD_OUT_LOSS, self.held_out_last)
+            self._record(means, since, elapsed, held_out)
+            if save or self._worse:
                 self.checkpoints.save(self.step, self.objective, self.optimizers, self._state())
+            self._check_held_out()
+            if interrupted:
+                raise KeyboardInterrupt(f"{self.label}: stopped after step {self.step}, with a checkpoint")
             totals, since, began = None, 0, time.perf_counter()
 
     def optimiser_step(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -155,6 +176,23 @@ class Trainer:
             "rest_lr"
         )
 
+    @property
+    def _worse(self) -> bool:
+        start, last = self.held_out_start, self.held_out_last
+        return self.log.stop_when_worse and start is not None and last is not None and last > WORSE * start
+
+    def _check_held_out(self) -> None:
+        if not self._worse:
+            return
+        rates = self.stage.optimizer
+        slower = "optimizer.mixer_lr" if rates.projection_lr is None else "optimizer.projection_lr and mixer_lr"
+        missing = ", or set optimizer.projection_lr to a tenth of it" if rates.projection_lr is None else ""
+        raise QualityError(
+            f"{self.label}: training makes the student worse: the held-out loss was {self.held_out_start:.4g} at the "
+            f"start of the stage and is {self.held_out_last:.4g} after step {self.step}; lower {slower}{missing}, with "
+            f"another output; the same command with log.stop_when_worse=false goes on anyway"
+        )
+
     def _held_out(self) -> dict[str, float]:
         self.window_dropout.set(0.0)
         return {f"held_out.{name}": value for name, value in self.evaluate().items()}
@@ -179,7 +217,14 @@ class Trainer:
 
     def _state(self) -> dict[str, Any]:
         best = None if math.isinf(self.best) else self.best
-        return {"label": self.label, "feed": self.feed.state, "seconds": self.seconds, "best": best}
+        held_out = [self.held_out_start, self.held_out_last]
+        return {
+            "label": self.label,
+            "feed": self.feed.state,
+            "seconds": self.seconds,
+            "best": best,
+            "held_out": held_out,
+        }
 
     def _resume(self) -> None:
         folder = self.checkpoints.last_intact(self.logbook.say)
@@ -189,6 +234,7 @@ class Trainer:
         state = self.checkpoints.load(folder, self.objective, self.optimizers)
         self.step, self.seconds = state["step"], state["seconds"]
         self.best = math.inf if state["best"] is None else state["best"]
+        self.held_out_start, self.held_out_last = state["held_out"]
         self.feed.state = state["feed"]
         self.logbook.truncate(self.label, self.step)
         self.logbook.say(f"{self.label}: continues after step {self.step} from {folder}")
