@@ -21,6 +21,8 @@ from deltanet_kernels.mesa.operators import chunk_mesa
 from deltanet_kernels.mesa.recurrent import recurrent_mesa
 from deltanet_kernels.mesa.reference import naive_mesa
 from deltanet_kernels.operators import causal_conv1d, gated_rms_norm, rms_norm, silu_product
+from deltanet_kernels.packed_cache.layout import PackedKeyValues
+from deltanet_kernels.packed_cache.operators import pack_groups, packed_append_, packed_attention
 from deltanet_kernels.prompt.operators import gate_values, prompt_inputs
 from deltanet_kernels.titans.chunk import chunk_titans
 from deltanet_kernels.titans.reference import naive_titans
@@ -33,6 +35,7 @@ from deltanet_kernels.window.operators import window_attention, window_keep, win
 __all__ = [
     "InnerNorm",
     "MesaState",
+    "PackedKeyValues",
     "TTTState",
     "TitansState",
     "causal_conv1d",
@@ -54,6 +57,9 @@ __all__ = [
     "naive_mesa",
     "naive_titans",
     "naive_ttt",
+    "pack_groups",
+    "packed_append_",
+    "packed_attention",
     "prompt_inputs",
     "recurrent_mesa",
     "rms_norm",

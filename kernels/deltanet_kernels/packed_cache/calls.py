@@ -1,0 +1,91 @@
+"""The calls of the operators on a packed cache: the arguments of each, documented, as one typed object."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from deltanet_kernels.packed_cache.layout import PackedKeyValues
+
+EVERYTHING = 2**30  # as a window: more tokens than there are
+
+
+class PackedAttentionCall(NamedTuple):
+    """Softmax attention of the last token of each sequence to a packed cache that holds it. No gradients.
+
+    HK divides HQ, and query head j reads key head j // (HQ/HK). On CUDA packed numbers are restored in registers, and
+    programs share the groups of a sequence.
+
+    Args:
+        q: queries [B, HQ, 1, D].
+        cache: of sequences of at least one token, its tensors contiguous; keys and values in the dtype of q.
+        window: the most recent tokens that are seen, the last itself included; None for all.
+        sinks: the first tokens, at most 4, that are seen behind the window too.
+        limit: the most recent tokens outside of which sinks are not seen either; None for all.
+        scale: factor of the scores, D**-0.5 by default.
+        softcap: the scores s become softcap * tanh(s / softcap).
+
+    Returns:
+        o [B, HQ, 1, D] in the dtype of q, and the log-sum-exp of the scores [B, HQ], float32 at least.
+
+    Raises:
+        ValueError: shapes, a window or sinks that do not fit, or gradients are required.
+        TypeError: dtypes that do not fit.
+    """
+
+    q: Tensor
+    cache: PackedKeyValues
+    window: int | None = None
+    sinks: int = 0
+    limit: int | None = None
+    scale: float | None = None
+    softcap: float | None = None
+
+    @property
+    def reach(self) -> tuple[int, int, int]:
+        """The tokens that are seen: `window`, `sinks` and `limit` as numbers."""
+        limit = EVERYTHING if self.limit is None else self.limit
+        return min(EVERYTHING if self.window is None else self.window, limit), self.sinks, limit
+
+    @property
+    def factor(self) -> float:
+        """The factor of the scores: `scale`, or D**-0.5 by default."""
+        return float(self.q.shape[3] ** -0.5) if self.scale is None else float(self.scale)
+
+
+class PackedAppendCall(NamedTuple):
+    """Puts the next token of each sequence into a packed cache, in place.
+
+    Args:
+        k, v: [B, HK, 1, D] in the dtype of the cache.
+        cache: its tensors contiguous; N > 0 if any sequence goes beyond 32 tokens, and as many as are to be seen.
+
+    Raises:
+        ValueError: shapes that do not fit.
+        TypeError: dtypes that do not fit.
+    """
+
+    k: Tensor
+    v: Tensor
+    cache: PackedKeyValues
+
+
+class PackGroupsCall(NamedTuple):
+    """Quantises complete groups of 32 tokens, in one pass.
+
+    Args:
+        k, v: [B, HK, N * 32, D]; D a multiple of 32, or less than 32 and even.
+        bits: 8 or 4.
+
+    Returns:
+        The first four tensors of `PackedKeyValues`.
+
+    Raises:
+        ValueError: shapes or bits that do not fit.
+        TypeError: dtypes that do not fit.
+    """
+
+    k: Tensor
+    v: Tensor
+    bits: int

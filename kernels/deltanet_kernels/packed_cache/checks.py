@@ -1,0 +1,50 @@
+"""Argument checks of the operators on a packed cache."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from deltanet_kernels.checks import _require_float, _require_shape, _require_tensor, refuse_gradients
+from deltanet_kernels.packed_cache.calls import PackedAppendCall, PackedAttentionCall, PackGroupsCall
+from deltanet_kernels.packed_cache.layout import GROUP, SINKS, PackedKeyValues
+
+
+def check_packed_attention(call: PackedAttentionCall) -> None:
+    """Raises ValueError or TypeError."""
+    held = call.cache.keys
+    _check_like("q", call.q, call.cache)
+    _require_shape("q", call.q, (held.shape[0], call.q.shape[1], 1, held.shape[3]), "[B, HQ, 1, D] of the cache")
+    if call.q.shape[1] % held.shape[1]:
+        raise ValueError(f"q: got {call.q.shape[1]} heads, needs a multiple of the {held.shape[1]} heads of the cache")
+    window, sinks, _ = call.reach
+    if window < 1 or not 0 <= sinks <= SINKS:
+        raise ValueError(f"got window={window} and sinks={sinks}, needs window >= 1 and sinks from 0 to {SINKS}")
+    refuse_gradients("packed_attention", "window_attention", call.q, *call.cache)
+
+
+def check_packed_append(call: PackedAppendCall) -> None:
+    """Raises ValueError or TypeError."""
+    B, HK, _, D = call.cache.keys.shape
+    for name, x in (("k", call.k), ("v", call.v)):
+        _check_like(name, x, call.cache)
+        _require_shape(name, x, (B, HK, 1, D), "[B, HK, 1, D] of the cache")
+
+
+def check_pack_groups(call: PackGroupsCall) -> None:
+    """Raises ValueError or TypeError."""
+    k, v, bits = call
+    _require_float("k", _require_tensor("k", k))
+    _require_shape("v", _require_tensor("v", v), tuple(k.shape), "the shape of k")
+    D = k.shape[-1]
+    if k.dim() != 4 or k.shape[2] % GROUP or (D % GROUP and (D > GROUP or D % 2)):
+        raise ValueError(
+            f"k: got shape {list(k.shape)}, needs [B, HK, N * {GROUP}, D] with D in whole groups of channels"
+        )
+    if bits not in (8, 4):
+        raise ValueError(f"bits: got {bits}, needs 8 or 4")
+
+
+def _check_like(name: str, x: Tensor, cache: PackedKeyValues) -> None:
+    _require_float(name, _require_tensor(name, x))
+    if x.dtype != cache.keys.dtype:
+        raise TypeError(f"{name}: got dtype {x.dtype}, needs {cache.keys.dtype} (the dtype of the cache)")

@@ -1,0 +1,107 @@
+"""The tensors of a packed cache, and how numbers are quantised and restored.
+
+Shapes: B batch, HK key heads, N groups, D head size, G numbers that share a scale.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+GROUP = 32  # tokens of a key channel, and channels of a value, that share a scale
+SINKS = 4  # tokens at the start of a sequence that stay as they are
+LEAST_SCALE = 1e-30  # of a group whose numbers are all alike
+
+
+class PackedKeyValues(NamedTuple):
+    """The keys and values of sequences, and their lengths.
+
+    With n tokens before it, the last token of a sequence is in the group n // 32. That group is in `keys` and `values`
+    from place 4 on, as it is; the groups before it are packed, group g in the place g % N of N. The first four tokens
+    are in the places 0 to 3 of `keys` and `values`, and their packed form is not read.
+
+    For 4 bits, the low half of byte d holds channel d and the high half channel d + D / 2.
+    """
+
+    key_codes: Tensor  # [B, HK, N, 32, D * bits / 8] uint8
+    key_scales: Tensor  # [B, HK, N, 2, D] bfloat16: the scale and the lowest number of each channel
+    value_codes: Tensor  # [B, HK, N, 32, D * bits / 8] uint8
+    value_scales: Tensor  # [B, HK, N, 32, 2, D / 32] bfloat16: of each token and 32 channels (D <= 32: of each token)
+    keys: Tensor  # [B, HK, 4 + 32, D]
+    values: Tensor  # [B, HK, 4 + 32, D]
+    lengths: Tensor  # [B] int32: tokens of the sequences
+
+    @property
+    def bits(self) -> int:
+        return 8 * self.key_codes.shape[-1] // self.keys.shape[-1]
+
+    @property
+    def groups(self) -> int:
+        """N."""
+        return self.key_codes.shape[2]
+
+
+def quantised(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """x [..., G] on 2^bits even steps: codes [..., G] uint8, and scale and lowest number [..., 1] bfloat16."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    low, high = wide.amin(-1, keepdim=True), wide.amax(-1, keepdim=True)
+    steps, low = 2**bits - 1, low.bfloat16()
+    scale = ((high - low.to(wide)) / steps).bfloat16()
+    codes = ((wide - low.to(wide)) / scale.to(wide).clamp_min(LEAST_SCALE)).round().clamp(0, steps)
+    return codes.to(torch.uint8), scale, low
+
+
+def restored(codes: Tensor, scale: Tensor, low: Tensor, dtype: torch.dtype) -> Tensor:
+    """The inverse of `quantised`, computed in float32 at least."""
+    wide = torch.promote_types(dtype, torch.float32)
+    return (low.to(wide) + codes.to(wide) * scale.to(wide).clamp_min(LEAST_SCALE)).to(dtype)
+
+
+def _bytes(codes: Tensor, bits: int) -> Tensor:
+    """Codes [..., D] in bytes."""
+    if bits == 8:
+        return codes
+    low, high = codes.chunk(2, dim=-1)
+    return low | high << 4
+
+
+def _codes(packed: Tensor, bits: int) -> Tensor:
+    return packed if bits == 8 else torch.cat([packed & 15, packed >> 4], dim=-1)
+
+
+def packed_groups(k: Tensor, v: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The first four tensors of a cache, of k and v [B, HK, N * 32, D]."""
+    k, v = (x.unflatten(2, (-1, GROUP)) for x in (k, v))
+    key_codes, scale, low = quantised(k.mT, bits)
+    key_scales = torch.cat([scale, low], dim=-1).mT
+    value_codes, scale, low = quantised(v.unflatten(-1, (-1, min(GROUP, v.shape[-1]))), bits)
+    value_scales = torch.stack([scale.squeeze(-1), low.squeeze(-1)], dim=-2)
+    packed = _bytes(key_codes.mT, bits), key_scales, _bytes(value_codes.flatten(-2), bits), value_scales
+    return packed[0].contiguous(), packed[1].contiguous(), packed[2].contiguous(), packed[3].contiguous()
+
+
+def unpacked(cache: PackedKeyValues, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Keys and values [B, HK, N * 32, D] of the packed groups, in the order of their places."""
+    scale, low = cache.key_scales.split(1, dim=3)
+    keys = restored(_codes(cache.key_codes, cache.bits), scale, low, dtype)
+    codes = _codes(cache.value_codes, cache.bits).unflatten(-1, (cache.value_scales.shape[-1], -1))
+    scale, low = cache.value_scales.unsqueeze(-1).unbind(4)
+    return keys.flatten(2, 3), restored(codes, scale, low, dtype).flatten(-2).flatten(2, 3)
+
+
+def token_numbers(cache: PackedKeyValues) -> Tensor:
+    """[B, N * 32 + 36] int: the tokens, counted from 0, in the places of `unpacked` and behind it of `keys`.
+
+    -1 where a place holds no token, or one of the first four that is also in another place.
+    """
+    last, device = cache.lengths.long()[:, None] - 1, cache.lengths.device
+    current = last.div(GROUP, rounding_mode="floor")
+    within = torch.arange(GROUP, device=device)
+    slots = torch.arange(cache.groups, device=device)
+    groups = current - 1 - (current - 1 - slots) % max(cache.groups, 1)
+    packed = (groups.unsqueeze(-1) * GROUP + within).flatten(1)
+    first = torch.arange(SINKS, device=device).where(current > 0, -1)
+    own = current * GROUP + within
+    return torch.cat([packed.where(packed >= SINKS, -1), first, own.where(own <= last, -1)], dim=1)

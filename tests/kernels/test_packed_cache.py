@@ -1,0 +1,180 @@
+"""A packed cache against its definition in float64, however it was filled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from deltanet_kernels import PackedKeyValues, pack_groups, packed_append_, packed_attention
+from deltanet_kernels.packed_cache import launches
+from deltanet_kernels.packed_cache.calls import (
+    EVERYTHING,
+    PackedAppendCall,
+    PackedAttentionCall,
+    PackGroupsCall,
+)
+from deltanet_kernels.packed_cache.launches import (
+    pack_groups_triton,
+    packed_append_triton_,
+    packed_attention_op,
+    packed_attention_triton,
+)
+from deltanet_kernels.packed_cache.layout import GROUP, SINKS, packed_groups, quantised, restored
+from deltanet_kernels.packed_cache.reference import torch_pack_groups, torch_packed_append_, torch_packed_attention
+from tests.kernels.test_decode_attention import bfloat16_products  # noqa: F401  a fixture
+from tests.kernels.triton_mode import DEVICE
+
+pytestmark = pytest.mark.usefixtures("rounding_to_nearest", "bfloat16_products")
+FORMS: dict[str, Any] = {"torch": torch_packed_attention, "triton": packed_attention_triton}
+
+
+def empty(like: Tensor, groups: int, bits: int) -> PackedKeyValues:
+    B, HK, _, D = like.shape
+    packed = packed_groups(*[like.new_zeros(B, HK, groups * GROUP, D)] * 2, bits)
+    keys, values = (like.new_zeros(B, HK, SINKS + GROUP, D) for _ in range(2))
+    return PackedKeyValues(*packed, keys, values, torch.zeros(B, dtype=torch.int32, device=like.device))
+
+
+def tokens(T: int, D: int, dtype: torch.dtype, B: int = 2, HQ: int = 6, HK: int = 2) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(T + D)
+    q, k, v = (torch.randn(B, heads, T, D, generator=generator) for heads in (HQ, HK, HK))
+    k[..., 3] += 5.0
+    return 2 * q.to(DEVICE, dtype), k.to(DEVICE, dtype), v.to(DEVICE, dtype)
+
+
+def definition(
+    q: Tensor, k: Tensor, v: Tensor, bits: int, window: int, sinks: int, limit: int, cap: float | None
+) -> tuple[Tensor, Tensor]:
+    """The last token's attention in float64: its own group and the first tokens as they are, the others rounded."""
+    length, dtype = k.shape[2], k.dtype
+    i, own = length - 1, (length - 1) // GROUP * GROUP
+    rounded_k, rounded_v = k.clone(), v.clone()
+    for start in range(0, own, GROUP):
+        at = slice(start, start + GROUP)
+        rounded_k[:, :, at] = restored(*quantised(k[:, :, at].mT, bits), dtype).mT
+        parts = v[:, :, at].unflatten(-1, (-1, min(GROUP, v.shape[-1])))
+        rounded_v[:, :, at] = restored(*quantised(parts, bits), dtype).flatten(-2)
+    rounded_k[:, :, :SINKS], rounded_v[:, :, :SINKS] = k[:, :, :SINKS], v[:, :, :SINKS]
+    j = torch.arange(length, device=k.device)
+    seen = (i - j < limit) & ((i - j < window) | (j < sinks))
+    repeats = q.shape[1] // k.shape[1]
+    keys, values = (x.double().repeat_interleave(repeats, 1) for x in (rounded_k, rounded_v))
+    scores = q[:, :, -1:].double() @ keys.mT * 0.2
+    scores = scores if cap is None else cap * (scores / cap).tanh()
+    scores = scores.masked_fill(~seen, -torch.inf)
+    return scores.softmax(-1) @ values, scores.logsumexp(-1).squeeze(-1)
+
+
+CASES = [  # tokens, window, sinks, limit, cap
+    (3, EVERYTHING, 0, EVERYTHING, None),
+    (33, EVERYTHING, 0, EVERYTHING, 3.0),
+    (105, EVERYTHING, 0, EVERYTHING, None),
+    (105, 40, 4, EVERYTHING, None),
+    (105, 40, 4, 90, 3.0),
+    (97, 33, 2, EVERYTHING, None),
+    (105, 9, 0, EVERYTHING, None),
+]
+
+
+@pytest.mark.parametrize(("form", "D"), [("torch", 16), ("torch", 96), ("triton", 64), ("triton", 128)])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("T", "window", "sinks", "limit", "cap"), CASES)
+def test_a_token_at_a_time(
+    form: str, D: int, bits: int, T: int, window: int, sinks: int, limit: int, cap: float | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A ring holds as many groups as a window sees, and the second sequence begins later; float32 to its rounding."""
+    if form == "triton" and D == 128 and sinks == 0:
+        monkeypatch.setattr(launches, "LEAST_SPAN", 1)
+        monkeypatch.setattr(launches, "multiprocessors", lambda _: 1000)
+    attend = FORMS[form]
+    q, k, v = tokens(T, D, torch.float32)
+    groups = min(-(-(window - 1) // GROUP), T // GROUP + 2)
+    cache = empty(k, groups, bits)
+    late = 20 if T == 105 else 0
+    for t in range(T):
+        if t == late:
+            cache.lengths[1] = 0
+        torch_packed_append_(PackedAppendCall(k[:, :, t : t + 1], v[:, :, t : t + 1], cache))
+    assert cache.lengths.tolist() == [T, T - late]
+    found, lse = attend(PackedAttentionCall(q[:, :, -1:], cache, window, sinks, limit, 0.2, cap))
+    for row, first in ((0, 0), (1, late)):
+        one = slice(row, row + 1)
+        wanted, wanted_lse = definition(q[one], k[one, :, first:], v[one, :, first:], bits, window, sinks, limit, cap)
+        assert (found[one].double() - wanted).abs().max() < 2e-6 * wanted.abs().max() + 2e-6
+        assert (lse[one].double() - wanted_lse).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_sixteen_bits(form: str, dtype: torch.dtype) -> None:
+    attend = FORMS[form]
+    q, k, v = tokens(100, 64, dtype)
+    cache = empty(k, 3, 4)
+    for t in range(100):
+        torch_packed_append_(PackedAppendCall(k[:, :, t : t + 1], v[:, :, t : t + 1], cache))
+    found, _ = attend(PackedAttentionCall(q[:, :, -1:], cache, scale=0.2))
+    wanted, _ = definition(q, k, v, 4, EVERYTHING, 0, EVERYTHING, None)
+    assert found.dtype == dtype
+    assert (found.double() - wanted).norm() < 0.5 * torch.finfo(dtype).eps * wanted.norm()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("D", [64, 128])
+def test_a_prompt_is_packed_as_its_tokens_are(D: int, dtype: torch.dtype, bits: int) -> None:
+    """Kernel, PyTorch and single tokens give the same bits, also where all numbers of a group are equal."""
+    _, k, v = tokens(97, D, dtype, 2, 2, 2)
+    k[0, 0, :32, 5], v[1, 1, 7, 32:] = 0.3, 0.0
+    as_made = k.transpose(1, 2).contiguous().transpose(1, 2)  # as a projection makes it
+    found, wanted = (
+        pack(PackGroupsCall(as_made[:, :, :96], v[:, :, :96], bits)) for pack in (pack_groups_triton, torch_pack_groups)
+    )
+    cache = empty(k, 3, bits)
+    for t in range(97):
+        packed_append_triton_(PackedAppendCall(k[:, :, t : t + 1], v[:, :, t : t + 1], cache))
+    for one, other, appended in zip(found, wanted, cache[:4], strict=True):
+        assert torch.equal(one, other)
+        assert torch.equal(one, appended)
+
+
+def test_the_operators_are_registered_consistently() -> None:
+    q, k, v = tokens(40, 64, torch.float32, 1, 2, 1)
+    cache = empty(k, 1, 4)
+    for t in range(40):
+        packed_append_(k[:, :, t : t + 1], v[:, :, t : t + 1], cache)
+    torch.library.opcheck(packed_attention_op.op, (q[:, :, -1:], *cache, 64, 4, 64, 0.2, None))
+    torch.library.opcheck(launches.pack_groups_op.op, (k[:, :, :32], v[:, :, :32], 4))
+    torch.library.opcheck(launches.packed_append_op.op, (*cache, k[:, :, :1], v[:, :, :1]))
+
+
+def test_head_sizes_without_a_kernel() -> None:
+    q, k, v = tokens(64, 96, torch.float32)
+    with pytest.raises(NotImplementedError, match="head size 96"):
+        pack_groups_triton(PackGroupsCall(k, v, 4))
+    packed = pack_groups(k.cpu(), v.cpu(), 4)
+    assert [tuple(x.shape[2:]) for x in packed] == [(2, 32, 48), (2, 2, 96), (2, 32, 48), (2, 32, 2, 3)]
+    with pytest.raises(NotImplementedError, match="head size 96"):
+        packed_attention_triton(PackedAttentionCall(q[:, :, -1:], empty(k, 2, 4)))
+    cache = empty(k.cpu(), 2, 4)
+    packed_append_(k[:, :, :1].cpu(), v[:, :, :1].cpu(), cache)
+    out, _ = packed_attention(q[:, :, -1:].cpu(), cache)
+    assert torch.allclose(out, v[:, :, :1].cpu().repeat_interleave(3, dim=1))
+
+
+def test_what_is_wrong_is_named() -> None:
+    q, k, v = tokens(64, 32, torch.float32)
+    cache = empty(k, 2, 4)
+    with pytest.raises(ValueError, match="sinks=5"):
+        packed_attention(q[:, :, -1:], cache, sinks=5)
+    with pytest.raises(ValueError, match="got 5 heads"):
+        packed_attention(q[:, :5, -1:], cache)
+    with pytest.raises(TypeError, match="k: got dtype"):
+        packed_append_(k[:, :, :1].double(), v[:, :, :1].double(), cache)
+    with pytest.raises(ValueError, match="bits: got 3"):
+        pack_groups(k, v, 3)
+    with pytest.raises(ValueError, match=r"needs \[B, HK, N \* 32, D\]"):
+        pack_groups(k[..., :20, :], v[..., :20, :], 4)
