@@ -1,7 +1,7 @@
 """Rewrites the generated tables of Markdown files: `python tools/readme_tables.py README.md ...`.
 
 A table is the text between `<!-- KIND: FILE ... -->` and `<!-- end of KIND -->`; what follows FILE is a note for the
-reader. There are nine kinds:
+reader. There are ten kinds:
 
 - results FILE: the rows of a results file (deltanet_recipes.study.results_row).
 - keys FILE: the keys of a recipe (FILE is not read).
@@ -14,6 +14,7 @@ reader. There are nine kinds:
 - speed FILE: the rows of the results file of deltanet_recipes.benchmarks.end_to_end.
 - speed-summary FILE: of the same file, the smallest and the largest shape only, with a column per kind of model.
 - gpu FILE: the record of the last run of `make test-gpu`.
+- data FILE: the counts that `deltanet-hf data` wrote.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Annotated, Any
 import typer
 import yaml
 
+import data_table
 import gpu_tests
 import hybrids_table
 import mixers_table
@@ -37,7 +39,7 @@ from deltanet_hf.exit_codes import run_command
 from deltanet_recipes.lab import table as lab_table
 
 BLOCK = re.compile(
-    r"(<!-- (results|keys|headline|hybrids|mixers|lab|speed|speed-summary|gpu): (\S+)[^\n]*-->\n)"
+    r"(<!-- (results|keys|headline|hybrids|mixers|lab|speed|speed-summary|gpu|data): (\S+)[^\n]*-->\n)"
     r"(.*?)(<!-- end of \2 -->)",
     re.DOTALL,
 )
@@ -68,6 +70,8 @@ def rewritten(text: str, root: Path) -> str:
             table = speed_table.summary(json.loads(path.read_text())["rows"])
         elif kind == "gpu":
             table = gpu_tests.markdown(path)
+        elif kind == "data":
+            table = data_table.markdown(json.loads(path.read_text()))
         elif kind == "lab":
             table = lab_table.table(json.loads(path.read_text()))
         elif kind == "hybrids":

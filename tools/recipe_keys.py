@@ -8,13 +8,23 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from deltanet_recipes.schema import Align, Distil, DistilBase, Long, Recipe, StageBase
-from deltanet_recipes.schema_sections import Data, Engine, Log, Optimizer, Recall, Source, WindowDropout
+from deltanet_recipes.schema_sections import (
+    Data,
+    Engine,
+    EvaluationArray,
+    Log,
+    Optimizer,
+    Recall,
+    Source,
+    WindowDropout,
+)
 from deltanet_recipes.study.study_config import Conversion, Run, Study
 
 SECTIONS: dict[str, tuple[type[BaseModel], type[BaseModel] | None]] = {
     "the recipe": (Recipe, None),
     "data": (Data, None),
     "data.sources": (Source, None),
+    "evaluation (of a source)": (EvaluationArray, None),
     "recall (of a source)": (Recall, None),
     "every stage": (StageBase, None),
     "window_dropout (of a stage)": (WindowDropout, None),

@@ -57,6 +57,11 @@ def open_file(path: Path) -> IO[bytes]:
     return open(path, "rb")
 
 
+def files_in(path: Path) -> list[Path]:
+    """All files in a folder and its folders, in alphabetical order; of a file, itself."""
+    return sorted(inner for inner in path.rglob("*") if inner.is_file()) if path.is_dir() else [path]
+
+
 @dataclass(frozen=True)
 class TextFile:
     """A text file and how errors speak of it. Every method raises UserError in one line: file, key, remedy.

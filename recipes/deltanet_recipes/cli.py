@@ -48,6 +48,12 @@ COMMANDS = {
     "recipes": Subcommand(
         "deltanet_recipes.shipped", "recipes_command", "List the training recipes that are installed, or copy one."
     ),
+    "data": Subcommand(
+        "deltanet_recipes.command",
+        "data",
+        "Tokenise the text of a recipe, without documents that overlap with evaluation texts.\n\n"
+        "Example: `deltanet-hf data smollm2-135m-hybrid-10m student=smol`",
+    ),
     "align": Subcommand(
         "deltanet_recipes.command",
         "align",

@@ -1,4 +1,4 @@
-"""The commands `deltanet-hf align` and `deltanet-hf distill`, which run a recipe."""
+"""The commands `deltanet-hf data`, `align` and `distill`, which prepare and run a recipe."""
 
 from __future__ import annotations
 
@@ -15,6 +15,18 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(help="Values that replace those of the recipe: stages.distil.tokens=1000000 output=runs/b"),
 ]
+
+
+def data(recipe: RecipeArgument, overrides: Overrides = None) -> None:
+    """Tokenise the data of a recipe, which its run then finds, and write its evaluation arrays."""
+    from deltanet_recipes.config import load_recipe
+
+    settings = load_recipe(recipe, overrides or ())
+    from deltanet_recipes.data.prepare import prepare_corpora, write_report
+    from deltanet_recipes.training.model_pair import load_tokenizer
+
+    corpora = prepare_corpora(settings, load_tokenizer(settings.student), typer.echo)
+    typer.echo(f"counts: {write_report(settings, [corpus.report for corpus in corpora])}")
 
 
 def align(recipe: RecipeArgument, overrides: Overrides = None) -> None:

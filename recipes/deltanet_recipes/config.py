@@ -125,9 +125,9 @@ def _check_files(path: Path, recipe: Recipe) -> None:
 def _missing_files(data: Data) -> list[str]:
     problems = []
     for index, source in enumerate(data.sources):
-        if source.path is not None and not os.path.isfile(source.path):
-            problems.append(f"data.sources.{index}.path: {source.path} does not exist")
-        elif source.path is not None and not _is_known_kind(Path(source.path)):
+        if source.path is not None and not os.path.exists(source.path):
+            problems.append(f"data.sources.{index}.path: {source.path} does not exist (other text: docs/training.md)")
+        elif source.path is not None and not os.path.isdir(source.path) and not _is_known_kind(Path(source.path)):
             problems.append(
                 f"data.sources.{index}.path: {source.path} is none of .txt, .md, .jsonl, .npy (each also as .gz or "
                 ".xz) and .parquet"

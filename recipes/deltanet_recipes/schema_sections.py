@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -28,11 +28,26 @@ class Recall(Strict):
     facts: int = Field(12, gt=0, le=100, description="Largest number of facts per 1,024 tokens of a row.")
 
 
+class EvaluationArray(Strict):
+    """Windows of a source's text that are kept for evaluation, as token ids. Their groups are never trained on."""
+
+    array: str = Field(..., description="File to write: .npy, [windows x window] token ids one after another.")
+    window: int = Field(..., gt=0, description="Tokens per window. No window holds text of two groups.")
+    groups: Annotated[int, Field(gt=0)] | tuple[str, ...] = Field(
+        ...,
+        description="Names of groups: all their whole windows are written. Or a number of documents, taken in the "
+        "order of a hash of their group: the first window of each, if it is that long and shares no 13 tokens in a "
+        "row with `data.decontaminate`.",
+    )
+
+
 class Source(Strict):
     """One data source of the mixture."""
 
     path: str | None = Field(
-        None, description="Local file: .txt, .md, .jsonl, .npy with token ids (each also as .gz or .xz), or .parquet."
+        None,
+        description="Local file: .txt, .md, .jsonl, .npy with token ids (each also as .gz or .xz), or .parquet. Or a "
+        "folder of such texts.",
     )
     hub: str | None = Field(None, description="Data set id on the Hub, instead of path.")
     recall: Recall | None = Field(
@@ -51,6 +66,20 @@ class Source(Strict):
         description="Key or column that holds chat messages, instead of text_key. The chat template renders them, "
         "and stages of kind distil and long learn the replies alone.",
     )
+    group_key: str | None = Field(
+        None,
+        description="Key or column that names what a document is part of (a title, a book, a package). Default: each "
+        "document is a group of its own.",
+    )
+    join_groups: bool = Field(
+        False,
+        description="Documents of one group that follow each other are pieces of one text: join them, up to 16,384 "
+        "tokens, so that long rows hold connected text.",
+    )
+    evaluation: tuple[EvaluationArray, ...] = Field(
+        (),
+        description="Text that is kept for evaluation instead of training, see below; each array takes other groups.",
+    )
     weight: float = Field(1.0, gt=0, description="Relative share of the rows that are drawn from this source.")
     max_tokens: int | None = Field(None, gt=0, description="Largest number of tokens to keep; required when streaming.")
 
@@ -60,6 +89,9 @@ class Source(Strict):
             raise ValueError("give exactly one of path (a local file), hub (a data set id) and recall (synthetic rows)")
         if self.hub is not None and self.streaming and self.max_tokens is None:
             raise ValueError("a streamed source needs max_tokens, or it never ends")
+        by_name = any(not isinstance(array.groups, int) for array in self.evaluation)
+        if self.group_key is None and (self.join_groups or by_name):
+            raise ValueError("join_groups and named groups need group_key")
         return self
 
 
@@ -88,7 +120,7 @@ class Data(Strict):
     decontaminate: tuple[str, ...] = Field(
         (),
         description="Evaluation files or folders of them. Documents that share 13 tokens in a row with any text in "
-        "these files are dropped.",
+        "these files, or with an array under `sources.evaluation`, are dropped.",
     )
 
     @model_validator(mode="after")

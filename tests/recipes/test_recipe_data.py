@@ -256,14 +256,14 @@ def test_evaluation_texts_of_every_kind_are_read(tmp_path: Path, name: str, in_f
     else:
         path.write_text(f"= w50 = \n {shared} \n")
     contamination = Contamination([str(path.parent if in_folder else path)], tokenizer)
-    assert contamination.touches(np.array([60, *range(4, 17), 61]))
-    assert not contamination.touches(np.array([60, *range(5, 17), 61]))
+    assert contamination.touched(np.array([60, *range(4, 17), 61])) == [f"eval/{name}"]
+    assert not contamination.touched(np.array([60, *range(5, 17), 61]))
 
 
 def test_an_evaluation_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl.gz").write_text("{}")
     with pytest.raises(UserError, match=r"data\.decontaminate: .*a\.jsonl\.gz: cannot be read"):
-        Contamination([str(tmp_path / "a.jsonl.gz")], make_tokenizer())
+        Contamination([str(tmp_path / "a.jsonl.gz")], make_tokenizer()).touched(np.arange(13))
 
 
 def test_chat_completions_alone_are_scored(tmp_path: Path) -> None:

@@ -18,10 +18,8 @@ from deltanet_recipes.study.results_row import Measure, append_rows
 from readme_tables import BLOCK, rewritten
 
 ROOT = Path(__file__).parents[2]
-GENERATED = [
-    "README.md",
-    *(f"docs/{name}.md" for name in ("decoding", "results", "running", "training", "journal-training", "mixers")),
-]
+PAGES = ("decoding", "results", "running", "training", "reproducing", "journal-training", "mixers")
+GENERATED = ["README.md", *(f"docs/{name}.md" for name in PAGES)]
 
 
 @pytest.mark.parametrize("name", GENERATED)

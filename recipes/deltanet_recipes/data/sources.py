@@ -1,4 +1,4 @@
-"""Reads the documents of one data source in stored order, from a local file or from the Hub."""
+"""Reads the documents of one data source in stored order, from local files or from the Hub."""
 
 from __future__ import annotations
 
@@ -6,34 +6,52 @@ import io
 import lzma
 import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from deltanet_hf.data.text_files import TextFile, open_file, text_format
+from deltanet_hf.data.text_files import TextFile, files_in, open_file, text_format
 from deltanet_hf.errors import UserError, one_line
 from deltanet_recipes.schema_sections import Source
 
 TEXT_PIECE = 8000  # smallest number of characters of a document that is cut from a plain text file
 
 
-def documents(source: Source) -> Iterator[Any]:
-    """The texts (str, or None where a Hub row has none) or the chats (list of messages) of a source.
+@dataclass(frozen=True)
+class Document:
+    """A text (str, or None where a row has none) or a chat (list of messages), and its value under `group_key`."""
+
+    content: Any
+    group: str | None = None
+
+
+def documents(source: Source) -> Iterator[Document]:
+    """The documents of a source.
 
     Raises UserError if the source cannot be read. Sources of token ids are read by `token_array`.
     """
     if source.hub is not None:
         yield from _from_hub(source)
         return
+    for path in files_in(Path(str(source.path))):
+        yield from _from_file(path, source)
+
+
+def _from_file(path: Path, source: Source) -> Iterator[Document]:
     key_option = "text_key" if source.messages_key is None else "messages_key"
-    file = TextFile(Path(str(source.path)), key=_key(source), key_option=key_option)
-    if source.messages_key is not None:
-        yield from file.values()
-        return
-    cut = text_format(file.path) == "text"
-    for document in file.documents():
-        yield from _split_text(document) if cut else (document,)
+    file = TextFile(path, key=_key(source), key_option=key_option)
+    if source.group_key is not None:
+        groups = TextFile(path, key=source.group_key, key_option="group_key")
+        for content, group in zip(file.values(), groups.values(), strict=True):
+            yield Document(content, str(group))
+    elif source.messages_key is not None:
+        yield from map(Document, file.values())
+    else:
+        cut = text_format(file.path) == "text"
+        for text in file.documents():
+            yield from map(Document, _split_text(text) if cut else (text,))
 
 
 def token_array(source: Source) -> np.ndarray:
@@ -67,15 +85,18 @@ def _key(source: Source) -> str:
     return source.messages_key or source.text_key
 
 
-def _from_hub(source: Source) -> Iterator[Any]:
+def _from_hub(source: Source) -> Iterator[Document]:
     from datasets import load_dataset
 
     key = _key(source)
     try:
         for row in load_dataset(str(source.hub), source.name, split=source.split, streaming=source.streaming):
-            if key not in row:
-                raise UserError(f"data source {source.hub}: no field {key!r}; it has {', '.join(row)}; set text_key")
-            yield row[key]
+            for option, name in (("text_key", key), ("group_key", source.group_key)):
+                if name is not None and name not in row:
+                    raise UserError(
+                        f"data source {source.hub}: no field {name!r}; it has {', '.join(row)}; set {option}"
+                    )
+            yield Document(row[key], None if source.group_key is None else str(row[source.group_key]))
     except UserError:
         raise
     except Exception as error:  # The Hub client's errors for data sets that it cannot get share no base class.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -13,16 +12,11 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from deltanet_hf.data import prefix_ids
-from deltanet_hf.data.text_files import plain_suffix
 from deltanet_hf.errors import UserError
 from deltanet_hf.safe_write import remove, writing
-from deltanet_recipes.data.chat import render_chat
 from deltanet_recipes.data.decontaminate import Contamination
-from deltanet_recipes.data.sources import documents, token_array
+from deltanet_recipes.data.token_documents import TokenDocument, fingerprint, join_groups, token_documents
 from deltanet_recipes.schema_sections import Source
-
-BATCH = 256  # documents that are tokenised in one call
 
 
 @dataclass(frozen=True)
@@ -52,6 +46,7 @@ def load_corpus(
     separator: int,
     cache: Path,
     contamination: Contamination | None = None,
+    evaluation: Sequence[dict[str, Any]] = (),
     progress: Callable[[str, int], None] = lambda label, tokens: None,
 ) -> Corpus:
     """Read the corpus of a source from the cache folder, or tokenise the source into it.
@@ -59,12 +54,13 @@ def load_corpus(
     Args:
         separator: token id that ends every document.
         contamination: evaluation texts; documents that share 13 tokens in a row with them are dropped.
+        evaluation: the arrays that `evaluation_arrays` took from this source; documents of their groups are left out.
         progress: called with the label and the number of tokens so far after each document.
 
     Raises UserError if the source cannot be read or has no tokens.
     """
     label = source.hub or Path(str(source.path)).name
-    folder = cache / _fingerprint(source, tokenizer, separator, contamination)
+    folder = cache / fingerprint(source, tokenizer, separator, contamination)
     if folder.exists() and not _is_intact(folder):
         remove(folder)
     if not (folder / "meta.json").is_file():
@@ -72,7 +68,10 @@ def load_corpus(
         try:
             with writing(folder):
                 partial.mkdir(parents=True)
-            _build(partial, source, tokenizer, separator, contamination, lambda count: progress(label, count))
+            _build(
+                    partial, source, tokenizer, separator, contamination, evaluation,
+                    lambda count: progress(label, count),
+                )  # fmt: skip
             with writing(folder):
                 try:
                     partial.rename(folder)
@@ -115,24 +114,23 @@ def _build(
     tokenizer: PreTrainedTokenizerBase,
     separator: int,
     contamination: Contamination | None,
+    evaluation: Sequence[dict[str, Any]],
     progress: Callable[[int], None],
 ) -> None:
     vocabulary = max(len(tokenizer), separator + 1)
     dtype = np.dtype(np.uint16 if vocabulary <= 1 << 16 else np.uint32)
     limit = source.max_tokens or np.iinfo(np.int64).max
-    starts, scored, total, documents_seen, dropped = [0], [], 0, 0, 0
+    starts, scored, total = [0], [], 0
+    counts = _Counts()
+    training = _for_training(token_documents(source, tokenizer, separator), contamination, evaluation, counts)
     with writing(folder), open(folder / "tokens.bin", "wb") as file:  # sources turn their own errors into UserErrors
-        for ids, target in _token_documents(source, tokenizer, separator):
-            documents_seen += 1
-            if contamination is not None and contamination.touches(ids):
-                dropped += 1
-                continue
-            ids, target = ids[: limit - total], None if target is None else target[: limit - total]
+        for document in join_groups(training, tokenizer) if source.join_groups else training:
+            ids = document.ids[: limit - total]
             file.write(ids.astype(dtype).tobytes())
             total += len(ids)
             starts.append(total)
-            if target is not None:
-                scored.append(target)
+            if document.scored is not None:
+                scored.append(document.scored[: len(ids)])
             progress(total)
             if total >= limit:
                 break
@@ -147,70 +145,54 @@ def _build(
         "dtype": dtype.name,
         "tokens": total,
         "documents": len(starts) - 1,
-        "documents_read": documents_seen,
-        "documents_contaminated": dropped,
+        **counts.report(),
         "decontaminated_against": contamination.names if contamination else [],
+        "evaluation": list(evaluation),
     }
     with writing(folder):
         (folder / "meta.json").write_text(json.dumps(meta, indent=1))
 
 
-def _token_documents(
-    source: Source, tokenizer: PreTrainedTokenizerBase, separator: int
-) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
-    """The token ids [n] of each document with its separator, and which of them are scored ([n] bool, or None)."""
-    if source.hub is None and plain_suffix(Path(str(source.path))) == ".npy":
-        array = token_array(source)
-        for odd in (array.min(), array.max()) if array.size else ():
-            if not 0 <= int(odd) < len(tokenizer):
-                raise UserError(
-                    f"{source.path}: id {int(odd)} is outside the vocabulary of {len(tokenizer)}; give ids of the "
-                    "student's tokenizer"
-                )
-        ends = np.flatnonzero(array == separator) + 1
-        for piece in np.split(array, ends):
-            if piece.size:
-                yield piece, None
-        return
-    prefix = prefix_ids(tokenizer)
-    for batch in _batched(documents(source)):
-        if source.messages_key is None:
-            texts = ["" if text is None else text for text in batch]
-            odd = next((text for text in texts if not isinstance(text, str)), None)
-            if odd is not None:
-                name = source.path or source.hub
-                raise UserError(f"{name}: {source.text_key!r} holds a {type(odd).__name__}, not text; set text_key")
-            encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
-            for ids in filter(None, encoded):
-                yield np.array([*prefix, *ids, separator], dtype=np.int64), None
-        else:
-            for messages in batch:
-                yield render_chat(tokenizer, messages, separator)
+class _Counts:
+    """Documents and tokens that were read, kept for evaluation and dropped; the last by the texts that they touch."""
+
+    def __init__(self) -> None:
+        self.read, self.held_out, self.contaminated = [0, 0], [0, 0], [0, 0]
+        self.by_text: dict[str, list[int]] = {}
+
+    def add(self, count: list[int], document: TokenDocument) -> None:
+        count[0] += 1
+        count[1] += len(document.ids)
+
+    def report(self) -> dict[str, Any]:
+        totals = {"read": self.read, "held_out": self.held_out, "contaminated": self.contaminated}
+        return {
+            **{f"documents_{name}": documents for name, (documents, _) in totals.items()},
+            **{f"tokens_{name}": tokens for name, (_, tokens) in totals.items()},
+            "contaminated_by": {
+                name: {"documents": documents, "tokens": tokens}
+                for name, (documents, tokens) in sorted(self.by_text.items())
+            },
+        }
 
 
-def _batched(items: Iterator[Any]) -> Iterator[Sequence[Any]]:
-    batch: list[Any] = []
-    for item in items:
-        batch.append(item)
-        if len(batch) == BATCH:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
-
-
-def _fingerprint(
-    source: Source, tokenizer: PreTrainedTokenizerBase, separator: int, contamination: Contamination | None
-) -> str:
-    """A hash of everything that shapes a corpus: source settings and file, tokenizer, separator, evaluation texts."""
-    stat = Path(source.path).stat() if source.path else None
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    parts = [
-        json.dumps(source.model_dump(exclude={"weight"}), sort_keys=True),
-        f"{stat.st_size} {stat.st_mtime_ns}" if stat else "",
-        backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items())),
-        str(tokenizer.chat_template) if source.messages_key else "",
-        f"{separator} {prefix_ids(tokenizer)}",
-        contamination.fingerprint if contamination else "",
-    ]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+def _for_training(
+    documents: Iterator[TokenDocument],
+    contamination: Contamination | None,
+    evaluation: Sequence[dict[str, Any]],
+    counts: _Counts,
+) -> Iterator[TokenDocument]:
+    """The documents that no evaluation array has taken and that share no 13 tokens with an evaluation text."""
+    held_out = {group for array in evaluation for group in array["groups"]}
+    for document in documents:
+        counts.add(counts.read, document)
+        if document.group in held_out:
+            counts.add(counts.held_out, document)
+            continue
+        touched = contamination.touched(document.ids) if contamination is not None else []
+        if not touched:
+            yield document
+            continue
+        counts.add(counts.contaminated, document)
+        for name in touched:
+            counts.add(counts.by_text.setdefault(name, [0, 0]), document)

@@ -29,6 +29,7 @@ from deltanet_hf.evaluation.measures.scores import Score, mean_score, perplexity
 from deltanet_hf.evaluation.measures.text_scores import repeat_means, window_means
 from deltanet_hf.loading import load_model
 from deltanet_hf.mixers.window import restrict_to_window
+from deltanet_recipes.data.prepare import REPORT
 from deltanet_recipes.training.model_pair import place
 
 TEXT_WINDOW = 1024  # tokens per window of a text
@@ -150,7 +151,7 @@ def conversion_facts(folder: Path) -> dict[str, Any]:
 
 
 def run_facts(folder: Path) -> dict[str, Any]:
-    """Recipe, tokens, seed, seconds and speed of the run that made a model; empty for a folder without recipe.json."""
+    """Recipe, tokens, data, seed, seconds and speed of the run that made a model; empty without recipe.json."""
     recipe, log = folder / "recipe.json", folder.parent / "log.jsonl"
     if not recipe.is_file() or not log.is_file():
         return {}
@@ -170,6 +171,7 @@ def run_facts(folder: Path) -> dict[str, Any]:
             "seed": settings["seed"],
         },
         "tokens": tokens,
+        "corpora": _corpora(folder.parent / REPORT),
         "seed": settings["seed"],
         "seconds": seconds,
         "tokens_per_second": speeds,
@@ -177,9 +179,24 @@ def run_facts(folder: Path) -> dict[str, Any]:
     }
 
 
+def _corpora(path: Path) -> list[dict[str, Any]]:
+    """The counts of each data source of a run: documents and tokens read, held out, dropped and kept."""
+    reports = json.loads(path.read_text()) if path.is_file() else []
+    return [
+        {"source": Path(report["source"]["path"] or report["source"]["hub"]).name}
+        | {key: value for key, value in report.items() if key.startswith(("documents", "tokens", "contaminated"))}
+        for report in reports
+        if "documents" in report
+    ]
+
+
 def _without_folders(data: dict[str, Any]) -> dict[str, Any]:
     """The data settings with file names instead of paths, which mean nothing on another machine."""
-    sources = [{**source, "path": source["path"] and Path(source["path"]).name} for source in data["sources"]]
+    sources = [
+        {key: value for key, value in source.items() if key != "evaluation"}
+        | {"path": source["path"] and Path(source["path"]).name}
+        for source in data["sources"]
+    ]
     names = [Path(name).name for name in data["decontaminate"]]
     return {**{key: value for key, value in data.items() if key != "cache"}, "sources": sources, "decontaminate": names}
 

@@ -12,16 +12,14 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from deltanet_hf.data import prefix_ids, shipped_texts
+from deltanet_hf.data import prefix_ids
 from deltanet_hf.errors import UserError, one_line
 from deltanet_hf.file_lock import locked
 from deltanet_hf.safe_write import replacing, writing
-from deltanet_recipes.data.decontaminate import Contamination
 from deltanet_recipes.data.packing import Mixture, split_streams
+from deltanet_recipes.data.prepare import prepare_corpora, separator_id, write_report
 from deltanet_recipes.data.recall_rows import RecallStream
-from deltanet_recipes.data.tokens import Corpus, load_corpus
 from deltanet_recipes.schema import Align, Recipe, Stage, stage_name, stage_tokens
-from deltanet_recipes.schema_sections import Source
 from deltanet_recipes.training.cost_estimate import show_plan
 from deltanet_recipes.training.feeds import check_share
 from deltanet_recipes.training.final_model import save_final
@@ -75,6 +73,8 @@ def _run(recipe: Recipe, stages: list[Stage], runtime: Runtime, output: Path, co
     tokenizer = load_tokenizer(recipe.student)
     data = _Prepared.of(recipe, tokenizer, runtime, logbook)
     data.training.check(sum(map(stage_tokens, stages)))
+    if runtime.main:
+        write_report(recipe, data.report)
 
     torch.manual_seed(recipe.seed)
     student = load_student(recipe.student, None if runtime.bf16 else torch.float32)
@@ -128,26 +128,17 @@ class _Prepared:
 
     @classmethod
     def of(cls, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, runtime: Runtime, logbook: Logbook) -> _Prepared:
-        data = recipe.data
-        separator = data.separator if data.separator is not None else tokenizer.eos_token_id
-        if separator is None:
-            raise UserError("data.separator: the tokenizer has no end-of-text token; set the id of one")
-        cache = Path(data.cache) if data.cache else Path(recipe.output) / "tokens"
-        with writing(cache):
-            cache.mkdir(parents=True, exist_ok=True)
-        sources = data.sources or tuple(Source(path=str(path)) for path in shipped_texts())
-        contamination = Contamination(data.decontaminate, tokenizer) if data.decontaminate else None
+        data, separator = recipe.data, separator_id(recipe.data, tokenizer)
         if not runtime.main:
             runtime.barrier()  # the main process tokenises, the others read its result
-        corpora = [load_corpus(s, tokenizer, separator, cache, contamination) for s in sources if s.recall is None]
+        corpora = prepare_corpora(recipe, tokenizer, logbook.say)
         if runtime.main:
             runtime.barrier()
-            for corpus in corpora:
-                logbook.say(_describe(corpus))
         training, held_out = split_streams(corpora, data.holdout_tokens, recipe.seed, data.shuffle)
         begin = next(iter(prefix_ids(tokenizer)), None)
         unwanted = [separator, *prefix_ids(tokenizer)]
-        recall = [RecallStream(s, tokenizer, training, unwanted, recipe.seed) for s in sources if s.recall is not None]
+        synthetic = [source for source in data.sources if source.recall is not None]
+        recall = [RecallStream(source, tokenizer, training, unwanted, recipe.seed) for source in synthetic]
         return cls(
             Mixture([*training, *recall], separator, data.isolate_documents, data.repeat, begin),
             Mixture(held_out, separator, data.isolate_documents, True, begin),
@@ -159,17 +150,6 @@ def load_dtype(student: PreTrainedModel, recipe: Recipe) -> torch.dtype:
     """The dtype in which the student's folder is stored and in which the final model is saved."""
     stored = json.loads((Path(recipe.student) / "config.json").read_text()).get("dtype")
     return getattr(torch, stored) if isinstance(stored, str) else student.dtype
-
-
-def _describe(corpus: Corpus) -> str:
-    report = corpus.report
-    text = f"data: {corpus.label}: {report['tokens']:,} tokens in {report['documents']:,} documents"
-    if report["decontaminated_against"]:
-        text += (
-            f"; {report['documents_contaminated']:,} of {report['documents_read']:,} documents dropped: they share "
-            f"13 tokens with {', '.join(report['decontaminated_against'])}"
-        )
-    return text
 
 
 def _claim(output: Path, recipe: Recipe, stages: list[Stage], runtime: Runtime) -> None:
