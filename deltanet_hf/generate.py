@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache
 
 from deltanet_hf.cpu_dtype import loading_dtype
 from deltanet_hf.decoding import decoded_by
+from deltanet_hf.decoding.served import serve
 from deltanet_hf.errors import UserError
 from deltanet_hf.hub import loadable_folder
 from deltanet_hf.loading import chosen_device, load_config, load_model, load_tokenizer
@@ -63,7 +64,7 @@ def load_for_inference(model: str, dtype: str = "auto", device: str | None = Non
     load_config(model, folder)
     tokenizer = load_tokenizer(model, folder)  # before the weights, because it takes no time
     loaded: Any = load_model(model, folder, loading_dtype(dtype, place))
-    return loaded.to(place), tokenizer
+    return serve(loaded.to(place)), tokenizer
 
 
 def generate_command(
@@ -94,7 +95,7 @@ def generate_command(
     ] = False,
     no_graph: Annotated[
         bool,
-        typer.Option("--no-graph", help="Decode converted models on GPUs without CUDA graphs."),
+        typer.Option("--no-graph", help="Decode on GPUs without CUDA graphs."),
     ] = False,
     cache_bits: Annotated[
         int | None,

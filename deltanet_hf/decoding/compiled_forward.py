@@ -12,14 +12,15 @@ VARIANTS = 64  # of one function; after 8 of them, PyTorch's own limit, it would
 
 
 def compiled_forward(model: PreTrainedModel) -> Callable[..., Any]:
-    """The model's forward, compiled by Inductor for the exact shapes of each call, without gradients.
+    """The model's forward, as a function of the model and its inputs, compiled by Inductor for the exact shapes of each
+    call, without gradients.
 
     Its own CUDA graphs are off (the default mode of torch.compile), so that the caller can record it. Called in
     inference mode it leaves that mode: then compiled code may write to any tensor of a cache.
     """
     compiled = torch.compile(model.forward, dynamic=False)
 
-    def forward(**inputs: Any) -> Any:
+    def forward(_: PreTrainedModel, **inputs: Any) -> Any:
         with torch.inference_mode(False), torch.no_grad(), torch._dynamo.config.patch(recompile_limit=VARIANTS):
             return compiled(**inputs)
 

@@ -12,9 +12,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import logging
 
 from deltanet_hf.decoding.fixed_cache import NotRecordable, capacity_for, layout
-from deltanet_hf.decoding.obstacles import inputs_obstacle, obstacle, wiring
-from deltanet_hf.decoding.projections import join_projections
+from deltanet_hf.decoding.obstacles import inputs_obstacle, obstacle
 from deltanet_hf.decoding.recorded_step import RecordedStep, recordings_of
+from deltanet_hf.fast import FastDecoder, fast_form
 
 logger = logging.get_logger(__name__)
 
@@ -29,12 +29,12 @@ class GraphedGeneration:
     def _sample(self, input_ids: Tensor, *args: Any, **options: Any) -> Any:
         recordings = recordings_of(self)  # type: ignore[arg-type]
         reason = "called with positional arguments" if args else obstacle(self, input_ids.shape[1], options)
-        if reason is not None:
-            recordings.report = f"separate launches: {reason}"
-            logger.info("decoding by separate launches: %s", reason)
+        form = fast_form(self) if reason is None else reason  # type: ignore[arg-type]
+        if isinstance(form, str):
+            recordings.report = f"separate launches: {form}"
+            logger.info("decoding by separate launches: %s", form)
             return super()._sample(input_ids, *args, **options)  # type: ignore[misc]
-        join_projections(self)  # type: ignore[arg-type]
-        decoder = GraphedDecoder(self, options["generation_config"])
+        decoder = GraphedDecoder(self, form, options["generation_config"])
         before = _ACTIVE.set(decoder)
         try:
             return super()._sample(input_ids, **options)  # type: ignore[misc]
@@ -70,11 +70,12 @@ class GraphedDecoder:
     recorded, unless the model has a recording that serves. Whatever a recording does not compute goes to the model.
 
     Args:
+        form: the fast form of the model.
         generation: the configuration of the call.
     """
 
-    def __init__(self, model: Any, generation: Any) -> None:
-        self.model, self._generation = model, generation
+    def __init__(self, model: Any, form: FastDecoder, generation: Any) -> None:
+        self.model, self._form, self._generation = model, form, generation
         self._recordings = recordings_of(model)
         self._recordings.report = "separate launches: nothing was decoded"
         self._longest = 0 if generation.max_length is None else int(generation.max_length)
@@ -136,7 +137,7 @@ class GraphedDecoder:
             return False
         ids, positions = inputs["input_ids"], inputs["position_ids"]
         setting = (self.model.config._attn_implementation, positions.shape, ids.dtype, positions.dtype, ids.device)
-        self._key = (shapes, setting, wiring(self.model))
+        self._key = (shapes, setting, self._form)
         capacity = capacity_for(seen + 1, self._longest)
         self._step = self._recordings.take(len(ids), self._key, seen + 1, capacity)
         if self._step is None:
@@ -147,7 +148,7 @@ class GraphedDecoder:
     def _new_step(self, cache: Cache, inputs: dict[str, Any], capacity: int) -> RecordedStep:
         self._warm = False
         with torch.inference_mode(False):  # such tensors may be changed in both modes
-            return RecordedStep(self.model, cache, inputs, capacity, self._key)
+            return RecordedStep(self.model, cache, inputs, capacity, self._key, self._form)
 
     def _bring_in(self, cache: Cache, inputs: dict[str, Any], seen: int) -> None:
         assert self._step is not None

@@ -11,9 +11,9 @@ from transformers.cache_utils import Cache
 
 from deltanet_hf.decoding.compiled_forward import compiled_forward
 from deltanet_hf.decoding.fixed_cache import NotRecordable, capacity_for, layout, parts_of
-from deltanet_hf.decoding.projections import join_projections
 from deltanet_hf.decoding.recorded_step import RecordedStep
 from deltanet_hf.decoding.recorders import RECORDERS
+from deltanet_hf.fast import fast_form
 from deltanet_hf.mixers.state import MixerCacheLayer
 from deltanet_hf.sessions.snapshot import Snapshot
 
@@ -28,7 +28,7 @@ def graphed_step(
 
     Args:
         tokens: the largest number of further tokens.
-        compiled: record the model's forward as torch.compile makes it, without this package's fused norms.
+        compiled: record the model's forward as torch.compile makes it, instead of its fast form.
 
     Returns:
         A function of tokens [B, 1] int64 that reads them into the cache and returns logits [B, 1, vocabulary], which
@@ -41,11 +41,12 @@ def graphed_step(
         raise NotRecordable(f"the model is on {model.device.type}")
     before, seen = Snapshot(cache), int(cache.get_seq_length())
     layout(cache, model.config)
-    join_projections(model)
     with torch.inference_mode(False):  # such tensors may be changed in both modes
         ids, positions = (torch.full((_rows(cache), 1), start, device=model.device) for start in (0, seen))
         inputs = {"input_ids": ids, "position_ids": positions}
-        forward = compiled_forward(model) if compiled else None
+        forward = compiled_forward(model) if compiled else fast_form(model)
+        if isinstance(forward, str):
+            raise NotRecordable(forward)
         step = RecordedStep(model, cache, inputs, capacity_for(seen + tokens, seen + tokens), None, forward)
     step.set_inputs(inputs)
     step.fixed.load(cache, seen, None)

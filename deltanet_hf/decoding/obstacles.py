@@ -1,26 +1,19 @@
-"""The reasons for decoding without a recorded step, and what a recording depends on beside shapes."""
+"""The reasons for decoding without a recorded step."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-from torch import nn
 from transformers.cache_utils import Cache, DynamicCache
 
 from deltanet_hf.decoding.recorders import RECORDERS
+from deltanet_hf.fast.reasons import reason_of_call
 from deltanet_hf.mixers.layer_kind import LayerKind
 
 FEWEST_TOKENS = 4  # fewer are generated sooner than a step is recorded
 INPUTS = ("input_ids", "past_key_values", "position_ids", "attention_mask")
 FLAGS = ("use_cache", "logits_to_keep", "return_dict")  # of a step, which changes nothing with them
-PLAIN = (bool, int, float, str, type(None))  # types of attributes that count by value
-OUR_HOOKS = (  # which do nothing in such a step
-    "deltanet_hf.mixers.masks",
-    "deltanet_hf.mixers.stateful",
-    "transformers.utils.output_capturing",
-)
 
 
 def obstacle(model: Any, tokens: int, options: dict[str, Any]) -> str | None:
@@ -44,50 +37,19 @@ def obstacle(model: Any, tokens: int, options: dict[str, Any]) -> str | None:
         return f"fewer than {FEWEST_TOKENS} tokens are generated"
     if generation.output_attentions or generation.output_hidden_states:
         return "attentions or hidden states are returned"
-    if torch.is_autocast_enabled(model.device.type):
-        return "autocast is on"
-    return next(_in_model(model), None)
+    return reason_of_call(model, {}) or next(_in_model(model), None)
 
 
 def _in_model(model: Any) -> Iterator[str]:
     config = model.config
-    if getattr(config, "output_attentions", False) or getattr(config, "output_hidden_states", False):
-        yield "attentions or hidden states are returned"
-    if getattr(model, "hf_quantizer", None) is not None:
-        yield "the weights are quantised"
-    if len({parameter.device for parameter in model.parameters()}) > 1:
-        yield "the weights are on several devices"
     if config._attn_implementation not in ("sdpa", "eager") and any(
         not isinstance(getattr(layer, "self_attn", None), LayerKind) for layer in model.model.layers
     ):
         yield f"attn_implementation {config._attn_implementation!r} reads no mask"
-    hooks = nn.modules.module
-    if hooks._global_forward_hooks or hooks._global_forward_pre_hooks:
-        yield "there are global forward hooks"
     for name, module in model.named_modules():
-        yield from (f"{name or 'the model'}: {reason}" for reason in _in_module(module))
-
-
-def is_replaced(module: nn.Module) -> bool:
-    """Whether a call does not go to the forward of the module's class, or goes there by way of a compiler."""
-    held = module.__dict__
-    return "forward" in held or held.get("_compiled_call_impl") is not None
-
-
-def _in_module(module: nn.Module) -> Iterator[str]:
-    if module.training:
-        yield "it is in training mode"
-    if is_replaced(module):
-        yield "its forward is compiled or replaced"
-    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    if any(getattr(hook, "__module__", None) not in OUR_HOOKS for hook in hooks):
-        yield "it has forward hooks"
-    from_peft = type(module).__module__.startswith("peft.") and hasattr(module, "active_adapters")
-    if from_peft and not getattr(module, "merged", False):
-        yield "its adapter is not merged"
-    rope = getattr(module, "rope_type", "")
-    if "dynamic" in (rope.values() if isinstance(rope, dict) else (rope,)):
-        yield "its rotary embedding depends on the length"
+        rope = getattr(module, "rope_type", "")
+        if "dynamic" in (rope.values() if isinstance(rope, dict) else (rope,)):
+            yield f"{name}: its rotary embedding depends on the length"
 
 
 def inputs_obstacle(inputs: dict[str, Any], seen: int) -> str | None:
@@ -102,13 +64,3 @@ def inputs_obstacle(inputs: dict[str, Any], seen: int) -> str | None:
     if mask is not None and tuple(mask.shape) != (inputs["input_ids"].shape[0], seen + 1):
         return "the attention mask does not fit the cache"
     return None
-
-
-def wiring(model: nn.Module) -> int:
-    """A number that changes with what a recording depends on: addresses of weights, modules and their attributes."""
-    found: list[Any] = [(tensor.data_ptr(), tensor.dtype) for tensor in (*model.parameters(), *model.buffers())]
-    for module in model.modules():
-        if module is not model:  # `generate` keeps things of its own there
-            plain = ((name, value if type(value) in PLAIN else id(value)) for name, value in vars(module).items())
-            found.append((id(type(module)), *plain))
-    return hash(tuple(found))

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from deltanet_hf.decoding.few_launches import few_launches
 from deltanet_hf.decoding.fixed_cache import FixedCache
 from deltanet_hf.decoding.recorders import RECORDERS, Replay
 from deltanet_hf.mixers.masks import NO_PADDING
@@ -30,7 +29,7 @@ class RecordedStep:
         inputs: of the model's forward: `input_ids` [B, 1] and `position_ids`.
         capacity: see `FixedCache`.
         key: of everything that the recording depends on beside the number of tokens.
-        compiled: takes the place of the model's forward, with the norms as the model has them.
+        forward: the model's fast form, or another function of the model and the inputs of its forward.
     """
 
     def __init__(
@@ -40,10 +39,10 @@ class RecordedStep:
         inputs: dict[str, Any],
         capacity: int,
         key: Any,
-        compiled: Callable[..., Any] | None = None,
+        forward: Callable[..., Any],
     ) -> None:
         self.key, self.batch = key, len(inputs["input_ids"])
-        self._compiled = compiled
+        self._forward = forward
         self._ids, self._positions = (torch.empty_like(inputs[name]) for name in ("input_ids", "position_ids"))
         eager = model.config._attn_implementation == "eager"
         dtype = model.get_input_embeddings().weight.dtype if eager else torch.bool
@@ -62,9 +61,9 @@ class RecordedStep:
     def run(self, model: Any, cache: Cache) -> Tensor:
         """The step on the inputs that were set, as separate launches: logits [B, 1, vocabulary]."""
         self.fixed.enter()
-        few = few_launches(model, with_sums=True) if self._compiled is None else nullcontext()
-        with _attention_over_places(model), few:
-            logits: Tensor = (self._compiled or model)(
+        with _attention_over_places(model):
+            logits: Tensor = self._forward(
+                model,
                 input_ids=self._ids,
                 position_ids=self._positions,
                 attention_mask=self.fixed.mask,

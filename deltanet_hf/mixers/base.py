@@ -6,7 +6,9 @@ order:
     projections -> learned q/k norms -> short convolution -> rotary embedding -> offset of the keys -> activation
     -> the mixer's own `gates` and `mix` -> output norm and gate -> window beside the state -> output projection
 
-with padding, packed sequences and the cache. To add a mixer, see docs/contributing.md.
+with padding, packed sequences and the cache. This is the plain form, for training and for whoever calls a layer alone;
+`deltanet_hf/fast/mixer.py` computes the same without gradients, by fewer launches. To add a mixer, see
+docs/contributing.md.
 
 Shapes in comments: B batch, T tokens, D head size; HQ, HK, HV heads of q, k and v; H heads of the output; C channels
 of the convolution.
@@ -24,31 +26,20 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
 from deltanet_hf.mixers.attention_shape import FAITHFUL, AttentionShape, MixerProjections
-from deltanet_hf.mixers.joint_projection import product
 from deltanet_hf.mixers.layer_kind import LayerKind, PositionEmbeddings, TensorShape
 from deltanet_hf.mixers.masks import packed_in, padding_in
-from deltanet_hf.mixers.parts import GatedRMSNorm, KeyOffset, Part, ShortConv, is_plain
-from deltanet_hf.mixers.prompt import (
-    Projected,
-    inputs_in_one_kernel,
-    separate_inputs,
-    takes_one_kernel,
-    without_gradients,
-)
+from deltanet_hf.mixers.parts import GatedRMSNorm, KeyOffset, Part, ShortConv
 from deltanet_hf.mixers.recorded_call import recorded
-from deltanet_hf.mixers.state import MixerCacheLayer, State, cache_layer, may_change
+from deltanet_hf.mixers.state import MixerCacheLayer, State, cache_layer
 from deltanet_hf.mixers.window_branch import WindowBranch
-from deltanet_kernels import gated_rms_norm
-from deltanet_kernels.arguments import GatedNormCall
 from deltanet_kernels.common.heads import repeated
-from deltanet_kernels.prompt.calls import PromptInputs
 
 
 class Mixer(LayerKind, nn.Module):
     """Base of the mixers with a recurrent state; a drop-in for a decoder layer's `self_attn`.
 
     A subclass defines `add_gates`, `gates`, `mix` and `recurrent_shapes`, and may define `project` (more inputs than
-    one key and value per token), `step` (a fused decoding step) and `start_from_scratch`.
+    one key and value per token) and `start_from_scratch`.
 
     Args:
         shape: the attention that it replaces (its weights are not copied; the converter does that).
@@ -163,18 +154,10 @@ class Mixer(LayerKind, nn.Module):
         """The recurrent state of one sequence."""
         raise NotImplementedError
 
-    def step(
-        self, x: Tensor, position_embeddings: PositionEmbeddings | None, state: State, padding: Tensor | None
-    ) -> Tensor | None:
-        """One more token, with the state changed in place: x [B, 1, hidden] -> [B, 1, hidden].
-
-        Called without gradients, on a state that may be changed. None where the separate operators are to be used.
-        """
-        return None
-
-    def step_projections(self) -> list[nn.Module]:
-        """The linear layers of x that `step` and `projected` multiply together (`joint_projection.py`)."""
-        return []
+    @property
+    def fused_step(self) -> bool:
+        """Whether the fused decoding step of Gated DeltaNet computes this rule."""
+        return False
 
     def start_from_scratch(self, spread: float, generator: torch.Generator | None = None) -> None:
         """Give everything that the teacher does not have the start of a model trained from scratch.
@@ -222,14 +205,7 @@ class Mixer(LayerKind, nn.Module):
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, T, hidden] -> q [B, T, HQ*D], k [B, T, HK*D], v [B, T, HV*D], through the learned norms."""
-        return self.through_norms(self.q_proj(x), self.k_proj(x), self.v_proj(x))
-
-    def projected(self, x: Tensor, padding: Tensor | None, with_share: bool) -> Projected:
-        """All that `forward` computes from x [B, T, hidden] alone; the window's share is left to the window here."""
-        return Projected(self.project(x), self.gates(x, padding), self._gate(x))
-
-    def through_norms(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The last part of `project`, from the outputs of the three projections."""
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         q, k = self.normalise(q, self.q_norm), self.normalise(k, self.k_norm)
         return q.to(v.dtype), k.to(v.dtype), v  # under autocast learned norms give float32
 
@@ -242,7 +218,7 @@ class Mixer(LayerKind, nn.Module):
         """The learned norm of q or k [B, T, heads*D], per head or over all heads."""
         if norm is None:
             return x
-        return norm(x) if self._norms_all_heads else norm(self._split(x)).flatten(-2)
+        return norm(x) if self._norms_all_heads else norm(self.split_heads(x)).flatten(-2)
 
     def forward(
         self,
@@ -270,40 +246,36 @@ class Mixer(LayerKind, nn.Module):
         if cache is not None and cache.record_past:
             again = functools.partial(self.call_on, cache)
             return recorded(cache, again, hidden_states, position_embeddings, padding), None
-        if length == 1 and cache is not None and may_change(cache):
-            tail = cache.state["conv_tail"].clone() if padding is not None and self.conv1d is not None else None
-            output = self.step(hidden_states, position_embeddings, cache.state, padding)
-            if output is not None:
-                if tail is not None and padding is not None:  # the kernels move the tail of all rows
-                    cache.state["conv_tail"].copy_(tail.where(padding.unsqueeze(-1), cache.state["conv_tail"]))
-                cache.count(1)
-                return output, None
+        keep, state = cache is not None, cache.state if cache is not None and cache.is_initialized else None
         x = hidden_states if padding is None else hidden_states.masked_fill(padding.unsqueeze(-1), 0.0)
-        state = cache.state if cache is not None and cache.is_initialized else None
-        branch = self.window_branch
-        in_one = branch is not None and branch.mixes_in_one_kernel(self.norm)
-        parts, gates, gate, share = self.projected(x, padding, in_one)
-        if takes_one_kernel(self, padding, packed):
-            inputs = inputs_in_one_kernel(self, parts, position_embeddings, state, cache is not None)
-        else:
-            inputs = separate_inputs(self, parts, position_embeddings, padding, state, cache is not None, packed)
-        output, new_state = self._attend(inputs, gates, state, cache is not None, packed)
-        if not in_one:
-            output = self._normed(output, gate)
-        if branch is not None:
-            if inputs.window_q is None or inputs.window_k is None:
-                q, k, v = self.window_inputs(parts, position_embeddings)
-            else:
-                q, k, v = inputs.window_q, inputs.window_k, self._split(self._own(parts[2], self.v_proj))
-            rest = padding, state, cache is not None, packed
-            if in_one:
-                output, kept = branch.mixed(x, share, q, k, v, output, gate, self.norm, *rest)
-            else:
-                output, kept = branch(x, q, k, v, output, *rest)
-            new_state = {**new_state, **kept}
+
+        projected = self.project(x)
+        q, k, v = self.repeated(*projected)
+        q, k, v, conv_tail = self.convolved(q, k, v, padding, state, keep, packed)
+        q, k, v = self.rotated(q, k, v, position_embeddings)
+        if self.k_offset is not None:
+            k = self.k_offset(k)
+        if self.settings.qk_activation == "silu":
+            q, k = F.silu(q), F.silu(k)
+        if self.settings.v_activation == "silu":
+            v = F.silu(v)
+
+        gates = self.gates(x, padding)
+        if packed is not None:
+            q, k, v, *gates = (tensor.flatten(0, 1).unsqueeze(0) for tensor in (q, k, v, *gates))  # type: ignore[assignment]
+        output, new_state = self.mix(q, k, v, tuple(gates), state, keep, packed)
+        output = output.view(*x.shape[:2], self.num_heads, self.head_dim)
+        output = self.gated_norm(output, self.output_gate(x))
+        if conv_tail is not None:
+            new_state = {**new_state, "conv_tail": conv_tail}
+
+        if self.window_branch is not None:
+            q, k, v = self.window_inputs(projected, position_embeddings)
+            output, window_state = self.window_branch(x, q, k, v, output, padding, state, keep, packed)
+            new_state = {**new_state, **window_state}
         if cache is not None:
             cache.advance(length, new_state)
-        return product(output.flatten(-2), self.o_proj), None
+        return self.o_proj(output.flatten(-2)), None
 
     def call_on(
         self, cache: MixerCacheLayer, x: Tensor, position_embeddings: PositionEmbeddings | None, mask: Tensor | None
@@ -312,25 +284,28 @@ class Mixer(LayerKind, nn.Module):
         output: Tensor = self(x, position_embeddings, mask, cache)[0]
         return output
 
-    def _attend(
+    def convolved(
         self,
-        inputs: PromptInputs,
-        gates: tuple[Tensor, ...],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        padding: Tensor | None,
         state: State | None,
         keep_state: bool,
         cu_seqlens: Tensor | None,
-    ) -> tuple[Tensor, State]:
-        """The recurrence: output [B, T, H, D], and the new state."""
-        q, k, v = inputs[:3]
-        batch, length = q.shape[:2]
-        if cu_seqlens is not None:
-            q, k, v, *gates = (tensor.flatten(0, 1).unsqueeze(0) for tensor in (q, k, v, *gates))  # type: ignore[assignment]
-        output, state = self.mix(q, k, v, tuple(gates), state, keep_state, cu_seqlens)
-        if inputs.tail is not None:
-            state = {**state, "conv_tail": inputs.tail}
-        return output.view(batch, length, self.num_heads, self.head_dim), state
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """q, k, v [B, T, heads*D] behind the short convolution, and its new tail, if there is one to keep."""
+        if self.conv1d is None:
+            return q, k, v, None
+        rest = padding, None if state is None else state["conv_tail"], keep_state, cu_seqlens
+        if self.settings.conv_on == "k":
+            (k,), tail = self.conv1d((k,), *rest)
+        else:
+            (q, k, v), tail = self.conv1d((q, k, v), *rest)
+        return q, k, v, tail
 
-    def _split(self, x: Tensor) -> Tensor:
+    def split_heads(self, x: Tensor) -> Tensor:
+        """x [B, T, heads*D] -> [B, T, heads, D]."""
         *shape, channels = x.shape
         return x.view(*shape, channels // self.head_dim, self.head_dim)  # quicker than unflatten
 
@@ -338,7 +313,7 @@ class Mixer(LayerKind, nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, position_embeddings: PositionEmbeddings | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v [B, T, heads*D] -> [B, T, heads, D], q and k with the teacher's rotary embedding."""
-        q, k, v = self._split(q), self._split(k), self._split(v)
+        q, k, v = self.split_heads(q), self.split_heads(k), self.split_heads(v)
         if self._rotate is not None:
             assert position_embeddings is not None
             cos, sin = position_embeddings
@@ -346,19 +321,16 @@ class Mixer(LayerKind, nn.Module):
             q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast cos and sin may be wider than the projections
         return q, k, v
 
-    def _gate(self, x: Tensor) -> Tensor | None:
+    def output_gate(self, x: Tensor) -> Tensor | None:
         """Logits of the output gate: x [B, T, hidden] -> [B, T, H, D]."""
         if self.g_proj is None:
             return None
-        return self._split(self.g_proj(x if self.g_down is None else self.g_down(x)))
+        return self.split_heads(self.g_proj(x if self.g_down is None else self.g_down(x)))
 
-    def _normed(self, output: Tensor, gate: Tensor | None) -> Tensor:
+    def gated_norm(self, output: Tensor, gate: Tensor | None) -> Tensor:
         """Output norm and gate: output and gate [B, T, H, D] -> [B, T, H, D]."""
-        norm = self.norm
-        if norm is not None and without_gradients() and is_plain(norm):
-            return gated_rms_norm.unchecked(GatedNormCall(output, gate, norm.weight, norm.eps))
-        if norm is not None:
-            return norm(output, gate)
+        if self.norm is not None:
+            return self.norm(output, gate)  # type: ignore[no-any-return]
         return output if gate is None else output * F.silu(gate)
 
     def window_inputs(
@@ -366,9 +338,11 @@ class Mixer(LayerKind, nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v [B, T, heads, D] of the window, from what `project` returned; its last k and v are the teacher's."""
         q, k, v = parts
-        return self.rotated(q, self._own(k, self.k_proj), self._own(v, self.v_proj), position_embeddings)
+        return self.rotated(
+            q, self.own_channels(k, self.k_proj), self.own_channels(v, self.v_proj), position_embeddings
+        )
 
     @staticmethod
-    def _own(part: Tensor, projection: nn.Linear) -> Tensor:
+    def own_channels(part: Tensor, projection: nn.Linear) -> Tensor:
         """The channels of k or v that come from the teacher's projection, the last ones."""
         return part[..., -projection.out_features :]

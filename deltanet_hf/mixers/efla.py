@@ -76,6 +76,7 @@ class Efla(GatedDeltaNet):
     Settings: ClassVar[type[MixerProjections]] = EflaSettings
     settings: EflaSettings  # type: ignore[assignment]
     fp32: ClassVar[tuple[str, ...]] = (*GatedDeltaNet.fp32, "log_scale")
+    sigmoid_strength: ClassVar[bool] = False
     fused_step = False  # its values depend on the length of the convolved, rotated key
 
     def add_gates(self) -> None:

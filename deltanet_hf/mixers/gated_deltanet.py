@@ -16,7 +16,6 @@ changed the norm by at most .6% in float32 and in bfloat16.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -24,21 +23,12 @@ from torch import Tensor, nn
 
 from deltanet_hf.mixers.attention_shape import MixerProjections
 from deltanet_hf.mixers.base import Mixer
-from deltanet_hf.mixers.joint_projection import product, products
-from deltanet_hf.mixers.layer_kind import PositionEmbeddings, TensorShape
-from deltanet_hf.mixers.parts import DecayGate, is_plain
-from deltanet_hf.mixers.prompt import Projected, without_gradients
+from deltanet_hf.mixers.layer_kind import TensorShape
+from deltanet_hf.mixers.parts import DecayGate
 from deltanet_hf.mixers.state import State
 from deltanet_hf.mixers.window_branch import WindowBranch
-from deltanet_kernels import (
-    chunk_gated_delta_rule,
-    fused_recurrent_gated_delta_rule,
-    gate_values,
-    gated_delta_step_,
-)
-from deltanet_kernels.arguments import Erase, RuleCall
-from deltanet_kernels.gated_delta_rule.operators import chunk_rule
-from deltanet_kernels.prompt.calls import GateValuesCall
+from deltanet_kernels import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+from deltanet_kernels.arguments import Erase
 
 CLOSED_GATE = -1e4  # a gate logit whose sigmoid and softplus are exactly 0
 
@@ -77,6 +67,8 @@ class GatedDeltaNet(Mixer):
     """The prediction that a write subtracts from its value, in `mix` and in the fused step."""
     fits_memory: ClassVar[bool] = True
     """Whether it has a decay or a write strength that a start from a teacher fits."""
+    sigmoid_strength: ClassVar[bool] = True
+    """Whether `strength` is that of this class."""
     a_proj: Any  # nn.Linear, or None in a rule whose decay does not come from the input
     b_proj: Any  # nn.Linear, or None in a rule without a write strength
     decay: Any  # a part, or None in a rule without decay
@@ -98,43 +90,11 @@ class GatedDeltaNet(Mixer):
         a, b = self.a_proj(x), self.b_proj(x)
         if padding is not None:
             a, b = (gate.masked_fill(padding.unsqueeze(-1), CLOSED_GATE) for gate in (a, b))
-        return self._gates_of(a, b)
+        return self.gates_of(a, b)
 
-    def _gates_of(self, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+    def gates_of(self, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
         """`gates` from their logits."""
-        decay = self.decay
-        own = type(decay) is DecayGate and type(self).strength is GatedDeltaNet.strength
-        if own and without_gradients() and is_plain(decay):
-            held = decay._parameters
-            call = GateValuesCall(a, b, held["A_log"], held["dt_bias"], self.max_strength)  # type: ignore[arg-type]
-            return gate_values.unchecked(call)
-        return decay(a), self.strength(b)
-
-    def projected(self, x: Tensor, padding: Tensor | None, with_share: bool) -> Projected:
-        """As in the base class; in calls without gradients by few products, as in a step."""
-        own = type(self).gates is GatedDeltaNet.gates and self.fused_step
-        if not own or padding is not None or not without_gradients():
-            return super().projected(x, padding, with_share)
-        linears, branch = self.step_projections(), self.window_branch
-        share = None if branch is None else branch.share_proj
-        if share is not None and not with_share:
-            linears.remove(share)
-        of = products(x, linears)
-        held, gate = self._modules, self._output_gate(of)
-        q, k, v, a, b = (of[held[name]] for name in ("q_proj", "k_proj", "v_proj", "a_proj", "b_proj"))  # type: ignore[index]
-        return Projected(
-            self.through_norms(q, k, v),
-            self._gates_of(a, b),
-            None if gate is None else self._split(gate),
-            None if share is None else of.get(share),
-        )
-
-    def _output_gate(self, of: Mapping[nn.Module, Tensor]) -> Tensor | None:
-        """Logits of the output gate [B, T, H*D], from the products with the layers of `step_projections`."""
-        gate, down = self.g_proj, self.g_down
-        if gate is None:
-            return None
-        return of[gate] if down is None else product(of[down], gate)
+        return self.decay(a), self.strength(b)
 
     def strength(self, b: Tensor) -> Tensor:
         """Write strength in float32 from its logit b: up to 1, or up to 2 with `allow_neg_eigval`."""
@@ -174,77 +134,9 @@ class GatedDeltaNet(Mixer):
         """Whether the fused decoding step computes this rule; not one with a `mix` of its own, unless it says so."""
         return type(self).mix is GatedDeltaNet.mix
 
-    def step(
-        self, x: Tensor, position_embeddings: PositionEmbeddings | None, state: State, padding: Tensor | None
-    ) -> Tensor | None:
-        """By one kernel between the projections, where the parameters of the parts can be read.
-
-        A second kernel computes the window beside the state. None for rules and convolutions that it does not compute.
-        """
-        if not self.fused_step or (self.conv1d is not None and self.settings.conv_on == "k"):
-            return None
-        read = (self.decay, self.norm, self.conv1d, self.k_offset)
-        if not all(is_plain(part) for part in read if part is not None):
-            return None
-        if self.window_branch is not None and not self.window_branch.can_step():
-            return None
-        of = products(x, self.step_projections())
-        q, k, v = self.through_norms(of[self.q_proj], of[self.k_proj], of[self.v_proj])
-        cos = sin = None
-        if self._rotate is not None:  # every family's `apply_rotary_pos_emb` turns the halves of the leading channels
-            assert position_embeddings is not None
-            cos, sin = position_embeddings
-        gates = self.step_gates(x, of)
-        output_gate = self._output_gate(of)
-        output = gated_delta_step_(
-            q,
-            k,
-            v,
-            gates.a,
-            gates.b,
-            state["state"],
-            gates.A_log,
-            gates.dt_bias,
-            None if self.conv1d is None else self.conv1d.weight.squeeze(1),
-            state.get("conv_tail"),
-            output_gate,
-            None if self.norm is None else self.norm.weight,
-            padding,
-            cos,
-            sin,
-            eps=1e-6 if self.norm is None else self.norm.eps,
-            qk_silu=self.settings.qk_activation == "silu",
-            v_silu=self.settings.v_activation == "silu",
-            k_offset=None if self.k_offset is None else self.k_offset.weight,
-            allow_neg_eigval=self.settings.allow_neg_eigval,
-            use_beta_sigmoid_in_kernel=gates.sigmoid,
-            erase=self.erase,
-            kv_repeats=self.kv_repeats,
-        )
-        if self.window_branch is not None:
-            q, k, v = map(self._split, (q, k, v))
-            share = of[self.window_branch.share_proj]
-            output = self.window_branch.step(share, q, k, v, output, state, padding, cos, sin)
-        return product(output.flatten(-2), self.o_proj)
-
-    def step_projections(self) -> list[nn.Module]:
-        if not self.fused_step:
-            return []
-        held: Any = self._modules  # quicker than the attributes of a module
-        gate = "g_down" if held.get("g_down") is not None else "g_proj"
-        linears = [held.get(name) for name in ("q_proj", "k_proj", "v_proj", gate, "a_proj", "b_proj")]
-        branch = held.get("window_branch")
-        linears.append(None if branch is None else branch.share_proj)
-        return [linear for linear in linears if linear is not None]
-
-    def step_gates(self, x: Tensor, of: Mapping[nn.Module, Tensor]) -> StepGates:
-        """Decay and write strength for the fused step.
-
-        Args:
-            x: the layer's input [B, 1, hidden].
-            of: its products with the layers of `step_projections`.
-        """
-        return StepGates(of[self.a_proj], of[self.b_proj], self.decay.A_log, self.decay.dt_bias)
+    def step_gates(self, x: Tensor) -> StepGates:
+        """Decay and write strength for the fused step, from the layer's input x [B, 1, hidden]."""
+        return StepGates(self.a_proj(x), self.b_proj(x), self.decay.A_log, self.decay.dt_bias)
 
 
 def delta_rule(
@@ -266,11 +158,6 @@ def delta_rule(
     `recurrent` takes the tokens one by one, which is the faster way for very few; it has no gradients on CUDA. The new
     state is rounded to bfloat16 if `state_dtype` says so. `erase`: see `chunk_gated_delta_rule`.
     """
-    if state is None and cu_seqlens is None and not recurrent and without_gradients() and _fit(q, k, v, g, beta):
-        output, new_state = chunk_rule.unchecked(
-            RuleCall(q, k, v, g, beta, None, None, keep_state, unit_length, erase=erase)
-        )
-        return output, _stored(new_state, state_dtype)
     rule = fused_recurrent_gated_delta_rule if recurrent and not torch.is_grad_enabled() else chunk_gated_delta_rule
     before = None if state is None else state["state"].to(torch.promote_types(q.dtype, torch.float32))
     output, new_state = rule(
@@ -285,16 +172,10 @@ def delta_rule(
         cu_seqlens=cu_seqlens,
         erase=erase,
     )
-    return output, _stored(new_state, state_dtype)
+    return output, stored(new_state, state_dtype)
 
 
-def _fit(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> bool:
-    """Whether a mixer's inputs of the rule, whose heads and sizes are those of its settings, need no further check."""
-    alike = q.dtype == k.dtype == v.dtype and q.shape[:2] == v.shape[:2] and k.shape[:2] == v.shape[:2]
-    return alike and g.shape == beta.shape == v.shape[:3] and 0 not in v.shape
-
-
-def _stored(new_state: Tensor | None, dtype: str) -> State:
+def stored(new_state: Tensor | None, dtype: str) -> State:
     """The new state as a mixer keeps it."""
     if new_state is None:
         return {}

@@ -46,7 +46,7 @@ class GatedDeltaNet2(KimiDeltaAttention):
         logits = [self.erase_proj(x), self.write_proj(x)]
         if padding is not None:
             logits = [gate.masked_fill(padding.unsqueeze(-1), CLOSED_GATE) for gate in logits]
-        b, w = (self.strength(self._split(gate)) for gate in logits)
+        b, w = (self.strength(self.split_heads(gate)) for gate in logits)
         return self.channel_decay(x, padding), b, w
 
     def mix(

@@ -49,7 +49,7 @@ class KimiDeltaAttention(GatedDeltaNet):
         f = self.f_up(self.f_down(x))
         if padding is not None:
             f = f.masked_fill(padding.unsqueeze(-1), CLOSED_GATE)
-        return self.decay(self._split(f))
+        return self.decay(self.split_heads(f))
 
     def gates(self, x: Tensor, padding: Tensor | None) -> tuple[Tensor, ...]:
         """Log decay g [B, T, HV, K] and write strength beta [B, T, HV], float32; both 0 at padding."""

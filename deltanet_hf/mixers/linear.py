@@ -16,12 +16,11 @@ z is one more column of the state: the values get a channel that is always 1.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from deltanet_hf.mixers.additive import AdditiveSettings, additive_rule, wide_range
@@ -99,7 +98,7 @@ class Linear(GatedLinear):
     def fused_step(self) -> bool:
         return self.settings.feature_map == "none"
 
-    def step_gates(self, x: Tensor, of: Mapping[nn.Module, Tensor]) -> StepGates:
+    def step_gates(self, x: Tensor) -> StepGates:
         g, beta = self.gates(x, None)
         return StepGates(g, beta, sigmoid=False)
 

@@ -166,7 +166,8 @@ class MixedHeads(LayerKind, nn.Module):
         self._cache_layer(cache)
 
     def _cache_layer(self, cache: Cache) -> MixedCacheLayer:
-        constant = [kind for kind, branch in self.branches.items() if isinstance(branch, LayerKind)]
+        branches = self.branches.items()  # softmax heads may have been put under a window
+        constant = [kind for kind, branch in branches if kind != "softmax" or isinstance(branch, LayerKind)]
         growing = next((kind for kind in self.kinds if kind not in constant), None)
         return mixed_cache_layer(cache, self.layer_idx, constant, growing)
 

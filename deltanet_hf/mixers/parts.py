@@ -1,7 +1,7 @@
 """The parts of a mixer that have parameters of their own, each called as a module.
 
-PEFT's `modules_to_save` and offloading act on modules that are called, so a mixer reads the parameters of its parts
-itself only where nothing has been put around them (`is_plain`).
+PEFT's `modules_to_save` and offloading act on modules that are called, so a mixer does not read the parameters of its
+parts itself.
 """
 
 from __future__ import annotations
@@ -173,20 +173,3 @@ class GatedRMSNorm(Part):
     def forward(self, x: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
         """x, gate [B, T, H, D] -> [B, T, H, D]."""
         return gated_rms_norm(x, gate, self.weight, self.eps)
-
-
-def is_plain(part: nn.Module) -> bool:
-    """Whether the parameters of a part can be read without calling it.
-
-    They cannot where it is wrapped (PEFT), or where hooks fetch them for its call only (offloading, sharding).
-    """
-    if Part not in type(part).__bases__:  # a subclass of a part is what sharding makes of it
-        return False
-    if torch.compiler.is_compiling():
-        return True
-    if "forward" in part.__dict__ or part._forward_pre_hooks or part._forward_hooks:
-        return False
-    for parameter in part._parameters.values():  # noqa: SIM110 (this is read in every layer of every step)
-        if parameter is not None and parameter.is_meta:
-            return False
-    return True

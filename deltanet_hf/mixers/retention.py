@@ -9,7 +9,6 @@ of each head is learned; RetNet fixes it, and does not bring q and k to unit len
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
@@ -59,6 +58,6 @@ class Retention(GatedLinear):
             g, beta = (gate.masked_fill(padding.unsqueeze(-1), 0.0) for gate in (g, beta))
         return g, beta
 
-    def step_gates(self, x: Tensor, of: Mapping[nn.Module, Tensor]) -> StepGates:
+    def step_gates(self, x: Tensor) -> StepGates:
         g, beta = self.gates(x, None)
         return StepGates(g, beta, sigmoid=False)

@@ -18,21 +18,17 @@ Shapes: B batch, T tokens of a call, H query heads, HK key/value heads, D head s
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from deltanet_hf.mixers.attention_shape import AttentionShape, MixerProjections
 from deltanet_hf.mixers.fake_quantisation import quantised_attention
 from deltanet_hf.mixers.layer_kind import TensorShape
-from deltanet_hf.mixers.parts import GatedRMSNorm, Part, is_plain
-from deltanet_hf.mixers.prompt import without_gradients
+from deltanet_hf.mixers.parts import Part
 from deltanet_hf.mixers.state import State
 from deltanet_hf.mixers.token_order import few_queries, in_order
 from deltanet_hf.mixers.window_cache import KeptTokens, Tokens
-from deltanet_kernels import window_attention, window_keep, window_mixture, window_step_
-from deltanet_kernels.window.calls import WindowCall, WindowKeepCall, WindowMixtureCall
+from deltanet_kernels import window_attention
 
 
 class ShareSlopes(Part):
@@ -117,69 +113,22 @@ class WindowBranch(Part):
             far: [B, T, H, D], the state's output behind its norm and gate.
             padding, state, keep_state, cu_seqlens: as in `Mixer.mix`.
         """
-        tokens = self._tokens(x, padding, state, cu_seqlens)
-        near, lse, new_state = self._near(q, k, v, padding, state, keep_state, cu_seqlens, tokens)
-        share = self.share(x, lse, tokens.numbers).unsqueeze(-1)
-        return near + share.to(near.dtype) * (far.to(near.dtype) - near), new_state
+        tokens = self.tokens(x, padding, state, cu_seqlens)
+        near, lse, new_state = self.near(q, k, v, padding, state, keep_state, cu_seqlens, tokens)
+        return self.mixture(x, near, lse, far, tokens.numbers), new_state
 
-    def mixes_in_one_kernel(self, norm: GatedRMSNorm | None) -> bool:
-        """Whether `mixed` computes what the norm of the state's output and `forward` do in this call."""
-        plain = self.can_step() and self.cache_bits == 16
-        return without_gradients() and plain and (norm is None or is_plain(norm))
+    def mixture(self, x: Tensor, near: Tensor, lse: Tensor, far: Tensor, numbers: Tensor) -> Tensor:
+        """y [B, T, H, D] from w, log Z and the state's output; arguments as in `forward` and `share`."""
+        share = self.share(x, lse, numbers).unsqueeze(-1)
+        return near + share.to(near.dtype) * (far.to(near.dtype) - near)
 
-    def mixed(
-        self,
-        x: Tensor,
-        share: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        far: Tensor,
-        gate: Tensor | None,
-        norm: GatedRMSNorm | None,
-        padding: Tensor | None,
-        state: State | None,
-        keep_state: bool,
-        cu_seqlens: Tensor | None,
-    ) -> tuple[Tensor, State]:
-        """As `forward`, with the share, the mixture and the state's norm and gate [B, T, H, D] in one kernel.
-
-        Called where `mixes_in_one_kernel`; `far` is the state's output before norm and gate, `share` what `share_proj`
-        gives for x, where that is known.
-        """
-        if state is None and padding is None and cu_seqlens is None:  # the sequence begins here
-            window = WindowCall(q, k, v, self.window, self.sinks, self.scale, None, self.softcap)
-            near, lse = window_attention.unchecked(window)
-            keep = WindowKeepCall(k, v, self.window, self.sinks)
-            kept = window_keep.unchecked(keep) if keep_state else ()
-            numbers, new_state = None, dict(zip(self.STATE, kept, strict=False))
-        else:
-            tokens = self._tokens(x, padding, state, cu_seqlens)
-            near, lse, new_state = self._near(q, k, v, padding, state, keep_state, cu_seqlens, tokens)
-            numbers = tokens.numbers
-        slopes: Any = self.slopes._parameters  # quicker than the attributes of a module
-        call = WindowMixtureCall(
-            near,
-            lse,
-            far,
-            self.share_proj(x) if share is None else share,
-            slopes["far_slope"],
-            slopes["near_slope"],
-            self.window + self.sinks,
-            self.family_window,
-            numbers,
-            gate,
-            None if norm is None else norm.weight,
-            1e-6 if norm is None else norm.eps,
-        )
-        return window_mixture.unchecked(call), new_state
-
-    def _tokens(self, x: Tensor, padding: Tensor | None, state: State | None, cu_seqlens: Tensor | None) -> Tokens:
+    def tokens(self, x: Tensor, padding: Tensor | None, state: State | None, cu_seqlens: Tensor | None) -> Tokens:
+        """The tokens of a call, by their numbers in their sequences."""
         batch, length = x.shape[:2]
         before = None if state is None else state["count"]
         return Tokens.of(batch, length, padding, cu_seqlens, before, x.device)
 
-    def _near(
+    def near(
         self,
         q: Tensor,
         k: Tensor,
@@ -201,55 +150,6 @@ class WindowBranch(Part):
         else:
             near, lse = self._attend_kept(q, keys.transpose(1, 2), values.transpose(1, 2), tokens, kept.seen)
         return near, lse, kept.state
-
-    def can_step(self) -> bool:
-        """Whether `step` computes what `forward` does: nothing is dropped, replaced or hooked."""
-        replaced = "share" in self.__dict__ or "forward" in self.__dict__
-        hooked = self._forward_pre_hooks or self._forward_hooks
-        return not self.training and not replaced and not hooked and is_plain(self.slopes)
-
-    def step(
-        self,
-        share: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        far: Tensor,
-        state: State,
-        padding: Tensor | None,
-        cos: Tensor | None,
-        sin: Tensor | None,
-    ) -> Tensor:
-        """One more token by one kernel, with the window's part of `state` changed in place.
-
-        Called without gradients, where `can_step`. Shapes are those of `forward` with T = 1; outputs at padding are 0.
-
-        Args:
-            share: the output of `share_proj` [B, 1, H].
-            q, k, v: before the rotary embedding of cos and sin, [B or 1, 1, R] each, or without one.
-        """
-        slope = torch.promote_types(q.dtype, torch.float32)
-        return window_step_(
-            q,
-            k,
-            v,
-            self.window,
-            self.sinks,
-            state["keys"],
-            state["values"],
-            state["numbers"],
-            state["count"],
-            share,
-            far,
-            self.slopes.far_slope.to(slope),
-            self.slopes.near_slope.to(slope),
-            self.family_window,
-            self.scale,
-            padding,
-            self.softcap,
-            cos,
-            sin,
-        )
 
     def share(self, x: Tensor, lse: Tensor, numbers: Tensor) -> Tensor:
         """The state's share [B, T, H] float32 of the output.

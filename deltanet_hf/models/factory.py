@@ -15,8 +15,8 @@ from typing import Any
 
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from deltanet_hf.decoding.few_launches import with_few_launches
 from deltanet_hf.decoding.generation import GraphedGeneration
+from deltanet_hf.fast import with_fast_form
 from deltanet_hf.mixers import FLOAT32_NAMES
 from deltanet_hf.mixers.stateful import Stateful
 from deltanet_hf.mixers.window import announce
@@ -124,7 +124,7 @@ def model_class(model_type: str) -> type[PreTrainedModel]:
         "_supports_sdpa": base._supports_sdpa and not caps_scores(family.config_class),
         "__init__": __init__,
         "_can_set_experts_implementation": classmethod(can_set_experts_implementation),
-        "forward": with_few_launches(base.forward),
+        "forward": with_fast_form(base.forward),
         "initialize_weights": initialize_weights,
         "register_for_auto_class": no_code_beside_the_shim,
         "_upload_modified_files": upload_with_companions,

@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 
 from deltanet_hf.decoding.generation import GraphedGeneration
+from deltanet_hf.fast import with_fast_form
 from deltanet_hf.mixers.attention_shape import AttentionShape
 from deltanet_hf.mixers.gated_deltanet import QWEN3_5, GatedDeltaNet
 from deltanet_hf.mixers.layer_kind import PositionEmbeddings
@@ -133,6 +134,7 @@ def model_class() -> type[PreTrainedModel]:
         _keep_in_fp32_modules_strict = list(GatedDeltaNet.fp32)  # noqa: RUF012
         register_for_auto_class = no_code_beside_the_shim
         _upload_modified_files = upload_with_companions
+        forward = with_fast_form(Qwen3_5ForCausalLM.forward)
 
         def __init__(self, config: DeltaNetQwen3_5TextConfig) -> None:
             super().__init__(config)

@@ -12,7 +12,9 @@ from transformers.cache_utils import DynamicCache
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 
+from deltanet_hf.fast.mixer import FastMixer
 from deltanet_hf.mixers import AttentionKind
+from deltanet_hf.mixers.base import Mixer
 from deltanet_hf.mixers.layer_kind import PositionEmbeddings
 from deltanet_hf.mixers.masks import sliding_window
 from deltanet_hf.mixers.routed_config import RoutedConfig
@@ -72,6 +74,7 @@ class StateLayer(ServedLayer):
     def __init__(self, layer: Any, name: str, vllm_config: VllmConfig) -> None:
         super().__init__(layer, name)
         self.states = StatePages(layer.state_shapes(vllm_config.model_config.dtype), name, vllm_config)
+        self._form: Any = None
 
     def whole(self, x: Tensor, position_embeddings: PositionEmbeddings | None) -> Tensor:
         return self._call(MixerCacheLayer(), x, position_embeddings)
@@ -100,7 +103,9 @@ class StateLayer(ServedLayer):
         return output
 
     def _call(self, cache: MixerCacheLayer, x: Tensor, position_embeddings: PositionEmbeddings | None) -> Tensor:
-        output: Tensor = self.layer.call_on(cache, x, position_embeddings, None)
+        if self._form is None:  # the weights have been loaded
+            self._form = FastMixer(self.layer, may_move=False) if isinstance(self.layer, Mixer) else self.layer
+        output: Tensor = self._form.call_on(cache, x, position_embeddings, None)
         return output
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import DynamicCache, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
-from deltanet_hf.decoding import decoded_by, fixed_cache, forget_graphs
+from deltanet_hf.decoding import decoded_by, fixed_cache, forget_graphs, serve
 from deltanet_hf.decoding.recorders import RECORDERS
 from deltanet_hf.evaluation.lesions import switch_off_state
 from deltanet_hf.mixers import MIXERS, single_query
@@ -36,6 +37,7 @@ from support.tiny_models import (
     randomise,
     tiny_mixture,
     tiny_student,
+    tiny_teacher,
 )
 
 TOKENS = torch.randint(3, 97, (3, 9), generator=torch.Generator().manual_seed(4))
@@ -283,10 +285,13 @@ def test_snapshots_sessions_and_assistance_with_recorded_steps(recorder: Recorde
 def test_a_changed_model_is_recorded_again(recorder: Recorder) -> None:
     model = pure()
     before = check_same(model).sequences
-    assert check_same(switch_off_state(model)).sequences.tolist() != before.tolist()
     model.model.layers[0].mlp.up_proj.weight = torch.nn.Parameter(model.model.layers[0].mlp.up_proj.weight * 0.5)
     check_same(model)
+    model.model.layers[1].self_attn.window_branch.scale *= 3
+    assert check_same(model).sequences.tolist() != before.tolist()
     assert recorder.recorded == 3
+    generate(switch_off_state(model))
+    assert decoded_by(model).endswith("window_branch: its method share is replaced")
 
 
 def test_what_is_not_recorded(recorder: Recorder) -> None:
@@ -337,6 +342,20 @@ def test_recordings_do_not_keep_a_model_alive(recorder: Recorder) -> None:
     del model
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_softmax_models(family: str, recorder: Recorder) -> None:
+    model = tiny_teacher(family)
+    own, wanted = type(model), generate(model, disable_compile=True).sequences.tolist()
+    assert serve(serve(model)) is model
+    assert check_same(model).sequences.tolist() == wanted
+    assert decoded_by(model) == "CUDA graph"
+    assert recorder.recorded == 1
+    assert str(type(model)) == str(own)
+    again = pickle.loads(pickle.dumps(model))
+    assert type(again) is type(model)
+    assert check_same(again).sequences.tolist() == wanted
 
 
 def test_a_model_in_the_format_of_qwen3_5(recorder: Recorder) -> None:

@@ -16,24 +16,31 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
-from deltanet_hf.decoding import join_projections
-from deltanet_hf.decoding.projections import join_for_inference, leave_in_place
-from deltanet_hf.decoding.recorders import RECORDERS
-from deltanet_hf.mixers.joint_projection import join, products
-from support.replayed_step import Recorder
-from support.tiny_models import tiny_student
+from deltanet_hf.fast import fast_form, form
+from deltanet_hf.fast.joint import joint_parts
+from deltanet_hf.fast.mixer import FastMixer
+from support.plain_form import plain_form
+from support.tiny_models import tiny_student, tiny_teacher
 
 TOKENS = torch.randint(3, 97, (2, 12), generator=torch.Generator().manual_seed(6))
 ROUNDING = {"rtol": 2e-5, "atol": 2e-5}  # of four layers and six steps; products of one layer are compared below
-SETTINGS: dict[str, dict[str, Any]] = {
-    "biases": {},
-    "window": {"window": 5, "sinks": 2},
-    "one state per key head": {"window": 3, "expand_kv": False},
-    "shared projections": {"shared_kv": True},
-    "low-rank gate": {"output_gate_rank": 3},
-    "no gate biases": {"gate_bias": False, "qkv_bias": False},
-    "no output gate": {"output_gate": False, "output_norm": "none"},
+SETTINGS: dict[str, tuple[dict[str, Any], int]] = {  # with the number of layers that make one product
+    "biases": ({}, 6),
+    "window": ({"window": 5, "sinks": 2}, 7),
+    "one state per key head": ({"window": 3, "expand_kv": False}, 7),
+    "shared projections": ({"shared_kv": True}, 6),
+    "low-rank gate": ({"output_gate_rank": 3}, 6),
+    "no gate biases": ({"gate_bias": False, "qkv_bias": False}, 6),
+    "no output gate": ({"output_gate": False, "output_norm": "none"}, 5),
+    "retention": ({"mixer": "retention"}, 4),
+    "deltaproduct": ({"mixer": "deltaproduct"}, 6),
+    "kda": ({"mixer": "kda"}, 5),
 }
+
+
+@pytest.fixture(autouse=True)
+def moves_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(form, "MOVES_ON", {"cpu"})
 
 
 class Products(TorchDispatchMode):
@@ -57,63 +64,47 @@ def decode(model: Any) -> torch.Tensor:
     return torch.cat(steps, dim=1)
 
 
-def projections_of(model: Any, layer: int = 0) -> list[nn.Linear]:
-    return model.model.layers[layer].self_attn.step_projections()
-
-
 def is_joint(model: Any) -> bool:
-    """Whether a layer's projections make one product."""
-    attention = model.model.layers[0].self_attn
-    with torch.no_grad(), Products() as counted:
-        products(torch.ones(1, 1, 32, dtype=model.dtype), attention.step_projections())
-    return counted.count == 1
+    """Whether the weights of a layer's projections are in one block."""
+    mixer = model.model.layers[0].self_attn
+    return len({linear.weight.untyped_storage().data_ptr() for linear in (mixer.q_proj, mixer.k_proj)}) == 1
 
 
-@pytest.mark.parametrize("changes", SETTINGS.values(), ids=SETTINGS)
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_decoding_is_the_same(family: str, changes: dict[str, Any]) -> None:
-    model = tiny_student(family, **changes)
-    wanted, before = decode(model), copy.deepcopy(model.state_dict())
-    assert not is_joint(model)
-    join_projections(model)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_layer_makes_one_product(name: str) -> None:
+    changes, projections = SETTINGS[name]
+    model = tiny_student("qwen3", **changes)
+    before = copy.deepcopy(model.state_dict())
+    with plain_form():
+        wanted = decode(model)
+    mixer, x, cos = model.model.layers[0].self_attn, torch.randn(2, 7, 32), torch.randn(1, 7, 16)
+    with torch.no_grad():
+        with Products() as apart:
+            FastMixer(mixer, False)(x, (cos, cos.sin()))
+        with Products() as joint:
+            FastMixer(mixer, True)(x, (cos, cos.sin()))
+    assert apart.count - joint.count == projections - 1
     assert is_joint(model)
-    addresses = [parameter.data_ptr() for parameter in model.parameters()]
-    join_projections(model)
-    assert addresses == [parameter.data_ptr() for parameter in model.parameters()]
-    torch.testing.assert_close(decode(model), wanted, **ROUNDING)
+    addresses = [parameter.data_ptr() for parameter in mixer.parameters()]
+    torch.testing.assert_close(decode(model), wanted, rtol=1e-4, atol=1e-4)
+    assert addresses == [parameter.data_ptr() for parameter in mixer.parameters()]
     after = model.state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-@pytest.mark.parametrize("mixer", ["deltanet", "gated_linear", "linear", "retention", "kda", "comba", "deltaproduct"])
-def test_other_mixers_are_the_same(mixer: str) -> None:
-    model = tiny_student("llama", mixer=mixer)
-    wanted = decode(model)
-    join_projections(model)
-    torch.testing.assert_close(decode(model), wanted, **ROUNDING)
-
-
-@pytest.mark.parametrize("changes", SETTINGS.values(), ids=SETTINGS)
-def test_prompts_are_the_same(changes: dict[str, Any]) -> None:
-    model = tiny_student("qwen3", **changes)
-    mixer = model.model.layers[0].self_attn
-    x, cos = torch.randn(2, 7, 32), torch.randn(1, 7, 16)
-    call = {"hidden_states": x, "position_embeddings": (cos, cos.sin())}
-    with torch.no_grad():
-        with Products() as apart:
-            wanted, _ = mixer(**call)
-        padded, _ = mixer(**call, attention_mask=torch.ones(2, 7), padding=torch.zeros(2, 7, dtype=torch.bool))
-        join_projections(model)
-        with Products() as joint:
-            found, _ = mixer(**call)
-    assert joint.count == apart.count - len(mixer.step_projections()) + 1
-    for one in (found, padded, mixer(**call)[0]):
-        torch.testing.assert_close(one, wanted, **ROUNDING)
+def test_softmax_layers_and_blocks_make_one_product_each() -> None:
+    model = tiny_teacher("gemma2")
+    found = fast_form(model)
+    with torch.no_grad(), Products() as apart:
+        wanted = model(TOKENS).logits
+    with torch.no_grad(), Products() as joint:
+        torch.testing.assert_close(found(model, TOKENS).logits, wanted, **ROUNDING)  # type: ignore[operator]
+    assert apart.count - joint.count == 3 * 4
 
 
 def call_with_gradients(model: Any) -> None:
-    leave_in_place(model)
+    model(TOKENS)
 
 
 def freeze_a_part(model: Any) -> None:
@@ -140,56 +131,36 @@ def test_a_model_that_may_be_trained_stays_in_place(spoil: Any) -> None:
     model = tiny_student("llama")
     spoil(model)
     before = [parameter.data_ptr() for parameter in model.parameters()]
-    join_for_inference(model)
+    decode(model)
     assert before == [parameter.data_ptr() for parameter in model.parameters()]
 
 
-def test_the_first_call_joins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_call_joins() -> None:
     model = tiny_student("llama").train()
-    join_for_inference(model)
+    decode(model)
     assert not is_joint(model)
-    join_for_inference(model.eval())
+    decode(model.eval())
     assert is_joint(model)
-    with monkeypatch.context() as patch:
-        patch.setattr("deltanet_hf.decoding.projections.join_projections", lambda _: pytest.fail("joined again"))
-        join_for_inference(model)
-    model.double()
-    assert not is_joint(model)
-    join_for_inference(model)
+    decode(model.double())
     assert is_joint(model)
 
 
-def test_a_call_makes_few_products_and_no_copies() -> None:
-    linears = [
-        nn.Linear(16, size, bias=bias) for size, bias in ((24, False), (3, False), (5, True), (16, True), (1, True))
-    ]
+def test_a_call_makes_one_product_and_no_copies() -> None:
+    sizes = ((24, False), (3, False), (5, True), (16, True), (1, True))
+    linears = [nn.Linear(16, size, bias=bias) for size, bias in sizes]
     x = torch.randn(3, 2, 16)
     with torch.no_grad():
-        wanted = products(x, linears)
-        join(linears)
-        with Products() as counted:
-            found = products(x, linears)
-    assert counted.count == 1
-    for linear in linears:
-        torch.testing.assert_close(found[linear], wanted[linear], rtol=1e-6, atol=1e-6)
-    assert len({y.untyped_storage().data_ptr() for y in found.values()}) == 1
-    assert found[linears[0]].stride() == (112, 56, 1)  # 49 outputs, and 7 that mean nothing
-
-
-def test_neighbours_without_room_behind_them() -> None:
-    memory = torch.randn(3 + 2 + 4, 8)
-    linears = [nn.Linear(8, 3, bias=False), nn.Linear(8, 2, bias=False), nn.Linear(8, 4, bias=False)]
-    for linear, part in zip(linears, memory.split([3, 2, 4]), strict=True):
-        linear.weight.data = part
-    x = torch.randn(1, 8)
-    with torch.no_grad(), Products() as counted:
-        found = products(x, linears)
-    assert counted.count == 1
-    for linear, part in zip(linears, memory.split([3, 2, 4]), strict=True):
-        torch.testing.assert_close(found[linear], x @ part.T)
-    linears[1].weight.data = memory[5:7]  # no neighbour any more
-    with torch.no_grad():
-        torch.testing.assert_close(products(x, linears)[linears[1]], x @ memory[5:7].T)
+        wanted = [linear(x) for linear in linears]
+        for may_move in (True, False):  # they are found where they have been moved
+            parts = joint_parts(linears, may_move)
+            with Products() as counted:
+                found = [part(x) for part in parts]
+            assert counted.count == 1
+            torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+            assert len({y.untyped_storage().data_ptr() for y in found}) == 1
+            assert found[0].stride() == (112, 56, 1)  # 49 outputs, and 7 that mean nothing
+        torch.testing.assert_close([part(2 * x) for part in parts], [linear(2 * x) for linear in linears])
+        torch.testing.assert_close([parts[1](x), parts[1](x)], [wanted[1]] * 2)
 
 
 def spoil_gradient(linears: list[nn.Linear]) -> None:
@@ -208,28 +179,27 @@ def spoil_device(linears: list[nn.Linear]) -> None:
     linears[0].to("meta")
 
 
+def spoil_class(linears: list[nn.Linear]) -> None:
+    linears[0].__class__ = type("Linear", (nn.Linear,), {})
+
+
 def spoil_width(linears: list[nn.Linear]) -> None:
     linears[0].weight = nn.Parameter(torch.zeros(4, 8))
 
 
-@pytest.mark.parametrize("spoil", [spoil_gradient, spoil_memory, spoil_dtype, spoil_device, spoil_width])
+@pytest.mark.parametrize("spoil", [spoil_gradient, spoil_memory, spoil_dtype, spoil_device, spoil_class, spoil_width])
 def test_what_cannot_be_moved_stays(spoil: Any) -> None:
     linears = [nn.Linear(16, 4, bias=False) for _ in range(3)]
     spoil(linears)
     before = [linear.weight.data_ptr() for linear in linears]
-    join(linears)
+    assert joint_parts(linears, True) == linears
     assert before == [linear.weight.data_ptr() for linear in linears]
 
 
-def test_hooked_replaced_and_moved_layers_are_honoured() -> None:
+def test_replaced_and_moved_weights_are_honoured() -> None:
     model = tiny_student("llama", window=5, sinks=2)
-    join_projections(model)
-    attention, seen = model.model.layers[0].self_attn, []
-    handle = attention.g_proj.register_forward_hook(lambda module, args, output: seen.append(len(args)))
     wanted = decode(model)
-    assert len(seen) == 7
-    handle.remove()
-    torch.testing.assert_close(decode(model), wanted, **ROUNDING)
+    attention = model.model.layers[0].self_attn
     with torch.no_grad():
         attention.k_proj.weight.mul_(0.5)
     halved = decode(model)
@@ -239,38 +209,29 @@ def test_hooked_replaced_and_moved_layers_are_honoured() -> None:
     torch.testing.assert_close(decode(fresh), halved, **ROUNDING)
     attention.k_proj.weight = nn.Parameter(attention.k_proj.weight.detach() * 2)
     torch.testing.assert_close(decode(model), wanted, **ROUNDING)
-    join_projections(model)
-    torch.testing.assert_close(decode(model), wanted, **ROUNDING)
     for moved in (copy.deepcopy(model), copy.deepcopy(model).double()):
-        again = decode(moved)
-        torch.testing.assert_close(again.float(), wanted, rtol=1e-4, atol=1e-4)
-        join_projections(moved)
-        assert is_joint(moved)
-        torch.testing.assert_close(decode(moved), again, **ROUNDING)
+        torch.testing.assert_close(decode(moved).float(), wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("joint_before", [True, False])
 def test_adapters_are_honoured(joint_before: bool) -> None:
     plain, joint = tiny_student("llama", window=5, sinks=2), tiny_student("llama", window=5, sinks=2)
-    join_projections(joint) if joint_before else None
+    if joint_before:
+        decode(joint)
     found = []
     for model in (plain, joint):
         torch.manual_seed(0)
         config = LoraConfig(r=2, target_modules=["q_proj", "v_proj", "g_proj"], init_lora_weights=False)
         adapted = get_peft_model(model, config).eval()
-        if model is joint:
-            join_projections(adapted)
         found.append((decode(adapted), decode(adapted.merge_and_unload())))
     torch.testing.assert_close(found[1], found[0], **ROUNDING)
-    join_projections(joint)
-    assert is_joint(joint)
-    torch.testing.assert_close(decode(joint), found[0][1], **ROUNDING)
+    torch.testing.assert_close(found[1][0], found[1][1], rtol=1e-4, atol=1e-4)
 
 
 def test_training_goes_on() -> None:
     plain, joint = tiny_student("llama", window=5, sinks=2), tiny_student("llama", window=5, sinks=2)
     with torch.inference_mode():  # as inside of a call of `generate`
-        join_projections(joint)
+        fast_form(joint)
     for model in (plain, joint):
         optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-2)
         for _ in range(2):
@@ -286,9 +247,9 @@ def test_training_goes_on() -> None:
 
 def test_files_and_memory_are_the_same(tmp_path: Path) -> None:
     model = tiny_student("llama", window=5, sinks=2)
-    wanted = decode(model)
     model.save_pretrained(tmp_path / "before")
-    join_projections(model)
+    wanted = decode(model)
+    assert is_joint(model)
     model.save_pretrained(tmp_path / "after")
     files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("before", "after")]
     assert files[0] == files[1]
@@ -297,28 +258,6 @@ def test_files_and_memory_are_the_same(tmp_path: Path) -> None:
     storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
     most = sum(p.nbytes for p in model.parameters()) + len(model.model.layers) * 4 * 8 * 32 * 4
     assert sum(storages.values()) <= most
-
-
-def test_compiled_products() -> None:
-    linears = [nn.Linear(16, size) for size in (4, 8, 2)]
-    join(linears)
-    x = torch.randn(2, 1, 16)
-    compiled = torch.compile(lambda x: list(products(x, linears).values()), backend="aot_eager", fullgraph=True)
-    with torch.no_grad():
-        torch.testing.assert_close(compiled(x), list(products(x, linears).values()), **ROUNDING)
-
-
-def test_generate_joins_where_it_records(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_student("llama", window=5, sinks=2)
-    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    wanted = model.generate(TOKENS, **options)
-    assert not is_joint(model)
-    recorder = Recorder()
-    monkeypatch.setitem(RECORDERS, "cpu", recorder)
-    for _ in range(2):
-        assert torch.equal(model.generate(TOKENS, **options), wanted)
-    assert is_joint(model)
-    assert recorder.recorded == 1
 
 
 @pytest.fixture
@@ -332,12 +271,10 @@ def one_process(tmp_path: Path) -> Iterator[Any]:
 def test_sharded_models(joint_before: bool, one_process: Any) -> None:
     plain, sharded = tiny_student("llama", window=5, sinks=2), tiny_student("llama", window=5, sinks=2)
     if joint_before:
-        join_projections(sharded)
+        decode(sharded)
     shard(sharded, one_process)
-    before = [parameter.to_local().data_ptr() for parameter in sharded.parameters()]
-    join_projections(sharded)
-    assert before == [parameter.to_local().data_ptr() for parameter in sharded.parameters()]
     torch.testing.assert_close(decode(sharded), decode(plain), **ROUNDING)
+    assert isinstance(fast_form(sharded), str)
     for model in (plain, sharded):
         model(TOKENS, labels=TOKENS, use_cache=False).loss.backward()
         torch.optim.SGD(model.parameters(), lr=1e-2).step()

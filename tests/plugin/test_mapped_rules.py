@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from deltanet_hf import LayerTable
+from deltanet_hf.fast.mixer import FastMixer
 from deltanet_hf.mixers.additive import additive_rule
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
+from deltanet_hf.mixers.state import MixerCacheLayer
 from deltanet_kernels import naive_gated_delta_rule
 from deltanet_kernels.gated_delta_rule.reference import l2_normalize
 from support.mapped_rules import B, H, K, T, V, close, draw, gradients, inputs, layer_of
@@ -138,10 +140,12 @@ def test_a_rule_with_a_recurrence_of_its_own_is_not_decoded_as_gated_deltanet() 
             return -output, state
 
     layer = layer_of("gated_deltanet")
-    state = {"state": torch.zeros(1, 4, 8, 8, dtype=torch.float64)}
-    assert layer.step(draw(1, 1, 32), None, state, None) is not None
-    layer.__class__ = Negated
-    assert layer.step(draw(1, 1, 32), None, state, None) is None
+    for kind, sign in ((GatedDeltaNet, 1), (Negated, -1)):
+        layer.__class__ = kind
+        caches, form = (MixerCacheLayer(), MixerCacheLayer()), FastMixer(layer, False)
+        for x in (draw(1, 3, 32), draw(1, 1, 32)):
+            torch.testing.assert_close(form(x, None, None, caches[0]), layer(x, None, None, caches[1]))
+        assert layer.fused_step == (sign == 1)
 
 
 @pytest.mark.parametrize("name", ["gated_linear", "retention", "gla"])

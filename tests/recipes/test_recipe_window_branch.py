@@ -31,9 +31,6 @@ class Branch(nn.Module):
         self.dropout: torch.Tensor
         self.register_buffer("dropout", torch.zeros(()), persistent=False)
 
-    def mixes_in_one_kernel(self, norm: Any) -> bool:
-        return False
-
     def forward(
         self, x: torch.Tensor, q: Any, k: Any, v: Any, far: torch.Tensor, *state: Any
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from deltanet_hf import LayerTable, converted_config
+from deltanet_hf.models import qwen3_5
 from deltanet_hf.models.factory import model_class
 from deltanet_hf.models.families import FAMILIES
 from deltanet_hf.models.layers import Kind
@@ -135,4 +136,15 @@ def tiny_mixture(model_type: str, table: LayerTable, seed: int = 0) -> PreTraine
     """A converted model with random weights and the given layer table."""
     model = model_class(model_type)(converted_config(teacher_config(model_type), table))
     randomise(model, seed)
+    return model.eval()
+
+
+def tiny_qwen3_5() -> PreTrainedModel:
+    """A model in the format of Qwen3.5, whose value heads share queries and keys."""
+    sizes = {f"linear_{part}_head_dim": 8 for part in ("key", "value")}
+    counts = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    types = ["linear_attention", "full_attention"] * 2
+    config = qwen3_5.DeltaNetQwen3_5TextConfig(**COMMON, **sizes, **counts, head_dim=16, layer_types=types)
+    model = qwen3_5.model_class()(config)
+    randomise(model, 0)
     return model.eval()

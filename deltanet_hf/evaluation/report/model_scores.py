@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from deltanet_hf.decoding.served import serve
 from deltanet_hf.evaluation.measures.continuations import exact_match, token_budget
 from deltanet_hf.evaluation.measures.probes import Probe, answer_outcomes
 from deltanet_hf.evaluation.measures.relative import Clusters
@@ -111,7 +112,7 @@ def measure_model(
         result.tasks = material.harness.run(lm)
         lap("tasks")
     for length in material.speed_lengths:
-        result.speed.append(measure_speed(model, length))
+        result.speed.append(measure_speed(serve(model), length))
     if material.speed_lengths:
         lap("speed")
     return result

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
+from deltanet_hf.decoding.served import serve
 from deltanet_hf.models.factory import converted_config
 from deltanet_hf.models.layers import LayerTable
 
@@ -59,4 +60,4 @@ def random_model(shape: str, kind: str, mixer: str, dtype: torch.dtype, device: 
         config = converted_config(config, LayerTable.preset(layers, mixer, softmax=softmax, teacher=config))
     with device:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    return model.eval()
+    return serve(model.eval())

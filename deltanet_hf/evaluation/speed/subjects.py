@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from deltanet_hf.cpu_dtype import loading_dtype
+from deltanet_hf.decoding.served import serve
 from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.measures.decoding_mode import MODES
 from deltanet_hf.evaluation.speed.bench import Conditions, Subject
@@ -71,5 +72,4 @@ def _saved(names: list[str], dtype: str, place: torch.device) -> Iterator[Subjec
 
 def _handed_over(loaded: list[Any], place: torch.device) -> PreTrainedModel:
     """The model, to which nothing else refers from now on, so that its memory is free after its measurement."""
-    model: PreTrainedModel = loaded.pop().to(place)
-    return model
+    return serve(loaded.pop().to(place))

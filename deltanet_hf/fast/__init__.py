@@ -1,0 +1,21 @@
+"""The fast form of a model: what its own modules compute, by few launches and without gradients.
+
+    file        holds
+    ----------  ------------------------------------------------------------------------------------------
+    form.py     `fast_form(model)`: the form or the reason why there is none, decided once per model
+    reasons.py  these reasons: hooks, adapters, offloading, sharding, training, replaced methods
+    decoder.py  the decoder and its layers, with the residual sums handed on to the next norm
+    mixer.py    prefill and decoding step of a mixer
+    window.py   prefill and decoding step of the window beside a state
+    norms.py    norms with residual sums, one kernel each
+    mlp.py      feed-forward blocks
+    joint.py    linear layers with one input as one matrix product
+    copied.py   copies of modules with replaced parts
+
+Each form computes what the model's own modules do, but for rounding. `deltanet_hf.decoding` records its step.
+"""
+
+from deltanet_hf.fast.decoder import FastDecoder
+from deltanet_hf.fast.form import fast_form, with_fast_form
+
+__all__ = ["FastDecoder", "fast_form", "with_fast_form"]

@@ -1,0 +1,151 @@
+"""The decoder of a language model in its fast form: norms, residual sums, projections and mixers by few launches.
+
+The fast form is a copy of the family's decoder with the same parameters. The family's own forward embeds the tokens,
+makes masks and rotary embeddings and calls the layers; the layers, the final norm and what is in them are those of
+this package. A layer returns its last residual sum as two tensors, and the norm behind it computes the sum.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from deltanet_hf.fast.copied import copied
+from deltanet_hf.fast.joint import joint_parts
+from deltanet_hf.fast.mixer import FastMixer
+from deltanet_hf.fast.mlp import FastMLP, is_known
+from deltanet_hf.fast.norms import FastNorm, Sum, form_of
+from deltanet_hf.mixers.base import Mixer
+
+
+class Norms(NamedTuple):
+    """The norms of a decoder layer by name, before and behind attention and feed-forward block; None for no norm."""
+
+    before_attention: str | None
+    behind_attention: str | None
+    before_mlp: str | None
+    behind_mlp: str | None
+
+
+BEFORE = Norms("input_layernorm", None, "post_attention_layernorm", None)
+BEHIND = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+BOTH = Norms("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+LAYERS = {
+    "LlamaDecoderLayer": BEFORE,
+    "MistralDecoderLayer": BEFORE,
+    "Qwen2DecoderLayer": BEFORE,
+    "Qwen3DecoderLayer": BEFORE,
+    "Olmo2DecoderLayer": BEHIND,
+    "Olmo3DecoderLayer": BEHIND,
+    "GraniteDecoderLayer": BEFORE,
+    "SmolLM3DecoderLayer": BEFORE,
+    "Gemma2DecoderLayer": BOTH,
+    "Gemma3DecoderLayer": BOTH,
+    "Phi3DecoderLayer": BEFORE,
+    "Qwen3MoeDecoderLayer": BEFORE,
+    "OlmoeDecoderLayer": BEFORE,
+    "MixtralDecoderLayer": BEFORE,
+    "GraniteMoeDecoderLayer": BEFORE,
+    "Qwen3_5DecoderLayer": BEFORE,
+}
+"""By the name of the class in transformers."""
+
+
+def norms_of(layer: nn.Module) -> Norms | None:
+    """The norms of a decoder layer of a known family; None for any other."""
+    kind = type(layer)
+    return LAYERS.get(kind.__name__) if kind.__module__.startswith("transformers.models.") else None
+
+
+class FastDecoder:
+    """The fast form of a causal language model, for calls without gradients.
+
+    Args:
+        model: a model of a known family; it is not kept, but its parameters are.
+        may_move: whether weights may be moved, so that the projections of an input are one product.
+    """
+
+    def __init__(self, model: Any, may_move: bool) -> None:
+        decoder = model.model
+        layers = [FastLayer(layer, may_move) for layer in decoder.layers]
+        self._decoder = copied(decoder, layers=layers, norm=FastNorm(decoder.norm))
+
+    def __call__(self, model: Any, *args: Any, **kwargs: Any) -> CausalLMOutputWithPast:
+        """As the forward of `model`, which this was made of."""
+        forward = type(model).forward
+        forward = getattr(forward, "plain_form", forward)
+        return forward(copied(model, model=self._decoder), *args, **kwargs)  # type: ignore[no-any-return]
+
+
+class FastLayer:
+    """A decoder layer: attention and feed-forward block, each between its norms and added to its input."""
+
+    def __init__(self, layer: Any, may_move: bool) -> None:
+        names = norms_of(layer)
+        assert names is not None
+        norms = (None if name is None else FastNorm(getattr(layer, name)) for name in names)
+        self._before_attention, self._behind_attention, self._before_mlp, self._behind_mlp = norms
+        linear = layer._modules.get("linear_attn")
+        self._attention = fast_part(layer.self_attn, may_move) if linear is None else LinearAttention(linear, may_move)
+        self._mlp = fast_part(layer.mlp if hasattr(layer, "mlp") else layer.block_sparse_moe, may_move)
+        self._multiplier = getattr(layer, "residual_multiplier", None)
+
+    def __call__(self, hidden_states: Tensor | Sum, **call: Any) -> Sum:
+        """Hidden states [B, T, hidden], or a sum that gives them -> the sum that gives those of the next layer."""
+        x, residual = self._normed(self._before_attention, hidden_states)
+        x = self._attention(hidden_states=x, **call)[0]
+        total = self._added(x, self._behind_attention, residual)
+        x, residual = self._normed(self._before_mlp, total)
+        return self._added(self._mlp(x), self._behind_mlp, residual)
+
+    @staticmethod
+    def _normed(norm: FastNorm | None, x: Tensor | Sum) -> tuple[Tensor, Tensor]:
+        """The input of a block, and the tensor that its output is added to."""
+        if norm is not None:
+            return norm.with_sum(x)
+        x = x.total() if isinstance(x, Sum) else x
+        return x, x
+
+    def _added(self, x: Tensor, norm: FastNorm | None, residual: Tensor) -> Sum:
+        """The output of a block, added to its input."""
+        x = x if norm is None else norm(x)
+        return Sum(x if self._multiplier is None else x * self._multiplier, residual)
+
+
+class LinearAttention:
+    """A layer of Qwen3.5's name and signature, for which transformers drops the mask of a single token."""
+
+    def __init__(self, mixer: Mixer, may_move: bool) -> None:
+        self._mixer = FastMixer(mixer, may_move)
+
+    def __call__(
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, padding: Any = None, **call: Any
+    ) -> tuple[Tensor, None]:
+        if attention_mask is None and hidden_states.shape[1] == 1 and isinstance(padding, Tensor):
+            attention_mask = ~padding
+        return self._mixer(
+            hidden_states, None, attention_mask, call.get("past_key_values"), call.get("cu_seq_lens_q"), padding
+        )
+
+
+TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Names of linear layers with one input, in attention and in feed-forward blocks."""
+
+
+def fast_part(module: nn.Module, may_move: bool) -> Any:
+    """What stands for a module in the fast form: a module of this package, a copy with faster parts, or itself."""
+    if isinstance(module, Mixer):
+        return FastMixer(module, may_move)
+    if is_known(module):
+        return FastMLP(module, may_move)
+    if form_of(module) is not None:
+        return FastNorm(module)
+    children = {name: child for name, child in module._modules.items() if child is not None}
+    parts = {name: fast_part(child, may_move) for name, child in children.items()}
+    for names in TOGETHER:
+        if set(names) <= children.keys():
+            parts.update(zip(names, joint_parts([children[name] for name in names], may_move), strict=True))
+    replaced = {name: part for name, part in parts.items() if part is not children[name]}
+    return copied(module, **replaced) if replaced else module

@@ -1,0 +1,102 @@
+"""Which form a model takes in calls without gradients, decided once and again where the model has changed."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from operator import is_
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch import nn
+
+from deltanet_hf.fast.decoder import FastDecoder
+from deltanet_hf.fast.reasons import reason_of_call, reasons
+
+MOVES_ON = {"cuda"}  # types of devices that launch kernels slower than they compute them
+
+
+class Version:
+    """What a model's form depends on: its modules, their attributes and hooks, and the addresses of its weights.
+
+    Attributes of the model itself and of modules without weights do not count: `generate` and rotary embeddings keep
+    things of their own there.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        views: list[Any] = []  # which show later changes
+        for module in model.modules():
+            dicts: list[Any] = [module._modules, module._parameters]
+            dicts += [module._forward_hooks, module._forward_pre_hooks]
+            if module is not model and (module._modules or module._parameters):
+                dicts.append(vars(module))
+                views += [value for value in vars(module).values() if type(value) is list]  # as of merged adapters
+            views += [values.values() for values in dicts]
+        self._views = views
+        self._values = list(itertools.chain.from_iterable(views))
+        self._weights = [weight for weight in model.parameters() if type(weight) is nn.Parameter]
+        self._addresses = [weight.data_ptr() for weight in self._weights]
+
+    def is_current(self) -> bool:
+        """Whether nothing has changed since; half a millisecond for 30 layers."""
+        return (
+            sum(map(len, self._views)) == len(self._values)
+            and all(map(is_, itertools.chain.from_iterable(self._views), self._values))
+            and [weight.data_ptr() for weight in self._weights] == self._addresses
+        )
+
+
+class Decision(NamedTuple):
+    """The form of a model, or the reason for its plain form, as long as the version is current."""
+
+    form: FastDecoder | str
+    version: Version
+
+
+_DECISIONS: WeakKeyDictionary[nn.Module, Decision] = WeakKeyDictionary()
+_TRAINED: WeakSet[nn.Module] = WeakSet()
+
+
+def fast_form(model: nn.Module) -> FastDecoder | str:
+    """The fast form of a causal language model of a supported family, converted or not, or why it has none.
+
+    Its results are those of the plain form but for rounding. Making it brings the weights of each layer's projections
+    together in memory, where that serves and nobody else can hold their addresses; names, values and files stay.
+    """
+    found = _DECISIONS.get(model)
+    if found is None or not found.version.is_current():
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            return "a CUDA graph is being captured, which would record the move of weights"
+        reason = next(reasons(model), None)
+        form = FastDecoder(model, _may_move(model)) if reason is None else reason
+        found = _DECISIONS[model] = Decision(form, Version(model))
+    return found.form
+
+
+def with_fast_form(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a model class that takes the fast form where there is one, without gradients or a compiler."""
+
+    @functools.wraps(forward)  # transformers reads its signature
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return forward(self, *args, **kwargs)
+        if torch.is_grad_enabled():
+            _TRAINED.add(self)
+            return forward(self, *args, **kwargs)
+        form = fast_form(self)
+        if isinstance(form, FastDecoder) and reason_of_call(self, kwargs) is None:
+            return form(self, *args, **kwargs)
+        return forward(self, *args, **kwargs)
+
+    wrapped.plain_form = forward  # type: ignore[attr-defined]
+    return wrapped
+
+
+def _may_move(model: Any) -> bool:
+    """Whether no CUDA graph of training can hold the addresses of weights, also of those that have no gradient."""
+    if model.device.type not in MOVES_ON or model in _TRAINED:
+        return False
+    weights = list(model.parameters())
+    return all(one.grad is None for one in weights) and len({one.requires_grad for one in weights}) < 2

@@ -1,0 +1,103 @@
+"""Linear layers with one input as one matrix product.
+
+Decoding is many small launches, and a layer's projections of its input are most of them. The parameters of such layers
+are moved into one block of memory, of which each stays a view: modules, names, values, gradients and saved files are as
+before, and no memory is added.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+ALIGNMENT = 8  # numbers of outputs that matrix products are fast for are multiples of it
+
+
+class JointLinears:
+    """The product with several linear layers; `parts` stand for them and are called with the same input."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, sizes: Sequence[int]) -> None:
+        self._weight, self._bias = weight, bias
+        self._sizes = [*sizes, len(weight) - sum(sizes)]
+        self._held: tuple[Tensor, dict[int, Tensor]] | None = None
+        self.parts = [Part(self, index, size) for index, size in enumerate(sizes)]
+
+    def part(self, x: Tensor, index: int) -> Tensor:
+        """The output [..., out] of one layer for x [..., in]; the first of them to be called computes all."""
+        held = self._held
+        if held is None or held[0] is not x or index not in held[1]:
+            outputs = torch.split_with_sizes(F.linear(x, self._weight, self._bias), self._sizes, -1)
+            held = self._held = (x, dict(enumerate(outputs[: len(self.parts)])))
+        output = held[1].pop(index)
+        if not held[1]:
+            self._held = None
+        return output
+
+
+class Part:
+    """Stands for one of the layers: a view of the joint output, which no other caller gets."""
+
+    def __init__(self, joint: JointLinears, index: int, out_features: int) -> None:
+        self._joint, self._index, self.out_features = joint, index, out_features
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._joint.part(x, self._index)
+
+
+def joint_parts(linears: Sequence[Any], may_move: bool) -> list[Any]:
+    """What is to be called in the place of linear layers with one input: parts of a joint product, or the layers.
+
+    They stay apart if one of them is another module than `nn.Linear`, where dtypes or devices differ, and where they do
+    not lie in one block: parameters are only moved if they `may_move`, share their memory with no other tensor and
+    have no gradient, because CUDA graphs of training may hold their addresses.
+    """
+    weights, biases = [getattr(one, "weight", None) for one in linears], [getattr(one, "bias", None) for one in linears]
+    parameters = [one for one in (*weights, *biases) if one is not None]
+    alike = len({(one.dtype, one.device) for one in parameters}) == 1
+    if len(linears) < 2 or any(type(one) is not nn.Linear for one in linears) or not alike:
+        return list(linears)
+    sizes = [len(one) for one in weights]  # type: ignore[arg-type]
+    weight = _block(weights, sizes, may_move)
+    bias = _block(biases, sizes, may_move) if weight is not None and any(b is not None for b in biases) else None
+    if weight is None or (bias is None and any(b is not None for b in biases)):
+        return list(linears)
+    return list(JointLinears(weight, bias, sizes).parts)
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def _block(parameters: Sequence[Any], sizes: Sequence[int], may_move: bool) -> Tensor | None:
+    """The block with the rows of these parameters, each None for as many rows of zeros; None if they cannot be moved.
+
+    Its number of rows is a multiple of ALIGNMENT.
+    """
+    rows = -(-sum(sizes) // ALIGNMENT) * ALIGNMENT
+    starts = itertools.accumulate(sizes, initial=0)
+    present = [(one, start) for one, start in zip(parameters, starts, strict=False) if one is not None]
+    first = present[0][0]
+    if any(one.shape[1:] != first.shape[1:] or not one.is_contiguous() for one, _ in present):
+        return None
+    width = first[0].numel()
+    storage = first.untyped_storage()
+    if storage.nbytes() == rows * width * first.element_size() and all(
+        one.untyped_storage().data_ptr() == storage.data_ptr() and one.storage_offset() == start * width
+        for one, start in present
+    ):
+        return first.detach().as_strided((rows, *first.shape[1:]), first.stride(), 0)  # moved before
+    if not may_move or not all(_is_alone(one) for one, _ in present):
+        return None
+    block = first.new_zeros(rows, *first.shape[1:])
+    for one, start in present:
+        place = block[start : start + len(one)]
+        place.copy_(one)
+        one.data = place
+    return block
+
+
+def _is_alone(parameter: Tensor) -> bool:
+    return parameter.grad is None and parameter.untyped_storage().nbytes() == parameter.nbytes

@@ -1,0 +1,254 @@
+"""A mixer without gradients by few launches: the prefill of a prompt, and a decoding step.
+
+`Mixer.forward` says what a mixer computes, in separate and differentiable operations. Here, the projections of x are
+one matrix product; of a prompt, one kernel computes what lies between the projections and the recurrence, and one what
+follows the recurrence; of a step, one kernel computes everything between the projections and the window, and one the
+window. What these kernels do not compute goes through `Mixer.forward`, on a copy of the mixer with the joint product:
+prompts with padding, packed rows, convolutions of the keys alone, and steps of rules that have no fused step.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from deltanet_hf.fast.copied import copied
+from deltanet_hf.fast.joint import joint_parts
+from deltanet_hf.fast.norms import FastNorm, form_of
+from deltanet_hf.fast.window import mixture, window_prefill, window_step
+from deltanet_hf.mixers.base import Mixer
+from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet, stored
+from deltanet_hf.mixers.layer_kind import PositionEmbeddings
+from deltanet_hf.mixers.masks import packed_in, padding_in
+from deltanet_hf.mixers.parts import DecayGate
+from deltanet_hf.mixers.recorded_call import recorded
+from deltanet_hf.mixers.state import MixerCacheLayer, State, cache_layer, may_change
+from deltanet_kernels import gate_values, gated_delta_step_, gated_rms_norm, prompt_inputs
+from deltanet_kernels.arguments import GatedNormCall, RuleCall
+from deltanet_kernels.gated_delta_rule.operators import chunk_rule
+from deltanet_kernels.prompt.calls import GateValuesCall, PromptInputs, PromptInputsCall
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "g_down", "g_proj", "a_proj", "b_proj")
+
+
+class FastMixer:
+    """Stands for a mixer in calls without gradients, with the signature of its forward.
+
+    Args:
+        mixer: a mixer without hooks, adapters or replaced methods.
+        may_move: whether its weights may be moved, see `joint_parts`.
+    """
+
+    def __init__(self, mixer: Mixer, may_move: bool) -> None:
+        self.layer: Any = _with_fast_parts(mixer, may_move)
+        self.settings = mixer.settings
+        conv = mixer.conv1d
+        self._taps = None if conv is None else conv.weight.detach().squeeze(1)
+        self._offset = None if mixer.k_offset is None else mixer.k_offset.weight
+        whole = conv is None or mixer.settings.conv_on != "k"
+        exact = mixer.window_branch is None or mixer.window_branch.cache_bits == 16
+        self._prefills, self._steps = whole and exact, whole and mixer.fused_step
+        self._has_own_rule = isinstance(mixer, GatedDeltaNet) and type(mixer).mix is GatedDeltaNet.mix
+        own_heads = mixer.k_proj.out_features // mixer.head_dim
+        # Whether the state and the window read different queries and keys.
+        differ = conv is not None or self._offset is not None or self._qk_silu or mixer.kv_repeats > 1
+        self._window_heads = own_heads if mixer.window_branch is not None else 0
+        self._heads_apart = self._window_heads if differ else 0
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: PositionEmbeddings | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | MixerCacheLayer | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        padding: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """As `Mixer.forward`."""
+        layer, x, length = self.layer, hidden_states, hidden_states.shape[1]
+        cache = None if past_key_values is None else cache_layer(past_key_values, layer.layer_idx, layer.name)
+        padding = padding_in(attention_mask, padding, length, 0 if cache is None else cache.get_seq_length())
+        packed = packed_in(cu_seq_lens_q, length, cache)
+        if cache is not None and cache.record_past:
+            return recorded(cache, functools.partial(self.call_on, cache), x, position_embeddings, padding), None
+        if length == 1 and self._steps and cache is not None and may_change(cache):
+            return self.step(x, position_embeddings, cache, padding), None
+        if padding is None and packed is None and self._prefills:
+            return self.prefill(x, position_embeddings, cache), None
+        return Mixer.forward(layer, x, position_embeddings, attention_mask, cache, packed, padding)  # type: ignore[arg-type]
+
+    def call_on(
+        self, cache: MixerCacheLayer, x: Tensor, position_embeddings: PositionEmbeddings | None, mask: Tensor | None
+    ) -> Tensor:
+        """The layer on its part of a cache: x [B, T, hidden], mask [B, T] -> [B, T, hidden]."""
+        return self(x, position_embeddings, mask, cache)[0]
+
+    def prefill(
+        self, x: Tensor, position_embeddings: PositionEmbeddings | None, cache: MixerCacheLayer | None
+    ) -> Tensor:
+        """Tokens without padding, the first ones or further ones: x [B, T, hidden] -> [B, T, hidden]."""
+        layer, keep = self.layer, cache is not None
+        state = cache.state if cache is not None and cache.is_initialized else None
+        parts, gates, gate = layer.project(x), layer.gates(x, None), layer.output_gate(x)
+        inputs = self._inputs(parts, position_embeddings, state, keep)
+        output, new_state = self._mix(inputs, gates, state, keep)
+        output = output.view(*x.shape[:2], layer.num_heads, layer.head_dim)
+        if inputs.tail is not None:
+            new_state = {**new_state, "conv_tail": inputs.tail}
+        if layer.window_branch is not None:
+            q, k, v = inputs.window_q, inputs.window_k, layer.split_heads(layer.own_channels(parts[2], layer.v_proj))
+            assert q is not None
+            assert k is not None
+            output, kept = window_prefill(layer.window_branch, x, q, k, v, output, gate, layer.norm, state, keep)
+            new_state = {**new_state, **kept}
+        elif layer.norm is not None:
+            output = gated_rms_norm.unchecked(GatedNormCall(output, gate, layer.norm.weight, layer.norm.eps))
+        else:
+            output = layer.gated_norm(output, gate)
+        if cache is not None:
+            cache.advance(x.shape[1], new_state)
+        return layer.o_proj(output.flatten(-2))  # type: ignore[no-any-return]
+
+    def step(
+        self,
+        x: Tensor,
+        position_embeddings: PositionEmbeddings | None,
+        cache: MixerCacheLayer,
+        padding: Tensor | None,
+    ) -> Tensor:
+        """One more token, x [B, 1, hidden] -> [B, 1, hidden], with the state in the cache changed in place."""
+        layer, state = self.layer, cache.state
+        tail = state["conv_tail"].clone() if padding is not None and self._taps is not None else None
+        q, k, v = layer.project(x)
+        gates, gate = layer.step_gates(x), layer.output_gate(x)
+        cos, sin = self._rotation(position_embeddings)
+        output = gated_delta_step_(
+            q,
+            k,
+            v,
+            gates.a,
+            gates.b,
+            state["state"],
+            gates.A_log,
+            gates.dt_bias,
+            self._taps,
+            state.get("conv_tail"),
+            gate,
+            None if layer.norm is None else layer.norm.weight,
+            padding,
+            cos,
+            sin,
+            eps=1e-6 if layer.norm is None else layer.norm.eps,
+            qk_silu=self._qk_silu,
+            v_silu=self._v_silu,
+            k_offset=self._offset,
+            allow_neg_eigval=self.settings.allow_neg_eigval,
+            use_beta_sigmoid_in_kernel=gates.sigmoid,
+            erase=layer.erase,
+            kv_repeats=layer.kv_repeats,
+        )
+        if layer.window_branch is not None:
+            q, k, v = map(layer.split_heads, (q, k, v))
+            output = window_step(layer.window_branch, x, q, k, v, output, state, padding, cos, sin)
+        if tail is not None and padding is not None:  # the kernels move the tail of all rows
+            state["conv_tail"].copy_(tail.where(padding.unsqueeze(-1), state["conv_tail"]))
+        cache.count(1)
+        return layer.o_proj(output.flatten(-2))  # type: ignore[no-any-return]
+
+    @property
+    def _qk_silu(self) -> bool:
+        return bool(self.settings.qk_activation == "silu")
+
+    @property
+    def _v_silu(self) -> bool:
+        return bool(self.settings.v_activation == "silu")
+
+    def _rotation(self, position_embeddings: PositionEmbeddings | None) -> tuple[Tensor | None, Tensor | None]:
+        """cos and sin, where the layer rotates: every family turns the halves of the leading channels."""
+        if not self.layer.rotates:
+            return None, None
+        assert position_embeddings is not None
+        return position_embeddings
+
+    def _inputs(
+        self,
+        parts: tuple[Tensor, Tensor, Tensor],
+        position_embeddings: PositionEmbeddings | None,
+        state: State | None,
+        keep_state: bool,
+    ) -> PromptInputs:
+        """The inputs of the recurrence and of the window, from q, k, v [B, T, heads*D], in one kernel."""
+        cos, sin = self._rotation(position_embeddings)
+        head_dim = self.layer.head_dim
+        call = PromptInputsCall(
+            *parts,
+            head_dim,
+            self._taps,
+            None if self._taps is None or state is None else state["conv_tail"],
+            cos,
+            sin,
+            self._offset,
+            self._qk_silu,
+            self._v_silu,
+            self._heads_apart,
+            self._taps is not None and keep_state,
+            self.layer.kv_repeats,
+        )
+        # The state comes with the cache and the rotation with the call: from elsewhere than the layer.
+        if state is not None or not _rotates(parts[0], cos, sin, head_dim):
+            prompt_inputs.check(call)
+        inputs = prompt_inputs.unchecked(call)
+        if self._window_heads and not self._heads_apart:
+            inputs = inputs._replace(window_q=inputs.q, window_k=inputs.k[:, :, -self._window_heads :])
+        return inputs
+
+    def _mix(
+        self, inputs: PromptInputs, gates: tuple[Tensor, ...], state: State | None, keep_state: bool
+    ) -> tuple[Tensor, State]:
+        q, k, v = inputs[:3]
+        if state is not None or not self._has_own_rule or q.shape[1] == 1:
+            return self.layer.mix(q, k, v, gates, state, keep_state, None)  # type: ignore[no-any-return]
+        g, beta = gates
+        call = RuleCall(q, k, v, g, beta, None, None, keep_state, True, erase=self.layer.erase)
+        output, new_state = chunk_rule.unchecked(call)
+        return output, stored(new_state, self.settings.state_dtype)
+
+
+def _with_fast_parts(mixer: Any, may_move: bool) -> Mixer:
+    """A copy of a mixer with joint projections; one kernel each for the norms of q and k, the gates and the mixture."""
+    branch = mixer.window_branch
+    linears = {name: mixer._modules.get(name) for name in PROJECTIONS}
+    if linears["g_down"] is not None:
+        linears["g_proj"] = None  # which reads another input
+    linears = {name: linear for name, linear in linears.items() if linear is not None}
+    shares = [] if branch is None else [branch.share_proj]
+    found = joint_parts([*linears.values(), *shares], may_move)
+    replaced: dict[str, Any] = dict(zip(linears, found, strict=False))
+    if branch is not None:
+        fast = copied(branch, share_proj=found[-1])
+        replaced["window_branch"] = copied(fast, mixture=functools.partial(mixture, fast))
+    for name in ("q_norm", "k_norm"):
+        norm = getattr(mixer, name)
+        if norm is not None and form_of(norm) is not None:
+            replaced[name] = FastNorm(norm)
+    decay = getattr(mixer, "decay", None)
+    if isinstance(mixer, GatedDeltaNet) and type(decay) is DecayGate and mixer.sigmoid_strength:
+        replaced["gates_of"] = lambda a, b: gate_values.unchecked(
+            GateValuesCall(a, b, decay.A_log, decay.dt_bias, mixer.max_strength)
+        )
+    return copied(mixer, **replaced)
+
+
+def _rotates(q: Tensor, cos: Tensor | None, sin: Tensor | None, head_dim: int) -> bool:
+    """Whether the tokens of q [B, T, heads * head_dim], at least one, fit the rotary embedding, if there is one."""
+    if 0 in q.shape or cos is None or sin is None:
+        return cos is sin and 0 not in q.shape
+    if cos.dim() != 3 or cos.shape != sin.shape or not cos.device == sin.device == q.device:
+        return False
+    rows, tokens, turned = cos.shape
+    fits = rows in (1, q.shape[0]) and tokens == q.shape[1] and 0 < turned <= head_dim and turned % 2 == 0
+    return fits and cos.is_floating_point() and sin.is_floating_point()

@@ -1,0 +1,49 @@
+"""The feed-forward blocks of the families, down_proj(silu(gate_proj(x)) * up_proj(x)), by three launches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from deltanet_hf.fast.joint import joint_parts
+from deltanet_kernels import silu_product
+from deltanet_kernels.arguments import SiluProductCall
+
+CLASSES = (
+    "LlamaMLP",
+    "MistralMLP",
+    "Qwen2MLP",
+    "Qwen3MLP",
+    "Qwen3MoeMLP",
+    "GraniteMLP",
+    "SmolLM3MLP",
+    "Olmo2MLP",
+    "Olmo3MLP",
+)
+"""In transformers; others compute themselves, as those with GELU do."""
+ACTIVATIONS = ("SiLU", "SiLUActivation")
+
+
+def is_known(module: nn.Module) -> bool:
+    """Whether `FastMLP` computes a module; not if the outputs of its two projections differ in dtype."""
+    kind = type(module)
+    if kind.__name__ not in CLASSES or not kind.__module__.startswith("transformers.models."):
+        return False
+    held: Any = module
+    alike = type(held.gate_proj) is type(held.up_proj) is nn.Linear
+    same = alike and held.gate_proj.weight.dtype == held.up_proj.weight.dtype
+    return same and type(held.act_fn).__name__ in ACTIVATIONS
+
+
+class FastMLP:
+    """A known block: the two projections of x are one product, SiLU and product one kernel."""
+
+    def __init__(self, block: Any, may_move: bool) -> None:
+        self._gate, self._up = joint_parts((block.gate_proj, block.up_proj), may_move)
+        self._down = block.down_proj
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [B, T, hidden] -> [B, T, hidden]."""
+        y: Tensor = self._down(silu_product.unchecked(SiluProductCall(self._gate(x), self._up(x))))
+        return y

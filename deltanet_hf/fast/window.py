@@ -1,0 +1,118 @@
+"""The window beside a state by few kernels, without gradients; `WindowBranch` says what is computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deltanet_hf.mixers.state import State
+from deltanet_hf.mixers.window_branch import WindowBranch
+from deltanet_kernels import window_attention, window_keep, window_mixture, window_step_
+from deltanet_kernels.window.calls import WindowCall, WindowKeepCall, WindowMixtureCall
+
+
+def window_prefill(
+    branch: WindowBranch,
+    x: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    far: Tensor,
+    gate: Tensor | None,
+    norm: Any,
+    state: State | None,
+    keep_state: bool,
+) -> tuple[Tensor, State]:
+    """As `WindowBranch.forward` of tokens without padding, with norm and gate of the state's output in one kernel.
+
+    Args:
+        x, q, k, v, state, keep_state: as there.
+        far: the state's output [B, T, H, D] before norm and gate.
+        gate: logits of the output gate [B, T, H, D], or None for no gate.
+        norm: the output norm, or None.
+    """
+    if state is None:  # the sequence begins here
+        window = WindowCall(q, k, v, branch.window, branch.sinks, branch.scale, None, branch.softcap)
+        near, lse = window_attention.unchecked(window)
+        keep = WindowKeepCall(k, v, branch.window, branch.sinks)
+        kept = window_keep.unchecked(keep) if keep_state else ()
+        numbers, new_state = None, dict(zip(branch.STATE, kept, strict=False))
+    else:
+        tokens = branch.tokens(x, None, state, None)
+        near, lse, new_state = branch.near(q, k, v, None, state, keep_state, None, tokens)
+        numbers = tokens.numbers
+    return mixture(branch, x, near, lse, far, numbers, gate, norm), new_state
+
+
+def mixture(
+    branch: WindowBranch,
+    x: Tensor,
+    near: Tensor,
+    lse: Tensor,
+    far: Tensor,
+    numbers: Tensor | None,
+    gate: Tensor | None = None,
+    norm: Any = None,
+) -> Tensor:
+    """As `WindowBranch.mixture`, in one kernel; of `far` before its gate and norm where these are given.
+
+    The numbers of tokens without padding that begin their sequences need not be given.
+    """
+    call = WindowMixtureCall(
+        near,
+        lse,
+        far,
+        branch.share_proj(x),
+        branch.slopes.far_slope,
+        branch.slopes.near_slope,
+        branch.window + branch.sinks,
+        branch.family_window,
+        numbers,
+        gate,
+        None if norm is None else norm.weight,
+        1e-6 if norm is None else norm.eps,
+    )
+    return window_mixture.unchecked(call)
+
+
+def window_step(
+    branch: WindowBranch,
+    x: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    far: Tensor,
+    state: State,
+    padding: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+) -> Tensor:
+    """One more token by one kernel, with the window's part of `state` changed in place; outputs at padding are 0.
+
+    Shapes are those of `WindowBranch.forward` with T = 1; q, k, v are those before the rotary embedding of cos and sin
+    ([B or 1, 1, R] each, or None).
+    """
+    slope = torch.promote_types(q.dtype, torch.float32)
+    return window_step_(
+        q,
+        k,
+        v,
+        branch.window,
+        branch.sinks,
+        state["keys"],
+        state["values"],
+        state["numbers"],
+        state["count"],
+        branch.share_proj(x),
+        far,
+        branch.slopes.far_slope.to(slope),
+        branch.slopes.near_slope.to(slope),
+        branch.family_window,
+        branch.scale,
+        padding,
+        branch.softcap,
+        cos,
+        sin,
+    )

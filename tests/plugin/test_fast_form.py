@@ -1,0 +1,280 @@
+"""The fast form of a model computes what its own modules do, is decided once, and passes nothing by."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+
+from deltanet_hf.evaluation.lesions import switch_off_state
+from deltanet_hf.fast import FastDecoder, fast_form, form
+from deltanet_hf.mixers import MIXERS
+from deltanet_hf.models.families import FAMILIES
+from support.plain_form import plain_form
+from support.tiny_models import HYBRID, mixed_mixture_table, tiny_mixture, tiny_qwen3_5, tiny_student, tiny_teacher
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOKENS = torch.randint(3, 97, (2, 14), generator=torch.Generator().manual_seed(4)).to(DEVICE)
+PARTS = {"whole": (14,), "in parts": (7, 5, 2), "steps": (9, 1, 1, 1, 1, 1)}
+PADDINGS = {"none": None, "left": slice(0, 5), "right": slice(9, 14)}
+ROUNDING = {"rtol": 1e-4, "atol": 1e-4}
+
+
+@pytest.fixture(autouse=True)
+def joint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are moved on a CPU, too."""
+    monkeypatch.setattr(form, "MOVES_ON", {"cuda", "cpu"})
+
+
+def students() -> dict[str, Callable[[], PreTrainedModel]]:
+    """A model of every family, of every kind of layer, and of all kinds of heads."""
+
+    def of_family(name: str) -> Callable[[], PreTrainedModel]:
+        return lambda: tiny_student(name, window=3, sinks=2, layers=HYBRID)
+
+    def of_mixer(name: str) -> Callable[[], PreTrainedModel]:
+        heads = {"heads": ["softmax", "linear"]} if name == "mixed_heads" else {}
+        return lambda: tiny_student("llama", mixer=name, layers=HYBRID, **heads)
+
+    return {
+        **{name: of_family(name) for name in FAMILIES},
+        **{name: of_mixer(name) for name in MIXERS},
+        "convolved keys": lambda: tiny_student("llama", window=3, conv_on="k"),
+        "one state per key head": lambda: tiny_student("qwen3", window=3, expand_kv=False, k_offset=False),
+        "low-rank gate": lambda: tiny_student("llama", output_gate_rank=3, conv_size=0),
+        "no gate or norm": lambda: tiny_student("llama", window=3, output_gate=False, output_norm="none"),
+        "heads of all kinds": lambda: tiny_mixture("gemma2", mixed_mixture_table()),
+        "qwen3_5": tiny_qwen3_5,
+    }
+
+
+STUDENTS = students()
+
+
+@torch.no_grad()
+def read(model: Any, lengths: tuple[int, ...], mask: Tensor | None = None) -> Tensor:
+    """Logits of the tokens, read in parts of these lengths."""
+    cache, found, first = DynamicCache(config=model.config), [], 0
+    for length in lengths:
+        last, options = first + length, {}
+        if mask is not None:
+            positions = (mask[:, :last].cumsum(-1) - 1).clamp(min=0)
+            options = {"attention_mask": mask[:, :last], "position_ids": positions[:, first:]}
+        found.append(model(TOKENS[:, first:last], past_key_values=cache, use_cache=True, **options).logits)
+        first = last
+    return torch.cat(found, dim=1)
+
+
+@pytest.mark.parametrize("name", STUDENTS)
+def test_it_computes_what_the_plain_form_does(name: str) -> None:
+    """Whole, in parts and token by token; with padding on either side."""
+    model = STUDENTS[name]().to(DEVICE)
+    for padded in PADDINGS.values():
+        mask = None
+        if padded is not None:
+            mask = torch.ones_like(TOKENS)
+            mask[1, padded] = 0
+        real = torch.ones_like(TOKENS).bool() if mask is None else mask.bool()
+        for lengths in PARTS.values():
+            with plain_form():
+                wanted = read(model, lengths, mask)
+            torch.testing.assert_close(read(model, lengths, mask)[real], wanted[real], **ROUNDING)
+    assert isinstance(fast_form(model), FastDecoder)
+
+
+@torch.no_grad()
+def test_packed_rows() -> None:
+    model = tiny_student("llama", window=3, sinks=2).to(DEVICE)
+    positions = torch.cat([torch.arange(8), torch.arange(6)]).expand(2, -1).to(DEVICE)
+    call = {"input_ids": TOKENS, "position_ids": positions, "use_cache": False}
+    with plain_form():
+        wanted = model(**call).logits
+    torch.testing.assert_close(model(**call).logits, wanted, **ROUNDING)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_softmax_models_have_one(family: str) -> None:
+    model = tiny_teacher(family).to(DEVICE)
+    found = fast_form(model)
+    assert isinstance(found, FastDecoder)
+    wanted = read(model, PARTS["steps"])
+    cache, parts = DynamicCache(config=model.config), TOKENS.split(PARTS["steps"], dim=1)
+    logits = [found(model, part, past_key_values=cache, use_cache=True).logits for part in parts]
+    torch.testing.assert_close(torch.cat(logits, dim=1), wanted, **ROUNDING)
+
+
+def hook(model: Any) -> Any:
+    return model.model.layers[0].self_attn.conv1d.register_forward_hook(lambda *_: None)
+
+
+def replace_a_forward(model: Any) -> None:
+    block = model.model.layers[1].mlp
+    block.forward = block.forward
+
+
+def train_a_part(model: Any) -> None:
+    model.model.layers[-1].mlp.train()
+
+
+def compile_a_norm(model: Any) -> None:
+    model.model.norm.compile(backend="eager")
+
+
+def adapt(model: Any) -> None:
+    get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])).eval()
+
+
+def another_norm(model: Any) -> None:
+    norm = model.model.layers[2].input_layernorm
+    norm.__class__ = type("LlamaRMSNorm", (type(norm),), {"__module__": "mine"})
+
+
+def another_layer(model: Any) -> None:
+    layer = model.model.layers[2]
+    layer.__class__ = type("LlamaDecoderLayer", (type(layer),), {"__module__": "mine"})
+
+
+def another_parameter(model: Any) -> None:
+    class Other(nn.Parameter):
+        pass
+
+    model.model.norm.weight = Other(model.model.norm.weight.detach())
+
+
+SPOILED = {
+    hook: "model.layers.0.self_attn.conv1d: it has forward hooks",
+    replace_a_forward: "model.layers.1.mlp: its forward is compiled or replaced",
+    compile_a_norm: "model.norm: its forward is compiled or replaced",
+    train_a_part: "model.layers.3.mlp: it is in training mode",
+    switch_off_state: "model.layers.0.self_attn.window_branch: its method share is replaced",
+    adapt: "model.layers.0.self_attn.q_proj: its adapter is not merged",
+    another_parameter: "weights are sharded, or of another class than nn.Parameter",
+}
+
+
+@pytest.mark.parametrize("spoil", SPOILED, ids=lambda spoil: spoil.__name__)
+def test_what_is_put_around_a_module_counts(spoil: Any) -> None:
+    """After a call too, and no longer than it is there."""
+    model = tiny_student("llama", window=3, sinks=2).to(DEVICE)
+    read(model, (14,))
+    assert isinstance(fast_form(model), FastDecoder)
+    handle = spoil(model)
+    assert fast_form(model) == SPOILED[spoil]
+    with plain_form():
+        wanted = read(model, (9, 5))
+    assert torch.equal(read(model, (9, 5)), wanted)
+    if spoil is hook:
+        handle.remove()
+        assert isinstance(fast_form(model), FastDecoder)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (another_norm, "LlamaRMSNorm is no known norm"),
+        (another_layer, "LlamaDecoderLayer is no decoder layer of a supported family"),
+    ],
+)
+def test_classes_that_are_not_known(spoil: Any, reason: str) -> None:
+    model = tiny_student("llama")
+    spoil(model)
+    assert fast_form(model) == reason
+
+
+def test_a_hook_is_called() -> None:
+    model, seen = tiny_student("llama").to(DEVICE), []
+    read(model, (3,))
+    model.model.layers[1].register_forward_hook(lambda module, args, output: seen.append(output.shape))
+    read(model, (3, 1))
+    assert len(seen) == 2
+
+
+def test_hidden_states_and_attentions_are_returned() -> None:
+    model = tiny_student("llama", layers=HYBRID).to(DEVICE)
+    model.set_attn_implementation("eager")
+    read(model, (3,))
+    with torch.no_grad():
+        output = model(TOKENS, output_hidden_states=True, output_attentions=True)
+    assert len(output.hidden_states) == 5
+    assert len(output.attentions) > 0
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "weights in place": lambda layer: [one.data.mul_(1.5) for one in layer.parameters()],
+    "other memory": lambda layer: [setattr(one, "data", one.data * 1.5) for one in layer.parameters()],
+    "other parameters": lambda layer: [
+        setattr(module, name, nn.Parameter(one.detach() * 1.5))
+        for module in layer.modules()
+        for name, one in list(module._parameters.items())
+        if one is not None
+    ],
+    "loaded": lambda layer: layer.load_state_dict({name: one * 1.5 for name, one in layer.state_dict().items()}),
+    "another dtype": lambda layer: layer.bfloat16().float(),
+    "an attribute": lambda layer: setattr(layer.self_attn.window_branch, "scale", 3.0),
+    "another module": lambda layer: setattr(layer, "mlp", nn.Identity()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_after_a_call_counts(change: str) -> None:
+    model = tiny_student("llama", window=3, sinks=2, k_offset=True).to(DEVICE)
+    before = read(model, (9, 5))
+    with torch.no_grad():
+        CHANGES[change](model.model.layers[0])
+    found = read(model, (9, 5))
+    assert not torch.equal(found, before)
+    with plain_form():
+        torch.testing.assert_close(found, read(model, (9, 5)), **ROUNDING)
+
+
+def test_it_is_decided_once() -> None:
+    model = tiny_mixture("gemma2", mixed_mixture_table()).to(DEVICE)
+    read(model, (3,))
+    before = fast_form(model)
+    read(model, PARTS["steps"])
+    model.generate(TOKENS, max_new_tokens=3, do_sample=False)
+    assert fast_form(model) is before
+
+
+def test_gradients_take_nothing_of_it() -> None:
+    model = tiny_student("llama", window=3, sinks=2).to(DEVICE)
+    read(model, (3,))
+    model(TOKENS, labels=TOKENS).loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_the_model_is_as_before_and_is_not_kept_alive() -> None:
+    model = tiny_student("llama").to(DEVICE)
+    names, modules = list(model.state_dict()), list(model.modules())
+    read(model, (3, 1))
+    assert list(model.state_dict()) == names
+    assert list(model.modules()) == modules
+    with torch.no_grad(), pytest.raises((RuntimeError, ValueError)):
+        model(inputs_embeds=torch.zeros(1, 3, 5, device=DEVICE))
+    gone = weakref.ref(model)
+    del model, modules
+    gc.collect()
+    assert gone() is None
+
+
+def test_the_signature_is_the_family_s() -> None:
+    model, teacher = tiny_student("llama"), tiny_teacher("llama")
+    assert inspect.signature(model.forward) == inspect.signature(teacher.forward)
+
+
+def test_a_norm_of_another_dtype() -> None:
+    model = tiny_student("qwen2").bfloat16().to(DEVICE)
+    model.model.norm.float()  # whose product with the weight is float32
+    model.lm_head.float()
+    with plain_form():
+        wanted = read(model, (9, 1))
+    torch.testing.assert_close(read(model, (9, 1)), wanted, rtol=0.05, atol=0.05 * wanted.abs().max().item())
