@@ -38,7 +38,9 @@ def set_cache_bits(model: PreTrainedModel, bits: int) -> PreTrainedModel:
         raise UserError(f"cache bits: got {bits!r}, expected one of {', '.join(map(str, BITS))}")
     decoder: Any = model.model
     for layer in decoder.layers:
-        attention = layer.self_attn
+        attention = getattr(layer, "self_attn", None)
+        if attention is None:  # a linear layer of Qwen3.5
+            continue
         branches = list(attention.branches.values()) if isinstance(attention, MixedHeads) else [attention]
         for branch in branches:
             _set(branch, bits)
@@ -54,7 +56,7 @@ def _set(attention: Any, bits: int) -> None:
         if not isinstance(attention, WindowAttention):
             config = attention.config
             attention.config = RoutedConfig(config, IMPLEMENTATION) if bits < 16 else getattr(config, "whole", config)
-    else:
+    elif bits < 16:
         raise UserError(f"cache bits: {attention.name} layers keep every token in 16 bits")
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.fake_quantisation import GROUP, SINKS, quantised_attention
 from deltanet_hf.models.cache_bits import set_cache_bits, stored_bytes
-from support.tiny_models import mixed_mixture_table, tiny_mixture, tiny_teacher
+from support.tiny_models import mixed_mixture_table, tiny_mixture, tiny_student, tiny_teacher
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, window: int, sinks: int, bits: int, cap: float | None) -> Tensor:
@@ -74,6 +74,14 @@ def test_every_kind_of_attention_takes_the_setting() -> None:
         assert torch.equal(set_cache_bits(model, 16)(ids, use_cache=False).logits, before)
     with pytest.raises(UserError, match="cache bits"):
         set_cache_bits(model, 5)
+
+
+def test_layers_without_such_a_form_stay_as_they_are_at_16_bits() -> None:
+    """Every training stage sets the bits, 16 unless its recipe says otherwise."""
+    model = tiny_student("llama", mixer="alibi")
+    assert set_cache_bits(model, 16) is model
+    with pytest.raises(UserError, match="alibi layers keep every token"):
+        set_cache_bits(model, 4)
 
 
 def test_bytes_follow_the_bits() -> None:
