@@ -37,20 +37,20 @@ def far(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("budget", "units"),
     [
-        (Budget.keep("7"), 7),
-        (Budget.keep("25%"), 7),
-        (Budget.keep("10%"), 3),
-        (Budget.auto("29"), 29),
-        (Budget.auto("50%"), 15),
+        ("7", 7),
+        ("25%", 7),
+        ("10%", 3),
+        ("29", 29),
+        ("50%", 15),
     ],
 )
-def test_budgets_in_units(budget: Budget, units: int) -> None:
-    assert budget.units(THIRTY, None) == units
+def test_budgets_in_units(budget: str, units: int) -> None:
+    assert Budget.parse(budget).units(THIRTY, None) == units
 
 
 @pytest.mark.parametrize("spec", ["15MB@2048", "32%@2048"])
 def test_budgets_in_bytes_are_kept_and_could_not_keep_one_more(spec: str) -> None:
-    budget = Budget.auto(spec)
+    budget = Budget.parse(spec)
     assert budget.at == 2048
     found = budget.units(THIRTY, SMOLLM2)
     allowed = 15e6 if "MB" in spec else 0.32 * SMOLLM2.teacher
@@ -58,27 +58,28 @@ def test_budgets_in_bytes_are_kept_and_could_not_keep_one_more(spec: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("parse", "text", "message"),
+    ("text", "message"),
     [
-        (Budget.keep, "many", "--keep: got 'many', expected a number of units"),
-        (Budget.keep, "-1", "--keep: got '-1'"),
-        (Budget.keep, "²", "--keep: got '²'"),
-        (Budget.keep, "0", "--keep 0: keeps none of the 30 units"),
-        (Budget.keep, "2%", "--keep 2%: keeps none"),
-        (Budget.keep, "30", "--keep 30: keeps all 30 units; leave at least one"),
-        (Budget.keep, "31", "--keep 31: there are only 30 units"),
-        (Budget.keep, "200%", "--keep 200%: there are only 30"),
-        (Budget.auto, "", "--layers auto:: got '', expected a number"),
-        (Budget.auto, "40MB@", "'' is no length in tokens"),
-        (Budget.auto, "40XB@2048", "--layers auto:: got '40XB', expected a size"),
-        (Budget.auto, "1MB@2048", "are too few: the states alone are 4.4 MB, with one unit kept 5.8 MB"),
-        (Budget.auto, "1GB@2048", "keeps all 30 units"),
-        (Budget.auto, "0%@2048", "0 B are too few"),
+        ("many", "--keep many: expected a number of units"),
+        ("", "--keep : expected a number of units"),
+        ("-1", "--keep -1: expected"),
+        ("²", "--keep ²: expected"),
+        ("0", "--keep 0: keeps none of the 30 units"),
+        ("2%", "--keep 2%: keeps none"),
+        ("30", "--keep 30: keeps all 30 units; leave at least one"),
+        ("31", "--keep 31: there are only 30 units"),
+        ("200%", "--keep 200%: there are only 30"),
+        ("40MB@", "'' is no length in tokens"),
+        ("40MB@0", "'0' is no length in tokens"),
+        ("40XB@2048", "--keep 40XB@2048: got '40XB', expected a size"),
+        ("1MB@2048", "are too few: the states alone are 4.4 MB, with one unit kept 5.8 MB"),
+        ("1GB@2048", "keeps all 30 units"),
+        ("0%@2048", "0 B are too few"),
     ],
 )
-def test_budgets_that_make_no_sense_are_refused(parse: Any, text: str, message: str) -> None:
+def test_budgets_that_make_no_sense_are_refused(text: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
-        parse(text).units(THIRTY, SMOLLM2 if "@" in text else None)
+        Budget.parse(text).units(THIRTY, SMOLLM2 if "@" in text else None)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -86,15 +87,12 @@ def test_budgets_that_make_no_sense_are_refused(parse: Any, text: str, message: 
 def test_a_length_at_which_the_cache_is_smaller_than_the_state_is_refused() -> None:
     short = Memory(at=64, teacher=30 * 768 * 64, kept=768.0 * 64, other=SMOLLM2.other, fixed=0)
     with pytest.raises(UserError, match=r"at 64 tokens the keys and values of a unit .* give a larger length"):
-        Budget.memory("5MB", 64).units(THIRTY, short)
-    with pytest.raises(UserError, match="--at: got 0"):
-        Budget.memory("5MB", 0)
+        Budget.parse("5MB@64").units(THIRTY, short)
 
 
 def test_bytes_are_those_of_the_converted_model(far: Path, tmp_path: Path) -> None:
-    budget = Budget.memory("2MB", 2000)
     for unit, heads in (("layer", 1), ("kv_head", 2)):
-        task = tiny_task(far, tmp_path / "s.json", budget, unit=unit)
+        task = tiny_task(far, tmp_path / "s.json", "2MB@2000", unit=unit)
         assert task.memory is not None
         per_token, state = 2 * 2 * 32 * 4, 2 * 2 * 32 * 4 * 68 + 4 * 68 + 4
         assert task.memory.kept * heads == per_token * 2000
@@ -139,7 +137,7 @@ def test_layers_that_slide_stay_as_they_are(unit: str, tmp_path: Path) -> None:
     kinds = tiny_job(teacher, tmp_path / "out", layers=str(out)).table.layers
     softmax = [layer for layer, kind in enumerate(kinds) if kind == "softmax"]
     assert softmax == ([0, 2, 3] if unit == "layer" else [0, 2])
-    task = tiny_task(teacher, tmp_path / "t.json", Budget.memory("60%", 400), unit=unit, mixer="retention")
+    task = tiny_task(teacher, tmp_path / "t.json", "60%@400", unit=unit, mixer="retention")
     assert task.memory is not None
     assert task.memory.fixed == 2 * min(8, 400) * 2 * 2 * teacher_config("gemma3_text").head_dim * 4
 
@@ -230,10 +228,7 @@ def test_a_file_by_hand_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"keep": "2", "memory": "1MB", "at": 100}, "--keep 2: contradicts --memory 1MB"),
-        ({"at": 100}, "--at: has no effect without --memory"),
-        ({"memory": "1MB"}, "--memory 1MB: say at which length with --at"),
-        ({"memory": "1XB", "at": 5}, "--memory: got '1XB'"),
+        ({"keep": "1XB@5"}, "--keep 1XB@5: got '1XB'"),
         ({"exportable": True, "method": "kl"}, "--exportable: keeps every n-th layer, so --method kl has no effect"),
         ({"exportable": True, "unit": "kv_head"}, "--exportable: other runtimes keep whole layers"),
         ({"unit": "head"}, "--unit: got 'head'"),
@@ -249,7 +244,7 @@ def test_a_file_by_hand_is_read(tmp_path: Path) -> None:
 def test_refused_options(far: Path, tmp_path: Path, options: dict[str, Any], message: str) -> None:
     out = tmp_path / options.pop("out", "s.json")
     defaults: dict[str, Any] = {
-        **{"unit": "layer", "method": "forward", "exportable": False, "keep": None, "memory": None, "at": None},
+        **{"unit": "layer", "method": "forward", "exportable": False, "keep": "25%"},
         **{"mixer": "window", "window": 6, "sinks": 1, "length": 400, "probes": 1, "seed": 0, "device": None},
     }
     with pytest.raises(UserError) as caught:

@@ -17,17 +17,14 @@ from deltanet_convert.teacher_model import open_teacher
 QUICK: dict[str, Any] = {"window": 6, "sinks": 1, "length": 400, "probes": 1}
 
 
-def tiny_task(
-    teacher: Path, out: Path, keep: str | Budget = "1", mixer: str = "window", **options: Any
-) -> SelectionTask:
+def tiny_task(teacher: Path, out: Path, keep: str = "1", mixer: str = "window", **options: Any) -> SelectionTask:
     """Plans a selection with short probes."""
-    budget = Budget.keep(keep) if isinstance(keep, str) else keep
     opened = open_teacher(teacher)
     table = ConvertOptions(mixer=mixer).table(opened.num_layers, ())
-    chosen = SelectOptions(budget, **{**QUICK, **options})
+    chosen = SelectOptions(Budget.parse(keep), **{**QUICK, **options})
     return plan_selection(Source(teacher.name, teacher, None), opened, chosen, table, out)
 
 
-def tiny_selection(teacher: Path, out: Path, keep: str | Budget = "1", **options: Any) -> Selection:
+def tiny_selection(teacher: Path, out: Path, keep: str = "1", **options: Any) -> Selection:
     """Runs a selection with short probes."""
     return run_selection(tiny_task(teacher, out, keep, **options))

@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--keep", default="25%")
     parser.add_argument("--shape", type=json.loads, default={}, help="keys of the Llama config that differ, as JSON")
     arguments = parser.parse_args()
-    options = SelectOptions(Budget.keep(arguments.keep), unit=arguments.unit, method=arguments.method)
+    options = SelectOptions(Budget.parse(arguments.keep), unit=arguments.unit, method=arguments.method)
     device = options.torch_device
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     config = LlamaConfig(**{**SHAPE, **arguments.shape})

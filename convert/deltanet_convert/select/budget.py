@@ -59,45 +59,37 @@ class Budget:
 
     Attributes:
         amount: a number of units, a share of 1, or bytes.
-        kind: "count", "share", "bytes", or "memory share" (of the teacher's cache).
-        at: tokens of the sequence whose bytes count; None for "count" and "share".
-        said: the budget in the user's words.
-        option: the option it came from, for messages.
+        kind: "count", "share" (of the units; of the teacher's cache if there is a length), or "bytes".
+        at: tokens of the sequence whose bytes count; None for a number or share of units.
+        text: the budget in the user's words.
+        said: the option with its value, for messages.
     """
 
     amount: float
     kind: str
     at: int | None
+    text: str
     said: str
-    option: str
 
     @classmethod
-    def keep(cls, text: str, option: str = "--keep") -> Budget:
-        """Parses '7' or '25%'."""
-        if (share := _percent(text)) is not None:
-            return cls(share, "share", None, text, f"{option} {text}")
-        if not re.fullmatch(r"\d{1,9}", text, re.ASCII):
-            raise UserError(f"{option}: got '{text}', expected a number of units such as 7 or a share such as 25%")
-        return cls(int(text), "count", None, text, f"{option} {text}")
+    def parse(cls, text: str, option: str = "--keep ") -> Budget:
+        """Parses '7' or '25%' of the units, '40MB@32768' (bytes of a sequence) or '5%@32768' (of the teacher's bytes).
 
-    @classmethod
-    def memory(cls, text: str, at: int, option: str = "--memory") -> Budget:
-        """Parses '40MB' or '5%' (of the teacher's cache), both at a length of `at` tokens."""
-        if at < 1:
-            raise UserError(f"--at: got {at}, expected the length of a sequence in tokens, such as 32768")
-        share, said = _percent(text), f"{text} at {at} tokens"
-        amount: float = parse_size(text, option) if share is None else share
-        return cls(amount, "bytes" if share is None else "memory share", at, said, f"{option} {said}")
-
-    @classmethod
-    def auto(cls, spec: str) -> Budget:
-        """Parses the value of `convert --layers auto:...`: '7', '25%', '40MB@32768' or '5%@8192'."""
-        text, separator, length = spec.partition("@")
-        if not separator:
-            return cls.keep(text, "--layers auto:")
-        if not re.fullmatch(r"\d{1,9}", length, re.ASCII):
-            raise UserError(f"--layers auto:{spec}: '{length}' is no length in tokens; write it as auto:40MB@32768")
-        return cls.memory(text, int(length), "--layers auto:")
+        Args:
+            option: what stands before the text on the command line.
+        """
+        said = f"{option}{text}"
+        amount, separator, length = text.partition("@")
+        if separator and not (re.fullmatch(r"\d{1,9}", length, re.ASCII) and int(length)):
+            raise UserError(f"{said}: '{length}' is no length in tokens; write it as 40MB@32768")
+        at = int(length) if separator else None
+        if share := re.fullmatch(r"(\d{1,3}(?:\.\d{1,6})?)%", amount, re.ASCII):
+            return cls(float(share[1]) / 100, "share", at, text, said)
+        if at is not None:
+            return cls(parse_size(amount, said), "bytes", at, text, said)
+        if not re.fullmatch(r"\d{1,9}", amount, re.ASCII):
+            raise UserError(f"{said}: expected a number of units such as 7, a share such as 25%, or 40MB@32768")
+        return cls(int(amount), "count", None, text, said)
 
     def units(self, candidates: Candidates, memory: Memory | None) -> int:
         """The number of units to keep.
@@ -114,31 +106,25 @@ class Budget:
         else:
             found = self._units_of_bytes(available, memory)
         if found < 1:
-            raise UserError(f"{self.option}: keeps none of the {available} units; give a larger budget")
+            raise UserError(f"{self.said}: keeps none of the {available} units; give a larger budget")
         if found > available:
-            raise UserError(f"{self.option}: there are only {available} units; give a smaller budget")
+            raise UserError(f"{self.said}: there are only {available} units; give a smaller budget")
         if found == available:
-            raise UserError(f"{self.option}: keeps all {available} units; leave at least one to convert")
+            raise UserError(f"{self.said}: keeps all {available} units; leave at least one to convert")
         return found
 
     def _units_of_bytes(self, available: int, memory: Memory) -> int:
-        allowed = self.amount * memory.teacher if self.kind == "memory share" else self.amount
+        allowed = self.amount * memory.teacher if self.kind == "share" else self.amount
         if memory.kept <= memory.other:
             raise UserError(
-                f"{self.option}: at {memory.at} tokens the keys and values of a unit ({size(round(memory.kept))}) are "
+                f"{self.said}: at {memory.at} tokens the keys and values of a unit ({size(round(memory.kept))}) are "
                 f"no larger than the cache in its place ({size(round(memory.other))}); give a larger length, or a "
                 "--mixer with a state or a window"
             )
         smallest = memory.total(1, available)
         if allowed < smallest:
             raise UserError(
-                f"{self.option}: {size(int(allowed))} are too few: the states alone are "
+                f"{self.said}: {size(int(allowed))} are too few: the states alone are "
                 f"{size(memory.total(0, available))}, with one unit kept {size(smallest)}; give a larger budget"
             )
         return min(available, int((allowed - memory.total(0, available)) / (memory.kept - memory.other) + 1e-9))
-
-
-def _percent(text: str) -> float | None:
-    """The share that '25%' names; None if the text is no percentage."""
-    match = re.fullmatch(r"(\d{1,3}(?:\.\d{1,6})?)%", text, re.ASCII)
-    return float(match[1]) / 100 if match else None

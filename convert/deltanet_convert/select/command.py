@@ -28,7 +28,7 @@ from .task import plan_selection
 from .units import UNITS
 from .view import print_selection
 
-DEFAULTS = SelectOptions(Budget.keep("25%"))
+DEFAULTS = SelectOptions(Budget.parse("25%"))
 
 
 def select_command(
@@ -63,21 +63,16 @@ def select_command(
         ),
     ] = False,
     keep: Annotated[
-        str | None,
-        typer.Option(help="Number of units to keep, such as 7, or share, such as 25%.", show_default="25%"),
-    ] = None,
-    memory: Annotated[
-        str | None,
+        str,
         typer.Option(
-            help="Bytes of the converted model's cache per sequence, such as 40MB, or a share of the teacher's cache, "
-            "such as 5%. Needs `--at`."
+            help="What to keep: a number of units such as 7, a share such as 25%, `40MB@32768` (bytes of the converted "
+            "model's cache for a sequence of that length), or `5%@32768` (a share of the teacher's cache)."
         ),
-    ] = None,
-    at: Annotated[int | None, typer.Option(help="Length of that sequence in tokens.")] = None,
+    ] = DEFAULTS.budget.text,
     mixer: Annotated[
         str,
         typer.Option(
-            help="Layer that will replace softmax attention, whose cache `--memory` counts; by default "
+            help="Layer that will replace softmax attention, whose cache a budget in bytes counts; by default "
             f"`{DEFAULT_MIXER}`, as in `deltanet-hf convert`. Others: {', '.join(LISTED_MIXERS)}, or `NAME+window`.",
             show_default=False,
         ),
@@ -103,7 +98,7 @@ def select_command(
     if exportable and method != DEFAULTS.method:
         raise UserError(f"--exportable: keeps every n-th layer, so --method {method} has no effect; leave out one")
     options = SelectOptions(
-        budget=_budget(keep, memory, at),
+        budget=Budget.parse(keep),
         unit=unit,
         method=EXPORTABLE if exportable else method,
         window=window,
@@ -139,15 +134,3 @@ def removed_unless_unfinished(source: Source, out: Path) -> Iterator[None]:
     finally:
         if source.temporary and not SelectionJournal.path_of(out).exists():
             shutil.rmtree(source.folder, ignore_errors=True)
-
-
-def _budget(keep: str | None, memory: str | None, at: int | None) -> Budget:
-    if memory is None:
-        if at is not None:
-            raise UserError("--at: has no effect without --memory; leave it out")
-        return DEFAULTS.budget if keep is None else Budget.keep(keep)
-    if keep is not None:
-        raise UserError(f"--keep {keep}: contradicts --memory {memory}; leave out one of the two")
-    if at is None:
-        raise UserError(f"--memory {memory}: say at which length with --at TOKENS, such as --at 32768")
-    return Budget.memory(memory, at)

@@ -65,7 +65,7 @@ def auto_selection(
         if chosen_device(options.device).type != "cuda":
             method = "uniform"
             show(0, 1, NO_GPU)
-    budget = Budget.auto(budget_text)
+    budget = Budget.parse(budget_text, f"--layers {AUTO}:")
     choice = SelectOptions(budget, method=method, seed=options.seed, device=options.device, overwrite=True)
     file = unfinished_selection(out)
     task = plan_selection(source, teacher, choice, options.table(teacher.num_layers, (), teacher.config), file)

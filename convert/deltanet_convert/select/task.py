@@ -59,7 +59,7 @@ class SelectionTask:
             num_key_value_heads=int(config.num_key_value_heads),
             unit=options.unit,
             method=options.method,
-            budget=options.budget.said,
+            budget=options.budget.text,
             seed=options.seed,
             kept=tuple(sorted(order)),
             order=tuple(order),
@@ -84,7 +84,7 @@ class SelectionTask:
             },
             "unit": options.unit,
             "method": options.method,
-            "budget": options.budget.said,
+            "budget": options.budget.text,
             "kept": self.count,
             "seed": options.seed,
             "settings": options.settings(self.length),
@@ -119,6 +119,6 @@ def plan_selection(
         memory = Memory.of(plan.layers, candidates, at)
         longest = int(config.max_position_embeddings)
         if at > longest:
-            notes.append(f"--at {at}: the teacher's positions end at {longest}; only the bytes count at {at} tokens.")
+            notes.append(f"{options.budget.said}: the teacher's positions end at {longest}; only the bytes count.")
     count = options.budget.units(candidates, memory)
     return SelectionTask(source, teacher, options, out, candidates, count, memory, tuple(notes))
