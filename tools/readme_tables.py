@@ -1,7 +1,7 @@
 """Rewrites the generated tables of Markdown files: `python tools/readme_tables.py README.md ...`.
 
 A table is the text between `<!-- KIND: FILE ... -->` and `<!-- end of KIND -->`; what follows FILE is a note for the
-reader. There are ten kinds:
+reader. There are twelve kinds:
 
 - results FILE: the rows of a results file (deltanet_recipes.study.results_row).
 - keys FILE: the keys of a recipe (FILE is not read).
@@ -15,6 +15,7 @@ reader. There are ten kinds:
 - speed-summary FILE: of the same file, the smallest and the largest shape only, with a column per kind of model.
 - gpu FILE: the record of the last run of `make test-gpu`.
 - data FILE: the counts that `deltanet-hf data` wrote.
+- chips FILE, sizes FILE: the kernels and the sizes of `deltanet_kernels.gated_delta_rule.chips` (FILE is not read).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Annotated, Any
 import typer
 import yaml
 
+import chips_table
 import data_table
 import gpu_tests
 import hybrids_table
@@ -39,7 +41,7 @@ from deltanet_hf.exit_codes import run_command
 from deltanet_recipes.lab import table as lab_table
 
 BLOCK = re.compile(
-    r"(<!-- (results|keys|headline|hybrids|mixers|lab|speed|speed-summary|gpu|data): (\S+)[^\n]*-->\n)"
+    r"(<!-- (results|keys|headline|hybrids|mixers|lab|speed|speed-summary|gpu|data|chips|sizes): (\S+)[^\n]*-->\n)"
     r"(.*?)(<!-- end of \2 -->)",
     re.DOTALL,
 )
@@ -60,6 +62,10 @@ def rewritten(text: str, root: Path) -> str:
         path = root / file
         if kind == "keys":
             table = recipe_keys.markdown()
+        elif kind == "chips":
+            table = chips_table.kernels()
+        elif kind == "sizes":
+            table = chips_table.sizes()
         elif kind == "results":
             table = results_table.markdown(json.loads(path.read_text()))
         elif kind == "mixers":

@@ -1,9 +1,13 @@
 """Configurations of the chunk kernels: tables per chip, slices of the state, segments of a sequence."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from deltanet_kernels.gated_delta_rule.config import chunk_config, slices, step_slices, tile_width
+from deltanet_kernels.gated_delta_rule import chips
+from deltanet_kernels.gated_delta_rule.chips import KERNELS, chunk_config, kernels
+from deltanet_kernels.gated_delta_rule.config import slices, step_slices, tile_width
 from deltanet_kernels.gated_delta_rule.segments import composes, segments_for
 
 
@@ -31,11 +35,20 @@ def test_only_hopper_prefetches_the_state_passes() -> None:
     assert (other.state_stages, other.grad_stages, other.state_BV) == (1, 1, 32)
 
 
-def test_one_kernel_makes_the_gradients_of_small_bfloat16_heads_on_hopper() -> None:
-    """Elsewhere it would spill, and float16 keeps V' and dW in float32."""
-    assert chunk_config(64, 64, torch.bfloat16, (9, 0)).joint_size == 64
-    assert chunk_config(64, 64, torch.bfloat16, (8, 0)).joint_size == 0
-    assert chunk_config(64, 64, torch.float16, (9, 0)).joint_size == 0
+@pytest.mark.parametrize("capability", [(7, 5), (9, 0), (10, 0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_every_size_has_a_configuration_and_a_kernel_per_stage(
+    dtype: torch.dtype, capability: tuple[int, int]
+) -> None:  # fmt: skip
+    stages = list(dict.fromkeys(row.stage for row in KERNELS))
+    folder = Path(chips.__file__).parent
+    for K in range(1, 257, 15):
+        for V in range(1, 257, 15):
+            assert chunk_config(K, V, dtype, capability).C in (32, 64)
+            rows = kernels(K, V, dtype, capability, 2, 2, 2)
+            assert list(dict.fromkeys(row.stage for row in rows)) == stages
+            for file in (name.split()[0] for row in rows for name in row.file.split(", ")):
+                assert (folder / file).exists()
 
 
 @pytest.mark.parametrize(

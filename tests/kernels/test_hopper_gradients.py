@@ -3,7 +3,6 @@
 On other machines it is only compiled for Hopper.
 """
 
-import functools
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +14,7 @@ import triton
 
 from deltanet_kernels import naive_gated_delta_rule
 from deltanet_kernels.gated_delta_rule import launch_plan
-from deltanet_kernels.gated_delta_rule.config import chunk_config
+from deltanet_kernels.gated_delta_rule.chips import GRADIENTS, HOPPER_GRADIENTS, kernels
 from deltanet_kernels.gated_delta_rule.hopper import select
 from tests.kernels.cases import Case, make_inputs, plainly_in, relative_error, results, truth
 from tests.kernels.hopper import EPS, WHOLE_CHUNKS, compile_for_hopper, needs_hopper
@@ -74,26 +73,37 @@ def test_serves_heads_of_128_in_bfloat16_on_hopper(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(select, "gradients_kernel", lambda: "a kernel")
-    q, k, _, do = _inputs(heads, K, dtype)
-    config = chunk_config(K, K, dtype, capability)
-    assert select.serves_gradients(q, k, do, config, True, "tf32") is wanted
-    assert not select.serves_gradients(q, k, do, config, False, "tf32")
-    assert not select.serves_gradients(q, k, do, config, True, "ieee")
+    q, k, v, do = _inputs(heads, K, dtype)
+    monkeypatch.setattr(launch_plan, "capability", lambda device: capability)
+    plan = launch_plan.launch_plan(q, k, v, None, "tf32", "decayed")
+
+    def served(**change: Any) -> bool:
+        return plan._replace(**change).serving(GRADIENTS, q, k, do) is HOPPER_GRADIENTS
+
+    assert served() is wanted
+    assert not served(full=False)
+    assert not served(precision="ieee")
+    assert not served(default=False)
 
 
 def test_leaves_addresses_that_16_bytes_do_not_divide_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(select, "gradients_kernel", lambda: "a kernel")
-    q, k, _, do = _inputs((2, 2, 2), 128, torch.bfloat16)
-    config = chunk_config(128, 128, torch.bfloat16, (9, 0))
+    q, k, v, do = _inputs((2, 2, 2), 128, torch.bfloat16)
+    monkeypatch.setattr(launch_plan, "capability", lambda device: (9, 0))
+    plan = launch_plan.launch_plan(q, k, v, None, "tf32", "decayed")
+
+    def served(*copied: torch.Tensor) -> bool:
+        return plan.serving(GRADIENTS, *copied) is HOPPER_GRADIENTS
+
     wide = torch.zeros(1, 64, 2, 132, dtype=torch.bfloat16)
     shifted = torch.zeros(q.numel() + 8, dtype=torch.bfloat16)
     for odd in (wide[..., :128], shifted[4:-4].view(q.shape)):
-        assert not select.serves_gradients(odd, k, do, config, True, "tf32")
-        assert not select.serves_gradients(q, odd, do, config, True, "tf32")
-        assert not select.serves_gradients(q, k, odd, config, True, "tf32")
+        assert not served(odd, k, do)
+        assert not served(q, odd, do)
+        assert not served(q, k, odd)
     packed = torch.zeros(1, 64, 6, 128, dtype=torch.bfloat16)
-    assert select.serves_gradients(packed[:, :, :2], packed[:, :, 2:4], packed[:, :, 4:], config, True, "tf32")
-    assert select.serves_gradients(q, k, do[:, :1].expand(-1, 64, -1, -1), config, True, "tf32")
+    assert served(packed[:, :, :2], packed[:, :, 2:4], packed[:, :, 4:])
+    assert served(q, k, do[:, :1].expand(-1, 64, -1, -1))
 
 
 def test_other_tritons_keep_the_stock_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,9 +129,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     return seen
 
 
-@functools.cache
-def _stock_config(*key: Any) -> Any:
-    return replace(chunk_config(*key), hopper_gradients=False, hopper_solve=False)
+def _stock_kernels(*key: Any) -> Any:
+    return tuple(row for row in kernels(*key) if not row.gluon)
 
 
 @gpu
@@ -134,7 +143,7 @@ def test_gradients(case: Case, launched: list[torch.Size], monkeypatch: pytest.M
     wanted, plain = truth(inputs), plainly_in(torch.bfloat16, inputs)
     found = results(triton_chunk, inputs)
     assert len(launched) == 1
-    monkeypatch.setattr(launch_plan, "chunk_config", _stock_config)
+    monkeypatch.setattr(launch_plan, "kernels", _stock_kernels)
     stock = results(triton_chunk, inputs)
     assert len(launched) == 1
     for name, x in wanted.items():

@@ -13,7 +13,8 @@ import torch
 
 from deltanet_kernels import naive_gated_delta_rule
 from deltanet_kernels.common.sequences import cut_chunks
-from deltanet_kernels.gated_delta_rule.config import chunk_config
+from deltanet_kernels.gated_delta_rule import launch_plan
+from deltanet_kernels.gated_delta_rule.chips import HOPPER_SOLVE, SCORES
 from deltanet_kernels.gated_delta_rule.hopper import select
 from deltanet_kernels.gated_delta_rule.row_factors import ChunkInputs
 from deltanet_kernels.gated_delta_rule.scores import scores
@@ -80,24 +81,36 @@ def test_serves_keys_of_64_and_128_in_bfloat16_on_hopper(
 ) -> None:
     monkeypatch.setattr(select, "solve_kernel", lambda: "a kernel")
     q, k = (torch.zeros(1, 64, n, K, dtype=dtype) for n in heads[:2])
-    config = chunk_config(K, V, dtype, capability)
-    assert select.serves_solve(q, k, config, True, "tf32") is wanted
-    assert not select.serves_solve(q, k, config, False, "tf32")
-    assert not select.serves_solve(q, k, config, True, "ieee")
+    v = torch.zeros(1, 64, heads[2], V, dtype=dtype)
+    monkeypatch.setattr(launch_plan, "capability", lambda device: capability)
+    plan = launch_plan.launch_plan(q, k, v, None, "tf32", "decayed")
+
+    def served(**change: Any) -> bool:
+        return plan._replace(**change).serving(SCORES, q, k) is HOPPER_SOLVE
+
+    assert served() is wanted
+    assert not served(full=False)
+    assert not served(precision="ieee")
+    assert not served(default=False)
 
 
 def test_leaves_addresses_that_16_bytes_do_not_divide_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(select, "solve_kernel", lambda: "a kernel")
     q = torch.zeros(1, 64, 2, 64, dtype=torch.bfloat16)
-    config = chunk_config(64, 64, torch.bfloat16, (9, 0))
+    monkeypatch.setattr(launch_plan, "capability", lambda device: (9, 0))
+    plan = launch_plan.launch_plan(q, q, q, None, "tf32", "decayed")
+
+    def served(q: torch.Tensor, k: torch.Tensor) -> bool:
+        return plan.serving(SCORES, q, k) is HOPPER_SOLVE
+
     wide = torch.zeros(1, 64, 2, 68, dtype=torch.bfloat16)
     shifted = torch.zeros(q.numel() + 8, dtype=torch.bfloat16)
     for odd in (wide[..., :64], shifted[4:-4].view(q.shape)):
-        assert not select.serves_solve(odd, q, config, True, "tf32")
-        assert not select.serves_solve(q, odd, config, True, "tf32")
+        assert not served(odd, q)
+        assert not served(q, odd)
     packed = torch.zeros(1, 64, 6, 64, dtype=torch.bfloat16)
-    assert select.serves_solve(packed[:, :, :2], packed[:, :, 2:4], config, True, "tf32")
-    assert select.serves_solve(q[:, :1].expand(-1, 64, -1, -1), q, config, True, "tf32")
+    assert served(packed[:, :, :2], packed[:, :, 2:4])
+    assert served(q[:, :1].expand(-1, 64, -1, -1), q)
 
 
 # On a Hopper GPU only.

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from deltanet_kernels import naive_gated_delta_rule
-from deltanet_kernels.gated_delta_rule import chunk_backward
-from deltanet_kernels.gated_delta_rule.config import chunk_config
+from deltanet_kernels.gated_delta_rule import chips
+from deltanet_kernels.gated_delta_rule.launch_plan import LaunchPlan
 from tests.kernels.cases import (
     CASES,
     Case,
@@ -57,10 +57,15 @@ def test_one_kernel_for_all_gradients(case: Case, monkeypatch: pytest.MonkeyPatc
     """The kernel of bfloat16 heads that share nothing and are small, here in float32."""
     case = replace(case, HQ=None, HV=None)
     launched = []
-    monkeypatch.setattr(chunk_backward, "joins_gradients", lambda q, k, v, config: launched.append(q.shape) or True)
+
+    def serving(plan: LaunchPlan, stage: str, *copied: torch.Tensor) -> chips.Kernel:
+        launched.append(stage)
+        return chips.GRADIENTS_64 if stage == chips.GRADIENTS else plan.kernels[0]
+
+    monkeypatch.setattr(LaunchPlan, "serving", serving)
     inputs = make_inputs(case, torch.float32, DEVICE)
     assert_close(results(cut(1), inputs), truth(inputs), 3e-6)
-    assert launched
+    assert chips.GRADIENTS in launched
 
 
 @pytest.mark.parametrize("output", ["o", "final_state"])
@@ -155,8 +160,8 @@ def test_half_precision(name: str) -> None:
 )
 def test_one_kernel_only_where_its_tiles_are_alike(K: int, V: int, HQ: int, dtype: torch.dtype, wanted: bool) -> None:
     """Narrow tiles beside wide ones are what ptxas 12.8 gets wrong; shared heads need the general kernels."""
-    q, k, v = (torch.empty(1, 1, *heads, dtype=dtype) for heads in ((HQ, K), (2, K), (2, V)))
-    assert chunk_backward.joins_gradients(q, k, v, chunk_config(K, V, dtype, (9, 0))) is wanted
+    assert (chips.GRADIENTS_64 in chips.kernels(K, V, dtype, (9, 0), HQ, 2, 2)) is wanted
+    assert chips.GRADIENTS_64 not in chips.kernels(K, V, dtype, (8, 0), HQ, 2, 2)
 
 
 # On the GPU only: low precision, every head size, bits.

@@ -9,7 +9,8 @@ from functools import partial
 import pytest
 import torch
 
-from deltanet_kernels.gated_delta_rule import chunk_backward
+from deltanet_kernels.gated_delta_rule import chips
+from deltanet_kernels.gated_delta_rule.launch_plan import LaunchPlan
 from tests.kernels.cases import (
     ERASE_CASES,
     Case,
@@ -55,10 +56,15 @@ def test_float32(case: Case) -> None:
 def test_one_kernel_for_all_gradients(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel of bfloat16 heads that share nothing and are small, here in float32."""
     launched = []
-    monkeypatch.setattr(chunk_backward, "joins_gradients", lambda q, k, v, config: launched.append(q.shape) or True)
+
+    def serving(plan: LaunchPlan, stage: str, *copied: torch.Tensor) -> chips.Kernel:
+        launched.append(stage)
+        return chips.GRADIENTS_64 if stage == chips.GRADIENTS else plan.kernels[0]
+
+    monkeypatch.setattr(LaunchPlan, "serving", serving)
     inputs = make_inputs(case, torch.float32, DEVICE)
     assert_close(results(triton_chunk, inputs), truth(inputs), 3e-6)
-    assert launched
+    assert chips.GRADIENTS in launched
 
 
 @pytest.mark.parametrize("case", [SMALL[0], SMALL[3], SMALL[4]], ids=str)

@@ -18,7 +18,7 @@ from deltanet_recipes.study.results_row import Measure, append_rows
 from readme_tables import BLOCK, rewritten
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("decoding", "results", "running", "training", "reproducing", "journal-training", "mixers")
+PAGES = ("decoding", "kernels", "results", "running", "training", "reproducing", "journal-training", "mixers")
 GENERATED = ["README.md", *(f"docs/{name}.md" for name in PAGES)]
 
 

@@ -3,29 +3,29 @@
     S_t = e^{g_t} S_{t-1} + beta_t k_t (v_t - k_t^T e^{g_t} S_{t-1})^T        o_t = scale * q_t^T S_t
 
 Each file below computes one stage of one form of the operator. `chunk_forward.py`, `chunk_backward.py`, `recurrent.py`
-and `step.py` choose among the kernels and launch them; `launch_plan.py` and `config.py` hold the sizes, and `chunk.py`
-is the entry point of the chunked operator and its gradient.
+and `step.py` launch the kernels; `chips.py` says which of them serve a call and in which sizes, `launch_plan.py` has
+what the launches of a call share, and `chunk.py` is the entry point of the chunked operator and its gradient.
 
     stage                          file                      when
     -----------------------------  ------------------------  ---------------------------------------------------------
-    recurrence, reference          reference.py              any device, float32 and float64; the tests' ground truth
     public functions               public.py                 any call, with the arguments of flash-linear-attention
+    recurrence, reference          reference.py              any device, float32 and float64; the tests' ground truth
     calls in other dtypes, layouts drop_in.py                before the others, for calls that the kernels do not take
     gates per channel              fine_gates.py             recurrence, before recurrent.py or channel_gates
     CPU, chunked                   cpu.py, cpu_forward.py,   CPU tensors, and CUDA calls that no kernel supports
                                    cpu_backward.py
     CPU, few tokens                cpu_recurrent.py          CPU tensors without gradients, at most 8 tokens
     CPU, decoding step             cpu_step.py               CPU tensors, and the composition used by step.py
-    scores, row factors            scores.py                 any chip, dtype and head size up to 256
-    inverse (I + L)^-1             solve.py                  any chip, dtype and head size up to 256
-    both in one                    hopper/solve.py           sm_90, bfloat16, K = 64 or 128, HQ = H, complete chunks
-    states and outputs             states.py                 any chip, dtype and head size up to 256
+    scores, row factors            scores.py                 chips.KERNELS
+    inverse (I + L)^-1             solve.py                  with scores.py
+    both in one                    hopper/solve.py           chips.KERNELS
+    states and outputs             states.py                 chips.KERNELS
     sums over query heads          query_sums.py             backward, where several query heads read one state
-    gradients of the states        states_backward.py        any chip, dtype and head size up to 256
-    gradients within a chunk       gradients_pairs.py, then  any chip, dtype and head size up to 256
+    gradients of the states        states_backward.py        chips.KERNELS
+    gradients within a chunk       gradients_pairs.py, then  chips.KERNELS
                                    gradients_inputs.py
-    the same in one kernel         gradients_64.py           sm_90, bfloat16, 32 < K, V <= 64, HQ = H = HV
-    the same in one kernel         hopper/gradients_128.py   sm_90, bfloat16, K = V = 128, HQ = H, complete chunks
+    the same in one kernel         gradients_64.py           chips.KERNELS
+    the same in one kernel         hopper/gradients_128.py   chips.KERNELS
     last steps that these share    gradients_raw.py          gradients of the raw rows and of the gates
     long sequences, cut            segments.py               sequences x heads leave most of the chip idle
     recurrence, short inputs       recurrent.py              CUDA, without gradients
@@ -33,9 +33,6 @@ is the entry point of the chunked operator and its gradient.
 
 `erase` of the public functions chooses the form of the erase term (reference.py). The kernels in hopper/ have the
 default form only; the others take the constants of `row_factors.erase_flags` and leave out what a form does not have.
-
-"Any dtype" means float32, bfloat16 and float16. sm_90 is Hopper (H100, H200). The two kernels in hopper/ are written
-in Gluon and also require Triton 3.6 to 3.9; without it the Triton kernels serve.
 
 Glossary, for one state head and a chunk of C tokens with rows i and columns j:
 

@@ -16,7 +16,8 @@ from deltanet_kernels.common.device import multiprocessors
 from deltanet_kernels.common.launch import launch
 from deltanet_kernels.common.registration import operator
 from deltanet_kernels.common.sizes import cdiv
-from deltanet_kernels.gated_delta_rule.config import ChunkConfig, slices, summed_stages, tile_width
+from deltanet_kernels.gated_delta_rule.chips import GRADIENTS, GRADIENTS_64, HOPPER_GRADIENTS, summed_stages
+from deltanet_kernels.gated_delta_rule.config import slices, tile_width
 from deltanet_kernels.gated_delta_rule.gradients_64 import joint_gradients_kernel
 from deltanet_kernels.gated_delta_rule.gradients_inputs import input_gradients_kernel
 from deltanet_kernels.gated_delta_rule.gradients_pairs import pair_gradients_kernel
@@ -37,12 +38,6 @@ def _fake_chunk_backward(
     dbias = q.new_empty(0, dtype=torch.float32) if dt_bias is None else torch.empty_like(dt_bias)
     grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v, g, beta)]
     return (*grads, q.new_empty(state, dtype=torch.float32), dA, dbias)
-
-
-def joins_gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, config: ChunkConfig) -> bool:
-    """Whether one kernel (gradients_64.py) computes all gradients within a chunk instead of two."""
-    widths = {tile_width(size, k.dtype) for size in (k.shape[3], v.shape[3])}
-    return q.shape[2] == k.shape[2] == v.shape[2] and widths == {config.joint_size}
 
 
 def _query_sums(q: torch.Tensor, factors: torch.Tensor, P: torch.Tensor, do: torch.Tensor, plan: LaunchPlan):
@@ -109,7 +104,8 @@ def chunk_backward(
     dg, dbeta = torch.empty_like(g), torch.empty(beta.shape, dtype=beta.dtype, device=beta.device)
     gate = A_log is not None
     sums = q.new_zeros((chunks.count, HV, 2) if gate else (0,), dtype=torch.float32)
-    if chunks.count and plan.default and hopper.serves_gradients(q, k, do, config, plan.full, plan.precision):
+    kernel = plan.serving(GRADIENTS, q, k, do)
+    if chunks.count and kernel is HOPPER_GRADIENTS:
         hopper.gradients(
             q, k, v, factors, P, do, h, dh, vn, dw, g, A_log, dt_bias, dq, dk, dv, dg, dbeta, sums,
             scale, norm, sigmoid,
@@ -117,7 +113,7 @@ def chunk_backward(
     elif chunks.count:
         chunk_of = (chunks.cu_seqlens, chunks.row_of_chunk, chunks.first_chunk)
         Z, E = torch.empty_like(P), torch.empty_like(Tm)
-        if joins_gradients(q, k, v, config):
+        if kernel is GRADIENTS_64:
             launch(
                 joint_gradients_kernel, chunks.count * HV,
                 q, k, v, factors, P, do, h, dh, vn, dw, Z, E, g, A_log, dt_bias, dq, dk, dv, dg, dbeta, sums, *chunk_of,

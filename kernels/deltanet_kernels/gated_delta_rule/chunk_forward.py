@@ -16,6 +16,7 @@ from deltanet_kernels.common.device import multiprocessors
 from deltanet_kernels.common.launch import launch
 from deltanet_kernels.common.registration import Operator, operator
 from deltanet_kernels.common.sizes import cdiv
+from deltanet_kernels.gated_delta_rule.chips import HOPPER_SOLVE, SCORES
 from deltanet_kernels.gated_delta_rule.config import slices
 from deltanet_kernels.gated_delta_rule.hopper import select as hopper
 from deltanet_kernels.gated_delta_rule.launch_plan import (
@@ -77,7 +78,7 @@ def _fake_chunk_forward(
 def _scores_and_inverse(inputs: ChunkInputs, plan: LaunchPlan) -> ChunkTensors:
     """The tensors of every chunk; L, as large as two of T, is freed on return."""
     config = plan.config
-    if plan.default and hopper.serves_solve(inputs.q, inputs.k, config, plan.full, plan.precision):
+    if plan.serving(SCORES, inputs.q, inputs.k) is HOPPER_SOLVE:
         return hopper.solve(inputs)
     P, L, factors, bounds = scores(inputs, plan.full, plan.precision, config.score_warps)
     if not plan.form["READ"]:

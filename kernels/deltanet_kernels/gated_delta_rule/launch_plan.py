@@ -8,7 +8,9 @@ import torch
 
 from deltanet_kernels.common.device import capability
 from deltanet_kernels.common.sequences import Chunks, cut_chunks
-from deltanet_kernels.gated_delta_rule.config import ChunkConfig, chunk_config, product_precision, tile_width
+from deltanet_kernels.gated_delta_rule.chips import ChunkConfig, Kernel, chunk_config, kernels
+from deltanet_kernels.gated_delta_rule.config import product_precision, tile_width
+from deltanet_kernels.gated_delta_rule.hopper import select
 from deltanet_kernels.gated_delta_rule.row_factors import erase_flags
 
 
@@ -40,6 +42,18 @@ class LaunchPlan(NamedTuple):
     """`row_factors.erase_flags`."""
     default: bool
     """This is the gated delta rule itself, the only form of the kernels in hopper/."""
+    kernels: tuple[Kernel, ...]
+    """The rows of `chips.KERNELS` for such heads, dtype and chip."""
+
+    def serving(self, stage: str, *copied: torch.Tensor) -> Kernel:
+        """The kernel of a stage; one in Gluon would copy rows of `copied` [B, T, heads, K] by 16 bytes."""
+        return next(
+            row for row in self.kernels if row.stage == stage and (not row.gluon or self._by_gluon(row, copied))
+        )
+
+    def _by_gluon(self, kernel: Kernel, copied: tuple[torch.Tensor, ...]) -> bool:
+        plain = self.full and self.default and self.precision == "tf32"
+        return plain and all(map(select.copied_by_16_bytes, copied)) and select.imported(kernel) is not None
 
     @property
     def flags(self) -> dict[str, Any]:
@@ -69,6 +83,7 @@ def launch_plan(
         precision=product_precision(precision, q.dtype),
         form=erase_flags(erase),
         default=erase == "decayed",
+        kernels=kernels(K, V, k.dtype, capability(k.device), HQ, H, HV),
     )
 
 

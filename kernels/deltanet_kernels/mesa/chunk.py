@@ -29,8 +29,9 @@ from deltanet_kernels.common.launch import launch
 from deltanet_kernels.common.registration import differentiable, gradient, operator
 from deltanet_kernels.common.sequences import Chunks, cut_chunks
 from deltanet_kernels.common.sizes import cdiv
+from deltanet_kernels.gated_delta_rule.chips import ChunkConfig, chunk_config
 from deltanet_kernels.gated_delta_rule.chunk_backward import chunk_backward
-from deltanet_kernels.gated_delta_rule.config import MAX_HEAD_SIZE, ChunkConfig, chunk_config, slices, tile_width
+from deltanet_kernels.gated_delta_rule.config import MAX_HEAD_SIZE, slices, tile_width
 from deltanet_kernels.gated_delta_rule.row_factors import ChunkInputs
 from deltanet_kernels.gated_delta_rule.scores import scores
 from deltanet_kernels.gated_delta_rule.states import states_kernel

@@ -1,9 +1,7 @@
-"""Selects and launches the Gluon kernels for Hopper (sm_90).
+"""Imports and launches the Gluon kernels for Hopper (sm_90); `chips.KERNELS` says which calls they serve.
 
-solve.py computes scores, inverse and row factors in place of ../scores.py and ../solve.py, for K = 64 or 128.
-gradients_128.py computes all gradients within a chunk in place of ../gradients_pairs.py and ../gradients_inputs.py,
-for K = V = 128. Both require bfloat16, chunks without padding, no packed sequences, and as many query heads as key
-heads; every other call uses the Triton kernels.
+solve.py computes scores, inverse and row factors in place of ../scores.py and ../solve.py, gradients_128.py all
+gradients within a chunk in place of ../gradients_pairs.py and ../gradients_inputs.py.
 
 Where value heads share a key head, each value head has a program and writes its part of dq and dk in bfloat16. A
 second kernel adds the parts in float32: two more [64, 128] sums do not fit into the registers of a program.
@@ -20,7 +18,7 @@ import triton
 import triton.language as tl
 
 from deltanet_kernels.common.launch import launch
-from deltanet_kernels.gated_delta_rule.config import ChunkConfig
+from deltanet_kernels.gated_delta_rule.chips import HOPPER_SOLVE, Kernel
 from deltanet_kernels.gated_delta_rule.row_factors import ChunkInputs, ChunkTensors, empty_scores
 
 TRITON_VERSIONS = ((3, 6), (3, 9))
@@ -61,27 +59,15 @@ def gradients_kernel() -> Any:
     return gradients_128_kernel
 
 
-def _copied_by_16_bytes(x: torch.Tensor) -> bool:
+def imported(kernel: Kernel) -> Any:
+    """The function of a Gluon kernel in `chips.KERNELS`; None if this Triton cannot import it."""
+    return solve_kernel() if kernel is HOPPER_SOLVE else gradients_kernel()
+
+
+def copied_by_16_bytes(x: torch.Tensor) -> bool:
+    """Whether all rows of bfloat16 x [B, T, heads, K] (unit stride along K) begin at multiples of 16 bytes."""
     row, token, head, _ = x.stride()
     return x.dtype == torch.bfloat16 and x.data_ptr() % 16 == 0 and not (row | token | head) % 8
-
-
-def _fits(full: bool, precision: str, q: torch.Tensor, k: torch.Tensor, *others: torch.Tensor) -> bool:
-    if not (full and precision == "tf32" and q.shape[2] == k.shape[2]):
-        return False
-    return all(_copied_by_16_bytes(x) for x in (q, k, *others))
-
-
-def serves_gradients(
-    q: torch.Tensor, k: torch.Tensor, do: torch.Tensor, config: ChunkConfig, full: bool, precision: str
-) -> bool:  # fmt: skip
-    """Whether `gradients` accepts these inputs [B, T, heads, 128] (unit stride in the last dimension)."""
-    return config.hopper_gradients and _fits(full, precision, q, k, do) and gradients_kernel() is not None
-
-
-def serves_solve(q: torch.Tensor, k: torch.Tensor, config: ChunkConfig, full: bool, precision: str) -> bool:
-    """Whether `solve` accepts these q, k [B, T, heads, K] (unit stride along K)."""
-    return config.hopper_solve and _fits(full, precision, q, k) and solve_kernel() is not None
 
 
 def solve(inputs: ChunkInputs) -> ChunkTensors:
