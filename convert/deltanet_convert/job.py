@@ -23,7 +23,6 @@ from .options import ConvertOptions, softmax_layers
 from .select.for_convert import auto_selection, unfinished_selection
 from .select.run import Show, unseen
 from .select.selection_file import Selection
-from .storage.generation_config import generation_config
 from .storage.teacher_source import Source, resolve_source
 from .teacher_model import Teacher, open_teacher
 
@@ -78,7 +77,6 @@ def prepare(teacher: str, out: Path, options: ConvertOptions, show: Show = unsee
             table = options.table(opened.num_layers, kept, opened.config)
         # Qwen3.5's softmax layers have q/k norms. None are inserted if something else prevents an export.
         insert_norms = options.profile == "qwen3_5" and not teacher_obstacles(opened.config, table.softmax)
-        generation_config(source.folder, opened.config)  # it is written after the last layer
         dtype = options.torch_dtype or (torch.float32 if opened.dtype == torch.float64 else opened.dtype)
         threads = torch.get_num_threads() if device.type == "cpu" else 1
         plan = make_plan(opened, table, dtype, options.shard_size, options.calibration_tokens, insert_norms, threads)

@@ -1,8 +1,9 @@
-"""Opens a teacher: checks that its family is supported and that its tensors are those of its config."""
+"""Opens a teacher in one pass: its config, its weights, the model that they make, its generation config."""
 
 import math
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,19 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from deltanet_hf.errors import UserError
 from deltanet_hf.models.families import FAMILIES, PREFIX, Family, caps_scores, family_of
 
-from .config_numbers import check_numbers
+from .storage.generation_config import generation_config
 from .storage.safetensors_folder import Checkpoint, read_json
 from .storage.stored_experts import with_joined_experts
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 LAYER = re.compile(r"^model\.layers\.(\d{1,6})\.")
+LARGEST = sys.float_info.max
+LIMITS = {
+    "rms_norm_eps": (0.0, 1.0),
+    "max_position_embeddings": (2, LARGEST),  # a sequence has a token that is predicted from another
+    "rope_theta": (1e-9, LARGEST),
+    "factor": (1e-9, LARGEST),  # of the rotary embedding
+}  # of numbers that would otherwise end, layers later, in values that are not finite
 # Old Llama checkpoints contain the rotary frequencies, which follow from the config.
 DERIVED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 
@@ -44,22 +52,25 @@ class Teacher:
 
 
 def open_teacher(folder: Path) -> Teacher:
-    """Reads the config and every header of `folder`.
+    """Checks a folder and returns the teacher in it; no weights are read but a tied model's head.
 
     Raises:
-        UserError: the family is not supported, or config and tensors contradict each other.
+        UserError: the family is not supported, a number or the generation config cannot be used, or config and tensors
+            contradict each other.
     """
-    raw = read_json(folder / "config.json")
-    family = _check_supported(folder / "config.json", raw)
+    file = folder / "config.json"
+    raw = read_json(file)
+    _check_numbers(file, raw)
+    family = _check_supported(file, raw)
     checkpoint = with_joined_experts(Checkpoint.open(folder))
-    _check_layer_count(folder / "config.json", raw, checkpoint)
-    config = _guarded(folder / "config.json", lambda: family.config_class.from_pretrained(folder))
-    check_numbers(folder / "config.json", raw, config)
+    _check_layer_count(file, raw, checkpoint)
+    config = _guarded(file, lambda: family.config_class.from_pretrained(folder))
     if config.tie_word_embeddings and not _same_values(checkpoint, EMBEDDING, HEAD):
         config.tie_word_embeddings = False  # as transformers does
     dtype = _main_dtype(checkpoint)
-    model = _guarded(folder / "config.json", lambda: meta_model(family.model_class, config, dtype))
-    check_tensors(folder / "config.json", model, checkpoint)
+    model = _guarded(file, lambda: meta_model(family.model_class, config, dtype))
+    check_tensors(file, model, checkpoint)
+    generation_config(folder, config)  # it is written after the last layer
     return Teacher(folder, config, family, checkpoint, model, dtype)
 
 
@@ -82,6 +93,25 @@ def tied_names(model: PreTrainedModel) -> set[str]:
         return set()
     keys: Any = model._tied_weights_keys or {}
     return set(keys)
+
+
+def _check_numbers(file: Path, raw: dict[str, Any]) -> None:
+    for key, value in _numbers(raw):
+        low, high = LIMITS.get(key.rpartition(".")[2], (-LARGEST, LARGEST))
+        if not low <= value <= high:  # true of NaN
+            raise UserError(f"{file}: key '{key}' is {value}, expected a number from {low:g} to {high:g}; correct it")
+
+
+def _numbers(value: Any, key: str = "") -> Iterator[tuple[str, float]]:
+    """Every number in a JSON value, with its key; nested keys are separated by dots."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _numbers(inner, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _numbers(inner, key)
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        yield key, value
 
 
 def _check_supported(file: Path, raw: dict[str, Any]) -> Family:
@@ -125,14 +155,9 @@ def _check_layer_count(file: Path, raw: dict[str, Any], checkpoint: Checkpoint) 
         )
     if said is not None and said != count:
         raise UserError(
-            f"{file}: num_hidden_layers is {said!r} but the last tensor is "
-            f"'{_last_layer_tensor(checkpoint, count)}' "
-            f"({count} layers); correct the config or complete the weights"
+            f"{file}: num_hidden_layers is {said!r} but the weights are those of {count} layers; correct the config or "
+            "complete the weights"
         )
-
-
-def _last_layer_tensor(checkpoint: Checkpoint, count: int) -> str:
-    return min(name for name in checkpoint.entries if name.startswith(f"model.layers.{count - 1}."))
 
 
 def _guarded(file: Path, build: Callable[[], Any]) -> Any:
