@@ -46,7 +46,9 @@ COMMANDS = {
         "Example: `deltanet-hf select HuggingFaceTB/SmolLM2-135M --keep 25%`",
     ),
     "recipes": Subcommand(
-        "deltanet_recipes.shipped", "recipes_command", "List the training recipes that are installed, or copy one."
+        "deltanet_recipes.shipped",
+        "recipes_command",
+        "List the training recipes that are installed, or print one.",
     ),
     "data": Subcommand(
         "deltanet_recipes.command",

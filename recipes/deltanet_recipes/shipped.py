@@ -36,11 +36,11 @@ def recipe_path(recipe: str | Path) -> Path:
 
 def recipes_command(
     name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="Shipped recipe to copy; without it, all are listed.")
+        str | None, typer.Argument(metavar="NAME", help="Shipped recipe to print; without it, all are listed.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="File to write.", show_default="NAME.yaml in this folder")] = None,
+    out: Annotated[Path | None, typer.Option(help="File to copy the recipe to, instead of printing it.")] = None,
 ) -> None:
-    """List the recipes that are installed with the package, or copy one to edit it."""
+    """List the recipes that are installed with the package, print one, or copy it to edit it."""
     shipped = shipped_recipes()
     if name is None:
         if out is not None:
@@ -49,14 +49,16 @@ def recipes_command(
         return
     if name not in shipped:
         raise UserError(f"{name}: no shipped recipe has this name; there are {', '.join(shipped)}")
-    copy = out or Path(f"{name}.yaml")
-    if copy.exists():
-        raise UserError(f"{copy}: exists already; choose another file with --out")
+    if out is None:
+        typer.echo(shipped[name].read_text(encoding="utf-8"), nl=False)
+        return
+    if out.exists():
+        raise UserError(f"{out}: exists already; choose another file with --out")
     try:
-        shutil.copyfile(shipped[name], copy)
+        shutil.copyfile(shipped[name], out)
     except OSError as error:
-        raise UserError(f"{copy}: cannot be written ({error.strerror}); choose another file with --out") from None
-    typer.echo(f"{copy}: copied; edit it and run it with `deltanet-hf distill {copy}`")
+        raise UserError(f"{out}: cannot be written ({error.strerror}); choose another file with --out") from None
+    typer.echo(f"{out}: copied; edit it and run it with `deltanet-hf distill {out}`")
 
 
 def _list(shipped: dict[str, Path]) -> None:
@@ -69,7 +71,9 @@ def _list(shipped: dict[str, Path]) -> None:
             typer.echo(f"{label:{width}}  {_purpose(path)}")
     if console.is_terminal:
         console.print(table)
-    typer.echo("Copy one: deltanet-hf recipes NAME. Run one: deltanet-hf distill NAME student=FOLDER", err=True)
+    typer.echo(
+        "Copy one: deltanet-hf recipes NAME --out FILE. Run one: deltanet-hf distill NAME student=FOLDER", err=True
+    )
 
 
 def _purpose(path: Path) -> str:

@@ -232,7 +232,7 @@ def test_card_and_plan_of_a_window_say_that_nothing_is_fitted(
     for words in ("Distil the model before use", "fitted to the teacher", "gated-deltanet", "linear-attention"):
         assert words not in card
     print_report(report, Console(width=160))
-    assert "softmax attention with these weights" not in capsys.readouterr().out
+    assert "copied weights" not in capsys.readouterr().out
 
 
 def test_a_kind_that_stays_quadratic_begins_as_the_teacher(tmp_path: Path) -> None:

@@ -145,10 +145,14 @@ def test_check_says_which_formats_are_possible(tmp_path: Path) -> None:
     result = CliRunner().invoke(build_app("export"), ["export", str(folder), "--check"])
     assert result.exit_code == 0
     assert "mlx: yes gguf: no rope_parameters: " in " ".join(result.output.split())
+    assert "(gguf only)" in " ".join(result.output.split())
     assert "get 2 idle layers of zeros among the 4" in " ".join(result.output.split())
     whole = saved(exportable_model("llama"), tmp_path / "whole")
     result = CliRunner().invoke(build_app("export"), ["export", str(whole), "--check"])
     assert result.output.split() == ["transformers:", "yes", "mlx:", "yes", "gguf:", "yes"]
+    other = saved(exportable_model("llama", wiring={"rope": True}), tmp_path / "other")
+    result = CliRunner().invoke(build_app("export"), ["export", str(other), "--check"])
+    assert result.output.count("Qwen3.5's linear layers have no rotary embedding") == 1
 
 
 def test_teachers_and_strangers_are_refused(tmp_path: Path) -> None:

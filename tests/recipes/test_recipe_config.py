@@ -179,13 +179,14 @@ def test_shipped_recipes_are_listed_and_copied(place: Path, monkeypatch: pytest.
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(shipped_recipes())
     assert "  SmolLM2-135M-Instruct, every layer a state alone, 9.9M tokens" in "\n".join(lines)
-    recipes_command("smollm2-135m-10m")
-    assert Path("smollm2-135m-10m.yaml").read_bytes() == shipped_recipes()["smollm2-135m-10m"].read_bytes()
-    for copy in (None, place / "smollm2-135m-10m.yaml"):
-        with pytest.raises(UserError, match=r"exists already; choose another file with --out"):
-            recipes_command("smollm2-135m-10m", copy)
+    assert all(line.endswith(".") for line in lines)  # whole sentences
+    shipped = shipped_recipes()["qwen3-8b"].read_text()
+    recipes_command("qwen3-8b")
+    assert capsys.readouterr().out == shipped
     recipes_command("qwen3-8b", place / "mine.yaml")
-    assert (place / "mine.yaml").is_file()
+    assert (place / "mine.yaml").read_text() == shipped
+    with pytest.raises(UserError, match=r"exists already; choose another file with --out"):
+        recipes_command("qwen3-8b", place / "mine.yaml")
     with pytest.raises(UserError, match="nowhere: no shipped recipe has this name; there are demo, "):
         recipes_command("nowhere")
     with pytest.raises(UserError, match="cannot be written"):

@@ -19,7 +19,7 @@ from ..storage.teacher_source import resolve_source
 from .export_plan import plan_export
 from .gguf import OUTTYPES, write_gguf
 from .model_folder import ConvertedModel, read_converted_config
-from .obstacles import FORMATS, Obstacle, export_obstacles
+from .obstacles import FORMATS, export_obstacles
 from .progress import progress_bar
 from .runtime_check import verify_export
 from .slots import uneven_note
@@ -118,15 +118,15 @@ def refuse_obstacles(folder: Path, style: str) -> None:
 
 
 def print_check(folder: Path, console: Console) -> None:
-    """Prints per format whether the model can be exported, with all obstacles; UserError if no format is possible."""
+    """Prints which formats are possible and each obstacle once; UserError if no format is possible."""
     config: Any = read_converted_config(folder)
     obstacles = export_obstacles(config)
     uneven = uneven_note(LayerTable.of(config).softmax, config.num_hidden_layers)
     for style in FORMATS:
-        found: list[Obstacle] = [o for o in obstacles if style in o.formats]
-        console.print(f"{style}: {'no' if found else 'yes'}", highlight=False)
-        for obstacle in found:
-            console.print(f"  {obstacle}", highlight=False, markup=False)
+        console.print(f"{style}: {'no' if any(style in o.formats for o in obstacles) else 'yes'}", highlight=False)
+    for obstacle in obstacles:
+        formats = "" if obstacle.formats == FORMATS else f" ({', '.join(obstacle.formats)} only)"
+        console.print(f"  {obstacle}{formats}", highlight=False, markup=False)
     if uneven:
         console.print(uneven, highlight=False, markup=False)
     if all(any(style in o.formats for o in obstacles) for style in FORMATS):

@@ -5,14 +5,21 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+MEANINGS = {
+    "relative MSE": "relative MSE: 0 is the teacher's attention, 1 as far from it as zeros",
+    "copied weights, error": "copied weights, error: that of softmax attention by the layer's q, k, v and o",
+}
+
 
 def print_report(report: dict[str, Any], console: Console) -> None:
     """Prints the checks of every converted layer and of the model; `report`: the contents of `conversion.json`."""
-    table = Table(title="Converted layers against the teacher's attention, held-out text", title_justify="left")
+    title = "Converted layers against the teacher's attention, held-out text"
+    table = Table(title=title, title_justify="left", caption_justify="left")
     layers = report["layers"]
     columns = ["layer", "cosine", "relative MSE"]
     if any("softmax_error" in layer for layer in layers):  # only layers that have the teacher's projections
-        columns.append("softmax attention with these weights, difference")
+        columns.append("copied weights, error")
+    table.caption = "\n".join(MEANINGS[column] for column in columns if column in MEANINGS)
     for column in columns:
         table.add_column(column, justify="right")
     for layer in layers:
@@ -30,6 +37,11 @@ def print_report(report: dict[str, Any], console: Console) -> None:
         f"{check['teacher_perplexity']:.2f} -> {check['perplexity']:.2f}, KL to the teacher "
         f"{check['kl']:.3f} nats"
     )
+    if all(layer["kind"] == "linear" and "window" not in layer["title"] for layer in report["plan"]["layers"]):
+        console.print(
+            "Every layer is a state alone, without softmax attention or a window: train it before use (deltanet-hf "
+            "distill); without --pure and --profile qwen3_5, the model begins near its teacher."
+        )
 
 
 def _norms_table(layers: list[dict[str, Any]]) -> Table:

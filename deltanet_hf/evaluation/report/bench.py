@@ -71,6 +71,7 @@ def measure_rows(
     """
     if done == len(rows):
         return
+    say(f"measures {', '.join(row.name for row in rows[done:])}")
     if options.processes == 1:
         bench = Bench(options, rows)
         for number, row in enumerate(rows[done:], start=done + 1):

@@ -93,7 +93,8 @@ def measure_model(
         scores = score_text(model, windows, teacher)
         found = {"perplexity": scores.perplexity, "kl": scores.kl, "agreement": scores.agreement}
         result.texts[name] = {key: score for key, score in found.items() if score is not None}
-    lap("texts")
+    if material.texts:
+        lap("texts")
     result.recall["repeat_perplexity"] = score_repeat(model, material.repeat)
     for name, probes in material.recall.items():
         result.answers[name] = _exact(model, probes)
