@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from deltanet_hf.fast.copied import copied
-from deltanet_hf.fast.joint import joint_parts
+from deltanet_hf.fast.joint import joint_linears
 from deltanet_hf.fast.mixer import FastMixer
 from deltanet_hf.fast.mlp import FastMLP, is_known
 from deltanet_hf.fast.norms import FastNorm, Sum, form_of
@@ -146,6 +146,6 @@ def fast_part(module: nn.Module, may_move: bool) -> Any:
     parts = {name: fast_part(child, may_move) for name, child in children.items()}
     for names in TOGETHER:
         if set(names) <= children.keys():
-            parts.update(zip(names, joint_parts([children[name] for name in names], may_move), strict=True))
+            parts.update(zip(names, joint_linears([children[name] for name in names], may_move), strict=True))
     replaced = {name: part for name, part in parts.items() if part is not children[name]}
     return copied(module, **replaced) if replaced else module

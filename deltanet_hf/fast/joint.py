@@ -18,39 +18,38 @@ from torch.nn import functional as F
 ALIGNMENT = 8  # numbers of outputs that matrix products are fast for are multiples of it
 
 
-class JointLinears:
-    """The product with several linear layers; `parts` stand for them and are called with the same input."""
+class JointProduct:
+    """The product with several linear layers, which are called one by one with the same input."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, sizes: Sequence[int]) -> None:
-        self._weight, self._bias = weight, bias
+        self._weight, self._bias, self._count = weight, bias, len(sizes)
         self._sizes = [*sizes, len(weight) - sum(sizes)]
         self._held: tuple[Tensor, dict[int, Tensor]] | None = None
-        self.parts = [Part(self, index, size) for index, size in enumerate(sizes)]
 
-    def part(self, x: Tensor, index: int) -> Tensor:
+    def output(self, x: Tensor, index: int) -> Tensor:
         """The output [..., out] of one layer for x [..., in]; the first of them to be called computes all."""
         held = self._held
         if held is None or held[0] is not x or index not in held[1]:
             outputs = torch.split_with_sizes(F.linear(x, self._weight, self._bias), self._sizes, -1)
-            held = self._held = (x, dict(enumerate(outputs[: len(self.parts)])))
+            held = self._held = (x, dict(enumerate(outputs[: self._count])))
         output = held[1].pop(index)
         if not held[1]:
             self._held = None
         return output
 
 
-class Part:
+class JointLinear:
     """Stands for one of the layers: a view of the joint output, which no other caller gets."""
 
-    def __init__(self, joint: JointLinears, index: int, out_features: int) -> None:
+    def __init__(self, joint: JointProduct, index: int, out_features: int) -> None:
         self._joint, self._index, self.out_features = joint, index, out_features
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._joint.part(x, self._index)
+        return self._joint.output(x, self._index)
 
 
-def joint_parts(linears: Sequence[Any], may_move: bool) -> list[Any]:
-    """What is to be called in the place of linear layers with one input: parts of a joint product, or the layers.
+def joint_linears(linears: Sequence[Any], may_move: bool) -> list[Any]:
+    """What is to be called in the place of linear layers with one input: those of a joint product, or themselves.
 
     They stay apart if one of them is another module than `nn.Linear`, where dtypes or devices differ, and where they do
     not lie in one block: parameters are only moved if they `may_move`, share their memory with no other tensor and
@@ -66,7 +65,8 @@ def joint_parts(linears: Sequence[Any], may_move: bool) -> list[Any]:
     bias = _block(biases, sizes, may_move) if weight is not None and any(b is not None for b in biases) else None
     if weight is None or (bias is None and any(b is not None for b in biases)):
         return list(linears)
-    return list(JointLinears(weight, bias, sizes).parts)
+    joint = JointProduct(weight, bias, sizes)
+    return [JointLinear(joint, index, size) for index, size in enumerate(sizes)]
 
 
 @torch.inference_mode(False)

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from deltanet_hf.fast.copied import copied
-from deltanet_hf.fast.joint import joint_parts
+from deltanet_hf.fast.joint import joint_linears
 from deltanet_hf.fast.norms import FastNorm, form_of
 from deltanet_hf.fast.window import mixture, window_prefill, window_step
 from deltanet_hf.mixers.base import Mixer
@@ -39,7 +39,7 @@ class FastMixer:
 
     Args:
         mixer: a mixer without hooks, adapters or replaced methods.
-        may_move: whether its weights may be moved, see `joint_parts`.
+        may_move: whether its weights may be moved, see `joint_linears`.
     """
 
     def __init__(self, mixer: Mixer, may_move: bool) -> None:
@@ -226,7 +226,7 @@ def _with_fast_parts(mixer: Any, may_move: bool) -> Mixer:
         linears["g_proj"] = None  # which reads another input
     linears = {name: linear for name, linear in linears.items() if linear is not None}
     shares = [] if branch is None else [branch.share_proj]
-    found = joint_parts([*linears.values(), *shares], may_move)
+    found = joint_linears([*linears.values(), *shares], may_move)
     replaced: dict[str, Any] = dict(zip(linears, found, strict=False))
     if branch is not None:
         fast = copied(branch, share_proj=found[-1])

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from deltanet_hf.fast.joint import joint_parts
+from deltanet_hf.fast.joint import joint_linears
 from deltanet_kernels import silu_product
 from deltanet_kernels.arguments import SiluProductCall
 
@@ -40,7 +40,7 @@ class FastMLP:
     """A known block: the two projections of x are one product, SiLU and product one kernel."""
 
     def __init__(self, block: Any, may_move: bool) -> None:
-        self._gate, self._up = joint_parts((block.gate_proj, block.up_proj), may_move)
+        self._gate, self._up = joint_linears((block.gate_proj, block.up_proj), may_move)
         self._down = block.down_proj
 
     def __call__(self, x: Tensor) -> Tensor:

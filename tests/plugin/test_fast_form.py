@@ -260,10 +260,13 @@ def test_the_model_is_as_before_and_is_not_kept_alive() -> None:
     assert list(model.modules()) == modules
     with torch.no_grad(), pytest.raises((RuntimeError, ValueError)):
         model(inputs_embeds=torch.zeros(1, 3, 5, device=DEVICE))
-    gone = weakref.ref(model)
-    del model, modules
-    gc.collect()
-    assert gone() is None
+    gone = weakref.ref(model), weakref.ref(fast_form(model))
+    gc.disable()  # the memory of a model is free at once, without a search for cycles
+    try:
+        del model, modules
+        assert [one() for one in gone] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_the_signature_is_the_family_s() -> None:

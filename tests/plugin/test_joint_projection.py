@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from deltanet_hf.fast import fast_form, form
-from deltanet_hf.fast.joint import joint_parts
+from deltanet_hf.fast.joint import joint_linears
 from deltanet_hf.fast.mixer import FastMixer
 from support.plain_form import plain_form
 from support.tiny_models import tiny_student, tiny_teacher
@@ -152,7 +152,7 @@ def test_a_call_makes_one_product_and_no_copies() -> None:
     with torch.no_grad():
         wanted = [linear(x) for linear in linears]
         for may_move in (True, False):  # they are found where they have been moved
-            parts = joint_parts(linears, may_move)
+            parts = joint_linears(linears, may_move)
             with Products() as counted:
                 found = [part(x) for part in parts]
             assert counted.count == 1
@@ -192,7 +192,7 @@ def test_what_cannot_be_moved_stays(spoil: Any) -> None:
     linears = [nn.Linear(16, 4, bias=False) for _ in range(3)]
     spoil(linears)
     before = [linear.weight.data_ptr() for linear in linears]
-    assert joint_parts(linears, True) == linears
+    assert joint_linears(linears, True) == linears
     assert before == [linear.weight.data_ptr() for linear in linears]
 
 
