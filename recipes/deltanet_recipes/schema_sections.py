@@ -92,6 +92,8 @@ class Source(Strict):
         by_name = any(not isinstance(array.groups, int) for array in self.evaluation)
         if self.group_key is None and (self.join_groups or by_name):
             raise ValueError("join_groups and named groups need group_key")
+        if self.join_groups and self.messages_key is not None:
+            raise ValueError("join_groups joins texts, and messages_key names chats")
         return self
 
 

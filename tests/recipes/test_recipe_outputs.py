@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.report.contestants import training_tokens
 from deltanet_recipes.config import load_recipe
+from deltanet_recipes.study.results_row import run_facts
 from deltanet_recipes.training.logbook import read_log
 from deltanet_recipes.training.pipeline import run
 from support.tiny_run import ALIGN, DISTIL, make_workplace, recipe_tree, write_recipe
@@ -69,6 +70,14 @@ def test_a_run_shows_its_plan_and_its_progress(finished: tuple[Path, str]) -> No
     assert all(word in header for word in ("rest", "tokens", "memory", "time, about"))
     line = next(line for line in shown.splitlines() if line.startswith("distil 2/4"))
     assert all(word in line for word in ("loss", "kl", "tok/s", "GiB", "ETA"))
+
+
+def test_the_counts_of_the_data_are_in_the_run_and_in_its_row_of_a_study(finished: tuple[Path, str]) -> None:
+    (report,) = json.loads((finished[0] / "data.json").read_text())
+    (counts,) = run_facts(finished[0] / "final")["corpora"]
+    (dropped,) = counts["contaminated_by"].values()
+    assert dropped == {"documents": 1, "tokens": counts["tokens_contaminated"]}
+    assert counts["tokens_read"] - counts["tokens_contaminated"] == counts["tokens"] == report["tokens"]
 
 
 def test_a_run_leaves_tables_and_pictures(finished: tuple[Path, str]) -> None:
