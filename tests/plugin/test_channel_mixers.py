@@ -46,18 +46,6 @@ def test_the_layer_is_the_recurrence(mixer: str, grouped: bool) -> None:
     torch.testing.assert_close(found, layer.o_proj(wanted.flatten(-2)), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("mixer", ["kda", "gla", "gdn2"])
-@torch.no_grad()
-def test_padding_closes_every_gate(mixer: str) -> None:
-    padding = torch.zeros(2, 9, dtype=torch.bool)
-    padding[0, :4] = True
-    g, *strengths = layer_of(mixer).gates(inputs(), padding)
-    for gate in (g, *strengths):
-        assert not gate[padding].any()
-        assert gate[~padding].all()
-    assert g.shape == (2, 9, 4, 8)
-
-
 @torch.no_grad()
 def test_equal_gates_make_gdn2_kda() -> None:
     kda, gdn2 = layer_of("kda"), layer_of("gdn2")

@@ -27,6 +27,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "conv on k": ("llama", {"conv_on": "k"}),
     "conv on k, shared": ("phi3", {"conv_on": "k", "shared_kv": True, "window": 5, "sinks": 1}),
     "conv on k, two writes": ("qwen3", {"mixer": "deltaproduct", "conv_on": "k"}),
+    "three writes, grouped": ("llama", {"mixer": "deltaproduct", "num_householder": 3, "expand_kv": False}),
+    "two writes, norms over all heads": ("olmo2", {"mixer": "deltaproduct", "conv_size": 0, "seed": 1}),
+    "two writes, no norm": ("phi3", {"mixer": "deltaproduct", "v_activation": "silu", "output_norm": "none"}),
     "retention, grouped": ("gemma3_text", {"mixer": "retention", "expand_kv": False}),
     "deltanet, grouped": ("phi3", {"mixer": "deltanet", "expand_kv": False}),
 }
