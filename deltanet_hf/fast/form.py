@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable
 from operator import is_
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -53,10 +53,10 @@ class Decision(NamedTuple):
 
     form: FastDecoder | str
     version: Version
+    moved: bool
 
 
 _DECISIONS: WeakKeyDictionary[nn.Module, Decision] = WeakKeyDictionary()
-_TRAINED: WeakSet[nn.Module] = WeakSet()
 
 
 def fast_form(model: nn.Module) -> FastDecoder | str:
@@ -66,12 +66,12 @@ def fast_form(model: nn.Module) -> FastDecoder | str:
     together in memory, where that serves and nobody else can hold their addresses; names, values and files stay.
     """
     found = _DECISIONS.get(model)
-    if found is None or not found.version.is_current():
+    if found is None or not found.version.is_current() or (not found.moved and _may_move(model)):
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             return "a CUDA graph is being captured, which would record the move of weights"
-        reason = next(reasons(model), None)
-        form = FastDecoder(model, _may_move(model)) if reason is None else reason
-        found = _DECISIONS[model] = Decision(form, Version(model))
+        reason, may_move = next(reasons(model), None), _may_move(model)
+        form = FastDecoder(model, may_move) if reason is None else reason
+        found = _DECISIONS[model] = Decision(form, Version(model), may_move)
     return found.form
 
 
@@ -80,10 +80,7 @@ def with_fast_form(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(forward)  # transformers reads its signature
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return forward(self, *args, **kwargs)
-        if torch.is_grad_enabled():
-            _TRAINED.add(self)
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return forward(self, *args, **kwargs)
         form = fast_form(self)
         if isinstance(form, FastDecoder) and reason_of_call(self, kwargs) is None:
@@ -96,7 +93,7 @@ def with_fast_form(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def _may_move(model: Any) -> bool:
     """Whether no CUDA graph of training can hold the addresses of weights, also of those that have no gradient."""
-    if model.device.type not in MOVES_ON or model in _TRAINED:
+    if model.device.type not in MOVES_ON or model.training:
         return False
     weights = list(model.parameters())
     return all(one.grad is None for one in weights) and len({one.requires_grad for one in weights}) < 2

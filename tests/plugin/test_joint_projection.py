@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
-from deltanet_hf.fast import fast_form, form
+from deltanet_hf.fast import FastDecoder, fast_form, form
 from deltanet_hf.fast.joint import joint_linears
 from deltanet_hf.fast.mixer import FastMixer
 from support.plain_form import plain_form
@@ -103,10 +103,6 @@ def test_softmax_layers_and_blocks_make_one_product_each() -> None:
     assert apart.count - joint.count == 3 * 4
 
 
-def call_with_gradients(model: Any) -> None:
-    model(TOKENS)
-
-
 def freeze_a_part(model: Any) -> None:
     model.model.layers[0].mlp.requires_grad_(False)
 
@@ -124,15 +120,24 @@ def replace_a_forward(model: Any) -> None:
     layer.forward = layer.forward
 
 
-@pytest.mark.parametrize(
-    "spoil", [call_with_gradients, freeze_a_part, keep_a_gradient, train_a_part, replace_a_forward]
-)
+@pytest.mark.parametrize("spoil", [freeze_a_part, keep_a_gradient, train_a_part, replace_a_forward])
 def test_a_model_that_may_be_trained_stays_in_place(spoil: Any) -> None:
     model = tiny_student("llama")
     spoil(model)
     before = [parameter.data_ptr() for parameter in model.parameters()]
     decode(model)
     assert before == [parameter.data_ptr() for parameter in model.parameters()]
+
+
+def test_a_model_whose_training_is_over_is_joined() -> None:
+    model = tiny_student("llama")
+    model(TOKENS, labels=TOKENS).loss.backward()
+    decode(model)
+    assert isinstance(fast_form(model), FastDecoder)
+    assert not is_joint(model)
+    model.zero_grad()
+    decode(model)
+    assert is_joint(model)
 
 
 def test_the_first_call_joins() -> None:
