@@ -20,7 +20,6 @@ from torch import nn
 from deltanet_hf.mixers import LayerKind, Mixer
 from deltanet_hf.mixers.mixed_heads import MixedHeads
 from deltanet_hf.model_sizes import mlp_size
-from deltanet_hf.models.families import caps_scores
 from deltanet_hf.process_memory import runtime_bytes
 from deltanet_kernels.window.cpu import block_size
 
@@ -29,7 +28,7 @@ from .compare_to_teacher import LOGIT_TOKENS
 from .expert_stream import expert_parameters
 from .start.samples import KEPT_BYTES, SEARCH_TOKENS
 from .storage.safetensors_folder import BLOCK_ELEMENTS
-from .teacher_model import Teacher
+from .teacher_model import Teacher, attention_implementation
 
 FLOAT = 4  # bytes of a float32 number
 SAMPLE_VALUES = 9  # numbers per token and channel that making a sample takes, those of the sample included
@@ -141,7 +140,7 @@ class _LayerSizes:
         one_expert = FLOAT * max((parameter[0].numel() for parameter in experts), default=0)
         self.stream = FLOAT * self.sequences * self.row * self.hidden
         self.all_scores = FLOAT * int(config.num_attention_heads) * self.row**2
-        eager = SOFTMAX_SCORES * self.all_scores if caps_scores(config) else 0
+        eager = SOFTMAX_SCORES * self.all_scores if attention_implementation(config) == "eager" else 0
         run = FLOAT * self.row * 3 * (mlp_size(config) + self.hidden) + FLOAT * BLOCK_ELEMENTS + one_expert + eager
         if new is None:
             self.work = run

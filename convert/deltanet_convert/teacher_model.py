@@ -83,8 +83,9 @@ def meta_model(cls: type[PreTrainedModel], config: PreTrainedConfig, dtype: torc
 
 
 def attention_implementation(config: PreTrainedConfig) -> str:
-    """PyTorch's own attention (SDPA); eager attention for families that cap scores, because SDPA has no cap."""
-    return "eager" if caps_scores(config) else "sdpa"
+    """PyTorch's own attention (SDPA); eager attention for families that cap scores or have learned sinks."""
+    sdpa = family_of(config.model_type).model_class._supports_sdpa
+    return "sdpa" if sdpa and not caps_scores(config) else "eager"
 
 
 def tied_names(model: PreTrainedModel) -> set[str]:

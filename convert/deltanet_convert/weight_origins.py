@@ -52,6 +52,7 @@ def _counts(before: Mapping[str, tuple[int, ...]], after: Mapping[str, tuple[int
 
 def _source(name: str, before: Mapping[str, tuple[int, ...]]) -> str:
     """Name of the teacher's tensor that an output tensor comes from: the same, or the fused projection's (phi3)."""
+    name = name.replace("window_branch.learned_sinks", "sinks")
     if name not in before:
         for part in ("q_proj", "k_proj", "v_proj"):
             name = name.replace(f"{ATTENTION}{part}.", f"{ATTENTION}qkv_proj.")

@@ -48,6 +48,7 @@ LAYERS = {
     "OlmoeDecoderLayer": BEFORE,
     "MixtralDecoderLayer": BEFORE,
     "GraniteMoeDecoderLayer": BEFORE,
+    "GptOssDecoderLayer": BEFORE,
     "Qwen3_5DecoderLayer": BEFORE,
 }
 """By the name of the class in transformers."""
@@ -98,7 +99,9 @@ class FastLayer:
         x = self._attention(hidden_states=x, **call)[0]
         total = self._added(x, self._behind_attention, residual)
         x, residual = self._normed(self._before_mlp, total)
-        return self._added(self._mlp(x), self._behind_mlp, residual)
+        x = self._mlp(x)
+        x = x[0] if isinstance(x, tuple) else x  # gpt-oss returns the router's scores, too
+        return self._added(x, self._behind_mlp, residual)
 
     @staticmethod
     def _normed(norm: FastNorm | None, x: Tensor | Sum) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,8 @@
 one matrix product; of a prompt, one kernel computes what lies between the projections and the recurrence, and one what
 follows the recurrence; of a step, one kernel computes everything between the projections and the window, and one the
 window. What these kernels do not compute goes through `Mixer.forward`, on a copy of the mixer with the joint product:
-prompts with padding, packed rows, convolutions of the keys alone, and steps of rules that have no fused step.
+prompts with padding, packed rows, convolutions of the keys alone, learned sinks, and steps of rules that have no fused
+step.
 """
 
 from __future__ import annotations
@@ -49,8 +50,10 @@ class FastMixer:
         self._taps = None if conv is None else conv.weight.detach().squeeze(1)
         self._offset = None if mixer.k_offset is None else mixer.k_offset.weight
         whole = conv is None or mixer.settings.conv_on != "k"
-        exact = mixer.window_branch is None or mixer.window_branch.cache_bits == 16
-        self._prefills, self._steps = whole and exact, whole and mixer.fused_step
+        branch = mixer.window_branch
+        exact = branch is None or branch.cache_bits == 16
+        known = branch is None or branch.learned_sinks is None
+        self._prefills, self._steps = whole and exact and known, whole and mixer.fused_step and known
         self._has_own_rule = isinstance(mixer, GatedDeltaNet) and type(mixer).mix is GatedDeltaNet.mix
         own_heads = mixer.k_proj.out_features // mixer.head_dim
         # Whether the state and the window read different queries and keys.
@@ -125,7 +128,7 @@ class FastMixer:
         tail = state["conv_tail"].clone() if padding is not None and self._taps is not None else None
         q, k, v = layer.project(x)
         gates, gate = layer.step_gates(x), layer.output_gate(x)
-        cos, sin = self._rotation(position_embeddings)
+        cos, sin = self.layer.angles(position_embeddings)
         output = gated_delta_step_(
             q,
             k,
@@ -167,13 +170,6 @@ class FastMixer:
     def _v_silu(self) -> bool:
         return bool(self.settings.v_activation == "silu")
 
-    def _rotation(self, position_embeddings: PositionEmbeddings | None) -> tuple[Tensor | None, Tensor | None]:
-        """cos and sin, where the layer rotates: every family turns the halves of the leading channels."""
-        if not self.layer.rotates:
-            return None, None
-        assert position_embeddings is not None
-        return position_embeddings
-
     def _inputs(
         self,
         parts: tuple[Tensor, Tensor, Tensor],
@@ -182,7 +178,7 @@ class FastMixer:
         keep_state: bool,
     ) -> PromptInputs:
         """The inputs of the recurrence and of the window, from q, k, v [B, T, heads*D], in one kernel."""
-        cos, sin = self._rotation(position_embeddings)
+        cos, sin = self.layer.angles(position_embeddings)
         head_dim = self.layer.head_dim
         call = PromptInputsCall(
             *parts,

@@ -43,6 +43,7 @@ FORMS = {
     "OlmoeRMSNorm": LLAMA,
     "MixtralRMSNorm": LLAMA,
     "GraniteMoeRMSNorm": LLAMA,
+    "GptOssRMSNorm": OLMO,
     "Olmo2RMSNorm": OLMO,
     "Olmo3RMSNorm": OLMO,
     "Gemma2RMSNorm": GEMMA,

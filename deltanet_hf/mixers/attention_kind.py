@@ -60,16 +60,17 @@ class Softmax:
     scaling: float
     dropout: float
     softcap: float | None
+    sinks: Tensor | None  # [HQ], see `attention_sinks.py`
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """Attention [B, T, HQ, D] of q [B, HQ, T, E] to k [B, HK, S, E] and v [B, HK, S, D], E >= D.
 
-        Channels from D on add to the scores, behind the cap. It is PyTorch's SDPA, but for capped scores, which are in
-        memory for all pairs of tokens at once.
+        Channels from D on add to the scores, behind the cap. It is PyTorch's SDPA, but for capped scores and learned
+        sinks, whose scores are in memory for all pairs of tokens at once.
         """
         size = v.shape[-1]
-        if self.softcap is not None:
-            return self._capped(q, k, v, mask, self.softcap)
+        if self.softcap is not None or self.sinks is not None:
+            return self._eager(q, k, v, mask)
         if q.shape[2] > 1 and k.shape[-1] != size:  # flash attention takes one head size only
             v = F.pad(v, (0, k.shape[-1] - size))
         output, _ = sdpa_attention_forward(
@@ -77,18 +78,22 @@ class Softmax:
         )
         return output[..., :size]
 
-    def _capped(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cap: float) -> Tensor:
+    def _eager(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         length, size = q.shape[2], v.shape[-1]
         if mask is None and length > 1:
             k, v = k[:, :, :length], v[:, :, :length]  # of a static cache that was empty
             mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
         k, v = (repeat_kv(x, self.module.num_key_value_groups) for x in (k, v))
         scores = (q[..., :size] @ k[..., :size].mT).to(torch.promote_types(q.dtype, torch.float32)) * self.scaling
-        scores = (scores / cap).tanh() * cap
+        if self.softcap is not None:
+            scores = (scores / self.softcap).tanh() * self.softcap
         scores = scores + (q[..., size:].to(scores.dtype) @ k[..., size:].to(scores.dtype).mT) * self.scaling
         if mask is not None:
             scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-        weights = F.dropout(scores.softmax(-1).to(v.dtype), self.dropout)
+        if self.sinks is not None:
+            sinks = self.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
+            scores = torch.cat([scores, sinks], dim=-1)
+        weights = F.dropout(scores.softmax(-1)[..., : k.shape[2]].to(v.dtype), self.dropout)
         return (weights @ v).transpose(1, 2)
 
 
@@ -245,11 +250,12 @@ def _attend(
     dropout: float = 0.0,
     softcap: float | None = None,
     call: Call | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention function that a family's attention calls in the place of SDPA."""
     assert call is not None
-    softmax = Softmax(module, query.shape[-1] ** -0.5 if scaling is None else scaling, dropout, softcap)
+    softmax = Softmax(module, query.shape[-1] ** -0.5 if scaling is None else scaling, dropout, softcap, s_aux)
     return module.attend(query, key, value, call, softmax).contiguous(), None
 
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 from deltanet_hf.mixers.masks import sliding_window
 from deltanet_hf.mixers.settings import MixerSettings, check_at_least, check_bool, check_choice
 from deltanet_hf.model_sizes import head_size
+from deltanet_hf.models.families import HALF_ANGLES, PREFIX
 
 Activation = Literal["silu", "none"]
 OutputNorm = Literal["none", "shared", "per_head"]
@@ -121,6 +122,7 @@ class AttentionShape:
     scaling: float | None = None  # of softmax scores; None for D^-0.5
     family_window: int | None = None  # the family's own sliding window, in tokens
     softcap: float | None = None  # C of softmax scores C tanh(s / C); None for no cap
+    learned_sinks: bool = False  # one more score per head (`attention_sinks.py`)
     q_bias: bool = False
     k_bias: bool = False
     v_bias: bool = False
@@ -130,6 +132,7 @@ class AttentionShape:
     k_norm: nn.Module | None = None
     rotate: Callable[..., tuple[Tensor, Tensor]] | None = None
     """The family's `apply_rotary_pos_emb`; None for no rotary embedding."""
+    half_angles: bool = False  # it takes a number of cos and sin per pair of channels, not per channel
 
     @classmethod
     def of(cls, attention: Any, config: PreTrainedConfig, settings: MixerProjections, layer_idx: int) -> AttentionShape:
@@ -161,6 +164,7 @@ class AttentionShape:
             scaling=getattr(attention, "scaling", None),
             family_window=sliding_window(config, layer_idx),
             softcap=getattr(attention, "attn_logit_softcapping", None),
+            learned_sinks=hasattr(attention, "sinks"),
             q_bias=bias[0] and settings.qkv_bias,
             k_bias=bias[1] and settings.qkv_bias,
             v_bias=bias[2] and settings.qkv_bias,
@@ -169,4 +173,5 @@ class AttentionShape:
             q_norm=q_norm,
             k_norm=k_norm,
             rotate=sys.modules[type(attention).__module__].apply_rotary_pos_emb if rotates else None,
+            half_angles=config.model_type.removeprefix(PREFIX) in HALF_ANGLES,
         )

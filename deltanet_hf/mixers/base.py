@@ -55,7 +55,7 @@ class Mixer(LayerKind, nn.Module):
         self.num_heads = max(shape.num_q_heads, shape.num_v_heads)  # of the output
         self.num_states = shape.num_v_heads
         self.kv_repeats = shape.kv_repeats
-        self._rotate = shape.rotate
+        self._rotate, self._half_angles = shape.rotate, shape.half_angles
         hidden, head_dim = shape.hidden_size, shape.head_dim
         self.q_proj = nn.Linear(hidden, shape.num_q_heads * head_dim, bias=shape.q_bias)
         self.k_proj = nn.Linear(hidden, shape.num_k_heads // shape.kv_repeats * head_dim, bias=shape.k_bias)
@@ -100,10 +100,16 @@ class Mixer(LayerKind, nn.Module):
         k, v = (self.writes_per_token * self.kv_repeats * part.out_features for part in (self.k_proj, self.v_proj))
         return k if self.settings.conv_on == "k" else self.q_proj.out_features + k + v
 
-    @property
-    def rotates(self) -> bool:
-        """Whether q and k have the teacher's rotary embedding."""
-        return self._rotate is not None
+    def angles(self, position_embeddings: PositionEmbeddings | None) -> tuple[Tensor | None, Tensor | None]:
+        """cos and sin as operators take them, with a number per channel; None without a rotary embedding.
+
+        Every family's `apply_rotary_pos_emb` turns the halves of the leading channels.
+        """
+        if self._rotate is None:
+            return None, None
+        assert position_embeddings is not None
+        cos, sin = position_embeddings
+        return (torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)) if self._half_angles else (cos, sin)
 
     @property
     def writes_per_token(self) -> int:

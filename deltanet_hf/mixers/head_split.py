@@ -80,6 +80,8 @@ def narrow_weights(attention: Any, narrow: nn.Module, heads: Sequence[int]) -> d
         module, tensor = name.partition(".")[0], whole[name]
         if name == "o_proj.weight":
             tensor = tensor[:, rows["q_proj"].to(tensor.device)]
+        elif name == "sinks":  # one per query head
+            tensor = tensor[torch.tensor(queries, device=tensor.device)]
         elif module in rows:
             tensor = tensor[rows[module].to(tensor.device)]
         found[name] = tensor.clone() if tensor is whole[name] else tensor

@@ -7,6 +7,8 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedConfig
 
+from deltanet_hf.models.families import PREFIX, UNPACKABLE
+
 NO_PADDING = False
 """As `padding` of a call: it has none, whatever its mask says of the keys."""
 
@@ -98,6 +100,9 @@ def announce_packing(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any
 
     Positions that restart inside a row become `cu_seq_lens_q`. The other way round, `cu_seq_lens_q` becomes positions
     that restart, from which transformers builds the mask of softmax layers (it does so only without a cache).
+
+    Raises:
+        ValueError: packed rows in a family for which transformers builds no such mask.
     """
     position_ids, cu_seqlens = kwargs.get("position_ids"), kwargs.get("cu_seq_lens_q")
     inputs: Any = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
@@ -119,6 +124,9 @@ def announce_packing(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any
         if found is not None:
             kwargs["cu_seq_lens_q"] = found
             kwargs["use_cache"] = False
+    config: Any = module.config
+    if kwargs.get("cu_seq_lens_q") is not None and (family := config.model_type.removeprefix(PREFIX)) in UNPACKABLE:
+        raise ValueError(f"packed sequences: softmax attention of {family} does not keep them apart; pad them instead")
     return args, kwargs
 
 

@@ -11,7 +11,7 @@ then y_t would be the complete softmax attention for s_t = F_t / (F_t + Z_t), wh
 log(F_t / f_t) + log f_t - log Z_t. So both slopes begin at 1, and `share_proj` predicts the logarithm of the mean
 exponential of what the window misses.
 As long as a sequence fits into window and sinks, the layer is the teacher's attention. Scores are capped where the
-teacher's are (Gemma 2).
+teacher's are (Gemma 2), and Z_t has its learned sinks in it, if there are any (gpt-oss).
 
 Shapes: B batch, T tokens of a call, H query heads, HK key/value heads, D head size, S = sinks + window places.
 """
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from deltanet_hf.mixers.attention_shape import AttentionShape, MixerProjections
+from deltanet_hf.mixers.attention_sinks import with_sinks
 from deltanet_hf.mixers.fake_quantisation import quantised_attention
 from deltanet_hf.mixers.layer_kind import TensorShape
 from deltanet_hf.mixers.parts import Part
@@ -73,6 +74,7 @@ class WindowBranch(Part):
         self.window, self.sinks = settings.window, settings.sinks
         if shape.family_window is not None:  # the teacher's own sliding window loses the sinks too
             self.window, self.sinks = min(settings.window, shape.family_window), 0
+        self.learned_sinks = nn.Parameter(torch.empty(self.heads)) if shape.learned_sinks else None
         self.share_proj = nn.Linear(shape.hidden_size, self.heads)
         self.slopes = ShareSlopes(self.heads)
         # Probability of leaving out the window of a row in training; a tensor, so that captured graphs read it.
@@ -82,6 +84,8 @@ class WindowBranch(Part):
     def reset_parameters(self) -> None:
         """No dropout: loading a model leaves buffers that are not saved without a value."""
         self.dropout.zero_()
+        if self.learned_sinks is not None:
+            self.learned_sinks.zero_()
 
     def state_shapes(self, dtype: torch.dtype) -> dict[str, TensorShape]:
         """The window's part of the layer's state."""
@@ -178,9 +182,10 @@ class WindowBranch(Part):
         if self.cache_bits < 16:
             if cu_seqlens is not None:
                 raise ValueError("cache bits: packed sequences are read in 16 bits; pad them instead")
-            return quantised_attention(q, k, v, self.window, self.sinks, self.scale, self.cache_bits, self.softcap)
-        near, lse = window_attention(q, k, v, self.window, self.sinks, self.scale, cu_seqlens, self.softcap)
-        return near.view(shape), lse.view(shape[:3])
+            near, lse = quantised_attention(q, k, v, self.window, self.sinks, self.scale, self.cache_bits, self.softcap)
+        else:
+            near, lse = window_attention(q, k, v, self.window, self.sinks, self.scale, cu_seqlens, self.softcap)
+        return with_sinks(near.view(shape), lse.view(shape[:3]), self.learned_sinks)
 
     def _attend_kept(
         self, q: Tensor, keys: Tensor, values: Tensor, tokens: Tokens, seen: Tokens
@@ -188,7 +193,7 @@ class WindowBranch(Part):
         """As `attend`, for rows with padding or with tokens from the cache in front: keys, values [B, S + T, HK, D]."""
         if q.shape[1] <= few_queries(self.window, q):
             mask = tokens.sees(seen, self.window, self.sinks, None)
-            return _masked(q, keys, values, mask, self.scale, self.softcap)
+            return with_sinks(*_masked(q, keys, values, mask, self.scale, self.softcap), self.learned_sinks)
         near, lse = in_order(lambda q, k, v, _: self.attend(q, k, v, None), q, keys, values, seen)
         return near, lse
 

@@ -81,7 +81,8 @@ def attend(
     """
     assert call is not None
     eager = call.eager or softcap is not None  # SDPA has no cap
-    if dropout == 0 and not (call.weights and eager) and operator_pays(call, query):
+    with_sinks = kwargs.get("s_aux") is not None  # which the family's eager attention knows
+    if dropout == 0 and not (call.weights and eager) and not with_sinks and operator_pays(call, query):
         q, k, v = (states.transpose(1, 2).to(value.dtype) for states in (query, key, value))
         scores = Scores(query.shape[-1] ** -0.5 if scaling is None else float(scaling), softcap)
         return _by_operator(q, k, v, call, scores).contiguous(), None

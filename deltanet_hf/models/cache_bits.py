@@ -51,6 +51,8 @@ def _set(attention: Any, bits: int) -> None:
     if isinstance(attention, Mixer):
         if attention.window_branch is not None:
             attention.window_branch.cache_bits = bits
+    elif hasattr(attention, "sinks"):
+        raise UserError("cache bits: attention with learned sinks keeps every token in 16 bits")
     elif isinstance(attention, WindowAttention) or not isinstance(attention, LayerKind):
         attention.cache_bits = bits
         if not isinstance(attention, WindowAttention):

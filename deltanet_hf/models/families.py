@@ -59,8 +59,13 @@ FAMILIES: dict[str, Family] = {
         Family("olmoe", "OlmoeConfig", "OlmoeForCausalLM"),
         Family("mixtral", "MixtralConfig", "MixtralForCausalLM"),
         Family("granitemoe", "GraniteMoeConfig", "GraniteMoeForCausalLM"),
+        Family("gpt_oss", "GptOssConfig", "GptOssForCausalLM"),
     )
 }
+
+HALF_ANGLES = ("gpt_oss",)  # their rotary embedding has one cos and sin per pair of channels, not per channel
+
+UNPACKABLE = ("gpt_oss",)  # transformers makes their masks without positions, so packed sequences see each other
 
 
 def caps_scores(config: PreTrainedConfig | type[PreTrainedConfig]) -> bool:

@@ -21,7 +21,7 @@ from support.allocated import peak_bytes
 from support.tiny_conversion import quick_start, teacher_folder, tiny_conversion, tiny_job
 from support.tiny_models import tiny_teacher
 
-MIXTURES = ["qwen3_moe", "olmoe", "mixtral", "granitemoe"]
+MIXTURES = ["qwen3_moe", "olmoe", "mixtral", "granitemoe", "gpt_oss"]
 
 
 def change_weights(folder: Path, **changes: Any) -> None:

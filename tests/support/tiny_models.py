@@ -56,6 +56,14 @@ PECULIAR: dict[str, dict[str, Any]] = {
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "mixtral": {"sliding_window": 8, "num_local_experts": 4},
     "granitemoe": {"attention_multiplier": 0.2, "residual_multiplier": 0.5, "num_local_experts": 4},
+    "gpt_oss": {
+        "sliding_window": 8,
+        "head_dim": 16,
+        "layer_types": SLIDING,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
 }
 ONE_NORM = {"olmo2", "olmo3", "olmoe"}  # one q/k norm over all heads of a layer, so that their heads do not part
 HYBRID = (0, 2)  # converted layers of a hybrid; every second layer keeps softmax attention

@@ -33,6 +33,9 @@ def copy_attention(attention: Any, layer: Mixer) -> None:
     layer.o_proj.weight.copy_(attention.o_proj.weight)
     if layer.o_proj.bias is not None:
         layer.o_proj.bias.copy_(attention.o_proj.bias)
+    branch = layer.window_branch
+    if branch is not None and branch.learned_sinks is not None:
+        branch.learned_sinks.copy_(attention.sinks)
     q_norm: Any = layer.q_norm
     k_norm: Any = layer.k_norm
     if q_norm is not None:

@@ -15,7 +15,7 @@ from deltanet_hf import loading  # its package registers the converted families
 from deltanet_hf.errors import UserError
 from deltanet_hf.hub import loadable_folder
 from deltanet_hf.mixers import AttentionKind, LayerKind
-from deltanet_hf.models.families import FAMILIES, PREFIX
+from deltanet_hf.models.families import FAMILIES, PREFIX, UNPACKABLE
 from deltanet_hf.models.layers import LayerTable
 from deltanet_hf.models.qwen3_5 import MODEL_TYPE
 from deltanet_recipes.schema import Align, Recipe, stage_name
@@ -51,6 +51,10 @@ def check_models(recipe: Recipe) -> None:
         raise UserError(
             f"data.separator: got {separator}, but the student's token ids end at {student.vocab_size - 1}; "
             "set the id of its end-of-text token"
+        )
+    if recipe.data.isolate_documents and (family := student.model_type.removeprefix(PREFIX)) in UNPACKABLE:
+        raise UserError(
+            f"data.isolate_documents: softmax attention of {family} does not keep packed documents apart; set false"
         )
     config = _config(name, "teacher", teacher_revision(recipe))
     for stage in recipe.stages:
