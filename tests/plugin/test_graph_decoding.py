@@ -23,19 +23,17 @@ from deltanet_hf.evaluation.lesions import switch_off_state
 from deltanet_hf.mixers import MIXERS, single_query
 from deltanet_hf.mixers.quantized_cache import quantized_cache
 from deltanet_hf.mixers.state import MixerCacheLayer
-from deltanet_hf.models import qwen3_5
 from deltanet_hf.models.families import FAMILIES
 from deltanet_hf.sessions import Snapshot, load_session, save_session
 from deltanet_kernels.flash_decoding.attention import decode_attention_triton
 from deltanet_kernels.flash_decoding.calls import DecodeAttentionCall
 from support.replayed_step import Recorder
 from support.tiny_models import (
-    COMMON,
     HYBRID,
     mixed_mixture_table,
     mixture_table,
-    randomise,
     tiny_mixture,
+    tiny_qwen3_5,
     tiny_student,
     tiny_teacher,
 )
@@ -359,13 +357,6 @@ def test_softmax_models(family: str, recorder: Recorder) -> None:
 
 
 def test_a_model_in_the_format_of_qwen3_5(recorder: Recorder) -> None:
-    config = qwen3_5.DeltaNetQwen3_5TextConfig(
-        **{**COMMON, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-        layer_types=["linear_attention", "full_attention"] * 2,
-    )
-    model = qwen3_5.model_class()(config)
-    randomise(model, 0)
-    check_same(model.eval())
+    model = tiny_qwen3_5()
+    check_same(model)
     assert decoded_by(model) == "CUDA graph"
