@@ -22,6 +22,7 @@ from deltanet_hf.errors import UserError
 HEADERS = {
     "tokens": "tokens trained",
     "mb_2k": "MB",
+    "mb_2k mb_32k": "MB at 2k / 32k",
     "kl_1k kl_4k kl_8k": "KL at 1k / 4k / 8k",
     "needles_2k": "needles in 2k, %",
     "prose_2k": "prose facts in 2k, %",
@@ -108,7 +109,7 @@ def _changes(row: dict[str, Any], base: dict[str, Any], names: str) -> str:
 
 
 def _digits(name: str) -> int:
-    return 3 if name.startswith("kl_") else 2 if name == "exact_repeat" else 1
+    return 3 if name.startswith("kl_") else 2 if name == "exact_repeat" else 0 if name == "mb_32k" else 1
 
 
 def _line(label: str, cells: list[str]) -> str:

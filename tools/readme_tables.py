@@ -1,7 +1,7 @@
 """Rewrites the generated tables of Markdown files: `python tools/readme_tables.py README.md ...`.
 
 A table is the text between `<!-- KIND: FILE ... -->` and `<!-- end of KIND -->`; what follows FILE is a note for the
-reader. There are twelve kinds:
+reader. There are thirteen kinds:
 
 - results FILE: the rows of a results file (deltanet_recipes.study.results_row).
 - keys FILE: the keys of a recipe (FILE is not read).
@@ -9,6 +9,7 @@ reader. There are twelve kinds:
   FILE is YAML, {results: [FILE, ...], reports: [FILE, ...], columns: [NAME, ...], rows: [{run, label}, ...]}, with
   paths relative to itself. Without `columns`, the table has all of them.
 - hybrids FILE: trained rows beside the free policies of equal bytes (hybrids_table.py says what is in FILE).
+- front FILE: rows of deltanet_recipes.study.front with marks (front_table.py says what is in FILE).
 - mixers FILE: the rows of a results file of deltanet_recipes.study.mixer_row.
 - lab FILE: the rows of a results file of deltanet_recipes.lab.
 - speed FILE: the rows of the results file of deltanet_recipes.benchmarks.end_to_end.
@@ -30,6 +31,7 @@ import yaml
 
 import chips_table
 import data_table
+import front_table
 import gpu_tests
 import hybrids_table
 import mixers_table
@@ -41,7 +43,8 @@ from deltanet_hf.exit_codes import run_command
 from deltanet_recipes.lab import table as lab_table
 
 BLOCK = re.compile(
-    r"(<!-- (results|keys|headline|hybrids|mixers|lab|speed|speed-summary|gpu|data|chips|sizes): (\S+)[^\n]*-->\n)"
+    r"(<!-- (results|keys|headline|hybrids|front|mixers|lab|speed|speed-summary|gpu|data|chips|sizes): (\S+)"
+    r"[^\n]*-->\n)"
     r"(.*?)(<!-- end of \2 -->)",
     re.DOTALL,
 )
@@ -82,6 +85,8 @@ def rewritten(text: str, root: Path) -> str:
             table = lab_table.table(json.loads(path.read_text()))
         elif kind == "hybrids":
             table = hybrids_table.hybrids_table(path)
+        elif kind == "front":
+            table = front_table.front_table(path)
         else:
             table = headline(path)
         return f"{opening}{table}\n{closing}"

@@ -14,6 +14,7 @@ from matplotlib.transforms import Bbox
 _STYLE: dict[str, dict[str, Any]] = {
     "teacher": {"marker": "s", "color": "black"},
     "free": {"marker": "x", "color": "tab:gray"},
+    "control": {"marker": "^", "color": "tab:orange"},
     "student": {"marker": "o", "color": "tab:blue"},
 }
 _CLOSE, _APART = 6, 11  # points between a marker and its label; tried in this order
@@ -41,7 +42,7 @@ class Point:
         label: text beside the point; empty for none.
     """
 
-    kind: Literal["teacher", "free", "student"]
+    kind: Literal["teacher", "free", "control", "student"]
     megabytes: float
     value: float
     stderr: float = 0.0
@@ -63,7 +64,7 @@ def draw_pareto(axes: Axes, points: Sequence[Point], ylabel: str, xlabel: str, h
 
     The labels are placed where they cover no point and no other label.
     """
-    free = [point for point in points if point.kind != "student"]
+    free = [point for point in points if point.kind in ("teacher", "free")]
     line = frontier(free, higher_is_better)
     axes.plot([p.megabytes for p in line], [p.value for p in line], color="tab:gray", linestyle="--", zorder=1)
     for point in points:

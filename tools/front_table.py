@@ -1,0 +1,43 @@
+"""Tables of rows of `deltanet_recipes.study.front`, for readme_tables.py, with marks from the outcomes of single items.
+
+A table is described by YAML: {results: FILE, columns: [NAME, ...], rows: [{run, label, baseline}, ...]} with FILE
+relative to the YAML; `columns` as in hybrids_table.py. A row with a `baseline`, the run of another row, has **bold**
+cells where it is better and *italic* ones where it is worse than that run by more than two standard errors of their
+paired difference (`hybrid_row.compared`).
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import yaml
+
+from deltanet_hf.errors import UserError
+from deltanet_recipes.study.hybrid_measure import Measured
+from deltanet_recipes.study.hybrid_row import compared
+from hybrids_table import HEADERS, _cell, _line
+
+
+def front_table(path: Path) -> str:
+    """The table that a YAML file describes. Raises UserError if it names a run that the results do not have."""
+    layout = yaml.safe_load(path.read_text())
+    results = path.parent / layout["results"]
+    rows = {row["run"]: row for row in json.loads(results.read_text())}
+    columns = layout["columns"]
+    lines = ["| | " + " | ".join(HEADERS.get(name, name) for name in columns) + " |", "|---|" + "---|" * len(columns)]
+    for entry in layout["rows"]:
+        if entry["run"] not in rows:
+            raise UserError(f"{path}: no measured run {entry['run']!r} in {results.name}")
+        marks: dict[str, list[str]] = {}
+        if baseline := entry.get("baseline"):
+            marks = compared(outcomes(results, entry["run"]), outcomes(results, baseline))
+        lines.append(_line(entry["label"], [_cell(rows[entry["run"]], names, marks) for names in columns]))
+    return "\n".join(lines)
+
+
+def outcomes(results: Path, run: str) -> Measured:
+    """The outcomes of a row's windows and probes, which `front` keeps beside its results."""
+    file = results.with_name(f"{results.stem}-items") / f"{run}.json.gz"
+    return Measured.from_dict(json.loads(gzip.decompress(file.read_bytes())))
