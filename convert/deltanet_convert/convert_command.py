@@ -13,7 +13,7 @@ from deltanet_hf.mixers import MIXERS, AttentionKind
 
 from .convert import convert
 from .device import description
-from .export.hooks import check_exportable, import_qwen3_5, qwen3_5_folder
+from .export.hooks import check_exportable, qwen3_5_folder
 from .job import prepare, sole_conversion
 from .options import DEFAULT_MIXER, DTYPES, LISTED_MIXERS, ConvertOptions, parse_size, set_keys
 from .select.for_convert import AUTO
@@ -26,18 +26,6 @@ from .views.report_view import print_report
 DEFAULTS = ConvertOptions()
 HYBRID = ("auto", DEFAULT_MIXER)  # default layers and mixer
 PURE = ("all", "gated_deltanet")  # those of --pure, and of --profile qwen3_5, whose layer has no window
-CONVERSION_ONLY = {
-    "layers": "--layers",
-    "mixer": "--mixer",
-    "training": "--no-training",
-    "changes": "--set",
-    "fit_memory": "--no-fit-memory",
-    "text": "--text",
-    "calibration_tokens": "--calibration-tokens",
-    "seed": "--seed",
-    "device": "--device",
-    "json": "--json",
-}  # fields of `ConvertOptions` that have no effect on the import of a Qwen3.5 model
 
 
 def convert_command(
@@ -138,9 +126,10 @@ def convert_command(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan or the result as JSON.")] = False,
 ) -> None:
-    """Converts a softmax model; a Qwen3.5 text model has Gated DeltaNet layers already and is imported."""
-    native = qwen3_5_folder(teacher, revision)
-    default_layers, default_mixer = PURE if pure or native is not None or profile == "qwen3_5" else HYBRID
+    """Converts a softmax model."""
+    if qwen3_5_folder(teacher, revision) is not None:
+        raise UserError(f"{teacher}: is a Gated DeltaNet model already; `deltanet-hf import {teacher} {out}` takes it")
+    default_layers, default_mixer = PURE if pure or profile == "qwen3_5" else HYBRID
     if issubclass(MIXERS.get(mixer or "", object), AttentionKind):  # as good at recall as what would be kept
         default_layers = "all"
     if pure and (layers is not None or mixer is not None):
@@ -165,19 +154,6 @@ def convert_command(
         json=as_json,
     )
     console = Console(stderr=as_json)
-    if native is not None:
-        _refuse_conversion_options(teacher, options, pure)
-        import_qwen3_5(
-            native,
-            out,
-            options.torch_dtype,
-            options.shard_size,
-            resume=resume,
-            overwrite=overwrite,
-            dry_run=dry_run,
-            console=console,
-        )
-        return
     with sole_conversion(out):
         _convert(teacher, out, options, console)
 
@@ -209,10 +185,3 @@ def _convert(teacher: str, out: Path, options: ConvertOptions, console: Console)
     console.print(f"Written to {job.out}")
     if options.json:
         print(json.dumps(report, indent=2))
-
-
-def _refuse_conversion_options(teacher: str, options: ConvertOptions, pure: bool) -> None:
-    """Raises UserError for an option that has no effect on an import."""
-    given = [name for field, name in CONVERSION_ONLY.items() if getattr(options, field) != getattr(DEFAULTS, field)]
-    for name in ["--pure"] * pure + given:
-        raise UserError(f"{name}: {teacher} is a Gated DeltaNet model already and is only imported; leave it out")

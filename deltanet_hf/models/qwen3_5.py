@@ -2,7 +2,7 @@
 
 Such a checkpoint has gated softmax attention in its other layers, so the base class is `Qwen3_5ForCausalLM` itself and
 only `layers[i].linear_attn` is replaced. What is gained: these kernels, LoRA on q, k and v apart, packing, left padding
-and a cache that counts tokens. `deltanet-hf convert` renames the weights (convert/deltanet_convert/export).
+and a cache that counts tokens. `deltanet-hf import` renames the weights (convert/deltanet_convert/export).
 
 Qwen3.5's modelling code is imported when the first configuration is made, as in `factory.py`.
 """

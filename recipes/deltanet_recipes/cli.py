@@ -39,6 +39,12 @@ COMMANDS = {
         "Convert a pretrained softmax model into a Gated DeltaNet model.\n\n"
         "Example: `deltanet-hf convert HuggingFaceTB/SmolLM2-135M student --layers every:6`",
     ),
+    "import": Subcommand(
+        "deltanet_convert.export.import_command",
+        "import_command",
+        "Import a Qwen3.5 text model, whose layers are Gated DeltaNet already, or take an export back.\n\n"
+        "Example: `deltanet-hf import served student`",
+    ),
     "select": Subcommand(
         "deltanet_convert.select.command",
         "select_command",

@@ -160,8 +160,8 @@ class Recipe(Strict):
 
     student: str = Field(
         ...,
-        description="Folder of the model to train, which `deltanet-hf convert` wrote: a converted model or an "
-        "imported Qwen3.5 model.",
+        description="Folder of the model to train: a converted model, or a Qwen3.5 model that `deltanet-hf import` "
+        "wrote.",
     )
     teacher: str | None = Field(
         None,

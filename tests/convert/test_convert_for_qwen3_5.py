@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from deltanet_convert.convert_command import convert_command
 from deltanet_convert.export.export_command import export_command
+from deltanet_convert.export.import_command import import_command
 from deltanet_convert.start import START
 from deltanet_hf.errors import UserError
 from deltanet_recipes.cli import build_app
@@ -89,7 +90,7 @@ def test_hybrids_without_norms_get_them(
         greedy: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
         assert torch.equal(ours.generate(ids, **greedy), theirs.generate(ids, **greedy))
         assert_same_function(ours, theirs, ids)
-    convert_command(str(tmp_path / "export"), tmp_path / "back")
+    import_command(str(tmp_path / "export"), tmp_path / "back")
     assert json.loads((tmp_path / "back" / "config.json").read_text()) == config
     first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "back"))
     assert all(torch.equal(first[name], second[name]) for name in first.keys() | second.keys())
@@ -125,39 +126,28 @@ def test_norms_are_inserted_for_qwen3_5_only(tmp_path: Path, monkeypatch: pytest
         export_command(str(tmp_path / "out"), tmp_path / "export")
 
 
-def test_convert_takes_an_export_back(tmp_path: Path) -> None:
+def test_import_takes_an_export_back(tmp_path: Path) -> None:
     source = saved(exportable_model("qwen3", EVERY_OTHER), tmp_path / "model")
     export_command(str(source), tmp_path / "export")
-    arguments = ["convert", str(tmp_path / "export"), str(tmp_path / "back")]
-    result = CliRunner().invoke(build_app("convert"), [*arguments, "--dry-run"])
+    arguments = ["import", str(tmp_path / "export"), str(tmp_path / "back")]
+    result = CliRunner().invoke(build_app("import"), [*arguments, "--dry-run"])
     assert result.exit_code == 0, result.output
     assert "deltanet_qwen3," in result.output
     assert not (tmp_path / "back").exists()
-    assert CliRunner().invoke(build_app("convert"), arguments).exit_code == 0
+    assert CliRunner().invoke(build_app("import"), arguments).exit_code == 0
     before, after = ((folder / "config.json").read_text() for folder in (source, tmp_path / "back"))
     assert json.loads(before) == json.loads(after)
     with pytest.raises(UserError, match="lies in"):
-        convert_command(str(tmp_path / "export"), tmp_path / "export" / "inner")
+        import_command(str(tmp_path / "export"), tmp_path / "export" / "inner")
+    with pytest.raises(UserError, match="--dtype: got 'int8'"):
+        import_command(str(tmp_path / "export"), tmp_path / "other", dtype="int8")
+    with pytest.raises(UserError, match=r"holds no Qwen3\.5 text model"):
+        import_command(str(source), tmp_path / "other")
 
 
-@pytest.mark.parametrize(
-    ("options", "name"),
-    [
-        ({"layers": "every:2"}, "--layers"),
-        ({"mixer": "window"}, "--mixer"),
-        ({"pure": True}, "--pure"),
-        ({"no_training": True}, "--no-training"),
-        ({"changes": ["rope=true"]}, "--set"),
-        ({"no_fit_memory": True}, "--no-fit-memory"),
-        ({"text": Path("text.txt")}, "--text"),
-        ({"calibration_tokens": 256}, "--calibration-tokens"),
-        ({"seed": 1}, "--seed"),
-        ({"as_json": True}, "--json"),
-    ],
-)
-def test_an_import_refuses_options_that_it_ignores(options: dict[str, Any], name: str, tmp_path: Path) -> None:
+def test_convert_names_the_command_that_imports(tmp_path: Path) -> None:
     source = saved(exportable_model("qwen3", EVERY_OTHER), tmp_path / "model")
     export_command(str(source), tmp_path / "export")
-    with pytest.raises(UserError, match=f"^{name}: .* is a Gated DeltaNet model already and is only imported"):
-        convert_command(str(tmp_path / "export"), tmp_path / "back", **options)
+    with pytest.raises(UserError, match="already; `deltanet-hf import"):
+        convert_command(str(tmp_path / "export"), tmp_path / "back")
     assert not (tmp_path / "back").exists()

@@ -205,7 +205,7 @@ def test_alignment_is_refused(workplace: Path, tmp_path: Path) -> None:
 
 
 def test_teachers_that_cannot_teach_it_are_refused(workplace: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"teacher: .*'qwen3_5_text'.*`deltanet-hf convert` imported it to"):
+    with pytest.raises(UserError, match=r"teacher: .*'qwen3_5_text'.*`deltanet-hf import` wrote"):
         train(workplace, tmp_path / "run", [DISTIL], "native")
     with pytest.raises(UserError, match=r"num_hidden_layers 3, the student 4; set hidden_weight to 0"):
         train(workplace, tmp_path / "run", [{**DISTIL, "hidden_weight": 0.5}], "teacher")

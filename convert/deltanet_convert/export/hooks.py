@@ -1,22 +1,18 @@
-"""The two things that `deltanet-hf convert` needs from this package: the export check and the import of Qwen3.5."""
+"""What `deltanet-hf convert` asks this package: whether a result could be exported, and whether a model is Qwen3.5."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-from rich.console import Console
 from transformers import PreTrainedConfig
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.hub import model_folder
 from deltanet_hf.inside import check_links
-from deltanet_hf.publish import output_path
 
 from ..storage.safetensors_folder import read_json
-from .import_qwen3_5 import is_qwen3_5, plan_import, write_import
+from .import_qwen3_5 import is_qwen3_5
 from .obstacles import FORMATS, teacher_limits
-from .progress import progress_bar
 from .slots import uneven_note
 
 
@@ -44,38 +40,10 @@ def check_exportable(name: str, teacher_config: PreTrainedConfig, softmax: list[
 
 
 def qwen3_5_folder(teacher: str, revision: str | None = None) -> Path | None:
-    """The teacher's folder if it holds a Qwen3.5 text model, which is imported instead of converted."""
+    """The model's folder if it holds a Qwen3.5 text model, which is imported instead of converted."""
     folder = model_folder(teacher, revision, weights=False)
     if not folder.is_dir():
         return None
     check_links(folder)
     file = folder / "config.json"
     return model_folder(teacher, revision) if file.is_file() and is_qwen3_5(read_json(file)) else None
-
-
-def import_qwen3_5(
-    folder: Path,
-    out: Path,
-    dtype: torch.dtype | None,
-    shard_size: int,
-    *,
-    resume: bool,
-    overwrite: bool,
-    dry_run: bool,
-    console: Console,
-) -> None:
-    """Imports `folder` into `out`. With `dry_run`, only checks it and prints the result's type and size."""
-    out = output_path(out)
-    if out == folder.resolve() or folder.resolve() in out.parents:
-        raise UserError(f"{out}: lies in the model's folder {folder}; choose another place")
-    plan = plan_import(folder, dtype, shard_size)
-    if plan.record:
-        console.print(f"{folder} is an export written by deltanet-hf; the export is undone.", highlight=False)
-    else:
-        console.print(f"{folder} is a Gated DeltaNet model already; nothing is fitted.", highlight=False)
-    console.print(f"Result: {plan.config.model_type}, {plan.layout.nbytes / 1e9:.2f} GB.", highlight=False)
-    if dry_run:
-        return
-    with progress_bar(console, "importing") as report:
-        write_import(plan, out, resume=resume, overwrite=overwrite, progress=report)
-    console.print(f"Written to {out}", highlight=False)

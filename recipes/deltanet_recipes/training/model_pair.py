@@ -112,7 +112,7 @@ def _check_imported(recipe: Recipe, student: Any, config: Any) -> None:
     if config.model_type not in FAMILIES and not config.model_type.startswith(PREFIX):
         raise UserError(
             f"teacher: {name} has model_type {config.model_type!r}, which is no supported teacher; for a Qwen3.5 "
-            "model give the folder that `deltanet-hf convert` imported it to"
+            "model give the folder that `deltanet-hf import` wrote"
         )
     hidden = any(getattr(stage, "hidden_weight", 0.0) > 0 for stage in recipe.stages)
     for key in ("vocab_size", *(("hidden_size", "num_hidden_layers") if hidden else ())):
