@@ -240,14 +240,3 @@ class SiluProductCall(NamedTuple):
 
     gate: torch.Tensor
     up: torch.Tensor
-
-
-def __getattr__(name: str) -> object:
-    """Calls that have moved to the folder of their operator."""
-    from deltanet_kernels.prompt import calls as prompt
-    from deltanet_kernels.window import calls as window
-
-    for module in (window, prompt):
-        if name in vars(module):
-            return vars(module)[name]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

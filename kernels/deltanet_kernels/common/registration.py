@@ -8,8 +8,10 @@ no gradients, no modes, plain tensors), it skips PyTorch's dispatcher and calls 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from itertools import chain, islice
+from typing import Any, ParamSpec, TypeVar, get_type_hints
 
 import torch
 
@@ -42,32 +44,64 @@ def cached(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-def operator(fake: Callable[..., Any], mutates: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Operator]:
-    """Register a function as torch.ops.deltanet.<its name>, with `fake` giving the shapes of its results."""
+def operator(fake: Callable[..., Any], mutates: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Registered]:
+    """Register a function as torch.ops.deltanet.<its name>, with `fake` giving the shapes of its results.
 
-    def register(function: Callable[..., Any]) -> Operator:
-        name = function.__name__
-        schema = torch.library.infer_schema(function, mutates_args=tuple(mutates))
+    If the parameters are named tuples, their fields are the arguments of the registered operator, one after the other.
+    """
+
+    def register(function: Callable[..., Any]) -> Registered:
+        name, calls = function.__name__, _named_tuples(function)
+        prototype = _flat(function, calls) if calls else function
+        schema = torch.library.infer_schema(prototype, mutates_args=tuple(mutates))
         _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"deltanet::{name}", fake, lib=_LIBRARY)
-        return Operator(function, getattr(torch.ops.deltanet, name).default)
+        _LIBRARY.impl(name, prototype, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"deltanet::{name}", _flat(fake, calls) if calls else fake, lib=_LIBRARY)
+        return Registered(function, getattr(torch.ops.deltanet, name).default, calls)
 
     return register
 
 
-class Operator:
+def _named_tuples(function: Callable[..., Any]) -> tuple[Any, ...]:
+    hints = get_type_hints(function)
+    hints.pop("return", None)
+    return tuple(hints.values()) if all(hasattr(hint, "_fields") for hint in hints.values()) else ()
+
+
+def _flat(function: Callable[..., Any], calls: tuple[Any, ...]) -> Callable[..., Any]:
+    """The function with the fields of its named tuples as parameters."""
+
+    def flat(*inputs: Any) -> Any:  # PyTorch leaves out last ones that are the defaults
+        given = iter(inputs)
+        return function(*(call(*islice(given, len(call._fields))) for call in calls))
+
+    kind, defaults = inspect.Parameter.POSITIONAL_OR_KEYWORD, calls[-1]._field_defaults
+    parameters = [
+        inspect.Parameter(name, kind, annotation=hint, default=defaults.get(name, inspect.Parameter.empty))
+        for call in calls
+        for name, hint in get_type_hints(call).items()
+    ]
+    result = get_type_hints(function).get("return")
+    flat.__signature__ = inspect.Signature(parameters, return_annotation=result)  # type: ignore[attr-defined]
+    return flat
+
+
+class Registered:
     """A registered operator: `op` where PyTorch traces or differentiates, `function` for plain eager calls.
 
-    `function` may return None where `op` returns an empty tensor, which takes as long to make as a full one.
+    `function` may return None where `op` returns an empty tensor, which takes as long to make as a full one. With
+    `calls` it takes these named tuples, and `op` their fields.
     """
 
-    def __init__(self, function: Callable[..., Any], op: Callable[..., Any]) -> None:
-        self.function, self.op = function, op
+    def __init__(self, function: Callable[..., Any], op: Callable[..., Any], calls: tuple[Any, ...] = ()) -> None:
+        self.function, self.op, self.calls = function, op, calls
 
     def __call__(self, *inputs: Any) -> Any:
-        if torch.compiler.is_compiling() or not _is_plain_call(inputs):
-            return self.op(*inputs)
+        flat = inputs
+        if self.calls:
+            flat = inputs[0] if len(inputs) == 1 else tuple(chain.from_iterable(inputs))
+        if torch.compiler.is_compiling() or not _is_plain_call(flat):
+            return self.op(*flat)
         return self.function(*inputs)
 
 
@@ -111,3 +145,36 @@ def differentiable(op: Callable[..., Any], backward: Callable[..., Any], setup_c
 def gradient(name: str, backward: Callable[..., Any], setup_context: Callable[..., Any]) -> None:
     """Register the gradient formula of deltanet::<name>."""
     torch.library.register_autograd(f"deltanet::{name}", backward, setup_context=setup_context, lib=_LIBRARY)
+
+
+def differentiable_call(
+    forward: Registered, backward: Callable[..., Any], upstream: Any, kept: Any, without: Sequence[str] = ()
+) -> Callable[[Any], Any]:
+    """`forward`, an operator of one call, with the gradients that `backward(upstream, call, kept)` computes.
+
+    Args:
+        forward: returns the outputs, as many as `upstream` has fields, and then the fields of `kept`.
+        backward: returns the gradients of the call's fields that have one, by name.
+        upstream, kept: named tuples of the outputs' gradients and of what `forward` keeps.
+        without: fields of the call that `backward` does not read; it gets empty tensors in their place.
+    """
+    (call_of,) = forward.calls
+    outputs, unread = len(upstream._fields), [call_of._fields.index(name) for name in without]
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        tensors = [x if isinstance(x, torch.Tensor) else None for x in inputs]
+        for i in unread:
+            tensors[i] = None if tensors[i] is None else tensors[i].new_empty(0)
+        ctx.rest = [None if isinstance(x, torch.Tensor) else x for x in inputs]
+        ctx.save_for_backward(*tensors, *output[outputs:])
+        ctx.set_materialize_grads(False)
+
+    def run(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        saved = ctx.saved_tensors
+        call = call_of(*(y if x is None else x for x, y in zip(saved, ctx.rest, strict=False)))
+        found = backward(upstream(*grads[:outputs]), call, kept(*saved[len(call) :]))
+        return tuple(found.get(name) for name in call_of._fields)
+
+    gradient(forward.op.name().partition("::")[2].partition(".")[0], run, setup_context)  # type: ignore[attr-defined]
+    compute = differentiable(lambda *inputs: forward(call_of(*inputs)), run, setup_context)
+    return lambda call: compute(*call)

@@ -11,44 +11,30 @@ import torch
 
 from deltanet_kernels.arguments import RuleCall
 from deltanet_kernels.common.device import multiprocessors
-from deltanet_kernels.common.registration import differentiable, gradient
+from deltanet_kernels.common.registration import differentiable_call
 from deltanet_kernels.common.sizes import cdiv
 from deltanet_kernels.gated_delta_rule.chips import ChunkConfig
-from deltanet_kernels.gated_delta_rule.chunk_backward import chunk_backward
-from deltanet_kernels.gated_delta_rule.chunk_forward import Kept, chunk_forward, chunk_without_gradients
+from deltanet_kernels.gated_delta_rule.chunk_backward import Upstream, chunk_backward
+from deltanet_kernels.gated_delta_rule.chunk_forward import ChunkForward, Kept, chunk_forward, chunk_without_gradients
 from deltanet_kernels.gated_delta_rule.config import MIN_HALF_SIZE, check_supported
 from deltanet_kernels.gated_delta_rule.launch_plan import pinned_config
 from deltanet_kernels.gated_delta_rule.segments import segments_for
 
-
-def _setup_context(ctx, inputs, output):
-    (
-        q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias, scale, norm, sigmoid, final, _, precision,
-        segments, erase,
-    ) = inputs  # fmt: skip
-    ctx.save_for_backward(q, k, v, g, beta, cu_seqlens, A_log, dt_bias, *Kept(*output[2:]))
-    ctx.options = (scale, norm, sigmoid, initial_state is not None, precision, segments, erase)
-    ctx.final = final
-    ctx.set_materialize_grads(False)
+DIFFERENTIATED = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")
+"""The fields of a call whose gradients `chunk_backward` returns, in its order."""
 
 
-def _backward(ctx, do, dht, *_):
-    q, k, v, g, beta, cu_seqlens, A_log, dt_bias, *kept = ctx.saved_tensors
+def _backward(upstream: Upstream, call: ChunkForward, kept: Kept) -> dict[str, torch.Tensor]:
+    do, dht = upstream
     if do is None:
+        q, v = call.q, call.v
         do = q.new_zeros(q.shape[0], q.shape[1], max(q.shape[2], v.shape[2]), v.shape[3])
-    dq, dk, dv, dg, dbeta, dh0, dA, dbias = chunk_backward(
-        do, dht if ctx.final else None, q, k, v, g, beta, cu_seqlens, A_log, dt_bias,
-        *Kept(*kept), *ctx.options,
-    )  # fmt: skip
-    gate, initial = A_log is not None, ctx.options[3]
-    return (
-        dq, dk, dv, dg, dbeta, dh0 if initial else None, None, dA if gate else None, dbias if gate else None,
-        *[None] * 8,
-    )  # fmt: skip
+    grads = chunk_backward(Upstream(do, dht if call.final else None), call, kept)
+    found = zip(DIFFERENTIATED, grads, strict=True)
+    return {name: grad for name, grad in found if getattr(call, name) is not None}
 
 
-gradient("chunk_forward", _backward, _setup_context)
-_chunk = differentiable(chunk_forward, _backward, _setup_context)
+_chunk = differentiable_call(chunk_forward, _backward, Upstream, Kept, without=["initial_state"])
 
 
 def _segments(q: torch.Tensor, v: torch.Tensor, rows: int, config: ChunkConfig) -> int:
@@ -84,10 +70,10 @@ def chunk_gated_delta_rule_triton(
     if segments is None:
         segments = _segments(q, v, rows, pinned_config(k, v))
     gate, keep = call.use_gate_in_kernel, call.needs_gradients()
-    o, ht, *_ = (_chunk if keep else chunk_without_gradients)(
+    forward = ChunkForward(
         q, k, v, call.g, call.beta, call.initial_state, call.cu_seqlens,
         call.A_log if gate else None, call.dt_bias if gate else None, call.factor, call.use_qk_l2norm_in_kernel,
-        call.use_beta_sigmoid_in_kernel, call.output_final_state, keep, "auto", segments,
-        call.erase,
+        call.use_beta_sigmoid_in_kernel, call.output_final_state, keep, "auto", segments, call.erase,
     )  # fmt: skip
+    o, ht, *_ = (_chunk if keep else chunk_without_gradients)(forward)
     return o.to(dtype), ht if call.output_final_state else None

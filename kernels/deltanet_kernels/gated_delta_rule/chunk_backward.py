@@ -10,6 +10,8 @@ dht the final state and its gradient.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from deltanet_kernels.common.device import multiprocessors
@@ -17,6 +19,7 @@ from deltanet_kernels.common.launch import launch
 from deltanet_kernels.common.registration import operator
 from deltanet_kernels.common.sizes import cdiv
 from deltanet_kernels.gated_delta_rule.chips import GRADIENTS, GRADIENTS_64, HOPPER_GRADIENTS, summed_stages
+from deltanet_kernels.gated_delta_rule.chunk_forward import ChunkForward, Kept
 from deltanet_kernels.gated_delta_rule.config import slices, tile_width
 from deltanet_kernels.gated_delta_rule.gradients_64 import joint_gradients_kernel
 from deltanet_kernels.gated_delta_rule.gradients_inputs import input_gradients_kernel
@@ -28,12 +31,17 @@ from deltanet_kernels.gated_delta_rule.segments import compose
 from deltanet_kernels.gated_delta_rule.states_backward import states_backward_kernel
 
 
-def _fake_chunk_backward(
-    do, dht, q, k, v, g, beta, cu_seqlens, A_log, dt_bias, factors, Tm, P, h, vn, M, table,
-    scale, norm, sigmoid, initial, precision, segments, erase="decayed",
-):  # fmt: skip
+class Upstream(NamedTuple):
+    """The gradients of the output and of the final state."""
+
+    do: torch.Tensor
+    dht: torch.Tensor | None
+
+
+def _fake_chunk_backward(upstream: Upstream, call: ChunkForward, kept: Kept):
+    q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias = call[:9]
     rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    state = (rows, v.shape[2], k.shape[3], v.shape[3]) if initial else (0,)
+    state = (0,) if initial_state is None else (rows, v.shape[2], k.shape[3], v.shape[3])
     dA = q.new_empty(0, dtype=torch.float32) if A_log is None else torch.empty_like(A_log)
     dbias = q.new_empty(0, dtype=torch.float32) if dt_bias is None else torch.empty_like(dt_bias)
     grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v, g, beta)]
@@ -59,20 +67,20 @@ def _query_sums(q: torch.Tensor, factors: torch.Tensor, P: torch.Tensor, do: tor
 
 @operator(_fake_chunk_backward)
 def chunk_backward(
-    do: torch.Tensor, dht: torch.Tensor | None,
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
-    cu_seqlens: torch.Tensor | None, A_log: torch.Tensor | None, dt_bias: torch.Tensor | None,
-    factors: torch.Tensor, Tm: torch.Tensor, P: torch.Tensor, h: torch.Tensor, vn: torch.Tensor, M: torch.Tensor,
-    table: torch.Tensor,
-    scale: float, norm: bool, sigmoid: bool, initial: bool, precision: str, segments: int,
-    erase: str = "decayed",
+    upstream: Upstream, call: ChunkForward, kept: Kept
 ) -> tuple[
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
-]:  # fmt: skip
-    """Gradients of q, k, v, g, beta, the initial state, A_log and dt_bias; empty for absent inputs."""
+]:
+    """Gradients of q, k, v, g, beta, the initial state, A_log and dt_bias; empty for absent inputs.
+
+    Of the initial state it reads only whether there is one.
+    """
+    (do, dht), (factors, Tm, P, h, vn, M, table) = upstream, kept
+    q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias, scale, norm, sigmoid, *_ = call
+    precision, segments, initial = call.precision, call.segments, initial_state is not None
     q, k, v, do, g = unit_stride(q), unit_stride(k), unit_stride(v), unit_stride(do), g.contiguous()
     dht = None if dht is None else dht.contiguous()
-    plan = launch_plan(q, k, v, cu_seqlens, precision, erase)
+    plan = launch_plan(q, k, v, cu_seqlens, precision, call.erase)
     config, chunks, sizes, flags = plan.config, plan.chunks, plan.sizes, plan.flags
     (B, T, HQ, K), HV, V = q.shape, v.shape[2], v.shape[3]
     dh, dw = torch.empty_like(h), torch.empty_like(vn)

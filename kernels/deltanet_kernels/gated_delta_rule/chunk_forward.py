@@ -14,7 +14,7 @@ import torch
 
 from deltanet_kernels.common.device import multiprocessors
 from deltanet_kernels.common.launch import launch
-from deltanet_kernels.common.registration import Operator, operator
+from deltanet_kernels.common.registration import Registered, operator
 from deltanet_kernels.common.sizes import cdiv
 from deltanet_kernels.gated_delta_rule.chips import HOPPER_SOLVE, SCORES
 from deltanet_kernels.gated_delta_rule.config import slices
@@ -32,6 +32,30 @@ from deltanet_kernels.gated_delta_rule.scores import scores
 from deltanet_kernels.gated_delta_rule.segments import chunk_spans, compose, composes
 from deltanet_kernels.gated_delta_rule.solve import invert
 from deltanet_kernels.gated_delta_rule.states import outputs_kernel, states_kernel
+
+
+class ChunkForward(NamedTuple):
+    """The arguments of `chunk_forward`: those of a `RuleCall`, and how it is computed."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    g: torch.Tensor
+    beta: torch.Tensor
+    initial_state: torch.Tensor | None
+    cu_seqlens: torch.Tensor | None
+    A_log: torch.Tensor | None
+    dt_bias: torch.Tensor | None
+    scale: float
+    norm: bool
+    sigmoid: bool
+    final: bool
+    """Compute the final state."""
+    keep: bool
+    """Return what the backward pass reads."""
+    precision: str
+    segments: int
+    erase: str = "decayed"
 
 
 class Kept(NamedTuple):
@@ -53,10 +77,9 @@ class Kept(NamedTuple):
     """Chunks that each pass processes per segment [rows, HV, segments, 5, 2], int32 (segments.py)."""
 
 
-def _fake_chunk_forward(
-    q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias, scale, norm, sigmoid, final, keep, precision, segments,
-    erase="decayed",
-):  # fmt: skip
+def _fake_chunk_forward(call: ChunkForward):
+    q, k, v, *_, cu_seqlens = call[:7]
+    final, keep, segments, erase = call.final, call.keep, call.segments, call.erase
     (B, T, HQ, K), HV, V = q.shape, v.shape[2], v.shape[3]
     C = pinned_config(k, v).C
     rows = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -87,14 +110,10 @@ def _scores_and_inverse(inputs: ChunkInputs, plan: LaunchPlan) -> ChunkTensors:
     return ChunkTensors(P, T, factors, bounds)
 
 
-def _forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
-    initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
-    A_log: torch.Tensor | None, dt_bias: torch.Tensor | None,
-    scale: float, norm: bool, sigmoid: bool, final: bool, keep: bool, precision: str, segments: int,
-    erase: str = "decayed",
-) -> tuple[Any, ...]:  # fmt: skip
+def _forward(call: ChunkForward) -> tuple[Any, ...]:
     """As `chunk_forward`, with None for what is empty."""
+    q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias, scale, norm, sigmoid, final, keep, *_ = call
+    precision, segments, erase = call[14:]
     q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
     g, beta = g.contiguous(), beta.contiguous()
     initial_state = None if initial_state is None else initial_state.contiguous()
@@ -154,24 +173,18 @@ def _forward(
 
 @operator(_fake_chunk_forward)
 def chunk_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
-    initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
-    A_log: torch.Tensor | None, dt_bias: torch.Tensor | None,
-    scale: float, norm: bool, sigmoid: bool, final: bool, keep: bool, precision: str, segments: int,
-    erase: str = "decayed",
+    call: ChunkForward,
 ) -> tuple[
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor,
     torch.Tensor,
 ]:  # fmt: skip
     """o, the final state (empty unless `final`), and the fields of `Kept` (empty unless `keep`)."""
-    o, ht, *kept = _forward(
-        q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias, scale, norm, sigmoid, final, keep, precision,
-        segments, erase,
-    )  # fmt: skip
+    o, ht, *kept = _forward(call)
+    q, k = call.q, call.k
     wide = kept_dtype(k.dtype)
     dtypes = (torch.float32, k.dtype, k.dtype, wide, wide, torch.float32, torch.int32)
     kept = [q.new_empty(0, dtype=dtype) if x is None else x for x, dtype in zip(kept, dtypes, strict=True)]
     return o, q.new_empty(0, dtype=torch.float32) if ht is None else ht, *Kept(*kept)
 
 
-chunk_without_gradients = Operator(_forward, chunk_forward.op)
+chunk_without_gradients = Registered(_forward, chunk_forward.op, chunk_forward.calls)

@@ -30,7 +30,9 @@ from deltanet_kernels.common.registration import differentiable, gradient, opera
 from deltanet_kernels.common.sequences import Chunks, cut_chunks
 from deltanet_kernels.common.sizes import cdiv
 from deltanet_kernels.gated_delta_rule.chips import ChunkConfig, chunk_config
-from deltanet_kernels.gated_delta_rule.chunk_backward import chunk_backward
+from deltanet_kernels.gated_delta_rule.chunk_backward import Upstream, chunk_backward
+from deltanet_kernels.gated_delta_rule.chunk_forward import ChunkForward
+from deltanet_kernels.gated_delta_rule.chunk_forward import Kept as KeptByRule
 from deltanet_kernels.gated_delta_rule.config import MAX_HEAD_SIZE, slices, tile_width
 from deltanet_kernels.gated_delta_rule.row_factors import ChunkInputs
 from deltanet_kernels.gated_delta_rule.scores import scores
@@ -168,8 +170,12 @@ def mesa_backward(
     none, both = k.new_empty(0), _joined(k, v)
     written = beta.float().unsqueeze(-1) * both  # the V' of a rule without erasing
     _, dk, dboth, dg, dbeta, dh0, *_ = chunk_backward(
-        torch.cat([scale * do.float(), -y], dim=-1), dht, x, k, both, g, beta, cu_seqlens, None, None,
-        factors, none, P, states, written, none, none, 1.0, False, False, initial, PRECISION, 1, "off",
+        Upstream(torch.cat([scale * do.float(), -y], dim=-1), dht),
+        ChunkForward(
+            x, k, both, g, beta, none if initial else None, cu_seqlens, None, None, 1.0, False, False, False, True,
+            PRECISION, 1, "off",
+        ),
+        KeptByRule(factors, none, P, states, written, none, none),
     )  # fmt: skip
     dv, dkeys = dboth.split([V, K], dim=-1)
     dk += dkeys.unflatten(2, (H, -1)).sum(3)

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from deltanet_kernels.common.launch import launch
-from deltanet_kernels.common.registration import Operator, operator
+from deltanet_kernels.common.registration import Registered, operator
 from deltanet_kernels.common.rows import rows
 from deltanet_kernels.common.sizes import cdiv, power_of_two
 from deltanet_kernels.common.tiles import silu
@@ -241,7 +241,7 @@ def prompt_inputs_op(
     return tuple(q.new_empty(0) if x is None else x for x in outputs)  # type: ignore[return-value]
 
 
-_operator = Operator(_prompt_inputs, prompt_inputs_op.op)
+_operator = Registered(_prompt_inputs, prompt_inputs_op.op)
 
 
 def prompt_inputs_triton(call: PromptInputsCall) -> PromptInputs:
