@@ -52,8 +52,8 @@ class FastMixer:
         whole = conv is None or mixer.settings.conv_on != "k"
         branch = mixer.window_branch
         exact = branch is None or branch.cache_bits == 16
-        known = branch is None or branch.learned_sinks is None
-        self._prefills, self._steps = whole and exact and known, whole and mixer.fused_step and known
+        known = whole and exact and (branch is None or branch.learned_sinks is None)
+        self._prefills, self._steps = known, known and mixer.fused_step
         self._has_own_rule = isinstance(mixer, GatedDeltaNet) and type(mixer).mix is GatedDeltaNet.mix
         own_heads = mixer.k_proj.out_features // mixer.head_dim
         # Whether the state and the window read different queries and keys.

@@ -21,6 +21,7 @@ from deltanet_hf.mixers.base import Mixer
 from deltanet_hf.mixers.head_split import narrow_attention, narrow_weights
 from deltanet_hf.mixers.layer_kind import LayerKind, PositionEmbeddings, TensorShape
 from deltanet_hf.mixers.mixed_cache import MixedCacheLayer, mixed_cache_layer
+from deltanet_hf.mixers.packed_softmax import PackedSoftmax
 from deltanet_hf.mixers.settings import MixerSettings, check_choice
 from deltanet_hf.mixers.window import WindowAttention, WindowSettings
 
@@ -167,7 +168,8 @@ class MixedHeads(LayerKind, nn.Module):
 
     def _cache_layer(self, cache: Cache) -> MixedCacheLayer:
         branches = self.branches.items()  # softmax heads may have been put under a window
-        constant = [kind for kind, branch in branches if kind != "softmax" or isinstance(branch, LayerKind)]
+        own = (LayerKind, PackedSoftmax)  # softmax heads that keep their part of the cache themselves
+        constant = [kind for kind, branch in branches if kind != "softmax" or isinstance(branch, own)]
         growing = next((kind for kind in self.kinds if kind not in constant), None)
         return mixed_cache_layer(cache, self.layer_idx, constant, growing)
 

@@ -25,6 +25,8 @@ from transformers.cache_utils import Cache
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.layer_kind import LayerKind, PositionEmbeddings, TensorShape
 from deltanet_hf.mixers.masks import announce_packing, announce_padding, packed_in, padding_in, sliding_window
+from deltanet_hf.mixers.packed_softmax import call_packed
+from deltanet_hf.mixers.packed_tokens import Kept
 from deltanet_hf.mixers.paired_class import paired_class
 from deltanet_hf.mixers.recorded_call import recorded
 from deltanet_hf.mixers.routed_config import RoutedConfig
@@ -90,8 +92,17 @@ class WindowAttention(LayerKind):
     def place_cache(self, cache: Cache) -> None:
         cache_layer(cache, self.layer_idx, self.name)
 
+    @property
+    def _kept(self) -> Kept:
+        config: Any = self.config  # type: ignore[attr-defined]
+        limit = sliding_window(config, self.layer_idx)
+        return Kept.of(self.cache_bits, self.settings.window, self.settings.sinks, limit)
+
     def state_shapes(self, dtype: torch.dtype) -> dict[str, TensorShape]:
         config: Any = self.config  # type: ignore[attr-defined]
+        if self.cache_bits < 16:
+            heads, head_dim = int(config.num_key_value_heads), int(self.head_dim)  # type: ignore[attr-defined]
+            return self._kept.shapes(heads, head_dim, 0, dtype)
         slots = self.settings.window + self.settings.sinks
         heads, head_dim = int(config.num_key_value_heads), int(self.head_dim)  # type: ignore[attr-defined]
         return {
@@ -131,6 +142,9 @@ class WindowAttention(LayerKind):
         if cache is not None and cache.record_past:
             again = functools.partial(self.call_on, cache)
             return recorded(cache, again, hidden_states, position_embeddings, padding), None
+        if self.cache_bits < 16:
+            inputs = {"hidden_states": hidden_states, "position_embeddings": position_embeddings, **kwargs}
+            return call_packed(super().forward, self._kept, cache, padding, packed, inputs)  # type: ignore[misc]
         state = cache.state if cache is not None and cache.is_initialized else {}
         tokens = Tokens.of(batch, length, padding, packed, state.get("count"), hidden_states.device)
         window, sinks = self.settings.window, self.settings.sinks
@@ -143,7 +157,6 @@ class WindowAttention(LayerKind):
             in_order=padding is None and not state,
             eager=implementation == "eager",
             weights=bool(kwargs.get("output_attentions") or getattr(config, "output_attentions", False)),
-            bits=self.cache_bits,
         )
         output, weights = super().forward(  # type: ignore[misc]
             hidden_states=hidden_states,

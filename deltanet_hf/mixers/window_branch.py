@@ -25,6 +25,7 @@ from deltanet_hf.mixers.attention_shape import AttentionShape, MixerProjections
 from deltanet_hf.mixers.attention_sinks import with_sinks
 from deltanet_hf.mixers.fake_quantisation import quantised_attention
 from deltanet_hf.mixers.layer_kind import TensorShape
+from deltanet_hf.mixers.packed_tokens import NAMES, Kept, PackedTokens
 from deltanet_hf.mixers.parts import Part
 from deltanet_hf.mixers.state import State
 from deltanet_hf.mixers.token_order import few_queries, in_order
@@ -60,7 +61,7 @@ class WindowBranch(Part):
     """
 
     FP32 = ("far_slope", "near_slope")
-    STATE = ("keys", "values", "numbers", "count")
+    STATE = ("keys", "values", "numbers", "count")  # in 16 bits
     dropout: Tensor
     cache_bits: int = 16  # of the keys and values, see `deltanet_hf/models/cache_bits.py`
 
@@ -87,8 +88,19 @@ class WindowBranch(Part):
         if self.learned_sinks is not None:
             self.learned_sinks.zero_()
 
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """The names of the window's part of the layer's state."""
+        return self.STATE if self.cache_bits == 16 else NAMES
+
+    @property
+    def _kept(self) -> Kept:
+        return Kept.of(self.cache_bits, self.window, self.sinks, None)
+
     def state_shapes(self, dtype: torch.dtype) -> dict[str, TensorShape]:
         """The window's part of the layer's state."""
+        if self.cache_bits < 16:
+            return self._kept.shapes(self.kv_heads, self.head_dim, 0, dtype)
         places = self.window + self.sinks
         return {
             "keys": TensorShape((self.kv_heads, places, self.head_dim), dtype),
@@ -146,7 +158,11 @@ class WindowBranch(Part):
         """The attention, w [B, T, H, D] and log Z [B, T, H] float32, and the window's part of the new state."""
         if cu_seqlens is not None or (state is None and padding is None and not keep_state):
             return *self.attend(q, k, v, cu_seqlens), {}
-        own = {} if state is None else {name: state[name] for name in self.STATE}
+        own = {} if state is None else {name: state[name] for name in self.state_names}
+        if self.cache_bits < 16:
+            packed = PackedTokens(self._kept, own, padding, keep_state=keep_state)
+            near, lse = with_sinks(*packed.attend(q, k, v, self.scale, self.softcap), self.learned_sinks)
+            return near, lse, packed.state
         kept = KeptTokens(self.window, self.sinks, own, tokens)
         keys, values = kept.update(k.transpose(1, 2), v.transpose(1, 2), 0)
         if state is None and padding is None:

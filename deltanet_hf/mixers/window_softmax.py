@@ -15,7 +15,8 @@ from torch import Tensor
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from deltanet_hf.mixers.fake_quantisation import quantised_attention
+from deltanet_hf.mixers.attention_sinks import with_sinks
+from deltanet_hf.mixers.packed_tokens import PackedTokens
 from deltanet_hf.mixers.token_order import few_queries, in_order
 from deltanet_hf.mixers.window_cache import Tokens
 from deltanet_kernels import window_attention
@@ -43,7 +44,7 @@ class WindowCall:
     in_order: bool  # no padding, and no tokens from the cache
     eager: bool  # the implementation that the model asks for is "eager" and not "sdpa"
     weights: bool  # whether the attention weights are wanted
-    bits: int = 16  # of keys and values, see `deltanet_hf/models/cache_bits.py`
+    packed: PackedTokens | None = None  # keys and values in few bits; then all but `weights` is in it
 
 
 @dataclass(frozen=True)
@@ -80,9 +81,14 @@ def attend(
         [B, T, HQ, D], and the weights [B, HQ, T, N] if they were computed.
     """
     assert call is not None
+    if call.packed is not None:
+        q, k, v = (states.transpose(1, 2).to(value.dtype) for states in (query, key, value))
+        scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+        output, _ = with_sinks(*call.packed.attend(q, k, v, scale, softcap), kwargs.get("s_aux"))
+        return output.to(query.dtype).contiguous(), None
     eager = call.eager or softcap is not None  # SDPA has no cap
-    with_sinks = kwargs.get("s_aux") is not None  # which the family's eager attention knows
-    if dropout == 0 and not (call.weights and eager) and not with_sinks and operator_pays(call, query):
+    has_sinks = kwargs.get("s_aux") is not None  # which the family's eager attention knows
+    if dropout == 0 and not (call.weights and eager) and not has_sinks and operator_pays(call, query):
         q, k, v = (states.transpose(1, 2).to(value.dtype) for states in (query, key, value))
         scores = Scores(query.shape[-1] ** -0.5 if scaling is None else float(scaling), softcap)
         return _by_operator(q, k, v, call, scores).contiguous(), None
@@ -105,8 +111,6 @@ def operator_pays(call: WindowCall, query: Tensor) -> bool:
     89 ms at 256 and 512.
     """
     length = query.shape[2]
-    if call.bits < 16:
-        return True
     if not query.is_cuda:
         return length >= 8 * max(call.reach.window, 64)
     return length > (1 if call.in_order else few_queries(call.reach.window, query))
@@ -134,12 +138,6 @@ def _ordered(q: Tensor, k: Tensor, v: Tensor, numbers: Tensor, call: WindowCall,
         window, sinks = limit, 0
     limited = limit is not None and sinks > 0 and not (call.in_order and q.shape[1] <= limit)
     seen = 0 if limited else sinks
-    if call.bits < 16:
-        if limited or not call.in_order:
-            raise ValueError(
-                "cache bits: a forward pass without a cache takes whole sequences, padded on the right at most"
-            )
-        return quantised_attention(q, k, v, window, seen, scores.scale, call.bits, scores.softcap)[0]
     near, lse = window_attention(q, k, v, window, seen, scores.scale, call.cu_seqlens, scores.softcap)
     return _with_limited_sinks(q, k, v, numbers, call, scores, near, lse) if limited else near
 

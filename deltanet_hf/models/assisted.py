@@ -13,13 +13,17 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMode
 
-from deltanet_hf.models.layers import layer_kinds
+from deltanet_hf.mixers.layer_kind import LayerKind
+from deltanet_hf.mixers.packed_softmax import PackedSoftmax
 
 
 def place_layers(model: PreTrainedModel, cache: Cache) -> None:
     """Give `cache` the layers that the first call of a converted model makes otherwise."""
-    for _, kind in layer_kinds(model):
-        kind.place_cache(cache)
+    decoder: Any = model.model
+    for layer in decoder.layers[: model.config.num_hidden_layers]:
+        for part in layer.children():
+            if isinstance(part, (LayerKind, PackedSoftmax)):
+                part.place_cache(cache)
 
 
 class AssistedGeneration:

@@ -85,7 +85,8 @@ def test_layers_without_such_a_form_stay_as_they_are_at_16_bits() -> None:
 
 
 def test_bytes_follow_the_bits() -> None:
-    model = tiny_teacher("llama")
+    model = tiny_teacher("llama", head_dim=64)
     token = stored_bytes(model, 1, 16)
     assert stored_bytes(model, 640, 16) == 640 * token
-    assert stored_bytes(model, 640, 4) == 640 * token * 5 // 16 + (GROUP + SINKS) * token
+    exact = (GROUP + SINKS) * token + 4 * 4  # and a count per layer
+    assert stored_bytes(model, 640 + GROUP, 4) == 640 * token * 5 // 32 + exact

@@ -1,0 +1,165 @@
+"""The packed cache of a model is its fake quantisation: decoding, padding, chunks, beams, taking back, bytes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from deltanet_hf.mixers.fake_quantisation import fake_quantised
+from deltanet_hf.mixers.packed_tokens import NAMES, Kept, PackedTokens
+from deltanet_hf.mixers.state import MixerCacheLayer, cache_bytes
+from deltanet_hf.models.assisted import place_layers
+from deltanet_hf.models.cache_bits import set_cache_bits, stored_bytes
+from deltanet_kernels import PackedKeyValues
+from deltanet_kernels.packed_cache.layout import GROUP, unpacked
+from support.tiny_models import HYBRID, mixed_mixture_table, tiny_mixture, tiny_student, tiny_teacher
+
+LONG = torch.randint(3, 97, (2, 150), generator=torch.Generator().manual_seed(0))
+
+
+def made(name: str, bits: int = 4) -> PreTrainedModel:
+    models = {
+        "teacher": lambda: tiny_teacher("llama"),
+        "sliding": lambda: tiny_teacher("gemma3_text"),
+        "capped": lambda: tiny_teacher("gemma2"),
+        "learned sinks": lambda: tiny_student("gpt_oss", layers=HYBRID, window=40),
+        "hybrid": lambda: tiny_student("llama", layers=HYBRID, window=40),
+        "window": lambda: tiny_student("llama", mixer="window", window=40),
+        "heads": lambda: tiny_mixture("llama", mixed_mixture_table()),
+    }
+    model: PreTrainedModel = set_cache_bits(models[name]().double(), bits)
+    if name == "learned sinks":
+        model.set_experts_implementation("eager")  # others have no float64
+    return model
+
+
+BOUND = {"hybrid": 2e-6, "learned sinks": 2e-6, "heads": 2e-6}  # the share of a state is float32
+KINDS = ["teacher", "sliding", "capped", "learned sinks", "hybrid", "window", "heads"]
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("size", [16, 64])
+def test_packed_numbers_are_those_of_fake_quantisation(bits: int, dtype: torch.dtype, size: int) -> None:
+    k, v = (torch.randn(2, 101, 3, size).to(dtype) for _ in range(2))
+    held = PackedTokens(Kept(bits, None), {}, None)
+    held.attend(k, k, v, 0.2, None)
+    cache = PackedKeyValues(*(held.state[name] for name in NAMES))  # type: ignore[call-arg]
+    keys, values = (x.transpose(1, 2) for x in unpacked(cache, dtype))
+    by_channel = k[:, :96].unflatten(1, (-1, GROUP)).transpose(2, -1)
+    assert torch.equal(keys, fake_quantised(by_channel, bits).transpose(2, -1).flatten(1, 2))
+    assert torch.equal(values, fake_quantised(v[:, :96].unflatten(-1, (-1, min(size, GROUP))), bits).flatten(-2))
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("parts", [[100, *[1] * 50], [31, 1, 1, 1, 60, 56], [70, 1, 64, 15]], ids=str)
+@torch.no_grad()
+def test_however_a_text_is_cut_it_is_the_whole_forward(name: str, parts: list[int]) -> None:
+    model = made(name)
+    wanted = model(LONG, use_cache=False).logits
+    cache = DynamicCache(config=model.config)
+    found = [model(part, past_key_values=cache, use_cache=True).logits for part in LONG.split(parts, dim=1)]
+    assert (torch.cat(found, dim=1) - wanted).abs().max() < BOUND.get(name, 1e-9) * wanted.abs().max()
+    plain = set_cache_bits(model, 16)(LONG, use_cache=False).logits
+    assert (plain - wanted)[:, :32].abs().max() < 5e-5  # the family may compute in float32
+    assert (plain - wanted)[:, 32:].abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("name", KINDS)
+@torch.no_grad()
+def test_padding_on_either_side_changes_nothing(name: str) -> None:
+    """Rows of different lengths in one batch, a prompt in two parts and five tokens, against each row alone."""
+    model, lengths = made(name), (110, 71)
+    texts = [LONG[row, : length + 5] for row, length in enumerate(lengths)]
+    for side in ("left", "right"):
+        ids, mask = torch.zeros(2, 110, dtype=torch.long), torch.zeros(2, 110, dtype=torch.long)
+        for row, (text, length) in enumerate(zip(texts, lengths, strict=True)):
+            at = slice(110 - length, 110) if side == "left" else slice(0, length)
+            ids[row, at], mask[row, at] = text[:length], 1
+        cache = DynamicCache(config=model.config)
+        for start, end in ((0, 60), (60, 110)):
+            positions = (mask.cumsum(1) - 1).clamp_min(0)[:, start:end]
+            model(
+                ids[:, start:end], attention_mask=mask[:, :end], position_ids=positions, past_key_values=cache,
+                use_cache=True,
+            )  # fmt: skip
+        for step in range(5):
+            new = torch.stack([text[length + step] for text, length in zip(texts, lengths, strict=True)])[:, None]
+            mask = torch.cat([mask, torch.ones_like(new)], dim=1)
+            positions = mask.sum(1, keepdim=True) - 1
+            found = model(
+                new, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
+            ).logits
+        for row, text in enumerate(texts):
+            wanted = model(text[None], use_cache=False).logits[0, -1]
+            assert (found[row, -1] - wanted).abs().max() < BOUND.get(name, 1e-9) * wanted.abs().max()
+
+
+@pytest.mark.parametrize("name", KINDS)
+@torch.no_grad()
+def test_greedy_decoding_and_beams(name: str) -> None:
+    model = made(name)
+    options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    answer = model.generate(LONG[:, :60], **options)
+    logits = model(answer, use_cache=False).logits
+    assert torch.equal(answer[:, 60:], logits[:, 59:-1].argmax(-1))
+    beams = model.generate(LONG[:, :60], num_beams=3, **options)
+    assert torch.equal(beams, torch.cat([model.generate(row[None, :60], num_beams=3, **options) for row in LONG]))
+
+
+@pytest.mark.parametrize("name", ["hybrid", "window", "heads"])
+@torch.no_grad()
+def test_tokens_are_taken_back(name: str) -> None:
+    model = made(name)
+    cache = DynamicCache(config=model.config)
+    place_layers(model, cache)
+    cache.activate_past_recording()
+    for part in LONG.split([94, 6, 50], dim=1)[:2]:
+        model(part, past_key_values=cache, use_cache=True)
+    cache.crop(-5)
+    found = model(LONG[:, 95:110], past_key_values=cache, use_cache=True).logits
+    wanted = model(LONG[:, :110], use_cache=False).logits[:, 95:]
+    assert (found - wanted).abs().max() < BOUND.get(name, 1e-9) * wanted.abs().max()
+    plain = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    expected = model.generate(LONG[:1, :60], **plain)
+    assert torch.equal(model.generate(LONG[:1, :60], prompt_lookup_num_tokens=4, **plain), expected)
+    assert torch.equal(model.generate(LONG[:1, :60], assistant_model=copy.deepcopy(model), **plain), expected)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("name", ["teacher", "hybrid", "window", "heads"])
+@torch.no_grad()
+def test_the_bytes_of_the_plan_are_those_of_the_cache(name: str, bits: int) -> None:
+    model = made(name, bits).float()
+    for tokens in (3, 32, 33, 150):
+        cache = DynamicCache(config=model.config)
+        model(LONG[:1, :tokens], past_key_values=cache, use_cache=True)
+        assert cache_bytes(cache) == stored_bytes(model, tokens, bits)
+    assert all(isinstance(part, MixerCacheLayer) for part in cache.layers) or name == "heads"
+
+
+def test_what_has_no_packed_form_is_refused() -> None:
+    model = made("hybrid")
+    with pytest.raises(ValueError, match="cache bits: packed sequences are read in 16 bits"):
+        model(LONG[:1], position_ids=torch.arange(150)[None] % 50, use_cache=False)
+    with pytest.raises(ValueError, match="cache bits: a static cache holds 16 bits"):
+        model.generate(LONG[:, :40], cache_implementation="static", max_new_tokens=2, disable_compile=True)
+
+
+def states(cache: Any) -> dict[str, Tensor]:
+    return {f"{index}.{name}": x for index, layer in enumerate(cache.layers) for name, x in layer.state.items()}
+
+
+@torch.no_grad()
+def test_a_ring_holds_what_its_next_query_may_see() -> None:
+    model = made("window")
+    cache = DynamicCache(config=model.config)
+    model(LONG, past_key_values=cache, use_cache=True)
+    for name, held in states(cache).items():
+        if name.endswith("key_codes"):
+            assert held.shape[2] == -(-39 // GROUP)
