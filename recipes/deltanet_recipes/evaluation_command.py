@@ -10,6 +10,9 @@ import typer
 DATA_VARIABLE = "DELTANET_EVAL_DATA"
 
 
+Length = Annotated[int, typer.Option(min=512, help="Tokens of the texts of --suite ruler.")]
+
+
 def evaluate(
     context: typer.Context,
     model: Annotated[
@@ -31,11 +34,16 @@ def evaluate(
         Path | None,
         typer.Option(help="File that keeps the answers: after an interruption, the same command continues from it."),
     ] = None,
+    suite: Annotated[
+        str | None,
+        typer.Option(help="Tasks instead of `--tasks`: standard, ruler, completion, ifeval, small or full."),
+    ] = None,
+    length: Length = 4096,
 ) -> None:
     """Score MODEL with lm-eval. All other options are passed to lm-eval (`--tasks`, `--limit`, `--output_path` ...)."""
     from deltanet_hf.evaluation.tasks.lm_eval_run import run_lm_eval
 
-    run_lm_eval(model, context.args, data=data, window=window, sinks=sinks, answers=answers)
+    run_lm_eval(model, context.args, data=data, window=window, sinks=sinks, answers=answers, suite=suite, length=length)
 
 
 def report(
@@ -45,7 +53,11 @@ def report(
     ],
     out: Annotated[Path, typer.Option(help="Folder for report.md, report.json and the figures.")],
     suite: Annotated[
-        str, typer.Option(help="Set of measurements: small, full, or texts (no lm-eval tasks).")
+        str,
+        typer.Option(
+            help="Set of measurements: small, full, texts (no lm-eval tasks), or the tasks alone of standard, ruler, "
+            "completion or ifeval."
+        ),
     ] = "small",
     data: Annotated[
         Path | None,
@@ -99,6 +111,7 @@ def report(
     processes: Annotated[
         int, typer.Option(min=1, help="Number of models to measure in parallel, each on its own GPU.")
     ] = 1,
+    length: Length = 4096,
 ) -> None:
     """Compare TEACHER, STUDENTS and untrained baselines in one table, with figures and JSON."""
     texts = named_files(text or [])
@@ -121,6 +134,7 @@ def report(
         device=device,
         dtype=dtype,
         processes=processes,
+        length=length,
     )
     run_report(options, typer.echo)
     typer.echo((out / "report.md").read_text())

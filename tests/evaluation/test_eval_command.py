@@ -93,7 +93,7 @@ def test_only_unknown_tasks_are_the_users_mistake(
 @pytest.mark.parametrize(
     ("model", "arguments", "said"),
     [
-        ("model", ["--limit", "3"], "--tasks is missing"),
+        ("model", ["--limit", "3"], "--tasks or --suite is missing"),
         ("model", ["--tasks", "piqa", "--include_path"], "--include_path needs a folder"),
         ("{teacher}", ["--tasks", "demo_cloze", "--limit", "0"], "--limit: expected a number of rows above 0"),
         ("{teacher}", ["--tasks", "demo_cloze", "--limit=nan"], "--limit: expected a number of rows above 0"),

@@ -25,7 +25,7 @@ NOT_IN_THE_SUITE = ("hatchling", "mypy", "pre-commit", "ruff", "vllm")
 
 def lower_bounds() -> dict[str, str]:
     """The lower bounds of pyproject.toml, by package."""
-    return dict(re.findall(r'"([\w-]+)>=([\d.]+)', (ROOT / "pyproject.toml").read_text()))
+    return dict(re.findall(r'"([\w-]+)(?:\[[\w,]+\])?>=([\d.]+)', (ROOT / "pyproject.toml").read_text()))
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, **versions: str | None) -> None:

@@ -21,9 +21,11 @@ from deltanet_hf.evaluation.tasks.harness import Harness
 from deltanet_hf.evaluation.tasks.haystack import Haystack
 from deltanet_hf.evaluation.tasks.prose_facts import prose_facts
 from deltanet_hf.evaluation.tasks.recall_tasks import associative_recall, needles
-from deltanet_hf.evaluation.tasks.suites import SUITES, Suite
+from deltanet_hf.evaluation.tasks.ruler import Ruler
+from deltanet_hf.evaluation.tasks.suites import RULER_LENGTH, SUITES, Suite
 from deltanet_hf.evaluation.tasks.text_windows import encode_documents, token_ids, windows
 from deltanet_hf.evaluation.tasks.wikitext import wikitext_texts
+from deltanet_hf.hub import loadable_folder
 
 _NO_LIMIT = 10**6  # tokens of a last-word request
 _HAYSTACKS = 10  # length of the haystack text, in contexts
@@ -50,6 +52,7 @@ class ReportOptions:
         device: torch device; None for CUDA if there is a GPU, else the CPU.
         dtype: name of a torch dtype, or "auto" for the dtype that each model is stored in.
         processes: number of models measured in parallel; with GPUs, each process has its own.
+        length: tokens of RULER's texts, in the suite of this name.
     """
 
     teacher: str
@@ -67,6 +70,7 @@ class ReportOptions:
     device: str | None = None
     dtype: str = "auto"
     processes: int = 1
+    length: int = RULER_LENGTH
 
 
 @dataclass
@@ -113,9 +117,10 @@ def read_material(options: ReportOptions, tokenizer: PreTrainedTokenizerBase, lo
     sources = [options.haystack] if options.haystack else shipped_texts()
     documents = (text for path in sources for text in TextFile(path, option="--haystack").documents())
     haystack = encode_documents(documents, tokenizer, _HAYSTACKS * context)
+    ruler = Ruler(options.length, str(loadable_folder(options.teacher))) if options.suite == "ruler" else None
     probes = min(suite.probes, options.limit or suite.probes)
     return Material(
-        harness=Harness(suite.tasks, options.data, options.limit) if suite.tasks else None,
+        harness=Harness(suite.tasks, options.data, options.limit, ruler) if suite.tasks else None,
         texts=texts,
         repeat=windows(haystack, repeated, count) if repeat is None else repeat,
         recall=_recall(suite, tokenizer, haystack, context, probes),

@@ -20,7 +20,7 @@ from deltanet_hf.evaluation.report.material import ReportOptions
 from deltanet_hf.evaluation.report.model_scores import ModelScores
 from deltanet_hf.evaluation.report.teacher_share import percent_of_teacher
 from deltanet_hf.evaluation.report.unfinished import Unfinished
-from deltanet_hf.evaluation.tasks.suites import SUITES
+from deltanet_hf.evaluation.tasks.suites import SUITES, check_packages
 from deltanet_hf.file_lock import locked
 from deltanet_hf.hub import loadable_folder
 from deltanet_hf.loading import load_config
@@ -52,6 +52,7 @@ def run_report(options: ReportOptions, say: Callable[[str], None] = print) -> di
     """
     if options.suite not in SUITES:
         raise UserError(f"--suite {options.suite}: unknown; choose one of {', '.join(SUITES)}")
+    check_packages(options.suite)
     if unknown := sorted(set(options.baselines) - set(BASELINES)):
         raise UserError(f"--baselines {unknown[0]}: unknown; choose from {', '.join(BASELINES)}")
     if options.dtype not in DTYPES:

@@ -18,10 +18,12 @@ from lm_eval.api.task import ConfigurableTask
 from lm_eval.tasks import TaskManager
 
 from deltanet_hf.errors import UserError, one_line
+from deltanet_hf.evaluation.measures.relative import Clusters
 from deltanet_hf.evaluation.measures.scores import Score, clustered_score, mean_score, perplexity_score
 from deltanet_hf.evaluation.tasks.lm_eval_model import DeltaNetLM
 from deltanet_hf.evaluation.tasks.lm_eval_patches import quiet_lm_eval, templates_compiled_once
 from deltanet_hf.evaluation.tasks.local_data import blimp_paradigms, write_task_folder
+from deltanet_hf.evaluation.tasks.ruler import Ruler
 from deltanet_hf.evaluation.tasks.suites import SuiteTask, draw_rows
 
 
@@ -45,18 +47,21 @@ class Harness:
         tasks: tasks of the suite; those without data are left out and listed in `missing`.
         data: folder of local files; None loads rows from the Hub.
         limit: largest number of rows per task (BLiMP counts as one task); None for no limit.
+        ruler: how RULER's texts are made; None leaves out its tasks.
 
     Raises UserError if no task has data or rows cannot be loaded.
     """
 
-    def __init__(self, tasks: tuple[SuiteTask, ...], data: Path | None, limit: int | None) -> None:
+    def __init__(
+        self, tasks: tuple[SuiteTask, ...], data: Path | None, limit: int | None, ruler: Ruler | None = None
+    ) -> None:
         quiet_lm_eval()
         self.missing: list[str] = []
         self.parts: dict[str, list[ConfigurableTask]] = {}
         self.tasks: list[SuiteTask] = []
         self._token_cache: dict[str, list[tuple[Any, list[int], list[int]]]] = {}
         with tempfile.TemporaryDirectory(prefix="deltanet-tasks-") as folder, templates_compiled_once():
-            known = write_task_folder(Path(folder), data)
+            known = write_task_folder(Path(folder), data) + (ruler.write_tasks(Path(folder)) if ruler else [])
             # Reading the stock index takes up to half a minute; local tasks and this package's own work without it.
             stock = data is None and not all(_members(task.name, known) for task in tasks)
             manager = TaskManager(include_path=folder, include_defaults=stock)
@@ -140,6 +145,10 @@ def _collect(task: SuiteTask, parts: list[ConfigurableTask]) -> TaskResult:
             for group, right in values:
                 groups[group] = min(groups.get(group, 1.0), right)
             scores[metric] = mean_score(list(groups.values()))
+        elif isinstance(values[0], list):  # several values per row, as IFEval's instructions
+            scores[metric] = Clusters(
+                np.array([sum(row) for row in values]), np.array([len(row) for row in values])
+            ).score
         else:
             scores[metric] = clustered_score([float(value) for value in values], clusters)
     if task.name == "blimp":

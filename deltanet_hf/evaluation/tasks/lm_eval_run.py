@@ -18,7 +18,9 @@ from transformers import PreTrainedTokenizerBase
 import deltanet_hf.evaluation.tasks.lm_eval_model  # noqa: F401  registers the model class with lm-eval
 from deltanet_hf.errors import UserError, one_line
 from deltanet_hf.evaluation.tasks.lm_eval_patches import quiet_lm_eval, replaced
-from deltanet_hf.evaluation.tasks.local_data import write_task_folder
+from deltanet_hf.evaluation.tasks.local_data import blimp_paradigms, missing_files, write_task_folder
+from deltanet_hf.evaluation.tasks.ruler import Ruler
+from deltanet_hf.evaluation.tasks.suites import RULER_LENGTH, SUITES, check_packages
 from deltanet_hf.hub import loadable_folder
 from deltanet_hf.loading import load_config, load_tokenizer
 
@@ -33,22 +35,31 @@ def run_lm_eval(
     window: int | None = None,
     sinks: int = 4,
     answers: Path | None = None,
+    suite: str | None = None,
+    length: int = RULER_LENGTH,
 ) -> None:
     """Evaluate a model with lm-eval's command line.
 
     Args:
         model: folder or Hub id.
-        arguments: command-line arguments of lm-eval; `--tasks` is required.
+        arguments: command-line arguments of lm-eval; `--tasks` is required without `suite`.
         data: folder of NAME/SPLIT.jsonl.gz files; None loads all rows from the Hub.
         window: number of recent tokens that softmax layers may see; None for no restriction.
         sinks: number of first tokens that stay visible under `window`.
         answers: file that keeps the answers, from which an interrupted evaluation continues; None for no file.
+        suite: a name in `SUITES`, whose tasks are run; None for those of `arguments`.
+        length: tokens of RULER's texts, in the suite of this name.
 
     Raises UserError for unknown tasks, and for models, data sets and files of answers that cannot be used.
     """
     requested = requested_tasks(arguments)
+    if suite is not None:
+        if requested:
+            raise UserError("--suite and --tasks: give one of them")
+        requested = suite_tasks(suite, data)
+        arguments = [*arguments, "--tasks", ",".join(requested)]
     if not requested:
-        raise UserError("--tasks is missing; for instance --tasks demo_cloze,demo_repeat (no data needed)")
+        raise UserError("--tasks or --suite is missing; for instance --tasks demo_cloze,demo_repeat (no data needed)")
     if window is not None and not (1 <= window <= MOST and 0 <= sinks <= MOST):
         raise UserError(f"--window {window}, --sinks {sinks}: expected at least 1 and 0, and at most {MOST:,}")
     arguments, user_tasks = _take_include_path(arguments)
@@ -64,6 +75,8 @@ def run_lm_eval(
     command = ["lm-eval", "run", "--model", "deltanet-hf", "--model_args", json.dumps(model_arguments)]
     with tempfile.TemporaryDirectory(prefix="deltanet-tasks-") as tasks_folder, contextlib.ExitStack() as undo:
         known = write_task_folder(Path(tasks_folder), data, user_tasks)
+        if suite == "ruler":
+            known += Ruler(length, str(folder)).write_tasks(Path(tasks_folder))
         if set(requested) <= set(known):
             # Reading the index of all stock tasks takes longer than running the demo's tasks.
             undo.enter_context(replaced(tasks, "TaskManager", partial(tasks.TaskManager, include_defaults=False)))
@@ -96,6 +109,18 @@ def _check_arguments(arguments: list[str], tokenizer: PreTrainedTokenizerBase) -
         raise UserError("--log_samples: needs a folder for the samples; add --output_path FOLDER")
     if "--apply_chat_template" in given and tokenizer.chat_template is None:
         raise UserError("--apply_chat_template: the model's tokenizer has no chat template; leave it out")
+
+
+def suite_tasks(suite: str, data: Path | None) -> list[str]:
+    """Names of a suite's tasks. Raises UserError for an unknown suite, and if rows or packages are missing."""
+    if suite not in SUITES or not SUITES[suite].tasks:
+        known = ", ".join(name for name, found in SUITES.items() if found.tasks)
+        raise UserError(f"--suite {suite}: unknown; choose one of {known}")
+    check_packages(suite)
+    tasks = [task.name for task in SUITES[suite].tasks]
+    if data is not None and suite != "ruler" and (missing := missing_files(tasks, data)):
+        raise UserError(f"--suite {suite}: {data} has no {', '.join(missing)}; without --data, rows come from the Hub")
+    return [name for task in tasks for name in (blimp_paradigms() if task == "blimp" else [task])]
 
 
 def requested_tasks(arguments: list[str]) -> list[str]:

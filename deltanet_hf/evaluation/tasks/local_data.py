@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib.util import find_spec
@@ -102,6 +102,8 @@ TASKS: dict[str, LocalTask] = {
     "gsm8k": LocalTask("gsm8k/gsm8k.yaml", _split("gsm8k", "train", "test"), _gsm8k),
     "triviaqa": LocalTask("triviaqa/default.yaml", _split("trivia_qa", "train", "validation"), _trivia_qa),
     "nq_open": LocalTask("nq_open/nq_open.yaml", _split("nq_open", "train", "validation")),
+    "squad_completion": LocalTask("squad_completion.yaml", _split("squad_completion", "validation"), own=True),
+    "ifeval": LocalTask("ifeval/ifeval.yaml", _split("ifeval", "train")),
     "arc_easy_rotated": LocalTask("rotated/arc_easy.yaml", _split("arc_easy", "test"), _arc, own=True),
     "arc_challenge_rotated": LocalTask("rotated/arc_challenge.yaml", _split("arc_challenge", "test"), _arc, own=True),
     "openbookqa_rotated": LocalTask("rotated/openbookqa.yaml", _split("openbookqa", "test"), _openbookqa, own=True),
@@ -158,6 +160,12 @@ def read_rows(path: Path) -> Iterator[Row]:
             yield row
 
 
+def missing_files(tasks: Iterable[str], folder: Path) -> list[str]:
+    """For each task without rows in `folder`: a file that would hold them, with the suffix .jsonl."""
+    names = [name for name in tasks if not _files(name, folder)]
+    return [f"{next(iter(reversed(_spec(name).files.values())))[0]}.jsonl" for name in names]
+
+
 def load_local(local_task: str, local_folder: str, **_: object) -> dict[str, Dataset]:
     """The `custom_dataset` function for lm-eval: split -> rows of the task in the format of the stock data set."""
     files = _files(local_task, Path(local_folder))
@@ -176,7 +184,7 @@ def write_task_folder(folder: Path, data: Path | None, more: Path | None = None)
         more: another folder of task YAML files to include.
 
     Returns the names of the tasks in `folder`: those with local rows, this package's own (the demo's, rotated options,
-    last word), and those of `more`. Raises UserError for a folder that is missing or holds no known task.
+    last word, SQuAD), and those of `more`. Raises UserError for a folder that is missing or holds no known task.
     """
     names = [] if data is None else _write_local_tasks(folder, data)
     for root in [OWN_TASKS, *([more] if more else [])]:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+
+from deltanet_hf.errors import UserError
 
 SEED = 1234
 
@@ -55,6 +59,21 @@ FULL = (
     SuiteTask("sciq_rotated", "acc", 0.25, averaged=False),
 )
 
+# Sets that papers report, 0-shot.
+STANDARD = (
+    *SMALL[:4],
+    SuiteTask("arc_challenge", "acc_norm", 0.25),
+    SuiteTask("winogrande", "acc", 0.5),
+    SuiteTask("openbookqa", "acc_norm", 0.25),
+    SuiteTask("boolq", "acc", 0.5),
+)
+RULER = tuple(
+    SuiteTask(name, "recall", 0.0)
+    for name in ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "ruler_vt", "ruler_cwe", "ruler_fwe")
+)
+COMPLETION = (SuiteTask("squad_completion", "contains", 0.0),)
+IFEVAL = (SuiteTask("ifeval", "prompt_level_strict_acc", 0.0),)
+
 
 @dataclass(frozen=True)
 class Suite:
@@ -72,10 +91,10 @@ class Suite:
     """
 
     tasks: tuple[SuiteTask, ...]
-    pairs: tuple[int, ...]
-    needle_lengths: tuple[int, ...]
-    probes: int
-    speed_lengths: tuple[int, ...]
+    pairs: tuple[int, ...] = ()
+    needle_lengths: tuple[int, ...] = ()
+    probes: int = 0
+    speed_lengths: tuple[int, ...] = ()
     prose_lengths: tuple[int, ...] = ()
     text_window: int = 1024
     repeated: int = 256
@@ -87,7 +106,13 @@ SUITES = {
     # With 128 probes of 4 needles, the standard error is 2 to 4 points.
     "small": Suite(SMALL, (8, 32), (1024, 2048), 128, (1024, 4096), (1024, 2048)),
     "full": Suite(FULL, (4, 8, 16, 32, 64), _LENGTHS, 128, _LENGTHS, _LENGTHS),
+    "standard": Suite(STANDARD),
+    "ruler": Suite(RULER),
+    "completion": Suite(COMPLETION),
+    "ifeval": Suite(IFEVAL),
 }
+PACKAGES = {"ruler": ("nltk", "scipy", "wonderwords"), "ifeval": ("immutabledict", "langdetect", "nltk")}
+RULER_LENGTH = 4096  # tokens, unless another length is given
 
 
 def draw_rows(task: str, available: int, count: int | None) -> list[int]:
@@ -95,3 +120,19 @@ def draw_rows(task: str, available: int, count: int | None) -> list[int]:
     if count is None or count >= available:
         return list(range(available))
     return sorted(random.Random(f"{SEED} {task}").sample(range(available), count))
+
+
+def check_packages(suite: str) -> None:
+    """Raises UserError if a package that lm-eval needs for a suite is missing, or IFEval's data of NLTK."""
+    if missing := [package for package in PACKAGES.get(suite, ()) if find_spec(package) is None]:
+        raise UserError(f"--suite {suite} needs {' and '.join(missing)}; run pip install 'deltanet-hf[eval]'")
+    if suite == "ifeval":
+        nltk = import_module("nltk")
+        try:
+            nltk.data.find("tokenizers/punkt_tab")
+        except LookupError as error:
+            if not nltk.download("punkt_tab", quiet=True):
+                raise UserError(
+                    "--suite ifeval needs NLTK's punkt_tab, which cannot be downloaded; unpack it in "
+                    "~/nltk_data/tokenizers"
+                ) from error

@@ -1,0 +1,127 @@
+"""The suites that papers report: RULER's texts, SQuAD as completion, IFEval, and what is said to be missing."""
+
+from __future__ import annotations
+
+import gzip
+import importlib
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from deltanet_hf.errors import UserError
+from deltanet_hf.evaluation.tasks import suites
+from deltanet_hf.evaluation.tasks.harness import Harness
+from deltanet_hf.evaluation.tasks.lm_eval_run import run_lm_eval, suite_tasks
+from deltanet_hf.evaluation.tasks.local_data import TASKS, missing_files
+from deltanet_hf.evaluation.tasks.ruler import STOCK, Ruler
+from deltanet_hf.evaluation.tasks.suites import SUITES
+
+LENGTH = 2048  # bytes, for the tokenizer of the tests has one token per byte
+
+
+def answering(harness: Harness, reply: Any) -> dict[str, Any]:
+    """The results of a model whose answer to a row is `reply(row, prompt)`."""
+
+    def generate_until(instances: list[Any]) -> list[str]:
+        return [reply(instance.doc, instance.args[0]) for instance in instances]
+
+    return harness.run(SimpleNamespace(generate_until=generate_until))
+
+
+@pytest.mark.slow  # the import of lm-eval's module takes most of a minute
+@pytest.mark.parametrize("name", [name for name in STOCK if name.startswith("niah")])
+def test_the_texts_of_ruler_hold_their_answers(
+    name: str, teacher_folder: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six rows of a task instead of lm-eval's 500."""
+    pytest.importorskip("wonderwords")
+    monkeypatch.setattr(pytest.importorskip("nltk"), "download", lambda *_, **__: False)  # lm-eval calls it
+    stock = importlib.import_module("lm_eval.tasks.ruler.niah_utils")
+    generate = stock.generate_samples
+    monkeypatch.setattr(
+        stock, "generate_samples", lambda *args, **kwargs: generate(*args, **{**kwargs, "num_samples": 6})
+    )
+    (task,) = (task for task in SUITES["ruler"].tasks if task.name == name)
+    prompts: list[list[str]] = []
+    for _ in range(2):
+        harness = Harness((task,), None, 4, Ruler(LENGTH, str(teacher_folder)))
+        prompts.append([instance.args[0] for instance in harness.parts[name][0].instances])
+    assert prompts[0] == prompts[1]
+    right = answering(harness, lambda row, prompt: " ".join(row["outputs"]))[name]
+    half = answering(harness, lambda row, prompt: "" if row["index"] % 2 else " ".join(row["outputs"]))[name]
+    assert right.samples.tolist() == [1.0] * 4
+    assert 0 < half.scores["recall"].value < 1
+    for prompt, instance in zip(prompts[0], harness.parts[name][0].instances, strict=True):
+        assert len(tokenizer(prompt)["input_ids"]) <= LENGTH
+        assert all(answer in prompt for answer in instance.doc["outputs"])
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("suites")
+    rows = [{"text": f" Rivers.\nThe {n}th river is called ", "value": f" Nile{n} "} for n in range(4)]
+    (folder / "squad_completion").mkdir()
+    (folder / "squad_completion/validation.jsonl.gz").write_bytes(
+        gzip.compress("\n".join(map(json.dumps, rows)).encode())
+    )
+    return folder
+
+
+def test_squad_is_completed(data: Path) -> None:
+    harness = Harness(SUITES["completion"].tasks, data, None)
+    replies = {0: "the nile0, which", 1: "Nile1", 2: "Nile1", 3: "Rhine"}
+    prompts: list[str] = []
+
+    def reply(row: dict[str, Any], prompt: str) -> str:
+        prompts.append(prompt)
+        return replies[len(prompts) - 1]
+
+    assert answering(harness, reply)["squad_completion"].samples.tolist() == [1, 1, 0, 0]
+    assert prompts[0] == "Rivers.\nThe 0th river is called"
+
+
+def test_ifeval_counts_prompts_and_instructions(tmp_path: Path) -> None:
+    for package in ("immutabledict", "langdetect"):
+        pytest.importorskip(package)
+    checks = {"no commas": ("punctuation:no_comma", {}), "wrapped": ("startend:quotation", {})}
+    rows = [
+        {
+            "key": n,
+            "prompt": "Write.",
+            "instruction_id_list": [checks[c][0] for c in chosen],
+            "kwargs": [{}] * len(chosen),
+        }
+        for n, chosen in enumerate((["no commas"], ["no commas", "wrapped"]))
+    ]
+    (tmp_path / "ifeval").mkdir()
+    (tmp_path / "ifeval/train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    found = answering(Harness(SUITES["ifeval"].tasks, tmp_path, None), lambda row, prompt: "No comma here.")["ifeval"]
+    assert found.samples.tolist() == [1, 0]
+    assert found.scores["inst_level_strict_acc"].value == pytest.approx(2 / 3)
+
+
+def test_suites_name_known_tasks() -> None:
+    known = {*TASKS, *STOCK, "blimp"}
+    assert all(task.name in known for suite in SUITES.values() for task in suite.tasks)
+    assert {task.name for task in SUITES["ruler"].tasks} == set(STOCK)
+    assert len(SUITES["standard"].tasks) == 8
+
+
+def test_what_is_missing_is_said(
+    data: Path, data_folder: Path, teacher_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lacking = r"arc_challenge/test.jsonl, winogrande/validation.jsonl, openbookqa/test.jsonl"
+    with pytest.raises(UserError, match=rf"^--suite standard: \S+ has no {lacking}; without --data, rows come"):
+        run_lm_eval(str(teacher_folder), [], data=data_folder, suite="standard")
+    assert missing_files(["squad_completion"], data) == []
+    with pytest.raises(UserError, match=r"--suite rulers: unknown; choose one of small, full, standard, ruler"):
+        suite_tasks("rulers", None)
+    with pytest.raises(UserError, match="--suite and --tasks: give one of them"):
+        run_lm_eval(str(teacher_folder), ["--tasks", "piqa"], suite="standard")
+    monkeypatch.setattr(suites, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"^--suite ruler needs nltk and scipy and wonderwords; run pip install"):
+        suite_tasks("ruler", None)
