@@ -84,7 +84,8 @@ def meta_model(cls: type[PreTrainedModel], config: PreTrainedConfig, dtype: torc
 
 def attention_implementation(config: PreTrainedConfig) -> str:
     """PyTorch's own attention (SDPA); eager attention for families that cap scores or have learned sinks."""
-    sdpa = family_of(config.model_type).model_class._supports_sdpa
+    family = FAMILIES.get(config.model_type.removeprefix(PREFIX))  # None for Qwen3.5
+    sdpa = family is None or family.model_class._supports_sdpa
     return "sdpa" if sdpa and not caps_scores(config) else "eager"
 
 
