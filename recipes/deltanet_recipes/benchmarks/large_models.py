@@ -129,6 +129,7 @@ def recipe_changes(options: argparse.Namespace, recipe: Recipe, inputs: Inputs, 
         f"log.evaluate_every={10**9}",
         f"log.checkpoint_every={10**9 if options.no_kill else options.steps}",
         "log.keep=1",
+        "log.stop_when_worse=false",  # random tokens teach little, and what is measured is speed
     ]
     for stage in kept:
         changes += _stage_changes(options, stage, last=stage is kept[-1])
