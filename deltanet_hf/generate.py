@@ -23,8 +23,8 @@ from deltanet_hf.decoding.served import serve
 from deltanet_hf.errors import UserError
 from deltanet_hf.hub import loadable_folder
 from deltanet_hf.loading import chosen_device, load_config, load_model, load_tokenizer
-from deltanet_hf.mixers.quantized_cache import BITS, quantized_cache
 from deltanet_hf.mixers.state import cache_bytes
+from deltanet_hf.models.cache_bits import set_cache_bits
 from deltanet_hf.publish import LONGEST_NAME
 from deltanet_hf.sessions import save_session
 from deltanet_hf.sessions.conversation import continued, first_turn
@@ -100,8 +100,8 @@ def generate_command(
     cache_bits: Annotated[
         int | None,
         typer.Option(
-            help="Keep the keys and values of softmax attention in 8 or 4 bits; states and windows stay as they are.",
-            show_default="as computed",
+            help="Keep the keys and values of softmax layers, heads and windows in 8 or 4 bits.",
+            show_default="16",
         ),
     ] = None,
     session: Annotated[
@@ -129,8 +129,8 @@ def generate_command(
         raise UserError("--prompt: is not UTF-8 text; convert it to UTF-8")
     if cache_bits is not None and compiled:
         raise UserError("--cache-bits: --compile keeps keys and values at fixed addresses; leave out one of the two")
-    if cache_bits is not None and cache_bits not in BITS:
-        raise UserError(f"--cache-bits: got {cache_bits}, expected {' or '.join(map(str, BITS))}")
+    if cache_bits not in (None, 16, 8, 4):
+        raise UserError(f"--cache-bits: got {cache_bits}, expected 16, 8 or 4")
     if session is not None and compiled:
         raise UserError("--session: a session does not hold the caches of --compile; leave out one of the two")
     if session is not None and not os.path.isdir(session.absolute().parent):
@@ -146,9 +146,11 @@ def generate_command(
     if compiled and no_graph:
         raise UserError("--no-graph: --compile decodes by CUDA graphs of its own; leave out one of the two")
     loaded, tokenizer = load_for_inference(model, dtype, device)
-    cache: Cache | None = quantized_cache(loaded.config, cache_bits) if cache_bits is not None else None
+    if cache_bits is not None:
+        set_cache_bits(loaded, cache_bits)
+    cache: Cache | None = None
     if session is not None and session.exists():
-        before = continued(session, loaded, tokenizer, prompt, not no_chat, cache_bits)
+        before = continued(session, loaded, tokenizer, prompt, not no_chat)
         input_ids, attention_mask, cache = before.input_ids, before.attention_mask, before.cache
     else:
         input_ids = first_turn(tokenizer, prompt, not no_chat).to(loaded.device)

@@ -61,6 +61,8 @@ def layout(cache: Cache, config: PreTrainedConfig) -> tuple[Any, ...]:
 
 def _part_layout(part: Part, config: PreTrainedConfig) -> tuple[Any, ...]:
     layer = part.layer
+    if type(layer) is MixerCacheLayer and layer.grows:
+        raise NotRecordable(f"layer {part.at} of the cache holds packed keys and values that grow")
     if type(layer) is MixerCacheLayer and layer.static_length is None and layer.state:
         return tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in layer.state.items())
     if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) and layer.keys is not None and layer.keys.numel():

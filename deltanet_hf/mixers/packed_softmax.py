@@ -109,6 +109,8 @@ def call_packed(
     tokens = Tokens.of(x.shape[0], length, None, None, None, x.device)
     call = WindowCall(tokens, tokens, Reach(0, 0, None), None, in_order=False, eager=False, weights=False, packed=held)
     output, _ = family(attention_mask=None, past_key_values=None if cache is None else held, call=call, **inputs)
+    if cache is not None:
+        cache.grows = kept.window is None
     if cache is not None and held.state is cache.state:
         cache.count(1)
     elif cache is not None:

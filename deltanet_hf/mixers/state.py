@@ -40,6 +40,7 @@ class MixerCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         self.record_past = False
         self.history = History()
         self.static_length = static_length
+        self.grows = False  # whether the tensors of `state` become larger with the tokens
         self.fixed = False  # whether the tensors of `state` are changed in place, see `fix`
         self.state: State = {}
         self.tokens_seen: int | Tensor = 0

@@ -63,6 +63,11 @@ def _set(attention: Any, bits: int) -> None:
         raise UserError(f"cache bits: {attention.name} layers keep every token in 16 bits")
 
 
+def cache_bits_of(model: PreTrainedModel) -> int:
+    """The bits that `set_cache_bits` has set; 16 by default."""
+    return min((getattr(module, "cache_bits", 16) for module in model.modules()), default=16)
+
+
 def stored_bytes(model: PreTrainedModel, tokens: int, bits: int) -> int:
     """Bytes of one sequence of `tokens` tokens in a cache of `bits` bits: keys, values, windows and states.
 

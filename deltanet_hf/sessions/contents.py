@@ -13,10 +13,10 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from deltanet_hf.mixers.mixed_cache import MixedCacheLayer
-from deltanet_hf.mixers.quantized_cache import BLOCK, QuantizedKVLayer
+from deltanet_hf.mixers.packed_tokens import PACKED
 from deltanet_hf.mixers.state import MixerCacheLayer
+from deltanet_kernels.packed_cache.layout import GROUP
 
-CODES = ("codes", "scale", "low")
 Layout = tuple[tuple[int, ...], torch.dtype]
 
 
@@ -31,27 +31,22 @@ def contents(layer: Any, window: int | None = None) -> dict[str, Tensor]:
         window: the model's sliding window there, of which a cache that was made without its config knows nothing.
 
     Raises:
-        UnsupportedLayer: a static layer, or a quantised one of transformers.
+        UnsupportedLayer: a static or a quantised layer of transformers.
     """
     if isinstance(layer, MixedCacheLayer):
         parts = layer.parts.items()
         return {f"{part}.{name}": tensor for part, inner in parts for name, tensor in contents(inner, window).items()}
     if isinstance(layer, MixerCacheLayer) and layer.static_length is None:
         return dict(layer.state)
-    if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, QuantizedKVLayer):
+    if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
         raise UnsupportedLayer(type(layer).__name__)
     if not layer.is_initialized or layer.keys is None:
         return {}
     held = {"keys": layer.keys, "values": layer.values}
     if isinstance(layer, DynamicSlidingWindowLayer):  # it holds more while it records its past
         window = layer.sliding_window
-    if window is not None and not isinstance(layer, QuantizedKVLayer):
+    if window is not None:
         held = {name: tensor[:, :, -window + 1 :] for name, tensor in held.items()}
-    if isinstance(layer, QuantizedKVLayer):
-        for name, quantised in (("keys", layer._quantized_keys), ("values", layer._quantized_values)):
-            if quantised is None:
-                continue
-            held |= {f"{name}_{code}": tensor for code, tensor in zip(CODES, quantised, strict=True)}
     return held
 
 
@@ -61,19 +56,22 @@ def expected(layer: Any, batch: int, tokens: int) -> dict[str, Layout]:
         parts = layer.parts.items()
         return {f"{part}.{name}": one for part, inner in parts for name, one in expected(inner, batch, tokens).items()}
     if isinstance(layer, MixerCacheLayer):
-        return {name: ((batch, *held.shape[1:]), held.dtype) for name, held in layer.state.items()}
-    length, layouts = tokens, {}
+        return {name: (_state_shape(name, held, batch, tokens), held.dtype) for name, held in layer.state.items()}
+    length = tokens
+    layouts: dict[str, Layout] = {}
     if isinstance(layer, DynamicSlidingWindowLayer):
         length = min(tokens, layer.sliding_window - 1)
-    if isinstance(layer, QuantizedKVLayer):
-        blocks = max(0, tokens // BLOCK - 1)
-        length = tokens - blocks * BLOCK
-        for name, held in contents(layer.one_block()).items() if blocks else ():
-            layouts[name] = ((batch, held.shape[1], held.shape[2] * blocks, *held.shape[3:]), held.dtype)
     for name in ("keys", "values"):
         held = getattr(layer, name)
         layouts[name] = ((batch, held.shape[1], length, held.shape[3]), held.dtype)
     return layouts
+
+
+def _state_shape(name: str, held: Tensor, batch: int, tokens: int) -> tuple[int, ...]:
+    """The shape of a tensor that has the shape of `held` after one token; packed keys and values may grow."""
+    if name in PACKED and held.shape[2] == 0:
+        return (batch, held.shape[1], max(0, tokens - 1) // GROUP, *held.shape[3:])
+    return (batch, *held.shape[1:])
 
 
 def put(layer: Any, held: dict[str, Tensor], tokens: int) -> None:
@@ -89,6 +87,3 @@ def put(layer: Any, held: dict[str, Tensor], tokens: int) -> None:
     layer.keys, layer.values = held["keys"], held["values"]
     if isinstance(layer, DynamicSlidingWindowLayer):
         layer.cumulative_length = tokens
-    if isinstance(layer, QuantizedKVLayer) and "keys_codes" in held:
-        keys, values = ([held[f"{name}_{code}"] for code in CODES] for name in ("keys", "values"))
-        layer._quantized_keys, layer._quantized_values = tuple(keys), tuple(values)  # type: ignore[assignment]

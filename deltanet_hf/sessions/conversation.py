@@ -15,21 +15,16 @@ from deltanet_hf.sessions.session_file import Session, load_session
 REPLY = "a reply in between"  # stands for the model's own words, which the session already holds
 
 
-def continued(
-    path: Path, model: PreTrainedModel, tokenizer: Any, prompt: str, chat: bool, cache_bits: int | None
-) -> Session:
+def continued(path: Path, model: PreTrainedModel, tokenizer: Any, prompt: str, chat: bool) -> Session:
     """The session in the file `path`, with the tokens of a further prompt, which its cache has not read.
 
     Args:
         chat: whether the prompt is a message of the chat template, if there is one.
-        cache_bits: the session's own, or None.
 
     Raises:
-        UserError: see `load_session` and `further_turn`; or other bits, or a session of several texts.
+        UserError: see `load_session` and `further_turn`; or a session of several texts.
     """
     session = load_session(path, model)
-    if cache_bits not in (None, session.cache_bits):
-        raise UserError(f"--cache-bits: got {cache_bits}, but {path} has {session.cache_bits}; leave the option out")
     if len(session.input_ids) > 1:
         raise UserError(f"{path}: has {len(session.input_ids)} texts; this command goes on with one only")
     new = further_turn(tokenizer, prompt, chat, int(session.input_ids[0, -1])).to(model.device)

@@ -21,14 +21,13 @@ from transformers.cache_utils import Cache
 
 from deltanet_hf.errors import UserError, one_line
 from deltanet_hf.mixers.masks import sliding_window
-from deltanet_hf.mixers.mixed_cache import MixedCacheLayer
-from deltanet_hf.mixers.quantized_cache import BITS, QuantizedKVLayer, quantized_cache
+from deltanet_hf.models.cache_bits import BITS, cache_bits_of
 from deltanet_hf.models.layers import layer_kinds
 from deltanet_hf.safe_write import write_atomically
 from deltanet_hf.sessions.contents import Layout, UnsupportedLayer, contents, expected, put
 from deltanet_hf.sessions.model_identity import model_identity
 
-FORMAT = "deltanet-hf session 2"
+FORMAT = "deltanet-hf session 3"
 RESTART = "remove the file and start a new session"
 COMPARED = {"config": "configurations", "weights": "weights"}
 INPUTS = ("input_ids", "attention_mask")
@@ -42,13 +41,11 @@ class Session:
         input_ids: [B, T] int64, all tokens so far.
         attention_mask: [B, T] int64, 0 at padding.
         cache: after the first tokens; `generate` leaves out the last one, which it has not read.
-        cache_bits: 8 or 4 where growing keys and values are quantised, else None.
     """
 
     input_ids: Tensor
     attention_mask: Tensor
     cache: Cache
-    cache_bits: int | None = None
 
 
 def save_session(
@@ -89,7 +86,7 @@ def save_session(
                 "grows, such as DynamicCache(config=model.config)"
             ) from unsupported
     held = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-    facts = json.dumps({"tokens": tokens, "cache_bits": _cache_bits(cache)})
+    facts = json.dumps({"tokens": tokens, "cache_bits": cache_bits_of(model)})
     metadata = {"format": FORMAT, "model": json.dumps(model_identity(model)), "cache": facts}
     metadata["checksum"] = _checksum(facts, held)
     write_atomically(
@@ -113,9 +110,9 @@ def load_session(path: str | Path, model: PreTrainedModel) -> Session:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: cannot be read as a session ({one_line(error, 200)}); {RESTART}") from error
-    tokens, bits = facts["tokens"], facts["cache_bits"]
+    tokens = facts["tokens"]
     input_ids, mask = _inputs(path, tensors, tokens, model)
-    cache = _cache_of_one_token(model, bits)
+    cache = _cache_of_one_token(model)
     layouts: dict[str, Layout] = {name: (tuple(input_ids.shape), tensors[name].dtype) for name in INPUTS}
     devices: dict[str, torch.device] = {}
     for index, layer in enumerate(cache.layers):
@@ -130,7 +127,7 @@ def load_session(path: str | Path, model: PreTrainedModel) -> Session:
         names = [name for name in layouts if name.startswith(prefix)]
         device = {name: devices.get(name, devices[names[0]]) for name in names}
         put(layer, {name.removeprefix(prefix): tensors[name].to(device[name], copy=True) for name in names}, tokens)
-    return Session(input_ids.to(model.device), mask.to(model.device), cache, bits)
+    return Session(input_ids.to(model.device), mask.to(model.device), cache)
 
 
 def _checksum(facts: str, tensors: dict[str, Tensor]) -> str:
@@ -151,7 +148,7 @@ def _facts(path: Path, metadata: dict[str, str], model: PreTrainedModel) -> dict
     try:
         saved, facts = json.loads(metadata["model"]), json.loads(metadata["cache"])
         right = isinstance(saved, dict) and type(facts["tokens"]) is int and facts["tokens"] > 0
-        right = right and (facts["cache_bits"] is None or facts["cache_bits"] in BITS)
+        right = right and facts["cache_bits"] in BITS
     except (ValueError, KeyError, TypeError, RecursionError):
         right = False
     if not right:
@@ -166,6 +163,11 @@ def _facts(path: Path, metadata: dict[str, str], model: PreTrainedModel) -> dict
         raise UserError(
             f"{path}: belongs to another model, the {COMPARED[key]} differ; give the model that saved it, or start a "
             "new session"
+        )
+    if facts["cache_bits"] != cache_bits_of(model):
+        raise UserError(
+            f"{path}: was saved with keys and values in {facts['cache_bits']} bits, the model has "
+            f"{cache_bits_of(model)}; use --cache-bits {facts['cache_bits']}, or set_cache_bits"
         )
     return facts
 
@@ -213,17 +215,8 @@ def _check_counts(path: Path, tensors: dict[str, Tensor], tokens: int, model: Pr
 
 
 @torch.no_grad()
-def _cache_of_one_token(model: PreTrainedModel, bits: int | None) -> Cache:
-    cache = DynamicCache(config=model.config) if bits is None else quantized_cache(model.config, bits)
+def _cache_of_one_token(model: PreTrainedModel) -> Cache:
+    cache = DynamicCache(config=model.config)
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     model(token, past_key_values=cache, use_cache=True)
     return cache
-
-
-def _cache_bits(cache: Cache) -> int | None:
-    layers = [
-        part
-        for layer in cache.layers
-        for part in (layer.parts.values() if isinstance(layer, MixedCacheLayer) else [layer])
-    ]
-    return next((layer.bits for layer in layers if isinstance(layer, QuantizedKVLayer)), None)

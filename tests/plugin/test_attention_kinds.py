@@ -14,8 +14,8 @@ from deltanet_hf.errors import UserError
 from deltanet_hf.mixers import MIXERS, AttentionKind
 from deltanet_hf.mixers.decay_bias import split
 from deltanet_hf.mixers.parts import Opening
-from deltanet_hf.mixers.quantized_cache import quantized_cache
 from deltanet_hf.models.assisted import place_layers
+from deltanet_hf.models.cache_bits import set_cache_bits
 from deltanet_hf.models.families import FAMILIES
 from support.float64 import Float64, float64_logits
 from support.tiny_models import tiny_student, tiny_teacher
@@ -201,8 +201,8 @@ def test_caches_that_cannot_be_served_are_refused() -> None:
         cache.crop(-5)
     for kind in ("fox", "alibi", "deltaformer"):
         model = tiny_student("llama", mixer=kind)
-        with pytest.raises(ValueError, match=f"a quantised cache rounds what {kind} layers keep"):
-            model(IDS, past_key_values=quantized_cache(model.config, 8), use_cache=True)
+        with pytest.raises(UserError, match=f"cache bits: {kind} layers keep every token in 16 bits"):
+            set_cache_bits(model, 8)
     with pytest.raises(ValueError, match="a static cache does not tell"):
         model(IDS, past_key_values=StaticCache(config=model.config, max_cache_len=32), use_cache=True)
     with pytest.raises(ValueError, match="cu_seq_lens_q: packed sequences leave no state"):

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from deltanet_hf.errors import QualityError, UserError, one_line
 from deltanet_hf.generate import load_for_inference
-from deltanet_hf.mixers.quantized_cache import quantized_cache
+from deltanet_hf.models.cache_bits import set_cache_bits
 from deltanet_hf.sessions import load_session
 from deltanet_hf.sessions.conversation import first_turn, further_turn
 from deltanet_recipes.cli import COMMANDS, Subcommand, main
@@ -161,13 +161,14 @@ def test_a_session_goes_on_as_if_it_had_never_stopped(
     bits: int | None, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     session, said = tmp_path / "session", []
-    for turn, prompt in enumerate(PROMPTS):
-        more = ["--cache-bits", bits] if bits and turn == 0 else []
+    for prompt in PROMPTS:
+        more = ["--cache-bits", bits] if bits else []
         options = ["--prompt", prompt, "--session", session, "--max-new-tokens", "4", "--stats", *more]
         assert call(monkeypatch, "generate", folder, *options) == 0
         said.append(capsys.readouterr())
     model, tokenizer = load_for_inference(str(folder))
-    ids, cache, answers = torch.zeros(1, 0, dtype=torch.long), quantized_cache(model.config, 8) if bits else None, []
+    set_cache_bits(model, bits or 16)
+    ids, cache, answers = torch.zeros(1, 0, dtype=torch.long), None, []
     for prompt in PROMPTS:
         before = torch.cat([ids, tokenizer(prompt, return_tensors="pt")["input_ids"]], dim=1)
         options = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True, "pad_token_id": 2}
@@ -177,11 +178,10 @@ def test_a_session_goes_on_as_if_it_had_never_stopped(
     assert [text.out.strip() for text in said] == [answer.strip() for answer in answers]
     saved = load_session(session, model)
     assert saved.input_ids.equal(ids)
-    assert saved.cache_bits == bits
     assert "prompt 3 tokens" in said[0].err
     assert "prompt 3 tokens" in said[1].err  # the last token of the answer and two more
     assert call(monkeypatch, "generate", folder, "--prompt", "w3", "--session", session, "--cache-bits", "4") == 2
-    assert f"got 4, but {session} has {bits}" in capsys.readouterr().err
+    assert f"in {bits or 16} bits, the model has 4" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("ended", [True, False])
@@ -214,7 +214,7 @@ def test_a_chat_goes_on_with_the_tokens_of_its_template(ended: bool, folder: Pat
             ["{folder}", "--prompt", "x", "--session", "{empty}/" + "x" * 250], "too long a name", id="long name"
         ),
         (["{folder}", "--prompt", "x", "--temperature", "1e-45"], "--temperature: got 1e-45, expected 0, which"),
-        (["{folder}", "--prompt", "x", "--cache-bits", "5"], "--cache-bits: got 5, expected 8 or 4"),
+        (["{folder}", "--prompt", "x", "--cache-bits", "5"], "--cache-bits: got 5, expected 16, 8 or 4"),
         (["{folder}", "--prompt", "x", "--cache-bits", "4", "--compile"], "leave out one of the two"),
         (["no/such/folder", "--prompt", "x"], "no such folder"),
         (["./nothere", "--prompt", "x"], "./nothere: no such folder"),

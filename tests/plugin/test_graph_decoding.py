@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import pickle
 import weakref
@@ -21,8 +22,8 @@ from deltanet_hf.decoding import decoded_by, fixed_cache, forget_graphs, serve
 from deltanet_hf.decoding.recorders import RECORDERS
 from deltanet_hf.evaluation.lesions import switch_off_state
 from deltanet_hf.mixers import MIXERS, single_query
-from deltanet_hf.mixers.quantized_cache import quantized_cache
 from deltanet_hf.mixers.state import MixerCacheLayer
+from deltanet_hf.models.cache_bits import set_cache_bits
 from deltanet_hf.models.families import FAMILIES
 from deltanet_hf.sessions import Snapshot, load_session, save_session
 from deltanet_kernels.flash_decoding.attention import decode_attention_triton
@@ -307,7 +308,7 @@ def test_what_is_not_recorded(recorder: Recorder) -> None:
     assert "returned" in reason(output_attentions=True, return_dict_in_generate=True)
     assert reason(tokens=3).startswith("fewer than")
     assert "static" in reason(cache_implementation="static")
-    assert "QuantizedKVLayer" in reason(past_key_values=quantized_cache(model.config, 8))
+    assert "packed keys and values that grow" in reason(set_cache_bits(copy.deepcopy(model), 8))
     with torch.autocast("cpu", torch.bfloat16):
         assert reason() == "autocast is on"
     handle = model.model.layers[1].mlp.register_forward_hook(lambda *_: None)

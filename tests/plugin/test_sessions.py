@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, St
 from transformers.cache_utils import Cache
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.mixers.quantized_cache import BLOCK, quantized_cache
 from deltanet_hf.mixers.state import cache_bytes
+from deltanet_hf.models.cache_bits import set_cache_bits
 from deltanet_hf.sessions import Snapshot, load_session, save_session
 from deltanet_hf.sessions.model_identity import model_identity
 from support.registry import IN_FULL, rows
@@ -147,20 +147,22 @@ def test_a_snapshot_copies_states_only() -> None:
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("length", [5, 2 * BLOCK - 1, 3 * BLOCK + 7])
+@pytest.mark.parametrize("length", [5, 32, 103])
 @torch.no_grad()
-def test_quantised_caches(bits: int, length: int, tmp_path: Path) -> None:
-    model = tiny_mixture("llama", mixed_table("softmax", "linear"))
+def test_packed_caches(bits: int, length: int, tmp_path: Path) -> None:
+    model = set_cache_bits(tiny_mixture("llama", mixed_mixture_table()), bits)
     ids = torch.randint(3, 97, (2, length), generator=torch.Generator().manual_seed(0))
-    cache = quantized_cache(model.config, bits)
+    cache = DynamicCache(config=model.config)
     model(ids, past_key_values=cache, use_cache=True)
     save_session(tmp_path / "s", model, cache, ids, torch.ones_like(ids))
     snapshot, session = Snapshot(cache), load_session(tmp_path / "s", model)
-    assert (session.cache_bits, cache_bytes(session.cache)) == (bits, cache_bytes(cache))
+    assert cache_bytes(session.cache) == cache_bytes(cache)
     wanted = model(IDS, past_key_values=cache, use_cache=True).logits
     assert model(IDS, past_key_values=session.cache, use_cache=True).logits.equal(wanted)
     snapshot.rewind()
     assert model(IDS, past_key_values=cache, use_cache=True).logits.equal(wanted)
+    with pytest.raises(UserError, match=f"keys and values in {bits} bits, the model has 16; use --cache-bits {bits}"):
+        load_session(tmp_path / "s", set_cache_bits(model, 16))
 
 
 @torch.no_grad()
@@ -241,13 +243,13 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "json": (lambda t, m: m.update(cache="{"), "metadata is damaged"),
     "list": (lambda t, m: m.update(model="[]"), "metadata is damaged"),
     "deep": (lambda t, m: m.update(cache="[" * 100_000), "metadata is damaged"),
-    "tokens": (lambda t, m: m.update(cache='{"tokens": -3, "cache_bits": null}'), "metadata is damaged"),
-    "more tokens": (lambda t, m: m.update(cache='{"tokens": 99, "cache_bits": null}'), "do not fit 99 tokens"),
+    "tokens": (lambda t, m: m.update(cache='{"tokens": -3, "cache_bits": 16}'), "metadata is damaged"),
+    "more tokens": (lambda t, m: m.update(cache='{"tokens": 99, "cache_bits": 16}'), "do not fit 99 tokens"),
     "fewer tokens": (
-        lambda t, m: m.update(cache='{"tokens": 2, "cache_bits": null}'),
+        lambda t, m: m.update(cache='{"tokens": 2, "cache_bits": 16}'),
         "counts that are not from 0 to 2",
     ),
-    "bits": (lambda t, m: m.update(cache='{"tokens": 10, "cache_bits": 3}'), "metadata is damaged"),
+    "bits": (lambda t, m: m.update(cache='{"tokens": 10, "cache_bits": 5}'), "metadata is damaged"),
     "no ids": (lambda t, m: t.pop("input_ids"), "has no input_ids"),
     "ids": (lambda t, m: t["input_ids"].fill_(97), "of a vocabulary of 97"),
     "negative ids": (lambda t, m: t["input_ids"].fill_(-1), "of a vocabulary of 97"),

@@ -10,7 +10,6 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from deltanet_hf.mixers import history
-from deltanet_hf.mixers.quantized_cache import quantized_cache
 from deltanet_hf.mixers.state import MixerCacheLayer
 from deltanet_hf.mixers.window import restrict_to_window
 from deltanet_hf.models.assisted import place_layers
@@ -188,14 +187,6 @@ def test_a_cache_that_holds_tokens_is_refused() -> None:
     with pytest.raises(ValueError, match="past_key_values: holds 33 tokens, but assisted generation reads"):
         model.generate(result.sequences, past_key_values=result.past_key_values, prompt_lookup_num_tokens=3, **GREEDY)
     assert result.past_key_values.get_seq_length() == 33
-
-
-def test_a_quantised_cache_is_refused_before_anything_is_read() -> None:
-    model = made("mixed_heads")
-    cache = quantized_cache(model.config, 4)
-    with pytest.raises(ValueError, match="past_key_values: assisted generation takes tokens back"):
-        model.generate(IDS[:1], prompt_lookup_num_tokens=3, past_key_values=cache, **GREEDY)
-    assert cache.get_seq_length() == 0
 
 
 @torch.no_grad()

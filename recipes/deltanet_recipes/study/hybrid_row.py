@@ -37,9 +37,9 @@ from deltanet_hf.exit_codes import run_command
 from deltanet_hf.mixers.layer_kind import LayerKind
 from deltanet_hf.mixers.mixed_heads import MixedHeads
 from deltanet_hf.mixers.window import WindowAttention
+from deltanet_hf.models.cache_bits import set_cache_bits
 from deltanet_hf.models.layers import SOFTMAX
 from deltanet_recipes.study.hybrid_measure import HybridMeasure, Measured
-from deltanet_recipes.study.quantized_reading import QuantizedReading
 from deltanet_recipes.study.references import References
 from deltanet_recipes.study.results_row import append_rows, load_for_measure, run_facts
 
@@ -171,9 +171,7 @@ def main(
         bool, typer.Option("--sweeps", help="Measure also sweeps over distance and load, 8k tokens and generation.")
     ] = False,
     free: Annotated[bool, typer.Option(help="Measure the free policies of equal bytes beside each model.")] = True,
-    cache_bits: Annotated[
-        int | None, typer.Option(help="Keep the models' growing keys and values in 8 or 4 bits.")
-    ] = None,
+    cache_bits: Annotated[int | None, typer.Option(help="Keep the models' keys and values in 8 or 4 bits.")] = None,
 ) -> None:
     """Measure models beside the free policies of equal bytes, and add one row per model to a results file."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -188,7 +186,7 @@ def main(
         student: Any = load_for_measure(folder, device, window)
         is_teacher = getattr(student.config, "deltanet", None) is None
         if cache_bits is not None:
-            student = QuantizedReading(student, cache_bits)
+            set_cache_bits(student, cache_bits)
         row = make_row(name, folder, student, kept, free and not is_teacher)
         row |= {"command": _command(), **({} if cache_bits is None else {"cache_bits": cache_bits})}
         append_rows(out, [row])
