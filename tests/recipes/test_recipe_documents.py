@@ -14,20 +14,33 @@ from torch import nn
 
 import gpu_tests
 from deltanet_hf.errors import UserError
+from deltanet_recipes.study.hybrid_row import KL, RECALL
 from deltanet_recipes.study.results_row import Measure, append_rows
+from front_table import outcomes
 from readme_tables import BLOCK, rewritten
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("decoding", "kernels", "results", "running", "training", "reproducing", "journal-training", "mixers")
-GENERATED = ["README.md", *(f"docs/{name}.md" for name in PAGES)]
+PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+GENERATED = [page for page in PAGES if "\n<!-- end of " in (ROOT / page).read_text(encoding="utf-8")]
 
 
 @pytest.mark.parametrize("name", GENERATED)
 def test_generated_tables_are_current(name: str) -> None:
-    """If this fails, run `python tools/readme_tables.py` with all files in `GENERATED`."""
+    """If this fails, run `python tools/readme_tables.py README.md docs/*.md`."""
     text = (ROOT / name).read_text(encoding="utf-8")
     assert BLOCK.search(text)
     assert rewritten(text, ROOT) == text
+
+
+def test_the_front_follows_from_the_outcomes_of_its_items() -> None:
+    """Every value and error of a row is that of its kept windows and probes."""
+    results = ROOT / "recipes/results/smollm2-135m-front.json"
+    for row in json.loads(results.read_text()):
+        clusters = outcomes(results, row["run"]).clusters
+        for name in [name for name in (*KL, *RECALL) if name in row]:
+            score, scale = clusters[name].score, 1 if name in KL else 100
+            assert row[name] == pytest.approx(scale * score.value, abs=2e-5 * scale), (row["run"], name)
+            assert row[f"{name}_se"] == pytest.approx(scale * score.stderr, abs=2e-5 * scale), (row["run"], name)
 
 
 def test_the_headline_joins_results_and_report(tmp_path: Path) -> None:
