@@ -86,8 +86,8 @@ def attend(
         scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
         output, _ = with_sinks(*call.packed.attend(q, k, v, scale, softcap), kwargs.get("s_aux"))
         return output.to(query.dtype).contiguous(), None
-    eager = call.eager or softcap is not None  # SDPA has no cap
     has_sinks = kwargs.get("s_aux") is not None  # which the family's eager attention knows
+    eager = call.eager or softcap is not None or has_sinks  # SDPA has neither cap nor learned sinks
     if dropout == 0 and not (call.weights and eager) and not has_sinks and operator_pays(call, query):
         q, k, v = (states.transpose(1, 2).to(value.dtype) for states in (query, key, value))
         scores = Scores(query.shape[-1] ** -0.5 if scaling is None else float(scaling), softcap)

@@ -67,7 +67,7 @@ class DeltaNetForCausalLM(TransformersForCausalLM, HasInnerState, IsHybrid):
         """vLLM's attention for the layers that stayed softmax."""
         for index, (name, fuser) in self.attention_fusers.items():
             module: Any = self.get_submodule(name)
-            scale = fuser.scale(module)
+            scale, sinks = fuser.scale(module), fuser.sinks(module)
             attention = Attention(
                 num_heads=module.config.num_attention_heads,  # of some heads only, in layers with mixed heads
                 head_size=module.head_dim,
@@ -77,6 +77,7 @@ class DeltaNetForCausalLM(TransformersForCausalLM, HasInnerState, IsHybrid):
                 logits_soft_cap=getattr(self.text_config, "attn_logit_softcapping", None),
                 per_layer_sliding_window=sliding_window(self.text_config, index),
                 prefix=maybe_prefix(prefix, f"{name}.{VLLM_ATTN_ATTR}"),
+                **({} if sinks is None else {"sinks": sinks}),
             )
             setattr(module, VLLM_ATTN_ATTR, attention)
 

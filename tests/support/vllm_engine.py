@@ -28,8 +28,9 @@ SMALL_STEPS = {"max_model_len": 512, "max_num_seqs": 4, "max_num_batched_tokens"
 
 def served_model(model_type: str, table: LayerTable, **changes: Any) -> PreTrainedModel:
     """A tiny converted model with random weights and heads of 32 channels, the least that vLLM's attention takes."""
+    hidden = 128 if model_type == "olmoe" else 64  # whose heads take the hidden size together
     config = teacher_config(
-        model_type, **{"hidden_size": 64, "head_dim": 32, "max_position_embeddings": 512, **changes}
+        model_type, **{"hidden_size": hidden, "head_dim": 32, "max_position_embeddings": 512, **changes}
     )
     model = model_class(model_type)(converted_config(config, table))
     randomise(model, 0)
