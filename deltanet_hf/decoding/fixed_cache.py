@@ -17,7 +17,9 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 from deltanet_hf.decoding.fixed_key_values import FixedKeyValues, Places
 from deltanet_hf.mixers.masks import sliding_window
 from deltanet_hf.mixers.mixed_cache import MixedCacheLayer
+from deltanet_hf.mixers.packed_tokens import PACKED
 from deltanet_hf.mixers.state import MixerCacheLayer, State
+from deltanet_kernels.packed_cache.layout import GROUP
 
 SPARE = 256  # places beyond the tokens of a cache, at least; otherwise an eighth of the tokens
 ALIGNMENT = 64  # of the number of places
@@ -61,16 +63,22 @@ def layout(cache: Cache, config: PreTrainedConfig) -> tuple[Any, ...]:
 
 def _part_layout(part: Part, config: PreTrainedConfig) -> tuple[Any, ...]:
     layer = part.layer
-    if type(layer) is MixerCacheLayer and layer.grows:
-        raise NotRecordable(f"layer {part.at} of the cache holds packed keys and values that grow")
     if type(layer) is MixerCacheLayer and layer.static_length is None and layer.state:
-        return tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in layer.state.items())
+        return tuple((name, _shape(layer, name, 0), tensor.dtype) for name, tensor in layer.state.items())
     if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) and layer.keys is not None and layer.keys.numel():
         if _window(layer) != sliding_window(config, part.at):
             raise NotRecordable(f"layer {part.at} of the cache has another window than the model")
         shapes = ((*x.shape[:2], x.shape[3]) for x in (layer.keys, layer.values))
         return (_window(layer), *shapes, layer.keys.dtype, layer.values.dtype)
     raise NotRecordable(f"layer {part.at} of the cache is a {type(layer).__name__}")
+
+
+def _shape(layer: MixerCacheLayer, name: str, tokens: int) -> tuple[int, ...]:
+    """The shape of a tensor of a state, where packed keys and values that grow have places for `tokens` tokens."""
+    shape = tuple(layer.state[name].shape)
+    if not layer.grows or name not in PACKED:
+        return shape
+    return (*shape[:2], max(0, tokens - 1) // GROUP, *shape[3:])
 
 
 def _window(layer: Any) -> int | None:
@@ -97,13 +105,15 @@ class FixedCache:
         self.capacity, self._seen = capacity, 0
         self._places: dict[int | None, Places] = {}
         self._room: list[State | FixedKeyValues] = []
+        self._packed = False  # whether there are packed keys and values that grow
         device = torch.device("cpu")
         for part in parts_of(cache):
             layer = part.layer
             if isinstance(layer, MixerCacheLayer):
                 device = next(iter(layer.state.values())).device
-                fixed = {name: torch.empty(x.shape, dtype=x.dtype, device=x.device) for name, x in layer.state.items()}
-                self._room.append(fixed)
+                shapes = {name: _shape(layer, name, capacity) for name in layer.state}
+                self._packed = self._packed or layer.grows
+                self._room.append({name: x.new_zeros(shapes[name]) for name, x in layer.state.items()})
                 continue
             window, device = _window(layer), layer.keys.device
             if window not in self._places:
@@ -115,12 +125,12 @@ class FixedCache:
     @property
     def grows(self) -> bool:
         """Whether it holds keys and values of all tokens or of a family's own sliding window."""
-        return bool(self._places)
+        return bool(self._places) or self._packed
 
     @property
     def full(self) -> bool:
         """Whether there is no place for a further token."""
-        return any(
+        return (self._packed and self._seen >= self.capacity) or any(
             self._seen >= places.size and (places.window is None or places.size < places.window)
             for places in self._places.values()
         )
@@ -150,7 +160,10 @@ class FixedCache:
                 _replace(cache, part, room)
             else:
                 for name, tensor in part.layer.state.items():
-                    room[name].copy_(tensor)
+                    own = room[name]
+                    if tensor.shape != own.shape:  # the first groups of those for which there are places
+                        own = own[:, :, : tensor.shape[2]]
+                    own.copy_(tensor)
                 part.layer.fix(room)
 
     def unload(self, cache: Cache, copied: bool = True) -> None:
@@ -159,7 +172,10 @@ class FixedCache:
             if isinstance(room, FixedKeyValues):
                 _replace(cache, part, room.unload(self._seen))
             else:
-                part.layer.release(self._seen, copied)
+                layer = part.layer
+                layer.release(self._seen, copied)
+                for name in PACKED if layer.grows else ():
+                    layer.state[name] = layer.state[name][:, :, : max(0, self._seen - 1) // GROUP].contiguous()
 
     def enter(self) -> None:
         """The step's first work on the device: the next token gets its places."""
