@@ -28,7 +28,8 @@ def fake_quantised(x: Tensor, bits: int) -> Tensor:
     low, high = values.amin(-1, keepdim=True), values.amax(-1, keepdim=True)
     steps = 2**bits - 1
     low = low.bfloat16().to(values)
-    scale = ((high - low) / steps).bfloat16().to(values).clamp_min(1e-30)
+    # By a tensor: CUDA multiplies by the reciprocal of a plain number, which rounds otherwise than the kernels divide.
+    scale = ((high - low) / torch.full_like(low, steps)).bfloat16().to(values).clamp_min(1e-30)
     return (low + ((values - low) / scale).round().clamp(0, steps) * scale).to(x.dtype)
 
 

@@ -86,7 +86,7 @@ def test_progress_is_shown_in_order_and_no_more_layers_run_than_planned(
     teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running, most, shown, lock = [0], [0], [], threading.Lock()
-    met = threading.Event()
+    begun, met = threading.Event(), threading.Event()
 
     def slow_at_first(attention: Any, layer: Any, *rest: Any) -> dict[str, Any]:
         with others_may_run():
@@ -94,8 +94,10 @@ def test_progress_is_shown_in_order_and_no_more_layers_run_than_planned(
                 running[0] += 1
                 most[0] = max(most[0], running[0])
             if layer.layer_idx == 0:
+                begun.set()
                 assert met.wait(30)  # the layer behind it is fitted first
             if layer.layer_idx == 1:
+                assert begun.wait(30)
                 met.set()
             with lock:
                 running[0] -= 1

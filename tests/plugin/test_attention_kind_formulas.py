@@ -113,7 +113,7 @@ def test_it_is_its_formula_with_all_gradients(kind: str, length: int) -> None:
     (part,) = layer.new_parts()
     leaves = [*given, *part.parameters()]
     pull = torch.randn(2, length, 4, 8, dtype=torch.float64)
-    softmax = Softmax(layer, 0.3, 0.0, None)
+    softmax = Softmax(layer, 0.3, 0.0, None, None)
     found = layer.attend(*given[1:], Call(given[0], None, None, None, None), softmax)
     wanted = FORMULAS[kind](layer, *given, 0.3)
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
@@ -208,7 +208,7 @@ def test_a_large_sum_of_decays_costs_no_precision(dtype: torch.dtype, offset: fl
     layer = one_layer("fox", dtype)
     layer.forget = FixedDecay(log_f)
     x, q, k, v = qkv(length, dtype)
-    found = layer.attend(q, k, v, Call(x, None, None, None, None), Softmax(layer, 0.3, 0.0, None))
+    found = layer.attend(q, k, v, Call(x, None, None, None, None), Softmax(layer, 0.3, 0.0, None, None))
     f = log_f.double().exp().expand(2, 4, length).transpose(1, 2)
     wanted = _decayed_by_sums(f, q.double(), k.double(), v.double())
     rounding = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 1e-5}[dtype]
@@ -230,7 +230,7 @@ def test_8192_tokens_in_bfloat16() -> None:
     layer = one_layer("fox", torch.bfloat16)
     layer.forget = FixedDecay(log_f)
     x, q, k, v = qkv(length, torch.bfloat16)
-    found = layer.attend(q, k, v, Call(x, None, None, None, None), Softmax(layer, 0.3, 0.0, None))
+    found = layer.attend(q, k, v, Call(x, None, None, None, None), Softmax(layer, 0.3, 0.0, None, None))
     last = slice(length - 64, length)
     total = log_f.double().cumsum(0)
     k, v = (part.double().repeat_interleave(2, 1) for part in (k, v))
@@ -245,7 +245,7 @@ def test_a_shut_gate_leaves_the_own_value() -> None:
     layer = one_layer("fox", torch.float32)
     layer.forget = FixedDecay(torch.full((50,), -1e4))
     x, q, k, v = qkv(50, torch.float32)
-    found = layer.attend(q, k, v, Call(x, None, None, None, None), Softmax(layer, 0.3, 0.0, None))
+    found = layer.attend(q, k, v, Call(x, None, None, None, None), Softmax(layer, 0.3, 0.0, None, None))
     torch.testing.assert_close(found.transpose(1, 2), v.repeat_interleave(2, 1))
 
 
@@ -270,11 +270,11 @@ def test_on_a_gpu_rows_of_2048_tokens_train_in_bfloat16(kind: str) -> None:
     layer.load_state_dict(exact.state_dict())
     given = [x.requires_grad_() for x in qkv(2048)]
     pull = torch.randn(2, 2048, 4, 8, dtype=torch.float64)
-    wanted = exact.attend(*given[1:], Call(given[0], None, None, None, None), Softmax(exact, 0.3, 0.0, None))
+    wanted = exact.attend(*given[1:], Call(given[0], None, None, None, None), Softmax(exact, 0.3, 0.0, None, None))
     gradients = torch.autograd.grad(wanted, given[1:], pull)
     narrow = [x.detach().cuda().bfloat16().requires_grad_() for x in given]
     layer = layer.bfloat16()
-    found = layer.attend(*narrow[1:], Call(narrow[0], None, None, None, None), Softmax(layer, 0.3, 0.0, None))
+    found = layer.attend(*narrow[1:], Call(narrow[0], None, None, None, None), Softmax(layer, 0.3, 0.0, None, None))
     # The formulas in bfloat16 on a CPU lose 0.004 of the outputs and 0.008 of the gradients.
     assert (found.double().cpu() - wanted).norm() / wanted.norm() < 0.02
     for got, want in zip(torch.autograd.grad(found, narrow[1:], pull.cuda().bfloat16()), gradients, strict=True):

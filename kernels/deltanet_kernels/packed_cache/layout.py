@@ -48,7 +48,8 @@ def quantised(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     low, high = wide.amin(-1, keepdim=True), wide.amax(-1, keepdim=True)
     steps, low = 2**bits - 1, low.bfloat16()
-    scale = ((high - low.to(wide)) / steps).bfloat16()
+    # By a tensor: CUDA multiplies by the reciprocal of a plain number, which rounds otherwise than the kernels divide.
+    scale = ((high - low.to(wide)) / torch.full_like(high, steps)).bfloat16()
     codes = ((wide - low.to(wide)) / scale.to(wide).clamp_min(LEAST_SCALE)).round().clamp(0, steps)
     return codes.to(torch.uint8), scale, low
 
