@@ -24,7 +24,7 @@ from deltanet_hf.errors import UserError
 from deltanet_hf.hub import loadable_folder
 from deltanet_hf.loading import chosen_device, load_config, load_model, load_tokenizer
 from deltanet_hf.mixers.state import cache_bytes
-from deltanet_hf.models.cache_bits import set_cache_bits
+from deltanet_hf.models.cache_bits import cache_bits_of, set_cache_bits
 from deltanet_hf.publish import LONGEST_NAME
 from deltanet_hf.sessions import save_session
 from deltanet_hf.sessions.conversation import continued, first_turn
@@ -100,8 +100,8 @@ def generate_command(
     cache_bits: Annotated[
         int | None,
         typer.Option(
-            help="Keep the keys and values of softmax layers, heads and windows in 8 or 4 bits.",
-            show_default="16",
+            help="Keep the keys and values of softmax layers, heads and windows in 8 or 4 bits, or in 16.",
+            show_default="the model's setting",
         ),
     ] = None,
     session: Annotated[
@@ -127,8 +127,6 @@ def generate_command(
         raise UserError("--prompt: empty; give some text to continue")
     if prompt.encode(errors="ignore").decode() != prompt:
         raise UserError("--prompt: is not UTF-8 text; convert it to UTF-8")
-    if cache_bits is not None and compiled:
-        raise UserError("--cache-bits: --compile keeps keys and values at fixed addresses; leave out one of the two")
     if cache_bits not in (None, 16, 8, 4):
         raise UserError(f"--cache-bits: got {cache_bits}, expected 16, 8 or 4")
     if session is not None and compiled:
@@ -148,6 +146,10 @@ def generate_command(
     loaded, tokenizer = load_for_inference(model, dtype, device)
     if cache_bits is not None:
         set_cache_bits(loaded, cache_bits)
+    if compiled and cache_bits_of(loaded) < 16:
+        raise UserError(
+            "--compile: keeps keys and values at fixed addresses, in 16 bits; leave it out, or add --cache-bits 16"
+        )
     cache: Cache | None = None
     if session is not None and session.exists():
         before = continued(session, loaded, tokenizer, prompt, not no_chat)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.fake_quantisation import quantised_attention
 from deltanet_hf.mixers.layer_kind import TensorShape
 from deltanet_hf.mixers.state import State
@@ -50,12 +51,12 @@ class Kept:
         """A window within the family's own `limit`.
 
         Raises:
-            ValueError: more sinks than stay as they are.
+            UserError: more sinks than stay as they are.
         """
         if limit is not None and (window is None or limit <= window):
             return cls(bits, limit)
         if sinks > SINKS:
-            raise ValueError(
+            raise UserError(
                 f"cache bits: got {sinks} sinks, of which a cache of {bits} bits keeps {SINKS}; use 16 bits"
             )
         return cls(bits, window, sinks, limit)

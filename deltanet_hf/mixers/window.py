@@ -93,7 +93,7 @@ class WindowAttention(LayerKind):
         cache_layer(cache, self.layer_idx, self.name)
 
     @property
-    def _kept(self) -> Kept:
+    def kept(self) -> Kept:
         config: Any = self.config  # type: ignore[attr-defined]
         limit = sliding_window(config, self.layer_idx)
         return Kept.of(self.cache_bits, self.settings.window, self.settings.sinks, limit)
@@ -102,7 +102,7 @@ class WindowAttention(LayerKind):
         config: Any = self.config  # type: ignore[attr-defined]
         if self.cache_bits < 16:
             heads, head_dim = int(config.num_key_value_heads), int(self.head_dim)  # type: ignore[attr-defined]
-            return self._kept.shapes(heads, head_dim, 0, dtype)
+            return self.kept.shapes(heads, head_dim, 0, dtype)
         slots = self.settings.window + self.settings.sinks
         heads, head_dim = int(config.num_key_value_heads), int(self.head_dim)  # type: ignore[attr-defined]
         return {
@@ -144,7 +144,7 @@ class WindowAttention(LayerKind):
             return recorded(cache, again, hidden_states, position_embeddings, padding), None
         if self.cache_bits < 16:
             inputs = {"hidden_states": hidden_states, "position_embeddings": position_embeddings, **kwargs}
-            return call_packed(super().forward, self._kept, cache, padding, packed, inputs)  # type: ignore[misc]
+            return call_packed(super().forward, self.kept, cache, padding, packed, inputs)  # type: ignore[misc]
         state = cache.state if cache is not None and cache.is_initialized else {}
         tokens = Tokens.of(batch, length, padding, packed, state.get("count"), hidden_states.device)
         window, sinks = self.settings.window, self.settings.sinks

@@ -94,13 +94,13 @@ class WindowBranch(Part):
         return self.STATE if self.cache_bits == 16 else NAMES
 
     @property
-    def _kept(self) -> Kept:
+    def kept(self) -> Kept:
         return Kept.of(self.cache_bits, self.window, self.sinks, None)
 
     def state_shapes(self, dtype: torch.dtype) -> dict[str, TensorShape]:
         """The window's part of the layer's state."""
         if self.cache_bits < 16:
-            return self._kept.shapes(self.kv_heads, self.head_dim, 0, dtype)
+            return self.kept.shapes(self.kv_heads, self.head_dim, 0, dtype)
         places = self.window + self.sinks
         return {
             "keys": TensorShape((self.kv_heads, places, self.head_dim), dtype),
@@ -160,7 +160,7 @@ class WindowBranch(Part):
             return *self.attend(q, k, v, cu_seqlens), {}
         own = {} if state is None else {name: state[name] for name in self.state_names}
         if self.cache_bits < 16:
-            packed = PackedTokens(self._kept, own, padding, keep_state=keep_state)
+            packed = PackedTokens(self.kept, own, padding, keep_state=keep_state)
             near, lse = with_sinks(*packed.attend(q, k, v, self.scale, self.softcap), self.learned_sinks)
             return near, lse, packed.state
         kept = KeptTokens(self.window, self.sinks, own, tokens)

@@ -1,5 +1,6 @@
 """How many bits a model's keys and values have in its cache: one setting for softmax layers, single heads and windows.
 
+The `deltanet` entry of a converted model's configuration says it (`layers.py`), and the model is made with it.
 `set_cache_bits` makes every forward pass see earlier keys and values as the cache holds them (`fake_quantisation.py`),
 and packs them in the cache (`packed_tokens.py`).
 """
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.base import Mixer
 from deltanet_hf.mixers.layer_kind import LayerKind
+from deltanet_hf.mixers.masks import sliding_window
 from deltanet_hf.mixers.mixed_heads import MixedHeads
 from deltanet_hf.mixers.packed_softmax import pack_softmax
 from deltanet_hf.mixers.packed_tokens import Kept
@@ -27,6 +29,8 @@ BITS = (16, 8, 4, 3, 2)  # 3 and 2 are measured, but have no packed form
 def set_cache_bits(model: PreTrainedModel, bits: int) -> PreTrainedModel:
     """Let all softmax attention of a model, whole layers, single heads and windows, see its past in `bits` bits.
 
+    The configuration of a converted model says so from then on, and is saved with it.
+
     Args:
         model: a converted or a softmax model; changed in place.
         bits: 16 leaves keys and values as they are.
@@ -34,6 +38,16 @@ def set_cache_bits(model: PreTrainedModel, bits: int) -> PreTrainedModel:
     Raises:
         UserError: another number of bits, or a kind of layer that has no such form.
     """
+    use_cache_bits(model, bits)
+    config: Any = model.config
+    if getattr(config, "deltanet", None) is not None:
+        table = {key: value for key, value in config.deltanet.items() if key != "cache_bits"}
+        config.deltanet = table if bits == 16 else {**table, "cache_bits": bits}
+    return model
+
+
+def use_cache_bits(model: PreTrainedModel, bits: int) -> None:
+    """`set_cache_bits` for a while: the configuration goes on saying what it said."""
     if bits not in BITS:
         raise UserError(f"cache bits: got {bits!r}, expected one of {', '.join(map(str, BITS))}")
     decoder: Any = model.model
@@ -44,19 +58,20 @@ def set_cache_bits(model: PreTrainedModel, bits: int) -> PreTrainedModel:
         branches = list(attention.branches.values()) if isinstance(attention, MixedHeads) else [attention]
         for branch in branches:
             _set(branch, bits)
-    if bits < 16 and not hasattr(model.config, "deltanet"):
+    if bits < 16 and getattr(model.config, "deltanet", None) is None:
         announce(decoder)
         make_stateful(model)
         model._is_stateful = True
-    return model
 
 
 def _set(attention: Any, bits: int) -> None:
-    if isinstance(attention, Mixer):
-        if attention.window_branch is not None:
-            attention.window_branch.cache_bits = bits
-    elif isinstance(attention, WindowAttention):
-        attention.cache_bits = bits
+    window = attention.window_branch if isinstance(attention, Mixer) else attention
+    if isinstance(window, (WindowBranch, WindowAttention)):
+        window.cache_bits = bits
+        if bits < 16:
+            _ = window.kept  # raises if there are more sinks than the packed form has
+    elif window is None:
+        return
     elif not isinstance(attention, LayerKind):
         pack_softmax(attention, bits)
     elif bits < 16:
@@ -75,33 +90,46 @@ def stored_bytes(model: PreTrainedModel, tokens: int, bits: int) -> int:
     of tokens and the sinks take 16 bits. States are as the model keeps them.
     """
     decoder: Any = model.model
-    total = 0
-    for layer in decoder.layers:
-        attention = layer.self_attn
-        branches = list(attention.branches.values()) if isinstance(attention, MixedHeads) else [attention]
-        total += sum(_branch_bytes(branch, model, tokens, bits) for branch in branches)
-    return total
+    return sum(layer_bytes(layer.self_attn, model.dtype, tokens, bits) for layer in decoder.layers)
 
 
-def _branch_bytes(attention: Any, model: PreTrainedModel, tokens: int, bits: int) -> int:
+def layer_bytes(attention: Any, dtype: torch.dtype, tokens: int, bits: int) -> int:
+    """`stored_bytes` of the attention of one layer of a model of this dtype."""
+    branches = list(attention.branches.values()) if isinstance(attention, MixedHeads) else [attention]
+    return sum(_branch_bytes(branch, dtype, tokens, bits) for branch in branches)
+
+
+def _branch_bytes(attention: Any, dtype: torch.dtype, tokens: int, bits: int) -> int:
     if isinstance(attention, Mixer):
         branch: WindowBranch | None = attention.window_branch
-        shapes = attention.state_shapes(model.dtype)
-        kept = 0
+        shapes = attention.state_shapes(dtype)
+        held = 0
         if branch is not None:
-            kept = _held(branch.kv_heads, branch.head_dim, tokens, branch.window, branch.sinks, bits, model.dtype)
+            held = _held(branch.kv_heads, branch.head_dim, tokens, bits, dtype, branch.window, branch.sinks)
             shapes = {name: shape for name, shape in shapes.items() if name not in branch.state_names}
-        return kept + sum(shape.nbytes for shape in shapes.values())
+        return held + sum(shape.nbytes for shape in shapes.values())
     config: Any = attention.config
     window, sinks = None, 0
     if isinstance(attention, WindowAttention):
         window, sinks = attention.settings.window, attention.settings.sinks
     heads, size = int(config.num_key_value_heads), int(attention.head_dim)
-    return _held(heads, size, tokens, window, sinks, bits, model.dtype)
+    limit = sliding_window(config, attention.layer_idx)
+    return _held(heads, size, tokens, bits, dtype, window, sinks, limit)
 
 
-def _held(heads: int, size: int, tokens: int, window: int | None, sinks: int, bits: int, dtype: torch.dtype) -> int:
-    """Bytes of the keys and values of `heads` heads of `size` channels."""
-    if bits == 16:
-        return 2 * heads * size * dtype.itemsize * (tokens if window is None else min(tokens, window + sinks))
-    return sum(shape.nbytes for shape in Kept(bits, window, sinks).shapes(heads, size, tokens, dtype).values())
+def _held(
+    heads: int,
+    size: int,
+    tokens: int,
+    bits: int,
+    dtype: torch.dtype,
+    window: int | None,
+    sinks: int,
+    limit: int | None = None,
+) -> int:
+    """Bytes of the keys and values of `heads` heads of `size` channels; for the others see `Kept`."""
+    if bits < 16:
+        shapes = Kept.of(bits, window, sinks, limit).shapes(heads, size, tokens, dtype)
+        return sum(shape.nbytes for shape in shapes.values())
+    seen = tokens if window is None else min(tokens, window + sinks)
+    return 2 * heads * size * dtype.itemsize * (seen if limit is None else min(seen, limit))

@@ -21,6 +21,7 @@ from deltanet_hf.mixers import FLOAT32_NAMES
 from deltanet_hf.mixers.stateful import Stateful
 from deltanet_hf.mixers.window import announce
 from deltanet_hf.models.assisted import AssistedGeneration
+from deltanet_hf.models.cache_bits import use_cache_bits
 from deltanet_hf.models.families import FAMILIES, Family, caps_scores
 from deltanet_hf.models.hub_repository import upload_with_companions
 from deltanet_hf.models.layers import LayerTable
@@ -100,10 +101,12 @@ def model_class(model_type: str) -> type[PreTrainedModel]:
 
     def __init__(self: Any, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
         base.__init__(self, config, *args, **kwargs)
-        for index, kind in LayerTable.of(config).converted.items():
+        table = LayerTable.of(config)
+        for index, kind in table.converted.items():
             layer = self.model.layers[index]
             layer.self_attn = kind.mixer.from_attention(layer.self_attn, config, index, kind.settings)
         announce(self.model)
+        use_cache_bits(self, table.cache_bits)
         self.post_init()
 
     def initialize_weights(self: Any) -> None:

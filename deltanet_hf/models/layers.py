@@ -1,10 +1,11 @@
 """The layer table: which kind of layer stands where. It is the `deltanet` entry of config.json.
 
     {"kinds": {"linear": {"mixer": "gated_deltanet", ...}, "local": {"mixer": "window", "window": 64, "sinks": 4}},
-     "layers": ["linear", "softmax", "local", ...]}
+     "layers": ["linear", "softmax", "local", ...], "cache_bits": 4}
 
 `layers` names a kind for every decoder layer; "softmax" is the teacher's own attention. Nothing else in the project
-computes which layers are converted.
+computes which layers are converted. `cache_bits` is how many bits keys and values have in the model's cache
+(`cache_bits.py`); without it they have 16.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from deltanet_hf.mixers import MIXERS, AttentionKind, LayerKind, Mixer, recommen
 from deltanet_hf.mixers.mixed_heads import MixedHeads, MixedHeadsSettings
 from deltanet_hf.mixers.settings import MixerSettings
 from deltanet_hf.mixers.window import WindowAttention
+from deltanet_hf.models.cache_bits import BITS
 
 SOFTMAX = "softmax"
 INSERTED_QK_NORMS = "inserted_qk_norms"  # key of config.json: softmax layers whose q/k norms are not the teacher's
@@ -49,10 +51,12 @@ class LayerTable:
     Args:
         kinds: kinds by the names that `layers` uses.
         layers: a name of `kinds`, or "softmax", per decoder layer.
+        cache_bits: bits of keys and values in the cache.
     """
 
     kinds: Mapping[str, Kind]
     layers: tuple[str, ...]
+    cache_bits: int = 16
 
     @classmethod
     def uniform(
@@ -127,7 +131,7 @@ class LayerTable:
         Raises:
             ValueError: naming the key that is missing, unknown or wrong.
         """
-        if not isinstance(values, Mapping) or set(values) != {"kinds", "layers"}:
+        if not isinstance(values, Mapping) or set(values) - {"cache_bits"} != {"kinds", "layers"}:
             keys = f"keys {sorted(values)}" if isinstance(values, Mapping) else repr(values)
             raise ValueError(f"deltanet: got {keys}, expected `kinds` and `layers`; convert the model again")
         kinds, layers = values["kinds"], values["layers"]
@@ -141,7 +145,10 @@ class LayerTable:
             if name != SOFTMAX and name not in known:
                 choices = ", ".join([SOFTMAX, *known])
                 raise ValueError(f"deltanet.layers: layer {index} is {name!r}, expected one of {choices}")
-        return cls(known, tuple(layers))
+        bits = values.get("cache_bits", 16)
+        if type(bits) is not int or bits not in BITS:
+            raise ValueError(f"deltanet.cache_bits: got {bits!r}, expected one of {', '.join(map(str, BITS))}")
+        return cls(known, tuple(layers), bits)
 
     @classmethod
     def of(cls, config: Any) -> LayerTable:
@@ -150,7 +157,8 @@ class LayerTable:
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form, as it stands in config.json."""
-        return {"kinds": {name: kind.to_dict() for name, kind in self.kinds.items()}, "layers": list(self.layers)}
+        table = {"kinds": {name: kind.to_dict() for name, kind in self.kinds.items()}, "layers": list(self.layers)}
+        return table if self.cache_bits == 16 else {**table, "cache_bits": self.cache_bits}
 
     def __getitem__(self, index: int) -> Kind | None:
         """The kind of a layer; None for softmax."""

@@ -9,6 +9,7 @@ Qwen3.5's modelling code is imported when the first configuration is made, as in
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from os import PathLike
 from typing import Any
@@ -27,6 +28,7 @@ from deltanet_hf.mixers.state import MixerCacheLayer
 from deltanet_hf.mixers.stateful import Stateful
 from deltanet_hf.mixers.window import announce
 from deltanet_hf.models.assisted import AssistedGeneration
+from deltanet_hf.models.cache_bits import use_cache_bits
 from deltanet_hf.models.hub_repository import upload_with_companions
 from deltanet_hf.models.layers import SOFTMAX, Kind, LayerTable
 from deltanet_hf.models.peft_defaults import register_peft_defaults
@@ -38,7 +40,10 @@ MODEL_NAME = "DeltaNetQwen3_5ForCausalLM"
 
 
 class DeltaNetQwen3_5TextConfig(Qwen3_5TextConfig):
-    """Qwen3_5TextConfig whose linear layers are this project's. `deltanet` follows from `layer_types`."""
+    """Qwen3_5TextConfig whose linear layers are this project's.
+
+    `deltanet` follows from `layer_types`, except for its `cache_bits`.
+    """
 
     model_type = MODEL_TYPE
     deltanet: dict | None = None
@@ -54,8 +59,9 @@ class DeltaNetQwen3_5TextConfig(Qwen3_5TextConfig):
         implied = self._implied_table().to_dict()
         if self.deltanet is None:
             self.deltanet = implied
-        self.deltanet = LayerTable.of(self).to_dict()
-        if self.deltanet != implied:
+        table = LayerTable.of(self)
+        self.deltanet = table.to_dict()
+        if dataclasses.replace(table, cache_bits=16).to_dict() != implied:
             raise ValueError(
                 f"deltanet: got {self.deltanet}, expected {implied}, which layer_types and the sizes imply"
             )
@@ -138,9 +144,11 @@ def model_class() -> type[PreTrainedModel]:
 
         def __init__(self, config: DeltaNetQwen3_5TextConfig) -> None:
             super().__init__(config)
-            for index, kind in LayerTable.of(config).converted.items():
+            table = LayerTable.of(config)
+            for index, kind in table.converted.items():
                 self.model.layers[index].linear_attn = LinearAttention(_shape(config), kind.settings, index)
             announce(self.model)
+            use_cache_bits(self, table.cache_bits)
             self.post_init()
 
         def initialize_weights(self) -> None:

@@ -27,6 +27,8 @@ def model_identity(model: PreTrainedModel) -> dict[str, str]:
         `config`, `dtype` (the model's) and `weights`; the first and the last are SHA-256 in hex.
     """
     settings = {key: value for key, value in model.config.to_diff_dict().items() if key not in VOLATILE}
+    if "deltanet" in settings:  # a session's file has the bits of its cache
+        settings["deltanet"] = {key: value for key, value in settings["deltanet"].items() if key != "cache_bits"}
     config = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
     weights, sums = hashlib.sha256(), []
     for name, parameter in sorted(model.named_parameters()):

@@ -142,15 +142,22 @@ def test_compiled_generation_says_the_same(
 
 
 def test_a_quantised_cache_says_the_same_and_is_smaller(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The option and the model's own setting, which the option overrides."""
+    own = shutil.copytree(folder, tmp_path / "own")
+    set_cache_bits(load_for_inference(str(folder))[0], 8).config.save_pretrained(own)
     prompt, shown = " ".join(f"w{3 + i % 90}" for i in range(140)), []
-    for more in ([], ["--cache-bits", "8"]):
-        assert call(monkeypatch, "generate", folder, "--prompt", prompt, "--max-new-tokens", "2", "--stats", *more) == 0
+    for model, more in ((folder, []), (folder, ["--cache-bits", "8"]), (own, []), (own, ["--cache-bits", "16"])):
+        assert call(monkeypatch, "generate", model, "--prompt", prompt, "--max-new-tokens", "2", "--stats", *more) == 0
         shown.append(capsys.readouterr())
-    assert shown[0].out == shown[1].out
-    sizes = [int(text.err.split(" bytes")[0].split("cache ")[1].replace(",", "")) for text in shown]
-    assert sizes[1] < sizes[0]
+    assert len({text.out for text in shown}) == 1
+    exact, packed, by_model, back = (
+        int(text.err.split(" bytes")[0].split("cache ")[1].replace(",", "")) for text in shown
+    )
+    assert packed == by_model < exact == back
+    assert call(monkeypatch, "generate", own, "--prompt", prompt, "--compile") == 2
+    assert "or add --cache-bits 16" in capsys.readouterr().err
 
 
 PROMPTS = ("w5 w6 w7", "w8 w9", "w10")
@@ -215,7 +222,7 @@ def test_a_chat_goes_on_with_the_tokens_of_its_template(ended: bool, folder: Pat
         ),
         (["{folder}", "--prompt", "x", "--temperature", "1e-45"], "--temperature: got 1e-45, expected 0, which"),
         (["{folder}", "--prompt", "x", "--cache-bits", "5"], "--cache-bits: got 5, expected 16, 8 or 4"),
-        (["{folder}", "--prompt", "x", "--cache-bits", "4", "--compile"], "leave out one of the two"),
+        (["{folder}", "--prompt", "x", "--cache-bits", "4", "--compile"], "in 16 bits; leave it out"),
         (["no/such/folder", "--prompt", "x"], "no such folder"),
         (["./nothere", "--prompt", "x"], "./nothere: no such folder"),
         (["/nope", "--prompt", "x"], "/nope: no such folder"),

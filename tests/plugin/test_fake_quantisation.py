@@ -82,6 +82,8 @@ def test_layers_without_such_a_form_stay_as_they_are_at_16_bits() -> None:
     assert set_cache_bits(model, 16) is model
     with pytest.raises(UserError, match="alibi layers keep every token"):
         set_cache_bits(model, 4)
+    with pytest.raises(UserError, match="got 5 sinks, of which a cache of 4 bits keeps 4"):
+        set_cache_bits(tiny_student("llama", mixer="window", window=40, sinks=5), 4)
 
 
 def test_bytes_follow_the_bits() -> None:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from deltanet_hf.mixers.fake_quantisation import fake_quantised
+from deltanet_hf.mixers.mixed_cache import MixedCacheLayer
 from deltanet_hf.mixers.packed_tokens import NAMES, Kept, PackedTokens
 from deltanet_hf.mixers.state import MixerCacheLayer, cache_bytes
 from deltanet_hf.models.assisted import place_layers
-from deltanet_hf.models.cache_bits import set_cache_bits, stored_bytes
+from deltanet_hf.models.cache_bits import cache_bits_of, set_cache_bits, stored_bytes
 from deltanet_kernels import PackedKeyValues
 from deltanet_kernels.packed_cache.layout import GROUP, unpacked
-from support.tiny_models import HYBRID, mixed_mixture_table, tiny_mixture, tiny_student, tiny_teacher
+from support.tiny_models import HYBRID, mixed_mixture_table, tiny_mixture, tiny_qwen3_5, tiny_student, tiny_teacher
 
 LONG = torch.randint(3, 97, (2, 150), generator=torch.Generator().manual_seed(0))
 
@@ -31,6 +33,7 @@ def made(name: str, bits: int = 4) -> PreTrainedModel:
         "hybrid": lambda: tiny_student("llama", layers=HYBRID, window=40),
         "window": lambda: tiny_student("llama", mixer="window", window=40),
         "heads": lambda: tiny_mixture("llama", mixed_mixture_table()),
+        "qwen3_5": tiny_qwen3_5,
     }
     model: PreTrainedModel = set_cache_bits(models[name]().double(), bits)
     if name == "learned sinks":
@@ -132,7 +135,7 @@ def test_tokens_are_taken_back(name: str) -> None:
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("name", ["teacher", "hybrid", "window", "heads"])
+@pytest.mark.parametrize("name", ["teacher", "sliding", "capped", "hybrid", "window", "heads"])
 @torch.no_grad()
 def test_the_bytes_of_the_plan_are_those_of_the_cache(name: str, bits: int) -> None:
     model = made(name, bits).float()
@@ -141,6 +144,31 @@ def test_the_bytes_of_the_plan_are_those_of_the_cache(name: str, bits: int) -> N
         model(LONG[:1, :tokens], past_key_values=cache, use_cache=True)
         assert cache_bytes(cache) == stored_bytes(model, tokens, bits)
     assert all(isinstance(part, MixerCacheLayer) for part in cache.layers) or name == "heads"
+
+
+@pytest.mark.parametrize("name", ["learned sinks", "hybrid", "window", "heads", "qwen3_5"])
+@torch.no_grad()
+def test_the_setting_belongs_to_the_model(name: str, tmp_path: Path) -> None:
+    """Its configuration says it, so that it is saved and loaded; 16 bits leave no trace."""
+    model = made(name).float()
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.config.deltanet["cache_bits"] == cache_bits_of(loaded) == 4
+    cache, wanted = DynamicCache(config=loaded.config), model(LONG[:1], use_cache=False).logits
+    torch.testing.assert_close(loaded(LONG[:1], past_key_values=cache, use_cache=True).logits, wanted)
+    packed = [layer for layer in cache.layers if any("codes" in state for state in states_of(layer))]
+    assert len(packed) == (2 if name == "qwen3_5" else 4)
+    set_cache_bits(loaded, 16).save_pretrained(tmp_path)
+    assert "cache_bits" not in AutoModelForCausalLM.from_pretrained(tmp_path).config.deltanet
+    loaded.config.deltanet["cache_bits"] = 5
+    with pytest.raises(ValueError, match=r"deltanet.cache_bits: got 5, expected one of 16, 8, 4"):
+        type(loaded)(loaded.config)
+
+
+def states_of(layer: Any) -> list[str]:
+    """Names of the tensors of a cache's layer, in all its parts."""
+    parts = layer.parts.values() if isinstance(layer, MixedCacheLayer) else [layer]
+    return [name for part in parts for name in getattr(part, "state", {})]
 
 
 def test_what_has_no_packed_form_is_refused() -> None:

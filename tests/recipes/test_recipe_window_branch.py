@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from deltanet_hf.errors import UserError
+from deltanet_hf.models.cache_bits import cache_bits_of, set_cache_bits
 from deltanet_recipes.config import load_recipe
 from deltanet_recipes.schema_sections import Optimizer, WindowDropout
 from deltanet_recipes.training import stages, trainer
@@ -184,12 +185,14 @@ def test_a_rate_of_zero_keeps_the_projections(workplace: Path, tmp_path: Path) -
 
 
 def test_a_stage_trains_through_a_quantised_cache(tmp_path: Path) -> None:
-    """With `cache_bits: 4` the student's held-out error includes the rounding, in this stage only."""
+    """With `cache_bits: 4` the student's held-out error includes the rounding, in this stage only: its configuration
+    goes on saying what it said."""
     make_workplace(tmp_path, layers=(0, 1), window=40)
+    set_cache_bits(load_student(str(tmp_path / "student")), 8).save_pretrained(tmp_path / "student")
     errors = {}
     for bits in (16, 4):
         stage = {**DISTIL, "tokens": 256, "cache_bits": bits}
-        run(
+        final = run(
             load_recipe(
                 write_recipe(
                     tmp_path,
@@ -197,6 +200,7 @@ def test_a_stage_trains_through_a_quantised_cache(tmp_path: Path) -> None:
                 )
             )
         )
+        assert cache_bits_of(load_student(str(final))) == 8
         first = read_log(tmp_path / f"{bits}")[0]
         errors[bits] = first["held_out.kl"]
     assert errors[4] != errors[16]

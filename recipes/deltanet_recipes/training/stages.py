@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from deltanet_hf.models.cache_bits import set_cache_bits
+from deltanet_hf.models.cache_bits import cache_bits_of, use_cache_bits
 from deltanet_hf.process_memory import give_back_freed_memory
 from deltanet_recipes.data.packing import Mixture, Rows
 from deltanet_recipes.schema import Align, DistilBase, Recipe, Stage, stage_name, stage_tokens
@@ -65,6 +65,8 @@ class StageRun:
     def run(self) -> PreTrainedModel:
         """Train and return the student: unsharded, with merged adapters, its trained weights in float32."""
         self.runtime.begin_stage()
+        own_bits = cache_bits_of(self.student)
+        use_cache_bits(self.student, 16 if isinstance(self.stage, Align) else self.stage.cache_bits)
         rows = f"{len(self.held_out)} held-out rows of {self.stage.sequence_length:,} tokens"
         self.logbook.say(f"{stage_name(self.stage)}: loads the teacher and measures {rows}")
         if isinstance(self.stage, Align):
@@ -76,7 +78,7 @@ class StageRun:
             self._distil(self.stage)
         student = self._unsharded()
         merge_lora(student)
-        set_cache_bits(student, 16)
+        use_cache_bits(student, own_bits)
         give_back_freed_memory(self.runtime.device)
         return student
 
@@ -143,7 +145,6 @@ class StageRun:
 
     def _distil(self, stage: DistilBase) -> None:
         train_for(self.student, stage, self.recipe.seed)
-        set_cache_bits(self.student, stage.cache_bits)
         terms = KlTerms(
             stage.kl_weight,
             stage.ce_weight,
