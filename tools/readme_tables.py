@@ -1,7 +1,7 @@
 """Rewrites the generated tables of Markdown files: `python tools/readme_tables.py README.md ...`.
 
 A table is the text between `<!-- KIND: FILE ... -->` and `<!-- end of KIND -->`; what follows FILE is a note for the
-reader. There are thirteen kinds:
+reader. There are twelve kinds:
 
 - results FILE: the rows of a results file (deltanet_recipes.study.results_row).
 - keys FILE: the keys of a recipe (FILE is not read).
@@ -13,7 +13,6 @@ reader. There are thirteen kinds:
 - mixers FILE: the rows of a results file of deltanet_recipes.study.mixer_row.
 - lab FILE: the rows of a results file of deltanet_recipes.lab.
 - speed FILE: the rows of the results file of deltanet_recipes.benchmarks.end_to_end.
-- speed-summary FILE: of the same file, the smallest and the largest shape only, with a column per kind of model.
 - gpu FILE: the record of the last run of `make test-gpu`.
 - data FILE: the counts that `deltanet-hf data` wrote.
 - chips FILE, sizes FILE: the kernels and the sizes of `deltanet_kernels.gated_delta_rule.chips` (FILE is not read).
@@ -43,8 +42,7 @@ from deltanet_hf.exit_codes import run_command
 from deltanet_recipes.lab import table as lab_table
 
 BLOCK = re.compile(
-    r"(<!-- (results|keys|headline|hybrids|front|mixers|lab|speed|speed-summary|gpu|data|chips|sizes): (\S+)"
-    r"[^\n]*-->\n)"
+    r"(<!-- (results|keys|headline|hybrids|front|mixers|lab|speed|gpu|data|chips|sizes): (\S+)[^\n]*-->\n)"
     r"(.*?)(<!-- end of \2 -->)",
     re.DOTALL,
 )
@@ -75,8 +73,6 @@ def rewritten(text: str, root: Path) -> str:
             table = mixers_table.markdown(json.loads(path.read_text()))
         elif kind == "speed":
             table = speed_table.markdown(json.loads(path.read_text())["rows"])
-        elif kind == "speed-summary":
-            table = speed_table.summary(json.loads(path.read_text())["rows"])
         elif kind == "gpu":
             table = gpu_tests.markdown(path)
         elif kind == "data":

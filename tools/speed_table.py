@@ -32,31 +32,6 @@ def markdown(rows: Rows) -> str:
     return "\n".join([*lines, *([""] if failed else []), *failed])
 
 
-def summary(rows: Rows) -> str:
-    """A column per kind of model, and in a cell the figures of the smallest and the largest shape."""
-    kinds, shapes = _kinds(rows), list(dict.fromkeys(row["shape"] for row in rows))
-    ends = shapes[:1] + shapes[1:][-1:]
-
-    def line(title: str, key: str, batch: int, context: int) -> str:
-        cells = []
-        for kind in kinds:
-            found = [_best(rows, shape, batch, context, kind) for shape in ends]
-            cells.append(" / ".join("-" if row is None else _figure(row, key) for row in found))
-        return f"| {title} | " + " | ".join(cells) + " |"
-
-    return "\n".join(
-        [
-            f"| {' / '.join(ends)} | " + " | ".join(kinds.values()) + " |",
-            "|---" * (len(kinds) + 1) + "|",
-            line("16 prompts of 2,048 tokens, tokens/s", "prefill_tokens_per_s", 16, 2048),
-            line("one prompt of 32,768 tokens, tokens/s", "prefill_tokens_per_s", 1, 32768),
-            line("one sequence of 2,048 tokens, ms per step", "decode_ms", 1, 2048),
-            line("16 sequences of 16,384 tokens, ms per step", "decode_ms", 16, 16384),
-            line("their cache, MB", "cache_mb", 16, 16384),
-        ]
-    )
-
-
 def _kinds(rows: Rows) -> dict[str, str]:
     """Kind -> title, of those that have rows."""
     return {kind: title for kind, title in KINDS.items() if any(row["kind"] == kind for row in rows)}
