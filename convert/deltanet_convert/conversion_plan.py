@@ -14,9 +14,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers import FLOAT32_NAMES
 from deltanet_hf.mixers.masks import sliding_window
+from deltanet_hf.models.cache_bits import layer_bytes, use_cache_bits
 from deltanet_hf.models.factory import converted_config, model_class
 from deltanet_hf.models.families import family_of
 from deltanet_hf.models.layers import INSERTED_QK_NORMS, SOFTMAX, LayerTable
+from deltanet_kernels.packed_cache.layout import GROUP
 
 from .calibration_text import sequence_length
 from .memory_estimate import conversion_memory, query_width, working_bytes
@@ -46,9 +48,10 @@ class LayerPlan:
     created: int  # not in the teacher
     dropped: int  # parameters of the teacher that the converted layer does not have
     nbytes: int  # bytes of the weights
-    state_bytes: int  # bytes of one sequence's state, at any length; 0 where attention stays
+    state_bytes: int  # bytes of one sequence's state, at any length; packed, with the tokens that stay in 16 bits
     kv_bytes_per_token: int  # bytes per token of the teacher's keys and values
     kept_kv_bytes_per_token: int  # bytes per token of the keys and values that the converted model keeps
+    packed: bool  # whether those have fewer than 16 bits, and come in groups
 
     @property
     def converted(self) -> bool:
@@ -60,7 +63,8 @@ class LayerPlan:
 
     def cache_bytes(self, context: int) -> int:
         """Bytes of the converted model's cache of this layer for one sequence of `context` tokens."""
-        return self.state_bytes + self.kept_kv_bytes_per_token * self._kept_tokens(context)
+        kept = (context - 1) // GROUP * GROUP if self.packed else self._kept_tokens(context)
+        return self.state_bytes + self.kept_kv_bytes_per_token * kept
 
     def _kept_tokens(self, context: int) -> int:
         return min(context, self.window or context)
@@ -81,6 +85,11 @@ class Plan:
     config: PreTrainedConfig
     student: PreTrainedModel  # on the meta device
     layout: Layout
+
+    @property
+    def cache_bits(self) -> int:
+        """Bits of the keys and values in the converted model's cache; the teacher's have 16."""
+        return LayerTable.of(self.config).cache_bits
 
     def cache_table(self) -> list[dict[str, int]]:
         """Bytes of the teacher's and of the converted model's cache of one sequence, per context length."""
@@ -105,6 +114,7 @@ class Plan:
             "layers_at_once": self.layers_at_once,
             "peak_memory_bytes": self.peak_memory_bytes,
             "disk_bytes": self.disk_bytes,
+            "cache_bits": self.cache_bits,
             "cache_bytes": self.cache_table(),
         }
 
@@ -129,6 +139,7 @@ def make_plan(
     config = converted_config(with_norms(teacher.config, kept) if inserted else teacher.config, table)
     config.dtype = dtype
     student = meta_model(model_class(family_of(config.model_type).model_type), config, dtype)
+    use_cache_bits(student, 16)  # layers are fitted and compared with the teacher in 16 bits
     tied = tied_names(student)
     specs = [
         TensorSpec(name, tuple(tensor.shape), torch.float32 if name.rpartition(".")[2] in FLOAT32_NAMES else dtype)
@@ -191,9 +202,15 @@ def _layer_plan(
     config = teacher.config
     head_bytes = 2 * int(teacher_attention.head_dim) * dtype.itemsize
     kv_heads = int(config.num_key_value_heads)
-    growing, more = kv_heads, 0
-    if replaced is not None:
-        growing, more = attention.growing_heads, attention.extra_channels(dtype) * dtype.itemsize
+    bits = table.cache_bits
+    if bits < 16:
+        fixed = layer_bytes(attention, dtype, 1, bits)
+        per_token = (layer_bytes(attention, dtype, 1 + GROUP, bits) - fixed) // GROUP
+    elif replaced is None:
+        fixed, per_token = 0, kv_heads * head_bytes
+    else:
+        more = attention.extra_channels(dtype) * dtype.itemsize
+        fixed, per_token = attention.state_bytes(dtype), attention.growing_heads * (head_bytes + more)
     return LayerPlan(
         index=index,
         kind=table.layers[index],
@@ -202,9 +219,10 @@ def _layer_plan(
         window=sliding_window(config, index),
         **count_origins(before, {name: spec.shape for name, spec in mine.items()}, teacher_attention, attention),
         nbytes=sum(spec.nbytes for spec in mine.values()),
-        state_bytes=0 if replaced is None else attention.state_bytes(dtype),
+        state_bytes=fixed,
         kv_bytes_per_token=kv_heads * head_bytes,
-        kept_kv_bytes_per_token=growing * (head_bytes + more),
+        kept_kv_bytes_per_token=per_token,
+        packed=bits < 16,
     )
 
 

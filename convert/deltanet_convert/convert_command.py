@@ -104,6 +104,10 @@ def convert_command(
     calibration_tokens: Annotated[
         int, typer.Option(help="Number of tokens of the calibration text that the layers are fitted on.")
     ] = DEFAULTS.calibration_tokens,
+    cache_bits: Annotated[
+        int,
+        typer.Option(help="Bits of the keys and values that the model keeps in its cache: 16, 8 or 4."),
+    ] = DEFAULTS.cache_bits,
     dtype: Annotated[
         str | None,
         typer.Option(help=f"Dtype of the weights: {', '.join(DTYPES)}.", show_default="the teacher's"),
@@ -144,6 +148,7 @@ def convert_command(
         fit_memory=not no_fit_memory,
         text=text,
         calibration_tokens=calibration_tokens,
+        cache_bits=cache_bits,
         dtype=dtype,
         shard_size=parse_size(shard_size),
         dry_run=dry_run,

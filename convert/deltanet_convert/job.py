@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -75,6 +76,7 @@ def prepare(teacher: str, out: Path, options: ConvertOptions, show: Show = unsee
         else:
             kept = selection.layers if selection else softmax_layers(options.layers, opened.num_layers, opened.config)
             table = options.table(opened.num_layers, kept, opened.config)
+        table = dataclasses.replace(table, cache_bits=options.cache_bits)
         # Qwen3.5's softmax layers have q/k norms. None are inserted if something else prevents an export.
         insert_norms = options.profile == "qwen3_5" and not teacher_obstacles(opened.config, table.softmax)
         dtype = options.torch_dtype or (torch.float32 if opened.dtype == torch.float64 else opened.dtype)

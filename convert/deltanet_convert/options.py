@@ -28,6 +28,7 @@ UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MI
 MOST_TOKENS = 10**9
 MAX_LIST_BYTES = 1_000_000
 MOST_DIGITS = 9  # of a whole number in an option
+CACHE_BITS = (16, 8, 4)
 PROFILES = ("faithful", "qwen3_5")
 LISTED_MIXERS = tuple(name for name in MIXER_NAMES if WINDOW_SUFFIX not in name)  # in help texts
 DEFAULT_MIXER = f"gated_deltanet{WINDOW_SUFFIX}"  # of the commands `convert` and `select`
@@ -52,6 +53,7 @@ class ConvertOptions:
     fit_memory: bool = True  # False starts decay and write strength as in a model trained from scratch
     text: Path | None = None  # calibration text; None for the text shipped with deltanet-hf
     calibration_tokens: int = 8192
+    cache_bits: int = 16  # of keys and values in the converted model's cache; one of `CACHE_BITS`
     dtype: str | None = None  # dtype of the converted weights; None for the teacher's
     shard_size: int = 5 * 10**9  # bytes
     dry_run: bool = False
@@ -71,6 +73,8 @@ class ConvertOptions:
             raise UserError(f"--mixer: got '{self.mixer}', expected one of {', '.join(MIXER_NAMES)}")
         if self.profile not in PROFILES:
             raise UserError(f"--profile: got '{self.profile}', expected one of {', '.join(PROFILES)}")
+        if self.cache_bits not in CACHE_BITS:
+            raise UserError(f"--cache-bits: got {self.cache_bits}, expected 16, 8 or 4")
         if self.dtype is not None and self.dtype not in DTYPES:
             raise UserError(f"--dtype: got '{self.dtype}', expected one of {', '.join(DTYPES)}")
         if not FEWEST_TOKENS <= self.calibration_tokens <= MOST_TOKENS:
@@ -170,6 +174,7 @@ class ConvertOptions:
             "set": changed_settings(self.changes, self._recommended()[1]),
             "fit_memory": self.fit_memory,
             "calibration_tokens": self.calibration_tokens,
+            "cache_bits": self.cache_bits,
             "dtype": self.dtype,
             "shard_size": self.shard_size,
             "seed": self.seed,

@@ -75,7 +75,7 @@ def _set(attention: Any, bits: int) -> None:
     elif not isinstance(attention, LayerKind):
         pack_softmax(attention, bits)
     elif bits < 16:
-        raise UserError(f"cache bits: {attention.name} layers keep every token in 16 bits")
+        raise UserError(f"cache bits: {attention.name} layers keep every token in 16 bits; leave it at 16")
 
 
 def cache_bits_of(model: PreTrainedModel) -> int:

@@ -40,13 +40,14 @@ class Checks(VerifyAndUpdateConfig):
     @staticmethod
     def verify_and_update_config(vllm_config: VllmConfig) -> None:
         """Raises ValueError for settings of vLLM that the plugin does not serve."""
-        parallel = vllm_config.parallel_config
+        parallel, config = vllm_config.parallel_config, vllm_config.model_config.hf_config
         for given, name, remedy in (
             (parallel.tensor_parallel_size > 1, "tensor_parallel_size", "1"),
             (parallel.pipeline_parallel_size > 1, "pipeline_parallel_size", "1"),
             (vllm_config.quant_config is not None, "quantization", "none"),
             (vllm_config.lora_config is not None, "enable_lora", "false, and a model with merged adapters"),
             (vllm_config.speculative_config is not None, "speculative_config", "none"),
+            (LayerTable.of(config).cache_bits < 16, "cache_bits", "a model whose config.json says 16 or nothing"),
         ):
             if given:
                 raise ValueError(f"{name}: not served for models with converted layers; pass {remedy}")

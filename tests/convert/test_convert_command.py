@@ -121,6 +121,7 @@ def test_json_is_all_that_stdout_holds(
         ["--shard-size", "many", "--pure"],
         ["--text", "missing.txt", "--pure"],
         ["--calibration-tokens", "100000000", "--pure"],
+        ["--cache-bits", "5", "--pure"],
     ],
 )
 def test_user_errors_are_one_line_and_exit_code_2(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from deltanet_hf.mixers import FLOAT32_NAMES, MIXERS, AttentionKind, LayerKind
 from deltanet_hf.mixers.masks import sliding_window
 from deltanet_hf.mixers.mixed_cache import MixedCacheLayer
 from deltanet_hf.mixers.state import cache_bytes
+from deltanet_hf.models.cache_bits import set_cache_bits
 from deltanet_hf.models.families import FAMILIES
 from support.tiny_models import HYBRID, LAYERS, teacher_config, tiny_student, tiny_teacher
 
@@ -29,11 +31,13 @@ def planned(
     profile: str,
     layers: tuple[int, ...],
     dtype: torch.dtype = torch.float32,
+    cache_bits: int = 16,
     **changes: Any,
 ) -> Plan:
     tiny_teacher(family).save_pretrained(folder)
     softmax = [index for index in range(LAYERS) if index not in layers]
     table = LayerTable.preset(LAYERS, profile=profile, softmax=softmax, **changes)
+    table = dataclasses.replace(table, cache_bits=cache_bits)
     return make_plan(open_teacher(folder), table, dtype, 10**9, 256)
 
 
@@ -123,6 +127,31 @@ def test_cache_bytes_are_those_of_the_model(
         assert layer.state_bytes == sum(tensor.nbytes for part in parts for tensor in part.state.values())
         assert layer.cache_bytes(10) == layer.cache_bytes(10**6) == layer.state_bytes
     assert cache_bytes(cache) == plan.cache_table()[0]["converted"]
+
+
+PACKED: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"window": 40}),
+    ("gemma3_text", {"mixer": "window", "window": 40}),
+    ("llama", {"mixer": "mixed_heads", "heads": ["softmax", "linear"]}),
+]
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(("family", "changes"), PACKED)
+@torch.no_grad()
+def test_packed_cache_bytes_are_those_of_the_model(
+    tmp_path: Path, family: str, changes: dict[str, Any], bits: int
+) -> None:
+    plan = planned(tmp_path, family, "faithful", HYBRID, cache_bits=bits, **changes)
+    model = set_cache_bits(tiny_student(family, "faithful", HYBRID, **changes), bits)
+    for tokens in (3, 32, 33, 150):
+        cache = DynamicCache(config=model.config)
+        model(torch.ones(1, tokens, dtype=torch.int64), past_key_values=cache, use_cache=True)
+        assert cache_bytes(cache) == sum(layer.cache_bytes(tokens) for layer in plan.layers)
+    assert plan.to_json()["cache_bits"] == bits
+    console = Console(record=True, width=160)
+    print_plan(plan, console)
+    assert f"keys and values in {bits} bits" in console.export_text()
 
 
 def test_hybrid_cache_adds_both_kinds(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from deltanet_convert.start import START
 from deltanet_convert.start.calibration import LayerCalibration
+from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
 from deltanet_hf.mixers.masks import sliding_window
 from deltanet_hf.mixers.state import cache_bytes
+from deltanet_hf.models.cache_bits import cache_bits_of
 from support.tiny_conversion import quick_start, teacher_folder, tiny_conversion
 from support.tiny_models import LAYERS, tiny_teacher
 
@@ -94,3 +97,26 @@ def test_a_cache_holds_what_the_plan_says(tmp_path: Path, family: str, layers: s
             tokens = length if own is None else min(length, own - 1)
             growing += plan[index]["kv_bytes_per_token"] * tokens
         assert cache_bytes(cache) == states + growing
+
+
+@torch.no_grad()
+def test_the_bits_of_the_cache_are_written_and_change_nothing_else(tmp_path: Path) -> None:
+    """The same weights and measurements; the loaded model has the cache of the plan."""
+    plain, exact = converted(tmp_path, "llama", layers="every:2")
+    shutil.rmtree(tmp_path / "out")
+    model, report = converted(tmp_path, "llama", layers="every:2", cache_bits=4)
+    assert {**report, "plan": None, "options": None} == {**exact, "plan": None, "options": None}
+    assert all(torch.equal(tensor, plain.state_dict()[name]) for name, tensor in model.state_dict().items())
+    assert report["options"]["cache_bits"] == model.config.deltanet["cache_bits"] == cache_bits_of(model) == 4
+    ids = torch.arange(1024)[None] % 60
+    caches = [each(ids, use_cache=True, logits_to_keep=1).past_key_values for each in (plain, model)]
+    sizes = [each["plan"]["cache_bytes"][0]["converted"] for each in (exact, report)]
+    assert [cache_bytes(cache) for cache in caches] == sizes
+    assert "keeps keys and values in 4 bits" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_layers_without_a_packed_form_are_refused_before_the_work(tmp_path: Path) -> None:
+    teacher = teacher_folder(tmp_path / "teacher", "llama")
+    with pytest.raises(UserError, match=r"^cache bits: alibi layers keep every token in 16 bits; leave it at 16$"):
+        tiny_conversion(teacher, tmp_path / "out", mixer="alibi", cache_bits=4)
+    assert not (tmp_path / "out").exists()

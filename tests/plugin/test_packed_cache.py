@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, QuantizedCache
 
 from deltanet_hf.mixers.fake_quantisation import fake_quantised
 from deltanet_hf.mixers.mixed_cache import MixedCacheLayer
@@ -19,7 +19,15 @@ from deltanet_hf.models.assisted import place_layers
 from deltanet_hf.models.cache_bits import cache_bits_of, set_cache_bits, stored_bytes
 from deltanet_kernels import PackedKeyValues
 from deltanet_kernels.packed_cache.layout import GROUP, unpacked
-from support.tiny_models import HYBRID, mixed_mixture_table, tiny_mixture, tiny_qwen3_5, tiny_student, tiny_teacher
+from support.tiny_models import (
+    HYBRID,
+    mixed_mixture_table,
+    mixed_table,
+    tiny_mixture,
+    tiny_qwen3_5,
+    tiny_student,
+    tiny_teacher,
+)
 
 LONG = torch.randint(3, 97, (2, 150), generator=torch.Generator().manual_seed(0))
 
@@ -191,3 +199,19 @@ def test_a_ring_holds_what_its_next_query_may_see() -> None:
     for name, held in states(cache).items():
         if name.endswith("key_codes"):
             assert held.shape[2] == -(-39 // GROUP)
+
+
+@torch.no_grad()
+def test_quantised_caches_of_transformers_serve_too() -> None:
+    models = {"hybrid": made("hybrid", 16).float(), "heads": tiny_mixture("llama", mixed_table("softmax", "linear"))}
+    try:
+        caches = {name: QuantizedCache("fp8", model.config) for name, model in models.items()}
+    except (ImportError, ValueError):
+        pytest.skip("this version of transformers has no quantised cache without another package")
+    for name, model in models.items():
+        exact = DynamicCache(config=model.config)
+        for part in LONG.split([103, 1, 46], dim=1):
+            wanted = model(part, past_key_values=exact, use_cache=True).logits
+            found = model(part, past_key_values=caches[name], use_cache=True).logits
+        assert 0 < (found - wanted).norm() < 2**-4 * wanted.norm()  # rounding to 3 bits after the first loses at most
+        assert cache_bytes(caches[name]) < cache_bytes(exact)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import pytest
@@ -181,3 +182,9 @@ def test_in_bfloat16_the_tokens_are_as_good_as_those_of_generate(changes: dict[s
 def test_what_is_not_served_is_refused_by_name(settings: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=f"{named}: not served for models with converted layers; pass"):
         by_vllm(served_model("llama", tiny_table(layers=(0, 2))), prompts(3), **settings)
+
+
+def test_keys_and_values_of_fewer_bits_are_refused() -> None:
+    table = dataclasses.replace(tiny_table(layers=(0, 2)), cache_bits=4)
+    with pytest.raises(ValueError, match="cache_bits: not served for models with converted layers; pass a model"):
+        by_vllm(served_model("llama", table), prompts(3))

@@ -78,7 +78,7 @@ Output of the converted layers against the teacher's attention, on the teacher's
 
 ![per-layer error]({plot})
 
-Cache of one sequence:
+Cache of one sequence{_bits_note(plan["cache_bits"])}:
 
 | tokens | teacher | converted |
 |---|---|---|
@@ -162,6 +162,13 @@ Their attention has an RMSNorm on q and k that the teacher does not have, so tha
 The norms were fitted to change the attention little (KL divergence {found:.4f} nats on average); distillation trains
 them.
 """
+
+
+def _bits_note(bits: int) -> str:
+    if bits == 16:
+        return ""
+    return f""". The converted model keeps keys and values in {bits} bits; the measurements above are in 16
+(`set_cache_bits(model, 16)` of `deltanet_hf.models.cache_bits` sets them)"""
 
 
 def _mean(values: list[float]) -> float:

@@ -68,7 +68,8 @@ def print_plan(plan: Plan, console: Console) -> None:
         f"{plan.shards} {'file' if plan.shards == 1 else 'files'}; about {size(plan.peak_memory_bytes)} of memory"
         f"{small} and {size(plan.disk_bytes)} of disk while converting"
     )
-    caches = Table(title="Cache of one sequence, by context length", title_justify="left")
+    bits = f" (converted: keys and values in {plan.cache_bits} bits)" if plan.cache_bits < 16 else ""
+    caches = Table(title=f"Cache of one sequence, by context length{bits}", title_justify="left")
     for column in ("tokens", "teacher", "converted", "ratio"):
         caches.add_column(column, justify="right")
     for row in plan.cache_table():
