@@ -75,9 +75,12 @@ def compared(opened: ConvertedModel, running: Any) -> Comparison:
     return Comparison("it", FLOAT32, **compare(reference, steps))
 
 
-@pytest.mark.parametrize("name", ["hybrid", "every layer"])
-def test_transformers_gives_our_log_probabilities(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "bits"), [("hybrid", 16), ("hybrid", 4), ("every layer", 16)])
+def test_transformers_gives_our_log_probabilities(name: str, bits: int, tmp_path: Path) -> None:
+    """Runtimes have keys and values in 16 bits, whatever the model says of its cache."""
     opened = model(tmp_path / "model", name)
+    opened.config.deltanet["cache_bits"] = bits
+    opened.config.save_pretrained(opened.folder)
     export_command(str(opened.folder), tmp_path / "out")
     found = compared(opened, Transformers(tmp_path / "out", FLOAT32))
     assert found.equal == found.tokens == NEW_TOKENS * 4

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, QuantizedCache
 
+from deltanet_hf.evaluation.measures.sequence_bytes import sequence_bytes
 from deltanet_hf.mixers.fake_quantisation import fake_quantised
 from deltanet_hf.mixers.mixed_cache import MixedCacheLayer
 from deltanet_hf.mixers.packed_tokens import NAMES, Kept, PackedTokens
@@ -150,7 +151,7 @@ def test_the_bytes_of_the_plan_are_those_of_the_cache(name: str, bits: int) -> N
     for tokens in (3, 32, 33, 150):
         cache = DynamicCache(config=model.config)
         model(LONG[:1, :tokens], past_key_values=cache, use_cache=True)
-        assert cache_bytes(cache) == stored_bytes(model, tokens, bits)
+        assert cache_bytes(cache) == stored_bytes(model, tokens, bits) == sequence_bytes(model, tokens)
     assert all(isinstance(part, MixerCacheLayer) for part in cache.layers) or name == "heads"
 
 

@@ -22,6 +22,7 @@ from deltanet_hf import __version__
 from deltanet_hf.cpu_dtype import native_bfloat16
 from deltanet_hf.data import shipped_texts
 from deltanet_hf.errors import QualityError
+from deltanet_hf.models.cache_bits import use_cache_bits
 
 from ..storage.saved_tokenizer import load_tokenizer
 from .comparison import OURS, Comparison, differences_table, speeds_table
@@ -49,13 +50,7 @@ class Reference:
     @classmethod
     def load(cls, model: ConvertedModel, rounded: torch.dtype, transcript: str | None) -> Reference:
         """Loads the model in float32; `rounded`: the dtype to which the export rounded its weights."""
-        ours: Any = (
-            AutoModelForCausalLM.from_pretrained(
-                model.folder, dtype=rounded, trust_remote_code=False, use_safetensors=True
-            )
-            .float()
-            .eval()
-        )
+        ours = _ours(model.folder, rounded).float()
         tokenizer = load_tokenizer(model.folder)
         text = shipped_texts()[0].read_text(encoding="utf-8")[5000:15000]
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -66,9 +61,16 @@ class Reference:
         return cls(model.folder, ours, prompts, ids[:read], decoded, continued, tokenizer)
 
     def in_dtype(self, dtype: torch.dtype) -> Any:
-        return AutoModelForCausalLM.from_pretrained(
-            self.folder, dtype=dtype, trust_remote_code=False, use_safetensors=True
-        ).eval()
+        return _ours(self.folder, dtype)
+
+
+def _ours(folder: Path, dtype: torch.dtype) -> Any:
+    """deltanet-hf's model with keys and values in 16 bits, as runtimes have them."""
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, trust_remote_code=False, use_safetensors=True
+    )
+    use_cache_bits(model, 16)
+    return model.eval()
 
 
 def verify_export(
