@@ -121,9 +121,12 @@ class PackedTokens:
         whole = whole and (kept.limit is None or kept.sinks == 0 or length <= kept.limit)
         if whole and not self._keep_state:
             return self._whole(q, k, v, scale, softcap)
-        if torch.is_grad_enabled() and k.requires_grad:
-            raise ValueError("cache bits: gradients need whole sequences, without padding and without a cache")
-        arranged = _Arranged.of(kept, self.state, k, v, self._padding)
+        if not whole and torch.is_grad_enabled() and k.requires_grad:
+            raise ValueError(
+                "cache bits: gradients need whole sequences without padding; train with set_cache_bits(model, 16), or "
+                "compute under torch.no_grad()"
+            )
+        arranged = _Arranged.of(kept, self.state, k.detach(), v.detach(), self._padding)
         self.state = arranged.state(kept.groups(self._seen + length))
         return self._whole(q, k, v, scale, softcap) if whole else arranged.attend(q, kept, scale, softcap)
 

@@ -180,6 +180,20 @@ def states_of(layer: Any) -> list[str]:
     return [name for part in parts for name in getattr(part, "state", {})]
 
 
+@pytest.mark.parametrize("name", ["hybrid", "window", "heads"])
+def test_gradients_do_not_depend_on_whether_a_cache_is_filled(name: str) -> None:
+    """A call has a cache by default; only with padding, or behind other tokens, are there no gradients."""
+    model, found = made(name), []
+    for use_cache in (False, True):
+        model.zero_grad()
+        output = model(LONG, labels=LONG, use_cache=use_cache)
+        output.loss.backward()
+        found.append([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
+    torch.testing.assert_close(found[0], found[1])
+    with pytest.raises(ValueError, match="cache bits: gradients need whole sequences without padding"):
+        model(LONG[:, :5], past_key_values=output.past_key_values)
+
+
 def test_what_has_no_packed_form_is_refused() -> None:
     model = made("hybrid")
     with pytest.raises(ValueError, match="cache bits: packed sequences are read in 16 bits"):
