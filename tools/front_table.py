@@ -8,14 +8,13 @@ paired difference (`hybrid_row.compared`).
 
 from __future__ import annotations
 
-import gzip
 import json
 from pathlib import Path
 
 import yaml
 
 from deltanet_hf.errors import UserError
-from deltanet_recipes.study.hybrid_measure import Measured
+from deltanet_recipes.study.front import load_items
 from deltanet_recipes.study.hybrid_row import compared
 from hybrids_table import HEADERS, _cell, _line
 
@@ -32,12 +31,6 @@ def front_table(path: Path) -> str:
             raise UserError(f"{path}: no measured run {entry['run']!r} in {results.name}")
         marks: dict[str, list[str]] = {}
         if baseline := entry.get("baseline"):
-            marks = compared(outcomes(results, entry["run"]), outcomes(results, baseline))
+            marks = compared(load_items(results, entry["run"]), load_items(results, baseline))
         lines.append(_line(entry["label"], [_cell(rows[entry["run"]], names, marks) for names in columns]))
     return "\n".join(lines)
-
-
-def outcomes(results: Path, run: str) -> Measured:
-    """The outcomes of a row's windows and probes, which `front` keeps beside its results."""
-    file = results.with_name(f"{results.stem}-items") / f"{run}.json.gz"
-    return Measured.from_dict(json.loads(gzip.decompress(file.read_bytes())))

@@ -138,7 +138,7 @@ TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def fast_part(module: nn.Module, may_move: bool) -> Any:
-    """What stands for a module in the fast form: a module of this package, a copy with faster parts, or itself."""
+    """The stand-in of a module in the fast form: a module of this package, a copy with faster parts, or itself."""
     if isinstance(module, Mixer):
         return FastMixer(module, may_move)
     if is_known(module):

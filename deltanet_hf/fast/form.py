@@ -19,7 +19,7 @@ MOVES_ON = {"cuda"}  # types of devices that launch kernels slower than they com
 
 
 class Version:
-    """What a model's form depends on: its modules, their attributes and hooks, and the addresses of its weights.
+    """The state on which a model's form depends: modules, their attributes and hooks, and the addresses of weights.
 
     Attributes of the model itself and of modules without weights do not count: `generate` and rotary embeddings keep
     things of their own there.

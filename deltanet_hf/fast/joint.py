@@ -49,7 +49,7 @@ class JointLinear:
 
 
 def joint_linears(linears: Sequence[Any], may_move: bool) -> list[Any]:
-    """What is to be called in the place of linear layers with one input: those of a joint product, or themselves.
+    """Stand-ins for linear layers with one input: outputs of a joint product, or the layers themselves.
 
     They stay apart if one of them is another module than `nn.Linear`, where dtypes or devices differ, and where they do
     not lie in one block: parameters are only moved if they `may_move`, share their memory with no other tensor and

@@ -17,20 +17,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from deltanet_kernels import window_attention
-
-GROUP = 32  # tokens of a key channel, and channels of a value, that share a scale
-SINKS = 4  # tokens at the start of a sequence that stay as they are
+from deltanet_kernels.packed_cache.layout import GROUP, SINKS, quantised, restored
 
 
 def fake_quantised(x: Tensor, bits: int) -> Tensor:
-    """The numbers x [..., G] on 2^bits even steps between their lowest and highest, which are rounded to bfloat16."""
-    values = x.to(torch.promote_types(x.dtype, torch.float32))
-    low, high = values.amin(-1, keepdim=True), values.amax(-1, keepdim=True)
-    steps = 2**bits - 1
-    low = low.bfloat16().to(values)
-    # By a tensor: CUDA multiplies by the reciprocal of a plain number, which rounds otherwise than the kernels divide.
-    scale = ((high - low) / torch.full_like(low, steps)).bfloat16().to(values).clamp_min(1e-30)
-    return (low + ((values - low) / scale).round().clamp(0, steps) * scale).to(x.dtype)
+    """The numbers x [..., G] as `packed_cache.layout` stores and restores them in `bits` bits."""
+    return restored(*quantised(x, bits), x.dtype)
 
 
 def stored_keys(k: Tensor, bits: int) -> Tensor:

@@ -38,7 +38,7 @@ class PackedSoftmax:
 
     @property
     def kept(self) -> Kept:
-        """What the layer keeps of a sequence."""
+        """The part of a sequence that the layer keeps."""
         return Kept.of(self.cache_bits, None, 0, sliding_window(self.config.whole, self.layer_idx))
 
     def forward(

@@ -14,9 +14,9 @@ from torch import nn
 
 import gpu_tests
 from deltanet_hf.errors import UserError
+from deltanet_recipes.study.front import load_items
 from deltanet_recipes.study.hybrid_row import KL, RECALL
 from deltanet_recipes.study.results_row import Measure, append_rows
-from front_table import outcomes
 from readme_tables import BLOCK, rewritten
 
 ROOT = Path(__file__).parents[2]
@@ -36,7 +36,7 @@ def test_the_front_follows_from_the_outcomes_of_its_items() -> None:
     """Every value and error of a row is that of its kept windows and probes."""
     results = ROOT / "recipes/results/smollm2-135m-front.json"
     for row in json.loads(results.read_text()):
-        clusters = outcomes(results, row["run"]).clusters
+        clusters = load_items(results, row["run"]).clusters
         for name in [name for name in (*KL, *RECALL) if name in row]:
             score, scale = clusters[name].score, 1 if name in KL else 100
             assert row[name] == pytest.approx(scale * score.value, abs=2e-5 * scale), (row["run"], name)

@@ -1,4 +1,4 @@
-"""What `deltanet-hf convert` asks this package: whether a result could be exported, and whether a model is Qwen3.5."""
+"""Answers to `deltanet-hf convert`: whether a result could be exported, and whether a model is Qwen3.5."""
 
 from __future__ import annotations
 

@@ -44,14 +44,15 @@ class PackedKeyValues(NamedTuple):
 
 
 def quantised(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """x [..., G] on 2^bits even steps: codes [..., G] uint8, and scale and lowest number [..., 1] bfloat16."""
+    """x [..., G] on 2^bits even steps: whole numbers [..., G] in float32 at least, and scale and lowest number [..., 1]
+    bfloat16."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     low, high = wide.amin(-1, keepdim=True), wide.amax(-1, keepdim=True)
     steps, low = 2**bits - 1, low.bfloat16()
     # By a tensor: CUDA multiplies by the reciprocal of a plain number, which rounds otherwise than the kernels divide.
     scale = ((high - low.to(wide)) / torch.full_like(high, steps)).bfloat16()
     codes = ((wide - low.to(wide)) / scale.to(wide).clamp_min(LEAST_SCALE)).round().clamp(0, steps)
-    return codes.to(torch.uint8), scale, low
+    return codes, scale, low
 
 
 def restored(codes: Tensor, scale: Tensor, low: Tensor, dtype: torch.dtype) -> Tensor:
@@ -61,7 +62,8 @@ def restored(codes: Tensor, scale: Tensor, low: Tensor, dtype: torch.dtype) -> T
 
 
 def _bytes(codes: Tensor, bits: int) -> Tensor:
-    """Codes [..., D] in bytes."""
+    """The whole numbers [..., D] of `quantised` in bytes."""
+    codes = codes.to(torch.uint8)
     if bits == 8:
         return codes
     low, high = codes.chunk(2, dim=-1)

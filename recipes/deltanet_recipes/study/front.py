@@ -5,7 +5,7 @@ Command: `python -m deltanet_recipes.study.front ARRAYS OUT --teacher FOLDER ...
 Every row of the results file is one model in a cache of one number of bits:
 
 - run, kind (teacher, free: a baseline without training, control, student), bits, kept (layers whose softmax attention
-  sees all tokens), kept_heads, window, tokens (of training), seed, command;
+  sees all tokens), kept_heads, window, tokens (of training), seed;
 - mb_2k, mb_8k, mb_32k: MB of one sequence of so many tokens (`deltanet_hf.models.cache_bits.stored_bytes`);
 - the columns of `hybrid_row.py` with their standard errors.
 
@@ -15,6 +15,7 @@ every comparison can be made again.
 
 from __future__ import annotations
 
+import bisect
 import gzip
 import json
 import time
@@ -53,24 +54,28 @@ def window_for(
     teacher: PreTrainedModel, layers: tuple[int, ...], heads: tuple[tuple[int, int], ...], bits: int, budget: int
 ) -> int | None:
     """The longest window elsewhere for which 2,048 tokens fit into `budget` bytes; None if none does."""
-    fits = None
-    low, high = 1, 2048
-    while low <= high:
-        window = (low + high) // 2
-        policy = WindowPolicy(layers, window, heads=heads).apply(teacher)
-        if stored_bytes(policy, 2048, bits) <= budget:
-            fits, low = window, window + 1
-        else:
-            high = window - 1
-    return fits
+
+    def size(window: int) -> int:
+        return stored_bytes(WindowPolicy(layers, window, heads=heads).apply(teacher), 2048, bits)
+
+    return bisect.bisect_right(range(1, 2049), budget, key=size) or None
 
 
-def save_items(out: Path, run: str, measured: Measured) -> None:
+def items_file(results: Path, run: str) -> Path:
+    """The file of the outcomes of a row's windows and probes."""
+    return results.with_name(f"{results.stem}-items") / f"{run}.json.gz"
+
+
+def save_items(results: Path, run: str, measured: Measured) -> None:
     """Keep the outcomes of a row's windows and probes, compressed."""
-    folder = out.with_name(f"{out.stem}-items")
-    folder.mkdir(parents=True, exist_ok=True)
-    with gzip.GzipFile(folder / f"{run}.json.gz", "wb", mtime=0) as stream:
-        stream.write(json.dumps(measured.to_dict()).encode())
+    file = items_file(results, run)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(gzip.compress(json.dumps(measured.to_dict()).encode(), mtime=0))
+
+
+def load_items(results: Path, run: str) -> Measured:
+    """The inverse of `save_items`."""
+    return Measured.from_dict(json.loads(gzip.decompress(items_file(results, run).read_bytes())))
 
 
 def main(
@@ -127,8 +132,7 @@ def main(
     for entry in model or ():
         name, _, folder = entry.partition("=")
         student: Any = load_for_measure(folder, device)
-        run = run_facts(Path(folder))
-        facts = layer_facts(student)
+        run, facts = run_facts(Path(folder)), layer_facts(student)
         trained = {"tokens": run.get("tokens", 0), "seed": run.get("seed")}
         kind = "control" if all(title.startswith(("window", "softmax")) for title in facts["kinds"]) else "student"
         for width in bits or (16, 4):
