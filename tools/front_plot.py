@@ -33,10 +33,15 @@ LABELS = {
     "seven-97@4": "window 97",
     "seven-97-60m@4": "60M tokens",
     "three-97@4": "3 layers",
+    "control-heads18-897@4": "18 heads",
+    "control-heads9-481@4": "9 heads",
+    "control-heads9-225@4": "9 heads",
+    "heads9-353@4": "9 heads",
+    "heads9-97@4": "9 heads",
 }
 KINDS = {  # colour and name in the legend
     "black": "teacher, bits of its cache",
-    "tab:gray": "without training: some layers whole, windows elsewhere, 2 to 16 bits",
+    "tab:gray": "without training: some layers or heads whole, windows elsewhere, 2 to 16 bits",
     "tab:orange": "windows, trained, 4 bits",
     "tab:blue": "windows + Gated DeltaNet, trained, 4 bits (one in 16)",
 }
