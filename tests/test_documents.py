@@ -90,7 +90,7 @@ def test_recipes_modules_and_scripts_exist(page: Path) -> None:
         words = shlex.split(line, comments=True)
         if words[1] in ("align", "distill") and len(words) > 2 and re.fullmatch(r"[a-z0-9.-]+", words[2]):
             assert words[2] in shipped_recipes() or words[2].endswith(".yaml"), line
-    for module in re.findall(r"python -m\s+(deltanet_[\w.]*\w)", text):
+    for module in re.findall(r"python -m\s+((?:deltanet_|measuring)[\w.]*\w)", text):
         assert importlib.util.find_spec(module) is not None, module
     for script in re.findall(r"python (tools/\w+\.py)", text):
         assert (ROOT / script).exists(), script

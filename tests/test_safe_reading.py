@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = [ROOT / part for part in ("deltanet_hf", "kernels", "convert", "recipes")]
 UNPICKLERS = {"pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 # They load the folders of their own configuration, not the ones that a command of deltanet-hf is given.
-MAINTAINERS = ("benchmarks", "study", "demo", "lab")
+MAINTAINERS = ("measuring", "demo")
 
 
 def calls() -> Iterator[tuple[str, str, dict[str, object]]]:

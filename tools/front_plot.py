@@ -2,7 +2,7 @@
 
 Upper panels: memory of a sequence of 2,048 tokens. Lower panels: memory of 32,768 tokens, which is arithmetic, against
 quality at the greatest length that was measured. The dashed line is the best that costs no training. The rows are those
-of `deltanet_recipes.study.front`.
+of `measuring.study.front`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tables of rows of `deltanet_recipes.study.front`, for readme_tables.py, with marks from the outcomes of single items.
+"""Tables of rows of `measuring.study.front`, for readme_tables.py, with marks from the outcomes of single items.
 
 A table is described by YAML: {results: FILE, columns: [NAME, ...], rows: [{run, label, baseline}, ...]} with FILE
 relative to the YAML; `columns` as in hybrids_table.py. A row with a `baseline`, the run of another row, has **bold**
@@ -14,9 +14,9 @@ from pathlib import Path
 import yaml
 
 from deltanet_hf.errors import UserError
-from deltanet_recipes.study.front import load_items
-from deltanet_recipes.study.hybrid_row import compared
 from hybrids_table import HEADERS, _cell, _line
+from measuring.study.front import load_items
+from measuring.study.hybrid_row import compared
 
 
 def front_table(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Tables of rows of `deltanet_recipes.study.hybrid_row`, for readme_tables.py.
+"""Tables of rows of `measuring.study.hybrid_row`, for readme_tables.py.
 
 A table is described by YAML: {results: FILE, columns: [NAME, ...], rows: [{run, label}, ...]} with FILE relative to the
 YAML. `columns` are names of values, or several joined by spaces, which share a column. With `teacher: {mb_2k: NUMBER}`

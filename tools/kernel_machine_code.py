@@ -106,8 +106,7 @@ def install(recorder: Recorder) -> None:
     """Put the recorder, and an H200's capability and size, in place of the package's own functions."""
     values = {"launch": recorder, "capability": lambda _: (9, 0), "multiprocessors": lambda _: 132}
     for module in pkgutil.walk_packages(deltanet_kernels.__path__, "deltanet_kernels."):
-        if "benchmarks" not in module.name:
-            importlib.import_module(module.name)
+        importlib.import_module(module.name)
     for name, module in list(sys.modules.items()):
         if name.startswith("deltanet_kernels"):
             for attribute, value in values.items():

@@ -2,7 +2,7 @@
 
 Left: KL to the teacher on novels at 4,096 tokens. Then needles and prose facts found in 2,048 tokens. All against the
 memory that one sequence of 2,048 tokens takes. The dashed line is the best that costs no training: windows on all
-layers of the teacher or on all but the kept ones. The rows are those of `deltanet_recipes.study.hybrid_row`.
+layers of the teacher or on all but the kept ones. The rows are those of `measuring.study.hybrid_row`.
 """
 
 from __future__ import annotations

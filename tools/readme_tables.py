@@ -3,16 +3,16 @@
 A table is the text between `<!-- KIND: FILE ... -->` and `<!-- end of KIND -->`; what follows FILE is a note for the
 reader. There are twelve kinds:
 
-- results FILE: the rows of a results file (deltanet_recipes.study.results_row).
+- results FILE: the rows of a results file (measuring.study.results_row).
 - keys FILE: the keys of a recipe (FILE is not read).
 - headline FILE: selected rows and columns of several results files and of the JSON files of `deltanet-hf report`.
   FILE is YAML, {results: [FILE, ...], reports: [FILE, ...], columns: [NAME, ...], rows: [{run, label}, ...]}, with
   paths relative to itself. Without `columns`, the table has all of them.
 - hybrids FILE: trained rows beside the free policies of equal bytes (hybrids_table.py says what is in FILE).
-- front FILE: rows of deltanet_recipes.study.front with marks (front_table.py says what is in FILE).
-- mixers FILE: the rows of a results file of deltanet_recipes.study.mixer_row.
-- lab FILE: the rows of a results file of deltanet_recipes.lab.
-- speed FILE: the rows of the results file of deltanet_recipes.benchmarks.end_to_end.
+- front FILE: rows of measuring.study.front with marks (front_table.py says what is in FILE).
+- mixers FILE: the rows of a results file of measuring.study.mixer_row.
+- lab FILE: the rows of a results file of measuring.lab.
+- speed FILE: the rows of the results file of measuring.benchmarks.end_to_end.
 - gpu FILE: the record of the last run of `make test-gpu`.
 - data FILE: the counts that `deltanet-hf data` wrote.
 - chips FILE, sizes FILE: the kernels and the sizes of `deltanet_kernels.gated_delta_rule.chips` (FILE is not read).
@@ -39,7 +39,7 @@ import results_table
 import speed_table
 from deltanet_hf.errors import UserError
 from deltanet_hf.exit_codes import run_command
-from deltanet_recipes.lab import table as lab_table
+from measuring.lab import table as lab_table
 
 BLOCK = re.compile(
     r"(<!-- (results|keys|headline|hybrids|front|mixers|lab|speed|gpu|data|chips|sizes): (\S+)[^\n]*-->\n)"

@@ -18,7 +18,7 @@ from deltanet_recipes.schema_sections import (
     Source,
     WindowDropout,
 )
-from deltanet_recipes.study.study_config import Conversion, Run, Study
+from measuring.study.study_config import Conversion, Run, Study
 
 SECTIONS: dict[str, tuple[type[BaseModel], type[BaseModel] | None]] = {
     "the recipe": (Recipe, None),

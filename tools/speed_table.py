@@ -1,4 +1,4 @@
-"""The tables of `deltanet_recipes.benchmarks.end_to_end`'s results file, for readme_tables.py.
+"""The tables of `measuring.benchmarks.end_to_end`'s results file, for readme_tables.py.
 
 Decoding times are those of the fastest mode of each kind of model.
 """

@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from deltanet_convert.benchmarks.random_teacher import write_teacher
 from deltanet_convert.conversion_plan import make_plan
 from deltanet_convert.job import prepare
 from deltanet_convert.layer_step import LayerStep
@@ -19,6 +18,7 @@ from deltanet_convert.options import ConvertOptions
 from deltanet_convert.start import gate_fit
 from deltanet_convert.teacher_model import open_teacher
 from deltanet_hf import LayerTable
+from measuring.benchmarks.random_teacher import write_teacher
 from support.allocated import peak_bytes
 
 WORKSPACE = 13_000_000  # of the operators, which work on blocks of one size

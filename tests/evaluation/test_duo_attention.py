@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerFast
 from deltanet_convert.select.selection_file import read_selection
 from deltanet_convert.select.units import Candidates
 from deltanet_hf.errors import UserError
-from deltanet_recipes.study import duo_attention
-from deltanet_recipes.study.duo_attention import chosen_heads, passkey_row, train_gates
+from measuring.study import duo_attention
+from measuring.study.duo_attention import chosen_heads, passkey_row, train_gates
 from support.tiny_models import tiny_teacher
 
 TEXT = np.random.default_rng(0).integers(5, 60, 3000)

@@ -13,11 +13,10 @@ from transformers import PreTrainedTokenizerFast
 
 from deltanet_hf.evaluation.free_policies import WindowPolicy
 from deltanet_hf.evaluation.measures.relative import Clusters
-from deltanet_hf.evaluation.tasks import recall_cells
 from deltanet_hf.mixers.restrict_heads import restrict_heads
-from deltanet_recipes.study import hybrid_measure, hybrid_row, references
-from deltanet_recipes.study.hybrid_measure import HybridMeasure, Measured
-from deltanet_recipes.study.results_row import load_for_measure
+from measuring.study import hybrid_measure, hybrid_row, recall_cells, references
+from measuring.study.hybrid_measure import HybridMeasure, Measured
+from measuring.study.results_row import load_for_measure
 from support.tiny_models import tiny_teacher
 
 TEXTS = {"wt2": ("wt2", 64, 3), "1k": ("heldwiki", 64, 3), "wiki_4k": ("wiki_long", 200, 3), "4k": ("novels", 200, 3)}

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deltanet_hf.evaluation.tasks import recall_cells
-from deltanet_recipes.study import mixer_row, results_row
+from measuring.study import mixer_row, recall_cells, results_row
 from mixers_table import markdown
 
 MEASURED = ("kl", "wt2", "heldwiki", "repeat", "needles_1k", "pairs_8")

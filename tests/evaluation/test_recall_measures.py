@@ -13,16 +13,16 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.evaluation.measures.bigram_recall import bigram_clusters, bigram_distances
-from deltanet_hf.evaluation.measures.generated_answers import generated_answers
 from deltanet_hf.evaluation.measures.probes import Probe, answer_outcomes, score_probes
 from deltanet_hf.evaluation.measures.relative import Clusters, paired_difference, relative_score
-from deltanet_hf.evaluation.measures.token_measures import TokenMeasures, short_context_hits, token_measures
 from deltanet_hf.evaluation.tasks.haystack import Haystack
 from deltanet_hf.evaluation.tasks.prose_facts import prose_facts
-from deltanet_hf.evaluation.tasks.recall_sweeps import LEAD, SPREAD, one_fact, replaced_pairs, spread_pairs
 from deltanet_hf.evaluation.tasks.recall_tasks import associative_recall, needles
 from deltanet_hf.mixers.window import restrict_to_window
+from measuring.study.bigram_recall import bigram_clusters, bigram_distances
+from measuring.study.generated_answers import generated_answers
+from measuring.study.recall_sweeps import LEAD, SPREAD, one_fact, replaced_pairs, spread_pairs
+from measuring.study.token_measures import TokenMeasures, short_context_hits, token_measures
 from support.tiny_models import tiny_student, tiny_teacher
 
 VOCABULARY = 340

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from deltanet_kernels import naive_gated_delta_rule, naive_mesa
-from deltanet_kernels.benchmarks import both_passes, channel_gates, erase, inner_training
 from deltanet_kernels.channel_gates.cpu import chunked as channel_chunked
 from deltanet_kernels.gated_delta_rule.cpu import chunked
 from deltanet_kernels.mesa.solve import STEPS
+from measuring.kernels import both_passes, channel_gates, erase, inner_training
 
 SHAPE = (2, 37, 2, 16)
 OPTIONS = argparse.Namespace(first_seconds=60.0, repeats=1)

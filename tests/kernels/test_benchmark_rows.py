@@ -18,10 +18,10 @@ import torch
 import triton
 from triton.runtime.autotuner import Autotuner
 
-from deltanet_kernels.benchmarks import both_passes, channel_gates, erase, inner_training, table
-from deltanet_kernels.benchmarks.both_passes import check_and_time, relative_errors
-from deltanet_kernels.benchmarks.first_results import OverTime, compiled_ahead, time_limit
-from deltanet_kernels.benchmarks.table import Row, Table
+from measuring.kernels import both_passes, channel_gates, erase, inner_training, table
+from measuring.kernels.both_passes import check_and_time, relative_errors
+from measuring.kernels.first_results import OverTime, compiled_ahead, time_limit
+from measuring.kernels.table import Row, Table
 
 LABELS: list[Row] = [{"rule": r, "shape": [2, 3], "impl": i} for r in "ab" for i in ("deltanet", "fla")]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from deltanet_kernels import torch_chunk_gated_delta_rule
-from deltanet_kernels.benchmarks import chunk, flashinfer_prefill
+from measuring.kernels import chunk, flashinfer_prefill
 
 SHAPES = [chunk.Shape(3, 70, 2, 4, 16), chunk.Shape(1, 5, 3, 3, 8), chunk.Shape(2, 65, 2, 2, 16, -40.0)]
 

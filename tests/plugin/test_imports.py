@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from support.tiny_models import tiny_student
 
+ROOT = Path(__file__).parents[2]
 # Not imported where a model is only loaded and run.
 EVALUATION = ("deltanet_hf.evaluation", "lm_eval", "datasets")
 CONVERSION = ("deltanet_convert", "gguf", "matplotlib")
@@ -70,3 +72,10 @@ from deltanet_hf.evaluation.measures import continuations, probes, scores, speed
 def test_help_imports_neither_torch_nor_transformers(arguments: tuple[str, ...]) -> None:
     names = ("torch", "transformers", "deltanet_hf", "deltanet_convert", "lm_eval", "matplotlib")
     assert imported(help_of(*arguments), names) == []
+
+
+def test_no_installed_module_imports_what_a_checkout_measures_with() -> None:
+    packages = ("deltanet_hf", "kernels/deltanet_kernels", "convert/deltanet_convert", "recipes/deltanet_recipes")
+    for package in packages:
+        for file in (ROOT / package).rglob("*.py"):
+            assert not re.search(r"^\s*(import|from) measuring\b", file.read_text(), re.MULTILINE), file

@@ -16,9 +16,9 @@ from deltanet_hf.evaluation.measures.decoding_mode import EAGER, MODES, MOST_STE
 from deltanet_hf.evaluation.speed.check_decoding import check_decoding
 from deltanet_hf.evaluation.speed.random_models import SHAPES
 from deltanet_hf.mixers.state import cache_bytes
-from deltanet_recipes.benchmarks import end_to_end, model_at_points
-from deltanet_recipes.benchmarks.end_to_end import KINDS, benchmark, turns
-from deltanet_recipes.benchmarks.model_at_points import ModelAtPoints
+from measuring.benchmarks import end_to_end, model_at_points
+from measuring.benchmarks.end_to_end import KINDS, benchmark, turns
+from measuring.benchmarks.model_at_points import ModelAtPoints
 from support.replayed_step import Recorder
 from support.tiny_models import TINY_SHAPE, tiny_teacher
 
@@ -92,7 +92,7 @@ def test_rows_and_resumption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     # One run that loads kernels and three timed ones, whose cache the first mode decodes on; one for the second mode.
     assert (len(models), len(prompts), len(checks)) == (2, 2 * 2 * 5, 4)
     document = json.loads(path.read_text())
-    assert document["command"] == "python -m deltanet_recipes.benchmarks.end_to_end --output rows.json"
+    assert document["command"] == "python -m measuring.benchmarks.end_to_end --output rows.json"
 
     benchmark(options(path, modes=["eager", "graph"], kinds=["teacher", "hybrid25"]))
     assert (len(models), rows_of(path)) == (2, rows)

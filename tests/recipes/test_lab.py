@@ -14,17 +14,17 @@ from typer.testing import CliRunner
 
 from deltanet_hf.errors import QualityError, UserError
 from deltanet_hf.mixers import MIXER_NAMES
-from deltanet_recipes.lab import experiment
-from deltanet_recipes.lab.command import main
-from deltanet_recipes.lab.contestants import NO_POSITIONS, Contestant, tiny_model
-from deltanet_recipes.lab.plot import main as draw
-from deltanet_recipes.lab.plot import read_rows
-from deltanet_recipes.lab.presets import PRESETS
-from deltanet_recipes.lab.recall import DISTRACTORS, KEYS, VALUES, AssociativeRecall
-from deltanet_recipes.lab.table import by_model, mean_accuracy, pairs_recalled, table
-from deltanet_recipes.lab.tasks import IGNORED
-from deltanet_recipes.lab.tracking import Level, WordProblem
-from deltanet_recipes.lab.training import TrainSettings, accuracies, train
+from measuring.lab import experiment
+from measuring.lab.command import main
+from measuring.lab.contestants import NO_POSITIONS, Contestant, tiny_model
+from measuring.lab.plot import main as draw
+from measuring.lab.plot import read_rows
+from measuring.lab.presets import PRESETS
+from measuring.lab.recall import DISTRACTORS, KEYS, VALUES, AssociativeRecall
+from measuring.lab.table import by_model, mean_accuracy, pairs_recalled, table
+from measuring.lab.tasks import IGNORED
+from measuring.lab.tracking import Level, WordProblem
+from measuring.lab.training import TrainSettings, accuracies, train
 
 
 def generator(seed: int = 0) -> torch.Generator:

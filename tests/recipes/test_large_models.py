@@ -17,16 +17,16 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from deltanet_convert.benchmarks.random_teacher import write_teacher
 from deltanet_hf.errors import UserError
-from deltanet_recipes.benchmarks import large_models, random_inputs, training_process
-from deltanet_recipes.benchmarks.large_models import RESULTS, benchmark, recipe_changes
-from deltanet_recipes.benchmarks.random_inputs import Inputs, prepare
-from deltanet_recipes.benchmarks.results_file import add_row
-from deltanet_recipes.benchmarks.stage_row import stage_figures
-from deltanet_recipes.benchmarks.training_process import TrainingProcess, train_command
 from deltanet_recipes.config import read_recipe
 from deltanet_recipes.schema import Align
+from measuring.benchmarks import large_models, random_inputs, training_process
+from measuring.benchmarks.large_models import RESULTS, benchmark, recipe_changes
+from measuring.benchmarks.random_inputs import Inputs, prepare
+from measuring.benchmarks.random_teacher import write_teacher
+from measuring.benchmarks.results_file import add_row
+from measuring.benchmarks.stage_row import stage_figures
+from measuring.benchmarks.training_process import TrainingProcess, train_command
 from support.tiny_run import ALIGN, DISTIL
 
 TINY: dict[str, Any] = {

@@ -14,9 +14,9 @@ from torch import nn
 
 import gpu_tests
 from deltanet_hf.errors import UserError
-from deltanet_recipes.study.front import load_items
-from deltanet_recipes.study.hybrid_row import KL, RECALL
-from deltanet_recipes.study.results_row import Measure, append_rows
+from measuring.study.front import load_items
+from measuring.study.hybrid_row import KL, RECALL
+from measuring.study.results_row import Measure, append_rows
 from readme_tables import BLOCK, rewritten
 
 ROOT = Path(__file__).parents[2]

@@ -18,7 +18,6 @@ from deltanet_hf.evaluation.speed.random_models import SHAPES
 from deltanet_hf.mixers import FLOAT32_NAMES
 from deltanet_hf.models.factory import model_class
 from deltanet_hf.models.families import FAMILIES
-from deltanet_recipes.benchmarks.large_models import RECIPES
 from deltanet_recipes.config import load_recipe, read_recipe
 from deltanet_recipes.schema import Recipe
 from deltanet_recipes.training import cpu_memory, memory_estimate
@@ -29,6 +28,7 @@ from deltanet_recipes.training.memory_estimate import LOGIT_BYTES, MUON_BYTES
 from deltanet_recipes.training.model_pair import load_student, load_teacher
 from deltanet_recipes.training.optim import make_optimizers, parameter_groups
 from deltanet_recipes.training.runtime import Runtime
+from measuring.benchmarks.large_models import RECIPES
 from support.allocated import saved_bytes
 from support.tiny_run import ALIGN, DISTIL, make_workplace, recipe_tree, write_recipe
 

@@ -19,9 +19,9 @@ from safetensors.torch import load_file
 from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.report.contestants import training_tokens
 from deltanet_recipes.config import load_recipe
-from deltanet_recipes.study.results_row import run_facts
 from deltanet_recipes.training.logbook import read_log
 from deltanet_recipes.training.pipeline import run
+from measuring.study.results_row import run_facts
 from support.tiny_run import ALIGN, DISTIL, make_workplace, recipe_tree, write_recipe
 
 STAGES = [{**ALIGN, "tokens": 128 * 4}, {**DISTIL, "tokens": 128 * 4}]

@@ -19,8 +19,8 @@ import yaml
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers import MIXERS, Mixer
-from deltanet_recipes.study.runner import StudyRun
-from deltanet_recipes.study.study_config import load_study
+from measuring.study.runner import StudyRun
+from measuring.study.study_config import load_study
 from results_table import markdown
 from support.tiny_run import ALIGN, DISTIL, WORDS, make_workplace, recipe_tree, write_recipe
 
@@ -61,7 +61,7 @@ def write_study(workplace: Path, folder: Path, runs: list[dict[str, Any]]) -> Pa
 
 
 def command(workplace: Path, study: Path, *arguments: str) -> list[str]:
-    return [sys.executable, "-m", "deltanet_recipes.study", str(study), f"home={workplace}", *arguments]
+    return [sys.executable, "-m", "measuring.study", str(study), f"home={workplace}", *arguments]
 
 
 def call(workplace: Path, study: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

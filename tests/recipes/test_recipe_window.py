@@ -19,12 +19,12 @@ from deltanet_hf.generate import generate_command
 from deltanet_hf.mixers.window import restrict_to_window
 from deltanet_recipes.config import load_recipe
 from deltanet_recipes.data.packing import make_rows
-from deltanet_recipes.study.results_row import load_for_measure
 from deltanet_recipes.training import trainer
 from deltanet_recipes.training.layer_runner import LayerRunner, document_boundaries
 from deltanet_recipes.training.logbook import read_log
 from deltanet_recipes.training.model_pair import load_student
 from deltanet_recipes.training.pipeline import run
+from measuring.study.results_row import load_for_measure
 from support.tiny_run import ALIGN, DISTIL, WORDS, make_workplace, recipe_tree, write_recipe
 
 LENGTH = 128  # the window of 64 must hide something

@@ -1,1 +1,0 @@
-"""Benchmarks of conversions; each is a command."""

@@ -1,0 +1,212 @@
+"""Trains a model of real shape and random weights by its shipped recipe, stage by stage, and kills and resumes the run.
+
+    python -m measuring.benchmarks.large_models 1B --output FOLDER
+    python -m measuring.benchmarks.large_models 8B --processes 2 --micro-batches 1 --output FOLDER
+
+Random weights are enough to measure: the student learns its teacher's outputs, and the loss falls. Teacher and student
+are made in FOLDER/SHAPE (34 GB for 8B), the run works in FOLDER/NAME. As soon as a stage has ended, its row is in
+FOLDER/large_models_h200.json: speed, share of the chip's peak (`training/flops.py`), peak memory beside the expected,
+first and last loss. In the last stage, all processes are killed after a checkpoint, and the run is resumed. Then the
+final model is loaded and generates 8 tokens. The weights of the run are deleted at the end. The same command continues
+after an interruption. Run several at a time by CUDA_VISIBLE_DEVICES.
+
+Steps: all stages take `--steps`, the last one a tenth more; its only checkpoint is written after `--steps`, so that
+stages before write none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from deltanet_hf.errors import UserError
+from deltanet_hf.evaluation.speed.random_models import SHAPES
+from deltanet_hf.exit_codes import run_command
+from deltanet_recipes.config import read_recipe
+from deltanet_recipes.schema import Align, Recipe, Stage, stage_name
+from deltanet_recipes.training.feeds import micro_batch_rows
+from deltanet_recipes.training.logbook import read_log
+from measuring.benchmarks.random_inputs import Inputs
+from measuring.benchmarks.results_file import add_row
+from measuring.benchmarks.stage_row import stage_figures
+from measuring.benchmarks.training_process import TrainingProcess, train_command
+
+RECIPES = {"135M": "smollm2-135m-100m", "1B": "llama-3.2-1b", "8B": "llama-3.1-8b"}
+RESULTS = "large_models_h200.json"
+KEY = ("shape", "stage", "train", "gpus", "run")
+CACHED_STEPS = 16  # of layerwise alignment: steps whose activations are kept on disk; 3 GB for 8B
+HELD_OUT = 16384  # tokens
+WEIGHTS = ("stages", "checkpoints", "final", "tokens")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("--stages", nargs="+", help="kinds of the recipe's stages to run; default: all")
+    parser.add_argument("--train", choices=("lora", "full"), default="lora", help="`train` of the distillation")
+    parser.add_argument("--steps", type=int, default=200, help="optimiser steps of each stage")
+    parser.add_argument("--processes", type=int, default=1, help="number of GPUs; several share the model by FSDP2")
+    parser.add_argument(
+        "--micro-batches", type=int, help="micro-batches per step and GPU, for a shorter run; default: the recipe's"
+    )
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change the recipe; repeatable")
+    parser.add_argument("--name", help="name of the run; default: SHAPE-TRAIN-PROCESSES")
+    parser.add_argument("--no-kill", action="store_true", help="write no checkpoint and do not interrupt the run")
+    parser.add_argument("--keep", action="store_true", help="keep the weights of the run")
+    parser.add_argument("--output", type=Path, required=True, metavar="FOLDER")
+    run_command(lambda: benchmark(parser.parse_args()))
+
+
+def benchmark(options: argparse.Namespace) -> None:
+    """Run everything; every error of training is a row and then raised."""
+    if options.steps < 10:
+        raise UserError(f"--steps: got {options.steps}, expected at least 10")
+    name = options.name or f"{options.shape}-{options.train}-{options.processes}"
+    run, results = options.output / name, options.output / RESULTS
+    began = time.perf_counter()
+    inputs = make_inputs(options.shape, options.output / options.shape)
+    _say(f"teacher, tokens and student: {time.perf_counter() - began:.0f} s")
+    recipe_name = RECIPES[options.shape]
+    changes = recipe_changes(options, read_recipe(recipe_name), inputs, run)
+    recipe = read_recipe(recipe_name, changes)
+    common = {
+        "shape": options.shape,
+        "train": options.train,
+        "gpus": options.processes,
+        "run": name,
+        "command": " ".join(["python -m measuring.benchmarks.large_models", *sys.argv[1:]]),
+    }
+    try:
+        _train(options, recipe, train_command(recipe_name, changes, options.processes), run, results, common)
+        command = [sys.executable, "-m", "measuring.benchmarks.final_model", str(run / "final")]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise UserError(f"the final model cannot be used: {done.stderr.strip().splitlines()[-1]}")
+        add_row(results, {**common, "stage": "generate", **json.loads(done.stdout.splitlines()[-1])}, KEY)
+    except UserError as error:
+        add_row(results, {**common, "stage": "error", "error": str(error)}, KEY)
+        raise
+    if not options.keep:
+        for part in WEIGHTS:
+            shutil.rmtree(run / part, ignore_errors=True)
+    _say(f"results: {results}")
+
+
+def make_inputs(shape: str, folder: Path) -> Inputs:
+    """Make teacher, tokens and student in a process of its own, so that no memory of a GPU stays in use."""
+    command = [sys.executable, "-m", "measuring.benchmarks.random_inputs", shape, str(folder)]
+    if subprocess.run(command).returncode:
+        raise UserError(f"{folder}: the models could not be made; see the lines above")
+    return Inputs(folder)
+
+
+def recipe_changes(options: argparse.Namespace, recipe: Recipe, inputs: Inputs, run: Path) -> list[str]:
+    """The overrides that make the shipped recipe work on random inputs for so many steps."""
+    chosen = options.stages or [stage.kind for stage in recipe.stages]
+    unknown = set(chosen) - {stage.kind for stage in recipe.stages}
+    if unknown:
+        raise UserError(
+            f"--stages: {RECIPES[options.shape]} has no stage {', '.join(sorted(unknown))}; it has "
+            + ", ".join(stage.kind for stage in recipe.stages)
+        )
+    kept = [stage for stage in recipe.stages if stage.kind in chosen]
+    changes = [
+        f"student={inputs.student}",
+        f"teacher={inputs.teacher}",
+        f"output={run}",
+        f"data.sources=[{{path: {inputs.tokens}}}]",
+        f"data.holdout_tokens={HELD_OUT}",
+        "data.repeat=true",
+        f"engine.sharding={'none' if options.processes == 1 else 'fsdp2'}",
+        f"log.every={max(1, options.steps // 20)}",
+        f"log.evaluate_every={10**9}",
+        f"log.checkpoint_every={10**9 if options.no_kill else options.steps}",
+        "log.keep=1",
+        "log.stop_when_worse=false",  # random tokens teach little, and what is measured is speed
+    ]
+    for stage in kept:
+        changes += _stage_changes(options, stage, last=stage is kept[-1])
+    left_out = [f"stages.{stage_name(stage)}=null" for stage in recipe.stages if stage not in kept]
+    return [*changes, *options.set, *left_out]
+
+
+def _stage_changes(options: argparse.Namespace, stage: Stage, last: bool) -> list[str]:
+    key, changes = f"stages.{stage_name(stage)}", []
+    batch = stage.batch_tokens
+    if options.micro_batches is not None:
+        rows = micro_batch_rows(stage, 1)
+        batch = options.micro_batches * rows * stage.sequence_length * options.processes
+        changes += [f"{key}.batch_tokens={batch}", f"{key}.micro_batch_rows={rows}"]
+    steps = options.steps + (max(2, options.steps // 10) if last else 0)
+    changes.append(f"{key}.tokens={steps * batch}")
+    if isinstance(stage, Align):
+        if stage.mode == "layerwise":
+            changes.append(f"{key}.cached_tokens={CACHED_STEPS * batch}")
+        return changes
+    changes.append(f"{key}.train={options.train}")
+    if options.train == "full":  # adapters take twice the rate of full weights
+        changes.append(f"{key}.optimizer.rest_lr={stage.optimizer.rest_lr / 2}")
+    return changes
+
+
+def _train(
+    options: argparse.Namespace, recipe: Recipe, command: list[str], run: Path, results: Path, common: dict[str, Any]
+) -> None:
+    """Run the recipe, interrupt its last stage once, and add a row for every stage that ends."""
+    last = len(recipe.stages) - 1
+    files = [
+        run / "stages" / f"{place:02d}-{stage_name(stage)}.safetensors" for place, stage in enumerate(recipe.stages)
+    ]
+    written: set[int] = set()
+    resumed = False
+
+    def add_rows() -> None:
+        for place, stage in enumerate(recipe.stages):
+            if place not in written and files[place].is_file():
+                figures = stage_figures(run, stage_name(stage))
+                sizes = {"steps": stage.steps, "rows": stage.sequence_length, "batch_tokens": stage.batch_tokens}
+                row = {**common, "stage": stage_name(stage), **sizes, **figures, "resumed": resumed and place == last}
+                add_row(results, row, KEY)
+                written.add(place)
+                _say(json.dumps({key: value for key, value in row.items() if key != "command"}))
+
+    def start(look: Callable[[], bool]) -> bool:
+        process = TrainingProcess(command, run / "output.txt")
+        stopped = process.watch(look)
+        if stopped:
+            process.kill()
+        add_rows()
+        return stopped
+
+    def past_checkpoint() -> bool:
+        add_rows()
+        name = stage_name(recipe.stages[last])
+        if not any((run / "checkpoints" / files[last].stem).rglob("step-*[0-9]")):
+            return False
+        return any(row["stage"].partition(".")[0] == name and row["step"] > options.steps for row in read_log(run))
+
+    def until_its_end() -> bool:
+        add_rows()
+        return False
+
+    if not options.no_kill and not files[last].is_file():
+        if not start(past_checkpoint):
+            raise UserError("the last stage ended before it could be killed after its checkpoint; raise --steps")
+        _say("killed after the checkpoint; resuming")
+        resumed = True
+    start(until_its_end)
+
+
+def _say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""Measures the front of bytes against quality: teacher, baselines without training, trained controls and students.
+
+Command: `python -m measuring.study.front ARRAYS OUT --teacher FOLDER ...`.
+
+Every row of the results file is one model in a cache of one number of bits:
+
+- run, kind (teacher, free: a baseline without training, control, student), bits, kept (layers whose softmax attention
+  sees all tokens), kept_heads, window, tokens (of training), seed;
+- mb_2k, mb_8k, mb_32k: MB of one sequence of so many tokens (`deltanet_hf.models.cache_bits.stored_bytes`);
+- the columns of `hybrid_row.py` with their standard errors.
+
+The outcomes of single windows and probes are kept in a folder named after OUT with `-items`, one file a row, so that
+every comparison can be made again.
+"""
+
+from __future__ import annotations
+
+import bisect
+import gzip
+import json
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from transformers import AutoTokenizer, PreTrainedModel
+
+from deltanet_hf.errors import UserError
+from deltanet_hf.evaluation.free_policies import SINKS, WindowPolicy
+from deltanet_hf.exit_codes import run_command
+from deltanet_hf.models.cache_bits import set_cache_bits, stored_bytes
+from measuring.study.hybrid_measure import HybridMeasure, Measured
+from measuring.study.hybrid_row import figures, layer_facts, shown
+from measuring.study.references import References
+from measuring.study.results_row import append_rows, load_for_measure, run_facts
+
+LENGTHS = {"mb_2k": 2048, "mb_8k": 8192, "mb_32k": 32768}
+
+
+def parse_policy(text: str) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...], int, int]:
+    """Reads KEPT@BITS@BYTES: kept layers and LAYER.HEAD heads by commas (or `none`), bits, bytes at 2,048 tokens."""
+    try:
+        kept, bits, size = text.split("@")
+        parts = [] if kept == "none" else kept.split(",")
+        layers = tuple(sorted(int(part) for part in parts if "." not in part))
+        heads = tuple(sorted((int(a), int(b)) for a, b in (part.split(".") for part in parts if "." in part)))
+        return layers, heads, int(bits), int(float(size))
+    except ValueError:
+        raise UserError(f"--policy {text}: expected KEPT@BITS@BYTES, such as 7,8,17@4@9.2e6") from None
+
+
+def window_for(
+    teacher: PreTrainedModel, layers: tuple[int, ...], heads: tuple[tuple[int, int], ...], bits: int, budget: int
+) -> int | None:
+    """The longest window elsewhere for which 2,048 tokens fit into `budget` bytes; None if none does."""
+
+    def size(window: int) -> int:
+        return stored_bytes(WindowPolicy(layers, window, heads=heads).apply(teacher), 2048, bits)
+
+    return bisect.bisect_right(range(1, 2049), budget, key=size) or None
+
+
+def items_file(results: Path, run: str) -> Path:
+    """The file of the outcomes of a row's windows and probes."""
+    return results.with_name(f"{results.stem}-items") / f"{run}.json.gz"
+
+
+def save_items(results: Path, run: str, measured: Measured) -> None:
+    """Keep the outcomes of a row's windows and probes, compressed."""
+    file = items_file(results, run)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(gzip.compress(json.dumps(measured.to_dict()).encode(), mtime=0))
+
+
+def load_items(results: Path, run: str) -> Measured:
+    """The inverse of `save_items`."""
+    return Measured.from_dict(json.loads(gzip.decompress(items_file(results, run).read_bytes())))
+
+
+def main(
+    arrays: Annotated[Path, typer.Argument(help="Folder of the token arrays.")],
+    out: Annotated[Path, typer.Argument(help="JSON file to which rows are added.")],
+    teacher: Annotated[str, typer.Option(help="Folder of the teacher.")],
+    teacher_bits: Annotated[list[int] | None, typer.Option(help="Measure the teacher in this many bits.")] = None,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(help="KEPT@BITS@BYTES: the teacher, untrained, with these layers whole and windows elsewhere."),
+    ] = None,
+    model: Annotated[list[str] | None, typer.Option(help="NAME=FOLDER of a converted model; repeatable.")] = None,
+    bits: Annotated[
+        list[int] | None, typer.Option(help="Bits of the models' caches; repeatable. Default: 16, 4.")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=2, help="Largest number of windows per text and of probes per cell.")
+    ] = None,
+    sweeps: Annotated[
+        bool, typer.Option("--sweeps", help="Measure recall at 8k tokens and over distance, too.")
+    ] = False,
+) -> None:
+    """Measure a teacher, baselines without training and converted models; add one row for each to a results file."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    began = time.perf_counter()
+    loaded: Any = load_for_measure(teacher, device)
+    measure = HybridMeasure(arrays, loaded, AutoTokenizer.from_pretrained(teacher), limit, sweeps)
+    references = References(out.parent / "references", measure)
+    typer.echo(f"teacher and control: {time.perf_counter() - began:.1f} s")
+
+    def add(run: str, kind: str, of: PreTrainedModel, width: int, facts: dict[str, Any]) -> None:
+        start = time.perf_counter()
+        set_cache_bits(of, width)
+        measured = measure(of)
+        row = {"run": run, "kind": kind, "bits": width, **facts}
+        row |= {name: round(stored_bytes(of, count, width) / 1e6, 3) for name, count in LENGTHS.items()}
+        row |= {name: value for name, value in figures(measured, references).items() if name not in LENGTHS}
+        append_rows(out, [row])
+        save_items(out, run, measured)
+        typer.echo(f"{run}: {shown(row)} ({time.perf_counter() - start:.1f} s)")
+
+    copied: Any = load_for_measure(teacher, device) if teacher_bits else None
+    for width in teacher_bits or ():
+        add(f"teacher@{width}", "teacher", copied, width, {"tokens": 0})
+    for text in policy or ():
+        layers, heads, width, budget = parse_policy(text)
+        window = window_for(loaded, layers, heads, width, budget)
+        if window is None:
+            typer.echo(f"{text}: a window of one token already needs more")
+            continue
+        facts: dict[str, Any] = {"kept": list(layers), "window": window, "sinks": SINKS, "tokens": 0}
+        facts |= {"kept_heads": [list(head) for head in heads]} if heads else {}
+        add(f"free-{text}", "free", WindowPolicy(layers, window, heads=heads).apply(loaded), width, facts)
+    for entry in model or ():
+        name, _, folder = entry.partition("=")
+        student: Any = load_for_measure(folder, device)
+        run, facts = run_facts(Path(folder)), layer_facts(student)
+        trained = {"tokens": run.get("tokens", 0), "seed": run.get("seed")}
+        kind = "control" if all(title.startswith(("window", "softmax")) for title in facts["kinds"]) else "student"
+        for width in bits or (16, 4):
+            add(f"{name}@{width}", kind, student, width, {**facts, **trained})
+
+
+if __name__ == "__main__":
+    run_command(lambda: typer.run(main))

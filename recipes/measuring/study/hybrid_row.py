@@ -1,0 +1,211 @@
+"""Measures students beside the free policies of equal bytes.
+
+Command: `python -m measuring.study.hybrid_row ARRAYS OUT ...`.
+
+A row of the results file has, with the standard error NAME_se beside each value:
+
+- mb_2k: MB that a sequence of 2,048 tokens takes, measured on the cache;
+- kl_1k, kl_4k, kl_8k: KL(teacher || model) in nats per token, on Wikipedia at 1,024 tokens and novels at the others;
+- needles_*, prose_*, pairs_*: exact answers in per cent;
+- bigram: recall of bigrams in running text, in per cent of the teacher (`bigram_recall.py`);
+- exact_repeat, wt2: perplexity of a repeated passage and of WikiText-2;
+- relative: recall in per cent of the teacher's, (model - control) / (teacher - control), where the control is the
+  teacher without the facts; cells in which the teacher is below 20% are left out;
+- cells: for every probe the first token and all tokens in per cent, and the nats of the answer;
+- free, free_window: the same keys of the free policies of equal bytes (`deltanet_hf/evaluation/free_policies.py`);
+- ahead: the columns in which the student is better than each policy by more than two standard errors, and worse.
+
+Figures of the teacher and of policies are kept in a folder, because students with equal layers and bytes share them.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from transformers import AutoTokenizer, PreTrainedModel
+
+from deltanet_hf.evaluation.free_policies import SINKS
+from deltanet_hf.evaluation.measures.relative import paired_difference, relative_score
+from deltanet_hf.evaluation.measures.scores import Score
+from deltanet_hf.exit_codes import run_command
+from deltanet_hf.mixers.layer_kind import LayerKind
+from deltanet_hf.mixers.mixed_heads import MixedHeads
+from deltanet_hf.mixers.window import WindowAttention
+from deltanet_hf.models.cache_bits import set_cache_bits
+from deltanet_hf.models.layers import SOFTMAX
+from measuring.study.hybrid_measure import HybridMeasure, Measured
+from measuring.study.references import References
+from measuring.study.results_row import append_rows, load_for_measure, run_facts
+
+KL = ("kl_1k", "kl_4k", "kl_8k")
+RECALL = (
+    *("needles_1k", "needles_2k", "needles_4k", "prose_1k", "prose_2k", "prose_4k"),
+    *("pairs_8", "pairs_32", "pairs_128"),
+)
+PERPLEXITIES = {"exact_repeat": "loss_repeat", "wt2": "loss_wt2"}
+CLEAR = 2.0  # standard errors
+
+
+def figures(measured: Measured, references: References) -> dict[str, Any]:
+    """The part of a row that follows from one model's measures."""
+    clusters, teacher, control = measured.clusters, references.teacher.clusters, references.control.clusters
+    row: dict[str, Any] = {"mb_2k": round(measured.bytes / 1e6, 3)}
+    for name in KL:
+        if name in clusters:
+            _put(row, name, clusters[name].score)
+    for name in RECALL:
+        if name in clusters:
+            _put(row, name, clusters[name].score, 100)
+    if "bigram" in clusters:
+        _put(row, "bigram", relative_score(clusters["bigram"], teacher["bigram"], control["bigram"]), 100)
+        _put(row, "bigram_kl", clusters["bigram_kl"].score)
+    for name, loss in PERPLEXITIES.items():
+        mean = clusters[loss].score
+        value = math.exp(min(mean.value, 700.0))
+        _put(row, name, Score(value, value * mean.stderr, mean.items))
+    row["relative"], row["cells"] = {}, {}
+    for name in [name for name in clusters if f"{name}.nats" in clusters]:
+        _put(row["relative"], name, relative_score(clusters[name], teacher[name], control[name]), 100)
+        cell: dict[str, Any] = {}
+        _put(cell, "exact", clusters[name].score, 100)
+        _put(cell, "first", clusters[f"{name}.first"].score, 100)
+        _put(cell, "nats", clusters[f"{name}.nats"].score)
+        _put(cell, "control", control[name].score, 100)
+        if f"{name}.generated" in clusters:
+            _put(cell, "generated", clusters[f"{name}.generated"].score, 100)
+        row["cells"][name] = cell
+    for name in [name for name in clusters if name.startswith("bigram_") and not name.endswith("_kl")]:
+        row["cells"][name] = {}
+        _put(row["cells"][name], "accuracy", clusters[name].score, 100)
+        _put(row["cells"][name], "kl", clusters[f"{name}_kl"].score)
+    return row
+
+
+def _put(row: dict[str, Any], name: str, score: Score | None, scale: float = 1.0) -> None:
+    """Add a value and its standard error; nothing for a score that is not defined."""
+    if score is not None and math.isfinite(score.value):
+        row[name] = round(scale * score.value, 5)
+        row[f"{name}_se"] = round(scale * score.stderr, 5) if math.isfinite(score.stderr) else None
+
+
+def compared(student: Measured, policy: Measured) -> dict[str, list[str]]:
+    """The columns in which the student is better and worse than a policy by more than two standard errors."""
+    better, worse = [], []
+    for name in (*KL, *RECALL, "bigram", *PERPLEXITIES):
+        source = PERPLEXITIES.get(name, name)
+        if source not in student.clusters:
+            continue
+        difference = paired_difference(student.clusters[source], policy.clusters[source])
+        gain = -difference.value if name in KL or name in PERPLEXITIES else difference.value
+        if gain > CLEAR * difference.stderr:
+            better.append(name)
+        elif -gain > CLEAR * difference.stderr:
+            worse.append(name)
+    return {"better": better, "worse": worse}
+
+
+def layer_facts(model: PreTrainedModel) -> dict[str, Any]:
+    """The kinds of a model's layers with their numbers, and the indices of those with the teacher's attention.
+
+    With mixed heads, `kept_heads` lists [layer, key/value head] of the other heads with the teacher's attention.
+    """
+    kinds: dict[str, int] = {}
+    kept: list[int] = []
+    heads: list[list[int]] = []
+    for index, layer in enumerate(model.model.layers):
+        attention = layer.self_attn
+        name = attention.name if isinstance(attention, LayerKind) else SOFTMAX
+        if name == SOFTMAX:
+            kept.append(index)
+        elif isinstance(attention, MixedHeads):
+            heads += [[index, head] for head in attention.settings.indices("softmax")]
+        elif window := getattr(attention.settings, "window", 0):
+            name = f"{name} {window}" if name == WindowAttention.name else f"{name}+window {window}"
+        kinds[name] = kinds.get(name, 0) + 1
+    return {"kinds": kinds, "kept": kept, **({"kept_heads": heads} if heads else {})}
+
+
+def make_row(name: str, folder: str, model: Any, references: References, free: bool = True) -> dict[str, Any]:
+    """Measure one model and its free policies."""
+    measure = references.measure
+    student = measure(model)
+    facts = layer_facts(model)
+    run = run_facts(Path(folder))
+    row: dict[str, Any] = {"run": name, **facts, "tokens": run.get("tokens", 0), "seed": run.get("seed")}
+    row |= {**figures(student, references), "suite": None}
+    heads = tuple((layer, head) for layer, head in facts.get("kept_heads", ()))
+    kept: dict[str, Any] = {"free": (tuple(facts["kept"]), heads), "free_window": ((), ())}
+    for key, (layers, single) in kept.items() if free else ():
+        found = references.policy(layers, single, student.bytes)
+        row[key] = None
+        if found is not None:
+            policy, scores = found
+            row[key] = {"window": policy.window, "sinks": SINKS, "kept": list(layers), **figures(scores, references)}
+            if single:
+                row[key]["kept_heads"] = facts["kept_heads"]
+            row.setdefault("ahead", {})[key] = compared(student, scores)
+    return row
+
+
+def main(
+    arrays: Annotated[Path, typer.Argument(help="Folder of the token arrays.")],
+    out: Annotated[Path, typer.Argument(help="JSON file to which rows are added.")],
+    teacher: Annotated[str, typer.Option(help="Folder of the teacher.")],
+    model: Annotated[list[str], typer.Option(help="NAME=FOLDER of a model to measure; repeatable.")],
+    references: Annotated[
+        Path | None, typer.Option(help="Folder of kept figures. Default: `references` beside OUT.")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=2, help="Largest number of windows per text and of probes per cell.")
+    ] = None,
+    window: Annotated[
+        bool, typer.Option("--window", help="Restrict the models to the last 64 and first 4 tokens, without training.")
+    ] = False,
+    sweeps: Annotated[
+        bool, typer.Option("--sweeps", help="Measure also sweeps over distance and load, 8k tokens and generation.")
+    ] = False,
+    free: Annotated[bool, typer.Option(help="Measure the free policies of equal bytes beside each model.")] = True,
+    cache_bits: Annotated[int | None, typer.Option(help="Keep the models' keys and values in 8 or 4 bits.")] = None,
+) -> None:
+    """Measure models beside the free policies of equal bytes, and add one row per model to a results file."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    began = time.perf_counter()
+    loaded: Any = load_for_measure(teacher, device)
+    measure = HybridMeasure(arrays, loaded, AutoTokenizer.from_pretrained(teacher), limit, sweeps)
+    kept = References(references or out.parent / "references", measure)
+    typer.echo(f"teacher and control: {time.perf_counter() - began:.1f} s")
+    for entry in model:
+        began = time.perf_counter()
+        name, _, folder = entry.partition("=")
+        student: Any = load_for_measure(folder, device, window)
+        is_teacher = getattr(student.config, "deltanet", None) is None
+        if cache_bits is not None:
+            set_cache_bits(student, cache_bits)
+        row = make_row(name, folder, student, kept, free and not is_teacher)
+        row |= {"command": _command(), **({} if cache_bits is None else {"cache_bits": cache_bits})}
+        append_rows(out, [row])
+        typer.echo(f"{name}: {shown(row)} ({time.perf_counter() - began:.1f} s)")
+
+
+def shown(row: dict[str, Any]) -> str:
+    """The columns of a row in one line."""
+    return "  ".join(f"{key} {row[key]:.4g}" for key in ("mb_2k", *KL, *RECALL, "bigram", *PERPLEXITIES) if key in row)
+
+
+def _command() -> str:
+    """The command line of this process, with the names of files and folders instead of their paths."""
+    words = []
+    for word in sys.argv[1:]:
+        name, equals, path = word.rpartition("=")
+        words.append(f"{name}{equals}{Path(path).name or path}")
+    return " ".join(["python -m measuring.study.hybrid_row", *words])
+
+
+if __name__ == "__main__":
+    run_command(lambda: typer.run(main))

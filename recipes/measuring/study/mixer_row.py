@@ -1,0 +1,118 @@
+"""Measures students with different mixers by one set of figures.
+
+Command: `python -m measuring.study.mixer_row ARRAYS OUT ...`.
+
+A row of the results file has, with the standard error NAME_se beside each measured quality:
+
+- mixer, set: the kind of the converted layers ("softmax" for the teacher) and its settings that are not the recommended
+  ones; kept: indices of the layers with the teacher's attention; tokens, seed, rate (of the new layers): of the
+  training;
+- kl: KL(teacher || model) in nats per token on held-out Wikipedia; heldwiki, wt2: perplexity there and on WikiText-2;
+  repeat: perplexity of the second copy of a passage of 256 tokens (`results_row.Measure` measures all four);
+- needles_1k, pairs_8: exact answers in per cent (`recall_cells.py`);
+- train_tokens_per_s: median speed of the last training stage;
+- decode_ms: milliseconds per token at batch size 1 behind a prompt of 2,048 tokens;
+- state_mb: MB that a sequence of 2,048 tokens takes, measured on the cache.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+from transformers import AutoTokenizer, PreTrainedModel
+
+from deltanet_hf.evaluation.measures.probes import Probe, answer_outcomes
+from deltanet_hf.evaluation.measures.relative import Clusters
+from deltanet_hf.evaluation.measures.speed import measure_speed
+from deltanet_hf.exit_codes import run_command
+from deltanet_hf.models.layers import SOFTMAX
+from measuring.study.hybrid_row import layer_facts
+from measuring.study.recall_cells import recall_cells
+from measuring.study.results_row import Measure, append_rows, conversion_facts, load_for_measure, run_facts
+
+LENGTH = 2048  # tokens of the prompt behind which decoding is timed, and whose bytes are given
+HAYSTACK = "novels"
+CELLS = ("needles_1k", "pairs_8")
+TEXTS = {"kl": "heldwiki.kl", "wt2": "wt2.perplexity", "heldwiki": "heldwiki.perplexity", "repeat": "repeat.perplexity"}
+
+
+class MixerMeasure:
+    """Measures models against one teacher.
+
+    Args:
+        arrays: folder with the arrays of `results_row.Measure` and novels.npy (token ids).
+        limit: largest number of windows per text and of probes per cell; None for no limit.
+    """
+
+    def __init__(self, arrays: Path, teacher: Any, tokenizer: Any, limit: int | None = None) -> None:
+        self.texts = Measure(arrays, teacher, teacher.device, limit)
+        haystack = np.load(arrays / f"{HAYSTACK}.npy").astype(np.int64)
+        self.longest = int(teacher.config.get_text_config().max_position_embeddings)
+        cells = recall_cells(tokenizer, haystack, self.longest, limit=limit)
+        self.probes: dict[str, list[Probe]] = {name: cells[name] for name in CELLS if name in cells}
+
+    def __call__(self, model: PreTrainedModel) -> dict[str, Any]:
+        """The measured keys of a row."""
+        row: dict[str, Any] = {}
+        measured = self.texts(model)
+        for name, source in TEXTS.items():
+            row[name] = round(measured[source]["value"], 5)
+            row[f"{name}_se"] = round(measured[source]["stderr"], 5)
+        for name, probes in self.probes.items():
+            outcomes = answer_outcomes(model, probes)
+            score = Clusters.of(outcomes.exact, outcomes.owners).score
+            row[name], row[f"{name}_se"] = round(100 * score.value, 3), round(100 * score.stderr, 3)
+        speed = measure_speed(model, min(LENGTH, self.longest // 2))
+        row["decode_ms"] = round(1000 / speed.decode_tokens_per_second, 3)
+        row["state_mb"] = round(speed.cache_bytes / 1e6, 3)
+        return row
+
+
+def make_row(name: str, folder: Path, model: Any, measure: MixerMeasure) -> dict[str, Any]:
+    """The row of a model that was loaded from `folder`."""
+    facts, trained = layer_facts(model), run_facts(folder)
+    kinds = [kind for kind in facts["kinds"] if kind != SOFTMAX]
+    row = {"run": name, "mixer": ", ".join(kinds) or SOFTMAX, "kept": facts["kept"]}
+    row["set"] = conversion_facts(folder).get("conversion", {}).get("set") or {}
+    row |= {"tokens": trained.get("tokens", 0), "seed": trained.get("seed")}
+    if "recipe" in trained:
+        row["rate"] = trained["recipe"]["stages"][-1]["optimizer"]["mixer_lr"]
+    if speeds := trained.get("tokens_per_second"):
+        row["train_tokens_per_s"] = round(list(speeds.values())[-1])
+    return {**row, **measure(model)}
+
+
+def shown(row: dict[str, Any]) -> str:
+    """The figures of a row in one line."""
+    names = (*TEXTS, *CELLS, "train_tokens_per_s", "decode_ms", "state_mb")
+    return "  ".join(f"{name} {row[name]:.4g}" for name in names if name in row)
+
+
+def main(
+    arrays: Annotated[Path, typer.Argument(help="Folder of the token arrays.")],
+    out: Annotated[Path, typer.Argument(help="JSON file to which rows are added.")],
+    teacher: Annotated[str, typer.Option(help="Folder of the teacher.")],
+    model: Annotated[list[str], typer.Option(help="NAME=FOLDER of a model to measure; repeatable.")],
+    limit: Annotated[
+        int | None, typer.Option(min=2, help="Largest number of windows per text and of probes per cell.")
+    ] = None,
+    window: Annotated[
+        bool, typer.Option("--window", help="Restrict the models to the last 64 and first 4 tokens, without training.")
+    ] = False,
+) -> None:
+    """Measure models and add one row per model to a results file."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    measure = MixerMeasure(arrays, load_for_measure(teacher, device), AutoTokenizer.from_pretrained(teacher), limit)
+    for entry in model:
+        name, _, folder = entry.partition("=")
+        row = make_row(name, Path(folder), load_for_measure(folder, device, window), measure)
+        append_rows(out, [row])
+        typer.echo(f"{name}: {shown(row)}")
+
+
+if __name__ == "__main__":
+    run_command(lambda: typer.run(main))

@@ -1,0 +1,68 @@
+"""The recall probes of a comparison by bytes: few enough for every run of a study, and sweeps beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from deltanet_hf.evaluation.measures.probes import Probe
+from deltanet_hf.evaluation.tasks.haystack import Haystack
+from deltanet_hf.evaluation.tasks.prose_facts import prose_facts
+from deltanet_hf.evaluation.tasks.recall_tasks import associative_recall, needles
+from measuring.study.recall_sweeps import one_fact, replaced_pairs, spread_pairs
+
+Build = Callable[[PreTrainedTokenizerBase, Haystack, int, int], list[Probe]]
+_LENGTHS = {1024: "1k", 2048: "2k", 4096: "4k", 8192: "8k"}
+
+
+def _needles(tokenizer: PreTrainedTokenizerBase, haystack: Haystack, length: int, count: int) -> list[Probe]:
+    return needles(tokenizer, haystack.ids, length, count)
+
+
+def _pairs(tokenizer: PreTrainedTokenizerBase, haystack: Haystack, pairs: int, count: int) -> list[Probe]:
+    return associative_recall(tokenizer, pairs, count)
+
+
+def _replaced(tokenizer: PreTrainedTokenizerBase, haystack: Haystack, pairs: int, count: int) -> list[Probe]:
+    return replaced_pairs(tokenizer, pairs, count)
+
+
+# Name -> builder, its size (tokens or pairs), number of probes.
+CELLS: dict[str, tuple[Build, int, int]] = {
+    **{f"needles_{_LENGTHS[n]}": (_needles, n, count) for n, count in ((1024, 128), (2048, 128), (4096, 64))},
+    **{f"prose_{_LENGTHS[n]}": (prose_facts, n, count) for n, count in ((1024, 96), (2048, 96), (4096, 48))},
+    **{f"pairs_{n}": (_pairs, n, count) for n, count in ((8, 128), (32, 64), (128, 24))},
+}
+SWEEPS: dict[str, tuple[Build, int, int]] = {
+    "needles_8k": (_needles, 8192, 32),
+    "prose_8k": (prose_facts, 8192, 32),
+    **{f"distance_{n}": (one_fact, n, 64) for n in (64, 256, 1024, 2048, 4096, 8000)},
+    **{f"load_{n}": (spread_pairs, n, 32) for n in (4, 16, 64, 256)},
+    **{f"replaced_{n}": (_replaced, n, 64) for n in (8, 32)},
+}
+_TOKENS = (_needles, prose_facts, one_fact)  # builders whose size is a number of tokens
+
+
+def recall_cells(
+    tokenizer: PreTrainedTokenizerBase,
+    haystack: np.ndarray,
+    longest: int,
+    sweeps: bool = False,
+    limit: int | None = None,
+) -> dict[str, list[Probe]]:
+    """The probes of every cell, by its name.
+
+    Args:
+        haystack: token ids [n] of the text in which facts are hidden.
+        longest: cells with longer contexts, in tokens, are left out.
+        sweeps: whether to add the sweeps over distance, load and replaced facts, and contexts of 8k tokens.
+        limit: largest number of probes per cell; None for no limit.
+    """
+    text = Haystack(tokenizer, haystack)
+    return {
+        name: build(tokenizer, text, size, min(count, limit or count))
+        for name, (build, size, count) in {**CELLS, **(SWEEPS if sweeps else {})}.items()
+        if size <= longest or build not in _TOKENS
+    }
