@@ -16,6 +16,7 @@ import typer
 from deltanet_hf.mixers import MIXERS, Mixer
 from deltanet_recipes.cli import COMMANDS, build_app
 from deltanet_recipes.shipped import shipped_recipes
+from measuring.kernels.__main__ import NAMES
 from support.tiny_models import tiny_student
 
 ROOT = Path(__file__).parents[1]
@@ -92,6 +93,8 @@ def test_recipes_modules_and_scripts_exist(page: Path) -> None:
             assert words[2] in shipped_recipes() or words[2].endswith(".yaml"), line
     for module in re.findall(r"python -m\s+((?:deltanet_|measuring)[\w.]*\w)", text):
         assert importlib.util.find_spec(module) is not None, module
+    for benchmark in re.findall(r"python -m\s+measuring\.kernels ([a-z_]+)", text):
+        assert benchmark in NAMES, benchmark
     for script in re.findall(r"python (tools/\w+\.py)", text):
         assert (ROOT / script).exists(), script
 

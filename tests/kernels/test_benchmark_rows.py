@@ -9,8 +9,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,37 +19,35 @@ import torch
 import triton
 from triton.runtime.autotuner import Autotuner
 
-from measuring.kernels import both_passes, channel_gates, erase, inner_training, table
-from measuring.kernels.both_passes import check_and_time, relative_errors
+from measuring import rows as row_files
+from measuring.kernels import channel_gates, chunk, erase, harness, inner_training, window
 from measuring.kernels.first_results import OverTime, compiled_ahead, time_limit
-from measuring.kernels.table import Row, Table
+from measuring.kernels.harness import Benchmark, check_and_time, relative_errors
+from measuring.rows import Row
 
 LABELS: list[Row] = [{"rule": r, "shape": [2, 3], "impl": i} for r in "ab" for i in ("deltanet", "fla")]
 
 
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files without the name of a GPU, and a clock that only calls."""
-
-    def write(name: str, rows: list[Row], notes: Row, folder: Path) -> None:
-        (folder / name).write_text(json.dumps({**notes, "rows": rows}))
+    """A clock that only calls."""
 
     def timed(run: Callable[[], object], repeats: int = 20) -> float:
         run()
         return 2.0
 
-    monkeypatch.setattr(table, "write", write)
-    monkeypatch.setattr(both_passes, "median_ms", timed)
-    monkeypatch.setattr(both_passes, "peak_gib", timed)
+    monkeypatch.setattr(harness, "median_ms", timed)
+    monkeypatch.setattr(harness, "peak_gib", timed)
 
 
-def options(folder: Path, **changes: Any) -> argparse.Namespace:
-    every = {"minutes": 8.0, "resume": False, "first_seconds": 60.0, "repeats": 1}
-    return argparse.Namespace(output=folder, **{**every, **changes})
+def options(**changes: Any) -> argparse.Namespace:
+    return argparse.Namespace(**{"first_seconds": 60.0, "repeats": 1, **changes})
 
 
-def new(given: argparse.Namespace) -> Table:
-    return Table("rows.json", ("rule", "shape"), ("fwd_ms", "both_ms"), {"note": "n"}, given)
+def run(folder: Path, measure: Callable[[Row], Row], *arguments: str) -> None:
+    """A benchmark of LABELS by the command line."""
+    benchmark = Benchmark(lambda peers: LABELS, lambda labels, _: measure(labels), {"note": "n"})
+    harness.run("rows", benchmark, ["--output", str(folder), *arguments])
 
 
 def rows_of(folder: Path) -> list[Row]:
@@ -56,19 +55,20 @@ def rows_of(folder: Path) -> list[Row]:
 
 
 def test_every_row_is_written_at_once_and_ours_get_ratios(tmp_path: Path) -> None:
-    times = iter([{"fwd_ms": 2.0, "both_ms": 4.0}, {"fwd_ms": 3.0, "both_ms": 8.0}, {"fwd_ms": 1.0}, {"fwd_ms": 5.0}])
+    both = {"fwd_ms": 3.0, "fwdbwd_ms": 8.0}
+    times = iter([{"fwd_ms": 2.0, "fwdbwd_ms": 4.0}, both, {"fwd_ms": 1.0}, {"fwd_ms": 5.0}])
     lengths = []
 
     def measure(labels: Row) -> Row:
         lengths.append(len(rows_of(tmp_path)) if (tmp_path / "rows.json").exists() else 0)
         return next(times)
 
-    new(options(tmp_path)).fill(LABELS, measure)
+    run(tmp_path, measure)
     assert lengths == [0, 1, 2, 3]
     rows = rows_of(tmp_path)
     assert [{key: row[key] for key in LABELS[0]} for row in rows] == LABELS
-    assert (rows[0]["fwd_ratio"], rows[0]["both_ratio"], rows[2]["fwd_ratio"]) == (1.5, 2.0, 5.0)
-    assert not {"both_ratio"} & rows[2].keys()
+    assert (rows[0]["fwd_ratio"], rows[0]["fwdbwd_ratio"], rows[2]["fwd_ratio"]) == (1.5, 2.0, 5.0)
+    assert not {"fwdbwd_ratio"} & rows[2].keys()
     assert all("ratio" not in key for row in rows[1::2] for key in row)
 
 
@@ -78,33 +78,33 @@ def test_errors_are_rows_and_only_unfinished_ones_are_measured_again(tmp_path: P
             return {"fwd_ms": 1.0}
         raise RuntimeError("refuses\nto run" + 400 * "x") if labels["rule"] == "a" else OverTime("no first results")
 
-    new(options(tmp_path)).fill(LABELS, measure)
+    run(tmp_path, measure)
     rows = rows_of(tmp_path)
-    assert rows[1]["failed"].startswith("RuntimeError: refuses to runxxx")
-    assert len(rows[1]["failed"]) == 300
+    assert rows[1]["error"].startswith("RuntimeError: refuses to runxxx")
+    assert len(rows[1]["error"]) == 300
     assert rows[3]["unfinished"] == "no first results"
     assert "fwd_ratio" not in rows[0]
 
     again: list[Row] = []
-    new(options(tmp_path, resume=True)).fill(LABELS, lambda labels: again.append(labels) or {"fwd_ms": 3.0})
+    run(tmp_path, lambda labels: again.append(labels) or {"fwd_ms": 3.0}, "--resume")
     assert again == LABELS[3:]
     assert rows_of(tmp_path)[:3] == [*rows[:2], rows[2] | {"fwd_ratio": 3.0}]
-    new(options(tmp_path)).fill(LABELS, lambda labels: again.append(labels) or {})
+    run(tmp_path, lambda labels: again.append(labels) or {})
     assert again[1:] == LABELS  # without --resume all of them
 
 
 def test_no_row_begins_after_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     clock = [0.0]
-    monkeypatch.setattr(table.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(row_files.time, "monotonic", lambda: clock[0])
 
     def measure(labels: Row) -> Row:
         clock[0] += 50
         return {}
 
-    new(options(tmp_path, minutes=1.5)).fill(LABELS, measure)
+    run(tmp_path, measure, "--minutes", "1.5")
     assert [row["impl"] for row in rows_of(tmp_path)] == ["deltanet", "fla"]
-    assert "--resume" in capsys.readouterr().out
-    new(options(tmp_path, minutes=8.0, resume=True)).fill(LABELS, measure)
+    assert "the time is over" in capsys.readouterr().out
+    run(tmp_path, measure, "--resume")
     assert len(rows_of(tmp_path)) == 4
 
 
@@ -113,7 +113,7 @@ def test_an_interrupt_ends_the_run_and_is_no_row(tmp_path: Path) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        new(options(tmp_path)).fill(LABELS, measure)
+        run(tmp_path, measure)
     assert not (tmp_path / "rows.json").exists()
 
 
@@ -203,15 +203,15 @@ def square(x: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor, list[torc
 
 def test_right_results_are_timed_and_wrong_ones_not(tmp_path: Path) -> None:
     x = torch.randn(2, 5, 3, 4, requires_grad=True)
-    row = check_and_time(lambda: x * x, *square(x), options(tmp_path))
+    row = check_and_time(lambda: x * x, *square(x), options())
     assert row["rel_error"] < 1e-6
     assert row | {"rel_error": 0} == {"rel_error": 0, "fwd_ms": 2.0, "fwdbwd_ms": 2.0, "peak_gib": 2.0}
     for wrong in (lambda: x * x * 1.1, lambda: x * x * torch.nan, lambda: (x * x).roll(1, 1)):
-        row = check_and_time(wrong, *square(x), options(tmp_path))
-        assert row["failed"] == "wrong results"
+        row = check_and_time(wrong, *square(x), options())
+        assert row["error"] == "wrong results"
         assert "fwd_ms" not in row
-    detached = check_and_time(lambda: 0.5 * x * x + 0.5 * x.detach() ** 2, *square(x), options(tmp_path))
-    assert (detached["failed"], detached["fwd_ms"]) == ("backward: wrong results", 2.0)
+    detached = check_and_time(lambda: 0.5 * x * x + 0.5 * x.detach() ** 2, *square(x), options())
+    assert (detached["error"], detached["fwd_ms"]) == ("backward: wrong results", 2.0)
     assert "fwdbwd_ms" not in detached
     without_a_number = torch.full((1, 1, 1, 1), math.nan)
     assert relative_errors([without_a_number], [torch.ones(1, 1, 1, 1).double()]) == [math.inf]
@@ -239,36 +239,75 @@ class TunesForLong(torch.autograd.Function):
 
 def test_the_forward_pass_of_a_peer_without_a_backward_pass_is_timed(tmp_path: Path) -> None:
     x = torch.randn(2, 5, 3, 4, requires_grad=True)
-    row = check_and_time(lambda: Refuses.apply(x), *square(x), options(tmp_path))
-    assert row["failed"] == "backward: RuntimeError: Triton >= 3.4.0 and < 3.7.1 on Hopper"
+    row = check_and_time(lambda: Refuses.apply(x), *square(x), options())
+    assert row["error"] == "backward: RuntimeError: Triton >= 3.4.0 and < 3.7.1 on Hopper"
     assert (row["fwd_ms"], "fwdbwd_ms" in row) == (2.0, False)
-    row = check_and_time(lambda: TunesForLong.apply(x), *square(x), options(tmp_path, first_seconds=0.1))
+    row = check_and_time(lambda: TunesForLong.apply(x), *square(x), options(first_seconds=0.1))
     assert row["unfinished"] == "backward: no first results within 0.1 s"
     assert (row["fwd_ms"], "fwdbwd_ms" in row) == (2.0, False)
 
 
 def test_peers_come_early() -> None:
-    rows = list(channel_gates.rows(channel_gates.SHAPES[:2], channel_gates.RULES, True))
+    rows = list(channel_gates.rows(True))
     assert [(row["rule"], row["impl"]) for row in rows[:6]] == [
         (rule, impl) for rule in ("kda", "gla", "gdn2") for impl in ("deltanet", "fla")
     ]
-    assert [row["shape"] for row in rows] == 6 * [[16, 2048, 9, 64]] + 6 * [[8, 2048, 32, 64]]
-    assert [row["impl"] for row in channel_gates.rows(channel_gates.SHAPES, ["gla"], False)] == 8 * ["deltanet"]
+    assert [row["shape"] for row in rows[:12]] == 6 * [[16, 2048, 9, 64]] + 6 * [[8, 2048, 32, 64]]
+    assert {row["impl"] for row in channel_gates.rows(False)} == {"deltanet"}
 
-    found = [(row["form"], row["impl"]) for row in erase.rows(erase.SHAPES[:1], list(erase.FORMS), True)]
+    count = len(list(erase.rows(True))) // len(erase.SHAPES)
+    found = [(row["form"], row["impl"]) for row in erase.rows(True)][:count]
     assert found[:4] == [(form, impl) for form in (erase.WRITES, "off") for impl in ("deltanet", "fla")]
     assert [impl for _, impl in found] == 4 * ["deltanet", "fla"] + 2 * ["mapped"]
     assert len(set(found)) == len(found)
-    alone = [(row["form"], row["impl"]) for row in erase.rows(erase.SHAPES[:1], ["off", "decayed"], False)]
-    assert alone == [("off", "deltanet"), ("decayed", "deltanet"), ("off", "mapped")]
 
-    inner = list(inner_training.rows(inner_training.OPERATORS, True))
+    inner = list(inner_training.rows(True))
     assert [(row["operator"], row["impl"], row["shape"]) for row in inner[:4]] == [
         ("mesa", impl, shape) for shape in ([16, 2048, 9, 64], [4, 2048, 9, 64]) for impl in ("deltanet", "fla")
     ]
     assert {row["operator"] for row in inner[-10:]} == {"mesa"}
     assert len({json.dumps(row) for row in inner}) == len(inner) == 2 + 2 * 7 + 10
-    assert {row["operator"] for row in inner_training.rows(["ttt"], True)} == {"ttt"}
+
+    softmax = [row for row in chunk.rows(True) if row["impl"] == "sdpa"]
+    assert softmax
+    assert not any("gates" in row for row in softmax)
+
+
+def test_rows_are_chosen_by_their_labels(tmp_path: Path) -> None:
+    chosen: list[Row] = []
+    run(tmp_path, lambda labels: chosen.append(labels) or {}, "--only", "rule=b", "shape=[2, 3]", "impl=fla", "impl=x")
+    assert chosen == [LABELS[3]]
+
+
+def test_a_sweep_measures_every_configuration_and_leaves_the_kernels_as_they_were(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module: Any = ModuleType("kernels")
+    module.sizes = lambda *_: 4
+
+    def measure(labels: Row, _: argparse.Namespace) -> Row:
+        size = module.sizes("forward")
+        if size == 1:
+            raise RuntimeError("does not fit")
+        return {"us": 100.0 - size}
+
+    sizes = [{(module, "sizes"): harness.Always(size)} for size in (1, 8, 16)]
+    benchmark = Benchmark(lambda peers: LABELS, measure, configurations=lambda labels: sizes)
+    harness.run("rows", benchmark, ["--sweep", "--only", "rule=a", "--output", str(tmp_path)])
+    assert capsys.readouterr().out.splitlines() == [
+        f"{LABELS[0]}: {{'us': 96.0}}",
+        "    16: {'us': 84.0}",
+        "    8: {'us': 92.0}",
+        "    1: RuntimeError: does not fit",
+    ]
+    assert module.sizes() == 4
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("module", [window], ids=["window"])
+def test_configurations_differ(module: Any) -> None:
+    found = list(module.configurations(next(iter(module.rows(False)))))
+    assert len({str(value) for configuration in found for value in configuration.values()}) == len(found) == 162
 
 
 @pytest.mark.parametrize("module", [channel_gates, erase, inner_training])
@@ -284,20 +323,19 @@ def test_the_command_without_the_peer_installed(module: Any, monkeypatch: pytest
 
     def measure(labels: Row, given: argparse.Namespace) -> Row:
         seen.append(labels)
-        return plain(labels, given) if labels["impl"] == "fla" else {}
+        return module.measure(labels, given) if labels["impl"] == "fla" else {}
 
-    plain = module.measure
-    monkeypatch.setattr(module, "measure", measure)
-    only = {"channel_gates": ["--rules", "gla"], "erase": ["--forms", "off"], "inner_training": ["--operators", "mesa"]}
+    only = {"channel_gates": "rule=gla", "erase": "form=off", "inner_training": "operator=mesa"}
     name = module.__name__.rpartition(".")[2]
-    monkeypatch.setattr(sys, "argv", [name, "--peers", "--resume", "--output", str(tmp_path), *only[name]])
-    module.main()
-    rows = json.loads((tmp_path / f"{name}_h200.json").read_text())["rows"]
-    assert [row["failed"].split(":")[0] for row in rows if row["impl"] == "fla"]
-    assert all("ModuleNotFoundError" in row["failed"] for row in rows if row["impl"] == "fla")
+    benchmark = replace(module.BENCHMARK, measure=measure)
+    arguments = ["--peers", "--resume", "--output", str(tmp_path), "--only", only[name]]
+    harness.run(name, benchmark, arguments)
+    rows = json.loads((tmp_path / f"{name}.json").read_text())["rows"]
+    assert [row["error"].split(":")[0] for row in rows if row["impl"] == "fla"]
+    assert all("ModuleNotFoundError" in row["error"] for row in rows if row["impl"] == "fla")
     count = len(seen)
     assert count == len(rows)
-    module.main()
+    harness.run(name, benchmark, arguments)
     assert len(seen) == count
 
 

@@ -1,7 +1,10 @@
 """FlashInfer as a peer of the benchmark, with a module in its place: the call, the check of its results, its rows."""
 
+import argparse
+import json
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -9,8 +12,9 @@ import pytest
 import torch
 
 from deltanet_kernels import torch_chunk_gated_delta_rule
-from measuring.kernels import chunk, flashinfer_prefill
+from measuring.kernels import chunk, flashinfer_prefill, harness
 
+OPTIONS = argparse.Namespace(first_seconds=60.0, repeats=1)
 SHAPES = [chunk.Shape(3, 70, 2, 4, 16), chunk.Shape(1, 5, 3, 3, 8), chunk.Shape(2, 65, 2, 2, 16, -40.0)]
 
 
@@ -42,7 +46,8 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return 1.0
 
     monkeypatch.setattr(chunk, "make", cpu_inputs)
-    monkeypatch.setattr(chunk, "median_ms", timed)
+    for name in ("median_ms", "peak_gib"):
+        monkeypatch.setattr(harness, name, timed)
     chunk.reference.cache_clear()
     yield
     chunk.reference.cache_clear()
@@ -64,52 +69,57 @@ def test_every_row_and_head_agrees(shape: chunk.Shape) -> None:
     assert (o - wanted).norm() < 0.01 * wanted.norm()
 
 
+def labels(shape: chunk.Shape, impl: str = "flashinfer") -> dict[str, Any]:
+    return {**shape.labels(), "impl": impl}
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_row_has_the_forward_pass_only(on_cpu: None, monkeypatch: pytest.MonkeyPatch, shape: chunk.Shape) -> None:
     install(monkeypatch, stand_in)
-    found, missing = chunk.implementations(True)
-    assert "flashinfer" not in missing
-    row = chunk.measure("flashinfer", found["flashinfer"], shape, 1)
+    row = chunk.measure(labels(shape), OPTIONS)
     assert row["rel_error"] < 0.01
     assert row["fwd_ms"] == 1.0
-    assert not {"failed", "fwdbwd_ms", "peak_gib"} & set(row)
+    assert not {"error", "fwdbwd_ms", "peak_gib"} & set(row)
 
 
 @pytest.mark.parametrize("wrong", [lambda o: 1.1 * o, lambda o: o.roll(1, 0), lambda o: o * torch.nan])
 def test_wrong_results_are_not_timed(on_cpu: None, monkeypatch: pytest.MonkeyPatch, wrong: Callable[..., Any]) -> None:
     install(monkeypatch, lambda *args, **given: wrong(stand_in(*args, **given)))
-    row = chunk.measure("flashinfer", chunk.implementations(True)[0]["flashinfer"], SHAPES[0], 1)
-    assert row["failed"] == "wrong results"
+    row = chunk.measure(labels(SHAPES[0]), OPTIONS)
+    assert row["error"] == "wrong results"
     assert "fwd_ms" not in row
 
 
-def test_wrong_gradients_are_found_too(on_cpu: None) -> None:
+def test_wrong_gradients_are_found_too(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def operator(q: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
         q = q.detach() + 2 * (q - q.detach())
         return torch_chunk_gated_delta_rule(q, *others, use_qk_l2norm_in_kernel=True)[0]
 
-    row = chunk.measure("any", operator, SHAPES[0], 1)
-    assert row["failed"] == "wrong results"
+    monkeypatch.setattr(chunk, "ours", operator)
+    row = chunk.measure(labels(SHAPES[0], "deltanet"), OPTIONS)
+    assert row["error"] == "backward: wrong results"
+    assert "fwdbwd_ms" not in row
     assert row["rel_error"] == pytest.approx(1, abs=0.05)
 
 
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     monkeypatch.delitem(sys.modules, "flashinfer.gdn_prefill", raising=False)
-    found, missing = chunk.implementations(True)
-    assert "flashinfer" not in found
-    assert "flashinfer" in missing["flashinfer"]
-    assert "flashinfer" not in chunk.implementations(False)[1]
+    (row,) = written(monkeypatch, tmp_path)
+    assert "flashinfer" in row["error"]
+    assert "flashinfer" not in {row["impl"] for row in chunk.rows(False)}
 
 
-def test_a_refusal_is_a_row(on_cpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_a_refusal_is_a_row(on_cpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def refuse(*args: Any, **given: Any) -> torch.Tensor:
         raise RuntimeError("only supports D=128")
 
     install(monkeypatch, refuse)
-    written: list[list[dict[str, Any]]] = []
-    monkeypatch.setattr(chunk, "write", lambda name, rows, notes, folder: written.append(list(rows)))
+    assert [row["error"] for row in written(monkeypatch, tmp_path)] == ["RuntimeError: only supports D=128"]
+
+
+def written(monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[dict[str, Any]]:
+    """The rows of FlashInfer that the command writes for one shape."""
     monkeypatch.setattr(chunk, "SHAPES", SHAPES[:1])
-    monkeypatch.setattr(sys, "argv", ["chunk", "--peers", "--only", "flashinfer", "--output", str(tmp_path)])
-    chunk.main()
-    assert [row["failed"] for row in written[-1]] == ["RuntimeError: only supports D=128"]
+    harness.run("chunk", chunk.BENCHMARK, ["--peers", "--only", "impl=flashinfer", "--output", str(folder)])
+    return json.loads((folder / "chunk.json").read_text())["rows"]

@@ -1,21 +1,16 @@
 """Times the delta rule with a decay per channel beside other implementations.
 
-    python -m measuring.kernels.channel_gates --peers
+    python -m measuring.kernels channel_gates --peers
 
-Peers: flash-linear-attention's `chunk_kda`, `chunk_gla` and `chunk_gdn2`. Every timed configuration is first compared
-with the chunked PyTorch form in float64, output and gradients, on the first head of the first row; an implementation
-that fails there is not timed, and one whose gradients alone fail only forward. Where the peer was timed too,
-`fwd_ratio` and `fwdbwd_ratio` are its times divided by ours. Each row is written as soon as it is measured, or with its
-error if it raises: a peer whose backward pass refuses has its forward pass timed. `--resume` continues an incomplete
-file; delete a row to have it measured again.
+Peers: flash-linear-attention's `chunk_kda`, `chunk_gla` and `chunk_gdn2`. Every configuration is first compared with
+the chunked PyTorch form in float64, output and gradients, on the first head of the first row.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -23,11 +18,9 @@ import torch
 from deltanet_kernels.channel_gates.calls import ChannelCall
 from deltanet_kernels.channel_gates.chunk import chunk_channel_gated_delta_rule_triton
 from deltanet_kernels.channel_gates.cpu import chunked
-from measuring.kernels.both_passes import check_and_time
-from measuring.kernels.table import Row, Table, add_options
-from measuring.kernels.timing import graph_us
+from measuring.kernels.harness import Benchmark, check_and_time
+from measuring.rows import Row
 
-SHAPE_NOTE = "B, T, H, K = V; log decays of every channel in (gates[0], 0); gdn2: erase gates in (0, 1), beta = 1"
 Operator = Callable[..., torch.Tensor]
 
 
@@ -120,39 +113,24 @@ def reference(rule: str, shape: Shape) -> list[torch.Tensor]:
 
 
 def measure(labels: Row, options: argparse.Namespace) -> Row:
-    """The numbers of the row with these labels."""
+    """The figures of the row with these labels."""
     rule, shape = labels["rule"], Shape(*labels["shape"], *labels["gates"][:1])
     operator = (peer if labels["impl"] == "fla" else ours)(rule)
     leaves, do = make(rule, shape)
-    row = check_and_time(lambda: operator(*leaves), leaves, do, reference(rule, shape), options)
-    if labels["impl"] == "deltanet" and "fwdbwd_ms" in row:
-        graph = graph_us(lambda: torch.autograd.grad(operator(*leaves), leaves, do), 1, options.repeats)
-        row["fwdbwd_graph_ms"] = round(graph / 1e3, 4)
-    return row
+    graph = labels["impl"] == "deltanet"
+    return check_and_time(lambda: operator(*leaves), leaves, do, reference(rule, shape), options, graph)
 
 
-def rows(shapes: Sequence[Shape], rules: Sequence[str], peers: bool) -> Iterator[Row]:
+def rows(peers: bool) -> Iterator[Row]:
     """Labels of the rows in the order of measurement: every rule and its peer before the next shape."""
-    for shape in shapes:
-        for rule in rules:
+    for shape in SHAPES:
+        for rule in RULES:
             for name in ("deltanet", "fla") if peers else ("deltanet",):
                 yield {**shape.labels(rule), "impl": name}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--peers", action="store_true", help="Also time flash-linear-attention.")
-    parser.add_argument("--rules", nargs="*", choices=RULES, default=RULES, help="Time only these rules.")
-    parser.add_argument("--shapes", type=int, nargs="*", help="Time only these indices of the list of shapes.")
-    add_options(parser)
-    options = parser.parse_args()
-    os.environ.setdefault("FLA_FLASH_QLA", "0")
-    table = Table(
-        "channel_gates_h200.json", ("rule", "shape", "gates"), ("fwd_ms", "fwdbwd_ms"), {"shape": SHAPE_NOTE}, options
-    )
-    shapes = [SHAPES[index] for index in options.shapes or range(len(SHAPES))]
-    table.fill(rows(shapes, options.rules, options.peers), lambda labels: measure(labels, options))
-
-
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark(
+    rows,
+    measure,
+    {"shape": "B, T, H, K = V; log decays of every channel in (gates[0], 0); gdn2: erase gates in (0, 1), beta = 1"},
+)

@@ -1,24 +1,20 @@
 """Times the chunked gated delta rule beside other implementations.
 
-    python -m measuring.kernels.chunk --peers
+    python -m measuring.kernels chunk --peers
 
-Peers: flash-linear-attention (with FLA_FLASH_QLA=0), FlashQLA (K = V = 128 only), FlashInfer (K = V = 128, forward
-only, on inputs prepared outside the timing) and causal softmax attention (SDPA) of the same sizes. Every timed
-configuration is first compared with the chunked PyTorch form in float64, output and gradients, on the first key head of
-the first row; an implementation that fails there is not timed. `deltanet` and `sdpa` are also timed as a CUDA graph
-(fwdbwd_graph_ms), because the host limits short calls. Each row is written as soon as it is measured, or with its error
-if it raises; `--resume` continues an incomplete file.
+Peers: flash-linear-attention, FlashQLA (K = V = 128 only), FlashInfer (K = V = 128, forward
+only, on inputs prepared outside the timing) and causal softmax attention (SDPA) of the same sizes, which computes
+something else. Every other configuration is first compared with the chunked PyTorch form in float64, output and
+gradients, on the first key head of the first row. `deltanet` and `sdpa` are also timed as a CUDA graph
+(fwdbwd_graph_ms), because the host limits short calls.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import json
-import os
-import time
-from collections.abc import Callable
-from pathlib import Path
+import importlib
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -27,9 +23,9 @@ from deltanet_kernels import torch_chunk_gated_delta_rule
 from deltanet_kernels.arguments import RuleCall
 from deltanet_kernels.gated_delta_rule.chunk import chunk_gated_delta_rule_triton
 from measuring.kernels import flashinfer_prefill
-from measuring.kernels.timing import RESULTS, graph_us, median_ms, peak_gib, write
+from measuring.kernels.harness import Benchmark, check_and_time
+from measuring.rows import Row
 
-SHAPE_NOTE = "B, T, H (q, k), HV (v), K = V; log decays in (-1, 0) or in `gates`"
 Operator = Callable[..., torch.Tensor]
 
 
@@ -67,41 +63,28 @@ SHAPES = [
 ]
 
 
-def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
+def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
     if q.shape[2] != v.shape[2]:  # softmax attention has query heads over fewer key and value heads, not the reverse
         raise NotImplementedError("more value heads than query heads")
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
 
-def _ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
+def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
     return chunk_gated_delta_rule_triton(RuleCall(q, k, v, g, beta, use_qk_l2norm_in_kernel=True))[0]
 
 
-def implementations(peers: bool) -> tuple[dict[str, Operator], dict[str, str]]:
-    """Name -> operator, and name -> why it is missing."""
-    found: dict[str, Operator] = {"deltanet": _ours}
-    missing: dict[str, str] = {}
-    if not peers:
-        return found, missing
-    os.environ.setdefault("FLA_FLASH_QLA", "0")
-    try:
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule as fla_rule
-
-        found["fla"] = lambda q, k, v, g, b: fla_rule(q, k, v, g, b, use_qk_l2norm_in_kernel=True)[0]
-    except Exception as error:
-        missing["fla"] = repr(error)
-    try:
-        from flash_qla import chunk_gated_delta_rule as qla_rule
-
-        found["flash_qla"] = lambda q, k, v, g, b: qla_rule(q, k, v, g, b, use_qk_l2norm_in_kernel=True)[0]
-    except Exception as error:
-        missing["flash_qla"] = repr(error)
-    try:
-        found["flashinfer"] = functools.partial(flashinfer_prefill.forward, flashinfer_prefill.rule())
-    except Exception as error:
-        missing["flashinfer"] = repr(error)
-    return found | {"sdpa": _sdpa}, missing
+def operator(impl: str) -> Operator:
+    """The implementation of this name. Raises ImportError if its package is not installed."""
+    if impl == "deltanet":
+        return ours
+    if impl == "sdpa":
+        return sdpa
+    if impl == "flashinfer":
+        return functools.partial(flashinfer_prefill.forward, flashinfer_prefill.rule())
+    package = importlib.import_module({"fla": "fla.ops.gated_delta_rule", "flash_qla": "flash_qla"}[impl])
+    rule = package.chunk_gated_delta_rule
+    return lambda q, k, v, g, beta: rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=True)[0]
 
 
 def make(shape: Shape) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -125,83 +108,25 @@ def reference(shape: Shape) -> list[torch.Tensor]:
     return [o.detach(), *torch.autograd.grad(o, own, do[:1, :, :heads].double())]
 
 
-def worst_error(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
-    """Largest relative L2 error among o and the gradients; NaN counts as infinite."""
-    errors = []
-    for x, y in zip(found, wanted, strict=True):
-        part = x[:1, :, : y.shape[2]].double()
-        errors.append(((part - y).norm() / y.norm()).item())
-    return max(e if e == e else float("inf") for e in errors)
-
-
-def measure(name: str, operator: Operator, shape: Shape, repeats: int) -> dict[str, Any]:
-    """One row of the table."""
+def measure(labels: Row, options: argparse.Namespace) -> Row:
+    """The figures of the row with these labels."""
+    impl, shape = labels["impl"], Shape(*labels["shape"], *labels.get("gates", [])[:1])
+    run = operator(impl)
     leaves, do = make(shape)
-    row: dict[str, Any] = {**shape.labels(), "impl": name}
-    forward_only = name == "flashinfer"
-    if forward_only:
-        leaves = flashinfer_prefill.prepare(leaves)
-    if name != "sdpa":
-        o = operator(*leaves)
-        gradients = [] if forward_only else torch.autograd.grad(o, leaves, do)
-        row["rel_error"] = worst_error([o.detach(), *gradients], reference(shape)[: 1 + len(gradients)])
-        if row["rel_error"] > 0.05:
-            return row | {"failed": "wrong results"}
-        del o, gradients
-
-    def forward() -> None:
-        with torch.no_grad():
-            operator(*leaves)
-
-    def both() -> None:
-        torch.autograd.grad(operator(*leaves), leaves[:3] if name == "sdpa" else leaves, do)
-
-    row["fwd_ms"] = round(median_ms(forward, repeats), 4)
-    if forward_only:
-        return row
-    row["fwdbwd_ms"] = round(median_ms(both, repeats), 4)
-    row["peak_gib"] = round(peak_gib(both), 4)
-    if name in ("deltanet", "sdpa"):
-        row["fwdbwd_graph_ms"] = round(graph_us(both, 1, repeats) / 1e3, 4)
-    return row
+    if impl == "sdpa":
+        return check_and_time(lambda: run(*leaves), leaves[:3], do, None, options, graph=True)
+    if impl == "flashinfer":
+        given = flashinfer_prefill.prepare(leaves)
+        return check_and_time(lambda: run(*given), [], do, reference(shape), options)
+    return check_and_time(lambda: run(*leaves), leaves, do, reference(shape), options, graph=impl == "deltanet")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--peers", action="store_true", help="Also time the peers that are installed, and SDPA.")
-    parser.add_argument("--only", nargs="*", help="Time only these implementations.")
-    parser.add_argument("--shapes", type=int, nargs="*", help="Time only these indices of the list of shapes.")
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--minutes", type=float, default=8, help="Start no further row after this many minutes.")
-    parser.add_argument(
-        "--resume", action="store_true", help="Keep the rows of the result file and add the missing ones."
-    )
-    parser.add_argument("--output", type=Path, help="Folder of the result file (default: the package's own).")
-    args = parser.parse_args()
-    began = time.monotonic()
-    found, missing = implementations(args.peers)
-    found = {name: operator for name, operator in found.items() if name in (args.only or found)}
-    path = (args.output or RESULTS) / "chunk_h200.json"
-    rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"] if args.resume and path.exists() else []
-    done = {(Shape(*row["shape"], *row.get("gates", [])[:1]), row["impl"]) for row in rows if "failed" not in row}
-    rows = [row for row in rows if "failed" not in row]
-    for shape in [SHAPES[index] for index in args.shapes or range(len(SHAPES))]:
-        for name, operator in found.items():
-            if (shape, name) in done or (name == "sdpa" and shape.g != -1.0):  # softmax has no gates
-                continue
-            if time.monotonic() - began > 60 * args.minutes:
-                missing[f"{name} at {shape.labels()}"] = "not reached in time"
-                continue
-            try:
-                row = measure(name, operator, shape, args.repeats)
-            except Exception as error:
-                row = {**shape.labels(), "impl": name, "failed": f"{type(error).__name__}: {error}"[:300]}
-            rows.append(row)
-            print(row, flush=True)
-            torch.cuda.empty_cache()
-            write(path.name, rows, {"missing": missing, "shape": SHAPE_NOTE}, args.output)
-    write(path.name, rows, {"missing": missing, "shape": SHAPE_NOTE}, args.output)
+def rows(peers: bool) -> Iterator[Row]:
+    """Labels of the rows: at each shape every implementation; softmax has no gates."""
+    for shape in SHAPES:
+        for impl in ("deltanet", "fla", "flash_qla", "flashinfer", "sdpa") if peers else ("deltanet",):
+            if impl != "sdpa" or shape.g == -1.0:
+                yield {**shape.labels(), "impl": impl}
 
 
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark(rows, measure, {"shape": "B, T, H (q, k), HV (v), K = V; log decays in (-1, 0) or in `gates`"})

@@ -1,32 +1,31 @@
-"""The gated delta rule on CPU against transformers' `torch_chunk_gated_delta_rule`: time, memory, accuracy.
+"""The gated delta rule on a CPU beside transformers' `torch_chunk_gated_delta_rule`: time, memory, accuracy.
 
-    python -m measuring.kernels.cpu [--threads 2] [--repeats 15] [--out FILE]
+    OMP_NUM_THREADS=2 python -m measuring.kernels cpu --repeats 15
 
 Time: the two run in turn; medians, and the median of the ratios of neighbouring runs. Memory: the peak of the
 resident set above the inputs, each in a process of its own (Linux). Accuracy: relative L2 error against float64,
 the worst over the outputs and, in the rows with a backward, the gradients of q, k, v, g and beta.
 """
 
+from __future__ import annotations
+
 import argparse
-import json
 import multiprocessing
 import os
-import platform
 import statistics
 import time
-from collections.abc import Callable
-from importlib.metadata import version
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from deltanet_kernels import naive_gated_delta_rule, torch_chunk_gated_delta_rule
+from measuring.kernels.harness import Benchmark, relative_error
+from measuring.rows import Row
 
 B, T, H = 1, 2048, 8
 HEAD_SIZES = (64, 128)
 OPTIONS = {"use_qk_l2norm_in_kernel": True, "output_final_state": True}
-RESULTS = Path(__file__).parents[2] / "results/kernels/cpu.json"
 
 Operator = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
@@ -110,77 +109,43 @@ def errors(names: list[str], D: int, backward: bool) -> dict[str, float]:
     wide = [x.detach().double().requires_grad_(backward) for x in inputs]
     truth = run(torch_chunk_gated_delta_rule, wide, backward)
 
-    def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
-        return float((found.double() - wanted).norm() / wanted.norm())
-
     recurrence = run(naive_gated_delta_rule, [x.detach() for x in wide], False)
     for found, wanted in zip(truth, recurrence, strict=False):
-        if not error(found, wanted) < 1e-12:
-            raise RuntimeError(f"the float64 truth is off the recurrence by {error(found, wanted):.1e}")
+        if not relative_error(found, wanted) < 1e-12:
+            raise RuntimeError(f"the float64 truth is off the recurrence by {relative_error(found, wanted):.1e}")
     return {
-        name: max(error(a, b) for a, b in zip(run(operator(name), inputs, backward), truth, strict=True))
+        name: max(relative_error(a, b) for a, b in zip(run(operator(name), inputs, backward), truth, strict=True))
         for name in names
     }
 
 
-def cpu_model() -> str:
-    """The processor's name as Linux reports it."""
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor()
-
-
-def main() -> None:
-    """Measure, print a table, write the results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-
-    load = os.getloadavg()[0]
+def measure(labels: Row, options: argparse.Namespace) -> Row:
+    """The figures of both candidates."""
+    D, backward = labels["K"], labels["pass"] != "forward"
     ours, theirs = names = ["deltanet_kernels", "transformers"]
-    rows: list[dict[str, Any]] = []
-    print("                               time, ms: ours, theirs, ratio    peak, MiB     relative error")
+    taken = times(names, D, backward, options.repeats)
+    worst = errors(names, D, backward)
+    row: Row = {"speedup": statistics.median(b / a for a, b in zip(taken[ours], taken[theirs], strict=True))}
+    for name in names:
+        row[name] = {
+            "median_ms": statistics.median(taken[name]),
+            "best_ms": min(taken[name]),
+            "peak_mib": peak_bytes(name, D, backward, torch.get_num_threads()) / 2**20,
+            "relative_error": worst[name],
+        }
+    return row
+
+
+def rows(peers: bool) -> Iterator[Row]:
+    """Labels of the rows."""
     for D in HEAD_SIZES:
-        for backward in (False, True):
-            taken = times(names, D, backward, arguments.repeats)
-            worst = errors(names, D, backward)
-            row: dict[str, Any] = {"B": B, "T": T, "H": H, "K": D, "V": D}
-            row["pass"] = "forward+backward" if backward else "forward"
-            row["speedup"] = statistics.median(b / a for a, b in zip(taken[ours], taken[theirs], strict=True))
-            for name in names:
-                peak = peak_bytes(name, D, backward, arguments.threads)
-                row[name] = {
-                    "median_ms": statistics.median(taken[name]),
-                    "best_ms": min(taken[name]),
-                    "peak_mib": peak / 2**20,
-                    "relative_error": worst[name],
-                }
-            rows.append(row)
-            a, b = row[ours], row[theirs]
-            print(
-                f"{D:4}, {row['pass']:18}{a['median_ms']:10.1f}{b['median_ms']:11.1f}{row['speedup']:8.2f}"
-                f"{a['peak_mib']:7.0f}{b['peak_mib']:7.0f}{a['relative_error']:10.1e}{b['relative_error']:10.1e}",
-                flush=True,
-            )
-    machine = {
-        "cpu": cpu_model(),
-        "cores": os.cpu_count(),
-        "threads": arguments.threads,
-        "load_average_before": load,  # well above 0: other work ran beside, the ratio holds, the times are too long
-        "system": f"{platform.system()} {platform.machine()}",
-    }
-    versions = {name: version(name) for name in ("torch", "transformers")} | {"python": platform.python_version()}
-    result = {"machine": machine, "versions": versions, "repeats": arguments.repeats, "rows": rows}
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(f"written: {arguments.out}")
+        for what in ("forward", "forward+backward"):
+            yield {"B": B, "T": T, "H": H, "K": D, "V": D, "pass": what}
 
 
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark(
+    rows,
+    measure,
+    # A load well above 0: other work ran beside, the ratio holds, the times are too long.
+    {"cores": os.cpu_count(), "threads": torch.get_num_threads(), "load_average_before": os.getloadavg()[0]},
+)

@@ -1,32 +1,33 @@
-"""Times one decoding step in a CUDA graph: `python -m measuring.kernels.decode --peers`.
+"""Times one decoding step of the gated delta rule in a CUDA graph: `python -m measuring.kernels decode --peers`.
 
 32 heads, K = V = 128, float32 state in place, gate, sigmoid and L2 norm in the kernel; "whole layer" also includes the
-short convolution, SiLU, the norm and the output gate. The floor is reading and writing the state once at the copy
-bandwidth measured in the same run. Each step is first compared with the recurrence in float64.
+short convolution, SiLU, the norm and the output gate. The least that a step moves is the state, read and written once.
+Each step is first compared with float64. The peer is flash-linear-attention's recurrent kernel, whose gate and sigmoid
+are applied outside and not timed.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
-import itertools
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from deltanet_kernels import gated_delta_step_, naive_gated_delta_rule
 from deltanet_kernels.arguments import StepCall
 from deltanet_kernels.gated_delta_rule.cpu_step import torch_gated_delta_step_
 from deltanet_kernels.gated_delta_rule.recurrent import gated_delta_rule_step_
-from measuring.kernels.timing import copy_bandwidth, graph_us, write
+from measuring.kernels.harness import Benchmark, relative_error, several_caches, time_steps
+from measuring.rows import Row
 
 HEADS, SIZE = 32, 128
-Step = Callable[[dict[str, torch.Tensor], torch.Tensor], torch.Tensor]
+WHOLE = "deltanet, whole layer"
+Inputs = dict[str, Tensor]
 
 
-def make(batch: int) -> dict[str, torch.Tensor]:
+def make(batch: int) -> Inputs:
     """Arguments of one step."""
     torch.manual_seed(0)
     x = {n: torch.randn(batch, 1, HEADS, SIZE, device="cuda", dtype=torch.bfloat16) for n in ("q", "k", "v")}
@@ -35,35 +36,7 @@ def make(batch: int) -> dict[str, torch.Tensor]:
     return x
 
 
-def step(x: dict[str, torch.Tensor], state: torch.Tensor) -> torch.Tensor:
-    return gated_delta_rule_step_(
-        x["q"], x["k"], x["v"], x["g"], x["beta"], state, use_qk_l2norm_in_kernel=True,
-        A_log=x["A_log"], dt_bias=x["dt_bias"], use_beta_sigmoid_in_kernel=True,
-    )  # fmt: skip
-
-
-def next_step(run: Step, x: dict[str, torch.Tensor], states: Iterator[torch.Tensor]) -> torch.Tensor:
-    """Run a step on the next of several states."""
-    return run(x, next(states))
-
-
-def worst(*pairs: tuple[torch.Tensor, torch.Tensor]) -> float:
-    """The largest relative L2 error of a tensor beside the true one."""
-    return max(((found.double() - true).norm() / true.norm()).item() for found, true in pairs)
-
-
-def error_of(x: dict[str, torch.Tensor], state: torch.Tensor, o: torch.Tensor, final: torch.Tensor) -> float:
-    """Relative L2 error of o and the state after a step from `state` against the recurrence in float64."""
-    w = {n: t.double() for n, t in x.items()}
-    true_o, true_final = naive_gated_delta_rule(
-        w["q"], w["k"], w["v"], w["g"], w["beta"], None, state.double(), True, True, A_log=w["A_log"],
-        dt_bias=w["dt_bias"], use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True,
-    )  # fmt: skip
-    assert true_final is not None
-    return worst((o, true_o), (final, true_final))
-
-
-def make_layer(batch: int) -> dict[str, torch.Tensor]:
+def make_layer(batch: int) -> Inputs:
     """Arguments of one step of a whole layer with convolution and SiLU on v, without its state."""
     torch.manual_seed(0)
     channels = 3 * HEADS * SIZE
@@ -74,74 +47,74 @@ def make_layer(batch: int) -> dict[str, torch.Tensor]:
     return x | {n: torch.randn(HEADS, device="cuda") for n in ("A_log", "dt_bias")}
 
 
-def layer_step(x: dict[str, torch.Tensor], state: torch.Tensor) -> torch.Tensor:
+def step(x: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
+    """o, and the state, which is changed in place."""
+    o = gated_delta_rule_step_(
+        x["q"], x["k"], x["v"], x["g"], x["beta"], state, use_qk_l2norm_in_kernel=True,
+        A_log=x["A_log"], dt_bias=x["dt_bias"], use_beta_sigmoid_in_kernel=True,
+    )  # fmt: skip
+    return o, state
+
+
+def layer_step(x: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
+    """o of a whole layer, and the state; both the state and the tail of the convolution are changed in place."""
     arguments: dict[str, Any] = {**x, "state": state, "qk_silu": True, "v_silu": True}
-    return gated_delta_step_(**arguments)
+    return gated_delta_step_(**arguments), state
 
 
-def layer_error_of(x: dict[str, torch.Tensor], state: torch.Tensor) -> float:
-    """Relative L2 error of o and the state against the same step in float64."""
-    w, final, moved = {n: t.double() for n, t in x.items()}, state.double(), state.clone()
-    names = ("q", "k", "v", "a", "b", "state", "A_log", "dt_bias", "conv_weight", "conv_tail", "z", "norm_weight")
-    w["state"] = final
-    given: dict[str, Any] = {n: w[n] for n in names}
-    o = torch_gated_delta_step_(StepCall(**given | {"eps": 1e-6, "qk_silu": True, "v_silu": True}))
-    found = layer_step(x | {"conv_tail": x["conv_tail"].clone()}, moved)
-    return worst((found, o), (moved, final))
-
-
-def measure_peer(x: dict[str, torch.Tensor], states: list[torch.Tensor]) -> dict[str, Any]:
-    """flash-linear-attention's recurrent kernel; gate and sigmoid applied outside, not timed."""
+def peer_step(x: Inputs) -> Callable[[Inputs, Tensor], tuple[Tensor, Tensor]]:
+    """flash-linear-attention's step: o and a new state."""
     from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
 
     g = -x["A_log"].exp() * torch.nn.functional.softplus(x["g"] + x["dt_bias"])
     beta = x["beta"].sigmoid()
 
-    def run(state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(x: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
         o, final = fused_recurrent_gated_delta_rule(
             x["q"], x["k"], x["v"], g=g, beta=beta, initial_state=state, output_final_state=True,
             use_qk_l2norm_in_kernel=True,
         )  # fmt: skip
         return o, final
 
-    turns = itertools.cycle(states)
-    error = error_of(x, states[0], *run(states[0]))
-    return {"rel_error": error, "us": round(graph_us(lambda: run(next(turns)), 64), 3)}
+    return run
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--peers", action="store_true", help="also time flash-linear-attention")
-    parser.add_argument("--output", type=Path, help="folder of the result file; the package's own by default")
-    args = parser.parse_args()
-    bandwidth = copy_bandwidth()
-    rows: list[dict[str, Any]] = []
+def wanted_step(x: Inputs, state: Tensor) -> tuple[Tensor, Tensor | None]:
+    """o and the state after a step, by the recurrence in float64."""
+    w = {n: t.double() for n, t in x.items()}
+    return naive_gated_delta_rule(
+        w["q"], w["k"], w["v"], w["g"], w["beta"], None, state.double(), True, True, A_log=w["A_log"],
+        dt_bias=w["dt_bias"], use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True,
+    )  # fmt: skip
+
+
+def wanted_layer_step(x: Inputs, state: Tensor) -> tuple[Tensor, Tensor | None]:
+    """o and the state after a step of a whole layer, in PyTorch and float64."""
+    final = state.double()
+    given: dict[str, Any] = {n: t.double() for n, t in x.items()} | {"state": final}
+    o = torch_gated_delta_step_(StepCall(**given | {"eps": 1e-6, "qk_silu": True, "v_silu": True}))
+    return o, final
+
+
+def measure(labels: Row, options: argparse.Namespace) -> Row:
+    """The figures of the row with these labels."""
+    batch, impl = labels["shape"][0], labels["impl"]
+    x = make_layer(batch) if impl == WHOLE else make(batch)
+    run = peer_step(x) if impl == "fla" else layer_step if impl == WHOLE else step
+    size = 4 * batch * HEADS * SIZE * SIZE  # bytes of a state
+    states = several_caches(lambda: torch.randn(batch, HEADS, SIZE, SIZE, device="cuda"), size)
+    wanted = (wanted_layer_step if impl == WHOLE else wanted_step)(x, states[0])
+    copies = {name: tensor.clone() for name, tensor in x.items()}
+    found = run(copies, states[0].clone())
+    error = max(relative_error(a, b) for a, b in zip(found, wanted, strict=True) if b is not None)
+    return time_steps(lambda state: run(x, state), states, error, 2 * size)
+
+
+def rows(peers: bool) -> Iterator[Row]:
+    """Labels of the rows."""
     for batch in (1, 8, 64, 256):
-        # Several states in turn: a small one would stay in the L2 cache.
-        x = make(batch)
-        states = [torch.randn(batch, HEADS, SIZE, SIZE, device="cuda") for _ in range(max(1, 64 // batch))]
-        moved = 2 * states[0].numel() * 4
-        whole = make_layer(batch)
-        state = states[0].clone()
-        for impl, run, inputs, error in (
-            ("deltanet", step, x, error_of(x, states[0], step(x, state), state)),
-            ("deltanet, whole layer", layer_step, whole, layer_error_of(whole, states[0])),
-        ):
-            row: dict[str, Any] = {"shape": [batch, HEADS, SIZE], "impl": impl, "rel_error": error}
-            row["us"] = round(graph_us(functools.partial(next_step, run, inputs, itertools.cycle(states)), 64), 3)
-            row["share_of_copy_bandwidth"] = round(moved / (row["us"] * 1e-6) / bandwidth, 3)
-            rows.append(row)
-            print(row, flush=True)
-        if args.peers:
-            try:
-                peer = measure_peer(x, states)
-            except Exception as error:
-                peer = {"failed": repr(error)[:200]}
-            rows.append({"shape": [batch, HEADS, SIZE], "impl": "fla", **peer})
-            print(rows[-1], flush=True)
-    notes = {"copy_bytes_per_s": bandwidth, "shape": "B, heads, K = V; float32 state"}
-    write("decode_h200.json", rows, notes, args.output)
+        for impl in ("deltanet", WHOLE, "fla") if peers else ("deltanet", WHOLE):
+            yield {"shape": [batch, HEADS, SIZE], "impl": impl}
 
 
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark(rows, measure, {"shape": "B, heads, K = V; float32 state"}, bandwidth=True)

@@ -1,6 +1,6 @@
 """Times the forms of the erase term of the chunked gated delta rule, beside flash-linear-attention where it has them.
 
-    python -m measuring.kernels.erase --peers
+    python -m measuring.kernels erase --peers
 
 q and k have unit length and no implementation normalises them. Implementations: `deltanet`; `mapped`, the default form
 on inputs that make it compute the same (a strength of 2^-60 with values as much larger; a strength divided by the gate
@@ -9,18 +9,14 @@ and values multiplied with it); `fla`, which is `chunk_gated_delta_rule`, `chunk
 compute the gradient of the strength. Two writes per token (Gated DeltaProduct) are the default form on twice the
 tokens, of which every second one decays and every other one is read; `deltanet` includes the filling of q and g. Every
 implementation is first compared with the chunked PyTorch form in float64 on the first head of the first row, output and
-gradients; one that fails there is not timed, and one whose gradients alone fail only forward. Where the peer was timed
-too, `fwd_ratio` and `fwdbwd_ratio` are its times divided by ours. Each row is written as soon as it is measured, or
-with its error if it raises: a peer whose backward pass refuses has its forward pass timed. At each shape the forms with
-a peer come first. `--resume` continues an incomplete file; delete a row to have it measured again.
+gradients. At each shape the forms with a peer come first.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -29,11 +25,10 @@ from torch.nn import functional as F
 from deltanet_kernels import torch_chunk_gated_delta_rule
 from deltanet_kernels.arguments import RuleCall
 from deltanet_kernels.gated_delta_rule.chunk import chunk_gated_delta_rule_triton
-from measuring.kernels.both_passes import check_and_time
-from measuring.kernels.table import SHAPES, Row, Table, add_options
+from measuring.kernels.harness import SHAPES, Benchmark, check_and_time
+from measuring.rows import Row
 
 DEVICE = "cuda"
-NOTES = {"shape": "B, T, H, K = V; log decays in (-1, 0); bfloat16"}
 WRITES = "two writes per token"
 FORMS: dict[str, dict[str, Any]] = {
     WRITES: {"writes": 2},
@@ -131,35 +126,21 @@ def reference(shape: Shape, name: str) -> list[torch.Tensor]:
 
 
 def measure(labels: Row, options: argparse.Namespace) -> Row:
-    """The numbers of the row with these labels."""
+    """The figures of the row with these labels."""
     shape, form, run = tuple(labels["shape"]), FORMS[labels["form"]], IMPLEMENTATIONS[labels["impl"]]
     x, do = make(shape, form)
     return check_and_time(lambda: run(x, form), list(x.values()), do, reference(shape, labels["form"]), options)
 
 
-def rows(shapes: Sequence[Shape], forms: Sequence[str], peers: bool) -> Iterator[Row]:
+def rows(peers: bool) -> Iterator[Row]:
     """Labels of the rows in the order of measurement: at each shape first what has a peer, then the others."""
-    beside = [name for name in forms if peers and name in PEERS]
+    beside = PEERS if peers else ()
     order = [(name, impl) for name in beside for impl in ("deltanet", "fla")]
-    order += [(name, "deltanet") for name in forms if name not in beside]
-    order += [(name, "mapped") for name in forms if name in MAPPED]
-    for shape in shapes:
+    order += [(name, "deltanet") for name in FORMS if name not in beside]
+    order += [(name, "mapped") for name in MAPPED]
+    for shape in SHAPES:
         for name, impl in order:
             yield {"shape": list(shape), "form": name, "impl": impl}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--peers", action="store_true", help="Also time flash-linear-attention.")
-    parser.add_argument("--forms", nargs="*", choices=list(FORMS), default=list(FORMS), help="Time only these forms.")
-    parser.add_argument("--shapes", type=int, nargs="*", help="Time only these indices of the list of shapes.")
-    add_options(parser)
-    options = parser.parse_args()
-    os.environ.setdefault("FLA_FLASH_QLA", "0")
-    table = Table("erase_h200.json", ("shape", "form"), ("fwd_ms", "fwdbwd_ms"), NOTES, options)
-    shapes = [SHAPES[index] for index in options.shapes or range(len(SHAPES))]
-    table.fill(rows(shapes, options.forms, options.peers), lambda labels: measure(labels, options))
-
-
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark(rows, measure, {"shape": "B, T, H, K = V; log decays in (-1, 0); bfloat16"})

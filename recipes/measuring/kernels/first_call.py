@@ -1,4 +1,4 @@
-"""Times the first calls, which compile the kernels: `python -m measuring.kernels.first_call`.
+"""Times the first calls, which compile the kernels: `python -m measuring.kernels first_call`.
 
 The calls are those of one Gated DeltaNet layer in bfloat16: forward and backward of the convolution, the chunked gated
 delta rule and the gated norm, and a decoding step. Each run is a new process, first with an empty cache of compiled
@@ -8,21 +8,21 @@ kernels, then with the cache that the first run filled. Starting the process and
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from deltanet_kernels import causal_conv1d, chunk_gated_delta_rule, gated_delta_step_, gated_rms_norm
-from measuring.kernels.timing import write
-
-SIZES = (64, 128)
+from measuring.kernels.harness import Benchmark
+from measuring.rows import Row
 
 
 def _done() -> float:
@@ -66,26 +66,34 @@ def seconds(size: int) -> dict[str, float]:
     return {name: round(b - a, 3) for name, a, b in zip(names, times, times[1:], strict=False)}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--size", type=int, help="measure heads of this size here and print the seconds")
-    parser.add_argument("--output", type=Path, help="folder of the result file; the package's own by default")
-    args = parser.parse_args()
-    if args.size:
-        print(json.dumps(seconds(args.size)))
-        return
-    rows = []
-    for size in SIZES:
-        with tempfile.TemporaryDirectory() as cache:
-            for state in ("empty", "filled"):
-                done = subprocess.run(
-                    [sys.executable, "-m", __spec__.name, "--size", str(size)],
-                    env=os.environ | {"TRITON_CACHE_DIR": cache}, stdout=subprocess.PIPE, text=True, check=True,
-                )  # fmt: skip
-                rows.append({"K": size, "V": size, "cache": state} | json.loads(done.stdout))
-                print(rows[-1], flush=True)
-    write("first_call_h200.json", rows, {"dtype": "bfloat16"}, args.output)
+@functools.lru_cache(maxsize=1)
+def kernel_cache(size: int) -> tempfile.TemporaryDirectory[str]:
+    """The cache of the runs of one size."""
+    return tempfile.TemporaryDirectory()
 
 
-if __name__ == "__main__":
-    main()
+def measure(labels: Row, options: argparse.Namespace) -> Row:
+    """The seconds of a new process."""
+    if labels["cache"] == "empty":
+        kernel_cache.cache_clear()
+    done = subprocess.run(
+        [sys.executable, "-m", "measuring.kernels.first_call", str(labels["K"])],
+        env=os.environ | {"TRITON_CACHE_DIR": kernel_cache(labels["K"]).name},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return dict(json.loads(done.stdout))
+
+
+def rows(peers: bool) -> Iterator[Row]:
+    """Labels of the rows."""
+    for size in (64, 128):
+        for state in ("empty", "filled"):
+            yield {"K": size, "V": size, "cache": state}
+
+
+BENCHMARK = Benchmark(rows, measure, {"dtype": "bfloat16"})
+
+if __name__ == "__main__":  # the new process
+    print(json.dumps(seconds(int(sys.argv[1]))))

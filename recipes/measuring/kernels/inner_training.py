@@ -1,21 +1,18 @@
-"""Times the operators of inner training on a GPU: `python -m measuring.kernels.inner_training --peers`.
+"""Times the operators of inner training on a GPU: `python -m measuring.kernels inner_training --peers`.
 
-Mesa (by its kernels, and in PyTorch), test-time training and Titans' memory in bfloat16, beside the gated delta rule;
-forward, forward + backward, and the memory of the latter. Each implementation is first compared with the recurrence in
-float64, on a shorter input; one that fails there is not timed.
+Mesa (by its kernels, and in PyTorch), test-time training and Titans' memory in bfloat16, beside the gated delta rule.
+Each implementation is first compared with the recurrence in float64, on a shorter input.
 
-With `--peers`, the rows of `fla` are those of flash-linear-attention's `chunk_mesa_net`, with the ridge and the number
-of steps of ours; `forward_ratio` and `both_ratio` of `mesa` are its times divided by ours. It always takes all the
-steps, computes in float16 and bfloat16 instead of float32, and has no factor on its output, so it is compared with a
-scale of 1. Each row is written as soon as it is measured, or with its error if it raises; `--resume` continues an
-incomplete file; delete a row to have it measured again.
+The rows of `fla` are those of flash-linear-attention's `chunk_mesa_net`, with the ridge and the number of steps of
+ours. It always takes all the steps, computes in float16 and bfloat16 instead of float32, and has no factor on its
+output, so it is compared with a scale of 1.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -36,8 +33,8 @@ from deltanet_kernels.mesa.calls import MesaCall
 from deltanet_kernels.mesa.cpu import chunk_mesa_torch
 from deltanet_kernels.mesa.solve import STEPS
 from measuring.kernels.first_results import compiled_ahead, time_limit
-from measuring.kernels.table import SHAPES, Row, Table, add_options
-from measuring.kernels.timing import median_ms, peak_gib
+from measuring.kernels.harness import MOST, SHAPES, Benchmark, check_and_time, relative_error
+from measuring.rows import Row
 
 PYTORCH_SHAPES = [
     (4, 2048, 9, 64),
@@ -94,7 +91,7 @@ def draw(batch: int, tokens: int, heads: int, size: int, name: str) -> list[Tens
 
 
 def error(name: str, chunk: Callable[..., Any], naive: Callable[..., Any], rest: tuple[Any, ...], size: int) -> float:
-    """Relative error of outputs and gradients of q, k, v, the largest of them; NaN counts as infinite.
+    """Relative error of outputs and gradients of q, k, v, the largest of them.
 
     The gradients are those of a random projection of the outputs. Of their squares the layer norm would leave next to
     nothing: its outputs have the same length whatever it reads.
@@ -112,56 +109,33 @@ def error(name: str, chunk: Callable[..., Any], naive: Callable[..., Any], rest:
             (exact, naive(*exact, *wide, use_qk_l2norm_in_kernel=True)[0]),
         )
     )
-    pairs = zip(found, wanted, strict=True)
-    errors = [float((a.detach().double() - b.detach()).norm() / b.detach().norm()) for a, b in pairs]
-    return max(e if e == e else float("inf") for e in errors)
+    return max(relative_error(a.detach(), b.detach()) for a, b in zip(found, wanted, strict=True))
 
 
 def measure(labels: Row, options: argparse.Namespace) -> Row:
-    """The numbers of the row with these labels."""
+    """The figures of the row with these labels."""
     name, (batch, tokens, heads, size) = labels["operator"], labels["shape"]
     chunk, naive, rest = rule(name, labels["impl"], heads, size)
+    with time_limit(options.first_seconds), compiled_ahead():
+        row: Row = {"rel_error": error(name, chunk, naive, rest, size)}
+    if row["rel_error"] > MOST:
+        return row | {"error": "wrong results"}
     given = draw(batch, tokens, heads, size, name)
-    weight = torch.randn_like(given[2])
 
     def forward() -> Tensor:
         return chunk(*given, *rest, use_qk_l2norm_in_kernel=True)[0]  # type: ignore[no-any-return]
 
-    def both() -> None:
-        torch.autograd.grad(forward(), given, weight)
-
-    with time_limit(options.first_seconds), compiled_ahead():
-        row: Row = {"error": round(error(name, chunk, naive, rest, size), 6)}
-        if row["error"] > 0.05:
-            return row | {"failed": "wrong results"}
-        both()
-    with torch.no_grad():
-        row["forward_ms"] = round(median_ms(forward, options.repeats), 3)
-    row["both_ms"] = round(median_ms(both, options.repeats), 3)
-    return row | {"peak_gib": round(peak_gib(both), 3)}
+    return row | check_and_time(forward, given, torch.randn_like(given[2]), None, options)
 
 
-def rows(operators: Sequence[str], peers: bool) -> Iterator[Row]:
+def rows(peers: bool) -> Iterator[Row]:
     """Labels of the rows in the order of measurement: Mesa before the others, the slowest last."""
-    mesa = [("mesa", impl) for impl in (("deltanet", "fla") if peers else ("deltanet",)) if "mesa" in operators]
-    every = mesa + [(name, "deltanet") for name in operators if name != "mesa"]
+    mesa = [("mesa", impl) for impl in (("deltanet", "fla") if peers else ("deltanet",))]
+    every = mesa + [(name, "deltanet") for name in OPERATORS if name != "mesa"]
     for shapes, order in ((SHAPES[:1], mesa), (PYTORCH_SHAPES, every), (SHAPES[1:], mesa)):
         for shape in shapes:
             for name, impl in order:
                 yield {"operator": name, "shape": list(shape), "impl": impl}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--peers", action="store_true", help="Also time flash-linear-attention's Mesa.")
-    parser.add_argument("--operators", nargs="*", choices=OPERATORS, default=OPERATORS, help="Time only these.")
-    add_options(parser)
-    options = parser.parse_args()
-    table = Table(
-        "inner_training_h200.json", ("operator", "shape"), ("forward_ms", "both_ms"), {"dtype": "bfloat16"}, options
-    )
-    table.fill(rows(options.operators, options.peers), lambda labels: measure(labels, options))
-
-
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark(rows, measure, {"dtype": "bfloat16"})

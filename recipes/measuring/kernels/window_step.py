@@ -1,0 +1,73 @@
+"""Times a decoding step over window and sinks, beside PyTorch: `python -m measuring.kernels window_step`.
+
+Steps of 32 query and 8 key heads of 128. Each form is first compared with the PyTorch form in float64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from deltanet_kernels import window_step_
+from deltanet_kernels.window import step
+from deltanet_kernels.window.calls import WindowStepCall
+from deltanet_kernels.window.cpu_step import torch_window_step_
+from measuring.kernels.harness import Always, Benchmark, Configuration, relative_error, several_caches, time_steps
+from measuring.rows import Row
+
+HQ, HK, D = 32, 8, 128
+SINKS = 4
+FORMS: dict[str, Callable[..., Tensor]] = {
+    "deltanet": window_step_,
+    "PyTorch": lambda *call: torch_window_step_(WindowStepCall(*call)),
+}
+
+
+def measure(labels: Row, options: argparse.Namespace) -> Row:
+    """The figures of the row with these labels."""
+    B, window = labels["shape"]
+    form = FORMS[labels["impl"]]
+    torch.manual_seed(0)
+    S = window + SINKS
+    q, far = (torch.randn(B, 1, HQ, D, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    logit = torch.randn(B, 1, HQ, device="cuda", dtype=torch.bfloat16)
+    slopes = torch.ones(HQ, device="cuda"), torch.ones(HQ, device="cuda")
+    k, v = (torch.randn(B, 1, HK, D, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    numbers = torch.arange(1, S + 1, device="cuda", dtype=torch.int32).repeat(B, 1)
+    count = torch.full((B,), S, device="cuda", dtype=torch.int32)
+
+    def cache(dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        torch.manual_seed(1)
+        keys, values = (torch.randn(B, HK, S, D, device="cuda", dtype=torch.bfloat16).to(dtype) for _ in range(2))
+        return keys, values, numbers.clone(), count.clone()
+
+    def call(kept: tuple[Tensor, ...]) -> Tensor:
+        return form(q, k, v, window, SINKS, *kept, logit, far, *slopes)
+
+    wide = q.double(), k.double(), v.double()
+    wanted = torch_window_step_(
+        WindowStepCall(*wide, window, SINKS, *cache(torch.float64), logit, far.double(), *slopes)
+    )
+    size = 4 * B * HK * S * D  # bytes of keys and values
+    return time_steps(call, several_caches(cache, size), relative_error(call(cache()), wanted), size)
+
+
+def rows(peers: bool) -> Iterator[Row]:
+    """Labels of the rows."""
+    for shape in itertools.product((1, 8, 64, 256), (64, 256, 1024)):
+        for impl in FORMS:
+            yield {"shape": list(shape), "impl": impl}
+
+
+def configurations(labels: Row) -> Iterator[Configuration]:
+    """Other numbers of query heads per program and places per tile."""
+    for heads, places in itertools.product((1, 2, 4), (16, 32, 64, 128)):
+        yield {(step, "step_heads"): Always(heads), (step, "step_places"): Always(places)}
+
+
+NOTE = f"B, window; {HQ} query and {HK} key heads of {D}, {SINKS} sinks, bfloat16"
+BENCHMARK = Benchmark(rows, measure, {"shape": NOTE}, True, configurations)
