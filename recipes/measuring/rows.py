@@ -51,9 +51,12 @@ class RowFile:
             return []
         try:
             found = json.loads(self.path.read_text(encoding="utf-8"))
-            return list(found if self._head is None else found["rows"])
+            rows = found if self._head is None else found["rows"]
         except (ValueError, KeyError, TypeError):
-            raise UserError(f"{self.path}: not a file of this command; give another") from None
+            rows = None
+        if not isinstance(rows, list):
+            raise UserError(f"{self.path}: not a file of this command; give another")
+        return rows
 
     def find(self, labels: Row) -> Row | None:
         """The row with these labels."""

@@ -24,9 +24,9 @@ from measuring.benchmarks import large_models, random_inputs, training_process
 from measuring.benchmarks.large_models import RESULTS, benchmark, recipe_changes
 from measuring.benchmarks.random_inputs import Inputs, prepare
 from measuring.benchmarks.random_teacher import write_teacher
-from measuring.benchmarks.results_file import add_row
 from measuring.benchmarks.stage_row import stage_figures
 from measuring.benchmarks.training_process import TrainingProcess, train_command
+from measuring.rows import RowFile
 from support.tiny_run import ALIGN, DISTIL
 
 TINY: dict[str, Any] = {
@@ -119,14 +119,14 @@ def test_layers_aligned_one_by_one_are_one_row(tmp_path: Path) -> None:
 def test_a_row_replaces_the_one_with_its_key(tmp_path: Path) -> None:
     path = tmp_path / "new" / "rows.json"
     for row in ({"a": 1, "b": 1}, {"a": 2, "b": 1}, {"a": 1, "b": 2}):
-        add_row(path, row, ("a",))
+        RowFile(path, ("a",)).add(row)
     assert json.loads(path.read_text()) == [{"a": 2, "b": 1}, {"a": 1, "b": 2}]
 
 
 def test_rows_that_are_added_at_the_same_time_are_all_kept(tmp_path: Path) -> None:
     """The lock belongs to an opened file, so that it separates threads as it separates processes."""
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda i: add_row(tmp_path / "rows.json", {"a": i}, ("a",)), range(40)))
+        list(pool.map(lambda i: RowFile(tmp_path / "rows.json", ("a",)).add({"a": i}), range(40)))
     assert len(json.loads((tmp_path / "rows.json").read_text())) == 40
 
 

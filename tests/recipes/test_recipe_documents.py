@@ -14,9 +14,10 @@ from torch import nn
 
 import gpu_tests
 from deltanet_hf.errors import UserError
+from measuring.rows import RowFile
 from measuring.study.front import load_items
 from measuring.study.hybrid_row import KL, RECALL
-from measuring.study.results_row import Measure, append_rows
+from measuring.study.results_row import Measure
 from readme_tables import BLOCK, rewritten
 
 ROOT = Path(__file__).parents[2]
@@ -46,9 +47,8 @@ def test_the_front_follows_from_the_outcomes_of_its_items() -> None:
 def test_the_headline_joins_results_and_report(tmp_path: Path) -> None:
     score = {"value": 0.5, "stderr": 0.25}
     metrics = {"wt2.perplexity": score, "heldwiki.perplexity": score, "heldwiki.kl": score, "repeat.perplexity": score}
-    append_rows(
-        tmp_path / "a.json", [{"run": "x", "tokens": 2_500_000, "metrics": metrics}, {"run": "y", "error": "!"}]
-    )
+    rows = [{"run": "x", "tokens": 2_500_000, "metrics": metrics}, {"run": "y", "error": "!"}]
+    (tmp_path / "a.json").write_text(json.dumps(rows))
     model = {"name": "ex", "kind": "student", "percent_of_teacher": {"value": 95.04, "stderr": 1.0}}
     report = {"settings": {"suite": "small"}, "models": [{**model, "recall": {"needle_2048": score}}]}
     (tmp_path / "r.json").write_text(json.dumps(report))
@@ -88,7 +88,7 @@ def test_hybrids_stand_beside_their_free_policies(tmp_path: Path) -> None:
     }
     row |= {"free": policy(9, [7, 8], 0.1), "free_window": policy(30, [], 0.2), "ahead": ahead}
     rows = [{"run": "a", **row}, {"run": "b", **row, "kl_1k": 0.1, "needles_2k": 30.5}, {"run": "c", "error": "!"}]
-    append_rows(tmp_path / "rows.json", rows)
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
     names = [{"run": "a", "label": "A"}, {"run": "b", "label": "B"}]
     layout = {"results": "rows.json", "teacher": {"mb_2k": 47.0}, "columns": ["tokens", "mb_2k", "kl_1k", "needles_2k"]}
     text = "<!-- hybrids: h.yaml -->\n<!-- end of hybrids -->"
@@ -182,6 +182,6 @@ def test_measures_of_a_model_that_is_known(arrays: Path) -> None:
 
 def test_rows_of_a_run_are_replaced(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
-    append_rows(path, [{"run": "a", "tokens": 1}, {"run": "b", "tokens": 2}])
-    append_rows(path, [{"run": "a", "tokens": 3}])
+    for row in ({"run": "a", "tokens": 1}, {"run": "b", "tokens": 2}, {"run": "a", "tokens": 3}):
+        RowFile(path).add(row)
     assert json.loads(path.read_text()) == [{"run": "b", "tokens": 2}, {"run": "a", "tokens": 3}]

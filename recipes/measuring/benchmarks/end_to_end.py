@@ -20,21 +20,17 @@ to have it measured again. The modes without torch.compile come first.
 from __future__ import annotations
 
 import argparse
-import json
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from deltanet_hf.errors import QualityError, UserError, one_line
 from deltanet_hf.evaluation.measures.decoding_mode import COMPILED, MODES
-from deltanet_hf.evaluation.speed.bench import Row, write_rows
 from deltanet_hf.evaluation.speed.random_models import SHAPES, random_model
 from deltanet_hf.exit_codes import run_command
 from deltanet_hf.loading import chosen_device
 from measuring.benchmarks.model_at_points import ModelAtPoints, Point, Prefill, free_memory
+from measuring.rows import Row, RowFile, fill, machine
 
 POINTS: list[Point] = [(1, 2048), (16, 2048), (1, 32768), (16, 16384)]  # sequences, tokens of each prompt
 KINDS = {
@@ -55,45 +51,24 @@ def main() -> None:
     run_command(lambda: benchmark(parser.parse_args()))
 
 
-class Results:
-    """The rows of a file, which is written whenever one is added."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._rows: list[Row] = []
-        if path.is_file():
-            try:
-                self._rows = json.loads(path.read_text())["rows"]
-            except (ValueError, KeyError, TypeError) as error:
-                raise UserError(f"{path}: not a file of this benchmark; give another --output") from error
-
-    def __contains__(self, labels: Row) -> bool:
-        return any(all(row.get(key) == labels[key] for key in KEY) for row in self._rows)
-
-    def add(self, row: Row) -> None:
-        self._rows.append(row)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        command = f"python -m measuring.benchmarks.end_to_end --output {self.path.name}"
-        write_rows(self.path, self._rows, {"command": command, "dtype": "bfloat16"})
-
-    def prefills(self, shape: str, kind: str) -> dict[Point, Prefill]:
-        """Those that rows of this model have, in any mode."""
-        return {
-            (row["batch"], row["context"]): Prefill(row["prefill_tokens_per_s"], row["cache_mb"], row["repeats"])
-            for row in self._rows
-            if (row["shape"], row["kind"]) == (shape, kind) and "error" not in row
-        }
-
-
 def benchmark(options: argparse.Namespace) -> None:
     """Measure what the file lacks, in order, until the time is over."""
-    results = Results(options.output)
-    end = float("inf") if options.minutes is None else time.monotonic() + 60 * options.minutes
-    for shape, kind, modes in turns(options.shapes, options.kinds, options.modes):
-        missing = [labels for labels in _labels(shape, kind, modes) if labels not in results]
-        if missing and not _measure_model(missing, results, lambda: time.monotonic() >= end):
-            print("the time is over; the same command goes on", flush=True)
-            return
+    command = f"python -m measuring.benchmarks.end_to_end --output {options.output.name}"
+    head = {"machine": machine("transformers"), "command": command, "dtype": "bfloat16"}
+    file = RowFile(options.output, KEY, head)
+    measure = Measure(file)
+    try:
+        fill(file, labels(options.shapes, options.kinds, options.modes), measure, options.minutes)
+    finally:
+        measure.forget()
+
+
+def labels(shapes: Sequence[str], kinds: Sequence[str], modes: Sequence[str]) -> Iterator[Row]:
+    """The labels of all rows in the order of measurement."""
+    for shape, kind, chosen in turns(shapes, kinds, modes):
+        for batch, context in POINTS:
+            for mode in chosen:
+                yield {"shape": shape, "kind": kind, "mode": mode, "batch": batch, "context": context}
 
 
 def turns(shapes: Sequence[str], kinds: Sequence[str], modes: Sequence[str]) -> Iterator[tuple[str, str, list[str]]]:
@@ -106,48 +81,37 @@ def turns(shapes: Sequence[str], kinds: Sequence[str], modes: Sequence[str]) -> 
                     yield shape, kind, chosen
 
 
-def _labels(shape: str, kind: str, modes: Sequence[str]) -> Iterator[Row]:
-    for batch, context in POINTS:
-        for mode in modes:
-            yield {"shape": shape, "kind": kind, "mode": mode, "batch": batch, "context": context}
+class Measure:
+    """Measures one row after the other; rows of one model share it, and its prefill with those that the file has."""
 
+    def __init__(self, file: RowFile) -> None:
+        self._file = file
+        self._of: tuple[str, str, bool] | None = None
+        self._model: ModelAtPoints | None = None
 
-def _measure_model(missing: list[Row], results: Results, is_over: Callable[[], bool]) -> bool:
-    """Add the missing rows of one model; False if the time was over before the last one."""
-    if is_over():
-        return False
-    shape, kind = missing[0]["shape"], missing[0]["kind"]
-    model = random_model(shape, *KINDS[kind], torch.bfloat16, chosen_device(None))
-    measured = ModelAtPoints(model, results.prefills(shape, kind), check_compiled_at=POINTS[0])
-    del model
-    try:
-        for labels in missing:
-            if is_over():
-                return False
-            _add_row(labels, measured, results)
-    finally:
-        del measured
-        torch.compiler.reset()
-        free_memory()
-    return True
+    def __call__(self, labels: Row) -> Row:
+        shape, kind, mode = labels["shape"], labels["kind"], labels["mode"]
+        of = shape, kind, mode == COMPILED.name
+        if self._model is None or self._of != of:
+            self.forget()
+            model = random_model(shape, *KINDS[kind], torch.bfloat16, chosen_device(None))
+            self._of, self._model = of, ModelAtPoints(model, self._prefills(shape, kind), check_compiled_at=POINTS[0])
+        return self._model.measure(MODES[mode], (labels["batch"], labels["context"]))
 
+    def _prefills(self, shape: str, kind: str) -> dict[Point, Prefill]:
+        """Those that rows of this model have, in any mode."""
+        return {
+            (row["batch"], row["context"]): Prefill(row["prefill_tokens_per_s"], row["cache_mb"], row["repeats"])
+            for row in self._file.rows()
+            if (row["shape"], row["kind"]) == (shape, kind) and "error" not in row
+        }
 
-def _add_row(labels: Row, measured: ModelAtPoints, results: Results) -> None:
-    found: dict[str, Any]
-    try:
-        found = measured.measure(MODES[labels["mode"]], (labels["batch"], labels["context"]))
-    except torch.OutOfMemoryError:
-        found = {"error": "out of memory"}
-    except (QualityError, UserError) as error:
-        found = {"error": one_line(error, 400)}
-    except Exception as error:  # the next run begins behind this row
-        results.add(labels | {"error": f"{type(error).__name__}: {one_line(error, 400)}"})
-        raise
-    row = labels | found
-    results.add(row)
-    print(json.dumps(row), flush=True)
-    if "error" in row and torch.cuda.is_available():
-        torch.cuda.synchronize()  # ends the run if the device is unusable now
+    def forget(self) -> None:
+        """Give back the memory of the model."""
+        if self._model is not None:
+            self._model = None
+            torch.compiler.reset()
+            free_memory()
 
 
 if __name__ == "__main__":

@@ -34,9 +34,9 @@ from deltanet_recipes.schema import Align, Recipe, Stage, stage_name
 from deltanet_recipes.training.feeds import micro_batch_rows
 from deltanet_recipes.training.logbook import read_log
 from measuring.benchmarks.random_inputs import Inputs
-from measuring.benchmarks.results_file import add_row
 from measuring.benchmarks.stage_row import stage_figures
 from measuring.benchmarks.training_process import TrainingProcess, train_command
+from measuring.rows import RowFile
 
 RECIPES = {"135M": "smollm2-135m-100m", "1B": "llama-3.2-1b", "8B": "llama-3.1-8b"}
 RESULTS = "large_models_h200.json"
@@ -69,7 +69,7 @@ def benchmark(options: argparse.Namespace) -> None:
     if options.steps < 10:
         raise UserError(f"--steps: got {options.steps}, expected at least 10")
     name = options.name or f"{options.shape}-{options.train}-{options.processes}"
-    run, results = options.output / name, options.output / RESULTS
+    run, results = options.output / name, RowFile(options.output / RESULTS, KEY)
     began = time.perf_counter()
     inputs = make_inputs(options.shape, options.output / options.shape)
     _say(f"teacher, tokens and student: {time.perf_counter() - began:.0f} s")
@@ -89,14 +89,14 @@ def benchmark(options: argparse.Namespace) -> None:
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise UserError(f"the final model cannot be used: {done.stderr.strip().splitlines()[-1]}")
-        add_row(results, {**common, "stage": "generate", **json.loads(done.stdout.splitlines()[-1])}, KEY)
+        results.add({**common, "stage": "generate", **json.loads(done.stdout.splitlines()[-1])})
     except UserError as error:
-        add_row(results, {**common, "stage": "error", "error": str(error)}, KEY)
+        results.add({**common, "stage": "error", "error": str(error)})
         raise
     if not options.keep:
         for part in WEIGHTS:
             shutil.rmtree(run / part, ignore_errors=True)
-    _say(f"results: {results}")
+    _say(f"results: {results.path}")
 
 
 def make_inputs(shape: str, folder: Path) -> Inputs:
@@ -157,7 +157,7 @@ def _stage_changes(options: argparse.Namespace, stage: Stage, last: bool) -> lis
 
 
 def _train(
-    options: argparse.Namespace, recipe: Recipe, command: list[str], run: Path, results: Path, common: dict[str, Any]
+    options: argparse.Namespace, recipe: Recipe, command: list[str], run: Path, results: RowFile, common: dict[str, Any]
 ) -> None:
     """Run the recipe, interrupt its last stage once, and add a row for every stage that ends."""
     last = len(recipe.stages) - 1
@@ -173,7 +173,7 @@ def _train(
                 figures = stage_figures(run, stage_name(stage))
                 sizes = {"steps": stage.steps, "rows": stage.sequence_length, "batch_tokens": stage.batch_tokens}
                 row = {**common, "stage": stage_name(stage), **sizes, **figures, "resumed": resumed and place == last}
-                add_row(results, row, KEY)
+                results.add(row)
                 written.add(place)
                 _say(json.dumps({key: value for key, value in row.items() if key != "command"}))
 

@@ -20,7 +20,7 @@ from measuring.lab.plot import plot, read_rows
 from measuring.lab.presets import PRESETS
 from measuring.lab.table import table
 from measuring.lab.training import Show
-from measuring.study.results_row import append_rows
+from measuring.rows import RowFile
 
 
 def main(
@@ -71,13 +71,15 @@ def main(
     for experiment in experiments:
         model_of(experiment, preset, made)  # a wrong setting ends the command before anything is trained
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    out.parent.mkdir(parents=True, exist_ok=True)
     console = Console()
+    file = RowFile(out)
     for place, experiment in enumerate(experiments):
+        if file.find({"run": experiment.name(made)}) is not None:
+            continue  # by an earlier call
         label = f"{place + 1}/{len(experiments)} {experiment.name(made)}"
         with shown_on(console, label, training.steps) as show:
             row = row_of(experiment, preset, made, device, show)
-        append_rows(out, [row])
+        file.add(row)
         console.print(f"{label}: {_line(row)}", highlight=False, markup=False, soft_wrap=True)
     names = {experiment.name(made) for experiment in experiments}
     rows = [row for row in read_rows([out]) if row["task"] == task]

@@ -30,10 +30,11 @@ from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.free_policies import SINKS, WindowPolicy
 from deltanet_hf.exit_codes import run_command
 from deltanet_hf.models.cache_bits import set_cache_bits, stored_bytes
+from measuring.rows import RowFile
 from measuring.study.hybrid_measure import HybridMeasure, Measured
 from measuring.study.hybrid_row import figures, layer_facts, shown
 from measuring.study.references import References
-from measuring.study.results_row import append_rows, load_for_measure, run_facts
+from measuring.study.results_row import load_for_measure, run_facts
 
 LENGTHS = {"mb_2k": 2048, "mb_8k": 8192, "mb_32k": 32768}
 
@@ -113,7 +114,7 @@ def main(
         row = {"run": run, "kind": kind, "bits": width, **facts}
         row |= {name: round(stored_bytes(of, count, width) / 1e6, 3) for name, count in LENGTHS.items()}
         row |= {name: value for name, value in figures(measured, references).items() if name not in LENGTHS}
-        append_rows(out, [row])
+        RowFile(out).add(row)
         save_items(out, run, measured)
         typer.echo(f"{run}: {shown(row)} ({time.perf_counter() - start:.1f} s)")
 

@@ -39,9 +39,10 @@ from deltanet_hf.mixers.mixed_heads import MixedHeads
 from deltanet_hf.mixers.window import WindowAttention
 from deltanet_hf.models.cache_bits import set_cache_bits
 from deltanet_hf.models.layers import SOFTMAX
+from measuring.rows import RowFile
 from measuring.study.hybrid_measure import HybridMeasure, Measured
 from measuring.study.references import References
-from measuring.study.results_row import append_rows, load_for_measure, run_facts
+from measuring.study.results_row import load_for_measure, run_facts
 
 KL = ("kl_1k", "kl_4k", "kl_8k")
 RECALL = (
@@ -189,7 +190,7 @@ def main(
             set_cache_bits(student, cache_bits)
         row = make_row(name, folder, student, kept, free and not is_teacher)
         row |= {"command": _command(), **({} if cache_bits is None else {"cache_bits": cache_bits})}
-        append_rows(out, [row])
+        RowFile(out).add(row)
         typer.echo(f"{name}: {shown(row)} ({time.perf_counter() - began:.1f} s)")
 
 

@@ -30,9 +30,10 @@ from deltanet_hf.evaluation.measures.relative import Clusters
 from deltanet_hf.evaluation.measures.speed import measure_speed
 from deltanet_hf.exit_codes import run_command
 from deltanet_hf.models.layers import SOFTMAX
+from measuring.rows import RowFile
 from measuring.study.hybrid_row import layer_facts
 from measuring.study.recall_cells import recall_cells
-from measuring.study.results_row import Measure, append_rows, conversion_facts, load_for_measure, run_facts
+from measuring.study.results_row import Measure, conversion_facts, load_for_measure, run_facts
 
 LENGTH = 2048  # tokens of the prompt behind which decoding is timed, and whose bytes are given
 HAYSTACK = "novels"
@@ -110,7 +111,7 @@ def main(
     for entry in model:
         name, _, folder = entry.partition("=")
         row = make_row(name, Path(folder), load_for_measure(folder, device, window), measure)
-        append_rows(out, [row])
+        RowFile(out).add(row)
         typer.echo(f"{name}: {shown(row)}")
 
 

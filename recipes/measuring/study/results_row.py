@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,6 +29,7 @@ from deltanet_hf.loading import load_model
 from deltanet_hf.mixers.window import restrict_to_window
 from deltanet_recipes.data.prepare import REPORT
 from deltanet_recipes.training.model_pair import place
+from measuring.rows import RowFile
 
 TEXT_WINDOW = 1024  # tokens per window of a text
 SEGMENT = 256  # tokens per segment of the exact repeat
@@ -103,17 +102,6 @@ def load_for_measure(folder: str, device: torch.device, window: bool = False) ->
     return place(restrict_to_window(model) if window else model, device)
 
 
-def append_rows(path: Path, rows: list[dict[str, Any]], order: Sequence[str] = ()) -> None:
-    """Add rows to a JSON results file, replacing rows of the same runs; runs in `order` come last, in that order."""
-    old = json.loads(path.read_text()) if path.is_file() else []
-    names = {row["run"] for row in rows}
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    rows = [row for row in old if row["run"] not in names] + rows
-    rows.sort(key=lambda row: order.index(row["run"]) if row["run"] in order else -1)
-    partial.write_text(json.dumps(rows, indent=1) + "\n")
-    partial.replace(path)
-
-
 def main(
     arrays: Annotated[Path, typer.Argument(help="Folder of the token arrays.")],
     out: Annotated[Path, typer.Argument(help="JSON file to which rows are added.")],
@@ -131,7 +119,7 @@ def main(
         name, _, folder = entry.partition("=")
         figures = measure(load_for_measure(folder, device, window))
         facts = {**conversion_facts(Path(folder)), **run_facts(Path(folder))}
-        append_rows(out, [{"run": name, "tokens": 0, **facts, "metrics": figures}])
+        RowFile(out).add({"run": name, "tokens": 0, **facts, "metrics": figures})
         typer.echo(f"{name}: " + "  ".join(f"{key} {figure['value']:.4g}" for key, figure in figures.items()))
 
 

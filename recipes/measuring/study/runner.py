@@ -29,8 +29,8 @@ import typer
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.safe_write import write_atomically
+from measuring.rows import Row, RowFile
 from measuring.study import hybrid_row, mixer_row
-from measuring.study.results_row import append_rows
 from measuring.study.study_config import Conversion, Run, Study, load_study
 
 ROW = "row.json"  # a run's folder holds this file when the run is finished
@@ -59,10 +59,9 @@ class StudyRun:
 
     def __init__(self, study: Study, runs: list[Run], devices: list[str | None], file: str = "STUDY.yaml") -> None:
         self.study, self.devices, self.file = study, devices, file
-        self.output, self.results = Path(study.output), Path(study.results)
+        self.output, self.results = Path(study.output), RowFile(Path(study.results), arranged=self._in_order)
         self.logs = self.output / "logs"
         self.logs.mkdir(parents=True, exist_ok=True)
-        self.results.parent.mkdir(parents=True, exist_ok=True)
         self.order = [run.name for run in study.runs]
         self.lock = threading.Condition()
         self.waiting = sorted((run for run in runs if not self._finished(run)), key=study.tokens, reverse=True)
@@ -133,7 +132,7 @@ class StudyRun:
                     self.failures += 1
             row |= {"wall_seconds": round(time.perf_counter() - began, 1), "runs_at_once": self.devices.count(device)}
             with self.lock:
-                append_rows(self.results, [row], self.order)
+                self.results.add(row)
                 self.idle[device] += 1
                 self.load[device] -= self.study.tokens(run)
                 self.lock.notify_all()
@@ -220,8 +219,12 @@ class StudyRun:
         found = json.loads(path.read_text())
         if found["settings"] != _settings(run):
             raise UserError(f"{path.parent}: holds a run of this name with other settings; delete it or rename the run")
-        append_rows(self.results, [found["row"]], self.order)
+        self.results.add(found["row"])
         return True
+
+    def _in_order(self, rows: list[Row]) -> list[Row]:
+        """Rows of other studies, then those of this one in its order."""
+        return sorted(rows, key=lambda row: self.order.index(row["run"]) if row["run"] in self.order else -1)
 
     def _folder(self, conversion: Conversion) -> Path:
         options = json.dumps([self.study.teacher, conversion.arguments()])

@@ -8,7 +8,6 @@ items are the same for both models), and `suite_tasks`, the scores per task in p
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,7 +22,8 @@ from deltanet_hf.evaluation.tasks.harness import Harness, TaskResult
 from deltanet_hf.evaluation.tasks.lm_eval_model import DeltaNetLM
 from deltanet_hf.evaluation.tasks.suites import SUITES
 from deltanet_hf.exit_codes import run_command
-from measuring.study.results_row import append_rows, load_for_measure
+from measuring.rows import RowFile
+from measuring.study.results_row import load_for_measure
 
 
 def suite_columns(
@@ -46,7 +46,9 @@ def main(
     limit: Annotated[int | None, typer.Option(min=2, help="Use at most this many rows of each task.")] = None,
 ) -> None:
     """Score models on the small suite, and add the share of the teacher's scores to their rows in RESULTS."""
-    rows = {row["run"]: row for row in json.loads(results.read_text())}
+    order = [row["run"] for row in RowFile(results).rows()]
+    file = RowFile(results, arranged=lambda rows: sorted(rows, key=lambda row: order.index(row["run"])))
+    rows = {row["run"]: row for row in file.rows()}
     folders = {name: folder for name, _, folder in (entry.partition("=") for entry in model)}
     if unknown := sorted(name for name in folders if name not in rows):
         raise UserError(f"--model {unknown[0]}={folders[unknown[0]]}: {results} has no row of this name")
@@ -62,8 +64,7 @@ def main(
     for name, folder in folders.items():
         began = time.perf_counter()
         columns = suite_columns(scores(folder), reference, harness)
-        order = [row["run"] for row in json.loads(results.read_text())]
-        append_rows(results, [{**rows[name], **columns}], order)
+        file.add({**rows[name], **columns})
         typer.echo(f"{name}: suite {columns['suite']} +- {columns['suite_se']} ({time.perf_counter() - began:.0f} s)")
 
 
