@@ -23,6 +23,7 @@ import typer
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.exit_codes import run_command
+from measuring.markdown import Column, table
 
 RECORD = Path(__file__).parents[1] / "tests/gpu_run.json"
 SUITES = (["tests/kernels", "tests/plugin"], ["-m", "gpu", "tests/recipes"])
@@ -57,17 +58,17 @@ def machine() -> dict[str, Any]:
     }
 
 
-def markdown(path: Path) -> str:
+def gpu(path: Path) -> str:
     """The record as a table, for readme_tables.py."""
     if not path.is_file():
         return "No run is recorded; `make test-gpu` writes the record."
-    run = json.loads(path.read_text())
     keys = ("commit", "date", "gpu", "torch", "triton", "transformers", "passed", "failed", "skipped", "minutes")
-    return "\n".join(["| " + " | ".join(keys) + " |", "|---" * len(keys) + "|", _line(run[key] for key in keys)])
+    return table([Column(key, _cell, (key,)) for key in keys], [json.loads(path.read_text())])
 
 
-def _line(values: Any) -> str:
-    return "| " + " | ".join(f"{value:,}" if isinstance(value, int) else str(value) for value in values) + " |"
+def _cell(run: dict[str, Any], key: str) -> str:
+    value = run[key]
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def record(suites: list[list[str]], commit: str, out: Path) -> int:

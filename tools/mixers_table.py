@@ -11,6 +11,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from measuring.markdown import Column, figure, table
+
 RATE = 1e-3  # of the new layers, which is not mentioned
 COLUMNS = {  # key -> header, digits
     "kl": ("KL", 3),
@@ -30,7 +32,7 @@ SHARED = " †"  # behind a speed
 Rows = Sequence[dict[str, Any]]
 
 
-def markdown(rows: Rows) -> str:
+def mixers(rows: Rows) -> str:
     """All tables; failed runs are listed below them."""
     measured = [row for row in rows if "error" not in row]
     untrained = [row for row in measured if not row["tokens"]]
@@ -54,13 +56,8 @@ def _table(rows: Rows) -> str:
     runs: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         runs.setdefault(re.sub(r"-s\d+$", "", row["run"]), []).append(row)
-    lines = ["| | " + " | ".join(header for header, _ in COLUMNS.values()) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
-    for seeds in runs.values():
-        cells = [_cell([row[key] for row in seeds if key in row], seeds[0].get(f"{key}_se"), digits)
-                 + SHARED * (key in SPEEDS and key in seeds[0] and any(map(_shares, seeds)))
-                 for key, (_, digits) in COLUMNS.items()]  # fmt: skip
-        lines.append(f"| {_label(seeds)} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    columns = [Column(header, _cell, (key, digits)) for key, (header, digits) in COLUMNS.items()]
+    return table([Column("", _label), *columns], runs.values())
 
 
 def _label(seeds: Rows) -> str:
@@ -77,10 +74,10 @@ def _shares(row: dict[str, Any]) -> bool:
     return row.get("runs_at_once", 1) > 1
 
 
-def _cell(values: list[float], error: float | None, digits: int) -> str:
+def _cell(seeds: Rows, key: str, digits: int) -> str:
+    values = [row[key] for row in seeds if key in row]
     if not values:
         return "-"
-    if len(values) > 1:
-        error = (max(values) - min(values)) / 2
-    text = f"{sum(values) / len(values):,.{digits}f}"
-    return f"{text} ± {error:.{digits}f}" if error is not None else text
+    error = seeds[0].get(f"{key}_se") if len(values) == 1 else (max(values) - min(values)) / 2
+    shared = SHARED if key in SPEEDS and any(map(_shares, seeds)) else ""
+    return figure(sum(values) / len(values), error, digits) + shared

@@ -1,4 +1,4 @@
-"""Prints the keys of recipes and studies as Markdown tables: `python tools/recipe_keys.py`."""
+"""The keys of recipes and studies as Markdown tables."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from deltanet_recipes.schema_sections import (
     Source,
     WindowDropout,
 )
+from measuring.markdown import Column, table
 from measuring.study.study_config import Conversion, Run, Study
 
 SECTIONS: dict[str, tuple[type[BaseModel], type[BaseModel] | None]] = {
@@ -40,29 +41,38 @@ SECTIONS: dict[str, tuple[type[BaseModel], type[BaseModel] | None]] = {
 }
 
 
-def markdown() -> str:
+def keys() -> str:
     """One table per section with key, default and meaning. Inherited keys are listed where they are defined."""
     assert issubclass(Distil, DistilBase)
+    columns = [
+        Column("key", lambda named: f"`{named[1].alias or named[0]}`"),
+        Column("default", lambda named: _default(named[1])),
+        Column("meaning", lambda named: _meaning(*named)),
+    ]
     blocks = []
     for title, (model, parent) in SECTIONS.items():
         known = {} if parent is None else parent.model_fields
-        lines = [f"**{title}**", "", "| key | default | meaning |", "|---|---|---|"]
-        for name, field in model.model_fields.items():
-            same = name in known and known[name].get_default(call_default_factory=True) == field.get_default(
-                call_default_factory=True
-            )
-            if name == "kind" or same:
-                continue
-            meaning = (field.description or f"See {name} below.").replace("|", "\\|")
-            lines.append(f"| `{field.alias or name}` | {_default(field)} | {meaning}{_choices(field.annotation)} |")
-        blocks.append("\n".join(lines))
+        fields = [
+            (name, field)
+            for name, field in model.model_fields.items()
+            if name != "kind" and not (name in known and _default_of(known[name]) == _default_of(field))
+        ]
+        blocks.append(f"**{title}**\n\n{table(columns, fields)}")
     return "\n\n".join(blocks)
+
+
+def _default_of(field: Any) -> Any:
+    return field.get_default(call_default_factory=True)
+
+
+def _meaning(name: str, field: Any) -> str:
+    return (field.description or f"See {name} below.").replace("|", "\\|") + _choices(field.annotation)
 
 
 def _default(field: Any) -> str:
     if field.is_required():
         return "required"
-    value = field.get_default(call_default_factory=True)
+    value = _default_of(field)
     if value is PydanticUndefined or value is None or value in ((), {}):
         return "-"
     if isinstance(value, BaseModel):
@@ -77,7 +87,3 @@ def _choices(annotation: Any) -> str:
     """The values of a Literal, in parentheses."""
     values = [value for value in get_args(annotation) if isinstance(value, str)]
     return f" ({', '.join(values)})" if values else ""
-
-
-if __name__ == "__main__":
-    print(markdown())

@@ -6,30 +6,33 @@ Decoding times are those of the fastest mode of each kind of model.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from measuring.benchmarks.end_to_end import KEY
+from measuring.markdown import Column, table
+from measuring.rows import RowFile
+
+FIGURES = {"prompt, tokens/s": "prefill_tokens_per_s", "step, ms": "decode_ms", "cache, MB": "cache_mb"}
 KINDS = {"teacher": "teacher", "window25": "hybrid with windows", "hybrid25": "hybrid", "all": "pure"}
 
 Rows = Sequence[dict[str, Any]]
 
 
-def markdown(rows: Rows) -> str:
+def speed(path: Path) -> str:
     """A line per shape, batch and context length, with ratios to the teacher; below it what could not be measured."""
+    rows = RowFile(path, KEY, head={}).rows()
     kinds = _kinds(rows)
-    headers = [f"{what}: {title}" for what in ("prompt, tokens/s", "step, ms", "cache, MB") for title in kinds.values()]
-    lines = ["| shape, sequences x tokens | " + " | ".join(headers) + " |", "|---" * (len(headers) + 1) + "|"]
     points = list(dict.fromkeys((row["shape"], row["batch"], row["context"]) for row in rows if "error" not in row))
-    for shape, batch, context in points:
-        best = {kind: _best(rows, shape, batch, context, kind) for kind in kinds}
-        cells = [_cell(best, "prefill_tokens_per_s", kind) for kind in kinds]
-        cells += [_cell(best, "decode_ms", kind) for kind in kinds]
-        cells += [_figure(row, "cache_mb") if (row := best[kind]) else "-" for kind in kinds]
-        lines.append(f"| {shape}, {batch} x {context:,} | " + " | ".join(cells) + " |")
-    keys = ("shape", "kind", "mode", "batch", "context")
+    lines = [{"point": point, **{kind: _best(rows, *point, kind) for kind in kinds}} for point in points]
+    columns = [Column("shape, sequences x tokens", lambda line: "{}, {} x {:,}".format(*line["point"]))]
+    for what, key in FIGURES.items():
+        for kind, title in kinds.items():
+            columns.append(Column(f"{what}: {title}", _cell, (key, kind)))
     failed = [
-        f"not measured: {' '.join(str(row[key]) for key in keys)}: {row['error']}" for row in rows if "error" in row
+        f"not measured: {' '.join(str(row[key]) for key in KEY)}: {row['error']}" for row in rows if "error" in row
     ]
-    return "\n".join([*lines, *([""] if failed else []), *failed])
+    return "\n".join([table(columns, lines), *([""] if failed else []), *failed])
 
 
 def _kinds(rows: Rows) -> dict[str, str]:
@@ -44,12 +47,12 @@ def _best(rows: Rows, shape: str, batch: int, context: int, kind: str) -> dict[s
     return min(found, key=lambda row: float(row["decode_ms"]), default=None)
 
 
-def _cell(best: dict[str, dict[str, Any] | None], key: str, kind: str) -> str:
-    row, teacher = best[kind], best["teacher"]
+def _cell(line: dict[str, Any], key: str, kind: str) -> str:
+    row, teacher = line[kind], line["teacher"]
     if row is None:
         return "-"
     text = _figure(row, key)
-    if kind == "teacher" or teacher is None:
+    if kind == "teacher" or teacher is None or key == "cache_mb":
         return text
     times = row[key] / teacher[key] if key != "decode_ms" else teacher[key] / row[key]
     return f"{text} ({times:.2f}x)"

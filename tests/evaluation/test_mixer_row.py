@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from measuring.study import mixer_row, recall_cells, results_row
-from mixers_table import markdown
+from mixers_table import mixers
 
 MEASURED = ("kl", "wt2", "heldwiki", "repeat", "needles_1k", "pairs_8")
 
@@ -87,7 +87,7 @@ def test_a_table_per_budget_joins_seeds_and_lists_failures() -> None:
         row("delta-all-3m-s0", mixer="deltaproduct", set={"num_householder": 3, "allow_neg_eigval": True}, tokens=3e6),
         {"run": "mesa-all-s0", "error": "it diverged"},
     ]
-    blocks = markdown(rows).split("\n\n")
+    blocks = mixers(rows).split("\n\n")
     assert blocks[0::2] == [
         "**All layers converted, 10M tokens**",
         "**All layers converted, 3M tokens**",
@@ -102,7 +102,7 @@ def test_a_table_per_budget_joins_seeds_and_lists_failures() -> None:
     assert lines[4].endswith("| - | 9.0 | - |")
     assert blocks[3].splitlines()[3].startswith("| deltaproduct, num_householder=3, allow_neg_eigval=true |")
     assert all(line.count("|") == lines[0].count("|") for line in lines)
-    assert markdown([]) == "Nothing has been measured yet."
+    assert mixers([]) == "Nothing has been measured yet."
 
 
 def test_a_table_shows_what_is_not_trained_and_which_speeds_were_shared() -> None:
@@ -113,7 +113,7 @@ def test_a_table_shows_what_is_not_trained_and_which_speeds_were_shared() -> Non
         row("kda-all-s0", runs_at_once=1),
         row("kda-kept-s0", kept=[0], runs_at_once=4, train_tokens_per_s=1000),
     ]
-    _, whole, _, kept, note = markdown(rows).split("\n\n")
+    _, whole, _, kept, note = mixers(rows).split("\n\n")
     names = [[line.split(" | ")[0] for line in table.splitlines()[2:]] for table in (whole, kept)]
     assert names == [["| teacher", "| window 201, not trained", "| kda"]] * 2
     assert "†" not in whole

@@ -21,7 +21,7 @@ from deltanet_hf.errors import UserError
 from deltanet_hf.mixers import MIXERS, Mixer
 from measuring.study.runner import StudyRun
 from measuring.study.study_config import load_study
-from results_table import markdown
+from results_tables import results
 from support.tiny_run import ALIGN, DISTIL, WORDS, make_workplace, recipe_tree, write_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -106,7 +106,7 @@ def test_a_study_trains_measures_records_failures_and_resumes(workplace: Path, t
     for name in ("no-rope", "kept", "window"):
         assert rows[name]["metrics"]["heldwiki.kl"]["value"] > 0
     assert rows["kept"]["recipe"]["data"]["sources"][0]["path"] == "text.jsonl"
-    assert "failed: " in markdown(list(rows.values()))
+    assert "failed: " in results(rows.values())
     assert (tmp_path / "runs" / "kept" / "final" / "config.json").is_file()
     assert not (tmp_path / "runs" / "no-rope" / "final").exists()
     assert (tmp_path / "runs" / "no-rope" / "log.jsonl").is_file()

@@ -6,10 +6,14 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from deltanet_hf.errors import UserError
+from measuring import markdown
+from measuring.markdown import Column, figure
 
 SOLVED = 0.99  # accuracy from which a seed counts as solved
 
 Rows = Sequence[dict[str, Any]]
+Model = tuple[tuple[str, int], Rows]
+"""Name and head size, and the rows of all seeds."""
 
 SETTINGS = {  # key of a row -> words
     "width": "width {}",
@@ -55,18 +59,24 @@ def table(rows: Rows) -> str:
     points = sorted({point for row in rows for point in row.get("points", ())})
     recall = task == "mqar"
     seeds = max(len(group) for group in by_model(rows).values())
-    heads = ["mixer", "head size", "KB", *map(str, points), "pairs recalled" if recall else "level", "diverged"]
-    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
-    for (mixer, head_dim), group in by_model(rows).items():
-        accuracy = mean_accuracy(group)
-        cells = [mixer, str(head_dim), f"{group[0]['bytes'] / 1e3:.1f}"]
-        for point in points:
-            solved = sum(value >= SOLVED for value in values_at(group, point))
-            cells.append(f"{100 * accuracy[point]:.1f}" if point in accuracy else "-")
-            cells[-1] += f" ({solved}/{len(group)})" if seeds > 1 and not recall else ""
-        cells.append(f"{pairs_recalled(accuracy):.0f}" if recall else _levels(group))
-        lines.append("| " + " | ".join([*cells, str(sum("error" in row for row in group))]) + " |")
-    return "\n".join(lines)
+
+    def accuracy(model: Model, point: int) -> str:
+        found = mean_accuracy(model[1])
+        solved = sum(value >= SOLVED for value in values_at(model[1], point))
+        seeds_solved = f" ({solved}/{len(model[1])})" if seeds > 1 and not recall else ""
+        return figure(100 * found[point] if point in found else None) + seeds_solved
+
+    columns = [
+        Column("mixer", lambda model: model[0][0]),
+        Column("head size", lambda model: str(model[0][1])),
+        Column("KB", lambda model: f"{model[1][0]['bytes'] / 1e3:.1f}"),
+        *(Column(str(point), accuracy, (point,)) for point in points),
+        Column("pairs recalled", lambda model: f"{pairs_recalled(mean_accuracy(model[1])):.0f}")
+        if recall
+        else Column("level", lambda model: _levels(model[1])),
+        Column("diverged", lambda model: str(sum("error" in row for row in model[1]))),
+    ]
+    return markdown.table(columns, by_model(rows).items())
 
 
 def _levels(rows: Rows) -> str:

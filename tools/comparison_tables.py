@@ -1,0 +1,151 @@
+"""Tables of models beside what costs no training, for readme_tables.py.
+
+A table is described by YAML: {results: FILE, columns: [NAME, ...], rows: [{run, label}, ...]} with FILE relative to the
+YAML. `columns` are names of values, or several joined by spaces, which share a column. A cell is **bold** where the row
+is better than its baseline, and *italic* where it is worse, by more than two standard errors of their difference.
+
+- `hybrids`: rows of `measuring.study.hybrid_row`. Each free policy has a line, before the first row that is compared
+  with it, and the baseline is the policy with the same layers and equal bytes (`ahead.free`). With `teacher: {mb_2k:
+  NUMBER}` the table begins with the teacher. With `base: RUN` the cells are instead the changes from that run: KL and
+  perplexity in percent, all others in points.
+- `front`: rows of `measuring.study.front`; `baseline` of a row names the run that it is compared with, by the outcomes
+  of single items.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from deltanet_hf.errors import UserError
+from measuring.markdown import Column, figure, table
+from measuring.rows import Row, RowFile
+from measuring.study.front import load_items
+from measuring.study.hybrid_row import compared
+
+HEADERS = {
+    "tokens": "tokens trained",
+    "mb_2k": "MB",
+    "mb_2k mb_32k": "MB at 2k / 32k",
+    "kl_1k kl_4k kl_8k": "KL at 1k / 4k / 8k",
+    "needles_2k": "needles in 2k, %",
+    "prose_2k": "prose facts in 2k, %",
+    "bigram": "bigram recall, %",
+    "exact_repeat": "exact repeat",
+    "wt2": "WikiText-2",
+    "needles_1k needles_2k needles_4k": "needles in 1k / 2k / 4k, %",
+    "prose_1k prose_2k prose_4k": "prose facts in 1k / 2k / 4k, %",
+    "pairs_8": "8 pairs, %",
+    "pairs_128": "128 pairs, %",
+    "pairs_8 pairs_32 pairs_128": "8 / 32 / 128 pairs, %",
+}
+RELATIVE = ("kl_", "wt2", "exact_repeat")  # smaller is better; changes are given in percent
+Ahead = dict[str, list[str]]
+
+
+class Line(NamedTuple):
+    """A line of a table: its label, the figures, and the columns in which they are better and worse."""
+
+    label: str
+    row: Row
+    ahead: Ahead
+
+
+def hybrids(path: Path) -> str:
+    """The table that a YAML file describes. Raises UserError if it names a run without figures."""
+    layout, rows = _read(path)
+    if base := layout.get("base"):
+        lines = [Line(entry["label"], rows[entry["run"]], {}) for entry in layout["rows"]]
+        return _table(layout, lines, lambda line, names: _changes(line.row, rows[base], names))
+    lines, shown = [], set()
+    for entry in layout["rows"]:
+        row = rows[entry["run"]]
+        if not lines and "teacher" in layout:
+            lines.append(Line("teacher", {**teacher_figures(row), **layout["teacher"]}, {}))
+        for policy in (row["free_window"], row["free"]):
+            if (label := policy_label(policy)) not in shown:
+                lines.append(Line(f"free: {label}", policy, {}))
+                shown.add(label)
+        lines.append(Line(entry["label"], row, row["ahead"]["free"]))
+    return _table(layout, lines, _cell)
+
+
+def front(path: Path) -> str:
+    """The table that a YAML file describes. Raises UserError if it names a run that the results do not have."""
+    layout, rows = _read(path)
+    results = path.parent / layout["results"]
+
+    def ahead(run: str, baseline: str | None) -> Ahead:
+        return compared(load_items(results, run), load_items(results, baseline)) if baseline else {}
+
+    lines = [
+        Line(entry["label"], rows[entry["run"]], ahead(entry["run"], entry.get("baseline"))) for entry in layout["rows"]
+    ]
+    return _table(layout, lines, _cell)
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Row]]:
+    """The layout, and the rows of its results file by their run; those that it names are there."""
+    layout = yaml.safe_load(path.read_text())
+    rows = {row["run"]: row for row in RowFile(path.parent / layout["results"]).rows() if "error" not in row}
+    for entry in layout["rows"]:
+        if entry["run"] not in rows:
+            raise UserError(f"{path}: no measured run {entry['run']!r} in {layout['results']}")
+    return layout, rows
+
+
+def _table(layout: dict[str, Any], lines: list[Line], cell: Callable[[Line, str], str]) -> str:
+    columns = [Column(HEADERS.get(names, names), cell, (names,)) for names in layout["columns"]]
+    return table([Column("", lambda line: line.label), *columns], lines)
+
+
+def policy_label(policy: dict[str, Any]) -> str:
+    """The name of a free policy, which says what stays softmax and how long the windows are."""
+    layers, heads = policy["kept"], policy.get("kept_heads", ())
+    if not layers and not heads:
+        return f"window {policy['window']} in all layers"
+    kept = [f"{'layer' if len(layers) == 1 else 'layers'} {', '.join(map(str, layers))}"] if layers else []
+    kept += [f"{len(heads)} single heads"] if heads else []
+    return f"{' and '.join(kept)} softmax, window {policy['window']} elsewhere"
+
+
+def teacher_figures(row: dict[str, Any]) -> dict[str, float]:
+    """The teacher's figures, from a model's share of them: share = (model - control) / (teacher - control)."""
+    figures = {"kl_1k": 0.0, "kl_4k": 0.0, "kl_8k": 0.0, "bigram": 100.0}
+    for name, share in row["relative"].items():
+        if not name.endswith("_se") and share:
+            control = row["cells"][name]["control"]
+            figures[name] = control + (row["cells"][name]["exact"] - control) / share * 100
+    return figures
+
+
+def _cell(line: Line, names: str) -> str:
+    parts = []
+    for name in names.split():
+        value, error = line.row.get(name), line.row.get(f"{name}_se")
+        if value is None or (name == "tokens" and not value):
+            parts.append("-")
+            continue
+        text = f"{value / 1e6:.1f}M"
+        if name != "tokens":
+            text = figure(value, (error or None) if " " not in names else None, _digits(name))
+        mark = "**" if name in line.ahead.get("better", ()) else "*" if name in line.ahead.get("worse", ()) else ""
+        parts.append(f"{mark}{text}{mark}")
+    return " / ".join(parts)
+
+
+def _changes(row: dict[str, Any], base: dict[str, Any], names: str) -> str:
+    parts = []
+    for name in names.split():
+        if name.startswith(RELATIVE):
+            parts.append(f"{100 * (row[name] / base[name] - 1):+.0f}%")
+        else:
+            parts.append(f"{row[name] - base[name]:+.1f}")
+    return " / ".join(parts)
+
+
+def _digits(name: str) -> int:
+    return 3 if name.startswith("kl_") else 2 if name == "exact_repeat" else 0 if name == "mb_32k" else 1
