@@ -33,6 +33,7 @@ from .storage.saved_tokenizer import check_saving, load_tokenizer
 from .storage.shard_writer import ShardWriter
 
 EMBEDDING = "model.embed_tokens.weight"
+SHIPPED_TEXT = "the text shipped with deltanet-hf"  # name of the calibration text in conversion.json
 HEAD = "head"  # the step after the last layer
 # Rounding in float32 over one attention layer stays far below this; a wrong wiring gives about 1.
 SOFTMAX_TOLERANCE = 1e-4
@@ -181,7 +182,7 @@ def calibration_text(job: Job, tokenizer: Any) -> CalibrationText:
     needed = 2 * options.calibration_tokens
     if options.text is None:
         documents = [path.read_text(encoding="utf-8") for path in shipped_texts()]
-        source = "the text shipped with deltanet-hf"
+        source = SHIPPED_TEXT
     else:
         documents, source = read_text(options.text, needed), str(options.text)
     text = tokenise(

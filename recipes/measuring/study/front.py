@@ -7,7 +7,8 @@ Every row of the results file is one model in a cache of one number of bits:
 - run, kind (teacher, free: a baseline without training, control, student), bits, kept (layers whose softmax attention
   sees all tokens), kept_heads, window, tokens (of training), seed;
 - mb_2k, mb_8k, mb_32k: MB of one sequence of so many tokens (`deltanet_hf.models.cache_bits.stored_bytes`);
-- the columns of `hybrid_row.py` with their standard errors.
+- the columns of `hybrid_row.py` with their standard errors;
+- command: how the model was made, by the records in its folder, and measured.
 
 The outcomes of single windows and probes are kept in a folder named after OUT with `-items`, one file a row, so that
 every comparison can be made again.
@@ -33,6 +34,7 @@ from deltanet_hf.models.cache_bits import set_cache_bits, stored_bytes
 from measuring.rows import RowFile
 from measuring.study.hybrid_measure import HybridMeasure, Measured
 from measuring.study.hybrid_row import figures, layer_facts, shown
+from measuring.study.made_by import commands, flags
 from measuring.study.references import References
 from measuring.study.results_row import load_for_measure, run_facts
 
@@ -107,6 +109,12 @@ def main(
     references = References(out.parent / "references", measure)
     typer.echo(f"teacher and control: {time.perf_counter() - began:.1f} s")
 
+    common = [str(arrays), out.name, *flags(teacher=Path(teacher).name, limit=limit, sweeps=sweeps)]
+
+    def command(folder: str, **options: Any) -> dict[str, str]:
+        words = [*common, *flags(**options)]
+        return {"command": commands(Path(folder), "measuring.study.front", words)}
+
     def add(run: str, kind: str, of: PreTrainedModel, width: int, facts: dict[str, Any]) -> None:
         start = time.perf_counter()
         set_cache_bits(of, width)
@@ -120,7 +128,7 @@ def main(
 
     copied: Any = load_for_measure(teacher, device) if teacher_bits else None
     for width in teacher_bits or ():
-        add(f"teacher@{width}", "teacher", copied, width, {"tokens": 0})
+        add(f"teacher@{width}", "teacher", copied, width, {"tokens": 0} | command(teacher, teacher_bits=width))
     for text in policy or ():
         layers, heads, width, budget = parse_policy(text)
         window = window_for(loaded, layers, heads, width, budget)
@@ -129,6 +137,7 @@ def main(
             continue
         facts: dict[str, Any] = {"kept": list(layers), "window": window, "sinks": SINKS, "tokens": 0}
         facts |= {"kept_heads": [list(head) for head in heads]} if heads else {}
+        facts |= command(teacher, policy=text)
         add(f"free-{text}", "free", WindowPolicy(layers, window, heads=heads).apply(loaded), width, facts)
     for entry in model or ():
         name, _, folder = entry.partition("=")
@@ -137,7 +146,8 @@ def main(
         trained = {"tokens": run.get("tokens", 0), "seed": run.get("seed")}
         kind = "control" if all(title.startswith(("window", "softmax")) for title in facts["kinds"]) else "student"
         for width in bits or (16, 4):
-            add(f"{name}@{width}", kind, student, width, {**facts, **trained})
+            made = command(folder, model=f"{name}=FOLDER", bits=width)
+            add(f"{name}@{width}", kind, student, width, facts | trained | made)
 
 
 if __name__ == "__main__":

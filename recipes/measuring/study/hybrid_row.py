@@ -21,7 +21,6 @@ Figures of the teacher and of policies are kept in a folder, because students wi
 from __future__ import annotations
 
 import math
-import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -41,6 +40,7 @@ from deltanet_hf.models.cache_bits import set_cache_bits
 from deltanet_hf.models.layers import SOFTMAX
 from measuring.rows import RowFile
 from measuring.study.hybrid_measure import HybridMeasure, Measured
+from measuring.study.made_by import commands, flags
 from measuring.study.references import References
 from measuring.study.results_row import load_for_measure, run_facts
 
@@ -181,6 +181,7 @@ def main(
     measure = HybridMeasure(arrays, loaded, AutoTokenizer.from_pretrained(teacher), limit, sweeps)
     kept = References(references or out.parent / "references", measure)
     typer.echo(f"teacher and control: {time.perf_counter() - began:.1f} s")
+    common = [str(arrays), out.name, *flags(teacher=Path(teacher).name, limit=limit, sweeps=sweeps)]
     for entry in model:
         began = time.perf_counter()
         name, _, folder = entry.partition("=")
@@ -188,8 +189,10 @@ def main(
         is_teacher = getattr(student.config, "deltanet", None) is None
         if cache_bits is not None:
             set_cache_bits(student, cache_bits)
+        words = [*common, *flags(model=f"{name}=FOLDER", window=window, no_free=not free, cache_bits=cache_bits)]
+        command = commands(Path(folder), "measuring.study.hybrid_row", words)
         row = make_row(name, folder, student, kept, free and not is_teacher)
-        row |= {"command": _command(), **({} if cache_bits is None else {"cache_bits": cache_bits})}
+        row |= {"command": command, **({} if cache_bits is None else {"cache_bits": cache_bits})}
         RowFile(out).add(row)
         typer.echo(f"{name}: {shown(row)} ({time.perf_counter() - began:.1f} s)")
 
@@ -197,15 +200,6 @@ def main(
 def shown(row: dict[str, Any]) -> str:
     """The columns of a row in one line."""
     return "  ".join(f"{key} {row[key]:.4g}" for key in ("mb_2k", *KL, *RECALL, "bigram", *PERPLEXITIES) if key in row)
-
-
-def _command() -> str:
-    """The command line of this process, with the names of files and folders instead of their paths."""
-    words = []
-    for word in sys.argv[1:]:
-        name, equals, path = word.rpartition("=")
-        words.append(f"{name}{equals}{Path(path).name or path}")
-    return " ".join(["python -m measuring.study.hybrid_row", *words])
 
 
 if __name__ == "__main__":

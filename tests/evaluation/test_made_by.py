@@ -1,0 +1,85 @@
+"""The commands of a row: how a model was converted, trained and measured, from the records in its folder."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from deltanet_convert.convert import SHIPPED_TEXT
+from deltanet_convert.options import ConvertOptions
+from deltanet_recipes.cli import build_app
+from deltanet_recipes.config import read_recipe
+from measuring.study.made_by import commands, conversion, flags, training
+
+RECIPE = "smollm2-135m-4bit-10m"
+HYBRID = {"layers": "auto", "mixer": "gated_deltanet+window"}
+
+
+def report(text: str = SHIPPED_TEXT, **given: Any) -> dict[str, Any]:
+    """What a conversion with these options records."""
+    options = ConvertOptions(**{**HYBRID, **given})
+    record = {**options.decisive(), "layers": options.layers}
+    return json.loads(json.dumps({"teacher": {"name": "T"}, "options": record, "text": {"source": text}}))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({}, ""),
+        ({"layers": "all", "mixer": "gated_deltanet"}, " --pure"),
+        ({"layers": "all", "mixer": "gated_deltanet", "profile": "qwen3_5"}, " --profile qwen3_5"),
+        ({"mixer": "window", "changes": ("window=225",)}, " --mixer window --set window=225"),
+        ({"layers": "keep:7,18", "changes": ("rope=false",)}, " --layers keep:7,18 --set rope=false"),
+        ({"layers": "/home/me/heads.json", "cache_bits": 4, "seed": 1}, " --layers heads.json --cache-bits 4 --seed 1"),
+        (
+            {"training": False, "fit_memory": False, "text": "wiki.txt"},
+            " --text wiki.txt --no-training --no-fit-memory",
+        ),
+    ],
+)
+def test_the_command_of_a_conversion_has_what_is_not_the_default(given: dict[str, Any], words: str) -> None:
+    made = conversion(report(**given))
+    assert shlex.join(made) == f"deltanet-hf convert T student{words}"
+    command = typer.main.get_command(build_app("convert")).commands["convert"]  # type: ignore[attr-defined]
+    command.make_context("convert", made[2:]).close()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        [],
+        ["stages.align=null", "stages.long.tokens=9879552"],
+        ["seed=1", "stages.long.cache_bits=16", "data.sources.0.path=/data/wiki.jsonl.xz"],
+    ],
+)
+def test_a_recipe_is_the_shipped_one_with_its_changes(changes: list[str]) -> None:
+    recipe = read_recipe(RECIPE, ["student=s", "output=o", "teacher=t", "log.every=3", "data.cache=c", *changes])
+    found = training(json.loads(recipe.model_dump_json()))
+    assert found[:3] == [RECIPE, "student=student", "output=run"]
+    assert sorted(found[3:]) == sorted(changes)
+
+
+def test_another_recipe_is_named_by_its_file() -> None:
+    recipe = json.loads(read_recipe(RECIPE).model_dump_json())
+    recipe["stages"].reverse()
+    assert training(recipe) == ["recipe.json", "student=student", "output=run"]
+
+
+def test_a_row_has_all_commands(tmp_path: Path) -> None:
+    words = ["arrays", "rows.json", *flags(teacher="T", limit=None, sweeps=True, model="NAME=FOLDER", bits=4)]
+    measured = "python -m measuring.study.front arrays rows.json --teacher T --sweeps --model NAME={} --bits 4"
+    folder = tmp_path / "run" / "final"
+    folder.mkdir(parents=True)
+    assert commands(folder, "measuring.study.front", words) == measured.format("final")
+    (folder / "conversion.json").write_text(json.dumps(report()))
+    converted = "deltanet-hf convert T student && "
+    assert commands(folder, "measuring.study.front", words) == converted + measured.format("student")
+    (folder / "recipe.json").write_text(read_recipe(RECIPE).model_dump_json())
+    assert commands(folder, "measuring.study.front", words) == (
+        f"{converted}deltanet-hf distill {RECIPE} student=student output=run && {measured.format('run/final')}"
+    )
