@@ -14,8 +14,9 @@ from transformers import PreTrainedTokenizerFast
 from deltanet_hf.evaluation.free_policies import WindowPolicy
 from deltanet_hf.evaluation.measures.relative import Clusters
 from deltanet_hf.mixers.restrict_heads import restrict_heads
-from measuring.study import hybrid_measure, hybrid_row, recall_cells, references
+from measuring.study import hybrid_measure, hybrid_row, recall_cells, shared_figures
 from measuring.study.hybrid_measure import HybridMeasure, Measured
+from measuring.study.measure import main
 from measuring.study.results_row import load_for_measure
 from support.tiny_models import tiny_teacher
 
@@ -34,7 +35,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hybrid_measure, "TEXTS", TEXTS)
     monkeypatch.setattr(hybrid_measure, "SEGMENT", 16)
     monkeypatch.setattr(hybrid_measure, "SEGMENTS", 4)
-    for module in (hybrid_measure, references):
+    for module in (hybrid_measure, shared_figures):
         monkeypatch.setattr(module, "BYTES_AT", 128)
 
 
@@ -47,8 +48,7 @@ def arrays(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def call(arrays: Path, out: Path, teacher: Path, **options: Any) -> dict[str, dict[str, Any]]:
-    settings = {"references": None, "limit": None, "window": False, "sweeps": False, "free": True, **options}
-    hybrid_row.main(arrays, out, str(teacher), **settings)
+    main("recall", arrays, out, str(teacher), **options)
     return {row["run"]: row for row in json.loads(out.read_text())}
 
 
@@ -101,7 +101,7 @@ def test_runs_share_figures(
 ) -> None:
     monkeypatch.setattr(recall_cells, "CELLS", {"pairs_8": recall_cells.CELLS["pairs_8"]})
     model = [f"hybrid={student_folder}"]
-    first = call(arrays, tmp_path / "a.json", teacher_folder, model=model, references=tmp_path / "kept")
+    first = call(arrays, tmp_path / "a" / "rows.json", teacher_folder, model=model, references=tmp_path / "kept")
     stamps = {path: path.stat().st_mtime_ns for path in (tmp_path / "kept").iterdir()}
     assert len(stamps) == 6  # teacher, control; and of two policies, the window and the figures
     calls: list[Any] = []
@@ -109,7 +109,7 @@ def test_runs_share_figures(
     monkeypatch.setattr(
         hybrid_measure.HybridMeasure, "__call__", lambda self, model: calls.append(model) or measure(self, model)
     )
-    again = call(arrays, tmp_path / "b.json", teacher_folder, model=model, references=tmp_path / "kept")
+    again = call(arrays, tmp_path / "b" / "rows.json", teacher_folder, model=model, references=tmp_path / "kept")
     assert len(calls) == 1  # the student only
     assert again == first
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "kept").iterdir()} == stamps

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from measuring.study import mixer_row, recall_cells, results_row
+from measuring.study.measure import main
 from mixers_table import mixers
 
 MEASURED = ("kl", "wt2", "heldwiki", "repeat", "needles_1k", "pairs_8")
@@ -53,7 +54,7 @@ def test_rows(small: None, arrays: Path, teacher_folder: Path, student_folder: P
     (final.parent / "log.jsonl").write_text("\n".join(map(json.dumps, log)))
     out = tmp_path / "rows.json"
     models = [f"teacher={teacher_folder}", f"start={student_folder}", f"trained={final}"]
-    mixer_row.main(arrays, out, str(teacher_folder), models, limit=3)
+    main("mixers", arrays, out, str(teacher_folder), models, limit=3)
     teacher, start, trained = json.loads(out.read_text())
     assert (teacher["mixer"], teacher["kept"], teacher["tokens"]) == ("softmax", [0, 1, 2, 3], 0)
     assert (start["mixer"], start["kept"], start["tokens"], start["seed"]) == ("gated_deltanet", [1, 3], 0, None)

@@ -16,13 +16,13 @@ from deltanet_hf.errors import QualityError, UserError
 from deltanet_hf.mixers import MIXER_NAMES
 from measuring.lab import experiment
 from measuring.lab.command import main
-from measuring.lab.contestants import NO_POSITIONS, Contestant, tiny_model
 from measuring.lab.plot import main as draw
 from measuring.lab.plot import read_rows
 from measuring.lab.presets import PRESETS
 from measuring.lab.recall import DISTRACTORS, KEYS, VALUES, AssociativeRecall
 from measuring.lab.table import by_model, mean_accuracy, pairs_recalled, table
 from measuring.lab.tasks import IGNORED
+from measuring.lab.tiny_models import NO_POSITIONS, MixerChoice, tiny_model
 from measuring.lab.tracking import Level, WordProblem
 from measuring.lab.training import TrainSettings, accuracies, train
 
@@ -108,7 +108,7 @@ def test_the_order_of_pairs_and_questions_differs_by_row() -> None:
 def test_every_mixer_takes_part(mixer: str) -> None:
     """One step changes the weights, gradients reach the layer, and tests give accuracies."""
     settings = ":window=8" if mixer.endswith("+window") or mixer == "window" else ""
-    table_of = Contestant(mixer + settings).table(1, {**NO_POSITIONS, "conv_size": 0})
+    table_of = MixerChoice(mixer + settings).table(1, {**NO_POSITIONS, "conv_size": 0})
     task = WordProblem("s3", 3, trained=4)
     model = tiny_model(table_of, task.vocabulary, 16, 2, 8, seed=0)
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
@@ -125,7 +125,7 @@ def test_the_seed_decides_everything() -> None:
     states = []
     for seed in (0, 0, 1):
         torch.manual_seed(len(states))  # the state of the global generator does not matter
-        layers = Contestant("gated_deltanet").table(1, NO_POSITIONS)
+        layers = MixerChoice("gated_deltanet").table(1, NO_POSITIONS)
         model = tiny_model(layers, task.vocabulary, 16, 2, 8, seed)
         train(model, task, TrainSettings(3, 1e-2, 20), seed, lambda *_: None)
         states.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
@@ -139,7 +139,7 @@ def test_parity_is_learnt_with_negative_eigenvalues_only() -> None:
     task = WordProblem("parity", 2, trained=16)
     found = {}
     for label in ("gated_deltanet:allow_neg_eigval=true", "gated_deltanet"):
-        layers = Contestant(label).table(1, {**NO_POSITIONS, "conv_size": 0})
+        layers = MixerChoice(label).table(1, {**NO_POSITIONS, "conv_size": 0})
         model = tiny_model(layers, task.vocabulary, 32, 2, 16, seed=0)
         level = train(model, task, TrainSettings(160, 1e-2, 512), 0, lambda *_: None)
         found[label] = (level + 1 == task.levels, accuracies(model, task, 0, tokens=4096)[16])
@@ -173,7 +173,7 @@ def test_a_level_is_left_when_it_is_solved() -> None:
 
 def test_a_model_that_diverges_says_so() -> None:
     task = WordProblem("parity", 2, trained=4)
-    model = tiny_model(Contestant("softmax").table(1, {}), task.vocabulary, 16, 2, 8, seed=0)
+    model = tiny_model(MixerChoice("softmax").table(1, {}), task.vocabulary, 16, 2, 8, seed=0)
     torch.nn.init.constant_(model.get_output_embeddings().weight, torch.nan)
     with pytest.raises(QualityError, match="lower --rate"):
         train(model, task, TrainSettings(20, 1e-2, 20), 0, lambda *_: None)
@@ -193,20 +193,20 @@ def test_a_model_that_diverges_says_so() -> None:
 )
 def test_wrong_mixers_are_one_clear_error(label: str, words: str) -> None:
     with pytest.raises(UserError) as caught:
-        Contestant(label).table(1, NO_POSITIONS)
+        MixerChoice(label).table(1, NO_POSITIONS)
     assert words in str(caught.value)
     assert label in str(caught.value)
 
 
 def test_given_settings_go_before_those_of_the_laboratory() -> None:
-    kind = Contestant("deltaproduct:num_householder=3,rope=true").table(2, {**NO_POSITIONS, "conv_size": 0}).only_kind
+    kind = MixerChoice("deltaproduct:num_householder=3,rope=true").table(2, {**NO_POSITIONS, "conv_size": 0}).only_kind
     assert (kind.settings.num_householder, kind.settings.rope) == (3, True)
     assert (kind.settings.k_offset, kind.settings.conv_size) == (False, 0)
 
 
 def test_an_odd_head_is_refused() -> None:
     with pytest.raises(UserError, match="--head-dim 7: expected an even number"):
-        tiny_model(Contestant("softmax").table(1, {}), 3, 18, 2, 7, 0)
+        tiny_model(MixerChoice("softmax").table(1, {}), 3, 18, 2, 7, 0)
 
 
 def call(function: Any, *arguments: str) -> Any:

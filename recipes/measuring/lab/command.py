@@ -14,11 +14,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from deltanet_hf.errors import UserError
-from measuring.lab.contestants import Contestant
 from measuring.lab.experiment import Experiment, model_of, row_of
 from measuring.lab.plot import plot, read_rows
 from measuring.lab.presets import PRESETS
 from measuring.lab.table import table
+from measuring.lab.tiny_models import MixerChoice
 from measuring.lab.training import Show
 from measuring.rows import RowFile
 
@@ -55,7 +55,7 @@ def main(
     training = replace(preset.training, **{key: value for key, value in changes.items() if value is not None})
     experiments = [
         Experiment(
-            Contestant(label),
+            MixerChoice(label),
             size,
             number,
             width or preset.width,

@@ -1,4 +1,4 @@
-"""One experiment: a contestant on a task, trained and tested with one seed at one width."""
+"""One experiment: a mixer on a task, trained and tested with one seed at one width."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 from deltanet_hf.errors import QualityError
 from deltanet_hf.evaluation.measures.sequence_bytes import sequence_bytes
-from measuring.lab.contestants import NO_POSITIONS, Contestant, tiny_model
 from measuring.lab.presets import Preset
 from measuring.lab.tasks import Task
+from measuring.lab.tiny_models import NO_POSITIONS, MixerChoice, tiny_model
 from measuring.lab.training import Show, TrainSettings, accuracies, train
 
 TEST_TOKENS = 1 << 15  # per length or load
@@ -23,7 +23,7 @@ BYTES_AT = 512  # tokens of the sequence whose bytes are given
 class Experiment:
     """The identity of a row of results; everything random depends on `seed`."""
 
-    contestant: Contestant
+    choice: MixerChoice
     head_dim: int
     seed: int
     width: int
@@ -36,7 +36,7 @@ class Experiment:
         size = f"width {self.width} head {self.head_dim} layers {self.layers} heads {self.heads}"
         train = self.training
         run = f"steps {train.steps} rate {train.rate:g} tokens {train.batch_tokens} decay {train.decay:g}"
-        return f"{task.name} {self.contestant.label} {size} {run} seed {self.seed}"
+        return f"{task.name} {self.choice.label} {size} {run} seed {self.seed}"
 
 
 def row_of(
@@ -57,7 +57,7 @@ def row_of(
     row = {
         "run": experiment.name(task),
         "task": task.name,
-        "mixer": experiment.contestant.label,
+        "mixer": experiment.choice.label,
         "width": experiment.width,
         "layers": experiment.layers,
         "heads": experiment.heads,
@@ -86,5 +86,5 @@ def row_of(
 
 def model_of(experiment: Experiment, preset: Preset, task: Task) -> Any:
     """The untrained model, on the CPU."""
-    table = experiment.contestant.table(experiment.layers, {**NO_POSITIONS, **preset.mixer_settings})
+    table = experiment.choice.table(experiment.layers, {**NO_POSITIONS, **preset.mixer_settings})
     return tiny_model(table, task.vocabulary, experiment.width, experiment.heads, experiment.head_dim, experiment.seed)

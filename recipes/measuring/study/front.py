@@ -35,8 +35,8 @@ from measuring.rows import RowFile
 from measuring.study.hybrid_measure import HybridMeasure, Measured
 from measuring.study.hybrid_row import figures, layer_facts, shown
 from measuring.study.made_by import commands, flags
-from measuring.study.references import References
 from measuring.study.results_row import load_for_measure, run_facts
+from measuring.study.shared_figures import SharedFigures
 
 LENGTHS = {"mb_2k": 2048, "mb_8k": 8192, "mb_32k": 32768}
 
@@ -106,7 +106,7 @@ def main(
     began = time.perf_counter()
     loaded: Any = load_for_measure(teacher, device)
     measure = HybridMeasure(arrays, loaded, AutoTokenizer.from_pretrained(teacher), limit, sweeps)
-    references = References(out.parent / "references", measure)
+    references = SharedFigures(out.parent / "references", measure)
     typer.echo(f"teacher and control: {time.perf_counter() - began:.1f} s")
 
     common = [str(arrays), out.name, *flags(teacher=Path(teacher).name, limit=limit, sweeps=sweeps)]

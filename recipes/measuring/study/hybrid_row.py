@@ -1,6 +1,4 @@
-"""Measures students beside the free policies of equal bytes.
-
-Command: `python -m measuring.study.hybrid_row ARRAYS OUT ...`.
+"""Rows of students beside the free policies of equal bytes, `python -m measuring.study.measure recall`.
 
 A row of the results file has, with the standard error NAME_se beside each value:
 
@@ -21,28 +19,21 @@ Figures of the teacher and of policies are kept in a folder, because students wi
 from __future__ import annotations
 
 import math
-import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import torch
-import typer
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from deltanet_hf.evaluation.free_policies import SINKS
 from deltanet_hf.evaluation.measures.relative import paired_difference, relative_score
 from deltanet_hf.evaluation.measures.scores import Score
-from deltanet_hf.exit_codes import run_command
 from deltanet_hf.mixers.layer_kind import LayerKind
 from deltanet_hf.mixers.mixed_heads import MixedHeads
 from deltanet_hf.mixers.window import WindowAttention
-from deltanet_hf.models.cache_bits import set_cache_bits
 from deltanet_hf.models.layers import SOFTMAX
-from measuring.rows import RowFile
-from measuring.study.hybrid_measure import HybridMeasure, Measured
-from measuring.study.made_by import commands, flags
-from measuring.study.references import References
-from measuring.study.results_row import load_for_measure, run_facts
+from measuring.study.hybrid_measure import Measured
+from measuring.study.results_row import run_facts
+from measuring.study.shared_figures import SharedFigures
 
 KL = ("kl_1k", "kl_4k", "kl_8k")
 RECALL = (
@@ -53,7 +44,7 @@ PERPLEXITIES = {"exact_repeat": "loss_repeat", "wt2": "loss_wt2"}
 CLEAR = 2.0  # standard errors
 
 
-def figures(measured: Measured, references: References) -> dict[str, Any]:
+def figures(measured: Measured, references: SharedFigures) -> dict[str, Any]:
     """The part of a row that follows from one model's measures."""
     clusters, teacher, control = measured.clusters, references.teacher.clusters, references.control.clusters
     row: dict[str, Any] = {"mb_2k": round(measured.bytes / 1e6, 3)}
@@ -132,17 +123,18 @@ def layer_facts(model: PreTrainedModel) -> dict[str, Any]:
     return {"kinds": kinds, "kept": kept, **({"kept_heads": heads} if heads else {})}
 
 
-def make_row(name: str, folder: str, model: Any, references: References, free: bool = True) -> dict[str, Any]:
+def make_row(name: str, folder: Path, model: Any, references: SharedFigures, free: bool = True) -> dict[str, Any]:
     """Measure one model and its free policies."""
     measure = references.measure
     student = measure(model)
     facts = layer_facts(model)
-    run = run_facts(Path(folder))
+    run = run_facts(folder)
     row: dict[str, Any] = {"run": name, **facts, "tokens": run.get("tokens", 0), "seed": run.get("seed")}
     row |= {**figures(student, references), "suite": None}
     heads = tuple((layer, head) for layer, head in facts.get("kept_heads", ()))
     kept: dict[str, Any] = {"free": (tuple(facts["kept"]), heads), "free_window": ((), ())}
-    for key, (layers, single) in kept.items() if free else ():
+    is_teacher = getattr(model.config, "deltanet", None) is None
+    for key, (layers, single) in kept.items() if free and not is_teacher else ():
         found = references.policy(layers, single, student.bytes)
         row[key] = None
         if found is not None:
@@ -154,53 +146,6 @@ def make_row(name: str, folder: str, model: Any, references: References, free: b
     return row
 
 
-def main(
-    arrays: Annotated[Path, typer.Argument(help="Folder of the token arrays.")],
-    out: Annotated[Path, typer.Argument(help="JSON file to which rows are added.")],
-    teacher: Annotated[str, typer.Option(help="Folder of the teacher.")],
-    model: Annotated[list[str], typer.Option(help="NAME=FOLDER of a model to measure; repeatable.")],
-    references: Annotated[
-        Path | None, typer.Option(help="Folder of kept figures. Default: `references` beside OUT.")
-    ] = None,
-    limit: Annotated[
-        int | None, typer.Option(min=2, help="Largest number of windows per text and of probes per cell.")
-    ] = None,
-    window: Annotated[
-        bool, typer.Option("--window", help="Restrict the models to the last 64 and first 4 tokens, without training.")
-    ] = False,
-    sweeps: Annotated[
-        bool, typer.Option("--sweeps", help="Measure also sweeps over distance and load, 8k tokens and generation.")
-    ] = False,
-    free: Annotated[bool, typer.Option(help="Measure the free policies of equal bytes beside each model.")] = True,
-    cache_bits: Annotated[int | None, typer.Option(help="Keep the models' keys and values in 8 or 4 bits.")] = None,
-) -> None:
-    """Measure models beside the free policies of equal bytes, and add one row per model to a results file."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    began = time.perf_counter()
-    loaded: Any = load_for_measure(teacher, device)
-    measure = HybridMeasure(arrays, loaded, AutoTokenizer.from_pretrained(teacher), limit, sweeps)
-    kept = References(references or out.parent / "references", measure)
-    typer.echo(f"teacher and control: {time.perf_counter() - began:.1f} s")
-    common = [str(arrays), out.name, *flags(teacher=Path(teacher).name, limit=limit, sweeps=sweeps)]
-    for entry in model:
-        began = time.perf_counter()
-        name, _, folder = entry.partition("=")
-        student: Any = load_for_measure(folder, device, window)
-        is_teacher = getattr(student.config, "deltanet", None) is None
-        if cache_bits is not None:
-            set_cache_bits(student, cache_bits)
-        words = [*common, *flags(model=f"{name}=FOLDER", window=window, no_free=not free, cache_bits=cache_bits)]
-        command = commands(Path(folder), "measuring.study.hybrid_row", words)
-        row = make_row(name, folder, student, kept, free and not is_teacher)
-        row |= {"command": command, **({} if cache_bits is None else {"cache_bits": cache_bits})}
-        RowFile(out).add(row)
-        typer.echo(f"{name}: {shown(row)} ({time.perf_counter() - began:.1f} s)")
-
-
 def shown(row: dict[str, Any]) -> str:
     """The columns of a row in one line."""
     return "  ".join(f"{key} {row[key]:.4g}" for key in ("mb_2k", *KL, *RECALL, "bigram", *PERPLEXITIES) if key in row)
-
-
-if __name__ == "__main__":
-    run_command(lambda: typer.run(main))

@@ -94,7 +94,7 @@ def training(recipe: dict[str, Any]) -> list[str]:
 def _decisive(recipe: dict[str, Any]) -> dict[str, Any]:
     """The keys of a recipe on which the trained model depends, the stages by their names."""
     data = {key: value for key, value in recipe["data"].items() if key != "cache"}
-    stages = {stage["name"] or stage["kind"]: stage for stage in recipe["stages"]}
+    stages = {stage.get("name") or stage["kind"]: stage for stage in recipe["stages"]}
     return {key: value for key, value in recipe.items() if key not in OWN} | {"data": data, "stages": stages}
 
 

@@ -1,6 +1,4 @@
-"""Measures students with different mixers by one set of figures.
-
-Command: `python -m measuring.study.mixer_row ARRAYS OUT ...`.
+"""Rows of students with different mixers by one set of figures, `python -m measuring.study.measure mixers`.
 
 A row of the results file has, with the standard error NAME_se beside each measured quality:
 
@@ -18,22 +16,18 @@ A row of the results file has, with the standard error NAME_se beside each measu
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-import torch
-import typer
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from deltanet_hf.evaluation.measures.probes import Probe, answer_outcomes
 from deltanet_hf.evaluation.measures.relative import Clusters
 from deltanet_hf.evaluation.measures.speed import measure_speed
-from deltanet_hf.exit_codes import run_command
 from deltanet_hf.models.layers import SOFTMAX
-from measuring.rows import RowFile
 from measuring.study.hybrid_row import layer_facts
 from measuring.study.recall_cells import recall_cells
-from measuring.study.results_row import Measure, conversion_facts, load_for_measure, run_facts
+from measuring.study.results_row import Measure, conversion_facts, run_facts
 
 LENGTH = 2048  # tokens of the prompt behind which decoding is timed, and whose bytes are given
 HAYSTACK = "novels"
@@ -91,29 +85,3 @@ def shown(row: dict[str, Any]) -> str:
     """The figures of a row in one line."""
     names = (*TEXTS, *CELLS, "train_tokens_per_s", "decode_ms", "state_mb")
     return "  ".join(f"{name} {row[name]:.4g}" for name in names if name in row)
-
-
-def main(
-    arrays: Annotated[Path, typer.Argument(help="Folder of the token arrays.")],
-    out: Annotated[Path, typer.Argument(help="JSON file to which rows are added.")],
-    teacher: Annotated[str, typer.Option(help="Folder of the teacher.")],
-    model: Annotated[list[str], typer.Option(help="NAME=FOLDER of a model to measure; repeatable.")],
-    limit: Annotated[
-        int | None, typer.Option(min=2, help="Largest number of windows per text and of probes per cell.")
-    ] = None,
-    window: Annotated[
-        bool, typer.Option("--window", help="Restrict the models to the last 64 and first 4 tokens, without training.")
-    ] = False,
-) -> None:
-    """Measure models and add one row per model to a results file."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    measure = MixerMeasure(arrays, load_for_measure(teacher, device), AutoTokenizer.from_pretrained(teacher), limit)
-    for entry in model:
-        name, _, folder = entry.partition("=")
-        row = make_row(name, Path(folder), load_for_measure(folder, device, window), measure)
-        RowFile(out).add(row)
-        typer.echo(f"{name}: {shown(row)}")
-
-
-if __name__ == "__main__":
-    run_command(lambda: typer.run(main))

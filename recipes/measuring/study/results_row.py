@@ -1,6 +1,4 @@
-"""Measures the figures of the results table on token arrays.
-
-Command: `python -m measuring.study.results_row ARRAYS OUT ...`.
+"""Rows of the results table: figures on token arrays, `python -m measuring.study.measure texts`.
 
 The figures are:
 
@@ -15,11 +13,10 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import torch
-import typer
 from torch import nn
 
 from deltanet_hf.evaluation.measures.continuations import TokenRequest, exact_match
@@ -29,7 +26,7 @@ from deltanet_hf.loading import load_model
 from deltanet_hf.mixers.window import restrict_to_window
 from deltanet_recipes.data.prepare import REPORT
 from deltanet_recipes.training.model_pair import place
-from measuring.rows import RowFile
+from measuring.rows import Row
 
 TEXT_WINDOW = 1024  # tokens per window of a text
 SEGMENT = 256  # tokens per segment of the exact repeat
@@ -102,25 +99,15 @@ def load_for_measure(folder: str, device: torch.device, window: bool = False) ->
     return place(restrict_to_window(model) if window else model, device)
 
 
-def main(
-    arrays: Annotated[Path, typer.Argument(help="Folder of the token arrays.")],
-    out: Annotated[Path, typer.Argument(help="JSON file to which rows are added.")],
-    teacher: Annotated[str, typer.Option(help="Folder of the teacher.")],
-    model: Annotated[list[str], typer.Option(help="NAME=FOLDER of a model to measure; repeatable.")],
-    windows: Annotated[int | None, typer.Option(help="Largest number of windows per text.")] = None,
-    window: Annotated[
-        bool, typer.Option("--window", help="Restrict the models to the last 64 and first 4 tokens, without training.")
-    ] = False,
-) -> None:
-    """Measure models and add one row per model to a results file."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    measure = Measure(arrays, load_for_measure(teacher, device), device, windows)
-    for entry in model:
-        name, _, folder = entry.partition("=")
-        figures = measure(load_for_measure(folder, device, window))
-        facts = {**conversion_facts(Path(folder)), **run_facts(Path(folder))}
-        RowFile(out).add({"run": name, "tokens": 0, **facts, "metrics": figures})
-        typer.echo(f"{name}: " + "  ".join(f"{key} {figure['value']:.4g}" for key, figure in figures.items()))
+def make_row(name: str, folder: Path, model: nn.Module, measure: Measure) -> Row:
+    """The row of a model that was loaded from `folder`."""
+    facts = {**conversion_facts(folder), **run_facts(folder)}
+    return {"run": name, "tokens": 0, **facts, "metrics": measure(model)}
+
+
+def shown(row: Row) -> str:
+    """The figures of a row in one line."""
+    return "  ".join(f"{key} {figure['value']:.4g}" for key, figure in row["metrics"].items())
 
 
 def conversion_facts(folder: Path) -> dict[str, Any]:
@@ -187,7 +174,3 @@ def _without_folders(data: dict[str, Any]) -> dict[str, Any]:
     ]
     names = [Path(name).name for name in data["decontaminate"]]
     return {**{key: value for key, value in data.items() if key != "cache"}, "sources": sources, "decontaminate": names}
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -30,15 +30,10 @@ import typer
 from deltanet_hf.errors import UserError
 from deltanet_hf.safe_write import write_atomically
 from measuring.rows import Row, RowFile
-from measuring.study import hybrid_row, mixer_row
+from measuring.study.measure import SHOWN
 from measuring.study.study_config import Conversion, Run, Study, load_study
 
 ROW = "row.json"  # a run's folder holds this file when the run is finished
-MEASURES = {
-    "texts": "measuring.study.results_row",
-    "recall": "measuring.study.hybrid_row",
-    "mixers": "measuring.study.mixer_row",
-}
 CORES_PER_CONVERSION = 6  # the matrices are small: on CPUs, with 64 threads a conversion took several times longer
 
 
@@ -138,7 +133,9 @@ class StudyRun:
                 self.lock.notify_all()
             if "error" not in row:
                 self._finish(run, row)
-            typer.echo(f"{run.name}: {row.get('error') or _figures(row)} ({row['wall_seconds']:.0f} s)")
+            typer.echo(
+                f"{run.name}: {row.get('error') or SHOWN[self.study.measure](row)} ({row['wall_seconds']:.0f} s)"
+            )
 
     def next_run(self, device: str | None) -> Run | None:
         """Take the longest waiting run, or None if no run is left.
@@ -172,15 +169,15 @@ class StudyRun:
             self._call("deltanet_recipes.cli", ["distill", run.recipe, *overrides], log, device, threads)
             model = folder / "final"
         figures = folder / "figures.json"
-        arguments = [self.study.arrays, str(figures), "--teacher", self.study.teacher, "--model", f"{run.name}={model}"]
+        arguments = [self.study.measure, self.study.arrays, str(figures)]
+        arguments += ["--teacher", self.study.teacher, "--model", f"{run.name}={model}"]
         arguments += ["--window"] if run.untrained == "window" else []
         if self.study.measure == "recall":
             arguments += ["--references", str(self.output / "references")]
-        self._call(MEASURES[self.study.measure], arguments, log, device, threads)
+        self._call("measuring.study.measure", arguments, log, device, threads)
         (row,) = json.loads(figures.read_text())
         figures.unlink()
-        if "command" in row:
-            row["command"] = f"python -m measuring.study {self.file} --only {run.name}"
+        row["command"] = f"python -m measuring.study {self.file} --only {run.name}"
         return row  # type: ignore[no-any-return]
 
     def _call(self, module: str, arguments: list[str], log: Path, device: str | None, threads: int) -> None:
@@ -247,15 +244,6 @@ def _last_words(log: Path, begin: int) -> str:
         lines = [line.strip() for line in stream.read().decode(errors="replace").splitlines() if line.strip()]
     said = [line for line in lines if line.startswith(("error:", "failed:"))]
     return (said or lines or [f"see {log.name}"])[-1][:500]
-
-
-def _figures(row: dict[str, Any]) -> str:
-    """The figures of a row in one line."""
-    if "mixer" in row:
-        return mixer_row.shown(row)
-    if "metrics" not in row:
-        return hybrid_row.shown(row)
-    return "  ".join(f"{key} {figure['value']:.4g}" for key, figure in row["metrics"].items())
 
 
 def available_cores() -> int:

@@ -13,7 +13,7 @@ from deltanet_hf.evaluation.free_policies import WindowPolicy, window_of_bytes
 from measuring.study.hybrid_measure import BYTES_AT, HybridMeasure, Measured
 
 
-class References:
+class SharedFigures:
     """The figures in a folder; those that are not there yet are measured.
 
     Several processes may use the folder: each file is written as a whole, and what two compute at once is equal. The

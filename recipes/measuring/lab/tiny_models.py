@@ -18,11 +18,11 @@ from deltanet_hf.models.factory import model_class
 from deltanet_hf.models.layers import SOFTMAX
 
 NO_POSITIONS = {"rope": False, "k_offset": False}
-"""Settings of every contestant that has them: a position tells nothing in these tasks, and no key is centred."""
+"""Settings of every mixer that has them: a position tells nothing in these tasks, and no key is centred."""
 
 
 @dataclass(frozen=True)
-class Contestant:
+class MixerChoice:
     """A mixer and the settings that differ from the laboratory's.
 
     Args:
