@@ -17,34 +17,42 @@ from deltanet_recipes.config import read_recipe
 from measuring.study.made_by import commands, conversion, flags, training
 
 RECIPE = "smollm2-135m-4bit-10m"
-HYBRID = {"layers": "auto", "mixer": "gated_deltanet+window"}
+DEFAULT = "deltanet-hf convert T student --layers keep:1,3 --mixer gated_deltanet+window --cache-bits 16"
 
 
 def report(text: str = SHIPPED_TEXT, **given: Any) -> dict[str, Any]:
-    """What a conversion with these options records."""
-    options = ConvertOptions(**{**HYBRID, **given})
-    record = {**options.decisive(), "layers": options.layers}
+    """What a conversion of four layers with these options records."""
+    options = ConvertOptions(**{"layers": "auto", "mixer": "gated_deltanet+window", **given})
+    record = {**options.decisive(), "layers": options.layers, "deltanet": options.table(4, (1, 3)).to_dict()}
     return json.loads(json.dumps({"teacher": {"name": "T"}, "options": record, "text": {"source": text}}))
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({}, ""),
-        ({"layers": "all", "mixer": "gated_deltanet"}, " --pure"),
-        ({"layers": "all", "mixer": "gated_deltanet", "profile": "qwen3_5"}, " --profile qwen3_5"),
-        ({"mixer": "window", "changes": ("window=225",)}, " --mixer window --set window=225"),
-        ({"layers": "keep:7,18", "changes": ("rope=false",)}, " --layers keep:7,18 --set rope=false"),
-        ({"layers": "/home/me/heads.json", "cache_bits": 4, "seed": 1}, " --layers heads.json --cache-bits 4 --seed 1"),
+        ({}, "--layers keep:1,3 --mixer gated_deltanet+window --cache-bits 16"),
+        ({"layers": "all", "mixer": "kda"}, "--layers all --mixer kda --cache-bits 16"),
         (
-            {"training": False, "fit_memory": False, "text": "wiki.txt"},
-            " --text wiki.txt --no-training --no-fit-memory",
+            {"layers": "every:4", "mixer": "gated_deltanet", "profile": "qwen3_5"},
+            "--layers every:4 --mixer gated_deltanet --cache-bits 16 --profile qwen3_5",
+        ),
+        (
+            {"mixer": "window", "changes": ("window=225",), "cache_bits": 4, "text": "wiki.txt"},
+            "--layers keep:1,3 --mixer window --set window=225 --cache-bits 4 --text wiki.txt",
+        ),
+        (
+            {"layers": "/home/me/heads.json", "changes": ("rope=false",), "seed": 1},
+            "--layers heads.json --mixer gated_deltanet+window --set rope=false --cache-bits 16 --seed 1",
+        ),
+        (
+            {"layers": "keep:3", "training": False, "fit_memory": False},
+            "--layers keep:3 --mixer gated_deltanet+window --cache-bits 16 --no-training --no-fit-memory",
         ),
     ],
 )
-def test_the_command_of_a_conversion_has_what_is_not_the_default(given: dict[str, Any], words: str) -> None:
+def test_the_command_of_a_conversion_writes_out_what_a_default_decides(given: dict[str, Any], words: str) -> None:
     made = conversion(report(**given))
-    assert shlex.join(made) == f"deltanet-hf convert T student{words}"
+    assert shlex.join(made) == f"deltanet-hf convert T student {words}"
     command = typer.main.get_command(build_app("convert")).commands["convert"]  # type: ignore[attr-defined]
     command.make_context("convert", made[2:]).close()
 
@@ -77,7 +85,7 @@ def test_a_row_has_all_commands(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     assert commands(folder, "measuring.study.front", words) == measured.format("final")
     (folder / "conversion.json").write_text(json.dumps(report()))
-    converted = "deltanet-hf convert T student && "
+    converted = f"{DEFAULT} && "
     assert commands(folder, "measuring.study.front", words) == converted + measured.format("student")
     (folder / "recipe.json").write_text(read_recipe(RECIPE).model_dump_json())
     assert commands(folder, "measuring.study.front", words) == (

@@ -11,15 +11,16 @@ from typing import Any
 import yaml
 
 from deltanet_convert.convert import SHIPPED_TEXT
-from deltanet_convert.convert_command import HYBRID, PURE
 from deltanet_convert.options import ConvertOptions
+from deltanet_convert.select.for_convert import AUTO
 from deltanet_hf.errors import UserError
+from deltanet_hf.models.layers import SOFTMAX
 from deltanet_recipes.config import read_recipe
 from deltanet_recipes.shipped import shipped_recipes
 
 DEFAULT = ConvertOptions()
-SINGLE = ("profile", "calibration_tokens", "cache_bits", "dtype", "seed")
-"""Options of `convert` that are recorded as they are given."""
+SINGLE = ("profile", "calibration_tokens", "dtype", "seed")
+"""Options of `convert` that are left out where they have their defaults."""
 STUDENT, RUN = "student", "run"  # the folders in the commands
 OWN = ("student", "teacher", "output", "log", "engine")  # keys of a recipe that decide nothing about the model
 
@@ -52,26 +53,32 @@ def flags(**options: Any) -> list[str]:
 
 
 def conversion(report: dict[str, Any]) -> list[str]:
-    """The `deltanet-hf convert` of a conversion.json; options that have their defaults are left out."""
+    """The `deltanet-hf convert` of a conversion.json.
+
+    What the defaults of `convert` decide, which may change, is written out: layers, mixer and bits of the cache.
+    """
     options = report["options"]
-    layers, mixer = options["layers"], options["mixer"]
-    usual = PURE if options["profile"] == "qwen3_5" else HYBRID
     words = ["deltanet-hf", "convert", report["teacher"]["name"], STUDENT]
-    if (layers, mixer) == PURE != usual:
-        words.append("--pure")
-    else:
-        words += flags(layers=_shown(layers)) if layers != usual[0] else []
-        words += flags(mixer=mixer) if mixer != usual[1] else []
+    words += flags(layers=_layers(options), mixer=options["mixer"])
     for key, value in options["set"].items():
         words += ["--set", f"{key}={_value(value)}"]
     text = report["text"]["source"]
     words += flags(
+        cache_bits=options.get("cache_bits", 16),
         text=_shown(text) if text != SHIPPED_TEXT else None,
         no_training=not options["training"],
         no_fit_memory=not options["fit_memory"],
     )
     single = {name: options.get(name, getattr(DEFAULT, name)) for name in SINGLE}
     return words + flags(**{name: value for name, value in single.items() if value != getattr(DEFAULT, name)})
+
+
+def _layers(options: dict[str, Any]) -> str:
+    """`--layers`; in the place of a search, what it found."""
+    if not options["layers"].startswith(AUTO):
+        return _shown(options["layers"])
+    kept = [str(index) for index, kind in enumerate(options["deltanet"]["layers"]) if kind == SOFTMAX]
+    return f"keep:{','.join(kept)}" if kept else "all"
 
 
 def training(recipe: dict[str, Any]) -> list[str]:
