@@ -1,1 +1,1 @@
-"""Benchmarks of training, which are run by hand on GPUs."""
+"""Benchmarks of whole models and conversions: speed, training of large shapes, memory, quality before training."""

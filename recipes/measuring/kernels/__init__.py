@@ -1,1 +1,1 @@
-"""Timings of the operators beside other implementations, and the result files."""
+"""Timings of the operators beside other implementations: `python -m measuring.kernels NAME`."""
