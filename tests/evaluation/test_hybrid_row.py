@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from deltanet_hf.evaluation.free_policies import WindowPolicy
 from deltanet_hf.evaluation.measures.relative import Clusters
 from deltanet_hf.evaluation.tasks import recall_cells
-from deltanet_hf.mixers.restrict_heads import restrict_heads
+from deltanet_hf.models.restrict import restrict_heads
 from deltanet_recipes.study import hybrid_measure, hybrid_row, references
 from deltanet_recipes.study.hybrid_measure import HybridMeasure, Measured
 from deltanet_recipes.study.results_row import load_for_measure

@@ -22,7 +22,7 @@ from deltanet_hf.evaluation.tasks.haystack import Haystack
 from deltanet_hf.evaluation.tasks.prose_facts import prose_facts
 from deltanet_hf.evaluation.tasks.recall_sweeps import LEAD, SPREAD, one_fact, replaced_pairs, spread_pairs
 from deltanet_hf.evaluation.tasks.recall_tasks import associative_recall, needles
-from deltanet_hf.mixers.window import restrict_to_window
+from deltanet_hf.models.restrict import restrict_to_window
 from support.tiny_models import tiny_student, tiny_teacher
 
 VOCABULARY = 340

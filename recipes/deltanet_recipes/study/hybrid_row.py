@@ -34,7 +34,7 @@ from deltanet_hf.evaluation.free_policies import SINKS
 from deltanet_hf.evaluation.measures.relative import paired_difference, relative_score
 from deltanet_hf.evaluation.measures.scores import Score
 from deltanet_hf.exit_codes import run_command
-from deltanet_hf.mixers.layer_kind import LayerKind
+from deltanet_hf.mixers.layer.layer_kind import LayerKind
 from deltanet_hf.mixers.mixed_heads import MixedHeads
 from deltanet_hf.mixers.window import WindowAttention
 from deltanet_hf.models.cache_bits import set_cache_bits
