@@ -128,8 +128,7 @@ class MixedHeads(LayerKind, nn.Module):
     @classmethod
     def default_settings(cls, profile: str, training: bool = True) -> MixedHeadsSettings:
         """As in the base class, but without `heads`, which follow from the model."""
-        if profile != "faithful":
-            raise ValueError(f"profile: got {profile!r}, but {cls.name} has only faithful")
+        cls.only_faithful(profile)
         mixer = MixedHeadsSettings.linear_mixer
         return MixedHeadsSettings((), linear=_linear_mixer(mixer, cls.name).default_settings(profile, training))
 

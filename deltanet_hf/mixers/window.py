@@ -66,12 +66,6 @@ class WindowAttention(LayerKind):
     cache_bits: int = 16
 
     @classmethod
-    def default_settings(cls, profile: str, training: bool = True) -> WindowSettings:
-        if profile != "faithful":
-            raise ValueError(f"profile: got {profile!r}, but {cls.name} has only faithful")
-        return WindowSettings()
-
-    @classmethod
     def from_attention(cls, attention: nn.Module, config: PreTrainedConfig, layer_idx: int, settings: Any) -> nn.Module:
         """The attention module itself, restricted in place.
 

@@ -100,7 +100,7 @@ class LinearAttention(GatedDeltaNet):
         if attention_mask is None and hidden_states.shape[1] == 1 and isinstance(padding, torch.Tensor):
             attention_mask = ~padding  # for one token transformers makes no mask
         cache = cache_params if past_key_values is None else past_key_values
-        kwargs["position_embeddings"] = None
+        kwargs["position_embeddings"] = None  # nothing is rotated
         output, _ = super().forward(hidden_states, attention_mask=attention_mask, past_key_values=cache, **kwargs)
         return output
 

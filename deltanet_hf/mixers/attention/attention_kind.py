@@ -115,12 +115,6 @@ class AttentionKind(LayerKind):
     o_proj: Any
 
     @classmethod
-    def default_settings(cls, profile: str, training: bool = True) -> MixerSettings:
-        if profile != "faithful":
-            raise ValueError(f"profile: got {profile!r}, but {cls.name} has only faithful")
-        return cls.Settings()
-
-    @classmethod
     def from_attention(cls, attention: nn.Module, config: PreTrainedConfig, layer_idx: int, settings: Any) -> nn.Module:
         """The attention module itself, extended in place.
 

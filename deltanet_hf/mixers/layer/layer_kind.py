@@ -49,7 +49,15 @@ class LayerKind:
         Raises:
             ValueError: this kind of layer has no such profile.
         """
-        raise NotImplementedError
+        cls.only_faithful(profile)
+        return cls.Settings()
+
+    @classmethod
+    def only_faithful(cls, profile: str) -> None:
+        """Raises ValueError for another profile."""
+        if profile != "faithful":
+            hint = "; for the layer of Qwen3.5 take the mixer gated_deltanet" if profile == "qwen3_5" else ""
+            raise ValueError(f"profile: got {profile!r}, but {cls.name} has only faithful{hint}")
 
     @classmethod
     def recurrent_settings(cls, settings: Any) -> Any:

@@ -84,9 +84,7 @@ class Mixer(LayerKind, nn.Module):
         Without SiLU on q and k a model that is distilled on 10M tokens or more comes closer to its teacher; with it the
         untrained model is the better one (docs/results.md).
         """
-        if profile != "faithful":
-            hint = "; for the layer of Qwen3.5 take the mixer gated_deltanet" if profile == "qwen3_5" else ""
-            raise ValueError(f"profile: got {profile!r}, but {cls.name} has only faithful{hint}")
+        cls.only_faithful(profile)
         return cls.Settings(**{**FAITHFUL, "qk_activation": "none" if training else "silu"})
 
     @classmethod
@@ -195,8 +193,15 @@ class Mixer(LayerKind, nn.Module):
         return f"{self.title} + window {self.window_branch.window}"
 
     def use_cache_bits(self, bits: int) -> None:
+        """Of the window; a mixer without one keeps no keys and values.
+
+        Raises:
+            UserError: more sinks than the packed form has.
+        """
         if self.window_branch is not None:
-            self.window_branch.use_cache_bits(bits)
+            self.window_branch.cache_bits = bits
+            if bits < 16:
+                _ = self.window_branch.kept
 
     def place_cache(self, cache: Cache) -> None:
         cache_layer(cache, self.layer_idx, self.name)

@@ -87,16 +87,6 @@ class WindowBranch(Part):
         if self.learned_sinks is not None:
             self.learned_sinks.zero_()
 
-    def use_cache_bits(self, bits: int) -> None:
-        """As in `LayerKind`.
-
-        Raises:
-            UserError: more sinks than the packed form has.
-        """
-        self.cache_bits = bits
-        if bits < 16:
-            _ = self.kept
-
     @property
     def state_names(self) -> tuple[str, ...]:
         """The names of the window's part of the layer's state."""
