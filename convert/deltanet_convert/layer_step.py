@@ -60,7 +60,7 @@ class LayerStep:
         student: the converted model on the meta device.
         dtype: dtype of the stored weights; the student runs in float32 with its weights rounded to this dtype.
         seed: random seed of the start values. Each layer has its own, so that a resumed run repeats them.
-        fit_memory: whether to fit decay and write strength (`start/gated_deltanet.py`).
+        fit_memory: whether to fit decay and write strength (`start/fitted.py`).
         device: the device on which layers run and are fitted; activations and finished layers are in main memory.
     """
 

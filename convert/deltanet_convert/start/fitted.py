@@ -1,6 +1,6 @@
 """The start of the delta family: the teacher's weights; the new parameters are fitted to the attention's output.
 
-What single rules have beside decay and write strength:
+What single rules have besides decay and write strength:
 
 - Mesa: least squares depend on the write weight and the ridge through their ratio only. So the search over write
   strengths at a ridge of 1 is one over ridges too: a strength of 0.01 is a ridge of 100, with which the layer is close

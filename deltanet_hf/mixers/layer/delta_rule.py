@@ -92,7 +92,7 @@ class DeltaRule(Mixer):
         return self.decay(a), self.strength(b)
 
     def further_gates(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Further inputs of `mix` beside g and beta: tensors [B, T, ...] from the layer's input x [B, T, hidden]."""
+        """Further inputs of `mix` besides g and beta: tensors [B, T, ...] from the layer's input x [B, T, hidden]."""
         return ()
 
     def strength(self, b: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ class DeltaRule(Mixer):
     # The start from a teacher.
 
     def before_fit(self) -> None:
-        """Give what the fit reads or fits beside decay and strength its first values; most rules have no such part."""
+        """Give what the fit reads or fits besides decay and strength its first values; most rules have no such part."""
 
     def after_fit(self) -> None:
         """Give what the fit does not read its start values; most rules have no such part."""
