@@ -23,7 +23,7 @@ from deltanet_hf.decoding.served import serve
 from deltanet_hf.errors import UserError
 from deltanet_hf.hub import loadable_folder
 from deltanet_hf.loading import chosen_device, load_config, load_model, load_tokenizer
-from deltanet_hf.mixers.state import cache_bytes
+from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
 from deltanet_hf.models.cache_bits import cache_bits_of, set_cache_bits
 from deltanet_hf.publish import LONGEST_NAME
 from deltanet_hf.sessions import save_session

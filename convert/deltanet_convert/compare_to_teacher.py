@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from deltanet_hf.evaluation.measures.text_scores import kl_from_log_probs
-from deltanet_hf.mixers import Mixer
-from deltanet_hf.mixers.mixed_heads import MixedHeads
+from deltanet_hf.mixers import LayerKind, Mixer
 
 from .layer_stream import Head
 
@@ -50,7 +49,7 @@ class _Fused(nn.Module):
 
 
 @torch.no_grad()
-def softmax_error(attention: Any, layer: Mixer | MixedHeads, inputs: Tensor, kwargs: dict[str, Any]) -> float:
+def softmax_error(attention: Any, layer: LayerKind, inputs: Tensor, kwargs: dict[str, Any]) -> float:
     """Error of the teacher's softmax attention when it runs with the converted layer's q, k, v and o weights.
 
     Biases and learned norms that the converted layer leaves out are taken from the teacher; each head's share is
@@ -66,10 +65,7 @@ def softmax_error(attention: Any, layer: Mixer | MixedHeads, inputs: Tensor, kwa
     Returns:
         Norm of the difference of the outputs divided by the norm of the teacher's output.
     """
-    if isinstance(layer, MixedHeads):
-        forms = [_softmax_form(layer.part_of(attention, kind), part) for kind, part in layer.branches.items()]
-    else:
-        forms = [_softmax_form(attention, layer)]
+    forms = [_softmax_form(layer.part_of(attention, name), branch) for name, branch in layer.branches.items()]
     want, _ = attention(hidden_states=inputs, **kwargs)
     got = sum(form(hidden_states=inputs, **kwargs)[0] for form in forms)
     return float((got - want).norm() / want.norm().clamp_min(1e-30))

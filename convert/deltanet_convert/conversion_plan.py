@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers import FLOAT32_NAMES
-from deltanet_hf.mixers.masks import sliding_window
+from deltanet_hf.mixers.layer.masks import sliding_window
 from deltanet_hf.models.cache_bits import layer_bytes, use_cache_bits
 from deltanet_hf.models.factory import converted_config, model_class
 from deltanet_hf.models.families import family_of

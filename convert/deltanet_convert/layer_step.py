@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from deltanet_hf.errors import QualityError
-from deltanet_hf.mixers import FLOAT32_NAMES, LayerKind, Mixer
-from deltanet_hf.mixers.mixed_heads import MixedHeads
-from deltanet_hf.mixers.parts import Part
+from deltanet_hf.mixers import FLOAT32_NAMES, LayerKind
+from deltanet_hf.mixers.layer.parts import Part
 from deltanet_hf.models.layers import INSERTED_QK_NORMS
 from deltanet_hf.process_memory import give_back_freed_memory
 
@@ -61,7 +60,7 @@ class LayerStep:
         student: the converted model on the meta device.
         dtype: dtype of the stored weights; the student runs in float32 with its weights rounded to this dtype.
         seed: random seed of the start values. Each layer has its own, so that a resumed run repeats them.
-        fit_memory: whether to fit decay and write strength (`start/gated_deltanet.py`).
+        fit_memory: whether to fit decay and write strength (`start/fitted.py`).
         device: the device on which layers run and are fitted; activations and finished layers are in main memory.
     """
 
@@ -118,7 +117,7 @@ class LayerStep:
             checked = NormFigures(*compared, *compare_outputs(new, inputs, wanted, kwargs))
             return dataclasses.asdict(checked) | work.figures
         figures = dict(work.figures)
-        if isinstance(new, (Mixer, MixedHeads)):
+        if new.rearranges_weights:
             figures["softmax_error"] = softmax_error(attention, new, inputs[:1], kwargs)
         _round(new, self.dtype)
         return figures | dataclasses.asdict(LayerCheck(*compare_outputs(new, inputs, wanted, kwargs)))

@@ -16,8 +16,8 @@ from transformers import PreTrainedConfig
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers import MIXER_NAMES, MIXERS, WINDOW_SUFFIX, AttentionKind, LayerKind, recommended
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
+from deltanet_hf.mixers.layer.settings import MixerSettings
 from deltanet_hf.mixers.mixed_heads import MixedHeads
-from deltanet_hf.mixers.settings import MixerSettings
 from deltanet_hf.models.layers import LayerTable
 
 from .calibration_text import FEWEST_TOKENS
@@ -99,7 +99,7 @@ class ConvertOptions:
                 "two"
             )
         kind = self._recommended()[0]
-        if not self.fit_memory and not (issubclass(kind, GatedDeltaNet) and kind.fits_memory):
+        if not self.fit_memory and not kind.fits_memory():
             raise UserError(f"--no-fit-memory: no decay is fitted in layers of --mixer {self.mixer}; leave it out")
 
     def table(self, num_layers: int, softmax: Iterable[int], teacher: PreTrainedConfig | None = None) -> LayerTable:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltanet_hf.mixers.mixed_heads import MixedHeads
+from deltanet_hf.mixers.layer.layer_kind import branches_of
 
 ATTENTION = "self_attn."
 
@@ -23,12 +23,13 @@ def count_origins(
         shapes: the converted layer's tensors, likewise.
         attention, new: the teacher's attention and the layer that takes its place.
     """
-    if not isinstance(new, MixedHeads):
+    branches = branches_of(new)
+    if "" in branches:  # one kind
         return _counts({name: tuple(tensor.shape) for name, tensor in before.items()}, shapes)
-    first = new.kinds[0]
+    first = next(iter(branches))
     origins = {name: tuple(tensor.shape) for name, tensor in before.items() if not name.startswith(ATTENTION)}
     counts = _counts(origins, {name: shape for name, shape in shapes.items() if not name.startswith(ATTENTION)})
-    for kind in new.kinds:
+    for kind in branches:
         part = new.part_of(attention, kind)
         prefix = f"{ATTENTION}{kind}."
         own = {ATTENTION + n.removeprefix(prefix): shape for n, shape in shapes.items() if n.startswith(prefix)}

@@ -15,10 +15,10 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from deltanet_hf.decoding.fixed_key_values import FixedKeyValues, Places
-from deltanet_hf.mixers.masks import sliding_window
-from deltanet_hf.mixers.mixed_cache import MixedCacheLayer
-from deltanet_hf.mixers.packed_tokens import PACKED
-from deltanet_hf.mixers.state import MixerCacheLayer, State
+from deltanet_hf.mixers.cache.mixed_cache import MixedCacheLayer
+from deltanet_hf.mixers.cache.packed_tokens import PACKED
+from deltanet_hf.mixers.cache.state import MixerCacheLayer, State
+from deltanet_hf.mixers.layer.masks import sliding_window
 from deltanet_kernels.packed_cache.layout import GROUP
 
 SPARE = 256  # places beyond the tokens of a cache, at least; otherwise an eighth of the tokens
@@ -30,7 +30,7 @@ class NotRecordable(Exception):
     """Why a step cannot be recorded, in words that follow a colon."""
 
 
-class Part(NamedTuple):
+class CachePart(NamedTuple):
     """One layer of a cache, or one part of a layer with mixed heads."""
 
     at: int
@@ -38,13 +38,13 @@ class Part(NamedTuple):
     layer: Any
 
 
-def parts_of(cache: Cache) -> Iterator[Part]:
+def parts_of(cache: Cache) -> Iterator[CachePart]:
     """All parts, in order."""
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, MixedCacheLayer):
-            yield from (Part(index, layer, part) for part in list(layer.parts.values()))
+            yield from (CachePart(index, layer, part) for part in list(layer.parts.values()))
         else:
-            yield Part(index, None, layer)
+            yield CachePart(index, None, layer)
 
 
 def layout(cache: Cache, config: PreTrainedConfig) -> tuple[Any, ...]:
@@ -61,9 +61,9 @@ def layout(cache: Cache, config: PreTrainedConfig) -> tuple[Any, ...]:
     return tuple(_part_layout(part, config) for part in parts_of(cache))
 
 
-def _part_layout(part: Part, config: PreTrainedConfig) -> tuple[Any, ...]:
+def _part_layout(part: CachePart, config: PreTrainedConfig) -> tuple[Any, ...]:
     layer = part.layer
-    if type(layer) is MixerCacheLayer and layer.static_length is None and layer.state:
+    if type(layer) is MixerCacheLayer and layer.state:
         return tuple((name, _shape(layer, name, 0), tensor.dtype) for name, tensor in layer.state.items())
     if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) and layer.keys is not None and layer.keys.numel():
         if _window(layer) != sliding_window(config, part.at):
@@ -193,7 +193,7 @@ class FixedCache:
         return self._seen
 
 
-def _replace(cache: Cache, part: Part, layer: Any) -> None:
+def _replace(cache: Cache, part: CachePart, layer: Any) -> None:
     if part.mixed is None:
         cache.layers[part.at] = layer
     else:

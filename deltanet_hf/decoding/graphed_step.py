@@ -14,7 +14,7 @@ from deltanet_hf.decoding.fixed_cache import NotRecordable, capacity_for, layout
 from deltanet_hf.decoding.recorded_step import RecordedStep
 from deltanet_hf.decoding.recorders import RECORDERS
 from deltanet_hf.fast import fast_form
-from deltanet_hf.mixers.state import MixerCacheLayer
+from deltanet_hf.mixers.cache.state import MixerCacheLayer
 from deltanet_hf.sessions.snapshot import Snapshot
 
 

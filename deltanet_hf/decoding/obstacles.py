@@ -9,7 +9,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from deltanet_hf.decoding.recorders import RECORDERS
 from deltanet_hf.fast.reasons import reason_of_call
-from deltanet_hf.mixers.layer_kind import LayerKind
+from deltanet_hf.mixers.layer.layer_kind import LayerKind
 
 FEWEST_TOKENS = 4  # fewer are generated sooner than a step is recorded
 INPUTS = ("input_ids", "past_key_values", "position_ids", "attention_mask")

@@ -14,8 +14,8 @@ from transformers.cache_utils import Cache
 
 from deltanet_hf.decoding.fixed_cache import FixedCache
 from deltanet_hf.decoding.recorders import RECORDERS, Replay
-from deltanet_hf.mixers.masks import NO_PADDING
-from deltanet_hf.mixers.single_query import reading_places
+from deltanet_hf.mixers.attention.single_query import reading_places
+from deltanet_hf.mixers.layer.masks import NO_PADDING
 
 KEPT = 4  # recordings per model, of as many batch sizes; each holds the states of its batch
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers import Mixer
-from deltanet_hf.mixers.mixed_heads import MixedHeads
+from deltanet_hf.mixers.layer.layer_kind import branches_of
 
 
 def linear_layers(model: PreTrainedModel) -> list[Mixer]:
@@ -63,13 +63,11 @@ def _teacher_weights(student: PreTrainedModel, teacher: PreTrainedModel) -> dict
     groups, heads = config.num_attention_heads // config.num_key_value_heads, config.num_key_value_heads
     found = {name: (weight, heads) for name, weight in _split_fused(teacher.state_dict(), groups).items()}
     for index, layer in enumerate(student.model.layers):
-        mixed: Any = layer.self_attn
-        if not isinstance(mixed, MixedHeads):
-            continue
-        for kind, own in mixed.settings.branches.items():
-            part = _split_fused(mixed.part_of(layers[index].self_attn, kind).state_dict(), groups)
-            prefix = f"model.layers.{index}.self_attn.{kind}."
-            found |= {prefix + name: (weight, len(own)) for name, weight in part.items()}
+        attention: Any = layer.self_attn
+        for branch in filter(None, branches_of(attention)):  # a layer of one kind has the teacher's names
+            part: Any = attention.part_of(layers[index].self_attn, branch)
+            prefix, own = f"model.layers.{index}.self_attn.{branch}.", part.config.num_key_value_heads
+            found |= {prefix + name: (weight, own) for name, weight in _split_fused(part.state_dict(), groups).items()}
     return found
 
 

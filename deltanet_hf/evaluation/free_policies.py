@@ -15,9 +15,8 @@ from dataclasses import dataclass, replace
 from transformers import PreTrainedModel
 
 from deltanet_hf.evaluation.measures.sequence_bytes import sequence_bytes
-from deltanet_hf.mixers.masks import sliding_window
-from deltanet_hf.mixers.restrict_heads import restrict_heads
-from deltanet_hf.mixers.window import restrict_to_window
+from deltanet_hf.mixers.layer.masks import sliding_window
+from deltanet_hf.models.restrict import restrict_heads, restrict_to_window
 
 SINKS = 4
 

@@ -14,10 +14,9 @@ from transformers import DynamicCache, PreTrainedModel
 from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.baselines import linear_layers
 from deltanet_hf.evaluation.measures.probes import Probe
-from deltanet_hf.mixers.layer_kind import LayerKind
-from deltanet_hf.mixers.mixed_heads import MixedHeads
-from deltanet_hf.mixers.state import MixerCacheLayer
-from deltanet_hf.mixers.window_branch import WindowBranch
+from deltanet_hf.mixers.cache.state import MixerCacheLayer
+from deltanet_hf.mixers.layer.layer_kind import LayerKind, branches_of
+from deltanet_hf.mixers.layer.window_branch import WindowBranch
 
 _QUESTION = 16  # tokens of the longest question of the probes in this package
 
@@ -27,9 +26,8 @@ def switch_off_softmax(model: PreTrainedModel) -> PreTrainedModel:
 
     Raises UserError if there is none.
     """
-    layers = [layer.self_attn for layer in model.model.layers]
-    layers = [layer.softmax if isinstance(layer, MixedHeads) else layer for layer in layers]
-    found: list[nn.Module] = [layer for layer in layers if layer is not None and not isinstance(layer, LayerKind)]
+    branches = (branch for layer in model.model.layers for branch in branches_of(layer.self_attn).values())
+    found: list[nn.Module] = [branch for branch in branches if not isinstance(branch, LayerKind)]
     if not found:
         raise UserError(f"{type(model).__name__}: no layer with softmax attention; this lesion needs one")
 

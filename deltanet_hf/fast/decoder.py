@@ -17,7 +17,7 @@ from deltanet_hf.fast.joint import joint_linears
 from deltanet_hf.fast.mixer import FastMixer
 from deltanet_hf.fast.mlp import FastMLP, is_known
 from deltanet_hf.fast.norms import FastNorm, Sum, form_of
-from deltanet_hf.mixers.base import Mixer
+from deltanet_hf.mixers.layer.mixer import Mixer
 
 
 class Norms(NamedTuple):

@@ -20,13 +20,11 @@ from deltanet_hf.fast.copied import copied
 from deltanet_hf.fast.joint import joint_linears
 from deltanet_hf.fast.norms import FastNorm, form_of
 from deltanet_hf.fast.window import mixture, window_prefill, window_step
-from deltanet_hf.mixers.base import Mixer
-from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet, stored
-from deltanet_hf.mixers.layer_kind import PositionEmbeddings
-from deltanet_hf.mixers.masks import packed_in, padding_in
-from deltanet_hf.mixers.parts import DecayGate
-from deltanet_hf.mixers.recorded_call import recorded
-from deltanet_hf.mixers.state import MixerCacheLayer, State, cache_layer, may_change
+from deltanet_hf.mixers.cache.state import MixerCacheLayer, State
+from deltanet_hf.mixers.layer.delta_rule import DeltaRule, stored
+from deltanet_hf.mixers.layer.layer_call import LayerCall, recorded
+from deltanet_hf.mixers.layer.layer_kind import PositionEmbeddings
+from deltanet_hf.mixers.layer.mixer import Mixer
 from deltanet_kernels import gate_values, gated_delta_step_, gated_rms_norm, prompt_inputs
 from deltanet_kernels.arguments import GatedNormCall, RuleCall
 from deltanet_kernels.gated_delta_rule.operators import chunk_rule
@@ -54,7 +52,7 @@ class FastMixer:
         exact = branch is None or branch.cache_bits == 16
         known = whole and exact and (branch is None or branch.learned_sinks is None)
         self._prefills, self._steps = known, known and mixer.fused_step
-        self._has_own_rule = isinstance(mixer, GatedDeltaNet) and type(mixer).mix is GatedDeltaNet.mix
+        self._is_delta_rule = mixer.fused_step
         own_heads = mixer.k_proj.out_features // mixer.head_dim
         # Whether the state and the window read different queries and keys.
         differ = conv is not None or self._offset is not None or self._qk_silu or mixer.kv_repeats > 1
@@ -73,22 +71,15 @@ class FastMixer:
     ) -> tuple[Tensor, None]:
         """As `Mixer.forward`."""
         layer, x, length = self.layer, hidden_states, hidden_states.shape[1]
-        cache = None if past_key_values is None else cache_layer(past_key_values, layer.layer_idx, layer.name)
-        padding = padding_in(attention_mask, padding, length, 0 if cache is None else cache.get_seq_length())
-        packed = packed_in(cu_seq_lens_q, length, cache)
-        if cache is not None and cache.record_past:
-            return recorded(cache, functools.partial(self.call_on, cache), x, position_embeddings, padding), None
-        if length == 1 and self._steps and cache is not None and may_change(cache):
+        call = LayerCall.of(layer, length, attention_mask, past_key_values, cu_seq_lens_q, padding)
+        if call.is_recorded:
+            return recorded(self, call, x, position_embeddings), None
+        cache, padding, packed = call.cache, call.padding, call.cu_seqlens
+        if length == 1 and self._steps and cache is not None and cache.may_change:
             return self.step(x, position_embeddings, cache, padding), None
         if padding is None and packed is None and self._prefills:
             return self.prefill(x, position_embeddings, cache), None
         return Mixer.forward(layer, x, position_embeddings, attention_mask, cache, packed, padding)  # type: ignore[arg-type]
-
-    def call_on(
-        self, cache: MixerCacheLayer, x: Tensor, position_embeddings: PositionEmbeddings | None, mask: Tensor | None
-    ) -> Tensor:
-        """The layer on its part of a cache: x [B, T, hidden], mask [B, T] -> [B, T, hidden]."""
-        return self(x, position_embeddings, mask, cache)[0]
 
     def prefill(
         self, x: Tensor, position_embeddings: PositionEmbeddings | None, cache: MixerCacheLayer | None
@@ -206,7 +197,7 @@ class FastMixer:
         self, inputs: PromptInputs, gates: tuple[Tensor, ...], state: State | None, keep_state: bool
     ) -> tuple[Tensor, State]:
         q, k, v = inputs[:3]
-        if state is not None or not self._has_own_rule or q.shape[1] == 1:
+        if state is not None or not self._is_delta_rule or q.shape[1] == 1:
             return self.layer.mix(q, k, v, gates, state, keep_state, None)  # type: ignore[no-any-return]
         g, beta = gates
         call = RuleCall(q, k, v, g, beta, None, None, keep_state, True, erase=self.layer.erase)
@@ -231,8 +222,8 @@ def _with_fast_parts(mixer: Any, may_move: bool) -> Mixer:
         norm = getattr(mixer, name)
         if norm is not None and form_of(norm) is not None:
             replaced[name] = FastNorm(norm)
-    decay = getattr(mixer, "decay", None)
-    if isinstance(mixer, GatedDeltaNet) and type(decay) is DecayGate and mixer.sigmoid_strength:
+    if isinstance(mixer, DeltaRule) and (mixer.decays, mixer.strengths) == ("by token", "sigmoid"):
+        decay = mixer.decay
         replaced["gates_of"] = lambda a, b: gate_values.unchecked(
             GateValuesCall(a, b, decay.A_log, decay.dt_bias, mixer.max_strength)
         )

@@ -13,8 +13,8 @@ from deltanet_hf.fast.decoder import norms_of
 from deltanet_hf.fast.norms import form_of
 
 OUR_HOOKS = (  # which do nothing to the results
-    "deltanet_hf.mixers.masks",
-    "deltanet_hf.mixers.stateful",
+    "deltanet_hf.mixers.layer.masks",
+    "deltanet_hf.models.stateful",
     "transformers.utils.output_capturing",
 )
 

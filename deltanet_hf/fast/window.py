@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltanet_hf.mixers.state import State
-from deltanet_hf.mixers.window_branch import WindowBranch
+from deltanet_hf.mixers.cache.state import State
+from deltanet_hf.mixers.layer.window_branch import WindowBranch
 from deltanet_kernels import window_attention, window_keep, window_mixture, window_step_
 from deltanet_kernels.window.calls import WindowCall, WindowKeepCall, WindowMixtureCall
 

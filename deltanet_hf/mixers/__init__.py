@@ -8,9 +8,7 @@ from dataclasses import replace
 from transformers import PreTrainedConfig
 
 from deltanet_hf.mixers.alibi import LinearBiasAttention
-from deltanet_hf.mixers.attention_kind import AttentionKind
-from deltanet_hf.mixers.attention_shape import BESIDE_WINDOW, MixerProjections, sized_for
-from deltanet_hf.mixers.base import Mixer
+from deltanet_hf.mixers.attention.attention_kind import AttentionKind
 from deltanet_hf.mixers.comba import Comba
 from deltanet_hf.mixers.deltaformer import DeltaFormer
 from deltanet_hf.mixers.deltanet import DeltaNet
@@ -22,13 +20,15 @@ from deltanet_hf.mixers.gated_linear import GatedLinear
 from deltanet_hf.mixers.gdn2 import GatedDeltaNet2
 from deltanet_hf.mixers.gla import GatedLinearAttention
 from deltanet_hf.mixers.kda import KimiDeltaAttention
-from deltanet_hf.mixers.layer_kind import LayerKind
+from deltanet_hf.mixers.layer.attention_shape import BESIDE_WINDOW, MixerProjections, sized_for
+from deltanet_hf.mixers.layer.layer_kind import LayerKind
+from deltanet_hf.mixers.layer.mixer import Mixer
+from deltanet_hf.mixers.layer.settings import MixerSettings
 from deltanet_hf.mixers.linear import Linear
 from deltanet_hf.mixers.mesa import Mesa
 from deltanet_hf.mixers.mixed_heads import MixedHeads
 from deltanet_hf.mixers.path import RelaxedPath
 from deltanet_hf.mixers.retention import Retention
-from deltanet_hf.mixers.settings import MixerSettings
 from deltanet_hf.mixers.titans import Titans
 from deltanet_hf.mixers.ttt import TTT
 from deltanet_hf.mixers.window import WindowAttention

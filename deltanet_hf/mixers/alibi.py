@@ -14,8 +14,8 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from deltanet_hf.mixers.decay_bias import DecayBias
-from deltanet_hf.mixers.parts import Opening
+from deltanet_hf.mixers.attention.decay_bias import DecayBias
+from deltanet_hf.mixers.layer.parts import Opening
 
 
 class LinearBiasAttention(DecayBias):

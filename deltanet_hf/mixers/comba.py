@@ -19,10 +19,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from deltanet_hf.mixers.additive import wide_range
-from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet, delta_rule
-from deltanet_hf.mixers.parts import Part
-from deltanet_hf.mixers.state import State
+from deltanet_hf.mixers.layer import DeltaRule, Part, State
+from deltanet_hf.mixers.layer.delta_rule import delta_rule, wide_range
 
 WEAKEST_FEEDBACK = -7.0  # a logit; what is divided by its sigmoid stays in range
 START_FEEDBACK = 4.0  # f = .98: almost the delta rule, and f still has a gradient
@@ -51,13 +49,12 @@ class Feedback(Part):
         return (q - factor.unsqueeze(-1) * k).to(q.dtype), f
 
 
-class Comba(GatedDeltaNet):
+class Comba(DeltaRule):
     """The Comba layer; see the module's docstring for the rule and `Mixer` for what surrounds it."""
 
     name: ClassVar[str] = "comba"
     title: ClassVar[str] = "Comba"
-    fp32: ClassVar[tuple[str, ...]] = (*GatedDeltaNet.fp32, "feedback", "correction")
-    fused_step = False  # its queries are corrected by the convolved, rotated key
+    fp32: ClassVar[tuple[str, ...]] = (*DeltaRule.fp32, "feedback", "correction")
 
     def add_gates(self) -> None:
         super().add_gates()

@@ -23,15 +23,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from deltanet_hf.mixers.additive import wide_range
-from deltanet_hf.mixers.attention_shape import MixerProjections
-from deltanet_hf.mixers.feature_maps import elu_features
-from deltanet_hf.mixers.gated_deltanet import CLOSED_GATE, GatedDeltaNet, StepGates, delta_rule
-from deltanet_hf.mixers.layer_kind import TensorShape
-from deltanet_hf.mixers.settings import check_bool
-from deltanet_hf.mixers.state import State
+from deltanet_hf.mixers.layer import DeltaRule, MixerProjections, State, StepGates, TensorShape
+from deltanet_hf.mixers.layer.delta_rule import CLOSED_GATE, delta_rule, wide_range
+from deltanet_hf.mixers.layer.feature_maps import elu_features
+from deltanet_hf.mixers.layer.settings import check_bool
 from deltanet_kernels import cumulative_sum
 
 TINY = 1e-30  # a smaller normaliser is one of keys whose features are 0
@@ -50,17 +47,14 @@ class DeltaNetSettings(MixerProjections):
             raise ValueError(f"{where}.allow_neg_eigval: got true, but with normalised there are none; leave it out")
 
 
-class DeltaNet(GatedDeltaNet):
+class DeltaNet(DeltaRule):
     """The DeltaNet layer; see the module's docstring for the rule and `Mixer` for what surrounds it."""
 
     name: ClassVar[str] = "deltanet"
     title: ClassVar[str] = "DeltaNet"
     Settings: ClassVar[type[MixerProjections]] = DeltaNetSettings
     settings: DeltaNetSettings  # type: ignore[assignment]
-
-    def add_gates(self) -> None:
-        self.a_proj = self.decay = None
-        self.b_proj = nn.Linear(self.q_proj.in_features, self.num_states, bias=self.settings.gate_bias)
+    decays = "never"
 
     def gates(self, x: Tensor, padding: Tensor | None) -> tuple[Tensor, ...]:
         """Log decay 0 and write strength beta, both [B, T, HV] float32; beta is 0 at padding."""

@@ -24,10 +24,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from deltanet_hf.mixers.attention_shape import MixerProjections
-from deltanet_hf.mixers.gated_deltanet import CLOSED_GATE, GatedDeltaNet, delta_rule
-from deltanet_hf.mixers.settings import check_at_least
-from deltanet_hf.mixers.state import State
+from deltanet_hf.mixers.layer import DeltaRule, MixerProjections, State
+from deltanet_hf.mixers.layer.delta_rule import CLOSED_GATE, delta_rule
+from deltanet_hf.mixers.layer.settings import check_at_least
 
 START_STRENGTH = 0.02  # of a further write; at 0 neither its keys nor its values would have a gradient
 START_NOISE = 0.1  # of its keys, relative to theirs: several further writes would otherwise stay the same
@@ -82,21 +81,14 @@ class HouseholderStep(nn.Module):
         nn.init.constant_(self.b_proj.bias, math.log(share / (1 - share)))
 
 
-class DeltaProduct(GatedDeltaNet):
+class DeltaProduct(DeltaRule):
     """The Gated DeltaProduct layer; its own write is Gated DeltaNet's and the last of each token."""
 
     name: ClassVar[str] = "deltaproduct"
     title: ClassVar[str] = "Gated DeltaProduct"
-    fused_step = False  # it writes once
     Settings: ClassVar[type[MixerProjections]] = DeltaProductSettings
     settings: DeltaProductSettings  # type: ignore[assignment]
     householder: nn.ModuleList
-
-    @classmethod
-    def default_settings(cls, profile: str, training: bool = True) -> MixerProjections:
-        if profile == "qwen3_5":
-            raise ValueError("profile: got qwen3_5, whose layer writes once per token; take the mixer gated_deltanet")
-        return super().default_settings(profile, training)
 
     @property
     def writes_per_token(self) -> int:
@@ -143,6 +135,12 @@ class DeltaProduct(GatedDeltaNet):
         dtype = self.settings.state_dtype
         output, state = delta_rule(q, k, v, g, beta, state, keep_state, cu_seqlens, tokens == 1, dtype)
         return output[:, n_h - 1 :: n_h], state
+
+    def after_fit(self) -> None:
+        """The further writes, whose number the fit of the teacher's own one does not depend on."""
+        write: Any
+        for write in self.householder:
+            write.start(self.k_proj, self.max_strength)
 
 
 def interleave(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, ...]:

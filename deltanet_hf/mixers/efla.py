@@ -23,12 +23,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from deltanet_hf.mixers.additive import wide_range
-from deltanet_hf.mixers.attention_shape import MixerProjections
-from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet, delta_rule
-from deltanet_hf.mixers.parts import Part
-from deltanet_hf.mixers.settings import check_choice
-from deltanet_hf.mixers.state import State
+from deltanet_hf.mixers.layer import DeltaRule, MixerProjections, Part, State
+from deltanet_hf.mixers.layer.delta_rule import delta_rule, wide_range
+from deltanet_hf.mixers.layer.settings import check_choice
 
 FlowStep = Literal["exact", "implicit", "explicit"]
 NORM_EPS = 1e-6  # what the operator adds to |k|^2 when it brings k to unit length
@@ -68,16 +65,15 @@ class StepLength(Part):
         return F.softplus(b.float()) * self.log_scale.float().exp()
 
 
-class Efla(GatedDeltaNet):
+class Efla(DeltaRule):
     """The EFLA layer; see the module's docstring for the rule and `Mixer` for what surrounds it."""
 
     name: ClassVar[str] = "efla"
     title: ClassVar[str] = "EFLA"
     Settings: ClassVar[type[MixerProjections]] = EflaSettings
     settings: EflaSettings  # type: ignore[assignment]
-    fp32: ClassVar[tuple[str, ...]] = (*GatedDeltaNet.fp32, "log_scale")
-    sigmoid_strength: ClassVar[bool] = False
-    fused_step = False  # its values depend on the length of the convolved, rotated key
+    fp32: ClassVar[tuple[str, ...]] = (*DeltaRule.fp32, "log_scale")
+    strengths = "other"
 
     def add_gates(self) -> None:
         super().add_gates()

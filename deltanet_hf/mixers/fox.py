@@ -16,8 +16,8 @@ from typing import ClassVar
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from deltanet_hf.mixers.decay_bias import DecayBias
-from deltanet_hf.mixers.parts import Opening
+from deltanet_hf.mixers.attention.decay_bias import DecayBias
+from deltanet_hf.mixers.layer.parts import Opening
 
 
 class ForgetGate(nn.Module):

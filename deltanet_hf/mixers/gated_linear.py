@@ -11,16 +11,14 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from deltanet_hf.mixers.additive import AdditiveSettings
-from deltanet_hf.mixers.attention_shape import MixerProjections
-from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
-from deltanet_kernels.arguments import Erase
+from deltanet_hf.mixers.layer import AdditiveSettings, DeltaRule, MixerProjections
 
 
-class GatedLinear(GatedDeltaNet):
+class GatedLinear(DeltaRule):
     """The layer of gated linear attention; see the module's docstring for the rule."""
 
     name: ClassVar[str] = "gated_linear"
     title: ClassVar[str] = "gated linear attention"
     Settings: ClassVar[type[MixerProjections]] = AdditiveSettings
-    erase: ClassVar[Erase] = "off"
+    erase = "off"
+    fused_step = True

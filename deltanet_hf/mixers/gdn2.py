@@ -4,9 +4,10 @@ Per head, with a log decay g_t [K] <= 0, an erase gate b_t [K] and a write gate 
 
     S_t = (I - k_t (b_t * k_t)^T) Diag(exp(g_t)) S_{t-1} + k_t (w_t * v_t)^T        o_t = D^-0.5 q_t^T S_t
 
-q and k have unit length; b = sigmoid(erase_proj(x)), w = sigmoid(write_proj(x)), and g is that of `channel_decay.py`.
-With b = w = beta in all channels of a head this is Kimi Delta Attention. With `allow_neg_eigval` both gates go up to 2
-(in the paper the erase gate alone), so that Kimi Delta Attention with that setting is contained too.
+q and k have unit length; b = sigmoid(erase_proj(x)), w = sigmoid(write_proj(x)), and g is that of
+`layer/channel_rule.py`. With b = w = beta in all channels of a head this is Kimi Delta Attention. With
+`allow_neg_eigval` both gates go up to 2 (in the paper the erase gate alone), so that Kimi Delta Attention with that
+setting is contained too.
 """
 
 from __future__ import annotations
@@ -16,21 +17,21 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from deltanet_hf.mixers.channel_decay import ChannelDecayGate, channel_rule, gate_rank
-from deltanet_hf.mixers.gated_deltanet import CLOSED_GATE, GatedDeltaNet
-from deltanet_hf.mixers.kda import KimiDeltaAttention
-from deltanet_hf.mixers.state import State
+from deltanet_hf.mixers.layer import ChannelRule, DeltaRule, State
+from deltanet_hf.mixers.layer.channel_rule import ChannelDecayGate, channel_rule, gate_rank
+from deltanet_hf.mixers.layer.delta_rule import CLOSED_GATE
 from deltanet_kernels import gated_rms_norm
 
 UNIT_EPS = 1e-6  # beside the squared length, as in the operators
 
 
-class GatedDeltaNet2(KimiDeltaAttention):
+class GatedDeltaNet2(ChannelRule):
     """The Gated DeltaNet-2 layer; see the module's docstring for the rule."""
 
     name: ClassVar[str] = "gdn2"
     title: ClassVar[str] = "Gated DeltaNet-2"
     without_lora: ClassVar[tuple[str, ...]] = ("f_down", "f_up", "share_proj")
+    strengths = "other"
 
     def add_gates(self) -> None:
         hidden, rank = self.q_proj.in_features, gate_rank(self.num_states, self.head_dim)
@@ -39,7 +40,7 @@ class GatedDeltaNet2(KimiDeltaAttention):
         self.f_up = nn.Linear(rank, channels, bias=False)
         self.erase_proj = nn.Linear(hidden, channels, bias=self.settings.gate_bias)
         self.write_proj = nn.Linear(hidden, channels, bias=self.settings.gate_bias)
-        self.decay = ChannelDecayGate(self.num_states, self.head_dim)  # type: ignore[assignment]
+        self.decay = ChannelDecayGate(self.num_states, self.head_dim)
 
     def gates(self, x: Tensor, padding: Tensor | None) -> tuple[Tensor, ...]:
         """Log decay g and erase gate b [B, T, HV, K], write gate w [B, T, HV, V], float32; all 0 at padding."""
@@ -77,8 +78,12 @@ class GatedDeltaNet2(KimiDeltaAttention):
             unit=False,
         )
 
+    def take_over(self, scalar: DeltaRule) -> None:
+        super().take_over(scalar)
+        self.start_strengths(scalar)
+
     @torch.no_grad()
-    def start_strengths(self, scalar: GatedDeltaNet) -> None:
+    def start_strengths(self, scalar: DeltaRule) -> None:
         """Take over the write strength per head of `scalar`, as both gates of all channels of a head."""
         for projection in (self.erase_proj, self.write_proj):
             projection.weight.copy_(scalar.b_proj.weight.repeat_interleave(self.head_dim, dim=0))

@@ -23,14 +23,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from deltanet_hf.mixers.additive import AdditiveSettings, additive_rule, wide_range
-from deltanet_hf.mixers.attention_shape import MixerProjections
-from deltanet_hf.mixers.feature_maps import TaylorFeatures, elu_features, taylor_size
-from deltanet_hf.mixers.gated_deltanet import StepGates
-from deltanet_hf.mixers.gated_linear import GatedLinear
-from deltanet_hf.mixers.layer_kind import TensorShape
-from deltanet_hf.mixers.settings import check_choice
-from deltanet_hf.mixers.state import State
+from deltanet_hf.mixers.layer import AdditiveSettings, DeltaRule, MixerProjections, State, TensorShape
+from deltanet_hf.mixers.layer.delta_rule import delta_rule, wide_range
+from deltanet_hf.mixers.layer.feature_maps import TaylorFeatures, elu_features, taylor_size
+from deltanet_hf.mixers.layer.settings import check_choice
 
 FeatureMap = Literal["none", "elu", "taylor"]
 LARGEST_FEATURE_DIM = 21  # 253 features: the kernels take key sizes up to 256
@@ -51,17 +47,18 @@ class LinearSettings(AdditiveSettings):
             raise ValueError(f"{where}.feature_dim: got {self.feature_dim!r}, expected 1 to {LARGEST_FEATURE_DIM}")
 
 
-class Linear(GatedLinear):
+class Linear(DeltaRule):
     """The layer of linear attention; see the module's docstring for the rule."""
 
     name: ClassVar[str] = "linear"
     title: ClassVar[str] = "linear attention"
     Settings: ClassVar[type[MixerProjections]] = LinearSettings
     settings: LinearSettings  # type: ignore[assignment]
-    fits_memory: ClassVar[bool] = False
+    decays = "never"
+    strengths = "one"
+    erase = "off"
 
     def add_gates(self) -> None:
-        self.a_proj = self.b_proj = self.decay = None
         self.features = None
         if self.settings.feature_map == "taylor":
             heads = self.q_proj.out_features // self.head_dim
@@ -91,16 +88,14 @@ class Linear(GatedLinear):
         v = F.pad(v, (0, 1), value=1.0)
         g, beta = gates
         recurrent, state_dtype = q.shape[1] == 1, self.settings.state_dtype
-        output, state = additive_rule(q, k, v, g, beta, state, keep_state, cu_seqlens, recurrent, state_dtype, False)
+        output, state = delta_rule(
+            q, k, v, g, beta, state, keep_state, cu_seqlens, recurrent, state_dtype, False, self.erase
+        )
         return (output[..., :-1] / output[..., -1:].clamp_min(TINY)).to(dtype), state
 
     @property
     def fused_step(self) -> bool:
         return self.settings.feature_map == "none"
-
-    def step_gates(self, x: Tensor) -> StepGates:
-        g, beta = self.gates(x, None)
-        return StepGates(g, beta, sigmoid=False)
 
     def adapt_to(self, q: Tensor, k: Tensor) -> None:
         if self.features is not None:

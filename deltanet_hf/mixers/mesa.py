@@ -22,13 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from deltanet_hf.mixers.attention_shape import MixerProjections
-from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
-from deltanet_hf.mixers.gated_rule import GatedRule, decodes, wide
-from deltanet_hf.mixers.layer_kind import TensorShape
-from deltanet_hf.mixers.parts import Part
-from deltanet_hf.mixers.settings import check_at_least
-from deltanet_hf.mixers.state import State
+from deltanet_hf.mixers.layer import DeltaRule, MixerProjections, Part, State, TensorShape
+from deltanet_hf.mixers.layer.delta_rule import decodes, wide
+from deltanet_hf.mixers.layer.settings import check_at_least
 from deltanet_kernels import MesaState, chunk_mesa, recurrent_mesa
 
 LEAST_RIDGE = 0.25
@@ -65,14 +61,14 @@ class MesaRidge(Part):
         return LEAST_RIDGE + F.softplus(self.ridge.to(dtype))
 
 
-class Mesa(GatedRule):
+class Mesa(DeltaRule):
     """The Mesa layer; see the module's docstring for the rule and `Mixer` for what surrounds it."""
 
     name: ClassVar[str] = "mesa"
     title: ClassVar[str] = "Mesa layer"
     Settings: ClassVar[type[MixerProjections]] = MesaSettings
     settings: MesaSettings  # type: ignore[assignment]
-    fp32: ClassVar[tuple[str, ...]] = ("ridge", *GatedDeltaNet.fp32)
+    fp32: ClassVar[tuple[str, ...]] = ("ridge", *DeltaRule.fp32)
 
     def add_gates(self) -> None:
         super().add_gates()

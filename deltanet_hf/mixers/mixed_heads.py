@@ -1,9 +1,10 @@
 """A layer whose key/value heads are of different kinds: softmax, window, or a mixer with a recurrent state.
 
-The layer is a sum of narrower layers (`head_split.py`), one per kind that occurs, each with the query heads that share
-its key/value heads. The branch `softmax` is the family's own attention and keeps the keys and values of all tokens;
-`window` is the same under a window with sinks (`window.py`); `linear` is a mixer (`base.py`). Each branch has its own
-part of the layer's cache (`mixed_cache.py`). Weight names are those of the branches, as `self_attn.softmax.q_proj`.
+The layer is a sum of narrower layers (`attention/head_split.py`), one per kind that occurs, each with the query heads
+that share its key/value heads. The branch `softmax` is the family's own attention and keeps the keys and values of all
+tokens; `window` is the same under a window with sinks (`window.py`); `linear` is a mixer with a recurrent state. Each
+branch has its own part of the layer's cache (`cache/mixed_cache.py`). Weight names are those of the branches, as
+`self_attn.softmax.q_proj`.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
-from deltanet_hf.mixers.base import Mixer
-from deltanet_hf.mixers.head_split import narrow_attention, narrow_weights
-from deltanet_hf.mixers.layer_kind import LayerKind, PositionEmbeddings, TensorShape
-from deltanet_hf.mixers.mixed_cache import MixedCacheLayer, mixed_cache_layer
-from deltanet_hf.mixers.packed_softmax import PackedSoftmax
-from deltanet_hf.mixers.settings import MixerSettings, check_choice
+from deltanet_hf.mixers.attention.head_split import narrow_attention, narrow_weights
+from deltanet_hf.mixers.attention.packed_softmax import PackedSoftmax
+from deltanet_hf.mixers.cache.mixed_cache import MixedCacheLayer, mixed_cache_layer
+from deltanet_hf.mixers.cache.state import TensorShape
+from deltanet_hf.mixers.layer.layer_kind import LayerKind, PositionEmbeddings
+from deltanet_hf.mixers.layer.mixer import Mixer
+from deltanet_hf.mixers.layer.settings import MixerSettings, check_choice
 from deltanet_hf.mixers.window import WindowAttention, WindowSettings
 
 Head = Literal["softmax", "window", "linear"]
@@ -99,6 +101,7 @@ class MixedHeads(LayerKind, nn.Module):
     name: ClassVar[str] = "mixed_heads"
     title: ClassVar[str] = "mixed heads"
     Settings: ClassVar[type[MixerSettings]] = MixedHeadsSettings
+    rearranges_weights: ClassVar[bool] = True
 
     softmax: Any
     window: Any
@@ -125,8 +128,7 @@ class MixedHeads(LayerKind, nn.Module):
     @classmethod
     def default_settings(cls, profile: str, training: bool = True) -> MixedHeadsSettings:
         """As in the base class, but without `heads`, which follow from the model."""
-        if profile != "faithful":
-            raise ValueError(f"profile: got {profile!r}, but {cls.name} has only faithful")
+        cls.only_faithful(profile)
         mixer = MixedHeadsSettings.linear_mixer
         return MixedHeadsSettings((), linear=_linear_mixer(mixer, cls.name).default_settings(profile, training))
 
@@ -134,9 +136,12 @@ class MixedHeads(LayerKind, nn.Module):
     def from_attention(cls, attention: nn.Module, config: PreTrainedConfig, layer_idx: int, settings: Any) -> nn.Module:
         return cls(attention, config, layer_idx, settings)
 
+    @classmethod
+    def recurrent_settings(cls, settings: MixedHeadsSettings) -> Any:
+        return settings.linear if "linear" in settings.heads else None
+
     @property
     def branches(self) -> dict[str, Any]:
-        """The branches by name."""
         return {kind: getattr(self, kind) for kind in self.kinds}
 
     @property
@@ -149,14 +154,11 @@ class MixedHeads(LayerKind, nn.Module):
     def growing_heads(self) -> int:
         return len(self.settings.indices("softmax"))
 
-    def part_of(self, attention: Any, kind: str) -> nn.Module:
-        """The part of a complete softmax attention, weights included, that the branch `kind` replaces.
-
-        Without gradients; the outputs of the parts of all branches sum to that of `attention`.
-        """
-        heads = self.settings.branches[kind]  # type: ignore[index]
+    def part_of(self, attention: Any, branch: str) -> nn.Module:
+        """As in the base class, without gradients; the outputs of all parts sum to that of `attention`."""
+        heads = self.settings.branches[branch]  # type: ignore[index]
         with torch.device("meta"):
-            part = narrow_attention(attention, attention.config, self.layer_idx, heads, kind == self.kinds[0])
+            part = narrow_attention(attention, attention.config, self.layer_idx, heads, branch == self.kinds[0])
         part.load_state_dict(narrow_weights(attention, part, heads), assign=True)
         return part.train(attention.training).requires_grad_(False)
 

@@ -30,11 +30,10 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from deltanet_hf.mixers.attention_kind import AttentionKind, Call, Softmax
-from deltanet_hf.mixers.gated_deltanet import CLOSED_GATE
-from deltanet_hf.mixers.layer_kind import TensorShape
-from deltanet_hf.mixers.mixed_cache import mixed_cache_layer
-from deltanet_hf.mixers.state import MixerCacheLayer
+from deltanet_hf.mixers.attention.attention_kind import AttentionKind, Call, Softmax
+from deltanet_hf.mixers.cache.mixed_cache import mixed_cache_layer
+from deltanet_hf.mixers.cache.state import MixerCacheLayer, TensorShape
+from deltanet_hf.mixers.layer.delta_rule import CLOSED_GATE
 from deltanet_kernels import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 
 START_LOGIT = -10.0

@@ -14,10 +14,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from deltanet_hf.mixers.gated_deltanet import StepGates
-from deltanet_hf.mixers.gated_linear import GatedLinear
-from deltanet_hf.mixers.parts import Part
-from deltanet_hf.mixers.window_branch import WindowBranch
+from deltanet_hf.mixers.layer import AdditiveSettings, DeltaRule, MixerProjections, Part
+from deltanet_hf.mixers.layer.window_branch import WindowBranch
 
 
 class ConstantDecay(Part):
@@ -39,15 +37,19 @@ class ConstantDecay(Part):
         return (-math.log(2) * (-self.log_half_life.float()).exp()).expand(*x.shape[:2], -1)
 
 
-class Retention(GatedLinear):
+class Retention(DeltaRule):
     """The retention layer; see the module's docstring for the rule."""
 
     name: ClassVar[str] = "retention"
     title: ClassVar[str] = "retention"
+    Settings: ClassVar[type[MixerProjections]] = AdditiveSettings
+    decays = "by head"
+    strengths = "one"
+    erase = "off"
+    fused_step = True
     fp32: ClassVar[tuple[str, ...]] = ("log_half_life", *WindowBranch.FP32)
 
     def add_gates(self) -> None:
-        self.a_proj = self.b_proj = None
         self.decay = ConstantDecay(self.num_states)
 
     def gates(self, x: Tensor, padding: Tensor | None) -> tuple[Tensor, ...]:
@@ -57,7 +59,3 @@ class Retention(GatedLinear):
         if padding is not None:
             g, beta = (gate.masked_fill(padding.unsqueeze(-1), 0.0) for gate in (g, beta))
         return g, beta
-
-    def step_gates(self, x: Tensor) -> StepGates:
-        g, beta = self.gates(x, None)
-        return StepGates(g, beta, sigmoid=False)

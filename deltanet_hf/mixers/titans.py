@@ -20,29 +20,27 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from deltanet_hf.mixers.comba import contracting
-from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
-from deltanet_hf.mixers.gated_rule import GatedRule, decodes, wide
-from deltanet_hf.mixers.layer_kind import TensorShape
-from deltanet_hf.mixers.state import State
+from deltanet_hf.mixers.layer import DeltaRule, State, TensorShape
+from deltanet_hf.mixers.layer.delta_rule import decodes, wide
 from deltanet_kernels import TitansState, chunk_titans, naive_titans
 
 START_LOGIT = -4.0
 """Of the momentum: sigmoid(-4) = 0.018 changes little and still has a gradient."""
 
 
-class Titans(GatedRule):
+class Titans(DeltaRule):
     """The linear memory of Titans; see the module's docstring for the rule and `Mixer` for what surrounds it."""
 
     name: ClassVar[str] = "titans"
     title: ClassVar[str] = "Titans (linear memory)"
-    without_lora: ClassVar[tuple[str, ...]] = ("m_proj", *GatedDeltaNet.without_lora)
+    without_lora: ClassVar[tuple[str, ...]] = ("m_proj", *DeltaRule.without_lora)
 
     def add_gates(self) -> None:
         super().add_gates()
         self.m_proj = nn.Linear(self.q_proj.in_features, self.num_states)
 
-    def start_momentum(self) -> None:
-        """Begin with the same small momentum for every token."""
+    def before_fit(self) -> None:
+        """The same small momentum for every token."""
         nn.init.zeros_(self.m_proj.weight)
         nn.init.constant_(self.m_proj.bias, START_LOGIT)
 

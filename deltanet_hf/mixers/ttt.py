@@ -25,12 +25,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from deltanet_hf.mixers.attention_shape import MixerProjections
-from deltanet_hf.mixers.gated_rule import GatedRule, decodes, wide
-from deltanet_hf.mixers.layer_kind import TensorShape
-from deltanet_hf.mixers.parts import Part
-from deltanet_hf.mixers.settings import check_at_least, check_bool
-from deltanet_hf.mixers.state import State
+from deltanet_hf.mixers.layer import DeltaRule, MixerProjections, Part, State, TensorShape
+from deltanet_hf.mixers.layer.delta_rule import decodes, wide
+from deltanet_hf.mixers.layer.settings import check_at_least, check_bool
 from deltanet_kernels import InnerNorm, TTTState, chunk_ttt, naive_ttt
 
 START_SIZE = 0.0625
@@ -76,7 +73,7 @@ class InnerLayerNorm(Part):
         return InnerNorm(self.weight.to(dtype), self.bias.to(dtype), self.first.to(dtype))
 
 
-class TTT(GatedRule):
+class TTT(DeltaRule):
     """The layer of test-time training; see the module's docstring for the rule and `Mixer` for what surrounds it."""
 
     name: ClassVar[str] = "ttt"

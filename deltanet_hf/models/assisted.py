@@ -1,8 +1,8 @@
 """Assisted generation and prompt lookup with converted models.
 
 Both have transformers take back the candidate tokens that the model rejects (`Cache.crop`), for which states record
-their past (`deltanet_hf/mixers/history.py`). transformers asks a cache to record before the model's first call, when
-the cache has the key/value layers of the softmax model only. So the states are put in their places before that.
+their past (`deltanet_hf/mixers/cache/history.py`). transformers asks a cache to record before the model's first call,
+when the cache has the key/value layers of the softmax model only. So the states are put in their places before that.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMode
 
-from deltanet_hf.mixers.layer_kind import LayerKind
-from deltanet_hf.mixers.packed_softmax import PackedSoftmax
+from deltanet_hf.mixers.attention.packed_softmax import PackedSoftmax
+from deltanet_hf.mixers.layer.layer_kind import LayerKind
 
 
 def place_layers(model: PreTrainedModel, cache: Cache) -> None:

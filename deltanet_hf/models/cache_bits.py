@@ -13,15 +13,14 @@ import torch
 from transformers import PreTrainedModel
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.mixers.base import Mixer
-from deltanet_hf.mixers.layer_kind import LayerKind
-from deltanet_hf.mixers.masks import sliding_window
-from deltanet_hf.mixers.mixed_heads import MixedHeads
-from deltanet_hf.mixers.packed_softmax import pack_softmax
-from deltanet_hf.mixers.packed_tokens import Kept
-from deltanet_hf.mixers.stateful import make_stateful
-from deltanet_hf.mixers.window import WindowAttention, announce
-from deltanet_hf.mixers.window_branch import WindowBranch
+from deltanet_hf.mixers.attention.packed_softmax import pack_softmax
+from deltanet_hf.mixers.cache.packed_tokens import Kept
+from deltanet_hf.mixers.layer.layer_kind import LayerKind, branches_of
+from deltanet_hf.mixers.layer.masks import sliding_window
+from deltanet_hf.mixers.layer.mixer import Mixer
+from deltanet_hf.mixers.layer.window_branch import WindowBranch
+from deltanet_hf.mixers.window import WindowAttention
+from deltanet_hf.models.stateful import make_stateful
 
 BITS = (16, 8, 4, 3, 2)  # 3 and 2 are measured, but have no packed form
 
@@ -55,27 +54,13 @@ def use_cache_bits(model: PreTrainedModel, bits: int) -> None:
         attention = getattr(layer, "self_attn", None)
         if attention is None:  # a linear layer of Qwen3.5
             continue
-        branches = list(attention.branches.values()) if isinstance(attention, MixedHeads) else [attention]
-        for branch in branches:
-            _set(branch, bits)
+        for branch in branches_of(attention).values():
+            if isinstance(branch, LayerKind):
+                branch.use_cache_bits(bits)
+            else:
+                pack_softmax(branch, bits)
     if bits < 16 and getattr(model.config, "deltanet", None) is None:
-        announce(decoder)
         make_stateful(model)
-        model._is_stateful = True
-
-
-def _set(attention: Any, bits: int) -> None:
-    window = attention.window_branch if isinstance(attention, Mixer) else attention
-    if isinstance(window, (WindowBranch, WindowAttention)):
-        window.cache_bits = bits
-        if bits < 16:
-            _ = window.kept  # raises if there are more sinks than the packed form has
-    elif window is None:
-        return
-    elif not isinstance(attention, LayerKind):
-        pack_softmax(attention, bits)
-    elif bits < 16:
-        raise UserError(f"cache bits: {attention.name} layers keep every token in 16 bits; leave it at 16")
 
 
 def cache_bits_of(model: PreTrainedModel) -> int:
@@ -95,8 +80,7 @@ def stored_bytes(model: PreTrainedModel, tokens: int, bits: int) -> int:
 
 def layer_bytes(attention: Any, dtype: torch.dtype, tokens: int, bits: int) -> int:
     """`stored_bytes` of the attention of one layer of a model of this dtype."""
-    branches = list(attention.branches.values()) if isinstance(attention, MixedHeads) else [attention]
-    return sum(_branch_bytes(branch, dtype, tokens, bits) for branch in branches)
+    return sum(_branch_bytes(branch, dtype, tokens, bits) for branch in branches_of(attention).values())
 
 
 def _branch_bytes(attention: Any, dtype: torch.dtype, tokens: int, bits: int) -> int:

@@ -18,8 +18,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from deltanet_hf.decoding.generation import GraphedGeneration
 from deltanet_hf.fast import with_fast_form
 from deltanet_hf.mixers import FLOAT32_NAMES
-from deltanet_hf.mixers.stateful import Stateful
-from deltanet_hf.mixers.window import announce
 from deltanet_hf.models.assisted import AssistedGeneration
 from deltanet_hf.models.cache_bits import use_cache_bits
 from deltanet_hf.models.families import FAMILIES, Family, caps_scores
@@ -28,6 +26,7 @@ from deltanet_hf.models.layers import LayerTable
 from deltanet_hf.models.peft_defaults import register_peft_defaults
 from deltanet_hf.models.shim import name_in_transformers, no_code_beside_the_shim, write_shim
 from deltanet_hf.models.start_values import initialize
+from deltanet_hf.models.stateful import Stateful, announce
 
 
 def _tensor_parallel_plan(plan: dict[str, str] | None, softmax: list[int]) -> dict[str, str] | None:

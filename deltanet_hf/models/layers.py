@@ -16,9 +16,9 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from deltanet_hf.mixers import MIXERS, AttentionKind, LayerKind, Mixer, recommended
+from deltanet_hf.mixers import MIXERS, LayerKind, recommended
+from deltanet_hf.mixers.layer.settings import MixerSettings
 from deltanet_hf.mixers.mixed_heads import MixedHeads, MixedHeadsSettings
-from deltanet_hf.mixers.settings import MixerSettings
 from deltanet_hf.mixers.window import WindowAttention
 from deltanet_hf.models.cache_bits import BITS
 
@@ -36,9 +36,7 @@ class Kind:
     @property
     def recurrent(self) -> Any:
         """The settings of its mixer with a recurrent state, which mixed heads may hold; None without one."""
-        if self.mixer is MixedHeads:
-            return self.settings.linear if "linear" in self.settings.heads else None
-        return self.settings if issubclass(self.mixer, Mixer) else None
+        return self.mixer.recurrent_settings(self.settings)
 
     def to_dict(self) -> dict[str, Any]:
         return {"mixer": self.mixer.name, **self.settings.to_dict()}
@@ -63,7 +61,7 @@ class LayerTable:
         cls, mixer: type[LayerKind], settings: MixerSettings, num_layers: int, softmax: Collection[int] = ()
     ) -> LayerTable:
         """One kind everywhere, but for the layers in `softmax`."""
-        name = _kind_name(mixer)
+        name = mixer.in_tables
         layers = tuple(SOFTMAX if index in softmax else name for index in range(num_layers))
         return cls({name: Kind(mixer, settings)}, layers)
 
@@ -93,7 +91,7 @@ class LayerTable:
             if len(heads) == num_heads:
                 layers.append(SOFTMAX)
                 continue
-            layers.append("_".join(["heads", *map(str, heads)]) if heads else _kind_name(mixer))
+            layers.append("_".join(["heads", *map(str, heads)]) if heads else mixer.in_tables)
             kinds[layers[-1]] = (
                 _with_softmax_heads(mixer, settings, num_heads, heads) if heads else Kind(mixer, settings)
             )
@@ -197,13 +195,6 @@ def layer_kinds(model: PreTrainedModel) -> Iterator[tuple[int, LayerKind]]:
         for part in layer.children():
             if isinstance(part, LayerKind):
                 yield index, part
-
-
-def _kind_name(mixer: type[LayerKind]) -> str:
-    """How a table names a kind that is made of one mixer."""
-    if issubclass(mixer, AttentionKind):
-        return "global"
-    return "local" if mixer is WindowAttention else "linear"
 
 
 def _with_softmax_heads(mixer: type[LayerKind], settings: Any, num_heads: int, softmax: Collection[int]) -> Kind:

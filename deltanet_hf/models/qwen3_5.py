@@ -21,12 +21,9 @@ from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 
 from deltanet_hf.decoding.generation import GraphedGeneration
 from deltanet_hf.fast import with_fast_form
-from deltanet_hf.mixers.attention_shape import AttentionShape
+from deltanet_hf.mixers.cache.state import MixerCacheLayer
 from deltanet_hf.mixers.gated_deltanet import QWEN3_5, GatedDeltaNet
-from deltanet_hf.mixers.layer_kind import PositionEmbeddings
-from deltanet_hf.mixers.state import MixerCacheLayer
-from deltanet_hf.mixers.stateful import Stateful
-from deltanet_hf.mixers.window import announce
+from deltanet_hf.mixers.layer.attention_shape import AttentionShape
 from deltanet_hf.models.assisted import AssistedGeneration
 from deltanet_hf.models.cache_bits import use_cache_bits
 from deltanet_hf.models.hub_repository import upload_with_companions
@@ -34,6 +31,7 @@ from deltanet_hf.models.layers import SOFTMAX, Kind, LayerTable
 from deltanet_hf.models.peft_defaults import register_peft_defaults
 from deltanet_hf.models.shim import name_in_transformers, no_code_beside_the_shim, write_shim
 from deltanet_hf.models.start_values import initialize
+from deltanet_hf.models.stateful import Stateful, announce
 
 MODEL_TYPE = "deltanet_qwen3_5_text"
 MODEL_NAME = "DeltaNetQwen3_5ForCausalLM"
@@ -94,23 +92,16 @@ class LinearAttention(GatedDeltaNet):
         hidden_states: torch.Tensor,
         cache_params: Cache | None = None,
         attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | MixerCacheLayer | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """hidden_states [B, T, hidden] -> [B, T, hidden]."""
+        """hidden_states [B, T, hidden] -> [B, T, hidden]; the cache under Qwen3.5's name for it, or that of `Mixer`."""
         padding = kwargs.get("padding")
         if attention_mask is None and hidden_states.shape[1] == 1 and isinstance(padding, torch.Tensor):
             attention_mask = ~padding  # for one token transformers makes no mask
-        output, _ = super().forward(hidden_states, None, attention_mask, cache_params, **kwargs)
-        return output
-
-    def call_on(
-        self,
-        cache: MixerCacheLayer,
-        x: torch.Tensor,
-        position_embeddings: PositionEmbeddings | None,
-        mask: torch.Tensor | None,
-    ) -> torch.Tensor:
-        output: torch.Tensor = self(x, cache, mask)
+        cache = cache_params if past_key_values is None else past_key_values
+        kwargs["position_embeddings"] = None  # nothing is rotated
+        output, _ = super().forward(hidden_states, attention_mask=attention_mask, past_key_values=cache, **kwargs)
         return output
 
 

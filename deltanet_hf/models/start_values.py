@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from deltanet_hf.mixers.parts import Part
+from deltanet_hf.mixers.layer.parts import Part
 
 
 @torch.no_grad()

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from deltanet_hf.mixers.mixed_cache import MixedCacheLayer
-from deltanet_hf.mixers.packed_tokens import PACKED
-from deltanet_hf.mixers.state import MixerCacheLayer
+from deltanet_hf.mixers.cache.mixed_cache import MixedCacheLayer
+from deltanet_hf.mixers.cache.packed_tokens import PACKED
+from deltanet_hf.mixers.cache.state import MixerCacheLayer
 from deltanet_kernels.packed_cache.layout import GROUP
 
 Layout = tuple[tuple[int, ...], torch.dtype]
@@ -36,7 +36,7 @@ def contents(layer: Any, window: int | None = None) -> dict[str, Tensor]:
     if isinstance(layer, MixedCacheLayer):
         parts = layer.parts.items()
         return {f"{part}.{name}": tensor for part, inner in parts for name, tensor in contents(inner, window).items()}
-    if isinstance(layer, MixerCacheLayer) and layer.static_length is None:
+    if isinstance(layer, MixerCacheLayer) and not layer.static_length:
         return dict(layer.state)
     if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
         raise UnsupportedLayer(type(layer).__name__)

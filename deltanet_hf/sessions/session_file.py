@@ -20,7 +20,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from deltanet_hf.errors import UserError, one_line
-from deltanet_hf.mixers.masks import sliding_window
+from deltanet_hf.mixers.layer.masks import sliding_window
 from deltanet_hf.models.cache_bits import BITS, cache_bits_of
 from deltanet_hf.models.layers import layer_kinds
 from deltanet_hf.safe_write import write_atomically

@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionCacheLayerMixin
 
-from deltanet_hf.mixers.mixed_cache import MixedCacheLayer
-from deltanet_hf.mixers.state import MixerCacheLayer
+from deltanet_hf.mixers.cache.mixed_cache import MixedCacheLayer
+from deltanet_hf.mixers.cache.state import MixerCacheLayer
 
 
 class Snapshot:

@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 
 
 @dataclass(frozen=True)
-class Part:
+class SequencePart:
     """The new tokens of one sequence: a prompt, a part of it, or the token that was generated last."""
 
     first: int  # place in the step
@@ -36,7 +36,7 @@ class StateBatch:
     tokens: Tensor
     pages: Tensor
     new_pages: Tensor
-    parts: tuple[Part, ...]  # with several tokens
+    parts: tuple[SequencePart, ...]  # with several tokens
 
 
 class StateBatchBuilder(AttentionMetadataBuilder[StateBatch]):
@@ -57,11 +57,11 @@ class StateBatchBuilder(AttentionMetadataBuilder[StateBatch]):
         )
         single: list[tuple[int, int]] = []
         begin: list[int] = []
-        several: list[Part] = []
+        several: list[SequencePart] = []
         pages: Tensor = table[:, 0].long()
         for index, first, last, seen in _sequences(step):
             if last - first > 1:
-                several.append(Part(first, last, seen, pages[index : index + 1]))
+                several.append(SequencePart(first, last, seen, pages[index : index + 1]))
                 continue
             single.append((index, first))
             if seen == 0:
@@ -71,7 +71,7 @@ class StateBatchBuilder(AttentionMetadataBuilder[StateBatch]):
         return StateBatch(rows[:, 1], pages[rows[:, 0]], new_pages, tuple(several))
 
 
-class TokenBatchBuilder(AttentionMetadataBuilder[tuple[Part, ...]]):
+class TokenBatchBuilder(AttentionMetadataBuilder[tuple[SequencePart, ...]]):
     """Makes the parts of every step for layers that keep something of every token."""
 
     def __init__(
@@ -81,12 +81,12 @@ class TokenBatchBuilder(AttentionMetadataBuilder[tuple[Part, ...]]):
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> tuple[Part, ...]:
+    ) -> tuple[SequencePart, ...]:
         table, size = common_attn_metadata.block_table_tensor, self.kv_cache_spec.block_size
         parts = []
         for index, first, last, seen in _sequences(common_attn_metadata):
             used = -(-(seen + last - first) // size)
-            parts.append(Part(first, last, seen, table[index, :used].long()))
+            parts.append(SequencePart(first, last, seen, table[index, :used].long()))
         return tuple(parts)
 
 

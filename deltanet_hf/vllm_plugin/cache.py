@@ -13,8 +13,7 @@ from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 
-from deltanet_hf.mixers.layer_kind import TensorShape
-from deltanet_hf.mixers.state import State
+from deltanet_hf.mixers.cache.state import State, TensorShape
 from deltanet_hf.vllm_plugin.batch import StateBackend, TokenBackend
 from deltanet_hf.vllm_plugin.pages import page_bytes, tensors_in
 

@@ -13,14 +13,13 @@ from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 
 from deltanet_hf.fast.mixer import FastMixer
-from deltanet_hf.mixers import AttentionKind
-from deltanet_hf.mixers.base import Mixer
-from deltanet_hf.mixers.layer_kind import PositionEmbeddings
-from deltanet_hf.mixers.masks import sliding_window
-from deltanet_hf.mixers.routed_config import RoutedConfig
-from deltanet_hf.mixers.state import MixerCacheLayer
-from deltanet_hf.mixers.window_cache import Tokens
-from deltanet_hf.vllm_plugin.batch import Part, StateBatch
+from deltanet_hf.mixers.attention.routed_config import RoutedConfig
+from deltanet_hf.mixers.cache.state import MixerCacheLayer
+from deltanet_hf.mixers.cache.window_cache import Tokens
+from deltanet_hf.mixers.layer.layer_kind import PositionEmbeddings
+from deltanet_hf.mixers.layer.masks import sliding_window
+from deltanet_hf.mixers.layer.mixer import Mixer
+from deltanet_hf.vllm_plugin.batch import SequencePart, StateBatch
 from deltanet_hf.vllm_plugin.cache import StatePages, TokenPages
 
 
@@ -32,7 +31,7 @@ def served(layer: Any, name: str, vllm_config: VllmConfig) -> ServedLayer:
         name: its name in the model, under which it stays.
         vllm_config: vLLM's settings.
     """
-    kind = GrowingLayer if isinstance(layer, AttentionKind) else StateLayer
+    kind = GrowingLayer if layer.growing_heads else StateLayer
     return kind(layer, name, vllm_config)
 
 
@@ -105,7 +104,7 @@ class StateLayer(ServedLayer):
     def _call(self, cache: MixerCacheLayer, x: Tensor, position_embeddings: PositionEmbeddings | None) -> Tensor:
         if self._form is None:  # the weights have been loaded
             self._form = FastMixer(self.layer, may_move=False) if isinstance(self.layer, Mixer) else self.layer
-        output: Tensor = self._form.call_on(cache, x, position_embeddings, None)
+        output: Tensor = self._form(hidden_states=x, position_embeddings=position_embeddings, past_key_values=cache)[0]
         return output
 
 
@@ -132,7 +131,7 @@ class GrowingLayer(ServedLayer):
             output[:, part.first : part.last] = self._go_on(part, pages.get(part.first), *inputs)
         return output
 
-    def _go_on(self, part: Part, page: Tensor | None, x: Tensor, position_embeddings: Any) -> Tensor:
+    def _go_on(self, part: SequencePart, page: Tensor | None, x: Tensor, position_embeddings: Any) -> Tensor:
         """The layer on the new tokens x [1, T, hidden] of a sequence, whose state is in `page` [1]."""
         index, cache = self.layer.layer_idx, DynamicCache()
         self.layer.place_cache(cache)
@@ -154,7 +153,7 @@ class GrowingLayer(ServedLayer):
             self.states.store(page, held.parts["state"].state)
         return output
 
-    def _mask(self, part: Part, device: torch.device) -> Tensor:
+    def _mask(self, part: SequencePart, device: torch.device) -> Tensor:
         """[1, 1, T, S] bool: the tokens that those of the part see, within the family's sliding window."""
         total = part.seen + part.last - part.first
         numbers = torch.arange(1, total + 1, device=device)[None]
@@ -162,7 +161,7 @@ class GrowingLayer(ServedLayer):
         return Tokens(numbers[:, part.seen :], None).sees(Tokens(numbers, None), total, 0, window)[:, None]
 
 
-def _of(part: Part, x: Tensor, position_embeddings: PositionEmbeddings | None) -> tuple[Tensor, Any]:
+def _of(part: SequencePart, x: Tensor, position_embeddings: PositionEmbeddings | None) -> tuple[Tensor, Any]:
     """The part's tokens of x and of the position embeddings [1, T, ...]."""
     place = slice(part.first, part.last)
     if position_embeddings is None:

@@ -22,8 +22,7 @@ from vllm.model_executor.models.transformers.base import VLLM_ATTN_ATTR
 from vllm.model_executor.models.utils import WeightsMapper, maybe_prefix
 
 from deltanet_hf.mixers import FLOAT32_NAMES, LayerKind
-from deltanet_hf.mixers.masks import sliding_window
-from deltanet_hf.mixers.mixed_heads import MixedHeads
+from deltanet_hf.mixers.layer.masks import sliding_window
 from deltanet_hf.models import factory, qwen3_5
 from deltanet_hf.models.families import FAMILIES, PREFIX
 from deltanet_hf.vllm_plugin.cache import set_page_bytes, state_pages
@@ -101,7 +100,7 @@ class DeltaNetForCausalLM(TransformersForCausalLM, HasInnerState, IsHybrid):
 def _converted(prefix: str, module: nn.Module) -> Iterator[tuple[str, LayerKind]]:
     """The converted layers in a module, and the branches of those with mixed heads, with their names."""
     for name, part in module.named_children():
-        if isinstance(part, LayerKind) and not isinstance(part, MixedHeads):
+        if isinstance(part, LayerKind) and part.branches.get("") is part:
             yield f"{prefix}.{name}", part
         else:
             yield from _converted(f"{prefix}.{name}", part)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from deltanet_hf.mixers.layer_kind import TensorShape
+from deltanet_hf.mixers.cache.state import TensorShape
 
 ALIGNMENT = 64  # bytes; so that the tensors of a page lie at multiples of their element sizes
 

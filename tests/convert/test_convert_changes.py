@@ -16,8 +16,8 @@ from deltanet_convert.options import ConvertOptions, changed_settings
 from deltanet_convert.start import START, gate_fit
 from deltanet_hf import LayerTable
 from deltanet_hf.errors import UserError
+from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
-from deltanet_hf.mixers.state import cache_bytes
 from deltanet_recipes.cli import main
 from support.tiny_conversion import TOKENS, quick_start, teacher_folder, text_file, tiny_conversion
 
@@ -136,7 +136,10 @@ def test_a_wrong_change_is_one_clear_error(changes: tuple[str, ...], words: str)
     ("options", "message"),
     [
         ({"mixer": "deltaproduct", "changes": ("num_householder=0",)}, "^--set: num_householder: got 0, .* at least 1"),
-        ({"mixer": "deltaproduct", "profile": "qwen3_5"}, "^--profile: got qwen3_5, whose layer writes once per token"),
+        (
+            {"mixer": "deltaproduct", "profile": "qwen3_5"},
+            "^--profile: got 'qwen3_5', but deltaproduct has only faithful",
+        ),
         ({"mixer": "window", "profile": "qwen3_5"}, "^--profile: got 'qwen3_5', but window has only faithful"),
         ({"mixer": "window", "changes": ("window=0",)}, "^--set: window: got 0, expected a whole number of at least 1"),
         ({"mixer": "mamba"}, "^--mixer: got 'mamba', expected one of gated_deltanet, deltaproduct, linear, retention"),

@@ -21,12 +21,12 @@ from deltanet_convert.views.plan_view import print_plan
 from deltanet_hf import LayerTable
 from deltanet_hf.errors import QualityError, UserError
 from deltanet_hf.mixers import mixed_heads as mixed_module
+from deltanet_hf.mixers.attention.head_split import narrow_weights
+from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
-from deltanet_hf.mixers.head_split import narrow_weights
 from deltanet_hf.mixers.mixed_heads import MixedHeads
-from deltanet_hf.mixers.restrict_heads import restrict_heads
-from deltanet_hf.mixers.state import cache_bytes
 from deltanet_hf.models.families import FAMILIES
+from deltanet_hf.models.restrict import restrict_heads
 from support.blank_layers import layer_inputs
 from support.tiny_conversion import quick_start, teacher_folder, tiny_conversion, tiny_job
 from support.tiny_models import LAYERS, ONE_NORM, mixed_heads, tiny_teacher

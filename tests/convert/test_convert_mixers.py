@@ -12,17 +12,16 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from deltanet_convert.options import ConvertOptions
 from deltanet_convert.start import START, gate_fit, key_offset, start_rule
-from deltanet_convert.start.attention_kind import start_attention_kind
-from deltanet_convert.start.from_scratch import start_from_scratch
+from deltanet_convert.start.unfitted import start_from_scratch, start_unchanged
 from deltanet_hf import LayerTable
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers import MIXERS, AttentionKind, LayerKind, Mixer
-from deltanet_hf.mixers.attention_kind import Call, Softmax
-from deltanet_hf.mixers.gated_deltanet import delta_rule
-from deltanet_hf.mixers.layer_kind import TensorShape
+from deltanet_hf.mixers.attention.attention_kind import Call, Softmax
+from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
+from deltanet_hf.mixers.cache.state import State, TensorShape
+from deltanet_hf.mixers.layer.delta_rule import delta_rule
+from deltanet_hf.mixers.layer.parts import Opening
 from deltanet_hf.mixers.mixed_heads import MixedHeads
-from deltanet_hf.mixers.parts import Opening
-from deltanet_hf.mixers.state import State, cache_bytes
 from support.registry import rows
 from support.tiny_conversion import quick_start, teacher_folder, tiny_conversion
 from support.tiny_models import LAYERS
@@ -188,7 +187,7 @@ def test_resumed_conversion_gives_the_same_bytes(tmp_path: Path, monkeypatch: py
 @every_mixer
 def test_every_mixer_has_a_start_rule(mixer: str) -> None:
     assert set(START) <= set(MIXERS)
-    default = start_attention_kind if issubclass(MIXERS[mixer], AttentionKind) else start_from_scratch
+    default = start_unchanged if issubclass(MIXERS[mixer], AttentionKind) else start_from_scratch
     assert start_rule(mixer) is START.get(mixer, default)
 
 

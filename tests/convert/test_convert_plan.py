@@ -17,9 +17,9 @@ from deltanet_convert.teacher_model import open_teacher
 from deltanet_convert.views.plan_view import count, index_ranges, print_plan, size
 from deltanet_hf import LayerTable
 from deltanet_hf.mixers import FLOAT32_NAMES, MIXERS, AttentionKind, LayerKind
-from deltanet_hf.mixers.masks import sliding_window
-from deltanet_hf.mixers.mixed_cache import MixedCacheLayer
-from deltanet_hf.mixers.state import cache_bytes
+from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
+from deltanet_hf.mixers.cache.mixed_cache import MixedCacheLayer
+from deltanet_hf.mixers.layer.masks import sliding_window
 from deltanet_hf.models.cache_bits import set_cache_bits
 from deltanet_hf.models.families import FAMILIES
 from support.tiny_models import HYBRID, LAYERS, teacher_config, tiny_student, tiny_teacher

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from deltanet_convert.start import START
 from deltanet_convert.start.calibration import LayerCalibration
 from deltanet_hf.errors import UserError
+from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
-from deltanet_hf.mixers.masks import sliding_window
-from deltanet_hf.mixers.state import cache_bytes
+from deltanet_hf.mixers.layer.masks import sliding_window
 from deltanet_hf.models.cache_bits import cache_bits_of
 from support.tiny_conversion import quick_start, teacher_folder, tiny_conversion
 from support.tiny_models import LAYERS, tiny_teacher

@@ -14,9 +14,8 @@ from deltanet_convert.compare_to_teacher import softmax_error
 from deltanet_convert.start import gate_fit
 from deltanet_convert.start.calibration import LayerCalibration
 from deltanet_convert.start.copy_weights import copy_attention
-from deltanet_convert.start.deltaproduct import start_deltaproduct
+from deltanet_convert.start.fitted import FitFigures, start_fitted
 from deltanet_convert.start.gate_fit import GateFit, search_memory
-from deltanet_convert.start.gated_deltanet import FitFigures, start_gated_deltanet
 from deltanet_convert.start.key_offset import SHARES, choose_key_offset, mean_keys
 from deltanet_convert.start.samples import Samples
 from deltanet_hf.models.families import FAMILIES
@@ -62,7 +61,7 @@ def centred_keys(layer: Any, states: torch.Tensor, kwargs: dict[str, Any]) -> to
 )
 def test_the_offset_is_a_share_of_the_mean_key(model_type: str, changes: dict[str, Any]) -> None:
     attention, layer, states, kwargs = case(model_type, **changes)
-    figures = FitFigures(**start_gated_deltanet(attention, layer, LayerCalibration(states, kwargs)))
+    figures = FitFigures(**start_fitted(attention, layer, LayerCalibration(states, kwargs)))
     assert softmax_error(attention, layer, states, kwargs) < 1e-5
     assert len(figures.k_offset) == layer.num_states
     assert set(figures.k_offset) <= set(SHARES)
@@ -84,7 +83,7 @@ def test_the_offset_is_a_share_of_the_mean_key(model_type: str, changes: dict[st
 @torch.no_grad()
 def test_softmax_over_the_centred_keys_is_the_teachers() -> None:
     attention, layer, states, kwargs = case(common=4.0)
-    start_gated_deltanet(attention, layer, LayerCalibration(states, kwargs))
+    start_fitted(attention, layer, LayerCalibration(states, kwargs))
     q, k, _ = layer.project_qkv(states[:1], kwargs["position_embeddings"])
     assert layer.k_offset.weight.abs().max() > 1
     plain, centred = (torch.einsum("bthd,bshd->bhts", q, keys).softmax(-1) for keys in (k, layer.k_offset(k)))
@@ -134,7 +133,7 @@ def test_the_share_is_chosen_on_sequences_that_the_search_does_not_see(monkeypat
 def test_few_and_short_sequences(sequences: int, tokens: int) -> None:
     attention, states, kwargs = layer_inputs(tiny_teacher("qwen3", attn_implementation="eager"), 0, sequences, tokens)
     layer = blank_layer("qwen3", "faithful", 0, k_offset=True)
-    figures = start_gated_deltanet(attention, layer, LayerCalibration(states, kwargs))
+    figures = start_fitted(attention, layer, LayerCalibration(states, kwargs))
     assert len(figures["k_offset"]) == layer.num_states
     assert all(bool(p.isfinite().all()) for p in layer.parameters())
 
@@ -167,7 +166,7 @@ def test_strengths_up_to_2_start_with_the_same_strengths(fit_memory: bool) -> No
 def test_further_writes_start_with_the_same_small_strength_and_centred_keys() -> None:
     attention, states, kwargs = layer_inputs(tiny_teacher("llama", attn_implementation="eager"), 0)
     layer: Any = blank_layer("llama", "faithful", 0, mixer="deltaproduct", k_offset=True, allow_neg_eigval=True)
-    start_deltaproduct(attention, layer, LayerCalibration(states, kwargs))
+    start_fitted(attention, layer, LayerCalibration(states, kwargs))
     beta = layer.gates(states, None)[1][..., : layer.num_states]
     torch.testing.assert_close(beta, torch.full_like(beta, 0.02), rtol=1e-4, atol=0)
 

@@ -17,7 +17,7 @@ import torch
 
 from deltanet_convert import conversion_plan, output_files
 from deltanet_convert.convert import convert
-from deltanet_convert.start import START, gated_deltanet, turns
+from deltanet_convert.start import START, fitted, turns
 from deltanet_convert.start.turns import others_may_run, own_turn
 from deltanet_hf.errors import QualityError, UserError
 from support.tiny_conversion import quick_start, teacher_folder, tiny_conversion, tiny_job, with_nan
@@ -148,7 +148,7 @@ def test_rules_draw_nothing_where_others_may_run(
             blocks.append(torch.equal(torch.get_rng_state(), before))
 
     at_once(1)
-    monkeypatch.setattr(gated_deltanet, "others_may_run", watched)
+    monkeypatch.setattr(fitted, "others_may_run", watched)
     monkeypatch.setattr("deltanet_convert.start.gate_fit.STEPS", 2)
     tiny_conversion(teacher, tmp_path / "out", mixer=mixer, layers="keep:1,2,3")
     assert blocks == [True, True]
@@ -224,7 +224,7 @@ def test_every_long_part_of_a_fit_can_be_stopped(
 ) -> None:
     """The conversion fails in its first layer while the second one reaches each part."""
     reached, failed = threading.Event(), threading.Event()
-    ended, real = [], getattr(gated_deltanet, where)
+    ended, real = [], getattr(fitted, where)
     rule = START["gated_deltanet"]
 
     def wait(*args: Any, **kwargs: Any) -> Any:
@@ -247,7 +247,7 @@ def test_every_long_part_of_a_fit_can_be_stopped(
             raise
 
     monkeypatch.setitem(START, "gated_deltanet", start)
-    monkeypatch.setattr(gated_deltanet, where, wait)
+    monkeypatch.setattr(fitted, where, wait)
     with pytest.raises(QualityError, match="the first layer failed"):
         tiny_conversion(teacher, tmp_path / "out")
     assert ended == [1]

@@ -25,8 +25,8 @@ from deltanet_convert.select.switchable import SwitchableModel
 from deltanet_convert.select.units import SHORT, UNITS, Candidates, Unit, evenly
 from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.tasks import prose_facts, recall_tasks
-from deltanet_hf.mixers.window import restrict_to_window
 from deltanet_hf.models.families import FAMILIES
+from deltanet_hf.models.restrict import restrict_to_window
 from measuring.study import recall_sweeps
 from support.far_model import FAR_HEAD, FAR_LAYER, far_folder, far_teacher
 from support.tiny_conversion import tiny_tokenizer

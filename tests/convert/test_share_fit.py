@@ -12,13 +12,13 @@ from torch import Tensor
 from deltanet_convert.start import gate_fit, share_fit
 from deltanet_convert.start.calibration import LayerCalibration
 from deltanet_convert.start.copy_weights import copy_attention
+from deltanet_convert.start.fitted import start_fitted
 from deltanet_convert.start.gate_fit import GateFit, search_memory
-from deltanet_convert.start.gated_deltanet import start_gated_deltanet
 from deltanet_convert.start.samples import Samples
 from deltanet_convert.start.share_fit import ShareFit, missed_scores
 from deltanet_hf.mixers import recommended
-from deltanet_hf.mixers.attention_shape import AttentionShape
-from deltanet_hf.mixers.window_branch import WindowBranch
+from deltanet_hf.mixers.layer.attention_shape import AttentionShape
+from deltanet_hf.mixers.layer.window_branch import WindowBranch
 from support.blank_layers import blank_layer, layer_inputs
 from support.tiny_models import tiny_teacher
 
@@ -134,7 +134,7 @@ def started(family: str, sequences: int, tokens: int, window: int) -> tuple[Any,
     """A started layer, the teacher's attention, its inputs, its other arguments, and the figures of the fit."""
     attention, states, kwargs = layer_inputs(tiny_teacher(family, attn_implementation="eager"), 0, sequences, tokens)
     layer: Any = blank_layer(family, "faithful", 0, mixer="gated_deltanet+window", window=window, sinks=1)
-    figures = start_gated_deltanet(attention, layer, LayerCalibration(states, kwargs))
+    figures = start_fitted(attention, layer, LayerCalibration(states, kwargs))
     return layer.eval(), attention, states, kwargs, figures
 
 

@@ -11,7 +11,7 @@ import torch
 from deltanet_convert.compare_to_teacher import softmax_error
 from deltanet_convert.start import copy_weights, gate_fit
 from deltanet_convert.start.calibration import LayerCalibration
-from deltanet_convert.start.gated_deltanet import FitFigures, start_gated_deltanet
+from deltanet_convert.start.fitted import FitFigures, start_fitted
 from deltanet_hf.models.families import FAMILIES
 from support.blank_layers import blank_layer, layer_inputs
 from support.tiny_models import tiny_teacher
@@ -24,7 +24,7 @@ def started(
     teacher = tiny_teacher(model_type, attn_implementation="eager")
     attention, states, kwargs = layer_inputs(teacher, index)
     layer = blank_layer(model_type, profile, index, **changes)
-    figures = start_gated_deltanet(attention, layer, LayerCalibration(states, kwargs))
+    figures = start_fitted(attention, layer, LayerCalibration(states, kwargs))
     return attention, layer, states, kwargs, FitFigures(**figures)
 
 

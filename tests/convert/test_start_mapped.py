@@ -52,8 +52,8 @@ def test_the_figures_are_those_of_the_layer_and_the_fit_gains(changes: dict[str,
     error = float((layer(states, **kwargs)[0] - want).square().sum() / want.square().sum())
     assert error == pytest.approx(figures["fit_mse"], rel=1e-3)
     assert error < min(1.0, figures["search_mse"])
-    assert len(figures["half_life"]) == (0 if layer.decay is None else layer.num_states)
-    assert len(figures["beta"]) == (0 if layer.b_proj is None else layer.num_states)
+    assert len(figures["half_life"]) == (0 if layer.decays == "never" else layer.num_states)
+    assert len(figures["beta"]) == (0 if layer.strengths == "one" else layer.num_states)
 
 
 @pytest.mark.parametrize("flow_step", ["exact", "implicit", "explicit"])

@@ -24,7 +24,7 @@ from deltanet_hf.evaluation.speed.check_decoding import check_decoding, rounding
 from deltanet_hf.evaluation.speed.naming import kind_of, shape_of
 from deltanet_hf.evaluation.speed.random_models import SHAPES, random_model
 from deltanet_hf.evaluation.speed.subjects import subjects
-from deltanet_hf.mixers.state import cache_bytes
+from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
 from deltanet_recipes.cli import main
 from support.replayed_step import Recorder
 from support.tiny_models import HYBRID, TINY_SHAPE, mixture_table, tiny_mixture, tiny_student, tiny_teacher

@@ -8,7 +8,7 @@ import torch
 from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.free_policies import WindowPolicy, window_of_bytes
 from deltanet_hf.evaluation.measures.sequence_bytes import sequence_bytes
-from deltanet_hf.mixers.window import restrict_to_window
+from deltanet_hf.models.restrict import restrict_to_window
 from support.tiny_models import LAYERS, mixture_table, tiny_mixture, tiny_student, tiny_teacher
 
 TOKENS = 96

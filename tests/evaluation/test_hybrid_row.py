@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from deltanet_hf.evaluation.free_policies import WindowPolicy
 from deltanet_hf.evaluation.measures.relative import Clusters
-from deltanet_hf.mixers.restrict_heads import restrict_heads
+from deltanet_hf.models.restrict import restrict_heads
 from measuring.study import hybrid_measure, hybrid_row, recall_cells, shared_figures
 from measuring.study.hybrid_measure import HybridMeasure, Measured
 from measuring.study.measure import main

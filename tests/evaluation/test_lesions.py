@@ -15,7 +15,7 @@ from deltanet_hf.evaluation.lesions import (
     switch_off_window,
 )
 from deltanet_hf.evaluation.measures.probes import Probe
-from deltanet_hf.mixers.window import restrict_to_window
+from deltanet_hf.models.restrict import restrict_to_window
 from support.tiny_models import mixed_table, tiny_mixture, tiny_student, tiny_teacher
 
 IDS = torch.randint(3, 97, (2, 40), generator=torch.Generator().manual_seed(0))

@@ -18,7 +18,7 @@ from deltanet_hf.evaluation.measures.relative import Clusters, paired_difference
 from deltanet_hf.evaluation.tasks.haystack import Haystack
 from deltanet_hf.evaluation.tasks.prose_facts import prose_facts
 from deltanet_hf.evaluation.tasks.recall_tasks import associative_recall, needles
-from deltanet_hf.mixers.window import restrict_to_window
+from deltanet_hf.models.restrict import restrict_to_window
 from measuring.study.bigram_recall import bigram_clusters, bigram_distances
 from measuring.study.generated_answers import generated_answers
 from measuring.study.recall_sweeps import LEAD, SPREAD, one_fact, replaced_pairs, spread_pairs

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from deltanet_hf.mixers.attention_sinks import with_sinks
+from deltanet_hf.mixers.layer.learned_sinks import with_learned_sinks
 from support.tiny_models import tiny_student, tiny_teacher
 
 IDS = torch.randint(3, 97, (2, 40), generator=torch.Generator().manual_seed(0))
@@ -31,6 +31,6 @@ def test_sinks_are_a_further_score_without_a_value() -> None:
     scores, values, sinks = torch.randn(5, 3, 7), torch.randn(7, 4), torch.randn(3)
     output, lse = scores.softmax(-1) @ values, scores.logsumexp(-1)
     more = torch.cat([scores, sinks[:, None].expand(5, 3, 1)], dim=-1)
-    found, total = with_sinks(output, lse, sinks)
+    found, total = with_learned_sinks(output, lse, sinks)
     torch.testing.assert_close(found, more.softmax(-1)[..., :7] @ values)
     torch.testing.assert_close(total, more.logsumexp(-1))

@@ -16,9 +16,8 @@ from transformers import DynamicCache, StaticCache
 import deltanet_kernels
 from deltanet_hf import LayerTable
 from deltanet_hf.evaluation.baselines import from_scratch_start
-from deltanet_hf.mixers.deltaproduct import interleave
-from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
-from deltanet_hf.mixers.state import cache_bytes
+from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
+from deltanet_hf.mixers.deltaproduct import DeltaProduct, interleave
 from support.tiny_models import HYBRID, tiny_student, tiny_teacher
 
 TOKENS = torch.randint(3, 97, (2, 14), generator=torch.Generator().manual_seed(6))
@@ -156,7 +155,7 @@ def test_the_state_is_no_larger() -> None:
 
 def test_gradients_reach_every_step_from_its_start() -> None:
     model = tiny_student("qwen3", mixer="deltaproduct", num_householder=3)
-    mixers = [module for module in model.modules() if isinstance(module, GatedDeltaNet)]
+    mixers = [module for module in model.modules() if isinstance(module, DeltaProduct)]
     for mixer in mixers:
         for step in mixer.householder:
             step.start(mixer.k_proj, mixer.max_strength)
@@ -198,5 +197,5 @@ def test_a_wrong_number_of_writes_is_named(value: object) -> None:
 
 
 def test_qwen3_5_writes_once() -> None:
-    with pytest.raises(ValueError, match="profile: got qwen3_5, whose layer writes once per token"):
+    with pytest.raises(ValueError, match="but deltaproduct has only faithful; for the layer"):
         LayerTable.preset(4, "deltaproduct", "qwen3_5")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.mixers.fake_quantisation import quantised_attention
+from deltanet_hf.mixers.cache.fake_quantisation import quantised_attention
 from deltanet_hf.models.cache_bits import set_cache_bits, stored_bytes
 from deltanet_kernels.packed_cache.layout import GROUP, SINKS
 from support.tiny_models import mixed_mixture_table, tiny_mixture, tiny_student, tiny_teacher

@@ -13,7 +13,7 @@ from deltanet_hf import LayerTable
 from deltanet_hf.mixers.comba import Feedback, contracting, undecayed_rule
 from deltanet_hf.mixers.deltanet import normalisers
 from deltanet_hf.mixers.efla import phi1, unit_key_inputs
-from deltanet_hf.mixers.gated_deltanet import delta_rule
+from deltanet_hf.mixers.layer.delta_rule import delta_rule
 from deltanet_kernels import naive_gated_delta_rule
 from deltanet_kernels.gated_delta_rule.reference import l2_normalize
 from support.mapped_rules import H, K, T, V, close, draw, gradients, inputs, layer_of

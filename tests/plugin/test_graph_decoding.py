@@ -20,8 +20,9 @@ from transformers import DynamicCache, PreTrainedModel, StoppingCriteria, Stoppi
 from deltanet_hf.decoding import decoded_by, fixed_cache, forget_graphs, serve
 from deltanet_hf.decoding.recorders import RECORDERS
 from deltanet_hf.evaluation.lesions import switch_off_state
-from deltanet_hf.mixers import MIXERS, single_query
-from deltanet_hf.mixers.state import MixerCacheLayer
+from deltanet_hf.mixers import MIXERS
+from deltanet_hf.mixers.attention import single_query
+from deltanet_hf.mixers.cache.state import MixerCacheLayer
 from deltanet_hf.models.cache_bits import set_cache_bits
 from deltanet_hf.models.families import FAMILIES
 from deltanet_hf.sessions import Snapshot, load_session, save_session

@@ -10,8 +10,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from deltanet_hf import LayerTable
 from deltanet_hf.mixers import MIXERS
+from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
 from deltanet_hf.mixers.mesa import MesaRidge
-from deltanet_hf.mixers.state import cache_bytes
 from support.tiny_models import HYBRID, tiny_student
 
 TOKENS = torch.randint(3, 97, (2, 19), generator=torch.Generator().manual_seed(6))
@@ -97,7 +97,7 @@ def test_momentum_moves_the_state_and_none_does_not() -> None:
     for bias in (-1e4, -1e5, 0.0):
         for index in HYBRID:
             layer: Any = model.model.layers[index].self_attn
-            layer.start_momentum()
+            layer.before_fit()
             layer.m_proj.bias.fill_(bias)
         logits.append(model(TOKENS).logits)
     assert torch.equal(logits[0], logits[1])
@@ -137,5 +137,5 @@ def test_wrong_settings_are_named(mixer: str, setting: str, value: object) -> No
 
 @pytest.mark.parametrize("mixer", ["mesa", "ttt", "titans"])
 def test_none_of_them_is_qwen3_5s_layer(mixer: str) -> None:
-    with pytest.raises(ValueError, match="profile: got qwen3_5, whose layer is Gated DeltaNet"):
+    with pytest.raises(ValueError, match=f"but {mixer} has only faithful; .* take the mixer gated_deltanet"):
         MIXERS[mixer].default_settings("qwen3_5")

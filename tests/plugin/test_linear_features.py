@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from deltanet_hf.mixers.feature_maps import TaylorFeatures, elu_features, taylor_features, taylor_size
+from deltanet_hf.mixers.layer.feature_maps import TaylorFeatures, elu_features, taylor_features, taylor_size
 from support.mapped_rules import close, draw, layer_of
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -10,13 +11,15 @@ from torch import Tensor
 
 from deltanet_hf import LayerTable
 from deltanet_hf.fast.mixer import FastMixer
-from deltanet_hf.mixers.additive import additive_rule
+from deltanet_hf.mixers.cache.state import MixerCacheLayer
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
-from deltanet_hf.mixers.state import MixerCacheLayer
+from deltanet_hf.mixers.layer.delta_rule import DeltaRule, delta_rule
 from deltanet_kernels import naive_gated_delta_rule
 from deltanet_kernels.gated_delta_rule.reference import l2_normalize
 from support.mapped_rules import B, H, K, T, V, close, draw, gradients, inputs, layer_of
 from support.recurrences import naive_additive
+
+additive_rule = functools.partial(delta_rule, erase="off")
 
 
 @pytest.mark.parametrize("recurrent", [False, True])
@@ -134,7 +137,9 @@ def test_gated_deltanet_is_a_matrix_on_the_values() -> None:
 
 @torch.no_grad()
 def test_a_rule_with_a_recurrence_of_its_own_is_not_decoded_as_gated_deltanet() -> None:
-    class Negated(GatedDeltaNet):
+    class Negated(DeltaRule):
+        name = "negated"
+
         def mix(self, *arguments: Any) -> Any:
             output, state = super().mix(*arguments)
             return -output, state

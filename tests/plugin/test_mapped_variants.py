@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from deltanet_hf.mixers.state import cache_bytes
+from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
 from support.tiny_models import LAYERS, tiny_student
 
 TOKENS = torch.randint(3, 97, (2, 14), generator=torch.Generator().manual_seed(6))

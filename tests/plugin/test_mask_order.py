@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deltanet_hf.mixers.window import restrict_to_window
+from deltanet_hf.models.restrict import restrict_to_window
 from support.tiny_models import HYBRID, tiny_student, tiny_teacher
 
 T = 12

@@ -14,13 +14,12 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, St
 
 from deltanet_hf import LayerTable
 from deltanet_hf.errors import UserError
-from deltanet_hf.mixers.head_split import narrow_weights
-from deltanet_hf.mixers.mixed_cache import ConstantMixedCacheLayer, MixedCacheLayer
+from deltanet_hf.mixers.attention.head_split import narrow_weights
+from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
+from deltanet_hf.mixers.cache.mixed_cache import ConstantMixedCacheLayer, MixedCacheLayer
 from deltanet_hf.mixers.mixed_heads import MixedHeads
-from deltanet_hf.mixers.restrict_heads import restrict_heads
-from deltanet_hf.mixers.state import cache_bytes
-from deltanet_hf.mixers.window import restrict_to_window
 from deltanet_hf.models.families import FAMILIES
+from deltanet_hf.models.restrict import restrict_heads, restrict_to_window
 from support.float64 import assert_same_function
 from support.tiny_models import LAYERS, ONE_NORM, mixed_mixture_table, mixed_table, tiny_mixture, tiny_teacher
 

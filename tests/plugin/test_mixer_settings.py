@@ -15,8 +15,8 @@ from transformers import DynamicCache, LlamaConfig, StaticCache
 
 from deltanet_hf import LayerTable
 from deltanet_hf.fast.mixer import FastMixer
-from deltanet_hf.mixers.parts import KeyOffset
-from deltanet_hf.mixers.state import cache_bytes
+from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
+from deltanet_hf.mixers.layer.parts import KeyOffset
 from deltanet_hf.models.families import FAMILIES
 from deltanet_kernels import naive_gated_delta_rule
 from support.tiny_models import HYBRID, LAYERS, tiny_student

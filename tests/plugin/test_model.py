@@ -16,8 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrai
 from deltanet_hf import LayerTable, converted_config
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers import FLOAT32_NAMES, MIXERS
+from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
+from deltanet_hf.mixers.cache.state import MixerCacheLayer
 from deltanet_hf.mixers.mixed_heads import MixedHeads
-from deltanet_hf.mixers.state import MixerCacheLayer, cache_bytes
 from deltanet_hf.models.families import FAMILIES, family_of
 from support.tiny_models import (
     HYBRID,

@@ -12,10 +12,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, QuantizedCache
 
 from deltanet_hf.evaluation.measures.sequence_bytes import sequence_bytes
-from deltanet_hf.mixers.fake_quantisation import fake_quantised
-from deltanet_hf.mixers.mixed_cache import MixedCacheLayer
-from deltanet_hf.mixers.packed_tokens import NAMES, Kept, PackedTokens
-from deltanet_hf.mixers.state import MixerCacheLayer, cache_bytes
+from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
+from deltanet_hf.mixers.cache.fake_quantisation import fake_quantised
+from deltanet_hf.mixers.cache.mixed_cache import MixedCacheLayer
+from deltanet_hf.mixers.cache.packed_tokens import NAMES, Kept, PackedTokens
+from deltanet_hf.mixers.cache.state import MixerCacheLayer
 from deltanet_hf.models.assisted import place_layers
 from deltanet_hf.models.cache_bits import cache_bits_of, set_cache_bits, stored_bytes
 from deltanet_kernels import PackedKeyValues

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
-from deltanet_hf.mixers import masks
+from deltanet_hf.mixers.layer import masks
 from deltanet_hf.models import qwen3_5
 from support.tiny_models import COMMON, HYBRID, LAYERS, randomise, tiny_student
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from deltanet_hf.mixers import MIXERS
-from deltanet_hf.mixers.restrict_heads import restrict_heads
-from deltanet_hf.mixers.window import restrict_to_window
+from deltanet_hf.models.restrict import restrict_heads, restrict_to_window
 from support.tiny_models import tiny_student, tiny_teacher
 
 TOKENS = torch.arange(3, 15).view(1, 12)

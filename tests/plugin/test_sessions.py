@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, St
 from transformers.cache_utils import Cache
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.mixers.state import cache_bytes
+from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
 from deltanet_hf.models.cache_bits import set_cache_bits
 from deltanet_hf.sessions import Snapshot, load_session, save_session
 from deltanet_hf.sessions.model_identity import model_identity
@@ -343,7 +343,7 @@ def test_what_cannot_be_saved_is_refused(model: PreTrainedModel, tmp_path: Path)
             save_session(tmp_path / "s", model, cache, ids, mask)
     static = StaticCache(config=model.config, max_cache_len=32)
     read(model, static, torch.ones_like(IDS), slice(0, 10))
-    with pytest.raises(UserError, match="layer 0 of the cache is a MixerCacheLayer, which cannot be saved"):
+    with pytest.raises(UserError, match="layer 0 of the cache is a StaticMixerCacheLayer, which cannot be saved"):
         save_session(tmp_path / "s", model, static, IDS, masked("left"))
     assert not list(tmp_path.iterdir())
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, StaticCache
 
-from deltanet_hf.mixers.restrict_heads import restrict_heads
-from deltanet_hf.mixers.window import restrict_to_window
+from deltanet_hf.models.restrict import restrict_heads, restrict_to_window
 from support.tiny_models import mixed_table, tiny_mixture, tiny_student, tiny_table, tiny_teacher
 
 LENGTH, NEW = 8, 4

@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from deltanet_hf.mixers import history
-from deltanet_hf.mixers.state import MixerCacheLayer
-from deltanet_hf.mixers.window import restrict_to_window
+from deltanet_hf.mixers.cache import history
+from deltanet_hf.mixers.cache.state import MixerCacheLayer
 from deltanet_hf.models.assisted import place_layers
+from deltanet_hf.models.restrict import restrict_to_window
 from support.registry import IN_FULL, rows
 from support.tiny_models import HYBRID, mixed_mixture_table, mixture_table, tiny_mixture, tiny_student, tiny_teacher
 from support.transformers_version import several_recorded_calls

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deltanet_hf.mixers.layer_kind import TensorShape
+from deltanet_hf.mixers.cache.state import TensorShape
 from deltanet_hf.models import factory, qwen3_5
 from deltanet_hf.models.layers import layer_kinds
 from deltanet_hf.vllm_plugin import ARCHITECTURES, register

@@ -11,8 +11,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.mixers.state import cache_bytes
-from deltanet_hf.mixers.window import restrict_to_window
+from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
+from deltanet_hf.models.restrict import restrict_to_window
 from support.tiny_models import tiny_student, tiny_teacher
 
 IDS = torch.randint(3, 97, (2, 24), generator=torch.Generator().manual_seed(0))

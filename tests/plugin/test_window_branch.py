@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from deltanet_hf.mixers.base import Mixer
-from deltanet_hf.mixers.masks import sliding_window
-from deltanet_hf.mixers.window_branch import WindowBranch
+from deltanet_hf.mixers.layer.masks import sliding_window
+from deltanet_hf.mixers.layer.mixer import Mixer
+from deltanet_hf.mixers.layer.window_branch import WindowBranch
 from support.float64 import Float64
 from support.tiny_models import tiny_student, tiny_teacher
 

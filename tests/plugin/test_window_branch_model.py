@@ -10,7 +10,7 @@ import torch
 from accelerate import cpu_offload
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
 
-from deltanet_hf.mixers.state import cache_bytes
+from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
 from support.tiny_models import HYBRID, mixed_heads, mixed_table, tiny_mixture, tiny_student
 
 WINDOW, SINKS = 5, 2

@@ -10,8 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, PreTrainedModel
 
-from deltanet_hf.mixers import window_softmax
-from deltanet_hf.mixers.window import restrict_to_window
+from deltanet_hf.mixers.attention import window_softmax
+from deltanet_hf.models.restrict import restrict_to_window
 from support.float64 import Float64
 from support.tiny_models import mixed_table, tiny_mixture, tiny_teacher
 

@@ -15,7 +15,7 @@ from deltanet_hf.errors import QualityError, UserError
 from deltanet_hf.evaluation.measures.decoding_mode import EAGER, MODES, MOST_STEPS
 from deltanet_hf.evaluation.speed.check_decoding import check_decoding
 from deltanet_hf.evaluation.speed.random_models import SHAPES
-from deltanet_hf.mixers.state import cache_bytes
+from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
 from measuring import rows as row_files
 from measuring.benchmarks import end_to_end, model_at_points
 from measuring.benchmarks.end_to_end import KINDS, benchmark, turns

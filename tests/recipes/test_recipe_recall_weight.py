@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.mixers.window import restrict_to_window
+from deltanet_hf.models.restrict import restrict_to_window
 from deltanet_recipes.config import load_recipe
 from deltanet_recipes.data.packing import make_rows
 from deltanet_recipes.training.layer_runner import LayerRunner, document_boundaries

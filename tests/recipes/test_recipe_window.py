@@ -16,7 +16,7 @@ from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.report.contestants import Roster, line_up
 from deltanet_hf.evaluation.tasks.lm_eval_model import DeltaNetLM
 from deltanet_hf.generate import generate_command
-from deltanet_hf.mixers.window import restrict_to_window
+from deltanet_hf.models.restrict import restrict_to_window
 from deltanet_recipes.config import load_recipe
 from deltanet_recipes.data.packing import make_rows
 from deltanet_recipes.training import trainer

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
-from deltanet_hf.mixers.parts import Part
+from deltanet_hf.mixers.layer.parts import Part
 from support.tiny_models import tiny_student
 
 

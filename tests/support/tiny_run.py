@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from deltanet_hf import LayerTable, converted_config
-from deltanet_hf.mixers.parts import Opening
+from deltanet_hf.mixers.layer.parts import Opening
 from deltanet_hf.models.factory import model_class
 from deltanet_hf.models.families import FAMILIES
 

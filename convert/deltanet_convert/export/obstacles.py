@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from deltanet_hf.mixers.masks import sliding_window
+from deltanet_hf.mixers.layer.masks import sliding_window
 from deltanet_hf.models.families import PREFIX
 from deltanet_hf.models.layers import Kind, LayerTable
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from deltanet_hf.mixers.masks import sliding_window
+from deltanet_hf.mixers.layer.masks import sliding_window
 
 from .gates import blended
 from .units import Candidates, Unit

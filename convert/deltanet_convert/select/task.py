@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.mixers.head_split import check_heads_part
+from deltanet_hf.mixers.attention.head_split import check_heads_part
 from deltanet_hf.models.layers import LayerTable
 
 from ..conversion_plan import make_plan

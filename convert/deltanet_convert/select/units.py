@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deltanet_hf.mixers.masks import sliding_window
+from deltanet_hf.mixers.layer.masks import sliding_window
 
 Unit = tuple[int, ...]
 """(layer,) or (layer, key/value head)."""

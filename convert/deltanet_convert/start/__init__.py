@@ -3,6 +3,19 @@
 A rule gives every parameter of the new layer its start value. A mixer without a row starts with the teacher's
 projections, and with everything else as in a model trained from scratch; a kind that stays quadratic starts as the
 teacher's attention.
+
+    fitted.py           the rules of the delta family: decay, write strength, output gate and norm are fitted, by
+    gate_fit.py         search and Adam through the rule itself, in the coordinates of
+    components.py       the principal components of the layer's input, on
+    samples.py          the teacher's inputs and outputs;
+    key_offset.py       chooses how far keys are centred,
+    share_fit.py        begins the share of the state beside a window
+    channel_rules.py    a decay per channel: a fitted rule with a decay per head, copied to all channels
+    unfitted.py         kinds that are the teacher's attention, and mixers without a row
+    mixed_heads.py      each branch as a layer of its own
+    copy_weights.py     the teacher's projections and norms
+    norm_fit.py         q/k norms for softmax layers that have none (`norm_config.py`: for which models)
+    turns.py            the rules of several layers, in threads
 """
 
 from __future__ import annotations
@@ -10,19 +23,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from deltanet_hf.mixers import MIXERS, AttentionKind
+from deltanet_hf.mixers import MIXERS, Mixer
 
-from .attention_kind import start_attention_kind
 from .calibration import LayerCalibration
-from .channel_gates import start_gdn2, start_gla, start_kda
-from .deltaproduct import start_deltaproduct
-from .from_scratch import start_from_scratch
-from .gated_deltanet import start_gated_deltanet
-from .mesa import start_mesa
+from .channel_rules import start_channel_rule
+from .fitted import start_fitted
 from .mixed_heads import start_mixed_heads
-from .titans import start_titans
-from .ttt import start_ttt
-from .window import start_window
+from .unfitted import start_from_scratch, start_unchanged
 
 StartRule = Callable[[Any, Any, LayerCalibration, bool], dict[str, Any]]
 """(attention, layer, calibration, fit_memory) -> figures for `conversion.json`.
@@ -32,30 +39,29 @@ StartRule = Callable[[Any, Any, LayerCalibration, bool], dict[str, Any]]
 and may run in a thread beside those of other layers: `turns.py` keeps their random numbers apart."""
 
 START: dict[str, StartRule] = {
-    "gated_deltanet": start_gated_deltanet,
-    "deltaproduct": start_deltaproduct,
-    "linear": start_gated_deltanet,
-    "retention": start_gated_deltanet,
-    "gated_linear": start_gated_deltanet,
-    "deltanet": start_gated_deltanet,
-    "efla": start_gated_deltanet,
-    "comba": start_gated_deltanet,
-    "kda": start_kda,
-    "gla": start_gla,
-    "gdn2": start_gdn2,
-    "mesa": start_mesa,
-    "ttt": start_ttt,
-    "titans": start_titans,
-    "window": start_window,
+    "gated_deltanet": start_fitted,
+    "deltaproduct": start_fitted,
+    "linear": start_fitted,
+    "retention": start_fitted,
+    "gated_linear": start_fitted,
+    "deltanet": start_fitted,
+    "efla": start_fitted,
+    "comba": start_fitted,
+    "kda": start_channel_rule,
+    "gla": start_channel_rule,
+    "gdn2": start_channel_rule,
+    "mesa": start_fitted,
+    "ttt": start_fitted,
+    "titans": start_fitted,
+    "window": start_unchanged,
     "mixed_heads": start_mixed_heads,
-    "fox": start_attention_kind,
-    "alibi": start_attention_kind,
-    "deltaformer": start_attention_kind,
-    "path": start_attention_kind,
+    "fox": start_unchanged,
+    "alibi": start_unchanged,
+    "deltaformer": start_unchanged,
+    "path": start_unchanged,
 }
 
 
 def start_rule(mixer: str) -> StartRule:
     """The rule of the mixer with this name."""
-    quadratic = issubclass(MIXERS[mixer], AttentionKind)
-    return START.get(mixer, start_attention_kind if quadratic else start_from_scratch)
+    return START.get(mixer, start_from_scratch if issubclass(MIXERS[mixer], Mixer) else start_unchanged)

@@ -1,7 +1,7 @@
 """Fits the parameters that Gated DeltaNet has beyond the teacher's attention to that attention's output.
 
-Rules that derive from Gated DeltaNet are fitted in the same way, each through its own recurrence; a gate that a rule
-does not have is left out.
+All rules of the delta family are fitted in the same way, each through its own recurrence; a gate that a rule does not
+have is left out, and parameters of its own (`rule_parameters`) are fitted in place.
 
 The teacher's own parameters do not change. Decay, write strength, output gate and the weight of the output norm are
 fitted on calibration text: Adam, through the operator, minimises the relative squared error of the layer's output. Two
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
+from deltanet_hf.mixers.layer import DeltaRule
 from deltanet_kernels import gated_rms_norm
 
 from .components import fold_linear, fold_low_rank, principal_components
@@ -53,7 +53,7 @@ class GateFit(nn.Module):
         fit_memory: False uses the layer's own decay and write strength, and does not change them.
     """
 
-    def __init__(self, layer: GatedDeltaNet, samples: Samples, fit_memory: bool = True) -> None:
+    def __init__(self, layer: DeltaRule, samples: Samples, fit_memory: bool = True) -> None:
         super().__init__()
         x = samples.x
         self.layer = [layer]  # in a list: its parameters are not fitted
@@ -63,11 +63,11 @@ class GateFit(nn.Module):
         f = (x @ self.basis.T).flatten(0, 1)
         self.ones = torch.linalg.solve(f.T @ f + RIDGE * len(f) * torch.eye(rank), f.sum(0))  # f . ones ~ 1
         self.A_log = self.a = self.b_const = self.b = None
-        if fit_memory and layer.decay is not None:
+        if fit_memory and layer.decays != "never":
             self.A_log = nn.Parameter(torch.zeros(states))
-        if fit_memory and layer.a_proj is not None:
+        if fit_memory and layer.decays == "by token":
             self.a = nn.Parameter(torch.zeros(states, rank))
-        if fit_memory and layer.b_proj is not None:
+        if fit_memory and layer.strengths != "one":
             self.b_const = nn.Parameter(torch.zeros(states))
             self.b = nn.Parameter(torch.zeros(states, rank))
         self.gate = self.gate_const = self.weight = None
@@ -81,6 +81,7 @@ class GateFit(nn.Module):
             f = torch.cat([sample.x for sample in samples.kept]) @ self.basis.T
             missed = torch.cat([sample.missed for sample in samples.kept])
             self.share = ShareFit(layer.window_branch, f, missed)
+        self.rule_parameters = nn.ParameterList(parameter.requires_grad_() for parameter in layer.rule_parameters())
 
     def set_memory(self, half_life: Tensor, strength: Tensor) -> None:
         """Sets constant decay and write strength, both [S]; half-life in tokens."""
@@ -135,12 +136,9 @@ class GateFit(nn.Module):
     def read(self, s: Sample) -> tuple[Tensor, Tensor | None]:
         """Returns the operator's output [n, T, H, D] and the output gate logits."""
         decay, strength, gate = self.gates(s.x)
-        o, _ = self.layer[0].mix(s.q, s.k, s.v, (decay, strength, *self.further_gates(s.x)), None, False, None)
+        layer = self.layer[0]
+        o, _ = layer.mix(s.q, s.k, s.v, (decay, strength, *layer.further_gates(s.x)), None, False, None)
         return o, gate
-
-    def further_gates(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Inputs of the operator beside decay and write strength, from x [n, T, hidden]."""
-        return ()
 
     def heads(self, s: Sample) -> Tensor:
         """Returns the layer's output before o_proj [n, T, H, D]."""
@@ -192,16 +190,17 @@ def inverse_silu(y: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def draw_memory(layer: GatedDeltaNet, spread: float) -> None:
+def draw_memory(layer: DeltaRule, spread: float) -> None:
     """Sets decay and write strength to the start of a Gated DeltaNet that is trained from scratch.
 
     The decay gets `DecayGate`'s ranges. The projections are drawn with the standard deviation `spread`.
     """
-    if layer.decay is not None:
+    if layer.decays != "never":
         layer.decay.reset_parameters()
-    for projection in (layer.a_proj, layer.b_proj):
-        if projection is None:
-            continue
+    projections = [layer.a_proj] if layer.decays == "by token" else []
+    if layer.strengths != "one":
+        projections.append(layer.b_proj)
+    for projection in projections:
         nn.init.normal_(projection.weight, std=spread)
         if projection.bias is not None:
             nn.init.zeros_(projection.bias)
@@ -239,7 +238,7 @@ def search_memory(fit: GateFit, s: Sample) -> None:
     fit.set_channels(weight)
 
 
-def head_metric(layer: GatedDeltaNet) -> Tensor:
+def head_metric(layer: DeltaRule) -> Tensor:
     """The scalar product [H, D, D] in which a head's error is its squared norm after o_proj."""
     columns = layer.o_proj.weight.T.unflatten(0, (layer.num_heads, layer.head_dim))  # [H, D, hidden]
     return columns @ columns.mT

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
+from deltanet_hf.mixers.layer import DeltaRule
 
 from .gate_fit import GateFit, head_metric, search_memory
 from .samples import Samples
@@ -22,7 +22,7 @@ SHARES = (0.0, 0.5, 1.0)  # of the mean key
 
 
 @torch.no_grad()
-def choose_key_offset(layer: GatedDeltaNet, fit: GateFit, samples: Samples) -> list[float]:
+def choose_key_offset(layer: DeltaRule, fit: GateFit, samples: Samples) -> list[float]:
     """Sets the layer's `k_offset` and the keys of `samples`.
 
     For each share of the mean key, constant decay and write strength are searched as at the start of the fit; each
@@ -47,7 +47,7 @@ def choose_key_offset(layer: GatedDeltaNet, fit: GateFit, samples: Samples) -> l
     return shares.tolist()
 
 
-def mean_keys(layer: GatedDeltaNet, samples: Samples) -> Tensor:
+def mean_keys(layer: DeltaRule, samples: Samples) -> Tensor:
     """The mean rotated key per state [S, D], without the first token of each sequence unless it is the only one."""
     total = torch.zeros(layer.num_states, layer.head_dim)
     for x in samples.x.split(1):
@@ -56,7 +56,7 @@ def mean_keys(layer: GatedDeltaNet, samples: Samples) -> Tensor:
     return total / len(samples)
 
 
-def _set_offset(layer: GatedDeltaNet, samples: Samples, offset: Tensor) -> None:
+def _set_offset(layer: DeltaRule, samples: Samples, offset: Tensor) -> None:
     assert layer.k_offset is not None
     layer.k_offset.weight.copy_(offset)
     samples.update_keys()

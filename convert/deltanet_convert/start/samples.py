@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from deltanet_hf.mixers.base import Mixer
-from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
+from deltanet_hf.mixers.layer import DeltaRule, Mixer
 from deltanet_hf.process_memory import give_back_freed_memory
 
 from .share_fit import missed_scores
@@ -51,7 +50,7 @@ class Samples:
         kwargs: the attention's other arguments.
     """
 
-    def __init__(self, attention: Any, layer: GatedDeltaNet, x: Tensor, kwargs: dict[str, Any]) -> None:
+    def __init__(self, attention: Any, layer: DeltaRule, x: Tensor, kwargs: dict[str, Any]) -> None:
         self.attention, self.layer, self.x, self.kwargs = attention, layer, x, kwargs
         self.kept = [self._sample(0)]
         size = sum(getattr(self.kept[0], name).nbytes for name in NAMES)

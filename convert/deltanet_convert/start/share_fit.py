@@ -1,8 +1,8 @@
 """The share of the state in a layer with a window: its start, and its value while the layer is fitted.
 
 The start is a ridge regression: per head, the logarithm of the mean exponential of the scores that the window misses,
-from the layer's input (deltanet_hf/mixers/window_branch.py has the formula). From there the share is fitted together
-with the gates.
+from the layer's input (deltanet_hf/mixers/layer/window_branch.py has the formula). From there the share is fitted
+together with the gates.
 
 Shapes in comments: n sequences, T tokens, H query heads, D head size, R components.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from deltanet_hf.mixers.window_branch import WindowBranch
+from deltanet_hf.mixers.layer.window_branch import WindowBranch
 
 RIDGE = 1e-2  # of the regression, relative to the mean square of a component
 QUERIES_AT_ONCE = 128  # whose scores are in memory

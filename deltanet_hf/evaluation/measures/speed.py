@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from deltanet_hf.evaluation.measures.decoding_mode import EAGER, Mode, Step, read
-from deltanet_hf.mixers.state import cache_bytes
+from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
 
 _DECODED = 16  # steps
 

@@ -23,8 +23,9 @@ from deltanet_hf.evaluation.measures.sequence_bytes import sequence_bytes
 from deltanet_hf.hub import loadable_folder
 from deltanet_hf.loading import chosen_device, load_model, load_tokenizer
 from deltanet_hf.mixers import Mixer
-from deltanet_hf.mixers.window import WindowAttention, WindowSettings, restrict_to_window
+from deltanet_hf.mixers.window import WindowAttention, WindowSettings
 from deltanet_hf.models.layers import LayerTable
+from deltanet_hf.models.restrict import restrict_to_window
 
 DEFAULT_BASELINES = ("window", "free", "linear-off", "scratch")
 BASELINES = (*DEFAULT_BASELINES, "lesions")

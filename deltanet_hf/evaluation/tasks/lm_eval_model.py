@@ -19,7 +19,8 @@ from deltanet_hf.cpu_dtype import loading_dtype
 from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.measures.continuations import TokenRequest, score_continuations, token_budget
 from deltanet_hf.evaluation.tasks.kept_answers import KeptAnswers
-from deltanet_hf.mixers.window import WindowSettings, restrict_to_window
+from deltanet_hf.mixers.window import WindowSettings
+from deltanet_hf.models.restrict import restrict_to_window
 from deltanet_hf.sessions.model_identity import model_identity
 
 # Number of tokens that a row counts for where batches are counted in rows.

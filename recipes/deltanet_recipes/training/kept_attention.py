@@ -15,7 +15,7 @@ from torch import nn
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers import AttentionKind, LayerKind
-from deltanet_hf.mixers.mixed_heads import MixedHeads
+from deltanet_hf.mixers.layer.layer_kind import branches_of
 from deltanet_hf.models.layers import INSERTED_QK_NORMS
 from deltanet_recipes.schema import DistilBase, stage_name
 from deltanet_recipes.training.model_pair import decoder_layers, load_student, mixer_name
@@ -32,10 +32,9 @@ def kept_attention(student: nn.Module) -> Iterator[tuple[int, str, Any]]:
     for index, layer in enumerate(decoder_layers(student)):
         name = mixer_name(layer)
         module = layer.get_submodule(name)
-        if isinstance(module, MixedHeads):
-            name, module = f"{name}.softmax", module.softmax
-        if module is not None and (isinstance(module, AttentionKind) or not isinstance(module, LayerKind)):
-            yield index, f"model.layers.{index}.{name}", module
+        for branch, attention in branches_of(module).items():
+            if isinstance(attention, AttentionKind) or not isinstance(attention, LayerKind):
+                yield index, ".".join(filter(None, ("model.layers", str(index), name, branch))), attention
 
 
 def query_key_parts(student: nn.Module) -> Iterator[tuple[str, nn.Module, int | None]]:

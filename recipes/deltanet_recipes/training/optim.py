@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from deltanet_hf.mixers import LayerKind
-from deltanet_hf.mixers.window_branch import WindowBranch
+from deltanet_hf.mixers.layer.window_branch import WindowBranch
 from deltanet_recipes.schema import Stage, StageBase, stage_name
 from deltanet_recipes.schema_sections import Optimizer
 

@@ -15,7 +15,7 @@ from deltanet_hf.errors import QualityError, UserError, one_line
 from deltanet_hf.evaluation.measures.decoding_mode import COMPILED, EAGER, MOST_STEPS, Mode
 from deltanet_hf.evaluation.measures.speed import random_tokens, timed_prompt, timed_steps
 from deltanet_hf.evaluation.speed.check_decoding import check_decoding
-from deltanet_hf.mixers.state import cache_bytes
+from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
 
 Point = tuple[int, int]
 """Sequences, and the tokens of each prompt."""

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from deltanet_hf.evaluation.free_policies import SINKS
 from deltanet_hf.evaluation.measures.relative import paired_difference, relative_score
 from deltanet_hf.evaluation.measures.scores import Score
-from deltanet_hf.mixers.layer_kind import LayerKind
+from deltanet_hf.mixers.layer.layer_kind import LayerKind
 from deltanet_hf.mixers.mixed_heads import MixedHeads
 from deltanet_hf.mixers.window import WindowAttention
 from deltanet_hf.models.layers import SOFTMAX

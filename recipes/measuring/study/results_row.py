@@ -23,7 +23,7 @@ from deltanet_hf.evaluation.measures.continuations import TokenRequest, exact_ma
 from deltanet_hf.evaluation.measures.scores import Score, mean_score, perplexity_score
 from deltanet_hf.evaluation.measures.text_scores import repeat_means, window_means
 from deltanet_hf.loading import load_model
-from deltanet_hf.mixers.window import restrict_to_window
+from deltanet_hf.models.restrict import restrict_to_window
 from deltanet_recipes.data.prepare import REPORT
 from deltanet_recipes.training.model_pair import place
 from measuring.rows import Row

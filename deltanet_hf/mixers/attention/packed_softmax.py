@@ -1,0 +1,110 @@
+"""A family's softmax attention over keys and values in 8 or 4 bits, with a packed cache that grows.
+
+The layer is the family's own attention module, as in `window.py`; only its cache and its softmax differ. It stays a
+softmax layer of the model: `set_cache_bits` puts it there and takes it away again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from deltanet_hf.mixers.attention.paired_class import paired_class
+from deltanet_hf.mixers.attention.routed_config import RoutedConfig
+from deltanet_hf.mixers.attention.window_softmax import IMPLEMENTATION, Reach, SoftmaxCall
+from deltanet_hf.mixers.cache.cache_layer import cache_layer
+from deltanet_hf.mixers.cache.packed_tokens import Kept, PackedTokens
+from deltanet_hf.mixers.cache.window_cache import Tokens
+from deltanet_hf.mixers.layer.layer_call import LayerCall, recorded
+from deltanet_hf.mixers.layer.layer_kind import PositionEmbeddings
+from deltanet_hf.mixers.layer.masks import sliding_window
+
+
+class PackedSoftmax:
+    """Stands before the family's class (`paired_class`), so that `super().forward` is the family's attention."""
+
+    name = "packed softmax"
+    cache_bits: int
+    layer_idx: int
+    config: Any
+
+    def place_cache(self, cache: Cache) -> None:
+        """As in `LayerKind`."""
+        cache_layer(cache, self.layer_idx, self.name)
+
+    @property
+    def kept(self) -> Kept:
+        """The part of a sequence that the layer keeps."""
+        return Kept.of(self.cache_bits, None, 0, sliding_window(self.config.whole, self.layer_idx))
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: PositionEmbeddings | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        padding: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """Attention's signature. hidden_states [B, T, hidden] -> ([B, T, hidden], None).
+
+        Raises:
+            ValueError: a mask that cannot be read, packed sequences, or a static cache.
+        """
+        length = hidden_states.shape[1]
+        call = LayerCall.of(self, length, attention_mask, past_key_values, cu_seq_lens_q, padding)
+        if call.is_recorded:
+            return recorded(self, call, hidden_states, position_embeddings), None
+        inputs = {"hidden_states": hidden_states, "position_embeddings": position_embeddings, **kwargs}
+        return call_packed(super().forward, self.kept, call, inputs)  # type: ignore[misc]
+
+
+def call_packed(family: Callable[..., Any], kept: Kept, call: LayerCall, inputs: dict[str, Any]) -> tuple[Tensor, None]:
+    """A call of a family's attention on packed keys and values: ([B, T, hidden], None).
+
+    Args:
+        family: the forward of the family's attention.
+        call: its cache takes the new tokens; packed sequences are refused.
+        inputs: other keyword arguments of `family`.
+
+    Raises:
+        ValueError: packed sequences, or a static cache.
+    """
+    cache = call.cache
+    if call.cu_seqlens is not None:
+        raise ValueError("cache bits: packed sequences are read in 16 bits; pad them instead")
+    if cache is not None and cache.static_length:
+        raise ValueError("cache bits: a static cache holds 16 bits; use a cache that grows, such as DynamicCache()")
+    x: Tensor = inputs["hidden_states"]
+    length = x.shape[1]
+    in_place = cache is not None and length == 1 and cache.may_change
+    seen = 0 if cache is None else int(cache.get_seq_length())
+    held = PackedTokens(kept, call.state or {}, call.padding, seen, cache is not None, in_place)
+    tokens = Tokens.of(x.shape[0], length, None, None, None, x.device)
+    softmax = SoftmaxCall(
+        tokens, tokens, Reach(0, 0, None), None, in_order=False, eager=False, weights=False, packed=held
+    )
+    output, _ = family(attention_mask=None, past_key_values=None if cache is None else held, call=softmax, **inputs)
+    if cache is not None:
+        cache.grows = kept.window is None
+    if cache is not None and held.state is cache.state:
+        cache.count(1)
+    elif cache is not None:
+        cache.advance(length, held.state)
+    return output, None
+
+
+def pack_softmax(attention: Any, bits: int) -> None:
+    """Let a family's attention keep its keys and values in `bits` bits; 16 makes it the family's own again."""
+    if isinstance(attention, PackedSoftmax):
+        attention.__class__ = type(attention).__bases__[1]
+        attention.config = attention.config.whole
+    attention.cache_bits = bits
+    if bits < 16:
+        family: type[nn.Module] = type(attention)
+        attention.__class__ = paired_class(PackedSoftmax, family, f"Packed{family.__name__}")
+        attention.config = RoutedConfig(attention.config, IMPLEMENTATION)

@@ -1,0 +1,172 @@
+"""The softmax of attention under a window and sinks, by the operator `window_attention` or with a mask.
+
+Shapes: B batch, T tokens of a call, N tokens with those from the cache, HQ and HK query and key/value heads, D head
+size, S sinks.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from deltanet_hf.mixers.cache.packed_tokens import PackedTokens
+from deltanet_hf.mixers.cache.window_cache import Tokens
+from deltanet_hf.mixers.layer.learned_sinks import with_learned_sinks
+from deltanet_hf.mixers.layer.token_order import few_queries, in_order
+from deltanet_kernels import window_attention
+
+IMPLEMENTATION = "deltanet_window"  # the name under which the families' attention finds `attend`
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Which tokens a query sees."""
+
+    window: int
+    sinks: int
+    family_window: int | None  # the family's own, beyond which sinks are not seen either
+
+
+@dataclass(frozen=True)
+class SoftmaxCall:
+    """One call of a layer under a window, without q, k and v."""
+
+    tokens: Tokens  # the queries
+    seen: Tokens  # the keys
+    reach: Reach
+    cu_seqlens: Tensor | None  # [N + 1] boundaries of packed sequences over the B*T tokens
+    in_order: bool  # no padding, and no tokens from the cache
+    eager: bool  # the implementation that the model asks for is "eager" and not "sdpa"
+    weights: bool  # whether the attention weights are wanted
+    packed: PackedTokens | None = None  # keys and values in few bits; then all but `weights` is in it
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How products of queries and keys become scores."""
+
+    scale: float
+    softcap: float | None
+
+    def __call__(self, products: Tensor) -> Tensor:
+        scores = products * self.scale
+        return scores if self.softcap is None else self.softcap * (scores / self.softcap).tanh()
+
+
+def attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    call: SoftmaxCall | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The attention function that a family's attention calls.
+
+    Args:
+        module: the family's attention.
+        query, key, value: [B, HQ, T, D], [B, HK, N, D], [B, HK, N, D].
+
+    Returns:
+        [B, T, HQ, D], and the weights [B, HQ, T, N] if they were computed.
+    """
+    assert call is not None
+    if call.packed is not None:
+        q, k, v = (states.transpose(1, 2).to(value.dtype) for states in (query, key, value))
+        scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+        output, _ = with_learned_sinks(*call.packed.attend(q, k, v, scale, softcap), kwargs.get("s_aux"))
+        return output.to(query.dtype).contiguous(), None
+    has_sinks = kwargs.get("s_aux") is not None  # which the family's eager attention knows
+    eager = call.eager or softcap is not None or has_sinks  # SDPA has neither cap nor learned sinks
+    if dropout == 0 and not (call.weights and eager) and not has_sinks and operator_pays(call, query):
+        q, k, v = (states.transpose(1, 2).to(value.dtype) for states in (query, key, value))
+        scores = Scores(query.shape[-1] ** -0.5 if scaling is None else float(scaling), softcap)
+        return _by_operator(q, k, v, call, scores).contiguous(), None
+    mask = call.tokens.sees(call.seen, call.reach.window, call.reach.sinks, call.reach.family_window).unsqueeze(1)
+    options = {"scaling": scaling, "dropout": dropout, **kwargs}
+    if not eager:
+        return sdpa_attention_forward(module, query, key, value, mask, **options)  # type: ignore[no-any-return]
+    mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
+    by_family: Any = sys.modules[type(module).__module__]
+    capped = {} if softcap is None else {"softcap": softcap}
+    return by_family.eager_attention_forward(module, query, key, value, mask, **options, **capped)  # type: ignore[no-any-return]
+
+
+def operator_pays(call: SoftmaxCall, query: Tensor) -> bool:
+    """Whether `window_attention` is the smaller or faster form for queries [B, HQ, T, D].
+
+    On a GPU it always is, but for the few queries of a decoding step. On a CPU, SDPA with a mask over all pairs of
+    tokens is faster up to about eight windows: with 9 heads of 64 channels and two threads, forward and backward pass
+    take 38 against 28 ms at a window of 64 and 512 tokens, 479 against 346 ms at 256 and 2,048 tokens, and 31 against
+    89 ms at 256 and 512.
+    """
+    length = query.shape[2]
+    if not query.is_cuda:
+        return length >= 8 * max(call.reach.window, 64)
+    return length > (1 if call.in_order else few_queries(call.reach.window, query))
+
+
+def _by_operator(q: Tensor, k: Tensor, v: Tensor, call: SoftmaxCall, scores: Scores) -> Tensor:
+    """Attention [B, T, HQ, D] of q [B, T, HQ, D] to k and v [B, N, HK, D]."""
+    if call.cu_seqlens is not None:
+        shape, numbers = q.shape, call.tokens.numbers.reshape(1, -1)
+        q, k, v = (states.flatten(0, 1).unsqueeze(0) for states in (q, k, v))
+        return _ordered(q, k, v, numbers, call, scores).view(shape)
+    if call.in_order:
+        return _ordered(q, k, v, call.tokens.numbers, call, scores)
+
+    def ordered(q: Tensor, k: Tensor, v: Tensor, numbers: Tensor) -> tuple[Tensor]:
+        return (_ordered(q, k, v, numbers, call, scores),)
+
+    return in_order(ordered, q, k, v, call.seen)[0]
+
+
+def _ordered(q: Tensor, k: Tensor, v: Tensor, numbers: Tensor, call: SoftmaxCall, scores: Scores) -> Tensor:
+    """Attention [B, N, HQ, D] among tokens in the order of their numbers [B or 1, N] in their sequences."""
+    window, sinks, limit = call.reach.window, call.reach.sinks, call.reach.family_window
+    if limit is not None and limit <= window:
+        window, sinks = limit, 0
+    limited = limit is not None and sinks > 0 and not (call.in_order and q.shape[1] <= limit)
+    seen = 0 if limited else sinks
+    near, lse = window_attention(q, k, v, window, seen, scores.scale, call.cu_seqlens, scores.softcap)
+    return _with_limited_sinks(q, k, v, numbers, call, scores, near, lse) if limited else near
+
+
+def _with_limited_sinks(
+    q: Tensor, k: Tensor, v: Tensor, numbers: Tensor, call: SoftmaxCall, scores: Scores, near: Tensor, lse: Tensor
+) -> Tensor:
+    """Adds the sinks that a family's own window still shows to attention `near` [B, N, HQ, D] over the window alone.
+
+    The operator shows sinks at any distance. `lse` [B, N, HQ] is the log-sum-exp of its scores.
+    """
+    reach, length = call.reach, q.shape[1]
+    assert reach.family_window is not None
+    count = min(reach.sinks, length)
+    if call.cu_seqlens is None:
+        k, v, sinks, tokens = k[:, :count], v[:, :count], numbers[:, None, :count], "bshd"
+    else:  # those of each token's own sequence; places behind its end are masked
+        sinks, tokens = torch.arange(1, count + 1, device=q.device), "btshd"
+        places = torch.arange(length, device=q.device)[:, None] - numbers[0, :, None] + sinks
+        k, v = (states[:, places.clamp(max=length - 1)] for states in (k, v))
+    distance = numbers.unsqueeze(-1) - sinks
+    seen = (distance >= reach.window) & (distance < reach.family_window) & (sinks > 0) & (sinks <= reach.sinks)
+    grouped = q.unflatten(2, (k.shape[-2], -1)).to(lse.dtype)
+    logits = scores(torch.einsum(f"bthgd,{tokens}->bthgs", grouped, k.to(lse.dtype)))
+    logits = logits.masked_fill(~seen[:, :, None, None], -torch.inf).flatten(2, 3)
+    total = torch.cat([lse.unsqueeze(-1), logits], dim=-1).logsumexp(-1, keepdim=True)
+    weights = (logits - total).exp().unflatten(2, (k.shape[-2], -1))
+    far = torch.einsum(f"bthgs,{tokens}->bthgd", weights, v.to(lse.dtype)).flatten(2, 3)
+    return ((lse.unsqueeze(-1) - total).exp() * near + far).to(near.dtype)
+
+
+AttentionInterface.register(IMPLEMENTATION, attend)

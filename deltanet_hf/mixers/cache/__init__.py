@@ -1,0 +1,14 @@
+"""What layers keep between their calls, as layers of transformers' `Cache`.
+
+    cache_layer.py         a layer's part of a cache, made by its first call
+    state.py               the tensors of one layer, and how many tokens it has seen
+    static_state.py        the same in a static cache
+    mixed_cache.py         the parts of a layer whose heads are of different kinds
+    history.py             the last calls of a layer, from which tokens are taken back
+    window_cache.py        keys and values of a window with sinks, in 16 bits
+    packed_tokens.py       keys and values in 8 or 4 bits, of a window or of all tokens
+    fake_quantisation.py   what a query sees of these, computed on whole sequences
+    cache_bytes.py         the bytes of a cache
+
+Layers get their part by `cache_layer`.
+"""

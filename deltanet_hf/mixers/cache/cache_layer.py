@@ -1,0 +1,62 @@
+"""Where a layer's part of transformers' `Cache` stands: the first call puts it in the place of a key/value layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, StaticLayer
+
+from deltanet_hf.mixers.cache.state import MixerCacheLayer
+from deltanet_hf.mixers.cache.static_state import StaticMixerCacheLayer
+
+
+def cache_layer(cache: Cache | MixerCacheLayer, layer_idx: int, owner: str) -> MixerCacheLayer:
+    """This layer's state in `cache`; on first use it takes the place of the key/value layer made for the index.
+
+    A branch of a layer with mixed heads is handed its part of the layer's cache instead of a cache.
+
+    Args:
+        owner: the name of the kind of layer.
+
+    Raises:
+        ValueError: the layer in the cache holds tokens that a layer of another kind has seen.
+    """
+    if isinstance(cache, MixerCacheLayer):
+        return cache
+    while len(cache.layers) <= layer_idx:
+        cache.layers.append((cache.layer_class_to_replicate or DynamicLayer)())
+    layer = cache.layers[layer_idx]
+    if not isinstance(layer, MixerCacheLayer):
+        refuse_filled(layer, layer_idx, owner)
+        layer = cache.layers[layer_idx] = new_layer(cache, owner)
+    elif layer.owner != owner:
+        refuse_filled(layer, layer_idx, owner)
+        layer.owner = owner
+    return layer
+
+
+def refuse_filled(layer: Any, layer_idx: int, owner: str) -> None:
+    """Raises ValueError if a layer of a cache, which `owner` did not fill, holds tokens."""
+    if isinstance(layer, CacheLayerMixin):
+        held = layer.is_initialized and int(layer.get_seq_length()) > 0
+    else:  # transformers' own states of linear attention
+        held = any(layer.has_previous_state.values())
+    if held:
+        raise ValueError(
+            f"past_key_values: layer {layer_idx} holds what a layer of another kind kept, which a {owner} layer cannot "
+            "continue (PEFT's prefix tuning, or the cache of another model); train LoRA adapters instead, or pass an "
+            "empty cache"
+        )
+
+
+def new_layer(cache: Cache, owner: str | None = None) -> MixerCacheLayer:
+    """An empty layer for `cache`.
+
+    The length of a static cache is the longest of its layers: those with sliding windows are shorter than the sequence.
+    """
+    others = cache.layers
+    lengths = [other.max_cache_len for other in others if isinstance(other, StaticLayer)]
+    lengths += [getattr(other, "static_length", 0) for other in others]
+    if not any(lengths):
+        return MixerCacheLayer(owner)
+    return StaticMixerCacheLayer(max(lengths), owner, all(getattr(other, "is_sliding", False) for other in others))

@@ -1,0 +1,166 @@
+"""The cache of a layer whose heads are of different kinds: one part per branch, each of the size that it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, LinearAttentionCacheLayerMixin
+
+from deltanet_hf.mixers.cache.cache_layer import new_layer, refuse_filled
+from deltanet_hf.mixers.cache.state import MixerCacheLayer
+
+
+class MixedCacheLayer(CacheLayerMixin):
+    """Parts by the names of the branches; all of them have seen the same tokens.
+
+    The growing part, if there is one, is the key/value layer that transformers made for the layer, whatever its class:
+    growing, sliding, static, quantised. `Cache.update` reaches it as in any other layer, and only that part goes to the
+    CPU in an offloaded cache. The other parts are `MixerCacheLayer`.
+    """
+
+    supports_early_init = False
+
+    def __init__(self, parts: dict[str, Any], growing: str | None) -> None:
+        self.keys = self.values = None
+        self.parts = parts
+        self.growing = None if growing is None else parts[growing]
+        self.first = next(iter(parts.values())) if self.growing is None else self.growing
+
+    @property
+    def static_length(self) -> int:
+        """Tokens of a static cache that the layer stands in; 0 for others."""
+        return max((part.static_length for part in self._constant), default=0)
+
+    @property
+    def _constant(self) -> list[MixerCacheLayer]:
+        return [part for part in self.parts.values() if isinstance(part, MixerCacheLayer)]
+
+    @property
+    def is_initialized(self) -> bool:  # type: ignore[override]
+        return bool(self.first.is_initialized)
+
+    @property
+    def is_sliding(self) -> bool:  # type: ignore[override]
+        return bool(self.first.is_sliding)
+
+    @property
+    def is_croppable(self) -> bool:  # type: ignore[override]
+        return all(part.is_croppable for part in self.parts.values())
+
+    @property
+    def record_past(self) -> bool:
+        return any(getattr(part, "record_past", False) for part in self.parts.values())
+
+    @record_past.setter
+    def record_past(self, recording: bool) -> None:
+        for part in self.parts.values():
+            if hasattr(part, "record_past"):  # parts that grow without bound need none
+                part.record_past = recording
+
+    def activate_past_recording(self) -> None:
+        self.record_past = True
+
+    @property
+    def is_compileable(self) -> bool:  # type: ignore[override]
+        return all(part.is_compileable for part in self.parts.values())
+
+    @property
+    def batch_size(self) -> int:
+        return max(part.batch_size for part in self._constant)
+
+    def get_seq_length(self) -> int:
+        return self.first.get_seq_length()  # type: ignore[no-any-return]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.first.get_mask_sizes(query_length)  # type: ignore[no-any-return]
+
+    def get_max_length(self) -> int:
+        return self.first.get_max_length()  # type: ignore[no-any-return]
+
+    get_max_cache_shape = get_max_length
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        assert self.growing is not None
+        return self.growing.update(key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
+
+    def replace_growing(self, layer: Any) -> None:
+        """Put another key/value layer in the place of the growing part."""
+        name = next(name for name, part in self.parts.items() if part is self.growing)
+        self.parts[name] = self.growing = self.first = layer
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        raise TypeError("lazy_initialization: the parts of a layer with mixed heads are made by their first call")
+
+    def offload(self) -> None:
+        if self.growing is not None:
+            self.growing.offload()
+
+    def prefetch(self) -> None:
+        if self.growing is not None:
+            self.growing.prefetch()
+
+    def reset(self) -> None:
+        for part in self.parts.values():
+            part.reset()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        for part in (*self._constant, self.growing):  # the constant parts refuse before anything is changed
+            if part is not None:
+                part.crop(tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        for part in self.parts.values():
+            part.reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        for part in self.parts.values():
+            part.batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        for part in self.parts.values():
+            part.batch_select_indices(indices)
+
+
+class ConstantMixedCacheLayer(MixedCacheLayer, LinearAttentionCacheLayerMixin):  # type: ignore[misc, override]
+    """Without a growing part; transformers leaves out of offloading what holds a state only."""
+
+    # `Cache` reads these of every layer that claims to hold linear attention.
+    number_of_states = 1
+
+    def __init__(self, parts: dict[str, Any]) -> None:
+        MixedCacheLayer.__init__(self, parts, None)
+
+    @property
+    def has_previous_state(self) -> dict[int, bool]:  # type: ignore[override]
+        return {0: self.is_initialized}
+
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError("update: no branch of this layer caches growing keys and values")
+
+    update_conv_state = update
+    update_recurrent_state = update
+
+
+def mixed_cache_layer(cache: Cache, layer_idx: int, constant: Sequence[str], growing: str | None) -> MixedCacheLayer:
+    """This layer's parts in `cache`; on first use they take the place of the key/value layer made for the index.
+
+    Args:
+        constant: names of the branches whose cache does not grow.
+        growing: name of the branch whose keys and values the key/value layer is to hold; None for no such branch.
+
+    Raises:
+        ValueError: the layer in the cache holds tokens that a layer of another kind has seen.
+    """
+    while len(cache.layers) <= layer_idx:
+        cache.layers.append((cache.layer_class_to_replicate or DynamicLayer)())
+    layer = cache.layers[layer_idx]
+    if not isinstance(layer, MixedCacheLayer):
+        refuse_filled(layer, layer_idx, "mixed")
+        parts: dict[str, Any] = {} if growing is None else {growing: layer}
+        parts |= {name: new_layer(cache) for name in constant}
+        layer = ConstantMixedCacheLayer(parts) if growing is None else MixedCacheLayer(parts, growing)
+        cache.layers[layer_idx] = layer
+    return layer

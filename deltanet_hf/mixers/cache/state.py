@@ -1,0 +1,193 @@
+"""The state of one layer, as a layer of transformers' `Cache`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
+
+from deltanet_hf.mixers.cache.history import History, PastCall
+
+State = dict[str, Tensor]
+"""The tensors that a mixer keeps between calls, by the names of its `state_shapes`; each begins with the batch."""
+
+
+@dataclass(frozen=True)
+class TensorShape:
+    """Shape and dtype of one tensor of a state, for one sequence (without the batch)."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return int(torch.Size(self.shape).numel()) * self.dtype.itemsize
+
+
+class MixerCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
+    """A mixer's state and the number of tokens it has seen.
+
+    The layer counts tokens itself, so that models without any softmax layer know their position. While `record_past`
+    is set, `crop` can take back the last tokens (`history.py`).
+    """
+
+    static_length = 0  # tokens of the static cache that it stands in, see `StaticMixerCacheLayer`
+    is_croppable = True
+    is_sliding = False
+    is_compileable = False
+    supports_early_init = False
+    # `Cache` reads these of every layer that claims to hold linear attention.
+    number_of_states = 1
+
+    def __init__(self, owner: str | None = None) -> None:
+        self.owner = owner  # the name of the kind of layer whose state it is
+        self.keys = self.values = None
+        self.is_initialized = False
+        self.record_past = False
+        self.history = History()
+        self.grows = False  # whether the tensors of `state` become larger with the tokens
+        self.fixed = False  # whether the tensors of `state` are changed in place, see `fix`
+        self.state: State = {}
+        self.tokens_seen: int | Tensor = 0
+        self.written: Tensor | None = None  # ids [B, T] of the first tokens, where `generate` knows them
+        self.device: torch.device | None = None  # type: ignore[assignment]
+
+    @property
+    def has_previous_state(self) -> dict[int, bool]:  # type: ignore[override]
+        return {0: self.is_initialized}
+
+    @property
+    def batch_size(self) -> int:
+        return -1 if not self.state else next(iter(self.state.values())).shape[0]
+
+    def advance(self, tokens: int, state: State) -> None:
+        """Store the state after `tokens` more tokens."""
+        self._store(state)
+        self.device = next(iter(state.values())).device
+        self.is_initialized = True
+        self.count(tokens)
+
+    def count(self, tokens: int) -> None:
+        """Count tokens whose state is stored already; a recorded step runs this once for all of its replays."""
+        if not self.fixed:
+            self.tokens_seen += tokens
+
+    def _store(self, state: State) -> None:
+        if self.fixed:
+            self._copy_in_place(state)
+        else:
+            self.state = state
+
+    @torch.no_grad()
+    def _copy_in_place(self, state: State) -> None:
+        for name, tensor in state.items():
+            self.state[name].copy_(tensor)
+
+    @property
+    def may_change(self) -> bool:
+        """Whether a decoding step may change the tensors of the state in place."""
+        if torch.is_grad_enabled() or not self.state or not self.is_initialized:
+            return False
+        tensors = self.state.values()
+        if any(tensor.requires_grad for tensor in tensors):
+            return False
+        # A state made in inference mode can only be changed there.
+        in_inference = torch.compiler.is_compiling() or torch.is_inference_mode_enabled()
+        return in_inference or not any(tensor.is_inference() for tensor in tensors)
+
+    def put(self, state: State, tokens_seen: int) -> None:
+        """Go on from copies of this state and number of tokens; an empty state is that before the first token."""
+        self.history.clear()
+        self.written = None
+        self.state = {name: tensor.clone() for name, tensor in state.items()}
+        self.tokens_seen, self.is_initialized = tokens_seen, bool(state)
+
+    def fix(self, tensors: State) -> None:
+        """Keep the state in `tensors`, which hold it already, until `release`; meanwhile tokens are not counted."""
+        self.state, self.fixed = tensors, True
+
+    def release(self, tokens_seen: int, copied: bool) -> None:
+        """Leave the tensors of `fix` with their contents `copied`, or keep them as any others."""
+        self.state = {name: tensor.clone() if copied else tensor for name, tensor in self.state.items()}
+        self.fixed, self.tokens_seen = False, tokens_seen
+
+    def get_seq_length(self) -> int:
+        return self.tokens_seen  # type: ignore[return-value]  # a tensor in static caches, as in transformers' own
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return int(self.tokens_seen) + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        return -1
+
+    def reset(self) -> None:
+        self.history.clear()
+        for tensor in self.state.values():
+            tensor.zero_()
+        self.tokens_seen = 0
+        self.written = None
+
+    def remember(self, tokens: int, repeat: Callable[[int], object]) -> None:
+        """Keep a copy of the state before a call of `tokens` tokens; `repeat` makes the call for its first tokens."""
+        state = {name: tensor.clone() for name, tensor in self.state.items()}
+        self.history.add(PastCall(int(self.tokens_seen), state, repeat), tokens)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last tokens, given their number below 0, and forget what was recorded of earlier calls.
+
+        Raises:
+            ValueError: the tokens were not recorded.
+        """
+        if tokens_to_remove != 0:
+            kept = int(self.tokens_seen) - abs(tokens_to_remove)
+            call = self.history.last_before(kept)
+            if call is None or self.history.end != int(self.tokens_seen):
+                raise ValueError(
+                    f"crop: cannot take back {abs(tokens_to_remove)} tokens, a recurrent state holds no history of "
+                    "them; rewind to a snapshot (deltanet_hf.sessions), or record the past before they are read "
+                    "(place_layers in deltanet_hf.models.assisted, then cache.activate_past_recording())"
+                )
+            with torch.inference_mode(call.inference), torch.set_grad_enabled(call.gradients):
+                self.put(call.state, call.seen)
+                if kept > call.seen:
+                    call.repeat(kept - call.seen)
+        self.history.clear()
+
+    def _map_batch(self, function: Callable[[Tensor], Tensor]) -> None:
+        self.history.clear()
+        self.state = {name: function(tensor) for name, tensor in self.state.items()}
+        self.written = None
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self._map_batch(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._map_batch(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._map_batch(lambda tensor: tensor[indices])
+
+    def offload(self) -> None:
+        self._map_batch(lambda tensor: tensor.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        self._map_batch(lambda tensor: tensor.to(self.device, non_blocking=True))
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        raise TypeError("lazy_initialization: a converted layer stores its state with `advance`")
+
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError(
+            "past_key_values: a softmax layer was given the state of a converted layer; this cache belongs to another "
+            "model, pass an empty one"
+        )
+
+    update_conv_state = update
+    update_recurrent_state = update

@@ -1,0 +1,215 @@
+"""The base of the rules of the delta family: a state per head with a log decay and a write strength per token.
+
+Per head, with a log decay g_t <= 0 and a write strength beta_t,
+
+    S_t = exp(g_t) S_{t-1} + k_t beta_t (v_t - k_t^T exp(g_t) S_{t-1})^T        o_t = D^-0.5 q_t^T S_t
+
+with q and k at unit length. A rule says by class data where g and beta come from and what a write erases; a rule with
+another recurrence defines `mix`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from deltanet_hf.mixers.cache.state import State, TensorShape
+from deltanet_hf.mixers.layer.attention_shape import MixerProjections
+from deltanet_hf.mixers.layer.mixer import Mixer
+from deltanet_hf.mixers.layer.parts import DecayGate
+from deltanet_hf.mixers.layer.window_branch import WindowBranch
+from deltanet_kernels import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+from deltanet_kernels.arguments import Erase
+
+CLOSED_GATE = -1e4  # a gate logit whose sigmoid and softplus are exactly 0
+
+
+@dataclass(frozen=True)
+class AdditiveSettings(MixerProjections):
+    """Settings of the rules that erase nothing."""
+
+    def validate(self, where: str) -> None:
+        super().validate(where)
+        if self.allow_neg_eigval:
+            raise ValueError(f"{where}.allow_neg_eigval: got true, but this rule erases nothing; leave it out")
+
+
+class StepGates(NamedTuple):
+    """Decay and write strength of one token, as the fused decoding step takes them."""
+
+    a: Tensor  # [B, 1, HV]: logit of the decay; the log decay itself without A_log
+    b: Tensor  # [B, 1, HV]: logit of the write strength; the strength itself without `sigmoid`
+    A_log: Tensor | None = None  # [HV], with dt_bias
+    dt_bias: Tensor | None = None
+    sigmoid: bool = True
+
+
+class DeltaRule(Mixer):
+    """A mixer whose rule has the gates above.
+
+    By default the gates are those of Gated DeltaNet, and `mix` is the rule of the module's docstring. A subclass
+    changes class data; one with other gates defines `add_gates`, `gates` and `step_gates`, one with another recurrence
+    `mix` and, where its state differs, `recurrent_shapes`.
+    """
+
+    fp32: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias", *WindowBranch.FP32)
+    without_lora: ClassVar[tuple[str, ...]] = ("a_proj", "b_proj", "share_proj")  # one output per head
+    erase: ClassVar[Erase] = "decayed"
+    """The prediction that a write subtracts from its value, in `mix` and in the fused step."""
+    decays: ClassVar[Literal["by token", "by channel", "by head", "never"]] = "by token"
+    """by token: `decay` of a_proj(x); by channel: see `ChannelRule`; by head: a learned constant; never: g = 0."""
+    strengths: ClassVar[Literal["sigmoid", "other", "one"]] = "sigmoid"
+    """sigmoid: of b_proj(x); other: another function of projections of x; one: beta = 1."""
+    a_proj: nn.Linear
+    b_proj: nn.Linear
+    decay: Any  # the part that gives the log decay
+
+    @classmethod
+    def fits_memory(cls) -> bool:
+        return cls.decays != "never" or cls.strengths != "one"
+
+    def add_gates(self) -> None:
+        hidden = self.q_proj.in_features
+        if self.decays == "by token":
+            self.a_proj = nn.Linear(hidden, self.num_states, bias=False)
+        if self.strengths != "one":
+            self.b_proj = nn.Linear(hidden, self.num_states, bias=self.settings.gate_bias)
+        if self.decays == "by token":
+            self.decay = DecayGate(self.num_states)
+
+    def gates(self, x: Tensor, padding: Tensor | None) -> tuple[Tensor, ...]:
+        """g and beta [B, T, HV] float32, both 0 at padding, and what `further_gates` returns."""
+        a, b = self.a_proj(x), self.b_proj(x)
+        if padding is not None:
+            a, b = (gate.masked_fill(padding.unsqueeze(-1), CLOSED_GATE) for gate in (a, b))
+        return *self.gates_of(a, b), *self.further_gates(x)
+
+    def gates_of(self, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        """g and beta from their logits."""
+        return self.decay(a), self.strength(b)
+
+    def further_gates(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Further inputs of `mix` besides g and beta: tensors [B, T, ...] from the layer's input x [B, T, hidden]."""
+        return ()
+
+    def strength(self, b: Tensor) -> Tensor:
+        """Write strength in float32 from its logit b: up to 1, or up to 2 with `allow_neg_eigval`."""
+        return b.float().sigmoid() * self.max_strength
+
+    @property
+    def max_strength(self) -> int:
+        return 2 if self.settings.allow_neg_eigval else 1
+
+    def mix(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gates: tuple[Tensor, ...],
+        state: State | None,
+        keep_state: bool,
+        cu_seqlens: Tensor | None,
+    ) -> tuple[Tensor, State]:
+        g, beta = gates
+        recurrent, dtype = q.shape[1] == 1, self.settings.state_dtype
+        return delta_rule(q, k, v, g, beta, state, keep_state, cu_seqlens, recurrent, dtype, erase=self.erase)
+
+    def recurrent_shapes(self) -> dict[str, TensorShape]:
+        return {"state": self.state_shape()}
+
+    def state_shape(self, rows: int | None = None) -> TensorShape:
+        """A state of `rows` x D per head (D x D by default) that `state_dtype` may round."""
+        dtype = getattr(torch, self.settings.state_dtype)
+        return TensorShape((self.num_states, rows or self.head_dim, self.head_dim), dtype)
+
+    def rounded(self, state: Tensor) -> Tensor:
+        """A tensor of the state as the cache keeps it."""
+        return state.bfloat16() if self.settings.state_dtype == "bfloat16" else state
+
+    def step_gates(self, x: Tensor) -> StepGates:
+        """Decay and write strength for the fused step, from the layer's input x [B, 1, hidden]."""
+        if self.strengths == "one":
+            g, beta = self.gates(x, None)
+            return StepGates(g, beta, sigmoid=False)
+        return StepGates(self.a_proj(x), self.b_proj(x), self.decay.A_log, self.decay.dt_bias)
+
+    # The start from a teacher.
+
+    def before_fit(self) -> None:
+        """Give what the fit reads or fits besides decay and strength its first values; most rules have no such part."""
+
+    def after_fit(self) -> None:
+        """Give what the fit does not read its start values; most rules have no such part."""
+
+    def adapt_to(self, q: Tensor, k: Tensor) -> None:
+        """Set what the rule derives from a teacher's q [n, T, HQ, D] and k [n, T, HV, D]; most derive nothing."""
+
+    def strength_logit(self, beta: Tensor) -> Tensor:
+        """The logit at which a key of the usual length is written with the strength beta (0 < beta < 1)."""
+        return (beta / self.max_strength).logit()
+
+    def rule_parameters(self) -> list[nn.Parameter]:
+        """Parameters of the rule that do not depend on the input; the fitted start fits them too."""
+        return []
+
+
+def delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: State | None,
+    keep_state: bool,
+    cu_seqlens: Tensor | None,
+    recurrent: bool,
+    state_dtype: str,
+    unit_length: bool = True,
+    erase: Erase = "decayed",
+) -> tuple[Tensor, State]:
+    """The gated delta rule, by default with q and k at unit length, on a mixer's state; arguments as in `Mixer.mix`.
+
+    `recurrent` takes the tokens one by one, which is the faster way for very few; it has no gradients on CUDA. The new
+    state is rounded to bfloat16 if `state_dtype` says so. `erase`: see `chunk_gated_delta_rule`.
+    """
+    rule = fused_recurrent_gated_delta_rule if recurrent and not torch.is_grad_enabled() else chunk_gated_delta_rule
+    output, new_state = rule(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        initial_state=None if state is None else wide(state["state"], q),
+        output_final_state=keep_state,
+        use_qk_l2norm_in_kernel=unit_length,
+        cu_seqlens=cu_seqlens,
+        erase=erase,
+    )
+    return output, stored(new_state, state_dtype)
+
+
+def stored(new_state: Tensor | None, dtype: str) -> State:
+    """The new state as a mixer keeps it."""
+    if new_state is None:
+        return {}
+    return {"state": new_state.bfloat16() if dtype == "bfloat16" else new_state}
+
+
+def decodes(q: Tensor) -> bool:
+    """Whether a call of queries q [B, T, HQ, D] is one decoding step, for which the recurrence is the faster form."""
+    return q.shape[1] == 1 and not torch.is_grad_enabled()
+
+
+def wide(state: Tensor, q: Tensor) -> Tensor:
+    """A tensor of the cache in the dtype of the arithmetic."""
+    return state.to(torch.promote_types(q.dtype, torch.float32))
+
+
+def wide_range(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, torch.dtype]:
+    """q, k and v in a dtype with the range of float32, for values scaled by large factors, and the dtype they had."""
+    if v.dtype == torch.float16:
+        return q.float(), k.float(), v.float(), v.dtype
+    return q, k, v, v.dtype

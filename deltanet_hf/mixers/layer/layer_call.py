@@ -1,0 +1,86 @@
+"""The opening of a layer's call: its part of the cache, padding, packed sequences, and calls that can be taken back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from deltanet_hf.mixers.cache import history
+from deltanet_hf.mixers.cache.cache_layer import cache_layer
+from deltanet_hf.mixers.cache.state import MixerCacheLayer, State
+from deltanet_hf.mixers.layer.masks import packed_in, padding_in
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """What a layer is told of a call besides its input."""
+
+    cache: MixerCacheLayer | None  # the layer's part of the cache
+    padding: Tensor | None  # [B, T] bool, True at padding
+    cu_seqlens: Tensor | None  # [N + 1] boundaries of packed sequences over the B*T tokens
+
+    @classmethod
+    def of(
+        cls,
+        layer: Any,
+        length: int,
+        attention_mask: Tensor | None,
+        past_key_values: Cache | MixerCacheLayer | None,
+        cu_seq_lens_q: Tensor | None,
+        padding: Tensor | None,
+    ) -> LayerCall:
+        """A call of T = `length` tokens, from the arguments of the layer's forward.
+
+        Raises:
+            ValueError: a mask that cannot be read, packed sequences together with a cache, or a cache that a layer of
+                another kind has filled.
+        """
+        cache = None if past_key_values is None else cache_layer(past_key_values, layer.layer_idx, layer.name)
+        seen = 0 if cache is None else cache.get_seq_length()
+        return cls(cache, padding_in(attention_mask, padding, length, seen), packed_in(cu_seq_lens_q, length, cache))
+
+    @property
+    def state(self) -> State | None:
+        """The state before the call; None before the first token."""
+        return self.cache.state if self.cache is not None and self.cache.is_initialized else None
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether the cache records its past: the layer returns `recorded` then."""
+        return self.cache is not None and self.cache.record_past
+
+
+def recorded(
+    layer: Any, call: LayerCall, hidden_states: Tensor, position_embeddings: tuple[Tensor, ...] | None
+) -> Tensor:
+    """A call of a layer, [B, T, hidden] -> [B, T, hidden], whose last tokens `MixerCacheLayer.crop` can take back.
+
+    A long call is made in two, so that the inputs of a whole prompt are neither kept nor repeated.
+
+    Args:
+        layer: called, hooks included, by the names of attention's arguments; it returns its output, alone or first.
+        position_embeddings: cos and sin, each [B, T, R] or [1, T, R]; None for a layer without them.
+    """
+    cache, padding, length = call.cache, call.padding, hidden_states.shape[1]
+    assert cache is not None
+    first = max(0, length - history.MOST_TAKEN_BACK)
+
+    def run(x: Tensor, start: int) -> Tensor:
+        part = slice(start, start + x.shape[1])
+        angles = None if position_embeddings is None else tuple(angle[:, part] for angle in position_embeddings)
+        mask = None if padding is None else ~padding[:, part]
+        recording, cache.record_past = cache.record_past, False
+        try:
+            output = layer(hidden_states=x, position_embeddings=angles, attention_mask=mask, past_key_values=cache)
+        finally:
+            cache.record_past = recording
+        return output if isinstance(output, Tensor) else output[0]
+
+    outputs = [run(hidden_states[:, :first], 0)] if first else []
+    last = hidden_states[:, first:].clone() if first else hidden_states
+    cache.remember(length - first, lambda tokens: run(last[:, :tokens], first))
+    return torch.cat([*outputs, run(last, first)], dim=1)

@@ -1,0 +1,359 @@
+"""The base of the mixers with a recurrent state.
+
+A mixer takes the place of a decoder layer's softmax attention. `Mixer` owns everything around the recurrence, in this
+order:
+
+    projections -> learned q/k norms -> short convolution -> rotary embedding -> offset of the keys -> activation
+    -> the mixer's own `gates` and `mix` -> output norm and gate -> window beside the state -> output projection
+
+with padding, packed sequences and the cache. This is the plain form, for training and for whoever calls a layer alone;
+`deltanet_hf/fast/mixer.py` computes the same without gradients, by fewer launches. To add a mixer, see
+docs/contributing.md.
+
+Shapes in comments: B batch, T tokens, D head size; HQ, HK, HV heads of q, k and v; H heads of the output; C channels
+of the convolution.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache
+
+from deltanet_hf.mixers.cache.cache_layer import cache_layer
+from deltanet_hf.mixers.cache.state import MixerCacheLayer, State, TensorShape
+from deltanet_hf.mixers.layer.attention_shape import FAITHFUL, AttentionShape, MixerProjections
+from deltanet_hf.mixers.layer.layer_call import LayerCall, recorded
+from deltanet_hf.mixers.layer.layer_kind import LayerKind, PositionEmbeddings
+from deltanet_hf.mixers.layer.parts import GatedRMSNorm, KeyOffset, Part, ShortConv
+from deltanet_hf.mixers.layer.window_branch import WindowBranch
+from deltanet_kernels.common.heads import repeated
+
+
+class Mixer(LayerKind, nn.Module):
+    """Base of the mixers with a recurrent state; a drop-in for a decoder layer's `self_attn`.
+
+    A subclass defines `add_gates`, `gates`, `mix` and `recurrent_shapes`, and may define `project` (more inputs than
+    one key and value per token) and `start_from_scratch`.
+
+    Args:
+        shape: the attention that it replaces (its weights are not copied; the converter does that).
+        settings: its settings.
+        layer_idx: index of the decoder layer.
+    """
+
+    Settings: ClassVar[type[MixerProjections]] = MixerProjections
+    rearranges_weights: ClassVar[bool] = True
+
+    def __init__(self, shape: AttentionShape, settings: MixerProjections, layer_idx: int) -> None:
+        super().__init__()
+        self.settings, self.layer_idx, self.head_dim = settings, layer_idx, shape.head_dim
+        self.num_heads = max(shape.num_q_heads, shape.num_v_heads)  # of the output
+        self.num_states = shape.num_v_heads
+        self.kv_repeats = shape.kv_repeats
+        self._rotate, self._half_angles = shape.rotate, shape.half_angles
+        hidden, head_dim = shape.hidden_size, shape.head_dim
+        self.q_proj = nn.Linear(hidden, shape.num_q_heads * head_dim, bias=shape.q_bias)
+        self.k_proj = nn.Linear(hidden, shape.num_k_heads // shape.kv_repeats * head_dim, bias=shape.k_bias)
+        self.v_proj = nn.Linear(hidden, shape.num_v_heads // shape.kv_repeats * head_dim, bias=shape.v_bias)
+        self.o_proj = nn.Linear(self.num_heads * head_dim, hidden, bias=shape.o_bias)
+        self.q_norm, self.k_norm = shape.q_norm, shape.k_norm
+        self._norms_all_heads = shape.q_norm is not None and shape.q_norm.get_parameter("weight").numel() != head_dim
+        self.conv1d = ShortConv(self.conv_channels, settings.conv_size) if settings.conv_size else None
+        self.k_offset = KeyOffset(shape.num_k_heads, head_dim) if settings.k_offset else None
+        self.add_gates()
+        self.g_down = self.g_proj = None
+        if settings.output_gate:
+            rank = settings.output_gate_rank
+            self.g_down = nn.Linear(hidden, rank, bias=False) if rank else None
+            self.g_proj = nn.Linear(rank or hidden, self.num_heads * head_dim, bias=settings.gate_bias)
+        self.norm = None
+        if settings.output_norm != "none":
+            weight = (head_dim,) if settings.output_norm == "shared" else (self.num_heads, head_dim)
+            self.norm = GatedRMSNorm(weight, shape.norm_eps)
+        self.window_branch = WindowBranch(shape, settings) if settings.window else None
+
+    @classmethod
+    def default_settings(cls, profile: str, training: bool = True) -> MixerProjections:
+        """As in the base class.
+
+        Without SiLU on q and k a model that is distilled on 10M tokens or more comes closer to its teacher; with it the
+        untrained model is the better one (docs/results.md).
+        """
+        cls.only_faithful(profile)
+        return cls.Settings(**{**FAITHFUL, "qk_activation": "none" if training else "silu"})
+
+    @classmethod
+    def from_attention(cls, attention: nn.Module, config: PreTrainedConfig, layer_idx: int, settings: Any) -> nn.Module:
+        return cls(AttentionShape.of(attention, config, settings, layer_idx), settings, layer_idx)
+
+    @classmethod
+    def recurrent_settings(cls, settings: Any) -> Any:
+        return settings
+
+    # What a subclass says.
+
+    @property
+    def conv_channels(self) -> int:
+        """C: channels of the convolution: those of q, k and v as the states read them, or of k alone."""
+        k, v = (self.writes_per_token * self.kv_repeats * part.out_features for part in (self.k_proj, self.v_proj))
+        return k if self.settings.conv_on == "k" else self.q_proj.out_features + k + v
+
+    def angles(self, position_embeddings: PositionEmbeddings | None) -> tuple[Tensor | None, Tensor | None]:
+        """cos and sin as operators take them, with a number per channel; None without a rotary embedding.
+
+        Every family's `apply_rotary_pos_emb` turns the halves of the leading channels.
+        """
+        if self._rotate is None:
+            return None, None
+        assert position_embeddings is not None
+        cos, sin = position_embeddings
+        return (torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)) if self._half_angles else (cos, sin)
+
+    @property
+    def writes_per_token(self) -> int:
+        """Keys and values that a token gives each state."""
+        return 1
+
+    def add_gates(self) -> None:
+        """Make the modules that `gates` uses."""
+        raise NotImplementedError
+
+    def gates(self, x: Tensor, padding: Tensor | None) -> tuple[Tensor, ...]:
+        """Everything else that the recurrence reads, from the layer's input.
+
+        Args:
+            x: [B, T, hidden], zeros at padding.
+            padding: [B, T] bool, True at tokens that are to leave the state alone; None for no padding.
+
+        Returns:
+            Tensors [B, T, ...].
+        """
+        raise NotImplementedError
+
+    def mix(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gates: tuple[Tensor, ...],
+        state: State | None,
+        keep_state: bool,
+        cu_seqlens: Tensor | None,
+    ) -> tuple[Tensor, State]:
+        """The recurrence.
+
+        Args:
+            q, k, v: [B, T, HQ, D], [B, T, HK, D], [B, T, HV, D] behind convolution, rotation and activation.
+            gates: of `gates`.
+            state: after the tokens before, by the names of `recurrent_shapes`; None for zeros.
+            keep_state: whether the state after the last token is wanted.
+            cu_seqlens: [N + 1] boundaries of sequences packed into one row (B = 1), or None.
+
+        Returns:
+            The outputs [B, T, H, D], and the new state (empty unless `keep_state`).
+        """
+        raise NotImplementedError
+
+    def recurrent_shapes(self) -> dict[str, TensorShape]:
+        """The recurrent state of one sequence."""
+        raise NotImplementedError
+
+    @property
+    def fused_step(self) -> bool:
+        """Whether `mix` is the gated delta rule of `gates`, which the fast form computes by its own kernels."""
+        return False
+
+    def start_from_scratch(self, spread: float, generator: torch.Generator | None = None) -> None:
+        """Give everything that the teacher does not have the start of a model trained from scratch.
+
+        Parts begin at their own start; projections are drawn with the standard deviation `spread`, biases are zero.
+        """
+        for module in self.modules():
+            if isinstance(module, Part):
+                module.reset_parameters()
+        for name, linear in self.named_modules():
+            if isinstance(linear, nn.Linear) and name not in ("q_proj", "k_proj", "v_proj", "o_proj"):
+                with torch.no_grad():
+                    noise = torch.randn(linear.weight.shape, generator=generator)
+                    linear.weight.copy_(noise * spread)
+                    if linear.bias is not None:
+                        linear.bias.zero_()
+
+    # What all share.
+
+    @property
+    def full_title(self) -> str:
+        if self.window_branch is None:
+            return self.title
+        return f"{self.title} + window {self.window_branch.window}"
+
+    def use_cache_bits(self, bits: int) -> None:
+        """Of the window; a mixer without one keeps no keys and values.
+
+        Raises:
+            UserError: more sinks than the packed form has.
+        """
+        if self.window_branch is not None:
+            self.window_branch.cache_bits = bits
+            if bits < 16:
+                _ = self.window_branch.kept
+
+    def place_cache(self, cache: Cache) -> None:
+        cache_layer(cache, self.layer_idx, self.name)
+
+    def state_shapes(self, dtype: torch.dtype) -> dict[str, TensorShape]:
+        shapes = self.recurrent_shapes()
+        if self.conv1d is not None:
+            shapes["conv_tail"] = TensorShape((self.conv_channels, self.settings.conv_size - 1), dtype)
+        if self.window_branch is not None:
+            shapes |= self.window_branch.state_shapes(dtype)
+        return shapes
+
+    def project_qkv(
+        self, hidden_states: Tensor, position_embeddings: PositionEmbeddings | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v [B, T, heads, D] as softmax attention would see them: no convolution, offset or activation.
+
+        Keys and values are repeated to the heads that the states read.
+        """
+        return self.rotated(*self.repeated(*Mixer.project(self, hidden_states)), position_embeddings)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [B, T, hidden] -> q [B, T, HQ*D], k [B, T, HK*D], v [B, T, HV*D], through the learned norms."""
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        q, k = self.normalise(q, self.q_norm), self.normalise(k, self.k_norm)
+        return q.to(v.dtype), k.to(v.dtype), v  # under autocast learned norms give float32
+
+    def repeated(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Repeats the heads of k and v [B, T, heads*D] for the states that share their projections."""
+        size, times = self.head_dim, self.kv_repeats
+        return q, repeated(k, size, times), repeated(v, size, times)
+
+    def normalise(self, x: Tensor, norm: nn.Module | None) -> Tensor:
+        """The learned norm of q or k [B, T, heads*D], per head or over all heads."""
+        if norm is None:
+            return x
+        return norm(x) if self._norms_all_heads else norm(self.split_heads(x)).flatten(-2)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: PositionEmbeddings | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | MixerCacheLayer | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        padding: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """Attention's signature. hidden_states [B, T, hidden] -> ([B, T, hidden], None).
+
+        Where there is an `attention_mask` (2D or 4D), padding is read from it, or from `padding` ([B, T] bool, True at
+        padding), which `announce_padding` took from the same mask. Packed sequences come from `cu_seq_lens_q` ([N + 1]
+        boundaries over the B*T tokens), the state from `past_key_values`, whose layer it replaces by its own.
+
+        Raises:
+            ValueError: a mask that cannot be read, or packed sequences together with a cache.
+        """
+        length = hidden_states.shape[1]
+        call = LayerCall.of(self, length, attention_mask, past_key_values, cu_seq_lens_q, padding)
+        if call.is_recorded:
+            return recorded(self, call, hidden_states, position_embeddings), None
+        cache, padding, packed, state = call.cache, call.padding, call.cu_seqlens, call.state
+        keep = cache is not None
+        x = hidden_states if padding is None else hidden_states.masked_fill(padding.unsqueeze(-1), 0.0)
+
+        projected = self.project(x)
+        q, k, v = self.repeated(*projected)
+        q, k, v, conv_tail = self.convolved(q, k, v, padding, state, keep, packed)
+        q, k, v = self.rotated(q, k, v, position_embeddings)
+        if self.k_offset is not None:
+            k = self.k_offset(k)
+        if self.settings.qk_activation == "silu":
+            q, k = F.silu(q), F.silu(k)
+        if self.settings.v_activation == "silu":
+            v = F.silu(v)
+
+        gates = self.gates(x, padding)
+        if packed is not None:
+            q, k, v, *gates = (tensor.flatten(0, 1).unsqueeze(0) for tensor in (q, k, v, *gates))  # type: ignore[assignment]
+        output, new_state = self.mix(q, k, v, tuple(gates), state, keep, packed)
+        output = output.view(*x.shape[:2], self.num_heads, self.head_dim)
+        output = self.gated_norm(output, self.output_gate(x))
+        if conv_tail is not None:
+            new_state = {**new_state, "conv_tail": conv_tail}
+
+        if self.window_branch is not None:
+            q, k, v = self.window_inputs(projected, position_embeddings)
+            output, window_state = self.window_branch(x, q, k, v, output, padding, state, keep, packed)
+            new_state = {**new_state, **window_state}
+        if cache is not None:
+            cache.advance(length, new_state)
+        return self.o_proj(output.flatten(-2)), None
+
+    def convolved(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        padding: Tensor | None,
+        state: State | None,
+        keep_state: bool,
+        cu_seqlens: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """q, k, v [B, T, heads*D] behind the short convolution, and its new tail, if there is one to keep."""
+        if self.conv1d is None:
+            return q, k, v, None
+        rest = padding, None if state is None else state["conv_tail"], keep_state, cu_seqlens
+        if self.settings.conv_on == "k":
+            (k,), tail = self.conv1d((k,), *rest)
+        else:
+            (q, k, v), tail = self.conv1d((q, k, v), *rest)
+        return q, k, v, tail
+
+    def split_heads(self, x: Tensor) -> Tensor:
+        """x [B, T, heads*D] -> [B, T, heads, D]."""
+        *shape, channels = x.shape
+        return x.view(*shape, channels // self.head_dim, self.head_dim)  # quicker than unflatten
+
+    def rotated(
+        self, q: Tensor, k: Tensor, v: Tensor, position_embeddings: PositionEmbeddings | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v [B, T, heads*D] -> [B, T, heads, D], q and k with the teacher's rotary embedding."""
+        q, k, v = self.split_heads(q), self.split_heads(k), self.split_heads(v)
+        if self._rotate is not None:
+            assert position_embeddings is not None
+            cos, sin = position_embeddings
+            q, k = self._rotate(q, k, cos, sin, unsqueeze_dim=2)
+            q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast cos and sin may be wider than the projections
+        return q, k, v
+
+    def output_gate(self, x: Tensor) -> Tensor | None:
+        """Logits of the output gate: x [B, T, hidden] -> [B, T, H, D]."""
+        if self.g_proj is None:
+            return None
+        return self.split_heads(self.g_proj(x if self.g_down is None else self.g_down(x)))
+
+    def gated_norm(self, output: Tensor, gate: Tensor | None) -> Tensor:
+        """Output norm and gate: output and gate [B, T, H, D] -> [B, T, H, D]."""
+        if self.norm is not None:
+            return self.norm(output, gate)  # type: ignore[no-any-return]
+        return output if gate is None else output * F.silu(gate)
+
+    def window_inputs(
+        self, parts: tuple[Tensor, Tensor, Tensor], position_embeddings: PositionEmbeddings | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v [B, T, heads, D] of the window, from what `project` returned; its last k and v are the teacher's."""
+        q, k, v = parts
+        return self.rotated(
+            q, self.own_channels(k, self.k_proj), self.own_channels(v, self.v_proj), position_embeddings
+        )
+
+    @staticmethod
+    def own_channels(part: Tensor, projection: nn.Linear) -> Tensor:
+        """The channels of k or v that come from the teacher's projection, the last ones."""
+        return part[..., -projection.out_features :]

@@ -1,0 +1,222 @@
+"""Softmax attention over a sliding window and attention sinks, beside the recurrent state of the same layer.
+
+For token t and head h, with w_t the softmax attention to the last `window` and the first `sinks` tokens of the sequence
+and o_t the state's output behind its norm and gate,
+
+    y_t = (1 - s_t) w_t + s_t o_t        s_t = sigmoid(share_proj(x_t) + far_slope log f_t - near_slope log Z_t)
+
+where Z_t is the sum of exponentials that normalises w_t and f_t the number of earlier tokens that the window does not
+see; s_t = 0 while f_t = 0. If o_t were the softmax attention to those f_t tokens, with the sum of exponentials F_t,
+then y_t would be the complete softmax attention for s_t = F_t / (F_t + Z_t), whose logit is
+log(F_t / f_t) + log f_t - log Z_t. So both slopes begin at 1, and `share_proj` predicts the logarithm of the mean
+exponential of what the window misses.
+As long as a sequence fits into window and sinks, the layer is the teacher's attention. Scores are capped where the
+teacher's are (Gemma 2), and Z_t has its learned sinks in it, if there are any (gpt-oss).
+
+Shapes: B batch, T tokens of a call, H query heads, HK key/value heads, D head size, S = sinks + window places.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from deltanet_hf.mixers.cache.fake_quantisation import quantised_attention
+from deltanet_hf.mixers.cache.packed_tokens import NAMES, Kept, PackedTokens
+from deltanet_hf.mixers.cache.state import State, TensorShape
+from deltanet_hf.mixers.cache.window_cache import KeptTokens, Tokens, window_shapes
+from deltanet_hf.mixers.layer.attention_shape import AttentionShape, MixerProjections
+from deltanet_hf.mixers.layer.learned_sinks import with_learned_sinks
+from deltanet_hf.mixers.layer.parts import Part
+from deltanet_hf.mixers.layer.token_order import few_queries, in_order
+from deltanet_kernels import window_attention
+
+
+class ShareSlopes(Part):
+    """The slopes of the share's logit, per head; float32."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.far_slope = nn.Parameter(torch.empty(heads, dtype=torch.float32))
+        self.near_slope = nn.Parameter(torch.empty(heads, dtype=torch.float32))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The values of complete softmax attention; see the module's docstring."""
+        nn.init.ones_(self.far_slope)
+        nn.init.ones_(self.near_slope)
+
+    def forward(self, unseen: Tensor, lse: Tensor) -> Tensor:
+        """unseen [B, T] (at least 1), lse [B, T, H] float32 -> [B, T, H] float32."""
+        return self.far_slope.float() * unseen.float().log().unsqueeze(-1) - self.near_slope.float() * lse
+
+
+class WindowBranch(Part):
+    """See the module's docstring.
+
+    Args:
+        shape: the attention that the layer replaces.
+        settings: the mixer's settings, with `window` >= 1.
+    """
+
+    FP32 = ("far_slope", "near_slope")
+    STATE = ("keys", "values", "numbers", "count")  # in 16 bits
+    dropout: Tensor
+    cache_bits: int = 16  # of the keys and values, see `deltanet_hf/models/cache_bits.py`
+
+    def __init__(self, shape: AttentionShape, settings: MixerProjections) -> None:
+        super().__init__()
+        self.heads, self.kv_heads = shape.num_q_heads, shape.num_v_heads // shape.kv_repeats
+        self.head_dim = shape.head_dim
+        self.scale = shape.head_dim**-0.5 if shape.scaling is None else float(shape.scaling)
+        self.softcap = None if shape.softcap is None else float(shape.softcap)
+        self.family_window = shape.family_window
+        self.window, self.sinks = settings.window, settings.sinks
+        if shape.family_window is not None:  # the teacher's own sliding window loses the sinks too
+            self.window, self.sinks = min(settings.window, shape.family_window), 0
+        self.learned_sinks = nn.Parameter(torch.empty(self.heads)) if shape.learned_sinks else None
+        self.share_proj = nn.Linear(shape.hidden_size, self.heads)
+        self.slopes = ShareSlopes(self.heads)
+        # Probability of leaving out the window of a row in training; a tensor, so that captured graphs read it.
+        self.register_buffer("dropout", torch.zeros(()), persistent=False)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """No dropout: loading a model leaves buffers that are not saved without a value."""
+        self.dropout.zero_()
+        if self.learned_sinks is not None:
+            self.learned_sinks.zero_()
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """The names of the window's part of the layer's state."""
+        return self.STATE if self.cache_bits == 16 else NAMES
+
+    @property
+    def kept(self) -> Kept:
+        return Kept.of(self.cache_bits, self.window, self.sinks, None)
+
+    def state_shapes(self, dtype: torch.dtype) -> dict[str, TensorShape]:
+        """The window's part of the layer's state."""
+        if self.cache_bits < 16:
+            return self.kept.shapes(self.kv_heads, self.head_dim, 0, dtype)
+        return window_shapes(self.kv_heads, self.head_dim, self.window + self.sinks, dtype)
+
+    def forward(
+        self,
+        x: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        far: Tensor,
+        padding: Tensor | None,
+        state: State | None,
+        keep_state: bool,
+        cu_seqlens: Tensor | None,
+    ) -> tuple[Tensor, State]:
+        """The layer's output before `o_proj`, and the window's part of the new state (empty unless `keep_state`).
+
+        Args:
+            x: the layer's input [B, T, hidden].
+            q, k, v: [B, T, H, D], [B, T, HK, D], [B, T, HK, D] as softmax attention sees them.
+            far: [B, T, H, D], the state's output behind its norm and gate.
+            padding, state, keep_state, cu_seqlens: as in `Mixer.mix`.
+        """
+        tokens = self.tokens(x, padding, state, cu_seqlens)
+        near, lse, new_state = self.near(q, k, v, padding, state, keep_state, cu_seqlens, tokens)
+        return self.mixture(x, near, lse, far, tokens.numbers), new_state
+
+    def mixture(self, x: Tensor, near: Tensor, lse: Tensor, far: Tensor, numbers: Tensor) -> Tensor:
+        """y [B, T, H, D] from w, log Z and the state's output; arguments as in `forward` and `share`."""
+        share = self.share(x, lse, numbers).unsqueeze(-1)
+        return near + share.to(near.dtype) * (far.to(near.dtype) - near)
+
+    def tokens(self, x: Tensor, padding: Tensor | None, state: State | None, cu_seqlens: Tensor | None) -> Tokens:
+        """The tokens of a call, by their numbers in their sequences."""
+        batch, length = x.shape[:2]
+        before = None if state is None else state["count"]
+        return Tokens.of(batch, length, padding, cu_seqlens, before, x.device)
+
+    def near(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        padding: Tensor | None,
+        state: State | None,
+        keep_state: bool,
+        cu_seqlens: Tensor | None,
+        tokens: Tokens,
+    ) -> tuple[Tensor, Tensor, State]:
+        """The attention, w [B, T, H, D] and log Z [B, T, H] float32, and the window's part of the new state."""
+        if cu_seqlens is not None or (state is None and padding is None and not keep_state):
+            return *self.attend(q, k, v, cu_seqlens), {}
+        own = {} if state is None else {name: state[name] for name in self.state_names}
+        if self.cache_bits < 16:
+            packed = PackedTokens(self.kept, own, padding, keep_state=keep_state)
+            near, lse = with_learned_sinks(*packed.attend(q, k, v, self.scale, self.softcap), self.learned_sinks)
+            return near, lse, packed.state
+        kept = KeptTokens(self.window, self.sinks, own, tokens)
+        keys, values = kept.update(k.transpose(1, 2), v.transpose(1, 2), 0)
+        if state is None and padding is None:
+            near, lse = self.attend(q, k, v, None)
+        else:
+            near, lse = self._attend_kept(q, keys.transpose(1, 2), values.transpose(1, 2), tokens, kept.seen)
+        return near, lse, kept.state
+
+    def share(self, x: Tensor, lse: Tensor, numbers: Tensor) -> Tensor:
+        """The state's share [B, T, H] float32 of the output.
+
+        Args:
+            x: [B, T, hidden]; lse: log Z [B, T, H] float32; numbers: of the tokens, [B, T] or [1, T], from 1.
+        """
+        unseen = self.unseen(numbers)
+        logit = self.share_proj(x).float() + self.slopes(unseen.clamp_min(1), lse)
+        share = logit.sigmoid() * (unseen > 0).unsqueeze(-1)
+        if self.training:
+            dropped = torch.rand(x.shape[0], 1, 1, device=x.device) < self.dropout
+            share = torch.where(dropped, 1.0, share)
+        return share
+
+    def unseen(self, numbers: Tensor) -> Tensor:
+        """Number of earlier tokens that the teacher's attention sees and the window does not."""
+        seen = numbers if self.family_window is None else numbers.clamp_max(self.family_window)
+        return (seen - self.window - self.sinks).clamp_min(0)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Attention within a call: w [B, T, H, D] and log Z [B, T, H] float32."""
+        shape = q.shape
+        if cu_seqlens is not None:
+            q, k, v = (part.flatten(0, 1).unsqueeze(0) for part in (q, k, v))
+        if self.cache_bits < 16:
+            if cu_seqlens is not None:
+                raise ValueError("cache bits: packed sequences are read in 16 bits; pad them instead")
+            near, lse = quantised_attention(q, k, v, self.window, self.sinks, self.scale, self.cache_bits, self.softcap)
+        else:
+            near, lse = window_attention(q, k, v, self.window, self.sinks, self.scale, cu_seqlens, self.softcap)
+        return with_learned_sinks(near.view(shape), lse.view(shape[:3]), self.learned_sinks)
+
+    def _attend_kept(
+        self, q: Tensor, keys: Tensor, values: Tensor, tokens: Tokens, seen: Tokens
+    ) -> tuple[Tensor, Tensor]:
+        """As `attend`, for rows with padding or with tokens from the cache in front: keys, values [B, S + T, HK, D]."""
+        if q.shape[1] <= few_queries(self.window, q):
+            mask = tokens.sees(seen, self.window, self.sinks, None)
+            return with_learned_sinks(*_masked(q, keys, values, mask, self.scale, self.softcap), self.learned_sinks)
+        near, lse = in_order(lambda q, k, v, _: self.attend(q, k, v, None), q, keys, values, seen)
+        return near, lse
+
+
+def _masked(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """Attention of few queries: q [B, T, H, D], k, v [B, N, HK, D], mask [B, T, N] bool."""
+    groups = q.shape[2] // k.shape[2]
+    grouped = q.unflatten(2, (-1, groups)).float()
+    scores = torch.einsum("bthgd,bnhd->bthgn", grouped, k.float()) * scale
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
+    scores = scores.masked_fill(~mask[:, :, None, None, :], -torch.inf)
+    lse = scores.logsumexp(-1)
+    output = torch.einsum("bthgn,bnhd->bthgd", (scores - lse.unsqueeze(-1)).exp(), v.float())
+    return output.flatten(2, 3).to(v.dtype), lse.flatten(2, 3)
