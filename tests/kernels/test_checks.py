@@ -75,13 +75,11 @@ WRONG: list[tuple[str, dict[str, Any], type[Exception], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
 @pytest.mark.parametrize(("changes", "error", "message"), [w[1:] for w in WRONG], ids=[w[0] for w in WRONG])
-def test_delta_rule_names_what_is_wrong(
-    form: Callable[..., Any], changes: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        form(**(delta_rule_inputs() | changes))
+def test_delta_rule_names_what_is_wrong(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    for form in FORMS:
+        with pytest.raises(error, match=message):
+            form(**(delta_rule_inputs() | changes))
 
 
 @pytest.mark.parametrize(("changes", "message"), [
@@ -174,7 +172,7 @@ print("went through")
 """
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.gpu
 @pytest.mark.parametrize("wrong", [(1, 128), (0, 70, 60, 128), (0, 129)])
 def test_wrong_offsets_on_a_gpu_stop_the_program(wrong: tuple[int, ...]) -> None:
     """In a process of its own: the device's assertion ends the whole CUDA context."""

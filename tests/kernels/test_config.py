@@ -1,5 +1,6 @@
 """Configurations of the chunk kernels: tables per chip, slices of the state, segments of a sequence."""
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -10,15 +11,16 @@ from deltanet_kernels.gated_delta_rule.chips import KERNELS, chunk_config, kerne
 from deltanet_kernels.gated_delta_rule.config import slices, step_slices, tile_width
 from deltanet_kernels.gated_delta_rule.segments import composes, segments_for
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (12, 0)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+
 @pytest.mark.parametrize(("K", "V"), [(8, 8), (64, 64), (100, 40), (128, 128), (40, 128), (256, 256)])
-def test_slices_of_V_never_exceed_the_head(K: int, V: int, dtype: torch.dtype, capability: tuple[int, int]) -> None:
-    config = chunk_config(K, V, dtype, capability)
-    padded = max(64 if dtype == torch.float16 else 16, 1 << (V - 1).bit_length())
-    for name in ("state_BV", "output_BV", "grad_BV", "pair_BV", "input_BV"):
-        assert 16 <= getattr(config, name) <= padded, name
+def test_slices_of_V_never_exceed_the_head(K: int, V: int) -> None:
+    for dtype, capability in itertools.product(DTYPES, [(8, 0), (9, 0), (12, 0)]):
+        config = chunk_config(K, V, dtype, capability)
+        padded = max(64 if dtype == torch.float16 else 16, 1 << (V - 1).bit_length())
+        for name in ("state_BV", "output_BV", "grad_BV", "pair_BV", "input_BV"):
+            assert 16 <= getattr(config, name) <= padded, (name, dtype, capability)
 
 
 @pytest.mark.parametrize(("K", "V"), [(16, 40), (40, 16), (32, 64), (64, 128), (128, 24)])
@@ -36,19 +38,15 @@ def test_only_hopper_prefetches_the_state_passes() -> None:
 
 
 @pytest.mark.parametrize("capability", [(7, 5), (9, 0), (10, 0)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_every_size_has_a_configuration_and_a_kernel_per_stage(
-    dtype: torch.dtype, capability: tuple[int, int]
-) -> None:  # fmt: skip
+def test_every_size_has_a_configuration_and_a_kernel_per_stage(capability: tuple[int, int]) -> None:
     stages = list(dict.fromkeys(row.stage for row in KERNELS))
     folder = Path(chips.__file__).parent
-    for K in range(1, 257, 15):
-        for V in range(1, 257, 15):
-            assert chunk_config(K, V, dtype, capability).C in (32, 64)
-            rows = kernels(K, V, dtype, capability, 2, 2, 2)
-            assert list(dict.fromkeys(row.stage for row in rows)) == stages
-            for file in (name.split()[0] for row in rows for name in row.file.split(", ")):
-                assert (folder / file).exists()
+    for dtype, K, V in itertools.product(DTYPES, range(1, 257, 15), range(1, 257, 15)):
+        assert chunk_config(K, V, dtype, capability).C in (32, 64)
+        rows = kernels(K, V, dtype, capability, 2, 2, 2)
+        assert list(dict.fromkeys(row.stage for row in rows)) == stages
+        for file in (name.split()[0] for row in rows for name in row.file.split(", ")):
+            assert (folder / file).exists()
 
 
 @pytest.mark.parametrize(

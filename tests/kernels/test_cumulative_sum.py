@@ -40,7 +40,6 @@ def test_torch_compile_sees_one_operator() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_compiled_on_a_gpu() -> None:
     x = torch.randn(8, 512, 9, device="cuda")
     torch.testing.assert_close(torch.compile(lambda x: cumulative_sum(2 * x) + 1)(x), (2 * x).cumsum(1) + 1)

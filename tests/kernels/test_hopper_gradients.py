@@ -20,7 +20,6 @@ from tests.kernels.cases import Case, make_inputs, plainly_in, relative_error, r
 from tests.kernels.hopper import EPS, WHOLE_CHUNKS, compile_for_hopper, needs_hopper
 from tests.kernels.triton_mode import DEVICE, triton_chunk
 
-gpu = pytest.mark.gpu
 CASES = [
     *WHOLE_CHUNKS,
     Case("value heads share a key head", T=128, B=2, H=2, HV=6),
@@ -133,7 +132,7 @@ def _stock_kernels(*key: Any) -> Any:
     return tuple(row for row in kernels(*key) if not row.gluon)
 
 
-@gpu
+@pytest.mark.gpu
 @needs_hopper
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -154,7 +153,7 @@ def test_gradients(case: Case, launched: list[torch.Size], monkeypatch: pytest.M
             assert error <= max(1.5 * EPS, 2 * relative_error(plain[name], x)), name
 
 
-@gpu
+@pytest.mark.gpu
 @needs_hopper
 def test_gradients_of_strided_inputs(launched: list[torch.Size]) -> None:
     """q, k and v in one tensor, the gradient of o transposed, or one number expanded."""
@@ -174,7 +173,7 @@ def test_gradients_of_strided_inputs(launched: list[torch.Size]) -> None:
     assert len(launched) == 4
 
 
-@gpu
+@pytest.mark.gpu
 @needs_hopper
 @pytest.mark.parametrize("HV", [2, 4])
 @pytest.mark.parametrize("segments", [1, 3])
@@ -203,7 +202,7 @@ def test_integers_bit_for_bit(HV: int, segments: int, launched: list[torch.Size]
     assert launched
 
 
-@gpu
+@pytest.mark.gpu
 @needs_hopper
 @pytest.mark.parametrize("HV", [8, 16])
 def test_thousand_runs_are_identical(HV: int, launched: list[torch.Size]) -> None:

@@ -23,7 +23,6 @@ from tests.kernels.cases import Case, make_inputs, plainly_in, relative_error, r
 from tests.kernels.hopper import EPS, WHOLE_CHUNKS, compile_for_hopper, needs_hopper
 from tests.kernels.triton_mode import DEVICE, triton_chunk
 
-gpu = pytest.mark.gpu
 CASES = [
     *WHOLE_CHUNKS,
     Case("two value heads share a key head", T=128, B=2, H=2, HV=4),
@@ -125,7 +124,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     return seen
 
 
-@gpu
+@pytest.mark.gpu
 @needs_hopper
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -185,7 +184,7 @@ def _both(inputs: dict[str, Any], bound: bool = False) -> tuple[Before, Before, 
     return found, Before(P, invert(L, q.dtype, q.shape[1], chunks, "tf32", 1), factors, bounds), L
 
 
-@gpu
+@pytest.mark.gpu
 @needs_hopper
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -205,7 +204,7 @@ def test_everything_before_the_state_pass(case: Case, K: int) -> None:
         assert not x.triu(1).any()
 
 
-@gpu
+@pytest.mark.gpu
 @needs_hopper
 @pytest.mark.parametrize("HV", [2, 8])
 @pytest.mark.parametrize("K", [64, 128])
@@ -223,7 +222,7 @@ def test_strides(K: int, HV: int, launched: list[torch.Size]) -> None:
     assert len(launched) == 4
 
 
-@gpu
+@pytest.mark.gpu
 @needs_hopper
 @pytest.mark.parametrize("HV", [2, 4, 6])
 @pytest.mark.parametrize(("K", "V"), [(64, 64), (128, 64)])
@@ -253,7 +252,7 @@ def test_integers_bit_for_bit(HV: int, K: int, V: int, segments: int, launched: 
     assert launched
 
 
-@gpu
+@pytest.mark.gpu
 @needs_hopper
 @pytest.mark.parametrize("segments", [2, 4])
 @pytest.mark.parametrize("K", [64, 128])
@@ -265,7 +264,7 @@ def test_segments(K: int, segments: int, launched: list[torch.Size]) -> None:
     assert len(launched) == 1
 
 
-@gpu
+@pytest.mark.gpu
 @needs_hopper
 @pytest.mark.parametrize("K", [64, 128])
 @pytest.mark.parametrize("HV", [8, 16, 32])

@@ -14,9 +14,8 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from deltanet_kernels.common import launch as module
 from deltanet_kernels.common.launch import launch, specialization
 from tests.kernels.cases import Case, make_inputs, results
-from tests.kernels.triton_mode import DEVICE, GPU, triton_chunk
+from tests.kernels.triton_mode import DEVICE, triton_chunk
 
-needs_gpu = pytest.mark.skipif(not GPU, reason="needs a CUDA device")
 needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
 
@@ -128,7 +127,7 @@ def test_values_are_of_this_call(dtype: torch.dtype, first: int, again: int) -> 
         torch.testing.assert_close(_run(x, n, few, factor, OFFSET), wanted.to(dtype), rtol=2e-3, atol=2e-3)
 
 
-@needs_gpu
+@pytest.mark.gpu
 def test_a_launch_seen_before_passes_the_binder_by(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.arange(64.0, device=DEVICE)
     wanted = _run(x, 48, 5, 2.5, 3)
@@ -143,7 +142,7 @@ def test_a_launch_seen_before_passes_the_binder_by(monkeypatch: pytest.MonkeyPat
         _run(x, 48, 5, 2.5, 4)
 
 
-@needs_gpu
+@pytest.mark.gpu
 def test_lengths_share_their_code() -> None:
     x = torch.randn(64, device=DEVICE)
     _run(x, 33, 5, 2.0, 0)

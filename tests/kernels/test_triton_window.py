@@ -121,12 +121,7 @@ def test_one_run_gives_the_bits_of_the_next() -> None:
         assert all(torch.equal(again[name], y) for name, y in first.items())
 
 
-gpu = pytest.mark.gpu
-needs_gpu = pytest.mark.skipif(not GPU, reason="needs a CUDA device")
-
-
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("case", TILES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_low_precision(case: Case, dtype: torch.dtype) -> None:
@@ -134,8 +129,7 @@ def test_low_precision(case: Case, dtype: torch.dtype) -> None:
     assert_close(results(triton_window, inputs), truth(inputs), torch.finfo(dtype).eps * case.condition)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("D", [16, 40, 64, 80, 96, 128, 192, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(("window", "sinks"), [(64, 4), (256, 4), (100, 33), (1, 1)])
@@ -153,8 +147,7 @@ def test_every_head_size_repeats(D: int, dtype: torch.dtype, window: int, sinks:
             assert all(torch.equal(again[name], y) for name, y in first.items())
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("D", [16, 64, 128, 256])
 def test_exact_inputs_give_exact_sums(D: int) -> None:
     """With equal scores and integer values every sum is exact, so that no product may lose or double a token."""
@@ -170,8 +163,7 @@ def test_exact_inputs_give_exact_sums(D: int) -> None:
     assert error < 0.5 + wanted.abs().max() * torch.finfo(torch.bfloat16).eps
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 def test_a_graph_replays() -> None:
     inputs = make(PACKED, torch.bfloat16, DEVICE)
     q, k, v = (inputs[name].detach() for name in ("q", "k", "v"))
@@ -185,8 +177,7 @@ def test_a_graph_replays() -> None:
         assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 def test_offsets_beyond_32_bits() -> None:
     """B T HQ D exceeds 2^31: the last row gives what it gives alone."""
     B, T, HQ, D = 9, 16384, 64, 256
@@ -198,8 +189,7 @@ def test_offsets_beyond_32_bits() -> None:
     assert torch.equal(lse[-1:], alone[1])
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 def test_the_gradient_takes_little_memory() -> None:
     """Less than three times the inputs and outputs, at any length."""
     for T, window in itertools.product((4096, 32768), (64, 512)):

@@ -261,7 +261,6 @@ def test_an_opening_outside_of_its_range_counts_as_its_end_and_can_return() -> N
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("kind", KINDS)
 def test_on_a_gpu_rows_of_2048_tokens_train_in_bfloat16(kind: str) -> None:
     """Outputs and gradients against float64, relative to what the rounded inputs allow."""

@@ -339,7 +339,6 @@ def test_new_parts_are_the_linear_branch() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @torch.no_grad()
 def test_on_a_gpu_all_caches_give_the_same_tokens() -> None:
     """Growing, offloaded, and from CUDA graphs with a static cache."""

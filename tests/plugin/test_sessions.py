@@ -373,7 +373,6 @@ def test_a_session_goes_on_in_another_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @torch.no_grad()
 @pytest.mark.parametrize("name", [*rows(), "sliding", "gated_deltanet+window"])
 def test_on_a_gpu_sessions_go_on_bit_by_bit_and_move_to_a_cpu(name: str, tmp_path: Path) -> None:

@@ -209,7 +209,6 @@ def test_impossible_window_is_refused() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_on_a_gpu_the_cache_gives_what_the_mask_gives(dtype: torch.dtype) -> None:
