@@ -14,6 +14,7 @@ import torch
 from deltanet_kernels import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from deltanet_kernels.dispatch import Operator
 from deltanet_kernels.gated_delta_rule import drop_in
+from support.refusals import assert_refused
 from tests.kernels.cases import Case, as_double, assert_close, make_inputs, relative_error, results, truth
 from tests.kernels.triton_mode import DEVICE, GPU
 
@@ -247,11 +248,9 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("change", "error", "message"), WRONG)
-def test_wrong_arguments_are_named(change: dict[str, Any], error: type[Exception], message: str) -> None:
-    for form in FORMS:
-        with pytest.raises(error, match=message):
-            form(**tiny() | change)
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
+def test_wrong_arguments_are_named(form: Any) -> None:
+    assert_refused(form, [(tiny() | change, *refusal) for change, *refusal in WRONG])
 
 
 WRONG_GATES: list[tuple[dict[str, Any], str]] = [
@@ -265,10 +264,9 @@ WRONG_GATES: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("change", "message"), WRONG_GATES)
-def test_wrong_gates_are_named(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        fused_recurrent_gated_delta_rule(**tiny() | change)
+def test_wrong_gates_are_named() -> None:
+    rows = [(tiny() | change, ValueError, message) for change, message in WRONG_GATES]
+    assert_refused(fused_recurrent_gated_delta_rule, rows)
 
 
 def test_positions_of_flash_linear_attention_are_never_mistaken() -> None:

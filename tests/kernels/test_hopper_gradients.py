@@ -47,42 +47,31 @@ def _inputs(heads: tuple[int, int, int], K: int, dtype: torch.dtype) -> list[tor
     return [torch.zeros(1, 64, n, K, dtype=dtype) for n in (*heads, max(heads))]
 
 
-@pytest.mark.parametrize(
-    ("heads", "K", "dtype", "capability", "wanted"),
-    [
-        ((2, 2, 2), 128, torch.bfloat16, (9, 0), True),
-        ((2, 2, 6), 128, torch.bfloat16, (9, 0), True),
-        ((4, 2, 2), 128, torch.bfloat16, (9, 0), False),
-        ((2, 2, 2), 64, torch.bfloat16, (9, 0), False),
-        ((2, 2, 2), 100, torch.bfloat16, (9, 0), False),
-        ((2, 2, 2), 256, torch.bfloat16, (9, 0), False),
-        ((2, 2, 2), 128, torch.float16, (9, 0), False),
-        ((2, 2, 2), 128, torch.float32, (9, 0), False),
-        ((2, 2, 2), 128, torch.bfloat16, (8, 0), False),
-        ((2, 2, 2), 128, torch.bfloat16, (10, 0), False),
-        ((2, 2, 2), 128, torch.bfloat16, (0, 0), False),
-    ],
-)
-def test_serves_heads_of_128_in_bfloat16_on_hopper(
-    heads: tuple[int, int, int],
-    K: int,
-    dtype: torch.dtype,
-    capability: tuple[int, int],
-    wanted: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+SERVED: list[tuple[tuple[int, int, int], int, torch.dtype, tuple[int, int], bool]] = [
+    ((2, 2, 2), 128, torch.bfloat16, (9, 0), True),
+    ((2, 2, 6), 128, torch.bfloat16, (9, 0), True),
+    ((4, 2, 2), 128, torch.bfloat16, (9, 0), False),
+    ((2, 2, 2), 64, torch.bfloat16, (9, 0), False),
+    ((2, 2, 2), 100, torch.bfloat16, (9, 0), False),
+    ((2, 2, 2), 256, torch.bfloat16, (9, 0), False),
+    ((2, 2, 2), 128, torch.float16, (9, 0), False),
+    ((2, 2, 2), 128, torch.float32, (9, 0), False),
+    ((2, 2, 2), 128, torch.bfloat16, (8, 0), False),
+    ((2, 2, 2), 128, torch.bfloat16, (10, 0), False),
+    ((2, 2, 2), 128, torch.bfloat16, (0, 0), False),
+]
+
+
+def test_serves_heads_of_128_in_bfloat16_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(select, "gradients_kernel", lambda: "a kernel")
-    q, k, v, do = _inputs(heads, K, dtype)
-    monkeypatch.setattr(launch_plan, "capability", lambda device: capability)
-    plan = launch_plan.launch_plan(q, k, v, None, "tf32", "decayed")
-
-    def served(**change: Any) -> bool:
-        return plan._replace(**change).serving(GRADIENTS, q, k, do) is HOPPER_GRADIENTS
-
-    assert served() is wanted
-    assert not served(full=False)
-    assert not served(precision="ieee")
-    assert not served(default=False)
+    for row in SERVED:
+        heads, K, dtype, capability, wanted = row
+        q, k, v, do = _inputs(heads, K, dtype)
+        monkeypatch.setattr(launch_plan, "capability", lambda device, capability=capability: capability)
+        plan = launch_plan.launch_plan(q, k, v, None, "tf32", "decayed")
+        assert (plan.serving(GRADIENTS, q, k, do) is HOPPER_GRADIENTS) is wanted, row
+        for change in ({"full": False}, {"precision": "ieee"}, {"default": False}):
+            assert plan._replace(**change).serving(GRADIENTS, q, k, do) is not HOPPER_GRADIENTS, (row, change)
 
 
 def test_leaves_addresses_that_16_bytes_do_not_divide_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
