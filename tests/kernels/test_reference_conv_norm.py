@@ -20,9 +20,12 @@ def conv_in_float64(
     return y.transpose(1, 2)
 
 
-@pytest.mark.parametrize(("T", "W"), list(itertools.product([1, 2, 3, 4, 9], [1, 2, 4])))
 @pytest.mark.parametrize(
-    ("activation", "full"), [(None, False), ("silu", True)], ids=["bare", "activation, bias and state"]
+    ("T", "W", "activation", "full"),
+    [
+        *((T, W, "silu", True) for T, W in itertools.product([1, 2, 3, 4, 9], [1, 2, 4])),
+        *((T, W, None, False) for T, W in ((1, 4), (2, 4), (9, 4), (9, 2), (9, 1))),
+    ],
 )
 def test_convolution(T: int, W: int, activation: str | None, full: bool) -> None:
     torch.manual_seed(0)
