@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -83,9 +84,8 @@ def test_equal_where_the_order_of_a_sum_does_not_matter(form: str, dtype: torch.
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_within_a_rounding_in_every_layout(dtype: torch.dtype, layout: str) -> None:
-    for number, shape in enumerate(SHAPES):
+def test_within_a_rounding_in_every_layout(layout: str) -> None:
+    for dtype, (number, shape) in itertools.product(DTYPES, enumerate(SHAPES)):
         form = list(FORMS)[number % 3]
         x, weight, residual = make(shape, dtype)
         for addend in (None, residual):
