@@ -121,8 +121,9 @@ def test_padding_on_either_side_changes_nothing(name: str) -> None:
 @pytest.mark.parametrize("name", KINDS)
 @torch.no_grad()
 def test_greedy_decoding_and_beams(name: str) -> None:
+    """Over the end of a group of 32 tokens."""
     model = made(name)
-    options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     answer = model.generate(LONG[:, :60], **options)
     logits = model(answer, use_cache=False).logits
     assert torch.equal(answer[:, 60:], logits[:, 59:-1].argmax(-1))
@@ -143,7 +144,7 @@ def test_tokens_are_taken_back(name: str) -> None:
     found = model(LONG[:, 95:110], past_key_values=cache, use_cache=True).logits
     wanted = model(LONG[:, :110], use_cache=False).logits[:, 95:]
     assert (found - wanted).abs().max() < BOUND.get(name, 1e-9) * wanted.abs().max()
-    plain = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    plain = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     expected = model.generate(LONG[:1, :60], **plain)
     assert torch.equal(model.generate(LONG[:1, :60], prompt_lookup_num_tokens=4, **plain), expected)
     assert torch.equal(model.generate(LONG[:1, :60], assistant_model=copy.deepcopy(model), **plain), expected)
