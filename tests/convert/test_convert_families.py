@@ -46,6 +46,7 @@ def test_converted_model_is_what_was_measured(
     converted = [i for i in range(LAYERS) if layers == "all" or i % 2 == 0]
     found = [i for i, layer in enumerate(model.model.layers) if isinstance(layer.self_attn, GatedDeltaNet)]
     assert found == converted == report["plan"]["converted_layers"]
+    assert report["plan"]["parameters"] == sum(parameter.numel() for parameter in model.parameters())
     # Softmax attention with the converted layers' weights is the teacher's.
     assert [layer["index"] for layer in report["layers"]] == converted
     assert max(layer["softmax_error"] for layer in report["layers"]) < 1e-5

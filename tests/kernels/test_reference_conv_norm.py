@@ -25,6 +25,8 @@ def conv_in_float64(
     [
         *((T, W, "silu", True) for T, W in itertools.product([1, 2, 3, 4, 9], [1, 2, 4])),
         *((T, W, None, False) for T, W in ((1, 4), (2, 4), (9, 4), (9, 2), (9, 1))),
+        (9, 4, "silu", False),
+        (9, 4, None, True),
     ],
 )
 def test_convolution(T: int, W: int, activation: str | None, full: bool) -> None:

@@ -1,6 +1,6 @@
 """Every option of the mapped rules as a model: decoding, padding, packing and the size of the state.
 
-`test_every_family.py` does the same with each mixer's defaults.
+`test_every_family_and_rule.py` does the same with each mixer's defaults.
 """
 
 from __future__ import annotations

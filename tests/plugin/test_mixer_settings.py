@@ -1,6 +1,6 @@
 """Settings that every mixer with a recurrent state shares: centred keys, write strengths up to 2, a bfloat16 state.
 
-`test_every_family.py` runs the settings through every family; here each one is compared with its definition.
+`test_every_family_and_rule.py` runs the settings through every family; here each one is compared with its definition.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every family and kind of layer: loading, generation, padding, packing, beams and PEFT."""
+"""Every family, rule and kind of layer: loading, generation, padding, packing, beams and PEFT."""
 
 from __future__ import annotations
 
