@@ -24,3 +24,11 @@ def _compiled_from_the_start() -> Iterator[None]:
     yield
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without a CUDA device, tests with the marker `gpu` are deselected, which pytest counts."""
+    if torch.cuda.is_available():
+        return
+    config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("gpu")])
+    items[:] = [item for item in items if not item.get_closest_marker("gpu")]

@@ -52,8 +52,7 @@ def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_links_lead_somewhere(page: Path) -> None:
+def links_lead_somewhere(page: Path) -> None:
     for link in LINK.findall(page.read_text(encoding="utf-8")):
         if link.startswith(("https://", "http://")):
             continue
@@ -64,8 +63,7 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in anchors(linked), link
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_command_lines_parse(page: Path) -> None:
+def command_lines_parse(page: Path) -> None:
     for line in command_lines(page.read_text(encoding="utf-8")):
         words = shlex.split(line, comments=True)[1:]
         if not words or words[0] == "--help":
@@ -84,8 +82,7 @@ def test_command_lines_parse(page: Path) -> None:
             pytest.fail(f"{line}: {error}")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_recipes_modules_and_scripts_exist(page: Path) -> None:
+def recipes_modules_and_scripts_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     for line in command_lines(text):
         words = shlex.split(line, comments=True)
@@ -97,6 +94,13 @@ def test_recipes_modules_and_scripts_exist(page: Path) -> None:
         assert benchmark in NAMES, benchmark
     for script in re.findall(r"python (tools/\w+\.py)", text):
         assert (ROOT / script).exists(), script
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_what_a_page_names_exists(page: Path) -> None:
+    links_lead_somewhere(page)
+    command_lines_parse(page)
+    recipes_modules_and_scripts_exist(page)
 
 
 @pytest.fixture

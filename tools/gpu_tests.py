@@ -26,7 +26,7 @@ from deltanet_hf.exit_codes import run_command
 from measuring.markdown import Column, table
 
 RECORD = Path(__file__).parents[1] / "tests/gpu_run.json"
-SUITES = (["tests/kernels", "tests/plugin"], ["-m", "gpu", "tests/recipes"])
+SUITES = (["tests/kernels", "tests/plugin"], ["-m", "gpu", "tests/convert", "tests/recipes"])
 
 
 def counted(arguments: list[str]) -> dict[str, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
 from deltanet_recipes.cli import main
+from support.refusals import assert_refused
 from support.tiny_conversion import TOKENS, quick_start, teacher_folder, text_file, tiny_conversion
 
 QWEN3_5 = GatedDeltaNet.default_settings("qwen3_5")
@@ -110,50 +112,45 @@ def test_without_the_memory_fit_only_gate_and_norm_are_fitted(tmp_path: Path, pr
     assert not math.isclose(figures["half_life"][0], figures["half_life"][-1], rel_tol=0.5)
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        (("rope",), "KEY=VALUE"),
-        (("ropes=false",), "unknown key 'ropes'"),
-        (("profile=qwen3_5",), "unknown key 'profile'"),
-        (("rope=no",), "rope: got 'no', expected true or false"),
-        (("conv_size=9",), "conv_size: got 9"),
-        (("output_gate_rank=-1",), "output_gate_rank: got '-1'"),
-        (("output_gate=false", "output_gate_rank=2"), "expected 0 because output_gate is false"),
-        (("output_norm=false",), "output_norm: got False"),
-        (("num_householder=2",), "unknown key 'num_householder'"),
-        (("rope=false", "rope=true"), "twice"),
-        (("output_norm=none", "output_gate=false"), "keep one of the two"),
-    ],
-)
-def test_a_wrong_change_is_one_clear_error(changes: tuple[str, ...], words: str) -> None:
-    with pytest.raises(UserError, match=r"^--set[^\n]*$") as caught:
-        ConvertOptions(changes=changes)
-    assert words in str(caught.value)
+WRONG_CHANGES: list[tuple[tuple[str, ...], str]] = [
+    (("rope",), "KEY=VALUE"),
+    (("ropes=false",), "unknown key 'ropes'"),
+    (("profile=qwen3_5",), "unknown key 'profile'"),
+    (("rope=no",), "rope: got 'no', expected true or false"),
+    (("conv_size=9",), "conv_size: got 9"),
+    (("output_gate_rank=-1",), "output_gate_rank: got '-1'"),
+    (("output_gate=false", "output_gate_rank=2"), "expected 0 because output_gate is false"),
+    (("output_norm=false",), "output_norm: got False"),
+    (("num_householder=2",), "unknown key 'num_householder'"),
+    (("rope=false", "rope=true"), "twice"),
+    (("output_norm=none", "output_gate=false"), "keep one of the two"),
+]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"mixer": "deltaproduct", "changes": ("num_householder=0",)}, "^--set: num_householder: got 0, .* at least 1"),
-        (
-            {"mixer": "deltaproduct", "profile": "qwen3_5"},
-            "^--profile: got 'qwen3_5', but deltaproduct has only faithful",
-        ),
-        ({"mixer": "window", "profile": "qwen3_5"}, "^--profile: got 'qwen3_5', but window has only faithful"),
-        ({"mixer": "window", "changes": ("window=0",)}, "^--set: window: got 0, expected a whole number of at least 1"),
-        ({"mixer": "mamba"}, "^--mixer: got 'mamba', expected one of gated_deltanet, deltaproduct, linear, retention"),
-        ({"profile": "native"}, "^--profile: got 'native', expected one of faithful, qwen3_5"),
-        ({"profile": "qwen3_5", "changes": ("rope=true",)}, "^--set rope=true: --profile qwen3_5 fixes the settings"),
-        ({"profile": "qwen3_5", "training": False}, "^--no-training: --profile qwen3_5 fixes the settings"),
-        ({"mixer": "window", "fit_memory": False}, "^--no-fit-memory: no decay is fitted .* --mixer window"),
-        ({"mixer": "linear", "fit_memory": False}, "^--no-fit-memory: no decay is fitted .* --mixer linear"),
-        ({"mixer": "comba", "profile": "qwen3_5"}, "^--profile: got 'qwen3_5', but comba has only faithful"),
-    ],
-)
-def test_options_that_do_not_fit_together_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        ConvertOptions(**options)
+def test_a_wrong_change_is_one_clear_error() -> None:
+    rows = [
+        ({"changes": changes}, UserError, rf"^--set[^\n]*{re.escape(words)}[^\n]*$") for changes, words in WRONG_CHANGES
+    ]
+    assert_refused(ConvertOptions, rows)
+
+
+WRONG_OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"mixer": "deltaproduct", "changes": ("num_householder=0",)}, "^--set: num_householder: got 0, .* at least 1"),
+    ({"mixer": "deltaproduct", "profile": "qwen3_5"}, "^--profile: got 'qwen3_5', but deltaproduct has only faithful"),
+    ({"mixer": "window", "profile": "qwen3_5"}, "^--profile: got 'qwen3_5', but window has only faithful"),
+    ({"mixer": "window", "changes": ("window=0",)}, "^--set: window: got 0, expected a whole number of at least 1"),
+    ({"mixer": "mamba"}, "^--mixer: got 'mamba', expected one of gated_deltanet, deltaproduct, linear, retention"),
+    ({"profile": "native"}, "^--profile: got 'native', expected one of faithful, qwen3_5"),
+    ({"profile": "qwen3_5", "changes": ("rope=true",)}, "^--set rope=true: --profile qwen3_5 fixes the settings"),
+    ({"profile": "qwen3_5", "training": False}, "^--no-training: --profile qwen3_5 fixes the settings"),
+    ({"mixer": "window", "fit_memory": False}, "^--no-fit-memory: no decay is fitted .* --mixer window"),
+    ({"mixer": "linear", "fit_memory": False}, "^--no-fit-memory: no decay is fitted .* --mixer linear"),
+    ({"mixer": "comba", "profile": "qwen3_5"}, "^--profile: got 'qwen3_5', but comba has only faithful"),
+]
+
+
+def test_options_that_do_not_fit_together_are_refused() -> None:
+    assert_refused(ConvertOptions, [(options, UserError, message) for options, message in WRONG_OPTIONS])
 
 
 def test_the_settings_depend_on_whether_the_model_will_be_trained() -> None:

@@ -1,4 +1,4 @@
-"""Converts, checks, writes and loads every family with every profile, as a hybrid and with all layers."""
+"""Converts, checks, writes and loads every family, the profiles in turn, with all layers and as a hybrid."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ from deltanet_hf.models.families import FAMILIES
 from support.tiny_conversion import quick_start, teacher_folder, tiny_conversion, tiny_job, tiny_tokenizer
 from support.tiny_models import LAYERS
 
-CASES = [
-    pytest.param(family, profile, layers, id=f"{family}-{profile}-{layers}")
-    for family in FAMILIES
-    for profile in ("faithful", "qwen3_5")
-    for layers in ("all", "every:2")
-]
+PROFILES = ("faithful", "qwen3_5")
+CASES = {(family, PROFILES[number % 2], "all") for number, family in enumerate(FAMILIES)}
+# Qwen2 in every combination, because an export needs norms in one of them; hybrids of some others.
+CASES |= {("qwen2", profile, layers) for profile in PROFILES for layers in ("all", "every:2")}
+CASES |= {("llama", "qwen3_5", "every:2"), ("phi3", "qwen3_5", "every:2"), ("gemma3_text", "faithful", "every:2")}
 
 
 def held_out_loss(model: Any, ids: torch.Tensor) -> float:
@@ -30,7 +29,7 @@ def held_out_loss(model: Any, ids: torch.Tensor) -> float:
         return float(torch.stack([model(row[None], labels=row[None]).loss for row in ids]).mean())
 
 
-@pytest.mark.parametrize(("family", "profile", "layers"), CASES)
+@pytest.mark.parametrize(("family", "profile", "layers"), sorted(CASES))
 def test_converted_model_is_what_was_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, profile: str, layers: str
 ) -> None:
@@ -47,6 +46,7 @@ def test_converted_model_is_what_was_measured(
     converted = [i for i in range(LAYERS) if layers == "all" or i % 2 == 0]
     found = [i for i, layer in enumerate(model.model.layers) if isinstance(layer.self_attn, GatedDeltaNet)]
     assert found == converted == report["plan"]["converted_layers"]
+    assert report["plan"]["parameters"] == sum(parameter.numel() for parameter in model.parameters())
     # Softmax attention with the converted layers' weights is the teacher's.
     assert [layer["index"] for layer in report["layers"]] == converted
     assert max(layer["softmax_error"] for layer in report["layers"]) < 1e-5
@@ -76,17 +76,26 @@ def held_out_ids(job: Any) -> torch.Tensor:
     return ids
 
 
+WRONG = {
+    "rows repeated": lambda rows, head_dim, times: rows.repeat_interleave(times, dim=0),
+    "heads tiled": lambda rows, head_dim, times: torch.cat([rows] * times),
+}
+
+
 @pytest.mark.parametrize(
-    "wrong",
+    ("family", "wrong"),
     [
-        pytest.param(lambda rows, head_dim, times: rows.repeat_interleave(times, dim=0), id="rows repeated"),
-        pytest.param(lambda rows, head_dim, times: torch.cat([rows] * times), id="heads tiled"),
+        ("llama", "rows repeated"),
+        ("llama", "heads tiled"),
+        ("qwen2", "rows repeated"),
+        ("qwen3", "heads tiled"),
+        ("olmo2", "rows repeated"),
+        ("phi3", "heads tiled"),
     ],
 )
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "olmo2", "phi3"])
-def test_wrong_head_mapping_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, wrong: Any) -> None:
+def test_wrong_head_mapping_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, wrong: str) -> None:
     monkeypatch.setitem(START, "gated_deltanet", quick_start)
-    monkeypatch.setattr(copy_weights, "expand_heads", wrong)
+    monkeypatch.setattr(copy_weights, "expand_heads", WRONG[wrong])
     teacher = teacher_folder(tmp_path / "teacher", family)
     with pytest.raises(QualityError, match="layer 0: softmax attention"):
         tiny_conversion(teacher, tmp_path / "out")

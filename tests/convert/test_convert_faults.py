@@ -176,10 +176,10 @@ def test_a_target_that_cannot_be_made_is_refused(teacher: Path, tmp_path: Path, 
     assert sorted(tmp_path.iterdir()) == before
 
 
-@pytest.mark.parametrize("device", ["banana", "meta", "", "-1", "cuda:99", "mps"])
-def test_a_device_that_is_not_there_is_refused(teacher: Path, tmp_path: Path, device: str) -> None:
-    with pytest.raises(UserError, match="--device"):
-        prepare(str(teacher), tmp_path / "out", ConvertOptions(device=device))
+def test_a_device_that_is_not_there_is_refused(teacher: Path, tmp_path: Path) -> None:
+    for device in ("banana", "meta", "", "-1", "cuda:99", "mps"):
+        with pytest.raises(UserError, match="--device"):
+            prepare(str(teacher), tmp_path / "out", ConvertOptions(device=device))
 
 
 @pytest.mark.parametrize("tokens", [10**11, 10**30, 63])

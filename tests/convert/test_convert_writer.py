@@ -104,8 +104,13 @@ def test_nothing_has_its_final_name_before_finish(tmp_path: Path) -> None:
     assert all(file.name.endswith(".tmp") for file in tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("call", ["posix_fallocate", "pwrite", "fsync", "replace"])
-@pytest.mark.parametrize(("code", "message"), [(errno.ENOSPC, "disk is full"), (errno.EROFS, "cannot be written")])
+@pytest.mark.parametrize(
+    ("call", "code", "message"),
+    [
+        *((call, errno.ENOSPC, "disk is full") for call in ("posix_fallocate", "pwrite", "fsync", "replace")),
+        ("pwrite", errno.EROFS, "cannot be written"),
+    ],
+)
 def test_refusals_of_the_disk_are_clear(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int, message: str
 ) -> None:

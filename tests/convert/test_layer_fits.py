@@ -192,6 +192,15 @@ def test_a_bad_weight_is_reported_after_the_layers_before_it(
     assert steps(tmp_path) == ["embedding", "layer 0", "layer 1"]
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt, also where the shell has started pytest in the background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_does_not_wait_for_the_fits(
     teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -236,29 +236,31 @@ def test_an_import_error_in_the_package_is_not_hidden(converted: Path, monkeypat
         shim(converted)
 
 
-@pytest.mark.parametrize(
-    ("card", "found"),
-    [
-        ("---\nlicense: mit\n---\n", {"license": "mit"}),
-        ("---\r\nlicense: mit\r\n---\r\n", {"license": "mit"}),
-        ("---\nlicense: [mit, apache-2.0]\n---\n", {"license": ["mit", "apache-2.0"]}),
-        ('---\nlicense: "a: b"\nlicense_link: http://x\n---', {"license": "a: b", "license_link": "http://x"}),
-        ("---\nlicense: [mit\n---\n", {}),
-        ("---\nlicense: {a: b}\n---\n", {}),
-        ("---\n- a\n---\n", {}),
-        ("---\nlicense: !!python/object/apply:os.system ['true']\n---\n", {}),
-        ("---\nlicense: !!bool maybe\n---\n", {}),
-        ("---\nlicense: mit\n", {}),
-        ("# title\n", {}),
-        ("", {}),
-        (None, {}),
-    ],
-)
-def test_the_licence_of_any_card(tmp_path: Path, card: str | None, found: dict[str, object]) -> None:
-    if card is not None:
-        (tmp_path / "README.md").write_bytes(card.encode())
-    assert licence_of(tmp_path) == found
-    assert ("name no licence" in licence_note("x", tmp_path)) == (found == {})
+CARDS: list[tuple[str | None, dict[str, object]]] = [
+    ("---\nlicense: mit\n---\n", {"license": "mit"}),
+    ("---\r\nlicense: mit\r\n---\r\n", {"license": "mit"}),
+    ("---\nlicense: [mit, apache-2.0]\n---\n", {"license": ["mit", "apache-2.0"]}),
+    ('---\nlicense: "a: b"\nlicense_link: http://x\n---', {"license": "a: b", "license_link": "http://x"}),
+    ("---\nlicense: [mit\n---\n", {}),
+    ("---\nlicense: {a: b}\n---\n", {}),
+    ("---\n- a\n---\n", {}),
+    ("---\nlicense: !!python/object/apply:os.system ['true']\n---\n", {}),
+    ("---\nlicense: !!bool maybe\n---\n", {}),
+    ("---\nlicense: mit\n", {}),
+    ("# title\n", {}),
+    ("", {}),
+    (None, {}),
+]
+
+
+def test_the_licence_of_any_card(tmp_path: Path) -> None:
+    for number, (card, found) in enumerate(CARDS):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        if card is not None:
+            (folder / "README.md").write_bytes(card.encode())
+        assert licence_of(folder) == found, card
+        assert ("name no licence" in licence_note("x", folder)) == (found == {}), card
 
 
 def test_metadata_of_odd_names_and_values() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from deltanet_convert.select.command import select_command
 from deltanet_convert.select.units import Candidates
 from deltanet_hf.errors import UserError
 from support.far_model import far_folder
+from support.refusals import assert_refused
 from support.tiny_conversion import teacher_folder, tiny_job
 from support.tiny_models import teacher_config
 from support.tiny_selection import tiny_selection, tiny_task
@@ -57,31 +59,31 @@ def test_budgets_in_bytes_are_kept_and_could_not_keep_one_more(spec: str) -> Non
     assert SMOLLM2.total(found, 30) <= allowed < SMOLLM2.total(found + 1, 30)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("many", "--keep many: expected a number of units"),
-        ("", "--keep : expected a number of units"),
-        ("-1", "--keep -1: expected"),
-        ("²", "--keep ²: expected"),
-        ("0", "--keep 0: keeps none of the 30 units"),
-        ("2%", "--keep 2%: keeps none"),
-        ("30", "--keep 30: keeps all 30 units; leave at least one"),
-        ("31", "--keep 31: there are only 30 units"),
-        ("200%", "--keep 200%: there are only 30"),
-        ("40MB@", "'' is no length in tokens"),
-        ("40MB@0", "'0' is no length in tokens"),
-        ("40XB@2048", "--keep 40XB@2048: got '40XB', expected a size"),
-        ("1MB@2048", "are too few: the states alone are 4.4 MB, with one unit kept 5.8 MB"),
-        ("1GB@2048", "keeps all 30 units"),
-        ("0%@2048", "0 B are too few"),
-    ],
-)
-def test_budgets_that_make_no_sense_are_refused(text: str, message: str) -> None:
-    with pytest.raises(UserError) as caught:
+WRONG_BUDGETS: list[tuple[str, str]] = [
+    ("many", "--keep many: expected a number of units"),
+    ("", "--keep : expected a number of units"),
+    ("-1", "--keep -1: expected"),
+    ("²", "--keep ²: expected"),
+    ("0", "--keep 0: keeps none of the 30 units"),
+    ("2%", "--keep 2%: keeps none"),
+    ("30", "--keep 30: keeps all 30 units; leave at least one"),
+    ("31", "--keep 31: there are only 30 units"),
+    ("200%", "--keep 200%: there are only 30"),
+    ("40MB@", "'' is no length in tokens"),
+    ("40MB@0", "'0' is no length in tokens"),
+    ("40XB@2048", "--keep 40XB@2048: got '40XB', expected a size"),
+    ("1MB@2048", "are too few: the states alone are 4.4 MB, with one unit kept 5.8 MB"),
+    ("1GB@2048", "keeps all 30 units"),
+    ("0%@2048", "0 B are too few"),
+]
+
+
+def test_budgets_that_make_no_sense_are_refused() -> None:
+    def units(text: str) -> None:
         Budget.parse(text).units(THIRTY, SMOLLM2 if "@" in text else None)
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
+
+    rows = [({"text": text}, UserError, rf"^[^\n]*{re.escape(message)}[^\n]*$") for text, message in WRONG_BUDGETS]
+    assert_refused(units, rows)
 
 
 def test_a_length_at_which_the_cache_is_smaller_than_the_state_is_refused() -> None:
@@ -170,43 +172,44 @@ GOOD: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"format": "deltanet-hf selection 9"}, "key 'format' is 'deltanet-hf selection 9'"),
-        ({"kept": [1, 1]}, "key 'kept' lists a unit twice"),
-        ({"kept": [1, 4]}, "key 'kept' holds 4, which the model does not have"),
-        ({"kept": [1, -1]}, "key 'kept' holds -1"),
-        ({"kept": [1, True]}, "key 'kept' holds True, expected a layer index"),
-        ({"kept": [[1, 0]]}, "key 'kept' holds [1, 0], expected a layer index"),
-        ({"kept": {}}, "key 'kept' is {}, expected a JSON list"),
-        ({"kept": [], "order": []}, "key 'kept' lists nothing"),
-        ({"order": [1, 3]}, "keys 'order' and 'kept' list different units"),
-        ({"local": 3}, "key 'local' is 3, expected a JSON list"),
-        ({"local": [4]}, "key 'local' holds 4, which the model does not have"),
-        ({"local": [[0, 1]]}, "key 'local' holds [0, 1], expected a layer index"),
-        ({"local": [0, 2]}, "keys 'kept' and 'local' both list layers [2]"),
-        ({"local": [0, 3]}, "keeps all 4 layers"),
-        ({"unit": "neuron"}, "key 'unit' is 'neuron'"),
-        ({"unit": "kv_head"}, "expected [layer, key/value head]"),
-        ({"unit": "kv_head", "kept": [[0, 2]], "order": [[0, 2]]}, "holds [0, 2], which the model does not have"),
-        ({"num_hidden_layers": "4"}, "key 'num_hidden_layers' is '4', expected a JSON whole number"),
-        ({"num_key_value_heads": 0}, "key 'num_key_value_heads' is 0, expected at least 1"),
-        ({"teacher": None}, "key 'teacher' is None, expected a JSON string"),
-        ({"model_type": "qwen3"}, "key 'model_type' is 'qwen3', the teacher's is 'llama'"),
-        ({"num_hidden_layers": 8}, "key 'num_hidden_layers' is 8, the teacher's is 4"),
-        ({"num_key_value_heads": 4}, "key 'num_key_value_heads' is 4, the teacher's is 2"),
-        ({"kept": [0, 1, 2, 3], "order": [0, 1, 2, 3]}, "keeps all 4 layers"),
-    ],
-)
-def test_files_that_make_no_sense_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"format": "deltanet-hf selection 9"}, "key 'format' is 'deltanet-hf selection 9'"),
+    ({"kept": [1, 1]}, "key 'kept' lists a unit twice"),
+    ({"kept": [1, 4]}, "key 'kept' holds 4, which the model does not have"),
+    ({"kept": [1, -1]}, "key 'kept' holds -1"),
+    ({"kept": [1, True]}, "key 'kept' holds True, expected a layer index"),
+    ({"kept": [[1, 0]]}, "key 'kept' holds [1, 0], expected a layer index"),
+    ({"kept": {}}, "key 'kept' is {}, expected a JSON list"),
+    ({"kept": [], "order": []}, "key 'kept' lists nothing"),
+    ({"order": [1, 3]}, "keys 'order' and 'kept' list different units"),
+    ({"local": 3}, "key 'local' is 3, expected a JSON list"),
+    ({"local": [4]}, "key 'local' holds 4, which the model does not have"),
+    ({"local": [[0, 1]]}, "key 'local' holds [0, 1], expected a layer index"),
+    ({"local": [0, 2]}, "keys 'kept' and 'local' both list layers [2]"),
+    ({"local": [0, 3]}, "keeps all 4 layers"),
+    ({"unit": "neuron"}, "key 'unit' is 'neuron'"),
+    ({"unit": "kv_head"}, "expected [layer, key/value head]"),
+    ({"unit": "kv_head", "kept": [[0, 2]], "order": [[0, 2]]}, "holds [0, 2], which the model does not have"),
+    ({"num_hidden_layers": "4"}, "key 'num_hidden_layers' is '4', expected a JSON whole number"),
+    ({"num_key_value_heads": 0}, "key 'num_key_value_heads' is 0, expected at least 1"),
+    ({"teacher": None}, "key 'teacher' is None, expected a JSON string"),
+    ({"model_type": "qwen3"}, "key 'model_type' is 'qwen3', the teacher's is 'llama'"),
+    ({"num_hidden_layers": 8}, "key 'num_hidden_layers' is 8, the teacher's is 4"),
+    ({"num_key_value_heads": 4}, "key 'num_key_value_heads' is 4, the teacher's is 2"),
+    ({"kept": [0, 1, 2, 3], "order": [0, 1, 2, 3]}, "keeps all 4 layers"),
+]
+
+
+def test_files_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "s.json"
-    file.write_text(json.dumps({**GOOD, **change}))
-    with pytest.raises(UserError) as caught:
+
+    def read(change: dict[str, Any]) -> None:
+        file.write_text(json.dumps({**GOOD, **change}))
         softmax_layers(str(file), 4, teacher_config("llama"))
-    assert message in str(caught.value)
-    assert str(file) in str(caught.value)
-    assert "\n" not in str(caught.value)
+
+    one_line = rf"^[^\n]*{re.escape(str(file))}[^\n]*"
+    rows = [({"change": change}, UserError, rf"{one_line}{re.escape(message)}[^\n]*$") for change, message in WRONG]
+    assert_refused(read, rows)
 
 
 def test_a_file_by_hand_is_read(tmp_path: Path) -> None:
@@ -225,29 +228,29 @@ def test_a_file_by_hand_is_read(tmp_path: Path) -> None:
         read_selection(file)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"keep": "1XB@5"}, "--keep 1XB@5: got '1XB'"),
-        ({"exportable": True, "method": "kl"}, "--exportable: keeps every n-th layer, so --method kl has no effect"),
-        ({"exportable": True, "unit": "kv_head"}, "--exportable: other runtimes keep whole layers"),
-        ({"unit": "head"}, "--unit: got 'head'"),
-        ({"method": "best"}, "--method: got 'best', expected one of forward, gradient, kl, uniform"),
-        ({"window": 0}, "--window: got 0, expected at least 1"),
-        ({"probes": 0}, "--probes: got 0"),
-        ({"seed": -1}, "--seed: got -1"),
-        ({"mixer": "lstm"}, "--mixer: got 'lstm'"),
-        ({"device": "tpu9"}, "--device: 'tpu9' cannot be used here"),
-        ({"out": Path("s.png")}, "the plot is written to this name"),
-    ],
-)
-def test_refused_options(far: Path, tmp_path: Path, options: dict[str, Any], message: str) -> None:
-    out = tmp_path / options.pop("out", "s.json")
+WRONG_OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"keep": "1XB@5"}, "--keep 1XB@5: got '1XB'"),
+    ({"exportable": True, "method": "kl"}, "--exportable: keeps every n-th layer, so --method kl has no effect"),
+    ({"exportable": True, "unit": "kv_head"}, "--exportable: other runtimes keep whole layers"),
+    ({"unit": "head"}, "--unit: got 'head'"),
+    ({"method": "best"}, "--method: got 'best', expected one of forward, gradient, kl, uniform"),
+    ({"window": 0}, "--window: got 0, expected at least 1"),
+    ({"probes": 0}, "--probes: got 0"),
+    ({"seed": -1}, "--seed: got -1"),
+    ({"mixer": "lstm"}, "--mixer: got 'lstm'"),
+    ({"device": "tpu9"}, "--device: 'tpu9' cannot be used here"),
+    ({"out": "s.png"}, "the plot is written to this name"),
+]
+
+
+def test_refused_options(far: Path, tmp_path: Path) -> None:
     defaults: dict[str, Any] = {
         **{"unit": "layer", "method": "forward", "exportable": False, "keep": "25%"},
         **{"mixer": "window", "window": 6, "sinks": 1, "length": 400, "probes": 1, "seed": 0, "device": None},
     }
-    with pytest.raises(UserError) as caught:
-        select_command(str(far), out=out, overwrite=False, **{**defaults, **options})
-    assert message in str(caught.value)
+
+    def select(out: str = "s.json", **options: Any) -> None:
+        select_command(str(far), out=tmp_path / out, overwrite=False, **{**defaults, **options})
+
+    assert_refused(select, [(options, UserError, re.escape(message)) for options, message in WRONG_OPTIONS])
     assert list(tmp_path.iterdir()) == []

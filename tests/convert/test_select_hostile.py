@@ -50,32 +50,33 @@ def journal(out: Path, *lines: Any, overwrite: bool = False) -> SelectionJournal
     return SelectionJournal(out, REQUEST, overwrite, UNITS)
 
 
-@pytest.mark.parametrize(
-    "lines",
-    [
-        (b'{"request": 5}\n',),
-        (b'{"request": []}\n',),
-        (b"[]\n",),
-        (b"\xff\xfe\n",),
-        (b"[" * 100_000 + b"\n",),
-        ([1],),
-        ({"step": "references", "figures": {}},),
-        ({"step": "references", "figures": {"teacher": {}, "windows": {}, "dropped": {}}},),
-        ({"step": "round 1"},),
-        ({"step": "round 1", "figures": {}},),
-        (chosen(1, 7),),
-        (chosen(1, "a"),),
-        (chosen(1, 1), chosen(2, 1)),
-        (chosen(2, 1),),
-        (chosen(1, 1, math.nan),),
-    ],
-    ids=lambda lines: repr(lines)[:40],
-)
-def test_a_damaged_journal_is_refused_and_can_be_discarded(tmp_path: Path, lines: tuple[Any, ...]) -> None:
-    with pytest.raises(UserError, match=r"\.s\.json\.journal: damaged .*; start again with --overwrite") as caught:
-        journal(tmp_path / "s.json", *lines)
-    assert "\n" not in str(caught.value)
-    assert journal(tmp_path / "s.json", *lines, overwrite=True).steps == {}
+DAMAGED: list[tuple[Any, ...]] = [
+    (b'{"request": 5}\n',),
+    (b'{"request": []}\n',),
+    (b"[]\n",),
+    (b"\xff\xfe\n",),
+    (b"[" * 100_000 + b"\n",),
+    ([1],),
+    ({"step": "references", "figures": {}},),
+    ({"step": "references", "figures": {"teacher": {}, "windows": {}, "dropped": {}}},),
+    ({"step": "round 1"},),
+    ({"step": "round 1", "figures": {}},),
+    (chosen(1, 7),),
+    (chosen(1, "a"),),
+    (chosen(1, 1), chosen(2, 1)),
+    (chosen(2, 1),),
+    (chosen(1, 1, math.nan),),
+]
+
+
+def test_a_damaged_journal_is_refused_and_can_be_discarded(tmp_path: Path) -> None:
+    for number, lines in enumerate(DAMAGED):
+        out = tmp_path / str(number) / "s.json"
+        out.parent.mkdir()
+        with pytest.raises(UserError, match=r"\.s\.json\.journal: damaged .*; start again with --overwrite") as caught:
+            journal(out, *lines)
+        assert "\n" not in str(caught.value), lines
+        assert journal(out, *lines, overwrite=True).steps == {}, lines
 
 
 def test_a_journal_cut_anywhere_keeps_its_whole_lines(tmp_path: Path) -> None:

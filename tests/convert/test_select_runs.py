@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from deltanet_convert import job
 from deltanet_convert.select import for_convert, probes, read_selection, run
@@ -186,7 +185,6 @@ def test_automatic_budgets_that_make_no_sense_are_refused(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_chooses_the_same(far: Path, tmp_path: Path) -> None:
     for method in ("forward", "gradient", "kl"):
         found = tiny_selection(far, tmp_path / f"{method}.json", "1", method=method, device="cuda")

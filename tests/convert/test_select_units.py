@@ -102,7 +102,7 @@ def test_heads_of_a_layer_together_are_the_layer_and_saved_activations_change_no
         assert float((other - one[1]).abs().max()) > 1e-4
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "mistral", "olmo2", "gemma2", "phi3", "qwen3_moe", "gpt_oss"])
 def test_gate_derivatives_are_those_of_finite_differences(family: str) -> None:
     model = switchable(family, "kv_head")
     ids = rows()

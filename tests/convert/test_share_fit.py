@@ -72,9 +72,9 @@ def masks(family_window: int | None, window: int, sinks: int) -> tuple[Tensor, T
 
 
 @pytest.mark.parametrize(
-    ("family_window", "scaling", "softcap"), [(None, None, None), (None, 0.8, 1.5), (15, None, None)]
+    ("family_window", "scaling", "softcap", "at_once"),
+    [(None, None, None, 1), (None, None, None, TOKENS), (None, 0.8, 1.5, 7), (15, None, None, 7), (15, None, None, 1)],
 )
-@pytest.mark.parametrize("at_once", [1, 7, TOKENS])
 @torch.no_grad()
 def test_missed_scores_by_definition(
     family_window: int | None,

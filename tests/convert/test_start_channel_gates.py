@@ -34,8 +34,10 @@ def fitted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("changes", [{}, LEVERS, WINDOW], ids=["plain", "levers", "window"])
-@pytest.mark.parametrize("mixer", ["kda", "gla", "gdn2"])
+@pytest.mark.parametrize(
+    ("mixer", "changes"),
+    [("kda", {}), ("kda", LEVERS), ("kda", WINDOW), ("gla", {}), ("gla", LEVERS), ("gdn2", LEVERS), ("gdn2", WINDOW)],
+)
 @torch.no_grad()
 def test_starts_as_the_fitted_layer(fitted: list[Any], mixer: str, changes: dict[str, Any]) -> None:
     if mixer == "gla":

@@ -279,27 +279,25 @@ def test_what_does_not_fit_has_no_row(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ((), "give either a model or --random-weights"),
-        (("m", "--random-weights", "1B"), "give either a model or --random-weights"),
-        (("--random-weights", "2B"), "--random-weights: got '2B', expected one of 135M, 1B, 8B"),
-        (("--random-weights", "1B", "--teacher", "t"), "makes its own teacher"),
-        (("--random-weights", "1B", "--mixer", "x"), "--mixer: got 'x'"),
-        (("--random-weights", "1B", "--dtype", "int8"), "--dtype: got 'int8'"),
-        (("m", "--context", "0"), "--context: got 0"),
-        (("m", "--batch", "-1"), "--batch: got -1"),
-        (("m", "--batch", "9" * 30), "expected 1 to 1,000,000,000"),
-        (("m", "--mode", "fast"), "--mode: got 'fast', expected one of eager"),
-        (("no/such/model",), "no such folder"),
-    ],
-)
-def test_the_benchmark_refuses(
-    arguments: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(monkeypatch, *arguments) == 2
-    assert said in capsys.readouterr().err
+REFUSED: list[tuple[tuple[str, ...], str]] = [
+    ((), "give either a model or --random-weights"),
+    (("m", "--random-weights", "1B"), "give either a model or --random-weights"),
+    (("--random-weights", "2B"), "--random-weights: got '2B', expected one of 135M, 1B, 8B"),
+    (("--random-weights", "1B", "--teacher", "t"), "makes its own teacher"),
+    (("--random-weights", "1B", "--mixer", "x"), "--mixer: got 'x'"),
+    (("--random-weights", "1B", "--dtype", "int8"), "--dtype: got 'int8'"),
+    (("m", "--context", "0"), "--context: got 0"),
+    (("m", "--batch", "-1"), "--batch: got -1"),
+    (("m", "--batch", "9" * 30), "expected 1 to 1,000,000,000"),
+    (("m", "--mode", "fast"), "--mode: got 'fast', expected one of eager"),
+    (("no/such/model",), "no such folder"),
+]
+
+
+def test_the_benchmark_refuses(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, said in REFUSED:
+        assert run(monkeypatch, *arguments) == 2, arguments
+        assert said in capsys.readouterr().err, arguments
 
 
 def test_an_output_that_cannot_be_a_folder_is_refused(

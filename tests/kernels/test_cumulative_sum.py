@@ -9,12 +9,12 @@ from torch import Tensor
 from deltanet_kernels import cumulative_sum
 
 
-@pytest.mark.parametrize("shape", [(2, 7, 3), (1, 1, 2), (2, 0, 3), (0, 5, 2), (2, 300), (1, 130, 2, 5)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_equal_to_pytorch(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    x = torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(cumulative_sum(x), x.cumsum(1))
-    assert torch.equal(cumulative_sum(x.transpose(0, 1).contiguous().transpose(0, 1)), x.cumsum(1))
+def test_equal_to_pytorch(dtype: torch.dtype) -> None:
+    for shape in ((2, 7, 3), (1, 1, 2), (2, 0, 3), (0, 5, 2), (2, 300), (1, 130, 2, 5)):
+        x = torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(0))
+        assert torch.equal(cumulative_sum(x), x.cumsum(1)), shape
+        assert torch.equal(cumulative_sum(x.transpose(0, 1).contiguous().transpose(0, 1)), x.cumsum(1)), shape
 
 
 def test_gradient() -> None:
@@ -40,7 +40,6 @@ def test_torch_compile_sees_one_operator() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_compiled_on_a_gpu() -> None:
     x = torch.randn(8, 512, 9, device="cuda")
     torch.testing.assert_close(torch.compile(lambda x: cumulative_sum(2 * x) + 1)(x), (2 * x).cumsum(1) + 1)

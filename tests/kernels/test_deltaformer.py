@@ -29,9 +29,14 @@ def inputs(
     return found
 
 
-@pytest.mark.parametrize("block", [1, 5, 128])
-@pytest.mark.parametrize(("length", "past"), [(1, 0), (1, 4), (5, 0), (13, 0), (13, 4), (6, 11)])
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    ("block", "length", "past", "masked"),
+    [
+        (1, 1, 0, False), (1, 1, 4, True), (1, 13, 4, False), (1, 6, 11, True),
+        (5, 1, 4, False), (5, 5, 0, True), (5, 13, 0, False), (5, 13, 4, True), (5, 6, 11, False),
+        (128, 1, 0, True), (128, 13, 0, True), (128, 13, 4, False), (128, 6, 11, True),
+    ],
+)  # fmt: skip
 def test_it_is_the_recursion_with_all_gradients(
     monkeypatch: pytest.MonkeyPatch, block: int, length: int, past: int, masked: bool
 ) -> None:

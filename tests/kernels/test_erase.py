@@ -1,4 +1,4 @@
-"""The forms of the erase term on the CPU: chunked and recurrent against the recurrence in float64, and identities."""
+"""Identities, hazards and packing of the erase term on a CPU; test_reference_delta_rule.py has its shapes."""
 
 from itertools import pairwise
 from typing import Any
@@ -21,32 +21,7 @@ from tests.kernels.cases import (
     relative_error,
     results,
     truth,
-    truth_of,
 )
-
-
-@pytest.mark.parametrize("case", ERASE_CASES, ids=str)
-def test_chunked_form_in_float64(case: Case) -> None:
-    inputs = as_double(make_inputs(case))
-    assert_close(results(torch_chunk_gated_delta_rule, inputs), truth_of(case), 1e-13 * case.condition)
-
-
-@pytest.mark.parametrize("case", [c for c in ERASE_CASES if c.T != 130 or c.g != "random"], ids=str)
-def test_chunked_form_in_float32(case: Case) -> None:
-    found = results(chunk_gated_delta_rule, make_inputs(case))
-    assert all(x.dtype == torch.float32 for x in found.values())
-    assert_close(found, truth_of(case), 2e-6 * case.condition)
-
-
-@pytest.mark.parametrize("T", [1, 7])
-@pytest.mark.parametrize("erase", ["off", "undecayed"])
-def test_recurrent_form(erase: str, T: int) -> None:
-    inputs = make_inputs(Case(erase, T=T, B=2, H=1, HQ=4, HV=2, K=16, V=24, raw=True, erase=erase))
-    wanted = truth(inputs)
-    with torch.no_grad():
-        o, state = fused_recurrent_gated_delta_rule(**inputs)
-    assert relative_error(o, wanted["o"]) < 2e-6
-    assert relative_error(state, wanted["final_state"]) < 2e-6
 
 
 def test_recurrence_is_the_formula() -> None:

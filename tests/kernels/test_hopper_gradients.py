@@ -20,7 +20,6 @@ from tests.kernels.cases import Case, make_inputs, plainly_in, relative_error, r
 from tests.kernels.hopper import EPS, WHOLE_CHUNKS, compile_for_hopper, needs_hopper
 from tests.kernels.triton_mode import DEVICE, triton_chunk
 
-gpu = pytest.mark.gpu
 CASES = [
     *WHOLE_CHUNKS,
     Case("value heads share a key head", T=128, B=2, H=2, HV=6),
@@ -48,42 +47,31 @@ def _inputs(heads: tuple[int, int, int], K: int, dtype: torch.dtype) -> list[tor
     return [torch.zeros(1, 64, n, K, dtype=dtype) for n in (*heads, max(heads))]
 
 
-@pytest.mark.parametrize(
-    ("heads", "K", "dtype", "capability", "wanted"),
-    [
-        ((2, 2, 2), 128, torch.bfloat16, (9, 0), True),
-        ((2, 2, 6), 128, torch.bfloat16, (9, 0), True),
-        ((4, 2, 2), 128, torch.bfloat16, (9, 0), False),
-        ((2, 2, 2), 64, torch.bfloat16, (9, 0), False),
-        ((2, 2, 2), 100, torch.bfloat16, (9, 0), False),
-        ((2, 2, 2), 256, torch.bfloat16, (9, 0), False),
-        ((2, 2, 2), 128, torch.float16, (9, 0), False),
-        ((2, 2, 2), 128, torch.float32, (9, 0), False),
-        ((2, 2, 2), 128, torch.bfloat16, (8, 0), False),
-        ((2, 2, 2), 128, torch.bfloat16, (10, 0), False),
-        ((2, 2, 2), 128, torch.bfloat16, (0, 0), False),
-    ],
-)
-def test_serves_heads_of_128_in_bfloat16_on_hopper(
-    heads: tuple[int, int, int],
-    K: int,
-    dtype: torch.dtype,
-    capability: tuple[int, int],
-    wanted: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+SERVED: list[tuple[tuple[int, int, int], int, torch.dtype, tuple[int, int], bool]] = [
+    ((2, 2, 2), 128, torch.bfloat16, (9, 0), True),
+    ((2, 2, 6), 128, torch.bfloat16, (9, 0), True),
+    ((4, 2, 2), 128, torch.bfloat16, (9, 0), False),
+    ((2, 2, 2), 64, torch.bfloat16, (9, 0), False),
+    ((2, 2, 2), 100, torch.bfloat16, (9, 0), False),
+    ((2, 2, 2), 256, torch.bfloat16, (9, 0), False),
+    ((2, 2, 2), 128, torch.float16, (9, 0), False),
+    ((2, 2, 2), 128, torch.float32, (9, 0), False),
+    ((2, 2, 2), 128, torch.bfloat16, (8, 0), False),
+    ((2, 2, 2), 128, torch.bfloat16, (10, 0), False),
+    ((2, 2, 2), 128, torch.bfloat16, (0, 0), False),
+]
+
+
+def test_serves_heads_of_128_in_bfloat16_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(select, "gradients_kernel", lambda: "a kernel")
-    q, k, v, do = _inputs(heads, K, dtype)
-    monkeypatch.setattr(launch_plan, "capability", lambda device: capability)
-    plan = launch_plan.launch_plan(q, k, v, None, "tf32", "decayed")
-
-    def served(**change: Any) -> bool:
-        return plan._replace(**change).serving(GRADIENTS, q, k, do) is HOPPER_GRADIENTS
-
-    assert served() is wanted
-    assert not served(full=False)
-    assert not served(precision="ieee")
-    assert not served(default=False)
+    for row in SERVED:
+        heads, K, dtype, capability, wanted = row
+        q, k, v, do = _inputs(heads, K, dtype)
+        monkeypatch.setattr(launch_plan, "capability", lambda device, capability=capability: capability)
+        plan = launch_plan.launch_plan(q, k, v, None, "tf32", "decayed")
+        assert (plan.serving(GRADIENTS, q, k, do) is HOPPER_GRADIENTS) is wanted, row
+        for change in ({"full": False}, {"precision": "ieee"}, {"default": False}):
+            assert plan._replace(**change).serving(GRADIENTS, q, k, do) is not HOPPER_GRADIENTS, (row, change)
 
 
 def test_leaves_addresses_that_16_bytes_do_not_divide_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +121,7 @@ def _stock_kernels(*key: Any) -> Any:
     return tuple(row for row in kernels(*key) if not row.gluon)
 
 
-@gpu
+@pytest.mark.gpu
 @needs_hopper
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -154,7 +142,7 @@ def test_gradients(case: Case, launched: list[torch.Size], monkeypatch: pytest.M
             assert error <= max(1.5 * EPS, 2 * relative_error(plain[name], x)), name
 
 
-@gpu
+@pytest.mark.gpu
 @needs_hopper
 def test_gradients_of_strided_inputs(launched: list[torch.Size]) -> None:
     """q, k and v in one tensor, the gradient of o transposed, or one number expanded."""
@@ -174,7 +162,7 @@ def test_gradients_of_strided_inputs(launched: list[torch.Size]) -> None:
     assert len(launched) == 4
 
 
-@gpu
+@pytest.mark.gpu
 @needs_hopper
 @pytest.mark.parametrize("HV", [2, 4])
 @pytest.mark.parametrize("segments", [1, 3])
@@ -203,7 +191,7 @@ def test_integers_bit_for_bit(HV: int, segments: int, launched: list[torch.Size]
     assert launched
 
 
-@gpu
+@pytest.mark.gpu
 @needs_hopper
 @pytest.mark.parametrize("HV", [8, 16])
 def test_thousand_runs_are_identical(HV: int, launched: list[torch.Size]) -> None:

@@ -23,7 +23,6 @@ from tests.kernels.cases import Case, make_inputs, plainly_in, relative_error, r
 from tests.kernels.hopper import EPS, WHOLE_CHUNKS, compile_for_hopper, needs_hopper
 from tests.kernels.triton_mode import DEVICE, triton_chunk
 
-gpu = pytest.mark.gpu
 CASES = [
     *WHOLE_CHUNKS,
     Case("two value heads share a key head", T=128, B=2, H=2, HV=4),
@@ -53,45 +52,33 @@ def test_compiles_for_hopper_without_a_gpu_and_is_imported_only_then(
     assert min(65536 // (128 * registers), 228 * 1024 // (compiled.shared + 1024)) == programs
 
 
-@pytest.mark.parametrize(
-    ("heads", "K", "V", "dtype", "capability", "wanted"),
-    [
-        ((2, 2, 2), 128, 128, torch.bfloat16, (9, 0), True),
-        ((2, 2, 8), 128, 64, torch.bfloat16, (9, 0), True),
-        ((2, 2, 2), 64, 64, torch.bfloat16, (9, 0), True),
-        ((2, 2, 2), 64, 256, torch.bfloat16, (9, 0), True),
-        ((4, 2, 2), 128, 128, torch.bfloat16, (9, 0), False),
-        ((2, 2, 2), 32, 64, torch.bfloat16, (9, 0), False),
-        ((2, 2, 2), 100, 128, torch.bfloat16, (9, 0), False),
-        ((2, 2, 2), 256, 128, torch.bfloat16, (9, 0), False),
-        ((2, 2, 2), 128, 128, torch.float16, (9, 0), False),
-        ((2, 2, 2), 64, 64, torch.float32, (9, 0), False),
-        ((2, 2, 2), 128, 128, torch.bfloat16, (8, 0), False),
-        ((2, 2, 2), 128, 128, torch.bfloat16, (10, 0), False),
-    ],
-)
-def test_serves_keys_of_64_and_128_in_bfloat16_on_hopper(
-    heads: tuple[int, int, int],
-    K: int,
-    V: int,
-    dtype: torch.dtype,
-    capability: tuple[int, int],
-    wanted: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+SERVED: list[tuple[tuple[int, int, int], int, int, torch.dtype, tuple[int, int], bool]] = [
+    ((2, 2, 2), 128, 128, torch.bfloat16, (9, 0), True),
+    ((2, 2, 8), 128, 64, torch.bfloat16, (9, 0), True),
+    ((2, 2, 2), 64, 64, torch.bfloat16, (9, 0), True),
+    ((2, 2, 2), 64, 256, torch.bfloat16, (9, 0), True),
+    ((4, 2, 2), 128, 128, torch.bfloat16, (9, 0), False),
+    ((2, 2, 2), 32, 64, torch.bfloat16, (9, 0), False),
+    ((2, 2, 2), 100, 128, torch.bfloat16, (9, 0), False),
+    ((2, 2, 2), 256, 128, torch.bfloat16, (9, 0), False),
+    ((2, 2, 2), 128, 128, torch.float16, (9, 0), False),
+    ((2, 2, 2), 64, 64, torch.float32, (9, 0), False),
+    ((2, 2, 2), 128, 128, torch.bfloat16, (8, 0), False),
+    ((2, 2, 2), 128, 128, torch.bfloat16, (10, 0), False),
+]
+
+
+def test_serves_keys_of_64_and_128_in_bfloat16_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(select, "solve_kernel", lambda: "a kernel")
-    q, k = (torch.zeros(1, 64, n, K, dtype=dtype) for n in heads[:2])
-    v = torch.zeros(1, 64, heads[2], V, dtype=dtype)
-    monkeypatch.setattr(launch_plan, "capability", lambda device: capability)
-    plan = launch_plan.launch_plan(q, k, v, None, "tf32", "decayed")
-
-    def served(**change: Any) -> bool:
-        return plan._replace(**change).serving(SCORES, q, k) is HOPPER_SOLVE
-
-    assert served() is wanted
-    assert not served(full=False)
-    assert not served(precision="ieee")
-    assert not served(default=False)
+    for row in SERVED:
+        heads, K, V, dtype, capability, wanted = row
+        q, k = (torch.zeros(1, 64, n, K, dtype=dtype) for n in heads[:2])
+        v = torch.zeros(1, 64, heads[2], V, dtype=dtype)
+        monkeypatch.setattr(launch_plan, "capability", lambda device, capability=capability: capability)
+        plan = launch_plan.launch_plan(q, k, v, None, "tf32", "decayed")
+        assert (plan.serving(SCORES, q, k) is HOPPER_SOLVE) is wanted, row
+        for change in ({"full": False}, {"precision": "ieee"}, {"default": False}):
+            assert plan._replace(**change).serving(SCORES, q, k) is not HOPPER_SOLVE, (row, change)
 
 
 def test_leaves_addresses_that_16_bytes_do_not_divide_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +112,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     return seen
 
 
-@gpu
+@pytest.mark.gpu
 @needs_hopper
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -185,7 +172,7 @@ def _both(inputs: dict[str, Any], bound: bool = False) -> tuple[Before, Before, 
     return found, Before(P, invert(L, q.dtype, q.shape[1], chunks, "tf32", 1), factors, bounds), L
 
 
-@gpu
+@pytest.mark.gpu
 @needs_hopper
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -205,7 +192,7 @@ def test_everything_before_the_state_pass(case: Case, K: int) -> None:
         assert not x.triu(1).any()
 
 
-@gpu
+@pytest.mark.gpu
 @needs_hopper
 @pytest.mark.parametrize("HV", [2, 8])
 @pytest.mark.parametrize("K", [64, 128])
@@ -223,7 +210,7 @@ def test_strides(K: int, HV: int, launched: list[torch.Size]) -> None:
     assert len(launched) == 4
 
 
-@gpu
+@pytest.mark.gpu
 @needs_hopper
 @pytest.mark.parametrize("HV", [2, 4, 6])
 @pytest.mark.parametrize(("K", "V"), [(64, 64), (128, 64)])
@@ -253,7 +240,7 @@ def test_integers_bit_for_bit(HV: int, K: int, V: int, segments: int, launched: 
     assert launched
 
 
-@gpu
+@pytest.mark.gpu
 @needs_hopper
 @pytest.mark.parametrize("segments", [2, 4])
 @pytest.mark.parametrize("K", [64, 128])
@@ -265,7 +252,7 @@ def test_segments(K: int, segments: int, launched: list[torch.Size]) -> None:
     assert len(launched) == 1
 
 
-@gpu
+@pytest.mark.gpu
 @needs_hopper
 @pytest.mark.parametrize("K", [64, 128])
 @pytest.mark.parametrize("HV", [8, 16, 32])

@@ -20,7 +20,7 @@ from deltanet_kernels import (
 )
 from tests.kernels.state_cases import Shape, assert_same, draw, inputs, results, single
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 SHAPE = Shape("", T=200, B=2, H=3, HQ=3, HV=3, K=64, V=64)
 PACKED = Shape("", T=200, H=3, HQ=3, HV=3, K=64, V=64, cu_seqlens=(0, 1, 90, 90, 190))
 

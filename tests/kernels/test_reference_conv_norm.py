@@ -1,6 +1,6 @@
 """The short convolution and the gated norm in PyTorch, against torch.nn.functional and the formula in float64."""
 
-from itertools import pairwise
+import itertools
 
 import pytest
 import torch
@@ -20,10 +20,15 @@ def conv_in_float64(
     return y.transpose(1, 2)
 
 
-@pytest.mark.parametrize("T", [1, 2, 3, 4, 9])
-@pytest.mark.parametrize("W", [1, 2, 4])
-@pytest.mark.parametrize("activation", [None, "silu"])
-@pytest.mark.parametrize("full", [False, True], ids=["bare", "bias and state"])
+@pytest.mark.parametrize(
+    ("T", "W", "activation", "full"),
+    [
+        *((T, W, "silu", True) for T, W in itertools.product([1, 2, 3, 4, 9], [1, 2, 4])),
+        *((T, W, None, False) for T, W in ((1, 4), (2, 4), (9, 4), (9, 2), (9, 1))),
+        (9, 4, "silu", False),
+        (9, 4, None, True),
+    ],
+)
 def test_convolution(T: int, W: int, activation: str | None, full: bool) -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(2, T, 6, requires_grad=True), torch.randn(6, W, requires_grad=True)
@@ -56,7 +61,7 @@ def test_packed_convolution_is_each_sequence_alone() -> None:
     state = torch.randn(6, 5, 3)
     x[:, 10:] = torch.nan  # after the last sequence
     y, final = causal_conv1d(x, weight, bias, "silu", state, True, torch.tensor(offsets))
-    for n, (start, end) in enumerate(pairwise(offsets)):
+    for n, (start, end) in enumerate(itertools.pairwise(offsets)):
         if start == end:
             assert torch.equal(final[n], state[n])
             continue
@@ -98,9 +103,10 @@ def test_decoding_equals_the_whole() -> None:
     assert torch.equal(state, final)
 
 
-@pytest.mark.parametrize("per_head", [False, True])
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("D", [1, 16, 100])
+@pytest.mark.parametrize(
+    ("per_head", "gated", "D"),
+    [(False, False, 16), (False, True, 100), (True, False, 100), (True, True, 16), (True, True, 1)],
+)
 def test_gated_norm(per_head: bool, gated: bool, D: int) -> None:
     torch.manual_seed(0)
     x, z = torch.randn(2, 5, 3, D, requires_grad=True), torch.randn(2, 5, 3, D, requires_grad=True)

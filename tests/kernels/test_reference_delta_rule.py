@@ -16,6 +16,7 @@ from deltanet_kernels import (
 )
 from tests.kernels.cases import (
     CASES,
+    ERASE_CASES,
     Case,
     as_double,
     assert_close,
@@ -49,18 +50,14 @@ def test_recurrence_is_the_formula_with_its_head_mapping() -> None:
             np.testing.assert_allclose(final[0, i].detach(), S, rtol=1e-12)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_chunked_form_in_float64(case: Case) -> None:
-    inputs = as_double(make_inputs(case))
-    assert_close(results(torch_chunk_gated_delta_rule, inputs), truth_of(case), 1e-13 * case.condition)
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_chunked_form_in_float32(case: Case) -> None:
-    inputs = make_inputs(case, torch.float32)
+@pytest.mark.parametrize("case", [*CASES, *ERASE_CASES], ids=str)
+def test_chunked_form(case: Case) -> None:
+    """To 13 digits in float64, and to the rounding of float32 in float32."""
+    inputs, wanted = make_inputs(case), truth_of(case)
+    assert_close(results(torch_chunk_gated_delta_rule, as_double(inputs)), wanted, 1e-13 * case.condition)
     found = results(chunk_gated_delta_rule, inputs)
     assert all(x.dtype == torch.float32 for x in found.values())
-    assert_close(found, truth_of(case), 2e-6 * case.condition)
+    assert_close(found, wanted, 2e-6 * case.condition)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -196,11 +193,18 @@ def test_segments_compose() -> None:
     assert relative_error(state, final.detach()) < 2e-6
 
 
-@pytest.mark.parametrize("T", [1, 2, 8, 9, 70])
-@pytest.mark.parametrize("groups", [(2, 2), (2, 4), (4, 2)], ids=str)
-@pytest.mark.parametrize("raw", [False, True])
-def test_recurrent_form(T: int, groups: tuple[int, int], raw: bool) -> None:
-    case = Case("recurrent", T=T, B=2, H=2, HQ=groups[0], HV=groups[1], K=16, V=24, raw=raw)
+@pytest.mark.parametrize(
+    ("T", "groups", "raw", "erase"),
+    [
+        (1, (2, 2), True, "decayed"), (1, (2, 4), False, "decayed"), (1, (4, 2), True, "decayed"),
+        (2, (2, 2), False, "decayed"), (8, (2, 4), True, "decayed"), (8, (4, 2), False, "decayed"),
+        (9, (2, 2), True, "decayed"), (70, (2, 4), False, "decayed"), (70, (4, 2), True, "decayed"),
+        (1, (4, 2), True, "off"), (7, (4, 2), True, "off"),
+        (1, (4, 2), True, "undecayed"), (7, (4, 2), True, "undecayed"),
+    ],
+)  # fmt: skip
+def test_recurrent_form(T: int, groups: tuple[int, int], raw: bool, erase: str) -> None:
+    case = Case("recurrent", T=T, B=2, H=2, HQ=groups[0], HV=groups[1], K=16, V=24, raw=raw, erase=erase)
     inputs = make_inputs(case)
     wanted = truth(inputs)
     assert_close(results(fused_recurrent_gated_delta_rule, inputs), wanted, 2e-6)

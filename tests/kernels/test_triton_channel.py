@@ -20,8 +20,6 @@ INTERPRETED = {
     "g=-inf", "packed, no state", "K>V",
 }  # fmt: skip
 CHOSEN = [case for case in CHANNEL_CASES if GPU or case.name in INTERPRETED]
-gpu = pytest.mark.gpu
-needs_gpu = pytest.mark.skipif(not GPU, reason="needs a CUDA device")
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
@@ -147,8 +145,7 @@ def plainly_in(dtype: torch.dtype, inputs: dict[str, Any]) -> dict[str, torch.Te
     return results(naive_channel_gated_delta_rule, low)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", CHANNEL_CASES, ids=str)
 def test_low_precision(case: ChannelCase, dtype: torch.dtype) -> None:
@@ -160,8 +157,7 @@ def test_low_precision(case: ChannelCase, dtype: torch.dtype) -> None:
         assert relative_error(found[name], x) <= bound, name
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("K", [64, 128])
 @pytest.mark.parametrize("HQ", [2, 4])
 @pytest.mark.parametrize("rule", ["kda", "gdn2", "gla"])
@@ -172,8 +168,7 @@ def test_every_head_size_and_group(K: int, HQ: int, rule: str) -> None:
         assert_close(results(triton_chunk, inputs), channel_truth(inputs), 1.5 * torch.finfo(torch.bfloat16).eps)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("K", [64, 128])
 def test_hundred_runs_are_identical(K: int) -> None:
     inputs = make_channel_inputs(ChannelCase("repeat", T=300, B=2, H=2, K=K, rule="gdn2"), torch.bfloat16, DEVICE)

@@ -34,8 +34,6 @@ INTERPRETED = {
 }  # fmt: skip
 WHOLE = {"T=65", "beta=0", "g=-inf", "closed at a chunk's last token", "raw gates, packed", "K<V"}
 CHOSEN = [case for case in CASES if GPU or case.name in INTERPRETED]
-gpu = pytest.mark.gpu
-needs_gpu = pytest.mark.skipif(not GPU, reason="needs a CUDA device")
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
@@ -147,28 +145,24 @@ def test_half_precision(name: str) -> None:
     assert_close(results(cut(1), inputs), truth(inputs), 1.5 * torch.finfo(torch.float16).eps)
 
 
-@pytest.mark.parametrize(
-    ("K", "V", "HQ", "dtype", "wanted"),
-    [
+def test_one_kernel_only_where_its_tiles_are_alike() -> None:
+    """Narrow tiles beside wide ones are what ptxas 12.8 gets wrong; shared heads need the general kernels."""
+    for K, V, HQ, dtype, wanted in (
         (64, 64, 2, torch.bfloat16, True),
         (40, 60, 2, torch.bfloat16, True),
         (16, 40, 2, torch.bfloat16, False),
         (128, 64, 2, torch.bfloat16, False),
         (64, 64, 4, torch.bfloat16, False),
         (64, 64, 2, torch.float16, False),
-    ],
-)
-def test_one_kernel_only_where_its_tiles_are_alike(K: int, V: int, HQ: int, dtype: torch.dtype, wanted: bool) -> None:
-    """Narrow tiles beside wide ones are what ptxas 12.8 gets wrong; shared heads need the general kernels."""
-    assert (chips.GRADIENTS_64 in chips.kernels(K, V, dtype, (9, 0), HQ, 2, 2)) is wanted
-    assert chips.GRADIENTS_64 not in chips.kernels(K, V, dtype, (8, 0), HQ, 2, 2)
+    ):
+        assert (chips.GRADIENTS_64 in chips.kernels(K, V, dtype, (9, 0), HQ, 2, 2)) is wanted, (K, V, HQ, dtype)
+        assert chips.GRADIENTS_64 not in chips.kernels(K, V, dtype, (8, 0), HQ, 2, 2), (K, V, HQ, dtype)
 
 
 # On the GPU only: low precision, every head size, bits.
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", [c for c in CASES if c.condition == 1], ids=str)
 def test_low_precision(case: Case, dtype: torch.dtype) -> None:
@@ -180,8 +174,7 @@ def test_low_precision(case: Case, dtype: torch.dtype) -> None:
         assert relative_error(found[name], x) <= bound, name
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("K", [16, 32, 64, 128, 256])
 @pytest.mark.parametrize("segments", [1, 3])
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
@@ -209,8 +202,7 @@ def test_integers_bit_for_bit(K: int, segments: int, half: torch.dtype) -> None:
         assert torch.equal(found.cpu(), wanted.to(found.dtype))
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("K", [64, 128, 256])
 @pytest.mark.parametrize("HQ", [2, 4, 8])
 def test_many_query_heads_fit_into_shared_memory(K: int, HQ: int) -> None:
@@ -221,8 +213,7 @@ def test_many_query_heads_fit_into_shared_memory(K: int, HQ: int) -> None:
     assert relative_error(o, truth(inputs)["o"]) < torch.finfo(torch.bfloat16).eps
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("K", [64, 128])
 def test_thousand_runs_are_identical(K: int) -> None:
     inputs = make_inputs(Case("repeat", T=300, B=2, H=2, K=K), torch.bfloat16, DEVICE)
@@ -232,8 +223,7 @@ def test_thousand_runs_are_identical(K: int) -> None:
         assert all(torch.equal(first[name], again[name]) for name in first)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 def test_cuda_graph_follows_changed_sequence_bounds() -> None:
     case = Case("graph", T=300, H=2, K=64, cu_seqlens=(0, 100, 300))
     inputs = {
@@ -251,8 +241,7 @@ def test_cuda_graph_follows_changed_sequence_bounds() -> None:
         assert all(torch.equal(x, y) for x, y in zip(captured, expected, strict=True))
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 def test_another_stream_and_no_synchronisation() -> None:
     inputs = make_inputs(Case("stream", T=200, H=2, K=64, cu_seqlens=(0, 50, 200)), torch.bfloat16, DEVICE)
     expected = results(triton_chunk, inputs)

@@ -36,8 +36,6 @@ STEPS = [
     Case("off", T=3, H=1, HQ=2, HV=2, erase="off", raw=True),
     Case("undecayed", T=3, H=1, HQ=1, HV=2, K=24, V=20, erase="undecayed", g="reset"),
 ]
-gpu = pytest.mark.gpu
-needs_gpu = pytest.mark.skipif(not GPU, reason="needs a CUDA device")
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
@@ -124,8 +122,7 @@ def test_compiles_without_a_graph_break() -> None:
 # On the GPU only: low precision, every head size, bits.
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", [c for c in ERASE_CASES if c.condition == 1], ids=str)
 def test_low_precision(case: Case, dtype: torch.dtype) -> None:
@@ -137,8 +134,7 @@ def test_low_precision(case: Case, dtype: torch.dtype) -> None:
         assert relative_error(found[name], x) <= bound, name
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("erase", ["off", "undecayed"])
 @pytest.mark.parametrize(("K", "V", "H", "HQ", "HV", "dtype"), [
     (64, 64, 2, 2, 2, torch.bfloat16),
@@ -158,8 +154,7 @@ def test_head_sizes(
     assert_close(results(triton_chunk, inputs), truth(inputs), tolerance)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("erase", ["off", "undecayed"])
 @pytest.mark.parametrize("K", [64, 128])
 def test_hundred_runs_are_identical(erase: str, K: int) -> None:

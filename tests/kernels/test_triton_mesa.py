@@ -16,8 +16,6 @@ from deltanet_kernels import MesaState, chunk_mesa, naive_mesa
 from tests.kernels.state_cases import SHAPES, Results, Shape, assert_same, draw, inputs, results, single
 from tests.kernels.triton_mode import DEVICE, GPU
 
-gpu = pytest.mark.gpu
-needs_gpu = pytest.mark.skipif(not GPU, reason="needs a CUDA device")
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 GRADIENTS = ("q", "k", "v", "g", "beta", "ridge")
 
@@ -203,8 +201,7 @@ def test_compiles_without_a_graph_break() -> None:
 # On the GPU only: the dispatch, every size of tiles, ill-conditioned keys, bits.
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("K", "V"), [(16, 40), (40, 16), (64, 64), (100, 128), (128, 64), (128, 128)])
 def test_every_head_size(K: int, V: int, dtype: torch.dtype) -> None:
@@ -216,8 +213,7 @@ def test_every_head_size(K: int, V: int, dtype: torch.dtype) -> None:
     assert_same(in_double(found), results(naive_mesa, exact), tolerance)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("size", [64, 128])
 def test_keys_that_share_most_of_their_power(size: int) -> None:
     """The condition is about a thousand: products of 10 bits would be wrong by 1%."""
@@ -230,8 +226,7 @@ def test_keys_that_share_most_of_their_power(size: int) -> None:
         assert (ours - theirs).norm() < 3e-4 * theirs.norm()
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("size", [64, 128])
 def test_hundred_runs_are_identical(size: int) -> None:
     given = on_device(arguments(Shape("", T=300, B=2, H=2, HQ=2, HV=2, K=size, V=size)))
@@ -242,8 +237,7 @@ def test_hundred_runs_are_identical(size: int) -> None:
             assert torch.equal(ours, theirs)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 def test_float64_falls_back_with_the_reason() -> None:
     given = {name: x.cuda() for name, x in arguments(SHAPES[2], state=False).items() if isinstance(x, Tensor)}
     with pytest.warns(RuntimeWarning, match="float64"):

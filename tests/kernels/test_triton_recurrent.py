@@ -5,7 +5,7 @@ import torch
 
 from deltanet_kernels.gated_delta_rule.recurrent import gated_delta_rule_step_
 from tests.kernels.cases import Case, make_inputs, relative_error, truth
-from tests.kernels.triton_mode import DEVICE, GPU, triton_recurrent
+from tests.kernels.triton_mode import DEVICE, triton_recurrent
 
 CASES = [
     Case("decode", T=1, B=3, H=2, HV=4, HQ=2, raw=True),
@@ -67,7 +67,6 @@ def test_step_compiles_and_still_moves_the_state() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not GPU, reason="needs a CUDA device")
 @pytest.mark.parametrize("K", [16, 64, 100, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_low_precision_steps_under_a_graph(K: int, dtype: torch.dtype) -> None:

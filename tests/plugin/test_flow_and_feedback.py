@@ -55,10 +55,14 @@ def test_efla_is_the_flow_and_its_steps(step: Step) -> None:
     close(*(gradients(function, *short) for function in functions), 1e-8)
 
 
-@pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_efla_at_keys_of_any_length(step: Step, dtype: torch.dtype) -> None:
+def test_efla_at_keys_of_any_length(dtype: torch.dtype) -> None:
     """No NaN, in values and gradients, and strengths of 0 to 1."""
+    for step in STEPS:
+        check_keys_of_any_length(step, dtype)
+
+
+def check_keys_of_any_length(step: Step, dtype: torch.dtype) -> None:
     largest = {torch.float32: 1e30, torch.bfloat16: 1e30, torch.float16: 6e4}[dtype]
     sizes = torch.tensor([0.0, 1e-7, 1e-4, 1.0, 20.0, 1e3, largest]).view(1, -1, 1, 1)
     k = (l2_normalize(draw(1, 7, 1, K, dtype=torch.float32)) * sizes).to(dtype).requires_grad_()

@@ -15,7 +15,7 @@ from deltanet_hf.mixers import MIXERS
 from deltanet_hf.models.families import FAMILIES
 from support.tiny_models import HYBRID, mixed_mixture_table, mixture_table, tiny_mixture, tiny_student, tiny_teacher
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = pytest.mark.gpu
 TOKENS = torch.randint(3, 97, (3, 9), generator=torch.Generator().manual_seed(4))
 
 

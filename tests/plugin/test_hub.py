@@ -85,11 +85,11 @@ def test_a_local_folder_has_no_revision(hub: LocalHub, tmp_path: Path) -> None:
         model_folder(str(tmp_path), "main")
 
 
-@pytest.mark.parametrize("name", ["a/b/c", "./here", "/nowhere", "a b", "", "a/../b", "x" * 5000, "~nobody/x", "a\0b"])
-def test_names_that_are_no_hub_ids_are_not_sent(hub: LocalHub, name: str) -> None:
-    with pytest.raises(UserError):
-        model_folder(name)
-    assert not hub.fetched
+def test_names_that_are_no_hub_ids_are_not_sent(hub: LocalHub) -> None:
+    for name in ("a/b/c", "./here", "/nowhere", "a b", "", "a/../b", "x" * 5000, "~nobody/x", "a\0b"):
+        with pytest.raises(UserError):
+            model_folder(name)
+        assert not hub.fetched
 
 
 def test_a_broken_transfer_is_resumed_where_it_broke(hub: LocalHub, monkeypatch: pytest.MonkeyPatch) -> None:

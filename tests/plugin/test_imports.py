@@ -20,12 +20,13 @@ SERVING = ("vllm", "deltanet_hf.vllm_plugin")
 TRAINING = ("deltanet_recipes", "peft")  # transformers itself imports accelerate where it is installed
 
 
-def imported(script: str, names: tuple[str, ...]) -> list[str]:
-    """Those of the modules `names` that a fresh interpreter has imported after `script`."""
-    script += f"\nimport sys\nprint(*[name for name in {names!r} if name in sys.modules])"
+def imported(*steps: tuple[str, tuple[str, ...]]) -> list[list[str]]:
+    """For each script and its names: those modules that one fresh interpreter has imported when the script ends."""
+    report = "\nimport sys\nprint('imported', *[name for name in {!r} if name in sys.modules])\n"
+    whole = "".join(script + report.format(names) for script, names in steps)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environment)
-    return run.stdout.splitlines()[-1].split()
+    run = subprocess.run([sys.executable, "-c", whole], capture_output=True, text=True, check=True, env=environment)
+    return [line.split()[1:] for line in run.stdout.splitlines() if line.startswith("imported")]
 
 
 def help_of(*arguments: str) -> str:
@@ -44,34 +45,30 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_importing_the_plugin_imports_neither_another_room_nor_a_familys_modelling_code() -> None:
+def test_importing_loading_and_measuring_import_no_other_room(converted: Path) -> None:
+    """Nor does importing the plugin import a family's modelling code."""
     families = ("llama", "gemma3", "qwen3", "qwen3_5", "phi3", "olmo3", "granite")
-    names = tuple(f"transformers.models.{family}.modeling_{family}" for family in families)
-    assert imported("import deltanet_hf", EVALUATION + CONVERSION + TRAINING + SERVING + names) == []
-
-
-def test_loading_and_running_a_model_imports_no_other_room(converted: Path) -> None:
-    script = f"""
+    modelling = tuple(f"transformers.models.{family}.modeling_{family}" for family in families)
+    run = f"""
 import torch
 from transformers import AutoModelForCausalLM
-import deltanet_hf
 model = AutoModelForCausalLM.from_pretrained({str(converted)!r})
 model.generate(torch.arange(3, 9)[None], max_new_tokens=2)
 """
-    assert imported(script, EVALUATION + CONVERSION + TRAINING + SERVING) == []
-
-
-def test_the_measures_import_no_evaluation_packages() -> None:
-    script = """
-from deltanet_hf.evaluation.measures import continuations, probes, scores, speed, text_scores
-"""
-    assert imported(script, ("lm_eval", "datasets", "matplotlib", *CONVERSION, "deltanet_recipes")) == []
+    measures = "from deltanet_hf.evaluation.measures import continuations, probes, scores, speed, text_scores"
+    others = EVALUATION + CONVERSION + TRAINING + SERVING
+    found = imported(
+        ("import deltanet_hf", others + modelling),
+        (run, others),
+        (measures, ("lm_eval", "datasets", "matplotlib", *CONVERSION, "deltanet_recipes")),
+    )
+    assert found == [[], [], []]
 
 
 @pytest.mark.parametrize("arguments", [(), ("eval",), ("report",), ("distill",), ("align",)], ids=str)
 def test_help_imports_neither_torch_nor_transformers(arguments: tuple[str, ...]) -> None:
     names = ("torch", "transformers", "deltanet_hf", "deltanet_convert", "lm_eval", "matplotlib")
-    assert imported(help_of(*arguments), names) == []
+    assert imported((help_of(*arguments), names)) == [[]]
 
 
 def test_no_installed_module_imports_what_a_checkout_measures_with() -> None:

@@ -1,6 +1,6 @@
 """Every option of the mapped rules as a model: decoding, padding, packing and the size of the state.
 
-`test_every_family.py` does the same with each mixer's defaults.
+`test_every_family_and_rule.py` does the same with each mixer's defaults.
 """
 
 from __future__ import annotations
@@ -46,12 +46,16 @@ def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
 
 
 @torch.no_grad()
-def test_prefill_decoding_and_short_steps_agree(model: PreTrainedModel) -> None:
+def test_prefill_decoding_packed_documents_and_short_steps_agree(model: PreTrainedModel) -> None:
     cache = DynamicCache(config=model.config)
     parts = [model(part, past_key_values=cache, use_cache=True).logits for part in TOKENS.split([6, 1, 1, 3, 3], dim=1)]
     close(torch.cat(parts, dim=1), model(TOKENS).logits)
     layers: Any = [layer.self_attn for layer in model.model.layers]
     assert cache_bytes(cache) == len(TOKENS) * sum(layer.state_bytes(torch.float32) for layer in layers)
+    row = TOKENS[:1]
+    wanted = torch.cat([model(part).logits for part in row.split([5, 1, 8], dim=1)], dim=1)
+    boundaries = torch.tensor([0, 5, 6, 14], dtype=torch.int32)
+    close(model(row, cu_seq_lens_q=boundaries).logits, wanted)
 
 
 @torch.no_grad()
@@ -78,14 +82,6 @@ def test_padding_writes_nothing(model: PreTrainedModel) -> None:
         for name in set(old) & {"state", "key_sum"}:
             close(padded.layers[index].state[name][1], old[name][1])
             assert not torch.equal(padded.layers[index].state[name][0], old[name][0])
-
-
-@torch.no_grad()
-def test_packed_documents_do_not_leak(model: PreTrainedModel) -> None:
-    row = TOKENS[:1]
-    wanted = torch.cat([model(part).logits for part in row.split([5, 1, 8], dim=1)], dim=1)
-    boundaries = torch.tensor([0, 5, 6, 14], dtype=torch.int32)
-    close(model(row, cu_seq_lens_q=boundaries).logits, wanted)
 
 
 def test_gradients_reach_every_parameter(model: PreTrainedModel) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from deltanet_hf.mixers.mixed_heads import MixedHeads
 from deltanet_hf.models.families import FAMILIES
 from deltanet_hf.models.restrict import restrict_heads, restrict_to_window
 from support.float64 import assert_same_function
+from support.refusals import assert_refused
 from support.tiny_models import LAYERS, ONE_NORM, mixed_mixture_table, mixed_table, tiny_mixture, tiny_teacher
 
 FOUR = {"num_key_value_heads": 4, "num_attention_heads": 8, "head_dim": 16}
@@ -281,24 +283,23 @@ def test_a_window_on_a_model_with_mixed_heads_takes_its_softmax_heads() -> None:
     assert cache_bytes(cache) == 2 * sum(layer.self_attn.state_bytes(torch.float32) for layer in model.model.layers)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({}, r"heads: got \(\), expected a list"),
-        ({"heads": "softmax"}, r"heads: got 'softmax', expected a list"),
-        ({"heads": ["softmax", "full"]}, r"heads\[1\]: got 'full', expected one of softmax, window, linear"),
-        ({"heads": [["softmax"]]}, r"heads\[0\]: got \['softmax'\]"),
-        ({"heads": ["window"], "window": 0}, "window: got 0"),
-        ({"heads": ["linear"], "linear_mixer": "window"}, "linear_mixer: got 'window', expected one of gated_deltanet"),
-        ({"heads": ["linear"], "linear_mixer": ["x"]}, "linear_mixer: got"),
-        ({"heads": ["linear"], "linear": None}, "linear: got None, expected the settings of gated_deltanet"),
-        ({"heads": ["linear"], "linear": {"rope": True}}, r"linear\.[a-z_]+: missing key"),
-        ({"heads": ["linear"], "linear": 3}, "linear: got 3, expected the settings"),
-    ],
-)
-def test_settings_that_make_no_sense_are_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        LayerTable.preset(LAYERS, "mixed_heads", **changes)
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({}, r"heads: got \(\), expected a list"),
+    ({"heads": "softmax"}, r"heads: got 'softmax', expected a list"),
+    ({"heads": ["softmax", "full"]}, r"heads\[1\]: got 'full', expected one of softmax, window, linear"),
+    ({"heads": [["softmax"]]}, r"heads\[0\]: got \['softmax'\]"),
+    ({"heads": ["window"], "window": 0}, "window: got 0"),
+    ({"heads": ["linear"], "linear_mixer": "window"}, "linear_mixer: got 'window', expected one of gated_deltanet"),
+    ({"heads": ["linear"], "linear_mixer": ["x"]}, "linear_mixer: got"),
+    ({"heads": ["linear"], "linear": None}, "linear: got None, expected the settings of gated_deltanet"),
+    ({"heads": ["linear"], "linear": {"rope": True}}, r"linear\.[a-z_]+: missing key"),
+    ({"heads": ["linear"], "linear": 3}, "linear: got 3, expected the settings"),
+]
+
+
+def test_settings_that_make_no_sense_are_refused() -> None:
+    rows = [(changes, ValueError, message) for changes, message in WRONG]
+    assert_refused(functools.partial(LayerTable.preset, LAYERS, "mixed_heads"), rows)
 
 
 def test_the_number_of_heads_is_the_models() -> None:
@@ -338,7 +339,6 @@ def test_new_parts_are_the_linear_branch() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @torch.no_grad()
 def test_on_a_gpu_all_caches_give_the_same_tokens() -> None:
     """Growing, offloaded, and from CUDA graphs with a static cache."""

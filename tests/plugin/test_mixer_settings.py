@@ -1,6 +1,6 @@
 """Settings that every mixer with a recurrent state shares: centred keys, write strengths up to 2, a bfloat16 state.
 
-`test_every_family.py` runs the settings through every family; here each one is compared with its definition.
+`test_every_family_and_rule.py` runs the settings through every family; here each one is compared with its definition.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from deltanet_hf import LayerTable
 from deltanet_hf.fast.mixer import FastMixer
 from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
 from deltanet_hf.mixers.layer.parts import KeyOffset
-from deltanet_hf.models.families import FAMILIES
 from deltanet_kernels import naive_gated_delta_rule
 from support.tiny_models import HYBRID, LAYERS, tiny_student
 
@@ -156,8 +155,8 @@ def test_a_step_on_a_bfloat16_state_is_the_step_on_its_values(expand_kv: bool) -
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_bfloat16_state_in_every_family(family: str) -> None:
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "phi3", "mixtral"])
+def test_a_bfloat16_state_in_generation(family: str) -> None:
     """Left-padded generation beside the full forward pass, whose states are not rounded between the tokens."""
     # With seed 0, the rounding gives a token of mixtral other experts.
     model = tiny_student(
@@ -244,8 +243,17 @@ def test_wrong_values_are_named(change: dict[str, Any], message: str) -> None:
         LayerTable.preset(LAYERS, **change)
 
 
-@pytest.mark.parametrize(("hidden_size", "head_dim", "rank"), [(2048, 64, 64), (4096, 128, 128), (1984, 64, 0)])
-@pytest.mark.parametrize("mixer", ["gated_deltanet", "gated_deltanet+window", "kda", "deltaproduct"])
+@pytest.mark.parametrize(
+    ("mixer", "hidden_size", "head_dim", "rank"),
+    [
+        ("gated_deltanet", 2048, 64, 64),
+        ("gated_deltanet", 4096, 128, 128),
+        ("gated_deltanet", 1984, 64, 0),
+        ("gated_deltanet+window", 4096, 128, 128),
+        ("kda", 2048, 64, 64),
+        ("deltaproduct", 4096, 128, 128),
+    ],
+)
 def test_wide_teachers_get_a_narrow_output_gate(mixer: str, hidden_size: int, head_dim: int, rank: int) -> None:
     teacher = LlamaConfig(hidden_size=hidden_size, num_attention_heads=hidden_size // head_dim)
 

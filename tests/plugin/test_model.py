@@ -20,6 +20,7 @@ from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
 from deltanet_hf.mixers.cache.state import MixerCacheLayer
 from deltanet_hf.mixers.mixed_heads import MixedHeads
 from deltanet_hf.models.families import FAMILIES, family_of
+from support.refusals import assert_refused
 from support.tiny_models import (
     HYBRID,
     LAYERS,
@@ -346,36 +347,38 @@ def test_unsupported_families_are_refused_with_the_list() -> None:
         family_of("gpt2")
 
 
-@pytest.mark.parametrize(
-    ("path", "value", "message"),
-    [
-        (
-            "kinds.linear.mixer",
-            "hybrid",
-            r"deltanet\.kinds\.linear\.mixer: got 'hybrid', expected one of gated_deltanet",
-        ),
-        ("kinds.linear.mixer", None, r"deltanet\.kinds\.linear\.mixer: missing key"),
-        ("kinds.linear", 3, r"deltanet\.kinds\.linear\.mixer: missing key"),
-        ("kinds.softmax", {"mixer": "window"}, r"deltanet\.kinds: 'softmax' cannot be the name"),
-        ("kinds", [], r"deltanet\.kinds: got \[\]"),
-        ("layers", ["linear"] * 3, r"deltanet\.layers: got 3 names, but the model has 4 layers"),
-        ("layers", "linear", r"deltanet\.layers: got 'linear' names"),
-        ("layers", ["linear", "local", "softmax", "linear"], r"deltanet\.layers: layer 1 is 'local', expected one of"),
-        ("kinds.linear.conv_size", 1, r"deltanet\.kinds\.linear\.conv_size"),
-        ("kinds.linear.rope", "yes", r"deltanet\.kinds\.linear\.rope"),
-        ("kinds.linear.heads", 3, r"deltanet\.kinds\.linear\.heads: unknown key"),
-        ("profile", "faithful", r"deltanet: got keys \['kinds', 'layers', 'profile'\]"),
-    ],
-)
-def test_wrong_tables_name_the_key(path: str, value: object, message: str) -> None:
-    table: Any = LayerTable.preset(LAYERS).to_dict()
-    place, keys = table, path.split(".")
-    for key in keys[:-1]:
-        place = place[key]
-    place[keys[-1]] = value
+WRONG: list[tuple[str, object, str]] = [
+    (
+        "kinds.linear.mixer",
+        "hybrid",
+        r"deltanet\.kinds\.linear\.mixer: got 'hybrid', expected one of gated_deltanet",
+    ),
+    ("kinds.linear.mixer", None, r"deltanet\.kinds\.linear\.mixer: missing key"),
+    ("kinds.linear", 3, r"deltanet\.kinds\.linear\.mixer: missing key"),
+    ("kinds.softmax", {"mixer": "window"}, r"deltanet\.kinds: 'softmax' cannot be the name"),
+    ("kinds", [], r"deltanet\.kinds: got \[\]"),
+    ("layers", ["linear"] * 3, r"deltanet\.layers: got 3 names, but the model has 4 layers"),
+    ("layers", "linear", r"deltanet\.layers: got 'linear' names"),
+    ("layers", ["linear", "local", "softmax", "linear"], r"deltanet\.layers: layer 1 is 'local', expected one of"),
+    ("kinds.linear.conv_size", 1, r"deltanet\.kinds\.linear\.conv_size"),
+    ("kinds.linear.rope", "yes", r"deltanet\.kinds\.linear\.rope"),
+    ("kinds.linear.heads", 3, r"deltanet\.kinds\.linear\.heads: unknown key"),
+    ("profile", "faithful", r"deltanet: got keys \['kinds', 'layers', 'profile'\]"),
+]
+
+
+def test_wrong_tables_name_the_key() -> None:
     base = converted_config(teacher_config("llama"), LayerTable.preset(LAYERS))
-    with pytest.raises(ValueError, match=message):
+
+    def changed(path: str, value: object) -> None:
+        table: Any = LayerTable.preset(LAYERS).to_dict()
+        place, keys = table, path.split(".")
+        for key in keys[:-1]:
+            place = place[key]
+        place[keys[-1]] = value
         type(base)(**{**base.to_dict(), "deltanet": table})
+
+    assert_refused(changed, [({"path": path, "value": value}, ValueError, message) for path, value, message in WRONG])
 
 
 def test_a_missing_setting_is_named() -> None:

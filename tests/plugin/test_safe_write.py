@@ -59,39 +59,30 @@ def test_a_full_disk_is_named_whoever_writes(name: str, tmp_path: Path) -> None:
         WRITERS[name](path)
 
 
-@pytest.mark.parametrize(
-    ("number", "said"),
-    [
-        (errno.ENOSPC, "disk is full"),
-        (errno.EDQUOT, "disk is full"),
-        (errno.EROFS, "cannot be written"),
-        (errno.EACCES, "cannot be written"),
-        (errno.EIO, "does not answer"),
-        (errno.ESTALE, "does not answer"),
-        (errno.ETIMEDOUT, "does not answer"),
-    ],
-)
-def test_every_refusal_of_a_disk_is_one_line(number: int, said: str, tmp_path: Path) -> None:
-    for error in (OSError(number, "x"), Exception(f"I/O error: x (os error {number})")):
-        with pytest.raises(UserError, match=rf"^[^\n]*{said}[^\n]*$"), writing(tmp_path):
+REFUSALS: list[tuple[int, str]] = [
+    (errno.ENOSPC, "disk is full"),
+    (errno.EDQUOT, "disk is full"),
+    (errno.EROFS, "cannot be written"),
+    (errno.EACCES, "cannot be written"),
+    (errno.EIO, "does not answer"),
+    (errno.ESTALE, "does not answer"),
+    (errno.ETIMEDOUT, "does not answer"),
+]
+
+
+def test_every_refusal_of_a_disk_is_one_line(tmp_path: Path) -> None:
+    for number, said in REFUSALS:
+        for error in (OSError(number, "x"), Exception(f"I/O error: x (os error {number})")):
+            with pytest.raises(UserError, match=rf"^[^\n]*{said}[^\n]*$"), writing(tmp_path):
+                raise error
+
+
+def test_other_errors_pass(tmp_path: Path) -> None:
+    errors = UserError("x"), QualityError("x"), RuntimeError("shape"), ValueError("x"), OSError("x")
+    for error in (*errors, Exception("(os error 2)")):
+        with pytest.raises(type(error)) as caught, writing(tmp_path):
             raise error
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        UserError("x"),
-        QualityError("x"),
-        RuntimeError("shape"),
-        ValueError("x"),
-        OSError("x"),
-        Exception("(os error 2)"),
-    ],
-)
-def test_other_errors_pass(error: Exception, tmp_path: Path) -> None:
-    with pytest.raises(type(error)) as caught, writing(tmp_path):
-        raise error
-    assert caught.value is error
+        assert caught.value is error
 
 
 def _write_file(path: Path, fails: bool = False) -> None:

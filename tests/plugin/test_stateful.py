@@ -87,10 +87,10 @@ def test_continuous_batching_is_refused(model: Any, ids: torch.Tensor) -> None:
         generated(model, ids, cache_implementation="paged")
 
 
-@pytest.mark.parametrize("shape", [(2, 5), (1, LENGTH), (3, LENGTH), (2, LENGTH, LENGTH), (LENGTH,)])
-def test_a_mask_for_other_tokens_is_refused(model: Any, ids: torch.Tensor, shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"attention_mask: got shape .* expected \[2, 8\]"):
-        model(ids, attention_mask=torch.ones(shape, dtype=torch.long))
+def test_a_mask_for_other_tokens_is_refused(model: Any, ids: torch.Tensor) -> None:
+    for shape in ((2, 5), (1, LENGTH), (3, LENGTH), (2, LENGTH, LENGTH), (LENGTH,)):
+        with pytest.raises(ValueError, match=r"attention_mask: got shape .* expected \[2, 8\]"):
+            model(ids, attention_mask=torch.ones(shape, dtype=torch.long))
 
 
 def test_a_mask_of_the_new_tokens_alone_is_refused(model: Any, ids: torch.Tensor) -> None:

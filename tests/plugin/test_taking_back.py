@@ -211,7 +211,6 @@ def test_layers_of_the_model_itself_assist() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", rows())
 def test_on_a_gpu_assisted_greedy_equals_plain_greedy(name: str) -> None:
     model, prompt = made(name).cuda(), IDS[:1, :9].repeat(1, 9).cuda()

@@ -66,36 +66,34 @@ def test_a_line_without_end_is_not_read_to_its_end(tmp_path: Path, monkeypatch: 
         list(TextFile(tmp_path / "a.jsonl").documents())
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("missing.txt", None, "no such file"),
-        ("missing.parquet", None, "no such file"),
-        ("a.csv", b"a,b", "unknown kind '.csv'"),
-        ("a.parquet.gz", b"a", "unknown kind '.gz'"),
-        ("a.txt", b" \n ", "holds no text"),
-        ("a.txt", b"\xff\xfe\x00", "not UTF-8"),
-        ("a.jsonl", b'{"text": "a"}\n{"text": ', "line 2 is not JSON"),
-        ("a.jsonl", b"[" * 100_000, "line 1 is not JSON"),
-        ("a.jsonl", b'{"content": "a"}', "line 1 has no string under key 'text'; set text_key"),
-        ("a.jsonl", b'["a"]', "line 1 has no string under key 'text'"),
-        ("a.jsonl", b'{"text": 3}', "line 1 has no string under key 'text'"),
-        ("a.parquet", b"PAR1 no", "not a parquet file"),
-        ("a.jsonl.gz", b"{}", "cannot be read (Not a gzipped file"),
-        ("a.jsonl.gz", gzip.compress(b"", mtime=0)[:10] + b"\xff" * 20, "cannot be read (Error -3"),
-        ("a.txt.xz", b"{}", "cannot be read (Input format"),
-    ],
-)
-def test_errors_are_one_line_with_option_and_file(
-    tmp_path: Path, name: str, content: bytes | None, message: str
-) -> None:
-    if content is not None:
-        (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError) as caught:
-        list(TextFile(tmp_path / name, option="--text", key_option="text_key").documents())
-    assert str(caught.value).startswith(f"--text {tmp_path / name}: ")
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
+DAMAGED: list[tuple[str, bytes | None, str]] = [
+    ("missing.txt", None, "no such file"),
+    ("missing.parquet", None, "no such file"),
+    ("a.csv", b"a,b", "unknown kind '.csv'"),
+    ("a.parquet.gz", b"a", "unknown kind '.gz'"),
+    ("a.txt", b" \n ", "holds no text"),
+    ("a.txt", b"\xff\xfe\x00", "not UTF-8"),
+    ("a.jsonl", b'{"text": "a"}\n{"text": ', "line 2 is not JSON"),
+    ("a.jsonl", b"[" * 100_000, "line 1 is not JSON"),
+    ("a.jsonl", b'{"content": "a"}', "line 1 has no string under key 'text'; set text_key"),
+    ("a.jsonl", b'["a"]', "line 1 has no string under key 'text'"),
+    ("a.jsonl", b'{"text": 3}', "line 1 has no string under key 'text'"),
+    ("a.parquet", b"PAR1 no", "not a parquet file"),
+    ("a.jsonl.gz", b"{}", "cannot be read (Not a gzipped file"),
+    ("a.jsonl.gz", gzip.compress(b"", mtime=0)[:10] + b"\xff" * 20, "cannot be read (Error -3"),
+    ("a.txt.xz", b"{}", "cannot be read (Input format"),
+]
+
+
+def test_errors_are_one_line_with_option_and_file(tmp_path: Path) -> None:
+    for name, content, message in DAMAGED:
+        if content is not None:
+            (tmp_path / name).write_bytes(content)
+        with pytest.raises(UserError) as caught:
+            list(TextFile(tmp_path / name, option="--text", key_option="text_key").documents())
+        assert str(caught.value).startswith(f"--text {tmp_path / name}: ")
+        assert message in str(caught.value)
+        assert "\n" not in str(caught.value)
 
 
 def test_a_missing_column_is_named_with_those_there_are(tmp_path: Path) -> None:

@@ -87,9 +87,15 @@ def reference_mask(numbers: torch.Tensor, window: int = 5, sinks: int = 2) -> to
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("window", [1, 3, 5, 30])
-@pytest.mark.parametrize("sinks", [0, 1, 4])
-@pytest.mark.parametrize("parts", [[24], [1] * 24, [7, 1, 1, 9, 6], [3, 21], [23, 1]], ids=str)
+@pytest.mark.parametrize(
+    ("window", "sinks", "parts"),
+    [
+        (window, (0, 1, 4)[(number + shift) % 3], parts)
+        for number, window in enumerate((1, 3, 5, 30))
+        for shift, parts in enumerate(([24], [1] * 24, [7, 1, 1, 9, 6], [3, 21], [23, 1]))
+    ],
+    ids=str,
+)
 def test_the_cache_gives_what_the_mask_gives(window: int, sinks: int, parts: list[int]) -> None:
     """However the sequence is cut, and with a cache whose bytes do not depend on its length."""
     model = windowed("llama", window, sinks)
@@ -209,7 +215,6 @@ def test_impossible_window_is_refused() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_on_a_gpu_the_cache_gives_what_the_mask_gives(dtype: torch.dtype) -> None:

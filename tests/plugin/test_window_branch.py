@@ -79,20 +79,22 @@ def by_definition(
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("packed", [False, True], ids=["one sequence", "packed"])
 @pytest.mark.parametrize(
-    ("family", "changes"),
+    ("family", "changes", "packed"),
     [
-        ("llama", {}),
-        ("llama", {"expand_kv": False, "k_offset": False}),
-        ("llama", {"shared_kv": True, "conv_size": 0, "qk_activation": "silu"}),
-        ("llama", {"mixer": "deltaproduct"}),
-        ("granite", {"expand_kv": False}),
-        ("gemma2", {"expand_kv": False}),
-        ("gemma3_text", {"expand_kv": False}),
-        ("mistral", {}),
-        ("olmo3", {}),
-        ("phi3", {}),
+        ("llama", {}, False),
+        ("llama", {}, True),
+        ("llama", {"expand_kv": False, "k_offset": False}, False),
+        ("llama", {"shared_kv": True, "conv_size": 0, "qk_activation": "silu"}, True),
+        ("llama", {"mixer": "deltaproduct"}, True),
+        ("granite", {"expand_kv": False}, False),
+        ("gemma2", {"expand_kv": False}, False),
+        ("gemma2", {"expand_kv": False}, True),
+        ("gemma3_text", {"expand_kv": False}, True),
+        ("mistral", {}, False),
+        ("mistral", {}, True),
+        ("olmo3", {}, False),
+        ("phi3", {}, True),
     ],
     ids=str,
 )
@@ -172,8 +174,16 @@ def test_however_a_padded_prompt_is_cut_its_rows_are_those_alone(window: int, si
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("lengths", [[20], [1] * 20, [3, 1, 2, 1, 4, 9], [4, 16], [19, 1]], ids=str)
-@pytest.mark.parametrize(("window", "sinks"), [(5, 4), (2, 7), (30, 4)])
+@pytest.mark.parametrize(
+    ("window", "sinks", "lengths"),
+    [
+        *((5, 4, lengths) for lengths in ([20], [1] * 20, [3, 1, 2, 1, 4, 9], [4, 16], [19, 1])),
+        (2, 7, [1] * 20),
+        (2, 7, [3, 1, 2, 1, 4, 9]),
+        (30, 4, [3, 1, 2, 1, 4, 9]),
+    ],
+    ids=str,
+)
 def test_packed_sequences_shorter_than_the_sinks(window: int, sinks: int, lengths: list[int]) -> None:
     """Boundaries lie in the flattened rows: the first row packs `lengths`, the second is one sequence."""
     layer = Layer(window, sinks)

@@ -158,9 +158,7 @@ class Largest(TorchDispatchMode):
         return made
 
 
-@pytest.mark.parametrize(
-    "device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="needs a GPU")])]
-)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(("family", "sinks"), [("llama", 2), ("gemma2", 2), ("mistral", 0)])
 def test_no_tensor_has_all_pairs_of_tokens(family: str, sinks: int, device: str) -> None:
     """Neither in training, packed rows included, nor where a prompt is padded or read in parts."""
@@ -204,7 +202,6 @@ def test_a_cpu_masks_short_texts_and_spares_long_ones(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not GPU, reason="needs a GPU")
 @torch.no_grad()
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mistral"])

@@ -239,8 +239,17 @@ def test_documents_that_share_thirteen_tokens_are_dropped_and_counted(tmp_path: 
     assert 4 + 58 in corpus.tokens.tolist()
 
 
-@pytest.mark.parametrize("name", ["wiki.test.tokens", "a.txt", "a.jsonl.gz", "a.parquet", "a.npy"])
-@pytest.mark.parametrize("in_folder", [False, True])
+@pytest.mark.parametrize(
+    ("name", "in_folder"),
+    [
+        ("wiki.test.tokens", True),
+        ("a.txt", False),
+        ("a.jsonl.gz", True),
+        ("a.parquet", False),
+        ("a.npy", True),
+        ("a.npy", False),
+    ],
+)
 def test_evaluation_texts_of_every_kind_are_read(tmp_path: Path, name: str, in_folder: bool) -> None:
     tokenizer = make_tokenizer()
     shared = " ".join(f"w{i}" for i in range(13))

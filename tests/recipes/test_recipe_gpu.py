@@ -5,6 +5,7 @@ Messages are one line, for `--tb=line`.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from deltanet_recipes.training.runtime import Runtime
 from deltanet_recipes.training.window_dropout import WindowDropoutSchedule
 from support.tiny_run import SHAPE, make_models
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = pytest.mark.gpu
 READS_LENGTHS = ("ttt", "titans")  # lay packed documents out on the host, which no graph records
 LARGER = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 256}
 
@@ -93,9 +94,10 @@ def assert_close(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor],
         pytest.fail(f"{len(wrong)} of {len(errors)} gradients are wrong: {'; '.join(lines)}", pytrace=False)
 
 
-@pytest.fixture(params=MIXERS)
-def mixer(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+def settings(*usual: bool) -> Any:
+    """Every mixer with the `usual` two switches of a test, and the default mixer with all others."""
+    others = [values for values in itertools.product([False, True], repeat=2) if values != usual]
+    return [*((mixer, *usual) for mixer in MIXERS), *(("gated_deltanet", *values) for values in others)]
 
 
 @pytest.fixture
@@ -116,8 +118,7 @@ def refused(mixer: str, models: Path, compiled: bool, graphs: bool, isolate: boo
     return True
 
 
-@pytest.mark.parametrize("isolate", [False, True])
-@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize(("mixer", "isolate", "alone"), settings(True, False))
 def test_a_replayed_graph_gives_eager_gradients(mixer: str, models: Path, isolate: bool, alone: bool) -> None:
     if refused(mixer, models, False, True, isolate):
         return
@@ -126,8 +127,7 @@ def test_a_replayed_graph_gives_eager_gradients(mixer: str, models: Path, isolat
     assert_close(replayed, plain, lambda: gradients(models, False, False, isolate, alone))
 
 
-@pytest.mark.parametrize("isolate", [False, True])
-@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize(("mixer", "isolate", "graphs"), settings(False, True))
 def test_compiled_layers_give_eager_gradients(mixer: str, models: Path, isolate: bool, graphs: bool) -> None:
     """In float32. In bfloat16, different places of rounding change single gradients of this model by their size."""
     if refused(mixer, models, True, graphs, isolate):
@@ -137,8 +137,7 @@ def test_compiled_layers_give_eager_gradients(mixer: str, models: Path, isolate:
     assert_close(compiled, plain, lambda: gradients(models, False, False, isolate, precision="fp32"))
 
 
-@pytest.mark.parametrize("isolate", [False, True])
-@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize(("mixer", "isolate", "graphs"), settings(True, False))
 def test_compiled_layers_are_as_exact_as_eager_ones(mixer: str, models: Path, isolate: bool, graphs: bool) -> None:
     """In bfloat16, by the geometric mean of the errors of all gradients against float32."""
     if refused(mixer, models, True, graphs, isolate):

@@ -52,8 +52,10 @@ def stream(seed: int = 0, weight: float = 0.05, documents: int = 30, **recall: A
     return text, RecallStream(Source(recall=recall, weight=weight), TOKENIZER, [text], [EOS, 1], seed)
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("length", [200, 1024, 2048])
+@pytest.mark.parametrize(
+    ("name", "length"),
+    [*((name, (1024, 2048)[number % 2]) for number, name in enumerate(FORMATS)), *((name, 200) for name in FORMATS)],
+)
 def test_every_answer_was_told_before_the_questions(name: str, length: int) -> None:
     rows, text = RecallRows(TOKENIZER, 12), ids_of(TEXT * 60)
     counts = []

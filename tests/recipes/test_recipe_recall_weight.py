@@ -36,8 +36,10 @@ def rows_of(isolate: bool) -> Any:
     return make_rows(ids, np.ones_like(ids, dtype=bool), EOS, isolate)
 
 
-@pytest.mark.parametrize("isolate", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "isolate"),
+    [("llama", False), *((family, number % 2 == 0) for number, family in enumerate(FAMILIES))],
+)
 @torch.no_grad()
 def test_narrower_masks_equal_the_window_as_a_kind_of_layer(family: str, isolate: bool) -> None:
     teacher, rows = tiny_teacher(family), rows_of(isolate)

@@ -1,4 +1,4 @@
-"""Every family and kind of layer: loading, generation, padding, packing, beams and PEFT."""
+"""Every family, rule and kind of layer: loading, generation, padding, packing, beams and PEFT."""
 
 from __future__ import annotations
 
@@ -33,7 +33,15 @@ STUDENTS: dict[str, Callable[[str], PreTrainedModel]] = {
     "mixed heads": lambda family: tiny_mixture(family, mixed_mixture_table()),
 }
 IN_EVERY_FAMILY = "window"  # a student with both kinds of layers
-REPRESENTATIVES = ("llama", "gemma3_text", "phi3")  # of the families, for the other students; the rest is slow
+# The families of the other students: plain, with sliding layers, with fused projections. The rest is slow.
+REPRESENTATIVES = {
+    "faithful": ("llama", "gemma3_text"),
+    "mixture": ("gemma3_text", "phi3"),
+    "qwen3_5": ("llama",),
+    "qwen3_5-hybrid": ("phi3",),
+    "levers": ("gemma3_text",),
+    "mixed heads": ("gemma3_text", "phi3"),
+}
 
 
 def cases() -> Iterator[tuple[str, Callable[[], PreTrainedModel], bool]]:
@@ -42,7 +50,7 @@ def cases() -> Iterator[tuple[str, Callable[[], PreTrainedModel], bool]]:
         for family in FAMILIES:
             if what == "mixed heads" and family in ONE_NORM:
                 continue
-            quick = what == IN_EVERY_FAMILY or family in REPRESENTATIVES
+            quick = what == IN_EVERY_FAMILY or family in REPRESENTATIVES[what]
             yield f"{family}-{what}", functools.partial(STUDENTS[what], family), quick
     for mixer in MIXERS:
         for family in FAMILIES if mixer not in IN_FULL else ():
@@ -55,11 +63,13 @@ CASES = list(cases())
 
 def students(all_mixers: bool) -> Any:
     """Runs a test over the students; unless `all_mixers`, fewer by default: no mixers that are not in `IN_FULL`, and
-    the families in `REPRESENTATIVES`."""
+    three families of `IN_EVERY_FAMILY`."""
     brief = set()
     if not all_mixers:
         brief = {f"llama-{mixer}" for mixer in MIXERS}
-        brief |= {f"{family}-{IN_EVERY_FAMILY}" for family in FAMILIES if family not in REPRESENTATIVES}
+        brief |= {
+            f"{family}-{IN_EVERY_FAMILY}" for family in FAMILIES if family not in ("llama", "gemma3_text", "phi3")
+        }
     parameters = [
         pytest.param(make, id=name, marks=() if quick and name not in brief else pytest.mark.slow)
         for name, make, quick in CASES
