@@ -14,7 +14,14 @@ from measuring.markdown import Column, table
 from measuring.rows import RowFile
 
 FIGURES = {"prompt, tokens/s": "prefill_tokens_per_s", "step, ms": "decode_ms", "cache, MB": "cache_mb"}
-KINDS = {"teacher": "teacher", "window25": "hybrid with windows", "hybrid25": "hybrid", "all": "pure"}
+KINDS = {
+    "teacher": "teacher",
+    "teacher4bit": "teacher, 4 bits",
+    "heads10": "a tenth of the heads and windows, 4 bits",
+    "window25": "hybrid with windows and states",
+    "hybrid25": "hybrid",
+    "all": "pure",
+}
 
 Rows = Sequence[dict[str, Any]]
 

@@ -35,6 +35,10 @@ from deltanet_hf.mixers.layer.layer_kind import LayerKind, PositionEmbeddings
 from deltanet_hf.mixers.layer.masks import sliding_window
 from deltanet_hf.mixers.layer.settings import MixerSettings, check_at_least
 
+RECOMMENDED = (
+    481  # tokens; with a tenth of the heads whole and 4 bits, a ninth of the memory at 2,048 tokens (docs/results.md)
+)
+
 
 @dataclass(frozen=True)
 class WindowSettings(MixerSettings):

@@ -80,7 +80,7 @@ def test_names_of_shapes_and_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("shape", "billions"), [("135M", 0.1345), ("1B", 1.2358), ("8B", 8.0303)])
 def test_the_shapes_have_the_parameters_of_their_models(shape: str, billions: float) -> None:
-    model = random_model(shape, "teacher", "-", torch.bfloat16, torch.device("meta"))
+    model = random_model(shape, "teacher", torch.bfloat16, torch.device("meta"))
     assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(1e9 * billions, rel=1e-3)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from deltanet_hf.decoding.served import serve
+from deltanet_hf.mixers import recommended
+from deltanet_hf.models.cache_bits import set_cache_bits
 from deltanet_hf.models.factory import converted_config
 from deltanet_hf.models.layers import LayerTable
 
@@ -40,24 +43,51 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
-KINDS: dict[str, int | None] = {"teacher": None, "all": 0, "hybrid25": 4}
-"""Every which layer is softmax: 0 for none; None for a model that is not converted."""
 
 
-def random_model(shape: str, kind: str, mixer: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+class Layout(NamedTuple):
+    """What replaces the attention of a Llama model, and what stays."""
+
+    mixer: str = ""  # a name in `MIXER_NAMES`, with its recommended settings; nothing for a softmax model
+    layers: int = 0  # every which layer stays softmax; 0 for none
+    heads: int = 0  # every which key/value head does, counted through all layers
+    cache_bits: int = 16
+
+
+KINDS: dict[str, Layout] = {
+    "teacher": Layout(),
+    "teacher4bit": Layout(cache_bits=4),
+    "all": Layout("gated_deltanet"),
+    "hybrid25": Layout("gated_deltanet", layers=4),
+    "window25": Layout("gated_deltanet+window", layers=4),
+    "heads10": Layout("window", heads=10, cache_bits=4),
+}
+
+
+def random_model(shape: str, kind: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """A Llama model in eval mode.
 
     Args:
         shape: a name in `SHAPES`.
         kind: a name in `KINDS`.
-        mixer: of the converted layers, a name in `MIXER_NAMES`, with its recommended settings.
     """
     config: Any = LlamaConfig(**SHAPES[shape], max_position_embeddings=131072)
-    every = KINDS[kind]
-    if every is not None:
-        layers = config.num_hidden_layers
-        softmax = range(every - 1, layers, every) if every else ()
-        config = converted_config(config, LayerTable.preset(layers, mixer, softmax=softmax, teacher=config))
+    layout = KINDS[kind]
+    if layout.mixer:
+        config = converted_config(config, _table(layout, config))
     with device:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    if not layout.mixer:
+        set_cache_bits(model, layout.cache_bits)
     return serve(model.eval())
+
+
+def _table(layout: Layout, config: Any) -> LayerTable:
+    layers, heads = config.num_hidden_layers, config.num_key_value_heads
+    if not layout.heads:
+        softmax = range(layout.layers - 1, layers, layout.layers) if layout.layers else ()
+        table = LayerTable.preset(layers, layout.mixer, softmax=softmax, teacher=config)
+    else:
+        kept = {divmod(index, heads) for index in range(layout.heads // 2, layers * heads, layout.heads)}
+        table = LayerTable.by_heads(*recommended(layout.mixer, teacher=config), layers, heads, kept)
+    return replace(table, cache_bits=layout.cache_bits)

@@ -2,8 +2,9 @@
 
     python -m measuring.benchmarks.end_to_end --output end_to_end_h200.json
 
-Kinds: the softmax teacher; `all` layers Gated DeltaNet; `hybrid25`, every fourth layer softmax; `window25`, the same
-with a window beside each state, as `convert` makes it. `deltanet_hf.evaluation.measures.decoding_mode` has the modes.
+Kinds: the softmax teacher, also with a cache of 4 bits; `all` layers Gated DeltaNet; `hybrid25`, every fourth layer
+softmax; `window25`, the same with a window and a state in each other layer; `heads10`, every tenth key/value head softmax
+and windows elsewhere, all in 4 bits, as `convert` makes it. `deltanet_hf.evaluation.measures.decoding_mode` has the modes.
 Before its first row, each model and mode decodes greedily beside complete forward passes. A row has
 
 - prefill_tokens_per_s, of all sequences together: the median of `repeats` runs after one that loads the kernels. It is
@@ -26,18 +27,13 @@ from pathlib import Path
 import torch
 
 from deltanet_hf.evaluation.measures.decoding_mode import COMPILED, MODES
-from deltanet_hf.evaluation.speed.random_models import SHAPES, random_model
+from deltanet_hf.evaluation.speed.random_models import KINDS, SHAPES, random_model
 from deltanet_hf.exit_codes import run_command
 from deltanet_hf.loading import chosen_device
 from measuring.benchmarks.model_at_points import ModelAtPoints, Point, Prefill, free_memory
 from measuring.rows import Row, RowFile, fill, machine
 
 POINTS: list[Point] = [(1, 2048), (16, 2048), (1, 32768), (16, 16384)]  # sequences, tokens of each prompt
-KINDS = {
-    **{kind: (kind, "gated_deltanet") for kind in ("teacher", "all", "hybrid25")},
-    "window25": ("hybrid25", "gated_deltanet+window"),
-}
-"""The kind of random model and its mixer."""
 KEY = ("shape", "kind", "mode", "batch", "context")
 
 
@@ -94,7 +90,7 @@ class Measure:
         of = shape, kind, mode == COMPILED.name
         if self._model is None or self._of != of:
             self.forget()
-            model = random_model(shape, *KINDS[kind], torch.bfloat16, chosen_device(None))
+            model = random_model(shape, kind, torch.bfloat16, chosen_device(None))
             self._of, self._model = of, ModelAtPoints(model, self._prefills(shape, kind), check_compiled_at=POINTS[0])
         return self._model.measure(MODES[mode], (labels["batch"], labels["context"]))
 
