@@ -30,7 +30,7 @@ from .weight_origins import count_origins
 CONTEXTS = (1024, 4096, 16384, 32768, 65536, 131072)
 SMALL_FILES_BYTES = 64 * 2**20  # tokenizer, card, plot
 AT_ONCE = 4  # layers that are fitted at the same time on a CPU, at most
-AT_ONCE_BYTES = 800 * 10**6  # memory for those beyond the first, at most
+AT_ONCE_BYTES = 10**9  # memory for those beyond the first, at most
 AT_ONCE_NUMBERS = 2**18  # in the queries of a sequence; with fewer, threads would wait for each other's Python code
 
 
@@ -156,7 +156,7 @@ def make_plan(
         for index, module in enumerate(modules)
     ]
     memory = conversion_memory(teacher, attentions, row, calibration_tokens)
-    at_once = _layers_at_once(row * query_width(teacher), memory.more, threads)
+    at_once = _layers_at_once(row * query_width(teacher), memory.layer, threads)
     return Plan(
         layers=layers,
         teacher_parameters=sum(p.numel() for p in teacher.model.parameters()),

@@ -19,8 +19,8 @@ from deltanet_hf.publish import Workspace, check_target, output_path
 
 from .conversion_plan import Plan, make_plan
 from .export.obstacles import teacher_obstacles
-from .head_selection import selected_heads
-from .options import ConvertOptions, softmax_layers
+from .layers_option import selected_heads, softmax_layers
+from .options import ConvertOptions
 from .select.for_convert import auto_selection, unfinished_selection
 from .select.run import Show, unseen
 from .select.selection_file import Selection

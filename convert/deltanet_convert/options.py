@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import BeforeValidator, Field, model_validator
 from transformers import PreTrainedConfig
+from typer import Option
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers import MIXER_NAMES, MIXERS, WINDOW_SUFFIX, AttentionKind, LayerKind, recommended
@@ -21,49 +21,151 @@ from deltanet_hf.mixers.mixed_heads import MixedHeads
 from deltanet_hf.models.layers import LayerTable
 
 from .calibration_text import FEWEST_TOKENS
-from .select.selection_file import parse_selection
+from .command_options import ASIDE, DTYPES, Options, parse_size
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 MOST_TOKENS = 10**9
-MAX_LIST_BYTES = 1_000_000
 MOST_DIGITS = 9  # of a whole number in an option
-CACHE_BITS = (16, 8, 4)
-PROFILES = ("faithful", "qwen3_5")
 LISTED_MIXERS = tuple(name for name in MIXER_NAMES if WINDOW_SUFFIX not in name)  # in help texts
 DEFAULT_MIXER = f"gated_deltanet{WINDOW_SUFFIX}"  # of the commands `convert` and `select`
 
 
-@dataclass(frozen=True)
-class ConvertOptions:
+def set_keys() -> str:
+    """The keys of `--set`, for the help text: those of every mixer with a state, then what single ones have."""
+    common = [field.name for field in fields(GatedDeltaNet.Settings)]
+    own = {
+        mixer: [field.name for field in fields(kind.Settings) if field.name not in common]
+        for mixer, kind in MIXERS.items()
+        if mixer != MixedHeads.name
+    }
+    single = (f"{', '.join(names)} ({mixer})" for mixer, names in own.items() if names)
+    return f"{', '.join(common)}; {'; '.join(single)}"
+
+
+class ConvertOptions(Options):
     """The options of one conversion.
 
-    `softmax_layers` checks what depends on the teacher (layer indices).
+    What depends on the teacher is checked where it is known: layer indices by `chosen_layers`.
 
     Raises:
         UserError: a value cannot be used, or two options contradict each other; the message names the option.
     """
 
-    revision: str | None = None  # of a teacher on the hub; None for its main branch
-    layers: str = "all"  # all | every:N | keep:3,7,11 | auto:25% | a file that lists the layers that stay softmax
-    mixer: str = "gated_deltanet"  # a name in `MIXER_NAMES`
-    profile: str = "faithful"  # one of `PROFILES`
-    training: bool = True  # whether the model will be distilled; False takes the settings that are best without
-    changes: tuple[str, ...] = ()  # "key=value": settings of the mixer that differ from the recommended ones
-    fit_memory: bool = True  # False starts decay and write strength as in a model trained from scratch
-    text: Path | None = None  # calibration text; None for the text shipped with deltanet-hf
-    calibration_tokens: int = 8192
-    cache_bits: int = 16  # of keys and values in the converted model's cache; one of `CACHE_BITS`
-    dtype: str | None = None  # dtype of the converted weights; None for the teacher's
-    shard_size: int = 5 * 10**9  # bytes
-    dry_run: bool = False
-    resume: bool = False
-    overwrite: bool = False
-    seed: int = 0
-    device: str | None = None  # on which the layers are fitted; None for a GPU if there is one
-    json: bool = False
+    revision: Annotated[
+        str | None,
+        Option(help="Branch, tag or commit of TEACHER on the Hub.", show_default="the main branch"),
+        ASIDE,
+    ] = None
+    layers: Annotated[
+        str,
+        Option(
+            help="Layers to convert. `auto`: a quarter of the layers keeps softmax attention, chosen by recall: "
+            "shipped for known teachers, measured where there is a GPU, otherwise evenly spread. `all`: convert every "
+            "layer. `every:N`: layers N-1, 2N-1, ... keep softmax attention. `keep:3,7,11`: these layers keep it. "
+            "`auto:25%` (or `auto:7`, `auto:40MB@32768`): keep this share or budget, chosen as `deltanet-hf select` "
+            "does; slow without a GPU. FILE: the layers, or key/value heads, that keep it, such as the file that "
+            "`deltanet-hf select` writes.",
+            show_default="auto",
+        ),
+        ASIDE,
+    ] = "all"
+    mixer: Annotated[
+        str,
+        Option(
+            help=f"Layer that replaces softmax attention, by default `{DEFAULT_MIXER}`. Others: "
+            f"{', '.join(LISTED_MIXERS)}. `NAME+window` has a softmax window beside the state, for those that have a "
+            "state.",
+            show_default=False,
+        ),
+    ] = "gated_deltanet"
+    pure: Annotated[
+        bool,
+        Option(
+            "--pure",
+            help="Convert every layer to Gated DeltaNet alone: no softmax attention, no window, the least memory.",
+        ),
+        ASIDE,
+    ] = False
+    profile: Annotated[
+        Literal["faithful", "qwen3_5"],
+        Option(
+            help="Recommended settings. `faithful` keeps everything that the teacher's attention has. `qwen3_5` makes "
+            "exactly Qwen3.5's layer, so that the model can be exported to other runtimes."
+        ),
+    ] = "faithful"
+    training: Annotated[
+        bool,
+        Option("--no-training", help="Take the settings that are better for a model that nobody will distil."),
+    ] = True
+    changes: Annotated[
+        tuple[str, ...],
+        Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Change one setting of the mixer, for example `rope=false`. Repeat the option for several. Keys of "
+            f"mixers with a state: {set_keys()}.",
+            show_default=False,
+        ),
+    ] = ()
+    fit_memory: Annotated[
+        bool,
+        Option(
+            "--no-fit-memory",
+            help="Start decay and write strength as in a model trained from scratch, instead of fitting them to the "
+            "teacher.",
+        ),
+    ] = True
+    text: Annotated[
+        Path | None,
+        Option(
+            help="Calibration text: .txt, .md or .jsonl (each also as .gz or .xz) or .parquet.",
+            show_default="text shipped with deltanet-hf",
+        ),
+        ASIDE,
+    ] = None
+    calibration_tokens: Annotated[
+        int,
+        Option(help="Number of tokens of the calibration text that the layers are fitted on."),
+        Field(ge=FEWEST_TOKENS, le=MOST_TOKENS),
+    ] = 8192
+    cache_bits: Annotated[
+        Literal[16, 8, 4],
+        Option(help="Bits of the keys and values that the model keeps in its cache: 16, 8 or 4."),
+    ] = 16
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None,
+        Option(help=f"Dtype of the weights: {', '.join(DTYPES)}.", show_default="the teacher's"),
+    ] = None
+    shard_size: Annotated[
+        int,
+        BeforeValidator(lambda size: parse_size(size) if isinstance(size, str) else size),
+        Option(help="Largest size of a weight file."),
+        Field(ge=1, validate_default=True),
+    ] = "5GB"  # type: ignore[assignment]  # bytes, once it is read
+    dry_run: Annotated[bool, Option("--dry-run", help="Print the plan and stop."), ASIDE] = False
+    resume: Annotated[bool, Option("--resume", help="Complete an interrupted conversion."), ASIDE] = False
+    overwrite: Annotated[
+        bool,
+        Option("--overwrite", help="Replace an existing folder OUT as soon as the new model is complete."),
+        ASIDE,
+    ] = False
+    seed: Annotated[
+        int,
+        Option(help="Random seed for the choice of calibration text and for start values."),
+        Field(ge=0, le=2**32 - 1),
+    ] = 0
+    device: Annotated[
+        str | None,
+        Option(
+            help="Device on which the layers are fitted, such as cpu, cuda or cuda:1.",
+            show_default="a GPU if there is one",
+        ),
+        ASIDE,
+    ] = None
+    as_json: Annotated[bool, Option("--json", help="Print the plan or the result as JSON."), ASIDE] = False
 
-    def __post_init__(self) -> None:
+    @model_validator(mode="after")
+    def _consistent(self) -> ConvertOptions:
+        """Raises UserError for a mixer that does not exist, and for options that would change nothing."""
         if self.mixer == MixedHeads.name:
             raise UserError(
                 f"--mixer {self.mixer}: comes of a selection of key/value heads; give it as --layers FILE "
@@ -71,26 +173,8 @@ class ConvertOptions:
             )
         if self.mixer not in MIXER_NAMES and self.mixer not in MIXERS:
             raise UserError(f"--mixer: got '{self.mixer}', expected one of {', '.join(MIXER_NAMES)}")
-        if self.profile not in PROFILES:
-            raise UserError(f"--profile: got '{self.profile}', expected one of {', '.join(PROFILES)}")
-        if self.cache_bits not in CACHE_BITS:
-            raise UserError(f"--cache-bits: got {self.cache_bits}, expected 16, 8 or 4")
-        if self.dtype is not None and self.dtype not in DTYPES:
-            raise UserError(f"--dtype: got '{self.dtype}', expected one of {', '.join(DTYPES)}")
-        if not FEWEST_TOKENS <= self.calibration_tokens <= MOST_TOKENS:
-            raise UserError(
-                f"--calibration-tokens: got {self.calibration_tokens}, expected a number from {FEWEST_TOKENS} to "
-                f"{MOST_TOKENS:,}"
-            )
-        if self.shard_size < 1:
-            raise UserError(f"--shard-size: got {self.shard_size} bytes, expected at least 1")
-        if not 0 <= self.seed < 2**32:
-            raise UserError(f"--seed: got {self.seed}, expected a number from 0 to 2**32 - 1")
-        self._check_contradictions()
-        self.table(1, ())
-
-    def _check_contradictions(self) -> None:
-        """Raises UserError for options that would change nothing, or that the profile fixes."""
+        if self.pure and self.model_fields_set & {"layers", "mixer"}:
+            raise UserError("--pure: converts all layers to gated_deltanet; leave out --layers and --mixer")
         if self.profile == "qwen3_5" and self.changes:
             raise UserError(f"--set {self.changes[0]}: --profile qwen3_5 fixes the settings; leave out one of the two")
         if not self.training and self.profile == "qwen3_5":
@@ -101,6 +185,17 @@ class ConvertOptions:
         kind = self._recommended()[0]
         if not self.fit_memory and not kind.fits_memory():
             raise UserError(f"--no-fit-memory: no decay is fitted in layers of --mixer {self.mixer}; leave it out")
+        self.table(1, ())
+        return self
+
+    @classmethod
+    def of_command_line(cls, values: dict[str, Any]) -> ConvertOptions:
+        """The options of `deltanet-hf convert`, which keeps a quarter of the layers and has windows by default."""
+        given = cls.given(values)
+        if not given.get("pure") and given.get("profile") != "qwen3_5":  # whose layer has no window
+            keeps_all_tokens = issubclass(MIXERS.get(given.get("mixer", ""), object), AttentionKind)
+            given = {"layers": "all" if keeps_all_tokens else "auto", "mixer": DEFAULT_MIXER, **given}
+        return cls(**given)
 
     def table(self, num_layers: int, softmax: Iterable[int], teacher: PreTrainedConfig | None = None) -> LayerTable:
         """The layer table of the converted model.
@@ -163,22 +258,9 @@ class ConvertOptions:
         return DTYPES[self.dtype] if self.dtype else None
 
     def decisive(self) -> dict[str, Any]:
-        """The options that affect the result, as JSON values.
-
-        `revision`, `layers` and `text` are not among them, because conversion_record.py records their contents.
-        """
-        return {
-            "mixer": self.mixer,
-            "profile": self.profile,
-            "training": self.training,
-            "set": changed_settings(self.changes, self._recommended()[1]),
-            "fit_memory": self.fit_memory,
-            "calibration_tokens": self.calibration_tokens,
-            "cache_bits": self.cache_bits,
-            "dtype": self.dtype,
-            "shard_size": self.shard_size,
-            "seed": self.seed,
-        }
+        """The options that affect the result, as JSON values; conversion_record.py records layers and text itself."""
+        values = self.model_dump() | {"changes": changed_settings(self.changes, self._recommended()[1])}
+        return {"set" if name == "changes" else name: value for name, value in values.items()}
 
 
 def changed_settings(entries: Iterable[str], recommended: Any) -> dict[str, bool | int | str]:
@@ -210,119 +292,3 @@ def changed_settings(entries: Iterable[str], recommended: Any) -> dict[str, bool
                 raise UserError(f"--set {key}: got a number of {len(text)} digits, expected at most {MOST_DIGITS}")
             changes[key] = int(text) if number else text
     return changes
-
-
-def set_keys() -> str:
-    """The keys of `--set`, for the help text: those of every mixer with a state, then what single ones have."""
-    common = [field.name for field in fields(GatedDeltaNet.Settings)]
-    own = {
-        mixer: [field.name for field in fields(kind.Settings) if field.name not in common]
-        for mixer, kind in MIXERS.items()
-        if mixer != MixedHeads.name
-    }
-    single = (f"{', '.join(names)} ({mixer})" for mixer, names in own.items() if names)
-    return f"{', '.join(common)}; {'; '.join(single)}"
-
-
-def parse_size(value: str, option: str = "--shard-size") -> int:
-    """Parses '5GB', '500 MiB' or '4096' into a number of bytes; `option` begins the error."""
-    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]*)\s*", value)
-    if not match or match[2].upper() not in UNITS:
-        raise UserError(f"{option}: got '{value}', expected a size such as 5GB or 500MB")
-    size = int(float(match[1]) * UNITS[match[2].upper()])
-    if size < 1:
-        raise UserError(f"{option}: got '{value}', expected at least 1 byte")
-    return size
-
-
-def softmax_layers(spec: str, num_layers: int, teacher_config: Any = None) -> tuple[int, ...]:
-    """Indices of the layers that keep softmax attention, ascending.
-
-    Args:
-        spec: `all` (none is kept), `every:N` (layers N-1, 2N-1, ... are kept), `keep:3,7,11`, or a file that lists the
-            kept layers: what `deltanet-hf select` wrote, a JSON list, or numbers separated by commas or white space
-            ('#' begins a comment). `auto:` is resolved in `select/for_convert.py`.
-        num_layers: the teacher's number of decoder layers.
-        teacher_config: the teacher's config, which a selection has to fit; None to leave that unchecked.
-
-    Raises:
-        UserError: the specification or the file cannot be read, or names layers that do not exist.
-    """
-    if spec == "all":
-        return ()
-    if spec.startswith("every:"):
-        return _every(spec, num_layers)
-    if spec.startswith("keep:"):
-        return _check_indices(f"--layers {spec}", _numbers(spec.removeprefix("keep:"), "--layers"), num_layers)
-    path = Path(os.path.expanduser(spec))
-    if not os.path.exists(path):  # False also for what no file can be called
-        raise UserError(f"--layers: got '{spec}', expected all, every:N, keep:3,7,11, auto:25% or an existing file")
-    return _check_indices(f"--layers {path}", _from_file(path, teacher_config), num_layers)
-
-
-def _every(spec: str, num_layers: int) -> tuple[int, ...]:
-    value = spec.removeprefix("every:")
-    if not re.fullmatch(r"\d{1,9}", value, re.ASCII) or int(value) < 2:
-        raise UserError(f"--layers {spec}: N has to be a whole number of at least 2 (every:1 would convert nothing)")
-    step = int(value)
-    if step > num_layers:
-        raise UserError(f"--layers {spec}: keeps none of the {num_layers} layers; say all, or a smaller N")
-    return tuple(range(step - 1, num_layers, step))
-
-
-def _numbers(text: str, where: str) -> list[int]:
-    words = [word for word in re.split(r"[\s,]+", text) if word]
-    for word in words:
-        if not re.fullmatch(r"-?\d{1,9}", word, re.ASCII):
-            raise UserError(f"{where}: '{word}' is not a layer index; list whole numbers such as 3,7,11")
-    return [int(word) for word in words]
-
-
-def _from_file(path: Path, teacher_config: Any) -> list[int]:
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_LIST_BYTES + 1)  # a device has no size
-        if len(data) > MAX_LIST_BYTES:
-            raise UserError(f"--layers {path}: too large for a list of layers; give a JSON list such as [3, 7, 11]")
-        text = data.decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--layers {path}: cannot be read ({error}); give a text file of layer indices") from error
-    if not text.lstrip().startswith(("[", "{")):
-        return _numbers("\n".join(line.split("#")[0] for line in text.splitlines()), f"--layers {path}")
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"--layers {path}: not valid JSON ({error}); write a list such as [3, 7, 11]") from error
-    if isinstance(value, dict) and "format" in value:
-        return _from_selection(f"--layers {path}", value, teacher_config)
-    if not isinstance(value, list) or any(type(item) is not int for item in value):
-        raise UserError(
-            f"--layers {path}: expected a JSON list of layer indices such as [3, 7, 11], or the file that deltanet-hf "
-            "select wrote"
-        )
-    return value
-
-
-def _from_selection(where: str, value: dict[str, Any], teacher_config: Any) -> list[int]:
-    selection = parse_selection(value, where)
-    if teacher_config is not None:
-        selection.check_teacher(where, teacher_config)
-    if selection.unit != "layer":
-        raise UserError(
-            f"{where}: key 'unit' is '{selection.unit}', which names heads; for whole layers, run deltanet-hf select "
-            "with --unit layer"
-        )
-    return list(selection.layers)
-
-
-def _check_indices(where: str, indices: list[int], num_layers: int) -> tuple[int, ...]:
-    if not indices:
-        raise UserError(f"{where}: lists no layer; say --layers all to convert every one")
-    for index in indices:
-        if not 0 <= index < num_layers:
-            raise UserError(f"{where}: layer {index} does not exist; the teacher has layers 0 to {num_layers - 1}")
-        if indices.count(index) > 1:
-            raise UserError(f"{where}: layer {index} is listed twice; list each kept layer once")
-    if len(indices) == num_layers:
-        raise UserError(f"{where}: keeps all {num_layers} layers; leave at least one to convert")
-    return tuple(sorted(indices))

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from deltanet_convert.options import ConvertOptions, parse_size, softmax_layers
+from deltanet_convert.command_options import parse_size
+from deltanet_convert.layers_option import softmax_layers
+from deltanet_convert.options import ConvertOptions
 from deltanet_hf.errors import UserError
 
 

@@ -20,6 +20,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
+from deltanet_convert.command_options import DTYPES
 from deltanet_convert.export import gguf, runtime_check
 from deltanet_convert.export.comparison import Comparison
 from deltanet_convert.export.export_command import export_command
@@ -33,7 +34,6 @@ from deltanet_convert.export.runtime_check import (
     verify_export,
 )
 from deltanet_convert.export.runtimes import FLOAT32, STORED, LlamaCpp, MlxLm, Step, Transformers, installed
-from deltanet_convert.options import DTYPES
 from deltanet_hf.errors import QualityError, UserError
 from deltanet_recipes.cli import build_app
 from support.runtime_models import converter_for_any_tokenizer, runtime_folder

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from deltanet_convert.options import softmax_layers
+from deltanet_convert.layers_option import softmax_layers
 from deltanet_convert.select import Selection, probes, read_selection
 from deltanet_convert.select.budget import Budget, Memory
 from deltanet_convert.select.command import select_command
@@ -147,8 +147,8 @@ def test_layers_that_slide_stay_as_they_are(unit: str, tmp_path: Path) -> None:
 def test_spread_units_need_no_run(far: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deltanet_convert.select.run.load_teacher", None)
     assert tiny_selection(far, tmp_path / "a.json", "2", method="uniform").layers == (1, 3)
-    assert tiny_selection(far, tmp_path / "b.json", "2", method="exportable").layers == (1, 3)
-    assert tiny_selection(far, tmp_path / "c.json", "1", method="exportable").layers == (2,)
+    assert tiny_selection(far, tmp_path / "b.json", "2", exportable=True).layers == (1, 3)
+    assert tiny_selection(far, tmp_path / "c.json", "1", exportable=True).layers == (2,)
     heads = tiny_selection(far, tmp_path / "d.json", "2", method="uniform", unit="kv_head")
     assert heads.heads == ((1, 0), (3, 0))
     with pytest.raises(ValueError, match="names heads"):

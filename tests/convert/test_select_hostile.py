@@ -154,7 +154,7 @@ def test_a_window_that_shows_whole_probes_is_refused(far: Path, tmp_path: Path, 
 def test_what_no_runtime_could_read_is_not_exportable(tmp_path: Path, family: str, message: str) -> None:
     tiny_teacher(family).save_pretrained(tmp_path / "teacher")
     with pytest.raises(UserError, match=f"--exportable: the result could not be exported: .*{message}") as caught:
-        tiny_selection(tmp_path / "teacher", tmp_path / "s.json", "50%", method="exportable")
+        tiny_selection(tmp_path / "teacher", tmp_path / "s.json", "50%", exportable=True)
     assert "\n" not in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["teacher"]
 

@@ -120,7 +120,7 @@ def test_another_request_is_refused_or_starts_again(far: Path, tmp_path: Path) -
 def quick_auto(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Makes the selections of `convert` as short as those of these tests; returns the list of those that ran."""
     ran: list[int] = []
-    monkeypatch.setattr(for_convert, "SelectOptions", lambda *args, **kw: SelectOptions(*args, **{**QUICK, **kw}))
+    monkeypatch.setattr(for_convert, "SelectOptions", lambda **kw: SelectOptions(**{**QUICK, **kw}))
     start = for_convert.run_selection
 
     def counted(*args: Any, **kwargs: Any) -> Any:

@@ -14,14 +14,13 @@ import torch
 from transformers import PreTrainedModel
 
 from deltanet_convert.select import methods, probe_text, probes, run
-from deltanet_convert.select.gates import blended
 from deltanet_convert.select.methods import Forward, every_nth
 from deltanet_convert.select.objectives import AnswerLoss, TextKL
 from deltanet_convert.select.probe_text import FORMATS
 from deltanet_convert.select.probes import haystack, recall_probes
 from deltanet_convert.select.references import References
 from deltanet_convert.select.scoring import Scorer
-from deltanet_convert.select.switchable import SwitchableModel
+from deltanet_convert.select.switchable import SwitchableModel, blended
 from deltanet_convert.select.units import SHORT, UNITS, Candidates, Unit, evenly
 from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.tasks import prose_facts, recall_tasks

@@ -20,7 +20,7 @@ from deltanet_recipes.config import load_recipe
 from deltanet_recipes.schema import Distil
 from deltanet_recipes.training import trainer
 from deltanet_recipes.training.adapters import merge_lora, train_for
-from deltanet_recipes.training.cost_estimate import estimate
+from deltanet_recipes.training.cost_estimate import estimates
 from deltanet_recipes.training.logbook import read_log
 from deltanet_recipes.training.model_pair import is_imported, load_student, mixers
 from deltanet_recipes.training.optim import parameter_groups
@@ -187,7 +187,7 @@ def test_the_plan_counts_what_is_trained(workplace: Path, tmp_path: Path, train:
     tree = recipe_tree(workplace, [{**DISTIL, "train": train}], teacher=str(workplace / "teacher"))
     recipe = load_recipe(write_recipe(tmp_path, tree))
     student = load_student(recipe.student, torch.float32)
-    sizes = estimate(recipe.stages[0], recipe, student, Runtime(recipe.engine))
+    (sizes,) = estimates(recipe.stages, recipe, student, Runtime(recipe.engine))
     train_for(student, recipe.stages[0], seed=0)  # type: ignore[arg-type]
     whole = [
         p for m in mixers(student).values() for n, p in m.named_parameters() if p.requires_grad and "lora" not in n

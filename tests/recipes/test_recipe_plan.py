@@ -18,7 +18,7 @@ from deltanet_hf.models.families import FAMILIES
 from deltanet_recipes.config import load_recipe, read_recipe
 from deltanet_recipes.schema import Align
 from deltanet_recipes.training.adapters import train_for, train_mixers
-from deltanet_recipes.training.cost_estimate import estimate, show_plan
+from deltanet_recipes.training.cost_estimate import estimates, show_plan
 from deltanet_recipes.training.layerwise import LayerwiseAlign
 from deltanet_recipes.training.logbook import Logbook
 from deltanet_recipes.training.model_pair import load_student, mixers
@@ -46,7 +46,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_plan_counts_what_is_trained(workplace: Path, tmp_path: Path, stage: dict[str, Any]) -> None:
     recipe = load_recipe(write_recipe(tmp_path, recipe_tree(workplace, [stage])))
     student = load_student(recipe.student, torch.float32)
-    sizes = estimate(recipe.stages[0], recipe, student, Runtime(recipe.engine))
+    (sizes,) = estimates(recipe.stages, recipe, student, Runtime(recipe.engine))
     if isinstance(recipe.stages[0], Align):
         train_mixers(student)
     else:
@@ -73,7 +73,7 @@ def test_the_plan_knows_the_files_that_a_stage_keeps(
     recipe = load_recipe(write_recipe(tmp_path, tree))
     run(recipe)
     student, runtime = load_student(recipe.student), Runtime(recipe.engine)
-    layerwise, distil = (estimate(stage, recipe, student, runtime).disk for stage in recipe.stages)
+    layerwise, distil = (size.disk for size in estimates(recipe.stages, recipe, student, runtime))
     assert layerwise == pytest.approx(kept["activations"], rel=0.1)
     assert distil == 0
 
@@ -82,7 +82,7 @@ def test_a_lack_of_memory_is_said(workplace: Path, tmp_path: Path, monkeypatch: 
     recipe = load_recipe(write_recipe(tmp_path, recipe_tree(workplace, [ALIGN, DISTIL], output=str(tmp_path))))
     student, runtime = load_student(recipe.student), Runtime(recipe.engine)
     assert runtime.attainable_memory() > 2**28
-    sizes = [estimate(stage, recipe, student, runtime).memory for stage in recipe.stages]
+    sizes = [size.memory for size in estimates(recipe.stages, recipe, student, runtime)]
     between = sum(sizes) // 2
     monkeypatch.setattr(Runtime, "attainable_memory", lambda self: between)
     shown = Console(file=io.StringIO(), width=300)
@@ -103,9 +103,10 @@ def test_one_gpu_of_24_gb_aligns_8b(name: str, family: str) -> None:
         student = model_class(family)(converted_config(config, table))
     assert sum(p.numel() for p in student.parameters()) > 8e9
     recipe = read_recipe(name)
-    alone: Any = SimpleNamespace(world=1, bf16=True, cuda_graphs=True, device=torch.device("cuda"))
+    alone: Any = SimpleNamespace(world=1, bf16=True, compile=True, device=torch.device("cuda"))
     align = next(stage for stage in recipe.stages if isinstance(stage, Align))
-    assert 2 * 2**30 < estimate(align, recipe, student, alone).memory < 12 * 2**30
     joint = align.model_copy(update={"mode": "joint"})
-    assert estimate(joint, recipe, student, alone).memory > 24 * 2**30
-    assert estimate(align, recipe, student, alone).disk == pytest.approx(26e9, rel=0.1)
+    layerwise, whole = estimates([align, joint], recipe, student, alone)
+    assert 2 * 2**30 < layerwise.memory < 12 * 2**30
+    assert layerwise.disk == pytest.approx(26e9, rel=0.1)
+    assert whole.memory > 24 * 2**30

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
-import torch
 from torch.profiler import ProfilerActivity, profile
 
 
@@ -17,17 +16,3 @@ def peak_bytes(call: Callable[[], Any]) -> int:
     events: Any = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
     changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
     return max(accumulate(change for _, change in changes), default=0)
-
-
-def saved_bytes(call: Callable[[], Any], but: torch.nn.Module) -> int:
-    """The bytes of the tensors that autograd saves during a call, without the parameters of a module."""
-    own = {parameter.untyped_storage()._cdata for parameter in but.parameters()}
-    saved: dict[int, torch.Tensor] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        saved[tensor.untyped_storage()._cdata] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        call()
-    return sum(tensor.untyped_storage().nbytes() for key, tensor in saved.items() if key not in own)

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from deltanet_convert.options import ConvertOptions
-from deltanet_convert.select.budget import Budget
 from deltanet_convert.select.run import run_selection
 from deltanet_convert.select.select_options import SelectOptions
 from deltanet_convert.select.selection_file import Selection
@@ -21,7 +20,7 @@ def tiny_task(teacher: Path, out: Path, keep: str = "1", mixer: str = "window", 
     """Plans a selection with short probes."""
     opened = open_teacher(teacher)
     table = ConvertOptions(mixer=mixer).table(opened.num_layers, ())
-    chosen = SelectOptions(Budget.parse(keep), **{**QUICK, **options})
+    chosen = SelectOptions(keep=keep, **{**QUICK, **options})
     return plan_selection(Source(teacher.name, teacher, None), opened, chosen, table, out)
 
 

@@ -13,7 +13,7 @@ from deltanet_hf.errors import UserError
 from deltanet_hf.models.layers import LayerTable
 from deltanet_hf.publish import output_path
 
-from ..options import DTYPES, parse_size
+from ..command_options import DTYPES, parse_size
 from ..storage.saved_tokenizer import load_tokenizer
 from ..storage.teacher_source import resolve_source
 from .export_plan import plan_export

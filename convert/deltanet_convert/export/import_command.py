@@ -11,7 +11,7 @@ from rich.console import Console
 from deltanet_hf.errors import UserError
 from deltanet_hf.publish import output_path
 
-from ..options import DTYPES, parse_size
+from ..command_options import DTYPES, parse_size
 from .hooks import qwen3_5_folder
 from .import_qwen3_5 import plan_import, write_import
 from .progress import progress_bar

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from deltanet_hf.errors import UserError
 
+from ..command_options import parse_size
 from ..conversion_plan import LayerPlan
-from ..options import parse_size
 from ..views.plan_view import size
 from .units import Candidates
 

@@ -66,7 +66,7 @@ def auto_selection(
             method = "uniform"
             show(0, 1, NO_GPU)
     budget = Budget.parse(budget_text, f"--layers {AUTO}:")
-    choice = SelectOptions(budget, method=method, seed=options.seed, device=options.device, overwrite=True)
+    choice = SelectOptions(keep=budget, method=method, seed=options.seed, device=options.device, overwrite=True)
     file = unfinished_selection(out)
     task = plan_selection(source, teacher, choice, options.table(teacher.num_layers, (), teacher.config), file)
     if not choice.measured:

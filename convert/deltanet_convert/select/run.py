@@ -15,7 +15,7 @@ from ..export.obstacles import teacher_obstacles
 from ..storage.saved_tokenizer import load_tokenizer
 from .journal import REFERENCES, SelectionJournal
 from .loading import load_teacher
-from .methods import EXPORTABLE, Forward, Gradient, NextUnit, Round, every_nth
+from .methods import Forward, Gradient, NextUnit, Round, every_nth
 from .objectives import AnswerLoss, TextKL
 from .plot import selection_plot
 from .probes import haystack, recall_probes
@@ -121,7 +121,7 @@ def spread(task: SelectionTask) -> Selection:
     Raises:
         UserError: with --exportable, a teacher that can be exported in no format.
     """
-    if task.options.method == EXPORTABLE:
+    if task.options.exportable:
         order = every_nth(int(task.teacher.config.num_hidden_layers), task.count)
         if found := teacher_obstacles(task.teacher.config, [unit[0] for unit in order]):
             raise UserError(f"--exportable: the result could not be exported: {'; '.join(map(str, found))}")

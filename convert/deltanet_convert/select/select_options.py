@@ -1,56 +1,113 @@
-"""The options of a selection and their checks."""
+"""The options of `deltanet-hf select` and their checks."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import torch
+from pydantic import BeforeValidator, Field, model_validator
+from typer import Option
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.loading import chosen_device
 
+from ..command_options import Options
+from ..options import DEFAULT_MIXER, LISTED_MIXERS
 from .budget import Budget
 from .methods import EXPORTABLE, METHODS
 from .units import UNITS
 
 
-@dataclass(frozen=True)
-class SelectOptions:
+class SelectOptions(Options):
     """The options of one selection.
 
     Raises:
         UserError: a value cannot be used, or two options contradict each other; the message names the option.
     """
 
-    budget: Budget
-    unit: str = "layer"  # one of `UNITS`
-    method: str = "forward"  # one of `METHODS`, or `EXPORTABLE`
-    window: int = 64  # tokens that a unit sees which is not kept
-    sinks: int = 4
-    length: int = 1024  # tokens per probe
-    probes: int = 8  # per format; rows of running text for `kl`: four times as many
-    seed: int = 0
-    device: str | None = None  # None for a GPU if there is one
-    overwrite: bool = False
+    revision: Annotated[
+        str | None, Option(help="Branch, tag or commit of TEACHER on the Hub.", show_default="the main branch")
+    ] = None
+    out: Annotated[Path, Option(help="File to write; `deltanet-hf convert --layers FILE` reads it.")] = Path(
+        "selection.json"
+    )
+    unit: Annotated[str, Option(help=f"Choose whole layers or single key/value heads: {', '.join(UNITS)}.")] = "layer"
+    method: Annotated[
+        str,
+        Option(
+            help="`forward` restricts everything to windows and gives full attention back to the unit that lowers the "
+            "loss on recall probes most, one by one. `gradient` takes the unit with the steepest derivative instead. "
+            "`kl` is `forward` by the KL divergence from the teacher on running text. `uniform` spreads the units "
+            "evenly, without running the teacher."
+        ),
+    ] = "forward"
+    exportable: Annotated[
+        bool,
+        Option(
+            "--exportable",
+            help="Keep every n-th layer, which mlx-lm and llama.cpp need; the budget decides n, no method runs.",
+        ),
+    ] = False
+    keep: Annotated[
+        Budget,
+        BeforeValidator(lambda budget: Budget.parse(budget) if isinstance(budget, str) else budget),
+        Option(
+            help="What to keep: a number of units such as 7, a share such as 25%, `40MB@32768` (bytes of the converted "
+            "model's cache for a sequence of that length), or `5%@32768` (a share of the teacher's cache)."
+        ),
+        Field(validate_default=True),
+    ] = "25%"  # type: ignore[assignment]  # a `Budget`, once it is read
+    mixer: Annotated[
+        str,
+        Option(
+            help="Layer that will replace softmax attention, whose cache a budget in bytes counts; by default "
+            f"`{DEFAULT_MIXER}`, as in `deltanet-hf convert`. Others: {', '.join(LISTED_MIXERS)}, or `NAME+window`.",
+            show_default=False,
+        ),
+    ] = DEFAULT_MIXER
+    window: Annotated[int, Option(help="Number of tokens that units see which are not kept."), Field(ge=1)] = 64
+    sinks: Annotated[
+        int, Option(help="Number of tokens at the start of the text that they see besides."), Field(ge=0)
+    ] = 4
+    length: Annotated[int, Option(help="Tokens per probe; cut to the teacher's context."), Field(ge=32)] = 1024
+    probes: Annotated[
+        int,
+        Option(help="Number of probes of each format; `kl` takes four times as many rows of text."),
+        Field(ge=1),
+    ] = 8
+    seed: Annotated[int, Option(help="Random seed for the probes."), Field(ge=0, le=2**32 - 1)] = 0
+    device: Annotated[
+        str | None, Option(help="Device, such as cpu, cuda or cuda:1.", show_default="a GPU if there is one")
+    ] = None
+    overwrite: Annotated[
+        bool,
+        Option("--overwrite", help="Replace an existing file, and discard an unfinished run with other options."),
+    ] = False
 
-    def __post_init__(self) -> None:
+    @model_validator(mode="after")
+    def _consistent(self) -> SelectOptions:
         if self.unit not in UNITS:
             raise UserError(f"--unit: got '{self.unit}', expected one of {', '.join(UNITS)}")
-        if self.method not in (*METHODS, EXPORTABLE):
+        if self.method not in METHODS:
             raise UserError(f"--method: got '{self.method}', expected one of {', '.join(METHODS)}")
-        if self.method == EXPORTABLE and self.unit != "layer":
+        if self.exportable and self.method != "forward":
+            raise UserError(
+                f"--exportable: keeps every n-th layer, so --method {self.method} has no effect; leave out one"
+            )
+        if self.exportable and self.unit != "layer":
             raise UserError("--exportable: other runtimes keep whole layers; leave out --unit or --exportable")
-        for name, least in (("window", 1), ("sinks", 0), ("length", 32), ("probes", 1)):
-            if getattr(self, name) < least:
-                raise UserError(f"--{name}: got {getattr(self, name)}, expected at least {least}")
-        if not 0 <= self.seed < 2**32:
-            raise UserError(f"--seed: got {self.seed}, expected a number from 0 to 2**32 - 1")
+        return self
+
+    @property
+    def choice(self) -> str:
+        """How the units are chosen, as the file names it: one of `METHODS`, or `EXPORTABLE`."""
+        return EXPORTABLE if self.exportable else self.method
 
     @property
     def measured(self) -> bool:
         """Whether the method runs the teacher."""
-        return self.method not in ("uniform", EXPORTABLE)
+        return self.choice not in ("uniform", EXPORTABLE)
 
     def settings(self, length: int) -> dict[str, Any]:
         """The options that the scores depend on, for the file; `length` is that of the probes, cut to the context."""

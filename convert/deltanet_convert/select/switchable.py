@@ -11,12 +11,11 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from deltanet_hf.mixers.layer.masks import sliding_window
 
-from .gates import blended
 from .units import Candidates, Unit
 
 MASK_BYTES = 10**9  # of the masks that are kept for the next pass
@@ -135,3 +134,35 @@ class SwitchableModel:
         else:
             sees = near.view(1, 1, length, length)
         return torch.zeros_like(sees, dtype=like.dtype).masked_fill(~sees, torch.finfo(like.dtype).min)
+
+
+def blended(o_proj: nn.Module, gates: Tensor, attention: Callable[[Tensor], Any], kv_heads: int) -> Any:
+    """The output of attention whose heads are near + gate * (full - near), blended before the output projection.
+
+    Derivatives by the gates say what full attention of each key/value head would change.
+
+    The attention runs twice; the input of its output projection is taken from the first run and replaced in the second.
+
+    Args:
+        gates: [H * D], a value per channel of the projection's input.
+        attention: runs the family's attention; its argument [KV] bool says which heads are unrestricted.
+    """
+    seen: list[Tensor] = []
+
+    def take(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        seen.append(inputs[0])
+
+    def blend(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
+        near, full = seen[0], inputs[0]
+        return (near + gates.to(near.dtype) * (full - near),)
+
+    handle = o_proj.register_forward_pre_hook(take)
+    try:
+        attention(torch.zeros(kv_heads, dtype=torch.bool))
+    finally:
+        handle.remove()
+    handle = o_proj.register_forward_pre_hook(blend)
+    try:
+        return attention(torch.ones(kv_heads, dtype=torch.bool))
+    finally:
+        handle.remove()

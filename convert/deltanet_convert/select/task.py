@@ -58,8 +58,8 @@ class SelectionTask:
             num_hidden_layers=int(config.num_hidden_layers),
             num_key_value_heads=int(config.num_key_value_heads),
             unit=options.unit,
-            method=options.method,
-            budget=options.budget.text,
+            method=options.choice,
+            budget=options.keep.text,
             seed=options.seed,
             kept=tuple(sorted(order)),
             order=tuple(order),
@@ -83,8 +83,8 @@ class SelectionTask:
                 "files": {file.name: file.stat().st_size for file in files},
             },
             "unit": options.unit,
-            "method": options.method,
-            "budget": options.budget.text,
+            "method": options.choice,
+            "budget": options.keep.text,
             "kept": self.count,
             "seed": options.seed,
             "settings": options.settings(self.length),
@@ -114,11 +114,11 @@ def plan_selection(
     candidates = Candidates.of(config, options.unit)
     notes = [note for note in (candidates.note(),) if note]
     memory = None
-    if (at := options.budget.at) is not None:
+    if (at := options.keep.at) is not None:
         plan = make_plan(teacher, table, teacher.dtype, 5 * 10**9, 64)
         memory = Memory.of(plan.layers, candidates, at)
         longest = int(config.max_position_embeddings)
         if at > longest:
-            notes.append(f"{options.budget.said}: the teacher's positions end at {longest}; only the bytes count.")
-    count = options.budget.units(candidates, memory)
+            notes.append(f"{options.keep.said}: the teacher's positions end at {longest}; only the bytes count.")
+    count = options.keep.units(candidates, memory)
     return SelectionTask(source, teacher, options, out, candidates, count, memory, tuple(notes))

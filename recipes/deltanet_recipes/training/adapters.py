@@ -83,14 +83,6 @@ def stage_targets(student: nn.Module, stage: DistilBase) -> list[str]:
     return [name for name in lora_targets(student) if name not in held]
 
 
-def adapter_weights(student: nn.Module, stage: DistilBase) -> int:
-    """The number of weights of a stage's adapters; 0 unless it trains by LoRA."""
-    if stage.train != "lora":
-        return 0
-    modules = dict(student.named_modules())
-    return stage.lora_rank * sum(sum(modules[name].weight.shape) for name in stage_targets(student, stage))  # type: ignore[union-attr, misc]
-
-
 def lora_targets(student: nn.Module) -> list[str]:
     """Names of the linear layers that get adapters.
 

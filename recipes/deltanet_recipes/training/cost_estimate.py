@@ -5,20 +5,24 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Iterable, Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from rich.table import Table
 from torch import nn
+from transformers import PreTrainedModel
 
 from deltanet_convert.device import thread_count
-from deltanet_recipes.schema import Align, DistilBase, Recipe, Stage, stage_name, stage_tokens
-from deltanet_recipes.training.adapters import adapter_weights, inserted_norms, mixers_in_full
+from deltanet_recipes.schema import Align, Recipe, Stage, stage_name, stage_tokens
+from deltanet_recipes.training.adapters import merge_lora, train_for, train_mixers
 from deltanet_recipes.training.feeds import micro_batch_rows
 from deltanet_recipes.training.flops import Flops, training_flops
 from deltanet_recipes.training.logbook import Logbook
-from deltanet_recipes.training.memory_estimate import Memory, expected_memory
-from deltanet_recipes.training.model_pair import decoder_layers, mixers
+from deltanet_recipes.training.memory_estimate import Memory, stage_memory
+from deltanet_recipes.training.model_pair import mixers
 from deltanet_recipes.training.runtime import Runtime
 
 UTILISATION = 0.25  # share of the measured rate of matrix products that a training step of a small model reaches
@@ -50,15 +54,42 @@ class Estimate:
         return self.peak.total
 
 
-def estimate(stage: Stage, recipe: Recipe, student: nn.Module, runtime: Runtime) -> Estimate:
-    """Estimate a stage from the shapes of its tensors, before the first stage has run."""
-    layers = decoder_layers(student)
-    mixer = _size(*(mixers(student).values() if isinstance(stage, Align) else mixers_in_full(student, stage)))
-    rest = _rest(stage, student, sum(p.numel() for p in layers.parameters()) - mixer)
-    adapters = 0 if isinstance(stage, Align) else adapter_weights(student, stage)
-    peak = expected_memory(stage, recipe, student, runtime, mixer + rest)
-    flops = training_flops(stage, student, mixer + rest, adapters)
-    return Estimate(mixer, rest, peak, flops, _disk(stage, recipe, student, runtime))
+def estimates(stages: Sequence[Stage], recipe: Recipe, student: PreTrainedModel, runtime: Runtime) -> list[Estimate]:
+    """Estimates of consecutive stages.
+
+    Each stage is prepared as it will be when it runs, on a copy of the student without memory.
+
+    Args:
+        student: the model before the first of the stages; it is not changed.
+    """
+    model, found = _without_memory(student), []
+    for stage in stages:
+        if isinstance(stage, Align):
+            train_mixers(model)
+        else:
+            train_for(model, stage, recipe.seed)
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        adapters = {p for name, p in trained.items() if "lora_" in name}
+        parts = [part for mixer in mixers(model).values() for part in mixer.new_parts()]
+        in_mixers = {p for part in parts for p in part.parameters()} - adapters
+        own, total = _numel(in_mixers & set(trained.values())), _numel(trained.values())
+        peak = stage_memory(stage, recipe, model, runtime)
+        flops = training_flops(stage, student, total, _numel(adapters))
+        found.append(Estimate(own, total - own, peak, flops, _disk(stage, recipe, student, runtime)))
+        merge_lora(model)
+    return found
+
+
+def _without_memory(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy whose parameters are on the meta device."""
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in model.parameters()
+    }
+    return deepcopy(model, memo)
+
+
+def _numel(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(p.numel() for p in parameters)
 
 
 def _disk(stage: Stage, recipe: Recipe, student: nn.Module, runtime: Runtime) -> int:
@@ -70,23 +101,8 @@ def _disk(stage: Stage, recipe: Recipe, student: nn.Module, runtime: Runtime) ->
     return 3 * (2 if runtime.bf16 else 4) * hidden * tokens * runtime.world
 
 
-def _rest(stage: Stage, student: nn.Module, layer_weights: int) -> int:
-    if isinstance(stage, Align):
-        return 0
-    assert isinstance(stage, DistilBase)
-    if stage.train == "full":
-        return layer_weights + _size(student.model.norm)  # type: ignore[union-attr, arg-type]
-    new = _size(*inserted_norms(student))
-    return new + adapter_weights(student, stage)
-
-
-def _size(*modules: nn.Module) -> int:
-    """The number of parameters of the modules; tied parameters count once."""
-    return sum(p.numel() for p in {p for module in modules for p in module.parameters()})
-
-
 def show_plan(
-    recipe: Recipe, stages: list[Stage], finished: int, student: nn.Module, runtime: Runtime, logbook: Logbook
+    recipe: Recipe, stages: list[Stage], finished: int, student: PreTrainedModel, runtime: Runtime, logbook: Logbook
 ) -> None:
     """Print one row per stage: trained parameters, tokens, steps, rows, memory, and the time it will take.
 
@@ -101,7 +117,7 @@ def show_plan(
         caption=f"mixers, rest: numbers of trained parameters{_CPU_NOTE * (runtime.device.type == 'cpu')}",
         padding=(0, 0),
     )
-    sizes = [estimate(stage, recipe, student, runtime) for stage in stages]
+    sizes = estimates(stages, recipe, student, runtime)
     disk = ["disk"] if any(size.disk for size in sizes) else []
     for column in (
         "stage",
@@ -110,7 +126,7 @@ def show_plan(
         "tokens",
         "steps x tokens",
         "rows at once",
-        "memory",
+        "memory, about",
         *disk,
         "time, about",
     ):
@@ -136,8 +152,9 @@ def show_plan(
     for stage, size in planned[finished:]:
         if size.memory > there:
             logbook.say(
-                f"{stage_name(stage)}: expects {size.memory / 2**30:.1f} GiB of memory, but only {there / 2**30:.1f} "
-                "GiB are free; lower micro_batch_rows or loss_chunk, or set engine.gradient_checkpointing=true"
+                f"{stage_name(stage)}: expects about {size.memory / 2**30:.1f} GiB of memory, but only "
+                f"{there / 2**30:.1f} GiB are free; lower micro_batch_rows or loss_chunk, or set "
+                "engine.gradient_checkpointing=true"
             )
     rows = [
         {

@@ -73,7 +73,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     on_cpu = options.device == "cpu"
-    tokens = options.calibration_tokens or (512 if on_cpu else ConvertOptions.calibration_tokens)
+    tokens = options.calibration_tokens or (512 if on_cpu else ConvertOptions().calibration_tokens)
     teacher, out = options.folder / "teacher", options.folder / "out"
     config = LlamaConfig(**{**SHAPE, "vocab_size": options.vocabulary, "num_hidden_layers": options.layers})
     write_teacher(teacher, config, options.device)

@@ -1,0 +1,143 @@
+"""`--layers`: which layers, or key/value heads, of the teacher keep softmax attention."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from deltanet_hf.errors import UserError
+
+from .select.selection_file import FORMAT, MAX_BYTES, parse_selection
+
+MAX_LIST_BYTES = 1_000_000
+
+
+def softmax_layers(spec: str, num_layers: int, teacher_config: Any = None) -> tuple[int, ...]:
+    """Indices of the layers that keep softmax attention, ascending.
+
+    Args:
+        spec: `all` (none is kept), `every:N` (layers N-1, 2N-1, ... are kept), `keep:3,7,11`, or a file that lists the
+            kept layers: what `deltanet-hf select` wrote, a JSON list, or numbers separated by commas or white space
+            ('#' begins a comment). `auto:` is resolved in `select/for_convert.py`.
+        num_layers: the teacher's number of decoder layers.
+        teacher_config: the teacher's config, which a selection has to fit; None to leave that unchecked.
+
+    Raises:
+        UserError: the specification or the file cannot be read, or names layers that do not exist.
+    """
+    if spec == "all":
+        return ()
+    if spec.startswith("every:"):
+        return _every(spec, num_layers)
+    if spec.startswith("keep:"):
+        return _check_indices(f"--layers {spec}", _numbers(spec.removeprefix("keep:"), "--layers"), num_layers)
+    path = Path(os.path.expanduser(spec))
+    if not os.path.exists(path):  # False also for what no file can be called
+        raise UserError(f"--layers: got '{spec}', expected all, every:N, keep:3,7,11, auto:25% or an existing file")
+    return _check_indices(f"--layers {path}", _from_file(path, teacher_config), num_layers)
+
+
+def _every(spec: str, num_layers: int) -> tuple[int, ...]:
+    value = spec.removeprefix("every:")
+    if not re.fullmatch(r"\d{1,9}", value, re.ASCII) or int(value) < 2:
+        raise UserError(f"--layers {spec}: N has to be a whole number of at least 2 (every:1 would convert nothing)")
+    step = int(value)
+    if step > num_layers:
+        raise UserError(f"--layers {spec}: keeps none of the {num_layers} layers; say all, or a smaller N")
+    return tuple(range(step - 1, num_layers, step))
+
+
+def _numbers(text: str, where: str) -> list[int]:
+    words = [word for word in re.split(r"[\s,]+", text) if word]
+    for word in words:
+        if not re.fullmatch(r"-?\d{1,9}", word, re.ASCII):
+            raise UserError(f"{where}: '{word}' is not a layer index; list whole numbers such as 3,7,11")
+    return [int(word) for word in words]
+
+
+def _from_file(path: Path, teacher_config: Any) -> list[int]:
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_LIST_BYTES + 1)  # a device has no size
+        if len(data) > MAX_LIST_BYTES:
+            raise UserError(f"--layers {path}: too large for a list of layers; give a JSON list such as [3, 7, 11]")
+        text = data.decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--layers {path}: cannot be read ({error}); give a text file of layer indices") from error
+    if not text.lstrip().startswith(("[", "{")):
+        return _numbers("\n".join(line.split("#")[0] for line in text.splitlines()), f"--layers {path}")
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"--layers {path}: not valid JSON ({error}); write a list such as [3, 7, 11]") from error
+    if isinstance(value, dict) and "format" in value:
+        return _from_selection(f"--layers {path}", value, teacher_config)
+    if not isinstance(value, list) or any(type(item) is not int for item in value):
+        raise UserError(
+            f"--layers {path}: expected a JSON list of layer indices such as [3, 7, 11], or the file that deltanet-hf "
+            "select wrote"
+        )
+    return value
+
+
+def _from_selection(where: str, value: dict[str, Any], teacher_config: Any) -> list[int]:
+    selection = parse_selection(value, where)
+    if teacher_config is not None:
+        selection.check_teacher(where, teacher_config)
+    if selection.unit != "layer":
+        raise UserError(
+            f"{where}: key 'unit' is '{selection.unit}', which names heads; for whole layers, run deltanet-hf select "
+            "with --unit layer"
+        )
+    return list(selection.layers)
+
+
+def _check_indices(where: str, indices: list[int], num_layers: int) -> tuple[int, ...]:
+    if not indices:
+        raise UserError(f"{where}: lists no layer; say --layers all to convert every one")
+    for index in indices:
+        if not 0 <= index < num_layers:
+            raise UserError(f"{where}: layer {index} does not exist; the teacher has layers 0 to {num_layers - 1}")
+        if indices.count(index) > 1:
+            raise UserError(f"{where}: layer {index} is listed twice; list each kept layer once")
+    if len(indices) == num_layers:
+        raise UserError(f"{where}: keeps all {num_layers} layers; leave at least one to convert")
+    return tuple(sorted(indices))
+
+
+def selected_heads(spec: str, config: PreTrainedConfig) -> frozenset[tuple[int, int]] | None:
+    """The (layer, key/value head) pairs that stay softmax, if `spec` names a selection of heads; otherwise None.
+
+    Args:
+        spec: the value of `--layers`.
+        config: the teacher's.
+
+    Raises:
+        UserError: the selection was made for another model, or its heads make no sense.
+    """
+    path = Path(os.path.expanduser(spec))
+    value = _contents(path)
+    if not isinstance(value, dict) or value.get("format") != FORMAT or value.get("unit") != "kv_head":
+        return None
+    where = f"--layers {path}"
+    selection = parse_selection(value, where)
+    selection.check_teacher(where, config)
+    found = frozenset(selection.heads)
+    if len(found) == selection.num_hidden_layers * selection.num_key_value_heads:
+        raise UserError(f"{where}: keeps all {len(found)} heads; leave at least one to convert")
+    return found
+
+
+def _contents(path: Path) -> Any:
+    """The file's JSON value; None for what is no such file, which the reader of lists of layers reports."""
+    try:
+        if not path.is_file() or path.stat().st_size > MAX_BYTES:
+            return None
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
