@@ -10,7 +10,7 @@ import pytest
 
 from deltanet_hf.evaluation.measures.sequence_bytes import sequence_bytes
 from deltanet_recipes.demo import measure as demo
-from support.tiny_run import make_models
+from support.tiny_run import WORDS, make_models
 
 STATE = {"window": 4, "expand_kv": False, "state_dtype": "bfloat16"}
 
@@ -18,6 +18,10 @@ STATE = {"window": 4, "expand_kv": False, "state_dtype": "bfloat16"}
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     make_models(tmp_path, layers=(0, 2), **STATE)
+    # The tiny tokenizer knows none of the shipped words, and a window changes nothing where all tokens are one.
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(f"w{i * i % WORDS}" for i in range(200)))
+    monkeypatch.setattr(demo, "shipped_texts", lambda: [text])
     for name, value in {"LENGTH": 64, "BLOCK": 16, "PASSAGE": 16, "BETWEEN": 32, "PART": 8}.items():
         monkeypatch.setattr(demo, name, value)
     return tmp_path
@@ -34,7 +38,7 @@ def test_the_demo_compares_equal_bytes(folder: Path) -> None:
     for policy in (everywhere, spread, chosen):
         assert policy.name.startswith("free: window of ")
         assert student.megabytes <= policy.megabytes < teacher.megabytes
-        assert policy.kl[0] > 0
+        assert policy.kl[0] > 1e-3
     again = demo.DemoMeasure(folder / "teacher", folder / "measured.json", print)
     assert again.student("student", folder / "no such folder") == student
     assert len(json.loads((folder / "measured.json").read_text())) == 5
