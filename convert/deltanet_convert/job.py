@@ -71,6 +71,8 @@ def prepare(teacher: str, out: Path, options: ConvertOptions, show: Show = unsee
         opened = open_teacher(source.folder)
         heads = selected_heads(options.layers, opened.config)
         selection = None if heads else auto_selection(source, opened, out, options, show)
+        if selection is not None and selection.unit == "kv_head":
+            heads = frozenset(selection.heads)
         if heads:
             table = options.head_table(opened.num_layers, int(opened.config.num_key_value_heads), heads, opened.config)
         else:

@@ -26,7 +26,7 @@ from .command_options import ASIDE, DTYPES, Options, parse_size
 MOST_TOKENS = 10**9
 MOST_DIGITS = 9  # of a whole number in an option
 LISTED_MIXERS = tuple(name for name in MIXER_NAMES if WINDOW_SUFFIX not in name)  # in help texts
-DEFAULT_MIXER = f"gated_deltanet{WINDOW_SUFFIX}"  # of the commands `convert` and `select`
+DEFAULT_MIXER = "window"  # of the commands `convert` and `select`: ahead of a state in equal bytes (docs/results.md)
 
 
 def set_keys() -> str:
@@ -58,10 +58,10 @@ class ConvertOptions(Options):
     layers: Annotated[
         str,
         Option(
-            help="Layers to convert. `auto`: a quarter of the layers keeps softmax attention, chosen by recall: "
-            "shipped for known teachers, measured where there is a GPU, otherwise evenly spread. `all`: convert every "
-            "layer. `every:N`: layers N-1, 2N-1, ... keep softmax attention. `keep:3,7,11`: these layers keep it. "
-            "`auto:25%` (or `auto:7`, `auto:40MB@32768`): keep this share or budget, chosen as `deltanet-hf select` "
+            help="Layers to convert. `auto`: a tenth of the key/value heads keeps softmax attention where their choice "
+            "is shipped (SmolLM2-135M), otherwise a quarter of the layers, measured where there is a GPU and evenly "
+            "spread elsewhere. `all`: convert every layer. `every:N`: layers N-1, 2N-1, ... keep softmax attention. "
+            "`keep:3,7,11`: these layers keep it. `auto:25%` (or `auto:7`, `auto:40MB@32768`): keep this share or budget, chosen as `deltanet-hf select` "
             "does; slow without a GPU. FILE: the layers, or key/value heads, that keep it, such as the file that "
             "`deltanet-hf select` writes.",
             show_default="auto",
@@ -71,9 +71,9 @@ class ConvertOptions(Options):
     mixer: Annotated[
         str,
         Option(
-            help=f"Layer that replaces softmax attention, by default `{DEFAULT_MIXER}`. Others: "
-            f"{', '.join(LISTED_MIXERS)}. `NAME+window` has a softmax window beside the state, for those that have a "
-            "state.",
+            help=f"Layer that replaces softmax attention, by default `{DEFAULT_MIXER}`: the same attention to the last "
+            f"tokens only. Others: {', '.join(LISTED_MIXERS)}. `NAME+window` has a window and a state, for those that "
+            "have a state.",
             show_default=False,
         ),
     ] = "gated_deltanet"
@@ -129,7 +129,10 @@ class ConvertOptions(Options):
     ] = 8192
     cache_bits: Annotated[
         Literal[16, 8, 4],
-        Option(help="Bits of the keys and values that the model keeps in its cache: 16, 8 or 4."),
+        Option(
+            help="Bits of the keys and values that the model keeps in its cache: 16, 8 or 4.",
+            show_default="4; 16 where nothing is quantised",
+        ),
     ] = 16
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
@@ -190,11 +193,12 @@ class ConvertOptions(Options):
 
     @classmethod
     def of_command_line(cls, values: dict[str, Any]) -> ConvertOptions:
-        """The options of `deltanet-hf convert`, which keeps a quarter of the layers and has windows by default."""
+        """The options of `deltanet-hf convert`: by default windows but for what `auto` chooses, and 4 bits."""
         given = cls.given(values)
         if not given.get("pure") and given.get("profile") != "qwen3_5":  # whose layer has no window
             keeps_all_tokens = issubclass(MIXERS.get(given.get("mixer", ""), object), AttentionKind)
-            given = {"layers": "all" if keeps_all_tokens else "auto", "mixer": DEFAULT_MIXER, **given}
+            chosen = {"layers": "all", "cache_bits": 16} if keeps_all_tokens else {"layers": "auto", "cache_bits": 4}
+            given = {**chosen, "mixer": DEFAULT_MIXER, **given}
         return cls(**given)
 
     def table(self, num_layers: int, softmax: Iterable[int], teacher: PreTrainedConfig | None = None) -> LayerTable:

@@ -35,9 +35,8 @@ from deltanet_hf.mixers.layer.layer_kind import LayerKind, PositionEmbeddings
 from deltanet_hf.mixers.layer.masks import sliding_window
 from deltanet_hf.mixers.layer.settings import MixerSettings, check_at_least
 
-RECOMMENDED = (
-    481  # tokens; with a tenth of the heads whole and 4 bits, a ninth of the memory at 2,048 tokens (docs/results.md)
-)
+# Tokens: a ninth of the memory at 2,048 tokens in 4 bits with a tenth of the heads whole (docs/results.md).
+RECOMMENDED = 481
 
 
 @dataclass(frozen=True)
@@ -68,6 +67,11 @@ class WindowAttention(LayerKind):
     settings: WindowSettings
     layer_idx: int
     cache_bits: int = 16
+
+    @classmethod
+    def default_settings(cls, profile: str, training: bool = True) -> WindowSettings:
+        cls.only_faithful(profile)
+        return WindowSettings(window=RECOMMENDED)
 
     @classmethod
     def from_attention(cls, attention: nn.Module, config: PreTrainedConfig, layer_idx: int, settings: Any) -> nn.Module:

@@ -40,7 +40,7 @@ def kinds(out: Path) -> tuple[list[str], dict[str, Any]]:
 
 
 @pytest.mark.usefixtures("real_plot")  # of errors that are 0: the teacher's positions end within the window
-def test_without_options_a_quarter_stays_softmax_and_the_others_have_a_window(
+def test_without_options_a_quarter_stays_softmax_and_the_others_are_windows_in_4_bits(
     teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = [teacher, tmp_path / "out", "--text", text_file(tmp_path), "--calibration-tokens", TOKENS]
@@ -51,8 +51,9 @@ def test_without_options_a_quarter_stays_softmax_and_the_others_have_a_window(
     assert stop.value.code == 0
     assert "No GPU: the softmax layers are spread evenly" in capsys.readouterr().out
     layers, kind = kinds(tmp_path / "out")
-    assert layers == ["linear", "linear", "softmax", "linear"]
-    assert (kind["mixer"], kind["window"], kind["sinks"]) == ("gated_deltanet", 256, 4)
+    assert layers == ["local", "local", "softmax", "local"]
+    assert (kind["mixer"], kind["window"], kind["sinks"]) == ("window", 481, 4)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["deltanet"]["cache_bits"] == 4
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "text.txt"]
     assert not (tmp_path / "out" / "selection.png").exists()  # nothing was measured
     report = json.loads((tmp_path / "out" / "conversion.json").read_text())
@@ -106,7 +107,9 @@ def test_a_teacher_of_a_shipped_shape_keeps_the_shipped_layers(
         shipped = read_selection(for_convert.SHIPPED / file)
         assert {key: getattr(shipped, key) for key in shape.keys() & vars(shipped).keys()}.items() <= shape.items()
     (file, shape), lines = next(iter(for_convert.SHAPES.items())), []
-    tiny = replace(shipped, num_hidden_layers=4, num_key_value_heads=2, kept=((0,), (2,)), order=((2,), (0,)))
+    tiny = replace(
+        shipped, num_hidden_layers=4, num_key_value_heads=2, unit="layer", kept=((0,), (2,)), order=((2,), (0,))
+    )
     (tmp_path / file).write_text(json.dumps(tiny.to_json()))
     monkeypatch.setattr(for_convert, "SHIPPED", tmp_path)
     config = tiny_job(teacher, tmp_path / "first").teacher.config

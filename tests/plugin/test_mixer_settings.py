@@ -270,4 +270,4 @@ def test_wide_teachers_keep_the_layer_of_qwen3_5() -> None:
     table = LayerTable.preset(2, "gated_deltanet", "qwen3_5", teacher=teacher)
     assert table.only_kind.settings.output_gate_rank == 0
     window: Any = LayerTable.preset(2, "window", teacher=teacher).only_kind.settings
-    assert window.window == 64
+    assert window.window == 481

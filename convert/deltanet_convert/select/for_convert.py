@@ -44,7 +44,7 @@ NO_GPU = (
 def auto_selection(
     source: Source, teacher: Teacher, out: Path, options: ConvertOptions, show: Show = unseen
 ) -> Selection | None:
-    """The layers that `--layers auto:...` keeps; None for any other value.
+    """The layers or heads that `--layers auto:...` keeps; None for any other value.
 
     A resumed conversion finds the selection beside OUT, or in OUT/conversion.json if it was finished.
 
@@ -59,7 +59,8 @@ def auto_selection(
     method = "forward"
     if not separator:
         if (shipped := shipped_selection(teacher)) is not None:
-            show(0, 1, f"Softmax layers: those shipped for {shipped.teacher}, a model of this shape.")
+            unit = "layers" if shipped.unit == "layer" else "key/value heads"
+            show(0, 1, f"Softmax {unit}: those shipped for {shipped.teacher}, a model of this shape.")
             return shipped
         budget_text = SHARE if len(Candidates.of(teacher.config, "layer").units) >= 4 else LEAST
         if chosen_device(options.device).type != "cuda":

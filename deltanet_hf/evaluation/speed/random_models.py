@@ -64,15 +64,19 @@ KINDS: dict[str, Layout] = {
 }
 
 
-def random_model(shape: str, kind: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+def random_model(
+    shape: str, kind: str, dtype: torch.dtype, device: torch.device, mixer: str = "gated_deltanet"
+) -> PreTrainedModel:
     """A Llama model in eval mode.
 
     Args:
         shape: a name in `SHAPES`.
         kind: a name in `KINDS`.
+        mixer: takes the place of gated_deltanet.
     """
     config: Any = LlamaConfig(**SHAPES[shape], max_position_embeddings=131072)
     layout = KINDS[kind]
+    layout = layout._replace(mixer=layout.mixer.replace("gated_deltanet", mixer))
     if layout.mixer:
         config = converted_config(config, _table(layout, config))
     with device:

@@ -15,11 +15,12 @@ from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.measures.decoding_mode import MODES
 from deltanet_hf.evaluation.speed.bench import Conditions, Subject
 from deltanet_hf.evaluation.speed.naming import kind_of, shape_of
-from deltanet_hf.evaluation.speed.random_models import KINDS, SHAPES, random_model
+from deltanet_hf.evaluation.speed.random_models import SHAPES, random_model
 from deltanet_hf.hub import loadable_folder
 from deltanet_hf.loading import chosen_device, load_config, load_model
 from deltanet_hf.mixers import MIXER_NAMES
 
+BENCHED = ("teacher", "all", "hybrid25")  # with --random-weights
 MOST = 10**9  # tokens of a prompt, and prompts
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -59,7 +60,7 @@ def subjects(
         raise UserError(f"--mixer: got {mixer!r}, expected one of {', '.join(MIXER_NAMES)}")
     weights = DTYPES.get(dtype, torch.bfloat16)
     make = functools.partial(random_model, random_weights, mixer=mixer, dtype=weights, device=place)
-    return (Subject(random_weights, kind, functools.partial(make, kind)) for kind in KINDS)
+    return (Subject(random_weights, kind, functools.partial(make, kind)) for kind in BENCHED)
 
 
 def _saved(names: list[str], dtype: str, place: torch.device) -> Iterator[Subject]:
