@@ -160,7 +160,7 @@ def test_an_interrupted_run_continues_with_the_same_losses(
 @pytest.mark.parametrize(
     ("stages", "words"),
     [
-        ([ALIGN, STAGE], "stages.align: .* nothing to align; leave the stage out"),
+        ([ALIGN], "stages: .* nothing to align"),
         ([{**STAGE, "train": "frozen"}], "stages.distil: .* trains nothing; use lora or full"),
     ],
 )

@@ -18,7 +18,7 @@ from deltanet_hf.mixers import AttentionKind, LayerKind
 from deltanet_hf.models.families import FAMILIES, PREFIX, UNPACKABLE
 from deltanet_hf.models.layers import LayerTable
 from deltanet_hf.models.qwen3_5 import MODEL_TYPE
-from deltanet_recipes.schema import Align, Recipe, stage_name
+from deltanet_recipes.schema import Align, Recipe, Stage, stage_name
 
 RECORD = "conversion.json"
 
@@ -87,14 +87,33 @@ def _check_trainable(recipe: Recipe, table: LayerTable) -> None:
                     f"stages.{stage_name(stage)}.window_dropout: {recipe.student} has no layer with a window beside "
                     "its state; leave the key out"
                 )
-    if recurrent or any(issubclass(kind.mixer, AttentionKind) for kind in table.converted.values()):
+    if _has_new_weights(table):
         return
     for stage in recipe.stages:
-        where = f"stages.{stage_name(stage)}: {recipe.student} has no layer with weights that its teacher does not have"
-        if isinstance(stage, Align):
-            raise UserError(f"{where}, so there is nothing to align; leave the stage out")
-        if stage.train == "frozen":
-            raise UserError(f"{where}, so train: frozen trains nothing; use lora or full")
+        if not isinstance(stage, Align) and stage.train == "frozen":
+            raise UserError(
+                f"stages.{stage_name(stage)}: {recipe.student} has no layer with weights that its teacher does not "
+                "have, so train: frozen trains nothing; use lora or full"
+            )
+
+
+def _has_new_weights(table: LayerTable) -> bool:
+    kinds = table.converted.values()
+    return any(kind.recurrent is not None or issubclass(kind.mixer, AttentionKind) for kind in kinds)
+
+
+def without_alignment(recipe: Recipe, stages: list[Stage]) -> list[Stage]:
+    """The stages without those that align, if the student has windows only, whose weights are the teacher's.
+
+    Raises UserError if none remains.
+    """
+    student = _config(recipe.student, "student")
+    if student.model_type == MODEL_TYPE or _has_new_weights(LayerTable.of(student)):
+        return stages
+    rest: list[Stage] = [stage for stage in stages if not isinstance(stage, Align)]
+    if not rest:
+        raise UserError(f"stages: {recipe.student} has the weights of its teacher, so there is nothing to align")
+    return rest
 
 
 def _check_imported(recipe: Recipe, student: Any, config: Any) -> None:

@@ -31,6 +31,7 @@ from deltanet_recipes.training.model_pair import (
     load_student,
     load_tokenizer,
     mixers,
+    without_alignment,
 )
 from deltanet_recipes.training.optim import unset_rates
 from deltanet_recipes.training.peers import peers_alive
@@ -57,6 +58,7 @@ def run(recipe: Recipe, kinds: tuple[str, ...] | None = None, console: Console |
     for stage in stages:
         check_share(stage, runtime.world)
     check_models(recipe)
+    stages = without_alignment(recipe, stages)
     output = Path(recipe.output)
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -71,6 +73,9 @@ def _run(recipe: Recipe, stages: list[Stage], runtime: Runtime, output: Path, co
     _claim(output, recipe, stages, runtime)
     logbook = Logbook(output, recipe, runtime.main, console)
     tokenizer = load_tokenizer(recipe.student)
+    for stage in recipe.stages:
+        if isinstance(stage, Align) and stage not in stages:
+            logbook.say(f"{stage_name(stage)}: skipped, for the layers of {recipe.student} have the teacher's weights")
     data = _Prepared.of(recipe, tokenizer, runtime, logbook)
     data.training.check(sum(map(stage_tokens, stages)))
     if runtime.main:
