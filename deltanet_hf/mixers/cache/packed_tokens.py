@@ -67,13 +67,12 @@ class Kept:
     def shapes(self, heads: int, size: int, tokens: int, dtype: torch.dtype) -> dict[str, TensorShape]:
         """The tensors of one sequence after `tokens` tokens."""
         groups, parts = self.groups(tokens), max(1, size // GROUP)
-        codes = TensorShape((heads, groups, GROUP, size * self.bits // 8), torch.uint8)
         exact = TensorShape((heads, SINKS + GROUP, size), dtype)
         return {
-            "key_codes": codes,
+            "key_codes": TensorShape((heads, groups, GROUP, size * self.bits // 8), torch.uint8),
             "key_scales": TensorShape((heads, groups, 2, size), torch.bfloat16),
-            "value_codes": codes,
-            "value_scales": TensorShape((heads, groups, GROUP, 2, parts), torch.bfloat16),
+            "value_codes": TensorShape((heads, groups, size, GROUP * self.bits // 8), torch.uint8),
+            "value_scales": TensorShape((heads, groups, 2, parts, GROUP), torch.bfloat16),
             "keys": exact,
             "values": exact,
             "count": TensorShape((), torch.int32),

@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from deltanet_kernels.common.device import multiprocessors
+from deltanet_kernels.common.device import capability, multiprocessors
 from deltanet_kernels.common.launch import launch
-from deltanet_kernels.common.registration import cached, operator
+from deltanet_kernels.common.registration import operator
 from deltanet_kernels.common.sizes import cdiv, power_of_two
 from deltanet_kernels.flash_decoding.config import COMBINED, MAX_GROUP
 from deltanet_kernels.flash_decoding.kernels import combine_kernel
@@ -20,23 +19,9 @@ from deltanet_kernels.packed_cache.calls import PackedAppendCall, PackedAttentio
 from deltanet_kernels.packed_cache.kernels import append_kernel, pack_kernel, packed_span_kernel
 from deltanet_kernels.packed_cache.layout import GROUP
 
-LEAST_SPAN = 16  # groups: a shorter span ends before its loads are under way
-PROGRAMS = 4  # per multiprocessor
-
-
-@dataclass(frozen=True)
-class PackedConfig:
-    """Groups per tile, warps and pipeline stages of the attention."""
-
-    groups: int
-    warps: int
-    stages: int
-
-
-@cached
-def packed_config(H: int, dtype: torch.dtype) -> PackedConfig:
-    """Sizes for half a head size and a dtype."""
-    return PackedConfig(2 if H <= 64 and dtype != torch.float32 else 1, 4, 2)
+LEAST_SPAN = 2  # groups: a shorter span costs more in the sum over spans than its program saves
+PROGRAMS = 16  # per multiprocessor, of one warp each: all that its registers hold, and the next ones
+STAGES = 3  # of the pipeline of groups
 
 
 def _supported(D: int, dtype: torch.dtype) -> None:
@@ -56,24 +41,28 @@ def packed_attention_op(
     values: Tensor, lengths: Tensor, window: int, sinks: int, limit: int, scale: float, softcap: float | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return o [B, HQ, 1, D] and the log-sum-exp of the scores [B, HQ] float32."""
-    (B, HQ, _, D), (HK, N), H = q.shape, key_codes.shape[1:3], q.shape[3] // 2
-    config = packed_config(H, q.dtype)
-    wanted = cdiv(PROGRAMS * multiprocessors(q.device), B * HK)
-    span = cdiv(max(LEAST_SPAN, cdiv(N, wanted)), config.groups) * config.groups
-    spans = max(1, cdiv(N, span))
+    (B, HQ, _, D), (HK, N) = q.shape, key_codes.shape[1:3]
+    packed, bits = (key_codes, key_scales, value_codes, value_scales), 8 * key_codes.shape[4] // D
+    PAIRS = bits == 4 and q.dtype == torch.bfloat16 and capability(q.device) >= (8, 0)
+    span = max(LEAST_SPAN, cdiv(N * B * HK, PROGRAMS * multiprocessors(q.device)))
+    spans = 1 + cdiv(N, span)
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty((B, HQ), dtype=torch.float32, device=q.device)
     parts = torch.empty((B, HQ, spans, D), dtype=torch.float32, device=q.device)
     weights = torch.empty((B, HQ, spans, 2), dtype=torch.float32, device=q.device)
     launch(
         packed_span_kernel, B * HK * spans,
-        q.contiguous(), key_codes, key_scales, value_codes, value_scales, keys, values, lengths, parts, weights,
+        q.contiguous(), *map(_words, packed), keys, values, lengths, parts, weights,
         scale * math.log2(math.e) if softcap is None else scale / softcap, N, span, spans, window, sinks, limit,
-        HK=HK, HEADS=HQ // HK, H=H, BITS=4 * key_codes.shape[4] // H, BM=max(16, power_of_two(HQ // HK)),
-        P=config.groups, CAP=softcap, STAGES=config.stages, PRECISION=product_precision("auto", q.dtype),
-        num_warps=config.warps,
+        HK=HK, HEADS=HQ // HK, D=D, BITS=bits, BM=max(16, power_of_two(HQ // HK)), CAP=softcap,
+        PAIRS=PAIRS, STAGES=STAGES, PRECISION=product_precision("auto", q.dtype), num_warps=1,
     )  # fmt: skip
-    launch(combine_kernel, B * HQ, parts, weights, o, spans, D=D, BD=D, BN=COMBINED // D, num_warps=4)
-    return o, (weights[..., 0] * math.log(2) + weights[..., 1].log()).logsumexp(-1)
+    launch(combine_kernel, B * HQ, parts, weights, o, lse, spans, D=D, BD=D, BN=COMBINED // D, num_warps=4)
+    return o, lse
+
+
+def _words(codes: Tensor) -> Tensor:
+    return codes.view(torch.int32)
 
 
 def packed_attention_triton(call: PackedAttentionCall) -> tuple[Tensor, Tensor]:
@@ -106,8 +95,8 @@ def packed_append_op(
     """Put k and v [B, HK, 1, D] in place."""
     (B, HK, N), D = key_codes.shape[:3], keys.shape[3]
     launch(
-        append_kernel, B * HK, key_codes, key_scales, value_codes, value_scales, keys, values, lengths, k, v, N,
-        *k.stride()[:2], *v.stride()[:2], HK=HK, H=D // 2, BITS=8 * key_codes.shape[4] // D, num_warps=4,
+        append_kernel, B * HK, _words(key_codes), key_scales, _words(value_codes), value_scales, keys, values, lengths,
+        k, v, N, *k.stride()[:2], *v.stride()[:2], HK=HK, D=D, BITS=8 * key_codes.shape[4] // D, num_warps=4,
     )  # fmt: skip
     lengths.add_(1)
 
@@ -122,10 +111,11 @@ def packed_append_triton_(call: PackedAppendCall) -> None:
 def _fake_pack(k, v, bits):
     (B, HK, length, D) = k.shape
     N = length // GROUP
-    codes = k.new_empty(B, HK, N, GROUP, D * bits // 8, dtype=torch.uint8)
+    key_codes = k.new_empty(B, HK, N, GROUP, D * bits // 8, dtype=torch.uint8)
     key_scales = k.new_empty(B, HK, N, 2, D, dtype=torch.bfloat16)
-    value_scales = k.new_empty(B, HK, N, GROUP, 2, D // GROUP, dtype=torch.bfloat16)
-    return codes, key_scales, torch.empty_like(codes), value_scales
+    value_codes = k.new_empty(B, HK, N, D, GROUP * bits // 8, dtype=torch.uint8)
+    value_scales = k.new_empty(B, HK, N, 2, D // GROUP, GROUP, dtype=torch.bfloat16)
+    return key_codes, key_scales, value_codes, value_scales
 
 
 @operator(_fake_pack)
@@ -135,8 +125,8 @@ def pack_groups_op(k: Tensor, v: Tensor, bits: int) -> tuple[Tensor, Tensor, Ten
     packed: tuple[Tensor, Tensor, Tensor, Tensor] = _fake_pack(k, v, bits)
     if T:
         launch(
-            pack_kernel, B * HK * (T // GROUP), k, v, *packed, T // GROUP, *k.stride()[:3], *v.stride()[:3],
-            HK=HK, H=D // 2, BITS=bits, num_warps=4,
+            pack_kernel, B * HK * (T // GROUP), k, v, _words(packed[0]), packed[1], _words(packed[2]), packed[3],
+            T // GROUP, *k.stride()[:3], *v.stride()[:3], HK=HK, D=D, BITS=bits, num_warps=4,
         )  # fmt: skip
     return packed
 
