@@ -35,9 +35,11 @@ def _scales(at, B: tl.constexpr, N: tl.constexpr):
 def _restored(
     codes, scales, rows, R: tl.constexpr, C: tl.constexpr, BITS: tl.constexpr, PAIRS: tl.constexpr, out: tl.constexpr
 ):
-    """The numbers [R, C] of `rows` [R] at `codes` and `scales`, pairs of them in the order of `_by_threads`."""
+    """The numbers [C, R] of `rows` [R] at `codes` and `scales`, pairs of them in the order of `_by_threads`."""
     W: tl.constexpr = C * BITS // 32
     B: tl.constexpr = R // GROUP
+    codes = codes.to(tl.pointer_type(tl.int32), bitcast=True)
+    scales = scales.to(tl.pointer_type(tl.int32), bitcast=True)
     words = tl.load(codes + rows[:, None] * W + tl.arange(0, W)[None, :])
     pairs = words[:, :, None] >> (tl.arange(0, 16 // BITS) * BITS)[None, None, :]
     pairs = _by_threads(tl.reshape(pairs, [R, C // 2]), R, C // 2)
@@ -63,7 +65,7 @@ def _restored(
         scale, low = scale & -65536, low & -65536
         second = tl.fma(second, scale.to(tl.float32, bitcast=True), low.to(tl.float32, bitcast=True))
         x = tl.join(first, second).to(out)
-    return tl.reshape(x, [R, C])
+    return tl.reshape(tl.permute(x, [1, 2, 0]), [C, R])
 
 
 @triton.jit
@@ -122,20 +124,20 @@ def packed_span_kernel(
             sums = tl.dot(p.to(v.dtype), v, sums * fade[:, None], input_precision=PRECISION)
     else:
         first = pair * groups
-        key_codes += first * (GROUP * D * BITS // 32)
-        value_codes += first * (GROUP * D * BITS // 32)
-        key_scales += first * D
-        value_scales += first * D
+        key_codes += first * (GROUP * D * BITS // 8)
+        value_codes += first * (GROUP * D * BITS // 8)
+        key_scales += first * (2 * D)
+        value_scales += first * (2 * D)
         end = tl.minimum(c * span + span, tl.minimum(groups, current))
         for place in tl.range(c * span, end, num_stages=STAGES):
-            at = place * (GROUP * D * BITS // 32)
-            k = _restored(key_codes + at, key_scales + place * D, token, GROUP, D, BITS, PAIRS, q_MD.dtype)
-            v = _restored(value_codes + at, value_scales + place * D, d, D, GROUP, BITS, PAIRS, q_MD.dtype)
-            s = tl.dot(q_MD, tl.trans(k), input_precision=PRECISION)
+            at = place * (GROUP * D * BITS // 8)
+            k = _restored(key_codes + at, key_scales + place * (2 * D), token, GROUP, D, BITS, PAIRS, q_MD.dtype)
+            v = _restored(value_codes + at, value_scales + place * (2 * D), d, D, GROUP, BITS, PAIRS, q_MD.dtype)
+            s = tl.dot(q_MD, k, input_precision=PRECISION)
             j = (current - 1 - (current - 1 - place) % groups) * GROUP + token
             seen = (j >= SINKS) & _is_seen(i, j, window, sinks, limit)
             p, top, total, fade = _weights(s, seen, top, total, factor, CAP)
-            sums = tl.dot(p.to(v.dtype), tl.trans(v), sums * fade[:, None], input_precision=PRECISION)
+            sums = tl.dot(p.to(v.dtype), v, sums * fade[:, None], input_precision=PRECISION)
     at_q = at_q * spans + c
     out = (pair * HEADS + g) * spans + c
     tl.store(weights + 2 * out, top, mask=g < HEADS)
@@ -169,6 +171,7 @@ def _pack(x, codes, scales, R: tl.constexpr, C: tl.constexpr, BITS: tl.constexpr
     words = tl.reshape(n, [R, C // (2 * N), N, 2]) << place[None, None, :, :]
     words = tl.sum(tl.sum(words, axis=3), axis=2).to(tl.int32)
     W: tl.constexpr = C * BITS // 32
+    codes = codes.to(tl.pointer_type(tl.int32), bitcast=True)
     tl.store(codes + tl.arange(0, R)[:, None] * W + tl.arange(0, W)[None, :], words)
 
 
@@ -179,7 +182,7 @@ def _pack_group(
 ):  # fmt: skip
     """Pack the 32 tokens at `keys` and `values`, `k_token` and `v_token` elements apart, as number `group` of all."""
     r, d = tl.arange(0, GROUP), tl.arange(0, D)
-    at = group * (GROUP * D * BITS // 32)
+    at = group * (GROUP * D * BITS // 8)
     x = tl.load(keys + r.to(tl.int64)[:, None] * k_token + d[None, :]).to(tl.float32)
     _pack(x, key_codes + at, key_scales + group * (2 * D), GROUP, D, BITS)
     x = tl.load(values + r.to(tl.int64)[None, :] * v_token + d[:, None]).to(tl.float32)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from deltanet_kernels.common.device import capability, multiprocessors
 from deltanet_kernels.common.launch import launch
-from deltanet_kernels.common.registration import operator
+from deltanet_kernels.common.registration import cached, operator
 from deltanet_kernels.common.sizes import cdiv, power_of_two
 from deltanet_kernels.flash_decoding.config import COMBINED, MAX_GROUP
 from deltanet_kernels.flash_decoding.kernels import combine_kernel
@@ -20,8 +20,13 @@ from deltanet_kernels.packed_cache.kernels import append_kernel, pack_kernel, pa
 from deltanet_kernels.packed_cache.layout import GROUP
 
 LEAST_SPAN = 2  # groups: a shorter span costs more in the sum over spans than its program saves
-PROGRAMS = 16  # per multiprocessor, of one warp each: all that its registers hold, and the next ones
-STAGES = 3  # of the pipeline of groups
+PROGRAMS = 16  # per multiprocessor
+
+
+@cached
+def packed_config(D: int, bits: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Warps and pipeline stages of the attention. One warp exchanges nothing, if it has the registers for a group."""
+    return (1 if D * bits <= 1024 and dtype == torch.bfloat16 else 4), 3
 
 
 def _supported(D: int, dtype: torch.dtype) -> None:
@@ -42,8 +47,8 @@ def packed_attention_op(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return o [B, HQ, 1, D] and the log-sum-exp of the scores [B, HQ] float32."""
     (B, HQ, _, D), (HK, N) = q.shape, key_codes.shape[1:3]
-    packed, bits = (key_codes, key_scales, value_codes, value_scales), 8 * key_codes.shape[4] // D
-    PAIRS = bits == 4 and q.dtype == torch.bfloat16 and capability(q.device) >= (8, 0)
+    bits = 8 * key_codes.shape[4] // D
+    warps, stages = packed_config(D, bits, q.dtype)
     span = max(LEAST_SPAN, cdiv(N * B * HK, PROGRAMS * multiprocessors(q.device)))
     spans = 1 + cdiv(N, span)
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -52,17 +57,14 @@ def packed_attention_op(
     weights = torch.empty((B, HQ, spans, 2), dtype=torch.float32, device=q.device)
     launch(
         packed_span_kernel, B * HK * spans,
-        q.contiguous(), *map(_words, packed), keys, values, lengths, parts, weights,
+        q.contiguous(), key_codes, key_scales, value_codes, value_scales, keys, values, lengths, parts, weights,
         scale * math.log2(math.e) if softcap is None else scale / softcap, N, span, spans, window, sinks, limit,
         HK=HK, HEADS=HQ // HK, D=D, BITS=bits, BM=max(16, power_of_two(HQ // HK)), CAP=softcap,
-        PAIRS=PAIRS, STAGES=STAGES, PRECISION=product_precision("auto", q.dtype), num_warps=1,
+        PAIRS=bits == 4 and q.dtype == torch.bfloat16 and capability(q.device) >= (8, 0), STAGES=stages,
+        PRECISION=product_precision("auto", q.dtype), num_warps=warps,
     )  # fmt: skip
     launch(combine_kernel, B * HQ, parts, weights, o, lse, spans, D=D, BD=D, BN=COMBINED // D, num_warps=4)
     return o, lse
-
-
-def _words(codes: Tensor) -> Tensor:
-    return codes.view(torch.int32)
 
 
 def packed_attention_triton(call: PackedAttentionCall) -> tuple[Tensor, Tensor]:
@@ -95,7 +97,7 @@ def packed_append_op(
     """Put k and v [B, HK, 1, D] in place."""
     (B, HK, N), D = key_codes.shape[:3], keys.shape[3]
     launch(
-        append_kernel, B * HK, _words(key_codes), key_scales, _words(value_codes), value_scales, keys, values, lengths,
+        append_kernel, B * HK, key_codes, key_scales, value_codes, value_scales, keys, values, lengths,
         k, v, N, *k.stride()[:2], *v.stride()[:2], HK=HK, D=D, BITS=8 * key_codes.shape[4] // D, num_warps=4,
     )  # fmt: skip
     lengths.add_(1)
@@ -125,7 +127,7 @@ def pack_groups_op(k: Tensor, v: Tensor, bits: int) -> tuple[Tensor, Tensor, Ten
     packed: tuple[Tensor, Tensor, Tensor, Tensor] = _fake_pack(k, v, bits)
     if T:
         launch(
-            pack_kernel, B * HK * (T // GROUP), k, v, _words(packed[0]), packed[1], _words(packed[2]), packed[3],
+            pack_kernel, B * HK * (T // GROUP), k, v, *packed,
             T // GROUP, *k.stride()[:3], *v.stride()[:3], HK=HK, D=D, BITS=bits, num_warps=4,
         )  # fmt: skip
     return packed
