@@ -64,7 +64,7 @@ def _restored(
         second = ((pairs >> 16) & (2**BITS - 1)).to(tl.float32)
         scale, low = scale & -65536, low & -65536
         second = tl.fma(second, scale.to(tl.float32, bitcast=True), low.to(tl.float32, bitcast=True))
-        x = tl.join(first, second).to(out)
+        x = tl.join(first.to(out), second.to(out))
     return tl.reshape(tl.permute(x, [1, 2, 0]), [C, R])
 
 

@@ -26,7 +26,7 @@ PROGRAMS = 16  # per multiprocessor
 @cached
 def packed_config(D: int, bits: int, dtype: torch.dtype) -> tuple[int, int]:
     """Warps and pipeline stages of the attention. One warp exchanges nothing, if it has the registers for a group."""
-    return (1 if D * bits <= 1024 and dtype == torch.bfloat16 else 4), 3
+    return (1 if D * bits <= 1024 and dtype != torch.float32 else 4), 3
 
 
 def _supported(D: int, dtype: torch.dtype) -> None:
