@@ -1,7 +1,8 @@
 """The kernels on a packed cache: attention over a span of its groups, appending a token, and packing a prompt.
 
-A channel d and the channel d + D / 2 share a byte of 4-bit codes, so each tile is two halves of H = D / 2 channels: a
-score is the sum of two products, and an output is two accumulators. Nothing is shuffled.
+A thread of the tensor cores' products holds pairs of neighbouring numbers. The codes lie in the order in which threads
+hold them (`layout.py`), so that the words that a thread loads are the numbers that it multiplies, and none goes through
+shared memory: columns are channels, and tokens within a group, in the order of `_by_threads`.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -12,6 +13,7 @@ import triton.language as tl
 
 from deltanet_kernels.packed_cache import layout
 from deltanet_kernels.window.softcap import cap_score
+from deltanet_kernels.window.step import take_ticket, turned
 
 GROUP = tl.constexpr(layout.GROUP)
 SINKS = tl.constexpr(layout.SINKS)
@@ -204,13 +206,21 @@ def pack_kernel(
 
 @triton.jit
 def append_kernel(
-    key_codes, key_scales, value_codes, value_scales, keys, values, lengths, k, v, groups, k_row, k_head, v_row, v_head,
-    HK: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr,
+    key_codes, key_scales, value_codes, value_scales, keys, values, lengths, q, k, v, cos, sin, turned_q,
+    groups, q_row, k_row, v_row,
+    HK: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, R: tl.constexpr,
+    ROPE_ROWS: tl.constexpr, COUNT_BITS: tl.constexpr,
 ):  # fmt: skip
-    """One program per row and key head: packs the group that is complete, if it is, and puts a token."""
+    """One program per row and key head: packs the group that is complete, if it is, and puts a token.
+
+    The first R channels of keys and queries are rotated; the queries [B, HQ, D] go to turned_q, if there are any.
+    Tokens of q, k and v are x_row elements apart.
+    """
     pair = tl.program_id(0).to(tl.int64)
-    number = tl.load(lengths + pair // HK)
+    b, h = pair // HK, pair % HK
+    number = take_ticket(lengths, b, 1, HK, COUNT_BITS) - 1
     d = tl.arange(0, D)
+    m_d = d < D
     keys += pair * ((SINKS + GROUP) * D)
     values += pair * ((SINKS + GROUP) * D)
     if (number > 0) & (number % GROUP == 0) & (groups > 0):
@@ -221,11 +231,15 @@ def append_kernel(
             pair * groups + place, D, BITS,
         )  # fmt: skip
         tl.debug_barrier()  # all of the group is read before its first place is written
-    new_k = tl.load(k + pair // HK * k_row + pair % HK * k_head + d)
-    new_v = tl.load(v + pair // HK * v_row + pair % HK * v_head + d)
-    at = (SINKS + number % GROUP) * (D) + d
+    new_k = turned(k + b * k_row + h * D, cos, sin, b, d, m_d, R, ROPE_ROWS).to(keys.dtype.element_ty)
+    new_v = tl.load(v + b * v_row + h * D + d)
+    at = (SINKS + number % GROUP) * D + d
     tl.store(keys + at, new_k)
     tl.store(values + at, new_v)
     first = tl.zeros_like(d) + number < SINKS
-    tl.store(keys + number * (D) + d, new_k, mask=first)
-    tl.store(values + number * (D) + d, new_v, mask=first)
+    tl.store(keys + number * D + d, new_k, mask=first)
+    tl.store(values + number * D + d, new_v, mask=first)
+    if R > 0:
+        for g in range(HEADS):
+            new_q = turned(q + b * q_row + (h * HEADS + g) * D, cos, sin, b, d, m_d, R, ROPE_ROWS)
+            tl.store(turned_q + (pair * HEADS + g) * D + d, new_q.to(turned_q.dtype.element_ty))
