@@ -22,6 +22,7 @@ from gpu_tests import gpu
 from measuring.lab import table as lab_table
 from measuring.rows import RowFile
 from mixers_table import mixers
+from packed_table import packed
 from results_tables import headline, results
 from speed_table import speed
 
@@ -33,6 +34,7 @@ KINDS: dict[str, Callable[[Path], str]] = {
     "mixers": lambda path: mixers(RowFile(path).rows()),
     "lab": lambda path: lab_table.table(RowFile(path).rows()),
     "speed": speed,
+    "packed": packed,
     "data": data,
     "gpu": gpu,
     # Not of a file but of the code.

@@ -17,7 +17,9 @@ from deltanet_hf.fast.joint import joint_linears
 from deltanet_hf.fast.mixer import FastMixer
 from deltanet_hf.fast.mlp import FastMLP, is_known
 from deltanet_hf.fast.norms import FastNorm, Sum, form_of
+from deltanet_hf.fast.packed import FastPacked, branches_of, is_packed
 from deltanet_hf.mixers.layer.mixer import Mixer
+from deltanet_hf.mixers.mixed_heads import MixedHeads
 
 
 class Norms(NamedTuple):
@@ -89,7 +91,9 @@ class FastLayer:
         norms = (None if name is None else FastNorm(getattr(layer, name)) for name in names)
         self._before_attention, self._behind_attention, self._before_mlp, self._behind_mlp = norms
         linear = layer._modules.get("linear_attn")
-        self._attention = fast_part(layer.self_attn, may_move) if linear is None else LinearAttention(linear, may_move)
+        self._attention = (
+            fast_attention(layer.self_attn, may_move) if linear is None else LinearAttention(linear, may_move)
+        )
         self._mlp = fast_part(layer.mlp if hasattr(layer, "mlp") else layer.block_sparse_moe, may_move)
         self._multiplier = getattr(layer, "residual_multiplier", None)
 
@@ -152,3 +156,17 @@ def fast_part(module: nn.Module, may_move: bool) -> Any:
             parts.update(zip(names, joint_linears([children[name] for name in names], may_move), strict=True))
     replaced = {name: part for name, part in parts.items() if part is not children[name]}
     return copied(module, **replaced) if replaced else module
+
+
+def fast_attention(attention: nn.Module, may_move: bool) -> Any:
+    """The stand-in of a layer's attention."""
+    if not is_packed(attention):
+        return fast_part(attention, may_move)
+    branches, names = branches_of(attention), TOGETHER[0]
+    joint = joint_linears([getattr(branch, name) for branch in branches for name in names], may_move)
+    parts = [
+        copied(branch, **dict(zip(names, joint[3 * n : 3 * n + 3], strict=True))) for n, branch in enumerate(branches)
+    ]
+    if isinstance(attention, MixedHeads):
+        return FastPacked(copied(attention, **dict(zip(attention.branches, parts, strict=True))))
+    return FastPacked(parts[0])

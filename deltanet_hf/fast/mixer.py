@@ -49,9 +49,11 @@ class FastMixer:
         self._offset = None if mixer.k_offset is None else mixer.k_offset.weight
         whole = conv is None or mixer.settings.conv_on != "k"
         branch = mixer.window_branch
-        exact = branch is None or branch.cache_bits == 16
-        known = whole and exact and (branch is None or branch.learned_sinks is None)
-        self._prefills, self._steps = known, known and mixer.fused_step
+        bits = 16 if branch is None else branch.cache_bits
+        known = whole and (branch is None or branch.learned_sinks is None)
+        self._prefills = known and bits == 16
+        self._steps = known and bits >= 4 and mixer.fused_step
+        self._pads = bits == 16  # whether a step knows padding
         self._is_delta_rule = mixer.fused_step
         own_heads = mixer.k_proj.out_features // mixer.head_dim
         # Whether the state and the window read different queries and keys.
@@ -75,7 +77,8 @@ class FastMixer:
         if call.is_recorded:
             return recorded(self, call, x, position_embeddings), None
         cache, padding, packed = call.cache, call.padding, call.cu_seqlens
-        if length == 1 and self._steps and cache is not None and cache.may_change:
+        steps = self._steps and (self._pads or padding is None)
+        if length == 1 and steps and cache is not None and cache.may_change:
             return self.step(x, position_embeddings, cache, padding), None
         if padding is None and packed is None and self._prefills:
             return self.prefill(x, position_embeddings, cache), None

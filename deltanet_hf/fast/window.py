@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deltanet_hf.mixers.cache.packed_tokens import PackedTokens
 from deltanet_hf.mixers.cache.state import State
 from deltanet_hf.mixers.layer.window_branch import WindowBranch
 from deltanet_kernels import window_attention, window_keep, window_mixture, window_step_
@@ -91,9 +92,16 @@ def window_step(
 ) -> Tensor:
     """One more token by one kernel, with the window's part of `state` changed in place; outputs at padding are 0.
 
+    In few bits, by three kernels and that of the mixture, without padding.
+
     Shapes are those of `WindowBranch.forward` with T = 1; q, k, v are those before the rotary embedding of cos and sin
     ([B or 1, 1, R] each, or None).
     """
+    if branch.cache_bits < 16:
+        own = {name: state[name] for name in branch.state_names}
+        held = PackedTokens(branch.kept, own, None, in_place=True)
+        near, lse = held.step(q, k, v, branch.scale, branch.softcap, cos, sin)
+        return mixture(branch, x, near, lse, far, state["count"].unsqueeze(1))
     slope = torch.promote_types(q.dtype, torch.float32)
     return window_step_(
         q,

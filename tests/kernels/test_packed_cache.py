@@ -8,22 +8,28 @@ import pytest
 import torch
 from torch import Tensor
 
-from deltanet_kernels import PackedKeyValues, pack_groups, packed_append_, packed_attention
+from deltanet_kernels import PackedKeyValues, pack_groups, packed_attention, packed_step_
+from deltanet_kernels.common.rotation import rotate
 from deltanet_kernels.packed_cache import launches
 from deltanet_kernels.packed_cache.calls import (
     EVERYTHING,
-    PackedAppendCall,
     PackedAttentionCall,
+    PackedStepCall,
     PackGroupsCall,
 )
 from deltanet_kernels.packed_cache.launches import (
     pack_groups_triton,
-    packed_append_triton_,
     packed_attention_op,
     packed_attention_triton,
+    packed_step_triton_,
 )
 from deltanet_kernels.packed_cache.layout import GROUP, SINKS, packed_groups, quantised, restored
-from deltanet_kernels.packed_cache.reference import torch_pack_groups, torch_packed_append_, torch_packed_attention
+from deltanet_kernels.packed_cache.reference import (
+    append,
+    torch_pack_groups,
+    torch_packed_attention,
+    torch_packed_step_,
+)
 from tests.kernels.test_decode_attention import bfloat16_products  # noqa: F401  a fixture
 from tests.kernels.triton_mode import DEVICE
 
@@ -88,7 +94,7 @@ def test_a_token_at_a_time(
 ) -> None:  # fmt: skip
     """A ring holds as many groups as a window sees, and the second sequence begins later; float32 to its rounding."""
     if form == "triton" and D == 128 and sinks == 0:
-        monkeypatch.setattr(launches, "LEAST_SPAN", 1)
+        monkeypatch.setitem(launches.LEAST_SPAN, 128, 1)
         monkeypatch.setattr(launches, "multiprocessors", lambda _: 1000)
     attend = FORMS[form]
     q, k, v = tokens(T, D, torch.float32)
@@ -98,7 +104,7 @@ def test_a_token_at_a_time(
     for t in range(T):
         if t == late:
             cache.lengths[1] = 0
-        torch_packed_append_(PackedAppendCall(k[:, :, t : t + 1], v[:, :, t : t + 1], cache))
+        append(k[:, :, t : t + 1], v[:, :, t : t + 1], cache)
     assert cache.lengths.tolist() == [T, T - late]
     found, lse = attend(PackedAttentionCall(q[:, :, -1:], cache, window, sinks, limit, 0.2, cap))
     for row, first in ((0, 0), (1, late)):
@@ -115,7 +121,7 @@ def test_sixteen_bits(form: str, dtype: torch.dtype) -> None:
     q, k, v = tokens(100, 64, dtype)
     cache = empty(k, 3, 4)
     for t in range(100):
-        torch_packed_append_(PackedAppendCall(k[:, :, t : t + 1], v[:, :, t : t + 1], cache))
+        append(k[:, :, t : t + 1], v[:, :, t : t + 1], cache)
     found, _ = attend(PackedAttentionCall(q[:, :, -1:], cache, scale=0.2))
     wanted, _ = definition(q, k, v, 4, EVERYTHING, 0, EVERYTHING, None)
     assert found.dtype == dtype
@@ -127,7 +133,7 @@ def test_sixteen_bits(form: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("D", [64, 128])
 def test_a_prompt_is_packed_as_its_tokens_are(D: int, dtype: torch.dtype, bits: int) -> None:
     """Kernel, PyTorch and single tokens give the same bits, also where all numbers of a group are equal."""
-    _, k, v = tokens(97, D, dtype, 2, 2, 2)
+    q, k, v = tokens(97, D, dtype, 2, 2, 2)
     k[0, 0, :32, 5], v[1, 1, 7, 32:] = 0.3, 0.0
     as_made = k.transpose(1, 2).contiguous().transpose(1, 2)  # as a projection makes it
     found, wanted = (
@@ -135,20 +141,52 @@ def test_a_prompt_is_packed_as_its_tokens_are(D: int, dtype: torch.dtype, bits: 
     )
     cache = empty(k, 3, bits)
     for t in range(97):
-        packed_append_triton_(PackedAppendCall(k[:, :, t : t + 1], v[:, :, t : t + 1], cache))
+        one_token = [x[:, :, t : t + 1] for x in (q, k, v)]
+        if t % GROUP:
+            append(*one_token[1:], cache)
+        else:  # the kernel packs a group that is complete
+            packed_step_triton_(PackedStepCall(*(x.transpose(1, 2) for x in one_token), cache))
     for one, other, appended in zip(found, wanted, cache[:4], strict=True):
         assert torch.equal(one, other)
         assert torch.equal(one, appended)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("B", "R", "rows"), [(1, 64, 1), (3, 64, 3), (2, 32, 1)])
+def test_a_step_rotates_puts_and_attends(B: int, R: int, rows: int, bits: int) -> None:
+    """Slices of one projection, as the layers pass them, against rotation, append and attention by PyTorch."""
+    HQ, HK, D = 6, 2, 64
+    generator = torch.Generator().manual_seed(B + R)
+    found_in, wanted_in = (empty(torch.zeros(B, HK, 1, D, device=DEVICE), 2, bits) for _ in range(2))
+    for t in range(70):
+        x = torch.randn(B, 1, (HQ + 2 * HK) * D, generator=generator).to(DEVICE)
+        q, k, v = (part.view(B, 1, -1, D) for part in x.split([HQ * D, HK * D, HK * D], dim=-1))
+        cos, sin = (torch.randn(rows, 1, R, generator=generator).to(DEVICE) for _ in range(2))
+        if t % GROUP > 1:
+            for cache in (found_in, wanted_in):
+                append(k.transpose(1, 2), v.transpose(1, 2), cache)
+            continue
+        call = PackedStepCall(q, k, v, found_in, 40, 4, cos=cos, sin=sin)
+        found, lse = packed_step_triton_(call)
+        rotated = [rotate(one, cos, sin) for one in (q, k)]
+        wanted, wanted_lse = torch_packed_step_(
+            call._replace(q=rotated[0], k=rotated[1], cache=wanted_in, cos=None, sin=None)
+        )
+        assert (found - wanted).abs().max() < 1e-4 * wanted.abs().max()
+        assert (lse - wanted_lse).abs().max() < 1e-4 * wanted_lse.abs().max()
+    assert found_in.lengths.tolist() == [70] * B
+    assert (found_in.keys - wanted_in.keys).abs().max() < 1e-5
 
 
 def test_the_operators_are_registered_consistently() -> None:
     q, k, v = tokens(40, 64, torch.float32, 1, 2, 1)
     cache = empty(k, 1, 4)
     for t in range(40):
-        packed_append_(k[:, :, t : t + 1], v[:, :, t : t + 1], cache)
+        packed_step_(*(x[:, :, t : t + 1].transpose(1, 2) for x in (q, k, v)), cache)
     torch.library.opcheck(packed_attention_op.op, (q[:, :, -1:], *cache, 64, 4, 64, 0.2, None))
     torch.library.opcheck(launches.pack_groups_op.op, (k[:, :, :32], v[:, :, :32], 4))
-    torch.library.opcheck(launches.packed_append_op.op, (*cache, k[:, :, :1], v[:, :, :1]))
+    new = [x[:, :, :1].transpose(1, 2) for x in (q, k, v)]
+    torch.library.opcheck(launches.packed_step_op_.op, (*new, *cache, 64, 4, 64, 0.2, None, None, None))
 
 
 def test_head_sizes_without_a_kernel() -> None:
@@ -156,13 +194,13 @@ def test_head_sizes_without_a_kernel() -> None:
     with pytest.raises(NotImplementedError, match="head size 96"):
         pack_groups_triton(PackGroupsCall(k, v, 4))
     packed = pack_groups(k.cpu(), v.cpu(), 4)
-    assert [tuple(x.shape[2:]) for x in packed] == [(2, 32, 48), (2, 2, 96), (2, 32, 48), (2, 32, 2, 3)]
+    assert [tuple(x.shape[2:]) for x in packed] == [(2, 32, 48), (2, 2, 96), (2, 96, 16), (2, 2, 3, 32)]
     with pytest.raises(NotImplementedError, match="head size 96"):
         packed_attention_triton(PackedAttentionCall(q[:, :, -1:], empty(k, 2, 4)))
     cache = empty(k.cpu(), 2, 4)
-    packed_append_(k[:, :, :1].cpu(), v[:, :, :1].cpu(), cache)
-    out, _ = packed_attention(q[:, :, -1:].cpu(), cache)
-    assert torch.allclose(out, v[:, :, :1].cpu().repeat_interleave(3, dim=1))
+    q, k, v = (x[:, :, :1].transpose(1, 2).cpu() for x in (q, k, v))
+    out, _ = packed_step_(q, k, v, cache)
+    assert torch.allclose(out, v.repeat_interleave(3, dim=2))
 
 
 def test_what_is_wrong_is_named() -> None:
@@ -173,7 +211,7 @@ def test_what_is_wrong_is_named() -> None:
     with pytest.raises(ValueError, match="got 5 heads"):
         packed_attention(q[:, :5, -1:], cache)
     with pytest.raises(TypeError, match="k: got dtype"):
-        packed_append_(k[:, :, :1].double(), v[:, :, :1].double(), cache)
+        packed_step_(*(x[:, :, :1].transpose(1, 2).double() for x in (q, k, v)), cache)
     with pytest.raises(ValueError, match="bits: got 3"):
         pack_groups(k, v, 3)
     with pytest.raises(ValueError, match=r"needs \[B, HK, N \* 32, D\]"):

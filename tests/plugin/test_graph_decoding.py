@@ -32,6 +32,7 @@ from support.replayed_step import Recorder
 from support.tiny_models import (
     HYBRID,
     mixed_mixture_table,
+    mixed_table,
     mixture_table,
     tiny_mixture,
     tiny_qwen3_5,
@@ -156,13 +157,14 @@ def test_softmax_layers_attend_by_the_kernels(family: str, recorder: Recorder, m
     assert len(heads) >= 2  # the step before the recording, and the recorded one
 
 
-@pytest.mark.parametrize("name", ["hybrid", "mixed heads", "sliding"])
+@pytest.mark.parametrize("name", ["hybrid", "mixed heads", "whole and windows", "sliding"])
 def test_packed_keys_and_values(name: str, recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that grow run out of places and are recorded again; rings stay."""
     monkeypatch.setattr(fixed_cache, "SPARE", 8)
     monkeypatch.setattr(fixed_cache, "ALIGNMENT", 16)
     hybrid, sliding = tiny_student("llama", layers=HYBRID, window=40), tiny_mixture("gemma3_text", mixture_table())
-    models = {"hybrid": hybrid, "sliding": sliding}
+    both = tiny_mixture("llama", mixed_table("softmax", "window", window=40))
+    models = {"hybrid": hybrid, "sliding": sliding, "whole and windows": both}
     model = set_cache_bits(models.get(name) or tiny_mixture("llama", mixed_mixture_table()), 4)
     for side in ("left", "none") if name == "hybrid" else ("left",):
         check_same(model, tokens=40, side=side)

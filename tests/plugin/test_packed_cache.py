@@ -43,6 +43,7 @@ def made(name: str, bits: int = 4) -> PreTrainedModel:
         "hybrid": lambda: tiny_student("llama", layers=HYBRID, window=40),
         "window": lambda: tiny_student("llama", mixer="window", window=40),
         "heads": lambda: tiny_mixture("llama", mixed_mixture_table()),
+        "whole and windows": lambda: tiny_mixture("llama", mixed_table("softmax", "window", window=40)),
         "qwen3_5": tiny_qwen3_5,
     }
     model: PreTrainedModel = set_cache_bits(models[name]().double(), bits)
@@ -52,7 +53,7 @@ def made(name: str, bits: int = 4) -> PreTrainedModel:
 
 
 BOUND = {"hybrid": 2e-6, "learned sinks": 2e-6, "heads": 2e-6}  # the share of a state is float32
-KINDS = ["teacher", "sliding", "capped", "learned sinks", "hybrid", "window", "heads"]
+KINDS = ["teacher", "sliding", "capped", "learned sinks", "hybrid", "window", "heads", "whole and windows"]
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -132,7 +133,7 @@ def test_greedy_decoding_and_beams(name: str) -> None:
     assert torch.equal(beams, torch.cat([model.generate(row[None, :60], num_beams=3, **options) for row in LONG]))
 
 
-@pytest.mark.parametrize("name", ["hybrid", "window", "heads"])
+@pytest.mark.parametrize("name", ["hybrid", "window", "heads", "whole and windows"])
 @torch.no_grad()
 def test_tokens_are_taken_back(name: str) -> None:
     model = made(name)
@@ -153,7 +154,16 @@ def test_tokens_are_taken_back(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "bits"),
-    [("teacher", 8), ("teacher", 4), ("sliding", 8), ("capped", 4), ("hybrid", 8), ("window", 4), ("heads", 4)],
+    [
+        ("teacher", 8),
+        ("teacher", 4),
+        ("sliding", 8),
+        ("capped", 4),
+        ("hybrid", 8),
+        ("window", 4),
+        ("heads", 4),
+        ("whole and windows", 4),
+    ],
 )
 @torch.no_grad()
 def test_the_bytes_of_the_plan_are_those_of_the_cache(name: str, bits: int) -> None:
@@ -162,7 +172,7 @@ def test_the_bytes_of_the_plan_are_those_of_the_cache(name: str, bits: int) -> N
         cache = DynamicCache(config=model.config)
         model(LONG[:1, :tokens], past_key_values=cache, use_cache=True)
         assert cache_bytes(cache) == stored_bytes(model, tokens, bits) == sequence_bytes(model, tokens)
-    assert all(isinstance(part, MixerCacheLayer) for part in cache.layers) or name == "heads"
+    assert all(isinstance(part, MixerCacheLayer) for part in cache.layers) or name in ("heads", "whole and windows")
 
 
 @pytest.mark.parametrize("name", ["learned sinks", "hybrid", "window", "heads", "qwen3_5"])
@@ -190,7 +200,7 @@ def states_of(layer: Any) -> list[str]:
     return [name for part in parts for name in getattr(part, "state", {})]
 
 
-@pytest.mark.parametrize("name", ["hybrid", "window", "heads"])
+@pytest.mark.parametrize("name", ["hybrid", "window", "heads", "whole and windows"])
 def test_gradients_do_not_depend_on_whether_a_cache_is_filled(name: str) -> None:
     """A call has a cache by default; only with padding, or behind other tokens, are there no gradients."""
     model, found = made(name), []

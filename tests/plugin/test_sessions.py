@@ -167,6 +167,21 @@ def test_packed_caches(bits: int, length: int, tmp_path: Path) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("length", [5, 103])
+def test_packed_numbers_in_the_order_of_earlier_files(length: int, tmp_path: Path) -> None:
+    """Scales of values came token by token; the codes have another order too, which their shapes need not show."""
+    model = set_cache_bits(tiny_mixture("llama", mixed_mixture_table()), 4)
+    ids = torch.randint(3, 97, (2, length), generator=torch.Generator().manual_seed(0))
+    cache = DynamicCache(config=model.config)
+    model(ids, past_key_values=cache, use_cache=True)
+    state = cache.layers[2].state
+    state["value_scales"] = state["value_scales"].permute(0, 1, 2, 5, 3, 4).contiguous()
+    save_session(tmp_path / "s", model, cache, ids, torch.ones_like(ids))
+    with pytest.raises(UserError, match=r"layers\.2\.value_scales is"):
+        load_session(tmp_path / "s", model)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("name", ["teacher", "mixed_heads"])
 def test_a_cache_made_without_a_config_comes_back(name: str, tmp_path: Path) -> None:
     """Its layers hold all tokens, also behind the sliding window of the model."""

@@ -21,7 +21,7 @@ from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.cache.fake_quantisation import quantised_attention
 from deltanet_hf.mixers.cache.state import State, TensorShape
 from deltanet_hf.mixers.cache.window_cache import Tokens
-from deltanet_kernels import PackedKeyValues, pack_groups, packed_append_, packed_attention
+from deltanet_kernels import PackedKeyValues, pack_groups, packed_step_
 from deltanet_kernels.packed_cache.layout import GROUP, SINKS, unpacked
 
 NAMES = ("key_codes", "key_scales", "value_codes", "value_scales", "keys", "values", "count")
@@ -67,13 +67,12 @@ class Kept:
     def shapes(self, heads: int, size: int, tokens: int, dtype: torch.dtype) -> dict[str, TensorShape]:
         """The tensors of one sequence after `tokens` tokens."""
         groups, parts = self.groups(tokens), max(1, size // GROUP)
-        codes = TensorShape((heads, groups, GROUP, size * self.bits // 8), torch.uint8)
         exact = TensorShape((heads, SINKS + GROUP, size), dtype)
         return {
-            "key_codes": codes,
+            "key_codes": TensorShape((heads, groups, GROUP, size * self.bits // 8), torch.uint8),
             "key_scales": TensorShape((heads, groups, 2, size), torch.bfloat16),
-            "value_codes": codes,
-            "value_scales": TensorShape((heads, groups, GROUP, 2, parts), torch.bfloat16),
+            "value_codes": TensorShape((heads, groups, size, GROUP * self.bits // 8), torch.uint8),
+            "value_scales": TensorShape((heads, groups, 2, parts, GROUP), torch.bfloat16),
             "keys": exact,
             "values": exact,
             "count": TensorShape((), torch.int32),
@@ -115,7 +114,7 @@ class PackedTokens:
         log-sum-exp [B, T, HQ]."""
         kept, length = self.kept, q.shape[1]
         if self._padding is None and self.state and length == 1:
-            return self._step(q, k, v, scale, softcap)
+            return self.step(q, k, v, scale, softcap)
         whole = self._padding is None and not self.state
         whole = whole and (kept.limit is None or kept.sinks == 0 or length <= kept.limit)
         if whole and not self._keep_state:
@@ -134,7 +133,17 @@ class PackedTokens:
         window = q.shape[1] if kept.window is None else kept.window
         return quantised_attention(q, k, v, window, kept.sinks, scale, kept.bits, softcap)
 
-    def _step(self, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
+    def step(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        softcap: float | None,
+        cos: Tensor | None = None,
+        sin: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """`attend` of one further token without padding, after a rotary embedding [B or 1, 1, R], if it is given."""
         kept, state = self.kept, self.state
         if not self._in_place:
             state = {name: tensor.clone() for name, tensor in state.items()}
@@ -144,13 +153,9 @@ class PackedTokens:
                 tail = [0, 0] * (state[name].dim() - 3)
                 state[name] = F.pad(state[name], (*tail, 0, groups))
         cache = PackedKeyValues(*(state[name] for name in NAMES))
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        packed_append_(k.to(cache.keys.dtype), v.to(cache.values.dtype), cache)
-        found, lse = packed_attention(
-            q.to(cache.keys.dtype), cache, kept.window, kept.sinks, kept.limit, scale, softcap
-        )
+        q, k, v = (x.to(cache.keys.dtype) for x in (q, k, v))
         self.state = state
-        return found.transpose(1, 2), lse.unsqueeze(1)
+        return packed_step_(q, k, v, cache, kept.window, kept.sinks, kept.limit, scale, softcap, cos, sin)
 
 
 @dataclass(frozen=True)

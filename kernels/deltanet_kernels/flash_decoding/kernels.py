@@ -86,8 +86,11 @@ def span_kernel(
 
 
 @triton.jit(do_not_specialize=["spans"])
-def combine_kernel(parts, weights, o, spans, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr):
-    """One program per row and query head: o [B, HQ, D] from a [B, HQ, spans, D] and m, t [B, HQ, spans, 2]."""
+def combine_kernel(parts, weights, o, lse, spans, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr):
+    """One program per row and query head: o [B, HQ, D] from a [B, HQ, spans, D] and m, t [B, HQ, spans, 2].
+
+    The log-sum-exp of the scores goes to lse [B, HQ], if it is not None.
+    """
     r = tl.program_id(0).to(tl.int64)
     n, d = tl.arange(0, BN), tl.arange(0, BD)
     parts += r * spans * D
@@ -108,5 +111,7 @@ def combine_kernel(parts, weights, o, spans, D: tl.constexpr, BD: tl.constexpr, 
         total = total * fade + tl.sum(p * total_N, axis=0)
         sums = sums * fade + tl.sum(p[:, None] * sums_ND, axis=0)
         top = higher
+    if lse is not None:
+        tl.store(lse + r, (top + tl.log2(total)) / LOG2E)
     sums = sums / tl.where(total == 0.0, 1.0, total)  # 0 where nothing is seen
     tl.store(o + r * D + d, sums.to(o.dtype.element_ty), mask=d < D)

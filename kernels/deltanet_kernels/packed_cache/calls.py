@@ -54,21 +54,44 @@ class PackedAttentionCall(NamedTuple):
         return float(self.q.shape[3] ** -0.5) if self.scale is None else float(self.scale)
 
 
-class PackedAppendCall(NamedTuple):
-    """Puts the next token of each sequence into a packed cache, in place.
+class PackedStepCall(NamedTuple):
+    """Puts the next token of each sequence into a packed cache, in place, and attends from it. No gradients.
+
+    On CUDA these are three kernels: one rotates, packs a group that is complete and puts the token, two attend.
 
     Args:
-        k, v: [B, HK, 1, D] in the dtype of the cache.
-        cache: its tensors contiguous; N > 0 if any sequence goes beyond 32 tokens, and as many as are to be seen.
+        q: the token's queries [B, 1, HQ, D].
+        k, v: its key and value [B, 1, HK, D].
+        cache: its tensors contiguous, in the dtype of q, k and v; N > 0 if any sequence goes beyond 32 tokens, and as
+            many as are to be seen. Sequences have fewer than 2**23 tokens.
+        window, sinks, limit, scale, softcap: as for `packed_attention`.
+        cos, sin: of a rotary embedding, [B, 1, R] or [1, 1, R] with an even R <= D, as for `window_step_`. Keys are
+            kept rotated.
+
+    Returns:
+        o [B, 1, HQ, D] in the dtype of q, and the log-sum-exp of the scores [B, 1, HQ], float32 at least.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: shapes, a window or sinks that do not fit, or gradients are required.
         TypeError: dtypes that do not fit.
     """
 
+    q: Tensor
     k: Tensor
     v: Tensor
     cache: PackedKeyValues
+    window: int | None = None
+    sinks: int = 0
+    limit: int | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+
+    @property
+    def attention(self) -> PackedAttentionCall:
+        """The attention to a cache that holds the token, of queries [B, HQ, 1, D] that are rotated already."""
+        return PackedAttentionCall(self.q.transpose(1, 2), *self[3:9])
 
 
 class PackGroupsCall(NamedTuple):

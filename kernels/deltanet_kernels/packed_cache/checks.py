@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from deltanet_kernels.checks import _require_float, _require_shape, _require_tensor, refuse_gradients
-from deltanet_kernels.packed_cache.calls import PackedAppendCall, PackedAttentionCall, PackGroupsCall
+from deltanet_kernels.checks import _require_float, _require_shape, _require_tensor, check_rotation, refuse_gradients
+from deltanet_kernels.packed_cache.calls import PackedAttentionCall, PackedStepCall, PackGroupsCall
 from deltanet_kernels.packed_cache.layout import GROUP, SINKS, PackedKeyValues
 
 
@@ -22,12 +22,15 @@ def check_packed_attention(call: PackedAttentionCall) -> None:
     refuse_gradients("packed_attention", "window_attention", call.q, *call.cache)
 
 
-def check_packed_append(call: PackedAppendCall) -> None:
+def check_packed_step(call: PackedStepCall) -> None:
     """Raises ValueError or TypeError."""
     B, HK, _, D = call.cache.keys.shape
     for name, x in (("k", call.k), ("v", call.v)):
         _check_like(name, x, call.cache)
-        _require_shape(name, x, (B, HK, 1, D), "[B, HK, 1, D] of the cache")
+        _require_shape(name, x, (B, 1, HK, D), "[B, 1, HK, D] of the cache")
+    check_rotation(call.cos, call.sin, B, 1, D, call.q.device)
+    check_packed_attention(call.attention)
+    refuse_gradients("packed_step_", "window_attention", call.k, call.v)
 
 
 def check_pack_groups(call: PackGroupsCall) -> None:

@@ -1,7 +1,8 @@
 """The kernels on a packed cache: attention over a span of its groups, appending a token, and packing a prompt.
 
-A channel d and the channel d + D / 2 share a byte of 4-bit codes, so each tile is two halves of H = D / 2 channels: a
-score is the sum of two products, and an output is two accumulators. Nothing is shuffled.
+A thread of the tensor cores' products holds pairs of neighbouring numbers. The codes lie in the order in which threads
+hold them (`layout.py`), so that the words that a thread loads are the numbers that it multiplies, and none goes through
+shared memory: columns are channels, and tokens within a group, in the order of `_by_threads`.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -12,6 +13,7 @@ import triton.language as tl
 
 from deltanet_kernels.packed_cache import layout
 from deltanet_kernels.window.softcap import cap_score
+from deltanet_kernels.window.step import take_ticket, turned
 
 GROUP = tl.constexpr(layout.GROUP)
 SINKS = tl.constexpr(layout.SINKS)
@@ -19,56 +21,64 @@ LEAST_SCALE = tl.constexpr(layout.LEAST_SCALE)
 
 
 @triton.jit
-def _load_codes(codes, rows, h, m, H: tl.constexpr, BITS: tl.constexpr):
-    """The codes [R, H] of both halves of `rows` [R], as float32."""
-    at = codes + rows.to(tl.int64)[:, None] * (H * BITS // 4) + h[None, :]
-    low = tl.load(at, mask=m[:, None], other=0)
-    if BITS == 4:
-        high = low >> 4
-        low = low & 15
+def _by_threads(x, R: tl.constexpr, N: tl.constexpr):
+    """x [R, N], whose columns are in memory order (t, a) of sizes 4 and N / 4, in the order (a, t)."""
+    return tl.reshape(tl.permute(tl.reshape(x, [R, 4, N // 4]), [0, 2, 1]), [R, N])
+
+
+@triton.jit
+def _scales(at, B: tl.constexpr, N: tl.constexpr):
+    """Pairs of bfloat16 [B * 32, N] in the order of `_by_threads`, of pairs [B, N] of blocks of 32 rows."""
+    x = _by_threads(tl.load(at + tl.arange(0, B)[:, None] * N + tl.arange(0, N)[None, :]), B, N)
+    return tl.reshape(tl.broadcast_to(x[:, None, :], [B, GROUP, N]), [B * GROUP, N])
+
+
+@triton.jit
+def _restored(
+    codes, scales, rows, R: tl.constexpr, C: tl.constexpr, BITS: tl.constexpr, PAIRS: tl.constexpr, out: tl.constexpr
+):
+    """The numbers [C, R] of `rows` [R] at `codes` and `scales`, pairs of them in the order of `_by_threads`."""
+    W: tl.constexpr = C * BITS // 32
+    B: tl.constexpr = R // GROUP
+    codes = codes.to(tl.pointer_type(tl.int32), bitcast=True)
+    scales = scales.to(tl.pointer_type(tl.int32), bitcast=True)
+    words = tl.load(codes + rows[:, None] * W + tl.arange(0, W)[None, :])
+    pairs = words[:, :, None] >> (tl.arange(0, 16 // BITS) * BITS)[None, None, :]
+    pairs = _by_threads(tl.reshape(pairs, [R, C // 2]), R, C // 2)
+    scale = _scales(scales, B, C // 2)
+    low = _scales(scales + B * C // 2, B, C // 2)
+    if PAIRS:
+        x = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 n, one, least;
+            mov.b32 one, 0x3F803F80;
+            mov.b32 least, 0xC300C300;
+            lop3.b32 n, $1, 0x000F000F, 0x43004300, 0xEA;
+            fma.rn.bf16x2 n, n, one, least;
+            fma.rn.bf16x2 $0, n, $2, $3;
+            }""",
+            "=r,r,r,r", [pairs, scale, low], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+        x = tl.join(x.to(tl.int16), (x >> 16).to(tl.int16)).to(tl.bfloat16, bitcast=True)
     else:
-        high = tl.load(at + H, mask=m[:, None], other=0)
-    return low.to(tl.float32), high.to(tl.float32)
+        first = (pairs & (2**BITS - 1)).to(tl.float32)
+        first = tl.fma(first, (scale << 16).to(tl.float32, bitcast=True), (low << 16).to(tl.float32, bitcast=True))
+        second = ((pairs >> 16) & (2**BITS - 1)).to(tl.float32)
+        scale, low = scale & -65536, low & -65536
+        second = tl.fma(second, scale.to(tl.float32, bitcast=True), low.to(tl.float32, bitcast=True))
+        x = tl.join(first.to(out), second.to(out))
+    return tl.reshape(tl.permute(x, [1, 2, 0]), [C, R])
 
 
 @triton.jit
-def _restore_keys(codes, scales, groups, m, h, OFFSET: tl.constexpr, H: tl.constexpr, P: tl.constexpr, out):
-    """Keys [P * 32, H] of one half from their codes and the scales of `groups` [P]."""
-    at = scales + groups.to(tl.int64)[:, None] * (4 * H) + OFFSET + h[None, :]
-    scale = tl.maximum(tl.load(at, mask=m[:, None], other=0.0).to(tl.float32), LEAST_SCALE)
-    low = tl.load(at + 2 * H, mask=m[:, None], other=0.0).to(tl.float32)
-    x = tl.reshape(codes, [P, GROUP, H]) * scale[:, None, :] + low[:, None, :]
-    return tl.reshape(x, [P * GROUP, H]).to(out)
-
-
-@triton.jit
-def _restore_values(codes, scales, rows, m, OFFSET: tl.constexpr, H: tl.constexpr, R: tl.constexpr, out):
-    """Values [R, H] of one half from their codes and the scales of `rows` [R]."""
-    at = scales + rows.to(tl.int64)[:, None] * (4 * H // GROUP) + OFFSET // GROUP + tl.arange(0, H // GROUP)[None, :]
-    scale = tl.maximum(tl.load(at, mask=m[:, None], other=0.0).to(tl.float32), LEAST_SCALE)
-    low = tl.load(at + 2 * H // GROUP, mask=m[:, None], other=0.0).to(tl.float32)
-    x = tl.reshape(codes, [R, H // GROUP, GROUP]) * scale[:, :, None] + low[:, :, None]
-    return tl.reshape(x, [R, H]).to(out)
-
-
-@triton.jit
-def _attend(
-    q_low, q_high, k_low, k_high, v_low, v_high, seen, top, total, sums_low, sums_high, factor,
-    CAP: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """One tile of an online softmax (FlashAttention, arXiv 2205.14135); scores are in units of log 2."""
-    s = tl.dot(q_low, tl.trans(k_low), input_precision=PRECISION)
-    s = tl.dot(q_high, tl.trans(k_high), s, input_precision=PRECISION) * factor
-    s = tl.where(seen[None, :], cap_score(s, CAP), float("-inf"))
+def _weights(s, seen, top, total, factor, CAP: tl.constexpr):
+    """One tile of an online softmax (FlashAttention, arXiv 2205.14135): scores are in units of log 2."""
+    s = tl.where(seen[None, :], cap_score(s * factor, CAP), float("-inf"))
     higher = tl.maximum(top, tl.max(s, axis=1))
     origin = tl.where(higher == float("-inf"), 0.0, higher)  # -inf - -inf is NaN
     p = tl.exp2(s - origin[:, None])
     fade = tl.exp2(top - origin)
-    total = total * fade + tl.sum(p, axis=1)
-    p = p.to(v_low.dtype)
-    sums_low = tl.dot(p, v_low, sums_low * fade[:, None], input_precision=PRECISION)
-    sums_high = tl.dot(p, v_high, sums_high * fade[:, None], input_precision=PRECISION)
-    return higher, total, sums_low, sums_high
+    return p, higher, total * fade + tl.sum(p, axis=1), fade
 
 
 @triton.jit
@@ -76,72 +86,65 @@ def _is_seen(i, j, window, sinks, limit):
     return (i - j < limit) & ((i - j < window) | (j < sinks))
 
 
-@triton.jit(do_not_specialize=["spans", "window", "sinks", "limit"])
+@triton.jit(do_not_specialize=["spans", "span", "groups", "window", "sinks", "limit"])
 def packed_span_kernel(
     q, key_codes, key_scales, value_codes, value_scales, keys, values, lengths, parts, weights, factor,
     groups, span, spans, window, sinks, limit,
-    HK: tl.constexpr, HEADS: tl.constexpr, H: tl.constexpr, BITS: tl.constexpr, BM: tl.constexpr, P: tl.constexpr,
-    CAP: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    HK: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, BM: tl.constexpr,
+    CAP: tl.constexpr, PAIRS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program per row, key head and span of packed groups, for the HEADS query heads of the key head.
 
-    The first span reads the current group and the first tokens too. Sums go to parts [B, HQ, spans, D], the maximum of
+    The last span is that of the current group and the first tokens. Sums go to parts [B, HQ, spans, D], the maximum of
     the scores and the sum of exponentials to weights [B, HQ, spans, 2], all float32.
     """
     c = tl.program_id(0) % spans
     pair = (tl.program_id(0) // spans).to(tl.int64)
     i = tl.load(lengths + pair // HK) - 1
     current = i // GROUP
-    g, h, e = tl.arange(0, BM), tl.arange(0, H), tl.arange(0, 2 * GROUP)
-    rows = tl.arange(0, P * GROUP)
+    g, d, r = tl.arange(0, BM), tl.arange(0, D), tl.arange(0, GROUP)
     m_q = (g < HEADS)[:, None]
-    at_q = q + (pair * HEADS + g)[:, None] * (2 * H) + h[None, :]
-    q_low = tl.load(at_q, mask=m_q, other=0.0)
-    q_high = tl.load(at_q + H, mask=m_q, other=0.0)
+    at_q = (pair * HEADS + g)[:, None]
     top = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
-    sums_low = tl.zeros([BM, H], tl.float32)
-    sums_high = tl.zeros([BM, H], tl.float32)
-    if c == 0:
-        j = tl.where(e < SINKS, e, current * GROUP + e - SINKS)
-        held = (j <= i) & (e < SINKS + GROUP) & (e >= tl.where(current > 0, 0, SINKS))
-        at = pair * ((SINKS + GROUP) * 2 * H) + e[:, None] * (2 * H) + h[None, :]
-        k_low = tl.load(keys + at, mask=held[:, None], other=0.0)
-        k_high = tl.load(keys + at + H, mask=held[:, None], other=0.0)
-        v_low = tl.load(values + at, mask=held[:, None], other=0.0)
-        v_high = tl.load(values + at + H, mask=held[:, None], other=0.0)
-        seen = held & _is_seen(i, j, window, sinks, limit)
-        top, total, sums_low, sums_high = _attend(
-            q_low, q_high, k_low, k_high, v_low, v_high, seen, top, total, sums_low, sums_high, factor, CAP, PRECISION
-        )
-    first = pair * groups
-    key_codes += first * (GROUP * H * BITS // 4)
-    value_codes += first * (GROUP * H * BITS // 4)
-    key_scales += first * (4 * H)
-    value_scales += first * (4 * H)
-    end = tl.minimum(c * span + span, tl.minimum(groups, current))
-    for start in tl.range(c * span, end, P, num_stages=STAGES):
-        place = start + rows // GROUP
-        m = place < end
-        group = current - 1 - tl.maximum(current - 1 - place, 0) % groups
-        j = group * GROUP + rows % GROUP
-        at = start * GROUP + rows
-        some = start + tl.arange(0, P)
-        codes_low, codes_high = _load_codes(key_codes, at, h, m, H, BITS)
-        k_low = _restore_keys(codes_low, key_scales, some, some < end, h, 0, H, P, q_low.dtype)
-        k_high = _restore_keys(codes_high, key_scales, some, some < end, h, H, H, P, q_low.dtype)
-        codes_low, codes_high = _load_codes(value_codes, at, h, m, H, BITS)
-        v_low = _restore_values(codes_low, value_scales, at, m, 0, H, P * GROUP, q_low.dtype)
-        v_high = _restore_values(codes_high, value_scales, at, m, H, H, P * GROUP, q_low.dtype)
-        seen = m & (j >= SINKS) & _is_seen(i, j, window, sinks, limit)
-        top, total, sums_low, sums_high = _attend(
-            q_low, q_high, k_low, k_high, v_low, v_high, seen, top, total, sums_low, sums_high, factor, CAP, PRECISION
-        )
+    sums = tl.zeros([BM, D], tl.float32)
+    # Column n of the products is channel, and row n of the keys token, ... of `_by_threads`.
+    channel = (d // 2 % 4) * (D // 4) + d // 8 * 2 + d % 2
+    token = (r // 2 % 4) * (GROUP // 4) + r // 8 * 2 + r % 2
+    q_MD = tl.load(q + at_q * D + channel[None, :], mask=m_q, other=0.0)
+    if c == spans - 1:
+        for start in range(0, SINKS + GROUP, 16):
+            e = start + tl.arange(0, 16)
+            j = tl.where(e < SINKS, e, current * GROUP + e - SINKS)
+            seen = (j <= i) & (e < SINKS + GROUP) & (e >= tl.where(current > 0, 0, SINKS))
+            at = pair * ((SINKS + GROUP) * D) + e[:, None] * D
+            k = tl.load(keys + at + channel[None, :], mask=seen[:, None], other=0.0)
+            v = tl.load(values + at + d[None, :], mask=seen[:, None], other=0.0)
+            seen = seen & _is_seen(i, j, window, sinks, limit)
+            s = tl.dot(q_MD, tl.trans(k), input_precision=PRECISION)
+            p, top, total, fade = _weights(s, seen, top, total, factor, CAP)
+            sums = tl.dot(p.to(v.dtype), v, sums * fade[:, None], input_precision=PRECISION)
+    else:
+        first = pair * groups
+        key_codes += first * (GROUP * D * BITS // 8)
+        value_codes += first * (GROUP * D * BITS // 8)
+        key_scales += first * (2 * D)
+        value_scales += first * (2 * D)
+        end = tl.minimum(c * span + span, tl.minimum(groups, current))
+        for place in tl.range(c * span, end, num_stages=STAGES):
+            at = place * (GROUP * D * BITS // 8)
+            k = _restored(key_codes + at, key_scales + place * (2 * D), token, GROUP, D, BITS, PAIRS, q_MD.dtype)
+            v = _restored(value_codes + at, value_scales + place * (2 * D), d, D, GROUP, BITS, PAIRS, q_MD.dtype)
+            s = tl.dot(q_MD, k, input_precision=PRECISION)
+            j = (current - 1 - (current - 1 - place) % groups) * GROUP + token
+            seen = (j >= SINKS) & _is_seen(i, j, window, sinks, limit)
+            p, top, total, fade = _weights(s, seen, top, total, factor, CAP)
+            sums = tl.dot(p.to(v.dtype), v, sums * fade[:, None], input_precision=PRECISION)
+    at_q = at_q * spans + c
     out = (pair * HEADS + g) * spans + c
     tl.store(weights + 2 * out, top, mask=g < HEADS)
     tl.store(weights + 2 * out + 1, total, mask=g < HEADS)
-    tl.store(parts + out[:, None] * (2 * H) + h[None, :], sums_low, mask=m_q)
-    tl.store(parts + out[:, None] * (2 * H) + H + h[None, :], sums_high, mask=m_q)
+    tl.store(parts + at_q * D + d[None, :], sums, mask=m_q)
 
 
 @triton.jit
@@ -153,93 +156,90 @@ def _quantise(x, low, high, BITS: tl.constexpr):
     steps = tl.div_rn(x - low.to(tl.float32), tl.broadcast_to(divisor, x.shape))
     codes = tl.minimum(tl.maximum(steps, 0.0), 2.0**BITS - 1)
     codes = (codes + 8388608.0) - 8388608.0  # to the nearest whole number, ties to even
-    return codes.to(tl.uint8), scale, low
+    return codes.to(tl.int32), scale, low
 
 
 @triton.jit
-def _store_codes(codes, at, low, high, H: tl.constexpr, BITS: tl.constexpr):
-    if BITS == 4:
-        tl.store(codes + at, low | (high << 4))
-    else:
-        tl.store(codes + at, low)
-        tl.store(codes + at + H, high)
-
-
-@triton.jit
-def _pack_values(x, scales, at, H: tl.constexpr, BITS: tl.constexpr):
-    x = tl.reshape(x, [GROUP, H // GROUP, GROUP])
-    low = tl.min(x, axis=2)
-    codes, scale, low = _quantise(x, low[:, :, None], tl.max(x, axis=2)[:, :, None], BITS)
-    tl.store(scales + at, tl.reshape(scale, [GROUP, H // GROUP]))
-    tl.store(scales + at + 2 * H // GROUP, tl.reshape(low, [GROUP, H // GROUP]))
-    return tl.reshape(codes, [GROUP, H])
-
-
-@triton.jit
-def _pack_keys(x, scales, at, H: tl.constexpr, BITS: tl.constexpr):
-    codes, scale, low = _quantise(x, tl.min(x, axis=0)[None, :], tl.max(x, axis=0)[None, :], BITS)
-    tl.store(scales + at, scale)
-    tl.store(scales + at + 2 * H, low)
-    return codes
+def _pack(x, codes, scales, R: tl.constexpr, C: tl.constexpr, BITS: tl.constexpr):
+    """Pack x [R, C] float32, each column of 32 rows together."""
+    N: tl.constexpr = 16 // BITS
+    B: tl.constexpr = R // GROUP
+    x = tl.reshape(x, [B, GROUP, C])
+    n, scale, low = _quantise(x, tl.min(x, axis=1)[:, None, :], tl.max(x, axis=1)[:, None, :], BITS)
+    at = scales + tl.arange(0, B)[:, None] * C + tl.arange(0, C)[None, :]
+    tl.store(at, tl.reshape(scale, [B, C]))
+    tl.store(at + B * C, tl.reshape(low, [B, C]))
+    place = (tl.arange(0, N)[:, None] + tl.arange(0, 2)[None, :] * N) * BITS
+    words = tl.reshape(n, [R, C // (2 * N), N, 2]) << place[None, None, :, :]
+    words = tl.sum(tl.sum(words, axis=3), axis=2).to(tl.int32)
+    W: tl.constexpr = C * BITS // 32
+    codes = codes.to(tl.pointer_type(tl.int32), bitcast=True)
+    tl.store(codes + tl.arange(0, R)[:, None] * W + tl.arange(0, W)[None, :], words)
 
 
 @triton.jit
 def _pack_group(
     keys, values, k_token, v_token, key_codes, key_scales, value_codes, value_scales, group,
-    H: tl.constexpr, BITS: tl.constexpr,
+    D: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """Pack the 32 tokens at `keys` and `values`, `k_token` and `v_token` elements apart, as number `group` of all."""
-    r, h = tl.arange(0, GROUP)[:, None], tl.arange(0, H)[None, :]
-    at = (group * GROUP + r) * (H * BITS // 4) + h
-    x = keys + r.to(tl.int64) * k_token + h
-    at_scale = group * (4 * H) + h
-    low = _pack_keys(tl.load(x).to(tl.float32), key_scales, at_scale, H, BITS)
-    high = _pack_keys(tl.load(x + H).to(tl.float32), key_scales, at_scale + H, H, BITS)
-    _store_codes(key_codes, at, low, high, H, BITS)
-    x = values + r.to(tl.int64) * v_token + h
-    at_scale = (group * GROUP + r) * (4 * H // GROUP) + tl.arange(0, H // GROUP)[None, :]
-    low = _pack_values(tl.load(x).to(tl.float32), value_scales, at_scale, H, BITS)
-    high = _pack_values(tl.load(x + H).to(tl.float32), value_scales, at_scale + H // GROUP, H, BITS)
-    _store_codes(value_codes, at, low, high, H, BITS)
+    r, d = tl.arange(0, GROUP), tl.arange(0, D)
+    at = group * (GROUP * D * BITS // 8)
+    x = tl.load(keys + r.to(tl.int64)[:, None] * k_token + d[None, :]).to(tl.float32)
+    _pack(x, key_codes + at, key_scales + group * (2 * D), GROUP, D, BITS)
+    x = tl.load(values + r.to(tl.int64)[None, :] * v_token + d[:, None]).to(tl.float32)
+    _pack(x, value_codes + at, value_scales + group * (2 * D), D, GROUP, BITS)
 
 
 @triton.jit
 def pack_kernel(
     k, v, key_codes, key_scales, value_codes, value_scales, groups, k_row, k_head, k_token, v_row, v_head, v_token,
-    HK: tl.constexpr, H: tl.constexpr, BITS: tl.constexpr,
+    HK: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """One program per row, key head and group of 32 tokens."""
     n = tl.program_id(0) % groups
     pair = (tl.program_id(0) // groups).to(tl.int64)
     k += pair // HK * k_row + pair % HK * k_head + n.to(tl.int64) * GROUP * k_token
     v += pair // HK * v_row + pair % HK * v_head + n.to(tl.int64) * GROUP * v_token
-    _pack_group(k, v, k_token, v_token, key_codes, key_scales, value_codes, value_scales, pair * groups + n, H, BITS)
+    _pack_group(k, v, k_token, v_token, key_codes, key_scales, value_codes, value_scales, pair * groups + n, D, BITS)
 
 
 @triton.jit
 def append_kernel(
-    key_codes, key_scales, value_codes, value_scales, keys, values, lengths, k, v, groups, k_row, k_head, v_row, v_head,
-    HK: tl.constexpr, H: tl.constexpr, BITS: tl.constexpr,
+    key_codes, key_scales, value_codes, value_scales, keys, values, lengths, q, k, v, cos, sin, turned_q,
+    groups, q_row, k_row, v_row,
+    HK: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, R: tl.constexpr,
+    ROPE_ROWS: tl.constexpr, COUNT_BITS: tl.constexpr,
 ):  # fmt: skip
-    """One program per row and key head: packs the group that is complete, if it is, and puts a token."""
+    """One program per row and key head: packs the group that is complete, if it is, and puts a token.
+
+    The first R channels of keys and queries are rotated; the queries [B, HQ, D] go to turned_q, if there are any.
+    Tokens of q, k and v are x_row elements apart.
+    """
     pair = tl.program_id(0).to(tl.int64)
-    number = tl.load(lengths + pair // HK)
-    d = tl.arange(0, 2 * H)
-    keys += pair * ((SINKS + GROUP) * 2 * H)
-    values += pair * ((SINKS + GROUP) * 2 * H)
+    b, h = pair // HK, pair % HK
+    number = take_ticket(lengths, b, 1, HK, COUNT_BITS) - 1
+    d = tl.arange(0, D)
+    m_d = d < D
+    keys += pair * ((SINKS + GROUP) * D)
+    values += pair * ((SINKS + GROUP) * D)
     if (number > 0) & (number % GROUP == 0) & (groups > 0):
         place = (number // GROUP - 1) % tl.maximum(groups, 1)
-        own = SINKS * 2 * H
+        own = SINKS * D
         _pack_group(
-            keys + own, values + own, 2 * H, 2 * H, key_codes, key_scales, value_codes, value_scales,
-            pair * groups + place, H, BITS,
+            keys + own, values + own, D, D, key_codes, key_scales, value_codes, value_scales,
+            pair * groups + place, D, BITS,
         )  # fmt: skip
         tl.debug_barrier()  # all of the group is read before its first place is written
-    new_k = tl.load(k + pair // HK * k_row + pair % HK * k_head + d)
-    new_v = tl.load(v + pair // HK * v_row + pair % HK * v_head + d)
-    at = (SINKS + number % GROUP) * (2 * H) + d
+    new_k = turned(k + b * k_row + h * D, cos, sin, b, d, m_d, R, ROPE_ROWS).to(keys.dtype.element_ty)
+    new_v = tl.load(v + b * v_row + h * D + d)
+    at = (SINKS + number % GROUP) * D + d
     tl.store(keys + at, new_k)
     tl.store(values + at, new_v)
     first = tl.zeros_like(d) + number < SINKS
-    tl.store(keys + number * (2 * H) + d, new_k, mask=first)
-    tl.store(values + number * (2 * H) + d, new_v, mask=first)
+    tl.store(keys + number * D + d, new_k, mask=first)
+    tl.store(values + number * D + d, new_v, mask=first)
+    if R > 0:
+        for g in range(HEADS):
+            new_q = turned(q + b * q_row + (h * HEADS + g) * D, cos, sin, b, d, m_d, R, ROPE_ROWS)
+            tl.store(turned_q + (pair * HEADS + g) * D + d, new_q.to(turned_q.dtype.element_ty))

@@ -5,6 +5,7 @@ Shapes: B batch, HK key heads, N groups, D head size, G numbers that share a sca
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -27,8 +28,8 @@ class PackedKeyValues(NamedTuple):
 
     key_codes: Tensor  # [B, HK, N, 32, D * bits / 8] uint8
     key_scales: Tensor  # [B, HK, N, 2, D] bfloat16: the scale and the lowest number of each channel
-    value_codes: Tensor  # [B, HK, N, 32, D * bits / 8] uint8
-    value_scales: Tensor  # [B, HK, N, 32, 2, D / 32] bfloat16: of each token and 32 channels (D <= 32: of each token)
+    value_codes: Tensor  # [B, HK, N, D, 32 * bits / 8] uint8
+    value_scales: Tensor  # [B, HK, N, 2, D / 32, 32] bfloat16: of 32 channels and each token (D <= 32: of each token)
     keys: Tensor  # [B, HK, 4 + 32, D]
     values: Tensor  # [B, HK, 4 + 32, D]
     lengths: Tensor  # [B] int32: tokens of the sequences
@@ -62,16 +63,19 @@ def restored(codes: Tensor, scale: Tensor, low: Tensor, dtype: torch.dtype) -> T
 
 
 def _bytes(codes: Tensor, bits: int) -> Tensor:
-    """The whole numbers [..., D] of `quantised` in bytes."""
-    codes = codes.to(torch.uint8)
+    """The whole numbers [..., C] of `quantised` in bytes."""
+    some = math.gcd(codes.shape[-1], 32 // bits)
+    codes = codes.to(torch.uint8).unflatten(-1, (-1, some // 2, 2)).mT.flatten(-3)
     if bits == 8:
         return codes
-    low, high = codes.chunk(2, dim=-1)
+    low, high = codes.unflatten(-1, (-1, 2)).unbind(-1)
     return low | high << 4
 
 
 def _codes(packed: Tensor, bits: int) -> Tensor:
-    return packed if bits == 8 else torch.cat([packed & 15, packed >> 4], dim=-1)
+    codes = packed if bits == 8 else torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
+    some = math.gcd(codes.shape[-1], 32 // bits)
+    return codes.unflatten(-1, (-1, 2, some // 2)).mT.flatten(-3)
 
 
 def packed_groups(k: Tensor, v: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -80,8 +84,8 @@ def packed_groups(k: Tensor, v: Tensor, bits: int) -> tuple[Tensor, Tensor, Tens
     key_codes, scale, low = quantised(k.mT, bits)
     key_scales = torch.cat([scale, low], dim=-1).mT
     value_codes, scale, low = quantised(v.unflatten(-1, (-1, min(GROUP, v.shape[-1]))), bits)
-    value_scales = torch.stack([scale.squeeze(-1), low.squeeze(-1)], dim=-2)
-    packed = _bytes(key_codes.mT, bits), key_scales, _bytes(value_codes.flatten(-2), bits), value_scales
+    value_scales = torch.stack([scale.squeeze(-1).mT, low.squeeze(-1).mT], dim=3)
+    packed = _bytes(key_codes.mT, bits), key_scales, _bytes(value_codes.flatten(-2).mT, bits), value_scales
     return packed[0].contiguous(), packed[1].contiguous(), packed[2].contiguous(), packed[3].contiguous()
 
 
@@ -89,8 +93,8 @@ def unpacked(cache: PackedKeyValues, dtype: torch.dtype) -> tuple[Tensor, Tensor
     """Keys and values [B, HK, N * 32, D] of the packed groups, in the order of their places."""
     scale, low = cache.key_scales.split(1, dim=3)
     keys = restored(_codes(cache.key_codes, cache.bits), scale, low, dtype)
-    codes = _codes(cache.value_codes, cache.bits).unflatten(-1, (cache.value_scales.shape[-1], -1))
-    scale, low = cache.value_scales.unsqueeze(-1).unbind(4)
+    codes = _codes(cache.value_codes, cache.bits).mT.unflatten(-1, (cache.value_scales.shape[4], -1))
+    scale, low = cache.value_scales.mT.unsqueeze(-1).unbind(3)
     return keys.flatten(2, 3), restored(codes, scale, low, dtype).flatten(-2).flatten(2, 3)
 
 

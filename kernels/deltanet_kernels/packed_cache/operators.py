@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from deltanet_kernels.dispatch import Operator
-from deltanet_kernels.packed_cache.calls import PackedAppendCall, PackedAttentionCall, PackGroupsCall
-from deltanet_kernels.packed_cache.checks import check_pack_groups, check_packed_append, check_packed_attention
+from deltanet_kernels.packed_cache.calls import PackedAttentionCall, PackedStepCall, PackGroupsCall
+from deltanet_kernels.packed_cache.checks import check_pack_groups, check_packed_attention, check_packed_step
 from deltanet_kernels.packed_cache.reference import (
     torch_pack_groups,
-    torch_packed_append_,
     torch_packed_attention,
+    torch_packed_step_,
 )
 
 
@@ -19,10 +19,10 @@ def _attention():
     return packed_attention_triton
 
 
-def _append():
-    from deltanet_kernels.packed_cache.launches import packed_append_triton_
+def _step():
+    from deltanet_kernels.packed_cache.launches import packed_step_triton_
 
-    return packed_append_triton_
+    return packed_step_triton_
 
 
 def _pack():
@@ -38,7 +38,5 @@ packed_attention = Operator(
     cpu=torch_packed_attention,
     triton=_attention,
 )
-packed_append_ = Operator(
-    "packed_append_", PackedAppendCall, check=check_packed_append, cpu=torch_packed_append_, triton=_append
-)
+packed_step_ = Operator("packed_step_", PackedStepCall, check=check_packed_step, cpu=torch_packed_step_, triton=_step)
 pack_groups = Operator("pack_groups", PackGroupsCall, check=check_pack_groups, cpu=torch_pack_groups, triton=_pack)

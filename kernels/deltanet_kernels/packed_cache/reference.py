@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deltanet_kernels.packed_cache.calls import PackedAppendCall, PackedAttentionCall, PackGroupsCall
+from deltanet_kernels.common.rotation import rotate
+from deltanet_kernels.packed_cache.calls import PackedAttentionCall, PackedStepCall, PackGroupsCall
 from deltanet_kernels.packed_cache.layout import (
     GROUP,
     SINKS,
+    PackedKeyValues,
     packed_groups,
     token_numbers,
     unpacked,
@@ -39,9 +41,18 @@ def torch_pack_groups(call: PackGroupsCall) -> tuple[Tensor, Tensor, Tensor, Ten
     return packed_groups(*call)
 
 
-def torch_packed_append_(call: PackedAppendCall) -> None:
-    """`deltanet_kernels.packed_append_` in PyTorch."""
-    k, v, cache = call
+def torch_packed_step_(call: PackedStepCall) -> tuple[Tensor, Tensor]:
+    """`deltanet_kernels.packed_step_` in PyTorch."""
+    q, k = call.q, call.k
+    if call.cos is not None and call.sin is not None:
+        q, k = (rotate(x, call.cos, call.sin) for x in (q, k))
+    append(k.transpose(1, 2), call.v.transpose(1, 2), call.cache)
+    o, lse = torch_packed_attention(call._replace(q=q).attention)
+    return o.transpose(1, 2), lse.unsqueeze(1)
+
+
+def append(k: Tensor, v: Tensor, cache: PackedKeyValues) -> None:
+    """Put k and v [B, HK, 1, D] into the cache, in place."""
     rows = torch.arange(len(cache.lengths), device=k.device)
     number = cache.lengths.long()
     if cache.groups:

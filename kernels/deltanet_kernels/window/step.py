@@ -39,7 +39,7 @@ MAX_PROGRAMS = 2 ** (31 - COUNT_BITS) - 1  # per row
 
 
 @triton.jit
-def _take_ticket(count, b, live, PROGRAMS: tl.constexpr, COUNT_BITS: tl.constexpr):
+def take_ticket(count, b, live, PROGRAMS: tl.constexpr, COUNT_BITS: tl.constexpr):
     """The number of the row's token, or of its last one if it is padding; the last program writes it."""
     if PROGRAMS == 1:
         number = tl.load(count + b) + live
@@ -52,7 +52,7 @@ def _take_ticket(count, b, live, PROGRAMS: tl.constexpr, COUNT_BITS: tl.constexp
 
 
 @triton.jit
-def _turned(
+def turned(
     x, cos, sin, b, d, m, R: tl.constexpr, ROPE_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Channels d (masked by m) of the head at x in float32; the first R are rotated, then rounded as in the cache."""
@@ -84,7 +84,7 @@ def step_kernel(
     live = 1
     if PADDING:
         live = 1 - tl.load(padding + b).to(tl.int32)
-    n = _take_ticket(count, b, live, PROGRAMS, COUNT_BITS)
+    n = take_ticket(count, b, live, PROGRAMS, COUNT_BITS)
     d = tl.arange(0, BD)
     m_d = d < D
     at = (b * HQ + first) * D + d
@@ -94,7 +94,7 @@ def step_kernel(
         return
     place = tl.where(n <= SINKS, n - 1, SINKS + n % WINDOW)
     kept = b * HK + first // GROUP
-    k_D = _turned(k + b * K_ROW + (first // GROUP) * D, cos, sin, b, d, m_d, R, ROPE_ROWS)
+    k_D = turned(k + b * K_ROW + (first // GROUP) * D, cos, sin, b, d, m_d, R, ROPE_ROWS)
     v_D = tl.load(v + b * V_ROW + (first // GROUP) * D + d, mask=m_d, other=0.0)
     keys += kept * (PLACES * D)
     values += kept * (PLACES * D)
@@ -108,7 +108,7 @@ def step_kernel(
     totals = ()
     sums = ()
     for g in tl.static_range(HEADS):
-        q_D = _turned(q + b * Q_ROW + (first + g) * D, cos, sin, b, d, m_d, R, ROPE_ROWS)
+        q_D = turned(q + b * Q_ROW + (first + g) * D, cos, sin, b, d, m_d, R, ROPE_ROWS)
         q_D = q_D * (scale * LOG2E if CAP is None else scale / CAP)
         qs = qs + (q_D,)
         tops = tops + (cap_score(tl.sum(q_D * k_D, axis=0), CAP),)

@@ -3,8 +3,8 @@
 4 and 8 bits beside `decode_attention` on the same tokens in 16 bits. The layers are a softmax layer of an 8B model (32
 query heads, 8 key heads, 128 channels), of the teacher as of a hybrid that keeps it, and of a small model (9, 3, 64).
 Caches have places for an eighth more tokens; the last rows are windows of 256 tokens, a ring of 8 groups. Each form is
-first compared with float64 on the numbers that it holds. A packed row also has the time of appending a token, and of
-packing a prompt.
+first compared with float64 on the numbers that it holds. A packed row also has the time of a whole step (rotary
+embedding, appending a token, attention) and of packing a prompt.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from deltanet_kernels import PackedKeyValues, decode_attention, pack_groups, packed_append_, packed_attention
+from deltanet_kernels import PackedKeyValues, decode_attention, pack_groups, packed_attention, packed_step_
 from deltanet_kernels.packed_cache import launches
 from deltanet_kernels.packed_cache.calls import PackedAttentionCall
-from deltanet_kernels.packed_cache.launches import PackedConfig
 from deltanet_kernels.packed_cache.layout import GROUP, SINKS
 from deltanet_kernels.packed_cache.reference import torch_packed_attention
 from measuring.kernels import decode_attention as in_16_bits
@@ -77,8 +76,13 @@ def measure(labels: Row, options: argparse.Namespace) -> Row:
     wanted, _ = torch_packed_attention(PackedAttentionCall(q.double(), wide, window, SINKS))
     error = relative_error(packed_attention(q, caches[0], window, SINKS)[0], wanted)
     row = time_steps(lambda cache: packed_attention(q, cache, window, SINKS), caches, error, size)
-    k = torch.randn(B, HK, 1, D, device="cuda", dtype=torch.bfloat16)
-    row["append_us"] = round(graph_us(lambda: packed_append_(k, k, caches[0]), 20, 5), 3)
+    k = torch.randn(B, 1, HK, D, device="cuda", dtype=torch.bfloat16)
+    cos, sin, turns = k[:1, :, 0], k[:1, :, -1], itertools.cycle(caches)
+
+    def step() -> object:
+        return packed_step_(q.transpose(1, 2), k, k, next(turns), window, SINKS, cos=cos, sin=sin)
+
+    row["step_us"] = round(graph_us(step, max(4, len(caches))), 3)
     prompt = torch.randn(1, tokens, HK, D, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
     row["pack_prompt_us"] = round(1e3 * median_ms(lambda: pack_groups(prompt, prompt, bits)), 3)
     return row
@@ -91,10 +95,9 @@ def rows(peers: bool) -> Iterator[Row]:
 
 
 def configurations(labels: Row) -> Iterator[Configuration]:
-    """Other sizes of tiles, warps, pipeline stages and numbers of programs, of packed caches."""
-    for programs, groups, warps, stages in itertools.product((2, 4, 8), (1, 2, 4), (2, 4, 8), (1, 2, 3)):
-        sizes = Always(PackedConfig(groups, warps, stages))
-        yield {(launches, "PROGRAMS"): programs, (launches, "packed_config"): sizes}
+    """Other warps, pipeline stages and spans, of packed caches."""
+    for warps, stages, span in itertools.product((1, 2, 4), (2, 3), (1, 2, 4, 6, 9, 12, 18)):
+        yield {(launches, "packed_config"): Always((warps, stages)), (launches, "span_of"): Always(span)}
 
 
 BENCHMARK = Benchmark(rows, measure, {"shape": in_16_bits.NOTE}, True, configurations)

@@ -1,0 +1,108 @@
+"""A decoding step of softmax attention over packed keys and values by few launches, for known families.
+
+It stands for a whole layer, for a window, and for mixed heads of both kinds: one product projects the input for all
+heads, and for each kind of heads, one kernel rotates queries and keys and puts the token into the cache, and two
+attend. `packed_softmax.py` and `window.py` say what is computed; all other calls go to them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from deltanet_hf.mixers.attention.packed_softmax import PackedSoftmax
+from deltanet_hf.mixers.cache.mixed_cache import MixedCacheLayer
+from deltanet_hf.mixers.cache.packed_tokens import PackedTokens
+from deltanet_hf.mixers.cache.state import MixerCacheLayer
+from deltanet_hf.mixers.layer.masks import packed_in, padding_in
+from deltanet_hf.mixers.mixed_heads import MixedHeads
+from deltanet_hf.mixers.window import WindowAttention
+
+FAMILIES = ("LlamaAttention", "MistralAttention", "Qwen2Attention", "MixtralAttention", "GraniteAttention")
+"""Attention of which the class says no more than: project, rotate, attend by `scaling`, project."""
+
+
+def branches_of(attention: Any) -> list[Any]:
+    """The attention of each kind of heads."""
+    return list(attention.branches.values()) if isinstance(attention, MixedHeads) else [attention]
+
+
+def is_packed(attention: Any) -> bool:
+    """Whether the step of this module computes all of it."""
+    return all(map(_is_known, branches_of(attention)))
+
+
+def _is_known(branch: Any) -> bool:
+    family = type(branch).__bases__[1].__name__ if isinstance(branch, (PackedSoftmax, WindowAttention)) else ""
+    return family in FAMILIES and branch.cache_bits in (8, 4) and type(branch.o_proj) is nn.Linear
+
+
+class FastPacked:
+    """Stands for the attention in calls without gradients, with the signature of its forward.
+
+    Args:
+        plain: the attention, or a copy of it with joint projections.
+    """
+
+    def __init__(self, plain: Any) -> None:
+        self._plain, self._branches = plain, branches_of(plain)
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        cu_seq_lens_q: Tensor | None = None,
+        padding: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Any]:
+        """As the attention's forward."""
+        parts = self._parts(past_key_values)
+        if hidden_states.shape[1] == 1 and parts and all(part.may_change and not part.record_past for part in parts):
+            masked = padding_in(attention_mask, padding, 1, parts[0].get_seq_length())
+            if masked is None and packed_in(cu_seq_lens_q, 1, parts[0]) is None:
+                return self.step(hidden_states, position_embeddings, parts), None
+        return self._plain(  # type: ignore[no-any-return]
+            hidden_states=hidden_states,
+            position_embeddings=position_embeddings,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            cu_seq_lens_q=cu_seq_lens_q,
+            padding=padding,
+            **kwargs,
+        )
+
+    def _parts(self, cache: Any) -> list[MixerCacheLayer]:
+        """The layer's part of a cache for each branch; none if it has read nothing, or for a static cache."""
+        index = self._branches[0].layer_idx
+        if isinstance(cache, MixerCacheLayer):
+            found: Any = cache
+        elif cache is None or len(cache.layers) <= index:
+            return []
+        else:
+            found = cache.layers[index]
+        parts = list(found.parts.values()) if isinstance(found, MixedCacheLayer) else [found]
+        fit = len(parts) == len(self._branches) and all(
+            type(part) is MixerCacheLayer and "key_codes" in part.state for part in parts
+        )
+        return parts if fit else []
+
+    def step(self, x: Tensor, angles: tuple[Tensor, Tensor], parts: list[MixerCacheLayer]) -> Tensor:
+        """One more token, x [B, 1, hidden] -> [B, 1, hidden], with the parts of the cache changed in place."""
+        outputs = [self._attended(*one, x, angles) for one in zip(self._branches, parts, strict=True)]
+        total: Tensor = self._branches[0].o_proj(outputs[0])
+        for branch, output in zip(self._branches[1:], outputs[1:], strict=True):
+            total.squeeze(1).addmm_(output.squeeze(1), branch.o_proj.weight.t())
+        return total
+
+    @staticmethod
+    def _attended(branch: Any, cache: MixerCacheLayer, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        """The attention of one kind of heads [B, 1, heads * D], before the projection of the output."""
+        shape = (len(x), 1, -1, branch.head_dim)
+        q, k, v = (getattr(branch, name)(x).view(shape) for name in ("q_proj", "k_proj", "v_proj"))
+        held = PackedTokens(branch.kept, cache.state, None, int(cache.get_seq_length()), in_place=True)
+        output, _ = held.step(q, k, v, branch.scaling, None, *angles)
+        cache.count(1)
+        return output.flatten(2)
