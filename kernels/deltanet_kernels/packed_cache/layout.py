@@ -23,7 +23,10 @@ class PackedKeyValues(NamedTuple):
     from place 4 on, as it is; the groups before it are packed, group g in the place g % N of N. The first four tokens
     are in the places 0 to 3 of `keys` and `values`, and their packed form is not read.
 
-    For 4 bits, the low half of byte d holds channel d and the high half channel d + D / 2.
+    Codes of keys lie token by token, codes of values channel by channel. A 32-bit word holds eight consecutive numbers
+    of 4 bits, or four of 8: those of even places in its low half, those of odd places in its high half, in order from
+    the lowest bits. So one shift brings a pair of neighbours to the lowest bits of both halves. A row whose length is
+    no multiple of that is divided into the longest even runs that fit, in the same order.
     """
 
     key_codes: Tensor  # [B, HK, N, 32, D * bits / 8] uint8
@@ -63,7 +66,7 @@ def restored(codes: Tensor, scale: Tensor, low: Tensor, dtype: torch.dtype) -> T
 
 
 def _bytes(codes: Tensor, bits: int) -> Tensor:
-    """The whole numbers [..., C] of `quantised` in bytes."""
+    """The whole numbers [..., C] of `quantised` in bytes, in the order of `PackedKeyValues`."""
     some = math.gcd(codes.shape[-1], 32 // bits)
     codes = codes.to(torch.uint8).unflatten(-1, (-1, some // 2, 2)).mT.flatten(-3)
     if bits == 8:
