@@ -61,7 +61,7 @@ def test_the_command_of_a_conversion_writes_out_what_a_default_decides(given: di
     "changes",
     [
         [],
-        ["stages.align=null", "stages.long.tokens=9879552"],
+        ["stages.align.tokens=16384", "stages.long.tokens=9879552"],
         ["seed=1", "stages.long.cache_bits=16", "data.sources.0.path=/data/wiki.jsonl.xz"],
     ],
 )

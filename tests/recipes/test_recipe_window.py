@@ -34,7 +34,7 @@ IDS = torch.randint(4, 4 + WORDS, (2, LENGTH), generator=torch.Generator().manua
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_workplace(tmp_path_factory.mktemp("models"), mixer="window")
+    return make_workplace(tmp_path_factory.mktemp("models"), mixer="window", window=64)
 
 
 def recipe(workplace: Path, out: Path, stages: list[dict[str, Any]], **changes: Any) -> Any:
