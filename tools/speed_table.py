@@ -17,8 +17,8 @@ FIGURES = {"prompt, tokens/s": "prefill_tokens_per_s", "step, ms": "decode_ms", 
 KINDS = {
     "teacher": "teacher",
     "teacher4bit": "teacher, 4 bits",
-    "heads10": "a tenth of the heads and windows, 4 bits",
-    "window25": "hybrid with windows and states",
+    "heads10": "converted",
+    "window25": "layers with states",
     "hybrid25": "hybrid",
     "all": "pure",
 }
@@ -27,15 +27,14 @@ Rows = Sequence[dict[str, Any]]
 
 
 def speed(path: Path) -> str:
-    """A line per shape, batch and context length, with ratios to the teacher; below it what could not be measured."""
+    """A line per shape, batch and context length; below the table what could not be measured."""
     rows = RowFile(path, KEY, head={}).rows()
     kinds = _kinds(rows)
     points = list(dict.fromkeys((row["shape"], row["batch"], row["context"]) for row in rows if "error" not in row))
     lines = [{"point": point, **{kind: _best(rows, *point, kind) for kind in kinds}} for point in points]
+    names = " / ".join(kinds.values())
     columns = [Column("shape, sequences x tokens", lambda line: "{}, {} x {:,}".format(*line["point"]))]
-    for what, key in FIGURES.items():
-        for kind, title in kinds.items():
-            columns.append(Column(f"{what}: {title}", _cell, (key, kind)))
+    columns += [Column(f"{what}: {names}", _cell, (key, *kinds)) for what, key in FIGURES.items()]
     failed = [
         f"not measured: {' '.join(str(row[key]) for key in KEY)}: {row['error']}" for row in rows if "error" in row
     ]
@@ -54,15 +53,8 @@ def _best(rows: Rows, shape: str, batch: int, context: int, kind: str) -> dict[s
     return min(found, key=lambda row: float(row["decode_ms"]), default=None)
 
 
-def _cell(line: dict[str, Any], key: str, kind: str) -> str:
-    row, teacher = line[kind], line["teacher"]
-    if row is None:
-        return "-"
-    text = _figure(row, key)
-    if kind == "teacher" or teacher is None or key == "cache_mb":
-        return text
-    times = row[key] / teacher[key] if key != "decode_ms" else teacher[key] / row[key]
-    return f"{text} ({times:.2f}x)"
+def _cell(line: dict[str, Any], key: str, *kinds: str) -> str:
+    return " / ".join("-" if line[kind] is None else _figure(line[kind], key) for kind in kinds)
 
 
 def _figure(row: dict[str, Any], key: str) -> str:
