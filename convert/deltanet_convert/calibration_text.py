@@ -15,7 +15,7 @@ from deltanet_hf.errors import UserError, one_line
 from deltanet_hf.models.layers import LayerTable
 
 SEQUENCE_LENGTH = 512
-LONG_SEQUENCE_LENGTH = 2048  # where a window stands beside the state, which is fitted to what the window misses
+LONG_SEQUENCE_LENGTH = 2048  # where there are windows, which miss nothing in short sequences
 HELD_OUT_TOKENS = 4096  # at most, and never more than the calibration tokens
 HELD_OUT_SHARE = 0.2  # share of the text, at its end, from which held-out sequences are drawn
 FEWEST_TOKENS = 64  # of calibration
@@ -34,8 +34,8 @@ class CalibrationText:
 
 def sequence_length(table: LayerTable, config: PreTrainedConfig) -> int:
     """Tokens per calibration sequence of a conversion into the layers of `table`."""
-    beside = any(kind.recurrent is not None and kind.recurrent.window for kind in table.kinds.values())
-    return min(LONG_SEQUENCE_LENGTH if beside else SEQUENCE_LENGTH, int(config.max_position_embeddings))
+    windows = any(getattr(kind.recurrent or kind.settings, "window", 0) for kind in table.kinds.values())
+    return min(LONG_SEQUENCE_LENGTH if windows else SEQUENCE_LENGTH, int(config.max_position_embeddings))
 
 
 def read_text(path: Path, needed_tokens: int) -> list[str]:

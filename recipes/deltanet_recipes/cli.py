@@ -60,7 +60,7 @@ COMMANDS = {
         "deltanet_recipes.command",
         "data",
         "Tokenise the text of a recipe, without documents that overlap with evaluation texts.\n\n"
-        "Example: `deltanet-hf data smollm2-135m-hybrid-10m student=smol`",
+        "Example: `deltanet-hf data smollm2-135m-heads-10m student=smol`",
     ),
     "align": Subcommand(
         "deltanet_recipes.command",
@@ -72,7 +72,7 @@ COMMANDS = {
         "deltanet_recipes.command",
         "distill",
         "Run all training stages of a recipe. After an interruption, the same command continues the run.\n\n"
-        "Example: `deltanet-hf distill smollm2-135m-hybrid-10m student=smol output=runs/b`",
+        "Example: `deltanet-hf distill smollm2-135m-heads-10m student=smol output=runs/b`",
     ),
     "eval": Subcommand(
         "deltanet_recipes.evaluation_command",

@@ -145,10 +145,10 @@ def test_sequences_begin_with_the_token_that_the_tokenizer_puts_before_a_text() 
         ("gated_deltanet", 8192, 512),
         ("gated_deltanet+window", 8192, 2048),
         ("deltaproduct+window", 1024, 1024),
-        ("window", 8192, 512),  # nothing is fitted to what it misses
+        ("window", 8192, 2048),
     ],
 )
-def test_rows_are_long_where_a_state_is_fitted_to_what_a_window_misses(mixer: str, positions: int, length: int) -> None:
+def test_rows_are_long_where_there_are_windows(mixer: str, positions: int, length: int) -> None:
     options, config = ConvertOptions(mixer=mixer), teacher_config("llama", max_position_embeddings=positions)
     assert sequence_length(options.table(4, (3,)), config) == length
     assert sequence_length(options.head_table(4, 2, {(0, 1), (1, 0), (1, 1)}), config) == length
