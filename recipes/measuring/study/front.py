@@ -31,6 +31,7 @@ from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.free_policies import SINKS, WindowPolicy
 from deltanet_hf.exit_codes import run_command
 from deltanet_hf.models.cache_bits import set_cache_bits, stored_bytes
+from deltanet_hf.models.layers import LayerTable
 from measuring.rows import RowFile
 from measuring.study.hybrid_measure import HybridMeasure, Measured
 from measuring.study.hybrid_row import figures, layer_facts, shown
@@ -144,7 +145,8 @@ def main(
         student: Any = load_for_measure(folder, device)
         run, facts = run_facts(Path(folder)), layer_facts(student)
         trained = {"tokens": run.get("tokens", 0), "seed": run.get("seed")}
-        kind = "control" if all(title.startswith(("window", "softmax")) for title in facts["kinds"]) else "student"
+        states = any(kind.recurrent is not None for kind in LayerTable.of(student.config).converted.values())
+        kind = "student" if states else "control"
         for width in bits or (16, 4):
             made = command(folder, model=f"{name}=FOLDER", bits=width)
             add(f"{name}@{width}", kind, student, width, facts | trained | made)
