@@ -15,7 +15,7 @@ import triton
 from deltanet_kernels import naive_gated_delta_rule
 from deltanet_kernels.gated_delta_rule import launch_plan
 from deltanet_kernels.gated_delta_rule.chips import GRADIENTS, HOPPER_GRADIENTS, kernels
-from deltanet_kernels.gated_delta_rule.hopper import select
+from deltanet_kernels.gated_delta_rule.hopper import launches
 from tests.kernels.cases import Case, make_inputs, plainly_in, relative_error, results, truth
 from tests.kernels.hopper import EPS, WHOLE_CHUNKS, compile_for_hopper, needs_hopper
 from tests.kernels.triton_mode import DEVICE, triton_chunk
@@ -63,7 +63,7 @@ SERVED: list[tuple[tuple[int, int, int], int, torch.dtype, tuple[int, int], bool
 
 
 def test_serves_heads_of_128_in_bfloat16_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(select, "gradients_kernel", lambda: "a kernel")
+    monkeypatch.setattr(launches, "gradients_kernel", lambda: "a kernel")
     for row in SERVED:
         heads, K, dtype, capability, wanted = row
         q, k, v, do = _inputs(heads, K, dtype)
@@ -75,7 +75,7 @@ def test_serves_heads_of_128_in_bfloat16_on_hopper(monkeypatch: pytest.MonkeyPat
 
 
 def test_leaves_addresses_that_16_bytes_do_not_divide_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(select, "gradients_kernel", lambda: "a kernel")
+    monkeypatch.setattr(launches, "gradients_kernel", lambda: "a kernel")
     q, k, v, do = _inputs((2, 2, 2), 128, torch.bfloat16)
     monkeypatch.setattr(launch_plan, "capability", lambda device: (9, 0))
     plan = launch_plan.launch_plan(q, k, v, None, "tf32", "decayed")
@@ -95,7 +95,7 @@ def test_leaves_addresses_that_16_bytes_do_not_divide_to_the_others(monkeypatch:
 
 
 def test_other_tritons_keep_the_stock_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    finders = (select.solve_kernel.__wrapped__, "solve"), (select.gradients_kernel.__wrapped__, "gradients_128")
+    finders = (launches.solve_kernel.__wrapped__, "solve"), (launches.gradients_kernel.__wrapped__, "gradients_128")
     for find, module in finders:
         for version in ("3.5.1", "4.0.0"):
             with monkeypatch.context() as context:
@@ -112,8 +112,8 @@ def test_other_tritons_keep_the_stock_kernels(monkeypatch: pytest.MonkeyPatch) -
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     """The queries' shape of every launch of the Gluon kernel."""
     seen: list[torch.Size] = []
-    gradients = select.gradients
-    monkeypatch.setattr(select, "gradients", lambda q, *rest: (seen.append(q.shape), gradients(q, *rest))[1])
+    gradients = launches.launch_gradients
+    monkeypatch.setattr(launches, "launch_gradients", lambda q, *rest: (seen.append(q.shape), gradients(q, *rest))[1])
     return seen
 
 

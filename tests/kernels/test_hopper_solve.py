@@ -15,7 +15,7 @@ from deltanet_kernels import naive_gated_delta_rule
 from deltanet_kernels.common.sequences import cut_chunks
 from deltanet_kernels.gated_delta_rule import launch_plan
 from deltanet_kernels.gated_delta_rule.chips import HOPPER_SOLVE, SCORES
-from deltanet_kernels.gated_delta_rule.hopper import select
+from deltanet_kernels.gated_delta_rule.hopper import launches
 from deltanet_kernels.gated_delta_rule.row_factors import ChunkInputs
 from deltanet_kernels.gated_delta_rule.scores import scores
 from deltanet_kernels.gated_delta_rule.solve import invert
@@ -43,7 +43,7 @@ def test_compiles_for_hopper_without_a_gpu_and_is_imported_only_then(
     K: int, share: int, norm: bool, programs: int
 ) -> None:
     """Four programs must fit on a multiprocessor, three where value heads share the products."""
-    registers = select.SHARED_KEY_SOLVE_REGISTERS if share > 1 else select.SOLVE_REGISTERS
+    registers = launches.SHARED_KEY_SOLVE_REGISTERS if share > 1 else launches.SOLVE_REGISTERS
     constants = {"q_token": 8 * K, "k_token": 8 * K, "H": 8, "HV": 8 * share, "K": K}
     constants |= {"NORM": norm, "GATE": not norm, "SIGMOID": not norm, "BOUND": norm}
     compiled = compile_for_hopper("gated_delta_rule.hopper.solve", "scores_and_inverse_kernel", constants, registers)
@@ -69,7 +69,7 @@ SERVED: list[tuple[tuple[int, int, int], int, int, torch.dtype, tuple[int, int],
 
 
 def test_serves_keys_of_64_and_128_in_bfloat16_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(select, "solve_kernel", lambda: "a kernel")
+    monkeypatch.setattr(launches, "solve_kernel", lambda: "a kernel")
     for row in SERVED:
         heads, K, V, dtype, capability, wanted = row
         q, k = (torch.zeros(1, 64, n, K, dtype=dtype) for n in heads[:2])
@@ -82,7 +82,7 @@ def test_serves_keys_of_64_and_128_in_bfloat16_on_hopper(monkeypatch: pytest.Mon
 
 
 def test_leaves_addresses_that_16_bytes_do_not_divide_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(select, "solve_kernel", lambda: "a kernel")
+    monkeypatch.setattr(launches, "solve_kernel", lambda: "a kernel")
     q = torch.zeros(1, 64, 2, 64, dtype=torch.bfloat16)
     monkeypatch.setattr(launch_plan, "capability", lambda device: (9, 0))
     plan = launch_plan.launch_plan(q, q, q, None, "tf32", "decayed")
@@ -107,8 +107,8 @@ def test_leaves_addresses_that_16_bytes_do_not_divide_to_the_others(monkeypatch:
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     """The keys' shape of every launch of the Gluon kernel."""
     seen: list[torch.Size] = []
-    solve = select.solve
-    monkeypatch.setattr(select, "solve", lambda inputs: (seen.append(inputs.k.shape), solve(inputs))[1])
+    solve = launches.launch_solve
+    monkeypatch.setattr(launches, "launch_solve", lambda inputs: (seen.append(inputs.k.shape), solve(inputs))[1])
     return seen
 
 
@@ -167,7 +167,7 @@ def _both(inputs: dict[str, Any], bound: bool = False) -> tuple[Before, Before, 
     A_log, dt_bias = (inputs[name].detach() if raw else None for name in ("A_log", "dt_bias"))
     chunks = cut_chunks(q.shape[0], q.shape[1], 64, None)
     given = ChunkInputs(q, k, g, beta, A_log, dt_bias, chunks, inputs["scale"] or 0.1, raw, norm, bound)
-    found = Before(*select.solve(given))
+    found = Before(*launches.launch_solve(given))
     P, L, factors, bounds = scores(given, True, "tf32", 4)
     return found, Before(P, invert(L, q.dtype, q.shape[1], chunks, "tf32", 1), factors, bounds), L
 
@@ -264,4 +264,4 @@ def test_thousand_runs_are_identical(K: int, HV: int) -> None:
     chunks = cut_chunks(2, 2560, 64, None)
     for _ in range(1000):
         given = ChunkInputs(q, k, g, beta, A_log, dt_bias, chunks, 0.1, True, True, True)
-        assert first.same(Before(*select.solve(given)))
+        assert first.same(Before(*launches.launch_solve(given)))

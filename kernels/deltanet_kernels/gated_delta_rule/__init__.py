@@ -4,11 +4,13 @@
 
 Each file below computes one stage of one form of the operator. `chunk_forward.py`, `chunk_backward.py`, `recurrent.py`
 and `step.py` launch the kernels; `chips.py` says which of them serve a call and in which sizes, `launch_plan.py` has
-what the launches of a call share, and `chunk.py` is the entry point of the chunked operator and its gradient.
+what the launches of a call share; `chunk.py` is the Triton form of the chunked operator, and its gradient.
 
     stage                          file                      when
     -----------------------------  ------------------------  ---------------------------------------------------------
     public functions               public.py                 any call, with the arguments of flash-linear-attention
+    operators                      operators.py              what public.py and layers call; PyTorch or Triton:
+                                                             ../dispatch.py
     recurrence, reference          reference.py              any device, float32 and float64; the tests' ground truth
     calls in other dtypes, layouts drop_in.py                before the others, for calls that the kernels do not take
     gates per channel              fine_gates.py             recurrence, before recurrent.py or channel_gates
@@ -16,10 +18,12 @@ what the launches of a call share, and `chunk.py` is the entry point of the chun
                                    cpu_backward.py
     CPU, few tokens                cpu_recurrent.py          CPU tensors without gradients, at most 8 tokens
     CPU, decoding step             cpu_step.py               CPU tensors, and the composition used by step.py
-    scores, row factors            scores.py                 chips.KERNELS
-    inverse (I + L)^-1             solve.py                  with scores.py
-    both in one                    hopper/solve.py           chips.KERNELS
-    states and outputs             states.py                 chips.KERNELS
+    scores, row factors            scores.py                 chunked CUDA calls that hopper/solve.py does not serve
+    inverse (I + L)^-1             solve.py                  after scores.py, unless erase is "off"
+    both in one                    hopper/solve.py           Hopper, bfloat16, K 64 or 128, V a power of two >= 16,
+                                                             HQ = H, erase "decayed", complete chunks, not packed;
+                                                             see also `Kernel.gluon` in chips.py
+    states and outputs             states.py                 chunked CUDA calls; outputs_kernel follows if HQ > HV
     sums over query heads          query_sums.py             backward, where several query heads read one state
     gradients of the states        states_backward.py        chips.KERNELS
     gradients within a chunk       gradients_pairs.py, then  chips.KERNELS
@@ -27,8 +31,10 @@ what the launches of a call share, and `chunk.py` is the entry point of the chun
     the same in one kernel         gradients_64.py           chips.KERNELS
     the same in one kernel         hopper/gradients_128.py   chips.KERNELS
     last steps that these share    gradients_raw.py          gradients of the raw rows and of the gates
-    long sequences, cut            segments.py               sequences x heads leave most of the chip idle
-    recurrence, short inputs       recurrent.py              CUDA, without gradients
+    long sequences, cut            segments.py               from 256 chunks on, if the states fill at most half the
+                                                             chip
+    the recurrent operator         recurrent.py              fused_recurrent_gated_delta_rule on CUDA, without
+                                                             gradients
     decoding step of a layer       step.py, step_kernels.py  CUDA; states up to 128 x 128, larger for one token
 
 `erase` of the public functions chooses the form of the erase term (reference.py). The kernels in hopper/ have the

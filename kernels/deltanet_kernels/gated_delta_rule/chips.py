@@ -28,7 +28,7 @@ class Kernel(NamedTuple):
     dtypes: Sequence[torch.dtype] = (BF16, FP16, FP32)
     K: Sequence[int] = EVERY_SIZE
     V: Sequence[int] = EVERY_SIZE
-    heads: str = "any"  # or "HQ = H", or "HQ = H = HV"
+    heads: str = "any"  # or "HQ = H", or "HQ = H = HV": heads of q (HQ), of k (H), of v and the states (HV)
     gluon: bool = False
     """Written in Gluon: requires Triton 3.6 to 3.9, complete chunks, erase="decayed" and rows of q, k and dO that begin
     at multiples of 16 bytes."""

@@ -1,7 +1,7 @@
 """Chunked gated delta rule on CUDA: gradients, and the entry point.
 
-chunk_forward.py and chunk_backward.py hold the launches. The package docstring says which kernel serves which call and
-defines the symbols.
+chunk_forward.py and chunk_backward.py hold the launches. chips.KERNELS says which kernel serves which call; the package
+docstring defines the symbols.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs

@@ -24,7 +24,7 @@ from deltanet_kernels.gated_delta_rule.config import slices, tile_width
 from deltanet_kernels.gated_delta_rule.gradients_64 import joint_gradients_kernel
 from deltanet_kernels.gated_delta_rule.gradients_inputs import input_gradients_kernel
 from deltanet_kernels.gated_delta_rule.gradients_pairs import pair_gradients_kernel
-from deltanet_kernels.gated_delta_rule.hopper import select as hopper
+from deltanet_kernels.gated_delta_rule.hopper import launches
 from deltanet_kernels.gated_delta_rule.launch_plan import LaunchPlan, launch_plan, unit_stride, zero_tail
 from deltanet_kernels.gated_delta_rule.query_sums import query_sums_kernel
 from deltanet_kernels.gated_delta_rule.segments import compose
@@ -114,7 +114,7 @@ def chunk_backward(
     sums = q.new_zeros((chunks.count, HV, 2) if gate else (0,), dtype=torch.float32)
     kernel = plan.serving(GRADIENTS, q, k, do)
     if chunks.count and kernel is HOPPER_GRADIENTS:
-        hopper.gradients(
+        launches.launch_gradients(
             q, k, v, factors, P, do, h, dh, vn, dw, g, A_log, dt_bias, dq, dk, dv, dg, dbeta, sums,
             scale, norm, sigmoid,
         )  # fmt: skip

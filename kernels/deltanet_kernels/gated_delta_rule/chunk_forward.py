@@ -18,7 +18,7 @@ from deltanet_kernels.common.registration import Registered, operator
 from deltanet_kernels.common.sizes import cdiv
 from deltanet_kernels.gated_delta_rule.chips import HOPPER_SOLVE, SCORES
 from deltanet_kernels.gated_delta_rule.config import slices
-from deltanet_kernels.gated_delta_rule.hopper import select as hopper
+from deltanet_kernels.gated_delta_rule.hopper import launches
 from deltanet_kernels.gated_delta_rule.launch_plan import (
     LaunchPlan,
     kept_dtype,
@@ -102,7 +102,7 @@ def _scores_and_inverse(inputs: ChunkInputs, plan: LaunchPlan) -> ChunkTensors:
     """The tensors of every chunk; L, as large as two of T, is freed on return."""
     config = plan.config
     if plan.serving(SCORES, inputs.q, inputs.k) is HOPPER_SOLVE:
-        return hopper.solve(inputs)
+        return launches.launch_solve(inputs)
     P, L, factors, bounds = scores(inputs, plan.full, plan.precision, config.score_warps)
     if not plan.form["READ"]:
         return ChunkTensors(P, None, factors, bounds)

@@ -10,7 +10,7 @@ from deltanet_kernels.common.device import capability
 from deltanet_kernels.common.sequences import Chunks, cut_chunks
 from deltanet_kernels.gated_delta_rule.chips import ChunkConfig, Kernel, chunk_config, kernels
 from deltanet_kernels.gated_delta_rule.config import product_precision, tile_width
-from deltanet_kernels.gated_delta_rule.hopper import select
+from deltanet_kernels.gated_delta_rule.hopper import launches
 from deltanet_kernels.gated_delta_rule.row_factors import erase_flags
 
 
@@ -53,7 +53,7 @@ class LaunchPlan(NamedTuple):
 
     def _by_gluon(self, kernel: Kernel, copied: tuple[torch.Tensor, ...]) -> bool:
         plain = self.full and self.default and self.precision == "tf32"
-        return plain and all(map(select.copied_by_16_bytes, copied)) and select.imported(kernel) is not None
+        return plain and all(map(launches.copied_by_16_bytes, copied)) and launches.imported(kernel) is not None
 
     @property
     def flags(self) -> dict[str, Any]:

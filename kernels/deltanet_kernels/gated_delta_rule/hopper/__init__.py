@@ -1,1 +1,1 @@
-"""Kernels for Hopper (sm_90) in Gluon; select.py says which calls they serve."""
+"""Kernels for Hopper (sm_90) in Gluon; launches.py launches them, chips.KERNELS says for which calls."""

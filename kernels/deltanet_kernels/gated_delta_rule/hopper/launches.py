@@ -70,7 +70,7 @@ def copied_by_16_bytes(x: torch.Tensor) -> bool:
     return x.dtype == torch.bfloat16 and x.data_ptr() % 16 == 0 and not (row | token | head) % 8
 
 
-def solve(inputs: ChunkInputs) -> ChunkTensors:
+def launch_solve(inputs: ChunkInputs) -> ChunkTensors:
     """Scores, inverse, row factors and bounds, in the layouts of scores.py and solve.py."""
     q, k, g, beta, A_log, dt_bias, chunks, scale, sigmoid, norm, bound, *_ = inputs
     B, T, H, K = k.shape
@@ -102,7 +102,7 @@ def add_parts_kernel(dq_parts, dk_parts, dq, dk, SHARE: tl.constexpr, K: tl.cons
     tl.store(target + (row * K)[:, None] + d, total.to(target.dtype.element_ty))
 
 
-def gradients(
+def launch_gradients(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, factors: torch.Tensor, P: torch.Tensor, do: torch.Tensor,
     h: torch.Tensor, dh: torch.Tensor, vn: torch.Tensor, dw: torch.Tensor, g: torch.Tensor,
     A_log: torch.Tensor | None, dt_bias: torch.Tensor | None, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor,
