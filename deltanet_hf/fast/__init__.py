@@ -6,7 +6,8 @@
     reasons.py  these reasons: hooks, adapters, offloading, sharding, training, replaced methods
     decoder.py  the decoder and its layers, with the residual sums handed on to the next norm
     mixer.py    prefill and decoding step of a mixer
-    window.py   prefill and decoding step of the window beside a state
+    window.py   prefill and decoding step of a mixer's window (mixers/layer/window_branch.py)
+    packed.py   decoding step of softmax heads and window heads in 8 or 4 bits, alone or mixed in a layer
     norms.py    norms with residual sums, one kernel each
     mlp.py      feed-forward blocks
     joint.py    linear layers with one input as one matrix product

@@ -17,7 +17,7 @@ from deltanet_hf.fast.joint import joint_linears
 from deltanet_hf.fast.mixer import FastMixer
 from deltanet_hf.fast.mlp import FastMLP, is_known
 from deltanet_hf.fast.norms import FastNorm, Sum, form_of
-from deltanet_hf.fast.packed import FastPacked, branches_of, is_packed
+from deltanet_hf.fast.packed import FastPacked, branches_of, has_packed_step
 from deltanet_hf.mixers.layer.mixer import Mixer
 from deltanet_hf.mixers.mixed_heads import MixedHeads
 
@@ -160,7 +160,7 @@ def fast_part(module: nn.Module, may_move: bool) -> Any:
 
 def fast_attention(attention: nn.Module, may_move: bool) -> Any:
     """The stand-in of a layer's attention."""
-    if not is_packed(attention):
+    if not has_packed_step(attention):
         return fast_part(attention, may_move)
     branches, names = branches_of(attention), TOGETHER[0]
     joint = joint_linears([getattr(branch, name) for branch in branches for name in names], may_move)

@@ -1,11 +1,15 @@
 """A mixer without gradients by few launches: the prefill of a prompt, and a decoding step.
 
 `Mixer.forward` says what a mixer computes, in separate and differentiable operations. Here, the projections of x are
-one matrix product; of a prompt, one kernel computes what lies between the projections and the recurrence, and one what
-follows the recurrence; of a step, one kernel computes everything between the projections and the window, and one the
-window. What these kernels do not compute goes through `Mixer.forward`, on a copy of the mixer with the joint product:
-prompts with padding, packed rows, convolutions of the keys alone, learned sinks, and steps of rules that have no fused
-step.
+one matrix product, and each learned norm of q and k one kernel. Of a prompt, one kernel computes the gates (those of
+Gated DeltaNet), one the inputs of recurrence and window; after the recurrence, one computes norm and gate, or, with a
+window, three its attention, its cache and the mixture. Of a step of the gated delta rule, one kernel computes
+everything between the projections and the window, and one the window (in 8 or 4 bits four). A step of another rule is
+computed as a prompt of one token.
+
+All else goes through `Mixer.forward`, on a copy of the mixer with the joint product: padded prompts, padded steps of
+other rules, several sequences in a row, convolutions of the keys alone, learned sinks; with a window in 8 or 4 bits
+prompts, padded steps and all steps of other rules, in 3 or 2 bits every call.
 """
 
 from __future__ import annotations
@@ -52,14 +56,15 @@ class FastMixer:
         bits = 16 if branch is None else branch.cache_bits
         known = whole and (branch is None or branch.learned_sinks is None)
         self._prefills = known and bits == 16
-        self._steps = known and bits >= 4 and mixer.fused_step
+        self._is_gated_delta_rule = mixer.is_gated_delta_rule
+        # 3 and 2 bits have no packed form.
+        self._steps = known and bits >= 4 and self._is_gated_delta_rule
         self._pads = bits == 16  # whether a step knows padding
-        self._is_delta_rule = mixer.fused_step
         own_heads = mixer.k_proj.out_features // mixer.head_dim
-        # Whether the state and the window read different queries and keys.
+        # Whether the window reads other queries and keys than the state: `prompt_inputs` then returns them too.
         differ = conv is not None or self._offset is not None or self._qk_silu or mixer.kv_repeats > 1
-        self._window_heads = own_heads if mixer.window_branch is not None else 0
-        self._heads_apart = self._window_heads if differ else 0
+        self._window_kv_heads = own_heads if mixer.window_branch is not None else 0
+        self._separate_window_heads = self._window_kv_heads if differ else 0
 
     def __call__(
         self,
@@ -76,13 +81,13 @@ class FastMixer:
         call = LayerCall.of(layer, length, attention_mask, past_key_values, cu_seq_lens_q, padding)
         if call.is_recorded:
             return recorded(self, call, x, position_embeddings), None
-        cache, padding, packed = call.cache, call.padding, call.cu_seqlens
+        cache, padding, cu_seqlens = call.cache, call.padding, call.cu_seqlens
         steps = self._steps and (self._pads or padding is None)
         if length == 1 and steps and cache is not None and cache.may_change:
             return self.step(x, position_embeddings, cache, padding), None
-        if padding is None and packed is None and self._prefills:
+        if padding is None and cu_seqlens is None and self._prefills:
             return self.prefill(x, position_embeddings, cache), None
-        return Mixer.forward(layer, x, position_embeddings, attention_mask, cache, packed, padding)  # type: ignore[arg-type]
+        return Mixer.forward(layer, x, position_embeddings, attention_mask, cache, cu_seqlens, padding)  # type: ignore[arg-type]
 
     def prefill(
         self, x: Tensor, position_embeddings: PositionEmbeddings | None, cache: MixerCacheLayer | None
@@ -90,7 +95,7 @@ class FastMixer:
         """Tokens without padding, the first ones or further ones: x [B, T, hidden] -> [B, T, hidden]."""
         layer, keep = self.layer, cache is not None
         state = cache.state if cache is not None and cache.is_initialized else None
-        parts, gates, gate = layer.project(x), layer.gates(x, None), layer.output_gate(x)
+        parts, gates, output_gate = layer.project(x), layer.gates(x, None), layer.output_gate(x)
         inputs = self._inputs(parts, position_embeddings, state, keep)
         output, new_state = self._mix(inputs, gates, state, keep)
         output = output.view(*x.shape[:2], layer.num_heads, layer.head_dim)
@@ -100,12 +105,12 @@ class FastMixer:
             q, k, v = inputs.window_q, inputs.window_k, layer.split_heads(layer.own_channels(parts[2], layer.v_proj))
             assert q is not None
             assert k is not None
-            output, kept = window_prefill(layer.window_branch, x, q, k, v, output, gate, layer.norm, state, keep)
+            output, kept = window_prefill(layer.window_branch, x, q, k, v, output, output_gate, layer.norm, state, keep)
             new_state = {**new_state, **kept}
         elif layer.norm is not None:
-            output = gated_rms_norm.unchecked(GatedNormCall(output, gate, layer.norm.weight, layer.norm.eps))
+            output = gated_rms_norm.unchecked(GatedNormCall(output, output_gate, layer.norm.weight, layer.norm.eps))
         else:
-            output = layer.gated_norm(output, gate)
+            output = layer.gated_norm(output, output_gate)
         if cache is not None:
             cache.advance(x.shape[1], new_state)
         return layer.o_proj(output.flatten(-2))  # type: ignore[no-any-return]
@@ -121,20 +126,20 @@ class FastMixer:
         layer, state = self.layer, cache.state
         tail = state["conv_tail"].clone() if padding is not None and self._taps is not None else None
         q, k, v = layer.project(x)
-        gates, gate = layer.step_gates(x), layer.output_gate(x)
+        rule_gates, output_gate = layer.step_gates(x), layer.output_gate(x)
         cos, sin = self.layer.angles(position_embeddings)
         output = gated_delta_step_(
             q,
             k,
             v,
-            gates.a,
-            gates.b,
+            rule_gates.a,
+            rule_gates.b,
             state["state"],
-            gates.A_log,
-            gates.dt_bias,
+            rule_gates.A_log,
+            rule_gates.dt_bias,
             self._taps,
             state.get("conv_tail"),
-            gate,
+            output_gate,
             None if layer.norm is None else layer.norm.weight,
             padding,
             cos,
@@ -144,7 +149,7 @@ class FastMixer:
             v_silu=self._v_silu,
             k_offset=self._offset,
             allow_neg_eigval=self.settings.allow_neg_eigval,
-            use_beta_sigmoid_in_kernel=gates.sigmoid,
+            use_beta_sigmoid_in_kernel=rule_gates.sigmoid,
             erase=layer.erase,
             kv_repeats=layer.kv_repeats,
         )
@@ -184,7 +189,7 @@ class FastMixer:
             self._offset,
             self._qk_silu,
             self._v_silu,
-            self._heads_apart,
+            self._separate_window_heads,
             self._taps is not None and keep_state,
             self.layer.kv_repeats,
         )
@@ -192,15 +197,15 @@ class FastMixer:
         if state is not None or not _rotates(parts[0], cos, sin, head_dim):
             prompt_inputs.check(call)
         inputs = prompt_inputs.unchecked(call)
-        if self._window_heads and not self._heads_apart:
-            inputs = inputs._replace(window_q=inputs.q, window_k=inputs.k[:, :, -self._window_heads :])
+        if self._window_kv_heads and not self._separate_window_heads:
+            inputs = inputs._replace(window_q=inputs.q, window_k=inputs.k[:, :, -self._window_kv_heads :])
         return inputs
 
     def _mix(
         self, inputs: PromptInputs, gates: tuple[Tensor, ...], state: State | None, keep_state: bool
     ) -> tuple[Tensor, State]:
         q, k, v = inputs[:3]
-        if state is not None or not self._is_delta_rule or q.shape[1] == 1:
+        if state is not None or not self._is_gated_delta_rule or q.shape[1] == 1:
             return self.layer.mix(q, k, v, gates, state, keep_state, None)  # type: ignore[no-any-return]
         g, beta = gates
         call = RuleCall(q, k, v, g, beta, None, None, keep_state, True, erase=self.layer.erase)

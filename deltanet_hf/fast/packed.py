@@ -2,7 +2,7 @@
 
 It stands for a whole layer, for a window, and for mixed heads of both kinds: one product projects the input for all
 heads, and for each kind of heads, one kernel rotates queries and keys and puts the token into the cache, and two
-attend. `packed_softmax.py` and `window.py` say what is computed; all other calls go to them.
+attend. mixers/attention/packed_softmax.py and mixers/window.py say what is computed; all other calls go to them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from deltanet_hf.mixers.attention.packed_softmax import PackedSoftmax
 from deltanet_hf.mixers.cache.mixed_cache import MixedCacheLayer
 from deltanet_hf.mixers.cache.packed_tokens import PackedTokens
 from deltanet_hf.mixers.cache.state import MixerCacheLayer
-from deltanet_hf.mixers.layer.masks import packed_in, padding_in
+from deltanet_hf.mixers.layer.masks import boundaries_in, padding_in
 from deltanet_hf.mixers.mixed_heads import MixedHeads
 from deltanet_hf.mixers.window import WindowAttention
 
@@ -28,8 +28,8 @@ def branches_of(attention: Any) -> list[Any]:
     return list(attention.branches.values()) if isinstance(attention, MixedHeads) else [attention]
 
 
-def is_packed(attention: Any) -> bool:
-    """Whether the step of this module computes all of it."""
+def has_packed_step(attention: Any) -> bool:
+    """Whether `FastPacked` has a step for it: softmax or windows of known families, all with a cache in 8 or 4 bits."""
     return all(map(_is_known, branches_of(attention)))
 
 
@@ -62,7 +62,7 @@ class FastPacked:
         parts = self._parts(past_key_values)
         if hidden_states.shape[1] == 1 and parts and all(part.may_change and not part.record_past for part in parts):
             masked = padding_in(attention_mask, padding, 1, parts[0].get_seq_length())
-            if masked is None and packed_in(cu_seq_lens_q, 1, parts[0]) is None:
+            if masked is None and boundaries_in(cu_seq_lens_q, 1, parts[0]) is None:
                 return self.step(hidden_states, position_embeddings, parts), None
         return self._plain(  # type: ignore[no-any-return]
             hidden_states=hidden_states,
@@ -90,9 +90,13 @@ class FastPacked:
         return parts if fit else []
 
     def step(self, x: Tensor, angles: tuple[Tensor, Tensor], parts: list[MixerCacheLayer]) -> Tensor:
-        """One more token, x [B, 1, hidden] -> [B, 1, hidden], with the parts of the cache changed in place."""
+        """One more token, x [B, 1, hidden] -> [B, 1, hidden].
+
+        The parts of the cache take it in place; heads without a window get larger tensors every 32 tokens.
+        """
         outputs = [self._attended(*one, x, angles) for one in zip(self._branches, parts, strict=True)]
         total: Tensor = self._branches[0].o_proj(outputs[0])
+        # Only the first branch has the bias of o_proj (head_split.py).
         for branch, output in zip(self._branches[1:], outputs[1:], strict=True):
             total.squeeze(1).addmm_(output.squeeze(1), branch.o_proj.weight.t())
         return total

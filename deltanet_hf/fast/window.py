@@ -1,4 +1,4 @@
-"""The window beside a state by few kernels, without gradients; `WindowBranch` says what is computed."""
+"""A mixer's window by few kernels, without gradients; `WindowBranch` says what is computed."""
 
 from __future__ import annotations
 
@@ -90,17 +90,27 @@ def window_step(
     cos: Tensor | None,
     sin: Tensor | None,
 ) -> Tensor:
-    """One more token by one kernel, with the window's part of `state` changed in place; outputs at padding are 0.
+    """One more token by one kernel, with the window's part of `state`, its count included, changed in place.
 
-    In few bits, by three kernels and that of the mixture, without padding.
+    In 8 or 4 bits by four kernels, the last that of the mixture, and without padding.
 
-    Shapes are those of `WindowBranch.forward` with T = 1; q, k, v are those before the rotary embedding of cos and sin
-    ([B or 1, 1, R] each, or None).
+    Args:
+        branch: the window.
+        x, far: as for `WindowBranch.forward`, with T = 1.
+        q, k, v: the same, before the rotary embedding.
+        state: the layer's state before the token.
+        padding: [B, 1] bool, True at padding, where outputs are 0; None for no padding.
+        cos, sin: of the rotary embedding, [B, 1, R] or [1, 1, R]; None for none.
+
+    Returns:
+        The layer's output [B, 1, H, D] before `o_proj`.
     """
     if branch.cache_bits < 16:
+        # A new dict is enough: a window's tensors never grow.
         own = {name: state[name] for name in branch.state_names}
         held = PackedTokens(branch.kept, own, None, in_place=True)
         near, lse = held.step(q, k, v, branch.scale, branch.softcap, cos, sin)
+        # `held.step` has counted the token: `count` is its number, from 1.
         return mixture(branch, x, near, lse, far, state["count"].unsqueeze(1))
     slope = torch.promote_types(q.dtype, torch.float32)
     return window_step_(

@@ -94,7 +94,7 @@ class DeltaNet(DeltaRule):
         return shapes
 
     @property
-    def fused_step(self) -> bool:
+    def is_gated_delta_rule(self) -> bool:
         return not self.settings.normalised
 
     def step_gates(self, x: Tensor) -> StepGates:

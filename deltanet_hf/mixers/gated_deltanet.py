@@ -4,8 +4,9 @@ Per head, with a log decay g_t <= 0 and a write strength beta_t:
 
     S_t = exp(g_t) S_{t-1} + k_t beta_t (v_t - k_t^T exp(g_t) S_{t-1})^T        o_t = D^-0.5 q_t^T S_t
 
-q and k have unit length; beta = sigmoid(b_proj(x)) and g = -exp(A_log) softplus(a_proj(x) + dt_bias). The output is
-RMSNorm(o) * weight * silu(g_proj(x)), through o_proj.
+q and k have unit length; beta = sigmoid(b_proj(x)) and g = -exp(A_log) softplus(a_proj(x) + dt_bias). The state's
+output is RMSNorm(o) * weight * silu(g_proj(x)), norm and gate where the settings have them; a window, if there is one,
+is mixed in before o_proj.
 
 With `allow_neg_eigval`, beta = 2 sigmoid(b_proj(x)): the factors I - beta k k^T then have eigenvalues down to -1, which
 tracking a state requires (arXiv 2411.12537). The strength may be exactly 2, because a smaller cap forgets: with 1.992,
@@ -35,11 +36,11 @@ QWEN3_5: dict[str, Any] = {
 
 
 class GatedDeltaNet(DeltaRule):
-    """The Gated DeltaNet layer; see the module's docstring for the rule and `Mixer` for what surrounds it."""
+    """The Gated DeltaNet layer: gates and rule are those of `DeltaRule` (layer/delta_rule.py), the rest is `Mixer`."""
 
     name: ClassVar[str] = "gated_deltanet"
     title: ClassVar[str] = "Gated DeltaNet"
-    fused_step = True
+    is_gated_delta_rule = True
 
     @classmethod
     def default_settings(cls, profile: str, training: bool = True) -> MixerProjections:

@@ -21,4 +21,4 @@ class GatedLinear(DeltaRule):
     title: ClassVar[str] = "gated linear attention"
     Settings: ClassVar[type[MixerProjections]] = AdditiveSettings
     erase = "off"
-    fused_step = True
+    is_gated_delta_rule = True

@@ -94,7 +94,7 @@ class Linear(DeltaRule):
         return (output[..., :-1] / output[..., -1:].clamp_min(TINY)).to(dtype), state
 
     @property
-    def fused_step(self) -> bool:
+    def is_gated_delta_rule(self) -> bool:
         return self.settings.feature_map == "none"
 
     def adapt_to(self, q: Tensor, k: Tensor) -> None:

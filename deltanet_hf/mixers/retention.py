@@ -46,7 +46,7 @@ class Retention(DeltaRule):
     decays = "by head"
     strengths = "one"
     erase = "off"
-    fused_step = True
+    is_gated_delta_rule = True
     fp32: ClassVar[tuple[str, ...]] = ("log_half_life", *WindowBranch.FP32)
 
     def add_gates(self) -> None:

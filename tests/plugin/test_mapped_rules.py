@@ -150,7 +150,7 @@ def test_a_rule_with_a_recurrence_of_its_own_is_not_decoded_as_gated_deltanet() 
         caches, form = (MixerCacheLayer(), MixerCacheLayer()), FastMixer(layer, False)
         for x in (draw(1, 3, 32), draw(1, 1, 32)):
             torch.testing.assert_close(form(x, None, None, caches[0]), layer(x, None, None, caches[1]))
-        assert layer.fused_step == (sign == 1)
+        assert layer.is_gated_delta_rule == (sign == 1)
 
 
 @pytest.mark.parametrize("name", ["gated_linear", "retention", "gla"])

@@ -31,7 +31,7 @@ from deltanet_hf.mixers.cache.cache_bytes import QUANTISED
 from deltanet_hf.mixers.cache.state import TensorShape
 from deltanet_hf.mixers.cache.window_cache import Tokens
 from deltanet_hf.mixers.layer.layer_kind import LayerKind, PositionEmbeddings
-from deltanet_hf.mixers.layer.masks import packed_in, padding_in, sliding_window
+from deltanet_hf.mixers.layer.masks import boundaries_in, padding_in, sliding_window
 from deltanet_hf.mixers.layer.settings import MixerSettings
 
 IMPLEMENTATION = "deltanet_attention_kind"  # the name under which the families' attention finds `_attend`
@@ -187,20 +187,20 @@ class AttentionKind(LayerKind):
                 'model with attn_implementation="sdpa" or "eager"'
             )
         batch, length, _ = hidden_states.shape
-        packed = packed_in(cu_seq_lens_q, length, past_key_values)
+        cu_seqlens = boundaries_in(cu_seq_lens_q, length, past_key_values)
         seen = 0 if past_key_values is None else past_key_values.get_seq_length(self.layer_idx)
         padding = padding_in(attention_mask, padding, length, seen)
         window = sliding_window(self.config.whole, self.layer_idx)
         mask = visible(attention_mask)
-        if mask is None and past_key_values is None and (packed is not None or length > (window or length)):
-            tokens = Tokens.of(batch, length, None, packed, None, hidden_states.device)
+        if mask is None and past_key_values is None and (cu_seqlens is not None or length > (window or length)):
+            tokens = Tokens.of(batch, length, None, cu_seqlens, None, hidden_states.device)
             mask = tokens.sees(tokens, length, 0, window).unsqueeze(1)
         output, _ = super().forward(  # type: ignore[misc]
             hidden_states=hidden_states,
             position_embeddings=position_embeddings,
             attention_mask=None,
             past_key_values=None,
-            call=Call(hidden_states, padding, mask, packed, past_key_values),
+            call=Call(hidden_states, padding, mask, cu_seqlens, past_key_values),
             **kwargs,
         )
         return output, None

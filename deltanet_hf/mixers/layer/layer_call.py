@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache
 from deltanet_hf.mixers.cache import history
 from deltanet_hf.mixers.cache.cache_layer import cache_layer
 from deltanet_hf.mixers.cache.state import MixerCacheLayer, State
-from deltanet_hf.mixers.layer.masks import packed_in, padding_in
+from deltanet_hf.mixers.layer.masks import boundaries_in, padding_in
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,9 @@ class LayerCall:
         """
         cache = None if past_key_values is None else cache_layer(past_key_values, layer.layer_idx, layer.name)
         seen = 0 if cache is None else cache.get_seq_length()
-        return cls(cache, padding_in(attention_mask, padding, length, seen), packed_in(cu_seq_lens_q, length, cache))
+        return cls(
+            cache, padding_in(attention_mask, padding, length, seen), boundaries_in(cu_seq_lens_q, length, cache)
+        )
 
     @property
     def state(self) -> State | None:

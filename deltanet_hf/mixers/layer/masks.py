@@ -51,16 +51,16 @@ def sliding_window(config: PreTrainedConfig, layer: int) -> int | None:
     return int(window)
 
 
-def packed_in(cu_seq_lens_q: torch.Tensor | None, length: int, cache: object | None) -> torch.Tensor | None:
+def boundaries_in(cu_seq_lens_q: torch.Tensor | None, length: int, cache: object | None) -> torch.Tensor | None:
     """The boundaries of the packed sequences in one layer's call of `length` tokens; None for one sequence per row.
 
     Raises:
         ValueError: packed sequences together with a cache.
     """
-    packed = cu_seq_lens_q if length > 1 else None
-    if packed is not None and cache is not None:
+    boundaries = cu_seq_lens_q if length > 1 else None
+    if boundaries is not None and cache is not None:
         raise ValueError("cu_seq_lens_q: packed sequences leave no state to continue from; pass use_cache=False")
-    return packed
+    return boundaries
 
 
 def padding_in(

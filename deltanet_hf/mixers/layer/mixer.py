@@ -4,11 +4,14 @@ A mixer takes the place of a decoder layer's softmax attention. `Mixer` owns eve
 order:
 
     projections -> learned q/k norms -> short convolution -> rotary embedding -> offset of the keys -> activation
-    -> the mixer's own `gates` and `mix` -> output norm and gate -> window beside the state -> output projection
+    -> the mixer's own `gates` and `mix` -> output norm and gate -> mixture with the window, if any
+    -> output projection
 
-with padding, packed sequences and the cache. This is the plain form, for training and for whoever calls a layer alone;
-`deltanet_hf/fast/mixer.py` computes the same without gradients, by fewer launches. To add a mixer, see
-docs/contributing.md.
+with padding, packed sequences and the cache. The window reads q and k after norms and rotary embedding alone, and v as
+projected.
+
+This is the plain form, for training and for whoever calls a layer alone; `deltanet_hf/fast/mixer.py` computes the same
+without gradients, by fewer launches. To add a mixer, see docs/contributing.md.
 
 Shapes in comments: B batch, T tokens, D head size; HQ, HK, HV heads of q, k and v; H heads of the output; C channels
 of the convolution.
@@ -164,8 +167,11 @@ class Mixer(LayerKind, nn.Module):
         raise NotImplementedError
 
     @property
-    def fused_step(self) -> bool:
-        """Whether `mix` is the gated delta rule of `gates`, which the fast form computes by its own kernels."""
+    def is_gated_delta_rule(self) -> bool:
+        """Whether `mix` is the gated delta rule of `gates`.
+
+        The fast form then calls its operators directly, for a prompt and for a step.
+        """
         return False
 
     def start_from_scratch(self, spread: float, generator: torch.Generator | None = None) -> None:
@@ -263,13 +269,13 @@ class Mixer(LayerKind, nn.Module):
         call = LayerCall.of(self, length, attention_mask, past_key_values, cu_seq_lens_q, padding)
         if call.is_recorded:
             return recorded(self, call, hidden_states, position_embeddings), None
-        cache, padding, packed, state = call.cache, call.padding, call.cu_seqlens, call.state
+        cache, padding, cu_seqlens, state = call.cache, call.padding, call.cu_seqlens, call.state
         keep = cache is not None
         x = hidden_states if padding is None else hidden_states.masked_fill(padding.unsqueeze(-1), 0.0)
 
         projected = self.project(x)
         q, k, v = self.repeated(*projected)
-        q, k, v, conv_tail = self.convolved(q, k, v, padding, state, keep, packed)
+        q, k, v, conv_tail = self.convolved(q, k, v, padding, state, keep, cu_seqlens)
         q, k, v = self.rotated(q, k, v, position_embeddings)
         if self.k_offset is not None:
             k = self.k_offset(k)
@@ -279,9 +285,9 @@ class Mixer(LayerKind, nn.Module):
             v = F.silu(v)
 
         gates = self.gates(x, padding)
-        if packed is not None:
+        if cu_seqlens is not None:
             q, k, v, *gates = (tensor.flatten(0, 1).unsqueeze(0) for tensor in (q, k, v, *gates))  # type: ignore[assignment]
-        output, new_state = self.mix(q, k, v, tuple(gates), state, keep, packed)
+        output, new_state = self.mix(q, k, v, tuple(gates), state, keep, cu_seqlens)
         output = output.view(*x.shape[:2], self.num_heads, self.head_dim)
         output = self.gated_norm(output, self.output_gate(x))
         if conv_tail is not None:
@@ -289,7 +295,7 @@ class Mixer(LayerKind, nn.Module):
 
         if self.window_branch is not None:
             q, k, v = self.window_inputs(projected, position_embeddings)
-            output, window_state = self.window_branch(x, q, k, v, output, padding, state, keep, packed)
+            output, window_state = self.window_branch(x, q, k, v, output, padding, state, keep, cu_seqlens)
             new_state = {**new_state, **window_state}
         if cache is not None:
             cache.advance(length, new_state)
