@@ -37,6 +37,8 @@ from deltanet_kernels.gated_delta_rule.step import gated_delta_step_triton_
 from deltanet_kernels.mesa.calls import MesaCall, MesaState
 from deltanet_kernels.mesa.chunk import chunk_mesa_triton
 from deltanet_kernels.norm import gated_rms_norm_triton
+from deltanet_kernels.packed_cache.calls import PackPromptCall, PromptAttentionCall
+from deltanet_kernels.packed_cache.launches import pack_prompt_triton, prompt_attention_triton
 from deltanet_kernels.prompt.calls import GateValuesCall, PromptInputsCall
 from deltanet_kernels.prompt.gates import gate_values_triton
 from deltanet_kernels.prompt.inputs import prompt_inputs_triton
@@ -240,7 +242,7 @@ def calls() -> list[tuple[str, Callable[[], object]]]:
             gated_delta_step_triton_(StepCall(**options | tensors | gates))
 
         found.append((f"step-{dtype}-{K}-{T}{'-joint' if joint else ''}", decode))
-    return found + mesa_calls() + window_calls() + decode_attention_calls() + prompt_calls()
+    return found + mesa_calls() + window_calls() + decode_attention_calls() + prompt_calls() + packed_calls()
 
 
 def prompt_calls() -> list[tuple[str, Callable[[], object]]]:
@@ -273,6 +275,27 @@ def prompt_calls() -> list[tuple[str, Callable[[], object]]]:
             window_mixture_triton(WindowMixtureCall(near, lse, near, logit, slope, slope, 68, None, numbers, z, norm))
 
         found.append((f"prompt-{dtype}-{D}{'-joint' if joint else ''}{'-tail' if tail else ''}", read))
+    return found
+
+
+def packed_calls() -> list[tuple[str, Callable[[], object]]]:
+    """The same for a prompt whose cache has few bits."""
+    found: list[tuple[str, Callable[[], object]]] = []
+    for dtype, D, HQ, bits, sinks, cap in (
+        ("bf16", 64, 6, 4, 0, None), ("bf16", 64, 6, 4, 4, None), ("bf16", 128, 8, 4, 4, None),
+        ("bf16", 256, 4, 8, 0, 50.0), ("fp16", 64, 6, 8, 4, None), ("fp16", 256, 2, 4, 4, None),
+        ("fp32", 64, 6, 4, 4, None), ("fp32", 256, 2, 8, 4, None),
+    ):  # fmt: skip
+
+        def read(
+            dtype: str = dtype, D: int = D, HQ: int = HQ, bits: int = bits, sinks: int = sinks, cap: float | None = cap
+        ) -> None:
+            q, k, v = (torch.zeros(2, 200, heads, D, dtype=DTYPES[dtype]) for heads in (HQ, 2, 2))
+            _, keys, values = pack_prompt_triton(PackPromptCall(k, v, bits))
+            window = 200 if sinks == 0 else 64
+            prompt_attention_triton(PromptAttentionCall(q, k, v, keys, values, window, sinks, D**-0.5, cap))
+
+        found.append((f"packed-prompt-{dtype}-{D}-{bits}-{sinks}", read))
     return found
 
 

@@ -1,15 +1,18 @@
-"""A decoding step of softmax attention over packed keys and values by few launches, for known families.
+"""Softmax attention over packed keys and values by few launches, for known families: decoding steps and prompts.
 
 It stands for a whole layer, for a window, and for mixed heads of both kinds: one product projects the input for all
-heads, and for each kind of heads, one kernel rotates queries and keys and puts the token into the cache, and two
-attend. mixers/attention/packed_softmax.py and mixers/window.py say what is computed; all other calls go to them.
+heads, and three kernels follow for each kind of heads. In a step, one rotates queries and keys and puts the token into
+the cache, and two attend; of a prompt without padding, one rotates, one packs and one attends.
+mixers/attention/packed_softmax.py and mixers/window.py say what is computed; all other calls go to them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 
 from deltanet_hf.mixers.attention.packed_softmax import PackedSoftmax
 from deltanet_hf.mixers.cache.mixed_cache import MixedCacheLayer
@@ -18,6 +21,8 @@ from deltanet_hf.mixers.cache.state import MixerCacheLayer
 from deltanet_hf.mixers.layer.masks import boundaries_in, padding_in
 from deltanet_hf.mixers.mixed_heads import MixedHeads
 from deltanet_hf.mixers.window import WindowAttention
+from deltanet_kernels import prompt_inputs
+from deltanet_kernels.prompt.calls import PromptInputsCall
 
 FAMILIES = ("LlamaAttention", "MistralAttention", "Qwen2Attention", "MixtralAttention", "GraniteAttention")
 """Attention of which the class says no more than: project, rotate, attend by `scaling`, project."""
@@ -59,11 +64,15 @@ class FastPacked:
         **kwargs: Any,
     ) -> tuple[Tensor, Any]:
         """As the attention's forward."""
+        length = hidden_states.shape[1]
+        if length > 1 and isinstance(past_key_values, Cache):
+            self._plain.place_cache(past_key_values)
         parts = self._parts(past_key_values)
-        if hidden_states.shape[1] == 1 and parts and all(part.may_change and not part.record_past for part in parts):
-            masked = padding_in(attention_mask, padding, 1, parts[0].get_seq_length())
-            if masked is None and boundaries_in(cu_seq_lens_q, 1, parts[0]) is None:
-                return self.step(hidden_states, position_embeddings, parts), None
+        if parts and all(part is None or _is_simple(part, length) for part in parts):
+            seen = 0 if parts[0] is None else parts[0].get_seq_length()
+            masked = padding_in(attention_mask, padding, length, seen)
+            if masked is None and boundaries_in(cu_seq_lens_q, length, parts[0]) is None:
+                return self._output(hidden_states, position_embeddings, parts), None
         return self._plain(  # type: ignore[no-any-return]
             hidden_states=hidden_states,
             position_embeddings=position_embeddings,
@@ -74,39 +83,55 @@ class FastPacked:
             **kwargs,
         )
 
-    def _parts(self, cache: Any) -> list[MixerCacheLayer]:
-        """The layer's part of a cache for each branch; none if it has read nothing, or for a static cache."""
+    def _parts(self, cache: Any) -> Sequence[MixerCacheLayer | None]:
+        """The layer's part of a cache, or None without one, for each branch; empty if the cache is of another kind."""
         index = self._branches[0].layer_idx
+        if cache is None:
+            return [None] * len(self._branches)
         if isinstance(cache, MixerCacheLayer):
             found: Any = cache
-        elif cache is None or len(cache.layers) <= index:
+        elif len(cache.layers) <= index:
             return []
         else:
             found = cache.layers[index]
         parts = list(found.parts.values()) if isinstance(found, MixedCacheLayer) else [found]
         fit = len(parts) == len(self._branches) and all(
-            type(part) is MixerCacheLayer and "key_codes" in part.state for part in parts
+            type(part) is MixerCacheLayer and (not part.state or "key_codes" in part.state) for part in parts
         )
         return parts if fit else []
 
-    def step(self, x: Tensor, angles: tuple[Tensor, Tensor], parts: list[MixerCacheLayer]) -> Tensor:
-        """One more token, x [B, 1, hidden] -> [B, 1, hidden].
+    def _output(self, x: Tensor, angles: tuple[Tensor, Tensor], parts: Sequence[MixerCacheLayer | None]) -> Tensor:
+        """A prompt or one more token, x [B, T, hidden] -> [B, T, hidden].
 
-        The parts of the cache take it in place; heads without a window get larger tensors every 32 tokens.
+        The parts of the cache take a token in place; heads without a window get larger tensors every 32 tokens.
         """
-        outputs = [self._attended(*one, x, angles) for one in zip(self._branches, parts, strict=True)]
+        outputs = [_attended(*one, x, angles) for one in zip(self._branches, parts, strict=True)]
         total: Tensor = self._branches[0].o_proj(outputs[0])
         # Only the first branch has the bias of o_proj (head_split.py).
         for branch, output in zip(self._branches[1:], outputs[1:], strict=True):
-            total.squeeze(1).addmm_(output.squeeze(1), branch.o_proj.weight.t())
+            total.flatten(0, 1).addmm_(output.flatten(0, 1), branch.o_proj.weight.t())
         return total
 
-    @staticmethod
-    def _attended(branch: Any, cache: MixerCacheLayer, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        """The attention of one kind of heads [B, 1, heads * D], before the projection of the output."""
-        shape = (len(x), 1, -1, branch.head_dim)
-        q, k, v = (getattr(branch, name)(x).view(shape) for name in ("q_proj", "k_proj", "v_proj"))
+
+def _is_simple(part: MixerCacheLayer, length: int) -> bool:
+    """Whether a call of `length` tokens is the first, or a step that may change the part in place."""
+    return not part.record_past and (part.may_change if length == 1 else not part.is_initialized)
+
+
+def _attended(branch: Any, cache: MixerCacheLayer | None, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+    """The attention of one kind of heads [B, T, heads * D], before the projection of the output."""
+    q, k, v = (getattr(branch, name)(x) for name in ("q_proj", "k_proj", "v_proj"))
+    if cache is not None and cache.state:
+        q, k, v = (states.view(len(x), 1, -1, branch.head_dim) for states in (q, k, v))
         held = PackedTokens(branch.kept, cache.state, None, int(cache.get_seq_length()), in_place=True)
         output, _ = held.step(q, k, v, branch.scaling, None, *angles)
         cache.count(1)
         return output.flatten(2)
+    call = PromptInputsCall(q, k, v, branch.head_dim, cos=angles[0], sin=angles[1])
+    rotated = prompt_inputs.unchecked(call)
+    held = PackedTokens(branch.kept, {}, None, keep_state=cache is not None)
+    output, _ = held.attend(rotated.q, rotated.k, rotated.v, branch.scaling, None)
+    if cache is not None:
+        cache.grows = branch.kept.window is None
+        cache.advance(x.shape[1], held.state)
+    return output.flatten(2)

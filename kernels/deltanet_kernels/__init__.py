@@ -22,7 +22,13 @@ from deltanet_kernels.mesa.recurrent import recurrent_mesa
 from deltanet_kernels.mesa.reference import naive_mesa
 from deltanet_kernels.operators import causal_conv1d, gated_rms_norm, rms_norm, silu_product
 from deltanet_kernels.packed_cache.layout import PackedKeyValues
-from deltanet_kernels.packed_cache.operators import pack_groups, packed_attention, packed_step_
+from deltanet_kernels.packed_cache.operators import (
+    pack_groups,
+    pack_prompt,
+    packed_attention,
+    packed_step_,
+    prompt_attention,
+)
 from deltanet_kernels.prompt.operators import gate_values, prompt_inputs
 from deltanet_kernels.titans.chunk import chunk_titans
 from deltanet_kernels.titans.reference import naive_titans
@@ -58,8 +64,10 @@ __all__ = [
     "naive_titans",
     "naive_ttt",
     "pack_groups",
+    "pack_prompt",
     "packed_attention",
     "packed_step_",
+    "prompt_attention",
     "prompt_inputs",
     "recurrent_mesa",
     "rms_norm",

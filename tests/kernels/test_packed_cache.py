@@ -8,7 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from deltanet_kernels import PackedKeyValues, pack_groups, packed_attention, packed_step_
+from deltanet_kernels import (
+    PackedKeyValues,
+    pack_groups,
+    pack_prompt,
+    packed_attention,
+    packed_step_,
+    prompt_attention,
+)
 from deltanet_kernels.common.rotation import rotate
 from deltanet_kernels.packed_cache import launches
 from deltanet_kernels.packed_cache.calls import (
@@ -31,7 +38,7 @@ from deltanet_kernels.packed_cache.reference import (
     torch_packed_step_,
 )
 from tests.kernels.test_decode_attention import bfloat16_products  # noqa: F401  a fixture
-from tests.kernels.triton_mode import DEVICE
+from tests.kernels.triton_mode import DEVICE, by_pytorch, by_triton
 
 pytestmark = pytest.mark.usefixtures("rounding_to_nearest", "bfloat16_products")
 FORMS: dict[str, Any] = {"torch": torch_packed_attention, "triton": packed_attention_triton}
@@ -178,6 +185,71 @@ def test_a_step_rotates_puts_and_attends(B: int, R: int, rows: int, bits: int) -
     assert (found_in.keys - wanted_in.keys).abs().max() < 1e-5
 
 
+PROMPTS = [  # tokens, window, sinks, cap
+    (3, 3, 0, None),
+    (32, 32, 0, None),
+    (101, 101, 0, 3.0),
+    (101, 40, 4, None),
+    (160, 9, 2, 3.0),
+    (97, 64, 0, None),
+]
+
+
+@pytest.mark.parametrize("form", ["torch", "triton"])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("T", "window", "sinks", "cap"), PROMPTS)
+def test_a_prompt_in_one_call(form: str, bits: int, T: int, window: int, sinks: int, cap: float | None) -> None:
+    """Against float64 query by query, and a ring against tokens one by one; strided inputs, two head sizes."""
+    by = by_triton if form == "triton" else by_pytorch
+    pack, attend = by(pack_prompt), by(prompt_attention)
+    D = 128 if T == 97 else 64
+    q, k, v = (x.transpose(1, 2) for x in tokens(T, D, torch.float32))
+    v = v.contiguous()
+    groups = min(-(-(window - 1) // GROUP), T // GROUP + 2)
+    made, keys, values = pack(k, v, bits, groups)
+    out, lse = attend(q, k, v, keys, values, window, sinks, 0.2, cap)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    cache = empty(k, groups, bits)
+    for t in range(T):
+        append(k[:, :, t : t + 1], v[:, :, t : t + 1], cache)
+        if t % 7 < 2 or t % GROUP in (0, GROUP - 1):
+            till = slice(0, t + 1)
+            wanted, wanted_lse = definition(
+                q[:, :, till], k[:, :, till], v[:, :, till], bits, window, sinks, EVERYTHING, cap
+            )
+            assert (out[:, t].double() - wanted[:, :, 0]).abs().max() < 5e-6 * wanted.abs().max() + 5e-6
+            assert (lse[:, t].double() - wanted_lse).abs().max() < 1e-5
+    for one, other in zip(made, cache, strict=True):
+        assert one.shape == other.shape
+    empty_places = max(0, groups - (T - 1) // GROUP)
+    for one, other in zip(made[:4], cache[:4], strict=True):
+        filled = one.shape[2] - empty_places
+        assert torch.equal(one[:, :, :filled], other[:, :, :filled])
+    own = SINKS + (T - 1) % GROUP + 1  # what follows is left from the group before it
+    for one, other in zip(made[4:6], cache[4:6], strict=True):
+        assert torch.equal(one[:, :, :own], other[:, :, :own])
+    assert torch.equal(made.lengths, cache.lengths)
+
+
+@pytest.mark.parametrize("form", ["torch", "triton"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_prompt_in_sixteen_bits(form: str, dtype: torch.dtype) -> None:
+    """The restored numbers are those of the layout, bit by bit."""
+    by = by_triton if form == "triton" else by_pytorch
+    q, k, v = (x.transpose(1, 2) for x in tokens(101, 64, dtype))
+    _, keys, values = by(pack_prompt)(k, v, 4)
+    out, _ = by(prompt_attention)(q, k, v, keys, values, 101, 0, 0.2)
+    groups = k[:, :96].unflatten(1, (-1, GROUP)).transpose(2, -1)
+    rounded = restored(*quantised(groups, 4), dtype).transpose(2, -1).flatten(1, 2)
+    assert torch.equal(keys[:, SINKS:], rounded[:, SINKS:])
+    rounded = restored(*quantised(v[:, :96].unflatten(-1, (-1, GROUP)), 4), dtype).flatten(-2)
+    assert torch.equal(values[:, SINKS:], rounded[:, SINKS:])
+    assert torch.equal(keys[:, :SINKS], k[:, :SINKS])
+    assert torch.equal(values[:, :SINKS], v[:, :SINKS])
+    wanted, _ = definition(*(x.transpose(1, 2) for x in (q, k, v)), 4, EVERYTHING, 0, EVERYTHING, None)
+    assert (out[:, -1].double() - wanted[:, :, 0]).norm() < torch.finfo(dtype).eps * wanted.norm()
+
+
 def test_the_operators_are_registered_consistently() -> None:
     q, k, v = tokens(40, 64, torch.float32, 1, 2, 1)
     cache = empty(k, 1, 4)
@@ -185,7 +257,10 @@ def test_the_operators_are_registered_consistently() -> None:
         packed_step_(*(x[:, :, t : t + 1].transpose(1, 2) for x in (q, k, v)), cache)
     torch.library.opcheck(packed_attention_op.op, (q[:, :, -1:], *cache, 64, 4, 64, 0.2, None))
     torch.library.opcheck(launches.pack_groups_op.op, (k[:, :, :32], v[:, :, :32], 4))
-    new = [x[:, :, :1].transpose(1, 2) for x in (q, k, v)]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    torch.library.opcheck(launches.pack_prompt_op.op, (k, v, 4, 1))
+    torch.library.opcheck(launches.prompt_attention_op.op, (q, k, v, k[:, :32], v[:, :32], 20, 4, 0.2, None))
+    new = [x[:, :1] for x in (q, k, v)]
     torch.library.opcheck(launches.packed_step_op_.op, (*new, *cache, 64, 4, 64, 0.2, None, None, None))
 
 

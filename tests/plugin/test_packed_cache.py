@@ -12,6 +12,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, QuantizedCache
 
 from deltanet_hf.evaluation.measures.sequence_bytes import sequence_bytes
+from deltanet_hf.fast import FastDecoder, fast_form
+from deltanet_hf.fast.packed import FastPacked
 from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
 from deltanet_hf.mixers.cache.fake_quantisation import fake_quantised
 from deltanet_hf.mixers.cache.mixed_cache import MixedCacheLayer
@@ -21,6 +23,7 @@ from deltanet_hf.models.assisted import place_layers
 from deltanet_hf.models.cache_bits import cache_bits_of, set_cache_bits, stored_bytes
 from deltanet_kernels import PackedKeyValues
 from deltanet_kernels.packed_cache.layout import GROUP, unpacked
+from support.plain_form import plain_form
 from support.tiny_models import (
     HYBRID,
     mixed_mixture_table,
@@ -120,6 +123,32 @@ def test_padding_on_either_side_changes_nothing(name: str) -> None:
             assert (found[row, -1] - wanted).abs().max() < BOUND.get(name, 1e-9) * wanted.abs().max()
 
 
+@pytest.mark.parametrize("name", ["teacher", "window", "whole and windows"])
+@torch.no_grad()
+def test_the_fast_form_reads_a_prompt(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the plain form does, with a cache and without."""
+    model, ids = made(name), LONG[:, :97]
+    form = fast_form(model)
+    assert isinstance(form, FastDecoder)
+    with plain_form():
+        cache = DynamicCache(config=model.config)
+        wanted = model(ids, past_key_values=cache, use_cache=True).logits
+    outputs: list[int] = []
+    attended = FastPacked._output
+    monkeypatch.setattr(FastPacked, "_output", lambda *call: outputs.append(1) or attended(*call))
+    found_cache = DynamicCache(config=model.config)
+    for options in ({"past_key_values": found_cache, "use_cache": True}, {"use_cache": False}):
+        found = form(model, ids, **options).logits
+        assert (found - wanted).abs().max() < 1e-9 * wanted.abs().max()
+    assert len(outputs) == 2 * len(model.model.layers)
+    for found_layer, layer in zip(found_cache.layers, cache.layers, strict=True):
+        assert found_layer.get_seq_length() == layer.get_seq_length() == 97
+        for found_part, part in zip(parts_of(found_layer), parts_of(layer), strict=True):
+            assert found_part.grows == part.grows
+            for tensor, state in part.state.items():
+                torch.testing.assert_close(found_part.state[tensor], state)
+
+
 @pytest.mark.parametrize("name", KINDS)
 @torch.no_grad()
 def test_greedy_decoding_and_beams(name: str) -> None:
@@ -194,10 +223,13 @@ def test_the_setting_belongs_to_the_model(name: str, tmp_path: Path) -> None:
         type(loaded)(loaded.config)
 
 
+def parts_of(layer: Any) -> list[Any]:
+    return list(layer.parts.values()) if isinstance(layer, MixedCacheLayer) else [layer]
+
+
 def states_of(layer: Any) -> list[str]:
     """Names of the tensors of a cache's layer, in all its parts."""
-    parts = layer.parts.values() if isinstance(layer, MixedCacheLayer) else [layer]
-    return [name for part in parts for name in getattr(part, "state", {})]
+    return [name for part in parts_of(layer) for name in getattr(part, "state", {})]
 
 
 @pytest.mark.parametrize("name", ["hybrid", "window", "heads", "whole and windows"])

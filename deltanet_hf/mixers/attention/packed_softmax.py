@@ -14,10 +14,9 @@ from transformers.cache_utils import Cache
 
 from deltanet_hf.mixers.attention.paired_class import paired_class
 from deltanet_hf.mixers.attention.routed_config import RoutedConfig
-from deltanet_hf.mixers.attention.window_softmax import IMPLEMENTATION, Reach, SoftmaxCall
+from deltanet_hf.mixers.attention.window_softmax import IMPLEMENTATION
 from deltanet_hf.mixers.cache.cache_layer import cache_layer
 from deltanet_hf.mixers.cache.packed_tokens import Kept, PackedTokens
-from deltanet_hf.mixers.cache.window_cache import Tokens
 from deltanet_hf.mixers.layer.layer_call import LayerCall, recorded
 from deltanet_hf.mixers.layer.layer_kind import PositionEmbeddings
 from deltanet_hf.mixers.layer.masks import sliding_window
@@ -79,16 +78,11 @@ def call_packed(family: Callable[..., Any], kept: Kept, call: LayerCall, inputs:
         raise ValueError("cache bits: packed sequences are read in 16 bits; pad them instead")
     if cache is not None and cache.static_length:
         raise ValueError("cache bits: a static cache holds 16 bits; use a cache that grows, such as DynamicCache()")
-    x: Tensor = inputs["hidden_states"]
-    length = x.shape[1]
+    length = inputs["hidden_states"].shape[1]
     in_place = cache is not None and length == 1 and cache.may_change
     seen = 0 if cache is None else int(cache.get_seq_length())
     held = PackedTokens(kept, call.state or {}, call.padding, seen, cache is not None, in_place)
-    tokens = Tokens.of(x.shape[0], length, None, None, None, x.device)
-    softmax = SoftmaxCall(
-        tokens, tokens, Reach(0, 0, None), None, in_order=False, eager=False, weights=False, packed=held
-    )
-    output, _ = family(attention_mask=None, past_key_values=None if cache is None else held, call=softmax, **inputs)
+    output, _ = family(attention_mask=None, past_key_values=None if cache is None else held, call=held, **inputs)
     if cache is not None:
         cache.grows = kept.window is None
     if cache is not None and held.state is cache.state:

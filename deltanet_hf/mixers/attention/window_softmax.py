@@ -44,7 +44,6 @@ class SoftmaxCall:
     in_order: bool  # no padding, and no tokens from the cache
     eager: bool  # the implementation that the model asks for is "eager" and not "sdpa"
     weights: bool  # whether the attention weights are wanted
-    packed: PackedTokens | None = None  # keys and values in few bits; then all but `weights` is in it
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ def attend(
     scaling: float | None = None,
     dropout: float = 0.0,
     softcap: float | None = None,
-    call: SoftmaxCall | None = None,
+    call: SoftmaxCall | PackedTokens | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The attention function that a family's attention calls.
@@ -81,10 +80,10 @@ def attend(
         [B, T, HQ, D], and the weights [B, HQ, T, N] if they were computed.
     """
     assert call is not None
-    if call.packed is not None:
+    if isinstance(call, PackedTokens):  # keys and values in few bits
         q, k, v = (states.transpose(1, 2).to(value.dtype) for states in (query, key, value))
         scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-        output, _ = with_learned_sinks(*call.packed.attend(q, k, v, scale, softcap), kwargs.get("s_aux"))
+        output, _ = with_learned_sinks(*call.attend(q, k, v, scale, softcap), kwargs.get("s_aux"))
         return output.to(query.dtype).contiguous(), None
     has_sinks = kwargs.get("s_aux") is not None  # which the family's eager attention knows
     eager = call.eager or softcap is not None or has_sinks  # SDPA has neither cap nor learned sinks

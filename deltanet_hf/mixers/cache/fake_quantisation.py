@@ -12,12 +12,15 @@ Shapes: B batch, T tokens, HQ and HK query and key/value heads, D head size.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from deltanet_kernels import window_attention
+from deltanet_kernels import pack_prompt, prompt_attention
+from deltanet_kernels.packed_cache.calls import PackPromptCall, PromptAttentionCall
 from deltanet_kernels.packed_cache.layout import GROUP, SINKS, quantised, restored
+from deltanet_kernels.packed_cache.reference import torch_prompt_attention
 
 
 def fake_quantised(x: Tensor, bits: int) -> Tensor:
@@ -45,40 +48,27 @@ def _straight_through(x: Tensor, rounded: Tensor) -> Tensor:
 
 
 def quantised_attention(
-    q: Tensor, k: Tensor, v: Tensor, window: int, sinks: int, scale: float, bits: int, softcap: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int,
+    sinks: int,
+    scale: float,
+    bits: int,
+    softcap: float | None = None,
+    packed: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`window_attention` with earlier groups in `bits` bits; q [B, T, HQ, D], k, v [B, T, HK, D], one sequence a row.
 
-    Attention to the rounded keys and values of all tokens comes first; then, within each group, the terms of its
-    rounded keys and values are exchanged for those of the exact ones.
-
     Args:
         window: the most recent tokens that a query sees, itself included.
+        packed: the keys and values that `pack_prompt` restores, where they are known.
 
     Returns:
         The output [B, T, HQ, D] and the log-sum-exp of the scores [B, T, HQ] float32.
     """
-    length, wide = q.shape[1], torch.promote_types(q.dtype, torch.float32)
-    keys, values = stored_keys(k, bits), stored_values(v, bits)
-    near, lse = window_attention(q, keys, values, window, sinks, scale, None, softcap)
-    padded = -length % GROUP
-
-    def grouped(x: Tensor) -> Tensor:
-        return F.pad(x, (0, 0, 0, 0, 0, padded)).unflatten(1, (-1, GROUP)).to(wide)
-
-    queries = grouped(q).unflatten(3, (k.shape[2], -1))  # [B, N, GROUP, HK, R, D]
-    total = F.pad(lse, (0, 0, 0, padded)).unflatten(1, (-1, GROUP)).unflatten(3, (k.shape[2], -1)).unsqueeze(-1)
-    places = torch.arange(GROUP, device=q.device)
-    distance = places[:, None] - places
-    unseen = ((distance < 0) | (distance >= window))[:, None, None, :]  # or sinks, which are exact anyway
-    own: Tensor = queries.new_zeros(())
-    weight: Tensor = queries.new_zeros(())
-    for sign, some_keys, some_values in ((1, k, v), (-1, keys, values)):
-        scores = torch.einsum("bnqhrd,bnkhd->bnqhrk", queries, grouped(some_keys)) * scale
-        if softcap is not None:
-            scores = softcap * (scores / softcap).tanh()
-        weights = sign * (scores - total).masked_fill(unseen, -torch.inf).exp()
-        own = own + torch.einsum("bnqhrk,bnkhd->bnqhrd", weights, grouped(some_values))
-        weight = weight + weights.sum(-1, keepdim=True)
-    own, weight = (x.flatten(3, 4).flatten(1, 2)[:, :length] for x in (own, weight))
-    return ((near.to(wide) + own) / (1 + weight)).to(near.dtype), lse + weight.squeeze(-1).log1p()
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        keys, values = stored_keys(k, bits), stored_values(v, bits)
+        return torch_prompt_attention(PromptAttentionCall(q, k, v, keys, values, window, sinks, scale, softcap))
+    keys, values = pack_prompt.unchecked(PackPromptCall(k, v, bits))[1:] if packed is None else packed
+    return prompt_attention.unchecked(PromptAttentionCall(q, k, v, keys, values, window, sinks, scale, softcap))

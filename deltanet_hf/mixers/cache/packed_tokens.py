@@ -21,7 +21,8 @@ from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.cache.fake_quantisation import quantised_attention
 from deltanet_hf.mixers.cache.state import State, TensorShape
 from deltanet_hf.mixers.cache.window_cache import Tokens
-from deltanet_kernels import PackedKeyValues, pack_groups, packed_step_
+from deltanet_kernels import PackedKeyValues, pack_groups, pack_prompt, packed_step_
+from deltanet_kernels.packed_cache.calls import PackPromptCall
 from deltanet_kernels.packed_cache.layout import GROUP, SINKS, unpacked
 
 NAMES = ("key_codes", "key_scales", "value_codes", "value_scales", "keys", "values", "count")
@@ -116,22 +117,27 @@ class PackedTokens:
         if self._padding is None and self.state and length == 1:
             return self.step(q, k, v, scale, softcap)
         whole = self._padding is None and not self.state
-        whole = whole and (kept.limit is None or kept.sinks == 0 or length <= kept.limit)
-        if whole and not self._keep_state:
+        if whole and (kept.limit is None or kept.sinks == 0 or length <= kept.limit):
             return self._whole(q, k, v, scale, softcap)
-        if not whole and torch.is_grad_enabled() and k.requires_grad:
+        if torch.is_grad_enabled() and k.requires_grad:
             raise ValueError(
                 "cache bits: gradients need whole sequences without padding; train with set_cache_bits(model, 16), or "
                 "compute under torch.no_grad()"
             )
         arranged = _Arranged.of(kept, self.state, k.detach(), v.detach(), self._padding)
         self.state = arranged.state(kept.groups(self._seen + length))
-        return self._whole(q, k, v, scale, softcap) if whole else arranged.attend(q, kept, scale, softcap)
+        return arranged.attend(q, kept, scale, softcap)
 
     def _whole(self, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
-        kept = self.kept
-        window = q.shape[1] if kept.window is None else kept.window
-        return quantised_attention(q, k, v, window, kept.sinks, scale, kept.bits, softcap)
+        """`attend` of whole sequences without padding."""
+        kept, length = self.kept, q.shape[1]
+        packed = None
+        if self._keep_state:
+            call = PackPromptCall(k.detach(), v.detach(), kept.bits, kept.groups(length))
+            cache, *packed = pack_prompt.unchecked(call)
+            self.state = dict(zip(NAMES, cache, strict=True))
+        window = length if kept.window is None else kept.window
+        return quantised_attention(q, k, v, window, kept.sinks, scale, kept.bits, softcap, packed)
 
     def step(
         self,

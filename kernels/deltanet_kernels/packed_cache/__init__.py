@@ -9,6 +9,7 @@ token, and its first four tokens stay as they are. A group is packed when the fi
     layout.py      the tensors of a cache, and quantising and restoring numbers in PyTorch
     reference.py   the operators by PyTorch: CPU tensors, and CUDA calls that the kernels do not support
     kernels.py     the kernels: attention over a span of groups, putting a token, and packing
+    prompt.py      those of a prompt: the cache of all its tokens, and attention that sees the restored numbers
     launches.py    launches them and registers the operators with PyTorch
     calls.py       the arguments of each operator, as one typed object
     checks.py      argument checks

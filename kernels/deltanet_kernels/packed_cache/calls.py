@@ -112,3 +112,59 @@ class PackGroupsCall(NamedTuple):
     k: Tensor
     v: Tensor
     bits: int
+
+
+class PackPromptCall(NamedTuple):
+    """Makes the cache of sequences of T tokens, and what their queries see of it.
+
+    Args:
+        k, v: [B, T, HK, D]; T >= 1; D a multiple of 32, or less than 32 and even.
+        bits: 8 or 4.
+        groups: the most recent groups that the cache holds; None for all N = (T - 1) // 32 that are complete and
+            before the last token.
+
+    Returns:
+        The tensors of `PackedKeyValues`, and keys and values [B, N * 32, HK, D] as queries of later groups see them:
+        restored from the codes, the first four tokens as they are.
+
+    Raises:
+        ValueError: shapes or bits that do not fit.
+        TypeError: dtypes that do not fit.
+    """
+
+    k: Tensor
+    v: Tensor
+    bits: int
+    groups: int | None = None
+
+
+class PromptAttentionCall(NamedTuple):
+    """`window_attention` in which queries see tokens before their own group of 32 in another form. No gradients.
+
+    Tokens of a query's own group, and sinks, are those of k and v.
+
+    Args:
+        q: queries [B, T, HQ, D]; T >= 1.
+        k, v: keys and values [B, T, HK, D], dtype of q.
+        keys, values: the other form of the N = (T - 1) // 32 groups before the last token, [B, N * 32, HK, D], dtype
+            of q; the first four tokens as in k and v.
+        window, scale, softcap: as for `window_attention`.
+        sinks: as for `window_attention`, at most 4.
+
+    Returns:
+        o [B, T, HQ, D] in the dtype of q, and the log-sum-exp of the scores [B, T, HQ], float32 at least.
+
+    Raises:
+        ValueError: shapes, a window or sinks that do not fit, or gradients are required.
+        TypeError: dtypes that do not fit.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    keys: Tensor
+    values: Tensor
+    window: int
+    sinks: int
+    scale: float
+    softcap: float | None = None

@@ -5,8 +5,16 @@ from __future__ import annotations
 from torch import Tensor
 
 from deltanet_kernels.checks import _require_float, _require_shape, _require_tensor, check_rotation, refuse_gradients
-from deltanet_kernels.packed_cache.calls import PackedAttentionCall, PackedStepCall, PackGroupsCall
+from deltanet_kernels.packed_cache.calls import (
+    PackedAttentionCall,
+    PackedStepCall,
+    PackGroupsCall,
+    PackPromptCall,
+    PromptAttentionCall,
+)
 from deltanet_kernels.packed_cache.layout import GROUP, SINKS, PackedKeyValues
+from deltanet_kernels.window.calls import WindowCall
+from deltanet_kernels.window.checks import check_window_attention
 
 
 def check_packed_attention(call: PackedAttentionCall) -> None:
@@ -35,14 +43,38 @@ def check_packed_step(call: PackedStepCall) -> None:
 
 def check_pack_groups(call: PackGroupsCall) -> None:
     """Raises ValueError or TypeError."""
-    k, v, bits = call
+    _check_tokens(*call)
+    if call.k.shape[2] % GROUP:
+        raise ValueError(f"k: got shape {list(call.k.shape)}, needs [B, HK, N * {GROUP}, D]")
+
+
+def check_pack_prompt(call: PackPromptCall) -> None:
+    """Raises ValueError or TypeError."""
+    _check_tokens(*call[:3])
+    if not call.k.shape[1]:
+        raise ValueError("k: got no tokens")
+
+
+def check_prompt_attention(call: PromptAttentionCall) -> None:
+    """Raises ValueError or TypeError."""
+    q, k, v, *others, window, sinks, scale, softcap = call
+    check_window_attention(WindowCall(q, k, v, window, sinks, scale, None, softcap))
+    if sinks > SINKS:
+        raise ValueError(f"sinks: got {sinks}, needs at most {SINKS}")
+    B, T, HK, D = k.shape
+    for name, x in zip(("keys", "values"), others, strict=True):
+        _require_shape(name, _require_tensor(name, x), (B, (T - 1) // GROUP * GROUP, HK, D), "[B, N * 32, HK, D]")
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name}: got dtype {x.dtype}, needs {q.dtype} (the dtype of q)")
+    refuse_gradients("prompt_attention", "window_attention", *call[:5])
+
+
+def _check_tokens(k: Tensor, v: Tensor, bits: int) -> None:
     _require_float("k", _require_tensor("k", k))
     _require_shape("v", _require_tensor("v", v), tuple(k.shape), "the shape of k")
     D = k.shape[-1]
-    if k.dim() != 4 or k.shape[2] % GROUP or (D % GROUP and (D > GROUP or D % 2)):
-        raise ValueError(
-            f"k: got shape {list(k.shape)}, needs [B, HK, N * {GROUP}, D] with D in whole groups of channels"
-        )
+    if k.dim() != 4 or (D % GROUP and (D > GROUP or D % 2)):
+        raise ValueError(f"k: got shape {list(k.shape)}, needs four dimensions with D in whole groups of channels")
     if bits not in (8, 4):
         raise ValueError(f"bits: got {bits}, needs 8 or 4")
 

@@ -160,35 +160,42 @@ def _quantise(x, low, high, BITS: tl.constexpr):
 
 
 @triton.jit
-def _pack(x, codes, scales, R: tl.constexpr, C: tl.constexpr, BITS: tl.constexpr):
-    """Pack x [R, C] float32, each column of 32 rows together."""
+def _pack(x, codes, scales, kept, R: tl.constexpr, C: tl.constexpr, BITS: tl.constexpr):
+    """Pack x [R, C] float32, each column of 32 rows together, if `kept`; returns the numbers that are restored."""
     N: tl.constexpr = 16 // BITS
     B: tl.constexpr = R // GROUP
     x = tl.reshape(x, [B, GROUP, C])
     n, scale, low = _quantise(x, tl.min(x, axis=1)[:, None, :], tl.max(x, axis=1)[:, None, :], BITS)
-    at = scales + tl.arange(0, B)[:, None] * C + tl.arange(0, C)[None, :]
-    tl.store(at, tl.reshape(scale, [B, C]))
-    tl.store(at + B * C, tl.reshape(low, [B, C]))
-    place = (tl.arange(0, N)[:, None] + tl.arange(0, 2)[None, :] * N) * BITS
-    words = tl.reshape(n, [R, C // (2 * N), N, 2]) << place[None, None, :, :]
-    words = tl.sum(tl.sum(words, axis=3), axis=2).to(tl.int32)
-    W: tl.constexpr = C * BITS // 32
-    codes = codes.to(tl.pointer_type(tl.int32), bitcast=True)
-    tl.store(codes + tl.arange(0, R)[:, None] * W + tl.arange(0, W)[None, :], words)
+    if kept:
+        at = scales + tl.arange(0, B)[:, None] * C + tl.arange(0, C)[None, :]
+        tl.store(at, tl.reshape(scale, [B, C]))
+        tl.store(at + B * C, tl.reshape(low, [B, C]))
+        place = (tl.arange(0, N)[:, None] + tl.arange(0, 2)[None, :] * N) * BITS
+        words = tl.reshape(n, [R, C // (2 * N), N, 2]) << place[None, None, :, :]
+        words = tl.sum(tl.sum(words, axis=3), axis=2).to(tl.int32)
+        W: tl.constexpr = C * BITS // 32
+        words_at = codes.to(tl.pointer_type(tl.int32), bitcast=True)
+        tl.store(words_at + tl.arange(0, R)[:, None] * W + tl.arange(0, W)[None, :], words)
+    # The product is exact, so that a fused addition rounds as `layout.restored`.
+    x = low.to(tl.float32) + n.to(tl.float32) * tl.maximum(scale.to(tl.float32), LEAST_SCALE)
+    return tl.reshape(x, [R, C])
 
 
 @triton.jit
-def _pack_group(
-    keys, values, k_token, v_token, key_codes, key_scales, value_codes, value_scales, group,
+def pack_group(
+    keys, values, k_token, v_token, key_codes, key_scales, value_codes, value_scales, group, kept,
     D: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """Pack the 32 tokens at `keys` and `values`, `k_token` and `v_token` elements apart, as number `group` of all."""
+    """Pack the 32 tokens at `keys` and `values`, `k_token` and `v_token` elements apart, as number `group` of all.
+
+    The codes are stored if `kept`. Returns the keys [32, D] and values [D, 32] float32 that are restored from them.
+    """
     r, d = tl.arange(0, GROUP), tl.arange(0, D)
     at = group * (GROUP * D * BITS // 8)
     x = tl.load(keys + r.to(tl.int64)[:, None] * k_token + d[None, :]).to(tl.float32)
-    _pack(x, key_codes + at, key_scales + group * (2 * D), GROUP, D, BITS)
+    k = _pack(x, key_codes + at, key_scales + group * (2 * D), kept, GROUP, D, BITS)
     x = tl.load(values + r.to(tl.int64)[None, :] * v_token + d[:, None]).to(tl.float32)
-    _pack(x, value_codes + at, value_scales + group * (2 * D), D, GROUP, BITS)
+    return k, _pack(x, value_codes + at, value_scales + group * (2 * D), kept, D, GROUP, BITS)
 
 
 @triton.jit
@@ -201,7 +208,9 @@ def pack_kernel(
     pair = (tl.program_id(0) // groups).to(tl.int64)
     k += pair // HK * k_row + pair % HK * k_head + n.to(tl.int64) * GROUP * k_token
     v += pair // HK * v_row + pair % HK * v_head + n.to(tl.int64) * GROUP * v_token
-    _pack_group(k, v, k_token, v_token, key_codes, key_scales, value_codes, value_scales, pair * groups + n, D, BITS)
+    pack_group(
+        k, v, k_token, v_token, key_codes, key_scales, value_codes, value_scales, pair * groups + n, True, D, BITS
+    )
 
 
 @triton.jit
@@ -226,9 +235,9 @@ def append_kernel(
     if (number > 0) & (number % GROUP == 0) & (groups > 0):
         place = (number // GROUP - 1) % tl.maximum(groups, 1)
         own = SINKS * D
-        _pack_group(
+        pack_group(
             keys + own, values + own, D, D, key_codes, key_scales, value_codes, value_scales,
-            pair * groups + place, D, BITS,
+            pair * groups + place, True, D, BITS,
         )  # fmt: skip
         tl.debug_barrier()  # all of the group is read before its first place is written
     new_k = turned(k + b * k_row + h * D, cos, sin, b, d, m_d, R, ROPE_ROWS).to(keys.dtype.element_ty)

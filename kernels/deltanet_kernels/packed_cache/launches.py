@@ -16,9 +16,18 @@ from deltanet_kernels.common.sizes import cdiv, power_of_two
 from deltanet_kernels.flash_decoding.config import COMBINED, MAX_GROUP
 from deltanet_kernels.flash_decoding.kernels import combine_kernel
 from deltanet_kernels.gated_delta_rule.config import product_precision
-from deltanet_kernels.packed_cache.calls import PackedAttentionCall, PackedStepCall, PackGroupsCall
+from deltanet_kernels.packed_cache.calls import (
+    PackedAttentionCall,
+    PackedStepCall,
+    PackGroupsCall,
+    PackPromptCall,
+    PromptAttentionCall,
+)
 from deltanet_kernels.packed_cache.kernels import append_kernel, pack_kernel, packed_span_kernel
-from deltanet_kernels.packed_cache.layout import GROUP, PackedKeyValues
+from deltanet_kernels.packed_cache.layout import GROUP, SINKS, PackedKeyValues
+from deltanet_kernels.packed_cache.prompt import pack_prompt_kernel, prompt_attention_kernel
+from deltanet_kernels.window.attention import reach_within, strided
+from deltanet_kernels.window.config import window_config
 from deltanet_kernels.window.step import COUNT_BITS, MAX_PROGRAMS
 
 PROGRAMS = 12  # per multiprocessor
@@ -151,14 +160,20 @@ def packed_step_triton_(call: PackedStepCall) -> tuple[Tensor, Tensor]:
     return found
 
 
+def _groups(make, B, HK, N, D, bits, device):
+    """The first four tensors of `PackedKeyValues` by `make`, torch.empty or torch.zeros."""
+    codes, scales = {"dtype": torch.uint8, "device": device}, {"dtype": torch.bfloat16, "device": device}
+    return (
+        make((B, HK, N, GROUP, D * bits // 8), **codes),
+        make((B, HK, N, 2, D), **scales),
+        make((B, HK, N, D, GROUP * bits // 8), **codes),
+        make((B, HK, N, 2, D // GROUP, GROUP), **scales),
+    )
+
+
 def _fake_pack(k, v, bits):
-    (B, HK, length, D) = k.shape
-    N = length // GROUP
-    key_codes = k.new_empty(B, HK, N, GROUP, D * bits // 8, dtype=torch.uint8)
-    key_scales = k.new_empty(B, HK, N, 2, D, dtype=torch.bfloat16)
-    value_codes = k.new_empty(B, HK, N, D, GROUP * bits // 8, dtype=torch.uint8)
-    value_scales = k.new_empty(B, HK, N, 2, D // GROUP, GROUP, dtype=torch.bfloat16)
-    return key_codes, key_scales, value_codes, value_scales
+    B, HK, length, D = k.shape
+    return _groups(torch.empty, B, HK, length // GROUP, D, bits, k.device)
 
 
 @operator(_fake_pack)
@@ -181,3 +196,73 @@ def pack_groups_triton(call: PackGroupsCall) -> tuple[Tensor, Tensor, Tensor, Te
     k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))
     packed: tuple[Tensor, Tensor, Tensor, Tensor] = pack_groups_op(k, v, bits)
     return packed
+
+
+def _fake_pack_prompt(k, v, bits, groups):
+    B, T, HK, D = k.shape
+    N = (T - 1) // GROUP
+    make = torch.empty if groups <= N else torch.zeros  # places that no group has taken are not read, but no NaN
+    keys, values = (k.new_empty(B, HK, SINKS + GROUP, D) for _ in range(2))
+    lengths = torch.empty(B, dtype=torch.int32, device=k.device)
+    seen = (k.new_empty(B, N * GROUP, HK, D) for _ in range(2))
+    return *_groups(make, B, HK, groups, D, bits, k.device), keys, values, lengths, *seen
+
+
+@operator(_fake_pack_prompt)
+def pack_prompt_op(
+    k: Tensor, v: Tensor, bits: int, groups: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the tensors of a cache, and the keys and values that later groups see [B, N * 32, HK, D]."""
+    (k, v), strides = strided(k, v)
+    B, T, HK, D = k.shape
+    made = _fake_pack_prompt(k, v, bits, groups)
+    programs = B * HK * (1 + (T - 1) // GROUP)
+    launch(pack_prompt_kernel, programs, k, v, *made, T, groups, *strides, HK=HK, D=D, BITS=bits, num_warps=4)
+    return made
+
+
+def pack_prompt_triton(call: PackPromptCall) -> tuple[PackedKeyValues, Tensor, Tensor]:
+    """`deltanet_kernels.pack_prompt` in Triton.
+
+    Raises:
+        NotImplementedError: other head sizes than 64, 128 and 256, or a dtype other than float32, bfloat16, float16.
+    """
+    _supported(call.k.shape[3], call.k.dtype)
+    groups = (call.k.shape[1] - 1) // GROUP if call.groups is None else call.groups
+    *cache, keys, values = pack_prompt_op(*call[:3], groups)
+    return PackedKeyValues(*cache), keys, values
+
+
+def _fake_prompt_attention(q, k, v, keys, values, window, sinks, scale, softcap):
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@operator(_fake_prompt_attention)
+def prompt_attention_op(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, window: int, sinks: int, scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """o [B, T, HQ, D] and lse [B, T, HQ]."""
+    (q, k, v), strides = strided(q, k, v)
+    (B, T, HQ, D), HK = q.shape, k.shape[2]
+    window, sinks = reach_within(window, sinks, T)
+    config = window_config("forward", D, sinks, q.dtype)
+    o, lse = _fake_prompt_attention(q, k, v, keys, values, window, sinks, scale, softcap)
+    launch(
+        prompt_attention_kernel, B * cdiv(T, config.M) * HQ,
+        q, k, v, keys.contiguous(), values.contiguous(), o, lse, T, window, scale, *strides,
+        HQ=HQ, HK=HK, D=D, SINKS=sinks, BM=config.M, BN=config.N, BS=config.S, STAGES=config.stages, CAP=softcap,
+        PRECISION=product_precision("auto", q.dtype), num_warps=config.warps,
+    )  # fmt: skip
+    return o, lse
+
+
+def prompt_attention_triton(call: PromptAttentionCall) -> tuple[Tensor, Tensor]:
+    """`deltanet_kernels.prompt_attention` in Triton.
+
+    Raises:
+        NotImplementedError: as `pack_prompt_triton`.
+    """
+    _supported(call.q.shape[3], call.q.dtype)
+    found: tuple[Tensor, Tensor] = prompt_attention_op(*call)
+    return found

@@ -4,12 +4,26 @@
 from __future__ import annotations
 
 from deltanet_kernels.dispatch import Operator
-from deltanet_kernels.packed_cache.calls import PackedAttentionCall, PackedStepCall, PackGroupsCall
-from deltanet_kernels.packed_cache.checks import check_pack_groups, check_packed_attention, check_packed_step
+from deltanet_kernels.packed_cache.calls import (
+    PackedAttentionCall,
+    PackedStepCall,
+    PackGroupsCall,
+    PackPromptCall,
+    PromptAttentionCall,
+)
+from deltanet_kernels.packed_cache.checks import (
+    check_pack_groups,
+    check_pack_prompt,
+    check_packed_attention,
+    check_packed_step,
+    check_prompt_attention,
+)
 from deltanet_kernels.packed_cache.reference import (
     torch_pack_groups,
+    torch_pack_prompt,
     torch_packed_attention,
     torch_packed_step_,
+    torch_prompt_attention,
 )
 
 
@@ -31,6 +45,18 @@ def _pack():
     return pack_groups_triton
 
 
+def _pack_prompt():
+    from deltanet_kernels.packed_cache.launches import pack_prompt_triton
+
+    return pack_prompt_triton
+
+
+def _prompt_attention():
+    from deltanet_kernels.packed_cache.launches import prompt_attention_triton
+
+    return prompt_attention_triton
+
+
 packed_attention = Operator(
     "packed_attention",
     PackedAttentionCall,
@@ -40,3 +66,13 @@ packed_attention = Operator(
 )
 packed_step_ = Operator("packed_step_", PackedStepCall, check=check_packed_step, cpu=torch_packed_step_, triton=_step)
 pack_groups = Operator("pack_groups", PackGroupsCall, check=check_pack_groups, cpu=torch_pack_groups, triton=_pack)
+pack_prompt = Operator(
+    "pack_prompt", PackPromptCall, check=check_pack_prompt, cpu=torch_pack_prompt, triton=_pack_prompt
+)
+prompt_attention = Operator(
+    "prompt_attention",
+    PromptAttentionCall,
+    check=check_prompt_attention,
+    cpu=torch_prompt_attention,
+    triton=_prompt_attention,
+)

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from deltanet_kernels.common.rotation import rotate
-from deltanet_kernels.packed_cache.calls import PackedAttentionCall, PackedStepCall, PackGroupsCall
+from deltanet_kernels.packed_cache.calls import (
+    PackedAttentionCall,
+    PackedStepCall,
+    PackGroupsCall,
+    PackPromptCall,
+    PromptAttentionCall,
+)
 from deltanet_kernels.packed_cache.layout import (
     GROUP,
     SINKS,
@@ -15,6 +22,7 @@ from deltanet_kernels.packed_cache.layout import (
     token_numbers,
     unpacked,
 )
+from deltanet_kernels.window.operators import window_attention
 
 
 def torch_packed_attention(call: PackedAttentionCall) -> tuple[Tensor, Tensor]:
@@ -39,6 +47,62 @@ def torch_packed_attention(call: PackedAttentionCall) -> tuple[Tensor, Tensor]:
 def torch_pack_groups(call: PackGroupsCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`deltanet_kernels.pack_groups` in PyTorch."""
     return packed_groups(*call)
+
+
+def torch_pack_prompt(call: PackPromptCall) -> tuple[PackedKeyValues, Tensor, Tensor]:
+    """`deltanet_kernels.pack_prompt` in PyTorch."""
+    k, v = (x.transpose(1, 2) for x in call[:2])
+    B, T = call.k.shape[:2]
+    N = (T - 1) // GROUP
+    packed: tuple[Tensor, ...] = packed_groups(k[:, :, : N * GROUP], v[:, :, : N * GROUP], call.bits)
+    padded = [F.pad(x, (0, 0, 0, (N + 1) * GROUP - T)) for x in (k, v)]
+    keys, values = (torch.cat([x[:, :, :SINKS], x[:, :, N * GROUP :]], dim=2) for x in padded)
+    lengths = torch.full((B,), T, dtype=torch.int32, device=k.device)
+    cache = PackedKeyValues(*packed, keys, values, lengths)  # type: ignore[call-arg]
+    seen = [
+        torch.cat([x[:, :, : min(SINKS, N * GROUP)], restored[:, :, SINKS:]], dim=2).transpose(1, 2)
+        for x, restored in zip((k, v), unpacked(cache, k.dtype), strict=True)
+    ]
+    groups = N if call.groups is None else call.groups
+    packed = tuple(x[:, :, max(0, N - groups) :] for x in packed)
+    if groups > N:
+        packed = tuple(F.pad(x, (*[0, 0] * (x.dim() - 3), 0, groups - N)) for x in packed)
+    elif groups and N % groups:
+        packed = tuple(x.roll(N % groups, dims=2) for x in packed)
+    return PackedKeyValues(*packed, keys, values, lengths), seen[0], seen[1]  # type: ignore[call-arg]
+
+
+def torch_prompt_attention(call: PromptAttentionCall) -> tuple[Tensor, Tensor]:
+    """`deltanet_kernels.prompt_attention` in PyTorch, differentiable.
+
+    Attention to the other form of all tokens comes first; then, within each group, its terms are exchanged for those
+    of k and v.
+    """
+    q, k, v, *others, window, sinks, scale, softcap = call
+    length, wide = q.shape[1], torch.promote_types(q.dtype, torch.float32)
+    keys, values = (torch.cat([y, x[:, y.shape[1] :]], dim=1) for x, y in zip((k, v), others, strict=True))
+    near, lse = window_attention(q, keys, values, window, sinks, scale, None, softcap)
+    padded = -length % GROUP
+
+    def grouped(x: Tensor) -> Tensor:
+        return F.pad(x, (0, 0, 0, 0, 0, padded)).unflatten(1, (-1, GROUP)).to(wide)
+
+    queries = grouped(q).unflatten(3, (k.shape[2], -1))  # [B, N, GROUP, HK, R, D]
+    total = F.pad(lse, (0, 0, 0, padded)).unflatten(1, (-1, GROUP)).unflatten(3, (k.shape[2], -1)).unsqueeze(-1)
+    places = torch.arange(GROUP, device=q.device)
+    distance = places[:, None] - places
+    unseen = ((distance < 0) | (distance >= window))[:, None, None, :]  # or sinks, which are exact anyway
+    own: Tensor = queries.new_zeros(())
+    weight: Tensor = queries.new_zeros(())
+    for sign, some_keys, some_values in ((1, k, v), (-1, keys, values)):
+        scores = torch.einsum("bnqhrd,bnkhd->bnqhrk", queries, grouped(some_keys)) * scale
+        if softcap is not None:
+            scores = softcap * (scores / softcap).tanh()
+        weights = sign * (scores - total).masked_fill(unseen, -torch.inf).exp()
+        own = own + torch.einsum("bnqhrk,bnkhd->bnqhrd", weights, grouped(some_values))
+        weight = weight + weights.sum(-1, keepdim=True)
+    own, weight = (x.flatten(3, 4).flatten(1, 2)[:, :length] for x in (own, weight))
+    return ((near.to(wide) + own) / (1 + weight)).to(near.dtype), lse + weight.squeeze(-1).log1p()
 
 
 def torch_packed_step_(call: PackedStepCall) -> tuple[Tensor, Tensor]:

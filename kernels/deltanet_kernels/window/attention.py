@@ -20,12 +20,12 @@ from deltanet_kernels.window.gradients_q import gradients_q_kernel
 PARTS = 32  # parts of a sink's gradient that are added at a time
 
 
-def _reach(window: int, sinks: int, tokens: int) -> tuple[int, int]:
+def reach_within(window: int, sinks: int, tokens: int) -> tuple[int, int]:
     """Window and sinks cut to the length; no sinks where the window shows all."""
     return (tokens, 0) if window >= tokens else (window, min(sinks, tokens - window))
 
 
-def _rows(*tensors: torch.Tensor) -> tuple[list[torch.Tensor], list[int]]:
+def strided(*tensors: torch.Tensor) -> tuple[list[torch.Tensor], list[int]]:
     """Tensors [B, T, H, D] with adjacent channels, and their other strides."""
     rows = [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
     return rows, [stride for x in rows for stride in x.stride()[:3]]
@@ -41,9 +41,9 @@ def window_forward(
     scale: float, softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """o [B, T, HQ, D] and lse [B, T, HQ]."""
-    (q, k, v), strides = _rows(q, k, v)
+    (q, k, v), strides = strided(q, k, v)
     (B, T, HQ, D), HK = q.shape, k.shape[2]
-    window, sinks = _reach(window, sinks, T)
+    window, sinks = reach_within(window, sinks, T)
     config = window_config("forward", D, sinks, q.dtype)
     chunks = cut_chunks(B, T, config.M, cu_seqlens)
     o, lse = _fake_window_forward(q, k, v, cu_seqlens, window, sinks, scale, softcap)
@@ -70,10 +70,10 @@ def window_backward(
     softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Gradients of q, k and v."""
-    (q, k, v, do), strides = _rows(q, k, v, do)
+    (q, k, v, do), strides = strided(q, k, v, do)
     o, lse, dlse = o.contiguous(), lse.contiguous(), None if dlse is None else dlse.contiguous()
     (B, T, HQ, D), HK = q.shape, k.shape[2]
-    window, sinks = _reach(window, sinks, T)
+    window, sinks = reach_within(window, sinks, T)
     config = window_config("gradients_q", D, sinks, q.dtype)
     chunks = cut_chunks(B, T, config.M, cu_seqlens)
     make = torch.zeros if chunks.varlen else torch.empty

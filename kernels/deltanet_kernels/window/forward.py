@@ -15,7 +15,7 @@ from deltanet_kernels.window.tiles import HIDDEN, LOG2E, in_sinks, in_window, lo
 
 
 @triton.jit
-def _attend(
+def attend_tile(
     q_MD, k, v, j, seen, top, total, sums, k_token, v_token, length, d, factor, D: tl.constexpr,
     CAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -60,13 +60,13 @@ def forward_kernel(
     for start in range(0, tl.minimum(SINKS, position + valid - window), BS):
         j = start + tl.arange(0, BS)
         seen = in_sinks(i[:, None], j[None, :], window, SINKS)
-        top, total, sums = _attend(
+        top, total, sums = attend_tile(
             q_MD, k, v, j, seen, top, total, sums, k_token, v_token, length, d, factor, D, CAP, PRECISION
         )
     for start in tl.range(tl.maximum(position - window + 1, 0), position + valid, BN, num_stages=STAGES):
         j = start + tl.arange(0, BN)
         seen = in_window(i[:, None], j[None, :], window)
-        top, total, sums = _attend(
+        top, total, sums = attend_tile(
             q_MD, k, v, j, seen, top, total, sums, k_token, v_token, length, d, factor, D, CAP, PRECISION
         )
     out = o + (flat * HQ + h) * D
