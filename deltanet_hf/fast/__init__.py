@@ -9,6 +9,7 @@
     window.py   prefill and decoding step of a mixer's window (mixers/layer/window_branch.py)
     packed.py   decoding step of softmax heads and window heads in 8 or 4 bits, alone or mixed in a layer
     norms.py    norms with residual sums, one kernel each
+    packed.py   attention over keys and values in few bits
     mlp.py      feed-forward blocks
     joint.py    linear layers with one input as one matrix product
     copied.py   copies of modules with replaced parts

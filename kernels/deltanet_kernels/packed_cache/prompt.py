@@ -86,7 +86,7 @@ def prompt_attention_kernel(
     total = tl.zeros([BM], dtype=tl.float32)
     sums = tl.zeros([BM, D], dtype=tl.float32)
     own = i // GROUP * GROUP
-    for start in range(position // GROUP * GROUP, end, BN):
+    for start in tl.range(position // GROUP * GROUP, end, BN, num_stages=1):
         j = start + tl.arange(0, BN)
         seen = in_window(i[:, None], j[None, :], window) & (j[None, :] >= own[:, None])
         top, total, sums = attend_tile(
