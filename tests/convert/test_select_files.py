@@ -96,7 +96,8 @@ def test_bytes_are_those_of_the_converted_model(far: Path, tmp_path: Path) -> No
     for unit, heads in (("layer", 1), ("kv_head", 2)):
         task = tiny_task(far, tmp_path / "s.json", "2MB@2000", unit=unit)
         assert task.memory is not None
-        per_token, state = 2 * 2 * 32 * 4, 2 * 2 * 32 * 4 * 68 + 4 * 68 + 4
+        per_token = 2 * 2 * 32 * 4
+        state = per_token * 485 + 4 * 485 + 4  # a window of 481 tokens and 4 sinks, and their places
         assert task.memory.kept * heads == per_token * 2000
         assert task.memory.other * heads == state
         assert task.memory.teacher == 4 * per_token * 2000

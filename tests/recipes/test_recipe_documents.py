@@ -120,7 +120,7 @@ def test_speeds_are_those_of_the_fastest_mode(tmp_path: Path) -> None:
     failed = {**labels, "kind": "all", "mode": "compiled", "batch": 1, "error": "out of memory"}
     (tmp_path / "s.json").write_text(json.dumps({"rows": [*rows, failed]}))
     lines = rewritten("<!-- speed: s.json -->\n<!-- end of speed -->", tmp_path).splitlines()
-    assert lines[3] == "| 135M, 16 x 2,048 | 5.0k | 10.0k (2.00x) | 2.00 | 1.00 (2.00x) | 755 | 76 |"
+    assert lines[3] == "| 135M, 16 x 2,048 | 5.0k / 10.0k | 2.00 / 1.00 | 755 / 76 |"
     assert lines[5] == "not measured: 135M all compiled 1 2048: out of memory"
 
 
