@@ -88,7 +88,10 @@ def test_however_a_text_is_cut_it_is_the_whole_forward(name: str, parts: list[in
     cache = DynamicCache(config=model.config)
     found = [model(part, past_key_values=cache, use_cache=True).logits for part in LONG.split(parts, dim=1)]
     assert (torch.cat(found, dim=1) - wanted).abs().max() < BOUND.get(name, 1e-9) * wanted.abs().max()
-    plain = set_cache_bits(model, 16)(LONG, use_cache=False).logits
+    set_cache_bits(model, 16)
+    if name == "capped":  # SDPA of transformers 5.17 leaves the cap out
+        model.set_attn_implementation("eager")
+    plain = model(LONG, use_cache=False).logits
     assert (plain - wanted)[:, :32].abs().max() < 5e-5  # the family may compute in float32
     assert (plain - wanted)[:, 32:].abs().max() > 1e-4
 
