@@ -25,6 +25,8 @@ from deltanet_recipes.demo.fetch_teacher import fetch_teacher
 from deltanet_recipes.demo.measure import DemoMeasure, softmax_layers
 
 RECIPE = "demo"
+# With states, which can be aligned on a CPU in minutes.
+CONVERSION = ["--layers", "keep:2,7,8,15,17,18,23", "--mixer", "gated_deltanet+window", "--cache-bits", "16"]
 CALIBRATION_TOKENS = 4096  # two sequences; half of the default, to save time
 PROMPT = "What is photosynthesis?"
 console = Console()
@@ -44,7 +46,7 @@ def main() -> None:
     clock.begin("2. convert")
     if not (converted / "conversion.json").exists():
         resume = ["--resume"] if Workspace(converted).journal.exists() else []
-        _run("convert", teacher, converted, "--calibration-tokens", CALIBRATION_TOKENS, *resume)
+        _run("convert", teacher, converted, *CONVERSION, "--calibration-tokens", CALIBRATION_TOKENS, *resume)
 
     clock.begin("3. align")
     if not (aligned / "final" / "config.json").exists():
