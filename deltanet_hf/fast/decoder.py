@@ -17,7 +17,8 @@ from deltanet_hf.fast.joint import joint_linears
 from deltanet_hf.fast.mixer import FastMixer
 from deltanet_hf.fast.mlp import FastMLP, is_known
 from deltanet_hf.fast.norms import FastNorm, Sum, form_of
-from deltanet_hf.fast.packed import FastPacked, branches_of, has_packed_step
+from deltanet_hf.fast.packed import FastPacked, has_packed_step
+from deltanet_hf.mixers.layer.layer_kind import branches_of
 from deltanet_hf.mixers.layer.mixer import Mixer
 from deltanet_hf.mixers.mixed_heads import MixedHeads
 
@@ -162,7 +163,7 @@ def fast_attention(attention: nn.Module, may_move: bool) -> Any:
     """The stand-in of a layer's attention."""
     if not has_packed_step(attention):
         return fast_part(attention, may_move)
-    branches, names = branches_of(attention), TOGETHER[0]
+    branches, names = list(branches_of(attention).values()), TOGETHER[0]
     joint = joint_linears([getattr(branch, name) for branch in branches for name in names], may_move)
     parts = [
         copied(branch, **dict(zip(names, joint[3 * n : 3 * n + 3], strict=True))) for n, branch in enumerate(branches)

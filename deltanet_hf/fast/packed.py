@@ -18,8 +18,8 @@ from deltanet_hf.mixers.attention.packed_softmax import PackedSoftmax
 from deltanet_hf.mixers.cache.mixed_cache import MixedCacheLayer
 from deltanet_hf.mixers.cache.packed_tokens import PackedTokens
 from deltanet_hf.mixers.cache.state import MixerCacheLayer
+from deltanet_hf.mixers.layer.layer_kind import branches_of
 from deltanet_hf.mixers.layer.masks import boundaries_in, padding_in
-from deltanet_hf.mixers.mixed_heads import MixedHeads
 from deltanet_hf.mixers.window import WindowAttention
 from deltanet_kernels import prompt_inputs
 from deltanet_kernels.prompt.calls import PromptInputsCall
@@ -28,14 +28,9 @@ FAMILIES = ("LlamaAttention", "MistralAttention", "Qwen2Attention", "MixtralAtte
 """Attention of which the class says no more than: project, rotate, attend by `scaling`, project."""
 
 
-def branches_of(attention: Any) -> list[Any]:
-    """The attention of each kind of heads."""
-    return list(attention.branches.values()) if isinstance(attention, MixedHeads) else [attention]
-
-
 def has_packed_step(attention: Any) -> bool:
     """Whether `FastPacked` has a step for it: softmax or windows of known families, all with a cache in 8 or 4 bits."""
-    return all(map(_is_known, branches_of(attention)))
+    return all(map(_is_known, branches_of(attention).values()))
 
 
 def _is_known(branch: Any) -> bool:
@@ -51,7 +46,7 @@ class FastPacked:
     """
 
     def __init__(self, plain: Any) -> None:
-        self._plain, self._branches = plain, branches_of(plain)
+        self._plain, self._branches = plain, list(branches_of(plain).values())
 
     def __call__(
         self,

@@ -46,7 +46,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 class Layout(NamedTuple):
-    """What replaces the attention of a Llama model, and what stays."""
+    """The layers of a converted Llama model: its mixer, and the softmax layers or heads that stay."""
 
     mixer: str = ""  # a name in `MIXER_NAMES`, with its recommended settings; nothing for a softmax model
     layers: int = 0  # every which layer stays softmax; 0 for none

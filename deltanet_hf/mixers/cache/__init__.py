@@ -1,4 +1,4 @@
-"""What layers keep between their calls, as layers of transformers' `Cache`.
+"""The caches of converted layers, as layers of transformers' `Cache`.
 
     cache_layer.py         a layer's part of a cache, made by its first call
     state.py               the tensors of one layer, and how many tokens it has seen

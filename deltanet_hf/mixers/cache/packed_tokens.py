@@ -32,7 +32,7 @@ MOST_SCORES = 2**24  # that a call holds at a time
 
 @dataclass(frozen=True)
 class Kept:
-    """What is kept of a sequence, and what of it a query sees.
+    """The part of a sequence that a cache keeps, and the part of that which a query sees.
 
     Attributes:
         bits: 8 or 4; others can be computed, but have no packed form.

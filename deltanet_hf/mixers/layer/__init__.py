@@ -1,4 +1,4 @@
-"""What a layer is made of around its rule.
+"""The parts of a layer around its rule.
 
     layer_kind.py        the contract of every kind of layer, softmax kinds included
     mixer.py             a layer with a recurrent state: projections, norms, convolution, rotation, output

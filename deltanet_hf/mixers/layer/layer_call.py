@@ -17,7 +17,7 @@ from deltanet_hf.mixers.layer.masks import boundaries_in, padding_in
 
 @dataclass(frozen=True)
 class LayerCall:
-    """What a layer is told of a call besides its input."""
+    """The arguments of a layer's call besides its input."""
 
     cache: MixerCacheLayer | None  # the layer's part of the cache
     padding: Tensor | None  # [B, T] bool, True at padding
