@@ -30,6 +30,7 @@ HEADERS = {
     "tokens": "tokens trained",
     "mb_2k": "MB",
     "mb_2k mb_32k": "MB at 2k / 32k",
+    "mb_2k mb_8k": "MB at 2k / 8k",
     "kl_1k kl_4k kl_8k": "KL at 1k / 4k / 8k",
     "needles_2k": "needles in 2k, %",
     "prose_2k": "prose facts in 2k, %",
@@ -38,6 +39,12 @@ HEADERS = {
     "wt2": "WikiText-2",
     "needles_1k needles_2k needles_4k": "needles in 1k / 2k / 4k, %",
     "prose_1k prose_2k prose_4k": "prose facts in 1k / 2k / 4k, %",
+    "top1": "top-1 agreement, %",
+    "niah_2k niah_4k niah_8k": "RULER NIAH in 2k / 4k / 8k, %",
+    "vt_4k": "RULER VT in 4k, %",
+    "completion": "SQuAD completion, %",
+    "ifeval": "IFEval, %",
+    "standard": "standard suite, %",
     "pairs_8": "8 pairs, %",
     "pairs_128": "128 pairs, %",
     "pairs_8 pairs_32 pairs_128": "8 / 32 / 128 pairs, %",
@@ -74,9 +81,14 @@ def hybrids(path: Path) -> str:
 
 
 def front(path: Path) -> str:
-    """The table that a YAML file describes. Raises UserError if it names a run that the results do not have."""
+    """The table that a YAML file describes; nothing while the results are not there.
+
+    Raises UserError if it names a run that the results do not have.
+    """
+    results = path.parent / yaml.safe_load(path.read_text())["results"]
+    if not results.exists():
+        return ""
     layout, rows = _read(path)
-    results = path.parent / layout["results"]
 
     def ahead(run: str, baseline: str | None) -> Ahead:
         return compared(load_items(results, run), load_items(results, baseline)) if baseline else {}

@@ -50,7 +50,8 @@ def rewritten(text: str, root: Path) -> str:
 
     def block(match: re.Match[str]) -> str:
         opening, kind, file, _, closing = match.groups()
-        return f"{opening}{KINDS[kind](root / file)}\n{closing}"
+        made = KINDS[kind](root / file)
+        return f"{opening}{made}\n{closing}" if made else f"{opening}{closing}"
 
     return BLOCK.sub(block, text)
 

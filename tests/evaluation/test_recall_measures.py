@@ -294,6 +294,11 @@ def test_token_measures_of_a_copy_of_the_teacher() -> None:
     found = token_measures(tiny_teacher("llama"), ids, 2, tiny_teacher("llama"), prefix=(1,))
     assert found.divergences is not None
     assert np.abs(found.divergences).max() < 1e-5
+    assert found.agreements is not None
+    assert found.agreements.tolist() == [[1.0] * 19] * 3
+    other = token_measures(Oracle(wrong=True), ids, 2, Oracle()).agreements  # type: ignore[arg-type]
+    assert other is not None
+    assert other.tolist() == [[0.0] * 19] * 3
     with_prefix = torch.cat([torch.ones(3, 1, dtype=torch.long), ids], dim=1)
     log_probs = tiny_teacher("llama")(with_prefix).logits.log_softmax(-1)[:, 1:-1]
     np.testing.assert_allclose(found.losses, -log_probs.gather(-1, ids[:, 1:, None])[..., 0].numpy(), rtol=1e-4)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gzip
-import importlib
 import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from transformers import PreTrainedTokenizerFast
 
 from deltanet_hf.errors import UserError
@@ -19,6 +19,9 @@ from deltanet_hf.evaluation.tasks.lm_eval_run import run_lm_eval, suite_tasks
 from deltanet_hf.evaluation.tasks.local_data import TASKS, missing_files
 from deltanet_hf.evaluation.tasks.ruler import STOCK, Ruler
 from deltanet_hf.evaluation.tasks.suites import SUITES
+from deltanet_hf.models.cache_bits import set_cache_bits
+from measuring.study.results_row import load_for_measure
+from measuring.study.task_suites import COLUMNS, TaskSuites
 
 LENGTH = 2048  # bytes, for the tokenizer of the tests has one token per byte
 
@@ -37,22 +40,18 @@ def answering(harness: Harness, reply: Any) -> dict[str, Any]:
 def test_the_texts_of_ruler_hold_their_answers(
     name: str, teacher_folder: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Six rows of a task instead of lm-eval's 500."""
+    """Six texts of a task instead of lm-eval's 500."""
     pytest.importorskip("wonderwords")
     monkeypatch.setattr(pytest.importorskip("nltk"), "download", lambda *_, **__: False)  # lm-eval calls it
-    stock = importlib.import_module("lm_eval.tasks.ruler.niah_utils")
-    generate = stock.generate_samples
-    monkeypatch.setattr(
-        stock, "generate_samples", lambda *args, **kwargs: generate(*args, **{**kwargs, "num_samples": 6})
-    )
     (task,) = (task for task in SUITES["ruler"].tasks if task.name == name)
     prompts: list[list[str]] = []
     for _ in range(2):
-        harness = Harness((task,), None, 4, Ruler(LENGTH, str(teacher_folder)))
+        harness = Harness((task,), None, 4, Ruler(LENGTH, str(teacher_folder), samples=6))
         prompts.append([instance.args[0] for instance in harness.parts[name][0].instances])
     assert prompts[0] == prompts[1]
     right = answering(harness, lambda row, prompt: " ".join(row["outputs"]))[name]
     half = answering(harness, lambda row, prompt: "" if row["index"] % 2 else " ".join(row["outputs"]))[name]
+    assert len(harness.parts[name][0].eval_docs) == 6
     assert right.samples.tolist() == [1.0] * 4
     assert 0 < half.scores["recall"].value < 1
     for prompt, instance in zip(prompts[0], harness.parts[name][0].instances, strict=True):
@@ -82,6 +81,24 @@ def test_squad_is_completed(data: Path) -> None:
 
     assert answering(harness, reply)["squad_completion"].samples.tolist() == [1, 1, 0, 0]
     assert prompts[0] == "Rivers.\nThe 0th river is called"
+
+
+def test_squad_as_olmo_has_it() -> None:
+    row = {"id": "1", "query": "Title: Nile\nQuestion: Which river?\nAnswer:", "choices": ["the Nile"]}
+    assert TASKS["squad_completion"].adapt(row) == {"text": row["query"], "value": "the Nile"}
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+def test_columns_of_a_row(data: Path, teacher_folder: Path, tokenizer: PreTrainedTokenizerFast, bits: int) -> None:
+    """Suites with data are scored, also through a packed cache; for the others the row says what is missing."""
+    suites = TaskSuites(data, str(teacher_folder), tokenizer, longest=1024)
+    assert {*suites.missing, "completion"} == {*COLUMNS}
+    assert suites.missing["ifeval"] == "no ifeval/train.jsonl"
+    model = set_cache_bits(load_for_measure(str(teacher_folder), torch.device("cpu")), bits)
+    found = suites(model)
+    assert found.keys() == {"completion"}
+    assert found["completion"].sizes.tolist() == [1] * 4
+    assert set(found["completion"].sums.tolist()) <= {0.0, 1.0}
 
 
 def test_ifeval_counts_prompts_and_instructions(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import gpu_tests
 from deltanet_hf.errors import UserError
 from measuring.rows import RowFile
 from measuring.study.front import load_items
-from measuring.study.hybrid_row import KL, RECALL
+from measuring.study.hybrid_row import KL, SHARES
 from measuring.study.results_row import Measure
 from readme_tables import BLOCK, rewritten
 
@@ -35,13 +35,25 @@ def test_generated_tables_are_current(name: str) -> None:
 
 def test_the_front_follows_from_the_outcomes_of_its_items() -> None:
     """Every value and error of a row is that of its kept windows and probes."""
-    results = ROOT / "recipes/results/smollm2-135m-front.json"
+    for path in sorted((ROOT / "recipes/results").glob("*-items")):
+        check_items(path.with_name(f"{path.name.removesuffix('-items')}.json"))
+
+
+def check_items(results: Path) -> None:
     for row in json.loads(results.read_text()):
-        clusters = load_items(results, row["run"]).clusters
-        for name in [name for name in (*KL, *RECALL) if name in row]:
+        clusters = {**load_items(results, row["run"]).clusters}
+        if "top1_4k" in clusters:
+            clusters["top1"] = clusters["top1_4k"]
+        for name in [name for name in (*KL, *SHARES) if row.get(name) is not None]:
             score, scale = clusters[name].score, 1 if name in KL else 100
             assert row[name] == pytest.approx(scale * score.value, abs=2e-5 * scale), (row["run"], name)
             assert row[f"{name}_se"] == pytest.approx(scale * score.stderr, abs=2e-5 * scale), (row["run"], name)
+
+
+def test_a_table_without_results_is_empty(tmp_path: Path) -> None:
+    (tmp_path / "f.yaml").write_text("{results: absent.json, columns: [mb_2k], rows: [{run: x, label: X}]}")
+    text = "<!-- front: f.yaml (note) -->\n<!-- end of front -->\n"
+    assert rewritten(text, tmp_path) == text
 
 
 def test_the_headline_joins_results_and_report(tmp_path: Path) -> None:

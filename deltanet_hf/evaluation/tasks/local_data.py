@@ -69,6 +69,11 @@ def _boolq(row: Row) -> Row:
     return {"label": int(row["label"] if "label" in row else row["answer"]), **_only(row, "question", "passage")}
 
 
+def _squad_completion(row: Row) -> Row:
+    # OLMo's rows of SQuAD: title, passage, question and "Answer:" in `query`, the answer in `choices`.
+    return {"text": row["query"], "value": row["choices"][0]} if "query" in row else _only(row, "text", "value")
+
+
 def _trivia_qa(row: Row) -> Row:
     return {"question": row["question"], "answer": {"aliases": row["answer"]["aliases"]}}
 
@@ -102,7 +107,9 @@ TASKS: dict[str, LocalTask] = {
     "gsm8k": LocalTask("gsm8k/gsm8k.yaml", _split("gsm8k", "train", "test"), _gsm8k),
     "triviaqa": LocalTask("triviaqa/default.yaml", _split("trivia_qa", "train", "validation"), _trivia_qa),
     "nq_open": LocalTask("nq_open/nq_open.yaml", _split("nq_open", "train", "validation")),
-    "squad_completion": LocalTask("squad_completion.yaml", _split("squad_completion", "validation"), own=True),
+    "squad_completion": LocalTask(
+        "squad_completion.yaml", _split("squad_completion", "validation"), _squad_completion, own=True
+    ),
     "ifeval": LocalTask("ifeval/ifeval.yaml", _split("ifeval", "train")),
     "arc_easy_rotated": LocalTask("rotated/arc_easy.yaml", _split("arc_easy", "test"), _arc, own=True),
     "arc_challenge_rotated": LocalTask("rotated/arc_challenge.yaml", _split("arc_challenge", "test"), _arc, own=True),

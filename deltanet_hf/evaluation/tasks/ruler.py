@@ -17,18 +17,20 @@ from typing import Any
 import numpy as np
 import yaml
 
+from deltanet_hf.evaluation.tasks.lm_eval_patches import replaced
 from deltanet_hf.evaluation.tasks.local_data import stock_folder
 from deltanet_hf.evaluation.tasks.suites import SEED
 
-# Name -> stock YAML file, and the function that makes its rows.
+# Name -> stock YAML file, the function that makes its rows, and the one that this calls with `num_samples`.
 STOCK = {
-    "niah_single_1": ("niah_single_1.yaml", "niah_utils.niah_single_1"),
-    "niah_multikey_2": ("niah_multikey_2.yaml", "niah_utils.niah_multikey_2"),
-    "niah_multikey_3": ("niah_multikey_3.yaml", "niah_utils.niah_multikey_3"),
-    "ruler_vt": ("vt.yaml", "vt_utils.get_vt_dataset"),
-    "ruler_cwe": ("cwe.yaml", "cwe_utils.get_cw_dataset"),
-    "ruler_fwe": ("fwe.yaml", "fwe_utils.fwe_download"),
+    "niah_single_1": ("niah_single_1.yaml", "niah_utils.niah_single_1", "generate_samples"),
+    "niah_multikey_2": ("niah_multikey_2.yaml", "niah_utils.niah_multikey_2", "generate_samples"),
+    "niah_multikey_3": ("niah_multikey_3.yaml", "niah_utils.niah_multikey_3", "generate_samples"),
+    "ruler_vt": ("vt.yaml", "vt_utils.get_vt_dataset", "sys_vartrack_w_noise_random"),
+    "ruler_cwe": ("cwe.yaml", "cwe_utils.get_cw_dataset", "sys_word_pair_random"),
+    "ruler_fwe": ("fwe.yaml", "fwe_utils.fwe_download", "sys_kwext"),
 }
+SAMPLES = 500  # texts that lm-eval makes for a task
 METRIC = "recall"
 
 
@@ -39,18 +41,21 @@ class Ruler:
     Attributes:
         length: largest number of tokens of a text with its question and answer.
         tokenizer: folder of the tokenizer that counts them.
+        samples: texts per task; fewer are the first of them.
     """
 
     length: int
     tokenizer: str
+    samples: int = SAMPLES
 
     def write_tasks(self, folder: Path) -> list[str]:
         """Write the YAML files of the tasks into a folder, and return their names."""
-        for task, (stock, _) in STOCK.items():
+        for task, (stock, *_) in STOCK.items():
+            made = {"ruler_task": task, "samples": self.samples, "max_seq_lengths": [self.length]}
             config = {
                 "include": str(stock_folder() / "ruler" / stock),
                 "task": task,
-                "dataset_kwargs": {"ruler_task": task, "max_seq_lengths": [self.length], "tokenizer": self.tokenizer},
+                "dataset_kwargs": {**made, "tokenizer": self.tokenizer},
                 "metric_list": [{"metric": METRIC, "aggregation": "mean", "higher_is_better": True}],
             }
             functions = f"custom_dataset: !function {__name__}.rows\nprocess_results: !function {__name__}.score\n"
@@ -58,11 +63,18 @@ class Ruler:
         return list(STOCK)
 
 
-def rows(ruler_task: str, **kwargs: Any) -> Any:
-    """The `custom_dataset` function for lm-eval: 500 rows of a task."""
-    module, _, function = STOCK[ruler_task][1].partition(".")
-    with _seeded():
-        return getattr(import_module(f"lm_eval.tasks.ruler.{module}"), function)(**kwargs)
+def rows(ruler_task: str, samples: int = SAMPLES, **kwargs: Any) -> Any:
+    """The `custom_dataset` function for lm-eval: the rows of a task."""
+    _, function, generator = STOCK[ruler_task]
+    name, _, function = function.partition(".")
+    module: Any = import_module(f"lm_eval.tasks.ruler.{name}")
+    stock = getattr(module, generator)
+
+    def fewer(*args: Any, num_samples: int = SAMPLES, **options: Any) -> Any:
+        return stock(*args, num_samples=min(num_samples, samples), **options)
+
+    with _seeded(), replaced(module, generator, fewer):
+        return getattr(module, function)(**kwargs)
 
 
 def score(doc: dict[str, Any], results: list[str]) -> dict[str, float]:

@@ -7,7 +7,8 @@ Every row of the results file is one model in a cache of one number of bits:
 - run, kind (teacher, free: a baseline without training, control, student), bits, kept (layers whose softmax attention
   sees all tokens), kept_heads, window, tokens (of training), seed;
 - mb_2k, mb_8k, mb_32k: MB of one sequence of so many tokens (`deltanet_hf.models.cache_bits.stored_bytes`);
-- the columns of `hybrid_row.py` with their standard errors;
+- the columns of `hybrid_row.py` and, with `--tasks`, of `task_suites.py` with their standard errors, and `missing`:
+  task column without a value -> what it lacks;
 - command: how the model was made, by the records in its folder, and measured.
 
 The outcomes of single windows and probes are kept in a folder named after OUT with `-items`, one file a row, so that
@@ -38,6 +39,7 @@ from measuring.study.hybrid_row import figures, layer_facts, shown
 from measuring.study.made_by import commands, flags
 from measuring.study.results_row import load_for_measure, run_facts
 from measuring.study.shared_figures import SharedFigures
+from measuring.study.task_suites import TaskSuites
 
 LENGTHS = {"mb_2k": 2048, "mb_8k": 8192, "mb_32k": 32768}
 
@@ -101,16 +103,26 @@ def main(
     sweeps: Annotated[
         bool, typer.Option("--sweeps", help="Measure recall at 8k tokens and over distance, too.")
     ] = False,
+    tasks: Annotated[
+        Path | None,
+        typer.Option(help="Folder of NAME/SPLIT.jsonl.gz files: measure the suites that papers report, too."),
+    ] = None,
 ) -> None:
     """Measure a teacher, baselines without training and converted models; add one row for each to a results file."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     began = time.perf_counter()
     loaded: Any = load_for_measure(teacher, device)
-    measure = HybridMeasure(arrays, loaded, AutoTokenizer.from_pretrained(teacher), limit, sweeps)
+    tokenizer = AutoTokenizer.from_pretrained(teacher)
+    measure = HybridMeasure(arrays, loaded, tokenizer, limit, sweeps)
     references = SharedFigures(out.parent / "references", measure)
     typer.echo(f"teacher and control: {time.perf_counter() - began:.1f} s")
+    began = time.perf_counter()
+    longest = int(loaded.config.get_text_config().max_position_embeddings)
+    suites = TaskSuites(tasks, teacher, tokenizer, longest, limit) if tasks else None
+    if suites is not None:
+        typer.echo(f"texts of the suites: {time.perf_counter() - began:.1f} s; without: {suites.missing or 'nothing'}")
 
-    common = [str(arrays), out.name, *flags(teacher=Path(teacher).name, limit=limit, sweeps=sweeps)]
+    common = [str(arrays), out.name, *flags(teacher=Path(teacher).name, limit=limit, sweeps=sweeps, tasks=tasks)]
 
     def command(folder: str, **options: Any) -> dict[str, str]:
         words = [*common, *flags(**options)]
@@ -120,6 +132,9 @@ def main(
         start = time.perf_counter()
         set_cache_bits(of, width)
         measured = measure(of)
+        if suites is not None:
+            measured.clusters.update(suites(of))
+            facts = facts | {"missing": suites.missing} | dict.fromkeys(suites.missing)
         row = {"run": run, "kind": kind, "bits": width, **facts}
         row |= {name: round(stored_bytes(of, count, width) / 1e6, 3) for name, count in LENGTHS.items()}
         row |= {name: value for name, value in figures(measured, references).items() if name not in LENGTHS}

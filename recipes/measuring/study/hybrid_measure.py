@@ -112,9 +112,12 @@ class HybridMeasure:
         teacher = None if model is self.teacher else self.teacher
         for name, windows in self.windows.items():
             measures = token_measures(model, windows, self._rows(windows), teacher, self.prefix)
-            divergences = np.zeros_like(measures.losses) if measures.divergences is None else measures.divergences
+            zeros = np.zeros_like(measures.losses)
+            divergences = zeros if measures.divergences is None else measures.divergences
+            agreements = zeros + 1 if measures.agreements is None else measures.agreements
             measures = replace(measures, divergences=divergences)
             found[f"loss_{name}"], found[f"kl_{name}"] = _means(measures.losses), _means(divergences)
+            found[f"top1_{name}"] = _means(agreements)
             if name in self.distances:
                 bigrams.append(dict(bigram_clusters(measures, self.distances[name])))
         found |= {name: _joined([part[name] for part in bigrams]) for name in (bigrams[0] if bigrams else ())}

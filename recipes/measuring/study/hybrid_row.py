@@ -4,6 +4,7 @@ A row of the results file has, with the standard error NAME_se beside each value
 
 - mb_2k: MB that a sequence of 2,048 tokens takes, measured on the cache;
 - kl_1k, kl_4k, kl_8k: KL(teacher || model) in nats per token, on Wikipedia at 1,024 tokens and novels at the others;
+- top1: tokens of the novels at 4,096 whose most likely value is the teacher's, in per cent;
 - needles_*, prose_*, pairs_*: exact answers in per cent;
 - bigram: recall of bigrams in running text, in per cent of the teacher (`bigram_recall.py`);
 - exact_repeat, wt2: perplexity of a repeated passage and of WikiText-2;
@@ -11,6 +12,7 @@ A row of the results file has, with the standard error NAME_se beside each value
   teacher without the facts; cells in which the teacher is below 20% are left out;
 - cells: for every probe the first token and all tokens in per cent, and the nats of the answer;
 - free, free_window: the same keys of the free policies of equal bytes (`deltanet_hf/evaluation/free_policies.py`);
+- the columns of `task_suites.py`, if its suites were measured;
 - ahead: the columns in which the student is better than each policy by more than two standard errors, and worse.
 
 Figures of the teacher and of policies are kept in a folder, because students with equal layers and bytes share them.
@@ -31,6 +33,7 @@ from deltanet_hf.mixers.layer.layer_kind import LayerKind
 from deltanet_hf.mixers.mixed_heads import MixedHeads
 from deltanet_hf.mixers.window import WindowAttention
 from deltanet_hf.models.layers import SOFTMAX
+from measuring.study import task_suites
 from measuring.study.hybrid_measure import Measured
 from measuring.study.results_row import run_facts
 from measuring.study.shared_figures import SharedFigures
@@ -40,6 +43,8 @@ RECALL = (
     *("needles_1k", "needles_2k", "needles_4k", "prose_1k", "prose_2k", "prose_4k"),
     *("pairs_8", "pairs_32", "pairs_128"),
 )
+SHARES = {"top1": "top1_4k"} | {name: name for name in (*RECALL, *task_suites.COLUMNS)}
+"""Column in per cent -> the clusters that it comes from."""
 PERPLEXITIES = {"exact_repeat": "loss_repeat", "wt2": "loss_wt2"}
 CLEAR = 2.0  # standard errors
 
@@ -51,9 +56,9 @@ def figures(measured: Measured, references: SharedFigures) -> dict[str, Any]:
     for name in KL:
         if name in clusters:
             _put(row, name, clusters[name].score)
-    for name in RECALL:
-        if name in clusters:
-            _put(row, name, clusters[name].score, 100)
+    for name, source in SHARES.items():
+        if source in clusters:
+            _put(row, name, clusters[source].score, 100)
     if "bigram" in clusters:
         _put(row, "bigram", relative_score(clusters["bigram"], teacher["bigram"], control["bigram"]), 100)
         _put(row, "bigram_kl", clusters["bigram_kl"].score)
@@ -89,9 +94,9 @@ def _put(row: dict[str, Any], name: str, score: Score | None, scale: float = 1.0
 def compared(student: Measured, policy: Measured) -> dict[str, list[str]]:
     """The columns in which the student is better and worse than a policy by more than two standard errors."""
     better, worse = [], []
-    for name in (*KL, *RECALL, "bigram", *PERPLEXITIES):
-        source = PERPLEXITIES.get(name, name)
-        if source not in student.clusters:
+    for name in (*KL, *SHARES, "bigram", *PERPLEXITIES):
+        source = (SHARES | PERPLEXITIES).get(name, name)
+        if source not in student.clusters or source not in policy.clusters:
             continue
         difference = paired_difference(student.clusters[source], policy.clusters[source])
         gain = -difference.value if name in KL or name in PERPLEXITIES else difference.value

@@ -1,4 +1,4 @@
-"""Loss, KL divergence and accuracy of every token of a text, from which other measures are made."""
+"""Loss, accuracy, and KL divergence and agreement with a teacher of every token of a text."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ class TokenMeasures:
         losses: negative log-probability in nats.
         hits: 1 where the model's most likely token is the text's, else 0.
         divergences: KL(teacher || model) in nats; None without a teacher.
+        agreements: 1 where model and teacher have the same most likely token, else 0; None without a teacher.
     """
 
     losses: np.ndarray
     hits: np.ndarray
     divergences: np.ndarray | None = None
+    agreements: np.ndarray | None = None
 
 
 @torch.inference_mode()
@@ -37,16 +39,19 @@ def token_measures(
         rows: windows per forward pass.
         prefix: tokens that precede every window and are not scored.
     """
-    losses, hits, divergences = [], [], []
+    losses, hits, divergences, agreements = [], [], [], []
     skip = len(prefix)
     for batch in windows_NT.split(rows):
         ids, correct = _preceded(batch, prefix), batch[:, 1:]
         logits = model(ids, use_cache=False).logits[:, skip:-1]
+        best = logits.argmax(-1)
         losses.append(token_losses(logits, correct))
-        hits.append((logits.argmax(-1) == correct).float())
+        hits.append((best == correct).float())
         if teacher is not None:
-            divergences.append(token_divergences(teacher(ids, use_cache=False).logits[:, skip:-1], logits))
-    parts = [torch.cat(part).cpu().numpy() if part else None for part in (losses, hits, divergences)]
+            taught = teacher(ids, use_cache=False).logits[:, skip:-1]
+            divergences.append(token_divergences(taught, logits))
+            agreements.append((best == taught.argmax(-1)).float())
+    parts = [torch.cat(part).cpu().numpy() if part else None for part in (losses, hits, divergences, agreements)]
     return TokenMeasures(*parts)  # type: ignore[arg-type]
 
 

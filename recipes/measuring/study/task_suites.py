@@ -1,0 +1,112 @@
+"""Scores a model on the suites that papers report: the task columns of a row of `measuring.study.front`.
+
+In per cent, with the standard error NAME_se beside each value:
+
+- niah_2k, niah_4k, niah_8k: RULER's `niah_single_1` and `niah_multikey_2` together, `RULER_ITEMS` texts of each;
+- vt_4k: RULER's `ruler_vt`, the share of the expected variables;
+- completion: SQuAD, whether the text that is generated holds the answer;
+- ifeval: prompts of IFEval of which all instructions are followed (strict);
+- standard: accuracy over the eight tasks of the suite of this name, `ITEMS` items of each.
+
+Texts, prompts and scores are lm-eval's, without a chat template. Answers to RULER end after `ANSWER` tokens, where
+lm-eval lets niah_* have 128: they are to be the first tokens. A column without data or packages has no value; the row
+says what is missing.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from deltanet_hf.evaluation.measures.relative import Clusters
+from deltanet_hf.evaluation.tasks.suites import SUITES, SuiteTask
+
+COLUMNS = ("niah_2k", "niah_4k", "niah_8k", "vt_4k", "completion", "ifeval", "standard")
+ITEMS, RULER_ITEMS = 500, 128
+ANSWER = 32  # tokens
+NIAH, VT = ("niah_single_1", "niah_multikey_2"), ("ruler_vt",)
+LENGTHS = {2048: (("niah_2k", NIAH),), 4096: (("niah_4k", NIAH), ("vt_4k", VT)), 8192: (("niah_8k", NIAH),)}
+"""Tokens of RULER's texts -> the columns with their tasks."""
+_PROMPT_TOKENS = 2**18  # of the prompts that are continued at the same time
+
+
+class Part(NamedTuple):
+    """Tasks whose prompts are built once, the columns that come from them, and how many prompts run together."""
+
+    harness: Any
+    columns: dict[str, list[str]]
+    rows: int | str
+
+
+class TaskSuites:
+    """The suites, which any number of models can answer.
+
+    Args:
+        data: folder of NAME/SPLIT.jsonl.gz files.
+        teacher: folder of the teacher, whose tokenizer counts the tokens of RULER's texts.
+        limit: largest number of items per task; None for `ITEMS` and `RULER_ITEMS`.
+    """
+
+    def __init__(
+        self, data: Path, teacher: str, tokenizer: PreTrainedTokenizerBase, longest: int, limit: int | None = None
+    ) -> None:
+        # Imports lm-eval, which front.py does without where no suites are measured.
+        from deltanet_hf.evaluation.tasks.local_data import missing_files
+        from deltanet_hf.evaluation.tasks.ruler import Ruler
+
+        self.tokenizer = tokenizer
+        self.missing: dict[str, str] = {}
+        self.parts: list[Part] = []
+        for column in ("standard", "completion", "ifeval"):
+            tasks = SUITES[column].tasks
+            if files := missing_files([task.name for task in tasks], data):
+                self.missing[column] = f"no {', '.join(files)}"
+            else:
+                items = min(limit or ITEMS, ITEMS)
+                self.parts.append(_part(tasks, data, items, {column: [task.name for task in tasks]}, "auto"))
+        known = {task.name: task for task in SUITES["ruler"].tasks}
+        absent = [name for name in ("nltk", "wonderwords") if find_spec(name) is None]
+        for length, columns in LENGTHS.items():
+            if absent or length > longest:
+                reason = f"needs {' and '.join(absent)}" if absent else f"the model has {longest:,} positions"
+                self.missing |= {column: reason for column, _ in columns}
+                continue
+            ruler = Ruler(length, teacher, min(limit or RULER_ITEMS, RULER_ITEMS))
+            tasks = tuple(known[name] for _, names in columns for name in names)
+            of = {column: list(names) for column, names in columns}
+            self.parts.append(_part(tasks, None, None, of, max(1, _PROMPT_TOKENS // length), ruler))
+
+    def __call__(self, model: PreTrainedModel) -> dict[str, Clusters]:
+        """Column -> one cluster per item."""
+        from deltanet_hf.evaluation.tasks.lm_eval_model import DeltaNetLM
+
+        found = {}
+        for part in self.parts:
+            rows = part.rows if model.device.type == "cuda" else 1
+            results = part.harness.run(DeltaNetLM(model, tokenizer=self.tokenizer, batch_size=rows))
+            for column, tasks in part.columns.items():
+                values = np.concatenate([results[task].samples for task in tasks])
+                found[column] = Clusters(values, np.ones(len(values), dtype=np.int64))
+        return found
+
+
+def _part(
+    tasks: tuple[SuiteTask, ...],
+    data: Path | None,
+    items: int | None,
+    columns: dict[str, list[str]],
+    rows: int | str,
+    ruler: Any = None,
+) -> Part:
+    from deltanet_hf.evaluation.tasks.harness import Harness
+
+    harness = Harness(tasks, data, items, ruler)
+    for instance in (i for parts in harness.parts.values() for part in parts for i in part.instances):
+        if ruler is not None:
+            options = instance.args[1]
+            options["max_gen_toks"] = min(ANSWER, options["max_gen_toks"])
+    return Part(harness, columns, rows)
