@@ -69,19 +69,15 @@ def test_bytes_of_a_plan_are_bytes_of_the_cache(far: Path, tmp_path: Path, bits:
     assert spending.sizes.total(found.kept, found.planned_window + 32) > spending.allowed
 
 
+@pytest.mark.parametrize("bits", [16, 4])
 @pytest.mark.parametrize("family", ["gemma3_text", "gemma2", "mistral"])
-def test_bytes_with_sliding_windows_of_the_family(family: str, tmp_path: Path) -> None:
+def test_bytes_with_sliding_windows_of_the_family(family: str, bits: int, tmp_path: Path) -> None:
     teacher = teacher_folder(tmp_path / "teacher", family)
-    kept: list[tuple[int, ...]] = [(1, 0)]
-    for bits in (16, 4):
-        sizes = sizes_of(teacher, at=120, bits=bits)
-        selection = {"planned_window": 33, "local": sizes.candidates.local, "kept": tuple(kept)}
-        job = tiny_job(teacher, tmp_path / "out", layers=written(tmp_path, family, **selection), mixer="window")
-        table = sum(layer.cache_bytes(120) for layer in job.plan.layers)
-        assert job.plan.cache_bits == 16
-        if bits == 16:
-            assert sizes.total(kept, 33) == table
-        assert sizes.teacher_bytes == sum(layer.kv_bytes(120) for layer in job.plan.layers)
+    sizes, kept = sizes_of(teacher, at=120, bits=bits), ((1, 0),)
+    file = written(tmp_path, family, planned_window=33, local=sizes.candidates.local, kept=kept)
+    job = tiny_job(teacher, tmp_path / "out", layers=file, mixer="window", cache_bits=bits)
+    assert sizes.total(kept, 33) == sum(layer.cache_bytes(120) for layer in job.plan.layers)
+    assert sizes.teacher_bytes == sum(layer.kv_bytes(120) for layer in job.plan.layers)
 
 
 def written(folder: Path, model_type: str = "llama", **changes: Any) -> str:
@@ -145,7 +141,7 @@ def test_the_teacher_itself_is_an_answer(far: Path, tmp_path: Path) -> None:
     enough, less = f"{-(-whole // 1000)}KB@512", f"{whole // 1000 - 1}KB@512"
     for mixer in ("window", "gated_deltanet+window"):
         with pytest.raises(
-            UserError, match=r"in 4 bits, .* leave the model as it is: .* generate TEACHER --cache-bits 4"
+            UserError, match=r"in 4 bits, .* leave the model as it is: .* generate TEACHER --prompt TEXT --cache-bits 4"
         ):
             tiny_task(far, tmp_path / "s.json", enough, mixer=mixer)
     tiny_task(far, tmp_path / "s.json", less)

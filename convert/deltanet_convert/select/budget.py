@@ -110,7 +110,7 @@ class Budget:
 
     def keeps_all(self, nbytes: int, bits: int) -> UserError:
         """The answer to a budget that holds the `nbytes` of the whole cache in `bits` bits: not to convert."""
-        how = f": deltanet-hf generate TEACHER --cache-bits {bits}" if bits < 16 else ""
+        how = f": deltanet-hf generate TEACHER --prompt TEXT --cache-bits {bits}" if bits < 16 else ""
         return UserError(
             f"{self.said}: holds the teacher's own cache in {bits} bits, {size(nbytes)}, and nothing is better for the "
             f"bytes; leave the model as it is{how}"

@@ -73,7 +73,9 @@ class SelectOptions(Options):
             show_default=False,
         ),
     ] = DEFAULT_MIXER
-    window: Annotated[int, Option(help="Number of tokens that units see which are not kept."), Field(ge=1)] = 64
+    window: Annotated[
+        int, Option(help="Number of tokens that units see which are not kept, while others are scored."), Field(ge=1)
+    ] = 64
     sinks: Annotated[
         int, Option(help="Number of tokens at the start of the text that they see besides."), Field(ge=0)
     ] = 4
