@@ -23,7 +23,7 @@ from deltanet_hf.models.restrict import restrict_heads
 from ..storage.saved_tokenizer import load_tokenizer
 from ..views.plan_view import size
 from .cache_sizes import SINKS
-from .objectives import KL_STRIDE, AnswerLoss, TextKL
+from .objectives import AnswerLoss, TextKL
 from .probes import haystack, recall_probes
 from .references import References
 from .scoring import Scorer
@@ -32,7 +32,7 @@ from .task import SelectionTask
 from .units import Candidates, Unit, whole_heads
 
 PATIENCE = 2  # allocations in a row that are worse than the best, after which none is tried
-POSITIONS = 128 * KL_STRIDE  # last tokens of a text that the KL divergence is taken on, at most
+POSITIONS = 2048  # last tokens of a text that the KL divergence is taken on, at most
 NOISE = 0.01  # of the score's scale; a smaller loss of windows alone is no measure for that of others
 
 
@@ -123,10 +123,8 @@ class _Measure:
         self.teacher, self.local, self.bits = teacher, task.candidates.local, bits
         options, tokenizer = task.options, load_tokenizer(task.teacher.folder)
         text = haystack(tokenizer)
-        compared = min(length // 2, POSITIONS)  # the end of each row
-        self.text = TextKL.of_text(
-            text, prefix_ids(tokenizer), length, options.probes, length - compared, 0, options.seed
-        )
+        before = max(0, length - POSITIONS)
+        self.text = TextKL.of_text(text, prefix_ids(tokenizer), length, options.probes, before, 0, options.seed)
         scorer.losses(self.text, None)  # keeps the teacher's logits
         self.answers: Any = None
         if options.method != "kl":
