@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,9 +18,9 @@ from deltanet_hf.publish import Workspace, check_target, output_path
 
 from .conversion_plan import Plan, make_plan
 from .export.obstacles import teacher_obstacles
-from .layers_option import selected_heads, softmax_layers
+from .layers_option import file_selection, softmax_layers
 from .options import ConvertOptions
-from .select.for_convert import auto_selection, unfinished_selection
+from .select.for_convert import auto_selection, selected_table, unfinished_selection
 from .select.run import Show, unseen
 from .select.selection_file import Selection
 from .storage.teacher_source import Source, resolve_source
@@ -69,16 +68,13 @@ def prepare(teacher: str, out: Path, options: ConvertOptions, show: Show = unsee
     with removed_on_error(source, out):
         _check_apart(source.folder, out)
         opened = open_teacher(source.folder)
-        heads = selected_heads(options.layers, opened.config)
-        selection = None if heads else auto_selection(source, opened, out, options, show)
-        if selection is not None and selection.unit == "kv_head":
-            heads = frozenset(selection.heads)
-        if heads:
-            table = options.head_table(opened.num_layers, int(opened.config.num_key_value_heads), heads, opened.config)
+        read = file_selection(options.layers, opened.config)
+        selection = None if read else auto_selection(source, opened, out, options, show)
+        if (chosen := read or selection) is not None:
+            table = selected_table(chosen, options, opened.config)
         else:
-            kept = selection.layers if selection else softmax_layers(options.layers, opened.num_layers, opened.config)
+            kept = softmax_layers(options.layers, opened.num_layers)
             table = options.table(opened.num_layers, kept, opened.config)
-        table = dataclasses.replace(table, cache_bits=options.cache_bits)
         # Qwen3.5's softmax layers have q/k norms. None are inserted if something else prevents an export.
         insert_norms = options.profile == "qwen3_5" and not teacher_obstacles(opened.config, table.softmax)
         dtype = options.torch_dtype or (torch.float32 if opened.dtype == torch.float64 else opened.dtype)

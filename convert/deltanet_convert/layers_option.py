@@ -12,20 +12,19 @@ from transformers import PreTrainedConfig
 
 from deltanet_hf.errors import UserError
 
-from .select.selection_file import FORMAT, MAX_BYTES, parse_selection
+from .select.selection_file import MAX_BYTES, Selection, parse_selection
 
 MAX_LIST_BYTES = 1_000_000
 
 
-def softmax_layers(spec: str, num_layers: int, teacher_config: Any = None) -> tuple[int, ...]:
+def softmax_layers(spec: str, num_layers: int) -> tuple[int, ...]:
     """Indices of the layers that keep softmax attention, ascending.
 
     Args:
         spec: `all` (none is kept), `every:N` (layers N-1, 2N-1, ... are kept), `keep:3,7,11`, or a file that lists the
-            kept layers: what `deltanet-hf select` wrote, a JSON list, or numbers separated by commas or white space
-            ('#' begins a comment). `auto:` is resolved in `select/for_convert.py`.
+            kept layers: a JSON list, or numbers separated by commas or white space ('#' begins a comment). `auto:` is
+            resolved in `select/for_convert.py`, and what `deltanet-hf select` wrote by `file_selection`.
         num_layers: the teacher's number of decoder layers.
-        teacher_config: the teacher's config, which a selection has to fit; None to leave that unchecked.
 
     Raises:
         UserError: the specification or the file cannot be read, or names layers that do not exist.
@@ -39,7 +38,7 @@ def softmax_layers(spec: str, num_layers: int, teacher_config: Any = None) -> tu
     path = Path(os.path.expanduser(spec))
     if not os.path.exists(path):  # False also for what no file can be called
         raise UserError(f"--layers: got '{spec}', expected all, every:N, keep:3,7,11, auto:25% or an existing file")
-    return _check_indices(f"--layers {path}", _from_file(path, teacher_config), num_layers)
+    return _check_indices(f"--layers {path}", _from_file(path), num_layers)
 
 
 def _every(spec: str, num_layers: int) -> tuple[int, ...]:
@@ -60,7 +59,7 @@ def _numbers(text: str, where: str) -> list[int]:
     return [int(word) for word in words]
 
 
-def _from_file(path: Path, teacher_config: Any) -> list[int]:
+def _from_file(path: Path) -> list[int]:
     try:
         with path.open("rb") as file:
             data = file.read(MAX_LIST_BYTES + 1)  # a device has no size
@@ -75,26 +74,12 @@ def _from_file(path: Path, teacher_config: Any) -> list[int]:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UserError(f"--layers {path}: not valid JSON ({error}); write a list such as [3, 7, 11]") from error
-    if isinstance(value, dict) and "format" in value:
-        return _from_selection(f"--layers {path}", value, teacher_config)
     if not isinstance(value, list) or any(type(item) is not int for item in value):
         raise UserError(
             f"--layers {path}: expected a JSON list of layer indices such as [3, 7, 11], or the file that deltanet-hf "
             "select wrote"
         )
     return value
-
-
-def _from_selection(where: str, value: dict[str, Any], teacher_config: Any) -> list[int]:
-    selection = parse_selection(value, where)
-    if teacher_config is not None:
-        selection.check_teacher(where, teacher_config)
-    if selection.unit != "layer":
-        raise UserError(
-            f"{where}: key 'unit' is '{selection.unit}', which names heads; for whole layers, run deltanet-hf select "
-            "with --unit layer"
-        )
-    return list(selection.layers)
 
 
 def _check_indices(where: str, indices: list[int], num_layers: int) -> tuple[int, ...]:
@@ -110,27 +95,28 @@ def _check_indices(where: str, indices: list[int], num_layers: int) -> tuple[int
     return tuple(sorted(indices))
 
 
-def selected_heads(spec: str, config: PreTrainedConfig) -> frozenset[tuple[int, int]] | None:
-    """The (layer, key/value head) pairs that stay softmax, if `spec` names a selection of heads; otherwise None.
+def file_selection(spec: str, config: PreTrainedConfig) -> Selection | None:
+    """The selection in the file that `spec` names; None if it names no file of `deltanet-hf select`.
 
     Args:
         spec: the value of `--layers`.
         config: the teacher's.
 
     Raises:
-        UserError: the selection was made for another model, or its heads make no sense.
+        UserError: the selection was made for another model, or makes no sense.
     """
     path = Path(os.path.expanduser(spec))
     value = _contents(path)
-    if not isinstance(value, dict) or value.get("format") != FORMAT or value.get("unit") != "kv_head":
+    if not isinstance(value, dict) or "format" not in value:
         return None
     where = f"--layers {path}"
     selection = parse_selection(value, where)
     selection.check_teacher(where, config)
-    found = frozenset(selection.heads)
-    if len(found) == selection.num_hidden_layers * selection.num_key_value_heads:
-        raise UserError(f"{where}: keeps all {len(found)} heads; leave at least one to convert")
-    return found
+    layers, heads = selection.num_hidden_layers, selection.num_key_value_heads
+    if len(selection.heads) == layers * heads:
+        everything = f"{layers} layers" if selection.unit == "layer" else f"{layers * heads} heads"
+        raise UserError(f"{where}: keeps all {everything}; leave at least one to convert")
+    return selection
 
 
 def _contents(path: Path) -> Any:

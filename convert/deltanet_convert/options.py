@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -61,7 +61,7 @@ class ConvertOptions(Options):
             help="Layers to convert. `auto`: a tenth of the key/value heads keeps softmax attention where their choice "
             "is shipped (SmolLM2-135M), otherwise a quarter of the layers, measured where there is a GPU and evenly "
             "spread elsewhere. `all`: convert every layer. `every:N`: layers N-1, 2N-1, ... keep softmax attention. "
-            "`keep:3,7,11`: these layers keep it. `auto:25%` (or `auto:7`, `auto:40MB@32768`): keep this share or "
+            "`keep:3,7,11`: these layers keep it. `auto:25%` (or `auto:7`, `auto:40MB@32k`): keep this share or "
             "budget, chosen as `deltanet-hf select` does; slow without a GPU. FILE: the layers, or key/value heads, "
             "that keep it, such as the file that `deltanet-hf select` writes.",
             show_default="auto",
@@ -209,7 +209,8 @@ class ConvertOptions(Options):
             softmax: indices of the layers that keep the teacher's attention.
             teacher: see `recommended`.
         """
-        return LayerTable.uniform(*self._kind(teacher), num_layers, set(softmax))
+        table = LayerTable.uniform(*self._kind(teacher), num_layers, set(softmax))
+        return replace(table, cache_bits=self.cache_bits)
 
     def head_table(
         self,
@@ -234,7 +235,8 @@ class ConvertOptions(Options):
                 "--profile qwen3_5: the heads of one layer of Qwen3.5 are of one kind, --layers keeps single heads; "
                 "select whole layers (--unit layer), or leave the profile out"
             )
-        return LayerTable.by_heads(*self._kind(teacher), num_layers, num_heads, softmax)
+        table = LayerTable.by_heads(*self._kind(teacher), num_layers, num_heads, softmax)
+        return replace(table, cache_bits=self.cache_bits)
 
     def _kind(self, teacher: PreTrainedConfig | None) -> tuple[type[LayerKind], MixerSettings]:
         """The mixer and its settings."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from deltanet_convert.layers_option import softmax_layers
+from deltanet_convert.layers_option import file_selection
 from deltanet_convert.select import Selection, probes, read_selection
 from deltanet_convert.select.budget import Budget, Memory
 from deltanet_convert.select.command import select_command
@@ -23,7 +23,7 @@ from support.tiny_selection import tiny_selection, tiny_task
 
 THIRTY = Candidates(tuple((i,) for i in range(30)), (), None)
 # SmolLM2-135M: 768 bytes per token and layer, states of 9 heads of 64 x 64 in float32.
-SMOLLM2 = Memory(at=2048, teacher=30 * 768 * 2048, kept=768.0 * 2048, other=4.0 * 9 * 64 * 64, fixed=0)
+SMOLLM2 = Memory(at=2048, teacher=30 * 768 * 2048, bits=16, kept=768.0 * 2048, other=4.0 * 9 * 64 * 64, fixed=0)
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +50,7 @@ def test_budgets_in_units(budget: str, units: int) -> None:
     assert Budget.parse(budget).units(THIRTY, None) == units
 
 
-@pytest.mark.parametrize("spec", ["15MB@2048", "32%@2048"])
+@pytest.mark.parametrize("spec", ["15MB@2048", "32%@2k"])
 def test_budgets_in_bytes_are_kept_and_could_not_keep_one_more(spec: str) -> None:
     budget = Budget.parse(spec)
     assert budget.at == 2048
@@ -71,9 +71,10 @@ WRONG_BUDGETS: list[tuple[str, str]] = [
     ("200%", "--keep 200%: there are only 30"),
     ("40MB@", "'' is no length in tokens"),
     ("40MB@0", "'0' is no length in tokens"),
+    ("40MB@32K", "'32K' is no length in tokens"),
     ("40XB@2048", "--keep 40XB@2048: got '40XB', expected a size"),
     ("1MB@2048", "are too few: the states alone are 4.4 MB, with one unit kept 5.8 MB"),
-    ("1GB@2048", "keeps all 30 units"),
+    ("1GB@2048", "holds the teacher's own cache in 16 bits, 47.2 MB"),
     ("0%@2048", "0 B are too few"),
 ]
 
@@ -87,20 +88,19 @@ def test_budgets_that_make_no_sense_are_refused() -> None:
 
 
 def test_a_length_at_which_the_cache_is_smaller_than_the_state_is_refused() -> None:
-    short = Memory(at=64, teacher=30 * 768 * 64, kept=768.0 * 64, other=SMOLLM2.other, fixed=0)
+    short = Memory(at=64, teacher=30 * 768 * 64, bits=16, kept=768.0 * 64, other=SMOLLM2.other, fixed=0)
     with pytest.raises(UserError, match=r"at 64 tokens the keys and values of a unit .* give a larger length"):
         Budget.parse("5MB@64").units(THIRTY, short)
 
 
 def test_bytes_are_those_of_the_converted_model(far: Path, tmp_path: Path) -> None:
-    for unit, heads in (("layer", 1), ("kv_head", 2)):
-        task = tiny_task(far, tmp_path / "s.json", "2MB@2000", unit=unit)
+    for bits, budget in ((16, "3MB@2000"), (4, "10%@2000")):
+        options: dict[str, Any] = {"mixer": "gated_deltanet+window", "cache_bits": bits}
+        task = tiny_task(far, tmp_path / "s.json", budget, **options)
+        job = tiny_job(far, tmp_path / "out", layers="keep:2", **options)
         assert task.memory is not None
-        per_token = 2 * 2 * 32 * 4
-        state = per_token * 485 + 4 * 485 + 4  # a window of 481 tokens and 4 sinks, and their places
-        assert task.memory.kept * heads == per_token * 2000
-        assert task.memory.other * heads == state
-        assert task.memory.teacher == 4 * per_token * 2000
+        assert task.memory.total(1, 4) == sum(layer.cache_bytes(2000) for layer in job.plan.layers)
+        assert task.memory.teacher == 4 * 2 * 2 * 32 * 4 * 2000
         assert "positions end at 512" in task.notes[0]
 
 
@@ -117,7 +117,7 @@ def test_the_file_says_everything_and_convert_reads_it(far: Path, tmp_path: Path
     assert value["order"][0] == 2
     assert len(value["scores"]["rounds"]) == 2
     config = tiny_task(far, out).teacher.config
-    assert softmax_layers(str(out), 4, config) == found.layers
+    assert file_selection(str(out), config) == found
     assert found.heads == tuple((layer, head) for layer in found.layers for head in range(2))
     again = tmp_path / "again.json"
     tiny_selection(far, again, "2", seed=3)
@@ -140,7 +140,7 @@ def test_layers_that_slide_stay_as_they_are(unit: str, tmp_path: Path) -> None:
     kinds = tiny_job(teacher, tmp_path / "out", layers=str(out)).table.layers
     softmax = [layer for layer, kind in enumerate(kinds) if kind == "softmax"]
     assert softmax == ([0, 2, 3] if unit == "layer" else [0, 2])
-    task = tiny_task(teacher, tmp_path / "t.json", "60%@400", unit=unit, mixer="retention")
+    task = tiny_task(teacher, tmp_path / "t.json", "60%@400", unit=unit, mixer="retention", cache_bits=16)
     assert task.memory is not None
     assert task.memory.fixed == 2 * min(8, 400) * 2 * 2 * teacher_config("gemma3_text").head_dim * 4
 
@@ -154,8 +154,6 @@ def test_spread_units_need_no_run(far: Path, tmp_path: Path, monkeypatch: pytest
     assert heads.heads == ((1, 0), (3, 0))
     with pytest.raises(ValueError, match="names heads"):
         _ = heads.layers
-    with pytest.raises(UserError, match="key 'unit' is 'kv_head', which names heads"):
-        softmax_layers(str(tmp_path / "d.json"), 4)
 
 
 GOOD: dict[str, Any] = {
@@ -206,7 +204,7 @@ def test_files_that_make_no_sense_are_refused(tmp_path: Path) -> None:
 
     def read(change: dict[str, Any]) -> None:
         file.write_text(json.dumps({**GOOD, **change}))
-        softmax_layers(str(file), 4, teacher_config("llama"))
+        file_selection(str(file), teacher_config("llama"))
 
     one_line = rf"^[^\n]*{re.escape(str(file))}[^\n]*"
     rows = [({"change": change}, UserError, rf"{one_line}{re.escape(message)}[^\n]*$") for change, message in WRONG]
@@ -219,7 +217,7 @@ def test_a_file_by_hand_is_read(tmp_path: Path) -> None:
     found = read_selection(file)
     assert isinstance(found, Selection)
     assert found.order == ((2,), (1,))
-    assert softmax_layers(str(file), 4, teacher_config("llama")) == (1, 2)
+    assert file_selection(str(file), teacher_config("llama")) == found
     for broken in (b"{", b"\xff", b"[" * 100_000):
         file.write_bytes(broken)
         with pytest.raises(UserError, match="cannot be read"):

@@ -167,4 +167,4 @@ def test_heads_that_cannot_be_told_apart_are_not_chosen(tmp_path: Path) -> None:
 
 def test_bytes_of_mixers_that_keep_everything_leave_nothing_to_choose(far: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no larger than the cache in its place .*--mixer with a state or a window"):
-        tiny_task(far, tmp_path / "s.json", "50%@4000", mixer="alibi")
+        tiny_task(far, tmp_path / "s.json", "50%@4000", mixer="alibi", cache_bits=16)

@@ -11,10 +11,11 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from deltanet_convert.select import Selection
 from deltanet_hf.evaluation.free_policies import WindowPolicy
 from deltanet_hf.evaluation.measures.relative import Clusters
 from deltanet_hf.models.restrict import restrict_heads
-from measuring.study import hybrid_measure, hybrid_row, recall_cells, shared_figures
+from measuring.study import front, hybrid_measure, hybrid_row, recall_cells, shared_figures
 from measuring.study.hybrid_measure import HybridMeasure, Measured
 from measuring.study.measure import main
 from measuring.study.results_row import load_for_measure
@@ -84,6 +85,27 @@ def test_rows(small: None, arrays: Path, teacher_folder: Path, student_folder: P
     assert windowed["windowed"]["kept"] == []
     assert windowed["windowed"]["kl_4k"] > 0
     assert windowed["itself"] == teacher
+
+
+def test_a_plan_is_measured_beside_windows_of_its_budget(
+    small: None, arrays: Path, teacher_folder: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(recall_cells, "CELLS", {"pairs_8": recall_cells.CELLS["pairs_8"]})
+    facts: dict[str, Any] = {"teacher": "T", "model_type": "llama", "num_hidden_layers": 4, "num_key_value_heads": 2}
+    facts |= {"unit": "kv_head", "method": "forward", "budget": "1MB@2k", "seed": 0, "settings": {"cache_bits": 4}}
+    kept = ((0, 1), (2, 0), (2, 1))
+    scores = {"allocations": [{"window": 129}, {"window": 33}]}
+    plan = Selection(**facts, kept=kept, order=kept, scores=scores, planned_window=33)
+    (tmp_path / "plan.json").write_text(json.dumps(plan.to_json()))
+    out = tmp_path / "rows.json"
+    front.main(arrays, out, str(teacher_folder), plan=[tmp_path / "plan.json"], limit=2)
+    rows = {row["run"]: row for row in json.loads(out.read_text())}
+    planned, windows = rows["plan-1MB@2k"], rows["windows-1MB@2k"]
+    assert (planned["kept_heads"], planned["window"], planned["bits"]) == ([list(head) for head in kept], 33, 4)
+    assert (windows["kept"], windows["window"]) == ([], 129)
+    assert "kept_heads" not in windows
+    assert planned["kl_4k"] != windows["kl_4k"]
+    assert planned["command"].endswith("--plan plan.json")
 
 
 @torch.no_grad()

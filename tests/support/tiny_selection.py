@@ -16,10 +16,12 @@ from deltanet_convert.teacher_model import open_teacher
 QUICK: dict[str, Any] = {"window": 6, "sinks": 1, "length": 400, "probes": 1}
 
 
-def tiny_task(teacher: Path, out: Path, keep: str = "1", mixer: str = "window", **options: Any) -> SelectionTask:
+def tiny_task(
+    teacher: Path, out: Path, keep: str = "1", mixer: str = "window", cache_bits: Any = 4, **options: Any
+) -> SelectionTask:
     """Plans a selection with short probes."""
     opened = open_teacher(teacher)
-    table = ConvertOptions(mixer=mixer).table(opened.num_layers, ())
+    table = ConvertOptions(mixer=mixer, cache_bits=cache_bits).table(opened.num_layers, ())
     chosen = SelectOptions(keep=keep, **{**QUICK, **options})
     return plan_selection(Source(teacher.name, teacher, None), opened, chosen, table, out)
 

@@ -41,16 +41,17 @@ def select_command(
         raise UserError(f"{teacher}: is a Gated DeltaNet model already; there is nothing to select")
     out = output_path(options.out)
     console = Console()
-    table_options = ConvertOptions(mixer=options.mixer)
+    # What `convert` makes; other runtimes have caches of 16 bits.
+    made = ConvertOptions.of_command_line({"mixer": options.mixer} | ({"cache_bits": 16} if options.exportable else {}))
     source = resolve_source(teacher, out.parent / f".{out.name}.teacher", None, options.revision)
     with removed_unless_unfinished(source, out):
         opened = open_teacher(source.folder)
-        task = plan_selection(source, opened, options, table_options.table(opened.num_layers, (), opened.config), out)
+        task = plan_selection(source, opened, options, made.table(opened.num_layers, (), opened.config), out)
         for note in task.notes:
             console.print(note, highlight=False, markup=False)
         with shown_on(console) as show:
             selection = run_selection(task, show)
-    print_selection(selection, task.memory, len(task.candidates.units), console)
+    print_selection(selection, task, console)
     console.print(f"Written to {out}", highlight=False)
 
 

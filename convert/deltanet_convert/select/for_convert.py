@@ -8,8 +8,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from transformers import PreTrainedConfig
+
 from deltanet_hf.errors import UserError
 from deltanet_hf.loading import chosen_device
+from deltanet_hf.mixers.window import WindowAttention
+from deltanet_hf.models.layers import LayerTable
 
 from ..options import ConvertOptions
 from ..storage.safetensors_folder import read_json
@@ -70,6 +74,8 @@ def auto_selection(
     choice = SelectOptions(keep=budget, method=method, seed=options.seed, device=options.device, overwrite=True)
     file = unfinished_selection(out)
     task = plan_selection(source, teacher, choice, options.table(teacher.num_layers, (), teacher.config), file)
+    if task.spending is not None and _window_is_set(options):
+        raise UserError(f"{budget.said}: a budget in bytes decides how long windows are; leave out --set window")
     if not choice.measured:
         return spread(task)
     found = _recorded(out, options) if options.resume else None
@@ -86,6 +92,25 @@ def auto_selection(
             f"--layers {options.layers}: {error}. The options are those of deltanet-hf select; give its file as "
             "--layers FILE, or spread the softmax layers evenly with --layers every:4"
         ) from error
+
+
+def selected_table(selection: Selection, options: ConvertOptions, config: PreTrainedConfig) -> LayerTable:
+    """The layer table of a conversion that keeps these units; a planned window is that of `--mixer window`.
+
+    Args:
+        config: the teacher's.
+    """
+    window = selection.planned_window
+    if window is not None and options.mixer == WindowAttention.name and not _window_is_set(options):
+        options = options.model_copy(update={"changes": (*options.changes, f"window={window}")})
+    layers, heads = selection.num_hidden_layers, selection.num_key_value_heads
+    if selection.unit == "kv_head":
+        return options.head_table(layers, heads, frozenset(selection.heads), config)
+    return options.table(layers, selection.layers, config)
+
+
+def _window_is_set(options: ConvertOptions) -> bool:
+    return any(change.startswith("window=") for change in options.changes)
 
 
 def shipped_selection(teacher: Teacher) -> Selection | None:

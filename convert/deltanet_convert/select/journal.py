@@ -12,11 +12,13 @@ from deltanet_hf import step_journal
 from deltanet_hf.errors import UserError
 from deltanet_hf.safe_write import writing
 
+from .allocation import Allocation
 from .methods import Round
 from .references import References
 from .units import Unit, to_json
 
 REFERENCES = "references"
+ALLOCATION = "allocation "  # begins the names of such steps
 
 
 class SelectionJournal:
@@ -95,7 +97,8 @@ class SelectionJournal:
         if not isinstance(request, dict | None):
             raise TypeError("the first line holds no request")
         self.references()
-        numbered = [step for step in self.steps if step != REFERENCES]
+        self.allocations()
+        numbered = [step for step in self.steps if step != REFERENCES and not step.startswith(ALLOCATION)]
         if numbered != [f"round {number + 1}" for number in range(len(numbered))]:
             raise ValueError("a round is missing")
         rounds = self.rounds()
@@ -112,11 +115,22 @@ class SelectionJournal:
 
     def rounds(self) -> list[Round]:
         """The finished rounds."""
-        found = (figures for step, figures in self.steps.items() if step != REFERENCES)
+        found = (figures for step, figures in self.steps.items() if step.startswith("round "))
         return [
             Round(_unit(step["unit"]), float(step["score"]), {_unit(unit): gain for unit, gain in step["gains"]})
             for step in found
         ]
+
+    def allocations(self) -> list[Allocation]:
+        """The measured allocations."""
+        found = [Allocation(**figures) for step, figures in self.steps.items() if step.startswith(ALLOCATION)]
+        if not all(math.isfinite(allocation.cost(found[0])) for allocation in found):
+            raise ValueError("a loss is not a number")
+        return found
+
+    def allocated(self, found: Allocation) -> None:
+        """Records an allocation."""
+        self.done(f"{ALLOCATION}{found.kept}", found.to_json())
 
     def done(self, step: str, figures: dict[str, Any]) -> None:
         """Records a finished step."""

@@ -1,4 +1,4 @@
-"""Runs a selection: reference losses, one round per kept unit, the file, the plot."""
+"""Runs a selection: reference losses, one round per kept unit, allocations of a budget in bytes, the file, the plot."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from deltanet_hf.safe_write import write_atomically
 
 from ..export.obstacles import teacher_obstacles
 from ..storage.saved_tokenizer import load_tokenizer
+from .allocation import Allocation, allocations, best_of, sharing_copy
 from .journal import REFERENCES, SelectionJournal
 from .loading import load_teacher
 from .methods import Forward, Gradient, NextUnit, Round, every_nth
@@ -77,9 +78,8 @@ def _measured(task: SelectionTask, journal: SelectionJournal, show: Show) -> Sel
         )
     rounds = journal.rounds()
     show(len(rounds), task.count, f"continued after round {len(rounds)}" if rounds else None)
-    model = SwitchableModel(
-        load_teacher(task.teacher, options.torch_device), task.candidates, options.window, options.sinks
-    )
+    teacher = load_teacher(task.teacher, options.torch_device)
+    model = SwitchableModel(sharing_copy(teacher), task.candidates, options.window, options.sinks)
     scorer = Scorer(model, lambda share: show(len(rounds) + share, task.count, None))
     objective = _objective(task)
     if int(objective.ids.max()) >= int(config.vocab_size):
@@ -105,14 +105,31 @@ def _measured(task: SelectionTask, journal: SelectionJournal, show: Show) -> Sel
     else:
         next_unit = Forward(scorer, objective, scale, units)
     known: dict[Unit, float] = {unit: gain for step in rounds for unit, gain in step.gains.items()}
-    while len(rounds) < task.count:
-        step = next_unit([step.unit for step in rounds], known)
-        journal.round_done(len(rounds) + 1, step)
-        rounds.append(step)
-        known |= step.gains
-        show(len(rounds), task.count, f"{len(rounds)}/{task.count}: {_named(step.unit)}, score {step.score:.3f}")
-    spread = scale.score(scorer.losses(objective, evenly(units, task.count)))
-    return task.selection([step.unit for step in rounds], _scores(references, rounds, float(spread)))
+
+    def order(count: int) -> list[Unit]:
+        """The first `count` units, after as many rounds."""
+        while len(rounds) < count:
+            step = next_unit([step.unit for step in rounds], known)
+            journal.round_done(len(rounds) + 1, step)
+            rounds.append(step)
+            known.update(step.gains)
+            show(len(rounds), task.count, f"{len(rounds)}/{task.count}: {_named(step.unit)}, score {step.score:.3f}")
+        return [step.unit for step in rounds[:count]]
+
+    if task.spending is None:
+        count, more, window = task.count, {}, None
+    else:
+
+        def record(found: Allocation) -> None:
+            journal.allocated(found)
+            show(len(rounds), task.count, str(found))
+
+        tried = allocations(task, teacher, scorer, order, journal.allocations(), record)
+        best = best_of(tried)
+        count, window, more = best.kept, best.window, {"allocations": [found.to_json() for found in tried]}
+    spread = scale.score(scorer.losses(objective, evenly(units, count)))
+    chosen = order(count)
+    return task.selection(chosen, _scores(references, rounds[:count], float(spread)) | more, window)
 
 
 def spread(task: SelectionTask) -> Selection:

@@ -32,7 +32,13 @@ class SelectOptions(Options):
     out: Annotated[Path, Option(help="File to write; `deltanet-hf convert --layers FILE` reads it.")] = Path(
         "selection.json"
     )
-    unit: Annotated[str, Option(help=f"Choose whole layers or single key/value heads: {', '.join(UNITS)}.")] = "layer"
+    unit: Annotated[
+        str | None,
+        Option(
+            help=f"Choose whole layers or single key/value heads: {', '.join(UNITS)}.",
+            show_default="layer; kv_head where windows are planned",
+        ),
+    ] = None
     method: Annotated[
         str,
         Option(
@@ -53,8 +59,9 @@ class SelectOptions(Options):
         Budget,
         BeforeValidator(lambda budget: Budget.parse(budget) if isinstance(budget, str) else budget),
         Option(
-            help="What to keep: a number of units such as 7, a share such as 25%, `40MB@32768` (bytes of the converted "
-            "model's cache for a sequence of that length), or `5%@32768` (a share of the teacher's cache)."
+            help="What to keep: a number of units such as 7, a share such as 25%, `40MB@32k` (bytes of the converted "
+            "model's cache for a sequence of that length), or `5%@32k` (a share of the teacher's cache). A budget in "
+            "bytes also plans how long the windows of all other units are."
         ),
         Field(validate_default=True),
     ] = "25%"  # type: ignore[assignment]  # a `Budget`, once it is read
@@ -66,7 +73,9 @@ class SelectOptions(Options):
             show_default=False,
         ),
     ] = DEFAULT_MIXER
-    window: Annotated[int, Option(help="Number of tokens that units see which are not kept."), Field(ge=1)] = 64
+    window: Annotated[
+        int, Option(help="Number of tokens that units see which are not kept, while others are scored."), Field(ge=1)
+    ] = 64
     sinks: Annotated[
         int, Option(help="Number of tokens at the start of the text that they see besides."), Field(ge=0)
     ] = 4
@@ -87,7 +96,7 @@ class SelectOptions(Options):
 
     @model_validator(mode="after")
     def _consistent(self) -> SelectOptions:
-        if self.unit not in UNITS:
+        if self.unit not in (None, *UNITS):
             raise UserError(f"--unit: got '{self.unit}', expected one of {', '.join(UNITS)}")
         if self.method not in METHODS:
             raise UserError(f"--method: got '{self.method}', expected one of {', '.join(METHODS)}")
@@ -95,7 +104,7 @@ class SelectOptions(Options):
             raise UserError(
                 f"--exportable: keeps every n-th layer, so --method {self.method} has no effect; leave out one"
             )
-        if self.exportable and self.unit != "layer":
+        if self.exportable and self.unit not in (None, "layer"):
             raise UserError("--exportable: other runtimes keep whole layers; leave out --unit or --exportable")
         return self
 

@@ -10,9 +10,10 @@ from typing import Any
 
 from deltanet_hf.errors import UserError
 
-from .units import UNITS, Unit, to_json
+from .units import UNITS, Unit, to_json, whole_heads
 
 FORMAT = "deltanet-hf selection 1"
+PLANNED = "deltanet-hf selection 2"  # with the key `planned_window`
 MAX_BYTES = 20_000_000
 
 
@@ -30,6 +31,7 @@ class Selection:
         scores: what was measured.
         settings: window, sinks and probes with which it was measured.
         local: layers with the family's own sliding window, ascending; they stay softmax too.
+        planned_window: tokens that all other layers or heads see; None where a conversion says it.
     """
 
     teacher: str
@@ -45,6 +47,7 @@ class Selection:
     scores: Mapping[str, Any]
     settings: Mapping[str, Any]
     local: tuple[int, ...] = ()
+    planned_window: int | None = None
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -56,16 +59,17 @@ class Selection:
     @property
     def heads(self) -> tuple[tuple[int, int], ...]:
         """The key/value heads that stay softmax as (layer, head), ascending; of a whole layer, all of its heads."""
-        single = self.unit == "kv_head"
-        heads = [(unit[0], unit[1]) for unit in self.kept] if single else []
-        for layer in self.local if single else self.layers:
-            heads += [(layer, head) for head in range(self.num_key_value_heads)]
-        return tuple(sorted(heads))
+        whole = whole_heads(self.kept, self.local, self.num_key_value_heads)
+        return tuple((layer, head) for layer, heads in whole.items() for head in heads)
 
     def to_json(self) -> dict[str, Any]:
         """The contents of the file."""
         lists = {"kept": [to_json(unit) for unit in self.kept], "order": [to_json(unit) for unit in self.order]}
-        return {"format": FORMAT, **asdict(self), **lists, "local": list(self.local)}
+        value = {"format": FORMAT, **asdict(self), **lists, "local": list(self.local)}
+        if self.planned_window is None:
+            del value["planned_window"]
+            return value
+        return {**value, "format": PLANNED}
 
     def check_teacher(self, where: str, config: Any) -> None:
         """Raises UserError unless the selection fits a teacher with this config; `where` begins the message."""
@@ -95,22 +99,24 @@ def read_selection(path: Path) -> Selection:
 
 def parse_selection(value: Any, where: str) -> Selection:
     """Reads the contents of a selection file; see `read_selection`. `where` begins the messages."""
-    if not isinstance(value, dict) or value.get("format") != FORMAT:
+    if not isinstance(value, dict) or value.get("format") not in (FORMAT, PLANNED):
         found = value.get("format") if isinstance(value, dict) else type(value).__name__
         raise UserError(f"{where}: key 'format' is {found!r}, expected '{FORMAT}'; run deltanet-hf select again")
     types: dict[str, type] = {"kept": list, "order": list, "local": list, "scores": dict, "settings": dict}
-    numbers = ("num_hidden_layers", "num_key_value_heads", "seed")
+    numbers = ("num_hidden_layers", "num_key_value_heads", "seed", "planned_window")
     types |= {
         field.name: int if field.name in numbers else str for field in fields(Selection) if field.name not in types
     }
+    if value["format"] == FORMAT:
+        del types["planned_window"]
     found = {"scores": {}, "settings": {}, "local": [], **value}
     for key, kind in types.items():
         if type(found.get(key)) is not kind:
             raise UserError(f"{where}: key '{key}' is {found.get(key)!r:.60}, expected a JSON {_json_name(kind)}")
     if found["unit"] not in UNITS:
         raise UserError(f"{where}: key 'unit' is {found['unit']!r:.60}, expected one of {', '.join(UNITS)}")
-    for key in ("num_hidden_layers", "num_key_value_heads"):
-        if found[key] < 1:
+    for key in ("num_hidden_layers", "num_key_value_heads", "planned_window"):
+        if key in types and found[key] < 1:
             raise UserError(f"{where}: key '{key}' is {found[key]}, expected at least 1")
     kept, order = (_units(found, key, where) for key in ("kept", "order"))
     local = [unit[0] for unit in _units({**found, "unit": "layer"}, "local", where)]
@@ -118,7 +124,7 @@ def parse_selection(value: Any, where: str) -> Selection:
         raise UserError(
             f"{where}: keys 'kept' and 'local' both list layers {sorted(both)}; run deltanet-hf select again"
         )
-    if not kept:
+    if not kept and "planned_window" not in types:
         raise UserError(f"{where}: key 'kept' lists nothing; say --layers all to convert every layer")
     if sorted(order) != sorted(kept):
         raise UserError(f"{where}: keys 'order' and 'kept' list different units; run deltanet-hf select again")

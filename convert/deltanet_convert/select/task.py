@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.mixers.attention.head_split import check_heads_part
+from deltanet_hf.mixers.attention.head_split import check_heads_part, heads_part
+from deltanet_hf.mixers.window import WindowAttention
 from deltanet_hf.models.layers import LayerTable
 
 from ..conversion_plan import make_plan
@@ -17,8 +18,10 @@ from ..storage.teacher_source import Source
 from ..storage.versions import versions
 from ..teacher_model import Teacher
 from .budget import Memory
+from .cache_sizes import CacheSizes
 from .select_options import SelectOptions
 from .selection_file import Selection
+from .spending import Spending
 from .units import Candidates, Unit
 
 TEXT_ROWS = 4  # rows of running text for `kl`, per probe of a format for the other methods
@@ -30,8 +33,9 @@ class SelectionTask:
 
     Attributes:
         out: the file to write.
-        count: the number of units to keep.
+        count: the number of units to keep; with `spending`, the most that may be.
         memory: bytes per sequence, for a budget in bytes.
+        spending: where windows are planned with the kept units: what the budget holds.
         notes: lines for the user.
     """
 
@@ -42,6 +46,7 @@ class SelectionTask:
     candidates: Candidates
     count: int
     memory: Memory | None
+    spending: Spending | None
     notes: tuple[str, ...]
 
     @property
@@ -49,9 +54,16 @@ class SelectionTask:
         """Tokens per probe."""
         return min(self.options.length, int(self.teacher.config.max_position_embeddings))
 
-    def selection(self, order: Sequence[Unit], scores: Mapping[str, Any]) -> Selection:
-        """The result, given the kept units with the most important one first."""
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What the scores depend on, for the file."""
+        planned = {} if self.spending is None else {"cache_bits": self.spending.sizes.bits}
+        return self.options.settings(self.length) | planned
+
+    def selection(self, order: Sequence[Unit], scores: Mapping[str, Any], window: int | None = None) -> Selection:
+        """The result, given the kept units with the most important one first, and the planned window."""
         config, options = self.teacher.config, self.options
+        assert options.unit is not None  # `plan_selection` has decided
         return Selection(
             teacher=self.source.name,
             model_type=self.teacher.family.model_type,
@@ -64,13 +76,15 @@ class SelectionTask:
             kept=tuple(sorted(order)),
             order=tuple(order),
             scores=scores,
-            settings=options.settings(self.length),
+            settings=self.settings,
             local=self.candidates.local,
+            planned_window=window,
         )
 
     def is_answered_by(self, found: Selection) -> bool:
         """Whether `found` came from this very task."""
-        return len(found.kept) == self.count and found == self.selection(found.order, found.scores)
+        as_many = self.spending is not None or len(found.kept) == self.count
+        return as_many and found == self.selection(found.order, found.scores, found.planned_window)
 
     def request(self) -> dict[str, Any]:
         """Everything that the result depends on, as a JSON value."""
@@ -87,7 +101,7 @@ class SelectionTask:
             "budget": options.keep.text,
             "kept": self.count,
             "seed": options.seed,
-            "settings": options.settings(self.length),
+            "settings": self.settings,
             "device": options.torch_device.type if options.measured else None,
             "versions": versions(),
         }
@@ -99,7 +113,8 @@ def plan_selection(
     """Checks a selection.
 
     Args:
-        table: the layers of a conversion of every layer; a budget in bytes counts their states.
+        table: the layers of a conversion of every layer; a budget in bytes counts their states, and where they are
+            windows, plans how long these are.
 
     Raises:
         UserError: the budget makes no sense for this teacher, its heads cannot be told apart, a window shows
@@ -108,17 +123,26 @@ def plan_selection(
     if out.suffix == ".png":
         raise UserError(f"--out {out}: the plot is written to this name; give a name such as selection.json")
     config = teacher.config
+    at = options.keep.at
+    planned = at is not None and options.measured and table.only_kind.mixer is WindowAttention
+    layers: Any = teacher.model.model.layers
     if options.unit == "kv_head":
-        layers: Any = teacher.model.model.layers
         check_heads_part(layers[0].self_attn, config)
+    elif options.unit is None:
+        single = planned and heads_part(layers[0].self_attn)
+        options = options.model_copy(update={"unit": "kv_head" if single else "layer"})
+    assert options.unit is not None
     candidates = Candidates.of(config, options.unit)
     notes = [note for note in (candidates.note(),) if note]
-    memory = None
-    if (at := options.keep.at) is not None:
-        plan = make_plan(teacher, table, teacher.dtype, 5 * 10**9, 64)
-        memory = Memory.of(plan.layers, candidates, at)
+    memory = spending = None
+    if at is not None:
+        sizes = CacheSizes(teacher, candidates, at, table.cache_bits)
+        if planned:
+            spending = Spending(options.keep, sizes)
+        else:
+            memory = Memory.of(make_plan(teacher, table, teacher.dtype, 5 * 10**9, 64).layers, sizes)
         longest = int(config.max_position_embeddings)
         if at > longest:
             notes.append(f"{options.keep.said}: the teacher's positions end at {longest}; only the bytes count.")
-    count = options.keep.units(candidates, memory)
-    return SelectionTask(source, teacher, options, out, candidates, count, memory, tuple(notes))
+    count = options.keep.units(candidates, memory) if spending is None else spending.most
+    return SelectionTask(source, teacher, options, out, candidates, count, memory, spending, tuple(notes))

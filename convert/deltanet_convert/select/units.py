@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +56,14 @@ class Candidates:
             f"Layers {list(self.local)} attend within the teacher's own window of {self.window} tokens: their cache "
             "does not grow, so they stay as they are, and the choice is among the others."
         )
+
+
+def whole_heads(kept: Collection[Unit], local: Collection[int], kv_heads: int) -> dict[int, list[int]]:
+    """The key/value heads by layer, ascending, of units `kept` and layers `local`; of a whole layer, all."""
+    found: dict[int, list[int]] = {}
+    for layer, *head in sorted([*kept, *((layer,) for layer in local)]):
+        found.setdefault(layer, []).extend(head or range(kv_heads))
+    return found
 
 
 def to_json(unit: Unit) -> int | list[int]:

@@ -6,17 +6,13 @@ from rich.console import Console
 from rich.table import Table
 
 from ..views.plan_view import size
-from .budget import Memory
+from .cache_sizes import SINKS
 from .selection_file import Selection
+from .task import SelectionTask
 
 
-def print_selection(selection: Selection, memory: Memory | None, candidates: int, console: Console) -> None:
-    """Prints the kept units in order with their scores.
-
-    Args:
-        memory: bytes per sequence, for a budget in bytes.
-        candidates: the number of units that were to choose from.
-    """
+def print_selection(selection: Selection, task: SelectionTask, console: Console) -> None:
+    """Prints the kept units in order with their scores, and for a budget in bytes what a sequence takes."""
     rounds = selection.scores.get("rounds")
     heads = selection.unit == "kv_head"
     # As a title, the line would be broken to the width of a narrow table.
@@ -39,10 +35,32 @@ def print_selection(selection: Selection, memory: Memory | None, candidates: int
             f"{selection.scores['uniform']:.3f}.",
             highlight=False,
         )
-    if memory is not None:
-        kept = len(selection.kept)
-        console.print(
-            f"At {memory.at:,} tokens a sequence takes {size(memory.total(kept, candidates))}, the teacher's "
-            f"{size(memory.teacher)}.",
-            highlight=False,
-        )
+    kept = len(selection.kept)
+    if (memory := task.memory) is not None:
+        used, whole, at = memory.total(kept, len(task.candidates.units)), memory.teacher, memory.at
+    elif task.spending is not None:
+        _print_allocations(selection, task.spending.length, console)
+        sizes = task.spending.sizes
+        used, whole, at = sizes.total(selection.kept, selection.planned_window or 0), task.spending.teacher, sizes.at
+    else:
+        return
+    console.print(f"At {at:,} tokens a sequence takes {size(used)}, the teacher's {size(whole)}.", highlight=False)
+
+
+def _print_allocations(selection: Selection, length: int, console: Console) -> None:
+    """The measured ways to spend the budget, and what each head gets by the best one."""
+    console.print(f"Ways to spend the budget, measured on texts of {length:,} tokens", highlight=False)
+    table = Table()
+    for column in ("whole", "window elsewhere", "cache", "KL", "score", ""):
+        table.add_column(column, justify="right")
+    for found in selection.scores["allocations"]:
+        score = "-" if found["score"] is None else f"{found['score']:.3f}"
+        figures = (str(found["kept"]), f"{found['window']:,}", size(found["nbytes"]), f"{found['kl']:.4f}", score)
+        table.add_row(*figures, "taken" if found["kept"] == len(selection.kept) else "")
+    console.print(table)
+    units = "layers" if selection.unit == "layer" else "key/value heads"
+    console.print(
+        f"The {units} of the first table keep all tokens; all others see the last {selection.planned_window:,} tokens "
+        f"and the first {SINKS}.",
+        highlight=False,
+    )

@@ -33,10 +33,15 @@ class NarrowConfig:
         return getattr(self.whole, name)
 
 
-def check_heads_part(attention: Any, config: PreTrainedConfig) -> None:
-    """Raises UserError if a learned q/k norm goes over all heads together (OLMo 2 and 3), so that they do not part."""
+def heads_part(attention: Any) -> bool:
+    """Whether a layer can be cut up by heads: no learned q/k norm goes over all heads together (OLMo 2 and 3)."""
     norm = getattr(attention, "q_norm", None)
-    if norm is not None and norm.weight.numel() != attention.head_dim:
+    return norm is None or norm.weight.numel() == attention.head_dim
+
+
+def check_heads_part(attention: Any, config: PreTrainedConfig) -> None:
+    """Raises UserError unless a layer can be cut up by heads."""
+    if not heads_part(attention):
         raise UserError(
             f"model_type {config.model_type}: its q/k norms go over all heads of a layer together, so the heads of one "
             "layer cannot be of different kinds; choose whole layers"

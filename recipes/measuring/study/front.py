@@ -28,6 +28,7 @@ import torch
 import typer
 from transformers import AutoTokenizer, PreTrainedModel
 
+from deltanet_convert.select import read_selection
 from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.free_policies import SINKS, WindowPolicy
 from deltanet_hf.exit_codes import run_command
@@ -93,6 +94,13 @@ def main(
         list[str] | None,
         typer.Option(help="KEPT@BITS@BYTES: the teacher, untrained, with these layers whole and windows elsewhere."),
     ] = None,
+    plan: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="File of `deltanet-hf select` for a budget in bytes: the teacher, untrained, by this plan, and with "
+            "windows alone that fit the same budget."
+        ),
+    ] = None,
     model: Annotated[list[str] | None, typer.Option(help="NAME=FOLDER of a converted model; repeatable.")] = None,
     bits: Annotated[
         list[int] | None, typer.Option(help="Bits of the models' caches; repeatable. Default: 16, 4.")
@@ -142,6 +150,11 @@ def main(
         save_items(out, run, measured)
         typer.echo(f"{run}: {shown(row)} ({time.perf_counter() - start:.1f} s)")
 
+    def add_policy(run: str, policy: WindowPolicy, width: int, made: dict[str, Any]) -> None:
+        facts: dict[str, Any] = {"kept": list(policy.kept), "window": policy.window, "sinks": SINKS, "tokens": 0}
+        facts |= {"kept_heads": [list(head) for head in policy.heads]} if policy.heads else {}
+        add(run, "free", policy.apply(loaded), width, facts | made)
+
     copied: Any = load_for_measure(teacher, device) if teacher_bits else None
     for width in teacher_bits or ():
         add(f"teacher@{width}", "teacher", copied, width, {"tokens": 0} | command(teacher, teacher_bits=width))
@@ -151,10 +164,13 @@ def main(
         if window is None:
             typer.echo(f"{text}: a window of one token already needs more")
             continue
-        facts: dict[str, Any] = {"kept": list(layers), "window": window, "sinks": SINKS, "tokens": 0}
-        facts |= {"kept_heads": [list(head) for head in heads]} if heads else {}
-        facts |= command(teacher, policy=text)
-        add(f"free-{text}", "free", WindowPolicy(layers, window, heads=heads).apply(loaded), width, facts)
+        add_policy(f"free-{text}", WindowPolicy(layers, window, heads=heads), width, command(teacher, policy=text))
+    for file in plan or ():
+        chosen = read_selection(file)
+        windows, width = chosen.scores["allocations"][0]["window"], chosen.settings["cache_bits"]
+        made = command(teacher, plan=file.name)
+        add_policy(f"plan-{chosen.budget}", WindowPolicy((), chosen.planned_window, heads=chosen.heads), width, made)
+        add_policy(f"windows-{chosen.budget}", WindowPolicy(chosen.local, windows), width, made)
     for entry in model or ():
         name, _, folder = entry.partition("=")
         student: Any = load_for_measure(folder, device)

@@ -59,7 +59,7 @@ def conversion(report: dict[str, Any]) -> list[str]:
     """
     options = report["options"]
     words = ["deltanet-hf", "convert", report["teacher"]["name"], STUDENT]
-    words += flags(layers=_layers(options), mixer=options["mixer"])
+    words += flags(layers=_layers(report), mixer=options["mixer"])
     for key, value in options["set"].items():
         words += ["--set", f"{key}={_value(value)}"]
     text = report["text"]["source"]
@@ -73,9 +73,10 @@ def conversion(report: dict[str, Any]) -> list[str]:
     return words + flags(**{name: value for name, value in single.items() if value != getattr(DEFAULT, name)})
 
 
-def _layers(options: dict[str, Any]) -> str:
-    """`--layers`; in the place of a search, what it found."""
-    if not options["layers"].startswith(AUTO):
+def _layers(report: dict[str, Any]) -> str:
+    """`--layers`; in the place of a search for layers, what it found."""
+    options, found = report["options"], report.get("selection") or {}
+    if not options["layers"].startswith(AUTO) or found.get("unit") == "kv_head" or "planned_window" in found:
         return _shown(options["layers"])
     kept = [str(index) for index, kind in enumerate(options["deltanet"]["layers"]) if kind == SOFTMAX]
     return f"keep:{','.join(kept)}" if kept else "all"

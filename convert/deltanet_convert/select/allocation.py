@@ -1,0 +1,150 @@
+"""How a budget in bytes is spent: which units stay whole, and how long the window of all others is.
+
+The rounds of a selection give the order in which units are worth keeping. For every number of kept units there is one
+longest window that fits; about ten such allocations are measured, from windows alone to as many units as the budget
+holds, as models with keys and values in the bits of the cache, on texts of the length of the budget. The cost of an
+allocation is the sum of its KL divergence and its score, each divided by that of windows alone; the cheapest is taken.
+After two in a row that are worse than the best, no more are tried.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from deltanet_hf.data import prefix_ids
+from deltanet_hf.models.cache_bits import use_cache_bits
+from deltanet_hf.models.restrict import restrict_heads
+
+from ..storage.saved_tokenizer import load_tokenizer
+from ..views.plan_view import size
+from .cache_sizes import SINKS
+from .objectives import AnswerLoss, TextKL
+from .probes import haystack, recall_probes
+from .references import References
+from .scoring import Scorer
+from .switchable import SwitchableModel
+from .task import SelectionTask
+from .units import Candidates, Unit, whole_heads
+
+PATIENCE = 2  # allocations in a row that are worse than the best, after which none is tried
+POSITIONS = 2048  # last tokens of a text that the KL divergence is taken on, at most
+NOISE = 0.01  # of the score's scale; a smaller loss of windows alone is no measure for that of others
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """A way to spend the budget, and what it loses.
+
+    Attributes:
+        kept: number of units that stay whole, the first of the order.
+        window: tokens that all others see.
+        nbytes: of the cache.
+        kl: KL divergence from the teacher on running text, in nats per token.
+        score: loss on the answers, 0 for the teacher and 1 for short windows everywhere; None where none are asked.
+    """
+
+    kept: int
+    window: int
+    nbytes: int
+    kl: float
+    score: float | None
+
+    def cost(self, uniform: Allocation) -> float:
+        """The losses, each as a multiple of that of `uniform`, the allocation of windows alone."""
+        cost = self.kl / max(uniform.kl, 1e-9)
+        if self.score is not None and uniform.score is not None:
+            cost += self.score / max(uniform.score, NOISE)
+        return cost
+
+    def __str__(self) -> str:
+        score = "" if self.score is None else f", score {self.score:.3f}"
+        what = f"{self.kept} whole, windows of {self.window:,} tokens elsewhere"
+        return f"{what}: {size(self.nbytes)}, KL {self.kl:.4f}{score}"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def best_of(found: Sequence[Allocation]) -> Allocation:
+    """The cheapest; the first is that of windows alone."""
+    return min(found, key=lambda allocation: allocation.cost(found[0]))
+
+
+def is_done(found: Sequence[Allocation]) -> bool:
+    """Whether the last allocations were worse than the best."""
+    return len(found) > PATIENCE and best_of(found) not in found[-PATIENCE:]
+
+
+def allocations(
+    task: SelectionTask,
+    teacher: PreTrainedModel,
+    scorer: Scorer,
+    order: Callable[[int], list[Unit]],
+    done: Sequence[Allocation],
+    record: Callable[[Allocation], None],
+) -> list[Allocation]:
+    """The ways to spend a budget that are worth a try, measured; windows alone come first.
+
+    Args:
+        teacher: its weights are shared, and it is not changed.
+        scorer: of the teacher with switched layers, which gives the score its scale.
+        order: the units that are worth keeping most, as many as it is called with.
+        done: those that an earlier run measured.
+        record: called with every new one.
+
+    Raises:
+        UserError: the teacher answers no format of probes at the length of the budget.
+    """
+    assert task.spending is not None
+    found, sizes = list(done), task.spending.sizes
+    measure: _Measure | None = None
+    for count in task.spending.counts()[len(found) :]:
+        if is_done(found):
+            break
+        kept = order(count)
+        window = task.spending.window(kept)
+        if window is None:
+            break
+        measure = measure or _Measure(task, teacher, scorer, task.spending.length, sizes.bits)
+        found.append(Allocation(count, window, sizes.total(kept, window), *measure(kept, window)))
+        record(found[-1])
+    return found
+
+
+class _Measure:
+    """Measures allocations as models, on running text and, unless a selection is by KL divergence, on answers."""
+
+    def __init__(self, task: SelectionTask, teacher: PreTrainedModel, scorer: Scorer, length: int, bits: int) -> None:
+        self.teacher, self.local, self.bits = teacher, task.candidates.local, bits
+        options, tokenizer = task.options, load_tokenizer(task.teacher.folder)
+        text = haystack(tokenizer)
+        before = max(0, length - POSITIONS)
+        self.text = TextKL.of_text(text, prefix_ids(tokenizer), length, options.probes, before, 0, options.seed)
+        scorer.losses(self.text, None)  # keeps the teacher's logits
+        self.answers: Any = None
+        if options.method != "kl":
+            probes = recall_probes(tokenizer, text, length, options.probes, options.window, options.seed)
+            references = References.measure(scorer, AnswerLoss(probes))
+            self.answers = references.usable(AnswerLoss(probes), task.source.name)
+            self.scale = references.scale(self.answers.names)
+
+    def __call__(self, kept: Sequence[Unit], window: int) -> tuple[float, float | None]:
+        """KL divergence and score of the teacher with these units whole and windows elsewhere."""
+        model = sharing_copy(self.teacher)
+        heads = whole_heads(kept, self.local, int(model.config.num_key_value_heads))
+        restrict_heads(model, heads, window, SINKS)
+        use_cache_bits(model, self.bits)
+        scorer = Scorer(SwitchableModel(model, Candidates((), (), None), window, SINKS))
+        kl = float(scorer.losses(self.text, ()))
+        return kl, None if self.answers is None else float(self.scale.score(scorer.losses(self.answers, ())))
+
+
+def sharing_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy whose modules are its own, and whose tensors are those of `model`."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})

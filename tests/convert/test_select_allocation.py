@@ -1,0 +1,216 @@
+"""Budgets in bytes: kept heads and windows that are planned together, what they take, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from deltanet_convert.layers_option import file_selection
+from deltanet_convert.select import allocation, for_convert, probes, read_selection, run
+from deltanet_convert.select.allocation import PATIENCE, Allocation, best_of, is_done
+from deltanet_convert.select.budget import Budget
+from deltanet_convert.select.cache_sizes import CacheSizes
+from deltanet_convert.select.command import select_command
+from deltanet_convert.select.journal import SelectionJournal
+from deltanet_convert.select.probe_text import FORMATS
+from deltanet_convert.select.select_options import SelectOptions
+from deltanet_convert.select.selection_file import Selection
+from deltanet_convert.select.spending import SHORTEST, Spending
+from deltanet_convert.select.units import Candidates
+from deltanet_convert.teacher_model import open_teacher
+from deltanet_hf.errors import UserError
+from deltanet_hf.evaluation.measures.sequence_bytes import sequence_bytes
+from support.far_model import FAR_HEAD, FAR_LAYER, far_folder
+from support.tiny_conversion import teacher_folder, tiny_conversion, tiny_job
+from support.tiny_selection import QUICK, tiny_selection, tiny_task
+
+BUDGET, AT = "16%@512", 512
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short texts, probes of two formats, and plots that cost nothing."""
+    monkeypatch.setattr(probes, "CHARACTERS", 2000)
+    for module in (run, allocation):
+        monkeypatch.setattr(module, "recall_probes", partial(probes.recall_probes, formats=FORMATS[:2]))
+    monkeypatch.setattr(run, "selection_plot", lambda selection: b"plot")
+
+
+@pytest.fixture(scope="module")
+def far(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return far_folder(tmp_path_factory.mktemp("teachers") / "far")
+
+
+def sizes_of(teacher: Path, unit: str = "kv_head", at: int = AT, bits: int = 4) -> CacheSizes:
+    opened = open_teacher(teacher)
+    return CacheSizes(opened, Candidates.of(opened.config, unit), at, bits)
+
+
+@pytest.mark.parametrize(("bits", "budget"), [(16, "50%@512"), (4, BUDGET)])
+def test_bytes_of_a_plan_are_bytes_of_the_cache(far: Path, tmp_path: Path, bits: int, budget: str) -> None:
+    out = tmp_path / "s.json"
+    found = tiny_selection(far, out, budget, cache_bits=bits)
+    assert (FAR_LAYER, FAR_HEAD) in found.kept
+    taken = next(step for step in found.scores["allocations"] if step["kept"] == len(found.kept))
+    assert taken["window"] == found.planned_window
+    assert taken["score"] < 0.01
+    tiny_conversion(far, tmp_path / "out", layers=str(out), mixer="window", cache_bits=bits)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert sequence_bytes(model, AT) == taken["nbytes"]
+    spending = tiny_task(far, out, budget, cache_bits=bits).spending
+    assert spending is not None
+    assert all(step["nbytes"] <= spending.allowed for step in found.scores["allocations"])
+    assert spending.sizes.total(found.kept, found.planned_window + 32) > spending.allowed
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+@pytest.mark.parametrize("family", ["gemma3_text", "gemma2", "mistral"])
+def test_bytes_with_sliding_windows_of_the_family(family: str, bits: int, tmp_path: Path) -> None:
+    teacher = teacher_folder(tmp_path / "teacher", family)
+    sizes, kept = sizes_of(teacher, at=120, bits=bits), ((1, 0),)
+    file = written(tmp_path, family, planned_window=33, local=sizes.candidates.local, kept=kept)
+    job = tiny_job(teacher, tmp_path / "out", layers=file, mixer="window", cache_bits=bits)
+    assert sizes.total(kept, 33) == sum(layer.cache_bytes(120) for layer in job.plan.layers)
+    assert sizes.teacher_bytes == sum(layer.kv_bytes(120) for layer in job.plan.layers)
+
+
+def written(folder: Path, model_type: str = "llama", **changes: Any) -> str:
+    """A planned selection of heads of a tiny teacher, as a file."""
+    facts: dict[str, Any] = {"teacher": "tiny", "model_type": model_type, "num_hidden_layers": 4, "scores": {}}
+    facts |= {"num_key_value_heads": 2, "unit": "kv_head", "method": "forward", "budget": BUDGET, "seed": 0}
+    facts |= {"order": changes.get("kept", ()), "kept": (), "settings": {}, **changes}
+    file = folder / "planned.json"
+    file.write_text(json.dumps(Selection(**facts).to_json()))
+    return str(file)
+
+
+def test_the_file_of_a_plan(far: Path, tmp_path: Path) -> None:
+    config = open_teacher(far).config
+    file = written(tmp_path, planned_window=97)
+    found = file_selection(file, config)
+    assert found is not None
+    assert (found.kept, found.planned_window) == ((), 97)
+    assert json.loads(Path(file).read_text())["format"] == "deltanet-hf selection 2"
+    options = {"layers": file, "mixer": "window"}
+    local = tiny_job(far, tmp_path / "out", **options).table.only_kind
+    assert local.settings.window == 97
+    changed = tiny_job(far, tmp_path / "out", **options, changes=("window=65",)).table.only_kind
+    assert changed.settings.window == 65
+    with_state = tiny_job(far, tmp_path / "out", layers=file, mixer="gated_deltanet+window").table.only_kind
+    assert with_state.settings.window == 256
+    file = written(tmp_path, planned_window=97, kept=((0,), (3,)), unit="layer")
+    assert tiny_job(far, tmp_path / "out", **options).table.layers == ("softmax", "local", "local", "softmax")
+    for window in (0, None, "97"):
+        value = json.loads(Path(file).read_text()) | {"planned_window": window}
+        Path(file).write_text(json.dumps(value))
+        with pytest.raises(UserError, match="key 'planned_window' is"):
+            read_selection(Path(file))
+
+
+def test_units_are_heads_where_heads_part(far: Path, tmp_path: Path) -> None:
+    assert tiny_task(far, tmp_path / "s.json", BUDGET).options.unit == "kv_head"
+    assert tiny_task(far, tmp_path / "s.json", BUDGET, unit="layer").options.unit == "layer"
+    assert tiny_task(far, tmp_path / "s.json", "1").options.unit == "layer"
+    assert tiny_task(far, tmp_path / "s.json", BUDGET, mixer="retention").options.unit == "layer"
+    assert tiny_task(far, tmp_path / "s.json", "15%@2k", method="uniform").options.unit == "layer"
+    olmo = teacher_folder(tmp_path / "olmo", "olmo2")
+    assert tiny_task(olmo, tmp_path / "s.json", "14%@2k").options.unit == "layer"
+
+
+def test_the_smallest_budget_is_named_and_works(far: Path) -> None:
+    sizes = sizes_of(far)
+    with pytest.raises(UserError, match="the smallest budget is --keep ") as caught:
+        Spending(Budget.parse("1KB@512"), sizes)
+    named = re.search(r"--keep ((\d+)KB@512), a window of 33 tokens in all heads$", str(caught.value))
+    assert named is not None
+    spending = Spending(Budget.parse(named[1]), sizes)
+    assert spending.counts() == [0]
+    assert spending.window(()) == SHORTEST
+    with pytest.raises(UserError, match="too few bytes"):
+        Spending(Budget.parse(f"{int(named[2]) - 1}KB@512"), sizes)
+
+
+def test_the_teacher_itself_is_an_answer(far: Path, tmp_path: Path) -> None:
+    whole = sizes_of(far).total(Candidates.of(open_teacher(far).config, "kv_head").units, SHORTEST)
+    enough, less = f"{-(-whole // 1000)}KB@512", f"{whole // 1000 - 1}KB@512"
+    for mixer in ("window", "gated_deltanet+window"):
+        with pytest.raises(
+            UserError, match=r"in 4 bits, .* leave the model as it is: .* generate TEACHER --prompt TEXT --cache-bits 4"
+        ):
+            tiny_task(far, tmp_path / "s.json", enough, mixer=mixer)
+    tiny_task(far, tmp_path / "s.json", less)
+    tiny_task(far, tmp_path / "s.json", enough, cache_bits=16)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_cheapest_allocation_is_taken() -> None:
+    def row(kept: int, kl: float, score: float | None) -> Allocation:
+        return Allocation(kept, 100, 1000, kl, score)
+
+    uniform = row(0, 0.04, 0.8)
+    rows = [uniform, row(3, 0.03, 0.4), row(6, 0.035, 0.2), row(9, 0.04, 0.2), row(12, 0.08, 0.1)]
+    assert uniform.cost(uniform) == 2.0
+    assert best_of(rows) is rows[2]
+    assert [is_done(rows[:count]) for count in range(1, 6)] == [False, False, False, False, True]
+    assert PATIENCE == 2
+    assert best_of([row(0, 0.04, None), row(3, 0.03, None)]).kept == 3
+    assert best_of([row(0, 0.04, 0.0), row(3, 0.03, 0.001)]).kept == 3  # nothing is lost: the KL divergence decides
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing catches it."""
+
+
+@pytest.mark.parametrize("method", ["forward", "kl"])
+def test_finished_allocations_are_not_repeated(far: Path, tmp_path: Path, method: str) -> None:
+    whole = tiny_selection(far, tmp_path / "whole.json", BUDGET, method=method)
+    out = tmp_path / "s.json"
+    done = SelectionJournal.allocated
+
+    def dies(self: SelectionJournal, found: Allocation) -> None:
+        done(self, found)
+        if found.kept == 1:
+            raise Killed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SelectionJournal, "allocated", dies)
+        with pytest.raises(Killed):
+            tiny_selection(far, out, BUDGET, method=method)
+    steps = [json.loads(line).get("step") for line in SelectionJournal.path_of(out).read_text().splitlines()][1:]
+    assert steps == ["references", "allocation 0", "round 1", "allocation 1"]
+    lines: list[str | None] = []
+    run.run_selection(tiny_task(far, out, BUDGET, method=method), lambda done, total, line: lines.append(line))
+    assert out.read_bytes() == (tmp_path / "whole.json").read_bytes()
+    assert not any(line and line.startswith(("0 whole", "1 whole")) for line in lines)
+    assert any(line and line.startswith("2 whole") for line in lines)
+    assert (whole.scores["allocations"][0]["score"] is None) == (method == "kl")
+
+
+def test_the_command_prints_what_heads_get(far: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = {key: value for key, value in QUICK.items() if key != "sinks"}
+    select_command(str(far), out=tmp_path / "s.json", keep="16%@512", **given)
+    printed = " ".join(capsys.readouterr().out.split())
+    window = read_selection(tmp_path / "s.json").planned_window
+    assert "measured on texts of 512 tokens" in printed
+    assert f"all others see the last {window} tokens and the first 4" in printed
+    assert re.search(r"At 512 tokens a sequence takes \d+\.\d kB, the teacher's 1\.0 MB", printed)
+
+
+def test_convert_plans_windows(far: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(for_convert, "SelectOptions", lambda **kw: SelectOptions(**{**QUICK, **kw}))
+    options = {"layers": f"auto:{BUDGET}", "mixer": "window", "cache_bits": 4}
+    out = tmp_path / "out"
+    report = tiny_conversion(far, out, **options)
+    table = json.loads((out / "config.json").read_text())["deltanet"]
+    assert table["kinds"]["heads_1"]["window"] == report["selection"]["planned_window"]
+    assert tiny_conversion(far, out, **options, resume=True) == report
+    with pytest.raises(UserError, match="leave out --set window"):
+        tiny_job(far, tmp_path / "other", **options, changes=("window=65",))
+    with pytest.raises(UserError, match="--layers auto:90%@512: holds the teacher's own cache"):
+        tiny_job(far, tmp_path / "other", **{**options, "layers": "auto:90%@512"})
