@@ -2,7 +2,7 @@
 
 Only vLLM imports this package. It takes vLLM's backend for models of transformers, so that every family is served by
 its own modelling code with vLLM's linear layers, norms, embeddings and paged attention; converted layers are this
-project's own modules, whose states lie in pages of vLLM's cache. docs/vllm.md has the limits.
+project's own modules, whose states lie in pages of vLLM's cache. docs/serving.md has the limits.
 """
 
 import logging
@@ -26,7 +26,7 @@ def register() -> None:
 
         from deltanet_hf.vllm_plugin.checks import Checks
     except ImportError as error:
-        logger.warning("deltanet-hf serves converted models with vLLM 0.32, not with this one: %s", error)
+        logger.warning("deltanet-hf serves converted models with vLLM 0.25 to 0.32, not with this one: %s", error)
         return
     for architecture in ARCHITECTURES:
         ModelRegistry.register_model(architecture, "deltanet_hf.vllm_plugin.model:DeltaNetForCausalLM")

@@ -5,14 +5,22 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig
-from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder, CommonAttentionMetadata
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
 from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
 from vllm.v1.kv_cache_interface import KVCacheSpec
+
+from deltanet_kernels.packed_cache.layout import GROUP
 
 
 @dataclass(frozen=True)
@@ -71,8 +79,43 @@ class StateBatchBuilder(AttentionMetadataBuilder[StateBatch]):
         return StateBatch(rows[:, 1], pages[rows[:, 0]], new_pages, tuple(several))
 
 
-class TokenBatchBuilder(AttentionMetadataBuilder[tuple[SequencePart, ...]]):
-    """Makes the parts of every step for layers that keep something of every token."""
+@dataclass(frozen=True)
+class TokenBatch:
+    """A step for layers that keep something of every token.
+
+    `table` ([sequences, pages] int64) has the pages of all sequences, each with `size` tokens; `sequences` are those
+    with new tokens, as `_sequences` gives them.
+    """
+
+    table: Tensor
+    size: int
+    sequences: tuple[tuple[int, int, int, int], ...]
+
+    def part(self, index: int, first: int, last: int, seen: int) -> SequencePart:
+        """One of `sequences` with its pages."""
+        return SequencePart(first, last, seen, self.table[index, : -(-(seen + last - first) // self.size)])
+
+    @cached_property
+    def parts(self) -> tuple[SequencePart, ...]:
+        """All `sequences` with their pages."""
+        return tuple(self.part(*sequence) for sequence in self.sequences)
+
+    @cached_property
+    def several(self) -> dict[int, SequencePart]:
+        """The parts with several new tokens, by the places of the first."""
+        return {item[1]: self.part(*item) for item in self.sequences if item[2] - item[1] > 1}
+
+    @cached_property
+    def single(self) -> tuple[Tensor, int]:
+        """Pages [n, pages] of the sequences with a single new token, and the most tokens that one has before it."""
+        rows = [(index, seen) for index, first, last, seen in self.sequences if last - first == 1]
+        most = max((seen for _, seen in rows), default=0)
+        chosen = torch.tensor([index for index, _ in rows], dtype=torch.long, device=self.table.device)
+        return self.table[chosen, : most // self.size + 1], most
+
+
+class TokenBatchBuilder(AttentionMetadataBuilder[TokenBatch]):
+    """Makes the `TokenBatch` of every step."""
 
     def __init__(
         self, kv_cache_spec: KVCacheSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
@@ -81,13 +124,9 @@ class TokenBatchBuilder(AttentionMetadataBuilder[tuple[SequencePart, ...]]):
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> tuple[SequencePart, ...]:
-        table, size = common_attn_metadata.block_table_tensor, self.kv_cache_spec.block_size
-        parts = []
-        for index, first, last, seen in _sequences(common_attn_metadata):
-            used = -(-(seen + last - first) // size)
-            parts.append(SequencePart(first, last, seen, table[index, :used].long()))
-        return tuple(parts)
+    ) -> TokenBatch:
+        step = common_attn_metadata
+        return TokenBatch(step.block_table_tensor.long(), self.kv_cache_spec.block_size, tuple(_sequences(step)))
 
 
 def _sequences(step: CommonAttentionMetadata) -> Iterator[tuple[int, int, int, int]]:
@@ -125,3 +164,15 @@ class TokenBackend(AttentionBackend):
     @staticmethod
     def get_builder_cls() -> type[TokenBatchBuilder]:
         return TokenBatchBuilder
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """[pages, heads, tokens of a page, channels of key and value]; newer versions of vLLM do not ask."""
+        return num_blocks, num_kv_heads, block_size, 2 * head_size
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(spec: KVCacheSpec | None = None) -> list[int | MultipleOf]:
+        """Whole groups of packed tokens."""
+        return [MultipleOf(GROUP)]

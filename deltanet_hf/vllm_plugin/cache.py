@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +18,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 from deltanet_hf.mixers.cache.state import State, TensorShape
 from deltanet_hf.vllm_plugin.batch import StateBackend, TokenBackend
 from deltanet_hf.vllm_plugin.pages import page_bytes, tensors_in
+from deltanet_kernels.packed_cache.layout import GROUP
 
 
 class StatePages(MambaBase):
@@ -27,13 +30,20 @@ class StatePages(MambaBase):
         vllm_config: vLLM's settings.
     """
 
-    kv_cache: tuple[Tensor, ...] = ()
+    kv_cache: Sequence[Tensor] = ()  # vLLM puts the pages [pages, bytes] int8 here
 
     def __init__(self, shapes: dict[str, TensorShape], name: str, vllm_config: VllmConfig) -> None:
         self.shapes, self.name = shapes, name
         self.page_bytes = page_bytes(shapes)  # `set_page_bytes` makes it the model's largest
-        self.tensors: State = {}
+        self._tensors: tuple[Any, State] = None, {}
         vllm_config.compilation_config.static_forward_context[name] = self
+
+    @property
+    def tensors(self) -> State:
+        """The tensors of all pages, each beginning with the pages."""
+        if self._tensors[0] is not self.kv_cache:
+            self._tensors = self.kv_cache, tensors_in(self.kv_cache[0], self.shapes)
+        return self._tensors[1]
 
     def load(self, pages: Tensor) -> State:
         """Copies of the states in the pages [B]."""
@@ -62,11 +72,13 @@ class StatePages(MambaBase):
     def get_attn_backend(self) -> type[AttentionBackend]:
         return StateBackend
 
-    def bind_kv_cache(self, kv_cache: Tensor) -> None:
-        """Take the pages [pages, 1, 1, bytes] int8 that vLLM has allocated."""
-        pages = kv_cache.squeeze(dim=(1, 2))
-        self.kv_cache = (pages,)
-        self.tensors = tensors_in(pages, self.shapes)
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec | None:
+        """As in the base class; with packed tokens, in pages of their size."""
+        spec: Any = super().get_kv_cache_spec(vllm_config)
+        packed = packed_bytes(vllm_config)
+        if not packed:
+            return spec
+        return dataclasses.replace(spec, page_size_padded=packed * vllm_config.cache_config.block_size)
 
 
 class TokenPages(AttentionLayerBase):
@@ -87,27 +99,101 @@ class TokenPages(AttentionLayerBase):
     def load(self, pages: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
         """The first `tokens` keys and values [1, heads, tokens, channels] of the sequence in these pages."""
         kept = self.kv_cache[pages].transpose(0, 1).flatten(1, 2)[None, :, :tokens]
-        keys, values = kept.split([self.key_channels, self.value_channels], dim=-1)
-        return keys, values
+        return kept[..., : self.key_channels], kept[..., self.key_channels : self.key_channels + self.value_channels]
 
     def store(self, pages: Tensor, seen: int, keys: Tensor, values: Tensor) -> None:
         """Put keys and values [1, heads, T, channels] behind the first `seen` tokens of the sequence."""
         places = torch.arange(seen, seen + keys.shape[2], device=keys.device)
         size = self.kv_cache.shape[2]
         new = torch.cat([keys, values], dim=-1)[0].transpose(0, 1).to(self.kv_cache.dtype)
-        self.kv_cache[pages[places // size], :, places % size] = new
+        self.kv_cache[pages[places // size], :, places % size, : new.shape[-1]] = new
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         return TokenBackend
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
+        half = -(-(self.key_channels + self.value_channels) // 2)  # vLLM 0.25 knows one size for both
         return FullAttentionSpec(
             block_size=vllm_config.cache_config.block_size,
             num_kv_heads=self.heads,
-            head_size=self.key_channels,
-            head_size_v=self.value_channels,
+            head_size=half,
+            head_size_v=half,
             dtype=vllm_config.model_config.dtype,
         )
+
+
+class PackedPages(AttentionLayerBase):
+    """The packed groups of 32 tokens of one layer; a page holds whole groups.
+
+    Args:
+        shapes: the tensors of one group of one head (`packed_tokens.py`).
+        heads: key/value heads.
+        name, vllm_config: as in `StatePages`.
+    """
+
+    kv_cache: Tensor  # [pages, 1, tokens of a page, bytes of a token] int8
+
+    def __init__(self, shapes: dict[str, TensorShape], heads: int, name: str, vllm_config: VllmConfig) -> None:
+        self.shapes, self.heads, self.name = shapes, heads, name
+        self.group_bytes = sum(shape.nbytes for shape in shapes.values())
+        vllm_config.compilation_config.static_forward_context[name] = self
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes per token of a sequence."""
+        return -(-self.heads * self.group_bytes // GROUP)
+
+    def _tensors(self) -> State:
+        """The tensors of all pages, each [pages, groups of a page, heads, ...]."""
+        pages, _, tokens, size = self.kv_cache.shape
+        groups = self.kv_cache.reshape(pages, tokens // GROUP, GROUP * size)[..., : self.heads * self.group_bytes]
+        return tensors_in(groups.unflatten(-1, (self.heads, self.group_bytes)), self.shapes)
+
+    def load(self, pages: Tensor, groups: int, counts: Tensor) -> State:
+        """Copies [B, heads, groups, ...] of the first groups of sequences in the pages [B, P].
+
+        `counts` [B] are their tokens; groups that they do not have yet are zeros.
+        """
+        group = torch.arange(groups, device=pages.device)
+        held = group < (counts.long()[:, None] - 1) // GROUP
+        at = self._places(pages, group.expand(len(pages), -1), held)
+        return {name: tensor[at] for name, tensor in self._tensors().items()}
+
+    def store(self, pages: Tensor, group: Tensor, state: State) -> None:
+        """Put the groups [B, N] of a state of all groups into the pages [B, P]."""
+        at = self._places(pages, group, None)
+        index = torch.arange(len(pages), device=pages.device)[:, None, None], at[2], group[:, None]
+        for name, tensor in self._tensors().items():
+            tensor[at] = state[name][index]
+
+    def _places(self, pages: Tensor, group: Tensor, held: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Page, place in it and head of each group [B, N]; page 0, which vLLM leaves empty, for groups not `held`."""
+        per_page = self.kv_cache.shape[2] // GROUP
+        page = pages.gather(1, group // per_page)
+        if held is not None:
+            page = page * held
+        heads = torch.arange(self.heads, device=pages.device)[None, :, None]
+        return page[:, None], (group % per_page)[:, None], heads
+
+    def get_attn_backend(self) -> type[AttentionBackend]:
+        return TokenBackend
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
+        half = packed_bytes(vllm_config) // 2
+        return FullAttentionSpec(
+            block_size=vllm_config.cache_config.block_size,
+            num_kv_heads=1,
+            head_size=half,
+            head_size_v=half,
+            dtype=torch.int8,
+        )
+
+
+def packed_bytes(vllm_config: VllmConfig) -> int:
+    """Bytes of a token in the pages of a model with packed tokens, the same in all layers; 0 for other models."""
+    caches = vllm_config.compilation_config.static_forward_context.values()
+    most = max((cache.token_bytes for cache in caches if isinstance(cache, PackedPages)), default=0)
+    return most + most % 2
 
 
 def state_pages(vllm_config: VllmConfig) -> list[StatePages]:

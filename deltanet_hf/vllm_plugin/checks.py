@@ -13,6 +13,7 @@ from deltanet_hf.mixers import AttentionKind, LayerKind
 from deltanet_hf.mixers.path import RelaxedPath
 from deltanet_hf.models.layers import LayerTable
 
+SERVED_BITS = (16, 8, 4)  # others have no packed form
 OWN_TYPES = "family_layer_types"  # key of a configuration in vLLM: the family's `layer_types`
 
 
@@ -30,6 +31,8 @@ class Checks(VerifyAndUpdateConfig):
             return
         own, table = getattr(config, "layer_types", None), LayerTable.of(config)
         states = [index for index, kind in table.converted.items() if _has_state(kind.mixer)]
+        if table.cache_bits < 16:  # softmax layers too: the tokens that are not packed yet
+            states = list(range(len(table)))
         types = list(own) if own and states else ["full_attention"] * len(table)
         for index in states:
             types[index] = "linear_attention"
@@ -40,14 +43,14 @@ class Checks(VerifyAndUpdateConfig):
     @staticmethod
     def verify_and_update_config(vllm_config: VllmConfig) -> None:
         """Raises ValueError for settings of vLLM that the plugin does not serve."""
-        parallel, config = vllm_config.parallel_config, vllm_config.model_config.hf_config
+        parallel, table = vllm_config.parallel_config, LayerTable.of(vllm_config.model_config.hf_config)
         for given, name, remedy in (
             (parallel.tensor_parallel_size > 1, "tensor_parallel_size", "1"),
             (parallel.pipeline_parallel_size > 1, "pipeline_parallel_size", "1"),
             (vllm_config.quant_config is not None, "quantization", "none"),
             (vllm_config.lora_config is not None, "enable_lora", "false, and a model with merged adapters"),
             (vllm_config.speculative_config is not None, "speculative_config", "none"),
-            (LayerTable.of(config).cache_bits < 16, "cache_bits", "a model whose config.json says 16 or nothing"),
+            (table.cache_bits not in SERVED_BITS, "cache_bits", "a model with 16, 8 or 4"),
         ):
             if given:
                 raise ValueError(f"{name}: not served for models with converted layers; pass {remedy}")

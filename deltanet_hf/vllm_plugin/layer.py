@@ -13,14 +13,17 @@ from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 
 from deltanet_hf.fast.mixer import FastMixer
+from deltanet_hf.mixers.attention.packed_softmax import PackedSoftmax
 from deltanet_hf.mixers.attention.routed_config import RoutedConfig
-from deltanet_hf.mixers.cache.state import MixerCacheLayer
+from deltanet_hf.mixers.cache.packed_tokens import PACKED
+from deltanet_hf.mixers.cache.state import MixerCacheLayer, TensorShape
 from deltanet_hf.mixers.cache.window_cache import Tokens
 from deltanet_hf.mixers.layer.layer_kind import PositionEmbeddings
 from deltanet_hf.mixers.layer.masks import sliding_window
 from deltanet_hf.mixers.layer.mixer import Mixer
-from deltanet_hf.vllm_plugin.batch import SequencePart, StateBatch
-from deltanet_hf.vllm_plugin.cache import StatePages, TokenPages
+from deltanet_hf.vllm_plugin.batch import SequencePart, StateBatch, TokenBatch
+from deltanet_hf.vllm_plugin.cache import PackedPages, StatePages, TokenPages
+from deltanet_kernels.packed_cache.layout import GROUP
 
 
 def served(layer: Any, name: str, vllm_config: VllmConfig) -> ServedLayer:
@@ -31,8 +34,13 @@ def served(layer: Any, name: str, vllm_config: VllmConfig) -> ServedLayer:
         name: its name in the model, under which it stays.
         vllm_config: vLLM's settings.
     """
-    kind = GrowingLayer if layer.growing_heads else StateLayer
-    return kind(layer, name, vllm_config)
+    kind: Any
+    if isinstance(layer, PackedSoftmax):
+        kind = PackedLayer if layer.kept.window is None else StateLayer
+    else:
+        kind = GrowingLayer if layer.growing_heads else StateLayer
+    made: ServedLayer = kind(layer, name, vllm_config)
+    return made
 
 
 class ServedLayer(nn.Module, ABC):
@@ -72,7 +80,9 @@ class StateLayer(ServedLayer):
 
     def __init__(self, layer: Any, name: str, vllm_config: VllmConfig) -> None:
         super().__init__(layer, name)
-        self.states = StatePages(layer.state_shapes(vllm_config.model_config.dtype), name, vllm_config)
+        packed, dtype = isinstance(layer, PackedSoftmax), vllm_config.model_config.dtype
+        shapes = packed_shapes(layer, dtype) if packed else layer.state_shapes(dtype)
+        self.states = StatePages(shapes, name, vllm_config)
         self._form: Any = None
 
     def whole(self, x: Tensor, position_embeddings: PositionEmbeddings | None) -> Tensor:
@@ -108,6 +118,64 @@ class StateLayer(ServedLayer):
         return output
 
 
+def packed_shapes(layer: Any, dtype: torch.dtype) -> dict[str, TensorShape]:
+    """What softmax attention with packed tokens keeps of a sequence of one group and a token."""
+    shapes: dict[str, TensorShape] = layer.kept.shapes(
+        layer.config.num_key_value_heads, layer.head_dim, GROUP + 1, dtype
+    )
+    return shapes
+
+
+class PackedLayer(ServedLayer):
+    """Softmax attention whose earlier keys and values are packed; the others are a state of constant size."""
+
+    def __init__(self, layer: Any, name: str, vllm_config: VllmConfig) -> None:
+        super().__init__(layer, name)
+        shapes = packed_shapes(layer, vllm_config.model_config.dtype)
+        packed = {tensor: TensorShape(shapes[tensor].shape[2:], shapes[tensor].dtype) for tensor in PACKED}
+        exact = {tensor: shape for tensor, shape in shapes.items() if tensor not in PACKED}
+        self.states = StatePages(exact, f"{name}.state", vllm_config)
+        self.groups = PackedPages(packed, layer.config.num_key_value_heads, name, vllm_config)
+
+    def whole(self, x: Tensor, position_embeddings: PositionEmbeddings | None) -> Tensor:
+        output: Tensor = self.layer(hidden_states=x, position_embeddings=position_embeddings)[0]
+        return output
+
+    def step(self, steps: dict[str, Any], x: Tensor, position_embeddings: PositionEmbeddings | None) -> Tensor:
+        batch: StateBatch = steps[self.states.name]
+        held: TokenBatch = steps[self.name]
+        output = torch.zeros_like(x)
+        if len(batch.tokens):
+            self.states.clear(batch.new_pages)
+            rows = tuple(part[0, batch.tokens, None] for part in position_embeddings or ())
+            y = self._go_on(batch.pages, *held.single, x[0, batch.tokens, None], rows or None)
+            output[0, batch.tokens] = y.squeeze(1)
+        for part in batch.parts:
+            pages = held.several[part.first].pages[None]
+            output[:, part.first : part.last] = self._go_on(
+                part.pages, pages, part.seen, *_of(part, x, position_embeddings)
+            )
+        return output
+
+    def _go_on(self, page: Tensor, pages: Tensor, seen: int, x: Tensor, position_embeddings: Any) -> Tensor:
+        """The layer on x [B, T, hidden] after up to `seen` tokens, with the states of `page` [B] and packed `pages`."""
+        length, kept, cache = x.shape[1], self.layer.kept, MixerCacheLayer()
+        if seen or length == 1:
+            cache.state, cache.is_initialized, cache.tokens_seen = self.states.load(page), True, seen
+            groups = kept.groups(seen + 1) if length == 1 else kept.groups(seen)
+            cache.state |= self.groups.load(pages, groups, cache.state["count"])
+        output: Tensor = self.layer(hidden_states=x, position_embeddings=position_embeddings, past_key_values=cache)[0]
+        self.states.store(page, cache.state)
+        groups = kept.groups(seen + length)
+        if length > 1:
+            new = torch.arange(kept.groups(seen), groups, device=x.device)[None]
+        else:  # the last one of each sequence, whether or not it is new
+            new = ((cache.state["count"].long() - 1) // GROUP - 1).clamp_min(0)[:, None]
+        if groups:
+            self.groups.store(pages, new, cache.state)
+        return output
+
+
 class GrowingLayer(ServedLayer):
     """A kind of attention that keeps keys and values of all tokens, and may keep a state; one sequence at a time."""
 
@@ -126,7 +194,7 @@ class GrowingLayer(ServedLayer):
     def step(self, steps: dict[str, Any], x: Tensor, position_embeddings: PositionEmbeddings | None) -> Tensor:
         output = torch.zeros_like(x)
         pages = _state_pages_of(steps[self.states.name]) if self.states is not None else {}
-        for part in steps[self.name]:
+        for part in steps[self.name].parts:
             inputs = _of(part, x, position_embeddings)
             output[:, part.first : part.last] = self._go_on(part, pages.get(part.first), *inputs)
         return output

@@ -13,21 +13,22 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoModel, PreTrainedConfig
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateCopyFunc, MambaStateCopyFuncCalculator
 from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid
-from vllm.model_executor.models.transformers import TransformersForCausalLM
-from vllm.model_executor.models.transformers.base import VLLM_ATTN_ATTR
+from vllm.model_executor.models.transformers import TransformersForCausalLM, base
 from vllm.model_executor.models.utils import WeightsMapper, maybe_prefix
 
 from deltanet_hf.mixers import FLOAT32_NAMES, LayerKind
+from deltanet_hf.mixers.attention.packed_softmax import PackedSoftmax
 from deltanet_hf.mixers.layer.masks import sliding_window
+from deltanet_hf.mixers.mixed_heads import MixedHeads
 from deltanet_hf.models import factory, qwen3_5
 from deltanet_hf.models.families import FAMILIES, PREFIX
-from deltanet_hf.vllm_plugin.cache import set_page_bytes, state_pages
+from deltanet_hf.vllm_plugin.cache import packed_bytes, set_page_bytes, state_pages
 from deltanet_hf.vllm_plugin.checks import family_config
-from deltanet_hf.vllm_plugin.layer import served
+from deltanet_hf.vllm_plugin.layer import ServedLayer, served
 
 
 class DeltaNetForCausalLM(TransformersForCausalLM, HasInnerState, IsHybrid):
@@ -38,6 +39,7 @@ class DeltaNetForCausalLM(TransformersForCausalLM, HasInnerState, IsHybrid):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
+        self.logits_processor.soft_cap = getattr(self.text_config, "final_logit_softcapping", None)  # not so in 0.25
         divisor = getattr(self.text_config, "logits_scaling", 1.0)  # of Granite
         self.logits_processor.scale /= divisor
 
@@ -45,47 +47,78 @@ class DeltaNetForCausalLM(TransformersForCausalLM, HasInnerState, IsHybrid):
         self.config = self.text_config = family_config(self.config)
         super()._patch_config()
 
-    def _decorate_for_torch_compile(self) -> None:
+    def _decorate_for_torch_compile(self, **kwargs: Any) -> None:
         """Nothing is compiled, see `Checks`; and the family's class stays as transformers made it."""
 
     def recursive_replace(self) -> None:
-        aside = dict(_converted("model.layers", self.model.layers))
+        settings = get_current_vllm_config()
+        aside = dict(_own("model.layers", self.model.layers))
         for name in aside:
             self._put(name, nn.Identity())
         super().recursive_replace()
         for name, part in aside.items():
-            self._put(name, served(part, name, self.vllm_config))
-        set_page_bytes(self.vllm_config)
+            self._put(name, served(part, name, settings))
+        set_page_bytes(settings)
         self.hf_to_vllm_mapper |= WeightsMapper(orig_to_new_prefix={f"{name}.": f"{name}.layer." for name in aside})
 
     def _put(self, name: str, module: nn.Module) -> None:
         parent, _, own = name.rpartition(".")
         setattr(self.get_submodule(parent), own, module)
 
+    def create_attention_instances(self) -> dict[int, Attention]:
+        """vLLM's attention for the layers that stayed softmax, by their indices; vLLM 0.25 passes it to their calls."""
+        return {index: self._attention(index, name, module) for index, name, module in self._softmax_layers()}
+
     def _create_attention_instances(self, prefix: str = "") -> None:
-        """vLLM's attention for the layers that stayed softmax."""
-        for index, (name, fuser) in self.attention_fusers.items():
-            module: Any = self.get_submodule(name)
-            scale, sinks = fuser.scale(module), fuser.sinks(module)
-            attention = Attention(
-                num_heads=module.config.num_attention_heads,  # of some heads only, in layers with mixed heads
-                head_size=module.head_dim,
-                scale=module.head_dim**-0.5 if scale is None else scale,
-                num_kv_heads=module.config.num_key_value_heads,
-                cache_config=self.cache_config,
-                logits_soft_cap=getattr(self.text_config, "attn_logit_softcapping", None),
-                per_layer_sliding_window=sliding_window(self.text_config, index),
-                prefix=maybe_prefix(prefix, f"{name}.{VLLM_ATTN_ATTR}"),
-                **({} if sinks is None else {"sinks": sinks}),
-            )
-            setattr(module, VLLM_ATTN_ATTR, attention)
+        """The same where newer versions look for it: in the layers."""
+        for index, name, module in self._softmax_layers():
+            setattr(module, base.VLLM_ATTN_ATTR, self._attention(index, maybe_prefix(prefix, name), module))
+
+    def _softmax_layers(self) -> Iterator[tuple[int, str, Any]]:
+        """Index, name and module of the attention that vLLM's attention serves: whole layers, or some heads of one."""
+        for index, layer in enumerate(self.model.layers):
+            name, module = f"model.layers.{index}.self_attn", getattr(layer, "self_attn", None)
+            if isinstance(module, MixedHeads):
+                name, module = f"{name}.softmax", module.softmax
+            if module is not None and not isinstance(module, ServedLayer):
+                yield index, name, module
+
+    def _attention(self, index: int, name: str, module: Any) -> Attention:
+        sinks = getattr(module, "sinks", None)
+        return Attention(
+            num_heads=module.config.num_attention_heads,  # of some heads only, in layers with mixed heads
+            head_size=module.head_dim,
+            scale=getattr(module, "scaling", module.head_dim**-0.5),
+            num_kv_heads=module.config.num_key_value_heads,
+            cache_config=self.cache_config,
+            logits_soft_cap=getattr(self.text_config, "attn_logit_softcapping", None),
+            per_layer_sliding_window=sliding_window(self.text_config, index),
+            prefix=f"{name}.attn",
+            **({} if sinks is None else {"sinks": sinks}),
+        )
+
+    def init_parameters(self, module: nn.Module, dtype: torch.dtype | None = None) -> None:
+        """As in the base class, with the parameters in float32 that are so whatever the model's dtype."""
+        super().init_parameters(module, dtype)
+        for name, parameter in module.named_parameters():
+            if name.rpartition(".")[2] in FLOAT32_NAMES:
+                parameter.data = parameter.data.float()
 
     # What vLLM's cache asks of a model with states.
 
     @classmethod
     def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> tuple[tuple[int, ...], ...]:
-        """The page of a state, once the model has been built."""
-        return ((max((cache.page_bytes for cache in state_pages(vllm_config)), default=0),),)
+        """The page of a state, once the model has been built.
+
+        vLLM makes pages of so many tokens that they hold it in the model's dtype. Packed tokens are smaller, so more of
+        them have to fill a page.
+        """
+        size = max((cache.page_bytes for cache in state_pages(vllm_config)), default=0)
+        packed, model = packed_bytes(vllm_config), vllm_config.model_config
+        if packed:
+            heads = model.get_num_kv_heads(vllm_config.parallel_config)
+            size = -(-size // packed) * 2 * heads * model.get_head_size() * model.dtype.itemsize
+        return ((size,),)
 
     @classmethod
     def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
@@ -97,13 +130,13 @@ class DeltaNetForCausalLM(TransformersForCausalLM, HasInnerState, IsHybrid):
         return MambaStateCopyFuncCalculator.linear_attention_state_copy_func()
 
 
-def _converted(prefix: str, module: nn.Module) -> Iterator[tuple[str, LayerKind]]:
-    """The converted layers in a module, and the branches of those with mixed heads, with their names."""
+def _own(prefix: str, module: nn.Module) -> Iterator[tuple[str, LayerKind | PackedSoftmax]]:
+    """The layers in a module that are not vLLM's, and such branches of those with mixed heads, with their names."""
     for name, part in module.named_children():
-        if isinstance(part, LayerKind) and part.branches.get("") is part:
+        if isinstance(part, PackedSoftmax) or (isinstance(part, LayerKind) and part.branches.get("") is part):
             yield f"{prefix}.{name}", part
         else:
-            yield from _converted(f"{prefix}.{name}", part)
+            yield from _own(f"{prefix}.{name}", part)
 
 
 class Decoder:
@@ -118,9 +151,6 @@ class Decoder:
         decoder: Any = made._from_config(config, **kwargs).model
         decoder._forward_pre_hooks.clear()  # they read padding and packing off calls, and vLLM knows its sequences
         decoder._forward_pre_hooks_with_kwargs.clear()
-        # Whole names, because vLLM looks for them anywhere in a name.
-        names = [name for name, _ in decoder.named_parameters() if name.rpartition(".")[2] in FLOAT32_NAMES]
-        decoder._keep_in_fp32_modules_strict = names
         return decoder  # type: ignore[no-any-return]
 
 

@@ -20,12 +20,12 @@ def page_bytes(shapes: dict[str, TensorShape]) -> int:
 
 
 def tensors_in(pages: Tensor, shapes: dict[str, TensorShape]) -> dict[str, Tensor]:
-    """Views [pages, ...] of the tensors in pages [pages, bytes] int8, by name; wide elements come first."""
+    """Views [..., *shape] of the tensors in pages [..., bytes] int8, by name; wide elements come first."""
     views: dict[str, Tensor] = {}
     first = 0
     for name, shape in sorted(shapes.items(), key=lambda item: -item[1].dtype.itemsize):
         last = first + shape.nbytes
-        view = pages[:, first:last].view(shape.dtype)
-        views[name] = view.unflatten(1, shape.shape) if shape.shape else view.squeeze(1)
+        view = pages[..., first:last].view(shape.dtype)
+        views[name] = view.unflatten(-1, shape.shape) if shape.shape else view.squeeze(-1)
         first = last
     return views

@@ -38,7 +38,7 @@ def test_the_entry_point_names_the_function() -> None:
 def test_without_a_fitting_vllm_nothing_is_registered(caplog: pytest.LogCaptureFixture, monkeypatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "vllm", None)
     register()
-    assert "vLLM 0.32" in caplog.text
+    assert "vLLM 0.25 to 0.32" in caplog.text
 
 
 def test_the_tensors_of_a_page_are_apart_and_fill_it_but_for_its_end() -> None:

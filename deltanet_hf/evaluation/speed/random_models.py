@@ -60,6 +60,7 @@ KINDS: dict[str, Layout] = {
     "all": Layout("gated_deltanet"),
     "hybrid25": Layout("gated_deltanet", layers=4),
     "window25": Layout("gated_deltanet+window", layers=4),
+    "windows4bit": Layout("window", layers=4, cache_bits=4),  # the default of `convert` where no heads are shipped
     "heads10": Layout("window", heads=10, cache_bits=4),
 }
 
@@ -74,16 +75,20 @@ def random_model(
         kind: a name in `KINDS`.
         mixer: takes the place of gated_deltanet.
     """
+    config = random_config(shape, kind, mixer)
+    with device:
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    if not KINDS[kind].mixer:
+        set_cache_bits(model, KINDS[kind].cache_bits)
+    return serve(model.eval())
+
+
+def random_config(shape: str, kind: str, mixer: str = "gated_deltanet") -> Any:
+    """The configuration of a `random_model`; that of a softmax model says nothing of its bits."""
     config: Any = LlamaConfig(**SHAPES[shape], max_position_embeddings=131072)
     layout = KINDS[kind]
     layout = layout._replace(mixer=layout.mixer.replace("gated_deltanet", mixer))
-    if layout.mixer:
-        config = converted_config(config, _table(layout, config))
-    with device:
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    if not layout.mixer:
-        set_cache_bits(model, layout.cache_bits)
-    return serve(model.eval())
+    return converted_config(config, _table(layout, config)) if layout.mixer else config
 
 
 def _table(layout: Layout, config: Any) -> LayerTable:
