@@ -28,6 +28,7 @@ from deltanet_hf.mixers.cache.state import MixerCacheLayer, State
 from deltanet_hf.mixers.layer.delta_rule import DeltaRule, stored
 from deltanet_hf.mixers.layer.layer_call import LayerCall, recorded
 from deltanet_hf.mixers.layer.layer_kind import PositionEmbeddings
+from deltanet_hf.mixers.layer.mix_call import MixCall
 from deltanet_hf.mixers.layer.mixer import Mixer
 from deltanet_kernels import gate_values, gated_delta_step_, gated_rms_norm, prompt_inputs
 from deltanet_kernels.arguments import GatedNormCall, RuleCall
@@ -93,8 +94,8 @@ class FastMixer:
         self, x: Tensor, position_embeddings: PositionEmbeddings | None, cache: MixerCacheLayer | None
     ) -> Tensor:
         """Tokens without padding, the first ones or further ones: x [B, T, hidden] -> [B, T, hidden]."""
-        layer, keep = self.layer, cache is not None
-        state = cache.state if cache is not None and cache.is_initialized else None
+        layer, call = self.layer, LayerCall(cache, None, None)
+        state, keep = call.state, call.keep_state
         parts, gates, output_gate = layer.project(x), layer.gates(x, None), layer.output_gate(x)
         inputs = self._inputs(parts, position_embeddings, state, keep)
         output, new_state = self._mix(inputs, gates, state, keep)
@@ -105,7 +106,7 @@ class FastMixer:
             q, k, v = inputs.window_q, inputs.window_k, layer.split_heads(layer.own_channels(parts[2], layer.v_proj))
             assert q is not None
             assert k is not None
-            output, kept = window_prefill(layer.window_branch, x, q, k, v, output, output_gate, layer.norm, state, keep)
+            output, kept = window_prefill(layer.window_branch, x, q, k, v, output, output_gate, layer.norm, call)
             new_state = {**new_state, **kept}
         elif layer.norm is not None:
             output = gated_rms_norm.unchecked(GatedNormCall(output, output_gate, layer.norm.weight, layer.norm.eps))
@@ -206,7 +207,7 @@ class FastMixer:
     ) -> tuple[Tensor, State]:
         q, k, v = inputs[:3]
         if state is not None or not self._is_gated_delta_rule or q.shape[1] == 1:
-            return self.layer.mix(q, k, v, gates, state, keep_state, None)  # type: ignore[no-any-return]
+            return self.layer.mix(MixCall(q, k, v, gates, None, state, keep_state))  # type: ignore[no-any-return]
         g, beta = gates
         call = RuleCall(q, k, v, g, beta, None, None, keep_state, True, erase=self.layer.erase)
         output, new_state = chunk_rule.unchecked(call)

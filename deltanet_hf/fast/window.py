@@ -9,6 +9,7 @@ from torch import Tensor
 
 from deltanet_hf.mixers.cache.packed_tokens import PackedTokens
 from deltanet_hf.mixers.cache.state import State
+from deltanet_hf.mixers.layer.layer_call import LayerCall
 from deltanet_hf.mixers.layer.window_branch import WindowBranch
 from deltanet_kernels import window_attention, window_keep, window_mixture, window_step_
 from deltanet_kernels.window.calls import WindowCall, WindowKeepCall, WindowMixtureCall
@@ -23,26 +24,25 @@ def window_prefill(
     far: Tensor,
     gate: Tensor | None,
     norm: Any,
-    state: State | None,
-    keep_state: bool,
+    call: LayerCall,
 ) -> tuple[Tensor, State]:
     """As `WindowBranch.forward` of tokens without padding, with norm and gate of the state's output in one kernel.
 
     Args:
-        x, q, k, v, state, keep_state: as there.
+        x, q, k, v, call: as there.
         far: the state's output [B, T, H, D] before norm and gate.
         gate: logits of the output gate [B, T, H, D], or None for no gate.
         norm: the output norm, or None.
     """
-    if state is None:  # the sequence begins here
+    if call.state is None:  # the sequence begins here
         window = WindowCall(q, k, v, branch.window, branch.sinks, branch.scale, None, branch.softcap)
         near, lse = window_attention.unchecked(window)
         keep = WindowKeepCall(k, v, branch.window, branch.sinks)
-        kept = window_keep.unchecked(keep) if keep_state else ()
+        kept = window_keep.unchecked(keep) if call.keep_state else ()
         numbers, new_state = None, dict(zip(branch.STATE, kept, strict=False))
     else:
-        tokens = branch.tokens(x, None, state, None)
-        near, lse, new_state = branch.near(q, k, v, None, state, keep_state, None, tokens)
+        tokens = branch.tokens(x, call)
+        near, lse, new_state = branch.near(q, k, v, call, tokens)
         numbers = tokens.numbers
     return mixture(branch, x, near, lse, far, numbers, gate, norm), new_state
 

@@ -19,7 +19,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from deltanet_hf.mixers.layer import DeltaRule, Part, State
+from deltanet_hf.mixers.layer import DeltaRule, MixCall, Part, State
 from deltanet_hf.mixers.layer.delta_rule import delta_rule, wide_range
 
 WEAKEST_FEEDBACK = -7.0  # a logit; what is divided by its sigmoid stays in range
@@ -60,22 +60,12 @@ class Comba(DeltaRule):
         super().add_gates()
         self.closed_loop = Feedback(self.num_states, self.num_heads)
 
-    def mix(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        gates: tuple[Tensor, ...],
-        state: State | None,
-        keep_state: bool,
-        cu_seqlens: Tensor | None,
-    ) -> tuple[Tensor, State]:
-        g, eta = gates
+    def mix(self, call: MixCall) -> tuple[Tensor, State]:
+        g, eta = call.gates
         if self.settings.allow_neg_eigval:
             eta = contracting(eta, g)
-        q, f = self.closed_loop(q, k)
-        dtype = self.settings.state_dtype
-        return undecayed_rule(q, k, v, g, eta, f, state, keep_state, cu_seqlens, q.shape[1] == 1, dtype)
+        q, f = self.closed_loop(call.q, call.k)
+        return undecayed_rule(call._replace(q=q, gates=(g, eta)), f, self.settings.state_dtype)
 
 
 def contracting(eta: Tensor, g: Tensor) -> Tensor:
@@ -86,27 +76,14 @@ def contracting(eta: Tensor, g: Tensor) -> Tensor:
     return torch.minimum(eta, 1 + g.exp())
 
 
-def undecayed_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    eta: Tensor,
-    feedback: Tensor,
-    state: State | None,
-    keep_state: bool,
-    cu_seqlens: Tensor | None,
-    recurrent: bool,
-    state_dtype: str,
-) -> tuple[Tensor, State]:
-    """The rule above, with q and k brought to unit length; feedback [HV], other arguments as in `delta_rule`.
+def undecayed_rule(call: MixCall, feedback: Tensor, state_dtype: str) -> tuple[Tensor, State]:
+    """The rule above, with q and k brought to unit length; gates (g, eta), feedback [HV], the rest as in `delta_rule`.
 
     The gated delta rule that predicts from the undecayed state, with strength eta f and values v / f, erases and
     writes the same.
     """
-    q, k, v, dtype = wide_range(q, k, v)
+    (g, eta), (q, k, v) = call.gates, wide_range(call)
     values = (v / feedback.unsqueeze(-1)).to(v.dtype)
-    output, new_state = delta_rule(
-        q, k, values, g, eta * feedback, state, keep_state, cu_seqlens, recurrent, state_dtype, erase="undecayed"
-    )
-    return output.to(dtype), new_state
+    mapped = call._replace(q=q, k=k, v=values, gates=(g, eta * feedback))
+    output, new_state = delta_rule(mapped, state_dtype, erase="undecayed")
+    return output.to(call.v.dtype), new_state

@@ -25,7 +25,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from deltanet_hf.mixers.layer import DeltaRule, MixerProjections, State, StepGates, TensorShape
+from deltanet_hf.mixers.layer import DeltaRule, MixCall, MixerProjections, State, StepGates, TensorShape
 from deltanet_hf.mixers.layer.delta_rule import CLOSED_GATE, delta_rule, wide_range
 from deltanet_hf.mixers.layer.feature_maps import elu_features
 from deltanet_hf.mixers.layer.settings import check_bool
@@ -64,28 +64,15 @@ class DeltaNet(DeltaRule):
         beta = self.strength(b)
         return torch.zeros_like(beta), beta
 
-    def mix(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        gates: tuple[Tensor, ...],
-        state: State | None,
-        keep_state: bool,
-        cu_seqlens: Tensor | None,
-    ) -> tuple[Tensor, State]:
+    def mix(self, call: MixCall) -> tuple[Tensor, State]:
         if not self.settings.normalised:
-            return super().mix(q, k, v, gates, state, keep_state, cu_seqlens)
-        q, k, v, dtype = wide_range(q, k, v)
+            return super().mix(call)
+        (g, beta), (q, k, v) = call.gates, wide_range(call)
         q, k = elu_features(q), elu_features(k)
-        g, beta = gates
-        d, key_sum = normalisers(k, beta, None if state is None else state["key_sum"], cu_seqlens)
-        values, strength = (v * d.unsqueeze(-1)).to(v.dtype), beta / d
-        recurrent, state_dtype = q.shape[1] == 1, self.settings.state_dtype
-        output, new = delta_rule(
-            q, k, values, g, strength, state, keep_state, cu_seqlens, recurrent, state_dtype, False
-        )
-        return output.to(dtype), {**new, "key_sum": key_sum} if keep_state else {}
+        d, key_sum = normalisers(k, beta, None if call.state is None else call.state["key_sum"], call.cu_seqlens)
+        mapped = call._replace(q=q, k=k, v=(v * d.unsqueeze(-1)).to(v.dtype), gates=(g, beta / d))
+        output, new = delta_rule(mapped, self.settings.state_dtype, unit_length=False)
+        return output.to(call.v.dtype), {**new, "key_sum": key_sum} if call.keep_state else {}
 
     def recurrent_shapes(self) -> dict[str, TensorShape]:
         shapes = super().recurrent_shapes()

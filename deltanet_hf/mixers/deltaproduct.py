@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from deltanet_hf.mixers.layer import DeltaRule, MixerProjections, State
+from deltanet_hf.mixers.layer import DeltaRule, MixCall, MixerProjections, State
 from deltanet_hf.mixers.layer.delta_rule import CLOSED_GATE, delta_rule
 from deltanet_hf.mixers.layer.settings import check_at_least
 
@@ -119,21 +119,13 @@ class DeltaProduct(DeltaRule):
             beta = torch.cat([self.strength(b), beta], dim=-1)
         return g, beta
 
-    def mix(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        gates: tuple[Tensor, ...],
-        state: State | None,
-        keep_state: bool,
-        cu_seqlens: Tensor | None,
-    ) -> tuple[Tensor, State]:
-        n_h, tokens = gates[1].shape[-1] // gates[0].shape[-1], q.shape[1]
-        q, k, v, g, beta = interleave(q, k, v, *gates)
-        cu_seqlens = None if cu_seqlens is None else cu_seqlens * n_h
-        dtype = self.settings.state_dtype
-        output, state = delta_rule(q, k, v, g, beta, state, keep_state, cu_seqlens, tokens == 1, dtype)
+    def mix(self, call: MixCall) -> tuple[Tensor, State]:
+        g, beta = call.gates
+        n_h = beta.shape[-1] // g.shape[-1]
+        q, k, v, g, beta = interleave(call.q, call.k, call.v, g, beta)
+        cu_seqlens = None if call.cu_seqlens is None else call.cu_seqlens * n_h
+        writes = MixCall(q, k, v, (g, beta), None, call.state, call.keep_state, cu_seqlens)
+        output, state = delta_rule(writes, self.settings.state_dtype, recurrent=call.decodes)
         return output[:, n_h - 1 :: n_h], state
 
     def after_fit(self) -> None:

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from deltanet_hf.mixers.layer import DeltaRule, MixerProjections, Part, State
-from deltanet_hf.mixers.layer.delta_rule import delta_rule, wide_range
+from deltanet_hf.mixers.layer import DeltaRule, MixCall, MixerProjections, Part, State
+from deltanet_hf.mixers.layer.delta_rule import wide_range
 from deltanet_hf.mixers.layer.settings import check_choice
 
 FlowStep = Literal["exact", "implicit", "explicit"]
@@ -96,22 +96,11 @@ class Efla(DeltaRule):
         size = k[:, -max(1, k.shape[1] - 1) :].float().square().sum(-1).mean((0, 1))
         self.step_length.log_scale.copy_(-size.clamp_min(NORM_EPS).log())
 
-    def mix(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        gates: tuple[Tensor, ...],
-        state: State | None,
-        keep_state: bool,
-        cu_seqlens: Tensor | None,
-    ) -> tuple[Tensor, State]:
-        g, eta = gates
-        q, k, v, dtype = wide_range(q, k, v)
+    def mix(self, call: MixCall) -> tuple[Tensor, State]:
+        (g, eta), (q, k, v) = call.gates, wide_range(call)
         values, beta = unit_key_inputs(k, v, eta, self.settings.flow_step)
-        recurrent, state_dtype = q.shape[1] == 1, self.settings.state_dtype
-        output, state = delta_rule(q, k, values, g, beta, state, keep_state, cu_seqlens, recurrent, state_dtype)
-        return output.to(dtype), state
+        output, state = super().mix(call._replace(q=q, k=k, v=values, gates=(g, beta)))
+        return output.to(call.v.dtype), state
 
 
 def unit_key_inputs(k: Tensor, v: Tensor, eta: Tensor, flow_step: FlowStep) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from deltanet_hf.mixers.layer import ChannelRule, DeltaRule, State
+from deltanet_hf.mixers.layer import ChannelRule, DeltaRule, MixCall, State
 from deltanet_hf.mixers.layer.channel_rule import ChannelDecayGate, channel_rule, gate_rank
 from deltanet_hf.mixers.layer.delta_rule import CLOSED_GATE
 from deltanet_kernels import gated_rms_norm
@@ -50,33 +50,13 @@ class GatedDeltaNet2(ChannelRule):
         b, w = (self.strength(self.split_heads(gate)) for gate in logits)
         return self.channel_decay(x, padding), b, w
 
-    def mix(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        gates: tuple[Tensor, ...],
-        state: State | None,
-        keep_state: bool,
-        cu_seqlens: Tensor | None,
-    ) -> tuple[Tensor, State]:
-        g, b, w = gates
-        q, unit = unit_length(q), unit_length(k)
-        erase_key, v = (b * unit).to(k.dtype), (w * v).to(v.dtype)
+    def mix(self, call: MixCall) -> tuple[Tensor, State]:
+        k, v, (g, b, w) = call.k, call.v, call.gates
+        unit = unit_length(k)
+        # 1, or nearly: the gates hold the strengths.
         strength = strength_of_rounded(unit, k) if self.settings.allow_neg_eigval else torch.ones_like(b[..., 0])
-        return channel_rule(
-            q,
-            unit,
-            v,
-            g,
-            strength,  # 1, or nearly: the gates hold the strengths
-            state,
-            keep_state,
-            cu_seqlens,
-            self.settings.state_dtype,
-            erase_key=erase_key,
-            unit=False,
-        )
+        mapped = call._replace(q=unit_length(call.q), k=unit, v=(w * v).to(v.dtype), gates=(g, strength))
+        return channel_rule(mapped, self.settings.state_dtype, erase_key=(b * unit).to(k.dtype), unit_length=False)
 
     def take_over(self, scalar: DeltaRule) -> None:
         super().take_over(scalar)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from deltanet_hf.mixers.layer import AdditiveSettings, DeltaRule, MixerProjections, State, TensorShape
+from deltanet_hf.mixers.layer import AdditiveSettings, DeltaRule, MixCall, MixerProjections, State, TensorShape
 from deltanet_hf.mixers.layer.delta_rule import delta_rule, wide_range
 from deltanet_hf.mixers.layer.feature_maps import TaylorFeatures, elu_features, taylor_size
 from deltanet_hf.mixers.layer.settings import check_choice
@@ -71,27 +71,14 @@ class Linear(DeltaRule):
             beta = beta.masked_fill(padding.unsqueeze(-1), 0.0)
         return torch.zeros_like(beta), beta
 
-    def mix(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        gates: tuple[Tensor, ...],
-        state: State | None,
-        keep_state: bool,
-        cu_seqlens: Tensor | None,
-    ) -> tuple[Tensor, State]:
+    def mix(self, call: MixCall) -> tuple[Tensor, State]:
         if self.settings.feature_map == "none":
-            return super().mix(q, k, v, gates, state, keep_state, cu_seqlens)
-        q, k, v, dtype = wide_range(q, k, v)
+            return super().mix(call)
+        q, k, v = wide_range(call)
         q, k = (elu_features(q), elu_features(k)) if self.features is None else self.features(q, k)
-        v = F.pad(v, (0, 1), value=1.0)
-        g, beta = gates
-        recurrent, state_dtype = q.shape[1] == 1, self.settings.state_dtype
-        output, state = delta_rule(
-            q, k, v, g, beta, state, keep_state, cu_seqlens, recurrent, state_dtype, False, self.erase
-        )
-        return (output[..., :-1] / output[..., -1:].clamp_min(TINY)).to(dtype), state
+        mapped = call._replace(q=q, k=k, v=F.pad(v, (0, 1), value=1.0))
+        output, state = delta_rule(mapped, self.settings.state_dtype, unit_length=False, erase=self.erase)
+        return (output[..., :-1] / output[..., -1:].clamp_min(TINY)).to(call.v.dtype), state
 
     @property
     def is_gated_delta_rule(self) -> bool:

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from deltanet_hf.mixers.layer import DeltaRule, MixerProjections, Part, State, TensorShape
-from deltanet_hf.mixers.layer.delta_rule import decodes, wide
+from deltanet_hf.mixers.layer import DeltaRule, MixCall, MixerProjections, Part, State, TensorShape
+from deltanet_hf.mixers.layer.delta_rule import wide
 from deltanet_hf.mixers.layer.settings import check_at_least
 from deltanet_kernels import MesaState, chunk_mesa, recurrent_mesa
 
@@ -77,22 +77,13 @@ class Mesa(DeltaRule):
     def rule_parameters(self) -> list[nn.Parameter]:
         return [self.mesa_ridge.ridge]
 
-    def mix(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        gates: tuple[Tensor, ...],
-        state: State | None,
-        keep_state: bool,
-        cu_seqlens: Tensor | None,
-    ) -> tuple[Tensor, State]:
-        g, beta = gates
+    def mix(self, call: MixCall) -> tuple[Tensor, State]:
+        q, k, v, state, (g, beta) = call.q, call.k, call.v, call.state, call.gates
         ridge = self.mesa_ridge(torch.promote_types(q.dtype, torch.float32))
         before = None if state is None else MesaState(wide(state["state"], q), wide(state["key_state"], q))
         steps = self.settings.cg_steps
         new: MesaState | None
-        if decodes(q):
+        if call.decodes:
             output, new = recurrent_mesa(
                 q, k, v, g, beta, ridge, initial_state=before, use_qk_l2norm_in_kernel=True, steps=steps
             )
@@ -105,12 +96,12 @@ class Mesa(DeltaRule):
                 beta,
                 ridge,
                 initial_state=before,
-                output_final_state=keep_state,
+                output_final_state=call.keep_state,
                 use_qk_l2norm_in_kernel=True,
-                cu_seqlens=cu_seqlens,
+                cu_seqlens=call.cu_seqlens,
                 steps=steps,
             )
-        if new is None or not keep_state:
+        if new is None or not call.keep_state:
             return output, {}
         return output, {"state": self.rounded(new.values), "key_state": new.keys}
 

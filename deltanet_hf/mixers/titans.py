@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from deltanet_hf.mixers.comba import contracting
-from deltanet_hf.mixers.layer import DeltaRule, State, TensorShape
-from deltanet_hf.mixers.layer.delta_rule import decodes, wide
+from deltanet_hf.mixers.layer import DeltaRule, MixCall, State, TensorShape
+from deltanet_hf.mixers.layer.delta_rule import wide
 from deltanet_kernels import TitansState, chunk_titans, naive_titans
 
 START_LOGIT = -4.0
@@ -51,37 +51,23 @@ class Titans(DeltaRule):
         """The log momentum [B, T, HV] float32."""
         return (F.logsigmoid(self.m_proj(x).float()),)
 
-    def gates(self, x: Tensor, padding: Tensor | None) -> tuple[Tensor, ...]:
-        """Those of the base class, and the padding [B, T] if there is any: momentum would move the state there."""
-        gates = super().gates(x, padding)
-        return gates if padding is None else (*gates, padding)
-
-    def mix(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        gates: tuple[Tensor, ...],
-        state: State | None,
-        keep_state: bool,
-        cu_seqlens: Tensor | None,
-    ) -> tuple[Tensor, State]:
-        g, theta, log_mu, *padding = gates
+    def mix(self, call: MixCall) -> tuple[Tensor, State]:
+        q, state, (g, theta, log_mu) = call.q, call.state, call.gates
         if self.settings.allow_neg_eigval:
             theta = contracting(theta, g)
-        rule = naive_titans if decodes(q) else chunk_titans
+        rule = naive_titans if call.decodes else chunk_titans
         output, new = rule(
             q,
-            k,
-            v,
+            call.k,
+            call.v,
             g,
             log_mu,
             theta,
             initial_state=None if state is None else TitansState(wide(state["state"], q), wide(state["momentum"], q)),
-            output_final_state=keep_state,
+            output_final_state=call.keep_state,
             use_qk_l2norm_in_kernel=True,
-            cu_seqlens=cu_seqlens,
-            padding=padding[0] if padding else None,
+            cu_seqlens=call.cu_seqlens,
+            padding=call.padding,  # where momentum would move the state
         )
         if new is None:
             return output, {}

@@ -25,8 +25,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from deltanet_hf.mixers.layer import DeltaRule, MixerProjections, Part, State, TensorShape
-from deltanet_hf.mixers.layer.delta_rule import decodes, wide
+from deltanet_hf.mixers.layer import DeltaRule, MixCall, MixerProjections, Part, State, TensorShape
+from deltanet_hf.mixers.layer.delta_rule import wide
 from deltanet_hf.mixers.layer.settings import check_at_least, check_bool
 from deltanet_kernels import InnerNorm, TTTState, chunk_ttt, naive_ttt
 
@@ -88,40 +88,26 @@ class TTT(DeltaRule):
     def rule_parameters(self) -> list[nn.Parameter]:
         return [] if self.inner_norm is None else list(self.inner_norm.parameters())
 
-    def gates(self, x: Tensor, padding: Tensor | None) -> tuple[Tensor, ...]:
-        """Those of the base class, and the padding [B, T] if there is any: it does not count in a mini-batch."""
-        gates = super().gates(x, padding)
-        return gates if padding is None else (*gates, padding)
-
-    def mix(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        gates: tuple[Tensor, ...],
-        state: State | None,
-        keep_state: bool,
-        cu_seqlens: Tensor | None,
-    ) -> tuple[Tensor, State]:
-        g, beta, *padding = gates
+    def mix(self, call: MixCall) -> tuple[Tensor, State]:
+        q, state, (g, beta) = call.q, call.state, call.gates
         before = None
         if state is not None:
             before = TTTState(wide(state["state"], q), wide(state["pending"], q), state["batch_tokens"])
         norm = None if self.inner_norm is None else self.inner_norm(torch.promote_types(q.dtype, torch.float32))
-        rule = naive_ttt if decodes(q) else chunk_ttt
+        rule = naive_ttt if call.decodes else chunk_ttt
         output, new = rule(
             q,
-            k,
-            v,
+            call.k,
+            call.v,
             g,
             beta / self.settings.mini_batch,
             self.settings.mini_batch,
             norm,
             initial_state=before,
-            output_final_state=keep_state,
+            output_final_state=call.keep_state,
             use_qk_l2norm_in_kernel=True,
-            cu_seqlens=cu_seqlens,
-            padding=padding[0] if padding else None,
+            cu_seqlens=call.cu_seqlens,
+            padding=call.padding,  # which does not count in a mini-batch
         )
         if new is None:
             return output, {}

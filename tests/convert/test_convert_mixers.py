@@ -19,6 +19,7 @@ from deltanet_hf.mixers import MIXERS, AttentionKind, LayerKind, Mixer
 from deltanet_hf.mixers.attention.attention_kind import Call, Softmax
 from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
 from deltanet_hf.mixers.cache.state import State, TensorShape
+from deltanet_hf.mixers.layer import MixCall
 from deltanet_hf.mixers.layer.delta_rule import delta_rule
 from deltanet_hf.mixers.layer.parts import Opening
 from deltanet_hf.mixers.mixed_heads import MixedHeads
@@ -70,17 +71,8 @@ class ConstantDecay(Mixer):
             decay, strength = (gate.masked_fill(padding.unsqueeze(-1), 0.0) for gate in (decay, strength))
         return decay, strength
 
-    def mix(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        gates: tuple[torch.Tensor, ...],
-        state: State | None,
-        keep_state: bool,
-        cu_seqlens: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, State]:
-        return delta_rule(q, k, v, *gates, state, keep_state, cu_seqlens, q.shape[1] == 1, "float32")
+    def mix(self, call: MixCall) -> tuple[torch.Tensor, State]:
+        return delta_rule(call, "float32")
 
     def recurrent_shapes(self) -> dict[str, TensorShape]:
         return {"state": TensorShape((self.num_states, self.head_dim, self.head_dim), torch.float32)}

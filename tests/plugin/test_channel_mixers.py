@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from deltanet_hf.mixers import recommended
+from deltanet_hf.mixers.layer import MixCall
 from deltanet_kernels import naive_channel_gated_delta_rule
 from deltanet_kernels.gated_delta_rule.reference import l2_normalize
 from support.tiny_models import tiny_student
@@ -66,7 +67,7 @@ def test_reflections_at_one_key_keep_the_size_of_the_state(mixer: str, dtype: to
     before = torch.randn(16, 4, 8, 8, generator=generator)
     if mixer == "kda":
         gates = gates[0], gates[1][..., 0]
-    _, after = layer.mix(k, k, torch.zeros_like(k), gates, {"state": before}, True, None)
+    _, after = layer.mix(MixCall(k, k, torch.zeros_like(k), gates, None, {"state": before}, True))
     torch.testing.assert_close(after["state"].norm(dim=(-2, -1)), before.norm(dim=(-2, -1)), rtol=1e-2, atol=0)
 
 
@@ -77,7 +78,7 @@ def test_gdn2_takes_keys_of_any_length() -> None:
     k = l2_normalize(torch.randn(1, 7, 4, 8, generator=torch.Generator().manual_seed(1))) * sizes
     gates = torch.zeros(1, 7, 4, 8), torch.ones(1, 7, 4, 8), torch.ones(1, 7, 4, 8)
     for dtype in (torch.float32, torch.bfloat16):
-        o, new = layer.mix(k.to(dtype), k.to(dtype), 100 * torch.ones_like(k).to(dtype), gates, None, True, None)
+        o, new = layer.mix(MixCall(k.to(dtype), k.to(dtype), torch.full_like(k, 100).to(dtype), gates, keep_state=True))
         assert o.isfinite().all()
         assert new["state"].isfinite().all()
 

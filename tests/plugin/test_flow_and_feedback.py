@@ -13,6 +13,7 @@ from deltanet_hf import LayerTable
 from deltanet_hf.mixers.comba import Feedback, contracting, undecayed_rule
 from deltanet_hf.mixers.deltanet import normalisers
 from deltanet_hf.mixers.efla import phi1, unit_key_inputs
+from deltanet_hf.mixers.layer import MixCall
 from deltanet_hf.mixers.layer.delta_rule import delta_rule
 from deltanet_kernels import naive_gated_delta_rule
 from deltanet_kernels.gated_delta_rule.reference import l2_normalize
@@ -26,7 +27,7 @@ def mapped_flow(
     step: Step, recurrent: bool, q: Tensor, k: Tensor, v: Tensor, g: Tensor, eta: Tensor, S0: Tensor
 ) -> tuple[Tensor, Tensor]:
     values, beta = unit_key_inputs(k, v, eta, step)
-    o, new = delta_rule(q, k, values, g, beta, {"state": S0}, True, None, recurrent, "float32")
+    o, new = delta_rule(MixCall(q, k, values, (g, beta), None, {"state": S0}, True), "float32", recurrent=recurrent)
     return o, new["state"]
 
 
@@ -112,7 +113,7 @@ def test_comba_is_its_recurrence() -> None:
     f = torch.tensor([0.7, 0.05], dtype=q.dtype)
 
     def mapped(q: Tensor, k: Tensor, v: Tensor, g: Tensor, eta: Tensor, f: Tensor, S0: Tensor) -> tuple[Tensor, Tensor]:
-        o, new = undecayed_rule(q, k, v, g, eta, f, {"state": S0}, True, None, False, "float32")
+        o, new = undecayed_rule(MixCall(q, k, v, (g, eta), None, {"state": S0}, True), f, "float32")
         return o, new["state"]
 
     def naive(q: Tensor, k: Tensor, v: Tensor, g: Tensor, eta: Tensor, f: Tensor, S0: Tensor) -> tuple[Tensor, Tensor]:
@@ -123,9 +124,7 @@ def test_comba_is_its_recurrence() -> None:
     close(*(gradients(function, q, k, v, g, eta, f, S0) for function in (mapped, naive)), 1e-11)
     # Gated DeltaNet is the same with other gates.
     ones = torch.ones_like(f)
-    o, _ = undecayed_rule(
-        q, k, v * (-g).exp().unsqueeze(-1), g, eta * g.exp(), ones, None, True, None, False, "float32"
-    )
+    o, _ = undecayed_rule(MixCall(q, k, v * (-g).exp().unsqueeze(-1), (g, eta * g.exp())), ones, "float32")
     close((o,), (naive_gated_delta_rule(q, k, v, g, eta, use_qk_l2norm_in_kernel=True)[0],))
 
 
@@ -137,7 +136,7 @@ def test_comba_survives_every_decay(decay: float) -> None:
     given = (q, k, v, g, eta)
     mapped = [x.clone().requires_grad_() for x in given]
     naive = [x.double().requires_grad_() for x in given]
-    o, _ = undecayed_rule(*mapped, f, None, False, None, False, "float32")  # type: ignore[call-arg, arg-type]
+    o, _ = undecayed_rule(MixCall(*mapped[:3], tuple(mapped[3:])), f, "float32")
     unit = l2_normalize(naive[1])
     wanted, _ = naive_undecayed(
         l2_normalize(naive[0]), unit, naive[2], naive[3], naive[4], f.double().unsqueeze(-1) * unit
@@ -156,7 +155,8 @@ def test_the_largest_strengths_do_not_let_the_state_grow(name: str, decay: float
     k, v = (draw(1, 1, 4, 8, seed=seed).expand(-1, 300, -1, -1) for seed in (0, 1))
     g = torch.full((1, 300, 4), decay, dtype=k.dtype)
     further = (torch.full_like(g, -1.0),) if name == "titans" else ()
-    o, new = layer.mix(k, k, v, (g, layer.strength(torch.full_like(g, 30.0)).double(), *further), None, True, None)
+    gates = (g, layer.strength(torch.full_like(g, 30.0)).double(), *further)
+    o, new = layer.mix(MixCall(k, k, v, gates, keep_state=True))
     assert o.abs().max() < 3 * v.abs().max()
     assert new["state"].abs().max() < 9 * v.abs().max()
     # Without decay the strength of 2 is reached: an eigenvalue of -1.
@@ -192,9 +192,8 @@ def test_the_normalised_delta_rule_is_its_recurrence() -> None:
 
     def mapped(q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
         d, _ = normalisers(k, beta, None, None)
-        o, new = delta_rule(
-            q, k, v * d.unsqueeze(-1), 0 * beta, beta / d, None, True, None, False, "float32", unit_length=False
-        )
+        call = MixCall(q, k, v * d.unsqueeze(-1), (0 * beta, beta / d), keep_state=True)
+        o, new = delta_rule(call, "float32", unit_length=False)
         return o, new["state"]
 
     d, key_sum = normalisers(k, beta, None, None)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -13,13 +10,17 @@ from deltanet_hf import LayerTable
 from deltanet_hf.fast.mixer import FastMixer
 from deltanet_hf.mixers.cache.state import MixerCacheLayer
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
+from deltanet_hf.mixers.layer import MixCall, State
 from deltanet_hf.mixers.layer.delta_rule import DeltaRule, delta_rule
 from deltanet_kernels import naive_gated_delta_rule
 from deltanet_kernels.gated_delta_rule.reference import l2_normalize
 from support.mapped_rules import B, H, K, T, V, close, draw, gradients, inputs, layer_of
 from support.recurrences import naive_additive
 
-additive_rule = functools.partial(delta_rule, erase="off")
+
+def additive_rule(call: MixCall, unit_length: bool = False, recurrent: bool = False) -> tuple[Tensor, State]:
+    """The delta rule without erasing, of tokens one by one or in chunks."""
+    return delta_rule(call, "float32", unit_length=unit_length, erase="off", recurrent=recurrent)
 
 
 @pytest.mark.parametrize("recurrent", [False, True])
@@ -27,7 +28,7 @@ def test_the_additive_rule_is_its_recurrence(recurrent: bool) -> None:
     q, k, v, g, beta, S0 = inputs()
 
     def mapped(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S0: Tensor) -> tuple[Tensor, Tensor]:
-        o, new = additive_rule(q, k, v, g, beta, {"state": S0}, True, None, recurrent, "float32", False)
+        o, new = additive_rule(MixCall(q, k, v, (g, beta), None, {"state": S0}, True), recurrent=recurrent)
         return o, new["state"]
 
     def naive(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S0: Tensor) -> tuple[Tensor, Tensor]:
@@ -45,7 +46,7 @@ def test_the_additive_rule_in_short_dtypes(dtype: torch.dtype) -> None:
     """As exact as the rounding of inputs and outputs allows; values of 1e4 are no problem in float16."""
     q, k, v = (x.to(dtype) for x in (draw(B, T, H, K), draw(B, T, H, K, seed=1), 1e4 * draw(B, T, H, V, seed=2)))
     _, _, _, g, beta, _ = inputs()
-    found, new = additive_rule(q, k, v, g.float(), beta.float(), None, True, None, False, "float32")
+    found, new = additive_rule(MixCall(q, k, v, (g.float(), beta.float()), keep_state=True), unit_length=True)
     units = (l2_normalize(x.double()) for x in (q, k))
     wanted, S = naive_additive(*units, v.double(), g, beta)
     assert found.dtype == dtype
@@ -59,10 +60,10 @@ def test_linear_attention_is_the_delta_rule_on_orthonormal_keys() -> None:
     k = torch.linalg.qr(draw(K, K))[0].expand(1, 1, K, K).transpose(1, 2).contiguous()
     q, v = draw(1, K, 1, K, seed=1), draw(1, K, 1, V, seed=2)
     ones, zeros = torch.ones(1, K, 1, dtype=q.dtype), torch.zeros(1, K, 1, dtype=q.dtype)
-    o, new = additive_rule(q, k, v, zeros, ones, None, True, None, False, "float32", False)
+    o, new = additive_rule(MixCall(q, k, v, (zeros, ones), keep_state=True))
     close((o, new["state"]), naive_gated_delta_rule(q, k, v, zeros, ones, output_final_state=True))
     k = draw(1, 5, 1, K, seed=3)
-    _, new = additive_rule(k, k, v[:, :5], zeros[:, :5], ones[:, :5], None, True, None, False, "float32", False)
+    _, new = additive_rule(MixCall(k, k, v[:, :5], (zeros[:, :5], ones[:, :5]), keep_state=True))
     gram = k[0, :, 0] @ k[0, :, 0].T
     close((k[0, :, 0] @ new["state"][0, 0],), (gram @ v[0, :5, 0],))
 
@@ -80,7 +81,7 @@ def test_retention_with_rotation_is_a_complex_decay() -> None:
         return torch.cat([turned.real, turned.imag], dim=-1)
 
     g, ones = torch.full_like(beta, decay), torch.ones_like(beta)
-    found, _ = additive_rule(rotated(q), rotated(k), v, g, ones, None, False, None, False, "float32", False)
+    found, _ = additive_rule(MixCall(rotated(q), rotated(k), v, (g, ones)))
     cq, ck = (torch.complex(*x.chunk(2, dim=-1)) for x in (q, k))
     s = torch.zeros(B, H, K // 2, V, dtype=torch.complex128)
     outputs = []
@@ -114,7 +115,7 @@ def test_deltanet_is_the_delta_rule_without_decay() -> None:
     # With unit keys and strength 1 the state returns what was written last.
     key, one = l2_normalize(draw(1, 5, 4, 8)), torch.ones(1, 5, 4, dtype=x.dtype)
     value = draw(1, 5, 4, 8, seed=1)
-    o, _ = layer.mix(key, key, value, (0 * one, one), None, False, None)
+    o, _ = layer.mix(MixCall(key, key, value, (0 * one, one)))
     close((o * 8**0.5,), (value,), 1e-5)
 
 
@@ -140,8 +141,8 @@ def test_a_rule_with_a_recurrence_of_its_own_is_not_decoded_as_gated_deltanet() 
     class Negated(DeltaRule):
         name = "negated"
 
-        def mix(self, *arguments: Any) -> Any:
-            output, state = super().mix(*arguments)
+        def mix(self, call: MixCall) -> tuple[Tensor, State]:
+            output, state = super().mix(call)
             return -output, state
 
     layer = layer_of("gated_deltanet")

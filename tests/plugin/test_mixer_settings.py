@@ -16,6 +16,7 @@ from transformers import DynamicCache, LlamaConfig, StaticCache
 from deltanet_hf import LayerTable
 from deltanet_hf.fast.mixer import FastMixer
 from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
+from deltanet_hf.mixers.layer import MixCall
 from deltanet_hf.mixers.layer.parts import KeyOffset
 from deltanet_kernels import naive_gated_delta_rule
 from support.tiny_models import HYBRID, LAYERS, tiny_student
@@ -86,7 +87,7 @@ def test_a_strength_above_1_turns_what_was_stored(mixer: dict[str, Any]) -> None
     key, value = torch.randn(2, 1, 1, 4, 8, generator=torch.Generator().manual_seed(1))
     k, v = key.repeat(1, 2, 1, 1), torch.cat([value, torch.zeros_like(value)], dim=1)
     beta = torch.tensor([1.0, layer.max_strength]).view(1, 2, 1).expand(1, 2, 4)
-    output, _ = layer.mix(k, k, v, (torch.zeros(1, 2, 4), beta), None, False, None)
+    output, _ = layer.mix(MixCall(k, k, v, (torch.zeros(1, 2, 4), beta)))
     torch.testing.assert_close(output[:, 1], -output[:, 0], rtol=1e-4, atol=1e-5)
 
 
@@ -100,7 +101,7 @@ def test_reflections_at_one_key_keep_the_size_of_the_state(dtype: torch.dtype) -
     beta = layer.strength(torch.full((1, 1024, 4), 1e4))
     beta[:, 0] = 1
     assert beta[:, 1:].eq(2).all()
-    output, _ = layer.mix(k, k, v, (torch.zeros(1, 1024, 4), beta), None, False, None)
+    output, _ = layer.mix(MixCall(k, k, v, (torch.zeros(1, 1024, 4), beta)))
     signs = 1 - 2 * (torch.arange(1024) % 2).view(1, 1024, 1, 1)
     torch.testing.assert_close(output * signs, output[:, :1].expand_as(output), rtol=2e-2, atol=2e-3)
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from deltanet_hf.mixers.layer import DeltaRule
+from deltanet_hf.mixers.layer import DeltaRule, MixCall
 from deltanet_kernels import gated_rms_norm
 
 from .components import fold_linear, fold_low_rank, principal_components
@@ -137,7 +137,7 @@ class GateFit(nn.Module):
         """Returns the operator's output [n, T, H, D] and the output gate logits."""
         decay, strength, gate = self.gates(s.x)
         layer = self.layer[0]
-        o, _ = layer.mix(s.q, s.k, s.v, (decay, strength, *layer.further_gates(s.x)), None, False, None)
+        o, _ = layer.mix(MixCall(s.q, s.k, s.v, (decay, strength, *layer.further_gates(s.x))))
         return o, gate
 
     def heads(self, s: Sample) -> Tensor:

@@ -1,6 +1,7 @@
 """The parts of a layer around its rule.
 
     layer_kind.py        the contract of every kind of layer, softmax kinds included
+    mix_call.py          what a rule reads of one call
     mixer.py             a layer with a recurrent state: projections, norms, convolution, rotation, output
     delta_rule.py        base of the rules with a decay and a write strength
     channel_rule.py      base of those that decay per key channel
@@ -22,6 +23,7 @@ from deltanet_hf.mixers.layer.attention_shape import MixerProjections
 from deltanet_hf.mixers.layer.channel_rule import ChannelRule
 from deltanet_hf.mixers.layer.delta_rule import AdditiveSettings, DeltaRule, StepGates
 from deltanet_hf.mixers.layer.layer_kind import LayerKind, PositionEmbeddings
+from deltanet_hf.mixers.layer.mix_call import MixCall
 from deltanet_hf.mixers.layer.mixer import Mixer
 from deltanet_hf.mixers.layer.parts import Part
 from deltanet_hf.mixers.layer.settings import MixerSettings
@@ -31,6 +33,7 @@ __all__ = [
     "ChannelRule",
     "DeltaRule",
     "LayerKind",
+    "MixCall",
     "Mixer",
     "MixerProjections",
     "MixerSettings",

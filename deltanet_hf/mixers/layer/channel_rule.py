@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from deltanet_hf.mixers.cache.state import State
-from deltanet_hf.mixers.layer.delta_rule import CLOSED_GATE, DeltaRule, decodes, stored, wide
+from deltanet_hf.mixers.layer.delta_rule import CLOSED_GATE, DeltaRule, stored, wide
+from deltanet_hf.mixers.layer.mix_call import MixCall
 from deltanet_hf.mixers.layer.parts import DecayGate, Part
 from deltanet_kernels import chunk_channel_gated_delta_rule, fused_recurrent_channel_gated_delta_rule
 
@@ -75,19 +76,8 @@ class ChannelRule(DeltaRule):
             b = b.masked_fill(padding.unsqueeze(-1), CLOSED_GATE)
         return self.channel_decay(x, padding), self.strength(b)
 
-    def mix(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        gates: tuple[Tensor, ...],
-        state: State | None,
-        keep_state: bool,
-        cu_seqlens: Tensor | None,
-    ) -> tuple[Tensor, State]:
-        g, beta = gates
-        dtype, erase = self.settings.state_dtype, self.erase != "off"
-        return channel_rule(q, k, v, g, beta, state, keep_state, cu_seqlens, dtype, erase=erase)
+    def mix(self, call: MixCall) -> tuple[Tensor, State]:
+        return channel_rule(call, self.settings.state_dtype, erase=self.erase != "off")
 
     @torch.no_grad()
     def take_over(self, scalar: DeltaRule) -> None:
@@ -109,36 +99,25 @@ class ChannelRule(DeltaRule):
 
 
 def channel_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    state: State | None,
-    keep_state: bool,
-    cu_seqlens: Tensor | None,
-    state_dtype: str,
-    *,
-    erase_key: Tensor | None = None,
-    erase: bool = True,
-    unit: bool = True,
+    call: MixCall, state_dtype: str, *, erase_key: Tensor | None = None, erase: bool = True, unit_length: bool = True
 ) -> tuple[Tensor, State]:
-    """The delta rule with a decay per channel on a mixer's state; arguments as in `Mixer.mix`.
+    """The delta rule with a decay per channel on a mixer's state: gates (g [B, T, HV, K], beta [B, T, HV]).
 
-    `unit` brings q and k to unit length. The new state is rounded to bfloat16 if `state_dtype` says so.
+    By default q and k are brought to unit length. The new state is rounded to bfloat16 if `state_dtype` says so.
     """
-    rule = fused_recurrent_channel_gated_delta_rule if decodes(q) else chunk_channel_gated_delta_rule
+    g, beta = call.gates
+    rule = fused_recurrent_channel_gated_delta_rule if call.decodes else chunk_channel_gated_delta_rule
     output, new_state = rule(
-        q,
-        k,
-        v,
+        call.q,
+        call.k,
+        call.v,
         g,
         beta,
         erase_key,
         erase,
-        initial_state=None if state is None else wide(state["state"], q),
-        output_final_state=keep_state,
-        use_qk_l2norm_in_kernel=unit,
-        cu_seqlens=cu_seqlens,
+        initial_state=None if call.state is None else wide(call.state["state"], call.q),
+        output_final_state=call.keep_state,
+        use_qk_l2norm_in_kernel=unit_length,
+        cu_seqlens=call.cu_seqlens,
     )
     return output, stored(new_state, state_dtype)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from deltanet_hf.mixers.cache.state import State, TensorShape
 from deltanet_hf.mixers.layer.attention_shape import MixerProjections
+from deltanet_hf.mixers.layer.mix_call import MixCall
 from deltanet_hf.mixers.layer.mixer import Mixer
 from deltanet_hf.mixers.layer.parts import DecayGate
 from deltanet_hf.mixers.layer.window_branch import WindowBranch
@@ -103,19 +104,8 @@ class DeltaRule(Mixer):
     def max_strength(self) -> int:
         return 2 if self.settings.allow_neg_eigval else 1
 
-    def mix(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        gates: tuple[Tensor, ...],
-        state: State | None,
-        keep_state: bool,
-        cu_seqlens: Tensor | None,
-    ) -> tuple[Tensor, State]:
-        g, beta = gates
-        recurrent, dtype = q.shape[1] == 1, self.settings.state_dtype
-        return delta_rule(q, k, v, g, beta, state, keep_state, cu_seqlens, recurrent, dtype, erase=self.erase)
+    def mix(self, call: MixCall) -> tuple[Tensor, State]:
+        return delta_rule(call, self.settings.state_dtype, erase=self.erase)
 
     def recurrent_shapes(self) -> dict[str, TensorShape]:
         return {"state": self.state_shape()}
@@ -157,35 +147,35 @@ class DeltaRule(Mixer):
 
 
 def delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    state: State | None,
-    keep_state: bool,
-    cu_seqlens: Tensor | None,
-    recurrent: bool,
+    call: MixCall,
     state_dtype: str,
+    *,
     unit_length: bool = True,
     erase: Erase = "decayed",
+    recurrent: bool | None = None,
 ) -> tuple[Tensor, State]:
-    """The gated delta rule, by default with q and k at unit length, on a mixer's state; arguments as in `Mixer.mix`.
+    """The gated delta rule on a mixer's state, with the gates (g, beta) [B, T, HV].
 
-    `recurrent` takes the tokens one by one, which is the faster way for very few; it has no gradients on CUDA. The new
-    state is rounded to bfloat16 if `state_dtype` says so. `erase`: see `chunk_gated_delta_rule`.
+    Args:
+        state_dtype: "bfloat16" rounds the new state.
+        unit_length: whether q and k are brought to unit length.
+        erase: as in `chunk_gated_delta_rule`.
+        recurrent: take the tokens one by one, which is the faster way for very few and has no gradients on CUDA; by
+            default in a decoding step.
     """
-    rule = fused_recurrent_gated_delta_rule if recurrent and not torch.is_grad_enabled() else chunk_gated_delta_rule
+    g, beta = call.gates
+    one_by_one = call.decodes if recurrent is None else recurrent
+    rule = fused_recurrent_gated_delta_rule if one_by_one else chunk_gated_delta_rule
     output, new_state = rule(
-        q,
-        k,
-        v,
+        call.q,
+        call.k,
+        call.v,
         g,
         beta,
-        initial_state=None if state is None else wide(state["state"], q),
-        output_final_state=keep_state,
+        initial_state=None if call.state is None else wide(call.state["state"], call.q),
+        output_final_state=call.keep_state,
         use_qk_l2norm_in_kernel=unit_length,
-        cu_seqlens=cu_seqlens,
+        cu_seqlens=call.cu_seqlens,
         erase=erase,
     )
     return output, stored(new_state, state_dtype)
@@ -198,18 +188,13 @@ def stored(new_state: Tensor | None, dtype: str) -> State:
     return {"state": new_state.bfloat16() if dtype == "bfloat16" else new_state}
 
 
-def decodes(q: Tensor) -> bool:
-    """Whether a call of queries q [B, T, HQ, D] is one decoding step, for which the recurrence is the faster form."""
-    return q.shape[1] == 1 and not torch.is_grad_enabled()
-
-
 def wide(state: Tensor, q: Tensor) -> Tensor:
     """A tensor of the cache in the dtype of the arithmetic."""
     return state.to(torch.promote_types(q.dtype, torch.float32))
 
 
-def wide_range(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, torch.dtype]:
-    """q, k and v in a dtype with the range of float32, for values scaled by large factors, and the dtype they had."""
-    if v.dtype == torch.float16:
-        return q.float(), k.float(), v.float(), v.dtype
-    return q, k, v, v.dtype
+def wide_range(call: MixCall) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v in a dtype with the range of float32, for values scaled by large factors."""
+    if call.v.dtype == torch.float16:
+        return call.q.float(), call.k.float(), call.v.float()
+    return call.q, call.k, call.v

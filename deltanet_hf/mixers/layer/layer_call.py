@@ -51,6 +51,11 @@ class LayerCall:
         return self.cache.state if self.cache is not None and self.cache.is_initialized else None
 
     @property
+    def keep_state(self) -> bool:
+        """Whether the state after the call is wanted."""
+        return self.cache is not None
+
+    @property
     def is_recorded(self) -> bool:
         """Whether the cache records its past: the layer returns `recorded` then."""
         return self.cache is not None and self.cache.record_past

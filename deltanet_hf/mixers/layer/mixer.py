@@ -32,6 +32,7 @@ from deltanet_hf.mixers.cache.state import MixerCacheLayer, State, TensorShape
 from deltanet_hf.mixers.layer.attention_shape import FAITHFUL, AttentionShape, MixerProjections
 from deltanet_hf.mixers.layer.layer_call import LayerCall, recorded
 from deltanet_hf.mixers.layer.layer_kind import LayerKind, PositionEmbeddings
+from deltanet_hf.mixers.layer.mix_call import MixCall
 from deltanet_hf.mixers.layer.parts import GatedRMSNorm, KeyOffset, Part, ShortConv
 from deltanet_hf.mixers.layer.window_branch import WindowBranch
 from deltanet_kernels.common.heads import repeated
@@ -138,28 +139,8 @@ class Mixer(LayerKind, nn.Module):
         """
         raise NotImplementedError
 
-    def mix(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        gates: tuple[Tensor, ...],
-        state: State | None,
-        keep_state: bool,
-        cu_seqlens: Tensor | None,
-    ) -> tuple[Tensor, State]:
-        """The recurrence.
-
-        Args:
-            q, k, v: [B, T, HQ, D], [B, T, HK, D], [B, T, HV, D] behind convolution, rotation and activation.
-            gates: of `gates`.
-            state: after the tokens before, by the names of `recurrent_shapes`; None for zeros.
-            keep_state: whether the state after the last token is wanted.
-            cu_seqlens: [N + 1] boundaries of sequences packed into one row (B = 1), or None.
-
-        Returns:
-            The outputs [B, T, H, D], and the new state (empty unless `keep_state`).
-        """
+    def mix(self, call: MixCall) -> tuple[Tensor, State]:
+        """The recurrence: outputs [B, T, H, D], and the new state (empty unless `call.keep_state`)."""
         raise NotImplementedError
 
     def recurrent_shapes(self) -> dict[str, TensorShape]:
@@ -269,13 +250,12 @@ class Mixer(LayerKind, nn.Module):
         call = LayerCall.of(self, length, attention_mask, past_key_values, cu_seq_lens_q, padding)
         if call.is_recorded:
             return recorded(self, call, hidden_states, position_embeddings), None
-        cache, padding, cu_seqlens, state = call.cache, call.padding, call.cu_seqlens, call.state
-        keep = cache is not None
+        padding, state = call.padding, call.state
         x = hidden_states if padding is None else hidden_states.masked_fill(padding.unsqueeze(-1), 0.0)
 
         projected = self.project(x)
         q, k, v = self.repeated(*projected)
-        q, k, v, conv_tail = self.convolved(q, k, v, padding, state, keep, cu_seqlens)
+        q, k, v, conv_tail = self.convolved(q, k, v, call)
         q, k, v = self.rotated(q, k, v, position_embeddings)
         if self.k_offset is not None:
             k = self.k_offset(k)
@@ -284,10 +264,8 @@ class Mixer(LayerKind, nn.Module):
         if self.settings.v_activation == "silu":
             v = F.silu(v)
 
-        gates = self.gates(x, padding)
-        if cu_seqlens is not None:
-            q, k, v, *gates = (tensor.flatten(0, 1).unsqueeze(0) for tensor in (q, k, v, *gates))  # type: ignore[assignment]
-        output, new_state = self.mix(q, k, v, tuple(gates), state, keep, cu_seqlens)
+        inputs = MixCall(q, k, v, self.gates(x, padding), padding, state, call.keep_state, call.cu_seqlens)
+        output, new_state = self.mix(inputs if call.cu_seqlens is None else inputs.in_one_row())
         output = output.view(*x.shape[:2], self.num_heads, self.head_dim)
         output = self.gated_norm(output, self.output_gate(x))
         if conv_tail is not None:
@@ -295,30 +273,24 @@ class Mixer(LayerKind, nn.Module):
 
         if self.window_branch is not None:
             q, k, v = self.window_inputs(projected, position_embeddings)
-            output, window_state = self.window_branch(x, q, k, v, output, padding, state, keep, cu_seqlens)
+            output, window_state = self.window_branch(x, q, k, v, output, call)
             new_state = {**new_state, **window_state}
-        if cache is not None:
-            cache.advance(length, new_state)
+        if call.cache is not None:
+            call.cache.advance(length, new_state)
         return self.o_proj(output.flatten(-2)), None
 
     def convolved(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        padding: Tensor | None,
-        state: State | None,
-        keep_state: bool,
-        cu_seqlens: Tensor | None,
+        self, q: Tensor, k: Tensor, v: Tensor, call: LayerCall
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """q, k, v [B, T, heads*D] behind the short convolution, and its new tail, if there is one to keep."""
+        """q, k, v [B, T, heads*D] after the short convolution, and its new tail, if there is one to keep."""
         if self.conv1d is None:
             return q, k, v, None
-        rest = padding, None if state is None else state["conv_tail"], keep_state, cu_seqlens
+        before = None if call.state is None else call.state["conv_tail"]
+        context = call.padding, before, call.keep_state, call.cu_seqlens
         if self.settings.conv_on == "k":
-            (k,), tail = self.conv1d((k,), *rest)
+            (k,), tail = self.conv1d((k,), *context)
         else:
-            (q, k, v), tail = self.conv1d((q, k, v), *rest)
+            (q, k, v), tail = self.conv1d((q, k, v), *context)
         return q, k, v, tail
 
     def split_heads(self, x: Tensor) -> Tensor:

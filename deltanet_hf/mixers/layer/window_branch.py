@@ -26,6 +26,7 @@ from deltanet_hf.mixers.cache.packed_tokens import NAMES, Kept, PackedTokens
 from deltanet_hf.mixers.cache.state import State, TensorShape
 from deltanet_hf.mixers.cache.window_cache import KeptTokens, Tokens, window_shapes
 from deltanet_hf.mixers.layer.attention_shape import AttentionShape, MixerProjections
+from deltanet_hf.mixers.layer.layer_call import LayerCall
 from deltanet_hf.mixers.layer.learned_sinks import with_learned_sinks
 from deltanet_hf.mixers.layer.parts import Part
 from deltanet_hf.mixers.layer.token_order import few_queries, in_order
@@ -109,21 +110,18 @@ class WindowBranch(Part):
         k: Tensor,
         v: Tensor,
         far: Tensor,
-        padding: Tensor | None,
-        state: State | None,
-        keep_state: bool,
-        cu_seqlens: Tensor | None,
+        call: LayerCall,
     ) -> tuple[Tensor, State]:
-        """The layer's output before `o_proj`, and the window's part of the new state (empty unless `keep_state`).
+        """The layer's output before `o_proj`, and the window's part of the new state (empty unless it is kept).
 
         Args:
             x: the layer's input [B, T, hidden].
             q, k, v: [B, T, H, D], [B, T, HK, D], [B, T, HK, D] as softmax attention sees them.
-            far: [B, T, H, D], the state's output behind its norm and gate.
-            padding, state, keep_state, cu_seqlens: as in `Mixer.mix`.
+            far: [B, T, H, D], the state's output after its norm and gate.
+            call: the layer's call.
         """
-        tokens = self.tokens(x, padding, state, cu_seqlens)
-        near, lse, new_state = self.near(q, k, v, padding, state, keep_state, cu_seqlens, tokens)
+        tokens = self.tokens(x, call)
+        near, lse, new_state = self.near(q, k, v, call, tokens)
         return self.mixture(x, near, lse, far, tokens.numbers), new_state
 
     def mixture(self, x: Tensor, near: Tensor, lse: Tensor, far: Tensor, numbers: Tensor) -> Tensor:
@@ -131,29 +129,20 @@ class WindowBranch(Part):
         share = self.share(x, lse, numbers).unsqueeze(-1)
         return near + share.to(near.dtype) * (far.to(near.dtype) - near)
 
-    def tokens(self, x: Tensor, padding: Tensor | None, state: State | None, cu_seqlens: Tensor | None) -> Tokens:
+    def tokens(self, x: Tensor, call: LayerCall) -> Tokens:
         """The tokens of a call, by their numbers in their sequences."""
         batch, length = x.shape[:2]
-        before = None if state is None else state["count"]
-        return Tokens.of(batch, length, padding, cu_seqlens, before, x.device)
+        before = None if call.state is None else call.state["count"]
+        return Tokens.of(batch, length, call.padding, call.cu_seqlens, before, x.device)
 
-    def near(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        padding: Tensor | None,
-        state: State | None,
-        keep_state: bool,
-        cu_seqlens: Tensor | None,
-        tokens: Tokens,
-    ) -> tuple[Tensor, Tensor, State]:
+    def near(self, q: Tensor, k: Tensor, v: Tensor, call: LayerCall, tokens: Tokens) -> tuple[Tensor, Tensor, State]:
         """The attention, w [B, T, H, D] and log Z [B, T, H] float32, and the window's part of the new state."""
-        if cu_seqlens is not None or (state is None and padding is None and not keep_state):
-            return *self.attend(q, k, v, cu_seqlens), {}
+        padding, state = call.padding, call.state
+        if call.cu_seqlens is not None or (state is None and padding is None and not call.keep_state):
+            return *self.attend(q, k, v, call.cu_seqlens), {}
         own = {} if state is None else {name: state[name] for name in self.state_names}
         if self.cache_bits < 16:
-            packed = PackedTokens(self.kept, own, padding, keep_state=keep_state)
+            packed = PackedTokens(self.kept, own, padding, keep_state=call.keep_state)
             near, lse = with_learned_sinks(*packed.attend(q, k, v, self.scale, self.softcap), self.learned_sinks)
             return near, lse, packed.state
         kept = KeptTokens(self.window, self.sinks, own, tokens)
