@@ -66,7 +66,13 @@ class DeltaNetForCausalLM(TransformersForCausalLM, HasInnerState, IsHybrid):
         setattr(self.get_submodule(parent), own, module)
 
     def create_attention_instances(self) -> dict[int, Attention]:
-        """vLLM's attention for the layers that stayed softmax, by their indices; vLLM 0.25 passes it to their calls."""
+        """vLLM's attention for the layers that stayed softmax, by their indices; vLLM 0.25 passes it to their calls.
+
+        Raises:
+            ValueError: attention with learned sinks, whose weights vLLM 0.25 would not load.
+        """
+        if any(hasattr(module, "sinks") for _, _, module in self._softmax_layers()):
+            raise ValueError("vllm: softmax layers with learned sinks (gpt_oss) need 0.32; pip install vllm==0.32.0")
         return {index: self._attention(index, name, module) for index, name, module in self._softmax_layers()}
 
     def _create_attention_instances(self, prefix: str = "") -> None:

@@ -11,6 +11,7 @@ import torch
 
 pytest.importorskip("vllm")
 
+from packaging.version import Version
 from transformers import PreTrainedModel
 
 from deltanet_hf.mixers import FLOAT32_NAMES, MIXERS
@@ -24,6 +25,14 @@ LENGTHS = (5, 1, 40, 150, 33, 7, 200)
 NEAR = {"mixer": "gated_deltanet+window", "window": 5, "sinks": 2, "state_dtype": "float32"}
 
 
+def skip_where_refused(refused: bool = True) -> None:
+    """Skips what vLLM 0.25 does not serve (docs/serving.md)."""
+    import vllm
+
+    if refused and Version(vllm.__version__) < Version("0.32"):
+        pytest.skip("needs vLLM 0.32")
+
+
 def assert_equal(model: PreTrainedModel, texts: list[list[int]], tolerance: float = 2e-3, **settings: Any) -> list[int]:
     """Compares all tokens and their log probabilities; returns how many tokens of each prompt vLLM found cached."""
     expected, found = by_generate(model, texts), by_vllm(model, texts, **settings)
@@ -35,6 +44,7 @@ def assert_equal(model: PreTrainedModel, texts: list[list[int]], tolerance: floa
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_every_family_with_states_windows_and_softmax_layers(model_type: str) -> None:
+    skip_where_refused(model_type == "gpt_oss")
     assert_equal(served_model(model_type, mixture_table()), prompts(*LENGTHS))
 
 
@@ -56,6 +66,7 @@ def test_other_rules_beside_a_window(mixer: str) -> None:
 @pytest.mark.parametrize("mixer", ["fox", "path"])
 @pytest.mark.parametrize("model_type", ["gemma2", "olmo3"])
 def test_kinds_of_attention_in_families_with_sliding_windows(model_type: str, mixer: str) -> None:
+    skip_where_refused(mixer == "fox")
     assert_equal(served_model(model_type, tiny_table(layers=(0, 1, 2), mixer=mixer)), prompts(*LENGTHS))
 
 
@@ -68,10 +79,12 @@ def test_models_without_softmax_layers(changes: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("model_type", [name for name in FAMILIES if name not in ONE_NORM])
 def test_mixed_heads(model_type: str) -> None:
+    skip_where_refused(model_type == "gpt_oss")
     assert_equal(served_model(model_type, mixed_mixture_table()), prompts(*LENGTHS))
 
 
 def test_a_number_of_softmax_heads_that_does_not_divide_that_of_other_layers() -> None:
+    skip_where_refused()
     table = LayerTable.from_dict(
         {
             "kinds": {"most": {"mixer": "mixed_heads", "heads": ["softmax", "window", "softmax", "softmax"]}},
@@ -214,7 +227,7 @@ def test_packed_tokens_and_prefix_caching() -> None:
     """Pages of packed tokens are long, as they are as large as a state."""
     common, *ends = prompts(400, 10, 30, 5)
     settings = {"max_num_seqs": 2, "max_num_batched_tokens": 512, "enable_prefix_caching": True}
-    model = served_model("llama", packed(tiny_table(layers=(0, 2), **NEAR)))
+    model = served_model("llama", packed(tiny_table(layers=(0, 2), mixer="window", window=5, sinks=2)))
     cached = assert_equal(model, [common + end for end in ends * 2], STEP, **settings)
     assert sum(tokens > 0 for tokens in cached) >= 4, cached
 
