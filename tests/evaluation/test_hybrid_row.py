@@ -15,7 +15,7 @@ from deltanet_convert.select import Selection
 from deltanet_hf.evaluation.free_policies import WindowPolicy
 from deltanet_hf.evaluation.measures.relative import Clusters
 from deltanet_hf.models.restrict import restrict_heads
-from measuring.study import front, hybrid_measure, hybrid_row, recall_cells, shared_figures
+from measuring.study import front, hybrid_measure, hybrid_row, recall_cells, shared_figures, task_suites
 from measuring.study.hybrid_measure import HybridMeasure, Measured
 from measuring.study.measure import main
 from measuring.study.results_row import load_for_measure
@@ -139,8 +139,11 @@ def test_runs_share_figures(
     assert len(list((tmp_path / "kept").iterdir())) == 12  # other windows and probes are other figures
 
 
-def test_a_row_of_the_front_with_suites(small: None, arrays: Path, teacher_folder: Path, tmp_path: Path) -> None:
+def test_a_row_of_the_front_with_suites(
+    small: None, arrays: Path, teacher_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("lm_eval")
+    monkeypatch.setattr(task_suites, "LENGTHS", {})  # RULER, whose texts are long
     rows = [{"text": f"The {n}th river is called", "value": "Nile"} for n in range(4)]
     (tmp_path / "squad_completion").mkdir()
     (tmp_path / "squad_completion/validation.jsonl").write_text("\n".join(map(json.dumps, rows)))
