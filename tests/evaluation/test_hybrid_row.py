@@ -15,7 +15,7 @@ from deltanet_convert.select import Selection
 from deltanet_hf.evaluation.free_policies import WindowPolicy
 from deltanet_hf.evaluation.measures.relative import Clusters
 from deltanet_hf.models.restrict import restrict_heads
-from measuring.study import front, hybrid_measure, hybrid_row, recall_cells, shared_figures
+from measuring.study import front, hybrid_measure, hybrid_row, recall_cells, shared_figures, task_suites
 from measuring.study.hybrid_measure import HybridMeasure, Measured
 from measuring.study.measure import main
 from measuring.study.results_row import load_for_measure
@@ -137,6 +137,33 @@ def test_runs_share_figures(
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "kept").iterdir()} == stamps
     call(arrays, tmp_path / "c.json", teacher_folder, model=model, references=tmp_path / "kept", limit=2)
     assert len(list((tmp_path / "kept").iterdir())) == 12  # other windows and probes are other figures
+
+
+def test_a_row_of_the_front_with_suites(
+    small: None, arrays: Path, teacher_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("lm_eval")
+    monkeypatch.setattr(task_suites, "LENGTHS", {})  # RULER, whose texts are long
+    rows = [{"text": f"The {n}th river is called", "value": "Nile"} for n in range(4)]
+    (tmp_path / "squad_completion").mkdir()
+    (tmp_path / "squad_completion/validation.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    out = tmp_path / "front.json"
+    front.main(arrays, out, str(teacher_folder), teacher_bits=[4], tasks=tmp_path)
+    (row,) = json.loads(out.read_text())
+    items = front.load_items(out, "teacher@4")
+    assert (row["run"], row["kind"], row["bits"], row["ifeval"]) == ("teacher@4", "teacher", 4, None)
+    assert row["missing"]["ifeval"] == "no ifeval/train.jsonl"
+    assert "completion" not in row["missing"]
+    for column in ("completion", "top1"):
+        score = items.clusters[hybrid_row.SHARES[column]].score
+        assert row[column] == pytest.approx(100 * score.value, abs=1e-3)
+        assert row[f"{column}_se"] == pytest.approx(100 * score.stderr, abs=1e-3)
+    assert 0 < row["top1"] <= 100
+    assert "--tasks" in row["command"]
+    better = {**items.clusters, "completion": Clusters(np.ones(4) + items.clusters["completion"].sums, np.ones(4))}
+    assert hybrid_row.compared(Measured(0, better), items) == {"better": ["completion"], "worse": []}
+    without = {name: part for name, part in items.clusters.items() if name != "completion"}
+    assert hybrid_row.compared(Measured(0, better), Measured(0, without)) == {"better": [], "worse": []}
 
 
 def test_windows_are_spread_over_texts_of_many_parts(

@@ -20,8 +20,11 @@ from deltanet_hf.evaluation.tasks.local_data import TASKS, missing_files
 from deltanet_hf.evaluation.tasks.ruler import STOCK, Ruler
 from deltanet_hf.evaluation.tasks.suites import SUITES
 from deltanet_hf.models.cache_bits import set_cache_bits
+from measuring.study.generated_answers import greedy_tokens
 from measuring.study.results_row import load_for_measure
 from measuring.study.task_suites import COLUMNS, TaskSuites
+from measuring.study.unpadded_lm import continuations
+from support.tiny_models import tiny_teacher
 
 LENGTH = 2048  # bytes, for the tokenizer of the tests has one token per byte
 
@@ -99,6 +102,17 @@ def test_columns_of_a_row(data: Path, teacher_folder: Path, tokenizer: PreTraine
     assert found.keys() == {"completion"}
     assert found["completion"].sizes.tolist() == [1] * 4
     assert set(found["completion"].sums.tolist()) <= {0.0, 1.0}
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+def test_prompts_of_different_lengths_are_continued_as_each_alone(bits: int) -> None:
+    model = set_cache_bits(tiny_teacher("llama"), bits)
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(3, 97, (length,), generator=generator) for length in (70, 66, 71)]
+    found = continuations(model, prompts, 6)
+    assert found.shape == (3, 6)
+    for prompt, tokens in zip(prompts, found, strict=True):
+        assert tokens.tolist() == greedy_tokens(model, prompt[None], 6)[0].tolist()
 
 
 def test_ifeval_counts_prompts_and_instructions(tmp_path: Path) -> None:

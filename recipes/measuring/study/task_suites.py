@@ -82,12 +82,12 @@ class TaskSuites:
 
     def __call__(self, model: PreTrainedModel) -> dict[str, Clusters]:
         """Column -> one cluster per item."""
-        from deltanet_hf.evaluation.tasks.lm_eval_model import DeltaNetLM
+        from measuring.study.unpadded_lm import UnpaddedLM
 
         found = {}
         for part in self.parts:
             rows = part.rows if model.device.type == "cuda" else 1
-            results = part.harness.run(DeltaNetLM(model, tokenizer=self.tokenizer, batch_size=rows))
+            results = part.harness.run(UnpaddedLM(model, tokenizer=self.tokenizer, batch_size=rows))
             for column, tasks in part.columns.items():
                 values = np.concatenate([results[task].samples for task in tasks])
                 found[column] = Clusters(values, np.ones(len(values), dtype=np.int64))
