@@ -17,12 +17,14 @@ from deltanet_hf.models.layers import LayerTable
 from deltanet_hf.publish import Workspace, check_target, output_path
 
 from .conversion_plan import Plan, make_plan
+from .export.import_qwen3_5 import is_qwen3_5
 from .export.obstacles import teacher_obstacles
 from .layers_option import file_selection, softmax_layers
 from .options import ConvertOptions
 from .select.for_convert import auto_selection, selected_table, unfinished_selection
 from .select.run import Show, unseen
 from .select.selection_file import Selection
+from .storage.safetensors_folder import read_json
 from .storage.teacher_source import Source, resolve_source
 from .teacher_model import Teacher, open_teacher
 
@@ -61,12 +63,16 @@ def prepare(teacher: str, out: Path, options: ConvertOptions, show: Show = unsee
     Raises:
         UserError: the teacher, an option or the output folder cannot be used.
     """
-    out = output_path(out)
+    given, out = out, output_path(out)
     check_target(out)
     device = chosen_device(options.device)
     source = resolve_source(teacher, out.parent / f".{out.name}.teacher", options.torch_dtype, options.revision)
     with removed_on_error(source, out):
         _check_apart(source.folder, out)
+        if is_qwen3_5(read_json(source.folder / "config.json")):
+            raise UserError(
+                f"{teacher}: is a Gated DeltaNet model already; `deltanet-hf import {teacher} {given}` takes it"
+            )
         opened = open_teacher(source.folder)
         read = file_selection(options.layers, opened.config)
         selection = None if read else auto_selection(source, opened, out, options, show)
