@@ -19,9 +19,9 @@ from deltanet_hf.publish import Workspace, check_target, output_path
 from .conversion_plan import Plan, make_plan
 from .export.import_qwen3_5 import is_qwen3_5
 from .export.obstacles import teacher_obstacles
-from .layers_option import file_selection, softmax_layers
+from .layers_option import chosen_table
 from .options import ConvertOptions
-from .select.for_convert import auto_selection, selected_table, unfinished_selection
+from .select.for_convert import unfinished_selection
 from .select.run import Show, unseen
 from .select.selection_file import Selection
 from .storage.safetensors_folder import read_json
@@ -74,13 +74,7 @@ def prepare(teacher: str, out: Path, options: ConvertOptions, show: Show = unsee
                 f"{teacher}: is a Gated DeltaNet model already; `deltanet-hf import {teacher} {given}` takes it"
             )
         opened = open_teacher(source.folder)
-        read = file_selection(options.layers, opened.config)
-        selection = None if read else auto_selection(source, opened, out, options, show)
-        if (chosen := read or selection) is not None:
-            table = selected_table(chosen, options, opened.config)
-        else:
-            kept = softmax_layers(options.layers, opened.num_layers)
-            table = options.table(opened.num_layers, kept, opened.config)
+        table, selection = chosen_table(source, opened, out, options, show)
         # Qwen3.5's softmax layers have q/k norms. None are inserted if something else prevents an export.
         insert_norms = options.profile == "qwen3_5" and not teacher_obstacles(opened.config, table.softmax)
         dtype = options.torch_dtype or (torch.float32 if opened.dtype == torch.float64 else opened.dtype)

@@ -57,7 +57,8 @@ def train_for(student: nn.Module, stage: DistilBase, seed: int) -> None:
     student.requires_grad_(False)
     in_full = [*mixers_in_full(student, stage), *inserted_norms(student)]
     # What is of queries or keys alone; `shared_rows_held` does the rest of `kept_qk: frozen`.
-    held = {name: part for name, part, rows in query_key_parts(student) if rows is None and stage.kept_qk == "frozen"}
+    kept = query_key_parts(student) if stage.kept_qk == "frozen" else ()
+    held = {name: part for name, part, rows in kept if rows is None}
     for part in in_full:
         part.float().requires_grad_(True)
     if stage.train == "full":
