@@ -1,24 +1,30 @@
 """Reads calibration text, cuts it into sequences and splits off a held-out part."""
 
+from __future__ import annotations
+
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from deltanet_hf.data import prefix_ids, with_prefix
+from deltanet_hf.data import prefix_ids, shipped_texts, with_prefix
 from deltanet_hf.data.text_files import TextFile
 from deltanet_hf.errors import UserError, one_line
 from deltanet_hf.models.layers import LayerTable
+
+if TYPE_CHECKING:
+    from .job import Job
 
 SEQUENCE_LENGTH = 512
 LONG_SEQUENCE_LENGTH = 2048  # where there are windows, which miss nothing in short sequences
 HELD_OUT_TOKENS = 4096  # at most, and never more than the calibration tokens
 HELD_OUT_SHARE = 0.2  # share of the text, at its end, from which held-out sequences are drawn
 FEWEST_TOKENS = 64  # of calibration
+SHIPPED_TEXT = "the text shipped with deltanet-hf"  # name of the calibration text in conversion.json
 CHARS_PER_TOKEN = 24  # characters read per token: more than any tokenizer uses, far less than a corpus has
 
 
@@ -36,6 +42,29 @@ def sequence_length(table: LayerTable, config: PreTrainedConfig) -> int:
     """Tokens per calibration sequence of a conversion into the layers of `table`."""
     windows = any(getattr(kind.recurrent or kind.settings, "window", 0) for kind in table.kinds.values())
     return min(LONG_SEQUENCE_LENGTH if windows else SEQUENCE_LENGTH, int(config.max_position_embeddings))
+
+
+def calibration_text(job: Job, tokenizer: Any) -> CalibrationText:
+    """Reads and tokenises the job's calibration text; without `--text`, the text that deltanet-hf ships.
+
+    Raises:
+        UserError: the text cannot be read or is too short, or the tokenizer has more tokens than the embedding.
+    """
+    options = job.options
+    needed = 2 * options.calibration_tokens
+    if options.text is None:
+        documents = [path.read_text(encoding="utf-8") for path in shipped_texts()]
+        source = SHIPPED_TEXT
+    else:
+        documents, source = read_text(options.text, needed), str(options.text)
+    text = tokenise(documents, tokenizer, options.calibration_tokens, options.seed, source, job.plan.sequence_length)
+    largest = int(max(text.calibration.max(), text.held_out.max()))
+    if largest >= job.teacher.config.vocab_size:
+        raise UserError(
+            f"{job.teacher.folder}: the tokenizer makes token {largest} but vocab_size in config.json is "
+            f"{job.teacher.config.vocab_size}; give the tokenizer that belongs to the teacher"
+        )
+    return text
 
 
 def read_text(path: Path, needed_tokens: int) -> list[str]:

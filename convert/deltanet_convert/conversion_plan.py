@@ -21,7 +21,7 @@ from deltanet_hf.models.layers import INSERTED_QK_NORMS, SOFTMAX, LayerTable
 from deltanet_kernels.packed_cache.layout import GROUP
 
 from .calibration_text import sequence_length
-from .memory_estimate import conversion_memory, query_width, working_bytes
+from .memory_estimate import conversion_memory
 from .start.norm_config import needs_norms, with_norms
 from .storage.shard_writer import Layout, TensorSpec, plan_layout
 from .teacher_model import Teacher, meta_model, tied_names
@@ -79,6 +79,7 @@ class Plan:
     parameters: int
     nbytes: int  # of the shards
     shards: int
+    sequence_length: int  # tokens per calibration sequence, at most
     layers_at_once: int  # that are fitted at the same time
     peak_memory_bytes: int  # estimate
     disk_bytes: int  # including the working copies of activations
@@ -156,16 +157,17 @@ def make_plan(
         for index, module in enumerate(modules)
     ]
     memory = conversion_memory(teacher, attentions, row, calibration_tokens)
-    at_once = _layers_at_once(row * query_width(teacher), memory.layer, threads)
+    at_once = _layers_at_once(memory.queries, memory.layer, threads)
     return Plan(
         layers=layers,
         teacher_parameters=sum(p.numel() for p in teacher.model.parameters()),
         parameters=sum(spec.numel for spec in specs),
         nbytes=layout.nbytes,
         shards=len(layout.shards),
+        sequence_length=row,
         layers_at_once=at_once,
         peak_memory_bytes=memory.peak(at_once),
-        disk_bytes=layout.nbytes + 2 * working_bytes(teacher, calibration_tokens) + SMALL_FILES_BYTES,
+        disk_bytes=layout.nbytes + 2 * memory.between + SMALL_FILES_BYTES,
         config=config,
         student=student,
         layout=layout,

@@ -13,13 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltanet_hf.data import shipped_texts
 from deltanet_hf.errors import QualityError, UserError
 from deltanet_hf.process_memory import give_back_freed_memory
 from deltanet_hf.publish import Workspace, publish_folder
 
 from .activations import Activations
-from .calibration_text import CalibrationText, read_text, sequence_length, tokenise
+from .calibration_text import CalibrationText, calibration_text
 from .compare_to_teacher import compare_models
 from .conversion_plan import check_disk
 from .conversion_record import finished_report, report, request
@@ -33,7 +32,6 @@ from .storage.saved_tokenizer import check_saving, load_tokenizer
 from .storage.shard_writer import ShardWriter
 
 EMBEDDING = "model.embed_tokens.weight"
-SHIPPED_TEXT = "the text shipped with deltanet-hf"  # name of the calibration text in conversion.json
 HEAD = "head"  # the step after the last layer
 # Rounding in float32 over one attention layer stays far below this; a wrong wiring gives about 1.
 SOFTMAX_TOLERANCE = 1e-4
@@ -170,36 +168,6 @@ def _rounded_blocks(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> It
                 "bfloat16 or float32"
             )
         yield rounded
-
-
-def calibration_text(job: Job, tokenizer: Any) -> CalibrationText:
-    """Reads and tokenises the job's calibration text; without `--text`, the text that deltanet-hf ships.
-
-    Raises:
-        UserError: the text cannot be read or is too short, or the tokenizer has more tokens than the embedding.
-    """
-    options = job.options
-    needed = 2 * options.calibration_tokens
-    if options.text is None:
-        documents = [path.read_text(encoding="utf-8") for path in shipped_texts()]
-        source = SHIPPED_TEXT
-    else:
-        documents, source = read_text(options.text, needed), str(options.text)
-    text = tokenise(
-        documents,
-        tokenizer,
-        options.calibration_tokens,
-        options.seed,
-        source,
-        sequence_length(job.table, job.teacher.config),
-    )
-    largest = int(max(text.calibration.max(), text.held_out.max()))
-    if largest >= job.teacher.config.vocab_size:
-        raise UserError(
-            f"{job.teacher.folder}: the tokenizer makes token {largest} but vocab_size in config.json is "
-            f"{job.teacher.config.vocab_size}; give the tokenizer that belongs to the teacher"
-        )
-    return text
 
 
 def _allocated(folder: Path) -> int:

@@ -17,12 +17,14 @@ from deltanet_hf.models.layers import LayerTable
 from deltanet_hf.publish import Workspace, check_target, output_path
 
 from .conversion_plan import Plan, make_plan
+from .export.import_qwen3_5 import is_qwen3_5
 from .export.obstacles import teacher_obstacles
-from .layers_option import file_selection, softmax_layers
+from .layers_option import chosen_table
 from .options import ConvertOptions
-from .select.for_convert import auto_selection, selected_table, unfinished_selection
+from .select.for_convert import unfinished_selection
 from .select.run import Show, unseen
 from .select.selection_file import Selection
+from .storage.safetensors_folder import read_json
 from .storage.teacher_source import Source, resolve_source
 from .teacher_model import Teacher, open_teacher
 
@@ -61,20 +63,18 @@ def prepare(teacher: str, out: Path, options: ConvertOptions, show: Show = unsee
     Raises:
         UserError: the teacher, an option or the output folder cannot be used.
     """
-    out = output_path(out)
+    given, out = out, output_path(out)
     check_target(out)
     device = chosen_device(options.device)
     source = resolve_source(teacher, out.parent / f".{out.name}.teacher", options.torch_dtype, options.revision)
     with removed_on_error(source, out):
         _check_apart(source.folder, out)
+        if is_qwen3_5(read_json(source.folder / "config.json")):
+            raise UserError(
+                f"{teacher}: is a Gated DeltaNet model already; `deltanet-hf import {teacher} {given}` takes it"
+            )
         opened = open_teacher(source.folder)
-        read = file_selection(options.layers, opened.config)
-        selection = None if read else auto_selection(source, opened, out, options, show)
-        if (chosen := read or selection) is not None:
-            table = selected_table(chosen, options, opened.config)
-        else:
-            kept = softmax_layers(options.layers, opened.num_layers)
-            table = options.table(opened.num_layers, kept, opened.config)
+        table, selection = chosen_table(source, opened, out, options, show)
         # Qwen3.5's softmax layers have q/k norms. None are inserted if something else prevents an export.
         insert_norms = options.profile == "qwen3_5" and not teacher_obstacles(opened.config, table.softmax)
         dtype = options.torch_dtype or (torch.float32 if opened.dtype == torch.float64 else opened.dtype)

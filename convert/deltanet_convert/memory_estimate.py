@@ -19,7 +19,7 @@ from .calibration_text import HELD_OUT_TOKENS
 from .compare_to_teacher import LOGIT_TOKENS
 from .expert_stream import expert_parameters
 from .start.samples import KEPT_BYTES
-from .teacher_model import Teacher, attention_implementation
+from .teacher_model import Teacher
 
 FLOAT = 4  # bytes of a float32 number, in which layers run
 SAMPLE_VALUES = 6  # numbers per token and channel: q, k, v, and the outputs of the heads, the window and the layer
@@ -33,30 +33,22 @@ class ConversionMemory:
     """The parts of the peak in bytes.
 
     Attributes:
-        process: libraries and the tokenizer, and the hidden states between layers.
+        process: libraries and the tokenizer.
+        between: the hidden states between two layers, in memory and in the file of a resumable run.
         layer: the layer that takes the most, with its own hidden states.
         head: the output head.
+        queries: numbers in the queries of one sequence.
     """
 
     process: int
+    between: int
     layer: int
     head: int
+    queries: int
 
     def peak(self, at_once: int) -> int:
         """The whole process, with `at_once` layers that are fitted at the same time."""
-        return self.process + max(at_once * self.layer, self.head)
-
-
-def working_bytes(teacher: Teacher, calibration_tokens: int) -> int:
-    """The hidden states between two layers, in memory and in the file of a resumable run."""
-    held_out = min(HELD_OUT_TOKENS, calibration_tokens)
-    return (calibration_tokens + 2 * held_out) * int(teacher.config.hidden_size) * FLOAT
-
-
-def query_width(teacher: Teacher) -> int:
-    """Numbers in the queries of a token."""
-    attention: Any = teacher.model.model.layers[0].self_attn
-    return int(teacher.config.num_attention_heads) * int(attention.head_dim)
+        return self.process + self.between + max(at_once * self.layer, self.head)
 
 
 def conversion_memory(
@@ -69,18 +61,22 @@ def conversion_memory(
         row: tokens per sequence, at most.
     """
     config = teacher.config
-    width, tokens = query_width(teacher), FLOAT * calibration_tokens
+    width = int(config.num_attention_heads) * int(teacher.model.model.layers[0].self_attn.head_dim)
+    tokens = FLOAT * calibration_tokens
     samples = min(SAMPLE_VALUES * tokens * width, KEPT_BYTES)
     fit = int(tokens * config.hidden_size + FIT_FACTOR * samples)
-    if attention_implementation(config) == "eager":
+    if teacher.model.config._attn_implementation == "eager":
         fit += SOFTMAX_SCORES * FLOAT * int(config.num_attention_heads) * min(row, calibration_tokens) ** 2
     embedding = int(config.vocab_size) * int(config.hidden_size) * teacher.dtype.itemsize
     logits = LOGITS * LOGIT_TOKENS * int(config.vocab_size) * FLOAT
+    held_out = min(HELD_OUT_TOKENS, calibration_tokens)
     pairs = zip(teacher.model.model.layers, attentions, strict=True)
     return ConversionMemory(
-        process=runtime_bytes(config) + working_bytes(teacher, calibration_tokens),
+        process=runtime_bytes(config),
+        between=(calibration_tokens + 2 * held_out) * int(config.hidden_size) * FLOAT,
         layer=fit + max(_weights(layer, new, teacher.dtype.itemsize) for layer, new in pairs),
         head=embedding + max(embedding, logits),  # while it is read, the pages of its file are mapped beside the copy
+        queries=row * width,
     )
 
 

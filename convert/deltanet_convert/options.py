@@ -209,8 +209,8 @@ class ConvertOptions(Options):
             softmax: indices of the layers that keep the teacher's attention.
             teacher: see `recommended`.
         """
-        table = LayerTable.uniform(*self._kind(teacher), num_layers, set(softmax))
-        return replace(table, cache_bits=self.cache_bits)
+        kind, settings = self._kind(teacher)
+        return replace(LayerTable.uniform(kind, settings, num_layers, set(softmax)), cache_bits=self.cache_bits)
 
     def head_table(
         self,
@@ -235,7 +235,8 @@ class ConvertOptions(Options):
                 "--profile qwen3_5: the heads of one layer of Qwen3.5 are of one kind, --layers keeps single heads; "
                 "select whole layers (--unit layer), or leave the profile out"
             )
-        table = LayerTable.by_heads(*self._kind(teacher), num_layers, num_heads, softmax)
+        kind, settings = self._kind(teacher)
+        table = LayerTable.by_heads(kind, settings, num_layers, num_heads, softmax)
         return replace(table, cache_bits=self.cache_bits)
 
     def _kind(self, teacher: PreTrainedConfig | None) -> tuple[type[LayerKind], MixerSettings]:

@@ -69,7 +69,7 @@ def test_converted_model_is_what_was_measured(
 
 
 def held_out_ids(job: Any) -> torch.Tensor:
-    from deltanet_convert.convert import calibration_text
+    from deltanet_convert.calibration_text import calibration_text
 
     # AutoTokenizer uses its own class for some families; conversion and user get the same tokens.
     ids: torch.Tensor = calibration_text(job, AutoTokenizer.from_pretrained(job.teacher.folder)).held_out

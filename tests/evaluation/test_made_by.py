@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import typer
 
-from deltanet_convert.convert import SHIPPED_TEXT
+from deltanet_convert.calibration_text import SHIPPED_TEXT
 from deltanet_convert.options import ConvertOptions
 from deltanet_recipes.cli import build_app
 from deltanet_recipes.config import read_recipe

@@ -27,7 +27,7 @@ from deltanet_recipes.training import trainer
 from deltanet_recipes.training.adapters import lora_targets, merge_lora, train_for
 from deltanet_recipes.training.feeds import check_share
 from deltanet_recipes.training.logbook import read_log
-from deltanet_recipes.training.model_pair import load_student, mixers, teacher_name
+from deltanet_recipes.training.model_pair import load_student, mixers, teacher_of
 from deltanet_recipes.training.pipeline import run
 from deltanet_recipes.training.runtime import Runtime
 from support.tiny_models import tiny_student
@@ -411,16 +411,16 @@ def test_a_teacher_is_found_where_it_was_or_asked_for(tmp_path: Path) -> None:
     record = {"teacher": {"name": "teacher", "revision": None, "folder": "../deep/teacher"}}
     (student / "conversion.json").write_text(json.dumps(record))
     recipe = Recipe.model_validate(recipe_tree(tmp_path, [ALIGN]))
-    assert teacher_name(recipe) == str(teacher)
-    assert teacher_name(recipe.model_copy(update={"teacher": "owner/name"})) == "owner/name"
+    assert teacher_of(recipe).name == str(teacher)
+    assert teacher_of(recipe.model_copy(update={"teacher": "owner/name"})) == ("owner/name", None)
     teacher.rename(tmp_path / "gone")
     with pytest.raises(UserError, match=r"not at .*deep/teacher; say where it is now: teacher=PATH"):
-        teacher_name(recipe)
+        teacher_of(recipe)
     (student / "conversion.json").write_text(json.dumps({"teacher": {"name": "gpt2", "revision": "607a30d"}}))
-    assert teacher_name(recipe) == "gpt2"
+    assert teacher_of(recipe) == ("gpt2", "607a30d")
     (student / "conversion.json").write_text("{")
     with pytest.raises(UserError, match=r"conversion\.json: not valid JSON"):
-        teacher_name(recipe)
+        teacher_of(recipe)
 
 
 def test_teacher_of_another_shape_and_unconverted_student_are_refused(workplace: Path, tmp_path: Path) -> None:

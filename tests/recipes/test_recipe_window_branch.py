@@ -74,7 +74,7 @@ def branched(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
     monkeypatch.setattr("deltanet_recipes.training.pipeline.save_stage", lambda *args: None)
     monkeypatch.setattr("deltanet_recipes.training.pipeline.load_stage", lambda *args: [0])
     monkeypatch.setattr("deltanet_recipes.training.pipeline.save_final", lambda *args: None)
-    monkeypatch.setattr("deltanet_recipes.training.pipeline.check_models", lambda recipe: None)
+    monkeypatch.setattr("deltanet_recipes.training.model_pair._check_trainable", lambda *args: None)
     return students
 
 

@@ -69,10 +69,12 @@ class Checkpoint:
         """Checks the index and every header; UserError if any of them is damaged, inconsistent or unsafe."""
         index = folder / INDEX_FILE
         if index.exists():
-            return cls(folder, _sharded(folder, index))
-        if (folder / SINGLE_FILE).exists():
-            return cls(folder, _checked(read_header(inside(folder, SINGLE_FILE, folder / SINGLE_FILE))))
-        raise UserError(_nothing_to_read(folder))
+            entries = _sharded(folder, index)
+        elif (folder / SINGLE_FILE).exists():
+            entries = read_header(inside(folder, SINGLE_FILE, folder / SINGLE_FILE))
+        else:
+            raise UserError(_nothing_to_read(folder))
+        return cls(folder, _checked(entries))
 
     def __contains__(self, name: object) -> bool:
         return name in self.entries
@@ -192,7 +194,7 @@ def _sharded(folder: Path, index: Path) -> dict[str, TensorEntry]:
     for name, shard in weight_map.items():
         if name not in entries or entries[name].file != shards[shard]:
             raise UserError(f"{index}: tensor '{name}' is not in its shard '{shard}'; {DOWNLOAD_AGAIN}")
-    return _checked(entries)
+    return entries
 
 
 def _checked(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:

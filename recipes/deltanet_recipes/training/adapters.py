@@ -17,7 +17,7 @@ from torch import nn
 from deltanet_hf.mixers import LayerKind
 from deltanet_hf.models.layers import INSERTED_QK_NORMS
 from deltanet_recipes.schema import DistilBase
-from deltanet_recipes.training.kept_attention import freeze_queries_and_keys, query_key_parts
+from deltanet_recipes.training.kept_attention import query_key_parts
 from deltanet_recipes.training.model_pair import decoder_layers, is_imported, mixer_name, mixers
 
 
@@ -56,12 +56,15 @@ def train_for(student: nn.Module, stage: DistilBase, seed: int) -> None:
     """
     student.requires_grad_(False)
     in_full = [*mixers_in_full(student, stage), *inserted_norms(student)]
+    # What is of queries or keys alone; `shared_rows_held` does the rest of `kept_qk: frozen`.
+    kept = query_key_parts(student) if stage.kept_qk == "frozen" else ()
+    held = {name: part for name, part, rows in kept if rows is None}
     for part in in_full:
         part.float().requires_grad_(True)
     if stage.train == "full":
         decoder_layers(student).float().requires_grad_(True)
         student.model.norm.float().requires_grad_(True)  # type: ignore[union-attr, operator]
-    elif stage.train == "lora" and (targets := stage_targets(student, stage)):
+    elif stage.train == "lora" and (targets := [name for name in lora_targets(student) if name not in held]):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             config = LoraConfig(r=stage.lora_rank, lora_alpha=stage.lora_rank, lora_dropout=0.0, target_modules=targets)
@@ -73,14 +76,8 @@ def train_for(student: nn.Module, stage: DistilBase, seed: int) -> None:
         for name, parameter in student.named_parameters():
             if "lora_" in name:
                 parameter.data = parameter.data.float()
-    if stage.kept_qk == "frozen":
-        freeze_queries_and_keys(student)
-
-
-def stage_targets(student: nn.Module, stage: DistilBase) -> list[str]:
-    """Names of the linear layers to which a stage gives adapters."""
-    held = [name for name, _, rows in query_key_parts(student) if rows is None] if stage.kept_qk == "frozen" else []
-    return [name for name in lora_targets(student) if name not in held]
+    for part in held.values():
+        part.requires_grad_(False)
 
 
 def lora_targets(student: nn.Module) -> list[str]:

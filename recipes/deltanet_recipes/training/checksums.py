@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -74,13 +75,14 @@ def check_sums(folder: Path, names: tuple[str, ...]) -> None:
 def save_tensors(path: Path, tensors: dict[str, Tensor], note: Any = None) -> None:
     """Write a safetensors file, completely or not at all, with a JSON value and the sum of both."""
     text = json.dumps(note)
+    metadata = {"note": text, "sha256": _sum(tensors, text)}
     scratch = path.with_name(path.name + ".partial")  # safetensors makes a temporary file of its own beside its result
     with writing(path):
         remove(scratch)
         scratch.mkdir(parents=True)
         try:
             file = scratch / path.name
-            save_file(tensors, file, metadata={"note": text, "sha256": _sum(tensors, text)})
+            save_file(tensors, file, metadata=metadata)
             sync_file(file)
             os.replace(file, path)
             sync_folder(path.parent)
@@ -99,6 +101,18 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], Any]:
     if metadata.get("sha256") != _sum(tensors, metadata.get("note", "")):
         raise Damaged("is damaged (the SHA-256 of its tensors is not the one in its header)")
     return tensors, json.loads(metadata["note"])
+
+
+def is_intact(path: Path, say: Callable[[str], None], remedy: str) -> bool:
+    """Whether `path` is a file of `save_tensors` that has not changed since; `say` gets a line about a damaged one."""
+    if not path.is_file():
+        return False
+    try:
+        load_tensors(path)
+    except Damaged as problem:
+        say(f"{path}: {problem}; {remedy}")
+        return False
+    return True
 
 
 def _sum(tensors: dict[str, Tensor], note: str) -> str:

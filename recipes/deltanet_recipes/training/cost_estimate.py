@@ -19,7 +19,7 @@ from deltanet_convert.device import thread_count
 from deltanet_recipes.schema import Align, Recipe, Stage, stage_name, stage_tokens
 from deltanet_recipes.training.adapters import merge_lora, train_for, train_mixers
 from deltanet_recipes.training.feeds import micro_batch_rows
-from deltanet_recipes.training.flops import Flops, training_flops
+from deltanet_recipes.training.flops import Flops, attention_weights, training_flops
 from deltanet_recipes.training.logbook import Logbook
 from deltanet_recipes.training.memory_estimate import Memory, stage_memory
 from deltanet_recipes.training.model_pair import mixers
@@ -35,6 +35,7 @@ class Estimate:
     """The estimated sizes of a stage.
 
     Attributes:
+        rows: rows that one process works on at once.
         mixer_parameters: trained parameters of mixers.
         rest_parameters: other trained parameters.
         peak: parts of the peak memory of one process.
@@ -42,6 +43,7 @@ class Estimate:
         disk: bytes of the teacher's activations that all processes together keep on disk.
     """
 
+    rows: int
     mixer_parameters: int
     rest_parameters: int
     peak: Memory
@@ -63,20 +65,22 @@ def estimates(stages: Sequence[Stage], recipe: Recipe, student: PreTrainedModel,
         student: the model before the first of the stages; it is not changed.
     """
     model, found = _without_memory(student), []
+    attention, converted = attention_weights(student), mixers(model)
+    parts = [part for mixer in converted.values() for part in mixer.new_parts()]
     for stage in stages:
+        rows = micro_batch_rows(stage, runtime.world)
         if isinstance(stage, Align):
             train_mixers(model)
         else:
             train_for(model, stage, recipe.seed)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         adapters = {p for name, p in trained.items() if "lora_" in name}
-        parts = [part for mixer in mixers(model).values() for part in mixer.new_parts()]
         in_mixers = {p for part in parts for p in part.parameters()} - adapters
         own, total = _numel(in_mixers & set(trained.values())), _numel(trained.values())
-        peak = stage_memory(stage, recipe, model, runtime)
-        flops = training_flops(stage, student, total, _numel(adapters))
-        found.append(Estimate(own, total - own, peak, flops, _disk(stage, recipe, student, runtime)))
+        peak = stage_memory(stage, recipe, model, converted, attention, rows, runtime)
         merge_lora(model)
+        flops = training_flops(stage, model, converted, attention, total, _numel(adapters))
+        found.append(Estimate(rows, own, total - own, peak, flops, _disk(stage, recipe, student, runtime)))
     return found
 
 
@@ -141,7 +145,7 @@ def show_plan(
             f"{size.rest_parameters / 1e6:.1f}M",
             _count(stage.steps * stage.batch_tokens),
             f"{stage.steps:,} x {stage.batch_tokens:,}",
-            f"{micro_batch_rows(stage, runtime.world)} x {stage.sequence_length:,}",
+            f"{size.rows} x {stage.sequence_length:,}",
             f"{size.memory / 2**30:.1f} GiB",
             *on_disk,
             _duration(seconds),

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from deltanet_hf.safe_write import remove, writing
-from deltanet_recipes.training.checksums import Damaged, load_tensors, save_tensors
+from deltanet_recipes.training.checksums import is_intact, load_tensors, save_tensors
 from deltanet_recipes.training.model_pair import gathered_on_cpu
 from deltanet_recipes.training.runtime import Runtime
 
@@ -46,14 +46,9 @@ def finished_stages(paths: Sequence[Path], runtime: Runtime, say: Callable[[str]
 def _finished(paths: Sequence[Path], say: Callable[[str], None]) -> int:
     for number in range(len(paths), 0, -1):
         path = paths[number - 1]
-        if not path.is_file():
-            continue
-        try:
-            load_tensors(path)
-        except Damaged as problem:
-            say(f"{path}: {problem}; the stage is trained again")
+        if is_intact(path, say, "the stage is trained again"):
+            return number
+        if path.is_file():
             with writing(path):
                 path.replace(path.with_suffix(".damaged"))
-        else:
-            return number
     return 0

@@ -22,6 +22,7 @@ that follows is that of the useful work ("model FLOPs utilization", Chowdhery et
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +31,7 @@ from torch import nn
 
 from deltanet_hf.model_sizes import head_size
 from deltanet_recipes.schema import Align, Stage
-from deltanet_recipes.training.model_pair import decoder_layers, mixer_name, mixers, output_weight
+from deltanet_recipes.training.model_pair import decoder_layers, mixer_name, output_weight
 
 
 @dataclass(frozen=True)
@@ -46,21 +47,24 @@ class Flops:
         return self.teacher + self.forward + self.backward
 
 
-def training_flops(stage: Stage, student: nn.Module, trained: int, adapters: int = 0) -> Flops:
+def training_flops(
+    stage: Stage, student: nn.Module, converted: Mapping[int, Any], attention: int, trained: int, adapters: int
+) -> Flops:
     """Operations per token of one stage; those of layerwise alignment are summed over all mixers.
 
     Args:
-        student: the converted model; only shapes are read.
+        student: the converted model without adapters; only shapes are read.
+        converted: its mixers by layer index.
+        attention: weights of one attention layer of the teacher (`attention_weights`).
         trained: number of trained weights.
-        adapters: those among them that are LoRA adapters, which the student does not have yet.
+        adapters: those among them that are LoRA adapters.
     """
     layers, length = decoder_layers(student), stage.sequence_length
     head = output_weight(student).numel()
-    converted = mixers(student)
     own = sum(_matrices(layer) for layer in layers) + _used_experts(student)
     in_mixers = sum(_matrices(mixer) for mixer in converted.values())
     softmax = _softmax(student, length)
-    teacher = 2.0 * (own - in_mixers + len(converted) * attention_weights(student)) + len(layers) * softmax
+    teacher = 2.0 * (own - in_mixers + len(converted) * attention) + len(layers) * softmax
     mixing = {index: _mixing(mixer) for index, mixer in converted.items()}
     if isinstance(stage, Align):
         forward = 2.0 * in_mixers + sum(mixing.values())

@@ -57,13 +57,6 @@ def query_key_parts(student: nn.Module) -> Iterator[tuple[str, nn.Module, int | 
                 yield f"{where}.{name}", part, None
 
 
-def freeze_queries_and_keys(student: nn.Module) -> None:
-    """Freeze what is of queries or keys alone; `shared_rows_held` does the rest of `kept_qk: frozen`."""
-    for _, part, rows in query_key_parts(student):
-        if rows is None:
-            part.requires_grad_(False)
-
-
 @contextmanager
 def shared_rows_held(student: nn.Module, stage: DistilBase, sharded: bool) -> Iterator[None]:
     """Hold the rows of queries and keys in matrices that they share with values, if the stage says `kept_qk: frozen`.

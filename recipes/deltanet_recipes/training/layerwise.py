@@ -21,7 +21,7 @@ from deltanet_hf.safe_write import reserve, writing
 from deltanet_recipes.data.packing import Rows
 from deltanet_recipes.schema import Align
 from deltanet_recipes.schema_sections import Log
-from deltanet_recipes.training.checksums import Damaged, load_tensors, save_tensors
+from deltanet_recipes.training.checksums import is_intact, load_tensors, save_tensors
 from deltanet_recipes.training.feeds import micro_batch_rows
 from deltanet_recipes.training.layer_runner import AttentionTaps, LayerRunner, document_boundaries
 from deltanet_recipes.training.logbook import Logbook
@@ -132,7 +132,8 @@ class LayerwiseAlign:
     def train_mixer(self, index: int, mixer: nn.Module) -> None:
         """Train the mixer of a layer on the cached activations, or load it if it was finished before."""
         done = self.folder / f"mixer-{index:03d}.safetensors"
-        if self.runtime.from_main(self._finished(done)):
+        finished = self.runtime.main and is_intact(done, self.logbook.say, "the layer is trained again")
+        if self.runtime.from_main(finished):
             mixer.load_state_dict(load_tensors(done)[0])
             return
         mixer.to(self.runtime.device)
@@ -158,17 +159,6 @@ class LayerwiseAlign:
         if self.runtime.main:
             save_tensors(done, {name: t.contiguous() for name, t in mixer.state_dict().items()})
         trainer.checkpoints.clear()
-
-    def _finished(self, done: Path) -> bool:
-        """Whether an earlier call trained the mixer in the file `done`."""
-        if not self.runtime.main or not done.is_file():
-            return False
-        try:
-            load_tensors(done)
-        except Damaged as problem:
-            self.logbook.say(f"{done}: {problem}; the layer is trained again")
-            return False
-        return True
 
     @torch.no_grad()
     def _evaluate(self, objective: AlignLayer) -> dict[str, float]:

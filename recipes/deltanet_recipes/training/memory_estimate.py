@@ -9,7 +9,7 @@ the resident memory of the process.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 
 import torch
@@ -18,9 +18,7 @@ from torch import nn
 from deltanet_hf.model_sizes import mlp_size
 from deltanet_hf.process_memory import runtime_bytes
 from deltanet_recipes.schema import Align, Recipe, Stage
-from deltanet_recipes.training.feeds import micro_batch_rows
-from deltanet_recipes.training.flops import attention_weights
-from deltanet_recipes.training.model_pair import decoder_layers, mixer_name, mixers, output_weight
+from deltanet_recipes.training.model_pair import decoder_layers, mixer_name, output_weight
 from deltanet_recipes.training.optim import parameter_groups
 from deltanet_recipes.training.runtime import Runtime
 
@@ -57,13 +55,24 @@ class Memory:
         return sum(getattr(self, field.name) for field in fields(self))
 
 
-def stage_memory(stage: Stage, recipe: Recipe, student: nn.Module, runtime: Runtime) -> Memory:
+def stage_memory(
+    stage: Stage,
+    recipe: Recipe,
+    student: nn.Module,
+    converted: Mapping[int, nn.Module],
+    attention: int,
+    rows: int,
+    runtime: Runtime,
+) -> Memory:
     """The estimate for one stage.
 
     Args:
         student: the model as the stage trains it, with adapters and `requires_grad`; only shapes and dtypes are read.
+        converted: its mixers by layer index.
+        attention: weights of one attention layer of the teacher.
+        rows: rows that one process works on at once.
     """
-    layers, converted = decoder_layers(student), mixers(student)
+    layers = decoder_layers(student)
     layerwise = isinstance(stage, Align) and stage.mode == "layerwise"
     indices = list(converted if isinstance(stage, Align) else range(len(layers)))  # of the layers that train at once
     if layerwise:
@@ -75,7 +84,10 @@ def stage_memory(stage: Stage, recipe: Recipe, student: nn.Module, runtime: Runt
 
     on_cpu, width = runtime.device.type == "cpu", 2 if runtime.bf16 else 4
     whole = on_cpu or not layerwise
-    teacher_layers = width * _teacher_layers(student, range(len(layers)) if whole else indices)
+    teacher_layers = width * sum(
+        _stored(layers[index]) + (attention - _stored(converted[index]) if index in converted else 0)
+        for index in (range(len(layers)) if whole else indices)
+    )
     outside = width * (_stored(student) - _stored(layers)) if whole else 0  # embeddings, output matrix, last norm
     sharded = _nbytes([student] if on_cpu else trains) + teacher_layers
     if runtime.bf16 and not recompute:
@@ -83,7 +95,7 @@ def stage_memory(stage: Stage, recipe: Recipe, student: nn.Module, runtime: Runt
     # FSDP2 gathers a layer into a buffer, copies it out, and gathers the next meanwhile; the rest of the student stays.
     gathered = 3 * max(_nbytes([layer]) for layer in layers) + outside if shards > 1 else 0
 
-    tokens = micro_batch_rows(stage, runtime.world) * stage.sequence_length
+    tokens = rows * stage.sequence_length
     values = ACTIVATION_FACTOR[bool(runtime.compile)] * sum(_layer_values(student, index, stage) for index in indices)
     states, logits = 0, 0  # hidden states per token that are kept beside them; bytes
     if recompute:  # one layer with its gradients, and the input of each
@@ -102,15 +114,6 @@ def stage_memory(stage: Stage, recipe: Recipe, student: nn.Module, runtime: Runt
         activations=int((values + states * hidden) * tokens * width),
         logits=logits,
         process=runtime_bytes(student.config) if on_cpu else 0,  # type: ignore[arg-type]
-    )
-
-
-def _teacher_layers(student: nn.Module, indices: Iterable[int]) -> int:
-    """Weights of the teacher's layers with these indices."""
-    layers, converted = decoder_layers(student), mixers(student)
-    return sum(
-        _stored(layers[index]) + (attention_weights(student) - _stored(converted[index]) if index in converted else 0)
-        for index in indices
     )
 
 

@@ -13,7 +13,7 @@ from deltanet_hf.mixers import AttentionKind, LayerKind
 from deltanet_hf.models.layers import LayerTable
 from deltanet_hf.models.qwen3_5 import MODEL_TYPE
 from deltanet_recipes.schema import Recipe, Stage, stage_name
-from deltanet_recipes.training.model_pair import teacher_name
+from deltanet_recipes.training.model_pair import teacher_of
 
 
 def write_card(
@@ -31,7 +31,7 @@ def write_card(
         data: the reports of the corpora.
         config: the student's.
     """
-    teacher = teacher_name(recipe)
+    teacher = teacher_of(recipe).name
     title = Path(teacher).name if Path(teacher).exists() else teacher
     imported = config.model_type == MODEL_TYPE
     mixers = _mixers(config)
@@ -43,13 +43,14 @@ def write_card(
     linear = ["linear-attention"] if any(not issubclass(mixer, AttentionKind) for mixer in new) else []
     tags = [*(mixer.name.replace("_", "-") for mixer in new), *linear, "distillation"]
     student = Path(recipe.student)
+    metrics, licence = _metrics(rows, stages), licence_note(student.name if imported else title, student)
     header = card_header(
         heading[0].removeprefix("# "),
         tags,
         licence=licence_of(student),
         base_model=None if Path(teacher).exists() or imported else teacher,
         measured_on="held-out part of the training data",
-        metrics=_metrics(rows, stages),
+        metrics=metrics,
     )
     lines = [
         header,
@@ -90,7 +91,7 @@ def write_card(
     settings = recipe.model_dump(mode="json", exclude_unset=True)
     lines += ["", "Recipe (`recipe.json` has every value):", "", "```yaml"]
     lines += [yaml.safe_dump(settings, sort_keys=False).rstrip(), "```", ""]
-    lines += ["## Licence", "", licence_note(student.name if imported else title, student), ""]
+    lines += ["## Licence", "", licence, ""]
     (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")
 
 

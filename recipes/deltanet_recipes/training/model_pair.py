@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from deltanet_convert.storage.safetensors_folder import read_json
 from deltanet_hf import loading  # its package registers the converted families
@@ -21,6 +23,14 @@ from deltanet_hf.models.qwen3_5 import MODEL_TYPE
 from deltanet_recipes.schema import Align, Recipe, Stage, stage_name
 
 RECORD = "conversion.json"
+T = TypeVar("T")
+
+
+class TeacherName(NamedTuple):
+    """A folder or Hub id, and the commit on the Hub that the student was converted from."""
+
+    name: str
+    revision: str | None
 
 
 def load_student(folder: str, dtype: torch.dtype | None = None) -> PreTrainedModel:
@@ -30,17 +40,18 @@ def load_student(folder: str, dtype: torch.dtype | None = None) -> PreTrainedMod
 
 def load_teacher(recipe: Recipe, dtype: torch.dtype) -> PreTrainedModel:
     """The teacher in `dtype`, frozen, with SDPA attention. Raises UserError if it cannot be loaded."""
-    return _load(teacher_name(recipe), "teacher", dtype, teacher_revision(recipe)).requires_grad_(False)
+    name, revision = teacher_of(recipe)
+    return _load(name, "teacher", dtype, revision).requires_grad_(False)
 
 
-def check_models(recipe: Recipe) -> None:
-    """Compare the configs of student and teacher, without loading weights.
+def check_models(recipe: Recipe) -> PreTrainedConfig:
+    """Compare the configs of student and teacher, without loading weights. Returns the student's.
 
     Raises UserError if the student is no converted model, if the teacher cannot teach it, or if a stage has nothing to
     train in it.
     """
-    folder, name = recipe.student, teacher_name(recipe)
-    student = _config(folder, "student")
+    folder, (name, revision) = recipe.student, teacher_of(recipe)
+    student = _opened(loading.load_config, folder, "student")
     if not student.model_type.startswith(PREFIX):
         raise UserError(
             f"student: {folder} has model_type {student.model_type!r}, which is not a converted model; make one with "
@@ -56,7 +67,7 @@ def check_models(recipe: Recipe) -> None:
         raise UserError(
             f"data.isolate_documents: softmax attention of {family} does not keep packed documents apart; set false"
         )
-    config = _config(name, "teacher", teacher_revision(recipe))
+    config = _opened(loading.load_config, name, "teacher", revision)
     for stage in recipe.stages:
         if getattr(stage, "recall_weight", 0.0) > 0 and config.model_type not in FAMILIES:
             raise UserError(
@@ -64,8 +75,8 @@ def check_models(recipe: Recipe) -> None:
                 f"under a window, and {name} has model_type {config.model_type!r}; leave the key out"
             )
     if student.model_type == MODEL_TYPE:
-        _check_imported(recipe, student, config)
-        return
+        _check_imported(recipe, student, name, revision, config)
+        return student
     _check_trainable(recipe, LayerTable.of(student))
     if config.model_type not in FAMILIES:
         raise UserError(f"teacher: {name} has model_type {config.model_type!r}, which is no supported teacher")
@@ -75,6 +86,7 @@ def check_models(recipe: Recipe) -> None:
                 f"teacher: {name} has {key} {getattr(config, key)}, the student {getattr(student, key)}: "
                 "it is not the model this student was converted from"
             )
+    return student
 
 
 def _check_trainable(recipe: Recipe, table: LayerTable) -> None:
@@ -102,12 +114,14 @@ def _has_new_weights(table: LayerTable) -> bool:
     return any(kind.recurrent is not None or issubclass(kind.mixer, AttentionKind) for kind in kinds)
 
 
-def without_alignment(recipe: Recipe, stages: list[Stage]) -> list[Stage]:
+def without_alignment(recipe: Recipe, student: PreTrainedConfig, stages: list[Stage]) -> list[Stage]:
     """The stages without those that align, if the student has windows only, whose weights are the teacher's.
+
+    Args:
+        student: its config.
 
     Raises UserError if none remains.
     """
-    student = _config(recipe.student, "student")
     if student.model_type == MODEL_TYPE or _has_new_weights(LayerTable.of(student)):
         return stages
     rest: list[Stage] = [stage for stage in stages if not isinstance(stage, Align)]
@@ -116,7 +130,7 @@ def without_alignment(recipe: Recipe, stages: list[Stage]) -> list[Stage]:
     return rest
 
 
-def _check_imported(recipe: Recipe, student: Any, config: Any) -> None:
+def _check_imported(recipe: Recipe, student: Any, name: str, revision: str | None, config: Any) -> None:
     """Check the teacher of an imported Qwen3.5 model, which may be any model with its vocabulary.
 
     Align stages are refused, because such a model was not made from softmax attention.
@@ -127,7 +141,6 @@ def _check_imported(recipe: Recipe, student: Any, config: Any) -> None:
                 f"stages.{stage_name(stage)}: {recipe.student} is a Qwen3.5 model, whose linear layers have no softmax "
                 f"attention to be aligned to; leave the stage out (stages.{stage_name(stage)}=null)"
             )
-    name = teacher_name(recipe)
     if config.model_type not in FAMILIES and not config.model_type.startswith(PREFIX):
         raise UserError(
             f"teacher: {name} has model_type {config.model_type!r}, which is no supported teacher; for a Qwen3.5 "
@@ -141,7 +154,7 @@ def _check_imported(recipe: Recipe, student: Any, config: Any) -> None:
                 + ("; give one with the same vocabulary" if key == "vocab_size" else "; set hidden_weight to 0")
             )
     own = load_tokenizer(recipe.student).get_vocab()
-    for token, number in load_tokenizer(name, "teacher", teacher_revision(recipe)).get_vocab().items():
+    for token, number in load_tokenizer(name, "teacher", revision).get_vocab().items():
         if own.get(token, number) != number:
             raise UserError(
                 f"teacher: {name} has token {token!r} at {number}, the student at {own[token]}; give one with the "
@@ -149,79 +162,51 @@ def _check_imported(recipe: Recipe, student: Any, config: Any) -> None:
             )
 
 
-def teacher_name(recipe: Recipe) -> str:
-    """Folder or Hub id of the teacher: the recipe's, or else the one that the student's conversion.json names.
+def teacher_of(recipe: Recipe) -> TeacherName:
+    """The recipe's teacher, or else the one that the student's conversion.json names.
 
     A local teacher is looked for where it was, seen from the student, then beside the student. Raises UserError if no
     teacher is named, or a local one is not found.
     """
     if recipe.teacher is not None:
-        return recipe.teacher
-    student, teacher = Path(recipe.student).absolute(), _recorded_teacher(recipe)
+        return TeacherName(recipe.teacher, None)
+    student = Path(recipe.student).absolute()
+    recorded = read_json(Path(recipe.student) / RECORD).get("teacher")
+    teacher: dict[str, Any] = recorded if isinstance(recorded, dict) else {"name": recorded}
     name = str(teacher.get("name") or teacher.get("path") or "")
     if not name:
         raise UserError(f"teacher: {student / RECORD} names no teacher; set this key (teacher=PATH)")
-    if teacher.get("revision"):
-        return name
+    if revision := teacher.get("revision"):
+        return TeacherName(name, revision if isinstance(revision, str) else None)
     places = [Path(name), student.parent / name]
     if isinstance(teacher.get("folder"), str):
         places.insert(0, Path(os.path.normpath(student / teacher["folder"])))
     for place in places:
         if os.path.isfile(place / "config.json"):  # False also for what no file can be called
-            return str(place)
+            return TeacherName(str(place), None)
     if "/" in name and not Path(name).is_absolute():
-        return name
+        return TeacherName(name, None)
     raise UserError(
         f"teacher: {student / RECORD} names the folder {name!r}, which is not at {places[0]}; say where it is now: "
         "teacher=PATH"
     )
 
 
-def teacher_revision(recipe: Recipe) -> str | None:
-    """The commit of a teacher on the Hub that the student was converted from; None for another teacher or a folder."""
-    if recipe.teacher is not None:
-        return None
-    revision = _recorded_teacher(recipe).get("revision")
-    return revision if isinstance(revision, str) else None
-
-
-def _recorded_teacher(recipe: Recipe) -> dict[str, Any]:
-    """The entry about the teacher in the student's conversion.json."""
-    teacher = read_json(Path(recipe.student) / RECORD).get("teacher")
-    return teacher if isinstance(teacher, dict) else {"name": teacher}
-
-
 def load_tokenizer(folder: str, key: str = "student", revision: str | None = None) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder or Hub id; `key` is the recipe's key that an error names."""
-    place = _folder(folder, key, revision)
+    return _opened(loading.load_tokenizer, folder, key, revision)
+
+
+def _opened(load: Callable[[str, Path], T], name: str, key: str, revision: str | None = None) -> T:
+    """What `load` makes of a model's folder, downloaded if it is a Hub id; a revision of a local folder is ignored."""
     try:
-        return loading.load_tokenizer(folder, place)
-    except UserError as error:
-        raise UserError(f"{key}: {error}") from None
-
-
-def _folder(name: str, key: str, revision: str | None) -> Path:
-    """The folder of a model, downloaded if it is a Hub id; a revision of a local folder is ignored."""
-    try:
-        return loadable_folder(name, None if os.path.exists(name) else revision)
-    except UserError as error:
-        raise UserError(f"{key}: {error}") from None
-
-
-def _config(name: str, key: str, revision: str | None = None) -> Any:
-    place = _folder(name, key, revision)
-    try:
-        return loading.load_config(name, place)
+        return load(name, loadable_folder(name, None if os.path.exists(name) else revision))
     except UserError as error:
         raise UserError(f"{key}: {error}") from None
 
 
 def _load(name: str, key: str, dtype: Any, revision: str | None = None) -> PreTrainedModel:
-    place = _folder(name, key, revision)
-    try:
-        model = loading.load_model(name, place, dtype, attn_implementation="sdpa")
-    except UserError as error:
-        raise UserError(f"{key}: {error}") from None
+    model = _opened(partial(loading.load_model, dtype=dtype, attn_implementation="sdpa"), name, key, revision)
     model.config.use_cache = False
     return model
 

@@ -57,8 +57,7 @@ def run(recipe: Recipe, kinds: tuple[str, ...] | None = None, console: Console |
     runtime = Runtime(recipe.engine)
     for stage in stages:
         check_share(stage, runtime.world)
-    check_models(recipe)
-    stages = without_alignment(recipe, stages)
+    stages = without_alignment(recipe, check_models(recipe), stages)
     output = Path(recipe.output)
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -83,7 +82,7 @@ def _run(recipe: Recipe, stages: list[Stage], runtime: Runtime, output: Path, co
 
     torch.manual_seed(recipe.seed)
     student = load_student(recipe.student, None if runtime.bf16 else torch.float32)
-    stored_dtype = load_dtype(student, recipe)
+    converted, stored_dtype = len(mixers(student)), load_dtype(student, recipe)
     files = [output / "stages" / f"{number:02d}-{stage_name(stage)}.safetensors" for number, stage in enumerate(stages)]
     finished = finished_stages(files, runtime, logbook.say)
     if finished:
@@ -108,7 +107,7 @@ def _run(recipe: Recipe, stages: list[Stage], runtime: Runtime, output: Path, co
             data.training.state = load_stage(done, student)
             student.requires_grad_(False)
         layerwise = isinstance(stage, Align) and stage.mode == "layerwise"
-        steps_before += stage.steps * (len(mixers(student)) if layerwise else 1)
+        steps_before += stage.steps * (converted if layerwise else 1)
         logbook.tables()
     if runtime.main:
         if any(getattr(stage, "kept_qk", None) == "restore" for stage in stages):

@@ -223,9 +223,7 @@ def held_out_rows(mixture: Mixture, stage: Stage, tokens: int, world: int) -> Ro
         tokens: tokens that are held out.
         world: number of processes.
     """
-    if not mixture.streams:
-        return mixture.take(0, stage.sequence_length)
-    mixture.state = [0] * len(mixture.streams)
-    rows = max(1, tokens // stage.sequence_length)
     size = micro_batch_rows(stage, world)
+    rows = max(1, tokens // stage.sequence_length) if mixture.streams else 0
+    mixture.state = [0] * len(mixture.streams)
     return mixture.take(rows // size * size if rows >= size else rows, stage.sequence_length)

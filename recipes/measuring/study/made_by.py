@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from deltanet_convert.convert import SHIPPED_TEXT
+from deltanet_convert.calibration_text import SHIPPED_TEXT
 from deltanet_convert.options import ConvertOptions
 from deltanet_convert.select.for_convert import AUTO
 from deltanet_hf.errors import UserError
