@@ -185,8 +185,10 @@ def test_no_tensor_has_all_pairs_of_tokens(family: str, sinks: int, device: str)
     assert length * 32 <= largest.elements < length**2 / 4
 
 
-@torch.no_grad()
-def test_a_cpu_masks_short_texts_and_spares_long_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("gradients", "wanted"), [(True, [512]), (False, [511, 512])])
+def test_a_cpu_masks_short_texts_with_gradients_only(
+    gradients: bool, wanted: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     lengths: list[int] = []
     operator = window_softmax.window_attention
 
@@ -196,9 +198,10 @@ def test_a_cpu_masks_short_texts_and_spares_long_ones(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(window_softmax, "window_attention", spy)
     model = windowed("llama", 5, 2, num_hidden_layers=1, max_position_embeddings=1024)
-    for length in (1, 511, 512):
-        model(IDS[:1, :1].expand(1, length))
-    assert lengths == [512]
+    with torch.set_grad_enabled(gradients):
+        for length in (1, 511, 512):
+            model(IDS[:1, :1].expand(1, length))
+    assert lengths == wanted
 
 
 @pytest.mark.gpu

@@ -104,14 +104,15 @@ def attend(
 def operator_pays(call: SoftmaxCall, query: Tensor) -> bool:
     """Whether `window_attention` is the smaller or faster form for queries [B, HQ, T, D].
 
-    On a GPU it always is, but for the few queries of a decoding step. On a CPU, SDPA with a mask over all pairs of
-    tokens is faster up to about eight windows: with 9 heads of 64 channels and two threads, forward and backward pass
-    take 38 against 28 ms at a window of 64 and 512 tokens, 479 against 346 ms at 256 and 2,048 tokens, and 31 against
-    89 ms at 256 and 512.
+    On a GPU it always is, but for the few queries of a decoding step. On a CPU it is for whole sequences without
+    gradients. Otherwise, SDPA with a mask over all pairs of tokens is faster up to about eight windows: with 9 heads of
+    64 channels and two threads, forward and backward pass take 38 against 28 ms at a window of 64 and 512 tokens, 479
+    against 346 ms at 256 and 2,048 tokens, and 31 against 89 ms at 256 and 512.
     """
     length = query.shape[2]
     if not query.is_cuda:
-        return length >= 8 * max(call.reach.window, 64)
+        gradients = torch.is_grad_enabled() and query.requires_grad
+        return (call.in_order and length > 1 and not gradients) or length >= 8 * max(call.reach.window, 64)
     return length > (1 if call.in_order else few_queries(call.reach.window, query))
 
 

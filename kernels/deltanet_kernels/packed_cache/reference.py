@@ -22,6 +22,7 @@ from deltanet_kernels.packed_cache.layout import (
     token_numbers,
     unpacked,
 )
+from deltanet_kernels.window.cpu import blocked_attention, by_flash
 from deltanet_kernels.window.operators import window_attention
 
 
@@ -75,12 +76,17 @@ def torch_pack_prompt(call: PackPromptCall) -> tuple[PackedKeyValues, Tensor, Te
 def torch_prompt_attention(call: PromptAttentionCall) -> tuple[Tensor, Tensor]:
     """`deltanet_kernels.prompt_attention` in PyTorch, differentiable.
 
-    Attention to the other form of all tokens comes first; then, within each group, its terms are exchanged for those
-    of k and v.
+    Where PyTorch's flash attention serves, each query has one softmax over the other form of earlier groups and its own
+    group. Elsewhere, attention to the other form of all tokens comes first; then, within each group, its terms are
+    exchanged for those of k and v.
     """
     q, k, v, *others, window, sinks, scale, softcap = call
     length, wide = q.shape[1], torch.promote_types(q.dtype, torch.float32)
     keys, values = (torch.cat([y, x[:, y.shape[1] :]], dim=1) for x, y in zip((k, v), others, strict=True))
+    if window < length and by_flash(q, k, v, softcap):
+        q, k, v, keys, values = (x.to(wide) for x in (q, k, v, keys, values))
+        o, lse = blocked_attention(q, keys, values, window, sinks, scale, softcap, own=(k, v, GROUP))
+        return o.to(call.q.dtype), lse
     near, lse = window_attention(q, keys, values, window, sinks, scale, None, softcap)
     padded = -length % GROUP
 

@@ -1,10 +1,11 @@
 """Attention over window and sinks in PyTorch, block by block: memory is proportional to T (window + sinks).
 
-A block of C >= window - 1 queries sees keys of three parts: the sinks of the sequence that the block begins in, the
-block before it, and itself. The sinks of a sequence that begins within the block are among its own tokens. A sink
-within the last two parts is masked in the first.
+A block of C queries sees keys of two parts: the sinks of the sequence that the block begins in, and the window - 1
+tokens before it with itself. The sinks of a sequence that begins within the block are among its own tokens. A sink
+within the second part is masked in the first.
 
-Without gradients, PyTorch's flash attention for CPUs takes the blocks, or all tokens of a short call at once.
+Without gradients, PyTorch's flash attention for CPUs takes the blocks. It needs no large ones, so they are short: each
+query has scores for window - 1 + C keys.
 """
 
 import torch
@@ -13,19 +14,19 @@ from torch.nn import functional as F
 from deltanet_kernels.common.sizes import cdiv
 from deltanet_kernels.window.calls import WindowCall
 
-AT_ONCE = 3  # up to so many windows of tokens, flash attention computes all pairs sooner than blocks
-BLOCK = 16  # the least number of queries per block
+BLOCK = 16  # the least number of queries per block with gradients
+FLASH_BLOCK = 128  # queries per block of flash attention; 64 take as long, 256 a fifth longer with a window of 481
 
 
-def block_size(window: int, tokens: int) -> int:
-    """C: queries per block, each of which has scores for the sinks and the 2 C keys that end with its block."""
-    return min(tokens, max(window - 1, BLOCK))
+def block_size(window: int, tokens: int, flash: bool) -> int:
+    """C: queries per block. With gradients, all blocks together copy the keys twice at most."""
+    return min(tokens, FLASH_BLOCK if flash else max(window - 1, BLOCK))
 
 
 def torch_window_attention(call: WindowCall) -> tuple[torch.Tensor, torch.Tensor]:
     """`deltanet_kernels.window_attention` in PyTorch, float32 inside (float64 for float64 inputs)."""
     q, k, v, window, sinks, _, cu_seqlens, softcap = call
-    B, T, HQ, D = q.shape
+    T = q.shape[1]
     dtype = torch.promote_types(q.dtype, torch.float32)
     token = torch.arange(T, device=q.device)
     # The tokens after the last packed sequence form one sequence more, whose results are dropped.
@@ -34,36 +35,69 @@ def torch_window_attention(call: WindowCall) -> tuple[torch.Tensor, torch.Tensor
     if tail is not None:  # 0 * NaN is NaN
         q, k, v = (x.masked_fill(tail[:, None, None], 0.0) for x in (q, k, v))
     q, k, v = (x.to(dtype) for x in (q, k, v))
-    if AT_ONCE * window + sinks >= T and _by_flash(q, k, v, softcap):
-        seen = _seen(token, token[:, None], start[:, None], window, sinks)[None, None]
-        o, lse = attention(q, k.transpose(1, 2), v.transpose(1, 2), seen, call.factor, softcap)
-    else:
-        C = block_size(window, T)
-        n = cdiv(T, C)
-        before = C * torch.arange(n, device=q.device)[:, None]  # the first token of each block [n, 1]
-        first = torch.arange(min(sinks, T), device=q.device)
-        sink = (start[before] + first).clamp(max=T - 1)  # [n, sinks]
-        q, k, v = (F.pad(x, (0, 0, 0, 0, 0, n * C - T)).unflatten(1, (n, C)) for x in (q, k, v))
-        keys, values = (_gather(x, sink).permute(0, 1, 3, 2, 4) for x in (k, v))  # [B, n, HK, sinks + 2C, D]
-
-        at = torch.cat([sink, before + torch.arange(-C, C, device=q.device)], dim=1)[:, None]
-        query = (before + torch.arange(C, device=q.device))[:, :, None]
-        start = F.pad(start, (0, n * C - T))[query]
-        once = (torch.arange(at.shape[-1], device=q.device) >= first.numel()) | (at < before[:, None] - C)
-        seen = (_seen(at, query, start, window, sinks) & once).expand(B, n, C, -1)
-        q, keys, values = (x.flatten(0, 1) for x in (q, keys, values))
-        o, lse = attention(q, keys, values, seen.flatten(0, 1).unsqueeze(1), call.factor, softcap)
-        o, lse = o.reshape(B, n * C, HQ, D)[:, :T], lse.reshape(B, n * C, HQ)[:, :T]
+    o, lse = blocked_attention(q, k, v, window, sinks, call.factor, softcap, None if cu_seqlens is None else start)
     if tail is not None:
         o, lse = o.masked_fill(tail[:, None, None], 0.0), lse.masked_fill(tail[:, None], 0.0)
     return o.to(call.q.dtype), lse
+
+
+def blocked_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    window: int,
+    sinks: int,
+    scale: float,
+    softcap: float | None,
+    start: torch.Tensor | None = None,
+    own: tuple[torch.Tensor, torch.Tensor, int] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `torch_window_attention`, of tensors in one dtype.
+
+    Args:
+        start: the first token of each token's packed sequence [T]; None for one sequence a row.
+        own: keys and values that take the place of k and v within a query's own group of so many tokens, which divide
+            FLASH_BLOCK; only where flash attention serves.
+    """
+    B, T, HQ, D = q.shape
+    flash = by_flash(q, k, v, softcap)
+    if flash and window >= T and start is None and own is None:
+        return attention(q, k.transpose(1, 2), v.transpose(1, 2), None, scale, softcap)
+    C = FLASH_BLOCK if own is not None else block_size(window, T, flash)
+    n = cdiv(T, C)
+    reach = min(window, T) - 1 if n > 1 else 0  # nothing is before a single block
+    token = torch.arange(n * C, device=q.device)
+    before = token[::C, None]  # the first token of each block [n, 1]
+    start = torch.zeros_like(token) if start is None else F.pad(start, (0, n * C - T))
+    first = token[: min(sinks, T)]
+    sink = (start[before] + first).clamp(max=T - 1)  # [n, sinks]
+    q = _padded(q, 0, n * C).unflatten(1, (n, C))
+    # Of each block [B, n, HK, S, D]: the sinks, and its tokens with those before them.
+    parts = [[x[:, sink].transpose(2, 3), _padded(x, reach, reach + n * C).unfold(1, reach + C, C).mT] for x in (k, v)]
+
+    at = torch.cat([sink, before + torch.arange(-reach, C, device=q.device)], dim=1)[:, None]
+    query = token.view(n, C, 1)
+    once = (torch.arange(at.shape[-1], device=q.device) >= first.numel()) | (at < before[:, None] - reach)
+    seen = _seen(at, query, start[query], window, sinks) & once
+    if own is not None:
+        group = query // own[2] * own[2]
+        inside = token.view(n, 1, C)
+        near = (inside >= group) & _seen(inside, query, start[query], window, sinks)
+        seen = torch.cat([seen & (at < group), near], dim=2)
+        for part, x in zip(parts, own[:2], strict=True):
+            part.append(_padded(x, 0, n * C).unflatten(1, (n, C)).transpose(2, 3))
+    keys, values = (torch.cat(part, dim=3).flatten(0, 1) for part in parts)
+    o, lse = attention(
+        q.flatten(0, 1), keys, values, seen.expand(B, -1, -1, -1).flatten(0, 1).unsqueeze(1), scale, softcap
+    )
+    return o.reshape(B, n * C, HQ, D)[:, :T], lse.reshape(B, n * C, HQ)[:, :T]
 
 
 def attention(
     q: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    seen: torch.Tensor,
+    seen: torch.Tensor | None,
     scale: float,
     softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,17 +108,18 @@ def attention(
     Args:
         q: [B, T, HQ, D].
         keys, values: [B, HK, S, D].
-        seen: whether a query sees a key, [B or 1, 1, T, S].
+        seen: whether a query sees a key, [B or 1, 1, T, S]; None for causal attention where flash attention serves.
 
     Returns:
         o [B, T, HQ, D] and lse [B, T, HQ].
     """
-    if _by_flash(q, keys, values, softcap):
-        mask = torch.where(seen, 0.0, -torch.inf).to(q.dtype)
+    if by_flash(q, keys, values, softcap):
+        mask = None if seen is None else q.new_zeros(()).where(seen, -torch.inf)
         o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q.transpose(1, 2), keys, values, attn_mask=mask, scale=scale
+            q.transpose(1, 2), keys, values, is_causal=mask is None, attn_mask=mask, scale=scale
         )
         return o.transpose(1, 2), lse.transpose(1, 2)
+    assert seen is not None
     q = q.unflatten(2, (keys.shape[1], -1)).permute(0, 2, 3, 1, 4)  # [B, HK, G, T, D]
     scores = (q.flatten(2, 3) @ keys.transpose(-1, -2)).view(*q.shape[:-1], -1) * scale
     if softcap is not None:
@@ -96,7 +131,7 @@ def attention(
     return o, lse.permute(0, 3, 1, 2).flatten(2, 3)
 
 
-def _by_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softcap: float | None) -> bool:
+def by_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softcap: float | None) -> bool:
     """Whether PyTorch's flash attention serves a call: on a CPU, without capped scores and without gradients."""
     gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     return q.device.type == "cpu" and softcap is None and not gradients and q.numel() > 0
@@ -113,7 +148,6 @@ def _starts(token: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
     return offsets[torch.searchsorted(offsets[1:].contiguous(), token, right=True)]
 
 
-def _gather(x: torch.Tensor, sink: torch.Tensor) -> torch.Tensor:
-    """The keys of each block [B, n, sinks + 2C, HK, D] from x [B, n, C, HK, D]: sinks, the block before, the block."""
-    before = F.pad(x, (0, 0, 0, 0, 0, 0, 1, 0))[:, :-1]
-    return torch.cat([x.flatten(1, 2)[:, sink], before, x], dim=2)
+def _padded(x: torch.Tensor, before: int, length: int) -> torch.Tensor:
+    """x [B, T, H, D] behind `before` tokens of zeros and filled up with zeros to `length`."""
+    return F.pad(x, (0, 0, 0, 0, before, length - before - x.shape[1]))
