@@ -11,6 +11,8 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from deltanet_hf.evaluation.lesions import switch_off_state, switch_off_window
 from deltanet_hf.fast import window
+from deltanet_hf.mixers.cache.state import MixerCacheLayer
+from deltanet_hf.mixers.layer.layer_call import LayerCall
 from support.plain_form import plain_form
 from support.tiny_models import LAYERS, tiny_student
 
@@ -92,11 +94,13 @@ def test_a_branch_steps_as_it_is_called(family: str, dtype: torch.dtype) -> None
         return torch.randn(*shape, generator=generator).to(dtype)
 
     state = {name: torch.zeros(2, *x.shape, dtype=x.dtype) for name, x in branch.state_shapes(dtype).items()}
+    cache = MixerCacheLayer()
     for t in range(14):
         x, q = randn(2, 1, 32), randn(2, 1, branch.heads, branch.head_dim)
         k, v = (randn(2, 1, branch.kv_heads, branch.head_dim) for _ in range(2))
         far, padding = torch.randn(q.shape, generator=generator).to(dtype), torch.tensor([[t % 4 == 2], [t < 3]])
-        wanted, kept = branch(x, q, k, v, far, padding, state, True, None)
+        cache.put(state, t)
+        wanted, kept = branch(x, q, k, v, far, LayerCall(cache, padding, None))
         found = window.window_step(branch, x, q, k, v, far, state, padding, None, None)
         real = ~padding[:, 0]
         torch.testing.assert_close(
