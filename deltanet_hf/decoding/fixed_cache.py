@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 
 from deltanet_hf.decoding.fixed_key_values import FixedKeyValues, Places
 from deltanet_hf.mixers.cache.mixed_cache import MixedCacheLayer
-from deltanet_hf.mixers.cache.packed_tokens import PACKED
+from deltanet_hf.mixers.cache.packed_reach import PACKED
 from deltanet_hf.mixers.cache.state import MixerCacheLayer, State
 from deltanet_hf.mixers.layer.masks import sliding_window
 from deltanet_kernels.packed_cache.layout import GROUP

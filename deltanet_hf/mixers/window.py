@@ -27,7 +27,7 @@ from deltanet_hf.mixers.attention.routed_config import RoutedConfig
 from deltanet_hf.mixers.attention.single_query import TAKES_MASK
 from deltanet_hf.mixers.attention.window_softmax import IMPLEMENTATION, Reach, SoftmaxCall
 from deltanet_hf.mixers.cache.cache_layer import cache_layer
-from deltanet_hf.mixers.cache.packed_tokens import Kept
+from deltanet_hf.mixers.cache.packed_reach import PackedReach
 from deltanet_hf.mixers.cache.state import TensorShape
 from deltanet_hf.mixers.cache.window_cache import KeptTokens, Tokens, window_shapes
 from deltanet_hf.mixers.layer.layer_call import LayerCall, recorded
@@ -104,10 +104,10 @@ class WindowAttention(LayerKind):
         cache_layer(cache, self.layer_idx, self.name)
 
     @property
-    def kept(self) -> Kept:
+    def kept(self) -> PackedReach:
         config: Any = self.config  # type: ignore[attr-defined]
         limit = sliding_window(config, self.layer_idx)
-        return Kept.of(self.cache_bits, self.settings.window, self.settings.sinks, limit)
+        return PackedReach.of(self.cache_bits, self.settings.window, self.settings.sinks, limit)
 
     def state_shapes(self, dtype: torch.dtype) -> dict[str, TensorShape]:
         config: Any = self.config  # type: ignore[attr-defined]

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.attention.packed_softmax import pack_softmax
-from deltanet_hf.mixers.cache.packed_tokens import Kept
+from deltanet_hf.mixers.cache.packed_reach import PackedReach
 from deltanet_hf.mixers.layer.layer_kind import LayerKind, branches_of
 from deltanet_hf.mixers.layer.masks import sliding_window
 from deltanet_hf.mixers.layer.mixer import Mixer
@@ -111,9 +111,9 @@ def _held(
     sinks: int,
     limit: int | None = None,
 ) -> int:
-    """Bytes of the keys and values of `heads` heads of `size` channels; for the others see `Kept`."""
+    """Bytes of the keys and values of `heads` heads of `size` channels; for the others see `PackedReach`."""
     if bits < 16:
-        shapes = Kept.of(bits, window, sinks, limit).shapes(heads, size, tokens, dtype)
+        shapes = PackedReach.of(bits, window, sinks, limit).shapes(heads, size, tokens, dtype)
         return sum(shape.nbytes for shape in shapes.values())
     seen = tokens if window is None else min(tokens, window + sinks)
     return 2 * heads * size * dtype.itemsize * (seen if limit is None else min(seen, limit))

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from deltanet_hf.mixers.cache.mixed_cache import MixedCacheLayer
-from deltanet_hf.mixers.cache.packed_tokens import PACKED
+from deltanet_hf.mixers.cache.packed_reach import PACKED
 from deltanet_hf.mixers.cache.state import MixerCacheLayer
 from deltanet_kernels.packed_cache.layout import GROUP
 

@@ -126,7 +126,7 @@ class PackedPages(AttentionLayerBase):
     """The packed groups of 32 tokens of one layer; a page holds whole groups.
 
     Args:
-        shapes: the tensors of one group of one head (`packed_tokens.py`).
+        shapes: the tensors of one group of one head (`packed_reach.py`).
         heads: key/value heads.
         name, vllm_config: as in `StatePages`.
     """

@@ -15,7 +15,7 @@ from vllm.forward_context import get_forward_context
 from deltanet_hf.fast.mixer import FastMixer
 from deltanet_hf.mixers.attention.packed_softmax import PackedSoftmax
 from deltanet_hf.mixers.attention.routed_config import RoutedConfig
-from deltanet_hf.mixers.cache.packed_tokens import PACKED
+from deltanet_hf.mixers.cache.packed_reach import PACKED
 from deltanet_hf.mixers.cache.state import MixerCacheLayer, TensorShape
 from deltanet_hf.mixers.cache.window_cache import Tokens
 from deltanet_hf.mixers.layer.layer_kind import PositionEmbeddings

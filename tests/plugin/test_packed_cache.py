@@ -17,7 +17,8 @@ from deltanet_hf.fast.packed import FastPacked
 from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
 from deltanet_hf.mixers.cache.fake_quantisation import fake_quantised
 from deltanet_hf.mixers.cache.mixed_cache import MixedCacheLayer
-from deltanet_hf.mixers.cache.packed_tokens import NAMES, Kept, PackedTokens
+from deltanet_hf.mixers.cache.packed_reach import NAMES, PackedReach
+from deltanet_hf.mixers.cache.packed_tokens import PackedTokens
 from deltanet_hf.mixers.cache.state import MixerCacheLayer
 from deltanet_hf.models.assisted import place_layers
 from deltanet_hf.models.cache_bits import cache_bits_of, set_cache_bits, stored_bytes
@@ -64,7 +65,7 @@ KINDS = ["teacher", "sliding", "capped", "learned sinks", "hybrid", "window", "h
 @pytest.mark.parametrize("size", [16, 64])
 def test_packed_numbers_are_those_of_fake_quantisation(bits: int, dtype: torch.dtype, size: int) -> None:
     k, v = (torch.randn(2, 101, 3, size).to(dtype) for _ in range(2))
-    held = PackedTokens(Kept(bits, None), {}, None)
+    held = PackedTokens(PackedReach(bits, None), {}, None)
     held.attend(k, k, v, 0.2, None)
     cache = PackedKeyValues(*(held.state[name] for name in NAMES))  # type: ignore[call-arg]
     keys, values = (x.transpose(1, 2) for x in unpacked(cache, dtype))

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from deltanet_hf.mixers.cache.packed_tokens import Kept
+from deltanet_hf.mixers.cache.packed_reach import PackedReach
 from deltanet_hf.mixers.cache.window_cache import window_shapes
 from deltanet_hf.mixers.layer.masks import sliding_window
 from deltanet_hf.mixers.window import WindowSettings
@@ -52,7 +52,7 @@ class CacheSizes:
         if count == 0:
             return 0
         if self.bits < 16:
-            shapes = Kept.of(self.bits, window, SINKS, limit).shapes(count, size, self.at, dtype)
+            shapes = PackedReach.of(self.bits, window, SINKS, limit).shapes(count, size, self.at, dtype)
         elif window is not None:
             shapes = window_shapes(count, size, window + SINKS, dtype)
         else:

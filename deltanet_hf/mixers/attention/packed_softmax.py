@@ -16,7 +16,8 @@ from deltanet_hf.mixers.attention.paired_class import paired_class
 from deltanet_hf.mixers.attention.routed_config import RoutedConfig
 from deltanet_hf.mixers.attention.window_softmax import IMPLEMENTATION
 from deltanet_hf.mixers.cache.cache_layer import cache_layer
-from deltanet_hf.mixers.cache.packed_tokens import Kept, PackedTokens
+from deltanet_hf.mixers.cache.packed_reach import PackedReach
+from deltanet_hf.mixers.cache.packed_tokens import PackedTokens
 from deltanet_hf.mixers.layer.layer_call import LayerCall, recorded
 from deltanet_hf.mixers.layer.layer_kind import PositionEmbeddings
 from deltanet_hf.mixers.layer.masks import sliding_window
@@ -35,9 +36,9 @@ class PackedSoftmax:
         cache_layer(cache, self.layer_idx, self.name)
 
     @property
-    def kept(self) -> Kept:
+    def kept(self) -> PackedReach:
         """The part of a sequence that the layer keeps."""
-        return Kept.of(self.cache_bits, None, 0, sliding_window(self.config.whole, self.layer_idx))
+        return PackedReach.of(self.cache_bits, None, 0, sliding_window(self.config.whole, self.layer_idx))
 
     def forward(
         self,
@@ -62,7 +63,9 @@ class PackedSoftmax:
         return call_packed(super().forward, self.kept, call, inputs)  # type: ignore[misc]
 
 
-def call_packed(family: Callable[..., Any], kept: Kept, call: LayerCall, inputs: dict[str, Any]) -> tuple[Tensor, None]:
+def call_packed(
+    family: Callable[..., Any], kept: PackedReach, call: LayerCall, inputs: dict[str, Any]
+) -> tuple[Tensor, None]:
     """A call of a family's attention on packed keys and values: ([B, T, hidden], None).
 
     Args:

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from deltanet_hf.mixers.cache.fake_quantisation import quantised_attention
-from deltanet_hf.mixers.cache.packed_tokens import NAMES, Kept, PackedTokens
+from deltanet_hf.mixers.cache.packed_reach import NAMES, PackedReach
+from deltanet_hf.mixers.cache.packed_tokens import PackedTokens
 from deltanet_hf.mixers.cache.state import State, TensorShape
 from deltanet_hf.mixers.cache.window_cache import KeptTokens, Tokens, window_shapes
 from deltanet_hf.mixers.layer.attention_shape import AttentionShape, MixerProjections
@@ -94,8 +95,8 @@ class WindowBranch(Part):
         return self.STATE if self.cache_bits == 16 else NAMES
 
     @property
-    def kept(self) -> Kept:
-        return Kept.of(self.cache_bits, self.window, self.sinks, None)
+    def kept(self) -> PackedReach:
+        return PackedReach.of(self.cache_bits, self.window, self.sinks, None)
 
     def state_shapes(self, dtype: torch.dtype) -> dict[str, TensorShape]:
         """The window's part of the layer's state."""

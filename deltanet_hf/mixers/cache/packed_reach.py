@@ -1,0 +1,64 @@
+"""The tensors of a packed cache: how many groups of tokens it keeps, and their shapes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from deltanet_hf.errors import UserError
+from deltanet_hf.mixers.cache.state import TensorShape
+from deltanet_kernels.packed_cache.layout import GROUP, SINKS
+
+NAMES = ("key_codes", "key_scales", "value_codes", "value_scales", "keys", "values", "count")
+PACKED = NAMES[:4]  # those with a dimension of groups, the third
+
+
+@dataclass(frozen=True)
+class PackedReach:
+    """The part of a sequence that a cache keeps, and the part of that which a query sees.
+
+    Attributes:
+        bits: 8 or 4; others can be computed, but have no packed form.
+        window: the most recent tokens that a query sees, itself included; None for all.
+        sinks: the first tokens, at most 4, that it sees before the window too.
+        limit: the family's own window, outside of which sinks are not seen either.
+    """
+
+    bits: int
+    window: int | None
+    sinks: int = 0
+    limit: int | None = None
+
+    @classmethod
+    def of(cls, bits: int, window: int | None, sinks: int, limit: int | None) -> PackedReach:
+        """A window within the family's own `limit`.
+
+        Raises:
+            UserError: more sinks than stay as they are.
+        """
+        if limit is not None and (window is None or limit <= window):
+            return cls(bits, limit)
+        if sinks > SINKS:
+            raise UserError(
+                f"cache bits: got {sinks} sinks, of which a cache of {bits} bits keeps {SINKS}; use 16 bits"
+            )
+        return cls(bits, window, sinks, limit)
+
+    def groups(self, tokens: int) -> int:
+        """N: the packed groups after `tokens` tokens."""
+        return max(0, tokens - 1) // GROUP if self.window is None else -(-(self.window - 1) // GROUP)
+
+    def shapes(self, heads: int, size: int, tokens: int, dtype: torch.dtype) -> dict[str, TensorShape]:
+        """The tensors of one sequence after `tokens` tokens."""
+        groups, parts = self.groups(tokens), max(1, size // GROUP)
+        exact = TensorShape((heads, SINKS + GROUP, size), dtype)
+        return {
+            "key_codes": TensorShape((heads, groups, GROUP, size * self.bits // 8), torch.uint8),
+            "key_scales": TensorShape((heads, groups, 2, size), torch.bfloat16),
+            "value_codes": TensorShape((heads, groups, size, GROUP * self.bits // 8), torch.uint8),
+            "value_scales": TensorShape((heads, groups, 2, parts, GROUP), torch.bfloat16),
+            "keys": exact,
+            "values": exact,
+            "count": TensorShape((), torch.int32),
+        }
