@@ -36,7 +36,7 @@ COMMANDS = {
     "convert": Subcommand(
         "deltanet_convert.convert_command",
         "convert_command",
-        "Convert a pretrained softmax model: some heads or layers keep all tokens, the others get windows or states.\n\n"
+        "Convert a pretrained softmax model: some heads or layers see all tokens, the others a window or a state.\n\n"
         "Example: `deltanet-hf convert HuggingFaceTB/SmolLM2-135M-Instruct student`",
     ),
     "import": Subcommand(

@@ -86,7 +86,7 @@ class DistilBase(StageBase):
 
     train: Literal["lora", "full", "frozen"] = Field(
         "lora",
-        description="What is trained in addition to the mixers. lora: adapters, also for the mixers of an imported model. "
+        description="What is trained besides the mixers. lora: adapters, also for the mixers of an imported model. "
         "full: every weight of the decoder layers. frozen: nothing. Embeddings and output matrix are not trained.",
     )
     lora_rank: int = Field(
