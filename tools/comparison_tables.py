@@ -26,7 +26,6 @@ from measuring.study.hybrid_row import compared
 
 HEADERS = {
     "tokens": "tokens trained",
-    "mb_2k": "MB",
     "mb_2k mb_32k": "MB at 2k / 32k",
     "mb_2k mb_8k": "MB at 2k / 8k",
     "kl_1k kl_4k kl_8k": "KL at 1k / 4k / 8k",
@@ -43,9 +42,7 @@ HEADERS = {
     "completion": "SQuAD completion, %",
     "ifeval": "IFEval, %",
     "standard": "standard suite, %",
-    "pairs_8": "8 pairs, %",
     "pairs_128": "128 pairs, %",
-    "pairs_8 pairs_32 pairs_128": "8 / 32 / 128 pairs, %",
 }
 RELATIVE = ("kl_", "wt2", "exact_repeat")  # smaller is better; changes are given in percent
 Ahead = dict[str, list[str]]
