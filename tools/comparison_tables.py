@@ -1,15 +1,13 @@
-"""Tables of models beside what costs no training, for readme_tables.py.
+"""Tables of models compared with others, for readme_tables.py.
 
 A table is described by YAML: {results: FILE, columns: [NAME, ...], rows: [{run, label}, ...]} with FILE relative to the
 YAML. `columns` are names of values, or several joined by spaces, which share a column. A cell is **bold** where the row
 is better than its baseline, and *italic* where it is worse, by more than two standard errors of their difference.
 
-- `hybrids`: rows of `measuring.study.hybrid_row`. Each free policy has a line, before the first row that is compared
-  with it, and the baseline is the policy with the same layers and equal bytes (`ahead.free`). With `teacher: {mb_2k:
-  NUMBER}` the table begins with the teacher. With `base: RUN` the cells are instead the changes from that run: KL and
-  perplexity in percent, all others in points.
 - `front`: rows of `measuring.study.front`; `baseline` of a row names the run that it is compared with, by the outcomes
   of single items.
+- `changes`: rows of `measuring.study.hybrid_row`, as changes from the run `base`: KL and perplexity in percent, all
+  others in points.
 """
 
 from __future__ import annotations
@@ -28,7 +26,6 @@ from measuring.study.hybrid_row import compared
 
 HEADERS = {
     "tokens": "tokens trained",
-    "mb_2k": "MB",
     "mb_2k mb_32k": "MB at 2k / 32k",
     "mb_2k mb_8k": "MB at 2k / 8k",
     "kl_1k kl_4k kl_8k": "KL at 1k / 4k / 8k",
@@ -45,9 +42,7 @@ HEADERS = {
     "completion": "SQuAD completion, %",
     "ifeval": "IFEval, %",
     "standard": "standard suite, %",
-    "pairs_8": "8 pairs, %",
     "pairs_128": "128 pairs, %",
-    "pairs_8 pairs_32 pairs_128": "8 / 32 / 128 pairs, %",
 }
 RELATIVE = ("kl_", "wt2", "exact_repeat")  # smaller is better; changes are given in percent
 Ahead = dict[str, list[str]]
@@ -61,23 +56,11 @@ class Line(NamedTuple):
     ahead: Ahead
 
 
-def hybrids(path: Path) -> str:
+def changes(path: Path) -> str:
     """The table that a YAML file describes. Raises UserError if it names a run without figures."""
     layout, rows = _read(path)
-    if base := layout.get("base"):
-        lines = [Line(entry["label"], rows[entry["run"]], {}) for entry in layout["rows"]]
-        return _table(layout, lines, lambda line, names: _changes(line.row, rows[base], names))
-    lines, shown = [], set()
-    for entry in layout["rows"]:
-        row = rows[entry["run"]]
-        if not lines and "teacher" in layout:
-            lines.append(Line("teacher", {**teacher_figures(row), **layout["teacher"]}, {}))
-        for policy in (row["free_window"], row["free"]):
-            if (label := policy_label(policy)) not in shown:
-                lines.append(Line(f"free: {label}", policy, {}))
-                shown.add(label)
-        lines.append(Line(entry["label"], row, row["ahead"]["free"]))
-    return _table(layout, lines, _cell)
+    lines = [Line(entry["label"], rows[entry["run"]], {}) for entry in layout["rows"]]
+    return _table(layout, lines, lambda line, names: _changes(line.row, rows[layout["base"]], names))
 
 
 def front(path: Path) -> str:
@@ -112,26 +95,6 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Row]]:
 def _table(layout: dict[str, Any], lines: list[Line], cell: Callable[[Line, str], str]) -> str:
     columns = [Column(HEADERS.get(names, names), cell, (names,)) for names in layout["columns"]]
     return table([Column("", lambda line: line.label), *columns], lines)
-
-
-def policy_label(policy: dict[str, Any]) -> str:
-    """The name of a free policy, which says what stays softmax and how long the windows are."""
-    layers, heads = policy["kept"], policy.get("kept_heads", ())
-    if not layers and not heads:
-        return f"window {policy['window']} in all layers"
-    kept = [f"{'layer' if len(layers) == 1 else 'layers'} {', '.join(map(str, layers))}"] if layers else []
-    kept += [f"{len(heads)} single heads"] if heads else []
-    return f"{' and '.join(kept)} softmax, window {policy['window']} elsewhere"
-
-
-def teacher_figures(row: dict[str, Any]) -> dict[str, float]:
-    """The teacher's figures, from a model's share of them: share = (model - control) / (teacher - control)."""
-    figures = {"kl_1k": 0.0, "kl_4k": 0.0, "kl_8k": 0.0, "bigram": 100.0}
-    for name, share in row["relative"].items():
-        if not name.endswith("_se") and share:
-            control = row["cells"][name]["control"]
-            figures[name] = control + (row["cells"][name]["exact"] - control) / share * 100
-    return figures
 
 
 def _cell(line: Line, names: str) -> str:

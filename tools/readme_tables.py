@@ -23,14 +23,13 @@ from measuring.lab import table as lab_table
 from measuring.rows import RowFile
 from mixers_table import mixers
 from packed_table import packed
-from results_tables import headline, results
+from results_tables import results
 from speed_table import speed
 
 KINDS: dict[str, Callable[[Path], str]] = {
     "results": lambda path: results(RowFile(path).rows()),
-    "headline": headline,
-    "hybrids": comparison_tables.hybrids,
     "front": comparison_tables.front,
+    "changes": comparison_tables.changes,
     "mixers": lambda path: mixers(RowFile(path).rows()),
     "lab": lambda path: lab_table.table(RowFile(path).rows()),
     "speed": speed,

@@ -36,8 +36,8 @@ COMMANDS = {
     "convert": Subcommand(
         "deltanet_convert.convert_command",
         "convert_command",
-        "Convert a pretrained softmax model into a Gated DeltaNet model.\n\n"
-        "Example: `deltanet-hf convert HuggingFaceTB/SmolLM2-135M student --layers every:6`",
+        "Convert a pretrained softmax model: some heads or layers see all tokens, the others a window or a state.\n\n"
+        "Example: `deltanet-hf convert HuggingFaceTB/SmolLM2-135M-Instruct student`",
     ),
     "import": Subcommand(
         "deltanet_convert.export.import_command",
@@ -49,7 +49,7 @@ COMMANDS = {
         "deltanet_convert.select.command",
         "select_command",
         "Choose the layers or key/value heads that stay softmax, by what the model needs to find facts again.\n\n"
-        "Example: `deltanet-hf select HuggingFaceTB/SmolLM2-135M --keep 25%`",
+        "Example: `deltanet-hf select HuggingFaceTB/SmolLM2-135M-Instruct --keep 10%`",
     ),
     "recipes": Subcommand(
         "deltanet_recipes.shipped",
@@ -86,7 +86,7 @@ COMMANDS = {
         "report",
         "Compare a teacher, its students and untrained baselines. After an interruption, the same command measures the "
         "models that are missing.\n\n"
-        "Example: `deltanet-hf report HuggingFaceTB/SmolLM2-135M student --out report`",
+        "Example: `deltanet-hf report HuggingFaceTB/SmolLM2-135M-Instruct student --out report`",
     ),
     "export": Subcommand(
         "deltanet_convert.export.export_command",
@@ -103,8 +103,8 @@ COMMANDS = {
     "bench": Subcommand(
         "deltanet_hf.evaluation.speed.command",
         "bench_command",
-        "Measure prefill, decoding and memory of a model beside its teacher.\n\n"
-        "Example: `deltanet-hf bench student --teacher HuggingFaceTB/SmolLM2-135M --context 2048 --batch 1`",
+        "Measure prefill, decoding and memory of a model and its teacher.\n\n"
+        "Example: `deltanet-hf bench student --teacher HuggingFaceTB/SmolLM2-135M-Instruct --context 2048 --batch 1`",
     ),
 }
 

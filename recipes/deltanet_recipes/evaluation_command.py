@@ -86,7 +86,7 @@ def report(
         typer.Option(
             help="Comma-separated list of window (softmax restricted to a window), free (windows with the bytes of "
             "each student), linear-off (linear layers give zero), scratch (converted layers without fitted start "
-            "values) and lesions (softmax layers, windows beside states, or those states taken away); or none."
+            "values) and lesions (softmax layers, windows of layers with states, or those states taken away); or none."
         ),
     ] = "window,free,linear-off,scratch",
     limit: Annotated[

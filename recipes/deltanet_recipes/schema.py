@@ -25,7 +25,7 @@ class StageBase(Strict):
     )
     optimizer: Optimizer = Field(default_factory=Optimizer)
     window_dropout: WindowDropout | None = Field(
-        None, description="Leave out the windows beside the states at random, see below. Default: never."
+        None, description="Leave out the windows of layers with states at random, see below. Default: never."
     )
 
     @field_validator("name")
@@ -86,7 +86,7 @@ class DistilBase(StageBase):
 
     train: Literal["lora", "full", "frozen"] = Field(
         "lora",
-        description="What is trained beside the mixers. lora: adapters, also for the mixers of an imported model. "
+        description="What is trained besides the mixers. lora: adapters, also for the mixers of an imported model. "
         "full: every weight of the decoder layers. frozen: nothing. Embeddings and output matrix are not trained.",
     )
     lora_rank: int = Field(

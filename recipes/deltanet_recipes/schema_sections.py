@@ -139,7 +139,7 @@ class Optimizer(Strict):
         "adamw", description="adamw, or muon for the matrices of the layers and adamw for everything else."
     )
     mixer_lr: float = Field(
-        1e-3, ge=0, description="Peak rate of the mixers (the new layers), which are trained in full."
+        1e-3, ge=0, description="Peak rate of the mixers (the new layers), all of whose weights are trained."
     )
     rest_lr: float = Field(
         1e-4, ge=0, description="Peak rate of everything else that is trained, LoRA adapters included."
@@ -168,7 +168,7 @@ class Optimizer(Strict):
 
 
 class WindowDropout(Strict):
-    """How often a row does without the windows that stand beside the states (arXiv 2510.05901), so that both learn."""
+    """How often a row does without the windows of layers with states (arXiv 2510.05901), so that both learn."""
 
     start: float = Field(..., ge=0, le=1, description="Probability that a row loses a layer's window, at the start.")
     end: float = Field(

@@ -56,70 +56,26 @@ def test_a_table_without_results_is_empty(tmp_path: Path) -> None:
     assert rewritten(text, tmp_path) == text
 
 
-def test_the_headline_joins_results_and_report(tmp_path: Path) -> None:
-    score = {"value": 0.5, "stderr": 0.25}
-    metrics = {"wt2.perplexity": score, "heldwiki.perplexity": score, "heldwiki.kl": score, "repeat.perplexity": score}
-    rows = [{"run": "x", "tokens": 2_500_000, "metrics": metrics}, {"run": "y", "error": "!"}]
-    (tmp_path / "a.json").write_text(json.dumps(rows))
-    model = {"name": "ex", "kind": "student", "percent_of_teacher": {"value": 95.04, "stderr": 1.0}}
-    report = {"settings": {"suite": "small"}, "models": [{**model, "recall": {"needle_2048": score}}]}
-    (tmp_path / "r.json").write_text(json.dumps(report))
-    asked = {"results": ["a.json"], "reports": ["r.json"], "rows": [{"run": "x", "label": "Ex", "report": "ex"}]}
-    (tmp_path / "h.yaml").write_text(json.dumps(asked))
-    text = "before\n<!-- headline: h.yaml (note) -->\nold\n<!-- end of headline -->\nafter\n"
-    new = rewritten(text, tmp_path)
-    assert new.startswith("before\n<!-- headline: h.yaml (note) -->\n| | tokens trained |")
-    assert (
-        "| Ex | 2.5M | 0.5 ± 0.2 | 0.5 ± 0.2 | 0.500 ± 0.250 | 0.5 ± 0.2 | 95.0 ± 1.0 | 50.0 ± 25.0 |\n<!-- end" in new
-    )
-    assert new.endswith("after\n")
-    assert rewritten(new, tmp_path) == new
-    (tmp_path / "h.yaml").write_text(json.dumps({**asked, "rows": [{"run": "y", "label": "failed"}]}))
-    with pytest.raises(UserError, match="no measured run 'y'"):
-        rewritten(text, tmp_path)
-
-
-def policy(window: int, kept: list[int], kl: float) -> dict[str, object]:
-    return {"window": window, "kept": kept, "mb_2k": 4.0, "kl_1k": kl, "kl_1k_se": 0.01, "needles_2k": 10.0}
-
-
-def test_hybrids_stand_beside_their_free_policies(tmp_path: Path) -> None:
-    cells = {"needles_2k": {"exact": 33.0, "control": 3.0}}
-    row = {
-        "tokens": 9_900_000,
-        "mb_2k": 4.0,
-        "kl_1k": 0.05,
-        "kl_1k_se": 0.004,
-        "needles_2k": 33.0,
-        "needles_2k_se": 1.0,
-    }
-    row |= {"needles_2k_se": 1.0, "cells": cells, "relative": {"needles_2k": 50.0, "needles_2k_se": 2.0}}
-    ahead = {
-        "free": {"better": ["kl_1k"], "worse": ["needles_2k"]},
-        "free_window": {"better": ["needles_2k"], "worse": []},
-    }
-    row |= {"free": policy(9, [7, 8], 0.1), "free_window": policy(30, [], 0.2), "ahead": ahead}
-    rows = [{"run": "a", **row}, {"run": "b", **row, "kl_1k": 0.1, "needles_2k": 30.5}, {"run": "c", "error": "!"}]
-    (tmp_path / "rows.json").write_text(json.dumps(rows))
-    names = [{"run": "a", "label": "A"}, {"run": "b", "label": "B"}]
-    layout = {"results": "rows.json", "teacher": {"mb_2k": 47.0}, "columns": ["tokens", "mb_2k", "kl_1k", "needles_2k"]}
-    text = "<!-- hybrids: h.yaml -->\n<!-- end of hybrids -->"
-
-    def lines(**changes: object) -> list[str]:
-        (tmp_path / "h.yaml").write_text(json.dumps({**layout, "rows": names, **changes}))
-        return rewritten(text, tmp_path).splitlines()[3:-1]
-
-    assert lines() == [
-        "| teacher | - | 47.0 | 0.000 | 63.0 |",  # 30 points above the control are half of the teacher's 60
-        "| free: window 30 in all layers | - | 4.0 | 0.200 ± 0.010 | 10.0 |",
-        "| free: layers 7, 8 softmax, window 9 elsewhere | - | 4.0 | 0.100 ± 0.010 | 10.0 |",
-        "| A | 9.9M | 4.0 | **0.050 ± 0.004** | *33.0 ± 1.0* |",
-        "| B | 9.9M | 4.0 | **0.100 ± 0.004** | *30.5 ± 1.0* |",
+def test_changes_are_those_from_the_base(tmp_path: Path) -> None:
+    rows = [
+        {"run": "a", "kl_1k": 0.05, "needles_2k": 33.0},
+        {"run": "b", "kl_1k": 0.1, "needles_2k": 30.5},
+        {"run": "c", "error": "!"},
     ]
-    changes = lines(base="a", columns=["kl_1k", "needles_2k"])
-    assert changes == ["| A | +0% | +0.0 |", "| B | +100% | -2.5 |"]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    layout = {"results": "rows.json", "base": "a", "columns": ["kl_1k", "needles_2k"]}
+    text = "before\n<!-- changes: c.yaml (note) -->\nold\n<!-- end of changes -->\nafter\n"
+
+    def lines(*names: str) -> list[str]:
+        (tmp_path / "c.yaml").write_text(
+            json.dumps({**layout, "rows": [{"run": name, "label": name} for name in names]})
+        )
+        return rewritten(text, tmp_path).splitlines()
+
+    assert lines("a", "b")[:2] == ["before", "<!-- changes: c.yaml (note) -->"]
+    assert lines("a", "b")[4:] == ["| a | +0% | +0.0 |", "| b | +100% | -2.5 |", "<!-- end of changes -->", "after"]
     with pytest.raises(UserError, match="no measured run 'c'"):
-        lines(rows=[{"run": "c", "label": "failed"}])
+        lines("c")
 
 
 def test_speeds_are_those_of_the_fastest_mode(tmp_path: Path) -> None:

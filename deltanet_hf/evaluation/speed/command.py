@@ -49,7 +49,7 @@ def bench_command(
         str | None, typer.Option(help="Device, such as cpu, cuda or cuda:1.", show_default="a GPU if there is one")
     ] = None,
 ) -> None:
-    """Measure how fast a model reads and decodes, and the size of its cache, beside its teacher."""
+    """Measure how fast a model reads and decodes, and the size of its cache, with its teacher."""
     from rich.console import Console
 
     from deltanet_hf.errors import QualityError

@@ -45,7 +45,7 @@ def main(
     sweeps: Annotated[
         bool, typer.Option("--sweeps", help="recall: also sweeps over distance and load, 8k tokens and generation.")
     ] = False,
-    free: Annotated[bool, typer.Option(help="recall: the free policies of equal bytes beside each model.")] = True,
+    free: Annotated[bool, typer.Option(help="recall: untrained baselines with the bytes of each model.")] = True,
     cache_bits: Annotated[int | None, typer.Option(help="Keep the models' keys and values in 8 or 4 bits.")] = None,
     references: Annotated[
         Path | None, typer.Option(help="recall: folder of figures that runs share. Default: `references` beside OUT.")

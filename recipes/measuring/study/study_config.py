@@ -89,7 +89,7 @@ class Study(Strict):
     measure: Literal["texts", "recall", "mixers"] = Field(
         "texts",
         description="What is measured. texts: perplexity, KL, last words (measuring.study.results_row). recall: "
-        "bytes, KL at three lengths and recall, beside the free policies of equal bytes "
+        "bytes, KL at three lengths and recall, with untrained baselines of equal bytes "
         "(measuring.study.hybrid_row). mixers: KL, perplexity, recall, speed and bytes "
         "(measuring.study.mixer_row).",
     )
