@@ -167,6 +167,8 @@ def main(
         add_policy(f"free-{text}", WindowPolicy(layers, window, heads=heads), width, command(teacher, policy=text))
     for file in plan or ():
         chosen = read_selection(file)
+        if chosen.planned_window is None:
+            raise UserError(f"--plan {file}: plans no windows; deltanet-hf select does with --keep 5.4MB@2k")
         windows, width = chosen.scores["allocations"][0]["window"], chosen.settings["cache_bits"]
         made = command(teacher, plan=file.name)
         add_policy(f"plan-{chosen.budget}", WindowPolicy((), chosen.planned_window, heads=chosen.heads), width, made)
