@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from deltanet_hf.evaluation.measures.sequence_bytes import sequence_bytes
+from deltanet_hf.models.cache_bits import cache_bits_of, stored_bytes
 from deltanet_recipes.demo import measure as demo
 from support.tiny_run import WORDS, make_models
 
-STATE = {"window": 4, "expand_kv": False, "state_dtype": "bfloat16"}
+STATE = {"window": 48, "expand_kv": False, "state_dtype": "bfloat16"}
 
 
 @pytest.fixture
@@ -20,9 +20,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     make_models(tmp_path, layers=(0, 2), **STATE)
     # The tiny tokenizer knows none of the shipped words, and a window changes nothing where all tokens are one.
     text = tmp_path / "text.txt"
-    text.write_text(" ".join(f"w{i * i % WORDS}" for i in range(200)))
+    text.write_text(" ".join(f"w{i * i % WORDS}" for i in range(400)))
     monkeypatch.setattr(demo, "shipped_texts", lambda: [text])
-    for name, value in {"LENGTH": 64, "BLOCK": 16, "PASSAGE": 16, "BETWEEN": 32, "PART": 8}.items():
+    for name, value in {"LENGTH": 128, "BLOCK": 16, "PASSAGE": 16, "BETWEEN": 32, "PART": 8}.items():
         monkeypatch.setattr(demo, name, value)
     return tmp_path
 
@@ -31,22 +31,25 @@ def test_the_demo_compares_equal_bytes(folder: Path) -> None:
     measure = demo.DemoMeasure(folder / "teacher", folder / "measured.json", print)
     student = measure.student("student", folder / "student")
     assert demo.softmax_layers(folder / "student") == [1]
-    teacher, everywhere, spread, chosen = measure.policies([1], student.megabytes)
-    assert teacher.kl == (0.0, 0.0)
-    assert teacher.megabytes == sequence_bytes(measure.teacher.bfloat16(), demo.LENGTH) / 1e6
+    teacher, packed, everywhere, spread, chosen = measure.baselines([1], student.megabytes[0], bits=4)
+    assert teacher.kl == (0.0, 0.0) != packed.kl
+    assert cache_bits_of(measure.teacher) == 16
+    for row, bits in ((teacher, 16), (packed, 4)):
+        sizes = [stored_bytes(measure.teacher.bfloat16(), tokens, bits) / 1e6 for tokens in (demo.LENGTH, demo.FAR)]
+        assert list(row.megabytes) == sizes
     assert spread.name != chosen.name != everywhere.name
     for policy in (everywhere, spread, chosen):
-        assert policy.name.startswith("free: window of ")
-        assert student.megabytes <= policy.megabytes < teacher.megabytes
+        assert policy.name.startswith("untrained: window of ")
+        assert policy.megabytes[0] <= student.megabytes[0]
         assert policy.kl[0] > 1e-3
     again = demo.DemoMeasure(folder / "teacher", folder / "measured.json", print)
     assert again.student("student", folder / "no such folder") == student
-    assert len(json.loads((folder / "measured.json").read_text())) == 5
+    assert len(json.loads((folder / "measured.json").read_text())) == 6
 
 
 def test_a_copy_of_the_teacher_has_no_divergence(folder: Path) -> None:
     measure = demo.DemoMeasure(folder / "teacher", folder / "measured.json", print)
     copy = measure.student("copy", folder / "teacher")
     assert copy.kl[0] == pytest.approx(0.0, abs=1e-6)
-    assert copy.repeat == measure.policies([1], copy.megabytes / 2)[0].repeat
+    assert copy.repeat == measure.baselines([1], copy.megabytes[0], bits=4)[0].repeat
     assert demo.perplexity((math.log(3.0), 0.5)) == pytest.approx((3.0, 1.5))

@@ -53,7 +53,7 @@ def write_report(
     draw_memory(conversion["plan"]["cache_bytes"], folder / MEMORY_PLOT)
     summary = "\n".join(_summary(conversion, before, after, rows, seconds, peak_bytes))
     lines = [
-        "# SmolLM2-135M-Instruct with a third of its KV cache",
+        "# SmolLM2-135M-Instruct with a ninth of its KV cache",
         "",
         f"Made by `make demo` on {os.cpu_count()} CPU cores ({platform.machine()}), Python "
         f"{platform.python_version()}, torch {version('torch')}, transformers {version('transformers')}; "
@@ -93,12 +93,13 @@ def _summary(
         f"({', '.join(f'{step}: {time:.0f} s' for step, time in seconds.items())}) "
         f"and at most {peak_bytes / 2**30:.1f} GiB of memory.",
         "",
-        "| model | MB of 2,048 tokens | KL to the teacher | perplexity of a passage that occurred 896 tokens before |",
+        "| model | MB of 2,048 / 32,768 tokens | KL to the teacher | perplexity of a passage, 896 tokens later |",
         "|---|---|---|---|",
     ]
     for row in rows:
         repeat = "{:.2f} ± {:.2f}".format(*perplexity(row.repeat))
-        lines.append(f"| {row.name} | {row.megabytes:.1f} | {row.kl[0]:.3f} ± {row.kl[1]:.3f} | {repeat} |")
+        memory, kl = "{:.1f} / {:.0f}".format(*row.megabytes), "{:.3f} ± {:.3f}".format(*row.kl)
+        lines.append(f"| {row.name} | {memory} | {kl} | {repeat} |")
     return lines
 
 

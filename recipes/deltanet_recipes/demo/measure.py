@@ -1,30 +1,30 @@
-"""Measures the models of the demo on a CPU, beside the teacher under windows with as many bytes as the student."""
+"""Measures the models of the demo on a CPU, and what the teacher gives for the bytes without any training."""
 
 from __future__ import annotations
 
+import bisect
 import copy
 import json
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from deltanet_convert.select.units import evenly
 from deltanet_hf.data import shipped_texts
-from deltanet_hf.evaluation.free_policies import WindowPolicy, window_of_bytes
+from deltanet_hf.evaluation.free_policies import WindowPolicy
 from deltanet_hf.evaluation.measures.scores import Score, mean_score
-from deltanet_hf.evaluation.measures.sequence_bytes import sequence_bytes
 from deltanet_hf.evaluation.measures.text_scores import token_divergences, token_losses
+from deltanet_hf.models.cache_bits import cache_bits_of, layer_bytes, set_cache_bits
 from deltanet_hf.models.layers import SOFTMAX
 from deltanet_hf.safe_write import write_atomically
 
 LENGTH, BLOCK = 2048, 128  # tokens of running text; tokens whose mean divergence is one sample
+FAR = 32768  # tokens of the longer sequence whose memory is shown
 PASSAGE, BETWEEN, PASSAGES = 128, 768, 2  # a passage, other text that is longer than the windows, the passage again
 PART = 32  # tokens of a repeated passage whose mean loss is one sample
 
@@ -34,13 +34,13 @@ class Row:
     """A line of the demo's table.
 
     Attributes:
-        megabytes: MB of a sequence of 2,048 tokens.
+        megabytes: MB of a sequence of 2,048 tokens, and of one of 32,768.
         kl: KL to the teacher on running text, nats per token, and its standard error.
         repeat: mean loss in nats per token of a passage that occurred 896 tokens before, and its standard error.
     """
 
     name: str
-    megabytes: float
+    megabytes: tuple[float, float]
     kl: tuple[float, float]
     repeat: tuple[float, float]
 
@@ -68,45 +68,43 @@ class DemoMeasure:
 
     def student(self, name: str, folder: Path) -> Row:
         """The row of a model in a folder."""
+        return self._once(name, partial(_load, folder))
 
-        def load() -> tuple[PreTrainedModel, ...]:
-            model = _load(folder)
-            return model, _narrow(model)
-
-        return self._once(name, load)
-
-    def policies(self, kept: list[int], megabytes: float) -> list[Row]:
-        """The rows of the teacher, and of the teacher under windows of equal bytes.
+    def baselines(self, kept: list[int], megabytes: float, bits: int) -> list[Row]:
+        """The rows of the teacher, of the teacher with a cache in fewer bits, and of the teacher under windows.
 
         Args:
             kept: the student's softmax layers.
-            megabytes: the student's memory of a sequence of 2,048 tokens.
+            megabytes: the student's memory of a sequence of 2,048 tokens, which no window exceeds.
+            bits: of the student's cache and of those of all rows but the first.
         """
         narrow = _narrow(self.teacher)
-        rows = [self._once("teacher", lambda: (self.teacher, narrow))]
+        rows = [self._once("teacher", lambda: self.teacher)]
+        rows.append(self._once(f"teacher, cache in {bits} bits", partial(self._under, WindowPolicy((), None), bits)))
         spread = [layer for (layer,) in evenly([(i,) for i in range(len(self.teacher.model.layers))], len(kept))]
         for layers, where in (([], "all layers"), (spread, f"all but {len(kept)} evenly spread layers"), (kept, "")):
-            with _without_softmax_arithmetic():
-                found = window_of_bytes(narrow, layers, round(megabytes * 1e6), LENGTH)
-            assert found is not None
-            name = f"free: window of {found.window} in {where or f'all but the {len(kept)} chosen layers'}"
-            rows.append(self._once(name, partial(_both, found, self.teacher, narrow)))
+
+            def size(window: int, layers: list[int] = layers) -> int:
+                return _stored_bytes(WindowPolicy(tuple(layers), window).apply(narrow), LENGTH, bits)
+
+            window = bisect.bisect_right(range(1, LENGTH + 1), round(megabytes * 1e6), key=size)
+            assert window, "the student takes less than the shortest window"
+            name = f"untrained: window of {window} in {where or f'all but the {len(kept)} chosen layers'}"
+            rows.append(self._once(name, partial(self._under, WindowPolicy(tuple(layers), window), bits)))
         return rows
 
-    def _once(self, name: str, load: Callable[[], tuple[PreTrainedModel, ...]]) -> Row:
-        """The row of this name; measured unless there is one.
+    def _under(self, policy: WindowPolicy, bits: int) -> PreTrainedModel:
+        return set_cache_bits(policy.apply(self.teacher), bits)
 
-        Args:
-            load: makes the model, and a small model whose caches have the same sizes.
-        """
+    def _once(self, name: str, load: Callable[[], PreTrainedModel]) -> Row:
+        """The row of this name; measured unless there is one."""
         for row in self.rows:
             if row.name == name:
                 return row
-        model, narrow = load()
-        kl, repeat = self._divergence(model), self._repeat(model)
-        with _without_softmax_arithmetic():
-            size = sequence_bytes(narrow, LENGTH) / 1e6
-        row = Row(name, size, (kl.value, kl.stderr), (repeat.value, repeat.stderr))
+        model = load()
+        kl, repeat, bits = self._divergence(model), self._repeat(model), cache_bits_of(model)
+        near, far = (_stored_bytes(model, tokens, bits) / 1e6 for tokens in (LENGTH, FAR))
+        row = Row(name, (near, far), (kl.value, kl.stderr), (repeat.value, repeat.stderr))
         self._say(f"{name}: KL {row.kl[0]:.3f}")
         self.rows.append(row)
         write_atomically(self.kept, json.dumps([asdict(row) for row in self.rows], indent=1).encode())
@@ -147,30 +145,17 @@ def _load(folder: Path) -> PreTrainedModel:
     return model.eval()
 
 
-def _both(policy: WindowPolicy, *models: PreTrainedModel) -> tuple[PreTrainedModel, ...]:
-    return tuple(policy.apply(model) for model in models)
-
-
-@contextmanager
-def _without_softmax_arithmetic() -> Iterator[None]:
-    """Softmax attention gives zeros: what caches hold has the same size, and eighteen passes cost next to nothing."""
-
-    def zeros(module: object, query: torch.Tensor, *_: object, **__: object) -> tuple[torch.Tensor, None]:
-        return torch.zeros_like(query.transpose(1, 2)), None
-
-    ALL_ATTENTION_FUNCTIONS["sdpa"] = zeros
-    try:
-        yield
-    finally:
-        del ALL_ATTENTION_FUNCTIONS["sdpa"]  # transformers' own is there again
+def _stored_bytes(model: PreTrainedModel, tokens: int, bits: int) -> int:
+    """Bytes of a sequence where the model runs in bfloat16, as on a GPU."""
+    return sum(layer_bytes(layer.self_attn, torch.bfloat16, tokens, bits) for layer in model.model.layers)
 
 
 def _narrow(model: PreTrainedModel) -> PreTrainedModel:
-    """A random bfloat16 model with the same attention heads and little else, whose caches have the same sizes."""
+    """A random model with the same attention heads and little else, which is quickly copied."""
     config = copy.deepcopy(model.config)
     config.hidden_size, config.intermediate_size, config.vocab_size = 8, 8, 8
     config.pad_token_id = config.bos_token_id = config.eos_token_id = None
-    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
+    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
 
 
 def _row(values: dict[str, object]) -> Row:

@@ -26,7 +26,7 @@ from deltanet_recipes.demo.measure import DemoMeasure, softmax_layers
 
 RECIPE = "demo"
 # With states, which can be aligned on a CPU in minutes.
-CONVERSION = ["--layers", "keep:2,7,8,15,17,18,23", "--mixer", "gated_deltanet+window", "--cache-bits", "16"]
+CONVERSION = ["--layers", "keep:2,7,8,15,17,18,23", "--mixer", "gated_deltanet+window", "--set", "window=97"]
 CALIBRATION_TOKENS = 4096  # two sequences; half of the default, to save time
 PROMPT = "What is photosynthesis?"
 console = Console()
@@ -65,7 +65,7 @@ def main() -> None:
     clock.begin("5. measure")
     measure = DemoMeasure(teacher, out / "measured.json", _say)
     students = [measure.student(name, model) for name, model in models.items()]
-    rows = measure.policies(softmax_layers(converted), students[0].megabytes) + students
+    rows = measure.baselines(softmax_layers(converted), students[0].megabytes[0], bits=4) + students
 
     clock.begin("6. report")
     peak = 1024 * max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_CHILDREN, resource.RUSAGE_SELF))
