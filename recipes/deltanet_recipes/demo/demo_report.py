@@ -53,7 +53,7 @@ def write_report(
     draw_memory(conversion["plan"]["cache_bytes"], folder / MEMORY_PLOT)
     summary = "\n".join(_summary(conversion, before, after, rows, seconds, peak_bytes))
     lines = [
-        "# SmolLM2-135M-Instruct with a ninth of its KV cache",
+        "# SmolLM2-135M-Instruct with a small part of its KV cache",
         "",
         f"Made by `make demo` on {os.cpu_count()} CPU cores ({platform.machine()}), Python "
         f"{platform.python_version()}, torch {version('torch')}, transformers {version('transformers')}; "
