@@ -6,6 +6,7 @@ and the layers that the student keeps as they are with windows in the others.
 
 from __future__ import annotations
 
+import bisect
 import copy
 import functools
 import math
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel
 
 from deltanet_hf.evaluation.measures.sequence_bytes import sequence_bytes
 from deltanet_hf.mixers.layer.masks import sliding_window
+from deltanet_hf.models.cache_bits import stored_bytes
 from deltanet_hf.models.restrict import restrict_heads, restrict_to_window
 
 SINKS = 4
@@ -57,6 +59,28 @@ class WindowPolicy:
     def _has(self, model: PreTrainedModel, layer: int) -> bool:
         family_window = sliding_window(model.config, layer)
         return family_window is not None and self.window is not None and family_window <= self.window + self.sinks
+
+
+def longest_window(
+    teacher: PreTrainedModel,
+    kept: Collection[int],
+    budget: int,
+    tokens: int,
+    bits: int,
+    heads: Sequence[tuple[int, int]] = (),
+) -> int | None:
+    """The longest window with which a sequence of `tokens` tokens fits into `budget` bytes; None if none does.
+
+    Args:
+        kept, heads: as for `window_of_bytes`.
+        bits: of keys and values.
+    """
+
+    def size(window: int) -> int:
+        policy = WindowPolicy(tuple(kept), window, heads=tuple(heads))
+        return stored_bytes(policy.apply(teacher), tokens, bits)
+
+    return bisect.bisect_right(range(1, tokens + 1), budget, key=size) or None
 
 
 def window_of_bytes(

@@ -68,14 +68,17 @@ def cache_bits_of(model: PreTrainedModel) -> int:
     return min((getattr(module, "cache_bits", 16) for module in model.modules()), default=16)
 
 
-def stored_bytes(model: PreTrainedModel, tokens: int, bits: int) -> int:
+def stored_bytes(model: PreTrainedModel, tokens: int, bits: int, dtype: torch.dtype | None = None) -> int:
     """Bytes of one sequence of `tokens` tokens in a cache of `bits` bits: keys, values, windows and states.
 
     Packed numbers have `bits` bits and, per `GROUP` of them, a scale and a lowest value of 16 bits. The current group
     of tokens and the sinks take 16 bits. States are as the model keeps them.
+
+    Args:
+        dtype: in which the model runs; None for that of its weights.
     """
     decoder: Any = model.model
-    return sum(layer_bytes(layer.self_attn, model.dtype, tokens, bits) for layer in decoder.layers)
+    return sum(layer_bytes(layer.self_attn, dtype or model.dtype, tokens, bits) for layer in decoder.layers)
 
 
 def layer_bytes(attention: Any, dtype: torch.dtype, tokens: int, bits: int) -> int:
@@ -89,7 +92,7 @@ def _branch_bytes(attention: Any, dtype: torch.dtype, tokens: int, bits: int) ->
         shapes = attention.state_shapes(dtype)
         held = 0
         if branch is not None:
-            held = _held(branch.kv_heads, branch.head_dim, tokens, bits, dtype, branch.window, branch.sinks)
+            held = held_bytes(branch.kv_heads, branch.head_dim, tokens, bits, dtype, branch.window, branch.sinks)
             shapes = {name: shape for name, shape in shapes.items() if name not in branch.state_names}
         return held + sum(shape.nbytes for shape in shapes.values())
     config: Any = attention.config
@@ -98,10 +101,10 @@ def _branch_bytes(attention: Any, dtype: torch.dtype, tokens: int, bits: int) ->
         window, sinks = attention.settings.window, attention.settings.sinks
     heads, size = int(config.num_key_value_heads), int(attention.head_dim)
     limit = sliding_window(config, attention.layer_idx)
-    return _held(heads, size, tokens, bits, dtype, window, sinks, limit)
+    return held_bytes(heads, size, tokens, bits, dtype, window, sinks, limit)
 
 
-def _held(
+def held_bytes(
     heads: int,
     size: int,
     tokens: int,

@@ -119,7 +119,7 @@ class StateLayer(ServedLayer):
 
 
 def packed_shapes(layer: Any, dtype: torch.dtype) -> dict[str, TensorShape]:
-    """What softmax attention with packed tokens keeps of a sequence of one group and a token."""
+    """The tensors that softmax attention with packed tokens keeps of a sequence of one group and a token."""
     shapes: dict[str, TensorShape] = layer.kept.shapes(
         layer.config.num_key_value_heads, layer.head_dim, GROUP + 1, dtype
     )

@@ -1,4 +1,4 @@
-"""What an operator is: the class of its calls, the check of a call, and its two forms, PyTorch and Triton.
+"""An operator: the class of its calls, the check of a call, and its two forms, PyTorch and Triton.
 
 The `operators.py` of each folder declares its operators in this way. `Operator.unchecked` is the only place that
 chooses between the forms: PyTorch for CPU tensors, Triton for CUDA tensors. A CUDA call that the Triton form does not

@@ -6,10 +6,10 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from deltanet_hf.mixers.cache.packed_reach import PackedReach
 from deltanet_hf.mixers.cache.window_cache import window_shapes
 from deltanet_hf.mixers.layer.masks import sliding_window
 from deltanet_hf.mixers.window import WindowSettings
+from deltanet_hf.models.cache_bits import held_bytes
 
 from ..teacher_model import Teacher
 from .units import Candidates, Unit, whole_heads
@@ -51,10 +51,6 @@ class CacheSizes:
         limit = sliding_window(self.teacher.config, layer)
         if count == 0:
             return 0
-        if self.bits < 16:
-            shapes = PackedReach.of(self.bits, window, SINKS, limit).shapes(count, size, self.at, dtype)
-        elif window is not None:
-            shapes = window_shapes(count, size, window + SINKS, dtype)
-        else:
-            return 2 * count * size * dtype.itemsize * min(self.at, limit or self.at)
-        return sum(shape.nbytes for shape in shapes.values())
+        if self.bits == 16 and window is not None:  # a ring of its full length, with the numbers of its tokens
+            return sum(shape.nbytes for shape in window_shapes(count, size, window + SINKS, dtype).values())
+        return held_bytes(count, size, self.at, self.bits, dtype, window, SINKS, limit)

@@ -1,4 +1,4 @@
-"""What a budget in bytes holds: how many units whole, and how long a window in all others."""
+"""Turns a budget in bytes into numbers of whole units and the longest window of all others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LONGEST = 16384  # tokens of the texts that ways to spend a budget are measured 
 
 
 class Spending:
-    """What a budget in bytes holds.
+    """The whole units and windows that a budget in bytes allows.
 
     Args:
         budget: a budget in bytes.
@@ -30,8 +30,7 @@ class Spending:
     def __init__(self, budget: Budget, sizes: CacheSizes) -> None:
         self.sizes = sizes
         units = sizes.candidates.units
-        self.teacher = sizes.teacher_bytes
-        self.allowed = budget.allowed(self.teacher)
+        self.allowed = budget.allowed(sizes.teacher_bytes)
         self.longest = min(sizes.at, int(sizes.teacher.config.max_position_embeddings))
         smallest, whole = sizes.total((), SHORTEST), sizes.total(units, SHORTEST)
         if whole <= self.allowed:

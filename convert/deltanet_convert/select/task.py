@@ -56,7 +56,7 @@ class SelectionTask:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What the scores depend on, for the file."""
+        """The options and bits on which the scores depend, for the file."""
         planned = {} if self.spending is None else {"cache_bits": self.spending.sizes.bits}
         return self.options.settings(self.length) | planned
 

@@ -41,7 +41,7 @@ def print_selection(selection: Selection, task: SelectionTask, console: Console)
     elif task.spending is not None:
         _print_allocations(selection, task.spending.length, console)
         sizes = task.spending.sizes
-        used, whole, at = sizes.total(selection.kept, selection.planned_window or 0), task.spending.teacher, sizes.at
+        used, whole, at = sizes.total(selection.kept, selection.planned_window or 0), sizes.teacher_bytes, sizes.at
     else:
         return
     console.print(f"At {at:,} tokens a sequence takes {size(used)}, the teacher's {size(whole)}.", highlight=False)

@@ -122,9 +122,14 @@ def draw_rows(task: str, available: int, count: int | None) -> list[int]:
     return sorted(random.Random(f"{SEED} {task}").sample(range(available), count))
 
 
+def missing_packages(suite: str) -> list[str]:
+    """The packages that lm-eval needs for a suite and that are not installed."""
+    return [package for package in PACKAGES.get(suite, ()) if find_spec(package) is None]
+
+
 def check_packages(suite: str) -> None:
     """Raises UserError if a package that lm-eval needs for a suite is missing, or IFEval's data of NLTK."""
-    if missing := [package for package in PACKAGES.get(suite, ()) if find_spec(package) is None]:
+    if missing := missing_packages(suite):
         raise UserError(f"--suite {suite} needs {' and '.join(missing)}; run pip install 'deltanet-hf[eval]'")
     if suite == "ifeval":
         nltk = import_module("nltk")

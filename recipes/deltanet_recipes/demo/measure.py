@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import copy
 import json
 import math
@@ -16,10 +15,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from deltanet_convert.select.units import evenly
 from deltanet_hf.data import shipped_texts
-from deltanet_hf.evaluation.free_policies import WindowPolicy
+from deltanet_hf.evaluation.free_policies import WindowPolicy, longest_window
 from deltanet_hf.evaluation.measures.scores import Score, mean_score
 from deltanet_hf.evaluation.measures.text_scores import token_divergences, token_losses
-from deltanet_hf.models.cache_bits import cache_bits_of, layer_bytes, set_cache_bits
+from deltanet_hf.models.cache_bits import cache_bits_of, set_cache_bits, stored_bytes
 from deltanet_hf.models.layers import SOFTMAX
 from deltanet_hf.safe_write import write_atomically
 
@@ -83,12 +82,8 @@ class DemoMeasure:
         rows.append(self._once(f"teacher, cache in {bits} bits", partial(self._under, WindowPolicy((), None), bits)))
         spread = [layer for (layer,) in evenly([(i,) for i in range(len(self.teacher.model.layers))], len(kept))]
         for layers, where in (([], "all layers"), (spread, f"all but {len(kept)} evenly spread layers"), (kept, "")):
-
-            def size(window: int, layers: list[int] = layers) -> int:
-                return _stored_bytes(WindowPolicy(tuple(layers), window).apply(narrow), LENGTH, bits)
-
-            window = bisect.bisect_right(range(1, LENGTH + 1), round(megabytes * 1e6), key=size)
-            assert window, "the student takes less than the shortest window"
+            window = longest_window(narrow, layers, round(megabytes * 1e6), LENGTH, bits)
+            assert window is not None
             name = f"untrained: window of {window} in {where or f'all but the {len(kept)} chosen layers'}"
             rows.append(self._once(name, partial(self._under, WindowPolicy(tuple(layers), window), bits)))
         return rows
@@ -103,7 +98,7 @@ class DemoMeasure:
                 return row
         model = load()
         kl, repeat, bits = self._divergence(model), self._repeat(model), cache_bits_of(model)
-        near, far = (_stored_bytes(model, tokens, bits) / 1e6 for tokens in (LENGTH, FAR))
+        near, far = (stored_bytes(model, tokens, bits, torch.bfloat16) / 1e6 for tokens in (LENGTH, FAR))
         row = Row(name, (near, far), (kl.value, kl.stderr), (repeat.value, repeat.stderr))
         self._say(f"{name}: KL {row.kl[0]:.3f}")
         self.rows.append(row)
@@ -145,17 +140,12 @@ def _load(folder: Path) -> PreTrainedModel:
     return model.eval()
 
 
-def _stored_bytes(model: PreTrainedModel, tokens: int, bits: int) -> int:
-    """Bytes of a sequence where the model runs in bfloat16, as on a GPU."""
-    return sum(layer_bytes(layer.self_attn, torch.bfloat16, tokens, bits) for layer in model.model.layers)
-
-
 def _narrow(model: PreTrainedModel) -> PreTrainedModel:
-    """A random model with the same attention heads and little else, which is quickly copied."""
+    """A random bfloat16 model with the same attention heads and little else, which is quickly copied."""
     config = copy.deepcopy(model.config)
     config.hidden_size, config.intermediate_size, config.vocab_size = 8, 8, 8
     config.pad_token_id = config.bos_token_id = config.eos_token_id = None
-    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
 
 
 def _row(values: dict[str, object]) -> Row:

@@ -17,7 +17,6 @@ every comparison can be made again.
 
 from __future__ import annotations
 
-import bisect
 import gzip
 import json
 import time
@@ -30,7 +29,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from deltanet_convert.select import read_selection
 from deltanet_hf.errors import UserError
-from deltanet_hf.evaluation.free_policies import SINKS, WindowPolicy
+from deltanet_hf.evaluation.free_policies import SINKS, WindowPolicy, longest_window
 from deltanet_hf.exit_codes import run_command
 from deltanet_hf.models.cache_bits import set_cache_bits, stored_bytes
 from deltanet_hf.models.layers import LayerTable
@@ -55,17 +54,6 @@ def parse_policy(text: str) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...
         return layers, heads, int(bits), int(float(size))
     except ValueError:
         raise UserError(f"--policy {text}: expected KEPT@BITS@BYTES, such as 7,8,17@4@9.2e6") from None
-
-
-def window_for(
-    teacher: PreTrainedModel, layers: tuple[int, ...], heads: tuple[tuple[int, int], ...], bits: int, budget: int
-) -> int | None:
-    """The longest window elsewhere for which 2,048 tokens fit into `budget` bytes; None if none does."""
-
-    def size(window: int) -> int:
-        return stored_bytes(WindowPolicy(layers, window, heads=heads).apply(teacher), 2048, bits)
-
-    return bisect.bisect_right(range(1, 2049), budget, key=size) or None
 
 
 def items_file(results: Path, run: str) -> Path:
@@ -160,7 +148,7 @@ def main(
         add(f"teacher@{width}", "teacher", copied, width, {"tokens": 0} | command(teacher, teacher_bits=width))
     for text in policy or ():
         layers, heads, width, budget = parse_policy(text)
-        window = window_for(loaded, layers, heads, width, budget)
+        window = longest_window(loaded, layers, budget, LENGTHS["mb_2k"], width, heads)
         if window is None:
             typer.echo(f"{text}: a window of one token already needs more")
             continue

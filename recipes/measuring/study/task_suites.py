@@ -15,7 +15,6 @@ says what is missing.
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +22,7 @@ import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from deltanet_hf.evaluation.measures.relative import Clusters
-from deltanet_hf.evaluation.tasks.suites import SUITES, SuiteTask
+from deltanet_hf.evaluation.tasks.suites import SUITES, SuiteTask, missing_packages
 
 COLUMNS = ("niah_2k", "niah_4k", "niah_8k", "vt_4k", "completion", "ifeval", "standard")
 ITEMS, RULER_ITEMS = 500, 128
@@ -69,7 +68,7 @@ class TaskSuites:
                 items = min(limit or ITEMS, ITEMS)
                 self.parts.append(_part(tasks, data, items, {column: [task.name for task in tasks]}, "auto"))
         known = {task.name: task for task in SUITES["ruler"].tasks}
-        absent = [name for name in ("nltk", "wonderwords") if find_spec(name) is None]
+        absent = missing_packages("ruler")
         for length, columns in LENGTHS.items():
             if absent or length > longest:
                 reason = f"needs {' and '.join(absent)}" if absent else f"the model has {longest:,} positions"
