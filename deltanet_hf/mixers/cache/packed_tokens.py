@@ -27,7 +27,7 @@ from deltanet_hf.mixers.cache.fake_quantisation import quantised_attention
 from deltanet_hf.mixers.cache.packed_reach import NAMES, PACKED, PackedReach
 from deltanet_hf.mixers.cache.state import State
 from deltanet_kernels import PackedKeyValues, pack_prompt, packed_step_
-from deltanet_kernels.packed_cache.calls import PackPromptCall
+from deltanet_kernels.packed_cache.calls import PackedStepCall, PackPromptCall
 
 
 class PackedTokens:
@@ -111,4 +111,7 @@ class PackedTokens:
         cache = PackedKeyValues(*(state[name] for name in NAMES))
         q, k, v = (x.to(cache.keys.dtype) for x in (q, k, v))
         self.state = state
-        return packed_step_(q, k, v, cache, kept.window, kept.sinks, kept.limit, scale, softcap, cos, sin)
+        call = PackedStepCall(q, k, v, cache, kept.window, kept.sinks, kept.limit, scale, softcap, cos, sin)
+        if torch.is_grad_enabled():
+            packed_step_.check(call)
+        return packed_step_.unchecked(call)

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from deltanet_kernels.common.registration import cached
+
 GROUP = 32  # tokens of a key channel, and channels of a value, that share a scale
 SINKS = 4  # tokens at the start of a sequence that stay as they are
 LEAST_SCALE = 1e-30  # of a group whose numbers are all alike
@@ -65,10 +67,30 @@ def restored(codes: Tensor, scale: Tensor, low: Tensor, dtype: torch.dtype) -> T
     return (low.to(wide) + codes.to(wide) * scale.to(wide).clamp_min(LEAST_SCALE)).to(dtype)
 
 
+@cached
+def _stored_order(numbers: int, bits: int, device: torch.device) -> Tensor:
+    """[C] int: the numbers of a row, counted from 0, in the order in which their codes are stored."""
+    run = math.gcd(numbers, 32 // bits)
+    order = [start + half + even for start in range(0, numbers, run) for half in (0, 1) for even in range(0, run, 2)]
+    return torch.tensor(order, device=device)
+
+
+def in_stored_order(x: Tensor, bits: int) -> Tensor:
+    """The numbers of the rows of x [..., C] in the order of `stored_codes`."""
+    return x.gather(-1, _stored_order(x.shape[-1], bits, x.device).expand_as(x))
+
+
+def stored_codes(packed: Tensor, bits: int) -> Tensor:
+    """The codes [..., C] uint8 of packed rows, in the order in which they are stored."""
+    if bits == 8:
+        return packed
+    pairs = packed.to(torch.int16)
+    return (pairs << 4).bitwise_or_(pairs).bitwise_and_(0x0F0F).view(torch.uint8)
+
+
 def _bytes(codes: Tensor, bits: int) -> Tensor:
     """The whole numbers [..., C] of `quantised` in bytes, in the order of `PackedKeyValues`."""
-    some = math.gcd(codes.shape[-1], 32 // bits)
-    codes = codes.to(torch.uint8).unflatten(-1, (-1, some // 2, 2)).mT.flatten(-3)
+    codes = in_stored_order(codes.to(torch.uint8), bits)
     if bits == 8:
         return codes
     low, high = codes.unflatten(-1, (-1, 2)).unbind(-1)
@@ -76,7 +98,7 @@ def _bytes(codes: Tensor, bits: int) -> Tensor:
 
 
 def _codes(packed: Tensor, bits: int) -> Tensor:
-    codes = packed if bits == 8 else torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
+    codes = stored_codes(packed, bits)
     some = math.gcd(codes.shape[-1], 32 // bits)
     return codes.unflatten(-1, (-1, 2, some // 2)).mT.flatten(-3)
 
@@ -101,17 +123,16 @@ def unpacked(cache: PackedKeyValues, dtype: torch.dtype) -> tuple[Tensor, Tensor
     return keys.flatten(2, 3), restored(codes, scale, low, dtype).flatten(-2).flatten(2, 3)
 
 
-def token_numbers(cache: PackedKeyValues) -> Tensor:
-    """[B, N * 32 + 36] int: the tokens, counted from 0, in the places of `unpacked` and behind it of `keys`.
+def token_numbers(lengths: Tensor, groups: int) -> Tensor:
+    """[B, N * 32 + 36] int: the tokens, counted from 0, in the places of N groups and behind them of `keys`.
 
     -1 where a place holds no token, or one of the first four that is also in another place.
     """
-    last, device = cache.lengths.long()[:, None] - 1, cache.lengths.device
+    last, device = lengths.long()[:, None] - 1, lengths.device
     current = last.div(GROUP, rounding_mode="floor")
     within = torch.arange(GROUP, device=device)
-    slots = torch.arange(cache.groups, device=device)
-    groups = current - 1 - (current - 1 - slots) % max(cache.groups, 1)
-    packed = (groups.unsqueeze(-1) * GROUP + within).flatten(1)
+    held = current - 1 - (current - 1 - torch.arange(groups, device=device)) % max(groups, 1)
+    packed = (held.unsqueeze(-1) * GROUP + within).flatten(1)
     first = torch.arange(SINKS, device=device).where(current > 0, -1)
     own = current * GROUP + within
     return torch.cat([packed.where(packed >= SINKS, -1), first, own.where(own <= last, -1)], dim=1)

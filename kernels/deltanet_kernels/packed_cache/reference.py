@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -18,7 +20,9 @@ from deltanet_kernels.packed_cache.layout import (
     GROUP,
     SINKS,
     PackedKeyValues,
+    in_stored_order,
     packed_groups,
+    stored_codes,
     token_numbers,
     unpacked,
 )
@@ -27,22 +31,56 @@ from deltanet_kernels.window.operators import window_attention
 
 
 def torch_packed_attention(call: PackedAttentionCall) -> tuple[Tensor, Tensor]:
-    """`deltanet_kernels.packed_attention` in PyTorch, in float32 at least."""
-    q, cache, softcap = call.q, call.cache, call.softcap
-    window, sinks, limit = call.reach
-    keys, values = (torch.cat(both, dim=2) for both in zip(unpacked(cache, cache.keys.dtype), cache[4:6], strict=True))
-    wide = torch.promote_types(q.dtype, torch.float32)
-    numbers = token_numbers(cache)
-    distance = cache.lengths[:, None] - 1 - numbers
-    seen = (numbers >= 0) & (distance < limit) & ((distance < window) | (numbers < sinks))
-    grouped = q.reshape(q.shape[0], keys.shape[1], -1, q.shape[3]).to(wide)
-    scores = grouped @ keys.to(wide).mT * call.factor
-    if softcap is not None:
-        scores = softcap * (scores / softcap).tanh()
-    scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
-    lse = scores.logsumexp(-1)
-    output = (scores - lse.unsqueeze(-1)).exp() @ values.to(wide)
-    return output.reshape(q.shape).to(q.dtype), lse.reshape(q.shape[:2])
+    """`deltanet_kernels.packed_attention` in PyTorch, in float32 at least.
+
+    On a CPU a step is as long as its operations are many, and its numbers are mostly those of the codes. So these stay
+    in the order in which they are stored; what they are multiplied with is brought into the same order.
+    """
+    cache, bits, wide = call.cache, call.cache.bits, torch.promote_types(call.q.dtype, torch.float32)
+    (B, HQ, _, D), (HK, N) = call.q.shape, cache.key_codes.shape[1:3]
+    heads, R, parts = B * HK, HQ // HK, cache.value_scales.shape[4]
+    q = call.q.reshape(heads, R, D).to(wide) * call.factor
+    scale, low = in_stored_order(cache.key_scales, bits).to(wide).view(heads * N, 2, 1, D).unbind(1)
+    codes = stored_codes(cache.key_codes, bits).to(wide).view(heads * N, GROUP, D)
+    keys = torch.addcmul(low, codes, scale, out=codes).view(heads, N * GROUP, D)
+    exact_keys, exact_values = (x.view(heads, SINKS + GROUP, D).to(wide) for x in (cache.keys, cache.values))
+    scores = torch.cat([in_stored_order(q, bits) @ keys.mT, q @ exact_keys.mT], dim=2)
+    if call.softcap is not None:
+        scores = call.softcap * (scores / call.softcap).tanh()
+    scores.view(B, HK, R, -1).masked_fill_(_unseen(call), -torch.inf)
+    weights = scores.softmax(2)
+    lse = scores.amax(2) - weights.amax(2).log()
+    far, near = weights.split([N * GROUP, SINKS + GROUP], dim=2)
+    far = in_stored_order(far.unflatten(2, (N, GROUP)).transpose(1, 2), bits).flatten(0, 1)  # [B HK N, R, 32]
+    scale, low = in_stored_order(cache.value_scales, bits).to(wide).view(heads * N, 2, parts, 1, GROUP).unbind(1)
+    codes = stored_codes(cache.value_codes, bits).to(wide).view(heads * N, parts, D // parts, GROUP)
+    values = torch.addcmul(low, codes, scale, out=codes).view(heads * N, D, GROUP)
+    output = torch.baddbmm((far @ values.mT).view(heads, N, R, D).sum(1), near, exact_values)
+    return output.view(call.q.shape).to(call.q.dtype), lse.view(B, HQ)
+
+
+def _unseen(call: PackedAttentionCall) -> Tensor:
+    """[B, 1, 1, N * 32 + 36] bool: the places of `token_numbers` that hold no token which the query sees."""
+    lengths, groups = call.cache.lengths, call.cache.groups
+    known = _known(lengths)
+    return _unseen_places(lengths, groups, *call.reach) if known is None else _unseen_by(known, groups, *call.reach)
+
+
+@functools.lru_cache(maxsize=4)  # layers of a kind have the same at each step
+def _unseen_by(lengths: tuple[int, ...], groups: int, window: int, sinks: int, limit: int) -> Tensor:
+    return _unseen_places(torch.tensor(lengths, device="cpu"), groups, window, sinks, limit)
+
+
+def _unseen_places(lengths: Tensor, groups: int, window: int, sinks: int, limit: int) -> Tensor:
+    numbers = token_numbers(lengths, groups)
+    distance = lengths[:, None] - 1 - numbers
+    return ((numbers < 0) | (distance >= limit) | ((distance >= window) & (numbers >= sinks)))[:, None, None]
+
+
+def _known(lengths: Tensor) -> tuple[int, ...] | None:
+    """The numbers in `lengths` on a CPU; None where to read them is to wait, or operations are traced or recorded."""
+    watched = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
+    return None if watched or lengths.is_cuda else tuple(lengths.tolist())
 
 
 def torch_pack_groups(call: PackGroupsCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -115,7 +153,7 @@ def torch_packed_step_(call: PackedStepCall) -> tuple[Tensor, Tensor]:
     """`deltanet_kernels.packed_step_` in PyTorch."""
     q, k = call.q, call.k
     if call.cos is not None and call.sin is not None:
-        q, k = (rotate(x, call.cos, call.sin) for x in (q, k))
+        q, k = rotate(torch.cat([q, k], dim=2), call.cos, call.sin).split([q.shape[2], k.shape[2]], dim=2)
     append(k.transpose(1, 2), call.v.transpose(1, 2), call.cache)
     o, lse = torch_packed_attention(call._replace(q=q).attention)
     return o.transpose(1, 2), lse.unsqueeze(1)
@@ -123,17 +161,25 @@ def torch_packed_step_(call: PackedStepCall) -> tuple[Tensor, Tensor]:
 
 def append(k: Tensor, v: Tensor, cache: PackedKeyValues) -> None:
     """Put k and v [B, HK, 1, D] into the cache, in place."""
-    rows = torch.arange(len(cache.lengths), device=k.device)
-    number = cache.lengths.long()
-    if cache.groups:
-        full = (number > 0) & (number % GROUP == 0)
-        place = (number // GROUP - 1) % cache.groups
-        new = packed_groups(cache.keys[:, :, SINKS:], cache.values[:, :, SINKS:], cache.bits)
-        for held, packed in zip(cache[:4], new, strict=True):
-            chosen = full.view(-1, *[1] * (held.dim() - 2))
-            held[rows, :, place] = packed[:, :, 0].where(chosen, held[rows, :, place])
+    number, known = cache.lengths.long(), _known(cache.lengths)
+    if cache.groups and (known is None or any(n > 0 and n % GROUP == 0 for n in known)):
+        _pack_complete(cache, number)
+    number = number.view(-1, 1, 1, 1)
+    place = (SINKS + number % GROUP).expand_as(k)
     for held, x in zip(cache[4:6], (k, v), strict=True):
-        held[rows, :, SINKS + number % GROUP] = x[:, :, 0]
-        first = number.clamp_max(SINKS - 1)
-        held[rows, :, first] = x[:, :, 0].where((number < SINKS).view(-1, 1, 1), held[rows, :, first])
+        held.scatter_(2, place, x)
+        if known is None or min(known) < SINKS:
+            first = number.clamp_max(SINKS - 1).expand_as(k)
+            held.scatter_(2, first, x.where(number < SINKS, held.gather(2, first)))
     cache.lengths.add_(1)
+
+
+def _pack_complete(cache: PackedKeyValues, number: Tensor) -> None:
+    """Pack the current groups of those sequences [B] of which the next token begins another."""
+    rows = torch.arange(len(number), device=number.device)
+    full = (number > 0) & (number % GROUP == 0)
+    place = (number // GROUP - 1) % cache.groups
+    new = packed_groups(cache.keys[:, :, SINKS:], cache.values[:, :, SINKS:], cache.bits)
+    for held, packed in zip(cache[:4], new, strict=True):
+        chosen = full.view(-1, *[1] * (held.dim() - 2))
+        held[rows, :, place] = packed[:, :, 0].where(chosen, held[rows, :, place])
