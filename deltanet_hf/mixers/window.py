@@ -149,7 +149,9 @@ class WindowAttention(LayerKind):
         cache, padding, packed, state = call.cache, call.padding, call.cu_seqlens, call.state or {}
         tokens = Tokens.of(batch, length, padding, packed, state.get("count"), hidden_states.device)
         window, sinks = self.settings.window, self.settings.sinks
-        kept = None if cache is None else KeptTokens(window, sinks, state, tokens)
+        weights = bool(kwargs.get("output_attentions") or getattr(config, "output_attentions", False))
+        in_place = length == 1 and padding is None and not weights and cache is not None and cache.may_change
+        kept = None if cache is None else KeptTokens(window, sinks, state, tokens, in_place)
         softmax = SoftmaxCall(
             tokens,
             tokens if kept is None else kept.seen,
@@ -157,9 +159,9 @@ class WindowAttention(LayerKind):
             packed,
             in_order=padding is None and not state,
             eager=implementation == "eager",
-            weights=bool(kwargs.get("output_attentions") or getattr(config, "output_attentions", False)),
+            weights=weights,
         )
-        output, weights = super().forward(  # type: ignore[misc]
+        result: tuple[Tensor, Tensor | None] = super().forward(  # type: ignore[misc]
             hidden_states=hidden_states,
             position_embeddings=position_embeddings,
             attention_mask=None,
@@ -167,10 +169,11 @@ class WindowAttention(LayerKind):
             call=softmax,
             **kwargs,
         )
-        if cache is not None:
-            assert kept is not None
+        if cache is not None and in_place:
+            cache.count(1)
+        elif cache is not None and kept is not None:
             cache.advance(length, kept.state)
-        return output, weights
+        return result
 
 
 def _unrestricted(attention: type[nn.Module]) -> type[nn.Module]:

@@ -20,6 +20,8 @@ from deltanet_hf.mixers.cache.window_cache import Tokens
 from deltanet_hf.mixers.layer.learned_sinks import with_learned_sinks
 from deltanet_hf.mixers.layer.token_order import few_queries, in_order
 from deltanet_kernels import window_attention
+from deltanet_kernels.flash_decoding.calls import DecodeAttentionCall
+from deltanet_kernels.flash_decoding.reference import torch_decode_attention
 
 IMPLEMENTATION = "deltanet_window"  # the name under which the families' attention finds `attend`
 
@@ -93,6 +95,9 @@ def attend(
         return _by_operator(q, k, v, call, scores).contiguous(), None
     mask = call.tokens.sees(call.seen, call.reach.window, call.reach.sinks, call.reach.family_window).unsqueeze(1)
     options = {"scaling": scaling, "dropout": dropout, **kwargs}
+    if not eager and query.shape[2] == 1 and not query.is_cuda and dropout == 0:
+        # With a mask, SDPA would want a copy of keys and values for every query head.
+        return torch_decode_attention(DecodeAttentionCall(query, key, value, mask, scaling)).transpose(1, 2), None
     if not eager:
         return sdpa_attention_forward(module, query, key, value, mask, **options)  # type: ignore[no-any-return]
     mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)

@@ -67,19 +67,35 @@ class KeptTokens:
     """Stands for the cache in one call of the family's attention.
 
     Sinks have places of their own, token number n the place n - 1; the others go round through `window` places.
+
+    Args:
+        state: the tensors before the call; empty before the first token.
+        tokens: those of the call.
+        in_place: put a single token without padding into the tensors of `state`, where its queries see it.
+
+    `seen` are the tokens that `update` returns, and `state` is that after it.
     """
 
-    def __init__(self, window: int, sinks: int, state: State, tokens: Tokens) -> None:
-        self.window, self.sinks, self.old, self.tokens = window, sinks, state, tokens
+    def __init__(self, window: int, sinks: int, state: State, tokens: Tokens, in_place: bool = False) -> None:
+        self.window, self.sinks, self.old, self.tokens, self._in_place = window, sinks, state, tokens, in_place
         self.state: State = {}
         self.seen = tokens
-        if state:
+        if in_place:
+            self._place = self._places(tokens.numbers)
+            state["numbers"].scatter_(1, self._place, tokens.numbers)
+            state["count"].copy_(tokens.numbers[:, 0])
+            self.seen = Tokens(state["numbers"], None)
+        elif state:
             rows = state["numbers"].shape[0]
             numbers = torch.cat([state["numbers"], tokens.numbers.expand(rows, -1)], dim=1)
             self.seen = Tokens(numbers, None)
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Takes the keys and values [B, HV, T, D] of the call; returns those that its queries may see."""
+        if self._in_place:
+            place = self._place[:, None, :, None].expand_as(keys)
+            self.state = self.old
+            return self.old["keys"].scatter_(2, place, keys), self.old["values"].scatter_(2, place, values)
         batch, heads, length, head_dim = keys.shape
         window, sinks = self.window, self.sinks
         numbers = self.tokens.numbers.expand(batch, length)
@@ -92,9 +108,8 @@ class KeptTokens:
         count = torch.maximum(old["count"], numbers.amax(dim=1))
         is_sink = (numbers > 0) & (numbers <= sinks)
         stays = is_sink | (numbers > (count - window)[:, None]) & (numbers > 0)
-        place = torch.where(is_sink, numbers - 1, sinks + numbers % window)
         # What does not stay goes to one place more, which is cut off.
-        place = torch.where(stays, place, window + sinks).long()
+        place = torch.where(stays, self._places(numbers), window + sinks)
         self.state = {
             "keys": _put(old["keys"], keys, place),
             "values": _put(old["values"], values, place),
@@ -104,6 +119,10 @@ class KeptTokens:
         if not self.old:
             return keys, values
         return torch.cat([old["keys"], keys], dim=2), torch.cat([old["values"], values], dim=2)
+
+    def _places(self, numbers: Tensor) -> Tensor:
+        """The places [B, T] of tokens by their numbers from 1."""
+        return torch.where(numbers <= self.sinks, numbers - 1, self.sinks + numbers % self.window).long()
 
 
 def window_shapes(heads: int, head_dim: int, places: int, dtype: torch.dtype) -> dict[str, TensorShape]:
