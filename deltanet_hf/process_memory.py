@@ -6,7 +6,6 @@ import ctypes
 import sys
 
 import torch
-from transformers import PreTrainedConfig
 
 CPU = torch.device("cpu")
 M_ARENA_MAX = -8  # of `mallopt`, in the GNU C library's malloc.h
@@ -16,9 +15,9 @@ TOKENIZER_BYTES_PER_WORD = 1000
 """Of a fast tokenizer with byte-pair encoding, per word of the vocabulary (measured)."""
 
 
-def runtime_bytes(config: PreTrainedConfig) -> int:
-    """Bytes of the libraries, and of the tokenizer of a model with this config."""
-    return RUNTIME_BYTES + TOKENIZER_BYTES_PER_WORD * int(config.vocab_size)
+def runtime_bytes(vocabulary: int) -> int:
+    """Bytes of the libraries, and of a tokenizer of so many words."""
+    return RUNTIME_BYTES + TOKENIZER_BYTES_PER_WORD * vocabulary
 
 
 def give_back_freed_memory(device: torch.device = CPU) -> None:

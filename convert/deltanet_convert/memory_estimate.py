@@ -72,7 +72,7 @@ def conversion_memory(
     held_out = min(HELD_OUT_TOKENS, calibration_tokens)
     pairs = zip(teacher.model.model.layers, attentions, strict=True)
     return ConversionMemory(
-        process=runtime_bytes(config),
+        process=runtime_bytes(config.vocab_size),
         between=(calibration_tokens + 2 * held_out) * int(config.hidden_size) * FLOAT,
         layer=fit + max(_weights(layer, new, teacher.dtype.itemsize) for layer, new in pairs),
         head=embedding + max(embedding, logits),  # while it is read, the pages of its file are mapped beside the copy

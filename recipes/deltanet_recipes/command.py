@@ -26,7 +26,7 @@ def data(recipe: RecipeArgument, overrides: Overrides = None) -> None:
     from deltanet_recipes.training.model_pair import load_tokenizer
 
     corpora = prepare_corpora(settings, load_tokenizer(settings.student), typer.echo)
-    typer.echo(f"counts: {write_report(settings, [corpus.report for corpus in corpora])}")
+    typer.echo(f"counts: {write_report(Path(settings.output), [corpus.report for corpus in corpora])}")
 
 
 def align(recipe: RecipeArgument, overrides: Overrides = None) -> None:

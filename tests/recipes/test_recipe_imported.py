@@ -187,7 +187,7 @@ def test_the_plan_counts_what_is_trained(workplace: Path, tmp_path: Path, train:
     tree = recipe_tree(workplace, [{**DISTIL, "train": train}], teacher=str(workplace / "teacher"))
     recipe = load_recipe(write_recipe(tmp_path, tree))
     student = load_student(recipe.student, torch.float32)
-    (sizes,) = estimates(recipe.stages, recipe, student, Runtime(recipe.engine))
+    (sizes,) = estimates(recipe.stages, student, Runtime(recipe.engine), holdout_tokens=0)
     train_for(student, recipe.stages[0], seed=0)  # type: ignore[arg-type]
     whole = [
         p for m in mixers(student).values() for n, p in m.named_parameters() if p.requires_grad and "lora" not in n

@@ -20,7 +20,7 @@ from deltanet_hf.models.factory import model_class
 from deltanet_hf.models.families import FAMILIES
 from deltanet_recipes.config import load_recipe, read_recipe
 from deltanet_recipes.schema import Recipe
-from deltanet_recipes.training.adapters import train_for, train_mixers
+from deltanet_recipes.training.adapters import train_for
 from deltanet_recipes.training.cost_estimate import estimates
 from deltanet_recipes.training.losses import ChunkedLoss, Head, KlTerms, live_chunk
 from deltanet_recipes.training.memory_estimate import LOGIT_BYTES, MUON_BYTES, Memory
@@ -53,14 +53,16 @@ def meta_student(shape: dict[str, Any], family: str = "llama", softmax: Any = ()
 
 
 def machine(device: str, world: int = 1) -> Any:
-    """The part of a `Runtime` that an estimate reads."""
+    """The part of a `Runtime` that an estimate reads, without the engine."""
     gpu = device == "cuda"
     return SimpleNamespace(world=world, bf16=gpu, compile=gpu, device=torch.device(device))
 
 
 def memory(recipe: Recipe, kind: str, student: PreTrainedModel, runtime: Any = None) -> Memory:
     """The parts of the estimate for the stage of this kind."""
-    found = estimates(recipe.stages, recipe, student, runtime or machine("cuda"))
+    runtime = runtime or machine("cuda")
+    runtime.engine = recipe.engine
+    found = estimates(recipe.stages, student, runtime, holdout_tokens=0)
     return next(sizes.peak for stage, sizes in zip(recipe.stages, found, strict=True) if stage.kind == kind)
 
 
@@ -251,7 +253,7 @@ def test_on_a_cpu_an_align_stage_has_both_models_and_the_libraries(
     student = load_student(recipe.student, None if runtime.bf16 else torch.float32)
     teacher = load_teacher(recipe, runtime.compute_dtype)
     peak = memory(recipe, "align", student, runtime)
-    train_mixers(student)
+    train_for(student, recipe.stages[0], seed=0)
     runs = next(iter(mixers(student).values())) if mode == "layerwise" else student
     copies = 2 * sum(p.numel() for p in runs.parameters() if p.requires_grad) if runtime.bf16 else 0
     assert peak.weights - copies == pytest.approx(nbytes([*student.parameters(), *teacher.parameters()]), rel=0.02)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from deltanet_recipes.schema import Align
 from deltanet_recipes.schema_sections import Optimizer
-from deltanet_recipes.training.adapters import lora_targets, train_mixers
+from deltanet_recipes.training.adapters import lora_targets, train_for
 from deltanet_recipes.training.kept_attention import query_key_parts
 from deltanet_recipes.training.model_pair import mixers
 from deltanet_recipes.training.optim import parameter_groups
@@ -15,7 +16,7 @@ from support.tiny_models import mixed_mixture_table, mixed_table, tiny_mixture
 def test_alignment_trains_the_linear_heads_only() -> None:
     student = tiny_mixture("llama", mixed_mixture_table())
     assert list(mixers(student)) == [0, 1, 3]
-    train_mixers(student)
+    train_for(student, Align(tokens=8192), seed=0)
     for name, parameter in student.named_parameters():
         assert parameter.requires_grad == (".linear." in name), name
     assert mixers(tiny_mixture("llama", mixed_table("softmax", "window"))) == {}

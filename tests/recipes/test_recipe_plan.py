@@ -17,7 +17,7 @@ from deltanet_hf.models.factory import model_class
 from deltanet_hf.models.families import FAMILIES
 from deltanet_recipes.config import load_recipe, read_recipe
 from deltanet_recipes.schema import Align
-from deltanet_recipes.training.adapters import train_for, train_mixers
+from deltanet_recipes.training.adapters import train_for
 from deltanet_recipes.training.cost_estimate import estimates, show_plan
 from deltanet_recipes.training.layerwise import LayerwiseAlign
 from deltanet_recipes.training.logbook import Logbook
@@ -46,11 +46,8 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_plan_counts_what_is_trained(workplace: Path, tmp_path: Path, stage: dict[str, Any]) -> None:
     recipe = load_recipe(write_recipe(tmp_path, recipe_tree(workplace, [stage])))
     student = load_student(recipe.student, torch.float32)
-    (sizes,) = estimates(recipe.stages, recipe, student, Runtime(recipe.engine))
-    if isinstance(recipe.stages[0], Align):
-        train_mixers(student)
-    else:
-        train_for(student, recipe.stages[0], seed=0)
+    (sizes,) = estimates(recipe.stages, student, Runtime(recipe.engine), holdout_tokens=0)
+    train_for(student, recipe.stages[0], seed=0)
     in_mixers = sum(p.numel() for mixer in mixers(student).values() for p in mixer.parameters())
     trained = sum(p.numel() for p in student.parameters() if p.requires_grad)
     assert (sizes.mixer_parameters, sizes.rest_parameters) == (in_mixers, trained - in_mixers)
@@ -73,7 +70,8 @@ def test_the_plan_knows_the_files_that_a_stage_keeps(
     recipe = load_recipe(write_recipe(tmp_path, tree))
     run(recipe)
     student, runtime = load_student(recipe.student), Runtime(recipe.engine)
-    layerwise, distil = (size.disk for size in estimates(recipe.stages, recipe, student, runtime))
+    plan = estimates(recipe.stages, student, runtime, recipe.data.holdout_tokens)
+    layerwise, distil = (size.disk for size in plan)
     assert layerwise == pytest.approx(kept["activations"], rel=0.1)
     assert distil == 0
 
@@ -82,11 +80,12 @@ def test_a_lack_of_memory_is_said(workplace: Path, tmp_path: Path, monkeypatch: 
     recipe = load_recipe(write_recipe(tmp_path, recipe_tree(workplace, [ALIGN, DISTIL], output=str(tmp_path))))
     student, runtime = load_student(recipe.student), Runtime(recipe.engine)
     assert runtime.attainable_memory() > 2**28
-    sizes = [size.memory for size in estimates(recipe.stages, recipe, student, runtime)]
+    plan = estimates(recipe.stages, student, runtime, holdout_tokens=0)
+    sizes = [size.memory for size in plan]
     between = sum(sizes) // 2
     monkeypatch.setattr(Runtime, "attainable_memory", lambda self: between)
     shown = Console(file=io.StringIO(), width=300)
-    show_plan(recipe, list(recipe.stages), 0, student, runtime, Logbook(tmp_path, recipe, True, shown))
+    show_plan("student -> run", recipe.stages, plan, 0, runtime, Logbook(tmp_path, recipe, True, shown))
     lines = [line for line in shown.file.getvalue().splitlines() if "GiB are free" in line]  # type: ignore[attr-defined]
     assert [line.split(":")[0] for line in lines] == [["align", "distil"][sizes.index(max(sizes))]]
     assert "micro_batch_rows" in lines[0]
@@ -103,10 +102,11 @@ def test_one_gpu_of_24_gb_aligns_8b(name: str, family: str) -> None:
         student = model_class(family)(converted_config(config, table))
     assert sum(p.numel() for p in student.parameters()) > 8e9
     recipe = read_recipe(name)
-    alone: Any = SimpleNamespace(world=1, bf16=True, compile=True, device=torch.device("cuda"))
+    cuda = torch.device("cuda")
+    alone: Any = SimpleNamespace(world=1, bf16=True, compile=True, device=cuda, engine=recipe.engine)
     align = next(stage for stage in recipe.stages if isinstance(stage, Align))
     joint = align.model_copy(update={"mode": "joint"})
-    layerwise, whole = estimates([align, joint], recipe, student, alone)
+    layerwise, whole = estimates([align, joint], student, alone, recipe.data.holdout_tokens)
     assert 2 * 2**30 < layerwise.memory < 12 * 2**30
     assert layerwise.disk == pytest.approx(26e9, rel=0.1)
     assert whole.memory > 24 * 2**30

@@ -1,19 +1,22 @@
-"""Makes the token files of a recipe: evaluation arrays, then decontaminated corpora, and a report of their counts."""
+"""Makes the data of a recipe: evaluation arrays, decontaminated corpora, a report of their counts, and the rows."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from deltanet_hf.data import shipped_texts
+from deltanet_hf.data import prefix_ids, shipped_texts
 from deltanet_hf.errors import UserError
 from deltanet_hf.safe_write import write_atomically, writing
 from deltanet_recipes.data.decontaminate import Contamination
 from deltanet_recipes.data.evaluation_arrays import evaluation_arrays
+from deltanet_recipes.data.packing import Mixture, split_streams
+from deltanet_recipes.data.recall_rows import RecallStream
 from deltanet_recipes.data.tokens import Corpus, load_corpus
 from deltanet_recipes.schema import Recipe
 from deltanet_recipes.schema_sections import Data, Source
@@ -57,9 +60,36 @@ def prepare_corpora(
     return corpora
 
 
-def write_report(recipe: Recipe, reports: list[dict[str, Any]]) -> Path:
+@dataclass
+class RecipeData:
+    """The rows of a recipe and the reports of their sources."""
+
+    training: Mixture
+    held_out: Mixture
+    reports: list[dict[str, Any]]
+
+    @classmethod
+    def of(cls, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, say: Callable[[str], None]) -> RecipeData:
+        """Arguments and errors are those of `prepare_corpora`."""
+        data, separator = recipe.data, separator_id(recipe.data, tokenizer)
+        corpora, prefix = prepare_corpora(recipe, tokenizer, say), prefix_ids(tokenizer)
+        training, held_out = split_streams(corpora, data.holdout_tokens, recipe.seed, data.shuffle)
+        recall = [
+            RecallStream(source, tokenizer, training, [separator, *prefix], recipe.seed)
+            for source in data.sources
+            if source.recall is not None
+        ]
+        begin = next(iter(prefix), None)
+        return cls(
+            Mixture([*training, *recall], separator, data.isolate_documents, data.repeat, begin),
+            Mixture(held_out, separator, data.isolate_documents, True, begin),
+            [corpus.report for corpus in corpora] + [stream.report for stream in recall],
+        )
+
+
+def write_report(output: Path, reports: list[dict[str, Any]]) -> Path:
     """Write the reports of all sources into the output folder, and return the file."""
-    path = Path(recipe.output) / REPORT
+    path = output / REPORT
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, (json.dumps(reports, indent=1) + "\n").encode())

@@ -16,17 +16,9 @@ from torch import nn
 
 from deltanet_hf.mixers import LayerKind
 from deltanet_hf.models.layers import INSERTED_QK_NORMS
-from deltanet_recipes.schema import DistilBase
+from deltanet_recipes.schema import Align, Stage
 from deltanet_recipes.training.kept_attention import query_key_parts
 from deltanet_recipes.training.model_pair import decoder_layers, is_imported, mixer_name, mixers
-
-
-def train_mixers(student: nn.Module) -> None:
-    """Freeze everything but the mixers and convert the mixers to float32."""
-    student.requires_grad_(False)
-    for mixer in mixers(student).values():
-        for part in mixer.float().new_parts():
-            part.requires_grad_(True)
 
 
 def inserted_norms(student: nn.Module) -> list[nn.Module]:
@@ -36,17 +28,7 @@ def inserted_norms(student: nn.Module) -> list[nn.Module]:
     return [norm for attention in attentions for norm in (attention.q_norm, attention.k_norm)]
 
 
-def mixers_in_full(student: nn.Module, stage: DistilBase) -> list[nn.Module]:
-    """The mixers whose own weights a stage trains; all but those of an imported model under LoRA.
-
-    Of layers with mixed heads, it is the branch with the recurrent state.
-    """
-    if stage.train == "lora" and is_imported(student):
-        return []
-    return [part for mixer in mixers(student).values() for part in mixer.new_parts()]
-
-
-def train_for(student: nn.Module, stage: DistilBase, seed: int) -> None:
+def train_for(student: nn.Module, stage: Stage, seed: int) -> None:
     """Prepare the student for a stage: add adapters for `train: lora` and set what requires gradients.
 
     Trained weights become float32; autocast computes with them in bfloat16.
@@ -55,7 +37,15 @@ def train_for(student: nn.Module, stage: DistilBase, seed: int) -> None:
         seed: random seed of new adapters.
     """
     student.requires_grad_(False)
-    in_full = [*mixers_in_full(student, stage), *inserted_norms(student)]
+    converted = mixers(student).values()
+    if isinstance(stage, Align):
+        for mixer in converted:
+            for part in mixer.float().new_parts():
+                part.requires_grad_(True)
+        return
+    in_full = inserted_norms(student)
+    if not (stage.train == "lora" and is_imported(student)):
+        in_full += [part for mixer in converted for part in mixer.new_parts()]
     # What is of queries or keys alone; `shared_rows_held` does the rest of `kept_qk: frozen`.
     kept = query_key_parts(student) if stage.kept_qk == "frozen" else ()
     held = {name: part for name, part, rows in kept if rows is None}

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from deltanet_hf.mixers import FLOAT32_NAMES
 from deltanet_hf.publish import Workspace, publish_folder
 from deltanet_hf.safe_write import writing
-from deltanet_recipes.schema import Recipe, Stage
+from deltanet_recipes.schema import Recipe
 from deltanet_recipes.training.logbook import read_log
 from deltanet_recipes.training.model_card import write_card
 
@@ -25,7 +25,6 @@ def save_final(
     student: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     recipe: Recipe,
-    stages: list[Stage],
     dtype: torch.dtype,
     data: list[dict[str, Any]],
 ) -> None:
@@ -35,7 +34,7 @@ def save_final(
         folder: the folder to be written; an earlier result is replaced.
         student: the trained model. Its weights are converted to `dtype` in place, except for those that its mixers
             keep in float32.
-        recipe, stages: what the model was trained with.
+        recipe: with the stages that the model was trained by.
         dtype: the dtype of the saved weights.
         data: the reports of the corpora.
     """
@@ -55,7 +54,7 @@ def save_final(
                 for source in Path(recipe.student).glob(pattern):
                     if source.is_file() and not (model / source.name).is_file():
                         shutil.copy(source, model / source.name)
-            write_card(model, recipe, stages, read_log(Path(recipe.output)), data, student.config)
+            write_card(model, recipe, read_log(Path(recipe.output)), data, student.config)
             for weights in model.glob("*.safetensors"):  # safetensors makes files that only their owner can read
                 weights.chmod((model / "config.json").stat().st_mode)
         return {}

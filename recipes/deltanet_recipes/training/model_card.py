@@ -19,7 +19,6 @@ from deltanet_recipes.training.model_pair import teacher_of
 def write_card(
     folder: Path,
     recipe: Recipe,
-    stages: list[Stage],
     rows: list[dict[str, Any]],
     data: list[dict[str, Any]],
     config: PreTrainedConfig,
@@ -27,6 +26,7 @@ def write_card(
     """Write README.md: teacher, tokens, hours, held-out figures, data, the recipe and the licence.
 
     Args:
+        recipe: with the stages that the model was trained by.
         rows: the log of the run.
         data: the reports of the corpora.
         config: the student's.
@@ -43,7 +43,7 @@ def write_card(
     linear = ["linear-attention"] if any(not issubclass(mixer, AttentionKind) for mixer in new) else []
     tags = [*(mixer.name.replace("_", "-") for mixer in new), *linear, "distillation"]
     student = Path(recipe.student)
-    metrics, licence = _metrics(rows, stages), licence_note(student.name if imported else title, student)
+    metrics, licence = _metrics(rows, recipe.stages[-1]), licence_note(student.name if imported else title, student)
     header = card_header(
         heading[0].removeprefix("# "),
         tags,
@@ -61,7 +61,7 @@ def write_card(
         "|---|---|---|---|---|",
     ]
     hours_total = 0.0
-    for stage in stages:
+    for stage in recipe.stages:
         label = stage_name(stage)
         own = [row for row in rows if row["stage"] == label or row["stage"].startswith(f"{label}.")]
         seconds: dict[str, float] = {}
@@ -74,7 +74,7 @@ def write_card(
         if any(row["stage"] != label for row in own):
             before, after = _layer_means(evaluated)
         lines.append(f"| {label} | {stage.steps * stage.batch_tokens:,} | {hours:.3f} | {before} | {after} |")
-    tokens = sum(stage.steps * stage.batch_tokens for stage in stages)
+    tokens = sum(stage.steps * stage.batch_tokens for stage in recipe.stages)
     lines += ["", f"In all {tokens:,} training tokens and {hours_total:.2f} device hours per process.", "", "Data:"]
     for report in data:
         source = report["source"]
@@ -95,9 +95,9 @@ def write_card(
     (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")
 
 
-def _metrics(rows: list[dict[str, Any]], stages: list[Stage]) -> list[Metric]:
+def _metrics(rows: list[dict[str, Any]], last_stage: Stage) -> list[Metric]:
     """The figures of the last evaluation of the last stage."""
-    label = stage_name(stages[-1])
+    label = stage_name(last_stage)
     evaluated = [row for row in rows if row["stage"] == label and "held_out.kl" in row]
     if not evaluated:
         return []

@@ -38,6 +38,12 @@ def load_student(folder: str, dtype: torch.dtype | None = None) -> PreTrainedMod
     return _load(folder, "student", dtype or "auto")
 
 
+def stored_dtype(student: PreTrainedModel, folder: str) -> torch.dtype:
+    """The dtype in which the student's folder is stored."""
+    stored = read_json(Path(folder) / "config.json").get("dtype")
+    return getattr(torch, stored) if isinstance(stored, str) else student.dtype
+
+
 def load_teacher(recipe: Recipe, dtype: torch.dtype) -> PreTrainedModel:
     """The teacher in `dtype`, frozen, with SDPA attention. Raises UserError if it cannot be loaded."""
     name, revision = teacher_of(recipe)

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from deltanet_hf.data import prefix_ids
 from deltanet_hf.errors import UserError, one_line
 from deltanet_hf.file_lock import locked
 from deltanet_hf.safe_write import replacing, writing
-from deltanet_recipes.data.packing import Mixture, split_streams
-from deltanet_recipes.data.prepare import prepare_corpora, separator_id, write_report
-from deltanet_recipes.data.recall_rows import RecallStream
+from deltanet_recipes.data.prepare import RecipeData, write_report
 from deltanet_recipes.schema import Align, Recipe, Stage, stage_name, stage_tokens
-from deltanet_recipes.training.cost_estimate import show_plan
+from deltanet_recipes.training.cost_estimate import estimates, show_plan
 from deltanet_recipes.training.feeds import check_share
 from deltanet_recipes.training.final_model import save_final
 from deltanet_recipes.training.finished_stages import finished_stages, load_stage, save_stage
@@ -31,13 +26,14 @@ from deltanet_recipes.training.model_pair import (
     load_student,
     load_tokenizer,
     mixers,
+    stored_dtype,
     without_alignment,
 )
 from deltanet_recipes.training.optim import unset_rates
 from deltanet_recipes.training.peers import peers_alive
 from deltanet_recipes.training.run_plots import draw_plots
 from deltanet_recipes.training.runtime import Runtime
-from deltanet_recipes.training.stages import StageRun, held_out_rows
+from deltanet_recipes.training.stages import StageRun
 
 PROGRESS = (LOG, "checkpoints", "stages", "final")  # in the output folder of a run that has begun to train
 
@@ -68,92 +64,60 @@ def run(recipe: Recipe, kinds: tuple[str, ...] | None = None, console: Console |
 
 
 def _run(recipe: Recipe, stages: list[Stage], runtime: Runtime, output: Path, console: Console | None) -> Path:
-    final = output / "final"
     _claim(output, recipe, stages, runtime)
     logbook = Logbook(output, recipe, runtime.main, console)
     tokenizer = load_tokenizer(recipe.student)
     for stage in recipe.stages:
         if isinstance(stage, Align) and stage not in stages:
             logbook.say(f"{stage_name(stage)}: skipped, for the layers of {recipe.student} have the teacher's weights")
-    data = _Prepared.of(recipe, tokenizer, runtime, logbook)
+    with runtime.main_first():
+        data = RecipeData.of(recipe, tokenizer, logbook.say)
     data.training.check(sum(map(stage_tokens, stages)))
     if runtime.main:
-        write_report(recipe, data.report)
+        write_report(output, data.reports)
 
     torch.manual_seed(recipe.seed)
     student = load_student(recipe.student, None if runtime.bf16 else torch.float32)
-    converted, stored_dtype = len(mixers(student)), load_dtype(student, recipe)
+    dtype = stored_dtype(student, recipe.student)
     files = [output / "stages" / f"{number:02d}-{stage_name(stage)}.safetensors" for number, stage in enumerate(stages)]
     finished = finished_stages(files, runtime, logbook.say)
     if finished:
         names = [stage_name(stage) for stage in stages]
         rest = f"goes on with {names[finished]}" if names[finished:] else "only the final model is written"
         logbook.say(f"finished before: {', '.join(names[:finished])}; {rest}")
-    show_plan(recipe, stages, finished, student, runtime, logbook)
+    if runtime.main:
+        plan = estimates(stages, student, runtime, recipe.data.holdout_tokens)
+        show_plan(f"{recipe.student} -> {recipe.output}", stages, plan, finished, runtime, logbook)
     if rates := unset_rates(stages[finished:], student):
         logbook.say(rates)
+
+    converted = len(mixers(student))
+    if finished:
+        data.training.state = load_stage(files[finished - 1], student)
     steps_before = 0
-    for number, (stage, done) in enumerate(zip(stages, files, strict=True)):
+    for number, (stage, file) in enumerate(zip(stages, files, strict=True)):
         if number >= finished:
-            held_out = held_out_rows(data.held_out, stage, recipe.data.holdout_tokens, runtime.world)
-            folder = output / "checkpoints" / done.stem
-            run_stage = StageRun(
-                stage, recipe, runtime, student, data.training, held_out, logbook, folder, steps_before
-            )
+            checkpoints = output / "checkpoints" / file.stem
+            run_stage = StageRun(stage, recipe, runtime, student, data, logbook, checkpoints, steps_before)
             with runtime.interrupts.delayed():
                 student = run_stage.run()
-            save_stage(done, student, data.training.state, runtime)
-        if number >= finished - 1:
-            data.training.state = load_stage(done, student)
-            student.requires_grad_(False)
+            save_stage(file, student, data.training.state, runtime)
+            logbook.tables()
         layerwise = isinstance(stage, Align) and stage.mode == "layerwise"
         steps_before += stage.steps * (converted if layerwise else 1)
-        logbook.tables()
+
+    final = output / "final"
     if runtime.main:
         if any(getattr(stage, "kept_qk", None) == "restore" for stage in stages):
             put_back_queries_and_keys(student, recipe.student)
-        done_recipe = recipe.model_copy(update={"stages": tuple(stages)})  # the stages whose tokens the model has seen
-        save_final(final, student, tokenizer, done_recipe, stages, stored_dtype, data.report)
+        trained_by = recipe.model_copy(update={"stages": tuple(stages)})
+        save_final(final, student, tokenizer, trained_by, dtype, data.reports)
         with writing(output):
             draw_plots(output, read_log(output))
     logbook.close()
     runtime.barrier()
     logbook.say(f"final model: {final}")
     return final
-
-
-@dataclass
-class _Prepared:
-    """The tokenised data of a recipe."""
-
-    training: Mixture
-    held_out: Mixture
-    report: list[dict[str, Any]]
-
-    @classmethod
-    def of(cls, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, runtime: Runtime, logbook: Logbook) -> _Prepared:
-        data, separator = recipe.data, separator_id(recipe.data, tokenizer)
-        if not runtime.main:
-            runtime.barrier()  # the main process tokenises, the others read its result
-        corpora = prepare_corpora(recipe, tokenizer, logbook.say)
-        if runtime.main:
-            runtime.barrier()
-        training, held_out = split_streams(corpora, data.holdout_tokens, recipe.seed, data.shuffle)
-        begin = next(iter(prefix_ids(tokenizer)), None)
-        unwanted = [separator, *prefix_ids(tokenizer)]
-        synthetic = [source for source in data.sources if source.recall is not None]
-        recall = [RecallStream(source, tokenizer, training, unwanted, recipe.seed) for source in synthetic]
-        return cls(
-            Mixture([*training, *recall], separator, data.isolate_documents, data.repeat, begin),
-            Mixture(held_out, separator, data.isolate_documents, True, begin),
-            [corpus.report for corpus in corpora] + [stream.report for stream in recall],
-        )
-
-
-def load_dtype(student: PreTrainedModel, recipe: Recipe) -> torch.dtype:
-    """The dtype in which the student's folder is stored and in which the final model is saved."""
-    stored = json.loads((Path(recipe.student) / "config.json").read_text()).get("dtype")
-    return getattr(torch, stored) if isinstance(stored, str) else student.dtype
 
 
 def _claim(output: Path, recipe: Recipe, stages: list[Stage], runtime: Runtime) -> None:

@@ -64,6 +64,10 @@ class Runtime:
     def barrier(self) -> None:
         self._state.wait_for_everyone()
 
+    def main_first(self) -> AbstractContextManager[None]:
+        """A block that the main process runs before the others, which then find what it has written."""
+        return self._state.main_process_first()  # type: ignore[no-any-return]
+
     def from_main(self, value: T) -> T:
         """The main process's value, on every process."""
         if self.world == 1:

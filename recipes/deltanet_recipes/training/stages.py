@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -13,9 +14,10 @@ from transformers import PreTrainedModel
 
 from deltanet_hf.models.cache_bits import cache_bits_of, use_cache_bits
 from deltanet_hf.process_memory import give_back_freed_memory
-from deltanet_recipes.data.packing import Mixture, Rows
+from deltanet_recipes.data.packing import Rows
+from deltanet_recipes.data.prepare import RecipeData
 from deltanet_recipes.schema import Align, DistilBase, Recipe, Stage, stage_name, stage_tokens
-from deltanet_recipes.training.adapters import merge_lora, train_for, train_mixers
+from deltanet_recipes.training.adapters import merge_lora, train_for
 from deltanet_recipes.training.feeds import RowFeed, micro_batch_rows
 from deltanet_recipes.training.kept_attention import shared_rows_held
 from deltanet_recipes.training.layerwise import LayerwiseAlign
@@ -46,8 +48,7 @@ class StageRun:
     """A stage of a run with everything it works on.
 
     Args:
-        mixture: the training data, at the position where the stage begins.
-        held_out: rows that are never trained on.
+        data: the recipe's, at the position where the stage begins.
         folder: folder of the stage's checkpoints.
         steps_before: optimiser steps of the stages before this one, for the log.
     """
@@ -56,8 +57,7 @@ class StageRun:
     recipe: Recipe
     runtime: Runtime
     student: PreTrainedModel
-    mixture: Mixture
-    held_out: Rows
+    data: RecipeData
     logbook: Logbook
     folder: Path
     steps_before: int
@@ -69,6 +69,7 @@ class StageRun:
         use_cache_bits(self.student, 16 if isinstance(self.stage, Align) else self.stage.cache_bits)
         rows = f"{len(self.held_out)} held-out rows of {self.stage.sequence_length:,} tokens"
         self.logbook.say(f"{stage_name(self.stage)}: loads the teacher and measures {rows}")
+        train_for(self.student, self.stage, self.recipe.seed)
         if isinstance(self.stage, Align):
             if self.stage.mode == "layerwise":
                 self._align_layerwise(self.stage)
@@ -88,8 +89,7 @@ class StageRun:
         if self.recipe.engine.sharding == "none":
             return self.student
         fresh = load_student(self.recipe.student, None if self.runtime.bf16 else torch.float32)
-        if not isinstance(self.stage, Align):
-            train_for(fresh, self.stage, self.recipe.seed)
+        train_for(fresh, self.stage, self.recipe.seed)
         parameters = dict(fresh.named_parameters())
         for name, parameter in self.student.named_parameters():
             parameters[name].data = gathered_on_cpu(parameter)
@@ -100,11 +100,10 @@ class StageRun:
 
     def _align(self, stage: Align) -> None:
         teacher = self._teacher(self.runtime.device)
-        train_mixers(self.student)
         error = torch.compile(squared_error, dynamic=False) if self.runtime.compile else squared_error
         checkpointing = self.recipe.engine.gradient_checkpointing
         objective = AlignObjective(teacher, self.student, error, checkpointing).to(self.runtime.device)
-        feed = RowFeed(self.mixture, stage, self.runtime, score_all=True)
+        feed = RowFeed(self.data.training, stage, self.runtime, score_all=True)
         with self.runtime.autocast():
             objective.measure_scales(feed.evaluation(self._sample(feed)))
         if self.runtime.compile:
@@ -115,18 +114,26 @@ class StageRun:
         self._train(objective, feed, lambda: self._evaluate(objective, feed))
         objective.close()
 
+    @cached_property
+    def held_out(self) -> Rows:
+        """The rows on which every evaluation is done: complete micro-batches if there are enough tokens."""
+        mixture, length = self.data.held_out, self.stage.sequence_length
+        size = micro_batch_rows(self.stage, self.runtime.world)
+        rows = max(1, self.recipe.data.holdout_tokens // length) if mixture.streams else 0
+        mixture.state = [0] * len(mixture.streams)
+        return mixture.take(rows // size * size if rows >= size else rows, length)
+
     def _sample(self, feed: RowFeed) -> Rows:
         """The rows on which constants of the loss are measured: those held out, else the first that will be trained."""
         if len(self.held_out):
             return self.held_out
         beginning = feed.state
-        sample = self.mixture.take(self.stage.rows_per_step, self.stage.sequence_length)
+        sample = self.data.training.take(self.stage.rows_per_step, self.stage.sequence_length)
         feed.state = beginning
         return sample
 
     def _align_layerwise(self, stage: Align) -> None:
         teacher = self._teacher(torch.device("cpu"))
-        train_mixers(self.student)
         rows = stage_tokens(stage) // stage.sequence_length
         LayerwiseAlign(
             stage_name(stage),
@@ -135,7 +142,7 @@ class StageRun:
             self.runtime,
             teacher,
             self.student,
-            self.mixture.take(rows, stage.sequence_length),
+            self.data.training.take(rows, stage.sequence_length),
             self.held_out,
             self.logbook,
             self.folder,
@@ -144,7 +151,6 @@ class StageRun:
         ).run()
 
     def _distil(self, stage: DistilBase) -> None:
-        train_for(self.student, stage, self.recipe.seed)
         terms = KlTerms(
             stage.kl_weight,
             stage.ce_weight,
@@ -171,7 +177,7 @@ class StageRun:
             terms if stage.recall_weight > 0 else None,
         )
         self.runtime.shard(objective, layers, teacher)
-        feed = RowFeed(self.mixture, stage, self.runtime, score_all=False)
+        feed = RowFeed(self.data.training, stage, self.runtime, score_all=False)
         if stage.recall_weight > 0:
             with self.runtime.autocast():
                 objective.measure_mean_weight(feed.evaluation(self._sample(feed)))
@@ -214,16 +220,3 @@ class StageRun:
         else:
             values["error"] = sum(values.values()) / len(values)
         return {**values, "loss": loss}
-
-
-def held_out_rows(mixture: Mixture, stage: Stage, tokens: int, world: int) -> Rows:
-    """The rows on which every evaluation of a stage is done: complete micro-batches if there are enough tokens.
-
-    Args:
-        tokens: tokens that are held out.
-        world: number of processes.
-    """
-    size = micro_batch_rows(stage, world)
-    rows = max(1, tokens // stage.sequence_length) if mixture.streams else 0
-    mixture.state = [0] * len(mixture.streams)
-    return mixture.take(rows // size * size if rows >= size else rows, stage.sequence_length)
