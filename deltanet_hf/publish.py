@@ -13,7 +13,6 @@ transformers.
 """
 
 import errno
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -21,9 +20,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from . import step_journal
 from .errors import QualityError, UserError
 from .file_lock import locked
+from .journal import Journal
 from .safe_write import sync_folder, writing
 
 JOURNAL = "journal.jsonl"
@@ -61,10 +60,9 @@ def publish_folder(
         UserError: `out` exists and may not be replaced; another process is writing it; an interrupted run exists and
             `resume` was not given, or its request was different; the disk refuses to write.
     """
-    request = json.loads(json.dumps(request))  # as the journal will hold it: tuples become lists
     check_target(out)
     workspace = Workspace(out, what)
-    if resume and not workspace.journal.exists() and (figures := finished()) is not None:
+    if resume and not workspace.journal.path.exists() and (figures := finished()) is not None:
         if workspace.folder.exists():  # the earlier run was killed during the last step of its cleanup
             with locked(workspace.folder / LOCK, out, what):
                 workspace.discard()
@@ -121,8 +119,16 @@ class Workspace:
         self.folder = out.parent / f".{out.name}.incomplete"
         self.model = self.folder / "model"
         self.replaced = self.folder / "replaced"
-        self.journal = self.folder / JOURNAL
-        self.steps: step_journal.Steps = {}
+        self.journal = Journal(
+            self.folder / JOURNAL,
+            f"an interrupted {what} to {out}",
+            "start again with --overwrite, or repeat the first command with --resume",
+        )
+
+    @property
+    def steps(self) -> dict[str, Any]:
+        """The finished steps with their figures."""
+        return self.journal.steps
 
     @contextmanager
     def opened(self, request: dict[str, Any], *, resume: bool, overwrite: bool) -> Iterator["Workspace"]:
@@ -131,42 +137,23 @@ class Workspace:
         Arguments and errors are those of `publish_folder`.
         """
         with locked(self.folder / LOCK, self.out, self.what):
-            if self.journal.exists():
-                self._continue(request, resume, overwrite)
-            if not self.journal.exists():
-                self._clear()
-                self._check_out(overwrite)
-                with writing(self.model):
-                    self.model.mkdir()
-                step_journal.append(self.journal, {"request": request})
-            yield self
-
-    def _continue(self, request: dict[str, Any], resume: bool, overwrite: bool) -> None:
-        """Loads the finished steps of the interrupted run, or clears the folder for a new one."""
-        before, steps = step_journal.read(self.journal)
-        published = READY in steps and not self.model.exists()  # killed after the last rename, during cleanup
-        if published and resume:
-            self.steps = steps
-            return
-        if before is None or published:
-            self._clear()
-            return
-        if not resume:
-            if not overwrite:
+            half_done = self.journal.path.exists() and self.model.exists()
+            if resume and self.journal.resume(request) and (half_done or READY in self.steps):
+                if half_done:  # else it was killed after the last rename, during cleanup
+                    self._check_out(overwrite)
+                yield self
+                return
+            if half_done and not (resume or overwrite):
                 raise UserError(
                     f"{self.folder}: holds an interrupted {self.what} to {self.out}; run with --resume to complete it "
                     "or with --overwrite to start again"
                 )
             self._clear()
-            return
-        if before != request:
-            difference = step_journal.first_difference(before, request)
-            raise UserError(
-                f"{self.folder}: this command differs from that of the interrupted {self.what} in {difference}; "
-                "repeat the first command with --resume, or start again with --overwrite"
-            )
-        self._check_out(overwrite)
-        self.steps = steps
+            self._check_out(overwrite)
+            with writing(self.model):
+                self.model.mkdir()
+            self.journal.begin(request)
+            yield self
 
     def _check_out(self, overwrite: bool) -> None:
         problem = None
@@ -178,14 +165,13 @@ class Workspace:
             elif not (self.out / "config.json").exists():
                 problem = "exists and holds no model to overwrite (no config.json); choose another folder"
         if problem:
-            if not self.journal.exists():
+            if not self.journal.path.exists():
                 self.discard()
             raise UserError(f"{self.out}: {problem}")
 
     def done(self, step: str, figures: dict[str, Any] | None = None) -> None:
         """Records a finished step. Everything that the step wrote must already be on the disk."""
-        step_journal.append(self.journal, {"step": step, "figures": figures or {}})
-        self.steps[step] = figures or {}
+        self.journal.done(step, figures or {})
 
     def publish(self) -> None:
         """Renames `model` to OUT. An old OUT is kept until the new one can take its place."""
@@ -220,8 +206,7 @@ class Workspace:
                     shutil.rmtree(entry)
                 else:
                     entry.unlink()
-            self.journal.unlink(missing_ok=True)
-        self.steps = {}
+            self.journal.remove()
 
 
 def _is_empty_folder(path: Path) -> bool:

@@ -17,20 +17,20 @@ from deltanet_convert.export import stream_export
 from deltanet_convert.export.stream_export import write_export
 from deltanet_convert.start import START
 from deltanet_convert.storage.shard_writer import ShardWriter
-from deltanet_hf import step_journal
 from deltanet_hf.errors import UserError
+from deltanet_hf.journal import Journal
 from support.file_limit import limit_during
 from support.tiny_conversion import quick_start, teacher_folder, tiny_conversion, tiny_tokenizer
 from support.tiny_export import EVERY_OTHER, exportable_model, planned, saved
 
 # The function that writes, the largest size of its files meanwhile, and the calls that go well before.
 CONVERSION: list[tuple[Any, str, int, int]] = [
-    (step_journal, "append", 10, 0),
+    (Journal, "begin", 10, 0),
     (ShardWriter, "prepare", 100, 0),
     (ShardWriter, "prepare", 10_000, 0),
     (Activations, "save", 1000, 0),
     (Activations, "save", 1000, 1),
-    (step_journal, "append", 1500, 1),
+    (Journal, "done", 1500, 1),
     (convert_module, "check_saving", 10, 0),  # a trial in the folder for temporary files
     (output_files, "generation_config", 10, 0),
     (convert_module, "write_other_files", 10, 0),  # config.json
@@ -39,9 +39,9 @@ CONVERSION: list[tuple[Any, str, int, int]] = [
     (output_files, "write_atomically", 100, 1),  # conversion.json
 ]
 EXPORT: list[tuple[Any, str, int, int]] = [
-    (step_journal, "append", 10, 0),
+    (Journal, "begin", 10, 0),
     (ShardWriter, "prepare", 500, 0),
-    (step_journal, "append", 900, 2),
+    (Journal, "done", 900, 1),
     (stream_export, "write_companions", 20, 0),
     (stream_export, "write_companions", 2500, 0),  # the tokenizer
     (stream_export, "write_atomically", 20, 0),  # export.json

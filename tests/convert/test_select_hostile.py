@@ -41,7 +41,7 @@ def chosen(number: int, unit: Any, score: float = 0.5) -> dict[str, Any]:
 
 
 def journal(out: Path, *lines: Any, overwrite: bool = False) -> SelectionJournal:
-    """The journal of a run whose file has these lines behind its request; bytes stand for a whole file."""
+    """The journal of a run whose file has these lines after its request; bytes stand for a whole file."""
     if lines and isinstance(lines[0], bytes):
         data = lines[0]
     else:
@@ -73,7 +73,7 @@ def test_a_damaged_journal_is_refused_and_can_be_discarded(tmp_path: Path) -> No
     for number, lines in enumerate(DAMAGED):
         out = tmp_path / str(number) / "s.json"
         out.parent.mkdir()
-        with pytest.raises(UserError, match=r"\.s\.json\.journal: damaged .*; start again with --overwrite") as caught:
+        with pytest.raises(UserError, match=r"\.s\.json\.journal: damaged, .*; start again with --overwrite") as caught:
             journal(out, *lines)
         assert "\n" not in str(caught.value), lines
         assert journal(out, *lines, overwrite=True).steps == {}, lines

@@ -100,7 +100,7 @@ def test_finished_rounds_are_not_repeated(far: Path, tmp_path: Path, method: str
 def test_another_request_is_refused_or_starts_again(far: Path, tmp_path: Path) -> None:
     out = tmp_path / "s.json"
     killed_after(1, far, out)
-    with pytest.raises(UserError, match=r"unfinished selection to .*s.json had another seed \(0, now 1\).*--overwrite"):
+    with pytest.raises(UserError, match=r"selection to .*s.json with another seed \(0, now 1\); start again"):
         tiny_selection(far, out, "3", seed=1)
     assert tiny_selection(far, out, "1", seed=1, overwrite=True).layers == (FAR_LAYER,)
     killed_after(1, far, out, overwrite=True)

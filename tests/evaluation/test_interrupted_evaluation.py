@@ -117,7 +117,7 @@ def test_an_unfinished_report_of_something_else_is_measured_again(options: Repor
         path.write_bytes(kept)
         said.clear()
         assert Unfinished(changed, rows, said.append).outcomes == []
-        assert "had another" in said[0]
+        assert "holds an unfinished report with another options." in said[0]
     for damaged in (b"{}\n", kept.replace(b'"bytes"', b'"bites"'), b"\xff\n", kept.replace(b"teacher", b"t", 1)):
         path.write_bytes(damaged)
         said.clear()
@@ -163,13 +163,13 @@ def test_an_interrupted_evaluation_asks_for_the_missing_answers_only(
         patch.setattr(DeltaNetLM, "_loglikelihood_tokens", ask)
         with pytest.raises(Stop):
             evaluate("killed", file)
-        file.write_bytes(file.read_bytes() + b'["0a", [[')  # the line that a kill cuts
+        file.write_bytes(file.read_bytes() + b'{"step": "0a", "figures": [[')  # the line that a kill cuts
         resumed = evaluate("resumed", file)
     assert asked[:3] == [5, 5, 5]
     assert sum(asked[3:]) == 6 * 2 + 6 * 4 - 10  # two options, four options; ten answers were kept
     assert resumed == evaluate("direct", tmp_path / "direct.jsonl")
     assert file.read_bytes() == (tmp_path / "direct.jsonl").read_bytes()
-    with pytest.raises(UserError, match="not the answers of this model"):
+    with pytest.raises(UserError, match=r"holds answers of a model with another window \(None, now \[8, 4\]\); give"):
         evaluate("window", file, "--window", "8")
 
 
@@ -188,11 +188,11 @@ def test_answers_of_every_kind_are_kept(student_folder: Path, tmp_path: Path) ->
     assert all(isinstance(answer, str) for answer in found[0][1])
 
 
-@pytest.mark.parametrize("content", [b"not json\n", b"[1]\n[2]\n", b"{}\n", b"cut", b'{"answers of": 1}\n5\n'])
+@pytest.mark.parametrize("content", [b"not json\n", b"[1]\n", b"{}\n", b"cut", b'{"request": {"weights": "x"}}\n5\n'])
 def test_a_file_that_holds_no_answers_is_refused_and_kept(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "notes.txt"
     file.write_bytes(content)
-    with pytest.raises(UserError, match=r"--answers .*notes.txt: not [^\n]*$"):
+    with pytest.raises(UserError, match=r"notes.txt: damaged, or a file of something else [^\n]*$"):
         KeptAnswers(file, {"weights": "x"})
     assert file.read_bytes() == content
 
@@ -202,7 +202,7 @@ def test_a_full_disk_ends_with_one_line_and_leaves_whole_answers(tmp_path: Path)
     requests = [SimpleNamespace(args=(str(n),)) for n in range(20)]
     answers = KeptAnswers(file, {})
     with pytest.MonkeyPatch.context() as patch:
-        limit_during(patch, answers, "_append", file.stat().st_size + 150, 0)
+        limit_during(patch, answers._journal, "done", file.stat().st_size + 150, 0)
         with pytest.raises(UserError, match="disk is full"):
             answers.answer("loglikelihood_rolling", requests, lambda some: [1.5] * len(some))
     asked: list[int] = []

@@ -92,7 +92,7 @@ def test_a_resumed_run_names_what_has_changed(tmp_path: Path) -> None:
     with pytest.raises(Killed):
         publish_folder(out, before, filler("first", "weights"), resume=False, overwrite=False)
     now = {"options": {"seed": 2, "dtype": None}}
-    with pytest.raises(UserError, match=r"differs .* in options\.seed \(1, now 2\); repeat the first command"):
+    with pytest.raises(UserError, match=r"interrupted conversion .* another options\.seed \(1, now 2\); start again"):
         publish_folder(out, now, filler("first"), resume=True, overwrite=False)
 
 
@@ -113,10 +113,21 @@ def test_a_journal_line_torn_by_a_crash_is_cut_off(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with pytest.raises(Killed):
         publish_folder(out, {}, filler("first", "config.json"), resume=False, overwrite=False)
-    with Workspace(out).journal.open("a") as journal:
+    with Workspace(out).journal.path.open("a") as journal:
         journal.write('{"step": "wei')
     publish_folder(out, {}, filler("second"), resume=True, overwrite=False)
     assert files(out) == {"config.json": "first", "weights": "second"}
+
+
+def test_a_damaged_journal_is_refused_until_it_is_discarded(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(Killed):
+        publish_folder(out, {}, filler("first", "config.json"), resume=False, overwrite=False)
+    Workspace(out).journal.path.write_text("nonsense\n")
+    with pytest.raises(UserError, match=r"journal.jsonl: damaged, .*; start again with --overwrite"):
+        publish_folder(out, {}, filler("second"), resume=True, overwrite=False)
+    publish_folder(out, {}, filler("second"), resume=False, overwrite=True)
+    assert files(out) == {"config.json": "second", "weights": "second"}
 
 
 def test_outputs_that_end_in_no_name_are_refused() -> None:

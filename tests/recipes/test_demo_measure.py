@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
 import pytest
 
+from deltanet_hf.errors import UserError
 from deltanet_hf.models.cache_bits import cache_bits_of, stored_bytes
 from deltanet_recipes.demo import measure as demo
 from support.tiny_run import WORDS, make_models
@@ -27,9 +27,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_demo_compares_equal_bytes(folder: Path) -> None:
-    measure = demo.DemoMeasure(folder / "teacher", folder / "measured.json", print)
-    student = measure.student("student", folder / "student")
+def test_the_demo_compares_equal_bytes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    students = {"student": folder / "student"}
+    measure = demo.DemoMeasure(folder / "teacher", students, folder / "measured.jsonl", print)
+    student = measure.student("student")
     assert demo.softmax_layers(folder / "student") == [1]
     teacher, packed, everywhere, spread, chosen = measure.baselines([1], student.megabytes[0], bits=4)
     assert teacher.kl == (0.0, 0.0) != packed.kl
@@ -42,14 +43,18 @@ def test_the_demo_compares_equal_bytes(folder: Path) -> None:
         assert policy.name.startswith("untrained: window of ")
         assert policy.megabytes[0] <= student.megabytes[0]
         assert policy.kl[0] > 1e-3
-    again = demo.DemoMeasure(folder / "teacher", folder / "measured.json", print)
-    assert again.student("student", folder / "no such folder") == student
-    assert len(json.loads((folder / "measured.json").read_text())) == 6
+    again = demo.DemoMeasure(folder / "teacher", students, folder / "measured.jsonl", print)
+    monkeypatch.setattr(demo, "_load", lambda folder: pytest.fail("a row that is there is measured again"))
+    assert again.student("student") == student
+    monkeypatch.undo()
+    (folder / "student" / "config.json").touch()
+    with pytest.raises(UserError, match=r"measured.jsonl: holds measurements with another student\.config\.json"):
+        demo.DemoMeasure(folder / "teacher", students, folder / "measured.jsonl", print)
 
 
 def test_a_copy_of_the_teacher_has_no_divergence(folder: Path) -> None:
-    measure = demo.DemoMeasure(folder / "teacher", folder / "measured.json", print)
-    copy = measure.student("copy", folder / "teacher")
+    measure = demo.DemoMeasure(folder / "teacher", {"copy": folder / "teacher"}, folder / "measured.jsonl", print)
+    copy = measure.student("copy")
     assert copy.kl[0] == pytest.approx(0.0, abs=1e-6)
     assert copy.repeat == measure.baselines([1], copy.megabytes[0], bits=4)[0].repeat
     assert demo.perplexity((math.log(3.0), 0.5)) == pytest.approx((3.0, 1.5))

@@ -187,14 +187,14 @@ def test_the_plan_counts_what_is_trained(workplace: Path, tmp_path: Path, train:
     tree = recipe_tree(workplace, [{**DISTIL, "train": train}], teacher=str(workplace / "teacher"))
     recipe = load_recipe(write_recipe(tmp_path, tree))
     student = load_student(recipe.student, torch.float32)
-    (sizes,) = estimates(recipe.stages, student, Runtime(recipe.engine), holdout_tokens=0)
+    ((_, sizes, *_),) = estimates(recipe.stages, student, Runtime(recipe.engine), holdout_tokens=0)
     train_for(student, recipe.stages[0], seed=0)  # type: ignore[arg-type]
     whole = [
         p for m in mixers(student).values() for n, p in m.named_parameters() if p.requires_grad and "lora" not in n
     ]
-    assert sizes.mixer_parameters == sum(p.numel() for p in whole)
+    assert sizes.in_mixers == sum(p.numel() for p in whole)
     trained = sum(p.numel() for p in student.parameters() if p.requires_grad)
-    assert sizes.rest_parameters == trained - sizes.mixer_parameters
+    assert sizes.rest == trained - sizes.in_mixers
 
 
 def test_alignment_is_refused(workplace: Path, tmp_path: Path) -> None:

@@ -46,11 +46,11 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_plan_counts_what_is_trained(workplace: Path, tmp_path: Path, stage: dict[str, Any]) -> None:
     recipe = load_recipe(write_recipe(tmp_path, recipe_tree(workplace, [stage])))
     student = load_student(recipe.student, torch.float32)
-    (sizes,) = estimates(recipe.stages, student, Runtime(recipe.engine), holdout_tokens=0)
+    ((_, sizes, *_),) = estimates(recipe.stages, student, Runtime(recipe.engine), holdout_tokens=0)
     train_for(student, recipe.stages[0], seed=0)
     in_mixers = sum(p.numel() for mixer in mixers(student).values() for p in mixer.parameters())
     trained = sum(p.numel() for p in student.parameters() if p.requires_grad)
-    assert (sizes.mixer_parameters, sizes.rest_parameters) == (in_mixers, trained - in_mixers)
+    assert (sizes.in_mixers, sizes.rest) == (in_mixers, trained - in_mixers)
 
 
 def test_the_plan_knows_the_files_that_a_stage_keeps(
@@ -71,7 +71,7 @@ def test_the_plan_knows_the_files_that_a_stage_keeps(
     run(recipe)
     student, runtime = load_student(recipe.student), Runtime(recipe.engine)
     plan = estimates(recipe.stages, student, runtime, recipe.data.holdout_tokens)
-    layerwise, distil = (size.disk for size in plan)
+    layerwise, distil = (found.disk for found in plan)
     assert layerwise == pytest.approx(kept["activations"], rel=0.1)
     assert distil == 0
 
@@ -81,7 +81,7 @@ def test_a_lack_of_memory_is_said(workplace: Path, tmp_path: Path, monkeypatch: 
     student, runtime = load_student(recipe.student), Runtime(recipe.engine)
     assert runtime.attainable_memory() > 2**28
     plan = estimates(recipe.stages, student, runtime, holdout_tokens=0)
-    sizes = [size.memory for size in plan]
+    sizes = [found.peak.total for found in plan]
     between = sum(sizes) // 2
     monkeypatch.setattr(Runtime, "attainable_memory", lambda self: between)
     shown = Console(file=io.StringIO(), width=300)
@@ -107,6 +107,6 @@ def test_one_gpu_of_24_gb_aligns_8b(name: str, family: str) -> None:
     align = next(stage for stage in recipe.stages if isinstance(stage, Align))
     joint = align.model_copy(update={"mode": "joint"})
     layerwise, whole = estimates([align, joint], student, alone, recipe.data.holdout_tokens)
-    assert 2 * 2**30 < layerwise.memory < 12 * 2**30
+    assert 2 * 2**30 < layerwise.peak.total < 12 * 2**30
     assert layerwise.disk == pytest.approx(26e9, rel=0.1)
-    assert whole.memory > 24 * 2**30
+    assert whole.peak.total > 24 * 2**30

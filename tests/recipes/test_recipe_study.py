@@ -124,7 +124,7 @@ def test_a_study_trains_measures_records_failures_and_resumes(workplace: Path, t
         assert (tmp_path / "runs" / name / "row.json").stat().st_mtime_ns == stamp
     renamed = call(workplace, write_study(workplace, tmp_path, [{**runs[0], "set": {"seed": 2}}]))
     assert renamed.returncode == 2
-    assert "with other settings" in renamed.stderr
+    assert "holds a run with another set.seed (1, now 2)" in renamed.stderr
 
 
 @pytest.mark.slow

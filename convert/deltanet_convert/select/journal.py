@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from deltanet_hf import step_journal
 from deltanet_hf.errors import UserError
+from deltanet_hf.journal import Journal
 from deltanet_hf.safe_write import writing
 
 from .allocation import Allocation
@@ -21,7 +20,7 @@ REFERENCES = "references"
 ALLOCATION = "allocation "  # begins the names of such steps
 
 
-class SelectionJournal:
+class SelectionJournal(Journal):
     """The file `.NAME.journal` beside the output NAME; a run with the same request continues after the last round.
 
     Args:
@@ -44,58 +43,33 @@ class SelectionJournal:
         units: Collection[Unit],
         plot: Path | None = None,
     ) -> None:
-        self.path, self.units = self.path_of(out), units
-        self.steps: step_journal.Steps = {}
-        request = json.loads(json.dumps(request))  # as the file will hold it
+        remedy = "start again with --overwrite, or repeat the first command to complete it"
+        super().__init__(self.path_of(out), f"an unfinished selection to {out}", remedy)
+        self.units = units
         files = [out] if plot is None else [out, plot]
         with writing(out):
             for file in files:
                 if file.is_dir():
                     raise UserError(f"{file}: is a folder; give the name of a file")
-        before = self._read(overwrite)
-        if before is not None and before != request:
+        try:
+            found = self.resume(request, self._check)
+        except UserError:
             if not overwrite:
-                raise UserError(
-                    f"{self.path}: an unfinished selection to {out} had another "
-                    f"{step_journal.first_difference(before, request)}; repeat the first command to complete it, or "
-                    "start again with --overwrite"
-                )
-            self.remove()
-            before = None
-        if before is None:
+                raise
+            found = False
+        if not found:
             for file in files:
                 if file.exists() and not overwrite:
                     raise UserError(f"{file}: exists; choose another file, or add --overwrite to replace it")
-            with writing(out):
-                out.parent.mkdir(parents=True, exist_ok=True)
-            self.steps = {}
-            step_journal.append(self.path, {"request": request})
+            self.begin(request)
 
     @staticmethod
     def path_of(out: Path) -> Path:
         """The journal's place."""
         return out.parent / f".{out.name}.journal"
 
-    def _read(self, overwrite: bool) -> dict[str, Any] | None:
-        with writing(self.path):
-            if not self.path.exists():
-                return None
-        try:
-            with writing(self.path):
-                before, self.steps = step_journal.read(self.path)
-            self._check(before)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            if not overwrite:
-                raise UserError(f"{self.path}: damaged ({error}); start again with --overwrite") from error
-            before = None
-        if before is None:
-            self.remove()
-        return before
-
-    def _check(self, request: Any) -> None:
-        """Raises one of the errors that `_read` expects unless the lines are those that a run writes."""
-        if not isinstance(request, dict | None):
-            raise TypeError("the first line holds no request")
+    def _check(self) -> None:
+        """Raises one of the errors that `resume` expects unless the steps are those that a run writes."""
         self.references()
         self.allocations()
         numbered = [step for step in self.steps if step != REFERENCES and not step.startswith(ALLOCATION)]
@@ -132,20 +106,10 @@ class SelectionJournal:
         """Records an allocation."""
         self.done(f"{ALLOCATION}{found.kept}", found.to_json())
 
-    def done(self, step: str, figures: dict[str, Any]) -> None:
-        """Records a finished step."""
-        step_journal.append(self.path, {"step": step, "figures": figures})
-        self.steps[step] = figures
-
     def round_done(self, number: int, found: Round) -> None:
         """Records a round."""
         gains = [[to_json(unit), gain] for unit, gain in found.gains.items()]
         self.done(f"round {number}", {"unit": to_json(found.unit), "score": found.score, "gains": gains})
-
-    def remove(self) -> None:
-        """Deletes the file, after the output is written."""
-        with writing(self.path):
-            self.path.unlink(missing_ok=True)
 
 
 def _unit(value: int | list[int]) -> Unit:

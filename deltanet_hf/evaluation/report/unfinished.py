@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -12,7 +11,7 @@ import numpy as np
 import torch
 import transformers
 
-from deltanet_hf import step_journal
+from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.measures.relative import Clusters
 from deltanet_hf.evaluation.measures.scores import Score
 from deltanet_hf.evaluation.measures.speed import SpeedPoint
@@ -22,14 +21,14 @@ from deltanet_hf.evaluation.report.material import ReportOptions
 from deltanet_hf.evaluation.report.model_scores import ModelScores
 from deltanet_hf.evaluation.tasks.harness import TaskResult
 from deltanet_hf.evaluation.tasks.suites import SUITES
-from deltanet_hf.safe_write import writing
+from deltanet_hf.journal import Journal, file_states
 
 JOURNAL = ".unfinished.jsonl"
 WITHOUT_EFFECT = ("out", "processes")  # options that do not change the scores
 
 
-class Unfinished:
-    """The file `.unfinished.jsonl` of a report's folder: the request, then the outcome of one row per line.
+class Unfinished(Journal):
+    """The file `.unfinished.jsonl` of a report's folder, whose steps are the outcomes of the rows.
 
     Args:
         rows: the rows of the report, in order.
@@ -37,39 +36,29 @@ class Unfinished:
     """
 
     def __init__(self, options: ReportOptions, rows: list[Contestant], say: Callable[[str], None]) -> None:
-        self.path, self.suite = options.out / JOURNAL, options.suite
-        request = json.loads(json.dumps(_request(options, rows), default=str))
-        self.outcomes = self._read(request, [row.name for row in rows], say)
-        if not self.outcomes:
-            self.remove()
-            step_journal.append(self.path, {"request": request})
+        super().__init__(options.out / JOURNAL, "an unfinished report", "all models are measured")
+        self.outcomes: list[Outcome] = []
+        names, request = [row.name for row in rows], _request(options, rows)
 
-    def _read(self, request: dict[str, Any], names: list[str], say: Callable[[str], None]) -> list[Outcome]:
-        if not self.path.exists():
-            return []
+        def read() -> None:
+            done = list(self.steps)
+            if done != names[: len(done)]:
+                raise ValueError("other models")
+            self.outcomes = [_outcome(figures, options.suite) for figures in self.steps.values()]
+            if done:
+                say(f"continues after {done[-1]} ({len(done)} of {len(names)} models measured before)")
+
         try:
-            with writing(self.path):
-                before, steps = step_journal.read(self.path)
-            found = [_outcome(figures, self.suite) for figures in steps.values()]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            say(f"{self.path}: damaged ({type(error).__name__}); all models are measured")
-            return []
-        if before is None or before != request or list(steps) != names[: len(steps)]:
-            difference = step_journal.first_difference(before or {}, request)
-            say(f"{self.path}: the unfinished report had another {difference}; all models are measured")
-            return []
-        if found:
-            say(f"continues after {list(steps)[-1]} ({len(found)} of {len(names)} models measured before)")
-        return found
+            found = self.resume(request, read)
+        except UserError as error:
+            say(str(error))
+            found = False
+        if not found:
+            self.begin(request)
 
     def add(self, row: Contestant, outcome: Outcome) -> None:
         """Record the outcome of the next row; it is on the disk when this returns."""
-        step_journal.append(self.path, {"step": row.name, "figures": _figures(outcome)})
-
-    def remove(self) -> None:
-        """Delete the file, once the report is complete."""
-        with writing(self.path):
-            self.path.unlink(missing_ok=True)
+        self.done(row.name, _figures(outcome))
 
 
 def _request(options: ReportOptions, rows: list[Contestant]) -> dict[str, Any]:
@@ -80,16 +69,10 @@ def _request(options: ReportOptions, rows: list[Contestant]) -> dict[str, Any]:
     ]
     return {
         "options": {name: value for name, value in given.items() if name not in WITHOUT_EFFECT},
-        "files": {str(path): _states(path) for path in paths},
+        "files": {str(path): file_states(path) for path in paths},
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-
-
-def _states(path: Path) -> dict[str, list[int]]:
-    """Size in bytes and time of change in ns of a file, or of all files in a folder; nothing for a Hub id."""
-    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
-    return {str(file.relative_to(path)): [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
 
 
 def _figures(outcome: Outcome) -> dict[str, Any]:

@@ -18,9 +18,9 @@ from deltanet_hf.data import shipped_texts
 from deltanet_hf.evaluation.free_policies import WindowPolicy, longest_window
 from deltanet_hf.evaluation.measures.scores import Score, mean_score
 from deltanet_hf.evaluation.measures.text_scores import token_divergences, token_losses
+from deltanet_hf.journal import Journal, file_states
 from deltanet_hf.models.cache_bits import cache_bits_of, set_cache_bits, stored_bytes
 from deltanet_hf.models.layers import SOFTMAX
-from deltanet_hf.safe_write import write_atomically
 
 LENGTH, BLOCK = 2048, 128  # tokens of running text; tokens whose mean divergence is one sample
 FAR = 32768  # tokens of the longer sequence whose memory is shown
@@ -49,14 +49,19 @@ class DemoMeasure:
 
     Args:
         folder: of the teacher.
-        kept: file for the rows, so that a run that was interrupted need not measure them again.
+        students: name -> folder of the models to compare with it.
+        kept: journal of the rows, so that a run that was interrupted need not measure them again.
         say: shows a line for each row that was measured.
+
+    Raises UserError if `kept` has rows of other models.
     """
 
-    def __init__(self, folder: Path, kept: Path, say: Callable[[str], None]) -> None:
-        self.teacher = _load(folder)
-        self.kept, self._say = kept, say
-        self.rows = [_row(values) for values in json.loads(kept.read_text())] if kept.exists() else []
+    def __init__(self, folder: Path, students: dict[str, Path], kept: Path, say: Callable[[str], None]) -> None:
+        self.teacher, self._students, self._say = _load(folder), students, say
+        request = {name: file_states(path) for name, path in {"teacher": folder, **students}.items()}
+        self._journal = Journal(kept, "measurements", "delete it")
+        if not self._journal.resume(request):
+            self._journal.begin(request)
         text = shipped_texts()[-1].read_text(encoding="utf-8")
         ids = torch.tensor(AutoTokenizer.from_pretrained(folder)(text, add_special_tokens=False)["input_ids"])
         self.running = ids[-LENGTH:].unsqueeze(0)
@@ -65,9 +70,9 @@ class DemoMeasure:
         with torch.inference_mode():
             self.hidden = self.teacher.model(self.running, use_cache=False).last_hidden_state
 
-    def student(self, name: str, folder: Path) -> Row:
-        """The row of a model in a folder."""
-        return self._once(name, partial(_load, folder))
+    def student(self, name: str) -> Row:
+        """The row of a student."""
+        return self._once(name, partial(_load, self._students[name]))
 
     def baselines(self, kept: list[int], megabytes: float, bits: int) -> list[Row]:
         """The rows of the teacher, of the teacher with a cache in fewer bits, and of the teacher under windows.
@@ -93,16 +98,14 @@ class DemoMeasure:
 
     def _once(self, name: str, load: Callable[[], PreTrainedModel]) -> Row:
         """The row of this name; measured unless there is one."""
-        for row in self.rows:
-            if row.name == name:
-                return row
+        if name in self._journal.steps:
+            return _row(self._journal.steps[name])
         model = load()
         kl, repeat, bits = self._divergence(model), self._repeat(model), cache_bits_of(model)
         near, far = (stored_bytes(model, tokens, bits, torch.bfloat16) / 1e6 for tokens in (LENGTH, FAR))
         row = Row(name, (near, far), (kl.value, kl.stderr), (repeat.value, repeat.stderr))
         self._say(f"{name}: KL {row.kl[0]:.3f}")
-        self.rows.append(row)
-        write_atomically(self.kept, json.dumps([asdict(row) for row in self.rows], indent=1).encode())
+        self._journal.done(name, asdict(row))
         return row
 
     @torch.inference_mode()

@@ -45,7 +45,7 @@ def main() -> None:
 
     clock.begin("2. convert")
     if not (converted / "conversion.json").exists():
-        resume = ["--resume"] if Workspace(converted).journal.exists() else []
+        resume = ["--resume"] if Workspace(converted).journal.path.exists() else []
         _run("convert", teacher, converted, *CONVERSION, "--calibration-tokens", CALIBRATION_TOKENS, *resume)
 
     clock.begin("3. align")
@@ -63,8 +63,8 @@ def main() -> None:
         console.print(f"[bold]{name}[/]: {answers[name]}")
 
     clock.begin("5. measure")
-    measure = DemoMeasure(teacher, out / "measured.json", _say)
-    students = [measure.student(name, model) for name, model in models.items()]
+    measure = DemoMeasure(teacher, models, out / "measured.jsonl", _say)
+    students = [measure.student(name) for name in models]
     rows = measure.baselines(softmax_layers(converted), students[0].megabytes[0], bits=4) + students
 
     clock.begin("6. report")

@@ -6,7 +6,8 @@ import json
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from typing import NamedTuple
 
 import torch
 from rich.table import Table
@@ -19,37 +20,29 @@ from deltanet_recipes.training.flops import Flops, training_flops
 from deltanet_recipes.training.logbook import Logbook
 from deltanet_recipes.training.memory_estimate import Memory, stage_memory
 from deltanet_recipes.training.runtime import Runtime
-from deltanet_recipes.training.sizes import ModelSizes, stage_sizes
+from deltanet_recipes.training.sizes import ModelSizes, StageSizes, stage_sizes
 
 UTILISATION = 0.25  # share of the measured rate of matrix products that a training step of a small model reaches
 PLAN = "plan.json"
 _CPU_NOTE = "; memory: resident, with all libraries"
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """The estimated sizes of a stage.
+class Estimate(NamedTuple):
+    """The estimate of a stage.
 
     Attributes:
         rows: rows that one process works on at once.
-        mixer_parameters: trained parameters of mixers.
-        rest_parameters: other trained parameters.
+        sizes: among others, the numbers of trained weights.
         peak: parts of the peak memory of one process.
         flops: floating-point operations per training token; for layerwise alignment, of all layers together.
         disk: bytes of the teacher's activations that all processes together keep on disk.
     """
 
     rows: int
-    mixer_parameters: int
-    rest_parameters: int
+    sizes: StageSizes
     peak: Memory
     flops: Flops
-    disk: int = 0
-
-    @property
-    def memory(self) -> int:
-        """Peak memory of one process in bytes."""
-        return self.peak.total
+    disk: int
 
 
 def estimates(
@@ -69,8 +62,7 @@ def estimates(
             # Hidden states, attention inputs and attention outputs, which every process keeps for itself.
             values = 3 * models.hidden * (stage_tokens(stage) + holdout_tokens)
             disk = (2 if runtime.bf16 else 4) * values * runtime.world
-        flops = training_flops(stage, models, sizes)
-        found.append(Estimate(rows, sizes.in_mixers, sizes.rest, peak, flops, disk))
+        found.append(Estimate(rows, sizes, peak, training_flops(stage, models, sizes), disk))
     return found
 
 
@@ -86,13 +78,13 @@ def show_plan(
     rows = [
         {
             "stage": stage_name(stage),
-            "mixer_parameters": size.mixer_parameters,
-            "rest_parameters": size.rest_parameters,
-            "memory_gib": size.memory / 2**30,
-            "memory_parts": asdict(size.peak),
-            "flops_per_token": asdict(size.flops),
+            "mixer_parameters": found.sizes.in_mixers,
+            "rest_parameters": found.sizes.rest,
+            "memory_gib": found.peak.total / 2**30,
+            "memory_parts": asdict(found.peak),
+            "flops_per_token": asdict(found.flops),
         }
-        for stage, size in zip(stages, plan, strict=True)
+        for stage, found in zip(stages, plan, strict=True)
     ]
     figures = {"device": device, "processes": runtime.world, "stages": rows}
     (logbook.folder / PLAN).write_text(json.dumps(figures, indent=1) + "\n")
@@ -104,40 +96,31 @@ def show_plan(
         caption=f"mixers, rest: numbers of trained parameters{_CPU_NOTE * (runtime.device.type == 'cpu')}",
         padding=(0, 0),
     )
-    disk = ["disk"] if any(size.disk for size in plan) else []
-    for column in (
-        "stage",
-        "mixers",
-        "rest",
-        "tokens",
-        "steps x tokens",
-        "rows at once",
-        "memory, about",
-        *disk,
-        "time, about",
-    ):
+    disk = ["disk"] if any(found.disk for found in plan) else []
+    sizes = ("stage", "mixers", "rest", "tokens", "steps x tokens", "rows at once", "memory, about")
+    for column in (*sizes, *disk, "time, about"):
         table.add_column(column, justify="left" if column == "stage" else "right", overflow="fold")
     rate = _matmul_rate(runtime) * UTILISATION * runtime.world
-    for stage, size in ahead:
-        seconds = size.flops.total * stage.steps * stage.batch_tokens / rate
-        on_disk = [f"{size.disk / 2**30:.1f} GiB" if size.disk else "-"] if disk else []
+    for stage, found in ahead:
+        seconds = found.flops.total * stage.steps * stage.batch_tokens / rate
+        on_disk = [f"{found.disk / 2**30:.1f} GiB" if found.disk else "-"] if disk else []
         table.add_row(
             stage_name(stage),
-            f"{size.mixer_parameters / 1e6:.1f}M",
-            f"{size.rest_parameters / 1e6:.1f}M",
+            f"{found.sizes.in_mixers / 1e6:.1f}M",
+            f"{found.sizes.rest / 1e6:.1f}M",
             _count(stage.steps * stage.batch_tokens),
             f"{stage.steps:,} x {stage.batch_tokens:,}",
-            f"{size.rows} x {stage.sequence_length:,}",
-            f"{size.memory / 2**30:.1f} GiB",
+            f"{found.rows} x {stage.sequence_length:,}",
+            f"{found.peak.total / 2**30:.1f} GiB",
             *on_disk,
             _duration(seconds),
         )
     logbook.console.print(table)
     there = runtime.attainable_memory()
-    for stage, size in ahead:
-        if size.memory > there:
+    for stage, found in ahead:
+        if found.peak.total > there:
             logbook.say(
-                f"{stage_name(stage)}: expects about {size.memory / 2**30:.1f} GiB of memory, but only "
+                f"{stage_name(stage)}: expects about {found.peak.total / 2**30:.1f} GiB of memory, but only "
                 f"{there / 2**30:.1f} GiB are free; lower micro_batch_rows or loss_chunk, or set "
                 "engine.gradient_checkpointing=true"
             )

@@ -12,7 +12,8 @@ from rich.console import Console
 
 from deltanet_hf.errors import UserError, one_line
 from deltanet_hf.file_lock import locked
-from deltanet_hf.safe_write import replacing, writing
+from deltanet_hf.journal import first_difference
+from deltanet_hf.safe_write import write_atomically, writing
 from deltanet_recipes.data.prepare import RecipeData, write_report
 from deltanet_recipes.schema import Align, Recipe, Stage, stage_name, stage_tokens
 from deltanet_recipes.training.cost_estimate import estimates, show_plan
@@ -140,9 +141,8 @@ def _claim(output: Path, recipe: Recipe, stages: list[Stage], runtime: Runtime) 
             raise UserError(
                 f"{path}: is damaged ({one_line(error, 200)}); choose another output, or delete it"
             ) from None
-        other = before != {**decisive, "run": decisive["run"][:begun]}
+        other = first_difference(before, {**decisive, "run": decisive["run"][:begun]})
         if other and any((output / name).exists() for name in PROGRESS):
-            raise UserError(f"output: {output} holds a run of another recipe; choose another folder or delete it")
-        with replacing(path) as partial:
-            partial.write_text(json.dumps(decisive, indent=1))
+            raise UserError(f"output: {output} holds a run of another {other}; choose another folder or delete it")
+        write_atomically(path, json.dumps(decisive, indent=1).encode())
     runtime.barrier()

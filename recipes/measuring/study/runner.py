@@ -28,12 +28,13 @@ import torch
 import typer
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.safe_write import write_atomically
+from deltanet_hf.journal import Journal
 from measuring.rows import Row, RowFile
 from measuring.study.measure import SHOWN
 from measuring.study.study_config import Conversion, Run, Study, load_study
 
-ROW = "row.json"  # a run's folder holds this file when the run is finished
+JOURNAL = "row.json"  # a run's folder holds this file when the run is finished
+ROW = "row"  # its one step
 CORES_PER_CONVERSION = 6  # the matrices are small: on CPUs, with 64 threads a conversion took several times longer
 
 
@@ -206,18 +207,21 @@ class StudyRun:
         if not run.keep:
             for name in ("final", "stages", "checkpoints"):
                 shutil.rmtree(folder / name, ignore_errors=True)
-        write_atomically(folder / ROW, json.dumps({"settings": _settings(run), "row": row}, indent=1).encode())
+        journal = self._journal(run)
+        journal.begin(_settings(run))
+        journal.done(ROW, row)
 
     def _finished(self, run: Run) -> bool:
         """Whether an earlier call finished the run; if so, its row is added to the results, which may be a new file."""
-        path = self.output / run.name / ROW
-        if not path.is_file():
+        journal = self._journal(run)
+        if not journal.resume(_settings(run)) or ROW not in journal.steps:
             return False
-        found = json.loads(path.read_text())
-        if found["settings"] != _settings(run):
-            raise UserError(f"{path.parent}: holds a run of this name with other settings; delete it or rename the run")
-        self.results.add(found["row"])
+        self.results.add(journal.steps[ROW])
         return True
+
+    def _journal(self, run: Run) -> Journal:
+        """Where a finished run has its row."""
+        return Journal(self.output / run.name / JOURNAL, "a run", "delete the folder or rename the run")
 
     def _in_order(self, rows: list[Row]) -> list[Row]:
         """Rows of other studies, then those of this one in its order."""
