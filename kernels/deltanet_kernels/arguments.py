@@ -101,6 +101,9 @@ class StepCall(NamedTuple):
         erase: "decayed", "off" or "undecayed", as for `chunk_gated_delta_rule`.
         kv_repeats: number of neighbouring heads that read each head of k and v, which then have H / kv_repeats and
             HV / kv_repeats heads. Each has channels of the convolution of its own.
+        slots: [B] int32, the rows of state and conv_tail that the sequences have, where these tensors have other rows
+            too; each row is contiguous. Sequences may share row 0 only: its content and their outputs then have no
+            meaning. None for row b of sequence b.
 
     Returns:
         o [B, T, HO, V] in the dtype of v.
@@ -134,6 +137,7 @@ class StepCall(NamedTuple):
     use_beta_sigmoid_in_kernel: bool = True
     erase: Erase = "decayed"
     kv_repeats: int = 1
+    slots: torch.Tensor | None = None
 
     @property
     def factor(self) -> float:

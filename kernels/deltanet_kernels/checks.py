@@ -194,6 +194,23 @@ def check_rotation(
     _require_shape("sin", sin, tuple(cos.shape), "the shape of cos")
 
 
+def check_slots(slots: torch.Tensor | None, B: int, device: torch.device, changed: torch.Tensor) -> int:
+    """The rows that the changed tensors of a step need; raises ValueError or TypeError for slots that do not fit."""
+    if slots is None:
+        return B
+    _require_shape("slots", _require_tensor("slots", slots), (B,), "[B] with B of q")
+    _require_device("slots", slots, "q", device)
+    if slots.dtype != torch.int32:
+        raise TypeError(f"slots: got dtype {slots.dtype}, needs torch.int32")
+    return len(changed)
+
+
+def check_changed(name: str, x: torch.Tensor, slots: torch.Tensor | None) -> None:
+    """Raises ValueError for a tensor that is changed in place but not contiguous; with slots each row has to be."""
+    if not (x if slots is None else x[:1]).is_contiguous():
+        raise ValueError(f"{name}: got strides {x.stride()}, needs a contiguous tensor: it is changed")
+
+
 def refuse_gradients(operator: str, instead: str, *tensors: torch.Tensor | None) -> None:
     """Raise ValueError where autograd would record a call of an operator that has no gradients."""
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):

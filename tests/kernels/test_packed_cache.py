@@ -185,6 +185,35 @@ def test_a_step_rotates_puts_and_attends(B: int, R: int, rows: int, bits: int) -
     assert (found_in.keys - wanted_in.keys).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("step_", [torch_packed_step_, packed_step_triton_], ids=["torch", "triton"])
+@pytest.mark.parametrize("paged", [False, True], ids=["ring", "pages"])
+def test_sequences_in_rows_of_larger_tensors(step_: Any, paged: bool, poisoned_memory: None) -> None:
+    """In slots, with a ring of their own or with pages of two groups, they are as in tensors of their own."""
+    B, HQ, HK, D = 3, 4, 2, 64
+    window, groups = (None, 4) if paged else (40, 2)
+    wanted_in = empty(torch.zeros(B, HK, 1, D, device=DEVICE), groups, 4)
+    wide = [torch.full((7, 2 * x[0].numel()), 77, device=DEVICE).to(x.dtype) for x in wanted_in]
+    larger = empty(torch.zeros(7, HK, 1, D, device=DEVICE), 2, 4)
+    found_in = PackedKeyValues(*(rows[:, : x[0].numel()].view(x.shape) for rows, x in zip(wide, larger, strict=True)))  # type: ignore[call-arg]
+    slots = torch.tensor([5, 2, 4, 0, 0], dtype=torch.int32, device=DEVICE)
+    pages = torch.tensor([[1, 6], [3, 5], [2, 4], [0, 0], [0, 0]], dtype=torch.int32, device=DEVICE)
+    found_in.lengths.zero_()
+    generator = torch.Generator().manual_seed(0)
+    for t in range(99):
+        q, k, v = (torch.randn(B + 2, 1, heads, D, generator=generator).to(DEVICE) for heads in (HQ, HK, HK))
+        call = PackedStepCall(q, k, v, found_in, window, 0, slots=slots, pages=pages if paged else None)
+        if t % GROUP > 1:
+            torch_packed_step_(call)
+            append(k[:B].transpose(1, 2), v[:B].transpose(1, 2), wanted_in)
+            continue
+        found, _ = step_(call)
+        wanted, _ = step_(PackedStepCall(q[:B], k[:B], v[:B], wanted_in, window, 0))
+        assert (found[:B] - wanted).abs().max() < 1e-5 * wanted.abs().max()
+        assert found.isfinite().all()
+    assert found_in.lengths[slots[:B].long()].tolist() == [99] * B
+    assert all((rows[:, x[0].numel() :] == 77).all() for rows, x in zip(wide, larger, strict=True))
+
+
 PROMPTS = [  # tokens, window, sinks, cap
     (3, 3, 0, None),
     (32, 32, 0, None),

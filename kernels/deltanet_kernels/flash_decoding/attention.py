@@ -42,7 +42,20 @@ def decode_attention_op(
     )  # fmt: skip
     if split:
         BD = power_of_two(D)
-        launch(combine_kernel, B * HQ, parts, weights, o, None, spans, D=D, BD=BD, BN=COMBINED // BD, num_warps=4)
+        launch(
+            combine_kernel,
+            B * HQ,
+            parts,
+            weights,
+            o,
+            None,
+            spans,
+            D=D,
+            BD=BD,
+            BN=COMBINED // BD,
+            GAPS=False,
+            num_warps=4,
+        )
     return o
 
 

@@ -86,10 +86,13 @@ def span_kernel(
 
 
 @triton.jit(do_not_specialize=["spans"])
-def combine_kernel(parts, weights, o, lse, spans, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr):
+def combine_kernel(
+    parts, weights, o, lse, spans, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, GAPS: tl.constexpr
+):
     """One program per row and query head: o [B, HQ, D] from a [B, HQ, spans, D] and m, t [B, HQ, spans, 2].
 
-    The log-sum-exp of the scores goes to lse [B, HQ], if it is not None.
+    The log-sum-exp of the scores goes to lse [B, HQ], if it is not None. GAPS: parts of spans without a token are not
+    written.
     """
     r = tl.program_id(0).to(tl.int64)
     n, d = tl.arange(0, BN), tl.arange(0, BD)
@@ -103,6 +106,8 @@ def combine_kernel(parts, weights, o, lse, spans, D: tl.constexpr, BD: tl.conste
         m = (c < spans)[:, None] & (d < D)[None, :]
         top_N = tl.load(weights + 2 * c, mask=c < spans, other=float("-inf"))
         total_N = tl.load(weights + 2 * c + 1, mask=c < spans, other=0.0)
+        if GAPS:
+            m = m & (total_N > 0.0)[:, None]
         sums_ND = tl.load(parts + c[:, None] * D + d[None, :], mask=m, other=0.0)
         higher = tl.maximum(top, tl.max(top_N, axis=0))
         origin = tl.where(higher == float("-inf"), 0.0, higher)  # -inf - -inf is NaN

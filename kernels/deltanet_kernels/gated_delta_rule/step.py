@@ -23,6 +23,7 @@ from deltanet_kernels.common.launch import launch
 from deltanet_kernels.common.registration import operator
 from deltanet_kernels.common.rows import rows
 from deltanet_kernels.common.sizes import power_of_two
+from deltanet_kernels.common.slots import row_size
 from deltanet_kernels.conv import causal_conv1d_triton
 from deltanet_kernels.gated_delta_rule.config import check_supported, step_slices, step_warps
 from deltanet_kernels.gated_delta_rule.cpu_step import StepParts, compose_step_
@@ -41,6 +42,7 @@ def _heads(q: torch.Tensor, k: torch.Tensor, state: torch.Tensor, kv_repeats: in
 def _fake_delta_step_(
     q, k, v, a, b, state, A_log, dt_bias, conv_weight, conv_tail, z, norm_weight, padding, cos, sin, k_offset,
     scale, eps, qk_silu, v_silu, allow_neg_eigval, use_beta_sigmoid_in_kernel=True, erase="decayed", kv_repeats=1,
+    slots=None,
 ):  # fmt: skip
     HQ, _, HV = _heads(q, k, state, kv_repeats)
     return v.new_empty(q.shape[0], q.shape[1], max(HQ, HV), state.shape[3])
@@ -54,9 +56,12 @@ def delta_step_(
     padding: torch.Tensor | None, cos: torch.Tensor | None, sin: torch.Tensor | None,
     k_offset: torch.Tensor | None, scale: float, eps: float,
     qk_silu: bool, v_silu: bool, allow_neg_eigval: bool, use_beta_sigmoid_in_kernel: bool = True,
-    erase: str = "decayed", kv_repeats: int = 1,
+    erase: str = "decayed", kv_repeats: int = 1, slots: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Return o [B, T, max(HQ, HV), V] and update the contiguous state and convolution tail in place."""
+    """Return o [B, T, max(HQ, HV), V] and update the state and convolution tail, whose rows are contiguous, in place.
+
+    Several tokens take no slots.
+    """
     HQ, H, HV = _heads(q, k, state, kv_repeats)
     (B, T), (K, V) = q.shape[:2], state.shape[2:]
     W = 0 if conv_weight is None else conv_weight.shape[1]
@@ -84,7 +89,10 @@ def delta_step_(
     }  # fmt: skip
     if T == 1:
         width, warps, ahead = step_slices(K, V, B * HV, multiprocessors(state.device))
-        launch(one_token_kernel, B * HV, *tensors, scale, eps, **options, SLICE=width, AHEAD=ahead, num_warps=warps)
+        launch(
+            one_token_kernel, B * HV, *tensors, slots, scale, eps, **options, STATE_ROW=row_size(state),
+            TAIL_ROW=row_size(conv_tail), SLICE=width, AHEAD=ahead, num_warps=warps,
+        )  # fmt: skip
     else:
         launch(step_kernel, B * HV, *tensors, scale, eps, T, **options, num_warps=step_warps(BK * BV))
     return o
@@ -105,7 +113,7 @@ def gated_delta_step_triton_(call: StepCall) -> torch.Tensor:
     check_supported(call.q.dtype, K, V)
     shared = call.conv_weight is not None and (H != HV or HQ % HV != 0)
     large = power_of_two(K, 1) * power_of_two(V, 1) > MAX_STATE
-    if shared or (large and call.q.shape[1] > 1):
+    if shared or (call.q.shape[1] > 1 and (large or call.slots is not None)):
         return compose_step_(_PARTS, call)
     o: torch.Tensor = delta_step_(*call[:16], call.factor, *call[17:])
     return o

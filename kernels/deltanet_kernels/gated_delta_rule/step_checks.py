@@ -12,7 +12,9 @@ from deltanet_kernels.checks import (
     _require_shape,
     _require_tensor,
     _shape,
+    check_changed,
     check_rotation,
+    check_slots,
 )
 
 
@@ -40,13 +42,15 @@ def check_gated_delta_step(call: StepCall) -> None:
     if state.dim() != 4 or 0 in state.shape:
         raise ValueError(f"state: got shape {_shape(state)}, needs [B, HV, K, V] without empty dimensions")
     for name in ("state", "conv_tail"):
-        if name in tensors and not tensors[name].is_contiguous():
-            raise ValueError(f"{name}: got strides {tensors[name].stride()}, needs a contiguous tensor: it is changed")
+        if name in tensors:
+            check_changed(name, tensors[name], call.slots)
     wanted = (torch.float64 if q.dtype == torch.float64 else torch.float32, torch.bfloat16)
     if state.dtype not in wanted:
         raise TypeError(f"state: got dtype {state.dtype}, needs {' or '.join(map(str, wanted))}")
-    B, HV, K, V = state.shape
-    T = q.shape[1]
+    HV, K, V = state.shape[1:]
+    B, T = q.shape[:2]
+    rows = check_slots(call.slots, B, q.device, state)
+    _require_shape("state", state, (rows, HV, K, V), "[B, HV, K, V] with B of q")
     heads = {name: _count_heads(name, x, B, T, size) for name, x, size in (("q", q, K), ("k", k, K), ("v", v, V))}
     for name, x in (("k", k), ("v", v)):
         if x.dtype != q.dtype:
@@ -78,7 +82,7 @@ def check_gated_delta_step(call: StepCall) -> None:
         C = (HQ + H) * K + HV * V
         if conv_weight.dim() != 2 or conv_weight.shape[0] != C or conv_weight.shape[1] < 1:
             raise ValueError(f"conv_weight: got shape {_shape(conv_weight)}, needs [C, W] with C = {C} and W >= 1")
-        _require_shape("conv_tail", conv_tail, (B, C, conv_weight.shape[1] - 1), "[B, C, W-1]")
+        _require_shape("conv_tail", conv_tail, (rows, C, conv_weight.shape[1] - 1), "[B, C, W-1]")
     if z is not None and _count_heads("z", z, B, T, V) != HO:
         raise ValueError(f"z: got shape {_shape(z)}, needs {HO} heads of {V}")
     if norm_weight is not None and tuple(norm_weight.shape) not in ((V,), (HO, V)):

@@ -26,13 +26,14 @@ from deltanet_kernels.gated_delta_rule.step_inputs import (
 
 @triton.jit
 def one_token_kernel(
-    q, k, v, a, b, A_log, dt_bias, state, conv_weight, conv_tail, z, norm_weight, padding, cos, sin, k_offset, o, scale,
-    eps, H: tl.constexpr, HV: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
+    q, k, v, a, b, A_log, dt_bias, state, conv_weight, conv_tail, z, norm_weight, padding, cos, sin, k_offset, o, slots,
+    scale, eps, H: tl.constexpr, HV: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, W: tl.constexpr, R: tl.constexpr, ROPE_ROWS: tl.constexpr, QK_SILU: tl.constexpr,
     V_SILU: tl.constexpr, GATE: tl.constexpr, NORM: tl.constexpr, NORM_HEADS: tl.constexpr, PADDING: tl.constexpr,
     OFFSET: tl.constexpr, BETA: tl.constexpr, DECAY: tl.constexpr, SIGMOID: tl.constexpr, READ: tl.constexpr,
     UNDECAYED: tl.constexpr, Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, A_ROW: tl.constexpr,
-    B_ROW: tl.constexpr, Z_ROW: tl.constexpr, KV_REPEATS: tl.constexpr, SLICE: tl.constexpr, AHEAD: tl.constexpr,
+    B_ROW: tl.constexpr, Z_ROW: tl.constexpr, KV_REPEATS: tl.constexpr, STATE_ROW: tl.constexpr,
+    TAIL_ROW: tl.constexpr, SLICE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Process one token; one program per (row, state head).
 
@@ -46,6 +47,11 @@ def one_token_kernel(
     n = (tl.program_id(0) // HV).to(tl.int64)
     k += shift(head // (HV // H), K, KV_REPEATS)
     v += shift(head, V, KV_REPEATS)
+    if slots is not None:  # row n of both is that of the slot
+        slot = tl.load(slots + n).to(tl.int64)
+        state += slot * STATE_ROW - n * (HV * K * V)
+        if W > 1:
+            conv_tail += slot * TAIL_ROW - n * (C * (W - 1))
     t = n * 0  # keeps t a tensor in the interpreter
     d = tl.arange(0, BK)
     e = tl.arange(0, SLICE)

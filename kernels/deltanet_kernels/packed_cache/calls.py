@@ -67,6 +67,10 @@ class PackedStepCall(NamedTuple):
         window, sinks, limit, scale, softcap: as for `packed_attention`.
         cos, sin: of a rotary embedding, [B, 1, R] or [1, 1, R] with an even R <= D, as for `window_step_`. Keys are
             kept rotated.
+        slots: [B] int32, the rows of the cache's tensors that the sequences have; otherwise as for
+            `gated_delta_step_`.
+        pages: [B, M] int32, with slots: the rows of the packed tensors, the first four, that the sequences have, one
+            after the other with N groups each; by default the slot.
 
     Returns:
         o [B, 1, HQ, D] in the dtype of q, and the log-sum-exp of the scores [B, 1, HQ], float32 at least.
@@ -87,6 +91,13 @@ class PackedStepCall(NamedTuple):
     softcap: float | None = None
     cos: Tensor | None = None
     sin: Tensor | None = None
+    slots: Tensor | None = None
+    pages: Tensor | None = None
+
+    @property
+    def packed_rows(self) -> Tensor | None:
+        """`pages`, also where they are left out; None without slots."""
+        return self.slots.unsqueeze(1) if self.pages is None and self.slots is not None else self.pages
 
     @property
     def attention(self) -> PackedAttentionCall:

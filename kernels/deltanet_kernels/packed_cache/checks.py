@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from deltanet_kernels.checks import _require_float, _require_shape, _require_tensor, check_rotation, refuse_gradients
+from deltanet_kernels.checks import (
+    _require_float,
+    _require_shape,
+    _require_tensor,
+    check_rotation,
+    check_slots,
+    refuse_gradients,
+)
 from deltanet_kernels.packed_cache.calls import (
     PackedAttentionCall,
     PackedStepCall,
@@ -19,9 +26,13 @@ from deltanet_kernels.window.checks import check_window_attention
 
 def check_packed_attention(call: PackedAttentionCall) -> None:
     """Raises ValueError or TypeError."""
+    _check_attention(call, len(call.cache.keys))
+
+
+def _check_attention(call: PackedAttentionCall, rows: int) -> None:
     held = call.cache.keys
     _check_like("q", call.q, call.cache)
-    _require_shape("q", call.q, (held.shape[0], call.q.shape[1], 1, held.shape[3]), "[B, HQ, 1, D] of the cache")
+    _require_shape("q", call.q, (rows, call.q.shape[1], 1, held.shape[3]), "[B, HQ, 1, D] of the cache")
     if call.q.shape[1] % held.shape[1]:
         raise ValueError(f"q: got {call.q.shape[1]} heads, needs a multiple of the {held.shape[1]} heads of the cache")
     window, sinks, _ = call.reach
@@ -32,12 +43,17 @@ def check_packed_attention(call: PackedAttentionCall) -> None:
 
 def check_packed_step(call: PackedStepCall) -> None:
     """Raises ValueError or TypeError."""
-    B, HK, _, D = call.cache.keys.shape
+    rows, HK, _, D = call.cache.keys.shape
+    B = rows if call.slots is None else len(call.slots)
+    check_slots(call.slots, B, call.q.device, call.cache.keys)
+    if call.pages is not None:
+        _require_shape("pages", _require_tensor("pages", call.pages), (B, call.pages.shape[-1]), "[B, M]")
+        check_slots(call.pages[:, 0], B, call.q.device, call.cache.key_codes)
     for name, x in (("k", call.k), ("v", call.v)):
         _check_like(name, x, call.cache)
         _require_shape(name, x, (B, 1, HK, D), "[B, 1, HK, D] of the cache")
     check_rotation(call.cos, call.sin, B, 1, D, call.q.device)
-    check_packed_attention(call.attention)
+    _check_attention(call.attention, B)
     refuse_gradients("packed_step_", "window_attention", call.k, call.v)
 
 

@@ -71,6 +71,21 @@ def _restored(
 
 
 @triton.jit
+def _in_page(
+    key_codes, key_scales, value_codes, value_scales, pages, b, h, place, PER_PAGE: tl.constexpr,
+    PAGES_ROW: tl.constexpr, KC_ROW: tl.constexpr, KS_ROW: tl.constexpr, VC_ROW: tl.constexpr, VS_ROW: tl.constexpr,
+):  # fmt: skip
+    """The tensors of the page that holds the group in `place` of row b, and the number of head h's group in it."""
+    page = tl.load(pages + b * PAGES_ROW + place // PER_PAGE).to(tl.int64)
+    n = h * PER_PAGE + place % PER_PAGE
+    key_codes += page * KC_ROW
+    key_scales += page * KS_ROW
+    value_codes += page * VC_ROW
+    value_scales += page * VS_ROW
+    return key_codes, key_scales, value_codes, value_scales, n
+
+
+@triton.jit
 def _weights(s, seen, top, total, factor, CAP: tl.constexpr):
     """One tile of an online softmax (FlashAttention, arXiv 2205.14135): scores are in units of log 2."""
     s = tl.where(seen[None, :], cap_score(s * factor, CAP), float("-inf"))
@@ -88,8 +103,10 @@ def _is_seen(i, j, window, sinks, limit):
 
 @triton.jit(do_not_specialize=["spans", "span", "groups", "window", "sinks", "limit"])
 def packed_span_kernel(
-    q, key_codes, key_scales, value_codes, value_scales, keys, values, lengths, parts, weights, factor,
+    q, key_codes, key_scales, value_codes, value_scales, keys, values, lengths, slots, pages, parts, weights, factor,
     groups, span, spans, window, sinks, limit,
+    PER_PAGE: tl.constexpr, PAGES_ROW: tl.constexpr, KC_ROW: tl.constexpr, KS_ROW: tl.constexpr, VC_ROW: tl.constexpr,
+    VS_ROW: tl.constexpr, KEYS_ROW: tl.constexpr, VALUES_ROW: tl.constexpr, LENGTHS_ROW: tl.constexpr,
     HK: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, BM: tl.constexpr,
     CAP: tl.constexpr, PAIRS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -100,8 +117,20 @@ def packed_span_kernel(
     """
     c = tl.program_id(0) % spans
     pair = (tl.program_id(0) // spans).to(tl.int64)
-    i = tl.load(lengths + pair // HK) - 1
+    if slots is None:
+        i = tl.load(lengths + pair // HK) - 1
+    else:  # row b of the cache is that of the slot; of what sequences share one token is read
+        slot = tl.load(slots + pair // HK).to(tl.int64)
+        i = tl.where(slot > 0, tl.load(lengths + slot * LENGTHS_ROW) - 1, 0)
+        keys += slot * KEYS_ROW - pair // HK * (HK * (SINKS + GROUP) * D)
+        values += slot * VALUES_ROW - pair // HK * (HK * (SINKS + GROUP) * D)
     current = i // GROUP
+    if pages is not None:  # noqa: SIM102 (known when the kernel is compiled)
+        if (c < spans - 1) & (c * span >= current):  # a table of pages is as wide as the longest sequence may become
+            out = (pair * HEADS + tl.arange(0, BM)) * spans + c
+            tl.store(weights + 2 * out, float("-inf"), mask=tl.arange(0, BM) < HEADS)
+            tl.store(weights + 2 * out + 1, 0.0, mask=tl.arange(0, BM) < HEADS)
+            return
     g, d, r = tl.arange(0, BM), tl.arange(0, D), tl.arange(0, GROUP)
     m_q = (g < HEADS)[:, None]
     at_q = (pair * HEADS + g)[:, None]
@@ -125,16 +154,23 @@ def packed_span_kernel(
             p, top, total, fade = _weights(s, seen, top, total, factor, CAP)
             sums = tl.dot(p.to(v.dtype), v, sums * fade[:, None], input_precision=PRECISION)
     else:
-        first = pair * groups
-        key_codes += first * (GROUP * D * BITS // 8)
-        value_codes += first * (GROUP * D * BITS // 8)
-        key_scales += first * (2 * D)
-        value_scales += first * (2 * D)
+        if pages is None:
+            first = pair * groups
+            key_codes += first * (GROUP * D * BITS // 8)
+            value_codes += first * (GROUP * D * BITS // 8)
+            key_scales += first * (2 * D)
+            value_scales += first * (2 * D)
         end = tl.minimum(c * span + span, tl.minimum(groups, current))
         for place in tl.range(c * span, end, num_stages=STAGES):
-            at = place * (GROUP * D * BITS // 8)
-            k = _restored(key_codes + at, key_scales + place * (2 * D), token, GROUP, D, BITS, PAIRS, q_MD.dtype)
-            v = _restored(value_codes + at, value_scales + place * (2 * D), d, D, GROUP, BITS, PAIRS, q_MD.dtype)
+            kc, ks, vc, vs, n = key_codes, key_scales, value_codes, value_scales, place
+            if pages is not None:
+                kc, ks, vc, vs, n = _in_page(
+                    kc, ks, vc, vs, pages, pair // HK, pair % HK, place, PER_PAGE, PAGES_ROW, KC_ROW, KS_ROW, VC_ROW,
+                    VS_ROW,
+                )  # fmt: skip
+            at = n * (GROUP * D * BITS // 8)
+            k = _restored(kc + at, ks + n * (2 * D), token, GROUP, D, BITS, PAIRS, q_MD.dtype)
+            v = _restored(vc + at, vs + n * (2 * D), d, D, GROUP, BITS, PAIRS, q_MD.dtype)
             s = tl.dot(q_MD, k, input_precision=PRECISION)
             j = (current - 1 - (current - 1 - place) % groups) * GROUP + token
             seen = (j >= SINKS) & _is_seen(i, j, window, sinks, limit)
@@ -215,8 +251,10 @@ def pack_kernel(
 
 @triton.jit
 def append_kernel(
-    key_codes, key_scales, value_codes, value_scales, keys, values, lengths, q, k, v, cos, sin, turned_q,
+    key_codes, key_scales, value_codes, value_scales, keys, values, lengths, slots, pages, q, k, v, cos, sin, turned_q,
     groups, q_row, k_row, v_row,
+    PER_PAGE: tl.constexpr, PAGES_ROW: tl.constexpr, KC_ROW: tl.constexpr, KS_ROW: tl.constexpr, VC_ROW: tl.constexpr,
+    VS_ROW: tl.constexpr, KEYS_ROW: tl.constexpr, VALUES_ROW: tl.constexpr, LENGTHS_ROW: tl.constexpr,
     HK: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, R: tl.constexpr,
     ROPE_ROWS: tl.constexpr, COUNT_BITS: tl.constexpr,
 ):  # fmt: skip
@@ -227,7 +265,14 @@ def append_kernel(
     """
     pair = tl.program_id(0).to(tl.int64)
     b, h = pair // HK, pair % HK
-    number = take_ticket(lengths, b, 1, HK, COUNT_BITS) - 1
+    if slots is None:
+        number = take_ticket(lengths, b, 1, HK, COUNT_BITS) - 1
+    else:  # row b of the cache is that of the slot; the tickets of what sequences share say nothing
+        slot = tl.load(slots + b).to(tl.int64)
+        number = take_ticket(lengths, slot * LENGTHS_ROW, 1, HK, COUNT_BITS) - 1
+        number = tl.where(slot > 0, number, 0)
+        keys += slot * KEYS_ROW - b * (HK * (SINKS + GROUP) * D)
+        values += slot * VALUES_ROW - b * (HK * (SINKS + GROUP) * D)
     d = tl.arange(0, D)
     m_d = d < D
     keys += pair * ((SINKS + GROUP) * D)
@@ -235,10 +280,12 @@ def append_kernel(
     if (number > 0) & (number % GROUP == 0) & (groups > 0):
         place = (number // GROUP - 1) % tl.maximum(groups, 1)
         own = SINKS * D
-        pack_group(
-            keys + own, values + own, D, D, key_codes, key_scales, value_codes, value_scales,
-            pair * groups + place, True, D, BITS,
-        )  # fmt: skip
+        kc, ks, vc, vs, n = key_codes, key_scales, value_codes, value_scales, pair * groups + place
+        if pages is not None:
+            kc, ks, vc, vs, n = _in_page(
+                kc, ks, vc, vs, pages, b, h, place, PER_PAGE, PAGES_ROW, KC_ROW, KS_ROW, VC_ROW, VS_ROW
+            )  # fmt: skip
+        pack_group(keys + own, values + own, D, D, kc, ks, vc, vs, n, True, D, BITS)
         tl.debug_barrier()  # all of the group is read before its first place is written
     new_k = turned(k + b * k_row + h * D, cos, sin, b, d, m_d, R, ROPE_ROWS).to(keys.dtype.element_ty)
     new_v = tl.load(v + b * v_row + h * D + d)

@@ -13,6 +13,7 @@ from deltanet_kernels.common.launch import launch
 from deltanet_kernels.common.registration import cached, operator
 from deltanet_kernels.common.rows import rows
 from deltanet_kernels.common.sizes import cdiv, power_of_two
+from deltanet_kernels.common.slots import row_size
 from deltanet_kernels.flash_decoding.config import COMBINED, MAX_GROUP
 from deltanet_kernels.flash_decoding.kernels import combine_kernel
 from deltanet_kernels.gated_delta_rule.config import product_precision
@@ -76,14 +77,26 @@ def packed_attention_op(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return o [B, HQ, 1, D] and the log-sum-exp of the scores [B, HQ] float32."""
     cache = PackedKeyValues(key_codes, key_scales, value_codes, value_scales, keys, values, lengths)
-    return _attend(q.contiguous(), cache, window, sinks, limit, scale, softcap)
+    return _attend(q.contiguous(), cache, None, None, window, sinks, limit, scale, softcap)
+
+
+ROWS = ("PAGES_ROW", "KC_ROW", "KS_ROW", "VC_ROW", "VS_ROW", "KEYS_ROW", "VALUES_ROW", "LENGTHS_ROW")
+
+
+def _places(cache: PackedKeyValues, pages: Tensor | None) -> dict[str, int]:
+    """Groups of a page, and elements from a row of each tensor to its next, as the kernels take them with slots."""
+    if pages is None:
+        return dict.fromkeys(("PER_PAGE", *ROWS), 0)
+    return {"PER_PAGE": cache.groups} | dict(zip(ROWS, map(row_size, (pages, *cache)), strict=True))
 
 
 def _attend(
-    q: Tensor, cache: PackedKeyValues, window: int, sinks: int, limit: int, scale: float, softcap: float | None
-) -> tuple[Tensor, Tensor]:
-    """As `packed_attention_op`, of contiguous q."""
-    (B, HQ, _, D), HK, N, bits = q.shape, cache.keys.shape[1], cache.groups, cache.bits
+    q: Tensor, cache: PackedKeyValues, slots: Tensor | None, pages: Tensor | None, window: int, sinks: int, limit: int,
+    scale: float, softcap: float | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """As `packed_attention_op`, of contiguous q, with slots and pages as in `PackedStepCall`."""
+    (B, HQ, _, D), HK, bits = q.shape, cache.keys.shape[1], cache.bits
+    N = cache.groups * (1 if pages is None else pages.shape[1])
     warps, stages = packed_config(D, q.dtype)
     span = span_of(N, B * HK, D, q.device)
     spans = 1 + cdiv(N, span)
@@ -93,13 +106,16 @@ def _attend(
     weights = torch.empty((B, HQ, spans, 2), dtype=torch.float32, device=q.device)
     launch(
         packed_span_kernel, B * HK * spans,
-        q, *cache, parts, weights,
+        q, *cache, slots, pages, parts, weights,
         scale * math.log2(math.e) if softcap is None else scale / softcap, N, span, spans, window, sinks, limit,
-        HK=HK, HEADS=HQ // HK, D=D, BITS=bits, BM=max(16, power_of_two(HQ // HK)), CAP=softcap,
+        **_places(cache, pages), HK=HK, HEADS=HQ // HK, D=D, BITS=bits, BM=max(16, power_of_two(HQ // HK)), CAP=softcap,
         PAIRS=bits == 4 and q.dtype == torch.bfloat16 and capability(q.device) >= (8, 0), STAGES=stages,
         PRECISION=product_precision("auto", q.dtype), num_warps=warps,
     )  # fmt: skip
-    launch(combine_kernel, B * HQ, parts, weights, o, lse, spans, D=D, BD=D, BN=COMBINED // D, num_warps=4)
+    launch(
+        combine_kernel, B * HQ, parts, weights, o, lse, spans, D=D, BD=D, BN=COMBINED // D, GAPS=pages is not None,
+        num_warps=4,
+    )  # fmt: skip
     return o, lse
 
 
@@ -127,7 +143,8 @@ def _fake_step(q, *_):
 def packed_step_op_(
     q: Tensor, k: Tensor, v: Tensor, key_codes: Tensor, key_scales: Tensor, value_codes: Tensor, value_scales: Tensor,
     keys: Tensor, values: Tensor, lengths: Tensor, window: int, sinks: int, limit: int, scale: float,
-    softcap: float | None, cos: Tensor | None, sin: Tensor | None,
+    softcap: float | None, cos: Tensor | None, sin: Tensor | None, slots: Tensor | None = None,
+    pages: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Put k and v [B, 1, HK, D] in place; return o [B, 1, HQ, D] and the log-sum-exp [B, 1, HQ] float32."""
     cache = PackedKeyValues(key_codes, key_scales, value_codes, value_scales, keys, values, lengths)
@@ -136,11 +153,12 @@ def packed_step_op_(
     (q, q_row), (k, k_row), (v, v_row) = rows(q), rows(k), rows(v)
     cos, sin = (None if x is None else x.contiguous() for x in (cos, sin))
     launch(
-        append_kernel, B * HK, *cache, q, k, v, cos, sin, turned, cache.groups, q_row, k_row, v_row,
-        HK=HK, HEADS=HQ // HK, D=D, BITS=cache.bits, R=0 if cos is None else cos.shape[2],
+        append_kernel, B * HK, *cache, slots, pages, q, k, v, cos, sin, turned,
+        cache.groups * (1 if pages is None else pages.shape[1]), q_row, k_row, v_row,
+        **_places(cache, pages), HK=HK, HEADS=HQ // HK, D=D, BITS=cache.bits, R=0 if cos is None else cos.shape[2],
         ROPE_ROWS=cos is not None and cos.shape[0] > 1, COUNT_BITS=COUNT_BITS, num_warps=4,
     )  # fmt: skip
-    o, lse = _attend(turned.view(B, HQ, 1, D), cache, window, sinks, limit, scale, softcap)
+    o, lse = _attend(turned.view(B, HQ, 1, D), cache, slots, pages, window, sinks, limit, scale, softcap)
     return o.view(B, 1, HQ, D), lse.view(B, 1, HQ)
 
 
@@ -155,8 +173,9 @@ def packed_step_triton_(call: PackedStepCall) -> tuple[Tensor, Tensor]:
     if heads > MAX_PROGRAMS:
         raise NotImplementedError(f"{heads} key heads: the kernel takes up to {MAX_PROGRAMS}")
     found: tuple[Tensor, Tensor] = packed_step_op_(
-        *call[:3], *call.cache, *attention.reach, attention.factor, call.softcap, call.cos, call.sin
-    )
+        *call[:3], *call.cache, *attention.reach, attention.factor, call.softcap, call.cos, call.sin, call.slots,
+        call.packed_rows,
+    )  # fmt: skip
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -151,12 +152,35 @@ def torch_prompt_attention(call: PromptAttentionCall) -> tuple[Tensor, Tensor]:
 
 def torch_packed_step_(call: PackedStepCall) -> tuple[Tensor, Tensor]:
     """`deltanet_kernels.packed_step_` in PyTorch."""
+    if call.slots is not None:
+        return _step_in_rows(call, call.slots.long())
     q, k = call.q, call.k
     if call.cos is not None and call.sin is not None:
         q, k = rotate(torch.cat([q, k], dim=2), call.cos, call.sin).split([q.shape[2], k.shape[2]], dim=2)
     append(k.transpose(1, 2), call.v.transpose(1, 2), call.cache)
     o, lse = torch_packed_attention(call._replace(q=q).attention)
     return o.transpose(1, 2), lse.unsqueeze(1)
+
+
+def _step_in_rows(call: PackedStepCall, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """A step on copies of the rows, of which those that it has changed are put back."""
+    held, pages = call.cache, call.packed_rows
+    assert pages is not None
+    pages = pages.long()
+    packed: Any = (x[pages].transpose(1, 2).flatten(2, 3) for x in held[:4])
+    own = PackedKeyValues(*packed, *(x[slots] for x in held[4:]))  # type: ignore[call-arg]
+    number = own.lengths.long()
+    found = torch_packed_step_(call._replace(cache=own, slots=None, pages=None))
+    if own.groups:
+        place = (number // GROUP - 1) % own.groups
+        row = pages.gather(1, place[:, None] // held.groups)[:, 0]
+        row = row * ((number > 0) & (number % GROUP == 0))  # else to the row that is nobody's
+        rows = torch.arange(len(slots), device=slots.device)
+        for x, new in zip(held[:4], own[:4], strict=True):
+            x[row, :, place % held.groups] = new[rows, :, place]
+    for x, new in zip(held[4:], own[4:], strict=True):
+        x[slots] = new
+    return found
 
 
 def append(k: Tensor, v: Tensor, cache: PackedKeyValues) -> None:

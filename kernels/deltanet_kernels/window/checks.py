@@ -10,8 +10,10 @@ from deltanet_kernels.checks import (
     _require_shape,
     _require_tensor,
     _shape,
+    check_changed,
     check_cu_seqlens,
     check_rotation,
+    check_slots,
     refuse_gradients,
 )
 from deltanet_kernels.window.calls import WindowCall, WindowKeepCall, WindowMixtureCall, WindowStepCall
@@ -40,18 +42,19 @@ def check_window_step(call: WindowStepCall) -> None:
             of the tensors of the share, or a cache that is not contiguous.
         TypeError: a dtype that does not fit, or an argument that is not a tensor.
     """
-    q, k, v, window, sinks, keys, values, numbers, count, *mixture, reach, _, padding, softcap, cos, sin = call
+    q, k, v, window, sinks, keys, values, numbers, count, *mixture, reach, _, padding, softcap, cos, sin, slots = call
     _check_tokens(q, k, v)
     _check_reach(window, sinks)
     _check_softcap(softcap)
     (B, T, HQ, D), HK, S = q.shape, k.shape[2], window + sinks
     if T != 1:
         raise ValueError(f"q: got shape {_shape(q)} with {T} tokens, needs one token")
+    rows = check_slots(slots, B, q.device, count)
     cache: tuple[tuple[str, torch.Tensor, tuple[int, ...], str, torch.dtype], ...] = (
-        ("keys", keys, (B, HK, S, D), "[B, HK, window + sinks, D]", k.dtype),
-        ("values", values, (B, HK, S, D), "[B, HK, window + sinks, D]", k.dtype),
-        ("numbers", numbers, (B, S), "[B, window + sinks]", torch.int32),
-        ("count", count, (B,), "[B]", torch.int32),
+        ("keys", keys, (rows, HK, S, D), "[B, HK, window + sinks, D]", k.dtype),
+        ("values", values, (rows, HK, S, D), "[B, HK, window + sinks, D]", k.dtype),
+        ("numbers", numbers, (rows, S), "[B, window + sinks]", torch.int32),
+        ("count", count, (rows,), "[B]", torch.int32),
     )
     for name, x, shape, meaning, dtype in cache:
         _require_tensor(name, x)
@@ -59,8 +62,7 @@ def check_window_step(call: WindowStepCall) -> None:
         _require_shape(name, x, shape, meaning)
         if x.dtype != dtype:
             raise TypeError(f"{name}: got dtype {x.dtype}, needs {dtype}")
-        if not x.is_contiguous():
-            raise ValueError(f"{name}: got strides {x.stride()}, needs a contiguous tensor: it is changed")
+        check_changed(name, x, slots)
     if reach is not None:
         _check_least("reach", reach, 1)
     check_rotation(cos, sin, B, 1, D, q.device)

@@ -28,6 +28,7 @@ from deltanet_kernels.common.launch import launch
 from deltanet_kernels.common.registration import operator
 from deltanet_kernels.common.rows import rows
 from deltanet_kernels.common.sizes import power_of_two
+from deltanet_kernels.common.slots import row_size
 from deltanet_kernels.gated_delta_rule.config import check_supported
 from deltanet_kernels.window.calls import WindowStepCall
 from deltanet_kernels.window.config import step_heads, step_places
@@ -69,11 +70,12 @@ def turned(
 
 @triton.jit
 def step_kernel(
-    q, k, v, keys, values, numbers, count, share_logit, far, far_slope, near_slope, padding, cos, sin, o, scale,
+    q, k, v, keys, values, numbers, count, share_logit, far, far_slope, near_slope, padding, cos, sin, o, slots, scale,
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
     REACH: tl.constexpr, HEADS: tl.constexpr, BN: tl.constexpr, SHARE: tl.constexpr, PADDING: tl.constexpr,
     CAP: tl.constexpr, R: tl.constexpr, ROPE_ROWS: tl.constexpr, Q_ROW: tl.constexpr, K_ROW: tl.constexpr,
-    V_ROW: tl.constexpr, S_ROW: tl.constexpr, COUNT_BITS: tl.constexpr,
+    V_ROW: tl.constexpr, S_ROW: tl.constexpr, KEYS_ROW: tl.constexpr, VALUES_ROW: tl.constexpr,
+    NUMBERS_ROW: tl.constexpr, COUNT_ROW: tl.constexpr, COUNT_BITS: tl.constexpr,
 ):  # fmt: skip
     """One program per row and HEADS query heads; rows of q, k, v and share_logit are X_ROW elements apart."""
     PROGRAMS: tl.constexpr = HQ // HEADS
@@ -84,6 +86,13 @@ def step_kernel(
     live = 1
     if PADDING:
         live = 1 - tl.load(padding + b).to(tl.int32)
+    if slots is not None:  # row b of the cache is that of the slot; what sequences share is left alone
+        slot = tl.load(slots + b).to(tl.int64)
+        live *= (slot > 0).to(tl.int32)
+        keys += slot * KEYS_ROW - b * (HK * PLACES * D)
+        values += slot * VALUES_ROW - b * (HK * PLACES * D)
+        numbers += slot * NUMBERS_ROW - b * PLACES
+        count += slot * COUNT_ROW - b
     n = take_ticket(count, b, live, PROGRAMS, COUNT_BITS)
     d = tl.arange(0, BD)
     m_d = d < D
@@ -150,7 +159,7 @@ def step_kernel(
 
 def _fake_step(
     q, k, v, window, sinks, keys, values, numbers, count, share_logit, far, far_slope, near_slope, reach, scale,
-    padding, softcap, cos=None, sin=None,
+    padding, softcap, cos=None, sin=None, slots=None,
 ):  # fmt: skip
     return q.new_empty(q.shape)
 
@@ -161,7 +170,7 @@ def window_step_op_(
     values: torch.Tensor, numbers: torch.Tensor, count: torch.Tensor, share_logit: torch.Tensor | None,
     far: torch.Tensor | None, far_slope: torch.Tensor | None, near_slope: torch.Tensor | None, reach: int | None,
     scale: float, padding: torch.Tensor | None, softcap: float | None, cos: torch.Tensor | None = None,
-    sin: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None, slots: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Return o [B, 1, HQ, D] and update the cache in place."""
     (B, _, HQ, D), HK = q.shape, k.shape[2]
@@ -172,12 +181,13 @@ def window_step_op_(
     dense = [None if x is None else x.contiguous() for x in (far, far_slope, near_slope, padding, cos, sin)]
     launch(
         step_kernel, B * (HQ // heads),
-        q, k, v, keys, values, numbers, count, share_logit, *dense, o, scale,
+        q, k, v, keys, values, numbers, count, share_logit, *dense, o, slots, scale,
         HQ=HQ, HK=HK, D=D, BD=power_of_two(D), WINDOW=window, SINKS=sinks,
         REACH=2**COUNT_BITS if reach is None else reach, HEADS=heads, BN=step_places(D, window + sinks),
         SHARE=share_logit is not None, PADDING=padding is not None, CAP=softcap,
         R=0 if cos is None else cos.shape[2], ROPE_ROWS=cos is not None and cos.shape[0] > 1,
-        Q_ROW=q_row, K_ROW=k_row, V_ROW=v_row, S_ROW=s_row, COUNT_BITS=COUNT_BITS,
+        Q_ROW=q_row, K_ROW=k_row, V_ROW=v_row, S_ROW=s_row, KEYS_ROW=row_size(keys),
+        VALUES_ROW=row_size(values), NUMBERS_ROW=row_size(numbers), COUNT_ROW=row_size(count), COUNT_BITS=COUNT_BITS,
         num_warps=4,
     )  # fmt: skip
     return o
