@@ -61,6 +61,7 @@ class FastMixer:
         # 3 and 2 bits have no packed form.
         self._steps = known and bits >= 4 and self._is_gated_delta_rule
         self._pads = bits == 16  # whether a step knows padding
+        self.takes_slots = self._steps  # whether a step finds its states by `MixerCacheLayer.slots`
         own_heads = mixer.k_proj.out_features // mixer.head_dim
         # Whether the window reads other queries and keys than the state: `prompt_inputs` then returns them too.
         differ = conv is not None or self._offset is not None or self._qk_silu or mixer.kv_repeats > 1
@@ -153,10 +154,11 @@ class FastMixer:
             use_beta_sigmoid_in_kernel=rule_gates.sigmoid,
             erase=layer.erase,
             kv_repeats=layer.kv_repeats,
+            slots=cache.slots,
         )
         if layer.window_branch is not None:
             q, k, v = map(layer.split_heads, (q, k, v))
-            output = window_step(layer.window_branch, x, q, k, v, output, state, padding, cos, sin)
+            output = window_step(layer.window_branch, x, q, k, v, output, cache, padding, cos, sin)
         if tail is not None and padding is not None:  # the kernels move the tail of all rows
             state["conv_tail"].copy_(tail.where(padding.unsqueeze(-1), state["conv_tail"]))
         cache.count(1)

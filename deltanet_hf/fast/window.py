@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from deltanet_hf.mixers.cache.packed_tokens import PackedTokens
-from deltanet_hf.mixers.cache.state import State
+from deltanet_hf.mixers.cache.state import MixerCacheLayer, State
 from deltanet_hf.mixers.layer.layer_call import LayerCall
 from deltanet_hf.mixers.layer.window_branch import WindowBranch
 from deltanet_kernels import window_attention, window_keep, window_mixture, window_step_
@@ -85,12 +85,12 @@ def window_step(
     k: Tensor,
     v: Tensor,
     far: Tensor,
-    state: State,
+    cache: MixerCacheLayer,
     padding: Tensor | None,
     cos: Tensor | None,
     sin: Tensor | None,
 ) -> Tensor:
-    """One more token by one kernel, with the window's part of `state`, its count included, changed in place.
+    """One more token by one kernel, with the window's part of the state, its count included, changed in place.
 
     In 8 or 4 bits by four kernels, the last that of the mixture, and without padding.
 
@@ -98,20 +98,22 @@ def window_step(
         branch: the window.
         x, far: as for `WindowBranch.forward`, with T = 1.
         q, k, v: the same, before the rotary embedding.
-        state: the layer's state before the token.
+        cache: holds the layer's state before the token.
         padding: [B, 1] bool, True at padding, where outputs are 0; None for no padding.
         cos, sin: of the rotary embedding, [B, 1, R] or [1, 1, R]; None for none.
 
     Returns:
         The layer's output [B, 1, H, D] before `o_proj`.
     """
+    state, slots = cache.state, cache.slots
     if branch.cache_bits < 16:
         # A new dict is enough: a window's tensors never grow.
         own = {name: state[name] for name in branch.state_names}
-        held = PackedTokens(branch.kept, own, None, in_place=True)
+        held = PackedTokens(branch.kept, own, None, in_place=True, slots=slots)
         near, lse = held.step(q, k, v, branch.scale, branch.softcap, cos, sin)
         # `held.step` has counted the token: `count` is its number, from 1.
-        return mixture(branch, x, near, lse, far, state["count"].unsqueeze(1))
+        numbers = state["count"] if slots is None else state["count"][slots]
+        return mixture(branch, x, near, lse, far, numbers.unsqueeze(1))
     slope = torch.promote_types(q.dtype, torch.float32)
     return window_step_(
         q,
@@ -133,4 +135,5 @@ def window_step(
         branch.softcap,
         cos,
         sin,
+        slots,
     )

@@ -90,7 +90,7 @@ class DeltaNet(DeltaRule):
 
 
 def normalisers(k: Tensor, beta: Tensor, key_sum: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The normalisers d of reads, and the sum of all keys after the last token.
+    """The normalisers d of reads, and the sum of all keys after the last token of each sequence.
 
     Args:
         k: positive features [B, T, HV, D].
@@ -99,18 +99,20 @@ def normalisers(k: Tensor, beta: Tensor, key_sum: Tensor | None, cu_seqlens: Ten
         cu_seqlens: boundaries of packed sequences, each of which begins with z = 0.
 
     Returns:
-        d [B, T, HV] float32, and z [B, HV, D] float32.
+        d [B, T, HV] float32, and z [B or N, HV, D] float32.
     """
     k = k.to(torch.promote_types(k.dtype, torch.float32))
     # In float64: sequences packed into one row subtract the sum of all rows before them.
     present = k.double() * (beta > 0).unsqueeze(-1)
     after = cumulative_sum(present)
     before = after - present
+    end = after[:, -1]
     if cu_seqlens is not None:
         first = cu_seqlens.long().clamp_max(k.shape[1] - 1)
         sequence = torch.searchsorted(cu_seqlens.long(), torch.arange(k.shape[1], device=k.device), right=True) - 1
+        end = after[0, cu_seqlens[1:].long() - 1] - before[0, first[:-1]]
         before = before - before[:, first[sequence]]
     if key_sum is not None:
-        before, after = before + key_sum.unsqueeze(1), after + key_sum.unsqueeze(1)
+        before, end = before + key_sum.unsqueeze(1), end + key_sum
     d = torch.maximum((k * before.to(k.dtype)).sum(-1), k.square().sum(-1))
-    return d.clamp_min(TINY), after[:, -1].to(k.dtype)
+    return d.clamp_min(TINY), end.to(k.dtype)

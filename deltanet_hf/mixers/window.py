@@ -151,7 +151,7 @@ class WindowAttention(LayerKind):
         window, sinks = self.settings.window, self.settings.sinks
         weights = bool(kwargs.get("output_attentions") or getattr(config, "output_attentions", False))
         in_place = length == 1 and padding is None and not weights and cache is not None and cache.may_change
-        kept = None if cache is None else KeptTokens(window, sinks, state, tokens, in_place)
+        kept = None if cache is None else KeptTokens(window, sinks, state, tokens, in_place, packed)
         softmax = SoftmaxCall(
             tokens,
             tokens if kept is None else kept.seen,

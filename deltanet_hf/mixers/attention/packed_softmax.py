@@ -77,14 +77,15 @@ def call_packed(
         ValueError: packed sequences, or a static cache.
     """
     cache = call.cache
-    if call.cu_seqlens is not None:
+    if call.cu_seqlens is not None and call.lengths is None:
         raise ValueError("cache bits: packed sequences are read in 16 bits; pad them instead")
     if cache is not None and cache.static_length:
         raise ValueError("cache bits: a static cache holds 16 bits; use a cache that grows, such as DynamicCache()")
     length = inputs["hidden_states"].shape[1]
     in_place = cache is not None and length == 1 and cache.may_change
     seen = 0 if cache is None else int(cache.get_seq_length())
-    held = PackedTokens(kept, call.state or {}, call.padding, seen, cache is not None, in_place)
+    places = (None, None) if cache is None else (cache.slots, cache.pages)
+    held = PackedTokens(kept, call.state or {}, call.padding, seen, cache is not None, in_place, call.lengths, *places)
     output, _ = family(attention_mask=None, past_key_values=None if cache is None else held, call=held, **inputs)
     if cache is not None:
         cache.grows = kept.window is None

@@ -16,6 +16,7 @@ groups that a call reads.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,6 +41,8 @@ class PackedTokens:
         seen: tokens before the call, padding included.
         keep_state: whether the state after the call is wanted.
         in_place: whether a single token may be put into the tensors of `state`.
+        lengths: of the sequences packed into the one row of the call, which begin in it; None for one per row.
+        slots, pages: where the sequences of a step in place are in the tensors of `state`, as for `packed_step_`.
 
     `state` is that after the call, once `attend` has been called.
     """
@@ -52,9 +55,13 @@ class PackedTokens:
         seen: int = 0,
         keep_state: bool = True,
         in_place: bool = False,
+        lengths: Sequence[int] | None = None,
+        slots: Tensor | None = None,
+        pages: Tensor | None = None,
     ) -> None:
         self.kept, self.state, self._padding, self._seen = kept, state, padding, seen
-        self._keep_state, self._in_place = keep_state, in_place
+        self._keep_state, self._in_place, self._lengths = keep_state, in_place, lengths
+        self._slots, self._pages = slots, pages
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """The keys and values of the call alone; `attend` puts them into the state."""
@@ -64,6 +71,8 @@ class PackedTokens:
         """Attention [B, T, HQ, D] of q [B, T, HQ, D] to k, v [B, T, HK, D] and the tokens before them, and its
         log-sum-exp [B, T, HQ]."""
         kept, length = self.kept, q.shape[1]
+        if self._lengths is not None:
+            return self._each(q, k, v, scale, softcap)
         if self._padding is None and self.state and length == 1:
             return self.step(q, k, v, scale, softcap)
         whole = self._padding is None and not self.state
@@ -77,6 +86,19 @@ class PackedTokens:
         arranged = ArrangedTokens.of(kept, self.state, k.detach(), v.detach(), self._padding)
         self.state = arranged.state(kept.groups(self._seen + length))
         return arranged.attend(q, kept, scale, softcap)
+
+    def _each(self, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
+        """`attend` of each sequence in turn; the state has a row for each, with the groups of the longest."""
+        assert self._lengths is not None
+        lengths, found, states = list(self._lengths), [], []
+        for own_q, own_k, own_v in zip(*(x.split(lengths, dim=1) for x in (q, k, v)), strict=True):
+            one = PackedTokens(self.kept, {}, None)
+            found.append(one.attend(own_q, own_k, own_v, scale, softcap))
+            _widen(one.state, self.kept.groups(max(lengths)))
+            states.append(one.state)
+        self.state = {name: torch.cat([state[name] for state in states]) for name in NAMES}
+        outputs, sums = zip(*found, strict=True)
+        return torch.cat(outputs, dim=1), torch.cat(sums, dim=1)
 
     def _prompt(self, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
         """`attend` of whole sequences without padding."""
@@ -103,15 +125,20 @@ class PackedTokens:
         kept, state = self.kept, self.state
         if not self._in_place:
             state = {name: tensor.clone() for name, tensor in state.items()}
-        groups = kept.groups(self._seen + 1) - state["key_codes"].shape[2]
-        if groups > 0:
-            for name in PACKED:
-                tail = [0, 0] * (state[name].dim() - 3)
-                state[name] = F.pad(state[name], (*tail, 0, groups))
+        _widen(state, kept.groups(self._seen + 1))
         cache = PackedKeyValues(*(state[name] for name in NAMES))
         q, k, v = (x.to(cache.keys.dtype) for x in (q, k, v))
         self.state = state
-        call = PackedStepCall(q, k, v, cache, kept.window, kept.sinks, kept.limit, scale, softcap, cos, sin)
+        reach = kept.window, kept.sinks, kept.limit
+        call = PackedStepCall(q, k, v, cache, *reach, scale, softcap, cos, sin, self._slots, self._pages)
         if torch.is_grad_enabled():
             packed_step_.check(call)
         return packed_step_.unchecked(call)
+
+
+def _widen(state: State, groups: int) -> None:
+    """Give the state places for so many groups, if it has fewer."""
+    more = groups - state["key_codes"].shape[2]
+    if more > 0:
+        for name in PACKED:
+            state[name] = F.pad(state[name], (*[0, 0] * (state[name].dim() - 3), 0, more))

@@ -72,12 +72,22 @@ class KeptTokens:
         state: the tensors before the call; empty before the first token.
         tokens: those of the call.
         in_place: put a single token without padding into the tensors of `state`, where its queries see it.
+        cu_seqlens: boundaries of sequences packed into one row, which begin in the call.
 
     `seen` are the tokens that `update` returns, and `state` is that after it.
     """
 
-    def __init__(self, window: int, sinks: int, state: State, tokens: Tokens, in_place: bool = False) -> None:
+    def __init__(
+        self,
+        window: int,
+        sinks: int,
+        state: State,
+        tokens: Tokens,
+        in_place: bool = False,
+        cu_seqlens: Tensor | None = None,
+    ) -> None:
         self.window, self.sinks, self.old, self.tokens, self._in_place = window, sinks, state, tokens, in_place
+        self._cu_seqlens = cu_seqlens
         self.state: State = {}
         self.seen = tokens
         if in_place:
@@ -98,6 +108,9 @@ class KeptTokens:
             return self.old["keys"].scatter_(2, place, keys), self.old["values"].scatter_(2, place, values)
         batch, heads, length, head_dim = keys.shape
         window, sinks = self.window, self.sinks
+        if self._cu_seqlens is not None:
+            self.state = _kept_of_packed(keys[0], values[0], window, sinks, self._cu_seqlens.long())
+            return keys, values
         numbers = self.tokens.numbers.expand(batch, length)
         old = self.old or {
             "keys": keys.new_zeros(batch, heads, window + sinks, head_dim),
@@ -130,6 +143,17 @@ def window_shapes(heads: int, head_dim: int, places: int, dtype: torch.dtype) ->
     kept = TensorShape((heads, places, head_dim), dtype)
     numbers, count = TensorShape((places,), torch.int32), TensorShape((), torch.int32)
     return {"keys": kept, "values": kept, "numbers": numbers, "count": count}
+
+
+def _kept_of_packed(keys: Tensor, values: Tensor, window: int, sinks: int, cu_seqlens: Tensor) -> State:
+    """The state after each of N sequences, of whose tokens keys and values [HV, T, D] are the row."""
+    count = cu_seqlens.diff()[:, None]
+    place = torch.arange(window + sinks, device=keys.device)
+    numbers = torch.where(place < sinks, place + 1, count - (count - place + sinks) % window)
+    numbers = numbers * ((numbers <= count) & (numbers > torch.where(place < sinks, 0, sinks)))
+    at = cu_seqlens[:-1, None] + (numbers - 1).clamp_min(0)
+    kept = [x[:, at].transpose(0, 1) * (numbers > 0)[:, None, :, None] for x in (keys, values)]
+    return {"keys": kept[0], "values": kept[1], "numbers": numbers.int(), "count": count[:, 0].int()}
 
 
 def _put(old: Tensor, new: Tensor, place: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +50,11 @@ class LayerCall:
     def state(self) -> State | None:
         """The state before the call; None before the first token."""
         return self.cache.state if self.cache is not None and self.cache.is_initialized else None
+
+    @property
+    def lengths(self) -> Sequence[int] | None:
+        """Of the packed sequences whose states are wanted."""
+        return None if self.cache is None or self.cu_seqlens is None else self.cache.lengths
 
     @property
     def keep_state(self) -> bool:

@@ -55,10 +55,10 @@ def boundaries_in(cu_seq_lens_q: torch.Tensor | None, length: int, cache: object
     """The boundaries of the packed sequences in one layer's call of `length` tokens; None for one sequence per row.
 
     Raises:
-        ValueError: packed sequences together with a cache.
+        ValueError: packed sequences together with a cache that does not know their lengths.
     """
     boundaries = cu_seq_lens_q if length > 1 else None
-    if boundaries is not None and cache is not None:
+    if boundaries is not None and cache is not None and getattr(cache, "lengths", None) is None:
         raise ValueError("cu_seq_lens_q: packed sequences leave no state to continue from; pass use_cache=False")
     return boundaries
 

@@ -139,17 +139,17 @@ class WindowBranch(Part):
     def near(self, q: Tensor, k: Tensor, v: Tensor, call: LayerCall, tokens: Tokens) -> tuple[Tensor, Tensor, State]:
         """The attention, w [B, T, H, D] and log Z [B, T, H] float32, and the window's part of the new state."""
         padding, state = call.padding, call.state
-        if call.cu_seqlens is not None or (state is None and padding is None and not call.keep_state):
+        if not call.keep_state and (call.cu_seqlens is not None or (state is None and padding is None)):
             return *self.attend(q, k, v, call.cu_seqlens), {}
         own = {} if state is None else {name: state[name] for name in self.state_names}
         if self.cache_bits < 16:
-            packed = PackedTokens(self.kept, own, padding, keep_state=call.keep_state)
+            packed = PackedTokens(self.kept, own, padding, keep_state=call.keep_state, lengths=call.lengths)
             near, lse = with_learned_sinks(*packed.attend(q, k, v, self.scale, self.softcap), self.learned_sinks)
             return near, lse, packed.state
-        kept = KeptTokens(self.window, self.sinks, own, tokens)
+        kept = KeptTokens(self.window, self.sinks, own, tokens, cu_seqlens=call.cu_seqlens)
         keys, values = kept.update(k.transpose(1, 2), v.transpose(1, 2), 0)
         if state is None and padding is None:
-            near, lse = self.attend(q, k, v, None)
+            near, lse = self.attend(q, k, v, call.cu_seqlens)
         else:
             near, lse = self._attend_kept(q, keys.transpose(1, 2), values.transpose(1, 2), tokens, kept.seen)
         return near, lse, kept.state
