@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.v1.attention.backend import (
     AttentionBackend,
+    AttentionCGSupport,
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
     MultipleOf,
@@ -24,98 +24,41 @@ from deltanet_kernels.packed_cache.layout import GROUP
 
 
 @dataclass(frozen=True)
-class SequencePart:
-    """The new tokens of one sequence: a prompt, a part of it, or the token that was generated last."""
+class Prompts:
+    """New tokens that one call of a layer takes: of one sequence, or of neighbouring sequences that begin with them."""
 
-    first: int  # place in the step
-    last: int  # exclusive
+    tokens: slice  # of the step
+    sequences: slice  # of the step
     seen: int  # tokens of the sequence before them
-    pages: Tensor  # int64: [1], the page of its state; or [pages], those of its tokens
+    cu_seqlens: Tensor | None  # [N + 1] int32 boundaries of the sequences in these tokens, if there are several
+    lengths: tuple[int, ...]  # of their new tokens
 
 
 @dataclass(frozen=True)
-class StateBatch:
-    """A step for layers with states.
+class Step:
+    """The sequences of a step and where they are kept.
 
-    `tokens` and `pages` ([n] int64) are the places and pages of the sequences with a single new token, which one call
-    computes together; `new_pages` are the pages of those of them that begin here.
+    `pages` are those of each sequence: the page of its state [sequences], or those of its tokens [sequences, pages],
+    with `size` tokens each. Each of the first `singles` sequences has one new token, and one call takes these together;
+    `prompts` have the others.
     """
 
-    tokens: Tensor
     pages: Tensor
-    new_pages: Tensor
-    parts: tuple[SequencePart, ...]  # with several tokens
+    size: int
+    singles: int
+    prompts: tuple[Prompts, ...]
 
 
-class StateBatchBuilder(AttentionMetadataBuilder[StateBatch]):
-    """Makes the `StateBatch` of every step."""
+class StepBuilder(AttentionMetadataBuilder[Step]):
+    """Makes the `Step` of layers that keep something of every token.
 
-    def __init__(
-        self, kv_cache_spec: KVCacheSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
-    ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.cache_mode = vllm_config.cache_config.mamba_cache_mode
-
-    def build(
-        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> StateBatch:
-        step = common_attn_metadata
-        table = mamba_get_block_table_tensor(
-            step.block_table_tensor, step.seq_lens, self.kv_cache_spec, self.cache_mode
-        )
-        single: list[tuple[int, int]] = []
-        begin: list[int] = []
-        several: list[SequencePart] = []
-        pages: Tensor = table[:, 0].long()
-        for index, first, last, seen in _sequences(step):
-            if last - first > 1:
-                several.append(SequencePart(first, last, seen, pages[index : index + 1]))
-                continue
-            single.append((index, first))
-            if seen == 0:
-                begin.append(index)
-        rows = torch.tensor(single, dtype=torch.long, device=pages.device).view(-1, 2)
-        new_pages = pages[torch.tensor(begin, dtype=torch.long, device=pages.device)]
-        return StateBatch(rows[:, 1], pages[rows[:, 0]], new_pages, tuple(several))
-
-
-@dataclass(frozen=True)
-class TokenBatch:
-    """A step for layers that keep something of every token.
-
-    `table` ([sequences, pages] int64) has the pages of all sequences, each with `size` tokens; `sequences` are those
-    with new tokens, as `_sequences` gives them.
+    A CUDA graph of a step of single tokens reads `pages` where they were when it was recorded: in vLLM's own table, or
+    in a tensor of the builder.
     """
 
-    table: Tensor
-    size: int
-    sequences: tuple[tuple[int, int, int, int], ...]
-
-    def part(self, index: int, first: int, last: int, seen: int) -> SequencePart:
-        """One of `sequences` with its pages."""
-        return SequencePart(first, last, seen, self.table[index, : -(-(seen + last - first) // self.size)])
-
-    @cached_property
-    def parts(self) -> tuple[SequencePart, ...]:
-        """All `sequences` with their pages."""
-        return tuple(self.part(*sequence) for sequence in self.sequences)
-
-    @cached_property
-    def several(self) -> dict[int, SequencePart]:
-        """The parts with several new tokens, by the places of the first."""
-        return {item[1]: self.part(*item) for item in self.sequences if item[2] - item[1] > 1}
-
-    @cached_property
-    def single(self) -> tuple[Tensor, int]:
-        """Pages [n, pages] of the sequences with a single new token, and the most tokens that one has before it."""
-        rows = [(index, seen) for index, first, last, seen in self.sequences if last - first == 1]
-        most = max((seen for _, seen in rows), default=0)
-        chosen = torch.tensor([index for index, _ in rows], dtype=torch.long, device=self.table.device)
-        return self.table[chosen, : most // self.size + 1], most
-
-
-class TokenBatchBuilder(AttentionMetadataBuilder[TokenBatch]):
-    """Makes the `TokenBatch` of every step."""
+    _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    reorder_batch_threshold: int | None = 1  # sequences with a single new token come first
+    joins: ClassVar[bool] = True  # whether a call may take several sequences
 
     def __init__(
         self, kv_cache_spec: KVCacheSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
@@ -124,18 +67,74 @@ class TokenBatchBuilder(AttentionMetadataBuilder[TokenBatch]):
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> TokenBatch:
+    ) -> Step:
         step = common_attn_metadata
-        return TokenBatch(step.block_table_tensor.long(), self.kv_cache_spec.block_size, tuple(_sequences(step)))
+        return self.step(step, step.block_table_tensor[:, : -(-step.max_seq_len // self.kv_cache_spec.block_size)])
+
+    def step(self, step: CommonAttentionMetadata, pages: Tensor) -> Step:
+        """The step with these pages."""
+        starts = step.query_start_loc_cpu[: step.num_reqs + 1].tolist()
+        new = [last - first for first, last in itertools.pairwise(starts)]
+        seen = [total - count for total, count in zip(_lengths(step), new, strict=True)]
+        singles = next((i for i, count in enumerate(new) if count > 1), len(new)) if self.joins else 0
+        prompts = []
+        for some in self._calls(seen, singles):
+            lengths, cu_seqlens = tuple(new[some]), None
+            if len(lengths) > 1:
+                bounds = [0, *itertools.accumulate(lengths)]
+                cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=pages.device)
+            if any(lengths):  # others stand for no sequence
+                tokens = slice(starts[some.start], starts[some.stop])
+                prompts.append(Prompts(tokens, some, seen[some.start], cu_seqlens, lengths))
+        return Step(pages, self.kv_cache_spec.block_size, singles, tuple(prompts))
+
+    def _calls(self, seen: list[int], first: int) -> Iterator[slice]:
+        """The sequences from `first` on, by the calls that take their prompts."""
+        for begins, run in itertools.groupby(range(first, len(seen)), key=lambda index: seen[index] == 0):
+            numbers = list(run)
+            if begins and self.joins:
+                yield slice(numbers[0], numbers[-1] + 1)
+            else:
+                yield from (slice(number, number + 1) for number in numbers)
 
 
-def _sequences(step: CommonAttentionMetadata) -> Iterator[tuple[int, int, int, int]]:
-    """Row of the sequence, place of its first new token and behind its last, and tokens before them."""
-    lengths: Any = step.seq_lens_cpu_upper_bound  # exact without speculative decoding
-    totals = (step.seq_lens if lengths is None else lengths).tolist()
-    for index, (first, last) in enumerate(itertools.pairwise(step.query_start_loc_cpu.tolist())):
-        if last > first:
-            yield index, first, last, totals[index] - (last - first)
+class GrowingStepBuilder(StepBuilder):
+    """The same for layers that take one sequence at a time."""
+
+    _cudagraph_support = AttentionCGSupport.NEVER
+    joins = False
+
+
+class StateStepBuilder(StepBuilder):
+    """The same for states, of which it clears the pages of sequences that begin with a single token."""
+
+    def __init__(
+        self, kv_cache_spec: KVCacheSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.slots = torch.zeros(vllm_config.scheduler_config.max_num_seqs, dtype=torch.int32, device=device)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> Step:
+        step = common_attn_metadata
+        mode = self.vllm_config.cache_config.mamba_cache_mode
+        table = mamba_get_block_table_tensor(step.block_table_tensor, step.seq_lens, self.kv_cache_spec, mode)
+        slots = self.slots[: step.num_reqs]
+        slots.copy_(table[: step.num_reqs, 0])
+        made = self.step(step, slots)
+        begin = [index for index, total in enumerate(_lengths(step)[: made.singles]) if total == 1]
+        if begin:
+            caches: Any = self.vllm_config.compilation_config.static_forward_context
+            for name in self.layer_names:
+                caches[name].clear(made.pages[begin])
+        return made
+
+
+def _lengths(step: CommonAttentionMetadata) -> list[int]:
+    """Tokens of each sequence, the new ones included."""
+    totals: Any = step.seq_lens_cpu_upper_bound  # exact without speculative decoding
+    return (step.seq_lens if totals is None else totals)[: step.num_reqs].tolist()  # type: ignore[no-any-return]
 
 
 class StateBackend(AttentionBackend):
@@ -146,8 +145,8 @@ class StateBackend(AttentionBackend):
         return "DELTANET_STATES"
 
     @staticmethod
-    def get_builder_cls() -> type[StateBatchBuilder]:
-        return StateBatchBuilder
+    def get_builder_cls() -> type[StepBuilder]:
+        return StateStepBuilder
 
     @classmethod
     def is_ssm(cls) -> bool:
@@ -162,8 +161,8 @@ class TokenBackend(AttentionBackend):
         return "DELTANET_TOKENS"
 
     @staticmethod
-    def get_builder_cls() -> type[TokenBatchBuilder]:
-        return TokenBatchBuilder
+    def get_builder_cls() -> type[StepBuilder]:
+        return StepBuilder
 
     @staticmethod
     def get_kv_cache_shape(
@@ -176,3 +175,15 @@ class TokenBackend(AttentionBackend):
     def get_supported_kernel_block_sizes(spec: KVCacheSpec | None = None) -> list[int | MultipleOf]:
         """Whole groups of packed tokens."""
         return [MultipleOf(GROUP)]
+
+
+class GrowingBackend(TokenBackend):
+    """The same for layers that take one sequence at a time."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "DELTANET_GROWING"
+
+    @staticmethod
+    def get_builder_cls() -> type[StepBuilder]:
+        return GrowingStepBuilder

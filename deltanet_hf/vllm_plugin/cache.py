@@ -16,7 +16,7 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 
 from deltanet_hf.mixers.cache.state import State, TensorShape
-from deltanet_hf.vllm_plugin.batch import StateBackend, TokenBackend
+from deltanet_hf.vllm_plugin.batch import GrowingBackend, StateBackend, TokenBackend
 from deltanet_hf.vllm_plugin.pages import page_bytes, tensors_in
 from deltanet_kernels.packed_cache.layout import GROUP
 
@@ -109,7 +109,7 @@ class TokenPages(AttentionLayerBase):
         self.kv_cache[pages[places // size], :, places % size, : new.shape[-1]] = new
 
     def get_attn_backend(self) -> type[AttentionBackend]:
-        return TokenBackend
+        return GrowingBackend
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
         half = -(-(self.key_channels + self.value_channels) // 2)  # vLLM 0.25 knows one size for both
@@ -135,45 +135,44 @@ class PackedPages(AttentionLayerBase):
 
     def __init__(self, shapes: dict[str, TensorShape], heads: int, name: str, vllm_config: VllmConfig) -> None:
         self.shapes, self.heads, self.name = shapes, heads, name
-        self.group_bytes = sum(shape.nbytes for shape in shapes.values())
+        self._tensors: tuple[Any, State] = None, {}
         vllm_config.compilation_config.static_forward_context[name] = self
 
     @property
     def token_bytes(self) -> int:
         """Bytes per token of a sequence."""
-        return -(-self.heads * self.group_bytes // GROUP)
+        return -(-self.heads * sum(shape.nbytes for shape in self.shapes.values()) // GROUP)
 
-    def _tensors(self) -> State:
-        """The tensors of all pages, each [pages, groups of a page, heads, ...]."""
-        pages, _, tokens, size = self.kv_cache.shape
-        groups = self.kv_cache.reshape(pages, tokens // GROUP, GROUP * size)[..., : self.heads * self.group_bytes]
-        return tensors_in(groups.unflatten(-1, (self.heads, self.group_bytes)), self.shapes)
+    @property
+    def _groups(self) -> int:
+        """Of a page."""
+        return self.kv_cache.shape[2] // GROUP
 
-    def load(self, pages: Tensor, groups: int, counts: Tensor) -> State:
-        """Copies [B, heads, groups, ...] of the first groups of sequences in the pages [B, P].
+    @property
+    def tensors(self) -> State:
+        """The tensors of all pages, each [pages, heads, groups of a page, ...]."""
+        if self._tensors[0] is not self.kv_cache:
+            shapes = {
+                name: TensorShape((self.heads, self._groups, *shape.shape), shape.dtype)
+                for name, shape in self.shapes.items()
+            }
+            self._tensors = self.kv_cache, tensors_in(self.kv_cache.view(len(self.kv_cache), -1), shapes)
+        return self._tensors[1]
 
-        `counts` [B] are their tokens; groups that they do not have yet are zeros.
-        """
-        group = torch.arange(groups, device=pages.device)
-        held = group < (counts.long()[:, None] - 1) // GROUP
-        at = self._places(pages, group.expand(len(pages), -1), held)
-        return {name: tensor[at] for name, tensor in self._tensors().items()}
+    def load(self, pages: Tensor, groups: int) -> State:
+        """Copies [1, heads, groups, ...] of the first groups of the sequence in the pages [1, P]."""
+        held = pages[0, : -(-groups // self._groups)].long()
+        return {
+            name: tensor[held].transpose(0, 1).flatten(1, 2)[None, :, :groups] for name, tensor in self.tensors.items()
+        }
 
-    def store(self, pages: Tensor, group: Tensor, state: State) -> None:
-        """Put the groups [B, N] of a state of all groups into the pages [B, P]."""
-        at = self._places(pages, group, None)
-        index = torch.arange(len(pages), device=pages.device)[:, None, None], at[2], group[:, None]
-        for name, tensor in self._tensors().items():
-            tensor[at] = state[name][index]
-
-    def _places(self, pages: Tensor, group: Tensor, held: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Page, place in it and head of each group [B, N]; page 0, which vLLM leaves empty, for groups not `held`."""
-        per_page = self.kv_cache.shape[2] // GROUP
-        page = pages.gather(1, group // per_page)
-        if held is not None:
-            page = page * held
-        heads = torch.arange(self.heads, device=pages.device)[None, :, None]
-        return page[:, None], (group % per_page)[:, None], heads
+    def store(self, pages: Tensor, new: slice, state: State) -> None:
+        """Put the `new` groups of a state of all groups into the pages [B, P], but for those that it has not yet."""
+        group = torch.arange(new.start, new.stop, device=pages.device).expand(len(pages), -1)
+        page = pages.long().gather(1, group // self._groups)
+        page = page * (group < (state["count"].long()[:, None] - 1) // GROUP)  # vLLM leaves page 0 empty
+        for name, tensor in self.tensors.items():
+            tensor[page, :, group % self._groups] = state[name][:, :, new].transpose(1, 2)
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         return TokenBackend

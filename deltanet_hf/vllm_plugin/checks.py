@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 from transformers import PreTrainedConfig
-from vllm.config import ModelConfig, VllmConfig
+from vllm.config import CompilationMode, CUDAGraphMode, ModelConfig, VllmConfig
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
 from deltanet_hf.mixers import AttentionKind, LayerKind
@@ -22,9 +22,9 @@ class Checks(VerifyAndUpdateConfig):
 
     @staticmethod
     def verify_and_update_model_config(model_config: ModelConfig) -> None:
-        """Name the layers that keep states in `layer_types`, by which vLLM knows a hybrid, and turn graphs off.
+        """Name the layers that keep states in `layer_types`, by which vLLM knows a hybrid.
 
-        What the converted layers do depends on the sequences of a step, so it can neither be compiled nor captured.
+        Graphs are off where the family's own code reads numbers on the host.
         """
         config: Any = model_config.hf_config
         if hasattr(config, OWN_TYPES):
@@ -38,11 +38,16 @@ class Checks(VerifyAndUpdateConfig):
             types[index] = "linear_attention"
         setattr(config, OWN_TYPES, own)
         config.layer_types = types
-        model_config.enforce_eager = True
+        if model_config.get_num_experts() or _rope_types(config) & {"dynamic", "longrope"}:
+            model_config.enforce_eager = True
 
     @staticmethod
     def verify_and_update_config(vllm_config: VllmConfig) -> None:
-        """Raises ValueError for settings of vLLM that the plugin does not serve."""
+        """Let CUDA graphs have the steps with one token per sequence; the layers are not compiled.
+
+        Raises:
+            ValueError: a setting of vLLM that the plugin does not serve.
+        """
         parallel, table = vllm_config.parallel_config, LayerTable.of(vllm_config.model_config.hf_config)
         for given, name, remedy in (
             (parallel.tensor_parallel_size > 1, "tensor_parallel_size", "1"),
@@ -54,6 +59,16 @@ class Checks(VerifyAndUpdateConfig):
         ):
             if given:
                 raise ValueError(f"{name}: not served for models with converted layers; pass {remedy}")
+        compilation = vllm_config.compilation_config
+        compilation.mode = CompilationMode.NONE
+        if compilation.cudagraph_mode != CUDAGraphMode.NONE:
+            compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
+
+
+def _rope_types(config: Any) -> set[str]:
+    """The kinds of rotary embeddings of all layers."""
+    found: Any = getattr(config, "rope_parameters", None) or {}
+    return {some["rope_type"] for some in (found, *found.values()) if isinstance(some, dict) and "rope_type" in some}
 
 
 def _has_state(kind: type[LayerKind]) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,12 +18,12 @@ from deltanet_hf.fast.mixer import FastMixer
 from deltanet_hf.mixers.attention.packed_softmax import PackedSoftmax
 from deltanet_hf.mixers.attention.routed_config import RoutedConfig
 from deltanet_hf.mixers.cache.packed_reach import PACKED
-from deltanet_hf.mixers.cache.state import MixerCacheLayer, TensorShape
+from deltanet_hf.mixers.cache.state import MixerCacheLayer, State, TensorShape
 from deltanet_hf.mixers.cache.window_cache import Tokens
 from deltanet_hf.mixers.layer.layer_kind import PositionEmbeddings
 from deltanet_hf.mixers.layer.masks import sliding_window
 from deltanet_hf.mixers.layer.mixer import Mixer
-from deltanet_hf.vllm_plugin.batch import SequencePart, StateBatch, TokenBatch
+from deltanet_hf.vllm_plugin.batch import Prompts, Step
 from deltanet_hf.vllm_plugin.cache import PackedPages, StatePages, TokenPages
 from deltanet_kernels.packed_cache.layout import GROUP
 
@@ -63,16 +65,44 @@ class ServedLayer(nn.Module, ABC):
         if steps is None:  # vLLM measures the memory that a step needs
             output = self.whole(hidden_states, position_embeddings)
         else:
-            output = self.step(steps, hidden_states, position_embeddings)
+            output = self.compute(steps, hidden_states, position_embeddings)
         return output if self.alone else (output, None)
+
+    def compute(self, steps: dict[str, Step], x: Tensor, position_embeddings: PositionEmbeddings | None) -> Tensor:
+        """The layer on all tokens x [1, T, hidden] of a step; `steps` has their sequences, by names of caches."""
+        step = steps[self.name]
+        outputs = []
+        if step.singles:
+            tokens = slice(0, step.singles)
+            rows = None if position_embeddings is None else [part[0, tokens, None] for part in position_embeddings]
+            outputs.append(self.one_token(steps, x[0, tokens, None], rows).transpose(0, 1))
+        for prompts in step.prompts:
+            angles = None if position_embeddings is None else [part[:, prompts.tokens] for part in position_embeddings]
+            outputs.append(self.several_tokens(steps, prompts, x[:, prompts.tokens], angles))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
     @abstractmethod
     def whole(self, x: Tensor, position_embeddings: PositionEmbeddings | None) -> Tensor:
         """The layer on one sequence x [1, T, hidden], of which nothing is kept."""
 
+    def one_token(self, steps: dict[str, Step], x: Tensor, position_embeddings: Any) -> Tensor:
+        """The layer on the tokens x [B, 1, hidden] of the first B sequences of the step."""
+        raise NotImplementedError
+
     @abstractmethod
-    def step(self, steps: dict[str, Any], x: Tensor, position_embeddings: PositionEmbeddings | None) -> Tensor:
-        """The layer on all tokens x [1, T, hidden] of a step; `steps` has their sequences, by names of caches."""
+    def several_tokens(self, steps: dict[str, Step], prompts: Prompts, x: Tensor, position_embeddings: Any) -> Tensor:
+        """The layer on the tokens x [1, T, hidden] of some prompts of the step."""
+
+
+def cache_for(prompts: Prompts, state: Callable[[], State]) -> tuple[MixerCacheLayer, dict[str, Any]]:
+    """A layer's part of a cache for the prompts, with the state before them, and what says how they are packed."""
+    cache = MixerCacheLayer()
+    if prompts.seen:
+        cache.state, cache.is_initialized, cache.tokens_seen = state(), True, prompts.seen
+    if prompts.cu_seqlens is None:
+        return cache, {}
+    cache.lengths = prompts.lengths
+    return cache, {"cu_seq_lens_q": prompts.cu_seqlens}
 
 
 class StateLayer(ServedLayer):
@@ -83,38 +113,31 @@ class StateLayer(ServedLayer):
         packed, dtype = isinstance(layer, PackedSoftmax), vllm_config.model_config.dtype
         shapes = packed_shapes(layer, dtype) if packed else layer.state_shapes(dtype)
         self.states = StatePages(shapes, name, vllm_config)
-        self._form: Any = None
+
+    @cached_property
+    def form(self) -> Any:
+        """What computes the layer, once the weights have been loaded."""
+        return FastMixer(self.layer, may_move=False) if isinstance(self.layer, Mixer) else self.layer
 
     def whole(self, x: Tensor, position_embeddings: PositionEmbeddings | None) -> Tensor:
-        return self._call(MixerCacheLayer(), x, position_embeddings)
+        return called(self.form, MixerCacheLayer(), x, position_embeddings)
 
-    def step(self, steps: dict[str, Any], x: Tensor, position_embeddings: PositionEmbeddings | None) -> Tensor:
-        batch: StateBatch = steps[self.name]
-        output = torch.zeros_like(x)
-        if len(batch.tokens):
-            self.states.clear(batch.new_pages)
-            rows = tuple(part[0, batch.tokens, None] for part in position_embeddings or ())
-            y = self._go_on(batch.pages, x[0, batch.tokens, None], rows or None, begins=False)
-            output[0, batch.tokens] = y.squeeze(1)
-        for part in batch.parts:
-            output[:, part.first : part.last] = self._go_on(
-                part.pages, *_of(part, x, position_embeddings), not part.seen
-            )
-        return output
-
-    def _go_on(self, pages: Tensor, x: Tensor, position_embeddings: Any, begins: bool) -> Tensor:
-        """The layer on x [B, T, hidden], with the states of the pages [B] before it, or none, and after it."""
-        cache = MixerCacheLayer()
-        if not begins:
-            cache.state, cache.is_initialized = self.states.load(pages), True
-        output = self._call(cache, x, position_embeddings)
+    def one_token(self, steps: dict[str, Step], x: Tensor, position_embeddings: Any) -> Tensor:
+        pages, cache = steps[self.name].pages[: len(x)], MixerCacheLayer()
+        cache.is_initialized = True
+        if self.form.takes_slots if isinstance(self.form, FastMixer) else self.form.cache_bits < 16:
+            cache.state, cache.slots = self.states.tensors, pages
+            return called(self.form, cache, x, position_embeddings)
+        cache.state = self.states.load(pages)
+        output = called(self.form, cache, x, position_embeddings)
         self.states.store(pages, cache.state)
         return output
 
-    def _call(self, cache: MixerCacheLayer, x: Tensor, position_embeddings: PositionEmbeddings | None) -> Tensor:
-        if self._form is None:  # the weights have been loaded
-            self._form = FastMixer(self.layer, may_move=False) if isinstance(self.layer, Mixer) else self.layer
-        output: Tensor = self._form(hidden_states=x, position_embeddings=position_embeddings, past_key_values=cache)[0]
+    def several_tokens(self, steps: dict[str, Step], prompts: Prompts, x: Tensor, position_embeddings: Any) -> Tensor:
+        pages = steps[self.name].pages[prompts.sequences]
+        cache, packing = cache_for(prompts, lambda: self.states.load(pages))
+        output = called(self.form, cache, x, position_embeddings, **packing)
+        self.states.store(pages, cache.state)
         return output
 
 
@@ -138,41 +161,25 @@ class PackedLayer(ServedLayer):
         self.groups = PackedPages(packed, layer.config.num_key_value_heads, name, vllm_config)
 
     def whole(self, x: Tensor, position_embeddings: PositionEmbeddings | None) -> Tensor:
-        output: Tensor = self.layer(hidden_states=x, position_embeddings=position_embeddings)[0]
-        return output
+        return called(self.layer, None, x, position_embeddings)
 
-    def step(self, steps: dict[str, Any], x: Tensor, position_embeddings: PositionEmbeddings | None) -> Tensor:
-        batch: StateBatch = steps[self.states.name]
-        held: TokenBatch = steps[self.name]
-        output = torch.zeros_like(x)
-        if len(batch.tokens):
-            self.states.clear(batch.new_pages)
-            rows = tuple(part[0, batch.tokens, None] for part in position_embeddings or ())
-            y = self._go_on(batch.pages, *held.single, x[0, batch.tokens, None], rows or None)
-            output[0, batch.tokens] = y.squeeze(1)
-        for part in batch.parts:
-            pages = held.several[part.first].pages[None]
-            output[:, part.first : part.last] = self._go_on(
-                part.pages, pages, part.seen, *_of(part, x, position_embeddings)
-            )
-        return output
+    def one_token(self, steps: dict[str, Step], x: Tensor, position_embeddings: Any) -> Tensor:
+        cache, pages = MixerCacheLayer(), steps[self.name].pages[: len(x)]
+        cache.state, cache.is_initialized = self.groups.tensors | self.states.tensors, True
+        cache.slots, cache.pages = steps[self.states.name].pages[: len(x)], pages
+        return called(self.layer, cache, x, position_embeddings)
 
-    def _go_on(self, page: Tensor, pages: Tensor, seen: int, x: Tensor, position_embeddings: Any) -> Tensor:
-        """The layer on x [B, T, hidden] after up to `seen` tokens, with the states of `page` [B] and packed `pages`."""
-        length, kept, cache = x.shape[1], self.layer.kept, MixerCacheLayer()
-        if seen or length == 1:
-            cache.state, cache.is_initialized, cache.tokens_seen = self.states.load(page), True, seen
-            groups = kept.groups(seen + 1) if length == 1 else kept.groups(seen)
-            cache.state |= self.groups.load(pages, groups, cache.state["count"])
-        output: Tensor = self.layer(hidden_states=x, position_embeddings=position_embeddings, past_key_values=cache)[0]
+    def several_tokens(self, steps: dict[str, Step], prompts: Prompts, x: Tensor, position_embeddings: Any) -> Tensor:
+        page, pages = (steps[cache.name].pages[prompts.sequences] for cache in (self.states, self.groups))
+        kept, seen = self.layer.kept, prompts.seen
+
+        def before() -> State:
+            return self.states.load(page) | self.groups.load(pages, kept.groups(seen))
+
+        cache, packing = cache_for(prompts, before)
+        output = called(self.layer, cache, x, position_embeddings, **packing)
         self.states.store(page, cache.state)
-        groups = kept.groups(seen + length)
-        if length > 1:
-            new = torch.arange(kept.groups(seen), groups, device=x.device)[None]
-        else:  # the last one of each sequence, whether or not it is new
-            new = ((cache.state["count"].long() - 1) // GROUP - 1).clamp_min(0)[:, None]
-        if groups:
-            self.groups.store(pages, new, cache.state)
+        self.groups.store(pages, slice(kept.groups(seen), kept.groups(seen + max(prompts.lengths))), cache.state)
         return output
 
 
@@ -188,56 +195,37 @@ class GrowingLayer(ServedLayer):
         self.states = StatePages(shapes, f"{name}.state", vllm_config) if shapes else None
 
     def whole(self, x: Tensor, position_embeddings: PositionEmbeddings | None) -> Tensor:
-        output: Tensor = self.layer(hidden_states=x, position_embeddings=position_embeddings)[0]
-        return output
+        return called(self.layer, None, x, position_embeddings)
 
-    def step(self, steps: dict[str, Any], x: Tensor, position_embeddings: PositionEmbeddings | None) -> Tensor:
-        output = torch.zeros_like(x)
-        pages = _state_pages_of(steps[self.states.name]) if self.states is not None else {}
-        for part in steps[self.name].parts:
-            inputs = _of(part, x, position_embeddings)
-            output[:, part.first : part.last] = self._go_on(part, pages.get(part.first), *inputs)
-        return output
-
-    def _go_on(self, part: SequencePart, page: Tensor | None, x: Tensor, position_embeddings: Any) -> Tensor:
-        """The layer on the new tokens x [1, T, hidden] of a sequence, whose state is in `page` [1]."""
+    def several_tokens(self, steps: dict[str, Step], prompts: Prompts, x: Tensor, position_embeddings: Any) -> Tensor:
+        step, seen = steps[self.name], prompts.seen
+        pages = step.pages[prompts.sequences][0, : -(-(seen + x.shape[1]) // step.size)]
         index, cache = self.layer.layer_idx, DynamicCache()
         self.layer.place_cache(cache)
-        if part.seen:
-            cache.update(*self.tokens.load(part.pages, part.seen), index)
-            if self.states is not None and page is not None:
+        if seen:
+            cache.update(*self.tokens.load(pages, seen), index)
+            if self.states is not None:
+                page = steps[self.states.name].pages[prompts.sequences]
                 state: Any = cache.layers[index].parts["state"]  # type: ignore[attr-defined]
                 state.state, state.is_initialized = self.states.load(page), True
-        output: Tensor = self.layer(
-            hidden_states=x,
-            position_embeddings=position_embeddings,
-            attention_mask=self._mask(part, x.device),
-            past_key_values=cache,
-        )[0]
+        output = called(self.layer, cache, x, position_embeddings, attention_mask=self._mask(x, seen))
         held: Any = cache.layers[index]
         grown = getattr(held, "growing", held)
-        self.tokens.store(part.pages, part.seen, grown.keys[:, :, part.seen :], grown.values[:, :, part.seen :])
-        if self.states is not None and page is not None:
-            self.states.store(page, held.parts["state"].state)
+        self.tokens.store(pages, seen, grown.keys[:, :, seen:], grown.values[:, :, seen:])
+        if self.states is not None:
+            self.states.store(steps[self.states.name].pages[prompts.sequences], held.parts["state"].state)
         return output
 
-    def _mask(self, part: SequencePart, device: torch.device) -> Tensor:
-        """[1, 1, T, S] bool: the tokens that those of the part see, within the family's sliding window."""
-        total = part.seen + part.last - part.first
-        numbers = torch.arange(1, total + 1, device=device)[None]
+    def _mask(self, x: Tensor, seen: int) -> Tensor:
+        """[1, 1, T, S] bool: the tokens that those of x [1, T, hidden] see, within the family's sliding window."""
+        total = seen + x.shape[1]
+        numbers = torch.arange(1, total + 1, device=x.device)[None]
         window = sliding_window(self.layer.config.whole, self.layer.layer_idx)
-        return Tokens(numbers[:, part.seen :], None).sees(Tokens(numbers, None), total, 0, window)[:, None]
+        return Tokens(numbers[:, seen:], None).sees(Tokens(numbers, None), total, 0, window)[:, None]
 
 
-def _of(part: SequencePart, x: Tensor, position_embeddings: PositionEmbeddings | None) -> tuple[Tensor, Any]:
-    """The part's tokens of x and of the position embeddings [1, T, ...]."""
-    place = slice(part.first, part.last)
-    if position_embeddings is None:
-        return x[:, place], None
-    return x[:, place], tuple(embedding[:, place] for embedding in position_embeddings)
-
-
-def _state_pages_of(batch: StateBatch) -> dict[int, Tensor]:
-    """The pages [1] of the sequences of a step, by the places of their first new tokens."""
-    pages = {part.first: part.pages for part in batch.parts}
-    return pages | dict(zip(batch.tokens.tolist(), batch.pages.unsqueeze(1), strict=True))
+def called(layer: Any, cache: Any, x: Tensor, position_embeddings: Any, **options: Any) -> Tensor:
+    """A layer on x [B, T, hidden]; the cache has its states before the call and after it."""
+    options |= {"position_embeddings": position_embeddings, "past_key_values": cache}
+    output: Tensor = layer(hidden_states=x, **options)[0]
+    return output

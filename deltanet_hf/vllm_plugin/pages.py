@@ -20,10 +20,13 @@ def page_bytes(shapes: dict[str, TensorShape]) -> int:
 
 
 def tensors_in(pages: Tensor, shapes: dict[str, TensorShape]) -> dict[str, Tensor]:
-    """Views [..., *shape] of the tensors in pages [..., bytes] int8, by name; wide elements come first."""
+    """Views [..., *shape] of the tensors in pages [..., bytes] int8, by name.
+
+    They lie in the order of the powers of two that divide their sizes, so that each begins at a multiple of its own.
+    """
     views: dict[str, Tensor] = {}
     first = 0
-    for name, shape in sorted(shapes.items(), key=lambda item: -item[1].dtype.itemsize):
+    for name, shape in sorted(shapes.items(), key=lambda item: -(item[1].nbytes & -item[1].nbytes)):
         last = first + shape.nbytes
         view = pages[..., first:last].view(shape.dtype)
         views[name] = view.unflatten(-1, shape.shape) if shape.shape else view.squeeze(-1)

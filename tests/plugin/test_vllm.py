@@ -15,9 +15,11 @@ from packaging.version import Version
 from transformers import PreTrainedModel
 
 from deltanet_hf.mixers import FLOAT32_NAMES, MIXERS
+from deltanet_hf.mixers.layer.mixer import Mixer
 from deltanet_hf.models import qwen3_5
 from deltanet_hf.models.families import FAMILIES
 from deltanet_hf.models.layers import LayerTable
+from support.replayed_step import Recorder
 from support.tiny_models import ONE_NORM, mixed_mixture_table, mixture_table, tiny_table
 from support.vllm_engine import TOKENS, Answer, by_generate, by_vllm, prompts, served_model
 
@@ -198,6 +200,7 @@ def test_what_is_not_served_is_refused_by_name(settings: dict[str, Any], named: 
         by_vllm(served_model("llama", tiny_table(layers=(0, 2))), prompts(3), **settings)
 
 
+WINDOW = {"mixer": "window", "window": 40, "sinks": 2}
 STEP = 0.03  # of a log probability: rounding errors in float32 decide which of two steps of 4 bits a number is
 
 
@@ -212,7 +215,7 @@ def test_every_family_with_packed_keys_and_values(model_type: str) -> None:
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("changes", [{}, NEAR, {"mixer": "window", "window": 40, "sinks": 2}], ids=str)
+@pytest.mark.parametrize("changes", [{}, NEAR, WINDOW], ids=str)
 def test_packed_tokens_of_all_and_of_no_softmax_layers(changes: dict[str, Any], bits: int) -> None:
     for table in (tiny_table(layers=(), **changes), tiny_table(**changes)):
         assert_equal(served_model("llama", packed(table, bits)), prompts(*LENGTHS, 64, 32, 33), STEP)
@@ -235,3 +238,73 @@ def test_packed_tokens_and_prefix_caching() -> None:
 def test_bits_without_a_packed_form_are_refused() -> None:
     with pytest.raises(ValueError, match="cache_bits: not served for models with converted layers; pass a model"):
         by_vllm(served_model("llama", packed(tiny_table(layers=(0, 2)), 3)), prompts(3))
+
+
+@pytest.fixture
+def recorded_steps(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    """Layers record their steps of single tokens, one for each number of sequences, and replay them from then on."""
+    from deltanet_hf.vllm_plugin.batch import StepBuilder
+    from deltanet_hf.vllm_plugin.layer import ServedLayer
+
+    recorder, recordings = Recorder(), {}
+    build, compute = StepBuilder.build, ServedLayer.compute
+
+    def widest(self: Any, common_prefix_len: int, common_attn_metadata: Any) -> Any:
+        """As vLLM asks for it when it records a graph."""
+        return build(self, common_prefix_len, dataclasses.replace(common_attn_metadata, max_seq_len=512))
+
+    def replayed(self: Any, steps: dict[str, Any], x: torch.Tensor, angles: Any) -> torch.Tensor:
+        step, inputs = steps[self.name], [x, *(angles or ())]
+        if step.prompts:
+            return compute(self, steps, x, angles)
+        if (self.name, step.singles) not in recordings:
+            held = [part.clone() for part in inputs]
+            recorded = recorder(lambda: compute(self, steps, held[0], held[1:] or None), x.device)
+            recordings[self.name, step.singles] = held, *recorded
+        held, replay, output = recordings[self.name, step.singles]
+        for part, new in zip(held, inputs, strict=True):
+            part.copy_(new)
+        replay()
+        return output.clone()
+
+    monkeypatch.setattr(StepBuilder, "build", widest)
+    monkeypatch.setattr(ServedLayer, "compute", replayed)
+    return recorder
+
+
+# Mesa looks at its residuals on CPUs only.
+RECURRENT = [name for name, kind in MIXERS.items() if issubclass(kind, Mixer) and name != "mesa"]
+RECORDED = {
+    **{mixer: tiny_table(layers=(0,), mixer=mixer) for mixer in RECURRENT},
+    "near": tiny_table(layers=(0,), **NEAR),
+    "window": tiny_table(layers=(0,), **WINDOW),
+    "near, 4 bits": packed(tiny_table(layers=(0,), **NEAR)),
+    "window, 4 bits": packed(tiny_table(layers=(0,), **WINDOW)),
+    "mixed heads, 4 bits": packed(mixed_mixture_table()),
+}
+
+
+@pytest.mark.parametrize("table", RECORDED.values(), ids=RECORDED)
+def test_steps_can_be_replayed_as_cuda_graphs_are(table: LayerTable, recorded_steps: Recorder) -> None:
+    """No operation reads a number on the host, and what a step reads and writes stays where it is."""
+    assert_equal(served_model("llama", table), prompts(*LENGTHS, 64, 32, 33), STEP, num_gpu_blocks_override=40)
+    assert 0 < recorded_steps.recorded < recorded_steps.replayed / 4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("enforce_eager", [False, True])
+@pytest.mark.parametrize(
+    "table",
+    [
+        tiny_table(**NEAR),
+        tiny_table(mixer="kda"),
+        tiny_table(**WINDOW),
+        packed(tiny_table(layers=(0, 2), **WINDOW)),
+        packed(tiny_table(layers=(0, 2), **NEAR)),
+    ],
+    ids=["near", "kda", "window", "window, 4 bits", "near, 4 bits"],
+)
+def test_heads_that_the_kernels_take_with_and_without_cuda_graphs(table: LayerTable, enforce_eager: bool) -> None:
+    """None has vLLM's own attention, which in float32 may not let a graph record it."""
+    model = served_model("llama", table, head_dim=64)
+    assert_equal(model, prompts(*LENGTHS, 64, 32, 33), STEP, enforce_eager=enforce_eager, max_num_seqs=6)

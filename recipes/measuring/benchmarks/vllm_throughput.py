@@ -35,6 +35,8 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="+", type=int, default=[2048, 16384], help="of each prompt")
     parser.add_argument("--sequences", nargs="+", type=int, default=[1, 16, 64, 256], help="at a time")
     parser.add_argument("--steps", type=int, default=64, help="decoding steps that are timed")
+    parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
+    parser.add_argument("--memory", type=float, default=0.9, help="share of the GPU's memory; default: 0.9")
     parser.add_argument("--minutes", type=float, help="begin no engine after so many; default: no limit")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE")
     run_command(lambda: benchmark(parser.parse_args()))
@@ -44,18 +46,24 @@ def benchmark(options: argparse.Namespace) -> None:
     """Measure the rows that the file lacks, with an engine per shape, kind and length."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # read when vLLM is imported
     head = machine("vllm", "transformers", "triton") | {"dtype": "bfloat16"}
-    file = RowFile(options.out, ("shape", "kind", "tokens", "sequences", "steps"), head)
+    file = RowFile(options.out, ("shape", "kind", "tokens", "sequences", "steps", "eager"), head)
     end = None if options.minutes is None else time.monotonic() + 60 * options.minutes
     for shape in options.shapes:
         for kind in options.kinds:
             for tokens in options.tokens:
-                labels = {"shape": shape, "kind": kind, "tokens": tokens, "steps": options.steps}
+                labels = {
+                    "shape": shape,
+                    "kind": kind,
+                    "tokens": tokens,
+                    "steps": options.steps,
+                    "eager": options.eager,
+                }
                 rows = [labels | {"sequences": count} for count in options.sequences]
                 if all(file.find(row) for row in rows):
                     continue
                 if end is not None and time.monotonic() >= end:
                     return print("the time is over; the file lacks rows", flush=True)
-                engine = Engine(shape, kind, tokens, max(options.sequences), options.steps)
+                engine = Engine(options, shape, kind, tokens)
                 try:
                     fill(file, rows, engine.measure)
                 finally:
@@ -66,19 +74,19 @@ class Engine:
     """vLLM with one model, for prompts of one length.
 
     Args:
+        options: of the command.
         shape, kind: see `random_models.py`.
         tokens: of each prompt.
-        sequences: the most that run at a time.
-        steps: decoding steps that are timed.
     """
 
-    def __init__(self, shape: str, kind: str, tokens: int, sequences: int, steps: int) -> None:
+    def __init__(self, options: argparse.Namespace, shape: str, kind: str, tokens: int) -> None:
         from vllm import LLM
 
         register()  # the entry point does so where the package is installed
-        self._tokens, self._steps = tokens, steps
+        self._tokens, self._steps = tokens, options.steps
+        sequences = max(options.sequences)
         # Sequences whose prompts are read first decode until the last one has been read.
-        self._new = steps + 32 + sequences * (tokens + 1) // PART
+        self._new = options.steps + 32 + sequences * (tokens + 1) // PART
         config = random_config(shape, kind)
         config.architectures = config.architectures or ["LlamaForCausalLM"]
         self._vocabulary = config.vocab_size
@@ -93,6 +101,8 @@ class Engine:
                 max_model_len=tokens + self._new,
                 max_num_seqs=sequences,
                 max_num_batched_tokens=PART,
+                enforce_eager=options.eager,
+                gpu_memory_utilization=options.memory,
             )
         self.fits = self._capacity()
 
