@@ -43,7 +43,7 @@ class Checks(VerifyAndUpdateConfig):
 
     @staticmethod
     def verify_and_update_config(vllm_config: VllmConfig) -> None:
-        """Let CUDA graphs have the steps with one token per sequence; the layers are not compiled.
+        """Let CUDA graphs have the steps with one token per sequence if that mode is asked for; nothing is compiled.
 
         Raises:
             ValueError: a setting of vLLM that the plugin does not serve.
@@ -61,8 +61,8 @@ class Checks(VerifyAndUpdateConfig):
                 raise ValueError(f"{name}: not served for models with converted layers; pass {remedy}")
         compilation = vllm_config.compilation_config
         compilation.mode = CompilationMode.NONE
-        if compilation.cudagraph_mode != CUDAGraphMode.NONE:
-            compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
+        if compilation.cudagraph_mode != CUDAGraphMode.FULL_DECODE_ONLY:
+            compilation.cudagraph_mode = CUDAGraphMode.NONE
 
 
 def _rope_types(config: Any) -> set[str]:

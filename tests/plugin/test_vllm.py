@@ -292,7 +292,7 @@ def test_steps_can_be_replayed_as_cuda_graphs_are(table: LayerTable, recorded_st
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("enforce_eager", [False, True])
+@pytest.mark.parametrize("mode", ["FULL_DECODE_ONLY", "NONE"])
 @pytest.mark.parametrize(
     "table",
     [
@@ -304,7 +304,8 @@ def test_steps_can_be_replayed_as_cuda_graphs_are(table: LayerTable, recorded_st
     ],
     ids=["near", "kda", "window", "window, 4 bits", "near, 4 bits"],
 )
-def test_heads_that_the_kernels_take_with_and_without_cuda_graphs(table: LayerTable, enforce_eager: bool) -> None:
+def test_heads_that_the_kernels_take_with_and_without_cuda_graphs(table: LayerTable, mode: str) -> None:
     """None has vLLM's own attention, which in float32 may not let a graph record it."""
     model = served_model("llama", table, head_dim=64)
-    assert_equal(model, prompts(*LENGTHS, 64, 32, 33), STEP, enforce_eager=enforce_eager, max_num_seqs=6)
+    settings = {"compilation_config": {"cudagraph_mode": mode}, "max_num_seqs": 6}
+    assert_equal(model, prompts(*LENGTHS, 64, 32, 33), STEP, **settings)

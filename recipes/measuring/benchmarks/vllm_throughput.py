@@ -102,6 +102,7 @@ class Engine:
                 max_num_seqs=sequences,
                 max_num_batched_tokens=PART,
                 enforce_eager=options.eager,
+                compilation_config={} if kind == "teacher" else {"cudagraph_mode": "FULL_DECODE_ONLY"},
                 gpu_memory_utilization=options.memory,
             )
         self.fits = self._capacity()
