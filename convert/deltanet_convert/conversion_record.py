@@ -22,7 +22,7 @@ def request(job: Job, text: CalibrationText) -> dict[str, Any]:
             "config": config,
             "files": states,
         },
-        "options": {**job.options.decisive(), "layers": list(job.table.layers)},
+        "options": {**job.options.decisive(), "table": job.table.to_dict()},
         "text": {"sha256": text.sha256, "tokens": list(text.calibration.shape)},
         "versions": versions(),
     }
