@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from deltanet_hf.errors import UserError
 from deltanet_hf.mixers import FLOAT32_NAMES
 from deltanet_hf.mixers.layer.masks import sliding_window
-from deltanet_hf.models.cache_bits import layer_bytes, use_cache_bits
+from deltanet_hf.models.cache_bits import layer_bytes
 from deltanet_hf.models.factory import converted_config, model_class
-from deltanet_hf.models.families import family_of
 from deltanet_hf.models.layers import INSERTED_QK_NORMS, SOFTMAX, LayerTable
 from deltanet_kernels.packed_cache.layout import GROUP
 
@@ -137,10 +133,11 @@ def make_plan(
     """
     kept = table.softmax
     inserted = insert_norms and needs_norms(teacher.config, kept)
-    config = converted_config(with_norms(teacher.config, kept) if inserted else teacher.config, table)
+    base = with_norms(teacher.config, kept) if inserted else teacher.config
+    config = converted_config(base, table)
     config.dtype = dtype
-    student = meta_model(model_class(family_of(config.model_type).model_type), config, dtype)
-    use_cache_bits(student, 16)  # layers are fitted and compared with the teacher in 16 bits
+    in_16_bits = converted_config(base, replace(table, cache_bits=16))  # layers are fitted and compared in 16 bits
+    student = meta_model(model_class(base.model_type), in_16_bits, dtype)
     tied = tied_names(student)
     specs = [
         TensorSpec(name, tuple(tensor.shape), torch.float32 if name.rpartition(".")[2] in FLOAT32_NAMES else dtype)
@@ -172,19 +169,6 @@ def make_plan(
         student=student,
         layout=layout,
     )
-
-
-def check_disk(plan: Plan, out: Path, already_there: int) -> None:
-    """Raises UserError if the disk of `out` has too little space; `already_there` bytes are written already."""
-    folder = out
-    while not folder.exists():
-        folder = folder.parent
-    free, needed = shutil.disk_usage(folder).free, plan.disk_bytes - already_there
-    if free < needed:
-        raise UserError(
-            f"{out}: needs {needed / 1e9:.2f} GB but its disk has {free / 1e9:.2f} GB free; make room or "
-            "choose another disk"
-        )
 
 
 def _layer_plan(

@@ -14,17 +14,16 @@ from deltanet_hf.errors import UserError
 from deltanet_hf.models.layers import LayerTable
 
 from .options import ConvertOptions
-from .select.for_convert import auto_selection, selected_table
+from .select.for_convert import auto_selection
 from .select.run import Show, unseen
 from .select.selection_file import MAX_BYTES, Selection, parse_selection
-from .storage.teacher_source import Source
 from .teacher_model import Teacher
 
 MAX_LIST_BYTES = 1_000_000
 
 
 def chosen_table(
-    source: Source, teacher: Teacher, out: Path, options: ConvertOptions, show: Show = unseen
+    teacher: Teacher, out: Path, options: ConvertOptions, show: Show = unseen
 ) -> tuple[LayerTable, Selection | None]:
     """The layer table of the conversion that `--layers` asks for, and the selection that `auto:...` made for it.
 
@@ -36,9 +35,9 @@ def chosen_table(
         UserError: the value cannot be used, or does not fit the teacher or the other options.
     """
     read = file_selection(options.layers, teacher.config)
-    selection = None if read else auto_selection(source, teacher, out, options, show)
+    selection = None if read else auto_selection(teacher, out, options, show)
     if (chosen := read or selection) is not None:
-        return selected_table(chosen, options, teacher.config), selection
+        return options.selected_table(chosen, teacher.config), selection
     kept = softmax_layers(options.layers, teacher.num_layers)
     return options.table(teacher.num_layers, kept, teacher.config), None
 

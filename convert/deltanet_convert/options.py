@@ -18,10 +18,12 @@ from deltanet_hf.mixers import MIXER_NAMES, MIXERS, WINDOW_SUFFIX, AttentionKind
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
 from deltanet_hf.mixers.layer.settings import MixerSettings
 from deltanet_hf.mixers.mixed_heads import MixedHeads
+from deltanet_hf.mixers.window import WindowAttention
 from deltanet_hf.models.layers import LayerTable
 
 from .calibration_text import FEWEST_TOKENS
 from .command_options import ASIDE, DTYPES, Options, parse_size
+from .select.selection_file import Selection
 
 MOST_TOKENS = 10**9
 MOST_DIGITS = 9  # of a whole number in an option
@@ -211,6 +213,20 @@ class ConvertOptions(Options):
         """
         kind, settings = self._kind(teacher)
         return replace(LayerTable.uniform(kind, settings, num_layers, set(softmax)), cache_bits=self.cache_bits)
+
+    def selected_table(self, selection: Selection, teacher: PreTrainedConfig) -> LayerTable:
+        """The same for a selection; the window that it plans is that of `--mixer window`, unless `--set` gives one."""
+        options, window = self, selection.planned_window
+        if window is not None and self.mixer == WindowAttention.name and not self.sets("window"):
+            options = self.model_copy(update={"changes": (*self.changes, f"window={window}")})
+        layers, heads = selection.num_hidden_layers, selection.num_key_value_heads
+        if selection.unit == "kv_head":
+            return options.head_table(layers, heads, frozenset(selection.heads), teacher)
+        return options.table(layers, selection.layers, teacher)
+
+    def sets(self, key: str) -> bool:
+        """Whether `--set` changes this setting."""
+        return any(change.startswith(f"{key}=") for change in self.changes)
 
     def head_table(
         self,

@@ -13,7 +13,6 @@ from rich.console import Console
 from transformers import DynamicCache, PreTrainedModel
 
 from deltanet_convert.conversion_plan import CONTEXTS, Plan, make_plan
-from deltanet_convert.teacher_model import open_teacher
 from deltanet_convert.views.plan_view import count, index_ranges, print_plan, size
 from deltanet_hf import LayerTable
 from deltanet_hf.mixers import FLOAT32_NAMES, MIXERS, AttentionKind, LayerKind
@@ -22,6 +21,7 @@ from deltanet_hf.mixers.cache.mixed_cache import MixedCacheLayer
 from deltanet_hf.mixers.layer.masks import sliding_window
 from deltanet_hf.models.cache_bits import set_cache_bits
 from deltanet_hf.models.families import FAMILIES
+from support.tiny_conversion import opened
 from support.tiny_models import HYBRID, LAYERS, teacher_config, tiny_student, tiny_teacher
 
 
@@ -38,7 +38,7 @@ def planned(
     softmax = [index for index in range(LAYERS) if index not in layers]
     table = LayerTable.preset(LAYERS, profile=profile, softmax=softmax, **changes)
     table = dataclasses.replace(table, cache_bits=cache_bits)
-    return make_plan(open_teacher(folder), table, dtype, 10**9, 256)
+    return make_plan(opened(folder), table, dtype, 10**9, 256)
 
 
 def cast(model: PreTrainedModel, dtype: torch.dtype) -> None:

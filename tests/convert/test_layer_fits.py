@@ -104,7 +104,8 @@ def test_progress_is_shown_in_order_and_no_more_layers_run_than_planned(
         return quick_start(attention, layer, *rest)
 
     monkeypatch.setitem(START, "gated_deltanet", slow_at_first)
-    convert(tiny_job(teacher, tmp_path / "out"), lambda done, total, step, figures: shown.append((done, step)))
+    out = tmp_path / "out"
+    convert(tiny_job(teacher, out), out, lambda done, total, step, figures: shown.append((done, step)))
     assert shown[:LAYERS] == [(index + 1, f"layer {index}") for index in range(LAYERS)]
     assert most == [2]
 

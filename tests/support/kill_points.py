@@ -26,7 +26,7 @@ import torch
 from deltanet_convert import conversion_plan, output_files
 from deltanet_convert.export import gguf
 from deltanet_convert.export.stream_export import write_export
-from deltanet_convert.select import probes
+from deltanet_convert.select import objectives, probes
 from deltanet_convert.select import run as run_module
 from deltanet_convert.select.probe_text import FORMATS
 from deltanet_convert.start import START
@@ -93,7 +93,7 @@ def gguf_export(folder: Path) -> Work:
 def selection(folder: Path) -> Work:
     probes.CHARACTERS = 2000
     run_module.selection_plot = lambda selection: json.dumps(selection.to_json()).encode()
-    run_module.recall_probes = partial(probes.recall_probes, formats=FORMATS[:1])
+    objectives.recall_probes = partial(probes.recall_probes, formats=FORMATS[:1])
     teacher = far_folder(folder / "teacher")
     out = folder / "selection.json"
 

@@ -100,8 +100,3 @@ def output_specs(model: PreTrainedModel, dtype: torch.dtype, float32: tuple[str,
         for name, tensor in model.state_dict().items()
         if name not in tied
     ]
-
-
-def file_states(checkpoint: Checkpoint) -> dict[str, list[int]]:
-    """Size in bytes and modification time in ns of each weight file; a resumed run requires the same values."""
-    return {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in checkpoint.files()}

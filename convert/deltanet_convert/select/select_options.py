@@ -96,6 +96,8 @@ class SelectOptions(Options):
 
     @model_validator(mode="after")
     def _consistent(self) -> SelectOptions:
+        if self.out.suffix == ".png":
+            raise UserError(f"--out {self.out}: the plot is written to this name; give a name such as selection.json")
         if self.unit not in (None, *UNITS):
             raise UserError(f"--unit: got '{self.unit}', expected one of {', '.join(UNITS)}")
         if self.method not in METHODS:

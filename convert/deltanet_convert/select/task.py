@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.attention.head_split import check_heads_part, heads_part
 from deltanet_hf.mixers.window import WindowAttention
 from deltanet_hf.models.layers import LayerTable
 
 from ..conversion_plan import make_plan
-from ..storage.teacher_source import Source
 from ..storage.versions import versions
 from ..teacher_model import Teacher
 from .budget import Memory
@@ -32,17 +28,14 @@ class SelectionTask:
     """A selection that is checked but has not begun.
 
     Attributes:
-        out: the file to write.
         count: the number of units to keep; with `spending`, the most that may be.
         memory: bytes per sequence, for a budget in bytes.
         spending: where windows are planned with the kept units: what the budget holds.
         notes: lines for the user.
     """
 
-    source: Source
     teacher: Teacher
     options: SelectOptions
-    out: Path
     candidates: Candidates
     count: int
     memory: Memory | None
@@ -65,7 +58,7 @@ class SelectionTask:
         config, options = self.teacher.config, self.options
         assert options.unit is not None  # `plan_selection` has decided
         return Selection(
-            teacher=self.source.name,
+            teacher=self.teacher.name,
             model_type=self.teacher.family.model_type,
             num_hidden_layers=int(config.num_hidden_layers),
             num_key_value_heads=int(config.num_key_value_heads),
@@ -88,14 +81,9 @@ class SelectionTask:
 
     def request(self) -> dict[str, Any]:
         """Everything that the result depends on, as a JSON value."""
-        files = [self.teacher.folder / "config.json", *self.teacher.checkpoint.files()]
         options = self.options
         return {
-            "teacher": {
-                "name": self.source.name,
-                "config": hashlib.sha256(files[0].read_bytes()).hexdigest(),
-                "files": {file.name: file.stat().st_size for file in files},
-            },
+            "teacher": self.teacher.identity(),
             "unit": options.unit,
             "method": options.choice,
             "budget": options.keep.text,
@@ -107,9 +95,7 @@ class SelectionTask:
         }
 
 
-def plan_selection(
-    source: Source, teacher: Teacher, options: SelectOptions, table: LayerTable, out: Path
-) -> SelectionTask:
+def plan_selection(teacher: Teacher, options: SelectOptions, table: LayerTable) -> SelectionTask:
     """Checks a selection.
 
     Args:
@@ -117,11 +103,8 @@ def plan_selection(
             windows, plans how long these are.
 
     Raises:
-        UserError: the budget makes no sense for this teacher, its heads cannot be told apart, a window shows
-            everything, or the name of the output is the plot's.
+        UserError: the budget makes no sense for this teacher, or its heads cannot be told apart.
     """
-    if out.suffix == ".png":
-        raise UserError(f"--out {out}: the plot is written to this name; give a name such as selection.json")
     config = teacher.config
     at = options.keep.at
     planned = at is not None and options.measured and table.only_kind.mixer is WindowAttention
@@ -145,4 +128,4 @@ def plan_selection(
         if at > longest:
             notes.append(f"{options.keep.said}: the teacher's positions end at {longest}; only the bytes count.")
     count = options.keep.units(candidates, memory) if spending is None else spending.most
-    return SelectionTask(source, teacher, options, out, candidates, count, memory, spending, tuple(notes))
+    return SelectionTask(teacher, options, candidates, count, memory, spending, tuple(notes))

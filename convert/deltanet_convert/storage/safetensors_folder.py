@@ -82,6 +82,10 @@ class Checkpoint:
     def files(self) -> list[Path]:
         return sorted({part.file for entry in self.entries.values() for part in entry.parts})
 
+    def file_states(self) -> dict[str, list[int]]:
+        """Size in bytes and modification time in ns of each file; a resumed run requires the same values."""
+        return {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in self.files()}
+
     def dtype(self, name: str) -> torch.dtype:
         return FLOAT_DTYPES[self.entries[name].dtype]
 
