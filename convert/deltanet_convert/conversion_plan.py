@@ -137,7 +137,8 @@ def make_plan(
     config = converted_config(base, table)
     config.dtype = dtype
     in_16_bits = converted_config(base, replace(table, cache_bits=16))  # layers are fitted and compared in 16 bits
-    student = meta_model(model_class(base.model_type), in_16_bits, dtype)
+    made = model_class(base.model_type)
+    student = meta_model(made, in_16_bits, dtype)
     tied = tied_names(student)
     specs = [
         TensorSpec(name, tuple(tensor.shape), torch.float32 if name.rpartition(".")[2] in FLOAT32_NAMES else dtype)

@@ -28,7 +28,6 @@ from .layer_step import LayerStep, LayerWork
 from .layer_stream import LayerStream
 from .output_files import write_other_files
 from .storage.safetensors_folder import Checkpoint, all_finite
-from .storage.saved_tokenizer import check_saving
 from .storage.shard_writer import ShardWriter
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -46,7 +45,6 @@ def convert(job: Job, out: Path, progress: Progress) -> dict[str, Any]:
         QualityError: softmax attention with a converted layer's weights differs from the teacher's.
     """
     teacher, options = job.teacher, job.options
-    check_saving(teacher.tokenizer, teacher.folder)  # it is saved after the last layer
     text = calibration_text(teacher, options.text, options.calibration_tokens, options.seed, job.plan.sequence_length)
 
     def fill(workspace: Workspace) -> dict[str, Any]:

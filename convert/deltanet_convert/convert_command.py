@@ -16,7 +16,6 @@ from .device import description
 from .export.obstacles import check_exportable
 from .job import prepare, sole_conversion
 from .options import ConvertOptions
-from .select.for_convert import AUTO
 from .select.progress import shown_on
 from .select.run import unseen
 from .views import conversion_progress
@@ -38,7 +37,7 @@ def convert_command(
     console = Console(stderr=options.as_json)
     out = output_path(out)
     with sole_conversion(out):
-        with shown_on(console) if options.layers.startswith(AUTO) else nullcontext(unseen) as show:
+        with shown_on(console) if options.automatic else nullcontext(unseen) as show:
             job = prepare(teacher, out, options, show)
         if options.profile == "qwen3_5":
             for note in check_exportable(job.teacher.name, job.teacher.config, job.table.softmax):

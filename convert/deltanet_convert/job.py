@@ -18,7 +18,7 @@ from deltanet_hf.publish import Workspace, check_target
 
 from .conversion_plan import Plan, make_plan
 from .export.obstacles import teacher_obstacles
-from .layers_option import chosen_table
+from .layers_option import chosen_layers
 from .options import ConvertOptions
 from .select.for_convert import unfinished_selection
 from .select.run import Show, unseen
@@ -58,12 +58,14 @@ def prepare(teacher: str, out: Path, options: ConvertOptions, show: Show = unsee
     source = resolve_source(teacher, _teacher_copy(out), options.torch_dtype, options.revision)
     _check_apart(source.folder, out)
     opened = open_teacher(source)
-    table, selection = chosen_table(opened, out, options, show)
+    kept = chosen_layers(opened, out, options, show)
+    table = options.table_of(kept, opened.config)
     # Qwen3.5's softmax layers have q/k norms. None are inserted if something else prevents an export.
     insert_norms = options.profile == "qwen3_5" and not teacher_obstacles(opened.config, table.softmax)
     dtype = options.torch_dtype or (torch.float32 if opened.dtype == torch.float64 else opened.dtype)
     threads = torch.get_num_threads() if device.type == "cpu" else 1
     plan = make_plan(opened, table, dtype, options.shard_size, options.calibration_tokens, insert_norms, threads)
+    selection = kept if isinstance(kept, Selection) and options.automatic else None
     return Job(opened, options, table, dtype, plan, device, selection)
 
 

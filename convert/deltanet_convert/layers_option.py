@@ -11,7 +11,6 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.models.layers import LayerTable
 
 from .options import ConvertOptions
 from .select.for_convert import auto_selection
@@ -22,10 +21,10 @@ from .teacher_model import Teacher
 MAX_LIST_BYTES = 1_000_000
 
 
-def chosen_table(
+def chosen_layers(
     teacher: Teacher, out: Path, options: ConvertOptions, show: Show = unseen
-) -> tuple[LayerTable, Selection | None]:
-    """The layer table of the conversion that `--layers` asks for, and the selection that `auto:...` made for it.
+) -> tuple[int, ...] | Selection:
+    """What `--layers` keeps softmax: the indices of layers, or a selection, which `auto` makes or a file holds.
 
     Args:
         out: the folder that will be made; an automatic selection is kept beside it until then.
@@ -34,12 +33,9 @@ def chosen_table(
     Raises:
         UserError: the value cannot be used, or does not fit the teacher or the other options.
     """
-    read = file_selection(options.layers, teacher.config)
-    selection = None if read else auto_selection(teacher, out, options, show)
-    if (chosen := read or selection) is not None:
-        return options.selected_table(chosen, teacher.config), selection
-    kept = softmax_layers(options.layers, teacher.num_layers)
-    return options.table(teacher.num_layers, kept, teacher.config), None
+    if options.automatic:
+        return auto_selection(teacher, out, options, show)
+    return file_selection(options.layers, teacher.config) or softmax_layers(options.layers, teacher.num_layers)
 
 
 def softmax_layers(spec: str, num_layers: int) -> tuple[int, ...]:

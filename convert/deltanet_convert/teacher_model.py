@@ -21,7 +21,7 @@ from deltanet_hf.models.families import FAMILIES, PREFIX, Family, caps_scores, f
 
 from .storage.generation_config import generation_config
 from .storage.safetensors_folder import Checkpoint, read_json
-from .storage.saved_tokenizer import load_tokenizer
+from .storage.saved_tokenizer import check_saving, load_tokenizer
 from .storage.stored_experts import with_joined_experts
 from .storage.teacher_source import Source
 
@@ -70,8 +70,10 @@ class Teacher:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """Its tokenizer, from the first use on; UserError if there is none, or it is damaged."""
-        return load_tokenizer(self.folder)
+        """Its tokenizer, from the first use on; UserError if there is none, or it is damaged, or cannot be saved."""
+        tokenizer = load_tokenizer(self.folder)
+        check_saving(tokenizer, self.folder)  # it is saved after the last layer
+        return tokenizer
 
     def identity(self) -> dict[str, Any]:
         """What a resumed run requires to be the same, as a JSON value: the name, the config, the weight files."""

@@ -31,7 +31,7 @@ CONVERSION: list[tuple[Any, str, int, int]] = [
     (Activations, "save", 1000, 0),
     (Activations, "save", 1000, 1),
     (Journal, "done", 1500, 1),
-    (convert_module, "check_saving", 10, 0),  # a trial in the folder for temporary files
+    (teacher_model, "check_saving", 10, 0),  # a trial in the folder for temporary files
     (teacher_model, "generation_config", 10, 0),
     (convert_module, "write_other_files", 10, 0),  # config.json
     (convert_module, "write_other_files", 2500, 0),  # the tokenizer

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -23,7 +23,7 @@ from ..views.plan_view import size
 from .cache_sizes import SINKS
 from .objectives import AnswerLoss, TextKL
 from .references import References
-from .scoring import Scorer
+from .scoring import Score, Scorer
 from .switchable import SwitchableModel
 from .task import SelectionTask
 from .units import Candidates, Unit, whole_heads
@@ -122,12 +122,11 @@ class _Measure:
         before = max(0, length - POSITIONS)
         self.text = TextKL.of_texts(tokenizer, length, options.probes, before, 0, options.seed)
         scorer.losses(self.text, None)  # keeps the teacher's logits
-        self.answers: Any = None
+        self.answers: Score | None = None
         if options.method != "kl":
             asked = AnswerLoss.of_texts(tokenizer, length, options.probes, options.window, options.seed)
             references = References.measure(scorer, asked)
-            self.answers = references.usable(asked, task.teacher.name)
-            self.scale = references.scale(self.answers.names)
+            self.answers = references.score(scorer, asked, task.teacher.name)
 
     def __call__(self, kept: Sequence[Unit], window: int) -> tuple[float, float | None]:
         """KL divergence and score of the teacher with these units whole and windows elsewhere."""
@@ -137,7 +136,7 @@ class _Measure:
         use_cache_bits(model, self.bits)
         scorer = Scorer(SwitchableModel(model, Candidates((), (), None), window, SINKS))
         kl = float(scorer.losses(self.text, ()))
-        return kl, None if self.answers is None else float(self.scale.score(scorer.losses(self.answers, ())))
+        return kl, None if self.answers is None else replace(self.answers, scorer=scorer).of(())
 
 
 def sharing_copy(model: PreTrainedModel) -> PreTrainedModel:

@@ -42,7 +42,7 @@ def select_command(
     source = resolve_source(teacher, out.parent / f".{out.name}.teacher", None, options.revision)
     with removed_unless_unfinished(source, out):
         opened = open_teacher(source)
-        task = plan_selection(opened, options, made.table(opened.num_layers, (), opened.config))
+        task = plan_selection(opened, options, made.table_of((), opened.config))
         for note in task.notes:
             console.print(note, highlight=False, markup=False)
         with shown_on(console) as show:

@@ -13,17 +13,16 @@ from transformers import PreTrainedConfig
 from deltanet_hf.errors import UserError
 from deltanet_hf.loading import chosen_device
 
-from ..options import ConvertOptions
+from ..options import AUTO, ConvertOptions
 from ..storage.safetensors_folder import read_json
 from ..teacher_model import Teacher
 from .budget import Budget
-from .run import Show, run_selection, spread, unseen
+from .run import Show, run_selection, unseen
 from .select_options import SelectOptions
 from .selection_file import Selection, parse_selection, read_selection
 from .task import plan_selection
 from .units import Candidates
 
-AUTO = "auto"
 SHARE, LEAST = "25%", "1"  # of the layers that `--layers auto` keeps; of fewer than four candidates
 SHIPPED = Path(__file__).parent / "shipped"
 SHAPES: dict[str, dict[str, str | int]] = {
@@ -42,17 +41,15 @@ NO_GPU = (
 )
 
 
-def auto_selection(teacher: Teacher, out: Path, options: ConvertOptions, show: Show = unseen) -> Selection | None:
-    """The layers or heads that `--layers auto:...` keeps; None for any other value.
+def auto_selection(teacher: Teacher, out: Path, options: ConvertOptions, show: Show = unseen) -> Selection:
+    """The layers or heads that `--layers auto:...` keeps.
 
     A resumed conversion finds the selection beside OUT, or in OUT/conversion.json if it was finished.
 
     Raises:
         UserError: the budget makes no sense, the teacher cannot be measured, or OUT exists and may not be replaced.
     """
-    spec, separator, budget_text = options.layers.partition(":")
-    if spec != AUTO:
-        return None
+    _, separator, budget_text = options.layers.partition(":")
     if out.is_dir() and any(out.iterdir()) and not (options.resume or options.overwrite):
         raise UserError(f"{out}: exists; choose another folder, or add --overwrite to replace it")
     method = "forward"
@@ -67,11 +64,11 @@ def auto_selection(teacher: Teacher, out: Path, options: ConvertOptions, show: S
             show(0, 1, NO_GPU)
     budget = Budget.parse(budget_text, f"--layers {AUTO}:")
     choice = SelectOptions(keep=budget, method=method, seed=options.seed, device=options.device)
-    task = plan_selection(teacher, choice, options.table(teacher.num_layers, (), teacher.config))
+    task = plan_selection(teacher, choice, options.table_of((), teacher.config))
     if task.spending is not None and options.sets("window"):
         raise UserError(f"{budget.said}: a budget in bytes decides how long windows are; leave out --set window")
-    if not choice.measured:
-        return spread(task)
+    if task.spread is not None:
+        return task.selection(task.spread)
     file = unfinished_selection(out)
     found = _recorded(out, options) if options.resume else None
     if found is None and file.exists():

@@ -11,10 +11,10 @@ from deltanet_hf.errors import UserError
 from deltanet_hf.file_lock import locked_beside
 from deltanet_hf.safe_write import write_atomically
 
-from ..export.obstacles import teacher_obstacles
+from ..storage.versions import versions
 from .allocation import Allocation, allocations, best_of, sharing_copy
 from .journal import REFERENCES, SelectionJournal
-from .methods import Forward, Gradient, NextUnit, Round, every_nth
+from .methods import Forward, Gradient, NextUnit, Round
 from .objectives import AnswerLoss, TextKL
 from .plot import selection_plot
 from .references import References
@@ -50,11 +50,11 @@ def run_selection(
         UserError: the file exists or cannot be written, another process is writing it, or recall probes say nothing
             about this teacher.
     """
-    drawn = out.with_suffix(".png") if plot and task.options.measured else None
+    drawn = out.with_suffix(".png") if plot and task.spread is None else None
     with locked_beside(out, "selection"):
-        journal = SelectionJournal(out, task.request(), overwrite, task.candidates.units, drawn)
+        journal = SelectionJournal(out, _request(task), overwrite, task.candidates.units, drawn)
         try:
-            selection = _measured(task, journal, show) if task.options.measured else spread(task)
+            selection = _measured(task, journal, show) if task.spread is None else task.selection(task.spread)
         except UserError:
             if not journal.steps:  # nothing worth continuing
                 journal.remove()
@@ -73,30 +73,24 @@ def _measured(task: SelectionTask, journal: SelectionJournal, show: Show) -> Sel
             f"--window {options.window}: with {options.sinks} sinks it shows all {task.length} tokens of a probe; "
             "choose a smaller window, or a larger --length within the teacher's context"
         )
+    objective = _objective(task)
+    task.teacher.check_tokens(objective.ids)
     rounds = journal.rounds()
     show(len(rounds), task.count, f"continued after round {len(rounds)}" if rounds else None)
     loaded = task.teacher.load_weights(options.torch_device)
     model = SwitchableModel(sharing_copy(loaded), task.candidates, options.window, options.sinks)
     scorer = Scorer(model, lambda share: show(len(rounds) + share, task.count, None))
-    objective = _objective(task)
-    task.teacher.check_tokens(objective.ids)
     known_references = references = journal.references()
     if references is None or isinstance(objective, TextKL):
         measured = References.measure(scorer, objective)  # which also keeps the teacher's logits for the KL
         references = references or measured
     for name, reason in references.dropped.items():
         show(len(rounds), task.count, f"probes of the format '{name}' are left out: {reason}")
-    objective = references.usable(objective, task.teacher.name)
+    score = references.score(scorer, objective, task.teacher.name)
     if known_references is None:  # not before they are known to be usable: a run with other options would be refused
         journal.done(REFERENCES, references.to_json())
-    scale = references.scale(objective.names)
     units = task.candidates.units
-    next_unit: NextUnit
-    if options.method == "gradient":
-        assert isinstance(objective, AnswerLoss)
-        next_unit = Gradient(scorer, objective, scale, units)
-    else:
-        next_unit = Forward(scorer, objective, scale, units)
+    next_unit: NextUnit = (Gradient if options.method == "gradient" else Forward)(score, units)
     known: dict[Unit, float] = {unit: gain for step in rounds for unit, gain in step.gains.items()}
 
     def order(count: int) -> list[Unit]:
@@ -120,24 +114,25 @@ def _measured(task: SelectionTask, journal: SelectionJournal, show: Show) -> Sel
         tried = allocations(task, loaded, scorer, order, journal.allocations(), record)
         best = best_of(tried)
         count, window, more = best.kept, best.window, {"allocations": [found.to_json() for found in tried]}
-    spread = scale.score(scorer.losses(objective, evenly(units, count)))
+    uniform = score.of(evenly(units, count))
     chosen = order(count)
-    return task.selection(chosen, _scores(references, rounds[:count], float(spread)) | more, window)
+    return task.selection(chosen, _scores(references, rounds[:count], uniform) | more, window)
 
 
-def spread(task: SelectionTask) -> Selection:
-    """A selection by distance alone; it measures and writes nothing.
-
-    Raises:
-        UserError: with --exportable, a teacher that can be exported in no format.
-    """
-    if task.options.exportable:
-        order = every_nth(int(task.teacher.config.num_hidden_layers), task.count)
-        if found := teacher_obstacles(task.teacher.config, [unit[0] for unit in order]):
-            raise UserError(f"--exportable: the result could not be exported: {'; '.join(map(str, found))}")
-    else:
-        order = evenly(task.candidates.units, task.count)
-    return task.selection(order, {})
+def _request(task: SelectionTask) -> dict[str, Any]:
+    """Everything that the result depends on, as a JSON value."""
+    options = task.options
+    return {
+        "teacher": task.teacher.identity(),
+        "unit": options.unit,
+        "method": options.choice,
+        "budget": options.keep.text,
+        "kept": task.count,
+        "seed": options.seed,
+        "settings": task.settings,
+        "device": options.torch_device.type if options.measured else None,
+        "versions": versions(),
+    }
 
 
 def _scores(references: References, rounds: list[Round], uniform: float) -> dict[str, Any]:

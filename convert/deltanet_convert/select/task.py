@@ -6,19 +6,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.attention.head_split import check_heads_part, heads_part
 from deltanet_hf.mixers.window import WindowAttention
 from deltanet_hf.models.layers import LayerTable
 
 from ..conversion_plan import make_plan
-from ..storage.versions import versions
+from ..export.obstacles import teacher_obstacles
 from ..teacher_model import Teacher
 from .budget import Memory
 from .cache_sizes import CacheSizes
 from .select_options import SelectOptions
 from .selection_file import Selection
 from .spending import Spending
-from .units import Candidates, Unit
+from .units import Candidates, Unit, evenly, every_nth
 
 TEXT_ROWS = 4  # rows of running text for `kl`, per probe of a format for the other methods
 
@@ -29,6 +30,7 @@ class SelectionTask:
 
     Attributes:
         count: the number of units to keep; with `spending`, the most that may be.
+        spread: what is kept where nothing is measured, by distance alone; None where the teacher is run.
         memory: bytes per sequence, for a budget in bytes.
         spending: where windows are planned with the kept units: what the budget holds.
         notes: lines for the user.
@@ -38,6 +40,7 @@ class SelectionTask:
     options: SelectOptions
     candidates: Candidates
     count: int
+    spread: tuple[Unit, ...] | None
     memory: Memory | None
     spending: Spending | None
     notes: tuple[str, ...]
@@ -53,8 +56,10 @@ class SelectionTask:
         planned = {} if self.spending is None else {"cache_bits": self.spending.sizes.bits}
         return self.options.settings(self.length) | planned
 
-    def selection(self, order: Sequence[Unit], scores: Mapping[str, Any], window: int | None = None) -> Selection:
-        """The result, given the kept units with the most important one first, and the planned window."""
+    def selection(
+        self, order: Sequence[Unit], scores: Mapping[str, Any] | None = None, window: int | None = None
+    ) -> Selection:
+        """The result, given the kept units with the most important one first, what was measured, and the window."""
         config, options = self.teacher.config, self.options
         assert options.unit is not None  # `plan_selection` has decided
         return Selection(
@@ -68,7 +73,7 @@ class SelectionTask:
             seed=options.seed,
             kept=tuple(sorted(order)),
             order=tuple(order),
-            scores=scores,
+            scores=scores or {},
             settings=self.settings,
             local=self.candidates.local,
             planned_window=window,
@@ -79,21 +84,6 @@ class SelectionTask:
         as_many = self.spending is not None or len(found.kept) == self.count
         return as_many and found == self.selection(found.order, found.scores, found.planned_window)
 
-    def request(self) -> dict[str, Any]:
-        """Everything that the result depends on, as a JSON value."""
-        options = self.options
-        return {
-            "teacher": self.teacher.identity(),
-            "unit": options.unit,
-            "method": options.choice,
-            "budget": options.keep.text,
-            "kept": self.count,
-            "seed": options.seed,
-            "settings": self.settings,
-            "device": options.torch_device.type if options.measured else None,
-            "versions": versions(),
-        }
-
 
 def plan_selection(teacher: Teacher, options: SelectOptions, table: LayerTable) -> SelectionTask:
     """Checks a selection.
@@ -103,7 +93,8 @@ def plan_selection(teacher: Teacher, options: SelectOptions, table: LayerTable) 
             windows, plans how long these are.
 
     Raises:
-        UserError: the budget makes no sense for this teacher, or its heads cannot be told apart.
+        UserError: the budget makes no sense for this teacher, its heads cannot be told apart, or with --exportable, it
+            can be exported in no format.
     """
     config = teacher.config
     at = options.keep.at
@@ -128,4 +119,9 @@ def plan_selection(teacher: Teacher, options: SelectOptions, table: LayerTable) 
         if at > longest:
             notes.append(f"{options.keep.said}: the teacher's positions end at {longest}; only the bytes count.")
     count = options.keep.units(candidates, memory) if spending is None else spending.most
-    return SelectionTask(teacher, options, candidates, count, memory, spending, tuple(notes))
+    spread = None if options.measured else tuple(evenly(candidates.units, count))
+    if options.exportable:
+        spread = tuple(every_nth(int(config.num_hidden_layers), count))
+        if found := teacher_obstacles(config, [layer for (layer,) in spread]):
+            raise UserError(f"--exportable: the result could not be exported: {'; '.join(map(str, found))}")
+    return SelectionTask(teacher, options, candidates, count, spread, memory, spending, tuple(notes))
