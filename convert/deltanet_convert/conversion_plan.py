@@ -25,9 +25,6 @@ from .weight_origins import count_origins
 
 CONTEXTS = (1024, 4096, 16384, 32768, 65536, 131072)
 SMALL_FILES_BYTES = 64 * 2**20  # tokenizer, card, plot
-AT_ONCE = 4  # layers that are fitted at the same time on a CPU, at most
-AT_ONCE_BYTES = 10**9  # memory for those beyond the first, at most
-AT_ONCE_NUMBERS = 2**18  # in the queries of a sequence; with fewer, threads would wait for each other's Python code
 
 
 @dataclass(frozen=True)
@@ -79,6 +76,7 @@ class Plan:
     layers_at_once: int  # that are fitted at the same time
     peak_memory_bytes: int  # estimate
     disk_bytes: int  # including the working copies of activations
+    cache_bytes: list[dict[str, int]]  # of one sequence, by context length: the teacher's and the converted model's
     config: PreTrainedConfig
     student: PreTrainedModel  # on the meta device
     layout: Layout
@@ -87,17 +85,6 @@ class Plan:
     def cache_bits(self) -> int:
         """Bits of the keys and values in the converted model's cache; the teacher's have 16."""
         return LayerTable.of(self.config).cache_bits
-
-    def cache_table(self) -> list[dict[str, int]]:
-        """Bytes of the teacher's and of the converted model's cache of one sequence, per context length."""
-        return [
-            {
-                "context": context,
-                "teacher": sum(layer.kv_bytes(context) for layer in self.layers),
-                "converted": sum(layer.cache_bytes(context) for layer in self.layers),
-            }
-            for context in CONTEXTS
-        ]
 
     def to_json(self) -> dict[str, Any]:
         """Everything that `print_plan` shows, as numbers (bytes, parameters, tokens)."""
@@ -112,7 +99,7 @@ class Plan:
             "peak_memory_bytes": self.peak_memory_bytes,
             "disk_bytes": self.disk_bytes,
             "cache_bits": self.cache_bits,
-            "cache_bytes": self.cache_table(),
+            "cache_bytes": self.cache_bytes,
         }
 
 
@@ -155,7 +142,7 @@ def make_plan(
         for index, module in enumerate(modules)
     ]
     memory = conversion_memory(teacher, attentions, row, calibration_tokens)
-    at_once = _layers_at_once(memory.queries, memory.layer, threads)
+    at_once = memory.layers_at_once(threads)
     return Plan(
         layers=layers,
         teacher_parameters=sum(p.numel() for p in teacher.model.parameters()),
@@ -166,6 +153,14 @@ def make_plan(
         layers_at_once=at_once,
         peak_memory_bytes=memory.peak(at_once),
         disk_bytes=layout.nbytes + 2 * memory.between + SMALL_FILES_BYTES,
+        cache_bytes=[
+            {
+                "context": context,
+                "teacher": sum(layer.kv_bytes(context) for layer in layers),
+                "converted": sum(layer.cache_bytes(context) for layer in layers),
+            }
+            for context in CONTEXTS
+        ],
         config=config,
         student=student,
         layout=layout,
@@ -211,14 +206,3 @@ def _layer_plan(
         kept_kv_bytes_per_token=per_token,
         packed=bits < 16,
     )
-
-
-def _layers_at_once(numbers: int, more: int, threads: int) -> int:
-    """The number of layers that are fitted at the same time.
-
-    Args:
-        numbers: numbers in the queries of one sequence.
-        more: bytes of memory that each layer but the first adds.
-        threads: CPU threads.
-    """
-    return 1 if numbers < AT_ONCE_NUMBERS else min(threads, AT_ONCE, 1 + AT_ONCE_BYTES // more)

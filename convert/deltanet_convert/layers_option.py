@@ -33,9 +33,9 @@ def chosen_layers(
     Raises:
         UserError: the value cannot be used, or does not fit the teacher or the other options.
     """
-    if options.automatic:
-        return auto_selection(teacher, out, options, show)
-    return file_selection(options.layers, teacher.config) or softmax_layers(options.layers, teacher.num_layers)
+    if not options.automatic:
+        return file_selection(options.layers, teacher.config) or softmax_layers(options.layers, teacher.num_layers)
+    return auto_selection(teacher, out, options, show)
 
 
 def softmax_layers(spec: str, num_layers: int) -> tuple[int, ...]:
@@ -132,7 +132,13 @@ def file_selection(spec: str, config: PreTrainedConfig) -> Selection | None:
         return None
     where = f"--layers {path}"
     selection = parse_selection(value, where)
-    selection.check_teacher(where, config)
+    for key in ("model_type", "num_hidden_layers", "num_key_value_heads"):
+        found, wanted = getattr(selection, key), getattr(config, key)
+        if found != wanted:
+            raise UserError(
+                f"{where}: key '{key}' is {found!r}, the teacher's is {wanted!r}; give the selection that was made for "
+                "this teacher"
+            )
     layers, heads = selection.num_hidden_layers, selection.num_key_value_heads
     if len(selection.heads) == layers * heads:
         everything = f"{layers} layers" if selection.unit == "layer" else f"{layers * heads} heads"

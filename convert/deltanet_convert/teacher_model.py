@@ -17,7 +17,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from deltanet_hf.errors import UserError, one_line
-from deltanet_hf.models.families import FAMILIES, PREFIX, Family, caps_scores, family_of
+from deltanet_hf.models.families import FAMILIES, PREFIX, Family, caps_scores
 
 from .storage.generation_config import generation_config
 from .storage.safetensors_folder import Checkpoint, read_json
@@ -205,7 +205,7 @@ def _check_supported(file: Path, raw: dict[str, Any]) -> Family:
     architectures = raw.get("architectures") or []
     if not isinstance(architectures, list):
         raise UserError(f"{file}: key 'architectures' is {architectures!r}, expected a list of names; correct it")
-    family = family_of(model_type)
+    family = FAMILIES[model_type]
     if architectures and family.model_name not in architectures:
         raise UserError(
             f"{file}: architectures {architectures} holds no {family.model_name}; only language models can be converted"

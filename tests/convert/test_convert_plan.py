@@ -134,7 +134,7 @@ def test_cache_bytes_are_those_of_the_model(
         parts = kept.parts.values() if isinstance(kept, MixedCacheLayer) else [kept]
         assert layer.state_bytes == sum(tensor.nbytes for part in parts for tensor in part.state.values())
         assert layer.cache_bytes(10) == layer.cache_bytes(10**6) == layer.state_bytes
-    assert cache_bytes(cache) == plan.cache_table()[0]["converted"]
+    assert cache_bytes(cache) == plan.cache_bytes[0]["converted"]
 
 
 PACKED: list[tuple[str, dict[str, Any]]] = [
@@ -165,7 +165,7 @@ def test_packed_cache_bytes_are_those_of_the_model(
 def test_hybrid_cache_adds_both_kinds(tmp_path: Path) -> None:
     plan = planned(tmp_path, "llama", "faithful", HYBRID)
     state, kv = plan.layers[0].state_bytes, plan.layers[1].kv_bytes_per_token
-    for row, context in zip(plan.cache_table(), CONTEXTS, strict=True):
+    for row, context in zip(plan.cache_bytes, CONTEXTS, strict=True):
         assert row == {"context": context, "teacher": 4 * kv * context, "converted": 2 * state + 2 * kv * context}
 
 

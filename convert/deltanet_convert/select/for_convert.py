@@ -68,7 +68,7 @@ def auto_selection(teacher: Teacher, out: Path, options: ConvertOptions, show: S
     if task.spending is not None and options.sets("window"):
         raise UserError(f"{budget.said}: a budget in bytes decides how long windows are; leave out --set window")
     if task.spread is not None:
-        return task.selection(task.spread)
+        return task.selection(task.spread, {})
     file = unfinished_selection(out)
     found = _recorded(out, options) if options.resume else None
     if found is None and file.exists():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +54,12 @@ def run_selection(
     with locked_beside(out, "selection"):
         journal = SelectionJournal(out, _request(task), overwrite, task.candidates.units, drawn)
         try:
-            selection = _measured(task, journal, show) if task.spread is None else task.selection(task.spread)
+            order, scores, window = _measured(task, journal, show) if task.spread is None else (task.spread, {}, None)
         except UserError:
             if not journal.steps:  # nothing worth continuing
                 journal.remove()
             raise
+        selection = task.selection(order, scores, window)
         write_atomically(out, (json.dumps(selection.to_json(), indent=1) + "\n").encode())
         if drawn is not None:
             write_atomically(drawn, selection_plot(selection))
@@ -66,7 +67,10 @@ def run_selection(
     return selection
 
 
-def _measured(task: SelectionTask, journal: SelectionJournal, show: Show) -> Selection:
+def _measured(
+    task: SelectionTask, journal: SelectionJournal, show: Show
+) -> tuple[Sequence[Unit], dict[str, Any], int | None]:
+    """The kept units, the most important one first, what was measured, and the planned window."""
     options = task.options
     if options.window + options.sinks >= task.length:
         raise UserError(
@@ -116,7 +120,7 @@ def _measured(task: SelectionTask, journal: SelectionJournal, show: Show) -> Sel
         count, window, more = best.kept, best.window, {"allocations": [found.to_json() for found in tried]}
     uniform = score.of(evenly(units, count))
     chosen = order(count)
-    return task.selection(chosen, _scores(references, rounds[:count], uniform) | more, window)
+    return chosen, _scores(references, rounds[:count], uniform) | more, window
 
 
 def _request(task: SelectionTask) -> dict[str, Any]:

@@ -56,9 +56,7 @@ class SelectionTask:
         planned = {} if self.spending is None else {"cache_bits": self.spending.sizes.bits}
         return self.options.settings(self.length) | planned
 
-    def selection(
-        self, order: Sequence[Unit], scores: Mapping[str, Any] | None = None, window: int | None = None
-    ) -> Selection:
+    def selection(self, order: Sequence[Unit], scores: Mapping[str, Any], window: int | None = None) -> Selection:
         """The result, given the kept units with the most important one first, what was measured, and the window."""
         config, options = self.teacher.config, self.options
         assert options.unit is not None  # `plan_selection` has decided
@@ -73,7 +71,7 @@ class SelectionTask:
             seed=options.seed,
             kept=tuple(sorted(order)),
             order=tuple(order),
-            scores=scores or {},
+            scores=scores,
             settings=self.settings,
             local=self.candidates.local,
             planned_window=window,

@@ -71,7 +71,8 @@ class Checkpoint:
         if index.exists():
             entries = _sharded(folder, index)
         elif (folder / SINGLE_FILE).exists():
-            entries = read_header(inside(folder, SINGLE_FILE, folder / SINGLE_FILE))
+            file = inside(folder, SINGLE_FILE, folder / SINGLE_FILE)
+            entries = read_header(file)
         else:
             raise UserError(_nothing_to_read(folder))
         return cls(folder, _checked(entries))
