@@ -69,7 +69,8 @@ def test_killed_selections_continue_to_the_same_bytes(tmp_path: Path, mode: str,
     for point in result["points"]:
         assert point["killed"], (point, done.stderr)
         assert point["visible"] in {"absent", "complete", "old"}, point
-        finished = mode == "fresh" and point["point"] == result["calls"]  # nothing was left to do: the file exists
+        # The journal is removed by the last call but one, after which nothing is left to do: the file exists.
+        finished = mode == "fresh" and point["point"] >= result["calls"] - 1
         assert point["resumed"] == (2 if finished else 0), (point, done.stderr)
         assert point["identical"], point
         assert point["left behind"] == [], point
