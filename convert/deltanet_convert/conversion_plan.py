@@ -124,8 +124,8 @@ def make_plan(
     config = converted_config(base, table)
     config.dtype = dtype
     in_16_bits = converted_config(base, replace(table, cache_bits=16))  # layers are fitted and compared in 16 bits
-    made = model_class(base.model_type)
-    student = meta_model(made, in_16_bits, dtype)
+    student_class = model_class(base.model_type)
+    student = meta_model(student_class, in_16_bits, dtype)
     tied = tied_names(student)
     specs = [
         TensorSpec(name, tuple(tensor.shape), torch.float32 if name.rpartition(".")[2] in FLOAT32_NAMES else dtype)

@@ -1,4 +1,8 @@
-"""`deltanet-hf convert TEACHER OUT`."""
+"""`deltanet-hf convert TEACHER OUT`.
+
+`prepare` opens the teacher, chooses what stays softmax and plans (`job.py`); the plan is printed; `convert` streams the
+layers, compares the result with the teacher and writes the folder (`convert.py`); its report is printed.
+"""
 
 import json
 from contextlib import nullcontext

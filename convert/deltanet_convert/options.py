@@ -28,7 +28,7 @@ from .select.selection_file import Selection
 MOST_TOKENS = 10**9
 MOST_DIGITS = 9  # of a whole number in an option
 LISTED_MIXERS = tuple(name for name in MIXER_NAMES if WINDOW_SUFFIX not in name)  # in help texts
-AUTO = "auto"  # begins the values of `--layers` that are no choice themselves, but make one
+AUTO = "auto"  # the value of `--layers`, alone or with a budget, by which convert chooses what stays softmax
 DEFAULT_MIXER = "window"  # of the commands `convert` and `select`: ahead of a state in equal bytes (docs/results.md)
 
 

@@ -108,7 +108,8 @@ class Score:
 
     Attributes:
         scorer: runs the model.
-        teacher, windows: the losses [P] float32 of both, by part; the score is the mean over the parts.
+        teacher, windows: losses [P] float32 by part, of the teacher and of windows everywhere. The score is the mean
+            over the parts.
     """
 
     scorer: Scorer
