@@ -215,30 +215,6 @@ class ConvertOptions(Options):
         kind, settings = self._kind(teacher)
         return replace(LayerTable.uniform(kind, settings, num_layers, set(softmax)), cache_bits=self.cache_bits)
 
-    def table_of(self, kept: Iterable[int] | Selection, teacher: PreTrainedConfig) -> LayerTable:
-        """The same for a teacher, of which these layers, or the units of a selection, keep their attention.
-
-        The window that a selection plans is that of `--mixer window`, unless `--set` gives one.
-        """
-        if not isinstance(kept, Selection):
-            return self.table(int(teacher.num_hidden_layers), kept, teacher)  # type: ignore[attr-defined]
-        options, window = self, kept.planned_window
-        if window is not None and self.mixer == WindowAttention.name and not self.sets("window"):
-            options = self.model_copy(update={"changes": (*self.changes, f"window={window}")})
-        layers, heads = kept.num_hidden_layers, kept.num_key_value_heads
-        if kept.unit == "kv_head":
-            return options.head_table(layers, heads, frozenset(kept.heads), teacher)
-        return options.table(layers, kept.layers, teacher)
-
-    @property
-    def automatic(self) -> bool:
-        """Whether `--layers auto` chooses what stays softmax."""
-        return self.layers.partition(":")[0] == AUTO
-
-    def sets(self, key: str) -> bool:
-        """Whether `--set` changes this setting."""
-        return any(change.startswith(f"{key}=") for change in self.changes)
-
     def head_table(
         self,
         num_layers: int,
@@ -265,6 +241,30 @@ class ConvertOptions(Options):
         kind, settings = self._kind(teacher)
         table = LayerTable.by_heads(kind, settings, num_layers, num_heads, softmax)
         return replace(table, cache_bits=self.cache_bits)
+
+    def table_of(self, kept: Iterable[int] | Selection, teacher: PreTrainedConfig) -> LayerTable:
+        """The layer table for a teacher, of which these layers, or the units of a selection, keep their attention.
+
+        The window that a selection plans is that of `--mixer window`, unless `--set` gives one.
+        """
+        if not isinstance(kept, Selection):
+            return self.table(int(teacher.num_hidden_layers), kept, teacher)  # type: ignore[attr-defined]
+        options, window = self, kept.planned_window
+        if window is not None and self.mixer == WindowAttention.name and not self.sets("window"):
+            options = self.model_copy(update={"changes": (*self.changes, f"window={window}")})
+        layers, heads = kept.num_hidden_layers, kept.num_key_value_heads
+        if kept.unit == "kv_head":
+            return options.head_table(layers, heads, frozenset(kept.heads), teacher)
+        return options.table(layers, kept.layers, teacher)
+
+    @property
+    def automatic(self) -> bool:
+        """Whether `--layers auto` chooses what stays softmax."""
+        return self.layers.partition(":")[0] == AUTO
+
+    def sets(self, key: str) -> bool:
+        """Whether `--set` changes this setting."""
+        return any(change.startswith(f"{key}=") for change in self.changes)
 
     def _kind(self, teacher: PreTrainedConfig | None) -> tuple[type[LayerKind], MixerSettings]:
         """The mixer and its settings."""

@@ -53,8 +53,16 @@ class SelectionTask:
     @property
     def settings(self) -> dict[str, Any]:
         """The options and bits on which the scores depend, for the file."""
+        options = self.options
+        if not options.measured:
+            return {}
         planned = {} if self.spending is None else {"cache_bits": self.spending.sizes.bits}
-        return self.options.settings(self.length) | planned
+        return {
+            "window": options.window,
+            "sinks": options.sinks,
+            "length": self.length,
+            "probes": options.probes,
+        } | planned
 
     def selection(self, order: Sequence[Unit], scores: Mapping[str, Any], window: int | None = None) -> Selection:
         """The result, given the kept units with the most important one first, what was measured, and the window."""
