@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from deltanet_hf.mixers import FLOAT32_NAMES
 from deltanet_hf.mixers.layer.masks import sliding_window
-from deltanet_hf.models.cache_bits import layer_bytes
+from deltanet_hf.models.cache_bits import layer_bytes, use_cache_bits
 from deltanet_hf.models.factory import converted_config, model_class
 from deltanet_hf.models.layers import INSERTED_QK_NORMS, SOFTMAX, LayerTable
 from deltanet_kernels.packed_cache.layout import GROUP
@@ -123,9 +123,9 @@ def make_plan(
     base = with_norms(teacher.config, kept) if inserted else teacher.config
     config = converted_config(base, table)
     config.dtype = dtype
-    in_16_bits = converted_config(base, replace(table, cache_bits=16))  # layers are fitted and compared in 16 bits
     student_class = model_class(base.model_type)
-    student = meta_model(student_class, in_16_bits, dtype)
+    student = meta_model(student_class, config, dtype)  # refuses layers that have no packed form
+    use_cache_bits(student, 16)  # layers are fitted and compared with the teacher in 16 bits
     tied = tied_names(student)
     specs = [
         TensorSpec(name, tuple(tensor.shape), torch.float32 if name.rpartition(".")[2] in FLOAT32_NAMES else dtype)
