@@ -20,7 +20,7 @@ from .calibration_text import sequence_length
 from .memory_estimate import conversion_memory
 from .start.norm_config import needs_norms, with_norms
 from .storage.shard_writer import Layout, TensorSpec, plan_layout
-from .teacher_model import Teacher, meta_model, tied_names
+from .teacher_model import Teacher, meta_model, output_specs
 from .weight_origins import count_origins
 
 CONTEXTS = (1024, 4096, 16384, 32768, 65536, 131072)
@@ -126,12 +126,7 @@ def make_plan(
     student_class = model_class(base.model_type)
     student = meta_model(student_class, config, dtype)  # refuses layers that have no packed form
     use_cache_bits(student, 16)  # layers are fitted and compared with the teacher in 16 bits
-    tied = tied_names(student)
-    specs = [
-        TensorSpec(name, tuple(tensor.shape), torch.float32 if name.rpartition(".")[2] in FLOAT32_NAMES else dtype)
-        for name, tensor in student.state_dict().items()
-        if name not in tied
-    ]
+    specs = output_specs(student, dtype, tuple(f".{name}" for name in FLOAT32_NAMES))
     layout = plan_layout(specs, shard_size)
     layers = tuple(_layer_plan(teacher, student, table, specs, dtype, i) for i in range(teacher.num_layers))
     row = sequence_length(table, teacher.config)

@@ -22,6 +22,7 @@ from deltanet_hf.models.families import FAMILIES, PREFIX, Family, caps_scores
 from .storage.generation_config import generation_config
 from .storage.safetensors_folder import Checkpoint, read_json
 from .storage.saved_tokenizer import check_saving, load_tokenizer
+from .storage.shard_writer import TensorSpec
 from .storage.stored_experts import with_joined_experts
 from .storage.teacher_source import Source
 
@@ -158,6 +159,19 @@ def tied_names(model: PreTrainedModel) -> set[str]:
         return set()
     keys: Any = model._tied_weights_keys or {}
     return set(keys)
+
+
+def output_specs(model: PreTrainedModel, dtype: torch.dtype, float32: tuple[str, ...]) -> list[TensorSpec]:
+    """Name, shape and dtype of every tensor that a model (on the meta device) saves.
+
+    Tensors are stored in `dtype`, those whose name ends with one of `float32` in float32.
+    """
+    tied = tied_names(model)
+    return [
+        TensorSpec(name, tuple(tensor.shape), torch.float32 if name.endswith(float32) else dtype)
+        for name, tensor in model.state_dict().items()
+        if name not in tied
+    ]
 
 
 def _check_numbers(file: Path, raw: dict[str, Any]) -> None:

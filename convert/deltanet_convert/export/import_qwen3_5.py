@@ -23,11 +23,11 @@ from deltanet_hf.safe_write import writing
 
 from ..storage.safetensors_folder import Checkpoint, read_json
 from ..storage.shard_writer import Layout, plan_layout
-from ..teacher_model import check_tensors, meta_model
+from ..teacher_model import check_tensors, meta_model, output_specs
 from . import rewrite
 from .companions import write_companions
 from .folder_writer import Progress, write_folder
-from .model_folder import EMBEDDING, FINAL_NORM, FLOAT32_KEPT, HEAD, output_specs, reader
+from .model_folder import EMBEDDING, FINAL_NORM, FLOAT32_KEPT, HEAD, reader
 from .norms import factors_from_json, multiply_columns, uncentre
 from .obstacles import family_name
 from .rewrite import FLOAT32_SUFFIXES, Heads, Named, Read
