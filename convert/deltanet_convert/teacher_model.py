@@ -24,7 +24,6 @@ from .storage.safetensors_folder import Checkpoint, read_json
 from .storage.saved_tokenizer import check_saving, load_tokenizer
 from .storage.shard_writer import TensorSpec
 from .storage.stored_experts import with_joined_experts
-from .storage.teacher_source import Source
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 QWEN3_5 = ("qwen3_5_text", "qwen3_5")  # the second has a nested text model: beside a vision tower, or for mlx
@@ -38,6 +37,16 @@ LIMITS = {
 }  # of numbers that would otherwise end, layers later, in values that are not finite
 # Old Llama checkpoints contain the rotary frequencies, which follow from the config.
 DERIVED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
+
+
+@dataclass(frozen=True)
+class Source:
+    """The folder of a teacher."""
+
+    name: str  # the folder's or file's name, or the hub id
+    folder: Path
+    revision: str | None  # commit on the hub
+    temporary: bool = False  # `folder` is a dequantised copy, which is removed at the end
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from deltanet_hf.publish import output_path
 
 from ..command_options import takes
 from ..options import ConvertOptions
-from ..storage.teacher_source import Source, resolve_source
-from ..teacher_model import open_teacher
+from ..storage.teacher_source import resolve_source
+from ..teacher_model import Source, open_teacher
 from .journal import SelectionJournal
 from .progress import shown_on
 from .run import run_selection
