@@ -152,7 +152,7 @@ def test_another_planned_window_cannot_resume(teacher: Path, tmp_path: Path) -> 
         return {"layers": str(file), "mixer": "window"}
 
     stopped(teacher, out, **plan(33))
-    with pytest.raises(UserError, match=r"differs .* in options\.table\.kinds\.local\.window \(33, now 65\)"):
+    with pytest.raises(UserError, match=r"with another options\.table\.kinds\.local\.window \(33, now 65\)"):
         tiny_conversion(teacher, out, **plan(65), resume=True)
     assert tiny_conversion(teacher, out, **plan(33), resume=True)["options"]["layers"] == str(file)
 
