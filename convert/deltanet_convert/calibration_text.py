@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +16,7 @@ from deltanet_hf.data.text_files import TextFile
 from deltanet_hf.errors import UserError, one_line
 from deltanet_hf.models.layers import LayerTable
 
-if TYPE_CHECKING:
-    from .job import Job
+from .teacher_model import Teacher
 
 SEQUENCE_LENGTH = 512
 LONG_SEQUENCE_LENGTH = 2048  # where there are windows, which miss nothing in short sequences
@@ -44,26 +43,23 @@ def sequence_length(table: LayerTable, config: PreTrainedConfig) -> int:
     return min(LONG_SEQUENCE_LENGTH if windows else SEQUENCE_LENGTH, int(config.max_position_embeddings))
 
 
-def calibration_text(job: Job, tokenizer: Any) -> CalibrationText:
-    """Reads and tokenises the job's calibration text; without `--text`, the text that deltanet-hf ships.
+def calibration_text(teacher: Teacher, file: Path | None, tokens: int, seed: int, longest: int) -> CalibrationText:
+    """Reads the calibration text with the teacher's tokenizer; without a `file`, the text that deltanet-hf ships.
+
+    Args:
+        tokens, seed, longest: see `tokenise`.
 
     Raises:
         UserError: the text cannot be read or is too short, or the tokenizer has more tokens than the embedding.
     """
-    options = job.options
-    needed = 2 * options.calibration_tokens
-    if options.text is None:
+    if file is None:
         documents = [path.read_text(encoding="utf-8") for path in shipped_texts()]
         source = SHIPPED_TEXT
     else:
-        documents, source = read_text(options.text, needed), str(options.text)
-    text = tokenise(documents, tokenizer, options.calibration_tokens, options.seed, source, job.plan.sequence_length)
-    largest = int(max(text.calibration.max(), text.held_out.max()))
-    if largest >= job.teacher.config.vocab_size:
-        raise UserError(
-            f"{job.teacher.folder}: the tokenizer makes token {largest} but vocab_size in config.json is "
-            f"{job.teacher.config.vocab_size}; give the tokenizer that belongs to the teacher"
-        )
+        documents, source = read_text(file, 2 * tokens), str(file)
+    text = tokenise(documents, teacher.tokenizer, tokens, seed, source, longest)
+    teacher.check_tokens(text.calibration)
+    teacher.check_tokens(text.held_out)
     return text
 
 

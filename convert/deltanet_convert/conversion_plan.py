@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from deltanet_hf.errors import UserError
 from deltanet_hf.mixers import FLOAT32_NAMES
 from deltanet_hf.mixers.layer.masks import sliding_window
 from deltanet_hf.models.cache_bits import layer_bytes, use_cache_bits
 from deltanet_hf.models.factory import converted_config, model_class
-from deltanet_hf.models.families import family_of
 from deltanet_hf.models.layers import INSERTED_QK_NORMS, SOFTMAX, LayerTable
 from deltanet_kernels.packed_cache.layout import GROUP
 
@@ -24,14 +20,11 @@ from .calibration_text import sequence_length
 from .memory_estimate import conversion_memory
 from .start.norm_config import needs_norms, with_norms
 from .storage.shard_writer import Layout, TensorSpec, plan_layout
-from .teacher_model import Teacher, meta_model, tied_names
+from .teacher_model import Teacher, meta_model, output_specs
 from .weight_origins import count_origins
 
 CONTEXTS = (1024, 4096, 16384, 32768, 65536, 131072)
 SMALL_FILES_BYTES = 64 * 2**20  # tokenizer, card, plot
-AT_ONCE = 4  # layers that are fitted at the same time on a CPU, at most
-AT_ONCE_BYTES = 10**9  # memory for those beyond the first, at most
-AT_ONCE_NUMBERS = 2**18  # in the queries of a sequence; with fewer, threads would wait for each other's Python code
 
 
 @dataclass(frozen=True)
@@ -83,6 +76,7 @@ class Plan:
     layers_at_once: int  # that are fitted at the same time
     peak_memory_bytes: int  # estimate
     disk_bytes: int  # including the working copies of activations
+    cache_bytes: list[dict[str, int]]  # of one sequence, by context length: the teacher's and the converted model's
     config: PreTrainedConfig
     student: PreTrainedModel  # on the meta device
     layout: Layout
@@ -91,17 +85,6 @@ class Plan:
     def cache_bits(self) -> int:
         """Bits of the keys and values in the converted model's cache; the teacher's have 16."""
         return LayerTable.of(self.config).cache_bits
-
-    def cache_table(self) -> list[dict[str, int]]:
-        """Bytes of the teacher's and of the converted model's cache of one sequence, per context length."""
-        return [
-            {
-                "context": context,
-                "teacher": sum(layer.kv_bytes(context) for layer in self.layers),
-                "converted": sum(layer.cache_bytes(context) for layer in self.layers),
-            }
-            for context in CONTEXTS
-        ]
 
     def to_json(self) -> dict[str, Any]:
         """Everything that `print_plan` shows, as numbers (bytes, parameters, tokens)."""
@@ -116,7 +99,7 @@ class Plan:
             "peak_memory_bytes": self.peak_memory_bytes,
             "disk_bytes": self.disk_bytes,
             "cache_bits": self.cache_bits,
-            "cache_bytes": self.cache_table(),
+            "cache_bytes": self.cache_bytes,
         }
 
 
@@ -137,16 +120,13 @@ def make_plan(
     """
     kept = table.softmax
     inserted = insert_norms and needs_norms(teacher.config, kept)
-    config = converted_config(with_norms(teacher.config, kept) if inserted else teacher.config, table)
+    base = with_norms(teacher.config, kept) if inserted else teacher.config
+    config = converted_config(base, table)
     config.dtype = dtype
-    student = meta_model(model_class(family_of(config.model_type).model_type), config, dtype)
+    student_class = model_class(base.model_type)
+    student = meta_model(student_class, config, dtype)  # refuses layers that have no packed form
     use_cache_bits(student, 16)  # layers are fitted and compared with the teacher in 16 bits
-    tied = tied_names(student)
-    specs = [
-        TensorSpec(name, tuple(tensor.shape), torch.float32 if name.rpartition(".")[2] in FLOAT32_NAMES else dtype)
-        for name, tensor in student.state_dict().items()
-        if name not in tied
-    ]
+    specs = output_specs(student, dtype, tuple(f".{name}" for name in FLOAT32_NAMES))
     layout = plan_layout(specs, shard_size)
     layers = tuple(_layer_plan(teacher, student, table, specs, dtype, i) for i in range(teacher.num_layers))
     row = sequence_length(table, teacher.config)
@@ -157,7 +137,7 @@ def make_plan(
         for index, module in enumerate(modules)
     ]
     memory = conversion_memory(teacher, attentions, row, calibration_tokens)
-    at_once = _layers_at_once(memory.queries, memory.layer, threads)
+    at_once = memory.layers_at_once(threads)
     return Plan(
         layers=layers,
         teacher_parameters=sum(p.numel() for p in teacher.model.parameters()),
@@ -168,23 +148,18 @@ def make_plan(
         layers_at_once=at_once,
         peak_memory_bytes=memory.peak(at_once),
         disk_bytes=layout.nbytes + 2 * memory.between + SMALL_FILES_BYTES,
+        cache_bytes=[
+            {
+                "context": context,
+                "teacher": sum(layer.kv_bytes(context) for layer in layers),
+                "converted": sum(layer.cache_bytes(context) for layer in layers),
+            }
+            for context in CONTEXTS
+        ],
         config=config,
         student=student,
         layout=layout,
     )
-
-
-def check_disk(plan: Plan, out: Path, already_there: int) -> None:
-    """Raises UserError if the disk of `out` has too little space; `already_there` bytes are written already."""
-    folder = out
-    while not folder.exists():
-        folder = folder.parent
-    free, needed = shutil.disk_usage(folder).free, plan.disk_bytes - already_there
-    if free < needed:
-        raise UserError(
-            f"{out}: needs {needed / 1e9:.2f} GB but its disk has {free / 1e9:.2f} GB free; make room or "
-            "choose another disk"
-        )
 
 
 def _layer_plan(
@@ -226,14 +201,3 @@ def _layer_plan(
         kept_kv_bytes_per_token=per_token,
         packed=bits < 16,
     )
-
-
-def _layers_at_once(numbers: int, more: int, threads: int) -> int:
-    """The number of layers that are fitted at the same time.
-
-    Args:
-        numbers: numbers in the queries of one sequence.
-        more: bytes of memory that each layer but the first adds.
-        threads: CPU threads.
-    """
-    return 1 if numbers < AT_ONCE_NUMBERS else min(threads, AT_ONCE, 1 + AT_ONCE_BYTES // more)

@@ -1,45 +1,39 @@
 """The records of a conversion: the request that a resumed run must repeat, and the report `conversion.json`."""
 
-import hashlib
 import os
+from pathlib import Path
 from typing import Any
 
 from .calibration_text import CalibrationText
 from .job import Job
 from .storage.safetensors_folder import read_json
 from .storage.versions import versions
+from .teacher_model import Source
 
 
 def request(job: Job, text: CalibrationText) -> dict[str, Any]:
     """Everything that the result depends on, as a JSON value."""
-    files = [job.teacher.folder / "config.json", *job.teacher.checkpoint.files()]
-    states = {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
-    config = hashlib.sha256(files[0].read_bytes()).hexdigest()
     return {
-        "teacher": {
-            "name": job.source.name,
-            "revision": job.source.revision,
-            "config": config,
-            "files": states,
-        },
-        "options": {**job.options.decisive(), "layers": list(job.table.layers)},
+        "teacher": job.teacher.identity(),
+        "options": {**job.options.decisive(), "table": job.table.to_dict()},
         "text": {"sha256": text.sha256, "tokens": list(text.calibration.shape)},
         "versions": versions(),
     }
 
 
 def report(
-    job: Job, text: CalibrationText, steps: dict[str, dict[str, Any]], held_out: dict[str, Any]
+    job: Job, text: CalibrationText, out: Path, steps: dict[str, dict[str, Any]], held_out: dict[str, Any]
 ) -> dict[str, Any]:
     """The contents of `conversion.json`.
 
     Args:
+        out: the folder that will be made.
         steps: figures by step name, from the journal.
         held_out: perplexities and KL divergence on the held-out text.
     """
     normed = [layer.index for layer in job.plan.layers if layer.normed]
     return {
-        "teacher": {**_teacher_facts(job), **_place(job)},
+        "teacher": {**_teacher_facts(job), **_place(job.teacher.source, out)},
         "options": _option_facts(job),
         "text": {
             "source": text.source,
@@ -57,14 +51,14 @@ def report(
     }
 
 
-def finished_report(job: Job, text: CalibrationText) -> dict[str, Any] | None:
-    """The report in the output folder if this very conversion has been completed already, otherwise None."""
-    file = job.out / "conversion.json"
+def finished_report(job: Job, text: CalibrationText, out: Path) -> dict[str, Any] | None:
+    """The report in the output folder `out` if this very conversion has been completed already, otherwise None."""
+    file = out / "conversion.json"
     if not file.exists():
         return None
     found = read_json(file)
     same = (
-        found.get("teacher") in (_teacher_facts(job), {**_teacher_facts(job), **_place(job)})
+        found.get("teacher") in (_teacher_facts(job), {**_teacher_facts(job), **_place(job.teacher.source, out)})
         and found.get("options") == _option_facts(job)
         and found.get("text", {}).get("sha256") == text.sha256
     )
@@ -73,19 +67,19 @@ def finished_report(job: Job, text: CalibrationText) -> dict[str, Any] | None:
 
 def _teacher_facts(job: Job) -> dict[str, Any]:
     return {
-        "name": job.source.name,
-        "revision": job.source.revision,
+        "name": job.teacher.name,
+        "revision": job.teacher.source.revision,
         "model_type": job.teacher.family.model_type,
         "dtype": str(job.teacher.dtype).removeprefix("torch."),
         "tied_embeddings": job.teacher.tied,
     }
 
 
-def _place(job: Job) -> dict[str, str]:
+def _place(source: Source, out: Path) -> dict[str, str]:
     """Where a local teacher is, seen from OUT, so that recipes find it; no path of the machine goes into the record."""
-    if job.source.revision is not None or job.source.temporary:
+    if source.revision is not None or source.temporary:
         return {}
-    return {"folder": os.path.relpath(job.source.folder.resolve(), job.out.resolve())}
+    return {"folder": os.path.relpath(source.folder.resolve(), out.resolve())}
 
 
 def _option_facts(job: Job) -> dict[str, Any]:

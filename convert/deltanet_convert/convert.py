@@ -6,6 +6,7 @@ that the journal lists.
 """
 
 import dataclasses
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,15 +21,13 @@ from deltanet_hf.publish import Workspace, publish_folder
 from .activations import Activations
 from .calibration_text import CalibrationText, calibration_text
 from .compare_to_teacher import compare_models
-from .conversion_plan import check_disk
 from .conversion_record import finished_report, report, request
-from .job import Job, removed_on_error
+from .job import Job
 from .layer_fits import fit_threads, fitted_layers
 from .layer_step import LayerStep, LayerWork
 from .layer_stream import LayerStream
 from .output_files import write_other_files
 from .storage.safetensors_folder import Checkpoint, all_finite
-from .storage.saved_tokenizer import check_saving, load_tokenizer
 from .storage.shard_writer import ShardWriter
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -38,42 +37,46 @@ SOFTMAX_TOLERANCE = 1e-4
 Progress = Callable[[int, int, str, dict[str, Any]], None]  # finished layers, all layers, name of the step, its figures
 
 
-def convert(job: Job, progress: Progress) -> dict[str, Any]:
-    """Runs a conversion to the end and returns the contents of `conversion.json`.
+def convert(job: Job, out: Path, progress: Progress) -> dict[str, Any]:
+    """Runs a conversion to the end, writes it to the folder `out`, and returns the contents of `conversion.json`.
 
     Raises:
         UserError: something that the user can correct; finished steps are kept for `--resume`.
         QualityError: softmax attention with a converted layer's weights differs from the teacher's.
     """
-    with removed_on_error(job.source, job.out):
-        tokenizer = load_tokenizer(job.teacher.folder)
-        check_saving(tokenizer, job.teacher.folder)  # it is saved after the last layer
-        text = calibration_text(job, tokenizer)
+    teacher, options = job.teacher, job.options
+    text = calibration_text(teacher, options.text, options.calibration_tokens, options.seed, job.plan.sequence_length)
 
-        def fill(workspace: Workspace) -> dict[str, Any]:
-            check_disk(job.plan, job.out, _allocated(workspace.folder))
-            return _Run(job, tokenizer, text, workspace, progress).all_steps()
+    def fill(workspace: Workspace) -> dict[str, Any]:
+        check_disk(workspace, job.plan.disk_bytes)
+        return _Run(job, text, workspace, progress).all_steps()
 
-        found = publish_folder(
-            job.out,
-            request(job, text),
-            fill,
-            resume=job.options.resume,
-            overwrite=job.options.overwrite,
-            finished=lambda: finished_report(job, text),
+    return publish_folder(
+        out,
+        request(job, text),
+        fill,
+        resume=options.resume,
+        overwrite=options.overwrite,
+        finished=lambda: finished_report(job, text, out),
+    )
+
+
+def check_disk(workspace: Workspace, needed: int) -> None:
+    """Raises UserError if the disk has too little space for `needed` bytes, less those that are written already."""
+    written = sum(file.stat().st_blocks * 512 for file in workspace.folder.rglob("*") if file.is_file())
+    free, needed = shutil.disk_usage(workspace.folder).free, needed - written
+    if free < needed:
+        raise UserError(
+            f"{workspace.out}: needs {needed / 1e9:.2f} GB but its disk has {free / 1e9:.2f} GB free; make room or "
+            "choose another disk"
         )
-    job.close()
-    return found
 
 
 class _Run:
     """The steps of one conversion, in order."""
 
-    def __init__(
-        self, job: Job, tokenizer: Any, text: CalibrationText, workspace: Workspace, progress: Progress
-    ) -> None:
+    def __init__(self, job: Job, text: CalibrationText, workspace: Workspace, progress: Progress) -> None:
         self.job, self.text, self.workspace, self.progress = job, text, workspace, progress
-        self.tokenizer = tokenizer
         self.stream = LayerStream(job.teacher)
         self.writer = ShardWriter(workspace.model, job.plan.layout)
         self.count = job.teacher.num_layers
@@ -98,8 +101,8 @@ class _Run:
             self.writer.sync()
             self.workspace.done(HEAD, check)
         self.writer.finish()
-        found = report(self.job, self.text, self.workspace.steps, self.workspace.steps[HEAD])
-        write_other_files(self.job, self.tokenizer, self.workspace.model, found)
+        found = report(self.job, self.text, self.workspace.out, self.workspace.steps, self.workspace.steps[HEAD])
+        write_other_files(self.job, self.workspace.model, found)
         return found
 
     def _start(self) -> Activations:
@@ -168,8 +171,3 @@ def _rounded_blocks(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> It
                 "bfloat16 or float32"
             )
         yield rounded
-
-
-def _allocated(folder: Path) -> int:
-    """Bytes on the disk that the files of a folder take."""
-    return sum(file.stat().st_blocks * 512 for file in folder.rglob("*") if file.is_file())

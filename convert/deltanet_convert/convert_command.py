@@ -1,4 +1,8 @@
-"""`deltanet-hf convert TEACHER OUT`."""
+"""`deltanet-hf convert TEACHER OUT`.
+
+`prepare` opens the teacher, chooses what stays softmax and plans (`job.py`); the plan is printed; `convert` streams the
+layers, compares the result with the teacher and writes the folder (`convert.py`); its report is printed.
+"""
 
 import json
 from contextlib import nullcontext
@@ -8,13 +12,14 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from deltanet_hf.publish import output_path
+
 from .command_options import takes
 from .convert import convert
 from .device import description
-from .export.hooks import check_exportable
+from .export.obstacles import check_exportable
 from .job import prepare, sole_conversion
 from .options import ConvertOptions
-from .select.for_convert import AUTO
 from .select.progress import shown_on
 from .select.run import unseen
 from .views import conversion_progress
@@ -34,17 +39,17 @@ def convert_command(
     """Converts a softmax model."""
     options = ConvertOptions.of_command_line(values)
     console = Console(stderr=options.as_json)
+    out = output_path(out)
     with sole_conversion(out):
-        with shown_on(console) if options.layers.startswith(AUTO) else nullcontext(unseen) as show:
+        with shown_on(console) if options.automatic else nullcontext(unseen) as show:
             job = prepare(teacher, out, options, show)
         if options.profile == "qwen3_5":
-            for note in check_exportable(job.source.name, job.teacher.config, job.table.softmax):
+            for note in check_exportable(job.teacher.name, job.teacher.config, job.table.softmax):
                 console.print(note, highlight=False, markup=False)
         print_plan(job.plan, console)
         together = f", {job.plan.layers_at_once} at a time" if job.plan.layers_at_once > 1 else ""
         console.print(f"Layers are run and fitted on {description(job.device)}, in float32{together}.", highlight=False)
         if options.dry_run:
-            job.close()
             if options.as_json:
                 print(json.dumps(job.plan.to_json(), indent=2))
             return
@@ -53,11 +58,11 @@ def convert_command(
         try:
             fitted = [layer.converted or layer.normed for layer in job.plan.layers]
             with conversion_progress.shown_on(console, fitted, job.plan.layers_at_once, str(job.device)) as converted:
-                report = convert(job, converted)
+                report = convert(job, out, converted)
         except KeyboardInterrupt:
             console.print("Interrupted. The same command with --resume goes on after the last layer.", highlight=False)
             raise
         print_report(report, console)
-        console.print(f"Written to {job.out}")
+        console.print(f"Written to {out}")
         if options.as_json:
             print(json.dumps(report, indent=2))

@@ -14,18 +14,16 @@ from deltanet_hf.errors import QualityError, UserError
 from deltanet_hf.file_lock import locked_beside
 from deltanet_hf.loading import chosen_device
 from deltanet_hf.models.layers import LayerTable
-from deltanet_hf.publish import Workspace, check_target, output_path
+from deltanet_hf.publish import Workspace, check_target
 
 from .conversion_plan import Plan, make_plan
-from .export.import_qwen3_5 import is_qwen3_5
 from .export.obstacles import teacher_obstacles
-from .layers_option import chosen_table
+from .layers_option import chosen_layers
 from .options import ConvertOptions
 from .select.for_convert import unfinished_selection
 from .select.run import Show, unseen
 from .select.selection_file import Selection
-from .storage.safetensors_folder import read_json
-from .storage.teacher_source import Source, resolve_source
+from .storage.teacher_source import resolve_source
 from .teacher_model import Teacher, open_teacher
 
 
@@ -33,21 +31,13 @@ from .teacher_model import Teacher, open_teacher
 class Job:
     """A conversion that is checked and planned but has not begun."""
 
-    source: Source
     teacher: Teacher
-    out: Path
     options: ConvertOptions
     table: LayerTable
     dtype: torch.dtype
     plan: Plan
     device: torch.device
     selection: Selection | None = None  # what `--layers auto:...` chose
-
-    def close(self) -> None:
-        """Removes the dequantised copy of a GGUF teacher and the file of an automatic selection."""
-        unfinished_selection(self.out).unlink(missing_ok=True)
-        if self.source.temporary:
-            shutil.rmtree(self.source.folder, ignore_errors=True)
 
 
 def prepare(teacher: str, out: Path, options: ConvertOptions, show: Show = unseen) -> Job:
@@ -63,48 +53,47 @@ def prepare(teacher: str, out: Path, options: ConvertOptions, show: Show = unsee
     Raises:
         UserError: the teacher, an option or the output folder cannot be used.
     """
-    given, out = out, output_path(out)
     check_target(out)
     device = chosen_device(options.device)
-    source = resolve_source(teacher, out.parent / f".{out.name}.teacher", options.torch_dtype, options.revision)
-    with removed_on_error(source, out):
-        _check_apart(source.folder, out)
-        if is_qwen3_5(read_json(source.folder / "config.json")):
-            raise UserError(
-                f"{teacher}: is a Gated DeltaNet model already; `deltanet-hf import {teacher} {given}` takes it"
-            )
-        opened = open_teacher(source.folder)
-        table, selection = chosen_table(source, opened, out, options, show)
-        # Qwen3.5's softmax layers have q/k norms. None are inserted if something else prevents an export.
-        insert_norms = options.profile == "qwen3_5" and not teacher_obstacles(opened.config, table.softmax)
-        dtype = options.torch_dtype or (torch.float32 if opened.dtype == torch.float64 else opened.dtype)
-        threads = torch.get_num_threads() if device.type == "cpu" else 1
-        plan = make_plan(opened, table, dtype, options.shard_size, options.calibration_tokens, insert_norms, threads)
-        return Job(source, opened, out, options, table, dtype, plan, device, selection)
+    source = resolve_source(teacher, _teacher_copy(out), options.torch_dtype, options.revision)
+    _check_apart(source.folder, out)
+    opened = open_teacher(source)
+    kept = chosen_layers(opened, out, options, show)
+    table = options.table_of(kept, opened.config)
+    # Qwen3.5's softmax layers have q/k norms. None are inserted if something else prevents an export.
+    insert_norms = options.profile == "qwen3_5" and not teacher_obstacles(opened.config, table.softmax)
+    dtype = options.torch_dtype or (torch.float32 if opened.dtype == torch.float64 else opened.dtype)
+    threads = torch.get_num_threads() if device.type == "cpu" else 1
+    plan = make_plan(opened, table, dtype, options.shard_size, options.calibration_tokens, insert_norms, threads)
+    selection = kept if isinstance(kept, Selection) and options.automatic else None
+    return Job(opened, options, table, dtype, plan, device, selection)
 
 
 @contextmanager
 def sole_conversion(out: Path) -> Iterator[None]:
-    """Keeps other processes from converting to `out`; also before `publish_folder` does, while a job is prepared.
+    """Keeps other processes from converting to `out`, also before `publish_folder` does, while a job is prepared.
+
+    At the end, the copy of a GGUF teacher and the file of an automatic selection are removed; after an error the copy,
+    unless an interrupted conversion can resume with it. What is killed leaves both.
 
     Raises:
         UserError: another process converts to `out`, or `out` cannot be made.
     """
-    out = output_path(out)
     check_target(out)
     with locked_beside(out, "conversion"):
-        yield
+        try:
+            yield
+        except (UserError, QualityError, ModuleNotFoundError):
+            if not Workspace(out).folder.exists():
+                shutil.rmtree(_teacher_copy(out), ignore_errors=True)
+            raise
+        shutil.rmtree(_teacher_copy(out), ignore_errors=True)
+        unfinished_selection(out).unlink(missing_ok=True)
 
 
-@contextmanager
-def removed_on_error(source: Source, out: Path) -> Iterator[None]:
-    """Removes the copy of a GGUF teacher after an error, unless an interrupted conversion can use it to resume."""
-    try:
-        yield
-    except (UserError, QualityError, ModuleNotFoundError):
-        if source.temporary and not Workspace(out).folder.exists():
-            shutil.rmtree(source.folder, ignore_errors=True)
-        raise
+def _teacher_copy(out: Path) -> Path:
+    """Where a GGUF teacher is dequantised to."""
+    return out.parent / f".{out.name}.teacher"
 
 
 def _check_apart(teacher: Path, out: Path) -> None:

@@ -28,11 +28,11 @@ class LayerStream:
     def __init__(self, teacher: Teacher) -> None:
         self.teacher = teacher
         self.model: Any = teacher.model
+        for module in self.model.modules():
+            _materialise_buffers(self.model, module)
         self.decoder = LayerwiseDecoder(self.model)
         self.layers = self.decoder.layers  # on the meta device
         self.layer_kwargs: list[dict[str, Any]] = []
-        for module in self.model.modules():
-            _materialise_buffers(self.model, module)
 
     @torch.no_grad()
     def embed(self, *batches: Tensor, rounding: torch.dtype | None = None) -> list[Tensor]:

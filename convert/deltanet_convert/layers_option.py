@@ -11,22 +11,20 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from deltanet_hf.errors import UserError
-from deltanet_hf.models.layers import LayerTable
 
 from .options import ConvertOptions
-from .select.for_convert import auto_selection, selected_table
+from .select.for_convert import auto_selection
 from .select.run import Show, unseen
 from .select.selection_file import MAX_BYTES, Selection, parse_selection
-from .storage.teacher_source import Source
 from .teacher_model import Teacher
 
 MAX_LIST_BYTES = 1_000_000
 
 
-def chosen_table(
-    source: Source, teacher: Teacher, out: Path, options: ConvertOptions, show: Show = unseen
-) -> tuple[LayerTable, Selection | None]:
-    """The layer table of the conversion that `--layers` asks for, and the selection that `auto:...` made for it.
+def chosen_layers(
+    teacher: Teacher, out: Path, options: ConvertOptions, show: Show = unseen
+) -> tuple[int, ...] | Selection:
+    """What `--layers` keeps softmax: the indices of layers, or a selection, which `auto` makes or a file holds.
 
     Args:
         out: the folder that will be made; an automatic selection is kept beside it until then.
@@ -35,12 +33,9 @@ def chosen_table(
     Raises:
         UserError: the value cannot be used, or does not fit the teacher or the other options.
     """
-    read = file_selection(options.layers, teacher.config)
-    selection = None if read else auto_selection(source, teacher, out, options, show)
-    if (chosen := read or selection) is not None:
-        return selected_table(chosen, options, teacher.config), selection
-    kept = softmax_layers(options.layers, teacher.num_layers)
-    return options.table(teacher.num_layers, kept, teacher.config), None
+    if not options.automatic:
+        return file_selection(options.layers, teacher.config) or softmax_layers(options.layers, teacher.num_layers)
+    return auto_selection(teacher, out, options, show)
 
 
 def softmax_layers(spec: str, num_layers: int) -> tuple[int, ...]:
@@ -137,7 +132,13 @@ def file_selection(spec: str, config: PreTrainedConfig) -> Selection | None:
         return None
     where = f"--layers {path}"
     selection = parse_selection(value, where)
-    selection.check_teacher(where, config)
+    for key in ("model_type", "num_hidden_layers", "num_key_value_heads"):
+        found, wanted = getattr(selection, key), getattr(config, key)
+        if found != wanted:
+            raise UserError(
+                f"{where}: key '{key}' is {found!r}, the teacher's is {wanted!r}; give the selection that was made for "
+                "this teacher"
+            )
     layers, heads = selection.num_hidden_layers, selection.num_key_value_heads
     if len(selection.heads) == layers * heads:
         everything = f"{layers} layers" if selection.unit == "layer" else f"{layers * heads} heads"

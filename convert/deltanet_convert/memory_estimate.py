@@ -21,6 +21,9 @@ from .expert_stream import expert_parameters
 from .start.samples import KEPT_BYTES
 from .teacher_model import Teacher
 
+AT_ONCE = 4  # layers that are fitted at the same time on a CPU, at most
+AT_ONCE_BYTES = 10**9  # memory for those beyond the first, at most
+AT_ONCE_NUMBERS = 2**18  # in the queries of a sequence; with fewer, threads would wait for each other's Python code
 FLOAT = 4  # bytes of a float32 number, in which layers run
 SAMPLE_VALUES = 6  # numbers per token and channel: q, k, v, and the outputs of the heads, the window and the layer
 FIT_FACTOR = 2.2  # memory of a fit, divided by that of the samples that it keeps; measured
@@ -45,6 +48,10 @@ class ConversionMemory:
     layer: int
     head: int
     queries: int
+
+    def layers_at_once(self, threads: int) -> int:
+        """The number of layers that are fitted at the same time by so many CPU threads."""
+        return 1 if self.queries < AT_ONCE_NUMBERS else min(threads, AT_ONCE, 1 + AT_ONCE_BYTES // self.layer)
 
     def peak(self, at_once: int) -> int:
         """The whole process, with `at_once` layers that are fitted at the same time."""

@@ -18,14 +18,17 @@ from deltanet_hf.mixers import MIXER_NAMES, MIXERS, WINDOW_SUFFIX, AttentionKind
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
 from deltanet_hf.mixers.layer.settings import MixerSettings
 from deltanet_hf.mixers.mixed_heads import MixedHeads
+from deltanet_hf.mixers.window import WindowAttention
 from deltanet_hf.models.layers import LayerTable
 
 from .calibration_text import FEWEST_TOKENS
 from .command_options import ASIDE, DTYPES, Options, parse_size
+from .select.selection_file import Selection
 
 MOST_TOKENS = 10**9
 MOST_DIGITS = 9  # of a whole number in an option
 LISTED_MIXERS = tuple(name for name in MIXER_NAMES if WINDOW_SUFFIX not in name)  # in help texts
+AUTO = "auto"  # the value of `--layers`, alone or with a budget, by which convert chooses what stays softmax
 DEFAULT_MIXER = "window"  # of the commands `convert` and `select`: ahead of a state in equal bytes (docs/results.md)
 
 
@@ -197,7 +200,7 @@ class ConvertOptions(Options):
         given = cls.given(values)
         if not given.get("pure") and given.get("profile") != "qwen3_5":  # whose layer has no window
             keeps_all_tokens = issubclass(MIXERS.get(given.get("mixer", ""), object), AttentionKind)
-            chosen = {"layers": "all", "cache_bits": 16} if keeps_all_tokens else {"layers": "auto", "cache_bits": 4}
+            chosen = {"layers": "all", "cache_bits": 16} if keeps_all_tokens else {"layers": AUTO, "cache_bits": 4}
             given = {**chosen, "mixer": DEFAULT_MIXER, **given}
         return cls(**given)
 
@@ -238,6 +241,30 @@ class ConvertOptions(Options):
         kind, settings = self._kind(teacher)
         table = LayerTable.by_heads(kind, settings, num_layers, num_heads, softmax)
         return replace(table, cache_bits=self.cache_bits)
+
+    def table_of(self, kept: Iterable[int] | Selection, teacher: PreTrainedConfig) -> LayerTable:
+        """The layer table for a teacher, of which these layers, or the units of a selection, keep their attention.
+
+        The window that a selection plans is that of `--mixer window`, unless `--set` gives one.
+        """
+        if not isinstance(kept, Selection):
+            return self.table(int(teacher.num_hidden_layers), kept, teacher)  # type: ignore[attr-defined]
+        options, window = self, kept.planned_window
+        if window is not None and self.mixer == WindowAttention.name and not self.sets("window"):
+            options = self.model_copy(update={"changes": (*self.changes, f"window={window}")})
+        layers, heads = kept.num_hidden_layers, kept.num_key_value_heads
+        if kept.unit == "kv_head":
+            return options.head_table(layers, heads, frozenset(kept.heads), teacher)
+        return options.table(layers, kept.layers, teacher)
+
+    @property
+    def automatic(self) -> bool:
+        """Whether `--layers auto` chooses what stays softmax."""
+        return self.layers.partition(":")[0] == AUTO
+
+    def sets(self, key: str) -> bool:
+        """Whether `--set` changes this setting."""
+        return any(change.startswith(f"{key}=") for change in self.changes)
 
     def _kind(self, teacher: PreTrainedConfig | None) -> tuple[type[LayerKind], MixerSettings]:
         """The mixer and its settings."""

@@ -10,7 +10,6 @@ from deltanet_hf.safe_write import write_atomically, writing
 
 from .job import Job
 from .select.plot import selection_plot
-from .storage.generation_config import generation_config
 from .storage.saved_tokenizer import COPIED, load_tokenizer
 from .views.conversion_card import model_card
 from .views.layer_error_plot import layer_error_plot
@@ -20,22 +19,22 @@ PLOT = "layer_errors.png"
 SELECTION_PLOT = "selection.png"
 
 
-def write_other_files(job: Job, tokenizer: Any, folder: Path, report: dict[str, Any]) -> None:
+def write_other_files(job: Job, folder: Path, report: dict[str, Any]) -> None:
     """Writes config, generation config, tokenizer, licence, report, plot and model card; safe to repeat.
 
     Args:
-        tokenizer: the teacher's.
         report: the contents of `conversion.json`.
 
     Raises:
         QualityError: the saved tokenizer does not give the same tokens as the teacher's.
     """
+    teacher, tokenizer = job.teacher, job.teacher.tokenizer
     with writing(folder):
         job.plan.config.save_pretrained(folder)
-        generation_config(job.teacher.folder, job.teacher.config).save_pretrained(folder)
+        teacher.generation_config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         for pattern in COPIED:
-            for file in sorted(job.teacher.folder.glob(pattern)):
+            for file in sorted(teacher.folder.glob(pattern)):
                 if file.is_file() and not (folder / file.name).exists():
                     shutil.copyfile(file, folder / file.name)
         layer_error_plot(report["layers"], folder / PLOT)
@@ -43,7 +42,7 @@ def write_other_files(job: Job, tokenizer: Any, folder: Path, report: dict[str, 
             (folder / SELECTION_PLOT).write_bytes(selection_plot(job.selection))
     if _sample_tokens(load_tokenizer(folder)) != _sample_tokens(tokenizer):
         raise QualityError(f"{folder}: the saved tokenizer differs from the teacher's; please report the teacher")
-    write_atomically(folder / "README.md", model_card(report, job.teacher.folder, PLOT).encode())
+    write_atomically(folder / "README.md", model_card(report, teacher.folder, PLOT).encode())
     write_atomically(folder / "conversion.json", (json.dumps(report, indent=2) + "\n").encode())
 
 

@@ -1,24 +1,32 @@
 """Opens a teacher in one pass: its config, its weights, the model that they make, its generation config."""
 
+import contextlib
+import hashlib
 import math
 import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging
 
-from deltanet_hf.errors import UserError
-from deltanet_hf.models.families import FAMILIES, PREFIX, Family, caps_scores, family_of
+from deltanet_hf.errors import UserError, one_line
+from deltanet_hf.models.families import FAMILIES, PREFIX, Family, caps_scores
 
 from .storage.generation_config import generation_config
 from .storage.safetensors_folder import Checkpoint, read_json
+from .storage.saved_tokenizer import check_saving, load_tokenizer
+from .storage.shard_writer import TensorSpec
 from .storage.stored_experts import with_joined_experts
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+QWEN3_5 = ("qwen3_5_text", "qwen3_5")  # the second has a nested text model: beside a vision tower, or for mlx
 LAYER = re.compile(r"^model\.layers\.(\d{1,6})\.")
 LARGEST = sys.float_info.max
 LIMITS = {
@@ -32,15 +40,35 @@ DERIVED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 
 
 @dataclass(frozen=True)
+class Source:
+    """The folder of a teacher."""
+
+    name: str  # the folder's or file's name, or the hub id
+    folder: Path
+    revision: str | None  # commit on the hub
+    temporary: bool = False  # `folder` is a dequantised copy, which is removed at the end
+
+
+@dataclass(frozen=True)
 class Teacher:
     """A supported, complete checkpoint. `model` is on the meta device: it has shapes and no data."""
 
-    folder: Path
+    source: Source
     config: PreTrainedConfig
     family: Family
     checkpoint: Checkpoint
     model: PreTrainedModel
     dtype: torch.dtype  # dtype of most of its weights
+    generation_config: GenerationConfig
+
+    @property
+    def name(self) -> str:
+        """The folder's or file's name, or the hub id."""
+        return self.source.name
+
+    @property
+    def folder(self) -> Path:
+        return self.source.folder
 
     @property
     def num_layers(self) -> int:
@@ -50,14 +78,55 @@ class Teacher:
     def tied(self) -> bool:
         return HEAD in tied_names(self.model)
 
+    @cached_property
+    def tokenizer(self) -> Any:
+        """Its tokenizer, from the first use on; UserError if there is none, or it is damaged, or cannot be saved."""
+        tokenizer = load_tokenizer(self.folder)
+        check_saving(tokenizer, self.folder)  # it is saved after the last layer
+        return tokenizer
 
-def open_teacher(folder: Path) -> Teacher:
+    def identity(self) -> dict[str, Any]:
+        """What a resumed run requires to be the same, as a JSON value: the name, the config, the weight files."""
+        config = hashlib.sha256((self.folder / "config.json").read_bytes()).hexdigest()
+        names = {"name": self.name, "revision": self.source.revision}
+        return {**names, "config": config, "files": self.checkpoint.file_states()}
+
+    def check_tokens(self, ids: Tensor) -> None:
+        """Raises UserError if the tokenizer made one of these ids [...] that the embedding does not have."""
+        largest, size = int(ids.max()), int(self.config.vocab_size)
+        if largest >= size:
+            raise UserError(
+                f"{self.folder}: the tokenizer makes token {largest} but vocab_size in config.json is {size}; give the "
+                "tokenizer that belongs to the teacher"
+            )
+
+    def load_weights(self, device: torch.device) -> PreTrainedModel:
+        """The model with its weights, in eval mode, without gradients: bfloat16 on a GPU, float32 on a CPU."""
+        try:
+            with _no_progress_bar():
+                model: PreTrainedModel = self.family.model_class.from_pretrained(
+                    self.folder,
+                    dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
+                    attn_implementation=attention_implementation(self.config),
+                    use_safetensors=True,
+                )
+            return model.to(device).eval().requires_grad_(False)  # type: ignore[arg-type]
+        except torch.cuda.OutOfMemoryError as error:
+            raise UserError(
+                f"{self.folder}: the teacher does not fit into the GPU's memory; use --device cpu"
+            ) from error
+        except (OSError, ValueError, RuntimeError) as error:
+            raise UserError(f"{self.folder}: cannot be loaded ({one_line(error, 200)}); check the weights") from error
+
+
+def open_teacher(source: Source) -> Teacher:
     """Checks a folder and returns the teacher in it; no weights are read but a tied model's head.
 
     Raises:
         UserError: the family is not supported, a number or the generation config cannot be used, or config and tensors
             contradict each other.
     """
+    folder = source.folder
     file = folder / "config.json"
     raw = read_json(file)
     _check_numbers(file, raw)
@@ -70,8 +139,7 @@ def open_teacher(folder: Path) -> Teacher:
     dtype = _main_dtype(checkpoint)
     model = _guarded(file, lambda: meta_model(family.model_class, config, dtype))
     check_tensors(file, model, checkpoint)
-    generation_config(folder, config)  # it is written after the last layer
-    return Teacher(folder, config, family, checkpoint, model, dtype)
+    return Teacher(source, config, family, checkpoint, model, dtype, generation_config(folder, config))
 
 
 def meta_model(cls: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -89,12 +157,30 @@ def attention_implementation(config: PreTrainedConfig) -> str:
     return "sdpa" if sdpa and not caps_scores(config) else "eager"
 
 
+def is_qwen3_5(config: dict[str, Any]) -> bool:
+    """Whether the contents of a config.json describe a Qwen3.5 text model."""
+    return config.get("model_type") in QWEN3_5
+
+
 def tied_names(model: PreTrainedModel) -> set[str]:
     """Names of the parameters that share another parameter's data (the output head of a tied model)."""
     if not getattr(model.config, "tie_word_embeddings", False):
         return set()
     keys: Any = model._tied_weights_keys or {}
     return set(keys)
+
+
+def output_specs(model: PreTrainedModel, dtype: torch.dtype, float32: tuple[str, ...]) -> list[TensorSpec]:
+    """Name, shape and dtype of every tensor that a model (on the meta device) saves.
+
+    Tensors are stored in `dtype`, those whose name ends with one of `float32` in float32.
+    """
+    tied = tied_names(model)
+    return [
+        TensorSpec(name, tuple(tensor.shape), torch.float32 if name.endswith(float32) else dtype)
+        for name, tensor in model.state_dict().items()
+        if name not in tied
+    ]
 
 
 def _check_numbers(file: Path, raw: dict[str, Any]) -> None:
@@ -121,6 +207,8 @@ def _check_supported(file: Path, raw: dict[str, Any]) -> Family:
     supported = ", ".join(sorted(FAMILIES))
     if not isinstance(model_type, str):
         raise UserError(f"{file}: key 'model_type' is missing; supported model types are {supported}")
+    if is_qwen3_5(raw):
+        raise UserError(f"{file}: is a Gated DeltaNet model already; `deltanet-hf import` takes it as it is")
     if model_type.startswith(PREFIX):
         raise UserError(f"{file}: model_type '{model_type}' is converted already; give the original teacher")
     if "deltanet" in raw:
@@ -140,7 +228,7 @@ def _check_supported(file: Path, raw: dict[str, Any]) -> Family:
     architectures = raw.get("architectures") or []
     if not isinstance(architectures, list):
         raise UserError(f"{file}: key 'architectures' is {architectures!r}, expected a list of names; correct it")
-    family = family_of(model_type)
+    family = FAMILIES[model_type]
     if architectures and family.model_name not in architectures:
         raise UserError(
             f"{file}: architectures {architectures} holds no {family.model_name}; only language models can be converted"
@@ -223,6 +311,18 @@ def check_tensors(
                 f"{entry.file}: tensor {name!r} has no place in a {model.config.model_type} model with this "
                 f"{config_file.name}; {_extra_remedy(name)}"
             )
+
+
+@contextlib.contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """Without transformers' progress bar over weights, which would break the command's own."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _shape_remedy(name: str) -> str:

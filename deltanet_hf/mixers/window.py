@@ -106,8 +106,8 @@ class WindowAttention(LayerKind):
     @property
     def kept(self) -> PackedReach:
         config: Any = self.config  # type: ignore[attr-defined]
-        limit = sliding_window(config, self.layer_idx)
-        return PackedReach.of(self.cache_bits, self.settings.window, self.settings.sinks, limit)
+        family_window = sliding_window(config, self.layer_idx)
+        return PackedReach.of(self.cache_bits, self.settings.window, self.settings.sinks, family_window)
 
     def state_shapes(self, dtype: torch.dtype) -> dict[str, TensorShape]:
         config: Any = self.config  # type: ignore[attr-defined]

@@ -100,8 +100,8 @@ def _branch_bytes(attention: Any, dtype: torch.dtype, tokens: int, bits: int) ->
     if isinstance(attention, WindowAttention):
         window, sinks = attention.settings.window, attention.settings.sinks
     heads, size = int(config.num_key_value_heads), int(attention.head_dim)
-    limit = sliding_window(config, attention.layer_idx)
-    return held_bytes(heads, size, tokens, bits, dtype, window, sinks, limit)
+    family_window = sliding_window(config, attention.layer_idx)
+    return held_bytes(heads, size, tokens, bits, dtype, window, sinks, family_window)
 
 
 def held_bytes(
@@ -112,11 +112,11 @@ def held_bytes(
     dtype: torch.dtype,
     window: int | None,
     sinks: int,
-    limit: int | None = None,
+    family_window: int | None = None,
 ) -> int:
     """Bytes of the keys and values of `heads` heads of `size` channels; for the others see `PackedReach`."""
     if bits < 16:
-        shapes = PackedReach.of(bits, window, sinks, limit).shapes(heads, size, tokens, dtype)
+        shapes = PackedReach.of(bits, window, sinks, family_window).shapes(heads, size, tokens, dtype)
         return sum(shape.nbytes for shape in shapes.values())
     seen = tokens if window is None else min(tokens, window + sinks)
-    return 2 * heads * size * dtype.itemsize * (seen if limit is None else min(seen, limit))
+    return 2 * heads * size * dtype.itemsize * (seen if family_window is None else min(seen, family_window))

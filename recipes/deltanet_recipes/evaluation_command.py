@@ -84,11 +84,12 @@ def report(
     baselines: Annotated[
         str,
         typer.Option(
-            help="Comma-separated list of window (softmax restricted to a window), free (windows with the bytes of "
-            "each student), linear-off (linear layers give zero), scratch (converted layers without fitted start "
-            "values) and lesions (softmax layers, windows of layers with states, or those states taken away); or none."
+            help="Comma-separated list of window (softmax restricted to a window), equal-bytes (untrained windows with "
+            "the bytes of each student), linear-off (linear layers give zero), scratch (converted layers without "
+            "fitted start values) and lesions (softmax layers, windows of layers with states, or those states "
+            "taken away); or none."
         ),
-    ] = "window,free,linear-off,scratch",
+    ] = "window,equal-bytes,linear-off,scratch",
     limit: Annotated[
         int | None, typer.Option(min=1, help="Use at most this many rows of each measurement, for a trial.")
     ] = None,

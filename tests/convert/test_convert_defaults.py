@@ -120,7 +120,7 @@ def test_a_teacher_of_a_shipped_shape_keeps_the_shipped_layers(
     def chosen(out: str) -> Any:
         job = tiny_job(teacher, tmp_path / out, **AUTO)
         show = lambda done, total, line: lines.append(line)  # noqa: E731
-        assert for_convert.auto_selection(job.source, job.teacher, job.out, options, show) == job.selection
+        assert for_convert.auto_selection(job.teacher, tmp_path / out, options, show) == job.selection
         return job
 
     assert chosen("same").table.softmax == [0, 2]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from deltanet_convert.calibration_text import read_text, tokenise
 from deltanet_convert.start import START, copy_weights
 from deltanet_hf.errors import QualityError
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
@@ -69,11 +70,11 @@ def test_converted_model_is_what_was_measured(
 
 
 def held_out_ids(job: Any) -> torch.Tensor:
-    from deltanet_convert.calibration_text import calibration_text
-
     # AutoTokenizer uses its own class for some families; conversion and user get the same tokens.
-    ids: torch.Tensor = calibration_text(job, AutoTokenizer.from_pretrained(job.teacher.folder)).held_out
-    return ids
+    tokenizer = AutoTokenizer.from_pretrained(job.teacher.folder)
+    tokens, seed = job.options.calibration_tokens, job.options.seed
+    documents = read_text(job.options.text, 2 * tokens)
+    return tokenise(documents, tokenizer, tokens, seed, "", job.plan.sequence_length).held_out
 
 
 WRONG = {

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from deltanet_convert.calibration_text import tokenise
 from deltanet_convert.convert import convert
-from deltanet_convert.job import prepare
+from deltanet_convert.job import prepare, sole_conversion
 from deltanet_convert.options import ConvertOptions
 from deltanet_convert.start import START
 from deltanet_convert.storage.safetensors_folder import SINGLE_FILE
@@ -148,7 +148,7 @@ def test_a_damaged_tokenizer_is_refused_before_any_work(
     edited("tokenizer_config.json", **keys)(teacher)
     job = tiny_job(teacher, tmp_path / "out")
     with pytest.raises(UserError, match=f"its tokenizer {said}"):
-        convert(job, lambda *args: None)
+        convert(job, tmp_path / "out", lambda *args: None)
     assert not list(tmp_path.glob(".*"))
 
 
@@ -170,8 +170,8 @@ def test_a_target_that_cannot_be_made_is_refused(teacher: Path, tmp_path: Path, 
     (tmp_path / "loop").symlink_to("loop")
     options = ConvertOptions(text=tmp_path / "text.txt", calibration_tokens=TOKENS)
     before = sorted(tmp_path.iterdir())
-    with pytest.raises(UserError, match="choose another output") as caught:
-        convert(prepare(str(teacher), tmp_path / out, options), lambda *args: None)
+    with pytest.raises(UserError, match="choose another output") as caught, sole_conversion(tmp_path / out):
+        convert(prepare(str(teacher), tmp_path / out, options), tmp_path / out, lambda *args: None)
     assert "\n" not in str(caught.value)
     assert sorted(tmp_path.iterdir()) == before
 

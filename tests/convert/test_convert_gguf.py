@@ -15,7 +15,7 @@ from gguf import GGMLQuantizationType as Type
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from deltanet_convert.job import prepare
+from deltanet_convert.job import prepare, sole_conversion
 from deltanet_convert.options import ConvertOptions
 from deltanet_convert.start import START
 from deltanet_convert.storage import gguf_teacher
@@ -230,10 +230,11 @@ def test_folder_with_one_gguf_file(tmp_path: Path) -> None:
     folder = tmp_path / "download"
     folder.mkdir()
     write_gguf(folder / "tiny.gguf")
-    job = prepare(str(folder), tmp_path / "out", ConvertOptions())
-    assert job.source.name == "tiny.gguf"
-    assert job.dtype == torch.bfloat16
-    job.close()
+    with sole_conversion(tmp_path / "out"):
+        job = prepare(str(folder), tmp_path / "out", ConvertOptions())
+        assert job.teacher.name == "tiny.gguf"
+        assert job.dtype == torch.bfloat16
+        assert (tmp_path / ".out.teacher").exists()
     assert not (tmp_path / ".out.teacher").exists()
     write_gguf(folder / "second.gguf")
     with pytest.raises(UserError, match=r"holds 2 \.gguf files"):
@@ -250,7 +251,7 @@ def test_damaged_gguf_file(tmp_path: Path, content: bytes) -> None:
 
 def test_copy_is_removed_after_an_error(tmp_path: Path) -> None:
     write_gguf(tmp_path / "tiny.gguf")
-    with pytest.raises(UserError, match="--layers"):
+    with pytest.raises(UserError, match="--layers"), sole_conversion(tmp_path / "out"):
         prepare(str(tmp_path / "tiny.gguf"), tmp_path / "out", ConvertOptions(layers="keep:7"))
     assert [file.name for file in tmp_path.iterdir()] == ["tiny.gguf"]
 

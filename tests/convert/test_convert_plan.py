@@ -13,7 +13,6 @@ from rich.console import Console
 from transformers import DynamicCache, PreTrainedModel
 
 from deltanet_convert.conversion_plan import CONTEXTS, Plan, make_plan
-from deltanet_convert.teacher_model import open_teacher
 from deltanet_convert.views.plan_view import count, index_ranges, print_plan, size
 from deltanet_hf import LayerTable
 from deltanet_hf.mixers import FLOAT32_NAMES, MIXERS, AttentionKind, LayerKind
@@ -22,6 +21,7 @@ from deltanet_hf.mixers.cache.mixed_cache import MixedCacheLayer
 from deltanet_hf.mixers.layer.masks import sliding_window
 from deltanet_hf.models.cache_bits import set_cache_bits
 from deltanet_hf.models.families import FAMILIES
+from support.tiny_conversion import opened
 from support.tiny_models import HYBRID, LAYERS, teacher_config, tiny_student, tiny_teacher
 
 
@@ -38,7 +38,7 @@ def planned(
     softmax = [index for index in range(LAYERS) if index not in layers]
     table = LayerTable.preset(LAYERS, profile=profile, softmax=softmax, **changes)
     table = dataclasses.replace(table, cache_bits=cache_bits)
-    return make_plan(open_teacher(folder), table, dtype, 10**9, 256)
+    return make_plan(opened(folder), table, dtype, 10**9, 256)
 
 
 def cast(model: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -134,7 +134,7 @@ def test_cache_bytes_are_those_of_the_model(
         parts = kept.parts.values() if isinstance(kept, MixedCacheLayer) else [kept]
         assert layer.state_bytes == sum(tensor.nbytes for part in parts for tensor in part.state.values())
         assert layer.cache_bytes(10) == layer.cache_bytes(10**6) == layer.state_bytes
-    assert cache_bytes(cache) == plan.cache_table()[0]["converted"]
+    assert cache_bytes(cache) == plan.cache_bytes[0]["converted"]
 
 
 PACKED: list[tuple[str, dict[str, Any]]] = [
@@ -165,7 +165,7 @@ def test_packed_cache_bytes_are_those_of_the_model(
 def test_hybrid_cache_adds_both_kinds(tmp_path: Path) -> None:
     plan = planned(tmp_path, "llama", "faithful", HYBRID)
     state, kv = plan.layers[0].state_bytes, plan.layers[1].kv_bytes_per_token
-    for row, context in zip(plan.cache_table(), CONTEXTS, strict=True):
+    for row, context in zip(plan.cache_bytes, CONTEXTS, strict=True):
         assert row == {"context": context, "teacher": 4 * kv * context, "converted": 2 * state + 2 * kv * context}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from deltanet_convert import convert as convert_module
-from deltanet_convert import output_files
+from deltanet_convert import output_files, teacher_model
 from deltanet_convert.activations import Activations
 from deltanet_convert.export import stream_export
 from deltanet_convert.export.stream_export import write_export
@@ -31,8 +31,8 @@ CONVERSION: list[tuple[Any, str, int, int]] = [
     (Activations, "save", 1000, 0),
     (Activations, "save", 1000, 1),
     (Journal, "done", 1500, 1),
-    (convert_module, "check_saving", 10, 0),  # a trial in the folder for temporary files
-    (output_files, "generation_config", 10, 0),
+    (teacher_model, "check_saving", 10, 0),  # a trial in the folder for temporary files
+    (teacher_model, "generation_config", 10, 0),
     (convert_module, "write_other_files", 10, 0),  # config.json
     (convert_module, "write_other_files", 2500, 0),  # the tokenizer
     (output_files, "write_atomically", 100, 0),  # the card

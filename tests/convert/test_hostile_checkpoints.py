@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from deltanet_convert.storage.safetensors_folder import INDEX_FILE, SINGLE_FILE, Checkpoint, all_finite
 from deltanet_convert.storage.teacher_source import resolve_source
-from deltanet_convert.teacher_model import open_teacher
 from deltanet_hf.errors import UserError
 from deltanet_hf.models.families import FAMILIES
+from support.tiny_conversion import opened
 from support.tiny_models import tiny_teacher
 
 Q = "model.layers.0.self_attn.q_proj.weight"
@@ -48,7 +48,7 @@ def sharded(good_shards: Path, tmp_path: Path) -> Path:
 
 def refused(folder: Path, *parts: str) -> None:
     with pytest.raises(UserError) as caught:
-        open_teacher(folder)
+        opened(folder)
     message = str(caught.value)
     for part in parts:
         assert part in message, message
@@ -78,7 +78,7 @@ def edit_header(file: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 
 
 def test_the_undamaged_teachers_open(single: Path, good_shards: Path) -> None:
-    first, second = open_teacher(single), open_teacher(good_shards)
+    first, second = opened(single), opened(good_shards)
     assert first.num_layers == second.num_layers == 2
     assert len(second.checkpoint.files()) > 2
     for name in first.checkpoint.entries:
@@ -127,7 +127,7 @@ def test_links_of_a_hub_cache_are_followed(single: Path, tmp_path: Path) -> None
     for file in single.iterdir():
         shutil.move(file, blobs / file.name)
         (snapshot / file.name).symlink_to(Path("../../blobs") / file.name)
-    assert open_teacher(snapshot).num_layers == 2
+    assert opened(snapshot).num_layers == 2
 
 
 @pytest.mark.parametrize("shard", ["weights.bin", 7, None, ["a"]])
@@ -325,4 +325,4 @@ def test_file_that_shrinks_after_the_check(single: Path) -> None:
 def test_derived_rotary_frequencies_are_no_extra_tensor(single: Path) -> None:
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     edit_weights(single, lambda weights: weights.update({name: torch.ones(4)}))
-    assert open_teacher(single).num_layers == 2
+    assert opened(single).num_layers == 2

@@ -20,7 +20,7 @@ from deltanet_hf.generate import load_for_inference
 from deltanet_hf.hub import INDEX_FILE, SINGLE_FILE
 from deltanet_hf.inside import MARKER
 from deltanet_recipes.training.model_pair import load_student
-from support.tiny_conversion import quick_start, teacher_folder, tiny_conversion
+from support.tiny_conversion import opened, quick_start, teacher_folder, tiny_conversion
 
 SECRET = "secret of this machine"
 EVIL = "raise SystemExit('code of the folder ran')"
@@ -94,7 +94,7 @@ def test_links_within_the_folder_are_followed(teacher: Path, tmp_path: Path) -> 
 def test_shard_names_that_are_no_file_names(teacher: Path, name: str) -> None:
     index = {"weight_map": {"model.embed_tokens.weight": name}}
     (teacher / INDEX_FILE).write_text(json.dumps(index))
-    refused(lambda: open_teacher(teacher), INDEX_FILE, "shard")
+    refused(lambda: opened(teacher), INDEX_FILE, "shard")
     refused(lambda: load_for_inference(str(teacher), device="cpu"), INDEX_FILE)
 
 
@@ -180,7 +180,7 @@ def test_files_that_several_repositories_of_a_hub_cache_share(teacher: Path, tmp
         shutil.move(file, shared / file.name)
         (blobs / file.name).symlink_to(Path("../../blobs") / file.name)
         (snapshot / file.name).symlink_to(Path("../../blobs") / file.name)
-    refused(lambda: open_teacher(snapshot), SINGLE_FILE, "link that leaves")
+    refused(lambda: opened(snapshot), SINGLE_FILE, "link that leaves")
     (shared / MARKER).write_text("1\n")
     source = resolve_source(str(snapshot), tmp_path / "scratch", None)
-    assert open_teacher(source.folder).num_layers == 1
+    assert open_teacher(source).num_layers == 1

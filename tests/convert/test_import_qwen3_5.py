@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 
-from deltanet_convert.export.import_qwen3_5 import is_qwen3_5, plan_import, write_import
+from deltanet_convert.export.import_qwen3_5 import plan_import, write_import
 from deltanet_convert.export.obstacles import export_obstacles
+from deltanet_convert.teacher_model import is_qwen3_5
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
 from deltanet_hf.models.qwen3_5 import DeltaNetQwen3_5ForCausalLM, DeltaNetQwen3_5TextConfig

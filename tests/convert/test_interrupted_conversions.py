@@ -9,12 +9,12 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from deltanet_convert.select import Selection
 from deltanet_convert.start import START
 from deltanet_hf.errors import UserError
 from deltanet_hf.publish import Workspace
@@ -72,9 +72,8 @@ class Stop(Exception):
     """An interruption after which no code cleans up."""
 
 
-@pytest.fixture
-def interrupted(teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The output path of a conversion that stopped after its first layer."""
+def stopped(teacher: Path, out: Path, **options: Any) -> None:
+    """A conversion that stops after its first layer."""
     done = Workspace.done
 
     def stop(self: Workspace, step: str, figures: dict[str, Any] | None = None) -> None:
@@ -82,10 +81,16 @@ def interrupted(teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         if step == "layer 0":
             raise Stop
 
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Workspace, "done", stop)
         with pytest.raises(Stop):
-            tiny_conversion(teacher, tmp_path / "out")
+            tiny_conversion(teacher, out, **options)
+
+
+@pytest.fixture
+def interrupted(teacher: Path, tmp_path: Path) -> Path:
+    """The output path of a conversion that stopped after its first layer."""
+    stopped(teacher, tmp_path / "out")
     return tmp_path / "out"
 
 
@@ -123,7 +128,7 @@ def test_overwrite_discards_an_interrupted_conversion(teacher: Path, interrupted
     [
         ({"seed": 3}, "seed"),
         ({"profile": "qwen3_5"}, "profile"),
-        ({"layers": "keep:1"}, "layers"),
+        ({"layers": "keep:1"}, "table.layers"),
         ({"dtype": "bfloat16"}, "dtype"),
         ({"shard_size": 1000}, "shard_size"),
         ({"calibration_tokens": 128}, "calibration_tokens"),
@@ -133,6 +138,23 @@ def test_other_options_cannot_resume(teacher: Path, interrupted: Path, changes: 
     with pytest.raises(UserError, match=f"holds an interrupted conversion to .* with another options.{named} "):
         tiny_conversion(teacher, interrupted, resume=True, **changes)
     tiny_conversion(teacher, interrupted, resume=True)
+
+
+def test_another_planned_window_cannot_resume(teacher: Path, tmp_path: Path) -> None:
+    """The same file of `select` with another window: no weight depends on it, but the figures of layers do."""
+    file, out = tmp_path / "selection.json", tmp_path / "out"
+
+    def plan(window: int) -> dict[str, Any]:
+        facts: dict[str, Any] = {"teacher": "tiny", "model_type": "llama", "unit": "layer", "method": "forward"}
+        facts |= {"num_hidden_layers": 2, "num_key_value_heads": 2, "seed": 0, "budget": "16%@128", "kept": ((1,),)}
+        chosen = Selection(**facts, order=((1,),), scores={}, settings={}, planned_window=window)
+        file.write_text(json.dumps(chosen.to_json()))
+        return {"layers": str(file), "mixer": "window"}
+
+    stopped(teacher, out, **plan(33))
+    with pytest.raises(UserError, match=r"with another options\.table\.kinds\.local\.window \(33, now 65\)"):
+        tiny_conversion(teacher, out, **plan(65), resume=True)
+    assert tiny_conversion(teacher, out, **plan(33), resume=True)["options"]["layers"] == str(file)
 
 
 def test_other_teacher_cannot_resume(teacher: Path, interrupted: Path, tmp_path: Path) -> None:

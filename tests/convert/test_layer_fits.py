@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from deltanet_convert import conversion_plan, output_files
+from deltanet_convert import output_files
 from deltanet_convert.convert import convert
+from deltanet_convert.memory_estimate import ConversionMemory
 from deltanet_convert.start import START, fitted, turns
 from deltanet_convert.start.turns import others_may_run, own_turn
 from deltanet_hf.errors import QualityError, UserError
@@ -39,7 +40,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
     state = torch.get_rng_state()
 
     def choose(number: int) -> None:
-        monkeypatch.setattr(conversion_plan, "_layers_at_once", lambda *sizes: number)
+        monkeypatch.setattr(ConversionMemory, "layers_at_once", lambda memory, threads: number)
 
     choose(2)
     monkeypatch.setattr(output_files, "layer_error_plot", lambda layers, path: path.write_text(json.dumps(layers)))
@@ -104,7 +105,8 @@ def test_progress_is_shown_in_order_and_no_more_layers_run_than_planned(
         return quick_start(attention, layer, *rest)
 
     monkeypatch.setitem(START, "gated_deltanet", slow_at_first)
-    convert(tiny_job(teacher, tmp_path / "out"), lambda done, total, step, figures: shown.append((done, step)))
+    out = tmp_path / "out"
+    convert(tiny_job(teacher, out), out, lambda done, total, step, figures: shown.append((done, step)))
     assert shown[:LAYERS] == [(index + 1, f"layer {index}") for index in range(LAYERS)]
     assert most == [2]
 
@@ -293,4 +295,4 @@ def test_cores_and_memory_decide_how_many_layers_are_fitted_at_once(
     monkeypatch: pytest.MonkeyPatch, numbers: int, more: int, threads: int, expected: int
 ) -> None:
     monkeypatch.undo()
-    assert conversion_plan._layers_at_once(numbers, more, threads) == expected
+    assert ConversionMemory(0, 0, more, 0, numbers).layers_at_once(threads) == expected

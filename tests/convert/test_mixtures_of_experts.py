@@ -15,10 +15,9 @@ from deltanet_convert.layer_step import LayerStep
 from deltanet_convert.layer_stream import LayerStream
 from deltanet_convert.start import START
 from deltanet_convert.storage.safetensors_folder import INDEX_FILE, SINGLE_FILE
-from deltanet_convert.teacher_model import open_teacher
 from deltanet_hf.errors import UserError
 from support.allocated import peak_bytes
-from support.tiny_conversion import quick_start, teacher_folder, tiny_conversion, tiny_job
+from support.tiny_conversion import opened, quick_start, teacher_folder, tiny_conversion, tiny_job
 from support.tiny_models import tiny_teacher
 
 MIXTURES = ["qwen3_moe", "olmoe", "mixtral", "granitemoe", "gpt_oss"]
@@ -54,7 +53,7 @@ def test_experts_are_read_whatever_their_names_are(tmp_path: Path, family: str, 
         for shard in folder.glob("model*"):
             shard.unlink()
         save_file(model.state_dict(), folder / SINGLE_FILE)
-    checkpoint = open_teacher(folder).checkpoint
+    checkpoint = opened(folder).checkpoint
     for name, tensor in model.state_dict().items():
         assert torch.equal(checkpoint.read(name), tensor), name
         if tensor.dim() == 3:
@@ -101,7 +100,7 @@ def test_incomplete_experts_are_refused(tmp_path: Path, part: str, value: Any, m
     folder = teacher_folder(tmp_path / "teacher", "mixtral")
     change_weights(folder, **{part: value})
     with pytest.raises(UserError, match=message):
-        open_teacher(folder)
+        opened(folder)
 
 
 def test_another_number_of_experts_is_refused(tmp_path: Path) -> None:
@@ -109,10 +108,10 @@ def test_another_number_of_experts_is_refused(tmp_path: Path) -> None:
     config = (folder / "config.json").read_text()
     (folder / "config.json").write_text(config.replace('"num_experts": 4', '"num_experts": 8'))
     with pytest.raises(UserError, match="the number of experts"):
-        open_teacher(folder)
+        opened(folder)
 
 
 def test_clipped_queries_and_keys_are_refused(tmp_path: Path) -> None:
     folder = teacher_folder(tmp_path / "teacher", "olmoe", clip_qkv=8.0)
     with pytest.raises(UserError, match="key 'clip_qkv'"):
-        open_teacher(folder)
+        opened(folder)

@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from deltanet_convert.layers_option import file_selection
-from deltanet_convert.select import allocation, for_convert, probes, read_selection, run
+from deltanet_convert.select import for_convert, objectives, probes, read_selection, run
 from deltanet_convert.select.allocation import PATIENCE, Allocation, best_of, is_done
 from deltanet_convert.select.budget import Budget
 from deltanet_convert.select.cache_sizes import CacheSizes
@@ -23,11 +23,10 @@ from deltanet_convert.select.select_options import SelectOptions
 from deltanet_convert.select.selection_file import Selection
 from deltanet_convert.select.spending import SHORTEST, Spending
 from deltanet_convert.select.units import Candidates
-from deltanet_convert.teacher_model import open_teacher
 from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.measures.sequence_bytes import sequence_bytes
 from support.far_model import FAR_HEAD, FAR_LAYER, far_folder
-from support.tiny_conversion import teacher_folder, tiny_conversion, tiny_job
+from support.tiny_conversion import opened, teacher_folder, tiny_conversion, tiny_job
 from support.tiny_selection import QUICK, tiny_selection, tiny_task
 
 BUDGET, AT = "16%@512", 512
@@ -37,8 +36,7 @@ BUDGET, AT = "16%@512", 512
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short texts, probes of two formats, and plots that cost nothing."""
     monkeypatch.setattr(probes, "CHARACTERS", 2000)
-    for module in (run, allocation):
-        monkeypatch.setattr(module, "recall_probes", partial(probes.recall_probes, formats=FORMATS[:2]))
+    monkeypatch.setattr(objectives, "recall_probes", partial(probes.recall_probes, formats=FORMATS[:2]))
     monkeypatch.setattr(run, "selection_plot", lambda selection: b"plot")
 
 
@@ -48,8 +46,8 @@ def far(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def sizes_of(teacher: Path, unit: str = "kv_head", at: int = AT, bits: int = 4) -> CacheSizes:
-    opened = open_teacher(teacher)
-    return CacheSizes(opened, Candidates.of(opened.config, unit), at, bits)
+    found = opened(teacher)
+    return CacheSizes(found, Candidates.of(found.config, unit), at, bits)
 
 
 @pytest.mark.parametrize(("bits", "budget"), [(16, "50%@512"), (4, BUDGET)])
@@ -63,7 +61,7 @@ def test_bytes_of_a_plan_are_bytes_of_the_cache(far: Path, tmp_path: Path, bits:
     tiny_conversion(far, tmp_path / "out", layers=str(out), mixer="window", cache_bits=bits)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert sequence_bytes(model, AT) == taken["nbytes"]
-    spending = tiny_task(far, out, budget, cache_bits=bits).spending
+    spending = tiny_task(far, budget, cache_bits=bits).spending
     assert spending is not None
     assert all(step["nbytes"] <= spending.allowed for step in found.scores["allocations"])
     assert spending.sizes.total(found.kept, found.planned_window + 32) > spending.allowed
@@ -91,7 +89,7 @@ def written(folder: Path, model_type: str = "llama", **changes: Any) -> str:
 
 
 def test_the_file_of_a_plan(far: Path, tmp_path: Path) -> None:
-    config = open_teacher(far).config
+    config = opened(far).config
     file = written(tmp_path, planned_window=97)
     found = file_selection(file, config)
     assert found is not None
@@ -114,13 +112,13 @@ def test_the_file_of_a_plan(far: Path, tmp_path: Path) -> None:
 
 
 def test_units_are_heads_where_heads_part(far: Path, tmp_path: Path) -> None:
-    assert tiny_task(far, tmp_path / "s.json", BUDGET).options.unit == "kv_head"
-    assert tiny_task(far, tmp_path / "s.json", BUDGET, unit="layer").options.unit == "layer"
-    assert tiny_task(far, tmp_path / "s.json", "1").options.unit == "layer"
-    assert tiny_task(far, tmp_path / "s.json", BUDGET, mixer="retention").options.unit == "layer"
-    assert tiny_task(far, tmp_path / "s.json", "15%@2k", method="uniform").options.unit == "layer"
+    assert tiny_task(far, BUDGET).options.unit == "kv_head"
+    assert tiny_task(far, BUDGET, unit="layer").options.unit == "layer"
+    assert tiny_task(far, "1").options.unit == "layer"
+    assert tiny_task(far, BUDGET, mixer="retention").options.unit == "layer"
+    assert tiny_task(far, "15%@2k", method="uniform").options.unit == "layer"
     olmo = teacher_folder(tmp_path / "olmo", "olmo2")
-    assert tiny_task(olmo, tmp_path / "s.json", "14%@2k").options.unit == "layer"
+    assert tiny_task(olmo, "14%@2k").options.unit == "layer"
 
 
 def test_the_smallest_budget_is_named_and_works(far: Path) -> None:
@@ -137,15 +135,15 @@ def test_the_smallest_budget_is_named_and_works(far: Path) -> None:
 
 
 def test_the_teacher_itself_is_an_answer(far: Path, tmp_path: Path) -> None:
-    whole = sizes_of(far).total(Candidates.of(open_teacher(far).config, "kv_head").units, SHORTEST)
+    whole = sizes_of(far).total(Candidates.of(opened(far).config, "kv_head").units, SHORTEST)
     enough, less = f"{-(-whole // 1000)}KB@512", f"{whole // 1000 - 1}KB@512"
     for mixer in ("window", "gated_deltanet+window"):
         with pytest.raises(
             UserError, match=r"in 4 bits, .* leave the model as it is: .* generate TEACHER --prompt TEXT --cache-bits 4"
         ):
-            tiny_task(far, tmp_path / "s.json", enough, mixer=mixer)
-    tiny_task(far, tmp_path / "s.json", less)
-    tiny_task(far, tmp_path / "s.json", enough, cache_bits=16)
+            tiny_task(far, enough, mixer=mixer)
+    tiny_task(far, less)
+    tiny_task(far, enough, cache_bits=16)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -185,7 +183,7 @@ def test_finished_allocations_are_not_repeated(far: Path, tmp_path: Path, method
     steps = [json.loads(line).get("step") for line in SelectionJournal.path_of(out).read_text().splitlines()][1:]
     assert steps == ["references", "allocation 0", "round 1", "allocation 1"]
     lines: list[str | None] = []
-    run.run_selection(tiny_task(far, out, BUDGET, method=method), lambda done, total, line: lines.append(line))
+    run.run_selection(tiny_task(far, BUDGET, method=method), out, lambda done, total, line: lines.append(line))
     assert out.read_bytes() == (tmp_path / "whole.json").read_bytes()
     assert not any(line and line.startswith(("0 whole", "1 whole")) for line in lines)
     assert any(line and line.startswith("2 whole") for line in lines)

@@ -14,6 +14,7 @@ from deltanet_convert.select import Selection, probes, read_selection
 from deltanet_convert.select.budget import Budget, Memory
 from deltanet_convert.select.command import select_command
 from deltanet_convert.select.units import Candidates
+from deltanet_convert.teacher_model import Teacher
 from deltanet_hf.errors import UserError
 from support.far_model import far_folder
 from support.refusals import assert_refused
@@ -96,7 +97,7 @@ def test_a_length_at_which_the_cache_is_smaller_than_the_state_is_refused() -> N
 def test_bytes_are_those_of_the_converted_model(far: Path, tmp_path: Path) -> None:
     for bits, budget in ((16, "3MB@2000"), (4, "10%@2000")):
         options: dict[str, Any] = {"mixer": "gated_deltanet+window", "cache_bits": bits}
-        task = tiny_task(far, tmp_path / "s.json", budget, **options)
+        task = tiny_task(far, budget, **options)
         job = tiny_job(far, tmp_path / "out", layers="keep:2", **options)
         assert task.memory is not None
         assert task.memory.total(1, 4) == sum(layer.cache_bytes(2000) for layer in job.plan.layers)
@@ -116,7 +117,7 @@ def test_the_file_says_everything_and_convert_reads_it(far: Path, tmp_path: Path
     assert (value["num_hidden_layers"], value["num_key_value_heads"], value["seed"]) == (4, 2, 3)
     assert value["order"][0] == 2
     assert len(value["scores"]["rounds"]) == 2
-    config = tiny_task(far, out).teacher.config
+    config = tiny_task(far).teacher.config
     assert file_selection(str(out), config) == found
     assert found.heads == tuple((layer, head) for layer in found.layers for head in range(2))
     again = tmp_path / "again.json"
@@ -140,13 +141,13 @@ def test_layers_that_slide_stay_as_they_are(unit: str, tmp_path: Path) -> None:
     kinds = tiny_job(teacher, tmp_path / "out", layers=str(out)).table.layers
     softmax = [layer for layer, kind in enumerate(kinds) if kind == "softmax"]
     assert softmax == ([0, 2, 3] if unit == "layer" else [0, 2])
-    task = tiny_task(teacher, tmp_path / "t.json", "60%@400", unit=unit, mixer="retention", cache_bits=16)
+    task = tiny_task(teacher, "60%@400", unit=unit, mixer="retention", cache_bits=16)
     assert task.memory is not None
     assert task.memory.fixed == 2 * min(8, 400) * 2 * 2 * teacher_config("gemma3_text").head_dim * 4
 
 
 def test_spread_units_need_no_run(far: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltanet_convert.select.run.load_teacher", None)
+    monkeypatch.setattr(Teacher, "load_weights", None)
     assert tiny_selection(far, tmp_path / "a.json", "2", method="uniform").layers == (1, 3)
     assert tiny_selection(far, tmp_path / "b.json", "2", exportable=True).layers == (1, 3)
     assert tiny_selection(far, tmp_path / "c.json", "1", exportable=True).layers == (2,)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from deltanet_convert.select import probes, run
+from deltanet_convert.select import objectives, probes
 from deltanet_convert.select.journal import SelectionJournal
 from deltanet_convert.select.probe_text import FORMATS
 from deltanet_hf.errors import UserError
@@ -28,7 +28,7 @@ LOSSES: dict[str, Any] = {"teacher": {"a": 1}, "windows": {"a": 2}, "dropped": {
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probes, "CHARACTERS", 2000)
-    monkeypatch.setattr(run, "recall_probes", partial(probes.recall_probes, formats=FORMATS[:1]))
+    monkeypatch.setattr(objectives, "recall_probes", partial(probes.recall_probes, formats=FORMATS[:1]))
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +139,7 @@ def test_a_window_that_shows_whole_probes_is_refused(far: Path, tmp_path: Path, 
     with pytest.raises(UserError, match=r"--window \d+: with \d+ sinks it shows all 400 tokens of a probe"):
         tiny_selection(far, tmp_path / "s.json", **options)
     assert not list(tmp_path.iterdir())
-    assert tiny_task(far, tmp_path / "s.json", method="uniform", **options).count == 1
+    assert tiny_task(far, method="uniform", **options).count == 1
 
 
 @pytest.mark.parametrize(
@@ -167,4 +167,4 @@ def test_heads_that_cannot_be_told_apart_are_not_chosen(tmp_path: Path) -> None:
 
 def test_bytes_of_mixers_that_keep_everything_leave_nothing_to_choose(far: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no larger than the cache in its place .*--mixer with a state or a window"):
-        tiny_task(far, tmp_path / "s.json", "50%@4000", mixer="alibi", cache_bits=16)
+        tiny_task(far, "50%@4000", mixer="alibi", cache_bits=16)

@@ -6,7 +6,7 @@ import ast
 import random
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,14 +14,14 @@ import torch
 from transformers import PreTrainedModel
 
 from deltanet_convert.select import methods, probe_text, probes, run
-from deltanet_convert.select.methods import Forward, every_nth
+from deltanet_convert.select.methods import Forward
 from deltanet_convert.select.objectives import AnswerLoss, TextKL
 from deltanet_convert.select.probe_text import FORMATS
 from deltanet_convert.select.probes import haystack, recall_probes
 from deltanet_convert.select.references import References
-from deltanet_convert.select.scoring import Scorer
+from deltanet_convert.select.scoring import Score, Scorer
 from deltanet_convert.select.switchable import SwitchableModel, blended
-from deltanet_convert.select.units import SHORT, UNITS, Candidates, Unit, evenly
+from deltanet_convert.select.units import SHORT, UNITS, Candidates, Unit, evenly, every_nth
 from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.tasks import prose_facts, recall_tasks
 from deltanet_hf.models.families import FAMILIES
@@ -249,7 +249,7 @@ def test_the_shortlist_of_many_units_finds_it_too(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(scorer, "with_each", counted)
     monkeypatch.setattr(methods, "SCORED_ALWAYS", 10)
-    forward = Forward(scorer, objective, references.scale(objective.names), switched.candidates.units)
+    forward = Forward(references.score(scorer, objective, "far"), switched.candidates.units)
     first = forward([], {})
     assert first.unit == (FAR_LAYER, FAR_HEAD)
     assert set(first.gains) == set(switched.candidates.units)
@@ -262,8 +262,8 @@ def test_the_shortlist_of_many_units_finds_it_too(monkeypatch: pytest.MonkeyPatc
 
 
 def test_formats_that_say_nothing_are_dropped(tmp_path: Path) -> None:
-    references = References({"a": 1.0, "b": 4.0, "c": 2.0}, {"a": 3.0, "b": 4.5, "c": 2.01}, {})
-    assert references.scale(("a",)).score(torch.tensor([[1.0], [2.0], [3.0]])).tolist() == [0.0, 0.5, 1.0]
+    score = Score(cast(Any, None), cast(Any, None), torch.tensor([1.0]), torch.tensor([3.0]))
+    assert score.rescaled(torch.tensor([[1.0], [2.0], [3.0]])).tolist() == [0.0, 0.5, 1.0]
     tiny_teacher("llama", max_position_embeddings=512).save_pretrained(tmp_path / "random")
     tiny_tokenizer().save_pretrained(tmp_path / "random")
     with pytest.raises(UserError, match=r"random: full attention answers no probe format better.*choose --method kl"):

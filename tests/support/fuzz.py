@@ -27,7 +27,7 @@ from transformers.utils import logging
 
 from deltanet_convert import output_files
 from deltanet_convert.convert import convert
-from deltanet_convert.job import prepare
+from deltanet_convert.job import prepare, sole_conversion
 from deltanet_convert.options import ConvertOptions
 from deltanet_convert.select.selection_file import FORMAT
 from deltanet_convert.start import START
@@ -67,7 +67,9 @@ class Inputs:
 
     def convert(self, teacher: Path, case: Path, **options: Any) -> None:
         options = {"text": self.text, "calibration_tokens": 64, "device": "cpu", **options}
-        convert(prepare(str(teacher), case / "out", ConvertOptions(**options)), lambda *args: None)
+        out = case / "out"
+        with sole_conversion(out):
+            convert(prepare(str(teacher), out, ConvertOptions(**options)), out, lambda *args: None)
 
 
 def config(inputs: Inputs, case: Path, random: Random) -> None:

@@ -23,10 +23,11 @@ from typing import Any
 
 import torch
 
-from deltanet_convert import conversion_plan, output_files
+from deltanet_convert import output_files
 from deltanet_convert.export import gguf
 from deltanet_convert.export.stream_export import write_export
-from deltanet_convert.select import probes
+from deltanet_convert.memory_estimate import ConversionMemory
+from deltanet_convert.select import objectives, probes
 from deltanet_convert.select import run as run_module
 from deltanet_convert.select.probe_text import FORMATS
 from deltanet_convert.start import START
@@ -51,7 +52,7 @@ class Work:
 
 def conversion(folder: Path) -> Work:
     START["gated_deltanet"] = quick_start
-    conversion_plan._layers_at_once = lambda *sizes: 2
+    ConversionMemory.layers_at_once = lambda memory, threads: 2
     output_files.layer_error_plot = lambda layers, path: path.write_bytes(json.dumps(layers).encode())
     teacher = teacher_folder(folder / "teacher", "qwen2", num_hidden_layers=2)
     out = folder / "out"
@@ -93,7 +94,7 @@ def gguf_export(folder: Path) -> Work:
 def selection(folder: Path) -> Work:
     probes.CHARACTERS = 2000
     run_module.selection_plot = lambda selection: json.dumps(selection.to_json()).encode()
-    run_module.recall_probes = partial(probes.recall_probes, formats=FORMATS[:1])
+    objectives.recall_probes = partial(probes.recall_probes, formats=FORMATS[:1])
     teacher = far_folder(folder / "teacher")
     out = folder / "selection.json"
 

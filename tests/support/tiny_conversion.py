@@ -15,10 +15,11 @@ from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
 from deltanet_convert.convert import convert
-from deltanet_convert.job import Job, prepare
+from deltanet_convert.job import Job, prepare, sole_conversion
 from deltanet_convert.options import ConvertOptions
 from deltanet_convert.start.calibration import LayerCalibration
 from deltanet_convert.start.copy_weights import copy_attention
+from deltanet_convert.teacher_model import Source, Teacher, open_teacher
 from deltanet_hf.data import shipped_texts
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
 from support.tiny_models import COMMON, tiny_teacher
@@ -45,6 +46,11 @@ def teacher_folder(path: Path, model_type: str, max_shard_size: str = "50MB", **
     return path
 
 
+def opened(folder: Path) -> Teacher:
+    """The teacher in a folder."""
+    return open_teacher(Source(folder.name, folder, None))
+
+
 def with_nan(teacher: Path, folder: Path, tensor: str) -> Path:
     """A copy of a teacher in one file, whose first number of this tensor is NaN."""
     shutil.copytree(teacher, folder)
@@ -69,7 +75,8 @@ def tiny_job(teacher: Path, out: Path, **options: Any) -> Job:
 
 def tiny_conversion(teacher: Path, out: Path, **options: Any) -> dict[str, Any]:
     """Converts `teacher` and returns the report."""
-    return convert(tiny_job(teacher, out, **options), lambda *args: None)
+    with sole_conversion(out):
+        return convert(tiny_job(teacher, out, **options), out, lambda *args: None)
 
 
 @torch.no_grad()

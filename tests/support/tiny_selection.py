@@ -10,22 +10,21 @@ from deltanet_convert.select.run import run_selection
 from deltanet_convert.select.select_options import SelectOptions
 from deltanet_convert.select.selection_file import Selection
 from deltanet_convert.select.task import SelectionTask, plan_selection
-from deltanet_convert.storage.teacher_source import Source
-from deltanet_convert.teacher_model import open_teacher
+from support.tiny_conversion import opened
 
 QUICK: dict[str, Any] = {"window": 6, "sinks": 1, "length": 400, "probes": 1}
 
 
 def tiny_task(
-    teacher: Path, out: Path, keep: str = "1", mixer: str = "window", cache_bits: Any = 4, **options: Any
+    teacher: Path, keep: str = "1", mixer: str = "window", cache_bits: Any = 4, **options: Any
 ) -> SelectionTask:
     """Plans a selection with short probes."""
-    opened = open_teacher(teacher)
-    table = ConvertOptions(mixer=mixer, cache_bits=cache_bits).table(opened.num_layers, ())
+    found = opened(teacher)
+    table = ConvertOptions(mixer=mixer, cache_bits=cache_bits).table(found.num_layers, ())
     chosen = SelectOptions(keep=keep, **{**QUICK, **options})
-    return plan_selection(Source(teacher.name, teacher, None), opened, chosen, table, out)
+    return plan_selection(found, chosen, table)
 
 
-def tiny_selection(teacher: Path, out: Path, keep: str = "1", **options: Any) -> Selection:
+def tiny_selection(teacher: Path, out: Path, keep: str = "1", overwrite: bool = False, **options: Any) -> Selection:
     """Runs a selection with short probes."""
-    return run_selection(tiny_task(teacher, out, keep, **options))
+    return run_selection(tiny_task(teacher, keep, **options), out, overwrite=overwrite)

@@ -18,7 +18,6 @@ from deltanet_hf.safe_write import sync_folder, write_atomically, writing
 from ..storage.safetensors_folder import read_json
 from .export_plan import ExportPlan
 from .folder_writer import Progress
-from .model_folder import file_states
 from .stream_export import write_export
 
 REQUEST = "request.json"
@@ -61,7 +60,7 @@ def _write_gguf(
     script: Path, plan: ExportPlan, out: Path, outtype: str, resume: bool, overwrite: bool, progress: Progress
 ) -> None:
     work = out.with_name(f".{out.name}.export")
-    request = {"outtype": outtype, "record": plan.record, "files": file_states(plan.model.checkpoint)}
+    request = {"outtype": outtype, "record": plan.record, "files": plan.model.checkpoint.file_states()}
     began = _began_as(work, request) if resume else None
     if resume and work.exists() and began in (None, outtype) and out.exists() and not overwrite:
         # The earlier run was killed after the last rename; before it, OUT did not exist.

@@ -9,10 +9,13 @@ import typer
 from rich.console import Console
 
 from deltanet_hf.errors import UserError
+from deltanet_hf.hub import model_folder
+from deltanet_hf.inside import check_links
 from deltanet_hf.publish import output_path
 
 from ..command_options import DTYPES, parse_size
-from .hooks import qwen3_5_folder
+from ..storage.safetensors_folder import read_json
+from ..teacher_model import is_qwen3_5
 from .import_qwen3_5 import plan_import, write_import
 from .progress import progress_bar
 
@@ -43,9 +46,12 @@ def import_command(
     """
     if dtype is not None and dtype not in DTYPES:
         raise UserError(f"--dtype: got '{dtype}', expected one of {', '.join(DTYPES)}")
-    folder = qwen3_5_folder(model, revision)
-    if folder is None:
+    folder = model_folder(model, revision, weights=False)
+    check_links(folder)
+    file = folder / "config.json"
+    if not file.is_file() or not is_qwen3_5(read_json(file)):
         raise UserError(f"{model}: holds no Qwen3.5 text model; `deltanet-hf convert` takes softmax models")
+    folder = model_folder(model, revision)
     out = output_path(out)
     if out == folder.resolve() or folder.resolve() in out.parents:
         raise UserError(f"{out}: lies in the model's folder {folder}; choose another place")

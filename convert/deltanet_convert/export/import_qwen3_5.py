@@ -23,20 +23,16 @@ from deltanet_hf.safe_write import writing
 
 from ..storage.safetensors_folder import Checkpoint, read_json
 from ..storage.shard_writer import Layout, plan_layout
-from ..teacher_model import check_tensors, meta_model
+from ..teacher_model import check_tensors, meta_model, output_specs
 from . import rewrite
 from .companions import write_companions
 from .folder_writer import Progress, write_folder
-from .model_folder import EMBEDDING, FINAL_NORM, FLOAT32_KEPT, HEAD, file_states, output_specs, reader
+from .model_folder import EMBEDDING, FINAL_NORM, FLOAT32_KEPT, HEAD, reader
 from .norms import factors_from_json, multiply_columns, uncentre
 from .obstacles import family_name
 from .rewrite import FLOAT32_SUFFIXES, Heads, Named, Read
 from .stream_export import RECORD
 
-QWEN3_5_MODEL_TYPES = (
-    "qwen3_5_text",
-    "qwen3_5",
-)  # the second has a nested text model: beside a vision tower, or for mlx
 TEXT_PREFIX = "model.language_model."  # prefix of the text model's tensors if there is a vision tower
 IMPORTED = """This folder is a Qwen3.5 text model for `deltanet_hf`: the same weights under this project's names.
 
@@ -59,11 +55,6 @@ class ImportPlan:
     layout: Layout
     dtype: torch.dtype
     record: dict[str, Any] | None  # export.json, if the folder is an export of a converted model
-
-
-def is_qwen3_5(config: dict[str, Any]) -> bool:
-    """Whether the contents of a config.json describe a Qwen3.5 text model."""
-    return config.get("model_type") in QWEN3_5_MODEL_TYPES
 
 
 def plan_import(folder: Path, dtype: torch.dtype | None, shard_size: int) -> ImportPlan:
@@ -125,7 +116,7 @@ def write_import(plan: ImportPlan, out: Path, *, resume: bool, overwrite: bool, 
     dtype = str(plan.dtype)
     write_folder(
         out,
-        {"import": plan.config.to_dict(), "dtype": dtype, "files": file_states(plan.checkpoint)},
+        {"import": plan.config.to_dict(), "dtype": dtype, "files": plan.checkpoint.file_states()},
         plan.layout,
         [("ends", partial(ends, plan)), *layers],
         complete,

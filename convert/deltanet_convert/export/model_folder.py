@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.gated_deltanet import GatedDeltaNet
@@ -18,8 +18,7 @@ from deltanet_hf.models.layers import LayerTable
 from deltanet_hf.models.qwen3_5 import DeltaNetQwen3_5ForCausalLM
 
 from ..storage.safetensors_folder import Checkpoint, read_json
-from ..storage.shard_writer import TensorSpec
-from ..teacher_model import check_tensors, meta_model, tied_names
+from ..teacher_model import check_tensors, meta_model
 from .obstacles import family_name
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -87,21 +86,3 @@ def reader(checkpoint: Checkpoint, dtype: torch.dtype, float32: tuple[str, ...])
         return checkpoint.read(name, torch.float32 if name.endswith(float32) else dtype)
 
     return read
-
-
-def output_specs(model: PreTrainedModel, dtype: torch.dtype, float32: tuple[str, ...]) -> list[TensorSpec]:
-    """Name, shape and dtype of every tensor that a model (on the meta device) saves.
-
-    Tensors are stored in `dtype`, those whose name ends with one of `float32` in float32.
-    """
-    tied = tied_names(model)
-    return [
-        TensorSpec(name, tuple(tensor.shape), torch.float32 if name.endswith(float32) else dtype)
-        for name, tensor in model.state_dict().items()
-        if name not in tied
-    ]
-
-
-def file_states(checkpoint: Checkpoint) -> dict[str, list[int]]:
-    """Size in bytes and modification time in ns of each weight file; a resumed run requires the same values."""
-    return {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in checkpoint.files()}

@@ -11,12 +11,14 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.layer.masks import sliding_window
 from deltanet_hf.models.families import PREFIX
 from deltanet_hf.models.layers import Kind, LayerTable
 
 from ..start.norm_config import WITHOUT_NORMS, needs_norms
 from .rotary import WRITTEN, unlike_transformers
+from .slots import uneven_note
 
 FORMATS = ("transformers", "mlx", "gguf")
 QWEN3_5_FAMILY = "qwen3_5_text"
@@ -78,6 +80,29 @@ def teacher_limits(teacher_config: PreTrainedConfig, softmax: list[int]) -> list
         softmax: the layers that keep softmax attention; the profile inserts missing q/k norms into them.
     """
     return [*_skeleton(teacher_config), *_softmax(teacher_config, softmax, needs_norms(teacher_config, softmax))]
+
+
+def check_exportable(name: str, teacher_config: PreTrainedConfig, softmax: list[int]) -> list[str]:
+    """Checks whether a teacher can be exported after a conversion with `--profile qwen3_5`.
+
+    Args:
+        name: of the teacher, for messages.
+        softmax: the layers that keep softmax attention.
+
+    Returns:
+        Notes about formats in which it could not be written, or in which it would cost more.
+
+    Raises:
+        UserError: no format is possible; the message lists every obstacle and its remedy.
+    """
+    found = teacher_limits(teacher_config, softmax)
+    refused = [obstacle for obstacle in found if obstacle.formats == FORMATS]
+    if refused:
+        listed = "".join(f"\n  {obstacle} ({', '.join(obstacle.formats)})" for obstacle in refused)
+        raise UserError(f"{name}: --profile qwen3_5: the result could not be exported:{listed}")
+    notes = [f"Not for {' and '.join(obstacle.formats)}: {obstacle}" for obstacle in found]
+    uneven = uneven_note(softmax, int(teacher_config.num_hidden_layers))  # type: ignore[attr-defined]
+    return notes if uneven is None else [*notes, uneven]
 
 
 def _skeleton(config: Any) -> list[Obstacle]:

@@ -18,7 +18,7 @@ from . import rewrite
 from .companions import export_note, keep_own_tokenizer, write_companions
 from .export_plan import ExportPlan
 from .folder_writer import Progress, write_folder
-from .model_folder import EMBEDDING, FINAL_NORM, HEAD, ConvertedModel, file_states
+from .model_folder import EMBEDDING, FINAL_NORM, HEAD, ConvertedModel
 from .norms import centre, divide_columns
 from .obstacles import QWEN3_5_FAMILY, family_name
 from .rewrite import Heads, Named
@@ -119,7 +119,7 @@ def write_export(plan: ExportPlan, out: Path, style: str, *, resume: bool, overw
     layers = [(f"layer {i}", partial(exported_layer, plan, i)) for i in range(plan.config.num_hidden_layers)]
     write_folder(
         out,
-        {"style": style, "record": plan.record, "files": file_states(plan.model.checkpoint)},
+        {"style": style, "record": plan.record, "files": plan.model.checkpoint.file_states()},
         plan.layout,
         [("ends", partial(exported_ends, plan)), *layers],
         complete,

@@ -11,22 +11,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedModel
 
-from deltanet_hf.data import prefix_ids
 from deltanet_hf.models.cache_bits import use_cache_bits
 from deltanet_hf.models.restrict import restrict_heads
 
-from ..storage.saved_tokenizer import load_tokenizer
 from ..views.plan_view import size
 from .cache_sizes import SINKS
 from .objectives import AnswerLoss, TextKL
-from .probes import haystack, recall_probes
 from .references import References
-from .scoring import Scorer
+from .scoring import Score, Scorer
 from .switchable import SwitchableModel
 from .task import SelectionTask
 from .units import Candidates, Unit, whole_heads
@@ -82,7 +79,7 @@ def is_done(found: Sequence[Allocation]) -> bool:
 
 def allocations(
     task: SelectionTask,
-    teacher: PreTrainedModel,
+    model: PreTrainedModel,
     scorer: Scorer,
     order: Callable[[int], list[Unit]],
     done: Sequence[Allocation],
@@ -91,7 +88,7 @@ def allocations(
     """The ways to spend a budget that are worth a try, measured; windows alone come first.
 
     Args:
-        teacher: its weights are shared, and it is not changed.
+        model: the teacher with its weights, which are shared; it is not changed.
         scorer: of the teacher with switched layers, which gives the score its scale.
         order: the units that are worth keeping most, as many as it is called with.
         done: those that an earlier run measured.
@@ -110,7 +107,7 @@ def allocations(
         window = task.spending.window(kept)
         if window is None:
             break
-        measure = measure or _Measure(task, teacher, scorer, task.spending.length, sizes.bits)
+        measure = measure or _Measure(task, model, scorer, task.spending.length, sizes.bits)
         found.append(Allocation(count, window, sizes.total(kept, window), *measure(kept, window)))
         record(found[-1])
     return found
@@ -119,29 +116,27 @@ def allocations(
 class _Measure:
     """Measures allocations as models, on running text and, unless a selection is by KL divergence, on answers."""
 
-    def __init__(self, task: SelectionTask, teacher: PreTrainedModel, scorer: Scorer, length: int, bits: int) -> None:
-        self.teacher, self.local, self.bits = teacher, task.candidates.local, bits
-        options, tokenizer = task.options, load_tokenizer(task.teacher.folder)
-        text = haystack(tokenizer)
+    def __init__(self, task: SelectionTask, model: PreTrainedModel, scorer: Scorer, length: int, bits: int) -> None:
+        self.model, self.local, self.bits = model, task.candidates.local, bits
+        options, tokenizer = task.options, task.teacher.tokenizer
         before = max(0, length - POSITIONS)
-        self.text = TextKL.of_text(text, prefix_ids(tokenizer), length, options.probes, before, 0, options.seed)
+        self.text = TextKL.of_texts(tokenizer, length, options.probes, before, 0, options.seed)
         scorer.losses(self.text, None)  # keeps the teacher's logits
-        self.answers: Any = None
+        self.answers: Score | None = None
         if options.method != "kl":
-            probes = recall_probes(tokenizer, text, length, options.probes, options.window, options.seed)
-            references = References.measure(scorer, AnswerLoss(probes))
-            self.answers = references.usable(AnswerLoss(probes), task.source.name)
-            self.scale = references.scale(self.answers.names)
+            asked = AnswerLoss.of_texts(tokenizer, length, options.probes, options.window, options.seed)
+            references = References.measure(scorer, asked)
+            self.answers = references.score(scorer, asked, task.teacher.name)
 
     def __call__(self, kept: Sequence[Unit], window: int) -> tuple[float, float | None]:
         """KL divergence and score of the teacher with these units whole and windows elsewhere."""
-        model = sharing_copy(self.teacher)
+        model = sharing_copy(self.model)
         heads = whole_heads(kept, self.local, int(model.config.num_key_value_heads))
         restrict_heads(model, heads, window, SINKS)
         use_cache_bits(model, self.bits)
         scorer = Scorer(SwitchableModel(model, Candidates((), (), None), window, SINKS))
         kl = float(scorer.losses(self.text, ()))
-        return kl, None if self.answers is None else float(self.scale.score(scorer.losses(self.answers, ())))
+        return kl, None if self.answers is None else replace(self.answers, scorer=scorer).of(())
 
 
 def sharing_copy(model: PreTrainedModel) -> PreTrainedModel:

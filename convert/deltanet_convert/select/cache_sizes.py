@@ -48,9 +48,9 @@ class CacheSizes:
         """`count` key/value heads of one layer: with a window and its sinks, or whole for None."""
         attention: Any = self.teacher.model.model.layers[layer].self_attn  # type: ignore[union-attr, index]
         size, dtype = int(attention.head_dim), self.teacher.dtype
-        limit = sliding_window(self.teacher.config, layer)
+        family_window = sliding_window(self.teacher.config, layer)
         if count == 0:
             return 0
         if self.bits == 16 and window is not None:  # a ring of its full length, with the numbers of its tokens
             return sum(shape.nbytes for shape in window_shapes(count, size, window + SINKS, dtype).values())
-        return held_bytes(count, size, self.at, self.bits, dtype, window, SINKS, limit)
+        return held_bytes(count, size, self.at, self.bits, dtype, window, SINKS, family_window)

@@ -11,14 +11,12 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from deltanet_hf.errors import UserError
 from deltanet_hf.publish import output_path
 
 from ..command_options import takes
-from ..export.hooks import qwen3_5_folder
 from ..options import ConvertOptions
-from ..storage.teacher_source import Source, resolve_source
-from ..teacher_model import open_teacher
+from ..storage.teacher_source import resolve_source
+from ..teacher_model import Source, open_teacher
 from .journal import SelectionJournal
 from .progress import shown_on
 from .run import run_selection
@@ -37,20 +35,18 @@ def select_command(
 ) -> None:
     """Chooses the layers or key/value heads that stay softmax. An interrupted run is continued by the same command."""
     options = SelectOptions(**SelectOptions.given(values))
-    if qwen3_5_folder(teacher, options.revision) is not None:
-        raise UserError(f"{teacher}: is a Gated DeltaNet model already; there is nothing to select")
     out = output_path(options.out)
     console = Console()
     # What `convert` makes; other runtimes have caches of 16 bits.
     made = ConvertOptions.of_command_line({"mixer": options.mixer} | ({"cache_bits": 16} if options.exportable else {}))
     source = resolve_source(teacher, out.parent / f".{out.name}.teacher", None, options.revision)
     with removed_unless_unfinished(source, out):
-        opened = open_teacher(source.folder)
-        task = plan_selection(source, opened, options, made.table(opened.num_layers, (), opened.config), out)
+        opened = open_teacher(source)
+        task = plan_selection(opened, options, made.table_of((), opened.config))
         for note in task.notes:
             console.print(note, highlight=False, markup=False)
         with shown_on(console) as show:
-            selection = run_selection(task, show)
+            selection = run_selection(task, out, show, overwrite=options.overwrite)
     print_selection(selection, task, console)
     console.print(f"Written to {out}", highlight=False)
 

@@ -12,21 +12,17 @@ from transformers import PreTrainedConfig
 
 from deltanet_hf.errors import UserError
 from deltanet_hf.loading import chosen_device
-from deltanet_hf.mixers.window import WindowAttention
-from deltanet_hf.models.layers import LayerTable
 
-from ..options import ConvertOptions
+from ..options import AUTO, ConvertOptions
 from ..storage.safetensors_folder import read_json
-from ..storage.teacher_source import Source
 from ..teacher_model import Teacher
 from .budget import Budget
-from .run import Show, run_selection, spread, unseen
+from .run import Show, run_selection, unseen
 from .select_options import SelectOptions
 from .selection_file import Selection, parse_selection, read_selection
 from .task import plan_selection
 from .units import Candidates
 
-AUTO = "auto"
 SHARE, LEAST = "25%", "1"  # of the layers that `--layers auto` keeps; of fewer than four candidates
 SHIPPED = Path(__file__).parent / "shipped"
 SHAPES: dict[str, dict[str, str | int]] = {
@@ -45,24 +41,20 @@ NO_GPU = (
 )
 
 
-def auto_selection(
-    source: Source, teacher: Teacher, out: Path, options: ConvertOptions, show: Show = unseen
-) -> Selection | None:
-    """The layers or heads that `--layers auto:...` keeps; None for any other value.
+def auto_selection(teacher: Teacher, out: Path, options: ConvertOptions, show: Show = unseen) -> Selection:
+    """The layers or heads that `--layers auto:...` keeps.
 
     A resumed conversion finds the selection beside OUT, or in OUT/conversion.json if it was finished.
 
     Raises:
         UserError: the budget makes no sense, the teacher cannot be measured, or OUT exists and may not be replaced.
     """
-    spec, separator, budget_text = options.layers.partition(":")
-    if spec != AUTO:
-        return None
+    _, separator, budget_text = options.layers.partition(":")
     if out.is_dir() and any(out.iterdir()) and not (options.resume or options.overwrite):
         raise UserError(f"{out}: exists; choose another folder, or add --overwrite to replace it")
     method = "forward"
     if not separator:
-        if (shipped := shipped_selection(teacher)) is not None:
+        if (shipped := shipped_selection(teacher.config)) is not None:
             unit = "layers" if shipped.unit == "layer" else "key/value heads"
             show(0, 1, f"Softmax {unit}: those shipped for {shipped.teacher}, a model of this shape.")
             return shipped
@@ -71,13 +63,13 @@ def auto_selection(
             method = "uniform"
             show(0, 1, NO_GPU)
     budget = Budget.parse(budget_text, f"--layers {AUTO}:")
-    choice = SelectOptions(keep=budget, method=method, seed=options.seed, device=options.device, overwrite=True)
-    file = unfinished_selection(out)
-    task = plan_selection(source, teacher, choice, options.table(teacher.num_layers, (), teacher.config), file)
-    if task.spending is not None and _window_is_set(options):
+    choice = SelectOptions(keep=budget, method=method, seed=options.seed, device=options.device)
+    task = plan_selection(teacher, choice, options.table_of((), teacher.config))
+    if task.spending is not None and options.sets("window"):
         raise UserError(f"{budget.said}: a budget in bytes decides how long windows are; leave out --set window")
-    if not choice.measured:
-        return spread(task)
+    if task.spread is not None:
+        return task.selection(task.spread, {})
+    file = unfinished_selection(out)
     found = _recorded(out, options) if options.resume else None
     if found is None and file.exists():
         found = read_selection(file)
@@ -86,7 +78,7 @@ def auto_selection(
     for note in task.notes:
         show(0, task.count, note)
     try:
-        return run_selection(task, show, plot=False)
+        return run_selection(task, file, show, overwrite=True, plot=False)
     except UserError as error:
         raise UserError(
             f"--layers {options.layers}: {error}. The options are those of deltanet-hf select; give its file as "
@@ -94,29 +86,10 @@ def auto_selection(
         ) from error
 
 
-def selected_table(selection: Selection, options: ConvertOptions, config: PreTrainedConfig) -> LayerTable:
-    """The layer table of a conversion that keeps these units; a planned window is that of `--mixer window`.
-
-    Args:
-        config: the teacher's.
-    """
-    window = selection.planned_window
-    if window is not None and options.mixer == WindowAttention.name and not _window_is_set(options):
-        options = options.model_copy(update={"changes": (*options.changes, f"window={window}")})
-    layers, heads = selection.num_hidden_layers, selection.num_key_value_heads
-    if selection.unit == "kv_head":
-        return options.head_table(layers, heads, frozenset(selection.heads), config)
-    return options.table(layers, selection.layers, config)
-
-
-def _window_is_set(options: ConvertOptions) -> bool:
-    return any(change.startswith("window=") for change in options.changes)
-
-
-def shipped_selection(teacher: Teacher) -> Selection | None:
-    """The selection that is shipped for a teacher of this shape, if there is one."""
+def shipped_selection(config: PreTrainedConfig) -> Selection | None:
+    """The selection that is shipped for a teacher with a config of this shape, if there is one."""
     for file, shape in SHAPES.items():
-        if all(getattr(teacher.config, key) == value for key, value in shape.items()):
+        if all(getattr(config, key) == value for key, value in shape.items()):
             return read_selection(SHIPPED / file)
     return None
 

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from .objectives import AnswerLoss, TextKL
-from .scoring import Scale, Scorer
+from .scoring import Score
 from .units import Unit
 
 METHODS = ("forward", "gradient", "kl", "uniform")
@@ -41,50 +40,34 @@ NextUnit = Callable[[list[Unit], dict[Unit, float]], Round]
 class Forward:
     """Keeps the unit that lowers the score most."""
 
-    def __init__(self, scorer: Scorer, objective: AnswerLoss | TextKL, scale: Scale, units: Sequence[Unit]) -> None:
-        self.scorer, self.objective, self.scale, self.units = scorer, objective, scale, units
+    def __init__(self, score: Score, units: Sequence[Unit]) -> None:
+        self.score, self.units = score, units
 
     def __call__(self, kept: list[Unit], known: dict[Unit, float]) -> Round:
         candidates = [unit for unit in self.units if unit not in kept]
         gains: dict[Unit, float] = {}
         if len(self.units) > SCORED_ALWAYS:
             if len(kept) < SWEPT_FIRST or (len(kept) & (len(kept) - 1)) == 0:
-                gains, _ = self._gains(self._few, kept, candidates)
+                gains, _ = self._few.with_each(kept, candidates)
             last = {**known, **gains}
             candidates = sorted(sorted(candidates, key=lambda unit: -last[unit])[:SHORTLIST])
-        exact, scores = self._gains(self.objective, kept, candidates)
+        exact, scores = self.score.with_each(kept, candidates)
         best = min(candidates, key=lambda unit: scores[unit])
         return Round(best, scores[best], {**gains, **exact})
 
-    def _gains(
-        self, objective: AnswerLoss | TextKL, kept: list[Unit], candidates: Sequence[Unit]
-    ) -> tuple[dict[Unit, float], dict[Unit, float]]:
-        """Gain and score of each candidate."""
-        base, losses = self.scorer.with_each(objective, kept, candidates)
-        before, after = float(self.scale.score(base)), self.scale.score(losses).tolist()
-        scores = dict(zip(candidates, after, strict=True))
-        return {unit: before - score for unit, score in scores.items()}, scores
-
     @cached_property
-    def _few(self) -> AnswerLoss | TextKL:
-        return self.objective.thinned(SWEEP_STEP)
+    def _few(self) -> Score:
+        return self.score.thinned(SWEEP_STEP)
 
 
 class Gradient:
     """Keeps the unit with the steepest derivative of the score with respect to its gate; all are taken each round."""
 
-    def __init__(self, scorer: Scorer, objective: AnswerLoss, scale: Scale, units: Sequence[Unit]) -> None:
-        self.scorer, self.objective, self.scale, self.units = scorer, objective, scale, units
+    def __init__(self, score: Score, units: Sequence[Unit]) -> None:
+        self.score, self.units = score, units
 
     def __call__(self, kept: list[Unit], known: dict[Unit, float]) -> Round:
-        derivatives = self.scorer.gradients(self.objective, kept, self.scale.weights)
+        derivatives = self.score.gradients(kept)
         gains = {unit: -float(derivatives[unit].sum()) for unit in self.units if unit not in kept}
         best = max(gains, key=lambda unit: gains[unit])
-        losses = self.scorer.losses(self.objective, [*kept, best])
-        return Round(best, float(self.scale.score(losses)), gains)
-
-
-def every_nth(num_layers: int, count: int) -> list[Unit]:
-    """The layers n-1, 2n-1, ... for the smallest n that keeps at most `count`: the pattern that an export needs."""
-    step = next(n for n in range(2, num_layers + 1) if num_layers // n <= count)
-    return [(layer,) for layer in range(step - 1, num_layers, step)]
+        return Round(best, self.score.of([*kept, best]), gains)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .probes import Probe
+from deltanet_hf.data import prefix_ids
+
+from .probes import Probe, haystack, recall_probes
 
 KL_STRIDE = 8  # every 8th position of running text is compared: neighbours see nearly the same context
 
@@ -59,6 +62,11 @@ class AnswerLoss(Objective):
         ]
         self.rows, self.places, self.parts = torch.tensor(terms).unbind(1)
 
+    @classmethod
+    def of_texts(cls, tokenizer: Any, length: int, count: int, window: int, seed: int) -> AnswerLoss:
+        """`count` probes of each format in the shipped texts; see `recall_probes`."""
+        return cls(recall_probes(tokenizer, haystack(tokenizer), length, count, window, seed))
+
     def sums(self, logits: Tensor, start: int) -> Tensor:
         mine = (self.rows >= start) & (self.rows < start + len(logits))
         rows, places, parts = self.rows[mine], self.places[mine], self.parts[mine]
@@ -99,10 +107,9 @@ class TextKL(Objective):
         self.teacher: list[Tensor] = []
 
     @classmethod
-    def of_text(
-        cls, text: np.ndarray, prefix: list[int], length: int, count: int, window: int, sinks: int, seed: int
-    ) -> TextKL:
-        """`count` rows of `length` tokens from random places of a text [n] of token ids, each after `prefix`."""
+    def of_texts(cls, tokenizer: Any, length: int, count: int, window: int, sinks: int, seed: int) -> TextKL:
+        """`count` rows of `length` tokens from random places of the shipped texts, each after `prefix_ids`."""
+        text, prefix = haystack(tokenizer), prefix_ids(tokenizer)
         room = length - len(prefix)
         starts = np.random.default_rng(seed).integers(0, len(text) - room + 1, count)
         rows = np.stack([np.concatenate([prefix, text[start : start + room]]) for start in starts])

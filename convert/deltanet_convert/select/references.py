@@ -11,7 +11,7 @@ import torch
 from deltanet_hf.errors import UserError
 
 from .objectives import AnswerLoss, TextKL
-from .scoring import Scale, Scorer
+from .scoring import Score, Scorer
 
 LEAST_GAIN = 0.1  # nats per answer token that full attention has to gain over windows
 LEAST_SHARE = 0.15  # share of the windows' loss that full attention has to take off: otherwise the format is too hard
@@ -48,8 +48,8 @@ class References:
     def to_json(self) -> dict[str, Any]:
         return {"teacher": self.teacher, "windows": self.windows, "dropped": self.dropped}
 
-    def usable(self, objective: AnswerLoss | TextKL, name: str) -> AnswerLoss | TextKL:
-        """The objective without the dropped formats.
+    def score(self, scorer: Scorer, objective: AnswerLoss | TextKL, name: str) -> Score:
+        """The score by these losses, on the objective without the dropped formats.
 
         Raises:
             UserError: there is nothing to measure with this teacher; the message begins with its `name`.
@@ -69,11 +69,10 @@ class References:
             raise UserError(
                 f"{name}: windows change nothing on texts of this length; choose a larger --length or smaller --window"
             )
-        return objective.only(kept) if isinstance(objective, AnswerLoss) and self.dropped else objective
-
-    def scale(self, names: tuple[str, ...]) -> Scale:
-        """The scale of an objective with these parts."""
-        return Scale(*(torch.tensor([losses[name] for name in names]) for losses in (self.teacher, self.windows)))
+        if isinstance(objective, AnswerLoss) and self.dropped:
+            objective = objective.only(kept)
+        teacher, windows = (torch.tensor([losses[name] for name in kept]) for losses in (self.teacher, self.windows))
+        return Score(scorer, objective, teacher, windows)
 
 
 def _problem(teacher: float, windows: float) -> str | None:

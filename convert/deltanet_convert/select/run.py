@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-from deltanet_hf.data import prefix_ids
 from deltanet_hf.errors import UserError
 from deltanet_hf.file_lock import locked_beside
 from deltanet_hf.safe_write import write_atomically
 
-from ..export.obstacles import teacher_obstacles
-from ..storage.saved_tokenizer import load_tokenizer
+from ..storage.versions import versions
 from .allocation import Allocation, allocations, best_of, sharing_copy
 from .journal import REFERENCES, SelectionJournal
-from .loading import load_teacher
-from .methods import Forward, Gradient, NextUnit, Round, every_nth
+from .methods import Forward, Gradient, NextUnit, Round
 from .objectives import AnswerLoss, TextKL
 from .plot import selection_plot
-from .probes import haystack, recall_probes
 from .references import References
 from .scoring import Scorer
 from .selection_file import Selection
@@ -36,74 +33,68 @@ def unseen(done: float, total: int, line: str | None) -> None:
     """Shows nothing."""
 
 
-def run_selection(task: SelectionTask, show: Show = unseen, *, plot: bool = True) -> Selection:
+def run_selection(
+    task: SelectionTask, out: Path, show: Show = unseen, *, overwrite: bool = False, plot: bool = True
+) -> Selection:
     """Runs a selection to the end and writes its file and plot.
 
     An interrupted run continues after its last round.
 
     Args:
+        out: the file to write.
         show: called with the progress.
+        overwrite: replace `out`, and discard an unfinished run with other options.
         plot: whether to draw the scores beside the file.
 
     Raises:
         UserError: the file exists or cannot be written, another process is writing it, or recall probes say nothing
             about this teacher.
     """
-    with locked_beside(task.out, "selection"):
-        return _run_selection(task, show, plot)
-
-
-def _run_selection(task: SelectionTask, show: Show, plot: bool) -> Selection:
-    drawn = task.out.with_suffix(".png") if plot and task.options.measured else None
-    journal = SelectionJournal(task.out, task.request(), task.options.overwrite, task.candidates.units, drawn)
-    try:
-        selection = _measured(task, journal, show) if task.options.measured else spread(task)
-    except UserError:
-        if not journal.steps:  # nothing worth continuing
-            journal.remove()
-        raise
-    write_atomically(task.out, (json.dumps(selection.to_json(), indent=1) + "\n").encode())
-    if drawn is not None:
-        write_atomically(drawn, selection_plot(selection))
-    journal.remove()
+    drawn = out.with_suffix(".png") if plot and task.spread is None else None
+    with locked_beside(out, "selection"):
+        journal = SelectionJournal(out, _request(task), overwrite, task.candidates.units, drawn)
+        try:
+            order, scores, window = _measured(task, journal, show) if task.spread is None else (task.spread, {}, None)
+        except UserError:
+            if not journal.steps:  # nothing worth continuing
+                journal.remove()
+            raise
+        selection = task.selection(order, scores, window)
+        write_atomically(out, (json.dumps(selection.to_json(), indent=1) + "\n").encode())
+        if drawn is not None:
+            write_atomically(drawn, selection_plot(selection))
+        journal.remove()
     return selection
 
 
-def _measured(task: SelectionTask, journal: SelectionJournal, show: Show) -> Selection:
-    options, config = task.options, task.teacher.config
+def _measured(
+    task: SelectionTask, journal: SelectionJournal, show: Show
+) -> tuple[Sequence[Unit], dict[str, Any], int | None]:
+    """The kept units, the most important one first, what was measured, and the planned window."""
+    options = task.options
     if options.window + options.sinks >= task.length:
         raise UserError(
             f"--window {options.window}: with {options.sinks} sinks it shows all {task.length} tokens of a probe; "
             "choose a smaller window, or a larger --length within the teacher's context"
         )
+    objective = _objective(task)
+    task.teacher.check_tokens(objective.ids)
     rounds = journal.rounds()
     show(len(rounds), task.count, f"continued after round {len(rounds)}" if rounds else None)
-    teacher = load_teacher(task.teacher, options.torch_device)
-    model = SwitchableModel(sharing_copy(teacher), task.candidates, options.window, options.sinks)
+    loaded = task.teacher.load_weights(options.torch_device)
+    model = SwitchableModel(sharing_copy(loaded), task.candidates, options.window, options.sinks)
     scorer = Scorer(model, lambda share: show(len(rounds) + share, task.count, None))
-    objective = _objective(task)
-    if int(objective.ids.max()) >= int(config.vocab_size):
-        raise UserError(
-            f"{task.teacher.folder}: the tokenizer makes token {int(objective.ids.max())} but vocab_size in "
-            f"config.json is {config.vocab_size}; give the tokenizer that belongs to the teacher"
-        )
     known_references = references = journal.references()
     if references is None or isinstance(objective, TextKL):
         measured = References.measure(scorer, objective)  # which also keeps the teacher's logits for the KL
         references = references or measured
     for name, reason in references.dropped.items():
         show(len(rounds), task.count, f"probes of the format '{name}' are left out: {reason}")
-    objective = references.usable(objective, task.source.name)
+    score = references.score(scorer, objective, task.teacher.name)
     if known_references is None:  # not before they are known to be usable: a run with other options would be refused
         journal.done(REFERENCES, references.to_json())
-    scale = references.scale(objective.names)
     units = task.candidates.units
-    next_unit: NextUnit
-    if options.method == "gradient":
-        assert isinstance(objective, AnswerLoss)
-        next_unit = Gradient(scorer, objective, scale, units)
-    else:
-        next_unit = Forward(scorer, objective, scale, units)
+    next_unit: NextUnit = (Gradient if options.method == "gradient" else Forward)(score, units)
     known: dict[Unit, float] = {unit: gain for step in rounds for unit, gain in step.gains.items()}
 
     def order(count: int) -> list[Unit]:
@@ -124,27 +115,28 @@ def _measured(task: SelectionTask, journal: SelectionJournal, show: Show) -> Sel
             journal.allocated(found)
             show(len(rounds), task.count, str(found))
 
-        tried = allocations(task, teacher, scorer, order, journal.allocations(), record)
+        tried = allocations(task, loaded, scorer, order, journal.allocations(), record)
         best = best_of(tried)
         count, window, more = best.kept, best.window, {"allocations": [found.to_json() for found in tried]}
-    spread = scale.score(scorer.losses(objective, evenly(units, count)))
+    uniform = score.of(evenly(units, count))
     chosen = order(count)
-    return task.selection(chosen, _scores(references, rounds[:count], float(spread)) | more, window)
+    return chosen, _scores(references, rounds[:count], uniform) | more, window
 
 
-def spread(task: SelectionTask) -> Selection:
-    """A selection by distance alone; it measures and writes nothing.
-
-    Raises:
-        UserError: with --exportable, a teacher that can be exported in no format.
-    """
-    if task.options.exportable:
-        order = every_nth(int(task.teacher.config.num_hidden_layers), task.count)
-        if found := teacher_obstacles(task.teacher.config, [unit[0] for unit in order]):
-            raise UserError(f"--exportable: the result could not be exported: {'; '.join(map(str, found))}")
-    else:
-        order = evenly(task.candidates.units, task.count)
-    return task.selection(order, {})
+def _request(task: SelectionTask) -> dict[str, Any]:
+    """Everything that the result depends on, as a JSON value."""
+    options = task.options
+    return {
+        "teacher": task.teacher.identity(),
+        "unit": options.unit,
+        "method": options.choice,
+        "budget": options.keep.text,
+        "kept": task.count,
+        "seed": options.seed,
+        "settings": task.settings,
+        "device": options.torch_device.type if options.measured else None,
+        "versions": versions(),
+    }
 
 
 def _scores(references: References, rounds: list[Round], uniform: float) -> dict[str, Any]:
@@ -168,14 +160,11 @@ def _scores(references: References, rounds: list[Round], uniform: float) -> dict
 
 
 def _objective(task: SelectionTask) -> AnswerLoss | TextKL:
-    options = task.options
-    tokenizer = load_tokenizer(task.teacher.folder)
-    text = haystack(tokenizer)
+    options, tokenizer = task.options, task.teacher.tokenizer
     if options.method != "kl":
-        return AnswerLoss(recall_probes(tokenizer, text, task.length, options.probes, options.window, options.seed))
+        return AnswerLoss.of_texts(tokenizer, task.length, options.probes, options.window, options.seed)
     rows = TEXT_ROWS * options.probes
-    prefix = prefix_ids(tokenizer)
-    return TextKL.of_text(text, prefix, task.length, rows, options.window, options.sinks, options.seed)
+    return TextKL.of_texts(tokenizer, task.length, rows, options.window, options.sinks, options.seed)
 
 
 def _named(unit: Unit) -> str:

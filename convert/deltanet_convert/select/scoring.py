@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from .objectives import Objective, TextKL
+from .objectives import AnswerLoss, Objective, TextKL
 from .switchable import SwitchableModel
 from .units import Unit
 
@@ -18,27 +18,6 @@ MOST_ROWS = 64
 GRADIENT_COST = 24  # layers' activations that a row holds for its backward pass, per layer input of a forward pass
 
 Tick = Callable[[float], None]  # called with the share of the work that is done
-
-
-@dataclass(frozen=True)
-class Scale:
-    """Rescales losses: 0 is the teacher, 1 the model that has windows everywhere; the mean over the parts.
-
-    Attributes:
-        teacher, windows: losses [P] float32.
-    """
-
-    teacher: Tensor
-    windows: Tensor
-
-    @property
-    def weights(self) -> Tensor:
-        """[P]: the score's derivative with respect to each part's loss."""
-        return 1 / (self.windows - self.teacher) / len(self.teacher)
-
-    def score(self, losses: Tensor) -> Tensor:
-        """Scores [...] of losses [..., P]."""
-        return (losses - self.teacher) @ self.weights
 
 
 class Scorer:
@@ -121,3 +100,46 @@ class Scorer:
             memory = torch.cuda.get_device_properties(self.device).total_memory
             allowed = GPU_SHARE * max(0, memory - weights)
         return max(1, min(MOST_ROWS, int(allowed / (inputs + working + logits))))
+
+
+@dataclass(frozen=True)
+class Score:
+    """The loss of an objective, rescaled: 0 is the teacher, 1 the model that has windows everywhere.
+
+    Attributes:
+        scorer: runs the model.
+        teacher, windows: losses [P] float32 by part, of the teacher and of windows everywhere. The score is the mean
+            over the parts.
+    """
+
+    scorer: Scorer
+    objective: AnswerLoss | TextKL
+    teacher: Tensor
+    windows: Tensor
+
+    @property
+    def weights(self) -> Tensor:
+        """[P]: the score's derivative with respect to each part's loss."""
+        return 1 / (self.windows - self.teacher) / len(self.teacher)
+
+    def rescaled(self, losses: Tensor) -> Tensor:
+        """Scores [...] of losses [..., P]."""
+        return (losses - self.teacher) @ self.weights
+
+    def of(self, kept: Collection[Unit]) -> float:
+        """The score with these units kept."""
+        return float(self.rescaled(self.scorer.losses(self.objective, kept)))
+
+    def with_each(self, kept: Sequence[Unit], more: Sequence[Unit]) -> tuple[dict[Unit, float], dict[Unit, float]]:
+        """What each of `more` takes off the score with the units `kept`, and the score with it."""
+        base, losses = self.scorer.with_each(self.objective, kept, more)
+        before, scores = float(self.rescaled(base)), dict(zip(more, self.rescaled(losses).tolist(), strict=True))
+        return {unit: before - score for unit, score in scores.items()}, scores
+
+    def gradients(self, kept: Collection[Unit]) -> Tensor:
+        """Derivatives [L, KV] of the score with respect to each head's gate; see `Scorer.gradients`."""
+        return self.scorer.gradients(self.objective, kept, self.weights)
+
+    def thinned(self, step: int) -> Score:
+        """The same on every `step`-th probe of each format, or row of text."""
+        return replace(self, objective=self.objective.thinned(step))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from pydantic import BeforeValidator, Field, model_validator
@@ -96,6 +96,8 @@ class SelectOptions(Options):
 
     @model_validator(mode="after")
     def _consistent(self) -> SelectOptions:
+        if self.out.suffix == ".png":
+            raise UserError(f"--out {self.out}: the plot is written to this name; give a name such as selection.json")
         if self.unit not in (None, *UNITS):
             raise UserError(f"--unit: got '{self.unit}', expected one of {', '.join(UNITS)}")
         if self.method not in METHODS:
@@ -117,12 +119,6 @@ class SelectOptions(Options):
     def measured(self) -> bool:
         """Whether the method runs the teacher."""
         return self.choice not in ("uniform", EXPORTABLE)
-
-    def settings(self, length: int) -> dict[str, Any]:
-        """The options that the scores depend on, for the file; `length` is that of the probes, cut to the context."""
-        if not self.measured:
-            return {}
-        return {"window": self.window, "sinks": self.sinks, "length": length, "probes": self.probes}
 
     @property
     def torch_device(self) -> torch.device:

@@ -71,16 +71,6 @@ class Selection:
             return value
         return {**value, "format": PLANNED}
 
-    def check_teacher(self, where: str, config: Any) -> None:
-        """Raises UserError unless the selection fits a teacher with this config; `where` begins the message."""
-        expected = {key: getattr(config, key) for key in ("model_type", "num_hidden_layers", "num_key_value_heads")}
-        for key, value in expected.items():
-            if (found := getattr(self, key)) != value:
-                raise UserError(
-                    f"{where}: key '{key}' is {found!r}, the teacher's is {value!r}; give the selection that was made "
-                    "for this teacher"
-                )
-
 
 def read_selection(path: Path) -> Selection:
     """Reads a selection file.

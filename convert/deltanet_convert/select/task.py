@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from deltanet_hf.errors import UserError
@@ -14,15 +12,14 @@ from deltanet_hf.mixers.window import WindowAttention
 from deltanet_hf.models.layers import LayerTable
 
 from ..conversion_plan import make_plan
-from ..storage.teacher_source import Source
-from ..storage.versions import versions
+from ..export.obstacles import teacher_obstacles
 from ..teacher_model import Teacher
 from .budget import Memory
 from .cache_sizes import CacheSizes
 from .select_options import SelectOptions
 from .selection_file import Selection
 from .spending import Spending
-from .units import Candidates, Unit
+from .units import Candidates, Unit, evenly, every_nth
 
 TEXT_ROWS = 4  # rows of running text for `kl`, per probe of a format for the other methods
 
@@ -32,19 +29,18 @@ class SelectionTask:
     """A selection that is checked but has not begun.
 
     Attributes:
-        out: the file to write.
         count: the number of units to keep; with `spending`, the most that may be.
+        spread: what is kept where nothing is measured, by distance alone; None where the teacher is run.
         memory: bytes per sequence, for a budget in bytes.
         spending: where windows are planned with the kept units: what the budget holds.
         notes: lines for the user.
     """
 
-    source: Source
     teacher: Teacher
     options: SelectOptions
-    out: Path
     candidates: Candidates
     count: int
+    spread: tuple[Unit, ...] | None
     memory: Memory | None
     spending: Spending | None
     notes: tuple[str, ...]
@@ -57,15 +53,23 @@ class SelectionTask:
     @property
     def settings(self) -> dict[str, Any]:
         """The options and bits on which the scores depend, for the file."""
+        options = self.options
+        if not options.measured:
+            return {}
         planned = {} if self.spending is None else {"cache_bits": self.spending.sizes.bits}
-        return self.options.settings(self.length) | planned
+        return {
+            "window": options.window,
+            "sinks": options.sinks,
+            "length": self.length,
+            "probes": options.probes,
+        } | planned
 
     def selection(self, order: Sequence[Unit], scores: Mapping[str, Any], window: int | None = None) -> Selection:
-        """The result, given the kept units with the most important one first, and the planned window."""
+        """The result, given the kept units with the most important one first, what was measured, and the window."""
         config, options = self.teacher.config, self.options
         assert options.unit is not None  # `plan_selection` has decided
         return Selection(
-            teacher=self.source.name,
+            teacher=self.teacher.name,
             model_type=self.teacher.family.model_type,
             num_hidden_layers=int(config.num_hidden_layers),
             num_key_value_heads=int(config.num_key_value_heads),
@@ -86,30 +90,8 @@ class SelectionTask:
         as_many = self.spending is not None or len(found.kept) == self.count
         return as_many and found == self.selection(found.order, found.scores, found.planned_window)
 
-    def request(self) -> dict[str, Any]:
-        """Everything that the result depends on, as a JSON value."""
-        files = [self.teacher.folder / "config.json", *self.teacher.checkpoint.files()]
-        options = self.options
-        return {
-            "teacher": {
-                "name": self.source.name,
-                "config": hashlib.sha256(files[0].read_bytes()).hexdigest(),
-                "files": {file.name: file.stat().st_size for file in files},
-            },
-            "unit": options.unit,
-            "method": options.choice,
-            "budget": options.keep.text,
-            "kept": self.count,
-            "seed": options.seed,
-            "settings": self.settings,
-            "device": options.torch_device.type if options.measured else None,
-            "versions": versions(),
-        }
 
-
-def plan_selection(
-    source: Source, teacher: Teacher, options: SelectOptions, table: LayerTable, out: Path
-) -> SelectionTask:
+def plan_selection(teacher: Teacher, options: SelectOptions, table: LayerTable) -> SelectionTask:
     """Checks a selection.
 
     Args:
@@ -117,11 +99,9 @@ def plan_selection(
             windows, plans how long these are.
 
     Raises:
-        UserError: the budget makes no sense for this teacher, its heads cannot be told apart, a window shows
-            everything, or the name of the output is the plot's.
+        UserError: the budget makes no sense for this teacher, its heads cannot be told apart, or with --exportable, it
+            can be exported in no format.
     """
-    if out.suffix == ".png":
-        raise UserError(f"--out {out}: the plot is written to this name; give a name such as selection.json")
     config = teacher.config
     at = options.keep.at
     planned = at is not None and options.measured and table.only_kind.mixer is WindowAttention
@@ -145,4 +125,9 @@ def plan_selection(
         if at > longest:
             notes.append(f"{options.keep.said}: the teacher's positions end at {longest}; only the bytes count.")
     count = options.keep.units(candidates, memory) if spending is None else spending.most
-    return SelectionTask(source, teacher, options, out, candidates, count, memory, spending, tuple(notes))
+    spread = None if options.measured else tuple(evenly(candidates.units, count))
+    if options.exportable:
+        spread = tuple(every_nth(int(config.num_hidden_layers), count))
+        if found := teacher_obstacles(config, [layer for (layer,) in spread]):
+            raise UserError(f"--exportable: the result could not be exported: {'; '.join(map(str, found))}")
+    return SelectionTask(teacher, options, candidates, count, spread, memory, spending, tuple(notes))

@@ -71,6 +71,12 @@ def to_json(unit: Unit) -> int | list[int]:
     return unit[0] if len(unit) == 1 else list(unit)
 
 
+def every_nth(num_layers: int, count: int) -> list[Unit]:
+    """The layers n-1, 2n-1, ... for the smallest n that keeps at most `count`: the pattern that an export needs."""
+    step = next(n for n in range(2, num_layers + 1) if num_layers // n <= count)
+    return [(layer,) for layer in range(step - 1, num_layers, step)]
+
+
 def evenly(units: Sequence[Unit], count: int) -> list[Unit]:
     """`count` of the units at equal distances, the middle one of each part."""
     return [units[(2 * i + 1) * len(units) // (2 * count)] for i in range(count)]

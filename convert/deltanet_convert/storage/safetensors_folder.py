@@ -71,7 +71,8 @@ class Checkpoint:
         if index.exists():
             entries = _sharded(folder, index)
         elif (folder / SINGLE_FILE).exists():
-            entries = read_header(inside(folder, SINGLE_FILE, folder / SINGLE_FILE))
+            file = inside(folder, SINGLE_FILE, folder / SINGLE_FILE)
+            entries = read_header(file)
         else:
             raise UserError(_nothing_to_read(folder))
         return cls(folder, _checked(entries))
@@ -81,6 +82,10 @@ class Checkpoint:
 
     def files(self) -> list[Path]:
         return sorted({part.file for entry in self.entries.values() for part in entry.parts})
+
+    def file_states(self) -> dict[str, list[int]]:
+        """Size in bytes and modification time in ns of each file; a resumed run requires the same values."""
+        return {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in self.files()}
 
     def dtype(self, name: str) -> torch.dtype:
         return FLOAT_DTYPES[self.entries[name].dtype]

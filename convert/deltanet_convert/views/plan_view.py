@@ -72,7 +72,7 @@ def print_plan(plan: Plan, console: Console) -> None:
     caches = Table(title=f"Cache of one sequence, by context length{bits}", title_justify="left")
     for column in ("tokens", "teacher", "converted", "ratio"):
         caches.add_column(column, justify="right")
-    for row in plan.cache_table():
+    for row in plan.cache_bytes:
         ratio = f"{row['teacher'] / row['converted']:.1f}x"
         caches.add_row(f"{row['context']:,}", size(row["teacher"]), size(row["converted"]), ratio)
     console.print(caches)

@@ -27,9 +27,9 @@ from deltanet_hf.mixers.window import WindowAttention, WindowSettings
 from deltanet_hf.models.layers import LayerTable
 from deltanet_hf.models.restrict import restrict_to_window
 
-DEFAULT_BASELINES = ("window", "free", "linear-off", "scratch")
+DEFAULT_BASELINES = ("window", "equal-bytes", "linear-off", "scratch")
 BASELINES = (*DEFAULT_BASELINES, "lesions")
-BYTES_AT = 2048  # tokens of the sequence at which the free policies have the bytes of a student
+BYTES_AT = 2048  # tokens of the sequence at which untrained windows have the bytes of a student
 Change = Callable[[PreTrainedModel, PreTrainedModel], PreTrainedModel]
 
 
@@ -56,8 +56,8 @@ def line_up(teacher: str, students: list[str], baselines: tuple[str, ...]) -> li
 
     Args:
         students: folders or Hub ids, or NAME=FOLDER.
-        baselines: names in `BASELINES`. `free` adds the teacher with windows of equal bytes, and for students that
-            kept softmax layers the same with those layers as they are; `linear-off` applies to such students too;
+        baselines: names in `BASELINES`. `equal-bytes` adds the teacher with windows of equal bytes, and for students
+            that kept softmax layers the same with those layers as they are; `linear-off` applies to such students too;
             `scratch` is added once per configuration of the converted layers; `lesions` takes softmax layers, windows
             beside states and those states away from a student, one kind per row.
 
@@ -75,10 +75,12 @@ def line_up(teacher: str, students: list[str], baselines: tuple[str, ...]) -> li
             raise UserError(f"{text}: two rows would be called {name!r}; name them with NAME=FOLDER")
         rows.append(Contestant(name, "student", folder, training_tokens(Path(folder))))
         wiring, hybrid = _wiring(folder)
-        if "free" in baselines and wiring is not None:
-            rows.append(Contestant(f"free window, bytes of {name}", "baseline", folder, change=_free_window))
-        if "free" in baselines and hybrid:
-            rows.append(Contestant(f"kept layers of {name}, free window", "baseline", folder, change=_free_kept))
+        if "equal-bytes" in baselines and wiring is not None:
+            rows.append(Contestant(f"untrained windows, bytes of {name}", "baseline", folder, change=_windows))
+        if "equal-bytes" in baselines and hybrid:
+            rows.append(
+                Contestant(f"kept layers of {name}, untrained windows", "baseline", folder, change=_kept_layers)
+            )
         if "linear-off" in baselines and hybrid:
             rows.append(Contestant(f"{name}, linear layers off", "baseline", folder, change=_linear_off))
         for what, lesion in _lesions(wiring, hybrid) if "lesions" in baselines else ():
@@ -93,16 +95,16 @@ def _window(model: PreTrainedModel, teacher: PreTrainedModel) -> PreTrainedModel
     return restrict_to_window(model)
 
 
-def _free_window(model: PreTrainedModel, teacher: PreTrainedModel) -> PreTrainedModel:
+def _windows(model: PreTrainedModel, teacher: PreTrainedModel) -> PreTrainedModel:
     return _of_equal_bytes(model, teacher, ())
 
 
-def _free_kept(model: PreTrainedModel, teacher: PreTrainedModel) -> PreTrainedModel:
+def _kept_layers(model: PreTrainedModel, teacher: PreTrainedModel) -> PreTrainedModel:
     return _of_equal_bytes(model, teacher, tuple(LayerTable.of(model.config).softmax))
 
 
 def _of_equal_bytes(model: PreTrainedModel, teacher: PreTrainedModel, kept: tuple[int, ...]) -> PreTrainedModel:
-    """The teacher under the free policy with the bytes of the student; with a window of 1 if all have more."""
+    """The teacher with untrained windows of the bytes of the student; with a window of 1 if all have more."""
     policy = window_of_bytes(teacher, kept, sequence_bytes(model, BYTES_AT), BYTES_AT)
     return (policy or WindowPolicy(kept, 1)).apply(teacher)
 

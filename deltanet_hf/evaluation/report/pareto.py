@@ -60,7 +60,7 @@ def frontier(points: Sequence[Point], higher_is_better: bool) -> list[Point]:
 
 
 def draw_pareto(axes: Axes, points: Sequence[Point], ylabel: str, xlabel: str, higher_is_better: bool) -> None:
-    """Draw points over a logarithmic axis of MB, and the frontier of the free policies and the teacher as a line.
+    """Draw points over a logarithmic axis of MB, and the frontier of the untrained models and the teacher as a line.
 
     The labels are placed where they cover no point and no other label.
     """

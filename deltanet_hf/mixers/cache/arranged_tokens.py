@@ -104,8 +104,8 @@ class ArrangedTokens:
             seen = (j >= 0) & (j <= i) & torch.where(is_exact, same, ~same)
             if kept.window is not None:
                 seen = seen & ((i - j < kept.window) | (j < kept.sinks))
-            if kept.limit is not None:
-                seen = seen & (i - j < kept.limit)
+            if kept.family_window is not None:
+                seen = seen & (i - j < kept.family_window)
             seen = seen | ((i < 0) & is_sink)  # padding sees something, because nothing gives NaN
             grouped = some.unflatten(2, (keys.shape[1], -1)).to(wide)
             scores = torch.einsum("bthgd,bhnd->bthgn", grouped, keys) * scale

@@ -22,28 +22,28 @@ class PackedReach:
         bits: 8 or 4; others can be computed, but have no packed form.
         window: the most recent tokens that a query sees, itself included; None for all.
         sinks: the first tokens, at most 4, that it sees before the window too.
-        limit: the family's own window, outside of which sinks are not seen either.
+        family_window: the family's own window, outside of which sinks are not seen either.
     """
 
     bits: int
     window: int | None
     sinks: int = 0
-    limit: int | None = None
+    family_window: int | None = None
 
     @classmethod
-    def of(cls, bits: int, window: int | None, sinks: int, limit: int | None) -> PackedReach:
-        """A window within the family's own `limit`.
+    def of(cls, bits: int, window: int | None, sinks: int, family_window: int | None) -> PackedReach:
+        """A window within the family's own.
 
         Raises:
             UserError: more sinks than stay as they are.
         """
-        if limit is not None and (window is None or limit <= window):
-            return cls(bits, limit)
+        if family_window is not None and (window is None or family_window <= window):
+            return cls(bits, family_window)
         if sinks > SINKS:
             raise UserError(
                 f"cache bits: got {sinks} sinks, of which a cache of {bits} bits keeps {SINKS}; use 16 bits"
             )
-        return cls(bits, window, sinks, limit)
+        return cls(bits, window, sinks, family_window)
 
     def groups(self, tokens: int) -> int:
         """N: the packed groups after `tokens` tokens."""

@@ -76,7 +76,7 @@ class PackedTokens:
         if self._padding is None and self.state and length == 1:
             return self.step(q, k, v, scale, softcap)
         whole = self._padding is None and not self.state
-        if whole and (kept.limit is None or kept.sinks == 0 or length <= kept.limit):
+        if whole and (kept.family_window is None or kept.sinks == 0 or length <= kept.family_window):
             return self._prompt(q, k, v, scale, softcap)
         if torch.is_grad_enabled() and k.requires_grad:
             raise ValueError(
@@ -129,7 +129,7 @@ class PackedTokens:
         cache = PackedKeyValues(*(state[name] for name in NAMES))
         q, k, v = (x.to(cache.keys.dtype) for x in (q, k, v))
         self.state = state
-        reach = kept.window, kept.sinks, kept.limit
+        reach = kept.window, kept.sinks, kept.family_window
         call = PackedStepCall(q, k, v, cache, *reach, scale, softcap, cos, sin, self._slots, self._pages)
         if torch.is_grad_enabled():
             packed_step_.check(call)

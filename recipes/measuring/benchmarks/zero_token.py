@@ -108,7 +108,7 @@ def main(
             out = Path(folder) / "converted"
             options = ConvertOptions(layers=layers, text=text, calibration_tokens=calibration_tokens, **start)
             begin = time.perf_counter()
-            report = convert(prepare(str(model), out, options), lambda *_: None)
+            report = convert(prepare(str(model), out, options), out, lambda *_: None)
             seconds = time.perf_counter() - begin
             student = load_model(name, out, torch.float32)
             found, kl = measure(student, teacher, ids, name)

@@ -11,8 +11,7 @@ from typing import Any
 import yaml
 
 from deltanet_convert.calibration_text import SHIPPED_TEXT
-from deltanet_convert.options import ConvertOptions
-from deltanet_convert.select.for_convert import AUTO
+from deltanet_convert.options import AUTO, ConvertOptions
 from deltanet_hf.errors import UserError
 from deltanet_hf.models.layers import SOFTMAX
 from deltanet_recipes.config import read_recipe
