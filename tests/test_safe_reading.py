@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import functools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,30 +22,29 @@ UNPICKLERS = {"pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 MAINTAINERS = ("measuring", "demo")
 
 
-def calls() -> Iterator[tuple[str, str, dict[str, object]]]:
+@functools.cache
+def calls() -> list[tuple[str, str, dict[str, object]]]:
     """(file and line, name of the function with what it belongs to, constant keyword arguments) of every call."""
+    found: list[tuple[str, str, dict[str, object]]] = []
     for file in (file for package in PACKAGES for file in sorted(package.rglob("*.py"))):
+        name = file.relative_to(ROOT)
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            place = f"{file.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
             if isinstance(node, ast.Import | ast.ImportFrom):
                 names = [alias.name for alias in node.names]
                 modules = names if isinstance(node, ast.Import) else [node.module or ""]
-                for module in modules:
-                    yield place, f"import {module.partition('.')[0]}", {}
+                found += [(f"{name}:{node.lineno}", f"import {module.partition('.')[0]}", {}) for module in modules]
             elif isinstance(node, ast.Call):
                 given = {word.arg: getattr(word.value, "value", ...) for word in node.keywords if word.arg}
-                yield place, ast.unparse(node.func), given
-
-
-CALLS = list(calls())
+                found.append((f"{name}:{node.lineno}", ast.unparse(node.func), given))
+    return found
 
 
 def test_nothing_is_unpickled() -> None:
-    loads = [(place, given) for place, name, given in CALLS if name == "torch.load"]
+    loads = [(place, given) for place, name, given in calls() if name == "torch.load"]
     assert loads
     for place, given in loads:
         assert given.get("weights_only") is True, place
-    for place, name, given in CALLS:
+    for place, name, given in calls():
         assert name.removeprefix("import ") not in UNPICKLERS or not name.startswith("import "), place
         assert name not in ("yaml.load", "yaml.unsafe_load", "eval", "exec", "os.system"), place
         assert given.get("allow_pickle") is not True, place
@@ -55,7 +54,7 @@ def test_nothing_is_unpickled() -> None:
 def test_no_code_of_a_folder_is_run() -> None:
     found = [
         (place, name, given)
-        for place, name, given in CALLS
+        for place, name, given in calls()
         if name.startswith("Auto") and name.endswith(".from_pretrained") and not any(m in place for m in MAINTAINERS)
     ]
     assert len(found) > 3

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,8 +12,6 @@ from deltanet_convert.export import gguf
 from deltanet_convert.export.stream_export import write_export
 from deltanet_hf.errors import UserError
 from support.tiny_export import EVERY_OTHER, exportable_model, exported, planned, saved
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 class Killed(BaseException):
@@ -35,43 +30,6 @@ def source(tmp_path: Path) -> Path:
 def run(source: Path, out: Path, *, resume: bool = False, overwrite: bool = False) -> None:
     plan = planned(source, shard_size=30_000)
     write_export(plan, out, "transformers", resume=resume, overwrite=overwrite, progress=lambda done, total: None)
-
-
-@pytest.mark.parametrize(
-    ("what", "mode", "points", "visible"),
-    [
-        ("export", "fresh", 8, {"absent", "complete"}),
-        pytest.param("export", "twice", 4, {"absent", "complete"}, marks=pytest.mark.slow),
-        pytest.param("export", "overwrite", 4, {"old", "absent", "complete"}, marks=pytest.mark.slow),
-        pytest.param("gguf", "fresh", 5, {"absent", "complete"}, marks=pytest.mark.slow),
-        ("gguf", "overwrite", 4, {"old", "complete"}),
-    ],
-)
-def test_killed_exports_resume_to_the_same_bytes(
-    what: str, mode: str, points: int, visible: set[str], tmp_path: Path
-) -> None:
-    """A separate process gets SIGKILL before or after calls that change the disk; the last ones are all tried."""
-    paths = os.pathsep.join(str(ROOT / part) for part in (".", "kernels", "convert", "recipes", "tests"))
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    command = [sys.executable, "-m", "support.kill_points", what, mode, str(tmp_path), str(points)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
-    assert result["calls"] > 40
-    assert len(result["points"]) >= points
-    for point in result["points"]:
-        assert point["killed"], (point, done.stderr)
-        assert point["visible"] in visible, point
-        if point["resumed"] != 0:  # only a complete file was left, with nothing to resume
-            assert (what, point["resumed"], point["visible"]) == ("gguf", 2, "complete"), (point, done.stderr)
-        assert point["identical"], point
-        assert point["left behind"] == [], point
-    seen = {point["visible"] for point in result["points"]}
-    assert len(seen) > 1  # points before and after the publication were tried
-    if what == "export" and mode == "overwrite":  # the old folder is absent only between two renames
-        assert sum(point["visible"] == "absent" for point in result["points"]) <= 2
-    if mode == "twice":
-        assert any(point["killed again"] for point in result["points"])
 
 
 def test_existing_output_is_kept_unless_told_otherwise(source: Path, tmp_path: Path) -> None:

@@ -63,6 +63,13 @@ def cpu_with_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime_check, "native_bfloat16", lambda: True)
 
 
+@pytest.fixture(autouse=True)
+def short_speeds_and_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of tiny models the speeds say nothing."""
+    monkeypatch.setattr(runtime_check, "SPEED_TOKENS", (16, 2))
+    monkeypatch.setattr(runtime_check, "TRANSCRIPT_TOKENS", 4)
+
+
 def model(folder: Path, name: str) -> ConvertedModel:
     model_type, layers, changes = MODELS[name]
     return ConvertedModel.open(runtime_folder(folder, model_type, layers, **changes))

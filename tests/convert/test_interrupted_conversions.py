@@ -7,8 +7,6 @@ import hashlib
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,42 +18,9 @@ from deltanet_hf.errors import UserError
 from deltanet_hf.publish import Workspace
 from support.tiny_conversion import quick_start, teacher_folder, tiny_conversion, with_nan
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 def digest(folder: Path) -> dict[str, str]:
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(folder.iterdir())}
-
-
-@pytest.mark.parametrize(
-    ("mode", "points", "visible"),
-    [
-        ("fresh", 12, {"absent", "complete"}),
-        pytest.param("twice", 6, {"absent", "complete"}, marks=pytest.mark.slow),
-        ("overwrite", 5, {"old", "absent", "complete"}),
-    ],
-)
-def test_killed_conversions_resume_to_the_same_bytes(tmp_path: Path, mode: str, points: int, visible: set[str]) -> None:
-    paths = os.pathsep.join(str(ROOT / part) for part in (".", "kernels", "convert", "recipes", "tests"))
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    command = [sys.executable, "-m", "support.kill_points", "convert", mode, str(tmp_path), str(points)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
-    assert result["calls"] > 80
-    assert len(result["points"]) >= points
-    for point in result["points"]:
-        assert point["killed"], (point, done.stderr)
-        assert point["visible"] in visible, point
-        assert point["resumed"] == 0, (point, done.stderr)
-        assert point["identical"], point
-        assert point["left behind"] == [], point
-    seen = {point["visible"] for point in result["points"]}
-    assert len(seen) > 1  # points before and after the publication were tried
-    if mode == "overwrite":  # the old model is absent only between two renames
-        assert sum(point["visible"] == "absent" for point in result["points"]) <= 2
-    if mode == "twice":
-        assert any(point["killed again"] for point in result["points"])
 
 
 @pytest.fixture(scope="module")

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,8 +19,6 @@ from deltanet_hf.errors import UserError
 from support.far_model import FAR_LAYER, far_folder
 from support.tiny_conversion import quick_start, tiny_conversion, tiny_job
 from support.tiny_selection import QUICK, tiny_selection, tiny_task
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -56,24 +51,6 @@ def killed_after(rounds: int, teacher: Path, out: Path, **options: Any) -> None:
         patch.setattr(SelectionJournal, "round_done", record)
         with pytest.raises(Killed):
             tiny_selection(teacher, out, "3", **options)
-
-
-@pytest.mark.parametrize(("mode", "points"), [("fresh", 4), pytest.param("overwrite", 2, marks=pytest.mark.slow)])
-def test_killed_selections_continue_to_the_same_bytes(tmp_path: Path, mode: str, points: int) -> None:
-    paths = os.pathsep.join(str(ROOT / part) for part in (".", "kernels", "convert", "recipes", "tests"))
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    command = [sys.executable, "-m", "support.kill_points", "select", mode, str(tmp_path), str(points)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
-    for point in result["points"]:
-        assert point["killed"], (point, done.stderr)
-        assert point["visible"] in {"absent", "complete", "old"}, point
-        # The journal is removed by the last call but one, after which nothing is left to do: the file exists.
-        finished = mode == "fresh" and point["point"] >= result["calls"] - 1
-        assert point["resumed"] == (2 if finished else 0), (point, done.stderr)
-        assert point["identical"], point
-        assert point["left behind"] == [], point
 
 
 @pytest.mark.parametrize("method", ["forward", "gradient", "kl"])

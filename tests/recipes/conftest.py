@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from deltanet_recipes.training import pipeline
+from deltanet_recipes.training import cost_estimate, pipeline
 from deltanet_recipes.training.run_plots import draw_plots
 
 
@@ -16,6 +16,12 @@ def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
         return []
 
     monkeypatch.setattr(pipeline, "draw_plots", drawn)
+
+
+@pytest.fixture(autouse=True)
+def no_measured_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves out the matrix products that measure the machine, which take longer than a tiny run in bfloat16."""
+    monkeypatch.setattr(cost_estimate, "_matmul_rate", lambda runtime: 1e11)
 
 
 @pytest.fixture

@@ -92,8 +92,9 @@ def test_speeds_are_those_of_the_fastest_mode(tmp_path: Path) -> None:
     assert lines[5] == "not measured: 135M all compiled 1 2048: out of memory"
 
 
-def test_the_record_of_gpu_tests(tmp_path: Path) -> None:
+def test_the_record_of_gpu_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counts of several runs of pytest; a test that fails is counted, and known to the caller."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # they take longer to import than the tests
     (tmp_path / "test_one.py").write_text("def test_right(): pass\ndef test_wrong(): assert 0\n")
     skipped = "import pytest\n@pytest.mark.skip\ndef test_skipped(): pass\ndef test_right(): pass\n"
     (tmp_path / "test_two.py").write_text(skipped)

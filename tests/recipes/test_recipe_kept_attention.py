@@ -17,7 +17,7 @@ from deltanet_recipes.training.kept_attention import query_key_parts, shared_row
 from deltanet_recipes.training.model_pair import load_student
 from deltanet_recipes.training.pipeline import run
 from support.tiny_models import tiny_student
-from support.tiny_run import DISTIL, SHAPE, make_workplace, recipe_tree, write_recipe
+from support.tiny_run import DISTIL, NO_CHECKPOINTS, SHAPE, make_workplace, recipe_tree, write_recipe
 
 CONVERTED = (0, 2)  # layer 1 keeps softmax attention
 QK = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.q_norm", "self_attn.k_norm")
@@ -29,7 +29,7 @@ def workplace(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 def trained(workplace: Path, out: Path, *stages: dict[str, Any], **changes: Any) -> dict[str, torch.Tensor]:
-    tree = recipe_tree(workplace, list(stages), output=str(out / "run"), **changes)
+    tree = recipe_tree(workplace, list(stages), output=str(out / "run"), log=NO_CHECKPOINTS, **changes)
     out.mkdir(parents=True, exist_ok=True)
     run(load_recipe(write_recipe(out, tree)))
     return load_file(out / "run" / "final" / "model.safetensors")

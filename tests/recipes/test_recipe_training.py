@@ -31,7 +31,7 @@ from deltanet_recipes.training.model_pair import load_student, mixers, teacher_o
 from deltanet_recipes.training.pipeline import run
 from deltanet_recipes.training.runtime import Runtime
 from support.tiny_models import tiny_student
-from support.tiny_run import ALIGN, DISTIL, LAYERS, make_workplace, recipe_tree, write_recipe
+from support.tiny_run import ALIGN, DISTIL, LAYERS, NO_CHECKPOINTS, make_workplace, recipe_tree, write_recipe
 
 ROOT = Path(__file__).parents[2]
 
@@ -57,7 +57,7 @@ def losses(rows: list[dict[str, Any]]) -> list[tuple[str, int, float]]:
 
 
 def test_align_lowers_the_error_of_every_layer_and_moves_mixers_only(workplace: Path, tmp_path: Path) -> None:
-    rows = train(workplace, tmp_path / "run", [{**ALIGN, "tokens": 128 * 30}])
+    rows = train(workplace, tmp_path / "run", [{**ALIGN, "tokens": 128 * 30}], log=NO_CHECKPOINTS)
     for layer in range(3):
         key = f"held_out.error.{layer}"
         assert rows[-1][key] < 0.85 * rows[0][key]
@@ -121,7 +121,8 @@ def test_layerwise_and_joint_start_from_the_same_errors(workplace: Path, tmp_pat
 def test_distil_lowers_the_kl_and_moves_what_it_should(
     workplace: Path, tmp_path: Path, settings: dict[str, Any], moving: tuple[str, ...]
 ) -> None:
-    rows = train(workplace, tmp_path / "run", [{**DISTIL, "ce_weight": 0.0, "tokens": 128 * 20, **settings}])
+    stage = {**DISTIL, "ce_weight": 0.0, "tokens": 128 * 20, **settings}
+    rows = train(workplace, tmp_path / "run", [stage], log=NO_CHECKPOINTS)
     assert rows[-1]["held_out.kl"] < 0.97 * rows[0]["held_out.kl"]
     before, after = weights(workplace / "student"), weights(tmp_path / "run" / "final")
     assert before.keys() == after.keys()
@@ -165,7 +166,8 @@ def test_distillation_learns_the_replies_of_chats(workplace: Path, tmp_path: Pat
     (tmp_path / "chat.jsonl").write_text((json.dumps({"m": chat}) + "\n") * 200)
     source = {"path": str(tmp_path / "chat.jsonl"), "messages_key": "m"}
     data = {"sources": [source], "holdout_tokens": 128, "repeat": True}
-    rows = train(workplace, tmp_path / "run", [{**DISTIL, "kl_weight": 0.0, "ce_weight": 1.0}], data=data)
+    stage = {**DISTIL, "kl_weight": 0.0, "ce_weight": 1.0}
+    rows = train(workplace, tmp_path / "run", [stage], data=data, log=NO_CHECKPOINTS)
     assert rows[-1]["held_out.ce"] < 0.8 * rows[0]["held_out.ce"]
 
 

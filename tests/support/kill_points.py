@@ -1,9 +1,10 @@
 """Kills conversions, exports and selections with SIGKILL at many points and resumes them; prints the findings as JSON.
 
-    python -m support.kill_points convert|export|gguf|select fresh|overwrite|twice FOLDER POINTS
+    echo "convert|export|gguf|select fresh|overwrite|twice POINTS FOLDER" | python -m support.kill_points
 
 A child process is killed before or after its n-th call that changes the disk, for POINTS values of n spread over the
-complete work and for each of its last calls (publication). This runs as a separate process because it forks.
+complete work and for each of its last calls (publication). Each line of the input is answered by one of JSON. This runs
+as a separate process because it forks.
 """
 
 from __future__ import annotations
@@ -171,7 +172,6 @@ def in_child(work: Callable[[], None]) -> int:
 
 
 def main(what: str, mode: str, folder: Path, points: int) -> None:
-    torch.set_num_threads(1)
     work = WORKS[what](folder)
     out, run = work.out, work.run
     work.run_other()  # imports everything, before any fork
@@ -214,8 +214,12 @@ def main(what: str, mode: str, folder: Path, points: int) -> None:
         result["identical"] = out.exists() and digest(out) == wanted
         result["left behind"] = sorted(file.name for file in folder.iterdir() if file.name.startswith("."))
         found.append(result)
-    print(json.dumps({"calls": total, "points": found}))
+    print(json.dumps({"calls": total, "points": found}), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]))
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        what, mode, points, folder = line.rstrip("\n").split(" ", 3)
+        if in_child(partial(main, what, mode, Path(folder), int(points))):
+            sys.exit(f"{line}: failed")

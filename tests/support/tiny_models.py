@@ -141,8 +141,9 @@ def tiny_student(
 
 
 def tiny_mixture(model_type: str, table: LayerTable, seed: int = 0) -> PreTrainedModel:
-    """A converted model with random weights and the given layer table."""
-    model = model_class(model_type)(converted_config(teacher_config(model_type), table))
+    """A converted model with random weights and the given layer table, which may have fewer layers than `LAYERS`."""
+    depth = {} if len(table) == LAYERS else {"num_hidden_layers": len(table)}
+    model = model_class(model_type)(converted_config(teacher_config(model_type, **depth), table))
     randomise(model, seed)
     return model.eval()
 

@@ -104,6 +104,7 @@ def write_recipe(folder: Path, tree: dict[str, Any]) -> Path:
     return path
 
 
+NO_CHECKPOINTS = {"every": 1, "evaluate_every": 100, "checkpoint_every": 100}
 ALIGN: dict[str, Any] = {
     "kind": "align",
     "tokens": 64 * 2 * 12,
