@@ -1,5 +1,6 @@
 """Settings that every test relies on."""
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -24,6 +25,16 @@ def _compiled_from_the_start() -> Iterator[None]:
     yield
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from searching all modules and tests at every stage of every training run."""
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """Let the interpreter collect everything before it ends."""
+    gc.unfreeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -106,7 +106,7 @@ def test_the_final_model_loads_with_its_layer_table(workplace: Path, tmp_path: P
 def test_an_interrupted_run_continues_with_the_same_losses(
     workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stages = stages_for(workplace, {"train": "full"})
+    stages = stages_for(workplace, {"train": "full", "tokens": 128 * 6})
     train(workplace, tmp_path / "a" / "run", stages)
     step = trainer.Trainer.optimiser_step
 
@@ -129,7 +129,7 @@ def test_further_writes_are_trained_by_both_stages(tmp_path: Path, isolated: boo
     folder = make_workplace(tmp_path / "models", mixer="deltaproduct", num_householder=2)
     muon = {"name": "muon", "mixer_lr": 6.0e-3, "rest_lr": 2.0e-3}
     stages = [{**ALIGN, "tokens": 128 * 10}, {**DISTIL, "tokens": 128 * 20, "train": "full", "optimizer": muon}]
-    final = train(folder, tmp_path / "run", stages, isolate_documents=isolated)
+    final = train(folder, tmp_path / "run", stages, checkpoint_every=100, isolate_documents=isolated)
     rows = read_log(tmp_path / "run")
     aligned = [row["held_out.error.0"] for row in rows if "held_out.error.0" in row]
     distilled = [row["held_out.kl"] for row in rows if "held_out.kl" in row]

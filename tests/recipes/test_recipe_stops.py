@@ -68,7 +68,7 @@ def press_ctrl_c(monkeypatch: pytest.MonkeyPatch, at: int, times: int) -> None:
 def test_ctrl_c_keeps_the_step_and_the_run_goes_on_to_the_same_losses(
     workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: dict[str, Any], at: int
 ) -> None:
-    stages = [stage, {**DISTIL, "name": "after"}]
+    stages = [stage, {**DISTIL, "name": "after", "tokens": 128 * 2}]
     expected = recipe_file(workplace, tmp_path / "a", stages)
     run(expected)
     stopped = recipe_file(workplace, tmp_path / "b", stages)
