@@ -32,7 +32,7 @@ WHOLE_CHUNKS = [
 COMPILE = """
 import importlib, json, sys
 import deltanet_kernels.gated_delta_rule.chunk
-module, name, constants, registers = json.loads(sys.argv[1])
+module, name, variants = json.loads(sys.argv[1])
 assert module not in sys.modules
 import triton
 from triton.backends.compiler import GPUTarget
@@ -41,12 +41,14 @@ kernel = getattr(importlib.import_module(module), name)
 wide = ("g", "beta", "A_log", "dt_bias", "factors", "bounds", "dg", "dbeta", "gate_sums")
 types = {name: "*fp32" for name in wide} | {"scale": "fp32", "T": "i32", "tokens": "i32"}
 types |= {f"{name}_{step}": "i32" for name in "qkov" for step in ("row", "head")}
-signature = {name: "constexpr" if name in constants else types.get(name, "*bf16") for name in kernel.arg_names}
-even = {(n,): [["tt.divisibility", 16]] for n, name in enumerate(signature) if name not in ("scale", "T", *constants)}
-source = GluonASTSource(kernel, signature, {(kernel.arg_names.index(n),): x for n, x in constants.items()}, even)
-options = {"num_warps": 4, "maxnreg": registers}
-compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-print("\\n" + json.dumps({"shared": compiled.metadata.shared, "ptx": compiled.asm["ptx"]}))
+for constants, registers in variants:
+    signature = {name: "constexpr" if name in constants else types.get(name, "*bf16") for name in kernel.arg_names}
+    odd = ("scale", "T", *constants)
+    even = {(n,): [["tt.divisibility", 16]] for n, name in enumerate(signature) if name not in odd}
+    source = GluonASTSource(kernel, signature, {(kernel.arg_names.index(n),): x for n, x in constants.items()}, even)
+    options = {"num_warps": 4, "maxnreg": registers}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    print("\\nPTX " + json.dumps({"shared": compiled.metadata.shared, "ptx": compiled.asm["ptx"]}))
 """
 
 
@@ -58,11 +60,14 @@ class Compiled:
     ptx: str
 
 
-def compile_for_hopper(module: str, kernel: str, constants: dict[str, Any], registers: int) -> Compiled:
-    """The Gluon kernel for sm_90, in a new process: importing the operators has not imported its module."""
+def compile_for_hopper(module: str, kernel: str, variants: list[tuple[dict[str, Any], int]]) -> list[Compiled]:
+    """The Gluon kernel for sm_90 with each of these pairs of constants and registers per thread.
+
+    In one new process, where importing the operators has not imported the kernel's module.
+    """
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    request = json.dumps([f"deltanet_kernels.{module}", kernel, constants, registers])
+    request = json.dumps([f"deltanet_kernels.{module}", kernel, variants])
     run = subprocess.run([sys.executable, "-c", COMPILE, request], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
-    return Compiled(**json.loads(run.stdout.splitlines()[-1]))
+    return [Compiled(**json.loads(line[4:])) for line in run.stdout.splitlines() if line.startswith("PTX ")]

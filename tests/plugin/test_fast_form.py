@@ -23,7 +23,7 @@ from support.tiny_models import HYBRID, mixed_mixture_table, tiny_mixture, tiny_
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOKENS = torch.randint(3, 97, (2, 14), generator=torch.Generator().manual_seed(4)).to(DEVICE)
-PARTS = {"whole": (14,), "in parts": (7, 5, 2), "steps": (9, 1, 1, 1, 1, 1)}
+WHOLE, IN_PARTS, STEPS = (14,), (7, 4, 1, 1, 1), (9, 1, 1, 1, 1, 1)
 PADDINGS = {"none": None, "left": slice(0, 5), "right": slice(9, 14)}
 ROUNDING = {"rtol": 1e-4, "atol": 1e-4}
 
@@ -75,15 +75,15 @@ def read(model: Any, lengths: tuple[int, ...], mask: Tensor | None = None) -> Te
 
 @pytest.mark.parametrize("name", STUDENTS)
 def test_it_computes_what_the_plain_form_does(name: str) -> None:
-    """Whole, in parts and token by token; with padding on either side."""
+    """Whole; a prompt, more of it, and token by token, with padding on either side."""
     model = STUDENTS[name]().to(DEVICE)
-    for padded in PADDINGS.values():
+    for side, padded in PADDINGS.items():
         mask = None
         if padded is not None:
             mask = torch.ones_like(TOKENS)
             mask[1, padded] = 0
         real = torch.ones_like(TOKENS).bool() if mask is None else mask.bool()
-        for lengths in PARTS.values():
+        for lengths in (WHOLE, IN_PARTS) if side == "none" else (IN_PARTS,):
             with plain_form():
                 wanted = read(model, lengths, mask)
             torch.testing.assert_close(read(model, lengths, mask)[real], wanted[real], **ROUNDING)
@@ -106,8 +106,8 @@ def test_softmax_models_have_one(family: str) -> None:
     model = tiny_teacher(family).to(DEVICE)
     found = fast_form(model)
     assert isinstance(found, FastDecoder)
-    wanted = read(model, PARTS["steps"])
-    cache, parts = DynamicCache(config=model.config), TOKENS.split(PARTS["steps"], dim=1)
+    wanted = read(model, STEPS)
+    cache, parts = DynamicCache(config=model.config), TOKENS.split(STEPS, dim=1)
     logits = [found(model, part, past_key_values=cache, use_cache=True).logits for part in parts]
     torch.testing.assert_close(torch.cat(logits, dim=1), wanted, **ROUNDING)
 
@@ -240,7 +240,7 @@ def test_it_is_decided_once() -> None:
     model = tiny_mixture("gemma2", mixed_mixture_table()).to(DEVICE)
     read(model, (3,))
     before = fast_form(model)
-    read(model, PARTS["steps"])
+    read(model, STEPS)
     model.generate(TOKENS, max_new_tokens=3, do_sample=False)
     assert fast_form(model) is before
 

@@ -103,18 +103,11 @@ def test_which_sums_the_kernel_computes(family: str, norms: int, monkeypatch: py
         assert (kernels.alone, kernels.added) == (norms - 8, 8)
 
 
-@pytest.fixture
-def all_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sends every operator to its Triton form."""
-
-    def unchecked(operator: Operator[..., Any, Any], call: Any) -> Any:
-        return operator.triton()(call)  # type: ignore[misc]
-
-    monkeypatch.setattr(Operator, "unchecked", unchecked)
-
-
 def launches(model: PreTrainedModel, layer: Any, tokens: int, seen: int) -> list[str]:
-    """Of one layer's call of `tokens` tokens behind `seen` others, from the sum of the layer before to its own."""
+    """Of one layer's call of `tokens` tokens behind `seen` others, from the sum of the layer before to its own.
+
+    Every operator takes its Triton form, but for those of the tokens before.
+    """
     cache = DynamicCache(config=model.config)
     x = torch.randn(1, seen + tokens, 32).to(model.dtype)
     positions = model.model.rotary_emb(x, torch.arange(seen + tokens)[None])
@@ -122,7 +115,12 @@ def launches(model: PreTrainedModel, layer: Any, tokens: int, seen: int) -> list
     if seen:
         layer(Sum(x[:, :seen], x[:, :seen]), past_key_values=cache, position_embeddings=before)
     hidden = Sum(x[:, seen:], x[:, seen:].clone())
-    with Launches() as counted:
+
+    def unchecked(operator: Operator[..., Any, Any], call: Any) -> Any:
+        return operator.triton()(call)  # type: ignore[misc]
+
+    with pytest.MonkeyPatch.context() as patch, Launches() as counted:
+        patch.setattr(Operator, "unchecked", unchecked)
         layer(hidden, past_key_values=cache, position_embeddings=now)
     return counted.names
 
@@ -130,7 +128,7 @@ def launches(model: PreTrainedModel, layer: Any, tokens: int, seen: int) -> list
 @torch.no_grad()
 @pytest.mark.skipif(not INTERPRETED, reason="needs the interpreter")
 @pytest.mark.parametrize(("window", "most"), [({}, 8), ({"window": 5, "sinks": 2}, 9)])
-def test_launches_of_a_step(window: dict[str, int], most: int, all_kernels: None) -> None:
+def test_launches_of_a_step(window: dict[str, int], most: int) -> None:
     """One product, the step, the window, o_proj; two norms with sums; two projections, SiLU and product, down_proj."""
     model = tiny_student("mistral", **window).bfloat16()
     for name, weight in model.named_parameters():
@@ -145,7 +143,7 @@ def test_launches_of_a_step(window: dict[str, int], most: int, all_kernels: None
 
 @torch.no_grad()
 @pytest.mark.skipif(not INTERPRETED, reason="needs the interpreter")
-def test_launches_of_a_prompt(all_kernels: None) -> None:
+def test_launches_of_a_prompt() -> None:
     model = tiny_student("mistral", window=5, sinks=2, expand_kv=False, state_dtype="bfloat16").bfloat16()
     names = launches(model, FastLayer(model.model.layers[1], True), 6, 0)
     assert names.count("rms_norm_op") == 2
