@@ -135,21 +135,27 @@ def test_sixteen_bits(form: str, dtype: torch.dtype) -> None:
     assert (found.double() - wanted).norm() < 0.5 * torch.finfo(dtype).eps * wanted.norm()
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize(
+    ("D", "dtype", "bits"),
+    [
+        *((64, dtype, bits) for dtype in (torch.float32, torch.bfloat16, torch.float16) for bits in (4, 8)),
+        (128, torch.bfloat16, 4),
+        (128, torch.float32, 8),
+    ],
+    ids=str,
+)
 def test_a_prompt_is_packed_as_its_tokens_are(D: int, dtype: torch.dtype, bits: int) -> None:
     """Kernel, PyTorch and single tokens give the same bits, also where all numbers of a group are equal."""
-    q, k, v = tokens(97, D, dtype, 2, 2, 2)
+    q, k, v = tokens(65, D, dtype, 2, 2, 2)
     k[0, 0, :32, 5], v[1, 1, 7, 32:] = 0.3, 0.0
     as_made = k.transpose(1, 2).contiguous().transpose(1, 2)  # as a projection makes it
     found, wanted = (
-        pack(PackGroupsCall(as_made[:, :, :96], v[:, :, :96], bits)) for pack in (pack_groups_triton, torch_pack_groups)
+        pack(PackGroupsCall(as_made[:, :, :64], v[:, :, :64], bits)) for pack in (pack_groups_triton, torch_pack_groups)
     )
-    cache = empty(k, 3, bits)
-    for t in range(97):
+    cache = empty(k, 2, bits)
+    for t in range(65):
         one_token = [x[:, :, t : t + 1] for x in (q, k, v)]
-        if t % GROUP:
+        if t == 0 or t % GROUP:
             append(*one_token[1:], cache)
         else:  # the kernel packs a group that is complete
             packed_step_triton_(PackedStepCall(*(x.transpose(1, 2) for x in one_token), cache))
@@ -159,17 +165,17 @@ def test_a_prompt_is_packed_as_its_tokens_are(D: int, dtype: torch.dtype, bits: 
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize(("B", "R", "rows"), [(1, 64, 1), (3, 64, 3), (2, 32, 1)])
+@pytest.mark.parametrize(("B", "R", "rows"), [(1, 64, 1), (2, 64, 2), (2, 32, 1)])
 def test_a_step_rotates_puts_and_attends(B: int, R: int, rows: int, bits: int) -> None:
     """Slices of one projection, as the layers pass them, against rotation, append and attention by PyTorch."""
     HQ, HK, D = 6, 2, 64
     generator = torch.Generator().manual_seed(B + R)
     found_in, wanted_in = (empty(torch.zeros(B, HK, 1, D, device=DEVICE), 2, bits) for _ in range(2))
-    for t in range(70):
+    for t in range(66):
         x = torch.randn(B, 1, (HQ + 2 * HK) * D, generator=generator).to(DEVICE)
         q, k, v = (part.view(B, 1, -1, D) for part in x.split([HQ * D, HK * D, HK * D], dim=-1))
         cos, sin = (torch.randn(rows, 1, R, generator=generator).to(DEVICE) for _ in range(2))
-        if t % GROUP > 1:
+        if t not in (0, GROUP, 2 * GROUP, 2 * GROUP + 1):  # the first token, two complete groups, a token after them
             for cache in (found_in, wanted_in):
                 append(k.transpose(1, 2), v.transpose(1, 2), cache)
             continue
@@ -181,7 +187,7 @@ def test_a_step_rotates_puts_and_attends(B: int, R: int, rows: int, bits: int) -
         )
         assert (found - wanted).abs().max() < 1e-4 * wanted.abs().max()
         assert (lse - wanted_lse).abs().max() < 1e-4 * wanted_lse.abs().max()
-    assert found_in.lengths.tolist() == [70] * B
+    assert found_in.lengths.tolist() == [66] * B
     assert (found_in.keys - wanted_in.keys).abs().max() < 1e-5
 
 
@@ -224,9 +230,11 @@ PROMPTS = [  # tokens, window, sinks, cap
 ]
 
 
-@pytest.mark.parametrize("form", ["torch", "triton"])
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize(("T", "window", "sinks", "cap"), PROMPTS)
+BY = [*((*prompt, bits, "torch") for prompt in PROMPTS for bits in (4, 8))]
+BY += [(*prompt, 4 + 4 * (n % 2), "triton") for n, prompt in enumerate(PROMPTS)]
+
+
+@pytest.mark.parametrize(("T", "window", "sinks", "cap", "bits", "form"), BY)
 def test_a_prompt_in_one_call(form: str, bits: int, T: int, window: int, sinks: int, cap: float | None) -> None:
     """Against float64 query by query, and a ring against tokens one by one; strided inputs, two head sizes."""
     by = by_triton if form == "triton" else by_pytorch
