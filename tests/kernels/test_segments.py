@@ -112,7 +112,7 @@ def test_segments_of_other_calls(case: Case, gates: Any, remembering: None) -> N
 
 
 def test_segments_with_raw_gates() -> None:
-    inputs = make_inputs(Case("raw gates", T=70, B=2, H=2, raw=True), torch.float32, DEVICE)
+    inputs = make_inputs(Case("raw gates", T=70, H=2, raw=True), torch.float32, DEVICE)
     assert_close(results(segmented, inputs), truth(inputs), 3e-6)
 
 
