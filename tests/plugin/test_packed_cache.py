@@ -238,7 +238,7 @@ def states_of(layer: Any) -> list[str]:
 
 @pytest.mark.parametrize("name", ["hybrid", "window", "heads", "whole and windows"])
 def test_gradients_do_not_depend_on_whether_a_cache_is_filled(name: str) -> None:
-    """A call has a cache by default; only with padding, or behind other tokens, are there no gradients."""
+    """A call has a cache by default; only with padding, or after other tokens, are there no gradients."""
     model, found = made(name), []
     for use_cache in (False, True):
         model.zero_grad()
@@ -248,6 +248,20 @@ def test_gradients_do_not_depend_on_whether_a_cache_is_filled(name: str) -> None
     torch.testing.assert_close(found[0], found[1])
     with pytest.raises(ValueError, match="cache bits: gradients need whole sequences without padding"):
         model(LONG[:, :5], past_key_values=output.past_key_values)
+
+
+@pytest.mark.parametrize("length", [1, 5])
+@pytest.mark.parametrize("trained", range(3), ids=["q", "k", "v"])
+def test_no_gradient_is_lost_after_other_tokens(trained: int, length: int) -> None:
+    """As where LoRA adapters are on q and v alone."""
+    inputs = [torch.randn(1, 40, 2, 16) for _ in range(3)]
+    held = PackedTokens(PackedReach(4, None), {}, None)
+    held.attend(*inputs, 0.2, None)
+    inputs = [x[:, :length] for x in inputs]
+    held = PackedTokens(PackedReach(4, None), held.state, None, seen=40)
+    inputs[trained].requires_grad_()
+    with pytest.raises(ValueError, match="cache bits: gradients need whole sequences without padding"):
+        held.attend(*inputs, 0.2, None)
 
 
 def test_what_has_no_packed_form_is_refused() -> None:

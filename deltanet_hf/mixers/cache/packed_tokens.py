@@ -38,11 +38,12 @@ class PackedTokens:
         kept: what is kept.
         state: the tensors before the call; empty before the first token.
         padding: [B, T] bool, True at padding; None for none.
-        seen: tokens before the call, padding included.
+        seen: tokens before the call, padding included; 0 for a cache whose number of groups is fixed.
         keep_state: whether the state after the call is wanted.
         in_place: whether a single token may be put into the tensors of `state`.
         lengths: of the sequences packed into the one row of the call, which begin in it; None for one per row.
-        slots, pages: where the sequences of a step in place are in the tensors of `state`, as for `packed_step_`.
+        slots, pages: with `in_place`, the rows [B] and [B, M] int32 of the tensors of `state` that hold the sequences,
+            as for `packed_step_`.
 
     `state` is that after the call, once `attend` has been called.
     """
@@ -69,21 +70,25 @@ class PackedTokens:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
         """Attention [B, T, HQ, D] of q [B, T, HQ, D] to k, v [B, T, HK, D] and the tokens before them, and its
-        log-sum-exp [B, T, HQ]."""
+        log-sum-exp [B, T, HQ].
+
+        Raises:
+            ValueError: gradients of another call than a prompt.
+        """
         kept, length = self.kept, q.shape[1]
         if self._lengths is not None:
             return self._each(q, k, v, scale, softcap)
-        if self._padding is None and self.state and length == 1:
-            return self.step(q, k, v, scale, softcap)
         whole = self._padding is None and not self.state
         if whole and (kept.family_window is None or kept.sinks == 0 or length <= kept.family_window):
             return self._prompt(q, k, v, scale, softcap)
-        if torch.is_grad_enabled() and k.requires_grad:
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
             raise ValueError(
                 "cache bits: gradients need whole sequences without padding; train with set_cache_bits(model, 16), or "
                 "compute under torch.no_grad()"
             )
-        arranged = ArrangedTokens.of(kept, self.state, k.detach(), v.detach(), self._padding)
+        if self._padding is None and self.state and length == 1:
+            return self.step(q, k, v, scale, softcap)
+        arranged = ArrangedTokens.of(kept, self.state, k, v, self._padding)
         self.state = arranged.state(kept.groups(self._seen + length))
         return arranged.attend(q, kept, scale, softcap)
 
@@ -121,7 +126,10 @@ class PackedTokens:
         cos: Tensor | None = None,
         sin: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """`attend` of one further token without padding, after a rotary embedding [B or 1, 1, R], if it is given."""
+        """`attend` of one further token without padding or gradients.
+
+        With cos and sin [B or 1, 1, R], q and k are rotated first.
+        """
         kept, state = self.kept, self.state
         if not self._in_place:
             state = {name: tensor.clone() for name, tensor in state.items()}
@@ -131,8 +139,6 @@ class PackedTokens:
         self.state = state
         reach = kept.window, kept.sinks, kept.family_window
         call = PackedStepCall(q, k, v, cache, *reach, scale, softcap, cos, sin, self._slots, self._pages)
-        if torch.is_grad_enabled():
-            packed_step_.check(call)
         return packed_step_.unchecked(call)
 
 
