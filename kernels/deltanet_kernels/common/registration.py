@@ -86,6 +86,16 @@ def _flat(function: Callable[..., Any], calls: tuple[Any, ...]) -> Callable[...,
     return flat
 
 
+def is_observed() -> bool:
+    """Whether operations are compiled, traced, transformed by functorch, or seen by a mode (fake tensors, counters)."""
+    return bool(
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
+    )
+
+
 class Registered:
     """A registered operator: `op` where PyTorch traces or differentiates, `function` for plain eager calls.
 
@@ -100,21 +110,13 @@ class Registered:
         flat = inputs
         if self.calls:
             flat = inputs[0] if len(inputs) == 1 else tuple(chain.from_iterable(inputs))
-        if torch.compiler.is_compiling() or not _is_plain_call(flat):
+        if is_observed() or torch.is_grad_enabled() or not _are_plain(flat):
             return self.op(*flat)
         return self.function(*inputs)
 
 
-def _is_plain_call(inputs: tuple[Any, ...]) -> bool:
-    """Whether the dispatcher would do nothing but call the function."""
-    if (
-        torch.is_grad_enabled()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._get_tracing_state() is not None
-    ):
-        return False
-    # The tensors of a call are on one device.
+def _are_plain(inputs: tuple[Any, ...]) -> bool:
+    """Whether all tensors, which are on one device, are of PyTorch's own classes and not on the meta device."""
     return _PLAIN.issuperset(map(type, inputs)) and not getattr(inputs[0], "is_meta", False)
 
 

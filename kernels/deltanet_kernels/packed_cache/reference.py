@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from deltanet_kernels.common.registration import is_observed
 from deltanet_kernels.common.rotation import rotate
 from deltanet_kernels.packed_cache.calls import (
     PackedAttentionCall,
@@ -79,9 +80,8 @@ def _unseen_places(lengths: Tensor, groups: int, window: int, sinks: int, limit:
 
 
 def _known(lengths: Tensor) -> tuple[int, ...] | None:
-    """The numbers in `lengths` on a CPU; None where to read them is to wait, or operations are traced or recorded."""
-    watched = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
-    return None if watched or lengths.is_cuda else tuple(lengths.tolist())
+    """The numbers in `lengths`; None on CUDA, where reading waits, and in calls that are traced for any lengths."""
+    return None if is_observed() or lengths.is_cuda else tuple(lengths.tolist())
 
 
 def torch_pack_groups(call: PackGroupsCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -153,7 +153,7 @@ def torch_prompt_attention(call: PromptAttentionCall) -> tuple[Tensor, Tensor]:
 def torch_packed_step_(call: PackedStepCall) -> tuple[Tensor, Tensor]:
     """`deltanet_kernels.packed_step_` in PyTorch."""
     if call.slots is not None:
-        return _step_in_rows(call, call.slots.long())
+        return _step_in_slots(call, call.slots.long())
     q, k = call.q, call.k
     if call.cos is not None and call.sin is not None:
         q, k = rotate(torch.cat([q, k], dim=2), call.cos, call.sin).split([q.shape[2], k.shape[2]], dim=2)
@@ -162,8 +162,8 @@ def torch_packed_step_(call: PackedStepCall) -> tuple[Tensor, Tensor]:
     return o.transpose(1, 2), lse.unsqueeze(1)
 
 
-def _step_in_rows(call: PackedStepCall, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """A step on copies of the rows, of which those that it has changed are put back."""
+def _step_in_slots(call: PackedStepCall, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """A step of a call with slots, on copies of its rows; the exact rows go back, and a group that has been packed."""
     held, pages = call.cache, call.packed_rows
     assert pages is not None
     pages = pages.long()
@@ -174,7 +174,7 @@ def _step_in_rows(call: PackedStepCall, slots: Tensor) -> tuple[Tensor, Tensor]:
     if own.groups:
         place = (number // GROUP - 1) % own.groups
         row = pages.gather(1, place[:, None] // held.groups)[:, 0]
-        row = row * ((number > 0) & (number % GROUP == 0))  # else to the row that is nobody's
+        row = row * ((number > 0) & (number % GROUP == 0))  # where no group is complete, row 0, which holds no sequence
         rows = torch.arange(len(slots), device=slots.device)
         for x, new in zip(held[:4], own[:4], strict=True):
             x[row, :, place % held.groups] = new[rows, :, place]
