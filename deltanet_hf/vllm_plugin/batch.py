@@ -38,9 +38,10 @@ class Prompts:
 class Step:
     """The sequences of a step and where they are kept.
 
-    `pages` are those of each sequence: the page of its state [sequences], or those of its tokens [sequences, pages],
-    with `size` tokens each. Each of the first `singles` sequences has one new token, and one call takes these together;
-    `prompts` have the others.
+    `pages` int32 are those of states [sequences], one per sequence, or those of tokens [sequences, pages], with `size`
+    tokens each. A page is a row of the tensors that the operators change: steps take the pages of states as `slots`,
+    and those of packed tokens as `pages`. Each of the first `singles` sequences has one new token, and one call takes
+    these together; `prompts` have the others.
     """
 
     pages: Tensor

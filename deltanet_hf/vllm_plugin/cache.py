@@ -102,7 +102,7 @@ class TokenPages(AttentionLayerBase):
         return kept[..., : self.key_channels], kept[..., self.key_channels : self.key_channels + self.value_channels]
 
     def store(self, pages: Tensor, seen: int, keys: Tensor, values: Tensor) -> None:
-        """Put keys and values [1, heads, T, channels] behind the first `seen` tokens of the sequence."""
+        """Put keys and values [1, heads, T, channels] after the first `seen` tokens of the sequence."""
         places = torch.arange(seen, seen + keys.shape[2], device=keys.device)
         size = self.kv_cache.shape[2]
         new = torch.cat([keys, values], dim=-1)[0].transpose(0, 1).to(self.kv_cache.dtype)

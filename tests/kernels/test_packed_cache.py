@@ -326,6 +326,8 @@ def test_what_is_wrong_is_named() -> None:
         packed_attention(q[:, :5, -1:], cache)
     with pytest.raises(TypeError, match="k: got dtype"):
         packed_step_(*(x[:, :, :1].transpose(1, 2).double() for x in (q, k, v)), cache)
+    with pytest.raises(ValueError, match="slots: got None, needs the rows of the sequences with pages"):
+        packed_step_(*(x[:, :, :1].transpose(1, 2) for x in (q, k, v)), cache, pages=torch.ones(len(q), 1).int())
     with pytest.raises(ValueError, match="bits: got 3"):
         pack_groups(k, v, 3)
     with pytest.raises(ValueError, match=r"needs \[B, HK, N \* 32, D\]"):

@@ -51,11 +51,11 @@ class MixerCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         self.history = History()
         self.grows = False  # whether the tensors of `state` become larger with the tokens
         self.fixed = False  # whether the tensors of `state` are changed in place, see `fix`
-        # Of the sequences packed into the one row of a first call, each of which gets a row of the state.
+        # For servers. Tokens of each sequence packed into the one row of a first call; each gets a row of the state.
         self.lengths: Sequence[int] | None = None
-        # Where the sequences of a step are in the tensors of `state`, as the operators' steps take it.
-        self.slots: Tensor | None = None
-        self.pages: Tensor | None = None
+        # The rows of the tensors of `state` in which a step finds its B sequences, as for `packed_step_`.
+        self.slots: Tensor | None = None  # [B] int32
+        self.pages: Tensor | None = None  # [B, M] int32, those of packed groups that lie in pages of their own
         self.state: State = {}
         self.tokens_seen: int | Tensor = 0
         self.written: Tensor | None = None  # ids [B, T] of the first tokens, where `generate` knows them

@@ -53,7 +53,7 @@ class LayerCall:
 
     @property
     def lengths(self) -> Sequence[int] | None:
-        """Of the packed sequences whose states are wanted."""
+        """Tokens of each packed sequence, where their states are wanted; else None."""
         return None if self.cache is None or self.cu_seqlens is None else self.cache.lengths
 
     @property

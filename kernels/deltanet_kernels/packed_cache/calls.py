@@ -21,7 +21,7 @@ class PackedAttentionCall(NamedTuple):
         q: queries [B, HQ, 1, D].
         cache: of sequences of at least one token, its tensors contiguous; keys and values in the dtype of q.
         window: the most recent tokens that are seen, the last itself included; None for all.
-        sinks: the first tokens, at most 4, that are seen behind the window too.
+        sinks: the first tokens, at most 4, that are seen before the window too.
         limit: the most recent tokens outside of which sinks are not seen either; None for all.
         scale: factor of the scores, D**-0.5 by default.
         softcap: the scores s become softcap * tanh(s / softcap).
@@ -67,10 +67,11 @@ class PackedStepCall(NamedTuple):
         window, sinks, limit, scale, softcap: as for `packed_attention`.
         cos, sin: of a rotary embedding, [B, 1, R] or [1, 1, R] with an even R <= D, as for `window_step_`. Keys are
             kept rotated.
-        slots: [B] int32, the rows of the cache's tensors that the sequences have; otherwise as for
+        slots: [B] int32, the row of the cache's tensors that holds each sequence; otherwise as for
             `gated_delta_step_`.
-        pages: [B, M] int32, with slots: the rows of the packed tensors, the first four, that the sequences have, one
-            after the other with N groups each; by default the slot.
+        pages: [B, M] int32, only with slots: the rows of the packed tensors (the first four) that hold each sequence,
+            N groups a row. Group g is in the place g % (M N) of them, counted through the M rows. By default M = 1 and
+            the row is the slot.
 
     Returns:
         o [B, 1, HQ, D] in the dtype of q, and the log-sum-exp of the scores [B, 1, HQ], float32 at least.
@@ -96,7 +97,7 @@ class PackedStepCall(NamedTuple):
 
     @property
     def packed_rows(self) -> Tensor | None:
-        """`pages`, also where they are left out; None without slots."""
+        """`pages`, or what they are by default [B, 1]; None without slots."""
         return self.slots.unsqueeze(1) if self.pages is None and self.slots is not None else self.pages
 
     @property

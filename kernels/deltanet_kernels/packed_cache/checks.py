@@ -47,6 +47,8 @@ def check_packed_step(call: PackedStepCall) -> None:
     B = rows if call.slots is None else len(call.slots)
     check_slots(call.slots, B, call.q.device, call.cache.keys)
     if call.pages is not None:
+        if call.slots is None:
+            raise ValueError("slots: got None, needs the rows of the sequences with pages")
         _require_shape("pages", _require_tensor("pages", call.pages), (B, call.pages.shape[-1]), "[B, M]")
         check_slots(call.pages[:, 0], B, call.q.device, call.cache.key_codes)
     for name, x in (("k", call.k), ("v", call.v)):

@@ -72,7 +72,7 @@ class WindowStepCall(NamedTuple):
         softcap: as for `window_attention`.
         cos, sin: of a rotary embedding, [B, 1, R] or [1, 1, R] with an even R <= D: it turns the first R channels of q
             and k before anything else: channel i < R/2 against channel i + R/2. Keys are kept turned.
-        slots: [B] int32, the rows of keys, values, numbers and count that the sequences have; otherwise as for
+        slots: [B] int32, the row of keys, values, numbers and count that holds each sequence; otherwise as for
             `gated_delta_step_`.
 
     Returns:
