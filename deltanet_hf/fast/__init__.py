@@ -7,9 +7,8 @@
     decoder.py  the decoder and its layers, with the residual sums handed on to the next norm
     mixer.py    prefill and decoding step of a mixer
     window.py   prefill and decoding step of a mixer's window (mixers/layer/window_branch.py)
-    packed.py   decoding step of softmax heads and window heads in 8 or 4 bits, alone or mixed in a layer
+    packed.py   prefill and decoding step of softmax and window layers, alone or mixed, with a cache in 8 or 4 bits
     norms.py    norms with residual sums, one kernel each
-    packed.py   attention over keys and values in few bits
     mlp.py      feed-forward blocks
     joint.py    linear layers with one input as one matrix product
     copied.py   copies of modules with replaced parts

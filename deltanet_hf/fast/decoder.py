@@ -2,7 +2,7 @@
 
 The fast form is a copy of the family's decoder with the same parameters. The family's own forward embeds the tokens,
 makes masks and rotary embeddings and calls the layers; the layers, the final norm and what is in them are those of
-this package. A layer returns its last residual sum as two tensors, and the norm behind it computes the sum.
+this package. A layer returns its last residual sum as two tensors, and the norm after it computes the sum.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from deltanet_hf.fast.joint import joint_linears
 from deltanet_hf.fast.mixer import FastMixer
 from deltanet_hf.fast.mlp import FastMLP, is_known
 from deltanet_hf.fast.norms import FastNorm, Sum, form_of
-from deltanet_hf.fast.packed import FastPacked, has_packed_step
+from deltanet_hf.fast.packed import FastPacked, is_packed
 from deltanet_hf.mixers.layer.layer_kind import branches_of
 from deltanet_hf.mixers.layer.mixer import Mixer
 from deltanet_hf.mixers.mixed_heads import MixedHeads
 
 
 class Norms(NamedTuple):
-    """The norms of a decoder layer by name, before and behind attention and feed-forward block; None for no norm."""
+    """The norms of a decoder layer by name, before and after attention and feed-forward block; None for no norm."""
 
     before_attention: str | None
-    behind_attention: str | None
+    after_attention: str | None
     before_mlp: str | None
-    behind_mlp: str | None
+    after_mlp: str | None
 
 
 BEFORE = Norms("input_layernorm", None, "post_attention_layernorm", None)
-BEHIND = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+AFTER = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 BOTH = Norms("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 LAYERS = {
     "LlamaDecoderLayer": BEFORE,
     "MistralDecoderLayer": BEFORE,
     "Qwen2DecoderLayer": BEFORE,
     "Qwen3DecoderLayer": BEFORE,
-    "Olmo2DecoderLayer": BEHIND,
-    "Olmo3DecoderLayer": BEHIND,
+    "Olmo2DecoderLayer": AFTER,
+    "Olmo3DecoderLayer": AFTER,
     "GraniteDecoderLayer": BEFORE,
     "SmolLM3DecoderLayer": BEFORE,
     "Gemma2DecoderLayer": BOTH,
@@ -90,7 +90,7 @@ class FastLayer:
         names = norms_of(layer)
         assert names is not None
         norms = (None if name is None else FastNorm(getattr(layer, name)) for name in names)
-        self._before_attention, self._behind_attention, self._before_mlp, self._behind_mlp = norms
+        self._before_attention, self._after_attention, self._before_mlp, self._after_mlp = norms
         linear = layer._modules.get("linear_attn")
         self._attention = (
             fast_attention(layer.self_attn, may_move) if linear is None else LinearAttention(linear, may_move)
@@ -102,11 +102,11 @@ class FastLayer:
         """Hidden states [B, T, hidden], or a sum that gives them -> the sum that gives those of the next layer."""
         x, residual = self._normed(self._before_attention, hidden_states)
         x = self._attention(hidden_states=x, **call)[0]
-        total = self._added(x, self._behind_attention, residual)
+        total = self._added(x, self._after_attention, residual)
         x, residual = self._normed(self._before_mlp, total)
         x = self._mlp(x)
         x = x[0] if isinstance(x, tuple) else x  # gpt-oss returns the router's scores, too
-        return self._added(x, self._behind_mlp, residual)
+        return self._added(x, self._after_mlp, residual)
 
     @staticmethod
     def _normed(norm: FastNorm | None, x: Tensor | Sum) -> tuple[Tensor, Tensor]:
@@ -161,7 +161,7 @@ def fast_part(module: nn.Module, may_move: bool) -> Any:
 
 def fast_attention(attention: nn.Module, may_move: bool) -> Any:
     """The stand-in of a layer's attention."""
-    if not has_packed_step(attention):
+    if not is_packed(attention):
         return fast_part(attention, may_move)
     branches, names = list(branches_of(attention).values()), TOGETHER[0]
     joint = joint_linears([getattr(branch, name) for branch in branches for name in names], may_move)

@@ -52,16 +52,14 @@ class FastMixer:
         conv = mixer.conv1d
         self._taps = None if conv is None else conv.weight.detach().squeeze(1)
         self._offset = None if mixer.k_offset is None else mixer.k_offset.weight
-        whole = conv is None or mixer.settings.conv_on != "k"
         branch = mixer.window_branch
         bits = 16 if branch is None else branch.cache_bits
-        known = whole and (branch is None or branch.learned_sinks is None)
-        self._prefills = known and bits == 16
+        known = (conv is None or mixer.settings.conv_on != "k") and (branch is None or branch.learned_sinks is None)
+        self._has_prefill = known and bits == 16
         self._is_gated_delta_rule = mixer.is_gated_delta_rule
-        # 3 and 2 bits have no packed form.
-        self._steps = known and bits >= 4 and self._is_gated_delta_rule
-        self._pads = bits == 16  # whether a step knows padding
-        self.takes_slots = self._steps  # whether a step finds its states by `MixerCacheLayer.slots`
+        # A step takes the `slots` of a cache too. 3 and 2 bits have no packed form.
+        self.has_step = known and bits >= 4 and self._is_gated_delta_rule
+        self._has_padded_step = self.has_step and bits == 16
         own_heads = mixer.k_proj.out_features // mixer.head_dim
         # Whether the window reads other queries and keys than the state: `prompt_inputs` then returns them too.
         differ = conv is not None or self._offset is not None or self._qk_silu or mixer.kv_repeats > 1
@@ -84,19 +82,16 @@ class FastMixer:
         if call.is_recorded:
             return recorded(self, call, x, position_embeddings), None
         cache, padding, cu_seqlens = call.cache, call.padding, call.cu_seqlens
-        steps = self._steps and (self._pads or padding is None)
-        if length == 1 and steps and cache is not None and cache.may_change:
+        has_step = self.has_step if padding is None else self._has_padded_step
+        if length == 1 and has_step and cache is not None and cache.may_change:
             return self.step(x, position_embeddings, cache, padding), None
-        if padding is None and cu_seqlens is None and self._prefills:
-            return self.prefill(x, position_embeddings, cache), None
+        if padding is None and cu_seqlens is None and self._has_prefill:
+            return self.prefill(x, position_embeddings, call), None
         return Mixer.forward(layer, x, position_embeddings, attention_mask, cache, cu_seqlens, padding)  # type: ignore[arg-type]
 
-    def prefill(
-        self, x: Tensor, position_embeddings: PositionEmbeddings | None, cache: MixerCacheLayer | None
-    ) -> Tensor:
-        """Tokens without padding, the first ones or further ones: x [B, T, hidden] -> [B, T, hidden]."""
-        layer, call = self.layer, LayerCall(cache, None, None)
-        state, keep = call.state, call.keep_state
+    def prefill(self, x: Tensor, position_embeddings: PositionEmbeddings | None, call: LayerCall) -> Tensor:
+        """Tokens of a call without padding, the first ones or further ones: x [B, T, hidden] -> [B, T, hidden]."""
+        layer, state, keep = self.layer, call.state, call.keep_state
         parts, gates, output_gate = layer.project(x), layer.gates(x, None), layer.output_gate(x)
         inputs = self._inputs(parts, position_embeddings, state, keep)
         output, new_state = self._mix(inputs, gates, state, keep)
@@ -113,8 +108,8 @@ class FastMixer:
             output = gated_rms_norm.unchecked(GatedNormCall(output, output_gate, layer.norm.weight, layer.norm.eps))
         else:
             output = layer.gated_norm(output, output_gate)
-        if cache is not None:
-            cache.advance(x.shape[1], new_state)
+        if call.cache is not None:
+            call.cache.advance(x.shape[1], new_state)
         return layer.o_proj(output.flatten(-2))  # type: ignore[no-any-return]
 
     def step(

@@ -14,7 +14,7 @@ from deltanet_kernels.arguments import RMSNormCall
 
 
 class Sum(NamedTuple):
-    """x + residual, tensors of one shape: the output of a decoder layer, which the norm behind it computes."""
+    """x + residual, tensors of one shape: the output of a decoder layer, which the norm after it computes."""
 
     x: Tensor
     residual: Tensor

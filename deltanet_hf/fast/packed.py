@@ -28,8 +28,8 @@ FAMILIES = ("LlamaAttention", "MistralAttention", "Qwen2Attention", "MixtralAtte
 """Attention of which the class says no more than: project, rotate, attend by `scaling`, project."""
 
 
-def has_packed_step(attention: Any) -> bool:
-    """Whether `FastPacked` has a step for it: softmax or windows of known families, all with a cache in 8 or 4 bits."""
+def is_packed(attention: Any) -> bool:
+    """Whether `FastPacked` computes it: softmax or windows of known families, all with a cache in 8 or 4 bits."""
     return all(map(_is_known, branches_of(attention).values()))
 
 

@@ -125,7 +125,8 @@ class StateLayer(ServedLayer):
     def one_token(self, steps: dict[str, Step], x: Tensor, position_embeddings: Any) -> Tensor:
         pages, cache = steps[self.name].pages[: len(x)], MixerCacheLayer()
         cache.is_initialized = True
-        if self.form.takes_slots if isinstance(self.form, FastMixer) else self.form.cache_bits < 16:
+        in_pages = self.form.has_step if isinstance(self.form, FastMixer) else self.form.cache_bits < 16
+        if in_pages:
             cache.state, cache.slots = self.states.tensors, pages
             return called(self.form, cache, x, position_embeddings)
         cache.state = self.states.load(pages)
