@@ -211,7 +211,10 @@ class Mixer(LayerKind, nn.Module):
         return self.rotated(*self.repeated(*Mixer.project(self, hidden_states)), position_embeddings)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [B, T, hidden] -> q [B, T, HQ*D], k [B, T, HK*D], v [B, T, HV*D], through the learned norms."""
+        """x [B, T, hidden] -> q [B, T, HQ*D], k [B, T, HK*D], v [B, T, HV*D], through the learned norms.
+
+        With several writes per token, k and v of the teacher's projections are the last.
+        """
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         q, k = self.normalise(q, self.q_norm), self.normalise(k, self.k_norm)
         return q.to(v.dtype), k.to(v.dtype), v  # under autocast learned norms give float32
@@ -325,7 +328,7 @@ class Mixer(LayerKind, nn.Module):
     def window_inputs(
         self, parts: tuple[Tensor, Tensor, Tensor], position_embeddings: PositionEmbeddings | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v [B, T, heads, D] of the window, from what `project` returned; its last k and v are the teacher's."""
+        """q, k, v [B, T, heads, D] of the window, from what `project` returned: of k and v the teacher's alone."""
         q, k, v = parts
         return self.rotated(
             q, self.own_channels(k, self.k_proj), self.own_channels(v, self.v_proj), position_embeddings

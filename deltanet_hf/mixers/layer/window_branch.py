@@ -1,7 +1,7 @@
-"""Softmax attention over a sliding window and attention sinks, beside the recurrent state of the same layer.
+"""Softmax attention over a sliding window and attention sinks, mixed with the recurrent state of the same layer.
 
 For token t and head h, with w_t the softmax attention to the last `window` and the first `sinks` tokens of the sequence
-and o_t the state's output behind its norm and gate,
+and o_t the state's output after its norm and gate,
 
     y_t = (1 - s_t) w_t + s_t o_t        s_t = sigmoid(share_proj(x_t) + far_slope log f_t - near_slope log Z_t)
 
@@ -139,7 +139,7 @@ class WindowBranch(Part):
     def near(self, q: Tensor, k: Tensor, v: Tensor, call: LayerCall, tokens: Tokens) -> tuple[Tensor, Tensor, State]:
         """The attention, w [B, T, H, D] and log Z [B, T, H] float32, and the window's part of the new state."""
         padding, state = call.padding, call.state
-        if not call.keep_state and (call.cu_seqlens is not None or (state is None and padding is None)):
+        if not call.keep_state and (call.cu_seqlens is not None or padding is None):
             return *self.attend(q, k, v, call.cu_seqlens), {}
         own = {} if state is None else {name: state[name] for name in self.state_names}
         if self.cache_bits < 16:

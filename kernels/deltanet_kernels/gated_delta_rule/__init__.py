@@ -9,8 +9,8 @@ what the launches of a call share; `chunk.py` is the Triton form of the chunked 
     stage                          file                      when
     -----------------------------  ------------------------  ---------------------------------------------------------
     public functions               public.py                 any call, with the arguments of flash-linear-attention
-    operators                      operators.py              what public.py and layers call; PyTorch or Triton:
-                                                             ../dispatch.py
+    operators                      operators.py              what public.py calls, and callers whose arguments need
+                                                             no check; PyTorch or Triton: ../dispatch.py
     recurrence, reference          reference.py              any device, float32 and float64; the tests' ground truth
     calls in other dtypes, layouts drop_in.py                before the others, for calls that the kernels do not take
     gates per channel              fine_gates.py             recurrence, before recurrent.py or channel_gates
@@ -21,7 +21,7 @@ what the launches of a call share; `chunk.py` is the Triton form of the chunked 
     scores, row factors            scores.py                 chunked CUDA calls that hopper/solve.py does not serve
     inverse (I + L)^-1             solve.py                  after scores.py, unless erase is "off"
     both in one                    hopper/solve.py           Hopper, bfloat16, K 64 or 128, V a power of two >= 16,
-                                                             HQ = H, erase "decayed", complete chunks, not packed;
+                                                             HQ = H, erase "decayed", T a multiple of C, not packed;
                                                              see also `Kernel.gluon` in chips.py
     states and outputs             states.py                 chunked CUDA calls; outputs_kernel follows if HQ > HV
     sums over query heads          query_sums.py             backward, where several query heads read one state

@@ -30,8 +30,8 @@ class Kernel(NamedTuple):
     V: Sequence[int] = EVERY_SIZE
     heads: str = "any"  # or "HQ = H", or "HQ = H = HV": heads of q (HQ), of k (H), of v and the states (HV)
     gluon: bool = False
-    """Written in Gluon: requires Triton 3.6 to 3.9, complete chunks, erase="decayed" and rows of q, k and dO that begin
-    at multiples of 16 bytes."""
+    """Written in Gluon: requires Triton 3.6 to 3.9, erase="decayed", rows of q, k and dO that begin at multiples of 16
+    bytes, and T a multiple of C, not packed; else the next row serves the whole call."""
 
 
 SCORES = "scores, row factors, inverse"
