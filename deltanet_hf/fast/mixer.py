@@ -50,8 +50,8 @@ class FastMixer:
         self.layer: Any = _with_fast_parts(mixer, may_move)
         self.settings = mixer.settings
         conv = mixer.conv1d
-        self._taps = None if conv is None else conv.weight.detach().squeeze(1)
-        self._offset = None if mixer.k_offset is None else mixer.k_offset.weight
+        self._conv_weight = None if conv is None else conv.weight.detach().squeeze(1)
+        self._k_offset = None if mixer.k_offset is None else mixer.k_offset.weight
         branch = mixer.window_branch
         bits = 16 if branch is None else branch.cache_bits
         known = (conv is None or mixer.settings.conv_on != "k") and (branch is None or branch.learned_sinks is None)
@@ -62,7 +62,7 @@ class FastMixer:
         self._has_padded_step = self.has_step and bits == 16
         own_heads = mixer.k_proj.out_features // mixer.head_dim
         # Whether the window reads other queries and keys than the state: `prompt_inputs` then returns them too.
-        differ = conv is not None or self._offset is not None or self._qk_silu or mixer.kv_repeats > 1
+        differ = conv is not None or self._k_offset is not None or self._qk_silu or mixer.kv_repeats > 1
         self._window_kv_heads = own_heads if mixer.window_branch is not None else 0
         self._separate_window_heads = self._window_kv_heads if differ else 0
 
@@ -121,7 +121,7 @@ class FastMixer:
     ) -> Tensor:
         """One more token, x [B, 1, hidden] -> [B, 1, hidden], with the state in the cache changed in place."""
         layer, state = self.layer, cache.state
-        tail = state["conv_tail"].clone() if padding is not None and self._taps is not None else None
+        tail = state["conv_tail"].clone() if padding is not None and self._conv_weight is not None else None
         q, k, v = layer.project(x)
         rule_gates, output_gate = layer.step_gates(x), layer.output_gate(x)
         cos, sin = self.layer.angles(position_embeddings)
@@ -134,7 +134,7 @@ class FastMixer:
             state["state"],
             rule_gates.A_log,
             rule_gates.dt_bias,
-            self._taps,
+            self._conv_weight,
             state.get("conv_tail"),
             output_gate,
             None if layer.norm is None else layer.norm.weight,
@@ -144,7 +144,7 @@ class FastMixer:
             eps=1e-6 if layer.norm is None else layer.norm.eps,
             qk_silu=self._qk_silu,
             v_silu=self._v_silu,
-            k_offset=self._offset,
+            k_offset=self._k_offset,
             allow_neg_eigval=self.settings.allow_neg_eigval,
             use_beta_sigmoid_in_kernel=rule_gates.sigmoid,
             erase=layer.erase,
@@ -180,16 +180,16 @@ class FastMixer:
         call = PromptInputsCall(
             *parts,
             head_dim,
-            self._taps,
-            None if self._taps is None or state is None else state["conv_tail"],
-            cos,
-            sin,
-            self._offset,
-            self._qk_silu,
-            self._v_silu,
-            self._separate_window_heads,
-            self._taps is not None and keep_state,
-            self.layer.kv_repeats,
+            conv_weight=self._conv_weight,
+            conv_tail=None if self._conv_weight is None or state is None else state["conv_tail"],
+            cos=cos,
+            sin=sin,
+            k_offset=self._k_offset,
+            qk_silu=self._qk_silu,
+            v_silu=self._v_silu,
+            window_heads=self._separate_window_heads,
+            output_tail=self._conv_weight is not None and keep_state,
+            kv_repeats=self.layer.kv_repeats,
         )
         # The state comes with the cache and the rotation with the call: from elsewhere than the layer.
         if state is not None or not _rotates(parts[0], cos, sin, head_dim):

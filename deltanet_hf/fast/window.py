@@ -30,8 +30,8 @@ def window_prefill(
 
     Args:
         x, q, k, v, call: as there.
-        far: the state's output [B, T, H, D] before norm and gate.
-        gate: logits of the output gate [B, T, H, D], or None for no gate.
+        far: the state's output [B, T, HQ, D] before norm and gate.
+        gate: logits of the output gate [B, T, HQ, D], or None for no gate.
         norm: the output norm, or None.
     """
     if call.state is None:  # the sequence begins here
@@ -103,7 +103,7 @@ def window_step(
         cos, sin: of the rotary embedding, [B, 1, R] or [1, 1, R]; None for none.
 
     Returns:
-        The layer's output [B, 1, H, D] before `o_proj`.
+        The layer's output [B, 1, HQ, D] before `o_proj`.
     """
     state, slots = cache.state, cache.slots
     if branch.cache_bits < 16:

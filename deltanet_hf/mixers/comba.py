@@ -41,7 +41,7 @@ class Feedback(Part):
             self.correction.zero_()
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """q [B, T, HQ, D], k [B, T, HK, D] -> corrected queries [B, T, H, D] in the dtype of q, and f [HV]."""
+        """q [B, T, HQ, D], k [B, T, HK, D] -> corrected queries [B, T, HO, D] in the dtype of q, and f [HV]."""
         f = self.feedback.float().clamp_min(WEAKEST_FEEDBACK).sigmoid()
         heads = self.correction.numel()
         factor = self.correction.float() * f.repeat_interleave(heads // f.numel())

@@ -13,7 +13,7 @@ def with_learned_sinks(output: Tensor, lse: Tensor, sinks: Tensor | None) -> tup
     """Attention and its log-sum-exp with sinks, from those without.
 
     Args:
-        output: [..., H, D]; lse: log Z [..., H] float32; sinks: b [H], or None for none.
+        output: [..., HQ, D]; lse: log Z [..., HQ] float32; sinks: b [HQ], or None for none.
     """
     if sinks is None:
         return output, lse

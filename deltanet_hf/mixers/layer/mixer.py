@@ -13,7 +13,7 @@ projected.
 This is the plain form, for training and for whoever calls a layer alone; `deltanet_hf/fast/mixer.py` computes the same
 without gradients, by fewer launches. To add a mixer, see docs/contributing.md.
 
-Shapes in comments: B batch, T tokens, D head size; HQ, HK, HV heads of q, k and v; H heads of the output; C channels
+Shapes in comments: B batch, T tokens, D head size; HQ, HK, HV heads of q, k and v; HO heads of the output; C channels
 of the convolution.
 """
 
@@ -140,7 +140,7 @@ class Mixer(LayerKind, nn.Module):
         raise NotImplementedError
 
     def mix(self, call: MixCall) -> tuple[Tensor, State]:
-        """The recurrence: outputs [B, T, H, D], and the new state (empty unless `call.keep_state`)."""
+        """The recurrence: outputs [B, T, HO, D], and the new state (empty unless `call.keep_state`)."""
         raise NotImplementedError
 
     def recurrent_shapes(self) -> dict[str, TensorShape]:
@@ -314,13 +314,13 @@ class Mixer(LayerKind, nn.Module):
         return q, k, v
 
     def output_gate(self, x: Tensor) -> Tensor | None:
-        """Logits of the output gate: x [B, T, hidden] -> [B, T, H, D]."""
+        """Logits of the output gate: x [B, T, hidden] -> [B, T, HO, D]."""
         if self.g_proj is None:
             return None
         return self.split_heads(self.g_proj(x if self.g_down is None else self.g_down(x)))
 
     def gated_norm(self, output: Tensor, gate: Tensor | None) -> Tensor:
-        """Output norm and gate: output and gate [B, T, H, D] -> [B, T, H, D]."""
+        """Output norm and gate: output and gate [B, T, HO, D] -> [B, T, HO, D]."""
         if self.norm is not None:
             return self.norm(output, gate)  # type: ignore[no-any-return]
         return output if gate is None else output * F.silu(gate)

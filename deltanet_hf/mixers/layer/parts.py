@@ -160,7 +160,7 @@ class Opening(Part):
 
 
 class GatedRMSNorm(Part):
-    """RMSNorm over each head's output, times SiLU of the gate; `weight` [D], or [H, D] for a weight per head."""
+    """RMSNorm over each head's output, times SiLU of the gate; `weight` [D], or [HO, D] for a weight per head."""
 
     def __init__(self, shape: tuple[int, ...], eps: float) -> None:
         super().__init__()
@@ -171,5 +171,5 @@ class GatedRMSNorm(Part):
         nn.init.ones_(self.weight)
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
-        """x, gate [B, T, H, D] -> [B, T, H, D]."""
+        """x, gate [B, T, HO, D] -> [B, T, HO, D]."""
         return gated_rms_norm(x, gate, self.weight, self.eps)

@@ -13,7 +13,7 @@ exponential of what the window misses.
 As long as a sequence fits into window and sinks, the layer is the teacher's attention. Scores are capped where the
 teacher's are (Gemma 2), and Z_t has its learned sinks in it, if there are any (gpt-oss).
 
-Shapes: B batch, T tokens of a call, H query heads, HK key/value heads, D head size, S = sinks + window places.
+Shapes: B batch, T tokens of a call, HQ query heads, HK key/value heads, D head size, S = sinks + window places.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ShareSlopes(Part):
         nn.init.ones_(self.near_slope)
 
     def forward(self, unseen: Tensor, lse: Tensor) -> Tensor:
-        """unseen [B, T] (at least 1), lse [B, T, H] float32 -> [B, T, H] float32."""
+        """unseen [B, T] (at least 1), lse [B, T, HQ] float32 -> [B, T, HQ] float32."""
         return self.far_slope.float() * unseen.float().log().unsqueeze(-1) - self.near_slope.float() * lse
 
 
@@ -117,8 +117,8 @@ class WindowBranch(Part):
 
         Args:
             x: the layer's input [B, T, hidden].
-            q, k, v: [B, T, H, D], [B, T, HK, D], [B, T, HK, D] as softmax attention sees them.
-            far: [B, T, H, D], the state's output after its norm and gate.
+            q, k, v: [B, T, HQ, D], [B, T, HK, D], [B, T, HK, D] as softmax attention sees them.
+            far: [B, T, HQ, D], the state's output after its norm and gate.
             call: the layer's call.
         """
         tokens = self.tokens(x, call)
@@ -126,7 +126,7 @@ class WindowBranch(Part):
         return self.mixture(x, near, lse, far, tokens.numbers), new_state
 
     def mixture(self, x: Tensor, near: Tensor, lse: Tensor, far: Tensor, numbers: Tensor) -> Tensor:
-        """y [B, T, H, D] from w, log Z and the state's output; arguments as in `forward` and `share`."""
+        """y [B, T, HQ, D] from w, log Z and the state's output; arguments as in `forward` and `share`."""
         share = self.share(x, lse, numbers).unsqueeze(-1)
         return near + share.to(near.dtype) * (far.to(near.dtype) - near)
 
@@ -137,7 +137,7 @@ class WindowBranch(Part):
         return Tokens.of(batch, length, call.padding, call.cu_seqlens, before, x.device)
 
     def near(self, q: Tensor, k: Tensor, v: Tensor, call: LayerCall, tokens: Tokens) -> tuple[Tensor, Tensor, State]:
-        """The attention, w [B, T, H, D] and log Z [B, T, H] float32, and the window's part of the new state."""
+        """The attention, w [B, T, HQ, D] and log Z [B, T, HQ] float32, and the window's part of the new state."""
         padding, state = call.padding, call.state
         if not call.keep_state and (call.cu_seqlens is not None or padding is None):
             return *self.attend(q, k, v, call.cu_seqlens), {}
@@ -155,10 +155,10 @@ class WindowBranch(Part):
         return near, lse, kept.state
 
     def share(self, x: Tensor, lse: Tensor, numbers: Tensor) -> Tensor:
-        """The state's share [B, T, H] float32 of the output.
+        """The state's share [B, T, HQ] float32 of the output.
 
         Args:
-            x: [B, T, hidden]; lse: log Z [B, T, H] float32; numbers: of the tokens, [B, T] or [1, T], from 1.
+            x: [B, T, hidden]; lse: log Z [B, T, HQ] float32; numbers: of the tokens, [B, T] or [1, T], from 1.
         """
         unseen = self.unseen(numbers)
         logit = self.share_proj(x).float() + self.slopes(unseen.clamp_min(1), lse)
@@ -174,7 +174,7 @@ class WindowBranch(Part):
         return (seen - self.window - self.sinks).clamp_min(0)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Attention within a call: w [B, T, H, D] and log Z [B, T, H] float32."""
+        """Attention within a call: w [B, T, HQ, D] and log Z [B, T, HQ] float32."""
         shape = q.shape
         if cu_seqlens is not None:
             q, k, v = (part.flatten(0, 1).unsqueeze(0) for part in (q, k, v))
@@ -200,7 +200,7 @@ class WindowBranch(Part):
 def _masked(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Attention of few queries: q [B, T, H, D], k, v [B, N, HK, D], mask [B, T, N] bool."""
+    """Attention of few queries: q [B, T, HQ, D], k, v [B, N, HK, D], mask [B, T, N] bool."""
     groups = q.shape[2] // k.shape[2]
     grouped = q.unflatten(2, (-1, groups)).float()
     scores = torch.einsum("bthgd,bnhd->bthgn", grouped, k.float()) * scale

@@ -42,6 +42,8 @@ default form only; the others take the constants of `row_factors.erase_flags` an
 
 Glossary, for one state head and a chunk of C tokens with rows i and columns j:
 
+    HQ, H, HV, HO  heads of the queries, of the keys, of values and states, and of the output, max(HQ, HV). HQ > H where
+                   query heads share a state, as they share keys and values in grouped-query attention
     state S        [K, V] matrix that the recurrence updates; float32 unless the caller holds it in bfloat16
     chunk          C consecutive tokens of one sequence; a complete chunk has no padding
     G              inclusive cumulative sum of the log decay g within the chunk
