@@ -107,7 +107,7 @@ def window_step(
     """
     state, slots = cache.state, cache.slots
     if branch.cache_bits < 16:
-        # A new dict is enough: a window's tensors never grow.
+        # `step` changes these tensors in place; only those of a cache that grows would be replaced in the dict.
         own = {name: state[name] for name in branch.state_names}
         held = PackedTokens(branch.kept, own, None, in_place=True, slots=slots)
         near, lse = held.step(q, k, v, branch.scale, branch.softcap, cos, sin)

@@ -53,7 +53,7 @@ class PackedSoftmax:
         """Attention's signature. hidden_states [B, T, hidden] -> ([B, T, hidden], None).
 
         Raises:
-            ValueError: a mask that cannot be read, packed sequences, or a static cache.
+            ValueError: a mask that cannot be read, or as `call_packed`.
         """
         length = hidden_states.shape[1]
         call = LayerCall.of(self, length, attention_mask, past_key_values, cu_seq_lens_q, padding)
@@ -70,11 +70,11 @@ def call_packed(
 
     Args:
         family: the forward of the family's attention.
-        call: its cache takes the new tokens; packed sequences are refused.
+        call: its cache takes the new tokens.
         inputs: other keyword arguments of `family`.
 
     Raises:
-        ValueError: packed sequences, or a static cache.
+        ValueError: packed sequences without a cache that knows their lengths, or a static cache.
     """
     cache = call.cache
     if call.cu_seqlens is not None and call.lengths is None:
@@ -84,8 +84,17 @@ def call_packed(
     length = inputs["hidden_states"].shape[1]
     in_place = cache is not None and length == 1 and cache.may_change
     seen = 0 if cache is None else int(cache.get_seq_length())
-    places = (None, None) if cache is None else (cache.slots, cache.pages)
-    held = PackedTokens(kept, call.state or {}, call.padding, seen, cache is not None, in_place, call.lengths, *places)
+    held = PackedTokens(
+        kept,
+        call.state or {},
+        call.padding,
+        seen,
+        keep_state=call.keep_state,
+        in_place=in_place,
+        lengths=call.lengths,
+        slots=None if cache is None else cache.slots,
+        pages=None if cache is None else cache.pages,
+    )
     output, _ = family(attention_mask=None, past_key_values=None if cache is None else held, call=held, **inputs)
     if cache is not None:
         cache.grows = kept.window is None

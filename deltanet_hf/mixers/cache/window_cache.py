@@ -1,6 +1,6 @@
 """Which tokens a window with sinks sees, and its cache of constant size.
 
-Shapes: B batch, T tokens of a call, S = window + sinks places of the cache, HV key/value heads, D head size.
+Shapes: B batch, T tokens of a call, S = window + sinks places of the cache, HK key/value heads, D head size.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class KeptTokens:
             self.seen = Tokens(numbers, None)
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Takes the keys and values [B, HV, T, D] of the call; returns those that its queries may see."""
+        """Takes the keys and values [B, HK, T, D] of the call; returns those that its queries may see."""
         if self._in_place:
             place = self._place[:, None, :, None].expand_as(keys)
             self.state = self.old
@@ -146,7 +146,7 @@ def window_shapes(heads: int, head_dim: int, places: int, dtype: torch.dtype) ->
 
 
 def _kept_of_packed(keys: Tensor, values: Tensor, window: int, sinks: int, cu_seqlens: Tensor) -> State:
-    """The state after each of N sequences, of whose tokens keys and values [HV, T, D] are the row."""
+    """The state after each of N sequences, of whose tokens keys and values [HK, T, D] are the row."""
     count = cu_seqlens.diff()[:, None]
     place = torch.arange(window + sinks, device=keys.device)
     numbers = torch.where(place < sinks, place + 1, count - (count - place + sinks) % window)
@@ -157,6 +157,6 @@ def _kept_of_packed(keys: Tensor, values: Tensor, window: int, sinks: int, cu_se
 
 
 def _put(old: Tensor, new: Tensor, place: Tensor) -> Tensor:
-    """`old` [B, H, S, D] with the tokens `new` [B, H, T, D] at the places [B, T]; place S is dropped."""
+    """`old` [B, HK, S, D] with the tokens `new` [B, HK, T, D] at the places [B, T]; place S is dropped."""
     room = torch.cat([old, old[:, :, :1]], dim=2)
     return room.scatter(2, place[:, None, :, None].expand_as(new), new)[:, :, :-1].contiguous()
