@@ -5,16 +5,21 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from deltanet_convert.layers_option import file_selection
 from deltanet_convert.select import Selection, probes, read_selection
-from deltanet_convert.select.budget import Budget, Memory
+from deltanet_convert.select.budget import Budget
+from deltanet_convert.select.cache_sizes import CacheSizes
 from deltanet_convert.select.command import select_command
+from deltanet_convert.select.for_convert import SHAPES
 from deltanet_convert.select.units import Candidates
-from deltanet_convert.teacher_model import Teacher
+from deltanet_convert.teacher_model import Teacher, meta_model
 from deltanet_hf.errors import UserError
 from support.far_model import far_folder
 from support.refusals import assert_refused
@@ -23,8 +28,19 @@ from support.tiny_models import teacher_config
 from support.tiny_selection import tiny_selection, tiny_task
 
 THIRTY = Candidates(tuple((i,) for i in range(30)), (), None)
-# SmolLM2-135M: 768 bytes per token and layer, states of 9 heads of 64 x 64 in float32.
-SMOLLM2 = Memory(at=2048, teacher=30 * 768 * 2048, bits=16, kept=768.0 * 2048, other=4.0 * 9 * 64 * 64, fixed=0)
+
+
+def smollm2(at: int) -> CacheSizes:
+    """SmolLM2-135M: 768 bytes per token and layer, states of 9 heads of 64 x 64 in float32."""
+    config = LlamaConfig(**SHAPES["smollm2-135m-instruct.json"])
+    teacher: Any = SimpleNamespace(
+        config=config, num_layers=30, dtype=torch.bfloat16, model=meta_model(LlamaForCausalLM, config, torch.bfloat16)
+    )
+    state: Any = SimpleNamespace(cache_bytes=lambda tokens: 4 * 9 * 64 * 64)
+    return CacheSizes(teacher, THIRTY, at, 16, (state,) * 30)
+
+
+SMOLLM2 = smollm2(2048)
 
 
 @pytest.fixture(autouse=True)
@@ -48,16 +64,17 @@ def far(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_budgets_in_units(budget: str, units: int) -> None:
-    assert Budget.parse(budget).units(THIRTY, None) == units
+    assert Budget.parse(budget).units(THIRTY) == units
 
 
 @pytest.mark.parametrize("spec", ["15MB@2048", "32%@2k"])
 def test_budgets_in_bytes_are_kept_and_could_not_keep_one_more(spec: str) -> None:
     budget = Budget.parse(spec)
     assert budget.at == 2048
-    found = budget.units(THIRTY, SMOLLM2)
-    allowed = 15e6 if "MB" in spec else 0.32 * SMOLLM2.teacher
-    assert SMOLLM2.total(found, 30) <= allowed < SMOLLM2.total(found + 1, 30)
+    found = budget.units_of_bytes(SMOLLM2)
+    assert SMOLLM2.teacher_bytes == 30 * 768 * 2048
+    allowed = 15e6 if "MB" in spec else 0.32 * SMOLLM2.teacher_bytes
+    assert SMOLLM2.total(THIRTY.units[:found], None) <= allowed < SMOLLM2.total(THIRTY.units[: found + 1], None)
 
 
 WRONG_BUDGETS: list[tuple[str, str]] = [
@@ -74,24 +91,24 @@ WRONG_BUDGETS: list[tuple[str, str]] = [
     ("40MB@0", "'0' is no length in tokens"),
     ("40MB@32K", "'32K' is no length in tokens"),
     ("40XB@2048", "--keep 40XB@2048: got '40XB', expected a size"),
-    ("1MB@2048", "are too few: the states alone are 4.4 MB, with one unit kept 5.8 MB"),
+    ("1MB@2048", "too few bytes; the smallest budget is --keep 5850KB@2048, one whole unit"),
     ("1GB@2048", "holds the teacher's own cache in 16 bits, 47.2 MB"),
-    ("0%@2048", "0 B are too few"),
+    ("0%@2048", "too few bytes; the smallest budget is --keep 5850KB@2048"),
 ]
 
 
 def test_budgets_that_make_no_sense_are_refused() -> None:
     def units(text: str) -> None:
-        Budget.parse(text).units(THIRTY, SMOLLM2 if "@" in text else None)
+        budget = Budget.parse(text)
+        budget.units(THIRTY) if budget.at is None else budget.units_of_bytes(SMOLLM2)
 
     rows = [({"text": text}, UserError, rf"^[^\n]*{re.escape(message)}[^\n]*$") for text, message in WRONG_BUDGETS]
     assert_refused(units, rows)
 
 
 def test_a_length_at_which_the_cache_is_smaller_than_the_state_is_refused() -> None:
-    short = Memory(at=64, teacher=30 * 768 * 64, bits=16, kept=768.0 * 64, other=SMOLLM2.other, fixed=0)
     with pytest.raises(UserError, match=r"at 64 tokens the keys and values of a unit .* give a larger length"):
-        Budget.parse("5MB@64").units(THIRTY, short)
+        Budget.parse("5MB@64").units_of_bytes(smollm2(64))
 
 
 def test_bytes_are_those_of_the_converted_model(far: Path, tmp_path: Path) -> None:
@@ -99,9 +116,9 @@ def test_bytes_are_those_of_the_converted_model(far: Path, tmp_path: Path) -> No
         options: dict[str, Any] = {"mixer": "gated_deltanet+window", "cache_bits": bits}
         task = tiny_task(far, budget, **options)
         job = tiny_job(far, tmp_path / "out", layers="keep:2", **options)
-        assert task.memory is not None
-        assert task.memory.total(1, 4) == sum(layer.cache_bytes(2000) for layer in job.plan.layers)
-        assert task.memory.teacher == 4 * 2 * 2 * 32 * 4 * 2000
+        assert task.sizes is not None
+        assert task.sizes.total([(2,)], None) == sum(layer.cache_bytes(2000) for layer in job.plan.layers)
+        assert task.sizes.teacher_bytes == 4 * 2 * 2 * 32 * 4 * 2000
         assert "positions end at 512" in task.notes[0]
 
 
@@ -142,8 +159,9 @@ def test_layers_that_slide_stay_as_they_are(unit: str, tmp_path: Path) -> None:
     softmax = [layer for layer, kind in enumerate(kinds) if kind == "softmax"]
     assert softmax == ([0, 2, 3] if unit == "layer" else [0, 2])
     task = tiny_task(teacher, "60%@400", unit=unit, mixer="retention", cache_bits=16)
-    assert task.memory is not None
-    assert task.memory.fixed == 2 * min(8, 400) * 2 * 2 * teacher_config("gemma3_text").head_dim * 4
+    assert task.sizes is not None
+    states = sum(task.sizes.layers[layer].cache_bytes(400) for layer in (1, 3))
+    assert task.sizes.total((), None) - states == 2 * min(8, 400) * 2 * 2 * teacher_config("gemma3_text").head_dim * 4
 
 
 def test_spread_units_need_no_run(far: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

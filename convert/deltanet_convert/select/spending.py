@@ -24,22 +24,14 @@ class Spending:
         sizes: of caches at its length.
 
     Raises:
-        UserError: the budget is smaller than that of the shortest windows, or holds the teacher's own cache.
+        UserError: see `Budget.units_of_bytes`.
     """
 
     def __init__(self, budget: Budget, sizes: CacheSizes) -> None:
         self.sizes = sizes
-        units = sizes.candidates.units
-        self.allowed = budget.allowed(sizes.teacher_bytes)
-        self.longest = min(sizes.at, int(sizes.teacher.config.max_position_embeddings))
-        smallest, whole = sizes.total((), SHORTEST), sizes.total(units, SHORTEST)
-        if whole <= self.allowed:
-            raise budget.keeps_all(whole, sizes.bits)
-        if smallest > self.allowed or self.longest < SHORTEST:
-            raise budget.too_small(smallest, f"a window of {SHORTEST} tokens in all heads")
-        self.most = bisect.bisect_right(
-            range(1, len(units) + 1), self.allowed, key=lambda count: sizes.total(units[:count], SHORTEST)
-        )
+        self.allowed = budget.allowed(sizes)
+        self.most = budget.units_of_bytes(sizes, SHORTEST)
+        self.longest = max(SHORTEST, min(sizes.at, int(sizes.teacher.config.max_position_embeddings)))
 
     @property
     def length(self) -> int:

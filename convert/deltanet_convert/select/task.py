@@ -14,7 +14,6 @@ from deltanet_hf.models.layers import LayerTable
 from ..conversion_plan import make_plan
 from ..export.obstacles import teacher_obstacles
 from ..teacher_model import Teacher
-from .budget import Memory
 from .cache_sizes import CacheSizes
 from .select_options import SelectOptions
 from .selection_file import Selection
@@ -31,7 +30,7 @@ class SelectionTask:
     Attributes:
         count: the number of units to keep; with `spending`, the most that may be.
         spread: what is kept where nothing is measured, by distance alone; None where the teacher is run.
-        memory: bytes per sequence, for a budget in bytes.
+        sizes: of caches at the length of a budget in bytes.
         spending: where windows are planned with the kept units: what the budget holds.
         notes: lines for the user.
     """
@@ -41,7 +40,7 @@ class SelectionTask:
     candidates: Candidates
     count: int
     spread: tuple[Unit, ...] | None
-    memory: Memory | None
+    sizes: CacheSizes | None
     spending: Spending | None
     notes: tuple[str, ...]
 
@@ -105,29 +104,29 @@ def plan_selection(teacher: Teacher, options: SelectOptions, table: LayerTable) 
     config = teacher.config
     at = options.keep.at
     planned = at is not None and options.measured and table.only_kind.mixer is WindowAttention
-    layers: Any = teacher.model.model.layers
+    attention: Any = teacher.model.model.layers[0].self_attn  # type: ignore[union-attr, index]
     if options.unit == "kv_head":
-        check_heads_part(layers[0].self_attn, config)
+        check_heads_part(attention, config)
     elif options.unit is None:
-        single = planned and heads_part(layers[0].self_attn)
+        single = planned and heads_part(attention)
         options = options.model_copy(update={"unit": "kv_head" if single else "layer"})
     assert options.unit is not None
     candidates = Candidates.of(config, options.unit)
     notes = [note for note in (candidates.note(),) if note]
-    memory = spending = None
-    if at is not None:
-        sizes = CacheSizes(teacher, candidates, at, table.cache_bits)
-        if planned:
-            spending = Spending(options.keep, sizes)
-        else:
-            memory = Memory.of(make_plan(teacher, table, teacher.dtype, 5 * 10**9, 64).layers, sizes)
+    sizes = spending = None
+    if at is None:
+        count = options.keep.units(candidates)
+    else:
+        layers = () if planned else make_plan(teacher, table, teacher.dtype, 5 * 10**9, 64).layers
+        sizes = CacheSizes(teacher, candidates, at, table.cache_bits, layers)
+        spending = Spending(options.keep, sizes) if planned else None
+        count = spending.most if spending else options.keep.units_of_bytes(sizes)
         longest = int(config.max_position_embeddings)
         if at > longest:
             notes.append(f"{options.keep.said}: the teacher's positions end at {longest}; only the bytes count.")
-    count = options.keep.units(candidates, memory) if spending is None else spending.most
     spread = None if options.measured else tuple(evenly(candidates.units, count))
     if options.exportable:
         spread = tuple(every_nth(int(config.num_hidden_layers), count))
         if found := teacher_obstacles(config, [layer for (layer,) in spread]):
             raise UserError(f"--exportable: the result could not be exported: {'; '.join(map(str, found))}")
-    return SelectionTask(teacher, options, candidates, count, spread, memory, spending, tuple(notes))
+    return SelectionTask(teacher, options, candidates, count, spread, sizes, spending, tuple(notes))

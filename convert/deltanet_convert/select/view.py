@@ -35,16 +35,11 @@ def print_selection(selection: Selection, task: SelectionTask, console: Console)
             f"{selection.scores['uniform']:.3f}.",
             highlight=False,
         )
-    kept = len(selection.kept)
-    if (memory := task.memory) is not None:
-        used, whole, at = memory.total(kept, len(task.candidates.units)), memory.teacher, memory.at
-    elif task.spending is not None:
+    if task.spending is not None:
         _print_allocations(selection, task.spending.length, console)
-        sizes = task.spending.sizes
-        used, whole, at = sizes.total(selection.kept, selection.planned_window or 0), sizes.teacher_bytes, sizes.at
-    else:
-        return
-    console.print(f"At {at:,} tokens a sequence takes {size(used)}, the teacher's {size(whole)}.", highlight=False)
+    if (sizes := task.sizes) is not None:
+        used, whole = size(sizes.total(selection.kept, selection.planned_window)), size(sizes.teacher_bytes)
+        console.print(f"At {sizes.at:,} tokens a sequence takes {used}, the teacher's {whole}.", highlight=False)
 
 
 def _print_allocations(selection: Selection, length: int, console: Console) -> None:
