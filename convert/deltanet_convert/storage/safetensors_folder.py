@@ -67,15 +67,13 @@ class Checkpoint:
     @classmethod
     def open(cls, folder: Path) -> "Checkpoint":
         """Checks the index and every header; UserError if any of them is damaged, inconsistent or unsafe."""
-        index = folder / INDEX_FILE
-        if index.exists():
-            entries = _sharded(folder, index)
-        elif (folder / SINGLE_FILE).exists():
-            file = inside(folder, SINGLE_FILE, folder / SINGLE_FILE)
-            entries = read_header(file)
-        else:
+        index, single = folder / INDEX_FILE, folder / SINGLE_FILE
+        if not index.exists() and not single.exists():
             raise UserError(_nothing_to_read(folder))
-        return cls(folder, _checked(entries))
+        if index.exists():
+            return cls(folder, _sharded(folder, index))
+        file = inside(folder, SINGLE_FILE, single)
+        return cls(folder, read_header(file))
 
     def __contains__(self, name: object) -> bool:
         return name in self.entries
@@ -199,18 +197,6 @@ def _sharded(folder: Path, index: Path) -> dict[str, TensorEntry]:
     for name, shard in weight_map.items():
         if name not in entries or entries[name].file != shards[shard]:
             raise UserError(f"{index}: tensor '{name}' is not in its shard '{shard}'; {DOWNLOAD_AGAIN}")
-    return entries
-
-
-def _checked(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
-    if not entries:
-        raise UserError("the checkpoint holds no tensors; download it again")
-    for entry in entries.values():
-        if entry.dtype not in FLOAT_DTYPES:
-            raise UserError(
-                f"{entry.file}: tensor '{entry.name}' has dtype {entry.dtype}, not a plain float; "
-                "dequantise the teacher first (save it as bfloat16)"
-            )
     return entries
 
 

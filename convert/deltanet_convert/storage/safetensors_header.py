@@ -31,12 +31,22 @@ class TensorEntry:
 def read_header(file: Path) -> dict[str, TensorEntry]:
     """The tensors of one safetensors file, by name; no data is read.
 
-    Raises UserError if the file cannot be read, or if the safetensors library refuses it: it is cut, its header is not
-    of the format, or shapes and offsets contradict each other, overlap, leave bytes unused or leave the file.
+    Raises UserError if the file cannot be read, holds no tensors, or others than plain floats, or if the safetensors
+    library refuses it: it is cut, its header is not of the format, or shapes and offsets contradict each other,
+    overlap, leave bytes unused or leave the file.
     """
     try:
         with safe_open(file, framework="pt") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  (not a mapping)
-            return {name: TensorEntry(name, file, s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
+            entries = {name: TensorEntry(name, file, s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
     except (SafetensorError, OSError) as error:
         raise UserError(f"{file}: cannot be read ({one_line(error, 200)}); {DOWNLOAD_AGAIN}") from error
+    if not entries:
+        raise UserError(f"{file}: holds no tensors; {DOWNLOAD_AGAIN}")
+    for entry in entries.values():
+        if entry.dtype not in FLOAT_DTYPES:
+            raise UserError(
+                f"{file}: tensor '{entry.name}' has dtype {entry.dtype}, not a plain float; dequantise the teacher "
+                "first (save it as bfloat16)"
+            )
+    return entries
