@@ -132,8 +132,8 @@ def model_class(model_type: str) -> type[PreTrainedModel]:
         "_upload_modified_files": upload_with_companions,
     }
     made: Any = type(name, (AssistedGeneration, Stateful, GraphedGeneration, base), namespace)
-    name_in_transformers(made)
     AutoModelForCausalLM.register(config_class(model_type), made)
+    name_in_transformers(made)
     return made
 
 

@@ -161,10 +161,10 @@ def _scores(references: References, rounds: list[Round], uniform: float) -> dict
 
 def _objective(task: SelectionTask) -> AnswerLoss | TextKL:
     options, tokenizer = task.options, task.teacher.tokenizer
-    if options.method != "kl":
-        return AnswerLoss.of_texts(tokenizer, task.length, options.probes, options.window, options.seed)
-    rows = TEXT_ROWS * options.probes
-    return TextKL.of_texts(tokenizer, task.length, rows, options.window, options.sinks, options.seed)
+    if options.method == "kl":
+        rows = TEXT_ROWS * options.probes
+        return TextKL.of_texts(tokenizer, task.length, rows, options.window, options.sinks, options.seed)
+    return AnswerLoss.of_texts(tokenizer, task.length, options.probes, options.window, options.seed)
 
 
 def _named(unit: Unit) -> str:
