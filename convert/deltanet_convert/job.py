@@ -20,7 +20,7 @@ from .conversion_plan import Plan, make_plan
 from .export.obstacles import teacher_obstacles
 from .layers_option import chosen_layers
 from .options import ConvertOptions
-from .select.for_convert import unfinished_selection
+from .select.for_convert import selection_path
 from .select.run import Show, unseen
 from .select.selection_file import Selection
 from .storage.teacher_source import resolve_source
@@ -88,7 +88,7 @@ def sole_conversion(out: Path) -> Iterator[None]:
                 shutil.rmtree(_teacher_copy(out), ignore_errors=True)
             raise
         shutil.rmtree(_teacher_copy(out), ignore_errors=True)
-        unfinished_selection(out).unlink(missing_ok=True)
+        selection_path(out).unlink(missing_ok=True)
 
 
 def _teacher_copy(out: Path) -> Path:

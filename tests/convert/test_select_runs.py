@@ -117,7 +117,7 @@ def test_convert_chooses_and_records_the_layers(far: Path, tmp_path: Path, quick
     assert json.loads((out / "conversion.json").read_text())["selection"]["kept"] == [FAR_LAYER]
     assert json.loads((out / "config.json").read_text())["deltanet"]["layers"][FAR_LAYER] == "softmax"
     assert (out / "selection.png").exists()
-    assert not for_convert.unfinished_selection(out).exists()
+    assert not for_convert.selection_path(out).exists()
     assert tiny_conversion(far, out, layers="auto:1", resume=True) == report
     assert len(quick_auto) == 1
     with pytest.raises(UserError, match="exists; choose another folder"):
@@ -142,7 +142,7 @@ def test_an_interrupted_conversion_does_not_select_again(
     monkeypatch.setitem(START, "gated_deltanet", dies)
     with pytest.raises(Killed):
         tiny_conversion(far, out, layers="auto:1")
-    assert read_selection(for_convert.unfinished_selection(out)).layers == (FAR_LAYER,)
+    assert read_selection(for_convert.selection_path(out)).layers == (FAR_LAYER,)
     report = tiny_conversion(far, out, layers="auto:1", resume=True)
     assert report["selection"]["kept"] == [FAR_LAYER]
     assert len(quick_auto) == 1

@@ -81,7 +81,7 @@ def allocations(
     task: SelectionTask,
     model: PreTrainedModel,
     scorer: Scorer,
-    order: Callable[[int], list[Unit]],
+    most_important: Callable[[int], list[Unit]],
     done: Sequence[Allocation],
     record: Callable[[Allocation], None],
 ) -> list[Allocation]:
@@ -90,7 +90,7 @@ def allocations(
     Args:
         model: the teacher with its weights, which are shared; it is not changed.
         scorer: of the teacher with switched layers, which gives the score its scale.
-        order: the units that are worth keeping most, as many as it is called with.
+        most_important: the units that are most worth keeping, as many as it is called with, in their order.
         done: those that an earlier run measured.
         record: called with every new one.
 
@@ -103,7 +103,7 @@ def allocations(
     for count in task.spending.counts()[len(found) :]:
         if is_done(found):
             break
-        kept = order(count)
+        kept = most_important(count)
         window = task.spending.window(kept)
         if window is None:
             break

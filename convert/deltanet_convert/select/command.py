@@ -43,8 +43,6 @@ def select_command(
     with removed_unless_unfinished(source, out):
         opened = open_teacher(source)
         task = plan_selection(opened, options, made.table_of((), opened.config))
-        for note in task.notes:
-            console.print(note, highlight=False, markup=False)
         with shown_on(console) as show:
             selection = run_selection(task, out, show, overwrite=options.overwrite)
     print_selection(selection, task, console)

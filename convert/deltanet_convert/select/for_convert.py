@@ -49,11 +49,10 @@ def auto_selection(teacher: Teacher, out: Path, options: ConvertOptions, show: S
     Raises:
         UserError: the budget makes no sense, the teacher cannot be measured, or OUT exists and may not be replaced.
     """
-    _, separator, budget_text = options.layers.partition(":")
     if out.is_dir() and any(out.iterdir()) and not (options.resume or options.overwrite):
         raise UserError(f"{out}: exists; choose another folder, or add --overwrite to replace it")
-    method = "forward"
-    if not separator:
+    method, budget_text = "forward", options.layers.removeprefix(f"{AUTO}:")
+    if options.layers == AUTO:
         if (shipped := shipped_selection(teacher.config)) is not None:
             unit = "layers" if shipped.unit == "layer" else "key/value heads"
             show(0, 1, f"Softmax {unit}: those shipped for {shipped.teacher}, a model of this shape.")
@@ -69,14 +68,12 @@ def auto_selection(teacher: Teacher, out: Path, options: ConvertOptions, show: S
         raise UserError(f"{budget.said}: a budget in bytes decides how long windows are; leave out --set window")
     if task.spread is not None:
         return task.selection(task.spread, {})
-    file = unfinished_selection(out)
+    file = selection_path(out)
     found = _recorded(out, options) if options.resume else None
     if found is None and file.exists():
         found = read_selection(file)
     if found is not None and task.is_answered_by(found):
         return found
-    for note in task.notes:
-        show(0, task.count, note)
     try:
         return run_selection(task, file, show, overwrite=True, plot=False)
     except UserError as error:
@@ -94,7 +91,7 @@ def shipped_selection(config: PreTrainedConfig) -> Selection | None:
     return None
 
 
-def unfinished_selection(out: Path) -> Path:
+def selection_path(out: Path) -> Path:
     """Where the selection is kept until the conversion to `out` is finished."""
     return out.parent / f".{out.name}.selection.json"
 

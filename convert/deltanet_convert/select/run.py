@@ -42,7 +42,7 @@ def run_selection(
 
     Args:
         out: the file to write.
-        show: called with the progress.
+        show: called with the notes of the task, and with the progress.
         overwrite: replace `out`, and discard an unfinished run with other options.
         plot: whether to draw the scores beside the file.
 
@@ -51,6 +51,8 @@ def run_selection(
             about this teacher.
     """
     drawn = out.with_suffix(".png") if plot and task.spread is None else None
+    for note in task.notes:
+        show(0, task.count, note)
     with locked_beside(out, "selection"):
         journal = SelectionJournal(out, _request(task), overwrite, task.candidates.units, drawn)
         try:
@@ -84,20 +86,20 @@ def _measured(
     loaded = task.teacher.load_weights(options.torch_device)
     model = SwitchableModel(sharing_copy(loaded), task.candidates, options.window, options.sinks)
     scorer = Scorer(model, lambda share: show(len(rounds) + share, task.count, None))
-    known_references = references = journal.references()
+    recorded = references = journal.references()
     if references is None or isinstance(objective, TextKL):
         measured = References.measure(scorer, objective)  # which also keeps the teacher's logits for the KL
         references = references or measured
     for name, reason in references.dropped.items():
         show(len(rounds), task.count, f"probes of the format '{name}' are left out: {reason}")
     score = references.score(scorer, objective, task.teacher.name)
-    if known_references is None:  # not before they are known to be usable: a run with other options would be refused
+    if recorded is None:  # not before they are known to be usable: a run with other options would be refused
         journal.done(REFERENCES, references.to_json())
     units = task.candidates.units
     next_unit: NextUnit = (Gradient if options.method == "gradient" else Forward)(score, units)
     known: dict[Unit, float] = {unit: gain for step in rounds for unit, gain in step.gains.items()}
 
-    def order(count: int) -> list[Unit]:
+    def most_important(count: int) -> list[Unit]:
         """The first `count` units, after as many rounds."""
         while len(rounds) < count:
             step = next_unit([step.unit for step in rounds], known)
@@ -108,18 +110,18 @@ def _measured(
         return [step.unit for step in rounds[:count]]
 
     if task.spending is None:
-        count, more, window = task.count, {}, None
+        count, window, more = task.count, None, {}
     else:
 
         def record(found: Allocation) -> None:
             journal.allocated(found)
             show(len(rounds), task.count, str(found))
 
-        tried = allocations(task, loaded, scorer, order, journal.allocations(), record)
+        tried = allocations(task, loaded, scorer, most_important, journal.allocations(), record)
         best = best_of(tried)
         count, window, more = best.kept, best.window, {"allocations": [found.to_json() for found in tried]}
+    chosen = most_important(count)
     uniform = score.of(evenly(units, count))
-    chosen = order(count)
     return chosen, _scores(references, rounds[:count], uniform) | more, window
 
 
