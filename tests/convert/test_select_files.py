@@ -72,6 +72,7 @@ def test_budgets_in_bytes_are_kept_and_could_not_keep_one_more(spec: str) -> Non
     budget = Budget.parse(spec)
     assert budget.at == 2048
     found = budget.units_of_bytes(SMOLLM2)
+    assert Budget.parse("5850KB@2048").units_of_bytes(SMOLLM2) == 1  # the smallest, as the refusal names it
     assert SMOLLM2.teacher_bytes == 30 * 768 * 2048
     allowed = 15e6 if "MB" in spec else 0.32 * SMOLLM2.teacher_bytes
     assert SMOLLM2.total(THIRTY.units[:found], None) <= allowed < SMOLLM2.total(THIRTY.units[: found + 1], None)

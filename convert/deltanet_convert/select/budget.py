@@ -72,12 +72,12 @@ class Budget:
         return found
 
     def units_of_bytes(self, sizes: CacheSizes, shortest: int | None = None) -> int:
-        """The most units that a budget in bytes keeps, counted from the first.
+        """How many units a budget in bytes keeps, at most: as many of the first ones as fit.
 
         Args:
             sizes: of caches at the budget's length.
-            shortest: tokens of the shortest window of all other units, where windows are planned; then none has to be
-                kept.
+            shortest: tokens of the shortest window of all other units, where windows are planned; then a budget may
+                keep no unit.
 
         Raises:
             UserError: the budget is too small, or holds the teacher's own cache, or that is no larger than the

@@ -1,4 +1,4 @@
-"""Bytes of the cache of a model whose key/value heads keep all tokens or have a window: what `convert` will make."""
+"""Bytes of the cache of a model that keeps some key/value heads or layers whole: what `convert` will make."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class CacheSizes:
     """Bytes of one sequence of `at` tokens with keys and values in `bits` bits.
 
     Attributes:
-        layers: the plan of a conversion of every layer; may be empty where windows are planned.
+        layers: the plan of a conversion of every layer; not needed where windows are planned.
     """
 
     teacher: Teacher
