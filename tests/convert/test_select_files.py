@@ -123,6 +123,15 @@ def test_bytes_are_those_of_the_converted_model(far: Path, tmp_path: Path) -> No
         assert "positions end at 512" in task.notes[0]
 
 
+def test_a_spread_of_layers_that_differ_in_size_fits_the_budget(tmp_path: Path) -> None:
+    """Two evenly spread layers of this teacher are both large; of three, one is."""
+    teacher = teacher_folder(tmp_path / "teacher", "olmo3", sliding_window=2048, max_position_embeddings=16384)
+    task = tiny_task(teacher, "60%@16k", mixer="gated_deltanet", cache_bits=16, method="uniform")
+    assert task.spread == ((0,), (2,), (3,))
+    assert task.sizes is not None
+    assert task.sizes.total(task.spread, None) <= task.options.keep.allowed(task.sizes)
+
+
 def test_the_file_says_everything_and_convert_reads_it(far: Path, tmp_path: Path) -> None:
     out = tmp_path / "selection.json"
     found = tiny_selection(far, out, "2", seed=3)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import re
 from dataclasses import dataclass
 
@@ -11,7 +10,7 @@ from deltanet_hf.errors import UserError
 from ..command_options import parse_size
 from ..views.plan_view import size
 from .cache_sizes import CacheSizes
-from .units import Candidates
+from .units import Candidates, evenly
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ class Budget:
         return found
 
     def units_of_bytes(self, sizes: CacheSizes, shortest: int | None = None) -> int:
-        """How many units a budget in bytes keeps, at most: as many of the first ones as fit.
+        """How many units a budget in bytes keeps: as many as fit, evenly spread where their sizes differ.
 
         Args:
             sizes: of caches at the budget's length.
@@ -84,7 +83,11 @@ class Budget:
                 converted model's.
         """
         units, allowed = sizes.candidates.units, self.allowed(sizes)
-        none, one, whole = (sizes.total(units[:count], shortest) for count in (0, 1, len(units)))
+
+        def total(count: int) -> int:
+            return sizes.total(evenly(units, count), shortest)
+
+        none, one, whole = total(0), total(1), total(len(units))
         if whole <= none:
             raise UserError(
                 f"{self.said}: at {sizes.at} tokens the keys and values of a unit are no larger than the cache in its "
@@ -101,8 +104,7 @@ class Budget:
         if allowed < least:
             smallest = f"{self.said.removesuffix(self.text)}{-(-least // 1000)}KB@{self.at}"
             raise UserError(f"{self.said}: too few bytes; the smallest budget is {smallest}, {what}")
-        counts = range(1, len(units) + 1)
-        return bisect.bisect_right(counts, allowed, key=lambda count: sizes.total(units[:count], shortest))
+        return max(count for count in range(len(units)) if total(count) <= allowed)
 
     def allowed(self, sizes: CacheSizes) -> int:
         """The bytes that a budget in bytes allows."""
