@@ -87,7 +87,8 @@ def report(
             help="Comma-separated list of window (softmax restricted to a window), equal-bytes (untrained windows with "
             "the bytes of each student), linear-off (linear layers give zero), scratch (converted layers without "
             "fitted start values) and lesions (softmax layers, windows of layers with states, or those states "
-            "taken away); or none."
+            "taken away); or none.",
+            show_default="all but lesions",
         ),
     ] = "window,equal-bytes,linear-off,scratch",
     limit: Annotated[

@@ -220,9 +220,9 @@ def test_an_interrupted_conversion_is_not_resumed_with_other_changes(
     monkeypatch.setitem(START, "gated_deltanet", stop_at_the_second)
     with pytest.raises(KeyboardInterrupt):
         tiny_conversion(teacher, tmp_path / "out", changes=("rope=false",))
-    with pytest.raises(UserError, match=r"in options\."):
+    with pytest.raises(UserError, match=r"another options\."):
         tiny_conversion(teacher, tmp_path / "out", resume=True)
-    with pytest.raises(UserError, match=r"in options\."):
+    with pytest.raises(UserError, match=r"another options\."):
         tiny_conversion(teacher, tmp_path / "out", changes=("rope=false",), fit_memory=False, resume=True)
     report = tiny_conversion(teacher, tmp_path / "out", changes=("rope=false",), resume=True)
     assert report["options"]["deltanet"]["kinds"]["linear"]["rope"] is False

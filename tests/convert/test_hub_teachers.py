@@ -59,7 +59,7 @@ def test_an_interrupted_conversion_keeps_its_commit(
         with pytest.raises(KeyboardInterrupt):
             tiny_conversion(REPO, tmp_path / "out")
     second = repository.commit({**hub.files(REPO), "NOTICE": b"new"})
-    with pytest.raises(UserError, match=rf"in teacher\.revision \('{first}', now '{second}'\)"):
+    with pytest.raises(UserError, match=rf"another teacher\.revision \('{first}', now '{second}'\)"):
         tiny_conversion(REPO, tmp_path / "out", resume=True)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)  # the first commit is in the cache
     report = tiny_conversion(REPO, tmp_path / "out", resume=True, revision=first)

@@ -378,7 +378,7 @@ def test_divergence_stops_and_keeps_the_last_good_checkpoint(
 
 def test_output_of_another_recipe_is_refused(workplace: Path, tmp_path: Path) -> None:
     train(workplace, tmp_path / "run", [{**ALIGN, "tokens": 128}])
-    with pytest.raises(UserError, match=r"holds a run of another recipe\.stages\.0\.tokens \(128, now 256\); choose"):
+    with pytest.raises(UserError, match=r"holds a run with another recipe\.stages\.0\.tokens \(128, now 256\); choose"):
         train(workplace, tmp_path / "run", [{**ALIGN, "tokens": 256}])
     for damaged in ("", "[]", '{"run": 3}'):
         (tmp_path / "run" / "run.json").write_text(damaged)

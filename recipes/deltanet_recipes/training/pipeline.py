@@ -143,6 +143,6 @@ def _claim(output: Path, recipe: Recipe, stages: list[Stage], runtime: Runtime) 
             ) from None
         other = first_difference(before, {**decisive, "run": decisive["run"][:begun]})
         if other and any((output / name).exists() for name in PROGRESS):
-            raise UserError(f"output: {output} holds a run of another {other}; choose another folder or delete it")
+            raise UserError(f"output: {output} holds a run with another {other}; choose another folder or delete it")
         write_atomically(path, json.dumps(decisive, indent=1).encode())
     runtime.barrier()
