@@ -86,9 +86,15 @@ class Journal:
 
 
 def file_states(path: Path) -> dict[str, list[int]]:
-    """For requests: size in bytes and time of change in ns of a file, or of all in a folder; nothing for a Hub id."""
+    """For requests: the state of a file, or of all files in a folder; nothing for a Hub id."""
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
-    return {str(file.relative_to(path)): [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
+    return {str(file.relative_to(path)): file_state(file) for file in files}
+
+
+def file_state(file: Path) -> list[int]:
+    """Size in bytes and time of change in ns."""
+    state = file.stat()
+    return [state.st_size, state.st_mtime_ns]
 
 
 def first_difference(before: Any, now: Any, name: str = "") -> str | None:

@@ -24,7 +24,7 @@ MAX_LIST_BYTES = 1_000_000
 def chosen_layers(
     teacher: Teacher, out: Path, options: ConvertOptions, show: Show = unseen
 ) -> tuple[int, ...] | Selection:
-    """What `--layers` keeps softmax: the indices of layers, or a selection, which `auto` makes or a file holds.
+    """The layers that `--layers` keeps softmax, by index, or the selection that `auto` makes or a file holds.
 
     Args:
         out: the folder that will be made; an automatic selection is kept beside it until then.

@@ -86,7 +86,7 @@ class Teacher:
         return tokenizer
 
     def identity(self) -> dict[str, Any]:
-        """What a resumed run requires to be the same, as a JSON value: the name, the config, the weight files."""
+        """The name, the config and the weight files, which have to be the same in a resumed run, as a JSON value."""
         config = hashlib.sha256((self.folder / "config.json").read_bytes()).hexdigest()
         names = {"name": self.name, "revision": self.source.revision}
         return {**names, "config": config, "files": self.checkpoint.file_states()}

@@ -70,13 +70,14 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> Step:
         step = common_attn_metadata
-        return self.step(step, step.block_table_tensor[:, : -(-step.max_seq_len // self.kv_cache_spec.block_size)])
+        pages = step.block_table_tensor[:, : -(-step.max_seq_len // self.kv_cache_spec.block_size)]
+        return self.step(step, _lengths(step), pages)
 
-    def step(self, step: CommonAttentionMetadata, pages: Tensor) -> Step:
-        """The step with these pages."""
+    def step(self, step: CommonAttentionMetadata, totals: list[int], pages: Tensor) -> Step:
+        """The step with these tokens of each sequence, the new ones included, and these pages."""
         starts = step.query_start_loc_cpu[: step.num_reqs + 1].tolist()
         new = [last - first for first, last in itertools.pairwise(starts)]
-        seen = [total - count for total, count in zip(_lengths(step), new, strict=True)]
+        seen = [total - count for total, count in zip(totals, new, strict=True)]
         singles = next((i for i, count in enumerate(new) if count > 1), len(new)) if self.joins else 0
         prompts = []
         for some in self._calls(seen, singles):
@@ -123,8 +124,9 @@ class StateStepBuilder(StepBuilder):
         table = mamba_get_block_table_tensor(step.block_table_tensor, step.seq_lens, self.kv_cache_spec, mode)
         slots = self.slots[: step.num_reqs]
         slots.copy_(table[: step.num_reqs, 0])
-        made = self.step(step, slots)
-        begin = [index for index, total in enumerate(_lengths(step)[: made.singles]) if total == 1]
+        totals = _lengths(step)
+        made = self.step(step, totals, slots)
+        begin = [index for index, total in enumerate(totals[: made.singles]) if total == 1]
         if begin:
             caches: Any = self.vllm_config.compilation_config.static_forward_context
             for name in self.layer_names:

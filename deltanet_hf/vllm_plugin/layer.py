@@ -116,7 +116,7 @@ class StateLayer(ServedLayer):
 
     @cached_property
     def form(self) -> Any:
-        """What computes the layer, once the weights have been loaded."""
+        """The fast form of a mixer, or the layer itself; made once the weights have been loaded."""
         return FastMixer(self.layer, may_move=False) if isinstance(self.layer, Mixer) else self.layer
 
     def whole(self, x: Tensor, position_embeddings: PositionEmbeddings | None) -> Tensor:

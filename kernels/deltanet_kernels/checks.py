@@ -194,14 +194,16 @@ def check_rotation(
     _require_shape("sin", sin, tuple(cos.shape), "the shape of cos")
 
 
-def check_slots(slots: torch.Tensor | None, B: int, device: torch.device, changed: torch.Tensor) -> int:
+def check_slots(
+    slots: torch.Tensor | None, B: int, device: torch.device, changed: torch.Tensor, name: str = "slots"
+) -> int:
     """The rows that the changed tensors of a step need; raises ValueError or TypeError for slots that do not fit."""
     if slots is None:
         return B
-    _require_shape("slots", _require_tensor("slots", slots), (B,), "[B] with B of q")
-    _require_device("slots", slots, "q", device)
+    _require_shape(name, _require_tensor(name, slots), (B,), "[B] with B of q")
+    _require_device(name, slots, "q", device)
     if slots.dtype != torch.int32:
-        raise TypeError(f"slots: got dtype {slots.dtype}, needs torch.int32")
+        raise TypeError(f"{name}: got dtype {slots.dtype}, needs torch.int32")
     return len(changed)
 
 

@@ -104,7 +104,7 @@ class Budget:
         if allowed < least:
             smallest = f"{self.said.removesuffix(self.text)}{-(-least // 1000)}KB@{self.at}"
             raise UserError(f"{self.said}: too few bytes; the smallest budget is {smallest}, {what}")
-        return max(count for count in range(len(units)) if total(count) <= allowed)
+        return next(count for count in reversed(range(len(units))) if total(count) <= allowed)
 
     def allowed(self, sizes: CacheSizes) -> int:
         """The bytes that a budget in bytes allows."""

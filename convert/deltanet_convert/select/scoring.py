@@ -131,7 +131,7 @@ class Score:
         return float(self.rescaled(self.scorer.losses(self.objective, kept)))
 
     def with_each(self, kept: Sequence[Unit], more: Sequence[Unit]) -> tuple[dict[Unit, float], dict[Unit, float]]:
-        """What each of `more` takes off the score with the units `kept`, and the score with it."""
+        """The gain of each of `more`, which it takes off the score with the units `kept`, and the score with it."""
         base, losses = self.scorer.with_each(self.objective, kept, more)
         before, scores = float(self.rescaled(base)), dict(zip(more, self.rescaled(losses).tolist(), strict=True))
         return {unit: before - score for unit, score in scores.items()}, scores

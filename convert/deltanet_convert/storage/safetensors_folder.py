@@ -15,6 +15,7 @@ from torch import Tensor
 from deltanet_hf.errors import UserError
 from deltanet_hf.hub import INDEX_FILE, SINGLE_FILE
 from deltanet_hf.inside import inside
+from deltanet_hf.journal import file_state
 
 from .safetensors_header import DOWNLOAD_AGAIN, FLOAT_DTYPES, TensorEntry, read_header
 
@@ -82,8 +83,8 @@ class Checkpoint:
         return sorted({part.file for entry in self.entries.values() for part in entry.parts})
 
     def file_states(self) -> dict[str, list[int]]:
-        """Size in bytes and modification time in ns of each file; a resumed run requires the same values."""
-        return {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in self.files()}
+        """The state of each file; a resumed run requires the same."""
+        return {file.name: file_state(file) for file in self.files()}
 
     def dtype(self, name: str) -> torch.dtype:
         return FLOAT_DTYPES[self.entries[name].dtype]

@@ -45,8 +45,6 @@ class Unfinished(Journal):
             if done != names[: len(done)]:
                 raise ValueError("other models")
             self.outcomes = [_outcome(figures, options.suite) for figures in self.steps.values()]
-            if done:
-                say(f"continues after {done[-1]} ({len(done)} of {len(names)} models measured before)")
 
         try:
             found = self.resume(request, read)
@@ -55,6 +53,8 @@ class Unfinished(Journal):
             found = False
         if not found:
             self.begin(request)
+        if self.steps:
+            say(f"continues after {list(self.steps)[-1]} ({len(self.steps)} of {len(names)} models measured before)")
 
     def add(self, row: Contestant, outcome: Outcome) -> None:
         """Record the outcome of the next row; it is on the disk when this returns."""

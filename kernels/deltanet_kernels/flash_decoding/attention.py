@@ -43,19 +43,9 @@ def decode_attention_op(
     if split:
         BD = power_of_two(D)
         launch(
-            combine_kernel,
-            B * HQ,
-            parts,
-            weights,
-            o,
-            None,
-            spans,
-            D=D,
-            BD=BD,
-            BN=COMBINED // BD,
-            GAPS=False,
+            combine_kernel, B * HQ, parts, weights, o, None, spans, D=D, BD=BD, BN=COMBINED // BD, GAPS=False,
             num_warps=4,
-        )
+        )  # fmt: skip
     return o
 
 

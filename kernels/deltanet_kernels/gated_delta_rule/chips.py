@@ -20,7 +20,7 @@ EVERY_SIZE = range(1, MAX_HEAD_SIZE + 1)
 
 
 class Kernel(NamedTuple):
-    """What computes a stage, and the calls that it serves."""
+    """A kernel that computes a stage, and the calls that it serves."""
 
     stage: str
     file: str

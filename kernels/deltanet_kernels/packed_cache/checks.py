@@ -50,7 +50,7 @@ def check_packed_step(call: PackedStepCall) -> None:
         if call.slots is None:
             raise ValueError("slots: got None, needs the rows of the sequences with pages")
         _require_shape("pages", _require_tensor("pages", call.pages), (B, call.pages.shape[-1]), "[B, M]")
-        check_slots(call.pages[:, 0], B, call.q.device, call.cache.key_codes)
+        check_slots(call.pages[:, 0], B, call.q.device, call.cache.key_codes, name="pages")
     for name, x in (("k", call.k), ("v", call.v)):
         _check_like(name, x, call.cache)
         _require_shape(name, x, (B, 1, HK, D), "[B, 1, HK, D] of the cache")
