@@ -213,6 +213,15 @@ def check_changed(name: str, x: torch.Tensor, slots: torch.Tensor | None) -> Non
         raise ValueError(f"{name}: got strides {x.stride()}, needs a contiguous tensor: it is changed")
 
 
+def check_length(length: torch.Tensor | None, k: torch.Tensor) -> None:
+    """Check the device's number of tokens of a prompt with keys k; raises ValueError or TypeError."""
+    if length is not None:
+        _require_shape("length", _require_tensor("length", length), (1,), "[1]")
+        _require_device("length", length, "k", k.device)
+        if length.dtype != torch.int64:
+            raise TypeError(f"length: got dtype {length.dtype}, needs int64")
+
+
 def refuse_gradients(operator: str, instead: str, *tensors: torch.Tensor | None) -> None:
     """Raise ValueError where autograd would record a call of an operator that has no gradients."""
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):

@@ -271,6 +271,23 @@ def test_a_prompt_in_one_call(form: str, bits: int, T: int, window: int, sinks: 
 
 
 @pytest.mark.parametrize("form", ["torch", "triton"])
+@pytest.mark.parametrize("length", [1, 32, 33, 65, 127, 128])
+def test_a_prompt_with_padding(form: str, length: int) -> None:
+    """As without it; the number of tokens is on the device. Of growing groups, those of the tokens come first."""
+    pack = (by_triton if form == "triton" else by_pytorch)(pack_prompt)
+    k, v = (x.transpose(1, 2) for x in tokens(128, 64, torch.float32)[1:])
+    for groups in (0, 2, 15, None):
+        wanted, *wanted_seen = pack(k[:, :length], v[:, :length], 4, groups)
+        made, *seen = pack(k, v, 4, groups, torch.tensor([length], device=k.device))
+        for name, one, other in zip(made._fields, made, wanted, strict=True):
+            own = one[:, :, : other.shape[2]] if groups is None and name != "lengths" else one
+            assert torch.equal(own, other), (groups, name)
+        for one, other in zip(seen, wanted_seen, strict=True):
+            assert torch.equal(one[:, : other.shape[1]], other), groups
+            assert one.isfinite().all()
+
+
+@pytest.mark.parametrize("form", ["torch", "triton"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_a_prompt_in_sixteen_bits(form: str, dtype: torch.dtype) -> None:
     """The restored numbers are those of the layout, bit by bit."""
@@ -297,7 +314,7 @@ def test_the_operators_are_registered_consistently() -> None:
     torch.library.opcheck(packed_attention_op.op, (q[:, :, -1:], *cache, 64, 4, 64, 0.2, None))
     torch.library.opcheck(launches.pack_groups_op.op, (k[:, :, :32], v[:, :, :32], 4))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    torch.library.opcheck(launches.pack_prompt_op.op, (k, v, 4, 1))
+    torch.library.opcheck(launches.pack_prompt_op.op, (k, v, 4, 1, None))
     torch.library.opcheck(launches.prompt_attention_op.op, (q, k, v, k[:, :32], v[:, :32], 20, 4, 0.2, None))
     new = [x[:, :1] for x in (q, k, v)]
     torch.library.opcheck(launches.packed_step_op_.op, (*new, *cache, 64, 4, 64, 0.2, None, None, None))

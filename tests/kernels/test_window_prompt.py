@@ -170,9 +170,21 @@ def test_cache_after_a_prompt(T: int, window: int, sinks: int, D: int, poisoned_
             assert torch.equal(found.cpu(), wanted[name]), (keep, name)
 
 
+@pytest.mark.parametrize("length", [1, 3, 12, 15, 16])
+def test_cache_after_a_prompt_with_padding(length: int, poisoned_memory: None) -> None:
+    """As without it, whatever the padding is; the number of tokens is on the device."""
+    k, v = (torch.randn(2, 16, 3, 16, device=DEVICE) for _ in range(2))
+    tokens = torch.tensor([length], device=DEVICE)
+    for keep, (window, sinks) in itertools.product((window_keep, triton_keep), ((5, 3), (40, 2), (1, 0))):
+        wanted = keep(k[:, :length], v[:, :length], window, sinks)
+        for one, other in zip(keep(k, v, window, sinks, tokens), wanted, strict=True):
+            assert torch.equal(one, other), (keep, window)
+            assert one.dtype == other.dtype, (keep, window)
+
+
 def test_the_operators_are_registered_consistently() -> None:
     torch.library.opcheck(window_mixture_op.op, tuple(WindowMixtureCall(**make(Mixture("small", T=3, B=1, H=1)))))
-    torch.library.opcheck(window_keep_op.op, (*torch.randn(2, 1, 3, 1, 16, device=DEVICE), 2, 1))
+    torch.library.opcheck(window_keep_op.op, (*torch.randn(2, 1, 3, 1, 16, device=DEVICE), 2, 1, None))
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [

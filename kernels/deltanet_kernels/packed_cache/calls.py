@@ -134,10 +134,12 @@ class PackPromptCall(NamedTuple):
         bits: 8 or 4.
         groups: the most recent groups that the cache holds; None for all N = (T - 1) // 32 that are complete and
             before the last token.
+        length: [1] int64: as if the first `length` tokens, at least 1, were all; what follows them is padding. It is
+            read on the device. All T by default.
 
     Returns:
         The tensors of `PackedKeyValues`, and keys and values [B, N * 32, HK, D] as queries of later groups see them:
-        restored from the codes, the first four tokens as they are.
+        restored from the codes, the first four tokens as they are. The latter are those of all T tokens.
 
     Raises:
         ValueError: shapes or bits that do not fit.
@@ -148,6 +150,7 @@ class PackPromptCall(NamedTuple):
     v: Tensor
     bits: int
     groups: int | None = None
+    length: Tensor | None = None
 
 
 class PromptAttentionCall(NamedTuple):

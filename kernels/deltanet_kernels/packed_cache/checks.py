@@ -8,6 +8,7 @@ from deltanet_kernels.checks import (
     _require_float,
     _require_shape,
     _require_tensor,
+    check_length,
     check_rotation,
     check_slots,
     refuse_gradients,
@@ -71,6 +72,7 @@ def check_pack_prompt(call: PackPromptCall) -> None:
     _check_tokens(*call[:3])
     if not call.k.shape[1]:
         raise ValueError("k: got no tokens")
+    check_length(call.length, call.k)
 
 
 def check_prompt_attention(call: PromptAttentionCall) -> None:

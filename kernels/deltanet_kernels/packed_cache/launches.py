@@ -217,10 +217,11 @@ def pack_groups_triton(call: PackGroupsCall) -> tuple[Tensor, Tensor, Tensor, Te
     return packed
 
 
-def _fake_pack_prompt(k, v, bits, groups):
+def _fake_pack_prompt(k, v, bits, groups, length):
     B, T, HK, D = k.shape
     N = (T - 1) // GROUP
-    make = torch.empty if groups <= N else torch.zeros  # places that no group has taken are not read, but no NaN
+    # Places that no group has taken are not read, but no NaN.
+    make = torch.empty if groups <= N and length is None else torch.zeros
     keys, values = (k.new_empty(B, HK, SINKS + GROUP, D) for _ in range(2))
     lengths = torch.empty(B, dtype=torch.int32, device=k.device)
     seen = (k.new_empty(B, N * GROUP, HK, D) for _ in range(2))
@@ -229,14 +230,14 @@ def _fake_pack_prompt(k, v, bits, groups):
 
 @operator(_fake_pack_prompt)
 def pack_prompt_op(
-    k: Tensor, v: Tensor, bits: int, groups: int
+    k: Tensor, v: Tensor, bits: int, groups: int, length: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the tensors of a cache, and the keys and values that later groups see [B, N * 32, HK, D]."""
     (k, v), strides = strided(k, v)
     B, T, HK, D = k.shape
-    made = _fake_pack_prompt(k, v, bits, groups)
+    made = _fake_pack_prompt(k, v, bits, groups, length)
     programs = B * HK * (1 + (T - 1) // GROUP)
-    launch(pack_prompt_kernel, programs, k, v, *made, T, groups, *strides, HK=HK, D=D, BITS=bits, num_warps=4)
+    launch(pack_prompt_kernel, programs, k, v, *made, length, T, groups, *strides, HK=HK, D=D, BITS=bits, num_warps=4)
     return made
 
 
@@ -248,7 +249,7 @@ def pack_prompt_triton(call: PackPromptCall) -> tuple[PackedKeyValues, Tensor, T
     """
     _supported(call.k.shape[3], call.k.dtype)
     groups = (call.k.shape[1] - 1) // GROUP if call.groups is None else call.groups
-    *cache, keys, values = pack_prompt_op(*call[:3], groups)
+    *cache, keys, values = pack_prompt_op(*call[:3], groups, call.length)
     return PackedKeyValues(*cache), keys, values
 
 

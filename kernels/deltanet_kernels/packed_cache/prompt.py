@@ -13,15 +13,18 @@ from deltanet_kernels.window.tiles import HIDDEN, LOG2E, in_sinks, in_window, lo
 
 @triton.jit(do_not_specialize=["T", "groups"])
 def pack_prompt_kernel(
-    k, v, key_codes, key_scales, value_codes, value_scales, keys, values, lengths, seen_k, seen_v, T, groups,
+    k, v, key_codes, key_scales, value_codes, value_scales, keys, values, lengths, seen_k, seen_v, length, T, groups,
     k_row, k_token, k_head, v_row, v_token, v_head,
     HK: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """One program per row, key head and group of 32 tokens; that of the last group copies it and the first tokens.
+    """One program per row, key head and group of 32 tokens; the last one copies the first tokens and the group of the
+    last token before `end`.
 
     A ring of `groups` groups is kept. The restored numbers of all go to seen_k and seen_v [B, N * 32, HK, D].
     """
     last = (T - 1) // GROUP
+    end = T if length is None else tl.load(length).to(tl.int32)
+    current = (end - 1) // GROUP
     n = tl.program_id(0) % (last + 1)
     pair = (tl.program_id(0) // (last + 1)).to(tl.int64)
     b, h = pair // HK, pair % HK
@@ -32,19 +35,22 @@ def pack_prompt_kernel(
         e = tl.arange(0, SINKS)
         keys += pair * ((SINKS + GROUP) * D)
         values += pair * ((SINKS + GROUP) * D)
-        tl.store(keys + e[:, None] * D + d[None, :], load_rows(k, e, k_token, T, d, D))
-        tl.store(values + e[:, None] * D + d[None, :], load_rows(v, e, v_token, T, d, D))
+        tl.store(keys + e[:, None] * D + d[None, :], load_rows(k, e, k_token, end, d, D))
+        tl.store(values + e[:, None] * D + d[None, :], load_rows(v, e, v_token, end, d, D))
         own = (r + SINKS)[:, None] * D + d[None, :]
-        tl.store(keys + own, load_rows(k, n * GROUP + r, k_token, T, d, D))
-        tl.store(values + own, load_rows(v, n * GROUP + r, v_token, T, d, D))
-        tl.store(lengths + b, T)
+        tl.store(keys + own, load_rows(k, current * GROUP + r, k_token, end, d, D))
+        tl.store(values + own, load_rows(v, current * GROUP + r, v_token, end, d, D))
+        tl.store(lengths + b, end)
     else:
         first = n.to(tl.int64) * GROUP
         group = pair * groups + n % tl.maximum(groups, 1)
         k += first * k_token
         v += first * v_token
+        is_kept = n >= current - groups
+        if length is not None:
+            is_kept = is_kept & (n < current)
         new_k, new_v = pack_group(
-            k, v, k_token, v_token, key_codes, key_scales, value_codes, value_scales, group, n >= last - groups, D, BITS
+            k, v, k_token, v_token, key_codes, key_scales, value_codes, value_scales, group, is_kept, D, BITS
         )
         rows = (b * last * GROUP + first + r) * HK + h
         is_sink = first + r < SINKS

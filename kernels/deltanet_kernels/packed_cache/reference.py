@@ -95,20 +95,29 @@ def torch_pack_prompt(call: PackPromptCall) -> tuple[PackedKeyValues, Tensor, Te
     B, T = call.k.shape[:2]
     N = (T - 1) // GROUP
     packed: tuple[Tensor, ...] = packed_groups(k[:, :, : N * GROUP], v[:, :, : N * GROUP], call.bits)
-    padded = [F.pad(x, (0, 0, 0, (N + 1) * GROUP - T)) for x in (k, v)]
-    keys, values = (torch.cat([x[:, :, :SINKS], x[:, :, N * GROUP :]], dim=2) for x in padded)
-    lengths = torch.full((B,), T, dtype=torch.int32, device=k.device)
+    end = torch.full((1,), T, device=k.device) if call.length is None else call.length
+    current = (end - 1) // GROUP
+    places = torch.cat([torch.arange(SINKS, device=k.device), current * GROUP + torch.arange(GROUP, device=k.device)])
+    is_padding = (places >= end).unsqueeze(1)
+    keys, values = (x.index_select(2, places.clamp_max(T - 1)).masked_fill(is_padding, 0) for x in (k, v))
+    lengths = end.int().repeat(B)
     cache = PackedKeyValues(*packed, keys, values, lengths)  # type: ignore[call-arg]
     seen = [
         torch.cat([x[:, :, : min(SINKS, N * GROUP)], restored[:, :, SINKS:]], dim=2).transpose(1, 2)
         for x, restored in zip((k, v), unpacked(cache, k.dtype), strict=True)
     ]
     groups = N if call.groups is None else call.groups
-    packed = tuple(x[:, :, max(0, N - groups) :] for x in packed)
     if groups > N:
         packed = tuple(F.pad(x, (*[0, 0] * (x.dim() - 3), 0, groups - N)) for x in packed)
-    elif groups and N % groups:
-        packed = tuple(x.roll(N % groups, dims=2) for x in packed)
+    if call.length is not None:
+        last = current - 1
+        number = last - (last - torch.arange(groups, device=k.device)) % max(groups, 1)  # of the group in each place
+        taken = (x.index_select(2, number.clamp_min(0)) for x in packed)
+        packed = tuple(x.masked_fill((number < 0).view(-1, *[1] * (x.dim() - 3)), 0) for x in taken)
+    elif groups < N:
+        packed = tuple(x[:, :, N - groups :] for x in packed)
+        if groups and N % groups:
+            packed = tuple(x.roll(N % groups, dims=2) for x in packed)
     return PackedKeyValues(*packed, keys, values, lengths), seen[0], seen[1]  # type: ignore[call-arg]
 
 

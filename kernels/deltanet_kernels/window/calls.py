@@ -160,6 +160,8 @@ class WindowKeepCall(NamedTuple):
     Args:
         k, v: keys and values [B, T, HK, D] in one dtype; T >= 1.
         window, sinks: as for `window_attention`.
+        length: [1] int64: as if the first `length` tokens, at least 1, were all; what follows them is padding. It is
+            read on the device. All T by default.
 
     Returns:
         keys, values, numbers and count as `window_step_` takes them; places without a token hold zeros.
@@ -173,3 +175,4 @@ class WindowKeepCall(NamedTuple):
     v: torch.Tensor
     window: int
     sinks: int
+    length: torch.Tensor | None = None

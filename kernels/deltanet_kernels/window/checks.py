@@ -12,6 +12,7 @@ from deltanet_kernels.checks import (
     _shape,
     check_changed,
     check_cu_seqlens,
+    check_length,
     check_rotation,
     check_slots,
     refuse_gradients,
@@ -143,9 +144,10 @@ def check_window_keep(call: WindowKeepCall) -> None:
         ValueError: a shape, device, window or number of sinks that does not fit.
         TypeError: a dtype that does not fit, or an argument that is not a tensor.
     """
-    k, v, window, sinks = call
+    k, v, window, sinks, length = call
     _check_tokens(k, k, v)
     _check_reach(window, sinks)
+    check_length(length, k)
     refuse_gradients("window_keep", "operations of PyTorch", k, v)
 
 

@@ -27,14 +27,14 @@ def torch_window_mixture(call: WindowMixtureCall) -> torch.Tensor:
 
 def torch_window_keep(call: WindowKeepCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """`deltanet_kernels.window_keep` in PyTorch."""
-    k, v, window, sinks = call
+    k, v, window, sinks, length = call
     B, T = k.shape[:2]
+    end = torch.full((1,), T, device=k.device) if length is None else length
     place = torch.arange(window + sinks, device=k.device)
-    last = T - (T + sinks - place) % window
+    last = end - (end + sinks - place) % window
     number = torch.where(place < sinks, place + 1, torch.where(last > sinks, last, 0))
-    number = torch.where(number <= T, number, 0)
+    number = torch.where(number <= end, number, 0)
     kept = [
         x[:, (number - 1).clamp_min(0)].masked_fill((number == 0)[:, None, None], 0).transpose(1, 2) for x in (k, v)
     ]
-    count = torch.full((B,), T, dtype=torch.int32, device=k.device)
-    return kept[0].contiguous(), kept[1].contiguous(), number.int().repeat(B, 1), count
+    return kept[0].contiguous(), kept[1].contiguous(), number.int().repeat(B, 1), end.int().repeat(B)

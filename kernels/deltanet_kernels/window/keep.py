@@ -24,8 +24,8 @@ TILE = 2048  # elements per program
 
 @triton.jit(do_not_specialize=["T"])
 def keep_kernel(
-    k, v, keys, values, numbers, count, T, HK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, WINDOW: tl.constexpr,
-    SINKS: tl.constexpr, BP: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr,
+    k, v, keys, values, numbers, count, length, T, HK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+    WINDOW: tl.constexpr, SINKS: tl.constexpr, BP: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr,
 ):  # fmt: skip
     """One program per row, key head and BP places; rows of k and v are X_ROW elements apart."""
     PLACES: tl.constexpr = WINDOW + SINKS
@@ -33,9 +33,10 @@ def keep_kernel(
     p = (tl.program_id(0) % TILES) * BP + tl.arange(0, BP)
     head = tl.program_id(0) // TILES % HK
     b = (tl.program_id(0) // TILES // HK).to(tl.int64)
-    last = T - (T + PLACES - p) % WINDOW  # T - (T - r) % WINDOW with r = p - SINKS, of a number that is not negative
+    end = T if length is None else tl.load(length).to(tl.int32)
+    last = end - (end + PLACES - p) % WINDOW  # end - (end - r) % WINDOW, r = p - SINKS, of a number not below 0
     n = tl.where(p < SINKS, p + 1, tl.where(last > SINKS, last, 0))
-    n = tl.where(n <= T, n, 0)
+    n = tl.where(n <= end, n, 0)
     m_p = p < PLACES
     d = tl.arange(0, BD)
     m = m_p[:, None] & (d < D)[None, :]
@@ -48,10 +49,10 @@ def keep_kernel(
     if head == 0:
         tl.store(numbers + b * PLACES + p, n, mask=m_p)
         if tl.program_id(0) % TILES == 0:
-            tl.store(count + b, T)
+            tl.store(count + b, end)
 
 
-def _fake_window_keep(k, v, window, sinks):
+def _fake_window_keep(k, v, window, sinks, length):
     B, _, HK, D = k.shape
     places = (B, HK, window + sinks, D)
     numbers = k.new_empty((B, window + sinks), dtype=torch.int32)
@@ -60,16 +61,16 @@ def _fake_window_keep(k, v, window, sinks):
 
 @operator(_fake_window_keep)
 def window_keep_op(
-    k: torch.Tensor, v: torch.Tensor, window: int, sinks: int
+    k: torch.Tensor, v: torch.Tensor, window: int, sinks: int, length: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """keys and values [B, HK, window + sinks, D], numbers [B, window + sinks] int32, count [B] int32."""
     B, T, HK, D = k.shape
-    cache = _fake_window_keep(k, v, window, sinks)
+    cache = _fake_window_keep(k, v, window, sinks, length)
     (k, k_row), (v, v_row) = rows(k), rows(v)
     BD = power_of_two(D, 1)
     BP = max(1, min(TILE // BD, power_of_two(window + sinks, 1)))
     launch(
-        keep_kernel, B * HK * cdiv(window + sinks, BP), k, v, *cache, T,
+        keep_kernel, B * HK * cdiv(window + sinks, BP), k, v, *cache, length, T,
         HK=HK, D=D, BD=BD, WINDOW=window, SINKS=sinks, BP=BP, K_ROW=k_row, V_ROW=v_row, num_warps=4,
     )  # fmt: skip
     return cache
