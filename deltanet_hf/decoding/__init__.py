@@ -1,5 +1,7 @@
 """Decoding by CUDA graph: the step of a converted model is recorded once per batch size and replayed for each token.
 
+Short prompts are recorded, too.
+
 `generate` of a converted model uses it on CUDA devices (`generation.py`), unless something cannot be recorded
 (`obstacles.py`), it has no fast form (`deltanet_hf.fast`), or the caller passes `disable_compile=True`.
 
@@ -8,6 +10,7 @@
     generation.py         where `generate` is entered, and the callable that stands for the model's forward
     obstacles.py          the reasons for decoding without a graph
     recorded_step.py      inputs and outputs of the step, its recording, and the recordings of each model
+    recorded_prompt.py    the same for short prompts
     recorders.py          how a device records work; the tests add a recorder for CPUs
     served.py             the same for softmax models
     graphed_step.py       the recorded step for other loops than `generate`

@@ -13,6 +13,7 @@ from transformers.utils import logging
 
 from deltanet_hf.decoding.fixed_cache import NotRecordable, capacity_for, layout
 from deltanet_hf.decoding.obstacles import inputs_obstacle, obstacle
+from deltanet_hf.decoding.recorded_prompt import read_prompt
 from deltanet_hf.decoding.recorded_step import RecordedStep, recordings_of
 from deltanet_hf.fast import FastDecoder, fast_form
 
@@ -44,11 +45,16 @@ class GraphedGeneration:
 
     def _prefill(self, *args: Any, **kwargs: Any) -> Any:
         """A prompt is read without the decoder: a chunk of one token may be padding, which its step has not."""
-        before = _ACTIVE.set(None)
+        reading, before = _READING.set(_active(self) is not None), _ACTIVE.set(None)
         try:
             return super()._prefill(*args, **kwargs)  # type: ignore[misc]
         finally:
+            _READING.reset(reading)
             _ACTIVE.reset(before)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = read_prompt(self, kwargs) if _READING.get() and not args else None
+        return super().__call__(*args, **kwargs) if output is None else output  # type: ignore[misc]
 
     def _validate_generation_mode(self, generation_mode: Any, *args: Any, **kwargs: Any) -> None:
         recordings_of(self).report = f"separate launches: the mode is {generation_mode.value}"  # type: ignore[arg-type]
@@ -187,6 +193,7 @@ class GraphedDecoder:
 
 
 _ACTIVE: ContextVar[GraphedDecoder | None] = ContextVar("deltanet_graphed_decoder", default=None)
+_READING = ContextVar("deltanet_graphed_prompt", default=False)  # whether a prompt is read that may be recorded
 
 
 def _active(model: Any) -> GraphedDecoder | None:

@@ -37,10 +37,11 @@ def obstacle(model: Any, tokens: int, options: dict[str, Any]) -> str | None:
         return f"fewer than {FEWEST_TOKENS} tokens are generated"
     if generation.output_attentions or generation.output_hidden_states:
         return "attentions or hidden states are returned"
-    return reason_of_call(model, {}) or next(_in_model(model), None)
+    return reason_of_call(model, {}) or next(in_model(model), None)
 
 
-def _in_model(model: Any) -> Iterator[str]:
+def in_model(model: Any) -> Iterator[str]:
+    """The reasons that lie in the model and its configuration."""
     config = model.config
     if config._attn_implementation not in ("sdpa", "eager") and any(
         not isinstance(getattr(layer, "self_attn", None), LayerKind) for layer in model.model.layers

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,9 +12,12 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from deltanet_hf.decoding.fixed_cache import FixedCache
-from deltanet_hf.decoding.recorders import RECORDERS, Replay
-from deltanet_hf.mixers.attention.single_query import reading_places
+from deltanet_hf.decoding.recorders import RECORDERS, Recording
+from deltanet_hf.mixers.attention.single_query import SINGLE_QUERY, attending_by
 from deltanet_hf.mixers.layer.masks import NO_PADDING
+
+if TYPE_CHECKING:
+    from deltanet_hf.decoding.recorded_prompt import RecordedPrompts
 
 KEPT = 4  # recordings per model, of as many batch sizes; each holds the states of its batch
 
@@ -47,12 +49,11 @@ class RecordedStep:
         eager = model.config._attn_implementation == "eager"
         dtype = model.get_input_embeddings().weight.dtype if eager else torch.bool
         self.fixed = FixedCache(cache, model.config, capacity, dtype)
-        self._replay: Replay | None = None
-        self._logits: Tensor | None = None
+        self._recording: Recording | None = None
 
     @property
     def is_recorded(self) -> bool:
-        return self._replay is not None
+        return self._recording is not None
 
     def set_inputs(self, inputs: dict[str, Any]) -> None:
         self._ids.copy_(inputs["input_ids"])
@@ -61,7 +62,7 @@ class RecordedStep:
     def run(self, model: Any, cache: Cache) -> Tensor:
         """The step on the inputs that were set, as separate launches: logits [B, 1, vocabulary]."""
         self.fixed.enter()
-        with _attention_over_places(model):
+        with attending_by(model.config, SINGLE_QUERY):
             logits: Tensor = self._forward(
                 model,
                 input_ids=self._ids,
@@ -77,25 +78,21 @@ class RecordedStep:
     def record(self, model: Any, cache: Cache) -> None:
         """Record `run` without changing the cache."""
         device = self._ids.device
-        self._replay, self._logits = RECORDERS[device.type](lambda: self.run(model, cache), device)
+        self._recording = RECORDERS[device.type](lambda: self.run(model, cache), device)
 
     def replay(self) -> Tensor:
         """As `run`; the next call overwrites the result."""
-        assert self._replay is not None
-        assert self._logits is not None
-        self._replay()
-        return self._logits
-
-
-def _attention_over_places(model: Any) -> AbstractContextManager[None]:
-    return reading_places(model.config) if model.config._attn_implementation == "sdpa" else nullcontext()
+        assert self._recording is not None
+        self._recording.replay()
+        return self._recording.output
 
 
 class Recordings:
-    """The recorded steps of one model, by batch size."""
+    """What is recorded of one model: steps by batch size, and prompts (`recorded_prompt.py`)."""
 
     def __init__(self) -> None:
         self._steps: OrderedDict[int, RecordedStep] = OrderedDict()
+        self.prompts: RecordedPrompts | None = None
         self.report = "separate launches: nothing was decoded, or the model is not a converted one"
 
     def take(self, batch: int, key: Any, tokens: int, capacity: int) -> RecordedStep | None:
@@ -126,6 +123,7 @@ class Recordings:
 
     def clear(self) -> None:
         self._steps.clear()
+        self.prompts = None
 
 
 _RECORDINGS: WeakKeyDictionary[nn.Module, Recordings] = WeakKeyDictionary()

@@ -18,9 +18,11 @@ from deltanet_hf.fast.mixer import FastMixer
 from deltanet_hf.fast.mlp import FastMLP, is_known
 from deltanet_hf.fast.norms import FastNorm, Sum, form_of
 from deltanet_hf.fast.packed import FastPacked, is_packed
-from deltanet_hf.mixers.layer.layer_kind import branches_of
+from deltanet_hf.mixers.attention.packed_softmax import PackedSoftmax
+from deltanet_hf.mixers.layer.layer_kind import LayerKind, branches_of
 from deltanet_hf.mixers.layer.mixer import Mixer
 from deltanet_hf.mixers.mixed_heads import MixedHeads
+from deltanet_hf.mixers.window import WindowAttention
 
 
 class Norms(NamedTuple):
@@ -75,9 +77,16 @@ class FastDecoder:
         decoder = model.model
         layers = [FastLayer(layer, may_move) for layer in decoder.layers]
         self._decoder = copied(decoder, layers=layers, norm=FastNorm(decoder.norm))
+        self.takes_prompt_length = all(layer.takes_prompt_length for layer in layers)
+        self.weights = sum(weight.numel() for weight in decoder.layers.parameters())
 
     def __call__(self, model: Any, *args: Any, **kwargs: Any) -> CausalLMOutputWithPast:
-        """As the forward of `model`, which this was made of."""
+        """As the forward of `model`, which this was made of.
+
+        It takes one argument more where `takes_prompt_length` says so: `prompt_length` [1] int64 on the device, the
+        number of tokens in the first call on an empty cache, of which the last ones may be padding. States and windows
+        in the cache are then those after as many tokens; growing keys and values are those of all tokens.
+        """
         forward = type(model).forward
         forward = getattr(forward, "plain_form", forward)
         return forward(copied(model, model=self._decoder), *args, **kwargs)  # type: ignore[no-any-return]
@@ -97,6 +106,11 @@ class FastLayer:
         )
         self._mlp = fast_part(layer.mlp if hasattr(layer, "mlp") else layer.block_sparse_moe, may_move)
         self._multiplier = getattr(layer, "residual_multiplier", None)
+
+    @property
+    def takes_prompt_length(self) -> bool:
+        """See `FastDecoder`."""
+        return _takes_prompt_length(self._attention)
 
     def __call__(self, hidden_states: Tensor | Sum, **call: Any) -> Sum:
         """Hidden states [B, T, hidden], or a sum that gives them -> the sum that gives those of the next layer."""
@@ -120,6 +134,16 @@ class FastLayer:
         """The output of a block, added to its input."""
         x = x if norm is None else norm(x)
         return Sum(x if self._multiplier is None else x * self._multiplier, residual)
+
+
+def _takes_prompt_length(attention: Any) -> bool:
+    if isinstance(attention, MixedHeads):
+        return all(map(_takes_prompt_length, attention.branches.values()))
+    if isinstance(attention, WindowAttention):
+        return attention.cache_bits == 16
+    if isinstance(attention, (FastMixer, FastPacked)):
+        return attention.takes_prompt_length
+    return not isinstance(attention, (LayerKind, PackedSoftmax, LinearAttention))
 
 
 class LinearAttention:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
@@ -74,9 +75,10 @@ class FastMixer:
         past_key_values: Cache | MixerCacheLayer | None = None,
         cu_seq_lens_q: Tensor | None = None,
         padding: Tensor | None = None,
+        prompt_length: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """As `Mixer.forward`."""
+        """As `Mixer.forward`; `prompt_length` as in `FastDecoder`."""
         layer, x, length = self.layer, hidden_states, hidden_states.shape[1]
         call = LayerCall.of(layer, length, attention_mask, past_key_values, cu_seq_lens_q, padding)
         if call.is_recorded:
@@ -86,15 +88,31 @@ class FastMixer:
         if length == 1 and has_step and cache is not None and cache.may_change:
             return self.step(x, position_embeddings, cache, padding), None
         if padding is None and cu_seqlens is None and self._has_prefill:
-            return self.prefill(x, position_embeddings, call), None
+            return self.prefill(x, position_embeddings, call, prompt_length), None
         return Mixer.forward(layer, x, position_embeddings, attention_mask, cache, cu_seqlens, padding)  # type: ignore[arg-type]
 
-    def prefill(self, x: Tensor, position_embeddings: PositionEmbeddings | None, call: LayerCall) -> Tensor:
-        """Tokens of a call without padding, the first ones or further ones: x [B, T, hidden] -> [B, T, hidden]."""
+    @property
+    def takes_prompt_length(self) -> bool:
+        return self._has_prefill
+
+    def prefill(
+        self,
+        x: Tensor,
+        position_embeddings: PositionEmbeddings | None,
+        call: LayerCall,
+        prompt_length: Tensor | None = None,
+    ) -> Tensor:
+        """Tokens without padding, or with padding after the first `prompt_length` tokens of a sequence.
+
+        x [B, T, hidden] -> [B, T, hidden].
+        """
         layer, state, keep = self.layer, call.state, call.keep_state
-        parts, gates, output_gate = layer.project(x), layer.gates(x, None), layer.output_gate(x)
+        padding = None if prompt_length is None else _after(prompt_length, x)
+        parts, gates, output_gate = layer.project(x), layer.gates(x, padding), layer.output_gate(x)
         inputs = self._inputs(parts, position_embeddings, state, keep)
-        output, new_state = self._mix(inputs, gates, state, keep)
+        if prompt_length is not None and inputs.tail is not None:
+            inputs = inputs._replace(tail=self._tail(parts, prompt_length))
+        output, new_state = self._mix(inputs, gates, padding, state, keep)
         output = output.view(*x.shape[:2], layer.num_heads, layer.head_dim)
         if inputs.tail is not None:
             new_state = {**new_state, "conv_tail": inputs.tail}
@@ -102,7 +120,9 @@ class FastMixer:
             q, k, v = inputs.window_q, inputs.window_k, layer.split_heads(layer.own_channels(parts[2], layer.v_proj))
             assert q is not None
             assert k is not None
-            output, kept = window_prefill(layer.window_branch, x, q, k, v, output, output_gate, layer.norm, call)
+            output, kept = window_prefill(
+                layer.window_branch, x, q, k, v, output, output_gate, layer.norm, call, prompt_length
+            )
             new_state = {**new_state, **kept}
         elif layer.norm is not None:
             output = gated_rms_norm.unchecked(GatedNormCall(output, output_gate, layer.norm.weight, layer.norm.eps))
@@ -199,12 +219,26 @@ class FastMixer:
             inputs = inputs._replace(window_q=inputs.q, window_k=inputs.k[:, :, -self._window_kv_heads :])
         return inputs
 
+    def _tail(self, parts: tuple[Tensor, Tensor, Tensor], prompt_length: Tensor) -> Tensor:
+        """The last inputs of the convolution [B, C, W-1] before padding; zeros before the first token."""
+        assert self._conv_weight is not None
+        earlier = self._conv_weight.shape[1] - 1
+        places = prompt_length + torch.arange(-earlier, 0, device=prompt_length.device)
+        q, k, v = self.layer.repeated(*(x.index_select(1, places.clamp_min(0)) for x in parts))
+        tail = torch.cat([q, k, v], dim=-1).masked_fill((places < 0).unsqueeze(-1), 0)
+        return tail.transpose(1, 2).contiguous()
+
     def _mix(
-        self, inputs: PromptInputs, gates: tuple[Tensor, ...], state: State | None, keep_state: bool
+        self,
+        inputs: PromptInputs,
+        gates: tuple[Tensor, ...],
+        padding: Tensor | None,
+        state: State | None,
+        keep_state: bool,
     ) -> tuple[Tensor, State]:
         q, k, v = inputs[:3]
         if state is not None or not self._is_gated_delta_rule or q.shape[1] == 1:
-            return self.layer.mix(MixCall(q, k, v, gates, None, state, keep_state))  # type: ignore[no-any-return]
+            return self.layer.mix(MixCall(q, k, v, gates, padding, state, keep_state))  # type: ignore[no-any-return]
         g, beta = gates
         call = RuleCall(q, k, v, g, beta, None, None, keep_state, True, erase=self.layer.erase)
         output, new_state = chunk_rule.unchecked(call)
@@ -234,6 +268,11 @@ def _with_fast_parts(mixer: Any, may_move: bool) -> Mixer:
             GateValuesCall(a, b, decay.A_log, decay.dt_bias, mixer.max_strength)
         )
     return copied(mixer, **replaced)
+
+
+def _after(prompt_length: Tensor, x: Tensor) -> Tensor:
+    """[B, T] bool, True at the padding that follows the first `prompt_length` tokens of x [B, T, hidden]."""
+    return (torch.arange(x.shape[1], device=x.device) >= prompt_length).expand(x.shape[:2])
 
 
 def _rotates(q: Tensor, cos: Tensor | None, sin: Tensor | None, head_dim: int) -> bool:

@@ -47,6 +47,7 @@ class FastPacked:
 
     def __init__(self, plain: Any) -> None:
         self._plain, self._branches = plain, list(branches_of(plain).values())
+        self.takes_prompt_length = True
 
     def __call__(
         self,
@@ -56,9 +57,10 @@ class FastPacked:
         past_key_values: Any = None,
         cu_seq_lens_q: Tensor | None = None,
         padding: Tensor | None = None,
+        prompt_length: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Any]:
-        """As the attention's forward."""
+        """As the attention's forward; `prompt_length` as in `FastDecoder`."""
         length = hidden_states.shape[1]
         if length > 1 and isinstance(past_key_values, Cache):
             self._plain.place_cache(past_key_values)
@@ -67,7 +69,7 @@ class FastPacked:
             seen = 0 if parts[0] is None else parts[0].get_seq_length()
             masked = padding_in(attention_mask, padding, length, seen)
             if masked is None and boundaries_in(cu_seq_lens_q, length, parts[0]) is None:
-                return self._output(hidden_states, position_embeddings, parts), None
+                return self._output(hidden_states, position_embeddings, parts, prompt_length), None
         return self._plain(  # type: ignore[no-any-return]
             hidden_states=hidden_states,
             position_embeddings=position_embeddings,
@@ -95,12 +97,18 @@ class FastPacked:
         )
         return parts if fit else []
 
-    def _output(self, x: Tensor, angles: tuple[Tensor, Tensor], parts: Sequence[MixerCacheLayer | None]) -> Tensor:
+    def _output(
+        self,
+        x: Tensor,
+        angles: tuple[Tensor, Tensor],
+        parts: Sequence[MixerCacheLayer | None],
+        prompt_length: Tensor | None,
+    ) -> Tensor:
         """A prompt or one more token, x [B, T, hidden] -> [B, T, hidden].
 
         The parts of the cache take a token in place; heads without a window get larger tensors every 32 tokens.
         """
-        outputs = [_attended(*one, x, angles) for one in zip(self._branches, parts, strict=True)]
+        outputs = [_attended(*one, x, angles, prompt_length) for one in zip(self._branches, parts, strict=True)]
         total: Tensor = self._branches[0].o_proj(outputs[0])
         # Only the first branch has the bias of o_proj (head_split.py).
         for branch, output in zip(self._branches[1:], outputs[1:], strict=True):
@@ -113,7 +121,9 @@ def _is_simple(part: MixerCacheLayer, length: int) -> bool:
     return not part.record_past and (part.may_change if length == 1 else not part.is_initialized)
 
 
-def _attended(branch: Any, cache: MixerCacheLayer | None, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+def _attended(
+    branch: Any, cache: MixerCacheLayer | None, x: Tensor, angles: tuple[Tensor, Tensor], prompt_length: Tensor | None
+) -> Tensor:
     """The attention of one kind of heads [B, T, heads * D], before the projection of the output."""
     q, k, v = (getattr(branch, name)(x) for name in ("q_proj", "k_proj", "v_proj"))
     if cache is not None and cache.state:
@@ -124,7 +134,7 @@ def _attended(branch: Any, cache: MixerCacheLayer | None, x: Tensor, angles: tup
         return output.flatten(2)
     call = PromptInputsCall(q, k, v, branch.head_dim, cos=angles[0], sin=angles[1])
     rotated = prompt_inputs.unchecked(call)
-    held = PackedTokens(branch.kept, {}, None, keep_state=cache is not None)
+    held = PackedTokens(branch.kept, {}, None, keep_state=cache is not None, prompt_length=prompt_length)
     output, _ = held.attend(rotated.q, rotated.k, rotated.v, branch.scaling, None)
     if cache is not None:
         cache.grows = branch.kept.window is None

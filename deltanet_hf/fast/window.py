@@ -25,6 +25,7 @@ def window_prefill(
     gate: Tensor | None,
     norm: Any,
     call: LayerCall,
+    prompt_length: Tensor | None = None,
 ) -> tuple[Tensor, State]:
     """As `WindowBranch.forward` of tokens without padding, with norm and gate of the state's output in one kernel.
 
@@ -33,11 +34,12 @@ def window_prefill(
         far: the state's output [B, T, HQ, D] before norm and gate.
         gate: logits of the output gate [B, T, HQ, D], or None for no gate.
         norm: the output norm, or None.
+        prompt_length: as in `FastDecoder`.
     """
     if call.state is None:  # the sequence begins here
         window = WindowCall(q, k, v, branch.window, branch.sinks, branch.scale, None, branch.softcap)
         near, lse = window_attention.unchecked(window)
-        keep = WindowKeepCall(k, v, branch.window, branch.sinks)
+        keep = WindowKeepCall(k, v, branch.window, branch.sinks, prompt_length)
         kept = window_keep.unchecked(keep) if call.keep_state else ()
         numbers, new_state = None, dict(zip(branch.STATE, kept, strict=False))
     else:

@@ -124,9 +124,12 @@ class WindowAttention(LayerKind):
         past_key_values: Cache | None = None,
         cu_seq_lens_q: Tensor | None = None,
         padding: Tensor | None = None,
+        prompt_length: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Attention's signature. hidden_states [B, T, hidden] -> ([B, T, hidden], attention weights or None).
+
+        With `prompt_length` [1], the first tokens of a sequence, as many, are kept in 16 bits; padding follows them.
 
         Raises:
             ValueError: an attention implementation that takes no mask, a mask that cannot be read, or packed sequences
@@ -151,10 +154,11 @@ class WindowAttention(LayerKind):
         window, sinks = self.settings.window, self.settings.sinks
         weights = bool(kwargs.get("output_attentions") or getattr(config, "output_attentions", False))
         in_place = length == 1 and padding is None and not weights and cache is not None and cache.may_change
-        kept = None if cache is None else KeptTokens(window, sinks, state, tokens, in_place, packed)
+        own = tokens if prompt_length is None else tokens.until(prompt_length)
+        kept = None if cache is None else KeptTokens(window, sinks, state, own, in_place, packed)
         softmax = SoftmaxCall(
             tokens,
-            tokens if kept is None else kept.seen,
+            kept.seen if kept is not None and state else tokens,
             Reach(window, sinks, sliding_window(config, self.layer_idx)),
             packed,
             in_order=padding is None and not state,

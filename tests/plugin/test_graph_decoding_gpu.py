@@ -7,12 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from deltanet_hf.decoding import decoded_by, recorders
+from deltanet_hf.decoding.recorded_prompt import read_prompt
+from deltanet_hf.decoding.recorded_step import recordings_of
 from deltanet_hf.evaluation.measures.decoding_mode import COMPILED, EAGER, read
+from deltanet_hf.evaluation.speed.random_models import KINDS, SHAPES, random_model
 from deltanet_hf.mixers import MIXERS
 from deltanet_hf.models.families import FAMILIES
+from support.cache_tensors import cache_tensors
 from support.tiny_models import HYBRID, mixed_mixture_table, mixture_table, tiny_mixture, tiny_student, tiny_teacher
 
 pytestmark = pytest.mark.gpu
@@ -103,6 +107,41 @@ def test_a_recording_takes_less_than_two_seconds(monkeypatch: pytest.MonkeyPatch
     generate(model)
     assert decoded_by(model) == "CUDA graph"
     assert max(times) < 2.0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.inference_mode()
+def test_prompts(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorded ones against separate launches: logits, cache, and the tokens after it."""
+    shape = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 4, "vocab_size": 97}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
+    monkeypatch.setitem(SHAPES, "small", shape | heads)
+    model = random_model("small", kind, torch.float32, torch.device("cuda"))
+    for length in (768, 700, 2, 513, 33, 64, 768):
+        ids = torch.randint(0, 97, (2, length), device="cuda")
+        caches = [DynamicCache(config=model.config) for _ in range(2)]
+        options = {"use_cache": True, "logits_to_keep": 1}
+        wanted = model(ids, past_key_values=caches[0], **options).logits
+        found = read_prompt(model, {"input_ids": ids, "past_key_values": caches[1], **options})
+        assert found is not None
+        pairs = [(found.logits, wanted)]
+        for (name, one), (_, other) in zip(*map(cache_tensors, reversed(caches)), strict=True):
+            assert one.shape == other.shape, name
+            if one.is_floating_point():
+                pairs.append((one, other))
+            else:  # counts are equal; a number between two codes may be rounded to the other
+                most = one.numel() // 100 if one.dtype == torch.uint8 else 0
+                assert (one != other).sum() <= most, (length, name)
+        for _ in range(2):
+            token = ids[:, -1:]
+            pairs.append(tuple(model(token, past_key_values=cache).logits for cache in reversed(caches)))
+        for one, other in pairs:
+            assert (one.double() - other.double()).norm() <= 5e-3 * other.double().norm(), (length, one.shape)
+    prompts = recordings_of(model).prompts
+    assert prompts is not None
+    assert prompts.recordable
+    assert list(prompts.kept) == [(2, 64), (2, 768)]
+    assert len({prompt.memory for prompt in prompts.kept.values()}) == 1
 
 
 @pytest.mark.parametrize("kind", ["teacher", "all", "half"])

@@ -172,7 +172,7 @@ def test_a_slow_prefill_is_timed_once(seconds: float, repeats: int, monkeypatch:
     row = ModelAtPoints(model, {}, (1, 8)).measure(EAGER, (3, 20))
     assert (row["repeats"], row["prefill_tokens_per_s"]) == (repeats, 60 / seconds)
     cache = EAGER.cache(model, 0)
-    before(model, torch.zeros(3, 20, dtype=torch.long), cache)
+    before(EAGER, model, torch.zeros(3, 20, dtype=torch.long), cache)
     assert row["cache_mb"] == round(cache_bytes(cache) / 1e6, 3)
 
 

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from deltanet_hf.decoding.recorders import Recording
+
 READS_HOST = ("_local_scalar_dense", "is_nonzero", "nonzero", "equal", "unique", "masked_select", "lift_fresh")
 LEAVES_MEMORY = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
 
@@ -29,7 +31,7 @@ class RecordedOperations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name.removeprefix("aten::")
-        if name in READS_HOST:
+        if name in READS_HOST and not (name == "lift_fresh" and args[0].numel() == 0):
             raise RuntimeError(f"{name}: not permitted when stream is capturing")
         output = func(*args, **kwargs)
         if func._schema.is_mutable or not is_view(output, (args, kwargs)):
@@ -59,12 +61,13 @@ def is_view(output: Any, inputs: Any) -> bool:
 
 
 class Recorder:
-    """A recorder for CPUs (`deltanet_hf.decoding.recorders`) that counts what it does."""
+    """A recorder for CPUs (`deltanet_hf.decoding.recorders`) that counts what it does: steps, and prompts apart."""
 
     def __init__(self) -> None:
         self.recorded = self.replayed = 0
+        self.recorded_prompts = self.replayed_prompts = 0
 
-    def __call__(self, step: Callable[[], Tensor], device: torch.device) -> tuple[Callable[[], None], Tensor]:
+    def __call__(self, step: Callable[[], Tensor], device: torch.device, memory: Any = None) -> Recording:
         """Records `step`. A capture computes nothing, so everything that the step changes is put back."""
         operations = RecordedOperations()
         before: dict[int, tuple[Tensor, Tensor]] = {}
@@ -75,13 +78,16 @@ class Recorder:
         finally:
             for tensor, value in before.values():
                 tensor.copy_(value)
-        self.recorded += 1
+        is_prompt = step.__qualname__.startswith("RecordedPrompt")
+        self.recorded += not is_prompt
+        self.recorded_prompts += is_prompt
 
         def replay() -> None:
-            self.replayed += 1
+            self.replayed += not is_prompt
+            self.replayed_prompts += is_prompt
             operations.replay()
 
-        return replay, output
+        return Recording(replay, output)
 
 
 class _KeepWritten(TorchDispatchMode):

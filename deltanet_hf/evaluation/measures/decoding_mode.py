@@ -1,13 +1,14 @@
 """The ways to decode whose speed is measured.
 
-A mode says which cache a model gets and how one more token is computed on it. What a mode does once per cache, such as
-recording a graph, belongs into `step` and is not timed.
+A mode says which cache a model gets, how prompts are read into it and how one more token is computed on it. What a
+mode does once per cache, such as recording a graph, belongs into `step` and is not timed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from transformers.cache_utils import Cache
 
 from deltanet_hf.decoding.fixed_cache import NotRecordable
 from deltanet_hf.decoding.graphed_step import graphed_step
+from deltanet_hf.decoding.recorded_prompt import read_prompt
 from deltanet_hf.errors import UserError, one_line
 
 MOST_STEPS = 256  # of a step made here
@@ -29,11 +31,13 @@ class Mode:
 
     Attributes:
         cache: an empty cache for a model, with room for a number of tokens.
+        prompt: reads prompts [B, T] into the empty cache; the likeliest next tokens [B, 1].
         step: makes the step of a model on a cache that holds the prompt.
     """
 
     name: str
     cache: Callable[[PreTrainedModel, int], Cache]
+    prompt: Callable[[PreTrainedModel, Tensor, Cache], Tensor]
     step: Callable[[PreTrainedModel, Cache], Step]
 
 
@@ -74,7 +78,14 @@ def read(model: PreTrainedModel, tokens: Tensor, cache: Cache) -> Tensor:
     return model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1:].argmax(-1)
 
 
-EAGER = Mode("eager", _growing, _eager)
-GRAPH = Mode("graph", _growing, _graphed)
-COMPILED = Mode("compiled", _growing, _compiled)
+def read_recorded(model: PreTrainedModel, tokens: Tensor, cache: Cache) -> Tensor:
+    """As `read`, by a recording where there can be one, as `generate` reads prompts."""
+    inputs = {"input_ids": tokens, "past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
+    output: Any = read_prompt(model, inputs)
+    return read(model, tokens, cache) if output is None else output.logits.argmax(-1)
+
+
+EAGER = Mode("eager", _growing, read, _eager)
+GRAPH = Mode("graph", _growing, read_recorded, _graphed)
+COMPILED = Mode("compiled", _growing, read_recorded, _compiled)
 MODES = {mode.name: mode for mode in (EAGER, GRAPH, COMPILED)}

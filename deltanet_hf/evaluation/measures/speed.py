@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from deltanet_hf.evaluation.measures.decoding_mode import EAGER, Mode, Step, read
+from deltanet_hf.evaluation.measures.decoding_mode import EAGER, Mode, Step
 from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
 
 _DECODED = 16  # steps
@@ -53,7 +53,7 @@ def measure_speed(
             torch.cuda.reset_peak_memory_stats(model.device)
             before = torch.cuda.memory_allocated(model.device)
         cache = mode.cache(model, length + _DECODED)
-        seconds, token = timed_prompt(model, ids, cache)
+        seconds, token = timed_prompt(mode, model, ids, cache)
         prefills.append(seconds)
         held = cache_bytes(cache)
         step = mode.step(model, cache)
@@ -69,11 +69,11 @@ def measure_speed(
     )
 
 
-def timed_prompt(model: PreTrainedModel, ids: Tensor, cache: Cache) -> tuple[float, Tensor]:
+def timed_prompt(mode: Mode, model: PreTrainedModel, ids: Tensor, cache: Cache) -> tuple[float, Tensor]:
     """Read prompts [B, T] into an empty cache: the seconds that it takes, and the likeliest next tokens [B, 1]."""
     cuda = ids.device.type == "cuda"
     start = _now(cuda)
-    token = read(model, ids, cache)
+    token = mode.prompt(model, ids, cache)
     return _now(cuda) - start, token
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from deltanet_hf.errors import QualityError
-from deltanet_hf.evaluation.measures.decoding_mode import Mode, read
+from deltanet_hf.evaluation.measures.decoding_mode import Mode
 from deltanet_hf.evaluation.measures.speed import random_tokens
 
 STEPS = 8
@@ -35,7 +35,7 @@ def check_decoding(model: PreTrainedModel, mode: Mode, batch: int = 2, length: i
     """
     tokens = random_tokens(model, batch, length, seed=7)
     cache = mode.cache(model, length + STEPS)
-    found = [read(model, tokens, cache)]
+    found = [mode.prompt(model, tokens, cache)]
     step = mode.step(model, cache)
     for _ in range(STEPS):
         found.append(step(found[-1]).clone())

@@ -13,13 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from deltanet_kernels import decode_attention
 from deltanet_kernels.flash_decoding.calls import DecodeAttentionCall
 from deltanet_kernels.flash_decoding.reference import torch_decode_attention
 
 SINGLE_QUERY = "deltanet_single_query"  # the name under which the families' attention finds `attend`
-TAKES_MASK = ("eager", "sdpa", SINGLE_QUERY)
+UNMASKED = "deltanet_unmasked"  # that of SDPA in calls that need no mask but causal order
+TAKES_MASK = ("eager", "sdpa", SINGLE_QUERY, UNMASKED)
 """The attention implementations that take a mask [B, 1, T, S]."""
 
 
@@ -40,13 +42,18 @@ def attend(
 
 
 AttentionInterface.register(SINGLE_QUERY, attend)
+# transformers makes no masks for names that it has no mask function of; its own SDPA may get one while a graph is
+# captured, and then leaves the flash kernel.
+AttentionInterface.register(UNMASKED, sdpa_attention_forward)
 
 
 @contextmanager
-def reading_places(config: PreTrainedConfig) -> Iterator[None]:
-    """Softmax layers that use SDPA attend by `attend`; every call is one token with a mask."""
+def attending_by(config: PreTrainedConfig, name: str) -> Iterator[None]:
+    """Softmax layers that use SDPA attend by `attend`, where every call is one token with a mask (`SINGLE_QUERY`), or
+    by SDPA without a mask, where every call is a causal one on an empty cache (`UNMASKED`)."""
     before = config._attn_implementation
-    config._attn_implementation = SINGLE_QUERY
+    if before == "sdpa":
+        config._attn_implementation = name
     try:
         yield
     finally:

@@ -44,6 +44,7 @@ class PackedTokens:
         lengths: of the sequences packed into the one row of the call, which begin in it; None for one per row.
         slots, pages: with `in_place`, the rows [B] and [B, M] int32 of the tensors of `state` that hold the sequences,
             as for `packed_step_`.
+        prompt_length: [1] int64, the tokens of a prompt that are kept, see `pack_prompt`; all by default.
 
     `state` is that after the call, once `attend` has been called.
     """
@@ -59,10 +60,11 @@ class PackedTokens:
         lengths: Sequence[int] | None = None,
         slots: Tensor | None = None,
         pages: Tensor | None = None,
+        prompt_length: Tensor | None = None,
     ) -> None:
         self.kept, self.state, self._padding, self._seen = kept, state, padding, seen
         self._keep_state, self._in_place, self._lengths = keep_state, in_place, lengths
-        self._slots, self._pages = slots, pages
+        self._slots, self._pages, self._prompt_length = slots, pages, prompt_length
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """The keys and values of the call alone; `attend` puts them into the state."""
@@ -110,7 +112,7 @@ class PackedTokens:
         kept, length = self.kept, q.shape[1]
         packed = None
         if self._keep_state:
-            call = PackPromptCall(k.detach(), v.detach(), kept.bits, kept.groups(length))
+            call = PackPromptCall(k.detach(), v.detach(), kept.bits, kept.groups(length), self._prompt_length)
             cache, *packed = pack_prompt.unchecked(call)
             self.state = dict(zip(NAMES, cache, strict=True))
         window = length if kept.window is None else kept.window

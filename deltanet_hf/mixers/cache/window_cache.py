@@ -45,6 +45,10 @@ class Tokens:
             numbers = numbers.masked_fill(padding, 0)
         return cls(numbers.int(), None)
 
+    def until(self, length: Tensor) -> Tokens:
+        """The first `length` [1] tokens of each sequence; those after them become padding."""
+        return Tokens(self.numbers.masked_fill(self.numbers > length, 0), self.sequences)
+
     def sees(self, keys: Tokens, window: int, sinks: int, family_window: int | None) -> Tensor:
         """[B, Tq, Tk] bool: what the tokens, as queries, see of `keys`; `family_window` is the family's own.
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from deltanet_hf.errors import QualityError, UserError, one_line
-from deltanet_hf.evaluation.measures.decoding_mode import COMPILED, EAGER, MOST_STEPS, Mode
+from deltanet_hf.evaluation.measures.decoding_mode import COMPILED, EAGER, GRAPH, MOST_STEPS, Mode
 from deltanet_hf.evaluation.measures.speed import random_tokens, timed_prompt, timed_steps
 from deltanet_hf.evaluation.speed.check_decoding import check_decoding
 from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
@@ -98,8 +98,8 @@ class ModelAtPoints:
             raise refused
 
     def _fill(self, ids: Tensor) -> tuple[float, _Filled]:
-        cache = EAGER.cache(self._model, 0)
-        seconds, token = timed_prompt(self._model, ids, cache)
+        cache = GRAPH.cache(self._model, 0)
+        seconds, token = timed_prompt(GRAPH, self._model, ids, cache)
         return seconds, _Filled(cache, token)
 
     def _prefill(self, ids: Tensor) -> tuple[Prefill, _Filled]:
