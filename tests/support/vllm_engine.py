@@ -74,8 +74,8 @@ def by_vllm(model: PreTrainedModel, texts: Sequence[Sequence[int]], **settings: 
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         settings = {"dtype": "float32", "skip_tokenizer_init": True, **SMALL_STEPS, **settings}
-        if torch.cuda.is_available():  # which others may use too
-            settings.setdefault("gpu_memory_utilization", 0.1)
+        if torch.cuda.is_available():  # which others may use too: nothing is concluded from its free memory
+            settings = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 2**28, **settings}
         engine: Any = LLM(model=folder, **settings)
     try:
         sampling = SamplingParams(temperature=0, max_tokens=TOKENS, logprobs=0, ignore_eos=True, detokenize=False)
