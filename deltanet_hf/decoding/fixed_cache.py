@@ -7,6 +7,7 @@ which `MixerCacheLayer` then changes in place; growing keys and values move into
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -118,7 +119,7 @@ class FixedCache:
             window, device = _window(layer), layer.keys.device
             if window not in self._places:
                 self._places[window] = Places(layer.keys.shape[0], window, capacity, mask_dtype, device)
-            self._room.append(FixedKeyValues(layer, self._places[window]))
+            self._room.append(FixedKeyValues(self._places[window]))
         self._count = torch.zeros(1, dtype=torch.long, device=device)
         self.mask = self._masks(config, device)
 
@@ -183,6 +184,18 @@ class FixedCache:
             places.enter(self._count)
         if self._places:
             self._count.add_(1)
+
+    @contextmanager
+    def taken_back(self) -> Iterator[None]:
+        """Take back the step that is run in here, on a cache without padding."""
+        changed = [x for room in self._room for x in (room.values() if isinstance(room, dict) else room.at(self._seen))]
+        before = [x.clone() for x in changed]
+        yield
+        for x, contents in zip(changed, before, strict=True):
+            x.copy_(contents)
+        self._count.fill_(self._seen)
+        for places in self._places.values():
+            places.load(self._seen, None)
 
     def advance(self) -> None:
         """Count a token on the host, after its step."""

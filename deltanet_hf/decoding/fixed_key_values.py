@@ -58,22 +58,18 @@ class Places:
 class FixedKeyValues(CacheLayerMixin):
     """Stands in a cache for a growing or sliding key/value layer: `keys` [B, H, S, D] and `values` at fixed addresses.
 
+    It gets its memory with the first tokens, so that a cache that moves in needs that of one layer twice, not of all.
+
     Args:
-        layer: the key/value layer, for its shapes.
         places: of the layers with its window.
     """
 
     supports_early_init = False
 
-    def __init__(self, layer: Any, places: Places) -> None:
+    def __init__(self, places: Places) -> None:
         super().__init__()
         self.places, self._seen = places, 0
         self.is_sliding = places.window is not None
-        self.keys, self.values = (
-            torch.zeros(*x.shape[:2], places.size, x.shape[-1], dtype=x.dtype, device=x.device)
-            for x in (layer.keys, layer.values)
-        )
-        self.device = layer.keys.device
         self.is_initialized = True
         self._layer: Any = None
 
@@ -82,12 +78,24 @@ class FixedKeyValues(CacheLayerMixin):
         self._layer, self._seen = layer, seen
         held = min(layer.keys.shape[2], self.places.size)
         places = self.places.of(seen - held, seen)
-        assert self.keys is not None
+        if self.keys is None:
+            self.keys, self.values = (self._room_for(x) for x in (layer.keys, layer.values))
         assert self.values is not None
         for mine, theirs in ((self.keys, layer.keys), (self.values, layer.values)):
             mine.zero_()  # `decay_bias.py` reads all places
             mine.index_copy_(2, places, theirs[:, :, theirs.shape[2] - held :])
         layer.keys = layer.values = None
+
+    @torch.inference_mode(False)  # such tensors may be changed in both modes
+    def _room_for(self, x: Tensor) -> Tensor:
+        return torch.empty(*x.shape[:2], self.places.size, x.shape[-1], dtype=x.dtype, device=x.device)
+
+    def at(self, number: int) -> tuple[Tensor, Tensor]:
+        """Key and value [B, H, D] in the place of the token with this number, not copied."""
+        place = number % self.places.size
+        assert self.keys is not None
+        assert self.values is not None
+        return self.keys[:, :, place], self.values[:, :, place]
 
     def unload(self, seen: int) -> Any:
         """Give the tokens back; returns the layer of `load`. It may share memory with this one."""

@@ -15,7 +15,6 @@ from deltanet_hf.decoding.recorded_step import RecordedStep
 from deltanet_hf.decoding.recorders import RECORDERS
 from deltanet_hf.fast import fast_form
 from deltanet_hf.mixers.cache.state import MixerCacheLayer
-from deltanet_hf.sessions.snapshot import Snapshot
 
 
 @torch.no_grad()
@@ -24,7 +23,7 @@ def graphed_step(
 ) -> Callable[[Tensor], Tensor]:
     """Record the step of a model, converted or not, on a cache that holds prompts without padding.
 
-    The step runs once before that, which compiles and loads its kernels; the cache is rewound afterwards.
+    The step runs once before that, which compiles and loads its kernels, and is taken back.
 
     Args:
         tokens: the largest number of further tokens.
@@ -39,7 +38,7 @@ def graphed_step(
     """
     if model.device.type not in RECORDERS:
         raise NotRecordable(f"the model is on {model.device.type}")
-    before, seen = Snapshot(cache), int(cache.get_seq_length())
+    seen = int(cache.get_seq_length())
     layout(cache, model.config)
     with torch.inference_mode(False):  # such tensors may be changed in both modes
         ids, positions = (torch.full((_rows(cache), 1), start, device=model.device) for start in (0, seen))
@@ -50,10 +49,8 @@ def graphed_step(
         step = RecordedStep(model, cache, inputs, capacity_for(seen + tokens, seen + tokens), None, forward)
     step.set_inputs(inputs)
     step.fixed.load(cache, seen, None)
-    step.run(model, cache)
-    step.fixed.unload(cache, copied=False)
-    before.rewind()
-    step.fixed.load(cache, seen, None)
+    with step.fixed.taken_back():
+        step.run(model, cache)
     step.record(model, cache)
 
     def read(token: Tensor) -> Tensor:

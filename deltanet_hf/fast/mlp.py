@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from deltanet_hf.fast.joint import joint_linears
@@ -23,6 +24,8 @@ CLASSES = (
 )
 """In transformers; others compute themselves, as those with GELU do."""
 ACTIVATIONS = ("SiLU", "SiLUActivation")
+PART = 65536
+"""Tokens that are computed at once: in 8B shapes, the products of 262,144 tokens take 22 GB, and their cache 34."""
 
 
 def is_known(module: nn.Module) -> bool:
@@ -45,5 +48,10 @@ class FastMLP:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [B, T, hidden] -> [B, T, hidden]."""
+        if x.shape[:-1].numel() <= PART:
+            return self._output(x)
+        return torch.cat([self._output(part) for part in x.reshape(1, -1, x.shape[-1]).split(PART, 1)], 1).view(x.shape)
+
+    def _output(self, x: Tensor) -> Tensor:
         y: Tensor = self._down(silu_product.unchecked(SiluProductCall(self._gate(x), self._up(x))))
         return y

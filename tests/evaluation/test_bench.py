@@ -231,6 +231,21 @@ def test_a_mode_that_cannot_be_had_leaves_the_others(monkeypatch: pytest.MonkeyP
     assert [line.partition(": not measured: --mode ")[2][:8] for line in lines[:2]] == ["compiled", "graph: t"]
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2"])  # gemma2's sliding windows are full before the first step
+def test_a_step_is_taken_back_before_it_is_recorded(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RECORDERS, "cpu", Recorder())
+    for model in (tiny_teacher(family), tiny_student(family)):
+        ids = torch.randint(3, 97, (2, 40), generator=torch.Generator().manual_seed(0))
+        plain, cache = DynamicCache(config=model.config), DynamicCache(config=model.config)
+        token = read(model, ids, plain)
+        read(model, ids, cache)
+        step = graphed_step(model, cache, 4)
+        for _ in range(4):
+            expected = model(token, past_key_values=plain, use_cache=True).logits
+            torch.testing.assert_close(step(token), expected, rtol=1e-4, atol=1e-4)
+            token = expected.argmax(-1)
+
+
 def test_a_graph_has_places_for_its_tokens_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(RECORDERS, "cpu", Recorder())
     monkeypatch.setattr(fixed_cache, "SPARE", 0)

@@ -90,7 +90,13 @@ def test_it_computes_what_the_plain_form_does(name: str) -> None:
     assert isinstance(fast_form(model), FastDecoder)
 
 
-@torch.no_grad()
+def test_many_tokens_pass_a_feed_forward_block_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_student("llama").to(DEVICE)
+    whole = read(model, WHOLE)
+    monkeypatch.setattr("deltanet_hf.fast.mlp.PART", 10)
+    torch.testing.assert_close(read(model, WHOLE), whole, **ROUNDING)
+
+
 def test_packed_rows() -> None:
     model = tiny_student("llama", window=3, sinks=2).to(DEVICE)
     positions = torch.cat([torch.arange(8), torch.arange(6)]).expand(2, -1).to(DEVICE)
