@@ -260,12 +260,12 @@ def recorded_steps(monkeypatch: pytest.MonkeyPatch) -> Recorder:
         if (self.name, step.singles) not in recordings:
             held = [part.clone() for part in inputs]
             recorded = recorder(lambda: compute(self, steps, held[0], held[1:] or None), x.device)
-            recordings[self.name, step.singles] = held, *recorded
-        held, replay, output = recordings[self.name, step.singles]
+            recordings[self.name, step.singles] = held, recorded
+        held, recorded = recordings[self.name, step.singles]
         for part, new in zip(held, inputs, strict=True):
             part.copy_(new)
-        replay()
-        return output.clone()
+        recorded.replay()
+        return recorded.output.clone()
 
     monkeypatch.setattr(StepBuilder, "build", widest)
     monkeypatch.setattr(ServedLayer, "compute", replayed)

@@ -1,4 +1,4 @@
-"""Stands for a CUDA graph on a CPU: records the operations of a step with their tensors, and runs them again.
+"""Stands for a CUDA graph on any device: records the operations of a step with their tensors, and runs them again.
 
 As in a graph, every number that Python computed is a constant of the recording, every tensor keeps its address, and
 nothing may read a tensor on the host or make one from numbers of the host. So a step that bakes in a position, or that
@@ -61,7 +61,7 @@ def is_view(output: Any, inputs: Any) -> bool:
 
 
 class Recorder:
-    """A recorder for CPUs (`deltanet_hf.decoding.recorders`) that counts what it does: steps, and prompts apart."""
+    """A recorder (`deltanet_hf.decoding.recorders`) that counts what it does: steps, and prompts apart."""
 
     def __init__(self) -> None:
         self.recorded = self.replayed = 0
@@ -105,6 +105,6 @@ class _KeepWritten(TorchDispatchMode):
             written = argument.alias_info is not None and argument.alias_info.is_write
             tensor = arguments.get(argument.name)
             if written and isinstance(tensor, Tensor):
-                base = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+                base = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
                 self.before.setdefault(tensor.untyped_storage().data_ptr(), (base, base.clone()))
         return func(*args, **kwargs)
