@@ -53,6 +53,8 @@ class GraphedGeneration:
             _ACTIVE.reset(before)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # which cannot read _READING in torch 2.11
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
         output = read_prompt(self, kwargs) if _READING.get() and not args else None
         return super().__call__(*args, **kwargs) if output is None else output  # type: ignore[misc]
 

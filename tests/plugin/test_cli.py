@@ -184,7 +184,7 @@ def test_a_session_goes_on_as_if_it_had_never_stopped(
         answers.append(tokenizer.decode(ids[0, before.shape[1] :], skip_special_tokens=True))
     assert [text.out.strip() for text in said] == [answer.strip() for answer in answers]
     saved = load_session(session, model)
-    assert saved.input_ids.equal(ids)
+    assert saved.input_ids.equal(ids.to(saved.input_ids.device))
     assert "prompt 3 tokens" in said[0].err
     assert "prompt 3 tokens" in said[1].err  # the last token of the answer and two more
     assert call(monkeypatch, "generate", folder, "--prompt", "w3", "--session", session, "--cache-bits", "4") == 2

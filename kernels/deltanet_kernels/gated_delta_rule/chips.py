@@ -98,6 +98,8 @@ class ChunkConfig:
     input_registers: int | None = None  # 255 is the maximum; without a limit ptxas sometimes chooses 32, and spills
 
 
+SLICES = ("state_BV", "output_BV", "grad_BV", "pair_BV", "input_BV")
+
 class Sizes(NamedTuple):
     """The configuration of a chip for heads of a dtype, by the widths of the tiles that hold K and V."""
 
@@ -146,8 +148,7 @@ def chunk_config(K: int, V: int, dtype: torch.dtype, capability: tuple[int, int]
         row.config for row in SIZES
         if row.chip in (None, capability[0]) and dtype in row.dtypes and BK in row.BK and BV in row.BV
     )  # fmt: skip
-    slices = {name: min(getattr(config, name), BV) for name in vars(config) if name.endswith("_BV")}
-    return replace(config, **slices)
+    return replace(config, **{name: min(getattr(config, name), BV) for name in SLICES})
 
 
 def summed_stages(config: ChunkConfig, BK: int, BV: int, element_size: int) -> int:
