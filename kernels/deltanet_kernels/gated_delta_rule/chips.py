@@ -100,6 +100,7 @@ class ChunkConfig:
 
 SLICES = ("state_BV", "output_BV", "grad_BV", "pair_BV", "input_BV")
 
+
 class Sizes(NamedTuple):
     """The configuration of a chip for heads of a dtype, by the widths of the tiles that hold K and V."""
 
