@@ -20,6 +20,7 @@ from deltanet_hf.decoding.recorded_prompt import read_prompt
 from deltanet_hf.decoding.recorders import RECORDERS
 from deltanet_hf.models.cache_bits import set_cache_bits
 from support.cache_tensors import cache_tensors
+from support.float64 import Float64
 from support.replayed_step import Recorder
 from support.tiny_models import (
     mixed_mixture_table,
@@ -45,6 +46,12 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 }
 
 
+@pytest.fixture
+def float64() -> Iterator[None]:
+    with Float64():
+        yield
+
+
 @pytest.fixture(autouse=True)
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     made, threads = Recorder(), torch.get_num_threads()
@@ -64,11 +71,12 @@ def inputs(model: PreTrainedModel, ids: Tensor, **changes: Any) -> dict[str, Any
     return {"input_ids": ids, "past_key_values": cache, "use_cache": True, "logits_to_keep": 1, **changes}
 
 
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("name", MODELS)
 @torch.inference_mode()
 def test_as_by_separate_launches(name: str, recorder: Recorder) -> None:
     """Around the lengths of recordings; without padding, the cache bit for bit."""
-    model = MODELS[name]()
+    model = MODELS[name]().double()
     for length in (96, 65, 64, 2, 33, 63, 90, 96, 64):
         plain, recorded = inputs(model, prompt(length)), inputs(model, prompt(length))
         wanted, found = model(**plain).logits, read_prompt(model, recorded)
