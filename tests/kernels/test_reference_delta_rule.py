@@ -27,6 +27,12 @@ from tests.kernels.cases import (
     truth_of,
 )
 
+# PyTorch has no tiles: sizes that choose those of the kernels, and what is a part of another case.
+SIMILAR = {
+    "T=2", "T=15", "K=40", "K=60", "K=96", "K=100", "K=192,V=256", "K=16,V=128", "K=32,V=60", "packed",
+    "query heads share a state of narrow values", "undecayed, T=2", "off, K > V",
+}  # fmt: skip
+
 
 def test_recurrence_is_the_formula_with_its_head_mapping() -> None:
     """Output head j reads state j // (HO/HV) with query head j // (HO/HQ); state i uses key head i // (HV/H)."""
@@ -50,7 +56,7 @@ def test_recurrence_is_the_formula_with_its_head_mapping() -> None:
             np.testing.assert_allclose(final[0, i].detach(), S, rtol=1e-12)
 
 
-@pytest.mark.parametrize("case", [*CASES, *ERASE_CASES], ids=str)
+@pytest.mark.parametrize("case", [c for c in (*CASES, *ERASE_CASES) if c.name not in SIMILAR], ids=str)
 def test_chunked_form(case: Case) -> None:
     """To 13 digits in float64, and to the rounding of float32 in float32."""
     inputs, wanted = make_inputs(case), truth_of(case)

@@ -20,6 +20,12 @@ TILES = [
     Case("many chunks", T=270, window=50, sinks=4, D=8),
     Case("many chunks, packed", T=250, window=30, sinks=20, D=8, cu_seqlens=(0, 5, 210, 211, 211, 240)),
 ]
+# In float32 tiles are of 32 tokens and 16 sinks, and these take the code of other cases.
+SIMILAR = {
+    "window 2", "window 64", "window 65", "longer than the sequence", "more sinks than a tile", "nothing shared", "D=8",
+    "scale 0", "cap 2, packed", "packed", "packed, many short", "packed, short and long", "T=31", "T=97",
+}  # fmt: skip
+CHOSEN = [case for case in TILES if GPU or case.name not in SIMILAR]
 PACKED = Case("packed", T=90, window=20, sinks=4, HQ=4, HK=2, cu_seqlens=(0, 0, 30, 80))
 
 
@@ -27,7 +33,7 @@ def triton_window(**inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return window_attention_triton(WindowCall(**inputs))
 
 
-@pytest.mark.parametrize("case", TILES, ids=str)
+@pytest.mark.parametrize("case", CHOSEN, ids=str)
 def test_results_and_gradients(case: Case) -> None:
     inputs = make(case, torch.float32, DEVICE)
     assert_close(results(triton_window, inputs), truth(inputs), 2e-6 * case.condition)

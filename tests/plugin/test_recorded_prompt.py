@@ -32,11 +32,8 @@ from support.tiny_models import (
 )
 
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
-    "softmax": lambda: serve(tiny_teacher("llama")),
     "softmax in 4 bits": lambda: serve(set_cache_bits(tiny_teacher("llama"), 4)),
     "window": lambda: tiny_student("llama", mixer="window", window=40, sinks=2),
-    "window in 4 bits": lambda: set_cache_bits(tiny_student("llama", mixer="window", window=40, sinks=2), 4),
-    "heads": lambda: tiny_mixture("llama", mixed_table("softmax", "window", window=40)),
     "heads in 4 bits": lambda: set_cache_bits(tiny_mixture("llama", mixed_table("softmax", "window", window=40)), 4),
     "heads of all kinds": lambda: tiny_mixture("llama", mixed_mixture_table()),
     "states and windows": lambda: tiny_student("llama", mixer="gated_deltanet+window", window=40, sinks=2),
@@ -77,7 +74,7 @@ def inputs(model: PreTrainedModel, ids: Tensor, **changes: Any) -> dict[str, Any
 def test_as_by_separate_launches(name: str, recorder: Recorder) -> None:
     """Around the lengths of recordings; without padding, the cache bit for bit."""
     model = MODELS[name]().double()
-    for length in (96, 65, 64, 2, 33, 63, 90, 96, 64):
+    for length in (96, 65, 64, 2, 32, 96):
         plain, recorded = inputs(model, prompt(length)), inputs(model, prompt(length))
         wanted, found = model(**plain).logits, read_prompt(model, recorded)
         assert found is not None
@@ -92,7 +89,7 @@ def test_as_by_separate_launches(name: str, recorder: Recorder) -> None:
             assert one.is_contiguous()
         goes_on = [model(prompt(3), past_key_values=cache).logits for cache in caches]
         torch.testing.assert_close(*goes_on, rtol=1e-3, atol=1e-3)
-    assert (recorder.recorded_prompts, recorder.replayed_prompts) == (2, 9)
+    assert (recorder.recorded_prompts, recorder.replayed_prompts) == (2, 6)
 
 
 @torch.inference_mode()
