@@ -31,6 +31,7 @@ LABELS = {
     "control-heads9-481@4": "9 heads",
     "control-heads9-225@4": "9 heads",
     "control-heads9-481-30m@4": "30M tokens",
+    "control-heads18-897-30m@4": "30M tokens",
     "heads9-353-30m@4": "30M tokens",
 }
 KINDS = {  # colour and name in the legend
