@@ -23,6 +23,7 @@ from deltanet_hf.decoding.served import serve
 from deltanet_hf.errors import UserError
 from deltanet_hf.hub import loadable_folder
 from deltanet_hf.loading import chosen_device, load_config, load_model, load_tokenizer
+from deltanet_hf.mixers.cache.argument import CACHE
 from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
 from deltanet_hf.models.cache_bits import cache_bits_of, set_cache_bits
 from deltanet_hf.publish import LONGEST_NAME
@@ -171,7 +172,7 @@ def generate_command(
         **sampling,
     }
     if cache is not None:
-        options["past_key_values"] = cache
+        options[CACHE] = cache
     if no_graph:
         options["disable_compile"] = True
     if compiled:  # transformers compiles the steps of static caches
@@ -181,7 +182,7 @@ def generate_command(
     torch.manual_seed(seed)
     started = time.perf_counter()
     result = loaded.generate(**options, streamer=streamer)
-    cache = result.past_key_values
+    cache = result[CACHE]
     if session is not None:
         answered = torch.ones_like(result.sequences[:, input_ids.shape[1] :])
         save_session(session, loaded, cache, result.sequences, torch.cat([attention_mask, answered], dim=1))

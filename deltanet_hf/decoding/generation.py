@@ -16,6 +16,7 @@ from deltanet_hf.decoding.obstacles import inputs_obstacle, obstacle
 from deltanet_hf.decoding.recorded_prompt import read_prompt
 from deltanet_hf.decoding.recorded_step import RecordedStep, recordings_of
 from deltanet_hf.fast import FastDecoder, fast_form
+from deltanet_hf.mixers.cache.argument import CACHE
 
 logger = logging.get_logger(__name__)
 
@@ -94,7 +95,7 @@ class GraphedDecoder:
 
     def __call__(self, **inputs: Any) -> Any:
         """As the model's forward."""
-        cache, ids = inputs.get("past_key_values"), inputs.get("input_ids")
+        cache, ids = inputs.get(CACHE), inputs.get("input_ids")
         if self._closed or cache is None or ids is None or ids.shape[1] != 1 or not self._started(cache, inputs):
             self._leave()
             return self.model(**inputs)
@@ -106,7 +107,7 @@ class GraphedDecoder:
         logits = step.replay() if self._is_recorded(step, cache) else step.run(self.model, cache)
         self._warm = True
         step.fixed.advance()
-        return CausalLMOutputWithPast(logits=logits, past_key_values=cache)  # type: ignore[arg-type]
+        return CausalLMOutputWithPast(logits=logits, **{CACHE: cache})  # type: ignore[arg-type]
 
     def close(self) -> None:
         """Give the cache its own layers back, with everything that it has read. Nothing is decoded after that."""

@@ -9,10 +9,11 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from deltanet_hf.decoding.recorders import RECORDERS
 from deltanet_hf.fast.reasons import reason_of_call
+from deltanet_hf.mixers.cache.argument import CACHE
 from deltanet_hf.mixers.layer.layer_kind import LayerKind
 
 FEWEST_TOKENS = 4  # fewer are generated sooner than a step is recorded
-INPUTS = ("input_ids", "past_key_values", "position_ids", "attention_mask")
+INPUTS = ("input_ids", CACHE, "position_ids", "attention_mask")
 FLAGS = ("use_cache", "logits_to_keep", "return_dict")  # of a step, which changes nothing with them
 
 
@@ -24,7 +25,7 @@ def obstacle(model: Any, tokens: int, options: dict[str, Any]) -> str | None:
         options: keyword arguments of `GenerationMixin._sample`.
     """
     generation: Any = options["generation_config"]
-    cache: Cache | None = options.get("past_key_values")
+    cache: Cache | None = options.get(CACHE)
     if generation.disable_compile:
         return "disable_compile is set"
     if model.device.type not in RECORDERS:

@@ -25,6 +25,7 @@ from deltanet_hf.decoding.recorders import RECORDERS, Recording
 from deltanet_hf.fast import FastDecoder, fast_form
 from deltanet_hf.fast.reasons import reason_of_call
 from deltanet_hf.mixers.attention.single_query import UNMASKED, attending_by
+from deltanet_hf.mixers.cache.argument import CACHE
 from deltanet_hf.mixers.cache.history import History
 from deltanet_hf.mixers.cache.mixed_cache import ConstantMixedCacheLayer, MixedCacheLayer
 from deltanet_hf.mixers.cache.packed_reach import PACKED
@@ -67,11 +68,11 @@ class RecordedPrompt:
             output = form(
                 model,
                 input_ids=self._ids,
-                past_key_values=self._cache,
                 use_cache=True,
                 logits_to_keep=self._length - 1,
                 prompt_length=self._length,
                 return_dict=True,
+                **{CACHE: self._cache},
             )
         return output.logits  # type: ignore[return-value]
 
@@ -116,7 +117,7 @@ def read_prompt(model: Any, inputs: dict[str, Any]) -> CausalLMOutputWithPast | 
     tokens = _recorded_length(form, inputs)
     if not prompts.recordable or tokens is None or not _is_whole(inputs) or reason_of_call(model, {}) is not None:
         return None
-    ids, cache = inputs["input_ids"], inputs["past_key_values"]
+    ids, cache = inputs["input_ids"], inputs[CACHE]
     key = len(ids), tokens
     prompt = prompts.kept.pop(key, None)  # meanwhile, another thread makes its own
     if prompt is None:
@@ -132,12 +133,12 @@ def read_prompt(model: Any, inputs: dict[str, Any]) -> CausalLMOutputWithPast | 
     prompts.kept[key] = prompt
     while len(prompts.kept) > KEPT:
         prompts.kept.pop(next(iter(prompts.kept)))
-    return CausalLMOutputWithPast(logits=logits, past_key_values=cache)  # type: ignore[arg-type]
+    return CausalLMOutputWithPast(logits=logits, **{CACHE: cache})  # type: ignore[arg-type]
 
 
 def _recorded_length(form: FastDecoder, inputs: dict[str, Any]) -> int | None:
     """The tokens of the recording for a call; None if the call is no prompt on an empty cache, or too long."""
-    ids, cache = inputs.get("input_ids"), inputs.get("past_key_values")
+    ids, cache = inputs.get("input_ids"), inputs.get(CACHE)
     further = any(value is not None and name not in INPUTS + FLAGS for name, value in inputs.items())
     if ids is None or type(cache) is not DynamicCache or cache.offloading or further:
         return None

@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache
 from deltanet_hf.decoding.fixed_cache import FixedCache
 from deltanet_hf.decoding.recorders import RECORDERS, Recording
 from deltanet_hf.mixers.attention.single_query import SINGLE_QUERY, attending_by
+from deltanet_hf.mixers.cache.argument import CACHE
 from deltanet_hf.mixers.layer.masks import NO_PADDING
 
 if TYPE_CHECKING:
@@ -68,10 +69,10 @@ class RecordedStep:
                 input_ids=self._ids,
                 position_ids=self._positions,
                 attention_mask=self.fixed.mask,
-                past_key_values=cache,
                 padding=NO_PADDING,  # generated tokens are none
                 use_cache=True,
                 return_dict=True,
+                **{CACHE: cache},
             ).logits
         return logits
 

@@ -14,6 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 from deltanet_hf.errors import UserError
 from deltanet_hf.evaluation.baselines import linear_layers
 from deltanet_hf.evaluation.measures.probes import Probe
+from deltanet_hf.mixers.cache.argument import CACHE
 from deltanet_hf.mixers.cache.state import MixerCacheLayer
 from deltanet_hf.mixers.layer.layer_kind import LayerKind, branches_of
 from deltanet_hf.mixers.layer.window_branch import WindowBranch
@@ -79,12 +80,12 @@ def exact_with_zeroed_states(model: PreTrainedModel, probes: Sequence[Probe]) ->
         ids = torch.tensor([probe.ids[:end]], device=model.device)
         asked = max(1, begin - _QUESTION)
         cache = DynamicCache(config=model.config)
-        model(ids[:, :asked], past_key_values=cache, use_cache=True, logits_to_keep=1)
+        model(ids[:, :asked], use_cache=True, logits_to_keep=1, **{CACHE: cache})
         for index, tensors in names:
             kept = getattr(cache.layers[index], "parts", {}).get("linear", cache.layers[index])  # of mixed heads
             assert isinstance(kept, MixerCacheLayer)
             for name in tensors:
                 kept.state[name].zero_()
-        greedy = model(ids[:, asked:], past_key_values=cache, use_cache=True).logits[0].argmax(-1)
+        greedy = model(ids[:, asked:], use_cache=True, **{CACHE: cache}).logits[0].argmax(-1)
         right.append(bool((greedy[begin - asked - 1 : -1] == ids[0, begin:end]).all()))
     return right

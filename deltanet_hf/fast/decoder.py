@@ -19,6 +19,7 @@ from deltanet_hf.fast.mlp import FastMLP, is_known
 from deltanet_hf.fast.norms import FastNorm, Sum, form_of
 from deltanet_hf.fast.packed import FastPacked, is_packed
 from deltanet_hf.mixers.attention.packed_softmax import PackedSoftmax
+from deltanet_hf.mixers.cache.argument import cache_in
 from deltanet_hf.mixers.layer.layer_kind import LayerKind, branches_of
 from deltanet_hf.mixers.layer.mixer import Mixer
 from deltanet_hf.mixers.mixed_heads import MixedHeads
@@ -157,9 +158,7 @@ class LinearAttention:
     ) -> tuple[Tensor, None]:
         if attention_mask is None and hidden_states.shape[1] == 1 and isinstance(padding, Tensor):
             attention_mask = ~padding
-        return self._mixer(
-            hidden_states, None, attention_mask, call.get("past_key_values"), call.get("cu_seq_lens_q"), padding
-        )
+        return self._mixer(hidden_states, None, attention_mask, cache_in(call), call.get("cu_seq_lens_q"), padding)
 
 
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))

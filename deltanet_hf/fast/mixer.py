@@ -25,6 +25,7 @@ from deltanet_hf.fast.copied import copied
 from deltanet_hf.fast.joint import joint_linears
 from deltanet_hf.fast.norms import FastNorm, form_of
 from deltanet_hf.fast.window import mixture, window_prefill, window_step
+from deltanet_hf.mixers.cache.argument import given_cache
 from deltanet_hf.mixers.cache.state import MixerCacheLayer, State
 from deltanet_hf.mixers.layer.delta_rule import DeltaRule, stored
 from deltanet_hf.mixers.layer.layer_call import LayerCall, recorded
@@ -80,7 +81,7 @@ class FastMixer:
     ) -> tuple[Tensor, None]:
         """As `Mixer.forward`; `prompt_length` as in `FastDecoder`."""
         layer, x, length = self.layer, hidden_states, hidden_states.shape[1]
-        call = LayerCall.of(layer, length, attention_mask, past_key_values, cu_seq_lens_q, padding)
+        call = LayerCall.of(layer, length, attention_mask, given_cache(past_key_values, kwargs), cu_seq_lens_q, padding)
         if call.is_recorded:
             return recorded(self, call, x, position_embeddings), None
         cache, padding, cu_seqlens = call.cache, call.padding, call.cu_seqlens

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from deltanet_hf.mixers.attention.packed_softmax import PackedSoftmax
+from deltanet_hf.mixers.cache.argument import given_cache
 from deltanet_hf.mixers.cache.mixed_cache import MixedCacheLayer
 from deltanet_hf.mixers.cache.packed_tokens import PackedTokens
 from deltanet_hf.mixers.cache.state import MixerCacheLayer
@@ -62,9 +63,10 @@ class FastPacked:
     ) -> tuple[Tensor, Any]:
         """As the attention's forward; `prompt_length` as in `FastDecoder`."""
         length = hidden_states.shape[1]
-        if length > 1 and isinstance(past_key_values, Cache):
-            self._plain.place_cache(past_key_values)
-        parts = self._parts(past_key_values)
+        cache = given_cache(past_key_values, kwargs)
+        if length > 1 and isinstance(cache, Cache):
+            self._plain.place_cache(cache)
+        parts = self._parts(cache)
         if parts and all(part is None or _is_simple(part, length) for part in parts):
             seen = 0 if parts[0] is None else parts[0].get_seq_length()
             masked = padding_in(attention_mask, padding, length, seen)
@@ -74,7 +76,7 @@ class FastPacked:
             hidden_states=hidden_states,
             position_embeddings=position_embeddings,
             attention_mask=attention_mask,
-            past_key_values=past_key_values,
+            past_key_values=cache,
             cu_seq_lens_q=cu_seq_lens_q,
             padding=padding,
             **kwargs,

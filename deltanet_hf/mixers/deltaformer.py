@@ -92,7 +92,7 @@ class DeltaFormer(AttentionKind):
         """
         if cache is not None and any(isinstance(layer, StaticLayer) for layer in cache.layers):
             raise ValueError(
-                f"past_key_values: {self.name} layers solve for the values of all tokens before, which a static cache "
+                f"cache: {self.name} layers solve for the values of all tokens before, which a static cache "
                 "does not tell from its empty places; use one that grows"
             )
         return super().held(cache)

@@ -20,6 +20,7 @@ from transformers.cache_utils import Cache
 
 from deltanet_hf.mixers.attention.head_split import narrow_attention, narrow_weights
 from deltanet_hf.mixers.attention.packed_softmax import PackedSoftmax
+from deltanet_hf.mixers.cache.argument import CACHE, given_cache
 from deltanet_hf.mixers.cache.mixed_cache import MixedCacheLayer, mixed_cache_layer
 from deltanet_hf.mixers.cache.state import TensorShape
 from deltanet_hf.mixers.layer.layer_kind import LayerKind, PositionEmbeddings
@@ -199,18 +200,19 @@ class MixedHeads(LayerKind, nn.Module):
         """Attention's signature. hidden_states [B, T, hidden] -> ([B, T, hidden], None)."""
         branches = self.branches
         parts: dict[str, Any] = dict.fromkeys(branches)
-        if past_key_values is not None:
-            layer = self._cache_layer(past_key_values)
+        cache = given_cache(past_key_values, kwargs)
+        if cache is not None:
+            layer = self._cache_layer(cache)
             parts |= layer.parts
             for kind, part in layer.parts.items():
                 if part is layer.growing:  # the family's attention calls `Cache.update`, which also offloads
-                    parts[kind] = past_key_values
+                    parts[kind] = cache
         outputs = [
             branch(
                 hidden_states=hidden_states,
                 position_embeddings=position_embeddings,
                 attention_mask=attention_mask,
-                past_key_values=parts[kind],
+                **{CACHE: parts[kind]},
                 **kwargs,
             )[0]
             for kind, branch in branches.items()

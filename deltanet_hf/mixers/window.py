@@ -26,6 +26,7 @@ from deltanet_hf.mixers.attention.paired_class import paired_class
 from deltanet_hf.mixers.attention.routed_config import RoutedConfig
 from deltanet_hf.mixers.attention.single_query import TAKES_MASK
 from deltanet_hf.mixers.attention.window_softmax import IMPLEMENTATION, Reach, SoftmaxCall
+from deltanet_hf.mixers.cache.argument import CACHE, given_cache
 from deltanet_hf.mixers.cache.cache_layer import cache_layer
 from deltanet_hf.mixers.cache.packed_reach import PackedReach
 from deltanet_hf.mixers.cache.state import TensorShape
@@ -143,7 +144,7 @@ class WindowAttention(LayerKind):
                 'with attn_implementation="sdpa" or "eager"'
             )
         batch, length, _ = hidden_states.shape
-        call = LayerCall.of(self, length, attention_mask, past_key_values, cu_seq_lens_q, padding)
+        call = LayerCall.of(self, length, attention_mask, given_cache(past_key_values, kwargs), cu_seq_lens_q, padding)
         if call.is_recorded:
             return recorded(self, call, hidden_states, position_embeddings), None
         if self.cache_bits < 16:
@@ -169,8 +170,8 @@ class WindowAttention(LayerKind):
             hidden_states=hidden_states,
             position_embeddings=position_embeddings,
             attention_mask=None,
-            past_key_values=kept,
             call=softmax,
+            **{CACHE: kept},
             **kwargs,
         )
         if cache is not None and in_place:

@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache
 from transformers.generation import GenerationMode
 
 from deltanet_hf.mixers.attention.packed_softmax import PackedSoftmax
+from deltanet_hf.mixers.cache.argument import CACHE
 from deltanet_hf.mixers.layer.layer_kind import LayerKind
 
 
@@ -37,20 +38,20 @@ class AssistedGeneration:
         result = super()._prepare_cache_for_generation(  # type: ignore[misc]
             generation_config, model_kwargs, generation_mode, *sizes
         )
-        cache = model_kwargs.get("past_key_values")
+        cache = model_kwargs.get(CACHE)
         if cache is None:
             return result
         if generation_config.is_assistant or generation_mode == GenerationMode.ASSISTED_GENERATION:
             seen = int(cache.get_seq_length())
             if seen and not generation_config.is_assistant:  # transformers would read the whole prompt behind it
                 raise ValueError(
-                    f"past_key_values: holds {seen} tokens, but assisted generation reads a prompt from its beginning; "
+                    f"cache: holds {seen} tokens, but assisted generation reads a prompt from its beginning; "
                     "pass no cache, or decode without assistance"
                 )
             place_layers(self, cache)
             if not cache.is_croppable:
                 raise ValueError(
-                    "past_key_values: assisted generation takes tokens back, which a quantised or static cache cannot; "
+                    "cache: assisted generation takes tokens back, which a quantised or static cache cannot; "
                     "leave the cache out, or decode without assistance"
                 )
             cache.activate_past_recording()

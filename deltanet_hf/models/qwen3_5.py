@@ -21,7 +21,7 @@ from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 
 from deltanet_hf.decoding.generation import GraphedGeneration
 from deltanet_hf.fast import with_fast_form
-from deltanet_hf.mixers.cache.state import MixerCacheLayer
+from deltanet_hf.mixers.cache.argument import CACHE
 from deltanet_hf.mixers.gated_deltanet import QWEN3_5, GatedDeltaNet
 from deltanet_hf.mixers.layer.attention_shape import AttentionShape
 from deltanet_hf.models.assisted import AssistedGeneration
@@ -92,16 +92,16 @@ class LinearAttention(GatedDeltaNet):
         hidden_states: torch.Tensor,
         cache_params: Cache | None = None,
         attention_mask: torch.Tensor | None = None,
-        past_key_values: Cache | MixerCacheLayer | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
         """hidden_states [B, T, hidden] -> [B, T, hidden]; the cache under Qwen3.5's name for it, or that of `Mixer`."""
         padding = kwargs.get("padding")
         if attention_mask is None and hidden_states.shape[1] == 1 and isinstance(padding, torch.Tensor):
             attention_mask = ~padding  # for one token transformers makes no mask
-        cache = cache_params if past_key_values is None else past_key_values
+        if cache_params is not None:
+            kwargs[CACHE] = cache_params
         kwargs["position_embeddings"] = None  # nothing is rotated
-        output, _ = super().forward(hidden_states, attention_mask=attention_mask, past_key_values=cache, **kwargs)
+        output, _ = super().forward(hidden_states, attention_mask=attention_mask, **kwargs)
         return output
 
 

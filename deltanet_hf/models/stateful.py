@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from deltanet_hf.mixers.attention.paired_class import paired_class
+from deltanet_hf.mixers.cache.argument import CACHE, cache_in
 from deltanet_hf.mixers.cache.state import MixerCacheLayer
 from deltanet_hf.mixers.layer.masks import announce_packing, announce_padding
 
@@ -35,7 +36,7 @@ class Stateful:
         """Greedy decoding and sampling; a cache that the caller gets back remembers the tokens that it holds."""
         result = super()._sample(input_ids, *args, **kwargs)  # type: ignore[misc]
         sequences = getattr(result, "sequences", result)
-        cache = getattr(result, "past_key_values", kwargs.get("past_key_values"))
+        cache = getattr(result, CACHE, kwargs.get(CACHE))
         if cache is not None and int(cache.get_seq_length()) == sequences.shape[1] - 1:
             for layer in _states(cache):
                 layer.written = sequences[:, :-1]
@@ -45,10 +46,10 @@ class Stateful:
         self, input_ids: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         """The first forward of `generate`, which cuts off what the cache holds already."""
-        cache: Any = model_kwargs.get("past_key_values")
+        cache: Any = model_kwargs.get(CACHE)
         if cache is not None and model_kwargs.get("use_cache") is False:
             raise ValueError(
-                "use_cache: false, but past_key_values is given, into which every step would write all tokens again; "
+                "use_cache: false, but a cache is given, into which every step would write all tokens again; "
                 "leave out one of the two"
             )
         seen = 0 if cache is None else int(cache.get_seq_length())
@@ -67,12 +68,12 @@ def _check_continuation(seen: int, given: int, masked: int) -> None:
     """Raises ValueError unless `given` tokens under a mask of `masked` continue a cache of `seen` tokens."""
     if masked == given and given <= seen:
         raise ValueError(
-            f"past_key_values: holds {seen} tokens and the prompt has {given}; a state cannot go back: pass the "
+            f"cache: holds {seen} tokens and the prompt has {given}; a state cannot go back: pass the "
             "sequence that the cache was returned with and more tokens, or a copy of the cache made earlier, or none"
         )
     if masked not in (given, seen + given):
         raise ValueError(
-            f"attention_mask: has {masked} columns, but past_key_values holds {seen} tokens and {given} are new; give "
+            f"attention_mask: has {masked} columns, but the cache holds {seen} tokens and {given} are new; give "
             f"one column for each of the {seen + given}"
         )
 
@@ -85,7 +86,7 @@ def _check_tokens(cache: Any, input_ids: Tensor) -> None:
     written = written[:, : input_ids.shape[1]]
     if not torch.equal(input_ids[:, : written.shape[1]].to(written.device), written):
         raise ValueError(
-            f"past_key_values: the first {written.shape[1]} tokens of the prompt are not those that this cache was "
+            f"cache: the first {written.shape[1]} tokens of the prompt are not those that this cache was "
             "returned with; pass that sequence and more tokens, or no cache"
         )
 
@@ -127,7 +128,7 @@ def check_call(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     if inputs is None or torch.compiler.is_compiling():
         return
     rows, length = inputs.shape[:2]
-    cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
+    cache, mask = cache_in(kwargs), kwargs.get("attention_mask")
     seen = 0 if cache is None else _tokens_in(cache, rows)
     if not isinstance(mask, Tensor) or mask.dim() == 4:
         return
@@ -135,16 +136,14 @@ def check_call(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         wanted = f"[{rows}, {'T' if seen is None else seen + length}]"
         raise ValueError(
             f"attention_mask: got shape {list(mask.shape)}, expected {wanted}: one column for each token, those in "
-            "past_key_values included"
+            "the cache included"
         )
 
 
 def _tokens_in(cache: Any, rows: int) -> int | None:
     """The number of tokens that every layer of a cache holds; None if it is on the device (static caches)."""
     if not isinstance(cache, Cache):
-        raise ValueError(
-            f"past_key_values: got {type(cache).__name__}, expected a Cache of transformers, such as DynamicCache()"
-        )
+        raise ValueError(f"cache: got {type(cache).__name__}, expected a Cache of transformers, such as DynamicCache()")
     for layer in _parts(cache):
         keys = getattr(layer, "keys", None)
         held = layer.batch_size if isinstance(layer, MixerCacheLayer) else -1
@@ -152,7 +151,7 @@ def _tokens_in(cache: Any, rows: int) -> int | None:
             held = len(keys)
         if held not in (-1, rows):
             raise ValueError(
-                f"past_key_values: holds {held} sequences and the inputs have {rows}; repeat it with "
+                f"cache: holds {held} sequences and the inputs have {rows}; repeat it with "
                 "batch_repeat_interleave, or pass a cache of these sequences"
             )
     lengths = {layer.get_seq_length() for layer in cache.layers if isinstance(layer, CacheLayerMixin)}
@@ -160,7 +159,7 @@ def _tokens_in(cache: Any, rows: int) -> int | None:
         return None
     if len(lengths) > 1:
         raise ValueError(
-            f"past_key_values: its layers hold {min(lengths)} to {max(lengths)} tokens, so it was not filled by this "
+            f"cache: its layers hold {min(lengths)} to {max(lengths)} tokens, so it was not filled by this "
             "model alone; pass an empty cache"
         )
     return lengths.pop() if lengths else 0

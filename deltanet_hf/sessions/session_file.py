@@ -20,6 +20,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from deltanet_hf.errors import UserError, one_line
+from deltanet_hf.mixers.cache.argument import CACHE
 from deltanet_hf.mixers.layer.masks import sliding_window
 from deltanet_hf.models.cache_bits import BITS, cache_bits_of
 from deltanet_hf.models.layers import layer_kinds
@@ -218,5 +219,5 @@ def _check_counts(path: Path, tensors: dict[str, Tensor], tokens: int, model: Pr
 def _cache_of_one_token(model: PreTrainedModel) -> Cache:
     cache = DynamicCache(config=model.config)
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-    model(token, past_key_values=cache, use_cache=True)
+    model(token, use_cache=True, **{CACHE: cache})
     return cache

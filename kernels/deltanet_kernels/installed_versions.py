@@ -1,4 +1,4 @@
-"""The check of the versions of installed packages. It reads their metadata and imports none of them.
+"""The check that installed packages are not too old. It reads their metadata and imports none of them.
 
 pip keeps the bounds of pyproject.toml only while it installs this project; later another package may replace one.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from importlib.metadata import PackageNotFoundError, version
 
-# The bounds of pyproject.toml, by the names that packages have there: the oldest version, the first that is too new.
+# The bounds of pyproject.toml, by the names that packages have there.
 OLDEST = {
     "accelerate": "1.10",
     "datasets": "4.0",
@@ -19,34 +19,31 @@ OLDEST = {
     "transformers": "5.17",
     "triton": "3.6",
 }
-TOO_NEW = {"transformers": "5.24"}  # there, attention takes its cache by another name
 
 
-class UnsupportedVersionError(ImportError):
-    """This project cannot use the installed version of a package. The message names the versions and the remedy."""
+class TooOldError(ImportError):
+    """An installed package is older than this project can use. The message names both versions and the remedy."""
 
 
 def require(*packages: str) -> None:
-    """Compare installed packages with the bounds; one that is not installed passes, and its import will fail by itself.
+    """Compare installed packages with `OLDEST`; one that is not installed passes, and its import will fail by itself.
 
     Args:
         packages: keys of `OLDEST`.
 
     Raises:
-        UnsupportedVersionError: one of them is too old or too new. Builds (2.11.0+cpu) and candidates (2.11.0rc1)
-            count as their release.
+        TooOldError: one of them is too old. Builds (2.11.0+cpu) and candidates (2.11.0rc1) count as their release.
     """
     for package in packages:
         try:
             installed = version(package)
         except PackageNotFoundError:
             continue
-        release, oldest, too_new = _release(installed or ""), OLDEST[package], TOO_NEW.get(package)
-        if release and (release < _release(oldest) or (too_new is not None and release >= _release(too_new))):
-            below, bound = ("", "") if too_new is None else (f", below {too_new}", f",<{too_new}")
-            raise UnsupportedVersionError(
-                f"deltanet-hf needs {package} {oldest} or later{below}, and {installed} is installed: run "
-                f"`pip install --upgrade '{package}>={oldest}{bound}'`"
+        oldest = OLDEST[package]
+        if installed and () < _release(installed) < _release(oldest):
+            raise TooOldError(
+                f"deltanet-hf needs {package} {oldest} or later, and {installed} is installed: run "
+                f"`pip install --upgrade '{package}>={oldest}'`"
             )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,15 @@ from deltanet_hf.models.families import FAMILIES
 from deltanet_hf.models.restrict import restrict_heads, restrict_to_window
 from support.float64 import assert_same_function
 from support.refusals import assert_refused
-from support.tiny_models import LAYERS, ONE_NORM, mixed_mixture_table, mixed_table, tiny_mixture, tiny_teacher
+from support.tiny_models import (
+    LAYERS,
+    ONE_NORM,
+    mixed_mixture_table,
+    mixed_table,
+    mixture_table,
+    tiny_mixture,
+    tiny_teacher,
+)
 
 FOUR = {"num_key_value_heads": 4, "num_attention_heads": 8, "head_dim": 16}
 SPLITTABLE = [family for family in FAMILIES if family not in ONE_NORM]
@@ -225,11 +234,20 @@ def test_only_growing_keys_are_offloaded() -> None:
     layer.parts["linear"].offload = lambda: moved.append("linear")
     layer.offload()
     assert moved == ["softmax"]
-    assert cache.is_linear == [False] * LAYERS
-    constant = tiny_mixture("llama", mixed_table("window", "linear"))
-    cache = DynamicCache(config=constant.config)
-    constant(IDS, past_key_values=cache, use_cache=True)
-    assert cache.is_linear == [True] * LAYERS  # transformers prefetches the other layers only
+
+
+@pytest.mark.parametrize(("table", "growing"), [(mixture_table(), {1}), (mixed_mixture_table(), {0, 2, 3})])
+@torch.no_grad()
+def test_an_offloaded_cache_brings_back_growing_keys_only(table: LayerTable, growing: set[int]) -> None:
+    model = tiny_mixture("llama", table)
+    cache: Any = DynamicCache(config=model.config)
+    model(IDS, past_key_values=cache, use_cache=True)
+    cache.prefetch_stream, brought = nullcontext(), set()
+    for index, layer in enumerate(cache.layers):
+        layer.prefetch = functools.partial(brought.add, index)
+    for index in range(LAYERS):
+        cache.prefetch(index, only_non_sliding=False)
+    assert brought == growing
 
 
 @torch.no_grad()

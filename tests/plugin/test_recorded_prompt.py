@@ -18,6 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 from deltanet_hf.decoding import forget_graphs, recorded_prompt, serve
 from deltanet_hf.decoding.recorded_prompt import read_prompt
 from deltanet_hf.decoding.recorders import RECORDERS
+from deltanet_hf.mixers.cache.argument import CACHE
 from deltanet_hf.models.cache_bits import set_cache_bits
 from support.cache_tensors import cache_tensors
 from support.float64 import Float64
@@ -65,7 +66,7 @@ def prompt(length: int, rows: int = 2) -> Tensor:
 
 def inputs(model: PreTrainedModel, ids: Tensor, **changes: Any) -> dict[str, Any]:
     cache = DynamicCache(config=model.config)
-    return {"input_ids": ids, "past_key_values": cache, "use_cache": True, "logits_to_keep": 1, **changes}
+    return {"input_ids": ids, CACHE: cache, "use_cache": True, "logits_to_keep": 1, **changes}
 
 
 @pytest.mark.usefixtures("float64")
@@ -80,7 +81,7 @@ def test_as_by_separate_launches(name: str, recorder: Recorder) -> None:
         assert found is not None
         torch.testing.assert_close(found.logits, wanted, rtol=1e-4, atol=1e-4)
         exact = length in (64, 96)
-        caches = plain["past_key_values"], recorded["past_key_values"]
+        caches = plain[CACHE], recorded[CACHE]
         assert caches[0].get_seq_length() == caches[1].get_seq_length() == length
         for (label, one), (other_label, other) in zip(*map(cache_tensors, caches), strict=True):
             assert label == other_label
@@ -98,9 +99,9 @@ def test_a_cache_is_no_part_of_the_recording() -> None:
     calls = [inputs(model, prompt(length)) for length in (50, 40, 64)]
     for call in calls[:2]:
         read_prompt(model, call)
-    before = [x.clone() for _, x in cache_tensors(calls[1]["past_key_values"])]
+    before = [x.clone() for _, x in cache_tensors(calls[1][CACHE])]
     read_prompt(model, calls[2])
-    assert all(map(torch.equal, before, (x for _, x in cache_tensors(calls[1]["past_key_values"]))))
+    assert all(map(torch.equal, before, (x for _, x in cache_tensors(calls[1][CACHE]))))
 
 
 def test_generate(recorder: Recorder) -> None:
@@ -135,9 +136,9 @@ def test_what_is_not_recorded(recorder: Recorder, monkeypatch: pytest.MonkeyPatc
 
     filled = DynamicCache(config=model.config)
     model(ids, past_key_values=filled)
-    assert refused(past_key_values=filled)
-    assert refused(past_key_values=None)
-    assert refused(past_key_values=DynamicCache())
+    assert refused(**{CACHE: filled})
+    assert refused(**{CACHE: None})
+    assert refused(**{CACHE: DynamicCache()})
     assert refused(logits_to_keep=0)
     assert refused(ids=prompt(97))
     assert refused(ids=prompt(1))

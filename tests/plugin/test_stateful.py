@@ -9,6 +9,9 @@ import pytest
 import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, StaticCache
 
+from deltanet_hf.fast.decoder import fast_attention
+from deltanet_hf.mixers.cache.argument import NAMES
+from deltanet_hf.models.cache_bits import set_cache_bits
 from deltanet_hf.models.restrict import restrict_heads, restrict_to_window
 from support.tiny_models import mixed_table, tiny_mixture, tiny_student, tiny_table, tiny_teacher
 
@@ -43,6 +46,29 @@ def filled(model: Any, ids: torch.Tensor, cache: Any = None) -> Any:
     return cache
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: tiny_student("llama"),
+        lambda: tiny_student("llama", mixer="window"),
+        lambda: tiny_student("llama", mixer="alibi"),
+        lambda: set_cache_bits(tiny_mixture("llama", tiny_table(layers=())), 4),
+        lambda: set_cache_bits(restrict_heads(tiny_teacher("llama"), {0: [0]}, 40, 1), 4),
+    ],
+    ids=["mixer", "window", "alibi", "packed", "mixed heads"],
+)
+@torch.no_grad()
+def test_a_layer_takes_its_cache_by_either_name(make: Any) -> None:
+    model = make()
+    x = torch.randn(2, LENGTH, 32)
+    angles = model.model.rotary_emb(x, torch.arange(LENGTH)[None])
+    for layer in (model.model.layers[0].self_attn, fast_attention(model.model.layers[0].self_attn, False)):
+        for name in NAMES:
+            cache = DynamicCache(config=model.config)
+            layer(hidden_states=x, position_embeddings=angles, attention_mask=None, **{name: cache})
+            assert cache.get_seq_length() == LENGTH
+
+
 def test_a_cache_continues_the_tokens_that_it_holds(model: PreTrainedModel, ids: torch.Tensor) -> None:
     wanted = generated(model, ids, 2 * NEW)
     found = generated(model, ids, return_dict_in_generate=True)
@@ -63,7 +89,7 @@ def test_a_cache_continues_the_tokens_that_it_holds(model: PreTrainedModel, ids:
 def test_a_cache_that_does_not_fit_is_refused(model: PreTrainedModel, ids: torch.Tensor) -> None:
     longer = generated(model, ids, return_dict_in_generate=True).past_key_values
     for cache in (longer, filled(model, ids), filled(model, ids, StaticCache(model.config, max_cache_len=20))):
-        with pytest.raises(ValueError, match=r"past_key_values: holds .* cannot go back"):
+        with pytest.raises(ValueError, match=r"cache: holds .* cannot go back"):
             generated(model, ids, past_key_values=copy.deepcopy(cache))
     with pytest.raises(ValueError, match="cannot go back"):
         generated(model, None, inputs_embeds=model.get_input_embeddings()(ids), past_key_values=copy.deepcopy(longer))
@@ -74,9 +100,9 @@ def test_a_cache_that_does_not_fit_is_refused(model: PreTrainedModel, ids: torch
         generated(model, ids[:, :4], past_key_values=filled(model, ids), attention_mask=torch.ones(2, 10).long())
     with pytest.raises(ValueError, match="use_cache"):
         generated(model, ids, use_cache=False, past_key_values=DynamicCache())
-    with pytest.raises(ValueError, match="past_key_values: holds 2 sequences and the inputs have 1"):
+    with pytest.raises(ValueError, match="cache: holds 2 sequences and the inputs have 1"):
         generated(model, ids[:1], past_key_values=filled(model, ids[:, :5]))
-    with pytest.raises(ValueError, match="past_key_values: holds 1 sequences and the inputs have 3"):
+    with pytest.raises(ValueError, match="cache: holds 1 sequences and the inputs have 3"):
         generated(model, ids[:1], num_beams=3, past_key_values=filled(model, ids[:1, :5]))
 
 
@@ -103,12 +129,12 @@ def test_a_mask_of_the_new_tokens_alone_is_refused(model: Any, ids: torch.Tensor
 def test_the_cache_of_another_model_is_refused(ids: torch.Tensor, mixer: str | None) -> None:
     student = tiny_student("llama", layers=(1, 2)) if mixer == "gated_deltanet" else tiny_student("llama")
     other = tiny_teacher("llama") if mixer is None else tiny_student("llama", mixer=mixer)
-    with pytest.raises((ValueError, TypeError), match=r"past_key_values: .* pass an empty"):
+    with pytest.raises((ValueError, TypeError), match=r"cache: .* pass an empty"):
         student(ids, past_key_values=filled(other, ids))
 
 
 def test_what_is_no_cache_is_refused(ids: torch.Tensor) -> None:
-    with pytest.raises(ValueError, match="past_key_values: got tuple, expected a Cache"):
+    with pytest.raises(ValueError, match="cache: got tuple, expected a Cache"):
         tiny_student("llama")(ids, past_key_values=((ids, ids),))
     hybrid = tiny_student("llama", layers=(0, 2))
     half = filled(hybrid, ids)
@@ -140,5 +166,5 @@ def test_prefix_tuning_is_refused(ids: torch.Tensor, layers: tuple[int, ...] | N
 def test_a_cache_of_keys_and_values_for_other_rows_is_refused() -> None:
     """Models of which no layer has a state, too."""
     model, ids = tiny_student("llama", mixer="fox"), torch.arange(3, 13).view(1, 10)
-    with pytest.raises(ValueError, match="past_key_values: holds 1 sequences and the inputs have 3"):
+    with pytest.raises(ValueError, match="cache: holds 1 sequences and the inputs have 3"):
         model.generate(ids, past_key_values=filled(model, ids[:, :5]), num_beams=3, max_new_tokens=2)

@@ -184,7 +184,7 @@ def test_a_cache_that_holds_tokens_is_refused() -> None:
     """In assisted generation transformers reads the whole prompt, whatever the cache holds."""
     model = made("gated_deltanet")
     result = model.generate(IDS[:1], return_dict_in_generate=True, **GREEDY)
-    with pytest.raises(ValueError, match="past_key_values: holds 33 tokens, but assisted generation reads"):
+    with pytest.raises(ValueError, match="cache: holds 33 tokens, but assisted generation reads"):
         model.generate(result.sequences, past_key_values=result.past_key_values, prompt_lookup_num_tokens=3, **GREEDY)
     assert result.past_key_values.get_seq_length() == 33
 

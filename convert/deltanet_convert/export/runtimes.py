@@ -16,6 +16,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from deltanet_hf.mixers.cache.argument import CACHE
+
 from ..storage.safetensors_folder import read_json
 
 TOP = 10
@@ -75,8 +77,8 @@ class Transformers:
     def follow(self, prompt: Sequence[int], tokens: int, forced: Sequence[Step] = ()) -> list[Step]:
         ids, cache, steps = torch.tensor([prompt]), None, []
         for index in range(tokens):
-            out = self.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            cache = out.past_key_values
+            out = self.model(ids, use_cache=True, logits_to_keep=1, **{CACHE: cache})
+            cache = out[CACHE]
             steps.append(_step(out.logits[0, -1].float().log_softmax(-1), forced, index))
             ids = torch.tensor([[steps[-1].token]])
         return steps

@@ -49,7 +49,7 @@ class GgufTeacher:
         Raises:
             UserError: the file is damaged or of a family that is not supported, or its tensors do not fit its config.
             ModuleNotFoundError: the package `gguf` is missing.
-            UnsupportedVersionError: it is too old.
+            TooOldError: it is too old.
         """
         require("gguf")
         from gguf import GGUFReader  # without it, transformers raises an error that does not name the extra

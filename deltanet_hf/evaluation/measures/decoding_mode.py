@@ -19,6 +19,7 @@ from deltanet_hf.decoding.fixed_cache import NotRecordable
 from deltanet_hf.decoding.graphed_step import graphed_step
 from deltanet_hf.decoding.recorded_prompt import read_prompt
 from deltanet_hf.errors import UserError, one_line
+from deltanet_hf.mixers.cache.argument import CACHE
 
 MOST_STEPS = 256  # of a step made here
 Step = Callable[[Tensor], Tensor]
@@ -75,12 +76,12 @@ def _compiled(model: PreTrainedModel, cache: Cache) -> Step:
 
 def read(model: PreTrainedModel, tokens: Tensor, cache: Cache) -> Tensor:
     """Read tokens [B, T] into the cache; the likeliest next tokens [B, 1]."""
-    return model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1:].argmax(-1)
+    return model(tokens, use_cache=True, logits_to_keep=1, **{CACHE: cache}).logits[:, -1:].argmax(-1)
 
 
 def read_recorded(model: PreTrainedModel, tokens: Tensor, cache: Cache) -> Tensor:
     """As `read`, by a recording where there can be one, as `generate` reads prompts."""
-    inputs = {"input_ids": tokens, "past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
+    inputs = {"input_ids": tokens, CACHE: cache, "use_cache": True, "logits_to_keep": 1}
     output: Any = read_prompt(model, inputs)
     return read(model, tokens, cache) if output is None else output.logits.argmax(-1)
 

@@ -27,6 +27,7 @@ from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.attention.paired_class import paired_class
 from deltanet_hf.mixers.attention.routed_config import RoutedConfig
 from deltanet_hf.mixers.attention.single_query import TAKES_MASK
+from deltanet_hf.mixers.cache.argument import given_cache
 from deltanet_hf.mixers.cache.cache_bytes import QUANTISED
 from deltanet_hf.mixers.cache.state import TensorShape
 from deltanet_hf.mixers.cache.window_cache import Tokens
@@ -187,20 +188,20 @@ class AttentionKind(LayerKind):
                 'model with attn_implementation="sdpa" or "eager"'
             )
         batch, length, _ = hidden_states.shape
-        cu_seqlens = boundaries_in(cu_seq_lens_q, length, past_key_values)
-        seen = 0 if past_key_values is None else past_key_values.get_seq_length(self.layer_idx)
+        cache = given_cache(past_key_values, kwargs)
+        cu_seqlens = boundaries_in(cu_seq_lens_q, length, cache)
+        seen = 0 if cache is None else cache.get_seq_length(self.layer_idx)
         padding = padding_in(attention_mask, padding, length, seen)
         window = sliding_window(self.config.whole, self.layer_idx)
         mask = visible(attention_mask)
-        if mask is None and past_key_values is None and (cu_seqlens is not None or length > (window or length)):
+        if mask is None and cache is None and (cu_seqlens is not None or length > (window or length)):
             tokens = Tokens.of(batch, length, None, cu_seqlens, None, hidden_states.device)
             mask = tokens.sees(tokens, length, 0, window).unsqueeze(1)
         output, _ = super().forward(  # type: ignore[misc]
             hidden_states=hidden_states,
             position_embeddings=position_embeddings,
             attention_mask=None,
-            past_key_values=None,
-            call=Call(hidden_states, padding, mask, cu_seqlens, past_key_values),
+            call=Call(hidden_states, padding, mask, cu_seqlens, cache),
             **kwargs,
         )
         return output, None
@@ -215,7 +216,7 @@ class AttentionKind(LayerKind):
             return None
         layer: Any = cache.layers[self.layer_idx]
         if any(hasattr(layer, name) for name in QUANTISED):
-            raise ValueError(f"past_key_values: a quantised cache rounds what {self.name} layers keep; use another one")
+            raise ValueError(f"cache: a quantised cache rounds what {self.name} layers keep; use another one")
         if not layer.is_initialized or layer.keys is None or layer.keys.numel() == 0:
             return None
         if cache.offloading:  # the copy from the CPU was begun by the layer before

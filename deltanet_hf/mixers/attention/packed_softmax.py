@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache
 from deltanet_hf.mixers.attention.paired_class import paired_class
 from deltanet_hf.mixers.attention.routed_config import RoutedConfig
 from deltanet_hf.mixers.attention.window_softmax import IMPLEMENTATION
+from deltanet_hf.mixers.cache.argument import CACHE, given_cache
 from deltanet_hf.mixers.cache.cache_layer import cache_layer
 from deltanet_hf.mixers.cache.packed_reach import PackedReach
 from deltanet_hf.mixers.cache.packed_tokens import PackedTokens
@@ -56,7 +57,7 @@ class PackedSoftmax:
             ValueError: a mask that cannot be read, or as `call_packed`.
         """
         length = hidden_states.shape[1]
-        call = LayerCall.of(self, length, attention_mask, past_key_values, cu_seq_lens_q, padding)
+        call = LayerCall.of(self, length, attention_mask, given_cache(past_key_values, kwargs), cu_seq_lens_q, padding)
         if call.is_recorded:
             return recorded(self, call, hidden_states, position_embeddings), None
         inputs = {"hidden_states": hidden_states, "position_embeddings": position_embeddings, **kwargs}
@@ -95,7 +96,7 @@ def call_packed(
         slots=None if cache is None else cache.slots,
         pages=None if cache is None else cache.pages,
     )
-    output, _ = family(attention_mask=None, past_key_values=None if cache is None else held, call=held, **inputs)
+    output, _ = family(attention_mask=None, call=held, **{CACHE: None if cache is None else held}, **inputs)
     if cache is not None:
         cache.grows = kept.window is None
     if cache is not None and held.state is cache.state:

@@ -43,7 +43,7 @@ def refuse_filled(layer: Any, layer_idx: int, owner: str) -> None:
         held = any(layer.has_previous_state.values())
     if held:
         raise ValueError(
-            f"past_key_values: layer {layer_idx} holds what a layer of another kind kept, which a {owner} layer cannot "
+            f"cache: layer {layer_idx} holds what a layer of another kind kept, which a {owner} layer cannot "
             "continue (PEFT's prefix tuning, or the cache of another model); train LoRA adapters instead, or pass an "
             "empty cache"
         )

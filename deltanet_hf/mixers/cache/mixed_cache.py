@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, LinearAttentionCacheLayerMixin
 
 from deltanet_hf.mixers.cache.cache_layer import new_layer, refuse_filled
-from deltanet_hf.mixers.cache.state import MixerCacheLayer
+from deltanet_hf.mixers.cache.state import MixerCacheLayer, StaysOnDevice
 
 
 class MixedCacheLayer(CacheLayerMixin):
@@ -124,7 +124,9 @@ class MixedCacheLayer(CacheLayerMixin):
             part.batch_select_indices(indices)
 
 
-class ConstantMixedCacheLayer(MixedCacheLayer, LinearAttentionCacheLayerMixin):  # type: ignore[misc, override]
+class ConstantMixedCacheLayer(  # type: ignore[misc, override]
+    MixedCacheLayer, LinearAttentionCacheLayerMixin, StaysOnDevice
+):
     """Without a growing part; transformers leaves out of offloading what holds a state only."""
 
     # `Cache` reads these of every layer that claims to hold linear attention.

@@ -8,12 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import cache_utils
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from deltanet_hf.mixers.cache.history import History, PastCall
 
 State = dict[str, Tensor]
 """The tensors that a mixer keeps between calls, by the names of its `state_shapes`; each begins with the batch."""
+
+StaysOnDevice: Any = getattr(cache_utils, "DummyLayer", object)
+"""A base of layers that an offloaded cache leaves on the device; before 5.24, linear attention was enough for that."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,7 @@ class TensorShape:
         return int(torch.Size(self.shape).numel()) * self.dtype.itemsize
 
 
-class MixerCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
+class MixerCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin, StaysOnDevice):
     """A mixer's state and the number of tokens it has seen.
 
     The layer counts tokens itself, so that models without any softmax layer know their position. While `record_past`
@@ -190,7 +194,7 @@ class MixerCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
 
     def update(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError(
-            "past_key_values: a softmax layer was given the state of a converted layer; this cache belongs to another "
+            "cache: a softmax layer was given the state of a converted layer; this cache belongs to another "
             "model, pass an empty one"
         )
 

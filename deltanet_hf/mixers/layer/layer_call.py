@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from deltanet_hf.mixers.cache import history
+from deltanet_hf.mixers.cache.argument import CACHE
 from deltanet_hf.mixers.cache.cache_layer import cache_layer
 from deltanet_hf.mixers.cache.state import MixerCacheLayer, State
 from deltanet_hf.mixers.layer.masks import boundaries_in, padding_in
@@ -30,7 +31,7 @@ class LayerCall:
         layer: Any,
         length: int,
         attention_mask: Tensor | None,
-        past_key_values: Cache | MixerCacheLayer | None,
+        cache: Cache | MixerCacheLayer | None,
         cu_seq_lens_q: Tensor | None,
         padding: Tensor | None,
     ) -> LayerCall:
@@ -40,11 +41,9 @@ class LayerCall:
             ValueError: a mask that cannot be read, packed sequences together with a cache, or a cache that a layer of
                 another kind has filled.
         """
-        cache = None if past_key_values is None else cache_layer(past_key_values, layer.layer_idx, layer.name)
-        seen = 0 if cache is None else cache.get_seq_length()
-        return cls(
-            cache, padding_in(attention_mask, padding, length, seen), boundaries_in(cu_seq_lens_q, length, cache)
-        )
+        part = None if cache is None else cache_layer(cache, layer.layer_idx, layer.name)
+        seen = 0 if part is None else part.get_seq_length()
+        return cls(part, padding_in(attention_mask, padding, length, seen), boundaries_in(cu_seq_lens_q, length, part))
 
     @property
     def state(self) -> State | None:
@@ -88,7 +87,7 @@ def recorded(
         mask = None if padding is None else ~padding[:, part]
         recording, cache.record_past = cache.record_past, False
         try:
-            output = layer(hidden_states=x, position_embeddings=angles, attention_mask=mask, past_key_values=cache)
+            output = layer(hidden_states=x, position_embeddings=angles, attention_mask=mask, **{CACHE: cache})
         finally:
             cache.record_past = recording
         return output if isinstance(output, Tensor) else output[0]

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedConfig
 
+from deltanet_hf.mixers.cache.argument import cache_in
 from deltanet_hf.models.families import PREFIX, UNPACKABLE
 
 NO_PADDING = False
@@ -138,7 +139,7 @@ def announce_padding(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any
     """
     if kwargs.get("padding") is NO_PADDING:
         return args, kwargs
-    mask, cache = kwargs.get("attention_mask"), kwargs.get("past_key_values")
+    mask, cache = kwargs.get("attention_mask"), cache_in(kwargs)
     inputs = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
     if isinstance(mask, torch.Tensor) and mask.dim() in (2, 4) and inputs is not None:
         length, seen = inputs.shape[1], 0 if cache is None else cache.get_seq_length()

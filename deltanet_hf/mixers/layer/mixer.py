@@ -27,6 +27,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
+from deltanet_hf.mixers.cache.argument import given_cache
 from deltanet_hf.mixers.cache.cache_layer import cache_layer
 from deltanet_hf.mixers.cache.state import MixerCacheLayer, State, TensorShape
 from deltanet_hf.mixers.layer.attention_shape import FAITHFUL, AttentionShape, MixerProjections
@@ -244,13 +245,14 @@ class Mixer(LayerKind, nn.Module):
 
         Where there is an `attention_mask` (2D or 4D), padding is read from it, or from `padding` ([B, T] bool, True at
         padding), which `announce_padding` took from the same mask. Packed sequences come from `cu_seq_lens_q` ([N + 1]
-        boundaries over the B*T tokens), the state from `past_key_values`, whose layer it replaces by its own.
+        boundaries over the B*T tokens), the state from `past_key_values` or `cache`, whose layer it replaces by its
+        own.
 
         Raises:
             ValueError: a mask that cannot be read, or packed sequences together with a cache.
         """
         length = hidden_states.shape[1]
-        call = LayerCall.of(self, length, attention_mask, past_key_values, cu_seq_lens_q, padding)
+        call = LayerCall.of(self, length, attention_mask, given_cache(past_key_values, kwargs), cu_seq_lens_q, padding)
         if call.is_recorded:
             return recorded(self, call, hidden_states, position_embeddings), None
         padding, state = call.padding, call.state

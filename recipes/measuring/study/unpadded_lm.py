@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from deltanet_hf.evaluation.tasks.lm_eval_model import DeltaNetLM
+from deltanet_hf.mixers.cache.argument import CACHE
 
 
 class UnpaddedLM(DeltaNetLM):
@@ -38,7 +39,7 @@ def continuations(model: PreTrainedModel, prompts: list[Tensor], count: int) -> 
     cache, read = DynamicCache(config=model.config), 0
     for end in range(short, whole):
         ids = tokens[:, read:end]
-        best = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1].argmax(-1)
+        best = model(ids, use_cache=True, logits_to_keep=1, **{CACHE: cache}).logits[:, -1].argmax(-1)
         tokens[:, end] = torch.where(lengths > end, tokens[:, end], best)
         read = end
     return torch.stack([row[length : length + count] for row, length in zip(tokens, lengths.tolist(), strict=True)])
