@@ -13,7 +13,7 @@ import pytest
 from deltanet_recipes import cpu_threads
 from deltanet_recipes.cpu_threads import cpu_quota, settle_threads
 
-VARIABLES = ("OMP_WAIT_POLICY", "OMP_NUM_THREADS")
+VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_NUM_THREADS")
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def settings() -> tuple[str | None, ...]:
 def test_quotas_of_version_2(groups: Path, files: dict[str, str], quota: float | None, threads: str | None) -> None:
     write(groups, "0::/a/b\n", files)
     assert cpu_quota() == quota
-    assert settings() == ("PASSIVE", threads)
+    assert settings() == ("PASSIVE", "1000", threads)
 
 
 def test_quotas_of_version_1(groups: Path) -> None:
@@ -67,19 +67,19 @@ def test_quotas_of_version_1(groups: Path) -> None:
     assert cpu_quota() is None
     write(groups, membership, {"cpu/cpu.cfs_quota_us": "250000"})
     assert cpu_quota() == 2.5
-    assert settings() == ("PASSIVE", "3")
+    assert settings() == ("PASSIVE", "1000", "3")
 
 
 def test_without_control_groups_nothing_is_limited(groups: Path) -> None:
     assert cpu_quota() is None
-    assert settings() == ("PASSIVE", None)
+    assert settings() == ("PASSIVE", "1000", None)
 
 
 def test_what_the_user_set_stays(groups: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(groups, "0::/\n", {"cpu.max": "100000 100000\n"})
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    assert settings() == ("ACTIVE", "7")
+    assert settings() == ("ACTIVE", None, "7")
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs CPU affinity")
