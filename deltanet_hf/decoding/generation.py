@@ -54,9 +54,9 @@ class GraphedGeneration:
             _ACTIVE.reset(before)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # which cannot read _READING in torch 2.11
-            return super().__call__(*args, **kwargs)  # type: ignore[misc]
-        output = read_prompt(self, kwargs) if _READING.get() and not args else None
+        # torch.compile cannot read _READING in torch 2.11.
+        reads = not torch.compiler.is_compiling() and not args and _READING.get()
+        output = read_prompt(self, kwargs) if reads else None
         return super().__call__(*args, **kwargs) if output is None else output  # type: ignore[misc]
 
     def _validate_generation_mode(self, generation_mode: Any, *args: Any, **kwargs: Any) -> None:

@@ -89,7 +89,7 @@ class RecordedStep:
 
 
 class Recordings:
-    """What is recorded of one model: steps by batch size, and prompts (`recorded_prompt.py`)."""
+    """The recorded steps of one model, by batch size, and its recorded prompts (`recorded_prompt.py`)."""
 
     def __init__(self) -> None:
         self._steps: OrderedDict[int, RecordedStep] = OrderedDict()

@@ -1,1 +1,1 @@
-"""What measures the project: studies, the laboratory and benchmarks. A checkout runs it; the wheel does not have it."""
+"""Measurements of the project: studies, laboratory and benchmarks. A checkout runs them; the wheel lacks them."""

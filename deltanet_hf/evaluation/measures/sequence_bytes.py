@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from deltanet_hf.mixers.cache.argument import CACHE
+from deltanet_hf.evaluation.measures.decoding_mode import read
 from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
 
 
@@ -16,5 +16,5 @@ def sequence_bytes(model: PreTrainedModel, tokens: int) -> int:
     generator = torch.Generator().manual_seed(1234)
     ids = torch.randint(0, vocabulary, (1, tokens), generator=generator).to(model.device)
     cache = DynamicCache(config=model.config)
-    model(ids, use_cache=True, logits_to_keep=1, **{CACHE: cache})
+    read(model, ids, cache)
     return cache_bytes(cache)

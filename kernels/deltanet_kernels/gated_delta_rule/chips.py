@@ -7,7 +7,7 @@ capability: 9 is Hopper (H100, H200).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import torch
@@ -98,7 +98,7 @@ class ChunkConfig:
     input_registers: int | None = None  # 255 is the maximum; without a limit ptxas sometimes chooses 32, and spills
 
 
-SLICES = ("state_BV", "output_BV", "grad_BV", "pair_BV", "input_BV")
+SLICES = tuple(field.name for field in fields(ChunkConfig) if field.name.endswith("_BV"))
 
 
 class Sizes(NamedTuple):

@@ -109,15 +109,10 @@ def torch_pack_prompt(call: PackPromptCall) -> tuple[PackedKeyValues, Tensor, Te
     groups = N if call.groups is None else call.groups
     if groups > N:
         packed = tuple(F.pad(x, (*[0, 0] * (x.dim() - 3), 0, groups - N)) for x in packed)
-    if call.length is not None:
-        last = current - 1
-        number = last - (last - torch.arange(groups, device=k.device)) % max(groups, 1)  # of the group in each place
-        taken = (x.index_select(2, number.clamp_min(0)) for x in packed)
-        packed = tuple(x.masked_fill((number < 0).view(-1, *[1] * (x.dim() - 3)), 0) for x in taken)
-    elif groups < N:
-        packed = tuple(x[:, :, N - groups :] for x in packed)
-        if groups and N % groups:
-            packed = tuple(x.roll(N % groups, dims=2) for x in packed)
+    last = current - 1
+    number = last - (last - torch.arange(groups, device=k.device)) % max(groups, 1)  # of the group in each place
+    taken = (x.index_select(2, number.clamp_min(0)) for x in packed)
+    packed = tuple(x.masked_fill((number < 0).view(-1, *[1] * (x.dim() - 3)), 0) for x in taken)
     return PackedKeyValues(*packed, keys, values, lengths), seen[0], seen[1]  # type: ignore[call-arg]
 
 

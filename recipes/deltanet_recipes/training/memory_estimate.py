@@ -16,7 +16,7 @@ from deltanet_recipes.training.runtime import Runtime
 from deltanet_recipes.training.sizes import ModelSizes, StageSizes
 
 ACTIVATION_FACTOR = {True: 1.0, False: 2.0}
-"""What compiled and eager layers keep for the backward pass, divided by what passes their matrices; measured."""
+"""Numbers that compiled and eager layers keep for the backward pass, by those that pass their matrices; measured."""
 LOGIT_BYTES = {True: 12, False: 48}
 """Bytes per token of a chunk and word of the vocabulary, compiled and eager: logits of both models, their
 log-probabilities, and the gradient; measured."""

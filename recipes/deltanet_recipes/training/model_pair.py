@@ -204,7 +204,7 @@ def load_tokenizer(folder: str, key: str = "student", revision: str | None = Non
 
 
 def _opened(load: Callable[[str, Path], T], name: str, key: str, revision: str | None = None) -> T:
-    """What `load` makes of a model's folder, downloaded if it is a Hub id; a revision of a local folder is ignored."""
+    """The result of `load` for a model's folder, downloaded if it is a Hub id. Local folders have no revision."""
     try:
         return load(name, loadable_folder(name, None if os.path.exists(name) else revision))
     except UserError as error:

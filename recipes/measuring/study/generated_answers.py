@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from deltanet_hf.evaluation.measures.continuations import token_budget
+from deltanet_hf.evaluation.measures.decoding_mode import read
 from deltanet_hf.evaluation.measures.probes import Probe
-from deltanet_hf.mixers.cache.argument import CACHE
 
 
 def generated_answers(model: PreTrainedModel, probes: Sequence[Probe]) -> list[float]:
@@ -40,9 +40,9 @@ def generated_answers(model: PreTrainedModel, probes: Sequence[Probe]) -> list[f
 def greedy_tokens(model: PreTrainedModel, prompts: Tensor, count: int) -> Tensor:
     """The `count` most likely next tokens [B, count] of prompts [B, T] int64, one decoding step per token."""
     cache = DynamicCache(config=model.config)
-    token = model(prompts, use_cache=True, logits_to_keep=1, **{CACHE: cache}).logits[:, -1:].argmax(-1)
+    token = read(model, prompts, cache)
     made = [token]
     for _ in range(count - 1):
-        token = model(token, use_cache=True, **{CACHE: cache}).logits[:, -1:].argmax(-1)
+        token = read(model, token, cache)
         made.append(token)
     return torch.cat(made, dim=1)

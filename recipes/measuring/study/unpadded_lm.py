@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from deltanet_hf.evaluation.measures.decoding_mode import read
 from deltanet_hf.evaluation.tasks.lm_eval_model import DeltaNetLM
-from deltanet_hf.mixers.cache.argument import CACHE
 
 
 class UnpaddedLM(DeltaNetLM):
@@ -36,10 +36,10 @@ def continuations(model: PreTrainedModel, prompts: list[Tensor], count: int) -> 
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=model.device)
     short, whole = int(lengths.min()), int(lengths.max()) + count
     tokens = torch.stack([torch.nn.functional.pad(prompt, (0, whole - len(prompt))) for prompt in prompts])
-    cache, read = DynamicCache(config=model.config), 0
+    cache, begin = DynamicCache(config=model.config), 0
     for end in range(short, whole):
-        ids = tokens[:, read:end]
-        best = model(ids, use_cache=True, logits_to_keep=1, **{CACHE: cache}).logits[:, -1].argmax(-1)
+        ids = tokens[:, begin:end]
+        best = read(model, ids, cache)[:, 0]
         tokens[:, end] = torch.where(lengths > end, tokens[:, end], best)
-        read = end
+        begin = end
     return torch.stack([row[length : length + count] for row, length in zip(tokens, lengths.tolist(), strict=True)])
