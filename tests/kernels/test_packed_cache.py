@@ -99,13 +99,14 @@ def test_a_token_at_a_time(
     form: str, head_sizes: tuple[int, int], large: bool, bits: int, T: int, window: int, sinks: int, limit: int,
     cap: float | None, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """A ring holds as many groups as a window sees, and the second sequence begins later; float32 to its rounding."""
+    """A ring holds as many groups as a window sees, and the second sequence begins later."""
     D = head_sizes[large]
+    dtype, rounding = (torch.float64, 1e-13) if form == "torch" else (torch.float32, 2e-6)
     if form == "triton" and D == 128 and sinks == 0:
         monkeypatch.setitem(launches.LEAST_SPAN, 128, 1)
         monkeypatch.setattr(launches, "multiprocessors", lambda _: 1000)
     attend = FORMS[form]
-    q, k, v = tokens(T, D, torch.float32)
+    q, k, v = tokens(T, D, dtype)
     groups = min(-(-(window - 1) // GROUP), T // GROUP + 2)
     cache = empty(k, groups, bits)
     late = 20 if T == 105 else 0
@@ -118,8 +119,8 @@ def test_a_token_at_a_time(
     for row, first in ((0, 0), (1, late)):
         one = slice(row, row + 1)
         wanted, wanted_lse = definition(q[one], k[one, :, first:], v[one, :, first:], bits, window, sinks, limit, cap)
-        assert (found[one].double() - wanted).abs().max() < 2e-6 * wanted.abs().max() + 2e-6
-        assert (lse[one].double() - wanted_lse).abs().max() < 1e-5
+        assert (found[one].double() - wanted).abs().max() < rounding * (wanted.abs().max() + 1)
+        assert (lse[one].double() - wanted_lse).abs().max() < 5 * rounding
 
 
 @pytest.mark.parametrize("form", FORMS)
