@@ -11,12 +11,15 @@ from triton.runtime import interpreter
 
 @pytest.fixture
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill new memory with NaN, so that elements that no kernel writes are noticed."""
+    """Fill new memory with NaN, so that elements that no kernel writes are noticed.
+
+    Empty tensors stay untouched: a compiler that traces an operator's gradient refuses to fill memory in it.
+    """
 
     def poisoned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def function(*args: Any, **kwargs: Any) -> torch.Tensor:
             x = make(*args, **kwargs)
-            return x.fill_(torch.nan) if x.is_floating_point() else x
+            return x.fill_(torch.nan) if x.is_floating_point() and x.numel() else x
 
         return function
 
