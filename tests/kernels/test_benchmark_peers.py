@@ -29,8 +29,8 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for module in (channel_gates, erase, inner_training):
         monkeypatch.setattr(module, "DEVICE", "cpu")
-    monkeypatch.setattr(harness, "median_ms", timed)
-    monkeypatch.setattr(harness, "peak_gib", timed)
+    for name in ("median_ms", "peak_gib", "call_without_waiting"):
+        monkeypatch.setattr(harness, name, timed)
     monkeypatch.setattr(harness, "graph_us", lambda run, calls, repeats: timed(run))
     monkeypatch.setattr(erase, "chunk_gated_delta_rule_triton", chunked)
     monkeypatch.setattr(channel_gates, "chunk_channel_gated_delta_rule_triton", channel_chunked)
@@ -133,7 +133,23 @@ def test_our_rows_of_channel_gates(rule: str, strongest: float) -> None:
         {"rule": rule, "shape": list(SHAPE), "gates": [strongest, 0.0], "impl": "deltanet"}, OPTIONS
     )
     assert row["rel_error"] < 0.01
-    assert {"fwd_ms", "fwdbwd_ms", "peak_gib", "fwdbwd_graph_ms"} < row.keys()
+    assert {*harness.TIMES, "peak_gib"} < row.keys()
+
+
+def test_the_peer_of_bounded_gates(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[bool] = []
+
+    def chunk_kda(*leaves: torch.Tensor, use_qk_l2norm_in_kernel: bool, safe_gate: bool) -> tuple[torch.Tensor]:
+        assert use_qk_l2norm_in_kernel
+        told.append(safe_gate)
+        return (channel_gates.ours("kda")(*leaves),)
+
+    install(monkeypatch, "fla.ops.kda", chunk_kda)
+    for impl in ("fla", channel_gates.BOUNDED):
+        told.clear()
+        labels = {"rule": "kda", "shape": list(SHAPE), "gates": [-5.0, 0.0], "impl": impl}
+        assert channel_gates.measure(labels, OPTIONS)["rel_error"] < 0.01
+        assert set(told) == {impl == channel_gates.BOUNDED}
 
 
 def chunk_mesa_net(*tensors: torch.Tensor, max_CG_iteration: int, use_qk_l2norm_in_kernel: bool) -> Any:

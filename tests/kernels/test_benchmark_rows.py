@@ -36,8 +36,9 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         run()
         return 2.0
 
-    monkeypatch.setattr(harness, "median_ms", timed)
-    monkeypatch.setattr(harness, "peak_gib", timed)
+    for name in ("median_ms", "peak_gib", "call_without_waiting"):
+        monkeypatch.setattr(harness, name, timed)
+    monkeypatch.setattr(harness, "graph_us", lambda run, calls, repeats: 500 * calls * timed(run))
     monkeypatch.setattr(harness, "_device_suffix", str)
 
 
@@ -206,7 +207,8 @@ def test_right_results_are_timed_and_wrong_ones_not(tmp_path: Path) -> None:
     x = torch.randn(2, 5, 3, 4, requires_grad=True)
     row = check_and_time(lambda: x * x, *square(x), options())
     assert row["rel_error"] < 1e-6
-    assert row | {"rel_error": 0} == {"rel_error": 0, "fwd_ms": 2.0, "fwdbwd_ms": 2.0, "peak_gib": 2.0}
+    times = dict.fromkeys(harness.TIMES, 2.0)  # by two calls in each graph
+    assert row | {"rel_error": 0} == {"rel_error": 0, "peak_gib": 2.0, **times}
     for wrong in (lambda: x * x * 1.1, lambda: x * x * torch.nan, lambda: (x * x).roll(1, 1)):
         row = check_and_time(wrong, *square(x), options())
         assert row["error"] == "wrong results"
@@ -226,6 +228,19 @@ class Refuses(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, do: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("Triton >= 3.4.0 and < 3.7.1 on Hopper")
+
+
+def test_what_cannot_be_captured_keeps_its_eager_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    def waits(run: Callable[[], object]) -> None:
+        raise RuntimeError("called a synchronizing CUDA operation")
+
+    monkeypatch.setattr(harness, "call_without_waiting", waits)
+    x = torch.randn(2, 5, 3, 4, requires_grad=True)
+    row = check_and_time(lambda: x * x, *square(x), options())
+    reason = "RuntimeError: called a synchronizing CUDA operation"
+    assert (row["fwd_ms"], row["fwd_not_captured"]) == (2.0, reason)
+    assert (row["fwdbwd_ms"], row["fwdbwd_not_captured"]) == (2.0, reason)
+    assert not {"error", "fwd_graph_ms", "fwdbwd_graph_ms"} & row.keys()
 
 
 class TunesForLong(torch.autograd.Function):
@@ -250,10 +265,12 @@ def test_the_forward_pass_of_a_peer_without_a_backward_pass_is_timed(tmp_path: P
 
 def test_peers_come_early() -> None:
     rows = list(channel_gates.rows(True))
-    assert [(row["rule"], row["impl"]) for row in rows[:6]] == [
+    assert [(row["rule"], row["impl"]) for row in rows if row["impl"] != channel_gates.BOUNDED][:6] == [
         (rule, impl) for rule in ("kda", "gla", "gdn2") for impl in ("deltanet", "fla")
     ]
-    assert [row["shape"] for row in rows[:12]] == 6 * [[16, 2048, 9, 64]] + 6 * [[8, 2048, 32, 64]]
+    assert [row["shape"] for row in rows[:14]] == 7 * [[16, 2048, 9, 64]] + 7 * [[8, 2048, 32, 64]]
+    assert {row["rule"] for row in rows if row["impl"] == channel_gates.BOUNDED} == {"kda"}
+    assert {"rule": "kda", "shape": [4, 4096, 32, 128], "gates": [-5.0, 0.0], "impl": channel_gates.BOUNDED} in rows
     assert {row["impl"] for row in channel_gates.rows(False)} == {"deltanet"}
 
     count = len(list(erase.rows(True))) // len(erase.SHAPES)
@@ -272,6 +289,12 @@ def test_peers_come_early() -> None:
     softmax = [row for row in chunk.rows(True) if row["impl"] == "sdpa"]
     assert softmax
     assert not any("gates" in row for row in softmax)
+    mixed = [(row["shape"], row["impl"]) for row in chunk.rows(True) if row.get("gates") == chunk.MIX]
+    assert mixed == [
+        (shape, impl)
+        for shape in ([4, 8192, 16, 32, 128], [1, 32768, 32, 32, 128], [4, 4096, 32, 32, 128])
+        for impl in ("deltanet", "fla", "flash_qla", "flashinfer")
+    ]
 
 
 def test_rows_are_chosen_by_their_labels(tmp_path: Path) -> None:

@@ -15,7 +15,12 @@ from deltanet_kernels import torch_chunk_gated_delta_rule
 from measuring.kernels import chunk, flashinfer_prefill, harness
 
 OPTIONS = argparse.Namespace(first_seconds=60.0, repeats=1)
-SHAPES = [chunk.Shape(3, 70, 2, 4, 16), chunk.Shape(1, 5, 3, 3, 8), chunk.Shape(2, 65, 2, 2, 16, -40.0)]
+SHAPES = [
+    chunk.Shape(3, 70, 2, 4, 16),
+    chunk.Shape(1, 5, 3, 3, 8),
+    chunk.Shape(2, 65, 2, 2, 16, -40.0),
+    chunk.Shape(2, 65, 4, 8, 16, None),
+]
 
 
 def stand_in(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **given: Any) -> torch.Tensor:
@@ -29,15 +34,7 @@ def stand_in(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **given: Any) ->
     return o[0].bfloat16()
 
 
-def cpu_inputs(shape: chunk.Shape) -> tuple[list[torch.Tensor], torch.Tensor]:
-    torch.manual_seed(1)
-    B, T, H, HV, D, g = shape
-    leaves = [torch.randn(B, T, n, D, dtype=torch.bfloat16) for n in (H, H, HV)]
-    leaves += [g * torch.rand(B, T, HV), torch.rand(B, T, HV)]
-    return [x.requires_grad_() for x in leaves], torch.randn(B, T, HV, D, dtype=torch.bfloat16)
-
-
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The benchmark with inputs on the CPU and a clock that only calls."""
 
@@ -45,9 +42,10 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         run()
         return 1.0
 
-    monkeypatch.setattr(chunk, "make", cpu_inputs)
-    for name in ("median_ms", "peak_gib"):
+    monkeypatch.setattr(chunk, "DEVICE", "cpu")
+    for name in ("median_ms", "peak_gib", "call_without_waiting"):
         monkeypatch.setattr(harness, name, timed)
+    monkeypatch.setattr(harness, "graph_us", lambda run, calls, repeats: 1e3 * timed(run))
     chunk.reference.cache_clear()
     yield
     chunk.reference.cache_clear()
@@ -62,7 +60,7 @@ def install(monkeypatch: pytest.MonkeyPatch, rule: Callable[..., torch.Tensor]) 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_row_and_head_agrees(shape: chunk.Shape) -> None:
-    leaves, _ = cpu_inputs(shape)
+    leaves, _ = chunk.make(shape)
     o = flashinfer_prefill.forward(stand_in, *flashinfer_prefill.prepare(leaves))
     wanted, _ = torch_chunk_gated_delta_rule(*(x.double() for x in leaves), use_qk_l2norm_in_kernel=True)
     assert o.shape == wanted.shape
@@ -74,23 +72,33 @@ def labels(shape: chunk.Shape, impl: str = "flashinfer") -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_row_has_the_forward_pass_only(on_cpu: None, monkeypatch: pytest.MonkeyPatch, shape: chunk.Shape) -> None:
+def test_the_row_has_the_forward_pass_only(monkeypatch: pytest.MonkeyPatch, shape: chunk.Shape) -> None:
     install(monkeypatch, stand_in)
     row = chunk.measure(labels(shape), OPTIONS)
     assert row["rel_error"] < 0.01
-    assert row["fwd_ms"] == 1.0
+    assert (row["norm"], row["fwd_ms"], row["fwd_graph_ms"]) == ("outside", 1.0, 1.0)
     assert not {"error", "fwdbwd_ms", "peak_gib"} & set(row)
 
 
+def test_the_mix_of_gates_is_that_of_its_name() -> None:
+    shape = SHAPES[-1]
+    assert chunk.Shape.of(labels(shape)) == shape
+    g = chunk.make(shape)[0][3].detach()
+    assert [head.item() for head in (g == 0).all(dim=(0, 1))] == 2 * [True, False, False, False]
+    others = g[..., [1, 2, 3, 5, 6, 7]]
+    assert -0.5 < others.min() < others.max() < 0
+    assert others.mean().item() == pytest.approx(-0.806 / 16, rel=0.1)  # E[log(1 + exp(-x))] of a normal x
+
+
 @pytest.mark.parametrize("wrong", [lambda o: 1.1 * o, lambda o: o.roll(1, 0), lambda o: o * torch.nan])
-def test_wrong_results_are_not_timed(on_cpu: None, monkeypatch: pytest.MonkeyPatch, wrong: Callable[..., Any]) -> None:
+def test_wrong_results_are_not_timed(monkeypatch: pytest.MonkeyPatch, wrong: Callable[..., Any]) -> None:
     install(monkeypatch, lambda *args, **given: wrong(stand_in(*args, **given)))
     row = chunk.measure(labels(SHAPES[0]), OPTIONS)
     assert row["error"] == "wrong results"
     assert "fwd_ms" not in row
 
 
-def test_wrong_gradients_are_found_too(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_gradients_are_found_too(monkeypatch: pytest.MonkeyPatch) -> None:
     def operator(q: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
         q = q.detach() + 2 * (q - q.detach())
         return torch_chunk_gated_delta_rule(q, *others, use_qk_l2norm_in_kernel=True)[0]
@@ -110,7 +118,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert "flashinfer" not in {row["impl"] for row in chunk.rows(False)}
 
 
-def test_a_refusal_is_a_row(on_cpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_refusal_is_a_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def refuse(*args: Any, **given: Any) -> torch.Tensor:
         raise RuntimeError("only supports D=128")
 

@@ -2,8 +2,10 @@
 
     python -m measuring.kernels channel_gates --peers
 
-Peers: flash-linear-attention's `chunk_kda`, `chunk_gla` and `chunk_gdn2`. Every configuration is first compared with
-the chunked PyTorch form in float64, output and gradients, on the first head of the first row.
+Peers: flash-linear-attention's `chunk_kda`, `chunk_gla` and `chunk_gdn2`; `fla_bounded` is `chunk_kda` told that no log
+decay is below -5 (`safe_gate`), with which it takes matrix products throughout. q and k are normalised in the call for
+`kda`, before it for the others. Every configuration is first compared with the chunked PyTorch form in float64, output
+and gradients, on the first head of the first row.
 """
 
 from __future__ import annotations
@@ -51,6 +53,7 @@ SHAPES = [
     Shape(8, 2048, 32, 64, -5.0),
 ]
 RULES = ("kda", "gla", "gdn2")
+BOUNDED = "fla_bounded"
 
 
 def make(rule: str, shape: Shape) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -88,12 +91,12 @@ def ours(rule: str) -> Operator:
     return lambda *leaves: chunk_channel_gated_delta_rule_triton(_call(rule, list(leaves)))[0]
 
 
-def peer(rule: str) -> Operator:
-    """flash-linear-attention's operator, on the leaves of `make`."""
+def peer(rule: str, bounded: bool) -> Operator:
+    """flash-linear-attention's operator, on the leaves of `make`; `bounded` tells `kda` that log decays are over -5."""
     if rule == "kda":
         from fla.ops.kda import chunk_kda
 
-        return lambda q, k, v, g, b: chunk_kda(q, k, v, g, b, use_qk_l2norm_in_kernel=True)[0]
+        return lambda *leaves: chunk_kda(*leaves, use_qk_l2norm_in_kernel=True, safe_gate=bounded)[0]
     if rule == "gla":
         from fla.ops.gla import chunk_gla
 
@@ -115,17 +118,17 @@ def reference(rule: str, shape: Shape) -> list[torch.Tensor]:
 def measure(labels: Row, options: argparse.Namespace) -> Row:
     """The figures of the row with these labels."""
     rule, shape = labels["rule"], Shape(*labels["shape"], *labels["gates"][:1])
-    operator = (peer if labels["impl"] == "fla" else ours)(rule)
+    operator = ours(rule) if labels["impl"] == "deltanet" else peer(rule, labels["impl"] == BOUNDED)
     leaves, do = make(rule, shape)
-    graph = labels["impl"] == "deltanet"
-    return check_and_time(lambda: operator(*leaves), leaves, do, reference(rule, shape), options, graph)
+    return check_and_time(lambda: operator(*leaves), leaves, do, reference(rule, shape), options)
 
 
 def rows(peers: bool) -> Iterator[Row]:
     """Labels of the rows in the order of measurement: every rule and its peer before the next shape."""
     for shape in SHAPES:
         for rule in RULES:
-            for name in ("deltanet", "fla") if peers else ("deltanet",):
+            beside = ("fla", BOUNDED) if rule == "kda" else ("fla",)
+            for name in ("deltanet", *(beside if peers else ())):
                 yield {**shape.labels(rule), "impl": name}
 
 

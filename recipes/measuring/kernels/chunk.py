@@ -2,11 +2,10 @@
 
     python -m measuring.kernels chunk --peers
 
-Peers: flash-linear-attention, FlashQLA (K = V = 128 only), FlashInfer (K = V = 128, forward
-only, on inputs prepared outside the timing) and causal softmax attention (SDPA) of the same sizes, which computes
-something else. Every other configuration is first compared with the chunked PyTorch form in float64, output and
-gradients, on the first key head of the first row. `deltanet` and `sdpa` are also timed as a CUDA graph
-(fwdbwd_graph_ms), because the host limits short calls.
+Peers: flash-linear-attention, FlashQLA (K = V = 128 only), FlashInfer (K = V = 128, forward only, on inputs prepared
+outside the timing) and causal softmax attention (SDPA) of the same sizes, which computes something else. `norm` says
+whether q and k are normalised in the timed call. Every other configuration is first compared with the chunked PyTorch
+form in float64, output and gradients, on the first key head of the first row.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.functional import logsigmoid
 
 from deltanet_kernels import torch_chunk_gated_delta_rule
 from deltanet_kernels.arguments import RuleCall
@@ -27,21 +27,32 @@ from measuring.kernels.harness import Benchmark, check_and_time
 from measuring.rows import Row
 
 Operator = Callable[..., torch.Tensor]
+DEVICE = "cuda"
+MIX = "flash_qla"
+"""Log decays like those of FlashQLA's published times (benchmark/bench_gated_delta_rule.py of its repository, which
+draws the heads without decay at random)."""
 
 
 class Shape(NamedTuple):
-    """Rows, tokens, query and key heads, value heads, head size; the strongest log decay."""
+    """Rows, tokens, query and key heads, value heads, head size; the strongest log decay, None for `MIX`."""
 
     B: int
     T: int
     H: int
     HV: int
     D: int
-    g: float = -1.0
+    g: float | None = -1.0
 
     def labels(self) -> dict[str, Any]:
         """The shape in a row of the result file; without the key `gates` log decays are in (-1, 0)."""
-        return {"shape": list(self[:5])} | ({} if self.g == -1.0 else {"gates": [self.g, 0.0]})
+        gates = {-1.0: {}, None: {"gates": MIX}}.get(self.g, {"gates": [self.g, 0.0]})
+        return {"shape": list(self[:5]), **gates}
+
+    @classmethod
+    def of(cls, labels: Row) -> Shape:
+        """The shape that has these labels."""
+        gates = labels.get("gates", [-1.0])
+        return cls(*labels["shape"], *([None] if gates == MIX else gates[:1]))
 
 
 SHAPES = [
@@ -60,6 +71,9 @@ SHAPES = [
     Shape(1, 131072, 16, 16, 128, -0.01),
     # The shape at which FlashInfer's forward pass is published.
     Shape(4, 8192, 16, 32, 128),
+    Shape(4, 8192, 16, 32, 128, None),
+    Shape(1, 32768, 32, 32, 128, None),
+    Shape(4, 4096, 32, 32, 128, None),
 ]
 
 
@@ -88,13 +102,16 @@ def operator(impl: str) -> Operator:
 
 
 def make(shape: Shape) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """q, k, v in bfloat16, log decay in (g, 0), beta in (0, 1), and a gradient of o."""
+    """q, k, v in bfloat16, log decay in (g, 0) or `MIX`, beta in (0, 1), and a gradient of o."""
     torch.manual_seed(0)
-    B, T, H, HV, D, g = shape
-    heads = (H, H, HV)
-    leaves = [torch.randn(B, T, n, D, device="cuda", dtype=torch.bfloat16) for n in heads]
-    leaves += [g * torch.rand(B, T, HV, device="cuda"), torch.rand(B, T, HV, device="cuda")]
-    return [x.requires_grad_() for x in leaves], torch.randn(B, T, HV, D, device="cuda", dtype=torch.bfloat16)
+    B, T, H, HV, D, strongest = shape
+    q, k, v, do = (torch.randn(B, T, n, D, device=DEVICE, dtype=torch.bfloat16) for n in (H, H, HV, HV))
+    if strongest is None:
+        g = logsigmoid(torch.randn(B, T, HV, device=DEVICE)) / 16
+        g[..., ::4] = 0.0
+    else:
+        g = strongest * torch.rand(B, T, HV, device=DEVICE)
+    return [x.requires_grad_() for x in (q, k, v, g, torch.rand(B, T, HV, device=DEVICE))], do
 
 
 @functools.lru_cache(maxsize=1)
@@ -110,15 +127,15 @@ def reference(shape: Shape) -> list[torch.Tensor]:
 
 def measure(labels: Row, options: argparse.Namespace) -> Row:
     """The figures of the row with these labels."""
-    impl, shape = labels["impl"], Shape(*labels["shape"], *labels.get("gates", [])[:1])
+    impl, shape = labels["impl"], Shape.of(labels)
     run = operator(impl)
     leaves, do = make(shape)
     if impl == "sdpa":
-        return check_and_time(lambda: run(*leaves), leaves[:3], do, None, options, graph=True)
+        return check_and_time(lambda: run(*leaves), leaves[:3], do, None, options)
     if impl == "flashinfer":
         given = flashinfer_prefill.prepare(leaves)
-        return check_and_time(lambda: run(*given), [], do, reference(shape), options)
-    return check_and_time(lambda: run(*leaves), leaves, do, reference(shape), options, graph=impl == "deltanet")
+        return {"norm": "outside"} | check_and_time(lambda: run(*given), [], do, reference(shape), options)
+    return {"norm": "inside"} | check_and_time(lambda: run(*leaves), leaves, do, reference(shape), options)
 
 
 def rows(peers: bool) -> Iterator[Row]:
@@ -129,4 +146,12 @@ def rows(peers: bool) -> Iterator[Row]:
                 yield {**shape.labels(), "impl": impl}
 
 
-BENCHMARK = Benchmark(rows, measure, {"shape": "B, T, H (q, k), HV (v), K = V; log decays in (-1, 0) or in `gates`"})
+BENCHMARK = Benchmark(
+    rows,
+    measure,
+    {
+        "shape": "B, T, H (q, k), HV (v), K = V; log decays in (-1, 0) or in `gates`",
+        "gates": f"{MIX}: logsigmoid(N(0, 1)) / 16, no decay in every fourth head",
+        "norm": "whether q and k are normalised inside the timed call",
+    },
+)

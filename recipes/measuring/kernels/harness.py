@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from measuring.kernels.first_results import OverTime, compiled_ahead, time_limit
-from measuring.kernels.timing import copy_bandwidth, graph_us, median_ms, peak_gib
+from measuring.kernels.timing import call_without_waiting, copy_bandwidth, graph_us, median_ms, peak_gib
 from measuring.rows import Row, RowFile, described, fill, machine
 
 RESULTS = Path(__file__).parents[2] / "results/kernels"
@@ -38,6 +38,7 @@ SHAPES = [
 """B, T, heads, head size of the benchmarks that compare kernels."""
 MOST = 0.05  # relative error of right results, outputs and gradients in bfloat16
 MOST_OF_A_STEP = 0.01  # of a decoding step
+TIMES = ("fwd_ms", "fwdbwd_ms", "fwd_graph_ms", "fwdbwd_graph_ms")
 
 Configuration = dict[tuple[Any, str], Any]
 """(module, name) -> what stands in its place, such as other sizes of tiles."""
@@ -135,7 +136,7 @@ def with_ratios(key: Sequence[str], rows: list[Row]) -> list[Row]:
 
     def ratios(ours: Row) -> Row:
         peer = peers.get(shared(ours), {}) if ours.get("impl") == "deltanet" else {}
-        both = [name for name in ("fwd_ms", "fwdbwd_ms") if name in ours and name in peer]
+        both = [name for name in TIMES if name in ours and name in peer]
         return {f"{name.removesuffix('_ms')}_ratio": round(peer[name] / ours[name], 2) for name in both}
 
     return [row | ratios(row) for row in rows]
@@ -178,7 +179,6 @@ def check_and_time(
     do: Tensor,
     wanted: Sequence[Tensor] | None,
     options: argparse.Namespace,
-    graph: bool = False,
     most: float = MOST,
 ) -> Row:
     """Compare the outputs and gradients of an implementation, then time it if they are right.
@@ -190,13 +190,12 @@ def check_and_time(
         wanted: o and the gradients of the leaves of the first row and the first heads, float64; None for one that
             computes something else.
         options: `first_seconds` and `repeats`.
-        graph: whether both passes are timed in a CUDA graph, too.
         most: relative error of right results.
 
     Returns:
-        rel_error, the largest relative L2 error of o and the gradients, fwd_ms, fwdbwd_ms, peak_gib and
-        fwdbwd_graph_ms; without times and with `error` if o is wrong. If the gradients are wrong or missing (rel_error
-        is then that of o), only the forward pass is timed, and `error` or `unfinished` says why.
+        rel_error, the largest relative L2 error of o and the gradients, the times of `time_both_ways` of fwd and
+        fwdbwd, and peak_gib of fwdbwd; without times and with `error` if o is wrong. If the gradients are wrong or
+        missing (rel_error is then that of o), only the forward pass is timed, and `error` or `unfinished` says why.
     """
     with time_limit(options.first_seconds), compiled_ahead():
         found, refusal = [run()], {}
@@ -223,13 +222,25 @@ def check_and_time(
     def both() -> None:
         torch.autograd.grad(run(), leaves, do)
 
-    row["fwd_ms"] = round(median_ms(forward, options.repeats), 4)
+    row |= time_both_ways("fwd", forward, options.repeats)
     if refusal or not leaves:
         return row | refusal
-    row["fwdbwd_ms"] = round(median_ms(both, options.repeats), 4)
-    row["peak_gib"] = round(peak_gib(both), 4)
-    if graph:
-        row["fwdbwd_graph_ms"] = round(graph_us(both, 1, options.repeats) / 1e3, 4)
+    return row | {"peak_gib": round(peak_gib(both), 4)} | time_both_ways("fwdbwd", both, options.repeats)
+
+
+def time_both_ways(name: str, run: Callable[[], object], repeats: int) -> Row:
+    """Median times of a call that has run before: NAME_ms, launched eagerly, and NAME_graph_ms, in a CUDA graph.
+
+    The graph holds calls for about 2 ms, next to which its own launch counts little. What cannot be captured has the
+    reason as NAME_not_captured.
+    """
+    eager = median_ms(run, repeats)
+    row: Row = {f"{name}_ms": round(eager, 4)}
+    try:
+        call_without_waiting(run)
+        row[f"{name}_graph_ms"] = round(graph_us(run, 1 + int(2 / eager), repeats) / 1e3, 4)
+    except Exception as error:
+        row[f"{name}_not_captured"] = described(error)
     return row
 
 

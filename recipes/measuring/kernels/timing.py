@@ -35,6 +35,18 @@ def graph_us(run: Callable[[], object], calls: int = 20, repeats: int = 20) -> f
     return 1e3 * median_ms(graph.replay, repeats) / calls
 
 
+def call_without_waiting(run: Callable[[], object]) -> None:
+    """Raise the error of a call that waits for the GPU, which a CUDA graph cannot capture.
+
+    A capture that fails leaves PyTorch's allocator and random numbers unusable, so the call is made before it.
+    """
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def peak_gib(run: Callable[[], object]) -> float:
     """Memory a call takes at its peak beyond what was held before, in GiB."""
     run()

@@ -23,8 +23,7 @@ from deltanet_kernels.window.calls import WindowCall
 from deltanet_kernels.window.config import WindowConfig, window_config
 from deltanet_kernels.window.cpu import torch_window_attention
 from measuring.kernels.harness import Benchmark, Configuration, check_and_time
-from measuring.kernels.timing import graph_us
-from measuring.rows import Row, described
+from measuring.rows import Row
 
 SINKS = 4
 ALL = "sdpa, all tokens"
@@ -93,14 +92,7 @@ def measure(labels: Row, options: argparse.Namespace) -> Row:
     shape: Shape = tuple(labels["shape"])
     run, (leaves, do) = implementation(labels["impl"], shape[1], shape[5]), make(shape)
     wanted = None if labels["impl"] == ALL else reference(shape)
-    row = check_and_time(lambda: run(*leaves), leaves, do, wanted, options, most=0.02)
-    if "fwd_ms" in row:
-        try:
-            with torch.no_grad():
-                row["fwd_graph_ms"] = round(graph_us(lambda: run(*leaves)) / 1e3, 4)
-        except RuntimeError as error:  # a peer that a CUDA graph cannot capture
-            row["not_captured"] = described(error)
-    return row
+    return check_and_time(lambda: run(*leaves), leaves, do, wanted, options, most=0.02)
 
 
 def rows(peers: bool) -> Iterator[Row]:
