@@ -19,6 +19,7 @@ import recipe_keys
 from data_table import data
 from deltanet_hf.exit_codes import run_command
 from gpu_tests import gpu
+from kernels_table import kernels
 from measuring.lab import table as lab_table
 from measuring.rows import RowFile
 from mixers_table import mixers
@@ -34,6 +35,7 @@ KINDS: dict[str, Callable[[Path], str]] = {
     "lab": lambda path: lab_table.table(RowFile(path).rows()),
     "speed": speed,
     "packed": packed,
+    "kernels": kernels,
     "data": data,
     "gpu": gpu,
     # Not of a file but of the code.

@@ -92,6 +92,33 @@ def test_speeds_are_those_of_the_fastest_mode(tmp_path: Path) -> None:
     assert lines[5] == "not measured: 135M all compiled 1 2048: out of memory"
 
 
+def test_kernels_are_compared_by_graph(tmp_path: Path) -> None:
+    """Eager times stand for what no graph could hold, and are marked; errors and missing rows are dashes."""
+    shape = {"shape": [4, 8192, 16, 32, 128]}
+    mix = shape | {"gates": "flash_qla"}
+    eager = {"fwd_ms": 9.0, "fwdbwd_ms": 99.0}
+    rows = [
+        shape | {"impl": "deltanet", "norm": "inside", **eager, "fwd_graph_ms": 0.5804, "fwdbwd_graph_ms": 125.2},
+        shape | {"impl": "sdpa", "error": "more value heads than query heads"},
+        mix | {"impl": "deltanet", "norm": "inside", **eager, "fwd_graph_ms": 0.6, "fwdbwd_not_captured": "waits"},
+        mix | {"impl": "flashinfer", "norm": "outside", "fwd_ms": 0.5, "fwd_graph_ms": 0.4251},
+    ]
+    (tmp_path / "k.json").write_text(json.dumps({"rows": rows}))
+    assert rewritten("<!-- kernels: k.json -->\n<!-- end of kernels -->", tmp_path).splitlines()[1:-1] == [
+        "| B, T, key heads, value heads, head size | log decays | deltanet-hf | FlashInfer, norm outside |",
+        "|---|---|---|---|",
+        "| 4, 8192, 16, 32, 128 | (-1, 0) | 0.580 / 125 | - |",
+        "| 4, 8192, 16, 32, 128 | FlashQLA's | 0.600 / 99.0* | 0.425 / - |",
+    ]
+    rules = [{"rule": "kda", "shape": [1, 2, 3, 4], "gates": [-5.0, 0.0], "impl": "deltanet", **eager}]
+    (tmp_path / "k.json").write_text(json.dumps({"rows": rules}))
+    lines = rewritten("<!-- kernels: k.json -->\n<!-- end of kernels -->", tmp_path).splitlines()
+    assert lines[1:4:2] == [
+        "| rule | B, T, heads, head size | log decays | deltanet-hf |",
+        "| kda | 1, 2, 3, 4 | (-5, 0) | 9.00* / 99.0* |",
+    ]
+
+
 def test_the_record_of_gpu_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counts of several runs of pytest; a test that fails is counted, and known to the caller."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # they take longer to import than the tests
