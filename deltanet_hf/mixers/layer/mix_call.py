@@ -38,4 +38,6 @@ class MixCall(NamedTuple):
 
         padding = None if self.padding is None else joined(self.padding)
         gates = tuple(map(joined, self.gates))
-        return self._replace(q=joined(self.q), k=joined(self.k), v=joined(self.v), gates=gates, padding=padding)
+        q, k, v = joined(self.q), joined(self.k), joined(self.v)
+        # By name, because torch.compile (2.11) cannot make again what `_replace` made.
+        return MixCall(q, k, v, gates, padding, self.state, self.keep_state, self.cu_seqlens)
