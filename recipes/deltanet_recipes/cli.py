@@ -49,7 +49,7 @@ COMMANDS = {
         "deltanet_convert.select.command",
         "select_command",
         "Choose the layers or key/value heads that stay softmax, by what the model needs to find facts again.\n\n"
-        "Example: `deltanet-hf select HuggingFaceTB/SmolLM2-135M-Instruct --keep 10%`",
+        "Example: `deltanet-hf select HuggingFaceTB/SmolLM2-135M-Instruct --unit kv_head --keep 10%`",
     ),
     "recipes": Subcommand(
         "deltanet_recipes.shipped",
@@ -113,7 +113,7 @@ def build_app(chosen: str | None) -> typer.Typer:
     """The Typer application; only the module of the subcommand `chosen` is imported, none for None."""
     app = typer.Typer(
         name="deltanet-hf",
-        help="Convert a pretrained softmax language model into a Gated DeltaNet model; train, evaluate and run it.",
+        help="Convert a pretrained softmax language model into one with a small cache; train, evaluate and run it.",
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,

@@ -77,7 +77,7 @@ class SelectOptions(Options):
         int, Option(help="Number of tokens that units see which are not kept, while others are scored."), Field(ge=1)
     ] = 64
     sinks: Annotated[
-        int, Option(help="Number of tokens at the start of the text that they see besides."), Field(ge=0)
+        int, Option(help="Number of tokens at the start of the text that they see as well."), Field(ge=0)
     ] = 4
     length: Annotated[int, Option(help="Tokens per probe; cut to the teacher's context."), Field(ge=32)] = 1024
     probes: Annotated[
