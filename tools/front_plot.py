@@ -30,14 +30,14 @@ LABELS = {
     "control-heads18-897@4": "18 heads",
     "control-heads9-481@4": "9 heads",
     "control-heads9-225@4": "9 heads",
-    "control-heads9-481-30m@4": "30M tokens",
-    "control-heads18-897-30m@4": "30M tokens",
-    "heads9-353-30m@4": "30M tokens",
+    "control-heads9-481-100m@4": "98M tokens",
+    "control-heads18-897-100m@4": "98M tokens",
+    "heads9-353-100m@4": "98M tokens",
 }
 KINDS = {  # colour and name in the legend
     "black": "teacher, bits of its cache",
     "tab:gray": "without training: some layers or heads whole, windows elsewhere, 2 to 16 bits",
-    "tab:orange": "windows, trained, 4 bits",
+    "tab:orange": "windows, trained, 4 bits (two in 16)",
     "tab:blue": "windows + Gated DeltaNet, trained, 4 bits (one in 16)",
 }
 PANELS = [  # bytes, column, label, whether higher is better

@@ -26,6 +26,7 @@ from mixers_table import mixers
 from packed_table import packed
 from results_tables import results
 from speed_table import speed
+from vllm_table import vllm
 
 KINDS: dict[str, Callable[[Path], str]] = {
     "results": lambda path: results(RowFile(path).rows()),
@@ -36,6 +37,7 @@ KINDS: dict[str, Callable[[Path], str]] = {
     "speed": speed,
     "packed": packed,
     "kernels": kernels,
+    "vllm": vllm,
     "data": data,
     "gpu": gpu,
     # Not of a file but of the code.
