@@ -15,6 +15,7 @@ from measuring.rows import RowFile
 
 FIGURES = {"prompt, tokens/s": "prefill_tokens_per_s", "step, ms": "decode_ms", "cache, MB": "cache_mb"}
 KINDS = {
+    "transformers": "teacher in transformers",
     "teacher": "teacher",
     "teacher4bit": "teacher, 4 bits",
     "heads10": "converted",

@@ -14,6 +14,7 @@ import torch
 from transformers import DynamicCache
 
 from deltanet_hf.decoding import fixed_cache
+from deltanet_hf.decoding.generation import GraphedGeneration
 from deltanet_hf.decoding.graphed_step import graphed_step
 from deltanet_hf.decoding.recorders import RECORDERS
 from deltanet_hf.errors import QualityError, UserError
@@ -46,16 +47,16 @@ def test_the_benchmark_of_random_weights(
     assert run(monkeypatch, "--random-weights", "135M", *options, "--dtype", "float32", "--out", tmp_path / "b") == 0
     shown = capsys.readouterr()
     assert "(0." in shown.out
-    assert shown.err.count("greedy tokens are right") == 3
+    assert shown.err.count("greedy tokens are right") == 4
     document = json.loads((tmp_path / "b" / "bench.json").read_text())
     assert document["command"].startswith("deltanet-hf bench --random-weights 135M --context 16")
     rows = document["rows"]
     settings = [(row["shape"], row["kind"], row["mode"], row["batch"], row["context"]) for row in rows]
-    kinds, sizes = ("teacher", "all", "hybrid25"), [(3, 16), (3, 32)]
+    kinds, sizes = ("transformers", "teacher", "windows4bit", "window25"), [(3, 16), (3, 32)]
     assert settings == [("135M", kind, "eager", *size) for kind in kinds for size in sizes]
     cache = {(row["kind"], row["context"]): row["cache_mb"] for row in rows}
     assert cache["teacher", 32] == pytest.approx(2 * cache["teacher", 16], rel=0.05)
-    assert cache["all", 16] == cache["all", 32] > 0
+    assert cache["transformers", 16] == cache["teacher", 16] > 0
     assert all(row["prefill_tokens_per_s"] > 0 and row["decode_ms"] > 0 for row in rows)
     assert (tmp_path / "b" / "bench.png").read_bytes().startswith(b"\x89PNG")
 
@@ -65,7 +66,24 @@ def test_a_model_beside_its_teacher(tmp_path: Path) -> None:
         model.save_pretrained(tmp_path / name)
     found = subjects(str(tmp_path / "student"), str(tmp_path / "teacher"), None, "-", "auto", "cpu")
     names = [(subject.shape, subject.kind, kind_of(subject.load())) for subject in found]
-    assert names == [("0M", "teacher", "teacher"), ("0M", "hybrid50", "hybrid50")]
+    assert names == [("0M", "transformers", "teacher"), ("0M", "teacher", "teacher"), ("0M", "hybrid50", "hybrid50")]
+
+
+def test_a_teacher_as_transformers_runs_it_comes_without_the_fast_form(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is measured first and eagerly only, whatever the modes; then the same weights are served."""
+    monkeypatch.setattr(speed, "_DECODED", 2)
+    monkeypatch.setitem(RECORDERS, "cpu", Recorder())
+    tiny_teacher("llama").save_pretrained(tmp_path / "teacher")
+    forms = [
+        isinstance(subject.load(), GraphedGeneration)
+        for subject in subjects(str(tmp_path / "teacher"), None, None, "-", "auto", "cpu")
+    ]
+    assert forms == [False, True]
+    found = subjects(str(tmp_path / "teacher"), None, None, "-", "auto", "cpu")
+    rows = measure(found, Conditions([16], [2], ["graph"], 1), lambda line: None)
+    assert [(row["kind"], row["mode"]) for row in rows] == [("transformers", "eager"), ("teacher", "graph")]
 
 
 def test_names_of_shapes_and_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +146,7 @@ def test_a_model_that_decodes_wrongly_has_no_row(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(SHAPES, "135M", TINY_SHAPE)
-    wrong = ["all"]
+    wrong = ["hybrid25"]
 
     def check(model: Any, *_: Any, **__: Any) -> float:
         if kind_of(model) in wrong:
@@ -151,10 +169,10 @@ def test_a_model_that_decodes_wrongly_has_no_row(
         tmp_path,
     )
     assert run(monkeypatch, "--random-weights", "135M", *options) == 0
-    assert "135M all, eager: not measured: eager: a greedily" in capsys.readouterr().err
+    assert "135M window25, eager: not measured: eager: a greedily" in capsys.readouterr().err
     kinds = [row["kind"] for row in json.loads((tmp_path / "bench.json").read_text())["rows"]]
-    assert kinds == ["teacher", "hybrid25"]
-    wrong += kinds
+    assert kinds == ["transformers", "teacher"]
+    wrong += ["teacher"]
     assert run(monkeypatch, "--random-weights", "135M", *options) != 0
     assert "nothing was measured" in capsys.readouterr().err
 
@@ -289,7 +307,7 @@ def test_what_does_not_fit_has_no_row(
     options = ("--context", 16, "--batch", 1, "--dtype", "float32", "--device", "cpu", "--out", tmp_path)
     assert run(monkeypatch, "--random-weights", "135M", *options) != 0
     said = capsys.readouterr().err
-    assert said.count("1 x 16: out of memory") == 3
+    assert said.count("1 x 16: out of memory") == 4
     assert "nothing was measured" in said
     assert not list(tmp_path.iterdir())
 

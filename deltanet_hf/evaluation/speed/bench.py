@@ -27,11 +27,15 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to measure: its shape and kind, as rows name them, and how it is loaded."""
+    """A model to measure: its shape and kind, as rows name them, and how it is loaded.
+
+    With `only`, it is measured in this mode, whatever the conditions say.
+    """
 
     shape: str
     kind: str
     load: Callable[[], PreTrainedModel]
+    only: str | None = None
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ def measure(subjects: Iterable[Subject], conditions: Conditions, say: Callable[[
     rows: list[Row] = []
     for subject in subjects:
         model = subject.load()
-        for mode in conditions.modes:
+        for mode in conditions.modes if subject.only is None else [subject.only]:
             name = f"{subject.shape} {subject.kind}, {mode}"
             try:
                 worst = check_decoding(model, MODES[mode], length=min(300, max(conditions.contexts)))

@@ -18,7 +18,7 @@ def bench_command(
         typer.Option(
             metavar="SHAPE",
             help="Instead of MODEL, measure models with random weights and the shape 135M, 1B or 8B: a teacher, one "
-            "without softmax layers and one with softmax in every fourth layer.",
+            "with windows in 4 bits as convert makes it, and one with windows and states in 16 bits.",
         ),
     ] = None,
     mixer: Annotated[
@@ -29,7 +29,7 @@ def bench_command(
         typer.Option(
             help="How to decode, repeatable: eager, graph, which replays a CUDA graph, or compiled, which replays a "
             "CUDA graph of what torch.compile makes of the model.",
-            show_default="eager",
+            show_default="graph on a GPU, eager on a CPU, as generate does",
         ),
     ] = None,
     context: Annotated[
@@ -56,9 +56,11 @@ def bench_command(
     from deltanet_hf.evaluation.speed.bench import Conditions, measure, write_rows
     from deltanet_hf.evaluation.speed.subjects import check_conditions, subjects
     from deltanet_hf.evaluation.speed.views import draw, table
+    from deltanet_hf.loading import chosen_device
     from deltanet_hf.safe_write import writing
 
-    conditions = Conditions(context or [2048, 16384], batch or [1, 16], mode or ["eager"], repeats)
+    usual = "eager" if chosen_device(device).type == "cpu" else "graph"
+    conditions = Conditions(context or [2048, 16384], batch or [1, 16], mode or [usual], repeats)
     check_conditions(conditions)
     found = subjects(model, teacher, random_weights, mixer, dtype, device)
     if out is not None:

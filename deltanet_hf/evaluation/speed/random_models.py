@@ -52,9 +52,11 @@ class Layout(NamedTuple):
     layers: int = 0  # every which layer stays softmax; 0 for none
     heads: int = 0  # every which key/value head does, counted through all layers
     cache_bits: int = 16
+    served: bool = True  # in the fast form, if it has one; else as transformers runs it
 
 
 KINDS: dict[str, Layout] = {
+    "transformers": Layout(served=False),
     "teacher": Layout(),
     "teacher4bit": Layout(cache_bits=4),
     "all": Layout("gated_deltanet"),
@@ -80,7 +82,7 @@ def random_model(
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     if not KINDS[kind].mixer:
         set_cache_bits(model, KINDS[kind].cache_bits)
-    return serve(model.eval())
+    return serve(model.eval()) if KINDS[kind].served else model.eval()
 
 
 def random_config(shape: str, kind: str, mixer: str = "gated_deltanet") -> Any:

@@ -12,15 +12,15 @@ from transformers import PreTrainedModel
 from deltanet_hf.cpu_dtype import loading_dtype
 from deltanet_hf.decoding.served import serve
 from deltanet_hf.errors import UserError
-from deltanet_hf.evaluation.measures.decoding_mode import MODES
+from deltanet_hf.evaluation.measures.decoding_mode import EAGER, MODES
 from deltanet_hf.evaluation.speed.bench import Conditions, Subject
-from deltanet_hf.evaluation.speed.naming import kind_of, shape_of
-from deltanet_hf.evaluation.speed.random_models import SHAPES, random_model
+from deltanet_hf.evaluation.speed.naming import PLAIN, TEACHER, kind_of, shape_of
+from deltanet_hf.evaluation.speed.random_models import KINDS, SHAPES, random_model
 from deltanet_hf.hub import loadable_folder
 from deltanet_hf.loading import chosen_device, load_config, load_model
 from deltanet_hf.mixers import MIXER_NAMES
 
-BENCHED = ("teacher", "all", "hybrid25")  # with --random-weights
+BENCHED = ("transformers", "teacher", "windows4bit", "window25")  # with --random-weights
 MOST = 10**9  # tokens of a prompt, and prompts
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -60,7 +60,7 @@ def subjects(
         raise UserError(f"--mixer: got {mixer!r}, expected one of {', '.join(MIXER_NAMES)}")
     weights = DTYPES.get(dtype, torch.bfloat16)
     make = functools.partial(random_model, random_weights, mixer=mixer, dtype=weights, device=place)
-    return (Subject(random_weights, kind, functools.partial(make, kind)) for kind in BENCHED)
+    return (Subject(random_weights, kind, functools.partial(make, kind), _only(kind)) for kind in BENCHED)
 
 
 def _saved(names: list[str], dtype: str, place: torch.device) -> Iterator[Subject]:
@@ -68,7 +68,20 @@ def _saved(names: list[str], dtype: str, place: torch.device) -> Iterator[Subjec
         folder = loadable_folder(name)
         load_config(name, folder)
         loaded = [load_model(name, folder, dtype)]
-        yield Subject(shape_of(loaded[0]), kind_of(loaded[0]), functools.partial(_handed_over, loaded, place))
+        shape, kind = shape_of(loaded[0]), kind_of(loaded[0])
+        if kind == TEACHER:
+            yield Subject(shape, PLAIN, functools.partial(_placed, loaded, place), _only(PLAIN))
+        yield Subject(shape, kind, functools.partial(_handed_over, loaded, place))
+
+
+def _only(kind: str) -> str | None:
+    """The one mode in which models of a kind are measured; None for any."""
+    return None if KINDS[kind].served else EAGER.name
+
+
+def _placed(loaded: list[Any], place: torch.device) -> PreTrainedModel:
+    model: PreTrainedModel = loaded[0].to(place)
+    return model
 
 
 def _handed_over(loaded: list[Any], place: torch.device) -> PreTrainedModel:

@@ -10,8 +10,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from rich.table import Table
 
+from deltanet_hf.evaluation.speed.naming import TEACHER
+
 Row = dict[str, Any]
-TEACHER = "teacher"
 MEASURES = {
     "prefill_tokens_per_s": "prefill, tokens per second",
     "decode_ms": "decoding, ms per step",

@@ -2,7 +2,8 @@
 
     python -m measuring.benchmarks.end_to_end --output end_to_end_h200.json
 
-Kinds: the softmax teacher, also with a cache of 4 bits (`teacher4bit`); `all` layers Gated DeltaNet; `hybrid25`, every
+Kinds: the softmax teacher as transformers runs it (`transformers`, eagerly), in the fast form (`teacher`), and with a
+cache of 4 bits (`teacher4bit`); `all` layers Gated DeltaNet; `hybrid25`, every
 fourth layer softmax; `window25`, the same with a window and a state in each other layer; `heads10`, every tenth
 key/value head softmax and windows elsewhere, all in 4 bits, which is what `convert` makes of a model whose selection is
 shipped. `deltanet_hf.evaluation.measures.decoding_mode` has the modes.
@@ -28,7 +29,7 @@ from pathlib import Path
 
 import torch
 
-from deltanet_hf.evaluation.measures.decoding_mode import COMPILED, MODES
+from deltanet_hf.evaluation.measures.decoding_mode import COMPILED, EAGER, GRAPH, MODES
 from deltanet_hf.evaluation.speed.random_models import KINDS, SHAPES, random_model
 from deltanet_hf.exit_codes import run_command
 from deltanet_hf.loading import chosen_device
@@ -73,10 +74,12 @@ def turns(shapes: Sequence[str], kinds: Sequence[str], modes: Sequence[str]) -> 
     """Shape, kind and modes of each model in the order of measurement; models come again to be compiled."""
     compiled = [mode for mode in modes if mode == COMPILED.name]
     for chosen in ([mode for mode in modes if mode not in compiled], compiled):
+        plain = [] if chosen is compiled else [EAGER.name]
         for shape in shapes:
             for kind in kinds:
-                if chosen:
-                    yield shape, kind, chosen
+                own = chosen if KINDS[kind].served else plain
+                if own:
+                    yield shape, kind, own
 
 
 class Measure:
@@ -93,7 +96,8 @@ class Measure:
         if self._model is None or self._of != of:
             self.forget()
             model = random_model(shape, kind, torch.bfloat16, chosen_device(None))
-            self._of, self._model = of, ModelAtPoints(model, self._prefills(shape, kind), check_compiled_at=POINTS[0])
+            prompts = GRAPH if KINDS[kind].served else EAGER
+            self._of, self._model = of, ModelAtPoints(model, self._prefills(shape, kind), POINTS[0], prompts)
         return self._model.measure(MODES[mode], (labels["batch"], labels["context"]))
 
     def _prefills(self, shape: str, kind: str) -> dict[Point, Prefill]:

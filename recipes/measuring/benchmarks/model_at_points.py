@@ -46,11 +46,14 @@ class ModelAtPoints:
 
     Args:
         prefills: that have been measured before.
+        prompts: the mode that reads prompts.
         check_compiled_at: where compiled decoding is checked. A shape that is measured too is compiled once for both.
     """
 
-    def __init__(self, model: PreTrainedModel, prefills: dict[Point, Prefill], check_compiled_at: Point) -> None:
-        self._model, self._prefills = model, prefills
+    def __init__(
+        self, model: PreTrainedModel, prefills: dict[Point, Prefill], check_compiled_at: Point, prompts: Mode = GRAPH
+    ) -> None:
+        self._model, self._prefills, self._prompts = model, prefills, prompts
         self._check_compiled_at = check_compiled_at
         self._checked: dict[str, Exception | None] = {}
 
@@ -98,8 +101,8 @@ class ModelAtPoints:
             raise refused
 
     def _fill(self, ids: Tensor) -> tuple[float, _Filled]:
-        cache = GRAPH.cache(self._model, 0)
-        seconds, token = timed_prompt(GRAPH, self._model, ids, cache)
+        cache = self._prompts.cache(self._model, 0)
+        seconds, token = timed_prompt(self._prompts, self._model, ids, cache)
         return seconds, _Filled(cache, token)
 
     def _prefill(self, ids: Tensor) -> tuple[Prefill, _Filled]:
