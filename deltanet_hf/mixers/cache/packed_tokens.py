@@ -4,11 +4,12 @@ It computes what `fake_quantisation.py` defines: a query sees its own group of 3
 they are, and the packed form of earlier groups, whatever the calls were in which the tokens came. Tokens are counted
 without padding. A window keeps the groups that its next query may see, as a ring; otherwise all groups are kept.
 
-A call is computed in one of three ways:
+A call is computed in one of four ways:
 
     a step       one further token per sequence, without padding        `packed_step_`
     a prompt     whole sequences without padding                        `pack_prompt`, `quantised_attention`
-    any other    padding, or several tokens after others                `arranged_tokens.py`
+    a part       several further tokens, without padding                `packed_part`
+    any other    padding                                                `attention_by_numbers`
 
 Shapes: B batch, T tokens of a call, HQ and HK query and key/value heads, D head size, N packed groups, L places of the
 groups that a call reads.
@@ -23,12 +24,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from deltanet_hf.mixers.cache.arranged_tokens import ArrangedTokens
 from deltanet_hf.mixers.cache.fake_quantisation import quantised_attention
 from deltanet_hf.mixers.cache.packed_reach import NAMES, PACKED, PackedReach
 from deltanet_hf.mixers.cache.state import State
-from deltanet_kernels import PackedKeyValues, pack_prompt, packed_step_
-from deltanet_kernels.packed_cache.calls import PackedStepCall, PackPromptCall
+from deltanet_hf.mixers.cache.window_cache import Tokens
+from deltanet_kernels import PackedKeyValues, pack_prompt, packed_part, packed_step_
+from deltanet_kernels.packed_cache.arranged import attention_by_numbers
+from deltanet_kernels.packed_cache.calls import PackedPartCall, PackedStepCall, PackPromptCall
 
 
 class PackedTokens:
@@ -90,9 +92,23 @@ class PackedTokens:
             )
         if self._padding is None and self.state and length == 1:
             return self.step(q, k, v, scale, softcap)
-        arranged = ArrangedTokens.of(kept, self.state, k, v, self._padding)
-        self.state = arranged.state(kept.groups(self._seen + length))
-        return arranged.attend(q, kept, scale, softcap)
+        old = PackedKeyValues(*(self.state[name] for name in NAMES)) if self.state else self._empty(k)
+        q, k, v = (x.to(old.keys.dtype) for x in (q, k, v))
+        groups = kept.groups(self._seen + length)
+        call = PackedPartCall(q, k, v, old, groups, kept.window, kept.sinks, kept.family_window, scale, softcap)
+        if self._padding is None:
+            o, lse, cache = packed_part.unchecked(call)
+        else:
+            tokens = Tokens.of(len(q), length, self._padding, None, old.lengths.long(), q.device)
+            o, lse, cache = attention_by_numbers(call, tokens.numbers.long() - 1)
+        self.state = dict(zip(NAMES, cache, strict=True))
+        return o, lse
+
+    def _empty(self, k: Tensor) -> PackedKeyValues:
+        """The cache before the first token, for keys like k [B, T, HK, D]."""
+        batch, _, heads, size = k.shape
+        shapes = self.kept.shapes(heads, size, 0, k.dtype)
+        return PackedKeyValues(*(k.new_zeros(batch, *shapes[name].shape, dtype=shapes[name].dtype) for name in NAMES))  # type: ignore[call-arg]
 
     def _each(self, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
         """`attend` of each sequence in turn; the state has a row for each, with the groups of the longest."""

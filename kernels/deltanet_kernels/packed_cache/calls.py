@@ -153,6 +153,57 @@ class PackPromptCall(NamedTuple):
     length: Tensor | None = None
 
 
+class PackedPartCall(NamedTuple):
+    """Several tokens after those of a packed cache: their attention, and the cache after them. No gradients.
+
+    It is as if the tokens had come one by one, or all at once: a query sees its own group of 32 tokens and the first
+    four tokens as they are, and earlier groups as they are restored. On CUDA these are two kernels, those of a prompt.
+
+    Args:
+        q: queries [B, T, HQ, D]; T >= 1.
+        k, v: keys and values [B, T, HK, D].
+        cache: before the tokens, in the dtype of q, k and v, with as many groups as the first query sees; it stays as
+            it is. Sequences may have no tokens yet, and different numbers of them. Numbers of tokens are read on the
+            device.
+        groups: N of the cache after the tokens.
+        window, sinks, limit, scale, softcap: as for `packed_attention`.
+
+    Returns:
+        o [B, T, HQ, D] in the dtype of q, the log-sum-exp of the scores [B, T, HQ], float32 at least, and the cache
+        after the tokens. What its places without a token hold is 0.
+
+    Raises:
+        ValueError: shapes, a window or sinks that do not fit, or gradients are required.
+        TypeError: dtypes that do not fit.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cache: PackedKeyValues
+    groups: int
+    window: int | None = None
+    sinks: int = 0
+    limit: int | None = None
+    scale: float | None = None
+    softcap: float | None = None
+
+    @property
+    def attention(self) -> PackedAttentionCall:
+        """That of the first query."""
+        return PackedAttentionCall(self.q[:, :1].transpose(1, 2), self.cache, *self[5:])
+
+    @property
+    def reach(self) -> tuple[int, int, int]:
+        """As in `PackedAttentionCall`."""
+        return self.attention.reach
+
+    @property
+    def factor(self) -> float:
+        """As in `PackedAttentionCall`."""
+        return self.attention.factor
+
+
 class PromptAttentionCall(NamedTuple):
     """`window_attention` in which queries see tokens before their own group of 32 in another form. No gradients.
 

@@ -15,6 +15,7 @@ from deltanet_kernels.checks import (
 )
 from deltanet_kernels.packed_cache.calls import (
     PackedAttentionCall,
+    PackedPartCall,
     PackedStepCall,
     PackGroupsCall,
     PackPromptCall,
@@ -73,6 +74,22 @@ def check_pack_prompt(call: PackPromptCall) -> None:
     if not call.k.shape[1]:
         raise ValueError("k: got no tokens")
     check_length(call.length, call.k)
+
+
+def check_packed_part(call: PackedPartCall) -> None:
+    """Raises ValueError or TypeError."""
+    rows, HK, _, D = call.cache.keys.shape
+    T = call.q.shape[1]
+    for name, x in (("k", call.k), ("v", call.v)):
+        _check_like(name, x, call.cache)
+        _require_shape(name, x, (rows, T, HK, D), "[B, T, HK, D] of the cache")
+    if not T:
+        raise ValueError("q: got no tokens")
+    _require_shape("q", call.q, (rows, T, call.q.shape[2], D), "[B, T, HQ, D] of the cache")
+    _check_attention(call.attention, rows)
+    if call.groups < 0:
+        raise ValueError(f"groups: got {call.groups}, needs at least 0")
+    refuse_gradients("packed_part", "window_attention", call.k, call.v)
 
 
 def check_prompt_attention(call: PromptAttentionCall) -> None:

@@ -18,7 +18,9 @@ from deltanet_kernels.flash_decoding.config import COMBINED, MAX_GROUP
 from deltanet_kernels.flash_decoding.kernels import combine_kernel
 from deltanet_kernels.gated_delta_rule.config import product_precision
 from deltanet_kernels.packed_cache.calls import (
+    EVERYTHING,
     PackedAttentionCall,
+    PackedPartCall,
     PackedStepCall,
     PackGroupsCall,
     PackPromptCall,
@@ -217,11 +219,13 @@ def pack_groups_triton(call: PackGroupsCall) -> tuple[Tensor, Tensor, Tensor, Te
     return packed
 
 
-def _fake_pack_prompt(k, v, bits, groups, length):
+def _fake_pack_prompt(k, v, bits, groups, length, *old):
     B, T, HK, D = k.shape
     N = (T - 1) // GROUP
     # Places that no group has taken are not read, but no NaN.
-    make = torch.empty if groups <= N and length is None else torch.zeros
+    make = torch.empty if groups <= N and length is None and not old else torch.zeros
+    if old:
+        N = old[0].shape[2] + cdiv(T, GROUP)  # the groups of the old cache, its current one, and new ones
     keys, values = (k.new_empty(B, HK, SINKS + GROUP, D) for _ in range(2))
     lengths = torch.empty(B, dtype=torch.int32, device=k.device)
     seen = (k.new_empty(B, N * GROUP, HK, D) for _ in range(2))
@@ -233,11 +237,19 @@ def pack_prompt_op(
     k: Tensor, v: Tensor, bits: int, groups: int, length: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the tensors of a cache, and the keys and values that later groups see [B, N * 32, HK, D]."""
+    return _pack_prompt(k, v, bits, groups, length)
+
+
+def _pack_prompt(k, v, bits, groups, length, *old):
+    """As `pack_prompt_op`; `old` are the tensors of the cache before the tokens."""
+    made = _fake_pack_prompt(k, v, bits, groups, length, *old)
     (k, v), strides = strided(k, v)
     B, T, HK, D = k.shape
-    made = _fake_pack_prompt(k, v, bits, groups, length)
-    programs = B * HK * (1 + (T - 1) // GROUP)
-    launch(pack_prompt_kernel, programs, k, v, *made, length, T, groups, *strides, HK=HK, D=D, BITS=bits, num_warps=4)
+    held, last = old[0].shape[2] if old else 0, made[-1].shape[1] // GROUP
+    launch(
+        pack_prompt_kernel, B * HK * (1 + last), k, v, *made, length, *(old or [None] * 7), T, groups, held, last,
+        *strides, HK=HK, D=D, BITS=bits, num_warps=4,
+    )  # fmt: skip
     return made
 
 
@@ -263,14 +275,20 @@ def prompt_attention_op(
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """o [B, T, HQ, D] and lse [B, T, HQ]."""
+    window, sinks = reach_within(window, sinks, q.shape[1])
+    return _prompt_attention(q, k, v, keys.contiguous(), values.contiguous(), window, sinks, EVERYTHING, scale, softcap)
+
+
+def _prompt_attention(q, k, v, keys, values, window, sinks, limit, scale, softcap, old=None):
+    """As `prompt_attention_op`, of contiguous keys and values; `old` is the cache before the tokens."""
     (q, k, v), strides = strided(q, k, v)
     (B, T, HQ, D), HK = q.shape, k.shape[2]
-    window, sinks = reach_within(window, sinks, T)
     config = window_config("forward", D, sinks, q.dtype)
     o, lse = _fake_prompt_attention(q, k, v, keys, values, window, sinks, scale, softcap)
+    exact, held = ((None, None, None), 0) if old is None else (old[4:], old.groups)
     launch(
         prompt_attention_kernel, B * cdiv(T, config.M) * HQ,
-        q, k, v, keys.contiguous(), values.contiguous(), o, lse, T, window, scale, *strides,
+        q, k, v, keys, values, *exact, o, lse, T, window, limit, held, keys.shape[1], scale, *strides,
         HQ=HQ, HK=HK, D=D, SINKS=sinks, BM=config.M, BN=config.N, BS=config.S, STAGES=config.stages, CAP=softcap,
         PRECISION=product_precision("auto", q.dtype), num_warps=config.warps,
     )  # fmt: skip
@@ -286,3 +304,33 @@ def prompt_attention_triton(call: PromptAttentionCall) -> tuple[Tensor, Tensor]:
     _supported(call.q.shape[3], call.q.dtype)
     found: tuple[Tensor, Tensor] = prompt_attention_op(*call)
     return found
+
+
+def _fake_part(q, k, v, key_codes, key_scales, value_codes, value_scales, keys, values, lengths, groups, *_):
+    bits = 8 * key_codes.shape[-1] // keys.shape[-1]
+    made = _fake_pack_prompt(k, v, bits, groups, None, key_codes)
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32), *made[:7]
+
+
+@operator(_fake_part)
+def packed_part_op(
+    q: Tensor, k: Tensor, v: Tensor, key_codes: Tensor, key_scales: Tensor, value_codes: Tensor, value_scales: Tensor,
+    keys: Tensor, values: Tensor, lengths: Tensor, groups: int, window: int, sinks: int, limit: int, scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """o [B, T, HQ, D], lse [B, T, HQ], and the tensors of the cache after the tokens."""
+    held = (key_codes, key_scales, value_codes, value_scales, keys, values, lengths)
+    old = PackedKeyValues(*(x.contiguous() for x in held))  # type: ignore[call-arg]
+    *cache, seen_k, seen_v = _pack_prompt(k, v, old.bits, groups, None, *old)
+    return *_prompt_attention(q, k, v, seen_k, seen_v, window, sinks, limit, scale, softcap, old), *cache
+
+
+def packed_part_triton(call: PackedPartCall) -> tuple[Tensor, Tensor, PackedKeyValues]:
+    """`deltanet_kernels.packed_part` in Triton.
+
+    Raises:
+        NotImplementedError: as `pack_prompt_triton`.
+    """
+    _supported(call.q.shape[3], call.q.dtype)
+    o, lse, *cache = packed_part_op(*call[:3], *call.cache, call.groups, *call.reach, call.factor, call.softcap)
+    return o, lse, PackedKeyValues(*cache)
