@@ -301,12 +301,16 @@ REACHES = [  # window, sinks, limit, cap, bits
 
 def cached(k: Tensor, v: Tensor, bits: int, groups: int) -> PackedKeyValues:
     """The cache of the first `COUNTS` tokens of each row of k, v [B, T, HK, D]."""
-    rows = [
-        by_pytorch(pack_prompt)(k[row, None, :count], v[row, None, :count], bits, groups)[0]
-        if count
-        else empty(k[:1].transpose(1, 2), groups, bits)
-        for row, count in enumerate(COUNTS)
-    ]
+    rows = []
+    for row, count in enumerate(COUNTS):
+        prompt = count - 1 if count == 33 else count  # then a step, which leaves the group before it in its places
+        k_row, v_row = k[row, None, :count], v[row, None, :count]
+        made = empty(k[:1].transpose(1, 2), groups, bits)
+        if prompt:
+            made, *_ = by_pytorch(pack_prompt)(k_row[:, :prompt], v_row[:, :prompt], bits, groups)
+        if prompt < count:
+            append(k_row[:, prompt:].transpose(1, 2), v_row[:, prompt:].transpose(1, 2), made)
+        rows.append(made)
     return PackedKeyValues(*map(torch.cat, zip(*rows, strict=True)))  # type: ignore[call-arg]
 
 
@@ -373,6 +377,39 @@ def test_parts_after_a_cache_are_the_whole(
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("begins", [False, True], ids=["after others", "prompts"])
+@pytest.mark.parametrize("reach", REACHES, ids=str)
+def test_sequences_in_one_row(form: str, reach: tuple[Any, ...], begins: bool, poisoned_memory: None) -> None:
+    """Of different lengths, and one of none, as each alone; tokens behind the last sequence belong to none."""
+    window, sinks, limit, cap, bits = reach
+    lengths = (2, 33, 65, 1, 0 if form == "triton" else 3, 40)
+    q, k, v = (x.transpose(1, 2) for x in tokens(165, 64, torch.float32, len(COUNTS), 4, 2))
+    ring = None if window is None else -(-(window - 1) // GROUP)
+    held, groups = (3, 6) if ring is None else (ring, ring)
+    cache = empty(k.transpose(1, 2), held, bits) if begins else cached(k, v, bits, held)
+    new = [[x[row, None, 100 : 100 + length] for row, length in enumerate(lengths)] for x in (q, k, v)]
+    joint = [torch.cat([*rows, rows[0]], dim=1) for rows in new]
+    bounds = torch.tensor([0, *lengths], dtype=torch.int32, device=DEVICE).cumsum(0, dtype=torch.int32)
+    if form == "torch":
+        joint = [x[:, :-2] for x in joint]
+    rest = window, sinks, limit, 0.2, cap
+    call = *joint, cache, groups, *rest, bounds, max(lengths)
+    out, lse, found = (by_triton if form == "triton" else by_pytorch)(packed_part)(*call)
+    for row, (own, bound) in enumerate(zip(zip(*new, strict=True), bounds.tolist(), strict=False)):
+        one = PackedKeyValues(*(x[row : row + 1] for x in cache))  # type: ignore[call-arg]
+        if not lengths[row]:
+            assert torch.equal(found.keys[row, :, :SINKS], one.keys[0, :, :SINKS])
+            assert found.lengths[row] == one.lengths[0]
+            continue
+        wanted, wanted_lse, after = by_pytorch(packed_part)(*own, one, groups, *rest)
+        at = slice(bound, bound + lengths[row])
+        assert (out[:, at] - wanted).abs().max() < 3e-6 * (1 + wanted.abs().max()), row
+        assert (lse[:, at] - wanted_lse).abs().max() < 1.5e-5, row
+        for name, x, other in zip(found._fields, found, after, strict=True):
+            assert torch.equal(x[row : row + 1], other), (row, name)
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_a_part_in_sixteen_bits(form: str, dtype: torch.dtype, poisoned_memory: None) -> None:
     """Of strided inputs, as a projection makes them, after a cache that is a part of larger tensors."""
@@ -422,7 +459,9 @@ def test_the_operators_are_registered_consistently() -> None:
     torch.library.opcheck(launches.pack_prompt_op.op, (k, v, 4, 1, None))
     torch.library.opcheck(launches.prompt_attention_op.op, (q, k, v, k[:, :32], v[:, :32], 20, 4, 0.2, None))
     new = [x[:, 5:8] for x in (q, k, v)]
-    torch.library.opcheck(launches.packed_part_op.op, (*new, *cache, 1, 64, 4, 64, 0.2, None))
+    rest = (*cache, 1, 64, 4, 64, 0.2, None)
+    torch.library.opcheck(launches.packed_part_op.op, (*new, *rest, None, 0))
+    torch.library.opcheck(launches.packed_part_op.op, (*new, *rest, torch.tensor([0, 3], device=DEVICE), 3))
     new = [x[:, :1] for x in (q, k, v)]
     torch.library.opcheck(launches.packed_step_op_.op, (*new, *cache, 64, 4, 64, 0.2, None, None, None))
 
@@ -457,6 +496,13 @@ def test_what_is_wrong_is_named() -> None:
         packed_part(*new, cache, 4, sinks=5)
     with pytest.raises(ValueError, match=r"k: got shape .* needs \[B, T, HK, D\] of the cache"):
         packed_part(new[0], new[1][:, 1:], new[2], cache, 4)
+    bounds = torch.tensor([0, 30, 64], dtype=torch.int32, device=DEVICE)
+    with pytest.raises(ValueError, match=r"k: got shape .* needs \[1, T, HK, D\] of the cache"):
+        packed_part(*new, cache, 4, cu_seqlens=bounds, longest=34)
+    with pytest.raises(ValueError, match=r"cu_seqlens: got shape .* needs \[B \+ 1\] of the cache"):
+        packed_part(*(x[:1] for x in new), cache, 4, cu_seqlens=bounds[1:], longest=34)
+    with pytest.raises(ValueError, match="longest: got 0"):
+        packed_part(*(x[:1] for x in new), cache, 4, cu_seqlens=bounds)
     with pytest.raises(ValueError, match="groups: got -1"):
         packed_part(*new, cache, -1)
     with pytest.raises(ValueError, match="q: got no tokens"):

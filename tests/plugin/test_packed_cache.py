@@ -162,6 +162,7 @@ def test_greedy_decoding_and_beams(name: str) -> None:
     answer = model.generate(LONG[:, :60], **options)
     logits = model(answer, use_cache=False).logits
     assert torch.equal(answer[:, 60:], logits[:, 59:-1].argmax(-1))
+    assert torch.equal(answer, model.generate(LONG[:, :60], prefill_chunk_size=23, **options))
     beams = model.generate(LONG[:, :60], num_beams=3, **options)
     assert torch.equal(beams, torch.cat([model.generate(row[None, :60], num_beams=3, **options) for row in LONG]))
 
@@ -248,6 +249,29 @@ def test_gradients_do_not_depend_on_whether_a_cache_is_filled(name: str) -> None
     torch.testing.assert_close(found[0], found[1])
     with pytest.raises(ValueError, match="cache bits: gradients need whole sequences without padding"):
         model(LONG[:, :5], past_key_values=output.past_key_values)
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [PackedReach(4, None), PackedReach(8, 40, 4), PackedReach(4, 33, 2, 50)],
+    ids=str,
+)
+@torch.no_grad()
+def test_sequences_that_begin_in_one_row(kept: PackedReach) -> None:
+    """As each alone; a family's own window ends within them."""
+    lengths = (70, 1, 33, 64)
+    q, k, v = (torch.randn(1, sum(lengths), heads, 16) for heads in (4, 2, 2))
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    held = PackedTokens(kept, {}, None, lengths=lengths, cu_seqlens=bounds)
+    found, sums = held.attend(q, k, v, 0.2, None)
+    for row, (start, length) in enumerate(zip(bounds.tolist(), lengths, strict=False)):
+        one, at = PackedTokens(kept, {}, None), slice(start, start + length)
+        wanted, wanted_sums = one.attend(q[:, at], k[:, at], v[:, at], 0.2, None)
+        torch.testing.assert_close(found[:, at], wanted)
+        torch.testing.assert_close(sums[:, at], wanted_sums)
+        for name, x in one.state.items():
+            own = held.state[name][row : row + 1]
+            assert torch.equal(own if name == "count" else own[:, :, : x.shape[2]], x), name
 
 
 @pytest.mark.parametrize("length", [1, 5])

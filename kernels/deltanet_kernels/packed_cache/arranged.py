@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from deltanet_kernels.common.registration import is_observed
-from deltanet_kernels.packed_cache.calls import PackedPartCall
+from deltanet_kernels.packed_cache.calls import PackedPartCall, PackPromptCall, PromptAttentionCall
 from deltanet_kernels.packed_cache.layout import GROUP, SINKS, PackedKeyValues, packed_groups, unpacked
+from deltanet_kernels.packed_cache.reference import known_lengths, torch_pack_prompt, torch_prompt_attention
 
 MOST_SCORES = 2**24  # that a call holds at a time
 QUERIES = 256  # of a call at a time where windows end, at least: each such run reads a window more than its own places
@@ -137,8 +138,29 @@ def attention_by_numbers(call: PackedPartCall, numbers: Tensor) -> tuple[Tensor,
 
 def torch_packed_part(call: PackedPartCall) -> tuple[Tensor, Tensor, PackedKeyValues]:
     """`deltanet_kernels.packed_part` in PyTorch."""
+    if call.cu_seqlens is not None:
+        return _one_by_one(call, call.cu_seqlens.diff().tolist())
+    T, (window, sinks, limit) = call.q.shape[1], call.reach
+    begins = known_lengths(call.cache.lengths) == (0,) * len(call.q)
+    if begins and (sinks == 0 or limit >= T):
+        cache, keys, values = torch_pack_prompt(PackPromptCall(call.k, call.v, call.cache.bits, call.groups))
+        prompt = PromptAttentionCall(*call[:3], keys, values, min(window, T), sinks, call.factor, call.softcap)
+        return *torch_prompt_attention(prompt), cache
     places = torch.arange(call.q.shape[1], device=call.q.device)
     return attention_by_numbers(call, call.cache.lengths.long()[:, None] + places)
+
+
+def _one_by_one(call: PackedPartCall, lengths: list[int]) -> tuple[Tensor, Tensor, PackedKeyValues]:
+    """`torch_packed_part` of sequences in one row."""
+    found = [
+        torch_packed_part(call._replace(q=q, k=k, v=v, cache=PackedKeyValues(*cache), cu_seqlens=None))
+        for q, k, v, *cache in zip(
+            *(x.split(lengths, dim=1) for x in call[:3]), *(x.split(1) for x in call.cache), strict=True
+        )
+    ]
+    outputs, sums, caches = zip(*found, strict=True)
+    cache = PackedKeyValues(*map(torch.cat, zip(*caches, strict=True)))  # type: ignore[call-arg]
+    return torch.cat(outputs, dim=1), torch.cat(sums, dim=1), cache
 
 
 def _put(filled: Tensor, new: Tensor, places: Tensor) -> Tensor:

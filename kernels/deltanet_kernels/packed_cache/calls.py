@@ -11,6 +11,12 @@ from deltanet_kernels.packed_cache.layout import PackedKeyValues
 EVERYTHING = 2**30  # as a window: more tokens than there are
 
 
+def reach_of(window: int | None, sinks: int, limit: int | None) -> tuple[int, int, int]:
+    """`window`, `sinks` and `limit` of the tokens that are seen, as numbers."""
+    limit = EVERYTHING if limit is None else limit
+    return min(EVERYTHING if window is None else window, limit), sinks, limit
+
+
 class PackedAttentionCall(NamedTuple):
     """Softmax attention of the last token of each sequence to a packed cache that holds it. No gradients.
 
@@ -45,8 +51,7 @@ class PackedAttentionCall(NamedTuple):
     @property
     def reach(self) -> tuple[int, int, int]:
         """The tokens that are seen: `window`, `sinks` and `limit` as numbers."""
-        limit = EVERYTHING if self.limit is None else self.limit
-        return min(EVERYTHING if self.window is None else self.window, limit), self.sinks, limit
+        return reach_of(self.window, self.sinks, self.limit)
 
     @property
     def factor(self) -> float:
@@ -167,6 +172,8 @@ class PackedPartCall(NamedTuple):
             device.
         groups: N of the cache after the tokens.
         window, sinks, limit, scale, softcap: as for `packed_attention`.
+        cu_seqlens: boundaries [B + 1] of the tokens of B sequences in q, k and v, which then have one row.
+        longest: the most tokens of such a sequence.
 
     Returns:
         o [B, T, HQ, D] in the dtype of q, the log-sum-exp of the scores [B, T, HQ], float32 at least, and the cache
@@ -187,21 +194,18 @@ class PackedPartCall(NamedTuple):
     limit: int | None = None
     scale: float | None = None
     softcap: float | None = None
-
-    @property
-    def attention(self) -> PackedAttentionCall:
-        """That of the first query."""
-        return PackedAttentionCall(self.q[:, :1].transpose(1, 2), self.cache, *self[5:])
+    cu_seqlens: Tensor | None = None
+    longest: int = 0
 
     @property
     def reach(self) -> tuple[int, int, int]:
         """As in `PackedAttentionCall`."""
-        return self.attention.reach
+        return reach_of(self.window, self.sinks, self.limit)
 
     @property
     def factor(self) -> float:
-        """As in `PackedAttentionCall`."""
-        return self.attention.factor
+        """The factor of the scores: `scale`, or D**-0.5 by default."""
+        return float(self.q.shape[3] ** -0.5) if self.scale is None else float(self.scale)
 
 
 class PromptAttentionCall(NamedTuple):

@@ -1,4 +1,5 @@
-"""The kernels of a prompt: a cache of its keys and values with what later groups see of them, and its attention."""
+"""The kernels of a prompt or a part of one: a cache of its keys and values with what later groups see of them, and its
+attention."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
@@ -26,10 +27,19 @@ def _exact(x, old, j, d, token, before, end, begun, D: tl.constexpr):
     return found
 
 
+@triton.jit
+def first_place(b, begin, held):
+    """The first of the restored numbers of sequence b, which begins with token `begin` of a row of several.
+
+    Before its own tokens, each has as many places as the old cache has groups, and one group for what is not full.
+    """
+    return b * (held + 1) * GROUP + begin
+
+
 @triton.jit(do_not_specialize=["T", "groups", "held", "last"])
 def pack_prompt_kernel(
     k, v, key_codes, key_scales, value_codes, value_scales, keys, values, lengths, seen_k, seen_v, length,
-    old_key_codes, old_key_scales, old_value_codes, old_value_scales, old_keys, old_values, old_lengths,
+    old_key_codes, old_key_scales, old_value_codes, old_value_scales, old_keys, old_values, old_lengths, starts,
     T, groups, held, last, k_row, k_token, k_head, v_row, v_token, v_head,
     HK: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
@@ -38,13 +48,24 @@ def pack_prompt_kernel(
 
     A ring of `groups` groups is kept. The restored numbers of complete groups before the last token go to seen_k and
     seen_v [B, last * 32, HK, D]. The tokens may come after those of an old cache, a ring of `held` groups; then the
-    groups are those from the first that it holds.
+    groups are those from the first that it holds. With `starts` [B + 1] the sequences are parts of one row; T is
+    the most tokens of one, and places of seen_k and seen_v begin as `first_place` says.
     """
     n = tl.program_id(0) % (last + 1)
     pair = (tl.program_id(0) // (last + 1)).to(tl.int64)
     b, h = pair // HK, pair % HK
-    k += b * k_row + h * k_head
-    v += b * v_row + h * v_head
+    seen = b * last * GROUP
+    if starts is None:
+        k += b * k_row
+        v += b * v_row
+    else:
+        begin = tl.load(starts + b).to(tl.int64)
+        T = (tl.load(starts + b + 1) - begin).to(tl.int32)
+        seen = first_place(b, begin, held)
+        k += begin * k_token
+        v += begin * v_token
+    k += h * k_head
+    v += h * v_head
     before, begun, base = 0, 0, 0
     if old_lengths is not None:
         before = tl.load(old_lengths + b)
@@ -56,7 +77,7 @@ def pack_prompt_kernel(
         old_values += pair * ((SINKS + GROUP) * D)
     total = before + T
     end = total if length is None else tl.load(length).to(tl.int32)
-    current = (end - 1) // GROUP
+    current = tl.maximum(end - 1, 0) // GROUP
     r, d = tl.arange(0, GROUP), tl.arange(0, D)
     if n == last:
         e = tl.arange(0, SINKS)
@@ -75,7 +96,7 @@ def pack_prompt_kernel(
         j = g * GROUP + r
         group = pair * groups + g % tl.maximum(groups, 1)
         is_kept = (g >= current - groups) & (g < current)
-        rows = (b * last * GROUP + n * GROUP + r) * HK + h
+        rows = (seen + n * GROUP + r) * HK + h
         first = tl.minimum(total, SINKS)  # tokens that stay as they are
         is_sink = j < SINKS
         if old_lengths is not None:  # noqa: SIM102 (known when the kernel is compiled)
@@ -106,7 +127,7 @@ def pack_prompt_kernel(
 
 @triton.jit(do_not_specialize=["T", "window", "limit", "held", "places"])
 def prompt_attention_kernel(
-    q, k, v, seen_k, seen_v, old_keys, old_values, old_lengths, o, lse, T, window, limit, held, places, scale,
+    q, k, v, seen_k, seen_v, old_keys, old_values, old_lengths, starts, o, lse, T, window, limit, held, places, scale,
     q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, SINKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BS: tl.constexpr, STAGES: tl.constexpr, CAP: tl.constexpr, PRECISION: tl.constexpr,
@@ -116,6 +137,7 @@ def prompt_attention_kernel(
 
     After the tokens of an old cache, of `held` groups, the first query is the next after these, and the groups are
     those from the first that it holds. Its own current group and its sinks are in old_keys and old_values.
+    `starts` as in `pack_prompt_kernel`.
     """
     h = tl.program_id(0) % HQ
     c = tl.program_id(0) // HQ
@@ -123,13 +145,27 @@ def prompt_attention_kernel(
     b = (c // chunks).to(tl.int64)
     position = c % chunks * BM
     head = (h // (HQ // HK)).to(tl.int64)
-    q += b * q_row + h.to(tl.int64) * q_head
-    k += b * k_row + head * k_head
-    v += b * v_row + head * v_head
-    seen_k += (b * places * HK + head) * D
-    seen_v += (b * places * HK + head) * D
-    o += (b * T * HQ + h) * D
-    lse += b * T * HQ + h
+    flat, seen_at = b * T, b * places
+    if starts is None:
+        q += b * q_row
+        k += b * k_row
+        v += b * v_row
+    else:
+        flat = tl.load(starts + b).to(tl.int64)
+        T = (tl.load(starts + b + 1) - flat).to(tl.int32)
+        if position >= T:
+            return
+        seen_at = first_place(b, flat, held)
+        q += flat * q_token
+        k += flat * k_token
+        v += flat * v_token
+    q += h.to(tl.int64) * q_head
+    k += head * k_head
+    v += head * v_head
+    seen_k += (seen_at * HK + head) * D
+    seen_v += (seen_at * HK + head) * D
+    o += (flat * HQ + h) * D
+    lse += flat * HQ + h
     before, base = 0, 0
     if old_lengths is not None:  # tokens are counted from the first of the sequence
         before = tl.load(old_lengths + b)
@@ -166,28 +202,30 @@ def prompt_attention_kernel(
                 q_MD, old_keys + at, old_values + at, j, seen, top, total, sums, D, D, before, d, factor, D, CAP,
                 PRECISION,
             )  # fmt: skip
-        for start in range(0, tl.minimum(tl.minimum(SINKS, before), end - window), BS):
-            j = start + tl.arange(0, BS)
-            seen = in_sinks(i[:, None], j[None, :], window, SINKS) & (j < before)[None, :]
-            seen = seen & (i[:, None] - j[None, :] < limit)
-            top, total, sums = attend_tile(
-                q_MD, old_keys, old_values, j, seen, top, total, sums, D, D, tl.minimum(before, SINKS), d, factor, D,
-                CAP, PRECISION,
-            )  # fmt: skip
     for start in tl.range(tl.maximum(position // GROUP * GROUP, before), end, BN, num_stages=1):
         j = start + tl.arange(0, BN)
         seen = in_window(i[:, None], j[None, :], window) & (j[None, :] >= own[:, None])
         top, total, sums = attend_tile(
             q_MD, k, v, j, seen, top, total, sums, k_token, v_token, length, d, factor, D, CAP, PRECISION
         )
-    for start in range(before, tl.minimum(SINKS, end - window), BS):
-        j = start + tl.arange(0, BS)
-        seen = in_sinks(i[:, None], j[None, :], window, SINKS)
+    if SINKS > 0:  # ptxas 12.8 crashes on a loop of products that never runs
         if old_lengths is not None:
-            seen = seen & (i[:, None] - j[None, :] < limit)
-        top, total, sums = attend_tile(
-            q_MD, k, v, j, seen, top, total, sums, k_token, v_token, length, d, factor, D, CAP, PRECISION
-        )
+            for start in range(0, tl.minimum(tl.minimum(SINKS, before), end - window), BS):
+                j = start + tl.arange(0, BS)
+                seen = in_sinks(i[:, None], j[None, :], window, SINKS) & (j < before)[None, :]
+                seen = seen & (i[:, None] - j[None, :] < limit)
+                top, total, sums = attend_tile(
+                    q_MD, old_keys, old_values, j, seen, top, total, sums, D, D, tl.minimum(before, SINKS), d, factor,
+                    D, CAP, PRECISION,
+                )  # fmt: skip
+        for start in range(before, tl.minimum(SINKS, end - window), BS):
+            j = start + tl.arange(0, BS)
+            seen = in_sinks(i[:, None], j[None, :], window, SINKS)
+            if old_lengths is not None:
+                seen = seen & (i[:, None] - j[None, :] < limit)
+            top, total, sums = attend_tile(
+                q_MD, k, v, j, seen, top, total, sums, k_token, v_token, length, d, factor, D, CAP, PRECISION
+            )
     for start in tl.range(tl.maximum(position - window + 1, base), (end - 1) // GROUP * GROUP, BN, num_stages=STAGES):
         j = start + tl.arange(0, BN)
         seen = in_window(i[:, None], j[None, :], window) & (j[None, :] < own[:, None])
