@@ -22,7 +22,7 @@ from deltanet_hf.mixers.cache.packed_tokens import PackedTokens
 from deltanet_hf.mixers.cache.state import MixerCacheLayer
 from deltanet_hf.models.assisted import place_layers
 from deltanet_hf.models.cache_bits import cache_bits_of, set_cache_bits, stored_bytes
-from deltanet_kernels import PackedKeyValues
+from deltanet_kernels import PackedKeyValues, packed_part
 from deltanet_kernels.packed_cache.layout import GROUP, unpacked
 from support.plain_form import plain_form
 from support.tiny_models import (
@@ -155,14 +155,19 @@ def test_the_fast_form_reads_a_prompt(name: str, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("name", KINDS)
 @torch.no_grad()
-def test_greedy_decoding_and_beams(name: str) -> None:
-    """Over the end of a group of 32 tokens."""
+def test_greedy_decoding_and_beams(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over the end of a group of 32 tokens, and of a prompt in parts."""
     model = made(name)
     options: dict[str, Any] = {"max_new_tokens": 7, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     answer = model.generate(LONG[:, :60], **options)
     logits = model(answer, use_cache=False).logits
     assert torch.equal(answer[:, 60:], logits[:, 59:-1].argmax(-1))
+    parts: list[int] = []
+    by_parts = packed_part.unchecked
+    monkeypatch.setattr(packed_part, "unchecked", lambda call: parts.append(call.q.shape[1]) or by_parts(call))
     assert torch.equal(answer, model.generate(LONG[:, :60], prefill_chunk_size=23, **options))
+    assert set(parts) == {23, 14}
+    monkeypatch.undo()
     beams = model.generate(LONG[:, :60], num_beams=3, **options)
     assert torch.equal(beams, torch.cat([model.generate(row[None, :60], num_beams=3, **options) for row in LONG]))
 
