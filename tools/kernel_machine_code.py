@@ -294,7 +294,11 @@ def packed_calls() -> list[tuple[str, Callable[[], object]]]:
             cache, keys, values = pack_prompt_triton(PackPromptCall(k, v, bits))
             window = 200 if sinks == 0 else 64
             prompt_attention_triton(PromptAttentionCall(q, k, v, keys, values, window, sinks, D**-0.5, cap))
-            packed_part_triton(PackedPartCall(q, k, v, cache, 12, window, sinks, None, None, cap))
+            rest = (cache, 12, window, sinks, None, None, cap)
+            packed_part_triton(PackedPartCall(q, k, v, *rest))
+            bounds = torch.tensor([0, 150, 400], dtype=torch.int32)
+            joint = (x.view(1, 400, *x.shape[2:]) for x in (q, k, v))
+            packed_part_triton(PackedPartCall(*joint, *rest, bounds, 250))
 
         found.append((f"packed-prompt-{dtype}-{D}-{bits}-{sinks}", read))
     return found
