@@ -340,7 +340,7 @@ def test_parts_after_a_cache_are_the_whole(
 ) -> None:
     """Rows of different numbers of tokens, against float64; the cache is, byte for byte, that of a whole prompt."""
     window, sinks, limit, cap, bits = reach
-    dtype, rounding = (torch.float64, 1e-13) if form == "torch" else (torch.float32, 3e-6)
+    dtype, rounding = (torch.float64, 1e-13) if form == "torch" else (torch.float32, 5e-6)
     D = 128 if sum(cuts) == 31 and window == 40 else 64
     monkeypatch.setattr(arranged, "QUERIES", 20)
     T, B = sum(cuts), len(COUNTS)
@@ -404,8 +404,8 @@ def test_sequences_in_one_row(form: str, reach: tuple[Any, ...], begins: bool, p
             continue
         wanted, wanted_lse, after = by_pytorch(packed_part)(*own, one, groups, *rest)
         at = slice(bound, bound + lengths[row])
-        assert (out[:, at] - wanted).abs().max() < 3e-6 * (1 + wanted.abs().max()), row
-        assert (lse[:, at] - wanted_lse).abs().max() < 1.5e-5, row
+        assert (out[:, at] - wanted).abs().max() < 5e-6 * (1 + wanted.abs().max()), row
+        assert (lse[:, at] - wanted_lse).abs().max() < 2.5e-5, row
         for name, x, other in zip(found._fields, found, after, strict=True):
             assert torch.equal(x[row : row + 1], other), (row, name)
 

@@ -208,7 +208,7 @@ def prompt_attention_kernel(
         top, total, sums = attend_tile(
             q_MD, k, v, j, seen, top, total, sums, k_token, v_token, length, d, factor, D, CAP, PRECISION
         )
-    if SINKS > 0:  # ptxas 12.8 crashes on a loop of products that never runs
+    if SINKS > 0:  # ptxas 12.8 crashes on the first of these loops where it never runs
         if old_lengths is not None:
             for start in range(0, tl.minimum(tl.minimum(SINKS, before), end - window), BS):
                 j = start + tl.arange(0, BS)
