@@ -37,8 +37,8 @@ from deltanet_kernels.gated_delta_rule.step import gated_delta_step_triton_
 from deltanet_kernels.mesa.calls import MesaCall, MesaState
 from deltanet_kernels.mesa.chunk import chunk_mesa_triton
 from deltanet_kernels.norm import gated_rms_norm_triton
-from deltanet_kernels.packed_cache.calls import PackPromptCall, PromptAttentionCall
-from deltanet_kernels.packed_cache.launches import pack_prompt_triton, prompt_attention_triton
+from deltanet_kernels.packed_cache.calls import PackedPartCall, PackPromptCall, PromptAttentionCall
+from deltanet_kernels.packed_cache.launches import pack_prompt_triton, packed_part_triton, prompt_attention_triton
 from deltanet_kernels.prompt.calls import GateValuesCall, PromptInputsCall
 from deltanet_kernels.prompt.gates import gate_values_triton
 from deltanet_kernels.prompt.inputs import prompt_inputs_triton
@@ -291,9 +291,14 @@ def packed_calls() -> list[tuple[str, Callable[[], object]]]:
             dtype: str = dtype, D: int = D, HQ: int = HQ, bits: int = bits, sinks: int = sinks, cap: float | None = cap
         ) -> None:
             q, k, v = (torch.zeros(2, 200, heads, D, dtype=DTYPES[dtype]) for heads in (HQ, 2, 2))
-            _, keys, values = pack_prompt_triton(PackPromptCall(k, v, bits))
+            cache, keys, values = pack_prompt_triton(PackPromptCall(k, v, bits))
             window = 200 if sinks == 0 else 64
             prompt_attention_triton(PromptAttentionCall(q, k, v, keys, values, window, sinks, D**-0.5, cap))
+            rest = (cache, 12, window, sinks, None, None, cap)
+            packed_part_triton(PackedPartCall(q, k, v, *rest))
+            bounds = torch.tensor([0, 150, 400], dtype=torch.int32)
+            joint = (x.view(1, 400, *x.shape[2:]) for x in (q, k, v))
+            packed_part_triton(PackedPartCall(*joint, *rest, bounds, 250))
 
         found.append((f"packed-prompt-{dtype}-{D}-{bits}-{sinks}", read))
     return found

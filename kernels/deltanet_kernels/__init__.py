@@ -26,6 +26,7 @@ from deltanet_kernels.packed_cache.operators import (
     pack_groups,
     pack_prompt,
     packed_attention,
+    packed_part,
     packed_step_,
     prompt_attention,
 )
@@ -66,6 +67,7 @@ __all__ = [
     "pack_groups",
     "pack_prompt",
     "packed_attention",
+    "packed_part",
     "packed_step_",
     "prompt_attention",
     "prompt_inputs",

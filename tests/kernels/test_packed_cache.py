@@ -13,11 +13,12 @@ from deltanet_kernels import (
     pack_groups,
     pack_prompt,
     packed_attention,
+    packed_part,
     packed_step_,
     prompt_attention,
 )
 from deltanet_kernels.common.rotation import rotate
-from deltanet_kernels.packed_cache import launches
+from deltanet_kernels.packed_cache import arranged, launches
 from deltanet_kernels.packed_cache.calls import (
     EVERYTHING,
     PackedAttentionCall,
@@ -59,11 +60,12 @@ def tokens(T: int, D: int, dtype: torch.dtype, B: int = 2, HQ: int = 6, HK: int 
 
 
 def definition(
-    q: Tensor, k: Tensor, v: Tensor, bits: int, window: int, sinks: int, limit: int, cap: float | None
+    q: Tensor, k: Tensor, v: Tensor, bits: int, window: int, sinks: int, limit: int, cap: float | None, last: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """The last token's attention in float64: its own group and the first tokens as they are, the others rounded."""
+    """The attention in float64 of the last tokens, of one group: that and the first tokens as they are, the others
+    rounded."""
     length, dtype = k.shape[2], k.dtype
-    i, own = length - 1, (length - 1) // GROUP * GROUP
+    own = (length - 1) // GROUP * GROUP
     rounded_k, rounded_v = k.clone(), v.clone()
     for start in range(0, own, GROUP):
         at = slice(start, start + GROUP)
@@ -72,10 +74,11 @@ def definition(
         rounded_v[:, :, at] = restored(*quantised(parts, bits), dtype).flatten(-2)
     rounded_k[:, :, :SINKS], rounded_v[:, :, :SINKS] = k[:, :, :SINKS], v[:, :, :SINKS]
     j = torch.arange(length, device=k.device)
-    seen = (i - j < limit) & ((i - j < window) | (j < sinks))
+    i = j[-last:, None]
+    seen = (j <= i) & (i - j < limit) & ((i - j < window) | (j < sinks))
     repeats = q.shape[1] // k.shape[1]
     keys, values = (x.double().repeat_interleave(repeats, 1) for x in (rounded_k, rounded_v))
-    scores = q[:, :, -1:].double() @ keys.mT * 0.2
+    scores = q[:, :, -last:].double() @ keys.mT * 0.2
     scores = scores if cap is None else cap * (scores / cap).tanh()
     scores = scores.masked_fill(~seen, -torch.inf)
     return scores.softmax(-1) @ values, scores.logsumexp(-1).squeeze(-1)
@@ -285,6 +288,148 @@ def test_a_prompt_with_padding(form: str, length: int) -> None:
             assert one.isfinite().all()
 
 
+COUNTS = (1, 100, 31, 0, 33, 32)  # tokens before a part, of a row each
+REACHES = [  # window, sinks, limit, cap, bits
+    (None, 0, None, None, 4),
+    (40, 4, None, 3.0, 8),
+    (9, 0, None, None, 4),
+    (300, 2, None, None, 8),
+    (33, 3, 90, None, 4),
+    (1, 4, None, None, 8),
+]
+
+
+def cached(k: Tensor, v: Tensor, bits: int, groups: int) -> PackedKeyValues:
+    """The cache of the first `COUNTS` tokens of each row of k, v [B, T, HK, D]."""
+    rows = []
+    for row, count in enumerate(COUNTS):
+        prompt = count - 1 if count == 33 else count  # then a step, which leaves the group before it in its places
+        k_row, v_row = k[row, None, :count], v[row, None, :count]
+        made = empty(k[:1].transpose(1, 2), groups, bits)
+        if prompt:
+            made, *_ = by_pytorch(pack_prompt)(k_row[:, :prompt], v_row[:, :prompt], bits, groups)
+        if prompt < count:
+            append(k_row[:, prompt:].transpose(1, 2), v_row[:, prompt:].transpose(1, 2), made)
+        rows.append(made)
+    return PackedKeyValues(*map(torch.cat, zip(*rows, strict=True)))  # type: ignore[call-arg]
+
+
+def parts_of(x: Tensor, cuts: list[int]) -> list[Tensor]:
+    """The tokens of x [B, T, H, D] behind the first of each row, in parts."""
+    T = sum(cuts)
+    rows = [x[row, count : count + T] for row, count in enumerate(COUNTS)]
+    return list(torch.stack(rows).split(cuts, dim=1))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("cuts", "reach"),
+    [
+        *(([T], reach) for T in (2, 31, 32, 33) for reach in REACHES),
+        ([200], REACHES[0]),
+        ([200], REACHES[1]),
+        ([200], REACHES[4]),
+        ([31, 33, 2], REACHES[0]),
+        ([31, 33, 2], REACHES[1]),
+        ([33, 32, 63], REACHES[4]),
+    ],
+    ids=str,
+)
+def test_parts_after_a_cache_are_the_whole(
+    form: str, cuts: list[int], reach: tuple[Any, ...], poisoned_memory: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of different numbers of tokens, against float64; the cache is, byte for byte, that of a whole prompt."""
+    window, sinks, limit, cap, bits = reach
+    dtype, rounding = (torch.float64, 1e-13) if form == "torch" else (torch.float32, 5e-6)
+    D = 128 if sum(cuts) == 31 and window == 40 else 64
+    monkeypatch.setattr(arranged, "QUERIES", 20)
+    T, B = sum(cuts), len(COUNTS)
+    q, k, v = (x.transpose(1, 2) for x in tokens(100 + T, D, dtype, B, 4, 2))
+    ring = None if window is None else -(-(window - 1) // GROUP)
+    cache = cached(k, v, bits, 3 if ring is None else ring)
+    before = [x.clone() for x in cache]
+    outputs, sums, seen = [], [], 100
+    for part in zip(*(parts_of(x, cuts) for x in (q, k, v)), strict=True):
+        seen += part[0].shape[1]
+        groups = (seen - 1) // GROUP if ring is None else ring
+        call = *part, cache, groups, window, sinks, limit, 0.2, cap
+        o, lse, new = (by_triton if form == "triton" else by_pytorch)(packed_part)(*call)
+        assert all(torch.equal(one, other) for one, other in zip(cache, before, strict=True))
+        cache, before = new, [x.clone() for x in new]
+        outputs.append(o)
+        sums.append(lse)
+    out, lse = torch.cat(outputs, dim=1), torch.cat(sums, dim=1)
+    for row, count in enumerate(COUNTS):
+        own = [x[row, None, : count + T] for x in (q, k, v)]
+        whole, *_ = by_pytorch(pack_prompt)(*own[1:], bits, cache.groups)
+        for name, one, other in zip(cache._fields, cache, whole, strict=True):
+            assert torch.equal(one[row : row + 1], other), (count, name)
+        for end in (*range(count // GROUP * GROUP + GROUP, count + T, GROUP), count + T):
+            start = max(count, (end - 1) // GROUP * GROUP)
+            till = [x[:, :end].transpose(1, 2) for x in own]
+            reached = window or EVERYTHING, sinks, limit or EVERYTHING
+            wanted, wanted_lse = definition(*till, bits, *reached, cap, end - start)
+            at = slice(start - count, end - count)
+            error = (out[row, at].double() - wanted[0].transpose(0, 1)).abs().max()
+            assert error < rounding * (1 + wanted.abs().max()), (count, end)
+            error = (lse[row, at].double() - wanted_lse[0].view(4, -1).mT).abs().max()
+            assert error < 5 * rounding, (count, end)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("begins", [False, True], ids=["after others", "prompts"])
+@pytest.mark.parametrize("reach", REACHES, ids=str)
+def test_sequences_in_one_row(form: str, reach: tuple[Any, ...], begins: bool, poisoned_memory: None) -> None:
+    """Of different lengths, and one of none, as each alone; tokens behind the last sequence belong to none."""
+    window, sinks, limit, cap, bits = reach
+    lengths = (2, 29, 65, 1, 40, 0 if form == "triton" else 3)  # the rows' restored groups touch
+    q, k, v = (x.transpose(1, 2) for x in tokens(165, 64, torch.float32, len(COUNTS), 4, 2))
+    ring = None if window is None else -(-(window - 1) // GROUP)
+    held, groups = (3, 6) if ring is None else (ring, ring)
+    cache = empty(k.transpose(1, 2), held, bits) if begins else cached(k, v, bits, held)
+    new = [[x[row, None, 100 : 100 + length] for row, length in enumerate(lengths)] for x in (q, k, v)]
+    joint = [torch.cat([*rows, rows[0]], dim=1) for rows in new]
+    bounds = torch.tensor([0, *lengths], dtype=torch.int32, device=DEVICE).cumsum(0, dtype=torch.int32)
+    if form == "torch":
+        joint = [x[:, :-2] for x in joint]
+    rest = window, sinks, limit, 0.2, cap
+    call = *joint, cache, groups, *rest, bounds, max(lengths)
+    out, lse, found = (by_triton if form == "triton" else by_pytorch)(packed_part)(*call)
+    for row, (own, bound) in enumerate(zip(zip(*new, strict=True), bounds.tolist(), strict=False)):
+        one = PackedKeyValues(*(x[row : row + 1] for x in cache))  # type: ignore[call-arg]
+        if not lengths[row]:
+            assert torch.equal(found.keys[row], one.keys[0])
+            assert torch.equal(found.values[row], one.values[0])
+            assert found.lengths[row] == one.lengths[0]
+            continue
+        wanted, wanted_lse, after = by_pytorch(packed_part)(*own, one, groups, *rest)
+        at = slice(bound, bound + lengths[row])
+        assert (out[:, at] - wanted).abs().max() < 5e-6 * (1 + wanted.abs().max()), row
+        assert (lse[:, at] - wanted_lse).abs().max() < 2.5e-5, row
+        for name, x, other in zip(found._fields, found, after, strict=True):
+            assert torch.equal(x[row : row + 1], other), (row, name)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_part_in_sixteen_bits(form: str, dtype: torch.dtype, poisoned_memory: None) -> None:
+    """Of strided inputs, as a projection makes them, after a cache that is a part of larger tensors."""
+    q, k, v = tokens(140, 64, dtype, len(COUNTS), 4, 2)
+    cache = cached(k.transpose(1, 2), v.transpose(1, 2), 4, 5)
+    cache = cache._replace(**{name: getattr(cache, name)[:, :, :3] for name in cache._fields[:4]})
+    joint = torch.cat([parts_of(x.transpose(1, 2), [40])[0] for x in (q, k, v)], dim=2)
+    call = *joint.split([4, 2, 2], dim=2), cache, 4, 70, 4, None, 0.2
+    out, _, new = (by_triton if form == "triton" else by_pytorch)(packed_part)(*call)
+    assert out.dtype == dtype
+    for row, count in enumerate(COUNTS):
+        own = [x[row, None, :, : count + 40] for x in (q, k, v)]
+        whole, *_ = by_pytorch(pack_prompt)(*(x.transpose(1, 2) for x in own[1:]), 4, 4)
+        for name, one, other in zip(new._fields, new, whole, strict=True):
+            assert torch.equal(one[row : row + 1], other), (count, name)
+        wanted, _ = definition(*own, 4, 70, 4, EVERYTHING, None)
+        assert (out[row, -1].double() - wanted[0, :, 0]).norm() < torch.finfo(dtype).eps * wanted.norm()
+
+
 @pytest.mark.parametrize("form", ["torch", "triton"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_a_prompt_in_sixteen_bits(form: str, dtype: torch.dtype) -> None:
@@ -314,6 +459,10 @@ def test_the_operators_are_registered_consistently() -> None:
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     torch.library.opcheck(launches.pack_prompt_op.op, (k, v, 4, 1, None))
     torch.library.opcheck(launches.prompt_attention_op.op, (q, k, v, k[:, :32], v[:, :32], 20, 4, 0.2, None))
+    new = [x[:, 5:8] for x in (q, k, v)]
+    rest = (*cache, 1, 64, 4, 64, 0.2, None)
+    torch.library.opcheck(launches.packed_part_op.op, (*new, *rest, None, 0))
+    torch.library.opcheck(launches.packed_part_op.op, (*new, *rest, torch.tensor([0, 3], device=DEVICE), 3))
     new = [x[:, :1] for x in (q, k, v)]
     torch.library.opcheck(launches.packed_step_op_.op, (*new, *cache, 64, 4, 64, 0.2, None, None, None))
 
@@ -343,6 +492,22 @@ def test_what_is_wrong_is_named() -> None:
         packed_step_(*(x[:, :, :1].transpose(1, 2).double() for x in (q, k, v)), cache)
     with pytest.raises(ValueError, match="slots: got None, needs the rows of the sequences with pages"):
         packed_step_(*(x[:, :, :1].transpose(1, 2) for x in (q, k, v)), cache, pages=torch.ones(len(q), 1).int())
+    new = [x.transpose(1, 2) for x in (q, k, v)]
+    with pytest.raises(ValueError, match="sinks=5"):
+        packed_part(*new, cache, 4, sinks=5)
+    with pytest.raises(ValueError, match=r"k: got shape .* needs \[B, T, HK, D\] of the cache"):
+        packed_part(new[0], new[1][:, 1:], new[2], cache, 4)
+    bounds = torch.tensor([0, 30, 64], dtype=torch.int32, device=DEVICE)
+    with pytest.raises(ValueError, match=r"k: got shape .* needs \[1, T, HK, D\] of the cache"):
+        packed_part(*new, cache, 4, cu_seqlens=bounds, longest=34)
+    with pytest.raises(ValueError, match=r"cu_seqlens: got shape .* needs \[B \+ 1\] of the cache"):
+        packed_part(*(x[:1] for x in new), cache, 4, cu_seqlens=bounds[1:], longest=34)
+    with pytest.raises(ValueError, match="longest: got 0"):
+        packed_part(*(x[:1] for x in new), cache, 4, cu_seqlens=bounds)
+    with pytest.raises(ValueError, match="groups: got -1"):
+        packed_part(*new, cache, -1)
+    with pytest.raises(ValueError, match="q: got no tokens"):
+        packed_part(*(x[:, :0] for x in new), cache, 4)
     with pytest.raises(ValueError, match="bits: got 3"):
         pack_groups(k, v, 3)
     with pytest.raises(ValueError, match=r"needs \[B, HK, N \* 32, D\]"):

@@ -22,7 +22,7 @@ from deltanet_hf.mixers.cache.packed_tokens import PackedTokens
 from deltanet_hf.mixers.cache.state import MixerCacheLayer
 from deltanet_hf.models.assisted import place_layers
 from deltanet_hf.models.cache_bits import cache_bits_of, set_cache_bits, stored_bytes
-from deltanet_kernels import PackedKeyValues
+from deltanet_kernels import PackedKeyValues, packed_part
 from deltanet_kernels.packed_cache.layout import GROUP, unpacked
 from support.plain_form import plain_form
 from support.tiny_models import (
@@ -155,13 +155,19 @@ def test_the_fast_form_reads_a_prompt(name: str, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("name", KINDS)
 @torch.no_grad()
-def test_greedy_decoding_and_beams(name: str) -> None:
-    """Over the end of a group of 32 tokens."""
+def test_greedy_decoding_and_beams(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over the end of a group of 32 tokens, and of a prompt in parts."""
     model = made(name)
     options: dict[str, Any] = {"max_new_tokens": 7, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     answer = model.generate(LONG[:, :60], **options)
     logits = model(answer, use_cache=False).logits
     assert torch.equal(answer[:, 60:], logits[:, 59:-1].argmax(-1))
+    parts: list[int] = []
+    by_parts = packed_part.unchecked
+    monkeypatch.setattr(packed_part, "unchecked", lambda call: parts.append(call.q.shape[1]) or by_parts(call))
+    assert torch.equal(answer, model.generate(LONG[:, :60], prefill_chunk_size=23, **options))
+    assert set(parts) == {23, 14}
+    monkeypatch.undo()
     beams = model.generate(LONG[:, :60], num_beams=3, **options)
     assert torch.equal(beams, torch.cat([model.generate(row[None, :60], num_beams=3, **options) for row in LONG]))
 
@@ -248,6 +254,29 @@ def test_gradients_do_not_depend_on_whether_a_cache_is_filled(name: str) -> None
     torch.testing.assert_close(found[0], found[1])
     with pytest.raises(ValueError, match="cache bits: gradients need whole sequences without padding"):
         model(LONG[:, :5], past_key_values=output.past_key_values)
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [PackedReach(4, None), PackedReach(8, 40, 4), PackedReach(4, 33, 2, 50)],
+    ids=str,
+)
+@torch.no_grad()
+def test_sequences_that_begin_in_one_row(kept: PackedReach) -> None:
+    """As each alone; a family's own window ends within them."""
+    lengths = (70, 1, 33, 64)
+    q, k, v = (torch.randn(1, sum(lengths), heads, 16) for heads in (4, 2, 2))
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    held = PackedTokens(kept, {}, None, lengths=lengths, cu_seqlens=bounds)
+    found, sums = held.attend(q, k, v, 0.2, None)
+    for row, (start, length) in enumerate(zip(bounds.tolist(), lengths, strict=False)):
+        one, at = PackedTokens(kept, {}, None), slice(start, start + length)
+        wanted, wanted_sums = one.attend(q[:, at], k[:, at], v[:, at], 0.2, None)
+        torch.testing.assert_close(found[:, at], wanted)
+        torch.testing.assert_close(sums[:, at], wanted_sums)
+        for name, x in one.state.items():
+            own = held.state[name][row : row + 1]
+            assert torch.equal(own if name == "count" else own[:, :, : x.shape[2]], x), name
 
 
 @pytest.mark.parametrize("length", [1, 5])

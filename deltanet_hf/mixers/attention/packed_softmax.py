@@ -93,6 +93,7 @@ def call_packed(
         keep_state=call.keep_state,
         in_place=in_place,
         lengths=call.lengths,
+        cu_seqlens=call.cu_seqlens,
         slots=None if cache is None else cache.slots,
         pages=None if cache is None else cache.pages,
     )

@@ -8,7 +8,6 @@
     window_cache.py        keys and values of a window with sinks, in 16 bits
     packed_tokens.py       keys and values in 8 or 4 bits, of a window or of all tokens
     packed_reach.py        what such a cache keeps, and the shapes of its tensors
-    arranged_tokens.py     calls with padding, or of several tokens after others, on such a cache
     fake_quantisation.py   what a query sees of these, computed on whole sequences
     cache_bytes.py         the bytes of a cache
 

@@ -4,11 +4,13 @@ It computes what `fake_quantisation.py` defines: a query sees its own group of 3
 they are, and the packed form of earlier groups, whatever the calls were in which the tokens came. Tokens are counted
 without padding. A window keeps the groups that its next query may see, as a ring; otherwise all groups are kept.
 
-A call is computed in one of three ways:
+A call is computed in one of four ways:
 
     a step       one further token per sequence, without padding        `packed_step_`
     a prompt     whole sequences without padding                        `pack_prompt`, `quantised_attention`
-    any other    padding, or several tokens after others                `arranged_tokens.py`
+    a part       several further tokens, without padding; and several   `packed_part`
+                 sequences that begin in one row
+    any other    padding                                                `attention_by_numbers`
 
 Shapes: B batch, T tokens of a call, HQ and HK query and key/value heads, D head size, N packed groups, L places of the
 groups that a call reads.
@@ -23,12 +25,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from deltanet_hf.mixers.cache.arranged_tokens import ArrangedTokens
 from deltanet_hf.mixers.cache.fake_quantisation import quantised_attention
 from deltanet_hf.mixers.cache.packed_reach import NAMES, PACKED, PackedReach
 from deltanet_hf.mixers.cache.state import State
-from deltanet_kernels import PackedKeyValues, pack_prompt, packed_step_
-from deltanet_kernels.packed_cache.calls import PackedStepCall, PackPromptCall
+from deltanet_hf.mixers.cache.window_cache import Tokens
+from deltanet_kernels import PackedKeyValues, pack_prompt, packed_part, packed_step_
+from deltanet_kernels.packed_cache.arranged import attention_by_numbers
+from deltanet_kernels.packed_cache.calls import PackedPartCall, PackedStepCall, PackPromptCall
 
 
 class PackedTokens:
@@ -42,6 +45,7 @@ class PackedTokens:
         keep_state: whether the state after the call is wanted.
         in_place: whether a single token may be put into the tensors of `state`.
         lengths: of the sequences packed into the one row of the call, which begin in it; None for one per row.
+        cu_seqlens: their boundaries.
         slots, pages: with `in_place`, the rows [B] and [B, M] int32 of the tensors of `state` that hold the sequences,
             as for `packed_step_`.
         prompt_length: [1] int64, the tokens of a prompt that are kept, see `pack_prompt`; all by default.
@@ -61,10 +65,11 @@ class PackedTokens:
         slots: Tensor | None = None,
         pages: Tensor | None = None,
         prompt_length: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> None:
         self.kept, self.state, self._padding, self._seen = kept, state, padding, seen
         self._keep_state, self._in_place, self._lengths = keep_state, in_place, lengths
-        self._slots, self._pages, self._prompt_length = slots, pages, prompt_length
+        self._slots, self._pages, self._prompt_length, self._cu_seqlens = slots, pages, prompt_length, cu_seqlens
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """The keys and values of the call alone; `attend` puts them into the state."""
@@ -78,9 +83,7 @@ class PackedTokens:
             ValueError: gradients of another call than a prompt.
         """
         kept, length = self.kept, q.shape[1]
-        if self._lengths is not None:
-            return self._each(q, k, v, scale, softcap)
-        whole = self._padding is None and not self.state
+        whole = self._padding is None and not self.state and self._lengths is None
         if whole and (kept.family_window is None or kept.sinks == 0 or length <= kept.family_window):
             return self._prompt(q, k, v, scale, softcap)
         if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
@@ -90,22 +93,25 @@ class PackedTokens:
             )
         if self._padding is None and self.state and length == 1:
             return self.step(q, k, v, scale, softcap)
-        arranged = ArrangedTokens.of(kept, self.state, k, v, self._padding)
-        self.state = arranged.state(kept.groups(self._seen + length))
-        return arranged.attend(q, kept, scale, softcap)
+        old = PackedKeyValues(*(self.state[name] for name in NAMES)) if self.state else self._empty(k)
+        q, k, v = (x.to(old.keys.dtype) for x in (q, k, v))
+        longest, cu_seqlens = (length, None) if self._lengths is None else (max(self._lengths), self._cu_seqlens)
+        groups, reach = kept.groups(self._seen + longest), (kept.window, kept.sinks, kept.family_window)
+        call = PackedPartCall(q, k, v, old, groups, *reach, scale, softcap, cu_seqlens, longest)
+        if self._padding is None:
+            o, lse, cache = packed_part.unchecked(call)
+        else:
+            tokens = Tokens.of(len(q), length, self._padding, None, old.lengths.long(), q.device)
+            o, lse, cache = attention_by_numbers(call, tokens.numbers.long() - 1)
+        self.state = dict(zip(NAMES, cache, strict=True))
+        return o, lse
 
-    def _each(self, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
-        """`attend` of each sequence in turn; the state has a row for each, with the groups of the longest."""
-        assert self._lengths is not None
-        lengths, found, states = list(self._lengths), [], []
-        for own_q, own_k, own_v in zip(*(x.split(lengths, dim=1) for x in (q, k, v)), strict=True):
-            one = PackedTokens(self.kept, {}, None)
-            found.append(one.attend(own_q, own_k, own_v, scale, softcap))
-            _widen(one.state, self.kept.groups(max(lengths)))
-            states.append(one.state)
-        self.state = {name: torch.cat([state[name] for state in states]) for name in NAMES}
-        outputs, sums = zip(*found, strict=True)
-        return torch.cat(outputs, dim=1), torch.cat(sums, dim=1)
+    def _empty(self, k: Tensor) -> PackedKeyValues:
+        """The cache before the first token, for keys as in k [B, T, HK, D]."""
+        batch = len(k) if self._lengths is None else len(self._lengths)
+        heads, size = k.shape[2:]
+        shapes = self.kept.shapes(heads, size, 0, k.dtype)
+        return PackedKeyValues(*(k.new_zeros(batch, *shapes[name].shape, dtype=shapes[name].dtype) for name in NAMES))  # type: ignore[call-arg]
 
     def _prompt(self, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
         """`attend` of whole sequences without padding."""

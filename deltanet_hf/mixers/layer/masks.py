@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 
 from deltanet_hf.mixers.cache.argument import cache_in
 from deltanet_hf.models.families import PREFIX, UNPACKABLE
+from deltanet_kernels.common.registration import is_observed
 
 NO_PADDING = False
 """As `padding` of a call: it has none, whatever its mask says of the keys."""
@@ -141,14 +142,27 @@ def announce_padding(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any
         return args, kwargs
     mask, cache = kwargs.get("attention_mask"), cache_in(kwargs)
     inputs = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
-    if isinstance(mask, torch.Tensor) and mask.dim() in (2, 4) and inputs is not None:
-        length, seen = inputs.shape[1], 0 if cache is None else cache.get_seq_length()
-        if mask.dim() == 4 or (isinstance(seen, int) and mask.shape[1] == seen + length):
-            mask = mask.to(inputs.device)
-            kwargs["padding"] = padded_tokens(mask, length, seen)
-            if mask.dim() == 4 and length > 1:
-                _check_order(mask, kwargs["padding"], seen, getattr(module.config, "sliding_window", None))
+    if inputs is None:
+        return args, kwargs
+    length, seen = inputs.shape[1], 0 if cache is None else cache.get_seq_length()
+    whole = isinstance(seen, int) and getattr(mask, "shape", ())[1:] == (seen + length,)  # a column per token
+    if isinstance(mask, torch.Tensor) and (mask.dim() == 4 or whole):
+        mask = mask.to(inputs.device)
+        kwargs["padding"] = padded_tokens(mask, length, seen)
+        if mask.dim() == 4 and length > 1:
+            _check_order(mask, kwargs["padding"], seen, getattr(module.config, "sliding_window", None))
+    # transformers makes a mask of what follows a cache, even if nothing is padded.
+    follows = isinstance(seen, int) and seen > 0 and length > 1
+    if follows and (mask is None or _is_known_whole(kwargs.get("padding"))):
+        kwargs["padding"] = NO_PADDING
     return args, kwargs
+
+
+def _is_known_whole(padding: torch.Tensor | None) -> bool:
+    """Whether nothing is padding, where that may be read: once in a call, as transformers does in a first call."""
+    if padding is None or padding.is_meta or is_observed() or _recording(padding):
+        return False
+    return not bool(padding.any())
 
 
 def _check_order(

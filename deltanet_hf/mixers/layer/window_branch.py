@@ -143,7 +143,9 @@ class WindowBranch(Part):
             return *self.attend(q, k, v, call.cu_seqlens), {}
         own = {} if state is None else {name: state[name] for name in self.state_names}
         if self.cache_bits < 16:
-            packed = PackedTokens(self.kept, own, padding, keep_state=call.keep_state, lengths=call.lengths)
+            packed = PackedTokens(
+                self.kept, own, padding, keep_state=call.keep_state, lengths=call.lengths, cu_seqlens=call.cu_seqlens
+            )
             near, lse = with_learned_sinks(*packed.attend(q, k, v, self.scale, self.softcap), self.learned_sinks)
             return near, lse, packed.state
         kept = KeptTokens(self.window, self.sinks, own, tokens, cu_seqlens=call.cu_seqlens)

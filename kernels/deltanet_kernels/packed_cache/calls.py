@@ -11,6 +11,12 @@ from deltanet_kernels.packed_cache.layout import PackedKeyValues
 EVERYTHING = 2**30  # as a window: more tokens than there are
 
 
+def reach_of(window: int | None, sinks: int, limit: int | None) -> tuple[int, int, int]:
+    """`window`, `sinks` and `limit` of the tokens that are seen, as numbers."""
+    limit = EVERYTHING if limit is None else limit
+    return min(EVERYTHING if window is None else window, limit), sinks, limit
+
+
 class PackedAttentionCall(NamedTuple):
     """Softmax attention of the last token of each sequence to a packed cache that holds it. No gradients.
 
@@ -45,8 +51,7 @@ class PackedAttentionCall(NamedTuple):
     @property
     def reach(self) -> tuple[int, int, int]:
         """The tokens that are seen: `window`, `sinks` and `limit` as numbers."""
-        limit = EVERYTHING if self.limit is None else self.limit
-        return min(EVERYTHING if self.window is None else self.window, limit), self.sinks, limit
+        return reach_of(self.window, self.sinks, self.limit)
 
     @property
     def factor(self) -> float:
@@ -151,6 +156,56 @@ class PackPromptCall(NamedTuple):
     bits: int
     groups: int | None = None
     length: Tensor | None = None
+
+
+class PackedPartCall(NamedTuple):
+    """Several tokens after those of a packed cache: their attention, and the cache after them. No gradients.
+
+    It is as if the tokens had come one by one, or all at once: a query sees its own group of 32 tokens and the first
+    four tokens as they are, and earlier groups as they are restored. On CUDA these are two kernels, those of a prompt.
+
+    Args:
+        q: queries [B, T, HQ, D]; T >= 1.
+        k, v: keys and values [B, T, HK, D].
+        cache: before the tokens, in the dtype of q, k and v, with as many groups as the first query sees; it stays as
+            it is. Sequences may have no tokens yet, and different numbers of them. Numbers of tokens are read on the
+            device.
+        groups: N of the cache after the tokens.
+        window, sinks, limit, scale, softcap: as for `packed_attention`.
+        cu_seqlens: boundaries [B + 1] of the tokens of B sequences in q, k and v, which then have one row.
+        longest: the most tokens of such a sequence.
+
+    Returns:
+        o [B, T, HQ, D] in the dtype of q, the log-sum-exp of the scores [B, T, HQ], float32 at least, and the cache
+        after the tokens. What its places without a token hold is 0.
+
+    Raises:
+        ValueError: shapes, a window or sinks that do not fit, or gradients are required.
+        TypeError: dtypes that do not fit.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cache: PackedKeyValues
+    groups: int
+    window: int | None = None
+    sinks: int = 0
+    limit: int | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    cu_seqlens: Tensor | None = None
+    longest: int = 0
+
+    @property
+    def reach(self) -> tuple[int, int, int]:
+        """As in `PackedAttentionCall`."""
+        return reach_of(self.window, self.sinks, self.limit)
+
+    @property
+    def factor(self) -> float:
+        """The factor of the scores: `scale`, or D**-0.5 by default."""
+        return float(self.q.shape[3] ** -0.5) if self.scale is None else float(self.scale)
 
 
 class PromptAttentionCall(NamedTuple):

@@ -15,6 +15,7 @@ from deltanet_kernels.checks import (
 )
 from deltanet_kernels.packed_cache.calls import (
     PackedAttentionCall,
+    PackedPartCall,
     PackedStepCall,
     PackGroupsCall,
     PackPromptCall,
@@ -32,14 +33,22 @@ def check_packed_attention(call: PackedAttentionCall) -> None:
 
 def _check_attention(call: PackedAttentionCall, rows: int) -> None:
     held = call.cache.keys
-    _check_like("q", call.q, call.cache)
-    _require_shape("q", call.q, (rows, call.q.shape[1], 1, held.shape[3]), "[B, HQ, 1, D] of the cache")
-    if call.q.shape[1] % held.shape[1]:
-        raise ValueError(f"q: got {call.q.shape[1]} heads, needs a multiple of the {held.shape[1]} heads of the cache")
+    _check_queries(call.q, (rows, call.q.shape[1], 1, held.shape[3]), 1, "[B, HQ, 1, D] of the cache", call)
+    refuse_gradients("packed_attention", "window_attention", call.q, *call.cache)
+
+
+def _check_queries(
+    q: Tensor, shape: tuple[int, ...], heads: int, names: str, call: PackedAttentionCall | PackedPartCall
+) -> None:
+    """Those of a call, whose dimension `heads` is that of the heads, and what they see."""
+    _check_like("q", q, call.cache)
+    _require_shape("q", q, shape, names)
+    held = call.cache.keys.shape[1]
+    if q.shape[heads] % held:
+        raise ValueError(f"q: got {q.shape[heads]} heads, needs a multiple of the {held} heads of the cache")
     window, sinks, _ = call.reach
     if window < 1 or not 0 <= sinks <= SINKS:
         raise ValueError(f"got window={window} and sinks={sinks}, needs window >= 1 and sinks from 0 to {SINKS}")
-    refuse_gradients("packed_attention", "window_attention", call.q, *call.cache)
 
 
 def check_packed_step(call: PackedStepCall) -> None:
@@ -73,6 +82,26 @@ def check_pack_prompt(call: PackPromptCall) -> None:
     if not call.k.shape[1]:
         raise ValueError("k: got no tokens")
     check_length(call.length, call.k)
+
+
+def check_packed_part(call: PackedPartCall) -> None:
+    """Raises ValueError or TypeError."""
+    B, HK, _, D = call.cache.keys.shape
+    T, rows, names = call.q.shape[1], B, "B, T"
+    if call.cu_seqlens is not None:
+        _require_shape("cu_seqlens", _require_tensor("cu_seqlens", call.cu_seqlens), (B + 1,), "[B + 1] of the cache")
+        rows, names = 1, "1, T"
+        if not 0 < call.longest <= T:
+            raise ValueError(f"longest: got {call.longest}, needs the most tokens of a sequence")
+    for name, x in (("k", call.k), ("v", call.v)):
+        _check_like(name, x, call.cache)
+        _require_shape(name, x, (rows, T, HK, D), f"[{names}, HK, D] of the cache")
+    if not T:
+        raise ValueError("q: got no tokens")
+    _check_queries(call.q, (rows, T, call.q.shape[2], D), 2, f"[{names}, HQ, D] of the cache", call)
+    if call.groups < 0:
+        raise ValueError(f"groups: got {call.groups}, needs at least 0")
+    refuse_gradients("packed_part", "window_attention", *call[:3], *call.cache)
 
 
 def check_prompt_attention(call: PromptAttentionCall) -> None:

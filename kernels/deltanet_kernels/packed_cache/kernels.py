@@ -227,11 +227,55 @@ def pack_group(
     The codes are stored if `kept`. Returns the keys [32, D] and values [D, 32] float32 that are restored from them.
     """
     r, d = tl.arange(0, GROUP), tl.arange(0, D)
+    k = tl.load(keys + r.to(tl.int64)[:, None] * k_token + d[None, :])
+    v = tl.load(values + r.to(tl.int64)[None, :] * v_token + d[:, None])
+    return pack_loaded(k, v, key_codes, key_scales, value_codes, value_scales, group, kept, D, BITS)
+
+
+@triton.jit
+def pack_loaded(
+    k, v, key_codes, key_scales, value_codes, value_scales, group, kept, D: tl.constexpr, BITS: tl.constexpr
+):
+    """As `pack_group`, of keys [32, D] and values [D, 32]."""
     at = group * (GROUP * D * BITS // 8)
-    x = tl.load(keys + r.to(tl.int64)[:, None] * k_token + d[None, :]).to(tl.float32)
-    k = _pack(x, key_codes + at, key_scales + group * (2 * D), kept, GROUP, D, BITS)
-    x = tl.load(values + r.to(tl.int64)[None, :] * v_token + d[:, None]).to(tl.float32)
-    return k, _pack(x, value_codes + at, value_scales + group * (2 * D), kept, D, GROUP, BITS)
+    new_k = _pack(k.to(tl.float32), key_codes + at, key_scales + group * (2 * D), kept, GROUP, D, BITS)
+    new_v = _pack(v.to(tl.float32), value_codes + at, value_scales + group * (2 * D), kept, D, GROUP, BITS)
+    return new_k, new_v
+
+
+@triton.jit
+def _unpacked(words, scale, low, place, BITS: tl.constexpr):
+    """The numbers float32 of words that hold them in place `place` of their rows, as `layout.restored`."""
+    shift = place % (32 // BITS) // 2 * BITS + place % 2 * 16
+    n = ((words >> shift) & (2**BITS - 1)).to(tl.float32)
+    return low.to(tl.float32) + n * tl.maximum(scale.to(tl.float32), LEAST_SCALE)
+
+
+@triton.jit
+def unpack_group(key_codes, key_scales, value_codes, value_scales, group, D: tl.constexpr, BITS: tl.constexpr):
+    """The keys and values [32, D] float32 of number `group` of all packed groups."""
+    PER_WORD: tl.constexpr = 32 // BITS
+    r, d = tl.arange(0, GROUP)[:, None], tl.arange(0, D)[None, :]
+    kc = key_codes.to(tl.pointer_type(tl.int32), bitcast=True) + group * (D * BITS)
+    vc = value_codes.to(tl.pointer_type(tl.int32), bitcast=True) + group * (D * BITS)
+    key_scales += group * (2 * D)
+    value_scales += group * (2 * D)
+    words = tl.load(kc + r * (D // PER_WORD) + d // PER_WORD)
+    k = _unpacked(words, tl.load(key_scales + d), tl.load(key_scales + D + d), d, BITS)
+    words = tl.load(vc + d * BITS + r // PER_WORD)
+    part = d // GROUP * GROUP + r
+    v = _unpacked(words, tl.load(value_scales + part), tl.load(value_scales + D + part), r, BITS)
+    return k, v
+
+
+@triton.jit
+def copy_group(codes, scales, group, new_codes, new_scales, place, D: tl.constexpr, BITS: tl.constexpr):
+    """Copies the codes and scales of number `group` of all packed groups to number `place` of others."""
+    codes = codes.to(tl.pointer_type(tl.int32), bitcast=True)
+    new_codes = new_codes.to(tl.pointer_type(tl.int32), bitcast=True)
+    w, s = tl.arange(0, D * BITS), tl.arange(0, 2 * D)
+    tl.store(new_codes + place * (D * BITS) + w, tl.load(codes + group * (D * BITS) + w))
+    tl.store(new_scales + place * (2 * D) + s, tl.load(scales + group * (2 * D) + s))
 
 
 @triton.jit

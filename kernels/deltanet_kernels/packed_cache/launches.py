@@ -18,7 +18,9 @@ from deltanet_kernels.flash_decoding.config import COMBINED, MAX_GROUP
 from deltanet_kernels.flash_decoding.kernels import combine_kernel
 from deltanet_kernels.gated_delta_rule.config import product_precision
 from deltanet_kernels.packed_cache.calls import (
+    EVERYTHING,
     PackedAttentionCall,
+    PackedPartCall,
     PackedStepCall,
     PackGroupsCall,
     PackPromptCall,
@@ -217,14 +219,19 @@ def pack_groups_triton(call: PackGroupsCall) -> tuple[Tensor, Tensor, Tensor, Te
     return packed
 
 
-def _fake_pack_prompt(k, v, bits, groups, length):
+def _fake_pack_prompt(k, v, bits, groups, length, old=None, starts=None, longest=0):
     B, T, HK, D = k.shape
     N = (T - 1) // GROUP
     # Places that no group has taken are not read, but no NaN.
-    make = torch.empty if groups <= N and length is None else torch.zeros
+    make = torch.empty if groups <= N and length is None and old is None else torch.zeros
+    rows, places = B, N * GROUP
+    if old is not None:  # restored numbers begin with those of the old cache and its current group
+        B, places = len(old.lengths), (old.groups + cdiv(T, GROUP)) * GROUP
+    if starts is not None:
+        places = B * (old.groups + 1) * GROUP + T
     keys, values = (k.new_empty(B, HK, SINKS + GROUP, D) for _ in range(2))
     lengths = torch.empty(B, dtype=torch.int32, device=k.device)
-    seen = (k.new_empty(B, N * GROUP, HK, D) for _ in range(2))
+    seen = (k.new_empty(rows, places, HK, D) for _ in range(2))
     return *_groups(make, B, HK, groups, D, bits, k.device), keys, values, lengths, *seen
 
 
@@ -233,11 +240,22 @@ def pack_prompt_op(
     k: Tensor, v: Tensor, bits: int, groups: int, length: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the tensors of a cache, and the keys and values that later groups see [B, N * 32, HK, D]."""
+    return _pack_prompt(k, v, bits, groups, length)
+
+
+def _pack_prompt(k, v, bits, groups, length, old=None, starts=None, longest=0):
+    """As `pack_prompt_op`, after the tokens of the cache `old`, with `cu_seqlens` and `longest` of `PackedPartCall`."""
+    made = _fake_pack_prompt(k, v, bits, groups, length, old, starts)
     (k, v), strides = strided(k, v)
-    B, T, HK, D = k.shape
-    made = _fake_pack_prompt(k, v, bits, groups, length)
-    programs = B * HK * (1 + (T - 1) // GROUP)
-    launch(pack_prompt_kernel, programs, k, v, *made, length, T, groups, *strides, HK=HK, D=D, BITS=bits, num_warps=4)
+    T, HK, D = k.shape[1:]
+    held, last = 0, (T - 1) // GROUP
+    if old is not None:
+        T = T if starts is None else longest
+        held, last = old.groups, old.groups + cdiv(T, GROUP)
+    launch(
+        pack_prompt_kernel, len(made[6]) * HK * (1 + last), k, v, *made, length, *(old or [None] * 7), starts,
+        T, groups, held, last, *strides, HK=HK, D=D, BITS=bits, num_warps=4,
+    )  # fmt: skip
     return made
 
 
@@ -263,14 +281,22 @@ def prompt_attention_op(
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """o [B, T, HQ, D] and lse [B, T, HQ]."""
+    window, sinks = reach_within(window, sinks, q.shape[1])
+    return _prompt_attention(q, k, v, keys.contiguous(), values.contiguous(), window, sinks, EVERYTHING, scale, softcap)
+
+
+def _prompt_attention(q, k, v, keys, values, window, sinks, limit, scale, softcap, old=None, starts=None, longest=0):
+    """As `prompt_attention_op`, of contiguous keys and values; further arguments as for `_pack_prompt`."""
     (q, k, v), strides = strided(q, k, v)
     (B, T, HQ, D), HK = q.shape, k.shape[2]
-    window, sinks = reach_within(window, sinks, T)
     config = window_config("forward", D, sinks, q.dtype)
     o, lse = _fake_prompt_attention(q, k, v, keys, values, window, sinks, scale, softcap)
+    exact, held = ((None, None, None), 0) if old is None else (old[4:], old.groups)
+    if starts is not None:
+        B, T = len(old.lengths), longest
     launch(
         prompt_attention_kernel, B * cdiv(T, config.M) * HQ,
-        q, k, v, keys.contiguous(), values.contiguous(), o, lse, T, window, scale, *strides,
+        q, k, v, keys, values, *exact, starts, o, lse, T, window, limit, held, keys.shape[1], scale, *strides,
         HQ=HQ, HK=HK, D=D, SINKS=sinks, BM=config.M, BN=config.N, BS=config.S, STAGES=config.stages, CAP=softcap,
         PRECISION=product_precision("auto", q.dtype), num_warps=config.warps,
     )  # fmt: skip
@@ -286,3 +312,39 @@ def prompt_attention_triton(call: PromptAttentionCall) -> tuple[Tensor, Tensor]:
     _supported(call.q.shape[3], call.q.dtype)
     found: tuple[Tensor, Tensor] = prompt_attention_op(*call)
     return found
+
+
+def _fake_part(
+    q, k, v, key_codes, key_scales, value_codes, value_scales, keys, values, lengths, groups, window, sinks, limit,
+    scale, softcap, cu_seqlens, longest,
+):  # fmt: skip
+    old = PackedKeyValues(key_codes, key_scales, value_codes, value_scales, keys, values, lengths)
+    made = _fake_pack_prompt(k, v, old.bits, groups, None, old, cu_seqlens)
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32), *made[:7]
+
+
+@operator(_fake_part)
+def packed_part_op(
+    q: Tensor, k: Tensor, v: Tensor, key_codes: Tensor, key_scales: Tensor, value_codes: Tensor, value_scales: Tensor,
+    keys: Tensor, values: Tensor, lengths: Tensor, groups: int, window: int, sinks: int, limit: int, scale: float,
+    softcap: float | None, cu_seqlens: Tensor | None, longest: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """o [B, T, HQ, D], lse [B, T, HQ], and the tensors of the cache after the tokens."""
+    held = (key_codes, key_scales, value_codes, value_scales, keys, values, lengths)
+    old = PackedKeyValues(*(x.contiguous() for x in held))  # type: ignore[call-arg]
+    rows = old, cu_seqlens, longest
+    *cache, seen_k, seen_v = _pack_prompt(k, v, old.bits, groups, None, *rows)
+    return *_prompt_attention(q, k, v, seen_k, seen_v, window, sinks, limit, scale, softcap, *rows), *cache
+
+
+def packed_part_triton(call: PackedPartCall) -> tuple[Tensor, Tensor, PackedKeyValues]:
+    """`deltanet_kernels.packed_part` in Triton.
+
+    Raises:
+        NotImplementedError: as `pack_prompt_triton`.
+    """
+    _supported(call.q.shape[3], call.q.dtype)
+    o, lse, *cache = packed_part_op(
+        *call[:3], *call.cache, call.groups, *call.reach, call.factor, call.softcap, call.cu_seqlens, call.longest
+    )
+    return o, lse, PackedKeyValues(*cache)

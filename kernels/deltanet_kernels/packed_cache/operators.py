@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 from deltanet_kernels.dispatch import Operator
+from deltanet_kernels.packed_cache.arranged import torch_packed_part
 from deltanet_kernels.packed_cache.calls import (
     PackedAttentionCall,
+    PackedPartCall,
     PackedStepCall,
     PackGroupsCall,
     PackPromptCall,
@@ -15,6 +17,7 @@ from deltanet_kernels.packed_cache.checks import (
     check_pack_groups,
     check_pack_prompt,
     check_packed_attention,
+    check_packed_part,
     check_packed_step,
     check_prompt_attention,
 )
@@ -51,6 +54,12 @@ def _pack_prompt():
     return pack_prompt_triton
 
 
+def _part():
+    from deltanet_kernels.packed_cache.launches import packed_part_triton
+
+    return packed_part_triton
+
+
 def _prompt_attention():
     from deltanet_kernels.packed_cache.launches import prompt_attention_triton
 
@@ -69,6 +78,7 @@ pack_groups = Operator("pack_groups", PackGroupsCall, check=check_pack_groups, c
 pack_prompt = Operator(
     "pack_prompt", PackPromptCall, check=check_pack_prompt, cpu=torch_pack_prompt, triton=_pack_prompt
 )
+packed_part = Operator("packed_part", PackedPartCall, check=check_packed_part, cpu=torch_packed_part, triton=_part)
 prompt_attention = Operator(
     "prompt_attention",
     PromptAttentionCall,

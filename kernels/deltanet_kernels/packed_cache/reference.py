@@ -64,7 +64,7 @@ def torch_packed_attention(call: PackedAttentionCall) -> tuple[Tensor, Tensor]:
 def _unseen(call: PackedAttentionCall) -> Tensor:
     """[B, 1, 1, N * 32 + 36] bool: the places of `token_numbers` that hold no token which the query sees."""
     lengths, groups = call.cache.lengths, call.cache.groups
-    known = _known(lengths)
+    known = known_lengths(lengths)
     return _unseen_places(lengths, groups, *call.reach) if known is None else _unseen_by(known, groups, *call.reach)
 
 
@@ -79,7 +79,7 @@ def _unseen_places(lengths: Tensor, groups: int, window: int, sinks: int, limit:
     return ((numbers < 0) | (distance >= limit) | ((distance >= window) & (numbers >= sinks)))[:, None, None]
 
 
-def _known(lengths: Tensor) -> tuple[int, ...] | None:
+def known_lengths(lengths: Tensor) -> tuple[int, ...] | None:
     """The numbers in `lengths`; None on CUDA, where reading waits, and in calls that are traced for any lengths."""
     return None if is_observed() or lengths.is_cuda else tuple(lengths.tolist())
 
@@ -189,7 +189,7 @@ def _step_in_slots(call: PackedStepCall, slots: Tensor) -> tuple[Tensor, Tensor]
 
 def append(k: Tensor, v: Tensor, cache: PackedKeyValues) -> None:
     """Put k and v [B, HK, 1, D] into the cache, in place."""
-    number, known = cache.lengths.long(), _known(cache.lengths)
+    number, known = cache.lengths.long(), known_lengths(cache.lengths)
     if cache.groups and (known is None or any(n > 0 and n % GROUP == 0 for n in known)):
         _pack_complete(cache, number)
     number = number.view(-1, 1, 1, 1)
