@@ -325,12 +325,10 @@ def parts_of(x: Tensor, cuts: list[int]) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("cuts", "reach"),
     [
-        *(([T], reach) for T in (2, 31, 32, 33) for reach in REACHES),
-        ([200], REACHES[0]),
-        ([200], REACHES[1]),
-        ([200], REACHES[4]),
-        ([31, 33, 2], REACHES[0]),
-        ([31, 33, 2], REACHES[1]),
+        *(([2, 31, 32, 33], reach) for reach in REACHES),
+        *(([T], REACHES[0]) for T in (2, 33)),
+        *(([T], REACHES[1]) for T in (31, 32)),
+        *(([200], REACHES[place]) for place in (0, 1, 4)),
         ([33, 32, 63], REACHES[4]),
     ],
     ids=str,
