@@ -328,7 +328,7 @@ def parts_of(x: Tensor, cuts: list[int]) -> list[Tensor]:
         *(([2, 31, 32, 33], reach) for reach in REACHES),
         *(([T], REACHES[0]) for T in (2, 33)),
         *(([T], REACHES[1]) for T in (31, 32)),
-        *(([200], REACHES[place]) for place in (0, 1, 4)),
+        *(pytest.param([200], REACHES[place], marks=pytest.mark.slow) for place in (0, 1, 4)),
         ([33, 32, 63], REACHES[4]),
     ],
     ids=str,
