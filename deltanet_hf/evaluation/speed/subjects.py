@@ -20,7 +20,7 @@ from deltanet_hf.hub import loadable_folder
 from deltanet_hf.loading import chosen_device, load_config, load_model
 from deltanet_hf.mixers import MIXER_NAMES
 
-BENCHED = ("transformers", "teacher", "windows4bit", "window25")  # with --random-weights
+BENCHED = (PLAIN, TEACHER, "windows4bit", "window25")  # with --random-weights
 MOST = 10**9  # tokens of a prompt, and prompts
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -219,7 +219,7 @@ def pack_groups_triton(call: PackGroupsCall) -> tuple[Tensor, Tensor, Tensor, Te
     return packed
 
 
-def _fake_pack_prompt(k, v, bits, groups, length, old=None, starts=None, longest=0):
+def _fake_pack_prompt(k, v, bits, groups, length, old=None, starts=None):
     B, T, HK, D = k.shape
     N = (T - 1) // GROUP
     # Places that no group has taken are not read, but no NaN.
