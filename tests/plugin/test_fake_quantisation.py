@@ -1,4 +1,4 @@
-"""What a query sees of a cache of few bits, against a dense float64 form of the definition."""
+"""The attention to a cache of few bits, against a dense float64 form of its definition."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user sees of a run that ends early or goes on: Ctrl-C, a student that becomes worse, a run that is resumed."""
+"""Runs that end early or go on, as a user sees them: Ctrl-C, a student that becomes worse, a run that is resumed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def recipe_file(workplace: Path, folder: Path, stages: list[dict[str, Any]]) -> 
 
 
 def run(recipe: Path, *overrides: str) -> str:
-    """What the run prints."""
+    """The lines that the run prints."""
     console = Console(file=io.StringIO(), width=300)
     try:
         pipeline.run(load_recipe(recipe, overrides), console=console)
