@@ -24,7 +24,7 @@ from deltanet_hf.errors import QualityError, UserError
 from deltanet_recipes.config import load_recipe
 from deltanet_recipes.schema import Align, Distil, Recipe
 from deltanet_recipes.training import trainer
-from deltanet_recipes.training.adapters import lora_targets, merge_lora, train_for
+from deltanet_recipes.training.adapters import lora_targets, merge_in_forward, merge_lora, train_for
 from deltanet_recipes.training.feeds import check_share
 from deltanet_recipes.training.logbook import read_log
 from deltanet_recipes.training.model_pair import load_student, mixers, teacher_of
@@ -181,11 +181,19 @@ def test_merged_adapters_equal_unmerged_ones(workplace: Path) -> None:
             if "lora_B" in name:
                 parameter.normal_(std=0.1, generator=generator)
     ids = torch.arange(4, 40)[None]
+    trained = {name: p for name, p in student.named_parameters() if p.requires_grad}
+
+    def outputs() -> tuple[torch.Tensor, ...]:
+        logits = student(ids).logits
+        return logits.detach(), *torch.autograd.grad(logits.square().mean(), list(trained.values()))
+
+    unmerged = outputs()
+    merge_in_forward(student)
+    torch.testing.assert_close(outputs(), unmerged, rtol=1e-4, atol=1e-5)
     with torch.no_grad():
-        unmerged = student(ids).logits
         merge_lora(student)
         merged = student(ids).logits
-    torch.testing.assert_close(merged, unmerged, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(merged, unmerged[0], rtol=1e-4, atol=1e-5)
     assert [name for name, _ in student.named_parameters()] == names
     plain = load_student(str(workplace / "student"), torch.float32)
     with torch.no_grad():

@@ -17,7 +17,7 @@ from deltanet_hf.process_memory import give_back_freed_memory
 from deltanet_recipes.data.packing import Rows
 from deltanet_recipes.data.prepare import RecipeData
 from deltanet_recipes.schema import Align, DistilBase, Recipe, Stage, stage_name, stage_tokens
-from deltanet_recipes.training.adapters import merge_lora, train_for
+from deltanet_recipes.training.adapters import merge_in_forward, merge_lora, train_for
 from deltanet_recipes.training.feeds import RowFeed, micro_batch_rows
 from deltanet_recipes.training.kept_attention import shared_rows_held
 from deltanet_recipes.training.layerwise import LayerwiseAlign
@@ -165,6 +165,7 @@ class StageRun:
         if self.runtime.compile:
             chunk_loss = torch.compile(chunk_loss, dynamic=False)
             hidden_error = torch.compile(hidden_error, dynamic=False)
+            merge_in_forward(self.student)
             compile_layers(layers)
         objective = DistilObjective(
             self.student,

@@ -4,8 +4,8 @@
 
 Needs vLLM. Nothing is downloaded or written but FILE: vLLM makes the weights. A row has the seconds in which all
 prompts were read, the tokens per second of `--steps` decoding steps once all sequences have begun, and how many
-sequences of that length fit at a time; a number of sequences that does not fit has no speed. The same command continues
-after an interruption.
+sequences of that length fit at a time. Where fewer fit than are asked for, as many as fit run, and the row says how
+many. The same command continues after an interruption.
 """
 
 from __future__ import annotations
@@ -122,14 +122,13 @@ class Engine:
         return int(get_max_concurrency_for_kv_cache_config(core.vllm_config, core.scheduler.kv_cache_config))
 
     def measure(self, row: Row) -> Row:
-        """The figures of a row; the first call also compiles."""
-        count = row["sequences"]
-        if count > self.fits:
-            return {"fits": self.fits, "error": "does not fit"}
-        self._run(min(count, 2), 4)
+        """The figures of a row; the run before it compiles, also what only some of the steps need."""
+        count = min(row["sequences"], self.fits)
+        self._run(min(count, 2), self._steps)
         seconds, decoding = self._run(count, self._steps)
         return {
             "fits": self.fits,
+            "running": count,
             "prompts_seconds": round(seconds, 3),
             "tokens_per_second": round(count * self._steps / decoding, 1),
             "step_ms": round(1e3 * decoding / self._steps, 3),
