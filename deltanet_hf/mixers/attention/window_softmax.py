@@ -110,15 +110,23 @@ def operator_pays(call: SoftmaxCall, query: Tensor) -> bool:
     """Whether `window_attention` is the smaller or faster form for queries [B, HQ, T, D].
 
     On a GPU it always is, but for the few queries of a decoding step. On a CPU it is for whole sequences without
-    gradients. Otherwise, SDPA with a mask over all pairs of tokens is faster up to about eight windows: with 9 heads of
-    64 channels and two threads, forward and backward pass take 38 against 28 ms at a window of 64 and 512 tokens, 479
-    against 346 ms at 256 and 2,048 tokens, and 31 against 89 ms at 256 and 512.
+    gradients, and of `blocks_pay`.
     """
     length = query.shape[2]
     if not query.is_cuda:
         gradients = torch.is_grad_enabled() and query.requires_grad
-        return (call.in_order and length > 1 and not gradients) or length >= 8 * max(call.reach.window, 64)
+        return (call.in_order and length > 1 and not gradients) or blocks_pay(call.reach.window, length)
     return length > (1 if call.in_order else few_queries(call.reach.window, query))
+
+
+def blocks_pay(window: int, length: int) -> bool:
+    """Whether `window_attention` is the faster form on a CPU with gradients, for sequences of `length` tokens.
+
+    SDPA with a mask over all pairs of tokens is faster up to about eight windows: with 9 heads of 64 channels and two
+    threads, forward and backward pass take 38 against 28 ms at a window of 64 and 512 tokens, 479 against 346 ms at 256
+    and 2,048 tokens, and 31 against 89 ms at 256 and 512.
+    """
+    return length >= 8 * max(window, 64)
 
 
 def _by_operator(q: Tensor, k: Tensor, v: Tensor, call: SoftmaxCall, scores: Scores) -> Tensor:

@@ -1,9 +1,9 @@
 """Estimates the peak memory of one process in a stage, within a quarter of what was measured (docs/training.md).
 
 Weights, gradients, optimiser state and logits are counted from the tensors that the stage will have. What the backward
-pass needs of the layers is estimated: the numbers that enter and leave their matrices, times one measured factor. Not
-counted are CUDA's context, workspaces, fragmentation, and what an evaluation takes beside a CUDA graph. On a CPU, it is
-the resident memory of the process.
+pass needs of the layers is estimated: the numbers that enter and leave their matrices, times one measured factor, and
+on a CPU the scores of attention in blocks. Not counted are CUDA's context, workspaces, fragmentation, and what an
+evaluation takes beside a CUDA graph. On a CPU, it is the resident memory of the process.
 """
 
 from __future__ import annotations
@@ -71,6 +71,9 @@ def stage_memory(stage: Stage, models: ModelSizes, sizes: StageSizes, rows: int,
     tokens = rows * stage.sequence_length
     around = 0 if isinstance(stage, Align) else 3 * (models.hidden + models.mlp)
     values = ACTIVATION_FACTOR[bool(runtime.compile)] * sum(layer.passed + around for layer in training)
+    if on_cpu:
+        length, bits = stage.sequence_length, 16 if isinstance(stage, Align) else stage.cache_bits
+        values += sum(part.kept_scores(length, bits) for layer in training for part in layer.softmax)
     states, logits = 0, 0  # hidden states per token that are kept beside them; bytes
     if recompute:  # one layer with its gradients, and the input of each
         values, states = 2 * values / max(1, len(training)), len(layers)

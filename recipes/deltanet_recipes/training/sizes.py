@@ -12,11 +12,49 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from deltanet_hf.mixers import LayerKind
+from deltanet_hf.mixers.attention.window_softmax import blocks_pay
+from deltanet_hf.mixers.layer.layer_kind import branches_of
+from deltanet_hf.mixers.layer.masks import sliding_window
+from deltanet_hf.mixers.layer.mixer import Mixer
+from deltanet_hf.mixers.window import WindowAttention
 from deltanet_hf.model_sizes import head_size, mlp_size
+from deltanet_kernels.common.sizes import cdiv
+from deltanet_kernels.window.cpu import block_size
 from deltanet_recipes.schema import Align, Stage
 from deltanet_recipes.training.adapters import merge_lora, train_for
 from deltanet_recipes.training.model_pair import decoder_layers, mixer_name, mixers, output_weight
 from deltanet_recipes.training.optim import parameter_groups
+
+
+@dataclass(frozen=True)
+class SoftmaxSizes:
+    """Sizes of softmax attention, of all heads of a layer or some.
+
+    Attributes:
+        heads: query heads.
+        window: the most recent tokens that a query sees; None for all.
+        with_state: whether its output is mixed with that of a recurrent state.
+    """
+
+    heads: int
+    window: int | None
+    with_state: bool
+
+    def kept_scores(self, tokens: int, bits: int) -> float:
+        """Numbers per token of rows of `tokens` tokens that attention in blocks (`deltanet_kernels.window.cpu`) keeps
+        for the backward pass on a CPU: its scores, before and after the softmax. Other forms keep no scores.
+
+        Args:
+            bits: of earlier keys and values.
+        """
+        window = min(self.window or tokens, tokens)
+        if bits == 16 and not self.with_state and not blocks_pay(window, tokens):
+            return 0.0
+        block = block_size(window, tokens, flash=False)
+        count = cdiv(tokens, block)
+        keys = block + (window - 1 if count > 1 else 0)
+        return 2 * self.heads * count * block * keys / tokens
 
 
 @dataclass(frozen=True)
@@ -31,6 +69,7 @@ class LayerSizes:
         states: numbers of the mixer's recurrent states, without those of convolutions; 0 unless converted.
         passed: numbers per token that enter and leave the matrices of the mixer or attention. Outputs count twice:
             before and after norm, convolution, rotation or activation.
+        softmax: its softmax attention, with windows beside states.
     """
 
     converted: bool
@@ -39,6 +78,7 @@ class LayerSizes:
     in_mixer: int
     states: int
     passed: int
+    softmax: tuple[SoftmaxSizes, ...]
 
 
 @dataclass(frozen=True)
@@ -94,7 +134,20 @@ def _layer_sizes(layer: nn.Module, mixer: Any, attention: int, used_experts: int
         in_mixer=0 if mixer is None else _matrices(mixer),
         states=sum(shape.numel() for shape in states if len(shape) == 3),
         passed=sum(part.in_features + 2 * part.out_features for part in linear),
+        softmax=tuple(_softmax_sizes(layer.self_attn)) if name == "self_attn" else (),
     )
+
+
+def _softmax_sizes(attention: Any) -> Iterator[SoftmaxSizes]:
+    for branch in branches_of(attention).values():
+        if isinstance(branch, Mixer):
+            if (beside := branch.window_branch) is not None:
+                yield SoftmaxSizes(beside.heads, beside.window, with_state=True)
+        elif isinstance(branch, WindowAttention) or not isinstance(branch, LayerKind):
+            limits = [sliding_window(branch.config, branch.layer_idx)]
+            limits += [branch.settings.window] if isinstance(branch, WindowAttention) else []
+            window = min((limit for limit in limits if limit is not None), default=None)
+            yield SoftmaxSizes(branch.config.num_attention_heads, window, with_state=False)
 
 
 @dataclass(frozen=True)
