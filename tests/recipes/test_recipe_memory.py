@@ -127,6 +127,8 @@ def test_the_estimate_is_within_a_quarter_of_large_models_on_h200s(
 
 SMALL = {**SHAPES["135M"], "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4}
 SMALL = {**SMALL, "num_attention_heads": 16, "num_key_value_heads": 8}
+WINDOWS = {**SHAPES["135M"], "num_hidden_layers": 6, "vocab_size": 64}
+LONG = {"sequence_length": 1024, "batch_tokens": 2048}
 ON_CPU: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], float]] = [
     (SHAPES["1B"], {"softmax": range(3, 16, 4)}, {"kind": "distil", "sequence_length": 64}, 14.9),
     (
@@ -135,6 +137,7 @@ ON_CPU: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], float]] = [
         {"kind": "distil", "batch_tokens": 1024, "loss_chunk": 256},
         6.7,
     ),
+    (WINDOWS, {"mixer": "window"}, {"kind": "distil", "cache_bits": 4, **LONG}, 3.1),
     (SMALL, {}, {"kind": "distil", "sequence_length": 256}, 2.3),
     (SMALL, {}, {"kind": "distil", "sequence_length": 256, "train": "full"}, 2.9),
     (SMALL, {}, {"kind": "align", "batch_tokens": 1024}, 2.0),

@@ -140,14 +140,13 @@ def _layer_sizes(layer: nn.Module, mixer: Any, attention: int, used_experts: int
 
 def _softmax_sizes(attention: Any) -> Iterator[SoftmaxSizes]:
     for branch in branches_of(attention).values():
+        window = branch.settings.window if isinstance(branch, WindowAttention) else None
         if isinstance(branch, Mixer):
             if (beside := branch.window_branch) is not None:
                 yield SoftmaxSizes(beside.heads, beside.window, with_state=True)
-        elif isinstance(branch, WindowAttention) or not isinstance(branch, LayerKind):
-            limits = [sliding_window(branch.config, branch.layer_idx)]
-            limits += [branch.settings.window] if isinstance(branch, WindowAttention) else []
-            window = min((limit for limit in limits if limit is not None), default=None)
-            yield SoftmaxSizes(branch.config.num_attention_heads, window, with_state=False)
+        elif window or not isinstance(branch, LayerKind):
+            sizes = [size for size in (window, sliding_window(branch.config, branch.layer_idx)) if size is not None]
+            yield SoftmaxSizes(branch.config.num_attention_heads, min(sizes, default=None), with_state=False)
 
 
 @dataclass(frozen=True)
