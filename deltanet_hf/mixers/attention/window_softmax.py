@@ -122,9 +122,9 @@ def operator_pays(call: SoftmaxCall, query: Tensor) -> bool:
 def blocks_pay(window: int, length: int) -> bool:
     """Whether `window_attention` is the faster form on a CPU with gradients, for sequences of `length` tokens.
 
-    SDPA with a mask over all pairs of tokens is faster up to about eight windows: with 9 heads of 64 channels and two
-    threads, forward and backward pass take 38 against 28 ms at a window of 64 and 512 tokens, 479 against 346 ms at 256
-    and 2,048 tokens, and 31 against 89 ms at 256 and 512.
+    SDPA with a mask over all pairs of tokens is faster up to about eight windows: with 9 heads of 64 channels and one
+    thread, forward and backward pass take 27 against 22 ms at a window of 64 and 512 tokens, 420 against 402 ms at 256
+    and 2,048 tokens, and 27 against 86 ms at 256 and 512.
     """
     return length >= 8 * max(window, 64)
 

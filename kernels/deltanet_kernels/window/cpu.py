@@ -19,8 +19,8 @@ FLASH_BLOCK = 128  # queries per block of flash attention; 64 take as long, 256 
 
 
 def block_size(window: int, tokens: int, flash: bool) -> int:
-    """C: queries per block. With gradients, all blocks together copy the keys twice at most."""
-    return min(tokens, FLASH_BLOCK if flash else max(window - 1, BLOCK))
+    """C: queries per block. With gradients, blocks of one size, as long as the window at most, hold the tokens."""
+    return min(tokens, FLASH_BLOCK) if flash else cdiv(tokens, cdiv(tokens, max(window, BLOCK)))
 
 
 def torch_window_attention(call: WindowCall) -> tuple[torch.Tensor, torch.Tensor]:
