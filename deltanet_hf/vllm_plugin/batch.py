@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -17,6 +17,7 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
     MultipleOf,
 )
+from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
 from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
@@ -35,19 +36,34 @@ class Prompts:
 
 
 @dataclass(frozen=True)
+class Draft:
+    """One token of each of some sequences, in speculative decoding, where the last new tokens may be rejected.
+
+    The state after each token has a page of its own, so that the next step can go on from any of them.
+    """
+
+    sequences: Tensor  # [B] of the step
+    tokens: Tensor  # [B] of the step
+    before: Tensor  # [B] int32 pages of the states before these tokens
+    after: Tensor  # [B] int32 pages of the states after them
+
+
+@dataclass(frozen=True)
 class Step:
     """The sequences of a step and where they are kept.
 
     `pages` int32 are those of states [sequences], one per sequence, or those of tokens [sequences, pages], with `size`
     tokens each. A page is a row of the tensors that the operators change: steps take the pages of states as `slots`,
     and those of packed tokens as `pages`. Each of the first `singles` sequences has one new token, and one call takes
-    these together; `prompts` have the others.
+    these together; `prompts` have the others. In speculative decoding `drafts` have all sequences that are continued,
+    token by token; only the steps of states know them.
     """
 
     pages: Tensor
     size: int
     singles: int
     prompts: tuple[Prompts, ...]
+    drafts: tuple[Draft, ...] = ()
 
 
 class StepBuilder(AttentionMetadataBuilder[Step]):
@@ -73,14 +89,19 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
         pages = step.block_table_tensor[:, : -(-step.max_seq_len // self.kv_cache_spec.block_size)]
         return self.step(step, _lengths(step), pages)
 
-    def step(self, step: CommonAttentionMetadata, totals: list[int], pages: Tensor) -> Step:
-        """The step with these tokens of each sequence, the new ones included, and these pages."""
-        starts = step.query_start_loc_cpu[: step.num_reqs + 1].tolist()
-        new = [last - first for first, last in itertools.pairwise(starts)]
+    def step(
+        self, step: CommonAttentionMetadata, totals: list[int], pages: Tensor, drafted: Collection[int] | None = None
+    ) -> Step:
+        """The step with these tokens of each sequence, the new ones included, and these pages.
+
+        In speculative decoding the sequences `drafted` are left out; there are no singles.
+        """
+        starts, new = step.query_start_loc_cpu.tolist(), _new_tokens(step)
         seen = [total - count for total, count in zip(totals, new, strict=True)]
-        singles = next((i for i, count in enumerate(new) if count > 1), len(new)) if self.joins else 0
+        alone = not self.joins or drafted is not None
+        singles = 0 if alone else next((i for i, count in enumerate(new) if count > 1), len(new))
         prompts = []
-        for some in self._calls(seen, singles):
+        for some in self._calls(seen, [i for i in range(singles, len(new)) if i not in (drafted or ())]):
             lengths, cu_seqlens = tuple(new[some]), None
             if len(lengths) > 1:
                 bounds = [0, *itertools.accumulate(lengths)]
@@ -90,10 +111,11 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
                 prompts.append(Prompts(tokens, some, seen[some.start], cu_seqlens, lengths))
         return Step(pages, self.kv_cache_spec.block_size, singles, tuple(prompts))
 
-    def _calls(self, seen: list[int], first: int) -> Iterator[slice]:
-        """The sequences from `first` on, by the calls that take their prompts."""
-        for begins, run in itertools.groupby(range(first, len(seen)), key=lambda index: seen[index] == 0):
-            numbers = list(run)
+    def _calls(self, seen: list[int], sequences: Sequence[int]) -> Iterator[slice]:
+        """Some of the sequences, by the calls that take their prompts."""
+        places = enumerate(sequences)
+        for (begins, _), run in itertools.groupby(places, key=lambda place: (seen[place[1]] == 0, place[1] - place[0])):
+            numbers = [number for _, number in run]
             if begins and self.joins:
                 yield slice(numbers[0], numbers[-1] + 1)
             else:
@@ -107,31 +129,78 @@ class GrowingStepBuilder(StepBuilder):
     joins = False
 
 
-class StateStepBuilder(StepBuilder):
-    """The same for states, of which it clears the pages of sequences that begin with a single token."""
+class StateStepBuilder(StepBuilder, GDNAttentionMetadataBuilder):
+    """The same for states, of which it clears the pages of sequences that begin with a single token or with drafts.
+
+    vLLM tells builders of Gated DeltaNet how many drafts are new and were accepted; the rest of that class is not used.
+    """
 
     def __init__(
         self, kv_cache_spec: KVCacheSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
     ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.slots = torch.zeros(vllm_config.scheduler_config.max_num_seqs, dtype=torch.int32, device=device)
+        AttentionMetadataBuilder.__init__(self, kv_cache_spec, layer_names, vllm_config, device)
+        sequences = vllm_config.scheduler_config.max_num_seqs
+        self.slots = torch.zeros(sequences, dtype=torch.int32, device=device)
+        self.drafting = vllm_config.speculative_config is not None
+        self.accepted = torch.ones_like(self.slots)
 
-    def build(
-        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    def build(  # type: ignore[override]
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        num_accepted_tokens: Tensor | None = None,
+        num_decode_draft_tokens_cpu: Tensor | None = None,
+        fast_build: bool = False,
     ) -> Step:
         step = common_attn_metadata
         mode = self.vllm_config.cache_config.mamba_cache_mode
         table = mamba_get_block_table_tensor(step.block_table_tensor, step.seq_lens, self.kv_cache_spec, mode)
         slots = self.slots[: step.num_reqs]
         slots.copy_(table[: step.num_reqs, 0])
-        totals = _lengths(step)
-        made = self.step(step, totals, slots)
-        begin = [index for index, total in enumerate(totals[: made.singles]) if total == 1]
+        totals, new = _lengths(step), _new_tokens(step)
+        if self.drafting:
+            if num_accepted_tokens is not None:  # vLLM 0.25 passes its tensor in steps with new drafts only
+                self.accepted = num_accepted_tokens.as_strided((len(self.slots),), (1,))
+            counts = [0] * len(new) if num_decode_draft_tokens_cpu is None else num_decode_draft_tokens_cpu.tolist()
+            alone = [index for index, count in enumerate(new) if count == 1 or counts[index] > 0]
+            made = self.step(step, totals, slots, drafted=alone)
+            made = replace(made, drafts=_drafts(step, alone, table, self.accepted))
+        else:
+            made = self.step(step, totals, slots)
+            alone = list(range(made.singles))
+        begin = [index for index in alone if totals[index] == new[index] > 0]
         if begin:
             caches: Any = self.vllm_config.compilation_config.static_forward_context
             for name in self.layer_names:
-                caches[name].clear(made.pages[begin])
+                caches[name].clear(slots[begin])
         return made
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Step:
+        return self.build(0, common_attn_metadata)
+
+
+def _drafts(step: CommonAttentionMetadata, drafted: list[int], table: Tensor, accepted: Tensor) -> tuple[Draft, ...]:
+    """The new tokens of these sequences, first ones first.
+
+    Args:
+        table: [sequences, 1 + drafts at most] int32, the pages of states.
+        accepted: [sequences] tokens of the step before that stayed; the state is in the page of the last of them.
+    """
+    starts = step.query_start_loc_cpu.tolist()
+    made = []
+    for place in range(table.shape[1]):
+        drafted = [index for index in drafted if starts[index + 1] - starts[index] > place]
+        if not drafted:
+            break
+        rows, tokens = torch.tensor([drafted, [starts[index] + place for index in drafted]], device=table.device)
+        before = accepted[rows] - 1 if place == 0 else torch.full_like(rows, place - 1)
+        made.append(Draft(rows, tokens, table[rows, before], table[rows, place]))
+    return tuple(made)
+
+
+def _new_tokens(step: CommonAttentionMetadata) -> list[int]:
+    """New tokens of each sequence."""
+    return [last - first for first, last in itertools.pairwise(step.query_start_loc_cpu[: step.num_reqs + 1].tolist())]
 
 
 def _lengths(step: CommonAttentionMetadata) -> list[int]:

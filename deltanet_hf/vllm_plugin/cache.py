@@ -54,6 +54,11 @@ class StatePages(MambaBase):
         for name, tensor in self.tensors.items():
             tensor[pages] = state[name].to(tensor.dtype)
 
+    def copy(self, before: Tensor, after: Tensor) -> None:
+        """Put what the pages `before` [B] hold into the pages `after` [B]."""
+        pages = self.kv_cache[0]
+        pages[after] = pages[before]
+
     def clear(self, pages: Tensor) -> None:
         """Put the state before the first token into the pages."""
         for tensor in self.tensors.values():

@@ -54,14 +54,15 @@ class Checks(VerifyAndUpdateConfig):
             (parallel.pipeline_parallel_size > 1, "pipeline_parallel_size", "1"),
             (vllm_config.quant_config is not None, "quantization", "none"),
             (vllm_config.lora_config is not None, "enable_lora", "false, and a model with merged adapters"),
-            (vllm_config.speculative_config is not None, "speculative_config", "none"),
+            (_unserved_drafts(vllm_config, table), "speculative_config", "none, or the method ngram (not with path)"),
             (table.cache_bits not in SERVED_BITS, "cache_bits", "a model with 16, 8 or 4"),
         ):
             if given:
                 raise ValueError(f"{name}: not served for models with converted layers; pass {remedy}")
         compilation = vllm_config.compilation_config
         compilation.mode = CompilationMode.NONE
-        if compilation.cudagraph_mode != CUDAGraphMode.FULL_DECODE_ONLY:
+        drafts = vllm_config.speculative_config is not None
+        if drafts or compilation.cudagraph_mode != CUDAGraphMode.FULL_DECODE_ONLY:
             compilation.cudagraph_mode = CUDAGraphMode.NONE
 
 
@@ -69,6 +70,14 @@ def _rope_types(config: Any) -> set[str]:
     """The kinds of rotary embeddings of all layers."""
     found: Any = getattr(config, "rope_parameters", None) or {}
     return {some["rope_type"] for some in (found, *found.values()) if isinstance(some, dict) and "rope_type" in some}
+
+
+def _unserved_drafts(vllm_config: VllmConfig, table: LayerTable) -> bool:
+    """Whether tokens are drafted by other means than n-grams, or beside `path`, whose state has no page per draft."""
+    drafts: Any = vllm_config.speculative_config
+    if drafts is None:
+        return False
+    return drafts.method != "ngram" or any(kind.mixer is RelaxedPath for kind in table.converted.values())
 
 
 def _has_state(kind: type[LayerKind]) -> bool:

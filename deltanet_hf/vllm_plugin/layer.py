@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -23,7 +24,7 @@ from deltanet_hf.mixers.cache.window_cache import Tokens
 from deltanet_hf.mixers.layer.layer_kind import PositionEmbeddings
 from deltanet_hf.mixers.layer.masks import sliding_window
 from deltanet_hf.mixers.layer.mixer import Mixer
-from deltanet_hf.vllm_plugin.batch import Prompts, Step
+from deltanet_hf.vllm_plugin.batch import Draft, Prompts, Step
 from deltanet_hf.vllm_plugin.cache import PackedPages, StatePages, TokenPages
 from deltanet_kernels.packed_cache.layout import GROUP
 
@@ -68,18 +69,36 @@ class ServedLayer(nn.Module, ABC):
             output = self.compute(steps, hidden_states, position_embeddings)
         return output if self.alone else (output, None)
 
+    @property
+    def leading(self) -> str:
+        """Name of the cache whose step says which tokens a call takes."""
+        return self.name
+
     def compute(self, steps: dict[str, Step], x: Tensor, position_embeddings: PositionEmbeddings | None) -> Tensor:
         """The layer on all tokens x [1, T, hidden] of a step; `steps` has their sequences, by names of caches."""
-        step = steps[self.name]
-        outputs = []
+        step = steps[self.leading]
+        outputs: list[tuple[slice | Tensor, Tensor]] = []
         if step.singles:
             tokens = slice(0, step.singles)
-            rows = None if position_embeddings is None else [part[0, tokens, None] for part in position_embeddings]
-            outputs.append(self.one_token(steps, x[0, tokens, None], rows).transpose(0, 1))
+            outputs.append((tokens, self._rows(steps, x, position_embeddings, tokens)))
+        for draft in step.drafts:
+            outputs.append((draft.tokens, self._rows(self.drafted(steps, draft), x, position_embeddings, draft.tokens)))
         for prompts in step.prompts:
             angles = None if position_embeddings is None else [part[:, prompts.tokens] for part in position_embeddings]
-            outputs.append(self.several_tokens(steps, prompts, x[:, prompts.tokens], angles))
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+            outputs.append((prompts.tokens, self.several_tokens(steps, prompts, x[:, prompts.tokens], angles)))
+        if len(outputs) == 1 and not step.drafts:
+            return outputs[0][1]
+        together = torch.empty_like(x)
+        for places, output in outputs:
+            together[:, places] = output
+        return together
+
+    def _rows(
+        self, steps: dict[str, Step], x: Tensor, position_embeddings: PositionEmbeddings | None, tokens: slice | Tensor
+    ) -> Tensor:
+        """The layer on these tokens [1, B, hidden] of a step, each of a sequence of its own."""
+        angles = None if position_embeddings is None else [part[0, tokens, None] for part in position_embeddings]
+        return self.one_token(steps, x[0, tokens, None], angles).transpose(0, 1)
 
     @abstractmethod
     def whole(self, x: Tensor, position_embeddings: PositionEmbeddings | None) -> Tensor:
@@ -87,6 +106,10 @@ class ServedLayer(nn.Module, ABC):
 
     def one_token(self, steps: dict[str, Step], x: Tensor, position_embeddings: Any) -> Tensor:
         """The layer on the tokens x [B, 1, hidden] of the first B sequences of the step."""
+        raise NotImplementedError
+
+    def drafted(self, steps: dict[str, Step], draft: Draft) -> dict[str, Step]:
+        """The steps for `one_token` on some drafts, whose states are copied to the pages that they will change."""
         raise NotImplementedError
 
     @abstractmethod
@@ -134,6 +157,10 @@ class StateLayer(ServedLayer):
         self.states.store(pages, cache.state)
         return output
 
+    def drafted(self, steps: dict[str, Step], draft: Draft) -> dict[str, Step]:
+        self.states.copy(draft.before, draft.after)
+        return {self.name: replace(steps[self.name], pages=draft.after)}
+
     def several_tokens(self, steps: dict[str, Step], prompts: Prompts, x: Tensor, position_embeddings: Any) -> Tensor:
         pages = steps[self.name].pages[prompts.sequences]
         cache, packing = cache_for(prompts, lambda: self.states.load(pages))
@@ -161,6 +188,10 @@ class PackedLayer(ServedLayer):
         self.states = StatePages(exact, f"{name}.state", vllm_config)
         self.groups = PackedPages(packed, layer.config.num_key_value_heads, name, vllm_config)
 
+    @property
+    def leading(self) -> str:
+        return self.states.name
+
     def whole(self, x: Tensor, position_embeddings: PositionEmbeddings | None) -> Tensor:
         return called(self.layer, None, x, position_embeddings)
 
@@ -169,6 +200,14 @@ class PackedLayer(ServedLayer):
         cache.state, cache.is_initialized = self.groups.tensors | self.states.tensors, True
         cache.slots, cache.pages = steps[self.states.name].pages[: len(x)], pages
         return called(self.layer, cache, x, position_embeddings)
+
+    def drafted(self, steps: dict[str, Step], draft: Draft) -> dict[str, Step]:
+        self.states.copy(draft.before, draft.after)
+        states, groups = steps[self.states.name], steps[self.name]
+        return {
+            self.states.name: replace(states, pages=draft.after),
+            self.name: replace(groups, pages=groups.pages[draft.sequences]),
+        }
 
     def several_tokens(self, steps: dict[str, Step], prompts: Prompts, x: Tensor, position_embeddings: Any) -> Tensor:
         page, pages = (steps[cache.name].pages[prompts.sequences] for cache in (self.states, self.groups))

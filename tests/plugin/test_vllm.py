@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -196,7 +197,6 @@ def test_in_bfloat16_the_tokens_are_as_good_as_those_of_generate(changes: dict[s
         ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
         ({"enable_lora": True}, "enable_lora"),
-        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "speculative_config"),
     ],
     ids=str,
 )
@@ -240,6 +240,56 @@ def test_packed_tokens_and_prefix_caching() -> None:
     model = served_model("llama", packed(tiny_table(layers=(0, 2), mixer="window", window=5, sinks=2)))
     cached = assert_equal(model, [common + end for end in ends * 2], STEP, **settings)
     assert sum(tokens > 0 for tokens in cached) >= 4, cached
+
+
+DRAFTS = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}}
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        mixture_table(),
+        packed(mixture_table()),
+        packed(mixed_mixture_table()),
+        tiny_table(layers=(0, 2), mixer="kda"),
+        tiny_table(layers=(0, 2), mixer="fox"),
+    ],
+    ids=["mixture", "packed", "packed_heads", "kda", "fox"],
+)
+def test_drafts_of_which_some_are_rejected(table: LayerTable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts that go wrong at random places, beside prompts in parts; every third step has none."""
+    from vllm.v1.spec_decode.ngram_proposer import NgramProposer
+
+    model, texts = served_model("llama", table), prompts(*LENGTHS, 64, 32, 33, 1, 1)  # the last ones get used pages
+    answers = by_generate(model, texts)
+    whole = [text + answer.tokens for text, answer in zip(texts, answers, strict=True)]
+    accepted: list[int] = []
+    steps = itertools.count()
+    random = torch.Generator().manual_seed(0)
+
+    def propose(_: Any, count: int, sampled: list[list[int]], totals: Any, ids: Any, **__: Any) -> list[list[int]]:
+        drafts, count = [], count if next(steps) % 3 else 0
+        for new, total, row in zip(sampled, totals, ids, strict=False):
+            accepted.append(len(new))
+            begun = row[:total].tolist()
+            rest = next((text[total:] for text in whole if text[:total] == begun), [])[:count]
+            wrong = int(torch.randint(count + 1, (), generator=random))
+            drafts.append([(token + (place == wrong)) % 97 for place, token in enumerate(rest)] if new else [])
+        return drafts
+
+    monkeypatch.setattr(NgramProposer, "propose", propose)
+    # vLLM copies states between pages for cached prefixes; with drafts it has code for GPUs only.
+    settings: dict[str, Any] = {**DRAFTS, "enable_prefix_caching": torch.cuda.is_available()}
+    found = by_vllm(model, texts, **settings)
+    assert [answer.tokens for answer in found] == [answer.tokens for answer in answers]
+    for one, other in zip(found, answers, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=STEP)
+    assert set(accepted) >= {1, 2, 3, 4}
+
+
+def test_drafts_beside_path_are_refused() -> None:
+    with pytest.raises(ValueError, match="speculative_config: not served for models with converted layers; pass none"):
+        by_vllm(served_model("llama", tiny_table(layers=(0, 2), mixer="path")), prompts(3), **DRAFTS)
 
 
 def test_bits_without_a_packed_form_are_refused() -> None:

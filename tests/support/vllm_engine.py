@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import tempfile
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -64,6 +65,35 @@ def by_generate(model: PreTrainedModel, texts: Sequence[Sequence[int]]) -> list[
         logprobs = torch.cat(result.logits).float().log_softmax(-1).gather(-1, tokens[:, None]).squeeze(-1)
         answers.append(Answer(tokens.tolist(), logprobs.tolist()))
     return answers
+
+
+def let_numba_be() -> None:
+    """Lets vLLM 0.32 make a second engine on a CPU after one with drafts.
+
+    It looks for its kernels in every object of every module, and fails at a library of numba, which drafts import.
+    """
+    try:
+        from vllm.triton_utils import dispatcher
+    except ImportError:  # vLLM 0.25 does not look
+        return
+    search = dispatcher._rebind_kernels
+
+    def beside_numba(overrides: Any) -> None:
+        library = getattr(sys.modules.get("llvmlite.binding.ffi"), "lib", search)
+        modules = list(sys.modules.values())
+        holders = [
+            (module, name) for module in modules for name, value in list(vars(module).items()) if value is library
+        ]
+        for module, name in holders:
+            delattr(module, name)
+        search(overrides)
+        for module, name in holders:
+            setattr(module, name, library)
+
+    dispatcher._rebind_kernels = beside_numba
+
+
+let_numba_be()
 
 
 def by_vllm(model: PreTrainedModel, texts: Sequence[Sequence[int]], **settings: Any) -> list[Answer]:
