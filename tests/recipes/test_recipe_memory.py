@@ -137,7 +137,7 @@ ON_CPU: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], float]] = [
         {"kind": "distil", "batch_tokens": 1024, "loss_chunk": 256},
         6.7,
     ),
-    (WINDOWS, {"mixer": "window"}, {"kind": "distil", "cache_bits": 4, **LONG}, 3.1),
+    (WINDOWS, {"mixer": "window"}, {"kind": "distil", "cache_bits": 4, **LONG}, 2.7),
     (SMALL, {}, {"kind": "distil", "sequence_length": 256}, 2.3),
     (SMALL, {}, {"kind": "distil", "sequence_length": 256, "train": "full"}, 2.9),
     (SMALL, {}, {"kind": "align", "batch_tokens": 1024}, 2.0),
