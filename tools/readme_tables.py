@@ -25,7 +25,7 @@ from measuring.rows import RowFile
 from mixers_table import mixers
 from packed_table import packed
 from results_tables import results
-from speed_table import RECOMMENDED, speed
+from speed_table import recommended, speed
 from vllm_table import vllm
 
 KINDS: dict[str, Callable[[Path], str]] = {
@@ -35,7 +35,7 @@ KINDS: dict[str, Callable[[Path], str]] = {
     "mixers": lambda path: mixers(RowFile(path).rows()),
     "lab": lambda path: lab_table.table(RowFile(path).rows()),
     "speed": speed,
-    "recommended": lambda path: speed(path, RECOMMENDED),
+    "recommended": recommended,
     "packed": packed,
     "kernels": kernels,
     "vllm": vllm,

@@ -24,14 +24,22 @@ KINDS = {
     "all": "pure",
 }
 
-RECOMMENDED = ("transformers", "teacher", "heads10")
-
 Rows = Sequence[dict[str, Any]]
 
 
-def speed(path: Path, shown: Sequence[str] = tuple(KINDS)) -> str:
-    """A line per shape, batch and context length with the kinds that are shown; below it what could not be measured."""
-    rows = [row for row in RowFile(path, KEY, head={}).rows() if row["kind"] in shown]
+def speed(path: Path) -> str:
+    """A line per shape, batch and context length; below the table what could not be measured."""
+    return _table(RowFile(path, KEY, head={}).rows())
+
+
+def recommended(path: Path) -> str:
+    """The same of 8B, of what `convert` makes beside its teacher, twice."""
+    rows = RowFile(path, KEY, head={}).rows()
+    kinds = ("transformers", "teacher", "heads10")
+    return _table([row for row in rows if row["shape"] == "8B" and row["kind"] in kinds and "error" not in row])
+
+
+def _table(rows: Rows) -> str:
     kinds = _kinds(rows)
     points = list(dict.fromkeys((row["shape"], row["batch"], row["context"]) for row in rows if "error" not in row))
     lines = [{"point": point, **{kind: _best(rows, *point, kind) for kind in kinds}} for point in points]
