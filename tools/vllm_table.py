@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from measuring.markdown import Column, table
-from measuring.rows import Row
+from measuring.rows import Row, RowFile
 
 NAMES = {"teacher": "teacher", "windows4bit": "default of `convert`", "heads10": "a tenth of the heads whole"}
 
 
 def vllm(path: Path) -> str:
     """A line per shape, kind of model, prompt length and number of sequences."""
-    rows = [row for row in json.loads(path.read_text())["rows"] if "step_ms" in row]
+    rows = [row for row in RowFile(path, head={}).rows() if "error" not in row]
     columns = [
         Column("shape", lambda row: row["shape"]),
         Column("model", lambda row: NAMES[row["kind"]]),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -87,21 +87,22 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
     ) -> Step:
         step = common_attn_metadata
         pages = step.block_table_tensor[:, : -(-step.max_seq_len // self.kv_cache_spec.block_size)]
-        return self.step(step, _lengths(step), pages)
+        return self.step(_starts(step), _lengths(step), pages)
 
-    def step(
-        self, step: CommonAttentionMetadata, totals: list[int], pages: Tensor, drafted: Collection[int] | None = None
-    ) -> Step:
-        """The step with these tokens of each sequence, the new ones included, and these pages.
+    def step(self, starts: list[int], totals: list[int], pages: Tensor, prompted: Sequence[int] | None = None) -> Step:
+        """The step of sequences whose new tokens begin at `starts`, with all their tokens, these included, and pages.
 
-        In speculative decoding the sequences `drafted` are left out; there are no singles.
+        Args:
+            prompted: in speculative decoding, the sequences that are read as prompts; there are no singles then.
         """
-        starts, new = step.query_start_loc_cpu.tolist(), _new_tokens(step)
+        new = [last - first for first, last in itertools.pairwise(starts)]
         seen = [total - count for total, count in zip(totals, new, strict=True)]
-        alone = not self.joins or drafted is not None
-        singles = 0 if alone else next((i for i, count in enumerate(new) if count > 1), len(new))
+        singles = 0
+        if prompted is None:
+            singles = next((i for i, count in enumerate(new) if count > 1), len(new)) if self.joins else 0
+            prompted = range(singles, len(new))
         prompts = []
-        for some in self._calls(seen, [i for i in range(singles, len(new)) if i not in (drafted or ())]):
+        for some in self._calls(seen, prompted):
             lengths, cu_seqlens = tuple(new[some]), None
             if len(lengths) > 1:
                 bounds = [0, *itertools.accumulate(lengths)]
@@ -157,18 +158,20 @@ class StateStepBuilder(StepBuilder, GDNAttentionMetadataBuilder):
         table = mamba_get_block_table_tensor(step.block_table_tensor, step.seq_lens, self.kv_cache_spec, mode)
         slots = self.slots[: step.num_reqs]
         slots.copy_(table[: step.num_reqs, 0])
-        totals, new = _lengths(step), _new_tokens(step)
+        starts, totals = _starts(step), _lengths(step)
         if self.drafting:
             if num_accepted_tokens is not None:  # vLLM 0.25 passes its tensor in steps with new drafts only
                 self.accepted = num_accepted_tokens.as_strided((len(self.slots),), (1,))
-            counts = [0] * len(new) if num_decode_draft_tokens_cpu is None else num_decode_draft_tokens_cpu.tolist()
+            counts = [0] * len(totals) if num_decode_draft_tokens_cpu is None else num_decode_draft_tokens_cpu.tolist()
+            new = [last - first for first, last in itertools.pairwise(starts)]
             alone = [index for index, count in enumerate(new) if count == 1 or counts[index] > 0]
-            made = self.step(step, totals, slots, drafted=alone)
-            made = replace(made, drafts=_drafts(step, alone, table, self.accepted))
+            prompted = sorted(set(range(len(new))).difference(alone))
+            made = self.step(starts, totals, slots, prompted)
+            made = replace(made, drafts=_drafts(starts, alone, table, self.accepted))
         else:
-            made = self.step(step, totals, slots)
+            made = self.step(starts, totals, slots)
             alone = list(range(made.singles))
-        begin = [index for index in alone if totals[index] == new[index] > 0]
+        begin = [index for index in alone if totals[index] == starts[index + 1] - starts[index] > 0]
         if begin:
             caches: Any = self.vllm_config.compilation_config.static_forward_context
             for name in self.layer_names:
@@ -179,14 +182,14 @@ class StateStepBuilder(StepBuilder, GDNAttentionMetadataBuilder):
         return self.build(0, common_attn_metadata)
 
 
-def _drafts(step: CommonAttentionMetadata, drafted: list[int], table: Tensor, accepted: Tensor) -> tuple[Draft, ...]:
+def _drafts(starts: list[int], drafted: list[int], table: Tensor, accepted: Tensor) -> tuple[Draft, ...]:
     """The new tokens of these sequences, first ones first.
 
     Args:
+        starts: of the new tokens of all sequences, and their end.
         table: [sequences, 1 + drafts at most] int32, the pages of states.
         accepted: [sequences] tokens of the step before that stayed; the state is in the page of the last of them.
     """
-    starts = step.query_start_loc_cpu.tolist()
     made = []
     for place in range(table.shape[1]):
         drafted = [index for index in drafted if starts[index + 1] - starts[index] > place]
@@ -198,14 +201,14 @@ def _drafts(step: CommonAttentionMetadata, drafted: list[int], table: Tensor, ac
     return tuple(made)
 
 
-def _new_tokens(step: CommonAttentionMetadata) -> list[int]:
-    """New tokens of each sequence."""
-    return [last - first for first, last in itertools.pairwise(step.query_start_loc_cpu[: step.num_reqs + 1].tolist())]
+def _starts(step: CommonAttentionMetadata) -> list[int]:
+    """Where the new tokens of each sequence begin, and where the last ones end."""
+    return step.query_start_loc_cpu[: step.num_reqs + 1].tolist()  # type: ignore[no-any-return]
 
 
 def _lengths(step: CommonAttentionMetadata) -> list[int]:
     """Tokens of each sequence, the new ones included."""
-    totals: Any = step.seq_lens_cpu_upper_bound  # exact without speculative decoding
+    totals: Any = step.seq_lens_cpu_upper_bound  # exact, because drafts by n-grams wait for the step before
     return (step.seq_lens if totals is None else totals)[: step.num_reqs].tolist()  # type: ignore[no-any-return]
 
 

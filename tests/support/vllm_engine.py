@@ -79,11 +79,11 @@ def let_numba_be() -> None:
     search = dispatcher._rebind_kernels
 
     def beside_numba(overrides: Any) -> None:
-        library = getattr(sys.modules.get("llvmlite.binding.ffi"), "lib", search)
-        modules = list(sys.modules.values())
-        holders = [
-            (module, name) for module in modules for name, value in list(vars(module).items()) if value is library
-        ]
+        ffi: Any = sys.modules.get("llvmlite.binding.ffi")
+        if ffi is None:
+            return search(overrides)
+        library, modules = ffi.lib, list(sys.modules.values())
+        holders = [(module, name) for module in modules for name, value in vars(module).items() if value is library]
         for module, name in holders:
             delattr(module, name)
         search(overrides)

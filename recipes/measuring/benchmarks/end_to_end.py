@@ -3,10 +3,10 @@
     python -m measuring.benchmarks.end_to_end --output end_to_end_h200.json
 
 Kinds: the softmax teacher as transformers runs it (`transformers`, eagerly), in the fast form (`teacher`), and with a
-cache of 4 bits (`teacher4bit`); `all` layers Gated DeltaNet; `hybrid25`, every
-fourth layer softmax; `window25`, the same with a window and a state in each other layer; `heads10`, every tenth
-key/value head softmax and windows elsewhere, all in 4 bits, which is what `convert` makes of a model whose selection is
-shipped. `deltanet_hf.evaluation.measures.decoding_mode` has the modes.
+cache of 4 bits (`teacher4bit`); `all` layers Gated DeltaNet; `hybrid25`, every fourth layer softmax; `window25`, the
+same with a window and a state in each other layer; and what `convert` makes, all in 4 bits: `windows4bit`, every fourth
+layer softmax and windows elsewhere, and `heads10`, every tenth key/value head, of a model whose selection is shipped.
+`deltanet_hf.evaluation.measures.decoding_mode` has the modes.
 Before its first row, each model and mode decodes greedily beside complete forward passes. A row has
 
 - prefill_tokens_per_s, of all sequences together: the median of `repeats` runs after one that loads the kernels, as
