@@ -24,7 +24,7 @@ class ChannelCase:
     K: int = 16
     V: int | None = None
     cu_seqlens: tuple[int, ...] | None = None
-    g: str = "random"  # random | zero | strong | closed | channels | tokens | last | reset | mixed
+    g: str = "random"  # random | zero | medium | strong | closed | channels | tokens | last | reset | mixed
     rule: str = "kda"  # kda | gdn2 | gla
     l2norm: bool = True
     initial_state: bool = True
@@ -49,6 +49,7 @@ CHANNEL_CASES = [
     ChannelCase("packed, no state", T=90, H=1, HV=2, HQ=2, cu_seqlens=(0, 20, 85), initial_state=False, rule="gla"),
     ChannelCase("g=0", T=70, g="zero"),
     ChannelCase("g=-200", T=70, H=2, g="closed"),
+    ChannelCase("two products per chunk", T=70, H=2, HQ=2, HV=4, g="medium"),
     ChannelCase("strong gates", T=70, H=2, g="strong"),
     ChannelCase("strong gates, gdn2", T=70, g="strong", rule="gdn2"),
     ChannelCase("open channel beside closed ones", T=70, g="channels"),
@@ -108,7 +109,9 @@ def channel_decay(kind: str, uniform: torch.Tensor) -> torch.Tensor:
     if kind == "zero":
         g.zero_()
     elif kind == "strong":
-        g = -8 * uniform
+        g = -5 * uniform
+    elif kind == "medium":
+        g = -1.5 * uniform
     elif kind == "closed":
         g.fill_(-200.0)
     elif kind == "channels":

@@ -17,7 +17,7 @@ from tests.kernels.triton_mode import DEVICE, GPU
 
 INTERPRETED = {
     "T=1", "T=65", "gdn2", "one key head, 2 queries, 4 values", "packed, nothing but empty", "strong gates, gdn2",
-    "g=-inf", "packed, no state", "K>V",
+    "g=-inf", "packed, no state", "K>V", "two products per chunk",
 }  # fmt: skip
 CHOSEN = [case for case in CHANNEL_CASES if GPU or case.name in INTERPRETED]
 pytestmark = pytest.mark.usefixtures("poisoned_memory")

@@ -46,7 +46,7 @@ def channel_config(K: int, V: int, dtype: torch.dtype, capability: tuple[int, in
     """The configuration for head sizes K, V in `dtype` on a chip of this compute capability.
 
     128 registers per thread let two programs of 8 warps share a multiprocessor; with keys of 128 channels they would
-    spill too much.
+    spill too much, and narrow slices with 4 warps are faster where two products serve a chunk (decay.py).
 
     float16 has no range for factors above 1. In float32 the exponent's rounding grows with its size. In 16 bits no tile
     is narrower than 64: beside wider ones, tiles of 16 columns gave wrong outputs on an H200 with Triton 3.6 (bfloat16,
@@ -61,12 +61,12 @@ def channel_config(K: int, V: int, dtype: torch.dtype, capability: tuple[int, in
         C=64,
         KP=KP,
         VP=VP,
-        score_BK=64,
+        score_BK=64 if KP <= 64 else 32,
         grad_BK=min(KP, 64 if dtype == torch.float16 else 32),
         BV=min(VP, 64),
         stages=3 if pipelined else 1,
         grad_stages=(3 if KP <= 64 else 2) if pipelined else 1,
-        limit=0.0 if dtype == torch.float16 else 40.0,
-        score_warps=8,
+        limit=0.0 if dtype == torch.float16 else 75.0,
+        score_warps=8 if KP <= 64 else 4,
         score_registers=128 if KP <= 64 else None,
     )

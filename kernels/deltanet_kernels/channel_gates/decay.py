@@ -2,14 +2,18 @@
 
     M_ij = sum_c x_ic y_jc e^{G_ic - G_jc}    (i > j)
 
-as one product of matrices requires e^{G_i - G_m} and e^{G_m - G_j} for some token m. If the chunk decays by less than
-e^-LIMIT from its first token to the middle one and from there to its last, the middle one is m for all pairs: factors
-above 1 are then within the range of the dtype. Otherwise the chunk is halved, because for i >= m > j both factors are
-at most 1: rows of the upper 32 tokens with columns of the lower 32, relative to the first upper token; then 16 and 16
-within each half, and so on until what is left of the blocks decays by less than e^-LIMIT, or down to neighbours.
+as one product of matrices requires e^{G_i - G_m} and e^{G_m - G_j} for some token m. How many products a chunk takes
+depends on its gates:
 
-In halves, the exponents are sums of g from one side, as products with matrices of zeros and ones; differences of sums
-would lose digits next to strong gates. Forward and backward passes compute the same factors.
+    ONE    no channel decays by more than e^-LIMIT from the first token to the middle one, or from there to the last:
+           the middle one is m for all pairs. Factors above 1 are then within the range of the dtype.
+    TWO    the same holds within each half: the half's middle token is m for its pairs. For rows of the upper half and
+           columns of the lower one, the first upper token is m, and both factors are at most 1.
+    MANY   halves of halves, as in TWO, until what is left of the blocks decays by less than e^-LIMIT, or down to
+           neighbours. The exponents are sums of g from one side, as products with matrices of zeros and ones;
+           differences of sums would lose digits next to strong gates.
+
+Forward and backward passes compute the same factors.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -19,6 +23,7 @@ import triton
 import triton.language as tl
 
 STRONGEST = tl.constexpr(-200.0)  # e^-200 is 0 in float32; stronger gates count as this one
+ONE, TWO, MANY = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)  # products for the pairs of a chunk
 
 
 @triton.jit
@@ -37,32 +42,49 @@ def token_sums(take, g, dtype: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def chunk_sums(g, i, C: tl.constexpr, LIMIT: tl.constexpr):
-    """G and G - G_m [C, BK] for the middle token m of the chunk, and whether m serves all pairs."""
-    G = tl.cumsum(g, axis=0)
-    middle = tl.sum(tl.where((i == C // 2)[:, None], G, 0.0), axis=0)
-    e = G - middle[None, :]
-    strongest = tl.maximum(tl.abs(e), -0.5 * G)  # G too: a closed first gate would take the digits of the differences
-    return G, e, tl.max(tl.max(strongest, axis=1), axis=0) < LIMIT
+def row_of(x, i, row: tl.constexpr):
+    """Row x[row] [1, BK] of a tile x [C, BK]."""
+    return tl.sum(tl.where((i == row)[:, None], x, 0.0), axis=0)[None, :]
 
 
 @triton.jit
-def since_start(g, G, mild, i, dtype: tl.constexpr, PRECISION: tl.constexpr):
+def chunk_sums(g, i, C: tl.constexpr, LIMIT: tl.constexpr):
+    """G, G - G_m [C, BK] (of no use for MANY) and how many products serve the pairs: ONE, TWO or MANY."""
+    G = tl.cumsum(g, axis=0)
+    e = G - row_of(G, i, C // 2)
+    products = tl.full([], ONE, tl.int32)
+    # G too: a closed first gate would take the digits of the differences.
+    if tl.max(tl.max(tl.maximum(tl.abs(e), -0.5 * G), axis=1), axis=0) >= LIMIT:
+        e = G - tl.where((i < C // 2)[:, None], row_of(G, i, C // 4), row_of(G, i, C // 4 * 3))
+        strongest = tl.max(tl.max(tl.maximum(tl.abs(e), -0.25 * G), axis=1), axis=0)
+        products = tl.where(strongest < LIMIT, TWO, MANY)
+    return G, e, products
+
+
+@triton.jit
+def between_halves(G, i, C: tl.constexpr):
+    """Factors of rows (0 in the lower half) and of columns (0 in the upper half) [C, BK] for pairs across the middle."""
+    factor = tl.exp(-tl.abs(G - row_of(G, i, C // 2)))
+    upper = (i >= C // 2)[:, None]
+    return tl.where(upper, factor, 0.0), tl.where(upper, 0.0, factor)
+
+
+@triton.jit
+def since_start(g, G, products, i, dtype: tl.constexpr, PRECISION: tl.constexpr):
     """e^G [C, BK]: the decay from before the chunk to each token."""
-    if mild:  # noqa: SIM108 (both sides of an expression would be computed)
-        e = G
-    else:
+    e = G
+    if products == MANY:
         e = token_sums(i[:, None] >= i[None, :], g, dtype, PRECISION)
     return tl.exp(e)
 
 
 @triton.jit
-def until_end(g, G, mild, i, dtype: tl.constexpr, PRECISION: tl.constexpr):
+def until_end(g, G, products, i, dtype: tl.constexpr, PRECISION: tl.constexpr):
     """e^{G_last - G} [C, BK]: the decay from each token to the chunk's last."""
-    if mild:
-        e = tl.minimum(tl.sum(g, axis=0)[None, :] - G, 0.0)
-    else:
+    if products == MANY:
         e = token_sums(i[:, None] < i[None, :], g, dtype, PRECISION)
+    else:
+        e = tl.minimum(tl.sum(g, axis=0)[None, :] - G, 0.0)
     return tl.exp(e)
 
 
@@ -85,14 +107,24 @@ def half_factors(g, h, i, LIMIT: tl.constexpr, dtype: tl.constexpr, PRECISION: t
 
 
 @triton.jit
-def pair_gradients(
-    x, y, g, e, mild, dM, i, BK: tl.constexpr, C: tl.constexpr, LIMIT: tl.constexpr, dtype: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Gradients of x, y and G [C, BK] float32 from that of M, which is 0 for i < j, at dM in memory [C, C].
+def add_gradients(dx, dy, dG, x, y, row, col, dM_rows, dM_cols, dtype: tl.constexpr, PRECISION: tl.constexpr):
+    """dx, dy and dG with those of one product added, whose factors are row and col [C, BK].
 
     dG has the rounded factors of the products, so that what a pair adds at i it takes away at j, to float32.
     """
+    x_row = (x * row).to(dtype)
+    y_col = (y * col).to(dtype)
+    u = tl.dot(dM_rows, y_col, input_precision=PRECISION)
+    w = tl.dot(dM_cols, x_row, input_precision=PRECISION)
+    return dx + u * row, dy + w * col, dG + x_row.to(tl.float32) * u - y_col.to(tl.float32) * w
+
+
+@triton.jit
+def pair_gradients(
+    x, y, g, G, e, products, dM, i, BK: tl.constexpr, C: tl.constexpr, LIMIT: tl.constexpr, dtype: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gradients of x, y and G [C, BK] float32 from that of M, which is 0 for i < j, at dM in memory [C, C]."""
     dx = tl.zeros([C, BK], dtype=tl.float32)
     dy = tl.zeros([C, BK], dtype=tl.float32)
     dG = tl.zeros([C, BK], dtype=tl.float32)
@@ -102,26 +134,23 @@ def pair_gradients(
     zero = tl.zeros([C, C], dtype=dtype)
     dM_rows = tl.where(i[:, None] > i[None, :], dM_rows, zero)
     dM_cols = tl.where(i[:, None] < i[None, :], dM_cols, zero)
-    if mild:
-        row, col = tl.exp(e), tl.exp(-e)
-        x_row = (x * row).to(dtype)
-        y_col = (y * col).to(dtype)
-        u = tl.dot(dM_rows, y_col, input_precision=PRECISION)
-        w = tl.dot(dM_cols, x_row, input_precision=PRECISION)
-        dx += u * row
-        dy += w * col
-        dG += x_row.to(tl.float32) * u - y_col.to(tl.float32) * w
-    else:
+    if products == MANY:
         h = tl.full([], C // 2, tl.int32)
         while h > 0:
             row, col, served = half_factors(g, h, i, LIMIT, dtype, PRECISION)
-            x_row = (x * row).to(dtype)
-            y_col = (y * col).to(dtype)
             same = (i[:, None] ^ i[None, :]) < 2 * h
-            u = tl.dot(tl.where(same, dM_rows, zero), y_col, input_precision=PRECISION)
-            w = tl.dot(tl.where(same, dM_cols, zero), x_row, input_precision=PRECISION)
-            dx += u * row
-            dy += w * col
-            dG += x_row.to(tl.float32) * u - y_col.to(tl.float32) * w
+            dx, dy, dG = add_gradients(
+                dx, dy, dG, x, y, row, col, tl.where(same, dM_rows, zero), tl.where(same, dM_cols, zero), dtype,
+                PRECISION,
+            )  # fmt: skip
             h = tl.where(served, 0, h // 2)
+    else:
+        if products == TWO:
+            row, col = between_halves(G, i, C)
+            dx, dy, dG = add_gradients(dx, dy, dG, x, y, row, col, dM_rows, dM_cols, dtype, PRECISION)
+            same = (i[:, None] ^ i[None, :]) < C // 2
+            dM_rows, dM_cols = tl.where(same, dM_rows, zero), tl.where(same, dM_cols, zero)
+        dx, dy, dG = add_gradients(
+            dx, dy, dG, x, y, tl.exp(e), tl.exp(-e), dM_rows, dM_cols, dtype, PRECISION
+        )  # fmt: skip
     return dx, dy, dG

@@ -63,7 +63,7 @@ def input_gradients_kernel(
     own_at = i[:, None] * (HV * K) + d[None, :]
     gate = tl.load(g + own + own_at, mask=m, other=0.0).to(tl.float32)
     gate = tl.maximum(gate, STRONGEST)
-    G, e_pairs, mild = chunk_sums(gate, i, C, LIMIT)
+    G, e_pairs, products = chunk_sums(gate, i, C, LIMIT)
     k_tile = tl.load(k_base + (i[:, None] * k_token + d[None, :]), mask=m, other=0.0).to(tl.float32)
     dk_tile = tl.zeros([C, BK], dtype=tl.float32)
     dG = tl.zeros([C, BK], dtype=tl.float32)
@@ -74,7 +74,7 @@ def input_gradients_kernel(
         q_base = q + row * q_row + (out // (HO // HQ)).to(tl.int64) * q_head + first * q_token
         q_tile = tl.load(q_base + (i[:, None] * q_token + d[None, :]), mask=m, other=0.0).to(tl.float32) * scale
         dx, dy, dG_pairs = pair_gradients(
-            q_tile, k_tile, gate, e_pairs, mild, dP + own_out * (C * C), i, BK, C, LIMIT, dtype, PRECISION
+            q_tile, k_tile, gate, G, e_pairs, products, dP + own_out * (C * C), i, BK, C, LIMIT, dtype, PRECISION
         )  # fmt: skip
         same = tl.load(dP + own_out * (C * C) + i * (C + 1)).to(tl.float32)[:, None]
         dx += same * k_tile
@@ -89,14 +89,14 @@ def input_gradients_kernel(
             S = tl.load(h + state * (VP * KP) + (e[:, None] * KP + d[None, :])).to(dtype)
             d_reads = tl.dot(do_tile, S, d_reads, input_precision=PRECISION)
         dG += tl.load(reads + own_out * (C * KP) + rows_at).to(tl.float32) * d_reads
-        dx += d_reads * since_start(gate, G, mild, i, dtype, PRECISION)
+        dx += d_reads * since_start(gate, G, products, i, dtype, PRECISION)
         q_at = i[:, None] * (HO * K) + d[None, :]
         tl.store(dq + (flat * HO + out) * K + q_at, (dx * scale).to(dq.dtype.element_ty), mask=m)
 
     if ERASE:
         p_tile = tl.load(p_base + (i[:, None] * p_token + d[None, :]), mask=m, other=0.0).to(tl.float32)
         dx, dy, dG_pairs = pair_gradients(
-            p_tile * strength[:, None], k_tile, gate, e_pairs, mild, dL + state * (C * C), i, BK, C, LIMIT, dtype,
+            p_tile * strength[:, None], k_tile, gate, G, e_pairs, products, dL + state * (C * C), i, BK, C, LIMIT, dtype,
             PRECISION,
         )  # fmt: skip
         dk_tile += dy
@@ -108,7 +108,7 @@ def input_gradients_kernel(
             S = tl.load(h + state * (VP * KP) + (e[:, None] * KP + d[None, :])).to(dtype)
             d_erases = tl.dot(w_tile, S, d_erases, input_precision=PRECISION)
         dG -= tl.load(erases + state * (C * KP) + rows_at).to(tl.float32) * d_erases
-        dx -= d_erases * since_start(gate, G, mild, i, dtype, PRECISION)
+        dx -= d_erases * since_start(gate, G, products, i, dtype, PRECISION)
         p_tile = tl.load(p_base + (i[:, None] * p_token + d[None, :]), mask=m, other=0.0).to(tl.float32)
         part = dbeta + (1 + i_k).to(tl.int64) * tokens * HV
         tl.store(part + (flat + i) * HV + head, tl.sum(p_tile * dx, axis=1), mask=live)
@@ -129,7 +129,7 @@ def input_gradients_kernel(
         S = tl.load(h + state * (VP * KP) + S_at)
         d_fade += tl.sum(S.to(tl.float32) * dS.to(tl.float32), axis=0)
     kept = tl.load(writes + state * (C * KP) + rows_at).to(tl.float32) * d_writes
-    dk_tile += d_writes * until_end(gate, G, mild, i, dtype, PRECISION)
+    dk_tile += d_writes * until_end(gate, G, products, i, dtype, PRECISION)
     tl.store(dk + own + own_at, dk_tile.to(dk.dtype.element_ty), mask=m)
     d_last = tl.sum(kept, axis=0) + tl.load(fade + state * KP + d) * d_fade
     dg_tile = tl.cumsum(dG - kept, axis=0, reverse=True) + d_last[None, :]

@@ -4,8 +4,8 @@ One program per (chunk, output head) computes P and reads; the first head of eac
 and fade. All tiles are stored as [chunks, heads, C, KP] with zeros past the end of a sequence and past K, so that the
 later stages load complete tiles.
 
-Whether one product serves all pairs of a chunk (decay.py) is decided per slice of BK channels. Each of the two ways
-loads its own tiles, so that neither keeps registers for the other.
+How many products serve the pairs of a chunk (decay.py) is decided per slice of BK channels. Each of the ways loads its
+own tiles, so that none keeps registers for another.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -14,28 +14,53 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from deltanet_kernels.channel_gates.decay import STRONGEST, chunk_sums, half_factors, since_start, until_end
+from deltanet_kernels.channel_gates.decay import (
+    MANY,
+    ONE,
+    STRONGEST,
+    TWO,
+    between_halves,
+    chunk_sums,
+    half_factors,
+    since_start,
+    until_end,
+)
 from deltanet_kernels.common.sequences import locate_chunk
 
 
 @triton.jit
-def in_one_product(
+def add_product(M, rows, columns, same, TWO_PRODUCTS: tl.constexpr, PRECISION: tl.constexpr):
+    """M [C, C] with rows times columns added, within each half if two products serve the chunk."""
+    if TWO_PRODUCTS:
+        return M + tl.where(same, tl.dot(rows, columns, input_precision=PRECISION), 0.0)
+    return tl.dot(rows, columns, M, input_precision=PRECISION)
+
+
+@triton.jit
+def in_products(
     P, L, q_at, k_at, p_at, reads_at, erases_at, writes_at, m, strength, scale, g, G, e, i, both, of_state,
-    dtype: tl.constexpr, PRECISION: tl.constexpr,
+    PRODUCTS: tl.constexpr, C: tl.constexpr, dtype: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """P, L [C, C] with the products of a slice added, of which those above the diagonal mean nothing; stores rows."""
+    """P, L [C, C] with the ONE or TWO products of a slice added; above the diagonal they mean nothing. Stores rows."""
     q = tl.load(q_at, mask=m, other=0.0).to(tl.float32) * scale
     k = tl.load(k_at, mask=m, other=0.0).to(tl.float32)
-    row, since = tl.exp(e), since_start(g, G, True, i, dtype, PRECISION)
+    row, since = tl.exp(e), since_start(g, G, PRODUCTS, i, dtype, PRECISION)
     columns = tl.trans((k * tl.exp(-e)).to(dtype))
-    P = tl.dot((q * row).to(dtype), columns, P, input_precision=PRECISION)
+    same = (i[:, None] ^ i[None, :]) < C // 2
+    P = add_product(P, (q * row).to(dtype), columns, same, PRODUCTS == TWO, PRECISION)
     tl.store(reads_at, (q * since).to(dtype))
+    if PRODUCTS == TWO:
+        across, columns_across = between_halves(G, i, C)
+        columns_across = tl.trans((k * columns_across).to(dtype))
+        P = tl.dot((q * across).to(dtype), columns_across, P, input_precision=PRECISION)
     if both:
         p = tl.load(p_at, mask=m, other=0.0).to(tl.float32) * strength[:, None]
-        L = tl.dot((p * row).to(dtype), columns, L, input_precision=PRECISION)
+        L = add_product(L, (p * row).to(dtype), columns, same, PRODUCTS == TWO, PRECISION)
         tl.store(erases_at, (p * since).to(dtype))
+        if PRODUCTS == TWO:
+            L = tl.dot((p * across).to(dtype), columns_across, L, input_precision=PRECISION)
     if of_state:
-        until = until_end(g, G, True, i, dtype, PRECISION)
+        until = until_end(g, G, PRODUCTS, i, dtype, PRECISION)
         tl.store(writes_at, (k * until).to(dtype))
     return P, L
 
@@ -45,15 +70,15 @@ def in_halves(
     P, L, q_at, k_at, p_at, reads_at, erases_at, writes_at, m, strength, scale, g, G, i, both, of_state,
     C: tl.constexpr, LIMIT: tl.constexpr, dtype: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """As `in_one_product`, for any gates."""
-    since = since_start(g, G, False, i, dtype, PRECISION)
+    """As `in_products`, for any gates."""
+    since = since_start(g, G, MANY, i, dtype, PRECISION)
     q = tl.load(q_at, mask=m, other=0.0).to(tl.float32) * scale
     tl.store(reads_at, (q * since).to(dtype))
     if both:
         p = tl.load(p_at, mask=m, other=0.0).to(tl.float32) * strength[:, None]
         tl.store(erases_at, (p * since).to(dtype))
     if of_state:
-        until = until_end(g, G, False, i, dtype, PRECISION)
+        until = until_end(g, G, MANY, i, dtype, PRECISION)
         k = tl.load(k_at, mask=m, other=0.0).to(tl.float32)
         tl.store(writes_at, (k * until).to(dtype))
     h = tl.full([], C // 2, tl.int32)
@@ -114,13 +139,18 @@ def scores_kernel(
         p_at = p_base + (i[:, None] * p_token + d[None, :])
         gate = tl.load(g_base + (i[:, None] * (HV * K) + d[None, :]), mask=m, other=0.0).to(tl.float32)
         gate = tl.maximum(gate, STRONGEST)
-        G, e, mild = chunk_sums(gate, i, C, LIMIT)
+        G, e, products = chunk_sums(gate, i, C, LIMIT)
         if of_state:
             tl.store(fade + state * KP + d, tl.exp(tl.sum(gate, axis=0)))
-        if mild:
-            P, L = in_one_product(
+        if products == ONE:
+            P, L = in_products(
                 P, L, q_at, k_at, p_at, reads_base + at, erases_base + at, writes_base + at, m, strength, scale, gate,
-                G, e, i, both, of_state, dtype, PRECISION,
+                G, e, i, both, of_state, ONE, C, dtype, PRECISION,
+            )  # fmt: skip
+        elif products == TWO:
+            P, L = in_products(
+                P, L, q_at, k_at, p_at, reads_base + at, erases_base + at, writes_base + at, m, strength, scale, gate,
+                G, e, i, both, of_state, TWO, C, dtype, PRECISION,
             )  # fmt: skip
         else:
             P, L = in_halves(
