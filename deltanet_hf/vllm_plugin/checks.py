@@ -22,7 +22,7 @@ class Checks(VerifyAndUpdateConfig):
 
     @staticmethod
     def verify_and_update_model_config(model_config: ModelConfig) -> None:
-        """Name the layers that keep states in `layer_types`, by which vLLM knows a hybrid.
+        """Name the layers that keep states in `layer_types`, by which vLLM knows a hybrid: one that is not all attention.
 
         Graphs are off where the family's own code reads numbers on the host.
         """
@@ -33,7 +33,7 @@ class Checks(VerifyAndUpdateConfig):
         states = [index for index, kind in table.converted.items() if _has_state(kind.mixer)]
         if table.cache_bits < 16:  # softmax layers too: the tokens that are not packed yet
             states = list(range(len(table)))
-        types = list(own) if own and states else ["full_attention"] * len(table)
+        types = list(own or ["full_attention"] * len(table)) if states else ["attention"] * len(table)
         for index in states:
             types[index] = "linear_attention"
         setattr(config, OWN_TYPES, own)

@@ -21,6 +21,7 @@ from support.tiny_models import randomise, teacher_config
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # vLLM's own attention on a GPU; tf32 is off by 1e-3
 
 TOKENS = 16
 SMALL_STEPS = {"max_model_len": 512, "max_num_seqs": 4, "max_num_batched_tokens": 32}
@@ -53,14 +54,16 @@ class Answer(NamedTuple):
 
 
 def by_generate(model: PreTrainedModel, texts: Sequence[Sequence[int]]) -> list[Answer]:
-    """Continue each prompt alone by `generate`, whatever the tokens are."""
+    """Continue each prompt alone by `generate`, whatever the tokens are, on the device that vLLM uses."""
+    device: Any = "cuda" if torch.cuda.is_available() else "cpu"
+    model = model.to(device)
     model.generation_config.eos_token_id = None
     model.set_attn_implementation("eager")  # SDPA leaves out the capped scores of Gemma 2
     settings: dict[str, Any] = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     answers = []
     for text in texts:
         with torch.no_grad():
-            result: Any = model.generate(torch.tensor([text]), max_new_tokens=TOKENS, **settings)
+            result: Any = model.generate(torch.tensor([text], device=device), max_new_tokens=TOKENS, **settings)
         tokens = result.sequences[0, len(text) :]
         logprobs = torch.cat(result.logits).float().log_softmax(-1).gather(-1, tokens[:, None]).squeeze(-1)
         answers.append(Answer(tokens.tolist(), logprobs.tolist()))
