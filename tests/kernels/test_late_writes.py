@@ -1,6 +1,5 @@
 """Decoding steps with late writes against steps that write at once, in PyTorch and in Triton; states in 8 bits."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,18 +12,18 @@ from deltanet_kernels.gated_delta_rule.cpu_step import torch_gated_delta_step_
 from deltanet_kernels.gated_delta_rule.step import delta_step_
 from support.refusals import assert_refused
 from tests.kernels.cases import relative_error
-from tests.kernels.test_step import NATIVE, SIDES, SLOTS, TENSORS, Step, in_larger, make, triton_step_
+from tests.kernels.test_step import NATIVE, SLOTS, TENSORS, Step, in_larger, make, triton_step_
 from tests.kernels.triton_mode import DEVICE
 
 CASES = [
     Step("native", **NATIVE),
     Step("padding, three slices", V=130, K=24, padding=True, **NATIVE),
     Step("query heads share a state, odd sizes", HQ=4, K=20, V=90, norm="per_head", rope=16, offset=True),
-    Step("grouped heads with a convolution", H=1, HQ=1, HV=2, **NATIVE),
+    Step("undecayed, grouped heads with a convolution", H=1, HQ=1, HV=2, erase="undecayed", **NATIVE),
     Step("no erasing, as given", erase="off", given=True, gate=False, norm="none"),
-    Step("undecayed", erase="undecayed", negative=True),
 ]
 ROOM = 3
+FORMS = (gated_delta_step_, triton_step_)
 CHANGED = ("state", "conv_tail")
 MOVED = ("q", "k", "v", "a", "b", "z", "cos", "sin")
 
@@ -87,66 +86,63 @@ def test_late_writes_are_those_of_every_token(case: Step) -> None:
         assert torch.equal(found_x["late_count"], waiting)
 
 
-@pytest.mark.parametrize("step_", SIDES)
 @pytest.mark.parametrize("size", [16, 136], ids=["one kernel", "composed"])
-def test_drafted_tokens_are_taken_back_by_lowering_the_count(step_: Callable[..., torch.Tensor], size: int) -> None:
+def test_drafted_tokens_are_taken_back_by_lowering_the_count(size: int) -> None:
     """3 tokens do not fit beside the writes before, which are folded first, so that the 3 can be taken back."""
     x, calls = tokens(Step("drafts", B=1, K=size, V=size), 5)
     drafts = {n: None if calls[0][n] is None else torch.cat([c[n] for c in calls[2:]], 1) for n in MOVED}
-    found, wanted = late(x["state"]), x["state"].clone()
-    for token in calls[:2]:
-        step_(**x | token | found)
-        step_(**x | token | {"state": wanted})
-    accepted = wanted.clone()
-    outputs = step_(**x | drafts | found)
-    assert relative_error(outputs, step_(**x | drafts | {"state": wanted}).double()) < 2e-6
-    assert found["late_count"].tolist() == [[3, 3]]
-    assert relative_error(found["state"], accepted.double()) < 2e-6  # folded
-    assert relative_error(current(found), wanted.double()) < 2e-6
-    found["late_count"] -= 2
-    step_(**x | calls[2] | {"state": accepted})
-    assert relative_error(current(found), accepted.double()) < 2e-6
+    for step_ in FORMS:
+        found, wanted = late(x["state"]), x["state"].clone()
+        for token in calls[:2]:
+            step_(**x | token | found)
+            step_(**x | token | {"state": wanted})
+        accepted = wanted.clone()
+        outputs = step_(**x | drafts | found)
+        assert relative_error(outputs, step_(**x | drafts | {"state": wanted}).double()) < 2e-6
+        assert found["late_count"].tolist() == [[3, 3]]
+        assert relative_error(found["state"], accepted.double()) < 2e-6  # folded
+        assert relative_error(current(found), wanted.double()) < 2e-6
+        found["late_count"] -= 2
+        step_(**x | calls[2] | {"state": accepted})
+        assert relative_error(current(found), accepted.double()) < 2e-6
 
 
-@pytest.mark.parametrize("step_", SIDES)
-def test_late_writes_may_be_rows_of_larger_tensors(step_: Callable[..., torch.Tensor]) -> None:
+def test_late_writes_may_be_rows_of_larger_tensors() -> None:
     x, calls = tokens(Step("slots", V=80, **NATIVE), ROOM + 2)
-    state = rounded_to_8_bits(x["state"])
-    wanted = late(x["state"]) | {"state": state[0].clone(), "state_scale": state[1], "conv_tail": x["conv_tail"]}
-    larger = {name: in_larger(y) for name, y in wanted.items()}
     slots = torch.tensor(SLOTS, dtype=torch.int32, device=DEVICE)
-    for token in calls:
-        o = step_(**x | token | wanted)
-        assert torch.equal(step_(**x | token | larger, slots=slots), o)
-    for name, rows in larger.items():
-        assert torch.equal(rows[list(SLOTS)].nan_to_num(), wanted[name].nan_to_num()), name
-        assert (rows[[0, 1, 3]] == 3).all()
+    for step_ in FORMS:
+        wanted = late(x["state"]) | {"conv_tail": x["conv_tail"].clone()}
+        wanted["state"], wanted["state_scale"] = rounded_to_8_bits(x["state"])
+        larger = {name: in_larger(y) for name, y in wanted.items()}
+        for token in calls:
+            o = step_(**x | token | wanted)
+            assert torch.equal(step_(**x | token | larger, slots=slots), o)
+        for name, rows in larger.items():
+            assert torch.equal(rows[list(SLOTS)].nan_to_num(), wanted[name].nan_to_num()), name
+            assert (rows[[0, 1, 3]] == 3).all()
 
 
-@pytest.mark.parametrize(
-    ("dtype", "writes", "bound"),
-    [
-        (torch.float32, torch.bfloat16, torch.finfo(torch.bfloat16).eps),  # Triton's interpreter truncates to bfloat16
-        (torch.bfloat16, torch.float32, torch.finfo(torch.bfloat16).eps),
-        (torch.int8, torch.float32, 1e-3),  # a sum in another order may round to the next number
-    ],
-    ids=str,
-)
-def test_both_forms_round_alike(dtype: torch.dtype, writes: torch.dtype, bound: float) -> None:
+def test_both_forms_round_alike() -> None:
     """Over four folds."""
     x, calls = tokens(Step("rounded", K=32, V=96), 4 * 4 + 1)
-    start = late(x["state"], 4, writes)
-    if dtype == torch.int8:
-        start["state"], start["state_scale"] = rounded_to_8_bits(x["state"])
-    start["state"] = start["state"].to(dtype)
-    states = [{n: t.clone() for n, t in start.items()} for _ in SIDES]
-    for token in calls:
-        outputs = [step_(**x | token | y) for step_, y in zip((gated_delta_step_, triton_step_), states, strict=True)]
-        assert relative_error(outputs[1], outputs[0].double()) < bound
-    assert states[1]["state"].dtype == dtype
-    wide = [restored(y["state"], y.get("state_scale"), torch.float64) for y in states]
-    assert relative_error(wide[1], wide[0]) < bound
-    assert relative_error(wide[1], current(start)) > 0.1  # it was folded
+    rounding = torch.finfo(torch.bfloat16).eps
+    for dtype, writes, bound in (
+        (torch.float32, torch.bfloat16, rounding),  # Triton's interpreter truncates to bfloat16
+        (torch.bfloat16, torch.float32, rounding),
+        (torch.int8, torch.float32, 1e-3),  # a sum in another order may round to the next number
+    ):
+        start = late(x["state"], 4, writes)
+        if dtype == torch.int8:
+            start["state"], start["state_scale"] = rounded_to_8_bits(x["state"])
+        start["state"] = start["state"].to(dtype)
+        states = [{n: t.clone() for n, t in start.items()} for _ in FORMS]
+        for token in calls:
+            outputs = [step_(**x | token | y) for step_, y in zip(FORMS, states, strict=True)]
+            assert relative_error(outputs[1], outputs[0].double()) < bound
+        assert states[1]["state"].dtype == dtype
+        wide = [restored(y["state"], y.get("state_scale"), torch.float64) for y in states]
+        assert relative_error(wide[1], wide[0]) < bound
+        assert relative_error(wide[1], current(start)) > 0.1  # it was folded
 
 
 def test_a_state_in_8_bits_has_an_error_like_that_of_bfloat16() -> None:
