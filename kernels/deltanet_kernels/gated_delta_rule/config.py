@@ -75,9 +75,9 @@ def late_slices(K: int, V: int) -> tuple[int, int, bool, int]:
     return min(power_of_two(V, 1), 64), max(1, power_of_two(K, 1) // 32), False, 4
 
 
-def fold_rows(BK: int, BV: int) -> int:
-    """Rows of the state that a program folds late writes into at a time: 4096 numbers."""
-    return max(1, min(BK, 4096 // BV))
+def fold_rows(BK: int, BV: int, warps: int) -> int:
+    """Rows of the state that a program folds late writes into at a time: 32 numbers per thread, at least 16 rows."""
+    return max(16, min(BK, 1024 * warps // BV))
 
 
 def step_warps(elements: int) -> int:

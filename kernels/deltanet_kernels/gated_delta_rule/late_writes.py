@@ -47,28 +47,28 @@ def late_products(x, keys, weights):
 
 @triton.jit
 def fold(
-    state, scale, writes, decay, count, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, ROWS: tl.constexpr
+    state, scale, writes, decay, count, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, PLACES: tl.constexpr,
+    ROWS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write the current state to S_0, ROWS rows at a time; the caller counts from 0 again."""
+    DEPTH: tl.constexpr = PLACES if PLACES > 16 else 16  # the least of a product
     f = tl.arange(0, BV)
+    i = tl.arange(0, DEPTH)
     mf = f < V
+    waits = i < count
+    weights, faded = late_weights(decay, count, DEPTH)
+    values = late_values(writes, count, f, K, V, DEPTH).to(tl.float32)
     for first in range(0, K, ROWS):
         d = first + tl.arange(0, ROWS)
         md = d < K
         m = md[:, None] & mf[None, :]
         at = state + d[:, None] * V + f[None, :]
-        old = tl.load(at, mask=m, other=0.0).to(tl.float32)
+        old = tl.load(at, mask=m, other=0.0).to(tl.float32) * faded
         if scale is not None:
             old *= tl.load(scale + d, mask=md, other=0.0)[:, None]
-        new = tl.zeros([ROWS, BV], dtype=tl.float32)
-        weight = (count * 0 + 1).to(tl.float32)
-        for back in range(0, count):  # the last first: a product of factors is its weight
-            write = writes + (count - 1 - back) * (K + V)
-            key = tl.load(write + d, mask=md, other=0.0).to(tl.float32)
-            value = tl.load(write + K + f, mask=mf, other=0.0).to(tl.float32)
-            new += (weight * key)[:, None] * value[None, :]
-            weight *= tl.load(decay + (count - 1 - back))
-        new += weight * old
+        at_keys = writes + i[None, :] * (K + V) + d[:, None]
+        keys = tl.load(at_keys, mask=md[:, None] & waits[None, :], other=0.0).to(tl.float32)
+        new = tl.dot(keys * weights[None, :], values, old, input_precision=PRECISION)
         if scale is not None:
             largest = tl.max(tl.abs(new), axis=1)
             tl.store(scale + d, largest / 127.0, mask=md)

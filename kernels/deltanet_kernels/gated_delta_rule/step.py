@@ -95,7 +95,9 @@ def delta_step_(
         "DECAY": A_log is not None, "SIGMOID": use_beta_sigmoid_in_kernel, "READ": erase != "off",
         "UNDECAYED": erase == "undecayed",
         "Q_ROW": q_row, "K_ROW": k_row, "V_ROW": v_row, "A_ROW": a_row, "B_ROW": b_row, "Z_ROW": z_row,
-        "KV_REPEATS": kv_repeats, "LATE": late, "PLACES": power_of_two(late, 2), "ROWS": fold_rows(BK, BV),
+        "KV_REPEATS": kv_repeats, "LATE": late, "PLACES": power_of_two(late, 2),
+        # Writes in 16 bits are kept exactly in three products of 10 bits.
+        "PRECISION": "tf32x3" if late_writes is not None and late_writes.dtype == torch.bfloat16 else "ieee",
     }  # fmt: skip
     waiting = (late_writes, late_decay, late_count, state_scale)
     if T == 1:
@@ -107,10 +109,14 @@ def delta_step_(
             one_token_kernel, B * HV, *tensors, slots, *waiting, scale, eps, **options, STATE_ROW=row_size(state),
             TAIL_ROW=row_size(conv_tail), WRITES_ROW=row_size(late_writes), DECAY_ROW=row_size(late_decay),
             COUNT_ROW=row_size(late_count), SCALE_ROW=row_size(state_scale), SLICE=width, AHEAD=ahead,
-            COLUMNS=columns, num_warps=warps,
+            COLUMNS=columns, ROWS=fold_rows(BK, BV, warps), num_warps=warps,
         )  # fmt: skip
     else:
-        launch(step_kernel, B * HV, *tensors, *waiting, scale, eps, T, **options, num_warps=step_warps(BK * BV))
+        warps = step_warps(BK * BV)
+        launch(
+            step_kernel, B * HV, *tensors, *waiting, scale, eps, T, **options, ROWS=fold_rows(BK, BV, warps),
+            num_warps=warps,
+        )  # fmt: skip
     return o
 
 

@@ -37,7 +37,7 @@ def one_token_kernel(
     B_ROW: tl.constexpr, Z_ROW: tl.constexpr, KV_REPEATS: tl.constexpr, STATE_ROW: tl.constexpr,
     TAIL_ROW: tl.constexpr, SLICE: tl.constexpr, AHEAD: tl.constexpr, COLUMNS: tl.constexpr,
     LATE: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr, WRITES_ROW: tl.constexpr, DECAY_ROW: tl.constexpr,
-    COUNT_ROW: tl.constexpr, SCALE_ROW: tl.constexpr,
+    COUNT_ROW: tl.constexpr, SCALE_ROW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Process one token; one program per (row, state head).
 
@@ -77,7 +77,10 @@ def one_token_kernel(
     S = tl.load(at, mask=md[:, None] & (e < V)[None, :], other=0.0)
     if LATE > 0:
         if count == LATE:
-            fold(state + (n * HV + head) * K * V, state_scale, late_writes, late_decay, count, K, V, BV, ROWS)
+            fold(
+                state + (n * HV + head) * K * V, state_scale, late_writes, late_decay, count, K, V, BV, PLACES, ROWS,
+                PRECISION,
+            )  # fmt: skip
             S = tl.load(at, mask=md[:, None] & (e < V)[None, :], other=0.0)
             count = 0
         weights, faded = late_weights(late_decay, count, PLACES)
@@ -197,7 +200,7 @@ def step_kernel(
     OFFSET: tl.constexpr, BETA: tl.constexpr, DECAY: tl.constexpr, SIGMOID: tl.constexpr, READ: tl.constexpr,
     UNDECAYED: tl.constexpr, Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, A_ROW: tl.constexpr,
     B_ROW: tl.constexpr, Z_ROW: tl.constexpr, KV_REPEATS: tl.constexpr, LATE: tl.constexpr, PLACES: tl.constexpr,
-    ROWS: tl.constexpr,
+    ROWS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Process T tokens; one program per (row, state head). LATE as for one token."""
     HO: tl.constexpr = HQ if HQ > HV else HV
@@ -222,7 +225,10 @@ def step_kernel(
         count = tl.load(late_count)
         tl.debug_barrier()  # every thread has read the count
         if count + T > LATE:
-            fold(state + (n * HV + head) * K * V, state_scale, late_writes, late_decay, count, K, V, BV, ROWS)
+            fold(
+                state + (n * HV + head) * K * V, state_scale, late_writes, late_decay, count, K, V, BV, PLACES, ROWS,
+                PRECISION,
+            )  # fmt: skip
             count = 0
     S = tl.load(at, mask=mS, other=0.0).to(tl.float32)
     if state_scale is not None:

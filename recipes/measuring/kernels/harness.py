@@ -121,7 +121,7 @@ def _is_chosen(row: Row, only: Sequence[str]) -> bool:
         name, _, value = entry.partition("=")
         given.setdefault(name, []).append(value.replace(" ", ""))
     return all(
-        str(row.get(name)) in values or json.dumps(row.get(name), separators=(",", ":")) in values
+        str(row.get(name)).replace(" ", "") in values or json.dumps(row.get(name), separators=(",", ":")) in values
         for name, values in given.items()
     )
 
