@@ -27,7 +27,7 @@ from deltanet_hf.fast.norms import FastNorm, form_of
 from deltanet_hf.fast.window import mixture, window_prefill, window_step
 from deltanet_hf.mixers.cache.argument import given_cache
 from deltanet_hf.mixers.cache.state import MixerCacheLayer, State
-from deltanet_hf.mixers.layer.delta_rule import DeltaRule, stored
+from deltanet_hf.mixers.layer.delta_rule import DeltaRule
 from deltanet_hf.mixers.layer.layer_call import LayerCall, recorded
 from deltanet_hf.mixers.layer.layer_kind import PositionEmbeddings
 from deltanet_hf.mixers.layer.mix_call import MixCall
@@ -171,6 +171,10 @@ class FastMixer:
             erase=layer.erase,
             kv_repeats=layer.kv_repeats,
             slots=cache.slots,
+            late_writes=state.get("late_writes"),
+            late_decay=state.get("late_decay"),
+            late_count=state.get("late_count"),
+            state_scale=state.get("state_scale"),
         )
         if layer.window_branch is not None:
             q, k, v = map(layer.split_heads, (q, k, v))
@@ -243,7 +247,7 @@ class FastMixer:
         g, beta = gates
         call = RuleCall(q, k, v, g, beta, None, None, keep_state, True, erase=self.layer.erase)
         output, new_state = chunk_rule.unchecked(call)
-        return output, stored(new_state, self.settings.state_dtype)
+        return output, self.layer.stored(new_state, v.dtype)
 
 
 def _with_fast_parts(mixer: Any, may_move: bool) -> Mixer:

@@ -25,7 +25,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from deltanet_hf.mixers.layer import DeltaRule, MixCall, MixerProjections, State, StepGates, TensorShape
+from deltanet_hf.mixers.layer import DeltaRule, LateSettings, MixCall, MixerProjections, State, StepGates, TensorShape
 from deltanet_hf.mixers.layer.delta_rule import CLOSED_GATE, delta_rule, wide_range
 from deltanet_hf.mixers.layer.feature_maps import elu_features
 from deltanet_hf.mixers.layer.settings import check_bool
@@ -35,7 +35,7 @@ TINY = 1e-30  # a smaller normaliser is one of keys whose features are 0
 
 
 @dataclass(frozen=True)
-class DeltaNetSettings(MixerProjections):
+class DeltaNetSettings(LateSettings):
     """Settings of DeltaNet."""
 
     normalised: bool = False  # positive features of q and k instead of unit length, and normalised reads
@@ -45,6 +45,8 @@ class DeltaNetSettings(MixerProjections):
         check_bool(where, "normalised", self.normalised)
         if self.normalised and self.allow_neg_eigval:
             raise ValueError(f"{where}.allow_neg_eigval: got true, but with normalised there are none; leave it out")
+        if self.normalised and self.late_writes:
+            raise ValueError(f"{where}.late_writes: got {self.late_writes}, expected 0 with normalised")
 
 
 class DeltaNet(DeltaRule):

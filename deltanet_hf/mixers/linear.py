@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from deltanet_hf.mixers.layer import AdditiveSettings, DeltaRule, MixCall, MixerProjections, State, TensorShape
+from deltanet_hf.mixers.layer import DeltaRule, LateAdditiveSettings, MixCall, MixerProjections, State, TensorShape
 from deltanet_hf.mixers.layer.delta_rule import delta_rule, wide_range
 from deltanet_hf.mixers.layer.feature_maps import TaylorFeatures, elu_features, taylor_size
 from deltanet_hf.mixers.layer.settings import check_choice
@@ -34,7 +34,7 @@ TINY = 1e-30  # a normaliser below it belongs to padding, which has read nothing
 
 
 @dataclass(frozen=True)
-class LinearSettings(AdditiveSettings):
+class LinearSettings(LateAdditiveSettings):
     """Settings of linear attention."""
 
     feature_map: FeatureMap = "none"  # none: q and k at unit length, without a normaliser
@@ -45,6 +45,8 @@ class LinearSettings(AdditiveSettings):
         check_choice(where, "feature_map", self.feature_map, get_args(FeatureMap))
         if type(self.feature_dim) is not int or not 1 <= self.feature_dim <= LARGEST_FEATURE_DIM:
             raise ValueError(f"{where}.feature_dim: got {self.feature_dim!r}, expected 1 to {LARGEST_FEATURE_DIM}")
+        if self.feature_map != "none" and self.late_writes:
+            raise ValueError(f"{where}.late_writes: got {self.late_writes}, expected 0 with a feature_map")
 
 
 class Linear(DeltaRule):
@@ -89,10 +91,10 @@ class Linear(DeltaRule):
             self.features.adapt(q, k)
 
     def recurrent_shapes(self) -> dict[str, TensorShape]:
-        plain = super().recurrent_shapes()["state"]
-        states, keys, values = plain.shape
-        if self.settings.feature_map != "none":
-            values += 1
+        plain = super().recurrent_shapes()
+        if self.settings.feature_map == "none":
+            return plain
+        states, keys, values = plain["state"].shape
         if self.settings.feature_map == "taylor":
             keys = taylor_size(self.settings.feature_dim)
-        return {"state": TensorShape((states, keys, values), plain.dtype)}
+        return {"state": TensorShape((states, keys, values + 1), plain["state"].dtype)}

@@ -19,6 +19,7 @@ from tests.kernels.state_cases import Shape
 from tests.kernels.state_cases import results as state_results
 from tests.kernels.test_decode_attention import SHAPES as CACHES
 from tests.kernels.test_decode_attention import make as make_cache
+from tests.kernels.test_late_writes import late
 from tests.kernels.test_prompt import CASES as PROMPTS
 from tests.kernels.test_prompt import make as make_prompt
 from tests.kernels.test_prompt import triton_inputs
@@ -110,6 +111,10 @@ def main() -> None:
             x = make(step, dtype, "cuda")
             options = (x["allow_neg_eigval"], x["use_beta_sigmoid_in_kernel"], x["erase"])
             delta_step_(*(x[name] for name in TENSORS), 0.1, 1e-6, True, True, *options)
+            x |= late(x["state"])
+            waiting = (x["late_writes"], x["late_decay"], x["late_count"])
+            for _ in range(4):  # folds
+                delta_step_(*(x[name] for name in TENSORS), 0.1, 1e-6, True, True, *options, 1, None, *waiting)
     torch.cuda.synchronize()
     print("convolution, norm, fused step", flush=True)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from deltanet_hf.mixers.cache.cache_bytes import cache_bytes
 from deltanet_hf.mixers.layer import MixCall
 from deltanet_hf.mixers.layer.parts import KeyOffset
 from deltanet_kernels import naive_gated_delta_rule
+from support.refusals import assert_refused
 from support.tiny_models import HYBRID, LAYERS, tiny_student
 
 TOKENS = torch.randint(3, 97, (2, 12), generator=torch.Generator().manual_seed(4))
@@ -231,17 +233,36 @@ def test_old_tables_have_the_settings_off() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+def test_wrong_values_are_named() -> None:
+    rows: list[tuple[dict[str, Any], str]] = [
         ({"k_offset": 1}, "k_offset: got 1, expected true or false"),
         ({"allow_neg_eigval": "yes"}, "allow_neg_eigval: got 'yes', expected true or false"),
-        ({"state_dtype": "float16"}, "state_dtype: got 'float16', expected one of float32, bfloat16"),
-    ],
-)
-def test_wrong_values_are_named(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        LayerTable.preset(LAYERS, **change)
+        ({"state_dtype": "float16"}, "state_dtype: got 'float16', expected one of float32, bfloat16, int8"),
+        ({"state_dtype": "int8"}, "late_writes: got 0, expected at least 8"),
+        ({"late_writes": -1}, "late_writes: got -1, expected a whole number of at least 0"),
+        ({"state_dtype": "int8", "mixer": "comba"}, "state_dtype: got 'int8', expected one of float32, bfloat16$"),
+        ({"late_writes": 8, "mixer": "deltanet", "normalised": True}, "late_writes: got 8, expected 0"),
+        ({"late_writes": 8, "mixer": "linear", "feature_map": "elu"}, "late_writes: got 8, expected 0"),
+    ]
+    preset = functools.partial(LayerTable.preset, LAYERS)
+    assert_refused(preset, [(change, ValueError, message) for change, message in rows])
+
+
+@torch.no_grad()
+def test_late_writes_and_8_bits() -> None:
+    """Prompt, steps over two folds, several tokens: exact in float32, near it in 8 bits."""
+    ids = torch.randint(3, 97, (2, 30), generator=torch.Generator().manual_seed(1))
+    for mixer in ("gated_deltanet", "deltanet", "retention", "linear+window"):
+        full = tiny_student("llama", mixer=mixer, state_dtype="float32")
+        wanted = full(ids).logits
+        for state_dtype, bound in (("float32", 1e-5), ("int8", 0.05)):
+            model = tiny_student("llama", mixer=mixer, state_dtype=state_dtype, late_writes=8)
+            model.load_state_dict(full.state_dict())
+            cache = DynamicCache(config=model.config)
+            parts = ids.split([4, *[1] * 18, 3, 5], dim=1)
+            found = torch.cat([model(part, past_key_values=cache, use_cache=True).logits for part in parts], dim=1)
+            assert (found - wanted).norm() < bound * wanted.norm(), (mixer, state_dtype)
+            assert cache.layers[0].state["state"].dtype == getattr(torch, state_dtype)
 
 
 @pytest.mark.parametrize(

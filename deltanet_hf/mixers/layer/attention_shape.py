@@ -6,7 +6,7 @@ import copy
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
@@ -18,7 +18,7 @@ from deltanet_hf.models.families import HALF_ANGLES, PREFIX
 
 Activation = Literal["silu", "none"]
 OutputNorm = Literal["none", "shared", "per_head"]
-StateDtype = Literal["float32", "bfloat16"]
+StateDtype = Literal["float32", "bfloat16", "int8"]
 ConvolvedParts = Literal["qkv", "k"]
 
 
@@ -26,6 +26,8 @@ ConvolvedParts = Literal["qkv", "k"]
 class MixerProjections(MixerSettings):
     """The settings of everything that surrounds a recurrence; all mixers with a recurrent state share them."""
 
+    state_dtypes: ClassVar[tuple[StateDtype, ...]] = ("float32", "bfloat16")
+    """Those that the rule has."""
     expand_kv: bool  # key/value heads repeated to the number of query heads: one state per query head
     rope: bool  # the teacher's rotary embedding on q and k
     qk_norm: bool  # the teacher's learned q/k norms, where it has them
@@ -47,13 +49,13 @@ class MixerProjections(MixerSettings):
 
     def validate(self, where: str) -> None:
         for name, allowed in (
-            ("qk_activation", Activation),
-            ("v_activation", Activation),
-            ("output_norm", OutputNorm),
-            ("state_dtype", StateDtype),
-            ("conv_on", ConvolvedParts),
+            ("qk_activation", get_args(Activation)),
+            ("v_activation", get_args(Activation)),
+            ("output_norm", get_args(OutputNorm)),
+            ("state_dtype", self.state_dtypes),
+            ("conv_on", get_args(ConvolvedParts)),
         ):
-            check_choice(where, name, getattr(self, name), get_args(allowed))
+            check_choice(where, name, getattr(self, name), allowed)
         for name in (
             "expand_kv",
             "rope",

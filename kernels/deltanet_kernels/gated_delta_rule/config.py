@@ -66,6 +66,20 @@ def step_slices(K: int, V: int, programs: int, processors: int) -> tuple[int, in
     return min(power_of_two(V, 1), 64), max(1, power_of_two(K, 1) // 32), programs <= 2 * processors
 
 
+def late_slices(K: int, V: int) -> tuple[int, int, bool, int]:
+    """The same for a step with late writes, and the neighbouring columns of a thread.
+
+    The compiler alone makes a thread load 16 bytes. Of 8 bits these are 16 columns, whose sums over K take four times
+    the shuffles between threads and a third more registers than four columns.
+    """
+    return min(power_of_two(V, 1), 64), max(1, power_of_two(K, 1) // 32), False, 4
+
+
+def fold_rows(BK: int, BV: int, warps: int) -> int:
+    """Rows of the state that a program folds late writes into at a time: 32 numbers per thread, at least 16 rows."""
+    return max(16, min(BK, 1024 * warps // BV))
+
+
 def step_warps(elements: int) -> int:
     """Warps of the step of several tokens with `elements` of state per program; more make the compiler repeat loads."""
     return max(1, min(4, elements // 2048))

@@ -3,6 +3,7 @@
 With PyTorch operators it is the CPU path. With Triton operators it serves states that the fused kernel does not.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -13,9 +14,11 @@ from deltanet_kernels.arguments import ConvCall, GatedNormCall, StepCall
 from deltanet_kernels.common.heads import repeated
 from deltanet_kernels.common.rotation import rotate
 from deltanet_kernels.common.slots import on_copies
+from deltanet_kernels.gated_delta_rule.cpu_late_writes import LateState, torch_late_step_
 from deltanet_kernels.gated_delta_rule.cpu_recurrent import torch_recurrent_step_
 from deltanet_kernels.reference import torch_causal_conv1d, torch_gated_rms_norm
 
+CHANGED = ("state", "conv_tail", "late_writes", "late_decay", "late_count", "state_scale")
 CLOSED = -1e4  # a gate logit whose sigmoid and softplus are exactly 0
 
 
@@ -30,7 +33,7 @@ class StepParts(NamedTuple):
 def compose_step_(parts: StepParts, call: StepCall) -> torch.Tensor:
     """`deltanet_kernels.gated_delta_step_` composed of `parts`."""
     if call.slots is not None:
-        return on_copies(lambda copied: compose_step_(parts, copied), call, ("state", "conv_tail"))
+        return on_copies(lambda copied: compose_step_(parts, copied), call, CHANGED)
     q, k, v, a, b, state, A_log, dt_bias, conv_weight, conv_tail, z, norm_weight, padding, cos, sin, *_ = call
     k_offset, eps, qk_silu, v_silu = call.k_offset, call.eps, call.qk_silu, call.v_silu
     sigmoid, allow_neg_eigval = call.use_beta_sigmoid_in_kernel, call.allow_neg_eigval
@@ -61,7 +64,10 @@ def compose_step_(parts: StepParts, call: StepCall) -> torch.Tensor:
     if v_silu:
         v = F.silu(v)
     strength = 2 * b.to(torch.promote_types(b.dtype, torch.float32)).sigmoid() if allow_neg_eigval else b
-    o = parts.rule_(
+    rule_ = parts.rule_
+    if call.late_writes is not None:
+        rule_ = functools.partial(torch_late_step_, late=LateState.of(call), padding=padding)
+    o = rule_(
         q, k, v, a, strength, state, call.factor, True, A_log=A_log, dt_bias=dt_bias,
         use_beta_sigmoid_in_kernel=sigmoid and not allow_neg_eigval, erase=call.erase,
     )  # fmt: skip

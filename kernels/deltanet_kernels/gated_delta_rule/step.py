@@ -9,7 +9,8 @@
 
 A step of one token processes the state in slices of its columns. Several tokens keep the complete state in a program's
 registers (step_kernels.py). If it does not fit there, and for
-convolutions with key heads that several states share, the separate kernels run.
+convolutions with key heads that several states share, the separate kernels run. With late writes a step reads the state
+and writes next to it (late_writes.py); the rule is then computed in PyTorch where the separate kernels would run.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -25,8 +26,14 @@ from deltanet_kernels.common.rows import rows
 from deltanet_kernels.common.sizes import power_of_two
 from deltanet_kernels.common.slots import row_size
 from deltanet_kernels.conv import causal_conv1d_triton
-from deltanet_kernels.gated_delta_rule.config import check_supported, step_slices, step_warps
-from deltanet_kernels.gated_delta_rule.cpu_step import StepParts, compose_step_
+from deltanet_kernels.gated_delta_rule.config import (
+    check_supported,
+    fold_rows,
+    late_slices,
+    step_slices,
+    step_warps,
+)
+from deltanet_kernels.gated_delta_rule.cpu_step import CHANGED, StepParts, compose_step_
 from deltanet_kernels.gated_delta_rule.recurrent import gated_delta_rule_step_
 from deltanet_kernels.gated_delta_rule.step_kernels import one_token_kernel, step_kernel
 from deltanet_kernels.norm import gated_rms_norm_triton
@@ -42,13 +49,13 @@ def _heads(q: torch.Tensor, k: torch.Tensor, state: torch.Tensor, kv_repeats: in
 def _fake_delta_step_(
     q, k, v, a, b, state, A_log, dt_bias, conv_weight, conv_tail, z, norm_weight, padding, cos, sin, k_offset,
     scale, eps, qk_silu, v_silu, allow_neg_eigval, use_beta_sigmoid_in_kernel=True, erase="decayed", kv_repeats=1,
-    slots=None,
+    slots=None, late_writes=None, late_decay=None, late_count=None, state_scale=None,
 ):  # fmt: skip
     HQ, _, HV = _heads(q, k, state, kv_repeats)
     return v.new_empty(q.shape[0], q.shape[1], max(HQ, HV), state.shape[3])
 
 
-@operator(_fake_delta_step_, mutates=("state", "conv_tail"))
+@operator(_fake_delta_step_, mutates=CHANGED)
 def delta_step_(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, a: torch.Tensor, b: torch.Tensor, state: torch.Tensor,
     A_log: torch.Tensor | None, dt_bias: torch.Tensor | None, conv_weight: torch.Tensor | None,
@@ -57,8 +64,10 @@ def delta_step_(
     k_offset: torch.Tensor | None, scale: float, eps: float,
     qk_silu: bool, v_silu: bool, allow_neg_eigval: bool, use_beta_sigmoid_in_kernel: bool = True,
     erase: str = "decayed", kv_repeats: int = 1, slots: torch.Tensor | None = None,
+    late_writes: torch.Tensor | None = None, late_decay: torch.Tensor | None = None,
+    late_count: torch.Tensor | None = None, state_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Return o [B, T, max(HQ, HV), V] and update the state and convolution tail, whose rows are contiguous, in place.
+    """Return o [B, T, max(HQ, HV), V] and update state, convolution tail and late writes, whose rows are contiguous.
 
     Several tokens take no slots.
     """
@@ -67,6 +76,7 @@ def delta_step_(
     W = 0 if conv_weight is None else conv_weight.shape[1]
     o = v.new_empty(B, T, max(HQ, HV), V)
     BK, BV = power_of_two(K, 1), power_of_two(V, 1)
+    late = 0 if late_writes is None else late_writes.shape[2]
     (q, q_row), (k, k_row), (v, v_row), (a, a_row), (b, b_row) = rows(q), rows(k), rows(v), rows(a), rows(b)
     z, z_row = (None, 0) if z is None else rows(z)
     tensors = (
@@ -85,16 +95,28 @@ def delta_step_(
         "DECAY": A_log is not None, "SIGMOID": use_beta_sigmoid_in_kernel, "READ": erase != "off",
         "UNDECAYED": erase == "undecayed",
         "Q_ROW": q_row, "K_ROW": k_row, "V_ROW": v_row, "A_ROW": a_row, "B_ROW": b_row, "Z_ROW": z_row,
-        "KV_REPEATS": kv_repeats,
+        "KV_REPEATS": kv_repeats, "LATE": late, "PLACES": power_of_two(late, 2),
+        # Writes in 16 bits are kept exactly in three products of 10 bits.
+        "PRECISION": "tf32x3" if late_writes is not None and late_writes.dtype == torch.bfloat16 else "ieee",
     }  # fmt: skip
+    waiting = (late_writes, late_decay, late_count, state_scale)
     if T == 1:
         width, warps, ahead = step_slices(K, V, B * HV, multiprocessors(state.device))
+        columns = 0
+        if late:
+            width, warps, ahead, columns = late_slices(K, V)
         launch(
-            one_token_kernel, B * HV, *tensors, slots, scale, eps, **options, STATE_ROW=row_size(state),
-            TAIL_ROW=row_size(conv_tail), SLICE=width, AHEAD=ahead, num_warps=warps,
+            one_token_kernel, B * HV, *tensors, slots, *waiting, scale, eps, **options, STATE_ROW=row_size(state),
+            TAIL_ROW=row_size(conv_tail), WRITES_ROW=row_size(late_writes), DECAY_ROW=row_size(late_decay),
+            COUNT_ROW=row_size(late_count), SCALE_ROW=row_size(state_scale), SLICE=width, AHEAD=ahead,
+            COLUMNS=columns, ROWS=fold_rows(BK, BV, warps), num_warps=warps,
         )  # fmt: skip
     else:
-        launch(step_kernel, B * HV, *tensors, scale, eps, T, **options, num_warps=step_warps(BK * BV))
+        warps = step_warps(BK * BV)
+        launch(
+            step_kernel, B * HV, *tensors, *waiting, scale, eps, T, **options, ROWS=fold_rows(BK, BV, warps),
+            num_warps=warps,
+        )  # fmt: skip
     return o
 
 

@@ -17,6 +17,9 @@ from deltanet_kernels.checks import (
     check_slots,
 )
 
+SIZES = {"late_writes": ("R", "K + V"), "late_decay": ("R",), "late_count": (), "state_scale": ("K",)}
+LATE = tuple(SIZES)
+
 
 def check_gated_delta_step(call: StepCall) -> None:
     """Check the arguments of a decoding step.
@@ -34,7 +37,8 @@ def check_gated_delta_step(call: StepCall) -> None:
     }  # fmt: skip
     tensors = {name: x for name, x in given.items() if x is not None}
     for name, x in tensors.items():
-        _require_float(name, _require_tensor(name, x))
+        if _require_tensor(name, x).dtype != torch.int8 or name != "state" or call.late_writes is None:
+            _require_float(name, x)
     if padding is not None:
         tensors["padding"] = padding
     for name, x in tensors.items():
@@ -44,12 +48,10 @@ def check_gated_delta_step(call: StepCall) -> None:
     for name in ("state", "conv_tail"):
         if name in tensors:
             check_changed(name, tensors[name], call.slots)
-    wanted = (torch.float64 if q.dtype == torch.float64 else torch.float32, torch.bfloat16)
-    if state.dtype not in wanted:
-        raise TypeError(f"state: got dtype {state.dtype}, needs {' or '.join(map(str, wanted))}")
     HV, K, V = state.shape[1:]
     B, T = q.shape[:2]
     rows = check_slots(call.slots, B, q.device, state)
+    _check_state(call, rows)
     _require_shape("state", state, (rows, HV, K, V), "[B, HV, K, V] with B of q")
     heads = {name: _count_heads(name, x, B, T, size) for name, x, size in (("q", q, K), ("k", k, K), ("v", v, V))}
     for name, x in (("k", k), ("v", v)):
@@ -94,6 +96,37 @@ def check_gated_delta_step(call: StepCall) -> None:
         if padding.dtype != torch.bool:
             raise TypeError(f"padding: got dtype {padding.dtype}, needs torch.bool")
     check_rotation(cos, sin, B, T, K, q.device)
+
+
+def _check_state(call: StepCall, rows: int) -> None:
+    """Check the dtype of the state, and the late writes [rows, ...]."""
+    state, writes = call.state, call.late_writes
+    wide = torch.float64 if call.q.dtype == torch.float64 else torch.float32
+    wanted = (wide, torch.bfloat16) if writes is None else (wide, torch.bfloat16, torch.int8)
+    if state.dtype not in wanted:
+        raise TypeError(f"state: got dtype {state.dtype}, needs {' or '.join(map(str, wanted))}")
+    late = {name: getattr(call, name) for name in LATE}
+    needed = set(() if writes is None else LATE[:3]) | set(LATE[3:] if state.dtype == torch.int8 else ())
+    for name, x in late.items():
+        if (x is None) != (name not in needed):
+            raise ValueError(
+                f"{name}: the late writes, their decay and count are given together, state_scale with an int8 state"
+            )
+    if writes is None:
+        return
+    (HV, K, V), R = state.shape[1:], writes.shape[2] if writes.dim() == 4 else 0
+    shapes = {"late_writes": (R, K + V), "late_decay": (R,), "late_count": (), "state_scale": (K,)}
+    dtypes = {"late_writes": (wide, torch.bfloat16), "late_count": (torch.int32,)}
+    for name in LATE:
+        x = late[name]
+        if x is not None:
+            _require_shape(name, x, (rows, HV, *shapes[name]), f"[B, HV, {', '.join(SIZES[name])}]")
+            _require_device(name, x, "q", call.q.device)
+            check_changed(name, x, call.slots)
+            if x.dtype not in (allowed := dtypes.get(name, (wide,))):
+                raise TypeError(f"{name}: got dtype {x.dtype}, needs {' or '.join(map(str, allowed))}")
+    if call.q.shape[1] > R:
+        raise ValueError(f"late_writes: got room for {R} tokens, needs that of the {call.q.shape[1]} of q")
 
 
 def _count_heads(name: str, x: torch.Tensor, B: int, T: int, size: int) -> int:

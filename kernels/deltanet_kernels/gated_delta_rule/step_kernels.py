@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from deltanet_kernels.common.tiles import L2_EPS, silu
+from deltanet_kernels.gated_delta_rule.late_writes import fold, late_keys, late_products, late_values, late_weights
 from deltanet_kernels.gated_delta_rule.step_inputs import (
     add_three,
     channels,
@@ -27,17 +28,21 @@ from deltanet_kernels.gated_delta_rule.step_inputs import (
 @triton.jit
 def one_token_kernel(
     q, k, v, a, b, A_log, dt_bias, state, conv_weight, conv_tail, z, norm_weight, padding, cos, sin, k_offset, o, slots,
-    scale, eps, H: tl.constexpr, HV: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
+    late_writes, late_decay, late_count, state_scale, scale, eps,
+    H: tl.constexpr, HV: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, W: tl.constexpr, R: tl.constexpr, ROPE_ROWS: tl.constexpr, QK_SILU: tl.constexpr,
     V_SILU: tl.constexpr, GATE: tl.constexpr, NORM: tl.constexpr, NORM_HEADS: tl.constexpr, PADDING: tl.constexpr,
     OFFSET: tl.constexpr, BETA: tl.constexpr, DECAY: tl.constexpr, SIGMOID: tl.constexpr, READ: tl.constexpr,
     UNDECAYED: tl.constexpr, Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, A_ROW: tl.constexpr,
     B_ROW: tl.constexpr, Z_ROW: tl.constexpr, KV_REPEATS: tl.constexpr, STATE_ROW: tl.constexpr,
-    TAIL_ROW: tl.constexpr, SLICE: tl.constexpr, AHEAD: tl.constexpr,
+    TAIL_ROW: tl.constexpr, SLICE: tl.constexpr, AHEAD: tl.constexpr, COLUMNS: tl.constexpr,
+    LATE: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr, WRITES_ROW: tl.constexpr, DECAY_ROW: tl.constexpr,
+    COUNT_ROW: tl.constexpr, SCALE_ROW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Process one token; one program per (row, state head).
 
-    AHEAD: load a slice of the state while the previous one is processed.
+    AHEAD: load a slice of the state while the previous one is processed. LATE: writes that may wait; with 0 each goes
+    to the state. COLUMNS: neighbouring columns of the state per thread, 0 for the compiler's choice.
     """
     C: tl.constexpr = (HQ + H) * K + HV * V
     SLICES: tl.constexpr = (V + SLICE - 1) // SLICE
@@ -52,14 +57,37 @@ def one_token_kernel(
         state += slot * STATE_ROW - n * (HV * K * V)
         if W > 1:
             conv_tail += slot * TAIL_ROW - n * (C * (W - 1))
+    if LATE > 0:
+        row = n if slots is None else slot
+        late_writes += row * WRITES_ROW + head * LATE * (K + V)
+        late_decay += row * DECAY_ROW + head * LATE
+        late_count += row * COUNT_ROW + head
+        if state_scale is not None:
+            state_scale += row * SCALE_ROW + head * K
+        count = tl.load(late_count)
     t = n * 0  # keeps t a tensor in the interpreter
     d = tl.arange(0, BK)
     e = tl.arange(0, SLICE)
+    if COLUMNS > 0:
+        e = tl.max_contiguous(e, COLUMNS)
     f = tl.arange(0, BV)
     md = d < K
     mf = f < V
     at = state + (n * HV + head) * K * V + d[:, None] * V + e[None, :]
     S = tl.load(at, mask=md[:, None] & (e < V)[None, :], other=0.0)
+    if LATE > 0:
+        if count == LATE:
+            fold(
+                state + (n * HV + head) * K * V, state_scale, late_writes, late_decay, count, K, V, BV, PLACES, ROWS,
+                PRECISION,
+            )  # fmt: skip
+            S = tl.load(at, mask=md[:, None] & (e < V)[None, :], other=0.0)
+            count = 0
+        weights, faded = late_weights(late_decay, count, PLACES)
+        keys = late_keys(late_writes, count, d, md, K, V, PLACES)
+        values = ()
+        for s in tl.static_range(SLICES):
+            values = values + (late_values(late_writes, count, s * SLICE + e, K, V, PLACES),)
     tl.debug_barrier()  # otherwise the compiler loads the state last
     real = is_real(padding, n, n >= 0, PADDING)
     qs = ()
@@ -105,6 +133,23 @@ def one_token_kernel(
         qks = qks + (qk * tl.rsqrt(qq + L2_EPS) * k_scale,)
         squares = squares + (0.0,)
     k_d = k_d * k_scale
+    k_S = k_d
+    q_S = units
+    if LATE > 0:
+        at_new = late_writes + count * (K + V)
+        tl.store(at_new + d, k_d.to(late_writes.dtype.element_ty), mask=md)
+        tl.store(late_decay + count, gamma)
+        tl.store(late_count, count + tl.where(real, 1, 0))
+        k_late = late_products(k_d, keys, weights)
+        q_late = ()
+        for m in tl.static_range(GROUP):
+            q_late = q_late + (late_products(units[m], keys, weights),)
+        if state_scale is not None:
+            faded *= tl.load(state_scale + d, mask=md, other=0.0)
+        k_S = k_d * faded
+        q_S = ()
+        for m in tl.static_range(GROUP):
+            q_S = q_S + (units[m] * faded,)
     v_s = ()
     for s in tl.static_range(SLICES):
         v_s = v_s + (tl.gather(v_f, s * SLICE + e, axis=0),)
@@ -114,16 +159,24 @@ def one_token_kernel(
         if AHEAD and s + 1 < SLICES:
             S_next = tl.load(at + (s + 1) * SLICE, mask=m_next, other=0.0)
         S = S.to(tl.float32)
-        kS = tl.sum(k_d[:, None] * S, axis=0)
+        kS = tl.sum(k_S[:, None] * S, axis=0)
+        if LATE > 0:
+            kS += tl.sum(k_late[:, None] * values[s].to(tl.float32), axis=0)
         delta = delta_value(v_s[s], beta, gamma, kS, READ, UNDECAYED)
         sums = ()
         for m in tl.static_range(GROUP):
-            o_e = scale * (gamma * tl.sum(units[m][:, None] * S, axis=0) + qks[m] * delta)
+            qS = tl.sum(q_S[m][:, None] * S, axis=0)
+            if LATE > 0:
+                qS += tl.sum(q_late[m][:, None] * values[s].to(tl.float32), axis=0)
+            o_e = scale * (gamma * qS + qks[m] * delta)
             sums = sums + (squares[m] + tl.sum(o_e * o_e, axis=0),)
             o_s = o_s + (o_e,)
         squares = sums
-        S = S * gamma + k_d[:, None] * delta[None, :]
-        tl.store(at + s * SLICE, S.to(state.dtype.element_ty), mask=md[:, None] & (s * SLICE + e < V)[None, :])
+        if LATE > 0:
+            tl.store(at_new + K + s * SLICE + e, delta.to(late_writes.dtype.element_ty), mask=s * SLICE + e < V)
+        else:
+            S = S * gamma + k_d[:, None] * delta[None, :]
+            tl.store(at + s * SLICE, S.to(state.dtype.element_ty), mask=md[:, None] & (s * SLICE + e < V)[None, :])
         if s + 1 < SLICES:
             S = S_next if AHEAD else tl.load(at + (s + 1) * SLICE, mask=m_next, other=0.0)
     for m in tl.static_range(GROUP):
@@ -139,15 +192,17 @@ def one_token_kernel(
 
 @triton.jit(do_not_specialize=["T"])
 def step_kernel(
-    q, k, v, a, b, A_log, dt_bias, state, conv_weight, conv_tail, z, norm_weight, padding, cos, sin, k_offset, o, scale,
-    eps, T, H: tl.constexpr, HV: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
+    q, k, v, a, b, A_log, dt_bias, state, conv_weight, conv_tail, z, norm_weight, padding, cos, sin, k_offset, o,
+    late_writes, late_decay, late_count, state_scale, scale, eps, T,
+    H: tl.constexpr, HV: tl.constexpr, HQ: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, W: tl.constexpr, R: tl.constexpr, ROPE_ROWS: tl.constexpr, QK_SILU: tl.constexpr,
     V_SILU: tl.constexpr, GATE: tl.constexpr, NORM: tl.constexpr, NORM_HEADS: tl.constexpr, PADDING: tl.constexpr,
     OFFSET: tl.constexpr, BETA: tl.constexpr, DECAY: tl.constexpr, SIGMOID: tl.constexpr, READ: tl.constexpr,
     UNDECAYED: tl.constexpr, Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, A_ROW: tl.constexpr,
-    B_ROW: tl.constexpr, Z_ROW: tl.constexpr, KV_REPEATS: tl.constexpr,
+    B_ROW: tl.constexpr, Z_ROW: tl.constexpr, KV_REPEATS: tl.constexpr, LATE: tl.constexpr, PLACES: tl.constexpr,
+    ROWS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Process T tokens; one program per (row, state head)."""
+    """Process T tokens; one program per (row, state head). LATE as for one token."""
     HO: tl.constexpr = HQ if HQ > HV else HV
     GROUP: tl.constexpr = HO // HV
     C: tl.constexpr = (HQ + H) * K + HV * V
@@ -161,7 +216,23 @@ def step_kernel(
     me = e < V
     mS = md[:, None] & me[None, :]
     at = state + (n * HV + head) * K * V + d[:, None] * V + e[None, :]
+    if LATE > 0:
+        late_writes += (n * HV + head) * LATE * (K + V)
+        late_decay += (n * HV + head) * LATE
+        late_count += n * HV + head
+        if state_scale is not None:
+            state_scale += (n * HV + head) * K
+        count = tl.load(late_count)
+        tl.debug_barrier()  # every thread has read the count
+        if count + T > LATE:
+            fold(
+                state + (n * HV + head) * K * V, state_scale, late_writes, late_decay, count, K, V, BV, PLACES, ROWS,
+                PRECISION,
+            )  # fmt: skip
+            count = 0
     S = tl.load(at, mask=mS, other=0.0).to(tl.float32)
+    if state_scale is not None:
+        S *= tl.load(state_scale + d, mask=md, other=0.0)[:, None]
     for token in range(0, T):
         t = n * 0 + token  # keeps t a tensor in the interpreter
         row = n * T + t
@@ -177,7 +248,13 @@ def step_kernel(
         if V_SILU:
             v_e = silu(v_e)
         gamma, beta = gates(a, b, A_log, dt_bias, row, head, real, A_ROW, B_ROW, BETA, DECAY, SIGMOID)
-        delta = delta_value(v_e, beta, gamma, tl.sum(k_d[:, None] * S, axis=0), READ, UNDECAYED)
+        kS = tl.sum(k_d[:, None] * S, axis=0)
+        if LATE > 0:
+            weights, faded = late_weights(late_decay, count, PLACES)
+            keys = late_keys(late_writes, count, d, md, K, V, PLACES)
+            values = late_values(late_writes, count, e, K, V, PLACES).to(tl.float32)
+            kS = faded * kS + tl.sum(late_products(k_d, keys, weights)[:, None] * values, axis=0)
+        delta = delta_value(v_e, beta, gamma, kS, READ, UNDECAYED)
         for m in tl.static_range(GROUP):
             out = head * GROUP + m
             q_d = head_at(
@@ -185,7 +262,10 @@ def step_kernel(
                 Q_ROW, C, W, R, ROPE_ROWS, False, QK_SILU, PADDING,
             )  # fmt: skip
             q_d = q_d * tl.rsqrt(tl.sum(q_d * q_d, axis=0) + L2_EPS)
-            o_e = scale * (gamma * tl.sum(q_d[:, None] * S, axis=0) + tl.sum(q_d * k_d, axis=0) * delta)
+            qS = tl.sum(q_d[:, None] * S, axis=0)
+            if LATE > 0:
+                qS = faded * qS + tl.sum(late_products(q_d, keys, weights)[:, None] * values, axis=0)
+            o_e = scale * (gamma * qS + tl.sum(q_d * k_d, axis=0) * delta)
             if NORM:
                 w_e = tl.load(norm_weight + (out % NORM_HEADS) * V + e, mask=me, other=0.0).to(tl.float32)
                 o_e = o_e * tl.rsqrt(tl.sum(o_e * o_e, axis=0) / V + eps) * w_e
@@ -193,8 +273,19 @@ def step_kernel(
                 m_z = me & is_real(padding, e * 0 + row, me, PADDING)
                 o_e = o_e * silu(tl.load(z + row * Z_ROW + out * V + e, mask=m_z, other=0.0).to(tl.float32))
             tl.store(o + (row * HO + out) * V + e, o_e.to(o.dtype.element_ty), mask=me)
-        S = S * gamma + k_d[:, None] * delta[None, :]
-    tl.store(at, S.to(state.dtype.element_ty), mask=mS)
+        if LATE > 0:
+            at_new = late_writes + count * (K + V)
+            tl.store(at_new + d, k_d.to(late_writes.dtype.element_ty), mask=md)
+            tl.store(at_new + K + e, delta.to(late_writes.dtype.element_ty), mask=me)
+            tl.store(late_decay + count, gamma)
+            count += tl.where(real, 1, 0)
+            tl.debug_barrier()  # the next token reads this one
+        else:
+            S = S * gamma + k_d[:, None] * delta[None, :]
+    if LATE > 0:
+        tl.store(late_count, count)
+    else:
+        tl.store(at, S.to(state.dtype.element_ty), mask=mS)
     if W > 1:
         move_tail(
             q, k, v, conv_tail, padding, n, T, head, d, md, e, me, H, HV, HQ, K, V, W, Q_ROW, K_ROW, V_ROW, PADDING

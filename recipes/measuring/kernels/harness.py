@@ -121,7 +121,7 @@ def _is_chosen(row: Row, only: Sequence[str]) -> bool:
         name, _, value = entry.partition("=")
         given.setdefault(name, []).append(value.replace(" ", ""))
     return all(
-        str(row.get(name)) in values or json.dumps(row.get(name), separators=(",", ":")) in values
+        str(row.get(name)).replace(" ", "") in values or json.dumps(row.get(name), separators=(",", ":")) in values
         for name, values in given.items()
     )
 
@@ -147,7 +147,7 @@ def sweep(benchmark: Benchmark, rows: Iterable[Row], options: argparse.Namespace
     if benchmark.configurations is None:
         print("this benchmark has one configuration")
         return
-    for labels in (row for row in rows if row.get("impl", "deltanet") == "deltanet"):
+    for labels in (row for row in rows if row.get("impl", "deltanet").startswith("deltanet")):
         print(f"{labels}: {benchmark.measure(labels, options)}", flush=True)
         found: list[tuple[float, str]] = []
         for configuration in benchmark.configurations(labels):
@@ -255,7 +255,7 @@ def relative_error(found: Tensor, wanted: Tensor) -> float:
     return error if error == error else math.inf
 
 
-def time_steps(step: Callable[[Any], object], caches: Sequence[Any], error: float, size: float) -> Row:
+def time_steps(step: Callable[[Any], object], caches: Sequence[Any], error: float, size: float, period: int = 1) -> Row:
     """The row of a decoding step that was compared with float64, timed in a CUDA graph.
 
     Args:
@@ -263,6 +263,7 @@ def time_steps(step: Callable[[Any], object], caches: Sequence[Any], error: floa
         caches: used in turn, so many that none stays in the L2 cache.
         error: relative error of the step.
         size: bytes that a step has to move.
+        period: steps after which a cache repeats what it does; all of them are timed, and us is their mean.
 
     Returns:
         rel_error, us, and share_of_copy_bandwidth, the time of copying so many bytes divided by the step's; without
@@ -271,7 +272,7 @@ def time_steps(step: Callable[[Any], object], caches: Sequence[Any], error: floa
     if not error < MOST_OF_A_STEP:
         return {"rel_error": error, "error": "wrong results"}
     turns: Iterator[Any] = itertools.cycle(caches)
-    us = round(graph_us(lambda: step(next(turns)), max(4, len(caches))), 3)
+    us = round(graph_us(lambda: step(next(turns)), max(4, len(caches)) * period), 3)
     return {"rel_error": error, "us": us, "share_of_copy_bandwidth": round(size / (us * 1e-6) / copy_bandwidth(), 3)}
 
 
