@@ -22,7 +22,7 @@ class Checks(VerifyAndUpdateConfig):
 
     @staticmethod
     def verify_and_update_model_config(model_config: ModelConfig) -> None:
-        """Name the layers that keep states in `layer_types`, by which vLLM knows a hybrid: one that is not all attention.
+        """Name the layers that keep states in `layer_types`, by which vLLM knows a hybrid, which is not all attention.
 
         Graphs are off where the family's own code reads numbers on the host.
         """

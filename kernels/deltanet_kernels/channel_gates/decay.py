@@ -63,7 +63,7 @@ def chunk_sums(g, i, C: tl.constexpr, LIMIT: tl.constexpr):
 
 @triton.jit
 def between_halves(G, i, C: tl.constexpr):
-    """Factors of rows (0 in the lower half) and of columns (0 in the upper half) [C, BK] for pairs across the middle."""
+    """Factors of rows (0 in the lower half) and columns (0 in the upper half) [C, BK] for pairs across the middle."""
     factor = tl.exp(-tl.abs(G - row_of(G, i, C // 2)))
     upper = (i >= C // 2)[:, None]
     return tl.where(upper, factor, 0.0), tl.where(upper, 0.0, factor)

@@ -96,8 +96,8 @@ def input_gradients_kernel(
     if ERASE:
         p_tile = tl.load(p_base + (i[:, None] * p_token + d[None, :]), mask=m, other=0.0).to(tl.float32)
         dx, dy, dG_pairs = pair_gradients(
-            p_tile * strength[:, None], k_tile, gate, G, e_pairs, products, dL + state * (C * C), i, BK, C, LIMIT, dtype,
-            PRECISION,
+            p_tile * strength[:, None], k_tile, gate, G, e_pairs, products, dL + state * (C * C), i, BK, C, LIMIT,
+            dtype, PRECISION,
         )  # fmt: skip
         dk_tile += dy
         dG += dG_pairs
