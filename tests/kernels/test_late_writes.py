@@ -165,7 +165,7 @@ def test_a_state_in_8_bits_has_an_error_like_that_of_bfloat16() -> None:
 
 
 def test_the_operator_with_late_writes_is_registered_consistently() -> None:
-    x = make(Step("registered", B=1, H=1, HQ=1, HV=1))
+    x = make(Step("registered", B=1, H=1, HQ=1, HV=1), device=DEVICE)
     waiting = late(x["state"])
     extra = (waiting["late_writes"].zero_(), waiting["late_decay"].zero_(), waiting["late_count"])
     form = (True, True, False, True, "decayed", 1, None)

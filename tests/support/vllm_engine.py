@@ -23,6 +23,7 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # vLLM's own attention on a GPU; tf32 is off by 1e-3
 
+VLLM_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOKENS = 16
 SMALL_STEPS = {"max_model_len": 512, "max_num_seqs": 4, "max_num_batched_tokens": 32}
 """Prompts are read in parts of at most 32 tokens, beside the sequences that are being continued."""
@@ -53,9 +54,8 @@ class Answer(NamedTuple):
     cached: int = 0
 
 
-def by_generate(model: PreTrainedModel, texts: Sequence[Sequence[int]]) -> list[Answer]:
-    """Continue each prompt alone by `generate`, whatever the tokens are, on the device that vLLM uses."""
-    device: Any = "cuda" if torch.cuda.is_available() else "cpu"
+def by_generate(model: PreTrainedModel, texts: Sequence[Sequence[int]], device: Any = VLLM_DEVICE) -> list[Answer]:
+    """Continue each prompt alone by `generate`, whatever the tokens are."""
     model = model.to(device)
     model.generation_config.eos_token_id = None
     model.set_attn_implementation("eager")  # SDPA leaves out the capped scores of Gemma 2

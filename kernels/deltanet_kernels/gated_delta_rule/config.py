@@ -66,13 +66,14 @@ def step_slices(K: int, V: int, programs: int, processors: int) -> tuple[int, in
     return min(power_of_two(V, 1), 64), max(1, power_of_two(K, 1) // 32), programs <= 2 * processors
 
 
-def late_slices(K: int, V: int) -> tuple[int, int, bool, int]:
-    """The same for a step with late writes, and the neighbouring columns of a thread.
+def late_slices(V: int, state: torch.dtype) -> tuple[int, int, bool, int]:
+    """The same for a step with late writes to a state of this dtype, and the neighbouring columns of a thread.
 
     The compiler alone makes a thread load 16 bytes. Of 8 bits these are 16 columns, whose sums over K take four times
     the shuffles between threads and a third more registers than four columns.
     """
-    return min(power_of_two(V, 1), 64), max(1, power_of_two(K, 1) // 32), False, 4
+    width, columns = {torch.float32: (32, 2), torch.int8: (64, 4)}.get(state, (32, 4))
+    return min(power_of_two(V, 1), width), 4, True, columns
 
 
 def fold_rows(BK: int, BV: int, warps: int) -> int:

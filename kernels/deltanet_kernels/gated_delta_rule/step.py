@@ -104,7 +104,7 @@ def delta_step_(
         width, warps, ahead = step_slices(K, V, B * HV, multiprocessors(state.device))
         columns = 0
         if late:
-            width, warps, ahead, columns = late_slices(K, V)
+            width, warps, ahead, columns = late_slices(V, state.dtype)
         launch(
             one_token_kernel, B * HV, *tensors, slots, *waiting, scale, eps, **options, STATE_ROW=row_size(state),
             TAIL_ROW=row_size(conv_tail), WRITES_ROW=row_size(late_writes), DECAY_ROW=row_size(late_decay),
