@@ -49,7 +49,7 @@ def command_lines(text: str) -> list[str]:
 
 
 def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 180
 
 
 def links_lead_somewhere(page: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from measuring.markdown import Column, table
 from measuring.rows import Row, RowFile
 
-NAMES = {"teacher": "teacher", "windows4bit": "default of `convert`", "heads10": "a tenth of the heads whole"}
+NAMES = {"teacher": "teacher", "windows4bit": "a quarter of the layers whole", "heads10": "a tenth of the heads whole"}
 
 
 def vllm(path: Path) -> str:

@@ -115,7 +115,7 @@ def late_configurations(labels: Row) -> Iterator[Configuration]:
     """Columns per slice, warps, whether slices are loaded early, and columns of a thread."""
     if labels["impl"] in LATE:
         for width, warps in itertools.product((32, 64, 128), (2, 4, 8)):
-            for ahead, columns in itertools.product((False, True) if width < SIZE else (False,), (4, 8)):
+            for ahead, columns in itertools.product((False, True) if width < SIZE else (False,), (2, 4, 8)):
                 yield {(launches, "late_slices"): Always((width, warps, ahead, columns))}
 
 
