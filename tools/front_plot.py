@@ -2,49 +2,42 @@
 
 Upper panels: memory of a sequence of 2,048 tokens. Lower panels: memory of 32,768 tokens, which is arithmetic, against
 quality at the greatest length that was measured. The dashed line is the best that costs no training. The rows are those
-of `measuring.study.front`.
+of `measuring.study.front`: of models that differ in seed and length of training alone, the first that was trained
+longest; of untrained ones, those on the line.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from deltanet_hf.evaluation.report.pareto import Point, draw_pareto
+from deltanet_hf.evaluation.report.pareto import Point, draw_pareto, frontier
 from deltanet_hf.exit_codes import run_command
 
 RESULTS = Path(__file__).parents[1] / "recipes/results/smollm2-135m-front.json"
 LABELS = {
-    "teacher@16": "16 bits",
-    "teacher@8": "8",
-    "teacher@4": "4",
-    "teacher@3": "3",
-    "teacher@2": "2",
-    "seven-97-60m@4": "60M tokens",
-    "control-heads18-897@4": "18 heads",
-    "control-heads9-481@4": "9 heads",
-    "control-heads9-225@4": "9 heads",
-    "control-heads9-481-100m@4": "98M tokens",
-    "control-heads18-897-100m@4": "98M tokens",
-    "heads9-353-100m@4": "98M tokens",
+    "teacher@4": "teacher, 4 bits",
+    "control-heads18-897-100m@4": "18 heads",
+    "control-heads9-481-100m@4": "9 heads (default)",
+    "control-plan-3.1MB-100m@4": "6 heads, 3.1 MB",
 }
-KINDS = {  # colour and name in the legend
-    "black": "teacher, bits of its cache",
-    "tab:gray": "without training: some layers or heads whole, windows elsewhere, 2 to 16 bits",
-    "tab:orange": "windows, trained, 4 bits (two in 16)",
-    "tab:blue": "windows + Gated DeltaNet, trained, 4 bits (one in 16)",
+KINDS = {  # colour, marker, and name in the legend
+    "black": ("s", "teacher, cache of 16, 8, 4, 3 and 2 bits"),
+    "tab:gray": ("x", "best untrained: heads or layers whole, windows elsewhere"),
+    "tab:orange": ("^", "the same, trained"),
+    "tab:blue": ("o", "the same with states, trained"),
 }
-PANELS = [  # bytes, column, label, whether higher is better
-    ("mb_2k", "kl_4k", "KL to the teacher at 4,096 tokens, nats", False),
-    ("mb_2k", "prose_2k", "prose facts found in 2,048 tokens, %", True),
-    ("mb_32k", "kl_8k", "KL to the teacher at 8,192 tokens, nats", False),
-    ("mb_32k", "needles_4k", "needles found in 4,096 tokens, %", True),
+PANELS = [  # bytes, column, label, whether higher is better, distances in points from a labelled point to its label
+    ("mb_2k", "kl_4k", "KL to teacher at 4,096 tokens, nats", False, [(44, 16), (-30, -26), (-46, -28), (-13, -34)]),
+    ("mb_2k", "prose_2k", "prose facts found in 2,048 tokens, %", True, [(24, 16), (-16, 28), (48, -62), (-4, 22)]),
+    ("mb_32k", "kl_8k", "KL to teacher at 8,192 tokens, nats", False, [(-48, -24), (-30, -26), (-62, -32), (-48, -24)]),
+    ("mb_32k", "needles_4k", "needles found in 4,096 tokens, %", True, [(-28, 14), (-40, 24), (-54, 20), (-46, 20)]),
 ]
 AXES = {"mb_2k": "MB per sequence of 2,048 tokens", "mb_32k": "MB per sequence of 32,768 tokens"}
 
@@ -54,24 +47,43 @@ def main(
     results: Annotated[Path, typer.Option(help="Results file.")] = RESULTS,
 ) -> None:
     """Draw KL and retrieval against memory: teacher, untrained baselines, trained controls and students."""
-    rows = json.loads(results.read_text())
-    figure = Figure(figsize=(11, 8.6), layout="constrained")
+    longest: dict[tuple[str, float, str], dict[str, Any]] = {}
+    for row in json.loads(results.read_text()):
+        model = row["kind"], row["mb_2k"], str([row.get("kept"), row.get("kept_heads")])
+        longest[model] = max(longest.get(model, row), row, key=lambda row: row["tokens"])
+    rows = {row["run"]: row for row in longest.values()}
+    figure = Figure(figsize=(8.5, 7.4), layout="constrained")
     FigureCanvasAgg(figure)
-    for axes, (size, column, label, higher) in zip(figure.subplots(2, 2).flat, PANELS, strict=True):
-        points = [
-            Point(row["kind"], row[size], row[column], row.get(f"{column}_se") or 0.0, LABELS.get(row["run"], ""))
-            for row in rows
+    for axes, (size, column, label, higher, distances) in zip(figure.subplots(2, 2).flat, PANELS, strict=True):
+        points = {
+            run: Point(row["kind"], row[size], row[column], row.get(f"{column}_se") or 0.0)
+            for run, row in rows.items()
             if higher or row[column] > 0
-        ]
+        }
+        best = frontier([point for point in points.values() if point.kind in ("teacher", "free")], higher)
         if not higher:
             axes.set_yscale("log")
-        draw_pareto(axes, points, label, AXES[size], higher)
+        shown = [point for point in points.values() if point.kind != "free" or point in best]
+        draw_pareto(axes, shown, label, AXES[size], higher)
+        for run, distance in zip(LABELS, distances, strict=True):
+            axes.annotate(
+                LABELS[run],
+                (points[run].megabytes, points[run].value),
+                distance,
+                textcoords="offset points",
+                ha="center",
+                fontsize=9,
+                arrowprops={"arrowstyle": "-", "linewidth": 0.7, "shrinkB": 4},
+            )
         if not higher:
             axes.yaxis.set_major_formatter("{x:g}")
             axes.yaxis.set_minor_formatter("")
-    handles = [Line2D([], [], color=colour, marker="o", linestyle="", label=name) for colour, name in KINDS.items()]
+    handles = [
+        Line2D([], [], color=colour, marker=marker, linestyle="", label=name)
+        for colour, (marker, name) in KINDS.items()
+    ]
     figure.legend(handles=handles, loc="outside upper center", ncols=2, frameon=False)
-    figure.savefig(out, dpi=100)
+    figure.savefig(out, dpi=140)
 
 
 if __name__ == "__main__":
