@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import math
+import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +26,8 @@ from readme_tables import BLOCK, rewritten
 
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+KL_NAMES = ("kl_1k", "kl_4k", "kl_8k")
+KL_OF_A_ROW = re.compile(r"(?<![\d/] )\b0\.\d{3} / 0\.\d{3} / 0\.\d{3}\b(?! /)")
 GENERATED = [page for page in PAGES if "\n<!-- end of " in (ROOT / page).read_text(encoding="utf-8")]
 
 
@@ -31,6 +37,26 @@ def test_generated_tables_are_current(name: str) -> None:
     text = (ROOT / name).read_text(encoding="utf-8")
     assert BLOCK.search(text)
     assert rewritten(text, ROOT) == text
+
+
+def test_kl_in_sentences_is_that_of_a_row() -> None:
+    """KL at 1k / 4k / 8k, written as in the tables, stands in a result file wherever prose or a recipe says it."""
+    rows = [triples(json.loads(path.read_text())) for path in (ROOT / "recipes/results").glob("*.json")]
+    known = set(itertools.chain.from_iterable(rows))
+    recipes = (ROOT / "recipes/deltanet_recipes/yaml").glob("*.yaml")
+    for page in [*map(ROOT.joinpath, PAGES), *recipes]:
+        lines = (
+            line.lstrip("# ") for line in page.read_text(encoding="utf-8").splitlines() if not line.startswith("|")
+        )
+        assert set(KL_OF_A_ROW.findall(" ".join(lines))) <= known, page
+
+
+def triples(found: Any) -> Iterator[str]:
+    """KL at the three lengths of every row in a result file, rounded as the tables round it."""
+    if isinstance(found, dict) and all(isinstance(found.get(name), float) for name in KL_NAMES):
+        yield " / ".join(f"{found[name]:.3f}" for name in KL_NAMES)
+    for part in found.values() if isinstance(found, dict) else found if isinstance(found, list) else ():
+        yield from triples(part)
 
 
 def test_the_front_follows_from_the_outcomes_of_its_items() -> None:
