@@ -22,8 +22,8 @@ from deltanet_kernels.gated_delta_rule.cpu_late_writes import LateState, rounded
 NAMES = ("state", "late_writes", "late_decay", "late_count", "state_scale")
 """Of the tensors in a cache, in the order of `LateState`; the last is that of a state in 8 bits."""
 FEWEST_FOR_8_BITS = 8
-"""Rounded after every token, a state in 8 bits has three to six times the error of one in bfloat16; after 8 tokens, up
-to one and a half times (docs/journal-training.md)."""
+"""Rounded after every token, a simulated state in 8 bits had three to six times the error of one in bfloat16; after 8
+tokens, the logits of models have 1.3 to 2.3 times its error (docs/journal-training.md)."""
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,13 @@
-"""Measures what a state in few bits costs: python -m measuring.study.state_rounding TEACHER TOKENS.npy
+"""Measures what states in few bits cost a model: python -m measuring.study.state_rounding STUDENT TEACHER TOKENS.npy
 
-The state of DeltaNet with a constant decay (Gated DeltaNet, arXiv 2412.06464, equation 10) takes queries, keys and
-values of a teacher's layers token by token in float64. After every so many tokens it is rounded: to bfloat16, or to 8
-bits with one scale per row, to nearest or stochastically. The error is that of the output in the second half of the
-text, relative to the output (root mean square). Those of 8 bits are multiples of that of bfloat16.
+A converted model reads prompts in one call and the tokens after them one by one through its cache, once per row of
+SETTINGS, in float32 arithmetic on a CPU. Divergences are KL(teacher || student) of the decoded tokens, errors those of
+the logits, without their mean, relative to float32 states. On a CPU late writes wait in float32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,79 +15,88 @@ import numpy as np
 import torch
 import typer
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
+from deltanet_hf.evaluation.measures.scores import mean_score
+from deltanet_hf.evaluation.measures.text_scores import token_divergences
 from deltanet_hf.exit_codes import run_command
+from deltanet_hf.mixers.layer.late_writes import NAMES, LateSettings
+from measuring.markdown import figure, lines
+from measuring.study.results_row import load_for_measure
 
-LAYERS = (5, 12, 17, 23)
-SETTINGS = ((30.0, 0.5), (300.0, 0.5), (3000.0, 0.5), (3000.0, 0.1))  # half-life in tokens, beta
-
-
-def to_8_bits(state: Tensor, stochastic: bool = False) -> Tensor:
-    """Round each row of a state [..., K, V] to 255 steps."""
-    step = state.abs().amax(-1, keepdim=True).clamp_min(1e-30) / 127
-    return step * ((state / step + torch.rand_like(state)).floor() if stochastic else (state / step).round())
-
-
-ROUNDINGS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
-    "bfloat16": (lambda state: state.bfloat16().double(), 1),
-    "8 bits": (to_8_bits, 1),
-    "8 bits, stochastic": (lambda state: to_8_bits(state, stochastic=True), 1),
-    **{f"8 bits, every {count} tokens": (to_8_bits, count) for count in (8, 16, 32)},
+SETTINGS = {  # state_dtype and late_writes
+    "float32": ("float32", 0),
+    "bfloat16": ("bfloat16", 0),
+    "int8, `late_writes=8`": ("int8", 8),
+    "int8, `late_writes=16`": ("int8", 16),
 }
+HEAD = ("state", "bytes", "KL, nats", "change of KL, %", "error in the first quarter, %", "in the last quarter, %")
 
 
-def heads_of(teacher: str, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys of unit length and values [T, H, D] of the key/value heads of LAYERS, in float64."""
-    model: Any = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32).eval()
-    found: list[list[Tensor]] = [[], [], []]
-
-    def keep(attention: Any, _: Any, inputs: dict[str, Tensor]) -> None:
-        x, repeats = inputs["hidden_states"][0], attention.num_key_value_groups
-        parts = (x @ getattr(attention, name).weight.T for name in ("q_proj", "k_proj", "v_proj"))
-        q, k, v = (part.unflatten(-1, (-1, attention.head_dim)).double() for part in parts)
-        for part, heads in zip(found, (q[:, ::repeats], k, v), strict=True):
-            part.append(heads)
-
-    for layer in LAYERS:
-        model.model.layers[layer].self_attn.register_forward_pre_hook(keep, with_kwargs=True)
-    model(tokens[None], logits_to_keep=1)
-    q, k, v = (torch.cat(part, 1) for part in found)
-    return q / q.norm(dim=-1, keepdim=True), k / k.norm(dim=-1, keepdim=True), v
+def layers_with_states(student: Any) -> list[Any]:
+    """The layers whose states may have 8 bits."""
+    return [module for module in student.modules() if isinstance(getattr(module, "settings", None), LateSettings)]
 
 
-def errors(q: Tensor, k: Tensor, v: Tensor, half_life: float, beta: float) -> list[float]:
-    """Relative errors of the output for each of ROUNDINGS."""
-    states = torch.zeros(1 + len(ROUNDINGS), *q.shape[1:], v.shape[-1], dtype=torch.float64)  # [rounding, H, K, V]
-    squares, decay = torch.zeros(len(states), dtype=torch.float64), 0.5 ** (1 / half_life)
-    for at, (query, key, value) in enumerate(zip(q, k, v, strict=True)):
-        states *= decay
-        read = torch.einsum("rhkv,hk->rhv", states, key)
-        states += key[..., None] * (beta * (value - read)).unsqueeze(-2)
-        output = torch.einsum("rhkv,hk->rhv", states, query)
-        if at >= len(q) // 2:
-            squares += torch.cat([output[:1], output[1:] - output[:1]]).square().mean((1, 2))
-        for index, (rounding, count) in enumerate(ROUNDINGS.values(), start=1):
-            if (at + 1) % count == 0:
-                states[index] = rounding(states[index])
-    return (squares[1:] / squares[0]).sqrt().tolist()
+def use_states(student: Any, state_dtype: str, late_writes: int) -> None:
+    """Let the layers keep their states this way in caches that are made from now on."""
+    for layer in layers_with_states(student):
+        layer.settings = replace(layer.settings, state_dtype=state_dtype, late_writes=late_writes)
 
 
-@torch.no_grad()
+def state_bytes(student: Any) -> int:
+    """Bytes of one sequence's states, and of the writes beside them, where the model has 16 bits."""
+    shapes = [layer.state_shapes(torch.bfloat16) for layer in layers_with_states(student)]
+    return sum(layer[name].nbytes for layer in shapes for name in NAMES if name in layer)
+
+
+@torch.inference_mode()
+def measure(student: Any, teacher: Any, ids: Tensor, prompt: int) -> tuple[Tensor, Tensor]:
+    """Divergences from the teacher and errors of the logits [settings, B, T - prompt] for ids [B, T] int64."""
+    taught = teacher(ids, use_cache=False, logits_to_keep=ids.shape[1] - prompt).logits
+    caches: list[Any] = [None] * len(SETTINGS)
+
+    def read(new: Tensor) -> Tensor:
+        """Logits [settings, B, V] after the next tokens [B, n]."""
+        logits = []
+        for index, setting in enumerate(SETTINGS.values()):
+            use_states(student, *setting)
+            output = student(new, past_key_values=caches[index], use_cache=True, logits_to_keep=1)
+            caches[index] = output.past_key_values
+            logits.append(output.logits[:, -1])
+        return torch.stack(logits)
+
+    read(ids[:, :prompt])
+    divergences, errors = [], []
+    for at, token in enumerate(ids[:, prompt:].split(1, dim=1)):
+        logits = read(token)
+        divergences.append(token_divergences(taught[:, at].expand_as(logits), logits))
+        logits -= logits.mean(-1, keepdim=True)
+        errors.append((logits - logits[0]).norm(dim=-1) / logits[0].norm(dim=-1))
+    return torch.stack(divergences, -1).double(), torch.stack(errors, -1).double()
+
+
 def main(
-    teacher: Annotated[str, typer.Argument(help="Folder of a Llama model.")],
-    tokens: Annotated[Path, typer.Argument(help="Token array.")],
-    count: Annotated[int, typer.Option(help="Tokens to read.")] = 4096,
+    student: Annotated[str, typer.Argument(help="Folder of a converted model.")],
+    teacher: Annotated[str, typer.Argument(help="Folder of its teacher.")],
+    tokens: Annotated[Path, typer.Argument(help="Token array; the texts begin at equal distances in it.")],
+    prompt: Annotated[int, typer.Option(help="Tokens of a text to read at once.")] = 256,
+    count: Annotated[int, typer.Option(help="Tokens to decode after them.")] = 1024,
+    texts: Annotated[int, typer.Option(help="Texts, decoded as one batch.")] = 8,
 ) -> None:
-    """Print a table: a row per half-life and beta, a column per rounding."""
-    torch.manual_seed(0)
-    heads = heads_of(teacher, torch.from_numpy(np.load(tokens)[:count].astype(np.int64)))
-    print("| half-life, beta | bfloat16, relative error |", " | ".join(list(ROUNDINGS)[1:]), "|")
-    print("|---" * (1 + len(ROUNDINGS)) + "|")
-    for half_life, beta in SETTINGS:
-        first, *others = errors(*heads, half_life, beta)
-        ratios = " | ".join(f"{error / first:.1f}x" for error in others)
-        print(f"| {half_life:g}, {beta} | {first:.3f} | {ratios} |", flush=True)
+    """Print a table with a row per setting of the states; the errors of means are over texts."""
+    array = np.load(tokens).astype(np.int64)
+    ids = torch.from_numpy(array[: len(array) // texts * texts].reshape(texts, -1)[:, : prompt + count])
+    model, taught_by = (load_for_measure(folder, torch.device("cpu")) for folder in (student, teacher))
+    divergences, errors = measure(model, taught_by, ids, prompt)
+    kl, exact, quarter = divergences.mean(-1), divergences[0].mean(-1), errors.shape[-1] // 4
+    cells = []
+    for index, (name, setting) in enumerate(SETTINGS.items()):
+        use_states(model, *setting)
+        mean, change = mean_score(kl[index].tolist()), mean_score((100 * (kl[index] / exact - 1)).tolist())
+        early, late = (100 * float(part.mean()) for part in (errors[index, :, :quarter], errors[index, :, -quarter:]))
+        cells.append([name, f"{state_bytes(model):,}", figure(mean.value, mean.stderr, 4)])
+        cells[-1] += [figure(change.value, change.stderr, 2), figure(early, digits=2), figure(late, digits=2)]
+    typer.echo(lines(HEAD, cells))
 
 
 if __name__ == "__main__":
