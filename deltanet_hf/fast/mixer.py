@@ -33,7 +33,7 @@ from deltanet_hf.mixers.layer.layer_kind import PositionEmbeddings
 from deltanet_hf.mixers.layer.mix_call import MixCall
 from deltanet_hf.mixers.layer.mixer import Mixer
 from deltanet_kernels import gate_values, gated_delta_step_, gated_rms_norm, prompt_inputs
-from deltanet_kernels.arguments import GatedNormCall, RuleCall
+from deltanet_kernels.arguments import LATE, GatedNormCall, RuleCall
 from deltanet_kernels.gated_delta_rule.operators import chunk_rule
 from deltanet_kernels.prompt.calls import GateValuesCall, PromptInputs, PromptInputsCall
 
@@ -146,6 +146,7 @@ class FastMixer:
         q, k, v = layer.project(x)
         rule_gates, output_gate = layer.step_gates(x), layer.output_gate(x)
         cos, sin = self.layer.angles(position_embeddings)
+        late: dict[str, Any] = {name: state[name] for name in LATE if name in state}
         output = gated_delta_step_(
             q,
             k,
@@ -171,10 +172,7 @@ class FastMixer:
             erase=layer.erase,
             kv_repeats=layer.kv_repeats,
             slots=cache.slots,
-            late_writes=state.get("late_writes"),
-            late_decay=state.get("late_decay"),
-            late_count=state.get("late_count"),
-            state_scale=state.get("state_scale"),
+            **late,
         )
         if layer.window_branch is not None:
             q, k, v = map(layer.split_heads, (q, k, v))

@@ -64,6 +64,10 @@ class RuleCall(NamedTuple):
         return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
 
 
+LATE = ("late_writes", "late_decay", "late_count", "state_scale")
+"""The arguments of `StepCall` beside a state with late writes; the last is that of a state in 8 bits."""
+
+
 class StepCall(NamedTuple):
     """One or several decoding steps of a Gated DeltaNet layer between its projections; updates state and tail in place.
 

@@ -16,11 +16,11 @@ from deltanet_hf.mixers.layer.attention_shape import MixerProjections
 from deltanet_hf.mixers.layer.mix_call import MixCall
 from deltanet_hf.mixers.layer.settings import check_at_least
 from deltanet_kernels import gated_delta_step_
-from deltanet_kernels.arguments import Erase
+from deltanet_kernels.arguments import LATE, Erase
 from deltanet_kernels.gated_delta_rule.cpu_late_writes import LateState, rounded_to_8_bits
 
-NAMES = ("state", "late_writes", "late_decay", "late_count", "state_scale")
-"""Of the tensors in a cache, in the order of `LateState`; the last is that of a state in 8 bits."""
+NAMES = ("state", *LATE)
+"""Of the tensors in a cache, in the order of `LateState`."""
 FEWEST_FOR_8_BITS = 8
 """Rounded after every token, a simulated state in 8 bits had three to six times the error of one in bfloat16; after 8
 tokens, the logits of models have 1.3 to 2.3 times its error (docs/journal-training.md)."""
@@ -44,7 +44,7 @@ class LateSettings(MixerProjections):
 
 
 def late_shapes(state: TensorShape, places: int) -> dict[str, TensorShape]:
-    """What is kept beside a state [HV, K, V] with `places` for writes, except these."""
+    """The tensors beside a state [HV, K, V] with `places` for writes, without the writes."""
     heads, keys, _ = state.shape
     shapes = {
         "late_decay": TensorShape((heads, places), torch.float32),
@@ -93,5 +93,4 @@ def late_step(call: MixCall, state: State, erase: Erase) -> tuple[Tensor, State]
 
 def current(state: State, dtype: torch.dtype) -> Tensor:
     """The state after all writes [B, HV, K, V]."""
-    writes, decay, count = (state[name] for name in NAMES[1:4])
-    return LateState(state["state"], writes, decay, count, state.get("state_scale")).current(dtype)
+    return LateState(*(state[name] for name in NAMES if name in state)).current(dtype)

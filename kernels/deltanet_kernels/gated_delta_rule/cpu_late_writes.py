@@ -8,7 +8,7 @@ import torch
 
 from deltanet_kernels.arguments import Erase, StepCall
 from deltanet_kernels.gated_delta_rule.cpu import no_autocast
-from deltanet_kernels.gated_delta_rule.cpu_forward import inverse_norm
+from deltanet_kernels.gated_delta_rule.cpu_recurrent import by_state
 from deltanet_kernels.gated_delta_rule.reference import log_decay_and_strength
 
 
@@ -71,18 +71,15 @@ def torch_late_step_(
     erase: Erase,
 ) -> torch.Tensor:
     """`torch_recurrent_step_` with late writes: q, k, v [B, T, heads, size] -> o [B, T, max(HQ, HV), V]."""
-    (B, T, HQ, K), H, (HV, V), R = q.shape, k.shape[2], v.shape[2:], late.writes.shape[2]
+    (B, T, HQ, K), (HV, V), R = q.shape, v.shape[2:], late.writes.shape[2]
     dtype = torch.promote_types(q.dtype, torch.float32)
     with no_autocast(q.device):
         g, beta = log_decay_and_strength(g, beta, A_log, dt_bias, use_beta_sigmoid_in_kernel, dtype)
-        q_, k_, v_ = q.to(dtype), k.to(dtype), v.to(dtype)
-        q_, k_ = q_ * inverse_norm(q_), k_ * inverse_norm(k_)
-        q_ = q_.repeat_interleave(max(1, HV // HQ), dim=2).unflatten(2, (HV, -1)) * scale
-        k_ = k_.repeat_interleave(HV // H, dim=2).unsqueeze(3)  # rows of q and k share the state of their group
-        decay, S = g.exp(), _folded_(late, late.waiting + T > R, dtype)
+        q_, k_ = by_state(q.to(dtype), k.to(dtype), HV, scale, use_qk_l2norm_in_kernel)
+        v_, decay, S = v.to(dtype), g.exp(), _folded_(late, late.waiting + T > R, dtype)
         outputs = []
         for t in range(T):
-            key, value, fade = k_[:, t], v_[:, t].unsqueeze(2), decay[:, t, :, None, None]
+            key, value, fade = k_[:, t].unsqueeze(2), v_[:, t].unsqueeze(2), decay[:, t, :, None, None]
             if erase != "off":
                 read = key @ S
                 value = value - (read if erase == "undecayed" else fade * read)

@@ -47,21 +47,13 @@ def torch_recurrent_step_(
     erase: Erase = "decayed",
 ) -> torch.Tensor:
     """The recurrence, updating the state [B, HV, K, V] in place; with A_log and dt_bias, g is the raw gate logit."""
-    (B, T, HQ, K), H, (HV, V) = q.shape, k.shape[2], v.shape[2:]
+    (B, T, HQ, K), (HV, V) = q.shape, v.shape[2:]
     dtype = torch.promote_types(q.dtype, torch.float32)
     scale = K**-0.5 if scale is None else scale
     with no_autocast(q.device):
         g, beta = log_decay_and_strength(g, beta, A_log, dt_bias, use_beta_sigmoid_in_kernel, dtype)
-        q_, k_, v_ = q.to(dtype), k.to(dtype), v.to(dtype)
-        if use_qk_l2norm_in_kernel:
-            q_, k_ = q_ * inverse_norm(q_), k_ * inverse_norm(k_)
-        if HQ < HV:
-            q_ = q_.repeat_interleave(HV // HQ, dim=2)
-        if H < HV:
-            k_ = k_.repeat_interleave(HV // H, dim=2)
-        # One product per token: rows of q share the state of their group, [B, T, HV, R, K].
-        q_ = q_.unflatten(2, (HV, -1)) * scale
-        decay = g.exp()
+        q_, k_ = by_state(q.to(dtype), k.to(dtype), HV, scale, use_qk_l2norm_in_kernel)
+        v_, decay = v.to(dtype), g.exp()
         S = state.to(dtype)
         outputs = []
         for t in range(T):
@@ -76,3 +68,16 @@ def torch_recurrent_step_(
         if state.dtype != dtype:
             state.copy_(S)
         return torch.stack(outputs, dim=1).view(B, T, max(HQ, HV), V).to(v.dtype)
+
+
+def by_state(
+    q: torch.Tensor, k: torch.Tensor, HV: int, scale: float, unit_length: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q [B, T, HQ, K] times scale as [B, T, HV, R, K], the R rows that read a state in one product; k [B, T, HV, K]."""
+    if unit_length:
+        q, k = q * inverse_norm(q), k * inverse_norm(k)
+    if q.shape[2] < HV:
+        q = q.repeat_interleave(HV // q.shape[2], dim=2)
+    if k.shape[2] < HV:
+        k = k.repeat_interleave(HV // k.shape[2], dim=2)
+    return q.unflatten(2, (HV, -1)) * scale, k

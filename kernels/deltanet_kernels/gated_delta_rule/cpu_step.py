@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from deltanet_kernels.arguments import ConvCall, GatedNormCall, StepCall
+from deltanet_kernels.arguments import LATE, ConvCall, GatedNormCall, StepCall
 from deltanet_kernels.common.heads import repeated
 from deltanet_kernels.common.rotation import rotate
 from deltanet_kernels.common.slots import on_copies
@@ -18,7 +18,7 @@ from deltanet_kernels.gated_delta_rule.cpu_late_writes import LateState, torch_l
 from deltanet_kernels.gated_delta_rule.cpu_recurrent import torch_recurrent_step_
 from deltanet_kernels.reference import torch_causal_conv1d, torch_gated_rms_norm
 
-CHANGED = ("state", "conv_tail", "late_writes", "late_decay", "late_count", "state_scale")
+CHANGED = ("state", "conv_tail", *LATE)
 CLOSED = -1e4  # a gate logit whose sigmoid and softplus are exactly 0
 
 

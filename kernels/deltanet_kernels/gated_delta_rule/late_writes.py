@@ -41,7 +41,7 @@ def late_values(writes, count, e, K: tl.constexpr, V: tl.constexpr, PLACES: tl.c
 
 @triton.jit
 def late_products(x, keys, weights):
-    """What x [BK] reads of each write [PLACES]."""
+    """Products of x [BK] with the keys of all writes [PLACES], as much as is left of them."""
     return weights * tl.sum(keys * x[None, :], axis=1)
 
 

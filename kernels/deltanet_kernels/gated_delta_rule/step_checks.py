@@ -4,7 +4,7 @@ from typing import get_args
 
 import torch
 
-from deltanet_kernels.arguments import Erase, StepCall
+from deltanet_kernels.arguments import LATE, Erase, StepCall
 from deltanet_kernels.checks import (
     _require_count,
     _require_device,
@@ -17,8 +17,7 @@ from deltanet_kernels.checks import (
     check_slots,
 )
 
-SIZES = {"late_writes": ("R", "K + V"), "late_decay": ("R",), "late_count": (), "state_scale": ("K",)}
-LATE = tuple(SIZES)
+LATE_SIZES = {"late_writes": ("R", "K + V"), "late_decay": ("R",), "late_count": (), "state_scale": ("K",)}
 
 
 def check_gated_delta_step(call: StepCall) -> None:
@@ -115,12 +114,12 @@ def _check_state(call: StepCall, rows: int) -> None:
     if writes is None:
         return
     (HV, K, V), R = state.shape[1:], writes.shape[2] if writes.dim() == 4 else 0
-    shapes = {"late_writes": (R, K + V), "late_decay": (R,), "late_count": (), "state_scale": (K,)}
+    sizes = {"R": R, "K": K, "K + V": K + V}
     dtypes = {"late_writes": (wide, torch.bfloat16), "late_count": (torch.int32,)}
-    for name in LATE:
-        x = late[name]
+    for name, x in late.items():
         if x is not None:
-            _require_shape(name, x, (rows, HV, *shapes[name]), f"[B, HV, {', '.join(SIZES[name])}]")
+            shape = (rows, HV, *(sizes[size] for size in LATE_SIZES[name]))
+            _require_shape(name, x, shape, f"[B, HV, {', '.join(LATE_SIZES[name])}]")
             _require_device(name, x, "q", call.q.device)
             check_changed(name, x, call.slots)
             if x.dtype not in (allowed := dtypes.get(name, (wide,))):
