@@ -21,6 +21,7 @@ from deltanet_hf.evaluation.report.pareto import Point, draw_pareto, frontier
 from deltanet_hf.exit_codes import run_command
 
 RESULTS = Path(__file__).parents[1] / "recipes/results/smollm2-135m-front.json"
+LEAST_TOKENS = 9e6  # of training; rules are compared after less
 LABELS = {
     "teacher@4": "teacher, 4 bits",
     "control-heads18-897-100m@4": "18 heads",
@@ -49,6 +50,8 @@ def main(
     """Draw KL and retrieval against memory: teacher, untrained baselines, trained controls and students."""
     longest: dict[tuple[str, float, str], dict[str, Any]] = {}
     for row in json.loads(results.read_text()):
+        if 0 < row["tokens"] < LEAST_TOKENS:
+            continue
         model = row["kind"], row["mb_2k"], str([row.get("kept"), row.get("kept_heads")])
         longest[model] = max(longest.get(model, row), row, key=lambda row: row["tokens"])
     rows = {row["run"]: row for row in longest.values()}
