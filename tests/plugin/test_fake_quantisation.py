@@ -41,8 +41,10 @@ def dense(q: Tensor, k: Tensor, v: Tensor, window: int, sinks: int, bits: int, c
     return torch.stack(outputs, 1)
 
 
-@pytest.mark.parametrize(("window", "sinks", "cap"), [(200, 0, None), (40, 4, None), (64, 4, 2.0), (9, 4, None)])
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(
+    ("window", "sinks", "cap", "bits"),
+    [(200, 0, None, 4), (40, 4, None, 4), (64, 4, 2.0, 8), (9, 4, None, 4), (40, 0, None, 3), (200, 4, 2.0, 2)],
+)
 def test_is_its_definition(window: int, sinks: int, cap: float | None, bits: int) -> None:
     torch.manual_seed(bits)
     q, k, v = (2 * torch.randn(2, 150, heads, 64, dtype=torch.float64) for heads in (4, 2, 2))
@@ -75,6 +77,8 @@ def test_every_kind_of_attention_takes_the_setting() -> None:
         assert torch.equal(set_cache_bits(model, 16)(ids, use_cache=False).logits, before)
     with pytest.raises(UserError, match="cache bits"):
         set_cache_bits(model, 5)
+    with pytest.raises(UserError, match="3 bits are computed for whole sequences without a cache"):
+        set_cache_bits(model, 3)(ids)
 
 
 def test_layers_without_such_a_form_stay_as_they_are_at_16_bits() -> None:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from deltanet_hf.errors import UserError
 from deltanet_hf.mixers.cache.fake_quantisation import quantised_attention
 from deltanet_hf.mixers.cache.packed_reach import NAMES, PACKED, PackedReach
 from deltanet_hf.mixers.cache.state import State
@@ -32,6 +33,7 @@ from deltanet_hf.mixers.cache.window_cache import Tokens
 from deltanet_kernels import PackedKeyValues, pack_prompt, packed_part, packed_step_
 from deltanet_kernels.packed_cache.arranged import attention_by_numbers
 from deltanet_kernels.packed_cache.calls import PackedPartCall, PackedStepCall, PackPromptCall
+from deltanet_kernels.packed_cache.layout import BITS
 
 
 class PackedTokens:
@@ -81,9 +83,15 @@ class PackedTokens:
 
         Raises:
             ValueError: gradients of another call than a prompt.
+            UserError: bits without a packed form, where one is needed.
         """
         kept, length = self.kept, q.shape[1]
         whole = self._padding is None and not self.state and self._lengths is None
+        if kept.bits not in BITS and (self._keep_state or not whole):
+            raise UserError(
+                f"cache bits: {kept.bits} bits are computed for whole sequences without a cache, to measure them, and "
+                f"have no packed form; use {BITS[0]} or {BITS[1]}"
+            )
         if whole and (kept.family_window is None or kept.sinks == 0 or length <= kept.family_window):
             return self._prompt(q, k, v, scale, softcap)
         if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
