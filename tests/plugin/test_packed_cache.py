@@ -242,7 +242,7 @@ def states_of(layer: Any) -> list[str]:
     return [name for part in parts_of(layer) for name in getattr(part, "state", {})]
 
 
-@pytest.mark.parametrize("name", ["hybrid", "window", "heads", "whole and windows"])
+@pytest.mark.parametrize("name", ["sliding", "hybrid", "window", "heads", "whole and windows"])
 def test_gradients_do_not_depend_on_whether_a_cache_is_filled(name: str) -> None:
     """A call has a cache by default; only with padding, or after other tokens, are there no gradients."""
     model, found = made(name), []
