@@ -74,7 +74,7 @@ class Source(Strict):
     join_groups: bool = Field(
         False,
         description="Documents of one group that follow each other are pieces of one text: join them, up to 16,384 "
-        "tokens, so that long rows hold connected text.",
+        "tokens or the longest row, so that long rows hold connected text.",
     )
     evaluation: tuple[EvaluationArray, ...] = Field(
         (),

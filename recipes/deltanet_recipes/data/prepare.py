@@ -17,6 +17,7 @@ from deltanet_recipes.data.decontaminate import Contamination
 from deltanet_recipes.data.evaluation_arrays import evaluation_arrays
 from deltanet_recipes.data.packing import Mixture, split_streams
 from deltanet_recipes.data.recall_rows import RecallStream
+from deltanet_recipes.data.token_documents import JOINED
 from deltanet_recipes.data.tokens import Corpus, load_corpus
 from deltanet_recipes.schema import Recipe
 from deltanet_recipes.schema_sections import Data, Source
@@ -53,9 +54,10 @@ def prepare_corpora(
             say(f"evaluation: {array['array']}: {array['windows']:,} windows of {array['window']:,} tokens")
     arrays = [array["array"] for arrays in taken for array in arrays]
     contamination = Contamination(arrays, tokenizer, named) if arrays else named
+    joined = max(JOINED, *(stage.sequence_length for stage in recipe.stages))
     corpora = []
     for source, own in zip(sources, taken, strict=True):
-        corpora.append(load_corpus(source, tokenizer, separator, cache, contamination, own))
+        corpora.append(load_corpus(source, tokenizer, separator, cache, contamination, own, joined))
         say(_describe(corpora[-1]))
     return corpora
 

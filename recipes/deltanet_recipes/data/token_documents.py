@@ -21,7 +21,7 @@ from deltanet_recipes.data.sources import documents, token_array
 from deltanet_recipes.schema_sections import Source
 
 BATCH = 256  # documents that are tokenised in one call
-JOINED = 16384  # tokens of a joined document at most
+JOINED = 16384  # tokens of a joined document at most, unless rows are longer
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,10 @@ def token_documents(source: Source, tokenizer: PreTrainedTokenizerBase, separato
         yield TokenDocument(ids, scored, hashlib.sha256(ids.tobytes()).hexdigest() if group is None else group, place)
 
 
-def join_groups(documents: Iterable[TokenDocument], tokenizer: PreTrainedTokenizerBase) -> Iterator[TokenDocument]:
-    """Join texts of one group that follow each other in the source to documents of at most 16,384 tokens."""
+def join_groups(
+    documents: Iterable[TokenDocument], tokenizer: PreTrainedTokenizerBase, joined_tokens: int = JOINED
+) -> Iterator[TokenDocument]:
+    """Join texts of one group that follow each other in the source to documents of at most `joined_tokens` tokens."""
     prefix = len(prefix_ids(tokenizer))
     joined: TokenDocument | None = None
     for document in documents:
@@ -59,7 +61,7 @@ def join_groups(documents: Iterable[TokenDocument], tokenizer: PreTrainedTokeniz
             joined is not None
             and joined.group == document.group
             and joined.place == document.place - 1
-            and len(joined.ids) + len(document.ids) <= JOINED
+            and len(joined.ids) + len(document.ids) <= joined_tokens
         ):
             ids = np.concatenate([joined.ids[:-1], document.ids[prefix:]])
             joined = TokenDocument(ids, None, document.group, document.place)
@@ -72,7 +74,11 @@ def join_groups(documents: Iterable[TokenDocument], tokenizer: PreTrainedTokeniz
 
 
 def fingerprint(
-    source: Source, tokenizer: PreTrainedTokenizerBase, separator: int, contamination: Contamination | None
+    source: Source,
+    tokenizer: PreTrainedTokenizerBase,
+    separator: int,
+    contamination: Contamination | None,
+    joined_tokens: int = JOINED,
 ) -> str:
     """A hash of everything that shapes a corpus: source settings and files, tokenizer, separator, evaluation texts."""
     stats = [path.stat() for path in files_in(Path(source.path))] if source.path else []
@@ -85,6 +91,8 @@ def fingerprint(
         f"{separator} {prefix_ids(tokenizer)}",
         contamination.fingerprint if contamination else "",
     ]
+    if source.join_groups and joined_tokens != JOINED:
+        parts.append(str(joined_tokens))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 

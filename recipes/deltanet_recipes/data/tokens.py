@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from deltanet_hf.errors import UserError
 from deltanet_hf.safe_write import remove, writing
 from deltanet_recipes.data.decontaminate import Contamination
-from deltanet_recipes.data.token_documents import TokenDocument, fingerprint, join_groups, token_documents
+from deltanet_recipes.data.token_documents import JOINED, TokenDocument, fingerprint, join_groups, token_documents
 from deltanet_recipes.schema_sections import Source
 
 
@@ -47,6 +47,7 @@ def load_corpus(
     cache: Path,
     contamination: Contamination | None = None,
     evaluation: Sequence[dict[str, Any]] = (),
+    joined_tokens: int = JOINED,
     progress: Callable[[str, int], None] = lambda label, tokens: None,
 ) -> Corpus:
     """Read the corpus of a source from the cache folder, or tokenise the source into it.
@@ -55,12 +56,13 @@ def load_corpus(
         separator: token id that ends every document.
         contamination: evaluation texts; documents that share 13 tokens in a row with them are dropped.
         evaluation: the arrays that `evaluation_arrays` took from this source; documents of their groups are left out.
+        joined_tokens: largest number of tokens of documents that are joined (`join_groups`).
         progress: called with the label and the number of tokens so far after each document.
 
     Raises UserError if the source cannot be read or has no tokens.
     """
     label = source.hub or Path(str(source.path)).name
-    folder = cache / fingerprint(source, tokenizer, separator, contamination)
+    folder = cache / fingerprint(source, tokenizer, separator, contamination, joined_tokens)
     if folder.exists() and not _is_intact(folder):
         remove(folder)
     if not (folder / "meta.json").is_file():
@@ -69,7 +71,7 @@ def load_corpus(
             with writing(folder):
                 partial.mkdir(parents=True)
             _build(
-                    partial, source, tokenizer, separator, contamination, evaluation,
+                    partial, source, tokenizer, separator, contamination, evaluation, joined_tokens,
                     lambda count: progress(label, count),
                 )  # fmt: skip
             with writing(folder):
@@ -115,6 +117,7 @@ def _build(
     separator: int,
     contamination: Contamination | None,
     evaluation: Sequence[dict[str, Any]],
+    joined_tokens: int,
     progress: Callable[[int], None],
 ) -> None:
     vocabulary = max(len(tokenizer), separator + 1)
@@ -124,7 +127,7 @@ def _build(
     counts = _Counts()
     training = _for_training(token_documents(source, tokenizer, separator), contamination, evaluation, counts)
     with writing(folder), open(folder / "tokens.bin", "wb") as file:  # sources turn their own errors into UserErrors
-        for document in join_groups(training, tokenizer) if source.join_groups else training:
+        for document in join_groups(training, tokenizer, joined_tokens) if source.join_groups else training:
             ids = document.ids[: limit - total]
             file.write(ids.astype(dtype).tobytes())
             total += len(ids)
