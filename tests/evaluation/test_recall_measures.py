@@ -22,6 +22,7 @@ from deltanet_hf.models.restrict import restrict_to_window
 from measuring.study.bigram_recall import bigram_clusters, bigram_distances
 from measuring.study.generated_answers import generated_answers
 from measuring.study.recall_sweeps import LEAD, SPREAD, one_fact, replaced_pairs, spread_pairs
+from measuring.study import token_measures as measures
 from measuring.study.token_measures import TokenMeasures, short_context_hits, token_measures
 from support.tiny_models import tiny_student, tiny_teacher
 
@@ -289,7 +290,7 @@ def test_short_contexts_see_at_most_so_many_tokens(prefix: tuple[int, ...]) -> N
 
 
 @torch.no_grad()
-def test_token_measures_of_a_copy_of_the_teacher() -> None:
+def test_token_measures_of_a_copy_of_the_teacher(monkeypatch: pytest.MonkeyPatch) -> None:
     ids = torch.randint(3, 97, (3, 20), generator=torch.Generator().manual_seed(0))
     found = token_measures(tiny_teacher("llama"), ids, 2, tiny_teacher("llama"), prefix=(1,))
     assert found.divergences is not None
@@ -303,3 +304,7 @@ def test_token_measures_of_a_copy_of_the_teacher() -> None:
     log_probs = tiny_teacher("llama")(with_prefix).logits.log_softmax(-1)[:, 1:-1]
     np.testing.assert_allclose(found.losses, -log_probs.gather(-1, ids[:, 1:, None])[..., 0].numpy(), rtol=1e-4)
     assert found.hits.tolist() == (log_probs.argmax(-1) == ids[:, 1:]).float().tolist()
+    monkeypatch.setattr(measures, "_LOGITS", 7 * 2 * tiny_teacher("llama").config.vocab_size)
+    in_parts = token_measures(tiny_teacher("llama"), ids, 2, tiny_teacher("llama"), prefix=(1,))
+    for name in ("losses", "hits", "divergences", "agreements"):
+        np.testing.assert_allclose(getattr(in_parts, name), getattr(found, name), rtol=1e-4, atol=1e-5)

@@ -44,16 +44,18 @@ from measuring.study.task_suites import TaskSuites
 LENGTHS = {"mb_2k": 2048, "mb_8k": 8192, "mb_32k": 32768}
 
 
-def parse_policy(text: str) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...], int, int]:
-    """Reads KEPT@BITS@BYTES: kept layers and LAYER.HEAD heads by commas (or `none`), bits, bytes at 2,048 tokens."""
+def parse_policy(text: str) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...], int, int, int]:
+    """Reads KEPT@BITS@BYTES[@TOKENS]: kept layers and LAYER.HEAD heads by commas (or `none`), bits, bytes at so many
+    tokens (2,048)."""
     try:
-        kept, bits, size = text.split("@")
+        kept, bits, size, *tokens = text.split("@")
+        (length,) = map(int, tokens or (LENGTHS["mb_2k"],))
         parts = [] if kept == "none" else kept.split(",")
         layers = tuple(sorted(int(part) for part in parts if "." not in part))
         heads = tuple(sorted((int(a), int(b)) for a, b in (part.split(".") for part in parts if "." in part)))
-        return layers, heads, int(bits), int(float(size))
+        return layers, heads, int(bits), int(float(size)), length
     except ValueError:
-        raise UserError(f"--policy {text}: expected KEPT@BITS@BYTES, such as 7,8,17@4@9.2e6") from None
+        raise UserError(f"--policy {text}: expected KEPT@BITS@BYTES[@TOKENS], such as 7,8,17@4@9.2e6") from None
 
 
 def items_file(results: Path, run: str) -> Path:
@@ -80,7 +82,10 @@ def main(
     teacher_bits: Annotated[list[int] | None, typer.Option(help="Measure the teacher in this many bits.")] = None,
     policy: Annotated[
         list[str] | None,
-        typer.Option(help="KEPT@BITS@BYTES: the teacher, untrained, with these layers whole and windows elsewhere."),
+        typer.Option(
+            help="KEPT@BITS@BYTES[@TOKENS]: the teacher, untrained, with these layers whole and windows elsewhere that "
+            "fit the bytes of a sequence of so many tokens (2,048)."
+        ),
     ] = None,
     plan: Annotated[
         list[Path] | None,
@@ -147,8 +152,8 @@ def main(
     for width in teacher_bits or ():
         add(f"teacher@{width}", "teacher", copied, width, {"tokens": 0} | command(teacher, teacher_bits=width))
     for text in policy or ():
-        layers, heads, width, budget = parse_policy(text)
-        window = longest_window(loaded, layers, budget, LENGTHS["mb_2k"], width, heads)
+        layers, heads, width, budget, length = parse_policy(text)
+        window = longest_window(loaded, layers, budget, length, width, heads)
         if window is None:
             typer.echo(f"{text}: a window of one token already needs more")
             continue

@@ -1,4 +1,4 @@
-"""Measures hybrids by bytes, KL at three lengths, recall probes and recall in running text.
+"""Measures hybrids by bytes, KL at several lengths, recall probes and recall in running text.
 
 All figures keep their sums per window or probe (`Clusters`), so that models which were measured in different processes
 can still be compared item by item.
@@ -41,13 +41,16 @@ TEXTS = {
     "wiki_4k": ("wiki_long", 4096, 24),
     "4k": ("novels", 4096, 32),
     "8k": ("novels", 8192, 16),
+    "16k": ("novels", 16384, 8),
+    "32k": ("novels", 32768, 6),
 }
 SPREAD = ("heldwiki", "wiki_long", "novels")  # arrays of many texts; of the others the first windows are taken
 WITH_BIGRAMS = ("wiki_4k", "4k")
 HAYSTACK = "novels"
 SEGMENT, SEGMENTS = 256, 64  # of the exact repeat
 GENERATED = "needles_1k"  # the cell whose answers are also generated
-_TOKENS_CUDA, _TOKENS_CPU = 16384, 2048  # per forward pass that gives the logits of all positions
+_TOKENS_CUDA, _TOKENS_CPU = 16384, 2048  # per forward pass of several windows that gives the logits of all positions
+_LOGITS = 1 << 30  # elements of these logits: 2 GiB in bfloat16
 
 
 @dataclass(frozen=True)
@@ -154,7 +157,8 @@ class HybridMeasure:
         return digest.hexdigest()[:16]
 
     def _budget(self) -> int:
-        return _TOKENS_CUDA if self.teacher.device.type == "cuda" else _TOKENS_CPU
+        tokens = _TOKENS_CUDA if self.teacher.device.type == "cuda" else _TOKENS_CPU
+        return min(tokens, _LOGITS // int(self.teacher.config.get_text_config().vocab_size))
 
     def _rows(self, windows: Tensor) -> int:
         return max(1, self._budget() // windows.shape[1])

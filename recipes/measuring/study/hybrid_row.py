@@ -3,7 +3,7 @@
 A row of the results file has, with the standard error NAME_se beside each value:
 
 - mb_2k: MB that a sequence of 2,048 tokens takes, measured on the cache;
-- kl_1k, kl_4k, kl_8k: KL(teacher || model) in nats per token, on Wikipedia at 1,024 tokens and novels at the others;
+- kl_1k, kl_4k, kl_8k, kl_16k, kl_32k: KL(teacher || model) in nats per token, on Wikipedia at 1,024 tokens and novels at the others;
 - top1: tokens of the novels at 4,096 whose most likely value is the teacher's, in per cent;
 - needles_*, prose_*, pairs_*: exact answers in per cent;
 - bigram: recall of bigrams in running text, in per cent of the teacher (`bigram_recall.py`);
@@ -38,9 +38,9 @@ from measuring.study.hybrid_measure import Measured
 from measuring.study.results_row import run_facts
 from measuring.study.shared_figures import SharedFigures
 
-KL = ("kl_1k", "kl_4k", "kl_8k")
+KL = ("kl_1k", "kl_4k", "kl_8k", "kl_16k", "kl_32k")
 RECALL = (
-    *("needles_1k", "needles_2k", "needles_4k", "prose_1k", "prose_2k", "prose_4k"),
+    *(f"{name}_{length}" for name in ("needles", "prose") for length in ("1k", "2k", "4k", "8k", "16k", "32k")),
     *("pairs_8", "pairs_32", "pairs_128"),
 )
 SHARES = {"top1": "top1_4k"} | {name: name for name in (*RECALL, *task_suites.COLUMNS)}

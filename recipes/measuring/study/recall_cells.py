@@ -14,7 +14,7 @@ from deltanet_hf.evaluation.tasks.recall_tasks import associative_recall, needle
 from measuring.study.recall_sweeps import one_fact, replaced_pairs, spread_pairs
 
 Build = Callable[[PreTrainedTokenizerBase, Haystack, int, int], list[Probe]]
-_LENGTHS = {1024: "1k", 2048: "2k", 4096: "4k", 8192: "8k"}
+_LENGTHS = {1024: "1k", 2048: "2k", 4096: "4k", 8192: "8k", 16384: "16k", 32768: "32k"}
 
 
 def _needles(tokenizer: PreTrainedTokenizerBase, haystack: Haystack, length: int, count: int) -> list[Probe]:
@@ -35,6 +35,12 @@ CELLS: dict[str, tuple[Build, int, int]] = {
     **{f"prose_{_LENGTHS[n]}": (prose_facts, n, count) for n, count in ((1024, 96), (2048, 96), (4096, 48))},
     **{f"pairs_{n}": (_pairs, n, count) for n, count in ((8, 128), (32, 64), (128, 24))},
 }
+LONG: dict[str, tuple[Build, int, int]] = {
+    f"{name}_{_LENGTHS[n]}": (build, n, count)
+    for n, count in ((8192, 32), (16384, 16), (32768, 8))
+    for name, build in (("needles", _needles), ("prose", prose_facts))
+}
+"""Cells of models with more than 8,192 positions."""
 SWEEPS: dict[str, tuple[Build, int, int]] = {
     "needles_8k": (_needles, 8192, 32),
     "prose_8k": (prose_facts, 8192, 32),
@@ -61,8 +67,9 @@ def recall_cells(
         limit: largest number of probes per cell; None for no limit.
     """
     text = Haystack(tokenizer, haystack)
+    cells = CELLS | (LONG if longest > 8192 else {}) | (SWEEPS if sweeps else {})
     return {
         name: build(tokenizer, text, size, min(count, limit or count))
-        for name, (build, size, count) in {**CELLS, **(SWEEPS if sweeps else {})}.items()
+        for name, (build, size, count) in cells.items()
         if size <= longest or build not in _TOKENS
     }

@@ -2,7 +2,8 @@
 
 In per cent, with the standard error NAME_se beside each value:
 
-- niah_2k, niah_4k, niah_8k: RULER's `niah_single_1` and `niah_multikey_2` together, `RULER_ITEMS` texts of each;
+- niah_2k to niah_32k: RULER's `niah_single_1` and `niah_multikey_2` together, `RULER_ITEMS` texts of each, at lengths
+  that the model has positions for;
 - vt_4k: RULER's `ruler_vt`, the share of the expected variables;
 - completion: SQuAD, whether the text that is generated holds the answer;
 - ifeval: prompts of IFEval of which all instructions are followed (strict);
@@ -24,13 +25,21 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from deltanet_hf.evaluation.measures.relative import Clusters
 from deltanet_hf.evaluation.tasks.suites import SUITES, SuiteTask, missing_packages
 
-COLUMNS = ("niah_2k", "niah_4k", "niah_8k", "vt_4k", "completion", "ifeval", "standard")
-ITEMS, RULER_ITEMS = 500, 128
+COLUMNS = ("niah_2k", "niah_4k", "niah_8k", "niah_16k", "niah_32k", "vt_4k", "completion", "ifeval", "standard")
+ITEMS = 500
+RULER_ITEMS = {2048: 128, 4096: 128, 8192: 128, 16384: 32, 32768: 16}  # by the tokens of a text
 ANSWER = 32  # tokens
 NIAH, VT = ("niah_single_1", "niah_multikey_2"), ("ruler_vt",)
-LENGTHS = {2048: (("niah_2k", NIAH),), 4096: (("niah_4k", NIAH), ("vt_4k", VT)), 8192: (("niah_8k", NIAH),)}
+LENGTHS = {
+    2048: (("niah_2k", NIAH),),
+    4096: (("niah_4k", NIAH), ("vt_4k", VT)),
+    8192: (("niah_8k", NIAH),),
+    16384: (("niah_16k", NIAH),),
+    32768: (("niah_32k", NIAH),),
+}
 """Tokens of RULER's texts -> the columns with their tasks."""
 _PROMPT_TOKENS = 2**18  # of the prompts that are continued at the same time
+_PROMPT_PAIRS = 2**32  # of their tokens: sliding layers of a teacher have a mask over all
 
 
 class Part(NamedTuple):
@@ -70,14 +79,17 @@ class TaskSuites:
         known = {task.name: task for task in SUITES["ruler"].tasks}
         absent = missing_packages("ruler")
         for length, columns in LENGTHS.items():
-            if absent or length > longest:
-                reason = f"needs {' and '.join(absent)}" if absent else f"the model has {longest:,} positions"
-                self.missing |= {column: reason for column, _ in columns}
+            if length > longest:
                 continue
-            ruler = Ruler(length, teacher, min(limit or RULER_ITEMS, RULER_ITEMS))
+            if absent:
+                self.missing |= {column: f"needs {' and '.join(absent)}" for column, _ in columns}
+                continue
+            ruler = Ruler(length, teacher, min(limit or RULER_ITEMS[length], RULER_ITEMS[length]))
             tasks = tuple(known[name] for _, names in columns for name in names)
             of = {column: list(names) for column, names in columns}
-            self.parts.append(_part(tasks, None, None, of, max(1, _PROMPT_TOKENS // length), ruler))
+            self.parts.append(
+                _part(tasks, None, None, of, max(1, min(_PROMPT_TOKENS // length, _PROMPT_PAIRS // length**2)), ruler)
+            )
 
     def __call__(self, model: PreTrainedModel) -> dict[str, Clusters]:
         """Column -> one cluster per item."""

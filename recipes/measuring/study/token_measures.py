@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from deltanet_hf.evaluation.measures.text_scores import token_divergences, token_losses
 
+_LOGITS = 1 << 32  # elements of the logits of a model that exist at once: 8 GiB in bfloat16
+
 
 @dataclass(frozen=True)
 class TokenMeasures:
@@ -39,20 +41,35 @@ def token_measures(
         rows: windows per forward pass.
         prefix: tokens that precede every window and are not scored.
     """
-    losses, hits, divergences, agreements = [], [], [], []
-    skip = len(prefix)
-    for batch in windows_NT.split(rows):
-        ids, correct = _preceded(batch, prefix), batch[:, 1:]
-        logits = model(ids, use_cache=False).logits[:, skip:-1]
-        best = logits.argmax(-1)
-        losses.append(token_losses(logits, correct))
-        hits.append((best == correct).float())
+    batches = [_batch_measures(model, batch, teacher, prefix) for batch in windows_NT.split(rows)]
+    return TokenMeasures(*(torch.cat(part).cpu().numpy() for part in zip(*batches, strict=True)))
+
+
+def _batch_measures(
+    model: nn.Module, batch_NT: Tensor, teacher: nn.Module | None, prefix: Sequence[int]
+) -> tuple[Tensor, ...]:
+    """The fields of `TokenMeasures` that are not None, of one batch. Logits of many tokens are computed in parts."""
+    ids, skip, count = _preceded(batch_NT, prefix), len(prefix), batch_NT.shape[1] - 1
+    vocabulary = int(model.config.get_text_config().vocab_size)  # type: ignore[operator, union-attr]
+    size = max(1, _LOGITS // (len(ids) * vocabulary))
+    parts = []
+    for begin in range(0, count, size):
+        end = min(begin + size, count)
+
+        def logits(of: nn.Module, begin: int = begin, end: int = end) -> Tensor:
+            if size >= count:
+                return of(ids, use_cache=False).logits[:, skip:-1]  # type: ignore[no-any-return]
+            kept = torch.arange(skip + begin, skip + end, device=ids.device)
+            return of(ids, use_cache=False, logits_to_keep=kept).logits  # type: ignore[no-any-return]
+
+        found, correct = logits(model), batch_NT[:, 1 + begin : 1 + end]
+        best = found.argmax(-1)
+        part = [token_losses(found, correct), (best == correct).float()]
         if teacher is not None:
-            taught = teacher(ids, use_cache=False).logits[:, skip:-1]
-            divergences.append(token_divergences(taught, logits))
-            agreements.append((best == taught.argmax(-1)).float())
-    parts = [torch.cat(part).cpu().numpy() if part else None for part in (losses, hits, divergences, agreements)]
-    return TokenMeasures(*parts)  # type: ignore[arg-type]
+            taught = logits(teacher)
+            part += [token_divergences(taught, found), (best == taught.argmax(-1)).float()]
+        parts.append(part)
+    return tuple(torch.cat(part, dim=1) for part in zip(*parts, strict=True))
 
 
 @torch.inference_mode()
