@@ -19,10 +19,10 @@ from deltanet_hf.evaluation.tasks.haystack import Haystack
 from deltanet_hf.evaluation.tasks.prose_facts import prose_facts
 from deltanet_hf.evaluation.tasks.recall_tasks import associative_recall, needles
 from deltanet_hf.models.restrict import restrict_to_window
+from measuring.study import token_measures as measures
 from measuring.study.bigram_recall import bigram_clusters, bigram_distances
 from measuring.study.generated_answers import generated_answers
 from measuring.study.recall_sweeps import LEAD, SPREAD, one_fact, replaced_pairs, spread_pairs
-from measuring.study import token_measures as measures
 from measuring.study.token_measures import TokenMeasures, short_context_hits, token_measures
 from support.tiny_models import tiny_student, tiny_teacher
 

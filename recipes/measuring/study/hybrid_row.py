@@ -3,7 +3,7 @@
 A row of the results file has, with the standard error NAME_se beside each value:
 
 - mb_2k: MB that a sequence of 2,048 tokens takes, measured on the cache;
-- kl_1k, kl_4k, kl_8k, kl_16k, kl_32k: KL(teacher || model) in nats per token, on Wikipedia at 1,024 tokens and novels at the others;
+- kl_1k to kl_32k: KL(teacher || model) in nats per token, on Wikipedia at 1,024 tokens and novels at the others;
 - top1: tokens of the novels at 4,096 whose most likely value is the teacher's, in per cent;
 - needles_*, prose_*, pairs_*: exact answers in per cent;
 - bigram: recall of bigrams in running text, in per cent of the teacher (`bigram_recall.py`);
