@@ -96,8 +96,8 @@ class PackedTokens:
             return self._prompt(q, k, v, scale, softcap)
         if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
             raise ValueError(
-                "cache bits: gradients need whole sequences without padding; train with set_cache_bits(model, 16), or "
-                "compute under torch.no_grad()"
+                "cache bits: gradients need whole sequences without padding, and no sinks in a window within the "
+                "family's own; train with set_cache_bits(model, 16), or compute under torch.no_grad()"
             )
         if self._padding is None and self.state and length == 1:
             return self.step(q, k, v, scale, softcap)

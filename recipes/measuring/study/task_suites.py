@@ -39,7 +39,7 @@ LENGTHS = {
 }
 """Tokens of RULER's texts -> the columns with their tasks."""
 _PROMPT_TOKENS = 2**18  # of the prompts that are continued at the same time
-_PROMPT_PAIRS = 2**32  # of their tokens: sliding layers of a teacher have a mask over all
+_PROMPT_PAIRS = 2**31  # of their tokens: sliding layers of a teacher have a mask over all
 
 
 class Part(NamedTuple):
