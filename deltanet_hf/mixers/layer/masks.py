@@ -152,8 +152,8 @@ def announce_padding(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any
         if mask.dim() == 4 and length > 1:
             _check_order(mask, kwargs["padding"], seen, getattr(module.config, "sliding_window", None))
     # transformers makes a mask of what follows a cache, and of a sliding window, even if nothing is padded.
-    several = isinstance(seen, int) and length > 1
-    if several and (mask is None or (seen > 0 and _is_known_whole(kwargs.get("padding")))):
+    follows = isinstance(seen, int) and seen > 0
+    if length > 1 and (mask is None or (follows and _is_known_whole(kwargs.get("padding")))):
         kwargs["padding"] = NO_PADDING
     return args, kwargs
 
