@@ -79,10 +79,9 @@ class TaskSuites:
         known = {task.name: task for task in SUITES["ruler"].tasks}
         absent = missing_packages("ruler")
         for length, columns in LENGTHS.items():
-            if length > longest:
-                continue
-            if absent:
-                self.missing |= {column: f"needs {' and '.join(absent)}" for column, _ in columns}
+            if absent or length > longest:
+                reason = f"needs {' and '.join(absent)}" if absent else f"the model has {longest:,} positions"
+                self.missing |= {column: reason for column, _ in columns}
                 continue
             ruler = Ruler(length, teacher, min(limit or RULER_ITEMS[length], RULER_ITEMS[length]))
             tasks = tuple(known[name] for _, names in columns for name in names)
