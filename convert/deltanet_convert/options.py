@@ -62,11 +62,12 @@ class ConvertOptions(Options):
         str,
         Option(
             help="Layers to convert. `auto`: a tenth of the key/value heads keeps softmax attention where their choice "
-            "is shipped (SmolLM2-135M), otherwise a quarter of the layers, measured where there is a GPU and evenly "
-            "spread elsewhere. `all`: convert every layer. `every:N`: layers N-1, 2N-1, ... keep softmax attention. "
-            "`keep:3,7,11`: these layers keep it. `auto:25%` (or `auto:7`, `auto:40MB@32k`): keep this share or "
-            "budget, chosen as `deltanet-hf select` does; slow without a GPU. FILE: the layers, or key/value heads, "
-            "that keep it, such as the file that `deltanet-hf select` writes.",
+            "is shipped (SmolLM2-135M), otherwise a quarter of the layers (half of those that do not slide, where some "
+            "do), measured where there is a GPU and evenly spread elsewhere. `all`: convert every layer. `every:N`: "
+            "layers N-1, 2N-1, ... keep softmax attention. `keep:3,7,11`: these layers keep it. `auto:25%` (or "
+            "`auto:7`, `auto:40MB@32k`): keep this share or budget, chosen as `deltanet-hf select` does; slow without "
+            "a GPU. FILE: the layers, or key/value heads, that keep it, such as the file that `deltanet-hf select` "
+            "writes.",
             show_default="auto",
         ),
         ASIDE,

@@ -1,7 +1,8 @@
 """`deltanet-hf convert --layers auto:...`: the selection before a conversion, made once per output folder.
 
-`--layers auto` takes the selection that is shipped for a teacher of this shape. For any other teacher it is `auto:25%`
-with a GPU, and evenly spread layers without one, because a search would take hours.
+`--layers auto` takes the selection that is shipped for a teacher of this shape. For any other teacher it keeps a
+quarter of the layers, or half of those that do not slide where others do: measured ones with a GPU, and evenly spread
+ones without, because a search would take hours.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from .selection_file import Selection, parse_selection, read_selection
 from .task import plan_selection
 from .units import Candidates
 
-SHARE, LEAST = "25%", "1"  # of the layers that `--layers auto` keeps; of fewer than four candidates
 SHIPPED = Path(__file__).parent / "shipped"
 SHAPES: dict[str, dict[str, str | int]] = {
     "smollm2-135m-instruct.json": {
@@ -57,7 +57,7 @@ def auto_selection(teacher: Teacher, out: Path, options: ConvertOptions, show: S
             unit = "layers" if shipped.unit == "layer" else "key/value heads"
             show(0, 1, f"Softmax {unit}: those shipped for {shipped.teacher}, a model of this shape.")
             return shipped
-        budget_text = SHARE if len(Candidates.of(teacher.config, "layer").units) >= 4 else LEAST
+        budget_text = str(_usual_count(Candidates.of(teacher.config, "layer")))
         if chosen_device(options.device).type != "cuda":
             method = "uniform"
             show(0, 1, NO_GPU)
@@ -81,6 +81,13 @@ def auto_selection(teacher: Teacher, out: Path, options: ConvertOptions, show: S
             f"--layers {options.layers}: {error}. The options are those of deltanet-hf select; give its file as "
             "--layers FILE, or spread the softmax layers evenly with --layers every:4"
         ) from error
+
+
+def _usual_count(candidates: Candidates) -> int:
+    """The layers that `--layers auto` keeps: a quarter; beside layers that slide, half, or facts are lost that pass
+    from one global layer to the next (Gemma 3 270M, docs/selecting.md)."""
+    count = len(candidates.units)
+    return -(-count // 2) if candidates.local else max(1, count // 4)
 
 
 def shipped_selection(config: PreTrainedConfig) -> Selection | None:
