@@ -21,8 +21,9 @@ from deltanet_hf.mixers.layer.mixer import Mixer
 from deltanet_hf.mixers.layer.window_branch import WindowBranch
 from deltanet_hf.mixers.window import WindowAttention
 from deltanet_hf.models.stateful import make_stateful
+from deltanet_kernels.packed_cache.layout import PACKED_BITS
 
-BITS = (16, 8, 4, 3, 2)  # 3 and 2 are measured, but have no packed form
+BITS = (16, *PACKED_BITS, 3, 2)  # 3 and 2 are measured, but have no packed form
 
 
 def set_cache_bits(model: PreTrainedModel, bits: int) -> PreTrainedModel:

@@ -12,8 +12,9 @@ from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from deltanet_hf.mixers import AttentionKind, LayerKind
 from deltanet_hf.mixers.path import RelaxedPath
 from deltanet_hf.models.layers import LayerTable
+from deltanet_kernels.packed_cache.layout import PACKED_BITS
 
-SERVED_BITS = (16, 8, 4)  # others have no packed form
+SERVED_BITS = (16, *PACKED_BITS)
 OWN_TYPES = "family_layer_types"  # key of a configuration in vLLM: the family's `layer_types`
 
 

@@ -172,6 +172,7 @@ SIX = {"num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attent
     [
         ("llama", {"num_hidden_layers": 2}, [1]),
         ("llama", {"num_hidden_layers": 9}, [2, 6]),
+        ("gemma3_text", {}, [0, 2, 3]),  # two of its four layers slide and stay; the last of the others
         ("gemma3_text", SIX, [0, 1, 2, 4, 5]),  # three slide and stay, and two of the others
     ],
 )

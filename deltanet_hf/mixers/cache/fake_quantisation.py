@@ -19,7 +19,7 @@ from torch import Tensor
 
 from deltanet_kernels import pack_prompt, prompt_attention
 from deltanet_kernels.packed_cache.calls import PackPromptCall, PromptAttentionCall
-from deltanet_kernels.packed_cache.layout import BITS, GROUP, SINKS, quantised, restored
+from deltanet_kernels.packed_cache.layout import GROUP, PACKED_BITS, SINKS, quantised, restored
 from deltanet_kernels.packed_cache.reference import torch_prompt_attention
 
 
@@ -67,7 +67,7 @@ def quantised_attention(
     Returns:
         The output [B, T, HQ, D] and the log-sum-exp of the scores [B, T, HQ] float32.
     """
-    if bits not in BITS or (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))):
+    if bits not in PACKED_BITS or (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))):
         keys, values = stored_keys(k, bits), stored_values(v, bits)
         return torch_prompt_attention(PromptAttentionCall(q, k, v, keys, values, window, sinks, scale, softcap))
     keys, values = pack_prompt.unchecked(PackPromptCall(k, v, bits))[1:] if packed is None else packed

@@ -33,7 +33,7 @@ from deltanet_hf.mixers.cache.window_cache import Tokens
 from deltanet_kernels import PackedKeyValues, pack_prompt, packed_part, packed_step_
 from deltanet_kernels.packed_cache.arranged import attention_by_numbers
 from deltanet_kernels.packed_cache.calls import PackedPartCall, PackedStepCall, PackPromptCall
-from deltanet_kernels.packed_cache.layout import BITS
+from deltanet_kernels.packed_cache.layout import PACKED_BITS
 
 
 class PackedTokens:
@@ -87,10 +87,10 @@ class PackedTokens:
         """
         kept, length = self.kept, q.shape[1]
         whole = self._padding is None and not self.state and self._lengths is None
-        if kept.bits not in BITS and (self._keep_state or not whole):
+        if kept.bits not in PACKED_BITS and (self._keep_state or not whole):
             raise UserError(
                 f"cache bits: {kept.bits} bits are computed for whole sequences without a cache, to measure them, and "
-                f"have no packed form; use {BITS[0]} or {BITS[1]}"
+                f"have no packed form; use {' or '.join(map(str, PACKED_BITS))}"
             )
         if whole and (kept.family_window is None or kept.sinks == 0 or length <= kept.family_window):
             return self._prompt(q, k, v, scale, softcap)

@@ -21,7 +21,7 @@ from deltanet_kernels.packed_cache.calls import (
     PackPromptCall,
     PromptAttentionCall,
 )
-from deltanet_kernels.packed_cache.layout import BITS, GROUP, SINKS, PackedKeyValues
+from deltanet_kernels.packed_cache.layout import GROUP, PACKED_BITS, SINKS, PackedKeyValues
 from deltanet_kernels.window.calls import WindowCall
 from deltanet_kernels.window.checks import check_window_attention
 
@@ -124,8 +124,8 @@ def _check_tokens(k: Tensor, v: Tensor, bits: int) -> None:
     D = k.shape[-1]
     if k.dim() != 4 or (D % GROUP and (D > GROUP or D % 2)):
         raise ValueError(f"k: got shape {list(k.shape)}, needs four dimensions with D in whole groups of channels")
-    if bits not in BITS:
-        raise ValueError(f"bits: got {bits}, needs one of {BITS}")
+    if bits not in PACKED_BITS:
+        raise ValueError(f"bits: got {bits}, needs one of {PACKED_BITS}")
 
 
 def _check_like(name: str, x: Tensor, cache: PackedKeyValues) -> None:

@@ -15,7 +15,7 @@ from deltanet_kernels.common.registration import cached
 
 GROUP = 32  # tokens of a key channel, and channels of a value, that share a scale
 SINKS = 4  # tokens at the start of a sequence that stay as they are
-BITS = (8, 4)  # of numbers that have a packed form
+PACKED_BITS = (8, 4)
 LEAST_SCALE = 1e-30  # of a group whose numbers are all alike
 
 

@@ -40,10 +40,8 @@ LONG: dict[str, tuple[Build, int, int]] = {
     for n, count in ((8192, 32), (16384, 16), (32768, 8))
     for name, build in (("needles", _needles), ("prose", prose_facts))
 }
-"""Cells of models with more than 8,192 positions."""
+"""Cells of models with more than 8,192 positions, and of the sweeps."""
 SWEEPS: dict[str, tuple[Build, int, int]] = {
-    "needles_8k": (_needles, 8192, 32),
-    "prose_8k": (prose_facts, 8192, 32),
     **{f"distance_{n}": (one_fact, n, 64) for n in (64, 256, 1024, 2048, 4096, 8000)},
     **{f"load_{n}": (spread_pairs, n, 32) for n in (4, 16, 64, 256)},
     **{f"replaced_{n}": (_replaced, n, 64) for n in (8, 32)},
@@ -67,7 +65,7 @@ def recall_cells(
         limit: largest number of probes per cell; None for no limit.
     """
     text = Haystack(tokenizer, haystack)
-    cells = CELLS | (LONG if longest > 8192 else {}) | (SWEEPS if sweeps else {})
+    cells = CELLS | (LONG if sweeps or longest > 8192 else {}) | (SWEEPS if sweeps else {})
     return {
         name: build(tokenizer, text, size, min(count, limit or count))
         for name, (build, size, count) in cells.items()
