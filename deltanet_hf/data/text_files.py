@@ -10,6 +10,7 @@ import gzip
 import io
 import json
 import lzma
+import os
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -58,8 +59,9 @@ def open_file(path: Path) -> IO[bytes]:
 
 
 def files_in(path: Path) -> list[Path]:
-    """All files in a folder and its folders, in alphabetical order; of a file, itself."""
-    return sorted(inner for inner in path.rglob("*") if inner.is_file()) if path.is_dir() else [path]
+    """All files in a folder and its folders, links followed, in alphabetical order; of a file, itself."""
+    inner = (Path(folder, name) for folder, _, names in os.walk(path, followlinks=True) for name in names)
+    return sorted(file for file in inner if file.is_file()) if path.is_dir() else [path]
 
 
 @dataclass(frozen=True)

@@ -269,6 +269,17 @@ def test_evaluation_texts_of_every_kind_are_read(tmp_path: Path, name: str, in_f
     assert not contamination.touched(np.array([60, *range(5, 17), 61]))
 
 
+def test_evaluation_texts_behind_links_count(tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "eval").mkdir()
+    (tmp_path / "eval" / "linked").symlink_to(tmp_path / "own")
+    before = Contamination([str(tmp_path / "eval")], make_tokenizer()).fingerprint
+    (tmp_path / "own" / "a.txt").write_text(" ".join(f"w{i}" for i in range(13)))
+    contamination = Contamination([str(tmp_path / "eval")], make_tokenizer())
+    assert contamination.fingerprint != before
+    assert contamination.touched(np.arange(4, 17)) == ["eval/linked"]
+
+
 def test_an_evaluation_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl.gz").write_text("{}")
     with pytest.raises(UserError, match=r"data\.decontaminate: .*a\.jsonl\.gz: cannot be read"):

@@ -19,7 +19,7 @@ from deltanet_hf.mixers import FLOAT32_NAMES
 from deltanet_hf.models.factory import model_class
 from deltanet_hf.models.families import FAMILIES
 from deltanet_recipes.config import load_recipe, read_recipe
-from deltanet_recipes.schema import Recipe
+from deltanet_recipes.schema import Recipe, stage_name
 from deltanet_recipes.training.adapters import train_for
 from deltanet_recipes.training.cost_estimate import estimates
 from deltanet_recipes.training.losses import ChunkedLoss, Head, KlTerms, live_chunk
@@ -58,12 +58,12 @@ def machine(device: str, world: int = 1) -> Any:
     return SimpleNamespace(world=world, bf16=gpu, compile=gpu, device=torch.device(device))
 
 
-def memory(recipe: Recipe, kind: str, student: PreTrainedModel, runtime: Any = None) -> Memory:
-    """The parts of the estimate for the stage of this kind."""
+def memory(recipe: Recipe, stage: str, student: PreTrainedModel, runtime: Any = None) -> Memory:
+    """The parts of the estimate for the stage of this name."""
     runtime = runtime or machine("cuda")
     runtime.engine = recipe.engine
     found = estimates(recipe.stages, student, runtime, holdout_tokens=0)
-    return next(sizes.peak for stage, sizes in zip(recipe.stages, found, strict=True) if stage.kind == kind)
+    return next(sizes.peak for one, sizes in zip(recipe.stages, found, strict=True) if stage_name(one) == stage)
 
 
 FULL = ["stages.distil.train=full"]
@@ -71,7 +71,6 @@ FIRST = [
     ("smollm2-135m-10m", FULL, "align", 3.0),
     ("smollm2-135m-10m", FULL, "distil", 7.5),
     ("smollm2-135m-100m", FULL, "distil", 17.0),
-    ("gemma-3-270m-10m", FULL, "distil", 16.4),
     ("smollm2-135m-hybrid-100m", [], "long", 15.2),
 ]
 """GiB on an H200 while a graph was recorded, before the optimiser had a state. That of alignment is less what it held
@@ -80,21 +79,22 @@ WHOLE = [
     ("smollm2-135m-100m", FULL, "distil", 20.0),
     ("smollm2-135m-hybrid-100m", [], "long", 14.8),
     ("smollm2-135m-hybrid-100m", ["stages.long.train=full"], "long", 15.1),
-    ("gemma-3-270m-hybrid-10m", [], "long", 18.8),
+    ("gemma-3-270m-32k", [], "long", 19.2),
+    ("gemma-3-270m-32k", [], "32k", 38.3),
 ]
-"""GiB on an H200 with the optimiser's state and the memory of the graph."""
+"""GiB with the optimiser's state and the memory of the graph, on an H200, of Gemma on an H100."""
 
 
 def shipped(name: str) -> PreTrainedModel:
     """The student of a shipped recipe for a small model."""
     window = {"mixer": "gated_deltanet+window"} if "hybrid" in name else {}
     if name.startswith("gemma"):
-        return meta_student(GEMMA, "gemma3_text", softmax=(5, 11, 17) if window else (), **window)
+        return meta_student(GEMMA, "gemma3_text", softmax=range(17), mixer="window")
     return meta_student(SHAPES["135M"], softmax=HYBRID_100M if window else (), **window)
 
 
 @pytest.mark.parametrize("with_state", [False, True])
-def test_the_estimate_is_within_a_quarter_of_runs_on_an_h200(with_state: bool) -> None:
+def test_the_estimate_is_within_a_quarter_of_runs(with_state: bool) -> None:
     for name, changes, kind, gib in WHOLE if with_state else FIRST:
         peak = memory(read_recipe(name, changes), kind, shipped(name))
         assert (peak.total - peak.optimizer * (not with_state)) / 2**30 == pytest.approx(gib, rel=QUARTER), name
