@@ -307,7 +307,10 @@ def packed_calls() -> list[tuple[str, Callable[[], object]]]:
             q, k, v = (torch.zeros(2, 200, heads, D, dtype=DTYPES[dtype]) for heads in (HQ, 2, 2))
             cache, keys, values = pack_prompt_triton(PackPromptCall(k, v, bits))
             window = 200 if sinks == 0 else 64
-            prompt_attention_triton(PromptAttentionCall(q, k, v, keys, values, window, sinks, D**-0.5, cap))
+            leaves = (x.requires_grad_() for x in (q, k, v))
+            call = PromptAttentionCall(*leaves, keys, values, window, sinks, D**-0.5, cap)
+            prompt_attention_triton(call)[0].sum().backward()
+            q, k, v = (x.detach() for x in (q, k, v))
             rest = (cache, 12, window, sinks, None, None, cap)
             packed_part_triton(PackedPartCall(q, k, v, *rest))
             bounds = torch.tensor([0, 150, 400], dtype=torch.int32)

@@ -20,31 +20,11 @@ from torch import Tensor
 from deltanet_kernels import pack_prompt, prompt_attention
 from deltanet_kernels.packed_cache.calls import PackPromptCall, PromptAttentionCall
 from deltanet_kernels.packed_cache.layout import GROUP, PACKED_BITS, SINKS, quantised, restored
-from deltanet_kernels.packed_cache.reference import torch_prompt_attention
 
 
 def fake_quantised(x: Tensor, bits: int) -> Tensor:
     """The numbers x [..., G] as `packed_cache.layout` stores and restores them in `bits` bits."""
     return restored(*quantised(x, bits), x.dtype)
-
-
-def stored_keys(k: Tensor, bits: int) -> Tensor:
-    """Keys [B, T, HK, D] as queries of later groups see them; an unfinished group and the sinks stay as they are."""
-    length = k.shape[1] // GROUP * GROUP
-    groups = k.detach()[:, :length].unflatten(1, (-1, GROUP)).transpose(2, -1)  # [B, N, D, HK, GROUP]
-    rounded = fake_quantised(groups, bits).transpose(2, -1).flatten(1, 2)
-    return _straight_through(k, torch.cat([k[:, :SINKS], rounded[:, SINKS:], k[:, max(length, SINKS) :]], dim=1))
-
-
-def stored_values(v: Tensor, bits: int) -> Tensor:
-    """Values [B, T, HK, D] as queries of later groups see them; an unfinished group and the sinks stay as they are."""
-    length, size = v.shape[1] // GROUP * GROUP, min(GROUP, v.shape[-1])
-    rounded = fake_quantised(v.detach()[:, :length].unflatten(-1, (-1, size)), bits).flatten(-2)
-    return _straight_through(v, torch.cat([v[:, :SINKS], rounded[:, SINKS:], v[:, max(length, SINKS) :]], dim=1))
-
-
-def _straight_through(x: Tensor, rounded: Tensor) -> Tensor:
-    return x + (rounded.detach() - x.detach())
 
 
 def quantised_attention(
@@ -67,8 +47,29 @@ def quantised_attention(
     Returns:
         The output [B, T, HQ, D] and the log-sum-exp of the scores [B, T, HQ] float32.
     """
-    if bits not in PACKED_BITS or (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))):
-        keys, values = stored_keys(k, bits), stored_values(v, bits)
-        return torch_prompt_attention(PromptAttentionCall(q, k, v, keys, values, window, sinks, scale, softcap))
-    keys, values = pack_prompt.unchecked(PackPromptCall(k, v, bits))[1:] if packed is None else packed
+    if packed is None:
+        packed = _seen(k.detach(), v.detach(), bits)
+    keys, values = packed
     return prompt_attention.unchecked(PromptAttentionCall(q, k, v, keys, values, window, sinks, scale, softcap))
+
+
+def _seen(k: Tensor, v: Tensor, bits: int) -> Sequence[Tensor]:
+    """What later groups see of keys and values [B, T, HK, D]: those of the groups before the last token."""
+    if bits in PACKED_BITS:
+        return pack_prompt.unchecked(PackPromptCall(k, v, bits))[1:]
+    return _seen_keys(k, bits), _seen_values(v, bits)
+
+
+def _seen_keys(k: Tensor, bits: int) -> Tensor:
+    groups = k[:, : (k.shape[1] - 1) // GROUP * GROUP].unflatten(1, (-1, GROUP)).transpose(2, -1)
+    return _with_sinks(k, fake_quantised(groups, bits).transpose(2, -1).flatten(1, 2))  # from [B, N, D, HK, 32]
+
+
+def _seen_values(v: Tensor, bits: int) -> Tensor:
+    groups = v[:, : (v.shape[1] - 1) // GROUP * GROUP].unflatten(-1, (-1, min(GROUP, v.shape[-1])))
+    return _with_sinks(v, fake_quantised(groups, bits).flatten(-2))
+
+
+def _with_sinks(x: Tensor, rounded: Tensor) -> Tensor:
+    """The rounded numbers of [B, N * 32, HK, D], of sinks those of x."""
+    return torch.cat([x[:, : min(SINKS, rounded.shape[1])], rounded[:, SINKS:]], dim=1)

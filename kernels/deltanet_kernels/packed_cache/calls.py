@@ -209,9 +209,10 @@ class PackedPartCall(NamedTuple):
 
 
 class PromptAttentionCall(NamedTuple):
-    """`window_attention` in which queries see tokens before their own group of 32 in another form. No gradients.
+    """`window_attention` in which queries see tokens before their own group of 32 in another form.
 
-    Tokens of a query's own group, and sinks, are those of k and v.
+    Tokens of a query's own group, and sinks, are those of k and v. The other form is k and v rounded: its gradients are
+    added to those of k and v (straight-through), and it gets none itself.
 
     Args:
         q: queries [B, T, HQ, D]; T >= 1.
@@ -225,7 +226,7 @@ class PromptAttentionCall(NamedTuple):
         o [B, T, HQ, D] in the dtype of q, and the log-sum-exp of the scores [B, T, HQ], float32 at least.
 
     Raises:
-        ValueError: shapes, a window or sinks that do not fit, or gradients are required.
+        ValueError: shapes, a window or sinks that do not fit, or keys or values that require gradients.
         TypeError: dtypes that do not fit.
     """
 

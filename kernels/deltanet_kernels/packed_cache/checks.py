@@ -115,7 +115,7 @@ def check_prompt_attention(call: PromptAttentionCall) -> None:
         _require_shape(name, _require_tensor(name, x), (B, (T - 1) // GROUP * GROUP, HK, D), "[B, N * 32, HK, D]")
         if x.dtype != q.dtype:
             raise TypeError(f"{name}: got dtype {x.dtype}, needs {q.dtype} (the dtype of q)")
-    refuse_gradients("prompt_attention", "window_attention", *call[:5])
+    refuse_gradients("prompt_attention", "window_attention", *others)
 
 
 def _check_tokens(k: Tensor, v: Tensor, bits: int) -> None:

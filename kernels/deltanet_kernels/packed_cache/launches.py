@@ -10,7 +10,7 @@ from torch import Tensor
 
 from deltanet_kernels.common.device import capability, multiprocessors
 from deltanet_kernels.common.launch import launch
-from deltanet_kernels.common.registration import cached, operator
+from deltanet_kernels.common.registration import cached, differentiable, gradient, operator
 from deltanet_kernels.common.rows import rows
 from deltanet_kernels.common.sizes import cdiv, power_of_two
 from deltanet_kernels.common.slots import row_size
@@ -29,7 +29,7 @@ from deltanet_kernels.packed_cache.calls import (
 from deltanet_kernels.packed_cache.kernels import append_kernel, pack_kernel, packed_span_kernel
 from deltanet_kernels.packed_cache.layout import GROUP, SINKS, PackedKeyValues
 from deltanet_kernels.packed_cache.prompt import pack_prompt_kernel, prompt_attention_kernel
-from deltanet_kernels.window.attention import reach_within, strided
+from deltanet_kernels.window.attention import reach_within, strided, window_backward
 from deltanet_kernels.window.config import window_config
 from deltanet_kernels.window.step import COUNT_BITS, MAX_PROGRAMS
 
@@ -303,6 +303,25 @@ def _prompt_attention(q, k, v, keys, values, window, sinks, limit, scale, softca
     return o, lse
 
 
+def _setup_context(ctx, inputs, output):
+    *tensors, ctx.window, ctx.sinks, ctx.scale, ctx.softcap = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _backward(ctx, do, dlse):
+    q, k, v, keys, values, o, lse = ctx.saved_tensors
+    if do is None:
+        do = torch.zeros_like(o)
+    reach = ctx.window, ctx.sinks, ctx.scale, ctx.softcap
+    grads = window_backward(do, dlse, q, k, v, o, lse, None, *reach, keys.contiguous(), values.contiguous(), GROUP)
+    return *grads, None, None, None, None, None, None
+
+
+gradient("prompt_attention_op", _backward, _setup_context)
+_differentiable_prompt_attention = differentiable(prompt_attention_op, _backward, _setup_context)
+
+
 def prompt_attention_triton(call: PromptAttentionCall) -> tuple[Tensor, Tensor]:
     """`deltanet_kernels.prompt_attention` in Triton.
 
@@ -310,7 +329,7 @@ def prompt_attention_triton(call: PromptAttentionCall) -> tuple[Tensor, Tensor]:
         NotImplementedError: as `pack_prompt_triton`.
     """
     _supported(call.q.shape[3], call.q.dtype)
-    found: tuple[Tensor, Tensor] = prompt_attention_op(*call)
+    found: tuple[Tensor, Tensor] = _differentiable_prompt_attention(*call)
     return found
 
 

@@ -125,7 +125,7 @@ def torch_prompt_attention(call: PromptAttentionCall) -> tuple[Tensor, Tensor]:
     """
     q, k, v, *others, window, sinks, scale, softcap = call
     length, wide = q.shape[1], torch.promote_types(q.dtype, torch.float32)
-    keys, values = (torch.cat([y, x[:, y.shape[1] :]], dim=1) for x, y in zip((k, v), others, strict=True))
+    keys, values = (_rounded(x, y) for x, y in zip((k, v), others, strict=True))
     if window < length and by_flash(q, k, v, softcap):
         q, k, v, keys, values = (x.to(wide) for x in (q, k, v, keys, values))
         o, lse = blocked_attention(q, keys, values, window, sinks, scale, softcap, own=(k, v, GROUP))
@@ -152,6 +152,12 @@ def torch_prompt_attention(call: PromptAttentionCall) -> tuple[Tensor, Tensor]:
         weight = weight + weights.sum(-1, keepdim=True)
     own, weight = (x.flatten(3, 4).flatten(1, 2)[:, :length] for x in (own, weight))
     return ((near.to(wide) + own) / (1 + weight)).to(near.dtype), lse + weight.squeeze(-1).log1p()
+
+
+def _rounded(x: Tensor, other: Tensor) -> Tensor:
+    """x [B, T, HK, D] with the values of its other form [B, N, HK, D], and x's gradients (straight-through)."""
+    rounded = torch.cat([other, x[:, other.shape[1] :]], dim=1)
+    return rounded.detach() + (x - x.detach()) if x.requires_grad else rounded
 
 
 def torch_packed_step_(call: PackedStepCall) -> tuple[Tensor, Tensor]:

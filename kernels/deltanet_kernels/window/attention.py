@@ -59,7 +59,7 @@ def window_forward(
     return o, lse
 
 
-def _fake_window_backward(do, dlse, q, k, v, o, lse, cu_seqlens, window, sinks, scale, softcap):
+def _fake_window_backward(do, dlse, q, k, v, *rest):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
@@ -67,9 +67,13 @@ def _fake_window_backward(do, dlse, q, k, v, o, lse, cu_seqlens, window, sinks, 
 def window_backward(
     do: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor,
     lse: torch.Tensor, cu_seqlens: torch.Tensor | None, window: int, sinks: int, scale: float,
-    softcap: float | None,
+    softcap: float | None, keys: torch.Tensor | None = None, values: torch.Tensor | None = None, group: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Gradients of q, k and v."""
+    """Gradients of q, k and v.
+
+    With keys and values, contiguous, queries see the tokens before their own group of so many in this form; its
+    gradients are added to those of k and v.
+    """
     (q, k, v, do), strides = strided(q, k, v, do)
     o, lse, dlse = o.contiguous(), lse.contiguous(), None if dlse is None else dlse.contiguous()
     (B, T, HQ, D), HK = q.shape, k.shape[2]
@@ -83,11 +87,13 @@ def window_backward(
     sums = lse.new_empty(chunks.rows, 2, HK, sinks, D)
     sizes: dict[str, Any] = {"HQ": HQ, "HK": HK, "D": D, "SINKS": sinks, "BD": config.D, "VARLEN": chunks.varlen}
     precision = product_precision("auto", q.dtype)
+    lengths = (T, None if keys is None else keys.shape[1])
     launch(
         gradients_q_kernel, chunks.count * HQ,
-        q, k, v, o, do, lse, dlse, dq, delta, parts, chunks.cu_seqlens, chunks.row_of_chunk, chunks.first_chunk, T,
-        window, scale, *strides, **sizes, BM=config.M, BN=config.N, BS=config.S, DLSE=dlse is not None,
-        STAGES=config.stages, CAP=softcap, PRECISION=precision, num_warps=config.warps,
+        q, k, v, o, do, lse, dlse, dq, delta, parts, chunks.cu_seqlens, chunks.row_of_chunk, chunks.first_chunk, keys,
+        values, *lengths, window, scale, *strides, **sizes, BM=config.M, BN=config.N, BS=config.S,
+        DLSE=dlse is not None, STAGES=config.stages, CAP=softcap, GROUP=group, PRECISION=precision,
+        num_warps=config.warps,
     )  # fmt: skip
     if sinks:
         launch(
@@ -99,9 +105,9 @@ def window_backward(
     chunks = cut_chunks(B, T, config.N, cu_seqlens)
     launch(
         gradients_k_kernel, chunks.count * HK,
-        q, k, v, do, lse, delta, sums, dk, dv, chunks.cu_seqlens, chunks.row_of_chunk, chunks.first_chunk, T,
-        window, scale, *strides, **sizes, BM=config.M, BN=config.N, STAGES=config.stages, CAP=softcap,
-        PRECISION=precision, num_warps=config.warps,
+        q, k, v, do, lse, delta, sums, dk, dv, chunks.cu_seqlens, chunks.row_of_chunk, chunks.first_chunk, keys, values,
+        *lengths, window, scale, *strides, **sizes, BM=config.M, BN=config.N, STAGES=config.stages, CAP=softcap,
+        GROUP=group, PRECISION=precision, num_warps=config.warps,
     )  # fmt: skip
     return dq, dk, dv
 

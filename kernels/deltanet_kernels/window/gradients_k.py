@@ -1,6 +1,8 @@
 """The gradients of k and v: the sum of the sinks' parts, then one sum per tile of keys over the queries that see it.
 
 dk_j = scale sum_i ds_ij q_i;  dv_j = sum_i p_ij do_i        over the window pairs; sink pairs come from the parts
+
+Where queries see earlier groups in another form (`gradients_q.py`), its gradients are added to those of k and v.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -43,37 +45,25 @@ def sink_sums_kernel(
     tl.store(sums + p.to(tl.int64) * D + d, total, mask=d < D)
 
 
-@triton.jit(do_not_specialize=["T", "window"])
-def gradients_k_kernel(
-    q, k, v, do, lse, delta, sums, dk, dv, cu_seqlens, row_of_chunk, first_chunk, T, window, scale,
-    q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head, do_row, do_token, do_head,
-    HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, SINKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BD: tl.constexpr, VARLEN: tl.constexpr, STAGES: tl.constexpr, CAP: tl.constexpr,
-    PRECISION: tl.constexpr,
+@triton.jit
+def _add(
+    dk_ND, dv_ND, k_ND, v_ND, q, do, lse, delta, j, begin, end, length, window, d, factor,
+    q_token, q_head, do_token, do_head,
+    HQ: tl.constexpr, GROUP: tl.constexpr, OWN: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
+    CAP: tl.constexpr, HEADS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program per chunk of BN keys and key head; it reads BM queries at a time."""
-    GROUP: tl.constexpr = HQ // HK
-    h = tl.program_id(0) % HK
-    c = tl.program_id(0) // HK
-    row, begin, flat, length, position, valid = locate_tile(c, cu_seqlens, row_of_chunk, first_chunk, T, BN, VARLEN)
-    if valid <= 0:
-        return
-    d = tl.arange(0, BD)
-    j = position + tl.arange(0, BN)
-    k_ND = load_rows(k + row * k_row + begin * k_token + h.to(tl.int64) * k_head, j, k_token, length, d, D)
-    v_ND = load_rows(v + row * v_row + begin * v_token + h.to(tl.int64) * v_head, j, v_token, length, d, D)
-    factor = scale * LOG2E if CAP is None else scale / CAP
-    dk_ND = tl.zeros([BN, BD], dtype=tl.float32)
-    dv_ND = tl.zeros([BN, BD], dtype=tl.float32)
-    for member in range(GROUP):
-        head = h * GROUP + member
-        q_head_at = q + row * q_row + begin * q_token + head.to(tl.int64) * q_head
-        do_head_at = do + row * do_row + begin * do_token + head.to(tl.int64) * do_head
-        for start in tl.range(position, tl.minimum(position + valid - 1 + window, length), BM, num_stages=STAGES):
+    """dk / scale and dv with the queries from `begin` to `end` of HEADS heads.
+
+    Where OWN is not None, only with those in the same (True) or in another (False) group of GROUP tokens.
+    """
+    for member in range(HEADS):
+        q_at = q + member * q_head
+        do_at = do + member * do_head
+        for start in tl.range(begin, end, BM, num_stages=STAGES):
             i = start + tl.arange(0, BM)
-            q_MD = load_rows(q_head_at, i, q_token, length, d, D)
-            do_MD = load_rows(do_head_at, i, do_token, length, d, D)
-            at = (flat + i) * HQ + head
+            q_MD = load_rows(q_at, i, q_token, length, d, D)
+            do_MD = load_rows(do_at, i, do_token, length, d, D)
+            at = i.to(tl.int64) * HQ + member
             top = tl.load(lse + at, mask=i < length, other=0.0) * LOG2E
             delta_M = tl.load(delta + at, mask=i < length, other=0.0)
             s = tl.dot(k_ND, tl.trans(q_MD), input_precision=PRECISION) * factor
@@ -83,12 +73,59 @@ def gradients_k_kernel(
             s = s - top[None, :]
             dp = tl.dot(v_ND, tl.trans(do_MD), input_precision=PRECISION)
             seen = in_window(i[None, :], j[:, None], window) & (i < length)[None, :]
+            if OWN is not None:
+                seen = seen & (((i // GROUP)[None, :] == (j // GROUP)[:, None]) == OWN)
             p = tl.exp2(tl.where(seen, s, HIDDEN))
             dv_ND = tl.dot(p.to(do_MD.dtype), do_MD, dv_ND, input_precision=PRECISION)
             ds = p * (dp - delta_M[None, :])
             if CAP is not None:
                 ds *= 1.0 - u * u
             dk_ND = tl.dot(ds.to(q_MD.dtype), q_MD, dk_ND, input_precision=PRECISION)
+    return dk_ND, dv_ND
+
+
+@triton.jit(do_not_specialize=["T", "window", "packed"])
+def gradients_k_kernel(
+    q, k, v, do, lse, delta, sums, dk, dv, cu_seqlens, row_of_chunk, first_chunk, seen_k, seen_v, T, packed, window,
+    scale,
+    q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head, do_row, do_token, do_head,
+    HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, SINKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BD: tl.constexpr, VARLEN: tl.constexpr, STAGES: tl.constexpr, CAP: tl.constexpr, GROUP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program per chunk of BN keys and key head; it reads BM queries at a time."""
+    HEADS: tl.constexpr = HQ // HK
+    h = tl.program_id(0) % HK
+    c = tl.program_id(0) // HK
+    row, begin, flat, length, position, valid = locate_tile(c, cu_seqlens, row_of_chunk, first_chunk, T, BN, VARLEN)
+    if valid <= 0:
+        return
+    d = tl.arange(0, BD)
+    j = position + tl.arange(0, BN)
+    q += row * q_row + begin * q_token + (h * HEADS).to(tl.int64) * q_head
+    do += row * do_row + begin * do_token + (h * HEADS).to(tl.int64) * do_head
+    lse += flat * HQ + h * HEADS
+    delta += flat * HQ + h * HEADS
+    factor = scale * LOG2E if CAP is None else scale / CAP
+    dk_ND = tl.zeros([BN, BD], dtype=tl.float32)
+    dv_ND = tl.zeros([BN, BD], dtype=tl.float32)
+    end = tl.minimum(position + valid - 1 + window, length)
+    OWN: tl.constexpr = None if seen_k is None else True
+    if seen_k is not None:
+        far = (row * packed * HK + h) * D
+        k_ND = load_rows(seen_k + far, j, HK * D, packed, d, D)
+        v_ND = load_rows(seen_v + far, j, HK * D, packed, d, D)
+        dk_ND, dv_ND = _add(
+            dk_ND, dv_ND, k_ND, v_ND, q, do, lse, delta, j, position, end, length, window, d, factor, q_token, q_head,
+            do_token, do_head, HQ, GROUP, False, D, BM, STAGES, CAP, HEADS, PRECISION,
+        )  # fmt: skip
+        end = tl.minimum((position + valid + GROUP - 1) // GROUP * GROUP, end)
+    k_ND = load_rows(k + row * k_row + begin * k_token + h.to(tl.int64) * k_head, j, k_token, length, d, D)
+    v_ND = load_rows(v + row * v_row + begin * v_token + h.to(tl.int64) * v_head, j, v_token, length, d, D)
+    dk_ND, dv_ND = _add(
+        dk_ND, dv_ND, k_ND, v_ND, q, do, lse, delta, j, position, end, length, window, d, factor, q_token, q_head,
+        do_token, do_head, HQ, GROUP, OWN, D, BM, STAGES, CAP, HEADS, PRECISION,
+    )  # fmt: skip
     dk_ND *= scale
     if position < SINKS:
         n = tl.load(row_of_chunk + c).to(tl.int64) if VARLEN else row

@@ -5,6 +5,9 @@
     parts, over the queries i of the tile and sink pairs only:  dk_j = scale sum_i ds_ij q_i;  dv_j = sum_i p_ij do_i
 
 All later queries see a sink; their sums are therefore taken in two steps, of which this is the first.
+
+With `seen_k` and `seen_v` [B, packed, HK, D], queries see the tokens before their own group of GROUP in this form, as
+in `deltanet_kernels.prompt_attention`; sinks are the same in both.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -32,13 +35,14 @@ def _add(dq, q_MD, do_MD, k_ND, v_ND, seen, top, delta, factor, CAP: tl.constexp
     return tl.dot(ds.to(k_ND.dtype), k_ND, dq, input_precision=PRECISION)
 
 
-@triton.jit(do_not_specialize=["T", "window"])
+@triton.jit(do_not_specialize=["T", "window", "packed"])
 def gradients_q_kernel(
-    q, k, v, o, do, lse, dlse, dq, delta, parts, cu_seqlens, row_of_chunk, first_chunk, T, window, scale,
+    q, k, v, o, do, lse, dlse, dq, delta, parts, cu_seqlens, row_of_chunk, first_chunk, seen_k, seen_v, T, packed,
+    window, scale,
     q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head, do_row, do_token, do_head,
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, SINKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BS: tl.constexpr, BD: tl.constexpr, VARLEN: tl.constexpr, STAGES: tl.constexpr, DLSE: tl.constexpr,
-    CAP: tl.constexpr, PRECISION: tl.constexpr,
+    CAP: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program per chunk of BM queries and query head; parts is [chunks, 2, HQ, SINKS, D], dk before dv."""
     h = tl.program_id(0) % HQ
@@ -87,10 +91,22 @@ def gradients_q_kernel(
         part = parts + (c.to(tl.int64) * 2 * HQ + h) * (SINKS * D)
         store_rows(part, j, D, SINKS, d, D, dk * scale)
         store_rows(part + HQ * SINKS * D, j, D, SINKS, d, D, dv)
-    for start in tl.range(tl.maximum(position - window + 1, 0), position + valid, BN, num_stages=STAGES):
+    first = tl.maximum(position - window + 1, 0)
+    if seen_k is not None:
+        at = (row * packed * HK + h // (HQ // HK)) * D
+        for start in tl.range(first, (position + valid - 1) // GROUP * GROUP, BN, num_stages=STAGES):
+            j = start + tl.arange(0, BN)
+            k_ND = load_rows(seen_k + at, j, HK * D, packed, d, D)
+            v_ND = load_rows(seen_v + at, j, HK * D, packed, d, D)
+            seen = in_window(i[:, None], j[None, :], window) & ((i // GROUP)[:, None] != j // GROUP) & m_i[:, None]
+            dq_MD = _add(dq_MD, q_MD, do_MD, k_ND, v_ND, seen, top, delta_M, factor, CAP, PRECISION)
+        first = position // GROUP * GROUP
+    for start in tl.range(first, position + valid, BN, num_stages=STAGES):
         j = start + tl.arange(0, BN)
         k_ND = load_rows(k, j, k_token, length, d, D)
         v_ND = load_rows(v, j, v_token, length, d, D)
         seen = in_window(i[:, None], j[None, :], window) & m_i[:, None]
+        if seen_k is not None:
+            seen = seen & ((i // GROUP)[:, None] == j // GROUP)
         dq_MD = _add(dq_MD, q_MD, do_MD, k_ND, v_ND, seen, top, delta_M, factor, CAP, PRECISION)
     store_rows(dq + (flat * HQ + h) * D, i, HQ * D, length, d, D, dq_MD * scale)
