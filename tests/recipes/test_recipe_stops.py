@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
 from rich.console import Console
 
-from deltanet_hf.errors import QualityError
+from deltanet_hf.errors import QualityError, UserError
 from deltanet_recipes import command
 from deltanet_recipes.config import load_recipe
 from deltanet_recipes.training import pipeline, trainer
@@ -81,6 +82,30 @@ def test_ctrl_c_keeps_the_step_and_the_run_goes_on_to_the_same_losses(
     assert losses(stopped)[-1][1] == at + 1
     run(stopped)
     assert losses(stopped) == losses(expected)
+
+
+def test_a_run_out_of_memory_goes_on_with_smaller_micro_batches(
+    workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stages = [ALIGN, {**DISTIL, "name": "after"}]
+    expected = recipe_file(workplace, tmp_path / "a", stages)
+    run(expected)
+    stopped = recipe_file(workplace, tmp_path / "b", stages)
+    step = trainer.Trainer.optimiser_step
+
+    def full(self: trainer.Trainer) -> Any:
+        if self.label == "after" and self.step == 5:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1 GiB free.")
+        return step(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.Trainer, "optimiser_step", full)
+        with pytest.raises(UserError, match=r"^after: CUDA out of memory\. Tried to allocate 2\.00 GiB\. To go on, lower"):
+            run(stopped, "log.checkpoint_every=4")
+    changed = ["stages.0.micro_batch_rows=1", "stages.1.micro_batch_rows=1", "stages.1.loss_chunk=16"]
+    assert "finished before: align; goes on with after" in run(stopped, "log.checkpoint_every=4", *changed)
+    for one, other in zip(losses(stopped), losses(expected), strict=True):
+        assert one == (*other[:2], pytest.approx(other[2], rel=1e-5))
 
 
 def test_a_second_ctrl_c_ends_at_once(workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

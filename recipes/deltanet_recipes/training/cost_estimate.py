@@ -18,7 +18,7 @@ from deltanet_recipes.schema import Align, Stage, stage_name, stage_tokens
 from deltanet_recipes.training.feeds import micro_batch_rows
 from deltanet_recipes.training.flops import Flops, training_flops
 from deltanet_recipes.training.logbook import Logbook
-from deltanet_recipes.training.memory_estimate import Memory, stage_memory
+from deltanet_recipes.training.memory_estimate import LESS_MEMORY, Memory, stage_memory
 from deltanet_recipes.training.runtime import Runtime
 from deltanet_recipes.training.sizes import ModelSizes, StageSizes, stage_sizes
 
@@ -121,8 +121,7 @@ def show_plan(
         if found.peak.total > there:
             logbook.say(
                 f"{stage_name(stage)}: expects about {found.peak.total / 2**30:.1f} GiB of memory, but only "
-                f"{there / 2**30:.1f} GiB are free; lower micro_batch_rows or loss_chunk, or set "
-                "engine.gradient_checkpointing=true"
+                f"{there / 2**30:.1f} GiB are free; {LESS_MEMORY}"
             )
 
 

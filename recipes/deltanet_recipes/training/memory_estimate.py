@@ -20,6 +20,7 @@ ACTIVATION_FACTOR = {True: 1.0, False: 2.0}
 LOGIT_BYTES = {True: 12, False: 48}
 """Bytes per token of a chunk and word of the vocabulary, compiled and eager: logits of both models, their
 log-probabilities, and the gradient; measured."""
+LESS_MEMORY = "lower micro_batch_rows or loss_chunk, or set engine.gradient_checkpointing=true"
 MUON_BYTES = 10  # per weight of one shape: momentum with look-ahead, and the matrices of the iteration in bfloat16
 
 

@@ -128,8 +128,9 @@ def _claim(output: Path, recipe: Recipe, stages: list[Stage], runtime: Runtime) 
     continued with the others. Raises UserError if the folder holds a run of another recipe, unless that one ended
     before its first step.
     """
+    stages_too: dict[str, Any] = {"stages": {"__all__": {"micro_batch_rows", "loss_chunk"}}}
     decisive: dict[str, Any] = {
-        "recipe": recipe.model_dump(mode="json", exclude={"log", "engine", "output"}),
+        "recipe": recipe.model_dump(mode="json", exclude={"log": True, "engine": True, "output": True, **stages_too}),
         "run": [stage_name(stage) for stage in stages],
     }
     path = output / "run.json"

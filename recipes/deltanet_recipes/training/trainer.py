@@ -12,11 +12,12 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import nn
 
-from deltanet_hf.errors import QualityError
+from deltanet_hf.errors import QualityError, UserError, one_line
 from deltanet_recipes.schema import StageBase
 from deltanet_recipes.schema_sections import Log
 from deltanet_recipes.training.feeds import micro_batch_rows
 from deltanet_recipes.training.logbook import Logbook
+from deltanet_recipes.training.memory_estimate import LESS_MEMORY
 from deltanet_recipes.training.microstep import MicroStep
 from deltanet_recipes.training.optim import make_optimizers, parameter_groups, rate_factor, set_rates
 from deltanet_recipes.training.runtime import Runtime
@@ -82,6 +83,7 @@ class Trainer:
 
         Raises:
             QualityError: the loss diverges, or the student is worse on held-out rows than at the start of the stage.
+            UserError: the GPU's memory is too small.
             KeyboardInterrupt: the user wants the run to end. In all cases, the last checkpoint is good.
         """
         self._resume()
@@ -95,6 +97,9 @@ class Trainer:
                 self._record({}, 0, 0.0, held_out)
             self._check_held_out()
             self._loop()
+        except torch.OutOfMemoryError as error:
+            said = one_line(error).partition(" GPU ")[0]
+            raise UserError(f"{self.label}: {said} To go on, {LESS_MEMORY} and run the command again") from error
         finally:
             self.window_dropout.end()
             self.logbook.end()
