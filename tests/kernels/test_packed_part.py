@@ -61,7 +61,7 @@ def parts_of(x: Tensor, cuts: list[int]) -> list[Tensor]:
         *(([T], REACHES[0]) for T in (2, 33)),
         *(([T], REACHES[1]) for T in (31, 32)),
         *(pytest.param([200], REACHES[place], marks=pytest.mark.slow) for place in (0, 1, 4)),
-        ([33, 32, 63], REACHES[4]),
+        pytest.param([33, 32, 63], REACHES[4], marks=pytest.mark.slow),
     ],
     ids=str,
 )
