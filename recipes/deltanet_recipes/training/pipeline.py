@@ -128,9 +128,10 @@ def _claim(output: Path, recipe: Recipe, stages: list[Stage], runtime: Runtime) 
     continued with the others. Raises UserError if the folder holds a run of another recipe, unless that one ended
     before its first step.
     """
-    stages_too: dict[str, Any] = {"stages": {"__all__": {"micro_batch_rows", "loss_chunk"}}}
+    held_at_once = {"__all__": {"micro_batch_rows", "loss_chunk"}}
+    without: dict[str, Any] = {"log": True, "engine": True, "output": True, "stages": held_at_once}
     decisive: dict[str, Any] = {
-        "recipe": recipe.model_dump(mode="json", exclude={"log": True, "engine": True, "output": True, **stages_too}),
+        "recipe": recipe.model_dump(mode="json", exclude=without),
         "run": [stage_name(stage) for stage in stages],
     }
     path = output / "run.json"
