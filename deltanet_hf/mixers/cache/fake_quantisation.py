@@ -54,7 +54,7 @@ def quantised_attention(
 
 
 def _seen(k: Tensor, v: Tensor, bits: int) -> Sequence[Tensor]:
-    """What later groups see of keys and values [B, T, HK, D]: those of the groups before the last token."""
+    """Round k and v [B, T, HK, D] of the groups before the last token, as later groups see them: [B, N * 32, HK, D]."""
     if bits in PACKED_BITS:
         return pack_prompt.unchecked(PackPromptCall(k, v, bits))[1:]
     return _seen_keys(k, bits), _seen_values(v, bits)
