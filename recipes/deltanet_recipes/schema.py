@@ -82,7 +82,7 @@ class Align(StageBase):
 
 
 class DistilBase(StageBase):
-    """Minimises the KL to the teacher's next-token distribution, with terms on the text and on the hidden states."""
+    """Minimises the KL to the teacher's next-token distribution, with optional terms on the text and hidden states."""
 
     train: Literal["lora", "full", "frozen"] = Field(
         "lora",
@@ -114,7 +114,7 @@ class DistilBase(StageBase):
         "The weights have mean 1 on held-out rows. 0: no weights, and no second pass of the teacher.",
     )
     kl_weight: float = Field(1.0, ge=0, description="Weight of the KL term (nats per token).")
-    ce_weight: float = Field(0.1, ge=0, description="Weight of the cross-entropy on the text (nats per token).")
+    ce_weight: float = Field(0.0, ge=0, description="Weight of the cross-entropy on the text (nats per token).")
     hidden_weight: float = Field(
         0.0, ge=0, description="Weight of the relative squared error of the residual stream, averaged over layers."
     )

@@ -99,7 +99,7 @@ def test_another_model_teaches_and_only_what_should_moves(
     workplace: Path, tmp_path: Path, settings: dict[str, Any], precision: str
 ) -> None:
     steps = 20 if settings["train"] == "frozen" else 10
-    stage = {**FAST, "ce_weight": 0.0, "tokens": 128 * steps, **settings}
+    stage = {**FAST, "tokens": 128 * steps, **settings}
     engine = {"device": "cpu", "precision": precision}
     final = train(workplace, tmp_path / "run", [stage], "teacher", engine=engine, log=NO_CHECKPOINTS)
     rows = read_log(tmp_path / "run")

@@ -37,7 +37,7 @@ def example(seed: int = 0) -> tuple[torch.Tensor, ...]:
 @pytest.mark.parametrize(
     ("terms", "size"),
     [
-        (KlTerms(), 7),
+        (KlTerms(ce_weight=0.1), 7),
         (KlTerms(0.7, 0.3, 2.0), 1),
         (KlTerms(0.7, 0.3, 2.0), 7),
         (KlTerms(0.7, 0.3, 2.0), 100),

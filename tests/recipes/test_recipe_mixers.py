@@ -67,7 +67,7 @@ def test_it_is_trained_in_other_ways(workplace: Path, tmp_path: Path, train_key:
 
 def check_training(workplace: Path, tmp_path: Path, train_key: str, isolated: bool) -> None:
     """A run lowers the errors of both stages and moves all new parameters and matrices."""
-    stages = stages_for(workplace, {"tokens": 128 * 12, "train": train_key, "ce_weight": 0.0})
+    stages = stages_for(workplace, {"tokens": 128 * 12, "train": train_key})
     final = train(workplace, tmp_path / "run", stages, checkpoint_every=100, isolate_documents=isolated)
     rows = read_log(tmp_path / "run")
     aligned = [row["held_out.error.0"] for row in rows if "held_out.error.0" in row]

@@ -106,7 +106,7 @@ def test_the_chunked_loss_and_its_gradients_equal_the_plain_ones(size: int, reve
 
 def test_weights_have_mean_one_on_the_rows_they_were_measured_on() -> None:
     teacher, student, rows = tiny_teacher("llama").requires_grad_(False), tiny_student("llama"), rows_of(False)
-    terms = KlTerms(ce_weight=0.0, recall_weight=5.0)
+    terms = KlTerms(recall_weight=5.0)
     heads = Head.of(student), Head.of(teacher)
     objective = Distil(student, teacher, live_chunk(*heads, terms), 50, recall=terms)
     batch = Batch(rows, None, torch.tensor(float(rows.scored.sum())))
@@ -138,7 +138,7 @@ def recipe(workplace: Path, out: Path, stage: dict[str, Any], **changes: Any) ->
     return load_recipe(write_recipe(out, recipe_tree(workplace, [stage], output=str(out / "run"), **changes)))
 
 
-WEIGHTED = {**DISTIL, "sequence_length": 128, "recall_weight": 4.0, "ce_weight": 0.0}
+WEIGHTED = {**DISTIL, "sequence_length": 128, "recall_weight": 4.0}
 
 
 @pytest.mark.parametrize("train", ["lora", "full"])

@@ -28,7 +28,7 @@ from measuring.study.results_row import load_for_measure
 from support.tiny_run import ALIGN, DISTIL, WORDS, make_workplace, recipe_tree, write_recipe
 
 LENGTH = 128  # the window of 64 must hide something
-STAGE = {**DISTIL, "sequence_length": LENGTH, "tokens": 128 * 12, "ce_weight": 0.0, "optimizer": {"rest_lr": 1e-3}}
+STAGE = {**DISTIL, "sequence_length": LENGTH, "tokens": 128 * 12, "optimizer": {"rest_lr": 1e-3}}
 IDS = torch.randint(4, 4 + WORDS, (2, LENGTH), generator=torch.Generator().manual_seed(3))
 
 

@@ -51,7 +51,7 @@ class KlTerms:
     """Weights and form of the loss on the output distribution; `schema.DistilBase` describes each."""
 
     kl_weight: float = 1.0
-    ce_weight: float = 0.1
+    ce_weight: float = 0.0
     temperature: float = 1.0
     reverse: bool = False
     recall_weight: float = 0.0
