@@ -229,8 +229,10 @@ def prompt_attention_kernel(
     for start in tl.range(tl.maximum(position - window + 1, base), (end - 1) // GROUP * GROUP, BN, num_stages=STAGES):
         j = start + tl.arange(0, BN)
         seen = in_window(i[:, None], j[None, :], window) & (j[None, :] < own[:, None])
+        partly = (start < position + BM - window) | (start + BN > position // GROUP * GROUP)
         top, total, sums = attend_tile(
-            q_MD, seen_k, seen_v, j, seen, top, total, sums, HK * D, HK * D, packed, d, factor, D, CAP, PRECISION
-        )
+            q_MD, seen_k, seen_v, j, seen, top, total, sums, HK * D, HK * D, packed, d, factor, D, CAP, PRECISION,
+            partly,
+        )  # fmt: skip
     store_rows(o, i, HQ * D, length, d, D, sums / total[:, None])
     tl.store(lse + i.to(tl.int64) * HQ, top / LOG2E + tl.log(total), mask=i < length)

@@ -17,12 +17,14 @@ from deltanet_kernels.window.tiles import HIDDEN, LOG2E, in_sinks, in_window, lo
 @triton.jit
 def attend_tile(
     q_MD, k, v, j, seen, top, total, sums, k_token, v_token, length, d, factor, D: tl.constexpr,
-    CAP: tl.constexpr, PRECISION: tl.constexpr,
+    CAP: tl.constexpr, PRECISION: tl.constexpr, partly=True,
 ):  # fmt: skip
-    """The maximum m, sum l and weighted values a of each query after keys j."""
+    """The maximum m, sum l and weighted values a of each query after keys j, of which it sees `seen` or, unless
+    `partly`, all."""
     k_ND = load_rows(k, j, k_token, length, d, D)
     s = cap_score(tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION) * factor, CAP)
-    s = tl.where(seen, s, HIDDEN)
+    if partly:
+        s = tl.where(seen, s, HIDDEN)
     higher = tl.maximum(top, tl.max(s, axis=1))
     # If all keys so far are hidden, p is 1; the first key in sight multiplies these sums by 0.
     p = tl.exp2(s - higher[:, None])
@@ -66,8 +68,9 @@ def forward_kernel(
     for start in tl.range(tl.maximum(position - window + 1, 0), position + valid, BN, num_stages=STAGES):
         j = start + tl.arange(0, BN)
         seen = in_window(i[:, None], j[None, :], window)
+        partly = (start < position + BM - window) | (start + BN > position + 1)
         top, total, sums = attend_tile(
-            q_MD, k, v, j, seen, top, total, sums, k_token, v_token, length, d, factor, D, CAP, PRECISION
+            q_MD, k, v, j, seen, top, total, sums, k_token, v_token, length, d, factor, D, CAP, PRECISION, partly
         )
     out = o + (flat * HQ + h) * D
     store_rows(out, i, HQ * D, length, d, D, sums / total[:, None])

@@ -47,14 +47,16 @@ def sink_sums_kernel(
 
 @triton.jit
 def _add(
-    dk_ND, dv_ND, k_ND, v_ND, q, do, lse, delta, j, begin, end, length, window, d, factor,
+    dk_ND, dv_ND, k_ND, v_ND, q, do, lse, delta, j, begin, inner, outer, end, length, window, d, factor,
     q_token, q_head, do_token, do_head,
     HQ: tl.constexpr, GROUP: tl.constexpr, OWN: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
     CAP: tl.constexpr, HEADS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dk / scale and dv with the queries from `begin` to `end` of HEADS heads.
+    """dk / scale and dv with the queries from `begin` to `end` of HEADS heads, of which those from `inner` to `outer`
+    see all of the keys.
 
-    Where OWN is not None, only with those in the same (True) or in another (False) group of GROUP tokens.
+    Where OWN is not None, only with those in the same (True) or in another (False) group of GROUP tokens. Rows of zeros
+    stand for the queries behind the last, which add nothing.
     """
     for member in range(HEADS):
         q_at = q + member * q_head
@@ -72,10 +74,12 @@ def _add(
                 s = u * (CAP * LOG2E)
             s = s - top[None, :]
             dp = tl.dot(v_ND, tl.trans(do_MD), input_precision=PRECISION)
-            seen = in_window(i[None, :], j[:, None], window) & (i < length)[None, :]
-            if OWN is not None:
-                seen = seen & (((i // GROUP)[None, :] == (j // GROUP)[:, None]) == OWN)
-            p = tl.exp2(tl.where(seen, s, HIDDEN))
+            if (start < inner) | (start + BM > outer):
+                seen = in_window(i[None, :], j[:, None], window)
+                if OWN is not None:
+                    seen = seen & (((i // GROUP)[None, :] == (j // GROUP)[:, None]) == OWN)
+                s = tl.where(seen, s, HIDDEN)
+            p = tl.exp2(s)
             dv_ND = tl.dot(p.to(do_MD.dtype), do_MD, dv_ND, input_precision=PRECISION)
             ds = p * (dp - delta_M[None, :])
             if CAP is not None:
@@ -109,22 +113,24 @@ def gradients_k_kernel(
     factor = scale * LOG2E if CAP is None else scale / CAP
     dk_ND = tl.zeros([BN, BD], dtype=tl.float32)
     dv_ND = tl.zeros([BN, BD], dtype=tl.float32)
-    end = tl.minimum(position + valid - 1 + window, length)
+    inner, outer = position + BN, position + window
+    end = tl.minimum(outer + valid - 1, length)
     OWN: tl.constexpr = None if seen_k is None else True
     if seen_k is not None:
         far = (row * packed * HK + h) * D
         k_ND = load_rows(seen_k + far, j, HK * D, packed, d, D)
         v_ND = load_rows(seen_v + far, j, HK * D, packed, d, D)
         dk_ND, dv_ND = _add(
-            dk_ND, dv_ND, k_ND, v_ND, q, do, lse, delta, j, position, end, length, window, d, factor, q_token, q_head,
-            do_token, do_head, HQ, GROUP, False, D, BM, STAGES, CAP, HEADS, PRECISION,
+            dk_ND, dv_ND, k_ND, v_ND, q, do, lse, delta, j, position, inner, outer, end, length, window, d, factor,
+            q_token, q_head, do_token, do_head, HQ, GROUP, False, D, BM, STAGES, CAP, HEADS, PRECISION,
         )  # fmt: skip
         end = tl.minimum((position + valid + GROUP - 1) // GROUP * GROUP, end)
+        outer = inner
     k_ND = load_rows(k + row * k_row + begin * k_token + h.to(tl.int64) * k_head, j, k_token, length, d, D)
     v_ND = load_rows(v + row * v_row + begin * v_token + h.to(tl.int64) * v_head, j, v_token, length, d, D)
     dk_ND, dv_ND = _add(
-        dk_ND, dv_ND, k_ND, v_ND, q, do, lse, delta, j, position, end, length, window, d, factor, q_token, q_head,
-        do_token, do_head, HQ, GROUP, OWN, D, BM, STAGES, CAP, HEADS, PRECISION,
+        dk_ND, dv_ND, k_ND, v_ND, q, do, lse, delta, j, position, inner, outer, end, length, window, d, factor,
+        q_token, q_head, do_token, do_head, HQ, GROUP, OWN, D, BM, STAGES, CAP, HEADS, PRECISION,
     )  # fmt: skip
     dk_ND *= scale
     if position < SINKS:

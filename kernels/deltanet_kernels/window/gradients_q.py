@@ -21,15 +21,19 @@ from deltanet_kernels.window.tiles import HIDDEN, LOG2E, in_sinks, in_window, lo
 
 
 @triton.jit
-def _add(dq, q_MD, do_MD, k_ND, v_ND, seen, top, delta, factor, CAP: tl.constexpr, PRECISION: tl.constexpr):
-    """dq / scale with the keys of one tile."""
+def _add(
+    dq, q_MD, do_MD, k_ND, v_ND, seen, top, delta, factor, CAP: tl.constexpr, PRECISION: tl.constexpr, partly=True
+):
+    """dq / scale with the keys of one tile, of which the queries see `seen` or, unless `partly`, all."""
     s = tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION) * factor
     if CAP is not None:
         u = tanh(s)
         s = u * (CAP * LOG2E)
     s = s - top[:, None]
+    if partly:
+        s = tl.where(seen, s, HIDDEN)
     dp = tl.dot(do_MD, tl.trans(v_ND), input_precision=PRECISION)
-    ds = tl.exp2(tl.where(seen, s, HIDDEN)) * (dp - delta[:, None])
+    ds = tl.exp2(s) * (dp - delta[:, None])
     if CAP is not None:
         ds *= 1.0 - u * u
     return tl.dot(ds.to(k_ND.dtype), k_ND, dq, input_precision=PRECISION)
@@ -72,7 +76,7 @@ def gradients_q_kernel(
         j = start + tl.arange(0, BS)
         k_SD = load_rows(k, j, k_token, length, d, D)
         v_SD = load_rows(v, j, v_token, length, d, D)
-        seen = in_sinks(i[:, None], j[None, :], window, SINKS) & m_i[:, None]
+        seen = in_sinks(i[:, None], j[None, :], window, SINKS)
         dq_MD = _add(dq_MD, q_MD, do_MD, k_SD, v_SD, seen, top, delta_M, factor, CAP, PRECISION)
         # Computed again as columns, because Triton miscompiled products with a transposed accumulator on Hopper.
         s = tl.dot(k_SD, tl.trans(q_MD), input_precision=PRECISION) * factor
@@ -91,22 +95,25 @@ def gradients_q_kernel(
         part = parts + (c.to(tl.int64) * 2 * HQ + h) * (SINKS * D)
         store_rows(part, j, D, SINKS, d, D, dk * scale)
         store_rows(part + HQ * SINKS * D, j, D, SINKS, d, D, dv)
-    first = tl.maximum(position - window + 1, 0)
+    # Rows of zeros stand for the queries behind the last; what is added to them is not stored.
+    first, clear = tl.maximum(position - window + 1, 0), position + BM - window
     if seen_k is not None:
+        own = position // GROUP * GROUP
         at = (row * packed * HK + h // (HQ // HK)) * D
         for start in tl.range(first, (position + valid - 1) // GROUP * GROUP, BN, num_stages=STAGES):
             j = start + tl.arange(0, BN)
             k_ND = load_rows(seen_k + at, j, HK * D, packed, d, D)
             v_ND = load_rows(seen_v + at, j, HK * D, packed, d, D)
-            seen = in_window(i[:, None], j[None, :], window) & ((i // GROUP)[:, None] != j // GROUP) & m_i[:, None]
-            dq_MD = _add(dq_MD, q_MD, do_MD, k_ND, v_ND, seen, top, delta_M, factor, CAP, PRECISION)
-        first = position // GROUP * GROUP
+            seen = in_window(i[:, None], j[None, :], window) & ((i // GROUP)[:, None] != j // GROUP)
+            partly = (start < clear) | (start + BN > own)
+            dq_MD = _add(dq_MD, q_MD, do_MD, k_ND, v_ND, seen, top, delta_M, factor, CAP, PRECISION, partly)
+        first = own
     for start in tl.range(first, position + valid, BN, num_stages=STAGES):
         j = start + tl.arange(0, BN)
         k_ND = load_rows(k, j, k_token, length, d, D)
         v_ND = load_rows(v, j, v_token, length, d, D)
-        seen = in_window(i[:, None], j[None, :], window) & m_i[:, None]
+        seen, partly = in_window(i[:, None], j[None, :], window), (start < clear) | (start + BN > position + 1)
         if seen_k is not None:
-            seen = seen & ((i // GROUP)[:, None] == j // GROUP)
-        dq_MD = _add(dq_MD, q_MD, do_MD, k_ND, v_ND, seen, top, delta_M, factor, CAP, PRECISION)
+            seen, partly = seen & ((i // GROUP)[:, None] == j // GROUP), True
+        dq_MD = _add(dq_MD, q_MD, do_MD, k_ND, v_ND, seen, top, delta_M, factor, CAP, PRECISION, partly)
     store_rows(dq + (flat * HQ + h) * D, i, HQ * D, length, d, D, dq_MD * scale)
