@@ -191,7 +191,7 @@ def test_a_stage_trains_through_a_quantised_cache(tmp_path: Path) -> None:
     set_cache_bits(load_student(str(tmp_path / "student")), 8).save_pretrained(tmp_path / "student")
     errors = {}
     for bits in (16, 4):
-        stage = {**DISTIL, "tokens": 256, "cache_bits": bits}
+        stage = {**DISTIL, "tokens": 256, "cache_bits": bits, "optimizer": {"mixer_lr": 1e-5, "rest_lr": 1e-5}}
         final = run(
             load_recipe(
                 write_recipe(

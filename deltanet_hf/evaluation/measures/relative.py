@@ -72,7 +72,7 @@ def paired_difference(one: Clusters, other: Clusters) -> Score:
     return Score(one.mean - other.mean, _spread(differences), len(one.sizes))
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=16)
 def _draws(clusters: int) -> np.ndarray:
     """How often each cluster is drawn in each replicate [R, N]; equal for equal numbers of clusters."""
     generator = np.random.default_rng(1234)

@@ -23,7 +23,7 @@ from deltanet_recipes.schema import Align, Stage
 from deltanet_recipes.training.kept_attention import query_key_parts
 from deltanet_recipes.training.model_pair import decoder_layers, is_imported, mixer_name, mixers
 
-MOST_MERGED = 2**22  # weights of a matrix up to which `merge_in_forward` is faster on a GPU
+MOST_MERGED = 2**22  # weights of a matrix up to which `MergedAdapters` are faster on a GPU
 
 
 def inserted_norms(student: nn.Module) -> list[nn.Module]:
@@ -99,23 +99,36 @@ def lora_targets(student: nn.Module) -> list[str]:
     return names
 
 
-def merge_in_forward(student: nn.Module) -> None:
-    """Let small linear layers multiply with the sum of weight and adapters, instead of with each.
+class MergedAdapters:
+    """Lets small linear layers multiply with the sum of weight and adapters, instead of with each.
 
     On a GPU this saves four products with all tokens for one with the gradient of the sum, which is faster where the
-    matrix is small. The sum has the dtype of the weight, as the model that is saved in the end.
+    matrix is small. The adapters of all matrices of one shape are multiplied at once, by `multiply`, which comes
+    before every forward pass. The sum has the dtype of the weight, as the model that is saved in the end.
     """
-    layers: list[Any] = [module for module in student.modules() if isinstance(module, LoraLayer)]
-    for layer in layers:
-        if layer.get_base_layer().weight.numel() <= MOST_MERGED:
-            layer.forward = MethodType(_merged_forward, layer)
+
+    def __init__(self, student: nn.Module) -> None:
+        self._groups: dict[torch.Size, list[Any]] = {}
+        layers: list[Any] = [module for module in student.modules() if isinstance(module, LoraLayer)]
+        for layer in layers:
+            shape = layer.get_base_layer().weight.shape
+            if shape.numel() <= MOST_MERGED:
+                layer.forward = MethodType(_merged_forward, layer)
+                self._groups.setdefault(shape, []).append(layer)
+
+    def multiply(self) -> None:
+        """Give each layer the product of its adapters."""
+        for layers in self._groups.values():
+            ((name,), scaling) = layers[0].active_adapters, layers[0].scaling
+            up = torch.stack([layer.lora_B[name].weight for layer in layers])
+            down = torch.stack([layer.lora_A[name].weight for layer in layers])
+            for layer, product in zip(layers, (up @ down * scaling[name]).unbind(), strict=True):
+                layer.product = product
 
 
 def _merged_forward(layer: Any, x: torch.Tensor) -> torch.Tensor:
     linear = layer.get_base_layer()
-    (name,) = layer.active_adapters
-    adapters = layer.lora_B[name].weight @ layer.lora_A[name].weight * layer.scaling[name]
-    return F.linear(x, linear.weight + adapters.to(linear.weight.dtype), linear.bias)
+    return F.linear(x, linear.weight + layer.product.to(linear.weight.dtype), linear.bias)
 
 
 @torch.no_grad()

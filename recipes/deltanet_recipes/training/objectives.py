@@ -15,6 +15,7 @@ from torch import nn
 
 from deltanet_hf.process_memory import give_back_freed_memory
 from deltanet_recipes.data.packing import Rows
+from deltanet_recipes.training.adapters import MergedAdapters
 from deltanet_recipes.training.layer_runner import AttentionTaps, LayerInputs, LayerRunner, mixer_output, recomputed
 from deltanet_recipes.training.losses import (
     ChunkedLoss,
@@ -136,6 +137,7 @@ class Distil(nn.Module):
         recall: weight and cap of the loss by recall, if it has them (`losses.recall_weights`). Before training,
             `measure_mean_weight` sets the mean by which weights are divided: a constant, so that the loss is linear
             in the tokens.
+        adapters: those of the student that are multiplied before each of its forward passes.
     """
 
     def __init__(
@@ -148,9 +150,10 @@ class Distil(nn.Module):
         checkpointing: bool = False,
         hidden_error: Error = relative_squared_error,
         recall: KlTerms | None = None,
+        adapters: MergedAdapters | None = None,
     ) -> None:
         super().__init__()
-        self.recall = recall
+        self.recall, self.adapters = recall, adapters
         self.mean_weight: torch.Tensor
         self.register_buffer("mean_weight", torch.ones(()), persistent=False)
         self.student, self.teacher, self.hidden_error = student, teacher, hidden_error
@@ -181,6 +184,8 @@ class Distil(nn.Module):
         shared: tuple[torch.Tensor, ...] = (output_weight(self.teacher),)
         if self.recall is not None:
             per_token, shared = (*per_token, self._windowed(batch)), (*shared, self.mean_weight)
+        if self.adapters is not None:
+            self.adapters.multiply()
         hidden, states = self._student_layers.run_layers(batch.student)
         give_back_freed_memory(hidden.device)
         total, kl, ce = ChunkedLoss.apply(

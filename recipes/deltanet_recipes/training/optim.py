@@ -117,7 +117,10 @@ class Muon(torch.optim.Optimizer):
             for shape, params in by_shape.items():
                 grads = [p.grad for p in params if p.grad is not None]
                 values: list[torch.Tensor] = list(params)
-                buffers = [self.state[p].setdefault("momentum_buffer", torch.zeros_like(p)) for p in params]
+                for p in params:
+                    if "momentum_buffer" not in self.state[p]:
+                        self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+                buffers = [self.state[p]["momentum_buffer"] for p in params]
                 torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
                 nesterov = torch._foreach_lerp(grads, buffers, group["momentum"])
                 update = orthogonalise(_stack(list(nesterov)))

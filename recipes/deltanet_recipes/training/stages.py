@@ -17,7 +17,7 @@ from deltanet_hf.process_memory import give_back_freed_memory
 from deltanet_recipes.data.packing import Rows
 from deltanet_recipes.data.prepare import RecipeData
 from deltanet_recipes.schema import Align, DistilBase, Recipe, Stage, stage_name, stage_tokens
-from deltanet_recipes.training.adapters import merge_in_forward, merge_lora, train_for
+from deltanet_recipes.training.adapters import MergedAdapters, merge_lora, train_for
 from deltanet_recipes.training.feeds import RowFeed, micro_batch_rows
 from deltanet_recipes.training.kept_attention import shared_rows_held
 from deltanet_recipes.training.layerwise import LayerwiseAlign
@@ -162,10 +162,12 @@ class StageRun:
         layers = [*decoder_layers(self.student), *decoder_layers(teacher)]
         chunk_loss = live_chunk(Head.of(self.student), Head.of(teacher), terms)
         hidden_error = relative_squared_error
+        adapters = None
         if self.runtime.compile:
             chunk_loss = torch.compile(chunk_loss, dynamic=False)
             hidden_error = torch.compile(hidden_error, dynamic=False)
-            merge_in_forward(self.student)
+            if self.recipe.engine.sharding == "none":  # each process has all of the adapters
+                adapters = MergedAdapters(self.student)
             compile_layers(layers)
         objective = DistilObjective(
             self.student,
@@ -176,6 +178,7 @@ class StageRun:
             self.recipe.engine.gradient_checkpointing,
             hidden_error,
             terms if stage.recall_weight > 0 else None,
+            adapters,
         )
         self.runtime.shard(objective, layers, teacher)
         feed = RowFeed(self.data.training, stage, self.runtime, score_all=False)
