@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from deltanet_hf.data.text_files import plain_suffix, text_format
 from deltanet_hf.errors import UserError, one_line
-from deltanet_recipes.schema import Recipe
+from deltanet_recipes.schema import DistilBase, Recipe, stage_name
 from deltanet_recipes.schema_sections import Data
 from deltanet_recipes.shipped import recipe_path
 
@@ -112,6 +112,12 @@ def _check_files(path: Path, recipe: Recipe) -> None:
         problems.append(f"student: {student} is not a model folder; make one with `deltanet-hf convert`")
     if recipe.teacher is None and os.path.isdir(student) and not (student / "conversion.json").is_file():
         problems.append(f"teacher: {student} has no conversion.json that names its teacher; set this key")
+    if recipe.teacher is not None and os.path.isdir(student) and student.resolve() == Path(recipe.teacher).resolve():
+        problems += [
+            f"stages.{stage_name(stage)}.ce_weight: the student is its own teacher, and only text can teach it; set it"
+            for stage in recipe.stages
+            if isinstance(stage, DistilBase) and stage.ce_weight == 0
+        ]
     problems += _missing_files(recipe.data)
     problems += [
         f"log.trackers: {name} is not installed; `pip install {name}`"
