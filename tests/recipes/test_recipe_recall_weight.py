@@ -168,5 +168,5 @@ def test_contradictions_are_refused(workplace: Path, tmp_path: Path) -> None:
 def test_a_teacher_without_softmax_is_refused(workplace: Path, tmp_path: Path) -> None:
     student = str(workplace / "student")
     with pytest.raises(UserError, match=r"^stages.distil.recall_weight: needs a softmax teacher.*leave the key out$"):
-        run(recipe(workplace, tmp_path, WEIGHTED, teacher=student))
+        run(recipe(workplace, tmp_path, {**WEIGHTED, "ce_weight": 0.1}, teacher=student))
     assert load_student(student) is not None
