@@ -1,5 +1,7 @@
 """Times the attention over window and sinks: `python -m measuring.kernels window --peers`.
 
+"deltanet, 4 bits" is the attention of a prompt whose earlier keys and values are seen in 4 bits, without packing them.
+
 Peers: FlexAttention with the same mask (compiled, block mask not timed), SDPA with the mask as a T x T tensor, and SDPA
 over all earlier tokens. Each is first compared with the blocked PyTorch form in float64 on the first row and key head;
 the last computes another function and is not compared.
@@ -17,7 +19,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from deltanet_kernels import window_attention
+from deltanet_kernels import pack_prompt, prompt_attention, window_attention
+from deltanet_kernels.packed_cache import launches
+from deltanet_kernels.packed_cache.calls import PromptAttentionCall
+from deltanet_kernels.packed_cache.reference import torch_prompt_attention
 from deltanet_kernels.window import attention
 from deltanet_kernels.window.calls import WindowCall
 from deltanet_kernels.window.config import WindowConfig, window_config
@@ -26,6 +31,7 @@ from measuring.kernels.harness import Benchmark, Configuration, check_and_time
 from measuring.rows import Row
 
 SINKS = 4
+PACKED = "deltanet, 4 bits"
 ALL = "sdpa, all tokens"
 SHAPES = [
     (16, 2048, 9, 3, 64, 64),
@@ -33,6 +39,7 @@ SHAPES = [
     (4, 4096, 32, 8, 64, 128),
     (4, 4096, 32, 8, 128, 64),
     (4, 4096, 32, 8, 128, 512),
+    (4, 4096, 32, 8, 128, 4096),
     (4, 4096, 4, 1, 256, 64),
     (1, 32768, 32, 8, 128, 128),
     (1, 32768, 32, 8, 128, 1024),
@@ -77,28 +84,48 @@ def make(shape: Shape) -> tuple[list[Tensor], Tensor]:
     return [x.requires_grad_() for x in leaves], torch.randn(B, T, HQ, D, device="cuda", dtype=torch.bfloat16)
 
 
+@torch.no_grad()
+def in_4_bits(leaves: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """What queries of `make` see of the keys and values before their own group."""
+    _, keys, values = pack_prompt(leaves[1], leaves[2], 4)
+    return keys, values
+
+
 @functools.lru_cache(maxsize=1)
-def reference(shape: Shape) -> list[Tensor]:
+def reference(shape: Shape, packed: bool) -> list[Tensor]:
     """o and the gradients of q, k and v of the first row and key head of `make`, in float64."""
     leaves, do = make(shape)
     group = shape[2] // shape[3]
     own = [x.detach()[:1, :, :n].double().requires_grad_() for x, n in zip(leaves, (group, 1, 1), strict=True)]
-    o, _ = torch_window_attention(WindowCall(own[0], own[1], own[2], shape[5], SINKS))
+    if packed:
+        keys, values = (x[:1, :, :1].double() for x in in_4_bits(leaves))
+        call = PromptAttentionCall(own[0], own[1], own[2], keys, values, shape[5], SINKS, shape[4] ** -0.5)
+        o, _ = torch_prompt_attention(call)
+    else:
+        o, _ = torch_window_attention(WindowCall(own[0], own[1], own[2], shape[5], SINKS))
     return [o.detach(), *torch.autograd.grad(o, own, do[:1, :, :group].double())]
 
 
 def measure(labels: Row, options: argparse.Namespace) -> Row:
     """The figures of the row with these labels."""
     shape: Shape = tuple(labels["shape"])
-    run, (leaves, do) = implementation(labels["impl"], shape[1], shape[5]), make(shape)
-    wanted = None if labels["impl"] == ALL else reference(shape)
+    leaves, do = make(shape)
+    if labels["impl"] == PACKED:
+        run: Attention = functools.partial(_packed, in_4_bits(leaves), shape[5])
+    else:
+        run = implementation(labels["impl"], shape[1], shape[5])
+    wanted = None if labels["impl"] == ALL else reference(shape, labels["impl"] == PACKED)
     return check_and_time(lambda: run(*leaves), leaves, do, wanted, options, most=0.02)
+
+
+def _packed(earlier: tuple[Tensor, Tensor], window: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return prompt_attention(q, k, v, *earlier, window, SINKS, q.shape[3] ** -0.5)[0]
 
 
 def rows(peers: bool) -> Iterator[Row]:
     """Labels of the rows."""
     for shape in SHAPES:
-        for impl in ("deltanet", "flex_attention", "sdpa, mask", ALL) if peers else ("deltanet",):
+        for impl in ("deltanet", PACKED, *(("flex_attention", "sdpa, mask", ALL) if peers else ())):
             yield {"shape": list(shape), "impl": impl}
 
 
@@ -108,7 +135,7 @@ def configurations(labels: Row) -> Iterator[Configuration]:
         own = window_config(kernel, labels["shape"][4], SINKS, torch.bfloat16)
         for M, N, warps, stages in itertools.product((32, 64, 128), (32, 64, 128), (4, 8), (1, 2, 3)):
             sizes = WindowConfig(M, N, min(N, own.S), own.D, warps, stages)
-            yield {(attention, "window_config"): OfOneKernel(kernel, sizes)}
+            yield dict.fromkeys(((attention, "window_config"), (launches, "window_config")), OfOneKernel(kernel, sizes))
 
 
 class OfOneKernel:
